@@ -1,0 +1,40 @@
+"""vbrt, the Virtual Blackwell runtime: run and train PyTorch models that are larger than the memory they run in.
+
+    import vbrt
+
+    vb = vbrt.wrap(model)        # or wrap(model, "exact"), wrap(model, "my.toml"), wrap(model, VBConfig(...))
+    vb(x)                        # or vb.generate(...): everything of the model is reachable
+    print(vb.stats())            # per-layer hit rates
+    model = vb.unwrap()          # the dense model back
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ConfigError": "errors", "FormatError": "errors", "KernelError": "errors", "TierError": "errors", "VBError": "errors",
+    "WrapError": "errors", "Plan": "plan", "Stats": "stats", "VBConfig": "config", "VBLinear": "nn",
+    "VBModelWrapper": "wrapper", "load_config": "config", "make_plan": "estimate", "simulate": "policy", "wrap": "wrapper",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+if TYPE_CHECKING:
+    from vbrt.config import VBConfig, load_config
+    from vbrt.errors import ConfigError, FormatError, KernelError, TierError, VBError, WrapError
+    from vbrt.estimate import make_plan
+    from vbrt.nn import VBLinear
+    from vbrt.plan import Plan
+    from vbrt.policy import simulate
+    from vbrt.stats import Stats
+    from vbrt.wrapper import VBModelWrapper, wrap
+
+
+def __getattr__(name: str) -> Any:
+    """Names load on first use, so that config, plan and policy can be imported without torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'vbrt' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"vbrt.{_HOMES[name]}"), name)
+    return value

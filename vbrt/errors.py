@@ -1,0 +1,37 @@
+"""Everything vbrt raises on purpose.
+
+    VBError
+    ├── ConfigError   (ValueError)    a config file, key or value: names file, key, what came, what would do
+    ├── FormatError   (ValueError)    a weight or page that a number format cannot hold or read
+    ├── TierError     (RuntimeError)  a page that cannot be stored, read or verified: names layer and file
+    ├── WrapError     (ValueError)    a model, or a use of a wrapped model, that vbrt refuses
+    └── KernelError   (RuntimeError)  no implementation of an op for this backend and device
+
+Each message says where it happened, what came, and what would do.
+"""
+
+__all__ = ["ConfigError", "FormatError", "KernelError", "TierError", "VBError", "WrapError"]
+
+
+class VBError(Exception):
+    """Base class: `except VBError` catches everything that vbrt raises on purpose."""
+
+
+class ConfigError(VBError, ValueError):
+    """A config file, key or value is wrong, or asks for more than the machine has."""
+
+
+class FormatError(VBError, ValueError):
+    """A weight cannot be encoded (NaN, Inf, dtype) or a page cannot be decoded (layout version, size)."""
+
+
+class TierError(VBError, RuntimeError):
+    """A page cannot be written, read or verified; the model stays usable once the cause is gone."""
+
+
+class WrapError(VBError, ValueError):
+    """The model, or the way it is used, is not something vbrt can serve."""
+
+
+class KernelError(VBError, RuntimeError):
+    """No implementation of an op exists for the asked backend and device."""

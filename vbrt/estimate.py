@@ -1,0 +1,280 @@
+"""What a model contains and what wrapping it will cost: the plan, made without moving or reading a weight.
+
+Works on real models and on models built under `torch.device("meta")`, so that a plan needs no weights.
+"""
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+
+from vbrt.config import Machine, VBConfig, resolve_budgets
+from vbrt.errors import ConfigError, WrapError
+from vbrt.formats import get_format
+from vbrt.formats.fine import estimate_fine_bytes
+from vbrt.formats.page import PAGE_ALIGN
+from vbrt.nn import VBLayer
+from vbrt.plan import PageSpec, Plan, Skip, Swap, place
+
+__all__ = ["make_plan", "this_machine"]
+
+_ROOT = "(root)"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def make_plan(model: nn.Module, config: VBConfig, machine: Machine | None = None) -> Plan:
+    """The plan for a model under a config on a machine (default: this one).
+
+    Raises:
+        WrapError: the model is wrapped already, or nothing in it can be swapped and a reason names why.
+        ConfigError: the budgets are impossible for this model or this machine.
+    """
+    wrapped = [name for name, module in model.named_modules() if isinstance(module, VBLayer)]
+    if wrapped:
+        raise WrapError(f"{wrapped[0]} is a VB layer already: this model is wrapped; unwrap() it first")
+    modules = _named_modules(model)
+    skipped: dict[str, Skip] = {}
+    swaps = list(_choose(model, modules, config, skipped))
+    _account_rest(modules, swaps, skipped)
+    budgets = _budgets(model, config, machine or this_machine(config), swaps, skipped)
+    layers = [_pages(swap) for swap in swaps]
+    homes = place(layers, budgets, source=config.source)
+    placed = tuple(_placed(swap, pages, homes) for swap, pages in zip(swaps, layers, strict=True))
+    return Plan(placed, skipped, budgets, _notes(placed, config))
+
+
+def this_machine(config: VBConfig) -> Machine:
+    """What this machine has, in bytes: GPU and host memory, and room on the disk of `tiers.ssd.path`."""
+    memory = psutil.virtual_memory()
+    gpu_free, gpu_total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (None, None)
+    if gpu_free is not None:
+        gpu_free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return Machine(gpu_total_bytes=gpu_total, gpu_free_bytes=gpu_free, cpu_total_bytes=memory.total,
+                   cpu_available_bytes=memory.available, ssd_free_bytes=_disk_free(config))
+
+
+def _disk_free(config: VBConfig) -> int | None:
+    if not config.tiers.ssd.enabled:
+        return None
+    path = Path(config.tiers.ssd.path).expanduser().absolute()
+    existing = next(p for p in (path, *path.parents) if p.exists())
+    return psutil.disk_usage(str(existing)).free
+
+
+# -- what to swap -----------------------------------------------------------------------------------------------------
+
+
+def _named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    return {name or _ROOT: module for name, module in model.named_modules()}
+
+
+def _choose(model: nn.Module, modules: dict[str, nn.Module], config: VBConfig, skipped: dict[str, Skip]) -> Iterator[Swap]:
+    """Swaps in the order of the model; every candidate that is refused goes to `skipped`."""
+    candidates = {name: module for name, module in modules.items() if _kind(module)}
+    holders = _holders(modules)
+    heads = _heads(model, modules)
+    aliases: dict[tuple, list[str]] = defaultdict(list)
+    for name, module in candidates.items():
+        weight = module._parameters.get("weight")
+        reason = _refusal(name, module, config, heads)
+        if reason is None:
+            others = [o for o in holders[_storage_key(weight)] if o.rpartition(".")[0] not in candidates]
+            reason = f"shares storage with {others[0]}, which stays dense" if others else None
+        if reason is None:
+            aliases[_storage_key(weight)].append(name)
+        elif weight is not None:
+            skipped[name] = Skip(_nbytes(weight), reason)
+    for names in aliases.values():
+        yield _swap(names, candidates[names[0]], config)
+
+
+def _kind(module: nn.Module) -> str | None:
+    """"Linear", "Conv1D", or None for anything else; subclasses have semantics of their own and are left alone."""
+    if type(module) is nn.Linear:
+        return "Linear"
+    transformers = sys.modules.get("transformers.pytorch_utils")
+    if transformers is not None and type(module) is transformers.Conv1D:
+        return "Conv1D"
+    return None
+
+
+def _refusal(name: str, module: nn.Module, config: VBConfig, heads: dict[int, str]) -> str | None:
+    """Why a Linear or Conv1D stays as it is; None when it may be swapped."""
+    wanted, weight = config.weights, module._parameters.get("weight")
+    if weight is None:
+        made_by = next((n for n in ("weight_orig", "weight_g") if n in module._parameters), None)
+        return f"its weight is recomputed from {made_by} by a hook (spectral_norm, weight_norm or pruning)" if made_by \
+            else "its weight is not a parameter"
+    if type(weight) is not nn.Parameter:
+        return f"its weight is a {type(weight).__name__}, not a plain Parameter"
+    if not wanted.include or not any(fnmatchcase(name, pattern) for pattern in wanted.include):
+        return f"not in weights.include = {list(wanted.include)}"
+    excluded = next((pattern for pattern in wanted.exclude if fnmatchcase(name, pattern)), None)
+    if excluded:
+        return f"weights.exclude has {excluded!r}"
+    if wanted.keep_head and id(module) in heads:
+        return f"output head ({heads[id(module)]}); weights.keep_head = false swaps it"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance (accelerate's hooks do that: remove_hook_from_submodules first)"
+    if weight.numel() < wanted.min_parameters:
+        return f"{weight.numel()} parameters; weights.min_parameters = {wanted.min_parameters}"
+    if not weight.numel() or weight.dim() != 2:
+        return f"its weight has shape {tuple(weight.shape)}"
+    if weight.dtype not in _FLOATS and (wanted.format != "dense" or not weight.is_floating_point()):
+        return f"its weight is {str(weight.dtype).removeprefix('torch.')}; {wanted.format} holds float32, bfloat16, float16"
+    return None
+
+
+def _heads(model: nn.Module, modules: dict[str, nn.Module]) -> dict[int, str]:
+    """Output heads by module id: what transformers says, else a Linear named lm_head."""
+    heads = {id(m): "by its name" for name, m in modules.items() if name.rpartition(".")[2] == "lm_head"}
+    for name, module in modules.items():
+        ask = getattr(module, "get_output_embeddings", None)
+        if callable(ask) and hasattr(module, "config"):
+            head = _ask_head(ask)
+            if head is not None:
+                heads[id(head)] = f"{'model' if name == _ROOT else name}.get_output_embeddings()"
+    return heads
+
+
+def _ask_head(ask) -> nn.Module | None:
+    """transformers' base classes raise from this getter when a model has no head."""
+    try:
+        return ask()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _holders(modules: dict[str, nn.Module]) -> dict[tuple, list[str]]:
+    """Full names of the parameters on each storage."""
+    holders: dict[tuple, list[str]] = defaultdict(list)
+    for name, module in modules.items():
+        for parameter_name, parameter in module._parameters.items():
+            if parameter is not None and not isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+                holders[_storage_key(parameter)].append(f"{name}.{parameter_name}")
+    return holders
+
+
+def _storage_key(parameter: torch.Tensor) -> tuple:
+    if parameter.device.type == "meta" or not parameter.numel() or type(parameter.data) is not torch.Tensor:
+        return (id(parameter),)
+    return (str(parameter.device), parameter.data_ptr(), parameter.numel())
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _swap(names: list[str], module: nn.Module, config: VBConfig) -> Swap:
+    weight, kind = module.weight, _kind(module)
+    shape = tuple(weight.shape) if kind == "Linear" else tuple(weight.shape)[::-1]
+    wanted, dtype = config.weights, weight.dtype
+    format, fine, note = wanted.format, wanted.fine, ""
+    if fine == "exact" and dtype not in (torch.bfloat16, torch.float16):
+        format, fine = "dense", "none"
+        note = f"{str(dtype).removeprefix('torch.')} has no fine plane: held dense, which is exact; bfloat16 halves it"
+    if format != "dense" and shape[1] % get_format(format).block:
+        note = f"in_features {shape[1]} padded to a multiple of {get_format(format).block}"
+    return Swap(names[0], kind, shape, str(dtype).removeprefix("torch."), _nbytes(weight), format, fine, (),
+                tuple(names[1:]), note)
+
+
+def _account_rest(modules: dict[str, nn.Module], swaps: list[Swap], skipped: dict[str, Skip]) -> None:
+    """Everything that is neither swapped nor refused yet, once per storage, with the kind of module it is in."""
+    swapped = {name for swap in swaps for name in (swap.name, *swap.aliases)}
+    seen = {_storage_key(modules[name].weight) for name in swapped}
+    seen |= {_storage_key(modules[name].weight) for name in skipped if _is_plain(modules[name])}
+    for name, module in modules.items():
+        own = {n: p for n, p in module._parameters.items() if p is not None}
+        if any(isinstance(p, nn.parameter.UninitializedTensorMixin) for p in own.values()):
+            skipped[name] = Skip(0, f"{type(module).__name__} before its first call: run the model once, then wrap it")
+            continue
+        fresh = {n: p for n, p in own.items() if _storage_key(p) not in seen}
+        seen |= {_storage_key(p) for p in fresh.values()}
+        if not fresh:
+            continue
+        nbytes = sum(map(_nbytes, fresh.values()))
+        if name in skipped:
+            skipped[name] = Skip(skipped[name].nbytes + nbytes, skipped[name].reason)
+        else:
+            skipped[name] = Skip(nbytes, "bias of a swapped layer" if name in swapped else _why_kept(module, fresh))
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return module._parameters.get("weight") is not None
+
+
+def _why_kept(module: nn.Module, own: dict[str, nn.Parameter]) -> str:
+    kind = type(module).__name__
+    experts = [n for n, p in own.items() if p.dim() == 3]
+    if experts:
+        return f"{kind}: 3-D parameters ({', '.join(experts)}), such as routed experts, are not nn.Linear and stay dense"
+    if isinstance(module, nn.Embedding):
+        return f"{kind}: a lookup table, read by rows"
+    if isinstance(module, nn.MultiheadAttention):
+        return f"{kind}: reads its projections ({', '.join(own)}) without calling them"
+    if isinstance(module, nn.Linear):
+        return f"{kind}: a subclass of nn.Linear with semantics of its own"
+    return f"{kind}: not an nn.Linear"
+
+
+# -- what it costs ----------------------------------------------------------------------------------------------------
+
+
+def _pages(swap: Swap) -> tuple[PageSpec, ...]:
+    """The pages of a layer without homes; static sizes are exact, the fine plane is an estimate from above."""
+    dtype, shape = getattr(torch, swap.dtype), swap.shape
+    if swap.format == "dense":
+        stored = shape if swap.kind == "Linear" else shape[::-1]
+        return (PageSpec(f"{swap.name}#dense", "dense", get_format("dense").layout(stored, dtype).nbytes),)
+    coarse = PageSpec(f"{swap.name}#coarse", "coarse", get_format(swap.format).layout(shape, dtype).nbytes)
+    if swap.fine == "none":
+        return (coarse,)
+    fine = -(-int(estimate_fine_bytes(shape, dtype) * 1.1) // PAGE_ALIGN) * PAGE_ALIGN + PAGE_ALIGN
+    return (coarse, PageSpec(f"{swap.name}#fine", "fine", fine))
+
+
+def _placed(swap: Swap, pages: tuple[PageSpec, ...], homes: dict[str, str]) -> Swap:
+    return replace(swap, pages=tuple(replace(page, home=homes[page.key]) for page in pages))
+
+
+def _budgets(model: nn.Module, config: VBConfig, machine: Machine, swaps: list[Swap],
+             skipped: dict[str, Skip]) -> dict[str, int]:
+    """Bytes of each tier, computing tier first, with what the model itself holds now and will keep."""
+    budgets = resolve_budgets(config, _as_after_wrapping(model, machine, swaps, skipped))
+    ordered = {tier: budgets[tier] for tier in ("gpu", "cpu", "ssd") if tier in budgets}
+    if "gpu" in ordered and "ssd" in ordered and "cpu" not in ordered:
+        raise ConfigError(f"{config.source}: tiers.ssd.enabled = true with tiers.cpu.enabled = false; pages travel from "
+                          "the ssd to the gpu through the cpu tier, enable it")
+    return ordered
+
+
+def _as_after_wrapping(model: nn.Module, machine: Machine, swaps: list[Swap], skipped: dict[str, Skip]) -> Machine:
+    """Free memory as it will be: dense weights leave, and what is kept moves to the GPU."""
+    held = {"cpu": 0, "cuda": 0}
+    for parameter in model.parameters():
+        if parameter.device.type in held:
+            held[parameter.device.type] += _nbytes(parameter)
+    kept = sum(skip.nbytes for skip in skipped.values())
+    swapped = sum(swap.dense_bytes for swap in swaps)
+    if machine.gpu_free_bytes is None:
+        leaving = min(swapped, held["cpu"])
+        return replace(machine, cpu_available_bytes=min(machine.cpu_total_bytes, machine.cpu_available_bytes + leaving))
+    return replace(machine, gpu_free_bytes=max(0, machine.gpu_free_bytes + held["cuda"] - kept),
+                   cpu_available_bytes=min(machine.cpu_total_bytes, machine.cpu_available_bytes + held["cpu"]))
+
+
+def _notes(swaps: tuple[Swap, ...], config: VBConfig) -> tuple[str, ...]:
+    notes = []
+    dense = [swap for swap in swaps if swap.format != config.weights.format]
+    if dense:
+        notes.append(f"{len(dense)} layers: {dense[0].note}")
+    if not swaps:
+        notes.append("nothing to swap: see skipped for the reasons")
+    return tuple(notes)

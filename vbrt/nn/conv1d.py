@@ -1,0 +1,23 @@
+"""VBConv1D: transformers' Conv1D (the GPT-2 family), a linear layer that keeps its weight as [in, out].
+
+Imported only once a model holds such a layer, so transformers stays optional.
+"""
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from vbrt.nn.linear import VBLayer, _compiled_linear
+
+__all__ = ["VBConv1D"]
+
+
+class VBConv1D(VBLayer, Conv1D):
+    """Conv1D with its weight in a tier stack; coarse planes are of the transposed weight, [out, in]."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> [..., out]; raises what VBLinear.forward raises."""
+        if torch.compiler.is_compiling():
+            return _compiled_linear(self, x)
+        if self._parameters["weight"] is not None:
+            self.materialize_()
+        return self._vb_handle.linear(x, self._parameters["bias"])

@@ -1,0 +1,377 @@
+"""Which pages stay resident above their home: pure decisions, no bytes moved here.
+
+A policy sees accesses and answers with decisions; the tier stack acts on them. Two are here:
+
+- `LRUPolicy`, the classic stack. On a cyclic scan larger than its room it hits 0 %: it evicts each page just
+  before its next use. It is optimal for palindromes (forward + backward) and shines under skewed access.
+- `ScheduledPolicy` learns the order of the last pass, pins an evenly spread set of pages, and stages the others
+  through a ring sized for one lease and `prefetch` pages ahead. Belady's optimum for a cyclic scan of n equal
+  pages with room for r is (r - 1) / (n - 1); with `prefetch` pages of look-ahead this one reaches
+  (r - 1 - prefetch) / n, and the copies that remain are started ahead of their use.
+
+A **hit** moves no bytes: the page was resident because it had been kept. A page that was staged ahead of its use
+counts as a miss that was `prefetched`, however early its copy finished, so counts never depend on timing and
+`simulate` gives exactly the counts of the live stack.
+
+The road not taken: eviction by predicted next use (Belady on the learned order). It needs a search per miss and
+gains one slot over static pins.
+"""
+
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+
+__all__ = ["PASS", "Decision", "LRUPolicy", "Policy", "ScheduledPolicy", "Simulation", "make_policy", "simulate",
+           "spread", "spread_pins"]
+
+PASS = object()
+"""Marks the start of a pass in a trace given to `simulate`."""
+
+_LONGEST_PASS = 16  # accesses per distinct page after which an unmarked pass is cut, so that its record stays bounded
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What one access, or one look ahead, does: `evict` leaves first, then `key` comes in unless it is there."""
+
+    key: str
+    hit: bool
+    evict: tuple[str, ...] = ()
+    prefetched: bool = False
+
+
+class Policy:
+    """Common bookkeeping: resident pages and their bytes, never above `capacity_bytes`."""
+
+    kind = ""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.resident_bytes = 0
+
+    def begin_pass(self) -> None:
+        """The next access starts a new pass over the model."""
+
+    def access(self, key: str, size: int, busy: Collection[str] = ()) -> Decision | None:
+        """Decide on a demanded page of `size` bytes; pages in `busy` are in use and must stay.
+
+        Returns None, with nothing changed, when there is no room beside the busy pages.
+        """
+        raise TypeError(f"{type(self).__name__} is abstract: use LRUPolicy or ScheduledPolicy")
+
+    def ahead(self, busy: Collection[str] = ()) -> list[Decision]:
+        """Pages to start moving now, before they are demanded."""
+        return []
+
+    def forget(self, key: str) -> None:
+        """The page is gone (removed, or its read failed): it is no longer resident."""
+        raise TypeError(f"{type(self).__name__} is abstract: use LRUPolicy or ScheduledPolicy")
+
+    def resident(self) -> tuple[str, ...]:
+        """Keys of the pages that are resident now, in no promised order."""
+        raise TypeError(f"{type(self).__name__} is abstract: use LRUPolicy or ScheduledPolicy")
+
+    def _victims(self, size: int, candidates: Iterable[tuple[str, int]], busy: Collection[str]) -> list[str] | None:
+        """The first candidates whose bytes, with what is free, make room for `size`; None if they do not."""
+        free = self.capacity_bytes - self.resident_bytes
+        victims: list[str] = []
+        for key, nbytes in candidates:
+            if free >= size:
+                break
+            if key not in busy:
+                victims.append(key)
+                free += nbytes
+        return victims if free >= size else None
+
+
+class LRUPolicy(Policy):
+    """Least recently used leaves first; nothing is fetched ahead."""
+
+    kind = "lru"
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(capacity_bytes)
+        self._pages: OrderedDict[str, int] = OrderedDict()
+
+    def access(self, key: str, size: int, busy: Collection[str] = ()) -> Decision | None:
+        if key in self._pages:
+            self._pages.move_to_end(key)
+            return Decision(key, hit=True)
+        victims = self._victims(size, self._pages.items(), busy)
+        if victims is None:
+            return None
+        for victim in victims:
+            self.forget(victim)
+        self._pages[key] = size
+        self.resident_bytes += size
+        return Decision(key, hit=False, evict=tuple(victims))
+
+    def forget(self, key: str) -> None:
+        self.resident_bytes -= self._pages.pop(key, 0)
+
+    def resident(self) -> tuple[str, ...]:
+        return tuple(self._pages)
+
+
+class ScheduledPolicy(Policy):
+    """Evenly spread pins and a small ring, from the order of the last pass.
+
+    The first pass has no order to go by and behaves as LRU. Layers that are skipped, repeated or reordered cost
+    misses in that pass and are learned for the next; a pass that stops early (an exception, Ctrl-C) is recognised
+    as a prefix of the last order and does not replace it. Passes are marked by `begin_pass`; a trace without any
+    mark starts a pass whenever its first page comes again.
+
+    Args:
+        capacity_bytes: room for pages, in bytes.
+        prefetch: pages staged ahead of their use, at most.
+        group: pages that one lease takes together (2 when coarse and fine planes are separate pages).
+    """
+
+    kind = "scheduled"
+
+    def __init__(self, capacity_bytes: int, *, prefetch: int = 2, group: int = 1) -> None:
+        super().__init__(capacity_bytes)
+        self.prefetch, self.group = prefetch, group
+        self._sizes: dict[str, int] = {}  # every page ever seen: needed to stage one that is not resident
+        self._pinned: OrderedDict[str, int] = OrderedDict()
+        self._staged: OrderedDict[str, int] = OrderedDict()  # used and evictable, least recently used first
+        self._fresh: OrderedDict[str, int] = OrderedDict()  # staged ahead, not used yet, nearest first
+        self._current: list[str] = []
+        self._distinct: set[str] = set()
+        self._order: tuple[str, ...] = ()
+        self._positions: dict[str, list[int]] = {}
+        self._streamed: list[int] = []  # positions in the order of pages that are not kept
+        self._pins: frozenset[str] = frozenset()
+        self._cursor = 0
+        self._marked = False
+
+    # -- the protocol ---------------------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        self._marked = True
+        self._end_pass()
+
+    def access(self, key: str, size: int, busy: Collection[str] = ()) -> Decision | None:
+        if key in self._fresh:
+            decision = Decision(key, hit=False, prefetched=True)
+        elif key in self._pinned or key in self._staged:
+            decision = Decision(key, hit=True)
+        else:
+            worst_last = chain(self._staged.items(), reversed(self._fresh.items()), self._pinned.items())
+            victims = self._victims(size, worst_last, busy)
+            if victims is None:
+                return None
+            for victim in victims:
+                self.forget(victim)
+            self.resident_bytes += size
+            decision = Decision(key, hit=False, evict=tuple(victims))
+        self._record(key, size)
+        for pages in (self._fresh, self._staged):
+            pages.pop(key, None)
+        self._keep(key, size)
+        return decision
+
+    def ahead(self, busy: Collection[str] = ()) -> list[Decision]:
+        decisions: list[Decision] = []
+        if not self._streamed:
+            return decisions
+        for key in self._upcoming():
+            if len(self._fresh) >= self.prefetch:
+                break
+            if key in self._fresh or key in self._staged or key in self._pinned:
+                continue
+            size = self._sizes[key]
+            victims = self._victims(size, self._staged.items(), busy)
+            if victims is None:
+                break
+            for victim in victims:
+                self.forget(victim)
+            self._fresh[key] = size
+            self.resident_bytes += size
+            decisions.append(Decision(key, hit=False, evict=tuple(victims), prefetched=True))
+        return decisions
+
+    def forget(self, key: str) -> None:
+        for pages in (self._pinned, self._staged, self._fresh):
+            self.resident_bytes -= pages.pop(key, 0)
+
+    def resident(self) -> tuple[str, ...]:
+        return (*self._pinned, *self._staged, *self._fresh)
+
+    # -- learning the order ---------------------------------------------------------------------------------------
+
+    def _record(self, key: str, size: int) -> None:
+        self._sizes[key] = size
+        recurs = not self._marked and self._current and key == self._current[0]
+        if recurs or len(self._current) > _LONGEST_PASS * (len(self._distinct) + 256):
+            self._end_pass()
+        self._current.append(key)
+        self._distinct.add(key)
+        self._advance(key)
+
+    def _advance(self, key: str) -> None:
+        """Move the cursor past `key`; pages staged for places that were jumped over become evictable."""
+        places = self._positions.get(key)
+        if not places:
+            return
+        at = bisect_left(places, self._cursor)
+        place = places[at] if at < len(places) else places[0]
+        if self._fresh and place != self._cursor:
+            jumped = (place - self._cursor) % len(self._order)
+            for fresh in [k for k in self._fresh if k != key and self._distance(k) < jumped]:
+                self._staged[fresh] = self._fresh.pop(fresh)
+                self._staged.move_to_end(fresh, last=False)
+        self._cursor = (place + 1) % len(self._order)
+
+    def _distance(self, key: str) -> int:
+        places = self._positions.get(key)
+        if not places:
+            return 0
+        at = bisect_left(places, self._cursor)
+        place = places[at] if at < len(places) else places[0]
+        return (place - self._cursor) % len(self._order)
+
+    def _end_pass(self) -> None:
+        current, self._current = tuple(self._current), []
+        self._distinct.clear()
+        stopped_early = len(current) < len(self._order) and self._order[: len(current)] == current
+        if current and not stopped_early and current != self._order:
+            self._order = current
+            self._positions = {}
+            for place, key in enumerate(current):
+                self._positions.setdefault(key, []).append(place)
+            self._choose_pins()
+        if current:
+            self._cursor = 0
+            self._streamed = [p for p, key in enumerate(self._order) if key not in self._pinned]
+
+    def _choose_pins(self) -> None:
+        """Pin for the new order; what is resident changes its class, nothing moves."""
+        self._pins = spread_pins(self._order, self._sizes, self.capacity_bytes, window=self.group + self.prefetch)
+        for key in [k for k in self._pinned if k not in self._pins]:
+            self._staged[key] = self._pinned.pop(key)
+            self._staged.move_to_end(key, last=False)
+        for key in [k for k in self._staged if k in self._pins]:
+            self._pinned[key] = self._staged.pop(key)
+        for key in [k for k in self._fresh if k not in self._positions]:
+            self._staged[key] = self._fresh.pop(key)
+
+    def _keep(self, key: str, size: int) -> None:
+        if key in self._pins:
+            self._pinned[key] = size
+        else:
+            self._staged[key] = size
+
+    def _upcoming(self) -> Iterator[str]:
+        """Pages that are not kept, from the cursor on, around the end of the pass into the next one."""
+        start = bisect_left(self._streamed, self._cursor)
+        for step in range(len(self._streamed)):
+            yield self._order[self._streamed[(start + step) % len(self._streamed)]]
+
+
+def spread_pins(order: tuple[str, ...], sizes: Mapping[str, int], capacity_bytes: int, *, window: int) -> frozenset[str]:
+    """The pages of one pass to keep resident, spread evenly through it.
+
+    Everything is kept when everything fits. Otherwise room is set aside for the largest `window` consecutive pages
+    of the order (one lease and the pages staged ahead), and the rest is given first to the pages that a pass uses
+    most often (each use of a kept page saves its bytes once), then evenly: a kept prefix would have the same hit
+    rate but leave the link idle while it runs.
+
+    Args:
+        order: page keys in the order of a pass, repeats included.
+        sizes: bytes of each page.
+        capacity_bytes: room for pages, the ring included.
+        window: pages that must fit beside the pins.
+    """
+    uses = Counter(order)
+    if sum(sizes[key] for key in uses) <= capacity_bytes:
+        return frozenset(uses)
+    around = order * (1 + window // len(order)) if len(order) < window else order + order[: window - 1]
+    ring = max(sum(sizes[key] for key in around[at: at + window]) for at in range(len(order)))
+    budget = capacity_bytes - ring
+    pins: list[str] = []
+    for count in sorted(set(uses.values()), reverse=True):
+        chosen = spread([key for key in uses if uses[key] == count], sizes, budget)
+        budget -= sum(sizes[key] for key in chosen)
+        pins += chosen
+    return frozenset(pins)
+
+
+def spread(keys: list[str], sizes: Mapping[str, int], budget_bytes: int) -> list[str]:
+    """An evenly spread share of `keys`, of at most `budget_bytes` together: error diffusion over the bytes."""
+    if budget_bytes <= 0 or not keys:
+        return []
+    share, owed, left = min(1.0, budget_bytes / sum(sizes[key] for key in keys)), 0.0, budget_bytes
+    chosen: dict[str, None] = {}
+    for key in keys:
+        owed += share * sizes[key]
+        if owed >= sizes[key] * (1 - 1e-9) and sizes[key] <= left:
+            owed -= sizes[key]
+            left -= sizes[key]
+            chosen[key] = None
+    for key in keys:  # bytes that rounding left over
+        if key not in chosen and sizes[key] <= left:
+            left -= sizes[key]
+            chosen[key] = None
+    return list(chosen)
+
+
+def make_policy(kind: str, capacity_bytes: int, *, prefetch: int = 2, group: int = 1) -> Policy:
+    """The policy named `kind` ("lru" or "scheduled"), for `capacity_bytes` of room."""
+    if kind == "lru":
+        return LRUPolicy(capacity_bytes)
+    if kind == "scheduled":
+        return ScheduledPolicy(capacity_bytes, prefetch=prefetch, group=group)
+    raise ValueError(f"policy.kind = {kind!r}; expected 'lru' or 'scheduled'")
+
+
+@dataclass(slots=True)
+class Simulation:
+    """Counts of a simulated run: per page hits and misses, bytes moved in."""
+
+    hits: Counter[str] = field(default_factory=Counter)
+    misses: Counter[str] = field(default_factory=Counter)
+    prefetched: Counter[str] = field(default_factory=Counter)
+    bytes_in: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits over accesses; 0.0 without any access."""
+        accesses = self.hits.total() + self.misses.total()
+        return self.hits.total() / accesses if accesses else 0.0
+
+
+def simulate(policy: str | Policy, trace: Iterable, capacity_bytes: int, *, sizes: Mapping[str, int] | None = None,
+             prefetch: int = 2, group: int = 1) -> Simulation:
+    """Run a policy over a trace without moving a byte.
+
+    Args:
+        policy: "lru", "scheduled", or a fresh policy object (then `capacity_bytes`, `prefetch`, `group` are its own).
+        trace: page keys in order; a tuple of keys is one lease of several pages; `PASS` marks the start of a pass.
+        capacity_bytes: room in bytes.
+        sizes: bytes of each page; without it each page is one byte, so that capacity counts pages.
+
+    Raises:
+        ValueError: one lease does not fit into the capacity.
+    """
+    if isinstance(policy, str):
+        policy = make_policy(policy, capacity_bytes, prefetch=prefetch, group=group)
+    counts = Simulation()
+    for item in trace:
+        if item is PASS:
+            policy.begin_pass()
+            continue
+        keys = item if isinstance(item, tuple) else (item,)
+        for key in keys:
+            size = 1 if sizes is None else sizes[key]
+            decision = policy.access(key, size, busy=keys)
+            if decision is None:
+                raise ValueError(f"{keys}: does not fit into {policy.capacity_bytes} bytes")
+            counts.hits[key] += decision.hit
+            counts.misses[key] += not decision.hit
+            counts.prefetched[key] += decision.prefetched
+            counts.bytes_in += 0 if decision.hit else size
+        policy.ahead(busy=keys)
+    return counts

@@ -1,0 +1,7 @@
+"""Where pages live: memory tiers (gpu, cpu), the file tier (ssd), and the stack that moves pages between them."""
+
+from vbrt.tiers.memory import Buffer, MemoryTier
+from vbrt.tiers.ssd import SsdTier
+from vbrt.tiers.stack import Level, Page, TierStack, detached_stack
+
+__all__ = ["Buffer", "Level", "MemoryTier", "Page", "SsdTier", "TierStack", "detached_stack"]

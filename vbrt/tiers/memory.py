@@ -1,0 +1,134 @@
+"""The gpu and cpu tiers: buffers of exactly the bytes of a page, reused by size, never above the budget.
+
+Host buffers are anonymous mappings: aligned for direct I/O, given back to the operating system when dropped, and
+registered as pinned memory where CUDA is there (`pin_memory=True` would round each up to a power of two).
+"""
+
+import ctypes
+import mmap
+import warnings
+import weakref
+from collections import defaultdict
+
+import torch
+
+from vbrt.errors import TierError
+
+__all__ = ["Buffer", "MemoryTier", "bytes_view"]
+
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+def bytes_view(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable, without a copy; the tensor must outlive the view."""
+    nbytes = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+class Buffer:
+    """Memory for one page: a uint8 tensor of its bytes, and the CUDA events after which it may be overwritten."""
+
+    __slots__ = ("__weakref__", "fences", "tensor", "unpin")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.fences: dict[int, torch.cuda.Event] = {}  # by stream: a later event stands for the earlier ones
+        self.unpin: weakref.finalize | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return self.tensor.numel()
+
+    def fence(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """The buffer may be overwritten only after what `stream` has been given so far."""
+        event = self.fences[stream.cuda_stream] = stream.record_event()
+        return event
+
+
+class MemoryTier:
+    """Pages in the memory of one device.
+
+    Not thread-safe by itself: the stack that owns the tier serialises calls.
+
+    Args:
+        name: "gpu" or "cpu", as in the config.
+        device: where the buffers live.
+        capacity_bytes: the budget; `held_bytes` never exceeds it.
+        pinned: page-lock host buffers, so that copies to the GPU run at the link's speed without blocking.
+    """
+
+    def __init__(self, name: str, device: torch.device, capacity_bytes: int, *, pinned: bool = False) -> None:
+        self.name, self.device, self.capacity_bytes = name, device, capacity_bytes
+        self.pinned = pinned and torch.cuda.is_available()
+        self.held_bytes = 0
+        self.peak_bytes = 0
+        self.fallbacks: list[str] = []
+        self._free: defaultdict[int, list[Buffer]] = defaultdict(list)
+
+    def allocate(self, nbytes: int) -> Buffer | None:
+        """A buffer of exactly `nbytes`, or None while the budget has no room for it."""
+        if self._free[nbytes]:
+            return self._free[nbytes].pop()
+        while self.held_bytes + nbytes > self.capacity_bytes and self._drop_one_free():
+            pass
+        if self.held_bytes + nbytes > self.capacity_bytes:
+            return None
+        buffer = self._new(nbytes)
+        self.held_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        return buffer
+
+    def release(self, buffer: Buffer) -> None:
+        """Keep the buffer for the next page of its size; its bytes count as held until then."""
+        self._free[buffer.nbytes].append(buffer)
+
+    def discard(self, buffer: Buffer) -> None:
+        """Give the buffer's memory back at once."""
+        self.held_bytes -= buffer.nbytes
+        if buffer.unpin is not None:
+            for fence in buffer.fences.values():
+                fence.synchronize()
+            buffer.unpin()
+
+    def trim(self) -> None:
+        """Give back the memory of all buffers that no page uses."""
+        while self._drop_one_free():
+            pass
+
+    def _drop_one_free(self) -> bool:
+        for nbytes in [n for n, buffers in self._free.items() if buffers]:
+            self.discard(self._free[nbytes].pop())
+            return True
+        return False
+
+    def _new(self, nbytes: int) -> Buffer:
+        if self.device.type != "cpu":
+            try:
+                return Buffer(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
+            except torch.OutOfMemoryError as error:
+                raise TierError(f"tier {self.name}: {self.device} has no room for a page of {nbytes} bytes although "
+                                f"the budget has; lower tiers.{self.name}.budget ({self.capacity_bytes})") from error
+        try:
+            mapping = mmap.mmap(-1, nbytes)
+        except (OSError, ValueError) as error:
+            raise TierError(f"tier {self.name}: the system refused {nbytes} bytes ({error}); "
+                            f"lower tiers.{self.name}.budget ({self.capacity_bytes})") from error
+        if nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        buffer = Buffer(torch.frombuffer(mapping, dtype=torch.uint8))
+        if self.pinned:
+            self._pin(buffer)
+        return buffer
+
+    def _pin(self, buffer: Buffer) -> None:
+        tensor = buffer.tensor
+        status = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
+        if status == 0:
+            buffer.unpin = weakref.finalize(buffer, torch.cuda.cudart().cudaHostUnregister, tensor.data_ptr())
+        else:
+            self.pinned = False
+            reason = (f"cpu tier: page-locking {tensor.numel()} bytes failed (CUDA error {status}); further pages are "
+                      "pageable, copies to the GPU are slower. Raise the locked-memory limit or set pinned = false")
+            self.fallbacks.append(reason)
+            warnings.warn(reason, stacklevel=2)

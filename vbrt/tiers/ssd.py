@@ -1,0 +1,257 @@
+"""The ssd tier: one file a page, written once, verified on each read.
+
+A file is a header of 4096 bytes and the page. The header holds magic, version, sizes and two XXH3-64 digests (of the
+page, and of the header itself), followed by the key and the page's layout as JSON, for the person with a hex dump.
+Files are written to a temporary name, synced and renamed, inside a directory of this run that is locked while the
+run lives; directories of dead runs are removed when the next one starts.
+
+Reads are `preadv` into buffers that the caller owns: never a file mapping, so an I/O error is an exception with a
+name in it and not a SIGBUS. The digest is computed chunk by chunk while the chunk is in cache.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import struct
+import tempfile
+import warnings
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+import xxhash
+
+from vbrt.errors import TierError
+from vbrt.tiers.memory import bytes_view
+
+__all__ = ["HEADER_BYTES", "SsdTier"]
+
+HEADER_BYTES = 4096
+_MAGIC = b"VBPAGE\x00\x01"
+_VERSION = 1
+_HEAD = struct.Struct("<8sIIQQ")  # magic, version, header bytes, page bytes, XXH3-64 of the page
+_CHUNK_BYTES = 2 << 20  # read and hashed at a time: stays in L2/L3
+_MAX_RW_BYTES = 1 << 30  # Linux caps one call at 2 GiB - 4096
+_PAGE_CACHE_SHARE = 0.5  # of available memory that the page files may be expected to fill
+
+
+@dataclass(slots=True)
+class _File:
+    path: Path
+    nbytes: int
+    digest: int
+
+
+class SsdTier:
+    """Pages as files below `root`, within a budget of bytes on disk.
+
+    Reads may run in several threads; `write` and `drop` are serialised by the stack that owns the tier.
+
+    Args:
+        root: directory for page files; made if missing. Each run works in a locked directory of its own inside.
+        capacity_bytes: bytes of files, headers included, that the tier may hold.
+        io: "direct" (O_DIRECT), "buffered" (page cache), or "auto": through the page cache as long as the files fit
+            into half of the available memory, direct beyond that, where the cache would evict them before reuse.
+
+    Raises:
+        TierError: the directory cannot be made or written.
+    """
+
+    name = "ssd"
+
+    def __init__(self, root: Path, capacity_bytes: int, *, io: str = "auto") -> None:
+        self.capacity_bytes, self.held_bytes, self.peak_bytes = capacity_bytes, 0, 0
+        self.root, self.io = Path(root), io
+        self.fallbacks: list[str] = []
+        self._files: dict[str, _File] = {}
+        self._serial = 0
+        self._direct: bool | None = None
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            _remove_dead_runs(self.root)
+            self.directory = Path(tempfile.mkdtemp(prefix=f"run-{os.getpid()}-", dir=self.root))
+            self._lock_fd = _lock(self.directory)
+        except OSError as error:
+            raise TierError(f"tier ssd: cannot write in {self.root} ({error.strerror or error}); "
+                            "point tiers.ssd.path at a directory on a local disk that you can write") from error
+        self._finalizer = weakref.finalize(self, _remove_own_run, self.directory, self._lock_fd, os.getpid())
+
+    @property
+    def mode(self) -> str:
+        """How pages are read now: "direct" or "buffered"."""
+        return "direct" if self._use_direct() else "buffered"
+
+    def write(self, key: str, page: torch.Tensor, layout: dict | None = None) -> None:
+        """Store a page (uint8, contiguous, CPU, a multiple of 4096 bytes) under `key`.
+
+        Raises:
+            TierError: over the budget, a full or failing disk; nothing of the page is left behind.
+        """
+        nbytes = HEADER_BYTES + page.numel()
+        if self.held_bytes + nbytes > self.capacity_bytes:
+            raise TierError(f"{key}: {nbytes} bytes do not fit into tiers.ssd.budget = {self.capacity_bytes} "
+                            f"({self.held_bytes} held); raise the budget")
+        view = bytes_view(page)
+        digest = xxhash.xxh3_64_intdigest(view)
+        path = self.directory / f"{self._serial:05d}-{re.sub(r'[^A-Za-z0-9._-]', '_', key)[-96:]}.page"
+        self._serial += 1
+        try:
+            _write_file(path, _header(key, page.numel(), digest, layout), view)
+        except OSError as error:
+            what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
+            raise TierError(f"{key}: cannot write {path}: {what}; free {nbytes} bytes there or move "
+                            "tiers.ssd.path") from error
+        self._files[key] = _File(path, page.numel(), digest)
+        self.held_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        self._direct = None
+
+    def read(self, key: str, out: torch.Tensor) -> None:
+        """Fill `out` (uint8, CPU, the page's bytes, 4096-aligned) with the page and verify it.
+
+        Raises:
+            TierError: the file is missing, short, of another page, or its bytes changed.
+        """
+        file = self._files[key]
+        if out.numel() != file.nbytes:
+            raise TierError(f"{key}: the page has {file.nbytes} bytes, the buffer {out.numel()}")
+        try:
+            fd, direct = self._open(file.path)
+        except OSError as error:
+            raise TierError(f"{key}: cannot open {file.path}: {error.strerror or error}; the page is lost, load the "
+                            "weight again (load_state_dict) or wrap the model anew") from error
+        try:
+            digest = _read_file(fd, key, file, out, direct=direct)
+        except OSError as error:
+            raise TierError(f"{key}: cannot read {file.path}: {error.strerror or error}") from error
+        finally:
+            os.close(fd)
+        if digest != file.digest:
+            raise TierError(f"{key}: {file.path} does not hold the bytes that were written (XXH3 {digest:016x}, "
+                            f"expected {file.digest:016x}); the disk or the file is damaged")
+
+    def drop(self, key: str) -> None:
+        """Remove the page and its file."""
+        file = self._files.pop(key)
+        self.held_bytes -= HEADER_BYTES + file.nbytes
+        file.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove the run's directory; calling it twice is fine."""
+        self._files.clear()
+        self.held_bytes = 0
+        self._finalizer()
+
+    def _use_direct(self) -> bool:
+        if self._direct is None:
+            fits_cache = self.held_bytes <= _PAGE_CACHE_SHARE * psutil.virtual_memory().available
+            self._direct = self.io == "direct" or (self.io == "auto" and not fits_cache)
+        return self._direct
+
+    def _open(self, path: Path) -> tuple[int, bool]:
+        if self._use_direct():
+            try:
+                return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), True
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                reason = f"tier ssd: the file system of {self.root} refuses O_DIRECT; reads go through the page cache"
+                self.io, self._direct = "buffered", False
+                self.fallbacks.append(reason)
+                warnings.warn(reason, stacklevel=2)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC), False
+
+
+def _header(key: str, nbytes: int, digest: int, layout: dict | None) -> bytes:
+    head = _HEAD.pack(_MAGIC, _VERSION, HEADER_BYTES, nbytes, digest)
+    note = json.dumps({"key": key, "layout": layout}).encode()[: HEADER_BYTES - len(head) - 8]
+    body = head + note.ljust(HEADER_BYTES - len(head) - 8, b"\0")
+    return body + xxhash.xxh3_64_digest(body)
+
+
+def _write_file(path: Path, header: bytes, view: memoryview) -> None:
+    temporary = path.with_suffix(".tmp")
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            _write_all(fd, memoryview(header))
+            _write_all(fd, view)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _write_all(fd: int, view: memoryview) -> None:
+    while view:
+        view = view[os.write(fd, view[:_MAX_RW_BYTES]):]
+
+
+def _read_file(fd: int, key: str, file: _File, out: torch.Tensor, *, direct: bool) -> int:
+    """Read header and page; returns the digest of the page's bytes."""
+    header = torch.empty(2 * HEADER_BYTES, dtype=torch.uint8)
+    header = header[-header.data_ptr() % HEADER_BYTES:][:HEADER_BYTES]  # O_DIRECT wants aligned memory
+    head, view, digest = bytes_view(header), bytes_view(out), xxhash.xxh3_64()
+    got = os.preadv(fd, [head, view[:_CHUNK_BYTES]], 0)
+    if got < HEADER_BYTES:
+        raise TierError(f"{key}: {file.path} is truncated: {got} bytes, expected {HEADER_BYTES + file.nbytes}")
+    _check_header(key, file, bytes(head))
+    done = got - HEADER_BYTES
+    digest.update(view[:done])
+    while done < file.nbytes:
+        got = os.preadv(fd, [view[done: done + _CHUNK_BYTES]], HEADER_BYTES + done)
+        if got == 0 or (direct and got % HEADER_BYTES):
+            raise TierError(f"{key}: {file.path} is truncated: {HEADER_BYTES + done + got} bytes, "
+                            f"expected {HEADER_BYTES + file.nbytes}")
+        digest.update(view[done: done + got])
+        done += got
+    return digest.intdigest()
+
+
+def _check_header(key: str, file: _File, header: bytes) -> None:
+    magic, version, header_bytes, nbytes, digest = _HEAD.unpack_from(header)
+    if magic != _MAGIC or header[-8:] != xxhash.xxh3_64_digest(header[:-8]):
+        raise TierError(f"{key}: {file.path} is not a page file, or its header is damaged")
+    if (version, header_bytes) != (_VERSION, HEADER_BYTES):
+        raise TierError(f"{key}: {file.path} has page-file version {version}; this vbrt reads version {_VERSION}")
+    if (nbytes, digest) != (file.nbytes, file.digest):
+        raise TierError(f"{key}: {file.path} holds another page than the one that was written there")
+
+
+def _lock(directory: Path) -> int:
+    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return fd
+
+
+def _remove_own_run(directory: Path, lock_fd: int, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child must not remove its parent's pages
+        _remove_run(directory, lock_fd)
+
+
+def _remove_run(directory: Path, lock_fd: int) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    os.close(lock_fd)
+
+
+def _remove_dead_runs(root: Path) -> None:
+    """Remove what runs that were killed left behind: their lock is free."""
+    for directory in root.glob("run-*"):
+        try:
+            fd = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # being made or removed by another process, or not ours to open
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            continue
+        _remove_run(directory, fd)

@@ -1,0 +1,318 @@
+"""`vbrt.wrap`: plan, swap in place, keep a registry.
+
+Nothing moves when a model is wrapped: its layers become shells that share their parameters. The first forward of a
+layer, or `materialize()` for all of them, encodes the weight, stores its pages and lets the dense weight go.
+"""
+
+import ctypes
+import ctypes.util
+import gc
+import sys
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+
+from vbrt.config import VBConfig, load_config
+from vbrt.errors import WrapError
+from vbrt.estimate import make_plan
+from vbrt.nn import HandleSpec, VBLayer, VBLinear, WeightHandle
+from vbrt.plan import Plan, Swap, format_bytes
+from vbrt.policy import make_policy
+from vbrt.stats import LayerStats, Stats, TierStats
+from vbrt.tiers import Level, MemoryTier, SsdTier, TierStack
+
+__all__ = ["VBModelWrapper", "wrap"]
+
+_LARGE_BYTES = 64 << 20  # layers that the progress bar names
+
+
+def wrap(model: nn.Module, config: VBConfig | Mapping[str, Any] | str | PathLike | None = None,
+         **overrides: Any) -> "VBModelWrapper":
+    """Wrap a model so that its linear layers live as planes in the tiers of a config.
+
+    Args:
+        model: any nn.Module; changed in place (`unwrap` gives it back).
+        config: a preset name ("fp4", the default, "exact", "dense", ...), a path to a TOML file, a dict, or a VBConfig.
+        **overrides: sections of the config, merged key by key: `weights={"format": "nf4"}`, `tiers={"ssd": {...}}`.
+
+    Returns:
+        The wrapper. Everything of the model is reachable through it; `vb.model` is the same model, swapped.
+
+    Raises:
+        ConfigError: the config is wrong, or impossible for this model or machine.
+        WrapError: the model is wrapped already.
+        TierError: the ssd tier's directory cannot be used.
+    """
+    if not isinstance(model, nn.Module):
+        raise WrapError(f"wrap() got {type(model).__name__}; expected a torch.nn.Module")
+    if isinstance(model, VBModelWrapper):
+        raise WrapError("the model is wrapped already; unwrap() it first")
+    config = load_config(config, **overrides)
+    plan = make_plan(model, config)
+    stack = _build_stack(plan, config)
+    registry = _swap(model, plan, config, stack)
+    return VBModelWrapper(model, config, plan, stack, registry)
+
+
+def _build_stack(plan: Plan, config: VBConfig) -> TierStack:
+    levels, ssd = [], None
+    for name, budget in plan.budgets.items():
+        if name == "ssd":
+            if plan.home_bytes("ssd"):
+                ssd = SsdTier(Path(config.tiers.ssd.path).expanduser(), budget, io=config.tiers.ssd.io)
+            continue
+        device = torch.device("cuda", torch.cuda.current_device()) if name == "gpu" else torch.device("cpu")
+        pinned = name == "cpu" and plan.compute_tier == "gpu" and config.tiers.cpu.pinned
+        room = budget - plan.home_bytes(name)
+        policy = make_policy(config.policy.kind, room, prefetch=config.policy.prefetch, group=plan.group)
+        levels.append(Level(MemoryTier(name, device, budget, pinned=pinned), policy))
+    return TierStack(levels, ssd, workers=max(1, min(4, config.policy.prefetch)))
+
+
+def _swap(model: nn.Module, plan: Plan, config: VBConfig, stack: TierStack) -> dict[str, VBLayer]:
+    modules = dict(model.named_modules())
+    registry: dict[str, VBLayer] = {}
+    for swap in plan.swaps:
+        handle = WeightHandle(_spec(swap, config), stack)
+        for name in (swap.name, *swap.aliases):
+            module = modules["" if name == "(root)" else name]
+            registry[name] = _layer_class(swap.kind).adopt_(module, handle)
+    return registry
+
+
+def _layer_class(kind: str) -> type[VBLayer]:
+    if kind == "Conv1D":
+        from vbrt.nn.conv1d import VBConv1D  # needs transformers, which such a model has
+
+        return VBConv1D
+    return VBLinear
+
+
+def _spec(swap: Swap, config: VBConfig) -> HandleSpec:
+    return HandleSpec(
+        name=swap.name, shape=swap.shape, dtype=getattr(torch, swap.dtype), format=swap.format,
+        fine=swap.fine == "exact", transposed=swap.kind == "Conv1D", backend=config.compute.backend,
+        homes={page.plane: page.home for page in swap.pages}, levels=config.separation.levels,
+        refresh_every=config.separation.refresh_every)
+
+
+class _PassMarker:
+    """A forward pre-hook of the model: tells the stack that a pass begins, and settles what wrapping left undone."""
+
+    def __init__(self, stack: TierStack | None) -> None:
+        self.stack, self.passes = stack, 0
+
+    def __call__(self, model: nn.Module, args: tuple) -> None:
+        if torch.compiler.is_compiling() or self.stack is None:
+            return
+        if self.passes == 0 and self.stack.device.type != "cpu":
+            model.to(self.stack.device)  # what was not swapped; pages stay where they are
+        if self.passes == 1:
+            release_host_memory()  # the dense weights left one by one during the first pass
+        self.passes += 1
+        self.stack.begin_pass()
+
+    def __deepcopy__(self, memo: dict) -> "_PassMarker":
+        return self
+
+    def __reduce__(self):
+        return _PassMarker, (None,)
+
+
+class VBModelWrapper(nn.Module):
+    """A wrapped model: call it, or use anything of the model, as before.
+
+    Attributes:
+        model: the model itself, with VB layers in it.
+        config, plan: what was asked for, and what was decided.
+        registry: name -> VB layer, aliases of tied weights included.
+    """
+
+    def __init__(self, model: nn.Module, config: VBConfig, plan: Plan, stack: TierStack,
+                 registry: dict[str, VBLayer]) -> None:
+        super().__init__()
+        self.model = model
+        self.config, self.plan, self.stack = config, plan, stack
+        self.__dict__["_layers"] = registry
+        self._marker = _PassMarker(stack)
+        self._hook = model.register_forward_pre_hook(self._marker)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "model" or name.startswith("__"):
+                raise
+            return getattr(self.model, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        return self.model(*args, **kwargs)
+
+    @property
+    def registry(self) -> Mapping[str, VBLayer]:
+        """Name -> VB layer."""
+        return MappingProxyType(self._layers)
+
+    @property
+    def device(self) -> torch.device:
+        """Where kernels compute and inputs belong."""
+        return self.stack.device
+
+    # -- materialize --------------------------------------------------------------------------------------------------
+
+    def materialize(self, *, progress: bool | None = None) -> "VBModelWrapper":
+        """Encode every layer now instead of on its first forward; a second call does nothing.
+
+        Args:
+            progress: show a progress bar naming the large layers; by default on a terminal only.
+
+        Raises:
+            FormatError: a weight holds NaN or Inf, named. Layers before it are encoded, the model stays usable.
+            TierError: a page cannot be stored.
+        """
+        waiting = {name: layer for name, layer in self._layers.items() if not layer.materialized}
+        with torch.no_grad():
+            for layer in _with_progress(waiting, sys.stderr.isatty() if progress is None else progress):
+                layer.materialize_()
+        if self.stack.device.type != "cpu":
+            self.model.to(self.stack.device)
+        if waiting:
+            release_host_memory()
+        return self
+
+    # -- stats --------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """A frozen snapshot of all counters."""
+        stack = self.stack
+        layers = {swap.name: self._layer_stats(swap) for swap in self.plan.swaps}
+        fallbacks = [reason for level in stack.levels for reason in level.tier.fallbacks]
+        fallbacks += stack.ssd.fallbacks if stack.ssd else []
+        for swap in self.plan.swaps:
+            fallbacks += self._layers[swap.name].handle.fallbacks
+        shells = sum(swap.dense_bytes for swap in self.plan.swaps if not self._layers[swap.name].materialized)
+        device_bytes = stack.levels[0].tier.held_bytes + shells + self.plan.kept_bytes
+        return Stats(self.config.policy.kind, stack.names[0], self._marker.passes, layers, self._tier_stats(),
+                     self.plan.dense_bytes, self.plan.kept_bytes, device_bytes, tuple(fallbacks))
+
+    def _layer_stats(self, swap: Swap) -> LayerStats:
+        layer, stack = self._layers[swap.name], self.stack
+        handle = layer.handle
+        pages = [stack.pages[key] for key in handle.keys if key in stack.pages]
+        moved: dict[str, int] = {}
+        for page in pages:
+            for link, nbytes in page.bytes_moved.items():
+                moved[link] = moved.get(link, 0) + nbytes
+        separation = handle.separation.counters if handle.separation else None
+        top = stack.levels[0].slots
+        return LayerStats(
+            format=handle.spec.format + ("+exact" if handle.spec.fine else ""), kernel=handle.kernel,
+            materialized=layer.materialized, home="/".join(dict.fromkeys(stack.names[p.home] for p in pages)),
+            resident=bool(pages) and all(page.key in top for page in pages),
+            plane_bytes={page.layout.plane: page.nbytes for page in pages} or {"dense": swap.dense_bytes},
+            forwards=handle.forwards, weight_reads=handle.weight_reads, hits=sum(p.hits for p in pages),
+            misses=sum(p.misses for p in pages), prefetched=sum(p.prefetched for p in pages), bytes_moved=moved,
+            wait_us=sum(p.wait_ns for p in pages) // 1000, separation_hits=separation.hits if separation else 0,
+            separation_refreshes=separation.refreshes if separation else 0,
+            clipped_share=separation.clipped_share if separation else 0.0)
+
+    def _tier_stats(self) -> dict[str, TierStats]:
+        stack = self.stack
+        homes = [0] * len(stack.names)
+        for page in stack.pages.values():
+            homes[page.home] += 1
+        stats = {level.tier.name: TierStats(level.tier.capacity_bytes, level.tier.held_bytes, level.tier.peak_bytes,
+                                            homes[level.index], len(level.slots)) for level in stack.levels}
+        if stack.ssd:
+            ssd = stack.ssd
+            stats["ssd"] = TierStats(ssd.capacity_bytes, ssd.held_bytes, ssd.peak_bytes, homes[-1], homes[-1])
+        return stats
+
+    # -- the way back -------------------------------------------------------------------------------------------------
+
+    def unwrap(self) -> nn.Module:
+        """The dense model back, in place: lossless formats give the original bits, coarse ones their decoded weights.
+
+        Closes the wrapper. If a page cannot be read, nothing is lost: the layers that are left stay wrapped.
+
+        Raises:
+            TierError: a page cannot be read.
+        """
+        dense: dict[int, nn.Parameter] = {}
+        for name, layer in list(self._layers.items()):
+            self._release(layer, dense)
+            del self._layers[name]
+        self._hook.remove()
+        self.close()
+        return self.model
+
+    def _release(self, layer: VBLayer, dense: dict[int, nn.Parameter]) -> None:
+        """Layers that were tied get one parameter again."""
+        handle = layer.handle
+        if layer.materialized and id(handle) in dense:
+            layer._parameters["weight"] = dense[id(handle)]
+        layer.release_()
+        dense[id(handle)] = layer._parameters["weight"]
+
+    def close(self) -> None:
+        """Release files, threads and pinned memory; weights that live in the tiers are gone. Twice is fine."""
+        self.stack.close()
+
+    def __enter__(self) -> "VBModelWrapper":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # -- nn.Module, without the prefix "model." -----------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict:
+        """The model's own state dict, with decoded weights: the names of the dense model."""
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load dense weights; each is encoded as it comes, one at a time."""
+        return self.model.load_state_dict(*args, **kwargs)
+
+    def __getstate__(self) -> dict:
+        state = self.__dict__.copy()
+        del state["_hook"]
+        return state
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        for hook_id, hook in list(self.model._forward_pre_hooks.items()):
+            if isinstance(hook, _PassMarker):
+                del self.model._forward_pre_hooks[hook_id]
+        self._marker = _PassMarker(self.stack)
+        self._hook = self.model.register_forward_pre_hook(self._marker)
+
+
+def _with_progress(layers: Mapping[str, VBLayer], show: bool) -> Iterable[VBLayer]:
+    """The layers, with a progress bar in their number that names the large ones."""
+    columns = (TextColumn("encoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+               TextColumn("{task.fields[layer]}"))
+    with Progress(*columns, transient=True, disable=not show) as bar:
+        task = bar.add_task("encoding", total=len(layers), layer="")
+        for name, layer in layers.items():
+            nbytes = layer.handle.spec.shape[0] * layer.handle.spec.shape[1] * layer.handle.spec.dtype.itemsize
+            bar.update(task, layer=f"{name} ({format_bytes(nbytes)})" if nbytes >= _LARGE_BYTES else "")
+            yield layer
+            bar.advance(task)
+
+
+def release_host_memory() -> None:
+    """Give freed host memory back to the operating system: glibc keeps freed chunks of its heap otherwise."""
+    gc.collect()
+    libc = ctypes.util.find_library("c")
+    if libc is not None:
+        trim = getattr(ctypes.CDLL(libc), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
