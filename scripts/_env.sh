@@ -1,0 +1,66 @@
+# Sourced by the other scripts. Goes to the repository root and leaves $PY: a Python with vbrt and what its tests need.
+#
+# Makes .venv on the first run (some minutes, most of it torch), again after pyproject.toml changed, and is done in an
+# instant otherwise. To use a Python that has everything, and install nothing: VBRT_PYTHON=python3 scripts/test
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+cd "$ROOT"
+
+_die() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+_is_new_enough() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
+_pip() {
+    PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 "$PY" -m pip install -qq --progress-bar off "$@" ||
+        _die "pip could not install $*; the lines above say why. Run the script again once that is mended."
+}
+
+_find_python() {
+    local candidate
+    for candidate in python3 python3.14 python3.13 python3.12 python3.11 python; do
+        if command -v "$candidate" >/dev/null && _is_new_enough "$candidate"; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    _die "no Python 3.11 or newer on PATH (python3 is: $(python3 --version 2>&1 || true)). Install one, or set VBRT_PYTHON."
+}
+
+_set_up_venv() {
+    local stamp=.venv/.vbrt-stamp want python
+    PY="$ROOT/.venv/bin/python"
+    # the path is part of it: a copied .venv still has vbrt installed from where it was copied
+    want="$ROOT $(cksum <pyproject.toml)"
+    if [[ -x "$PY" && -f "$stamp" && "$(<"$stamp")" == "$want" ]]; then
+        return
+    fi
+    echo "setting up .venv (the first time takes some minutes)" >&2
+    if [[ -x "$PY" ]] && ! _is_new_enough "$PY"; then
+        _die "$PY is $("$PY" --version 2>&1); vbrt needs 3.11 or newer. Remove .venv and run this again."
+    fi
+    # an interrupted run may have left half a venv: add pip if it can be added, else start over
+    if ! { "$PY" -m pip --version || { "$PY" -m ensurepip && "$PY" -m pip --version; }; } >/dev/null 2>&1; then
+        python="$(_find_python)"
+        "$python" -m venv --clear .venv ||
+            _die "$python cannot make a venv; on Debian and Ubuntu: apt install python3-venv"
+    fi
+    rm -f "$stamp"
+    # torch first and pinned: what follows must fit it, not replace it; one that is there stays (CPU-only, nightly)
+    "$PY" -c 'import torch' >/dev/null 2>&1 || _pip torch==2.13.0
+    _pip -e '.[test]'
+    echo "$want" >"$stamp" # last, so that an interrupted run is taken up again
+}
+
+if [[ -n "${VBRT_PYTHON:-}" ]]; then
+    PY="$(command -v "$VBRT_PYTHON")" || _die "VBRT_PYTHON=$VBRT_PYTHON is not a program"
+    _is_new_enough "$PY" || _die "VBRT_PYTHON=$VBRT_PYTHON is $("$PY" --version 2>&1); vbrt needs 3.11 or newer"
+    "$PY" -c 'import torch' || _die "VBRT_PYTHON=$VBRT_PYTHON has no working torch"
+    export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+else
+    _set_up_venv
+fi

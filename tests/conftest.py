@@ -1,0 +1,29 @@
+"""Every test runs offline, on two threads, and skips what needs a GPU where there is none."""
+
+import importlib.util
+import os
+
+# before anything imports the libraries that read them
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads warn about every fork
+
+import pytest
+import torch
+
+torch.set_num_threads(2)
+
+if importlib.util.find_spec("hypothesis"):  # absent on machines that bring their own Python
+    from hypothesis import settings
+
+    # timing is not what property tests test; CI draws the same examples every time
+    settings.register_profile("vbrt", deadline=None, derandomize="CI" in os.environ, print_blob=True)
+    settings.load_profile("vbrt")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs CUDA"))

@@ -1,0 +1,182 @@
+"""The order of the layers: a file imports only from rows above its own, or from the left of its own line."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "vbrt"
+
+# (row, files and folders of vbrt/ in order): docs/design.md has the table and what each is for
+LINES = (
+    (0, ("errors", "config", "policy", "plan", "stats")),
+    (1, ("formats",)),
+    (2, ("kernels",)),
+    (2, ("tiers",)),
+    (3, ("nn",)),
+    (4, ("estimate", "wrapper")),
+    (5, ("integrations", "distributed", "report", "cli", "__main__")),
+)
+ROW = {unit: row for row, units in LINES for unit in units}
+LINE = {unit: units for _, units in LINES for unit in units}
+LAST_ROW = 5
+BY_NAME = ("importlib.import_module", "import_module", "__import__")
+
+# not every machine has these; a module that needs one is checked where it is there
+OPTIONAL = {"accelerate", "diffusers", "peft", "transformers", "triton"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+FILES.pop("vbrt")  # the front door: imports everything, lazily
+
+
+def unit_of(module: str) -> str:
+    """`vbrt.formats.nf4` -> `formats`; the package itself -> ``."""
+    return module.removeprefix("vbrt").lstrip(".").split(".")[0]
+
+
+def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node below, function bodies included, but for what only a type checker sees."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for other in child.orelse:
+                yield other
+                yield from runtime_nodes(other)
+            continue
+        yield child
+        yield from runtime_nodes(child)
+
+
+def imported_units(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """(line, unit) for everything that `source` imports from vbrt."""
+    for node in runtime_nodes(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".") if is_package else module.split(".")[:-1]
+                package = package[: len(package) - node.level + 1]
+                base = ".".join([*package, *filter(None, [base])])
+            # `from vbrt import policy` imports that file, `from vbrt import wrap` a name of the front door
+            names = [alias.name for alias in node.names if base == "vbrt"]
+            targets = [f"vbrt.{name}" if name in ROW else base for name in names] or [base]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME:
+            first = node.args[0] if node.args else None
+            targets = [first.value] if isinstance(first, ast.Constant) and isinstance(first.value, str) else []
+        else:
+            continue
+        for target in targets:
+            if target == "vbrt" or target.startswith("vbrt."):
+                yield node.lineno, unit_of(target)
+
+
+def violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
+    """What `source`, as the code of `module`, imports against the order; one line each."""
+    own = unit_of(module)
+    line = LINE[own]
+    found = []
+    for lineno, unit in imported_units(source, module, is_package):
+        if unit == "":
+            allowed = ROW[own] == LAST_ROW  # the front door leads everywhere
+        elif unit not in ROW:
+            allowed = False
+        else:
+            left_of_own = unit in line and line.index(unit) <= line.index(own)
+            allowed = ROW[unit] < ROW[own] or left_of_own
+        if not allowed:
+            what = f"{unit} (row {ROW.get(unit, '?')})" if unit else "vbrt itself"
+            found.append(f"{module}:{lineno} (row {ROW[own]}) imports {what}")
+    return found
+
+
+def test_every_file_and_folder_of_the_package_has_a_row():
+    units = {unit_of(module) for module in FILES}
+    assert units <= set(ROW), f"no row in LINES for {sorted(units - set(ROW))}"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_a_file_imports_only_from_rows_above_its_own(module):
+    path = FILES[module]
+    if unit_of(module) not in ROW:
+        pytest.skip("has no row: see the test above")
+    assert violations(path.read_text("utf-8"), module, is_package=path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("vbrt.config", "from vbrt.formats import get_format"),
+        ("vbrt.config", "from vbrt.plan import Plan"),
+        ("vbrt.plan", "from .stats import Stats"),
+        ("vbrt.formats.nf4", "import vbrt.kernels.reference"),
+        ("vbrt.formats.nf4", "from ..kernels import resolve"),
+        ("vbrt.formats.nf4", "def f():\n    from vbrt import nn"),
+        ("vbrt.tiers.ssd", "import vbrt.kernels"),
+        ("vbrt.kernels.reference", "from vbrt.tiers import gpu"),
+        ("vbrt.nn.linear", "import vbrt"),
+        ("vbrt.nn.linear", "from importlib import import_module\nx = import_module('vbrt.wrapper')"),
+        ("vbrt.nn.linear", "from vbrt.unheard_of import x"),
+        ("vbrt.estimate", "try:\n    from .wrapper import x\nexcept ImportError:\n    x = 1"),
+    ],
+)
+def test_an_import_against_the_order_is_found(module, source):
+    assert len(violations(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("vbrt.plan", "from vbrt.config import VBConfig\nfrom .errors import VBError\nimport dataclasses"),
+        ("vbrt.formats.nf4", "from .base import Format\nfrom vbrt.formats import page"),
+        ("vbrt.formats.nf4", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from vbrt.wrapper import wrap"),
+        ("vbrt.cli", "import vbrt\nfrom vbrt import report, wrap"),
+        ("vbrt.wrapper", "from vbrt.estimate import make_plan"),
+    ],
+)
+def test_an_import_along_the_order_passes(module, source):
+    assert violations(source, module) == []
+
+
+def test_row_0_imports_without_torch():
+    modules = [module for module in FILES if ROW.get(unit_of(module)) == 0]
+    program = f"""
+import importlib, sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "triton", "numpy", "transformers"):
+            raise ImportError(f"{{name}} is blocked: row 0 is pure Python")
+
+sys.meta_path.insert(0, Blocker())
+for module in {modules!r}:
+    importlib.import_module(module)
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", ["vbrt", *FILES])
+def test_all_names_only_things_that_exist(module):
+    if module == "vbrt.__main__":
+        pytest.skip("running it is its purpose")
+    try:
+        imported = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name in OPTIONAL:
+            pytest.skip(f"{error.name} is not installed")
+        raise
+    names = getattr(imported, "__all__", None)
+    assert names is not None, f"{module} has no __all__"
+    assert len(set(names)) == len(names)
+    assert [name for name in names if not hasattr(imported, name)] == []
