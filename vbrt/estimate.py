@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
 
 from vbrt.config import Machine, VBConfig, resolve_budgets
 from vbrt.errors import ConfigError, WrapError
@@ -39,9 +41,9 @@ def make_plan(model: nn.Module, config: VBConfig, machine: Machine | None = None
     if wrapped:
         raise WrapError(f"{wrapped[0]} is a VB layer already: this model is wrapped; unwrap() it first")
     modules = _named_modules(model)
-    skipped: dict[str, Skip] = {}
-    swaps = list(_choose(model, modules, config, skipped))
-    _account_rest(modules, swaps, skipped)
+    refused: dict[str, Skip] = {}
+    swaps = list(_choose(model, modules, config, refused))
+    skipped = _account_rest(modules, swaps, refused)
     budgets = _budgets(model, config, machine or this_machine(config), swaps, skipped)
     layers = [_pages(swap) for swap in swaps]
     homes = place(layers, budgets, source=config.source)
@@ -75,23 +77,55 @@ def _named_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _choose(model: nn.Module, modules: dict[str, nn.Module], config: VBConfig, skipped: dict[str, Skip]) -> Iterator[Swap]:
-    """Swaps in the order of the model; every candidate that is refused goes to `skipped`."""
+    """Swaps in the order of the model; every candidate that is refused goes to `skipped`.
+
+    A weight that several modules hold is swapped for all of them, or for none.
+    """
     candidates = {name: module for name, module in modules.items() if _kind(module)}
-    holders = _holders(modules)
-    heads = _heads(model, modules)
-    aliases: dict[tuple, list[str]] = defaultdict(list)
+    holders, heads = _holders(modules), _heads(model, modules)
+    some_frozen = any(_frozen(module) for module in candidates.values())
+    reasons = {name: _refusal(name, module, config, heads, some_frozen) for name, module in candidates.items()}
+    done: set[str] = set()
     for name, module in candidates.items():
+        if name in done:
+            continue
         weight = module._parameters.get("weight")
-        reason = _refusal(name, module, config, heads)
-        if reason is None:
-            others = [o for o in holders[_storage_key(weight)] if o.rpartition(".")[0] not in candidates]
-            reason = f"shares storage with {others[0]}, which stays dense" if others else None
-        if reason is None:
-            aliases[_storage_key(weight)].append(name)
-        elif weight is not None:
-            skipped[name] = Skip(_nbytes(weight), reason)
-    for names in aliases.values():
-        yield _swap(names, candidates[names[0]], config)
+        held_as = [f"{name}.weight"] if weight is None else holders[_storage_key(weight)]
+        tied = [o for o in (_owner(parameter) for parameter in held_as) if o in candidates]
+        refused = {o: _refused_for_others(o, held_as, candidates, reasons) or reasons[o] for o in tied}
+        done.update(tied)
+        if not any(refused.values()):
+            yield _swap(tied, module, config)
+        else:
+            skipped.update((o, Skip(0, reason)) for o, reason in refused.items())  # bytes come with the accounting
+
+
+def _refused_for_others(name: str, held_as: list[str], candidates: dict[str, nn.Module],
+                        reasons: dict[str, str | None]) -> str | None:
+    """Why a weight stays because of the other parameters on its storage, `held_as`."""
+    for parameter in held_as:
+        owner = _owner(parameter)
+        if owner == name:
+            continue
+        if owner not in candidates or reasons[owner]:
+            return f"shares storage with {parameter}, which stays dense"
+        if not _same_view(candidates[name], candidates[owner]):
+            return f"shares storage with {parameter} in another layout"
+    return None
+
+
+def _owner(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _same_view(one: nn.Module, other: nn.Module) -> bool:
+    a, b = one.weight, other.weight
+    return type(one) is type(other) and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+def _frozen(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and not weight.requires_grad
 
 
 def _kind(module: nn.Module) -> str | None:
@@ -104,8 +138,8 @@ def _kind(module: nn.Module) -> str | None:
     return None
 
 
-def _refusal(name: str, module: nn.Module, config: VBConfig, heads: dict[int, str]) -> str | None:
-    """Why a Linear or Conv1D stays as it is; None when it may be swapped."""
+def _refusal(name: str, module: nn.Module, config: VBConfig, heads: dict[int, str], some_frozen: bool) -> str | None:
+    """Why a Linear or Conv1D stays as it is for its own sake; None when it may be swapped."""
     wanted, weight = config.weights, module._parameters.get("weight")
     if weight is None:
         made_by = next((n for n in ("weight_orig", "weight_g") if n in module._parameters), None)
@@ -126,7 +160,10 @@ def _refusal(name: str, module: nn.Module, config: VBConfig, heads: dict[int, st
         return f"{weight.numel()} parameters; weights.min_parameters = {wanted.min_parameters}"
     if not weight.numel() or weight.dim() != 2:
         return f"its weight has shape {tuple(weight.shape)}"
-    if weight.dtype not in _FLOATS and (wanted.format != "dense" or not weight.is_floating_point()):
+    if some_frozen and weight.requires_grad:
+        return "it trains (requires_grad) while other layers are frozen; freeze it too (requires_grad_(False)) to swap it"
+    exact = wanted.format == "dense" or wanted.fine == "exact"
+    if weight.dtype not in _FLOATS and not (exact and weight.dtype is torch.float64):
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}; {wanted.format} holds float32, bfloat16, float16"
     return None
 
@@ -156,7 +193,7 @@ def _holders(modules: dict[str, nn.Module]) -> dict[tuple, list[str]]:
     holders: dict[tuple, list[str]] = defaultdict(list)
     for name, module in modules.items():
         for parameter_name, parameter in module._parameters.items():
-            if parameter is not None and not isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+            if parameter is not None and not _uninitialized(parameter):
                 holders[_storage_key(parameter)].append(f"{name}.{parameter_name}")
     return holders
 
@@ -167,8 +204,12 @@ def _storage_key(parameter: torch.Tensor) -> tuple:
     return (str(parameter.device), parameter.data_ptr(), parameter.numel())
 
 
+def _uninitialized(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, nn.parameter.UninitializedTensorMixin)
+
+
 def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return 0 if _uninitialized(tensor) else tensor.numel() * tensor.element_size()
 
 
 def _swap(names: list[str], module: nn.Module, config: VBConfig) -> Swap:
@@ -185,33 +226,32 @@ def _swap(names: list[str], module: nn.Module, config: VBConfig) -> Swap:
                 tuple(names[1:]), note)
 
 
-def _account_rest(modules: dict[str, nn.Module], swaps: list[Swap], skipped: dict[str, Skip]) -> None:
-    """Everything that is neither swapped nor refused yet, once per storage, with the kind of module it is in."""
+def _account_rest(modules: dict[str, nn.Module], swaps: list[Swap], skipped: dict[str, Skip]) -> dict[str, Skip]:
+    """`skipped` with the bytes of everything that is not swapped, once per storage, in the order of the model.
+
+    A storage that a refused layer shares is counted where it stays dense, such as at the embedding of a tied head.
+    """
     swapped = {name for swap in swaps for name in (swap.name, *swap.aliases)}
     seen = {_storage_key(modules[name].weight) for name in swapped}
-    seen |= {_storage_key(modules[name].weight) for name in skipped if _is_plain(modules[name])}
-    for name, module in modules.items():
+    rest = dict(skipped)
+    for name in sorted(modules, key=lambda name: name in skipped):
+        module = modules[name]
         own = {n: p for n, p in module._parameters.items() if p is not None}
-        if any(isinstance(p, nn.parameter.UninitializedTensorMixin) for p in own.values()):
-            skipped[name] = Skip(0, f"{type(module).__name__} before its first call: run the model once, then wrap it")
+        if any(map(_uninitialized, own.values())):
+            rest[name] = Skip(0, f"{type(module).__name__} before its first call: run the model once, then wrap it")
             continue
         fresh = {n: p for n, p in own.items() if _storage_key(p) not in seen}
         seen |= {_storage_key(p) for p in fresh.values()}
-        if not fresh:
-            continue
-        nbytes = sum(map(_nbytes, fresh.values()))
-        if name in skipped:
-            skipped[name] = Skip(skipped[name].nbytes + nbytes, skipped[name].reason)
-        else:
-            skipped[name] = Skip(nbytes, "bias of a swapped layer" if name in swapped else _why_kept(module, fresh))
+        if fresh:
+            reason = skipped[name].reason if name in skipped else _why_kept(module, fresh, is_swapped=name in swapped)
+            rest[name] = Skip(sum(map(_nbytes, fresh.values())), reason)
+    return {name: rest[name] for name in modules if name in rest}
 
 
-def _is_plain(module: nn.Module) -> bool:
-    return module._parameters.get("weight") is not None
-
-
-def _why_kept(module: nn.Module, own: dict[str, nn.Parameter]) -> str:
+def _why_kept(module: nn.Module, own: dict[str, nn.Parameter], *, is_swapped: bool) -> str:
     kind = type(module).__name__
+    if is_swapped:
+        return "bias of a swapped layer"
     experts = [n for n, p in own.items() if p.dim() == 3]
     if experts:
         return f"{kind}: 3-D parameters ({', '.join(experts)}), such as routed experts, are not nn.Linear and stay dense"
@@ -219,6 +259,10 @@ def _why_kept(module: nn.Module, own: dict[str, nn.Parameter]) -> str:
         return f"{kind}: a lookup table, read by rows"
     if isinstance(module, nn.MultiheadAttention):
         return f"{kind}: reads its projections ({', '.join(own)}) without calling them"
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return f"{kind}: nn.MultiheadAttention reads its weight without calling it"
+    if isinstance(module, nn.Linear) and is_parametrized(module):
+        return "its weight is computed by a parametrization: remove_parametrizations first"
     if isinstance(module, nn.Linear):
         return f"{kind}: a subclass of nn.Linear with semantics of its own"
     return f"{kind}: not an nn.Linear"

@@ -22,6 +22,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from math import gcd
+from typing import NamedTuple
 
 __all__ = ["PASS", "Decision", "LRUPolicy", "Policy", "ScheduledPolicy", "Simulation", "make_policy", "simulate",
            "spread", "spread_pins"]
@@ -32,8 +34,7 @@ PASS = object()
 _LONGEST_PASS = 16  # accesses per distinct page after which an unmarked pass is cut, so that its record stays bounded
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """What one access, or one look ahead, does: `evict` leaves first, then `key` comes in unless it is there."""
 
     key: str
@@ -49,6 +50,10 @@ class Policy:
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, as if new."""
         self.resident_bytes = 0
 
     def begin_pass(self) -> None:
@@ -66,24 +71,42 @@ class Policy:
         return []
 
     def forget(self, key: str) -> None:
-        """The page is gone (removed, or its read failed): it is no longer resident."""
+        """The page is gone (removed, or its read failed): not resident, and not fetched ahead until it is accessed."""
         raise TypeError(f"{type(self).__name__} is abstract: use LRUPolicy or ScheduledPolicy")
 
     def resident(self) -> tuple[str, ...]:
         """Keys of the pages that are resident now, in no promised order."""
         raise TypeError(f"{type(self).__name__} is abstract: use LRUPolicy or ScheduledPolicy")
 
-    def _victims(self, size: int, candidates: Iterable[tuple[str, int]], busy: Collection[str]) -> list[str] | None:
-        """The first candidates whose bytes, with what is free, make room for `size`; None if they do not."""
+    def resize(self, capacity_bytes: int) -> tuple[str, ...]:
+        """More or less room from now on; returns the pages that had to leave."""
+        self.capacity_bytes = capacity_bytes
+        return self._make_room(0, ()) or ()
+
+    def _candidates(self) -> Iterable[tuple[str, int]]:
+        """(key, size) of resident pages, those that should leave first in front."""
+        raise TypeError(f"{type(self).__name__} is abstract: use LRUPolicy or ScheduledPolicy")
+
+    def _leave(self, key: str) -> None:
+        """The page is no longer resident."""
+        raise TypeError(f"{type(self).__name__} is abstract: use LRUPolicy or ScheduledPolicy")
+
+    def _make_room(self, size: int, busy: Collection[str],
+                   candidates: Iterable[tuple[str, int]] | None = None) -> tuple[str, ...] | None:
+        """Let the first candidates leave until `size` bytes are free; None, with nothing changed, if that fails."""
         free = self.capacity_bytes - self.resident_bytes
         victims: list[str] = []
-        for key, nbytes in candidates:
+        for key, nbytes in self._candidates() if candidates is None else candidates:
             if free >= size:
                 break
             if key not in busy:
                 victims.append(key)
                 free += nbytes
-        return victims if free >= size else None
+        if free < size:
+            return None
+        for key in victims:
+            self._leave(key)
+        return tuple(victims)
 
 
 class LRUPolicy(Policy):
@@ -91,28 +114,32 @@ class LRUPolicy(Policy):
 
     kind = "lru"
 
-    def __init__(self, capacity_bytes: int) -> None:
-        super().__init__(capacity_bytes)
+    def reset(self) -> None:
+        super().reset()
         self._pages: OrderedDict[str, int] = OrderedDict()
 
     def access(self, key: str, size: int, busy: Collection[str] = ()) -> Decision | None:
         if key in self._pages:
             self._pages.move_to_end(key)
             return Decision(key, hit=True)
-        victims = self._victims(size, self._pages.items(), busy)
+        victims = self._make_room(size, busy)
         if victims is None:
             return None
-        for victim in victims:
-            self.forget(victim)
         self._pages[key] = size
         self.resident_bytes += size
-        return Decision(key, hit=False, evict=tuple(victims))
+        return Decision(key, hit=False, evict=victims)
 
     def forget(self, key: str) -> None:
-        self.resident_bytes -= self._pages.pop(key, 0)
+        self._leave(key)
 
     def resident(self) -> tuple[str, ...]:
         return tuple(self._pages)
+
+    def _candidates(self) -> Iterable[tuple[str, int]]:
+        return self._pages.items()
+
+    def _leave(self, key: str) -> None:
+        self.resident_bytes -= self._pages.pop(key, 0)
 
 
 class ScheduledPolicy(Policy):
@@ -132,12 +159,17 @@ class ScheduledPolicy(Policy):
     kind = "scheduled"
 
     def __init__(self, capacity_bytes: int, *, prefetch: int = 2, group: int = 1) -> None:
-        super().__init__(capacity_bytes)
         self.prefetch, self.group = prefetch, group
-        self._sizes: dict[str, int] = {}  # every page ever seen: needed to stage one that is not resident
+        super().__init__(capacity_bytes)
+
+    def reset(self) -> None:
+        super().reset()
+        self._sizes: dict[str, int] = {}  # of the order's pages: needed to stage one that is not resident
         self._pinned: OrderedDict[str, int] = OrderedDict()
-        self._staged: OrderedDict[str, int] = OrderedDict()  # used and evictable, least recently used first
+        self._staged: OrderedDict[str, int] = OrderedDict()  # evictable, the first to leave in front
         self._fresh: OrderedDict[str, int] = OrderedDict()  # staged ahead, not used yet, nearest first
+        self._unused: set[str] = set()  # resident pages that were brought ahead and have not been used since
+        self._gone: set[str] = set()  # not to be fetched ahead
         self._current: list[str] = []
         self._distinct: set[str] = set()
         self._order: tuple[str, ...] = ()
@@ -154,51 +186,66 @@ class ScheduledPolicy(Policy):
         self._end_pass()
 
     def access(self, key: str, size: int, busy: Collection[str] = ()) -> Decision | None:
-        if key in self._fresh:
-            decision = Decision(key, hit=False, prefetched=True)
-        elif key in self._pinned or key in self._staged:
-            decision = Decision(key, hit=True)
+        if key in self._fresh or key in self._pinned or key in self._staged:
+            decision = Decision(key, hit=key not in self._unused, prefetched=key in self._unused)
         else:
-            worst_last = chain(self._staged.items(), reversed(self._fresh.items()), self._pinned.items())
-            victims = self._victims(size, worst_last, busy)
+            victims = self._make_room(size, busy)
             if victims is None:
                 return None
-            for victim in victims:
-                self.forget(victim)
             self.resident_bytes += size
-            decision = Decision(key, hit=False, evict=tuple(victims))
+            decision = Decision(key, hit=False, evict=victims)
+        self._unused.discard(key)
+        self._gone.discard(key)
         self._record(key, size)
-        for pages in (self._fresh, self._staged):
-            pages.pop(key, None)
-        self._keep(key, size)
+        if key not in self._pinned:
+            self._fresh.pop(key, None)
+            self._staged.pop(key, None)
+            kept = self._pinned if key in self._pins else self._staged
+            kept[key] = size
         return decision
 
     def ahead(self, busy: Collection[str] = ()) -> list[Decision]:
         decisions: list[Decision] = []
-        if not self._streamed:
+        if not self._streamed or len(self._fresh) >= self.prefetch:
             return decisions
+        stay = set(busy)
         for key in self._upcoming():
-            if len(self._fresh) >= self.prefetch:
-                break
-            if key in self._fresh or key in self._staged or key in self._pinned:
-                continue
-            size = self._sizes[key]
-            victims = self._victims(size, self._staged.items(), busy)
-            if victims is None:
-                break
-            for victim in victims:
-                self.forget(victim)
-            self._fresh[key] = size
-            self.resident_bytes += size
-            decisions.append(Decision(key, hit=False, evict=tuple(victims), prefetched=True))
+            if key in self._staged:
+                stay.add(key)  # never evict a page for one that is needed later
+            elif key not in self._fresh and key not in self._pinned and key not in self._gone:
+                size = self._sizes[key]
+                victims = self._make_room(size, stay, self._staged.items())
+                if victims is None:
+                    break
+                self._fresh[key] = size
+                self._unused.add(key)
+                self.resident_bytes += size
+                decisions.append(Decision(key, hit=False, evict=victims, prefetched=True))
+                if len(self._fresh) >= self.prefetch:
+                    break
         return decisions
 
     def forget(self, key: str) -> None:
-        for pages in (self._pinned, self._staged, self._fresh):
-            self.resident_bytes -= pages.pop(key, 0)
+        self._leave(key)
+        self._gone.add(key)
 
     def resident(self) -> tuple[str, ...]:
         return (*self._pinned, *self._staged, *self._fresh)
+
+    def resize(self, capacity_bytes: int) -> tuple[str, ...]:
+        victims = super().resize(capacity_bytes)
+        if self._order:
+            self._choose_pins()
+            self._stream()
+        return victims
+
+    def _candidates(self) -> Iterable[tuple[str, int]]:
+        return chain(self._staged.items(), reversed(self._fresh.items()), self._pinned.items())
+
+    def _leave(self, key: str) -> None:
+        self._unused.discard(key)
+        for pages in (self._pinned, self._staged, self._fresh):
+            self.resident_bytes -= pages.pop(key, 0)
 
     # -- learning the order ---------------------------------------------------------------------------------------
 
@@ -207,25 +254,22 @@ class ScheduledPolicy(Policy):
         recurs = not self._marked and self._current and key == self._current[0]
         if recurs or len(self._current) > _LONGEST_PASS * (len(self._distinct) + 256):
             self._end_pass()
+            self._sizes[key] = size
         self._current.append(key)
         self._distinct.add(key)
         self._advance(key)
 
     def _advance(self, key: str) -> None:
         """Move the cursor past `key`; pages staged for places that were jumped over become evictable."""
-        places = self._positions.get(key)
-        if not places:
+        if key not in self._positions:
             return
-        at = bisect_left(places, self._cursor)
-        place = places[at] if at < len(places) else places[0]
-        if self._fresh and place != self._cursor:
-            jumped = (place - self._cursor) % len(self._order)
-            for fresh in [k for k in self._fresh if k != key and self._distance(k) < jumped]:
-                self._staged[fresh] = self._fresh.pop(fresh)
-                self._staged.move_to_end(fresh, last=False)
-        self._cursor = (place + 1) % len(self._order)
+        jumped = self._distance(key)
+        if jumped:
+            self._demote([k for k in self._fresh if k != key and self._distance(k) < jumped])
+        self._cursor = (self._cursor + jumped + 1) % len(self._order)
 
     def _distance(self, key: str) -> int:
+        """Places from the cursor to the next one of `key`; 0 for a page that is not in the order."""
         places = self._positions.get(key)
         if not places:
             return 0
@@ -233,36 +277,45 @@ class ScheduledPolicy(Policy):
         place = places[at] if at < len(places) else places[0]
         return (place - self._cursor) % len(self._order)
 
+    def _demote(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._staged[key] = self._fresh.pop(key)
+            self._staged.move_to_end(key, last=False)
+
     def _end_pass(self) -> None:
         current, self._current = tuple(self._current), []
         self._distinct.clear()
-        stopped_early = len(current) < len(self._order) and self._order[: len(current)] == current
-        if current and not stopped_early and current != self._order:
-            self._order = current
-            self._positions = {}
-            for place, key in enumerate(current):
-                self._positions.setdefault(key, []).append(place)
-            self._choose_pins()
-        if current:
-            self._cursor = 0
-            self._streamed = [p for p, key in enumerate(self._order) if key not in self._pinned]
+        if not current:
+            return
+        if self._cursor:  # it ended elsewhere than the order does: what is staged there comes late in the next pass
+            self._demote(list(self._fresh))
+        self._cursor = 0
+        if current != self._order[: len(current)]:  # else it was the same, or stopped early
+            self._learn(current)
+        self._stream()
+
+    def _learn(self, order: tuple[str, ...]) -> None:
+        self._order, self._positions = order, {}
+        for place, key in enumerate(order):
+            self._positions.setdefault(key, []).append(place)
+        self._sizes = {key: self._sizes[key] for key in self._positions}
+        self._gone &= self._positions.keys()
+        self._choose_pins()
 
     def _choose_pins(self) -> None:
-        """Pin for the new order; what is resident changes its class, nothing moves."""
+        """Pin for the order; what is resident changes its class, nothing moves."""
         self._pins = spread_pins(self._order, self._sizes, self.capacity_bytes, window=self.group + self.prefetch)
         for key in [k for k in self._pinned if k not in self._pins]:
             self._staged[key] = self._pinned.pop(key)
             self._staged.move_to_end(key, last=False)
-        for key in [k for k in self._staged if k in self._pins]:
-            self._pinned[key] = self._staged.pop(key)
-        for key in [k for k in self._fresh if k not in self._positions]:
-            self._staged[key] = self._fresh.pop(key)
+        self._demote([k for k in self._fresh if k not in self._positions])
+        for pages in (self._staged, self._fresh):
+            for key in [k for k in pages if k in self._pins]:
+                self._pinned[key] = pages.pop(key)
 
-    def _keep(self, key: str, size: int) -> None:
-        if key in self._pins:
-            self._pinned[key] = size
-        else:
-            self._staged[key] = size
+    def _stream(self) -> None:
+        """Pins that have not come in yet are streamed like the rest, and stay when they are used."""
+        self._streamed = [place for place, key in enumerate(self._order) if key not in self._pinned]
 
     def _upcoming(self) -> Iterator[str]:
         """Pages that are not kept, from the cursor on, around the end of the pass into the next one."""
@@ -271,7 +324,8 @@ class ScheduledPolicy(Policy):
             yield self._order[self._streamed[(start + step) % len(self._streamed)]]
 
 
-def spread_pins(order: tuple[str, ...], sizes: Mapping[str, int], capacity_bytes: int, *, window: int) -> frozenset[str]:
+def spread_pins(order: tuple[str, ...], sizes: Mapping[str, int], capacity_bytes: int, *,
+                window: int) -> frozenset[str]:
     """The pages of one pass to keep resident, spread evenly through it.
 
     Everything is kept when everything fits. Otherwise room is set aside for the largest `window` consecutive pages
@@ -303,6 +357,7 @@ def spread(keys: list[str], sizes: Mapping[str, int], budget_bytes: int) -> list
     """An evenly spread share of `keys`, of at most `budget_bytes` together: error diffusion over the bytes."""
     if budget_bytes <= 0 or not keys:
         return []
+    budget_bytes -= budget_bytes % gcd(*(sizes[key] for key in keys))  # bytes that no page can use skew the share
     share, owed, left = min(1.0, budget_bytes / sum(sizes[key] for key in keys)), 0.0, budget_bytes
     chosen: dict[str, None] = {}
     for key in keys:

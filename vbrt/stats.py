@@ -1,19 +1,28 @@
 """What a wrapped model has done: a frozen snapshot of integer counters.
 
     print(vb.stats())                  # a table
-    vb.stats().to_dict()               # plain data, for JSON
+    vb.stats().to_dict()               # plain data, for JSON; Stats.from_dict takes it back
     vb.stats().layers["fc1"].hit_rate
 
 A hit is a lease of a page that moved no bytes. A page staged ahead of its use is a miss that was `prefetched`.
 """
 
 import io
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Self, get_origin
 
+from vbrt.errors import FormatError
 from vbrt.plan import format_bytes
 
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Table
+
 __all__ = ["LayerStats", "Stats", "TierStats"]
+
+_STR_WIDTH = 132  # str() knows no terminal
+_GAP = 2  # characters between columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,30 +127,46 @@ class Stats:
                 "tiers": {name: asdict(tier) for name, tier in self.tiers.items()},
                 "fallbacks": list(self.fallbacks), "layers": layers}
 
-    def __rich__(self):
-        """The table that rich prints."""
-        from rich.console import Group
-        from rich.table import Table
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The snapshot that `to_dict` made, also after a round trip through JSON; totals are counted anew.
 
-        table = Table(title=f"vbrt · policy {self.policy} · {self.passes} passes", title_justify="left")
-        table.add_column("layer", overflow="fold", min_width=16)
-        for head in ("format", "home", "size", "fwd", "hits", "misses", "hit rate", "ahead", "moved", "wait ms"):
-            table.add_column(head, justify="left" if head in ("format", "home") else "right", no_wrap=True)
-        for name, layer in self.layers.items():
-            table.add_row(name, *_row(layer))
-        table.add_section()
-        table.add_row(f"{len(self.layers)} layers", "", "", format_bytes(_size(self)), "", str(self.hits), str(self.misses),
-                      _percent(self.hit_rate), _share(sum(x.prefetched for x in self.layers.values()), self.misses),
-                      format_bytes(sum(self.bytes_moved.values())), f"{self.wait_us / 1e3:.1f}")
-        return Group(table, *self._summary())
+        Raises:
+            FormatError: a key is missing or of the wrong type, named.
+        """
+        data = _mapping(data, "stats")
+        values = _values(cls, data, "stats")
+        for key, part in (("layers", LayerStats), ("tiers", TierStats)):
+            values[key] = {name: part(**_values(part, _mapping(item, f"stats.{key}.{name}"), f"stats.{key}.{name}"))
+                           for name, item in values[key].items()}
+        values["fallbacks"] = tuple(map(str, values["fallbacks"]))
+        return cls(**values)
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+        """What rich prints: a table as wide as the terminal allows, and the totals of tiers and links below it."""
+        from rich.text import Text
+
+        columns, shared = _hoist(_columns(self))
+        names, prefix = _names(self, columns, options.max_width)
+        shared += [f"names begin with {prefix}"] if prefix else []
+        yield Text(" · ".join((f"vbrt, {self.policy} policy", _count(self.passes, "pass", "passes"), *shared)))
+        if self.layers:
+            yield _table(names, columns, options.max_width)
+        yield from map(Text, self._summary())
 
     def _summary(self) -> list[str]:
         lines = []
         for name, tier in self.tiers.items():
-            lines.append(f"tier {name:4} {format_bytes(tier.held_bytes)} held of {format_bytes(tier.budget_bytes)}, "
-                         f"peak {format_bytes(tier.peak_bytes)}; {tier.resident_pages} pages, {tier.home_pages} at home")
+            held, budget, peak = map(format_bytes, (tier.held_bytes, tier.budget_bytes, tier.peak_bytes))
+            lines.append(f"tier {name}: {held} held of {budget}, peak {peak}; {tier.resident_pages} pages, "
+                         f"{tier.home_pages} at home")
         for link, nbytes in self.bytes_moved.items():
-            lines.append(f"link {link}  {format_bytes(nbytes)}")
+            lines.append(f"link {link}: {format_bytes(nbytes)}")
+        fitted = [layer for layer in self.layers.values() if layer.separation_hits or layer.separation_refreshes]
+        if fitted:
+            lines.append(f"separation: {sum(layer.separation_hits for layer in fitted)} cache hits, "
+                         f"{sum(layer.separation_refreshes for layer in fitted)} fits, at most "
+                         f"{_percent(max(layer.clipped_share for layer in fitted))} clipped")
         lines.append(f"virtual capacity {self.virtual_capacity:.2f}x: a model of {format_bytes(self.dense_bytes)} with "
                      f"{format_bytes(self.device_bytes)} on the computing device ({format_bytes(self.kept_bytes)} not "
                      "swapped)")
@@ -151,19 +176,87 @@ class Stats:
         from rich.console import Console
 
         out = io.StringIO()
-        Console(file=out, width=132, color_system=None).print(self.__rich__())
-        return out.getvalue().rstrip()
+        Console(file=out, width=_STR_WIDTH, color_system=None).print(self)
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def _row(layer: LayerStats) -> list[str]:
-    return [layer.format, layer.home if layer.materialized else "(dense)", format_bytes(sum(layer.plane_bytes.values())),
-            str(layer.forwards), str(layer.hits), str(layer.misses), _percent(layer.hit_rate),
-            _share(layer.prefetched, layer.misses), format_bytes(sum(layer.bytes_moved.values())),
-            f"{layer.wait_us / 1e3:.1f}"]
+# -- the table --------------------------------------------------------------------------------------------------------
 
 
-def _size(stats: Stats) -> int:
-    return sum(sum(layer.plane_bytes.values()) for layer in stats.layers.values())
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A column of the table: a cell for each layer and one for the total. Where room is short the highest rank goes."""
+
+    head: str
+    cells: tuple[str, ...]
+    total: str
+    rank: int = 0
+    text: bool = False
+
+    @property
+    def width(self) -> int:
+        return max(map(len, (self.head, self.total, *self.cells)))
+
+
+def _columns(stats: Stats) -> list[_Column]:
+    layers = stats.layers.values()
+    moved, ahead = sum(stats.bytes_moved.values()), sum(layer.prefetched for layer in layers)
+    size = sum(sum(layer.plane_bytes.values()) for layer in layers)
+    makers: list[tuple[str, Callable[[LayerStats], str], str, int, bool]] = [
+        ("format", lambda layer: layer.format, "", 0, True),
+        ("home", lambda layer: layer.home if layer.materialized else "(dense)", "", 0, True),
+        ("kernel", lambda layer: layer.kernel or "-", "", 5, True),
+        ("size", lambda layer: format_bytes(sum(layer.plane_bytes.values())), format_bytes(size), 0, False),
+        ("forwards", lambda layer: str(layer.forwards), "", 4, False),
+        ("hits", lambda layer: str(layer.hits), str(stats.hits), 0, False),
+        ("misses", lambda layer: str(layer.misses), str(stats.misses), 0, False),
+        ("hit rate", lambda layer: _percent(layer.hit_rate), _percent(stats.hit_rate), 0, False),
+        ("ahead", lambda layer: _share(layer.prefetched, layer.misses), _share(ahead, stats.misses), 3, False),
+        ("moved", lambda layer: format_bytes(sum(layer.bytes_moved.values())), format_bytes(moved), 1, False),
+        ("wait ms", lambda layer: f"{layer.wait_us / 1e3:.1f}", f"{stats.wait_us / 1e3:.1f}", 2, False),
+    ]
+    return [_Column(head, tuple(map(cell, layers)), total, rank, text) for head, cell, total, rank, text in makers]
+
+
+def _hoist(columns: list[_Column]) -> tuple[list[_Column], list[str]]:
+    """The columns that differ between layers, and what the others say, once for all layers."""
+    same = [column for column in columns if column.total == "" and len(set(column.cells)) == 1]
+    return [column for column in columns if column not in same], [f"{column.head} {column.cells[0]}" for column in same]
+
+
+def _names(stats: Stats, columns: list[_Column], width: int) -> tuple[_Column, str]:
+    """The column of layer names, without what all of them begin with where there is little room; and what that is."""
+    names, total = tuple(stats.layers), _count(len(stats.layers), "layer", "layers")
+    full = _Column("layer", names, total, text=True)
+    if _total_width([full, *columns]) <= width:
+        return full, ""
+    prefix = ""
+    for level in zip(*(name.split(".")[:-1] for name in names), strict=False):
+        if len(set(level)) > 1:
+            break
+        prefix += f"{level[0]}."
+    return replace(full, cells=tuple(name.removeprefix(prefix) for name in names)), prefix
+
+
+def _total_width(columns: Sequence[_Column]) -> int:
+    return sum(column.width for column in columns) + _GAP * (len(columns) - 1)
+
+
+def _table(names: _Column, columns: list[_Column], width: int) -> "Table":
+    from rich.box import SIMPLE
+    from rich.table import Table
+    from rich.text import Text
+
+    while _total_width([names, *columns]) > width and any(column.rank for column in columns):
+        columns = [column for column in columns if column.rank < max(c.rank for c in columns)]
+    table = Table(box=SIMPLE, show_edge=False, pad_edge=False, padding=(0, 0, 0, _GAP - 1), show_footer=True,
+                  header_style="bold", footer_style="bold")
+    for column in (names, *columns):
+        table.add_column(Text(column.head), Text(column.total), justify="left" if column.text else "right",
+                         no_wrap=column is not names, overflow="fold", min_width=min(column.width, 12))
+    for row in zip(names.cells, *(column.cells for column in columns), strict=True):
+        table.add_row(*map(Text, row))
+    return table
 
 
 def _percent(rate: float | None) -> str:
@@ -172,3 +265,37 @@ def _percent(rate: float | None) -> str:
 
 def _share(part: int, whole: int) -> str:
     return f"{part}/{whole}" if whole else "-"
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+# -- reading a snapshot -----------------------------------------------------------------------------------------------
+
+_KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", Mapping: "a table",
+          tuple: "a list"}
+
+
+def _mapping(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise FormatError(f"{where} is {type(value).__name__}; expected a table, as Stats.to_dict() makes it")
+    return value
+
+
+def _values(cls: type, data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The constructor arguments of a dataclass out of `data`, checked; what else is in there (totals) is left out."""
+    values = {}
+    for f in fields(cls):
+        kind = get_origin(f.type) or f.type
+        if f.name not in data:
+            raise FormatError(f"{where}.{f.name} is missing; expected {_KINDS[kind]}, as Stats.to_dict() writes it")
+        value = data[f.name]
+        if not isinstance(value, _accepted(kind)) or isinstance(value, bool) is not (kind is bool):
+            raise FormatError(f"{where}.{f.name} = {value!r:.80}; expected {_KINDS[kind]}")
+        values[f.name] = value
+    return values
+
+
+def _accepted(kind: type) -> tuple[type, ...]:
+    return {float: (int, float), tuple: (list, tuple)}.get(kind, (kind,))

@@ -4,9 +4,10 @@ Imported only once a model holds such a layer, so transformers stays optional.
 """
 
 import torch
+from torch.compiler import is_compiling
 from transformers.pytorch_utils import Conv1D
 
-from vbrt.nn.linear import VBLayer, _compiled_linear
+from vbrt.nn.linear import VBLayer, compiled_linear
 
 __all__ = ["VBConv1D"]
 
@@ -16,8 +17,8 @@ class VBConv1D(VBLayer, Conv1D):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out]; raises what VBLinear.forward raises."""
-        if torch.compiler.is_compiling():
-            return _compiled_linear(self, x)
+        if is_compiling():
+            return compiled_linear(self, x)
         if self._parameters["weight"] is not None:
             self.materialize_()
         return self._vb_handle.linear(x, self._parameters["bias"])

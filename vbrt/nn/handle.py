@@ -1,31 +1,34 @@
 """What a VB layer knows of its weight: where its planes are, and how to compute with them.
 
 A handle is shared by all layers that are tied to one weight. It begins empty, while the layers still hold the dense
-parameter, and owns pages of a stack once `encode` has run. Pages are read-only: a new weight means new pages.
+parameter, and owns pages of a stack once `store` has run. Pages are read-only: a new weight means new pages.
 """
 
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
-from vbrt.errors import FormatError, WrapError
+from vbrt.errors import FormatError, TierError, WrapError
 from vbrt.formats import get_format
 from vbrt.formats.base import WeightPlanes
 from vbrt.formats.fine import fine_layout, split_fine
 from vbrt.formats.page import PageLayout, pack
 from vbrt.formats.separation import Separation
 from vbrt.kernels import kernel_name, resolve
-from vbrt.tiers import TierStack, detached_stack
+from vbrt.tiers import Lease, TierStack
 
 __all__ = ["HandleSpec", "WeightHandle", "handle_of"]
 
 _ids = itertools.count()
 _handles: "weakref.WeakValueDictionary[int, WeightHandle]" = weakref.WeakValueDictionary()
+
+Planes = Sequence[tuple[PageLayout, Mapping[str, torch.Tensor]]]
+"""Planes of a weight on their way into pages, or out of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,53 +51,121 @@ class HandleSpec:
         """Whether the original weight comes back bit for bit."""
         return self.fine or self.format == "dense"
 
+    @property
+    def label(self) -> str:
+        """The format for people: "nvfp4", or "nvfp4+exact" with a fine plane."""
+        return f"{self.format}+exact" if self.fine else self.format
+
+    def retyped(self, dtype: torch.dtype) -> "HandleSpec":
+        """For a weight of another dtype: as exact as before, in a dtype that the format holds."""
+        if self.fine and dtype not in (torch.bfloat16, torch.float16):
+            return replace(self, dtype=dtype, fine=False, format="dense")  # there is no fine plane for it
+        if self.format != "dense" and dtype is torch.float64:
+            return replace(self, dtype=torch.float32)
+        return replace(self, dtype=dtype)
+
 
 class WeightHandle:
-    """Planes of one weight in a stack. Counters are integers; `dtype` is what the layer shows to the outside."""
+    """Planes of one weight in a stack. Counters are integers.
+
+    Attributes:
+        kernel: name of the implementation that runs.
+        dtype: what the layers compute in and show to the outside.
+        layers: the live layers that are tied to this weight.
+        keys: pages in the stack; none before `store` and after `drop`.
+        generation: counts the weights that were stored here.
+    """
 
     def __init__(self, spec: HandleSpec, stack: TierStack) -> None:
-        self.spec, self.stack = spec, stack
+        self.stack = stack
         self.dtype = spec.dtype
+        self.layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.keys: tuple[str, ...] = ()
         self.id = next(_ids)
+        self.token = torch.tensor(self.id)  # names the handle in compiled graphs: data, so that layers share one graph
         self.forwards = self.weight_reads = self.generation = 0
         self.fallbacks: list[str] = []
         self.separation = Separation(spec.levels, spec.refresh_every) if spec.format == "quantile" else None
-        self._format = get_format(spec.format)
+        self._device = stack.device
         self._linear = resolve("linear", spec.backend, stack.device)
+        self.kernel = kernel_name(self._linear)
         self._decode = resolve("decode_weight", spec.backend, stack.device)
         self._retire: weakref.finalize | None = None
-        self.layer: Callable[[], torch.nn.Module | None] = lambda: None  # a shell that can materialize this handle
+        self._ready: WeightPlanes | None = None  # of pages that never move: made once
+        self._specify(spec)
         _handles[self.id] = self
+
+    def _specify(self, spec: HandleSpec) -> None:
+        self.spec = spec
+        self._format = get_format(spec.format)
+        self._as_conv1d = spec.transposed and spec.lossless
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
-    def encode(self, weight: torch.Tensor) -> None:
-        """Split the weight, in the module's orientation, into planes and store them; earlier pages are dropped.
+    def check(self, weight: torch.Tensor) -> None:
+        """Raise WrapError for a weight of a shape or dtype that cannot take the place of this one."""
+        name = f"{self.spec.name}.weight"
+        if tuple(weight.shape) != self.weight_shape:
+            raise WrapError(f"{name}: the new weight has shape {tuple(weight.shape)}; expected {self.weight_shape}")
+        if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64, self.spec.dtype):
+            raise WrapError(f"{name}: the new weight is {weight.dtype}; expected float32, bfloat16, float16 or float64")
+
+    def split(self, weight: torch.Tensor) -> Planes:
+        """The planes of a weight in the module's orientation; nothing is stored.
 
         Raises:
-            FormatError: NaN, Inf or a dtype that the format cannot hold, with the layer's name.
-            TierError: the pages do not fit; the earlier ones, if any, are still in place.
+            FormatError: NaN, Inf, or a weight without data, with the layer's name.
         """
-        spec, weight = self.spec, weight.detach().to(self.stack.device)
-        if tuple(weight.shape) != self.weight_shape:
-            raise FormatError(f"{spec.name}: the new weight has shape {tuple(weight.shape)}; expected {self.weight_shape}")
+        spec = self.spec
+        if weight.is_meta:
+            raise FormatError(f"{spec.name}: its weight is on the meta device, without data; load it first "
+                              "(load_state_dict(..., assign=True))")
         try:
-            planes = self._split(weight.to(spec.dtype))
+            return self._split(weight.detach().to(self._device, spec.dtype))
         except FormatError as error:
             raise FormatError(f"{spec.name}: {error}; exclude the layer (weights.exclude) or repair it") from error
+
+    def _split(self, weight: torch.Tensor) -> Planes:
+        spec = self.spec
+        if spec.format == "dense":
+            return [(self._format.layout(tuple(weight.shape), spec.dtype), self._format.encode(weight))]
+        w_NK = weight.t().contiguous() if spec.transposed else weight
+        coarse = self.separation.encode(w_NK) if self.separation else self._format.encode(w_NK)
+        planes = [(self._format.layout(spec.shape, spec.dtype), coarse)]
+        if spec.fine:
+            fine = split_fine(w_NK, coarse, self._format)
+            planes.append((fine_layout(fine), fine))
+        return planes
+
+    def store(self, planes: Planes) -> None:
+        """Write planes into pages; earlier pages are dropped first, so that a tight budget has room for the new ones.
+
+        Raises:
+            TierError: the pages do not fit or cannot be written; the handle is empty then.
+        """
+        self.drop()
+        self.stack.collect()
         keys: list[str] = []
-        suffix = f"@{self.generation}" if self.generation else ""
         try:
-            for plane, (layout, tensors) in planes.items():
-                key = f"{spec.name}#{plane}{suffix}"
-                self.stack.add(key, layout, self._home(plane), functools.partial(_fill, tensors, layout))
+            for layout, tensors in planes:
+                key = self._free_key(layout.plane)
+                self.stack.add(key, layout, self._home(layout.plane), functools.partial(_fill, tensors, layout))
                 keys.append(key)
         except BaseException:
             self.stack.retire(keys)
             raise
-        self.drop()
         self._own(tuple(keys))
+
+    def _free_key(self, plane: str) -> str:
+        """The plan's key, unless a copy of the layer has taken it."""
+        key = f"{self.spec.name}#{plane}"
+        return key if key not in self.stack.pages else f"{key}@{self.id}.{self.generation}"
+
+    def _home(self, plane: str) -> str:
+        homes = self.spec.homes
+        if not homes:
+            return self.stack.names[0]
+        return homes.get(plane) or next(iter(homes.values()))
 
     def _own(self, keys: tuple[str, ...]) -> None:
         self.keys, self.generation = keys, self.generation + 1
@@ -106,46 +177,13 @@ class WeightHandle:
         if self._retire is not None:
             self._retire()
             self._retire = None
-        self.keys = ()
+        self.keys, self._ready = (), None
 
     def retype(self, dtype: torch.dtype) -> None:
-        """The layer was cast: what it computes in and shows from now on, and, while empty, what it will encode."""
-        self.dtype = dtype
-        if self.keys or dtype is self.spec.dtype:
-            return
-        self.spec = replace(self.spec, dtype=dtype)
-        if self.spec.fine and dtype not in (torch.bfloat16, torch.float16):
-            self.spec = replace(self.spec, fine=False, format="dense")  # still exact: there is no fp32 fine plane
-            self._format = get_format("dense")
-
-    def _home(self, plane: str) -> str:
-        homes = self.spec.homes
-        if not homes:
-            return self.stack.names[0]
-        return homes.get(plane) or next(iter(homes.values()))
-
-    def _split(self, weight: torch.Tensor) -> dict[str, tuple[PageLayout, dict[str, torch.Tensor]]]:
-        spec = self.spec
-        if spec.format == "dense":
-            return {"dense": (self._format.layout(tuple(weight.shape), spec.dtype), self._format.encode(weight))}
-        w_NK = weight.t().contiguous() if spec.transposed else weight
-        coarse = self.separation.encode(w_NK) if self.separation else self._format.encode(w_NK)
-        planes = {"coarse": (self._format.layout(spec.shape, spec.dtype), coarse)}
-        if spec.fine:
-            fine = split_fine(w_NK, coarse, self._format)
-            planes["fine"] = (fine_layout(fine), fine)
-        return planes
-
-    def materialize(self) -> None:
-        """Encode the weight of the shell that this handle belongs to.
-
-        Raises:
-            WrapError: there is no such shell: the layer is a copy that has not run yet.
-        """
-        layer = self.layer()
-        if layer is None:
-            raise WrapError(f"{self.spec.name}: not materialized yet; run it once, or call materialize(), before compiling")
-        layer.materialize_()
+        """The layers were cast: what they compute in and show from now on, and, while empty, what will be stored."""
+        self.dtype, self._ready = dtype, None
+        if not self.keys and dtype is not self.spec.dtype:
+            self._specify(self.spec.retyped(dtype))
 
     # -- use ----------------------------------------------------------------------------------------------------------
 
@@ -154,75 +192,75 @@ class WeightHandle:
         """The weight's shape as the module keeps it: (N, K), or (K, N) for a transposed module."""
         return self.spec.shape[::-1] if self.spec.transposed else self.spec.shape
 
-    @property
-    def kernel(self) -> str:
-        """Name of the implementation that runs."""
-        return kernel_name(self._linear)
-
-    def lease(self):
-        """Borrow the planes from the stack."""
+    def lease(self) -> Lease:
+        """Borrow the planes from the stack. Raises TierError when there are none any more."""
+        if not self.keys:
+            raise TierError(f"{self.spec.name}: its pages are gone, the model was closed; wrap it again, or call unwrap() "
+                            "instead of close() to keep the weights")
         return self.stack.lease(self.keys)
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str = "none") -> torch.Tensor:
-        """activation(x Wᵀ + bias) for x [..., K] -> [..., N]; gradients flow to x and bias, the weight is frozen."""
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x Wᵀ + bias for x [..., K] -> [..., N]; gradients flow to x and bias, the weight is frozen."""
         self.forwards += 1
         if self.separation is not None:
             self.separation.tick()
         if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
             return _FrozenLinear.apply(x, bias, self)
-        return self.run(x, bias, activation)
+        return self.run(x, bias)
 
-    def run(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str = "none") -> torch.Tensor:
+    def run(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`linear` without gradients and without counting a forward."""
-        spec = self.spec
         with self.lease() as tensors:
-            if spec.transposed and spec.lossless:
-                return self._conv1d(x, bias, self._original(tensors, x))
-            return self._linear(x, self._planes(tensors, x), bias, activation)
+            if self._as_conv1d:
+                return _conv1d(x, bias, self._original(tensors, x.device))
+            return self._linear(x, self._planes(tensors, x.device), bias, "none")
+
+    def run_in(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`run` in x's dtype, whatever the weight's: what autocast does, for graphs that have cast x themselves."""
+        if x.dtype == self.dtype:
+            return self.run(x, bias)
+        with self.lease() as tensors:
+            weight = self._original(tensors, x.device).to(x.dtype)
+            return F.linear(x, weight.t() if self.spec.transposed else weight, None if bias is None else bias.to(x.dtype))
 
     def backward_input(self, dy: torch.Tensor) -> torch.Tensor:
         """dX [..., K] = dY [..., N] W, leasing the planes again instead of keeping the weight."""
         with self.lease() as tensors:
-            weight = self._original(tensors, dy).to(dy.dtype)
+            weight = self._original(tensors, dy.device).to(dy.dtype)
             return dy.matmul(weight.t() if self.spec.transposed else weight)
 
     def weight(self) -> torch.Tensor:
-        """The decoded weight in the module's orientation and dtype: a temporary, never a part of the model.
-
-        The one exception: a dense page that lives in the computing tier for good is returned as a view.
-        """
+        """The decoded weight in the module's orientation and dtype: a temporary that shares memory with nothing."""
         self.weight_reads += 1
         with self.lease() as tensors:
-            weight = self._original(tensors, None)
-            moves = self.stack.pages[self.keys[0]].home != 0
-            return weight.clone() if self.spec.format == "dense" and moves and weight.dtype == self.spec.dtype else weight
+            weight = self._original(tensors, self._device)
+            stored = self.spec.format == "dense" and weight.dtype is self.spec.dtype  # a view into the page
+            return weight.clone() if stored else weight
 
-    def _planes(self, tensors: list[dict[str, torch.Tensor]], x: torch.Tensor | None) -> WeightPlanes:
+    def _planes(self, tensors: list[dict[str, torch.Tensor]], device: torch.device) -> WeightPlanes:
+        if self._ready is not None and self._ready.coarse is tensors[0] and device == self._device:
+            return self._ready
         spec = self.spec
-        if x is not None and x.device != self.stack.device:
-            self._announce_foreign(x.device)
-            tensors = [{name: t.to(x.device) for name, t in plane.items()} for plane in tensors]
+        if device != self._device:
+            self._announce_foreign(device)
+            tensors = [{name: t.to(device) for name, t in plane.items()} for plane in tensors]
         dtype = spec.dtype if spec.lossless else self.dtype
         shape = self.weight_shape if spec.format == "dense" else spec.shape
         planes = WeightPlanes(spec.format, shape, dtype, tensors[0], tensors[1] if spec.fine else None)
         if dtype is self.dtype:
+            if device == self._device and all(self.stack.pages[key].home == 0 for key in self.keys):
+                self._ready = planes
             return planes
         return WeightPlanes("dense", shape, self.dtype, {"weight": self._decode(planes).to(self.dtype)})
 
-    def _original(self, tensors: list[dict[str, torch.Tensor]], x: torch.Tensor | None) -> torch.Tensor:
+    def _original(self, tensors: list[dict[str, torch.Tensor]], device: torch.device) -> torch.Tensor:
         """The weight as the module keeps it: [N, K], or [K, N] for a transposed module, in memory order too."""
-        weight = self._decode(self._planes(tensors, x))
+        weight = self._decode(self._planes(tensors, device))
         return weight.t().contiguous() if self.spec.transposed and self.spec.format != "dense" else weight
-
-    def _conv1d(self, x: torch.Tensor, bias: torch.Tensor | None, w_KN: torch.Tensor) -> torch.Tensor:
-        """The very calls of Conv1D, so that results are bit-identical."""
-        if bias is None:
-            return x.matmul(w_KN)
-        return torch.addmm(bias, x.reshape(-1, x.shape[-1]), w_KN).view(*x.shape[:-1], w_KN.shape[1])
 
     def _announce_foreign(self, device: torch.device) -> None:
         if not self.fallbacks:
-            self.fallbacks.append(f"{self.spec.name}: input on {device}, pages on {self.stack.device}; the planes are "
+            self.fallbacks.append(f"{self.spec.name}: input on {device}, pages on {self._device}; the planes are "
                                   "copied on each call. Move the input, or enable the tier of that device")
 
     # -- copies -------------------------------------------------------------------------------------------------------
@@ -245,12 +283,12 @@ class WeightHandle:
         return clone
 
     def __reduce__(self):
-        pages = []
+        planes = []
         if self.keys:
             with self.lease() as tensors:
                 for key, plane in zip(self.keys, tensors, strict=True):
-                    pages.append((self.stack.pages[key].layout.to_dict(), {k: t.cpu().clone() for k, t in plane.items()}))
-        return _restore, (self.spec, self.dtype, pages)
+                    planes.append((self.stack.pages[key].layout.to_dict(), {k: t.cpu().clone() for k, t in plane.items()}))
+        return _restore, (self.stack, self.spec, self.dtype, planes)
 
 
 class _FrozenLinear(torch.autograd.Function):
@@ -258,82 +296,113 @@ class _FrozenLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, bias: torch.Tensor | None, handle: WeightHandle) -> torch.Tensor:
-        ctx.handle, ctx.x_dtype, ctx.bias_dtype = handle, x.dtype, None if bias is None else bias.dtype
+        ctx.handle, ctx.generation = handle, handle.generation
+        ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
         return handle.run(x, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy: torch.Tensor):
+        if ctx.handle.generation != ctx.generation:
+            raise WrapError(f"{ctx.handle.spec.name}: its weight was loaded anew between forward and backward; run the "
+                            "forward again")
         dx = ctx.handle.backward_input(dy).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
-        dbias = dy.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
+        dbias = _sum_rows(dy).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
         return dx, dbias, None
+
+
+def _sum_rows(dy: torch.Tensor) -> torch.Tensor:
+    return dy.reshape(-1, dy.shape[-1]).sum(0)
+
+
+def _conv1d(x: torch.Tensor, bias: torch.Tensor | None, w_KN: torch.Tensor) -> torch.Tensor:
+    """The very calls of transformers' Conv1D, so that results are bit-identical."""
+    if bias is None:
+        return x.matmul(w_KN)
+    return torch.addmm(bias, x.reshape(-1, x.shape[-1]), w_KN).view(*x.shape[:-1], w_KN.shape[1])
 
 
 def _fill(tensors: Mapping[str, torch.Tensor], layout: PageLayout, out: torch.Tensor) -> None:
     pack(tensors, layout, out)
 
 
-def handle_of(id: int) -> WeightHandle:
-    """The live handle with this id: how a compiled graph names a layer's weight."""
-    handle = _handles.get(id)
-    if handle is None:
-        raise WrapError(f"a compiled graph refers to a VB layer (id {id}) that no longer exists; compile again")
+def _restore(stack: TierStack, spec: HandleSpec, dtype: torch.dtype, planes: list) -> WeightHandle:
+    """Unpickle: `stack` is one of this process, in CPU memory, shared by all handles of the pickle."""
+    handle = WeightHandle(replace(spec, homes=None, backend="auto"), stack)
+    handle.dtype = dtype
+    if planes:
+        handle.store([(PageLayout.from_dict(layout), tensors) for layout, tensors in planes])
     return handle
 
 
-def _restore(spec: HandleSpec, dtype: torch.dtype, pages: list) -> WeightHandle:
-    stack = detached_stack()
-    handle = WeightHandle(replace(spec, homes=None), stack)
-    handle.dtype = dtype
-    keys = []
-    for layout_dict, tensors in pages:
-        layout = PageLayout.from_dict(layout_dict)
-        key = f"{spec.name}#{layout.plane}~{handle.id}"
-        stack.add(key, layout, stack.names[0], functools.partial(_fill, tensors, layout))
-        keys.append(key)
-    if keys:
-        handle._own(tuple(keys))
+# -- in compiled graphs -----------------------------------------------------------------------------------------------
+
+
+def handle_of(token: torch.Tensor) -> WeightHandle:
+    """The live handle that a compiled graph's token names."""
+    handle = _handles.get(token.item())
+    if handle is None:
+        raise WrapError(f"a compiled graph names a VB layer (id {token.item()}) that no longer exists; compile again")
+    return handle
+
+
+def _materialized(token: torch.Tensor) -> WeightHandle:
+    handle = handle_of(token)
+    if not handle.keys:
+        for layer in list(handle.layers)[:1]:
+            layer.materialize_()
     return handle
 
 
 @torch.library.custom_op("vbrt::linear", mutates_args=())
-def _linear_op(x: torch.Tensor, bias: torch.Tensor | None, handle: int) -> torch.Tensor:
-    """x [..., K] -> [..., N] with the planes of handle `handle`, computed in x's dtype."""
-    owner = handle_of(handle)
-    owner.forwards += 1
-    if not owner.keys:
-        owner.materialize()
+def _linear_op(x: torch.Tensor, bias: torch.Tensor | None, token: torch.Tensor, out_features: int) -> torch.Tensor:
+    """x [..., K] -> [..., N] with the planes of the handle that `token` names, computed in x's dtype."""
+    handle = _materialized(token)
+    handle.forwards += 1
+    if handle.separation is not None:
+        handle.separation.tick()
     with torch.autocast(x.device.type, enabled=False):
-        if x.dtype == owner.dtype:
-            return owner.run(x, bias)
-        weight = owner.weight().to(x.dtype)
-        return F.linear(x, weight.t() if owner.spec.transposed else weight, None if bias is None else bias.to(x.dtype))
+        return handle.run_in(x, bias)
 
 
 @_linear_op.register_fake
-def _(x: torch.Tensor, bias: torch.Tensor | None, handle: int) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], handle_of(handle).spec.shape[0]))
+def _(x: torch.Tensor, bias: torch.Tensor | None, token: torch.Tensor, out_features: int) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
 
 
 @torch.library.custom_op("vbrt::linear_backward", mutates_args=())
-def _linear_backward_op(dy: torch.Tensor, handle: int) -> torch.Tensor:
+def _linear_backward_op(dy: torch.Tensor, token: torch.Tensor, in_features: int) -> torch.Tensor:
     """dX [..., K] from dY [..., N]."""
-    return handle_of(handle).backward_input(dy)
+    return handle_of(token).backward_input(dy)
 
 
 @_linear_backward_op.register_fake
-def _(dy: torch.Tensor, handle: int) -> torch.Tensor:
-    return dy.new_empty((*dy.shape[:-1], handle_of(handle).spec.shape[1]))
+def _(dy: torch.Tensor, token: torch.Tensor, in_features: int) -> torch.Tensor:
+    return dy.new_empty((*dy.shape[:-1], in_features))
 
 
-def _save_handle(ctx, inputs, output) -> None:
-    x, bias, ctx.handle = inputs
-    ctx.bias_dtype = None if bias is None else bias.dtype
+def _save_token(ctx, inputs, output) -> None:
+    x, bias, token, _ = inputs
+    ctx.save_for_backward(token)
+    ctx.in_features, ctx.bias_dtype = x.shape[-1], None if bias is None else bias.dtype
 
 
 def _compiled_backward(ctx, dy: torch.Tensor):
-    dbias = dy.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
-    return torch.ops.vbrt.linear_backward(dy, ctx.handle), dbias, None
+    (token,) = ctx.saved_tensors
+    dx = torch.ops.vbrt.linear_backward(dy, token, ctx.in_features) if ctx.needs_input_grad[0] else None
+    dbias = _sum_rows(dy).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
+    return dx, dbias, None, None
 
 
-_linear_op.register_autograd(_compiled_backward, setup_context=_save_handle)
+_linear_op.register_autograd(_compiled_backward, setup_context=_save_token)
+
+
+@torch.library.custom_op("vbrt::weight", mutates_args=())
+def _weight_op(token: torch.Tensor, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The decoded weight [rows, columns] in the module's orientation."""
+    return _materialized(token).weight()
+
+
+@_weight_op.register_fake
+def _(token: torch.Tensor, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty((rows, columns), dtype=dtype, device=device)

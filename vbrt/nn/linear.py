@@ -8,13 +8,16 @@ The road not taken: replacing modules in their parents. It loses hooks, breaks l
 module, and must rebuild each subclass's attributes.
 """
 
+import types
 import warnings
-import weakref
 from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
+from vbrt.errors import WrapError
+from vbrt.nn.decoded import DecodedWeight
 from vbrt.nn.handle import WeightHandle
 
 __all__ = ["VBLayer", "VBLinear"]
@@ -33,21 +36,27 @@ class VBLayer(nn.Module):
     @classmethod
     def adopt_(cls, module: nn.Module, handle: WeightHandle) -> "VBLayer":
         """Turn `module` into a VB layer in place; nothing is encoded yet."""
-        weight = module._parameters["weight"]
         module.__class__ = cls
         module.__dict__["_vb_handle"] = handle
-        handle.layer = weakref.ref(module)
-        module.__dict__["_vb_trainable"] = weight.requires_grad
+        module.__dict__["_vb_trainable"] = module._parameters["weight"].requires_grad
+        handle.layers.add(module)
         return module
 
-    def release_(self) -> nn.Module:
-        """Turn the layer back, in place, into the module it was, holding its decoded weight."""
+    def release_(self, weight: nn.Parameter | None = None) -> nn.Module:
+        """Turn the layer back, in place, into the module it was, holding `weight`, or its own decoded one."""
         if self.materialized:
-            self._parameters["weight"] = nn.Parameter(self._dense_copy(), requires_grad=self._vb_trainable)
+            self._parameters["weight"] = weight if weight is not None else self._decoded_parameter()
+        self._vb_handle.layers.discard(self)
         for name in ("_vb_handle", "_vb_trainable"):
             del self.__dict__[name]
-        self.__class__ = type(self).plain_class()
+        self.__class__ = plain = type(self).plain_class()
+        for name, value in list(self.__dict__.items()):
+            if isinstance(value, types.MethodType) and value.__self__ is self:  # accelerate's hooks keep `forward` so
+                self.__dict__[name] = types.MethodType(getattr(plain, value.__name__), self)
         return self
+
+    def _decoded_parameter(self) -> nn.Parameter:
+        return nn.Parameter(self._vb_handle.weight(), requires_grad=self._vb_trainable)
 
     @classmethod
     def plain_class(cls) -> type[nn.Module]:
@@ -65,37 +74,45 @@ class VBLayer(nn.Module):
         return self._parameters["weight"] is None
 
     def materialize_(self) -> "VBLayer":
-        """Encode the weight now, unless a tied layer has done it, and drop the dense parameter.
+        """Encode the weight now, unless that is done, and drop the dense parameter of all layers that are tied to it.
 
         Raises:
             FormatError, TierError: the weight cannot be held; the layer stays as it was.
         """
-        with self._vb_handle.stack.encoding:
+        handle = self._vb_handle
+        with handle.stack.encoding:
             weight = self._parameters["weight"]
             if weight is None:
                 return self
-            if not self._vb_handle.keys:
-                self._warn_of_training(weight)
-                self._vb_handle.encode(weight)
-            self._parameters["weight"] = None
+            if not handle.keys:
+                handle.store(handle.split(weight))
+            self._hold(None)
+        if self.training and weight.requires_grad and torch.is_grad_enabled():
+            warn_of_training(stacklevel=4)
         return self
 
-    def _warn_of_training(self, weight: nn.Parameter) -> None:
-        if self.training and weight.requires_grad and torch.is_grad_enabled():
-            warnings.warn(f"{self._vb_handle.spec.name}: VB layers hold frozen planes; this weight no longer trains "
-                          "(gradients still flow through it). Call model.eval(), or exclude the layer", stacklevel=5)
-
-    def _dense_copy(self) -> torch.Tensor:
-        weight = self._vb_handle.weight()
-        return weight.clone() if weight._base is not None or self._vb_handle.spec.format == "dense" else weight
+    def _hold(self, dense: nn.Parameter | None) -> None:
+        """A dense parameter for all layers that are tied to the handle, or none."""
+        for layer in self._vb_handle.layers:
+            if dense is None and layer._parameters["weight"] is not None:
+                layer._vb_trainable = layer._parameters["weight"].requires_grad
+            layer._parameters["weight"] = dense
 
     # -- the weight, as everybody else sees it ------------------------------------------------------------------------
 
     @property
     def weight(self) -> torch.Tensor:
-        """The dense parameter of a shell; after that a decoded temporary in the original shape and dtype."""
-        dense = self._parameters["weight"]
-        return self._vb_handle.weight() if dense is None else dense
+        """The dense parameter of a shell; after that a decoded temporary in the original shape and dtype.
+
+        Writing into the temporary changes nothing (and warns); assign to `weight` or to `weight.data` instead.
+        """
+        dense, handle = self._parameters["weight"], self._vb_handle
+        if dense is not None:
+            return dense
+        if is_compiling():
+            rows, columns = handle.weight_shape
+            return torch.ops.vbrt.weight(handle.token, rows, columns, handle.dtype, handle.stack.device)
+        return DecodedWeight.of(self, handle.weight())
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "weight":
@@ -103,13 +120,23 @@ class VBLayer(nn.Module):
             return
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{self._vb_handle.spec.name}.weight: expected a tensor, got {type(value).__name__}")
-        self._become_shell(value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False))
+        is_parameter = isinstance(value, nn.Parameter)
+        self._become_shell(value if is_parameter else nn.Parameter(value.detach(), requires_grad=False))
+
+    def __delattr__(self, name: str) -> None:
+        if name == "weight":
+            raise WrapError(f"{self._vb_handle.spec.name}.weight cannot be removed (weight_norm, spectral_norm and "
+                            "parametrizations do that): apply them before wrapping, or unwrap() first")
+        super().__delattr__(name)
 
     def _become_shell(self, weight: nn.Parameter) -> None:
         """Hold a new dense weight until the next forward; layers that were tied to the old one keep theirs."""
-        handle = self.__dict__["_vb_handle"] = self._vb_handle.empty_copy()
+        old = self._vb_handle
+        old.check(weight)
+        handle = self.__dict__["_vb_handle"] = old.empty_copy()
         handle.retype(weight.dtype)
-        handle.layer = weakref.ref(self)
+        handle.layers.add(self)
+        old.layers.discard(self)
         self._parameters["weight"] = weight
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -121,55 +148,68 @@ class VBLayer(nn.Module):
 
     # -- nn.Module's walks --------------------------------------------------------------------------------------------
 
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._vb_handle.layers.add(self)
+
     def _apply(self, fn, recurse: bool = True):
         """Casts show in what the layer computes and decodes; pages stay where the tiers have put them."""
-        dense = self._parameters["weight"]
+        dense, handle = self._parameters["weight"], self._vb_handle
+        if dense is not None and dense.is_meta:  # to_empty() gives it memory
+            super()._apply(fn, recurse)
+            handle.retype(self._parameters["weight"].dtype)
+            return self
         self._parameters["weight"] = None
         try:
             super()._apply(fn, recurse)
-            probe = torch.empty(0, dtype=self._vb_handle.dtype if dense is None else dense.dtype)
-            dtype = fn(probe).dtype
+            dtype = fn(torch.empty(0, dtype=handle.dtype if dense is None else dense.dtype)).dtype
         finally:
             self._parameters["weight"] = dense
         if dense is not None and dtype != dense.dtype:
             dense.data = dense.data.to(dtype)  # the same Parameter, so that tied layers see it
-        self._vb_handle.retype(dtype)
+        handle.retype(dtype)
         return self
 
     def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:
         if self.materialized:
-            destination[prefix + "weight"] = self._dense_copy()
+            destination[prefix + "weight"] = self._vb_handle.weight()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys,
                               error_msgs) -> None:
-        weight = state_dict.pop(prefix + "weight", None) if self.materialized else None
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys,
-                                      error_msgs)
+        key = prefix + "weight"
         if not self.materialized:
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys,
+                                          error_msgs)
             return
+        rest = {name: value for name, value in state_dict.items() if name != key}
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        weight = state_dict.get(key)
         if weight is None:
             if strict:
-                missing_keys.append(prefix + "weight")
+                missing_keys.append(key)
             return
         expected = self._vb_handle.weight_shape
         if tuple(weight.shape) != expected:
-            error_msgs.append(f"size mismatch for {prefix}weight: copying a param with shape {tuple(weight.shape)} from "
+            error_msgs.append(f"size mismatch for {key}: copying a param with shape {tuple(weight.shape)} from "
                               f"checkpoint, the shape in current model is {expected}.")
             return
-        self._vb_handle.encode(weight.to(self._vb_handle.dtype))  # one dense weight at a time, gone after this line
+        self._load(weight)
 
-    def reset_parameters(self) -> None:
-        """A new random weight, as the original class draws it."""
-        if self.materialized:
-            handle = self._vb_handle
-            self._become_shell(nn.Parameter(torch.empty(handle.weight_shape, dtype=handle.dtype)))
-        super().reset_parameters()
+    def _load(self, weight: torch.Tensor) -> None:
+        """Take over a new weight, for all tied layers; the planes before it are dropped first, to make room.
 
-    def extra_repr(self) -> str:
-        """The original's, and how the weight is held."""
-        spec = self._vb_handle.spec
-        return f"{super().extra_repr()}, format={spec.format}{'+exact' if spec.fine else ''}"
+        Raises:
+            FormatError: the weight cannot be encoded; the old one is still in place.
+            TierError: the pages cannot be stored; the layer is a shell of the new weight.
+        """
+        handle = self._vb_handle
+        with torch.no_grad(), handle.stack.encoding:
+            shell = nn.Parameter(weight.detach().to(handle.dtype), requires_grad=self._vb_trainable)
+            planes = handle.split(shell)
+            self._hold(shell)
+            handle.store(planes)
+            self._hold(None)
 
 
 class VBLinear(VBLayer, nn.Linear):
@@ -182,14 +222,34 @@ class VBLinear(VBLayer, nn.Linear):
             TierError: a page cannot be read or verified, or does not fit beside what is in use.
             FormatError: (first forward) the weight cannot be encoded.
         """
-        if torch.compiler.is_compiling():
-            return _compiled_linear(self, input)
+        if is_compiling():
+            return compiled_linear(self, input)
         if self._parameters["weight"] is not None:
             self.materialize_()
         return self._vb_handle.linear(input, self._parameters["bias"])
 
+    def reset_parameters(self) -> None:
+        """A new random weight, as nn.Linear draws it."""
+        if self.materialized:
+            handle = self._vb_handle
+            self._become_shell(nn.Parameter(torch.empty(handle.weight_shape, dtype=handle.dtype)))
+        super().reset_parameters()
 
-def _compiled_linear(layer: VBLayer, x: torch.Tensor) -> torch.Tensor:
+    def extra_repr(self) -> str:
+        """nn.Linear's, and how the weight is held."""
+        return f"{super().extra_repr()}, format={self._vb_handle.spec.label}"
+
+
+def compiled_linear(layer: VBLayer, x: torch.Tensor) -> torch.Tensor:
+    """A VB layer's forward as torch.compile sees it: one opaque op, and the cast of x that autocast would do."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    return torch.ops.vbrt.linear(x, layer.bias, layer._vb_handle.id)
+    handle = layer._vb_handle
+    return torch.ops.vbrt.linear(x, layer.bias, handle.token, handle.spec.shape[0])
+
+
+def warn_of_training(stacklevel: int) -> None:
+    """One text for all layers, so that Python's filter shows it once."""
+    warnings.warn("this model is in training mode and its VB layers hold frozen planes: their weights no longer train "
+                  "(gradients still flow through them). Call model.eval(), or exclude what should train in "
+                  "weights.exclude", stacklevel=stacklevel + 1)

@@ -2,6 +2,6 @@
 
 from vbrt.tiers.memory import Buffer, MemoryTier
 from vbrt.tiers.ssd import SsdTier
-from vbrt.tiers.stack import Level, Page, TierStack, detached_stack
+from vbrt.tiers.stack import Lease, Level, Page, TierStack, detached_stack
 
-__all__ = ["Buffer", "Level", "MemoryTier", "Page", "SsdTier", "TierStack", "detached_stack"]
+__all__ = ["Buffer", "Lease", "Level", "MemoryTier", "Page", "SsdTier", "TierStack", "detached_stack"]

@@ -4,11 +4,13 @@ Host buffers are anonymous mappings: aligned for direct I/O, given back to the o
 registered as pinned memory where CUDA is there (`pin_memory=True` would round each up to a power of two).
 """
 
+import contextlib
 import ctypes
 import mmap
 import warnings
 import weakref
 from collections import defaultdict
+from collections.abc import Collection
 
 import torch
 
@@ -40,6 +42,12 @@ class Buffer:
         """Bytes of the buffer."""
         return self.tensor.numel()
 
+    def synchronize(self) -> None:
+        """Wait for the copies and kernels that still use this memory."""
+        for fence in self.fences.values():
+            fence.synchronize()
+        self.fences.clear()
+
     def fence(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """The buffer may be overwritten only after what `stream` has been given so far."""
         event = self.fences[stream.cuda_stream] = stream.record_event()
@@ -66,56 +74,70 @@ class MemoryTier:
         self.fallbacks: list[str] = []
         self._free: defaultdict[int, list[Buffer]] = defaultdict(list)
 
-    def allocate(self, nbytes: int) -> Buffer | None:
-        """A buffer of exactly `nbytes`, or None while the budget has no room for it."""
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the buffers that are in use; the rest of `held_bytes` waits for the next page of its size."""
+        return self.held_bytes - sum(nbytes * len(buffers) for nbytes, buffers in self._free.items())
+
+    def allocate(self, nbytes: int, *, reserved_bytes: int = 0) -> Buffer | None:
+        """A buffer of exactly `nbytes`, or None while the budget has no room for it beside `reserved_bytes`."""
+        if self.used_bytes + reserved_bytes + nbytes > self.capacity_bytes:
+            return None
         if self._free[nbytes]:
             return self._free[nbytes].pop()
-        while self.held_bytes + nbytes > self.capacity_bytes and self._drop_one_free():
-            pass
-        if self.held_bytes + nbytes > self.capacity_bytes:
-            return None
+        while self.held_bytes + nbytes > self.capacity_bytes:
+            self._drop_one_free()
         buffer = self._new(nbytes)
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes + nbytes)
         self.held_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return buffer
 
     def release(self, buffer: Buffer) -> None:
-        """Keep the buffer for the next page of its size; its bytes count as held until then."""
-        self._free[buffer.nbytes].append(buffer)
+        """Keep the buffer for the next page of its size; its bytes count as held until then. Twice is fine."""
+        if buffer not in self._free[buffer.nbytes]:
+            self._free[buffer.nbytes].append(buffer)
 
     def discard(self, buffer: Buffer) -> None:
-        """Give the buffer's memory back at once."""
-        self.held_bytes -= buffer.nbytes
+        """Give the buffer's memory back at once, after the copies and kernels that still use it."""
+        buffer.synchronize()
         if buffer.unpin is not None:
-            for fence in buffer.fences.values():
-                fence.synchronize()
             buffer.unpin()
+        self.held_bytes -= buffer.nbytes
 
     def trim(self) -> None:
         """Give back the memory of all buffers that no page uses."""
         while self._drop_one_free():
             pass
 
+    def forget(self, keep: Collection[Buffer]) -> None:
+        """In a forked child: only the buffers in `keep` are left."""
+        self._free.clear()
+        self.held_bytes = sum(buffer.nbytes for buffer in keep)
+
     def _drop_one_free(self) -> bool:
-        for nbytes in [n for n, buffers in self._free.items() if buffers]:
-            self.discard(self._free[nbytes].pop())
-            return True
+        for buffers in self._free.values():
+            if buffers:
+                self.discard(buffers.pop())
+                return True
         return False
 
     def _new(self, nbytes: int) -> Buffer:
         if self.device.type != "cpu":
             try:
-                return Buffer(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
+                buffer = Buffer(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
             except torch.OutOfMemoryError as error:
                 raise TierError(f"tier {self.name}: {self.device} has no room for a page of {nbytes} bytes although "
                                 f"the budget has; lower tiers.{self.name}.budget ({self.capacity_bytes})") from error
+            buffer.fence(torch.cuda.current_stream(self.device))  # whose kernels may still use this memory
+            return buffer
         try:
             mapping = mmap.mmap(-1, nbytes)
         except (OSError, ValueError) as error:
             raise TierError(f"tier {self.name}: the system refused {nbytes} bytes ({error}); "
                             f"lower tiers.{self.name}.budget ({self.capacity_bytes})") from error
         if nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            mapping.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # advice only: kernels without huge pages refuse it
+                mapping.madvise(mmap.MADV_HUGEPAGE)
         buffer = Buffer(torch.frombuffer(mapping, dtype=torch.uint8))
         if self.pinned:
             self._pin(buffer)

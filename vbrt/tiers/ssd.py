@@ -9,6 +9,7 @@ Reads are `preadv` into buffers that the caller owns: never a file mapping, so a
 name in it and not a SIGBUS. The digest is computed chunk by chunk while the chunk is in cache.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -45,6 +46,7 @@ class _File:
     path: Path
     nbytes: int
     digest: int
+    pid: int
 
 
 class SsdTier:
@@ -75,11 +77,11 @@ class SsdTier:
             self.root.mkdir(parents=True, exist_ok=True)
             _remove_dead_runs(self.root)
             self.directory = Path(tempfile.mkdtemp(prefix=f"run-{os.getpid()}-", dir=self.root))
-            self._lock_fd = _lock(self.directory)
+            lock_fd = _lock(self.directory)
         except OSError as error:
             raise TierError(f"tier ssd: cannot write in {self.root} ({error.strerror or error}); "
                             "point tiers.ssd.path at a directory on a local disk that you can write") from error
-        self._finalizer = weakref.finalize(self, _remove_own_run, self.directory, self._lock_fd, os.getpid())
+        self._finalizer = weakref.finalize(self, _remove_own_run, self.directory, lock_fd, os.getpid())
 
     @property
     def mode(self) -> str:
@@ -98,7 +100,8 @@ class SsdTier:
                             f"({self.held_bytes} held); raise the budget")
         view = bytes_view(page)
         digest = xxhash.xxh3_64_intdigest(view)
-        path = self.directory / f"{self._serial:05d}-{re.sub(r'[^A-Za-z0-9._-]', '_', key)[-96:]}.page"
+        # a forked child writes into the same directory, under names of its own
+        path = self.directory / f"{os.getpid()}-{self._serial:05d}-{re.sub(r'[^A-Za-z0-9._-]', '_', key)[-96:]}.page"
         self._serial += 1
         try:
             _write_file(path, _header(key, page.numel(), digest, layout), view)
@@ -106,7 +109,7 @@ class SsdTier:
             what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
             raise TierError(f"{key}: cannot write {path}: {what}; free {nbytes} bytes there or move "
                             "tiers.ssd.path") from error
-        self._files[key] = _File(path, page.numel(), digest)
+        self._files[key] = _File(path, page.numel(), digest, os.getpid())
         self.held_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         self._direct = None
@@ -117,29 +120,52 @@ class SsdTier:
         Raises:
             TierError: the file is missing, short, of another page, or its bytes changed.
         """
-        file = self._files[key]
+        file = self._files.get(key)
+        if file is None:
+            raise TierError(f"{key}: the ssd tier holds no page of this name: it was dropped, or the tier closed")
         if out.numel() != file.nbytes:
             raise TierError(f"{key}: the page has {file.nbytes} bytes, the buffer {out.numel()}")
         try:
-            fd, direct = self._open(file.path)
-        except OSError as error:
-            raise TierError(f"{key}: cannot open {file.path}: {error.strerror or error}; the page is lost, load the "
-                            "weight again (load_state_dict) or wrap the model anew") from error
-        try:
-            digest = _read_file(fd, key, file, out, direct=direct)
+            digest = self._read(key, file, out)
+        except FileNotFoundError as error:
+            raise TierError(f"{key}: {file.path} is missing; the page is lost, load the weight again (load_state_dict) "
+                            "or wrap the model anew") from error
         except OSError as error:
             raise TierError(f"{key}: cannot read {file.path}: {error.strerror or error}") from error
-        finally:
-            os.close(fd)
         if digest != file.digest:
             raise TierError(f"{key}: {file.path} does not hold the bytes that were written (XXH3 {digest:016x}, "
                             f"expected {file.digest:016x}); the disk or the file is damaged")
 
+    def _read(self, key: str, file: _File, out: torch.Tensor) -> int:
+        if self._use_direct():
+            try:
+                return _read_file(key, file, out, os.O_DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+            self._announce_buffered()
+        return _read_file(key, file, out, 0)
+
+    def _announce_buffered(self) -> None:
+        reason = f"tier ssd: the file system of {self.root} refuses O_DIRECT; reads go through the page cache"
+        self.io, self._direct = "buffered", False
+        if reason not in self.fallbacks:
+            self.fallbacks.append(reason)
+            warnings.warn(reason, stacklevel=2)
+
     def drop(self, key: str) -> None:
-        """Remove the page and its file."""
-        file = self._files.pop(key)
+        """Remove the page and its file; a page that is not there is fine."""
+        file = self._files.pop(key, None)
+        if file is None:
+            return
+        if file.pid == os.getpid():  # a forked child must not remove its parent's pages
+            try:
+                file.path.unlink(missing_ok=True)
+            except OSError as error:  # the page is not needed any more: nothing that the caller does depends on it
+                self.fallbacks.append(f"tier ssd: cannot remove {file.path} ({error.strerror or error}); its bytes "
+                                      "count until the run ends")
+                return
         self.held_bytes -= HEADER_BYTES + file.nbytes
-        file.path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Remove the run's directory; calling it twice is fine."""
@@ -152,19 +178,6 @@ class SsdTier:
             fits_cache = self.held_bytes <= _PAGE_CACHE_SHARE * psutil.virtual_memory().available
             self._direct = self.io == "direct" or (self.io == "auto" and not fits_cache)
         return self._direct
-
-    def _open(self, path: Path) -> tuple[int, bool]:
-        if self._use_direct():
-            try:
-                return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), True
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                reason = f"tier ssd: the file system of {self.root} refuses O_DIRECT; reads go through the page cache"
-                self.io, self._direct = "buffered", False
-                self.fallbacks.append(reason)
-                warnings.warn(reason, stacklevel=2)
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC), False
 
 
 def _header(key: str, nbytes: int, digest: int, layout: dict | None) -> bytes:
@@ -195,25 +208,40 @@ def _write_all(fd: int, view: memoryview) -> None:
         view = view[os.write(fd, view[:_MAX_RW_BYTES]):]
 
 
-def _read_file(fd: int, key: str, file: _File, out: torch.Tensor, *, direct: bool) -> int:
-    """Read header and page; returns the digest of the page's bytes."""
-    header = torch.empty(2 * HEADER_BYTES, dtype=torch.uint8)
-    header = header[-header.data_ptr() % HEADER_BYTES:][:HEADER_BYTES]  # O_DIRECT wants aligned memory
-    head, view, digest = bytes_view(header), bytes_view(out), xxhash.xxh3_64()
-    got = os.preadv(fd, [head, view[:_CHUNK_BYTES]], 0)
-    if got < HEADER_BYTES:
-        raise TierError(f"{key}: {file.path} is truncated: {got} bytes, expected {HEADER_BYTES + file.nbytes}")
-    _check_header(key, file, bytes(head))
-    done = got - HEADER_BYTES
-    digest.update(view[:done])
-    while done < file.nbytes:
-        got = os.preadv(fd, [view[done: done + _CHUNK_BYTES]], HEADER_BYTES + done)
-        if got == 0 or (direct and got % HEADER_BYTES):
-            raise TierError(f"{key}: {file.path} is truncated: {HEADER_BYTES + done + got} bytes, "
-                            f"expected {HEADER_BYTES + file.nbytes}")
-        digest.update(view[done: done + got])
-        done += got
-    return digest.intdigest()
+def _read_file(key: str, file: _File, out: torch.Tensor, flags: int) -> int:
+    """Read header and page into `out`; returns the digest of the page's bytes."""
+    fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    try:
+        size = os.fstat(fd).st_size
+        if size != HEADER_BYTES + file.nbytes:
+            raise TierError(f"{key}: {file.path} has {size} bytes, expected {HEADER_BYTES + file.nbytes}: "
+                            f"it {'is truncated' if size < HEADER_BYTES + file.nbytes else 'has grown'}")
+        header = torch.empty(2 * HEADER_BYTES, dtype=torch.uint8)
+        header = header[-header.data_ptr() % HEADER_BYTES:][:HEADER_BYTES]  # O_DIRECT wants aligned memory
+        head, view, digest = bytes_view(header), bytes_view(out), xxhash.xxh3_64()
+        _fill(fd, key, file, [head, view[:_CHUNK_BYTES]], 0)
+        _check_header(key, file, bytes(head))
+        digest.update(view[:_CHUNK_BYTES])
+        for at in range(_CHUNK_BYTES, file.nbytes, _CHUNK_BYTES):
+            chunk = view[at: at + _CHUNK_BYTES]
+            _fill(fd, key, file, [chunk], HEADER_BYTES + at)
+            digest.update(chunk)
+        return digest.intdigest()
+    finally:
+        os.close(fd)
+
+
+def _fill(fd: int, key: str, file: _File, views: list[memoryview], offset: int) -> None:
+    """Read from `offset` until the views are full."""
+    while views:
+        got = os.preadv(fd, views, offset)
+        if got == 0:
+            raise TierError(f"{key}: {file.path} is truncated: it ends at byte {offset}")
+        offset += got
+        while views and got >= len(views[0]):
+            got -= len(views.pop(0))
+        if got:
+            views[0] = views[0][got:]
 
 
 def _check_header(key: str, file: _File, header: bytes) -> None:
@@ -227,8 +255,14 @@ def _check_header(key: str, file: _File, header: bytes) -> None:
 
 
 def _lock(directory: Path) -> int:
-    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """Lock a new run; nobody sees the lock file before it is locked."""
+    try:
+        fd = os.open(directory / "new-lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(directory / "new-lock", directory / "lock")
+    except OSError:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
     return fd
 
 
@@ -238,6 +272,9 @@ def _remove_own_run(directory: Path, lock_fd: int, pid: int) -> None:
 
 
 def _remove_run(directory: Path, lock_fd: int) -> None:
+    for path in directory.glob("*.*"):  # the lock goes last: what is killed half way is removed by the next run
+        with contextlib.suppress(OSError):
+            path.unlink()
     shutil.rmtree(directory, ignore_errors=True)
     os.close(lock_fd)
 

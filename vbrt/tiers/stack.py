@@ -10,19 +10,30 @@ All decisions are made under one lock, in the order of the accesses, by the thre
 the background. A slot is a page's place in a tier: QUEUED (decided, nothing moved), LOADING, READY or FAILED. Whoever
 needs a QUEUED slot first, a worker or the thread that leases it, claims it and moves the bytes itself.
 
-A page that is evicted while its bytes are still coming is `doomed`: its buffer goes back when the copy has ended, and
-whoever waits for room waits for that. A thread that waits holds no lease, so waiting ends.
+A page that is evicted while its bytes are still coming, or in use, is `doomed`: its buffer goes back when the copy has
+ended and the last holder has left, and whoever waits for room waits for that. Policies never ask how far a copy has
+got, so counts do not depend on timing.
+
+Why waiting ends: slots are decided one after another, and a slot waits only for what was decided before it: its source
+in the tier below (first, while it holds no buffer itself), the room that earlier slots have been promised (`pending`),
+and the buffers of pages that were evicted for it. A thread that waits for room to lease holds no lease.
+
+Ctrl-C may come anywhere. Holders are sets and giving back is repeatable, so what was interrupted is done again: by the
+`with` that is left, or, when it never began, by the next access after the lease was collected. A decision that was
+interrupted half way cannot be trusted: its policies start anew.
 """
 
 import contextlib
-import functools
+import os
 import threading
 import time
-from collections import Counter, deque
+import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import pairwise, takewhile
 
 import torch
 
@@ -33,6 +44,8 @@ from vbrt.tiers.memory import Buffer, MemoryTier
 from vbrt.tiers.ssd import SsdTier
 
 __all__ = ["Lease", "Level", "Page", "TierStack", "detached_stack"]
+
+_LOOK_SECONDS = 1.0  # a thread that waits for a lease looks this often whether one was collected without a word
 
 
 class _State(Enum):
@@ -54,27 +67,35 @@ class Page:
     misses: int = 0
     prefetched: int = 0
     wait_ns: int = 0
-    bytes_moved: Counter[str] = field(default_factory=Counter)  # by link, such as "ssd>cpu"
+    bytes_moved: dict[str, int] = field(default_factory=dict)  # by link, such as "ssd>cpu"
+    nbytes: int = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the page."""
-        return self.layout.nbytes
+    def __post_init__(self) -> None:
+        self.nbytes = self.layout.nbytes
 
 
 class _Slot:
-    """A page's place in a memory tier."""
+    """A page's place in a memory tier. `holders`: leases, and slots above that are filled from this one."""
 
-    __slots__ = ("arrived", "buffer", "doomed", "error", "leases", "level", "page", "source", "state", "tensors")
+    __slots__ = ("arrived", "buffer", "doomed", "error", "holders", "level", "loader", "page", "source", "state",
+                 "tensors")
 
-    def __init__(self, page: Page, level: "Level", source: "_Slot | None" = None) -> None:
-        self.page, self.level, self.source = page, level, source
+    def __init__(self, page: Page, level: "Level") -> None:
+        self.page, self.level = page, level
         self.state = _State.QUEUED
+        self.loader = 0  # the thread that moves the bytes
+        self.source: _Slot | None = None
         self.buffer: Buffer | None = None
         self.tensors: dict[str, torch.Tensor] = {}
         self.arrived: torch.cuda.Event | None = None
         self.error: BaseException | None = None
-        self.leases, self.doomed = 0, False
+        self.holders: set[_Slot | _Borrower] = set()
+        self.doomed = False
+
+    @property
+    def at_home(self) -> bool:
+        """Whether the page lives here for good."""
+        return self.page.home == self.level.index
 
 
 class Level:
@@ -82,10 +103,20 @@ class Level:
 
     def __init__(self, tier: MemoryTier, policy: Policy) -> None:
         self.tier, self.policy = tier, policy
+        self.room = policy.capacity_bytes  # for copies, as long as pages that live here leave that much
         self.index = 0
+        self.home_bytes = 0
         self.slots: dict[str, _Slot] = {}
-        self.leased: set[str] = set()
+        self.leased: set[str] = set()  # copies that threads use: the policy must let them stay
+        self.pending: dict[_Slot, None] = {}  # decided and without a buffer yet, earliest first
         self.stream = torch.cuda.Stream(tier.device) if tier.device.type == "cuda" else None
+        self.live_here(0)
+
+    def live_here(self, nbytes: int) -> tuple[str, ...]:
+        """So many more bytes of pages live here; returns the copies that have to leave for them."""
+        self.home_bytes += nbytes
+        room = min(self.room, self.tier.capacity_bytes - self.home_bytes)
+        return () if room == self.policy.capacity_bytes else self.policy.resize(room)
 
 
 class TierStack:
@@ -104,10 +135,19 @@ class TierStack:
         self.pages: dict[str, Page] = {}
         self.closed = False
         self.names = [level.tier.name for level in self.levels] + (["ssd"] if ssd else [])
-        self._changed = threading.Condition(threading.Lock())
-        self.encoding = threading.RLock()  # one weight is encoded at a time: bounded scratch, and no weight twice
-        self._workers = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="vbrt-tier")
+        self._threads = workers
+        self._travellers = 0  # pages whose home is below the top tier
         self._retired: deque[str] = deque()  # keys whose owners were collected; dropped at the next access
+        self._lost: deque[Lease] = deque()  # collected without having been given back
+        self._start()
+        _stacks.add(self)
+
+    def _start(self) -> None:
+        # entered itself and not through the condition, whose methods are Python: Ctrl-C in one would leave it locked
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self.encoding = threading.RLock()  # one weight is encoded at a time: bounded scratch, and no weight twice
+        self._workers = ThreadPoolExecutor(max_workers=self._threads, thread_name_prefix="vbrt-tier")
 
     def __deepcopy__(self, memo: dict) -> "TierStack":
         return self  # copies of a model share the pages: they are read-only
@@ -126,50 +166,75 @@ class TierStack:
         """Store a new page in its home; `fill` writes the page's bytes into the uint8 tensor it is given.
 
         Raises:
-            TierError: no room within the budget, or the ssd cannot be written; nothing of the page stays behind.
+            TierError: no room within the budget, the ssd cannot be written, the key is taken, or the stack was closed;
+                nothing of the page stays behind.
         """
         page = Page(key, layout, self.names.index(home))
+        page.bytes_moved = {f"{low}>{high}": 0 for high, low in pairwise(self.names[: page.home + 1])}
+        with self._lock:
+            self._check_open(key)
+            self._collect()
+            if key in self.pages:
+                raise TierError(f"{key}: the stack holds a page of this name already; retire it first")
         if page.home == len(self.levels):
             self._add_file(page, fill)
         else:
             self._add_resident(page, fill)
-        self.pages[key] = page
         return page
 
     def _add_file(self, page: Page, fill: Callable[[torch.Tensor], object]) -> None:
         staging = torch.empty(page.nbytes, dtype=torch.uint8)
         fill(staging)
-        with self._changed:
+        with self._lock:
             self._check_open(page.key)
-            self._drop_retired()
             self.ssd.write(page.key, staging, page.layout.to_dict())
+            self.pages[page.key] = page
+            self._travellers += 1
 
     def _add_resident(self, page: Page, fill: Callable[[torch.Tensor], object]) -> None:
         level = self.levels[page.home]
-        with self._changed:
-            self._check_open(page.key)
-            self._drop_retired()
-            buffer = level.tier.allocate(page.nbytes)
-        if buffer is None:
-            name = level.tier.name
-            raise TierError(f"{page.key}: {page.nbytes} bytes do not fit into tiers.{name}.budget = "
-                            f"{level.tier.capacity_bytes} ({level.tier.held_bytes} held); raise the budget or enable "
-                            "a tier below it")
         slot = _Slot(page, level)
+        slot.state, slot.loader = _State.LOADING, threading.get_ident()
+        with self._lock:
+            self._settle(level, page)
+            level.pending[slot] = None
         try:
-            fill(buffer.tensor)
-            slot.buffer, slot.tensors = buffer, unpack(buffer.tensor, page.layout)
-        except BaseException:
-            level.tier.release(buffer)
+            self._allocate(slot)
+            slot.buffer.synchronize()
+            fill(slot.buffer.tensor)
+            slot.tensors = unpack(slot.buffer.tensor, page.layout)
+            if level.stream is not None:
+                torch.cuda.current_stream(level.tier.device).synchronize()  # once a page: its leases wait for nothing
+            with self._lock:
+                self._check_open(page.key)
+                slot.state = _State.READY
+                level.slots[page.key] = slot
+                self.pages[page.key] = page
+                self._travellers += page.home > 0
+        except BaseException as error:
+            with self._lock:
+                if self.pages.get(page.key) is page:
+                    self._drop(page)
+                else:
+                    if slot.buffer is None:
+                        level.live_here(-page.nbytes)
+                    slot.state = _State.LOADING
+                    self._fail(slot, error)
             raise
-        slot.state = _State.READY
-        if level.stream is not None:
-            torch.cuda.current_stream(level.tier.device).synchronize()  # once a page: leases of it wait for nothing
-        level.slots[page.key] = slot
+
+    def _settle(self, level: Level, page: Page) -> None:
+        """Make room for a page that will live in `level`: copies leave, if need be."""
+        tier = level.tier
+        if level.home_bytes + page.nbytes > tier.capacity_bytes:
+            raise TierError(f"{page.key}: {page.nbytes} bytes do not fit into tiers.{tier.name}.budget = "
+                            f"{tier.capacity_bytes} ({level.home_bytes} live there); raise the budget or enable a tier "
+                            "below it")
+        for key in level.live_here(page.nbytes):
+            self._evict(level, key)
 
     def share(self, keys: Collection[str]) -> None:
         """One more owner of these pages."""
-        with self._changed:
+        with self._lock:
             for key in keys:
                 self.pages[key].references += 1
 
@@ -177,7 +242,14 @@ class TierStack:
         """One owner fewer; a page without owners is dropped at the next access. Takes no lock: safe in a finalizer."""
         self._retired.extend(keys)
 
-    def _drop_retired(self) -> None:
+    def collect(self) -> None:
+        """Drop the pages that have no owner now, not at the next access."""
+        with self._lock:
+            self._collect()
+
+    def _collect(self) -> None:
+        while self._lost:
+            self._give_back(self._lost.popleft())
         while self._retired:
             page = self.pages.get(self._retired.popleft())
             if page is None:
@@ -187,23 +259,26 @@ class TierStack:
                 self._drop(page)
 
     def _drop(self, page: Page) -> None:
-        del self.pages[page.key]
-        for level in self.levels[: page.home]:
-            level.policy.forget(page.key)
+        for level in self.levels[: page.home + 1]:
+            if level.index < page.home:
+                level.policy.forget(page.key)
             if page.key in level.slots:
                 self._evict(level, page.key)
         if page.home == len(self.levels):
             self.ssd.drop(page.key)
-        else:
-            slot = self.levels[page.home].slots.pop(page.key)
-            slot.level.tier.discard(slot.buffer)  # views that the caller still holds keep the memory alive
+        del self.pages[page.key]
+        self._travellers -= page.home > 0
 
     def close(self) -> None:
-        """Drop every page, stop the threads, remove the files. Calling it twice is fine."""
-        with self._changed:
+        """Drop every page, stop the threads, remove the files. Calling it twice is fine.
+
+        Threads that wait for a page get a TierError; a lease that is held stays valid to its end.
+        """
+        with self._lock:
             self.closed = True
+            self._changed.notify_all()
         self._workers.shutdown(wait=True, cancel_futures=True)
-        with self._changed:
+        with self._lock:
             self._retired.clear()
             for page in list(self.pages.values()):
                 self._drop(page)
@@ -221,10 +296,14 @@ class TierStack:
 
     def begin_pass(self) -> None:
         """The next lease starts a new pass over the model."""
-        with self._changed:
-            self._drop_retired()
-            for level in self.levels:
-                level.policy.begin_pass()
+        with self._lock:
+            self._collect()
+            try:
+                for level in self.levels:
+                    level.policy.begin_pass()
+            except BaseException:
+                self._start_anew()
+                raise
 
     def lease(self, keys: Sequence[str]) -> "Lease":
         """Borrow pages in the top tier: `with stack.lease(keys) as tensors` yields one dict of views for each key.
@@ -232,118 +311,200 @@ class TierStack:
         The views are valid inside the `with` block only, unless the page's home is the top tier.
 
         Raises:
-            TierError: (on entering) a page cannot be read or verified, or cannot fit beside what is in use.
+            TierError: (on entering) a page cannot be read or verified, cannot fit beside what this thread has leased,
+                or was retired.
         """
         return Lease(self, keys)
 
-    def _acquire(self, keys: Sequence[str]) -> list[_Slot]:
+    def _at_home(self, keys: Sequence[str]) -> list[dict[str, torch.Tensor]] | None:
+        """Views of the pages when nothing in this stack ever moves: a lease needs no lock then, and only counts."""
+        if self._travellers or self._retired or self._lost:
+            return None
+        slots = self.levels[0].slots
+        found = [slots[key] for key in keys if key in slots]
+        if len(found) < len(keys):
+            return None
+        for slot in found:
+            slot.page.hits += 1  # no call in between: one step for threads that share an interpreter lock
+        return [slot.tensors for slot in found]
+
+    def _acquire(self, lease: "Lease") -> None:
+        with self._lock:
+            while True:
+                self._check_open(lease.keys[0])
+                if self._retired or self._lost:
+                    self._collect()
+                pages = [self._page(key) for key in lease.keys]
+                if self._has_room(pages):
+                    break
+                self._check_hope(pages)
+                self._changed.wait(_LOOK_SECONDS)
+            try:
+                self._admit(lease, pages)
+                if len(self.names) > 1:
+                    self._look_ahead()
+            except BaseException:
+                self._start_anew()
+                raise
+
+    def _page(self, key: str) -> Page:
+        page = self.pages.get(key)
+        if page is None:
+            raise TierError(f"{key}: its page was dropped: the layer holds another weight now; run the forward again")
+        return page
+
+    def _has_room(self, pages: Sequence[Page]) -> bool:
+        """Whether all fit beside what is leased: then every decision about them succeeds."""
+        top, needed = self.levels[0], 0
+        for page in pages:
+            if page.home and page.key not in top.leased:
+                needed += page.nbytes
+            if page.home > 1 and self._blocked(page):
+                return False
+        if top.leased:
+            needed += sum(top.slots[key].page.nbytes for key in top.leased)
+        return needed <= top.policy.capacity_bytes
+
+    def _blocked(self, page: Page, above: int = 0) -> Level | None:
+        """The tier between the page's home and level `above` that has no room for it, if there is one."""
+        for level in self.levels[above + 1: page.home]:
+            if page.nbytes > level.policy.capacity_bytes:
+                return level
+        return None
+
+    def _check_hope(self, pages: Sequence[Page]) -> None:
+        """Waiting helps if only other threads hold what is in the way."""
+        top, me = self.levels[0], threading.get_ident()
+        mine = [key for key in top.leased if any(holder.thread == me for holder in top.slots[key].holders)]
+        blocked = next((level for level in map(self._blocked, pages) if level), None)
+        if top.leased and not mine and blocked is None:
+            return
+        level = blocked or top
+        beside = f", and this thread has leased {', '.join(mine)}" if mine and not blocked else ""
+        raise TierError(f"{' + '.join(page.key for page in pages)}: {sum(page.nbytes for page in pages)} bytes do not "
+                        f"fit into tiers.{level.tier.name}.budget = {level.tier.capacity_bytes} ({level.home_bytes} "
+                        f"bytes live there{beside}); raise the budget")
+
+    def _admit(self, lease: "Lease", pages: Sequence[Page]) -> None:
+        """Decide on every page; what is missing is filled by whoever needs it first."""
         top = self.levels[0]
-        with self._changed:
-            self._check_open(keys[0])
-            if self._retired:
-                self._drop_retired()
-            while (slots := self._try_acquire(keys)) is None:
-                if not top.leased:
-                    sizes = [self.pages[key].nbytes for key in keys]
-                    raise TierError(f"{' + '.join(keys)}: {sum(sizes)} bytes do not fit into tiers.{top.tier.name}."
-                                    f"budget = {top.tier.capacity_bytes}; raise the budget")
-                self._changed.wait()
-            if len(self.names) > 1:
-                self._look_ahead()
-            return slots
+        busy = top.leased.union(lease.keys)
+        for page in pages:
+            slot, decision = self._find(0, page, busy)
+            lease.slots.append(slot)
+            slot.holders.add(lease.borrower)
+            if page.home:
+                top.leased.add(page.key)
+            if decision.hit:
+                page.hits += 1
+            else:
+                page.misses += 1
+                page.prefetched += decision.prefetched
 
-    def _try_acquire(self, keys: Sequence[str]) -> list[_Slot] | None:
-        """Admit all keys or none; None when pages that other threads hold leave no room."""
-        slots: list[_Slot] = []
-        busy = self.levels[0].leased.union(keys)
-        for key in keys:
-            slot = self._admit(0, self.pages[key], busy)
-            if slot is None:
-                for taken in slots:
-                    self._return(taken)
-                return None
-            slots.append(slot)
-        return slots
-
-    def _admit(self, index: int, page: Page, busy: Collection[str]) -> _Slot | None:
-        """A leased slot of the page in level `index`, decided now and filled by whoever needs it first."""
+    def _find(self, index: int, page: Page, busy: Collection[str]) -> tuple[_Slot, Decision]:
         level = self.levels[index]
-        hit, prefetched = True, False
         if page.home == index:
-            slot = level.slots[page.key]
-        else:
-            decision = level.policy.access(page.key, page.nbytes, busy)
-            slot = decision and self._place(index, page, decision)
-            if slot is None:
-                return None
-            hit, prefetched = decision.hit, decision.prefetched
-        slot.leases += 1
-        level.leased.add(page.key)
-        if index == 0:
-            page.hits += hit
-            page.misses += not hit
-            page.prefetched += prefetched
-        return slot
+            return level.slots[page.key], Decision(page.key, hit=True)
+        decision = level.policy.access(page.key, page.nbytes, busy)
+        return self._place(level, page, decision), decision
 
-    def _place(self, index: int, page: Page, decision: Decision) -> _Slot | None:
-        """Act on a decision: evict, then find or make the slot. None when the level below has no room."""
-        level = self.levels[index]
+    def _place(self, level: Level, page: Page, decision: Decision) -> _Slot:
+        """Act on a decision: evict, then find or make the slot, and its source in the level below."""
         for key in decision.evict:
             self._evict(level, key)
         slot = level.slots.get(page.key)
-        if slot is not None:
-            return slot
-        source = None
-        if index + 1 < len(self.levels):
-            source = self._admit(index + 1, page, self.levels[index + 1].leased)
-            if source is None:
-                level.policy.forget(page.key)
-                return None
-        slot = level.slots[page.key] = _Slot(page, level, source)
+        if slot is None:
+            slot = level.slots[page.key] = _Slot(page, level)
+            level.pending[slot] = None
+            if level.index + 1 < len(self.levels):
+                # nothing there is busy: a source that is evicted stays until it has been copied
+                slot.source, _ = self._find(level.index + 1, page, ())
+                slot.source.holders.add(slot)
         return slot
 
     def _look_ahead(self) -> None:
-        for index, level in enumerate(self.levels):
+        for level in self.levels:
             for decision in level.policy.ahead(level.leased):
                 page = self.pages.get(decision.key)
-                if page is None:  # retired since its last pass
+                if page is None or self._blocked(page, level.index):
+                    for key in decision.evict:
+                        self._evict(level, key)
                     level.policy.forget(decision.key)
                     continue
-                slot = self._place(index, page, decision)
-                if slot is not None and slot.state is _State.QUEUED:
+                slot = self._place(level, page, decision)
+                if slot.state is _State.QUEUED:
                     self._workers.submit(self._fetch, slot)
 
+    def _start_anew(self) -> None:
+        """After an interrupted decision: policies forget, and every copy leaves as soon as it is not in use."""
+        for level in self.levels:
+            level.policy.reset()
+            for slot in [slot for slot in level.slots.values() if not slot.at_home]:
+                self._evict(level, slot.page.key)
+
     def _evict(self, level: Level, key: str) -> None:
-        slot = level.slots.pop(key)
+        """The page leaves the level; its buffer does when nobody uses it any more."""
+        slot = level.slots[key]
         slot.doomed = True
-        if slot.state is _State.READY and not slot.leases:
-            level.tier.release(slot.buffer)
-        elif slot.state is _State.QUEUED:
-            slot.state = _State.FAILED
-            self._return_source(slot)
+        level.leased.discard(key)
+        self._free(slot)
+        del level.slots[key]
         self._changed.notify_all()
 
-    def _release(self, slots: Sequence[_Slot]) -> None:
-        with self._changed:
-            for slot in slots:
-                self._return(slot)
-            self._changed.notify_all()
-
-    def _return(self, slot: _Slot) -> None:
-        slot.leases -= 1
-        level = slot.level
-        if level.stream is not None and slot.buffer is not None and slot.page.home != level.index:
-            slot.buffer.fence(torch.cuda.current_stream(level.tier.device))
-        if slot.leases:
+    def _free(self, slot: _Slot) -> None:
+        """Take back what a doomed slot has, unless it is held, or being filled: then this is called again."""
+        if slot.holders or slot.state is _State.LOADING:
             return
-        level.leased.discard(slot.page.key)
-        if slot.doomed and slot.state is _State.READY:
-            level.tier.release(slot.buffer)
+        if slot.state is _State.QUEUED:
+            slot.level.pending.pop(slot, None)
+            self._return_source(slot)
+            slot.state = _State.FAILED
+        self._free_buffer(slot)
+
+    def _free_buffer(self, slot: _Slot) -> None:
+        if slot.at_home:
+            if slot.buffer is not None:
+                slot.level.tier.discard(slot.buffer)  # views that the caller still has keep the memory alive
+                slot.buffer = None
+                slot.level.live_here(-slot.page.nbytes)
+        elif slot.buffer is not None:
+            slot.level.tier.release(slot.buffer)
+            slot.buffer = None
+            if self.closed:
+                slot.level.tier.trim()
+        slot.tensors = {}
+
+    def _release(self, lease: "Lease") -> None:
+        with self._lock:
+            self._give_back(lease)
+
+    def _give_back(self, lease: "Lease") -> None:
+        for slot in lease.slots:
+            if slot.level.stream is not None and slot.buffer is not None and not slot.at_home:
+                slot.buffer.fence(torch.cuda.current_stream(slot.level.tier.device))
+            self._return(slot, lease.borrower)
+        lease.slots = []
+        self._changed.notify_all()
+
+    def _return(self, slot: _Slot, holder: "_Slot | _Borrower") -> None:
+        if slot.state is _State.LOADING and slot.loader == threading.get_ident():
+            self._fail(slot, KeyboardInterrupt())  # this thread began and is not at it any more
+        slot.holders.discard(holder)
+        if slot.holders:
+            return
+        level = slot.level
+        if slot.doomed:
+            self._free(slot)
+        elif slot.state is _State.QUEUED:  # nobody is going to fill it
+            level.policy.forget(slot.page.key)
+            self._evict(level, slot.page.key)
+        else:
+            level.leased.discard(slot.page.key)
 
     def _return_source(self, slot: _Slot) -> None:
-        source, slot.source = slot.source, None
-        if source is not None:
-            self._return(source)
+        if slot.source is not None:
+            self._return(slot.source, slot)
+            slot.source = None
 
     # -- movement -----------------------------------------------------------------------------------------------------
 
@@ -352,125 +513,195 @@ class TierStack:
         try:
             self._await(slot)
         finally:
-            slot.page.wait_ns += time.perf_counter_ns() - start
+            with self._lock:
+                slot.page.wait_ns += time.perf_counter_ns() - start
 
     def _await(self, slot: _Slot) -> None:
         """Return when the slot's bytes are there; moves them in this thread if nobody has begun."""
-        with self._changed:
+        with self._lock:
             while slot.state is _State.LOADING:
                 self._changed.wait()
-            claimed = slot.state is _State.QUEUED
-            if claimed:
-                slot.state = _State.LOADING
+            claimed = self._claim(slot)
         if claimed:
             self._load(slot)
-        if slot.state is _State.FAILED:
+        elif slot.state is _State.FAILED:
             raise TierError(str(slot.error)) from slot.error
+
+    def _claim(self, slot: _Slot) -> bool:
+        if slot.state is not _State.QUEUED:
+            return False
+        slot.loader = threading.get_ident()
+        slot.state = _State.LOADING
+        return True
 
     def _fetch(self, slot: _Slot) -> None:
         """A worker's turn: what fails here is raised to whoever leases the page."""
-        with self._changed:
-            if slot.state is not _State.QUEUED:
-                return
-            slot.state = _State.LOADING
-        with contextlib.suppress(Exception):  # kept in slot.error, and the page is read again when it is demanded
-            self._load(slot)
+        with self._lock:
+            claimed = self._claim(slot)
+        if claimed:
+            with contextlib.suppress(Exception):  # kept in slot.error; the page is read again when it is demanded
+                self._load(slot)
 
     def _load(self, slot: _Slot) -> None:
         try:
-            buffer = self._allocate(slot)
-            try:
-                self._copy(slot, buffer)
-                slot.tensors = unpack(buffer.tensor, slot.page.layout)
-            except BaseException:
-                with self._changed:
-                    slot.level.tier.release(buffer)
-                raise
+            if slot.source is not None:
+                self._await(slot.source)
+            self._allocate(slot)
+            self._copy(slot)
+            slot.tensors = unpack(slot.buffer.tensor, slot.page.layout)
         except BaseException as error:
-            self._fail(slot, error)
+            with self._lock:
+                self._fail(slot, error)
             raise
-        with self._changed:
-            slot.buffer, slot.state = buffer, _State.READY
+        with self._lock:
             self._return_source(slot)
-            if slot.doomed and not slot.leases:
-                slot.level.tier.release(buffer)
+            slot.state = _State.READY
+            if slot.doomed:
+                self._free(slot)
             self._changed.notify_all()
 
     def _fail(self, slot: _Slot, error: BaseException) -> None:
-        with self._changed:
-            slot.state, slot.error = _State.FAILED, error
-            if not isinstance(error, Exception):  # Ctrl-C: waiters get an error, this thread the interrupt
-                slot.error = TierError(f"{slot.page.key}: its copy was interrupted; run the forward again")
-            if slot.level.slots.get(slot.page.key) is slot:
-                del slot.level.slots[slot.page.key]
-                slot.level.policy.forget(slot.page.key)
-            self._return_source(slot)
-            self._changed.notify_all()
+        """The slot's bytes do not come: it is as if it had never been decided. Whoever waits for it gets the error."""
+        if slot.state is not _State.LOADING:
+            return
+        level, key = slot.level, slot.page.key
+        if not isinstance(error, Exception):  # Ctrl-C: this thread gets it, those that wait get an error
+            error = TierError(f"{key}: its copy was interrupted; run the forward again")
+        slot.error, slot.doomed = error, True
+        level.pending.pop(slot, None)
+        self._return_source(slot)
+        if level.slots.get(key) is slot:
+            level.policy.forget(key)
+            level.leased.discard(key)
+            del level.slots[key]
+        self._free_buffer(slot)
+        slot.state = _State.FAILED
+        self._changed.notify_all()
 
-    def _allocate(self, slot: _Slot) -> Buffer:
-        """Room for the slot; waits for copies into evicted slots to end. The policy has made sure that it comes."""
-        tier = slot.level.tier
-        with self._changed:
-            while (buffer := tier.allocate(slot.page.nbytes)) is None:
-                if slot.doomed or self.closed:
+    def _allocate(self, slot: _Slot) -> None:
+        """Give the slot its buffer, once there is room beside what earlier slots have been promised."""
+        level = slot.level
+        with self._lock:
+            while True:
+                self._check_open(slot.page.key)
+                if slot.doomed and not slot.holders:
                     raise TierError(f"{slot.page.key}: no longer wanted")
+                earlier = takewhile(lambda other: other is not slot, level.pending)
+                slot.buffer = level.tier.allocate(slot.page.nbytes, reserved_bytes=sum(e.page.nbytes for e in earlier))
+                if slot.buffer is not None:
+                    break
                 self._changed.wait()
-        return buffer
+            del level.pending[slot]
 
-    def _copy(self, slot: _Slot, buffer: Buffer) -> None:
+    def _copy(self, slot: _Slot) -> None:
         page, level, source = slot.page, slot.level, slot.source
         if source is None:
-            for fence in buffer.fences.values():  # copies to the GPU that still read this buffer
-                fence.synchronize()
-            buffer.fences.clear()
-            self.ssd.read(page.key, buffer.tensor)
-            link = f"ssd>{level.tier.name}"
+            slot.buffer.synchronize()
+            self.ssd.read(page.key, slot.buffer.tensor)
         else:
-            self._await(source)
-            link = f"{source.level.tier.name}>{level.tier.name}"
-            self._copy_memory(slot, buffer, source)
-        with self._changed:
-            page.bytes_moved[link] += page.nbytes
+            self._copy_memory(slot, source)
+        below = self.names[level.index + 1]
+        with self._lock:
+            page.bytes_moved[f"{below}>{level.tier.name}"] += page.nbytes
 
-    def _copy_memory(self, slot: _Slot, buffer: Buffer, source: _Slot) -> None:
+    def _copy_memory(self, slot: _Slot, source: _Slot) -> None:
         stream = slot.level.stream
         if stream is None:
-            buffer.tensor.copy_(source.buffer.tensor)
+            slot.buffer.tensor.copy_(source.buffer.tensor)
             return
-        for fence in buffer.fences.values():  # kernels that still read this buffer
+        for fence in slot.buffer.fences.values():  # kernels that still read this buffer
             stream.wait_event(fence)
-        buffer.fences.clear()
+        slot.buffer.fences.clear()
         with torch.cuda.stream(stream):
-            buffer.tensor.copy_(source.buffer.tensor, non_blocking=True)
+            slot.buffer.tensor.copy_(source.buffer.tensor, non_blocking=True)
         slot.arrived = source.buffer.fence(stream)  # the source is not refilled before its copy has left
+        slot.buffer.fences[stream.cuda_stream] = slot.arrived  # and this one not given away before it has arrived
+
+    # -- fork ---------------------------------------------------------------------------------------------------------
+
+    def _after_fork(self) -> None:
+        """In a forked child: pages in memory and on the ssd are there, the threads and what they moved are not."""
+        self._start()
+        for level in self.levels:
+            level.policy.reset()
+            level.pending.clear()
+            level.leased.clear()
+            level.slots = {key: slot for key, slot in level.slots.items() if slot.at_home}
+            for slot in level.slots.values():
+                slot.holders.clear()
+            level.tier.forget([slot.buffer for slot in level.slots.values()])
+
+
+class _Borrower:
+    """Who holds a slot: one lease. Apart from the lease, so that a lost lease can be collected."""
+
+    __slots__ = ("thread",)
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
 
 
 class Lease:
     """Pages borrowed from a stack, for one `with` block."""
 
-    __slots__ = ("_keys", "_slots", "_stack")
+    slots: Sequence[_Slot] = ()
 
     def __init__(self, stack: TierStack, keys: Sequence[str]) -> None:
-        self._stack, self._keys = stack, keys
+        self.stack, self.keys = stack, keys
 
     def __enter__(self) -> list[dict[str, torch.Tensor]]:
-        self._slots = self._stack._acquire(self._keys)
+        tensors = self.stack._at_home(self.keys)
+        if tensors is not None:
+            return tensors
+        self.slots, self.borrower = [], _Borrower()
         try:
-            for slot in self._slots:
+            self.stack._acquire(self)
+            for slot in self.slots:
                 if slot.state is not _State.READY:
-                    self._stack._await_counted(slot)
+                    self.stack._await_counted(slot)
                 if slot.arrived is not None:
                     torch.cuda.current_stream(slot.level.tier.device).wait_event(slot.arrived)
+            return [slot.tensors for slot in self.slots]
         except BaseException:
-            self._stack._release(self._slots)
+            self.stack._release(self)
             raise
-        return [slot.tensors for slot in self._slots]
 
     def __exit__(self, *exc_info: object) -> None:
-        self._stack._release(self._slots)
+        if self.slots:
+            self.stack._release(self)
+
+    def __del__(self) -> None:
+        if self.slots:  # Ctrl-C came between entering and the `with`, or before the exit began
+            self.stack._lost.append(self)
 
 
-@functools.cache
 def detached_stack() -> TierStack:
     """Where layers live that were unpickled apart from their wrapper: CPU memory, without a budget."""
     return TierStack([Level(MemoryTier("cpu", torch.device("cpu"), 1 << 62), LRUPolicy(0))])
+
+
+_stacks: "weakref.WeakSet[TierStack]" = weakref.WeakSet()
+_forking: list[TierStack] = []
+_fork = threading.Lock()
+
+
+def _before_fork() -> None:
+    _fork.acquire()
+    _forking.extend(_stacks)
+    for stack in _forking:
+        stack._lock.acquire()
+
+
+def _after_fork_in_parent() -> None:
+    while _forking:
+        _forking.pop()._lock.release()
+    _fork.release()
+
+
+def _after_fork_in_child() -> None:
+    while _forking:
+        _forking.pop()._after_fork()
+    _fork.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -1,0 +1,349 @@
+"""The measurements behind README and docs/benchmarks.md, one part a function, each in a process of its own.
+
+Peers run in the same process, interleaved with ours; ratios are of medians. Results go to
+benchmarks/results/<part>-<cpu|cuda device>.json with machine, commit and versions; docs/benchmarks.md is generated
+from those files and from nothing else.
+"""
+
+import argparse
+import copy
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DOCS = ROOT / "docs" / "benchmarks.md"
+PARTS: dict[str, Callable[[], dict]] = {}
+
+
+def part(function: Callable[[], dict]) -> Callable[[], dict]:
+    PARTS[function.__name__.replace("_", "-")] = function
+    return function
+
+
+def seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def interleaved(functions: dict[str, Callable[[], object]], *, times: int, before: Callable[[], None] | None = None,
+                warm: int = 2) -> dict[str, float]:
+    """Median seconds of each function, taking turns, so that drift hits all alike."""
+    taken: dict[str, list[float]] = {name: [] for name in functions}
+    for turn in range(times + warm):
+        for name, function in functions.items():
+            if before is not None:
+                before()
+            span = seconds(function)
+            if turn >= warm:
+                taken[name].append(span)
+    return {name: statistics.median(spans) for name, spans in taken.items()}
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def small_model():
+    """62 Linears, 35.8 M parameters: ten transformer-like blocks of width 544 and two heads."""
+    from torch import nn
+
+    width, layers = 544, []
+    for _ in range(10):
+        layers += [nn.Linear(width, width) for _ in range(4)] + [nn.Linear(width, 4 * width), nn.Linear(4 * width, width)]
+    layers += [nn.Linear(width, width // 2), nn.Linear(width // 2, width)]
+    return nn.Sequential(*layers).eval()
+
+
+def llama():
+    """A random fp32 Llama of 205 M parameters: 84 Linears in 12 layers, and an untied head."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=12,
+                                        num_attention_heads=16, vocab_size=25_000, tie_word_embeddings=False)).eval()
+
+
+def one_token(model) -> Callable[[], object]:
+    import torch
+
+    ids = torch.tensor([[17]])
+
+    def step():
+        with torch.no_grad():
+            return model(input_ids=ids, use_cache=False).logits
+
+    return step
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+@part
+def wrap() -> dict:
+    """Wrap, materialize and stats of the 62-Linear model, and stats beside 10,000 unwrapped modules."""
+    from torch import nn
+
+    import vbrt
+
+    model = small_model()
+    figures = {"parameters": sum(p.numel() for p in model.parameters()), "linears": 62}
+    vbrt.wrap(nn.Linear(64, 64)).materialize()  # imports and tables are not what is measured
+    vb = None
+
+    def do_wrap():
+        nonlocal vb
+        vb = vbrt.wrap(model, "fp4")
+
+    figures["wrap_s"] = seconds(do_wrap)
+    figures["materialize_s"] = seconds(vb.materialize)
+    figures["stats_ms"] = 1e3 * statistics.median(seconds(vb.stats) for _ in range(50))
+    large = nn.ModuleList([model, *(nn.Identity() for _ in range(10_000))])
+    vb.unwrap()
+    vb = vbrt.wrap(large, "fp4").materialize()
+    figures["stats_beside_10000_modules_ms"] = 1e3 * statistics.median(seconds(vb.stats) for _ in range(50))
+    return figures
+
+
+@part
+def resident() -> dict:
+    """One token of the 205 M-parameter Llama: unwrapped against `dense` with everything resident."""
+    import vbrt
+
+    plain = llama()
+    wrapped = copy.deepcopy(plain)
+    vb = vbrt.wrap(wrapped, "dense").materialize()
+    times = interleaved({"unwrapped": one_token(plain), "dense": one_token(vb)}, times=60, warm=5)
+    return {"unwrapped_ms": times["unwrapped"] * 1e3, "dense_resident_ms": times["dense"] * 1e3,
+            "ratio": times["dense"] / times["unwrapped"]}
+
+
+@part
+def ssd() -> dict:
+    """One token with half of the pages in memory and the rest on the ssd, beside accelerate's disk_offload."""
+    import torch
+    from accelerate import disk_offload
+
+    import vbrt
+
+    reference = one_token(llama())()
+    figures: dict = {}
+    with tempfile.TemporaryDirectory(dir=os.environ.get("VBRT_BENCH_DIR")) as scratch:
+        peer = disk_offload(llama(), offload_dir=f"{scratch}/accelerate", execution_device=torch.device("cpu"))
+        runs = {"accelerate": one_token(peer)}
+        wraps = {}
+        for policy in ("scheduled", "lru"):
+            plan = vbrt.make_plan(llama(), vbrt.load_config("dense"))
+            wraps[policy] = vbrt.wrap(
+                llama(), "dense", policy={"kind": policy},
+                tiers={"cpu": {"budget": plan.page_bytes // 2}, "ssd": {"enabled": True, "path": f"{scratch}/{policy}"}})
+            wraps[policy].materialize()
+            runs[policy] = one_token(wraps[policy])
+        for name, run in runs.items():
+            figures[f"{name}_equals_unwrapped"] = torch.equal(run(), reference)
+        warm = interleaved(runs, times=9)
+        cold = interleaved(runs, times=5, warm=1, before=drop_page_cache)
+        stats = wraps["scheduled"].stats()
+        figures |= {f"{name}_warm_ms": span * 1e3 for name, span in warm.items()}
+        figures |= {f"{name}_cold_ms": span * 1e3 for name, span in cold.items()}
+        figures |= {f"speedup_{kind}": times["accelerate"] / times["scheduled"]
+                    for kind, times in (("warm", warm), ("cold", cold))}
+        figures |= {"io": wraps["scheduled"].stack.ssd.mode, "cpu_budget_bytes": stats.tiers["cpu"].budget_bytes,
+                    "cpu_peak_bytes": stats.tiers["cpu"].peak_bytes, "page_bytes": plan.page_bytes}
+        for vb in wraps.values():
+            vb.close()
+    return figures
+
+
+def drop_page_cache() -> None:
+    """As root only: what fadvise leaves of mapped files would favour the peer."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("1\n")
+
+
+@part
+def memory() -> dict:
+    """Resident memory of the process before and after materializing the Llama to nvfp4."""
+    import psutil
+
+    import vbrt
+    from vbrt.wrapper import release_host_memory
+
+    model = llama()
+    vb = vbrt.wrap(model, "fp4", weights={"keep_head": False})
+    swapped = vb.plan.swapped_bytes
+    release_host_memory()
+    before = psutil.Process().memory_info().rss
+    vb.materialize()
+    after = psutil.Process().memory_info().rss
+    gc.collect()
+    return {"swapped_dense_bytes": swapped, "page_bytes": vb.plan.page_bytes, "rss_before_bytes": before,
+            "rss_after_bytes": after, "fall_over_swapped": (before - after) / swapped}
+
+
+@part
+def hits() -> dict:
+    """Hit rates of both policies in the steady state (20 passes after 2) of 32 equal layers: live, simulated, closed form."""
+    import torch
+    from torch import nn
+
+    import vbrt
+    from vbrt.policy import PASS, simulate
+
+    layers, passes, learning, prefetch = 32, 20, 2, 2
+    rows = []
+    x = torch.randn(1, 64)
+    for policy in ("lru", "scheduled"):
+        for percent in (25, 50, 75, 100):
+            room = layers * percent // 100
+            model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers))).eval()
+            with tempfile.TemporaryDirectory() as scratch:
+                page = vbrt.make_plan(model, vbrt.load_config("dense")).swaps[0].page_bytes
+                tiers = {"cpu": {"budget": room * page}, "ssd": {"enabled": True, "path": scratch}}
+                with vbrt.wrap(model, "dense", policy={"kind": policy, "prefetch": prefetch}, tiers=tiers) as vb:
+                    vb.materialize()
+                    for _ in range(learning):
+                        vb(x)
+                    first = vb.stats().hits
+                    for _ in range(passes):
+                        vb(x)
+                    live = (vb.stats().hits - first) / (passes * layers)
+            one_pass = [PASS, *(f"layer{i}" for i in range(layers))]
+            counted = simulate(policy, one_pass * (passes + learning), room, prefetch=prefetch).hits.total()
+            counted -= simulate(policy, one_pass * learning, room, prefetch=prefetch).hits.total()
+            closed = 1.0 if room >= layers else 0.0 if policy == "lru" else max(0, room - 1 - prefetch) / layers
+            rows.append({"policy": policy, "resident_percent": percent, "live": live,
+                         "simulated": counted / (passes * layers), "closed_form": closed})
+    return {"layers": layers, "passes": passes, "prefetch": prefetch, "rows": rows}
+
+
+@part
+def formats() -> dict:
+    """Signal-to-noise of each coarse plane on N(0, 1), its bits, and its speed on this machine."""
+    import torch
+
+    from vbrt.formats import FORMATS, get_format
+    from vbrt.formats.separation import Separation
+
+    torch.manual_seed(0)
+    weight = torch.randn(2048, 4096)
+    rows = []
+    for name in FORMATS:
+        if name == "dense":
+            continue
+        format = get_format(name)
+        encode = Separation().encode if name == "quantile" else format.encode
+        encode(weight[:256])
+        encoded = None
+
+        def run(encode=encode):
+            nonlocal encoded
+            encoded = encode(weight)
+
+        encode_s = seconds(run)
+        decoded = format.decode(encoded, tuple(weight.shape), torch.float32)
+        decode_s = statistics.median(
+            seconds(lambda f=format, e=encoded: f.decode(e, tuple(weight.shape), torch.float32)) for _ in range(5))
+        noise = (decoded - weight).double().pow(2).mean() / weight.double().pow(2).mean()
+        rows.append({"format": name, "block": format.block, "sqnr_db": -10 * noise.log10().item(),
+                     "bits": 8 * format.layout(tuple(weight.shape), weight.dtype).nbytes / weight.numel(),
+                     "encode_mweights_s": weight.numel() / encode_s / 1e6,
+                     "decode_mweights_s": weight.numel() / decode_s / 1e6})
+    return {"shape": list(weight.shape), "rows": rows}
+
+
+# -- running and writing ----------------------------------------------------------------------------------------------
+
+
+def machine() -> dict:
+    import psutil
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    versions = {}
+    for package in ("torch", "transformers", "accelerate"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {"cpu": cpu_name(), "cores": os.cpu_count(), "memory_bytes": psutil.virtual_memory().total, "gpu": gpu,
+            "python": platform.python_version(), "commit": commit.stdout.strip() or None, "versions": versions}
+
+
+def cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def measure(name: str) -> None:
+    """One part in a fresh process: memory and caches of one do not touch the next."""
+    print(f"{name}: {PARTS[name].__doc__.splitlines()[0]}", flush=True)
+    done = subprocess.run([sys.executable, __file__, "--here", name], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+                          check=False)
+    if done.returncode:
+        raise SystemExit(f"bench: part {name} failed")
+    result = json.loads(done.stdout.splitlines()[-1])
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{name}-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    for key, value in result["figures"].items():
+        print(f"  {key}: {value:.4g}" if isinstance(value, float) else f"  {key}: {value}")
+
+
+def tables() -> str:
+    """docs/benchmarks.md from the results, word for word reproducible."""
+    out = ["# Benchmarks", "", "Generated by `scripts/bench --tables` from `benchmarks/results/*.json`; do not edit.", ""]
+    for name, function in PARTS.items():
+        path = RESULTS / f"{name}-cpu.json"
+        if not path.exists():
+            continue
+        result = json.loads(path.read_text())
+        figures, where = dict(result["figures"]), result["machine"]
+        out += [f"## {name}", "", function.__doc__.splitlines()[0], ""]
+        rows = figures.pop("rows", None)
+        if figures:
+            out += ["| figure | value |", "| --- | --- |", *(f"| {k} | {show(v)} |" for k, v in figures.items()), ""]
+        if rows:
+            out += [f"| {' | '.join(rows[0])} |", "| " + " | ".join("---" for _ in rows[0]) + " |",
+                    *(f"| {' | '.join(show(v) for v in row.values())} |" for row in rows), ""]
+        versions = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
+        out += [f"{where['cpu']}, {where['cores']} cores, {versions}, Python {where['python']}, commit {where['commit']}.", ""]
+    return "\n".join(out)
+
+
+def show(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="parts to measure (default: all)")
+    parser.add_argument("--tables", action="store_true", help="write docs/benchmarks.md again, measure nothing")
+    parser.add_argument("--here", metavar="PART", choices=PARTS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.here:
+        figures = PARTS[args.here]()
+        print(json.dumps({"machine": machine(), "figures": figures}))
+        return
+    if not args.tables:
+        for name in args.parts or PARTS:
+            measure(name)
+    DOCS.parent.mkdir(exist_ok=True)
+    DOCS.write_text(tables())
+
+
+if __name__ == "__main__":
+    main()

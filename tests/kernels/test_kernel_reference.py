@@ -1,0 +1,109 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vbrt.errors import KernelError
+from vbrt.formats import WeightPlanes, get_format, split_fine
+from vbrt.kernels import kernel_name, register, resolve
+
+CPU = torch.device("cpu")
+FORMATS = ("nvfp4", "mxfp4", "nf4", "quantile")
+
+
+def planes_of(w, name, *, exact=False):
+    fmt = get_format(name)
+    coarse = fmt.encode(w)
+    return WeightPlanes(name, tuple(w.shape), w.dtype, coarse, split_fine(w, coarse, fmt) if exact else None)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_decode_weight_is_the_formats_decode(name):
+    w = torch.randn(5, 70).bfloat16()
+    planes = planes_of(w, name)
+    expected = get_format(name).decode(planes.coarse, (5, 70), torch.bfloat16)
+    assert torch.equal(resolve("decode_weight", "auto", CPU)(planes), expected)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_decode_weight_is_exact_with_the_fine_plane(name):
+    w = torch.randn(5, 70).bfloat16()
+    assert torch.equal(resolve("decode_weight", "reference", CPU)(planes_of(w, name, exact=True)), w)
+
+
+def test_dense_planes_decode_to_the_very_weight():
+    w = torch.randn(5, 7)
+    assert resolve("decode_weight", "auto", CPU)(WeightPlanes("dense", (5, 7), w.dtype, {"weight": w})) is w
+
+
+@pytest.mark.parametrize(
+    ("activation", "fn"),
+    [
+        ("none", lambda y: y),
+        ("relu", F.relu),
+        ("gelu", F.gelu),
+        ("gelu_tanh", lambda y: F.gelu(y, approximate="tanh")),
+        ("silu", F.silu),
+    ],
+)
+@pytest.mark.parametrize("name", ["dense", *FORMATS])
+@pytest.mark.parametrize("bias", [None, torch.randn(6)])
+def test_linear_applies_bias_and_activation_to_the_decoded_weight(name, activation, fn, bias):
+    w, x = torch.randn(6, 50), torch.randn(2, 3, 50)
+    planes = planes_of(w, name)
+    decoded = get_format(name).decode(planes.coarse, (6, 50), w.dtype)
+    y = resolve("linear", "auto", CPU)(x, planes, bias, activation)
+    assert torch.equal(y, fn(F.linear(x, decoded, bias)))
+
+
+def test_gradients_reach_the_input_and_the_bias():
+    w, x, bias = torch.randn(6, 50), torch.randn(3, 50, requires_grad=True), torch.randn(6, requires_grad=True)
+    planes = planes_of(w, "nvfp4")
+    decoded = get_format("nvfp4").decode(planes.coarse, (6, 50), w.dtype)
+    resolve("linear", "auto", CPU)(x, planes, bias, "none").sum().backward()
+    torch.testing.assert_close(x.grad, decoded.sum(0).expand(3, -1))
+    assert torch.equal(bias.grad, torch.full((6,), 3.0))
+
+
+def test_an_unknown_activation_is_refused():
+    with pytest.raises(KernelError, match="'swish'; expected one of none, relu"):
+        resolve("linear", "auto", CPU)(torch.randn(1, 4), planes_of(torch.randn(2, 4), "dense"), None, "swish")
+
+
+@pytest.mark.parametrize("op", ["linear", "decode_weight"])
+def test_the_resolved_op_knows_its_name(op):
+    fn = resolve(op, "auto", CPU)
+    assert kernel_name(fn) == fn.kernel_name
+    assert kernel_name(resolve(op, "reference", torch.device("cuda", 1))) == "reference"
+    assert kernel_name(len) == "unregistered"
+
+
+@pytest.mark.parametrize(
+    ("op", "backend", "message"),
+    [
+        ("linear", "tritonn", "'tritonn' implementation for device 'cpu'; expected one of auto, reference"),
+        ("convolution", "auto", "'convolution'; expected one of decode_weight, linear"),
+        ("nothing_registered", "triton", "nothing_registered"),
+    ],
+)
+def test_an_op_or_backend_that_is_not_there_is_refused(op, backend, message):
+    with pytest.raises(KernelError, match=message):
+        resolve(op, backend, CPU)
+
+
+def test_auto_takes_the_highest_rank_that_serves_the_device(monkeypatch):
+    monkeypatch.setattr("vbrt.kernels._REGISTRY", {})
+
+    def slow():
+        return "slow"
+
+    def fast():
+        return "fast"
+
+    register("op", "reference", slow)
+    register("op", "triton", fast, devices=("cuda",), rank=1)
+    assert resolve("op", "auto", CPU) is slow and resolve("op", "auto", torch.device("cuda")) is fast
+    assert resolve("op", "reference", torch.device("cuda")) is slow and kernel_name(fast) == "triton"
+    with pytest.raises(KernelError, match="op 'op': no 'triton' implementation for device 'cpu'"):
+        resolve("op", "triton", CPU)
+    with pytest.raises(KernelError, match="'cutlass' for op 'op'"):
+        register("op", "cutlass", fast)

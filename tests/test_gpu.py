@@ -1,0 +1,148 @@
+"""The same promises on a CUDA device: pages stream gpu <- cpu <- ssd, outputs are bit-identical, budgets hold."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import vbrt
+
+pytestmark = pytest.mark.gpu
+
+WIDTH = 512
+
+
+def network(layers: int = 8, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))).to(dtype).eval()
+
+
+def tiers(model: nn.Module, *, gpu_pages: float, cpu_pages: float | None = None, ssd=None, preset="dense") -> dict:
+    page = max(swap.page_bytes for swap in vbrt.make_plan(model, vbrt.load_config(preset)).swaps)
+    given = {"gpu": {"budget": int(gpu_pages * page)}}
+    if cpu_pages is not None:
+        given["cpu"] = {"budget": int(cpu_pages * page)}
+    if ssd is not None:
+        given["ssd"] = {"enabled": True, "path": str(ssd)}
+    return given
+
+
+def expected(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return copy.deepcopy(model).cuda()(x)
+
+
+def outputs(vb: vbrt.VBModelWrapper, x: torch.Tensor, passes: int = 4) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [vb(x) for _ in range(passes)]
+
+
+@pytest.mark.parametrize("policy", ["scheduled", "lru"])
+@pytest.mark.parametrize("where", ["resident", "cpu", "ssd"])
+@pytest.mark.parametrize("preset", ["dense", "exact"])
+def test_lossless_weights_stream_to_the_gpu_bit_for_bit(preset, where, policy, tmp_path):
+    model, x = network(), torch.randn(3, WIDTH, device="cuda", dtype=torch.bfloat16)
+    want = expected(model, x)
+    room = {"resident": tiers(model, gpu_pages=9, preset=preset),
+            "cpu": tiers(model, gpu_pages=4, cpu_pages=9, preset=preset),
+            "ssd": tiers(model, gpu_pages=3, cpu_pages=3, ssd=tmp_path, preset=preset)}[where]
+    with vbrt.wrap(model, preset, tiers=room, policy={"kind": policy}) as vb:
+        for y in outputs(vb, x):
+            assert torch.equal(y, want)
+        stats = vb.stats()
+        assert stats.compute_tier == "gpu"
+        for tier in stats.tiers.values():
+            assert tier.peak_bytes <= tier.budget_bytes
+        if where != "resident":
+            assert stats.bytes_moved["cpu>gpu"] > 0
+
+
+def test_slow_copies_change_nothing(tmp_path):
+    model, x = network(), torch.randn(3, WIDTH, device="cuda", dtype=torch.bfloat16)
+    want = expected(model, x)
+    with vbrt.wrap(model, "dense", tiers=tiers(model, gpu_pages=3, cpu_pages=4, ssd=tmp_path)) as vb:
+        vb.materialize()
+        copies = vb.stack.levels[0].stream
+        for _ in range(4):
+            with torch.cuda.stream(copies):
+                torch.cuda._sleep(20_000_000)
+            with torch.no_grad():
+                assert torch.equal(vb(x), want)
+
+
+def test_slow_compute_is_not_overtaken_by_the_next_copy(tmp_path):
+    model, x = network(), torch.randn(3, WIDTH, device="cuda", dtype=torch.bfloat16)
+    want = expected(model, x)
+
+    def delay(module, args):
+        torch.cuda._sleep(5_000_000)
+
+    with vbrt.wrap(model, "dense", tiers=tiers(model, gpu_pages=3, cpu_pages=9)) as vb:
+        for layer in vb.registry.values():
+            layer.register_forward_pre_hook(delay)
+        for y in outputs(vb, x):
+            assert torch.equal(y, want)
+
+
+def test_the_model_may_run_on_another_stream(tmp_path):
+    model, x = network(), torch.randn(3, WIDTH, device="cuda", dtype=torch.bfloat16)
+    want = expected(model, x)
+    with vbrt.wrap(model, "dense", tiers=tiers(model, gpu_pages=3, cpu_pages=9)) as vb:
+        vb.materialize()
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        for turn in range(9):
+            stream = streams[turn % 3]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream), torch.no_grad():
+                y = vb(x)
+            torch.cuda.current_stream().wait_stream(stream)
+            assert torch.equal(y, want)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "nf4", "quantile"])
+def test_coarse_formats_agree_with_the_cpu(format):
+    model, x = network(dtype=torch.float32), torch.randn(3, WIDTH)
+    on_cpu = vbrt.wrap(copy.deepcopy(model), "fp4", weights={"format": format}, tiers={"gpu": {"enabled": False}})
+    on_gpu = vbrt.wrap(copy.deepcopy(model), "fp4", weights={"format": format})
+    with torch.no_grad():
+        want, got = on_cpu(x), on_gpu(x.cuda()).cpu()
+    assert (got - want).norm() / want.norm() < 2e-3
+
+
+def test_what_is_not_swapped_moves_to_the_gpu_and_dense_weights_leave_it():
+    model = nn.Sequential(nn.Embedding(100, 1024), nn.Linear(1024, 8192, bias=False), nn.LayerNorm(8192))
+    vb = vbrt.wrap(model, "fp4").materialize()
+    assert model[0].weight.is_cuda and model[2].weight.is_cuda
+    held = vb.stats().tiers["gpu"].held_bytes
+    assert held < 0.15 * 1024 * 8192 * 4
+    assert vb(torch.arange(4, device="cuda")).shape == (4, 8192)
+
+
+def test_gradients_reach_the_input_through_streamed_weights():
+    model = network(dtype=torch.float32)
+    dense = copy.deepcopy(model).cuda()
+    x = torch.randn(3, WIDTH, device="cuda", requires_grad=True)
+    dense(x).square().sum().backward()
+    want, x.grad = x.grad, None
+    with vbrt.wrap(model, "dense", tiers=tiers(model, gpu_pages=3, cpu_pages=9)) as vb:
+        vb(x).square().sum().backward()
+        assert torch.equal(x.grad, want)
+
+
+def test_a_cpu_input_meets_gpu_pages_with_a_fallback_that_is_announced():
+    model = network(layers=1, dtype=torch.float32)
+    vb = vbrt.wrap(model, "dense").materialize()
+    layer = vb.registry["0"]
+    layer.bias.data = layer.bias.data.cpu()
+    y = layer(torch.randn(2, WIDTH))
+    assert y.device.type == "cpu"
+    assert any("input on cpu" in reason for reason in vb.stats().fallbacks)
+
+
+def test_compiled_with_the_gpu_tier_gives_the_eager_result():
+    model, x = network(), torch.randn(3, WIDTH, device="cuda", dtype=torch.bfloat16)
+    vb = vbrt.wrap(model, "dense").materialize()
+    compiled = torch.compile(vb.model, fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), vb(x))

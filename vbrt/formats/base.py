@@ -1,0 +1,95 @@
+"""What every number format is: an encoder, a decoder and a page layout, all pure tensor functions.
+
+Legend: N rows (outputs), K columns (inputs), Kp = K padded to the block, B blocks, b weights a block.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vbrt.errors import FormatError
+from vbrt.formats.page import PageLayout
+
+__all__ = ["Format", "WeightPlanes", "check_weight", "padded", "refuse_nonfinite", "tiles"]
+
+# A tile and its handful of fp32 temporaries should stay in a core's L2 cache (1-2 MiB).
+TILE_WEIGHTS = 1 << 17
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlanes:
+    """The resident planes of one weight: what a kernel needs to compute with it.
+
+    shape (N, K) and dtype are the original weight's. For format "dense", coarse = {"weight": W_NK}.
+    """
+
+    format: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    coarse: dict[str, Tensor]
+    fine: dict[str, Tensor] | None = None
+
+
+class Format(ABC):
+    """A number format. Instances are stateless but for lookup tables, and shared (`get_format`)."""
+
+    name: str
+    block: int
+
+    @abstractmethod
+    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
+        """The coarse plane of a finite fp32, bf16 or fp16 weight, on its device; K is padded with zeros inside.
+
+        Raises FormatError for another dtype or rank, an empty weight, or NaN/Inf (saying how many).
+        """
+
+    @abstractmethod
+    def decode(self, tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """The weight [N, K] in `dtype`, on the tensors' device, without the padding."""
+
+    @abstractmethod
+    def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> PageLayout:
+        """The page of `encode`'s tensors; depends on nothing but the weight's shape and dtype."""
+
+    def __repr__(self) -> str:
+        return f"<format {self.name}, block {self.block}>"
+
+
+def padded(k: int, block: int) -> int:
+    """k rounded up to a multiple of block."""
+    return -(-k // block) * block
+
+
+def check_weight(w_NK: Tensor, format: str) -> float:
+    """The largest magnitude of a weight that can be encoded; raises FormatError for one that cannot."""
+    if w_NK.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise FormatError(f"{format}: weight is {w_NK.dtype}; expected float32, bfloat16 or float16")
+    if w_NK.ndim != 2 or not w_NK.numel():
+        raise FormatError(f"{format}: weight has shape {tuple(w_NK.shape)}; expected (N, K) with at least one weight")
+    low, high = torch.aminmax(w_NK)
+    amax = max(-low.item(), high.item())
+    if not amax < float("inf"):
+        refuse_nonfinite(w_NK, format)
+    return amax
+
+
+def refuse_nonfinite(w_NK: Tensor, format: str) -> None:
+    """Raise the FormatError that counts the NaN and Inf of a weight."""
+    nan = int(w_NK.isnan().sum())
+    inf = int(w_NK.isinf().sum())
+    raise FormatError(
+        f"{format}: weight of shape {tuple(w_NK.shape)} holds {nan} NaN and {inf} Inf; expected finite values"
+    )
+
+
+def tiles(shape: tuple[int, int], block: int, size: int = TILE_WEIGHTS) -> Iterator[tuple[slice, slice]]:
+    """(rows, columns) slices of about `size` weights that cover [N, K]; columns start at multiples of block."""
+    n, k = shape
+    wide = max(block, size // block * block)
+    high = max(1, size // padded(min(k, wide), block))
+    for row in range(0, n, high):
+        for column in range(0, k, wide):
+            yield slice(row, min(row + high, n)), slice(column, min(column + wide, k))

@@ -1,0 +1,190 @@
+"""Pages: one plane of one layer as one contiguous, aligned block of bytes with a versioned layout.
+
+A page is a flat uint8 tensor; a `PageLayout` says where each field lies in it. Fields start at multiples of
+256 bytes (one GPU cache-line burst, and any dtype's alignment), the page ends at a multiple of 4096 (what
+O_DIRECT wants), so a page moves between tiers in one copy and its fields are read where they land, as views.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vbrt.errors import FormatError
+
+__all__ = [
+    "FIELD_ALIGN",
+    "LAYOUT_VERSION",
+    "PAGE_ALIGN",
+    "Field",
+    "PageLayout",
+    "build_layout",
+    "new_page",
+    "pack",
+    "unpack",
+]
+
+FIELD_ALIGN = 256
+PAGE_ALIGN = 4096
+LAYOUT_VERSION = 1
+
+_NAMES = "uint8 int8 int16 int32 int64 float8_e4m3fn float16 bfloat16 float32 float64"
+DTYPES = {name: getattr(torch, name) for name in _NAMES.split()}
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One tensor inside a page: `offset` in bytes from the page's start, `dtype` by its torch name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the field without padding."""
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """Where each field of a plane lies. `nbytes` is the page's size, a multiple of 4096.
+
+    Raises FormatError for an unknown version or dtype and for fields that overlap, are misaligned or leave the page.
+    """
+
+    format: str
+    plane: str
+    fields: tuple[Field, ...]
+    nbytes: int
+    version: int = LAYOUT_VERSION
+    # (name, dtype, shape, strides, element offset) per field: `unpack` runs in each forward and must not recompute it
+    _plan: tuple[tuple[Any, ...], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.version != LAYOUT_VERSION:
+            raise FormatError(
+                f"page layout version {self.version!r}; this vbrt reads version {LAYOUT_VERSION}: re-create the page"
+            )
+        end = 0
+        for f in self.fields:
+            if f.dtype not in DTYPES:
+                raise FormatError(f"page field {f.name!r}: dtype {f.dtype!r}; expected one of {', '.join(DTYPES)}")
+            if f.offset < end or f.offset % FIELD_ALIGN or min(f.shape, default=0) < 0:
+                raise FormatError(
+                    f"page field {f.name!r}: shape {f.shape} at offset {f.offset}; "
+                    f"expected a multiple of {FIELD_ALIGN} not below {end}"
+                )
+            end = f.offset + f.nbytes
+        if self.nbytes < end or self.nbytes % PAGE_ALIGN:
+            raise FormatError(f"page of {self.nbytes} bytes; expected a multiple of {PAGE_ALIGN} not below {end}")
+        object.__setattr__(self, "_plan", tuple(map(_view_plan, self.fields)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, strings and ints, for a JSON header."""
+        return {
+            "version": self.version,
+            "format": self.format,
+            "plane": self.plane,
+            "nbytes": self.nbytes,
+            "fields": [[f.name, f.dtype, list(f.shape), f.offset] for f in self.fields],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "PageLayout":
+        """The inverse of `to_dict`. Raises FormatError for an unknown version or a malformed mapping."""
+        version = data.get("version")
+        if version != LAYOUT_VERSION:
+            raise FormatError(f"page layout version {version!r}; this vbrt reads version {LAYOUT_VERSION}")
+        try:
+            fields = tuple(Field(str(n), str(d), tuple(map(int, s)), int(o)) for n, d, s, o in data["fields"])
+            return cls(str(data["format"]), str(data["plane"]), fields, int(data["nbytes"]))
+        except (KeyError, TypeError) as error:
+            message = f"page layout {dict(data)!r}: {error!r}; expected what PageLayout.to_dict returns"
+            raise FormatError(message) from error
+
+
+def _view_plan(f: Field) -> tuple[Any, ...]:
+    strides = tuple(prod(f.shape[i + 1 :]) for i in range(len(f.shape)))
+    dtype = DTYPES[f.dtype]
+    return f.name, dtype, f.shape, strides, f.offset // dtype.itemsize
+
+
+def _align(nbytes: int, to: int) -> int:
+    return -(-nbytes // to) * to
+
+
+def build_layout(format: str, plane: str, fields: Iterable[tuple[str, str, tuple[int, ...]]]) -> PageLayout:
+    """Lay (name, dtype, shape) fields out in the given order."""
+    placed: list[Field] = []
+    end = 0
+    for name, dtype, shape in fields:
+        if dtype not in DTYPES:
+            raise FormatError(f"page field {name!r}: dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
+        placed.append(Field(name, dtype, tuple(shape), _align(end, FIELD_ALIGN)))
+        end = placed[-1].offset + placed[-1].nbytes
+    return PageLayout(format, plane, tuple(placed), _align(end, PAGE_ALIGN))
+
+
+def new_page(layout: PageLayout, device: torch.device | str = "cpu", *, pin: bool = False) -> Tensor:
+    """A zero-filled uint8 tensor [layout.nbytes]; on the CPU its address is a multiple of 4096."""
+    device = torch.device(device)
+    if device.type != "cpu":
+        return torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+    room = torch.zeros(layout.nbytes + PAGE_ALIGN, dtype=torch.uint8, pin_memory=pin)
+    skip = -room.data_ptr() % PAGE_ALIGN
+    return room[skip : skip + layout.nbytes]
+
+
+def _check_page(page: Tensor, layout: PageLayout) -> None:
+    if page.dtype != torch.uint8 or page.shape != (layout.nbytes,) or not page.is_contiguous():
+        raise FormatError(
+            f"{layout.format} {layout.plane} page: got {page.dtype} {tuple(page.shape)}; "
+            f"expected contiguous torch.uint8 ({layout.nbytes},)"
+        )
+
+
+def pack(tensors: Mapping[str, Tensor], layout: PageLayout, out: Tensor) -> Tensor:
+    """Copy the plane's tensors into `out` (uint8 [layout.nbytes]) and zero the bytes between them; returns `out`.
+
+    Equal tensors give equal bytes, so pages can be checksummed. Raises FormatError for a missing or extra tensor,
+    a wrong shape or dtype, or a page of another size.
+    """
+    _check_page(out, layout)
+    if set(tensors) != {f.name for f in layout.fields}:
+        raise FormatError(
+            f"{layout.format} {layout.plane} page: got tensors {sorted(tensors)}; "
+            f"expected {sorted(f.name for f in layout.fields)}"
+        )
+    end = 0
+    for f, view in zip(layout.fields, unpack(out, layout).values(), strict=True):
+        source = tensors[f.name]
+        if source.dtype != view.dtype or source.shape != view.shape:
+            raise FormatError(
+                f"{layout.format} {layout.plane} page, field {f.name!r}: got {source.dtype} {tuple(source.shape)}; "
+                f"expected {view.dtype} {f.shape}"
+            )
+        view.copy_(source.detach())
+        out[end : f.offset].zero_()
+        end = f.offset + f.nbytes
+    out[end:].zero_()
+    return out
+
+
+def unpack(page: Tensor, layout: PageLayout) -> dict[str, Tensor]:
+    """Zero-copy views of the fields, on the page's device, with the layout's shapes and dtypes.
+
+    Raises FormatError when the page is not a contiguous uint8 tensor of `layout.nbytes`.
+    """
+    if page.shape != (layout.nbytes,) or page.dtype is not torch.uint8 or not page.is_contiguous():
+        _check_page(page, layout)
+    views = {}
+    for name, dtype, shape, strides, first in layout._plan:
+        typed = page if dtype is torch.uint8 else page.view(dtype)
+        # as_strided counts from the storage's start, so a page that is itself a slice adds its own offset
+        views[name] = typed.as_strided(shape, strides, typed.storage_offset() + first)
+    return views

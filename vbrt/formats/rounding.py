@@ -1,0 +1,109 @@
+"""Rounding weights to the 16 levels of a format, and the search for the block scale that rounds best.
+
+Legend: b weights a block, B blocks, C candidate scales. Everything is [b, B], so that a block's scale is a row vector.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["E2M1_LEVELS", "E2M1Rounding", "Rounding", "TableRounding", "least_error"]
+
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+#: the value of each 4-bit E2M1 code; bit 3 is the sign (OCP Microscaling Formats v1.0, section 5.3.3)
+E2M1_LEVELS = _MAGNITUDES + tuple(-m for m in _MAGNITUDES)
+
+
+class Rounding(Protocol):
+    """A tile of weights x_bB that can be rounded under any scale."""
+
+    def squared_error(self, scale_B: Tensor, out: Tensor) -> None:
+        """Write the sum over each block of (x / scale - level)^2, up to one constant factor, into out [B]."""
+
+    def codes(self, scale_B: Tensor) -> Tensor:
+        """The nearest codes of x / scale, as fp32 0..15 [b, B]."""
+
+
+def least_error(rounding: Rounding, scale_CB: Tensor) -> Tensor:
+    """For each block the candidate (int32 [B]) with the least squared error in weight units; the first of equals.
+
+    The candidate's number replaces the error's last four mantissa bits, so that one vectorized minimum over integers
+    finds it (positive floats order like their bits); torch's argmin over C is fifty times slower. C <= 16.
+    """
+    error_CB = torch.empty_like(scale_CB)
+    for scale_B, error_B in zip(scale_CB, error_CB, strict=True):
+        rounding.squared_error(scale_B, error_B)
+    error_CB.mul_(scale_CB).mul_(scale_CB)
+    number_C = torch.arange(len(scale_CB), dtype=torch.int32, device=scale_CB.device)
+    rank_CB = error_CB.view(torch.int32).bitwise_and_(-16).bitwise_or_(number_C.unsqueeze(1))
+    return rank_CB.amin(0).bitwise_and_(15)
+
+
+class E2M1Rounding:
+    """Rounding to {0, .5, 1, 1.5, 2, 3, 4, 6} and their negatives; beyond 6 saturates."""
+
+    def __init__(self, x_bB: Tensor) -> None:
+        self.x, self.a = x_bB, x_bB.abs()
+        self._y, self._t, self._q = (torch.empty_like(x_bB) for _ in range(3))
+
+    def squared_error(self, scale_B: Tensor, out: Tensor) -> None:
+        """See `Rounding`. With y = a / scale, adding and taking away t = 2^22 max(y, 1) leaves two significant bits
+        above 1 and steps of one half below, which is E2M1's grid: Veltkamp's splitting (Dekker, 1971) with the
+        exponent held at E2M1's smallest. The factor 2^22 is carried in y, a multiply less."""
+        y = torch.mul(self.a, 2.0**22 / scale_B, out=self._y)
+        t = torch.clamp(y, min=2.0**22, out=self._t)
+        q = torch.add(t, y, alpha=2.0**-22, out=self._q).sub_(t).clamp_(max=6.0)
+        q.sub_(y, alpha=2.0**-22).mul_(q)
+        torch.sum(q, 0, out=out)
+
+    def codes(self, scale_B: Tensor) -> Tensor:
+        """See `Rounding`. Ties go to the even code, as in hardware, and the sign bit is kept for zeros too.
+
+        min(2y, y + 2, y/2 + 4) carries the magnitudes to 0..7 and is linear between neighbours, so rounding it
+        rounds y.
+        """
+        y = torch.div(self.a, scale_B, out=self._y)
+        code = torch.minimum(torch.mul(y, 2, out=self._t), torch.add(y, 2, out=self._q), out=self._t)
+        torch.minimum(code, y.mul_(0.5).add_(4), out=code).round_().clamp_(max=7.0)
+        return code.add_((self.x.view(torch.int32) >> 28).bitwise_and_(8))
+
+
+class TableRounding:
+    """Rounding to 16 arbitrary levels in [-1, 1], given in the order of their codes.
+
+    `cells` [CELLS] maps a position x / scale in [-1, 1] to the level of its cell's middle; that is enough to
+    compare scales. The codes themselves are found against the exact midpoints.
+    """
+
+    CELLS = 4096
+
+    def __init__(self, x_bB: Tensor, level_16: Tensor, cells: Tensor) -> None:
+        self.x, self._level_16, self._cells = x_bB, level_16, cells
+
+    @classmethod
+    def cells(cls, level_16: Tensor) -> Tensor:
+        """The search table of 16 levels, in units of cells from -1."""
+        middle = (torch.arange(cls.CELLS, device=level_16.device) + 0.5) / (cls.CELLS / 2) - 1
+        level, code = _nearest(level_16, middle)
+        return (level[code] + 1) * (cls.CELLS / 2)
+
+    def squared_error(self, scale_B: Tensor, out: Tensor) -> None:
+        """See `Rounding`."""
+        half = self.CELLS / 2
+        y = torch.mul(self.x, half / scale_B).add_(half)
+        index = y.clamp(0, self.CELLS - 1).to(torch.int32)
+        y.view(-1).sub_(self._cells.index_select(0, index.view(-1)))
+        torch.sum(y.mul_(y), 0, out=out)
+
+    def codes(self, scale_B: Tensor) -> Tensor:
+        """See `Rounding`. A tie goes to the lower level."""
+        order = self._level_16.argsort()
+        _, rank = _nearest(self._level_16, self.x / scale_B)
+        return order.to(torch.float32).index_select(0, rank.view(-1)).view_as(self.x)
+
+
+def _nearest(level_16: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """(levels in ascending order, the index among them nearest to each y)."""
+    level = level_16.sort().values
+    return level, torch.bucketize(y, (level[1:] + level[:-1]) / 2, out_int32=True)

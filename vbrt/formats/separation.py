@@ -1,0 +1,90 @@
+"""The precision-separation engine of `quantile`: one layer's fitted codebook, kept for as long as it fits.
+
+Fitting looks at the whole weight, so its result is cached and reused for every encode until it is stale: the weight
+changed and `refresh_every` forwards have passed since the fit, or the share of weights that the codebook clips
+has grown. What is kept is eight detached numbers, whatever happens.
+"""
+
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from torch import Tensor
+
+from vbrt.errors import FormatError
+from vbrt.formats.quantile import MAGNITUDES, Quantile
+
+__all__ = ["Separation", "SeparationCounters"]
+
+
+@dataclass(frozen=True, slots=True)
+class SeparationCounters:
+    """hits: encodes that reused the codebook; refreshes: fits, the first included; clipped_share: of the weights of
+    the last encode, those beyond the cell of their block's largest level, 0..1."""
+
+    hits: int = 0
+    refreshes: int = 0
+    clipped_share: float = 0.0
+
+
+class Separation:
+    """One layer's codebook cache; `levels` magnitudes (2..8), a refresh due `refresh_every` forwards after the last.
+
+    Raises FormatError for values out of range.
+    """
+
+    def __init__(self, levels: int = MAGNITUDES, refresh_every: int = 100) -> None:
+        if not 2 <= levels <= MAGNITUDES:
+            raise FormatError(f"separation: levels = {levels}; expected 2 to {MAGNITUDES} (a 4-bit code has a sign)")
+        if refresh_every < 1:
+            raise FormatError(f"separation: refresh_every = {refresh_every}; expected at least 1")
+        self._count, self._refresh_every = levels, refresh_every
+        self._format = Quantile()
+        self._codebook: Tensor | None = None
+        self._fitted_on: tuple[object, ...] = ()
+        self._forwards = 0
+        self._accepted_share = inf
+        self._counters = SeparationCounters()
+
+    @property
+    def counters(self) -> SeparationCounters:
+        """A snapshot."""
+        return self._counters
+
+    def tick(self) -> None:
+        """One forward of the layer happened."""
+        self._forwards += 1
+
+    @torch.no_grad()
+    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
+        """The coarse plane of a weight under the cached codebook, after refreshing that if it is due.
+
+        Raises FormatError as `Quantile.encode` does; the cached codebook then stays as it was.
+        """
+        if self._codebook is not None and not self._due(w_NK):
+            tensors = self._format.encode(w_NK, self._codebook.to(w_NK.device))
+            share = self._format.clipped_share(w_NK, tensors)
+            # half as much again as right after the fit, beyond what a small layer's chance makes of it
+            if share <= 1.5 * self._accepted_share + 1e-3:
+                c = self._counters
+                self._counters = SeparationCounters(c.hits + 1, c.refreshes, share)
+                return tensors
+        return self._refresh(w_NK)
+
+    def _due(self, w_NK: Tensor) -> bool:
+        return self._forwards >= self._refresh_every and _identity(w_NK) != self._fitted_on
+
+    def _refresh(self, w_NK: Tensor) -> dict[str, Tensor]:
+        codebook = self._format.fit(w_NK, self._count)
+        tensors = self._format.encode(w_NK, codebook)
+        share = self._format.clipped_share(w_NK, tensors)
+        self._codebook, self._fitted_on, self._forwards = codebook, _identity(w_NK), 0
+        self._accepted_share = share
+        self._counters = SeparationCounters(self._counters.hits, self._counters.refreshes + 1, share)
+        return tensors
+
+
+def _identity(w_NK: Tensor) -> tuple[object, ...]:
+    """Changes when the weight is replaced or written to; holds no reference. Inference tensors count no versions."""
+    version = 0 if w_NK.is_inference() else w_NK._version
+    return w_NK.data_ptr(), version, w_NK.shape, w_NK.dtype, w_NK.device

@@ -1,0 +1,47 @@
+"""The ops in plain torch: what every faster kernel is tested against, on any device.
+
+Legend: M tokens, N outputs, K inputs.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from vbrt.errors import KernelError
+from vbrt.formats import WeightPlanes, get_format, merge_fine
+
+__all__ = ["ACTIVATIONS", "WeightPlanes", "decode_weight", "linear"]
+
+#: what `linear` can apply to its result
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda y: y,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+def decode_weight(planes: WeightPlanes) -> Tensor:
+    """The weight [N, K] in planes.dtype: exact when the fine plane is there; for "dense" the very tensor."""
+    if planes.format == "dense":
+        return planes.coarse["weight"]
+    fmt = get_format(planes.format)
+    if planes.fine is None:
+        return fmt.decode(planes.coarse, planes.shape, planes.dtype)
+    return merge_fine(planes.coarse, planes.fine, fmt, planes.shape, planes.dtype)
+
+
+def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
+    """activation(x @ w.T + bias): [..., K] to [..., N], in x's dtype.
+
+    Raises KernelError for an activation that is not one of ACTIVATIONS.
+    """
+    y = F.linear(x, decode_weight(planes), bias)
+    if activation == "none":
+        return y
+    if activation not in ACTIVATIONS:
+        raise KernelError(f"linear: activation {activation!r}; expected one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[activation](y)
