@@ -335,7 +335,7 @@ def test_the_presets_are_these():
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_loads_and_says_what_it_is_for(name):
     config = load_config(name)
-    assert config.source == str(preset_path(name))
+    assert config.source == f'preset "{name}"'
     assert VBConfig.from_dict(config.to_dict()) == config
     lines = preset_path(name).read_text("utf-8").splitlines()
     assert lines[0].startswith(f"# {name}: ")
@@ -407,7 +407,7 @@ def test_overrides_may_be_config_sections():
 
 
 def test_wrong_overrides_are_refused_by_key():
-    words = f'{preset_path("fp4")} with overrides: tiers.gpu.budget = "lots"; {BUDGET}'
+    words = f'preset "fp4" with overrides: tiers.gpu.budget = "lots"; {BUDGET}'
     assert refusal(load_config, "fp4", tiers={"gpu": {"budget": "lots"}}) == words
     assert "wights is not a known section" in refusal(load_config, "fp4", wights={})
     assert "policy = 3; expected a table" in refusal(load_config, "fp4", policy=3)

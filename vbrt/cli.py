@@ -183,6 +183,7 @@ def _print_search(console: Console, queries: Sequence[str], sentences: Sequence[
             _row(table, f"  {sentences[wrapped[0]]}", f"{result.dense.score(query, wrapped[0]):.3f}",
                  f"{result.wrapped.score(query, wrapped[0]):.3f}", "now best")
     console.print(table)
+    console.print()
     unchanged = len(queries) - len(result.changed)
     verdict = f"{unchanged} of {len(queries)} queries find the same best sentence and the same three best"
     verdict += f" ({reordered} in another order)" if reordered else ""

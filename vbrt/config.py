@@ -24,7 +24,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -524,7 +524,9 @@ def _load(config: object) -> VBConfig:
         return VBConfig.from_dict(config)
     if isinstance(config, str):
         names_a_file = config.endswith(".toml") or "/" in config or os.sep in config or os.path.isfile(config)
-        return VBConfig.from_toml(config if names_a_file and config not in preset_names() else preset_path(config))
+        if names_a_file and config not in preset_names():
+            return VBConfig.from_toml(config)
+        return replace(VBConfig.from_toml(preset_path(config)), source=f'preset "{config}"')
     if isinstance(config, os.PathLike):
         return VBConfig.from_toml(config)
     raise ConfigError(

@@ -115,7 +115,7 @@ class Stats:
     @property
     def virtual_capacity(self) -> float:
         """Bytes of the dense model over bytes held on the computing device; 2.0 is a device twice as large."""
-        return self.dense_bytes / self.device_bytes if self.device_bytes else float("inf")
+        return self.dense_bytes / max(self.device_bytes, 1)
 
     def to_dict(self) -> dict:
         """Plain data with the totals; `json.dumps` takes it."""
