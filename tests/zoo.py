@@ -661,6 +661,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "xlstm": {"config": {"qk_dim_factor": 1.0}},
     "xmod": {"config": {"default_language": "en_XX"}},
     "efficientnet": {"levels": ("default",), "inputs": {"pixel_values": ("f", (1, 3, IMAGE, IMAGE))}},
+    "sam2_hiera_det_model": {
+        "config": {"hidden_size": 32, "embed_dim_per_stage": [32, 64, 128, 256], "num_attention_heads_per_stage": [1, 2, 4, 4], "image_size": [IMAGE, IMAGE],
+                   "blocks_per_stage": [1, 1, 2, 1], "global_attention_blocks": [3], "window_size_per_stage": [8, 8, 4, 4], "window_positional_embedding_background_size": [4, 4]},
+    },
+    "sam2_vision_model": {"config": {"backbone_channel_list": [256, 128, 64, 32], "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]}},
     "sam3_vision_model": {"config": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]}},
     "step3p7": {"config": {"text_config.sliding_window": 8}},
     "mimi_decoder": {"inputs": {"latents": ("f", (1, WIDTH, 8))}},
@@ -729,5 +734,5 @@ SAMPLE: tuple[tuple[str, str], ...] = (
     ("base", "llava"),
     ("base", "qwen2_5_vl"),
     ("base", "zamba"),  # layers that share all of their weights
-    ("base", "swin"),
+    ("base", "dinov2"),
 )

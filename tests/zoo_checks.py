@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class Result:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().flatten().view(torch.uint8) if tensor.numel() else tensor
+    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def difference(expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> str:
@@ -88,8 +88,11 @@ def _half(model: nn.Module) -> tuple[int, int]:
     return max(plan.page_bytes // 2, max((swap.page_bytes for swap in plan.swaps), default=0)), plan.page_bytes
 
 
-def check(kind: str, name: str, directory: Path) -> Result:
-    """Builds one architecture, wraps it in each way and compares. `directory` holds the ssd tier's files."""
+def check(kind: str, name: str, directory: Path, *, unwrapped_done: Callable[[], None] = lambda: None) -> Result:
+    """Builds one architecture, wraps it in each way and compares.
+
+    `directory` holds the ssd tier's files. `unwrapped_done` is called when all that can go wrong from there on is ours.
+    """
     result = Result(kind, name)
     try:
         model, inputs = zoo.build(kind, name)
@@ -110,6 +113,7 @@ def check(kind: str, name: str, directory: Path) -> Result:
             tokens = _generate(model, inputs)
         except Exception as e:  # noqa: BLE001 - whatever the unwrapped model raises is the reason that is reported
             no_tokens = _reason(e)
+    unwrapped_done()
     try:
         _check_dense(model, inputs, expected, tokens, result, directory)
     except Exception as e:  # noqa: BLE001 - the same, for the wrapped model

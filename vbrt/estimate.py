@@ -21,6 +21,7 @@ from vbrt.errors import ConfigError, WrapError
 from vbrt.formats import get_format
 from vbrt.formats.fine import estimate_fine_bytes
 from vbrt.formats.page import PAGE_ALIGN
+from vbrt.kernels import Packing, page_packing, resolve
 from vbrt.nn import VBLayer
 from vbrt.plan import PageSpec, Plan, Skip, Swap, place
 
@@ -45,7 +46,8 @@ def make_plan(model: nn.Module, config: VBConfig, machine: Machine | None = None
     swaps = list(_choose(model, modules, config, refused))
     skipped = _account_rest(modules, swaps, refused)
     budgets = _budgets(model, config, machine or this_machine(config), swaps, skipped)
-    layers = [_pages(swap) for swap in swaps]
+    linear = resolve("linear", config.compute.backend, torch.device("cuda" if "gpu" in budgets else "cpu"))
+    layers = [_pages(swap, page_packing(linear, swap.format)) for swap in swaps]
     homes = place(layers, budgets, source=config.source)
     placed = tuple(_placed(swap, pages, homes) for swap, pages in zip(swaps, layers, strict=True))
     return Plan(placed, skipped, budgets, _notes(placed, config))
@@ -76,7 +78,8 @@ def _named_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name or _ROOT: module for name, module in model.named_modules()}
 
 
-def _choose(model: nn.Module, modules: dict[str, nn.Module], config: VBConfig, skipped: dict[str, Skip]) -> Iterator[Swap]:
+def _choose(model: nn.Module, modules: dict[str, nn.Module], config: VBConfig,
+            skipped: dict[str, Skip]) -> Iterator[Swap]:
     """Swaps in the order of the model; every candidate that is refused goes to `skipped`.
 
     A weight that several modules hold is swapped for all of them, or for none.
@@ -155,16 +158,17 @@ def _refusal(name: str, module: nn.Module, config: VBConfig, heads: dict[int, st
     if wanted.keep_head and id(module) in heads:
         return f"output head ({heads[id(module)]}); weights.keep_head = false swaps it"
     if "forward" in module.__dict__:
-        return "its forward was replaced on the instance (accelerate's hooks do that: remove_hook_from_submodules first)"
+        return "its forward was replaced on the instance (accelerate's hooks do: remove_hook_from_submodules first)"
     if weight.numel() < wanted.min_parameters:
         return f"{weight.numel()} parameters; weights.min_parameters = {wanted.min_parameters}"
     if not weight.numel() or weight.dim() != 2:
         return f"its weight has shape {tuple(weight.shape)}"
     if some_frozen and weight.requires_grad:
-        return "it trains (requires_grad) while other layers are frozen; freeze it too (requires_grad_(False)) to swap it"
+        return "it trains (requires_grad) while other layers are frozen; requires_grad_(False) lets it be swapped"
     exact = wanted.format == "dense" or wanted.fine == "exact"
     if weight.dtype not in _FLOATS and not (exact and weight.dtype is torch.float64):
-        return f"its weight is {str(weight.dtype).removeprefix('torch.')}; {wanted.format} holds float32, bfloat16, float16"
+        dtype = str(weight.dtype).removeprefix("torch.")
+        return f"its weight is {dtype}; {wanted.format} holds float32, bfloat16, float16"
     return None
 
 
@@ -252,9 +256,10 @@ def _why_kept(module: nn.Module, own: dict[str, nn.Parameter], *, is_swapped: bo
     kind = type(module).__name__
     if is_swapped:
         return "bias of a swapped layer"
-    experts = [n for n, p in own.items() if p.dim() == 3]
-    if experts:
-        return f"{kind}: 3-D parameters ({', '.join(experts)}), such as routed experts, are not nn.Linear and stay dense"
+    experts = [n for n, p in own.items() if p.dim() == 3 and p.shape[0] > 1]  # [1, ...]: position embeddings
+    if experts and not type(module).__module__.startswith("torch.nn."):
+        names = ", ".join(experts)
+        return f"{kind}: 3-D parameters ({names}), such as routed experts, are not nn.Linear and stay dense"
     if isinstance(module, nn.Embedding):
         return f"{kind}: a lookup table, read by rows"
     if isinstance(module, nn.MultiheadAttention):
@@ -271,15 +276,17 @@ def _why_kept(module: nn.Module, own: dict[str, nn.Parameter], *, is_swapped: bo
 # -- what it costs ----------------------------------------------------------------------------------------------------
 
 
-def _pages(swap: Swap) -> tuple[PageSpec, ...]:
+def _pages(swap: Swap, packing: Packing | None) -> tuple[PageSpec, ...]:
     """The pages of a layer without homes; static sizes are exact, the fine plane is an estimate from above."""
     dtype, shape = getattr(torch, swap.dtype), swap.shape
     if swap.format == "dense":
         stored = shape if swap.kind == "Linear" else shape[::-1]
         return (PageSpec(f"{swap.name}#dense", "dense", get_format("dense").layout(stored, dtype).nbytes),)
-    coarse = PageSpec(f"{swap.name}#coarse", "coarse", get_format(swap.format).layout(shape, dtype).nbytes)
+    nbytes = get_format(swap.format).layout(shape, dtype).nbytes
     if swap.fine == "none":
-        return (coarse,)
+        packed = packing.layout(shape).nbytes if packing else 0  # whether a weight fits that order, its values decide
+        return (PageSpec(f"{swap.name}#coarse", "coarse", max(nbytes, packed)),)
+    coarse = PageSpec(f"{swap.name}#coarse", "coarse", nbytes)
     fine = -(-int(estimate_fine_bytes(shape, dtype) * 1.1) // PAGE_ALIGN) * PAGE_ALIGN + PAGE_ALIGN
     return (coarse, PageSpec(f"{swap.name}#fine", "fine", fine))
 
@@ -294,8 +301,8 @@ def _budgets(model: nn.Module, config: VBConfig, machine: Machine, swaps: list[S
     budgets = resolve_budgets(config, _as_after_wrapping(model, machine, swaps, skipped))
     ordered = {tier: budgets[tier] for tier in ("gpu", "cpu", "ssd") if tier in budgets}
     if "gpu" in ordered and "ssd" in ordered and "cpu" not in ordered:
-        raise ConfigError(f"{config.source}: tiers.ssd.enabled = true with tiers.cpu.enabled = false; pages travel from "
-                          "the ssd to the gpu through the cpu tier, enable it")
+        raise ConfigError(f"{config.source}: tiers.ssd.enabled = true with tiers.cpu.enabled = false; pages travel "
+                          "from the ssd to the gpu through the cpu tier, enable it")
     return ordered
 
 
@@ -308,8 +315,9 @@ def _as_after_wrapping(model: nn.Module, machine: Machine, swaps: list[Swap], sk
     kept = sum(skip.nbytes for skip in skipped.values())
     swapped = sum(swap.dense_bytes for swap in swaps)
     if machine.gpu_free_bytes is None:
-        leaving = min(swapped, held["cpu"])
-        return replace(machine, cpu_available_bytes=min(machine.cpu_total_bytes, machine.cpu_available_bytes + leaving))
+        leaving = min(swapped, held["cpu"]) - max(0, kept - held["cpu"])  # what is kept is not there yet: a meta model
+        available = max(0, min(machine.cpu_total_bytes, machine.cpu_available_bytes + leaving))
+        return replace(machine, cpu_available_bytes=available)
     return replace(machine, gpu_free_bytes=max(0, machine.gpu_free_bytes + held["cuda"] - kept),
                    cpu_available_bytes=min(machine.cpu_total_bytes, machine.cpu_available_bytes + held["cpu"]))
 

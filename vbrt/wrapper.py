@@ -5,8 +5,6 @@ layer, or `materialize()` for all of them, encodes the weight, stores its pages 
 """
 
 import ctypes
-import ctypes.util
-import gc
 import sys
 from collections.abc import Iterable, Mapping
 from os import PathLike
@@ -15,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
@@ -181,9 +180,8 @@ class VBModelWrapper(nn.Module):
             TierError: a page cannot be stored.
         """
         waiting = {name: layer for name, layer in self._layers.items() if not layer.materialized}
-        with torch.no_grad():
-            for layer in _with_progress(waiting, sys.stderr.isatty() if progress is None else progress):
-                layer.materialize_()
+        for layer in _with_progress(waiting, sys.stderr.isatty() if progress is None else progress):
+            layer.materialize_()
         if self.stack.device.type != "cpu":
             self.model.to(self.stack.device)
         if waiting:
@@ -222,7 +220,8 @@ class VBModelWrapper(nn.Module):
         return LayerStats(
             format=handle.spec.label, kernel=handle.kernel, materialized=self._layers[swap.name].materialized,
             home="/".join(homes), resident=bool(pages) and all(page.key in top for page in pages),
-            plane_bytes=planes or {"dense": swap.dense_bytes}, forwards=handle.forwards, weight_reads=handle.weight_reads,
+            plane_bytes=planes or {"dense": swap.dense_bytes}, forwards=handle.forwards,
+            weight_reads=handle.weight_reads,
             hits=hits, misses=misses, prefetched=prefetched, bytes_moved=moved, wait_us=wait_ns // 1000,
             separation_hits=separation.hits if separation else 0,
             separation_refreshes=separation.refreshes if separation else 0,
@@ -307,7 +306,7 @@ def _with_progress(layers: Mapping[str, VBLayer], show: bool) -> Iterable[VBLaye
     """The layers, with a progress bar in their number that names the large ones."""
     columns = (TextColumn("encoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
                TextColumn("{task.fields[layer]}"))
-    with Progress(*columns, transient=True, disable=not show) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not show) as bar:
         task = bar.add_task("encoding", total=len(layers), layer="")
         for name, layer in layers.items():
             nbytes = layer.handle.spec.shape[0] * layer.handle.spec.shape[1] * layer.handle.spec.dtype.itemsize
@@ -318,9 +317,7 @@ def _with_progress(layers: Mapping[str, VBLayer], show: bool) -> Iterable[VBLaye
 
 def release_host_memory() -> None:
     """Give freed host memory back to the operating system: glibc keeps freed chunks of its heap otherwise."""
-    gc.collect()
-    libc = ctypes.util.find_library("c")
-    if libc is not None:
-        trim = getattr(ctypes.CDLL(libc), "malloc_trim", None)
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
         if trim is not None:
             trim(0)

@@ -203,9 +203,33 @@ def test_tiles_leave_no_trace(name, monkeypatch):
     levels = {"levels": fmt.fit(w)} if name == "quantile" else {}
     whole = fmt.encode(w, **levels)
     decoded = fmt.decode(whole, (37, 333), torch.bfloat16)
-    monkeypatch.setattr(blocks, "tile_weights", lambda device: 130)
+    monkeypatch.setattr(blocks, "encode_tile", lambda device: 130)
+    monkeypatch.setattr(blocks, "decode_tile", lambda device: 130)
     assert same_bytes(fmt.encode(w, **levels), whole)
     assert torch.equal(fmt.decode(whole, (37, 333), torch.bfloat16), decoded)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_any_number_of_threads_gives_the_same_bytes(threads):
+    fmt = get_format("nvfp4")
+    w = gaussian(70, 1024)
+    whole, before = fmt.encode(w), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with torch.inference_mode():
+            assert same_bytes(fmt.encode(w), whole)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_error_in_a_tile_is_raised(monkeypatch):
+    def fail(*args, **kwargs):
+        raise MemoryError("tile")
+
+    fmt = get_format("nvfp4")
+    monkeypatch.setattr(type(fmt), "_encode_tile", fail)
+    with pytest.raises(MemoryError, match="tile"):
+        fmt.encode(gaussian(70, 1024))
 
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)

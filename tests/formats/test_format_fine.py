@@ -72,8 +72,8 @@ def test_tiles_leave_no_trace_in_the_lists(name, dtype, monkeypatch):
     coarse = fmt.encode(w.flip(0))  # of another weight, so that the lists are long
     whole = split_fine(w, coarse, fmt)
     assert len(whole["escapes"]) > 100
-    monkeypatch.setattr(fine, "tile_weights", lambda device: 44)
-    monkeypatch.setattr(blocks, "tile_weights", lambda device: 200)
+    monkeypatch.setattr(fine, "decode_tile", lambda device: 44)
+    monkeypatch.setattr(blocks, "decode_tile", lambda device: 200)
     tiled = split_fine(w, coarse, fmt)
     assert all(torch.equal(tiled[k], whole[k]) for k in whole)
     assert identical(merge_fine(coarse, whole, fmt, (23, 301), dtype), w)

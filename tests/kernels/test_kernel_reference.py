@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from vbrt.errors import KernelError
-from vbrt.formats import WeightPlanes, get_format, split_fine
+from vbrt.formats import WeightPlanes, blocks, get_format, split_fine
 from vbrt.kernels import kernel_name, register, resolve
 
 CPU = torch.device("cpu")
@@ -62,6 +62,17 @@ def test_gradients_reach_the_input_and_the_bias():
     resolve("linear", "auto", CPU)(x, planes, bias, "none").sum().backward()
     torch.testing.assert_close(x.grad, decoded.sum(0).expand(3, -1))
     assert torch.equal(bias.grad, torch.full((6,), 3.0))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tables_built_in_inference_mode_serve_training_later(name):
+    for table in (blocks.constant_quads, blocks.e4m3_values, blocks.powers_of_two, blocks.ue4m4_values):
+        table.cache_clear()
+    linear, x = resolve("linear", "auto", CPU), torch.randn(3, 50, requires_grad=True)
+    with torch.inference_mode():
+        linear(x, planes_of(torch.randn(6, 50), name), None, "none")
+    linear(x, planes_of(torch.randn(6, 50), name), None, "none").sum().backward()
+    assert x.grad is not None
 
 
 def test_an_unknown_activation_is_refused():

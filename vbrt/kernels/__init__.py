@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from vbrt.errors import KernelError
-from vbrt.kernels import reference
+from vbrt.kernels import fp4_linear, reference
+from vbrt.kernels.fp4_linear import Packing
 
-__all__ = ["BACKENDS", "kernel_name", "register", "resolve"]
+__all__ = ["BACKENDS", "Packing", "kernel_name", "page_packing", "register", "resolve"]
 
 BACKENDS = ("auto", "reference", "triton")
 
@@ -48,6 +49,11 @@ def kernel_name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "kernel_name", "unregistered")
 
 
+def page_packing(fn: Callable[..., Any], format: str) -> Packing | None:
+    """How a resolved op wants a format's coarse plane to lie in its page, or None: as the format encodes it."""
+    return fp4_linear.packing(format) if kernel_name(fn) == "triton" else None
+
+
 def resolve(op: str, backend: str, device: torch.device) -> Callable[..., Any]:
     """The implementation of `op` for a backend ("auto", "reference", "triton") and device.
 
@@ -69,3 +75,6 @@ def resolve(op: str, backend: str, device: torch.device) -> Callable[..., Any]:
 
 for _op, _fn in (("decode_weight", reference.decode_weight), ("linear", reference.linear)):
     register(_op, "reference", _fn)
+if fp4_linear.available():
+    for _op, _fn in (("decode_weight", fp4_linear.decode_weight), ("linear", fp4_linear.linear)):
+        register(_op, "triton", _fn, devices=("cuda",), rank=1)

@@ -45,8 +45,8 @@ class DecodedWeight(torch.Tensor):
         if _version(self) != self._version_read:
             layer = self._layer()
             name = layer.handle.spec.name if layer is not None else "a VB layer"
-            warnings.warn(f"{name}.weight: a decoded temporary was written to, the layer keeps its weight; assign the new "
-                          "one instead: layer.weight = new_weight", stacklevel=2)
+            warnings.warn(f"{name}.weight: a decoded temporary was written to, the layer keeps its weight; assign the "
+                          "new one instead: layer.weight = new_weight", stacklevel=2)
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
         return self.detach().clone()

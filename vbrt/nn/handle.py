@@ -17,10 +17,10 @@ from vbrt.errors import FormatError, TierError, WrapError
 from vbrt.formats import get_format
 from vbrt.formats.base import WeightPlanes
 from vbrt.formats.fine import fine_layout, split_fine
-from vbrt.formats.page import PageLayout, pack
+from vbrt.formats.page import PageLayout, new_page, pack, unpack
 from vbrt.formats.separation import Separation
-from vbrt.kernels import kernel_name, resolve
-from vbrt.tiers import Lease, TierStack
+from vbrt.kernels import kernel_name, page_packing, resolve
+from vbrt.tiers import Lease, Page, TierStack
 
 __all__ = ["HandleSpec", "WeightHandle", "handle_of"]
 
@@ -69,7 +69,6 @@ class WeightHandle:
     """Planes of one weight in a stack. Counters are integers.
 
     Attributes:
-        kernel: name of the implementation that runs.
         dtype: what the layers compute in and show to the outside.
         layers: the live layers that are tied to this weight.
         keys: pages in the stack; none before `store` and after `drop`.
@@ -82,23 +81,25 @@ class WeightHandle:
         self.layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.keys: tuple[str, ...] = ()
         self.id = next(_ids)
-        self.token = torch.tensor(self.id)  # names the handle in compiled graphs: data, so that layers share one graph
+        # names the handle in compiled graphs; a tensor, and not a constant, so that layers share one graph
+        self.token = torch.tensor(self.id, device="cpu")
         self.forwards = self.weight_reads = self.generation = 0
         self.fallbacks: list[str] = []
         self.separation = Separation(spec.levels, spec.refresh_every) if spec.format == "quantile" else None
         self._device = stack.device
         self._linear = resolve("linear", spec.backend, stack.device)
-        self.kernel = kernel_name(self._linear)
         self._decode = resolve("decode_weight", spec.backend, stack.device)
         self._retire: weakref.finalize | None = None
-        self._ready: WeightPlanes | None = None  # of pages that never move: made once
+        self._pages: tuple[Page, ...] = ()
+        self._ready: WeightPlanes | None = None  # of pages that never move: made once, used without a lease
         self._specify(spec)
         _handles[self.id] = self
 
     def _specify(self, spec: HandleSpec) -> None:
         self.spec = spec
         self._format = get_format(spec.format)
-        self._as_conv1d = spec.transposed and spec.lossless
+        self._packing = None if spec.lossless else page_packing(self._linear, spec.format)
+        self._forward = self._conv1d if spec.transposed and spec.lossless else self._linear
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -131,11 +132,21 @@ class WeightHandle:
             return [(self._format.layout(tuple(weight.shape), spec.dtype), self._format.encode(weight))]
         w_NK = weight.t().contiguous() if spec.transposed else weight
         coarse = self.separation.encode(w_NK) if self.separation else self._format.encode(w_NK)
-        planes = [(self._format.layout(spec.shape, spec.dtype), coarse)]
+        planes = [self._coarse_page(coarse)]
         if spec.fine:
             fine = split_fine(w_NK, coarse, self._format)
             planes.append((fine_layout(fine), fine))
         return planes
+
+    def _coarse_page(self, coarse: dict[str, torch.Tensor]) -> tuple[PageLayout, dict[str, torch.Tensor]]:
+        """In the order that the kernel reads fastest, where it has one and that is exact."""
+        tensors = self._packing.pack(coarse, self.spec.shape) if self._packing else None
+        if tensors is None:
+            return self._format.layout(self.spec.shape, self.spec.dtype), coarse
+        return self._packing.layout(self.spec.shape), tensors
+
+    def _is_packed(self, layout: PageLayout) -> bool:
+        return self._packing is not None and layout == self._packing.layout(self.spec.shape)
 
     def store(self, planes: Planes) -> None:
         """Write planes into pages; earlier pages are dropped first, so that a tight budget has room for the new ones.
@@ -169,6 +180,7 @@ class WeightHandle:
 
     def _own(self, keys: tuple[str, ...]) -> None:
         self.keys, self.generation = keys, self.generation + 1
+        self._pages = tuple(self.stack.pages[key] for key in keys)
         self._retire = weakref.finalize(self, self.stack.retire, keys)
         self._retire.atexit = False
 
@@ -177,7 +189,7 @@ class WeightHandle:
         if self._retire is not None:
             self._retire()
             self._retire = None
-        self.keys, self._ready = (), None
+        self.keys, self._pages, self._ready = (), (), None
 
     def retype(self, dtype: torch.dtype) -> None:
         """The layers were cast: what they compute in and show from now on, and, while empty, what will be stored."""
@@ -188,6 +200,12 @@ class WeightHandle:
     # -- use ----------------------------------------------------------------------------------------------------------
 
     @property
+    def kernel(self) -> str:
+        """Name of the implementation that runs: one that wants pages in its own order leaves others to the reference."""
+        packed = bool(self._pages) and self._is_packed(self._pages[0].layout)
+        return kernel_name(self._linear) if packed else "reference"
+
+    @property
     def weight_shape(self) -> tuple[int, int]:
         """The weight's shape as the module keeps it: (N, K), or (K, N) for a transposed module."""
         return self.spec.shape[::-1] if self.spec.transposed else self.spec.shape
@@ -195,8 +213,8 @@ class WeightHandle:
     def lease(self) -> Lease:
         """Borrow the planes from the stack. Raises TierError when there are none any more."""
         if not self.keys:
-            raise TierError(f"{self.spec.name}: its pages are gone, the model was closed; wrap it again, or call unwrap() "
-                            "instead of close() to keep the weights")
+            raise TierError(f"{self.spec.name}: its pages are gone, the model was closed; wrap it again, or call "
+                            "unwrap() instead of close() to keep the weights")
         return self.stack.lease(self.keys)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -210,36 +228,37 @@ class WeightHandle:
 
     def run(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`linear` without gradients and without counting a forward."""
+        if self._ready is not None and self.stack.at_rest and x.device == self._device:
+            for page in self._pages:
+                page.hits += 1  # no call in between: one step for threads that share an interpreter lock
+            return self._forward(x, self._ready, bias)
         with self.lease() as tensors:
-            if self._as_conv1d:
-                return _conv1d(x, bias, self._original(tensors, x.device))
-            return self._linear(x, self._planes(tensors, x.device), bias, "none")
+            return self._forward(x, self._planes(tensors, x.device), bias)
 
     def run_in(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`run` in x's dtype, whatever the weight's: what autocast does, for graphs that have cast x themselves."""
         if x.dtype == self.dtype:
             return self.run(x, bias)
         with self.lease() as tensors:
-            weight = self._original(tensors, x.device).to(x.dtype)
-            return F.linear(x, weight.t() if self.spec.transposed else weight, None if bias is None else bias.to(x.dtype))
+            weight = self._original(self._planes(tensors, x.device)).to(x.dtype)
+            bias = None if bias is None else bias.to(x.dtype)
+            return F.linear(x, weight.t() if self.spec.transposed else weight, bias)
 
     def backward_input(self, dy: torch.Tensor) -> torch.Tensor:
         """dX [..., K] = dY [..., N] W, leasing the planes again instead of keeping the weight."""
         with self.lease() as tensors:
-            weight = self._original(tensors, dy.device).to(dy.dtype)
+            weight = self._original(self._planes(tensors, dy.device)).to(dy.dtype)
             return dy.matmul(weight.t() if self.spec.transposed else weight)
 
     def weight(self) -> torch.Tensor:
         """The decoded weight in the module's orientation and dtype: a temporary that shares memory with nothing."""
         self.weight_reads += 1
         with self.lease() as tensors:
-            weight = self._original(tensors, self._device)
+            weight = self._original(self._planes(tensors, self._device))
             stored = self.spec.format == "dense" and weight.dtype is self.spec.dtype  # a view into the page
             return weight.clone() if stored else weight
 
     def _planes(self, tensors: list[dict[str, torch.Tensor]], device: torch.device) -> WeightPlanes:
-        if self._ready is not None and self._ready.coarse is tensors[0] and device == self._device:
-            return self._ready
         spec = self.spec
         if device != self._device:
             self._announce_foreign(device)
@@ -248,15 +267,22 @@ class WeightHandle:
         shape = self.weight_shape if spec.format == "dense" else spec.shape
         planes = WeightPlanes(spec.format, shape, dtype, tensors[0], tensors[1] if spec.fine else None)
         if dtype is self.dtype:
-            if device == self._device and all(self.stack.pages[key].home == 0 for key in self.keys):
+            if device == self._device and not any(page.home for page in self._pages):
                 self._ready = planes
             return planes
         return WeightPlanes("dense", shape, self.dtype, {"weight": self._decode(planes).to(self.dtype)})
 
-    def _original(self, tensors: list[dict[str, torch.Tensor]], device: torch.device) -> torch.Tensor:
+    def _original(self, planes: WeightPlanes) -> torch.Tensor:
         """The weight as the module keeps it: [N, K], or [K, N] for a transposed module, in memory order too."""
-        weight = self._decode(self._planes(tensors, device))
+        weight = self._decode(planes)
         return weight.t().contiguous() if self.spec.transposed and self.spec.format != "dense" else weight
+
+    def _conv1d(self, x: torch.Tensor, planes: WeightPlanes, bias: torch.Tensor | None) -> torch.Tensor:
+        """The very calls of transformers' Conv1D, so that results are bit-identical."""
+        w_KN = self._original(planes)
+        if bias is None:
+            return x.matmul(w_KN)
+        return torch.addmm(bias, x.reshape(-1, x.shape[-1]), w_KN).view(*x.shape[:-1], w_KN.shape[1])
 
     def _announce_foreign(self, device: torch.device) -> None:
         if not self.fallbacks:
@@ -283,12 +309,17 @@ class WeightHandle:
         return clone
 
     def __reduce__(self):
-        planes = []
+        pages = []
         if self.keys:
             with self.lease() as tensors:
                 for key, plane in zip(self.keys, tensors, strict=True):
-                    planes.append((self.stack.pages[key].layout.to_dict(), {k: t.cpu().clone() for k, t in plane.items()}))
-        return _restore, (self.stack, self.spec, self.dtype, planes)
+                    layout = self.stack.pages[key].layout
+                    if self._is_packed(layout):  # as the format encodes it, for machines without this one's kernels
+                        plane = self._packing.unpack(plane, self.spec.shape)
+                        layout = self._format.layout(self.spec.shape, self.spec.dtype)
+                    # bytes, because torch cannot unpickle 8-bit floats
+                    pages.append((layout.to_dict(), pack(plane, layout, new_page(layout))))
+        return _restore, (self.stack, self.spec, self.dtype, pages)
 
 
 class _FrozenLinear(torch.autograd.Function):
@@ -315,23 +346,17 @@ def _sum_rows(dy: torch.Tensor) -> torch.Tensor:
     return dy.reshape(-1, dy.shape[-1]).sum(0)
 
 
-def _conv1d(x: torch.Tensor, bias: torch.Tensor | None, w_KN: torch.Tensor) -> torch.Tensor:
-    """The very calls of transformers' Conv1D, so that results are bit-identical."""
-    if bias is None:
-        return x.matmul(w_KN)
-    return torch.addmm(bias, x.reshape(-1, x.shape[-1]), w_KN).view(*x.shape[:-1], w_KN.shape[1])
-
-
 def _fill(tensors: Mapping[str, torch.Tensor], layout: PageLayout, out: torch.Tensor) -> None:
     pack(tensors, layout, out)
 
 
-def _restore(stack: TierStack, spec: HandleSpec, dtype: torch.dtype, planes: list) -> WeightHandle:
+def _restore(stack: TierStack, spec: HandleSpec, dtype: torch.dtype, pages: list) -> WeightHandle:
     """Unpickle: `stack` is one of this process, in CPU memory, shared by all handles of the pickle."""
     handle = WeightHandle(replace(spec, homes=None, backend="auto"), stack)
     handle.dtype = dtype
-    if planes:
-        handle.store([(PageLayout.from_dict(layout), tensors) for layout, tensors in planes])
+    if pages:
+        layouts = [PageLayout.from_dict(layout) for layout, _ in pages]
+        handle.store([(layout, unpack(page, layout)) for layout, (_, page) in zip(layouts, pages, strict=True)])
     return handle
 
 
@@ -354,7 +379,11 @@ def _materialized(token: torch.Tensor) -> WeightHandle:
     return handle
 
 
-@torch.library.custom_op("vbrt::linear", mutates_args=())
+# a lease waits and copies: a CUDA graph that recorded it would read pages that have moved on
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+
+
+@torch.library.custom_op("vbrt::linear", mutates_args=(), tags=_TAGS)
 def _linear_op(x: torch.Tensor, bias: torch.Tensor | None, token: torch.Tensor, out_features: int) -> torch.Tensor:
     """x [..., K] -> [..., N] with the planes of the handle that `token` names, computed in x's dtype."""
     handle = _materialized(token)
@@ -370,7 +399,7 @@ def _(x: torch.Tensor, bias: torch.Tensor | None, token: torch.Tensor, out_featu
     return x.new_empty((*x.shape[:-1], out_features))
 
 
-@torch.library.custom_op("vbrt::linear_backward", mutates_args=())
+@torch.library.custom_op("vbrt::linear_backward", mutates_args=(), tags=_TAGS)
 def _linear_backward_op(dy: torch.Tensor, token: torch.Tensor, in_features: int) -> torch.Tensor:
     """dX [..., K] from dY [..., N]."""
     return handle_of(token).backward_input(dy)
@@ -397,7 +426,7 @@ def _compiled_backward(ctx, dy: torch.Tensor):
 _linear_op.register_autograd(_compiled_backward, setup_context=_save_token)
 
 
-@torch.library.custom_op("vbrt::weight", mutates_args=())
+@torch.library.custom_op("vbrt::weight", mutates_args=(), tags=_TAGS)
 def _weight_op(token: torch.Tensor, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The decoded weight [rows, columns] in the module's orientation."""
     return _materialized(token).weight()

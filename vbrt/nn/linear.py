@@ -162,7 +162,7 @@ class VBLayer(nn.Module):
         self._parameters["weight"] = None
         try:
             super()._apply(fn, recurse)
-            dtype = fn(torch.empty(0, dtype=handle.dtype if dense is None else dense.dtype)).dtype
+            dtype = fn(torch.empty(0, dtype=handle.dtype if dense is None else dense.dtype, device="cpu")).dtype
         finally:
             self._parameters["weight"] = dense
         if dense is not None and dtype != dense.dtype:
@@ -189,10 +189,10 @@ class VBLayer(nn.Module):
             if strict:
                 missing_keys.append(key)
             return
-        expected = self._vb_handle.weight_shape
-        if tuple(weight.shape) != expected:
-            error_msgs.append(f"size mismatch for {key}: copying a param with shape {tuple(weight.shape)} from "
-                              f"checkpoint, the shape in current model is {expected}.")
+        expected = torch.Size(self._vb_handle.weight_shape)
+        if weight.shape != expected:
+            error_msgs.append(f"size mismatch for {key}: copying a param with shape {weight.shape} from checkpoint, "
+                              f"the shape in current model is {expected}.")  # nn.Module's words
             return
         self._load(weight)
 

@@ -83,8 +83,11 @@ class MemoryTier:
         """A buffer of exactly `nbytes`, or None while the budget has no room for it beside `reserved_bytes`."""
         if self.used_bytes + reserved_bytes + nbytes > self.capacity_bytes:
             return None
-        if self._free[nbytes]:
-            return self._free[nbytes].pop()
+        free = self._free[nbytes]
+        if free:
+            buffer = free[-1]
+            del free[-1]  # not pop(): Ctrl-C may come when a call returns, and the buffer would be lost
+            return buffer
         while self.held_bytes + nbytes > self.capacity_bytes:
             self._drop_one_free()
         buffer = self._new(nbytes)
@@ -117,7 +120,8 @@ class MemoryTier:
     def _drop_one_free(self) -> bool:
         for buffers in self._free.values():
             if buffers:
-                self.discard(buffers.pop())
+                self.discard(buffers[-1])
+                del buffers[-1]
                 return True
         return False
 

@@ -199,7 +199,8 @@ def _write_file(path: Path, header: bytes, view: memoryview) -> None:
             os.close(fd)
         os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        for leftover in (temporary, path):
+            leftover.unlink(missing_ok=True)
         raise
 
 

@@ -24,6 +24,7 @@ interrupted half way cannot be trusted: its policies start anew.
 """
 
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -74,14 +75,18 @@ class Page:
         self.nbytes = self.layout.nbytes
 
 
+_tickets = itertools.count()
+
+
 class _Slot:
     """A page's place in a memory tier. `holders`: leases, and slots above that are filled from this one."""
 
     __slots__ = ("arrived", "buffer", "doomed", "error", "holders", "level", "loader", "page", "source", "state",
-                 "tensors")
+                 "tensors", "ticket")
 
     def __init__(self, page: Page, level: "Level") -> None:
         self.page, self.level = page, level
+        self.ticket = next(_tickets)  # the order of decisions
         self.state = _State.QUEUED
         self.loader = 0  # the thread that moves the bytes
         self.source: _Slot | None = None
@@ -159,6 +164,12 @@ class TierStack:
     def device(self) -> torch.device:
         """Where leased pages live and kernels compute."""
         return self.levels[0].tier.device
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether every page lives in the top tier and none is leaving: it may be used without a lease then, and
+        whoever does counts the hit."""
+        return not (self._travellers or self._retired or self._lost)
 
     # -- pages --------------------------------------------------------------------------------------------------------
 
@@ -315,18 +326,6 @@ class TierStack:
                 or was retired.
         """
         return Lease(self, keys)
-
-    def _at_home(self, keys: Sequence[str]) -> list[dict[str, torch.Tensor]] | None:
-        """Views of the pages when nothing in this stack ever moves: a lease needs no lock then, and only counts."""
-        if self._travellers or self._retired or self._lost:
-            return None
-        slots = self.levels[0].slots
-        found = [slots[key] for key in keys if key in slots]
-        if len(found) < len(keys):
-            return None
-        for slot in found:
-            slot.page.hits += 1  # no call in between: one step for threads that share an interpreter lock
-        return [slot.tensors for slot in found]
 
     def _acquire(self, lease: "Lease") -> None:
         with self._lock:
@@ -508,6 +507,17 @@ class TierStack:
 
     # -- movement -----------------------------------------------------------------------------------------------------
 
+    def _await_all(self, slots: Sequence[_Slot]) -> None:
+        """Wait for every slot, earliest first, also when one fails: others wait for the room that they are promised."""
+        failed: Exception | None = None
+        for slot in sorted(slots, key=lambda slot: slot.ticket):
+            try:
+                self._await_counted(slot)
+            except Exception as error:  # noqa: BLE001 - raised below
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
     def _await_counted(self, slot: _Slot) -> None:
         start = time.perf_counter_ns()
         try:
@@ -650,15 +660,13 @@ class Lease:
         self.stack, self.keys = stack, keys
 
     def __enter__(self) -> list[dict[str, torch.Tensor]]:
-        tensors = self.stack._at_home(self.keys)
-        if tensors is not None:
-            return tensors
         self.slots, self.borrower = [], _Borrower()
         try:
             self.stack._acquire(self)
+            missing = [slot for slot in self.slots if slot.state is not _State.READY]
+            if missing:
+                self.stack._await_all(missing)
             for slot in self.slots:
-                if slot.state is not _State.READY:
-                    self.stack._await_counted(slot)
                 if slot.arrived is not None:
                     torch.cuda.current_stream(slot.level.tier.device).wait_event(slot.arrived)
             return [slot.tensors for slot in self.slots]

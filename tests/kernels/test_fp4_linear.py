@@ -1,0 +1,298 @@
+import pytest
+import torch
+
+from vbrt.errors import KernelError
+from vbrt.formats import WeightPlanes, get_format
+from vbrt.kernels import fp4_linear, fp4_tiles, page_packing, reference, resolve
+from vbrt.kernels.launch_table import DEFAULT, FAMILIES, fused_limit, launch_for
+
+NAMES = ("nvfp4", "mxfp4")
+SHAPES = [(16, 128), (1, 16), (33, 200), (200, 416), (5, 2730), (129, 1000)]
+
+
+def raw(tensor):
+    return tensor.view(torch.uint8) if tensor.dtype is torch.float8_e4m3fn else tensor
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_tiles_hold_every_code_and_scale(name, shape):
+    torch.manual_seed(0)
+    coarse = get_format(name).encode(torch.randn(shape) * 0.05)
+    packing = fp4_linear.packing(name)
+    tensors = packing.pack(coarse, shape)
+    fields = {f.name: (f.dtype, f.shape) for f in packing.layout(shape).fields}
+    assert fields == {k: (str(v.dtype).removeprefix("torch."), tuple(v.shape)) for k, v in tensors.items()}
+    back = packing.unpack(tensors, shape)
+    assert back.keys() == coarse.keys()
+    for key, value in coarse.items():
+        assert torch.equal(raw(back[key]), raw(value)), key
+
+
+def test_tiles_cost_what_the_format_promises():
+    assert fp4_tiles.tile_layout("nvfp4", (4096, 4096)).nbytes * 8 / 4096**2 == pytest.approx(4.5, abs=0.01)
+    assert fp4_tiles.tile_layout("mxfp4", (4096, 4096)).nbytes * 8 / 4096**2 == pytest.approx(4.25, abs=0.01)
+
+
+def test_masked_pairs_are_levels_in_bf16():
+    torch.manual_seed(0)
+    word = torch.randint(-(2**31), 2**31, (4096,), dtype=torch.int64).to(torch.int32)
+    pairs = torch.stack(fp4_tiles.decode_words(word)).to(torch.int64) & 0xFFFFFFFF
+    assert not (pairs & ~0x81C081C0).any()
+    halves = torch.stack((pairs & 0xFFFF, pairs >> 16)).to(torch.int32)
+    bf16 = torch.where(halves > 0x7FFF, halves - 0x10000, halves).to(torch.int16).view(torch.bfloat16)
+    magnitudes = {0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0}
+    assert set((bf16.double() * 2.0**126).abs().unique().tolist()) == magnitudes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_lane_multiplies_each_weight_with_its_own_column(name):
+    """The kernel's walk in plain torch: lane, instruction and pair give row and column, the sum is x @ w.T."""
+    torch.manual_seed(0)
+    n, k = 40, 300
+    coarse = get_format(name).encode(torch.randn(n, k))
+    want = get_format(name).decode(coarse, (n, k), torch.float64)
+    tensors = fp4_linear.packing(name).pack(coarse, (n, k))
+    tiles, scale = tensors[fp4_tiles.TILES], tensors["tensor_scale"].double()
+    got = torch.zeros(tiles.shape[0] * 16, tiles.shape[1] * 128, dtype=torch.float64)
+    levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+    for tile in range(tiles.shape[0]):
+        for column in range(tiles.shape[1]):
+            words, tail = tiles[tile, column, :256].view(2, 32, 4), tiles[tile, column, 256:].contiguous()
+            scale_bytes = tail.view(torch.uint8).view(32, 2, -1)  # lane, row half, block
+            if name == "nvfp4":
+                scales = scale_bytes.view(torch.float8_e4m3fn).double()
+            else:
+                scales = torch.exp2(scale_bytes.double() - 239)
+            pairs = torch.stack(fp4_tiles.decode_words(words))  # pair, part, lane, word
+            for lane in range(32):
+                g, t = divmod(lane, 4)
+                for pair in range(4):
+                    half, c = pair % 2, pair // 2
+                    for part in range(2):
+                        for word in range(4):
+                            bits = int(pairs[pair, part, lane, word]) & 0xFFFFFFFF
+                            p = 2 * part + word // 2
+                            first = 128 * column + 32 * t + 8 * (p ^ (t // 2)) + 4 * (word % 2) + 2 * c
+                            s = scales[lane, half, part if name == "nvfp4" else 0]
+                            for e, code in enumerate((bits & 0xFFFF, bits >> 16)):
+                                value = levels[(code >> 6) & 7] * (-1 if code >> 15 else 1)
+                                got[16 * tile + 8 * half + g, first + e] = value * s
+    assert torch.equal(got[:n, :k] * scale, want)
+    assert not got[n:].any() and not got[:, -(-k // 32) * 32 :].any()
+
+
+def test_scales_too_far_apart_stay_as_they_are():
+    coarse = {
+        "codes": torch.full((1, 32), 0x22, dtype=torch.uint8),
+        "scales": torch.tensor([[0, 200]], dtype=torch.uint8),
+    }
+    assert fp4_linear.packing("mxfp4").pack(coarse, (1, 64)) is None
+    with pytest.raises(KernelError, match="plain coarse plane"):
+        fp4_tiles.pack_tiles("mxfp4", coarse, (1, 64))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_gpu_tiles_are_computed_by_the_reference(name):
+    torch.manual_seed(0)
+    shape = (24, 200)
+    coarse = get_format(name).encode(torch.randn(shape))
+    plain = WeightPlanes(name, shape, torch.float32, coarse)
+    tiled = WeightPlanes(name, shape, torch.float32, fp4_linear.packing(name).pack(coarse, shape))
+    x = torch.randn(3, 200)
+    assert fp4_linear.route(x, tiled) == "reference"
+    assert torch.equal(fp4_linear.decode_weight(tiled), reference.decode_weight(plain))
+    assert torch.equal(fp4_linear.linear(x, tiled, None, "silu"), reference.linear(x, plain, None, "silu"))
+
+
+def test_the_cpu_keeps_the_reference():
+    assert resolve("linear", "auto", torch.device("cpu")) is reference.linear
+    assert page_packing(reference.linear, "nvfp4") is None
+    assert fp4_linear.packing("nf4") is None
+
+
+@pytest.mark.parametrize("major", [*FAMILIES, 12])
+def test_every_size_has_a_launch(major):
+    for tokens in range(1, fused_limit(major) + 1):
+        for row_tiles in (1, 512, 513, 1280, 100_000):
+            launch = launch_for(major, tokens, row_tiles, 64)
+            assert launch.WN * launch.WK in (1, 2, 4, 8, 16)
+    with pytest.raises(ValueError, match="at most"):
+        launch_for(major, fused_limit(major) + 1, 1, 1)
+
+
+def compiled(kernel, types, constants, capability, warps, aligned):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    signature = {**types, **dict.fromkeys(constants, "constexpr")}
+    names = list(signature)
+    source = GluonASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(key),): value for key, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("rule", [DEFAULT[0], DEFAULT[-1]], ids=["first", "last"])
+def test_the_fused_kernel_compiles_with_wide_loads(capability, rule):
+    pytest.importorskip("triton.experimental.gluon")
+    from vbrt.kernels import fp4_gluon
+
+    config, groups = rule.launch, rule.tokens // 8
+    pointers = {"x_ptr": "*bf16", "tile_ptr": "*i32", "scale_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16"}
+    numbers = dict.fromkeys(("M", "N", "K", "columns", "x_stride", "y_stride"), "i32")
+    constants = {
+        "R": config.R, "NT": groups, "WN": config.WN, "WK": config.WK, "PREFETCH": config.PREFETCH,
+        "E8": False, "FULL": False, "TAIL": False,
+        "ACTIVATION": "gelu", "BIAS": True,
+    }  # fmt: skip
+    binary = compiled(
+        fp4_gluon.linear_kernel, {**pointers, **numbers}, constants, capability, config.WN * config.WK,
+        ("x_ptr", "tile_ptr", "y_ptr", "K", "x_stride", "y_stride"),
+    )  # fmt: skip
+    ptx = binary.asm["ptx"]
+    wide = ptx.count("ld.global.v4") + ptx.count("ld.global.cg.v4")
+    assert ptx.count("mma.sync") == 8 * config.R * groups
+    assert wide >= (2 if config.PREFETCH else 1) * 2 * config.R + 4 * groups
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_the_decode_kernel_compiles_with_wide_stores(capability, dtype):
+    pytest.importorskip("triton.experimental.gluon")
+    from vbrt.kernels import fp4_gluon
+
+    types = {"tile_ptr": "*i32", "scale_ptr": "*fp32", "w_ptr": f"*{dtype}", "N": "i32", "K": "i32", "columns": "i32"}
+    binary = compiled(
+        fp4_gluon.decode_kernel, types, {"E8": capability == 90, "WARPS": 4}, capability, 4, ("tile_ptr", "w_ptr", "K")
+    )
+    assert binary.asm["ptx"].count("st.global.v4") == (16 if dtype == "fp32" else 8)
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def case(name, shape, dtype=torch.bfloat16):
+    fmt = get_format(name)
+    coarse = fmt.encode(torch.randn(shape, device="cuda") * 0.03)
+    if name == "nvfp4":
+        coarse["tensor_scale"] *= 1.2345  # published checkpoints: not a power of two
+    tiled = WeightPlanes(name, shape, dtype, fp4_linear.packing(name).pack(coarse, shape))
+    return tiled, WeightPlanes(name, shape, dtype, coarse), fmt.decode(coarse, shape, torch.float64)
+
+
+def poison():
+    """Fill what the allocator will hand out next with NaN."""
+    torch.full((1 << 24,), float("nan"), device="cuda")
+
+
+def error(y, want):
+    return ((y.double() - want).norm() / want.norm()).item()
+
+
+TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", [(256, 512), (200, 416), (77, 2730), (1024, 4096), (4160, 1024)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_linear_matches_float64(name, shape, dtype):
+    planes, _, weight = case(name, shape, dtype)
+    for tokens in (1, 2, 7, 8, 9, 16, 21, 30, 48, 64, 65, 200):
+        x = torch.randn(tokens, shape[1], device="cuda", dtype=dtype)
+        bias = torch.randn(shape[0], device="cuda", dtype=dtype) if tokens % 2 else None
+        fused = fp4_linear.route(x, planes) == "fused"  # else the decoded weight is rounded to x's dtype first
+        want = x.double() @ (weight if fused else weight.to(dtype).double()).T + (0 if bias is None else bias.double())
+        poison()
+        y = fp4_linear.linear(x, planes, bias)
+        assert y.dtype is dtype and y.shape == (tokens, shape[0])
+        assert error(y, want) < TOLERANCE[dtype], (tokens, fp4_linear.route(x, planes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_activations_match_float64(activation):
+    planes, _, weight = case("nvfp4", (512, 1024))
+    for tokens in (3, 40, 100):
+        x = torch.randn(tokens, 1024, device="cuda", dtype=torch.bfloat16)
+        bias = torch.randn(512, device="cuda", dtype=torch.bfloat16)
+        want = reference.ACTIVATIONS[activation](x.double() @ weight.T + bias.double())
+        poison()
+        assert error(fp4_linear.linear(x, planes, bias, activation), want) < 4e-3
+
+
+@pytest.mark.gpu
+def test_strided_and_batched_inputs():
+    planes, _, weight = case("nvfp4", (384, 512))
+    wide = torch.randn(4, 6, 1024, device="cuda", dtype=torch.bfloat16)
+    for x in (wide[..., :512], wide[..., 3:515], wide[..., ::2], wide.transpose(0, 1)[..., 512:], wide[:0, :, :512]):
+        y = fp4_linear.linear(x, planes)
+        assert y.shape == (*x.shape[:-1], 384)
+        assert not x.numel() or error(y, x.double() @ weight.T) < 3e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_decoded_weights_are_the_references_bits(name, dtype):
+    for shape in ((256, 512), (77, 2730), (300, 1000)):
+        tiled, plain, _ = case(name, shape, dtype)
+        poison()
+        assert torch.equal(fp4_linear.decode_weight(tiled), reference.decode_weight(plain))
+
+
+@pytest.mark.gpu
+def test_runs_are_identical():
+    planes, _, _ = case("nvfp4", (4096, 4096))
+    for tokens in (1, 16, 64):
+        x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
+        first = fp4_linear.linear(x, planes)
+        assert all(torch.equal(first, fp4_linear.linear(x, planes)) for _ in range(20))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [4, 128])
+def test_gradients_match_float64(tokens):
+    planes, _, weight = case("nvfp4", (256, 512))
+    x = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    bias = torch.randn(256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16)
+    fp4_linear.linear(x, planes, bias, "silu").backward(dy)
+    x64, bias64 = x.detach().double().requires_grad_(), bias.detach().double().requires_grad_()
+    torch.nn.functional.silu(x64 @ weight.T + bias64).backward(dy.double())
+    assert error(x.grad, x64.grad) < 1e-2 and error(bias.grad, bias64.grad) < 1e-2
+
+
+@pytest.mark.gpu
+def test_graphs_and_compile_give_the_eager_result():
+    planes, _, _ = case("nvfp4", (512, 1024))
+    x = torch.randn(4, 1024, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        want = fp4_linear.linear(x, planes, None, "gelu")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = fp4_linear.linear(x, planes, None, "gelu")
+        got.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(got, want)
+        tiles, scale = planes.coarse[fp4_tiles.TILES], planes.coarse["tensor_scale"]
+        args = (x, tiles, scale, None, "nvfp4", 512, 1024, "gelu")
+        torch.library.opcheck(torch.ops.vbrt.fp4_linear, args)
+        torch.library.opcheck(torch.ops.vbrt.fp4_decode, (tiles, scale, "nvfp4", 512, 1024, torch.bfloat16))
+        compiled_fn = torch.compile(lambda v: fp4_linear.linear(v, planes, None, "gelu"), fullgraph=True)
+        assert torch.equal(compiled_fn(x), want)
+
+
+@pytest.mark.gpu
+def test_a_gpu_resolves_to_the_kernels():
+    fn = resolve("linear", "auto", torch.device("cuda"))
+    assert fn is fp4_linear.linear
+    assert page_packing(fn, "nvfp4") == fp4_linear.packing("nvfp4")

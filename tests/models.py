@@ -1,0 +1,65 @@
+"""Small models and configs that the tests of layers and wrapper share: every holding, resident and streamed."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import vbrt
+from vbrt.config import load_config
+
+__all__ = ["FORMATS", "TOKENS", "config", "gpt2", "llama", "mlp", "wrap", "wrap_streamed"]
+
+#: weights.format, or "exact" for nvfp4 with a fine plane
+FORMATS = ("dense", "nvfp4", "exact")
+TOKENS = torch.arange(3, 15).reshape(1, 12)
+
+
+def config(format: str, **weights: Any) -> dict[str, Any]:
+    """Every layer is swapped, however small, and lives in host memory."""
+    format, fine = ("nvfp4", "exact") if format == "exact" else (format, "none")
+    return {"weights": {"format": format, "fine": fine, "min_parameters": 0, **weights},
+            "tiers": {"gpu": {"enabled": False}}}
+
+
+def wrap(model: nn.Module, format: str = "dense", **weights: Any) -> vbrt.VBModelWrapper:
+    """All pages resident."""
+    return vbrt.wrap(model, config(format, **weights))
+
+
+def wrap_streamed(model: nn.Module, format: str, path: Path, **weights: Any) -> vbrt.VBModelWrapper:
+    """All pages at home on the ssd, with host memory for four layers."""
+    settings = config(format, **weights)
+    plan = vbrt.make_plan(model, load_config(settings))
+    settings["tiers"]["cpu"] = {"budget": 4 * max(swap.page_bytes for swap in plan.swaps)}
+    settings["tiers"]["ssd"] = {"enabled": True, "path": str(path)}
+    vb = vbrt.wrap(model, settings)
+    assert vb.plan.home_bytes("ssd") == vb.plan.page_bytes
+    return vb
+
+
+def mlp(*, width: int = 64, depth: int = 6, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """[.., width] -> [.., width], in eval mode."""
+    torch.manual_seed(width * depth)
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
+    return nn.Sequential(*layers).to(dtype).eval()
+
+
+def llama(*, tied: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A LlamaForCausalLM of 3 layers and 22 Linears."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=tied)).to(dtype).eval()
+
+
+def gpt2(*, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A GPT2LMHeadModel of 2 layers, 8 Conv1D; widths are not multiples of 64."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(4)
+    sizes = {"vocab_size": 128, "n_embd": 40, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    return GPT2LMHeadModel(GPT2Config(**sizes)).to(dtype).eval()

@@ -1,0 +1,155 @@
+"""torch.compile: one graph, forward and backward, before and after materialize, resident and streamed."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.models import FORMATS, gpt2, llama, mlp, wrap, wrap_streamed
+from vbrt.errors import WrapError
+
+BACKEND = "aot_eager"  # traces forward and backward as inductor does, without its compiler
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def compiled(module):
+    return torch.compile(module, fullgraph=True, backend=BACKEND)
+
+
+def dtype_of(format):
+    return torch.bfloat16 if format == "exact" else torch.float32
+
+
+@pytest.mark.parametrize(("streamed", "materialized"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_compiled_model_computes_outputs_and_gradients_of_the_eager_one(format, streamed, materialized, tmp_path):
+    model = mlp(depth=5, dtype=dtype_of(format))
+    vb = wrap_streamed(model, format, tmp_path) if streamed else wrap(model, format)
+    if materialized:
+        vb.materialize()
+    got = []
+    for run in (compiled(vb.model), vb.model):
+        x = torch.linspace(-1, 1, 192, dtype=dtype_of(format)).reshape(3, 64).requires_grad_()
+        for _ in range(2):
+            y = run(x)
+        y.square().sum().backward()
+        got.append((y, x.grad, vb.model[0].bias.grad.clone()))
+        vb.zero_grad()
+    for one, other in zip(*got, strict=True):
+        torch.testing.assert_close(one, other)
+    assert all(layer.materialized for layer in vb.registry.values())
+    assert vb.stats().layers["0"].forwards == 4
+    vb.close()
+
+
+def test_layers_share_one_graph_however_many_there_are():
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.inner(x).relu()
+
+    model, x = nn.Sequential(*[Block() for _ in range(12)]).eval(), torch.randn(2, 64)
+    y = model(x)
+    vb = wrap(model)
+    for block in vb.model:
+        block.compile(backend=count, fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(vb(x), y)
+    assert len(graphs) == 1
+
+
+def test_a_new_weight_is_used_without_compiling_again():
+    vb, x = wrap(mlp(depth=1)), torch.randn(2, 64)
+    run = compiled(vb.model)
+    run(x)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        vb.load_state_dict({"0.weight": torch.eye(64), "0.bias": torch.zeros(64)})
+        torch.testing.assert_close(run(x), x.tanh())
+        vb.model[0].weight = 2 * torch.eye(64)
+        torch.testing.assert_close(run(x), (2 * x).tanh())
+
+
+def test_reading_the_weight_is_part_of_the_graph():
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(64, 32)
+
+        def forward(self, x):
+            return F.linear(x, self.inner.weight) if self.inner.weight.dtype is x.dtype else x
+
+    model, x = Reader().eval(), torch.randn(2, 64)
+    y = model(x)
+    vb = wrap(model).materialize()
+    torch.testing.assert_close(compiled(vb.model)(x), y)
+
+
+def test_a_compiled_model_under_autocast_computes_as_the_eager_one():
+    vb, x = wrap(mlp()).materialize(), torch.randn(2, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = compiled(vb.model)(x), vb.model(x)
+    assert y.dtype is expected.dtype is torch.bfloat16
+    torch.testing.assert_close(y, expected)
+
+
+def test_dynamic_batches_compile_once_more_at_most():
+    vb = wrap(mlp(depth=2)).materialize()
+    run = torch.compile(vb.model, fullgraph=True, backend=BACKEND)
+    run(torch.randn(2, 64)), run(torch.randn(3, 64))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for rows in (4, 7, 9):
+            x = torch.randn(rows, 64)
+            torch.testing.assert_close(run(x), vb.model(x))
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_a_whole_transformer_is_one_graph(make):
+    vb = wrap(make(), "dense", keep_head=False)
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        logits = compiled(vb.model)(tokens).logits
+        torch.testing.assert_close(logits, vb.model(tokens).logits)
+
+
+def test_an_unwrapped_model_compiles_anew_and_dense():
+    vb, x = wrap(mlp()), torch.randn(2, 64)
+    run = compiled(vb.model)
+    y = run(x)
+    model = vb.unwrap()
+    torch.testing.assert_close(run(x), y)
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_graph_of_layers_that_are_gone_says_so():
+    vb, x = wrap(mlp(depth=1)), torch.randn(2, 64)
+    handle = vb.model[0].handle
+    token, out_features = handle.token, 64
+    assert torch.ops.vbrt.linear(x, None, token, out_features).shape == (2, 64)
+    vb.unwrap()
+    del vb, handle
+    with pytest.raises(WrapError, match="no longer exists; compile again"):
+        torch.ops.vbrt.linear(x, None, token, out_features)
+
+
+def test_the_ops_pass_torchs_own_checks():
+    vb = wrap(mlp(depth=1)).materialize()
+    handle, x = vb.model[0].handle, torch.randn(2, 64, requires_grad=True)
+    bias = torch.randn(64, requires_grad=True)
+    torch.library.opcheck(torch.ops.vbrt.linear, (x, bias, handle.token, 64))
+    torch.library.opcheck(torch.ops.vbrt.linear_backward, (x.detach(), handle.token, 64))
+    torch.library.opcheck(torch.ops.vbrt.weight, (handle.token, 64, 64, torch.float32, torch.device("cpu")))

@@ -1,0 +1,366 @@
+"""Policies and `simulate`: closed forms, invariants, what is learned from a pass."""
+
+import math
+from bisect import bisect_right
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.traces import Workload, workloads
+from vbrt.policy import PASS, LRUPolicy, Policy, ScheduledPolicy, make_policy, simulate, spread, spread_pins
+
+KINDS = ("lru", "scheduled")
+
+
+def cycle(n: int, passes: int, *, marked: bool = True) -> list:
+    return ([PASS] * marked + [f"page{i}" for i in range(n)]) * passes
+
+
+def steady_hits(kind: str, n: int, room: int, *, prefetch: int = 2, marked: bool = True, passes: int = 6) -> float:
+    """Hits of one pass, once the order is known and the pins are in."""
+    def hits(count):
+        return simulate(kind, cycle(n, count, marked=marked), room, prefetch=prefetch).hits.total()
+
+    return (hits(passes + 3) - hits(3)) / passes
+
+
+def belady_hits(trace: list[str], room: int) -> int:
+    """Hits of the optimal policy for equal pages: the page whose next use is farthest leaves."""
+    places: dict[str, list[int]] = {}
+    for at, key in enumerate(trace):
+        places.setdefault(key, []).append(at)
+
+    def next_use(key: str, at: int) -> float:
+        after = bisect_right(places[key], at)
+        return places[key][after] if after < len(places[key]) else math.inf
+
+    resident: set[str] = set()
+    hits = 0
+    for at, key in enumerate(trace):
+        hits += key in resident
+        if key not in resident and len(resident) == room:
+            resident.remove(max(resident, key=lambda k: next_use(k, at)))
+        resident.add(key)
+    return hits
+
+
+# -- closed forms -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 5, 9])
+@pytest.mark.parametrize("marked", [True, False])
+def test_lru_misses_everything_on_a_cyclic_scan_that_does_not_fit_and_nothing_on_one_that_does(n, marked):
+    for room in range(1, n):
+        assert simulate("lru", cycle(n, 5, marked=marked), room).hits.total() == 0
+    for room in (n, n + 3):
+        counts = simulate("lru", cycle(n, 5, marked=marked), room)
+        assert counts.hits.total() == 4 * n
+        assert counts.misses == dict.fromkeys((f"page{i}" for i in range(n)), 1)
+        assert counts.bytes_in == n
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
+@pytest.mark.parametrize("n", [4, 7, 12])
+def test_scheduled_reaches_its_closed_form_on_a_cyclic_scan(n, prefetch, marked):
+    for room in range(1, n):
+        expected = max(0, room - 1 - prefetch)
+        assert steady_hits("scheduled", n, room, prefetch=prefetch, marked=marked) == expected
+    assert steady_hits("scheduled", n, n, prefetch=prefetch, marked=marked) == n
+
+
+@pytest.mark.parametrize(("n", "room"), [(6, 3), (10, 6), (9, 8)])
+def test_beladys_optimum_on_a_cyclic_scan_is_what_the_docs_say(n, room):
+    passes = 60
+    optimum = belady_hits(cycle(n, passes, marked=False), room) / (passes * n)
+    assert optimum == pytest.approx((room - 1) / (n - 1), abs=1 / passes)
+    assert steady_hits("scheduled", n, room, prefetch=0) / n <= optimum + 1 / passes
+
+
+@given(n=st.integers(2, 9), turns=st.integers(1, 5), data=st.data())
+def test_lru_is_optimal_on_palindromes(n, turns, data):
+    room = data.draw(st.integers(1, n + 1))
+    there = [f"page{i}" for i in range(n)]
+    trace = (there + there[::-1]) * turns
+    assert simulate("lru", trace, room).hits.total() == belady_hits(trace, room)
+
+
+@given(workloads())
+def test_no_policy_hits_more_than_belady(load):
+    equal = [key for leases in load.passes for keys in leases for key in keys]
+    room = max(1, min(load.room, len(load.sizes)))
+    for kind in KINDS:
+        assert simulate(kind, equal, room, prefetch=load.prefetch).hits.total() <= belady_hits(equal, room)
+
+
+def test_a_lease_of_two_pages_counts_both():
+    trace = [PASS, ("a", "b"), ("c", "d")] * 4
+    counts = simulate("lru", trace, 4)
+    assert counts.misses.total() == 4 and counts.hits.total() == 12
+    assert counts.hit_rate == 0.75
+    assert simulate("lru", trace, 2).hits.total() == 0
+
+
+def test_room_for_everything_needs_no_second_copy_of_anything():
+    for kind in KINDS:
+        counts = simulate(kind, cycle(6, 4), 30, sizes={f"page{i}": i + 1 for i in range(6)})
+        assert counts.bytes_in == 21 and set(counts.misses.values()) == {1}
+
+
+# -- invariants -------------------------------------------------------------------------------------------------------
+
+
+def replay(policy: Policy, load: Workload) -> None:
+    """Run the trace and keep books from the decisions alone."""
+    books: set[str] = set()
+    unused: set[str] = set()
+
+    def act(decision, busy):
+        for key in decision.evict:
+            assert key in books and key not in busy
+            books.remove(key)
+            unused.discard(key)
+        books.add(decision.key)
+        assert sorted(books) == sorted(policy.resident()) or decision.prefetched
+        assert policy.resident_bytes <= policy.capacity_bytes
+
+    for item in load.trace:
+        if item is PASS:
+            policy.begin_pass()
+            continue
+        for key in item:
+            was_there, was_unused = key in books, key in unused
+            decision = policy.access(key, load.sizes[key], busy=item)
+            assert decision.key == key
+            assert decision.hit == (was_there and not was_unused)
+            assert decision.prefetched == was_unused
+            assert not (was_there and decision.evict)
+            unused.discard(key)
+            act(decision, item)
+        ahead = policy.ahead(busy=item)
+        for decision in ahead:
+            assert decision.prefetched and not decision.hit and decision.key not in books
+            unused.add(decision.key)
+            act(decision, item)
+        assert len(ahead) <= load.prefetch
+        assert sorted(books) == sorted(policy.resident())
+        assert policy.resident_bytes == sum(load.sizes[key] for key in books) <= policy.capacity_bytes
+
+
+@given(workloads())
+def test_decisions_keep_the_books_within_the_room(load):
+    replay(make_policy(load.kind, load.room, prefetch=load.prefetch, group=load.group), load)
+
+
+@given(workloads())
+def test_counts_of_simulate_add_up(load):
+    counts = simulate(load.kind, load.trace, load.room, sizes=load.sizes, prefetch=load.prefetch, group=load.group)
+    accesses = [key for leases in load.passes for keys in leases for key in keys]
+    assert counts.hits.total() + counts.misses.total() == len(accesses)
+    assert all(counts.prefetched[key] <= counts.misses[key] for key in load.sizes)
+    assert counts.bytes_in == sum(load.sizes[key] * n for key, n in counts.misses.items())
+
+
+@given(workloads(), st.integers(0, 20))
+def test_a_policy_that_loses_room_gives_pages_up_and_goes_on(load, room):
+    policy = make_policy(load.kind, load.room, prefetch=load.prefetch, group=load.group)
+    replay(policy, load)
+    before = set(policy.resident())
+    victims = set(policy.resize(room))
+    assert victims <= before and set(policy.resident()) == before - victims
+    assert policy.resident_bytes == sum(load.sizes[key] for key in before - victims) <= max(room, 0)
+    policy.reset()
+    assert policy.resident() == () and policy.resident_bytes == 0
+    policy.resize(load.room)
+    replay(policy, load)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_room_beside_busy_pages_changes_nothing(kind):
+    policy = make_policy(kind, 3)
+    for key in "abc":
+        policy.access(key, 1)
+    before = set(policy.resident())
+    assert policy.access("d", 2, busy=("a", "b", "d")) is None
+    assert policy.access("d", 4) is None
+    assert set(policy.resident()) == before and policy.resident_bytes == 3
+    assert policy.access("d", 2, busy=("b", "d")).evict == ("a", "c")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forgotten_page_is_a_miss_again(kind):
+    policy = make_policy(kind, 3)
+    policy.access("a", 2)
+    policy.forget("a")
+    policy.forget("never there")
+    assert policy.resident_bytes == 0 and policy.resident() == ()
+    assert not policy.access("a", 2).hit
+
+
+def test_a_forgotten_page_is_not_fetched_ahead_until_it_is_accessed():
+    policy = ScheduledPolicy(3, prefetch=2)
+    for _ in range(2):
+        policy.begin_pass()
+        for key in "abcdef":
+            policy.access(key, 1)
+    policy.begin_pass()
+    policy.access("a", 1)
+    policy.forget("b")
+    assert [decision.key for decision in policy.ahead(busy="a")] == ["c", "d"]
+    for key in "bcdef":
+        policy.access(key, 1)
+    policy.begin_pass()
+    policy.access("a", 1)
+    assert [decision.key for decision in policy.ahead(busy="a")] == ["b", "c"]
+
+
+def test_an_abstract_policy_and_an_unknown_one_are_refused():
+    for call in (lambda p: p.access("a", 1), lambda p: p.forget("a"), lambda p: p.resident(), lambda p: p.resize(0)):
+        with pytest.raises(TypeError, match="abstract"):
+            call(Policy(1))
+    with pytest.raises(ValueError, match=r"policy\.kind = 'mru'"):
+        make_policy("mru", 1)
+    with pytest.raises(ValueError, match="does not fit into 2 bytes"):
+        simulate("lru", [("a", "b", "c")], 2)
+
+
+def test_simulate_takes_a_policy_of_ones_own():
+    assert simulate(LRUPolicy(2), ["a", "b", "a", "c", "a"], 99).hits == {"a": 2, "b": 0, "c": 0}
+    assert simulate("lru", [], 1).hit_rate == 0.0
+
+
+# -- what is pinned ---------------------------------------------------------------------------------------------------
+
+
+@given(n=st.integers(1, 40), room=st.integers(0, 45), size=st.sampled_from([1, 3, 4096]), window=st.integers(1, 4))
+def test_pins_of_equal_pages_are_spread_evenly(n, room, size, window):
+    order = tuple(f"page{i}" for i in range(n))
+    pins = spread_pins(order, dict.fromkeys(order, size), room * size + size // 2, window=window)
+    assert len(pins) == (n if room >= n else max(0, room - window))
+    places = [i for i, key in enumerate(order) if key in pins]
+    if 0 < len(pins) < n:
+        around = [*places, places[0] + n]
+        gaps = {after - before for before, after in pairwise(around)}
+        assert max(gaps) - min(gaps) <= 1
+
+
+def test_pins_are_not_a_prefix():
+    order = tuple(f"page{i}" for i in range(12))
+    pins = spread_pins(order, dict.fromkeys(order, 1), 6, window=3)
+    assert sorted(order.index(key) for key in pins) == [3, 7, 11]
+
+
+@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=20), budget=st.integers(-5, 600))
+def test_a_spread_keeps_to_its_budget_and_uses_what_it_can(sizes, budget):
+    given_sizes = {f"page{i}": size for i, size in enumerate(sizes)}
+    chosen = spread(list(given_sizes), given_sizes, budget)
+    assert len(set(chosen)) == len(chosen)
+    left = budget - sum(given_sizes[key] for key in chosen)
+    assert left >= min(budget, 0)
+    assert all(size > left for key, size in given_sizes.items() if key not in chosen)
+
+
+def test_pages_that_a_pass_uses_more_often_are_pinned_first():
+    order = ("a", "shared", "b", "c", "shared", "d", "e", "shared")
+    assert spread_pins(order, dict.fromkeys(order, 1), 3, window=2) == {"shared"}
+
+
+@given(workloads())
+def test_pins_leave_room_for_a_lease_and_the_pages_ahead(load):
+    order = tuple(key for keys in load.passes[0] for key in keys)
+    window = load.group + load.prefetch
+    pins = spread_pins(order, load.sizes, load.room, window=window)
+    if pins != set(order):
+        around = order * (window + 1)
+        widest = max(sum(load.sizes[key] for key in around[at: at + window]) for at in range(len(order)))
+        pinned = sum(load.sizes[key] for key in pins)
+        assert not pins or pinned + widest <= load.room
+
+
+# -- learning ---------------------------------------------------------------------------------------------------------
+
+
+def hits_of_last_pass(passes: list[list[str]], room: int, *, prefetch: int = 1) -> int:
+    def total(some):
+        return simulate("scheduled", [x for p in some for x in [PASS, *p]], room, prefetch=prefetch).hits.total()
+
+    return total(passes) - total(passes[:-1])
+
+
+FULL = [f"page{i}" for i in range(10)]
+
+
+@pytest.mark.parametrize("changed", [
+    pytest.param(FULL[:3] + FULL[4:], id="skipped"),
+    pytest.param([*FULL[:5], FULL[2], *FULL[5:]], id="repeated"),
+    pytest.param(FULL[5:] + FULL[:5], id="reordered"),
+    pytest.param([*FULL, "new0", "new1"], id="grown"),
+])
+def test_a_changed_order_is_learned_in_one_pass(changed):
+    settled = hits_of_last_pass([changed] * 8, 6)
+    learning = [FULL] * 5 + [changed] * 2  # one pass to learn it, one to bring the new pins in
+    assert hits_of_last_pass([*learning, changed], 6) == settled
+    assert settled >= 4
+
+
+def test_the_learned_pass_is_fetched_ahead_at_once():
+    counts = simulate("scheduled", [PASS, *FULL, PASS, *FULL[::-1], PASS, *FULL[::-1]], 6, prefetch=2)
+    third = counts.prefetched.total() - simulate("scheduled", [PASS, *FULL, PASS, *FULL[::-1]], 6,
+                                                 prefetch=2).prefetched.total()
+    misses = counts.misses.total() - simulate("scheduled", [PASS, *FULL, PASS, *FULL[::-1]], 6).misses.total()
+    assert third >= misses - 2
+
+
+@pytest.mark.parametrize("stop", [1, 4, 9])
+def test_a_pass_that_stops_early_does_not_replace_the_order(stop):
+    settled = hits_of_last_pass([FULL] * 6, 6)
+    assert hits_of_last_pass([*[FULL] * 5, FULL[:stop], FULL], 6) >= settled == 4
+
+
+def test_after_a_pass_that_stopped_early_the_next_one_is_fetched_ahead_from_its_start():
+    policy = ScheduledPolicy(6, prefetch=2)
+    for keys in [FULL] * 3 + [FULL[:5]]:
+        policy.begin_pass()
+        for key in keys:
+            policy.access(key, 1, busy=(key,))
+            policy.ahead(busy=(key,))
+    policy.begin_pass()
+    policy.access(FULL[0], 1, busy=(FULL[0],))
+    ahead = {decision.key for decision in policy.ahead(busy=(FULL[0],))}
+    streamed = [key for key in FULL[1:] if key not in policy.resident() or key in ahead]
+    assert ahead and ahead <= set(streamed[:2])
+
+
+def test_pages_fetched_ahead_for_places_that_were_skipped_still_count_as_prefetched():
+    policy = ScheduledPolicy(5, prefetch=2)
+    for _ in range(3):
+        policy.begin_pass()
+        for key in FULL:
+            policy.access(key, 1, busy=(key,))
+            policy.ahead(busy=(key,))
+    staged = list(policy._fresh)
+    assert len(staged) == 2
+    policy.begin_pass()
+    far = FULL[FULL.index(staged[-1]) + 1]
+    policy.access(far, 1, busy=(far,))  # jumps over both
+    for key in staged:
+        if key in policy.resident():
+            decision = policy.access(key, 1)
+            assert decision.prefetched and not decision.hit
+
+
+def test_an_unmarked_pass_without_a_recurring_start_stays_bounded():
+    policy = ScheduledPolicy(2)
+    policy.access("first", 1)
+    for turn in range(20_000):
+        policy.access("ab"[turn % 2], 1)
+    assert len(policy._current) < 5_000
+    policy = ScheduledPolicy(2)
+    for turn in range(3_000):
+        policy.begin_pass()
+        policy.access(f"generation{turn}", 1)
+        policy.ahead()
+        policy.forget(f"generation{turn}")
+    assert len(policy._sizes) < 10 and len(policy._gone) < 10

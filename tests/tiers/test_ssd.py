@@ -1,0 +1,577 @@
+"""Page files: written once, verified on each read, gone when their run is."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections import namedtuple
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from vbrt.errors import TierError
+from vbrt.tiers.memory import MemoryTier
+from vbrt.tiers.ssd import HEADER_BYTES, SsdTier
+
+PAGE = 4096
+CHUNK = 2 << 20  # what is read and hashed at a time
+
+
+def page(nbytes: int = 3 * PAGE, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def room(nbytes: int) -> torch.Tensor:
+    """An aligned buffer, as the stack has them."""
+    return MemoryTier("cpu", torch.device("cpu"), 1 << 40).allocate(nbytes).tensor
+
+
+def read(tier: SsdTier, key: str, nbytes: int = 3 * PAGE) -> torch.Tensor:
+    out = room(nbytes)
+    tier.read(key, out)
+    return out
+
+
+def file_of(tier: SsdTier, key: str) -> Path:
+    return tier._files[key].path
+
+
+@pytest.fixture
+def tier(tmp_path):
+    tier = SsdTier(tmp_path, 1 << 30)
+    yield tier
+    tier.close()
+
+
+# -- contents ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("io", ["direct", "buffered", "auto"])
+@pytest.mark.parametrize("nbytes", [PAGE, CHUNK - PAGE, CHUNK, CHUNK + PAGE, 2 * CHUNK + 3 * PAGE])
+def test_what_was_written_is_read(tmp_path, io, nbytes):
+    tier = SsdTier(tmp_path, 1 << 30, io=io)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # where the file system refuses O_DIRECT, which is announced
+        tier.write("layer", page(nbytes))
+        assert torch.equal(read(tier, "layer", nbytes), page(nbytes))
+    assert tier.mode in ((io,) if not tier.fallbacks and io != "auto" else ("buffered", "direct"))
+
+
+@pytest.mark.parametrize("most", [1000, HEADER_BYTES, HEADER_BYTES + 1, 2 * HEADER_BYTES + 5])
+def test_a_read_that_comes_in_pieces_is_put_together(tier, monkeypatch, most):
+    real = os.preadv
+
+    def short(fd, views, offset):
+        """At most so many bytes, as a signal or a network file system would have it."""
+        left, pieces = most, []
+        for view in views:
+            pieces.append(view[:left])
+            left -= len(pieces[-1])
+        return real(fd, pieces, offset)
+
+    tier.write("layer", page())
+    monkeypatch.setattr(os, "preadv", short)
+    assert torch.equal(read(tier, "layer"), page())
+
+
+def test_a_write_that_comes_in_pieces_is_put_together(tier, monkeypatch):
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda fd, view: real(fd, view[:1000]))
+    tier.write("layer", page())
+    assert torch.equal(read(tier, "layer"), page())
+
+
+def test_a_file_says_what_it_holds(tier):
+    tier.write("model.layers.0/q proj#coarse", page(), {"format": "nvfp4"})
+    path = file_of(tier, "model.layers.0/q proj#coarse")
+    raw = path.read_bytes()
+    assert len(raw) == HEADER_BYTES + 3 * PAGE and raw.startswith(b"VBPAGE")
+    note = json.loads(raw[32: HEADER_BYTES - 8].rstrip(b"\0"))
+    assert note == {"key": "model.layers.0/q proj#coarse", "layout": {"format": "nvfp4"}}
+    assert path.name.endswith("model.layers.0_q_proj_coarse.page") and path.stat().st_mode & 0o077 == 0
+
+
+def test_long_and_odd_names_make_files_of_their_own(tier):
+    keys = ["x" * 5000, "y/" * 300, "ä/../..", "a b", "a_b", ""]
+    for seed, key in enumerate(keys):
+        tier.write(key, page(seed=seed))
+    for seed, key in enumerate(keys):
+        assert torch.equal(read(tier, key), page(seed=seed))
+        assert file_of(tier, key).parent == tier.directory
+
+
+def test_a_page_is_synced_before_it_gets_its_name(tier, monkeypatch):
+    calls = []
+    for name in ("open", "write", "fsync", "replace"):
+        real = getattr(os, name)
+
+        def spy(*args, real=real, name=name, **kwargs):
+            calls.append((name, str(args[0])))
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, spy)
+    tier.write("layer", page())
+    names = [name for name, _ in calls]
+    assert names.index("open") < names.index("write") < names.index("fsync") < names.index("replace")
+    assert names[-1] == "replace" and calls[-1][1].endswith(".tmp")
+    assert len([name for name in names[names.index("fsync"):] if name == "write"]) == 0
+
+
+def test_the_budget_counts_headers_and_comes_back_with_drop(tmp_path):
+    tier = SsdTier(tmp_path, 2 * (HEADER_BYTES + PAGE))
+    tier.write("a", page(PAGE))
+    tier.write("b", page(PAGE))
+    assert tier.held_bytes == tier.capacity_bytes == tier.peak_bytes
+    with pytest.raises(TierError, match=r"c: 8192 bytes do not fit into tiers\.ssd\.budget = 16384 \(16384 held\)"):
+        tier.write("c", page(PAGE))
+    assert sorted(path.name.rsplit("-")[-1] for path in tier.directory.glob("*.*")) == ["a.page", "b.page"]
+    tier.drop("a")
+    tier.drop("a")
+    assert tier.held_bytes == HEADER_BYTES + PAGE
+    tier.write("c", page(PAGE))
+    assert torch.equal(read(tier, "b", PAGE), page(PAGE))
+
+
+def test_a_buffer_of_another_size_is_refused(tier):
+    tier.write("layer", page())
+    with pytest.raises(TierError, match="layer: the page has 12288 bytes, the buffer 4096"):
+        read(tier, "layer", PAGE)
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1 << (at % 8)
+    path.write_bytes(raw)
+
+
+def damage_payload(path, other):
+    flip(path, HEADER_BYTES + 7777)
+
+
+def damage_last_byte(path, other):
+    flip(path, HEADER_BYTES + 3 * PAGE - 1)
+
+
+def damage_magic(path, other):
+    flip(path, 0)
+
+
+def damage_header_padding(path, other):
+    flip(path, HEADER_BYTES // 2)
+
+
+def damage_header_digest(path, other):
+    flip(path, HEADER_BYTES - 1)
+
+
+def truncate(path, other):
+    os.truncate(path, HEADER_BYTES + PAGE)
+
+
+def truncate_unaligned(path, other):
+    os.truncate(path, HEADER_BYTES + PAGE + 17)
+
+
+def truncate_in_header(path, other):
+    os.truncate(path, 100)
+
+
+def empty(path, other):
+    os.truncate(path, 0)
+
+
+def grow(path, other):
+    os.truncate(path, HEADER_BYTES + 5 * PAGE)
+
+
+def remove(path, other):
+    path.unlink()
+
+
+def swap(path, other):
+    path.write_bytes(other.read_bytes())
+
+
+def become_a_directory(path, other):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("io", ["direct", "buffered"])
+@pytest.mark.parametrize(("damage", "says"), [
+    (damage_payload, "does not hold the bytes that were written"),
+    (damage_last_byte, "does not hold the bytes that were written"),
+    (damage_magic, "its header is damaged"),
+    (damage_header_padding, "its header is damaged"),
+    (damage_header_digest, "its header is damaged"),
+    (truncate, "truncated"),
+    (truncate_unaligned, "truncated"),
+    (truncate_in_header, "truncated"),
+    (empty, "truncated"),
+    (grow, "has grown"),
+    (remove, "is missing"),
+    (swap, "holds another page"),
+    (become_a_directory, "has"),
+])
+def test_damage_is_an_error_that_names_layer_and_file(tmp_path, damage, says, io):
+    tier = SsdTier(tmp_path, 1 << 30, io=io)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tier.write("layers.0#coarse", page(seed=1))
+        tier.write("layers.1#coarse", page(seed=2))
+        path = file_of(tier, "layers.0#coarse")
+        good = path.read_bytes()
+        assert torch.equal(read(tier, "layers.0#coarse"), page(seed=1))
+        damage(path, file_of(tier, "layers.1#coarse"))
+        fds = len(os.listdir("/proc/self/fd"))
+        for _ in range(2):
+            with pytest.raises(TierError) as caught:
+                read(tier, "layers.0#coarse")
+            assert str(caught.value).startswith("layers.0#coarse: ")
+            assert str(path) in str(caught.value) and says in str(caught.value)
+        assert len(os.listdir("/proc/self/fd")) == fds
+        assert torch.equal(read(tier, "layers.1#coarse"), page(seed=2))  # the others are fine
+        if path.is_dir():
+            path.rmdir()
+        path.write_bytes(good)
+        assert torch.equal(read(tier, "layers.0#coarse"), page(seed=1))  # and this one is, once it is repaired
+    tier.close()
+
+
+def test_a_file_of_another_version_says_so(tier):
+    import xxhash
+
+    tier.write("layer", page())
+    path = file_of(tier, "layer")
+    raw = bytearray(path.read_bytes())
+    raw[8] = 9
+    raw[HEADER_BYTES - 8: HEADER_BYTES] = xxhash.xxh3_64_digest(bytes(raw[: HEADER_BYTES - 8]))
+    path.write_bytes(raw)
+    with pytest.raises(TierError, match="page-file version 9; this vbrt reads version 1"):
+        read(tier, "layer")
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_truncated(tier, monkeypatch):
+    tier.write("layer", page(CHUNK + 2 * PAGE))
+    real = os.preadv
+
+    def preadv(fd, views, offset):
+        os.truncate(file_of(tier, "layer"), HEADER_BYTES + CHUNK)
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(TierError, match=r"layer: .* is truncated: it ends at byte"):
+        read(tier, "layer", CHUNK + 2 * PAGE)
+
+
+def test_an_io_error_names_layer_and_file(tier, monkeypatch):
+    def fail(fd, views, offset):
+        raise OSError(errno.EIO, "Input/output error")
+
+    tier.write("layer", page())
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(TierError, match=r"layer: cannot read .*layer\.page: Input/output error"):
+        read(tier, "layer")
+
+
+@pytest.mark.parametrize(("code", "says"), [
+    (errno.ENOSPC, "the disk is full; free 16384 bytes"), (errno.EDQUOT, "the disk is full"),
+    (errno.EIO, "Input/output"), (errno.EROFS, "Read-only file system")])
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_write_that_fails_leaves_nothing_behind(tier, monkeypatch, code, says, after):
+    real, calls = os.write, []
+
+    def write(fd, view):
+        calls.append(fd)
+        if len(calls) > after:
+            raise OSError(code, os.strerror(code))
+        return real(fd, view[:5000])
+
+    tier.write("good", page())
+    held, fds = tier.held_bytes, len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write)
+        with pytest.raises(TierError) as caught:
+            tier.write("layers.3#fine", page())
+    assert str(caught.value).startswith("layers.3#fine: cannot write ") and says in str(caught.value)
+    assert str(tier.directory) in str(caught.value)
+    assert tier.held_bytes == held and len(os.listdir("/proc/self/fd")) == fds
+    assert [path.name.rsplit("-")[-1] for path in tier.directory.glob("*.*")] == ["good.page"]
+    tier.write("layers.3#fine", page(seed=3))  # as soon as there is room
+    assert torch.equal(read(tier, "layers.3#fine"), page(seed=3))
+
+
+@pytest.mark.parametrize("during", ["write", "fsync", "replace"])
+def test_an_interrupted_write_leaves_nothing_behind(tier, monkeypatch, during):
+    real = getattr(os, during)
+
+    def interrupt(*args):
+        real(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, during, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            tier.write("layer", page())
+    assert list(tier.directory.glob("*.*")) == [] and tier.held_bytes == 0
+
+
+def test_a_full_disk_is_an_error_and_not_the_end(tmp_path):
+    """On a real file system of one MiB, where one can be mounted."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk], capture_output=True,
+                                      check=False).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        tier = SsdTier(disk, 1 << 30, io="buffered")
+        tier.write("small", page())
+        with pytest.raises(TierError, match=r"big: cannot write .*: the disk is full"):
+            tier.write("big", page(4 << 20))
+        assert torch.equal(read(tier, "small"), page())
+        tier.write("other", page(seed=2))
+        assert torch.equal(read(tier, "other"), page(seed=2))
+        tier.close()
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize("where", ["below a file", "on a read-only file system"])
+def test_a_directory_that_cannot_be_written_is_refused_at_the_start(tmp_path, where):
+    if where == "below a file":
+        (tmp_path / "file").write_text("")
+        root = tmp_path / "file" / "pages"
+    else:
+        root = Path("/proc/vbrt")  # refuses even root
+    with pytest.raises(TierError, match=r"tier ssd: cannot write in .*; point tiers\.ssd\.path at"):
+        SsdTier(root, 1 << 30)
+
+
+def test_a_read_only_directory_is_refused_at_the_start(tmp_path):
+    tmp_path.chmod(0o500)
+    try:
+        if os.access(tmp_path, os.W_OK):
+            pytest.skip("root may write everywhere")
+        with pytest.raises(TierError, match="Permission denied"):
+            SsdTier(tmp_path, 1 << 30)
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_a_page_whose_file_cannot_be_removed_is_dropped_and_counted(tier, monkeypatch):
+    def fail(self, missing_ok=False):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    tier.write("a", page())
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", fail)
+        tier.drop("a")
+    assert tier.held_bytes == HEADER_BYTES + 3 * PAGE and "Read-only file system" in tier.fallbacks[0]
+
+
+# -- direct or buffered -----------------------------------------------------------------------------------------------
+
+
+Memory = namedtuple("Memory", "available")
+
+
+@pytest.mark.parametrize(("available", "mode"), [(10, "buffered"), (8, "buffered"), (7, "direct"), (1, "direct")])
+def test_auto_reads_directly_when_the_files_exceed_half_of_the_available_memory(tier, monkeypatch, available, mode):
+    tier.write("layer", page())
+    assert tier.held_bytes == 4 * PAGE
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(available * PAGE))
+    assert tier.mode == mode
+
+
+def test_auto_decides_again_when_pages_are_added(tier, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(10 * PAGE))
+    tier.write("a", page())
+    assert tier.mode == "buffered"
+    tier.write("b", page())
+    assert tier.mode == "direct"
+
+
+def refuse_direct_open(monkeypatch):
+    real = os.open
+
+    def refuse(path, flags, *args, **kwargs):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+def refuse_direct_read(monkeypatch):
+    real = os.preadv
+
+    def refuse(fd, views, offset):
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", refuse)
+
+
+@pytest.mark.parametrize("refuse", [refuse_direct_open, refuse_direct_read])
+def test_a_file_system_without_direct_io_is_announced_once_and_served(tmp_path, monkeypatch, refuse):
+    tier = SsdTier(tmp_path, 1 << 30, io="direct")
+    tier.write("layer", page())
+    refuse(monkeypatch)
+    with pytest.warns(UserWarning, match="refuses O_DIRECT; reads go through the page cache"):
+        assert torch.equal(read(tier, "layer"), page())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(read(tier, "layer"), page())
+        tier.write("other", page(seed=1))
+        assert torch.equal(read(tier, "other"), page(seed=1))
+    assert tier.mode == "buffered" and len(tier.fallbacks) == 1
+
+
+def test_direct_reads_bypass_the_page_cache_flagged_as_such(tmp_path, monkeypatch):
+    tier = SsdTier(tmp_path, 1 << 30, io="direct")
+    tier.write("layer", page())
+    flags, real = [], os.open
+    monkeypatch.setattr(os, "open", lambda path, f, *args: flags.append(f) or real(path, f, *args))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        read(tier, "layer")
+    assert flags[0] & os.O_DIRECT
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_close_removes_the_run_and_may_come_twice(tmp_path):
+    tier = SsdTier(tmp_path / "deep" / "er", 1 << 30)
+    tier.write("layer", page())
+    fds = len(os.listdir("/proc/self/fd"))
+    tier.close()
+    tier.close()
+    assert list((tmp_path / "deep" / "er").iterdir()) == [] and tier.held_bytes == 0
+    assert len(os.listdir("/proc/self/fd")) == fds - 1
+    with pytest.raises(TierError, match="layer: the ssd tier holds no page of this name"):
+        read(tier, "layer")
+    with pytest.raises(TierError, match="late: cannot write"):
+        tier.write("late", page())
+
+
+def test_a_tier_that_is_collected_removes_its_run(tmp_path):
+    tier = SsdTier(tmp_path, 1 << 30)
+    tier.write("layer", page())
+    del tier
+    assert list(tmp_path.iterdir()) == []
+
+
+def start(root: Path) -> subprocess.Popen:
+    """Another process with a run in `root`, that waits."""
+    code = f"""
+        import sys, time, torch
+        from vbrt.tiers import SsdTier
+        tier = SsdTier({str(root)!r}, 1 << 30)
+        tier.write("layer", torch.zeros(4096, dtype=torch.uint8))
+        print(tier.directory, flush=True)
+        sys.stdin.read()
+    """
+    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE, text=True)
+
+
+def test_runs_of_dead_processes_are_removed_at_the_start_and_live_ones_are_not(tmp_path):
+    with start(tmp_path) as dies, start(tmp_path) as lives:
+        dead, live = (Path(process.stdout.readline().strip()) for process in (dies, lives))
+        (tmp_path / "run-of-the-user").mkdir()
+        (tmp_path / "notes.txt").write_text("not ours")
+        dies.send_signal(signal.SIGKILL)
+        dies.wait()
+        assert len(list(dead.iterdir())) == 2  # nobody cleaned up
+        own = SsdTier(tmp_path, 1 << 30)
+        assert not dead.exists()
+        assert len(list(live.iterdir())) == 2
+        own.write("layer", page())
+        assert torch.equal(read(own, "layer"), page())
+        lives.communicate()  # ends by itself
+        assert not live.exists()
+        own.close()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "run-of-the-user"]
+
+
+def test_a_run_that_is_being_made_is_left_alone(tmp_path):
+    making = tmp_path / "run-1-abc"
+    making.mkdir()
+    (making / "new-lock").write_text("")
+    SsdTier(tmp_path, 1 << 30).close()
+    assert making.exists()
+
+
+def test_a_run_that_was_killed_while_it_removed_itself_is_removed_by_the_next(tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def die(path, **options):
+        raise Killed
+
+    tier = SsdTier(tmp_path, 1 << 30)
+    tier.write("layer", page())
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", die)
+        with pytest.raises(Killed):
+            tier.close()
+    assert [path.name for path in tier.directory.iterdir()] == ["lock"]  # removed last
+    del tier
+    for fd in map(int, os.listdir("/proc/self/fd")):  # a killed process has no open files
+        if os.path.realpath(f"/proc/self/fd/{fd}").startswith(str(tmp_path)):
+            os.close(fd)
+    SsdTier(tmp_path, 1 << 30).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_start_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
+    def fail(fd, flags):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(TierError, match="No locks available"):
+        SsdTier(tmp_path, 1 << 30)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_reads_and_writes_but_removes_nothing_of_its_parents(tmp_path):
+    code = f"""
+        import os, torch
+        from vbrt.tiers import MemoryTier, SsdTier
+        tier = SsdTier({str(tmp_path)!r}, 1 << 30)
+        room = MemoryTier("cpu", torch.device("cpu"), 1 << 30)
+        def read(key):
+            out = room.allocate(4096).tensor
+            tier.read(key, out)
+            return int(out[0])
+        tier.write("parents", torch.full((4096,), 7, dtype=torch.uint8))
+        tier.write("dropped", torch.full((4096,), 8, dtype=torch.uint8))
+        child = os.fork()
+        if child == 0:
+            tier.drop("dropped")
+            tier.write("new", torch.full((4096,), 9, dtype=torch.uint8))
+            good = read("parents") == 7 and read("new") == 9
+            tier.drop("new")
+            tier.close()
+            os._exit(0 if good else 1)
+        tier.write("new", torch.full((4096,), 10, dtype=torch.uint8))
+        assert os.waitpid(child, 0)[1] == 0
+        assert (read("parents"), read("dropped"), read("new")) == (7, 8, 10)
+        tier.close()
+        assert not os.listdir({str(tmp_path)!r})
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True, timeout=60)

@@ -1,0 +1,1153 @@
+"""The stack: right bytes, exact counts, hard budgets, whatever threads, disks and Ctrl-C do."""
+
+import contextlib
+import copy
+import dis
+import faulthandler
+import functools
+import gc
+import os
+import pickle
+import random
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.traces import Workload, workloads
+from vbrt.errors import FormatError, TierError
+from vbrt.formats.page import PageLayout, build_layout
+from vbrt.policy import PASS, Decision, LRUPolicy, Policy, make_policy, simulate
+from vbrt.tiers import Level, MemoryTier, SsdTier, TierStack, detached_stack
+from vbrt.tiers.stack import _State
+
+UNIT = 4096
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_fsync():
+    """What a disk needs to be sure is not what is tested here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: None)
+        yield
+
+
+# -- tools ------------------------------------------------------------------------------------------------------------
+
+
+class WatchedTier(MemoryTier):
+    """Notes each moment at which the buffers that are really alive exceed the budget."""
+
+    def __init__(self, name: str, units: int) -> None:
+        super().__init__(name, CPU, units * UNIT)
+        self.alive: weakref.WeakSet = weakref.WeakSet()
+        self.violations: list[str] = []
+
+    def _new(self, nbytes):
+        buffer = super()._new(nbytes)
+        self.alive.add(buffer)
+        return buffer
+
+    def allocate(self, nbytes, **options):
+        buffer = super().allocate(nbytes, **options)
+        alive = sum(b.nbytes for b in self.alive)
+        if not alive == self.held_bytes <= self.peak_bytes <= self.capacity_bytes:
+            self.violations.append(f"alive {alive}, held {self.held_bytes}, peak {self.peak_bytes}")
+        return buffer
+
+
+class ScriptedPolicy(LRUPolicy):
+    """LRU that fetches ahead what it is told."""
+
+    def __init__(self, units: int, sizes: dict[str, int]) -> None:
+        super().__init__(units * UNIT)
+        self.sizes, self.script, self.unused = sizes, [], set()
+
+    def access(self, key, size, busy=()):
+        decision = super().access(key, size, busy)
+        if key in self.unused:
+            self.unused.remove(key)
+            return decision._replace(hit=False, prefetched=True)
+        return decision
+
+    def ahead(self, busy=()):
+        decisions = []
+        while self.script:
+            key = self.script.pop(0)
+            victims = self._make_room(self.sizes[key] * UNIT, busy)
+            self._pages[key] = self.sizes[key] * UNIT
+            self.resident_bytes += self.sizes[key] * UNIT
+            self.unused.add(key)
+            decisions.append(Decision(key, hit=False, evict=victims, prefetched=True))
+        return decisions
+
+    def _leave(self, key):
+        self.unused.discard(key)
+        super()._leave(key)
+
+
+class SlowSsd(SsdTier):
+    """Reads take a random time."""
+
+    def __init__(self, root, capacity_bytes, *, seed: int, most_ms: float) -> None:
+        super().__init__(root, capacity_bytes)
+        self.random, self.most_s = random.Random(seed), most_ms / 1000
+
+    def read(self, key, out):
+        time.sleep(self.random.random() * self.most_s)
+        super().read(key, out)
+
+
+class GatedSsd(SsdTier):
+    """Reads of a page whose gate is there wait until it opens."""
+
+    def __init__(self, root, capacity_bytes=1 << 40) -> None:
+        super().__init__(root, capacity_bytes)
+        self.gates: dict[str, threading.Event] = {}
+        self.began: dict[str, threading.Event] = {}
+
+    def close_gate(self, key: str) -> None:
+        self.gates[key], self.began[key] = threading.Event(), threading.Event()
+
+    def read(self, key, out):
+        if key in self.gates:
+            self.began[key].set()
+            assert self.gates[key].wait(30)
+        super().read(key, out)
+
+
+class FlakySsd(SlowSsd):
+    """Some reads fail."""
+
+    def __init__(self, *args, share: float, **options) -> None:
+        super().__init__(*args, **options)
+        self.share = share
+
+    def read(self, key, out):
+        if self.random.random() < self.share:
+            out.fill_(255)
+            raise TierError(f"{key}: cannot read {self._files[key].path}: Input/output error")
+        super().read(key, out)
+
+
+def layout(units: int) -> PageLayout:
+    return build_layout("dense", "dense", [("weight", "uint8", (units * UNIT,))])
+
+
+@functools.cache
+def content(key: str, units: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+    return torch.randint(0, 256, (units * UNIT,), dtype=torch.uint8, generator=generator)
+
+
+def add(stack: TierStack, key: str, units: int, home: str = "ssd") -> None:
+    stack.add(key, layout(units), home, lambda out: out.copy_(content(key, units)))
+
+
+def add_all(stack: TierStack, sizes: dict[str, int], homes: dict[str, str] | None = None) -> TierStack:
+    for key, units in sizes.items():
+        add(stack, key, units, homes[key] if homes else "ssd")
+    return stack
+
+
+def scripted(root: Path, units: int, sizes: dict[str, int]) -> tuple[TierStack, ScriptedPolicy, GatedSsd]:
+    """One memory tier whose prefetches are told, above an ssd that can be stopped."""
+    policy, ssd = ScriptedPolicy(units, sizes), GatedSsd(root)
+    return add_all(TierStack([Level(WatchedTier("cpu", units), policy)], ssd), sizes), policy, ssd
+
+
+def check(keys: Iterable[str], tensors: list[dict[str, torch.Tensor]]) -> None:
+    for key, fields in zip(keys, tensors, strict=True):
+        weight = fields["weight"]
+        assert torch.equal(weight, content(key, weight.numel() // UNIT)), key
+
+
+def use(stack: TierStack, *keys: str) -> None:
+    with stack.lease(keys) as tensors:
+        check(keys, tensors)
+
+
+def run(stack: TierStack, trace: Iterable) -> None:
+    for item in trace:
+        if item is PASS:
+            stack.begin_pass()
+        else:
+            use(stack, *item)
+
+
+def slots(stack: TierStack):
+    return [slot for level in stack.levels for slot in level.slots.values()]
+
+
+def assert_at_rest(stack: TierStack) -> None:
+    """Nothing is leased, promised, lost or over its budget once the workers are idle."""
+    for _ in range(2_000):
+        stack.collect()
+        with stack._lock:
+            used = [level.tier.used_bytes for level in stack.levels]
+            kept = [level.policy.resident_bytes + level.home_bytes for level in stack.levels]
+            if used == kept and all(slot.state is _State.READY for slot in slots(stack)):
+                break
+        time.sleep(0.005)
+    else:
+        pytest.fail(f"not at rest: {used} used, {kept} kept, {[(s.level.tier.name, s.page.key, s.state, s.holders) for s in slots(stack)]}")
+    for level in stack.levels:
+        living = sum(page.nbytes for page in stack.pages.values() if page.home == level.index)
+        assert level.home_bytes == living
+        assert not level.pending and not level.leased
+        assert not any(slot.holders for slot in level.slots.values())
+        assert sorted(key for key, slot in level.slots.items() if not slot.at_home) == sorted(level.policy.resident())
+        assert level.policy.resident_bytes <= level.policy.capacity_bytes
+        assert level.tier.held_bytes <= level.tier.capacity_bytes
+        assert getattr(level.tier, "violations", []) == []
+
+
+def within(seconds: float, work: Callable[[], object]) -> None:
+    """Run `work` in a thread; a hang shows where, and fails."""
+    failures: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+            if not isinstance(error, (Exception, KeyboardInterrupt)):
+                raise
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        faulthandler.dump_traceback()
+        pytest.fail("hangs")
+    if failures:
+        raise failures[0]
+
+
+@contextlib.contextmanager
+def in_background(work: Callable[[], object]) -> Iterator[threading.Thread]:
+    """`work` runs beside the block; its exception is raised after it."""
+    failures: list[Exception] = []
+
+    def target() -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    yield thread
+    thread.join(30)
+    if thread.is_alive():
+        faulthandler.dump_traceback()
+        pytest.fail("hangs")
+    if failures:
+        raise failures[0]
+
+
+def live(load: Workload, ssd: Callable[[Path], SsdTier] = lambda root: SsdTier(root, 1 << 40)) -> None:
+    """Run a workload on a real stack and hold its counts against `simulate`."""
+    counts = simulate(load.kind, load.trace, load.room, sizes=load.sizes, prefetch=load.prefetch, group=load.group)
+    policy = make_policy(load.kind, load.room * UNIT, prefetch=load.prefetch, group=load.group)
+    with tempfile.TemporaryDirectory() as root:
+        stack = TierStack([Level(WatchedTier("cpu", load.room), policy)], ssd(Path(root)))
+        within(60, lambda: run(add_all(stack, load.sizes), load.trace))
+        assert_at_rest(stack)
+        assert_counts(stack, counts)
+        if not load.prefetch or load.kind == "lru":
+            moved = sum(page.bytes_moved["ssd>cpu"] for page in stack.pages.values())
+            assert moved == counts.bytes_in * UNIT
+        stack.close()
+        assert stack.levels[0].tier.held_bytes == 0 and os.listdir(root) == []
+
+
+def assert_counts(stack: TierStack, counts) -> None:
+    pages = stack.pages.values()
+    assert {page.key: page.hits for page in pages if page.hits} == +counts.hits
+    assert {page.key: page.misses for page in pages if page.misses} == +counts.misses
+    assert {page.key: page.prefetched for page in pages if page.prefetched} == +counts.prefetched
+
+
+# -- live = simulated -------------------------------------------------------------------------------------------------
+
+
+@given(workloads())
+def test_live_counts_are_simulated_counts_and_contents_are_right(load):
+    live(load)
+
+
+@settings(max_examples=25)
+@given(workloads(most_pages=6, most_passes=4), st.integers(0, 1 << 20))
+def test_slow_reads_change_no_count(load, seed):
+    live(load, lambda root: SlowSsd(root, 1 << 40, seed=seed, most_ms=3))
+
+
+@pytest.mark.parametrize(("kind", "room", "hits"), [("lru", 7, 0), ("lru", 8, 8), ("scheduled", 3, 0),
+                                                    ("scheduled", 7, 4), ("scheduled", 8, 8)])
+def test_hit_rates_are_the_closed_forms(tmp_path, kind, room, hits):
+    sizes = {f"page{i}": 1 for i in range(8)}
+    stack = TierStack([Level(WatchedTier("cpu", room), make_policy(kind, room * UNIT))], SsdTier(tmp_path, 1 << 40))
+    one_pass = [PASS, *((key,) for key in sizes)]
+    run(add_all(stack, sizes), one_pass * 3)
+    before = sum(page.hits for page in stack.pages.values())
+    run(stack, one_pass * 4)
+    assert sum(page.hits for page in stack.pages.values()) - before == 4 * hits
+    stack.close()
+
+
+# -- three levels -----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def placed_workloads(draw: st.DrawFn) -> tuple[Workload, dict[str, str], int, str]:
+    """A workload, a home for each page, room for copies in the middle tier, and its policy."""
+    load = draw(workloads(most_pages=6, most_passes=4))
+    homes = {key: draw(st.sampled_from(["near", "far", "ssd", "ssd"])) for key in load.sizes}
+    far = draw(st.integers(max(load.sizes.values()), sum(load.sizes.values()) + 1))
+    return load, homes, far, draw(st.sampled_from(["lru", "scheduled"]))
+
+
+def live_in_three(placed, ssd: Callable[[Path], SsdTier]) -> None:
+    load, homes, far, far_kind = placed
+    live_there = {tier: sum(load.sizes[key] for key in homes if homes[key] == tier) for tier in ("near", "far")}
+    moving = [item if item is PASS else tuple(key for key in item if homes[key] != "near") for item in load.trace]
+    counts = simulate(load.kind, moving, load.room, sizes=load.sizes, prefetch=load.prefetch, group=load.group)
+    options = {"prefetch": load.prefetch, "group": load.group}
+    levels = [Level(WatchedTier("near", load.room + live_there["near"]),
+                    make_policy(load.kind, load.room * UNIT, **options)),
+              Level(WatchedTier("far", far + live_there["far"]), make_policy(far_kind, far * UNIT, **options))]
+    with tempfile.TemporaryDirectory() as root:
+        stack = add_all(TierStack(levels, ssd(Path(root))), load.sizes, homes)
+        within(60, lambda: run(stack, load.trace))
+        assert_at_rest(stack)
+        for page in stack.pages.values():
+            if page.home == 0:
+                page.hits = 0
+        assert_counts(stack, counts)
+        assert set(stack.pages) == set(load.sizes)
+        stack.close()
+        assert [level.tier.held_bytes for level in levels] == [0, 0] and os.listdir(root) == []
+
+
+@given(placed_workloads())
+def test_three_levels_hold_their_budgets_and_count_as_simulated(placed):
+    live_in_three(placed, lambda root: SsdTier(root, 1 << 40))
+
+
+@settings(max_examples=25)
+@given(placed_workloads(), st.integers(0, 1 << 20))
+def test_three_levels_with_slow_reads_count_the_same(placed, seed):
+    live_in_three(placed, lambda root: SlowSsd(root, 1 << 40, seed=seed, most_ms=2))
+
+
+def test_a_middle_tier_with_room_for_one_page_is_enough(tmp_path):
+    sizes = {f"page{i}": 1 for i in range(9)}
+    near = Level(WatchedTier("near", 5), make_policy("scheduled", 5 * UNIT, prefetch=3))
+    far = Level(WatchedTier("far", 1), make_policy("scheduled", UNIT, prefetch=3))
+    stack = add_all(TierStack([near, far], SlowSsd(tmp_path, 1 << 40, seed=0, most_ms=2), workers=3), sizes)
+    within(60, lambda: run(stack, [PASS, *((key,) for key in sizes)] * 5))
+    assert_at_rest(stack)
+    moved = Counter()
+    for page in stack.pages.values():
+        moved.update(page.bytes_moved)
+    assert set(moved) == {"far>near", "ssd>far"} and moved["ssd>far"] >= moved["far>near"] - 9 * UNIT
+    stack.close()
+
+
+def test_pages_pass_a_middle_tier_that_is_too_small_never(tmp_path):
+    levels = [Level(WatchedTier("near", 8), LRUPolicy(8 * UNIT)), Level(WatchedTier("far", 2), LRUPolicy(2 * UNIT))]
+    stack = add_all(TierStack(levels, SsdTier(tmp_path, 1 << 40)), {"small": 1, "large": 3})
+    with pytest.raises(TierError, match=r"large: 12288 bytes do not fit into tiers\.far\.budget = 8192"):
+        use(stack, "large")
+    use(stack, "small")
+    assert_at_rest(stack)
+    stack.close()
+
+
+# -- leases -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_larger_than_the_budget_is_refused_and_another_works(tmp_path):
+    stack, *_ = scripted(tmp_path, 3, {"a": 2, "b": 2, "c": 4})
+    with pytest.raises(TierError, match=r"a \+ b: 16384 bytes do not fit into tiers\.cpu\.budget = 12288"):
+        use(stack, "a", "b")
+    with pytest.raises(TierError, match=r"c: 16384 bytes do not fit"):
+        use(stack, "c")
+    use(stack, "a")
+    assert [page.misses for page in stack.pages.values()] == [1, 0, 0]  # a refusal is not an access
+    assert_at_rest(stack)
+    stack.close()
+
+
+def test_a_second_lease_of_a_thread_that_cannot_fit_beside_its_first_is_refused_instead_of_waiting(tmp_path):
+    stack, *_ = scripted(tmp_path, 3, {"a": 2, "b": 1, "c": 2})
+    with stack.lease(("a",)) as first:
+        use(stack, "b")
+        use(stack, "a")
+        with pytest.raises(TierError, match=r"c: .* this thread has leased a\); raise the budget"):
+            use(stack, "c")
+        check(("a",), first)
+    use(stack, "c")
+    assert_at_rest(stack)
+    stack.close()
+
+
+def test_a_lease_waits_for_the_room_that_another_thread_has_leased(tmp_path):
+    stack, *_ = scripted(tmp_path, 3, {"a": 2, "b": 2})
+    with contextlib.ExitStack() as afterwards, stack.lease(("a",)) as tensors:
+        thread = afterwards.enter_context(in_background(lambda: use(stack, "b")))
+        thread.join(0.05)
+        assert thread.is_alive()
+        check(("a",), tensors)
+    assert stack.pages["b"].misses == 1 and stack.pages["b"].hits == 0
+    assert_at_rest(stack)
+    stack.close()
+
+
+def test_an_exception_in_the_block_gives_the_pages_back(tmp_path):
+    stack, *_ = scripted(tmp_path, 2, {"a": 2, "b": 2})
+    with pytest.raises(ZeroDivisionError), stack.lease(("a",)):
+        raise ZeroDivisionError
+    use(stack, "b")
+    assert_at_rest(stack)
+    stack.close()
+
+
+def test_a_lease_that_was_lost_is_given_back_when_it_is_collected(tmp_path):
+    stack, *_ = scripted(tmp_path, 2, {"a": 2, "b": 2})
+    stack.lease(("a",)).__enter__()  # as if Ctrl-C had come before the block began
+    gc.collect()
+    use(stack, "b")
+    assert_at_rest(stack)
+    lost = stack.lease(("a",))
+    lost.__enter__()
+
+    def lose():
+        nonlocal lost
+        lost = None
+
+    timer = threading.Timer(0.05, lose)
+    timer.start()
+    within(20, lambda: use(stack, "b"))  # waits, and nobody tells it
+    stack.close()
+
+
+def test_waiting_is_counted(tmp_path):
+    stack, _, ssd = scripted(tmp_path, 2, {"a": 2})
+    ssd.close_gate("a")
+    threading.Timer(0.03, ssd.gates["a"].set).start()
+    use(stack, "a")
+    first = stack.pages["a"].wait_ns
+    assert first >= 20_000_000
+    use(stack, "a")
+    assert stack.pages["a"].wait_ns == first
+    stack.close()
+
+
+# -- copies in flight -------------------------------------------------------------------------------------------------
+
+
+def test_a_page_evicted_in_flight_keeps_its_room_until_its_copy_has_ended(tmp_path):
+    stack, policy, ssd = scripted(tmp_path, 2, {"a": 1, "b": 1, "c": 1, "d": 1})
+    ssd.close_gate("b")
+    policy.script = ["b"]
+    use(stack, "a")
+    assert ssd.began["b"].wait(30)
+    use(stack, "c")  # a leaves
+    with in_background(lambda: use(stack, "d")) as thread:  # b leaves, and cannot yet
+        thread.join(0.05)
+        assert thread.is_alive() and stack.levels[0].tier.held_bytes == 2 * UNIT
+        ssd.gates["b"].set()
+    assert_at_rest(stack)
+    stack.close()
+
+
+def test_a_page_demanded_again_while_its_doomed_copy_is_in_flight_is_read_again(tmp_path):
+    stack, policy, ssd = scripted(tmp_path, 3, {"a": 1, "b": 1})
+    ssd.close_gate("b")
+    policy.script = ["b"]
+    use(stack, "a")
+    assert ssd.began["b"].wait(30)
+    with stack._lock:
+        stack._evict(stack.levels[0], "b")
+        policy.forget("b")
+    ssd.began["b"].clear()
+    with in_background(lambda: use(stack, "b")):
+        assert ssd.began["b"].wait(30)
+        ssd.gates["b"].set()
+    use(stack, "b")
+    assert_at_rest(stack)
+    stack.close()
+
+
+def test_a_demand_takes_over_a_prefetch_that_nobody_has_begun(tmp_path):
+    sizes = {"a": 1, "b": 1, "c": 1, "d": 1}
+    stack, policy, ssd = scripted(tmp_path, 4, sizes)
+    for key in "bc":
+        ssd.close_gate(key)
+    policy.script = ["b", "c", "d"]  # two workers: d stays in the queue
+    use(stack, "a")
+    within(20, lambda: use(stack, "d"))
+    for key in "bc":
+        ssd.gates[key].set()
+    use(stack, "b", "c")
+    assert [page.prefetched for page in stack.pages.values()] == [0, 1, 1, 1]
+    assert_at_rest(stack)
+    stack.close()
+
+
+def test_a_prefetch_evicted_before_it_began_moves_nothing(tmp_path):
+    stack, policy, ssd = scripted(tmp_path, 4, {"a": 1, "b": 1, "c": 1, "d": 1, "e": 4})
+    for key in "bc":
+        ssd.close_gate(key)
+    policy.script = ["b", "c", "d"]
+    use(stack, "a")
+    assert ssd.began["b"].wait(30) and ssd.began["c"].wait(30)
+    with in_background(lambda: use(stack, "e")):
+        for key in "bc":
+            ssd.gates[key].set()
+    assert_at_rest(stack)
+    assert stack.pages["d"].bytes_moved == {"ssd>cpu": 0}
+    stack.close()
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def file_of(stack: TierStack, key: str) -> Path:
+    return stack.ssd._files[key].path
+
+
+def test_a_read_that_fails_is_raised_to_whoever_leases_the_page_and_only_then(tmp_path):
+    stack, policy, _ = scripted(tmp_path, 4, {"a": 1, "b": 2, "c": 1})
+    path = file_of(stack, "b")
+    good = path.read_bytes()
+    path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    policy.script = ["b"]
+    use(stack, "a")  # b is fetched ahead, and fails
+    assert_at_rest(stack)
+    use(stack, "c")
+    for keys in (("b",), ("a", "b"), ("b", "a")):
+        with pytest.raises(TierError) as caught:
+            use(stack, *keys)
+        assert str(caught.value).startswith("b: ") and str(path) in str(caught.value)
+        assert_at_rest(stack)
+    use(stack, "a")
+    path.write_bytes(good)
+    use(stack, "b")
+    assert_at_rest(stack)
+    stack.close()
+
+
+def test_who_waits_for_a_prefetch_that_fails_gets_its_error(tmp_path):
+    stack, policy, ssd = scripted(tmp_path, 4, {"a": 1, "b": 2})
+    good = file_of(stack, "b").read_bytes()
+    file_of(stack, "b").unlink()
+    ssd.close_gate("b")
+    policy.script = ["b"]
+    use(stack, "a")
+    assert ssd.began["b"].wait(30)
+    threading.Timer(0.03, ssd.gates["b"].set).start()
+    with pytest.raises(TierError, match=r"b: .*\.page is missing"):
+        use(stack, "b")
+    file_of(stack, "b").write_bytes(good)
+    use(stack, "b")
+    assert_at_rest(stack)
+    stack.close()
+
+
+def test_a_failing_source_fails_every_level_above_it(tmp_path):
+    levels = [Level(WatchedTier("near", 3), LRUPolicy(3 * UNIT)), Level(WatchedTier("far", 2), LRUPolicy(2 * UNIT))]
+    stack = add_all(TierStack(levels, SsdTier(tmp_path, 1 << 40)), {"a": 1, "b": 2})
+    good = file_of(stack, "a").read_bytes()
+    file_of(stack, "a").write_bytes(good[:5000])
+    for keys in (("a",), ("b", "a"), ("a", "b")):
+        with pytest.raises(TierError, match=r"a: .* truncated"):
+            use(stack, *keys)
+        assert_at_rest(stack)
+    use(stack, "b")
+    file_of(stack, "a").write_bytes(good)
+    use(stack, "a", "b")
+    assert_at_rest(stack)
+    stack.close()
+
+
+@pytest.mark.parametrize("home", ["cpu", "ssd"])
+def test_a_page_that_cannot_be_added_leaves_nothing_behind(tmp_path, home):
+    def fail(out):
+        out.fill_(1)
+        raise FormatError("layer: NaN")
+
+    stack = TierStack([Level(WatchedTier("cpu", 4), LRUPolicy(2 * UNIT))], SsdTier(tmp_path, 3 * UNIT))
+    add(stack, "a", 2, home)
+    held = stack.levels[0].tier.held_bytes, stack.ssd.held_bytes, sorted(os.listdir(stack.ssd.directory))
+    for _ in range(3):
+        with pytest.raises(FormatError):
+            stack.add("b", layout(1), home, fail)
+        with pytest.raises(TierError, match=rf"b: \d+ bytes do not fit into tiers\.{home}\.budget"):
+            add(stack, "b", 5, home)
+        with pytest.raises(TierError, match="a: the stack holds a page of this name already"):
+            add(stack, "a", 1, home)
+        with pytest.raises(TierError, match=r"b: .* was dropped"):
+            use(stack, "b")
+    assert held == (stack.levels[0].tier.held_bytes, stack.ssd.held_bytes, sorted(os.listdir(stack.ssd.directory)))
+    assert list(stack.pages) == ["a"]
+    use(stack, "a")
+    assert_at_rest(stack)
+    stack.close()
+
+
+def test_a_full_disk_leaves_the_stack_usable(tmp_path, monkeypatch):
+    stack, *_ = scripted(tmp_path, 2, {"a": 1})
+
+    def full(fd, view):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(TierError, match=r"b: cannot write .*: the disk is full"):
+            add(stack, "b", 1)
+    use(stack, "a")
+    add(stack, "b", 1)
+    use(stack, "b")
+    assert_at_rest(stack)
+    stack.close()
+
+
+# -- pages that live in a tier, and copies beside them ----------------------------------------------------------------
+
+
+def test_a_page_that_moves_in_displaces_copies_and_gives_their_room_back_when_it_leaves(tmp_path):
+    stack = TierStack([Level(WatchedTier("cpu", 6), make_policy("scheduled", 4 * UNIT))], SsdTier(tmp_path, 1 << 40))
+    sizes = {"a": 1, "b": 1, "c": 1, "d": 1}
+    run(add_all(stack, sizes), [PASS, *((key,) for key in sizes)] * 3)
+    policy = stack.levels[0].policy
+    add(stack, "fits", 2, "cpu")
+    assert policy.capacity_bytes == 4 * UNIT and policy.resident_bytes == 4 * UNIT
+    add(stack, "large", 3, "cpu")
+    assert policy.capacity_bytes == UNIT
+    run(stack, [PASS, *((key,) for key in sizes)] * 2)
+    with pytest.raises(TierError, match=r"a \+ b: 8192 bytes do not fit .* \(20480 bytes live there\)"):
+        use(stack, "a", "b")
+    with pytest.raises(TierError, match=r"more: 8192 bytes do not fit into tiers\.cpu\.budget = 24576"):
+        add(stack, "more", 2, "cpu")
+    assert_at_rest(stack)
+    stack.retire(("large",))
+    run(stack, [PASS, *((key,) for key in sizes)] * 4)
+    assert policy.capacity_bytes == 4 * UNIT
+    hits = sum(stack.pages[key].hits for key in sizes)
+    run(stack, [PASS, *((key,) for key in sizes)])
+    assert sum(stack.pages[key].hits for key in sizes) == hits + 4
+    assert_at_rest(stack)
+    stack.close()
+
+
+def test_a_page_moves_in_only_after_evicted_copies_have_ended(tmp_path):
+    stack, policy, ssd = scripted(tmp_path, 4, {"a": 1, "b": 3})
+    ssd.close_gate("b")
+    policy.script = ["b"]
+    use(stack, "a")
+    assert ssd.began["b"].wait(30)
+    with in_background(lambda: add(stack, "home", 3, "cpu")) as thread:
+        thread.join(0.05)
+        assert thread.is_alive() and "home" not in stack.pages
+        ssd.gates["b"].set()
+    use(stack, "home", "a")
+    assert_at_rest(stack)
+    stack.close()
+
+
+def test_a_policy_may_not_have_more_room_than_its_tier():
+    level = Level(WatchedTier("cpu", 2), LRUPolicy(5 * UNIT))
+    assert level.policy.capacity_bytes == 2 * UNIT
+
+
+def test_pages_at_home_on_top_are_leased_without_moving_anything():
+    stack = TierStack([Level(WatchedTier("cpu", 3), LRUPolicy(0))])
+    add(stack, "a", 1, "cpu")
+    add(stack, "b", 2, "cpu")
+    for _ in range(3):
+        use(stack, "a", "b")
+        use(stack, "b", "b")
+    assert [(page.hits, page.misses, page.bytes_moved) for page in stack.pages.values()] == [(3, 0, {}), (9, 0, {})]
+    assert_at_rest(stack)
+    stack.close()
+
+
+# -- owners -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("home", ["cpu", "ssd"])
+def test_a_page_goes_with_its_last_owner_at_the_next_access(tmp_path, home):
+    stack, *_ = scripted(tmp_path, 5, {"other": 1})
+    add(stack, "a", 2, home)
+    use(stack, "a")
+    stack.share(("a",))
+    stack.retire(("a",))
+    use(stack, "a")
+    stack.retire(("a",))
+    assert "a" in stack.pages
+    use(stack, "other")
+    assert "a" not in stack.pages and len(list(stack.ssd.directory.glob("*.page"))) == 1
+    with pytest.raises(TierError, match="a: its page was dropped"):
+        use(stack, "a")
+    stack.retire(("a", "never there"))
+    assert_at_rest(stack)
+    add(stack, "a", 1, home)  # the name is free again
+    use(stack, "a")
+    stack.close()
+
+
+@pytest.mark.parametrize("home", ["cpu", "ssd"])
+def test_a_page_retired_while_it_is_leased_is_valid_and_held_to_the_end_of_the_lease(tmp_path, home):
+    stack, *_ = scripted(tmp_path, 5, {"other": 1})
+    add(stack, "a", 2, home)
+    tier = stack.levels[0].tier
+    with stack.lease(("a",)) as tensors:
+        stack.retire(("a",))
+        stack.collect()
+        use(stack, "other")
+        check(("a",), tensors)
+        assert tier.used_bytes == 3 * UNIT
+        add(stack, "a", 1, home)  # another page of the same name
+        use(stack, "a")
+        check(("a",), tensors)
+    assert_at_rest(stack)
+    use(stack, "a")
+    assert_at_rest(stack)
+    stack.close()
+
+
+def test_retiring_needs_no_lock_because_finalizers_run_anywhere(tmp_path):
+    stack, *_ = scripted(tmp_path, 5, {"a": 1, "b": 1})
+    with stack._lock:
+        within(5, lambda: stack.retire(("a",)))
+    use(stack, "b")
+    assert list(stack.pages) == ["b"]
+    stack.close()
+
+
+@pytest.mark.parametrize("kind", ["lru", "scheduled"])
+def test_pages_may_be_retired_and_replaced_while_the_policy_knows_them(tmp_path, kind):
+    sizes = {f"page{i}": 1 + i % 2 for i in range(6)}
+    levels = [Level(WatchedTier("near", 5), make_policy(kind, 5 * UNIT, prefetch=3)),
+              Level(WatchedTier("far", 4), make_policy(kind, 4 * UNIT, prefetch=2))]
+    stack = add_all(TierStack(levels, SlowSsd(tmp_path, 1 << 40, seed=1, most_ms=1)), sizes)
+    keys = list(sizes)
+    for turn in range(12):
+        within(30, lambda: run(stack, [PASS, *((key,) for key in keys)]))
+        old = keys[turn % 6]
+        keys[turn % 6] = new = f"{old.split('@')[0]}@{turn}"
+        stack.retire((old,))
+        add(stack, new, 1 + turn % 3)
+    assert_at_rest(stack)
+    assert set(stack.pages) == set(keys) and len(list(stack.ssd.directory.glob("*.page"))) == 6
+    stack.close()
+
+
+# -- close ------------------------------------------------------------------------------------------------------------
+
+
+def test_close_ends_everything_and_may_come_twice(tmp_path):
+    stack, *_ = scripted(tmp_path, 3, {"a": 1, "b": 2})
+    use(stack, "a")
+    stack.close()
+    stack.close()
+    assert stack.levels[0].tier.held_bytes == 0 and os.listdir(tmp_path) == [] and not stack.pages
+    for late in (lambda: use(stack, "a"), lambda: add(stack, "c", 1), lambda: add(stack, "c", 1, "cpu")):
+        with pytest.raises(TierError, match="the model was closed, its pages are gone"):
+            late()
+    stack.begin_pass()
+    stack.retire(("a",))
+    stack.collect()
+
+
+def test_close_waits_for_the_copy_that_a_worker_is_making(tmp_path):
+    stack, policy, ssd = scripted(tmp_path, 3, {"a": 1, "b": 2})
+    ssd.close_gate("b")
+    policy.script = ["b"]
+    use(stack, "a")
+    assert ssd.began["b"].wait(30)
+    with in_background(stack.close) as closing:
+        closing.join(0.05)
+        assert closing.is_alive()
+        ssd.gates["b"].set()
+    assert stack.levels[0].tier.held_bytes == 0 and os.listdir(tmp_path) == []
+
+
+def test_close_wakes_those_who_wait_and_lets_a_lease_end(tmp_path):
+    stack, *_ = scripted(tmp_path, 3, {"a": 2, "b": 2})
+    waiting = []
+
+    def wait():
+        with pytest.raises(TierError, match="b: the model was closed"):
+            use(stack, "b")
+        waiting.append("told")
+
+    with stack.lease(("a",)) as tensors:
+        with in_background(wait) as thread:
+            thread.join(0.05)
+            assert thread.is_alive()
+            stack.close()
+        assert waiting == ["told"]
+        check(("a",), tensors)
+        assert stack.levels[0].tier.held_bytes == 2 * UNIT
+    assert stack.levels[0].tier.held_bytes == 0
+
+
+def test_close_while_a_thread_reads_a_page_ends_in_the_page_or_an_error(tmp_path):
+    stack, _, ssd = scripted(tmp_path, 3, {"a": 2})
+    ssd.close_gate("a")
+    outcome = []
+
+    def read():
+        try:
+            use(stack, "a")
+            outcome.append("page")
+        except TierError as error:
+            outcome.append(str(error))
+
+    with in_background(read):
+        assert ssd.began["a"].wait(30)
+        stack.close()  # waits for workers, not for this one
+        ssd.gates["a"].set()
+    assert len(outcome) == 1 and (outcome == ["page"] or outcome[0].startswith("a: "))
+    assert stack.levels[0].tier.held_bytes == 0
+
+
+def test_a_stack_that_is_not_closed_leaves_no_files_and_no_threads(tmp_path):
+    before = threading.active_count()
+    stack, policy, _ = scripted(tmp_path, 3, {"a": 1, "b": 1})
+    policy.script = ["b"]
+    use(stack, "a")
+    assert_at_rest(stack)
+    gone = weakref.ref(stack)
+    del stack, policy, _
+    gc.collect()
+    assert gone() is None and os.listdir(tmp_path) == []
+    for _ in range(1_000):
+        if threading.active_count() <= before:
+            break
+        time.sleep(0.005)
+    assert threading.active_count() <= before
+
+
+# -- copies and pickles of a stack ------------------------------------------------------------------------------------
+
+
+def test_a_copied_stack_is_the_same_and_an_unpickled_one_is_new_in_memory(tmp_path):
+    stack, *_ = scripted(tmp_path, 3, {"a": 1})
+    assert copy.deepcopy(stack) is stack
+    first, second = pickle.loads(pickle.dumps([stack, stack]))
+    assert first is second and first.names == ["cpu"]
+    other = pickle.loads(pickle.dumps(stack))
+    assert other is not first
+    add(first, "a", 50, "cpu")
+    other.close()  # one model's end is not another's
+    use(first, "a")
+    first.close()
+    stack.close()
+    assert detached_stack().device == CPU
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+
+
+def hammer(stack: TierStack, sizes: dict[str, int], most_units: int, *, threads: int = 4, turns: int = 120,
+           tolerant: bool = False) -> int:
+    """Threads that lease random pages; returns how many reads failed."""
+    failed, wrong = [], []
+
+    def work(seed: int) -> None:
+        choose = random.Random(seed)
+        for turn in range(turns):
+            keys = choose.sample(list(sizes), choose.randint(1, 2))
+            if sum(sizes[key] for key in keys) > most_units:
+                keys = keys[:1]
+            if turn % 10 == 0:
+                stack.begin_pass()
+            try:
+                with stack.lease(keys) as tensors:
+                    check(keys, tensors)
+                    time.sleep(choose.random() * 0.001)
+                    check(keys, tensors)
+            except TierError as error:
+                failed.append(error)
+                if not tolerant or str(error).split(":")[0] not in keys:
+                    wrong.append(error)
+
+    def target(seed: int) -> None:
+        try:
+            work(seed)
+        except BaseException as error:
+            wrong.append(error)
+            raise
+
+    workers = [threading.Thread(target=target, args=(seed,), daemon=True) for seed in range(threads)]
+    for worker in workers:
+        worker.start()
+    deadline = time.monotonic() + 60
+    for worker in workers:
+        worker.join(max(0.0, deadline - time.monotonic()))
+    if any(worker.is_alive() for worker in workers):
+        faulthandler.dump_traceback()
+        pytest.fail("deadlock")
+    assert not wrong, wrong[0]
+    return len(failed)
+
+
+SIZES = {f"page{i}": 1 + i % 3 for i in range(12)}
+
+
+@pytest.mark.parametrize("kind", ["lru", "scheduled"])
+@pytest.mark.parametrize("room", [4, 9])
+def test_threads_under_a_tight_budget_get_the_right_bytes_and_no_deadlock(tmp_path, kind, room):
+    stack = TierStack([Level(WatchedTier("cpu", room), make_policy(kind, room * UNIT))],
+                      SlowSsd(tmp_path, 1 << 40, seed=room, most_ms=1))
+    hammer(add_all(stack, SIZES), SIZES, room)
+    assert_at_rest(stack)
+    leases = sum(page.hits + page.misses for page in stack.pages.values())
+    assert 4 * 120 <= leases <= 2 * 4 * 120
+    stack.close()
+
+
+@pytest.mark.parametrize("kind", ["lru", "scheduled"])
+def test_threads_through_three_levels(tmp_path, kind):
+    levels = [Level(WatchedTier("near", 6), make_policy(kind, 6 * UNIT)),
+              Level(WatchedTier("far", 3), make_policy("scheduled", 3 * UNIT))]
+    stack = TierStack(levels, SlowSsd(tmp_path, 1 << 40, seed=3, most_ms=1), workers=3)
+    hammer(add_all(stack, SIZES), SIZES, 6)
+    assert_at_rest(stack)
+    stack.close()
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_threads_with_reads_that_fail_get_errors_for_their_own_pages_only(tmp_path, levels):
+    tiers = [Level(WatchedTier("near", 6), make_policy("scheduled", 6 * UNIT)),
+             Level(WatchedTier("far", 4), make_policy("lru", 4 * UNIT))][:levels]
+    ssd = FlakySsd(tmp_path, 1 << 40, seed=5, most_ms=1, share=0.2)
+    stack = TierStack(tiers, ssd)
+    assert hammer(add_all(stack, SIZES), SIZES, 6, tolerant=True) > 10
+    ssd.share = 0.0
+    assert_at_rest(stack)
+    run(stack, [(key,) for key in SIZES])
+    assert_at_rest(stack)
+    stack.close()
+
+
+def test_threads_while_pages_come_and_go(tmp_path):
+    sizes = dict(list(SIZES.items())[:6])
+    stack = TierStack([Level(WatchedTier("cpu", 10), make_policy("scheduled", 7 * UNIT))],
+                      SlowSsd(tmp_path, 1 << 40, seed=1, most_ms=1))
+    add_all(stack, sizes)
+    done = threading.Event()
+
+    def come_and_go():
+        turn = 0
+        while not done.is_set():
+            home = ("cpu", "ssd")[turn % 2]
+            add(stack, f"guest{turn}", 1 + turn % 3, home)
+            use(stack, f"guest{turn}")
+            stack.retire((f"guest{turn}",))
+            turn += 1
+
+    with in_background(come_and_go):
+        try:
+            hammer(stack, sizes, 5, threads=3)
+        finally:
+            done.set()
+    assert_at_rest(stack)
+    assert set(stack.pages) == set(sizes)
+    stack.close()
+
+
+# -- Ctrl-C -----------------------------------------------------------------------------------------------------------
+
+
+OURS = tuple(str(Path("vbrt") / name) for name in ("tiers/stack.py", "tiers/memory.py", "tiers/ssd.py", "policy.py"))
+
+
+@functools.cache
+def opcodes(code) -> dict[int, str]:
+    return {instruction.offset: instruction.opname for instruction in dis.get_instructions(code)}
+
+
+def interrupted(at: int, work: Callable[[], None]) -> bool:
+    """Run `work` with a KeyboardInterrupt at the `at`-th place where CPython looks for signals in our files.
+
+    It looks when a Python function begins, when a call into C has returned, and when a loop jumps back.
+    """
+    seen, before = 0, {}
+
+    def look() -> None:
+        nonlocal seen
+        seen += 1
+        if seen == at:
+            raise KeyboardInterrupt
+
+    def trace(frame, event, _):
+        if event == "call":
+            if frame.f_back in before:
+                before[frame.f_back] = "call of a Python function"
+            if not frame.f_code.co_filename.endswith(OURS):
+                return None
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            look()
+        elif event == "opcode":
+            last, before[frame] = before.get(frame), opcodes(frame.f_code)[frame.f_lasti]
+            if last in ("CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD"):
+                look()
+        elif event == "return":
+            before.pop(frame, None)
+        return trace
+
+    tracing = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(tracing)
+        before.clear()
+    return False
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a __del__ it is only printed
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize(("kind", "warm"), [("lru", True), ("scheduled", False), ("scheduled", True)])
+def test_ctrl_c_anywhere_loses_nothing(kind, warm, levels, monkeypatch, request):
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+    sizes = {f"page{i}": 1 + i % 2 for i in range(5)}
+    one_pass = [PASS, ("page0",), ("page1",), ("page2", "page3"), ("page4",)]
+    at = 1 + levels
+    request.addfinalizer(gc.unfreeze)
+    gc.freeze()  # what is there already need not be looked at each time
+    while True:
+        with tempfile.TemporaryDirectory() as root:
+            tiers = [Level(MemoryTier("near", CPU, 5 * UNIT), make_policy(kind, 5 * UNIT)),
+                     Level(MemoryTier("far", CPU, 4 * UNIT), make_policy(kind, 4 * UNIT))][:levels]
+            stack = add_all(TierStack(tiers, SsdTier(Path(root), 1 << 40), workers=1), sizes)
+            if warm:
+                run(stack, one_pass * 2)
+            hit = interrupted(at, lambda stack=stack: run(stack, one_pass))
+            gc.collect()
+            within(30, lambda stack=stack: run(stack, one_pass * 2))
+            assert_at_rest(stack)
+            stack.close()
+        if not hit:
+            break
+        at += 7
+    assert at > 40
+
+
+def test_ctrl_c_during_a_read_reaches_this_thread_and_others_get_an_error(tmp_path):
+    class Interrupted(SsdTier):
+        def read(self, key, out):
+            others.start()
+            time.sleep(0.05)
+            raise KeyboardInterrupt
+
+    def wait():
+        try:
+            use(stack, "a")
+        except TierError as error:
+            told.append(str(error))
+
+    told: list[str] = []
+    others = threading.Thread(target=wait, daemon=True)
+    ssd = Interrupted(tmp_path, 1 << 40)
+    stack = add_all(TierStack([Level(WatchedTier("cpu", 2), LRUPolicy(2 * UNIT))], ssd), {"a": 2})
+    with pytest.raises(KeyboardInterrupt):
+        use(stack, "a")
+    others.join(30)
+    assert told == ["a: its copy was interrupted; run the forward again"]
+    ssd.__class__ = SsdTier
+    use(stack, "a")
+    assert_at_rest(stack)
+    stack.close()
+
+
+# -- fork -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_can_use_the_pages_and_leaves_its_parents_alone(tmp_path):
+    code = f"""
+        import os, threading, time, torch
+        from vbrt.formats.page import build_layout
+        from vbrt.policy import make_policy
+        from vbrt.tiers import Level, MemoryTier, SsdTier, TierStack
+
+        class Slow(SsdTier):
+            def read(self, key, out):
+                reading.set()
+                time.sleep(0.01)
+                super().read(key, out)
+
+        reading = threading.Event()
+        tier = MemoryTier("cpu", torch.device("cpu"), 5 * 4096)
+        stack = TierStack([Level(tier, make_policy("scheduled", 4 * 4096))], Slow({str(tmp_path)!r}, 1 << 30))
+        layout = build_layout("dense", "dense", [("weight", "uint8", (4096,))])
+        for i in range(8):
+            stack.add(f"page{{i}}", layout, "ssd" if i else "cpu", lambda out, i=i: out.fill_(i))
+        def one_pass():
+            stack.begin_pass()
+            for i in range(8):
+                with stack.lease((f"page{{i}}",)) as (fields,):
+                    assert (fields["weight"] == i).all()
+        one_pass()
+        for _ in range(5):
+            reading.clear()
+            one_pass()
+            assert reading.wait(10)  # a worker is in the middle of a copy now
+            child = os.fork()
+            if child == 0:
+                try:
+                    one_pass()
+                    one_pass()
+                    assert tier.held_bytes <= tier.capacity_bytes
+                    stack.close()
+                    assert tier.held_bytes == 0
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+            one_pass()
+            assert os.waitpid(child, 0)[1] == 0
+            one_pass()
+        stack.close()
+        assert not os.listdir({str(tmp_path)!r})
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True, timeout=120)
+
+
+# -- policies of others -----------------------------------------------------------------------------------------------
+
+
+def test_a_policy_that_refuses_is_not_asked_when_it_would(tmp_path):
+    """The stack knows from sizes alone when a lease fits, so that a refused lease leaves no trace in a policy."""
+    class Strict(LRUPolicy):
+        def access(self, key, size, busy=()):
+            decision = super().access(key, size, busy)
+            assert decision is not None
+            return decision
+
+    stack = TierStack([Level(WatchedTier("cpu", 5), Strict(5 * UNIT))], SlowSsd(tmp_path, 1 << 40, seed=0, most_ms=1))
+    hammer(add_all(stack, SIZES), SIZES, 5)
+    assert_at_rest(stack)
+    assert isinstance(stack.levels[0].policy, Policy)
+    stack.close()

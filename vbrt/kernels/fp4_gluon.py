@@ -1,0 +1,332 @@
+"""The GPU side of `fp4_linear`: Gluon kernels over the tiles of `fp4_tiles`. Importing this needs Triton.
+
+One warp owns R row tiles and walks along K. Per step it reads its tiles (16 bytes a lane and load), turns each word
+into the A operand of one `mma.sync.m16n8k16` by bit arithmetic and two products with the block scale, all exact in
+bf16, and multiplies with activations that come straight from global memory in the order the B operand wants. Weights
+never pass through shared memory. WK warps share a row tile and split K; their sums meet in shared memory once, in a
+fixed order, so results do not change from run to run.
+
+Gluon and not plain Triton, because correctness rests on the layout: an assembly block with pack=4 must get the four
+words of one lane, and plain Triton is free to give it four lanes' words.
+"""
+
+# ruff: noqa: RUF005  # the kernel language has no starred expressions
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+__all__ = ["decode_kernel", "linear_kernel"]
+
+_OUT_16 = ",".join(["=&r"] * 16)
+
+
+def _decode_assembly(order: tuple[tuple[int, int], ...]) -> str:
+    """Words $16..$19 to bf16 pairs times scales $20 (row g) and $24 (row g + 8); output k is pair order[k][0] of word
+    order[k][1]."""
+    place = {pair_word: f"${k}" for k, pair_word in enumerate(order)}
+    lines = ["{ .reg .b32 t, z; mov.b32 z, 0x80008000;"]
+    for word in range(4):
+        w = f"${16 + word}"
+        pairs = [place[pair, word] for pair in range(4)]
+        lines += [
+            f"shl.b32 t, {w}, 2; and.b32 {pairs[0]}, t, 0x81C081C0;",
+            f"shl.b32 t, {w}, 6; and.b32 {pairs[1]}, t, 0x81C081C0;",
+            f"shf.l.wrap.b32 t, {w}, {w}, 12; and.b32 {pairs[2]}, t, 0x81C081C0;",
+            f"shr.u32 t, {w}, 8; lop3.b32 {pairs[3]}, {w}, t, 0x81C081C0, 0x28;",
+        ]
+        # x * s + (-0.0) is x * s; `mul.bf16x2` would need sm_90
+        lines += [f"fma.rn.bf16x2 {p}, {p}, {('$20', '$24')[k & 1]}, z;" for k, p in enumerate(pairs)]
+    return " ".join([*lines, "}"])
+
+
+def _multiply_assembly() -> str:
+    """Accumulators $0..$3 = A ($4 + 4 * operand + word) times B ($20..$27) plus $28..$31, four instructions."""
+    lines, source = ["{"], "$28, $29, $30, $31"
+    for word in range(4):
+        b = 20 + 2 * word
+        a = ", ".join(f"${4 + 4 * operand + word}" for operand in range(4))
+        lines.append(
+            f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$0, $1, $2, $3}}, {{{a}}}, "
+            f"{{${b}, ${b + 1}}}, {{{source}}};"
+        )
+        source = "$0, $1, $2, $3"
+    return " ".join([*lines, "}"])
+
+
+def _e4m3_assembly(block: int, factors: tuple[int, ...]) -> str:
+    """Of the bytes of $2 (row g: blocks 0, 1; row g + 8: blocks 0, 1), those of one block as bf16, each twice.
+
+    An E4M3 byte shifted to bits 10..4 is a bf16 of its value * 2^-120, subnormals included.
+    """
+    lines = [
+        "{ .reg .b32 v, z, c; mov.b32 z, 0x80008000;",
+        f"{('shl.b32', 'shr.u32')[block]} v, $2, 4; and.b32 v, v, 0x0FF00FF0;",
+    ]
+    lines += [f"mov.b32 c, {f:#x}; fma.rn.bf16x2 v, v, c, z;" for f in factors]
+    return " ".join([*lines, "prmt.b32 $0, v, v, 0x1010; prmt.b32 $1, v, v, 0x3232; }"])
+
+
+_TWO_120, _TWO_112 = 0x7B807B80, 0x77807780  # powers of two as pairs of bf16
+_OPERANDS = tuple((pair, word) for pair in range(4) for word in range(4))
+# output tensors (p, h): two words times pairs (c01, c23) of row half h are eight adjacent columns
+_COLUMNS = tuple((2 * c + h, 2 * p + jj) for p in range(2) for h in range(2) for jj in range(2) for c in range(2))
+
+DECODE = gl.constexpr(_decode_assembly(_OPERANDS))
+DECODE_COLUMNS = gl.constexpr(_decode_assembly(_COLUMNS))
+DECODE_REGISTERS = gl.constexpr(_OUT_16 + ",r" * 12)
+MULTIPLY = gl.constexpr(_multiply_assembly())
+MULTIPLY_REGISTERS = gl.constexpr("=&f,=&f,=&f,=&f" + ",r" * 24 + ",f" * 4)
+#: block scale * 2^112, for either block of a lane
+E4M3_LOW = gl.constexpr(_e4m3_assembly(0, (_TWO_120, _TWO_112)))
+E4M3_HIGH = gl.constexpr(_e4m3_assembly(1, (_TWO_120, _TWO_112)))
+#: block scale
+E4M3_LOW_PLAIN = gl.constexpr(_e4m3_assembly(0, (_TWO_120,)))
+E4M3_HIGH_PLAIN = gl.constexpr(_e4m3_assembly(1, (_TWO_120,)))
+#: the byte is an exponent, see fp4_tiles
+E8M0 = gl.constexpr(
+    "{ .reg .b32 v; prmt.b32 v, $2, 0, 0x4140; shl.b32 v, v, 7; prmt.b32 $0, v, v, 0x1010; prmt.b32 $1, v, v, 0x3232; }"
+)
+SCALE_REGISTERS = gl.constexpr("=&r,=&r,r")
+#: code level * 2^-126 times block scale * 2^112
+RESCALE = gl.constexpr(2.0**14)
+
+
+@gluon.constexpr_function
+def store_layout(R, NT, WN, warps):
+    """[R * NT, 32 * WN, 4] accumulators with 16 or 32 adjacent rows of the result in the lanes of a warp."""
+    bits = lambda v: v.bit_length() - 1  # noqa: E731  # must stay an expression inside a constexpr function
+    bases = [[0, 4, 0], [0, 8, 0], [0, 16, 0], [0, 0, 2]]
+    bases = bases + [[1 << i, 0, 0] for i in range(bits(R))] + [[0, 32 << i, 0] for i in range(bits(WN))]
+    bases = bases + [[0, 1, 0], [0, 2, 0], [0, 0, 1]] + [[R << i, 0, 0] for i in range(bits(NT))]
+    warp = bases[5 : 5 + bits(warps)]
+    warp = warp + [[0, 0, 0]] * (bits(warps) - len(warp))
+    return gl.DistributedLinearLayout(
+        reg_bases=bases[5 + bits(warps) :],
+        lane_bases=bases[:5],
+        warp_bases=warp,
+        block_bases=[],
+        shape=[R * NT, 32 * WN, 4],
+    )
+
+
+@gluon.jit
+def activate(v, ACTIVATION: gl.constexpr):
+    if ACTIVATION == "relu":
+        v = gl.where(v < 0, 0.0, v)  # keeps NaN
+    elif ACTIVATION == "gelu":
+        v = 0.5 * v * (1.0 + gl.erf(v * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        v = v / (1.0 + gl.exp(-1.5957691216057308 * (v + 0.044715 * v * v * v)))
+    elif ACTIVATION == "silu":
+        v = v / (1.0 + gl.exp(-v))
+    return v
+
+
+@gluon.jit
+def load_tiles(
+    tile_ptr, row_tile, row_tiles, column, columns, lane, LAYOUT: gl.constexpr, R: gl.constexpr, E8: gl.constexpr
+):
+    """(first words, second words, scale bytes) of R tiles; zeros outside."""
+    WORDS: gl.constexpr = 272 if E8 else 288
+    four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    out = ()
+    for r in gl.static_range(R):
+        wanted = (column < columns) & (row_tile + r < row_tiles)
+        base = ((row_tile + r) * columns + column) * WORDS
+        word_ptr = tile_ptr + (gl.multiple_of((base + lane * 4)[:, None], (4, 4)) + four)
+        # .cg: each weight is read once, the first cache level is for activations
+        first = gl.load(word_ptr, mask=wanted[:, None], other=0, cache_modifier=".cg")
+        second = gl.load(word_ptr + 128, mask=wanted[:, None], other=0, cache_modifier=".cg")
+        if E8:
+            scale_ptr = (tile_ptr + base + 256).to(gl.pointer_type(gl.int16)) + lane
+            scale = gl.load(scale_ptr, mask=wanted, other=0).to(gl.int32)
+        else:
+            scale = gl.load(tile_ptr + base + 256 + lane, mask=wanted, other=0, cache_modifier=".cg")
+        out = out + (first, second, scale)
+    return out
+
+
+@gluon.jit
+def load_tokens(
+    x_ptr, x_stride, column, wanted, n, p, lane, M, K, LAYOUT: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr
+):
+    """Eight columns of eight tokens as four words a lane: the B operands of instructions 2 p and 2 p + 1."""
+    four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    token = n * 8 + lane // 4
+    t = lane % 4
+    offset = column * 64 + t * 16 + (p ^ (t // 2)) * 4
+    if not FULL:
+        wanted = wanted & (token < M)
+    if TAIL:
+        wanted = wanted & (offset * 2 < K)
+    offset = offset + token * (x_stride // 2)
+    return gl.load(x_ptr + (gl.multiple_of(offset[:, None], (4, 4)) + four), mask=wanted[:, None], other=0)
+
+
+@gluon.jit
+def finish(
+    v, scale, bias_ptr, y_ptr, program, M, N, y_stride,
+    R: gl.constexpr, WN: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr,
+    ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    i = gl.arange(0, COUNT, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None][:, :, None]
+    lane = gl.arange(0, 32 * WN, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :][:, :, None]
+    four = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, :][:, None, :]
+    row = (program * (WN * R) + (lane // 32) * R + i % R) * 16 + (lane % 32) // 4 + 8 * (four // 2)
+    token = (i // R) * 8 + 2 * (lane % 4) + four % 2
+    v = v * RESCALE * scale
+    if BIAS:
+        v = v + gl.load(bias_ptr + row, mask=row < N, other=0.0).to(gl.float32)
+    v = activate(v, ACTIVATION)
+    keep = (row < N) & (token < M)
+    gl.store(y_ptr + token.to(gl.int64) * y_stride + row, v.to(y_ptr.dtype.element_ty), mask=keep)
+
+
+@gluon.jit(do_not_specialize=["M", "N", "columns"])
+def linear_kernel(
+    x_ptr, tile_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K, columns, x_stride, y_stride,
+    R: gl.constexpr, NT: gl.constexpr, WN: gl.constexpr, WK: gl.constexpr, PREFETCH: gl.constexpr,
+    E8: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """y [M, N] = activation(x [M, K] @ w.T * scale + bias), grid (ceil(row tiles / (R * WN)),), WN * WK warps.
+
+    x is bf16, its rows 16-byte aligned; NT groups of 8 tokens cover M. FULL: M = 8 * NT. TAIL: K % 128 != 0.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WN * WK, 1], [1, 0])
+    THREADS: gl.constexpr = 32 * WN * WK
+    thread = gl.arange(0, THREADS, layout=gl.SliceLayout(1, LAYOUT))
+    lane = thread % 32
+    warp = thread // 32
+    program = gl.program_id(0)
+    row_tile = program * (WN * R) + (warp % WN) * R
+    row_tiles = (N + 15) // 16
+    column = warp // WN
+    x_words = x_ptr.to(gl.pointer_type(gl.int32))
+    sums = ()
+    for _ in gl.static_range(NT * R):
+        sums = sums + (gl.zeros((THREADS, 4), gl.float32, layout=LAYOUT),)
+    if PREFETCH:
+        tiles = load_tiles(tile_ptr, row_tile, row_tiles, column, columns, lane, LAYOUT, R, E8)
+    for _ in range((columns + WK - 1) // WK):
+        here = column < columns
+        if PREFETCH:
+            ahead = load_tiles(tile_ptr, row_tile, row_tiles, column + WK, columns, lane, LAYOUT, R, E8)
+        else:
+            tiles = load_tiles(tile_ptr, row_tile, row_tiles, column, columns, lane, LAYOUT, R, E8)
+        tokens = ()
+        if NT <= 4:  # more would not stay in registers
+            for n in gl.static_range(NT):
+                for p in gl.static_range(4):
+                    loaded = load_tokens(x_words, x_stride, column, here, n, p, lane, M, K, LAYOUT, FULL, TAIL)
+                    tokens = tokens + (loaded,)
+        for part in gl.static_range(2):
+            a = ()
+            for r in gl.static_range(R):
+                scale_g, scale_h = gl.inline_asm_elementwise(
+                    E8M0 if E8 else (E4M3_LOW if part == 0 else E4M3_HIGH),
+                    SCALE_REGISTERS, [tiles[3 * r + 2]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+                )  # fmt: skip
+                a0, a1, a2, a3 = gl.inline_asm_elementwise(
+                    DECODE, DECODE_REGISTERS, [tiles[3 * r + part], scale_g[:, None], scale_h[:, None]],
+                    dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=4,
+                )  # fmt: skip
+                a = a + (a0, a1, a2, a3)
+            added = ()
+            for n in gl.static_range(NT):
+                if NT <= 4:
+                    b0 = tokens[4 * n + 2 * part]
+                    b1 = tokens[4 * n + 2 * part + 1]
+                else:
+                    b0 = load_tokens(x_words, x_stride, column, here, n, 2 * part, lane, M, K, LAYOUT, FULL, TAIL)
+                    b1 = load_tokens(x_words, x_stride, column, here, n, 2 * part + 1, lane, M, K, LAYOUT, FULL, TAIL)
+                for r in gl.static_range(R):
+                    total = gl.inline_asm_elementwise(
+                        MULTIPLY, MULTIPLY_REGISTERS,
+                        [a[4 * r], a[4 * r + 1], a[4 * r + 2], a[4 * r + 3], b0, b1, sums[n * R + r]],
+                        dtype=gl.float32, is_pure=True, pack=4,
+                    )  # fmt: skip
+                    added = added + (total,)
+            sums = added
+        if PREFETCH:
+            tiles = ahead
+        column = column + WK
+
+    scale = gl.load(scale_ptr)
+    COUNT: gl.constexpr = NT * R
+    shared = gl.allocate_shared_memory(gl.float32, [COUNT, THREADS, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    IN: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [1, WN * WK, 1], [2, 1, 0])
+    OUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WK, WN, 1], [2, 1, 0])
+    for i in gl.static_range(COUNT):
+        shared.slice(i, 1, dim=0).store(gl.expand_dims(gl.convert_layout(sums[i], gl.SliceLayout(0, IN)), 0))
+    v = shared.slice(0, 32 * WN, dim=1).load(OUT)
+    for w in gl.static_range(1, WK):
+        v = v + shared.slice(w * 32 * WN, 32 * WN, dim=1).load(OUT)
+    if NT > 1:
+        STORE: gl.constexpr = store_layout(R, NT, WN, WN * WK)
+        v = gl.convert_layout(v, STORE)
+        finish(v, scale, bias_ptr, y_ptr, program, M, N, y_stride, R, WN, COUNT, STORE, ACTIVATION, BIAS)
+    else:
+        finish(v, scale, bias_ptr, y_ptr, program, M, N, y_stride, R, WN, COUNT, OUT, ACTIVATION, BIAS)
+
+
+@gluon.jit
+def widen(pair, s, DTYPE: gl.constexpr, WARPS: gl.constexpr):
+    """[threads, 4] pairs of bf16 times s, as [threads, 8] of DTYPE."""
+    low = (pair << 16).to(gl.float32, bitcast=True) * s
+    high = (pair & -65536).to(gl.float32, bitcast=True) * s
+    return gl.reshape(gl.join(low.to(DTYPE), high.to(DTYPE)), (32 * WARPS, 8))
+
+
+@gluon.jit(do_not_specialize=["N", "columns"])
+def decode_kernel(tile_ptr, scale_ptr, w_ptr, N, K, columns, E8: gl.constexpr, WARPS: gl.constexpr):
+    """w [N, K] in its own dtype, bit for bit what the format's `decode` gives; grid (row tiles * column groups,).
+
+    level * (scale * tensor scale), both products rounded to fp32.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    # a warp stores two rows of a tile at a time, 16 bytes a lane for 16-bit weights
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [WARPS, 1, 1], [2, 1, 0])
+    thread = gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(1, LAYOUT))
+    lane = thread % 32
+    groups = (columns + WARPS - 1) // WARPS  # neighbours in time are neighbours in memory
+    row_tile = gl.program_id(0) // groups
+    group = gl.program_id(0) % groups
+    column = group * WARPS + thread // 32
+    tiles = load_tiles(tile_ptr, row_tile + thread * 0, row_tile + 1, column, columns, lane, LAYOUT, 1, E8)
+    tensor_scale = gl.load(scale_ptr)
+    swapped = (lane % 4 >= 2)[:, None]  # p ^ (t // 2), see fp4_tiles
+    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, ROWS)))[:, None][:, :, None]
+    g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :][:, :, None]
+    within = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(1, ROWS)))[None, :][:, None, :]
+    at = (group * WARPS + warp) * 128 + within
+    pairs = ()
+    scales = ()
+    for part in gl.static_range(2):
+        scale_g, scale_h = gl.inline_asm_elementwise(
+            E8M0 if E8 else (E4M3_LOW_PLAIN if part == 0 else E4M3_HIGH_PLAIN),
+            SCALE_REGISTERS, [tiles[2]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+        scales = scales + (scale_g, scale_h)
+        one = gl.full((32 * WARPS, 1), 0x7E807E80, gl.int32, layout=LAYOUT)  # 2^126: bare levels
+        p0g, p0h, p1g, p1h = gl.inline_asm_elementwise(
+            DECODE_COLUMNS, DECODE_REGISTERS, [tiles[part], one, one],
+            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=4,
+        )  # fmt: skip
+        pairs = pairs + (p0g, p0h, p1g, p1h)
+    for half in gl.static_range(2):
+        v = ()
+        for part in gl.static_range(2):
+            s = (scales[2 * part + half] << 16).to(gl.float32, bitcast=True)
+            if E8:
+                s = s * 1.925929944387236e-34  # 2^-112, before the tensor scale can overflow
+            s = (s * tensor_scale)[:, None]
+            p0 = pairs[4 * part + half]
+            p1 = pairs[4 * part + 2 + half]
+            q0 = gl.where(swapped, p1, p0)
+            q1 = gl.where(swapped, p0, p1)
+            v = v + (widen(q0, s, w_ptr.dtype.element_ty, WARPS), widen(q1, s, w_ptr.dtype.element_ty, WARPS))
+        # [threads, 8, 2, 2] to [threads, 2, 2, 8]: 32 adjacent columns a lane, 128 a row of the tile
+        row_of_tile = gl.permute(gl.join(gl.join(v[0], v[2]), gl.join(v[1], v[3])), (0, 2, 3, 1))
+        block = gl.convert_layout(gl.reshape(row_of_tile, (WARPS, 8, 128)), ROWS)
+        row = row_tile * 16 + 8 * half + g
+        gl.store(w_ptr + (row.to(gl.int64) * K + at), block, mask=(row < N) & (at < K))

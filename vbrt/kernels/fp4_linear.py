@@ -1,0 +1,248 @@
+"""Linear layers on E2M1 weights in tile order: the backend "triton" of the ops "linear" and "decode_weight".
+
+Up to `fused_limit` tokens one kernel reads 4-bit tiles, multiplies on the tensor cores and applies bias and
+activation. Above it the weight is decoded to the activations' dtype and the vendor's matmul takes over. Weights that
+are not in tile order (another format, a plain coarse plane) and GPUs older than sm_80 go through the reference:
+decode, then matmul; `route` says which way a call takes.
+
+The fused kernel multiplies in bf16 and sums in fp32. bf16 activations go in as they are; fp16 and fp32 are split into
+two and three bf16 summands, which hold all their bits, and count as that many times the tokens.
+
+Legend: M tokens, N outputs, K inputs, S summands.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vbrt.errors import KernelError
+from vbrt.formats import WeightPlanes
+from vbrt.formats.page import PageLayout
+from vbrt.kernels import fp4_tiles, reference
+from vbrt.kernels.fp4_tiles import TILES
+from vbrt.kernels.launch_table import fused_limit, launch_for
+
+__all__ = ["Packing", "available", "decode_weight", "linear", "packing", "route"]
+
+_MIN_MAJOR = 8  # mma.m16n8k16 on bf16, fma.rn.bf16x2
+_SUMMANDS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+_DECODE_WARPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How a kernel wants the coarse plane of one format to lie in its page."""
+
+    format: str
+
+    def layout(self, shape: tuple[int, int]) -> PageLayout:
+        """The page of a weight (N, K); depends on nothing else."""
+        return fp4_tiles.tile_layout(self.format, shape)
+
+    def pack(self, coarse: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor] | None:
+        """The coarse tensors of `encode` in this order, or None where that would not be exact."""
+        return fp4_tiles.pack_tiles(self.format, coarse, shape) if fp4_tiles.fits(self.format, coarse) else None
+
+    def unpack(self, tensors: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
+        """The exact inverse of `pack`."""
+        return fp4_tiles.unpack_tiles(self.format, tensors, shape)
+
+
+def packing(format: str) -> Packing | None:
+    """The page order that `linear` is fast on, or None if it has none for the format."""
+    return Packing(format) if format in fp4_tiles.FORMATS else None
+
+
+@functools.cache
+def available() -> bool:
+    """Whether Triton with Gluon is installed and torch is built for CUDA. Imports neither's kernels."""
+    if torch.version.cuda is None or importlib.util.find_spec("triton") is None:
+        return False
+    return importlib.util.find_spec("triton.experimental.gluon") is not None
+
+
+@functools.cache
+def _major(index: int) -> int:
+    return torch.cuda.get_device_capability(index)[0]
+
+
+@functools.cache
+def _kernels() -> Any:
+    from vbrt.kernels import fp4_gluon  # compiles nothing, but needs Triton
+
+    return fp4_gluon
+
+
+def _served(planes: WeightPlanes) -> bool:
+    tiles = planes.coarse.get(TILES)
+    return tiles is not None and tiles.is_cuda and _major(tiles.device.index) >= _MIN_MAJOR
+
+
+def route(x: Tensor, planes: WeightPlanes) -> str:
+    """The way `linear` takes: "fused", "decode+matmul" (decoded by a kernel) or "reference"."""
+    if planes.fine is not None or not _served(planes):
+        return "reference"
+    summands = _SUMMANDS.get(x.dtype)
+    tokens = x.numel() // max(1, x.shape[-1])
+    if summands is not None and tokens * summands <= fused_limit(_major(planes.coarse[TILES].device.index)):
+        return "fused"
+    return "decode+matmul"
+
+
+def decode_weight(planes: WeightPlanes) -> Tensor:
+    """The weight [N, K] in planes.dtype, the same bits as the reference; exact when the fine plane is there."""
+    if not fp4_tiles.is_tiled(planes.coarse):
+        return reference.decode_weight(planes)
+    if planes.fine is None and _served(planes):
+        return _decode(planes, planes.dtype)
+    return reference.decode_weight(_plain(planes))
+
+
+def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
+    """activation(x @ w.T + bias): [..., K] to [..., N], in x's dtype; differentiable in x and bias.
+
+    Raises KernelError for an activation that the reference does not know, or an x whose last dimension is not K.
+    """
+    way = route(x, planes)
+    if way == "reference":
+        return reference.linear(x, _plain(planes), bias, activation)
+    if activation not in reference.ACTIVATIONS:
+        known = ", ".join(reference.ACTIVATIONS)
+        raise KernelError(f"linear: activation {activation!r}; expected one of {known}")
+    if x.shape[-1] != planes.shape[1]:
+        raise KernelError(f"linear: x has shape {tuple(x.shape)}; expected (..., {planes.shape[1]})")
+    tiles, scale = planes.coarse[TILES], planes.coarse["tensor_scale"]
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        y = _Product.apply(x, tiles, scale, planes, way)
+        return _apply(y if bias is None else y + bias, activation)
+    if way == "fused":
+        n, k = planes.shape
+        if torch.compiler.is_compiling():
+            return _fused_op(x, tiles, scale, bias, planes.format, n, k, activation)
+        return _fused(x, tiles, scale, bias, planes.format, n, k, activation)
+    return _apply(F.linear(x, _decode(planes, x.dtype), bias), activation)
+
+
+class _Product(torch.autograd.Function):
+    """x @ w.T with the gradient for x; the decoded weight is made again for it and not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tiles: Tensor, scale: Tensor, planes: WeightPlanes, way: str) -> Tensor:
+        ctx.planes = planes
+        n, k = planes.shape
+        if way == "fused":
+            return _fused(x, tiles, scale, None, planes.format, n, k, "none")
+        return F.linear(x, _decode(planes, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return dy @ _decode(ctx.planes, dy.dtype), None, None, None, None
+
+
+def _apply(y: Tensor, activation: str) -> Tensor:
+    return y if activation == "none" else reference.ACTIVATIONS[activation](y)
+
+
+def _plain(planes: WeightPlanes) -> WeightPlanes:
+    """The same planes with the coarse one as its format encodes it."""
+    if not fp4_tiles.is_tiled(planes.coarse):
+        return planes
+    coarse = fp4_tiles.unpack_tiles(planes.format, planes.coarse, planes.shape)
+    return WeightPlanes(planes.format, planes.shape, planes.dtype, coarse, planes.fine)
+
+
+def _decode(planes: WeightPlanes, dtype: torch.dtype) -> Tensor:
+    tiles = planes.coarse[TILES]
+    if torch.compiler.is_compiling():
+        n, k = planes.shape
+        return _decode_op(tiles, planes.coarse["tensor_scale"], planes.format, n, k, dtype)
+    return _decode_tiles(tiles, planes.coarse["tensor_scale"], planes.format, *planes.shape, dtype)
+
+
+def _decode_tiles(tiles: Tensor, scale: Tensor, format: str, n: int, k: int, dtype: torch.dtype) -> Tensor:
+    w_NK = torch.empty(n, k, dtype=dtype, device=tiles.device)
+    rows, columns, _ = tiles.shape
+    with torch.cuda.device(tiles.device):
+        _kernels().decode_kernel[(rows * -(-columns // _DECODE_WARPS),)](
+            tiles, scale, w_NK, n, k, columns, E8=format == "mxfp4", WARPS=_DECODE_WARPS, num_warps=_DECODE_WARPS
+        )
+    return w_NK
+
+
+def _summands(x_MK: Tensor) -> Tensor:
+    """bf16 [S * M, K] that add up to x: each takes the 8 leading bits of what the ones before it left."""
+    parts, rest = [], x_MK.float()
+    for _ in range(_SUMMANDS[x_MK.dtype]):
+        parts.append(rest.bfloat16())
+        rest = rest - parts[-1].float()
+    return torch.cat(parts)
+
+
+def _fused(
+    x: Tensor, tiles: Tensor, scale: Tensor, bias: Tensor | None, format: str, n: int, k: int, activation: str
+) -> Tensor:
+    x_MK = x.reshape(-1, k)
+    tokens = x_MK.shape[0]
+    if tokens == 0:
+        return x.new_empty(*x.shape[:-1], n)
+    if x.dtype is torch.bfloat16:
+        y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
+        _launch(x_MK, tiles, scale, bias, y, format, activation)
+    else:
+        y_SMN = torch.empty(_SUMMANDS[x.dtype] * tokens, n, dtype=torch.float32, device=x.device)
+        _launch(_summands(x_MK), tiles, scale, None, y_SMN, format, "none")
+        y = y_SMN.view(-1, tokens, n).sum(0)
+        y = _apply(y if bias is None else y + bias.float(), activation).to(x.dtype)
+    return y.view(*x.shape[:-1], n)
+
+
+def _launch(
+    x_MK: Tensor, tiles: Tensor, scale: Tensor, bias: Tensor | None, y_MN: Tensor, format: str, activation: str
+) -> None:
+    tokens, k = x_MK.shape
+    if x_MK.stride(1) != 1 or x_MK.stride(0) % 8 or k % 8 or x_MK.data_ptr() % 16:
+        wide = x_MK.new_zeros(tokens, -(-k // 8) * 8)  # rows must start at multiples of 16 bytes
+        wide[:, :k] = x_MK
+        x_MK, k = wide, wide.shape[1]
+    row_tiles, columns, _ = tiles.shape
+    groups = 1 << max(0, (tokens - 1).bit_length() - 3)
+    config = launch_for(_major(tiles.device.index), tokens, row_tiles, columns)
+    with torch.cuda.device(tiles.device):
+        _kernels().linear_kernel[(-(-row_tiles // (config.R * config.WN)),)](
+            x_MK, tiles, scale, x_MK if bias is None else bias.contiguous(), y_MN,
+            tokens, y_MN.shape[1], k, columns, x_MK.stride(0), y_MN.stride(0),
+            R=config.R, NT=groups, WN=config.WN, WK=config.WK, PREFETCH=config.PREFETCH, E8=format == "mxfp4",
+            FULL=tokens == 8 * groups, TAIL=k % 128 != 0, ACTIVATION=activation, BIAS=bias is not None,
+            num_warps=config.WN * config.WK,
+        )  # fmt: skip
+
+
+def _register_ops() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """The two launches as operators that torch.compile can see without looking inside."""
+    fused = torch.library.custom_op(
+        "vbrt::fp4_linear",
+        _fused,
+        mutates_args=(),
+        device_types="cuda",
+        schema="(Tensor x, Tensor tiles, Tensor scale, Tensor? bias, str format, SymInt n, SymInt k, str activation)"
+        " -> Tensor",
+    )
+    fused.register_fake(lambda x, tiles, scale, bias, format, n, k, activation: x.new_empty(*x.shape[:-1], n))
+    decode = torch.library.custom_op(
+        "vbrt::fp4_decode",
+        _decode_tiles,
+        mutates_args=(),
+        device_types="cuda",
+        schema="(Tensor tiles, Tensor scale, str format, SymInt n, SymInt k, ScalarType dtype) -> Tensor",
+    )
+    decode.register_fake(lambda tiles, scale, format, n, k, dtype: tiles.new_empty(n, k, dtype=dtype))
+    return fused, decode
+
+
+_fused_op, _decode_op = _register_ops()

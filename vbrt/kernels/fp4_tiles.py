@@ -1,0 +1,194 @@
+"""E2M1 weights in the order that a warp's matrix instruction wants them: pure tensor transforms, any device.
+
+A tile is 16 rows by 128 columns, what one warp multiplies with eight `m16n8k16` instructions. It holds 256 words of
+codes, then the tile's block scales, so that one contiguous read brings both (1152 bytes for nvfp4, 1088 for mxfp4).
+Lane l = 4 g + t of the warp owns rows g and g + 8 and the 32 columns 32 t .. 32 t + 31: whole scale blocks. As the sum
+over K may run in any order, instruction j of lane t is given columns 8 (p ^ (t // 2)) + 4 (j % 2) .. + 3 of those, with
+p = j // 2: the exclusive or spreads a warp's reads of the activations over the memory banks.
+
+A word holds the 8 codes of one lane and instruction, as four pairs of bf16 without their low bits: bit 15 is the sign
+and bits 8..6 the magnitude of E2M1, so that the pair read as bf16 is level * 2^-126. Rotations place the 4 * 8 bits:
+
+    pair 0 = (w << 2) & M      pair 1 = (w << 6) & M      pair 2 = rotl(w, 12) & M      pair 3 = (w ^ (w >> 8)) & M
+
+with M = 0x81C081C0: eight instructions for eight weights. No four shifts alone can do it (x^9 + x^2 + x + 1 does not
+tile 16 bits), hence the exclusive or in the last.
+
+Legend: N rows, K columns, I row tiles, U column tiles, B scale blocks a row.
+"""
+
+import torch
+from torch import Tensor
+
+from vbrt.errors import KernelError
+from vbrt.formats.page import PageLayout, build_layout
+
+__all__ = [
+    "FORMATS",
+    "TILES",
+    "decode_words",
+    "fits",
+    "is_tiled",
+    "pack_tiles",
+    "tile_layout",
+    "tile_shape",
+    "unpack_tiles",
+]
+
+#: the field of a page that holds tiles; another order of the bits will have another name
+TILES = "mma_tiles_v1"
+#: format -> (columns under one scale, int32 words a tile)
+FORMATS = {"nvfp4": (16, 288), "mxfp4": (32, 272)}
+ROWS, COLUMNS = 16, 128
+_CODE_WORDS = 256
+_SIGN_AND_MAGNITUDE = {15: 3, 8: 2, 7: 1, 6: 0}  # bit of a bf16 half -> bit of the code
+#: an mxfp4 scale byte is stored relative to the largest one, which becomes 2^112: the product with a code's
+#: level * 2^-126 then stays inside bf16
+_TOP_FIELD = 239
+
+
+def is_tiled(tensors: dict[str, Tensor]) -> bool:
+    """Whether a coarse plane is in tile order."""
+    return TILES in tensors
+
+
+def tile_shape(format: str, shape: tuple[int, int]) -> tuple[int, int, int]:
+    """(I, U, words) of the tiles of a weight (N, K)."""
+    n, k = shape
+    return -(-n // ROWS), -(-k // COLUMNS), FORMATS[format][1]
+
+
+def tile_layout(format: str, shape: tuple[int, int]) -> PageLayout:
+    """The page of a coarse plane in tile order."""
+    fields = [(TILES, "int32", tile_shape(format, shape)), ("tensor_scale", "float32", (1,))]
+    return build_layout(format, "coarse", fields)
+
+
+def fits(format: str, coarse: dict[str, Tensor]) -> bool:
+    """Whether `pack_tiles` is exact: always for nvfp4; for mxfp4 if the scales span fewer than 127 octaves."""
+    if format != "mxfp4":
+        return format in FORMATS
+    low, high = torch.aminmax(coarse["scales"])
+    return int(high) - int(low) < 127 and int(high) < 255
+
+
+def pack_tiles(format: str, coarse: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
+    """A coarse plane of nvfp4 or mxfp4 in tile order: {TILES: int32 [I, U, words], "tensor_scale": fp32 [1]}.
+
+    Raises KernelError for another format, or scales that `fits` refuses.
+    """
+    if not fits(format, coarse):
+        raise KernelError(f"{format} weight {shape}: cannot be put in tile order; keep the plain coarse plane")
+    rows, columns, words = tile_shape(format, shape)
+    device = coarse["codes"].device
+    tiles = torch.empty(rows, columns, words, dtype=torch.int32, device=device)
+    step = max(1, (1 << 22) // (columns * COLUMNS * ROWS))  # bounds the int32 temporaries
+    scales, scale = _stored_scales(format, coarse)
+    for first in range(0, rows, step):
+        part = slice(first * ROWS, min((first + step) * ROWS, shape[0]))
+        out = tiles[first : first + step]
+        out[..., :_CODE_WORDS] = _pack_codes(_padded(_nibbles(coarse["codes"][part]), len(out), columns, COLUMNS))
+        per_tile = COLUMNS // FORMATS[format][0]
+        out[..., _CODE_WORDS:] = _pack_scales(_padded(scales[part], len(out), columns, per_tile), per_tile)
+    return {TILES: tiles, "tensor_scale": scale}
+
+
+def unpack_tiles(format: str, tensors: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
+    """The exact inverse of `pack_tiles`: the coarse plane as the format's `encode` gave it."""
+    n, k = shape
+    block = FORMATS[format][0]
+    tiles = tensors[TILES]
+    blocks = -(-k // block)
+    code_NK = _unpack_codes(tiles[..., :_CODE_WORDS])[:n, : blocks * block]
+    byte_NB = _unpack_scales(tiles[..., _CODE_WORDS:], COLUMNS // block)[:n, :blocks].contiguous()
+    codes = code_NK[:, 0::2] | (code_NK[:, 1::2] << 4)
+    if format == "nvfp4":
+        scale = tensors["tensor_scale"].clone()
+        return {"codes": codes, "scales": byte_NB.view(torch.float8_e4m3fn), "tensor_scale": scale}
+    top = int(torch.frexp(tensors["tensor_scale"].cpu().double()).exponent) - 1 + 127
+    return {"codes": codes, "scales": (byte_NB.to(torch.int32) - _TOP_FIELD + top).to(torch.uint8)}
+
+
+def _stored_scales(format: str, coarse: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(scale bytes uint8 [N, B] as tiles hold them, the fp32 [1] that makes up for it)."""
+    scales = coarse["scales"]
+    if format == "nvfp4":
+        return scales.view(torch.uint8), coarse["tensor_scale"].to(torch.float32).reshape(1)
+    top = int(scales.max())
+    scale = torch.tensor([2.0 ** (top - 127)], dtype=torch.float64).float().to(scales.device)
+    return (scales.to(torch.int32) - top + _TOP_FIELD).to(torch.uint8), scale
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+
+
+def _padded(byte_NX: Tensor, rows: int, columns: int, per_tile: int) -> Tensor:
+    """uint8 [rows * 16, columns * per_tile], zeros around."""
+    out = byte_NX.new_zeros(rows * ROWS, columns * per_tile)
+    out[: byte_NX.shape[0], : byte_NX.shape[1]] = byte_NX
+    return out
+
+
+def _pack_codes(code_NK: Tensor) -> Tensor:
+    """int32 [I, U, 256] from codes uint8 [16 I, 128 U]."""
+    rows, columns = code_NK.shape[0] // ROWS, code_NK.shape[1] // COLUMNS
+    # row = 16 i + 8 h + g, column = 128 u + 32 t + 8 q + 4 jj + 2 c + e
+    byte = code_NK.view(rows, 2, 8, columns, 2, 2, 2, 2, 2, 2, 2)  # i h g u t1 t0 q1 q0 jj c e
+    byte = torch.stack((byte[:, :, :, :, 0], byte[:, :, :, :, 1].flip(6)), dim=4)  # q0 becomes p0 = q0 ^ t1
+    byte = byte.permute(0, 3, 6, 2, 4, 5, 7, 8, 9, 1, 10)  # i u p1 g t1 t0 p0 jj c h e
+    pair = byte.reshape(rows, columns, _CODE_WORDS, 4, 2).to(torch.int32)
+    word = torch.zeros(rows, columns, _CODE_WORDS, dtype=torch.int32, device=code_NK.device)
+    bits: dict[int, Tensor] = {}
+    for half in range(2):
+        for place, bit in _SIGN_AND_MAGNITUDE.items():
+            want = (pair[..., half] >> bit) & 1  # [..., pair]
+            for index, shift in ((0, 2), (1, 6), (2, 12)):
+                bits[(16 * half + place - shift) % 32] = want[..., index]
+    last = {}
+    for half in range(2):
+        for place, bit in _SIGN_AND_MAGNITUDE.items():
+            last[16 * half + place] = (pair[..., 3, half] >> bit) & 1
+    # pair 3 is w ^ (w >> 8): from the top, where the shift brings zeros, every free bit is decided by one above it
+    bits[31], bits[24] = last[31], last[24]
+    bits[23], bits[30] = last[23] ^ bits[31], last[22] ^ bits[22]
+    bits[15], bits[8] = last[15] ^ bits[23], last[8] ^ bits[16]
+    bits[7], bits[14] = last[7] ^ bits[15], last[6] ^ bits[6]
+    for place, value in bits.items():
+        word |= value << place
+    return word
+
+
+def decode_words(word: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four masked pairs of words int32, as the kernels compute them: bf16 bits of level * 2^-126, two a word."""
+    mask = 0x81C081C0 - (1 << 32)  # as int32
+    low = word.to(torch.int64) & 0xFFFFFFFF
+    rotated = ((low << 12) | (low >> 20)) & 0xFFFFFFFF
+    shifted = (low << 2, low << 6, rotated, low ^ (low >> 8))
+    return tuple(((s & (mask & 0xFFFFFFFF)) + (1 << 31)) % (1 << 32) - (1 << 31) for s in shifted)
+
+
+def _unpack_codes(words: Tensor) -> Tensor:
+    """Codes uint8 [16 I, 128 U] from int32 [I, U, 256]."""
+    rows, columns, _ = words.shape
+    pair = torch.stack(decode_words(words), dim=-1)  # [..., 256, 4]
+    half = torch.stack((pair, pair >> 16), dim=-1)
+    code = (((half >> 12) & 8) | ((half >> 6) & 7)).to(torch.uint8)
+    byte = code.view(rows, columns, 2, 8, 2, 2, 2, 2, 2, 2, 2)  # i u p1 g t1 t0 p0 jj c h e
+    byte = byte.permute(0, 9, 3, 1, 4, 5, 2, 6, 7, 8, 10)  # i h g u t1 t0 p1 p0 jj c e
+    byte = torch.stack((byte[:, :, :, :, 0], byte[:, :, :, :, 1].flip(6)), dim=4)
+    return byte.reshape(rows * ROWS, columns * COLUMNS)
+
+
+def _pack_scales(byte_NB: Tensor, per_tile: int) -> Tensor:
+    """int32 words [I, U, 4 * per_tile]: each lane's bytes together, those of row g before those of row g + 8."""
+    rows, columns = byte_NB.shape[0] // ROWS, byte_NB.shape[1] // per_tile
+    byte = byte_NB.view(rows, 2, 8, columns, 4, per_tile // 4).permute(0, 3, 2, 4, 1, 5)  # i u g t h b
+    return byte.reshape(rows, columns, ROWS * per_tile).view(torch.int32)
+
+
+def _unpack_scales(words: Tensor, per_tile: int) -> Tensor:
+    """Scale bytes uint8 [16 I, per_tile * U]."""
+    rows, columns, _ = words.shape
+    byte = words.contiguous().view(torch.uint8).view(rows, columns, 8, 4, 2, per_tile // 4)  # i u g t h b
+    return byte.permute(0, 4, 2, 1, 3, 5).reshape(rows * ROWS, columns * per_tile)
