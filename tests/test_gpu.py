@@ -1,6 +1,7 @@
 """The same promises on a CUDA device: pages stream gpu <- cpu <- ssd, outputs are bit-identical, budgets hold."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -146,3 +147,18 @@ def test_compiled_with_the_gpu_tier_gives_the_eager_result():
     compiled = torch.compile(vb.model, fullgraph=True)
     with torch.no_grad():
         assert torch.equal(compiled(x), vb(x))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_nvfp4_pages_lie_in_the_order_of_the_kernel_that_runs(streamed):
+    model, x = network(dtype=torch.bfloat16), torch.randn(3, WIDTH, device="cuda", dtype=torch.bfloat16)
+    on_cpu = vbrt.wrap(copy.deepcopy(model).float(), "fp4", tiers={"gpu": {"enabled": False}})
+    room = tiers(model, gpu_pages=3, cpu_pages=9, preset="fp4") if streamed else {}
+    with vbrt.wrap(model, "fp4", tiers=room) as vb, torch.no_grad():
+        want = on_cpu(x.cpu().float())
+        for y in outputs(vb, x):
+            assert (y.cpu().float() - want).norm() / want.norm() < 2e-2
+        assert {layer.kernel for layer in vb.stats().layers.values()} == {"triton"}
+        again = pickle.loads(pickle.dumps(vb.model)).cpu().float()
+        y = again(x.cpu().float())
+        assert (y - want).norm() / want.norm() < 2e-3

@@ -203,7 +203,8 @@ def assert_at_rest(stack: TierStack) -> None:
                 break
         time.sleep(0.005)
     else:
-        pytest.fail(f"not at rest: {used} used, {kept} kept, {[(s.level.tier.name, s.page.key, s.state, s.holders) for s in slots(stack)]}")
+        states = [(slot.level.tier.name, slot.page.key, slot.state, slot.holders) for slot in slots(stack)]
+        pytest.fail(f"not at rest: {used} used, {kept} kept, {states}")
     for level in stack.levels:
         living = sum(page.nbytes for page in stack.pages.values() if page.home == level.index)
         assert level.home_bytes == living
