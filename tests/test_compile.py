@@ -1,5 +1,8 @@
 """torch.compile: one graph, forward and backward, before and after materialize, resident and streamed."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -71,6 +74,14 @@ def test_layers_share_one_graph_however_many_there_are():
     with torch.no_grad():
         torch.testing.assert_close(vb(x), y)
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda vb: pickle.loads(pickle.dumps(vb))])
+def test_a_copy_that_has_not_run_yet_can_be_compiled(copied):
+    vb, x = wrap(mlp(depth=1)), torch.randn(2, 64)
+    clone = copied(vb)
+    torch.testing.assert_close(torch.compile(clone, fullgraph=True, backend=BACKEND)(x), vb.model(x))
+    assert clone.model[0].materialized
 
 
 def test_a_new_weight_is_used_without_compiling_again():

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ConfigError": "errors", "FormatError": "errors", "KernelError": "errors", "TierError": "errors", "VBError": "errors",
-    "WrapError": "errors", "Plan": "plan", "Stats": "stats", "VBConfig": "config", "VBLinear": "nn",
-    "VBModelWrapper": "wrapper", "load_config": "config", "make_plan": "estimate", "simulate": "policy", "wrap": "wrapper",
+    "ConfigError": "errors", "FormatError": "errors", "KernelError": "errors", "TierError": "errors",
+    "VBError": "errors", "WrapError": "errors", "Plan": "plan", "Stats": "stats", "VBConfig": "config",
+    "VBLinear": "nn", "VBModelWrapper": "wrapper", "load_config": "config", "make_plan": "estimate",
+    "simulate": "policy", "wrap": "wrapper",
 }
 
 __all__ = ["__version__", *_HOMES]

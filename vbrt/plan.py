@@ -156,8 +156,8 @@ def _check_passage(tiers: Sequence[str], budgets: Mapping[str, int], lease: int,
     for tier in tiers:
         if budgets[tier] < lease:
             largest = max(layers, key=lambda layer: sum(page.nbytes for page in layer))
-            raise ConfigError(f"{source}: tiers.{tier}.budget = {budgets[tier]} bytes is smaller than the largest layer's "
-                              f"pages ({largest[0].key}: {lease} bytes); give it at least that, better "
+            raise ConfigError(f"{source}: tiers.{tier}.budget = {budgets[tier]} bytes is smaller than the largest "
+                              f"layer's pages ({largest[0].key}: {lease} bytes); give it at least that, better "
                               f"three times that, or exclude the layer in weights.exclude")
 
 

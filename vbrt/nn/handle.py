@@ -73,6 +73,7 @@ class WeightHandle:
         layers: the live layers that are tied to this weight.
         keys: pages in the stack; none before `store` and after `drop`.
         generation: counts the weights that were stored here.
+        kernel: the implementation that runs; one that wants pages in its own order leaves others to the reference.
     """
 
     def __init__(self, spec: HandleSpec, stack: TierStack) -> None:
@@ -89,6 +90,7 @@ class WeightHandle:
         self._device = stack.device
         self._linear = resolve("linear", spec.backend, stack.device)
         self._decode = resolve("decode_weight", spec.backend, stack.device)
+        self.kernel = "reference"
         self._retire: weakref.finalize | None = None
         self._pages: tuple[Page, ...] = ()
         self._ready: WeightPlanes | None = None  # of pages that never move: made once, used without a lease
@@ -181,6 +183,7 @@ class WeightHandle:
     def _own(self, keys: tuple[str, ...]) -> None:
         self.keys, self.generation = keys, self.generation + 1
         self._pages = tuple(self.stack.pages[key] for key in keys)
+        self.kernel = kernel_name(self._linear) if self._is_packed(self._pages[0].layout) else "reference"
         self._retire = weakref.finalize(self, self.stack.retire, keys)
         self._retire.atexit = False
 
@@ -198,12 +201,6 @@ class WeightHandle:
             self._specify(self.spec.retyped(dtype))
 
     # -- use ----------------------------------------------------------------------------------------------------------
-
-    @property
-    def kernel(self) -> str:
-        """Name of the implementation that runs: one that wants pages in its own order leaves others to the reference."""
-        packed = bool(self._pages) and self._is_packed(self._pages[0].layout)
-        return kernel_name(self._linear) if packed else "reference"
 
     @property
     def weight_shape(self) -> tuple[int, int]:
