@@ -322,9 +322,24 @@ def tables() -> str:
             out += [f"| {' | '.join(rows[0])} |", "| " + " | ".join("---" for _ in rows[0]) + " |",
                     *(f"| {' | '.join(show(v) for v in row.values())} |" for row in rows), ""]
         versions = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
-        out += [f"{where['cpu']}, {where['cores']} cores, {versions}, Python {where['python']}, "
-                f"commit {where['commit']}.", ""]
-    return "\n".join(out)
+        named = f"{where['cpu']}, {where['cores']} cores, {versions}, Python {where['python']}, commit"
+        out += [f"{named} {where['commit']}.", ""]
+    return "\n".join(out + [line for path in sorted(RESULTS.glob("kernels-*.json")) for line in kernel_table(path)])
+
+
+def kernel_table(path: Path) -> list[str]:
+    """Times of the fused kernels on one GPU, from `scripts/gpu-check`."""
+    result = json.loads(path.read_text())
+    tokens = list(dict.fromkeys(row["m"] for row in result["rows"]))
+    out = [f"## kernels, {result['gpu']}", "", "A linear layer on 4-bit weights, CUDA-graph replay, weights rotated past "
+           "L2: microseconds, and bf16 cuBLAS time over ours in the same run.", "",
+           "| format, K→N | " + " | ".join(f"M={m}" for m in tokens) + " |", "| --- " * (len(tokens) + 1) + "|"]
+    cells: dict[str, list[str]] = {}
+    for row in result["rows"]:
+        name = f"{row['format']}, {row['k']}→{row['n']}"
+        cells.setdefault(name, []).append(f"{row['fp4_us']:.1f} ({row['ratio']:.2f}×)")
+    out += [f"| {name} | {' | '.join(values)} |" for name, values in cells.items()]
+    return [*out, "", f"torch {result['torch']}, CUDA {result['cuda']}.", ""]
 
 
 def show(value: object) -> str:
