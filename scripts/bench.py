@@ -324,16 +324,19 @@ def tables() -> str:
         versions = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
         named = f"{where['cpu']}, {where['cores']} cores, {versions}, Python {where['python']}, commit"
         out += [f"{named} {where['commit']}.", ""]
-    return "\n".join(out + [line for path in sorted(RESULTS.glob("kernels-*.json")) for line in kernel_table(path)])
+    for path in sorted(RESULTS.glob("kernels-*.json")):
+        out += kernel_table(path)
+    return "\n".join(out)
 
 
 def kernel_table(path: Path) -> list[str]:
     """Times of the fused kernels on one GPU, from `scripts/gpu-check`."""
     result = json.loads(path.read_text())
     tokens = list(dict.fromkeys(row["m"] for row in result["rows"]))
-    out = [f"## kernels, {result['gpu']}", "", "A linear layer on 4-bit weights, CUDA-graph replay, weights rotated past "
-           "L2: microseconds, and bf16 cuBLAS time over ours in the same run.", "",
-           "| format, K→N | " + " | ".join(f"M={m}" for m in tokens) + " |", "| --- " * (len(tokens) + 1) + "|"]
+    what = ("A linear layer on 4-bit weights, CUDA-graph replay, weights rotated past L2: microseconds, and bf16 "
+            "cuBLAS time over ours in the same run.")
+    out = [f"## kernels, {result['gpu']}", "", what, "",
+           f"| format, K→N | {' | '.join(f'M={m}' for m in tokens)} |", "| --- " * (len(tokens) + 1) + "|"]
     cells: dict[str, list[str]] = {}
     for row in result["rows"]:
         name = f"{row['format']}, {row['k']}→{row['n']}"
