@@ -333,6 +333,18 @@ def test_after_a_pass_that_stopped_early_the_next_one_is_fetched_ahead_from_its_
     assert ahead and ahead <= set(streamed[:2])
 
 
+def test_no_page_is_given_up_for_one_that_is_needed_later():
+    policy = ScheduledPolicy(3, prefetch=2)
+    for keys in [FULL] * 3 + [FULL[:1]]:
+        policy.begin_pass()
+        for key in keys:
+            policy.access(key, 1, busy=(key,))
+            policy.ahead(busy=(key,))
+    assert set(policy.resident()) == set(FULL[:3])
+    assert policy.access(FULL[0], 1).hit  # repeated: what was staged ahead is still what comes next
+    assert policy.ahead(busy=FULL[:1]) == [] and set(policy.resident()) == set(FULL[:3])
+
+
 def test_pages_fetched_ahead_for_places_that_were_skipped_still_count_as_prefetched():
     policy = ScheduledPolicy(5, prefetch=2)
     for _ in range(3):

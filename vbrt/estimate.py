@@ -315,9 +315,8 @@ def _as_after_wrapping(model: nn.Module, machine: Machine, swaps: list[Swap], sk
     kept = sum(skip.nbytes for skip in skipped.values())
     swapped = sum(swap.dense_bytes for swap in swaps)
     if machine.gpu_free_bytes is None:
-        leaving = min(swapped, held["cpu"]) - max(0, kept - held["cpu"])  # what is kept is not there yet: a meta model
-        available = max(0, min(machine.cpu_total_bytes, machine.cpu_available_bytes + leaving))
-        return replace(machine, cpu_available_bytes=available)
+        leaving = min(swapped, held["cpu"])
+        return replace(machine, cpu_available_bytes=min(machine.cpu_total_bytes, machine.cpu_available_bytes + leaving))
     return replace(machine, gpu_free_bytes=max(0, machine.gpu_free_bytes + held["cuda"] - kept),
                    cpu_available_bytes=min(machine.cpu_total_bytes, machine.cpu_available_bytes + held["cpu"]))
 

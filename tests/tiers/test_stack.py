@@ -1052,7 +1052,7 @@ def test_ctrl_c_anywhere_loses_nothing(kind, warm, levels, monkeypatch, request)
             stack.close()
         if not hit:
             break
-        at += 7
+        at += 23
     assert at > 40
 
 
