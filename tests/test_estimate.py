@@ -119,6 +119,13 @@ def test_a_head_that_is_tied_to_the_embedding_stays_because_of_it(keep_head):
     assert "lookup table" in plan.skipped["model.embed_tokens"].reason
 
 
+def test_shared_bytes_are_counted_where_they_stay_whatever_the_order():
+    model = nn.ModuleDict({"head": nn.Linear(64, 128, bias=False), "embed": nn.Embedding(128, 64)})
+    model["head"].weight = model["embed"].weight
+    skipped = plan_of(model).skipped
+    assert {name: skip.nbytes for name, skip in skipped.items()} == {"head": 0, "embed": 128 * 64 * 4}
+
+
 def test_routed_experts_are_listed_with_their_bytes():
     skip = plan_of(mixtral()).skipped["model.layers.0.mlp.experts"]
     assert skip.nbytes == 4 * 3 * 64 * 96 * 4
