@@ -166,6 +166,15 @@ def ssd() -> dict:
     return figures
 
 
+@part
+def ssd_passive() -> dict:
+    """The same under OMP_WAIT_POLICY=passive: OpenMP's threads sleep while pages are read, instead of spinning."""
+    return ssd()
+
+
+ENVIRONMENT = {"ssd-passive": {"OMP_WAIT_POLICY": "passive"}}
+
+
 def drop_page_cache() -> None:
     """As root only: what fadvise leaves of mapped files would favour the peer."""
     os.sync()
@@ -294,7 +303,7 @@ def measure(name: str) -> None:
     """One part in a fresh process: memory and caches of one do not touch the next."""
     print(f"{name}: {PARTS[name].__doc__.splitlines()[0]}", flush=True)
     done = subprocess.run([sys.executable, __file__, "--here", name], cwd=ROOT, stdout=subprocess.PIPE, text=True,
-                          check=False)
+                          check=False, env=os.environ | ENVIRONMENT.get(name, {}))
     if done.returncode:
         raise SystemExit(f"bench: part {name} failed")
     result = json.loads(done.stdout.splitlines()[-1])

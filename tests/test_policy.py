@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.traces import Workload, workloads
-from vbrt.policy import PASS, LRUPolicy, Policy, ScheduledPolicy, make_policy, simulate, spread, spread_pins
+from vbrt.policy import (
+    PASS,
+    LRUPolicy,
+    Policy,
+    ScheduledPolicy,
+    divide,
+    make_policy,
+    simulate,
+    spread,
+)
 
 KINDS = ("lru", "scheduled")
 
@@ -112,17 +121,19 @@ def test_room_for_everything_needs_no_second_copy_of_anything():
 # -- invariants -------------------------------------------------------------------------------------------------------
 
 
-def replay(policy: Policy, load: Workload) -> None:
-    """Run the trace and keep books from the decisions alone."""
-    books: set[str] = set()
+def replay(policy: Policy, load: Workload) -> dict[str, int]:
+    """Run the trace and keep books from the decisions alone; returns the room that each resident page takes."""
+    books: dict[str, int] = {}
     unused: set[str] = set()
 
     def act(decision, busy):
         for key in decision.evict:
             assert key in books and key not in busy
-            books.remove(key)
+            del books[key]
             unused.discard(key)
-        books.add(decision.key)
+        if decision.key not in books:
+            books[decision.key] = decision.charge
+            assert decision.charge >= load.sizes[decision.key]
         assert sorted(books) == sorted(policy.resident()) or decision.prefetched
         assert policy.resident_bytes <= policy.capacity_bytes
 
@@ -146,7 +157,8 @@ def replay(policy: Policy, load: Workload) -> None:
             act(decision, item)
         assert len(ahead) <= load.prefetch
         assert sorted(books) == sorted(policy.resident())
-        assert policy.resident_bytes == sum(load.sizes[key] for key in books) <= policy.capacity_bytes
+        assert policy.resident_bytes == sum(books.values()) <= policy.capacity_bytes
+    return books
 
 
 @given(workloads())
@@ -166,11 +178,11 @@ def test_counts_of_simulate_add_up(load):
 @given(workloads(), st.integers(0, 20))
 def test_a_policy_that_loses_room_gives_pages_up_and_goes_on(load, room):
     policy = make_policy(load.kind, load.room, prefetch=load.prefetch, group=load.group)
-    replay(policy, load)
-    before = set(policy.resident())
+    books = replay(policy, load)
+    before = set(books)
     victims = set(policy.resize(room))
     assert victims <= before and set(policy.resident()) == before - victims
-    assert policy.resident_bytes == sum(load.sizes[key] for key in before - victims) <= max(room, 0)
+    assert policy.resident_bytes == sum(books[key] for key in before - victims) <= max(room, 0)
     policy.reset()
     assert policy.resident() == () and policy.resident_bytes == 0
     policy.resize(load.room)
@@ -237,7 +249,7 @@ def test_simulate_takes_a_policy_of_ones_own():
 @given(n=st.integers(1, 40), room=st.integers(0, 45), size=st.sampled_from([1, 3, 4096]), window=st.integers(1, 4))
 def test_pins_of_equal_pages_are_spread_evenly(n, room, size, window):
     order = tuple(f"page{i}" for i in range(n))
-    pins = spread_pins(order, dict.fromkeys(order, size), room * size + size // 2, window=window)
+    pins, _ = divide(order, dict.fromkeys(order, size), room * size + size // 2, group=1, prefetch=window - 1)
     assert len(pins) == (n if room >= n else max(0, room - window))
     places = [i for i, key in enumerate(order) if key in pins]
     if 0 < len(pins) < n:
@@ -248,7 +260,7 @@ def test_pins_of_equal_pages_are_spread_evenly(n, room, size, window):
 
 def test_pins_are_not_a_prefix():
     order = tuple(f"page{i}" for i in range(12))
-    pins = spread_pins(order, dict.fromkeys(order, 1), 6, window=3)
+    pins, _ = divide(order, dict.fromkeys(order, 1), 6, group=1, prefetch=2)
     assert sorted(order.index(key) for key in pins) == [3, 7, 11]
 
 
@@ -264,19 +276,41 @@ def test_a_spread_keeps_to_its_budget_and_uses_what_it_can(sizes, budget):
 
 def test_pages_that_a_pass_uses_more_often_are_pinned_first():
     order = ("a", "shared", "b", "c", "shared", "d", "e", "shared")
-    assert spread_pins(order, dict.fromkeys(order, 1), 3, window=2) == {"shared"}
+    assert divide(order, dict.fromkeys(order, 1), 3, group=1, prefetch=1) == ({"shared"}, 1)
 
 
-@given(workloads())
-def test_pins_leave_room_for_a_lease_and_the_pages_ahead(load):
-    order = tuple(key for keys in load.passes[0] for key in keys)
-    window = load.group + load.prefetch
-    pins = spread_pins(order, load.sizes, load.room, window=window)
-    if pins != set(order):
-        around = order * (window + 1)
-        widest = max(sum(load.sizes[key] for key in around[at: at + window]) for at in range(len(order)))
-        pinned = sum(load.sizes[key] for key in pins)
-        assert not pins or pinned + widest <= load.room
+@given(sizes=st.lists(st.sampled_from([2, 5, 11, 40]), min_size=1, max_size=30), room=st.integers(1, 700),
+       group=st.integers(1, 2), prefetch=st.integers(0, 3))
+def test_a_division_leaves_room_for_its_slots(sizes, room, group, prefetch):
+    pages = {f"page{i}": size for i, size in enumerate(sizes)}
+    pins, slot = divide(tuple(pages), pages, room, group=group, prefetch=prefetch)
+    pinned, streamed = sum(pages[key] for key in pins), [pages[key] for key in pages if key not in pins]
+    if not streamed:
+        assert pinned <= room
+    elif slot:
+        assert max(streamed) <= slot and pinned + min(group + prefetch, room // slot) * slot <= room
+        assert room >= (group + 1) * slot
+    elif room >= max(sizes) * (group + max(prefetch, 1)):
+        pytest.fail(f"{room} has room for slots of every page")
+
+
+def test_a_division_keeps_a_page_that_would_make_every_slot_large():
+    pages = {f"page{i}": 1 for i in range(20)} | {"large": 10}
+    assert divide(tuple(pages), pages, 24, group=1, prefetch=1) == (
+        frozenset(spread(list(pages)[:20], pages, 12)) | {"large"}, 1)
+
+
+def test_pages_of_all_sizes_pass_through_slots_of_one():
+    sizes = {f"page{i}": (3, 8)[i % 2] for i in range(20)}
+    policy, charges = ScheduledPolicy(60, prefetch=2), []
+    for _ in range(4):
+        policy.begin_pass()
+        charges = []
+        for key, size in sizes.items():
+            for decision in (policy.access(key, size, busy=(key,)), *policy.ahead(busy=(key,))):
+                charges += [] if decision.hit or not decision.charge else [decision.charge]
+    assert set(charges) == {8} and len(charges) > 5
+    assert policy.resident_bytes > 60 - 8
 
 
 # -- learning ---------------------------------------------------------------------------------------------------------

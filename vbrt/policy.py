@@ -5,7 +5,7 @@ A policy sees accesses and answers with decisions; the tier stack acts on them. 
 - `LRUPolicy`, the classic stack. On a cyclic scan larger than its room it hits 0 %: it evicts each page just
   before its next use. It is optimal for palindromes (forward + backward) and shines under skewed access.
 - `ScheduledPolicy` learns the order of the last pass, pins an evenly spread set of pages, and stages the others
-  through a ring sized for one lease and `prefetch` pages ahead. Belady's optimum for a cyclic scan of n equal
+  through a ring of equal slots: one lease's and `prefetch` pages ahead. Belady's optimum for a cyclic scan of n equal
   pages with room for r is (r - 1) / (n - 1); with `prefetch` pages of look-ahead this one reaches
   (r - 1 - prefetch) / n, and the copies that remain are started ahead of their use.
 
@@ -25,26 +25,31 @@ from itertools import chain
 from math import gcd
 from typing import NamedTuple
 
-__all__ = ["PASS", "Decision", "LRUPolicy", "Policy", "ScheduledPolicy", "Simulation", "make_policy", "simulate",
-           "spread", "spread_pins"]
+__all__ = ["PASS", "Decision", "Division", "LRUPolicy", "Policy", "ScheduledPolicy", "Simulation", "divide",
+           "make_policy", "simulate", "spread"]
 
 PASS = object()
 """Marks the start of a pass in a trace given to `simulate`."""
 
+_SLOT_SIZES = 8  # sizes that are tried for the slots of a ring, the largest first
 _LONGEST_PASS = 16  # accesses per distinct page after which an unmarked pass is cut, so that its record stays bounded
 
 
 class Decision(NamedTuple):
-    """What one access, or one look ahead, does: `evict` leaves first, then `key` comes in unless it is there."""
+    """What one access, or one look ahead, does: `evict` leaves first, then `key` comes in unless it is there.
+
+    `charge` is the room that a page which comes in takes, in bytes: at least its own, 0 for just those.
+    """
 
     key: str
     hit: bool
     evict: tuple[str, ...] = ()
     prefetched: bool = False
+    charge: int = 0
 
 
 class Policy:
-    """Common bookkeeping: resident pages and their bytes, never above `capacity_bytes`."""
+    """Common bookkeeping: the room that resident pages take, never above `capacity_bytes`."""
 
     kind = ""
 
@@ -84,7 +89,7 @@ class Policy:
         return self._make_room(0, ()) or ()
 
     def _candidates(self) -> Iterable[tuple[str, int]]:
-        """(key, size) of resident pages, those that should leave first in front."""
+        """(key, room it takes) of resident pages, those that should leave first in front."""
         raise TypeError(f"{type(self).__name__} is abstract: use LRUPolicy or ScheduledPolicy")
 
     def _leave(self, key: str) -> None:
@@ -127,7 +132,7 @@ class LRUPolicy(Policy):
             return None
         self._pages[key] = size
         self.resident_bytes += size
-        return Decision(key, hit=False, evict=victims)
+        return Decision(key, hit=False, evict=victims, charge=size)
 
     def forget(self, key: str) -> None:
         self._leave(key)
@@ -149,6 +154,9 @@ class ScheduledPolicy(Policy):
     misses in that pass and are learned for the next; a pass that stops early (an exception, Ctrl-C) is recognised
     as a prefix of the last order and does not replace it. Passes are marked by `begin_pass`; a trace without any
     mark starts a pass whenever its first page comes again.
+
+    Pages of several sizes pass through slots of one size, so that memory which one left fits the next: it is reused
+    as it is, never given back and asked for again. A page in the ring takes a whole slot.
 
     Args:
         capacity_bytes: room for pages, in bytes.
@@ -175,7 +183,7 @@ class ScheduledPolicy(Policy):
         self._order: tuple[str, ...] = ()
         self._positions: dict[str, list[int]] = {}
         self._streamed: list[int] = []  # positions in the order of pages that are not kept
-        self._pins: frozenset[str] = frozenset()
+        self._division = Division(frozenset(), 0)
         self._cursor = 0
         self._marked = False
 
@@ -189,19 +197,20 @@ class ScheduledPolicy(Policy):
         if key in self._fresh or key in self._pinned or key in self._staged:
             decision = Decision(key, hit=key not in self._unused, prefetched=key in self._unused)
         else:
-            victims = self._make_room(size, busy)
+            charge = self._charge(key, size, busy)
+            victims = self._make_room(charge, busy)
             if victims is None:
                 return None
-            self.resident_bytes += size
-            decision = Decision(key, hit=False, evict=victims)
+            self.resident_bytes += charge
+            self._staged[key] = charge
+            decision = Decision(key, hit=False, evict=victims, charge=charge)
         self._unused.discard(key)
         self._gone.discard(key)
         self._record(key, size)
         if key not in self._pinned:
-            self._fresh.pop(key, None)
-            self._staged.pop(key, None)
-            kept = self._pinned if key in self._pins else self._staged
-            kept[key] = size
+            charge = self._fresh.pop(key, None) or self._staged.pop(key)
+            kept = self._pinned if key in self._division.pins and charge == size else self._staged
+            kept[key] = charge
         return decision
 
     def ahead(self, busy: Collection[str] = ()) -> list[Decision]:
@@ -213,14 +222,14 @@ class ScheduledPolicy(Policy):
             if key in self._staged:
                 stay.add(key)  # never evict a page for one that is needed later
             elif key not in self._fresh and key not in self._pinned and key not in self._gone:
-                size = self._sizes[key]
-                victims = self._make_room(size, stay, self._staged.items())
+                charge = self._division.charge(key, self._sizes[key])
+                victims = self._make_room(charge, stay, self._staged.items())
                 if victims is None:
                     break
-                self._fresh[key] = size
+                self._fresh[key] = charge
                 self._unused.add(key)
-                self.resident_bytes += size
-                decisions.append(Decision(key, hit=False, evict=victims, prefetched=True))
+                self.resident_bytes += charge
+                decisions.append(Decision(key, hit=False, evict=victims, prefetched=True, charge=charge))
                 if len(self._fresh) >= self.prefetch:
                     break
         return decisions
@@ -236,7 +245,12 @@ class ScheduledPolicy(Policy):
         victims = super().resize(capacity_bytes)
         if self._order:
             self._choose_pins()
+            wide = tuple(key for pages in (self._staged, self._fresh) for key, charge in pages.items()
+                         if charge > self._division.charge(key, self._sizes.get(key, charge)))
+            for key in wide:  # in slots of a size that the new room may have too few of
+                self._leave(key)
             self._stream()
+            victims += wide
         return victims
 
     def _candidates(self) -> Iterable[tuple[str, int]]:
@@ -246,6 +260,28 @@ class ScheduledPolicy(Policy):
         self._unused.discard(key)
         for pages in (self._pinned, self._staged, self._fresh):
             self.resident_bytes -= pages.pop(key, 0)
+
+    def _charge(self, key: str, size: int, busy: Collection[str]) -> int:
+        """A slot, or the page's own bytes where slots for all that is busy with it would be too many."""
+        whole = self._division.charge(key, size)
+        if whole > size:
+            taken = whole
+            for other in busy:
+                if other != key:
+                    charge = self._charge_of(other)
+                    if not charge:
+                        return size
+                    taken += charge
+            if taken > self.capacity_bytes:
+                return size
+        return whole
+
+    def _charge_of(self, key: str) -> int:
+        """The room that a page takes, or will; 0 for one that is not known."""
+        for pages in (self._pinned, self._staged, self._fresh):
+            if key in pages:
+                return pages[key]
+        return self._division.charge(key, self._sizes[key]) if key in self._sizes else 0
 
     # -- learning the order ---------------------------------------------------------------------------------------
 
@@ -304,13 +340,15 @@ class ScheduledPolicy(Policy):
 
     def _choose_pins(self) -> None:
         """Pin for the order; what is resident changes its class, nothing moves."""
-        self._pins = spread_pins(self._order, self._sizes, self.capacity_bytes, window=self.group + self.prefetch)
-        for key in [k for k in self._pinned if k not in self._pins]:
+        self._division = divide(self._order, self._sizes, self.capacity_bytes, group=self.group,
+                                prefetch=self.prefetch)
+        pins = self._division.pins
+        for key in [k for k in self._pinned if k not in pins]:
             self._staged[key] = self._pinned.pop(key)
             self._staged.move_to_end(key, last=False)
         self._demote([k for k in self._fresh if k not in self._positions])
         for pages in (self._staged, self._fresh):
-            for key in [k for k in pages if k in self._pins]:
+            for key in [k for k in pages if k in pins and pages[k] == self._sizes[k]]:  # not in a slot of the ring
                 self._pinned[key] = pages.pop(key)
 
     def _stream(self) -> None:
@@ -324,33 +362,67 @@ class ScheduledPolicy(Policy):
             yield self._order[self._streamed[(start + step) % len(self._streamed)]]
 
 
-def spread_pins(order: tuple[str, ...], sizes: Mapping[str, int], capacity_bytes: int, *,
-                window: int) -> frozenset[str]:
-    """The pages of one pass to keep resident, spread evenly through it.
+class Division(NamedTuple):
+    """How room is divided: pages that stay, and the bytes of each slot of the ring (0: every page its own bytes)."""
 
-    Everything is kept when everything fits. Otherwise room is set aside for the largest `window` consecutive pages
-    of the order (one lease and the pages staged ahead), and the rest is given first to the pages that a pass uses
-    most often (each use of a kept page saves its bytes once), then evenly: a kept prefix would have the same hit
-    rate but leave the link idle while it runs.
+    pins: frozenset[str]
+    slot_bytes: int
+
+    def charge(self, key: str, size: int) -> int:
+        """The room that a page takes."""
+        return size if key in self.pins else max(size, self.slot_bytes)
+
+
+def divide(order: tuple[str, ...], sizes: Mapping[str, int], capacity_bytes: int, *, group: int,
+           prefetch: int) -> Division:
+    """The pages of one pass to keep resident, and the slots that the others pass through.
+
+    Everything is kept when everything fits. Otherwise the ring has `group` + `prefetch` slots of the size that leaves
+    the fewest bytes to stream: pages larger than a slot must stay. Where not even `group` + 1 slots fit, pages pass
+    through in their own sizes.
 
     Args:
         order: page keys in the order of a pass, repeats included.
         sizes: bytes of each page.
         capacity_bytes: room for pages, the ring included.
-        window: pages that must fit beside the pins.
+        group: pages that one lease takes.
+        prefetch: pages staged ahead.
     """
-    uses = Counter(order)
+    uses, window = Counter(order), group + prefetch
     if sum(sizes[key] for key in uses) <= capacity_bytes:
-        return frozenset(uses)
+        return Division(frozenset(uses), 0)
+    best, fewest = None, 0
+    for slot in sorted({sizes[key] for key in uses}, reverse=True)[:_SLOT_SIZES]:
+        slots = min(window, capacity_bytes // slot)
+        large = [key for key in uses if sizes[key] > slot]
+        budget = capacity_bytes - slots * slot - sum(sizes[key] for key in large)
+        if capacity_bytes // slot <= group or budget < 0:
+            continue
+        pins = frozenset(large + _spread_by_use([k for k in uses if sizes[k] <= slot], uses, sizes, budget))
+        streamed = sum(sizes[key] for key in order if key not in pins)
+        if best is None or streamed < fewest:
+            best, fewest = Division(pins, slot), streamed
+    return best or Division(_pins_beside(order, sizes, capacity_bytes, window=window), 0)
+
+
+def _pins_beside(order: tuple[str, ...], sizes: Mapping[str, int], capacity_bytes: int, *,
+                window: int) -> frozenset[str]:
+    """The pages of one pass to keep resident beside the largest `window` consecutive ones in their own sizes."""
+    uses = Counter(order)
     around = order * (1 + window // len(order)) if len(order) < window else order + order[: window - 1]
     ring = max(sum(sizes[key] for key in around[at: at + window]) for at in range(len(order)))
-    budget = capacity_bytes - ring
+    return frozenset(_spread_by_use(list(uses), uses, sizes, capacity_bytes - ring))
+
+
+def _spread_by_use(keys: list[str], uses: Mapping[str, int], sizes: Mapping[str, int], budget: int) -> list[str]:
+    """First the pages that a pass uses most often (each use of a kept page saves its bytes once), then evenly: a kept
+    prefix would have the same hit rate but leave the link idle while it runs."""
     pins: list[str] = []
-    for count in sorted(set(uses.values()), reverse=True):
-        chosen = spread([key for key in uses if uses[key] == count], sizes, budget)
+    for count in sorted({uses[key] for key in keys}, reverse=True):
+        chosen = spread([key for key in keys if uses[key] == count], sizes, budget)
         budget -= sum(sizes[key] for key in chosen)
         pins += chosen
-    return frozenset(pins)
+    return pins
 
 
 def spread(keys: list[str], sizes: Mapping[str, int], budget_bytes: int) -> list[str]:

@@ -5,6 +5,7 @@ layer, or `materialize()` for all of them, encodes the weight, stores its pages 
 """
 
 import ctypes
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from os import PathLike
@@ -68,14 +69,18 @@ def _build_stack(plan: Plan, config: VBConfig) -> TierStack:
     for name, budget in plan.budgets.items():
         if name == "ssd":
             if plan.home_bytes("ssd"):
-                ssd = SsdTier(Path(config.tiers.ssd.path).expanduser(), budget, io=config.tiers.ssd.io)
+                # a CPU that waits for a page has no other work; beside a GPU, several pages are read at a time
+                helpers = min(4, os.cpu_count() or 1) - 1 if plan.compute_tier == "cpu" else 0
+                ssd = SsdTier(Path(config.tiers.ssd.path).expanduser(), budget, io=config.tiers.ssd.io,
+                              helpers=helpers)
             continue
         device = torch.device("cuda", torch.cuda.current_device()) if name == "gpu" else torch.device("cpu")
         pinned = name == "cpu" and plan.compute_tier == "gpu" and config.tiers.cpu.pinned
         room = budget - plan.home_bytes(name)
         policy = make_policy(config.policy.kind, room, prefetch=config.policy.prefetch, group=plan.group)
         levels.append(Level(MemoryTier(name, device, budget, pinned=pinned), policy))
-    return TierStack(levels, ssd, workers=max(1, min(4, config.policy.prefetch)))
+    return TierStack(levels, ssd, workers=max(1, min(4, config.policy.prefetch)),
+                     share_cores=plan.compute_tier == "cpu")
 
 
 def _swap(model: nn.Module, plan: Plan, handles: list[WeightHandle]) -> dict[str, VBLayer]:

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 import warnings
 from collections import namedtuple
 from pathlib import Path
@@ -46,6 +48,13 @@ def file_of(tier: SsdTier, key: str) -> Path:
 @pytest.fixture
 def tier(tmp_path):
     tier = SsdTier(tmp_path, 1 << 30)
+    yield tier
+    tier.close()
+
+
+@pytest.fixture
+def helped(tmp_path):
+    tier = SsdTier(tmp_path, 1 << 30, io="buffered", helpers=3)
     yield tier
     tier.close()
 
@@ -257,8 +266,69 @@ def test_a_file_of_another_version_says_so(tier):
     raw[8] = 9
     raw[HEADER_BYTES - 8: HEADER_BYTES] = xxhash.xxh3_64_digest(bytes(raw[: HEADER_BYTES - 8]))
     path.write_bytes(raw)
-    with pytest.raises(TierError, match="page-file version 9; this vbrt reads version 1"):
+    with pytest.raises(TierError, match="page-file version 9; this vbrt reads version 2"):
         read(tier, "layer")
+
+
+def test_helpers_read_parts_of_a_page(helped, monkeypatch):
+    nbytes = 5 * CHUNK + 3 * PAGE
+    helped.write("layer", page(nbytes))
+    real, threads = os.preadv, set()
+
+    def preadv(fd, views, offset):
+        threads.add(threading.current_thread().name)
+        time.sleep(0.005)
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert torch.equal(read(helped, "layer", nbytes), page(nbytes))
+    assert len(threads) == 4 and threading.current_thread().name in threads
+
+
+@pytest.mark.parametrize(("accident", "where"), [(OSError(5, "Input/output error"), "helper"),
+                                                 (OSError(5, "Input/output error"), "caller"),
+                                                 (KeyboardInterrupt(), "caller")])
+def test_nobody_writes_into_the_buffer_after_a_read_has_failed(helped, monkeypatch, accident, where):
+    nbytes = 20 * CHUNK
+    helped.write("layer", page(nbytes))
+    real, caller = os.preadv, threading.current_thread()
+
+    def preadv(fd, views, offset):
+        mine = threading.current_thread() is caller
+        time.sleep(0.001 if mine else 0.01)
+        if offset > 4 * CHUNK and mine == (where == "caller"):
+            raise accident
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    out = room(nbytes)
+    with pytest.raises(KeyboardInterrupt if isinstance(accident, KeyboardInterrupt) else TierError):
+        helped.read("layer", out)
+    out.zero_()
+    time.sleep(0.05)
+    assert not out.any()
+    monkeypatch.undo()
+    assert torch.equal(read(helped, "layer", nbytes), page(nbytes))
+
+
+def test_a_flipped_bit_is_found_in_every_segment(helped):
+    nbytes = 2 * CHUNK
+    helped.write("layer", page(nbytes))
+    path = file_of(helped, "layer")
+    for at in range(7, nbytes, 512 << 10):
+        flip(path, HEADER_BYTES + at)
+        with pytest.raises(TierError, match="does not hold the bytes"):
+            read(helped, "layer", nbytes)
+        flip(path, HEADER_BYTES + at)
+    assert torch.equal(read(helped, "layer", nbytes), page(nbytes))
+
+
+def test_reading_ahead_never_fails(helped):
+    helped.write("layer", page())
+    helped.read_ahead("layer")
+    helped.read_ahead("no such layer")
+    file_of(helped, "layer").unlink()
+    helped.read_ahead("layer")
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_truncated(tier, monkeypatch):

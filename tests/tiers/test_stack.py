@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from tests.traces import Workload, workloads
 from vbrt.errors import FormatError, TierError
 from vbrt.formats.page import PageLayout, build_layout
-from vbrt.policy import PASS, Decision, LRUPolicy, Policy, make_policy, simulate
+from vbrt.policy import PASS, Decision, LRUPolicy, Policy, ScheduledPolicy, make_policy, simulate
 from vbrt.tiers import Level, MemoryTier, SsdTier, TierStack, detached_stack
 from vbrt.tiers.stack import _State
 
@@ -307,6 +307,41 @@ def test_hit_rates_are_the_closed_forms(tmp_path, kind, room, hits):
     before = sum(page.hits for page in stack.pages.values())
     run(stack, one_pass * 4)
     assert sum(page.hits for page in stack.pages.values()) - before == 4 * hits
+    stack.close()
+
+
+def test_a_steady_pass_over_pages_of_all_sizes_asks_for_no_memory(tmp_path):
+    sizes = {f"page{i}": (1, 4, 3)[i % 3] for i in range(12)}
+    tier = WatchedTier("cpu", 20)
+    stack = add_all(TierStack([Level(tier, ScheduledPolicy(20 * UNIT))], SsdTier(tmp_path, 1 << 40)), sizes)
+    one_pass = [PASS, *((key,) for key in sizes)]
+    run(stack, one_pass * 4)
+    buffers, misses = set(tier.alive), sum(page.misses for page in stack.pages.values())
+    run(stack, one_pass * 3)
+    assert set(tier.alive) == buffers
+    assert sum(page.misses for page in stack.pages.values()) - misses >= 3 * 6
+    stack.close()
+
+
+def test_where_cores_are_shared_only_who_needs_a_page_copies_it(tmp_path):
+    threads, ahead = set(), []
+
+    class NotedSsd(SsdTier):
+        def read(self, key, out):
+            threads.add(threading.current_thread())
+            super().read(key, out)
+
+        def read_ahead(self, key):
+            ahead.append(key)
+            super().read_ahead(key)
+
+    sizes = {f"page{i}": 1 for i in range(8)}
+    stack = TierStack([Level(WatchedTier("cpu", 5), ScheduledPolicy(5 * UNIT))],
+                      NotedSsd(tmp_path, 1 << 40, io="buffered"), share_cores=True)
+    trace = [PASS, *((key,) for key in sizes)] * 4
+    run(add_all(stack, sizes), trace)
+    assert threads == {threading.current_thread()} and len(ahead) > 8
+    assert_counts(stack, simulate("scheduled", trace, 5))
     stack.close()
 
 

@@ -1,25 +1,29 @@
 """The ssd tier: one file a page, written once, verified on each read.
 
 A file is a header of 4096 bytes and the page. The header holds magic, version, sizes and two XXH3-64 digests (of the
-page, and of the header itself), followed by the key and the page's layout as JSON, for the person with a hex dump.
+page's segments' digests, and of the header itself), followed by the key and the page's layout as JSON, for the person
+with a hex dump. Segments are 512 KiB: several threads can read and verify one page.
 Files are written to a temporary name, synced and renamed, inside a directory of this run that is locked while the
 run lives; directories of dead runs are removed when the next one starts.
 
 Reads are `preadv` into buffers that the caller owns: never a file mapping, so an I/O error is an exception with a
-name in it and not a SIGBUS. The digest is computed chunk by chunk while the chunk is in cache.
+name in it and not a SIGBUS. Digests are computed while what was read is in cache.
 """
 
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import re
 import shutil
 import struct
 import tempfile
+import threading
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,9 +38,10 @@ __all__ = ["HEADER_BYTES", "SsdTier"]
 
 HEADER_BYTES = 4096
 _MAGIC = b"VBPAGE\x00\x01"
-_VERSION = 1
-_HEAD = struct.Struct("<8sIIQQ")  # magic, version, header bytes, page bytes, XXH3-64 of the page
-_CHUNK_BYTES = 2 << 20  # read and hashed at a time: stays in L2/L3
+_VERSION = 2
+_HEAD = struct.Struct("<8sIIQQ")  # magic, version, header bytes, page bytes, XXH3-64 over the segments' XXH3-64
+_SEGMENT_BYTES = 512 << 10  # hashed at a time: stays in L2
+_DIRECT_SEGMENTS = 4  # read at a time from the drive, which wants large reads
 _MAX_RW_BYTES = 1 << 30  # Linux caps one call at 2 GiB - 4096
 _PAGE_CACHE_SHARE = 0.5  # of available memory that the page files may be expected to fill
 
@@ -59,6 +64,7 @@ class SsdTier:
         capacity_bytes: bytes of files, headers included, that the tier may hold.
         io: "direct" (O_DIRECT), "buffered" (page cache), or "auto": through the page cache as long as the files fit
             into half of the available memory, direct beyond that, where the cache would evict them before reuse.
+        helpers: threads beside the caller's that read parts of one large page.
 
     Raises:
         TierError: the directory cannot be made or written.
@@ -66,13 +72,15 @@ class SsdTier:
 
     name = "ssd"
 
-    def __init__(self, root: Path, capacity_bytes: int, *, io: str = "auto") -> None:
+    def __init__(self, root: Path, capacity_bytes: int, *, io: str = "auto", helpers: int = 0) -> None:
         self.capacity_bytes, self.held_bytes, self.peak_bytes = capacity_bytes, 0, 0
         self.root, self.io = Path(root), io
         self.fallbacks: list[str] = []
         self._files: dict[str, _File] = {}
         self._serial = 0
         self._direct: bool | None = None
+        self._helpers = helpers
+        self._pool: tuple[int, ThreadPoolExecutor] | None = None  # with the process that started its threads
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             _remove_dead_runs(self.root)
@@ -99,7 +107,8 @@ class SsdTier:
             raise TierError(f"{key}: {nbytes} bytes do not fit into tiers.ssd.budget = {self.capacity_bytes} "
                             f"({self.held_bytes} held); raise the budget")
         view = bytes_view(page)
-        digest = xxhash.xxh3_64_intdigest(view)
+        digest = _digest([xxhash.xxh3_64_digest(view[at: at + _SEGMENT_BYTES])
+                          for at in range(0, page.numel(), _SEGMENT_BYTES)])
         # a forked child writes into the same directory, under names of its own
         path = self.directory / f"{os.getpid()}-{self._serial:05d}-{re.sub(r'[^A-Za-z0-9._-]', '_', key)[-96:]}.page"
         self._serial += 1
@@ -139,12 +148,55 @@ class SsdTier:
     def _read(self, key: str, file: _File, out: torch.Tensor) -> int:
         if self._use_direct():
             try:
-                return _read_file(key, file, out, os.O_DIRECT)
+                return self._read_file(key, file, out, os.O_DIRECT)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
             self._announce_buffered()
-        return _read_file(key, file, out, 0)
+        return self._read_file(key, file, out, 0)
+
+    def _read_file(self, key: str, file: _File, out: torch.Tensor, flags: int) -> int:
+        """Read header and page into `out`; returns the digest of the page's bytes."""
+        fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | flags)
+        try:
+            size = os.fstat(fd).st_size
+            if size != HEADER_BYTES + file.nbytes:
+                raise TierError(f"{key}: {file.path} has {size} bytes, expected {HEADER_BYTES + file.nbytes}: "
+                                f"it {'is truncated' if size < HEADER_BYTES + file.nbytes else 'has grown'}")
+            return self._shared(_Read(key, file, fd, bytes_view(out), _DIRECT_SEGMENTS if flags else 1))
+        finally:
+            os.close(fd)
+
+    def _shared(self, read: "_Read") -> int:
+        """Do a read with the helpers that are free; returns the digest when nobody is at it any more."""
+        try:
+            helpers = min(self._helpers, read.parts - 1)
+            read.seats = [threading.Lock() for _ in range(helpers)]
+            for seat in read.seats:
+                self._executor().submit(read.help, seat)
+            read.work()
+            read.close()
+        except BaseException:
+            read.close()  # again, if Ctrl-C came in the first: `out` must be the caller's alone
+            raise
+        return read.digest()
+
+    def _executor(self) -> ThreadPoolExecutor:
+        if self._pool is None or self._pool[0] != os.getpid():
+            self._pool = (os.getpid(), ThreadPoolExecutor(self._helpers, thread_name_prefix="vbrt-read"))
+        return self._pool[1]
+
+    def read_ahead(self, key: str) -> None:
+        """Ask the system to bring a page into its cache, in buffered mode: reading it later waits less. Never fails."""
+        file = self._files.get(key)
+        if file is None or self._use_direct() or not hasattr(os, "posix_fadvise"):
+            return
+        with contextlib.suppress(OSError):  # advice only: what is wrong with the file is said when it is read
+            fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(fd)
 
     def _announce_buffered(self) -> None:
         reason = f"tier ssd: the file system of {self.root} refuses O_DIRECT; reads go through the page cache"
@@ -171,6 +223,9 @@ class SsdTier:
         """Remove the run's directory; calling it twice is fine."""
         self._files.clear()
         self.held_bytes = 0
+        if self._pool is not None and self._pool[0] == os.getpid():
+            self._pool[1].shutdown()
+        self._pool = None
         self._finalizer()
 
     def _use_direct(self) -> bool:
@@ -209,27 +264,64 @@ def _write_all(fd: int, view: memoryview) -> None:
         view = view[os.write(fd, view[:_MAX_RW_BYTES]):]
 
 
-def _read_file(key: str, file: _File, out: torch.Tensor, flags: int) -> int:
-    """Read header and page into `out`; returns the digest of the page's bytes."""
-    fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | flags)
-    try:
-        size = os.fstat(fd).st_size
-        if size != HEADER_BYTES + file.nbytes:
-            raise TierError(f"{key}: {file.path} has {size} bytes, expected {HEADER_BYTES + file.nbytes}: "
-                            f"it {'is truncated' if size < HEADER_BYTES + file.nbytes else 'has grown'}")
-        header = torch.empty(2 * HEADER_BYTES, dtype=torch.uint8)
-        header = header[-header.data_ptr() % HEADER_BYTES:][:HEADER_BYTES]  # O_DIRECT wants aligned memory
-        head, view, digest = bytes_view(header), bytes_view(out), xxhash.xxh3_64()
-        _fill(fd, key, file, [head, view[:_CHUNK_BYTES]], 0)
-        _check_header(key, file, bytes(head))
-        digest.update(view[:_CHUNK_BYTES])
-        for at in range(_CHUNK_BYTES, file.nbytes, _CHUNK_BYTES):
-            chunk = view[at: at + _CHUNK_BYTES]
-            _fill(fd, key, file, [chunk], HEADER_BYTES + at)
-            digest.update(chunk)
-        return digest.intdigest()
-    finally:
-        os.close(fd)
+class _Read:
+    """The read of one page, in parts that any thread may take."""
+
+    def __init__(self, key: str, file: _File, fd: int, view: memoryview, segments: int) -> None:
+        self.key, self.file, self.fd, self.view = key, file, fd, view
+        self.step = segments * _SEGMENT_BYTES
+        self.parts = -(-file.nbytes // self.step)
+        self.digests: list[list[bytes]] = [[] for _ in range(self.parts)]
+        self.seats: list[threading.Lock] = []  # each held while its helper works
+        self.error: Exception | None = None
+        self.closed = False
+        self._next = itertools.count()
+
+    def help(self, seat: threading.Lock) -> None:
+        """A helper's turn; its failure is the caller's to raise."""
+        with seat:
+            try:
+                self.work()
+            except Exception as error:  # noqa: BLE001 - raised in digest()
+                self.error = error
+
+    def work(self) -> None:
+        """Take parts until there are none left."""
+        for part in self._next:
+            if part >= self.parts or self.closed:
+                break
+            self._do(part)
+
+    def close(self) -> None:
+        """Return when no helper is at work; none begins after that. Twice is fine."""
+        self.closed = True
+        for seat in self.seats:
+            with seat:
+                pass
+
+    def digest(self) -> int:
+        """The digest of the page; raises what a helper met."""
+        if self.error is not None:
+            raise self.error
+        return _digest([digest for part in self.digests for digest in part])
+
+    def _do(self, part: int) -> None:
+        at = part * self.step
+        chunk = self.view[at: at + self.step]
+        if part:
+            _fill(self.fd, self.key, self.file, [chunk], HEADER_BYTES + at)
+        else:
+            header = torch.empty(2 * HEADER_BYTES, dtype=torch.uint8)
+            header = header[-header.data_ptr() % HEADER_BYTES:][:HEADER_BYTES]  # O_DIRECT wants aligned memory
+            head = bytes_view(header)
+            _fill(self.fd, self.key, self.file, [head, chunk], 0)
+            _check_header(self.key, self.file, bytes(head))
+        self.digests[part] = [xxhash.xxh3_64_digest(chunk[i: i + _SEGMENT_BYTES])
+                              for i in range(0, len(chunk), _SEGMENT_BYTES)]
+
+
+def _digest(segments: list[bytes]) -> int:
+    return xxhash.xxh3_64_intdigest(b"".join(segments))
 
 
 def _fill(fd: int, key: str, file: _File, views: list[memoryview], offset: int) -> None:

@@ -81,11 +81,12 @@ _tickets = itertools.count()
 class _Slot:
     """A page's place in a memory tier. `holders`: leases, and slots above that are filled from this one."""
 
-    __slots__ = ("arrived", "buffer", "doomed", "error", "holders", "level", "loader", "page", "source", "state",
-                 "tensors", "ticket")
+    __slots__ = ("arrived", "buffer", "charge", "doomed", "error", "holders", "level", "loader", "page", "source",
+                 "state", "tensors", "ticket")
 
-    def __init__(self, page: Page, level: "Level") -> None:
+    def __init__(self, page: Page, level: "Level", charge: int = 0) -> None:
         self.page, self.level = page, level
+        self.charge = charge or page.nbytes  # bytes of its buffer: a slot of a ring may be larger than the page
         self.ticket = next(_tickets)  # the order of decisions
         self.state = _State.QUEUED
         self.loader = 0  # the thread that moves the bytes
@@ -131,10 +132,14 @@ class TierStack:
         levels: memory tiers with their policies, the computing tier first.
         ssd: the file tier below them, or None.
         workers: threads that move pages ahead of their use.
+        share_cores: where the CPU computes, workers would take the cores from it to copy pages out of the page cache:
+            they only have the system read files ahead, and whoever needs a page copies it.
     """
 
-    def __init__(self, levels: Sequence[Level], ssd: SsdTier | None = None, *, workers: int = 2) -> None:
+    def __init__(self, levels: Sequence[Level], ssd: SsdTier | None = None, *, workers: int = 2,
+                 share_cores: bool = False) -> None:
         self.levels, self.ssd = list(levels), ssd
+        self._share_cores = share_cores
         for index, level in enumerate(self.levels):
             level.index = index
         self.pages: dict[str, Page] = {}
@@ -357,11 +362,12 @@ class TierStack:
         top, needed = self.levels[0], 0
         for page in pages:
             if page.home and page.key not in top.leased:
-                needed += page.nbytes
+                here = top.slots.get(page.key)
+                needed += here.charge if here else page.nbytes
             if page.home > 1 and self._blocked(page):
                 return False
         if top.leased:
-            needed += sum(top.slots[key].page.nbytes for key in top.leased)
+            needed += sum(top.slots[key].charge for key in top.leased)
         return needed <= top.policy.capacity_bytes
 
     def _blocked(self, page: Page, above: int = 0) -> Level | None:
@@ -387,7 +393,7 @@ class TierStack:
     def _admit(self, lease: "Lease", pages: Sequence[Page]) -> None:
         """Decide on every page; what is missing is filled by whoever needs it first."""
         top = self.levels[0]
-        busy = top.leased.union(lease.keys)
+        busy = top.leased.union(page.key for page in pages if page.home)
         for page in pages:
             slot, decision = self._find(0, page, busy)
             lease.slots.append(slot)
@@ -413,7 +419,7 @@ class TierStack:
             self._evict(level, key)
         slot = level.slots.get(page.key)
         if slot is None:
-            slot = level.slots[page.key] = _Slot(page, level)
+            slot = level.slots[page.key] = _Slot(page, level, decision.charge)
             level.pending[slot] = None
             if level.index + 1 < len(self.levels):
                 # nothing there is busy: a source that is evicted stays until it has been copied
@@ -431,7 +437,11 @@ class TierStack:
                     level.policy.forget(decision.key)
                     continue
                 slot = self._place(level, page, decision)
-                if slot.state is _State.QUEUED:
+                if slot.state is not _State.QUEUED:
+                    continue
+                if self._share_cores and self.ssd is not None and self.ssd.mode == "buffered":
+                    self._workers.submit(self.ssd.read_ahead, page.key)
+                else:
                     self._workers.submit(self._fetch, slot)
 
     def _start_anew(self) -> None:
@@ -558,7 +568,7 @@ class TierStack:
                 self._await(slot.source)
             self._allocate(slot)
             self._copy(slot)
-            slot.tensors = unpack(slot.buffer.tensor, slot.page.layout)
+            slot.tensors = unpack(slot.buffer.tensor[: slot.page.nbytes], slot.page.layout)
         except BaseException as error:
             with self._lock:
                 self._fail(slot, error)
@@ -597,7 +607,7 @@ class TierStack:
                 if slot.doomed and not slot.holders:
                     raise TierError(f"{slot.page.key}: no longer wanted")
                 earlier = takewhile(lambda other: other is not slot, level.pending)
-                slot.buffer = level.tier.allocate(slot.page.nbytes, reserved_bytes=sum(e.page.nbytes for e in earlier))
+                slot.buffer = level.tier.allocate(slot.charge, reserved_bytes=sum(e.charge for e in earlier))
                 if slot.buffer is not None:
                     break
                 self._changed.wait()
@@ -607,7 +617,7 @@ class TierStack:
         page, level, source = slot.page, slot.level, slot.source
         if source is None:
             slot.buffer.synchronize()
-            self.ssd.read(page.key, slot.buffer.tensor)
+            self.ssd.read(page.key, slot.buffer.tensor[: page.nbytes])
         else:
             self._copy_memory(slot, source)
         below = self.names[level.index + 1]
@@ -615,15 +625,16 @@ class TierStack:
             page.bytes_moved[f"{below}>{level.tier.name}"] += page.nbytes
 
     def _copy_memory(self, slot: _Slot, source: _Slot) -> None:
-        stream = slot.level.stream
+        stream, nbytes = slot.level.stream, slot.page.nbytes
+        target, origin = slot.buffer.tensor[:nbytes], source.buffer.tensor[:nbytes]
         if stream is None:
-            slot.buffer.tensor.copy_(source.buffer.tensor)
+            target.copy_(origin)
             return
         for fence in slot.buffer.fences.values():  # kernels that still read this buffer
             stream.wait_event(fence)
         slot.buffer.fences.clear()
         with torch.cuda.stream(stream):
-            slot.buffer.tensor.copy_(source.buffer.tensor, non_blocking=True)
+            target.copy_(origin, non_blocking=True)
         slot.arrived = source.buffer.fence(stream)  # the source is not refilled before its copy has left
         slot.buffer.fences[stream.cuda_stream] = slot.arrived  # and this one not given away before it has arrived
 
