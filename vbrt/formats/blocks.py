@@ -97,6 +97,16 @@ class BlockFormat(Format):
         code_bB = rounding.codes(scale_CB.gather(0, pick_1B).squeeze(0))
         return code_bB, self._stored_byte(byte_CB.gather(0, pick_1B).squeeze(0), amax_B, known)
 
+    def tables(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """What a kernel decodes with: fp32 levels [16] by code, values [256] by scale byte, tensor scale [1]."""
+        device = tensors["codes"].device
+        scale = tensors.get("tensor_scale")
+        return self._levels(tensors), self._byte_values(device), ones(device) if scale is None else scale
+
+    @abstractmethod
+    def _levels(self, tensors: dict[str, Tensor]) -> Tensor:
+        """fp32 [16]: the level of each code."""
+
     @abstractmethod
     def _rounding(self, x_bB: Tensor, **extra: Tensor) -> Rounding:
         """How a tile is rounded."""
@@ -194,6 +204,18 @@ def ue4m4_values(device: torch.device) -> Tensor:
 def e4m3_values(device: torch.device) -> Tensor:
     """fp32 [256]: the value of each E4M3 byte; byte order is value order up to 0x7E."""
     return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
+
+
+@lru_cache(maxsize=8)
+def ones(device: torch.device) -> Tensor:
+    """fp32 [1]: the tensor scale of a format without one."""
+    return torch.ones(1, device=device)
+
+
+@lru_cache(maxsize=32)
+def constant_levels(levels: Sequence[float], device: torch.device) -> Tensor:
+    """fp32 [16]: a format's fixed levels on a device, kept."""
+    return torch.tensor(levels, dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=8)

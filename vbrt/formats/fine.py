@@ -4,7 +4,8 @@ Bit patterns are mapped to integers in the order of their values (`ordinal`), an
 ordinal(decode(coarse)) modulo 2^16. A code away from zero lies within a factor of two of its weight, which is 128
 ordinals in bf16 and 1024 in fp16, so a difference takes 8 bits in bf16 and 12 in fp16; one value of that range
 means "escape: 16 bits in the list `escapes`". A code whose cell reaches zero (`wide_codes`, known from the coarse
-plane) needs all 16 bits: the rest goes to the list `side`. Both lists are in row-major order of their weights.
+plane) needs all 16 bits: the rest goes to the list `side`. Both lists are in row-major order of their weights; `starts`
+lets a kernel begin anywhere in them.
 
 For Gaussian weights under nvfp4: 8.63 bits a weight in bf16, 12.63 in fp16.
 """
@@ -20,10 +21,12 @@ from vbrt.formats.base import Format, check_weight, padded, tiles
 from vbrt.formats.blocks import BlockFormat, code_mask_quads, decode_tile, lookup, unpack_codes
 from vbrt.formats.page import PageLayout, build_layout
 
-__all__ = ["estimate_fine_bytes", "fine_layout", "merge_fine", "split_fine"]
+__all__ = ["SPAN", "WIDTH", "estimate_fine_bytes", "fine_layout", "merge_fine", "split_fine"]
 
 #: bits kept in place for each weight: an octave each way
-_WIDTH = {torch.bfloat16: 8, torch.float16: 12}
+WIDTH = {torch.bfloat16: 8, torch.float16: 12}
+#: weights, in row-major order, for which `starts` says how many entries of each list come before
+SPAN = 4096
 
 
 def ordinal(bits: Tensor) -> Tensor:
@@ -32,7 +35,7 @@ def ordinal(bits: Tensor) -> Tensor:
 
 
 def _check(dtype: torch.dtype, fmt: Format) -> BlockFormat:
-    if dtype not in _WIDTH:
+    if dtype not in WIDTH:
         raise FormatError(
             f"fine plane: weight is {dtype}; expected bfloat16 or float16. For float32 use fine = 'none' with "
             "this format, format = 'dense' for exact bytes, or convert the model to bfloat16 first"
@@ -59,19 +62,21 @@ def _coarse_tiles(coarse: dict[str, Tensor], shape: tuple[int, int]) -> Iterator
 @torch.no_grad()
 def split_fine(w_NK: Tensor, coarse: dict[str, Tensor], fmt: Format) -> dict[str, Tensor]:
     """The fine plane of a finite bf16/fp16 weight: low uint8 [N, K], nibbles uint8 [N, ceil(K/2)] (fp16 only),
-    side int8 [S], escapes int16 [E].
+    side int8 [S], escapes int16 [E], starts int32 [ceil(N * K / SPAN), 2].
 
     Raises FormatError for another dtype, for format "dense", and for NaN/Inf (saying how many).
     """
     fmt = _check(w_NK.dtype, fmt)
     check_weight(w_NK, "fine plane")
-    width = _WIDTH[w_NK.dtype]
+    width = WIDTH[w_NK.dtype]
     n, k = w_NK.shape
     dec_NK = fmt.decode(coarse, (n, k), w_NK.dtype)
     fine = {"low": torch.empty(n, k, dtype=torch.uint8, device=w_NK.device)}
     if width == 12:
         fine["nibbles"] = torch.empty(n, (k + 1) // 2, dtype=torch.uint8, device=w_NK.device)
     side, escapes = [], []
+    lists = torch.zeros(2, n * k, dtype=torch.bool, device=w_NK.device)  # who is in which, row-major
+    first = 0
     for rows, columns, codes in _coarse_tiles(coarse, (n, k)):
         bits, near = (t[rows, columns].contiguous().view(torch.int16) for t in (w_NK, dec_NK))
         delta = ordinal(bits) - ordinal(near)
@@ -79,15 +84,26 @@ def split_fine(w_NK: Tensor, coarse: dict[str, Tensor], fmt: Format) -> dict[str
         wide_at = _wide_at(codes, delta.shape[1], fmt)
         wide = flat[wide_at]
         flat[wide_at] = 0
+        lists[0, first + wide_at] = True
         escape_at = ((flat >= 1 << (width - 1)) | (flat <= -1 << (width - 1))).nonzero().squeeze(1)
         side.append((wide >> width).to(torch.int8))
         escapes.append(flat[escape_at])
+        lists[1, first + escape_at] = True
+        first += flat.numel()
         flat[escape_at] = -1 << (width - 1)
         flat[wide_at] = wide
         fine["low"][rows, columns] = (delta & 255).to(torch.uint8)
         if width == 12:
             fine["nibbles"][rows, columns.start // 2 : (columns.stop + 1) // 2] = _pack_nibbles((delta >> 8) & 15)
-    return {**fine, "side": torch.cat(side), "escapes": torch.cat(escapes)}
+    return {**fine, "side": torch.cat(side), "escapes": torch.cat(escapes), "starts": _starts(lists)}
+
+
+def _starts(lists: Tensor) -> Tensor:
+    """int32 [ceil(N * K / SPAN), 2] from bool [2, N * K]: entries before each span."""
+    whole = lists.shape[1] // SPAN * SPAN
+    counts = lists[:, :whole].view(2, -1, SPAN).sum(-1)  # the last, partial span comes before none
+    counts = F.pad(counts, (1, 0))[:, : -(-lists.shape[1] // SPAN)]
+    return counts.cumsum(1).to(torch.int32).t().contiguous()
 
 
 def _pack_nibbles(nibble_RK: Tensor) -> Tensor:
@@ -101,7 +117,7 @@ def merge_fine(
 ) -> Tensor:
     """The original weight [N, K], bit for bit. On a GPU this synchronizes (the lists are located with nonzero)."""
     fmt = _check(dtype, fmt)
-    width = _WIDTH[dtype]
+    width = WIDTH[dtype]
     out = fmt.decode(coarse, shape, dtype)
     side, escapes = fine["side"], fine["escapes"]
     for rows, columns, codes in _coarse_tiles(coarse, shape):
@@ -138,4 +154,4 @@ def estimate_fine_bytes(shape: tuple[int, int], dtype: torch.dtype = torch.bfloa
     12.35, 12.77.
     """
     n, k = shape
-    return n * k * (8 * _WIDTH[dtype] + 7) // 64
+    return n * k * (8 * WIDTH[dtype] + 7) // 64

@@ -9,7 +9,7 @@ from math import log2
 import torch
 from torch import Tensor
 
-from vbrt.formats.blocks import BlockFormat, Range, constant_quads, decode_blocks, powers_of_two
+from vbrt.formats.blocks import BlockFormat, Range, constant_levels, constant_quads, decode_blocks, powers_of_two
 from vbrt.formats.rounding import E2M1_LEVELS, E2M1Rounding, Rounding
 
 __all__ = ["MXFP4"]
@@ -32,6 +32,9 @@ class MXFP4(BlockFormat):
     wide_codes = (0, 8)
     top, low_top = 6.0, 4.0
     offsets = range(-1, 2)
+
+    def _levels(self, tensors: dict[str, Tensor]) -> Tensor:
+        return constant_levels(E2M1_LEVELS, tensors["codes"].device)
 
     def _rounding(self, x_bB: Tensor, **extra: Tensor) -> Rounding:
         return E2M1Rounding(x_bB)

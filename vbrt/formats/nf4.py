@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from vbrt.formats.blocks import UE4M4Format, constant_quads, decode_blocks
+from vbrt.formats.blocks import UE4M4Format, constant_levels, constant_quads, decode_blocks
 from vbrt.formats.rounding import Rounding, TableRounding
 
 __all__ = ["NF4", "NF4_LEVELS"]
@@ -43,6 +43,9 @@ class NF4(UE4M4Format):
     wide_codes = (7,)
     top, low_top = 1.0, 0.5
     offsets = range(-3, 3)
+
+    def _levels(self, tensors: dict[str, Tensor]) -> Tensor:
+        return constant_levels(NF4_LEVELS, tensors["codes"].device)
 
     def _rounding(self, x_bB: Tensor, **extra: Tensor) -> Rounding:
         return TableRounding(x_bB, *_tables(x_bB.device))

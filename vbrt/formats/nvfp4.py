@@ -9,7 +9,7 @@ searched for least squared error rather than taken as absmax / 6: 21.8 dB instea
 import torch
 from torch import Tensor
 
-from vbrt.formats.blocks import E4M3Format, constant_quads, decode_blocks
+from vbrt.formats.blocks import E4M3Format, constant_levels, constant_quads, decode_blocks
 from vbrt.formats.rounding import E2M1_LEVELS, E2M1Rounding, Rounding
 
 __all__ = ["NVFP4"]
@@ -26,6 +26,9 @@ class NVFP4(E4M3Format):
     top, low_top = 6.0, 4.0
     # two E4M3 steps below absmax / 6 (clipping the largest weight) to beyond absmax / 4, four or five steps above
     offsets = range(-2, 7)
+
+    def _levels(self, tensors: dict[str, Tensor]) -> Tensor:
+        return constant_levels(E2M1_LEVELS, tensors["codes"].device)
 
     def _rounding(self, x_bB: Tensor, **extra: Tensor) -> Rounding:
         return E2M1Rounding(x_bB)

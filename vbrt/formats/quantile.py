@@ -70,6 +70,9 @@ class Quantile(UE4M4Format):
         _, byte_B = self._encode_tile(a_Bb.t().contiguous(), known, levels=levels)
         return self._byte_values(a_Bb.device).index_select(0, byte_B.int()).unsqueeze(1)
 
+    def _levels(self, tensors: dict[str, Tensor]) -> Tensor:
+        return _signed(tensors["levels"])
+
     def _rounding(self, x_bB: Tensor, **extra: Tensor) -> Rounding:
         level_16 = _signed(extra["levels"])
         return TableRounding(x_bB, level_16, TableRounding.cells(level_16))

@@ -24,7 +24,7 @@ from torch import Tensor
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes
 from vbrt.formats.page import PageLayout
-from vbrt.kernels import fp4_tiles, reference
+from vbrt.kernels import fp4_tiles, merge, reference
 from vbrt.kernels.fp4_tiles import TILES
 from vbrt.kernels.launch_table import fused_limit, launch_for
 
@@ -85,7 +85,9 @@ def _served(planes: WeightPlanes) -> bool:
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
-    """The way `linear` takes: "fused", "decode+matmul" (decoded by a kernel) or "reference"."""
+    """The way `linear` takes: "fused", "decode+matmul" (decoded by a kernel), "merge+matmul" (exact) or "reference"."""
+    if merge.serves(planes):
+        return "merge+matmul"
     if planes.fine is not None or not _served(planes):
         return "reference"
     summands = _SUMMANDS.get(x.dtype)
@@ -97,6 +99,8 @@ def route(x: Tensor, planes: WeightPlanes) -> str:
 
 def decode_weight(planes: WeightPlanes) -> Tensor:
     """The weight [N, K] in planes.dtype, the same bits as the reference; exact when the fine plane is there."""
+    if merge.serves(planes):
+        return merge.merge(planes)
     if not fp4_tiles.is_tiled(planes.coarse):
         return reference.decode_weight(planes)
     if planes.fine is None and _served(planes):
@@ -117,6 +121,8 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
         raise KernelError(f"linear: activation {activation!r}; expected one of {known}")
     if x.shape[-1] != planes.shape[1]:
         raise KernelError(f"linear: x has shape {tuple(x.shape)}; expected (..., {planes.shape[1]})")
+    if way == "merge+matmul":
+        return _apply(F.linear(x, merge.merge(planes), bias), activation)
     tiles, scale = planes.coarse[TILES], planes.coarse["tensor_scale"]
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         y = _Product.apply(x, tiles, scale, planes, way)

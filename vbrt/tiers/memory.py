@@ -42,6 +42,11 @@ class Buffer:
         """Bytes of the buffer."""
         return self.tensor.numel()
 
+    @property
+    def pinned(self) -> bool:
+        """Whether it is page-locked: copies to a GPU do not block the thread that asks for them."""
+        return self.unpin is not None
+
     def synchronize(self) -> None:
         """Wait for the copies and kernels that still use this memory."""
         for fence in self.fences.values():

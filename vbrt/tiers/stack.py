@@ -437,7 +437,7 @@ class TierStack:
                     level.policy.forget(decision.key)
                     continue
                 slot = self._place(level, page, decision)
-                if slot.state is not _State.QUEUED:
+                if slot.state is not _State.QUEUED or self._issue(slot):
                     continue
                 if self._share_cores and self.ssd is not None and self.ssd.mode == "buffered":
                     self._workers.submit(self.ssd.read_ahead, page.key)
@@ -598,31 +598,59 @@ class TierStack:
         slot.state = _State.FAILED
         self._changed.notify_all()
 
+    def _issue(self, slot: _Slot) -> bool:
+        """Start a copy to the GPU here and now, if nothing has to be waited for; a worker takes it otherwise."""
+        source = slot.source
+        if slot.level.stream is None or source is None or source.state is not _State.READY or not source.buffer.pinned:
+            return False
+        try:
+            slot.loader, slot.state = threading.get_ident(), _State.LOADING
+            if not self._try_allocate(slot):
+                slot.state = _State.QUEUED
+                return False
+            self._copy_memory(slot, source)
+            self._count_moved(slot)
+            slot.tensors = unpack(slot.buffer.tensor[: slot.page.nbytes], slot.page.layout)
+            self._return_source(slot)
+            slot.state = _State.READY
+        except BaseException as error:
+            self._fail(slot, error)
+            if not isinstance(error, Exception):
+                raise
+        return True
+
     def _allocate(self, slot: _Slot) -> None:
         """Give the slot its buffer, once there is room beside what earlier slots have been promised."""
-        level = slot.level
         with self._lock:
             while True:
                 self._check_open(slot.page.key)
                 if slot.doomed and not slot.holders:
                     raise TierError(f"{slot.page.key}: no longer wanted")
-                earlier = takewhile(lambda other: other is not slot, level.pending)
-                slot.buffer = level.tier.allocate(slot.charge, reserved_bytes=sum(e.charge for e in earlier))
-                if slot.buffer is not None:
+                if self._try_allocate(slot):
                     break
                 self._changed.wait()
+
+    def _try_allocate(self, slot: _Slot) -> bool:
+        level = slot.level
+        earlier = takewhile(lambda other: other is not slot, level.pending)
+        slot.buffer = level.tier.allocate(slot.charge, reserved_bytes=sum(e.charge for e in earlier))
+        if slot.buffer is not None:
             del level.pending[slot]
+        return slot.buffer is not None
 
     def _copy(self, slot: _Slot) -> None:
-        page, level, source = slot.page, slot.level, slot.source
+        page, source = slot.page, slot.source
         if source is None:
             slot.buffer.synchronize()
             self.ssd.read(page.key, slot.buffer.tensor[: page.nbytes])
         else:
             self._copy_memory(slot, source)
-        below = self.names[level.index + 1]
         with self._lock:
-            page.bytes_moved[f"{below}>{level.tier.name}"] += page.nbytes
+            self._count_moved(slot)
+
+    def _count_moved(self, slot: _Slot) -> None:
+        index = slot.level.index
+        slot.page.bytes_moved[f"{self.names[index + 1]}>{self.names[index]}"] += slot.page.nbytes
 
     def _copy_memory(self, slot: _Slot, source: _Slot) -> None:
         stream, nbytes = slot.level.stream, slot.page.nbytes

@@ -1,0 +1,216 @@
+"""Time streamed forwards of a Llama-3-8B-shaped model against the raw link; write benchmarks/results/stream-<gpu>.json.
+
+Random bf16 weights, one forward without a KV cache, embedding and head resident. The raw limit is the bytes of the
+swapped bf16 weights over what pinned host-to-device copies reach in the same run. Medians of passes after two.
+"""
+
+import argparse
+import copy
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402  # after the checkout is on the path
+from torch import nn  # noqa: E402
+
+import vbrt  # noqa: E402
+from scripts.bench import machine  # noqa: E402
+
+TOKENS = (1, 2048)
+DEVICE = "cuda"
+
+
+def build(layers: int) -> nn.Module:
+    """A random bf16 Llama of the 8B shape, on the GPU."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
+                         num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192,
+                         tie_word_embeddings=False)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(DEVICE):
+            return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def link_bytes_s() -> float:
+    """Pinned host-to-device bytes a second, in copies of 64 MiB."""
+    host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(64 << 20, dtype=torch.uint8, device=DEVICE)
+    best = 0.0
+    for _ in range(3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for at in range(0, len(host), len(device)):
+            device.copy_(host[at: at + len(device)], non_blocking=True)
+        torch.cuda.synchronize()
+        best = max(best, len(host) / (time.perf_counter() - start))
+    return best
+
+
+def drive_bytes_s(directory: str) -> float:
+    """Sequential O_DIRECT read of a 4 GiB file, 16 MiB at a time, four in flight."""
+    import mmap
+    from concurrent.futures import ThreadPoolExecutor
+
+    path, size, step = f"{directory}/sequential", 4 << 30, 16 << 20
+    block = mmap.mmap(-1, step)
+    block.write(os.urandom(1 << 20) * 16)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    buffers = [mmap.mmap(-1, step) for _ in range(4)]
+    try:
+        for at in range(0, size, step):
+            os.pwrite(fd, block, at)
+        os.fsync(fd)
+
+        def read(worker: int) -> None:
+            for at in range(worker * step, size, 4 * step):
+                os.preadv(fd, [buffers[worker]], at)
+
+        with ThreadPoolExecutor(4) as pool:
+            start = time.perf_counter()
+            list(pool.map(read, range(4)))
+            return size / (time.perf_counter() - start)
+    finally:
+        os.close(fd)
+        os.unlink(path)
+
+
+def forward(model: nn.Module, tokens: int) -> Callable[[], torch.Tensor]:
+    ids = torch.randint(0, 1000, (1, tokens), generator=torch.Generator().manual_seed(tokens)).to(DEVICE)
+
+    def step() -> torch.Tensor:
+        with torch.no_grad():
+            return model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+
+    return step
+
+
+def time_ms(step: Callable[[], torch.Tensor], times: int, warm: int = 2) -> tuple[float, torch.Tensor]:
+    spans = []
+    for turn in range(times + warm):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        out = step()
+        torch.cuda.synchronize()
+        if turn >= warm:
+            spans.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(spans), out.float().cpu()
+
+
+def share(model: nn.Module) -> nn.Module:
+    """A copy whose parameters are the model's own."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
+
+
+class Bench:
+    """The dense model in host memory, what it gives, and the rows."""
+
+    def __init__(self, layers: int, times: int, prefetch: int | None) -> None:
+        self.times, self.prefetch, self.rows = times, prefetch, []
+        model = build(layers)
+        self.reference, self.resident_ms = {}, {}
+        for tokens in TOKENS:
+            self.resident_ms[tokens], self.reference[tokens] = time_ms(forward(model, tokens), times)
+        self.model = model.to("cpu")
+        gc.collect()
+        torch.cuda.empty_cache()
+        plan = self.plan("dense")
+        self.swapped_bytes, self.page_bytes = plan.swapped_bytes, plan.page_bytes
+        self.link_bytes_s = link_bytes_s()
+        self.limit_ms = 1e3 * self.swapped_bytes / self.link_bytes_s
+
+    def plan(self, preset: str) -> vbrt.Plan:
+        return vbrt.make_plan(self.model, vbrt.load_config(preset, weights={"keep_head": True}))
+
+    def case(self, name: str, preset: str, *, gpu_bytes: int | None, limit_share: float = 1.0, **overrides) -> None:
+        """One row: `limit_share` of the raw bytes must come over the link."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        tiers = {"gpu": {"budget": gpu_bytes} if gpu_bytes else {}, **overrides.pop("tiers", {})}
+        if self.prefetch is not None:
+            overrides["policy"] = {"prefetch": self.prefetch}
+        start = time.perf_counter()
+        vb = vbrt.wrap(share(self.model), preset, weights={"keep_head": True}, tiers=tiers, **overrides).materialize()
+        torch.cuda.synchronize()
+        row = {"case": name, "ready_s": time.perf_counter() - start, "gpu_budget_bytes": gpu_bytes}
+        torch.cuda.reset_peak_memory_stats()
+        for tokens in TOKENS:
+            span, out = time_ms(forward(vb, tokens), self.times)
+            row |= {f"T{tokens}_ms": span, f"T{tokens}_of_raw_limit": limit_share * self.limit_ms / span,
+                    f"T{tokens}_over_resident": span / self.resident_ms[tokens],
+                    f"T{tokens}_identical": torch.equal(out, self.reference[tokens])}
+        stats = vb.stats()
+        row |= {"gpu_peak_bytes": torch.cuda.max_memory_allocated(), "hit_rate": stats.hit_rate,
+                "tier_peak_bytes": {name: tier.peak_bytes for name, tier in stats.tiers.items()},
+                "fallbacks": list(stats.fallbacks)}
+        self.rows.append(row)
+        print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+        vb.close()
+
+    def run(self, wanted: list[str]) -> None:
+        fp4 = self.plan("fp4").page_bytes
+        ring, half = 480 << 20, self.page_bytes // 2
+        cases = {
+            "dense-ring": lambda: self.case("dense-ring", "dense", gpu_bytes=ring),
+            "dense-half": lambda: self.case("dense-half", "dense", gpu_bytes=half, limit_share=0.5),
+            "exact": lambda: self.case("exact", "exact", gpu_bytes=fp4 + (900 << 20)),
+            "fp4-ring": lambda: self.case("fp4-ring", "fp4", gpu_bytes=110 << 20),
+            "fp4-half": lambda: self.case("fp4-half", "fp4", gpu_bytes=fp4 // 2),
+            "fp4-resident": lambda: self.case("fp4-resident", "fp4", gpu_bytes=None),
+            "dense-resident": lambda: self.case("dense-resident", "dense", gpu_bytes=None),
+            "fp4-ssd": self.ssd,
+        }
+        for name, case in cases.items():
+            if not wanted or name in wanted:
+                case()
+
+    def ssd(self) -> None:
+        with tempfile.TemporaryDirectory(dir=os.environ.get("VBRT_BENCH_DIR")) as scratch:
+            drive = drive_bytes_s(scratch)
+            tiers = {"cpu": {"budget": 1 << 30}, "ssd": {"enabled": True, "path": scratch, "io": "direct"}}
+            self.case("fp4-ssd", "fp4", gpu_bytes=110 << 20, tiers=tiers)
+            row = self.rows[-1]
+            pages = self.plan("fp4").page_bytes
+            row["drive_bytes_s"] = drive
+            row |= {f"T{t}_of_drive": pages / (row[f"T{t}_ms"] / 1e3) / drive for t in TOKENS}
+            print({k: v for k, v in row.items() if "drive" in k}, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--times", type=int, default=5)
+    parser.add_argument("--prefetch", type=int, help="policy.prefetch (default: the presets' own)")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA device")
+    bench = Bench(options.layers, options.times, options.prefetch)
+    head = {"link_gb_s": bench.link_bytes_s / 1e9, "swapped_bytes": bench.swapped_bytes, "limit_ms": bench.limit_ms,
+            "resident_ms": bench.resident_ms}
+    print(json.dumps(head), flush=True)
+    bench.run(options.cases)
+    name = torch.cuda.get_device_name().lower().replace(" ", "-")
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"stream-{name}.json"
+    path.write_text(json.dumps({"machine": machine(), **head, "rows": bench.rows}, indent=1) + "\n")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
