@@ -181,7 +181,7 @@ class Bench:
     def ssd(self) -> None:
         with tempfile.TemporaryDirectory(dir=os.environ.get("VBRT_BENCH_DIR")) as scratch:
             drive = drive_bytes_s(scratch)
-            tiers = {"cpu": {"budget": 1 << 30}, "ssd": {"enabled": True, "path": scratch, "io": "direct"}}
+            tiers = {"cpu": {"budget": 160 << 20}, "ssd": {"enabled": True, "path": scratch, "io": "direct"}}
             self.case("fp4-ssd", "fp4", gpu_bytes=110 << 20, tiers=tiers)
             row = self.rows[-1]
             pages = self.plan("fp4").page_bytes
