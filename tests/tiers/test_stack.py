@@ -985,6 +985,89 @@ def test_threads_with_reads_that_fail_get_errors_for_their_own_pages_only(tmp_pa
     stack.close()
 
 
+def test_threads_while_budgets_change(tmp_path):
+    levels = [Level(MemoryTier("near", torch.device("cpu"), 12 * UNIT), make_policy("scheduled", 12 * UNIT)),
+              Level(MemoryTier("far", torch.device("cpu"), 30 * UNIT), make_policy("scheduled", 30 * UNIT))]
+    stack = add_all(TierStack(levels, SlowSsd(tmp_path, 1 << 40, seed=2, most_ms=1)), SIZES)
+    done = threading.Event()
+
+    def change():
+        for turn in range(1000):
+            if done.is_set():
+                break
+            stack.set_budget("near", (12, 7, 9, 5)[turn % 4] * UNIT)
+            stack.set_budget("far", (30, 8, 5)[turn % 3] * UNIT)
+            time.sleep(0.002)
+
+    changer = threading.Thread(target=change)
+    changer.start()
+    hammer(stack, SIZES, 5)
+    done.set()
+    changer.join(30)
+    assert not changer.is_alive()
+    assert_at_rest(stack)
+    for level in levels:
+        assert level.tier.peak_bytes <= 30 * UNIT
+    stack.close()
+
+
+@pytest.mark.parametrize("below", ["far", "ssd"])
+def test_pages_that_a_smaller_budget_has_no_room_for_move_down(tmp_path, below):
+    sizes = {f"page{i}": 1 + i % 2 for i in range(10)}
+    levels = [Level(WatchedTier("near", 15), make_policy("scheduled", 0))]
+    if below == "far":
+        levels.append(Level(WatchedTier("far", 15), make_policy("scheduled", 0)))
+    stack = add_all(TierStack(levels, SsdTier(tmp_path, 1 << 40)), sizes, dict.fromkeys(sizes, "near"))
+    trace = [PASS, *((key,) for key in sizes)]
+    run(stack, trace)
+    assert stack.at_rest
+    stack.set_budget("near", 9 * UNIT)
+    tier, homes = levels[0].tier, [stack.names[page.home] for page in stack.pages.values()]
+    assert tier.held_bytes <= tier.capacity_bytes == 9 * UNIT and not stack.at_rest
+    assert set(homes) == {"near", below}
+    moved = [i for i, home in enumerate(homes) if home == below]
+    assert max(moved) - min(moved) > 4  # spread, and not a prefix
+    for _ in range(2):
+        run(stack, trace)
+        assert tier.held_bytes <= 9 * UNIT
+    stack.set_budget("near", 15 * UNIT)
+    run(stack, trace * 2)
+    before = sum(page.misses for page in stack.pages.values())
+    run(stack, trace * 2)
+    assert sum(page.misses for page in stack.pages.values()) == before
+    assert_at_rest(stack)
+    stack.close()
+
+
+def test_a_budget_that_nothing_below_makes_up_for_is_refused_and_nothing_is_lost(tmp_path):
+    sizes = {f"page{i}": 1 for i in range(8)}
+    tiers = [Level(WatchedTier("near", 8), make_policy("lru", 0)), Level(WatchedTier("far", 2), make_policy("lru", 0))]
+    stack = add_all(TierStack(tiers), sizes, dict.fromkeys(sizes, "near"))
+    with pytest.raises(TierError, match=r"page\d: no tier below near has room for 4096 more bytes"):
+        stack.set_budget("near", 2 * UNIT)
+    assert tiers[0].tier.capacity_bytes == 8 * UNIT
+    run(stack, [PASS, *((key,) for key in sizes)] * 2)
+    with pytest.raises(TierError, match=r"tiers\.gpu: this model has the tiers near, far"):
+        stack.set_budget("gpu", UNIT)
+    assert_at_rest(stack)
+    stack.close()
+
+
+def test_a_copy_in_a_slot_makes_way_for_a_lease_that_needs_the_room(tmp_path):
+    sizes = {"a": 1, "b": 3, "large": 5}
+    stack = add_all(TierStack([Level(WatchedTier("cpu", 6), make_policy("scheduled", 6 * UNIT, prefetch=0))],
+                              SsdTier(tmp_path, 1 << 40)), sizes)
+    run(stack, [PASS, ("a",), ("b",), ("a",), PASS, ("a",), ("b",), ("a",)])
+    stack.levels[0].policy._division = stack.levels[0].policy._division._replace(pins=frozenset(), slot_bytes=3 * UNIT)
+    stack.levels[0].policy.forget("a")
+    stack._evict(stack.levels[0], "a")
+    run(stack, [("a",)])
+    assert stack.levels[0].slots["a"].charge == 3 * UNIT
+    run(stack, [("a", "large")])
+    assert_at_rest(stack)
+    stack.close()
+
+
 def test_threads_while_pages_come_and_go(tmp_path):
     sizes = dict(list(SIZES.items())[:6])
     stack = TierStack([Level(WatchedTier("cpu", 10), make_policy("scheduled", 7 * UNIT))],

@@ -117,6 +117,11 @@ class MemoryTier:
         while self._drop_one_free():
             pass
 
+    def shrink(self) -> None:
+        """Give back the memory of buffers that no page uses, as long as more is held than the budget allows."""
+        while self.held_bytes > self.capacity_bytes and self._drop_one_free():
+            pass
+
     def forget(self, keep: Collection[Buffer]) -> None:
         """In a forked child: only the buffers in `keep` are left."""
         self._free.clear()

@@ -40,12 +40,13 @@ import torch
 
 from vbrt.errors import TierError
 from vbrt.formats.page import PageLayout, unpack
-from vbrt.policy import Decision, LRUPolicy, Policy
+from vbrt.policy import Decision, LRUPolicy, Policy, spread
 from vbrt.tiers.memory import Buffer, MemoryTier
-from vbrt.tiers.ssd import SsdTier
+from vbrt.tiers.ssd import HEADER_BYTES, SsdTier
 
 __all__ = ["Lease", "Level", "Page", "TierStack", "detached_stack"]
 
+_PASSING_PAGES = 4  # slots that pages pass through, where a budget shrinks: two leased, two ahead
 _LOOK_SECONDS = 1.0  # a thread that waits for a lease looks this often whether one was collected without a word
 
 
@@ -81,11 +82,12 @@ _tickets = itertools.count()
 class _Slot:
     """A page's place in a memory tier. `holders`: leases, and slots above that are filled from this one."""
 
-    __slots__ = ("arrived", "buffer", "charge", "doomed", "error", "holders", "level", "loader", "page", "source",
-                 "state", "tensors", "ticket")
+    __slots__ = ("arrived", "at_home", "buffer", "charge", "doomed", "error", "holders", "level", "loader", "page",
+                 "source", "state", "tensors", "ticket")
 
     def __init__(self, page: Page, level: "Level", charge: int = 0) -> None:
         self.page, self.level = page, level
+        self.at_home = page.home == level.index  # whether the page lives here for good
         self.charge = charge or page.nbytes  # bytes of its buffer: a slot of a ring may be larger than the page
         self.ticket = next(_tickets)  # the order of decisions
         self.state = _State.QUEUED
@@ -97,11 +99,6 @@ class _Slot:
         self.error: BaseException | None = None
         self.holders: set[_Slot | _Borrower] = set()
         self.doomed = False
-
-    @property
-    def at_home(self) -> bool:
-        """Whether the page lives here for good."""
-        return self.page.home == self.level.index
 
 
 class Level:
@@ -117,6 +114,11 @@ class Level:
         self.pending: dict[_Slot, None] = {}  # decided and without a buffer yet, earliest first
         self.stream = torch.cuda.Stream(tier.device) if tier.device.type == "cuda" else None
         self.live_here(0)
+
+    def resize(self, nbytes: int) -> tuple[str, ...]:
+        """Another budget, in which the pages that live here fit; returns the copies that have to leave."""
+        self.tier.capacity_bytes = self.room = nbytes
+        return self.policy.resize(nbytes - self.home_bytes)
 
     def live_here(self, nbytes: int) -> tuple[str, ...]:
         """So many more bytes of pages live here; returns the copies that have to leave for them."""
@@ -248,6 +250,111 @@ class TierStack:
         for key in level.live_here(page.nbytes):
             self._evict(level, key)
 
+    def set_budget(self, name: str, nbytes: int) -> None:
+        """Another budget for a tier, while forwards may run.
+
+        Pages that live there and do not fit any more, beside slots for pages that pass through, move to a tier below
+        for good; the others stay, evenly spread.
+
+        Raises:
+            TierError: no tier below has room for what must move, or there is no tier of this name; the budget stays.
+        """
+        if name == "ssd" and self.ssd is not None:
+            if nbytes < self.ssd.held_bytes:
+                raise TierError(f"tiers.ssd.budget = {nbytes}: {self.ssd.held_bytes} bytes of pages live there")
+            self.ssd.capacity_bytes = nbytes
+            return
+        level = next((level for level in self.levels if level.tier.name == name), None)
+        if level is None:
+            raise TierError(f"tiers.{name}: this model has the tiers {', '.join(self.names)}")
+        with self.encoding:  # no page is added meanwhile
+            moves = self._new_homes(level, self._too_many(level, nbytes))
+            level.room = level.tier.capacity_bytes  # what leaves makes room for pages that pass through
+            for page, home in moves:
+                self._move_down(page, level, home)
+            with self._lock:
+                try:
+                    for key in level.resize(nbytes):
+                        self._evict(level, key)
+                    level.tier.shrink()
+                    level.tier.peak_bytes = level.tier.held_bytes
+                except BaseException:
+                    self._start_anew()
+                    raise
+                self._changed.notify_all()
+
+    def _too_many(self, level: Level, nbytes: int) -> list[Page]:
+        """The pages that must find another home for a budget of `nbytes`."""
+        with self._lock:
+            self._collect()
+            living = {key: slot.page for key, slot in level.slots.items() if slot.at_home}
+            largest = max((page.nbytes for page in self.pages.values()), default=0)
+        if level.home_bytes <= nbytes:
+            return []
+        stay = set(spread(list(living), {key: page.nbytes for key, page in living.items()},
+                          nbytes - _PASSING_PAGES * largest))
+        return [page for key, page in living.items() if key not in stay]
+
+    def _new_homes(self, level: Level, pages: Sequence[Page]) -> list[tuple[Page, int]]:
+        """For each page the first tier below `level` that has room."""
+        room = {lower.index: lower.tier.capacity_bytes - lower.home_bytes for lower in self.levels[level.index + 1:]}
+        cost = dict.fromkeys(room, 0)
+        if self.ssd is not None:
+            ssd = len(self.levels)
+            room[ssd], cost[ssd] = self.ssd.capacity_bytes - self.ssd.held_bytes, HEADER_BYTES
+        homes = []
+        for page in pages:
+            home = next((index for index in room if room[index] >= page.nbytes + cost[index]), None)
+            if home is None:
+                raise TierError(f"{page.key}: no tier below {level.tier.name} has room for {page.nbytes} more bytes; "
+                                "raise its budget first, or enable tiers.ssd")
+            room[home] -= page.nbytes + cost[home]
+            homes.append((page, home))
+        return homes
+
+    def _move_down(self, page: Page, level: Level, home: int) -> None:
+        """Give a page another home."""
+        old = level.slots[page.key]
+        if home == len(self.levels):
+            staging = torch.empty(page.nbytes, dtype=torch.uint8)
+            staging.copy_(old.buffer.tensor)
+            with self._lock:
+                self.ssd.write(page.key, staging, page.layout.to_dict())
+                self._settle_home(page, level, home)
+            return
+        below = self.levels[home]
+        new = _Slot(page, below)
+        new.at_home, new.state, new.loader = True, _State.LOADING, threading.get_ident()
+        with self._lock:
+            self._settle(below, page)
+            below.pending[new] = None
+        try:
+            self._allocate(new)
+            new.buffer.synchronize()
+            new.buffer.tensor.copy_(old.buffer.tensor)
+            new.tensors = unpack(new.buffer.tensor, page.layout)
+            with self._lock:
+                new.state = _State.READY
+                below.slots[page.key] = new
+                self._settle_home(page, level, below.index)
+        except BaseException as error:
+            with self._lock:
+                if page.home == level.index:  # it stays where it was
+                    below.slots.pop(page.key, None)
+                    if new.buffer is None:
+                        below.live_here(-page.nbytes)
+                    new.state = _State.LOADING
+                    self._fail(new, error)
+            raise
+
+    def _settle_home(self, page: Page, level: Level, index: int) -> None:
+        """The page lives at `index` from now on, and no more in `level`."""
+        for high, low in pairwise(self.names[: index + 1]):
+            page.bytes_moved.setdefault(f"{low}>{high}", 0)
+        self._travellers += page.home == 0
+        page.home = index
+        self._evict(level, page.key)
+
     def share(self, keys: Collection[str]) -> None:
         """One more owner of these pages."""
         with self._lock:
@@ -339,7 +446,7 @@ class TierStack:
                 if self._retired or self._lost:
                     self._collect()
                 pages = [self._page(key) for key in lease.keys]
-                if self._has_room(pages):
+                if self._has_room(pages) or (self._shed_slots(pages) and self._has_room(pages)):
                     break
                 self._check_hope(pages)
                 self._changed.wait(_LOOK_SECONDS)
@@ -369,6 +476,17 @@ class TierStack:
         if top.leased:
             needed += sum(top.slots[key].charge for key in top.leased)
         return needed <= top.policy.capacity_bytes
+
+    def _shed_slots(self, pages: Sequence[Page]) -> bool:
+        """Let copies leave that take whole slots and that nobody uses: they come again in their own sizes."""
+        top, shed = self.levels[0], False
+        for page in pages:
+            slot = top.slots.get(page.key)
+            if slot is not None and slot.charge > page.nbytes and not slot.holders:
+                top.policy.forget(page.key)
+                self._evict(top, page.key)
+                shed = True
+        return shed
 
     def _blocked(self, page: Page, above: int = 0) -> Level | None:
         """The tier between the page's home and level `above` that has no room for it, if there is one."""
@@ -478,6 +596,7 @@ class TierStack:
                 slot.level.live_here(-slot.page.nbytes)
         elif slot.buffer is not None:
             slot.level.tier.release(slot.buffer)
+            slot.level.tier.shrink()
             slot.buffer = None
             if self.closed:
                 slot.level.tier.trim()
