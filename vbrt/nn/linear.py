@@ -31,14 +31,13 @@ class VBLayer(nn.Module):
     """
 
     _vb_handle: WeightHandle
-    _vb_trainable: bool
 
     @classmethod
     def adopt_(cls, module: nn.Module, handle: WeightHandle) -> "VBLayer":
         """Turn `module` into a VB layer in place; nothing is encoded yet."""
         module.__class__ = cls
         module.__dict__["_vb_handle"] = handle
-        module.__dict__["_vb_trainable"] = module._parameters["weight"].requires_grad
+        handle.trainable = module._parameters["weight"].requires_grad
         handle.layers.add(module)
         return module
 
@@ -47,8 +46,7 @@ class VBLayer(nn.Module):
         if self.materialized:
             self._parameters["weight"] = weight if weight is not None else self._decoded_parameter()
         self._vb_handle.layers.discard(self)
-        for name in ("_vb_handle", "_vb_trainable"):
-            del self.__dict__[name]
+        del self.__dict__["_vb_handle"]
         self.__class__ = plain = type(self).plain_class()
         for name, value in list(self.__dict__.items()):
             if isinstance(value, types.MethodType) and value.__self__ is self:  # accelerate's hooks keep `forward` so
@@ -56,7 +54,7 @@ class VBLayer(nn.Module):
         return self
 
     def _decoded_parameter(self) -> nn.Parameter:
-        return nn.Parameter(self._vb_handle.weight(), requires_grad=self._vb_trainable)
+        return nn.Parameter(self._vb_handle.weight(), requires_grad=self._vb_handle.trainable)
 
     @classmethod
     def plain_class(cls) -> type[nn.Module]:
@@ -95,7 +93,7 @@ class VBLayer(nn.Module):
         """A dense parameter for all layers that are tied to the handle, or none."""
         for layer in self._vb_handle.layers:
             if dense is None and layer._parameters["weight"] is not None:
-                layer._vb_trainable = layer._parameters["weight"].requires_grad
+                self._vb_handle.trainable = layer._parameters["weight"].requires_grad
             layer._parameters["weight"] = dense
 
     # -- the weight, as everybody else sees it ------------------------------------------------------------------------
@@ -205,7 +203,7 @@ class VBLayer(nn.Module):
         """
         handle = self._vb_handle
         with torch.no_grad(), handle.stack.encoding:
-            shell = nn.Parameter(weight.detach().to(handle.dtype), requires_grad=self._vb_trainable)
+            shell = nn.Parameter(weight.detach().to(handle.dtype), requires_grad=handle.trainable)
             planes = handle.split(shell)
             self._hold(shell)
             handle.store(planes)
