@@ -130,6 +130,17 @@ def test_plan_without_a_gpu(config_json, capsys):
     assert "computing on the cpu" in capsys.readouterr().out
 
 
+def test_plan_and_run_say_loudly_that_nothing_is_swapped(llama, tmp_path, capsys):
+    file = tmp_path / "small.toml"
+    file.write_text('[weights]\nexclude = ["model.*"]\n')
+    assert cli.main(["plan", str(llama), "--config", str(file)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "NOTHING IS SWAPPED" in out and "14 of 15 linear layers stay because: weights.exclude has 'model.*'" in out
+    assert cli.main(["run", str(llama), "the sea", "--max-new-tokens", "1", "--config", str(file)]) == 0
+    err = capsys.readouterr().err
+    assert err.startswith("vbrt: warning: nothing is swapped") and err.count("\n") == 1
+
+
 @pytest.mark.parametrize("columns", [40, 80, 140])
 def test_plan_stays_within_the_terminal(columns, config_json, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(columns))

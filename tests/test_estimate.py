@@ -223,6 +223,18 @@ def test_fp32_under_exact_is_held_dense_and_the_plan_says_so():
     assert "float32 has no fine plane" in plan.notes[0]
 
 
+@pytest.mark.parametrize(("model", "weights", "says"), [
+    (mlp, {"exclude": ["0", "2"], "include": ["0", "2"]}, "4 of 6 linear layers stay because: not in weights.include"),
+    (lambda: nn.Sequential(Router(64, 64), nn.ReLU()), {}, "1 of 1 linear layers stay because: Router: a subclass"),
+    (lambda: nn.Sequential(nn.Conv1d(3, 3, 3), nn.Conv1d(3, 9, 3)), {}, "no linear layers; its largest part is 1 (Conv1"),
+    (nn.Identity, {}, "it has no parameters"),
+])
+def test_a_plan_that_swaps_nothing_says_so_with_the_most_frequent_reason(model, weights, says):
+    (note,) = plan_of(model(), **weights).notes
+    assert note.startswith("nothing is swapped") and says in note
+    assert not plan_of(mlp()).notes
+
+
 # -- ties --------------------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -301,9 +302,9 @@ def _machine(machine: Machine, sizes: dict[str, int | None]) -> Machine:
 def _print_plan(console: Console, title: str, plan: Plan, needs: list[TierNeed]) -> None:
     formats = sorted({swap.format + ("+exact" if swap.fine == "exact" else "") for swap in plan.swaps})
     dtypes = sorted({swap.dtype for swap in plan.swaps})
-    what = f"{len(plan.swaps)} layers {'/'.join(dtypes)} -> {'/'.join(formats)}" if plan.swaps else "nothing to swap"
+    what = f"{len(plan.swaps)} layers {'/'.join(dtypes)} -> {'/'.join(formats)}" if plan.swaps else "nothing is swapped"
     console.print(f"{title}: {what}, computing on the {plan.compute_tier}")
-    for note in plan.notes:
+    for note in plan.notes if plan.swaps else plan.notes[:-1]:
         console.print(f"note: {note}")
     tables = [_swap_table(plan)] if plan.swaps else []
     tables += [_skip_table(plan)] if plan.skipped else []
@@ -363,6 +364,8 @@ def _need_table(needs: list[TierNeed]) -> Table:
 
 def _print_verdict(console: Console, plan: Plan, needs: list[TierNeed]) -> None:
     computing = needs[0]
+    if not plan.swaps:
+        console.print(plan.notes[-1].replace("nothing is swapped", "NOTHING IS SWAPPED", 1) + ".", style="bold red")
     console.print(f"The {computing.tier} also holds the {format_bytes(plan.kept_bytes)} that stay as they are; "
                   "activations and caches come on top.")
     console.print(f"The dense weights ({format_bytes(plan.dense_bytes)}) are read once, to encode them: safetensors "
@@ -427,7 +430,12 @@ def _run(args: argparse.Namespace) -> int:
 
         say(f"loading {args.model}")
         model, tokenizer = huggingface.load_causal_lm(args.model, warn=lambda text: _complain("warning", text))
-    with wrap(model, config) as vb:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="vbrt.wrap: nothing is swapped")  # said in the words of a command
+        vb = wrap(model, config)
+    if not vb.plan.swaps:
+        _complain("warning", vb.plan.notes[-1])
+    with vb:
         vb.materialize(progress=sys.stderr.isatty())
         with _working("generating") as spinner:
             speak = None if args.json else _Speaker(prompt, spinner)

@@ -3,8 +3,7 @@
 Works on real models and on models built under `torch.device("meta")`, so that a plan needs no weights.
 """
 
-import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -22,7 +21,7 @@ from vbrt.formats import get_format
 from vbrt.formats.fine import estimate_fine_bytes
 from vbrt.formats.page import PAGE_ALIGN
 from vbrt.kernels import Packing, page_packing, resolve
-from vbrt.nn import VBLayer
+from vbrt.nn import VBLayer, kind_of
 from vbrt.plan import PageSpec, Plan, Skip, Swap, place
 
 __all__ = ["make_plan", "this_machine"]
@@ -50,7 +49,7 @@ def make_plan(model: nn.Module, config: VBConfig, machine: Machine | None = None
     layers = [_pages(swap, page_packing(linear, swap.format)) for swap in swaps]
     homes = place(layers, budgets, source=config.source)
     placed = tuple(_placed(swap, pages, homes) for swap, pages in zip(swaps, layers, strict=True))
-    return Plan(placed, skipped, budgets, _notes(placed, config))
+    return Plan(placed, skipped, budgets, _notes(placed, config, modules, skipped))
 
 
 def this_machine(config: VBConfig) -> Machine:
@@ -84,7 +83,7 @@ def _choose(model: nn.Module, modules: dict[str, nn.Module], config: VBConfig,
 
     A weight that several modules hold is swapped for all of them, or for none.
     """
-    candidates = {name: module for name, module in modules.items() if _kind(module)}
+    candidates = {name: module for name, module in modules.items() if kind_of(module)}
     holders, heads = _holders(modules), _heads(model, modules)
     some_frozen = any(_frozen(module) for module in candidates.values())
     reasons = {name: _refusal(name, module, config, heads, some_frozen) for name, module in candidates.items()}
@@ -129,16 +128,6 @@ def _same_view(one: nn.Module, other: nn.Module) -> bool:
 def _frozen(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
     return weight is not None and not weight.requires_grad
-
-
-def _kind(module: nn.Module) -> str | None:
-    """"Linear", "Conv1D", or None for anything else; subclasses have semantics of their own and are left alone."""
-    if type(module) is nn.Linear:
-        return "Linear"
-    transformers = sys.modules.get("transformers.pytorch_utils")
-    if transformers is not None and type(module) is transformers.Conv1D:
-        return "Conv1D"
-    return None
 
 
 def _refusal(name: str, module: nn.Module, config: VBConfig, heads: dict[int, str], some_frozen: bool) -> str | None:
@@ -217,8 +206,8 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _swap(names: list[str], module: nn.Module, config: VBConfig) -> Swap:
-    weight, kind = module.weight, _kind(module)
-    shape = tuple(weight.shape) if kind == "Linear" else tuple(weight.shape)[::-1]
+    weight, kind = module.weight, kind_of(module)
+    shape = tuple(weight.shape)[::-1] if kind == "Conv1D" else tuple(weight.shape)
     wanted, dtype = config.weights, weight.dtype
     format, fine, note = wanted.format, wanted.fine, ""
     if fine == "exact" and dtype not in (torch.bfloat16, torch.float16):
@@ -280,7 +269,7 @@ def _pages(swap: Swap, packing: Packing | None) -> tuple[PageSpec, ...]:
     """The pages of a layer without homes; static sizes are exact, the fine plane is an estimate from above."""
     dtype, shape = getattr(torch, swap.dtype), swap.shape
     if swap.format == "dense":
-        stored = shape if swap.kind == "Linear" else shape[::-1]
+        stored = shape[::-1] if swap.kind == "Conv1D" else shape
         return (PageSpec(f"{swap.name}#dense", "dense", get_format("dense").layout(stored, dtype).nbytes),)
     nbytes = get_format(swap.format).layout(shape, dtype).nbytes
     if swap.fine == "none":
@@ -321,11 +310,24 @@ def _as_after_wrapping(model: nn.Module, machine: Machine, swaps: list[Swap], sk
                    cpu_available_bytes=min(machine.cpu_total_bytes, machine.cpu_available_bytes + held["cpu"]))
 
 
-def _notes(swaps: tuple[Swap, ...], config: VBConfig) -> tuple[str, ...]:
+def _notes(swaps: tuple[Swap, ...], config: VBConfig, modules: dict[str, nn.Module],
+           skipped: dict[str, Skip]) -> tuple[str, ...]:
     notes = []
     dense = [swap for swap in swaps if swap.format != config.weights.format]
     if dense:
         notes.append(f"{len(dense)} layers: {dense[0].note}")
     if not swaps:
-        notes.append("nothing to swap: see skipped for the reasons")
+        notes.append(f"nothing is swapped, the model stays as it is and saves no memory: {_why_none(modules, skipped)}")
     return tuple(notes)
+
+
+def _why_none(modules: dict[str, nn.Module], skipped: dict[str, Skip]) -> str:
+    """The most frequent reason why a linear layer stays; for a model without any, what holds the most bytes."""
+    linear = [name for name in skipped if kind_of(modules[name]) or isinstance(modules[name], nn.Linear)]
+    if linear:
+        (reason, count), *_ = Counter(skipped[name].reason for name in linear).most_common()
+        return f"{count} of {len(linear)} linear layers stay because: {reason}"
+    if not skipped:
+        return "it has no parameters"
+    name, skip = max(skipped.items(), key=lambda item: item[1].nbytes)
+    return f"it has no linear layers; its largest part is {name} ({skip.reason})"

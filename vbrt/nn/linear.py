@@ -220,11 +220,14 @@ class VBLinear(VBLayer, nn.Linear):
             TierError: a page cannot be read or verified, or does not fit beside what is in use.
             FormatError: (first forward) the weight cannot be encoded.
         """
+        return self._product(input, self._parameters["bias"])
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if is_compiling():
-            return compiled_linear(self, input)
+            return compiled_linear(self, x, bias)
         if self._parameters["weight"] is not None:
             self.materialize_()
-        return self._vb_handle.linear(input, self._parameters["bias"])
+        return self._vb_handle.linear(x, bias)
 
     def reset_parameters(self) -> None:
         """A new random weight, as nn.Linear draws it."""
@@ -238,12 +241,12 @@ class VBLinear(VBLayer, nn.Linear):
         return f"{super().extra_repr()}, format={self._vb_handle.spec.label}"
 
 
-def compiled_linear(layer: VBLayer, x: torch.Tensor) -> torch.Tensor:
+def compiled_linear(layer: VBLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """A VB layer's forward as torch.compile sees it: one opaque op, and the cast of x that autocast would do."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     handle = layer._vb_handle
-    return torch.ops.vbrt.linear(x, layer.bias, handle.token, handle.spec.shape[0])
+    return torch.ops.vbrt.linear(x, bias, handle.token, handle.spec.shape[0])
 
 
 def warn_of_training(stacklevel: int) -> None:
