@@ -150,7 +150,9 @@ def test_plan_stays_within_the_terminal(columns, config_json, monkeypatch, capsy
 
 def test_impossible_ram_is_one_line_of_error(config_json, capsys):
     assert cli.main(["plan", str(config_json), "--gpu-memory", "none", "--ram", "2MiB"]) == 2
-    assert "the pages take" in _errors(capsys)
+    error = _errors(capsys)
+    assert "kept parameters of 525471744 bytes (501.1 MiB), which are not swapped, do not fit into the cpu" in error
+    assert "model.embed_tokens (501.0 MiB; Embedding" in error and "norm" not in error
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--ram", "lots"), ("--ram", "40%"), ("--ssd", "auto"), ("--ram", "none")])
@@ -215,7 +217,16 @@ def test_tier_needs_count_homes_passage_and_what_is_kept():
 def test_plan_exits_with_1_when_what_is_kept_does_not_fit(config_json, capsys):
     # tied embeddings of 500 MiB stay dense; the 4-bit pages alone fit into 80 % of this memory
     assert cli.main(["plan", str(config_json), "--gpu-memory", "none", "--ram", "750MiB"]) == 1
-    assert "DOES NOT FIT: the cpu tier needs" in capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
+    assert "DOES NOT FIT: the cpu tier needs 1023.6 MiB, the machine has 750.0 MiB free" in out
+    assert "vbrt.wrap would refuse" in out and "The cpu also holds kept parameters of 501.1 MiB" in out
+    assert cli.main(["plan", str(config_json), "--gpu-memory", "300MiB", "--ram", "8GiB"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "DOES NOT FIT: the gpu tier needs 510.1 MiB" in out
+    assert "do not fit into the gpu memory: 300.0 MiB are free. The largest are model.embed_tokens" in out
+    assert cli.main(["plan", str(config_json), "--gpu-memory", "none", "--ram", "1300MiB", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["budgets"]["cpu"] == ((1300 << 20) - plan["kept_bytes"]) * 8 // 10
 
 
 @pytest.mark.parametrize(("names", "label"), [

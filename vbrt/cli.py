@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vbrt import __version__
-from vbrt.config import DEFAULT_PRESET, Machine, load_config, parse_budget, preset_names
+from vbrt.config import DEFAULT_PRESET, Machine, VBConfig, load_config, parse_budget, preset_names
 from vbrt.errors import ConfigError, VBError
 from vbrt.plan import FILE_HEADER_BYTES, Plan, format_bytes
 from vbrt.stats import Stats
@@ -260,7 +260,12 @@ def _plan(args: argparse.Namespace) -> int:
         say(f"reading {args.model}")
         model = huggingface.meta_model(args.model)
         machine = _machine(this_machine(config), sizes)
-        plan = make_plan(model, config, machine)
+        try:
+            plan, refusal = make_plan(model, config, machine), None
+        except ConfigError as error:
+            plan, refusal = _too_large(make_plan, model, config, machine), error
+            if plan is None:
+                raise
     needs = tier_needs(plan, machine)
     if args.json:
         head = {"model": type(model).__name__, "config": config.to_dict(), "machine": asdict(machine)}
@@ -268,8 +273,17 @@ def _plan(args: argparse.Namespace) -> int:
         print(json.dumps({**head, "needs": tiers, **plan.to_dict()}, indent=2))
     else:
         title = f"{type(model).__name__}, config {args.config or DEFAULT_PRESET}"
-        _print_plan(_console(), title, plan, needs)
+        _print_plan(_console(), title, plan, needs, refusal)
     return 0 if all(need.fits for need in needs) else 1
+
+
+def _too_large(make_plan: Callable[..., Plan], model: Any, config: VBConfig, machine: Machine) -> Plan | None:
+    """A plan that does not fit and shows by how much, or None where budgets forbid any."""
+    try:
+        plan = make_plan(model, config, machine, charge_kept=False)
+    except ConfigError:
+        return None
+    return None if all(need.fits for need in tier_needs(plan, machine)) else plan
 
 
 def _size(text: str | None, flag: str) -> int | None:
@@ -299,7 +313,7 @@ def _machine(machine: Machine, sizes: dict[str, int | None]) -> Machine:
     return machine
 
 
-def _print_plan(console: Console, title: str, plan: Plan, needs: list[TierNeed]) -> None:
+def _print_plan(console: Console, title: str, plan: Plan, needs: list[TierNeed], refusal: ConfigError | None) -> None:
     formats = sorted({swap.format + ("+exact" if swap.fine == "exact" else "") for swap in plan.swaps})
     dtypes = sorted({swap.dtype for swap in plan.swaps})
     what = f"{len(plan.swaps)} layers {'/'.join(dtypes)} -> {'/'.join(formats)}" if plan.swaps else "nothing is swapped"
@@ -313,6 +327,8 @@ def _print_plan(console: Console, title: str, plan: Plan, needs: list[TierNeed])
         console.print(table)
     console.print()
     _print_verdict(console, plan, needs)
+    if refusal:
+        console.print(f"vbrt.wrap would refuse: {refusal}.", style="red")
 
 
 def _swap_table(plan: Plan) -> Table:

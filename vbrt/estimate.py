@@ -22,7 +22,7 @@ from vbrt.formats.fine import estimate_fine_bytes
 from vbrt.formats.page import PAGE_ALIGN
 from vbrt.kernels import Packing, page_packing, resolve
 from vbrt.nn import VBLayer, kind_of
-from vbrt.plan import PageSpec, Plan, Skip, Swap, place
+from vbrt.plan import PageSpec, Plan, Skip, Swap, format_bytes, place
 
 __all__ = ["make_plan", "this_machine"]
 
@@ -30,12 +30,17 @@ _ROOT = "(root)"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def make_plan(model: nn.Module, config: VBConfig, machine: Machine | None = None) -> Plan:
+def make_plan(model: nn.Module, config: VBConfig, machine: Machine | None = None, *,
+              charge_kept: bool = True) -> Plan:
     """The plan for a model under a config on a machine (default: this one).
 
+    Args:
+        charge_kept: take what is not swapped off the memory that "auto" budgets share out. False is for showing by
+            how much a model is too large.
+
     Raises:
-        WrapError: the model is wrapped already, or nothing in it can be swapped and a reason names why.
-        ConfigError: the budgets are impossible for this model or this machine.
+        WrapError: the model is wrapped already.
+        ConfigError: the budgets are impossible for this model or this machine, or what is not swapped does not fit.
     """
     wrapped = [name for name, module in model.named_modules() if isinstance(module, VBLayer)]
     if wrapped:
@@ -44,10 +49,11 @@ def make_plan(model: nn.Module, config: VBConfig, machine: Machine | None = None
     refused: dict[str, Skip] = {}
     swaps = list(_choose(model, modules, config, refused))
     skipped = _account_rest(modules, swaps, refused)
-    budgets = _budgets(model, config, machine or this_machine(config), swaps, skipped)
+    machine = machine or this_machine(config)
+    budgets = _budgets(config, _after_wrapping(model, config, machine, skipped, charge_kept=charge_kept))
     linear = resolve("linear", config.compute.backend, torch.device("cuda" if "gpu" in budgets else "cpu"))
     layers = [_pages(swap, page_packing(linear, swap.format)) for swap in swaps]
-    homes = place(layers, budgets, source=config.source)
+    homes = _homes(layers, budgets, config, skipped)
     placed = tuple(_placed(swap, pages, homes) for swap, pages in zip(swaps, layers, strict=True))
     return Plan(placed, skipped, budgets, _notes(placed, config, modules, skipped))
 
@@ -284,10 +290,9 @@ def _placed(swap: Swap, pages: tuple[PageSpec, ...], homes: dict[str, str]) -> S
     return replace(swap, pages=tuple(replace(page, home=homes[page.key]) for page in pages))
 
 
-def _budgets(model: nn.Module, config: VBConfig, machine: Machine, swaps: list[Swap],
-             skipped: dict[str, Skip]) -> dict[str, int]:
-    """Bytes of each tier, computing tier first, with what the model itself holds now and will keep."""
-    budgets = resolve_budgets(config, _as_after_wrapping(model, machine, swaps, skipped))
+def _budgets(config: VBConfig, machine: Machine) -> dict[str, int]:
+    """Bytes of each tier, computing tier first."""
+    budgets = resolve_budgets(config, machine)
     ordered = {tier: budgets[tier] for tier in ("gpu", "cpu", "ssd") if tier in budgets}
     if "gpu" in ordered and "ssd" in ordered and "cpu" not in ordered:
         raise ConfigError(f"{config.source}: tiers.ssd.enabled = true with tiers.cpu.enabled = false; pages travel "
@@ -295,19 +300,52 @@ def _budgets(model: nn.Module, config: VBConfig, machine: Machine, swaps: list[S
     return ordered
 
 
-def _as_after_wrapping(model: nn.Module, machine: Machine, swaps: list[Swap], skipped: dict[str, Skip]) -> Machine:
-    """Free memory as it will be: dense weights leave, and what is kept moves to the GPU."""
+def _after_wrapping(model: nn.Module, config: VBConfig, machine: Machine, skipped: dict[str, Skip], *,
+                    charge_kept: bool) -> Machine:
+    """Free memory as budgets share it out: all weights leave, and what stays as it is comes to the computing tier."""
     held = {"cpu": 0, "cuda": 0}
     for parameter in model.parameters():
         if parameter.device.type in held:
             held[parameter.device.type] += _nbytes(parameter)
-    kept = sum(skip.nbytes for skip in skipped.values())
-    swapped = sum(swap.dense_bytes for swap in swaps)
-    if machine.gpu_free_bytes is None:
-        leaving = min(swapped, held["cpu"])
-        return replace(machine, cpu_available_bytes=min(machine.cpu_total_bytes, machine.cpu_available_bytes + leaving))
-    return replace(machine, gpu_free_bytes=max(0, machine.gpu_free_bytes + held["cuda"] - kept),
-                   cpu_available_bytes=min(machine.cpu_total_bytes, machine.cpu_available_bytes + held["cpu"]))
+    free = {"cpu": min(machine.cpu_total_bytes, machine.cpu_available_bytes + held["cpu"]), "gpu": None}
+    if machine.gpu_total_bytes is not None:
+        free["gpu"] = held["cuda"] + (machine.gpu_total_bytes if machine.gpu_free_bytes is None
+                                      else machine.gpu_free_bytes)
+    if charge_kept:
+        tier = "gpu" if free["gpu"] is not None and config.tiers.gpu.enabled else "cpu"
+        kept = sum(skip.nbytes for skip in skipped.values())
+        if kept > free[tier]:
+            raise ConfigError(_kept_does_not_fit(tier, kept, free[tier], config, skipped))
+        free[tier] -= kept
+    return replace(machine, gpu_free_bytes=free["gpu"], cpu_available_bytes=free["cpu"])
+
+
+def _kept_does_not_fit(tier: str, kept: int, free: int, config: VBConfig, skipped: dict[str, Skip]) -> str:
+    remedy = "weights.include, weights.exclude and weights.keep_head say what is swapped"
+    if tier == "gpu":
+        remedy += "; tiers.gpu.enabled = false computes on the cpu"
+    return (f"{config.source}: kept parameters of {kept} bytes ({format_bytes(kept)}), which are not swapped, do not "
+            f"fit into the {tier} memory: {format_bytes(free)} are free. The largest are {_largest(skipped)}. {remedy}")
+
+
+def _largest(skipped: dict[str, Skip], count: int = 3) -> str:
+    """The largest kept parts, small ones left out, with their bytes and reasons."""
+    largest = sorted(skipped.items(), key=lambda item: -item[1].nbytes)[:count]
+    return ", ".join(f"{name} ({format_bytes(skip.nbytes)}; {skip.reason})" for name, skip in largest
+                     if 10 * skip.nbytes >= largest[0][1].nbytes)
+
+
+def _homes(layers: list[tuple[PageSpec, ...]], budgets: dict[str, int], config: VBConfig,
+           skipped: dict[str, Skip]) -> dict[str, str]:
+    """The home of each page; where there is none, the error also says what else takes the memory."""
+    try:
+        return place(layers, budgets, source=config.source)
+    except ConfigError as error:
+        tier, kept = next(iter(budgets)), sum(skip.nbytes for skip in skipped.values())
+        if not kept or getattr(config.tiers, tier).budget != "auto":
+            raise
+        raise ConfigError(f"{error}. The {tier} also holds kept parameters of {format_bytes(kept)}, which are not "
+                          f"swapped; the largest are {_largest(skipped)}") from error
 
 
 def _notes(swaps: tuple[Swap, ...], config: VBConfig, modules: dict[str, nn.Module],
