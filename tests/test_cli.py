@@ -198,6 +198,26 @@ def test_a_wrong_config_is_refused_before_anything_is_loaded(tmp_path, capsys):
         assert 'did you mean "fp4"?' in _errors(capsys)
 
 
+def test_set_changes_keys_of_the_config(config_json, llama, capsys):
+    machine = ["--gpu-memory", "8GiB", "--ram", "16GiB"]
+    settings = ["--set", "weights.format=nf4", "--set", "tiers.gpu.budget=1GiB", "--config", "exact"]
+    assert cli.main(["plan", str(config_json), *machine, *settings, "--set", "weights.fine=none", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert {swap["format"] for swap in plan["swaps"]} == {"nf4"} and plan["budgets"]["gpu"] == GiB
+    assert cli.main(["run", str(llama), "the sea", "--max-new-tokens", "1", "--json", "--set", "weights.format=mxfp4",
+                     "--set", "weights.keep_head=false"]) == 0
+    layers = json.loads(capsys.readouterr().out)["stats"]["layers"]
+    assert len(layers) == 15 and {layer["format"] for layer in layers.values()} == {"mxfp4"}
+
+
+def test_a_wrong_set_is_refused_before_anything_is_loaded(capsys):
+    for command in (["plan", "x"], ["run", "x", "y"], ["demo"]):
+        assert cli.main([*command, "--set", "weights.format=fp3"]) == 2
+        assert 'preset "fp4" with --set weights.format=fp3: weights.format = "fp3"; expected' in _errors(capsys)
+        assert cli.main([*command, "--set", "nf4"]) == 2
+        assert "--set nf4: expected key=value" in _errors(capsys)
+
+
 def _plan(homes: list[str], budgets: dict[str, int], kept: int) -> Plan:
     swaps = tuple(Swap(f"layers.{n}.fc", "Linear", (1, 1), "bfloat16", 40, "nvfp4", "none",
                        (PageSpec(f"layers.{n}.fc#coarse", "coarse", 10, home),)) for n, home in enumerate(homes))

@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vbrt import __version__
-from vbrt.config import DEFAULT_PRESET, Machine, VBConfig, load_config, parse_budget, preset_names
+from vbrt.config import DEFAULT_PRESET, Machine, VBConfig, assign, load_config, parse_budget, preset_names
 from vbrt.errors import ConfigError, VBError
 from vbrt.plan import FILE_HEADER_BYTES, Plan, format_bytes
 from vbrt.stats import Stats
@@ -98,6 +98,12 @@ def _add_command(commands: Any, name: str, run: Callable[[argparse.Namespace], i
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="PRESET|FILE",
                         help=f"a preset ({', '.join(preset_names())}) or a TOML file; default: fp4")
+    parser.add_argument("--set", metavar="KEY=VALUE", dest="settings", action="append", default=[],
+                        help="change one key of it, e.g. tiers.gpu.budget=8GiB or weights.format=nf4; repeatable")
+
+
+def _config(args: argparse.Namespace) -> VBConfig:
+    return assign(load_config(args.config), args.settings)
 
 
 def _add_demo(commands: Any) -> None:
@@ -115,6 +121,7 @@ def _add_plan(commands: Any) -> None:
         text="No\nweights are needed. Exits with 1 if it does not fit.",
         examples="  vbrt plan ./Llama-3.1-8B\n"
                  "  vbrt plan ./config.json --config exact --gpu-memory 24GiB --ram 64GiB\n"
+                 "  vbrt plan ./Llama-3.1-8B --set weights.format=nf4 --set tiers.gpu.budget=4GiB\n"
                  "  vbrt plan ./Mixtral-8x7B --gpu-memory none --ram 32GiB --ssd 500GiB\n")
     parser.add_argument("model", metavar="MODEL_DIR|HF_CONFIG", type=Path,
                         help="a transformers model directory, or a config.json")
@@ -132,6 +139,7 @@ def _add_run(commands: Any) -> None:
         text="Greedy, and the\nprompt is taken as it is.",
         examples='  vbrt run ./Llama-3.1-8B "The sea is"\n'
                  '  vbrt run ./Llama-3.1-8B "The sea is" --config my.toml --max-new-tokens 200\n'
+                 "  vbrt run ./Llama-3.1-8B \"The sea is\" --set tiers.ssd.enabled=true --set tiers.ssd.path=/nvme\n"
                  "  echo The sea is | vbrt run ./Llama-3.1-8B - --json\n")
     parser.add_argument("model", metavar="MODEL_DIR", type=Path, help="a directory with config, weights and tokenizer")
     parser.add_argument("prompt", help='the text to continue; "-" reads it from stdin')
@@ -159,7 +167,7 @@ def _positive(text: str) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    config = load_config(args.config)
+    config = _config(args)
     with _working("importing torch and transformers") as say:
         minilm = _needing_transformers("minilm")
         result = minilm.run_demo(config, say=say, progress=False)
@@ -247,7 +255,7 @@ def tier_needs(plan: Plan, machine: Machine) -> list[TierNeed]:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    config = load_config(args.config)
+    config = _config(args)
     if args.ssd is not None:
         path = config.tiers.ssd.path or "~/.cache/vbrt/pages"
         config = load_config(config, tiers={"ssd": {"enabled": True, "path": path}})
@@ -436,7 +444,7 @@ def _label(names: Sequence[str]) -> str:
 
 
 def _run(args: argparse.Namespace) -> int:
-    config = load_config(args.config)
+    config = _config(args)
     prompt = sys.stdin.read().rstrip("\n") if args.prompt == "-" else args.prompt
     if not prompt:
         raise VBError("the prompt is empty; expected some text to continue")
