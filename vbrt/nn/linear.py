@@ -19,6 +19,7 @@ from torch.compiler import is_compiling
 from vbrt.errors import WrapError
 from vbrt.nn.decoded import DecodedWeight
 from vbrt.nn.handle import WeightHandle
+from vbrt.nn.mapped import page_out
 
 __all__ = ["VBLayer", "VBLinear"]
 
@@ -85,6 +86,7 @@ class VBLayer(nn.Module):
             if not handle.keys:
                 handle.store(handle.split(weight))
             self._hold(None)
+        page_out(weight)
         if self.training and weight.requires_grad and torch.is_grad_enabled():
             warn_of_training(stacklevel=4)
         return self
