@@ -245,6 +245,7 @@ def test_a_tie_between_linears_is_one_swap_with_aliases():
     assert (swap.name, swap.aliases, swap.dense_bytes) == ("0", ("1",), 64 * 64 * 4)
 
 
+@pytest.mark.filterwarnings("ignore:vbrt.wrap. nothing is swapped")
 @pytest.mark.parametrize("width", [64, 48])
 def test_a_transposed_tie_is_refused_and_the_outputs_stay_right(width):
     model = tied(transposed=True, width=width)
