@@ -130,6 +130,17 @@ def test_plan_without_a_gpu(config_json, capsys):
     assert "computing on the cpu" in capsys.readouterr().out
 
 
+def test_plan_and_run_say_loudly_that_nothing_is_swapped(llama, tmp_path, capsys):
+    file = tmp_path / "small.toml"
+    file.write_text('[weights]\nexclude = ["model.*"]\n')
+    assert cli.main(["plan", str(llama), "--config", str(file)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "NOTHING IS SWAPPED" in out and "14 of 15 linear layers stay because: weights.exclude has 'model.*'" in out
+    assert cli.main(["run", str(llama), "the sea", "--max-new-tokens", "1", "--config", str(file)]) == 0
+    err = capsys.readouterr().err
+    assert err.startswith("vbrt: warning: nothing is swapped") and err.count("\n") == 1
+
+
 @pytest.mark.parametrize("columns", [40, 80, 140])
 def test_plan_stays_within_the_terminal(columns, config_json, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -139,7 +150,9 @@ def test_plan_stays_within_the_terminal(columns, config_json, monkeypatch, capsy
 
 def test_impossible_ram_is_one_line_of_error(config_json, capsys):
     assert cli.main(["plan", str(config_json), "--gpu-memory", "none", "--ram", "2MiB"]) == 2
-    assert "the pages take" in _errors(capsys)
+    error = _errors(capsys)
+    assert "kept parameters of 525471744 bytes (501.1 MiB), which are not swapped, do not fit into the cpu" in error
+    assert "model.embed_tokens (501.0 MiB; Embedding" in error and "norm" not in error
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--ram", "lots"), ("--ram", "40%"), ("--ssd", "auto"), ("--ram", "none")])
@@ -185,6 +198,26 @@ def test_a_wrong_config_is_refused_before_anything_is_loaded(tmp_path, capsys):
         assert 'did you mean "fp4"?' in _errors(capsys)
 
 
+def test_set_changes_keys_of_the_config(config_json, llama, capsys):
+    machine = ["--gpu-memory", "8GiB", "--ram", "16GiB"]
+    settings = ["--set", "weights.format=nf4", "--set", "tiers.gpu.budget=1GiB", "--config", "exact"]
+    assert cli.main(["plan", str(config_json), *machine, *settings, "--set", "weights.fine=none", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert {swap["format"] for swap in plan["swaps"]} == {"nf4"} and plan["budgets"]["gpu"] == GiB
+    assert cli.main(["run", str(llama), "the sea", "--max-new-tokens", "1", "--json", "--set", "weights.format=mxfp4",
+                     "--set", "weights.keep_head=false"]) == 0
+    layers = json.loads(capsys.readouterr().out)["stats"]["layers"]
+    assert len(layers) == 15 and {layer["format"] for layer in layers.values()} == {"mxfp4"}
+
+
+def test_a_wrong_set_is_refused_before_anything_is_loaded(capsys):
+    for command in (["plan", "x"], ["run", "x", "y"], ["demo"]):
+        assert cli.main([*command, "--set", "weights.format=fp3"]) == 2
+        assert 'preset "fp4" with --set weights.format=fp3: weights.format = "fp3"; expected' in _errors(capsys)
+        assert cli.main([*command, "--set", "nf4"]) == 2
+        assert "--set nf4: expected key=value" in _errors(capsys)
+
+
 def _plan(homes: list[str], budgets: dict[str, int], kept: int) -> Plan:
     swaps = tuple(Swap(f"layers.{n}.fc", "Linear", (1, 1), "bfloat16", 40, "nvfp4", "none",
                        (PageSpec(f"layers.{n}.fc#coarse", "coarse", 10, home),)) for n, home in enumerate(homes))
@@ -204,7 +237,16 @@ def test_tier_needs_count_homes_passage_and_what_is_kept():
 def test_plan_exits_with_1_when_what_is_kept_does_not_fit(config_json, capsys):
     # tied embeddings of 500 MiB stay dense; the 4-bit pages alone fit into 80 % of this memory
     assert cli.main(["plan", str(config_json), "--gpu-memory", "none", "--ram", "750MiB"]) == 1
-    assert "DOES NOT FIT: the cpu tier needs" in capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
+    assert "DOES NOT FIT: the cpu tier needs 1023.6 MiB, the machine has 750.0 MiB free" in out
+    assert "vbrt.wrap would refuse" in out and "The cpu also holds kept parameters of 501.1 MiB" in out
+    assert cli.main(["plan", str(config_json), "--gpu-memory", "300MiB", "--ram", "8GiB"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "DOES NOT FIT: the gpu tier needs 510.1 MiB" in out
+    assert "do not fit into the gpu memory: 300.0 MiB are free. The largest are model.embed_tokens" in out
+    assert cli.main(["plan", str(config_json), "--gpu-memory", "none", "--ram", "1300MiB", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["budgets"]["cpu"] == ((1300 << 20) - plan["kept_bytes"]) * 8 // 10
 
 
 @pytest.mark.parametrize(("names", "label"), [

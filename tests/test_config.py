@@ -28,6 +28,7 @@ from vbrt.config import (
     TiersConfig,
     VBConfig,
     WeightsConfig,
+    assign,
     load_config,
     parse_budget,
     preset_names,
@@ -411,6 +412,50 @@ def test_wrong_overrides_are_refused_by_key():
     assert refusal(load_config, "fp4", tiers={"gpu": {"budget": "lots"}}) == words
     assert "wights is not a known section" in refusal(load_config, "fp4", wights={})
     assert "policy = 3; expected a table" in refusal(load_config, "fp4", policy=3)
+
+
+@pytest.mark.parametrize(("text", "sections"), [
+    ("weights.format=nf4", {"weights": {"format": "nf4"}}),
+    ('weights.format = "nf4"', {"weights": {"format": "nf4"}}),
+    ("weights.min_parameters=0", {"weights": {"min_parameters": 0}}),
+    ("weights.keep_head=false", {"weights": {"keep_head": False}}),
+    ("weights.exclude=['*.mlp.*', \"*.q\"]", {"weights": {"exclude": ["*.mlp.*", "*.q"]}}),
+    ("tiers.gpu.budget=8GiB", {"tiers": {"gpu": {"budget": "8GiB"}}}),
+    ("tiers.gpu.budget=40%", {"tiers": {"gpu": {"budget": "40%"}}}),
+    ("tiers.gpu.budget=4096", {"tiers": {"gpu": {"budget": 4096}}}),
+    ("tiers.ssd.path=/a=b#c", {"tiers": {"ssd": {"path": "/a=b#c"}}}),
+    ("tiers.ssd.path=1979-05-27", {"tiers": {"ssd": {"path": "1979-05-27"}}}),
+    ("tiers.ssd.path=1\nx = 2", {"tiers": {"ssd": {"path": "1\nx = 2"}}}),
+])
+def test_an_assignment_is_an_override(text, sections):
+    base = load_config("exact")
+    wanted = load_config(base, **sections)
+    assert assign(base, [text]) == wanted and wanted != base
+
+
+def test_assignments_are_checked_together_and_the_last_one_wins():
+    config = assign(load_config(None), ["tiers.ssd.enabled=true", "tiers.ssd.path=/a", "tiers.ssd.path=/b"])
+    assert config.tiers.ssd.enabled and config.tiers.ssd.path == "/b"
+    assert assign(config, []) is config
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("weights.format=fp3", 'preset "fp4" with --set weights.format=fp3: weights.format = "fp3"; expected "nvfp4"'),
+    ("weights.fromat=nf4", 'weights.fromat is not a known key; did you mean "format"?'),
+    ("wights.format=nf4", 'wights is not a known section; did you mean "weights"?'),
+    ("tiers.gpu.budget=8Gigs", 'tiers.gpu.budget = "8Gigs"; expected "auto", bytes, "8GiB" or "40%"'),
+    ("weights=nf4", 'weights = "nf4"; expected a table'),
+    ("weights.keep_head=no", 'weights.keep_head = "no"; expected true or false'),
+    ("weights.exclude=*.mlp.*", 'weights.exclude = "*.mlp.*"; expected a list of module name patterns'),
+    ("tiers.ssd.enabled=true", "tiers.ssd.path is missing"),
+    ("weights.min_parameters=" + "9" * 5000, "expected a whole number"),
+    ("weights.format", "--set weights.format: expected key=value with a dotted key, e.g. tiers.gpu.budget=8GiB"),
+    ("=nf4", "--set =nf4: expected key=value"),
+    ("weights..format=nf4", "--set weights..format=nf4: expected key=value"),
+])
+def test_a_wrong_assignment_is_refused_as_in_a_file_and_names_the_option(text, words):
+    says = refusal(assign, load_config(None), [text])
+    assert words in says and "--set" in says
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """The plan: every byte is accounted for once, and every refusal has a reason that says why."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.utils.prune
@@ -7,7 +9,7 @@ from torch import nn
 
 import vbrt
 from tests.models import config, gpt2, llama, mlp, wrap
-from vbrt.config import load_config
+from vbrt.config import Machine, load_config
 from vbrt.errors import ConfigError, WrapError
 
 
@@ -223,6 +225,18 @@ def test_fp32_under_exact_is_held_dense_and_the_plan_says_so():
     assert "float32 has no fine plane" in plan.notes[0]
 
 
+@pytest.mark.parametrize(("model", "weights", "says"), [
+    (mlp, {"exclude": ["0", "2"], "include": ["0", "2"]}, "4 of 6 linear layers stay because: not in weights.include"),
+    (lambda: nn.Sequential(Router(64, 64), nn.ReLU()), {}, "1 of 1 linear layers stay because: Router: a subclass"),
+    (lambda: nn.Sequential(nn.Conv1d(3, 3, 3), nn.Conv1d(3, 9, 3)), {}, "largest part is 1 (Conv1d: not an"),
+    (nn.Identity, {}, "it has no parameters"),
+])
+def test_a_plan_that_swaps_nothing_says_so_with_the_most_frequent_reason(model, weights, says):
+    (note,) = plan_of(model(), **weights).notes
+    assert note.startswith("nothing is swapped") and says in note
+    assert not plan_of(mlp()).notes
+
+
 # -- ties --------------------------------------------------------------------------------------------------------------
 
 
@@ -231,6 +245,7 @@ def test_a_tie_between_linears_is_one_swap_with_aliases():
     assert (swap.name, swap.aliases, swap.dense_bytes) == ("0", ("1",), 64 * 64 * 4)
 
 
+@pytest.mark.filterwarnings("ignore:vbrt.wrap. nothing is swapped")
 @pytest.mark.parametrize("width", [64, 48])
 def test_a_transposed_tie_is_refused_and_the_outputs_stay_right(width):
     model = tied(transposed=True, width=width)
@@ -273,6 +288,56 @@ def test_a_wrapped_model_is_not_planned_again():
     vb = wrap(mlp())
     with pytest.raises(WrapError, match=r"0 is a VB layer already.*unwrap"):
         plan_of(vb.model)
+
+
+GPU = Machine(gpu_total_bytes=1 << 20, gpu_free_bytes=1 << 20, cpu_total_bytes=8 << 20, cpu_available_bytes=4 << 20)
+NO_GPU = replace(GPU, gpu_total_bytes=None, gpu_free_bytes=None)
+
+
+def lookup(rows, device=None):
+    """An embedding of 256 * `rows` bytes, a head of as many, and 64 KiB of layers to swap."""
+    with torch.device(device or "cpu"):
+        parts = {"embed": nn.Embedding(rows, 64), "body": mlp(depth=4), "lm_head": nn.Linear(64, rows, bias=False)}
+        return nn.ModuleDict(parts)
+
+
+def auto(gpu=True):
+    return load_config({"weights": {"format": "dense", "min_parameters": 0}, "tiers": {"gpu": {"enabled": gpu}}})
+
+
+@pytest.mark.parametrize(("machine", "config", "tier", "free"), [
+    (GPU, auto(), "gpu", "1.0 MiB"), (GPU, auto(gpu=False), "cpu", "4.0 MiB"), (NO_GPU, auto(), "cpu", "4.0 MiB"),
+])
+def test_what_is_kept_and_does_not_fit_is_named_instead_of_the_largest_layer(machine, config, tier, free):
+    with pytest.raises(ConfigError) as caught:
+        vbrt.make_plan(lookup(20000, "meta"), config, machine)
+    says = str(caught.value)
+    assert "kept parameters of 10241024 bytes (9.8 MiB), which are not swapped, do not fit" in says
+    assert f"into the {tier} memory: {free} are free" in says and "largest layer" not in says
+    assert "embed (4.9 MiB; Embedding: a lookup table" in says and "lm_head (4.9 MiB; output head" in says
+    assert "weights.keep_head" in says and ("tiers.gpu.enabled = false" in says) == (tier == "gpu")
+
+
+def test_auto_shares_out_what_the_kept_parameters_leave():
+    for gpu in (True, False):
+        plan = vbrt.make_plan(lookup(1000, "meta"), auto(gpu), GPU)
+        free, percent = (1 << 20, 90) if gpu else (4 << 20, 80)
+        assert plan.kept_bytes == 2 * 256_000 + 1024
+        assert plan.budgets[plan.compute_tier] == (free - plan.kept_bytes) * percent // 100
+        without = vbrt.make_plan(lookup(1000, "meta"), auto(gpu), GPU, charge_kept=False)
+        assert without.budgets[plan.compute_tier] == free * percent // 100
+
+
+def test_kept_parameters_that_are_in_memory_already_are_not_taken_off_again():
+    plan = vbrt.make_plan(lookup(1000), auto(), NO_GPU)
+    assert plan.budgets["cpu"] == ((4 << 20) + plan.swapped_bytes) * 80 // 100
+    huge = lookup(20000)  # is there, so it fits
+    assert vbrt.make_plan(huge, auto(), replace(NO_GPU, cpu_total_bytes=1 << 30)).kept_bytes == 10241024
+
+
+def test_pages_without_room_beside_the_kept_parameters_name_both():
+    with pytest.raises(ConfigError, match=r"0#dense: 16384 bytes.*The gpu also holds kept parameters of .*embed \("):
+        vbrt.make_plan(lookup(2040, "meta"), auto(), GPU)
 
 
 def test_a_budget_below_the_largest_layer_names_key_and_layer(tmp_path):

@@ -20,6 +20,7 @@ from vbrt.config import load_config
 from vbrt.errors import ConfigError, KernelError, TierError, WrapError
 from vbrt.nn import VBLinear
 from vbrt.policy import PASS, simulate
+from vbrt.wrapper import release_host_memory
 
 
 def dtype_of(format):
@@ -113,9 +114,31 @@ def test_a_bare_linear_can_be_wrapped(format):
 
 def test_a_model_without_linears_is_wrapped_and_says_that_nothing_was_swapped():
     model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval(), torch.randn(1, 3, 8, 8)
-    vb = wrap(model)
-    assert torch.equal(vb(x), model(x)) and "nothing to swap" in vb.plan.notes[0]
+    with pytest.warns(UserWarning, match=r"nothing is swapped.*no linear layers; its largest part is 0 \(Conv2d"):
+        vb = wrap(model)
+    assert torch.equal(vb(x), model(x)) and "nothing is swapped" in vb.plan.notes[0]
     assert vb.stats().hit_rate is None and vb.materialize().unwrap() is model
+
+
+def test_a_model_of_which_nothing_is_swapped_warns_once_with_the_most_frequent_reason():
+    model = mlp(depth=5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            vbrt.wrap(model, config("dense", min_parameters=5000, exclude=["0"])).unwrap()
+    (warning,) = caught
+    assert "4 of 5 linear layers stay because: 4096 parameters; weights.min_parameters = 5000" in str(warning.message)
+    assert warning.filename == __file__
+
+
+def test_giving_memory_back_collects_no_garbage():
+    collections = []
+    gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
+    try:
+        release_host_memory()  # runs in the second forward: a full collection takes 0.4 s where transformers is loaded
+    finally:
+        gc.callbacks.pop()
+    assert 2 not in collections
 
 
 # -- unwrap and close --------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vbrt import __version__
-from vbrt.config import DEFAULT_PRESET, Machine, load_config, parse_budget, preset_names
+from vbrt.config import DEFAULT_PRESET, Machine, VBConfig, assign, load_config, parse_budget, preset_names
 from vbrt.errors import ConfigError, VBError
 from vbrt.plan import FILE_HEADER_BYTES, Plan, format_bytes
 from vbrt.stats import Stats
@@ -97,6 +98,12 @@ def _add_command(commands: Any, name: str, run: Callable[[argparse.Namespace], i
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="PRESET|FILE",
                         help=f"a preset ({', '.join(preset_names())}) or a TOML file; default: fp4")
+    parser.add_argument("--set", metavar="KEY=VALUE", dest="settings", action="append", default=[],
+                        help="change one key of it, e.g. tiers.gpu.budget=8GiB or weights.format=nf4; repeatable")
+
+
+def _config(args: argparse.Namespace) -> VBConfig:
+    return assign(load_config(args.config), args.settings)
 
 
 def _add_demo(commands: Any) -> None:
@@ -114,6 +121,7 @@ def _add_plan(commands: Any) -> None:
         text="No\nweights are needed. Exits with 1 if it does not fit.",
         examples="  vbrt plan ./Llama-3.1-8B\n"
                  "  vbrt plan ./config.json --config exact --gpu-memory 24GiB --ram 64GiB\n"
+                 "  vbrt plan ./Llama-3.1-8B --set weights.format=nf4 --set tiers.gpu.budget=4GiB\n"
                  "  vbrt plan ./Mixtral-8x7B --gpu-memory none --ram 32GiB --ssd 500GiB\n")
     parser.add_argument("model", metavar="MODEL_DIR|HF_CONFIG", type=Path,
                         help="a transformers model directory, or a config.json")
@@ -131,6 +139,7 @@ def _add_run(commands: Any) -> None:
         text="Greedy, and the\nprompt is taken as it is.",
         examples='  vbrt run ./Llama-3.1-8B "The sea is"\n'
                  '  vbrt run ./Llama-3.1-8B "The sea is" --config my.toml --max-new-tokens 200\n'
+                 "  vbrt run ./Llama-3.1-8B \"The sea is\" --set tiers.ssd.enabled=true --set tiers.ssd.path=/nvme\n"
                  "  echo The sea is | vbrt run ./Llama-3.1-8B - --json\n")
     parser.add_argument("model", metavar="MODEL_DIR", type=Path, help="a directory with config, weights and tokenizer")
     parser.add_argument("prompt", help='the text to continue; "-" reads it from stdin')
@@ -158,7 +167,7 @@ def _positive(text: str) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    config = load_config(args.config)
+    config = _config(args)
     with _working("importing torch and transformers") as say:
         minilm = _needing_transformers("minilm")
         result = minilm.run_demo(config, say=say, progress=False)
@@ -246,7 +255,7 @@ def tier_needs(plan: Plan, machine: Machine) -> list[TierNeed]:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    config = load_config(args.config)
+    config = _config(args)
     if args.ssd is not None:
         path = config.tiers.ssd.path or "~/.cache/vbrt/pages"
         config = load_config(config, tiers={"ssd": {"enabled": True, "path": path}})
@@ -259,7 +268,12 @@ def _plan(args: argparse.Namespace) -> int:
         say(f"reading {args.model}")
         model = huggingface.meta_model(args.model)
         machine = _machine(this_machine(config), sizes)
-        plan = make_plan(model, config, machine)
+        try:
+            plan, refusal = make_plan(model, config, machine), None
+        except ConfigError as error:
+            plan, refusal = _too_large(make_plan, model, config, machine), error
+            if plan is None:
+                raise
     needs = tier_needs(plan, machine)
     if args.json:
         head = {"model": type(model).__name__, "config": config.to_dict(), "machine": asdict(machine)}
@@ -267,8 +281,17 @@ def _plan(args: argparse.Namespace) -> int:
         print(json.dumps({**head, "needs": tiers, **plan.to_dict()}, indent=2))
     else:
         title = f"{type(model).__name__}, config {args.config or DEFAULT_PRESET}"
-        _print_plan(_console(), title, plan, needs)
+        _print_plan(_console(), title, plan, needs, refusal)
     return 0 if all(need.fits for need in needs) else 1
+
+
+def _too_large(make_plan: Callable[..., Plan], model: Any, config: VBConfig, machine: Machine) -> Plan | None:
+    """A plan that does not fit and shows by how much, or None where budgets forbid any."""
+    try:
+        plan = make_plan(model, config, machine, charge_kept=False)
+    except ConfigError:
+        return None
+    return None if all(need.fits for need in tier_needs(plan, machine)) else plan
 
 
 def _size(text: str | None, flag: str) -> int | None:
@@ -298,12 +321,12 @@ def _machine(machine: Machine, sizes: dict[str, int | None]) -> Machine:
     return machine
 
 
-def _print_plan(console: Console, title: str, plan: Plan, needs: list[TierNeed]) -> None:
+def _print_plan(console: Console, title: str, plan: Plan, needs: list[TierNeed], refusal: ConfigError | None) -> None:
     formats = sorted({swap.format + ("+exact" if swap.fine == "exact" else "") for swap in plan.swaps})
     dtypes = sorted({swap.dtype for swap in plan.swaps})
-    what = f"{len(plan.swaps)} layers {'/'.join(dtypes)} -> {'/'.join(formats)}" if plan.swaps else "nothing to swap"
+    what = f"{len(plan.swaps)} layers {'/'.join(dtypes)} -> {'/'.join(formats)}" if plan.swaps else "nothing is swapped"
     console.print(f"{title}: {what}, computing on the {plan.compute_tier}")
-    for note in plan.notes:
+    for note in plan.notes if plan.swaps else plan.notes[:-1]:
         console.print(f"note: {note}")
     tables = [_swap_table(plan)] if plan.swaps else []
     tables += [_skip_table(plan)] if plan.skipped else []
@@ -312,6 +335,8 @@ def _print_plan(console: Console, title: str, plan: Plan, needs: list[TierNeed])
         console.print(table)
     console.print()
     _print_verdict(console, plan, needs)
+    if refusal:
+        console.print(f"vbrt.wrap would refuse: {refusal}.", style="red")
 
 
 def _swap_table(plan: Plan) -> Table:
@@ -363,6 +388,8 @@ def _need_table(needs: list[TierNeed]) -> Table:
 
 def _print_verdict(console: Console, plan: Plan, needs: list[TierNeed]) -> None:
     computing = needs[0]
+    if not plan.swaps:
+        console.print(plan.notes[-1].replace("nothing is swapped", "NOTHING IS SWAPPED", 1) + ".", style="bold red")
     console.print(f"The {computing.tier} also holds the {format_bytes(plan.kept_bytes)} that stay as they are; "
                   "activations and caches come on top.")
     console.print(f"The dense weights ({format_bytes(plan.dense_bytes)}) are read once, to encode them: safetensors "
@@ -417,7 +444,7 @@ def _label(names: Sequence[str]) -> str:
 
 
 def _run(args: argparse.Namespace) -> int:
-    config = load_config(args.config)
+    config = _config(args)
     prompt = sys.stdin.read().rstrip("\n") if args.prompt == "-" else args.prompt
     if not prompt:
         raise VBError("the prompt is empty; expected some text to continue")
@@ -427,7 +454,12 @@ def _run(args: argparse.Namespace) -> int:
 
         say(f"loading {args.model}")
         model, tokenizer = huggingface.load_causal_lm(args.model, warn=lambda text: _complain("warning", text))
-    with wrap(model, config) as vb:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="vbrt.wrap: nothing is swapped")  # said in the words of a command
+        vb = wrap(model, config)
+    if not vb.plan.swaps:
+        _complain("warning", vb.plan.notes[-1])
+    with vb:
         vb.materialize(progress=sys.stderr.isatty())
         with _working("generating") as spinner:
             speak = None if args.json else _Speaker(prompt, spinner)

@@ -12,7 +12,8 @@ know the machine. An error names the source, the dotted key, what came and what 
 
     my.toml: tiers.gpu.budget = "8 Gigs"; expected "auto", bytes, "8GiB" or "40%"
 
-Configs are frozen; derive a new one with `load_config(config, weights={"format": "nf4"})` or `dataclasses.replace`.
+Configs are frozen; derive a new one with `load_config(config, weights={"format": "nf4"})`,
+`assign(config, ["weights.format=nf4"])` or `dataclasses.replace`.
 Pure Python: this module imports without torch.
 """
 
@@ -49,6 +50,7 @@ __all__ = [
     "TiersConfig",
     "VBConfig",
     "WeightsConfig",
+    "assign",
     "load_config",
     "parse_budget",
     "preset_names",
@@ -513,6 +515,37 @@ def load_config(
         return base
     merged = _merged(base.to_dict(), _plain(overrides))
     return VBConfig.from_dict(merged, source=f"{base.source} with overrides")
+
+
+def assign(config: VBConfig, assignments: Iterable[str]) -> VBConfig:
+    """A config with the command line's `--set`: "tiers.gpu.budget=8GiB", "weights.exclude=['*.mlp.*']".
+
+    A value is read as TOML where it is a number, true, false, a quoted string or a list, and else taken as it stands.
+    Later ones win. Raises ConfigError, naming the settings, for what a file may not say either.
+    """
+    assignments = tuple(assignments)
+    if not assignments:
+        return config
+    merged = config.to_dict()
+    for text in assignments:
+        key, equals, value = text.partition("=")
+        parts = [part.strip() for part in key.split(".")]
+        if not equals or not all(parts):
+            raise ConfigError(f"--set {text}: expected key=value with a dotted key, e.g. tiers.gpu.budget=8GiB")
+        nested: Any = _assigned(value.strip())
+        for part in reversed(parts):
+            nested = {part: nested}
+        merged = _merged(merged, nested)
+    return VBConfig.from_dict(merged, source=f"{config.source} with {' '.join(f'--set {a}' for a in assignments)}")
+
+
+def _assigned(text: str) -> Any:
+    try:
+        values = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    is_one = len(values) == 1 and isinstance(values["value"], bool | int | float | str | list)
+    return values["value"] if is_one else text  # TOML also has dates and tables, no key takes one
 
 
 def _load(config: object) -> VBConfig:

@@ -3,8 +3,7 @@
 Works on real models and on models built under `torch.device("meta")`, so that a plan needs no weights.
 """
 
-import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -22,8 +21,8 @@ from vbrt.formats import get_format
 from vbrt.formats.fine import estimate_fine_bytes
 from vbrt.formats.page import PAGE_ALIGN
 from vbrt.kernels import Packing, page_packing, resolve
-from vbrt.nn import VBLayer
-from vbrt.plan import PageSpec, Plan, Skip, Swap, place
+from vbrt.nn import VBLayer, kind_of
+from vbrt.plan import PageSpec, Plan, Skip, Swap, format_bytes, place
 
 __all__ = ["make_plan", "this_machine"]
 
@@ -31,12 +30,17 @@ _ROOT = "(root)"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def make_plan(model: nn.Module, config: VBConfig, machine: Machine | None = None) -> Plan:
+def make_plan(model: nn.Module, config: VBConfig, machine: Machine | None = None, *,
+              charge_kept: bool = True) -> Plan:
     """The plan for a model under a config on a machine (default: this one).
 
+    Args:
+        charge_kept: take what is not swapped off the memory that "auto" budgets share out. False is for showing by
+            how much a model is too large.
+
     Raises:
-        WrapError: the model is wrapped already, or nothing in it can be swapped and a reason names why.
-        ConfigError: the budgets are impossible for this model or this machine.
+        WrapError: the model is wrapped already.
+        ConfigError: the budgets are impossible for this model or this machine, or what is not swapped does not fit.
     """
     wrapped = [name for name, module in model.named_modules() if isinstance(module, VBLayer)]
     if wrapped:
@@ -45,12 +49,13 @@ def make_plan(model: nn.Module, config: VBConfig, machine: Machine | None = None
     refused: dict[str, Skip] = {}
     swaps = list(_choose(model, modules, config, refused))
     skipped = _account_rest(modules, swaps, refused)
-    budgets = _budgets(model, config, machine or this_machine(config), swaps, skipped)
+    machine = machine or this_machine(config)
+    budgets = _budgets(config, _after_wrapping(model, config, machine, skipped, charge_kept=charge_kept))
     linear = resolve("linear", config.compute.backend, torch.device("cuda" if "gpu" in budgets else "cpu"))
     layers = [_pages(swap, page_packing(linear, swap.format)) for swap in swaps]
-    homes = place(layers, budgets, source=config.source)
+    homes = _homes(layers, budgets, config, skipped)
     placed = tuple(_placed(swap, pages, homes) for swap, pages in zip(swaps, layers, strict=True))
-    return Plan(placed, skipped, budgets, _notes(placed, config))
+    return Plan(placed, skipped, budgets, _notes(placed, config, modules, skipped))
 
 
 def this_machine(config: VBConfig) -> Machine:
@@ -84,7 +89,7 @@ def _choose(model: nn.Module, modules: dict[str, nn.Module], config: VBConfig,
 
     A weight that several modules hold is swapped for all of them, or for none.
     """
-    candidates = {name: module for name, module in modules.items() if _kind(module)}
+    candidates = {name: module for name, module in modules.items() if kind_of(module)}
     holders, heads = _holders(modules), _heads(model, modules)
     some_frozen = any(_frozen(module) for module in candidates.values())
     reasons = {name: _refusal(name, module, config, heads, some_frozen) for name, module in candidates.items()}
@@ -129,16 +134,6 @@ def _same_view(one: nn.Module, other: nn.Module) -> bool:
 def _frozen(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
     return weight is not None and not weight.requires_grad
-
-
-def _kind(module: nn.Module) -> str | None:
-    """"Linear", "Conv1D", or None for anything else; subclasses have semantics of their own and are left alone."""
-    if type(module) is nn.Linear:
-        return "Linear"
-    transformers = sys.modules.get("transformers.pytorch_utils")
-    if transformers is not None and type(module) is transformers.Conv1D:
-        return "Conv1D"
-    return None
 
 
 def _refusal(name: str, module: nn.Module, config: VBConfig, heads: dict[int, str], some_frozen: bool) -> str | None:
@@ -217,8 +212,8 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _swap(names: list[str], module: nn.Module, config: VBConfig) -> Swap:
-    weight, kind = module.weight, _kind(module)
-    shape = tuple(weight.shape) if kind == "Linear" else tuple(weight.shape)[::-1]
+    weight, kind = module.weight, kind_of(module)
+    shape = tuple(weight.shape)[::-1] if kind == "Conv1D" else tuple(weight.shape)
     wanted, dtype = config.weights, weight.dtype
     format, fine, note = wanted.format, wanted.fine, ""
     if fine == "exact" and dtype not in (torch.bfloat16, torch.float16):
@@ -280,7 +275,7 @@ def _pages(swap: Swap, packing: Packing | None) -> tuple[PageSpec, ...]:
     """The pages of a layer without homes; static sizes are exact, the fine plane is an estimate from above."""
     dtype, shape = getattr(torch, swap.dtype), swap.shape
     if swap.format == "dense":
-        stored = shape if swap.kind == "Linear" else shape[::-1]
+        stored = shape[::-1] if swap.kind == "Conv1D" else shape
         return (PageSpec(f"{swap.name}#dense", "dense", get_format("dense").layout(stored, dtype).nbytes),)
     nbytes = get_format(swap.format).layout(shape, dtype).nbytes
     if swap.fine == "none":
@@ -295,10 +290,9 @@ def _placed(swap: Swap, pages: tuple[PageSpec, ...], homes: dict[str, str]) -> S
     return replace(swap, pages=tuple(replace(page, home=homes[page.key]) for page in pages))
 
 
-def _budgets(model: nn.Module, config: VBConfig, machine: Machine, swaps: list[Swap],
-             skipped: dict[str, Skip]) -> dict[str, int]:
-    """Bytes of each tier, computing tier first, with what the model itself holds now and will keep."""
-    budgets = resolve_budgets(config, _as_after_wrapping(model, machine, swaps, skipped))
+def _budgets(config: VBConfig, machine: Machine) -> dict[str, int]:
+    """Bytes of each tier, computing tier first."""
+    budgets = resolve_budgets(config, machine)
     ordered = {tier: budgets[tier] for tier in ("gpu", "cpu", "ssd") if tier in budgets}
     if "gpu" in ordered and "ssd" in ordered and "cpu" not in ordered:
         raise ConfigError(f"{config.source}: tiers.ssd.enabled = true with tiers.cpu.enabled = false; pages travel "
@@ -306,26 +300,72 @@ def _budgets(model: nn.Module, config: VBConfig, machine: Machine, swaps: list[S
     return ordered
 
 
-def _as_after_wrapping(model: nn.Module, machine: Machine, swaps: list[Swap], skipped: dict[str, Skip]) -> Machine:
-    """Free memory as it will be: dense weights leave, and what is kept moves to the GPU."""
+def _after_wrapping(model: nn.Module, config: VBConfig, machine: Machine, skipped: dict[str, Skip], *,
+                    charge_kept: bool) -> Machine:
+    """Free memory as budgets share it out: all weights leave, and what stays as it is comes to the computing tier."""
     held = {"cpu": 0, "cuda": 0}
     for parameter in model.parameters():
         if parameter.device.type in held:
             held[parameter.device.type] += _nbytes(parameter)
-    kept = sum(skip.nbytes for skip in skipped.values())
-    swapped = sum(swap.dense_bytes for swap in swaps)
-    if machine.gpu_free_bytes is None:
-        leaving = min(swapped, held["cpu"])
-        return replace(machine, cpu_available_bytes=min(machine.cpu_total_bytes, machine.cpu_available_bytes + leaving))
-    return replace(machine, gpu_free_bytes=max(0, machine.gpu_free_bytes + held["cuda"] - kept),
-                   cpu_available_bytes=min(machine.cpu_total_bytes, machine.cpu_available_bytes + held["cpu"]))
+    free = {"cpu": min(machine.cpu_total_bytes, machine.cpu_available_bytes + held["cpu"]), "gpu": None}
+    if machine.gpu_total_bytes is not None:
+        free["gpu"] = held["cuda"] + (machine.gpu_total_bytes if machine.gpu_free_bytes is None
+                                      else machine.gpu_free_bytes)
+    if charge_kept:
+        tier = "gpu" if free["gpu"] is not None and config.tiers.gpu.enabled else "cpu"
+        kept = sum(skip.nbytes for skip in skipped.values())
+        if kept > free[tier]:
+            raise ConfigError(_kept_does_not_fit(tier, kept, free[tier], config, skipped))
+        free[tier] -= kept
+    return replace(machine, gpu_free_bytes=free["gpu"], cpu_available_bytes=free["cpu"])
 
 
-def _notes(swaps: tuple[Swap, ...], config: VBConfig) -> tuple[str, ...]:
+def _kept_does_not_fit(tier: str, kept: int, free: int, config: VBConfig, skipped: dict[str, Skip]) -> str:
+    remedy = "weights.include, weights.exclude and weights.keep_head say what is swapped"
+    if tier == "gpu":
+        remedy += "; tiers.gpu.enabled = false computes on the cpu"
+    return (f"{config.source}: kept parameters of {kept} bytes ({format_bytes(kept)}), which are not swapped, do not "
+            f"fit into the {tier} memory: {format_bytes(free)} are free. The largest are {_largest(skipped)}. {remedy}")
+
+
+def _largest(skipped: dict[str, Skip], count: int = 3) -> str:
+    """The largest kept parts, small ones left out, with their bytes and reasons."""
+    largest = sorted(skipped.items(), key=lambda item: -item[1].nbytes)[:count]
+    return ", ".join(f"{name} ({format_bytes(skip.nbytes)}; {skip.reason})" for name, skip in largest
+                     if 10 * skip.nbytes >= largest[0][1].nbytes)
+
+
+def _homes(layers: list[tuple[PageSpec, ...]], budgets: dict[str, int], config: VBConfig,
+           skipped: dict[str, Skip]) -> dict[str, str]:
+    """The home of each page; where there is none, the error also says what else takes the memory."""
+    try:
+        return place(layers, budgets, source=config.source)
+    except ConfigError as error:
+        tier, kept = next(iter(budgets)), sum(skip.nbytes for skip in skipped.values())
+        if not kept or getattr(config.tiers, tier).budget != "auto":
+            raise
+        raise ConfigError(f"{error}. The {tier} also holds kept parameters of {format_bytes(kept)}, which are not "
+                          f"swapped; the largest are {_largest(skipped)}") from error
+
+
+def _notes(swaps: tuple[Swap, ...], config: VBConfig, modules: dict[str, nn.Module],
+           skipped: dict[str, Skip]) -> tuple[str, ...]:
     notes = []
     dense = [swap for swap in swaps if swap.format != config.weights.format]
     if dense:
         notes.append(f"{len(dense)} layers: {dense[0].note}")
     if not swaps:
-        notes.append("nothing to swap: see skipped for the reasons")
+        notes.append(f"nothing is swapped, the model stays as it is and saves no memory: {_why_none(modules, skipped)}")
     return tuple(notes)
+
+
+def _why_none(modules: dict[str, nn.Module], skipped: dict[str, Skip]) -> str:
+    """The most frequent reason why a linear layer stays; for a model without any, what holds the most bytes."""
+    linear = [name for name in skipped if kind_of(modules[name]) or isinstance(modules[name], nn.Linear)]
+    if linear:
+        (reason, count), *_ = Counter(skipped[name].reason for name in linear).most_common()
+        return f"{count} of {len(linear)} linear layers stay because: {reason}"
+    if not skipped:
+        return "it has no parameters"
+    name, skip = max(skipped.items(), key=lambda item: item[1].nbytes)
+    return f"it has no linear layers; its largest part is {name} ({skip.reason})"

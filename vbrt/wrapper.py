@@ -7,6 +7,7 @@ layer, or `materialize()` for all of them, encodes the weight, stores its pages 
 import ctypes
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import nn
 from vbrt.config import VBConfig, load_config
 from vbrt.errors import WrapError
 from vbrt.estimate import make_plan
-from vbrt.nn import HandleSpec, VBLayer, VBLinear, WeightHandle
+from vbrt.nn import HandleSpec, VBLayer, WeightHandle, layer_class
 from vbrt.plan import Plan, Swap, format_bytes
 from vbrt.policy import make_policy
 from vbrt.stats import LayerStats, Stats, TierStats
@@ -48,6 +49,8 @@ def wrap(model: nn.Module, config: VBConfig | Mapping[str, Any] | str | PathLike
         ConfigError: the config is wrong, or impossible for this model or machine.
         WrapError: the model is wrapped already.
         TierError: the ssd tier's directory cannot be used.
+
+    Warns, once for a reason, where nothing at all is swapped.
     """
     if not isinstance(model, nn.Module):
         raise WrapError(f"wrap() got {type(model).__name__}; expected a torch.nn.Module")
@@ -55,6 +58,8 @@ def wrap(model: nn.Module, config: VBConfig | Mapping[str, Any] | str | PathLike
         raise WrapError("the model is wrapped already; unwrap() it first")
     config = load_config(config, **overrides)
     plan = make_plan(model, config)
+    if not plan.swaps:
+        warnings.warn(f"vbrt.wrap: {plan.notes[-1]} (all reasons: plan.skipped)", stacklevel=2)
     stack = _build_stack(plan, config)
     try:
         handles = [WeightHandle(_spec(swap, config), stack) for swap in plan.swaps]
@@ -89,16 +94,8 @@ def _swap(model: nn.Module, plan: Plan, handles: list[WeightHandle]) -> dict[str
     for swap, handle in zip(plan.swaps, handles, strict=True):
         for name in (swap.name, *swap.aliases):
             module = modules["" if name == "(root)" else name]
-            registry[name] = _layer_class(swap.kind).adopt_(module, handle)
+            registry[name] = layer_class(swap.kind).adopt_(module, handle)
     return registry
-
-
-def _layer_class(kind: str) -> type[VBLayer]:
-    if kind == "Conv1D":
-        from vbrt.nn.conv1d import VBConv1D  # needs transformers, which such a model has
-
-        return VBConv1D
-    return VBLinear
 
 
 def _spec(swap: Swap, config: VBConfig) -> HandleSpec:

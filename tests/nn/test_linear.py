@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import vbrt
 from tests.models import FORMATS, config, mlp, wrap, wrap_streamed
 from vbrt.errors import FormatError, TierError, WrapError
+from vbrt.kernels.reference import decode_weight
 from vbrt.nn import VBLinear
 
 
@@ -118,6 +120,66 @@ def test_a_weight_loaded_between_forward_and_backward_is_an_error_not_a_wrong_gr
 def test_a_wrong_input_dtype_fails_as_in_a_dense_layer(some_vb):
     with pytest.raises(RuntimeError, match="dtype"):
         some_vb(inputs(some_vb).double())
+
+
+MODES = (torch.enable_grad, torch.no_grad, torch.inference_mode)
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("format", "how"), [("dense", "resident"), ("dense", "streamed"), ("exact", "resident")])
+def test_a_transposed_input_of_four_dimensions_gives_the_bits_of_the_original(format, how, bias, trainable, tmp_path):
+    # for a weight that requires grad torch.matmul sums in another order here, in fp32
+    torch.manual_seed(0)
+    layers = [nn.Linear(512, 96, bias=bias, dtype=dtype_of(format)).requires_grad_(trainable) for _ in range(5)]
+    x = torch.randn(2, 8, 512, 8).as_strided((2, 8, 8, 512), (32768, 8, 1, 64))
+    original, expected = copy.deepcopy(layers[0]).float(), []
+    for mode in MODES:
+        with mode():
+            expected.append(original(x).detach())
+    for first in MODES:  # the pages are made under it
+        model = nn.Sequential(*copy.deepcopy(layers)).eval()
+        with wrap(model, format) if how == "resident" else wrap_streamed(model, format, tmp_path) as vb:
+            with first():
+                vb.materialize()
+            vb.float()
+            for mode, y in zip(MODES, expected, strict=True):
+                for same in (vb, copy.deepcopy(vb), pickle.loads(pickle.dumps(vb))):
+                    with mode():
+                        got = same.model[0](x)
+                    assert torch.equal(got, y) and got.requires_grad == (bias and trainable and mode is MODES[0])
+            assert not model[0].weight.requires_grad
+            assert vb.unwrap()[0].weight.requires_grad == trainable
+
+
+@pytest.mark.parametrize("format", ["dense", "exact"])
+def test_the_weight_that_is_multiplied_requires_grad_where_the_original_did(format):
+    for trainable in (True, False):
+        vb, seen = wrap(mlp(depth=1, dtype=dtype_of(format)).requires_grad_(trainable), format), []
+        linear = vb.model[0].handle._linear
+        vb.model[0].handle._linear = lambda x, planes, bias, run=linear, seen=seen: (
+            seen.append(decode_weight(planes).requires_grad), run(x, planes, bias))[1]
+        for _ in range(3):
+            vb(inputs(vb))
+        assert seen == [trainable] * 3
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts while it is active."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.count += op is torch.ops.aten._to_copy.default
+        return op(*args, **kwargs or {})
+
+
+def test_autocast_keeps_no_cast_of_a_weight_that_could_train():
+    vb, x = wrap(nn.Sequential(nn.Linear(64, 64, bias=False)).eval()).materialize(), torch.randn(2, 64)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Casts() as casts:
+        for _ in range(3):
+            vb(x)
+    assert casts.count == 2 * 3  # of input and weight; a cast that is kept until autocast ends would be memory
 
 
 @pytest.mark.parametrize("features", [(48, 40), (2730, 16), (17, 33), (1, 5)])

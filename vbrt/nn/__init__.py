@@ -1,6 +1,7 @@
-"""The layers that take the place of nn.Linear and transformers' Conv1D."""
+"""The layers that take the place of nn.Linear, of the subclasses that compute the same, and of Conv1D."""
 
 from vbrt.nn.handle import HandleSpec, WeightHandle
 from vbrt.nn.linear import VBLayer, VBLinear
+from vbrt.nn.swappable import kind_of, layer_class
 
-__all__ = ["HandleSpec", "VBLayer", "VBLinear", "WeightHandle"]
+__all__ = ["HandleSpec", "VBLayer", "VBLinear", "WeightHandle", "kind_of", "layer_class"]

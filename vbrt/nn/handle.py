@@ -70,6 +70,7 @@ class WeightHandle:
 
     Attributes:
         dtype: what the layers compute in and show to the outside.
+        trainable: whether the dense weight had requires_grad; the one that `unwrap` makes gets it back.
         layers: the live layers that are tied to this weight.
         keys: pages in the stack; none before `store` and after `drop`.
         generation: counts the weights that were stored here.
@@ -79,6 +80,7 @@ class WeightHandle:
     def __init__(self, spec: HandleSpec, stack: TierStack) -> None:
         self.stack = stack
         self.dtype = spec.dtype
+        self.trainable = False
         self.layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.keys: tuple[str, ...] = ()
         self.id = next(_ids)
@@ -101,7 +103,6 @@ class WeightHandle:
         self.spec = spec
         self._format = get_format(spec.format)
         self._packing = None if spec.lossless else page_packing(self._linear, spec.format)
-        self._forward = self._conv1d if spec.transposed and spec.lossless else self._linear
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -219,12 +220,15 @@ class WeightHandle:
         self.forwards += 1
         if self.separation is not None:
             self.separation.tick()
-        if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        if not torch.is_grad_enabled():
+            return self.run(x, bias)
+        if x.requires_grad or (bias is not None and bias.requires_grad):
             return _FrozenLinear.apply(x, bias, self)
-        return self.run(x, bias)
+        with torch.no_grad():
+            return self.run(x, bias)
 
     def run(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """`linear` without gradients and without counting a forward."""
+        """`linear` without counting a forward; to be called under no_grad."""
         if self._ready is not None and self.stack.at_rest and x.device == self._device:
             for page in self._pages:
                 page.hits += 1  # no call in between: one step for threads that share an interpreter lock
@@ -265,7 +269,7 @@ class WeightHandle:
         planes = WeightPlanes(spec.format, shape, dtype, tensors[0], tensors[1] if spec.fine else None)
         if dtype is self.dtype:
             if device == self._device and not any(page.home for page in self._pages):
-                self._ready = planes
+                self._ready = self._like_parameter(planes) if planes.format == "dense" else planes
             return planes
         return WeightPlanes("dense", shape, self.dtype, {"weight": self._decode(planes).to(self.dtype)})
 
@@ -273,6 +277,28 @@ class WeightHandle:
         """The weight as the module keeps it: [N, K], or [K, N] for a transposed module, in memory order too."""
         weight = self._decode(planes)
         return weight.t().contiguous() if self.spec.transposed and self.spec.format != "dense" else weight
+
+    def _forward(self, x: torch.Tensor, planes: WeightPlanes, bias: torch.Tensor | None) -> torch.Tensor:
+        """For a lossless weight the very call of the original module, so that results are bit-identical."""
+        spec = self.spec
+        if not spec.lossless:
+            return self._linear(x, planes, bias)
+        if spec.transposed:
+            return self._conv1d(x, planes, bias)
+        return self._linear(x, self._like_parameter(planes), bias)
+
+    def _like_parameter(self, planes: WeightPlanes) -> WeightPlanes:
+        """The planes with a weight that requires grad where the original did.
+
+        torch.matmul looks at that, under no_grad too: it folds the leading dimensions of x for a weight that requires
+        grad and may call a batched matmul, with other rounding, for one that does not.
+        """
+        if not self.trainable:
+            return planes
+        weight = self._decode(planes)
+        if weight.requires_grad:
+            return planes
+        return WeightPlanes("dense", planes.shape, planes.dtype, {"weight": _requiring_grad(weight)})
 
     def _conv1d(self, x: torch.Tensor, planes: WeightPlanes, bias: torch.Tensor | None) -> torch.Tensor:
         """The very calls of transformers' Conv1D, so that results are bit-identical."""
@@ -290,7 +316,7 @@ class WeightHandle:
 
     def __deepcopy__(self, memo: dict) -> "WeightHandle":
         clone = WeightHandle(self.spec, self.stack)
-        clone.dtype = self.dtype
+        clone.dtype, clone.trainable = self.dtype, self.trainable
         memo[id(self)] = clone
         if self.keys:
             self.stack.share(self.keys)
@@ -300,7 +326,7 @@ class WeightHandle:
     def empty_copy(self) -> "WeightHandle":
         """A handle for another weight of the same layer, in the same stack."""
         clone = WeightHandle(self.spec, self.stack)
-        clone.generation = self.generation
+        clone.generation, clone.trainable = self.generation, self.trainable
         if self.separation is not None:
             clone.separation = self.separation  # its codebook is refreshed when the new weight asks for it
         return clone
@@ -316,7 +342,7 @@ class WeightHandle:
                         layout = self._format.layout(self.spec.shape, self.spec.dtype)
                     # bytes, because torch cannot unpickle 8-bit floats
                     pages.append((layout.to_dict(), pack(plane, layout, new_page(layout))))
-        return _restore, (self.stack, self.spec, self.dtype, pages)
+        return _restore, (self.stack, self.spec, self.dtype, self.trainable, pages)
 
 
 class _FrozenLinear(torch.autograd.Function):
@@ -347,10 +373,20 @@ def _fill(tensors: Mapping[str, torch.Tensor], layout: PageLayout, out: torch.Te
     pack(tensors, layout, out)
 
 
-def _restore(stack: TierStack, spec: HandleSpec, dtype: torch.dtype, pages: list) -> WeightHandle:
+def _requiring_grad(weight: torch.Tensor) -> torch.Tensor:
+    """An alias that requires grad, for use under no_grad; `weight` itself stays as it is."""
+    if weight.is_inference():  # views of such a tensor forget requires_grad, and linear() takes one
+        with torch.inference_mode(False):
+            alias = torch.empty(0, dtype=weight.dtype, device=weight.device)
+            weight = alias.set_(weight.untyped_storage(), weight.storage_offset(), weight.shape, weight.stride())
+    with torch.no_grad():
+        return weight.detach().requires_grad_().view_as(weight)  # a view, because autocast keeps its casts of leaves
+
+
+def _restore(stack: TierStack, spec: HandleSpec, dtype: torch.dtype, trainable: bool, pages: list) -> WeightHandle:
     """Unpickle: `stack` is one of this process, in CPU memory, shared by all handles of the pickle."""
     handle = WeightHandle(replace(spec, homes=None, backend="auto"), stack)
-    handle.dtype = dtype
+    handle.dtype, handle.trainable = dtype, trainable
     if pages:
         layouts = [PageLayout.from_dict(layout) for layout, _ in pages]
         handle.store([(layout, unpack(page, layout)) for layout, (_, page) in zip(layouts, pages, strict=True)])

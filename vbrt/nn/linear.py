@@ -19,6 +19,7 @@ from torch.compiler import is_compiling
 from vbrt.errors import WrapError
 from vbrt.nn.decoded import DecodedWeight
 from vbrt.nn.handle import WeightHandle
+from vbrt.nn.mapped import page_out
 
 __all__ = ["VBLayer", "VBLinear"]
 
@@ -31,14 +32,13 @@ class VBLayer(nn.Module):
     """
 
     _vb_handle: WeightHandle
-    _vb_trainable: bool
 
     @classmethod
     def adopt_(cls, module: nn.Module, handle: WeightHandle) -> "VBLayer":
         """Turn `module` into a VB layer in place; nothing is encoded yet."""
         module.__class__ = cls
         module.__dict__["_vb_handle"] = handle
-        module.__dict__["_vb_trainable"] = module._parameters["weight"].requires_grad
+        handle.trainable = module._parameters["weight"].requires_grad
         handle.layers.add(module)
         return module
 
@@ -47,8 +47,7 @@ class VBLayer(nn.Module):
         if self.materialized:
             self._parameters["weight"] = weight if weight is not None else self._decoded_parameter()
         self._vb_handle.layers.discard(self)
-        for name in ("_vb_handle", "_vb_trainable"):
-            del self.__dict__[name]
+        del self.__dict__["_vb_handle"]
         self.__class__ = plain = type(self).plain_class()
         for name, value in list(self.__dict__.items()):
             if isinstance(value, types.MethodType) and value.__self__ is self:  # accelerate's hooks keep `forward` so
@@ -56,7 +55,7 @@ class VBLayer(nn.Module):
         return self
 
     def _decoded_parameter(self) -> nn.Parameter:
-        return nn.Parameter(self._vb_handle.weight(), requires_grad=self._vb_trainable)
+        return nn.Parameter(self._vb_handle.weight(), requires_grad=self._vb_handle.trainable)
 
     @classmethod
     def plain_class(cls) -> type[nn.Module]:
@@ -87,6 +86,7 @@ class VBLayer(nn.Module):
             if not handle.keys:
                 handle.store(handle.split(weight))
             self._hold(None)
+        page_out(weight)
         if self.training and weight.requires_grad and torch.is_grad_enabled():
             warn_of_training(stacklevel=4)
         return self
@@ -95,7 +95,7 @@ class VBLayer(nn.Module):
         """A dense parameter for all layers that are tied to the handle, or none."""
         for layer in self._vb_handle.layers:
             if dense is None and layer._parameters["weight"] is not None:
-                layer._vb_trainable = layer._parameters["weight"].requires_grad
+                self._vb_handle.trainable = layer._parameters["weight"].requires_grad
             layer._parameters["weight"] = dense
 
     # -- the weight, as everybody else sees it ------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class VBLayer(nn.Module):
         """
         handle = self._vb_handle
         with torch.no_grad(), handle.stack.encoding:
-            shell = nn.Parameter(weight.detach().to(handle.dtype), requires_grad=self._vb_trainable)
+            shell = nn.Parameter(weight.detach().to(handle.dtype), requires_grad=handle.trainable)
             planes = handle.split(shell)
             self._hold(shell)
             handle.store(planes)
@@ -222,11 +222,14 @@ class VBLinear(VBLayer, nn.Linear):
             TierError: a page cannot be read or verified, or does not fit beside what is in use.
             FormatError: (first forward) the weight cannot be encoded.
         """
+        return self._product(input, self._parameters["bias"])
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if is_compiling():
-            return compiled_linear(self, input)
+            return compiled_linear(self, x, bias)
         if self._parameters["weight"] is not None:
             self.materialize_()
-        return self._vb_handle.linear(input, self._parameters["bias"])
+        return self._vb_handle.linear(x, bias)
 
     def reset_parameters(self) -> None:
         """A new random weight, as nn.Linear draws it."""
@@ -240,12 +243,12 @@ class VBLinear(VBLayer, nn.Linear):
         return f"{super().extra_repr()}, format={self._vb_handle.spec.label}"
 
 
-def compiled_linear(layer: VBLayer, x: torch.Tensor) -> torch.Tensor:
+def compiled_linear(layer: VBLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """A VB layer's forward as torch.compile sees it: one opaque op, and the cast of x that autocast would do."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     handle = layer._vb_handle
-    return torch.ops.vbrt.linear(x, layer.bias, handle.token, handle.spec.shape[0])
+    return torch.ops.vbrt.linear(x, bias, handle.token, handle.spec.shape[0])
 
 
 def warn_of_training(stacklevel: int) -> None:

@@ -1,0 +1,20 @@
+"""VBFalconLinear: Falcon's linear layer, which rounds the product before it adds the bias, as it was trained.
+
+Imported only once a model holds such a layer, so transformers stays optional.
+"""
+
+import torch
+from transformers.models.falcon.modeling_falcon import FalconLinear
+
+from vbrt.nn.linear import VBLinear
+
+__all__ = ["VBFalconLinear"]
+
+
+class VBFalconLinear(VBLinear, FalconLinear):
+    """FalconLinear with its weight in a tier stack."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """input [..., in_features] -> [..., out_features]; raises what VBLinear.forward raises."""
+        product, bias = self._product(input, None), self._parameters["bias"]
+        return product if bias is None else product + bias

@@ -1,0 +1,55 @@
+"""Weights that are mapped from a file, as `from_pretrained` leaves them: giving their pages back when they go.
+
+A mapping lives as long as any tensor in it, so the embedding that stays keeps the pages of all weights that have left
+in this process's resident memory. MADV_PAGEOUT takes them out of it, and out of the page cache if no other process
+maps them. It never loses a byte: what somebody still reads comes back from the file, and pages that were written to
+go to swap, or stay. The road not taken: MADV_DONTNEED would leave the page cache warm and cost a tenth of the time,
+but drops pages that another thread has just written to.
+"""
+
+import ctypes
+import functools
+import mmap
+import sys
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["page_out"]
+
+_MADV_PAGEOUT = 21  # Linux 5.4; Python's mmap has no name for it
+_NO_FILES = (b"/dev/", b"/memfd:", b"/SYSV")  # shared memory, which has no file to come back from but swap
+
+
+def page_out(weight: torch.Tensor) -> int:
+    """Take the whole pages of a weight that is mapped from a file out of memory; their bytes, 0 for any other weight.
+
+    The content stays valid.
+    """
+    if sys.platform != "linux" or weight.device.type != "cpu" or not weight.is_contiguous():
+        return 0
+    if weight.untyped_storage().resizable():  # torch's own memory: no need to look at the mappings
+        return 0
+    page = mmap.PAGESIZE
+    first = -(-weight.data_ptr() // page) * page
+    end = (weight.data_ptr() + weight.nbytes) // page * page
+    if end <= first or not _is_mapped_file(first, end):
+        return 0
+    return end - first if _madvise()(first, end - first, _MADV_PAGEOUT) == 0 else 0
+
+
+def _is_mapped_file(first: int, end: int) -> bool:
+    with open("/proc/self/maps", "rb") as maps:
+        for line in maps:
+            addresses, _, _, _, inode, *path = line.split(maxsplit=5)
+            begin, _, stop = addresses.partition(b"-")
+            if int(begin, 16) <= first < int(stop, 16):
+                return end <= int(stop, 16) and inode != b"0" and not path[0].startswith(_NO_FILES)
+    return False
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int]:
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes, madvise.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
+    return madvise

@@ -1,0 +1,34 @@
+"""Which modules can become VB layers: an allow-list of exact classes, and what takes the place of each.
+
+A subclass of nn.Linear may compute anything (routers return tuples, grouped layers read slices of their weight), so
+one that is not named here is left alone. Those named compute `x Wᵀ + bias`; classes of other packages are named as
+text, and the file that imports them is loaded once a model holds one.
+"""
+
+import importlib
+
+from torch import nn
+
+from vbrt.nn.linear import VBLayer
+
+__all__ = ["kind_of", "layer_class"]
+
+_KINDS = {
+    ("torch.nn.modules.linear", "Linear"): ("vbrt.nn.linear", "VBLinear"),
+    ("transformers.pytorch_utils", "Conv1D"): ("vbrt.nn.conv1d", "VBConv1D"),
+    ("transformers.models.esm.modeling_esmfold", "EsmFoldLinear"): ("vbrt.nn.esmfold", "VBEsmFoldLinear"),
+    ("transformers.models.falcon.modeling_falcon", "FalconLinear"): ("vbrt.nn.falcon", "VBFalconLinear"),
+}
+_CLASSES = {kind: taking_over for (_, kind), taking_over in _KINDS.items()}
+
+
+def kind_of(module: nn.Module) -> str | None:
+    """The name of the module's class if it can become a VB layer, else None."""
+    cls = type(module)
+    return cls.__name__ if (cls.__module__, cls.__qualname__) in _KINDS else None
+
+
+def layer_class(kind: str) -> type[VBLayer]:
+    """What takes the place of a module of `kind`."""
+    file, name = _CLASSES[kind]
+    return getattr(importlib.import_module(file), name)
