@@ -87,7 +87,7 @@ configs = st.builds(
         )
         | st.just(SsdTier()),
     ),
-    policy=st.builds(PolicyConfig, kind=st.sampled_from(POLICIES), prefetch=st.integers(0, 64)),
+    policy=st.builds(PolicyConfig, kind=st.sampled_from(POLICIES), prefetch=st.integers(0, 64) | st.just("auto")),
     separation=st.builds(SeparationConfig, levels=st.integers(2, 8), refresh_every=st.integers(1, 10**6)),
     compute=st.builds(ComputeConfig, backend=st.sampled_from(BACKENDS)),
 )
@@ -195,8 +195,8 @@ WRONG_VALUES = [
     ("tiers.ssd.path", "~nobody-9/x", '"~nobody-9/x"; expected a directory whose "~" names a user of this machine'),
     ("tiers.ssd.io", "Direct", '"Direct"; expected "auto", "direct" or "buffered"; did you mean "direct"?'),
     ("policy.kind", "fifo", '"fifo"; expected "scheduled" or "lru"'),
-    ("policy.prefetch", -1, "-1; expected a whole number from 0 to 64"),
-    ("policy.prefetch", 65, "65; expected a whole number from 0 to 64"),
+    ("policy.prefetch", -1, "-1; expected a whole number from 0 to 64, or \"auto\""),
+    ("policy.prefetch", 65, "65; expected a whole number from 0 to 64, or \"auto\""),
     ("separation.levels", 1, "1; expected a whole number from 2 to 8"),
     ("separation.levels", 16, "16; expected a whole number from 2 to 8"),
     ("separation.refresh_every", 0, "0; expected a whole number, 1 or more"),

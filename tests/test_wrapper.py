@@ -403,7 +403,7 @@ def test_live_hits_are_those_of_the_simulation(policy, tmp_path):
     for _ in range(6):
         vb(x)
     order = [f"{2 * i}#dense" for i in range(8)]
-    counted = simulate(policy, [PASS, *order] * 6, 4, prefetch=vb.settings.policy.prefetch)
+    counted = simulate(policy, [PASS, *order] * 6, 4, prefetch=vb.stack.levels[0].policy.prefetch)
     live = {f"{name}#dense": layer.hits for name, layer in vb.stats().layers.items() if layer.hits}
     assert live == dict(+counted.hits)
 
@@ -492,3 +492,57 @@ def test_no_warning_in_a_whole_life():
         vb = wrap(llama(), "nvfp4")
         vb.generate(TOKENS, max_new_tokens=3, do_sample=False)
         vb.unwrap()
+
+
+# -- budgets -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_may_shrink_and_grow_while_the_model_runs(format, tmp_path):
+    model, original = mlp(dtype=dtype_of(format)), mlp(dtype=dtype_of(format))
+    x = torch.linspace(-1, 1, 192, dtype=dtype_of(format)).reshape(3, 64)
+    tiers = {"cpu": {"budget": "1GiB"}, "ssd": {"enabled": True, "path": str(tmp_path)}}
+    vb = vbrt.wrap(model, config(format) | {"tiers": tiers})
+    with torch.no_grad():
+        want = vb(x)
+        assert torch.equal(vb(x), want)
+        largest, pages = max(swap.page_bytes for swap in vb.plan.swaps), vb.plan.page_bytes
+        for budget in (largest, pages // 2, "1GiB", largest + 4096):
+            nbytes = vb.set_budget("cpu", budget)
+            assert nbytes == vb.plan.budgets["cpu"] == vb.stats().tiers["cpu"].budget_bytes
+            for _ in range(3):
+                assert torch.equal(vb(x), want)
+                tier = vb.stats().tiers["cpu"]
+                assert tier.held_bytes <= tier.peak_bytes <= nbytes
+        assert vb.settings.tiers.cpu.budget == largest + 4096
+        vb.set_budget("cpu", "1GiB")
+        vb(x), vb(x)
+        misses = vb.stats().misses
+        assert torch.equal(vb(x), want) and vb.stats().misses == misses
+    if format in ("dense", "exact"):
+        assert torch.equal(original(x), want)
+    vb.close()
+
+
+def test_impossible_budgets_are_refused_and_the_model_runs_on(tmp_path):
+    vb, x = wrap(mlp(), "dense"), torch.randn(2, 64)
+    want = vb(x)
+    for tier, budget, error, says in [
+        ("cpu", 4096, ConfigError, "smaller than the largest layer's pages"),
+        ("cpu", "lots", ConfigError, 'tiers.cpu.budget = "lots"'),
+        ("cpu", "900TiB", ConfigError, "this machine has"),
+        ("ssd", "1GiB", TierError, "tiers.ssd: this model has the tiers cpu"),
+        ("tpu", "1GiB", ConfigError, "tiers.tpu is not a known section"),
+        ("cpu", vb.plan.page_bytes - 4096, TierError, "no tier below cpu has room"),
+    ]:
+        with pytest.raises(error, match=says.replace("(", r"\(")):
+            vb.set_budget(tier, budget)
+        assert torch.equal(vb(x), want)
+    vb.close()
+
+
+@pytest.mark.parametrize("prefetch", ["auto", 3])
+def test_the_prefetch_depth_follows_from_the_pages_unless_it_is_given(tmp_path, prefetch):
+    tiers = {"cpu": {"budget": "1MiB"}, "ssd": {"enabled": True, "path": str(tmp_path)}}
+    vb = vbrt.wrap(mlp(), config("dense") | {"tiers": tiers, "policy": {"prefetch": prefetch}})
+    assert vb.stack.levels[0].policy.prefetch == (2 if prefetch == "auto" else 3)
+    vb.close()

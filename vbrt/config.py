@@ -148,6 +148,18 @@ def _whole(low: int, high: int = _MAX_INT) -> Callable[[object, str], int]:
     return check
 
 
+def _auto_or(check: Callable[[object, str], int]) -> Callable[[object, str], int | str]:
+    def check_both(value: object, where: str) -> int | str:
+        if value == "auto":
+            return value  # type: ignore[return-value]  # it is the string
+        try:
+            return check(value, where)
+        except ConfigError as error:
+            raise ConfigError(f'{error}, or "auto"') from None
+
+    return check_both
+
+
 def _patterns(value: object, where: str) -> tuple[str, ...]:
     expected = 'expected a list of module name patterns, e.g. ["model.layers.*", "*.mlp.*"]'
     if not isinstance(value, list | tuple):
@@ -288,13 +300,13 @@ class SsdTier(_Section):
 class PolicyConfig(_Section):
     """What stays resident: "scheduled" learns the order of the last pass, "lru" keeps what was used last.
 
-    prefetch: pages fetched ahead of their use, 0 to 64.
+    prefetch: pages fetched ahead of their use, 0 to 64, or "auto": what the link and the pages' sizes ask for.
     """
 
     _key: ClassVar[str] = "policy"
 
     kind: Literal["scheduled", "lru"] = _opt("scheduled", _choice(*POLICIES))
-    prefetch: int = _opt(2, _whole(0, 64))
+    prefetch: int | Literal["auto"] = _opt("auto", _auto_or(_whole(0, 64)))
 
 
 @dataclass(frozen=True, slots=True)

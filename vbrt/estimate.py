@@ -24,7 +24,7 @@ from vbrt.kernels import Packing, page_packing, resolve
 from vbrt.nn import VBLayer, kind_of
 from vbrt.plan import PageSpec, Plan, Skip, Swap, format_bytes, place
 
-__all__ = ["make_plan", "this_machine"]
+__all__ = ["make_plan", "this_machine", "with_freed"]
 
 _ROOT = "(root)"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -66,6 +66,15 @@ def this_machine(config: VBConfig) -> Machine:
         gpu_free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return Machine(gpu_total_bytes=gpu_total, gpu_free_bytes=gpu_free, cpu_total_bytes=memory.total,
                    cpu_available_bytes=memory.available, ssd_free_bytes=_disk_free(config))
+
+
+def with_freed(machine: Machine, tier: str, nbytes: int) -> Machine:
+    """The machine as if `nbytes` that a tier holds were free."""
+    if tier == "gpu":
+        return replace(machine, gpu_free_bytes=machine.gpu_free_bytes + nbytes)
+    if tier == "cpu":
+        return replace(machine, cpu_available_bytes=machine.cpu_available_bytes + nbytes)
+    return replace(machine, ssd_free_bytes=machine.ssd_free_bytes + nbytes)
 
 
 def _disk_free(config: VBConfig) -> int | None:

@@ -25,13 +25,14 @@ from itertools import chain
 from math import gcd
 from typing import NamedTuple
 
-__all__ = ["PASS", "Decision", "Division", "LRUPolicy", "Policy", "ScheduledPolicy", "Simulation", "divide",
-           "make_policy", "simulate", "spread"]
+__all__ = ["PASS", "Decision", "Division", "LRUPolicy", "Policy", "ScheduledPolicy", "Simulation", "auto_prefetch",
+           "divide", "make_policy", "simulate", "spread"]
 
 PASS = object()
 """Marks the start of a pass in a trace given to `simulate`."""
 
 _SLOT_SIZES = 8  # sizes that are tried for the slots of a ring, the largest first
+_LONG_COPY_BYTES = 64 << 20
 _LONGEST_PASS = 16  # accesses per distinct page after which an unmarked pass is cut, so that its record stays bounded
 
 
@@ -118,6 +119,7 @@ class LRUPolicy(Policy):
     """Least recently used leaves first; nothing is fetched ahead."""
 
     kind = "lru"
+    prefetch = 0
 
     def reset(self) -> None:
         super().reset()
@@ -443,6 +445,18 @@ def spread(keys: list[str], sizes: Mapping[str, int], budget_bytes: int) -> list
             left -= sizes[key]
             chosen[key] = None
     return list(chosen)
+
+
+def auto_prefetch(largest_page_bytes: int, *, group: int = 1, from_drive: bool = False) -> int:
+    """Pages to stage ahead where the config leaves it open.
+
+    Towards a GPU the link needs one copy under way beside the one that is being used. Two smooth over layers of unequal
+    work, at the price of a slot; a page of 64 MiB takes a millisecond on its way, which is long enough for one. A drive
+    wants several reads at once.
+    """
+    if from_drive:
+        return 4 * group
+    return max(group, 1 if largest_page_bytes >= _LONG_COPY_BYTES else 2)
 
 
 def make_policy(kind: str, capacity_bytes: int, *, prefetch: int = 2, group: int = 1) -> Policy:

@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
@@ -19,12 +20,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
-from vbrt.config import VBConfig, load_config
-from vbrt.errors import WrapError
-from vbrt.estimate import make_plan
+from vbrt.config import VBConfig, load_config, resolve_budgets
+from vbrt.errors import ConfigError, TierError, WrapError
+from vbrt.estimate import make_plan, this_machine, with_freed
 from vbrt.nn import HandleSpec, VBLayer, WeightHandle, layer_class
 from vbrt.plan import Plan, Swap, format_bytes
-from vbrt.policy import make_policy
+from vbrt.policy import auto_prefetch, make_policy
 from vbrt.stats import LayerStats, Stats, TierStats
 from vbrt.tiers import Level, MemoryTier, SsdTier, TierStack
 
@@ -74,18 +75,30 @@ def _build_stack(plan: Plan, config: VBConfig) -> TierStack:
     for name, budget in plan.budgets.items():
         if name == "ssd":
             if plan.home_bytes("ssd"):
-                # a CPU that waits for a page has no other work; beside a GPU, several pages are read at a time
-                helpers = min(4, os.cpu_count() or 1) - 1 if plan.compute_tier == "cpu" else 0
-                ssd = SsdTier(Path(config.tiers.ssd.path).expanduser(), budget, io=config.tiers.ssd.io,
-                              helpers=helpers)
+                ssd = _ssd_tier(plan, config)
             continue
         device = torch.device("cuda", torch.cuda.current_device()) if name == "gpu" else torch.device("cpu")
         pinned = name == "cpu" and plan.compute_tier == "gpu" and config.tiers.cpu.pinned
         room = budget - plan.home_bytes(name)
-        policy = make_policy(config.policy.kind, room, prefetch=config.policy.prefetch, group=plan.group)
+        ahead = _prefetch(plan, config, from_drive=name != plan.compute_tier)
+        policy = make_policy(config.policy.kind, room, prefetch=ahead, group=plan.group)
         levels.append(Level(MemoryTier(name, device, budget, pinned=pinned), policy))
-    return TierStack(levels, ssd, workers=max(1, min(4, config.policy.prefetch)),
-                     share_cores=plan.compute_tier == "cpu")
+    workers = min(4, max(level.policy.prefetch for level in levels)) or 1
+    return TierStack(levels, ssd, workers=workers, share_cores=plan.compute_tier == "cpu")
+
+
+def _ssd_tier(plan: Plan, config: VBConfig) -> SsdTier:
+    # a CPU that waits for a page has no other work; beside a GPU, several pages are read at a time
+    helpers = min(4, os.cpu_count() or 1) - 1 if plan.compute_tier == "cpu" else 0
+    path = Path(config.tiers.ssd.path).expanduser()
+    return SsdTier(path, plan.budgets["ssd"], io=config.tiers.ssd.io, helpers=helpers)
+
+
+def _prefetch(plan: Plan, config: VBConfig, *, from_drive: bool) -> int:
+    if config.policy.prefetch != "auto":
+        return config.policy.prefetch
+    largest = max((page.nbytes for swap in plan.swaps for page in swap.pages), default=0)
+    return auto_prefetch(largest, group=plan.group, from_drive=from_drive)
 
 
 def _swap(model: nn.Module, plan: Plan, handles: list[WeightHandle]) -> dict[str, VBLayer]:
@@ -189,6 +202,43 @@ class VBModelWrapper(nn.Module):
         if waiting:
             release_host_memory()
         return self
+
+    # -- budgets ------------------------------------------------------------------------------------------------------
+
+    def set_budget(self, tier: str, budget: int | str) -> int:
+        """Another budget for a tier, while the model runs: to make room for a KV cache, or to use room again.
+
+        Pages that no longer fit move to the tiers below; when the budget grows they are kept in the faster tier again
+        as they pass through it. Encodes what is not encoded yet.
+
+        Args:
+            tier: "gpu", "cpu" or "ssd".
+            budget: bytes, "8GiB", "40%" (of the whole), or "auto" (a share of what is free, what vbrt holds included).
+
+        Returns:
+            The budget in bytes.
+
+        Raises:
+            ConfigError: not a budget, more than the machine has, or less than the largest layer.
+            TierError: the model does not use that tier, or no tier below has room for what would have to move.
+        """
+        config = load_config(self.settings, tiers={tier: {"budget": budget}})
+        if tier not in self.plan.budgets:
+            raise TierError(f"tiers.{tier}: this model has the tiers {', '.join(self.plan.budgets)}")
+        self.materialize()
+        machine = with_freed(this_machine(config), tier, self._tier_stats()[tier].held_bytes)
+        nbytes = resolve_budgets(config, machine)[tier]
+        largest = max((swap.page_bytes for swap in self.plan.swaps), default=0)
+        if tier != "ssd" and nbytes < largest:
+            raise ConfigError(f"{config.source}: tiers.{tier}.budget = {nbytes} bytes is smaller than the largest "
+                              f"layer's pages ({largest} bytes); give it at least that")
+        if self.stack.ssd is None and "ssd" in self.plan.budgets:
+            self.stack.attach(_ssd_tier(self.plan, config))  # nothing lived there so far
+        self.stack.set_budget(tier, nbytes)
+        for layer in self._layers.values():
+            layer.handle.forget_ready()  # views would keep the memory of pages that moved
+        self.settings, self.plan = config, replace(self.plan, budgets={**self.plan.budgets, tier: nbytes})
+        return nbytes
 
     # -- stats --------------------------------------------------------------------------------------------------------
 

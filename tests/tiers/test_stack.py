@@ -1060,7 +1060,8 @@ def test_a_copy_in_a_slot_makes_way_for_a_lease_that_needs_the_room(tmp_path):
     run(stack, [PASS, ("a",), ("b",), ("a",), PASS, ("a",), ("b",), ("a",)])
     stack.levels[0].policy._division = stack.levels[0].policy._division._replace(pins=frozenset(), slot_bytes=3 * UNIT)
     stack.levels[0].policy.forget("a")
-    stack._evict(stack.levels[0], "a")
+    with stack._lock:
+        stack._evict(stack.levels[0], "a")
     run(stack, [("a",)])
     assert stack.levels[0].slots["a"].charge == 3 * UNIT
     run(stack, [("a", "large")])

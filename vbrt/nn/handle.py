@@ -96,6 +96,7 @@ class WeightHandle:
         self._retire: weakref.finalize | None = None
         self._pages: tuple[Page, ...] = ()
         self._ready: WeightPlanes | None = None  # of pages that never move: made once, used without a lease
+        self.resident: torch.Tensor | None = None  # the same, of a dense weight as nn.Linear keeps it
         self._specify(spec)
         _handles[self.id] = self
 
@@ -193,11 +194,17 @@ class WeightHandle:
         if self._retire is not None:
             self._retire()
             self._retire = None
-        self.keys, self._pages, self._ready = (), (), None
+        self.keys, self._pages = (), ()
+        self.forget_ready()
+
+    def forget_ready(self) -> None:
+        """Keep no views into pages: they may move."""
+        self._ready = self.resident = None
 
     def retype(self, dtype: torch.dtype) -> None:
         """The layers were cast: what they compute in and show from now on, and, while empty, what will be stored."""
-        self.dtype, self._ready = dtype, None
+        self.dtype = dtype
+        self.forget_ready()
         if not self.keys and dtype is not self.spec.dtype:
             self._specify(self.spec.retyped(dtype))
 
@@ -269,7 +276,7 @@ class WeightHandle:
         planes = WeightPlanes(spec.format, shape, dtype, tensors[0], tensors[1] if spec.fine else None)
         if dtype is self.dtype:
             if device == self._device and not any(page.home for page in self._pages):
-                self._ready = self._like_parameter(planes) if planes.format == "dense" else planes
+                self._make_ready(planes)
             return planes
         return WeightPlanes("dense", shape, self.dtype, {"weight": self._decode(planes).to(self.dtype)})
 
@@ -277,6 +284,20 @@ class WeightHandle:
         """The weight as the module keeps it: [N, K], or [K, N] for a transposed module, in memory order too."""
         weight = self._decode(planes)
         return weight.t().contiguous() if self.spec.transposed and self.spec.format != "dense" else weight
+
+    def _make_ready(self, planes: WeightPlanes) -> None:
+        if planes.format != "dense":
+            self._ready = planes
+            return
+        self._ready = self._like_parameter(planes)
+        if not self.spec.transposed:
+            self.resident = self._ready.coarse["weight"]
+
+    def hit(self) -> None:
+        """Count a forward on pages that are there for good."""
+        self.forwards += 1
+        for page in self._pages:
+            page.hits += 1  # no call in between: one step for threads that share an interpreter lock
 
     def _forward(self, x: torch.Tensor, planes: WeightPlanes, bias: torch.Tensor | None) -> torch.Tensor:
         """For a lossless weight the very call of the original module, so that results are bit-identical."""

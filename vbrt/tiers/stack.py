@@ -250,6 +250,12 @@ class TierStack:
         for key in level.live_here(page.nbytes):
             self._evict(level, key)
 
+    def attach(self, ssd: SsdTier) -> None:
+        """Add an ssd tier below the others."""
+        with self._lock:
+            self.ssd = ssd
+            self.names.append("ssd")
+
     def set_budget(self, name: str, nbytes: int) -> None:
         """Another budget for a tier, while forwards may run.
 
