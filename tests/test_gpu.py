@@ -101,6 +101,61 @@ def test_the_model_may_run_on_another_stream(tmp_path):
             assert torch.equal(y, want)
 
 
+def test_a_steady_streamed_pass_neither_synchronizes_nor_allocates_on_the_device():
+    from torch.profiler import ProfilerActivity, profile
+
+    model, x = network(), torch.randn(3, WIDTH, device="cuda", dtype=torch.bfloat16)
+    with vbrt.wrap(model, "dense", tiers=tiers(model, gpu_pages=5, cpu_pages=9)) as vb:
+        outputs(vb, x)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            outputs(vb, x, passes=2)
+        calls = {event.name for event in trace.events() if event.name.startswith(("cuda", "cu"))}
+        # the profiler itself synchronizes once, when it ends
+        calls.discard("cudaDeviceSynchronize")
+        assert any("Memcpy" in name for name in calls), calls
+        assert not {name for name in calls if "Synchronize" in name or "Alloc" in name or "Free" in name}, calls
+        assert vb.stats().bytes_moved["cpu>gpu"] > 0
+
+
+def test_the_gpu_budget_shrinks_and_grows_between_passes():
+    model, x = network(), torch.randn(3, WIDTH, device="cuda", dtype=torch.bfloat16)
+    want = expected(model, x)
+    with vbrt.wrap(model, "dense", tiers=tiers(model, gpu_pages=9, cpu_pages=9)) as vb:
+        vb.materialize()
+        page = vb.plan.page_bytes // 8
+        for pages in (3, 1, 6, 9):
+            before = torch.cuda.memory_allocated()
+            vb.set_budget("gpu", pages * page)
+            for y in outputs(vb, x):
+                assert torch.equal(y, want)
+            assert vb.stats().tiers["gpu"].peak_bytes <= pages * page
+            if pages == 3:
+                assert torch.cuda.memory_allocated() <= before - 5 * page
+        misses = vb.stats().misses
+        outputs(vb, x)
+        assert vb.stats().misses == misses
+
+
+def test_an_auto_budget_gives_way_to_the_model_and_grows_back(monkeypatch):
+    model, x = network(), torch.randn(3, WIDTH, device="cuda", dtype=torch.bfloat16)
+    want = expected(model, x)
+    with vbrt.wrap(model, "dense") as vb:
+        assert all(torch.equal(y, want) for y in outputs(vb, x))
+        page = vb.plan.page_bytes // 8
+        vb._gpu_balance.margin_bytes = 8 * page
+        total = torch.cuda.mem_get_info()[1]
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 * page, total))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+        with torch.no_grad():
+            assert torch.equal(vb(x), want)
+        assert vb.plan.budgets["gpu"] == 3 * page and vb.settings.tiers.gpu.budget == "auto"
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 * page, total))
+        assert all(torch.equal(y, want) for y in outputs(vb, x))
+        assert vb.plan.budgets["gpu"] == 8 * page and not vb.stats().fallbacks
+
+
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "nf4", "quantile"])
 def test_coarse_formats_agree_with_the_cpu(format):
     model, x = network(dtype=torch.float32), torch.randn(3, WIDTH)

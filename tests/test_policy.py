@@ -16,6 +16,7 @@ from vbrt.policy import (
     ScheduledPolicy,
     divide,
     make_policy,
+    rebalanced,
     simulate,
     spread,
 )
@@ -311,6 +312,21 @@ def test_pages_of_all_sizes_pass_through_slots_of_one():
                 charges += [] if decision.hit or not decision.charge else [decision.charge]
     assert set(charges) == {8} and len(charges) > 5
     assert policy.resident_bytes > 60 - 8
+
+
+@given(budget=st.integers(0, 1000), wanted=st.integers(0, 1000), free=st.integers(0, 1000), margin=st.integers(2, 200))
+def test_a_rebalanced_budget_restores_the_margin_and_does_not_swing(budget, wanted, free, margin):
+    budget = min(budget, wanted)
+    new = rebalanced(budget, wanted, free, margin)
+    assert 0 <= new <= wanted
+    if free < margin // 2:
+        assert new == max(0, budget - (margin - free))
+    elif free <= margin * 3 // 2:
+        assert new == budget
+    else:
+        assert new >= budget
+    left = free + budget - new
+    assert rebalanced(new, wanted, left, margin) == new or new == 0
 
 
 # -- learning ---------------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ _PERCENT = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,19})?) ?%")
 _MAX_INT = 2**63 - 1  # what TOML guarantees to carry, and far above any memory
 
 # share of what is free that "auto" takes; the rest is for activations, the allocator and other programs
-_AUTO_PERCENT = {"gpu": 90, "cpu": 80, "ssd": 90}
+AUTO_PERCENT = {"gpu": 90, "cpu": 80, "ssd": 90}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -675,7 +675,7 @@ def resolve_budgets(config: VBConfig, machine: Machine) -> dict[str, int]:
 def _resolved(value: int | str, name: str, total: int, free: int, where: str) -> int:
     budget = parse_budget(value, where=where)
     if budget.kind == "auto":
-        return free * _AUTO_PERCENT[name] // 100
+        return free * AUTO_PERCENT[name] // 100
     if budget.kind == "fraction":
         return int(total * budget.amount)
     if budget.amount > total:

@@ -26,7 +26,7 @@ from math import gcd
 from typing import NamedTuple
 
 __all__ = ["PASS", "Decision", "Division", "LRUPolicy", "Policy", "ScheduledPolicy", "Simulation", "auto_prefetch",
-           "divide", "make_policy", "simulate", "spread"]
+           "divide", "make_policy", "rebalanced", "simulate", "spread"]
 
 PASS = object()
 """Marks the start of a pass in a trace given to `simulate`."""
@@ -457,6 +457,17 @@ def auto_prefetch(largest_page_bytes: int, *, group: int = 1, from_drive: bool =
     if from_drive:
         return 4 * group
     return max(group, 1 if largest_page_bytes >= _LONG_COPY_BYTES else 2)
+
+
+def rebalanced(budget_bytes: int, wanted_bytes: int, free_bytes: int, margin_bytes: int) -> int:
+    """What a budget should be, given the memory that is free now.
+
+    The model may use the margin. When half of it is gone the budget gives way until the margin is whole; when there is
+    half a margin more than that, it grows back towards `wanted_bytes`. In between it stays, so that it does not swing.
+    """
+    if free_bytes < margin_bytes // 2 or (free_bytes > margin_bytes * 3 // 2 and budget_bytes < wanted_bytes):
+        return max(0, min(wanted_bytes, budget_bytes + free_bytes - margin_bytes))
+    return budget_bytes
 
 
 def make_policy(kind: str, capacity_bytes: int, *, prefetch: int = 2, group: int = 1) -> Policy:

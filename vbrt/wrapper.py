@@ -8,8 +8,10 @@ import ctypes
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
@@ -20,12 +22,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
-from vbrt.config import VBConfig, load_config, resolve_budgets
+from vbrt.config import AUTO_PERCENT, VBConfig, load_config, resolve_budgets
 from vbrt.errors import ConfigError, TierError, WrapError
 from vbrt.estimate import make_plan, this_machine, with_freed
 from vbrt.nn import HandleSpec, VBLayer, WeightHandle, layer_class
 from vbrt.plan import Plan, Swap, format_bytes
-from vbrt.policy import auto_prefetch, make_policy
+from vbrt.policy import auto_prefetch, make_policy, rebalanced
 from vbrt.stats import LayerStats, Stats, TierStats
 from vbrt.tiers import Level, MemoryTier, SsdTier, TierStack
 
@@ -120,10 +122,13 @@ def _spec(swap: Swap, config: VBConfig) -> HandleSpec:
 
 
 class _PassMarker:
-    """A forward pre-hook of the model: tells the stack that a pass begins, and settles what wrapping left undone."""
+    """A forward pre-hook of the model: tells the stack that a pass begins, and settles what wrapping left undone.
 
-    def __init__(self, stack: TierStack | None) -> None:
-        self.stack, self.passes = stack, 0
+    `before_pass` is called first, after the first pass.
+    """
+
+    def __init__(self, stack: TierStack | None, before_pass: Callable[[], None] | None = None) -> None:
+        self.stack, self.before_pass, self.passes = stack, before_pass, 0
 
     def __call__(self, model: nn.Module, args: tuple) -> None:
         if torch.compiler.is_compiling() or self.stack is None:
@@ -132,6 +137,8 @@ class _PassMarker:
             model.to(self.stack.device)  # what was not swapped; pages stay where they are
         if self.passes == 1:
             release_host_memory()  # the dense weights left one by one during the first pass
+        if self.passes and self.before_pass is not None:
+            self.before_pass()
         self.passes += 1
         self.stack.begin_pass()
 
@@ -140,6 +147,25 @@ class _PassMarker:
 
     def __reduce__(self):
         return _PassMarker, (None,)
+
+
+class _GpuBalance:
+    """Follows the GPU's free memory. The margin is what `budget = "auto"` left free."""
+
+    def __init__(self, wanted_bytes: int) -> None:
+        self.wanted_bytes, self.fallbacks = wanted_bytes, []
+        self.margin_bytes = wanted_bytes * (100 - AUTO_PERCENT["gpu"]) // AUTO_PERCENT["gpu"]
+
+    def wanted_now(self, budget_bytes: int, page_bytes: int) -> int:
+        """What the budget should be now, in bytes, of at most all pages."""
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return rebalanced(budget_bytes, min(self.wanted_bytes, page_bytes), free, self.margin_bytes)
+
+    def give_up(self, error: Exception) -> None:
+        """Announce once that the budget stays."""
+        reason = f'tiers.gpu.budget = "auto" stays as it is although GPU memory is short: {error}'
+        self.fallbacks.append(reason)
+        warnings.warn(reason, stacklevel=2)
 
 
 class VBModelWrapper(nn.Module):
@@ -157,8 +183,13 @@ class VBModelWrapper(nn.Module):
         self.model = model
         self.settings, self.plan, self.stack = config, plan, stack
         self.__dict__["_layers"] = registry
-        self._marker = _PassMarker(stack)
-        self._hook = model.register_forward_pre_hook(self._marker)
+        self._hook_up()
+
+    def _hook_up(self) -> None:
+        auto = "gpu" in self.plan.budgets and self.settings.tiers.gpu.budget == "auto"
+        self._gpu_balance = _GpuBalance(self.plan.budgets["gpu"]) if auto else None
+        self._marker = _PassMarker(self.stack, partial(_balance, weakref.ref(self)) if auto else None)
+        self._hook = self.model.register_forward_pre_hook(self._marker)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -223,6 +254,13 @@ class VBModelWrapper(nn.Module):
             TierError: the model does not use that tier, or no tier below has room for what would have to move.
         """
         config = load_config(self.settings, tiers={tier: {"budget": budget}})
+        nbytes = self._set_budget(tier, config)
+        if tier == "gpu":
+            self._gpu_balance = _GpuBalance(nbytes) if budget == "auto" else None
+            self._marker.before_pass = partial(_balance, weakref.ref(self)) if budget == "auto" else None
+        return nbytes
+
+    def _set_budget(self, tier: str, config: VBConfig) -> int:
         if tier not in self.plan.budgets:
             raise TierError(f"tiers.{tier}: this model has the tiers {', '.join(self.plan.budgets)}")
         self.materialize()
@@ -240,6 +278,21 @@ class VBModelWrapper(nn.Module):
         self.settings, self.plan = config, replace(self.plan, budgets={**self.plan.budgets, tier: nbytes})
         return nbytes
 
+    def _balance(self) -> None:
+        """Give GPU memory back that the model has come to need, or take it again: for `budget = "auto"`."""
+        largest = max((swap.page_bytes for swap in self.plan.swaps), default=0)
+        used = min(self.plan.budgets["gpu"], self.plan.page_bytes)  # giving up what no page needs would free nothing
+        nbytes = max(largest, self._gpu_balance.wanted_now(used, self.plan.page_bytes))
+        if nbytes == used:
+            return
+        settings = self.settings
+        try:
+            self._set_budget("gpu", load_config(settings, tiers={"gpu": {"budget": nbytes}}))
+            self.settings = settings  # still "auto"
+        except (ConfigError, TierError) as error:
+            self._gpu_balance.give_up(error)
+            self._marker.before_pass = None
+
     # -- stats --------------------------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
@@ -251,6 +304,7 @@ class VBModelWrapper(nn.Module):
         fallbacks += stack.ssd.fallbacks if stack.ssd else []
         for swap in swaps:
             fallbacks += self._layers[swap.name].handle.fallbacks
+        fallbacks += self._gpu_balance.fallbacks if self._gpu_balance else []
         shells = sum(swap.dense_bytes for swap in swaps if not self._layers[swap.name].materialized)
         device_bytes = stack.levels[0].tier.held_bytes + shells + self.plan.kept_bytes
         return Stats(self.settings.policy.kind, stack.names[0], self._marker.passes, layers, self._tier_stats(),
@@ -350,8 +404,13 @@ class VBModelWrapper(nn.Module):
         for hook_id, hook in list(self.model._forward_pre_hooks.items()):
             if isinstance(hook, _PassMarker):
                 del self.model._forward_pre_hooks[hook_id]
-        self._marker = _PassMarker(self.stack)
-        self._hook = self.model.register_forward_pre_hook(self._marker)
+        self._hook_up()
+
+
+def _balance(wrapper: "weakref.ref[VBModelWrapper]") -> None:
+    owner = wrapper()
+    if owner is not None:
+        owner._balance()
 
 
 def _with_progress(layers: Mapping[str, VBLayer], show: bool) -> Iterable[VBLayer]:
