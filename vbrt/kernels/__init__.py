@@ -7,6 +7,7 @@
 "linear_fp8" is "linear" with leave to round activations and weights to FP8 where that is faster.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,12 @@ class _Entry:
     fn: Callable[..., Any]
     devices: tuple[str, ...] | None
     rank: int
+    refusal: Callable[[torch.device], str | None] | None
+
+    def serves(self, device: torch.device) -> bool:
+        if self.devices is not None and device.type not in self.devices:
+            return False
+        return self.refusal is None or self.refusal(device) is None
 
 
 _REGISTRY: dict[str, dict[tuple[str, str | None], _Entry]] = {}
@@ -51,8 +58,10 @@ def register(
     devices: tuple[str, ...] | None = None,
     rank: int = 0,
     formats: tuple[str, ...] | None = None,
+    refusal: Callable[[torch.device], str | None] | None = None,
 ) -> None:
-    """Offer `fn` as `backend`'s implementation of `op` on device types `devices`, for `formats` (None: any).
+    """Offer `fn` as `backend`'s implementation of `op` on device types `devices`, for `formats` (None: any), unless
+    `refusal` says why not.
 
     "auto" takes the highest rank that serves the device. Raises KernelError for a backend that config does not know.
     """
@@ -60,7 +69,7 @@ def register(
         raise KernelError(f"kernel backend {backend!r} for op {op!r}; expected one of {', '.join(BACKENDS[1:])}")
     fn.kernel_name = backend  # type: ignore[attr-defined]  # functions take attributes
     for format in formats or (None,):
-        _REGISTRY.setdefault(op, {})[backend, format] = _Entry(fn, devices, rank)
+        _REGISTRY.setdefault(op, {})[backend, format] = _Entry(fn, devices, rank, refusal)
 
 
 def kernel_name(fn: Callable[..., Any]) -> str:
@@ -82,8 +91,11 @@ def kernel_refusal(device: torch.device) -> str | None:
     """Why no kernel but the reference serves a CUDA device, or None if one does, or the device is not a GPU."""
     if device.type != "cuda":
         return None
-    if not fp4_linear.available():
-        return "Triton with Gluon is not installed"
+    return _too_old(device) if fp4_linear.available() else "Triton with Gluon is not installed"
+
+
+@functools.cache
+def _too_old(device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     return None if major >= fp4_linear._MIN_MAJOR else f"sm_{major}{minor} is older than sm_80"
 
@@ -101,13 +113,14 @@ def resolve(op: str, backend: str, device: torch.device, format: str | None = No
         serving |= {
             name: e
             for (name, f), e in offered.items()
-            if f == only and (e.devices is None or device.type in e.devices)
+            if f == only and e.serves(device)
         }
     if backend == "auto" and serving:
         return max(serving.values(), key=lambda entry: entry.rank).fn
     if backend not in serving:
+        why = kernel_refusal(device)
         raise KernelError(
-            f"op {op!r}: no {backend!r} implementation for device {str(device)!r}; "
+            f"op {op!r}: no {backend!r} implementation for device {str(device)!r}{f' ({why})' if why else ''}; "
             f"expected one of {', '.join(['auto', *sorted(serving)])}"
         )
     return serving[backend].fn
@@ -125,10 +138,10 @@ if fp4_linear.available():
         ("linear", fp4_linear.linear),
         ("linear_fp8", fp8_linear.linear),
     ):
-        register(_op, "triton", _fn, devices=("cuda",), rank=1)
+        register(_op, "triton", _fn, devices=("cuda",), rank=1, refusal=_too_old)
     for _op, _fn in (
         ("decode_weight", table_linear.decode_weight),
         ("linear", table_linear.linear),
         ("linear_fp8", table_linear.linear),
     ):
-        register(_op, "triton", _fn, devices=("cuda",), rank=1, formats=table_linear.FORMATS)
+        register(_op, "triton", _fn, devices=("cuda",), rank=1, formats=table_linear.FORMATS, refusal=_too_old)

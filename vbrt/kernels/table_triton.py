@@ -11,6 +11,14 @@ __all__ = ["decode_kernel"]
 
 
 @triton.jit
+def _level(level_ptr, code, SIGNED: tl.constexpr):
+    if SIGNED:
+        level = tl.load(level_ptr + (code & 7))
+        return (level.to(tl.int32, bitcast=True) ^ ((code & 8) << 28)).to(tl.float32, bitcast=True)
+    return tl.load(level_ptr + code)
+
+
+@triton.jit
 def decode_kernel(
     code_ptr, byte_ptr, level_ptr, scale_ptr, w_ptr, N, K, blocks, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
     SIGNED: tl.constexpr,
@@ -27,12 +35,8 @@ def decode_kernel(
     scale_byte = tl.load(byte_ptr + index, mask=inside, other=0).to(tl.int32)
     scale = ((scale_byte + 1920) << 19).to(tl.float32, bitcast=True)  # 1920 = (127 - 7) << 4
     scale = tl.where(scale_byte > 0, scale, 0.0) * tl.load(scale_ptr)
-    code = tl.reshape(tl.join(byte & 15, byte >> 4), (ROWS, BLOCKS, 64))
-    if SIGNED:
-        level = tl.load(level_ptr + (code & 7))
-        level = (level.to(tl.int32, bitcast=True) ^ ((code & 8) << 28)).to(tl.float32, bitcast=True)
-    else:
-        level = tl.load(level_ptr + code)
-    w = (level * scale).to(w_ptr.dtype.element_ty)
+    low = (_level(level_ptr, byte & 15, SIGNED) * scale).to(w_ptr.dtype.element_ty)
+    high = (_level(level_ptr, byte >> 4, SIGNED) * scale).to(w_ptr.dtype.element_ty)
+    w = tl.reshape(tl.join(low, high), (ROWS, BLOCKS, 64))
     column = block * 64 + tl.arange(0, 64)[None, None, :]
     tl.store(w_ptr + (row.to(tl.int64) * K + column), w, mask=inside & (column < K))

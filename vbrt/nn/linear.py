@@ -241,11 +241,19 @@ class VBLinear(VBLayer, nn.Linear):
 
 
 def compiled_linear(layer: VBLayer, x: torch.Tensor) -> torch.Tensor:
-    """A VB layer's forward as torch.compile sees it: one opaque op, and the cast of x that autocast would do."""
+    """A VB layer's forward as torch.compile sees it, with the cast of x that autocast would do.
+
+    Where the planes never move and no gradient is wanted, it is the kernel's own op on them, which CUDA graphs can
+    record. Otherwise it is one opaque op that leases when it runs, and that CUDA graphs leave out.
+    """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    handle = layer._vb_handle
-    return torch.ops.vbrt.linear(x, layer.bias, handle.token, handle.spec.shape[0])
+    handle, bias = layer._vb_handle, layer.bias
+    planes = handle.graph_planes
+    differentiated = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+    if planes is not None and x.dtype == handle.dtype and x.device == handle.stack.device and not differentiated:
+        return handle.fused(x, planes, bias)
+    return torch.ops.vbrt.linear(x, bias, handle.token, handle.spec.shape[0])
 
 
 def warn_of_training(stacklevel: int) -> None:
