@@ -1,0 +1,208 @@
+"""Two things that stand beside a linear layer, in its launch: the ops "norm_linear" and "gated_linear".
+
+    norm_linear(x, planes, Norm("rms", gain), bias, "none")      activation(norm(x) @ w.T + bias)
+    gated_linear(x, gate, up, norm, "silu")                      activation(norm(x) @ gate.T) * (norm(x) @ up.T)
+
+For up to `MAX_TOKENS` bf16 tokens on weights in tile order they are one kernel: decoding a token is bound by memory and
+launches, and the statistics of the norm are gathered while the weights stream by. Otherwise, and for gradients, they
+are the norm, the linear layers and the product one after the other.
+
+Legend: M tokens, N outputs, K inputs.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vbrt.errors import KernelError
+from vbrt.formats import WeightPlanes
+from vbrt.kernels import fp4_linear, reference
+from vbrt.kernels.fp4_tiles import TILES
+
+__all__ = ["MAX_TOKENS", "Norm", "gated_linear", "gated_reference", "norm_linear", "norm_reference"]
+
+#: two groups of 8 tokens; beyond that the separate norm costs less than gathering its statistics in each program
+MAX_TOKENS = 16
+_KINDS = ("rms", "layer")
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm over the last dimension: x / sqrt(mean x² + eps) * gain, or for "layer" (x - mean) / std * gain + shift.
+
+    Raises KernelError for another kind, or a shift without "layer".
+    """
+
+    kind: Literal["rms", "layer"]
+    gain: Tensor | None = None
+    shift: Tensor | None = None
+    eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise KernelError(f"norm {self.kind!r}; expected one of {', '.join(_KINDS)}")
+        if self.kind == "rms" and self.shift is not None:
+            raise KernelError("norm 'rms' has no shift; expected shift = None")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """norm(x), by torch."""
+        if self.kind == "rms":
+            return F.rms_norm(x, x.shape[-1:], self.gain, self.eps)
+        return F.layer_norm(x, x.shape[-1:], self.gain, self.shift, self.eps)
+
+
+def norm_reference(
+    x: Tensor, planes: WeightPlanes, norm: Norm, bias: Tensor | None = None, activation: str = "none"
+) -> Tensor:
+    """`norm_linear` in plain torch."""
+    return reference.linear(norm(x), planes, bias, activation)
+
+
+def gated_reference(
+    x: Tensor, gate: WeightPlanes, up: WeightPlanes, norm: Norm | None = None, activation: str = "silu"
+) -> Tensor:
+    """`gated_linear` in plain torch."""
+    x = x if norm is None else norm(x)
+    return reference.linear(x, gate, None, activation) * reference.linear(x, up)
+
+
+def norm_linear(
+    x: Tensor, planes: WeightPlanes, norm: Norm, bias: Tensor | None = None, activation: str = "none"
+) -> Tensor:
+    """activation(norm(x) @ w.T + bias): [..., K] to [..., N], in x's dtype.
+
+    Raises KernelError for an activation that the reference does not know, or an x whose last dimension is not K.
+    """
+    _check(x, planes, activation)
+    if not _fuses(x, (planes,), norm, bias):
+        return fp4_linear.linear(norm(x), planes, bias, activation)
+    return _run(x, planes, None, norm, bias, activation)
+
+
+def gated_linear(
+    x: Tensor, gate: WeightPlanes, up: WeightPlanes, norm: Norm | None = None, activation: str = "silu"
+) -> Tensor:
+    """activation(norm(x) @ gate.T) * (norm(x) @ up.T): [..., K] to [..., N], in x's dtype.
+
+    Raises KernelError for an activation that the reference does not know, an x whose last dimension is not K, or
+    weights of two shapes.
+    """
+    _check(x, gate, activation)
+    if gate.shape != up.shape:
+        raise KernelError(f"gated_linear: weights {gate.shape} and {up.shape}; expected one shape")
+    if gate.format != up.format or not _fuses(x, (gate, up), norm, None):
+        x = x if norm is None else norm(x)
+        return fp4_linear.linear(x, gate, None, activation) * fp4_linear.linear(x, up)
+    return _run(x, gate, up, norm, None, activation)
+
+
+def _check(x: Tensor, planes: WeightPlanes, activation: str) -> None:
+    if activation not in reference.ACTIVATIONS:
+        known = ", ".join(reference.ACTIVATIONS)
+        raise KernelError(f"linear: activation {activation!r}; expected one of {known}")
+    if x.shape[-1] != planes.shape[1]:
+        raise KernelError(f"linear: x has shape {tuple(x.shape)}; expected (..., {planes.shape[1]})")
+
+
+def _fuses(x: Tensor, weights: tuple[WeightPlanes, ...], norm: Norm | None, bias: Tensor | None) -> bool:
+    k = x.shape[-1]
+    few = x.dtype is torch.bfloat16 and 0 < x.numel() <= MAX_TOKENS * k and k % 8 == 0
+    if not few or any(fp4_linear.route(x, planes) != "fused" for planes in weights):
+        return False
+    vectors = [t for t in ((norm.gain, norm.shift) if norm else ()) if t is not None]
+    if any(t.dtype is not torch.bfloat16 or not t.is_contiguous() for t in vectors):
+        return False
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, bias, *vectors) if t is not None))
+
+
+def _run(
+    x: Tensor, planes: WeightPlanes, other: WeightPlanes | None, norm: Norm | None, bias: Tensor | None, activation: str
+) -> Tensor:
+    second = (None, None) if other is None else (other.coarse[TILES], other.coarse["tensor_scale"])
+    kind, gain, shift, eps = ("none", None, None, 0.0) if norm is None else (norm.kind, norm.gain, norm.shift, norm.eps)
+    fused = _fused_op if torch.compiler.is_compiling() else _fused
+    return fused(
+        x, planes.coarse[TILES], planes.coarse["tensor_scale"], *second, gain, shift, bias,
+        kind, eps, planes.format, *planes.shape, activation,
+    )  # fmt: skip
+
+
+@functools.cache
+def _kernels() -> Any:
+    from vbrt.kernels import fused_gluon  # compiles nothing, but needs Triton
+
+    return fused_gluon
+
+
+@functools.cache
+def _constant(value: float, k: int, device: torch.device) -> Tensor:
+    return torch.full((k,), value, dtype=torch.bfloat16, device=device)
+
+
+class Launch(NamedTuple):
+    """R row tiles a program, WK warps that split K, PREFETCH: the next tiles are read before these are used."""
+
+    R: int
+    WK: int
+    PREFETCH: bool
+
+
+def launch_for(tokens: int, row_tiles: int, columns: int, matrices: int) -> Launch:
+    """Measured on sm_90, see scripts/gpu_check.py."""
+    if row_tiles <= 512:
+        return Launch(1, 8 if columns * matrices <= 48 else 16, True)
+    return Launch(1, 4 if columns * matrices <= 48 else 8, True)
+
+
+def _fused(
+    x: Tensor, tiles: Tensor, scale: Tensor, other: Tensor | None, other_scale: Tensor | None, gain: Tensor | None,
+    shift: Tensor | None, bias: Tensor | None, norm: str, eps: float, format: str, n: int, k: int, activation: str,
+) -> Tensor:  # fmt: skip
+    x_MK = x.reshape(-1, k)
+    tokens = x_MK.shape[0]
+    if x_MK.stride(1) != 1 or x_MK.stride(0) % 8 or x_MK.data_ptr() % 16:
+        x_MK = x_MK.clone(memory_format=torch.contiguous_format)  # rows must start at multiples of 16 bytes
+    if norm == "layer":
+        gain = _constant(1.0, k, x.device) if gain is None else gain
+        shift = _constant(0.0, k, x.device) if shift is None else shift
+    y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
+    row_tiles, columns, _ = tiles.shape
+    groups = 1 if tokens <= 8 else 2
+    R, WK, PREFETCH = launch_for(tokens, row_tiles, columns, 1 if other is None else 2)
+    unused = x_MK
+    with torch.cuda.device(tiles.device):
+        _kernels().fused_kernel[(-(-row_tiles // R),)](
+            x_MK, tiles, scale, unused if other is None else other, unused if other is None else other_scale,
+            unused if gain is None else gain, unused if shift is None else shift,
+            unused if bias is None else bias.contiguous(), y,
+            eps, tokens, n, k, columns, x_MK.stride(0), y.stride(0),
+            R=R, NT=groups, WK=WK, PREFETCH=PREFETCH, E8=format == "mxfp4", FULL=tokens == 8 * groups, TAIL=k % 128 != 0,
+            ACTIVATION=activation, BIAS=bias is not None, GATED=other is not None, NORM=norm, GAIN=gain is not None,
+            num_warps=WK,
+        )  # fmt: skip
+    return y.view(*x.shape[:-1], n)
+
+
+def _register_op() -> Callable[..., Tensor]:
+    fused = torch.library.custom_op(
+        "vbrt::fp4_fused",
+        _fused,
+        mutates_args=(),
+        device_types="cuda",
+        schema="(Tensor x, Tensor tiles, Tensor scale, Tensor? other, Tensor? other_scale, Tensor? gain, Tensor? shift,"
+        " Tensor? bias, str norm, float eps, str format, SymInt n, SymInt k, str activation) -> Tensor",
+    )
+
+    @fused.register_fake
+    def _(x, tiles, scale, other, other_scale, gain, shift, bias, norm, eps, format, n, k, activation):
+        return x.new_empty(*x.shape[:-1], n)
+
+    return fused
+
+
+_fused_op = _register_op()
