@@ -15,12 +15,14 @@ from typing import Any
 import torch
 
 from vbrt.errors import KernelError
-from vbrt.kernels import fp4_linear, fp8_linear, reference, table_linear
+from vbrt.kernels import fp4_linear, fp8_linear, fused_linear, reference, table_linear
 from vbrt.kernels.fp4_linear import Packing
 from vbrt.kernels.fp8_linear import fp8_refusal
+from vbrt.kernels.fused_linear import Norm
 
 __all__ = [
     "BACKENDS",
+    "Norm",
     "Packing",
     "fp8_refusal",
     "kernel_name",
@@ -130,6 +132,8 @@ for _op, _fn in (
     ("decode_weight", reference.decode_weight),
     ("linear", reference.linear),
     ("linear_fp8", reference.linear),
+    ("norm_linear", fused_linear.norm_reference),
+    ("gated_linear", fused_linear.gated_reference),
 ):
     register(_op, "reference", _fn)
 if fp4_linear.available():
@@ -137,6 +141,8 @@ if fp4_linear.available():
         ("decode_weight", fp4_linear.decode_weight),
         ("linear", fp4_linear.linear),
         ("linear_fp8", fp8_linear.linear),
+        ("norm_linear", fused_linear.norm_linear),
+        ("gated_linear", fused_linear.gated_linear),
     ):
         register(_op, "triton", _fn, devices=("cuda",), rank=1, refusal=_too_old)
     for _op, _fn in (

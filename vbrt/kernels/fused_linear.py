@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes
-from vbrt.kernels import fp4_linear, reference
+from vbrt.kernels import fp4_linear, reference, table_linear
 from vbrt.kernels.fp4_tiles import TILES
 
 __all__ = ["MAX_TOKENS", "Norm", "gated_linear", "gated_reference", "norm_linear", "norm_reference"]
@@ -80,7 +80,7 @@ def norm_linear(
     """
     _check(x, planes, activation)
     if not _fuses(x, (planes,), norm, bias):
-        return fp4_linear.linear(norm(x), planes, bias, activation)
+        return _linear(norm(x), planes, bias, activation)
     return _run(x, planes, None, norm, bias, activation)
 
 
@@ -97,8 +97,13 @@ def gated_linear(
         raise KernelError(f"gated_linear: weights {gate.shape} and {up.shape}; expected one shape")
     if gate.format != up.format or not _fuses(x, (gate, up), norm, None):
         x = x if norm is None else norm(x)
-        return fp4_linear.linear(x, gate, None, activation) * fp4_linear.linear(x, up)
+        return _linear(x, gate, None, activation) * _linear(x, up)
     return _run(x, gate, up, norm, None, activation)
+
+
+def _linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
+    own = table_linear if planes.format in table_linear.FORMATS else fp4_linear
+    return own.linear(x, planes, bias, activation)
 
 
 def _check(x: Tensor, planes: WeightPlanes, activation: str) -> None:
@@ -181,9 +186,9 @@ def _fused(
             unused if gain is None else gain, unused if shift is None else shift,
             unused if bias is None else bias.contiguous(), y,
             eps, tokens, n, k, columns, x_MK.stride(0), y.stride(0),
-            R=R, NT=groups, WK=WK, PREFETCH=PREFETCH, E8=format == "mxfp4", FULL=tokens == 8 * groups, TAIL=k % 128 != 0,
-            ACTIVATION=activation, BIAS=bias is not None, GATED=other is not None, NORM=norm, GAIN=gain is not None,
-            num_warps=WK,
+            R=R, NT=groups, WK=WK, PREFETCH=PREFETCH, E8=format == "mxfp4",
+            FULL=tokens == 8 * groups, TAIL=k % 128 != 0, ACTIVATION=activation, BIAS=bias is not None,
+            GATED=other is not None, NORM=norm, GAIN=gain is not None, num_warps=WK,
         )  # fmt: skip
     return y.view(*x.shape[:-1], n)
 

@@ -25,7 +25,7 @@ __all__ = ["FORMATS", "decode_weight", "linear", "route"]
 #: the formats that are decoded through a table
 FORMATS = ("nf4", "quantile")
 _MIN_MAJOR = 8  # bf16 arithmetic
-_ROWS, _BLOCKS, _WARPS = 1, 32, 4
+_ROWS, _BLOCKS, _WARPS = 1, 64, 4
 
 
 @functools.cache
