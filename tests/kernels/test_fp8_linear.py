@@ -79,7 +79,7 @@ def fp8():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(256, 512), (208, 416), (80, 2730), (1024, 4096), (64, 33000)], ids=str)
+@pytest.mark.parametrize("shape", [(256, 512), (208, 416), (80, 2730), (1024, 4096), (1024, 28672)], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_fp8_products_stay_within_their_bound(name, shape, fp8):
     planes, weight = tiled(name, shape)
@@ -93,6 +93,14 @@ def test_fp8_products_stay_within_their_bound(name, shape, fp8):
         poison()
         y = fp8_linear.linear(x, planes, bias, "silu")
         assert error(y, F.silu(x.double() @ weight.T + bias.double())) < BOUND[name]
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:compute.fp8")
+def test_shapes_without_an_fp8_matmul_are_computed_all_the_same(fp8):
+    planes, weight = tiled("nvfp4", (64, 33000))
+    x = torch.randn(512, 33000, device="cuda", dtype=torch.bfloat16)
+    assert error(fp8_linear.linear(x, planes), x.double() @ weight.T) < BOUND["nvfp4"]
 
 
 @pytest.mark.gpu

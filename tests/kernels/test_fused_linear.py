@@ -63,13 +63,14 @@ def test_what_makes_no_sense_is_refused():
         fused_linear.gated_linear(x, planes, other)
 
 
-@pytest.mark.parametrize("tokens", [1, 16])
-def test_every_size_has_a_fused_launch(tokens):
-    for row_tiles in (1, 256, 512, 896, 4096):
-        for columns in (1, 32, 64, 112):
-            for matrices in (1, 2):
-                launch = fused_linear.launch_for(tokens, row_tiles, columns, matrices)
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16])
+def test_every_size_has_a_fused_launch_or_a_reason_for_none(tokens):
+    for norm, gated in (("rms", False), ("layer", False), ("none", True), ("rms", True), ("layer", True)):
+        for row_tiles in (1, 256, 512, 896, 4096):
+            launch = fused_linear.launch_for(norm, gated, tokens, row_tiles)
+            if launch is not None:
                 assert launch.WK in (4, 8, 16) and launch.R in (1, 2, 4)
+    assert fused_linear.launch_for("rms", False, tokens, 256)
 
 
 @pytest.mark.slow

@@ -14,10 +14,12 @@ Legend: M tokens, N outputs, K inputs.
 """
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vbrt.errors import KernelError
@@ -61,19 +63,21 @@ def fp8_tokens(major: int) -> int:
 
 
 @functools.cache
-def _fewest(device: torch.device) -> int | None:
-    """`fp8_tokens` of a device, None without FP8."""
-    return None if fp8_refusal(device) else fp8_tokens(torch.cuda.get_device_capability(device)[0])
+def _fewest(index: int) -> int | None:
+    """`fp8_tokens` of a GPU that is served otherwise, None without FP8."""
+    capability = torch.cuda.get_device_capability(index)
+    return fp8_tokens(capability[0]) if capability >= _MIN_CAPABILITY else None
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
     """The way `linear` takes: "fp8", or what `fp4_linear.route` says."""
     tiles = planes.coarse.get(TILES)
-    if tiles is None or planes.fine is not None or x.dtype is not torch.bfloat16 or planes.shape[0] % 16:
-        return fp4_linear.route(x, planes)
-    fewest = _fewest(tiles.device)
+    way = fp4_linear.route(x, planes)
+    if tiles is None or way == "reference" or x.dtype is not torch.bfloat16 or planes.shape[0] % 16:
+        return way
+    fewest = _fewest(tiles.device.index)
     many = fewest is not None and x.numel() >= fewest * x.shape[-1] > 0
-    return "fp8" if many else fp4_linear.route(x, planes)
+    return "fp8" if many else way
 
 
 def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
@@ -123,10 +127,17 @@ def _scaled_linear(
         w_NK, scale_N = decode8(tiles, scale, format, n, k)
         x_MK, scale_M = quantize(x.reshape(-1, k))
         bias = None if bias is None else bias.to(x.dtype)
-        # fast accumulation: partial sums of FP8 products keep 14 bits, far finer than their operands
-        y = torch._scaled_mm(
-            x_MK, w_NK.t(), scale_M.unsqueeze(1), scale_N.unsqueeze(0), bias, out_dtype=x.dtype, use_fast_accum=True
-        )
+        try:
+            # fast accumulation: partial sums of FP8 products keep 14 bits, far finer than their operands
+            y = torch._scaled_mm(
+                x_MK, w_NK.t(), scale_M.unsqueeze(1), scale_N.unsqueeze(0), bias, out_dtype=x.dtype, use_fast_accum=True
+            )
+        except RuntimeError as error:
+            if "NOT_SUPPORTED" not in str(error):
+                raise
+            # the vendor's library has no FP8 kernel for some shapes: K = 33008 to N = 64 on sm_90
+            warnings.warn(f"compute.fp8: no FP8 matmul for {k} -> {n}; multiplied in {x.dtype}", stacklevel=2)
+            return F.linear(x, fp4_linear._decode_tiles(tiles, scale, format, n, k, x.dtype), bias)
     return y.view(*x.shape[:-1], n)
 
 

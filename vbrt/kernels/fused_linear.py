@@ -119,6 +119,10 @@ def _fuses(x: Tensor, weights: tuple[WeightPlanes, ...], norm: Norm | None, bias
     few = x.dtype is torch.bfloat16 and 0 < x.numel() <= MAX_TOKENS * k and k % 8 == 0
     if not few or any(fp4_linear.route(x, planes) != "fused" for planes in weights):
         return False
+    tiles = weights[0].coarse[TILES]
+    kind = norm.kind if norm else "none"
+    if launch_for(kind, len(weights) == 2, x.numel() // k, tiles.shape[0]) is None:
+        return False
     vectors = [t for t in ((norm.gain, norm.shift) if norm else ()) if t is not None]
     if any(t.dtype is not torch.bfloat16 or not t.is_contiguous() for t in vectors):
         return False
@@ -157,11 +161,58 @@ class Launch(NamedTuple):
     PREFETCH: bool
 
 
-def launch_for(tokens: int, row_tiles: int, columns: int, matrices: int) -> Launch:
-    """Measured on sm_90, see scripts/gpu_check.py."""
-    if row_tiles <= 512:
-        return Launch(1, 8 if columns * matrices <= 48 else 16, True)
-    return Launch(1, 4 if columns * matrices <= 48 else 8, True)
+class Rule(NamedTuple):
+    """Holds up to `tokens` tokens, `row_tiles` tiles of 16 rows (None: any). No launch: the separate ones are
+    faster."""
+
+    tokens: int
+    row_tiles: int | None
+    launch: Launch | None
+
+
+#: (norm, whether gated) -> rules, the first that holds applies; measured on sm_90 (H200) against the separate launches
+_RULES: dict[tuple[str, bool], tuple[Rule, ...]] = {
+    ("rms", False): (
+        Rule(8, 320, Launch(1, 16, True)),
+        Rule(8, 512, Launch(1, 8, True)),
+        Rule(8, 1280, Launch(2, 4, True)),
+        Rule(8, None, Launch(4, 4, False)),
+        Rule(16, 320, Launch(1, 8, False)),
+        Rule(16, 512, Launch(2, 8, False)),
+        Rule(16, 1280, Launch(2, 4, False)),
+        Rule(16, None, None),
+    ),
+    ("layer", False): (
+        Rule(8, None, Launch(2, 8, False)),
+        Rule(16, 320, Launch(2, 8, False)),
+        Rule(16, 512, Launch(1, 4, True)),
+        Rule(16, None, None),
+    ),
+    ("none", True): (
+        Rule(8, 512, Launch(1, 8, True)),
+        Rule(8, None, Launch(1, 4, True)),
+        Rule(16, 512, Launch(1, 8, False)),
+        Rule(16, None, Launch(2, 4, False)),
+    ),
+    ("rms", True): (
+        Rule(8, 320, Launch(1, 8, True)),
+        Rule(8, 512, Launch(1, 8, False)),
+        Rule(8, 1280, Launch(2, 4, False)),
+        Rule(8, None, Launch(2, 8, False)),
+        Rule(16, 320, Launch(1, 8, True)),
+        Rule(16, 1280, Launch(1, 4, True)),
+        Rule(16, None, None),
+    ),
+    ("layer", True): (Rule(16, 512, Launch(1, 8, False)), Rule(16, None, None)),
+}
+
+
+def launch_for(norm: str, gated: bool, tokens: int, row_tiles: int) -> Launch | None:
+    """The configuration for up to `MAX_TOKENS` tokens, or None where separate launches are faster."""
+    for rule in _RULES[norm, gated]:
+        if tokens <= rule.tokens and (rule.row_tiles is None or row_tiles <= rule.row_tiles):
+            return rule.launch
+    return None
 
 
 def _fused(
@@ -178,17 +229,17 @@ def _fused(
     y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
     row_tiles, columns, _ = tiles.shape
     groups = 1 if tokens <= 8 else 2
-    R, WK, PREFETCH = launch_for(tokens, row_tiles, columns, 1 if other is None else 2)
+    launch = launch_for(norm, other is not None, tokens, row_tiles) or Launch(2, 8, False)
     unused = x_MK
     with torch.cuda.device(tiles.device):
-        _kernels().fused_kernel[(-(-row_tiles // R),)](
+        _kernels().fused_kernel[(-(-row_tiles // launch.R),)](
             x_MK, tiles, scale, unused if other is None else other, unused if other is None else other_scale,
             unused if gain is None else gain, unused if shift is None else shift,
             unused if bias is None else bias.contiguous(), y,
             eps, tokens, n, k, columns, x_MK.stride(0), y.stride(0),
-            R=R, NT=groups, WK=WK, PREFETCH=PREFETCH, E8=format == "mxfp4",
+            R=launch.R, NT=groups, WK=launch.WK, PREFETCH=launch.PREFETCH, E8=format == "mxfp4",
             FULL=tokens == 8 * groups, TAIL=k % 128 != 0, ACTIVATION=activation, BIAS=bias is not None,
-            GATED=other is not None, NORM=norm, GAIN=gain is not None, num_warps=WK,
+            GATED=other is not None, NORM=norm, GAIN=gain is not None, num_warps=launch.WK,
         )  # fmt: skip
     return y.view(*x.shape[:-1], n)
 
