@@ -51,7 +51,7 @@ def test_what_makes_no_sense_is_refused():
     planes, _ = tiled("nvfp4", (24, 200), torch.float32, "cpu")
     other, _ = tiled("nvfp4", (40, 200), torch.float32, "cpu")
     x = torch.randn(3, 200)
-    with pytest.raises(KernelError, match="expected rms, layer"):
+    with pytest.raises(KernelError, match="expected one of rms, layer"):
         Norm("batch")
     with pytest.raises(KernelError, match="no shift"):
         Norm("rms", None, torch.ones(3))
