@@ -17,11 +17,13 @@ import torch
 from vbrt.errors import KernelError
 from vbrt.kernels import fp4_linear, fp8_linear, fused_linear, reference, table_linear
 from vbrt.kernels.fp4_linear import Packing
+from vbrt.kernels.fp4_tiles import TILES
 from vbrt.kernels.fp8_linear import fp8_refusal
 from vbrt.kernels.fused_linear import Norm
 
 __all__ = [
     "BACKENDS",
+    "TILES",
     "Norm",
     "Packing",
     "fp8_refusal",

@@ -20,7 +20,7 @@ from vbrt.formats.base import WeightPlanes
 from vbrt.formats.fine import fine_layout, split_fine
 from vbrt.formats.page import PageLayout, new_page, pack, unpack
 from vbrt.formats.separation import Separation
-from vbrt.kernels import fp8_refusal, kernel_name, kernel_refusal, page_packing, resolve, runs_unpacked
+from vbrt.kernels import TILES, fp8_refusal, kernel_name, kernel_refusal, page_packing, resolve, runs_unpacked
 from vbrt.tiers import Lease, Page, TierStack
 
 __all__ = ["HandleSpec", "WeightHandle", "handle_of"]
@@ -30,6 +30,8 @@ _handles: "weakref.WeakValueDictionary[int, WeightHandle]" = weakref.WeakValueDi
 
 Planes = Sequence[tuple[PageLayout, Mapping[str, torch.Tensor]]]
 """Planes of a weight on their way into pages, or out of them."""
+
+GraphArgs = tuple[torch.Tensor, torch.Tensor, str, int, int, torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,8 @@ class WeightHandle:
         layers: the live layers that are tied to this weight.
         keys: pages in the stack; none before `store` and after `drop`.
         generation: counts the weights that were stored here.
+        graph_args: what `vbrt::fp4_linear` takes besides x and bias, of planes that never move, and their dtype; a
+            flat tuple, because a compiled graph checks each step on the way to it at every call.
         kernel: the implementation that runs; one that wants pages in its own order leaves others to the reference.
     """
 
@@ -94,6 +98,7 @@ class WeightHandle:
         self._retire: weakref.finalize | None = None
         self._pages: tuple[Page, ...] = ()
         self._ready: WeightPlanes | None = None  # of pages that never move: made once, used without a lease
+        self.graph_args: GraphArgs | None = None
         self._specify(spec)
         self._announce_kernels()
         _handles[self.id] = self
@@ -217,11 +222,11 @@ class WeightHandle:
         if self._retire is not None:
             self._retire()
             self._retire = None
-        self.keys, self._pages, self._ready = (), (), None
+        self.keys, self._pages, self._ready, self.graph_args = (), (), None, None
 
     def retype(self, dtype: torch.dtype) -> None:
         """The layers were cast: what they compute in and show from now on, and, while empty, what will be stored."""
-        self.dtype, self._ready = dtype, None
+        self.dtype, self._ready, self.graph_args = dtype, None, None
         if not self.keys and dtype is not self.spec.dtype:
             self._specify(self.spec.retyped(dtype))
 
@@ -302,12 +307,20 @@ class WeightHandle:
         planes = WeightPlanes(spec.format, shape, dtype, tensors[0], tensors[1] if spec.fine else None)
         if dtype is self.dtype:
             if device == self._device and not any(page.home for page in self._pages):
-                self._ready = planes
-                if self._device.type != "cpu":  # compiled graphs need not copy what stays where it is
-                    for tensor in planes.coarse.values():
-                        tensor._dynamo_static_input_type = "unguarded"  # torch._dynamo.mark_static_address, unimported
+                self._keep(planes)
             return planes
         return WeightPlanes("dense", shape, self.dtype, {"weight": self._decode(planes).to(self.dtype)})
+
+    def _keep(self, planes: WeightPlanes) -> None:
+        """Planes of pages that never move."""
+        self._ready = planes
+        if self.kernel != "triton":
+            return
+        for tensor in planes.coarse.values():  # compiled graphs need not copy what stays where it is
+            tensor._dynamo_static_input_type = "unguarded"  # what torch._dynamo.mark_static_address does
+        if TILES in planes.coarse:
+            tiles, scale = planes.coarse[TILES], planes.coarse["tensor_scale"]
+            self.graph_args = (tiles, scale, planes.format, *planes.shape, planes.dtype)
 
     def _original(self, planes: WeightPlanes) -> torch.Tensor:
         """The weight as the module keeps it: [N, K], or [K, N] for a transposed module, in memory order too."""
