@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.kernels.gpu_cases import compiled, error, poison
 from vbrt.errors import KernelError
@@ -44,6 +45,22 @@ def test_the_table_decoder_compiles_with_wide_stores(capability, signed):
     assert binary.asm["ptx"].count("st.global.v4") == 4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("signed", [False, True], ids=NAMES)
+def test_the_fused_table_kernel_compiles(capability, signed):
+    pytest.importorskip("triton.experimental.gluon")
+    from vbrt.kernels import table_gluon
+
+    types = {"x_ptr": "*bf16", "code_ptr": "*i32", "byte_ptr": "*u8", "level_ptr": "*fp32", "scale_ptr": "*fp32",
+             "bias_ptr": "*bf16", "y_ptr": "*bf16", **dict.fromkeys(("M", "N", "K", "blocks"), "i32"),
+             "x_stride": "i32", "y_stride": "i32"}
+    constants = {"NT": 2, "WK": 8, "UNROLL": 2, "SIGNED": signed, "TAIL": True, "ACTIVATION": "gelu", "BIAS": True}
+    aligned = ("x_ptr", "code_ptr", "y_ptr", "K", "x_stride", "y_stride")
+    ptx = compiled(table_gluon.linear_kernel, types, constants, capability, warps=8, aligned=aligned).asm["ptx"]
+    assert ptx.count("mma.sync") == 16 and ptx.count("prmt.b32") >= 2 * 8 * 8
+
+
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
@@ -58,14 +75,28 @@ def test_table_decoded_weights_are_the_references_bits(name, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(200, 416), (256, 512), (77, 2730), (1024, 4096), (4160, 1024)], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_table_linear_matches_float64(name):
-    planes, weight = case(name, (200, 416))
-    for tokens in (1, 16, 300):
-        x = torch.randn(2, tokens, 832, device="cuda", dtype=torch.bfloat16)[..., ::2]
-        bias = torch.randn(200, device="cuda", dtype=torch.bfloat16)
+def test_table_linear_matches_float64(name, shape):
+    planes, weight = case(name, shape)
+    for tokens in (1, 3, 8, 9, 16, 21, 32, 33, 300):
+        x = torch.randn(tokens, 2 * shape[1], device="cuda", dtype=torch.bfloat16)
+        x = x[:, ::2] if tokens % 2 else x[:, : shape[1]]
+        bias = torch.randn(shape[0], device="cuda", dtype=torch.bfloat16)
         poison()
-        assert error(table_linear.linear(x, planes, bias), x.double() @ weight.T + bias.double()) < 3.5e-3
+        y = table_linear.linear(x, planes, bias)
+        assert error(y, x.double() @ weight.T + bias.double()) < 3e-3, (tokens, table_linear.route(x, planes))
+        poison()
+        y = table_linear.linear(x, planes, bias, "silu")
+        assert error(y, F.silu(x.double() @ weight.T + bias.double())) < 4e-3
+
+
+@pytest.mark.gpu
+def test_table_linear_refuses_what_makes_no_sense():
+    planes, _ = case("nf4", (200, 416))
+    x = torch.randn(2, 416, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(KernelError, match="expected"):
+        table_linear.linear(x[:, :400], planes)
     with pytest.raises(KernelError, match="swish"):
         table_linear.linear(x, planes, None, "swish")
 
@@ -86,6 +117,11 @@ def test_table_gradients_graphs_and_compile(name):
         got.fill_(float("nan"))
         graph.replay()
         assert torch.equal(got, want)
+        assert all(torch.equal(table_linear.linear(x, planes, None, "gelu"), want) for _ in range(10))
+        coarse = planes.coarse
+        args = (coarse["codes"], coarse["scales"], coarse.get("levels"), coarse["tensor_scale"])
+        torch.library.opcheck(torch.ops.vbrt.table_linear, (x.detach(), *args, None, "gelu"))
+        torch.library.opcheck(torch.ops.vbrt.table_decode, (*args, 512, torch.bfloat16))
         run = torch.compile(lambda v: table_linear.linear(v, planes, None, "gelu"), fullgraph=True)
         torch.testing.assert_close(run(x), want, atol=2e-2, rtol=2e-2)
 

@@ -30,6 +30,7 @@ __all__ = [
     "kernel_name",
     "kernel_refusal",
     "page_packing",
+    "prepare",
     "register",
     "resolve",
     "runs_unpacked",
@@ -89,6 +90,12 @@ def page_packing(fn: Callable[..., Any], format: str) -> Packing | None:
 def runs_unpacked(fn: Callable[..., Any], format: str) -> bool:
     """Whether a resolved op computes a format by its own kernels with the coarse plane as the format encodes it."""
     return kernel_name(fn) == "reference" or format in table_linear.FORMATS
+
+
+def prepare(fn: Callable[..., Any], device: torch.device) -> None:
+    """Let a resolved op make on its device what must be there before a CUDA graph records it."""
+    if fn is table_linear.linear:
+        table_linear.prepare(device)
 
 
 def kernel_refusal(device: torch.device) -> str | None:

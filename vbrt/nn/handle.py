@@ -20,7 +20,7 @@ from vbrt.formats.base import WeightPlanes
 from vbrt.formats.fine import fine_layout, split_fine
 from vbrt.formats.page import PageLayout, new_page, pack, unpack
 from vbrt.formats.separation import Separation
-from vbrt.kernels import TILES, fp8_refusal, kernel_name, kernel_refusal, page_packing, resolve, runs_unpacked
+from vbrt.kernels import TILES, fp8_refusal, kernel_name, kernel_refusal, page_packing, prepare, resolve, runs_unpacked
 from vbrt.tiers import Lease, Page, TierStack
 
 __all__ = ["HandleSpec", "WeightHandle", "handle_of"]
@@ -109,6 +109,7 @@ class WeightHandle:
         op = "linear_fp8" if spec.fp8 and not spec.lossless else "linear"
         self._linear = resolve(op, spec.backend, self._device, spec.format)
         self._decode = resolve("decode_weight", spec.backend, self._device, spec.format)
+        prepare(self._linear, self._device)
         self._packing = None if spec.lossless else page_packing(self._linear, spec.format)
         self._forward = self._conv1d if spec.transposed and spec.lossless else self._linear
 
