@@ -1,8 +1,8 @@
 """The fused GPU kernel of `table_linear`: codes through a table into the matrix instruction. Importing needs Triton.
 
-It reads the plain coarse plane. Lane l = 4 g + t of a warp owns rows g and g + 8 and, of each block of 64 columns, those
-from 16 t on: 8 bytes of codes a row, which four `mma.sync.m16n8k16` take 4 columns at a time. So all columns of an
-instruction lie in one block, and its scale multiplies the sums of the block, not the weights.
+It reads the plain coarse plane. Lane l = 4 g + t of a warp owns rows g and g + 8 and, of each block of 64 columns,
+those from 16 t on: 8 bytes of codes a row, which four `mma.sync.m16n8k16` take 4 columns at a time. So all columns of
+an instruction lie in one block, and its scale multiplies the sums of the block, not the weights.
 
 The 16 levels, rounded to bf16, lie in eight registers as bytes. `prmt` looks up four codes at once among eight bytes:
 twice for the low and twice for the high bytes, bit 3 of the codes chooses between the two, and two more interleave
