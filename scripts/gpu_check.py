@@ -80,10 +80,10 @@ def host_us(call: Callable[[], object], calls: int = 500) -> float:
 
 
 def copy_tb_s() -> float:
-    """Bytes read and written a second by a large copy: the roofline of this GPU's memory."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device=CUDA)
+    """Bytes read and written a second by a kernel that copies: the roofline of this GPU's memory."""
+    source = torch.randn(1 << 29, dtype=BF16, device=CUDA)
     target = torch.empty_like(source)
-    return 2 * source.numel() / replay_us([partial(target.copy_, source)]) / 1e6
+    return 4 * source.numel() / replay_us([partial(torch.neg, source, out=target)]) / 1e6
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

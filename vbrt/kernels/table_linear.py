@@ -125,7 +125,7 @@ def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None, activation: 
 
 def _launch_for(tokens: int, row_tiles: int) -> tuple[int, int]:
     """(warps that split K, blocks of 64 columns a warp reads at a time); measured on sm_90."""
-    return (16 if row_tiles <= 320 and tokens <= 8 else 8), 2
+    return (4 if tokens > 16 and row_tiles > 512 else 8), 2
 
 
 def _fused(
