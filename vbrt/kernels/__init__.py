@@ -19,13 +19,14 @@ from vbrt.kernels import fp4_linear, fp8_linear, fused_linear, reference, table_
 from vbrt.kernels.fp4_linear import Packing
 from vbrt.kernels.fp4_tiles import TILES
 from vbrt.kernels.fp8_linear import fp8_refusal
-from vbrt.kernels.fused_linear import Norm
+from vbrt.kernels.fused_linear import Norm, folded
 
 __all__ = [
     "BACKENDS",
     "TILES",
     "Norm",
     "Packing",
+    "folded",
     "fp8_refusal",
     "kernel_name",
     "kernel_refusal",

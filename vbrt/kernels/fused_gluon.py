@@ -8,7 +8,8 @@ are two. What the norm needs is gathered by the matrix instruction too, on activ
     W gain, W shift  two columns beside the tokens
 
 so that y = rstd * (W (gain x) - mean * W gain) + W shift needs no pass over x before the product. Sums are fp32 over
-exact products; gain x is rounded to bf16, as the input of a separate matmul would be.
+exact products; gain x is rounded to bf16, as the input of a separate matmul would be. W gain and W shift are constants
+of a weight and its norm: who keeps them (`fused_linear.folded`) saves their columns.
 """
 
 # ruff: noqa: RUF005  # the kernel language has no starred expressions
@@ -141,21 +142,23 @@ def summed(entries, FIRST: gl.constexpr, COUNT: gl.constexpr, WK: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["M", "N", "columns", "eps"])
 def fused_kernel(
-    x_ptr, tile_ptr, scale_ptr, other_ptr, other_scale_ptr, gain_ptr, shift_ptr, bias_ptr, y_ptr,
+    x_ptr, tile_ptr, scale_ptr, other_ptr, other_scale_ptr, gain_ptr, shift_ptr, column_ptr, bias_ptr, y_ptr,
     eps, M, N, K, columns, x_stride, y_stride,
     R: gl.constexpr, NT: gl.constexpr, WK: gl.constexpr, PREFETCH: gl.constexpr, E8: gl.constexpr,
     FULL: gl.constexpr, TAIL: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr,
-    NORM: gl.constexpr, GAIN: gl.constexpr,
+    NORM: gl.constexpr, GAIN: gl.constexpr, FOLDED: gl.constexpr,
 ):  # fmt: skip
     """y [M, N] = activation(norm(x) @ w.T + bias), times norm(x) @ other.T if GATED. Grid (ceil(row tiles / R),), WK
     warps.
 
-    NORM: "none", "rms", or "layer", which takes gain and shift. NT groups of 8 tokens cover M, one or two.
+    NORM: "none", "rms", or "layer", which takes gain and shift, or, if FOLDED, gain and fp32 columns: W gain, W shift,
+    and the same of other. NT groups of 8 tokens cover M, one or two.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WK, 1], [1, 0])
     THREADS: gl.constexpr = 32 * WK
     MATRICES: gl.constexpr = 2 if GATED else 1
     LAYER: gl.constexpr = NORM == "layer"
+    BESIDE: gl.constexpr = LAYER and not FOLDED
     thread = gl.arange(0, THREADS, layout=gl.SliceLayout(1, LAYOUT))
     lane = thread % 32
     column = thread // 32
@@ -235,7 +238,7 @@ def fused_kernel(
                     )  # fmt: skip
                     scaled = scaled + (product,)
             tokens = scaled
-            if LAYER:
+            if BESIDE:
                 odd = ((lane // 4) % 2 == 1)[:, None]
                 for p in gl.static_range(4):
                     shift = load_vector(shift_words, column, here, p, lane, K, LAYOUT, TAIL)
@@ -255,7 +258,7 @@ def fused_kernel(
                         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=4,
                     )  # fmt: skip
                     a = a + (a0, a1, a2, a3)
-                    if LAYER:
+                    if BESIDE:
                         vector = gl.inline_asm_elementwise(
                             MULTIPLY, MULTIPLY_REGISTERS,
                             [a0, a1, a2, a3, beside[2 * part], beside[2 * part + 1], vectors[m * R + r]],
@@ -272,7 +275,7 @@ def fused_kernel(
                         )  # fmt: skip
                         added = added + (total,)
             sums = added
-            if LAYER:
+            if BESIDE:
                 vectors = added_vectors
         if PREFETCH:
             tiles = ahead
@@ -308,6 +311,14 @@ def fused_kernel(
             u = rstd * u
         if LAYER:
             drop = rstd * repeated(mean, NT, R, True, WK)
+        if LAYER and FOLDED:
+            here = row < N
+            v = v - drop * gl.load(column_ptr + row, mask=here, other=0.0)
+            v = v + gl.load(column_ptr + N + row, mask=here, other=0.0)
+            if GATED:
+                u = u - drop * gl.load(column_ptr + 2 * N + row, mask=here, other=0.0)
+                u = u + gl.load(column_ptr + 3 * N + row, mask=here, other=0.0)
+        if BESIDE:
             even = ()
             odd = ()
             for i in gl.static_range(MATRICES * R):

@@ -12,7 +12,7 @@ Legend: M tokens, N outputs, K inputs.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from vbrt.formats import WeightPlanes
 from vbrt.kernels import fp4_linear, reference, table_linear
 from vbrt.kernels.fp4_tiles import TILES
 
-__all__ = ["MAX_TOKENS", "Norm", "gated_linear", "gated_reference", "norm_linear", "norm_reference"]
+__all__ = ["MAX_TOKENS", "Norm", "folded", "gated_linear", "gated_reference", "norm_linear", "norm_reference"]
 
 #: two groups of 8 tokens; beyond that the separate norm costs less than gathering its statistics in each program
 MAX_TOKENS = 16
@@ -35,6 +35,7 @@ _KINDS = ("rms", "layer")
 class Norm:
     """A norm over the last dimension: x / sqrt(mean x² + eps) * gain, or for "layer" (x - mean) / std * gain + shift.
 
+    columns: what `folded` keeps of the weights that follow.
     Raises KernelError for another kind, or a shift without "layer".
     """
 
@@ -42,6 +43,7 @@ class Norm:
     gain: Tensor | None = None
     shift: Tensor | None = None
     eps: float = 1e-5
+    columns: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
@@ -54,6 +56,25 @@ class Norm:
         if self.kind == "rms":
             return F.rms_norm(x, x.shape[-1:], self.gain, self.eps)
         return F.layer_norm(x, x.shape[-1:], self.gain, self.shift, self.eps)
+
+
+@torch.no_grad()
+def folded(norm: Norm, *weights: WeightPlanes) -> Norm:
+    """The norm with fp32 [2 * weights, N] of what its gain and shift become behind these weights, one or the two of
+    `gated_linear`: done once, it makes each fused layer norm cheaper. Valid for these weights, gain and shift only."""
+    if norm.kind == "rms":
+        return norm
+    columns = []
+    for planes in weights:
+        w_NK = _decoded(replace(planes, dtype=torch.float32))
+        k, device = planes.shape[1], w_NK.device
+        for vector, value in ((norm.gain, 1.0), (norm.shift, 0.0)):
+            columns.append(w_NK @ (torch.full((k,), value, device=device) if vector is None else vector.float()))
+    return replace(norm, columns=torch.stack(columns))
+
+
+def _decoded(planes: WeightPlanes) -> Tensor:
+    return (table_linear if planes.format in table_linear.FORMATS else fp4_linear).decode_weight(planes)
 
 
 def norm_reference(
@@ -120,7 +141,9 @@ def _fuses(x: Tensor, weights: tuple[WeightPlanes, ...], norm: Norm | None, bias
     if not few or any(fp4_linear.route(x, planes) != "fused" for planes in weights):
         return False
     tiles = weights[0].coarse[TILES]
-    kind = norm.kind if norm else "none"
+    kind = _kind(norm.kind, norm.columns) if norm else "none"
+    if norm and norm.columns is not None and norm.columns.shape != (2 * len(weights), weights[0].shape[0]):
+        raise KernelError(f"norm columns {tuple(norm.columns.shape)}; expected what folded(norm, *weights) returns")
     if launch_for(kind, len(weights) == 2, x.numel() // k, tiles.shape[0]) is None:
         return False
     vectors = [t for t in ((norm.gain, norm.shift) if norm else ()) if t is not None]
@@ -133,10 +156,11 @@ def _run(
     x: Tensor, planes: WeightPlanes, other: WeightPlanes | None, norm: Norm | None, bias: Tensor | None, activation: str
 ) -> Tensor:
     second = (None, None) if other is None else (other.coarse[TILES], other.coarse["tensor_scale"])
-    kind, gain, shift, eps = ("none", None, None, 0.0) if norm is None else (norm.kind, norm.gain, norm.shift, norm.eps)
+    vectors = (None, None, None) if norm is None else (norm.gain, norm.shift, norm.columns)
+    kind, eps = ("none", 0.0) if norm is None else (norm.kind, norm.eps)
     fused = _fused_op if torch.compiler.is_compiling() else _fused
     return fused(
-        x, planes.coarse[TILES], planes.coarse["tensor_scale"], *second, gain, shift, bias,
+        x, planes.coarse[TILES], planes.coarse["tensor_scale"], *second, *vectors, bias,
         kind, eps, planes.format, *planes.shape, activation,
     )  # fmt: skip
 
@@ -207,6 +231,11 @@ _RULES: dict[tuple[str, bool], tuple[Rule, ...]] = {
 }
 
 
+def _kind(norm: str, columns: Tensor | None) -> str:
+    """Of the rules: a folded layer norm does hardly more than "rms"."""
+    return "rms" if columns is not None else norm
+
+
 def launch_for(norm: str, gated: bool, tokens: int, row_tiles: int) -> Launch | None:
     """The configuration for up to `MAX_TOKENS` tokens, or None where separate launches are faster."""
     for rule in _RULES[norm, gated]:
@@ -217,7 +246,8 @@ def launch_for(norm: str, gated: bool, tokens: int, row_tiles: int) -> Launch | 
 
 def _fused(
     x: Tensor, tiles: Tensor, scale: Tensor, other: Tensor | None, other_scale: Tensor | None, gain: Tensor | None,
-    shift: Tensor | None, bias: Tensor | None, norm: str, eps: float, format: str, n: int, k: int, activation: str,
+    shift: Tensor | None, columns: Tensor | None, bias: Tensor | None, norm: str, eps: float, format: str,
+    n: int, k: int, activation: str,
 ) -> Tensor:  # fmt: skip
     x_MK = x.reshape(-1, k)
     tokens = x_MK.shape[0]
@@ -227,19 +257,20 @@ def _fused(
         gain = _constant(1.0, k, x.device) if gain is None else gain
         shift = _constant(0.0, k, x.device) if shift is None else shift
     y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
-    row_tiles, columns, _ = tiles.shape
+    row_tiles, column_tiles, _ = tiles.shape
     groups = 1 if tokens <= 8 else 2
-    launch = launch_for(norm, other is not None, tokens, row_tiles) or Launch(2, 8, False)
+    launch = launch_for(_kind(norm, columns), other is not None, tokens, row_tiles) or Launch(2, 8, False)
     unused = x_MK
     with torch.cuda.device(tiles.device):
         _kernels().fused_kernel[(-(-row_tiles // launch.R),)](
             x_MK, tiles, scale, unused if other is None else other, unused if other is None else other_scale,
             unused if gain is None else gain, unused if shift is None else shift,
+            unused if columns is None else columns,
             unused if bias is None else bias.contiguous(), y,
-            eps, tokens, n, k, columns, x_MK.stride(0), y.stride(0),
+            eps, tokens, n, k, column_tiles, x_MK.stride(0), y.stride(0),
             R=launch.R, NT=groups, WK=launch.WK, PREFETCH=launch.PREFETCH, E8=format == "mxfp4",
             FULL=tokens == 8 * groups, TAIL=k % 128 != 0, ACTIVATION=activation, BIAS=bias is not None,
-            GATED=other is not None, NORM=norm, GAIN=gain is not None, num_warps=launch.WK,
+            GATED=other is not None, NORM=norm, GAIN=gain is not None, FOLDED=columns is not None, num_warps=launch.WK,
         )  # fmt: skip
     return y.view(*x.shape[:-1], n)
 
@@ -251,11 +282,12 @@ def _register_op() -> Callable[..., Tensor]:
         mutates_args=(),
         device_types="cuda",
         schema="(Tensor x, Tensor tiles, Tensor scale, Tensor? other, Tensor? other_scale, Tensor? gain, Tensor? shift,"
-        " Tensor? bias, str norm, float eps, str format, SymInt n, SymInt k, str activation) -> Tensor",
+        " Tensor? columns, Tensor? bias, str norm, float eps, str format, SymInt n, SymInt k, str activation)"
+        " -> Tensor",
     )
 
     @fused.register_fake
-    def _(x, tiles, scale, other, other_scale, gain, shift, bias, norm, eps, format, n, k, activation):
+    def _(x, tiles, scale, other, other_scale, gain, shift, columns, bias, norm, eps, format, n, k, activation):
         return x.new_empty(*x.shape[:-1], n)
 
     return fused
