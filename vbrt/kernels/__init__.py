@@ -108,6 +108,8 @@ def kernel_refusal(device: torch.device) -> str | None:
 
 @functools.cache
 def _too_old(device: torch.device) -> str | None:
+    if (device.index or 0) >= torch.cuda.device_count():
+        return f"{device} is not there"
     major, minor = torch.cuda.get_device_capability(device)
     return None if major >= fp4_linear._MIN_MAJOR else f"sm_{major}{minor} is older than sm_80"
 

@@ -51,6 +51,8 @@ def fp8_refusal(device: torch.device) -> str | None:
         return f"{device.type} has no FP8 matmul"
     if not fp4_linear.available():
         return "Triton is not installed"
+    if (device.index or 0) >= torch.cuda.device_count():
+        return f"{device} is not there"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < _MIN_CAPABILITY:
         return f"sm_{major}{minor} has no FP8 matmul, it takes sm_89"

@@ -212,6 +212,14 @@ _RULES: dict[tuple[str, bool], tuple[Rule, ...]] = {
         Rule(16, 512, Launch(1, 4, True)),
         Rule(16, None, None),
     ),
+    ("folded", False): (
+        Rule(8, 512, Launch(1, 8, True)),
+        Rule(8, 1280, Launch(2, 4, True)),
+        Rule(8, None, Launch(4, 4, False)),
+        Rule(16, 512, Launch(2, 8, False)),
+        Rule(16, 1280, Launch(4, 4, False)),
+        Rule(16, None, None),
+    ),
     ("none", True): (
         Rule(8, 512, Launch(1, 8, True)),
         Rule(8, None, Launch(1, 4, True)),
@@ -229,11 +237,12 @@ _RULES: dict[tuple[str, bool], tuple[Rule, ...]] = {
     ),
     ("layer", True): (Rule(16, 512, Launch(1, 8, False)), Rule(16, None, None)),
 }
+_RULES["folded", True] = _RULES["rms", True]  # not timed: it does hardly more
 
 
 def _kind(norm: str, columns: Tensor | None) -> str:
-    """Of the rules: a folded layer norm does hardly more than "rms"."""
-    return "rms" if columns is not None else norm
+    """The norm, as the rules name it."""
+    return "folded" if columns is not None else norm
 
 
 def launch_for(norm: str, gated: bool, tokens: int, row_tiles: int) -> Launch | None:
