@@ -339,19 +339,51 @@ def tables() -> str:
 
 
 def kernel_table(path: Path) -> list[str]:
-    """Times of the fused kernels on one GPU, from `scripts/gpu-check`."""
+    """Times of the GPU kernels, from `scripts/gpu-check`; parts that were not measured are left out."""
     result = json.loads(path.read_text())
-    tokens = list(dict.fromkeys(row["m"] for row in result["rows"]))
-    what = ("A linear layer on 4-bit weights, CUDA-graph replay, weights rotated past L2: microseconds, and bf16 "
-            "cuBLAS time over ours in the same run.")
-    out = [f"## kernels, {result['gpu']}", "", what, "",
-           f"| format, K→N | {' | '.join(f'M={m}' for m in tokens)} |", "| --- " * (len(tokens) + 1) + "|"]
-    cells: dict[str, list[str]] = {}
-    for row in result["rows"]:
-        name = f"{row['format']}, {row['k']}→{row['n']}"
-        cells.setdefault(name, []).append(f"{row['fp4_us']:.1f} ({row['ratio']:.2f}×)")
-    out += [f"| {name} | {' | '.join(values)} |" for name, values in cells.items()]
-    return [*out, "", f"torch {result['torch']}, CUDA {result['cuda']}.", ""]
+    what = ("A linear layer on 4-bit weights, CUDA-graph replay, weights rotated past L2, random normal data: "
+            "microseconds, and bf16 cuBLAS time over ours in the same run.")
+    rows, odd = result["rows"], result.get("odd", [])
+    out = [f"## kernels, {result['gpu']}", "", what, "", *grid(rows, "format", "fp4_us", "ratio")]
+    rounded = [row for row in (*rows, *odd) if "fp8_us" in row]
+    if rounded:
+        errors = {f: max(r["fp8_error"] for r in rounded if r["format"] == f) for f in {r["format"] for r in rounded}}
+        measured = ", ".join(f"{f} {100 * e:.1f} %" for f, e in sorted(errors.items()))
+        out += [f"With `compute.fp8 = true`; relative error of a layer at most {measured}.", "",
+                *grid(rounded, "format", "fp8_us", "fp8_ratio")]
+    if result.get("peers") or result.get("absent"):
+        out += ["What else is installed with pip, in the same run.", ""]
+        out += grid(result.get("peers", []), "peer", "us", "ratio")
+        out += [f"{name}: {why}." for name, why in result.get("absent", {}).items()] + [""]
+    if result.get("fused"):
+        what = ("One launch against several: a norm and a linear, or silu(x W1ᵀ) · (x W2ᵀ) against its two linears "
+                "(`gated`; the product is in ours only). Microseconds, and the several over the one.")
+        out += [what, "", *grid(result["fused"], "what", "fused_us", "ratio")]
+    if odd:
+        out += ["Other shapes.", "", *grid(odd, "format", "fp4_us", "ratio")]
+    if result.get("epilogue"):
+        out += ["What a bias and an activation add, in percent.", "",
+                *grid(result["epilogue"], "activation", "full_us", "added_percent")]
+    titles = {"dispatch": "Host time of an eager call.", "e2e": "One token of a Llama-8B-shaped model, compiled."}
+    for part, title in titles.items():
+        if result.get(part):
+            out += [title, "", "| figure | value |", "| --- | --- |",
+                    *(f"| {k} | {show(v)} |" for k, v in result[part].items()), ""]
+    versions = ", ".join(f"{k} {v}" for k, v in result.get("versions", {"torch": result["torch"]}).items() if v)
+    commit = f", commit {result['commit']}" if result.get("commit") else ""
+    return [*out, f"{versions}, CUDA {result['cuda']}{commit}.", ""]
+
+
+def grid(rows: list[dict], name: str, value: str, ratio: str) -> list[str]:
+    """Rows by name and shape, a column a number of tokens."""
+    tokens = sorted({row["m"] for row in rows})
+    cells: dict[str, dict[int, str]] = {}
+    for row in rows:
+        sign = " %" if "percent" in ratio else "×"
+        cell = f"{row[value]:.1f} ({row[ratio]:.{1 if sign == ' %' else 2}f}{sign})"
+        cells.setdefault(f"{row[name]}, {row['k']}→{row['n']}", {})[row["m"]] = cell
+    return [f"| {name}, K→N | {' | '.join(f'M={m}' for m in tokens)} |", "| --- " * (len(tokens) + 1) + "|",
+            *(f"| {key} | {' | '.join(line.get(m, '–') for m in tokens)} |" for key, line in cells.items()), ""]
 
 
 def show(value: object) -> str:

@@ -194,7 +194,7 @@ def test_a_wrong_config_is_refused_before_anything_is_loaded(tmp_path, capsys):
     for command in (["plan", "x"], ["run", "x", "y"], ["demo"]):
         assert cli.main([*command, "--config", str(file)]) == 2
         assert "my.toml: weights.format" in _errors(capsys)
-        assert cli.main([*command, "--config", "fp5"]) == 2
+        assert cli.main([*command, "--config", "fp44"]) == 2
         assert 'did you mean "fp4"?' in _errors(capsys)
 
 

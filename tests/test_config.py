@@ -89,7 +89,7 @@ configs = st.builds(
     ),
     policy=st.builds(PolicyConfig, kind=st.sampled_from(POLICIES), prefetch=st.integers(0, 64) | st.just("auto")),
     separation=st.builds(SeparationConfig, levels=st.integers(2, 8), refresh_every=st.integers(1, 10**6)),
-    compute=st.builds(ComputeConfig, backend=st.sampled_from(BACKENDS)),
+    compute=st.builds(ComputeConfig, backend=st.sampled_from(BACKENDS), fp8=st.booleans()),
 )
 
 
@@ -201,6 +201,7 @@ WRONG_VALUES = [
     ("separation.levels", 16, "16; expected a whole number from 2 to 8"),
     ("separation.refresh_every", 0, "0; expected a whole number, 1 or more"),
     ("compute.backend", "cuda", '"cuda"; expected "auto", "reference" or "triton"'),
+    ("compute.fp8", "e4m3", '"e4m3"; expected true or false'),
 ]
 
 
@@ -330,7 +331,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
 
 
 def test_the_presets_are_these():
-    assert preset_names() == ("cpu-ssd", "dense", "exact", "fp4", "lru", "mxfp4", "nf4", "quantile")
+    assert preset_names() == ("cpu-ssd", "dense", "exact", "fp4", "fp8", "lru", "mxfp4", "nf4", "quantile")
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -355,6 +356,7 @@ def test_the_presets_do_what_their_names_say():
     assert load_config("exact").weights.fine == "exact"
     assert load_config("dense").weights.format == "dense"
     assert load_config("lru").policy.kind == "lru"
+    assert load_config("fp8").compute.fp8 and not load_config("fp4").compute.fp8
     assert {name: load_config(name).weights.format for name in ("nf4", "mxfp4", "quantile")} == {
         "nf4": "nf4",
         "mxfp4": "mxfp4",
@@ -373,8 +375,8 @@ def test_the_formats_are_those_of_the_formats_package():
 
 def test_an_unknown_preset_is_refused_with_the_nearest_name():
     assert refusal(load_config, "exakt") == (
-        '"exakt" is not a preset; did you mean "exact"?; expected "cpu-ssd", "dense", "exact", "fp4", "lru", "mxfp4", '
-        '"nf4" or "quantile", or the path of a TOML file'
+        '"exakt" is not a preset; did you mean "exact"?; expected "cpu-ssd", "dense", "exact", "fp4", "fp8", "lru", '
+        '"mxfp4", "nf4" or "quantile", or the path of a TOML file'
     )
 
 

@@ -324,11 +324,15 @@ class SeparationConfig(_Section):
 
 @dataclass(frozen=True, slots=True)
 class ComputeConfig(_Section):
-    """Which kernels run: "auto" takes the fastest that the device has."""
+    """Which kernels run: "auto" takes the fastest that the device has.
+
+    fp8: multiply many tokens at a time in FP8 where the GPU can, which rounds activations to 3 bits of mantissa.
+    """
 
     _key: ClassVar[str] = "compute"
 
     backend: Literal["auto", "reference", "triton"] = _opt("auto", _choice(*BACKENDS))
+    fp8: bool = _opt(False, _flag)
 
 
 def _check_sections(self: Any) -> None:

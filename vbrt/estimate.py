@@ -51,8 +51,8 @@ def make_plan(model: nn.Module, config: VBConfig, machine: Machine | None = None
     skipped = _account_rest(modules, swaps, refused)
     machine = machine or this_machine(config)
     budgets = _budgets(config, _after_wrapping(model, config, machine, skipped, charge_kept=charge_kept))
-    linear = resolve("linear", config.compute.backend, torch.device("cuda" if "gpu" in budgets else "cpu"))
-    layers = [_pages(swap, page_packing(linear, swap.format)) for swap in swaps]
+    device = torch.device("cuda" if "gpu" in budgets else "cpu")
+    layers = [_pages(swap, _packing(swap.format, config, device)) for swap in swaps]
     homes = _homes(layers, budgets, config, skipped)
     placed = tuple(_placed(swap, pages, homes) for swap, pages in zip(swaps, layers, strict=True))
     return Plan(placed, skipped, budgets, _notes(placed, config, modules, skipped))
@@ -293,6 +293,11 @@ def _pages(swap: Swap, packing: Packing | None) -> tuple[PageSpec, ...]:
     coarse = PageSpec(f"{swap.name}#coarse", "coarse", nbytes)
     fine = -(-int(estimate_fine_bytes(shape, dtype) * 1.1) // PAGE_ALIGN) * PAGE_ALIGN + PAGE_ALIGN
     return (coarse, PageSpec(f"{swap.name}#fine", "fine", fine))
+
+
+def _packing(format: str, config: VBConfig, device: torch.device) -> Packing | None:
+    linear = resolve("linear", config.compute.backend, device, format)
+    return page_packing(linear, format)
 
 
 def _placed(swap: Swap, pages: tuple[PageSpec, ...], homes: dict[str, str]) -> Swap:

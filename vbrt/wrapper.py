@@ -117,6 +117,7 @@ def _spec(swap: Swap, config: VBConfig) -> HandleSpec:
     return HandleSpec(
         name=swap.name, shape=swap.shape, dtype=getattr(torch, swap.dtype), format=swap.format,
         fine=swap.fine == "exact", transposed=swap.kind == "Conv1D", backend=config.compute.backend,
+        fp8=config.compute.fp8,
         homes={page.plane: page.home for page in swap.pages}, levels=config.separation.levels,
         refresh_every=config.separation.refresh_every)
 
@@ -158,8 +159,11 @@ class _GpuBalance:
 
     def wanted_now(self, budget_bytes: int, page_bytes: int) -> int:
         """What the budget should be now, in bytes, of at most all pages."""
-        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return rebalanced(budget_bytes, min(self.wanted_bytes, page_bytes), free, self.margin_bytes)
+        wanted, free = min(self.wanted_bytes, page_bytes), torch.cuda.mem_get_info()[0]
+        if budget_bytes >= wanted and free >= self.margin_bytes // 2:
+            return budget_bytes  # most passes: torch's own figures cost more
+        free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return rebalanced(budget_bytes, wanted, free, self.margin_bytes)
 
     def give_up(self, error: Exception) -> None:
         """Announce once that the budget stays."""
@@ -308,7 +312,7 @@ class VBModelWrapper(nn.Module):
         shells = sum(swap.dense_bytes for swap in swaps if not self._layers[swap.name].materialized)
         device_bytes = stack.levels[0].tier.held_bytes + shells + self.plan.kept_bytes
         return Stats(self.settings.policy.kind, stack.names[0], self._marker.passes, layers, self._tier_stats(),
-                     self.plan.dense_bytes, self.plan.kept_bytes, device_bytes, tuple(fallbacks))
+                     self.plan.dense_bytes, self.plan.kept_bytes, device_bytes, tuple(dict.fromkeys(fallbacks)))
 
     def _layer_stats(self, swap: Swap) -> LayerStats:
         handle, stack = self._layers[swap.name].handle, self.stack

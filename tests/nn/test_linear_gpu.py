@@ -135,6 +135,28 @@ def test_the_dense_weights_leave_the_gpu():
     vb.close()
 
 
+@pytest.mark.parametrize("format", ["nf4", "quantile", "mxfp4"])
+def test_other_formats_run_on_kernels_and_match_their_decoded_weight(format):
+    vb, x = wrap(model(), format).materialize(), inputs()
+    layer = vb.model[0]
+    assert layer.handle.kernel == "triton" and not vb.stats().fallbacks
+    torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias), atol=2e-2, rtol=2e-2)
+    run = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    with torch.no_grad():
+        for step in range(4):
+            torch.testing.assert_close(run(x + step).clone(), layer(x + step), atol=2e-2, rtol=2e-2)
+
+
+def test_the_fp8_preset_rounds_long_inputs_and_no_others():
+    vb = vbrt.wrap(model(), "fp8").materialize()
+    layer = vb.model[0]
+    x = torch.randn(1024, WIDTH, device="cuda", dtype=torch.bfloat16)
+    exact = F.linear(x, layer.weight, layer.bias)
+    error = ((layer(x) - exact).double().norm() / exact.double().norm()).item()
+    assert error < 3e-3 if vb.stats().fallbacks else 1e-2 < error < 4e-2
+    torch.testing.assert_close(layer(x[:64]), exact[:64], atol=2e-2, rtol=2e-2)
+
+
 def test_input_on_another_device_runs_and_is_announced():
     vb = wrap(model(), "nvfp4").materialize()
     layer = vb.model[0]

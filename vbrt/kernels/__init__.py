@@ -1,11 +1,13 @@
 """One place that knows which implementation of an op serves which backend and device.
 
-    op = resolve("linear", "auto", device)      # once, at construction
+    op = resolve("linear", "auto", device, "nvfp4")      # once, at construction
     y = op(x, planes, bias, "none")
 
 `reference` is plain torch, runs anywhere and is the specification; faster implementations register beside it.
+"linear_fp8" is "linear" with leave to round activations and weights to FP8 where that is faster.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +15,27 @@ from typing import Any
 import torch
 
 from vbrt.errors import KernelError
-from vbrt.kernels import fp4_linear, reference
+from vbrt.kernels import fp4_linear, fp8_linear, fused_linear, reference, table_linear
 from vbrt.kernels.fp4_linear import Packing
+from vbrt.kernels.fp4_tiles import TILES
+from vbrt.kernels.fp8_linear import fp8_refusal
+from vbrt.kernels.fused_linear import Norm, folded
 
-__all__ = ["BACKENDS", "Packing", "kernel_name", "page_packing", "register", "resolve"]
+__all__ = [
+    "BACKENDS",
+    "TILES",
+    "Norm",
+    "Packing",
+    "folded",
+    "fp8_refusal",
+    "kernel_name",
+    "kernel_refusal",
+    "page_packing",
+    "prepare",
+    "register",
+    "resolve",
+    "runs_unpacked",
+]
 
 BACKENDS = ("auto", "reference", "triton")
 
@@ -26,22 +45,37 @@ class _Entry:
     fn: Callable[..., Any]
     devices: tuple[str, ...] | None
     rank: int
+    refusal: Callable[[torch.device], str | None] | None
+
+    def serves(self, device: torch.device) -> bool:
+        if self.devices is not None and device.type not in self.devices:
+            return False
+        return self.refusal is None or self.refusal(device) is None
 
 
-_REGISTRY: dict[str, dict[str, _Entry]] = {}
+_REGISTRY: dict[str, dict[tuple[str, str | None], _Entry]] = {}
 
 
 def register(
-    op: str, backend: str, fn: Callable[..., Any], *, devices: tuple[str, ...] | None = None, rank: int = 0
+    op: str,
+    backend: str,
+    fn: Callable[..., Any],
+    *,
+    devices: tuple[str, ...] | None = None,
+    rank: int = 0,
+    formats: tuple[str, ...] | None = None,
+    refusal: Callable[[torch.device], str | None] | None = None,
 ) -> None:
-    """Offer `fn` as `backend`'s implementation of `op` on device types `devices` (None: any).
+    """Offer `fn` as `backend`'s implementation of `op` on device types `devices`, for `formats` (None: any), unless
+    `refusal` says why not.
 
     "auto" takes the highest rank that serves the device. Raises KernelError for a backend that config does not know.
     """
     if backend not in BACKENDS[1:]:
         raise KernelError(f"kernel backend {backend!r} for op {op!r}; expected one of {', '.join(BACKENDS[1:])}")
     fn.kernel_name = backend  # type: ignore[attr-defined]  # functions take attributes
-    _REGISTRY.setdefault(op, {})[backend] = _Entry(fn, devices, rank)
+    for format in formats or (None,):
+        _REGISTRY.setdefault(op, {})[backend, format] = _Entry(fn, devices, rank, refusal)
 
 
 def kernel_name(fn: Callable[..., Any]) -> str:
@@ -54,27 +88,78 @@ def page_packing(fn: Callable[..., Any], format: str) -> Packing | None:
     return fp4_linear.packing(format) if kernel_name(fn) == "triton" else None
 
 
-def resolve(op: str, backend: str, device: torch.device) -> Callable[..., Any]:
-    """The implementation of `op` for a backend ("auto", "reference", "triton") and device.
+def runs_unpacked(fn: Callable[..., Any], format: str) -> bool:
+    """Whether a resolved op computes a format by its own kernels with the coarse plane as the format encodes it."""
+    return kernel_name(fn) == "reference" or format in table_linear.FORMATS
+
+
+def prepare(fn: Callable[..., Any], device: torch.device) -> None:
+    """Let a resolved op make on its device what must be there before a CUDA graph records it."""
+    if fn is table_linear.linear:
+        table_linear.prepare(device)
+
+
+def kernel_refusal(device: torch.device) -> str | None:
+    """Why no kernel but the reference serves a CUDA device, or None if one does, or the device is not a GPU."""
+    if device.type != "cuda":
+        return None
+    return _too_old(device) if fp4_linear.available() else "Triton with Gluon is not installed"
+
+
+@functools.cache
+def _too_old(device: torch.device) -> str | None:
+    if (device.index or 0) >= torch.cuda.device_count():
+        return f"{device} is not there"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= fp4_linear._MIN_MAJOR else f"sm_{major}{minor} is older than sm_80"
+
+
+def resolve(op: str, backend: str, device: torch.device, format: str | None = None) -> Callable[..., Any]:
+    """The implementation of `op` for a backend ("auto", "reference", "triton"), device and weight format.
 
     Raises KernelError, naming op, backend, device and what would do, when there is none.
     """
     offered = _REGISTRY.get(op)
     if offered is None:
         raise KernelError(f"op {op!r}; expected one of {', '.join(sorted(_REGISTRY))}")
-    serving = {name: e for name, e in offered.items() if e.devices is None or device.type in e.devices}
+    serving: dict[str, _Entry] = {}
+    for only in (None, format):  # what is registered for the format takes the place of what is for any
+        serving |= {
+            name: e
+            for (name, f), e in offered.items()
+            if f == only and e.serves(device)
+        }
     if backend == "auto" and serving:
         return max(serving.values(), key=lambda entry: entry.rank).fn
     if backend not in serving:
+        why = kernel_refusal(device)
         raise KernelError(
-            f"op {op!r}: no {backend!r} implementation for device {str(device)!r}; "
+            f"op {op!r}: no {backend!r} implementation for device {str(device)!r}{f' ({why})' if why else ''}; "
             f"expected one of {', '.join(['auto', *sorted(serving)])}"
         )
     return serving[backend].fn
 
 
-for _op, _fn in (("decode_weight", reference.decode_weight), ("linear", reference.linear)):
+for _op, _fn in (
+    ("decode_weight", reference.decode_weight),
+    ("linear", reference.linear),
+    ("linear_fp8", reference.linear),
+    ("norm_linear", fused_linear.norm_reference),
+    ("gated_linear", fused_linear.gated_reference),
+):
     register(_op, "reference", _fn)
 if fp4_linear.available():
-    for _op, _fn in (("decode_weight", fp4_linear.decode_weight), ("linear", fp4_linear.linear)):
-        register(_op, "triton", _fn, devices=("cuda",), rank=1)
+    for _op, _fn in (
+        ("decode_weight", fp4_linear.decode_weight),
+        ("linear", fp4_linear.linear),
+        ("linear_fp8", fp8_linear.linear),
+        ("norm_linear", fused_linear.norm_linear),
+        ("gated_linear", fused_linear.gated_linear),
+    ):
+        register(_op, "triton", _fn, devices=("cuda",), rank=1, refusal=_too_old)
+    for _op, _fn in (
+        ("decode_weight", table_linear.decode_weight),
+        ("linear", table_linear.linear),
+        ("linear_fp8", table_linear.linear),
+    ):
+        register(_op, "triton", _fn, devices=("cuda",), rank=1, formats=table_linear.FORMATS, refusal=_too_old)

@@ -6,6 +6,7 @@ parameter, and owns pages of a stack once `store` has run. Pages are read-only: 
 
 import functools
 import itertools
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from vbrt.formats.base import WeightPlanes
 from vbrt.formats.fine import fine_layout, split_fine
 from vbrt.formats.page import PageLayout, new_page, pack, unpack
 from vbrt.formats.separation import Separation
-from vbrt.kernels import kernel_name, page_packing, resolve
+from vbrt.kernels import TILES, fp8_refusal, kernel_name, kernel_refusal, page_packing, prepare, resolve, runs_unpacked
 from vbrt.tiers import Lease, Page, TierStack
 
 __all__ = ["HandleSpec", "WeightHandle", "handle_of"]
@@ -29,6 +30,8 @@ _handles: "weakref.WeakValueDictionary[int, WeightHandle]" = weakref.WeakValueDi
 
 Planes = Sequence[tuple[PageLayout, Mapping[str, torch.Tensor]]]
 """Planes of a weight on their way into pages, or out of them."""
+
+GraphArgs = tuple[torch.Tensor, torch.Tensor, str, int, int, torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class HandleSpec:
     fine: bool = False
     transposed: bool = False
     backend: str = "auto"
+    fp8: bool = False
     homes: Mapping[str, str] | None = None
     levels: int = 8
     refresh_every: int = 100
@@ -74,6 +78,8 @@ class WeightHandle:
         layers: the live layers that are tied to this weight.
         keys: pages in the stack; none before `store` and after `drop`.
         generation: counts the weights that were stored here.
+        graph_args: what `vbrt::fp4_linear` takes besides x and bias, of planes that never move, and their dtype; a
+            flat tuple, because a compiled graph checks each step on the way to it at every call.
         kernel: the implementation that runs; one that wants pages in its own order leaves others to the reference.
     """
 
@@ -90,20 +96,41 @@ class WeightHandle:
         self.fallbacks: list[str] = []
         self.separation = Separation(spec.levels, spec.refresh_every) if spec.format == "quantile" else None
         self._device = stack.device
-        self._linear = resolve("linear", spec.backend, stack.device)
-        self._decode = resolve("decode_weight", spec.backend, stack.device)
         self.kernel = "reference"
         self._retire: weakref.finalize | None = None
         self._pages: tuple[Page, ...] = ()
         self._ready: WeightPlanes | None = None  # of pages that never move: made once, used without a lease
         self.resident: torch.Tensor | None = None  # the same, of a dense weight as nn.Linear keeps it
+        self.graph_args: GraphArgs | None = None
         self._specify(spec)
+        self._announce_kernels()
         _handles[self.id] = self
 
     def _specify(self, spec: HandleSpec) -> None:
         self.spec = spec
         self._format = get_format(spec.format)
+        op = "linear_fp8" if spec.fp8 and not spec.lossless else "linear"
+        self._linear = resolve(op, spec.backend, self._device, spec.format)
+        self._decode = resolve("decode_weight", spec.backend, self._device, spec.format)
+        prepare(self._linear, self._device)
         self._packing = None if spec.lossless else page_packing(self._linear, spec.format)
+
+    def _announce_kernels(self) -> None:
+        """What was asked for and cannot be had on this device: warned of once, and listed in `stats()`."""
+        spec = self.spec
+        if spec.lossless or self._device.type != "cuda":
+            return
+        no_kernels = kernel_refusal(self._device) if spec.backend == "auto" else None
+        no_fp8 = fp8_refusal(self._device) if spec.fp8 and spec.backend != "reference" else None
+        if no_kernels:
+            self._announce(f"kernels: {no_kernels}; 4-bit layers are decoded and multiplied in plain torch")
+        if no_fp8:
+            self._announce(f"compute.fp8: {no_fp8}; long inputs are multiplied in {spec.dtype} instead")
+
+    def _announce(self, reason: str) -> None:
+        """One text for all layers, so that Python's filter shows it once."""
+        self.fallbacks.append(reason)
+        warnings.warn(reason, stacklevel=4)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -146,6 +173,9 @@ class WeightHandle:
         """In the order that the kernel reads fastest, where it has one and that is exact."""
         tensors = self._packing.pack(coarse, self.spec.shape) if self._packing else None
         if tensors is None:
+            if self._packing:
+                self.fallbacks.append(f"{self.spec.name}: its block scales lie too far apart for the kernels' order; "
+                                      "decoded and multiplied in plain torch")
             return self._format.layout(self.spec.shape, self.spec.dtype), coarse
         return self._packing.layout(self.spec.shape), tensors
 
@@ -185,9 +215,15 @@ class WeightHandle:
     def _own(self, keys: tuple[str, ...]) -> None:
         self.keys, self.generation = keys, self.generation + 1
         self._pages = tuple(self.stack.pages[key] for key in keys)
-        self.kernel = kernel_name(self._linear) if self._is_packed(self._pages[0].layout) else "reference"
+        self.kernel = kernel_name(self._linear) if self._has_kernel() else "reference"
         self._retire = weakref.finalize(self, self.stack.retire, keys)
         self._retire.atexit = False
+
+    def _has_kernel(self) -> bool:
+        spec = self.spec
+        if spec.lossless:
+            return spec.fine and spec.shape[1] % self._format.block == 0  # merged by one
+        return self._is_packed(self._pages[0].layout) or runs_unpacked(self._linear, spec.format)
 
     def drop(self) -> None:
         """Give the pages back; the handle is empty again."""
@@ -199,7 +235,7 @@ class WeightHandle:
 
     def forget_ready(self) -> None:
         """Keep no views into pages: they may move."""
-        self._ready = self.resident = None
+        self._ready = self.resident = self.graph_args = None
 
     def retype(self, dtype: torch.dtype) -> None:
         """The layers were cast: what they compute in and show from now on, and, while empty, what will be stored."""
@@ -252,6 +288,18 @@ class WeightHandle:
             bias = None if bias is None else bias.to(x.dtype)
             return F.linear(x, weight.t() if self.spec.transposed else weight, bias)
 
+    @property
+    def graph_planes(self) -> WeightPlanes | None:
+        """Planes that never move and that kernels compute with: a compiled graph may hold on to them, else None.
+
+        Graphs that do count no forwards and no hits.
+        """
+        return self._ready if self.kernel == "triton" and not self.spec.lossless else None
+
+    def fused(self, x: torch.Tensor, planes: WeightPlanes, bias: torch.Tensor | None) -> torch.Tensor:
+        """x Wᵀ + bias by the kernel, without a lease; for `graph_planes`."""
+        return self._linear(x, planes, bias)
+
     def backward_input(self, dy: torch.Tensor) -> torch.Tensor:
         """dX [..., K] = dY [..., N] W, leasing the planes again instead of keeping the weight."""
         with self.lease() as tensors:
@@ -286,12 +334,18 @@ class WeightHandle:
         return weight.t().contiguous() if self.spec.transposed and self.spec.format != "dense" else weight
 
     def _make_ready(self, planes: WeightPlanes) -> None:
-        if planes.format != "dense":
-            self._ready = planes
+        """Keep planes of pages that never move."""
+        self._ready = planes
+        if planes.format == "dense":
+            self._ready = self._like_parameter(planes)
+            self.resident = None if self.spec.transposed else self._ready.coarse["weight"]
+        if self.graph_planes is None:
             return
-        self._ready = self._like_parameter(planes)
-        if not self.spec.transposed:
-            self.resident = self._ready.coarse["weight"]
+        for tensor in planes.coarse.values():  # compiled graphs need not copy what stays where it is
+            tensor._dynamo_static_input_type = "unguarded"  # what torch._dynamo.mark_static_address does
+        if TILES in planes.coarse:
+            tiles, scale = planes.coarse[TILES], planes.coarse["tensor_scale"]
+            self.graph_args = (tiles, scale, planes.format, *planes.shape, planes.dtype)
 
     def hit(self) -> None:
         """Count a forward on pages that are there for good."""
@@ -329,9 +383,10 @@ class WeightHandle:
         return torch.addmm(bias, x.reshape(-1, x.shape[-1]), w_KN).view(*x.shape[:-1], w_KN.shape[1])
 
     def _announce_foreign(self, device: torch.device) -> None:
-        if not self.fallbacks:
-            self.fallbacks.append(f"{self.spec.name}: input on {device}, pages on {self._device}; the planes are "
-                                  "copied on each call. Move the input, or enable the tier of that device")
+        reason = (f"{self.spec.name}: input on {device}, pages on {self._device}; the planes are copied on each call. "
+                  "Move the input, or enable the tier of that device")
+        if reason not in self.fallbacks:
+            self.fallbacks.append(reason)
 
     # -- copies -------------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,8 @@ from vbrt.nn.mapped import page_out
 
 __all__ = ["VBLayer", "VBLinear"]
 
+_FEW_TOKENS = 8  # on every GPU and for every dtype this many go to the fused kernel
+
 
 class VBLayer(nn.Module):
     """What VB layers share; a mixin in front of the class of the module that was swapped.
@@ -251,10 +253,23 @@ class VBLinear(VBLayer, nn.Linear):
 
 
 def compiled_linear(layer: VBLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """A VB layer's forward as torch.compile sees it: one opaque op, and the cast of x that autocast would do."""
+    """A VB layer's forward as torch.compile sees it, with the cast of x that autocast would do.
+
+    Where the planes never move and no gradient is wanted, it is the kernel's own op on them, which CUDA graphs can
+    record. Otherwise it is one opaque op that leases when it runs, and that CUDA graphs leave out.
+    """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     handle = layer._vb_handle
+    if not (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))):
+        args = handle.graph_args
+        if args is not None and x.numel() <= _FEW_TOKENS * x.shape[-1]:
+            tiles, scale, format, n, k, dtype = args
+            if x.dtype == dtype and x.device == tiles.device:
+                return torch.ops.vbrt.fp4_linear(x, tiles, scale, bias, format, n, k, "none")
+        planes = handle.graph_planes
+        if planes is not None and x.dtype == handle.dtype and x.device == handle.stack.device:
+            return handle.fused(x, planes, bias)
     return torch.ops.vbrt.linear(x, bias, handle.token, handle.spec.shape[0])
 
 

@@ -1,0 +1,186 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.kernels.gpu_cases import compiled, error, poison, tiled
+from vbrt.errors import KernelError
+from vbrt.formats import WeightPlanes
+from vbrt.kernels import fp4_linear, fused_linear, resolve
+from vbrt.kernels.fused_linear import Norm, folded
+
+NAMES = ("nvfp4", "mxfp4")
+
+
+def norm64(x, norm):
+    x = x.double()
+    if norm is None:
+        return x
+    if norm.kind == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    x = x * (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+    x = x if norm.gain is None else x * norm.gain.double()
+    return x if norm.shift is None else x + norm.shift.double()
+
+
+def norms(k, device="cuda", dtype=torch.bfloat16):
+    gain = (1 + 0.1 * torch.randn(k, device=device)).to(dtype)
+    shift = torch.randn(k, device=device).to(dtype)
+    return [Norm("rms"), Norm("rms", gain, eps=1e-6), Norm("layer"), Norm("layer", gain), Norm("layer", gain, shift)]
+
+
+def plain(planes):
+    coarse = fp4_linear.packing(planes.format).unpack(planes.coarse, planes.shape)
+    return WeightPlanes(planes.format, planes.shape, planes.dtype, coarse)
+
+
+def test_without_a_gpu_they_are_the_norm_the_layers_and_the_product():
+    torch.manual_seed(0)
+    planes, weight = tiled("nvfp4", (24, 200), torch.float32, "cpu")
+    other, other_weight = tiled("nvfp4", (24, 200), torch.float32, "cpu")
+    x, bias = torch.randn(2, 3, 200), torch.randn(24)
+    for norm in norms(200, "cpu", torch.float32):
+        y = resolve("norm_linear", "auto", x.device)(x, plain(planes), norm, bias, "gelu")
+        assert error(y, F.gelu(norm64(x, norm) @ weight.T + bias.double())) < 1e-5
+        assert torch.equal(fused_linear.norm_linear(x, planes, norm, bias, "gelu"), y)
+    y = resolve("gated_linear", "auto", x.device)(x, plain(planes), plain(other))
+    assert error(y, F.silu(x.double() @ weight.T) * (x.double() @ other_weight.T)) < 1e-5
+    assert torch.equal(fused_linear.gated_linear(x, planes, other), y)
+
+
+def test_what_makes_no_sense_is_refused():
+    planes, _ = tiled("nvfp4", (24, 200), torch.float32, "cpu")
+    other, _ = tiled("nvfp4", (40, 200), torch.float32, "cpu")
+    x = torch.randn(3, 200)
+    with pytest.raises(KernelError, match="expected one of rms, layer"):
+        Norm("batch")
+    with pytest.raises(KernelError, match="no shift"):
+        Norm("rms", None, torch.ones(3))
+    assert folded(Norm("rms"), planes).columns is None
+    assert folded(Norm("layer"), planes, planes).columns.shape == (4, 24)
+    with pytest.raises(KernelError, match="swish"):
+        fused_linear.norm_linear(x, planes, Norm("rms"), None, "swish")
+    with pytest.raises(KernelError, match=r"expected \(\.\.\., 200\)"):
+        fused_linear.gated_linear(x[:, :100], planes, planes)
+    with pytest.raises(KernelError, match="expected one shape"):
+        fused_linear.gated_linear(x, planes, other)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16])
+def test_every_size_has_a_fused_launch_or_a_reason_for_none(tokens):
+    for norm, gated in fused_linear._RULES:
+        for row_tiles in (1, 256, 512, 896, 4096):
+            launch = fused_linear.launch_for(norm, gated, tokens, row_tiles)
+            if launch is not None:
+                assert launch.WK in (4, 8, 16) and launch.R in (1, 2, 4)
+    assert fused_linear.launch_for("rms", False, tokens, 256)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize(
+    ("gated", "norm", "kept"),
+    [(False, "rms", 0), (False, "layer", 0), (False, "layer", 1), (True, "none", 0), (True, "rms", 0)],
+)
+def test_the_fused_norm_kernel_compiles(capability, gated, norm, kept):
+    pytest.importorskip("triton.experimental.gluon")
+    from vbrt.kernels import fused_gluon
+
+    types = {"x_ptr": "*bf16", "tile_ptr": "*i32", "scale_ptr": "*fp32", "other_ptr": "*i32",
+             "other_scale_ptr": "*fp32", "gain_ptr": "*bf16", "shift_ptr": "*bf16", "column_ptr": "*fp32",
+             "bias_ptr": "*bf16", "y_ptr": "*bf16", "eps": "fp32"}
+    types |= dict.fromkeys(("M", "N", "K", "columns", "x_stride", "y_stride"), "i32")
+    constants = {"R": 1, "NT": 2, "WK": 8, "PREFETCH": True, "E8": False, "FULL": False, "TAIL": False,
+                 "ACTIVATION": "silu", "BIAS": True, "GATED": gated, "NORM": norm, "GAIN": norm != "none",
+                 "FOLDED": bool(kept)}
+    aligned = ("x_ptr", "tile_ptr", "other_ptr", "gain_ptr", "shift_ptr", "y_ptr", "K", "x_stride", "y_stride")
+    binary = compiled(fused_gluon.fused_kernel, types, constants, capability, warps=8, aligned=aligned)
+    products = 8 * 2 * (2 if gated else 1) + (0 if norm == "none" else 16) + (16 if norm == "layer" else 0)
+    products += 8 if norm == "layer" and not kept else 0
+    assert binary.asm["ptx"].count("mma.sync") == products
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(256, 512), (200, 416), (72, 2736), (1024, 4096), (8256, 1024)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_norm_linear_matches_float64(name, shape):
+    planes, weight = tiled(name, shape)
+    bias = torch.randn(shape[0], device="cuda", dtype=torch.bfloat16)
+    for norm in norms(shape[1]):
+        for tokens in (1, 3, 9, 16, 40):
+            x = (3 * torch.randn(tokens, shape[1], device="cuda") + 0.5).bfloat16()
+            poison()
+            y = fused_linear.norm_linear(x, planes, norm, bias)
+            want = norm64(x, norm) @ weight.T + bias.double()
+            assert error(y, want) < 3e-3, (norm.kind, tokens)
+            poison()
+            assert error(fused_linear.norm_linear(x, planes, folded(norm, planes), bias), want) < 3e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(256, 512), (200, 416), (72, 2736), (1024, 4096), (8256, 1024)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_gated_linear_matches_float64(name, shape):
+    gate, gate_weight = tiled(name, shape)
+    up, up_weight = tiled(name, shape)
+    for norm in (None, *norms(shape[1])):
+        for tokens in (1, 3, 9, 16, 40):
+            x = (3 * torch.randn(tokens, shape[1], device="cuda") + 0.5).bfloat16()
+            poison()
+            y = fused_linear.gated_linear(x, gate, up, norm)
+            x64 = norm64(x, norm)
+            # a product of two rounded results, of inputs that a gain has rounded
+            want = F.silu(x64 @ gate_weight.T) * (x64 @ up_weight.T)
+            assert error(y, want) < 5e-3, (norm, tokens)
+            if norm is not None:
+                poison()
+                y = fused_linear.gated_linear(x, gate, up, folded(norm, gate, up))
+                assert error(y, want) < 5e-3, (norm, tokens)
+
+
+@pytest.mark.gpu
+def test_a_far_mean_does_not_drown_the_layer_norm():
+    planes, weight = tiled("nvfp4", (256, 512))
+    x = (torch.randn(4, 512, device="cuda") + 20).bfloat16()
+    for norm in (Norm("layer"), folded(Norm("layer"), planes)):
+        y = fused_linear.norm_linear(x, planes, norm)
+        assert error(y, norm64(x, norm) @ weight.T) < 3e-3
+
+
+@pytest.mark.gpu
+def test_fused_results_do_not_change_and_survive_graphs_and_compile():
+    gate, _ = tiled("nvfp4", (512, 1024))
+    up, _ = tiled("nvfp4", (512, 1024))
+    norm = norms(1024)[1]
+    x = torch.randn(1, 4, 1024, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        want = fused_linear.gated_linear(x, gate, up, norm)
+        assert all(torch.equal(fused_linear.gated_linear(x, gate, up, norm), want) for _ in range(20))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = fused_linear.gated_linear(x, gate, up, norm)
+        got.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(got, want)
+        tiles = [t for p in (gate, up) for t in (p.coarse["mma_tiles_v1"], p.coarse["tensor_scale"])]
+        torch.library.opcheck(
+            torch.ops.vbrt.fp4_fused,
+            (x, *tiles, norm.gain, None, None, None, "rms", 1e-6, "nvfp4", 512, 1024, "silu"),
+        )
+        run = torch.compile(lambda v: fused_linear.gated_linear(v, gate, up, norm), fullgraph=True)
+        assert torch.equal(run(x), want)
+
+
+@pytest.mark.gpu
+def test_gradients_and_other_dtypes_take_the_separate_way():
+    planes, weight = tiled("nvfp4", (256, 512))
+    norm = Norm("rms", torch.ones(512, device="cuda", dtype=torch.bfloat16, requires_grad=True))
+    x = torch.randn(4, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    fused_linear.norm_linear(x, planes, norm).sum().backward()
+    assert x.grad.isfinite().all() and norm.gain.grad.isfinite().all()
+    half = x.detach().half()
+    y = fused_linear.norm_linear(half, planes, Norm("rms"))
+    assert y.dtype is torch.float16 and error(y, norm64(half, Norm("rms")) @ weight.T) < 2e-3
+    assert torch.equal(y, fp4_linear.linear(Norm("rms")(half), planes))

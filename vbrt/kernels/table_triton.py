@@ -1,0 +1,42 @@
+"""The GPU side of `table_linear`: nf4 and quantile weights decoded through a table of levels. Importing needs Triton.
+
+A weight is level[code] * (scale * tensor scale), both products rounded to fp32, as the formats define it. The table is
+one cache line: a warp's lookups fall into it without conflicts, so the kernel stays bound by memory.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["decode_kernel"]
+
+
+@triton.jit
+def _level(level_ptr, code, SIGNED: tl.constexpr):
+    if SIGNED:
+        level = tl.load(level_ptr + (code & 7))
+        return (level.to(tl.int32, bitcast=True) ^ ((code & 8) << 28)).to(tl.float32, bitcast=True)
+    return tl.load(level_ptr + code)
+
+
+@triton.jit
+def decode_kernel(
+    code_ptr, byte_ptr, level_ptr, scale_ptr, w_ptr, N, K, blocks, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    SIGNED: tl.constexpr,
+):  # fmt: skip
+    """w [N, K] in its own dtype from codes [N, blocks * 32] and UE4M4 scale bytes [N, blocks].
+
+    level: 16 entries, or with SIGNED 8 magnitudes, bit 3 of a code being the sign. Grid (row groups, block groups).
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None, None]
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[None, :, None]
+    inside = (row < N) & (block < blocks)
+    index = row.to(tl.int64) * blocks + block
+    byte = tl.load(code_ptr + (index * 32 + tl.arange(0, 32)[None, None, :]), mask=inside, other=0).to(tl.int32)
+    scale_byte = tl.load(byte_ptr + index, mask=inside, other=0).to(tl.int32)
+    scale = ((scale_byte + 1920) << 19).to(tl.float32, bitcast=True)  # 1920 = (127 - 7) << 4
+    scale = tl.where(scale_byte > 0, scale, 0.0) * tl.load(scale_ptr)
+    low = (_level(level_ptr, byte & 15, SIGNED) * scale).to(w_ptr.dtype.element_ty)
+    high = (_level(level_ptr, byte >> 4, SIGNED) * scale).to(w_ptr.dtype.element_ty)
+    w = tl.reshape(tl.join(low, high), (ROWS, BLOCKS, 64))
+    column = block * 64 + tl.arange(0, 64)[None, None, :]
+    tl.store(w_ptr + (row.to(tl.int64) * K + column), w, mask=inside & (column < K))
