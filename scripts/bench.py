@@ -335,7 +335,83 @@ def tables() -> str:
         out += [f"{named} {where['commit']}.", ""]
     for path in sorted(RESULTS.glob("kernels-*.json")):
         out += kernel_table(path)
+    for path in sorted(RESULTS.glob("stream-*.json")):
+        out += stream_table(path)
     return "\n".join(out)
+
+
+def stream_table(path: Path) -> list[str]:
+    """Streamed forwards on one GPU, from `scripts/stream`, and time against budget as a drawing beside the docs."""
+    result = json.loads(path.read_text())
+    where, versions = result["machine"], result["machine"]["versions"]
+    what = (f"A Llama-3-8B-shaped bf16 model, one forward without a KV cache, embedding and head resident. Raw limit: "
+            f"the {result['swapped_bytes'] / 1e9:.2f} GB of swapped bf16 weights over {result['link_gb_s']:.1f} GB/s of "
+            f"pinned host-to-device copies in the same run, {result['limit_ms']:.0f} ms; half of it for `dense-half`. "
+            "Resident: the unwrapped model. Ready: from bf16 in host memory to encoded.")
+    resident = ", ".join(f"T={t} {ms:.1f} ms" for t, ms in result["resident_ms"].items())
+    out = [f"## streaming, {where['gpu']}", "", what, "", f"Unwrapped, all resident: {resident}.", "",
+           "| case | T=1 ms | of raw limit | T=2048 ms | of raw limit | same bits | GPU peak GB | hits | ready s |",
+           "| --- " * 9 + "|"]
+    for row in result["rows"]:
+        if "gpu_peak_bytes" in row:
+            same = "yes" if row["T1_identical"] and row["T2048_identical"] else "no (4 bits)"
+            out.append(f"| {row['case']} | {row['T1_ms']:.1f} | {row['T1_of_raw_limit']:.2f} | {row['T2048_ms']:.1f} | "
+                       f"{row['T2048_of_raw_limit']:.2f} | {same} | {row['gpu_peak_bytes'] / 1e9:.2f} | "
+                       f"{row['hit_rate']:.3f} | {row['ready_s']:.1f} |")
+    for row in result["rows"]:
+        if "drive_bytes_s" in row:
+            out += ["", f"`fp4-ssd` reads with O_DIRECT: {row['T1_of_drive']:.2f} (T=1) and {row['T2048_of_drive']:.2f} "
+                        f"(T=2048) of the drive's sequential {row['drive_bytes_s'] / 1e9:.2f} GB/s in the same run."]
+        if "T1_unwrapped_ms" in row:
+            pairs = ", ".join(f"T={t} {row[f'T{t}_wrapped_ms']:.2f} ms against {row[f'T{t}_unwrapped_ms']:.2f} "
+                              f"({row[f'T{t}_over_resident']:.3f}×)" for t in (1, 2048))
+            out += ["", f"`dense`, all resident, taking turns with the unwrapped model: {pairs}."]
+    if result["sweep"]:
+        drawing = f"{path.stem}.svg"
+        (DOCS.parent / drawing).write_text(sweep_svg(result["sweep"]))
+        out += ["", "One token against the GPU budget (`set_budget` while the model lives):", "",
+                f"![time against budget]({drawing})", "", *sweep_rows(result["sweep"])]
+    named = ", ".join(f"{k} {v}" for k, v in versions.items() if v)
+    return [*out, "", f"{named}, Python {where['python']}, commit {where['commit']}.", ""]
+
+
+def sweep_rows(points: list[dict]) -> list[str]:
+    curves = curves_of(points)
+    return ["| budget, % of pages | " + " | ".join(curves) + " |", "| --- " * (len(curves) + 1) + "|",
+            *(f"| {percent} | " + " | ".join(f"{curve[percent]:.1f} ms" for curve in curves.values()) + " |"
+              for percent in sorted(next(iter(curves.values()))))]
+
+
+def curves_of(points: list[dict]) -> dict[str, dict[int, float]]:
+    curves: dict[str, dict[int, float]] = {}
+    for point in points:
+        curves.setdefault(f"{point['preset']}, {point['policy']}", {})[point["percent"]] = point["T1_ms"]
+    return curves
+
+
+def sweep_svg(points: list[dict]) -> str:
+    """Milliseconds against percent of the pages, a line for each preset and policy."""
+    curves, width, height, left, top = curves_of(points), 640, 360, 60, 20
+    most = max(max(curve.values()) for curve in curves.values())
+    colours = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd")
+
+    def at(percent: float, ms: float) -> str:
+        return f"{left + percent / 100 * (width - left - 20):.1f},{top + (1 - ms / most) * (height - top - 50):.1f}"
+
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
+             'font-size="12">', f'<rect width="{width}" height="{height}" fill="white"/>']
+    for percent in range(0, 101, 20):
+        x = at(percent, 0).split(",")[0]
+        parts.append(f'<text x="{x}" y="{height - 32}" text-anchor="middle">{percent} %</text>')
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        y = at(0, most * share).split(",")[1]
+        parts.append(f'<line x1="{left}" x2="{width - 20}" y1="{y}" y2="{y}" stroke="#ddd"/>'
+                     f'<text x="{left - 6}" y="{y}" text-anchor="end" dy="4">{most * share:.0f} ms</text>')
+    for index, (name, curve) in enumerate(curves.items()):
+        line = " ".join(at(percent, ms) for percent, ms in sorted(curve.items()))
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colours[index % 4]}" stroke-width="2"/>'
+                     f'<text x="{left + 20 + 180 * index}" y="{height - 10}" fill="{colours[index % 4]}">{name}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def kernel_table(path: Path) -> list[str]:

@@ -119,7 +119,9 @@ class Bench:
     """The dense model in host memory, what it gives, and the rows."""
 
     def __init__(self, layers: int, times: int, prefetch: int | None) -> None:
-        self.times, self.prefetch, self.rows = times, prefetch, []
+        self.times, self.prefetch = times, prefetch
+        self.rows: list[dict] = []
+        self.curve: list[dict] = []
         model = build(layers)
         self.reference, self.resident_ms = {}, {}
         for tokens in TOKENS:
@@ -171,17 +173,52 @@ class Bench:
             "fp4-ring": lambda: self.case("fp4-ring", "fp4", gpu_bytes=110 << 20),
             "fp4-half": lambda: self.case("fp4-half", "fp4", gpu_bytes=fp4 // 2),
             "fp4-resident": lambda: self.case("fp4-resident", "fp4", gpu_bytes=None),
-            "dense-resident": lambda: self.case("dense-resident", "dense", gpu_bytes=None),
+            "dense-resident": self.resident,
             "fp4-ssd": self.ssd,
+            "sweep": self.sweep,
         }
         for name, case in cases.items():
             if not wanted or name in wanted:
                 case()
 
+    def sweep(self) -> None:
+        """Time of one token against the gpu budget, for both policies; the budget changes while the model lives."""
+        for preset, policy in (("fp4", "scheduled"), ("fp4", "lru"), ("dense", "scheduled")):
+            pages = self.plan(preset).page_bytes
+            vb = vbrt.wrap(share(self.model), preset, weights={"keep_head": True}, policy={"kind": policy},
+                           tiers={"gpu": {"budget": pages // 10}}).materialize()
+            for percent in range(10, 101, 10):
+                budget = vb.set_budget("gpu", pages * percent // 100)
+                span, _ = time_ms(forward(vb, 1), self.times)
+                stats = vb.stats()
+                self.curve.append({"preset": preset, "policy": policy, "percent": percent, "gpu_budget_bytes": budget,
+                                   "gpu_peak_bytes": stats.tiers["gpu"].peak_bytes, "T1_ms": span})
+                print(json.dumps(self.curve[-1]), flush=True)
+            vb.close()
+            del vb
+
+    def resident(self) -> None:
+        """`dense`, all resident, beside the unwrapped model, taking turns."""
+        plain = share(self.model).to(DEVICE)
+        vb = vbrt.wrap(share(self.model), "dense", weights={"keep_head": True}).materialize()
+        row = {"case": "dense-resident"}
+        for tokens in TOKENS:
+            steps = {"unwrapped": forward(plain, tokens), "wrapped": forward(vb, tokens)}
+            spans: dict[str, list[float]] = {name: [] for name in steps}
+            for turn in range(12):
+                for name, step in steps.items():
+                    span, _ = time_ms(step, 3, warm=1 if turn else 3)
+                    spans[name].append(span)
+            row |= {f"T{tokens}_{name}_ms": statistics.median(taken) for name, taken in spans.items()}
+            row[f"T{tokens}_over_resident"] = row[f"T{tokens}_wrapped_ms"] / row[f"T{tokens}_unwrapped_ms"]
+        self.rows.append(row)
+        print(json.dumps(row), flush=True)
+        vb.close()
+
     def ssd(self) -> None:
         with tempfile.TemporaryDirectory(dir=os.environ.get("VBRT_BENCH_DIR")) as scratch:
             drive = drive_bytes_s(scratch)
-            tiers = {"cpu": {"budget": 160 << 20}, "ssd": {"enabled": True, "path": scratch, "io": "direct"}}
+            tiers = {"cpu": {"budget": 400 << 20}, "ssd": {"enabled": True, "path": scratch, "io": "direct"}}
             self.case("fp4-ssd", "fp4", gpu_bytes=110 << 20, tiers=tiers)
             row = self.rows[-1]
             pages = self.plan("fp4").page_bytes
@@ -208,7 +245,8 @@ def main() -> None:
     name = torch.cuda.get_device_name().lower().replace(" ", "-")
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"stream-{name}.json"
-    path.write_text(json.dumps({"machine": machine(), **head, "rows": bench.rows}, indent=1) + "\n")
+    path.write_text(json.dumps({"machine": machine(), **head, "rows": bench.rows,
+                                "sweep": bench.curve}, indent=1) + "\n")
     print(path)
 
 

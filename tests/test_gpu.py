@@ -131,7 +131,7 @@ def test_the_gpu_budget_shrinks_and_grows_between_passes():
                 assert torch.equal(y, want)
             assert vb.stats().tiers["gpu"].peak_bytes <= pages * page
             if pages == 3:
-                assert torch.cuda.memory_allocated() <= before - 5 * page
+                assert torch.cuda.memory_allocated() <= before - 4.5 * page  # outputs are held beside
         misses = vb.stats().misses
         outputs(vb, x)
         assert vb.stats().misses == misses
@@ -144,6 +144,8 @@ def test_an_auto_budget_gives_way_to_the_model_and_grows_back(monkeypatch):
         assert all(torch.equal(y, want) for y in outputs(vb, x))
         page = vb.plan.page_bytes // 8
         vb._gpu_balance.margin_bytes = 8 * page
+        monkeypatch.setattr("vbrt.wrapper._LOOK_SECONDS", 0.0)
+        vb._gpu_balance._next_look = 0.0
         total = torch.cuda.mem_get_info()[1]
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 * page, total))
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)

@@ -7,6 +7,7 @@ layer, or `materialize()` for all of them, encodes the weight, stores its pages 
 import ctypes
 import os
 import sys
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -33,6 +34,7 @@ from vbrt.tiers import Level, MemoryTier, SsdTier, TierStack
 
 __all__ = ["VBModelWrapper", "wrap"]
 
+_LOOK_SECONDS = 0.1  # between looks at the GPU's free memory, at least
 _LARGE_BYTES = 64 << 20  # layers that the progress bar names
 
 
@@ -156,9 +158,13 @@ class _GpuBalance:
     def __init__(self, wanted_bytes: int) -> None:
         self.wanted_bytes, self.fallbacks = wanted_bytes, []
         self.margin_bytes = wanted_bytes * (100 - AUTO_PERCENT["gpu"]) // AUTO_PERCENT["gpu"]
+        self._next_look = 0.0
 
     def wanted_now(self, budget_bytes: int, page_bytes: int) -> int:
         """What the budget should be now, in bytes, of at most all pages."""
+        if time.monotonic() < self._next_look:
+            return budget_bytes  # asking the driver takes some tenths of a millisecond
+        self._next_look = time.monotonic() + _LOOK_SECONDS
         wanted, free = min(self.wanted_bytes, page_bytes), torch.cuda.mem_get_info()[0]
         if budget_bytes >= wanted and free >= self.margin_bytes // 2:
             return budget_bytes  # most passes: torch's own figures cost more

@@ -41,7 +41,7 @@ _MAGIC = b"VBPAGE\x00\x01"
 _VERSION = 2
 _HEAD = struct.Struct("<8sIIQQ")  # magic, version, header bytes, page bytes, XXH3-64 over the segments' XXH3-64
 _SEGMENT_BYTES = 512 << 10  # hashed at a time: stays in L2
-_DIRECT_SEGMENTS = 4  # read at a time from the drive, which wants large reads
+_DIRECT_SEGMENTS = 8  # read at a time from the drive, which wants large reads
 _MAX_RW_BYTES = 1 << 30  # Linux caps one call at 2 GiB - 4096
 _PAGE_CACHE_SHARE = 0.5  # of available memory that the page files may be expected to fill
 
