@@ -345,8 +345,8 @@ def stream_table(path: Path) -> list[str]:
     result = json.loads(path.read_text())
     where, versions = result["machine"], result["machine"]["versions"]
     what = (f"A Llama-3-8B-shaped bf16 model, one forward without a KV cache, embedding and head resident. Raw limit: "
-            f"the {result['swapped_bytes'] / 1e9:.2f} GB of swapped bf16 weights over {result['link_gb_s']:.1f} GB/s of "
-            f"pinned host-to-device copies in the same run, {result['limit_ms']:.0f} ms; half of it for `dense-half`. "
+            f"the {result['swapped_bytes'] / 1e9:.2f} GB of swapped bf16 weights over {result['link_gb_s']:.1f} GB/s "
+            f"of pinned host-to-device copies in the same run, {result['limit_ms']:.0f} ms; half for `dense-half`. "
             "Resident: the unwrapped model. Ready: from bf16 in host memory to encoded.")
     resident = ", ".join(f"T={t} {ms:.1f} ms" for t, ms in result["resident_ms"].items())
     out = [f"## streaming, {where['gpu']}", "", what, "", f"Unwrapped, all resident: {resident}.", "",
@@ -360,8 +360,8 @@ def stream_table(path: Path) -> list[str]:
                        f"{row['hit_rate']:.3f} | {row['ready_s']:.1f} |")
     for row in result["rows"]:
         if "drive_bytes_s" in row:
-            out += ["", f"`fp4-ssd` reads with O_DIRECT: {row['T1_of_drive']:.2f} (T=1) and {row['T2048_of_drive']:.2f} "
-                        f"(T=2048) of the drive's sequential {row['drive_bytes_s'] / 1e9:.2f} GB/s in the same run."]
+            drive = f"the drive's sequential {row['drive_bytes_s'] / 1e9:.2f} GB/s in the same run"
+            out += ["", f"`fp4-ssd`, O_DIRECT: {row['T1_of_drive']:.2f}, {row['T2048_of_drive']:.2f} of {drive}."]
         if "T1_unwrapped_ms" in row:
             pairs = ", ".join(f"T={t} {row[f'T{t}_wrapped_ms']:.2f} ms against {row[f'T{t}_unwrapped_ms']:.2f} "
                               f"({row[f'T{t}_over_resident']:.3f}×)" for t in (1, 2048))
@@ -398,8 +398,9 @@ def sweep_svg(points: list[dict]) -> str:
     def at(percent: float, ms: float) -> str:
         return f"{left + percent / 100 * (width - left - 20):.1f},{top + (1 - ms / most) * (height - top - 50):.1f}"
 
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
-             'font-size="12">', f'<rect width="{width}" height="{height}" fill="white"/>']
+    size = f'width="{width}" height="{height}"'
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">',
+             f'<rect {size} fill="white"/>']
     for percent in range(0, 101, 20):
         x = at(percent, 0).split(",")[0]
         parts.append(f'<text x="{x}" y="{height - 32}" text-anchor="middle">{percent} %</text>')
