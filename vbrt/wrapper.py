@@ -4,10 +4,11 @@ Nothing moves when a model is wrapped: its layers become shells that share their
 layer, or `materialize()` for all of them, encodes the weight, stores its pages and lets the dense weight go.
 """
 
+import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
@@ -25,7 +26,8 @@ from vbrt.nn import HandleSpec, VBLayer, VBLinear, WeightHandle
 from vbrt.plan import Plan, Swap, format_bytes
 from vbrt.policy import make_policy
 from vbrt.stats import LayerStats, Stats, TierStats
-from vbrt.tiers import Level, MemoryTier, SsdTier, TierStack
+from vbrt.tiers import Level, MemoryTier, Recorder, SsdTier, TierStack
+from vbrt.timeline import TimelineTotals, check_timeline_path
 
 __all__ = ["VBModelWrapper", "wrap"]
 
@@ -149,6 +151,7 @@ class VBModelWrapper(nn.Module):
         self.__dict__["_layers"] = registry
         self._marker = _PassMarker(stack)
         self._hook = model.register_forward_pre_hook(self._marker)
+        self._timed: TimelineTotals | None = None  # of the last recording
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -207,7 +210,7 @@ class VBModelWrapper(nn.Module):
         shells = sum(swap.dense_bytes for swap in swaps if not self._layers[swap.name].materialized)
         device_bytes = stack.levels[0].tier.held_bytes + shells + self.plan.kept_bytes
         return Stats(self.settings.policy.kind, stack.names[0], self._marker.passes, layers, self._tier_stats(),
-                     self.plan.dense_bytes, self.plan.kept_bytes, device_bytes, tuple(fallbacks))
+                     self.plan.dense_bytes, self.plan.kept_bytes, device_bytes, tuple(fallbacks), self._timed)
 
     def _layer_stats(self, swap: Swap) -> LayerStats:
         handle, stack = self._layers[swap.name].handle, self.stack
@@ -243,6 +246,40 @@ class VBModelWrapper(nn.Module):
             ssd = stack.ssd
             stats["ssd"] = TierStats(ssd.capacity_bytes, ssd.held_bytes, ssd.peak_bytes, homes[-1], homes[-1])
         return stats
+
+    def timeline(self, path: str | PathLike) -> contextlib.AbstractContextManager[Recorder]:
+        """Record the passes that run in a `with` block, and write when what was computed, waited for and copied.
+
+        Recording costs events on the device, and resident layers take the way of streamed ones: it is for a few
+        passes, after the first. A block that raises leaves a file of what it did until then.
+
+        Args:
+            path: "*.html", to look at in a browser, or "*.json" in Chrome's trace format, for Perfetto.
+
+        Returns:
+            A context manager; it yields the recorder, whose `timeline` has spans and totals when the block has ended.
+
+        Raises:
+            ConfigError: another suffix, or a file that cannot be written.
+            WrapError: (on entering) the model is being recorded already.
+        """
+        return self._record(check_timeline_path(path))
+
+    @contextlib.contextmanager
+    def _record(self, path: Path) -> Iterator[Recorder]:
+        recorder = Recorder(self.stack)
+        recorder.start()
+        hooks = []
+        try:
+            hooks.append(self.model.register_forward_pre_hook(recorder.begin_pass, prepend=True))
+            hooks.append(self.model.register_forward_hook(recorder.end_pass, always_call=True))
+            yield recorder
+        finally:
+            for hook in hooks:
+                hook.remove()
+            timeline = recorder.stop()
+            self._timed = timeline.totals
+            timeline.write(path)
 
     # -- the way back -------------------------------------------------------------------------------------------------
 
