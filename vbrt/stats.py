@@ -5,6 +5,8 @@
     vb.stats().layers["fc1"].hit_rate
 
 A hit is a lease of a page that moved no bytes. A page staged ahead of its use is a miss that was `prefetched`.
+`wait_us` is what the host's threads have waited; how long the device did is known of recorded passes only
+(`vb.timeline`), of which `timeline` has the last recording's totals.
 """
 
 import io
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, get_origin
 
 from vbrt.errors import FormatError
 from vbrt.plan import format_bytes
+from vbrt.timeline import LayerTotals, TimelineTotals
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -70,6 +73,7 @@ class Stats:
 
     `dense_bytes` is the model as it came, `kept_bytes` what was not swapped; `device_bytes` is what the computing
     device holds now of both (budgeted pages, shells that still hold their dense weight, kept parameters).
+    `timeline` is what the last `vb.timeline` measured; None before the first.
     """
 
     policy: str
@@ -81,6 +85,7 @@ class Stats:
     kept_bytes: int
     device_bytes: int
     fallbacks: tuple[str, ...] = field(default=())
+    timeline: TimelineTotals | None = None
 
     @property
     def hits(self) -> int:
@@ -125,7 +130,8 @@ class Stats:
         return {"policy": self.policy, "compute_tier": self.compute_tier, "passes": self.passes, **totals,
                 "dense_bytes": self.dense_bytes, "kept_bytes": self.kept_bytes, "device_bytes": self.device_bytes,
                 "tiers": {name: asdict(tier) for name, tier in self.tiers.items()},
-                "fallbacks": list(self.fallbacks), "layers": layers}
+                "fallbacks": list(self.fallbacks), "layers": layers,
+                "timeline": asdict(self.timeline) if self.timeline else None}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -140,6 +146,7 @@ class Stats:
             values[key] = {name: part(**_values(part, _mapping(item, f"stats.{key}.{name}"), f"stats.{key}.{name}"))
                            for name, item in values[key].items()}
         values["fallbacks"] = tuple(map(str, values["fallbacks"]))
+        values["timeline"] = _timeline(data.get("timeline"))
         return cls(**values)
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
@@ -162,6 +169,12 @@ class Stats:
                          f"{tier.home_pages} at home")
         for link, nbytes in self.bytes_moved.items():
             lines.append(f"link {link}: {format_bytes(nbytes)}")
+            if self.timeline and link in self.timeline.links:
+                timed = self.timeline.links[link]
+                lines[-1] += f"; in the last timeline {timed.gb_per_s:.2f} GB/s, idle {_percent(1 - timed.busy_share)}"
+        if self.timeline:
+            lines.append(f"last timeline: {self.timeline.recorded_us / 1e3:.1f} ms, "
+                         f"{_percent(self.timeline.wait_share)} of them spent waiting")
         fitted = [layer for layer in self.layers.values() if layer.separation_hits or layer.separation_refreshes]
         if fitted:
             lines.append(f"separation: {sum(layer.separation_hits for layer in fitted)} cache hits, "
@@ -215,7 +228,14 @@ def _columns(stats: Stats) -> list[_Column]:
         ("moved", lambda layer: format_bytes(sum(layer.bytes_moved.values())), format_bytes(moved), 1, False),
         ("wait ms", lambda layer: f"{layer.wait_us / 1e3:.1f}", f"{stats.wait_us / 1e3:.1f}", 2, False),
     ]
-    return [_Column(head, tuple(map(cell, layers)), total, rank, text) for head, cell, total, rank, text in makers]
+    columns = [_Column(head, tuple(map(cell, layers)), total, rank, text) for head, cell, total, rank, text in makers]
+    return columns + ([_timeline_column(stats, stats.timeline.layers)] if stats.timeline else [])
+
+
+def _timeline_column(stats: Stats, timed: Mapping[str, LayerTotals]) -> _Column:
+    waits = [timed[name].wait_us if name in timed else None for name in stats.layers]
+    cells = tuple("-" if wait is None else f"{wait / 1e3:.3f}" for wait in waits)
+    return _Column("timeline wait ms", cells, f"{sum(filter(None, waits)) / 1e3:.3f}", 5)
 
 
 def _hoist(columns: list[_Column]) -> tuple[list[_Column], list[str]]:
@@ -288,6 +308,8 @@ def _values(cls: type, data: Mapping[str, Any], where: str) -> dict[str, Any]:
     values = {}
     for f in fields(cls):
         kind = get_origin(f.type) or f.type
+        if kind not in _KINDS:  # `timeline`, which may be absent
+            continue
         if f.name not in data:
             raise FormatError(f"{where}.{f.name} is missing; expected {_KINDS[kind]}, as Stats.to_dict() writes it")
         value = data[f.name]
@@ -295,6 +317,13 @@ def _values(cls: type, data: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise FormatError(f"{where}.{f.name} = {value!r:.80}; expected {_KINDS[kind]}")
         values[f.name] = value
     return values
+
+
+def _timeline(data: Any) -> TimelineTotals | None:
+    try:
+        return None if data is None else TimelineTotals.from_dict(data)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"stats.timeline = {data!r:.80}; expected the totals that Stats.to_dict() writes") from error
 
 
 def _accepted(kind: type) -> tuple[type, ...]:

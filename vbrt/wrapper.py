@@ -4,13 +4,14 @@ Nothing moves when a model is wrapped: its layers become shells that share their
 layer, or `materialize()` for all of them, encodes the weight, stores its pages and lets the dense weight go.
 """
 
+import contextlib
 import ctypes
 import os
 import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -30,7 +31,8 @@ from vbrt.nn import HandleSpec, VBLayer, WeightHandle, layer_class
 from vbrt.plan import Plan, Swap, format_bytes
 from vbrt.policy import auto_prefetch, make_policy, rebalanced
 from vbrt.stats import LayerStats, Stats, TierStats
-from vbrt.tiers import Level, MemoryTier, SsdTier, TierStack
+from vbrt.tiers import Level, MemoryTier, Recorder, SsdTier, TierStack
+from vbrt.timeline import TimelineTotals, check_timeline_path
 
 __all__ = ["VBModelWrapper", "wrap"]
 
@@ -193,6 +195,7 @@ class VBModelWrapper(nn.Module):
         self.model = model
         self.settings, self.plan, self.stack = config, plan, stack
         self.__dict__["_layers"] = registry
+        self._timed: TimelineTotals | None = None  # of the last recording
         self._hook_up()
 
     def _hook_up(self) -> None:
@@ -318,7 +321,8 @@ class VBModelWrapper(nn.Module):
         shells = sum(swap.dense_bytes for swap in swaps if not self._layers[swap.name].materialized)
         device_bytes = stack.levels[0].tier.held_bytes + shells + self.plan.kept_bytes
         return Stats(self.settings.policy.kind, stack.names[0], self._marker.passes, layers, self._tier_stats(),
-                     self.plan.dense_bytes, self.plan.kept_bytes, device_bytes, tuple(dict.fromkeys(fallbacks)))
+                     self.plan.dense_bytes, self.plan.kept_bytes, device_bytes, tuple(dict.fromkeys(fallbacks)),
+                     self._timed)
 
     def _layer_stats(self, swap: Swap) -> LayerStats:
         handle, stack = self._layers[swap.name].handle, self.stack
@@ -354,6 +358,40 @@ class VBModelWrapper(nn.Module):
             ssd = stack.ssd
             stats["ssd"] = TierStats(ssd.capacity_bytes, ssd.held_bytes, ssd.peak_bytes, homes[-1], homes[-1])
         return stats
+
+    def timeline(self, path: str | PathLike) -> contextlib.AbstractContextManager[Recorder]:
+        """Record the passes that run in a `with` block, and write when what was computed, waited for and copied.
+
+        Recording costs events on the device, and resident layers take the way of streamed ones: it is for a few
+        passes, after the first. A block that raises leaves a file of what it did until then.
+
+        Args:
+            path: "*.html", to look at in a browser, or "*.json" in Chrome's trace format, for Perfetto.
+
+        Returns:
+            A context manager; it yields the recorder, whose `timeline` has spans and totals when the block has ended.
+
+        Raises:
+            ConfigError: another suffix, or a file that cannot be written.
+            WrapError: (on entering) the model is being recorded already.
+        """
+        return self._record(check_timeline_path(path))
+
+    @contextlib.contextmanager
+    def _record(self, path: Path) -> Iterator[Recorder]:
+        recorder = Recorder(self.stack)
+        recorder.start()
+        hooks = []
+        try:
+            hooks.append(self.model.register_forward_pre_hook(recorder.begin_pass, prepend=True))
+            hooks.append(self.model.register_forward_hook(recorder.end_pass, always_call=True))
+            yield recorder
+        finally:
+            for hook in hooks:
+                hook.remove()
+            timeline = recorder.stop()
+            self._timed = timeline.totals
+            timeline.write(path)
 
     # -- the way back -------------------------------------------------------------------------------------------------
 

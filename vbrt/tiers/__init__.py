@@ -1,7 +1,8 @@
 """Where pages live: memory tiers (gpu, cpu), the file tier (ssd), and the stack that moves pages between them."""
 
 from vbrt.tiers.memory import Buffer, MemoryTier
+from vbrt.tiers.recorder import Recorder
 from vbrt.tiers.ssd import SsdTier
 from vbrt.tiers.stack import Lease, Level, Page, TierStack, detached_stack
 
-__all__ = ["Buffer", "Lease", "Level", "MemoryTier", "Page", "SsdTier", "TierStack", "detached_stack"]
+__all__ = ["Buffer", "Lease", "Level", "MemoryTier", "Page", "Recorder", "SsdTier", "TierStack", "detached_stack"]

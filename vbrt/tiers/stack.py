@@ -42,6 +42,7 @@ from vbrt.errors import TierError
 from vbrt.formats.page import PageLayout, unpack
 from vbrt.policy import Decision, LRUPolicy, Policy, spread
 from vbrt.tiers.memory import Buffer, MemoryTier
+from vbrt.tiers.recorder import LeaseNote, Recorder
 from vbrt.tiers.ssd import HEADER_BYTES, SsdTier
 
 __all__ = ["Lease", "Level", "Page", "TierStack", "detached_stack"]
@@ -160,6 +161,7 @@ class TierStack:
         self._changed = threading.Condition(self._lock)
         self.encoding = threading.RLock()  # one weight is encoded at a time: bounded scratch, and no weight twice
         self._workers = ThreadPoolExecutor(max_workers=self._threads, thread_name_prefix="vbrt-tier")
+        self.recorder: Recorder | None = None  # of a timeline
 
     def __deepcopy__(self, memo: dict) -> "TierStack":
         return self  # copies of a model share the pages: they are read-only
@@ -175,8 +177,8 @@ class TierStack:
     @property
     def at_rest(self) -> bool:
         """Whether every page lives in the top tier and none is leaving: it may be used without a lease then, and
-        whoever does counts the hit."""
-        return not (self._travellers or self._retired or self._lost)
+        whoever does counts the hit. Not while a timeline is recorded, which notes leases."""
+        return not (self._travellers or self._retired or self._lost or self.recorder)
 
     # -- pages --------------------------------------------------------------------------------------------------------
 
@@ -767,29 +769,43 @@ class TierStack:
         page, source = slot.page, slot.source
         if source is None:
             slot.buffer.synchronize()
+            recorder = self.recorder
+            began = None if recorder is None else recorder.mark_on(None)
             self.ssd.read(page.key, slot.buffer.tensor[: page.nbytes])
+            if recorder is not None:
+                recorder.note(self._link(slot), page.key, began, recorder.mark_on(None), page.nbytes)
         else:
             self._copy_memory(slot, source)
         with self._lock:
             self._count_moved(slot)
 
     def _count_moved(self, slot: _Slot) -> None:
+        slot.page.bytes_moved[self._link(slot)] += slot.page.nbytes
+
+    def _link(self, slot: _Slot) -> str:
         index = slot.level.index
-        slot.page.bytes_moved[f"{self.names[index + 1]}>{self.names[index]}"] += slot.page.nbytes
+        return f"{self.names[index + 1]}>{self.names[index]}"
 
     def _copy_memory(self, slot: _Slot, source: _Slot) -> None:
         stream, nbytes = slot.level.stream, slot.page.nbytes
         target, origin = slot.buffer.tensor[:nbytes], source.buffer.tensor[:nbytes]
+        recorder = self.recorder
         if stream is None:
+            began = None if recorder is None else recorder.mark_on(None)
             target.copy_(origin)
+            if recorder is not None:
+                recorder.note(self._link(slot), slot.page.key, began, recorder.mark_on(None), nbytes)
             return
         for fence in slot.buffer.fences.values():  # kernels that still read this buffer
             stream.wait_event(fence)
         slot.buffer.fences.clear()
+        began = None if recorder is None else recorder.mark_on(stream)
         with torch.cuda.stream(stream):
             target.copy_(origin, non_blocking=True)
         slot.arrived = source.buffer.fence(stream)  # the source is not refilled before its copy has left
         slot.buffer.fences[stream.cuda_stream] = slot.arrived  # and this one not given away before it has arrived
+        if recorder is not None:
+            recorder.note(self._link(slot), slot.page.key, began, recorder.mark_on(stream), nbytes)
 
     # -- fork ---------------------------------------------------------------------------------------------------------
 
@@ -819,11 +835,15 @@ class Lease:
     """Pages borrowed from a stack, for one `with` block."""
 
     slots: Sequence[_Slot] = ()
+    note: LeaseNote | None = None
 
     def __init__(self, stack: TierStack, keys: Sequence[str]) -> None:
         self.stack, self.keys = stack, keys
 
     def __enter__(self) -> list[dict[str, torch.Tensor]]:
+        recorder = self.stack.recorder
+        if recorder is not None:
+            self.note = recorder.lease(self.keys)
         self.slots, self.borrower = [], _Borrower()
         try:
             self.stack._acquire(self)
@@ -833,12 +853,16 @@ class Lease:
             for slot in self.slots:
                 if slot.arrived is not None:
                     torch.cuda.current_stream(slot.level.tier.device).wait_event(slot.arrived)
+            if self.note is not None:
+                self.note.arrived()
             return [slot.tensors for slot in self.slots]
         except BaseException:
             self.stack._release(self)
             raise
 
     def __exit__(self, *exc_info: object) -> None:
+        if self.note is not None:
+            self.note.done()
         if self.slots:
             self.stack._release(self)
 

@@ -1,0 +1,139 @@
+"""Notes when a stack computes, waits and moves bytes, for `vb.timeline`; a stack has none unless one is asked for.
+
+Nothing is synchronized while a pass runs: what happens on the device is marked by CUDA events with timing, what happens
+on the host by its clock, and both are put on one axis when the recording ends. A moment of which both clocks are known,
+taken while the device was idle, aligns them to some ten microseconds.
+"""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from vbrt.errors import WrapError
+from vbrt.timeline import COMPUTE, PASS, WAIT, Span, Timeline
+
+if TYPE_CHECKING:
+    from vbrt.tiers.stack import TierStack
+
+__all__ = ["LeaseNote", "Mark", "Recorder"]
+
+Mark = int | torch.cuda.Event
+"""A moment: nanoseconds of the host's clock, or an event of the device."""
+
+
+class Recorder:
+    """Records from `start` to `stop`; any number of threads may note spans meanwhile.
+
+    Attributes:
+        timeline: what was recorded; None before `stop`.
+    """
+
+    def __init__(self, stack: "TierStack") -> None:
+        self.stack = stack
+        self.timeline: Timeline | None = None
+        self._device = stack.device if stack.device.type == "cuda" else None
+        self._notes: list[tuple[str, str, Mark, Mark, int]] = []  # only appended to: one step for threads
+        self._passes: defaultdict[int, list[Mark]] = defaultdict(list)  # that have begun, by thread
+        self._origin_ns, self._origin = 0, None
+
+    def __deepcopy__(self, memo: dict) -> "Recorder":
+        return self  # a model that is copied while it is recorded
+
+    def start(self) -> None:
+        """From now on the stack tells this recorder what it does.
+
+        Raises:
+            WrapError: it has another one.
+        """
+        with self.stack._lock:
+            if self.stack.recorder is not None:
+                raise WrapError("timeline: this model is being recorded already; leave that `with` block first")
+            self._set_origin()
+            self.stack.recorder = self
+
+    def _set_origin(self) -> None:
+        before = time.perf_counter_ns()
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)
+            before = time.perf_counter_ns()
+            self._origin = torch.cuda.Event(enable_timing=True)
+            self._origin.record(torch.cuda.current_stream(self._device))
+            self._origin.synchronize()
+        self._origin_ns = (before + time.perf_counter_ns()) // 2
+
+    def stop(self) -> Timeline:
+        """Stop, wait for the device, and work out all times."""
+        self.stack.recorder = None
+        notes = list(self._notes)  # before the synchronization: every event in it has passed then
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)
+        spans = [Span(row, page, self._us(start), self._us(end), nbytes) for row, page, start, end, nbytes in notes]
+        self.timeline = Timeline(tuple(sorted(spans, key=lambda span: (span.start_us, span.end_us))))
+        return self.timeline
+
+    def _us(self, mark: Mark) -> float:
+        if isinstance(mark, int):
+            return (mark - self._origin_ns) / 1e3
+        return self._origin.elapsed_time(mark) * 1e3
+
+    # -- what the stack and the model tell ----------------------------------------------------------------------------
+
+    def mark(self) -> Mark:
+        """Now, as the computing device sees it: when it gets to what its current stream is given next."""
+        if self._device is None:
+            return time.perf_counter_ns()
+        return self.mark_on(torch.cuda.current_stream(self._device))
+
+    def mark_on(self, stream: torch.cuda.Stream | None) -> Mark:
+        """Now, as a stream sees it, or the host."""
+        if stream is None or torch.cuda.is_current_stream_capturing():  # an event of a graph has no time
+            return time.perf_counter_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def note(self, row: str, page: str, start: Mark, end: Mark, nbytes: int = 0) -> None:
+        """A span that has ended, or will when the device gets there."""
+        self._notes.append((row, page, start, end, nbytes))
+
+    def lease(self, keys: Sequence[str]) -> "LeaseNote":
+        """A lease is being asked for."""
+        return LeaseNote(self, " + ".join(keys))
+
+    def begin_pass(self, model: torch.nn.Module, args: tuple) -> None:
+        """A forward pre-hook of the model."""
+        if not torch.compiler.is_compiling():
+            self._passes[threading.get_ident()].append(self.mark())
+
+    def end_pass(self, model: torch.nn.Module, args: tuple, output: object) -> None:
+        """A forward hook of the model."""
+        begun = [] if torch.compiler.is_compiling() else self._passes[threading.get_ident()]
+        if begun:
+            self.note(PASS, PASS, begun.pop(), self.mark())
+
+
+class LeaseNote:
+    """The two spans of one lease: until its pages are there, and until it is given back."""
+
+    __slots__ = ("_mark", "_page", "_recorder")
+
+    def __init__(self, recorder: Recorder, page: str) -> None:
+        self._recorder, self._page = recorder, page
+        self._mark = recorder.mark()
+
+    def arrived(self) -> None:
+        """What is computed from now on finds the pages there."""
+        self._next(WAIT)
+
+    def done(self) -> None:
+        """All of the computing has been asked for."""
+        self._next(COMPUTE)
+
+    def _next(self, row: str) -> None:
+        now = self._recorder.mark()
+        self._recorder.note(row, self._page, self._mark, now)
+        self._mark = now
