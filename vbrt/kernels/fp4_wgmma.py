@@ -27,37 +27,11 @@ from vbrt.kernels.fp4_gluon import (
 
 __all__ = ["reduce_kernel", "wgmma_kernel"]
 
-# names that changed between Triton 3.6 and 3.9
+# renamed between Triton 3.6 and 3.9
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 # output register 2 q + h of bf16 tensor q = 2 * word + c
 DECODE_PAIRS = gl.constexpr(_decode_assembly(tuple((2 * c + h, j) for j in range(4) for c in range(2) for h in range(2))))
-
-
-@gluon.constexpr_function
-def shared_tokens(TOKENS):
-    """Where activations [TOKENS, t1 t0 p1 p0, jj c], a word each, go in [2 * TOKENS, 64] bf16, swizzled by 128 bytes.
-
-    Half p1, and there p0, jj, c, t1, t0 from the top: the order of a tile's columns, see fp4_tiles for the names.
-    """
-    bits = TOKENS.bit_length() - 1
-    bases = [[0, 4, 0], [0, 8, 0], [0, 0, 1], [0, 0, 2], [0, 1, 0], [1, 0, 1], [2, 0, 2], [4, 1, 0]]
-    return gl.SharedLinearLayout(bases + [[1 << i, 0, 0] for i in range(3, bits)] + [[0, 2, 0]])
-
-
-@gluon.constexpr_function
-def token_lanes(TOKENS, WARPS):
-    """A word a lane and copy: whole 32-byte sectors of the activations, 32 different banks of shared memory."""
-    bits, warp_bits = TOKENS.bit_length() - 1, WARPS.bit_length() - 1
-    rest = [[0, 2, 0]] + [[1 << i, 0, 0] for i in range(bits)]
-    return gl.DistributedLinearLayout(
-        reg_bases=rest[: len(rest) - warp_bits],
-        lane_bases=[[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 4, 0], [0, 8, 0]],
-        warp_bases=rest[len(rest) - warp_bits :],
-        block_bases=[],
-        shape=[TOKENS, 16, 4],
-    )
 
 
 @gluon.jit
@@ -75,6 +49,14 @@ def copy_tiles(first, second, scales, tile_ptr, row_tile, row_tiles, column, las
         copy_async(scales, tile_ptr + (base + 256 + lane // 2), mask=wanted)
     else:
         copy_async(scales, tile_ptr + (base + 256 + lane), mask=wanted)
+
+
+@gluon.jit
+def read_tile(firsts, seconds, scales, place, lane, LAYOUT: gl.constexpr, E8: gl.constexpr):
+    scale = scales.index(place).load(gl.SliceLayout(1, LAYOUT))
+    if E8:
+        scale = scale >> (16 * (lane % 2))
+    return firsts.index(place).load(LAYOUT), seconds.index(place).load(LAYOUT), scale
 
 
 @gluon.jit
@@ -100,35 +82,49 @@ def operand(words, scale, PART: gl.constexpr, E8: gl.constexpr, WARPS: gl.conste
 
 @gluon.jit
 def copy_tokens(
-    place, x_words, x_stride, first_token, column, last, M, K,
-    TOKENS: gl.constexpr, WARPS: gl.constexpr, EVEN: gl.constexpr,
+    place, x_ptr, first_token, column, last, columns, TOKENS: gl.constexpr, WARPS: gl.constexpr
+):
+    """Start copying 128 ordered columns of the activations into a place of the ring."""
+    X: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    row = gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(1, X))
+    at = gl.arange(0, 64, layout=gl.SliceLayout(0, X))
+    token = first_token + row % TOKENS
+    pointer = x_ptr + (token * (columns * 128) + column * 128 + row // TOKENS * 64)[:, None] + at[None, :]
+    copy_async(place, pointer, mask=(row >= 0)[:, None] & (column < last))
+
+
+@gluon.jit(do_not_specialize=["M", "columns"])
+def order_kernel(
+    x_ptr, o_ptr, M, K, columns, x_stride, k_stride, SUMMANDS: gl.constexpr, WARPS: gl.constexpr, SPAN: gl.constexpr
 ):  # fmt: skip
-    """Start copying 128 columns of the activations into a place of the ring, in the tiles' order; zeros outside."""
-    X: gl.constexpr = token_lanes(TOKENS, WARPS)
-    SHARED_X: gl.constexpr = shared_tokens(TOKENS)
-    token = first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, gl.SliceLayout(2, X)))[:, None][:, :, None]
-    run = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, X)))[None, :][:, :, None]
-    four = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))[None, :][:, None, :]
-    at = (run // 4) * 16 + ((run % 4) ^ (run // 8)) * 4 + four
-    wanted = (token < M) & (column < last)
-    if not EVEN:
-        wanted = wanted & (column * 128 + at * 2 < K)
-    pointer = x_words + column * 64 + (token * (x_stride // 2) + at)
-    if REINTERPRET:
-        copy_async(place.reinterpret(gl.int32, [TOKENS, 16, 4], SHARED_X), pointer, mask=wanted)
-    else:
-        copy_async(place._reinterpret(gl.int32, [TOKENS, 16, 4], SHARED_X), pointer, mask=wanted)
+    """o [SUMMANDS * M, 128 * columns] bf16: x [M, K] as summands, columns in the order of the tiles, zeros behind K.
+
+    Grid (M, ceil(128 * columns / SPAN)). The 128 columns p1 p0 jj c t1 t0 e of a tile come from t1 t0 q1 q0 jj c e
+    with q = p ^ t1; see fp4_tiles for the names.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
+    m = gl.program_id(0)
+    at = gl.program_id(1) * SPAN + gl.arange(0, SPAN, layout=LAYOUT)
+    t = (at >> 1) & 3
+    p = (at >> 5) & 3
+    k = (at & -128) + t * 32 + ((p ^ (t >> 1)) << 3) + ((at >> 4) & 1) * 4 + ((at >> 3) & 1) * 2 + (at & 1)
+    rest = gl.load(x_ptr + m.to(gl.int64) * x_stride + k.to(gl.int64) * k_stride, mask=k < K, other=0.0).to(gl.float32)
+    for s in gl.static_range(SUMMANDS):
+        summand = rest.to(gl.bfloat16)
+        row = (m + s * M).to(gl.int64) * (columns * 128)
+        gl.store(o_ptr + row + at, summand, mask=at < columns * 128)
+        rest = rest - summand.to(gl.float32)
 
 
 @gluon.jit(do_not_specialize=["M", "columns", "per_split"])
 def wgmma_kernel(
-    x_ptr, tile_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K, columns, per_split, x_stride, y_stride,
+    x_ptr, tile_ptr, scale_ptr, bias_ptr, y_ptr, M, N, columns, per_split, y_stride,
     TOKENS: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr, RING: gl.constexpr,
-    E8: gl.constexpr, EVEN: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
+    E8: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """y [M, N] = activation(x [M, K] @ w.T * scale + bias), or y [SPLITS, M, N] fp32, the summands of x @ w.T * scale.
 
-    x is bf16, its rows 16-byte aligned; grid (token blocks * splits * row blocks,).
+    x comes from `order_kernel`, with rows for whole blocks of TOKENS; grid (token blocks * splits * row blocks,).
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     THREADS: gl.constexpr = 32 * WARPS
@@ -149,7 +145,6 @@ def wgmma_kernel(
     row_tiles = (N + 15) // 16
     column = split * per_split
     last = gl.minimum(column + per_split, columns)
-    x_words = x_ptr.to(gl.pointer_type(gl.int32))
 
     firsts = gl.allocate_shared_memory(gl.int32, [RING, THREADS, 4], LINES)
     seconds = gl.allocate_shared_memory(gl.int32, [RING, THREADS, 4], LINES)
@@ -159,36 +154,30 @@ def wgmma_kernel(
     for i in gl.static_range(RING - 1):
         copy_tiles(firsts.index(i), seconds.index(i), scales.index(i), tile_ptr, row_tile, row_tiles, column + i, last,
                    columns, lane, E8)  # fmt: skip
-        copy_tokens(tokens.index(i), x_words, x_stride, first_token, column + i, last, M, K, TOKENS, WARPS, EVEN)
+        copy_tokens(tokens.index(i), x_ptr, first_token, column + i, last, columns, TOKENS, WARPS)
         async_copy.commit_group()
 
     total = gl.zeros((16 * WARPS, TOKENS), gl.float32, layout=ACC)
+    async_copy.wait_group(RING - 2)
     place = 0
+    first, second, scale = read_tile(firsts, seconds, scales, place, lane, LAYOUT, E8)
     for _ in range(last - column):
-        async_copy.wait_group(RING - 2)
-        scale = scales.index(place).load(gl.SliceLayout(1, LAYOUT))
-        if E8:
-            scale = scale >> (16 * (lane % 2))
-        words = firsts.index(place).load(LAYOUT)
-        more = seconds.index(place).load(LAYOUT)
         b = tokens.index(place)
-        a0 = operand(words, scale, 0, E8, WARPS, A)
+        free = gl.where(place == 0, RING, place) - 1
+        place = gl.where(place == RING - 1, 0, place + 1)
+        a0 = operand(first, scale, 0, E8, WARPS, A)
+        async_copy.wait_group(RING - 3)
         total = hopper.warpgroup_mma(a0, b.slice(0, TOKENS, dim=0).permute((1, 0)), total, is_async=True)
+        a1 = operand(second, scale, 1, E8, WARPS, A)
+        first, second, scale = read_tile(firsts, seconds, scales, place, lane, LAYOUT, E8)
         total = hopper.warpgroup_mma_wait(1, deps=(total,))  # the second half of the column before
-        a1 = operand(more, scale, 1, E8, WARPS, A)
         total = hopper.warpgroup_mma(a1, b.slice(TOKENS, TOKENS, dim=0).permute((1, 0)), total, is_async=True)
-        free = place - 1
-        if free < 0:
-            free = RING - 1
         copy_tiles(firsts.index(free), seconds.index(free), scales.index(free), tile_ptr, row_tile, row_tiles,
                    column + RING - 1, last, columns, lane, E8)  # fmt: skip
-        copy_tokens(tokens.index(free), x_words, x_stride, first_token, column + RING - 1, last, M, K, TOKENS, WARPS,
-                    EVEN)  # fmt: skip
+        copy_tokens(tokens.index(free), x_ptr, first_token, column + RING - 1, last, columns, TOKENS, WARPS)
         async_copy.commit_group()
-        total = hopper.warpgroup_mma_wait(1, deps=(total,))
-        place = place + 1
-        if place == RING:
-            place = 0
+        # three operands in flight where registers allow it
+        total = hopper.warpgroup_mma_wait(1 if TOKENS * WARPS > 1024 else 2, deps=(total,))
         column = column + 1
     v = hopper.warpgroup_mma_wait(0, deps=(total,))
     async_copy.wait_group(0)
