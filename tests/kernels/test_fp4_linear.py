@@ -4,7 +4,7 @@ import torch
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.kernels import fp4_linear, fp4_tiles, page_packing, reference, resolve
-from vbrt.kernels.launch_table import DEFAULT, FAMILIES, fused_limit, launch_for
+from vbrt.kernels.launch_table import DEFAULT, FAMILIES, WIDE, fused_limit, launch_for, wide_for
 
 NAMES = ("nvfp4", "mxfp4")
 SHAPES = [(16, 128), (1, 16), (33, 200), (200, 416), (5, 2730), (129, 1000)]
@@ -115,8 +115,15 @@ def test_the_cpu_keeps_the_reference():
 def test_every_size_has_a_launch(major):
     for tokens in range(1, fused_limit(major) + 1):
         for row_tiles in (1, 512, 513, 1280, 100_000):
-            launch = launch_for(major, tokens, row_tiles, 64)
-            assert launch.WN * launch.WK in (1, 2, 4, 8, 16)
+            wide = wide_for(major, tokens, row_tiles, 64)
+            if wide is None:
+                launch = launch_for(major, tokens, row_tiles, 64)
+                assert launch.WN * launch.WK in (1, 2, 4, 8, 16)
+            else:
+                places = wide.RING * wide.COLUMNS
+                assert wide.TOKENS in (16, 32, 64, 128) and wide.WARPS in (8, 16)
+                assert wide.RING >= 3 and places * (wide.WARPS * 32 * 36 + wide.TOKENS * 256) <= 227 << 10
+    assert wide_for(major, fused_limit(major) + 1, 1, 1) is None
     with pytest.raises(ValueError, match="at most"):
         launch_for(major, fused_limit(major) + 1, 1, 1)
 

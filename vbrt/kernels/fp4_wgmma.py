@@ -31,7 +31,15 @@ __all__ = ["reduce_kernel", "wgmma_kernel"]
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 # output register 2 q + h of bf16 tensor q = 2 * word + c
-DECODE_PAIRS = gl.constexpr(_decode_assembly(tuple((2 * c + h, j) for j in range(4) for c in range(2) for h in range(2))))
+_PAIRS = tuple((2 * c + h, j) for j in range(4) for c in range(2) for h in range(2))
+DECODE_PAIRS = gl.constexpr(_decode_assembly(_PAIRS))
+
+
+@gluon.constexpr_function
+def rows_first(WARPS):
+    """[16 * WARPS, tokens] with eight adjacent rows of the result in a lane and as many lanes along rows as fit."""
+    lanes = min(32, 2 * WARPS)
+    return gl.BlockedLayout([8, 1], [lanes, 32 // lanes], [1, WARPS], [0, 1])
 
 
 @gluon.jit
@@ -60,30 +68,27 @@ def read_tile(firsts, seconds, scales, place, lane, LAYOUT: gl.constexpr, E8: gl
 
 
 @gluon.jit
-def operand(words, scale, PART: gl.constexpr, E8: gl.constexpr, WARPS: gl.constexpr, A: gl.constexpr):
-    """[16 * WARPS, 64] weights times 2^-14 / tensor scale, in the registers that warpgroup_mma wants them in."""
+def operands(words, scale, PART: gl.constexpr, E8: gl.constexpr, WARPS: gl.constexpr, A: gl.constexpr):
+    """Four [16 * WARPS, 16] weights times 2^-14 / tensor scale, in the registers that warpgroup_mma wants them in."""
     scale_g, scale_h = gl.inline_asm_elementwise(
         E8M0 if E8 else (E4M3_LOW if PART == 0 else E4M3_HIGH),
         SCALE_REGISTERS, [scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
-    o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
+    o = gl.inline_asm_elementwise(
         DECODE_PAIRS, DECODE_REGISTERS, [words, scale_g[:, None], scale_h[:, None]],
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
         is_pure=True, pack=4,
     )  # fmt: skip
-    w = gl.join(
-        gl.join(gl.join(o0, o1), gl.join(o2, o3)),
-        gl.join(gl.join(o4, o5), gl.join(o6, o7)),
-    )  # [threads, h e, c, j0, j1]
-    w = gl.reshape(w, (WARPS, 8, 4, 2, 2, 2, 2, 2))  # warp g t h e c j0 j1
-    w = gl.reshape(gl.permute(w, (0, 3, 1, 7, 6, 5, 2, 4)), (16 * WARPS, 64))
-    return gl.convert_layout(w, A, assert_trivial=True)
+    out = ()
+    for j in gl.static_range(4):
+        w = gl.reshape(gl.join(o[2 * j], o[2 * j + 1]), (WARPS, 8, 4, 2, 2, 2))  # warp g t h e c
+        w = gl.reshape(gl.permute(w, (0, 3, 1, 5, 2, 4)), (16 * WARPS, 16))
+        out = out + (gl.convert_layout(w, A, assert_trivial=True),)
+    return out
 
 
 @gluon.jit
-def copy_tokens(
-    place, x_ptr, first_token, column, last, columns, TOKENS: gl.constexpr, WARPS: gl.constexpr
-):
+def copy_tokens(place, x_ptr, first_token, column, last, columns, TOKENS: gl.constexpr, WARPS: gl.constexpr):
     """Start copying 128 ordered columns of the activations into a place of the ring."""
     X: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     row = gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(1, X))
@@ -116,15 +121,44 @@ def order_kernel(
         rest = rest - summand.to(gl.float32)
 
 
+@gluon.jit
+def copy_stage(
+    firsts, seconds, scales, tokens, stage, tile_ptr, x_ptr, row_tile, row_tiles, first_token, column, last, columns,
+    lane, TOKENS: gl.constexpr, WARPS: gl.constexpr, COLUMNS: gl.constexpr, E8: gl.constexpr,
+):  # fmt: skip
+    """Start copying COLUMNS columns of tiles and activations into a stage of the ring."""
+    for u in gl.static_range(COLUMNS):
+        at = stage * COLUMNS + u
+        copy_tiles(firsts.index(at), seconds.index(at), scales.index(at), tile_ptr, row_tile, row_tiles, column + u,
+                   last, columns, lane, E8)  # fmt: skip
+        copy_tokens(tokens.index(at), x_ptr, first_token, column + u, last, columns, TOKENS, WARPS)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def multiply(total, a, tokens, PART: gl.constexpr, TOKENS: gl.constexpr):
+    """Four instructions on half a column; some stay in flight while the next operands are decoded."""
+    for j in gl.static_range(4):
+        b = tokens.slice(PART * TOKENS, TOKENS, dim=0).slice(16 * j, 16, dim=1).permute((1, 0))
+        total = hopper.warpgroup_mma(a[j], b, total, is_async=True)
+        # many tokens leave fewer registers for operands in flight
+        if TOKENS > 64:
+            total = hopper.warpgroup_mma_wait(3, deps=(total,))
+        elif j == 3:
+            total = hopper.warpgroup_mma_wait(4, deps=(total,))
+    return total
+
+
 @gluon.jit(do_not_specialize=["M", "columns", "per_split"])
 def wgmma_kernel(
     x_ptr, tile_ptr, scale_ptr, bias_ptr, y_ptr, M, N, columns, per_split, y_stride,
-    TOKENS: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr, RING: gl.constexpr,
-    E8: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
+    TOKENS: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr, COLUMNS: gl.constexpr, RING: gl.constexpr,
+    PARTIAL: gl.constexpr, E8: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
-    """y [M, N] = activation(x [M, K] @ w.T * scale + bias), or y [SPLITS, M, N] fp32, the summands of x @ w.T * scale.
+    """y [M, N] = activation(x [M, K] @ w.T * scale + bias), or PARTIAL: y [SPLITS, M, N] fp32, summands of the product.
 
     x comes from `order_kernel`, with rows for whole blocks of TOKENS; grid (token blocks * splits * row blocks,).
+    Split s takes the columns of tiles from s * per_split; a stage of the ring holds COLUMNS of them.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     THREADS: gl.constexpr = 32 * WARPS
@@ -132,13 +166,13 @@ def wgmma_kernel(
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    PLACES: gl.constexpr = RING * COLUMNS
 
     token_blocks = (M + TOKENS - 1) // TOKENS
     program = gl.program_id(0)
-    first_token = (program % token_blocks) * TOKENS
+    first_token = (program % token_blocks) * TOKENS  # neighbours share their weights in the second-level cache
     split = (program // token_blocks) % SPLITS
     row_block = program // (token_blocks * SPLITS)
-
     thread = gl.arange(0, THREADS, layout=gl.SliceLayout(1, LAYOUT))
     lane = thread % 32
     row_tile = row_block * WARPS + thread // 32
@@ -146,56 +180,48 @@ def wgmma_kernel(
     column = split * per_split
     last = gl.minimum(column + per_split, columns)
 
-    firsts = gl.allocate_shared_memory(gl.int32, [RING, THREADS, 4], LINES)
-    seconds = gl.allocate_shared_memory(gl.int32, [RING, THREADS, 4], LINES)
-    scales = gl.allocate_shared_memory(gl.int32, [RING, THREADS], LINE)
-    tokens = gl.allocate_shared_memory(gl.bfloat16, [RING, 2 * TOKENS, 64], gl.NVMMASharedLayout(128, 16, 2))
-
-    for i in gl.static_range(RING - 1):
-        copy_tiles(firsts.index(i), seconds.index(i), scales.index(i), tile_ptr, row_tile, row_tiles, column + i, last,
-                   columns, lane, E8)  # fmt: skip
-        copy_tokens(tokens.index(i), x_ptr, first_token, column + i, last, columns, TOKENS, WARPS)
-        async_copy.commit_group()
+    firsts = gl.allocate_shared_memory(gl.int32, [PLACES, THREADS, 4], LINES)
+    seconds = gl.allocate_shared_memory(gl.int32, [PLACES, THREADS, 4], LINES)
+    scales = gl.allocate_shared_memory(gl.int32, [PLACES, THREADS], LINE)
+    tokens = gl.allocate_shared_memory(gl.bfloat16, [PLACES, 2 * TOKENS, 64], gl.NVMMASharedLayout(128, 16, 2))
+    for stage in gl.static_range(RING - 1):
+        copy_stage(firsts, seconds, scales, tokens, stage, tile_ptr, x_ptr, row_tile, row_tiles, first_token,
+                   column + stage * COLUMNS, last, columns, lane, TOKENS, WARPS, COLUMNS, E8)  # fmt: skip
 
     total = gl.zeros((16 * WARPS, TOKENS), gl.float32, layout=ACC)
+    stage = 0
     async_copy.wait_group(RING - 2)
-    place = 0
-    first, second, scale = read_tile(firsts, seconds, scales, place, lane, LAYOUT, E8)
-    for _ in range(last - column):
-        b = tokens.index(place)
-        free = gl.where(place == 0, RING, place) - 1
-        place = gl.where(place == RING - 1, 0, place + 1)
-        a0 = operand(first, scale, 0, E8, WARPS, A)
-        async_copy.wait_group(RING - 3)
-        total = hopper.warpgroup_mma(a0, b.slice(0, TOKENS, dim=0).permute((1, 0)), total, is_async=True)
-        a1 = operand(second, scale, 1, E8, WARPS, A)
-        first, second, scale = read_tile(firsts, seconds, scales, place, lane, LAYOUT, E8)
-        total = hopper.warpgroup_mma_wait(1, deps=(total,))  # the second half of the column before
-        total = hopper.warpgroup_mma(a1, b.slice(TOKENS, TOKENS, dim=0).permute((1, 0)), total, is_async=True)
-        copy_tiles(firsts.index(free), seconds.index(free), scales.index(free), tile_ptr, row_tile, row_tiles,
-                   column + RING - 1, last, columns, lane, E8)  # fmt: skip
-        copy_tokens(tokens.index(free), x_ptr, first_token, column + RING - 1, last, columns, TOKENS, WARPS)
-        async_copy.commit_group()
-        # three operands in flight where registers allow it
-        total = hopper.warpgroup_mma_wait(1 if TOKENS * WARPS > 1024 else 2, deps=(total,))
-        column = column + 1
-    v = hopper.warpgroup_mma_wait(0, deps=(total,))
+    first, second, scale = read_tile(firsts, seconds, scales, 0, lane, LAYOUT, E8)
+    for _ in range((last - column + COLUMNS - 1) // COLUMNS):
+        place = stage * COLUMNS
+        free = gl.where(stage == 0, RING, stage) - 1
+        stage = gl.where(stage == RING - 1, 0, stage + 1)
+        async_copy.wait_group(RING - 3)  # this stage and, for the tile read ahead, the next
+        for u in gl.static_range(COLUMNS):
+            total = multiply(total, operands(first, scale, 0, E8, WARPS, A), tokens.index(place + u), 0, TOKENS)
+            a = operands(second, scale, 1, E8, WARPS, A)
+            ahead = stage * COLUMNS if u == COLUMNS - 1 else place + u + 1
+            first, second, scale = read_tile(firsts, seconds, scales, ahead, lane, LAYOUT, E8)
+            total = multiply(total, a, tokens.index(place + u), 1, TOKENS)
+        copy_stage(firsts, seconds, scales, tokens, free, tile_ptr, x_ptr, row_tile, row_tiles, first_token,
+                   column + (RING - 1) * COLUMNS, last, columns, lane, TOKENS, WARPS, COLUMNS, E8)  # fmt: skip
+        column = column + COLUMNS
+    v = hopper.warpgroup_mma_wait(0, deps=(total,)) * RESCALE * gl.load(scale_ptr)
     async_copy.wait_group(0)
 
-    v = v * RESCALE * gl.load(scale_ptr)
-    row = row_block * (16 * WARPS) + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, ACC))
-    if SPLITS > 1:
+    first_row = row_block * (16 * WARPS)
+    if PARTIAL:
+        row = first_row + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, ACC))
         m = first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, ACC))
         at = (split * M + m).to(gl.int64)[None, :] * y_stride + row[:, None]
         gl.store(y_ptr + at, v, mask=(row < N)[:, None] & (m < M)[None, :])
     else:
+        STORE: gl.constexpr = rows_first(WARPS)
+        row = first_row + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, ACC))
         if BIAS:
             v = v + gl.load(bias_ptr + row, mask=row < N, other=0.0).to(gl.float32)[:, None]
-        v = activate(v, ACTIVATION).to(y_ptr.dtype.element_ty)
-        STORE: gl.constexpr = gl.BlockedLayout([8, 1], [WARPS * 2 if WARPS < 16 else 32, 32 // (WARPS * 2) if WARPS < 16 else 1],
-                                               [1, WARPS], [0, 1])  # fmt: skip
-        v = gl.convert_layout(v, STORE)
-        row = row_block * (16 * WARPS) + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, STORE))
+        v = gl.convert_layout(activate(v, ACTIVATION).to(y_ptr.dtype.element_ty), STORE)
+        row = first_row + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, STORE))
         m = first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, STORE))
         at = m.to(gl.int64)[None, :] * y_stride + row[:, None]
         gl.store(y_ptr + at, v, mask=(row < N)[:, None] & (m < M)[None, :])
@@ -203,17 +229,17 @@ def wgmma_kernel(
 
 @gluon.jit(do_not_specialize=["M"])
 def reduce_kernel(
-    part_ptr, bias_ptr, y_ptr, M, N, y_stride,
-    SPLITS: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WARPS: gl.constexpr,
+    part_ptr, bias_ptr, y_ptr, M, N,
+    PARTS: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """y [M, N] = activation(sum of part [SPLITS, M, y_stride] + bias), grid (column blocks, M)."""
+    """y [M, N] = activation(sum of part [PARTS, M, N] + bias), grid (column blocks, M)."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     n = gl.program_id(0) * (128 * WARPS) + gl.arange(0, 128 * WARPS, layout=LAYOUT)
     m = gl.program_id(1).to(gl.int64)
     inside = n < N
-    v = gl.load(part_ptr + m * y_stride + n, mask=inside, other=0.0)
-    for s in gl.static_range(1, SPLITS):
-        v = v + gl.load(part_ptr + (m + s * M) * y_stride + n, mask=inside, other=0.0)
+    v = gl.load(part_ptr + m * N + n, mask=inside, other=0.0)
+    for s in gl.static_range(1, PARTS):
+        v = v + gl.load(part_ptr + (m + s * M) * N + n, mask=inside, other=0.0)
     if BIAS:
         v = v + gl.load(bias_ptr + n, mask=inside, other=0.0).to(gl.float32)
     gl.store(y_ptr + m * N + n, activate(v, ACTIVATION).to(y_ptr.dtype.element_ty), mask=inside)

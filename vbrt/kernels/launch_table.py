@@ -7,7 +7,7 @@ nothing that an older or newer chip lacks.
 
 from typing import NamedTuple
 
-__all__ = ["DEFAULT", "FAMILIES", "Launch", "Rule", "fused_limit", "launch_for"]
+__all__ = ["DEFAULT", "FAMILIES", "WIDE", "Launch", "Rule", "Wide", "fused_limit", "launch_for", "wide_for"]
 
 
 class Launch(NamedTuple):
@@ -15,6 +15,16 @@ class Launch(NamedTuple):
     WN: int
     WK: int
     PREFETCH: bool
+
+
+class Wide(NamedTuple):
+    """`fp4_wgmma`: TOKENS and 16 * WARPS rows a program, K in SPLITS, a RING of stages of COLUMNS tiles."""
+
+    TOKENS: int
+    WARPS: int
+    SPLITS: int
+    COLUMNS: int
+    RING: int
 
 
 class Rule(NamedTuple):
@@ -43,10 +53,35 @@ _SM90 = (
 FAMILIES: dict[int, tuple[Rule, ...]] = {9: _SM90}
 DEFAULT = _SM90
 
+#: compute capability major -> (fewest, most) tokens of the kernel with `warpgroup_mma`, which only sm_90 has
+WIDE: dict[int, tuple[int, int]] = {9: (33, 512)}
+#: TOKENS -> (COLUMNS, RING) that fit in the shared memory of one program, eight warps
+_STAGES = {16: (2, 4), 32: (2, 4), 64: (2, 4), 128: (1, 5)}
+_PROCESSORS = 132
+
 
 def fused_limit(major: int) -> int:
-    """The largest number of tokens for which the fused kernel is used; above it, decode and the vendor's matmul."""
-    return max(rule.tokens for rule in FAMILIES.get(major, DEFAULT))
+    """The largest number of tokens for which a fused kernel is used; above it, decode and the vendor's matmul."""
+    narrow = max(rule.tokens for rule in FAMILIES.get(major, DEFAULT))
+    return max(narrow, WIDE[major][1]) if major in WIDE else narrow
+
+
+def wide_for(major: int, tokens: int, row_tiles: int, columns: int) -> Wide | None:
+    """The configuration of the kernel for many tokens, or None where `launch_for` has one.
+
+    As many splits of K as give every multiprocessor a program, but none shorter than four columns of tiles.
+    """
+    fewest, most = WIDE.get(major, (1, 0))
+    if not fewest <= tokens <= most:
+        return None
+    block = min(128, 1 << max(4, (tokens - 1).bit_length()))
+    blocks = -(-tokens // block)
+    warps = 16 if block == 128 and -(-row_tiles // 16) * blocks > _PROCESSORS // 2 else 8
+    programs = -(-row_tiles // warps) * blocks
+    splits = 1
+    while splits < 8 and 2 * splits * programs <= _PROCESSORS and columns >= 8 * splits:
+        splits *= 2
+    return Wide(block, warps, splits, *((1, 4) if warps == 16 else _STAGES[block]))
 
 
 def launch_for(major: int, tokens: int, row_tiles: int, columns: int) -> Launch:
