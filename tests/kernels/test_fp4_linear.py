@@ -4,7 +4,7 @@ import torch
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.kernels import fp4_linear, fp4_tiles, page_packing, reference, resolve
-from vbrt.kernels.launch_table import DEFAULT, FAMILIES, WIDE, fused_limit, launch_for, wide_for
+from vbrt.kernels.launch_table import DEFAULT, FAMILIES, fused_limit, launch_for, wide_for
 
 NAMES = ("nvfp4", "mxfp4")
 SHAPES = [(16, 128), (1, 16), (33, 200), (200, 416), (5, 2730), (129, 1000)]
