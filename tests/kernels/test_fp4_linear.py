@@ -170,6 +170,45 @@ def test_the_fused_kernel_compiles_with_wide_loads(capability, rule):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tokens", [17, 64, 256])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_hopper_kernel_compiles_to_warpgroup_instructions(name, tokens):
+    pytest.importorskip("triton.experimental.gluon")
+    from vbrt.kernels import fp4_wgmma
+
+    config = wide_for(9, tokens, 896 if tokens == 256 else 256, 32)
+    partial = config.SPLITS > 1
+    pointers = {"x_ptr": "*bf16", "tile_ptr": "*i32", "scale_ptr": "*fp32", "bias_ptr": "*bf16"}
+    numbers = dict.fromkeys(("M", "N", "columns", "per_split", "y_stride"), "i32")
+    constants = {
+        **config._asdict(), "PARTIAL": partial, "E8": name == "mxfp4", "ACTIVATION": "none", "BIAS": not partial,
+    }  # fmt: skip
+    binary = compiled(
+        fp4_wgmma.wgmma_kernel, {**pointers, "y_ptr": "*fp32" if partial else "*bf16", **numbers}, constants, 90,
+        config.WARPS, ("x_ptr", "tile_ptr", "y_ptr", "N", "y_stride"),
+    )  # fmt: skip
+    ptx = binary.asm["ptx"]
+    assert ptx.count("wgmma.mma_async") == 8 * config.COLUMNS
+    assert "local" not in ptx and binary.metadata.shared <= 227 << 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("summands", [1, 3])
+def test_the_kernels_around_the_hopper_kernel_compile(summands):
+    pytest.importorskip("triton.experimental.gluon")
+    from vbrt.kernels import fp4_wgmma
+
+    dtype = "*bf16" if summands == 1 else "*fp32"
+    numbers = dict.fromkeys(("M", "K", "columns", "x_stride", "k_stride"), "i32")
+    constants = {"SUMMANDS": summands, "WARPS": 4, "SPAN": 1024}
+    compiled(fp4_wgmma.order_kernel, {"x_ptr": dtype, "o_ptr": "*bf16", **numbers}, constants, 90, 4, ("o_ptr",))
+    types = {"part_ptr": "*fp32", "bias_ptr": dtype, "y_ptr": dtype, "M": "i32", "N": "i32"}
+    constants = {"PARTS": 2 * summands, "ACTIVATION": "silu", "BIAS": True, "WARPS": 4}
+    binary = compiled(fp4_wgmma.reduce_kernel, types, constants, 90, 4, ("part_ptr", "bias_ptr", "y_ptr", "N"))
+    assert binary.asm["ptx"].count("ld.global.v4") >= 2 * summands
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_the_decode_kernel_compiles_with_wide_stores(capability, dtype):

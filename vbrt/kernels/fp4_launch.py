@@ -28,10 +28,12 @@ def alignment(*tensors: Tensor) -> int:
 class Launcher:
     """A jitted kernel whose arguments come first and whose constants come last in its signature."""
 
-    __slots__ = ("_compiled", "_kernel")
+    __slots__ = ("_compiled", "_kernel", "_options")
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, *, dependent: bool = False) -> None:
+        """dependent: may start before the stream's last kernel has ended, for which it waits itself (sm_90)."""
         self._kernel = kernel
+        self._options = {"launch_pdl": True} if dependent else {}
         self._compiled: dict[Hashable, Any] = {}
 
     def __call__(
@@ -51,7 +53,7 @@ class Launcher:
             return
         compiled = self._compiled.get(key)
         if compiled is None:
-            self._compiled[key] = self._kernel[grid](*tensors, *numbers, *constants, num_warps=warps)
+            self._compiled[key] = self._kernel[grid](*tensors, *numbers, *constants, num_warps=warps, **self._options)
             return
         compiled.run(
             grid[0], grid[1], 1, _raw_stream(device), compiled.function, compiled.packed_metadata, None, None, None,

@@ -89,8 +89,8 @@ def _narrow() -> Any:
 def _wide() -> Any:
     from vbrt.kernels import fp4_wgmma
 
-    kernels = fp4_wgmma.order_kernel, fp4_wgmma.wgmma_kernel, fp4_wgmma.reduce_kernel
-    return tuple(Launcher(kernel) for kernel in kernels)
+    dependents = fp4_wgmma.wgmma_kernel, fp4_wgmma.reduce_kernel
+    return Launcher(fp4_wgmma.order_kernel), *(Launcher(kernel, dependent=True) for kernel in dependents)
 
 
 def _served(planes: WeightPlanes) -> bool:

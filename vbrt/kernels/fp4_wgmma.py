@@ -5,6 +5,9 @@ warp decodes one tile of `fp4_tiles` into two [16, 64] operands; activations lie
 there into the order of the tiles' columns, with the 128-byte swizzle that the instruction reads. Tiles come through
 a ring in shared memory filled by asynchronous copies, each lane reading back what it copied. With SPLITS > 1 fp32
 partial results go to a workspace that `reduce_kernel` adds up in a fixed order.
+
+The second and third kernel of a call are launched as dependents: they start while the one before still runs and wait
+for its end where they need its results, so that weights are on their way before the activations are in order.
 """
 
 # ruff: noqa: RUF005  # the kernel language has no starred expressions
@@ -33,6 +36,22 @@ copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 # output register 2 q + h of bf16 tensor q = 2 * word + c
 _PAIRS = tuple((2 * c + h, j) for j in range(4) for c in range(2) for h in range(2))
 DECODE_PAIRS = gl.constexpr(_decode_assembly(_PAIRS))
+
+
+@gluon.jit
+def wait_for_launch_before():
+    """Until the kernel launched before this one has ended; until then only what it does not write may be read."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def allow_launch_after():
+    """From here the next kernel may start; it waits for this one's end before it reads results."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
 
 
 @gluon.constexpr_function
@@ -108,6 +127,7 @@ def order_kernel(
     with q = p ^ t1; see fp4_tiles for the names.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
+    allow_launch_after()
     m = gl.program_id(0)
     at = gl.program_id(1) * SPAN + gl.arange(0, SPAN, layout=LAYOUT)
     t = (at >> 1) & 3
@@ -122,16 +142,25 @@ def order_kernel(
 
 
 @gluon.jit
-def copy_stage(
-    firsts, seconds, scales, tokens, stage, tile_ptr, x_ptr, row_tile, row_tiles, first_token, column, last, columns,
-    lane, TOKENS: gl.constexpr, WARPS: gl.constexpr, COLUMNS: gl.constexpr, E8: gl.constexpr,
+def copy_weights(
+    firsts, seconds, scales, stage, tile_ptr, row_tile, row_tiles, column, last, columns, lane,
+    COLUMNS: gl.constexpr, E8: gl.constexpr,
 ):  # fmt: skip
-    """Start copying COLUMNS columns of tiles and activations into a stage of the ring."""
+    """Start copying COLUMNS columns of tiles into a stage of the ring."""
     for u in gl.static_range(COLUMNS):
         at = stage * COLUMNS + u
         copy_tiles(firsts.index(at), seconds.index(at), scales.index(at), tile_ptr, row_tile, row_tiles, column + u,
                    last, columns, lane, E8)  # fmt: skip
-        copy_tokens(tokens.index(at), x_ptr, first_token, column + u, last, columns, TOKENS, WARPS)
+
+
+@gluon.jit
+def copy_activations(
+    tokens, stage, x_ptr, first_token, column, last, columns,
+    TOKENS: gl.constexpr, WARPS: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Start copying as many columns of activations, and end the group of copies."""
+    for u in gl.static_range(COLUMNS):
+        copy_tokens(tokens.index(stage * COLUMNS + u), x_ptr, first_token, column + u, last, columns, TOKENS, WARPS)
     async_copy.commit_group()
 
 
@@ -185,8 +214,12 @@ def wgmma_kernel(
     scales = gl.allocate_shared_memory(gl.int32, [PLACES, THREADS], LINE)
     tokens = gl.allocate_shared_memory(gl.bfloat16, [PLACES, 2 * TOKENS, 64], gl.NVMMASharedLayout(128, 16, 2))
     for stage in gl.static_range(RING - 1):
-        copy_stage(firsts, seconds, scales, tokens, stage, tile_ptr, x_ptr, row_tile, row_tiles, first_token,
-                   column + stage * COLUMNS, last, columns, lane, TOKENS, WARPS, COLUMNS, E8)  # fmt: skip
+        copy_weights(firsts, seconds, scales, stage, tile_ptr, row_tile, row_tiles, column + stage * COLUMNS, last,
+                     columns, lane, COLUMNS, E8)  # fmt: skip
+    wait_for_launch_before()  # x is `order_kernel`'s
+    for stage in gl.static_range(RING - 1):
+        copy_activations(tokens, stage, x_ptr, first_token, column + stage * COLUMNS, last, columns, TOKENS, WARPS,
+                         COLUMNS)  # fmt: skip
 
     total = gl.zeros((16 * WARPS, TOKENS), gl.float32, layout=ACC)
     stage = 0
@@ -200,12 +233,15 @@ def wgmma_kernel(
         for u in gl.static_range(COLUMNS):
             total = multiply(total, operands(first, scale, 0, E8, WARPS, A), tokens.index(place + u), 0, TOKENS)
             a = operands(second, scale, 1, E8, WARPS, A)
-            ahead = stage * COLUMNS if u == COLUMNS - 1 else place + u + 1
-            first, second, scale = read_tile(firsts, seconds, scales, ahead, lane, LAYOUT, E8)
+            following = stage * COLUMNS if u == COLUMNS - 1 else place + u + 1
+            first, second, scale = read_tile(firsts, seconds, scales, following, lane, LAYOUT, E8)
             total = multiply(total, a, tokens.index(place + u), 1, TOKENS)
-        copy_stage(firsts, seconds, scales, tokens, free, tile_ptr, x_ptr, row_tile, row_tiles, first_token,
-                   column + (RING - 1) * COLUMNS, last, columns, lane, TOKENS, WARPS, COLUMNS, E8)  # fmt: skip
+        ahead = column + (RING - 1) * COLUMNS
+        copy_weights(firsts, seconds, scales, free, tile_ptr, row_tile, row_tiles, ahead, last, columns, lane,
+                     COLUMNS, E8)  # fmt: skip
+        copy_activations(tokens, free, x_ptr, first_token, ahead, last, columns, TOKENS, WARPS, COLUMNS)
         column = column + COLUMNS
+    allow_launch_after()
     v = hopper.warpgroup_mma_wait(0, deps=(total,)) * RESCALE * gl.load(scale_ptr)
     async_copy.wait_group(0)
 
@@ -237,6 +273,7 @@ def reduce_kernel(
     n = gl.program_id(0) * (128 * WARPS) + gl.arange(0, 128 * WARPS, layout=LAYOUT)
     m = gl.program_id(1).to(gl.int64)
     inside = n < N
+    wait_for_launch_before()
     v = gl.load(part_ptr + m * N + n, mask=inside, other=0.0)
     for s in gl.static_range(1, PARTS):
         v = v + gl.load(part_ptr + (m + s * M) * N + n, mask=inside, other=0.0)
