@@ -137,9 +137,8 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
         return _apply(y if bias is None else y + bias, activation)
     if way == "fused":
         n, k = planes.shape
-        if torch.compiler.is_compiling():
-            return _fused_op(x, tiles, scale, bias, planes.format, n, k, activation)
-        return _fused(x, tiles, scale, bias, planes.format, n, k, activation)
+        fused = _fused_op if torch.compiler.is_compiling() else _fused
+        return fused(x, tiles, scale, bias, planes.format, n, k, activation)
     return _apply(F.linear(x, _decode(planes, x.dtype), bias), activation)
 
 
@@ -151,7 +150,8 @@ class _Product(torch.autograd.Function):
         ctx.planes = planes
         n, k = planes.shape
         if way == "fused":
-            return _fused(x, tiles, scale, None, planes.format, n, k, "none")
+            fused = _fused_op if torch.compiler.is_compiling() else _fused
+            return fused(x, tiles, scale, None, planes.format, n, k, "none")
         return F.linear(x, _decode(planes, x.dtype))
 
     @staticmethod
