@@ -68,14 +68,15 @@ def copy_tiles(first, second, scales, tile_ptr, row_tile, row_tiles, column, las
     LAYOUT: gl.constexpr = lane.type.layout.parent
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     wanted = (row_tile < row_tiles) & (column < last)
-    base = (row_tile * columns + column) * WORDS
-    pointer = tile_ptr + (gl.multiple_of((base + lane * 4)[:, None], (4, 4)) + four)
+    here = tile_ptr + column * WORDS  # what changes from stage to stage is a scalar
+    row = row_tile * columns * WORDS
+    pointer = here + (gl.multiple_of((row + lane * 4)[:, None], (4, 4)) + four)
     copy_async(first, pointer, mask=wanted[:, None])
     copy_async(second, pointer + 128, mask=wanted[:, None])
     if E8:  # two lanes' scales a word
-        copy_async(scales, tile_ptr + (base + 256 + lane // 2), mask=wanted)
+        copy_async(scales, here + (row + 256 + lane // 2), mask=wanted)
     else:
-        copy_async(scales, tile_ptr + (base + 256 + lane), mask=wanted)
+        copy_async(scales, here + (row + 256 + lane), mask=wanted)
 
 
 @gluon.jit
@@ -113,7 +114,7 @@ def copy_tokens(place, x_ptr, first_token, column, last, columns, TOKENS: gl.con
     row = gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(1, X))
     at = gl.arange(0, 64, layout=gl.SliceLayout(0, X))
     token = first_token + row % TOKENS
-    pointer = x_ptr + (token * (columns * 128) + column * 128 + row // TOKENS * 64)[:, None] + at[None, :]
+    pointer = (x_ptr + column * 128) + ((token * (columns * 128) + row // TOKENS * 64)[:, None] + at[None, :])
     copy_async(place, pointer, mask=(row >= 0)[:, None] & (column < last))
 
 

@@ -41,7 +41,8 @@ _SM90 = (
     Rule(8, 512, None, Launch(1, 1, 16, True)),
     Rule(8, 1280, 48, Launch(1, 1, 4, True)),
     Rule(8, 1280, None, Launch(1, 1, 8, True)),
-    Rule(8, None, None, Launch(1, 2, 2, True)),
+    Rule(8, None, None, Launch(2, 1, 4, False)),
+    Rule(16, 512, 48, Launch(2, 1, 8, True)),
     Rule(16, 512, None, Launch(2, 1, 16, True)),
     Rule(16, 1280, None, Launch(1, 1, 4, True)),
     Rule(16, None, None, Launch(4, 1, 4, False)),
@@ -57,7 +58,7 @@ DEFAULT = _SM90
 #: compute capability major -> (fewest, most) tokens of the kernel with `warpgroup_mma`, which only sm_90 has
 WIDE: dict[int, tuple[int, int]] = {9: (17, 512)}
 #: TOKENS -> (COLUMNS, RING) that fit in the shared memory of one program, eight warps
-_STAGES = {16: (2, 4), 32: (2, 4), 64: (2, 4), 128: (1, 5)}
+_STAGES = {16: (2, 4), 32: (2, 4), 64: (1, 6), 128: (1, 5)}
 _PROCESSORS = 132
 
 
