@@ -120,9 +120,8 @@ def test_every_size_has_a_launch(major):
                 launch = launch_for(major, tokens, row_tiles, 64)
                 assert launch.WN * launch.WK in (1, 2, 4, 8, 16)
             else:
-                places = wide.RING * wide.COLUMNS
                 assert wide.TOKENS in (16, 32, 64, 128) and wide.WARPS in (8, 16)
-                assert wide.RING >= 3 and places * (wide.WARPS * 32 * 36 + wide.TOKENS * 256) <= 227 << 10
+                assert wide.RING >= 3 and wide.RING * (wide.WARPS * 32 * 36 + wide.TOKENS * 256) <= 227 << 10
     assert wide_for(major, fused_limit(major) + 1, 1, 1) is None
     with pytest.raises(ValueError, match="at most"):
         launch_for(major, fused_limit(major) + 1, 1, 1)
@@ -188,7 +187,7 @@ def test_the_hopper_kernel_compiles_to_warpgroup_instructions(name, tokens):
         config.WARPS, ("x_ptr", "tile_ptr", "y_ptr", "N", "y_stride"),
     )  # fmt: skip
     ptx = binary.asm["ptx"]
-    assert ptx.count("wgmma.mma_async") == 8 * config.COLUMNS
+    assert ptx.count("wgmma.mma_async") == 8 * config.RING
     assert "local" not in ptx and binary.metadata.shared <= 227 << 10
 
 

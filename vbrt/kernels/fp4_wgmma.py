@@ -143,29 +143,6 @@ def order_kernel(
 
 
 @gluon.jit
-def copy_weights(
-    firsts, seconds, scales, stage, tile_ptr, row_tile, row_tiles, column, last, columns, lane,
-    COLUMNS: gl.constexpr, E8: gl.constexpr,
-):  # fmt: skip
-    """Start copying COLUMNS columns of tiles into a stage of the ring."""
-    for u in gl.static_range(COLUMNS):
-        at = stage * COLUMNS + u
-        copy_tiles(firsts.index(at), seconds.index(at), scales.index(at), tile_ptr, row_tile, row_tiles, column + u,
-                   last, columns, lane, E8)  # fmt: skip
-
-
-@gluon.jit
-def copy_activations(
-    tokens, stage, x_ptr, first_token, column, last, columns,
-    TOKENS: gl.constexpr, WARPS: gl.constexpr, COLUMNS: gl.constexpr,
-):  # fmt: skip
-    """Start copying as many columns of activations, and end the group of copies."""
-    for u in gl.static_range(COLUMNS):
-        copy_tokens(tokens.index(stage * COLUMNS + u), x_ptr, first_token, column + u, last, columns, TOKENS, WARPS)
-    async_copy.commit_group()
-
-
-@gluon.jit
 def multiply(total, a, tokens, PART: gl.constexpr, TOKENS: gl.constexpr):
     """Four instructions on half a column; some stay in flight while the next operands are decoded."""
     for j in gl.static_range(4):
@@ -182,13 +159,14 @@ def multiply(total, a, tokens, PART: gl.constexpr, TOKENS: gl.constexpr):
 @gluon.jit(do_not_specialize=["M", "columns", "per_split"])
 def wgmma_kernel(
     x_ptr, tile_ptr, scale_ptr, bias_ptr, y_ptr, M, N, columns, per_split, y_stride,
-    TOKENS: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr, COLUMNS: gl.constexpr, RING: gl.constexpr,
+    TOKENS: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr, RING: gl.constexpr,
     PARTIAL: gl.constexpr, E8: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """y [M, N] = activation(x [M, K] @ w.T * scale + bias), or PARTIAL: y [SPLITS, M, N] fp32, summands of the product.
 
     x comes from `order_kernel`, with rows for whole blocks of TOKENS; grid (token blocks * splits * row blocks,).
-    Split s takes the columns of tiles from s * per_split; a stage of the ring holds COLUMNS of them.
+    Split s takes the columns of tiles from s * per_split. The loop is unrolled over the ring, which makes every address
+    in shared memory a constant; columns that it runs over are zeros.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     THREADS: gl.constexpr = 32 * WARPS
@@ -196,7 +174,6 @@ def wgmma_kernel(
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    PLACES: gl.constexpr = RING * COLUMNS
 
     token_blocks = (M + TOKENS - 1) // TOKENS
     program = gl.program_id(0)
@@ -210,38 +187,34 @@ def wgmma_kernel(
     column = split * per_split
     last = gl.minimum(column + per_split, columns)
 
-    firsts = gl.allocate_shared_memory(gl.int32, [PLACES, THREADS, 4], LINES)
-    seconds = gl.allocate_shared_memory(gl.int32, [PLACES, THREADS, 4], LINES)
-    scales = gl.allocate_shared_memory(gl.int32, [PLACES, THREADS], LINE)
-    tokens = gl.allocate_shared_memory(gl.bfloat16, [PLACES, 2 * TOKENS, 64], gl.NVMMASharedLayout(128, 16, 2))
-    for stage in gl.static_range(RING - 1):
-        copy_weights(firsts, seconds, scales, stage, tile_ptr, row_tile, row_tiles, column + stage * COLUMNS, last,
-                     columns, lane, COLUMNS, E8)  # fmt: skip
+    firsts = gl.allocate_shared_memory(gl.int32, [RING, THREADS, 4], LINES)
+    seconds = gl.allocate_shared_memory(gl.int32, [RING, THREADS, 4], LINES)
+    scales = gl.allocate_shared_memory(gl.int32, [RING, THREADS], LINE)
+    tokens = gl.allocate_shared_memory(gl.bfloat16, [RING, 2 * TOKENS, 64], gl.NVMMASharedLayout(128, 16, 2))
+    for i in gl.static_range(RING - 1):
+        copy_tiles(firsts.index(i), seconds.index(i), scales.index(i), tile_ptr, row_tile, row_tiles, column + i, last,
+                   columns, lane, E8)  # fmt: skip
     wait_for_launch_before()  # x is `order_kernel`'s
-    for stage in gl.static_range(RING - 1):
-        copy_activations(tokens, stage, x_ptr, first_token, column + stage * COLUMNS, last, columns, TOKENS, WARPS,
-                         COLUMNS)  # fmt: skip
+    for i in gl.static_range(RING - 1):
+        copy_tokens(tokens.index(i), x_ptr, first_token, column + i, last, columns, TOKENS, WARPS)
+        async_copy.commit_group()
 
     total = gl.zeros((16 * WARPS, TOKENS), gl.float32, layout=ACC)
-    stage = 0
     async_copy.wait_group(RING - 2)
     first, second, scale = read_tile(firsts, seconds, scales, 0, lane, LAYOUT, E8)
-    for _ in range((last - column + COLUMNS - 1) // COLUMNS):
-        place = stage * COLUMNS
-        free = gl.where(stage == 0, RING, stage) - 1
-        stage = gl.where(stage == RING - 1, 0, stage + 1)
-        async_copy.wait_group(RING - 3)  # this stage and, for the tile read ahead, the next
-        for u in gl.static_range(COLUMNS):
-            total = multiply(total, operands(first, scale, 0, E8, WARPS, A), tokens.index(place + u), 0, TOKENS)
+    for _ in range((last - column + RING - 1) // RING):
+        for i in gl.static_range(RING):
+            async_copy.wait_group(RING - 3)  # this column and, for the tile read ahead, the next
+            total = multiply(total, operands(first, scale, 0, E8, WARPS, A), tokens.index(i), 0, TOKENS)
             a = operands(second, scale, 1, E8, WARPS, A)
-            following = stage * COLUMNS if u == COLUMNS - 1 else place + u + 1
-            first, second, scale = read_tile(firsts, seconds, scales, following, lane, LAYOUT, E8)
-            total = multiply(total, a, tokens.index(place + u), 1, TOKENS)
-        ahead = column + (RING - 1) * COLUMNS
-        copy_weights(firsts, seconds, scales, free, tile_ptr, row_tile, row_tiles, ahead, last, columns, lane,
-                     COLUMNS, E8)  # fmt: skip
-        copy_activations(tokens, free, x_ptr, first_token, ahead, last, columns, TOKENS, WARPS, COLUMNS)
-        column = column + COLUMNS
+            first, second, scale = read_tile(firsts, seconds, scales, (i + 1) % RING, lane, LAYOUT, E8)
+            total = multiply(total, a, tokens.index(i), 1, TOKENS)
+            free = (i + RING - 1) % RING
+            copy_tiles(firsts.index(free), seconds.index(free), scales.index(free), tile_ptr, row_tile, row_tiles,
+                       column + RING - 1, last, columns, lane, E8)  # fmt: skip
+            copy_tokens(tokens.index(free), x_ptr, first_token, column + RING - 1, last, columns, TOKENS, WARPS)
+            async_copy.commit_group()
+            column = column + 1
     allow_launch_after()
     v = hopper.warpgroup_mma_wait(0, deps=(total,)) * RESCALE * gl.load(scale_ptr)
     async_copy.wait_group(0)

@@ -18,12 +18,11 @@ class Launch(NamedTuple):
 
 
 class Wide(NamedTuple):
-    """`fp4_wgmma`: TOKENS and 16 * WARPS rows a program, K in SPLITS, a RING of stages of COLUMNS tiles."""
+    """`fp4_wgmma`: TOKENS and 16 * WARPS rows a program, K in SPLITS, a RING of columns in shared memory."""
 
     TOKENS: int
     WARPS: int
     SPLITS: int
-    COLUMNS: int
     RING: int
 
 
@@ -57,8 +56,8 @@ DEFAULT = _SM90
 
 #: compute capability major -> (fewest, most) tokens of the kernel with `warpgroup_mma`, which only sm_90 has
 WIDE: dict[int, tuple[int, int]] = {9: (17, 512)}
-#: TOKENS -> (COLUMNS, RING) that fit in the shared memory of one program, eight warps
-_STAGES = {16: (2, 4), 32: (2, 4), 64: (1, 6), 128: (1, 5)}
+#: TOKENS -> columns that fit in shared memory beside each other, eight warps; sixteen have room for four of 128 tokens
+_RINGS = {16: (8, 7, 6), 32: (8, 7, 6), 64: (8, 7, 6), 128: (5, 4)}
 _PROCESSORS = 132
 
 
@@ -71,7 +70,8 @@ def fused_limit(major: int) -> int:
 def wide_for(major: int, tokens: int, row_tiles: int, columns: int) -> Wide | None:
     """The configuration of the kernel for many tokens, or None where `launch_for` has one.
 
-    As many splits of K as give every multiprocessor a program, but none shorter than four columns of tiles.
+    As many splits of K as give every multiprocessor a program, but none shorter than four columns of tiles; the ring
+    that runs over the fewest columns behind the last.
     """
     fewest, most = WIDE.get(major, (1, 0))
     if not fewest <= tokens <= most:
@@ -83,7 +83,9 @@ def wide_for(major: int, tokens: int, row_tiles: int, columns: int) -> Wide | No
     splits = 1
     while splits < 8 and 2 * splits * programs <= _PROCESSORS and columns >= 8 * splits:
         splits *= 2
-    return Wide(block, warps, splits, *((1, 4) if warps == 16 else _STAGES[block]))
+    span = -(-columns // splits)
+    ring = 4 if warps == 16 else min(_RINGS[block], key=lambda size: -span % size)
+    return Wide(block, warps, splits, ring)
 
 
 def launch_for(major: int, tokens: int, row_tiles: int, columns: int) -> Launch:
