@@ -192,6 +192,16 @@ def test_the_hopper_kernel_compiles_to_warpgroup_instructions(name, tokens):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_the_padding_kernel_compiles(capability):
+    pytest.importorskip("triton.experimental.gluon")
+    from vbrt.kernels import fp4_gluon
+
+    types = {"x_ptr": "*bf16", "o_ptr": "*bf16", **dict.fromkeys(("K", "width", "x_stride", "k_stride"), "i32")}
+    compiled(fp4_gluon.pad_kernel, types, {"WARPS": 4, "SPAN": 1024}, capability, 4, ("o_ptr",))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("summands", [1, 3])
 def test_the_kernels_around_the_hopper_kernel_compile(summands):
     pytest.importorskip("triton.experimental.gluon")
@@ -251,7 +261,7 @@ TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 @pytest.mark.parametrize("name", NAMES)
 def test_linear_matches_float64(name, shape, dtype):
     planes, _, weight = case(name, shape, dtype)
-    for tokens in (1, 2, 7, 8, 9, 16, 21, 30, 48, 64, 65, 200):
+    for tokens in (1, 2, 7, 8, 9, 16, 21, 30, 48, 64, 65, 200, 300):
         x = torch.randn(tokens, shape[1], device="cuda", dtype=dtype)
         bias = torch.randn(shape[0], device="cuda", dtype=dtype) if tokens % 2 else None
         fused = fp4_linear.route(x, planes) == "fused"  # else the decoded weight is rounded to x's dtype first
@@ -297,7 +307,7 @@ def test_decoded_weights_are_the_references_bits(name, dtype):
 @pytest.mark.gpu
 def test_runs_are_identical():
     planes, _, _ = case("nvfp4", (4096, 4096))
-    for tokens in (1, 16, 64):
+    for tokens in (1, 16, 64, 200):
         x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
         first = fp4_linear.linear(x, planes)
         assert all(torch.equal(first, fp4_linear.linear(x, planes)) for _ in range(20))

@@ -82,7 +82,8 @@ def _major(index: int) -> int:
 def _narrow() -> Any:
     from vbrt.kernels import fp4_gluon  # compiles nothing, but needs Triton
 
-    return Launcher(fp4_gluon.linear_kernel), Launcher(fp4_gluon.decode_kernel)
+    kernels = fp4_gluon.linear_kernel, fp4_gluon.decode_kernel, fp4_gluon.pad_kernel
+    return tuple(Launcher(kernel) for kernel in kernels)
 
 
 @functools.cache
@@ -227,9 +228,8 @@ def _launch(
 ) -> None:
     tokens, k = x_MK.shape
     if x_MK.stride(1) != 1 or x_MK.stride(0) % 8 or k % 8 or x_MK.data_ptr() % 16:
-        wide = x_MK.new_zeros(tokens, -(-k // 8) * 8)  # rows must start at multiples of 16 bytes
-        wide[:, :k] = x_MK
-        x_MK, k = wide, wide.shape[1]
+        x_MK = _padded(x_MK)  # rows must start at multiples of 16 bytes
+        k = x_MK.shape[1]
     row_tiles, columns, _ = tiles.shape
     groups = 1 << max(0, (tokens - 1).bit_length() - 3)
     device, n = tiles.device.index, y_MN.shape[1]
@@ -246,6 +246,18 @@ def _launch(
     grid = (-(-row_tiles // (config.R * config.WN)), 1)
     numbers = (tokens, n, k, columns, stride, n)
     _narrow()[0](key, device, grid, tensors, numbers, constants, config.WN * config.WK)
+
+
+def _padded(x_MK: Tensor) -> Tensor:
+    """A contiguous copy with zeros up to a multiple of eight columns."""
+    (tokens, k), device = x_MK.shape, x_MK.device.index
+    width = -(-k // 8) * 8
+    o_MK = x_MK.new_empty(tokens, width)
+    key = (device, x_MK.dtype, k, x_MK.stride(), alignment(x_MK, o_MK))
+    grid = (tokens, -(-width // _ORDER_SPAN))
+    constants = (_ORDER_WARPS, _ORDER_SPAN)
+    _narrow()[2](key, device, grid, (x_MK, o_MK), (k, width, *x_MK.stride()), constants, _ORDER_WARPS)
+    return o_MK
 
 
 def _launch_wide(

@@ -200,6 +200,7 @@ def wgmma_kernel(
         async_copy.commit_group()
 
     total = gl.zeros((16 * WARPS, TOKENS), gl.float32, layout=ACC)
+    tensor_scale = gl.load(scale_ptr)
     async_copy.wait_group(RING - 2)
     first, second, scale = read_tile(firsts, seconds, scales, 0, lane, LAYOUT, E8)
     for _ in range((last - column + RING - 1) // RING):
@@ -216,7 +217,7 @@ def wgmma_kernel(
             async_copy.commit_group()
             column = column + 1
     allow_launch_after()
-    v = hopper.warpgroup_mma_wait(0, deps=(total,)) * RESCALE * gl.load(scale_ptr)
+    v = hopper.warpgroup_mma_wait(0, deps=(total,)) * (RESCALE * tensor_scale)
     async_copy.wait_group(0)
 
     first_row = row_block * (16 * WARPS)
