@@ -114,7 +114,12 @@ def activate(v, ACTIVATION: gl.constexpr):
     if ACTIVATION == "relu":
         v = gl.where(v < 0, 0.0, v)  # keeps NaN
     elif ACTIVATION == "gelu":
-        v = 0.5 * v * (1.0 + gl.erf(v * 0.7071067811865476))
+        # Abramowitz and Stegun 7.1.26, within 1.5e-7: the library's erf is so long that fetching its code would show
+        x = gl.abs(v) * 0.7071067811865476
+        t = 1.0 / (1.0 + 0.3275911 * x)
+        tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+        tail = 0.5 * tail * gl.exp(-x * x)
+        v = v * gl.where(v < 0, tail, 1.0 - tail)
     elif ACTIVATION == "gelu_tanh":
         v = v / (1.0 + gl.exp(-1.5957691216057308 * (v + 0.044715 * v * v * v)))
     elif ACTIVATION == "silu":
