@@ -4,7 +4,7 @@ import torch
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.kernels import fp4_linear, fp4_tiles, page_packing, reference, resolve
-from vbrt.kernels.launch_table import DEFAULT, FAMILIES, fused_limit, launch_for
+from vbrt.kernels.launch_table import DEFAULT, FAMILIES, fused_limit, launch_for, wide_for
 
 NAMES = ("nvfp4", "mxfp4")
 SHAPES = [(16, 128), (1, 16), (33, 200), (200, 416), (5, 2730), (129, 1000)]
@@ -115,8 +115,14 @@ def test_the_cpu_keeps_the_reference():
 def test_every_size_has_a_launch(major):
     for tokens in range(1, fused_limit(major) + 1):
         for row_tiles in (1, 512, 513, 1280, 100_000):
-            launch = launch_for(major, tokens, row_tiles, 64)
-            assert launch.WN * launch.WK in (1, 2, 4, 8, 16)
+            wide = wide_for(major, tokens, row_tiles, 64)
+            if wide is None:
+                launch = launch_for(major, tokens, row_tiles, 64)
+                assert launch.WN * launch.WK in (1, 2, 4, 8, 16)
+            else:
+                assert wide.TOKENS in (16, 32, 64, 128) and wide.WARPS in (8, 16)
+                assert wide.RING >= 3 and wide.RING * (wide.WARPS * 32 * 36 + wide.TOKENS * 256) <= 227 << 10
+    assert wide_for(major, fused_limit(major) + 1, 1, 1) is None
     with pytest.raises(ValueError, match="at most"):
         launch_for(major, fused_limit(major) + 1, 1, 1)
 
@@ -163,6 +169,55 @@ def test_the_fused_kernel_compiles_with_wide_loads(capability, rule):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tokens", [17, 64, 256])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_hopper_kernel_compiles_to_warpgroup_instructions(name, tokens):
+    pytest.importorskip("triton.experimental.gluon")
+    from vbrt.kernels import fp4_wgmma
+
+    config = wide_for(9, tokens, 896 if tokens == 256 else 256, 32)
+    partial = config.SPLITS > 1
+    pointers = {"x_ptr": "*bf16", "tile_ptr": "*i32", "scale_ptr": "*fp32", "bias_ptr": "*bf16"}
+    numbers = dict.fromkeys(("M", "N", "columns", "per_split", "y_stride"), "i32")
+    constants = {
+        **config._asdict(), "PARTIAL": partial, "E8": name == "mxfp4", "ACTIVATION": "none", "BIAS": not partial,
+    }  # fmt: skip
+    binary = compiled(
+        fp4_wgmma.wgmma_kernel, {**pointers, "y_ptr": "*fp32" if partial else "*bf16", **numbers}, constants, 90,
+        config.WARPS, ("x_ptr", "tile_ptr", "y_ptr", "N", "y_stride"),
+    )  # fmt: skip
+    ptx = binary.asm["ptx"]
+    assert ptx.count("wgmma.mma_async") == 8 * config.RING
+    assert "local" not in ptx and binary.metadata.shared <= 227 << 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_the_padding_kernel_compiles(capability):
+    pytest.importorskip("triton.experimental.gluon")
+    from vbrt.kernels import fp4_gluon
+
+    types = {"x_ptr": "*bf16", "o_ptr": "*bf16", **dict.fromkeys(("K", "width", "x_stride", "k_stride"), "i32")}
+    compiled(fp4_gluon.pad_kernel, types, {"WARPS": 4, "SPAN": 1024}, capability, 4, ("o_ptr",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("summands", [1, 3])
+def test_the_kernels_around_the_hopper_kernel_compile(summands):
+    pytest.importorskip("triton.experimental.gluon")
+    from vbrt.kernels import fp4_wgmma
+
+    dtype = "*bf16" if summands == 1 else "*fp32"
+    numbers = dict.fromkeys(("M", "K", "columns", "x_stride", "k_stride"), "i32")
+    constants = {"SUMMANDS": summands, "WARPS": 4, "SPAN": 1024}
+    compiled(fp4_wgmma.order_kernel, {"x_ptr": dtype, "o_ptr": "*bf16", **numbers}, constants, 90, 4, ("o_ptr",))
+    types = {"part_ptr": "*fp32", "bias_ptr": dtype, "y_ptr": dtype, "M": "i32", "N": "i32"}
+    constants = {"PARTS": 2 * summands, "ACTIVATION": "silu", "BIAS": True, "WARPS": 4}
+    binary = compiled(fp4_wgmma.reduce_kernel, types, constants, 90, 4, ("part_ptr", "bias_ptr", "y_ptr", "N"))
+    assert binary.asm["ptx"].count("ld.global.v4") >= 2 * summands
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_the_decode_kernel_compiles_with_wide_stores(capability, dtype):
@@ -206,7 +261,7 @@ TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 @pytest.mark.parametrize("name", NAMES)
 def test_linear_matches_float64(name, shape, dtype):
     planes, _, weight = case(name, shape, dtype)
-    for tokens in (1, 2, 7, 8, 9, 16, 21, 30, 48, 64, 65, 200):
+    for tokens in (1, 2, 7, 8, 9, 16, 21, 30, 48, 64, 65, 200, 300):
         x = torch.randn(tokens, shape[1], device="cuda", dtype=dtype)
         bias = torch.randn(shape[0], device="cuda", dtype=dtype) if tokens % 2 else None
         fused = fp4_linear.route(x, planes) == "fused"  # else the decoded weight is rounded to x's dtype first
@@ -252,7 +307,7 @@ def test_decoded_weights_are_the_references_bits(name, dtype):
 @pytest.mark.gpu
 def test_runs_are_identical():
     planes, _, _ = case("nvfp4", (4096, 4096))
-    for tokens in (1, 16, 64):
+    for tokens in (1, 16, 64, 200):
         x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
         first = fp4_linear.linear(x, planes)
         assert all(torch.equal(first, fp4_linear.linear(x, planes)) for _ in range(20))

@@ -15,7 +15,7 @@ words of one lane, and plain Triton is free to give it four lanes' words.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["decode_kernel", "linear_kernel"]
+__all__ = ["decode_kernel", "linear_kernel", "pad_kernel"]
 
 _OUT_16 = ",".join(["=&r"] * 16)
 
@@ -114,7 +114,12 @@ def activate(v, ACTIVATION: gl.constexpr):
     if ACTIVATION == "relu":
         v = gl.where(v < 0, 0.0, v)  # keeps NaN
     elif ACTIVATION == "gelu":
-        v = 0.5 * v * (1.0 + gl.erf(v * 0.7071067811865476))
+        # Abramowitz and Stegun 7.1.26, within 1.5e-7: the library's erf is so long that fetching its code would show
+        x = gl.abs(v) * 0.7071067811865476
+        t = 1.0 / (1.0 + 0.3275911 * x)
+        tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+        tail = 0.5 * tail * gl.exp(-x * x)
+        v = v * gl.where(v < 0, tail, 1.0 - tail)
     elif ACTIVATION == "gelu_tanh":
         v = v / (1.0 + gl.exp(-1.5957691216057308 * (v + 0.044715 * v * v * v)))
     elif ACTIVATION == "silu":
@@ -164,22 +169,13 @@ def load_tokens(
 
 
 @gluon.jit
-def finish(
-    v, scale, bias_ptr, y_ptr, program, M, N, y_stride,
-    R: gl.constexpr, WN: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr,
-    ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
-):  # fmt: skip
+def places(program, R: gl.constexpr, WN: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """(row, token) of each accumulator of a program, [COUNT, 32 * WN, 4]."""
     i = gl.arange(0, COUNT, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None][:, :, None]
     lane = gl.arange(0, 32 * WN, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :][:, :, None]
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, :][:, None, :]
     row = (program * (WN * R) + (lane // 32) * R + i % R) * 16 + (lane % 32) // 4 + 8 * (four // 2)
-    token = (i // R) * 8 + 2 * (lane % 4) + four % 2
-    v = v * RESCALE * scale
-    if BIAS:
-        v = v + gl.load(bias_ptr + row, mask=row < N, other=0.0).to(gl.float32)
-    v = activate(v, ACTIVATION)
-    keep = (row < N) & (token < M)
-    gl.store(y_ptr + token.to(gl.int64) * y_stride + row, v.to(y_ptr.dtype.element_ty), mask=keep)
+    return row, (i // R) * 8 + 2 * (lane % 4) + four % 2
 
 
 @gluon.jit(do_not_specialize=["M", "N", "columns"])
@@ -202,8 +198,12 @@ def linear_kernel(
     row_tiles = (N + 15) // 16
     column = warp // WN
     x_words = x_ptr.to(gl.pointer_type(gl.int32))
+    COUNT: gl.constexpr = NT * R
+    OUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WK, WN, 1], [2, 1, 0])
+    STORE: gl.constexpr = store_layout(R, NT, WN, WN * WK) if NT > 1 else OUT
+    row, token = places(program, R, WN, COUNT, STORE)
     sums = ()
-    for _ in gl.static_range(NT * R):
+    for _ in gl.static_range(COUNT):
         sums = sums + (gl.zeros((THREADS, 4), gl.float32, layout=LAYOUT),)
     if PREFETCH:
         tiles = load_tiles(tile_ptr, row_tile, row_tiles, column, columns, lane, LAYOUT, R, E8)
@@ -251,22 +251,31 @@ def linear_kernel(
             tiles = ahead
         column = column + WK
 
-    scale = gl.load(scale_ptr)
-    COUNT: gl.constexpr = NT * R
+    scale = gl.load(scale_ptr)  # before the loop it would hold up the first weights
+    if BIAS:
+        bias = gl.load(bias_ptr + row, mask=row < N, other=0.0)
     shared = gl.allocate_shared_memory(gl.float32, [COUNT, THREADS, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     IN: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [1, WN * WK, 1], [2, 1, 0])
-    OUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WK, WN, 1], [2, 1, 0])
     for i in gl.static_range(COUNT):
         shared.slice(i, 1, dim=0).store(gl.expand_dims(gl.convert_layout(sums[i], gl.SliceLayout(0, IN)), 0))
     v = shared.slice(0, 32 * WN, dim=1).load(OUT)
     for w in gl.static_range(1, WK):
         v = v + shared.slice(w * 32 * WN, 32 * WN, dim=1).load(OUT)
-    if NT > 1:
-        STORE: gl.constexpr = store_layout(R, NT, WN, WN * WK)
-        v = gl.convert_layout(v, STORE)
-        finish(v, scale, bias_ptr, y_ptr, program, M, N, y_stride, R, WN, COUNT, STORE, ACTIVATION, BIAS)
-    else:
-        finish(v, scale, bias_ptr, y_ptr, program, M, N, y_stride, R, WN, COUNT, OUT, ACTIVATION, BIAS)
+    v = gl.convert_layout(v, STORE) * (RESCALE * scale)
+    if BIAS:
+        v = v + bias.to(gl.float32)
+    keep = (row < N) & (token < M)
+    y = activate(v, ACTIVATION).to(y_ptr.dtype.element_ty)
+    gl.store(y_ptr + token.to(gl.int64) * y_stride + row, y, mask=keep)
+
+
+@gluon.jit
+def pad_kernel(x_ptr, o_ptr, K, width, x_stride, k_stride, WARPS: gl.constexpr, SPAN: gl.constexpr):
+    """o [M, width] = x [M, K] and zeros behind it, grid (M, ceil(width / SPAN))."""
+    at = gl.program_id(1) * SPAN + gl.arange(0, SPAN, layout=gl.BlockedLayout([2], [32], [WARPS], [0]))
+    m = gl.program_id(0).to(gl.int64)
+    v = gl.load(x_ptr + m * x_stride + at.to(gl.int64) * k_stride, mask=at < K, other=0.0)
+    gl.store(o_ptr + m * width + at, v, mask=at < width)
 
 
 @gluon.jit

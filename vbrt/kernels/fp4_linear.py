@@ -1,7 +1,8 @@
 """Linear layers on E2M1 weights in tile order: the backend "triton" of the ops "linear" and "decode_weight".
 
-Up to `fused_limit` tokens one kernel reads 4-bit tiles, multiplies on the tensor cores and applies bias and
-activation. Above it the weight is decoded to the activations' dtype and the vendor's matmul takes over. Weights that
+Up to `fused_limit` tokens a kernel reads 4-bit tiles, multiplies on the tensor cores and applies bias and activation;
+on Hopper there are two such kernels, for few and for many tokens. Above that the weight is decoded to the activations'
+dtype and the vendor's matmul takes over. Weights that
 are not in tile order (another format, a plain coarse plane) and GPUs older than sm_80 go through the reference:
 decode, then matmul; `route` says which way a call takes.
 
@@ -25,14 +26,17 @@ from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes
 from vbrt.formats.page import PageLayout
 from vbrt.kernels import fp4_tiles, merge, reference
+from vbrt.kernels.fp4_launch import Launcher, alignment
 from vbrt.kernels.fp4_tiles import TILES
-from vbrt.kernels.launch_table import fused_limit, launch_for
+from vbrt.kernels.launch_table import Wide, fused_limit, launch_for, wide_for
 
 __all__ = ["Packing", "available", "decode_weight", "linear", "packing", "route"]
 
 _MIN_MAJOR = 8  # mma.m16n8k16 on bf16, fma.rn.bf16x2
 _SUMMANDS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _DECODE_WARPS = 4
+_ORDER_WARPS, _ORDER_SPAN, _REDUCE_WARPS = 4, 1024, 4
+_MAJORS: dict[int, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +71,27 @@ def available() -> bool:
     return importlib.util.find_spec("triton.experimental.gluon") is not None
 
 
-@functools.cache
 def _major(index: int) -> int:
-    return torch.cuda.get_device_capability(index)[0]
+    major = _MAJORS.get(index)  # no functools.cache: torch.compile warns when it traces one
+    if major is None:
+        major = _MAJORS[index] = torch.cuda.get_device_capability(index)[0]
+    return major
 
 
 @functools.cache
-def _kernels() -> Any:
+def _narrow() -> Any:
     from vbrt.kernels import fp4_gluon  # compiles nothing, but needs Triton
 
-    return fp4_gluon
+    kernels = fp4_gluon.linear_kernel, fp4_gluon.decode_kernel, fp4_gluon.pad_kernel
+    return tuple(Launcher(kernel) for kernel in kernels)
+
+
+@functools.cache
+def _wide() -> Any:
+    from vbrt.kernels import fp4_wgmma
+
+    dependents = fp4_wgmma.wgmma_kernel, fp4_wgmma.reduce_kernel
+    return Launcher(fp4_wgmma.order_kernel), *(Launcher(kernel, dependent=True) for kernel in dependents)
 
 
 def _served(planes: WeightPlanes) -> bool:
@@ -129,9 +144,8 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
         return _apply(y if bias is None else y + bias, activation)
     if way == "fused":
         n, k = planes.shape
-        if torch.compiler.is_compiling():
-            return _fused_op(x, tiles, scale, bias, planes.format, n, k, activation)
-        return _fused(x, tiles, scale, bias, planes.format, n, k, activation)
+        fused = _fused_op if torch.compiler.is_compiling() else _fused
+        return fused(x, tiles, scale, bias, planes.format, n, k, activation)
     return _apply(F.linear(x, _decode(planes, x.dtype), bias), activation)
 
 
@@ -143,7 +157,8 @@ class _Product(torch.autograd.Function):
         ctx.planes = planes
         n, k = planes.shape
         if way == "fused":
-            return _fused(x, tiles, scale, None, planes.format, n, k, "none")
+            fused = _fused_op if torch.compiler.is_compiling() else _fused
+            return fused(x, tiles, scale, None, planes.format, n, k, "none")
         return F.linear(x, _decode(planes, x.dtype))
 
     @staticmethod
@@ -174,10 +189,12 @@ def _decode(planes: WeightPlanes, dtype: torch.dtype) -> Tensor:
 def _decode_tiles(tiles: Tensor, scale: Tensor, format: str, n: int, k: int, dtype: torch.dtype) -> Tensor:
     w_NK = torch.empty(n, k, dtype=dtype, device=tiles.device)
     rows, columns, _ = tiles.shape
-    with torch.cuda.device(tiles.device):
-        _kernels().decode_kernel[(rows * -(-columns // _DECODE_WARPS),)](
-            tiles, scale, w_NK, n, k, columns, E8=format == "mxfp4", WARPS=_DECODE_WARPS, num_warps=_DECODE_WARPS
-        )
+    tensors = (tiles, scale, w_NK)
+    _narrow()[1](
+        (tiles.device.index, n, k, dtype, format, alignment(*tensors)), tiles.device.index,
+        (rows * -(-columns // _DECODE_WARPS), 1), tensors, (n, k, columns), (format == "mxfp4", _DECODE_WARPS),
+        _DECODE_WARPS,
+    )  # fmt: skip
     return w_NK
 
 
@@ -197,7 +214,11 @@ def _fused(
     tokens = x_MK.shape[0]
     if tokens == 0:
         return x.new_empty(*x.shape[:-1], n)
-    if x.dtype is torch.bfloat16:
+    row_tiles, columns, _ = tiles.shape
+    wide = wide_for(_major(tiles.device.index), tokens * _SUMMANDS[x.dtype], row_tiles, columns)
+    if wide is not None:
+        y = _launch_wide(x_MK, tiles, scale, bias, n, format, activation, wide)
+    elif x.dtype is torch.bfloat16:
         y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
         _launch(x_MK, tiles, scale, bias, y, format, activation)
     else:
@@ -213,20 +234,79 @@ def _launch(
 ) -> None:
     tokens, k = x_MK.shape
     if x_MK.stride(1) != 1 or x_MK.stride(0) % 8 or k % 8 or x_MK.data_ptr() % 16:
-        wide = x_MK.new_zeros(tokens, -(-k // 8) * 8)  # rows must start at multiples of 16 bytes
-        wide[:, :k] = x_MK
-        x_MK, k = wide, wide.shape[1]
+        x_MK = _padded(x_MK)  # rows must start at multiples of 16 bytes
+        k = x_MK.shape[1]
     row_tiles, columns, _ = tiles.shape
     groups = 1 << max(0, (tokens - 1).bit_length() - 3)
-    config = launch_for(_major(tiles.device.index), tokens, row_tiles, columns)
-    with torch.cuda.device(tiles.device):
-        _kernels().linear_kernel[(-(-row_tiles // (config.R * config.WN)),)](
-            x_MK, tiles, scale, x_MK if bias is None else bias.contiguous(), y_MN,
-            tokens, y_MN.shape[1], k, columns, x_MK.stride(0), y_MN.stride(0),
-            R=config.R, NT=groups, WN=config.WN, WK=config.WK, PREFETCH=config.PREFETCH, E8=format == "mxfp4",
-            FULL=tokens == 8 * groups, TAIL=k % 128 != 0, ACTIVATION=activation, BIAS=bias is not None,
-            num_warps=config.WN * config.WK,
+    device, n = tiles.device.index, y_MN.shape[1]
+    config = launch_for(_major(device), tokens, row_tiles, columns)
+    if bias is not None and not bias.is_contiguous():
+        bias = bias.contiguous()
+    tensors = (x_MK, tiles, scale, x_MK if bias is None else bias, y_MN)
+    constants = (
+        config.R, groups, config.WN, config.WK, config.PREFETCH, format == "mxfp4", tokens == 8 * groups, k % 128 != 0,
+        activation, bias is not None,
+    )  # fmt: skip
+    stride = x_MK.stride(0)
+    key = (device, n, k, stride, y_MN.dtype, tensors[3].dtype, alignment(*tensors), constants)
+    grid = (-(-row_tiles // (config.R * config.WN)), 1)
+    numbers = (tokens, n, k, columns, stride, n)
+    _narrow()[0](key, device, grid, tensors, numbers, constants, config.WN * config.WK)
+
+
+def _padded(x_MK: Tensor) -> Tensor:
+    """A contiguous copy with zeros up to a multiple of eight columns."""
+    (tokens, k), device = x_MK.shape, x_MK.device.index
+    width = -(-k // 8) * 8
+    o_MK = x_MK.new_empty(tokens, width)
+    key = (device, x_MK.dtype, k, x_MK.stride(), alignment(x_MK, o_MK))
+    grid = (tokens, -(-width // _ORDER_SPAN))
+    constants = (_ORDER_WARPS, _ORDER_SPAN)
+    _narrow()[2](key, device, grid, (x_MK, o_MK), (k, width, *x_MK.stride()), constants, _ORDER_WARPS)
+    return o_MK
+
+
+def _launch_wide(
+    x_MK: Tensor, tiles: Tensor, scale: Tensor, bias: Tensor | None, n: int, format: str, activation: str, config: Wide
+) -> Tensor:
+    """activation(x @ w.T + bias) by two launches, or three where partial results are summed up."""
+    (tokens, k), device = x_MK.shape, tiles.device.index
+    summands = _SUMMANDS[x_MK.dtype]
+    rows = summands * tokens
+    row_tiles, columns, _ = tiles.shape
+    order, multiply, reduce = _wide()
+    x_RK = x_MK.new_empty(-(-rows // config.TOKENS) * config.TOKENS, 128 * columns, dtype=torch.bfloat16)
+    constants: tuple[Any, ...] = (summands, _ORDER_WARPS, _ORDER_SPAN)
+    numbers = (tokens, k, columns, *x_MK.stride())
+    order(
+        (device, x_MK.dtype, k, x_MK.stride(), alignment(x_MK, x_RK), summands), device,
+        (tokens, -(-128 * columns // _ORDER_SPAN)), (x_MK, x_RK), numbers, constants, _ORDER_WARPS,
+    )  # fmt: skip
+    y_MN = x_MK.new_empty(tokens, n)
+    if bias is None:
+        bias = y_MN
+        added = False
+    else:
+        bias = bias.contiguous()
+        added = True
+    parts = config.SPLITS * summands
+    out = y_MN if parts == 1 else x_MK.new_empty(parts, tokens, n, dtype=torch.float32)
+    blocks = x_RK.shape[0] // config.TOKENS * config.SPLITS * -(-row_tiles // config.WARPS)
+    tensors = (x_RK, tiles, scale, bias, out)
+    last = (activation, added) if parts == 1 else ("none", False)
+    constants = (*config, parts > 1, format == "mxfp4", *last)
+    multiply(
+        (device, n, y_MN.dtype, bias.dtype, alignment(*tensors), constants), device, (blocks, 1), tensors,
+        (rows, n, columns, -(-columns // config.SPLITS), n), constants, config.WARPS,
+    )  # fmt: skip
+    if parts > 1:
+        tensors = (out, bias, y_MN)
+        constants = (parts, activation, added, _REDUCE_WARPS)
+        reduce(
+            (device, n, y_MN.dtype, bias.dtype, alignment(*tensors), constants), device,
+            (-(-n // (128 * _REDUCE_WARPS)), tokens), tensors, (tokens, n), constants, _REDUCE_WARPS,
         )  # fmt: skip
+    return y_MN
 
 
 def _register_ops() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:

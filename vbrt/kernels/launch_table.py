@@ -7,7 +7,7 @@ nothing that an older or newer chip lacks.
 
 from typing import NamedTuple
 
-__all__ = ["DEFAULT", "FAMILIES", "Launch", "Rule", "fused_limit", "launch_for"]
+__all__ = ["DEFAULT", "FAMILIES", "WIDE", "Launch", "Rule", "Wide", "fused_limit", "launch_for", "wide_for"]
 
 
 class Launch(NamedTuple):
@@ -15,6 +15,15 @@ class Launch(NamedTuple):
     WN: int
     WK: int
     PREFETCH: bool
+
+
+class Wide(NamedTuple):
+    """`fp4_wgmma`: TOKENS and 16 * WARPS rows a program, K in SPLITS, a RING of columns in shared memory."""
+
+    TOKENS: int
+    WARPS: int
+    SPLITS: int
+    RING: int
 
 
 class Rule(NamedTuple):
@@ -30,7 +39,9 @@ _SM90 = (
     Rule(8, 512, 48, Launch(1, 1, 8, True)),
     Rule(8, 512, None, Launch(1, 1, 16, True)),
     Rule(8, 1280, 48, Launch(1, 1, 4, True)),
-    Rule(8, None, None, Launch(1, 1, 8, True)),
+    Rule(8, 1280, None, Launch(1, 1, 8, True)),
+    Rule(8, None, None, Launch(2, 1, 4, False)),
+    Rule(16, 512, 48, Launch(2, 1, 8, True)),
     Rule(16, 512, None, Launch(2, 1, 16, True)),
     Rule(16, 1280, None, Launch(1, 1, 4, True)),
     Rule(16, None, None, Launch(4, 1, 4, False)),
@@ -43,10 +54,38 @@ _SM90 = (
 FAMILIES: dict[int, tuple[Rule, ...]] = {9: _SM90}
 DEFAULT = _SM90
 
+#: compute capability major -> (fewest, most) tokens of the kernel with `warpgroup_mma`, which only sm_90 has
+WIDE: dict[int, tuple[int, int]] = {9: (17, 512)}
+#: TOKENS -> columns that fit in shared memory beside each other, eight warps; sixteen have room for four of 128 tokens
+_RINGS = {16: (8, 7, 6), 32: (8, 7, 6), 64: (8, 7, 6), 128: (5, 4)}
+_PROCESSORS = 132
+
 
 def fused_limit(major: int) -> int:
-    """The largest number of tokens for which the fused kernel is used; above it, decode and the vendor's matmul."""
-    return max(rule.tokens for rule in FAMILIES.get(major, DEFAULT))
+    """The largest number of tokens for which a fused kernel is used; above it, decode and the vendor's matmul."""
+    narrow = max(rule.tokens for rule in FAMILIES.get(major, DEFAULT))
+    return max(narrow, WIDE[major][1]) if major in WIDE else narrow
+
+
+def wide_for(major: int, tokens: int, row_tiles: int, columns: int) -> Wide | None:
+    """The configuration of the kernel for many tokens, or None where `launch_for` has one.
+
+    As many splits of K as give every multiprocessor a program, but none shorter than four columns of tiles; the ring
+    that runs over the fewest columns behind the last.
+    """
+    fewest, most = WIDE.get(major, (1, 0))
+    if not fewest <= tokens <= most:
+        return None
+    block = min(128, 1 << max(4, (tokens - 1).bit_length()))
+    blocks = -(-tokens // block)
+    warps = 16 if block == 128 and -(-row_tiles // 16) * blocks > _PROCESSORS // 2 else 8
+    programs = -(-row_tiles // warps) * blocks
+    splits = 1
+    while splits < 8 and 2 * splits * programs <= _PROCESSORS and columns >= 8 * splits:
+        splits *= 2
+    span = -(-columns // splits)
+    ring = 4 if warps == 16 else min(_RINGS[block], key=lambda size: -span % size)
+    return Wide(block, warps, splits, ring)
 
 
 def launch_for(major: int, tokens: int, row_tiles: int, columns: int) -> Launch:

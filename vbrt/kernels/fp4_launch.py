@@ -1,0 +1,61 @@
+"""Launching a Triton kernel again without what `kernel[grid](...)` does on every call.
+
+Triton binds arguments, specializes them and looks up its cache each time. Here the caller names everything that a
+specialization can depend on in a key of its own; the first call with a key goes through Triton, later ones hand
+pointers straight to the compiled kernel. Triton's launch hooks (profilers) see first calls only.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Launcher", "alignment"]
+
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def alignment(*tensors: Tensor) -> int:
+    """One bit a tensor: whether its address is not a multiple of 16, which compiled kernels depend on."""
+    bits = 0
+    for tensor in tensors:
+        bits = bits << 1 | (tensor.data_ptr() & 15 != 0)
+    return bits
+
+
+class Launcher:
+    """A jitted kernel whose arguments come first and whose constants come last in its signature."""
+
+    __slots__ = ("_compiled", "_kernel", "_options")
+
+    def __init__(self, kernel: Any, *, dependent: bool = False) -> None:
+        """dependent: may start before the stream's last kernel has ended, for which it waits itself (sm_90)."""
+        self._kernel = kernel
+        self._options = {"launch_pdl": True} if dependent else {}
+        self._compiled: dict[Hashable, Any] = {}
+
+    def __call__(
+        self,
+        key: Hashable,
+        device: int,
+        grid: tuple[int, int],
+        tensors: tuple[Tensor, ...],
+        numbers: tuple[int, ...],
+        constants: tuple[Any, ...],
+        warps: int,
+    ) -> None:
+        """Run on the device's current stream. The key must name the device, dtypes, alignments, numbers, constants."""
+        if _current_device() != device:
+            with torch.cuda.device(device):
+                self(key, device, grid, tensors, numbers, constants, warps)
+            return
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            self._compiled[key] = self._kernel[grid](*tensors, *numbers, *constants, num_warps=warps, **self._options)
+            return
+        compiled.run(
+            grid[0], grid[1], 1, _raw_stream(device), compiled.function, compiled.packed_metadata, None, None, None,
+            *[tensor.data_ptr() for tensor in tensors], *numbers, *constants,
+        )  # fmt: skip
