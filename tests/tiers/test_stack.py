@@ -340,6 +340,7 @@ def test_where_cores_are_shared_only_who_needs_a_page_copies_it(tmp_path):
                       NotedSsd(tmp_path, 1 << 40, io="buffered"), share_cores=True)
     trace = [PASS, *((key,) for key in sizes)] * 4
     run(add_all(stack, sizes), trace)
+    stack._workers.shutdown()
     assert threads == {threading.current_thread()} and len(ahead) > 8
     assert_counts(stack, simulate("scheduled", trace, 5))
     stack.close()
@@ -1035,6 +1036,37 @@ def test_pages_that_a_smaller_budget_has_no_room_for_move_down(tmp_path, below):
     before = sum(page.misses for page in stack.pages.values())
     run(stack, trace * 2)
     assert sum(page.misses for page in stack.pages.values()) == before
+    assert_at_rest(stack)
+    stack.close()
+
+
+def test_a_budget_that_holds_what_lives_there_still_leaves_room_to_pass_through(tmp_path):
+    sizes = {f"page{i}": 2 for i in range(8)}
+    homes = {key: ("near", "ssd")[i % 4 == 3] for i, key in enumerate(sizes)}
+    stack = add_all(TierStack([Level(WatchedTier("near", 16), make_policy("scheduled", 4 * UNIT))],
+                              SsdTier(tmp_path, 1 << 40)), sizes, homes)
+    stack.set_budget("near", 12 * UNIT)  # six pages of two units live there
+    run(stack, [PASS, *((key,) for key in sizes)] * 3)
+    assert_at_rest(stack)
+    stack.close()
+
+
+def test_a_page_that_loses_its_owner_while_it_moves_is_dropped_afterwards(tmp_path, monkeypatch):
+    sizes = {f"page{i}": 1 for i in range(6)}
+    levels = [Level(WatchedTier("near", 6), make_policy("lru", 0)), Level(WatchedTier("far", 6), make_policy("lru", 0))]
+    stack = add_all(TierStack(levels), sizes, dict.fromkeys(sizes, "near"))
+    real = stack._allocate
+
+    def allocate(slot):
+        stack.retire((slot.page.key,))
+        stack.collect()
+        real(slot)
+
+    monkeypatch.setattr(stack, "_allocate", allocate)
+    stack.set_budget("near", 4 * UNIT)
+    monkeypatch.undo()
+    stack.collect()
+    assert not stack.pages  # all of them had to move
     assert_at_rest(stack)
     stack.close()
 

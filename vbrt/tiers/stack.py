@@ -279,7 +279,11 @@ class TierStack:
             moves = self._new_homes(level, self._too_many(level, nbytes))
             level.room = level.tier.capacity_bytes  # what leaves makes room for pages that pass through
             for page, home in moves:
-                self._move_down(page, level, home)
+                self.share((page.key,))  # stays, whatever becomes of its owners meanwhile
+                try:
+                    self._move_down(page, level, home)
+                finally:
+                    self.retire((page.key,))
             with self._lock:
                 try:
                     for key in level.resize(nbytes):
@@ -296,11 +300,11 @@ class TierStack:
         with self._lock:
             self._collect()
             living = {key: slot.page for key, slot in level.slots.items() if slot.at_home}
-            largest = max((page.nbytes for page in self.pages.values()), default=0)
-        if level.home_bytes <= nbytes:
+            passing = _PASSING_PAGES * max((page.nbytes for page in self.pages.values()), default=0)
+            travel = any(page.home > level.index for page in self.pages.values())
+        if level.home_bytes + travel * passing <= nbytes:
             return []
-        stay = set(spread(list(living), {key: page.nbytes for key, page in living.items()},
-                          nbytes - _PASSING_PAGES * largest))
+        stay = set(spread(list(living), {key: page.nbytes for key, page in living.items()}, nbytes - passing))
         return [page for key, page in living.items() if key not in stay]
 
     def _new_homes(self, level: Level, pages: Sequence[Page]) -> list[tuple[Page, int]]:
