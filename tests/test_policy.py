@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_right
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 from hypothesis import given
@@ -327,6 +327,54 @@ def test_a_rebalanced_budget_restores_the_margin_and_does_not_swing(budget, want
         assert new >= budget
     left = free + budget - new
     assert rebalanced(new, wanted, left, margin) == new or new == 0
+
+
+def checkpointed(blocks: int, layers: int) -> list[str]:
+    """Forward, then block after block from the end: forward again and backward."""
+    block = [[f"block{b}.{i}" for i in range(layers)] for b in range(blocks)]
+    return [*chain(*block), *(key for b in reversed(block) for key in (*b, *reversed(b)))]
+
+
+def steady_misses(policy: Policy, order: list[str]) -> int:
+    """Misses of the sixth pass."""
+    misses = 0
+    for _ in range(6):
+        policy.begin_pass()
+        misses = 0
+        for key in order:
+            misses += not policy.access(key, 1, (key,)).hit
+            policy.ahead((key,))
+    return misses
+
+
+@pytest.mark.parametrize("room", [12, 24, 60, 120])
+def test_activation_checkpointing_costs_no_third_read(room):
+    order, short = checkpointed(32, 7), ScheduledPolicy(room)
+    forward = order[: 32 * 7]
+    twice = steady_misses(ScheduledPolicy(room), forward + forward[::-1])
+    misses = steady_misses(ScheduledPolicy(room), order)
+    assert misses <= twice + 1
+    short._try_rings = lambda: None
+    assert misses < steady_misses(short, order)
+
+
+@given(workloads())
+def test_trying_rings_out_never_moves_more(load):
+    order = [key for keys in load.passes[0] for key in keys] * 2 + ["tail"]
+    sizes = load.sizes | {"tail": 1}
+    moved = []
+    for tried in (False, True):
+        policy = ScheduledPolicy(load.room, prefetch=load.prefetch)
+        if not tried:
+            policy._try_rings = lambda: None
+        for _ in range(7):
+            policy.begin_pass()
+            total = 0
+            for key in order:
+                total += 0 if policy.access(key, sizes[key], (key,)).hit else sizes[key]
+                policy.ahead((key,))
+        moved.append(total)
+    assert moved[1] <= moved[0]
 
 
 # -- learning ---------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ PASS = object()
 
 _SLOT_SIZES = 8  # sizes that are tried for the slots of a ring, the largest first
 _LONG_COPY_BYTES = 64 << 20
+_LONGEST_TRIAL = 8192  # accesses of a pass that is tried out, see ScheduledPolicy
 _LONGEST_PASS = 16  # accesses per distinct page after which an unmarked pass is cut, so that its record stays bounded
 
 
@@ -160,6 +161,10 @@ class ScheduledPolicy(Policy):
     Pages of several sizes pass through slots of one size, so that memory which one left fits the next: it is reused
     as it is, never given back and asked for again. A page in the ring takes a whole slot.
 
+    A pass that uses pages more than once may be served better by a longer ring than by more pins: activation
+    checkpointing runs a block forward again just before it runs it backward, and a ring with room for the block saves
+    the second read. So once such an order has repeated, longer rings are tried out on it and the best is kept.
+
     Args:
         capacity_bytes: room for pages, in bytes.
         prefetch: pages staged ahead of their use, at most.
@@ -186,6 +191,7 @@ class ScheduledPolicy(Policy):
         self._positions: dict[str, list[int]] = {}
         self._streamed: list[int] = []  # positions in the order of pages that are not kept
         self._division = Division(frozenset(), 0)
+        self._tried = False  # whether longer rings were tried out on the order
         self._cursor = 0
         self._marked = False
 
@@ -330,10 +336,13 @@ class ScheduledPolicy(Policy):
         self._cursor = 0
         if current != self._order[: len(current)]:  # else it was the same, or stopped early
             self._learn(current)
+        elif current == self._order and not self._tried:
+            self._try_rings()
         self._stream()
 
-    def _learn(self, order: tuple[str, ...]) -> None:
+    def _learn(self, order: tuple[str, ...], sizes: dict[str, int] | None = None) -> None:
         self._order, self._positions = order, {}
+        self._sizes = self._sizes if sizes is None else sizes
         for place, key in enumerate(order):
             self._positions.setdefault(key, []).append(place)
         self._sizes = {key: self._sizes[key] for key in self._positions}
@@ -341,10 +350,44 @@ class ScheduledPolicy(Policy):
         self._choose_pins()
 
     def _choose_pins(self) -> None:
-        """Pin for the order; what is resident changes its class, nothing moves."""
-        self._division = divide(self._order, self._sizes, self.capacity_bytes, group=self.group,
-                                prefetch=self.prefetch)
-        pins = self._division.pins
+        self._tried = False
+        self._divide(divide(self._order, self._sizes, self.capacity_bytes, group=self.group, prefetch=self.prefetch))
+
+    def _try_rings(self) -> None:
+        """Take the ring under which a steady pass over the order moves the fewest bytes."""
+        self._tried = True
+        repeats = len(self._positions) < len(self._order) <= _LONGEST_TRIAL
+        if not repeats or len(self._division.pins) == len(self._positions):
+            return
+        fewest, best, longer = self._steady_bytes(self._division), self._division, None
+        for extra in (2 ** power for power in range(1, len(self._order).bit_length() + 1)):
+            shorter, longer = longer, divide(self._order, self._sizes, self.capacity_bytes, group=self.group,
+                                             prefetch=self.prefetch, extra=extra)
+            if longer == shorter:
+                break  # there is no room for more
+            moved = self._steady_bytes(longer)
+            if moved < fewest:
+                fewest, best = moved, longer
+        if best is not self._division:
+            self._divide(best)
+
+    def _steady_bytes(self, division: "Division") -> int:
+        """Bytes that come in during a steady pass over the order, by trying it."""
+        trial = ScheduledPolicy(self.capacity_bytes, prefetch=self.prefetch, group=self.group)
+        trial._learn(self._order, dict(self._sizes))
+        trial._divide(division)
+        trial._tried = True
+        for _ in range(3):
+            trial.begin_pass()
+            moved = 0
+            for key in self._order:
+                moved += 0 if trial.access(key, self._sizes[key], (key,)).hit else self._sizes[key]
+                trial.ahead((key,))
+        return moved
+
+    def _divide(self, division: "Division") -> None:
+        """Room is divided anew; what is resident changes its class, nothing moves."""
+        self._division, pins = division, division.pins
         for key in [k for k in self._pinned if k not in pins]:
             self._staged[key] = self._pinned.pop(key)
             self._staged.move_to_end(key, last=False)
@@ -376,7 +419,7 @@ class Division(NamedTuple):
 
 
 def divide(order: tuple[str, ...], sizes: Mapping[str, int], capacity_bytes: int, *, group: int,
-           prefetch: int) -> Division:
+           prefetch: int, extra: int = 0) -> Division:
     """The pages of one pass to keep resident, and the slots that the others pass through.
 
     Everything is kept when everything fits. Otherwise the ring has `group` + `prefetch` slots of the size that leaves
@@ -389,8 +432,9 @@ def divide(order: tuple[str, ...], sizes: Mapping[str, int], capacity_bytes: int
         capacity_bytes: room for pages, the ring included.
         group: pages that one lease takes.
         prefetch: pages staged ahead.
+        extra: more slots than that, for pages that are used again soon.
     """
-    uses, window = Counter(order), group + prefetch
+    uses, window = Counter(order), group + prefetch + extra
     if sum(sizes[key] for key in uses) <= capacity_bytes:
         return Division(frozenset(uses), 0)
     best, fewest = None, 0
