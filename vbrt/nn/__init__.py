@@ -2,6 +2,7 @@
 
 from vbrt.nn.handle import HandleSpec, WeightHandle
 from vbrt.nn.linear import VBLayer, VBLinear
+from vbrt.nn.sampling import gumbel_max_sample
 from vbrt.nn.swappable import kind_of, layer_class
 
-__all__ = ["HandleSpec", "VBLayer", "VBLinear", "WeightHandle", "kind_of", "layer_class"]
+__all__ = ["HandleSpec", "VBLayer", "VBLinear", "WeightHandle", "gumbel_max_sample", "kind_of", "layer_class"]
