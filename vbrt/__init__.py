@@ -15,9 +15,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ArgumentError": "errors", "ConfigError": "errors", "FormatError": "errors", "KernelError": "errors",
-    "TierError": "errors", "VBError": "errors", "WrapError": "errors", "Plan": "plan", "Stats": "stats",
-    "VBConfig": "config", "VBLinear": "nn", "VBModelWrapper": "wrapper", "gumbel_max_sample": "nn",
-    "load_config": "config", "make_plan": "estimate", "simulate": "policy", "wrap": "wrapper",
+    "TierError": "errors", "VBError": "errors", "WrapError": "errors", "FlashAttention": "nn",
+    "Plan": "plan", "Stats": "stats", "VBConfig": "config", "VBLinear": "nn",
+    "VBModelWrapper": "wrapper", "gumbel_max_sample": "nn", "load_config": "config", "make_plan": "estimate",
+    "simulate": "policy", "wrap": "wrapper",
 }
 
 __all__ = ["__version__", *_HOMES]
@@ -26,7 +27,11 @@ if TYPE_CHECKING:
     from vbrt.config import VBConfig, load_config
     from vbrt.errors import ArgumentError, ConfigError, FormatError, KernelError, TierError, VBError, WrapError
     from vbrt.estimate import make_plan
-    from vbrt.nn import VBLinear, gumbel_max_sample
+    from vbrt.nn import (
+        FlashAttention,
+        VBLinear,
+        gumbel_max_sample,
+    )
     from vbrt.plan import Plan
     from vbrt.policy import simulate
     from vbrt.stats import Stats
