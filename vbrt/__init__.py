@@ -15,10 +15,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ArgumentError": "errors", "ConfigError": "errors", "FormatError": "errors", "KernelError": "errors",
-    "TierError": "errors", "VBError": "errors", "WrapError": "errors", "FlashAttention": "nn",
-    "Plan": "plan", "Stats": "stats", "VBConfig": "config", "VBLinear": "nn",
+    "TierError": "errors", "VBError": "errors", "WrapError": "errors", "FlashAttention": "nn", "FusedFP4Linear": "nn",
+    "OptimizedTransformerBlock": "nn", "Plan": "plan", "Stats": "stats", "VBConfig": "config", "VBLinear": "nn",
     "VBModelWrapper": "wrapper", "gumbel_max_sample": "nn", "load_config": "config", "make_plan": "estimate",
-    "simulate": "policy", "wrap": "wrapper",
+    "quantize": "nn", "simulate": "policy", "wrap": "wrapper",
 }
 
 __all__ = ["__version__", *_HOMES]
@@ -29,8 +29,11 @@ if TYPE_CHECKING:
     from vbrt.estimate import make_plan
     from vbrt.nn import (
         FlashAttention,
+        FusedFP4Linear,
+        OptimizedTransformerBlock,
         VBLinear,
         gumbel_max_sample,
+        quantize,
     )
     from vbrt.plan import Plan
     from vbrt.policy import simulate

@@ -2,6 +2,8 @@
 blocks for models of one's own."""
 
 from vbrt.nn.attention import AttentionChoice, FlashAttention
+from vbrt.nn.block import OptimizedTransformerBlock
+from vbrt.nn.fused import FusedFP4Linear, quantize
 from vbrt.nn.handle import HandleSpec, WeightHandle
 from vbrt.nn.linear import VBLayer, VBLinear
 from vbrt.nn.sampling import gumbel_max_sample
@@ -10,11 +12,14 @@ from vbrt.nn.swappable import kind_of, layer_class
 __all__ = [
     "AttentionChoice",
     "FlashAttention",
+    "FusedFP4Linear",
     "HandleSpec",
+    "OptimizedTransformerBlock",
     "VBLayer",
     "VBLinear",
     "WeightHandle",
     "gumbel_max_sample",
     "kind_of",
     "layer_class",
+    "quantize",
 ]
