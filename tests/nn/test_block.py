@@ -136,6 +136,12 @@ def test_a_frozen_block_passes_gradients_to_its_input_and_trains_the_rest():
                      "down.bias"}
 
 
+def test_it_compiles_to_the_same():
+    block, x = make(causal=True, use_checkpoint=True), inputs()
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(block, backend="aot_eager", fullgraph=True)(x), block(x))
+
+
 def test_dropout_is_off_in_eval_mode():
     block, plain = make(dropout=0.5).eval(), Plain(make(dropout=0.5))
     torch.testing.assert_close(block(inputs()), plain(inputs()))

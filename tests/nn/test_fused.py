@@ -117,6 +117,16 @@ def test_autocast_computes_in_its_dtype_dense_and_frozen():
             layer.quantize()
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected")
+@pytest.mark.parametrize("frozen", [None, "nvfp4"])
+def test_it_compiles_to_the_same(frozen):
+    layer, x = make(activation="gelu", frozen=frozen), inputs()
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=frozen is None)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), layer(x))
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 

@@ -100,9 +100,13 @@ class FusedFP4Linear(nn.Linear):
         """Hold a page in the format's own order, and no dense weight any more."""
         if self.format is None:
             self._dtype = self._parameters.pop("weight").dtype
-        self.format, self._packed = format, False
-        self.register_buffer("planes", page, persistent=False)  # saved and loaded below, with a header
+        self.format = format
+        self._hold(page, packed=False)
         self._order_for_kernel()
+
+    def _hold(self, page: Tensor, *, packed: bool) -> None:
+        self.register_buffer("planes", page, persistent=False)  # saved and loaded below, with a header
+        self._packed, self._held = packed, self._layout(self.format, packed=packed)
 
     def _layout(self, format: str, *, packed: bool = False) -> PageLayout:
         shape = (self.out_features, self.in_features)
@@ -119,12 +123,12 @@ class FusedFP4Linear(nn.Linear):
         tensors = packing.pack(unpack(self.planes, self._layout(self.format)), shape)
         if tensors is not None:
             layout = packing.layout(shape)
-            self.planes, self._packed = pack(tensors, layout, new_page(layout, self.planes.device)), True
+            self._hold(pack(tensors, layout, new_page(layout, self.planes.device)), packed=True)
 
     # -- the frozen weight --------------------------------------------------------------------------------------------
 
     def _planes(self) -> WeightPlanes:
-        coarse = unpack(self.planes, self._layout(self.format, packed=self._packed))
+        coarse = unpack(self.planes, self._held)
         return WeightPlanes(self.format, (self.out_features, self.in_features), self._dtype, coarse)
 
     def _decoded(self) -> Tensor:
@@ -160,21 +164,21 @@ class FusedFP4Linear(nn.Linear):
             return self
         self._dtype = fn(torch.empty(0, dtype=self._dtype, device="cpu")).dtype
         if self._packed and self.planes.device.type != "cuda":
-            self.planes, self._packed = self._plain_page(), False
+            self._hold(self._plain_page(), packed=False)
         self._order_for_kernel()
         return self
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         if self._packed and self.planes.device.type != "cuda":  # torch.load(..., map_location="cpu")
-            self.planes, self._packed = self._plain_page(), False
+            self._hold(self._plain_page(), packed=False)
 
     def _plain_page(self) -> Tensor:
         """The page in the format's own order."""
         if not self._packed:
             return self.planes
-        layout, packed = self._layout(self.format), self._layout(self.format, packed=True)
-        tensors = Packing(self.format).unpack(unpack(self.planes, packed), (self.out_features, self.in_features))
+        layout = self._layout(self.format)
+        tensors = Packing(self.format).unpack(unpack(self.planes, self._held), (self.out_features, self.in_features))
         return pack(tensors, layout, new_page(layout, self.planes.device))
 
     def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:
