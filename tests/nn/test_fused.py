@@ -117,14 +117,23 @@ def test_autocast_computes_in_its_dtype_dense_and_frozen():
             layer.quantize()
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo detected")
-@pytest.mark.parametrize("frozen", [None, "nvfp4"])
-def test_it_compiles_to_the_same(frozen):
-    layer, x = make(activation="gelu", frozen=frozen), inputs()
+@pytest.mark.parametrize("frozen", [None, "nvfp4", "quantile"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_it_compiles_to_one_graph_with_the_same_results_and_gradients(frozen, autocast):
+    layer = make(activation="gelu", frozen=frozen)
     torch._dynamo.reset()
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=frozen is None)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(x), layer(x))
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    grads = []
+    for call in (layer, compiled):
+        x = inputs().requires_grad_()
+        layer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = call(x)
+            with torch.no_grad():
+                torch.testing.assert_close(call(x), y.detach())
+        y.float().square().sum().backward()
+        grads.append((y.detach(), x.grad, layer.bias.grad))
+    torch.testing.assert_close(*grads)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from vbrt.errors import ArgumentError, FormatError, WrapError
 from vbrt.formats import FORMATS, PageLayout, WeightPlanes, get_format, new_page, pack, unpack
@@ -66,8 +67,9 @@ class FusedFP4Linear(nn.Linear):
             input = input.to(torch.get_autocast_dtype(input.device.type))  # as it does for nn.Linear
         wants_grad = input.requires_grad or (bias is not None and bias.requires_grad)
         if not (torch.is_grad_enabled() and wants_grad):
-            return self._multiply(input, bias, self.activation)
-        return ACTIVATIONS[self.activation](_Product.apply(input, bias, self))
+            return (self._compiled if is_compiling() else self._multiply)(input, bias, self.activation)
+        y = self._compiled(input, bias, "none") if is_compiling() else _Product.apply(input, bias, self)
+        return ACTIVATIONS[self.activation](y)
 
     # -- freezing -----------------------------------------------------------------------------------------------------
 
@@ -137,6 +139,12 @@ class FusedFP4Linear(nn.Linear):
 
     def _multiply(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
         return _ops(self.planes.device, self.format)[0](x, self._planes(), bias, activation)
+
+    def _compiled(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        """`_multiply` as one op, which torch.compile does not look into."""
+        dtype = x.dtype if torch.is_autocast_enabled(x.device.type) else self._dtype
+        shape = (self.out_features, self.in_features)
+        return _frozen_op(x, self.planes, bias, self.format, *shape, self._packed, dtype, activation)
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight" and self.__dict__.get("format") is not None:
@@ -264,6 +272,59 @@ def _ops(device: torch.device, format: str) -> tuple[Any, Any]:
     if ops is None:
         ops = _OPS[device, format] = tuple(resolve(op, "auto", device, format) for op in ("linear", "decode_weight"))
     return ops
+
+
+# -- in compiled graphs -----------------------------------------------------------------------------------------------
+
+
+def _read(page: Tensor, format: str, n: int, k: int, packed: bool, dtype: torch.dtype) -> WeightPlanes:
+    layout = Packing(format).layout((n, k)) if packed else get_format(format).layout((n, k), torch.float32)
+    return WeightPlanes(format, (n, k), dtype, unpack(page, layout))
+
+
+@torch.library.custom_op("vbrt::frozen_linear", mutates_args=())
+def _frozen_op(
+    x: Tensor, page: Tensor, bias: Tensor | None, format: str, n: int, k: int, packed: bool, dtype: torch.dtype,
+    activation: str,
+) -> Tensor:
+    """activation(x Wᵀ + bias), [..., K] to [..., N], with the weight in a page."""
+    with torch.autocast(x.device.type, enabled=False):
+        planes = _read(page, format, n, k, packed, dtype)
+        return _ops(page.device, format)[0](x, planes, None if bias is None else bias.to(dtype), activation)
+
+
+@_frozen_op.register_fake
+def _(x, page, bias, format, n, k, packed, dtype, activation):
+    return x.new_empty((*x.shape[:-1], n))
+
+
+@torch.library.custom_op("vbrt::frozen_linear_backward", mutates_args=())
+def _frozen_backward_op(
+    dy: Tensor, page: Tensor, format: str, n: int, k: int, packed: bool, dtype: torch.dtype
+) -> Tensor:
+    """dX [..., K] from dY [..., N]."""
+    return dy.matmul(_ops(page.device, format)[1](_read(page, format, n, k, packed, dtype)).to(dy.dtype))
+
+
+@_frozen_backward_op.register_fake
+def _(dy, page, format, n, k, packed, dtype):
+    return dy.new_empty((*dy.shape[:-1], k))
+
+
+def _keep_page(ctx, inputs, output) -> None:
+    _, page, bias, *ctx.read, _ = inputs
+    ctx.save_for_backward(page)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _compiled_backward(ctx, dy: Tensor):
+    (page,) = ctx.saved_tensors
+    dx = _frozen_backward_op(dy, page, *ctx.read) if ctx.needs_input_grad[0] else None
+    dbias = dy.reshape(-1, dy.shape[-1]).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+    return dx, None, dbias, *[None] * 6
+
+
+_frozen_op.register_autograd(_compiled_backward, setup_context=_keep_page)
 
 
 def quantize(model: nn.Module, format: str = "nvfp4") -> int:
