@@ -235,7 +235,7 @@ def peak_bytes(n, kind, causal, dropout, keys=None):
 )
 def test_memory_grows_with_n_and_not_with_its_square(kind, causal, dropout, factor, monkeypatch):
     """Forward and backward together, beyond the mask that is given; the math path would take four times as much."""
-    monkeypatch.setattr(module, "_MOST", 32)
+    monkeypatch.setattr(module, "_BLOCK_SCORES", 32 * 1024)
     small, large = (peak_bytes(n, kind, causal, dropout, factor * n) for n in (512, 1024))
     assert large < 2.2 * small
     assert large < 1024 * 1024 * 4 * factor
@@ -258,7 +258,7 @@ def test_this_measure_sees_the_math_path():
 
 def case(**given):
     usual = {"device": "cpu", "dtype": torch.float32, "batch": 1, "heads": 2, "queries": 8, "keys": 8, "head_dim": 64,
-             "masked": False, "mask_trains": False, "dropout": 0.0, "causal": False}
+             "masks": 0, "mask_trains": False, "dropout": 0.0, "causal": False}
     return module._Case(**usual | given)
 
 
@@ -270,9 +270,9 @@ def case(**given):
         ({"causal": True, "queries": 1}, "sdpa", "causal"),
         ({"causal": True, "queries": 12}, "sdpa", "causal"),
         ({"causal": True, "queries": 5}, "sdpa-blocks", "bottom-right"),
-        ({"masked": True}, "sdpa-blocks", "a mask"),
+        ({"masks": 1}, "sdpa-blocks", "a mask"),
         ({"dropout": 0.1}, "blocks", "dropout has no fused kernel on a CPU"),
-        ({"masked": True, "mask_trains": True}, "blocks", "requires grad"),
+        ({"masks": 1, "mask_trains": True}, "blocks", "requires grad"),
         ({"device": "cuda", "dropout": 0.1}, "sdpa", "float32 on cuda"),
         ({"device": "cuda", "dtype": torch.bfloat16}, "sdpa", "bfloat16 on cuda"),
         ({"device": "cuda", "dtype": torch.float64}, "blocks", "float64 has no fused kernel"),
@@ -288,9 +288,17 @@ def test_the_backend_follows_from_device_dtype_shape_and_mask(given, backend, re
 
 
 def test_blocks_shrink_as_batch_heads_and_keys_grow():
-    assert module._choose(case(masked=True)).block == 512
-    assert module._choose(case(masked=True, batch=4, heads=16, keys=4096)).block == 64
-    assert module._choose(case(masked=True, batch=64, heads=64, keys=65536)).block == 16
+    assert module._choose(case(dropout=0.1)).block == 512
+    assert module._choose(case(dropout=0.1, batch=4, heads=16, keys=4096)).block == 64
+    assert module._choose(case(dropout=0.1, batch=64, heads=64, keys=65536)).block == 16
+
+
+def test_a_fused_kernel_takes_all_queries_whose_mask_is_within_the_limit():
+    long = {"queries": 8192, "keys": 8192, "batch": 8, "heads": 16}
+    assert module._choose(case(masks=1)).block == 8
+    assert module._choose(case(masks=1, **long)).block == 2048
+    assert module._choose(case(masks=8, **long)).block == 256
+    assert module._choose(case(causal=True, **long | {"queries": 8000})).block == 2048
 
 
 def test_explain_says_what_forward_takes_and_computes_nothing():

@@ -8,9 +8,10 @@ path is never one of them:
     sdpa-blocks   a fused kernel on blocks of queries: masks, and causal attention of fewer queries than keys
     blocks        plain torch on blocks of queries, where no fused kernel serves: announced once, with the reason
 
-Blocks are computed again in the backward pass (torch.utils.checkpoint), so nothing of size C × Sk is kept: what lives
-at once is one block. That costs a second forward of the attention, and it is what makes masks, dropout on a CPU and
-gradients of an additive mask O(N) beyond the mask itself.
+A block holds up to 64 MiB of scores (blocks) or of the kernel's copy of the mask (sdpa-blocks). Blocks are computed
+again in the backward pass (torch.utils.checkpoint), so what lives at once is one block. That costs a second forward of
+the attention, and it is what makes masks, dropout on a CPU and gradients of an additive mask O(N) beyond the mask
+itself. Where the mask's copy fits into one block, it is kept and nothing is computed again.
 
 A query that may attend to nothing gets zeros, and gives and takes zero gradients. Its row is opened and the result
 discarded, because what kernels make of such a row differs between devices and versions.
@@ -23,6 +24,7 @@ Legend: B batch, S positions, Sq queries, Sk keys, H heads, Hk key/value heads, 
 
 import contextlib
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,7 +41,7 @@ from vbrt.errors import ArgumentError
 __all__ = ["AttentionChoice", "FlashAttention", "attention"]
 
 _FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
-_BLOCK_SCORES = 1 << 24  # 64 MiB of fp32 scores a block
+_BLOCK_SCORES = 1 << 24  # 64 MiB of fp32 scores, or mask, a block
 _AUTOCASTING = ("cpu", "cuda")
 _FEWEST, _MOST = 16, 512  # queries of a block: fewer starve a matmul, more gain nothing
 
@@ -64,7 +66,7 @@ class _Case:
     queries: int
     keys: int
     head_dim: int
-    masked: bool
+    masks: int  # matrices [Sq, Sk] of the mask; 0 without one
     mask_trains: bool
     dropout: float
     causal: bool
@@ -120,7 +122,8 @@ def _case_of(
     dropout: float, causal: bool,
 ) -> _Case:
     trains = mask is not None and mask.requires_grad and torch.is_grad_enabled()
-    return _Case(device, dtype, *shape, head_dim, mask is not None, trains, dropout, causal)
+    masks = 0 if mask is None else math.prod(mask.shape[:-2])
+    return _Case(device, dtype, *shape, head_dim, masks, trains, dropout, causal)
 
 
 def _computed_in(x: Tensor) -> torch.dtype:
@@ -137,17 +140,22 @@ def _without_autocast(device: str) -> contextlib.AbstractContextManager:
 
 def _choose(case: _Case) -> AttentionChoice:
     """The backend for a case; pure."""
-    block = max(_FEWEST, min(_MOST, _BLOCK_SCORES // max(1, case.batch * case.heads * case.keys)))
     refusal = _no_fused_kernel(case)
     if refusal:
-        return AttentionChoice("blocks", refusal, block)
-    if case.masked:
+        return AttentionChoice("blocks", refusal, min(_MOST, _rows(case.batch * case.heads * case.keys)))
+    block = min(case.queries, _rows(max(1, case.masks) * case.keys))  # kernels hold the mask's copy, and no scores
+    if case.masks:
         return AttentionChoice("sdpa-blocks", "a mask, of which a fused kernel makes a floating copy", block)
     if case.causal and 1 < case.queries < case.keys:
         why = "causal with fewer queries than keys, aligned bottom-right, needs a mask a block"
         return AttentionChoice("sdpa-blocks", why, block)
     what = "causal" if case.causal else "no mask"
     return AttentionChoice("sdpa", f"{what}, {str(case.dtype).removeprefix('torch.')} on {case.device}", case.queries)
+
+
+def _rows(length: int) -> int:
+    """Queries of a block with `length` numbers for each."""
+    return max(_FEWEST, _BLOCK_SCORES // max(1, length))
 
 
 def _no_fused_kernel(case: _Case) -> str | None:
@@ -191,7 +199,9 @@ def _in_blocks(
         # the causal mask is made inside, so that the recomputation makes it again
         allowed = functools.partial(_block_mask, device=q.device, offset=first + keys - queries if causal else None)
         args = (q[:, :, first:last], k[:, :, :seen], v[:, :, :seen], part)
-        yield _recomputed(functools.partial(compute, allowed=allowed, dropout=dropout), *args, random=dropout > 0)
+        run = functools.partial(compute, allowed=allowed, dropout=dropout)
+        alone = choice.backend == "sdpa-blocks" and choice.block >= queries  # keeps a copy of the mask, of limited size
+        yield run(*args) if alone else _recomputed(run, *args, random=dropout > 0)
 
 
 def _block_of(mask: Tensor, first: int, last: int, seen: int) -> Tensor:
