@@ -14,19 +14,27 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ConfigError": "errors", "FormatError": "errors", "KernelError": "errors", "TierError": "errors",
-    "VBError": "errors", "WrapError": "errors", "Plan": "plan", "Stats": "stats", "VBConfig": "config",
-    "VBLinear": "nn", "VBModelWrapper": "wrapper", "load_config": "config", "make_plan": "estimate",
-    "simulate": "policy", "wrap": "wrapper",
+    "ArgumentError": "errors", "ConfigError": "errors", "FormatError": "errors", "KernelError": "errors",
+    "TierError": "errors", "VBError": "errors", "WrapError": "errors", "FlashAttention": "nn", "FusedFP4Linear": "nn",
+    "OptimizedTransformerBlock": "nn", "Plan": "plan", "Stats": "stats", "VBConfig": "config", "VBLinear": "nn",
+    "VBModelWrapper": "wrapper", "gumbel_max_sample": "nn", "load_config": "config", "make_plan": "estimate",
+    "quantize": "nn", "simulate": "policy", "wrap": "wrapper",
 }
 
 __all__ = ["__version__", *_HOMES]
 
 if TYPE_CHECKING:
     from vbrt.config import VBConfig, load_config
-    from vbrt.errors import ConfigError, FormatError, KernelError, TierError, VBError, WrapError
+    from vbrt.errors import ArgumentError, ConfigError, FormatError, KernelError, TierError, VBError, WrapError
     from vbrt.estimate import make_plan
-    from vbrt.nn import VBLinear
+    from vbrt.nn import (
+        FlashAttention,
+        FusedFP4Linear,
+        OptimizedTransformerBlock,
+        VBLinear,
+        gumbel_max_sample,
+        quantize,
+    )
     from vbrt.plan import Plan
     from vbrt.policy import simulate
     from vbrt.stats import Stats

@@ -1,6 +1,7 @@
 """Everything vbrt raises on purpose.
 
     VBError
+    ├── ArgumentError (ValueError)    a shape, dtype or value that a layer or function of vbrt cannot take
     ├── ConfigError   (ValueError)    a config file, key or value: names file, key, what came, what would do
     ├── FormatError   (ValueError)    a weight or page that a number format cannot hold or read
     ├── TierError     (RuntimeError)  a page that cannot be stored, read or verified: names layer and file
@@ -10,11 +11,15 @@
 Each message says where it happened, what came, and what would do.
 """
 
-__all__ = ["ConfigError", "FormatError", "KernelError", "TierError", "VBError", "WrapError"]
+__all__ = ["ArgumentError", "ConfigError", "FormatError", "KernelError", "TierError", "VBError", "WrapError"]
 
 
 class VBError(Exception):
     """Base class: `except VBError` catches everything that vbrt raises on purpose."""
+
+
+class ArgumentError(VBError, ValueError):
+    """A layer or function was given a shape, dtype or value that it cannot take; nothing was computed."""
 
 
 class ConfigError(VBError, ValueError):

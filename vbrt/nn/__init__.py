@@ -1,7 +1,25 @@
-"""The layers that take the place of nn.Linear, of the subclasses that compute the same, and of Conv1D."""
+"""The layers that take the place of nn.Linear, of the subclasses that compute the same, and of Conv1D; and building
+blocks for models of one's own."""
 
+from vbrt.nn.attention import AttentionChoice, FlashAttention
+from vbrt.nn.block import OptimizedTransformerBlock
+from vbrt.nn.fused import FusedFP4Linear, quantize
 from vbrt.nn.handle import HandleSpec, WeightHandle
 from vbrt.nn.linear import VBLayer, VBLinear
+from vbrt.nn.sampling import gumbel_max_sample
 from vbrt.nn.swappable import kind_of, layer_class
 
-__all__ = ["HandleSpec", "VBLayer", "VBLinear", "WeightHandle", "kind_of", "layer_class"]
+__all__ = [
+    "AttentionChoice",
+    "FlashAttention",
+    "FusedFP4Linear",
+    "HandleSpec",
+    "OptimizedTransformerBlock",
+    "VBLayer",
+    "VBLinear",
+    "WeightHandle",
+    "gumbel_max_sample",
+    "kind_of",
+    "layer_class",
+    "quantize",
+]
