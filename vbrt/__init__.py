@@ -6,6 +6,8 @@
     vb(x)                        # or vb.generate(...): everything of the model is reachable
     print(vb.stats())            # per-layer hit rates
     model = vb.unwrap()          # the dense model back
+
+    vb.save("saved")             # planes as they are; vbrt.load("saved", model) fills them back without encoding
 """
 
 import importlib
@@ -14,17 +16,18 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ConfigError": "errors", "FormatError": "errors", "KernelError": "errors", "TierError": "errors",
-    "VBError": "errors", "WrapError": "errors", "Plan": "plan", "Stats": "stats", "VBConfig": "config",
-    "VBLinear": "nn", "VBModelWrapper": "wrapper", "load_config": "config", "make_plan": "estimate",
-    "simulate": "policy", "wrap": "wrapper",
+    "CheckpointError": "errors", "ConfigError": "errors", "FormatError": "errors", "KernelError": "errors",
+    "TierError": "errors", "VBError": "errors", "WrapError": "errors", "Plan": "plan", "Stats": "stats",
+    "VBConfig": "config", "VBLinear": "nn", "VBModelWrapper": "wrapper", "load": "checkpoint", "load_config": "config",
+    "make_plan": "estimate", "simulate": "policy", "wrap": "wrapper",
 }
 
 __all__ = ["__version__", *_HOMES]
 
 if TYPE_CHECKING:
+    from vbrt.checkpoint import load
     from vbrt.config import VBConfig, load_config
-    from vbrt.errors import ConfigError, FormatError, KernelError, TierError, VBError, WrapError
+    from vbrt.errors import CheckpointError, ConfigError, FormatError, KernelError, TierError, VBError, WrapError
     from vbrt.estimate import make_plan
     from vbrt.nn import VBLinear
     from vbrt.plan import Plan
