@@ -16,6 +16,7 @@ from torch import nn
 import vbrt
 from tests.models import TOKENS, config, gpt2, llama, mlp, wrap
 from vbrt.errors import CheckpointError, ConfigError, FormatError, TierError, WrapError
+from vbrt.kernels import fp4_linear
 from vbrt.nn import WeightHandle
 
 SETTINGS = [(format, fine, dtype) for dtype in ("float32", "bfloat16", "float16")
@@ -116,14 +117,14 @@ def test_tied_weights_stay_tied(tmp_path):
             return self.other(self.again(self.norm(self.up(x))))
 
     x = torch.randn(3, 64)
-    vb = wrap(Tied(), "nvfp4")
+    vb = wrap(Tied().eval(), "nvfp4")
     expected = logits(vb, x)
     vb.save(tmp_path)
     untied = on_meta(Tied)
     untied.again.weight = nn.Parameter(torch.empty(64, 64, device="meta"))
     untied.other.weight = nn.Parameter(torch.empty(64, device="meta"))
     for model in (on_meta(Tied), Tied(), untied):
-        again = vbrt.load(tmp_path, model)
+        again = vbrt.load(tmp_path, model.eval())
         assert torch.equal(logits(again, x), expected)
         assert again.registry["up"].handle is again.registry["again"].handle and len(again.plan.swaps) == 1
         assert model.norm.weight is model.other.weight
@@ -196,6 +197,29 @@ def test_what_is_not_encoded_yet_is_encoded_by_saving(tmp_path):
     vb.save(tmp_path)
     x = torch.randn(2, 64)
     assert torch.equal(logits(vbrt.load(tmp_path, mlp()), x), logits(vb, x))
+
+
+def test_a_kernels_own_order_of_a_page_stays_out_of_the_files(tmp_path, monkeypatch):
+    x = torch.randn(2, 64)
+    plain = wrap(mlp(), "nvfp4")
+    expected = logits(plain, x)
+    plain.save(tmp_path / "plain")
+
+    def packed_as_on_a_gpu(patch):
+        for module in ("vbrt.nn.handle", "vbrt.estimate"):
+            patch.setattr(f"{module}.page_packing", lambda _, format: fp4_linear.packing(format))
+
+    with monkeypatch.context() as patch:
+        packed_as_on_a_gpu(patch)
+        again = vbrt.load(tmp_path / "plain", mlp())
+        with again.registry["0"].handle.lease() as (page,):
+            assert "codes" not in page
+        again.save(tmp_path / "packed")
+    assert torch.equal(logits(vbrt.load(tmp_path / "packed", mlp()), x), expected)
+    manifests = [json.loads((tmp_path / name / "vbrt.json").read_text()) for name in ("plain", "packed")]
+    assert manifests[0]["layers"] == manifests[1]["layers"]
+    digests = [{name: digest for name, (_, digest) in manifest["tensors"].items()} for manifest in manifests]
+    assert digests[0] == digests[1]
 
 
 # -- the files --------------------------------------------------------------------------------------------------------
@@ -408,7 +432,7 @@ def test_the_dense_model_is_never_in_memory(tmp_path):
     assert done.returncode == 0, done.stderr
     encoding, saving, loading, pages = map(float, done.stdout.split())
     print(f"MiB: encode {encoding:.1f}, save {saving:.1f}, load {loading:.1f}; pages {pages:.1f}, dense {48 * layer}")
-    assert encoding < pages + 6 * layer and loading < pages + 3 * layer and saving < 3 * layer
+    assert encoding < pages + 10 * layer and loading < pages + 5 * layer and saving < 3 * layer
 
 
 # -- wrong use --------------------------------------------------------------------------------------------------------
@@ -531,13 +555,13 @@ def test_meta_buffers_that_nobody_knows_are_named(tmp_path):
             if kind == "attribute":
                 self.table = torch.arange(4.0)
 
-    wrap(Odd(), "nvfp4").save(tmp_path)
+    wrap(Odd().eval(), "nvfp4").save(tmp_path)
     for kind, name in (("buffer", "frequencies"), ("attribute", "table")):
         model = on_meta(Odd, kind=kind)
         with pytest.raises(CheckpointError, match=f"does not hold {name}, which is on the meta device"):
             vbrt.load(tmp_path, model)
         assert model.up.weight.is_meta and type(model.up) is nn.Linear
-    vbrt.load(tmp_path, Odd("buffer"))
+    vbrt.load(tmp_path, Odd("buffer").eval())
 
 
 def test_loading_in_training_mode_warns_once(saved):

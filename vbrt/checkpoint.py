@@ -34,6 +34,7 @@ __all__ = ["load"]
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SHOWN = 3  # names in an error
+_TRIM_BYTES = 8 << 20
 
 
 def load(directory: str | PathLike, model: nn.Module,
@@ -80,9 +81,14 @@ def load(directory: str | PathLike, model: nn.Module,
 
 
 def _fill_(vb: VBModelWrapper, source: "_Source") -> None:
+    read = 0
     for swap in vb.plan.swaps:
         handle = vb.registry[swap.name].handle
         handle.store(source.planes(swap.name, handle))
+        read += swap.dense_bytes
+        if read > _TRIM_BYTES:  # or the C library keeps what weights leave between the pages: as much as all of them
+            release_host_memory()
+            read = 0
     for layer in vb.registry.values():
         layer._parameters["weight"] = None
     source.fill_kept_(vb.model, vb.device)
