@@ -18,6 +18,7 @@ from tests.models import TOKENS, config, gpt2, llama, mlp, wrap
 from vbrt.errors import CheckpointError, ConfigError, FormatError, TierError, WrapError
 from vbrt.kernels import fp4_linear
 from vbrt.nn import WeightHandle
+from vbrt.tensorfile import TensorFile
 
 SETTINGS = [(format, fine, dtype) for dtype in ("float32", "bfloat16", "float16")
             for format, fine in (("nvfp4", "none"), ("mxfp4", "none"), ("nf4", "none"), ("quantile", "none"),
@@ -152,6 +153,16 @@ def test_a_bare_linear_casts_and_frozen_layers_survive(tmp_path):
     assert not again.model.bias.requires_grad and not again.unwrap().weight.requires_grad
 
 
+@pytest.mark.parametrize("format", ["dense", "nvfp4", "exact"])
+def test_a_layer_that_was_cast_after_encoding_computes_in_what_it_was_cast_to(tmp_path, format):
+    vb = wrap(mlp(dtype=torch.bfloat16), format).materialize().float()
+    x = torch.randn(2, 64)
+    vb.save(tmp_path)
+    again = vbrt.load(tmp_path, on_meta(mlp))
+    assert torch.equal(logits(again, x), logits(vb, x)) and again.model[0].weight.dtype is torch.float32
+    assert again.registry["0"].handle.spec == vb.registry["0"].handle.spec
+
+
 def test_buffers_come_back_persistent_or_not(tmp_path):
     class Buffered(nn.Sequential):
         def __init__(self):
@@ -243,6 +254,18 @@ def test_the_files_are_plain_safetensors_with_the_dense_models_names(tmp_path):
     assert torch.equal(tensors["model.norm.weight"], vb.model.model.norm.weight)
     with safe_open(shard, "pt") as file:
         assert set(file.keys()) == set(manifest["tensors"])
+
+
+def test_the_library_reads_every_tensor_whatever_the_lengths_of_lists(tmp_path):
+    vb = wrap(llama(dtype=torch.float16), "exact", exclude=["*.mlp.*"])
+    vb.save(tmp_path)
+    (shard,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(shard)
+    assert any(tensor.numel() % 2 for name, tensor in tensors.items() if name.endswith(".side"))
+    assert all(info.begin % info.dtype.itemsize == 0 for info in TensorFile(shard).tensors.values())
+    for name, layer in vb.registry.items():
+        with layer.handle.lease() as (_, fine):
+            assert all(torch.equal(tensors[f"{name}.weight.fine.{field}"], fine[field]) for field in fine)
 
 
 def test_a_dense_save_is_a_checkpoint_of_the_dense_model(tmp_path):
