@@ -590,3 +590,17 @@ def test_meta_buffers_that_nobody_knows_are_named(tmp_path):
 def test_loading_in_training_mode_warns_once(saved):
     with pytest.warns(UserWarning, match="training mode"):
         vbrt.load(saved, mlp().train())
+
+
+def test_a_parameter_with_the_name_of_a_planes_tensor_is_refused(tmp_path):
+    class Weight(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.codes = nn.Parameter(torch.zeros(3))
+
+    model = mlp()
+    vb = wrap(model, "nvfp4").materialize()
+    layer = model[0]
+    layer._modules["weight"] = Weight()
+    with pytest.raises(CheckpointError, match=r"0\.weight\.codes: a parameter or buffer has the name"):
+        vb.save(tmp_path)

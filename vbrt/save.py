@@ -112,8 +112,10 @@ def save_model(model: nn.Module, config: VBConfig, directory: Path) -> Path:
     """Write a model whose VB layers are all encoded. See `VBModelWrapper.save`."""
     directory = directory.expanduser()
     layers, kept = _find_layers(model), _find_kept(model)
-    parts = [*map(_layer_part, *zip(*layers, strict=True))] if layers else []
-    shards = _shards([*parts, *(_kept_part(entry, tensor) for entry, tensor in kept)])
+    parts = [_layer_part(layer, handle) for layer, handle in layers]
+    parts += [_kept_part(entry, tensor) for entry, tensor in kept]
+    _check_unique(info.name for part in parts for info in part.tensors)
+    shards = _shards(parts)
     token, tensors = secrets.token_hex(4), {}
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -132,6 +134,14 @@ def save_model(model: nn.Module, config: VBConfig, directory: Path) -> Path:
         raise
     _remove(directory, lambda name: token not in name and name != MANIFEST)
     return directory
+
+
+def _check_unique(names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise CheckpointError(f"{name}: a parameter or buffer has the name of a plane's tensor; rename it")
+        seen.add(name)
 
 
 def _write_shard(path: Path, parts: list[_Part]) -> dict[str, str]:
