@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 import vbrt
+from tests import zoo
 from tests.models import TOKENS, config, gpt2, llama, mlp, wrap
 from vbrt.errors import CheckpointError, ConfigError, FormatError, TierError, WrapError
 from vbrt.kernels import fp4_linear
@@ -327,6 +328,7 @@ def test_an_interrupted_save_leaves_the_one_before(tmp_path, monkeypatch, at, wh
 
 KILLED = """
 import os, sys, vbrt
+from tests import zoo
 from tests.models import mlp, wrap
 left = int(sys.argv[2])
 real = os.pwrite
@@ -419,6 +421,7 @@ def test_a_nan_in_a_checkpoint_is_named_and_the_model_is_as_it_was(tmp_path):
 PEAK = """
 import sys, torch, vbrt
 from torch import nn
+from tests import zoo
 from tests.models import config, wrap
 def build(width, depth):
     with torch.device("meta"):
@@ -604,3 +607,28 @@ def test_a_parameter_with_the_name_of_a_planes_tensor_is_refused(tmp_path):
     layer._modules["weight"] = Weight()
     with pytest.raises(CheckpointError, match=r"0\.weight\.codes: a parameter or buffer has the name"):
         vb.save(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), [pair for pair in zoo.SAMPLE if pair[0] in ("causal", "base")])
+def test_models_of_many_architectures_come_back_from_meta(tmp_path, kind, name):
+    try:
+        model, inputs = zoo.build(kind, name, dtype=torch.bfloat16)
+    except zoo.Unbuildable as reason:
+        pytest.skip(str(reason))
+    save_model(model, str(tmp_path / "dense.safetensors"))
+    vb = wrap(model, "nvfp4").materialize()
+    want = zoo.forward(vb, inputs)
+    vb.save(tmp_path / "saved")
+
+    def architecture():
+        with torch.device("meta"):
+            return type(model)(model.config).eval()
+
+    got = zoo.forward(vbrt.load(tmp_path / "saved", architecture()), inputs)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[key].nan_to_num(), want[key].nan_to_num()) for key in want)
+    encoded = vbrt.load(tmp_path / "dense.safetensors", architecture(), config("nvfp4"))
+    built = dict(type(model)(model.config).named_buffers())
+    for key, buffer in encoded.model.named_buffers():
+        assert torch.equal(buffer, built[key].to(buffer.dtype)), key
