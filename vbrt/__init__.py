@@ -6,6 +6,8 @@
     vb(x)                        # or vb.generate(...): everything of the model is reachable
     print(vb.stats())            # per-layer hit rates
     model = vb.unwrap()          # the dense model back
+
+    vb.save("saved")             # planes as they are; vbrt.load("saved", model) fills them back without encoding
 """
 
 import importlib
@@ -14,18 +16,28 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ArgumentError": "errors", "ConfigError": "errors", "FormatError": "errors", "KernelError": "errors",
-    "TierError": "errors", "VBError": "errors", "WrapError": "errors", "FlashAttention": "nn", "FusedFP4Linear": "nn",
-    "OptimizedTransformerBlock": "nn", "Plan": "plan", "Stats": "stats", "VBConfig": "config", "VBLinear": "nn",
-    "VBModelWrapper": "wrapper", "gumbel_max_sample": "nn", "load_config": "config", "make_plan": "estimate",
-    "quantize": "nn", "simulate": "policy", "wrap": "wrapper",
+    "ArgumentError": "errors", "CheckpointError": "errors", "ConfigError": "errors", "FormatError": "errors",
+    "KernelError": "errors", "TierError": "errors", "VBError": "errors", "WrapError": "errors", "FlashAttention": "nn",
+    "FusedFP4Linear": "nn", "OptimizedTransformerBlock": "nn", "Plan": "plan", "Stats": "stats", "VBConfig": "config",
+    "VBLinear": "nn", "VBModelWrapper": "wrapper", "gumbel_max_sample": "nn", "load": "checkpoint",
+    "load_config": "config", "make_plan": "estimate", "quantize": "nn", "simulate": "policy", "wrap": "wrapper",
 }
 
 __all__ = ["__version__", *_HOMES]
 
 if TYPE_CHECKING:
+    from vbrt.checkpoint import load
     from vbrt.config import VBConfig, load_config
-    from vbrt.errors import ArgumentError, ConfigError, FormatError, KernelError, TierError, VBError, WrapError
+    from vbrt.errors import (
+        ArgumentError,
+        CheckpointError,
+        ConfigError,
+        FormatError,
+        KernelError,
+        TierError,
+        VBError,
+        WrapError,
+    )
     from vbrt.estimate import make_plan
     from vbrt.nn import (
         FlashAttention,

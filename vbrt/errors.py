@@ -6,12 +6,14 @@
     ├── FormatError   (ValueError)    a weight or page that a number format cannot hold or read
     ├── TierError     (RuntimeError)  a page that cannot be stored, read or verified: names layer and file
     ├── WrapError     (ValueError)    a model, or a use of a wrapped model, that vbrt refuses
-    └── KernelError   (RuntimeError)  no implementation of an op for this backend and device
+    ├── KernelError   (RuntimeError)  no implementation of an op for this backend and device
+    └── CheckpointError (RuntimeError)  a save or checkpoint that cannot be written, read, or does not fit the model
 
 Each message says where it happened, what came, and what would do.
 """
 
-__all__ = ["ArgumentError", "ConfigError", "FormatError", "KernelError", "TierError", "VBError", "WrapError"]
+__all__ = ["ArgumentError", "CheckpointError", "ConfigError", "FormatError", "KernelError", "TierError", "VBError",
+           "WrapError"]
 
 
 class VBError(Exception):
@@ -40,3 +42,7 @@ class WrapError(VBError, ValueError):
 
 class KernelError(VBError, RuntimeError):
     """No implementation of an op exists for the asked backend and device."""
+
+
+class CheckpointError(VBError, RuntimeError):
+    """A save or checkpoint cannot be written or read, is damaged, or is not one of this model."""

@@ -4,7 +4,7 @@ Works on real models and on models built under `torch.device("meta")`, so that a
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,17 +24,18 @@ from vbrt.kernels import Packing, page_packing, resolve
 from vbrt.nn import VBLayer, kind_of
 from vbrt.plan import PageSpec, Plan, Skip, Swap, format_bytes, place
 
-__all__ = ["make_plan", "this_machine", "with_freed"]
+__all__ = ["ROOT", "make_plan", "this_machine", "with_freed"]
 
-_ROOT = "(root)"
+ROOT = "(root)"  # what a model itself is called among its modules
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def make_plan(model: nn.Module, config: VBConfig, machine: Machine | None = None, *,
-              charge_kept: bool = True) -> Plan:
+              charge_kept: bool = True, chosen: Sequence[Swap] | None = None) -> Plan:
     """The plan for a model under a config on a machine (default: this one).
 
     Args:
+        chosen: what is swapped, without pages, instead of what the config would choose: for a model that was saved.
         charge_kept: take what is not swapped off the memory that "auto" budgets share out. False is for showing by
             how much a model is too large.
 
@@ -48,6 +49,8 @@ def make_plan(model: nn.Module, config: VBConfig, machine: Machine | None = None
     modules = _named_modules(model)
     refused: dict[str, Skip] = {}
     swaps = list(_choose(model, modules, config, refused))
+    if chosen is not None:
+        swaps = _as_chosen(swaps, chosen, refused, config)
     skipped = _account_rest(modules, swaps, refused)
     machine = machine or this_machine(config)
     budgets = _budgets(config, _after_wrapping(model, config, machine, skipped, charge_kept=charge_kept))
@@ -89,7 +92,7 @@ def _disk_free(config: VBConfig) -> int | None:
 
 
 def _named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    return {name or _ROOT: module for name, module in model.named_modules()}
+    return {name or ROOT: module for name, module in model.named_modules()}
 
 
 def _choose(model: nn.Module, modules: dict[str, nn.Module], config: VBConfig,
@@ -115,6 +118,17 @@ def _choose(model: nn.Module, modules: dict[str, nn.Module], config: VBConfig,
             yield _swap(tied, module, config)
         else:
             skipped.update((o, Skip(0, reason)) for o, reason in refused.items())  # bytes come with the accounting
+
+
+def _as_chosen(swaps: list[Swap], chosen: Sequence[Swap], skipped: dict[str, Skip],
+               config: VBConfig) -> list[Swap]:
+    """`chosen` instead of `swaps`; `skipped` follows."""
+    names = {name for swap in chosen for name in (swap.name, *swap.aliases)}
+    for name in names & skipped.keys():
+        del skipped[name]
+    others = {name for swap in swaps for name in (swap.name, *swap.aliases)} - names
+    skipped.update((name, Skip(0, "it was not swapped when the model was saved")) for name in others)
+    return [replace(swap, note=_note(swap.shape, swap.dtype, swap.format, config)) for swap in chosen]
 
 
 def _refused_for_others(name: str, held_as: list[str], candidates: dict[str, nn.Module],
@@ -184,7 +198,7 @@ def _heads(model: nn.Module, modules: dict[str, nn.Module]) -> dict[int, str]:
         if callable(ask) and hasattr(module, "config"):
             head = _ask_head(ask)
             if head is not None:
-                heads[id(head)] = f"{'model' if name == _ROOT else name}.get_output_embeddings()"
+                heads[id(head)] = f"{'model' if name == ROOT else name}.get_output_embeddings()"
     return heads
 
 
@@ -224,14 +238,21 @@ def _swap(names: list[str], module: nn.Module, config: VBConfig) -> Swap:
     weight, kind = module.weight, kind_of(module)
     shape = tuple(weight.shape)[::-1] if kind == "Conv1D" else tuple(weight.shape)
     wanted, dtype = config.weights, weight.dtype
-    format, fine, note = wanted.format, wanted.fine, ""
+    format, fine = wanted.format, wanted.fine
     if fine == "exact" and dtype not in (torch.bfloat16, torch.float16):
         format, fine = "dense", "none"
-        note = f"{str(dtype).removeprefix('torch.')} has no fine plane: held dense, which is exact; bfloat16 halves it"
+    dtype = str(dtype).removeprefix("torch.")
+    return Swap(names[0], kind, shape, dtype, _nbytes(weight), format, fine, (), tuple(names[1:]),
+                _note(shape, dtype, format, config))
+
+
+def _note(shape: tuple[int, int], dtype: str, format: str, config: VBConfig) -> str:
+    """What is to be said of a swap, if anything."""
+    if format == "dense" and config.weights.fine == "exact":
+        return f"{dtype} has no fine plane: held dense, which is exact; bfloat16 halves it"
     if format != "dense" and shape[1] % get_format(format).block:
-        note = f"in_features {shape[1]} padded to a multiple of {get_format(format).block}"
-    return Swap(names[0], kind, shape, str(dtype).removeprefix("torch."), _nbytes(weight), format, fine, (),
-                tuple(names[1:]), note)
+        return f"in_features {shape[1]} padded to a multiple of {get_format(format).block}"
+    return ""
 
 
 def _account_rest(modules: dict[str, nn.Module], swaps: list[Swap], skipped: dict[str, Skip]) -> dict[str, Skip]:

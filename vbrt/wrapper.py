@@ -30,11 +30,12 @@ from vbrt.estimate import make_plan, this_machine, with_freed
 from vbrt.nn import HandleSpec, VBLayer, WeightHandle, layer_class
 from vbrt.plan import Plan, Swap, format_bytes
 from vbrt.policy import auto_prefetch, make_policy, rebalanced
+from vbrt.save import save_model
 from vbrt.stats import LayerStats, Stats, TierStats
 from vbrt.tiers import Level, MemoryTier, Recorder, SsdTier, TierStack
 from vbrt.timeline import TimelineTotals, check_timeline_path
 
-__all__ = ["VBModelWrapper", "wrap"]
+__all__ = ["VBModelWrapper", "carry_out", "wrap"]
 
 _LOOK_SECONDS = 0.1  # between looks at the GPU's free memory, at least
 _LARGE_BYTES = 64 << 20  # layers that the progress bar names
@@ -67,6 +68,11 @@ def wrap(model: nn.Module, config: VBConfig | Mapping[str, Any] | str | PathLike
     plan = make_plan(model, config)
     if not plan.swaps:
         warnings.warn(f"vbrt.wrap: {plan.notes[-1]} (all reasons: plan.skipped)", stacklevel=2)
+    return carry_out(model, config, plan)
+
+
+def carry_out(model: nn.Module, config: VBConfig, plan: Plan) -> "VBModelWrapper":
+    """The wrapper of a model, as its plan has it. Raises TierError: the ssd tier's directory cannot be used."""
     stack = _build_stack(plan, config)
     try:
         handles = [WeightHandle(_spec(swap, config), stack) for swap in plan.swaps]
@@ -392,6 +398,27 @@ class VBModelWrapper(nn.Module):
             timeline = recorder.stop()
             self._timed = timeline.totals
             timeline.write(path)
+
+    # -- keeping it ---------------------------------------------------------------------------------------------------
+
+    def save(self, directory: str | PathLike) -> Path:
+        """Write the planes, what was not swapped and the config into a directory, for `vbrt.load`.
+
+        safetensors files and `vbrt.json`; one layer is in memory at a time. What is not encoded yet is encoded now.
+        A save that is there already is replaced once the new one is complete, and stays as it is until then.
+
+        Returns:
+            The directory.
+
+        Raises:
+            CheckpointError: it cannot be written, or the disk is full: names the path.
+            FormatError, TierError: a weight cannot be encoded, or a page cannot be read.
+            WrapError: the wrapper was closed.
+        """
+        if self.stack.closed:
+            raise WrapError("save: the model was closed or unwrapped, its planes are gone; save before that")
+        self.materialize()
+        return save_model(self.model, self.settings, Path(directory))
 
     # -- the way back -------------------------------------------------------------------------------------------------
 

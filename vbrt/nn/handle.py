@@ -4,11 +4,12 @@ A handle is shared by all layers that are tied to one weight. It begins empty, w
 parameter, and owns pages of a stack once `store` has run. Pages are read-only: a new weight means new pages.
 """
 
+import contextlib
 import functools
 import itertools
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -181,6 +182,35 @@ class WeightHandle:
 
     def _is_packed(self, layout: PageLayout) -> bool:
         return self._packing is not None and layout == self._packing.layout(self.spec.shape)
+
+    @contextlib.contextmanager
+    def encoded(self) -> Iterator[Planes]:
+        """The planes as the format encodes them, for machines without this one's kernels; borrowed for a `with` block.
+
+        Raises TierError when they cannot be read.
+        """
+        with self.lease() as tensors:
+            yield [(layout, self._packing.unpack(plane, self.spec.shape) if packed else plane)
+                   for (layout, packed), plane in zip(self._layouts(), tensors, strict=True)]
+
+    def encoded_layouts(self) -> list[PageLayout]:
+        """Those of `encoded`, without borrowing anything."""
+        return [layout for layout, _ in self._layouts()]
+
+    def _layouts(self) -> list[tuple[PageLayout, bool]]:
+        """The layout of each plane as the format encodes it, and whether its page is in a kernel's order instead."""
+        layouts = [self.stack.pages[key].layout for key in self.keys]
+        own = self._format.layout(self.spec.shape, self.spec.dtype)
+        return [(own, True) if self._is_packed(layout) else (layout, False) for layout in layouts]
+
+    def from_encoded(self, planes: Mapping[str, dict[str, torch.Tensor]]) -> Planes:
+        """What `store` takes, of planes that were encoded before: name of the plane -> its tensors."""
+        spec = self.spec
+        if spec.format == "dense":
+            return [(self._format.layout(self.weight_shape, spec.dtype), planes["dense"])]
+        coarse = {name: t.to(self._device) if self._packing else t for name, t in planes["coarse"].items()}
+        fine = [(fine_layout(planes["fine"]), planes["fine"])] if spec.fine else []
+        return [self._coarse_page(coarse), *fine]
 
     def store(self, planes: Planes) -> None:
         """Write planes into pages; earlier pages are dropped first, so that a tight budget has room for the new ones.
@@ -410,14 +440,8 @@ class WeightHandle:
     def __reduce__(self):
         pages = []
         if self.keys:
-            with self.lease() as tensors:
-                for key, plane in zip(self.keys, tensors, strict=True):
-                    layout = self.stack.pages[key].layout
-                    if self._is_packed(layout):  # as the format encodes it, for machines without this one's kernels
-                        plane = self._packing.unpack(plane, self.spec.shape)
-                        layout = self._format.layout(self.spec.shape, self.spec.dtype)
-                    # bytes, because torch cannot unpickle 8-bit floats
-                    pages.append((layout.to_dict(), pack(plane, layout, new_page(layout))))
+            with self.encoded() as planes:  # bytes, because torch cannot unpickle 8-bit floats
+                pages = [(layout.to_dict(), pack(plane, layout, new_page(layout))) for layout, plane in planes]
         return _restore, (self.stack, self.spec, self.dtype, self.trainable, pages)
 
 

@@ -1,0 +1,634 @@
+"""vb.save and vbrt.load: the same bits back, in any tier, without encoding and without the dense model."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file, save_model
+from torch import nn
+
+import vbrt
+from tests import zoo
+from tests.models import TOKENS, config, gpt2, llama, mlp, wrap
+from vbrt.errors import CheckpointError, ConfigError, FormatError, TierError, WrapError
+from vbrt.kernels import fp4_linear
+from vbrt.nn import WeightHandle
+from vbrt.tensorfile import TensorFile
+
+SETTINGS = [(format, fine, dtype) for dtype in ("float32", "bfloat16", "float16")
+            for format, fine in (("nvfp4", "none"), ("mxfp4", "none"), ("nf4", "none"), ("quantile", "none"),
+                                 ("dense", "none"), ("nvfp4", "exact"), ("quantile", "exact"))
+            if (fine, dtype) != ("exact", "float32")]
+
+
+def settings(format, fine="none", **weights):
+    given = config(format, **weights)
+    given["weights"]["fine"] = fine
+    return given
+
+
+def on_meta(make, **given):
+    with torch.device("meta"):
+        return make(**given)
+
+
+def tied_llama(**given):
+    return llama(tied=True, **given)
+
+
+def logits(model, x=TOKENS):
+    with torch.no_grad():
+        y = model(x)
+    return getattr(y, "logits", y)
+
+
+@pytest.fixture
+def no_encoding(monkeypatch):
+    """Encoding anything raises from now on, once the fixture is called."""
+    def refuse(*args, **kwargs):
+        raise AssertionError("a weight was encoded again")
+
+    def start():
+        monkeypatch.setattr(WeightHandle, "split", refuse)
+        for name in vbrt.formats.FORMATS:
+            monkeypatch.setattr(type(vbrt.formats.get_format(name)), "encode", refuse)
+        monkeypatch.setattr("vbrt.nn.handle.split_fine", refuse)
+
+    return start
+
+
+# -- the same bits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("format", "fine", "dtype"), SETTINGS)
+def test_a_loaded_model_gives_the_bits_of_the_saved_one_and_encodes_nothing(tmp_path, no_encoding, format, fine, dtype):
+    dtype = getattr(torch, dtype)
+    x = torch.linspace(-1, 1, 3 * 72, dtype=dtype).reshape(3, 72)
+    vb = vbrt.wrap(mlp(width=72, depth=3, dtype=dtype), settings(format, fine))
+    expected, room = logits(vb, x), 2 * max(swap.page_bytes for swap in vb.plan.swaps)
+    vb.save(tmp_path / "saved")
+    vb.close()
+    no_encoding()
+    drive = {"cpu": {"budget": room}, "ssd": {"enabled": True, "path": str(tmp_path / "pages")}}
+    for tiers in ({}, drive):
+        with vbrt.load(tmp_path / "saved", on_meta(mlp, width=72, depth=3), tiers=tiers) as again:
+            assert (again.plan.home_bytes("ssd") > 0) is bool(tiers)
+            assert all(torch.equal(logits(again, x), expected) for _ in range(2))
+            assert all(layer.materialized for layer in again.registry.values())
+            assert {p.dtype for p in again.model.parameters()} == {dtype}
+
+
+@pytest.mark.parametrize(("make", "fine"), [(llama, "exact"), (gpt2, "none"), (gpt2, "exact")])
+@pytest.mark.parametrize("real", [False, True])
+def test_transformers_models_load_into_real_ones_and_into_meta_ones(tmp_path, no_encoding, make, fine, real):
+    vb = vbrt.wrap(make(dtype=torch.bfloat16), settings("nvfp4", fine))
+    expected, counted = logits(vb), vb.plan
+    vb.save(tmp_path)
+    vb.close()
+    no_encoding()
+    model = make() if real else on_meta(make)
+    embedding = model.get_input_embeddings()
+    with vbrt.load(tmp_path, model) as again:
+        assert again.model is model and model.get_input_embeddings() is embedding
+        assert torch.equal(logits(again), expected)
+        assert again.plan.swaps == counted.swaps and dict(again.plan.skipped) == dict(counted.skipped)
+        assert again.settings == counted_settings(again)
+        assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+
+
+def counted_settings(vb):
+    return vbrt.load_config(settings("nvfp4", vb.settings.weights.fine))
+
+
+def test_tied_weights_stay_tied(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.again = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.again.weight = self.up.weight
+            self.norm, self.other = nn.LayerNorm(64), nn.LayerNorm(64)
+            self.other.weight = self.norm.weight
+
+        def forward(self, x):
+            return self.other(self.again(self.norm(self.up(x))))
+
+    x = torch.randn(3, 64)
+    vb = wrap(Tied().eval(), "nvfp4")
+    expected = logits(vb, x)
+    vb.save(tmp_path)
+    untied = on_meta(Tied)
+    untied.again.weight = nn.Parameter(torch.empty(64, 64, device="meta"))
+    untied.other.weight = nn.Parameter(torch.empty(64, device="meta"))
+    for model in (on_meta(Tied), Tied(), untied):
+        again = vbrt.load(tmp_path, model.eval())
+        assert torch.equal(logits(again, x), expected)
+        assert again.registry["up"].handle is again.registry["again"].handle and len(again.plan.swaps) == 1
+        assert model.norm.weight is model.other.weight
+        dense = again.unwrap()
+        assert dense.up.weight is dense.again.weight
+
+
+def test_a_tied_head_of_transformers_stays_tied(tmp_path):
+    vb = wrap(llama(tied=True), "nvfp4")
+    expected = logits(vb)
+    vb.save(tmp_path)
+    again = vbrt.load(tmp_path, on_meta(llama, tied=True))
+    assert again.model.lm_head.weight is again.model.model.embed_tokens.weight
+    assert torch.equal(logits(again), expected)
+
+
+def test_a_bare_linear_casts_and_frozen_layers_survive(tmp_path):
+    bare = nn.Linear(64, 64).requires_grad_(False)
+    x = torch.randn(2, 64)
+    vb = wrap(bare, "nvfp4").half()
+    expected = logits(vb, x.half())
+    vb.save(tmp_path)
+    again = vbrt.load(tmp_path, on_meta(nn.Linear, in_features=64, out_features=64))
+    assert torch.equal(logits(again, x.half()), expected) and again.model.weight.dtype is torch.float16
+    assert not again.model.bias.requires_grad and not again.unwrap().weight.requires_grad
+
+
+@pytest.mark.parametrize("format", ["dense", "nvfp4", "exact"])
+def test_a_layer_that_was_cast_after_encoding_computes_in_what_it_was_cast_to(tmp_path, format):
+    vb = wrap(mlp(dtype=torch.bfloat16), format).materialize().float()
+    x = torch.randn(2, 64)
+    vb.save(tmp_path)
+    again = vbrt.load(tmp_path, on_meta(mlp))
+    assert torch.equal(logits(again, x), logits(vb, x)) and again.model[0].weight.dtype is torch.float32
+    assert again.registry["0"].handle.spec == vb.registry["0"].handle.spec
+
+
+def test_buffers_come_back_persistent_or_not(tmp_path):
+    class Buffered(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Linear(64, 64), nn.BatchNorm1d(64))
+            self.register_buffer("scale", torch.full((1,), 2.0), persistent=False)
+            self.register_buffer("empty", torch.zeros(0, 3, dtype=torch.int16))
+            self.register_buffer("none", None)
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    model, x = Buffered().eval(), torch.randn(3, 64)
+    model[1].running_mean.normal_()
+    model.scale.fill_(3.0)
+    vb = wrap(model, "nvfp4")
+    expected = logits(vb, x)
+    vb.save(tmp_path)
+    again = vbrt.load(tmp_path, on_meta(Buffered).eval())
+    assert torch.equal(logits(again, x), expected) and again.model.empty.shape == (0, 3)
+    assert again.model[1].num_batches_tracked.shape == ()
+    assert list(again.state_dict()) == list(Buffered().state_dict())
+
+
+def test_a_loaded_model_is_a_wrapped_one(tmp_path):
+    model = mlp()
+    wrap(model, "exact").save(tmp_path / "one")
+    vb = vbrt.load(tmp_path / "one", on_meta(mlp), policy={"kind": "lru"})
+    assert vb.settings.policy.kind == "lru"
+    vb.save(tmp_path / "two")
+    x = torch.randn(2, 64, requires_grad=True)
+    expected = vbrt.load(tmp_path / "two", mlp())(x)
+    assert torch.equal(vb(x), expected)
+    expected.sum().backward()
+    assert x.grad is not None and vb.stats().passes == 1
+    assert torch.equal(copy.deepcopy(vb)(x), expected)
+    vb.load_state_dict(mlp(width=64, depth=6).state_dict())
+    assert torch.equal(vb.unwrap()(x), mlp()(x))
+
+
+def test_what_is_not_encoded_yet_is_encoded_by_saving(tmp_path):
+    vb = wrap(mlp(), "nvfp4")
+    vb.model[2].weight = nn.Parameter(torch.randn(64, 64))
+    vb.save(tmp_path)
+    x = torch.randn(2, 64)
+    assert torch.equal(logits(vbrt.load(tmp_path, mlp()), x), logits(vb, x))
+
+
+def test_a_kernels_own_order_of_a_page_stays_out_of_the_files(tmp_path, monkeypatch):
+    x = torch.randn(2, 64)
+    plain = wrap(mlp(), "nvfp4")
+    expected = logits(plain, x)
+    plain.save(tmp_path / "plain")
+
+    def packed_as_on_a_gpu(patch):
+        for module in ("vbrt.nn.handle", "vbrt.estimate"):
+            patch.setattr(f"{module}.page_packing", lambda _, format: fp4_linear.packing(format))
+
+    with monkeypatch.context() as patch:
+        packed_as_on_a_gpu(patch)
+        again = vbrt.load(tmp_path / "plain", mlp())
+        with again.registry["0"].handle.lease() as (page,):
+            assert "codes" not in page
+        again.save(tmp_path / "packed")
+    assert torch.equal(logits(vbrt.load(tmp_path / "packed", mlp()), x), expected)
+    manifests = [json.loads((tmp_path / name / "vbrt.json").read_text()) for name in ("plain", "packed")]
+    assert manifests[0]["layers"] == manifests[1]["layers"]
+    digests = [{name: digest for name, (_, digest) in manifest["tensors"].items()} for manifest in manifests]
+    assert digests[0] == digests[1]
+
+
+# -- the files --------------------------------------------------------------------------------------------------------
+
+
+def files(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_the_files_are_plain_safetensors_with_the_dense_models_names(tmp_path):
+    vb = wrap(llama(dtype=torch.bfloat16), "nvfp4")
+    assert vb.save(tmp_path) == tmp_path
+    manifest = json.loads((tmp_path / "vbrt.json").read_text())
+    assert manifest["version"] == 1 and manifest["vbrt"] == vbrt.__version__
+    (shard,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(shard)
+    codes = tensors["model.layers.0.mlp.up_proj.weight.codes"]
+    with vb.registry["model.layers.0.mlp.up_proj"].handle.lease() as (coarse,):
+        assert torch.equal(codes, coarse["codes"])
+        assert tensors["model.layers.0.mlp.up_proj.weight.scales"].dtype is torch.float8_e4m3fn
+    assert torch.equal(tensors["model.norm.weight"], vb.model.model.norm.weight)
+    with safe_open(shard, "pt") as file:
+        assert set(file.keys()) == set(manifest["tensors"])
+
+
+def test_the_library_reads_every_tensor_whatever_the_lengths_of_lists(tmp_path):
+    vb = wrap(llama(dtype=torch.float16), "exact", exclude=["*.mlp.*"])
+    vb.save(tmp_path)
+    (shard,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(shard)
+    assert any(tensor.numel() % 2 for name, tensor in tensors.items() if name.endswith(".side"))
+    assert all(info.begin % info.dtype.itemsize == 0 for info in TensorFile(shard).tensors.values())
+    for name, layer in vb.registry.items():
+        with layer.handle.lease() as (_, fine):
+            assert all(torch.equal(tensors[f"{name}.weight.fine.{field}"], fine[field]) for field in fine)
+
+
+def test_a_dense_save_is_a_checkpoint_of_the_dense_model(tmp_path):
+    model = mlp()
+    wrap(mlp(), "dense").save(tmp_path)
+    (shard,) = tmp_path.glob("*.safetensors")
+    saved = load_file(shard)
+    assert saved.keys() == model.state_dict().keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr("vbrt.save._SHARD_BYTES", 20_000)
+    vb = wrap(llama(), "nvfp4")
+    vb.save(tmp_path)
+    shards = list(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 3 and all(path.stat().st_size < 50_000 for path in shards)
+    assert torch.equal(logits(vbrt.load(tmp_path, on_meta(llama))), logits(vb))
+
+
+def test_a_second_save_takes_the_place_of_the_first(tmp_path):
+    wrap(mlp(), "nvfp4").save(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    first = files(tmp_path)
+    vb = wrap(mlp(), "nf4")
+    vb.save(tmp_path)
+    assert len(files(tmp_path)) == 3 and len(set(files(tmp_path)) & set(first)) == 2
+    assert vbrt.load(tmp_path, mlp()).settings.weights.format == "nf4"
+
+
+@pytest.mark.parametrize("at", ["pwrite", "fsync", "replace"])
+@pytest.mark.parametrize("when", [0, 1, 2])
+def test_an_interrupted_save_leaves_the_one_before(tmp_path, monkeypatch, at, when):
+    old = wrap(mlp(), "nvfp4")
+    old.save(tmp_path)
+    before, calls, real = files(tmp_path), [], getattr(os, at)
+
+    def failing(*args, **kwargs):
+        calls.append(args)
+        if len(calls) > when:
+            raise OSError(28, "No space left on device")
+        return real(*args, **kwargs)
+
+    vb = wrap(mlp(depth=4), "dense").materialize()
+    with monkeypatch.context() as patch:
+        patch.setattr(f"vbrt.tensorfile.os.{at}", failing)
+        if (at, when) == ("replace", 2):
+            vb.save(tmp_path)
+            assert files(tmp_path) != before
+            return
+        with pytest.raises(CheckpointError, match=f"(?s){tmp_path}.*the disk is full"):
+            vb.save(tmp_path)
+    assert files(tmp_path) == before
+    x = torch.randn(2, 64)
+    assert torch.equal(logits(vbrt.load(tmp_path, mlp()), x), logits(old, x))
+    vb.save(tmp_path)
+    assert torch.equal(logits(vbrt.load(tmp_path, mlp(depth=4)), x), logits(vb, x))
+
+
+KILLED = """
+import os, sys, vbrt
+from tests import zoo
+from tests.models import mlp, wrap
+left = int(sys.argv[2])
+real = os.pwrite
+def pwrite(*args):
+    global left
+    left -= 1
+    if left < 0:
+        os._exit(9)
+    return real(*args)
+os.pwrite = pwrite
+wrap(mlp(), "dense").save(sys.argv[1])
+"""
+
+
+def test_a_killed_save_leaves_the_one_before_and_no_litter_after_the_next(tmp_path):
+    vb = wrap(mlp(), "nvfp4")
+    vb.save(tmp_path)
+    before = files(tmp_path)
+    assert subprocess.run([sys.executable, "-c", KILLED, tmp_path, "3"], cwd=Path(__file__).parent.parent,
+                          check=False).returncode == 9
+    assert len(files(tmp_path)) == len(before) + 1
+    x = torch.randn(2, 64)
+    assert torch.equal(logits(vbrt.load(tmp_path, mlp()), x), logits(vb, x))
+    vb.save(tmp_path)
+    assert len(files(tmp_path)) == len(before)
+
+
+def test_a_path_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=str(tmp_path / "file")):
+        wrap(mlp(), "nvfp4").save(tmp_path / "file")
+    with pytest.raises(CheckpointError, match="file/below"):
+        wrap(mlp(), "nvfp4").save(tmp_path / "file" / "below")
+
+
+# -- from a dense checkpoint ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [llama, gpt2, tied_llama])
+@pytest.mark.parametrize("shards", ["10GB", "30KB"])
+def test_a_dense_checkpoint_is_encoded_as_wrap_would(tmp_path, make, shards):
+    dense = make(dtype=torch.bfloat16)
+    dense.save_pretrained(tmp_path, max_shard_size=shards)
+    assert ("model.safetensors.index.json" in files(tmp_path)) is (shards == "30KB")
+    vb = vbrt.load(tmp_path, on_meta(make, dtype=torch.bfloat16), settings("nvfp4", "exact"))
+    assert all(layer.materialized and layer.handle.spec.fine for layer in vb.registry.values()) and vb.registry
+    want = copy.deepcopy(dense)
+    for name, buffer in vb.model.named_buffers():
+        assert not buffer.is_meta
+        want.get_buffer(name).data = buffer  # llama(dtype=bf16) has cast inv_freq, from_config has not
+    assert torch.equal(logits(vb), logits(want))
+    vb.save(tmp_path / "saved")
+    assert torch.equal(logits(vbrt.load(tmp_path / "saved", on_meta(make))), logits(want))
+
+
+def test_a_meta_model_of_a_config_gets_its_rotary_frequencies(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    dense = llama(dtype=torch.bfloat16)
+    dense.save_pretrained(tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(reference.config).eval()
+    vb = vbrt.load(tmp_path, model, settings("dense"))
+    assert torch.equal(vb.model.model.rotary_emb.inv_freq, reference.model.rotary_emb.inv_freq)
+    assert torch.equal(logits(vb), logits(reference))
+    assert torch.equal(vb.generate(TOKENS, max_new_tokens=4), reference.generate(TOKENS, max_new_tokens=4))
+
+
+def test_a_single_file_will_do_and_its_dtype_counts(tmp_path):
+    save_file(mlp(dtype=torch.bfloat16).state_dict(), tmp_path / "step-100.safetensors")
+    vb = vbrt.load(tmp_path / "step-100.safetensors", on_meta(mlp), config("exact"))
+    x = torch.randn(2, 64).bfloat16()
+    assert torch.equal(logits(vb, x), logits(mlp(dtype=torch.bfloat16), x))
+
+
+def test_a_nan_in_a_checkpoint_is_named_and_the_model_is_as_it_was(tmp_path):
+    bad = mlp()
+    bad[4].weight.data[0, 0] = float("nan")
+    save_file(bad.state_dict(), tmp_path / "model.safetensors")
+    model = mlp()
+    before = [(type(m), dict(m._parameters)) for m in model.modules()]
+    with pytest.raises(FormatError, match=r"4: .*1 NaN"):
+        vbrt.load(tmp_path, model, config("nvfp4"))
+    assert [(type(m), dict(m._parameters)) for m in model.modules()] == before
+    x = torch.randn(2, 64)
+    assert torch.equal(logits(model, x), logits(mlp(), x)) and not model._forward_pre_hooks
+
+
+PEAK = """
+import sys, torch, vbrt
+from torch import nn
+from tests import zoo
+from tests.models import config, wrap
+def build(width, depth):
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(depth))).eval()
+def mib(what):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(what)).split()[1]) / 1024
+def peak(work):
+    open("/proc/self/clear_refs", "w").write("5")
+    before = mib("VmRSS:")
+    out = work()
+    return mib("VmHWM:") - before, out
+small, large, saved = sys.argv[1:]
+vbrt.load(small, build(1024, 2), config("nvfp4")).save(saved)
+vbrt.load(saved, build(1024, 2)).close()
+grown, vb = peak(lambda: vbrt.load(large, build(1024, 48), config("nvfp4")))
+saving, _ = peak(lambda: vb.save(saved))
+pages = vb.plan.page_bytes / 2**20
+vb.close()
+del vb
+again, vb = peak(lambda: vbrt.load(saved, build(1024, 48)))
+print(grown, saving, again, pages)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_dense_model_is_never_in_memory(tmp_path):
+    layer = 1024 * 1024 * 2 / 2**20
+    for name, depth in (("small", 2), ("large", 48)):  # 96 MiB in bf16
+        (tmp_path / name).mkdir()
+        weights = {f"{i}.weight": torch.randn(1024, 1024).bfloat16() for i in range(depth)}
+        save_file(weights, tmp_path / name / "model.safetensors")
+    command = [sys.executable, "-c", PEAK, *(str(tmp_path / name) for name in ("small", "large", "saved"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent.parent)
+    assert done.returncode == 0, done.stderr
+    encoding, saving, loading, pages = map(float, done.stdout.split())
+    print(f"MiB: encode {encoding:.1f}, save {saving:.1f}, load {loading:.1f}; pages {pages:.1f}, dense {48 * layer}")
+    assert encoding < pages + 10 * layer and loading < pages + 5 * layer and saving < 3 * layer
+
+
+# -- wrong use --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path):
+    wrap(mlp(), "nvfp4").save(tmp_path)
+    return tmp_path
+
+
+def test_another_architecture_is_refused_with_names(saved):
+    with pytest.raises(CheckpointError, match=r"not of this model.*4 that the model has are missing: 12\.bias, 12\.we"):
+        vbrt.load(saved, mlp(depth=8))
+    with pytest.raises(CheckpointError, match=r"4 that it has not are there: 10\.bias, 10\.weight, 8\.bias, \.\.\."):
+        vbrt.load(saved, mlp(depth=4))
+    with pytest.raises(CheckpointError, match=r"6 layers do not fit: 0\.weight is \(72, 72\), saved was \(64, 64\), 2"):
+        vbrt.load(saved, mlp(width=72))
+    model = mlp()
+    model[2].bias = nn.Parameter(torch.zeros(3))
+    with pytest.raises(CheckpointError, match=r"1 shapes do not fit: 2\.bias is \(3,\), saved was \(64,\)"):
+        vbrt.load(saved, model)
+    model[2] = type("Routed", (nn.Linear,), {})(64, 64)
+    with pytest.raises(CheckpointError, match=r"1 layers do not fit: 2 is a Routed, saved was a Linear"):
+        vbrt.load(saved, model)
+    assert type(model[0]) is nn.Linear and model[0].weight.numel()
+
+
+def test_another_checkpoint_is_refused_with_names(tmp_path):
+    save_file(mlp().state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"4 that the model has are missing: 12\.bias"):
+        vbrt.load(tmp_path, mlp(depth=8))
+    with pytest.raises(CheckpointError, match=r"12 shapes do not fit: 0\.weight is \(72, 72\)"):
+        vbrt.load(tmp_path, mlp(width=72))
+
+
+def test_another_format_is_refused_and_other_tiers_are_not(saved):
+    with pytest.raises(ConfigError, match=r"weights\.format = 'nf4', and .* was saved with 'nvfp4'"):
+        vbrt.load(saved, mlp(), weights={"format": "nf4"})
+    with pytest.raises(ConfigError, match=r'preset "exact": weights\.fine = .exact., and'):
+        vbrt.load(saved, mlp(), "exact")
+    assert vbrt.load(saved, mlp(), "lru").settings.policy.kind == "lru"
+    with pytest.raises(ConfigError, match=r"the tiers hold cpu 4\.0 KiB"):
+        vbrt.load(saved, mlp(), tiers={"cpu": {"budget": 4096}})
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "cut header", "remove", "empty"])
+def test_a_damaged_file_is_named_and_the_model_is_as_it_was(saved, damage):
+    (shard,) = saved.glob("*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-100] ^= 1
+    shard.write_bytes({"flip": data, "truncate": data[:-5000], "cut header": data[:40], "empty": b""}.get(damage, b""))
+    if damage == "remove":
+        shard.unlink()
+    model = mlp()
+    words = {"flip": "damaged: the bytes of", "truncate": "truncated", "remove": "no such file"}.get(damage, "damaged")
+    with pytest.raises(CheckpointError, match=f"{shard.name}: {words}"):
+        vbrt.load(saved, model)
+    x = torch.randn(2, 64)
+    assert torch.equal(logits(model, x), logits(mlp(), x))
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"version": 2}, "a save of version 2, by vbrt .*; this vbrt reads version 1"),
+    ({"kind": "something"}, "not written by vb.save"),
+    ({"layers": [{}]}, "damaged"),
+    ({"tensors": {}}, "damaged: no file has the tensor 0.weight.codes"),
+    ({"tensors": {"0.weight.codes": ["../else.safetensors", "0"]}}, "damaged: .*a file of the name"),
+])
+def test_another_manifest_is_refused(saved, change, words):
+    manifest = saved / "vbrt.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | change))
+    with pytest.raises(CheckpointError, match=f"vbrt.json: {words}"):
+        vbrt.load(saved, mlp())
+    manifest.write_text("{")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        vbrt.load(saved, mlp())
+
+
+def test_what_is_no_save_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"neither vbrt.json, .* nor model.safetensors"):
+        vbrt.load(tmp_path, mlp())
+    with pytest.raises(CheckpointError, match="nowhere: no such directory"):
+        vbrt.load(tmp_path / "nowhere", mlp())
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"gone\.safetensors: no such file"):
+        vbrt.load(tmp_path, mlp())
+
+
+def test_what_cannot_be_loaded_into_or_saved_is_named(saved):
+    vb = wrap(mlp(), "nvfp4")
+    for model in (vb, vb.model, [vb]):
+        with pytest.raises(WrapError, match=r"wrapped"):
+            vbrt.load(saved, model)
+    vb.unwrap()
+    with pytest.raises(WrapError, match="closed or unwrapped"):
+        vb.save(saved)
+    with pytest.raises(FormatError, match="meta device"):
+        wrap(on_meta(mlp), "nvfp4").save(saved)
+
+
+def test_a_page_that_finds_no_room_gives_the_model_back(saved, tmp_path, monkeypatch):
+    model = mlp()
+    monkeypatch.setattr("vbrt.tiers.memory.MemoryTier.allocate", lambda *_, **__: (_ for _ in ()).throw(
+        TierError("no room")), raising=True)
+    with pytest.raises(TierError, match="no room"):
+        vbrt.load(saved, model)
+    monkeypatch.undo()
+    x = torch.randn(2, 64)
+    assert torch.equal(logits(model, x), logits(mlp(), x)) and not model._forward_pre_hooks
+
+
+def test_meta_buffers_that_nobody_knows_are_named(tmp_path):
+    class Odd(nn.Module):
+        def __init__(self, kind=None):
+            super().__init__()
+            self.up = nn.Linear(64, 64)
+            if kind == "buffer":
+                self.register_buffer("frequencies", torch.arange(4.0), persistent=False)
+            if kind == "attribute":
+                self.table = torch.arange(4.0)
+
+    wrap(Odd().eval(), "nvfp4").save(tmp_path)
+    for kind, name in (("buffer", "frequencies"), ("attribute", "table")):
+        model = on_meta(Odd, kind=kind)
+        with pytest.raises(CheckpointError, match=f"does not hold {name}, which is on the meta device"):
+            vbrt.load(tmp_path, model)
+        assert model.up.weight.is_meta and type(model.up) is nn.Linear
+    vbrt.load(tmp_path, Odd("buffer").eval())
+
+
+def test_loading_in_training_mode_warns_once(saved):
+    with pytest.warns(UserWarning, match="training mode"):
+        vbrt.load(saved, mlp().train())
+
+
+def test_a_parameter_with_the_name_of_a_planes_tensor_is_refused(tmp_path):
+    class Weight(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.codes = nn.Parameter(torch.zeros(3))
+
+    model = mlp()
+    vb = wrap(model, "nvfp4").materialize()
+    layer = model[0]
+    layer._modules["weight"] = Weight()
+    with pytest.raises(CheckpointError, match=r"0\.weight\.codes: a parameter or buffer has the name"):
+        vb.save(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), [pair for pair in zoo.SAMPLE if pair[0] in ("causal", "base")])
+def test_models_of_many_architectures_come_back_from_meta(tmp_path, kind, name):
+    try:
+        model, inputs = zoo.build(kind, name, dtype=torch.bfloat16)
+    except zoo.Unbuildable as reason:
+        pytest.skip(str(reason))
+    save_model(model, str(tmp_path / "dense.safetensors"))
+    vb = wrap(model, "nvfp4").materialize()
+    want = zoo.forward(vb, inputs)
+    vb.save(tmp_path / "saved")
+
+    def architecture():
+        with torch.device("meta"):
+            return type(model)(model.config).eval()
+
+    got = zoo.forward(vbrt.load(tmp_path / "saved", architecture()), inputs)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[key].nan_to_num(), want[key].nan_to_num()) for key in want)
+    encoded = vbrt.load(tmp_path / "dense.safetensors", architecture(), config("nvfp4"))
+    built = dict(type(model)(model.config).named_buffers())
+    for key, buffer in encoded.model.named_buffers():
+        assert torch.equal(buffer, built[key].to(buffer.dtype)), key

@@ -1,0 +1,458 @@
+"""`vbrt.load`: a wrapped model from files, without the dense model in memory.
+
+The files are a save of `vb.save`, whose planes go into pages as they are, or an ordinary safetensors checkpoint of the
+dense model, whose weights are encoded one after the other. The model is only the architecture: its parameters become
+meta tensors of the files' dtypes first, so that the same plan is made as for the model that was saved, and every value
+then comes from a file. If anything fails, the model is given back as it came.
+"""
+
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from vbrt.config import VBConfig, load_config
+from vbrt.errors import CheckpointError, ConfigError, WrapError
+from vbrt.estimate import ROOT, make_plan
+from vbrt.formats import FORMATS
+from vbrt.nn import VBLayer, WeightHandle, kind_of
+from vbrt.nn.linear import warn_of_training
+from vbrt.plan import Swap
+from vbrt.save import MANIFEST, KeptTensor, Manifest, SavedLayer, plane_tensor, read_manifest, weight_name
+from vbrt.tensorfile import TensorFile, TensorInfo, describe_os_error, digest
+from vbrt.wrapper import VBModelWrapper, carry_out, release_host_memory
+
+__all__ = ["load"]
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_SHOWN = 3  # names in an error
+_TRIM_BYTES = 8 << 20
+
+
+def load(directory: str | PathLike, model: nn.Module,
+         config: VBConfig | Mapping[str, Any] | str | PathLike | None = None, **overrides: Any) -> VBModelWrapper:
+    """Wrap a model with weights from files: what `vb.save` wrote, or a safetensors checkpoint of the dense model.
+
+    Every parameter and buffer comes from the files, in the files' dtypes. Of a save nothing is encoded again; of a
+    checkpoint one weight at a time is read and encoded. The model's mode (train, eval) stays.
+
+    Args:
+        directory: a save; a directory with model.safetensors, or its shards and index; or one .safetensors file.
+        model: the architecture; changed in place. Build it under `torch.device("meta")`, and no dense weight ever is
+            in memory. Weights that it does hold are let go when everything is loaded.
+        config: as `vbrt.wrap` takes it; by default that of the save, or "fp4" for a checkpoint. A save keeps its
+            formats and its choice of layers.
+        **overrides: sections of the config, merged key by key: `tiers={"gpu": {"budget": "6GiB"}}`.
+
+    Raises:
+        CheckpointError: files missing, damaged, of a newer version or of another model: the model is as it was.
+        ConfigError: as from `wrap`; also for another weights.format or weights.fine than that of a save.
+        FormatError: a weight of a checkpoint holds NaN or Inf.
+        TierError: a page cannot be stored.
+        WrapError: the model is wrapped already.
+    """
+    if isinstance(model, VBModelWrapper) or not isinstance(model, nn.Module):
+        raise WrapError(f"load() got {type(model).__name__}; expected a torch.nn.Module that is not wrapped")
+    if any(isinstance(module, VBLayer) for module in model.modules()):
+        raise WrapError("load(): the model is wrapped already; build a new one, under torch.device(\"meta\") for one")
+    source = _open(Path(directory).expanduser())
+    config = source.config(config, overrides)
+    before = [(module, type(module), dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+    vb = None
+    try:
+        source.outline_(model)
+        _settle_buffers_(model, source)
+        vb = carry_out(model, config, source.plan(model, config))
+        _fill_(vb, source)
+    except BaseException:
+        _give_back_(before, vb)
+        raise
+    if not vb.plan.swaps:
+        warnings.warn(f"vbrt.load: {vb.plan.notes[-1]} (all reasons: plan.skipped)", stacklevel=2)
+    return _finished(vb)
+
+
+def _fill_(vb: VBModelWrapper, source: "_Source") -> None:
+    read = 0
+    for swap in vb.plan.swaps:
+        handle = vb.registry[swap.name].handle
+        handle.store(source.planes(swap.name, handle))
+        read += swap.dense_bytes
+        if read > _TRIM_BYTES:  # or the C library keeps what weights leave between the pages: as much as all of them
+            release_host_memory()
+            read = 0
+    for layer in vb.registry.values():
+        layer._parameters["weight"] = None
+    source.fill_kept_(vb.model, vb.device)
+    for name, layer in vb.registry.items():
+        layer.handle.retype(source.dtype(name, layer.handle))
+
+
+def _finished(vb: VBModelWrapper) -> VBModelWrapper:
+    vb.materialize(progress=False)  # nothing is left to encode; what was not swapped goes to the device
+    release_host_memory()
+    if torch.is_grad_enabled() and any(x.training and x.handle.trainable for x in vb.registry.values()):
+        warn_of_training(stacklevel=3)
+    return vb
+
+
+def _give_back_(before: list[tuple[nn.Module, type, dict, dict]], vb: VBModelWrapper | None) -> None:
+    if vb is not None:
+        vb._hook.remove()
+        vb.close()
+    for module, cls, parameters, buffers in before:
+        module.__class__ = cls
+        module.__dict__.pop("_vb_handle", None)
+        module._parameters.update(parameters)
+        module._buffers.update(buffers)
+
+
+# -- where the values come from ---------------------------------------------------------------------------------------
+
+
+class _Source(Protocol):
+    """Files that know a model."""
+
+    path: Path
+
+    def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
+        """What the user asked for, checked against the files."""
+
+    def outline_(self, model: nn.Module) -> None:
+        """Make every parameter a meta tensor of the files' dtype, or raise CheckpointError for another model."""
+
+    def has(self, name: str) -> bool:
+        """Whether a parameter or buffer of this name is in the files."""
+
+    def plan(self, model: nn.Module, config: VBConfig) -> Any:
+        """The plan for the outlined model."""
+
+    def planes(self, name: str, handle: WeightHandle) -> Any:
+        """What the handle of a layer stores."""
+
+    def dtype(self, name: str, handle: WeightHandle) -> torch.dtype:
+        """What a layer computes in."""
+
+    def fill_kept_(self, model: nn.Module, device: torch.device) -> None:
+        """Assign all other parameters and buffers."""
+
+
+def _open(path: Path) -> "_Saved | _Checkpoint":
+    if path.is_file() and path.suffix == ".safetensors":
+        return _Checkpoint(path, [path])
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such directory; expected one that vb.save() wrote, or a checkpoint with "
+                              f"{_SINGLE}")
+    if (path / MANIFEST).is_file():
+        return _Saved(path)
+    if (path / _INDEX).is_file():
+        return _Checkpoint(path, [path / name for name in _shard_names(path / _INDEX)])
+    if (path / _SINGLE).is_file():
+        return _Checkpoint(path, [path / _SINGLE])
+    raise CheckpointError(f"{path}: neither {MANIFEST}, as vb.save() writes it, nor {_SINGLE} or {_INDEX} in it; "
+                          "expected a save or a safetensors checkpoint")
+
+
+def _shard_names(index: Path) -> list[str]:
+    try:
+        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+    except OSError as error:
+        raise CheckpointError(f"{index}: cannot be read: {describe_os_error(error)}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index}: damaged: {error!r}; expected \"weight_map\" in JSON") from error
+    if any(Path(name).name != name for name in names):
+        raise CheckpointError(f"{index}: names a file outside of its directory")
+    return names
+
+
+class _Saved:
+    """A directory that `vb.save` wrote."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._manifest: Manifest = read_manifest(path / MANIFEST)
+        files = {name: TensorFile(path / name) for name in {file for file, _ in self._manifest.tensors.values()}}
+        self._files = {name: files[file] for name, (file, _) in self._manifest.tensors.items()}
+        self._layers = {name: layer for layer in self._manifest.layers for name in layer.names}
+        self._kept = {name: entry for entry in self._manifest.kept for name in entry.names}
+        wanted = [plane_tensor(layer.name, plane, field) for layer in self._manifest.layers
+                  for plane, names in layer.planes.items() for field in names]
+        for name in (*wanted, *(entry.name for entry in self._manifest.kept)):
+            if name not in self._files or name not in self._files[name].tensors:
+                raise CheckpointError(f"{path / MANIFEST}: damaged: no file has the tensor {name}")
+
+    def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
+        """See `_Source`. Weights stay what they were when the model was saved."""
+        saved = VBConfig.from_dict(self._manifest.config, source=str(self.path / MANIFEST))
+        asked = load_config(saved if config is None else config, **overrides)
+        for key in ("format", "fine"):
+            here, there = getattr(asked.weights, key), getattr(saved.weights, key)
+            if here != there:
+                raise ConfigError(f"{asked.source}: weights.{key} = {here!r}, and {self.path} was saved with "
+                                  f"{there!r}; a save keeps its format: pass what should differ as overrides, or "
+                                  "load a checkpoint of the dense model")
+        return replace(asked, weights=saved.weights)
+
+    def outline_(self, model: nn.Module) -> None:
+        """See `_Source`."""
+        _check_names(self.path, model, set(self._kept) | set(map(weight_name, self._layers)),
+                     optional={n for n, entry in self._kept.items() if entry.kind == "non-persistent buffer"})
+        modules = {name or ROOT: module for name, module in model.named_modules(remove_duplicate=False)}
+        _refuse_list(self.path, "layers do not fit", filter(None, (
+            _misfit(name, modules.get(name), layer) for name, layer in self._layers.items())))
+        _refuse_list(self.path, "shapes do not fit", _other_shapes(model, {
+            name: self._info(entry) for name, entry in self._kept.items() if entry.kind != "non-persistent buffer"}))
+        for layer in self._manifest.layers:
+            weight = _on_meta(modules[layer.name].weight, getattr(torch, layer.stored_dtype), layer.trainable)
+            for name in layer.names:
+                modules[name]._parameters["weight"] = weight
+        for entry in self._manifest.kept:
+            if entry.kind == "parameter":
+                _assign(model, entry.names, partial(_on_meta, dtype=self._info(entry).dtype, trains=entry.trainable))
+
+    def has(self, name: str) -> bool:
+        """See `_Source`."""
+        return name in self._kept
+
+    def plan(self, model: nn.Module, config: VBConfig) -> Any:
+        """See `_Source`: with the swaps of the model that was saved."""
+        modules = {name or ROOT: module for name, module in model.named_modules()}
+        return make_plan(model, config, chosen=[_swap(layer, modules) for layer in self._manifest.layers])
+
+    def planes(self, name: str, handle: WeightHandle) -> Any:
+        """See `_Source`: as they were encoded."""
+        layer = self._layers[name]
+        return handle.from_encoded({plane: {field: self._read(plane_tensor(layer.name, plane, field))
+                                            for field in names} for plane, names in layer.planes.items()})
+
+    def dtype(self, name: str, handle: WeightHandle) -> torch.dtype:
+        """See `_Source`."""
+        return getattr(torch, self._layers[name].dtype)
+
+    def fill_kept_(self, model: nn.Module, device: torch.device) -> None:
+        """See `_Source`."""
+        known = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        for entry in self._manifest.kept:
+            names = entry.names if entry.kind == "parameter" else known.intersection(entry.names)
+            if names:
+                value = self._read(entry.name).to(device)
+                _assign(model, names, partial(_with_values, value=value))
+
+    def _info(self, entry: KeptTensor) -> TensorInfo:
+        return self._files[entry.name].tensors[entry.name]
+
+    def _read(self, name: str) -> torch.Tensor:
+        tensor = self._files[name].read(name)
+        if digest(tensor) != self._manifest.tensors[name][1]:
+            raise CheckpointError(f"{self._files[name].path}: damaged: the bytes of {name} are not those that were "
+                                  "saved; copy the file again, or save the model again")
+        return tensor
+
+
+class _Checkpoint:
+    """An ordinary safetensors checkpoint of a dense model."""
+
+    def __init__(self, path: Path, files: Iterable[Path]) -> None:
+        self.path = path
+        self._files = {name: file for file in map(TensorFile, files) for name in file.tensors}
+        self._entries: dict[str, str] = {}  # each name that the model has -> the one in the files, where tied
+
+    def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
+        """See `_Source`."""
+        return load_config(config, **overrides)
+
+    def outline_(self, model: nn.Module) -> None:
+        """See `_Source`."""
+        groups: dict[int, list[str]] = {}
+        for name, tensor in (*model.named_parameters(remove_duplicate=False),
+                             *model.named_buffers(remove_duplicate=False)):
+            groups.setdefault(id(tensor), []).append(name)
+        for names in groups.values():
+            entry = next((name for name in names if name in self._files), None)
+            if entry is not None:
+                self._entries.update(dict.fromkeys(names, entry))
+        _check_names(self.path, model, self._files.keys() | self._entries.keys(), optional=_ignored(model, self._files))
+        _refuse_list(self.path, "shapes do not fit", _other_shapes(model, {
+            name: self._files[entry].tensors[entry] for name, entry in self._entries.items()}))
+        done: set[int] = set()
+        for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+            if id(parameter) not in done:
+                done.add(id(parameter))
+                dtype = self._files[self._entries[name]].tensors[self._entries[name]].dtype
+                _assign(model, groups[id(parameter)], partial(_on_meta, dtype=dtype, trains=parameter.requires_grad))
+
+    def has(self, name: str) -> bool:
+        """See `_Source`."""
+        return name in self._entries
+
+    def plan(self, model: nn.Module, config: VBConfig) -> Any:
+        """See `_Source`."""
+        return make_plan(model, config)
+
+    def planes(self, name: str, handle: WeightHandle) -> Any:
+        """See `_Source`: encoded now."""
+        return handle.split(self._read(weight_name(name)))
+
+    def dtype(self, name: str, handle: WeightHandle) -> torch.dtype:
+        """See `_Source`."""
+        return handle.dtype
+
+    def fill_kept_(self, model: nn.Module, device: torch.device) -> None:
+        """See `_Source`. Tied parameters get one value."""
+        groups: dict[str, list[str]] = {}
+        for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+            if name in self._entries:
+                groups.setdefault(self._entries[name], []).append(name)
+        for names in groups.values():
+            _assign(model, names, partial(_with_values, value=self._read(names[0]).to(device)))
+
+    def _read(self, name: str) -> torch.Tensor:
+        entry = self._entries[name]
+        return self._files[entry].read(entry)
+
+
+def _ignored(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Names in a checkpoint that a transformers model says it does not need."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
+
+
+# -- does it fit ------------------------------------------------------------------------------------------------------
+
+
+def _check_names(path: Path, model: nn.Module, known: set[str], *, optional: set[str]) -> None:
+    """Raise CheckpointError for parameters and buffers that only the model has, or only the files."""
+    needed = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = dict.fromkeys(name for name, _ in model.named_buffers(remove_duplicate=False))
+    transient = set(_non_persistent(model))
+    needed |= buffers.keys() - transient
+    missing = sorted(needed - known)
+    unexpected = sorted(known - needed - transient - optional)
+    parts = [f"{len(names)} {what}: {_first(names)}" for what, names in
+             (("that the model has are missing", missing), ("that it has not are there", unexpected)) if names]
+    if parts:
+        raise CheckpointError(f"{path}: not of this model: of its parameters and buffers {'; '.join(parts)}")
+
+
+def _non_persistent(model: nn.Module) -> Iterator[str]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name in module._non_persistent_buffers_set:
+            yield f"{path}.{name}" if path else name
+
+
+def _misfit(name: str, module: nn.Module | None, layer: SavedLayer) -> str | None:
+    """What keeps a module from becoming a layer that was saved."""
+    kind = None if module is None else kind_of(module)
+    if kind != layer.kind:
+        return f"{name} is a {type(module).__name__}, saved was a {layer.kind}"
+    saved = layer.shape[::-1] if layer.transposed else layer.shape
+    here = tuple(module.weight.shape)
+    if layer.format not in FORMATS:
+        return f"{name} is in format {layer.format!r}, which this vbrt does not know"
+    return None if here == saved else f"{name}.weight is {here}, saved was {saved}"
+
+
+def _other_shapes(model: nn.Module, infos: Mapping[str, TensorInfo]) -> Iterator[str]:
+    transient = set(_non_persistent(model))
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            yield f"{name} has no shape before the model's first call"
+        elif name in infos and name not in transient and tuple(tensor.shape) != infos[name].shape:
+            yield f"{name} is {tuple(tensor.shape)}, saved was {infos[name].shape}"
+
+
+def _refuse_list(path: Path, what: str, found: Iterable[str]) -> None:
+    found = list(found)
+    if found:
+        raise CheckpointError(f"{path}: not of this model: {len(found)} {what}: {_first(found)}")
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+
+
+def _swap(layer: SavedLayer, modules: Mapping[str, nn.Module]) -> Swap:
+    """The swap of a saved layer, without pages; a module that has several names counts once."""
+    names = [name for name in layer.names if name in modules]
+    dense_bytes = layer.shape[0] * layer.shape[1] * getattr(torch, layer.stored_dtype).itemsize
+    return Swap(names[0], layer.kind, layer.shape, layer.stored_dtype, dense_bytes, layer.format,
+                "exact" if layer.fine else "none", (), tuple(names[1:]))
+
+
+# -- parameters and buffers -------------------------------------------------------------------------------------------
+
+
+def _assign(model: nn.Module, names: Iterable[str], make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Give all these names one tensor, made from the one that is there."""
+    value = None
+    for name in names:
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        tensors = module._parameters if own in module._parameters else module._buffers
+        if tensors.get(own) is None:
+            continue  # a VB layer's weight, which is in pages
+        value = make(tensors[own]) if value is None else value
+        tensors[own] = value
+
+
+def _on_meta(old: torch.Tensor, dtype: torch.dtype, trains: bool) -> nn.Parameter:
+    new = nn.Parameter(torch.empty(old.shape, dtype=dtype, device="meta"), requires_grad=trains)
+    new.__dict__.update(old.__dict__)  # marks that optimizers and libraries leave on parameters
+    return new
+
+
+def _with_values(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if not isinstance(old, nn.Parameter):
+        return value
+    new = nn.Parameter(value, requires_grad=old.requires_grad)
+    new.__dict__.update(old.__dict__)
+    return new
+
+
+def _settle_buffers_(model: nn.Module, source: _Source) -> None:
+    """Compute what is on the meta device and in no file: transformers' models know how.
+
+    Raises CheckpointError, with names, for what nobody knows.
+    """
+    lost = [name for name in _non_persistent(model) if not source.has(name) and _at(model, name) is not None
+            and _at(model, name).is_meta]
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in lost):
+        _recompute_(model, path)
+    lost = [name for name in lost if _at(model, name).is_meta]
+    lost += [f"{path}.{name}".lstrip(".") for path, module in model.named_modules()
+             for name, value in vars(module).items() if isinstance(value, torch.Tensor) and value.is_meta]
+    if lost:
+        raise CheckpointError(f"{source.path}: does not hold {_first(lost)}, which is on the meta device in this "
+                              "model; assign its values before loading, or build the model on the CPU")
+
+
+def _at(model: nn.Module, name: str) -> torch.Tensor | None:
+    path, _, own = name.rpartition(".")
+    return model.get_submodule(path)._buffers.get(own)
+
+
+def _recompute_(model: nn.Module, path: str) -> None:
+    """Fill a module's buffers as transformers does after building a model on meta; its parameters are on meta."""
+    owners = [model.get_submodule(".".join(path.split(".")[:n])) for n in range(path.count(".") + 2)]
+    init = next((m._init_weights for m in reversed(owners) if hasattr(m, "_init_weights")), None)
+    module = model.get_submodule(path)
+    names = [n for n in module._non_persistent_buffers_set if module._buffers.get(n) is not None]
+    if init is None:
+        return
+    tries, templates = [], {name: module._buffers[name] for name in names}
+    for fill in (torch.zeros_like, torch.ones_like):  # what differs afterwards was not filled
+        module._buffers.update((name, fill(templates[name], device="cpu")) for name in names)
+        with torch.random.fork_rng(devices=[]):
+            init(module)
+        tries.append({name: module._buffers[name] for name in names})
+    for name in names:
+        if not torch.equal(tries[0][name], tries[1][name]) and tries[0][name].numel():
+            module._buffers[name] = templates[name]

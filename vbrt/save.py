@@ -1,0 +1,291 @@
+"""Saves: a wrapped model in a directory, planes as their format encodes them and everything else as it is.
+
+    vbrt.json                                    the manifest: config, layers, what was kept, a digest of each tensor
+    vbrt-3f9c01ab-00001-of-00002.safetensors     tensors, under the dense model's names
+
+A plane's tensors are named after the weight: `layers.0.up.weight.codes`, `layers.0.up.weight.fine.low`; a dense plane
+has the weight's own name. The files of a save have a name that no other save has, and the manifest, renamed into place
+last, is what makes them the save: until then the directory holds the one before.
+"""
+
+import json
+import re
+import secrets
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vbrt.config import VBConfig
+from vbrt.errors import CheckpointError, FormatError
+from vbrt.estimate import ROOT
+from vbrt.nn import VBLayer, WeightHandle
+from vbrt.tensorfile import TensorInfo, TensorWriter, describe_os_error, put, sync_directory
+
+__all__ = ["MANIFEST", "KeptTensor", "Manifest", "SavedLayer", "plane_tensor", "read_manifest", "save_model",
+           "weight_name"]
+
+MANIFEST = "vbrt.json"
+_KIND, _VERSION = "vbrt save", 1
+_SHARD_BYTES = 1 << 30
+_SHARD = re.compile(r"vbrt-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
+_OURS = re.compile(rf"({_SHARD.pattern}|{re.escape(MANIFEST)})(\.tmp)?")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLayer:
+    """A VB layer. `shape` is (out, in); `stored_dtype` is that of the weight that was encoded, `dtype` what the layer
+    computes in; `planes` has the fields of each plane."""
+
+    name: str
+    aliases: tuple[str, ...]
+    kind: str
+    shape: tuple[int, int]
+    stored_dtype: str
+    dtype: str
+    format: str
+    fine: bool
+    transposed: bool
+    trainable: bool
+    planes: Mapping[str, tuple[str, ...]]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the weight's layers."""
+        return (self.name, *self.aliases)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTensor:
+    """A parameter or buffer that was not swapped, under all its names."""
+
+    name: str
+    aliases: tuple[str, ...]
+    kind: str  # "parameter", "buffer", or "non-persistent buffer"
+    trainable: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the tensor."""
+        return (self.name, *self.aliases)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What vbrt.json says. `tensors`: name -> (file, XXH3-64 of its bytes in hex)."""
+
+    config: Mapping[str, Any]
+    layers: tuple[SavedLayer, ...]
+    kept: tuple[KeptTensor, ...]
+    tensors: Mapping[str, tuple[str, str]]
+
+
+def plane_tensor(layer: str, plane: str, field: str) -> str:
+    """What a plane's tensor is called in a file."""
+    weight = weight_name(layer)
+    if plane == "dense":
+        return weight
+    return f"{weight}.{field}" if plane == "coarse" else f"{weight}.{plane}.{field}"
+
+
+def weight_name(layer: str) -> str:
+    """The name of a layer's weight in the dense model."""
+    return "weight" if layer == ROOT else f"{layer}.weight"
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Tensors that are written together, and the call that writes them and returns their digests."""
+
+    tensors: list[TensorInfo]
+    write: Callable[[TensorWriter], dict[str, str]]
+
+
+def save_model(model: nn.Module, config: VBConfig, directory: Path) -> Path:
+    """Write a model whose VB layers are all encoded. See `VBModelWrapper.save`."""
+    directory = directory.expanduser()
+    layers, kept = _find_layers(model), _find_kept(model)
+    parts = [_layer_part(layer, handle) for layer, handle in layers]
+    parts += [_kept_part(entry, tensor) for entry, tensor in kept]
+    _check_unique(info.name for part in parts for info in part.tensors)
+    shards = _shards(parts)
+    token, tensors = secrets.token_hex(4), {}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for number, shard in enumerate(shards, 1):
+            name = f"vbrt-{token}-{number:05d}-of-{len(shards):05d}.safetensors"
+            tensors.update((tensor, (name, digest)) for tensor, digest in _write_shard(directory / name, shard).items())
+        sync_directory(directory)
+        manifest = Manifest(config.to_dict(), tuple(e for e, _ in layers), tuple(e for e, _ in kept), tensors)
+        put(directory / MANIFEST, _to_json(manifest))
+    except OSError as error:
+        _remove(directory, lambda name: token in name or name == f"{MANIFEST}.tmp")
+        raise CheckpointError(f"{error.filename or directory}: the model cannot be saved to {directory}: "
+                              f"{describe_os_error(error)}; a save that was there is as it was") from error
+    except BaseException:
+        _remove(directory, lambda name: token in name or name == f"{MANIFEST}.tmp")
+        raise
+    _remove(directory, lambda name: token not in name and name != MANIFEST)
+    return directory
+
+
+def _check_unique(names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise CheckpointError(f"{name}: a parameter or buffer has the name of a plane's tensor; rename it")
+        seen.add(name)
+
+
+def _write_shard(path: Path, parts: list[_Part]) -> dict[str, str]:
+    digests = {}
+    with TensorWriter(path, [info for part in parts for info in part.tensors]) as writer:
+        for part in parts:
+            digests |= part.write(writer)
+    return digests
+
+
+def _remove(directory: Path, unwanted: Callable[[str], bool]) -> None:
+    """Remove files of saves by name, but for those of the save that is in place."""
+    try:
+        in_place = (directory / MANIFEST).read_text("utf-8")
+    except OSError:
+        in_place = ""
+    try:
+        for path in directory.iterdir():
+            if _OURS.fullmatch(path.name) and unwanted(path.name) and f'"{path.name}"' not in in_place:
+                path.unlink(missing_ok=True)
+    except OSError:  # what is left over takes room and does no harm
+        return
+
+
+def _shards(parts: Iterable[_Part]) -> list[list[_Part]]:
+    """Files of about `_SHARD_BYTES`; a part is never split."""
+    shards, room = [], 0
+    for part in parts:
+        nbytes = sum(info.nbytes for info in part.tensors)
+        if not shards or nbytes > room:
+            shards.append([])
+            room = _SHARD_BYTES
+        shards[-1].append(part)
+        room -= nbytes
+    return shards
+
+
+def _layer_part(layer: SavedLayer, handle: WeightHandle) -> _Part:
+    infos = [TensorInfo(plane_tensor(layer.name, layout.plane, field.name), getattr(torch, field.dtype), field.shape)
+             for layout in handle.encoded_layouts() for field in layout.fields]
+
+    def write(writer: TensorWriter) -> dict[str, str]:
+        with handle.encoded() as planes:
+            named = {plane_tensor(layer.name, layout.plane, field): tensor
+                     for layout, plane in planes for field, tensor in plane.items()}
+            return {name: writer.write(name, tensor) for name, tensor in named.items()}
+
+    return _Part(infos, write)
+
+
+def _kept_part(entry: KeptTensor, tensor: torch.Tensor) -> _Part:
+    info = TensorInfo(entry.name, tensor.dtype, tuple(tensor.shape))
+    return _Part([info], lambda writer: {entry.name: writer.write(entry.name, tensor)})
+
+
+# -- what a model holds -----------------------------------------------------------------------------------------------
+
+
+def _find_layers(model: nn.Module) -> list[tuple[SavedLayer, WeightHandle]]:
+    names: dict[WeightHandle, list[str]] = {}
+    kinds: dict[WeightHandle, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, VBLayer):
+            names.setdefault(module.handle, []).append(name or ROOT)
+            kinds[module.handle] = type(module).plain_class().__name__
+    return [(_saved_layer(handle, names[handle], kinds[handle]), handle) for handle in names]
+
+
+def _saved_layer(handle: WeightHandle, names: list[str], kind: str) -> SavedLayer:
+    spec = handle.spec
+    planes = {layout.plane: tuple(field.name for field in layout.fields) for layout in handle.encoded_layouts()}
+    return SavedLayer(names[0], tuple(names[1:]), kind, spec.shape, _text(spec.dtype), _text(handle.dtype), spec.format,
+                      spec.fine, spec.transposed, handle.trainable, planes)
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _find_kept(model: nn.Module) -> list[tuple[KeptTensor, torch.Tensor]]:
+    found: dict[int, tuple[list[str], str, torch.Tensor]] = {}
+    for name, kind, tensor in _named_tensors(model):
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            raise CheckpointError(f"{name}: has no shape before the first call; run the model once, then save it")
+        if tensor.is_meta:
+            raise CheckpointError(f"{name}: is on the meta device, without data; load it first")
+        found.setdefault(id(tensor), ([], kind, tensor))[0].append(name)
+    return [(KeptTensor(names[0], tuple(names[1:]), kind, tensor.requires_grad), tensor)
+            for names, kind, tensor in found.values()]
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(name, kind, tensor) of every parameter and buffer, each under all its names."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield prefix + name, "parameter", parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                kind = "non-persistent buffer" if name in module._non_persistent_buffers_set else "buffer"
+                yield prefix + name, kind, buffer
+
+
+# -- the manifest -----------------------------------------------------------------------------------------------------
+
+
+def _to_json(manifest: Manifest) -> bytes:
+    head = {"kind": _KIND, "version": _VERSION, "vbrt": sys.modules["vbrt"].__version__}
+    return json.dumps(head | asdict(manifest), indent=1).encode()
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest in a file. Raises CheckpointError, naming the file, for anything else than one."""
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {describe_os_error(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: damaged: not valid JSON ({error})") from error
+    if not isinstance(data, dict) or data.get("kind") != _KIND:
+        raise CheckpointError(f"{path}: not written by vb.save(); expected \"kind\": \"{_KIND}\" in it")
+    version = data.get("version")
+    if version != _VERSION:
+        raise CheckpointError(f"{path}: a save of version {version!r}, by vbrt {data.get('vbrt')}; this vbrt reads "
+                              f"version {_VERSION}: install that vbrt, or a newer one")
+    try:
+        return Manifest(dict(data["config"]), tuple(_entry(SavedLayer, e) for e in data["layers"]),
+                        tuple(_entry(KeptTensor, e) for e in data["kept"]), _files(data["tensors"]))
+    except (KeyError, TypeError, ValueError, AttributeError, FormatError) as error:
+        raise CheckpointError(f"{path}: damaged: {error!r}") from error
+
+
+def _entry(cls: type, data: Mapping[str, Any]) -> Any:
+    values = {f.name: data[f.name] for f in fields(cls)}
+    for name in ("aliases", "shape"):
+        if name in values:
+            values[name] = tuple(values[name])
+    return cls(**values)
+
+
+def _files(data: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    tensors = {name: (str(file), str(digest)) for name, (file, digest) in data.items()}
+    strange = next((file for file, _ in tensors.values() if not _SHARD.fullmatch(file)), None)
+    if strange is not None:
+        raise ValueError(f"a file of the name {strange!r}")
+    return tensors

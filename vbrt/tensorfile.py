@@ -1,0 +1,241 @@
+"""safetensors files, read and written a tensor at a time.
+
+The library writes a whole dict at once and reads through a mapping of the file. Here a file is written while its
+tensors come and go, one layer in memory, and read with `preadv` into fresh memory: an I/O error is an exception with a
+path in it and not a SIGBUS, and what was read does not stay in the process. The format is the library's own: the
+header's length (8 bytes), the header (JSON: name -> dtype, shape, bytes from where to where), the bytes without gaps.
+"""
+
+import errno
+import json
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import xxhash
+
+from vbrt.errors import CheckpointError
+from vbrt.tiers.memory import bytes_view
+
+__all__ = ["TensorFile", "TensorInfo", "TensorWriter", "describe_os_error", "digest", "put",
+           "sync_directory"]
+
+_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
+    "I64": torch.int64, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_LENGTH = struct.Struct("<Q")
+_MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+_MAX_IO_BYTES = 1 << 30  # Linux caps one call at 2 GiB - 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What a header says of a tensor; `begin` counts bytes from the first tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """Where the next one begins."""
+        return self.begin + self.nbytes
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """XXH3-64 of a contiguous CPU tensor's bytes, in hex."""
+    return xxhash.xxh3_64_hexdigest(_view(tensor))
+
+
+def describe_os_error(error: OSError) -> str:
+    """The reason for people: "the disk is full", or what the system says."""
+    return "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
+
+
+def _view(tensor: torch.Tensor) -> memoryview:
+    return bytes_view(tensor.view(-1).view(torch.uint8)) if tensor.numel() else memoryview(b"")
+
+
+def put(path: Path, data: bytes) -> None:
+    """Write a small file under a temporary name, sync it and rename it: it is there as a whole, or as it was before.
+
+    Raises OSError.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames in a directory last."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+class TensorWriter:
+    """One safetensors file, its tensors known before their bytes; use as a context manager.
+
+    The file has a temporary name until every byte is there and synced; leaving by an exception removes it.
+
+    Raises:
+        CheckpointError: a dtype that safetensors has no name for.
+        OSError: from the methods and at the end of the block.
+    """
+
+    def __init__(self, path: Path, tensors: Iterable[TensorInfo]) -> None:
+        self.path, self._temporary = path, path.with_name(f"{path.name}.tmp")
+        # wide types first, as the library has it: then each tensor is aligned to its type
+        self._infos, header, end = {}, {"__metadata__": {"format": "pt"}}, 0
+        for info in sorted(tensors, key=lambda info: -info.dtype.itemsize):
+            if info.dtype not in _NAMES:
+                raise CheckpointError(f"{info.name}: safetensors has no name for {info.dtype}; cast it first")
+            placed = self._infos[info.name] = TensorInfo(info.name, info.dtype, info.shape, end)
+            header[info.name] = {"dtype": _NAMES[info.dtype], "shape": list(info.shape),
+                                 "data_offsets": [end, placed.end]}
+            end = placed.end
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._head, self._missing = _LENGTH.pack(len(text)) + text, set(self._infos)
+
+    def __enter__(self) -> "TensorWriter":
+        self._fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            _write(self._fd, memoryview(self._head), 0)
+        except BaseException:
+            self._discard()
+            raise
+        return self
+
+    def write(self, name: str, tensor: torch.Tensor) -> str:
+        """Write the bytes of one tensor, from any device; returns their digest."""
+        info = self._infos[name]
+        tensor = tensor.detach().cpu().contiguous()
+        if (tensor.dtype, tuple(tensor.shape)) != (info.dtype, info.shape):
+            raise CheckpointError(f"{name}: {tensor.dtype} {tuple(tensor.shape)} came, {info.dtype} {info.shape} was "
+                                  "announced: the model changed while it was saved")
+        _write(self._fd, _view(tensor), len(self._head) + info.begin)
+        self._missing.discard(name)
+        return digest(tensor)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self._discard()
+            return
+        try:
+            if self._missing:
+                raise CheckpointError(f"{self.path}: no bytes came for {', '.join(sorted(self._missing)[:3])}")
+            os.fsync(self._fd)
+        except BaseException:
+            self._discard()
+            raise
+        os.close(self._fd)
+        os.replace(self._temporary, self.path)
+
+    def _discard(self) -> None:
+        os.close(self._fd)
+        self._temporary.unlink(missing_ok=True)
+
+
+def _write(fd: int, view: memoryview, at: int) -> None:
+    while view:
+        done = os.pwrite(fd, view[:_MAX_IO_BYTES], at)
+        view, at = view[done:], at + done
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+class TensorFile:
+    """A safetensors file; opened for each read, so that any number of them takes no descriptors.
+
+    Attributes:
+        tensors: name -> what the header says.
+
+    Raises:
+        CheckpointError: missing, unreadable, truncated, or no safetensors file; always with the path.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                self._first, header = _header(file.read(_LENGTH.size), size, file.read)
+        except FileNotFoundError:
+            raise CheckpointError(f"{path}: no such file, and the checkpoint needs it; it is incomplete") from None
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {describe_os_error(error)}") from error
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path}: damaged, or not a safetensors file: {error}") from error
+        self.tensors = header
+        end = self._first + max((info.end for info in header.values()), default=0)
+        if size < end:
+            raise CheckpointError(f"{path}: truncated: {size} bytes, its header speaks of {end}; copy it again")
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor in fresh CPU memory. Raises CheckpointError when the file cannot be read."""
+        info = self.tensors[name]
+        out = torch.empty(info.nbytes, dtype=torch.uint8)
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                _read(file.fileno(), _view(out), self._first + info.begin)
+        except (OSError, EOFError) as error:
+            why = describe_os_error(error) if isinstance(error, OSError) else "truncated"
+            raise CheckpointError(f"{self.path}: {name} cannot be read: {why}") from error
+        return out.view(info.dtype).view(info.shape)
+
+
+def _header(length: bytes, size: int, read: Any) -> tuple[int, dict[str, TensorInfo]]:
+    """The offset of the first tensor and the header's entries."""
+    if len(length) < _LENGTH.size:
+        raise ValueError(f"{size} bytes")
+    (nbytes,) = _LENGTH.unpack(length)
+    if nbytes > min(_MAX_HEADER_BYTES, size - _LENGTH.size):
+        raise ValueError(f"a header of {nbytes} bytes in a file of {size}")
+    entries = json.loads(read(nbytes))
+    entries.pop("__metadata__", None)
+    return _LENGTH.size + nbytes, {name: _entry(name, entry) for name, entry in entries.items()}
+
+
+def _entry(name: str, entry: dict[str, Any]) -> TensorInfo:
+    if entry["dtype"] not in _DTYPES:
+        raise ValueError(f"{name} is of dtype {entry['dtype']!r}, which vbrt does not know")
+    begin, end = map(int, entry["data_offsets"])
+    info = TensorInfo(name, _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])), begin)
+    if begin < 0 or min(info.shape, default=0) < 0 or info.end != end:
+        raise ValueError(f"{name} has shape {info.shape} and bytes {begin} to {end}")
+    return info
+
+
+def _read(fd: int, view: memoryview, at: int) -> None:
+    while view:
+        got = os.preadv(fd, [view[:_MAX_IO_BYTES]], at)
+        if not got:
+            raise EOFError
+        view, at = view[got:], at + got
