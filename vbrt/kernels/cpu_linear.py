@@ -5,8 +5,9 @@ none. The machine's C compiler builds it for this very CPU when an op is first r
 since a library kept on disk would have to be trusted, and built again for each CPU that shares the disk. torch.compile
 of the reference takes seconds and Python headers for it. Where it cannot be built `refusal` says why.
 
-Above `fused_tokens` the weight is decoded to the activations' dtype, tile by tile, and torch's matmul takes over. What
-the C code does not serve (a fine plane, tensors elsewhere, transforms of torch.func) goes through the reference.
+Above `fused_tokens` the weight is decoded to the activations' dtype and torch's matmul takes over; in tiles of fp32 on
+an x86 CPU without bf16 instructions, whose 16-bit matmuls take four times as long as those in fp32. What the C code
+does not serve (a fine plane, tensors elsewhere, transforms of torch.func) goes through the reference.
 
 Legend: M tokens, N outputs, K inputs, R rows of a tile.
 """
@@ -14,6 +15,7 @@ Legend: M tokens, N outputs, K inputs, R rows of a tile.
 import ctypes
 import functools
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -41,6 +43,7 @@ _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ())
 _BUILD_LIMIT_S = 20
 _THREAD_WORK = 1 << 16  # products that are worth a thread
+_TILE_WEIGHTS = 1 << 22  # 16 MiB of fp32: enough rows for a matmul at full speed, less than the weight in 16 bits
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -133,10 +136,22 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
-    """The way `linear` takes: "fused", "decode+matmul" (decoded by C) or "reference"."""
+    """The way `linear` takes: "fused", "tiles" (decode and fp32 matmul by turns), "decode+matmul" or "reference"."""
     if not (_is_plain(x) and _served(planes)):
         return "reference"
-    return "fused" if x.numel() <= fused_tokens() * max(1, x.shape[-1]) else "decode+matmul"
+    if x.numel() <= fused_tokens() * max(1, x.shape[-1]):
+        return "fused"
+    return "tiles" if x.dtype in _slow_dtypes() else "decode+matmul"
+
+
+@functools.cache
+def _slow_dtypes() -> tuple[torch.dtype, ...]:
+    """What this CPU multiplies more slowly than fp32."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return ()
+    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+        return ()
+    return torch.bfloat16, torch.float16
 
 
 def decode_weight(planes: WeightPlanes) -> Tensor:
@@ -160,11 +175,11 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
     if x.shape[-1] != planes.shape[1]:
         raise KernelError(f"linear: x has shape {tuple(x.shape)}; expected (..., {planes.shape[1]})")
     trained = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
-    if way == "fused" and not trained:
-        y = _multiply(x, planes)
-        y = y if bias is None else y.add_(bias)
-    else:
+    if trained or way == "decode+matmul":
         y = F.linear(x, _decode(planes, x.dtype), bias)
+    else:
+        y = (_multiply if way == "fused" else _multiply_tiles)(x.detach(), planes)
+        y = y if bias is None else y.add_(bias.detach())
     return reference.ACTIVATIONS[activation](y).to(x.dtype)
 
 
@@ -172,7 +187,7 @@ def _multiply(x: Tensor, planes: WeightPlanes) -> Tensor:
     """x @ w.T in fp32."""
     n, k = planes.shape
     kp = padded(k, get_format(planes.format).block)
-    x_MK = x.detach().reshape(-1, k).float()
+    x_MK = x.reshape(-1, k).float()
     x_MK = x_MK.contiguous() if kp == k else F.pad(x_MK, (0, kp - k))
     tokens = x_MK.shape[0]
     y_MN = torch.empty(tokens, n)
@@ -181,24 +196,38 @@ def _multiply(x: Tensor, planes: WeightPlanes) -> Tensor:
     return y_MN.view(*x.shape[:-1], n)
 
 
+def _multiply_tiles(x: Tensor, planes: WeightPlanes) -> Tensor:
+    """x @ w.T in fp32, by torch; the weight is never there as a whole."""
+    n, k = planes.shape
+    x_MK = x.reshape(-1, k).float()
+    y_MN = torch.empty(x_MK.shape[0], n)
+    for first, last, w_RK in _decoded_rows(planes, _TILE_WEIGHTS):
+        y_MN[:, first:last] = x_MK @ w_RK.t()
+    return y_MN.view(*x.shape[:-1], n)
+
+
 def _decode(planes: WeightPlanes, dtype: torch.dtype) -> Tensor:
     n, k = planes.shape
+    if dtype is torch.float32:
+        ((_, _, w_NK),) = _decoded_rows(planes, n * k)
+        return w_NK.contiguous()
     w_NK = torch.empty(n, k, dtype=dtype)
-    kp = padded(k, get_format(planes.format).block)
-    direct = dtype is torch.float32 and kp == k
-    with _Borrowed(planes) as weight:
-        for first, last in _row_tiles(n, n if direct else decode_tile(w_NK.device) // kp):
-            w_RK = w_NK[first:last] if direct else torch.empty(last - first, kp)
-            threads = _threads((last - first) * kp)
-            _library().vbrt_decode(weight, first, last, w_RK.data_ptr(), threads)
-            if not direct:
-                w_NK[first:last] = w_RK[:, :k]
+    for first, last, w_RK in _decoded_rows(planes, decode_tile(w_NK.device)):
+        w_NK[first:last] = w_RK
     return w_NK
 
 
-def _row_tiles(n: int, rows: int) -> Iterator[tuple[int, int]]:
-    rows = max(1, rows)
-    return ((first, min(n, first + rows)) for first in range(0, n, rows))
+def _decoded_rows(planes: WeightPlanes, weights: int) -> Iterator[tuple[int, int, Tensor]]:
+    """(first row, row past the last, fp32 [R, K]) of tiles of about so many weights; each overwrites the one before."""
+    n, k = planes.shape
+    kp = padded(k, get_format(planes.format).block)
+    rows = min(n, max(1, weights // k))
+    w_RK = torch.empty(rows, kp)
+    with _Borrowed(planes) as weight:
+        for first in range(0, n, rows):
+            last = min(n, first + rows)
+            _library().vbrt_decode(weight, first, last, w_RK.data_ptr(), _threads((last - first) * kp))
+            yield first, last, w_RK[: last - first, :k]
 
 
 def _threads(work: int) -> int:
