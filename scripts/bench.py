@@ -7,6 +7,7 @@ from those files and from nothing else.
 
 import argparse
 import copy
+import functools
 import gc
 import importlib.metadata
 import json
@@ -270,6 +271,54 @@ def formats() -> dict:
                      "encode_mweights_s": weight.numel() / encode_s / 1e6,
                      "decode_mweights_s": weight.numel() / decode_s / 1e6})
     return {"shape": list(weight.shape), "rows": rows}
+
+
+@part
+def cpu_linear() -> dict:
+    """One Linear of 4096 x 4096 on a CPU: compiled, reference and dense, beside bitsandbytes NF4 where importable.
+
+    bitsandbytes multiplies nothing but decodes first where the CPU has no AVX512-BF16.
+    """
+    import torch
+
+    try:
+        import bitsandbytes
+    except ImportError:
+        bitsandbytes = None
+    torch.manual_seed(0)
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = (torch.randn(4096, 4096) * 0.02).to(dtype)
+        layers = cpu_layers(weight, bitsandbytes)
+        for tokens in (1, 16, 64):
+            x = torch.randn(tokens, 4096).to(dtype)
+            with torch.inference_mode():
+                times = interleaved({name: functools.partial(run, x) for name, run in layers.items()}, times=7)
+            rows.append({"dtype": str(dtype).removeprefix("torch."), "tokens": tokens,
+                         **{f"{name} ms": span * 1e3 for name, span in times.items()}})
+    version = bitsandbytes.__version__ if bitsandbytes else "not importable, not measured"
+    return {"shape": [4096, 4096], "threads": torch.get_num_threads(), "bitsandbytes": version, "rows": rows}
+
+
+def cpu_layers(weight, bitsandbytes) -> dict[str, Callable]:
+    """What multiplies by one weight, by name."""
+    import torch.nn.functional as F
+
+    from vbrt.formats import WeightPlanes, get_format
+    from vbrt.kernels import kernel_name, resolve
+
+    layers: dict[str, Callable] = {"dense": functools.partial(F.linear, weight=weight)}
+    for format in ("nvfp4", "nf4"):
+        planes = WeightPlanes(format, tuple(weight.shape), weight.dtype, get_format(format).encode(weight))
+        for backend in ("auto", "reference"):
+            op = resolve("linear", backend, weight.device, format)
+            layers[f"{format} {kernel_name(op)}"] = functools.partial(op, planes=planes)
+    if bitsandbytes:
+        n, k = weight.shape
+        peer = bitsandbytes.nn.Linear4bit(k, n, bias=False, quant_type="nf4", compute_dtype=weight.dtype)
+        peer.weight = bitsandbytes.nn.Params4bit(weight.clone(), requires_grad=False, quant_type="nf4")
+        layers["bitsandbytes nf4"] = peer.to("cpu")
+    return layers
 
 
 # -- running and writing ----------------------------------------------------------------------------------------------

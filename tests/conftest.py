@@ -27,3 +27,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+@pytest.fixture
+def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No compiled kernels, for tests that compare bits with torch's own layers on the decoded weight."""
+    from vbrt import kernels
+
+    for op, offered in list(kernels._REGISTRY.items()):
+        plain = {key: entry for key, entry in offered.items() if key[0] != "compiled"}
+        monkeypatch.setitem(kernels._REGISTRY, op, plain)

@@ -22,6 +22,8 @@ from vbrt.nn import VBLinear
 from vbrt.policy import PASS, simulate
 from vbrt.wrapper import release_host_memory
 
+pytestmark = pytest.mark.usefixtures("plain_torch")
+
 
 def dtype_of(format):
     return torch.bfloat16 if format == "exact" else torch.float32

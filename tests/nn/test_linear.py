@@ -19,6 +19,8 @@ from vbrt.errors import FormatError, TierError, WrapError
 from vbrt.kernels.reference import decode_weight
 from vbrt.nn import VBLinear
 
+pytestmark = pytest.mark.usefixtures("plain_torch")
+
 
 def dtype_of(format):
     return torch.bfloat16 if format == "exact" else torch.float32

@@ -3,7 +3,8 @@
     op = resolve("linear", "auto", device, "nvfp4")      # once, at construction
     y = op(x, planes, bias, "none")
 
-`reference` is plain torch, runs anywhere and is the specification; faster implementations register beside it.
+`reference` is plain torch, runs anywhere and is the specification; faster implementations register beside it: "triton"
+for GPUs, "compiled" (C, built on the spot) for CPUs, which "auto" takes where they serve.
 "linear_fp8" is "linear" with leave to round activations and weights to FP8 where that is faster.
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from vbrt.errors import KernelError
-from vbrt.kernels import fp4_linear, fp8_linear, fused_linear, reference, table_linear
+from vbrt.kernels import cpu_linear, fp4_linear, fp8_linear, fused_linear, reference, table_linear
 from vbrt.kernels.fp4_linear import Packing
 from vbrt.kernels.fp4_tiles import TILES
 from vbrt.kernels.fp8_linear import fp8_refusal
@@ -37,7 +38,7 @@ __all__ = [
     "runs_unpacked",
 ]
 
-BACKENDS = ("auto", "reference", "triton")
+BACKENDS = ("auto", "reference", "triton", "compiled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def page_packing(fn: Callable[..., Any], format: str) -> Packing | None:
 
 def runs_unpacked(fn: Callable[..., Any], format: str) -> bool:
     """Whether a resolved op computes a format by its own kernels with the coarse plane as the format encodes it."""
-    return kernel_name(fn) == "reference" or format in table_linear.FORMATS
+    return kernel_name(fn) in ("reference", "compiled") or format in table_linear.FORMATS
 
 
 def prepare(fn: Callable[..., Any], device: torch.device) -> None:
@@ -100,7 +101,9 @@ def prepare(fn: Callable[..., Any], device: torch.device) -> None:
 
 
 def kernel_refusal(device: torch.device) -> str | None:
-    """Why no kernel but the reference serves a CUDA device, or None if one does, or the device is not a GPU."""
+    """Why no kernel but the reference serves a CUDA device or a CPU, or None if one does, or it is neither."""
+    if device.type == "cpu":
+        return cpu_linear.refusal(device)
     if device.type != "cuda":
         return None
     return _too_old(device) if fp4_linear.available() else "Triton with Gluon is not installed"
@@ -122,22 +125,31 @@ def resolve(op: str, backend: str, device: torch.device, format: str | None = No
     offered = _REGISTRY.get(op)
     if offered is None:
         raise KernelError(f"op {op!r}; expected one of {', '.join(sorted(_REGISTRY))}")
+    serving = _serving(offered, BACKENDS if backend == "auto" else (backend,), device, format)
+    if backend == "auto" and serving:
+        return max(serving.values(), key=lambda entry: entry.rank).fn
+    if backend not in serving:
+        others = _serving(offered, BACKENDS, device, format)
+        why = kernel_refusal(device)
+        raise KernelError(
+            f"op {op!r}: no {backend!r} implementation for device {str(device)!r}{f' ({why})' if why else ''}; "
+            f"expected one of {', '.join(['auto', *sorted(others)])}"
+        )
+    return serving[backend].fn
+
+
+def _serving(
+    offered: dict[tuple[str, str | None], _Entry], backends: tuple[str, ...], device: torch.device, format: str | None
+) -> dict[str, _Entry]:
+    """What serves, by backend; entries of backends that are not asked for are left alone, some are built when asked."""
     serving: dict[str, _Entry] = {}
     for only in (None, format):  # what is registered for the format takes the place of what is for any
         serving |= {
             name: e
             for (name, f), e in offered.items()
-            if f == only and e.serves(device)
+            if f == only and name in backends and e.serves(device)
         }
-    if backend == "auto" and serving:
-        return max(serving.values(), key=lambda entry: entry.rank).fn
-    if backend not in serving:
-        why = kernel_refusal(device)
-        raise KernelError(
-            f"op {op!r}: no {backend!r} implementation for device {str(device)!r}{f' ({why})' if why else ''}; "
-            f"expected one of {', '.join(['auto', *sorted(serving)])}"
-        )
-    return serving[backend].fn
+    return serving
 
 
 for _op, _fn in (
@@ -148,6 +160,13 @@ for _op, _fn in (
     ("gated_linear", fused_linear.gated_reference),
 ):
     register(_op, "reference", _fn)
+for _op, _fn in (
+    ("decode_weight", cpu_linear.decode_weight),
+    ("linear", cpu_linear.linear),
+    ("linear_fp8", cpu_linear.linear),
+):
+    _formats = cpu_linear.FORMATS
+    register(_op, "compiled", _fn, devices=("cpu",), rank=1, formats=_formats, refusal=cpu_linear.refusal)
 if fp4_linear.available():
     for _op, _fn in (
         ("decode_weight", fp4_linear.decode_weight),

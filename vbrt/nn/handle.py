@@ -119,10 +119,11 @@ class WeightHandle:
     def _announce_kernels(self) -> None:
         """What was asked for and cannot be had on this device: warned of once, and listed in `stats()`."""
         spec = self.spec
-        if spec.lossless or self._device.type != "cuda":
+        if spec.lossless or self._device.type not in ("cuda", "cpu"):
             return
         no_kernels = kernel_refusal(self._device) if spec.backend == "auto" else None
-        no_fp8 = fp8_refusal(self._device) if spec.fp8 and spec.backend != "reference" else None
+        fp8_asked = spec.fp8 and spec.backend != "reference" and self._device.type == "cuda"
+        no_fp8 = fp8_refusal(self._device) if fp8_asked else None
         if no_kernels:
             self._announce(f"kernels: {no_kernels}; 4-bit layers are decoded and multiplied in plain torch")
         if no_fp8:

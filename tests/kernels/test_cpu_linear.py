@@ -1,0 +1,180 @@
+"""The C kernels for CPUs against the decoded weight in float64; where no C compiler is, what is said instead."""
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import vbrt
+from tests.kernels.gpu_cases import error
+from vbrt.errors import KernelError
+from vbrt.formats import WeightPlanes, get_format, split_fine
+from vbrt.kernels import cpu_linear, kernel_name, page_packing, reference, resolve, runs_unpacked
+
+CPU = torch.device("cpu")
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 3e-3}
+WHY = cpu_linear.refusal(CPU)
+built = pytest.mark.skipif(WHY is not None, reason=str(WHY))
+
+
+def case(name, shape, dtype=torch.float32):
+    """(planes, the weight they stand for in float64)."""
+    fmt = get_format(name)
+    coarse = fmt.encode(torch.randn(shape) * 0.03)
+    if "tensor_scale" in coarse:
+        coarse["tensor_scale"] *= 1.2345  # published checkpoints: not a power of two
+    return WeightPlanes(name, shape, dtype, coarse), fmt.decode(coarse, shape, torch.float64)
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Sets CC and forgets what was built; both come back."""
+
+    def use(command):
+        monkeypatch.setenv("CC", command)
+        cpu_linear._build.cache_clear()
+
+    yield use
+    cpu_linear._build.cache_clear()
+
+
+@built
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 16, 70])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 50), (24, 200), (130, 4112), (64, 2048)], ids=str)
+@pytest.mark.parametrize("name", cpu_linear.FORMATS)
+def test_any_shape_is_as_close_as_the_dtype_allows(name, shape, tokens, dtype):
+    planes, w = case(name, shape, dtype)
+    x, bias = torch.randn(tokens, shape[1]).to(dtype), torch.randn(shape[0]).to(dtype)
+    y = cpu_linear.linear(x, planes, bias)
+    assert y.dtype is dtype and y.is_contiguous()
+    assert error(y, F.linear(x.double(), w, bias.double())) <= BOUND[dtype]
+
+
+@built
+@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_every_activation_is_applied(activation, tokens):
+    planes, w = case("nvfp4", (24, 200))
+    x = torch.randn(tokens, 200)
+    want = reference.ACTIVATIONS[activation](F.linear(x.double(), w))
+    assert error(cpu_linear.linear(x, planes, None, activation), want) <= 1e-5
+
+
+@built
+@pytest.mark.parametrize(
+    "x",
+    [torch.randn(2, 3, 200), torch.randn(200), torch.randn(0, 200), torch.randn(200, 3).t(), torch.randn(200, 40).t(),
+     torch.randn(3, 400)[:, ::2], torch.randn(1, 200).expand(5, 200), torch.randn(3, 201)[:, 1:]],
+    ids=lambda x: f"{tuple(x.shape)}-{x.stride()}",
+)  # fmt: skip
+def test_any_strides_and_leading_dimensions_will_do(x):
+    planes, w = case("mxfp4", (24, 200))
+    want = F.linear(x.double(), w)
+    y = cpu_linear.linear(x, planes)
+    assert y.shape == want.shape and torch.allclose(y.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@built
+@pytest.mark.parametrize("dtype", [*BOUND, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 50), (130, 4112), (3000, 512)], ids=str)
+@pytest.mark.parametrize("name", cpu_linear.FORMATS)
+def test_the_decoded_weight_has_the_bits_of_the_reference(name, shape, dtype):
+    planes, _ = case(name, shape, dtype)
+    assert torch.equal(cpu_linear.decode_weight(planes), reference.decode_weight(planes))
+
+
+@built
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_gradients_reach_the_input_and_the_bias(tokens):
+    planes, w = case("nf4", (24, 200))
+    x, bias = torch.randn(tokens, 200, requires_grad=True), torch.randn(24, requires_grad=True)
+    cpu_linear.linear(x, planes, bias).sum().backward()
+    torch.testing.assert_close(x.grad, w.sum(0).float().expand(tokens, -1))
+    assert torch.equal(bias.grad, torch.full((24,), float(tokens)))
+
+
+@built
+def test_what_is_more_than_its_memory_goes_through_the_reference():
+    planes, w = case("nvfp4", (24, 200))
+    x, tangent = torch.randn(3, 200), torch.randn(3, 200)
+    _, dy = torch.func.jvp(lambda x: cpu_linear.linear(x, planes), (x,), (tangent,))
+    torch.testing.assert_close(dy, F.linear(tangent, w.float()))
+    y = torch.func.vmap(lambda x: cpu_linear.linear(x, planes))(x)
+    torch.testing.assert_close(y, F.linear(x, w.float()))
+    assert cpu_linear.route(x.to("meta"), planes) == "reference"
+
+
+@built
+def test_a_fine_plane_goes_through_the_reference():
+    w, fmt = torch.randn(5, 70).bfloat16(), get_format("nvfp4")
+    coarse = fmt.encode(w)
+    planes = WeightPlanes("nvfp4", (5, 70), w.dtype, coarse, split_fine(w, coarse, fmt))
+    assert torch.equal(cpu_linear.decode_weight(planes), w)
+    assert cpu_linear.route(torch.randn(1, 70).bfloat16(), planes) == "reference"
+
+
+@built
+@pytest.mark.parametrize("message", ["'swish'; expected one of none", r"x has shape \(1, 100\)"])
+def test_what_cannot_be_computed_is_refused(message):
+    planes, _ = case("nvfp4", (24, 200))
+    x, activation = (torch.randn(1, 200), "swish") if "swish" in message else (torch.randn(1, 100), "none")
+    with pytest.raises(KernelError, match=message):
+        cpu_linear.linear(x, planes, None, activation)
+
+
+@built
+@pytest.mark.parametrize("name", cpu_linear.FORMATS)
+def test_auto_takes_the_compiled_kernels_on_pages_as_they_are(name):
+    for op in ("linear", "linear_fp8", "decode_weight"):
+        assert kernel_name(resolve(op, "auto", CPU, name)) == "compiled"
+        assert kernel_name(resolve(op, "reference", CPU, name)) == "reference"
+    fn = resolve("linear", "auto", CPU, name)
+    assert runs_unpacked(fn, name) and page_packing(fn, name) is None
+    assert kernel_name(resolve("linear", "auto", CPU, "dense")) == "reference"
+
+
+@built
+def test_stats_name_the_kernel_that_runs():
+    with vbrt.wrap(torch.nn.Sequential(torch.nn.Linear(64, 64)).eval(), "fp4") as vb:
+        vb(torch.randn(1, 64))
+        assert {layer.kernel for layer in vb.stats().layers.values()} == {"compiled"}
+        assert not vb.stats().fallbacks
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [("no-such-compiler", "no C compiler was found"), ("false", "the C compiler 'false' failed"),
+     ("true", "the C compiler 'true' failed")],
+)  # fmt: skip
+def test_a_machine_that_cannot_compile_says_so_once_and_takes_the_reference(compiler, command, reason):
+    compiler(command)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).eval()
+        with vbrt.wrap(model, "fp4", weights={"keep_head": False}) as vb:
+            vb(torch.randn(1, 64))
+            stats = vb.stats()
+    said = [str(w.message) for w in caught if reason in str(w.message)]
+    assert len(said) == 1 and "plain torch" in said[0]
+    assert any(reason in line for line in stats.fallbacks)
+    assert {layer.kernel for layer in stats.layers.values()} == {"reference"}
+
+
+def test_who_asks_for_the_reference_needs_no_compiler(compiler):
+    compiler("no-such-compiler")
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64)).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with vbrt.wrap(model, "fp4", compute={"backend": "reference"}) as vb:
+            vb(torch.randn(1, 64))
+            assert not vb.stats().fallbacks
+    assert cpu_linear._build.cache_info().misses == 0
+
+
+def test_importing_the_package_compiles_nothing():
+    program = "import vbrt.kernels.cpu_linear as c; assert c._build.cache_info().misses == 0"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,252 @@
+"""Linear layers on block formats on a CPU: the backend "compiled" of the ops "linear" and "decode_weight".
+
+`cpu_linear.c` decodes a row to fp32 in cache and multiplies it there, so that a forward reads 4-bit weights and writes
+none. The machine's C compiler builds it for this very CPU when an op is first resolved: 0.3 s, anew in each process,
+since a library kept on disk would have to be trusted, and built again for each CPU that shares the disk. torch.compile
+of the reference takes seconds and Python headers for it. Where it cannot be built `refusal` says why.
+
+Above `fused_tokens` the weight is decoded to the activations' dtype and torch's matmul takes over; in tiles of fp32 on
+an x86 CPU without bf16 instructions, whose 16-bit matmuls take four times as long as those in fp32. What the C code
+does not serve (a fine plane, tensors elsewhere, transforms of torch.func) goes through the reference.
+
+Legend: M tokens, N outputs, K inputs, R rows of a tile.
+"""
+
+import ctypes
+import functools
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from vbrt.errors import KernelError
+from vbrt.formats import WeightPlanes, get_format
+from vbrt.formats.base import padded
+from vbrt.formats.blocks import BlockFormat, decode_tile
+from vbrt.kernels import reference
+
+__all__ = ["FORMATS", "decode_weight", "fused_tokens", "linear", "refusal", "route"]
+
+FORMATS = ("nvfp4", "mxfp4", "nf4", "quantile")
+_SOURCE = Path(__file__).with_name("cpu_linear.c")
+_COMPILERS = ("cc", "gcc", "clang")
+# in order of speed; not every compiler has OpenMP, whose threads are torch's own, or knows the CPU it runs on
+_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ())
+_BUILD_LIMIT_S = 20
+_THREAD_WORK = 1 << 16  # products that are worth a thread
+_TILE_WEIGHTS = 1 << 22  # 16 MiB of fp32: enough rows for a matmul at full speed, less than the weight in 16 bits
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Weight(ctypes.Structure):
+    """`Weight` of cpu_linear.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "levels", "values", "unit")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "block")),
+    )
+
+
+# -- building ---------------------------------------------------------------------------------------------------------
+
+
+def refusal(device: torch.device) -> str | None:
+    """Why the compiled kernels cannot serve a device, or None. The first call for a CPU builds them."""
+    if device.type != "cpu":
+        return f"made for CPUs, not for {device}"
+    built = _build()
+    return built if isinstance(built, str) else None
+
+
+@functools.cache
+def _build() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    command = _compiler()
+    if command is None:
+        return f"no C compiler was found ({', '.join(_COMPILERS)}, or the one that CC names)"
+    try:
+        with tempfile.TemporaryDirectory(prefix="vbrt-", ignore_cleanup_errors=True) as folder:
+            return _load(_compiled(command, Path(folder) / "cpu_linear.so"))
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        return f"the C compiler {shlex.join(command)!r} failed: {said.strip().splitlines()[-1] if said.strip() else ''}"
+
+
+def _compiler() -> list[str] | None:
+    named = shlex.split(os.environ.get("CC", ""))
+    if named:
+        return named if shutil.which(named[0]) else None
+    return next(([found] for name in _COMPILERS if (found := shutil.which(name))), None)
+
+
+def _compiled(command: list[str], library: Path) -> Path:
+    for flags in _FLAGS:
+        line = [*command, "-O3", "-w", "-shared", "-fPIC", *flags, str(_SOURCE), "-o", str(library)]
+        done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=_BUILD_LIMIT_S)
+        if done.returncode == 0:
+            return library
+    raise subprocess.CalledProcessError(done.returncode, line, stderr=done.stderr)
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    weight, pointer, number = ctypes.POINTER(_Weight), ctypes.c_void_p, ctypes.c_int64
+    library.vbrt_linear.argtypes = (weight, pointer, number, pointer, ctypes.c_int)
+    library.vbrt_decode.argtypes = (weight, number, number, pointer, ctypes.c_int)
+    library.vbrt_linear.restype = library.vbrt_decode.restype = None
+    return library
+
+
+def _library() -> ctypes.CDLL:
+    built = _build()
+    if isinstance(built, str):
+        raise KernelError(f"cpu_linear: {built}")
+    return built
+
+
+# -- ops --------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def fused_tokens() -> int:
+    """The most tokens that the C code multiplies itself; measured with and without AVX-512 at 4096 x 4096."""
+    return _library().vbrt_fused_tokens()
+
+
+def _served(planes: WeightPlanes) -> bool:
+    if planes.format not in FORMATS or planes.fine is not None or "codes" not in planes.coarse:
+        return False
+    return all(type(t) is Tensor and t.device.type == "cpu" and t.is_contiguous() for t in planes.coarse.values())
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether x is its memory and nothing more: no subclass, no wrapper of torch.func, no tangent."""
+    plain = type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.dtype in _DTYPES
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return plain and not wrapped and forward_ad._current_level < 0 and not torch.compiler.is_compiling()
+
+
+def route(x: Tensor, planes: WeightPlanes) -> str:
+    """The way `linear` takes: "fused", "tiles" (decode and fp32 matmul by turns), "decode+matmul" or "reference"."""
+    if not (_is_plain(x) and _served(planes)):
+        return "reference"
+    if x.numel() <= fused_tokens() * max(1, x.shape[-1]):
+        return "fused"
+    return "tiles" if x.dtype in _slow_dtypes() else "decode+matmul"
+
+
+@functools.cache
+def _slow_dtypes() -> tuple[torch.dtype, ...]:
+    """What this CPU multiplies more slowly than fp32."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return ()
+    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+        return ()
+    return torch.bfloat16, torch.float16
+
+
+def decode_weight(planes: WeightPlanes) -> Tensor:
+    """The weight [N, K] in planes.dtype, the same bits as the reference; exact when the fine plane is there."""
+    if torch.compiler.is_compiling() or not _served(planes):
+        return reference.decode_weight(planes)
+    return _decode(planes, planes.dtype)
+
+
+def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
+    """activation(x @ w.T + bias): [..., K] to [..., N], in x's dtype; differentiable in x and bias.
+
+    Raises KernelError for an activation that the reference does not know, or an x whose last dimension is not K.
+    """
+    way = route(x, planes)
+    if way == "reference":
+        return reference.linear(x, planes, bias, activation)
+    if activation not in reference.ACTIVATIONS:
+        known = ", ".join(reference.ACTIVATIONS)
+        raise KernelError(f"linear: activation {activation!r}; expected one of {known}")
+    if x.shape[-1] != planes.shape[1]:
+        raise KernelError(f"linear: x has shape {tuple(x.shape)}; expected (..., {planes.shape[1]})")
+    trained = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+    if trained or way == "decode+matmul":
+        y = F.linear(x, _decode(planes, x.dtype), bias)
+    else:
+        y = (_multiply if way == "fused" else _multiply_tiles)(x.detach(), planes)
+        y = y if bias is None else y.add_(bias.detach())
+    return reference.ACTIVATIONS[activation](y).to(x.dtype)
+
+
+def _multiply(x: Tensor, planes: WeightPlanes) -> Tensor:
+    """x @ w.T in fp32."""
+    n, k = planes.shape
+    kp = padded(k, get_format(planes.format).block)
+    x_MK = x.reshape(-1, k).float()
+    x_MK = x_MK.contiguous() if kp == k else F.pad(x_MK, (0, kp - k))
+    tokens = x_MK.shape[0]
+    y_MN = torch.empty(tokens, n)
+    with _Borrowed(planes) as weight:
+        _library().vbrt_linear(weight, x_MK.data_ptr(), tokens, y_MN.data_ptr(), _threads(tokens * n * kp))
+    return y_MN.view(*x.shape[:-1], n)
+
+
+def _multiply_tiles(x: Tensor, planes: WeightPlanes) -> Tensor:
+    """x @ w.T in fp32, by torch; the weight is never there as a whole."""
+    n, k = planes.shape
+    x_MK = x.reshape(-1, k).float()
+    y_MN = torch.empty(x_MK.shape[0], n)
+    for first, last, w_RK in _decoded_rows(planes, _TILE_WEIGHTS):
+        y_MN[:, first:last] = x_MK @ w_RK.t()
+    return y_MN.view(*x.shape[:-1], n)
+
+
+def _decode(planes: WeightPlanes, dtype: torch.dtype) -> Tensor:
+    n, k = planes.shape
+    if dtype is torch.float32:
+        ((_, _, w_NK),) = _decoded_rows(planes, n * k)
+        return w_NK.contiguous()
+    w_NK = torch.empty(n, k, dtype=dtype)
+    for first, last, w_RK in _decoded_rows(planes, decode_tile(w_NK.device)):
+        w_NK[first:last] = w_RK
+    return w_NK
+
+
+def _decoded_rows(planes: WeightPlanes, weights: int) -> Iterator[tuple[int, int, Tensor]]:
+    """(first row, row past the last, fp32 [R, K]) of tiles of about so many weights; each overwrites the one before."""
+    n, k = planes.shape
+    kp = padded(k, get_format(planes.format).block)
+    rows = min(n, max(1, weights // k))
+    w_RK = torch.empty(rows, kp)
+    with _Borrowed(planes) as weight:
+        for first in range(0, n, rows):
+            last = min(n, first + rows)
+            _library().vbrt_decode(weight, first, last, w_RK.data_ptr(), _threads((last - first) * kp))
+            yield first, last, w_RK[: last - first, :k]
+
+
+def _threads(work: int) -> int:
+    return max(1, min(torch.get_num_threads(), work // _THREAD_WORK))
+
+
+class _Borrowed:
+    """A weight as the C code sees it, whose tables live as long as the block."""
+
+    def __init__(self, planes: WeightPlanes) -> None:
+        fmt = get_format(planes.format)
+        assert isinstance(fmt, BlockFormat)  # FORMATS are; for the type checker
+        codes, scales = planes.coarse["codes"], planes.coarse["scales"]
+        self._tensors = (codes, scales, *fmt.tables(planes.coarse))
+        pointers = (tensor.data_ptr() for tensor in self._tensors)
+        self._weight = _Weight(*pointers, planes.shape[0], 2 * codes.shape[1], fmt.block)
+
+    def __enter__(self) -> _Weight:
+        return self._weight
+
+    def __exit__(self, *error: object) -> None:
+        del self._tensors, self._weight
