@@ -12,6 +12,7 @@ NAMES = ("nvfp4", "mxfp4")
 BOUND = {"nvfp4": 0.036, "mxfp4": 0.029}
 
 
+@pytest.mark.usefixtures("plain_torch")
 def test_the_cpu_computes_the_fp8_op_as_the_reference_does():
     assert resolve("linear_fp8", "auto", CPU, "nvfp4") is reference.linear
     assert "cpu has no FP8 matmul" in fp8_refusal(CPU)
