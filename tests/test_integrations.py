@@ -8,6 +8,8 @@ from torch import nn
 
 from tests.models import FORMATS, TOKENS, gpt2, llama, wrap, wrap_streamed
 
+pytestmark = pytest.mark.usefixtures("plain_torch")
+
 pytest.importorskip("transformers")
 
 

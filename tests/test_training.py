@@ -11,6 +11,8 @@ from tests.models import TOKENS, config, llama, mlp
 from vbrt.config import load_config
 from vbrt.errors import WrapError
 
+pytestmark = pytest.mark.usefixtures("plain_torch")
+
 peft = pytest.importorskip("peft")
 
 HOLDINGS = ("dense", "nvfp4", "mxfp4", "nf4", "quantile", "exact")

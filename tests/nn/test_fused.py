@@ -18,6 +18,8 @@ from vbrt.kernels.reference import ACTIVATIONS
 from vbrt.nn import FusedFP4Linear
 from vbrt.nn import fused as module
 
+pytestmark = pytest.mark.usefixtures("plain_torch")
+
 FOUR_BIT = ["nvfp4", "mxfp4", "nf4", "quantile"]
 
 
