@@ -516,7 +516,7 @@ def test_an_interrupt_while_it_generates_leaves_no_files(llama, tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130
-    assert err == "vbrt: interrupted\n"
+    assert err.splitlines()[-1] == "vbrt: interrupted" and "Traceback" not in err
     assert list((tmp_path / "pages").iterdir()) == []
 
 
