@@ -37,3 +37,4 @@ def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     for op, offered in list(kernels._REGISTRY.items()):
         plain = {key: entry for key, entry in offered.items() if key[0] != "compiled"}
         monkeypatch.setitem(kernels._REGISTRY, op, plain)
+    monkeypatch.setattr("vbrt.nn.fused._OPS", {})
