@@ -38,3 +38,4 @@ def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         plain = {key: entry for key, entry in offered.items() if key[0] != "compiled"}
         monkeypatch.setitem(kernels._REGISTRY, op, plain)
     monkeypatch.setattr("vbrt.nn.fused._OPS", {})
+    monkeypatch.setattr("vbrt.nn.handle.kernel_refusal", lambda *args: None)  # nothing to announce: it is on purpose
