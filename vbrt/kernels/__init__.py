@@ -114,7 +114,7 @@ def _too_old(device: torch.device) -> str | None:
     if (device.index or 0) >= torch.cuda.device_count():
         return f"{device} is not there"
     major, minor = torch.cuda.get_device_capability(device)
-    return None if major >= fp4_linear._MIN_MAJOR else f"sm_{major}{minor} is older than sm_80"
+    return None if major >= fp4_linear.MIN_MAJOR else f"sm_{major}{minor} is older than sm_80"
 
 
 def resolve(op: str, backend: str, device: torch.device, format: str | None = None) -> Callable[..., Any]:

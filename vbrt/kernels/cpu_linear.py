@@ -169,13 +169,8 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
     way = route(x, planes)
     if way == "reference":
         return reference.linear(x, planes, bias, activation)
-    if activation not in reference.ACTIVATIONS:
-        known = ", ".join(reference.ACTIVATIONS)
-        raise KernelError(f"linear: activation {activation!r}; expected one of {known}")
-    if x.shape[-1] != planes.shape[1]:
-        raise KernelError(f"linear: x has shape {tuple(x.shape)}; expected (..., {planes.shape[1]})")
-    trained = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
-    if trained or way == "decode+matmul":
+    reference.check(x, planes, activation)
+    if reference.wants_grad(x, bias) or way == "decode+matmul":
         y = F.linear(x, _decode(planes, x.dtype), bias)
     else:
         y = (_multiply if way == "fused" else _multiply_tiles)(x.detach(), planes)

@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes
 from vbrt.formats.page import PageLayout
 from vbrt.kernels import fp4_tiles, merge, reference
@@ -30,9 +29,10 @@ from vbrt.kernels.fp4_launch import Launcher, alignment
 from vbrt.kernels.fp4_tiles import TILES
 from vbrt.kernels.launch_table import Wide, fused_limit, launch_for, wide_for
 
-__all__ = ["Packing", "available", "decode_weight", "linear", "packing", "route"]
+__all__ = ["MIN_MAJOR", "Packing", "available", "decode_weight", "linear", "major", "packing", "route",
+           "rows_are_aligned"]
 
-_MIN_MAJOR = 8  # mma.m16n8k16 on bf16, fma.rn.bf16x2
+MIN_MAJOR = 8  # mma.m16n8k16 on bf16, fma.rn.bf16x2
 _SUMMANDS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _DECODE_WARPS = 4
 _ORDER_WARPS, _ORDER_SPAN, _REDUCE_WARPS = 4, 1024, 4
@@ -71,11 +71,18 @@ def available() -> bool:
     return importlib.util.find_spec("triton.experimental.gluon") is not None
 
 
-def _major(index: int) -> int:
-    major = _MAJORS.get(index)  # no functools.cache: torch.compile warns when it traces one
-    if major is None:
-        major = _MAJORS[index] = torch.cuda.get_device_capability(index)[0]
-    return major
+def major(index: int) -> int:
+    """The compute capability's first number of a CUDA device."""
+    known = _MAJORS.get(index)  # no functools.cache: torch.compile warns when it traces one
+    if known is None:
+        known = _MAJORS[index] = torch.cuda.get_device_capability(index)[0]
+    return known
+
+
+def rows_are_aligned(x_MK: Tensor) -> bool:
+    """Whether 16-bit rows start at multiples of 16 bytes and end there, as the kernels read them."""
+    aligned = x_MK.stride(1) == 1 and x_MK.stride(0) % 8 == 0 and x_MK.shape[1] % 8 == 0
+    return aligned and x_MK.data_ptr() % 16 == 0
 
 
 @functools.cache
@@ -96,7 +103,7 @@ def _wide() -> Any:
 
 def _served(planes: WeightPlanes) -> bool:
     tiles = planes.coarse.get(TILES)
-    return tiles is not None and tiles.is_cuda and _major(tiles.device.index) >= _MIN_MAJOR
+    return tiles is not None and tiles.is_cuda and major(tiles.device.index) >= MIN_MAJOR
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
@@ -107,7 +114,7 @@ def route(x: Tensor, planes: WeightPlanes) -> str:
         return "reference"
     summands = _SUMMANDS.get(x.dtype)
     tokens = x.numel() // max(1, x.shape[-1])
-    if summands is not None and tokens * summands <= fused_limit(_major(planes.coarse[TILES].device.index)):
+    if summands is not None and tokens * summands <= fused_limit(major(planes.coarse[TILES].device.index)):
         return "fused"
     return "decode+matmul"
 
@@ -131,22 +138,18 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
     way = route(x, planes)
     if way == "reference":
         return reference.linear(x, _plain(planes), bias, activation)
-    if activation not in reference.ACTIVATIONS:
-        known = ", ".join(reference.ACTIVATIONS)
-        raise KernelError(f"linear: activation {activation!r}; expected one of {known}")
-    if x.shape[-1] != planes.shape[1]:
-        raise KernelError(f"linear: x has shape {tuple(x.shape)}; expected (..., {planes.shape[1]})")
+    reference.check(x, planes, activation)
     if way == "merge+matmul":
-        return _apply(F.linear(x, merge.merge(planes), bias), activation)
+        return reference.activate(F.linear(x, merge.merge(planes), bias), activation)
     tiles, scale = planes.coarse[TILES], planes.coarse["tensor_scale"]
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+    if reference.wants_grad(x, bias):
         y = _Product.apply(x, tiles, scale, planes, way)
-        return _apply(y if bias is None else y + bias, activation)
+        return reference.activate(y if bias is None else y + bias, activation)
     if way == "fused":
         n, k = planes.shape
         fused = _fused_op if torch.compiler.is_compiling() else _fused
         return fused(x, tiles, scale, bias, planes.format, n, k, activation)
-    return _apply(F.linear(x, _decode(planes, x.dtype), bias), activation)
+    return reference.activate(F.linear(x, _decode(planes, x.dtype), bias), activation)
 
 
 class _Product(torch.autograd.Function):
@@ -164,10 +167,6 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
         return dy @ _decode(ctx.planes, dy.dtype), None, None, None, None
-
-
-def _apply(y: Tensor, activation: str) -> Tensor:
-    return y if activation == "none" else reference.ACTIVATIONS[activation](y)
 
 
 def _plain(planes: WeightPlanes) -> WeightPlanes:
@@ -215,7 +214,7 @@ def _fused(
     if tokens == 0:
         return x.new_empty(*x.shape[:-1], n)
     row_tiles, columns, _ = tiles.shape
-    wide = wide_for(_major(tiles.device.index), tokens * _SUMMANDS[x.dtype], row_tiles, columns)
+    wide = wide_for(major(tiles.device.index), tokens * _SUMMANDS[x.dtype], row_tiles, columns)
     if wide is not None:
         y = _launch_wide(x_MK, tiles, scale, bias, n, format, activation, wide)
     elif x.dtype is torch.bfloat16:
@@ -225,7 +224,7 @@ def _fused(
         y_SMN = torch.empty(_SUMMANDS[x.dtype] * tokens, n, dtype=torch.float32, device=x.device)
         _launch(_summands(x_MK), tiles, scale, None, y_SMN, format, "none")
         y = y_SMN.view(-1, tokens, n).sum(0)
-        y = _apply(y if bias is None else y + bias.float(), activation).to(x.dtype)
+        y = reference.activate(y if bias is None else y + bias.float(), activation).to(x.dtype)
     return y.view(*x.shape[:-1], n)
 
 
@@ -233,13 +232,13 @@ def _launch(
     x_MK: Tensor, tiles: Tensor, scale: Tensor, bias: Tensor | None, y_MN: Tensor, format: str, activation: str
 ) -> None:
     tokens, k = x_MK.shape
-    if x_MK.stride(1) != 1 or x_MK.stride(0) % 8 or k % 8 or x_MK.data_ptr() % 16:
-        x_MK = _padded(x_MK)  # rows must start at multiples of 16 bytes
+    if not rows_are_aligned(x_MK):
+        x_MK = _padded(x_MK)
         k = x_MK.shape[1]
     row_tiles, columns, _ = tiles.shape
     groups = 1 << max(0, (tokens - 1).bit_length() - 3)
     device, n = tiles.device.index, y_MN.shape[1]
-    config = launch_for(_major(device), tokens, row_tiles, columns)
+    config = launch_for(major(device), tokens, row_tiles, columns)
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
     tensors = (x_MK, tiles, scale, x_MK if bias is None else bias, y_MN)

@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes
 from vbrt.kernels import fp4_linear, reference
 from vbrt.kernels.fp4_tiles import TILES
@@ -89,17 +88,13 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
     """
     if route(x, planes) != "fp8":
         return fp4_linear.linear(x, planes, bias, activation)
-    if activation not in reference.ACTIVATIONS:
-        known = ", ".join(reference.ACTIVATIONS)
-        raise KernelError(f"linear: activation {activation!r}; expected one of {known}")
-    if x.shape[-1] != planes.shape[1]:
-        raise KernelError(f"linear: x has shape {tuple(x.shape)}; expected (..., {planes.shape[1]})")
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+    reference.check(x, planes, activation)
+    if reference.wants_grad(x, bias):
         y = _Product.apply(x, planes)
         y = y if bias is None else y + bias
     else:
         y = _multiply(x, planes, bias)
-    return y if activation == "none" else reference.ACTIVATIONS[activation](y)
+    return reference.activate(y, activation)
 
 
 class _Product(torch.autograd.Function):

@@ -99,7 +99,7 @@ def norm_linear(
 
     Raises KernelError for an activation that the reference does not know, or an x whose last dimension is not K.
     """
-    _check(x, planes, activation)
+    reference.check(x, planes, activation)
     if not _fuses(x, (planes,), norm, bias):
         return _linear(norm(x), planes, bias, activation)
     return _run(x, planes, None, norm, bias, activation)
@@ -113,7 +113,7 @@ def gated_linear(
     Raises KernelError for an activation that the reference does not know, an x whose last dimension is not K, or
     weights of two shapes.
     """
-    _check(x, gate, activation)
+    reference.check(x, gate, activation)
     if gate.shape != up.shape:
         raise KernelError(f"gated_linear: weights {gate.shape} and {up.shape}; expected one shape")
     if gate.format != up.format or not _fuses(x, (gate, up), norm, None):
@@ -125,14 +125,6 @@ def gated_linear(
 def _linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
     own = table_linear if planes.format in table_linear.FORMATS else fp4_linear
     return own.linear(x, planes, bias, activation)
-
-
-def _check(x: Tensor, planes: WeightPlanes, activation: str) -> None:
-    if activation not in reference.ACTIVATIONS:
-        known = ", ".join(reference.ACTIVATIONS)
-        raise KernelError(f"linear: activation {activation!r}; expected one of {known}")
-    if x.shape[-1] != planes.shape[1]:
-        raise KernelError(f"linear: x has shape {tuple(x.shape)}; expected (..., {planes.shape[1]})")
 
 
 def _fuses(x: Tensor, weights: tuple[WeightPlanes, ...], norm: Norm | None, bias: Tensor | None) -> bool:
@@ -260,8 +252,8 @@ def _fused(
 ) -> Tensor:  # fmt: skip
     x_MK = x.reshape(-1, k)
     tokens = x_MK.shape[0]
-    if x_MK.stride(1) != 1 or x_MK.stride(0) % 8 or x_MK.data_ptr() % 16:
-        x_MK = x_MK.clone(memory_format=torch.contiguous_format)  # rows must start at multiples of 16 bytes
+    if not fp4_linear.rows_are_aligned(x_MK):
+        x_MK = x_MK.clone(memory_format=torch.contiguous_format)
     if norm == "layer":
         gain = _constant(1.0, k, x.device) if gain is None else gain
         shift = _constant(0.0, k, x.device) if shift is None else shift

@@ -1,8 +1,5 @@
 """The original weight from its coarse and fine planes in one kernel on a GPU, without a synchronization."""
 
-import functools
-import importlib.util
-
 import torch
 from torch import Tensor
 
@@ -12,14 +9,9 @@ from vbrt.formats.fine import SPAN, WIDTH
 __all__ = ["merge", "serves"]
 
 
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def serves(planes: WeightPlanes) -> bool:
     """Whether `merge` can take these planes: on a GPU, with a fine plane, rows of whole blocks."""
-    if planes.fine is None or not planes.fine["low"].is_cuda or not _has_triton():
+    if planes.fine is None or not planes.fine["low"].is_cuda:
         return False
     return planes.shape[1] % get_format(planes.format).block == 0
 
@@ -27,7 +19,8 @@ def serves(planes: WeightPlanes) -> bool:
 def merge(planes: WeightPlanes) -> Tensor:
     """The weight [N, K], bit for bit what `formats.merge_fine` gives."""
     out = torch.empty(planes.shape, dtype=planes.dtype, device=planes.fine["low"].device)
-    launch(planes, out)
+    with torch.cuda.device(out.device):
+        launch(planes, out)
     return out
 
 

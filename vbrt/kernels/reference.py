@@ -6,13 +6,14 @@ Legend: M tokens, N outputs, K inputs.
 from collections.abc import Callable
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes, get_format, merge_fine
 
-__all__ = ["ACTIVATIONS", "WeightPlanes", "decode_weight", "linear"]
+__all__ = ["ACTIVATIONS", "WeightPlanes", "activate", "check", "decode_weight", "linear", "wants_grad"]
 
 #: what `linear` can apply to its result
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -40,8 +41,30 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
     Raises KernelError for an activation that is not one of ACTIVATIONS.
     """
     y = F.linear(x, decode_weight(planes), bias)
-    if activation == "none":
-        return y
+    _check_activation(activation)
+    return activate(y, activation)
+
+
+# -- what every implementation does alike -----------------------------------------------------------------------------
+
+
+def check(x: Tensor, planes: WeightPlanes, activation: str) -> None:
+    """Raise KernelError for an activation that is not one of ACTIVATIONS, or an x whose last dimension is not K."""
+    _check_activation(activation)
+    if x.shape[-1] != planes.shape[1]:
+        raise KernelError(f"linear: x has shape {tuple(x.shape)}; expected (..., {planes.shape[1]})")
+
+
+def _check_activation(activation: str) -> None:
     if activation not in ACTIVATIONS:
         raise KernelError(f"linear: activation {activation!r}; expected one of {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[activation](y)
+
+
+def activate(y: Tensor, activation: str) -> Tensor:
+    """An activation by name; "none" gives the very tensor."""
+    return y if activation == "none" else ACTIVATIONS[activation](y)
+
+
+def wants_grad(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether autograd is to see a product of x with a frozen weight."""
+    return torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))

@@ -16,16 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes
 from vbrt.formats.nf4 import NF4_LEVELS
-from vbrt.kernels import reference
+from vbrt.kernels import fp4_linear, reference
 
 __all__ = ["FORMATS", "FUSED_TOKENS", "decode_weight", "linear", "prepare", "route"]
 
 #: the formats that are decoded through a table
 FORMATS = ("nf4", "quantile")
-_MIN_MAJOR = 8  # bf16 arithmetic
 #: the most tokens for the fused kernel: four groups of 8
 FUSED_TOKENS = 32
 _ROWS, _BLOCKS, _WARPS = 1, 64, 4
@@ -46,11 +44,6 @@ def _fused_kernels() -> Any:
 
 
 @functools.cache
-def _major(index: int) -> int:
-    return torch.cuda.get_device_capability(index)[0]
-
-
-@functools.cache
 def _nf4_levels(index: int) -> Tensor:
     return torch.tensor(NF4_LEVELS, device=torch.device("cuda", index))
 
@@ -64,7 +57,7 @@ def _served(planes: WeightPlanes) -> bool:
     codes = planes.coarse.get("codes")
     if planes.format not in FORMATS or planes.fine is not None or codes is None:
         return False
-    return codes.is_cuda and _major(codes.device.index) >= _MIN_MAJOR
+    return codes.is_cuda and fp4_linear.major(codes.device.index) >= fp4_linear.MIN_MAJOR
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
@@ -88,19 +81,15 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
     way = route(x, planes)
     if way == "reference":
         return reference.linear(x, planes, bias, activation)
-    if activation not in reference.ACTIVATIONS:
-        known = ", ".join(reference.ACTIVATIONS)
-        raise KernelError(f"linear: activation {activation!r}; expected one of {known}")
-    if x.shape[-1] != planes.shape[1]:
-        raise KernelError(f"linear: x has shape {tuple(x.shape)}; expected (..., {planes.shape[1]})")
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+    reference.check(x, planes, activation)
+    if reference.wants_grad(x, bias):
         y = _Product.apply(x, planes)
         y = y if bias is None else y + bias
     elif way == "fused":
         return _multiply(x, planes, bias, activation)
     else:
         y = F.linear(x, _decode(planes, x.dtype), bias)
-    return y if activation == "none" else reference.ACTIVATIONS[activation](y)
+    return reference.activate(y, activation)
 
 
 class _Product(torch.autograd.Function):
@@ -139,8 +128,8 @@ def _fused(
     x_MK = x.reshape(-1, k)
     tokens = x_MK.shape[0]
     y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
-    if x_MK.stride(1) != 1 or x_MK.stride(0) % 8 or k % 8 or x_MK.data_ptr() % 16:
-        wide = x_MK.new_zeros(tokens, -(-k // 8) * 8)  # rows must start at multiples of 16 bytes
+    if not fp4_linear.rows_are_aligned(x_MK):
+        wide = x_MK.new_zeros(tokens, -(-k // 8) * 8)
         wide[:, :k] = x_MK
         x_MK, k = wide, wide.shape[1]
     warps, unroll = _launch_for(tokens, -(-n // 16))

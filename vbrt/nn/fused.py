@@ -25,7 +25,7 @@ from torch.compiler import is_compiling
 from vbrt.errors import ArgumentError, FormatError, WrapError
 from vbrt.formats import FORMATS, PageLayout, WeightPlanes, get_format, new_page, pack, unpack
 from vbrt.kernels import Packing, page_packing, resolve
-from vbrt.kernels.reference import ACTIVATIONS
+from vbrt.kernels.reference import ACTIVATIONS, wants_grad
 
 __all__ = ["FusedFP4Linear", "quantize"]
 
@@ -65,8 +65,7 @@ class FusedFP4Linear(nn.Linear):
             return ACTIVATIONS[self.activation](F.linear(input, self._parameters["weight"], bias))
         if torch.is_autocast_enabled(input.device.type) and input.dtype is not torch.float64:
             input = input.to(torch.get_autocast_dtype(input.device.type))  # as it does for nn.Linear
-        wants_grad = input.requires_grad or (bias is not None and bias.requires_grad)
-        if not (torch.is_grad_enabled() and wants_grad):
+        if not wants_grad(input, bias):
             return (self._compiled if is_compiling() else self._multiply)(input, bias, self.activation)
         y = self._compiled(input, bias, "none") if is_compiling() else _Product.apply(input, bias, self)
         return ACTIVATIONS[self.activation](y)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from vbrt.errors import WrapError
+from vbrt.kernels.reference import wants_grad
 from vbrt.nn.decoded import DecodedWeight
 from vbrt.nn.handle import WeightHandle
 from vbrt.nn.mapped import page_out
@@ -261,7 +262,7 @@ def compiled_linear(layer: VBLayer, x: torch.Tensor, bias: torch.Tensor | None) 
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     handle = layer._vb_handle
-    if not (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))):
+    if not wants_grad(x, bias):
         args = handle.graph_args
         if args is not None and x.numel() <= _FEW_TOKENS * x.shape[-1]:
             tiles, scale, format, n, k, dtype = args
