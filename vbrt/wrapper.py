@@ -285,7 +285,7 @@ class VBModelWrapper(nn.Module):
         self.materialize()
         machine = with_freed(this_machine(config), tier, self._tier_stats()[tier].held_bytes)
         nbytes = resolve_budgets(config, machine)[tier]
-        largest = max((swap.page_bytes for swap in self.plan.swaps), default=0)
+        largest = self.plan.largest_layer_bytes
         if tier != "ssd" and nbytes < largest:
             raise ConfigError(f"{config.source}: tiers.{tier}.budget = {nbytes} bytes is smaller than the largest "
                               f"layer's pages ({largest} bytes); give it at least that")
@@ -299,9 +299,8 @@ class VBModelWrapper(nn.Module):
 
     def _balance(self) -> None:
         """Give GPU memory back that the model has come to need, or take it again: for `budget = "auto"`."""
-        largest = max((swap.page_bytes for swap in self.plan.swaps), default=0)
         used = min(self.plan.budgets["gpu"], self.plan.page_bytes)  # giving up what no page needs would free nothing
-        nbytes = max(largest, self._gpu_balance.wanted_now(used, self.plan.page_bytes))
+        nbytes = max(self.plan.largest_layer_bytes, self._gpu_balance.wanted_now(used, self.plan.page_bytes))
         if nbytes == used:
             return
         settings = self.settings

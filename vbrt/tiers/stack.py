@@ -101,6 +101,11 @@ class _Slot:
         self.holders: set[_Slot | _Borrower] = set()
         self.doomed = False
 
+    @property
+    def view(self) -> torch.Tensor:
+        """The page's bytes in the buffer."""
+        return self.buffer.tensor[: self.page.nbytes]
+
 
 class Level:
     """One memory tier of the stack with its policy and its slots."""
@@ -236,11 +241,15 @@ class TierStack:
                 if self.pages.get(page.key) is page:
                     self._drop(page)
                 else:
-                    if slot.buffer is None:
-                        level.live_here(-page.nbytes)
-                    slot.state = _State.LOADING
-                    self._fail(slot, error)
+                    self._abandon(slot, error)
             raise
+
+    def _abandon(self, slot: _Slot, error: BaseException) -> None:
+        """A page will not live here after all."""
+        if slot.buffer is None:
+            slot.level.live_here(-slot.page.nbytes)
+        slot.state = _State.LOADING
+        self._fail(slot, error)
 
     def _settle(self, level: Level, page: Page) -> None:
         """Make room for a page that will live in `level`: copies leave, if need be."""
@@ -353,10 +362,7 @@ class TierStack:
             with self._lock:
                 if page.home == level.index:  # it stays where it was
                     below.slots.pop(page.key, None)
-                    if new.buffer is None:
-                        below.live_here(-page.nbytes)
-                    new.state = _State.LOADING
-                    self._fail(new, error)
+                    self._abandon(new, error)
             raise
 
     def _settle_home(self, page: Page, level: Level, index: int) -> None:
@@ -699,7 +705,7 @@ class TierStack:
                 self._await(slot.source)
             self._allocate(slot)
             self._copy(slot)
-            slot.tensors = unpack(slot.buffer.tensor[: slot.page.nbytes], slot.page.layout)
+            slot.tensors = unpack(slot.view, slot.page.layout)
         except BaseException as error:
             with self._lock:
                 self._fail(slot, error)
@@ -741,7 +747,7 @@ class TierStack:
                 return False
             self._copy_memory(slot, source)
             self._count_moved(slot)
-            slot.tensors = unpack(slot.buffer.tensor[: slot.page.nbytes], slot.page.layout)
+            slot.tensors = unpack(slot.view, slot.page.layout)
             self._return_source(slot)
             slot.state = _State.READY
         except BaseException as error:
@@ -775,7 +781,7 @@ class TierStack:
             slot.buffer.synchronize()
             recorder = self.recorder
             began = None if recorder is None else recorder.mark_on(None)
-            self.ssd.read(page.key, slot.buffer.tensor[: page.nbytes])
+            self.ssd.read(page.key, slot.view)
             if recorder is not None:
                 recorder.note(self._link(slot), page.key, began, recorder.mark_on(None), page.nbytes)
         else:
@@ -792,7 +798,7 @@ class TierStack:
 
     def _copy_memory(self, slot: _Slot, source: _Slot) -> None:
         stream, nbytes = slot.level.stream, slot.page.nbytes
-        target, origin = slot.buffer.tensor[:nbytes], source.buffer.tensor[:nbytes]
+        target, origin = slot.view, source.view
         recorder = self.recorder
         if stream is None:
             began = None if recorder is None else recorder.mark_on(None)
