@@ -403,10 +403,11 @@ def stream_table(path: Path) -> list[str]:
            "| --- " * 9 + "|"]
     for row in result["rows"]:
         if "gpu_peak_bytes" in row:
-            same = "yes" if row["T1_identical"] and row["T2048_identical"] else "no (4 bits)"
+            coarse = "no" if row.get("peer") else "no (4 bits)"
+            same = "yes" if row["T1_identical"] and row["T2048_identical"] else coarse
             out.append(f"| {row['case']} | {row['T1_ms']:.1f} | {row['T1_of_raw_limit']:.2f} | {row['T2048_ms']:.1f} | "
                        f"{row['T2048_of_raw_limit']:.2f} | {same} | {row['gpu_peak_bytes'] / 1e9:.2f} | "
-                       f"{row['hit_rate']:.3f} | {row['ready_s']:.1f} |")
+                       + ("– | – |" if row.get("peer") else f"{row['hit_rate']:.3f} | {row['ready_s']:.1f} |"))
     for row in result["rows"]:
         if "drive_bytes_s" in row:
             drive = f"the drive's sequential {row['drive_bytes_s'] / 1e9:.2f} GB/s in the same run"

@@ -168,6 +168,8 @@ class Bench:
         ring, half = 480 << 20, self.page_bytes // 2
         cases = {
             "dense-ring": lambda: self.case("dense-ring", "dense", gpu_bytes=ring),
+            "dense-pageable": lambda: self.case("dense-pageable", "dense", gpu_bytes=ring,
+                                                tiers={"cpu": {"pinned": False}}),
             "dense-half": lambda: self.case("dense-half", "dense", gpu_bytes=half, limit_share=0.5),
             "exact": lambda: self.case("exact", "exact", gpu_bytes=fp4 + (900 << 20)),
             "fp4-ring": lambda: self.case("fp4-ring", "fp4", gpu_bytes=110 << 20),
@@ -175,6 +177,7 @@ class Bench:
             "fp4-resident": lambda: self.case("fp4-resident", "fp4", gpu_bytes=None),
             "dense-resident": self.resident,
             "fp4-ssd": self.ssd,
+            "peers": self.peers,
             "sweep": self.sweep,
         }
         for name, case in cases.items():
@@ -214,6 +217,34 @@ class Bench:
         self.rows.append(row)
         print(json.dumps(row), flush=True)
         vb.close()
+
+    def peers(self) -> None:
+        """What accelerate does with the same model."""
+        from accelerate import cpu_offload, disk_offload, dispatch_model, infer_auto_device_map
+
+        nbytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
+
+        def half(model: nn.Module) -> nn.Module:
+            places = infer_auto_device_map(model, max_memory={0: nbytes // 2, "cpu": 1 << 40},
+                                           no_split_module_classes=["LlamaDecoderLayer"])
+            return dispatch_model(model, places)
+
+        with tempfile.TemporaryDirectory(dir=os.environ.get("VBRT_BENCH_DIR")) as scratch:
+            self.peer("accelerate cpu_offload", lambda model: cpu_offload(model, execution_device=0))
+            self.peer("accelerate dispatch_model, half on the GPU", half)
+            self.peer("accelerate disk_offload", lambda model: disk_offload(model, scratch, execution_device=0))
+
+    def peer(self, name: str, offload: Callable[[nn.Module], nn.Module]) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+        model, row = offload(share(self.model)), {"case": name, "peer": True}
+        torch.cuda.reset_peak_memory_stats()
+        for tokens in TOKENS:
+            span, out = time_ms(forward(model, tokens), 2, warm=1)
+            row |= {f"T{tokens}_ms": span, f"T{tokens}_of_raw_limit": self.limit_ms / span,
+                    f"T{tokens}_identical": torch.equal(out, self.reference[tokens])}
+        self.rows.append(row | {"gpu_peak_bytes": torch.cuda.max_memory_allocated()})
+        print(json.dumps(self.rows[-1]), flush=True)
 
     def ssd(self) -> None:
         with tempfile.TemporaryDirectory(dir=os.environ.get("VBRT_BENCH_DIR")) as scratch:

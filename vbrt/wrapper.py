@@ -142,7 +142,7 @@ class _PassMarker:
         self.stack, self.before_pass, self.passes = stack, before_pass, 0
 
     def __call__(self, model: nn.Module, args: tuple) -> None:
-        if torch.compiler.is_compiling() or self.stack is None:
+        if torch.compiler.is_compiling() or self.stack is None or self.stack.capturing():
             return
         if self.passes == 0 and self.stack.device.type != "cpu":
             model.to(self.stack.device)  # what was not swapped; pages stay where they are
@@ -161,12 +161,14 @@ class _PassMarker:
 
 
 class _GpuBalance:
-    """Follows the GPU's free memory. The margin is what `budget = "auto"` left free."""
+    """Follows the GPU's free memory. The margin is what `budget = "auto"` left free; it doubles each time that the
+    model runs out in the middle of a pass."""
 
     def __init__(self, wanted_bytes: int) -> None:
         self.wanted_bytes, self.fallbacks = wanted_bytes, []
         self.margin_bytes = wanted_bytes * (100 - AUTO_PERCENT["gpu"]) // AUTO_PERCENT["gpu"]
         self._next_look = 0.0
+        self._ran_out = _times_out_of_memory()
 
     def wanted_now(self, budget_bytes: int, page_bytes: int) -> int:
         """What the budget should be now, in bytes, of at most all pages."""
@@ -174,16 +176,35 @@ class _GpuBalance:
             return budget_bytes  # asking the driver takes some tenths of a millisecond
         self._next_look = time.monotonic() + _LOOK_SECONDS
         wanted, free = min(self.wanted_bytes, page_bytes), torch.cuda.mem_get_info()[0]
-        if budget_bytes >= wanted and free >= self.margin_bytes // 2:
+        ran_out = _times_out_of_memory() > self._ran_out
+        if budget_bytes >= wanted and free >= self.margin_bytes // 2 and not ran_out:
             return budget_bytes  # most passes: torch's own figures cost more
         free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        if ran_out:
+            return self._give_way(budget_bytes, free)
         return rebalanced(budget_bytes, wanted, free, self.margin_bytes)
+
+    def look_now(self) -> None:
+        """Look at the free memory at the next pass in any case."""
+        self._next_look = 0.0
+
+    def _give_way(self, budget_bytes: int, free_bytes: int) -> int:
+        self._ran_out = _times_out_of_memory()
+        shortage = max(self.margin_bytes, 2 * self.margin_bytes - free_bytes)
+        self.margin_bytes *= 2
+        left = format_bytes(self.margin_bytes)
+        self.fallbacks = [f'GPU memory ran out in a pass: tiers.gpu.budget = "auto" leaves {left} free from now on']
+        return max(0, budget_bytes - shortage)
 
     def give_up(self, error: Exception) -> None:
         """Announce once that the budget stays."""
         reason = f'tiers.gpu.budget = "auto" stays as it is although GPU memory is short: {error}'
         self.fallbacks.append(reason)
         warnings.warn(reason, stacklevel=2)
+
+
+def _times_out_of_memory() -> int:
+    return torch.cuda.memory_stats_as_nested_dict().get("num_ooms", 0)
 
 
 class VBModelWrapper(nn.Module):
@@ -219,8 +240,25 @@ class VBModelWrapper(nn.Module):
             return getattr(self.model, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
-        return self.model(*args, **kwargs)
+        """The model's forward.
+
+        When it runs out of GPU memory and `tiers.gpu.budget = "auto"` can give way, it is run again, unless that could
+        differ: in training mode, or with arguments that it may have changed (a cache). Those get the error, and room at
+        their next call.
+        """
+        repeatable = self._gpu_balance is not None and not self.training and _is_data((args, kwargs))
+        while True:
+            try:
+                return self.model(*args, **kwargs)
+            except torch.OutOfMemoryError as error:
+                if not repeatable:
+                    raise
+                why = str(error)  # the error itself holds the tensors of the pass
+            self._gpu_balance.look_now()
+            before = self.plan.budgets["gpu"]
+            self._balance()
+            if self.plan.budgets["gpu"] >= min(before, self.plan.page_bytes):
+                raise torch.OutOfMemoryError(why)
 
     @property
     def registry(self) -> Mapping[str, VBLayer]:
@@ -479,6 +517,15 @@ class VBModelWrapper(nn.Module):
             if isinstance(hook, _PassMarker):
                 del self.model._forward_pre_hooks[hook_id]
         self._hook_up()
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a model's argument is made of tensors and constants, which no forward is expected to change."""
+    if type(value) in (list, tuple):
+        return all(map(_is_data, value))
+    if type(value) is dict:
+        return all(map(_is_data, value.values()))
+    return value is None or isinstance(value, torch.Tensor | bool | int | float | str | torch.dtype | torch.device)
 
 
 def _balance(wrapper: "weakref.ref[VBModelWrapper]") -> None:

@@ -43,6 +43,7 @@ from vbrt.formats.page import PageLayout, unpack
 from vbrt.policy import Decision, LRUPolicy, Policy, spread
 from vbrt.tiers.memory import Buffer, MemoryTier
 from vbrt.tiers.recorder import LeaseNote, Recorder
+from vbrt.tiers.relay import Relay
 from vbrt.tiers.ssd import HEADER_BYTES, SsdTier
 
 __all__ = ["Lease", "Level", "Page", "TierStack", "detached_stack"]
@@ -119,6 +120,7 @@ class Level:
         self.leased: set[str] = set()  # copies that threads use: the policy must let them stay
         self.pending: dict[_Slot, None] = {}  # decided and without a buffer yet, earliest first
         self.stream = torch.cuda.Stream(tier.device) if tier.device.type == "cuda" else None
+        self.relay = Relay(tier.fallbacks)  # for pages in host memory that is not page-locked
         self.live_here(0)
 
     def resize(self, nbytes: int) -> tuple[str, ...]:
@@ -157,6 +159,7 @@ class TierStack:
         self._travellers = 0  # pages whose home is below the top tier
         self._retired: deque[str] = deque()  # keys whose owners were collected; dropped at the next access
         self._lost: deque[Lease] = deque()  # collected without having been given back
+        self._captured = False  # whether a CUDA graph knows where pages lie
         self._start()
         _stacks.add(self)
 
@@ -274,7 +277,8 @@ class TierStack:
         for good; the others stay, evenly spread.
 
         Raises:
-            TierError: no tier below has room for what must move, or there is no tier of this name; the budget stays.
+            TierError: no tier below has room for what must move, a CUDA graph needs it where it is, or there is no tier
+                of this name; the budget stays.
         """
         if name == "ssd" and self.ssd is not None:
             if nbytes < self.ssd.held_bytes:
@@ -286,6 +290,9 @@ class TierStack:
             raise TierError(f"tiers.{name}: this model has the tiers {', '.join(self.names)}")
         with self.encoding:  # no page is added meanwhile
             moves = self._new_homes(level, self._too_many(level, nbytes))
+            if moves and self._captured:
+                raise TierError(f"tiers.{name}.budget = {nbytes}: a CUDA graph has recorded where the pages lie, they "
+                                "cannot move; choose the budget before the capture, or wrap the model anew")
             level.room = level.tier.capacity_bytes  # what leaves makes room for pages that pass through
             for page, home in moves:
                 self.share((page.key,))  # stays, whatever becomes of its owners meanwhile
@@ -434,6 +441,21 @@ class TierStack:
                             "close() to keep the weights")
 
     # -- leases -------------------------------------------------------------------------------------------------------
+
+    def capturing(self) -> bool:
+        """Whether a CUDA graph records what this thread computes; if so, pages stay where they are from now on.
+
+        Raises:
+            TierError: pages move, so that a graph could not find them again.
+        """
+        if self.levels[0].stream is None or not torch.cuda.is_current_stream_capturing():
+            return False
+        if self._travellers:
+            raise TierError("a CUDA graph cannot record a pass whose pages move; give tiers.gpu.budget room for all "
+                            f"pages ({sum(page.nbytes for page in self.pages.values())} bytes), or record parts of the "
+                            "model without VB layers")
+        self._captured = True
+        return True
 
     def begin_pass(self) -> None:
         """The next lease starts a new pass over the model."""
@@ -810,8 +832,11 @@ class TierStack:
             stream.wait_event(fence)
         slot.buffer.fences.clear()
         began = None if recorder is None else recorder.mark_on(stream)
-        with torch.cuda.stream(stream):
-            target.copy_(origin, non_blocking=True)
+        if source.buffer.pinned:
+            with torch.cuda.stream(stream):
+                target.copy_(origin, non_blocking=True)
+        else:
+            slot.level.relay.copy(target, origin, stream)
         slot.arrived = source.buffer.fence(stream)  # the source is not refilled before its copy has left
         slot.buffer.fences[stream.cuda_stream] = slot.arrived  # and this one not given away before it has arrived
         if recorder is not None:
@@ -851,6 +876,7 @@ class Lease:
         self.stack, self.keys = stack, keys
 
     def __enter__(self) -> list[dict[str, torch.Tensor]]:
+        self.stack.capturing()
         recorder = self.stack.recorder
         if recorder is not None:
             self.note = recorder.lease(self.keys)
