@@ -202,7 +202,7 @@ class Bench:
 
     def resident(self) -> None:
         """`dense`, all resident, beside the unwrapped model, taking turns."""
-        plain = share(self.model).to(DEVICE)
+        plain = copy.deepcopy(self.model).to(DEVICE)  # to() moves the very parameters
         vb = vbrt.wrap(share(self.model), "dense", weights={"keep_head": True}).materialize()
         row = {"case": "dense-resident"}
         for tokens in TOKENS:

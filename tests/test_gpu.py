@@ -226,7 +226,7 @@ def test_an_auto_budget_gives_way_when_the_model_runs_out_in_a_pass(monkeypatch)
     with pytest.raises(torch.OutOfMemoryError):
         vb.train()(x)  # a second run could differ
     assert vb.plan.budgets["gpu"] == 5 * page
-    vb.eval()._gpu_balance.look_now()
+    vb.eval()._gpu_balance.look_soon()
     assert torch.equal(vb(x), want)
     vb.close()
 

@@ -170,10 +170,12 @@ class _GpuBalance:
         self._next_look = 0.0
         self._ran_out = _times_out_of_memory()
 
+    def due(self) -> bool:
+        """Whether it is time for another look, which takes some tenths of a millisecond."""
+        return time.monotonic() >= self._next_look
+
     def wanted_now(self, budget_bytes: int, page_bytes: int) -> int:
         """What the budget should be now, in bytes, of at most all pages."""
-        if time.monotonic() < self._next_look:
-            return budget_bytes  # asking the driver takes some tenths of a millisecond
         self._next_look = time.monotonic() + _LOOK_SECONDS
         wanted, free = min(self.wanted_bytes, page_bytes), torch.cuda.mem_get_info()[0]
         ran_out = _times_out_of_memory() > self._ran_out
@@ -184,8 +186,8 @@ class _GpuBalance:
             return self._give_way(budget_bytes, free)
         return rebalanced(budget_bytes, wanted, free, self.margin_bytes)
 
-    def look_now(self) -> None:
-        """Look at the free memory at the next pass in any case."""
+    def look_soon(self) -> None:
+        """Make the next look due."""
         self._next_look = 0.0
 
     def _give_way(self, budget_bytes: int, free_bytes: int) -> int:
@@ -246,7 +248,7 @@ class VBModelWrapper(nn.Module):
         differ: in training mode, or with arguments that it may have changed (a cache). Those get the error, and room at
         their next call.
         """
-        repeatable = self._gpu_balance is not None and not self.training and _is_data((args, kwargs))
+        repeatable = self._gpu_balance is not None and not self.model.training and _is_data((args, kwargs))
         while True:
             try:
                 return self.model(*args, **kwargs)
@@ -254,10 +256,10 @@ class VBModelWrapper(nn.Module):
                 if not repeatable:
                     raise
                 why = str(error)  # the error itself holds the tensors of the pass
-            self._gpu_balance.look_now()
-            before = self.plan.budgets["gpu"]
+            self._gpu_balance.look_soon()
+            before = min(self.plan.budgets["gpu"], self.plan.page_bytes)
             self._balance()
-            if self.plan.budgets["gpu"] >= min(before, self.plan.page_bytes):
+            if self.plan.budgets["gpu"] >= before:
                 raise torch.OutOfMemoryError(why)
 
     @property
@@ -337,6 +339,8 @@ class VBModelWrapper(nn.Module):
 
     def _balance(self) -> None:
         """Give GPU memory back that the model has come to need, or take it again: for `budget = "auto"`."""
+        if not self._gpu_balance.due():
+            return
         used = min(self.plan.budgets["gpu"], self.plan.page_bytes)  # giving up what no page needs would free nothing
         nbytes = max(self.plan.largest_layer_bytes, self._gpu_balance.wanted_now(used, self.plan.page_bytes))
         if nbytes == used:
