@@ -167,7 +167,8 @@ def test_the_gpu_budget_shrinks_and_grows_between_passes():
                 assert torch.cuda.memory_allocated() <= before - 4.5 * page  # outputs are held beside
         misses = vb.stats().misses
         outputs(vb, x)
-        assert vb.stats().misses == misses
+        assert vb.stats().misses == misses and vb.stack.at_rest
+        assert vb.stats().tiers["cpu"].held_bytes == 0
 
 
 def test_an_auto_budget_gives_way_to_the_model_and_grows_back(monkeypatch):
