@@ -421,8 +421,22 @@ def stream_table(path: Path) -> list[str]:
         (DOCS.parent / drawing).write_text(sweep_svg(result["sweep"]))
         out += ["", "One token against the GPU budget (`set_budget` while the model lives):", "",
                 f"![time against budget]({drawing})", "", *sweep_rows(result["sweep"])]
+    out += lora_rows(result.get("training", []))
     named = ", ".join(f"{k} {v}" for k, v in versions.items() if v)
     return [*out, "", f"{named}, Python {where['python']}, commit {where['commit']}.", ""]
+
+
+def lora_rows(rows: list[dict]) -> list[str]:
+    """Training steps of adapters; the limit is the larger of the resident step and two reads of the pages."""
+    if not rows:
+        return []
+    limit = max(rows[0]["step_ms"], rows[0]["two_reads_ms"])
+    what = ("A LoRA step (r = 16 on q and v, AdamW, 2,048 tokens) through `fp4` planes. Two reads of the pages take "
+            f"{rows[0]['two_reads_ms']:.0f} ms at the link's speed.")
+    return ["", what, "",
+            "| planes | step ms | over the larger of resident and two reads | GPU peak GB |", "| --- " * 4 + "|",
+            *(f"| {row['planes']} | {row['step_ms']:.0f} | {row['step_ms'] / limit:.2f} | "
+              f"{row['gpu_peak_bytes'] / 1e9:.2f} |" for row in rows)]
 
 
 def sweep_rows(points: list[dict]) -> list[str]:

@@ -110,6 +110,20 @@ def time_ms(step: Callable[[], torch.Tensor], times: int, warm: int = 2) -> tupl
     return 1e3 * statistics.median(spans), out.float().cpu()
 
 
+def training_step(model: nn.Module, tokens: int = 2048) -> Callable[[], torch.Tensor]:
+    ids = torch.randint(0, 1000, (1, tokens), generator=torch.Generator().manual_seed(tokens)).to(DEVICE)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-4)
+
+    def step() -> torch.Tensor:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
 def share(model: nn.Module) -> nn.Module:
     """A copy whose parameters are the model's own."""
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
@@ -122,6 +136,7 @@ class Bench:
         self.times, self.prefetch = times, prefetch
         self.rows: list[dict] = []
         self.curve: list[dict] = []
+        self.training: list[dict] = []
         model = build(layers)
         self.reference, self.resident_ms = {}, {}
         for tokens in TOKENS:
@@ -178,6 +193,7 @@ class Bench:
             "dense-resident": self.resident,
             "fp4-ssd": self.ssd,
             "peers": self.peers,
+            "lora": self.lora,
             "sweep": self.sweep,
         }
         for name, case in cases.items():
@@ -217,6 +233,25 @@ class Bench:
         self.rows.append(row)
         print(json.dumps(row), flush=True)
         vb.close()
+
+    def lora(self) -> None:
+        """A training step of adapters on 2,048 tokens, through `fp4` planes that live on the GPU and in host memory."""
+        from peft import LoraConfig, get_peft_model
+
+        pages = self.plan("fp4").page_bytes
+        for name, gpu in (("resident", {}), ("host memory", {"budget": 240 << 20})):
+            gc.collect()
+            torch.cuda.empty_cache()
+            vb = vbrt.wrap(share(self.model), "fp4", weights={"keep_head": True}, tiers={"gpu": gpu}).materialize()
+            model = get_peft_model(vb.model, LoraConfig(r=16, target_modules=["q_proj", "v_proj"])).train()
+            step = training_step(model)
+            torch.cuda.reset_peak_memory_stats()
+            span, _ = time_ms(step, self.times)
+            self.training.append({"planes": name, "step_ms": span, "gpu_peak_bytes": torch.cuda.max_memory_allocated(),
+                                  "two_reads_ms": 2e3 * pages / self.link_bytes_s})
+            print(json.dumps(self.training[-1]), flush=True)
+            vb.close()
+            del vb, model, step
 
     def peers(self) -> None:
         """What accelerate does with the same model."""
@@ -277,7 +312,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"stream-{name}.json"
     path.write_text(json.dumps({"machine": machine(), **head, "rows": bench.rows,
-                                "sweep": bench.curve}, indent=1) + "\n")
+                                "sweep": bench.curve, "training": bench.training}, indent=1) + "\n")
     print(path)
 
 
