@@ -411,7 +411,10 @@ def stream_table(path: Path) -> list[str]:
     for row in result["rows"]:
         if "drive_bytes_s" in row:
             drive = f"the drive's sequential {row['drive_bytes_s'] / 1e9:.2f} GB/s in the same run"
-            out += ["", f"`fp4-ssd`, O_DIRECT: {row['T1_of_drive']:.2f}, {row['T2048_of_drive']:.2f} of {drive}."]
+            digest = row.get("digest_bytes_s")
+            cost = (f" Verifying takes {100 * row['drive_bytes_s'] / digest:.0f} % of one core at that rate "
+                    f"({digest / 1e9:.0f} GB/s).") if digest else ""
+            out += ["", f"`fp4-ssd`, O_DIRECT: {row['T1_of_drive']:.2f}, {row['T2048_of_drive']:.2f} of {drive}.{cost}"]
         if "T1_unwrapped_ms" in row:
             pairs = ", ".join(f"T={t} {row[f'T{t}_wrapped_ms']:.2f} ms against {row[f'T{t}_unwrapped_ms']:.2f} "
                               f"({row[f'T{t}_over_resident']:.3f}×)" for t in (1, 2048))
