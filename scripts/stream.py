@@ -262,6 +262,7 @@ class Bench:
             print(json.dumps(self.training[-1]), flush=True)
             vb.close()
             del vb, model, step
+            self.model.requires_grad_()  # peft froze the shared parameters
 
     def peers(self) -> None:
         """What accelerate does with the same model."""
