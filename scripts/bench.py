@@ -384,7 +384,7 @@ def tables() -> str:
         out += [f"{named} {where['commit']}.", ""]
     for path in sorted(RESULTS.glob("kernels-*.json")):
         out += kernel_table(path)
-    for path in sorted(RESULTS.glob("stream-*.json")):
+    for path in sorted(RESULTS.glob("stream-*.json"), key=lambda path: len(path.name)):
         out += stream_table(path)
     return "\n".join(out)
 
@@ -398,7 +398,10 @@ def stream_table(path: Path) -> list[str]:
             f"of pinned host-to-device copies in the same run, {result['limit_ms']:.0f} ms; half for `dense-half`. "
             "Resident: the unwrapped model. Ready: from bf16 in host memory to encoded.")
     resident = ", ".join(f"T={t} {ms:.1f} ms" for t, ms in result["resident_ms"].items())
-    out = [f"## streaming, {where['gpu']}", "", what, "", f"Unwrapped, all resident: {resident}.", "",
+    note = result.get("note")
+    title = f"## streaming, {where['gpu']}{', another run' if note else ''}"
+    out = [title, "", what, "", *([note, ""] if note else []),
+           f"Unwrapped, all resident: {resident}.", "",
            "| case | T=1 ms | of raw limit | T=2048 ms | of raw limit | same bits | GPU peak GB | hits | ready s |",
            "| --- " * 9 + "|"]
     for row in result["rows"]:
