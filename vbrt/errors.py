@@ -7,6 +7,7 @@
     ├── TierError     (RuntimeError)  a page that cannot be stored, read or verified: names layer and file
     ├── WrapError     (ValueError)    a model, or a use of a wrapped model, that vbrt refuses
     ├── KernelError   (RuntimeError)  no implementation of an op for this backend and device
+    ├── NonfiniteError (ArithmeticError)  NaN or Inf that a module has computed: names the first one
     └── CheckpointError (RuntimeError)  a save or checkpoint that cannot be written, read, or does not fit the model
 
 Each message says where it happened, what came, and what would do.
@@ -14,8 +15,8 @@ Each message says where it happened, what came, and what would do.
 
 import errno
 
-__all__ = ["ArgumentError", "CheckpointError", "ConfigError", "FormatError", "KernelError", "TierError", "VBError",
-           "WrapError", "describe_os_error"]
+__all__ = ["ArgumentError", "CheckpointError", "ConfigError", "FormatError", "KernelError", "NonfiniteError",
+           "TierError", "VBError", "WrapError", "describe_os_error"]
 
 
 class VBError(Exception):
@@ -44,6 +45,10 @@ class WrapError(VBError, ValueError):
 
 class KernelError(VBError, RuntimeError):
     """No implementation of an op exists for the asked backend and device."""
+
+
+class NonfiniteError(VBError, ArithmeticError):
+    """A module has computed NaN or Inf; raised on request only (`watch_nonfinite`)."""
 
 
 class CheckpointError(VBError, RuntimeError):
