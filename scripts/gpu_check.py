@@ -327,15 +327,16 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, object]]:
     timed(result, "epilogue", epilogue_rows())
     timed(result, "odd", odd_rows())
     yield result
-    result["absent"] = {}
-    for name in options.peers:
-        timed(result, "peers", peer_rows(name, result["absent"]))
-        yield result
     if options.e2e:
         import gpu_e2e
 
         result["e2e"] = gpu_e2e.measure(options.e2e)
         print(result["e2e"])
+        yield result
+    result["absent"] = {}
+    for name in options.peers:
+        timed(result, "peers", peer_rows(name, result["absent"]))
+        yield result
     yield result
 
 

@@ -86,8 +86,8 @@ def decode_ms(call: Callable[[int], None]) -> tuple[float, float]:
     return sorted(times)[len(times) // 2], sorted(issued)[len(issued) // 2]
 
 
-def kernels(call: Callable[[int], None], steps: int = 3) -> list[dict[str, Any]]:
-    """The kernels of the middle one of some steps, by start, as a profiler notes them."""
+def traced(call: Callable[[int], None], steps: int = 3) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What a profiler notes of the middle one of some steps, by start: kernels, and what the host does."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         for index in range(CALLS - steps, CALLS):
@@ -101,9 +101,11 @@ def kernels(call: Callable[[int], None], steps: int = 3) -> list[dict[str, Any]]
         events = json.loads(path.read_text())["traceEvents"]
     wanted = f"step {CALLS - steps // 2 - 1}"
     step = next(e for e in events if e.get("name") == wanted and e.get("cat") == "user_annotation")
-    device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    inside = [e for e in device if step["ts"] <= e["ts"] < step["ts"] + step["dur"]]
-    return sorted(inside, key=lambda e: e["ts"])
+    inside = [e for e in events if "dur" in e and step["ts"] < e["ts"] < step["ts"] + step["dur"]]
+    inside.sort(key=lambda e: e["ts"])
+    parts = ("kernel", "gpu_memcpy", "gpu_memset"), ("cpu_op", "cuda_runtime", "user_annotation")
+    device, host = ([e for e in inside if e.get("cat") in part] for part in parts)
+    return device, host
 
 
 def group_of(name: str) -> str:
@@ -111,8 +113,11 @@ def group_of(name: str) -> str:
 
 
 def profile(call: Callable[[int], None]) -> dict[str, Any]:
-    """Where the microseconds of one step go: by group, and by kernel and grid; `gaps` is time without any kernel."""
-    events = kernels(call)
+    """Where the microseconds of one step go: by group, and by kernel and grid; `gaps` is time without any kernel.
+
+    The profiler makes gaps longer. Of the host, what took longest; its parts may lie within each other.
+    """
+    events, host = traced(call)
     groups, rows, busy, until = dict.fromkeys(GROUPS, 0.0), {}, 0.0, 0.0
     for event in events:
         start, end = event["ts"], event["ts"] + event["dur"]
@@ -127,7 +132,8 @@ def profile(call: Callable[[int], None]) -> dict[str, Any]:
     span = until - events[0]["ts"]
     listed = sorted(({"kernel": name, "grid": grid, "calls": count, "us": round(us, 1)}
                      for (name, grid), (count, us) in rows.items()), key=lambda row: -row["us"])
-    return {"span_us": round(span, 1), "gaps_us": round(span - busy, 1), "kernels": len(events),
+    longest = sorted(((e["name"][:60], round(e["dur"], 1)) for e in host), key=lambda pair: -pair[1])[:12]
+    return {"host": longest, "span_us": round(span, 1), "gaps_us": round(span - busy, 1), "kernels": len(events),
             "groups_us": {name: round(us, 1) for name, us in groups.items()}, "rows": listed[:ROWS]}
 
 
@@ -149,6 +155,9 @@ def measure(layers: int, *, eager: bool = False) -> dict[str, object]:
     if eager:
         result["fp4_eager_ms"], _ = decode_ms(decoder(model, compiled=False))
     call = decoder(model, compiled=True)
+    head = sum(p.numel() * p.element_size() for p in model.lm_head.parameters())
+    read = sum(swap.page_bytes for swap in vb.plan.swaps) + head
+    result["fp4_linear_bytes"] = read
     result["fp4_ms"], result["fp4_host_ms"] = decode_ms(call)
     result["fp4_profile"] = profile(call)
     del call

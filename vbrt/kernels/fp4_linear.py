@@ -37,6 +37,7 @@ MIN_MAJOR = 8  # mma.m16n8k16 on bf16, fma.rn.bf16x2
 _SUMMANDS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _DECODE_WARPS = 4
 _ORDER_WARPS, _ORDER_SPAN, _REDUCE_WARPS = 4, 1024, 4
+_GRID = 65535  # programs along a grid's second axis
 _MAJORS: dict[int, int] = {}
 
 
@@ -121,8 +122,14 @@ def _decoder() -> Launcher:
 def _wide() -> Any:
     from vbrt.kernels import fp4_wgmma
 
-    kernels = fp4_wgmma.order_kernel, fp4_wgmma.wgmma_kernel, fp4_wgmma.reduce_kernel
-    return tuple(Launcher(kernel, dependent=True) for kernel in kernels)
+    return tuple(Launcher(kernel, dependent=True) for kernel in (fp4_wgmma.order_kernel, fp4_wgmma.wgmma_kernel))
+
+
+@functools.cache
+def _reducer(early: bool) -> Launcher:
+    from vbrt.kernels import fp4_wgmma
+
+    return Launcher(fp4_wgmma.reduce_kernel, dependent=early)
 
 
 def _served(planes: WeightPlanes) -> bool:
@@ -173,7 +180,18 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
         n, k = planes.shape
         fused = _fused_op if torch.compiler.is_compiling() else _fused
         return fused(x, tiles, scale, bias, planes.format, n, k, activation)
-    return reference.activate(F.linear(x, _decode(planes, x.dtype), bias), activation)
+    return _finished(x, _decode(planes, x.dtype), bias, activation)
+
+
+def _finished(x: Tensor, w_NK: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """activation(x @ w.T + bias) by the vendor's matmul, bias and activation in one pass where there are both."""
+    tokens, n = x.numel() // max(1, x.shape[-1]), w_NK.shape[0]
+    if activation == "none" or torch.compiler.is_compiling() or not 0 < tokens <= _GRID:
+        return reference.activate(F.linear(x, w_NK, bias), activation)
+    y = F.linear(x, w_NK)
+    y_MN = y.view(-1, n)
+    _reduce(y_MN, bias, y_MN, 1, activation)
+    return y
 
 
 class _Product(torch.autograd.Function):
@@ -344,7 +362,7 @@ def _launch_wide(
     summands = _SUMMANDS[x_MK.dtype]
     rows = summands * tokens
     row_tiles, columns, _ = tiles.shape
-    order, multiply, reduce = _wide()
+    order, multiply = _wide()
     x_RK = x_MK.new_empty(-(-rows // config.TOKENS) * config.TOKENS, 128 * columns, dtype=torch.bfloat16)
     constants: tuple[Any, ...] = (summands, _ORDER_WARPS, _ORDER_SPAN)
     numbers = (tokens, k, columns, *x_MK.stride())
@@ -353,30 +371,31 @@ def _launch_wide(
         (tokens, -(-128 * columns // _ORDER_SPAN)), (x_MK, x_RK), numbers, constants, _ORDER_WARPS,
     )  # fmt: skip
     y_MN = x_MK.new_empty(tokens, n)
-    if bias is None:
-        bias = y_MN
-        added = False
-    else:
-        bias = bias.contiguous()
-        added = True
     parts = config.SPLITS * summands
+    given = y_MN if bias is None else bias.contiguous()
     out = y_MN if parts == 1 else x_MK.new_empty(parts, tokens, n, dtype=torch.float32)
     blocks = x_RK.shape[0] // config.TOKENS * config.SPLITS * -(-row_tiles // config.WARPS)
-    tensors = (x_RK, tiles, scale, bias, out)
-    last = (activation, added) if parts == 1 else ("none", False)
+    tensors = (x_RK, tiles, scale, given, out)
+    last = (activation, bias is not None) if parts == 1 else ("none", False)
     constants = (*config, parts > 1, format == "mxfp4", *last)
     multiply(
-        (device, n, y_MN.dtype, bias.dtype, alignment(*tensors), constants), device, (blocks, 1), tensors,
+        (device, n, y_MN.dtype, given.dtype, alignment(*tensors), constants), device, (blocks, 1), tensors,
         (rows, n, columns, -(-columns // config.SPLITS), n), constants, config.WARPS,
     )  # fmt: skip
     if parts > 1:
-        tensors = (out, bias, y_MN)
-        constants = (parts, activation, added, _REDUCE_WARPS)
-        reduce(
-            (device, n, y_MN.dtype, bias.dtype, alignment(*tensors), constants), device,
-            (-(-n // (128 * _REDUCE_WARPS)), tokens), tensors, (tokens, n), constants, _REDUCE_WARPS,
-        )  # fmt: skip
+        _reduce(out, bias, y_MN, parts, activation)
     return y_MN
+
+
+def _reduce(part: Tensor, bias: Tensor | None, y_MN: Tensor, parts: int, activation: str) -> None:
+    """y = activation(sum of the parts + bias); y may be the only part."""
+    (tokens, n), device = y_MN.shape, y_MN.device.index
+    early = starts_early(device)
+    tensors = (part, y_MN if bias is None else bias.contiguous(), y_MN)
+    constants = (parts, activation, bias is not None, _REDUCE_WARPS, early)
+    key = (device, n, tuple(t.dtype for t in tensors), alignment(*tensors), constants)
+    grid = (-(-n // (128 * _REDUCE_WARPS)), tokens)
+    _reducer(early)(key, device, grid, tensors, (tokens, n), constants, _REDUCE_WARPS)
 
 
 def _register_ops() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
