@@ -7,7 +7,7 @@ from torch.fx import Graph, GraphModule
 import vbrt
 from tests.kernels.gpu_cases import error, tiled
 from vbrt.kernels import fp4_linear
-from vbrt.kernels.join import JoinSiblings
+from vbrt.kernels.join import JoinSiblings, wanted_guards
 
 ONE, SEVERAL = torch.ops.vbrt.fp4_linear.default, torch.ops.vbrt.fp4_linears.default
 
@@ -78,6 +78,46 @@ def test_compile_takes_the_options():
     assert options["triton.cudagraphs"] is True
     torch.compile(lambda x: x + 1, options=options)  # refuses what it does not know
     assert JoinSiblings().uuid() == JoinSiblings().uuid()
+
+
+def held(model, format, n, k):
+    """As if the planes of the model's layers stayed on a GPU."""
+    for layer in model:
+        tiles, scale = torch.zeros(n // 16, k // 128, 288, dtype=torch.int32), torch.ones(())
+        for tensor in (tiles, scale):
+            tensor._dynamo_static_input_type = "unguarded"
+        layer._vb_handle.graph_args = (tiles, scale, format, n, k, torch.bfloat16)
+
+
+def test_a_graph_does_without_tests_of_tiles_but_sees_planes_and_formats_change():
+    torch.compiler.reset()
+    compiled, graphs = [], []
+
+    def backend(graph, inputs, **_):
+        graphs.append(graph)
+        return lambda *_: (torch.zeros(1, 128, dtype=torch.bfloat16),)
+
+    def keep(guards):
+        kept = wanted_guards(guards)
+        compiled.append((len(kept), sum(kept)))
+        return kept
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128, bias=False) for _ in range(3))).to(torch.bfloat16).eval()
+    vb = vbrt.wrap(model, "fp4", weights={"keep_head": False, "min_parameters": 1}).materialize()
+    run, x = torch.compile(model, backend=backend, options={"guard_filter_fn": keep}), torch.zeros(1, 128).bfloat16()
+    with torch.no_grad():
+        for format in ("nvfp4", "nvfp4", "mxfp4"):  # the second time on other tensors
+            held(model, format, 128, 128)
+            run(x)
+        calls = [sum(node.target == torch.ops.vbrt.fp4_linear for node in graph.graph.nodes) for graph in graphs]
+        assert calls == [3, 3]
+        assert all(few < all_ - 5 for all_, few in compiled)
+        for layer in model:
+            layer._vb_handle.graph_args = None
+        run(x)
+        assert len(graphs) == 3
+    vb.close()
+    torch.compiler.reset()
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

@@ -37,7 +37,6 @@ MIN_MAJOR = 8  # mma.m16n8k16 on bf16, fma.rn.bf16x2
 _SUMMANDS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _DECODE_WARPS = 4
 _ORDER_WARPS, _ORDER_SPAN, _REDUCE_WARPS = 4, 1024, 4
-_GRID = 65535  # programs along a grid's second axis
 _MAJORS: dict[int, int] = {}
 
 
@@ -122,14 +121,8 @@ def _decoder() -> Launcher:
 def _wide() -> Any:
     from vbrt.kernels import fp4_wgmma
 
-    return tuple(Launcher(kernel, dependent=True) for kernel in (fp4_wgmma.order_kernel, fp4_wgmma.wgmma_kernel))
-
-
-@functools.cache
-def _reducer(early: bool) -> Launcher:
-    from vbrt.kernels import fp4_wgmma
-
-    return Launcher(fp4_wgmma.reduce_kernel, dependent=early)
+    kernels = fp4_wgmma.order_kernel, fp4_wgmma.wgmma_kernel, fp4_wgmma.reduce_kernel
+    return tuple(Launcher(kernel, dependent=True) for kernel in kernels)
 
 
 def _served(planes: WeightPlanes) -> bool:
@@ -180,18 +173,7 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
         n, k = planes.shape
         fused = _fused_op if torch.compiler.is_compiling() else _fused
         return fused(x, tiles, scale, bias, planes.format, n, k, activation)
-    return _finished(x, _decode(planes, x.dtype), bias, activation)
-
-
-def _finished(x: Tensor, w_NK: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """activation(x @ w.T + bias) by the vendor's matmul, bias and activation in one pass where there are both."""
-    tokens, n = x.numel() // max(1, x.shape[-1]), w_NK.shape[0]
-    if activation == "none" or torch.compiler.is_compiling() or not 0 < tokens <= _GRID:
-        return reference.activate(F.linear(x, w_NK, bias), activation)
-    y = F.linear(x, w_NK)
-    y_MN = y.view(-1, n)
-    _reduce(y_MN, bias, y_MN, 1, activation)
-    return y
+    return reference.activate(F.linear(x, _decode(planes, x.dtype), bias), activation)
 
 
 class _Product(torch.autograd.Function):
@@ -362,7 +344,7 @@ def _launch_wide(
     summands = _SUMMANDS[x_MK.dtype]
     rows = summands * tokens
     row_tiles, columns, _ = tiles.shape
-    order, multiply = _wide()
+    order, multiply, _ = _wide()
     x_RK = x_MK.new_empty(-(-rows // config.TOKENS) * config.TOKENS, 128 * columns, dtype=torch.bfloat16)
     constants: tuple[Any, ...] = (summands, _ORDER_WARPS, _ORDER_SPAN)
     numbers = (tokens, k, columns, *x_MK.stride())
@@ -388,14 +370,13 @@ def _launch_wide(
 
 
 def _reduce(part: Tensor, bias: Tensor | None, y_MN: Tensor, parts: int, activation: str) -> None:
-    """y = activation(sum of the parts + bias); y may be the only part."""
+    """y = activation(sum of the parts + bias)."""
     (tokens, n), device = y_MN.shape, y_MN.device.index
-    early = starts_early(device)
     tensors = (part, y_MN if bias is None else bias.contiguous(), y_MN)
-    constants = (parts, activation, bias is not None, _REDUCE_WARPS, early)
+    constants = (parts, activation, bias is not None, _REDUCE_WARPS)
     key = (device, n, tuple(t.dtype for t in tensors), alignment(*tensors), constants)
     grid = (-(-n // (128 * _REDUCE_WARPS)), tokens)
-    _reducer(early)(key, device, grid, tensors, (tokens, n), constants, _REDUCE_WARPS)
+    _wide()[2](key, device, grid, tensors, (tokens, n), constants, _REDUCE_WARPS)
 
 
 def _register_ops() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:

@@ -229,17 +229,16 @@ def wgmma_kernel(
 @gluon.jit(do_not_specialize=["M"])
 def reduce_kernel(
     part_ptr, bias_ptr, y_ptr, M, N,
-    PARTS: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr,
+    PARTS: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """y [M, N] = activation(sum of part [PARTS, M, N] + bias), grid (column blocks, M). y may be the only part."""
+    """y [M, N] = activation(sum of part [PARTS, M, N] + bias), grid (column blocks, M)."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     n = gl.program_id(0) * (128 * WARPS) + gl.arange(0, 128 * WARPS, layout=LAYOUT)
     m = gl.program_id(1).to(gl.int64)
     inside = n < N
-    if EARLY:
-        wait_for_launch_before()
-        allow_launch_after()
-    v = gl.load(part_ptr + m * N + n, mask=inside, other=0.0).to(gl.float32)
+    wait_for_launch_before()
+    allow_launch_after()
+    v = gl.load(part_ptr + m * N + n, mask=inside, other=0.0)
     for s in gl.static_range(1, PARTS):
         v = v + gl.load(part_ptr + (m + s * M) * N + n, mask=inside, other=0.0)
     if BIAS:
