@@ -160,5 +160,5 @@ def test_a_compiled_model_joins_its_siblings_and_computes_the_same():
             with torch.profiler.profile() as profiler:
                 got = run(x)
             assert error(got, want.double()) < 5e-3
-            launches = sum(event.count for event in profiler.key_averages() if event.key == "vbrt::fp4_linears")
-            assert launches == (1 if tokens == 1 else 0)
+            joined = any(event.key == "vbrt::fp4_linears" for event in profiler.key_averages())
+            assert joined is (tokens == 1)
