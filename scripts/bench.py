@@ -384,7 +384,7 @@ def tables() -> str:
         out += [f"{named} {where['commit']}.", ""]
     for path in sorted(RESULTS.glob("kernels-*.json")):
         out += kernel_table(path)
-    for path in sorted(RESULTS.glob("stream-*.json")):
+    for path in sorted(RESULTS.glob("stream-*.json"), key=lambda path: len(path.name)):
         out += stream_table(path)
     return "\n".join(out)
 
@@ -398,19 +398,26 @@ def stream_table(path: Path) -> list[str]:
             f"of pinned host-to-device copies in the same run, {result['limit_ms']:.0f} ms; half for `dense-half`. "
             "Resident: the unwrapped model. Ready: from bf16 in host memory to encoded.")
     resident = ", ".join(f"T={t} {ms:.1f} ms" for t, ms in result["resident_ms"].items())
-    out = [f"## streaming, {where['gpu']}", "", what, "", f"Unwrapped, all resident: {resident}.", "",
+    note = result.get("note")
+    title = f"## streaming, {where['gpu']}{', another run' if note else ''}"
+    out = [title, "", what, "", *([note, ""] if note else []),
+           f"Unwrapped, all resident: {resident}.", "",
            "| case | T=1 ms | of raw limit | T=2048 ms | of raw limit | same bits | GPU peak GB | hits | ready s |",
            "| --- " * 9 + "|"]
     for row in result["rows"]:
         if "gpu_peak_bytes" in row:
-            same = "yes" if row["T1_identical"] and row["T2048_identical"] else "no (4 bits)"
+            coarse = "no" if row.get("peer") else "no (4 bits)"
+            same = "yes" if row["T1_identical"] and row["T2048_identical"] else coarse
             out.append(f"| {row['case']} | {row['T1_ms']:.1f} | {row['T1_of_raw_limit']:.2f} | {row['T2048_ms']:.1f} | "
                        f"{row['T2048_of_raw_limit']:.2f} | {same} | {row['gpu_peak_bytes'] / 1e9:.2f} | "
-                       f"{row['hit_rate']:.3f} | {row['ready_s']:.1f} |")
+                       + ("– | – |" if row.get("peer") else f"{row['hit_rate']:.3f} | {row['ready_s']:.1f} |"))
     for row in result["rows"]:
         if "drive_bytes_s" in row:
             drive = f"the drive's sequential {row['drive_bytes_s'] / 1e9:.2f} GB/s in the same run"
-            out += ["", f"`fp4-ssd`, O_DIRECT: {row['T1_of_drive']:.2f}, {row['T2048_of_drive']:.2f} of {drive}."]
+            digest = row.get("digest_bytes_s")
+            cost = (f" Verifying takes {100 * row['drive_bytes_s'] / digest:.0f} % of one core at that rate "
+                    f"({digest / 1e9:.0f} GB/s).") if digest else ""
+            out += ["", f"`fp4-ssd`, O_DIRECT: {row['T1_of_drive']:.2f}, {row['T2048_of_drive']:.2f} of {drive}.{cost}"]
         if "T1_unwrapped_ms" in row:
             pairs = ", ".join(f"T={t} {row[f'T{t}_wrapped_ms']:.2f} ms against {row[f'T{t}_unwrapped_ms']:.2f} "
                               f"({row[f'T{t}_over_resident']:.3f}×)" for t in (1, 2048))
@@ -420,8 +427,22 @@ def stream_table(path: Path) -> list[str]:
         (DOCS.parent / drawing).write_text(sweep_svg(result["sweep"]))
         out += ["", "One token against the GPU budget (`set_budget` while the model lives):", "",
                 f"![time against budget]({drawing})", "", *sweep_rows(result["sweep"])]
+    out += lora_rows(result.get("training", []))
     named = ", ".join(f"{k} {v}" for k, v in versions.items() if v)
     return [*out, "", f"{named}, Python {where['python']}, commit {where['commit']}.", ""]
+
+
+def lora_rows(rows: list[dict]) -> list[str]:
+    """Training steps of adapters; the limit is the larger of the resident step and two reads of the pages."""
+    if not rows:
+        return []
+    limit = max(rows[0]["step_ms"], rows[0]["two_reads_ms"])
+    what = ("A LoRA step (r = 16 on q and v, AdamW, 2,048 tokens) through `fp4` planes. Two reads of the pages take "
+            f"{rows[0]['two_reads_ms']:.0f} ms at the link's speed.")
+    return ["", what, "",
+            "| planes | step ms | over the larger of resident and two reads | GPU peak GB |", "| --- " * 4 + "|",
+            *(f"| {row['planes']} | {row['step_ms']:.0f} | {row['step_ms'] / limit:.2f} | "
+              f"{row['gpu_peak_bytes'] / 1e9:.2f} |" for row in rows)]
 
 
 def sweep_rows(points: list[dict]) -> list[str]:

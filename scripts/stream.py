@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402  # after the checkout is on the path
+import xxhash  # noqa: E402
 from torch import nn  # noqa: E402
 
 import vbrt  # noqa: E402
@@ -88,6 +89,15 @@ def drive_bytes_s(directory: str) -> float:
         os.unlink(path)
 
 
+def digest_bytes_s() -> float:
+    """Bytes a second that one core checks, as the ssd tier does: XXH3-64 of segments of 512 KiB just read."""
+    segment, times = memoryview(os.urandom(512 << 10)), 2048
+    start = time.perf_counter()
+    for _ in range(times):
+        xxhash.xxh3_64_digest(segment)
+    return times * len(segment) / (time.perf_counter() - start)
+
+
 def forward(model: nn.Module, tokens: int) -> Callable[[], torch.Tensor]:
     ids = torch.randint(0, 1000, (1, tokens), generator=torch.Generator().manual_seed(tokens)).to(DEVICE)
 
@@ -110,6 +120,20 @@ def time_ms(step: Callable[[], torch.Tensor], times: int, warm: int = 2) -> tupl
     return 1e3 * statistics.median(spans), out.float().cpu()
 
 
+def training_step(model: nn.Module, tokens: int = 2048) -> Callable[[], torch.Tensor]:
+    ids = torch.randint(0, 1000, (1, tokens), generator=torch.Generator().manual_seed(tokens)).to(DEVICE)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-4)
+
+    def step() -> torch.Tensor:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
 def share(model: nn.Module) -> nn.Module:
     """A copy whose parameters are the model's own."""
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
@@ -122,6 +146,7 @@ class Bench:
         self.times, self.prefetch = times, prefetch
         self.rows: list[dict] = []
         self.curve: list[dict] = []
+        self.training: list[dict] = []
         model = build(layers)
         self.reference, self.resident_ms = {}, {}
         for tokens in TOKENS:
@@ -168,6 +193,8 @@ class Bench:
         ring, half = 480 << 20, self.page_bytes // 2
         cases = {
             "dense-ring": lambda: self.case("dense-ring", "dense", gpu_bytes=ring),
+            "dense-pageable": lambda: self.case("dense-pageable", "dense", gpu_bytes=ring,
+                                                tiers={"cpu": {"pinned": False}}),
             "dense-half": lambda: self.case("dense-half", "dense", gpu_bytes=half, limit_share=0.5),
             "exact": lambda: self.case("exact", "exact", gpu_bytes=fp4 + (900 << 20)),
             "fp4-ring": lambda: self.case("fp4-ring", "fp4", gpu_bytes=110 << 20),
@@ -175,6 +202,8 @@ class Bench:
             "fp4-resident": lambda: self.case("fp4-resident", "fp4", gpu_bytes=None),
             "dense-resident": self.resident,
             "fp4-ssd": self.ssd,
+            "peers": self.peers,
+            "lora": self.lora,
             "sweep": self.sweep,
         }
         for name, case in cases.items():
@@ -199,7 +228,7 @@ class Bench:
 
     def resident(self) -> None:
         """`dense`, all resident, beside the unwrapped model, taking turns."""
-        plain = share(self.model).to(DEVICE)
+        plain = copy.deepcopy(self.model).to(DEVICE)  # to() moves the very parameters
         vb = vbrt.wrap(share(self.model), "dense", weights={"keep_head": True}).materialize()
         row = {"case": "dense-resident"}
         for tokens in TOKENS:
@@ -215,6 +244,54 @@ class Bench:
         print(json.dumps(row), flush=True)
         vb.close()
 
+    def lora(self) -> None:
+        """A training step of adapters on 2,048 tokens, through `fp4` planes that live on the GPU and in host memory."""
+        from peft import LoraConfig, get_peft_model
+
+        pages = self.plan("fp4").page_bytes
+        for name, gpu in (("resident", {}), ("host memory", {"budget": 240 << 20})):
+            gc.collect()
+            torch.cuda.empty_cache()
+            vb = vbrt.wrap(share(self.model), "fp4", weights={"keep_head": True}, tiers={"gpu": gpu}).materialize()
+            model = get_peft_model(vb.model, LoraConfig(r=16, target_modules=["q_proj", "v_proj"])).train()
+            step = training_step(model)
+            torch.cuda.reset_peak_memory_stats()
+            span, _ = time_ms(step, self.times)
+            self.training.append({"planes": name, "step_ms": span, "gpu_peak_bytes": torch.cuda.max_memory_allocated(),
+                                  "two_reads_ms": 2e3 * pages / self.link_bytes_s})
+            print(json.dumps(self.training[-1]), flush=True)
+            vb.close()
+            del vb, model, step
+            self.model.requires_grad_()  # peft froze the shared parameters
+
+    def peers(self) -> None:
+        """What accelerate does with the same model."""
+        from accelerate import cpu_offload, disk_offload, dispatch_model, infer_auto_device_map
+
+        nbytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
+
+        def half(model: nn.Module) -> nn.Module:
+            places = infer_auto_device_map(model, max_memory={0: nbytes // 2, "cpu": 1 << 40},
+                                           no_split_module_classes=["LlamaDecoderLayer"])
+            return dispatch_model(model, places)
+
+        with tempfile.TemporaryDirectory(dir=os.environ.get("VBRT_BENCH_DIR")) as scratch:
+            self.peer("accelerate cpu_offload", lambda model: cpu_offload(model, execution_device=0))
+            self.peer("accelerate dispatch_model, half on the GPU", half)
+            self.peer("accelerate disk_offload", lambda model: disk_offload(model, scratch, execution_device=0))
+
+    def peer(self, name: str, offload: Callable[[nn.Module], nn.Module]) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+        model, row = offload(share(self.model)), {"case": name, "peer": True}
+        torch.cuda.reset_peak_memory_stats()
+        for tokens in TOKENS:
+            span, out = time_ms(forward(model, tokens), 2, warm=1)
+            row |= {f"T{tokens}_ms": span, f"T{tokens}_of_raw_limit": self.limit_ms / span,
+                    f"T{tokens}_identical": torch.equal(out, self.reference[tokens])}
+        self.rows.append(row | {"gpu_peak_bytes": torch.cuda.max_memory_allocated()})
+        print(json.dumps(self.rows[-1]), flush=True)
+
     def ssd(self) -> None:
         with tempfile.TemporaryDirectory(dir=os.environ.get("VBRT_BENCH_DIR")) as scratch:
             drive = drive_bytes_s(scratch)
@@ -222,7 +299,7 @@ class Bench:
             self.case("fp4-ssd", "fp4", gpu_bytes=110 << 20, tiers=tiers)
             row = self.rows[-1]
             pages = self.plan("fp4").page_bytes
-            row["drive_bytes_s"] = drive
+            row |= {"drive_bytes_s": drive, "digest_bytes_s": digest_bytes_s()}
             row |= {f"T{t}_of_drive": pages / (row[f"T{t}_ms"] / 1e3) / drive for t in TOKENS}
             print({k: v for k, v in row.items() if "drive" in k}, flush=True)
 
@@ -246,7 +323,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"stream-{name}.json"
     path.write_text(json.dumps({"machine": machine(), **head, "rows": bench.rows,
-                                "sweep": bench.curve}, indent=1) + "\n")
+                                "sweep": bench.curve, "training": bench.training}, indent=1) + "\n")
     print(path)
 
 

@@ -59,6 +59,39 @@ def test_lossless_weights_stream_to_the_gpu_bit_for_bit(preset, where, policy, t
             assert stats.bytes_moved["cpu>gpu"] > 0
 
 
+def test_pageable_memory_goes_through_a_relay_bit_for_bit(monkeypatch):
+    monkeypatch.setattr("vbrt.tiers.relay._CHUNK_BYTES", 100_000)  # a page is several chunks and a rest
+    model, x = network(), torch.randn(3, WIDTH, device="cuda", dtype=torch.bfloat16)
+    want, room = expected(model, x), tiers(model, gpu_pages=3, cpu_pages=9)
+    room["cpu"]["pinned"] = False
+    with vbrt.wrap(model, "dense", tiers=room) as vb:
+        vb.materialize()
+        copies = vb.stack.levels[0].stream
+        for _ in range(4):
+            with torch.cuda.stream(copies):
+                torch.cuda._sleep(5_000_000)
+            assert torch.equal(outputs(vb, x, passes=1)[0], want)
+        stats = vb.stats()
+        assert stats.bytes_moved["cpu>gpu"] > 0 and not stats.fallbacks
+
+
+def test_memory_that_cannot_be_locked_at_all_is_announced(monkeypatch):
+    model, x = network(), torch.randn(3, WIDTH, device="cuda", dtype=torch.bfloat16)
+    want, empty = expected(model, x), torch.empty
+
+    def refuse(*size, pin_memory=False, **options):
+        if pin_memory:
+            raise RuntimeError("no more locked memory")
+        return empty(*size, **options)
+
+    room = tiers(model, gpu_pages=3, cpu_pages=9)
+    room["cpu"]["pinned"] = False
+    with vbrt.wrap(model, "dense", tiers=room) as vb:
+        monkeypatch.setattr(torch, "empty", refuse)
+        assert all(torch.equal(y, want) for y in outputs(vb, x))
+        assert any("no more locked memory" in line for line in vb.stats().fallbacks)
+
+
 def resident(model: nn.Module, preset: str, x: torch.Tensor) -> torch.Tensor:
     with vbrt.wrap(copy.deepcopy(model), preset) as vb:
         return outputs(vb, x, passes=1)[0]
@@ -142,7 +175,8 @@ def test_the_gpu_budget_shrinks_and_grows_between_passes():
                 assert torch.cuda.memory_allocated() <= before - 4.5 * page  # outputs are held beside
         misses = vb.stats().misses
         outputs(vb, x)
-        assert vb.stats().misses == misses
+        assert vb.stats().misses == misses and vb.stack.at_rest
+        assert vb.stats().tiers["cpu"].held_bytes == 0
 
 
 def test_an_auto_budget_gives_way_to_the_model_and_grows_back(monkeypatch):
@@ -164,6 +198,76 @@ def test_an_auto_budget_gives_way_to_the_model_and_grows_back(monkeypatch):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 * page, total))
         assert all(torch.equal(y, want) for y in outputs(vb, x))
         assert vb.plan.budgets["gpu"] == 8 * page and not vb.stats().fallbacks
+
+
+class Hungry(nn.Module):
+    """Takes GPU memory for a moment in the middle of a pass, more than there is beside `room` bytes of pages."""
+
+    def __init__(self, vb_budget) -> None:
+        super().__init__()
+        self.budget, self.room, self.tries = vb_budget, None, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.tries += 1
+        if self.room is not None and self.budget() > self.room:
+            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+        return x
+
+
+def test_an_auto_budget_gives_way_when_the_model_runs_out_in_a_pass(monkeypatch):
+    model, x = network(), torch.randn(3, WIDTH, device="cuda", dtype=torch.bfloat16)
+    want = expected(model, x)
+    model.insert(4, Hungry(lambda: vb.plan.budgets["gpu"]))
+    vb = vbrt.wrap(model, "dense").materialize()
+    page = vb.plan.page_bytes // 8
+    vb._gpu_balance.margin_bytes = page
+    total = torch.cuda.mem_get_info()[1]
+    free = lambda: 9 * page - min(vb.plan.budgets["gpu"], 8 * page)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free(), total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+    assert torch.equal(vb(x), want)
+    model[4].room = 5 * page
+    assert torch.equal(vb(x), want) and model[4].tries == 4  # with eight pages, with seven, with five
+    assert vb.plan.budgets["gpu"] == 5 * page and vb.settings.tiers.gpu.budget == "auto"
+    assert any("ran out in a pass" in line for line in vb.stats().fallbacks)
+    model[4].room = 3 * page
+    with pytest.raises(torch.OutOfMemoryError):
+        vb.train()(x)  # a second run could differ
+    assert vb.plan.budgets["gpu"] == 5 * page
+    vb.eval()._gpu_balance.look_soon()
+    assert torch.equal(vb(x), want)
+    vb.close()
+
+
+@pytest.mark.parametrize("preset", ["dense", "fp4"])
+def test_a_graph_records_a_resident_pass_and_its_pages_stay(preset):
+    model, x = network(), torch.randn(3, WIDTH, device="cuda", dtype=torch.bfloat16)
+    with vbrt.wrap(model, preset) as vb, torch.no_grad():
+        want = vb(x).clone()
+        vb(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = vb(x)
+        for _ in range(2):
+            y.zero_()
+            graph.replay()
+            assert torch.equal(y, want)
+        with pytest.raises(vbrt.TierError, match="a CUDA graph has recorded"):
+            vb.set_budget("gpu", vb.plan.page_bytes // 2)
+        graph.replay()
+        assert torch.equal(y, want) and torch.equal(vb(x), want)
+
+
+def test_a_graph_of_a_pass_whose_pages_move_is_refused():
+    model, x = network(), torch.randn(3, WIDTH, device="cuda", dtype=torch.bfloat16)
+    want = expected(model, x)
+    with vbrt.wrap(model, "dense", tiers=tiers(model, gpu_pages=3, cpu_pages=9)) as vb, torch.no_grad():
+        vb(x)
+        torch.cuda.synchronize()
+        with pytest.raises(vbrt.TierError, match="cannot record"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            vb(x)
+        assert all(torch.equal(y, want) for y in outputs(vb, x))
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "nf4", "quantile"])

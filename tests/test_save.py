@@ -220,6 +220,7 @@ def test_a_kernels_own_order_of_a_page_stays_out_of_the_files(tmp_path, monkeypa
     def packed_as_on_a_gpu(patch):
         for module in ("vbrt.nn.handle", "vbrt.estimate"):
             patch.setattr(f"{module}.page_packing", lambda _, format: fp4_linear.packing(format))
+            patch.setattr(f"{module}.resolves_late", lambda backend, device: False)
 
     with monkeypatch.context() as patch:
         packed_as_on_a_gpu(patch)

@@ -20,14 +20,14 @@ import torch
 from torch import nn
 
 from vbrt.config import VBConfig, load_config
-from vbrt.errors import CheckpointError, ConfigError, WrapError
+from vbrt.errors import CheckpointError, ConfigError, WrapError, describe_os_error
 from vbrt.estimate import ROOT, make_plan
 from vbrt.formats import FORMATS
 from vbrt.nn import VBLayer, WeightHandle, kind_of
 from vbrt.nn.linear import warn_of_training
 from vbrt.plan import Swap
 from vbrt.save import MANIFEST, KeptTensor, Manifest, SavedLayer, plane_tensor, read_manifest, weight_name
-from vbrt.tensorfile import TensorFile, TensorInfo, describe_os_error, digest
+from vbrt.tensorfile import TensorFile, TensorInfo, digest
 from vbrt.wrapper import VBModelWrapper, carry_out, release_host_memory
 
 __all__ = ["load"]

@@ -241,7 +241,7 @@ class TierNeed:
 def tier_needs(plan: Plan, machine: Machine) -> list[TierNeed]:
     """What a plan asks of each tier that takes part, the computing one first."""
     has = {"gpu": machine.gpu_free_bytes, "cpu": machine.cpu_available_bytes, "ssd": machine.ssd_free_bytes}
-    largest = max((swap.page_bytes for swap in plan.swaps), default=0)
+    largest = plan.largest_layer_bytes
     needs = []
     tiers = list(plan.budgets)
     for depth, tier in enumerate(tiers):

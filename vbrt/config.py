@@ -263,7 +263,8 @@ class GpuTier(_Section):
 
 @dataclass(frozen=True, slots=True)
 class CpuTier(_Section):
-    """Host memory. pinned: page-locked where CUDA is there, so that copies to the device run in the background."""
+    """Host memory. pinned: page-locked where CUDA is there, so that copies to the device run in the background. Memory
+    that is not is copied through a small relay that is, which takes a core."""
 
     _key: ClassVar[str] = "tiers.cpu"
 

@@ -12,8 +12,10 @@
 Each message says where it happened, what came, and what would do.
 """
 
+import errno
+
 __all__ = ["ArgumentError", "CheckpointError", "ConfigError", "FormatError", "KernelError", "TierError", "VBError",
-           "WrapError"]
+           "WrapError", "describe_os_error"]
 
 
 class VBError(Exception):
@@ -46,3 +48,8 @@ class KernelError(VBError, RuntimeError):
 
 class CheckpointError(VBError, RuntimeError):
     """A save or checkpoint cannot be written or read, is damaged, or is not one of this model."""
+
+
+def describe_os_error(error: OSError) -> str:
+    """The reason for people: "the disk is full", or what the system says."""
+    return "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)

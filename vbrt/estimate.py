@@ -20,7 +20,7 @@ from vbrt.errors import ConfigError, WrapError
 from vbrt.formats import get_format
 from vbrt.formats.fine import estimate_fine_bytes
 from vbrt.formats.page import PAGE_ALIGN
-from vbrt.kernels import Packing, page_packing, resolve
+from vbrt.kernels import Packing, page_packing, resolve, resolves_late
 from vbrt.nn import VBLayer, kind_of
 from vbrt.plan import PageSpec, Plan, Skip, Swap, format_bytes, place
 
@@ -317,8 +317,9 @@ def _pages(swap: Swap, packing: Packing | None) -> tuple[PageSpec, ...]:
 
 
 def _packing(format: str, config: VBConfig, device: torch.device) -> Packing | None:
-    linear = resolve("linear", config.compute.backend, device, format)
-    return page_packing(linear, format)
+    if resolves_late(config.compute.backend, device):
+        return None
+    return page_packing(resolve("linear", config.compute.backend, device, format), format)
 
 
 def _placed(swap: Swap, pages: tuple[PageSpec, ...], homes: dict[str, str]) -> Swap:

@@ -96,6 +96,11 @@ class Plan:
         """Pages that one lease takes together, at most."""
         return max((len(swap.pages) for swap in self.swaps), default=1)
 
+    @property
+    def largest_layer_bytes(self) -> int:
+        """What one lease takes, at most."""
+        return max((swap.page_bytes for swap in self.swaps), default=0)
+
     def home_bytes(self, tier: str) -> int:
         """Bytes of the pages whose home is `tier`."""
         return sum(page.nbytes for swap in self.swaps for page in swap.pages if page.home == tier)

@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 from vbrt.config import VBConfig
-from vbrt.errors import CheckpointError, FormatError
+from vbrt.errors import CheckpointError, FormatError, describe_os_error
 from vbrt.estimate import ROOT
 from vbrt.nn import VBLayer, WeightHandle
-from vbrt.tensorfile import TensorInfo, TensorWriter, describe_os_error, put, sync_directory
+from vbrt.tensorfile import TensorInfo, TensorWriter, put, sync_directory
 
 __all__ = ["MANIFEST", "KeptTensor", "Manifest", "SavedLayer", "plane_tensor", "read_manifest", "save_model",
            "weight_name"]

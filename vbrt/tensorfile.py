@@ -6,7 +6,6 @@ path in it and not a SIGBUS, and what was read does not stay in the process. The
 header's length (8 bytes), the header (JSON: name -> dtype, shape, bytes from where to where), the bytes without gaps.
 """
 
-import errno
 import json
 import os
 import struct
@@ -20,10 +19,10 @@ from typing import Any
 import torch
 import xxhash
 
-from vbrt.errors import CheckpointError
+from vbrt.errors import CheckpointError, describe_os_error
 from vbrt.tiers.memory import bytes_view
 
-__all__ = ["TensorFile", "TensorInfo", "TensorWriter", "describe_os_error", "digest", "put",
+__all__ = ["TensorFile", "TensorInfo", "TensorWriter", "digest", "put",
            "sync_directory"]
 
 _DTYPES = {
@@ -61,11 +60,6 @@ class TensorInfo:
 def digest(tensor: torch.Tensor) -> str:
     """XXH3-64 of a contiguous CPU tensor's bytes, in hex."""
     return xxhash.xxh3_64_hexdigest(_view(tensor))
-
-
-def describe_os_error(error: OSError) -> str:
-    """The reason for people: "the disk is full", or what the system says."""
-    return "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
 
 
 def _view(tensor: torch.Tensor) -> memoryview:

@@ -142,7 +142,7 @@ class _PassMarker:
         self.stack, self.before_pass, self.passes = stack, before_pass, 0
 
     def __call__(self, model: nn.Module, args: tuple) -> None:
-        if torch.compiler.is_compiling() or self.stack is None:
+        if torch.compiler.is_compiling() or self.stack is None or self.stack.capturing():
             return
         if self.passes == 0 and self.stack.device.type != "cpu":
             model.to(self.stack.device)  # what was not swapped; pages stay where they are
@@ -161,29 +161,52 @@ class _PassMarker:
 
 
 class _GpuBalance:
-    """Follows the GPU's free memory. The margin is what `budget = "auto"` left free."""
+    """Follows the GPU's free memory. The margin is what `budget = "auto"` left free; it doubles each time that the
+    model runs out in the middle of a pass."""
 
     def __init__(self, wanted_bytes: int) -> None:
         self.wanted_bytes, self.fallbacks = wanted_bytes, []
         self.margin_bytes = wanted_bytes * (100 - AUTO_PERCENT["gpu"]) // AUTO_PERCENT["gpu"]
         self._next_look = 0.0
+        self._ran_out = _times_out_of_memory()
+
+    def due(self) -> bool:
+        """Whether it is time for another look, which takes some tenths of a millisecond."""
+        return time.monotonic() >= self._next_look
 
     def wanted_now(self, budget_bytes: int, page_bytes: int) -> int:
         """What the budget should be now, in bytes, of at most all pages."""
-        if time.monotonic() < self._next_look:
-            return budget_bytes  # asking the driver takes some tenths of a millisecond
         self._next_look = time.monotonic() + _LOOK_SECONDS
         wanted, free = min(self.wanted_bytes, page_bytes), torch.cuda.mem_get_info()[0]
-        if budget_bytes >= wanted and free >= self.margin_bytes // 2:
+        ran_out = _times_out_of_memory() > self._ran_out
+        if budget_bytes >= wanted and free >= self.margin_bytes // 2 and not ran_out:
             return budget_bytes  # most passes: torch's own figures cost more
         free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        if ran_out:
+            return self._give_way(budget_bytes, free)
         return rebalanced(budget_bytes, wanted, free, self.margin_bytes)
+
+    def look_soon(self) -> None:
+        """Make the next look due."""
+        self._next_look = 0.0
+
+    def _give_way(self, budget_bytes: int, free_bytes: int) -> int:
+        self._ran_out = _times_out_of_memory()
+        shortage = max(self.margin_bytes, 2 * self.margin_bytes - free_bytes)
+        self.margin_bytes *= 2
+        left = format_bytes(self.margin_bytes)
+        self.fallbacks = [f'GPU memory ran out in a pass: tiers.gpu.budget = "auto" leaves {left} free from now on']
+        return max(0, budget_bytes - shortage)
 
     def give_up(self, error: Exception) -> None:
         """Announce once that the budget stays."""
         reason = f'tiers.gpu.budget = "auto" stays as it is although GPU memory is short: {error}'
         self.fallbacks.append(reason)
         warnings.warn(reason, stacklevel=2)
+
+
+def _times_out_of_memory() -> int:
+    return torch.cuda.memory_stats_as_nested_dict().get("num_ooms", 0)
 
 
 class VBModelWrapper(nn.Module):
@@ -219,8 +242,25 @@ class VBModelWrapper(nn.Module):
             return getattr(self.model, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
-        return self.model(*args, **kwargs)
+        """The model's forward.
+
+        When it runs out of GPU memory and `tiers.gpu.budget = "auto"` can give way, it is run again, unless that could
+        differ: in training mode, or with arguments that it may have changed (a cache). Those get the error, and room at
+        their next call.
+        """
+        repeatable = self._gpu_balance is not None and not self.model.training and _is_data((args, kwargs))
+        while True:
+            try:
+                return self.model(*args, **kwargs)
+            except torch.OutOfMemoryError as error:
+                if not repeatable:
+                    raise
+                why = str(error)  # the error itself holds the tensors of the pass
+            self._gpu_balance.look_soon()
+            before = min(self.plan.budgets["gpu"], self.plan.page_bytes)
+            self._balance()
+            if self.plan.budgets["gpu"] >= before:
+                raise torch.OutOfMemoryError(why)
 
     @property
     def registry(self) -> Mapping[str, VBLayer]:
@@ -285,7 +325,7 @@ class VBModelWrapper(nn.Module):
         self.materialize()
         machine = with_freed(this_machine(config), tier, self._tier_stats()[tier].held_bytes)
         nbytes = resolve_budgets(config, machine)[tier]
-        largest = max((swap.page_bytes for swap in self.plan.swaps), default=0)
+        largest = self.plan.largest_layer_bytes
         if tier != "ssd" and nbytes < largest:
             raise ConfigError(f"{config.source}: tiers.{tier}.budget = {nbytes} bytes is smaller than the largest "
                               f"layer's pages ({largest} bytes); give it at least that")
@@ -299,9 +339,10 @@ class VBModelWrapper(nn.Module):
 
     def _balance(self) -> None:
         """Give GPU memory back that the model has come to need, or take it again: for `budget = "auto"`."""
-        largest = max((swap.page_bytes for swap in self.plan.swaps), default=0)
+        if not self._gpu_balance.due():
+            return
         used = min(self.plan.budgets["gpu"], self.plan.page_bytes)  # giving up what no page needs would free nothing
-        nbytes = max(largest, self._gpu_balance.wanted_now(used, self.plan.page_bytes))
+        nbytes = max(self.plan.largest_layer_bytes, self._gpu_balance.wanted_now(used, self.plan.page_bytes))
         if nbytes == used:
             return
         settings = self.settings
@@ -480,6 +521,15 @@ class VBModelWrapper(nn.Module):
             if isinstance(hook, _PassMarker):
                 del self.model._forward_pre_hooks[hook_id]
         self._hook_up()
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a model's argument is made of tensors and constants, which no forward is expected to change."""
+    if type(value) in (list, tuple):
+        return all(map(_is_data, value))
+    if type(value) is dict:
+        return all(map(_is_data, value.values()))
+    return value is None or isinstance(value, torch.Tensor | bool | int | float | str | torch.dtype | torch.device)
 
 
 def _balance(wrapper: "weakref.ref[VBModelWrapper]") -> None:

@@ -175,6 +175,18 @@ def test_who_asks_for_the_reference_needs_no_compiler(compiler):
     assert cpu_linear._build.cache_info().misses == 0
 
 
+@pytest.mark.parametrize(("preset", "builds"), [("fp4", 1), ("exact", 0), ("dense", 0)])
+def test_wrapping_compiles_nothing_and_the_first_forward_what_it_needs(compiler, preset, builds):
+    compiler("no-such-compiler")
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64)).bfloat16().eval()
+    with vbrt.wrap(model, preset, weights={"keep_head": False}, tiers={"gpu": {"enabled": False}}) as vb:
+        assert cpu_linear._build.cache_info().misses == 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            vb(torch.randn(1, 64, dtype=torch.bfloat16))
+        assert cpu_linear._build.cache_info().misses == builds
+
+
 def test_importing_the_package_compiles_nothing():
     program = "import vbrt.kernels.cpu_linear as c; assert c._build.cache_info().misses == 0"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -252,6 +252,17 @@ def test_the_decode_kernel_compiles_with_wide_stores(capability, dtype):
     assert binary.asm["ptx"].count("st.global.v4") == (16 if dtype == "fp32" else 8)
 
 
+@pytest.mark.parametrize("shape", [(16, 64), (4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192), (50257, 2730),
+                                   (40000, 1024)], ids=str)
+def test_slices_are_few_and_end_on_whole_blocks(shape):
+    tiles = -(-shape[0] // 16)
+    step = fp4_linear.slice_tiles(tiles, 2 * shape[1])
+    slices = -(-tiles // step)
+    assert step * 16 % 256 == 0 and slices <= 4
+    assert (slices == 1) == (shape[0] * shape[1] * 2 <= 64 << 20)
+    assert slices == 4 or step * 16 * shape[1] * 2 <= (64 << 20) + 256 * shape[1] * 2
+
+
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
@@ -291,6 +302,25 @@ def test_linear_matches_float64(name, shape, dtype):
         y = fp4_linear.linear(x, planes, bias)
         assert y.dtype is dtype and y.shape == (tokens, shape[0])
         assert error(y, want) < TOLERANCE[dtype], (tokens, fp4_linear.route(x, planes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [600, 2048])
+@pytest.mark.parametrize("shape", [(14336, 4096), (9000, 14336), (50257, 2730)], ids=str)
+def test_large_weights_are_decoded_in_slices(shape, tokens):
+    planes, _, weight = case("nvfp4", shape)
+    assert fp4_linear.slice_tiles(-(-shape[0] // 16), 2 * shape[1]) * 16 < shape[0]
+    x = torch.randn(2, tokens // 2, shape[1], device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(shape[0], device="cuda", dtype=torch.bfloat16)
+    assert fp4_linear.route(x, planes) == "decode+matmul"
+    for added in (None, bias):
+        want = torch.nn.functional.linear(x.double(), weight, None if added is None else added.double())
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        y = fp4_linear.linear(x, planes, added)
+        scratch = torch.cuda.max_memory_allocated() - before - y.numel() * 2
+        assert error(y, want) < 3e-3
+        assert scratch < 0.6 * weight.numel() * 2
 
 
 @pytest.mark.gpu

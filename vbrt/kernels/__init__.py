@@ -34,6 +34,7 @@ __all__ = [
     "prepare",
     "register",
     "resolve",
+    "resolves_late",
     "runs_unpacked",
 ]
 
@@ -135,6 +136,12 @@ def resolve(op: str, backend: str, device: torch.device, format: str | None = No
             f"expected one of {', '.join(['auto', *sorted(others)])}"
         )
     return serving[backend].fn
+
+
+def resolves_late(backend: str, device: torch.device) -> bool:
+    """Whether `resolve` may take its time (the C kernels are built at their first use in a process), while it has no
+    say in how pages lie: then it is for the first forward."""
+    return backend == "auto" and device.type == "cpu"
 
 
 def _serving(

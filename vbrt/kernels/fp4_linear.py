@@ -26,17 +26,18 @@ from vbrt.formats import WeightPlanes
 from vbrt.formats.page import PageLayout
 from vbrt.kernels import fp4_tiles, merge, reference
 from vbrt.kernels.fp4_launch import Launcher, alignment
-from vbrt.kernels.fp4_tiles import TILES
+from vbrt.kernels.fp4_tiles import ROWS, TILES
 from vbrt.kernels.launch_table import Launch, Wide, fused_limit, launch_for, wide_for
 from vbrt.kernels.tuning import tuned
 
 __all__ = ["MIN_MAJOR", "Packing", "available", "decode_weight", "launch", "linear", "linears", "major", "packing",
-           "route", "rows_are_aligned", "starts_early"]
+           "route", "rows_are_aligned", "slice_tiles", "starts_early"]
 
 MIN_MAJOR = 8  # mma.m16n8k16 on bf16, fma.rn.bf16x2
 _SUMMANDS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _DECODE_WARPS = 4
 _ORDER_WARPS, _ORDER_SPAN, _REDUCE_WARPS = 4, 1024, 4
+_SLICE_BYTES, _MOST_SLICES, _BLOCK_ROWS = 64 << 20, 4, 256
 _MAJORS: dict[int, int] = {}
 
 
@@ -173,7 +174,7 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
         n, k = planes.shape
         fused = _fused_op if torch.compiler.is_compiling() else _fused
         return fused(x, tiles, scale, bias, planes.format, n, k, activation)
-    return reference.activate(F.linear(x, _decode(planes, x.dtype), bias), activation)
+    return reference.activate(_decode_and_multiply(x, planes, bias), activation)
 
 
 class _Product(torch.autograd.Function):
@@ -186,7 +187,7 @@ class _Product(torch.autograd.Function):
         if way == "fused":
             fused = _fused_op if torch.compiler.is_compiling() else _fused
             return fused(x, tiles, scale, None, planes.format, n, k, "none")
-        return F.linear(x, _decode(planes, x.dtype))
+        return _decode_and_multiply(x, planes, None)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -199,6 +200,37 @@ def _plain(planes: WeightPlanes) -> WeightPlanes:
         return planes
     coarse = fp4_tiles.unpack_tiles(planes.format, planes.coarse, planes.shape)
     return WeightPlanes(planes.format, planes.shape, planes.dtype, coarse, planes.fine)
+
+
+def _decode_and_multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None) -> Tensor:
+    """x @ w.T + bias by torch, a slice of the weight's rows at a time: less scratch memory, and more of it in cache."""
+    n, k = planes.shape
+    tiles, scale = planes.coarse[TILES], planes.coarse["tensor_scale"]
+    step = slice_tiles(tiles.shape[0], k * x.element_size())
+    if torch.compiler.is_compiling() or step >= tiles.shape[0]:
+        return F.linear(x, _decode(planes, x.dtype), bias)
+    x_MK = x.reshape(-1, k)
+    y_MN = x.new_empty(x_MK.shape[0], n)
+    for at in range(0, tiles.shape[0], step):
+        rows = slice(ROWS * at, min(n, ROWS * (at + step)))
+        w_RK = _decode_tiles(tiles[at : at + step], scale, planes.format, rows.stop - rows.start, k, x.dtype)
+        if bias is None:
+            torch.mm(x_MK, w_RK.t(), out=y_MN[:, rows])
+        else:
+            torch.addmm(bias[rows], x_MK, w_RK.t(), out=y_MN[:, rows])
+        del w_RK  # its memory is the next slice's
+    return y_MN.view(*x.shape[:-1], n)
+
+
+def slice_tiles(row_tiles: int, row_bytes: int) -> int:
+    """How many tiles of rows are decoded at a time: whole blocks of cuBLAS, about 64 MiB, at most four slices.
+
+    Measured on an H200 with 2,048 and 8,192 tokens, where two to four slices are up to 13 % faster than one, and more
+    are slower.
+    """
+    slices = min(_MOST_SLICES, -(-row_tiles * ROWS * row_bytes // _SLICE_BYTES))
+    block = _BLOCK_ROWS // ROWS
+    return -(-row_tiles // (slices * block)) * block
 
 
 def _decode(planes: WeightPlanes, dtype: torch.dtype) -> Tensor:

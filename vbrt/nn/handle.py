@@ -21,7 +21,17 @@ from vbrt.formats.base import WeightPlanes
 from vbrt.formats.fine import fine_layout, split_fine
 from vbrt.formats.page import PageLayout, new_page, pack, unpack
 from vbrt.formats.separation import Separation
-from vbrt.kernels import TILES, fp8_refusal, kernel_name, kernel_refusal, page_packing, prepare, resolve, runs_unpacked
+from vbrt.kernels import (
+    TILES,
+    fp8_refusal,
+    kernel_name,
+    kernel_refusal,
+    page_packing,
+    prepare,
+    resolve,
+    resolves_late,
+    runs_unpacked,
+)
 from vbrt.tiers import Lease, Page, TierStack
 
 __all__ = ["HandleSpec", "WeightHandle", "handle_of"]
@@ -104,17 +114,24 @@ class WeightHandle:
         self.resident: torch.Tensor | None = None  # the same, of a dense weight as nn.Linear keeps it
         self.graph_args: GraphArgs | None = None
         self._specify(spec)
-        self._announce_kernels()
         _handles[self.id] = self
 
     def _specify(self, spec: HandleSpec) -> None:
         self.spec = spec
         self._format = get_format(spec.format)
-        op = "linear_fp8" if spec.fp8 and not spec.lossless else "linear"
-        self._linear = resolve(op, spec.backend, self._device, spec.format)
-        self._decode = resolve("decode_weight", spec.backend, self._device, spec.format)
+        self._linear = self._packing = None
+        if not resolves_late(spec.backend, self._device):
+            self._take_kernels()
+
+    def _take_kernels(self) -> None:
+        """A lossless weight is multiplied as torch does it, so its format has no say."""
+        spec = self.spec
+        op, format = ("linear", None) if spec.lossless else ("linear_fp8" if spec.fp8 else "linear", spec.format)
+        self._linear = resolve(op, spec.backend, self._device, format)
+        self._decode = resolve("decode_weight", spec.backend, self._device, format)
         prepare(self._linear, self._device)
         self._packing = None if spec.lossless else page_packing(self._linear, spec.format)
+        self._announce_kernels()
 
     def _announce_kernels(self) -> None:
         """What was asked for and cannot be had on this device: warned of once, and listed in `stats()`."""
@@ -131,8 +148,9 @@ class WeightHandle:
 
     def _announce(self, reason: str) -> None:
         """One text for all layers, so that Python's filter shows it once."""
-        self.fallbacks.append(reason)
-        warnings.warn(reason, stacklevel=4)
+        if reason not in self.fallbacks:
+            self.fallbacks.append(reason)
+            warnings.warn(reason, stacklevel=5)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -244,6 +262,8 @@ class WeightHandle:
         return homes.get(plane) or next(iter(homes.values()))
 
     def _own(self, keys: tuple[str, ...]) -> None:
+        if self._linear is None:
+            self._take_kernels()
         self.keys, self.generation = keys, self.generation + 1
         self._pages = tuple(self.stack.pages[key] for key in keys)
         self.kernel = kernel_name(self._linear) if self._has_kernel() else "reference"

@@ -165,6 +165,7 @@ class MemoryTier:
         else:
             self.pinned = False
             reason = (f"cpu tier: page-locking {tensor.numel()} bytes failed (CUDA error {status}); further pages are "
-                      "pageable, copies to the GPU are slower. Raise the locked-memory limit or set pinned = false")
+                      "pageable, and copies to the GPU go through a relay, slower. Raise the "
+                      "locked-memory limit or set tiers.cpu.pinned = false")
             self.fallbacks.append(reason)
             warnings.warn(reason, stacklevel=2)

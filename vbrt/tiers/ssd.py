@@ -31,7 +31,7 @@ import psutil
 import torch
 import xxhash
 
-from vbrt.errors import TierError
+from vbrt.errors import TierError, describe_os_error
 from vbrt.tiers.memory import bytes_view
 
 __all__ = ["HEADER_BYTES", "SsdTier"]
@@ -115,7 +115,7 @@ class SsdTier:
         try:
             _write_file(path, _header(key, page.numel(), digest, layout), view)
         except OSError as error:
-            what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
+            what = describe_os_error(error)
             raise TierError(f"{key}: cannot write {path}: {what}; free {nbytes} bytes there or move "
                             "tiers.ssd.path") from error
         self._files[key] = _File(path, page.numel(), digest, os.getpid())

@@ -43,6 +43,7 @@ from vbrt.formats.page import PageLayout, unpack
 from vbrt.policy import Decision, LRUPolicy, Policy, spread
 from vbrt.tiers.memory import Buffer, MemoryTier
 from vbrt.tiers.recorder import LeaseNote, Recorder
+from vbrt.tiers.relay import Relay
 from vbrt.tiers.ssd import HEADER_BYTES, SsdTier
 
 __all__ = ["Lease", "Level", "Page", "TierStack", "detached_stack"]
@@ -60,11 +61,12 @@ class _State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Page:
-    """One plane of one layer, and the counters of its life. `home` is the index of its tier, 0 on top."""
+    """One plane of one layer, and the counters of its life. `home`: the index of its tier, 0 on top."""
 
     key: str
     layout: PageLayout
     home: int
+    moves: int = 0  # from one home to another
     references: int = 1
     hits: int = 0
     misses: int = 0
@@ -101,6 +103,11 @@ class _Slot:
         self.holders: set[_Slot | _Borrower] = set()
         self.doomed = False
 
+    @property
+    def view(self) -> torch.Tensor:
+        """The page's bytes in the buffer."""
+        return self.buffer.tensor[: self.page.nbytes]
+
 
 class Level:
     """One memory tier of the stack with its policy and its slots."""
@@ -114,6 +121,7 @@ class Level:
         self.leased: set[str] = set()  # copies that threads use: the policy must let them stay
         self.pending: dict[_Slot, None] = {}  # decided and without a buffer yet, earliest first
         self.stream = torch.cuda.Stream(tier.device) if tier.device.type == "cuda" else None
+        self.relay = Relay(tier.fallbacks)  # for pages in host memory that is not page-locked
         self.live_here(0)
 
     def resize(self, nbytes: int) -> tuple[str, ...]:
@@ -152,6 +160,7 @@ class TierStack:
         self._travellers = 0  # pages whose home is below the top tier
         self._retired: deque[str] = deque()  # keys whose owners were collected; dropped at the next access
         self._lost: deque[Lease] = deque()  # collected without having been given back
+        self._captured = False  # whether a CUDA graph knows where pages lie
         self._start()
         _stacks.add(self)
 
@@ -236,11 +245,15 @@ class TierStack:
                 if self.pages.get(page.key) is page:
                     self._drop(page)
                 else:
-                    if slot.buffer is None:
-                        level.live_here(-page.nbytes)
-                    slot.state = _State.LOADING
-                    self._fail(slot, error)
+                    self._abandon(slot, error)
             raise
+
+    def _abandon(self, slot: _Slot, error: BaseException) -> None:
+        """A page will not live here after all."""
+        if slot.buffer is None:
+            slot.level.live_here(-slot.page.nbytes)
+        slot.state = _State.LOADING
+        self._fail(slot, error)
 
     def _settle(self, level: Level, page: Page) -> None:
         """Make room for a page that will live in `level`: copies leave, if need be."""
@@ -262,10 +275,11 @@ class TierStack:
         """Another budget for a tier, while forwards may run.
 
         Pages that live there and do not fit any more, beside slots for pages that pass through, move to a tier below
-        for good; the others stay, evenly spread.
+        for good; the others stay, evenly spread. When the top tier has room for all pages, they live there from now on.
 
         Raises:
-            TierError: no tier below has room for what must move, or there is no tier of this name; the budget stays.
+            TierError: no tier below has room for what must move, a CUDA graph needs it where it is, or there is no tier
+                of this name; the budget stays.
         """
         if name == "ssd" and self.ssd is not None:
             if nbytes < self.ssd.held_bytes:
@@ -277,11 +291,14 @@ class TierStack:
             raise TierError(f"tiers.{name}: this model has the tiers {', '.join(self.names)}")
         with self.encoding:  # no page is added meanwhile
             moves = self._new_homes(level, self._too_many(level, nbytes))
+            if moves and self._captured:
+                raise TierError(f"tiers.{name}.budget = {nbytes}: a CUDA graph has recorded where the pages lie, they "
+                                "cannot move; choose the budget before the capture, or wrap the model anew")
             level.room = level.tier.capacity_bytes  # what leaves makes room for pages that pass through
             for page, home in moves:
                 self.share((page.key,))  # stays, whatever becomes of its owners meanwhile
                 try:
-                    self._move_down(page, level, home)
+                    self._move(page, home)
                 finally:
                     self.retire((page.key,))
             with self._lock:
@@ -294,22 +311,53 @@ class TierStack:
                     self._start_anew()
                     raise
                 self._changed.notify_all()
+            self._settle_all()
+
+    def _settle_all(self) -> None:
+        """Where the top tier has room for every page, they live there from now on."""
+        with self._lock:
+            self._collect()
+            below = [page for page in self.pages.values() if page.home > 0]
+            nbytes = sum(page.nbytes for page in self.pages.values())
+        if nbytes > self.levels[0].tier.capacity_bytes:
+            return
+        for page in below:
+            self.share((page.key,))
+            try:
+                self._move(page, 0)
+            finally:
+                self.retire((page.key,))
+        self.collect()
 
     def _too_many(self, level: Level, nbytes: int) -> list[Page]:
         """The pages that must find another home for a budget of `nbytes`."""
         with self._lock:
             self._collect()
             living = {key: slot.page for key, slot in level.slots.items() if slot.at_home}
-            passing = _PASSING_PAGES * max((page.nbytes for page in self.pages.values()), default=0)
+            passing = self._passing_bytes()
             travel = any(page.home > level.index for page in self.pages.values())
         if level.home_bytes + travel * passing <= nbytes:
             return []
         stay = set(spread(list(living), {key: page.nbytes for key, page in living.items()}, nbytes - passing))
         return [page for key, page in living.items() if key not in stay]
 
+    def _passing_bytes(self) -> int:
+        return _PASSING_PAGES * max((page.nbytes for page in self.pages.values()), default=0)
+
     def _new_homes(self, level: Level, pages: Sequence[Page]) -> list[tuple[Page, int]]:
-        """For each page the first tier below `level` that has room."""
-        room = {lower.index: lower.tier.capacity_bytes - lower.home_bytes for lower in self.levels[level.index + 1:]}
+        """For each page the first tier below `level` that has room, beside slots for pages from further down."""
+        homes = self._first_homes(level, pages, passing=0)
+        deepest = max((home for _, home in homes), default=0)
+        deepest = max(deepest, *(page.home for page in self.pages.values()))
+        if deepest > level.index + 1:
+            homes = self._first_homes(level, pages, passing=self._passing_bytes())
+        return homes
+
+    def _first_homes(self, level: Level, pages: Sequence[Page], *, passing: int) -> list[tuple[Page, int]]:
+        """Leaving `passing` bytes in every memory tier that has one below it."""
+        last = len(self.names) - 1
+        room = {lower.index: lower.tier.capacity_bytes - lower.home_bytes - passing * (lower.index < last)
+                for lower in self.levels[level.index + 1:]}
         cost = dict.fromkeys(room, 0)
         if self.ssd is not None:
             ssd = len(self.levels)
@@ -324,48 +372,58 @@ class TierStack:
             homes.append((page, home))
         return homes
 
-    def _move_down(self, page: Page, level: Level, home: int) -> None:
+    def _move(self, page: Page, home: int) -> None:
         """Give a page another home."""
-        old = level.slots[page.key]
         if home == len(self.levels):
             staging = torch.empty(page.nbytes, dtype=torch.uint8)
-            staging.copy_(old.buffer.tensor)
+            self._read_home(page, staging)
             with self._lock:
                 self.ssd.write(page.key, staging, page.layout.to_dict())
-                self._settle_home(page, level, home)
+                self._settle_home(page, home)
             return
-        below = self.levels[home]
-        new = _Slot(page, below)
+        level = self.levels[home]
+        new = _Slot(page, level)
         new.at_home, new.state, new.loader = True, _State.LOADING, threading.get_ident()
         with self._lock:
-            self._settle(below, page)
-            below.pending[new] = None
+            self._settle(level, page)
+            level.pending[new] = None
         try:
             self._allocate(new)
             new.buffer.synchronize()
-            new.buffer.tensor.copy_(old.buffer.tensor)
+            self._read_home(page, new.buffer.tensor)
             new.tensors = unpack(new.buffer.tensor, page.layout)
             with self._lock:
                 new.state = _State.READY
-                below.slots[page.key] = new
-                self._settle_home(page, level, below.index)
+                self._settle_home(page, home)
+                level.slots[page.key] = new
         except BaseException as error:
             with self._lock:
-                if page.home == level.index:  # it stays where it was
-                    below.slots.pop(page.key, None)
-                    if new.buffer is None:
-                        below.live_here(-page.nbytes)
-                    new.state = _State.LOADING
-                    self._fail(new, error)
+                if page.home != home:  # it stays where it was
+                    self._abandon(new, error)
             raise
 
-    def _settle_home(self, page: Page, level: Level, index: int) -> None:
-        """The page lives at `index` from now on, and no more in `level`."""
+    def _read_home(self, page: Page, target: torch.Tensor) -> None:
+        """Copy a page from where it lives; returns when that is done."""
+        if page.home == len(self.levels):
+            staging = torch.empty(page.nbytes, dtype=torch.uint8)
+            self.ssd.read(page.key, staging)
+            target.copy_(staging)
+        else:
+            target.copy_(self.levels[page.home].slots[page.key].buffer.tensor)
+
+    def _settle_home(self, page: Page, index: int) -> None:
+        """The page lives at `index` from now on, and is nowhere between there and where it was."""
         for high, low in pairwise(self.names[: index + 1]):
             page.bytes_moved.setdefault(f"{low}>{high}", 0)
-        self._travellers += page.home == 0
-        page.home = index
-        self._evict(level, page.key)
+        for level in self.levels[min(index, page.home): page.home + 1]:
+            if level.index < page.home:
+                level.policy.forget(page.key)
+            if page.key in level.slots:
+                self._evict(level, page.key)
+        if page.home == len(self.levels):
+            self.ssd.drop(page.key)
+        self._travellers += (index > 0) - (page.home > 0)
+        page.home, page.moves = index, page.moves + 1
 
     def share(self, keys: Collection[str]) -> None:
         """One more owner of these pages."""
@@ -428,6 +486,21 @@ class TierStack:
                             "close() to keep the weights")
 
     # -- leases -------------------------------------------------------------------------------------------------------
+
+    def capturing(self) -> bool:
+        """Whether a CUDA graph records what this thread computes; if so, pages stay where they are from now on.
+
+        Raises:
+            TierError: pages move, so that a graph could not find them again.
+        """
+        if self.levels[0].stream is None or not torch.cuda.is_current_stream_capturing():
+            return False
+        if self._travellers:
+            raise TierError("a CUDA graph cannot record a pass whose pages move; give tiers.gpu.budget room for all "
+                            f"pages ({sum(page.nbytes for page in self.pages.values())} bytes), or record parts of the "
+                            "model without VB layers")
+        self._captured = True
+        return True
 
     def begin_pass(self) -> None:
         """The next lease starts a new pass over the model."""
@@ -508,13 +581,15 @@ class TierStack:
         return None
 
     def _check_hope(self, pages: Sequence[Page]) -> None:
-        """Waiting helps if only other threads hold what is in the way."""
+        """Waiting helps if only other threads hold what is in the way, or pages are about to leave for another tier."""
         top, me = self.levels[0], threading.get_ident()
         mine = [key for key in top.leased if any(holder.thread == me for holder in top.slots[key].holders)]
         blocked = next((level for level in map(self._blocked, pages) if level), None)
         if top.leased and not mine and blocked is None:
             return
         level = blocked or top
+        if level.home_bytes > sum(slot.page.nbytes for slot in level.slots.values() if slot.at_home):
+            return
         beside = f", and this thread has leased {', '.join(mine)}" if mine and not blocked else ""
         raise TierError(f"{' + '.join(page.key for page in pages)}: {sum(page.nbytes for page in pages)} bytes do not "
                         f"fit into tiers.{level.tier.name}.budget = {level.tier.capacity_bytes} ({level.home_bytes} "
@@ -699,7 +774,7 @@ class TierStack:
                 self._await(slot.source)
             self._allocate(slot)
             self._copy(slot)
-            slot.tensors = unpack(slot.buffer.tensor[: slot.page.nbytes], slot.page.layout)
+            slot.tensors = unpack(slot.view, slot.page.layout)
         except BaseException as error:
             with self._lock:
                 self._fail(slot, error)
@@ -741,7 +816,7 @@ class TierStack:
                 return False
             self._copy_memory(slot, source)
             self._count_moved(slot)
-            slot.tensors = unpack(slot.buffer.tensor[: slot.page.nbytes], slot.page.layout)
+            slot.tensors = unpack(slot.view, slot.page.layout)
             self._return_source(slot)
             slot.state = _State.READY
         except BaseException as error:
@@ -775,13 +850,28 @@ class TierStack:
             slot.buffer.synchronize()
             recorder = self.recorder
             began = None if recorder is None else recorder.mark_on(None)
-            self.ssd.read(page.key, slot.buffer.tensor[: page.nbytes])
+            self._read_file(page, slot.view)
             if recorder is not None:
                 recorder.note(self._link(slot), page.key, began, recorder.mark_on(None), page.nbytes)
         else:
             self._copy_memory(slot, source)
         with self._lock:
             self._count_moved(slot)
+
+    def _read_file(self, page: Page, target: torch.Tensor) -> None:
+        """Fill a copy from the page's file, or from wherever it has moved while this thread was on its way there."""
+        moves = page.moves
+        try:
+            self.ssd.read(page.key, target)
+        except TierError:
+            with self._lock:
+                home = self.levels[page.home].slots.get(page.key) if page.home < len(self.levels) else None
+                if home is None and page.moves == moves:
+                    raise
+            if home is None:
+                self._read_file(page, target)
+            else:
+                target.copy_(home.buffer.tensor)
 
     def _count_moved(self, slot: _Slot) -> None:
         slot.page.bytes_moved[self._link(slot)] += slot.page.nbytes
@@ -792,7 +882,7 @@ class TierStack:
 
     def _copy_memory(self, slot: _Slot, source: _Slot) -> None:
         stream, nbytes = slot.level.stream, slot.page.nbytes
-        target, origin = slot.buffer.tensor[:nbytes], source.buffer.tensor[:nbytes]
+        target, origin = slot.view, source.view
         recorder = self.recorder
         if stream is None:
             began = None if recorder is None else recorder.mark_on(None)
@@ -804,8 +894,11 @@ class TierStack:
             stream.wait_event(fence)
         slot.buffer.fences.clear()
         began = None if recorder is None else recorder.mark_on(stream)
-        with torch.cuda.stream(stream):
-            target.copy_(origin, non_blocking=True)
+        if source.buffer.pinned:
+            with torch.cuda.stream(stream):
+                target.copy_(origin, non_blocking=True)
+        else:
+            slot.level.relay.copy(target, origin, stream)
         slot.arrived = source.buffer.fence(stream)  # the source is not refilled before its copy has left
         slot.buffer.fences[stream.cuda_stream] = slot.arrived  # and this one not given away before it has arrived
         if recorder is not None:
@@ -845,6 +938,7 @@ class Lease:
         self.stack, self.keys = stack, keys
 
     def __enter__(self) -> list[dict[str, torch.Tensor]]:
+        self.stack.capturing()
         recorder = self.stack.recorder
         if recorder is not None:
             self.note = recorder.lease(self.keys)
