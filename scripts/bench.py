@@ -659,11 +659,38 @@ def kernel_table(path: Path) -> list[str]:
     titles = {"dispatch": "Host time of an eager call.", "e2e": "One token of a Llama-8B-shaped model, compiled."}
     for part, title in titles.items():
         if result.get(part):
-            out += [title, "", "| figure | value |", "| --- | --- |",
-                    *(f"| {k} | {show(v)} |" for k, v in result[part].items()), ""]
+            figures = {k: v for k, v in result[part].items() if not isinstance(v, dict)}
+            lines = (f"| {k} | {show(v)} |" for k, v in figures.items())
+            out += [title, "", "| figure | value |", "| --- | --- |", *lines, ""]
+    if "fp4_profile" in result.get("e2e", {}):
+        out += step_table(result["e2e"], result["copy_tb_s"])
     versions = ", ".join(f"{k} {v}" for k, v in result.get("versions", {"torch": result["torch"]}).items() if v)
     commit = f", commit {result['commit']}" if result.get("commit") else ""
     return [*out, f"{versions}, CUDA {result['cuda']}{commit}.", ""]
+
+
+def step_table(e2e: dict, copy_tb_s: float) -> list[str]:
+    """Where a step goes, and how fast it would be if 4-bit linears took no longer than reading their weights."""
+    profiles = {name: e2e[f"{name}_profile"] for name in ("bf16", "fp4")}
+    out = ["Where the microseconds of that step go, by a profiler, which makes the gaps between kernels longer.", "",
+           "| weights | linear | attention | the rest | gaps | kernels |", "| --- " * 6 + "|"]
+    for name, profile in profiles.items():
+        groups = profile["groups_us"]
+        cells = [*(groups[group] for group in ("linear", "attention", "the rest")), profile["gaps_us"]]
+        out.append(f"| {name} | {' | '.join(f'{us:.0f}' for us in cells)} | {profile['kernels']} |")
+    floor_ms = e2e["fp4_linear_bytes"] / copy_tb_s / 1e9
+    least_ms = e2e["fp4_ms"] - profiles["fp4"]["groups_us"]["linear"] / 1e3 + floor_ms
+    read_gb = e2e["fp4_linear_bytes"] / 1e9
+    limit = (
+        f"The weights that the fp4 step reads, {read_gb:.2f} GB with the bf16 head, take {floor_ms:.2f} ms at the "
+        f"{copy_tb_s} TB/s of a copy. With linears that fast, and all else as it is, a step would take "
+        f"{least_ms:.2f} ms: {e2e['bf16_ms'] / least_ms:.2f}× of bf16. That is the limit for any kernel of these "
+        f"layers; {e2e['speedup']:.2f}× is measured. Until the GPU has all its work the host takes "
+        f"{e2e['bf16_host_ms']:.2f} ms of a bf16 step and {e2e['fp4_host_ms']:.2f} ms of an fp4 step, most of it in "
+        f"torch.compile's guards and the graph's launch: were these alike, the limit would be "
+        f"{e2e['bf16_ms'] / (least_ms - e2e['fp4_host_ms'] + e2e['bf16_host_ms']):.2f}×."
+    )
+    return [*out, "", limit, ""]
 
 
 def grid(rows: list[dict], name: str, value: str, ratio: str) -> list[str]:

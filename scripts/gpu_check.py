@@ -25,7 +25,6 @@ import torch.nn.functional as F  # noqa: E402
 from vbrt.formats import WeightPlanes, get_format  # noqa: E402
 from vbrt.kernels import (  # noqa: E402
     Norm,
-    folded,
     fp4_linear,
     fp8_linear,
     fp8_refusal,
@@ -170,7 +169,6 @@ def fused_rows() -> Iterator[dict[str, object]]:
         pairs = list(zip(planes, planes[1:] + planes[:1], strict=True))
         gain = torch.randn(k, device=CUDA, dtype=BF16)
         rms, layer = Norm("rms", gain), Norm("layer", gain, gain)
-        kept = [folded(layer, p) for p in planes]
         for m in (1, 4, 16):
             x = torch.randn(m, k, device=CUDA, dtype=BF16)
             cases = {
@@ -178,8 +176,6 @@ def fused_rows() -> Iterator[dict[str, object]]:
                         [partial(separate_norm, x, p, rms) for p in planes]),
                 "layer": ([partial(norm_linear, x, p, layer) for p in planes],
                           [partial(separate_norm, x, p, layer) for p in planes]),
-                "folded layer": ([partial(norm_linear, x, p, f) for p, f in zip(planes, kept, strict=True)],
-                                 [partial(separate_norm, x, p, layer) for p in planes]),
                 "gated": ([partial(gated_linear, x, a, b) for a, b in pairs],
                           [partial(two_launches, x, a, b) for a, b in pairs]),
                 "rms gated": ([partial(gated_linear, x, a, b, rms) for a, b in pairs],
@@ -331,15 +327,16 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, object]]:
     timed(result, "epilogue", epilogue_rows())
     timed(result, "odd", odd_rows())
     yield result
-    result["absent"] = {}
-    for name in options.peers:
-        timed(result, "peers", peer_rows(name, result["absent"]))
-        yield result
     if options.e2e:
         import gpu_e2e
 
         result["e2e"] = gpu_e2e.measure(options.e2e)
         print(result["e2e"])
+        yield result
+    result["absent"] = {}
+    for name in options.peers:
+        timed(result, "peers", peer_rows(name, result["absent"]))
+        yield result
     yield result
 
 

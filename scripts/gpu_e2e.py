@@ -1,14 +1,19 @@
 """One token of a Llama-8B-shaped model, bf16 against FP4, everything resident, static KV cache, one torch.compile.
 
-Random weights, made on the GPU. Both models are timed as `torch.compile(mode="reduce-overhead")` runs them, by the host
-clock around a synchronized call, median of the second half of the calls. Writes what it measures as JSON.
+Random weights, made on the GPU. Both models are compiled with `vbrt.compile_options("reduce-overhead")`, which changes
+nothing for bf16, and timed by the host's clock around a synchronized call, median of the second half of the calls; a
+profiler then says which kernels a step spent its time in. Writes what it measures as JSON.
 """
 
 import argparse
 import json
+import re
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -17,7 +22,13 @@ import torch  # noqa: E402  # after the checkout is on the path
 
 import vbrt  # noqa: E402
 
-PROMPT, CALLS, CACHE = 64, 40, 512
+PROMPT, CALLS, CACHE, ROWS = 64, 40, 512, 24
+#: group -> what its kernels' names have, the first that matches
+GROUPS = {
+    "attention": r"fmha|flash|sdpa|attention|softmax",
+    "linear": r"^(linear|siblings|gated|order|wgmma|reduce|pad)_kernel|gemv|gemm|nvjet|cutlass|splitK|cublas",
+    "the rest": r"",
+}
 
 
 def build(layers: int) -> torch.nn.Module:
@@ -37,8 +48,8 @@ def build(layers: int) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def decode_ms(model: torch.nn.Module, compiled: bool) -> float:
-    """Milliseconds a token, after a prompt."""
+def decoder(model: torch.nn.Module, compiled: bool) -> Callable[[int], None]:
+    """What runs one step after a prompt; called CALLS / 2 times."""
     from transformers import StaticCache
 
     cache = StaticCache(config=model.config, max_cache_len=CACHE)
@@ -49,25 +60,92 @@ def decode_ms(model: torch.nn.Module, compiled: bool) -> float:
 
     ids = torch.randint(0, 1000, (1, PROMPT), device="cuda")
     model(input_ids=ids, past_key_values=cache, use_cache=True, cache_position=torch.arange(PROMPT, device="cuda"))
-    run = torch.compile(step, mode="reduce-overhead") if compiled else step
-    token, times = ids[:, :1].clone(), []
-    for call in range(CALLS):
-        position = torch.tensor([PROMPT + call], device="cuda")
+    run = torch.compile(step, options=vbrt.compile_options("reduce-overhead")) if compiled else step
+    token = ids[:, :1].clone()
+    positions = [torch.tensor([PROMPT + index], device="cuda") for index in range(CALLS)]
+
+    @torch.no_grad()
+    def call(index: int) -> None:
+        run(token, positions[index])
+
+    for index in range(CALLS // 2):
+        call(index)
+    return call
+
+
+def decode_ms(call: Callable[[int], None]) -> tuple[float, float]:
+    """Milliseconds by the host's clock: of a token, and of the host's part before the GPU has all its work."""
+    times, issued = [], []
+    for index in range(CALLS // 2, CALLS):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        run(token, position)
+        call(index)
+        issued.append((time.perf_counter() - start) * 1e3)
         torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e3)
-    late = sorted(times[CALLS // 2 :])
-    return late[len(late) // 2]
+    return sorted(times)[len(times) // 2], sorted(issued)[len(issued) // 2]
+
+
+def traced(call: Callable[[int], None], steps: int = 3) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What a profiler notes of the middle one of some steps, by start: kernels, and what the host does."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for index in range(CALLS - steps, CALLS):
+            torch.cuda.synchronize()
+            with torch.profiler.record_function(f"step {index}"):
+                call(index)
+                torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    wanted = f"step {CALLS - steps // 2 - 1}"
+    step = next(e for e in events if e.get("name") == wanted and e.get("cat") == "user_annotation")
+    inside = [e for e in events if "dur" in e and step["ts"] < e["ts"] < step["ts"] + step["dur"]]
+    inside.sort(key=lambda e: e["ts"])
+    parts = ("kernel", "gpu_memcpy", "gpu_memset"), ("cpu_op", "cuda_runtime", "user_annotation")
+    device, host = ([e for e in inside if e.get("cat") in part] for part in parts)
+    return device, host
+
+
+def group_of(name: str) -> str:
+    return next(group for group, pattern in GROUPS.items() if re.search(pattern, name))
+
+
+def profile(call: Callable[[int], None]) -> dict[str, Any]:
+    """Where the microseconds of one step go: by group, and by kernel and grid; `gaps` is time without any kernel.
+
+    The profiler makes gaps longer. Of the host, what took longest; its parts may lie within each other.
+    """
+    events, host = traced(call)
+    groups, rows, busy, until = dict.fromkeys(GROUPS, 0.0), {}, 0.0, 0.0
+    for event in events:
+        start, end = event["ts"], event["ts"] + event["dur"]
+        added = max(0.0, end - max(start, until))  # two kernels that overlap share their time
+        until = max(until, end)
+        busy += added
+        groups[group_of(event["name"])] += added
+        grid = event.get("args", {}).get("grid")
+        row = rows.setdefault((event["name"][:100], str(grid)), [0, 0.0])
+        row[0] += 1
+        row[1] += event["dur"]
+    span = until - events[0]["ts"]
+    listed = sorted(({"kernel": name, "grid": grid, "calls": count, "us": round(us, 1)}
+                     for (name, grid), (count, us) in rows.items()), key=lambda row: -row["us"])
+    longest = sorted(((e["name"][:60], round(e["dur"], 1)) for e in host), key=lambda pair: -pair[1])[:12]
+    return {"host": longest, "span_us": round(span, 1), "gaps_us": round(span - busy, 1), "kernels": len(events),
+            "groups_us": {name: round(us, 1) for name, us in groups.items()}, "rows": listed[:ROWS]}
 
 
 def measure(layers: int, *, eager: bool = False) -> dict[str, object]:
     model = build(layers)
     result: dict[str, object] = {"layers": layers, "weights_gb": torch.cuda.memory_allocated() / 1e9}
     if eager:
-        result["bf16_eager_ms"] = decode_ms(model, compiled=False)
-    result["bf16_ms"] = decode_ms(model, compiled=True)
+        result["bf16_eager_ms"], _ = decode_ms(decoder(model, compiled=False))
+    call = decoder(model, compiled=True)
+    result["bf16_ms"], result["bf16_host_ms"] = decode_ms(call)
+    result["bf16_profile"] = profile(call)
+    del call
     torch.compiler.reset()
     start = time.perf_counter()
     vb = vbrt.wrap(model, "fp4").materialize()
@@ -75,8 +153,14 @@ def measure(layers: int, *, eager: bool = False) -> dict[str, object]:
     torch.cuda.empty_cache()
     result |= {"encode_s": time.perf_counter() - start, "fp4_weights_gb": torch.cuda.memory_allocated() / 1e9}
     if eager:
-        result["fp4_eager_ms"] = decode_ms(model, compiled=False)
-    result["fp4_ms"] = decode_ms(model, compiled=True)
+        result["fp4_eager_ms"], _ = decode_ms(decoder(model, compiled=False))
+    call = decoder(model, compiled=True)
+    head = sum(p.numel() * p.element_size() for p in model.lm_head.parameters())
+    read = sum(swap.page_bytes for swap in vb.plan.swaps) + head
+    result["fp4_linear_bytes"] = read
+    result["fp4_ms"], result["fp4_host_ms"] = decode_ms(call)
+    result["fp4_profile"] = profile(call)
+    del call
     result["speedup"] = result["bf16_ms"] / result["fp4_ms"]
     result["fallbacks"] = list(vb.stats().fallbacks)
     vb.close()

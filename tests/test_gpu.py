@@ -92,10 +92,17 @@ def test_memory_that_cannot_be_locked_at_all_is_announced(monkeypatch):
         assert any("no more locked memory" in line for line in vb.stats().fallbacks)
 
 
-def test_slow_copies_change_nothing(tmp_path):
+def resident(model: nn.Module, preset: str, x: torch.Tensor) -> torch.Tensor:
+    with vbrt.wrap(copy.deepcopy(model), preset) as vb:
+        return outputs(vb, x, passes=1)[0]
+
+
+@pytest.mark.parametrize("preset", ["dense", "fp4"])  # fp4: its kernels read weights before the launch before has ended
+def test_slow_copies_change_nothing(preset, tmp_path):
     model, x = network(), torch.randn(3, WIDTH, device="cuda", dtype=torch.bfloat16)
-    want = expected(model, x)
-    with vbrt.wrap(model, "dense", tiers=tiers(model, gpu_pages=3, cpu_pages=4, ssd=tmp_path)) as vb:
+    want = resident(model, preset, x)
+    room = tiers(model, gpu_pages=3, cpu_pages=4, ssd=tmp_path, preset=preset)
+    with vbrt.wrap(model, preset, tiers=room) as vb:
         vb.materialize()
         copies = vb.stack.levels[0].stream
         for _ in range(4):
@@ -105,14 +112,15 @@ def test_slow_copies_change_nothing(tmp_path):
                 assert torch.equal(vb(x), want)
 
 
-def test_slow_compute_is_not_overtaken_by_the_next_copy(tmp_path):
+@pytest.mark.parametrize("preset", ["dense", "fp4"])
+def test_slow_compute_is_not_overtaken_by_the_next_copy(preset, tmp_path):
     model, x = network(), torch.randn(3, WIDTH, device="cuda", dtype=torch.bfloat16)
-    want = expected(model, x)
+    want = resident(model, preset, x)
 
     def delay(module, args):
         torch.cuda._sleep(5_000_000)
 
-    with vbrt.wrap(model, "dense", tiers=tiers(model, gpu_pages=3, cpu_pages=9)) as vb:
+    with vbrt.wrap(model, preset, tiers=tiers(model, gpu_pages=3, cpu_pages=9, preset=preset)) as vb:
         for layer in vb.registry.values():
             layer.register_forward_pre_hook(delay)
         for y in outputs(vb, x):

@@ -20,8 +20,9 @@ _HOMES = {
     "KernelError": "errors", "NonfiniteError": "errors", "TierError": "errors", "VBError": "errors",
     "WrapError": "errors", "FlashAttention": "nn", "FusedFP4Linear": "nn", "OptimizedTransformerBlock": "nn",
     "Plan": "plan", "Stats": "stats", "VBConfig": "config", "VBLinear": "nn", "VBModelWrapper": "wrapper",
-    "gumbel_max_sample": "nn", "load": "checkpoint", "load_config": "config", "make_plan": "estimate",
-    "quantize": "nn", "simulate": "policy", "watch_nonfinite": "watch", "wrap": "wrapper",
+    "compile_options": "kernels.join", "gumbel_max_sample": "nn", "load": "checkpoint", "load_config": "config",
+    "make_plan": "estimate", "quantize": "nn", "simulate": "policy", "tune": "kernels.tuning",
+    "watch_nonfinite": "watch", "wrap": "wrapper",
 }
 
 __all__ = ["__version__", *_HOMES]
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
         WrapError,
     )
     from vbrt.estimate import make_plan
+    from vbrt.kernels.join import compile_options
+    from vbrt.kernels.tuning import tune
     from vbrt.nn import (
         FlashAttention,
         FusedFP4Linear,

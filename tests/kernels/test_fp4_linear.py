@@ -118,9 +118,9 @@ def test_every_size_has_a_launch(major):
             wide = wide_for(major, tokens, row_tiles, 64)
             if wide is None:
                 launch = launch_for(major, tokens, row_tiles, 64)
-                assert launch.WN * launch.WK in (1, 2, 4, 8, 16)
+                assert launch.R in (1, 2, 4) and launch.WK in (4, 8, 16)
             else:
-                assert wide.TOKENS in (16, 32, 64, 128) and wide.WARPS in (8, 16)
+                assert wide.TOKENS in (16, 32, 64, 128) and wide.WARPS in (4, 8, 16)
                 assert wide.RING >= 3 and wide.RING * (wide.WARPS * 32 * 36 + wide.TOKENS * 256) <= 227 << 10
     assert wide_for(major, fused_limit(major) + 1, 1, 1) is None
     with pytest.raises(ValueError, match="at most"):
@@ -145,8 +145,9 @@ def compiled(kernel, types, constants, capability, warps, aligned):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("loose", [False, True])
 @pytest.mark.parametrize("rule", [DEFAULT[0], DEFAULT[-1]], ids=["first", "last"])
-def test_the_fused_kernel_compiles_with_wide_loads(capability, rule):
+def test_the_fused_kernel_compiles_with_wide_loads(capability, rule, loose):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels import fp4_gluon
 
@@ -154,22 +155,41 @@ def test_the_fused_kernel_compiles_with_wide_loads(capability, rule):
     pointers = {"x_ptr": "*bf16", "tile_ptr": "*i32", "scale_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16"}
     numbers = dict.fromkeys(("M", "N", "K", "columns", "x_stride", "y_stride"), "i32")
     constants = {
-        "R": config.R, "NT": groups, "WN": config.WN, "WK": config.WK, "PREFETCH": config.PREFETCH,
+        "R": config.R, "NT": groups, "WK": config.WK, "PREFETCH": config.PREFETCH,
         "E8": False, "FULL": False, "TAIL": False,
-        "ACTIVATION": "gelu", "BIAS": True,
+        "ACTIVATION": "gelu", "BIAS": True, "LOOSE": loose, "EARLY": capability >= 90,
     }  # fmt: skip
     binary = compiled(
-        fp4_gluon.linear_kernel, {**pointers, **numbers}, constants, capability, config.WN * config.WK,
+        fp4_gluon.linear_kernel, {**pointers, **numbers}, constants, capability, config.WK,
         ("x_ptr", "tile_ptr", "y_ptr", "K", "x_stride", "y_stride"),
     )  # fmt: skip
     ptx = binary.asm["ptx"]
     wide = ptx.count("ld.global.v4") + ptx.count("ld.global.cg.v4")
     assert ptx.count("mma.sync") == 8 * config.R * groups
-    assert wide >= (2 if config.PREFETCH else 1) * 2 * config.R + 4 * groups
+    assert wide >= (2 if config.PREFETCH else 1) * 2 * config.R + (0 if loose else 4 * groups)
+    assert ("griddepcontrol.wait" in ptx) == (capability >= 90)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [17, 64, 256])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_the_siblings_kernel_compiles_with_wide_loads(capability):
+    pytest.importorskip("triton.experimental.gluon")
+    from vbrt.kernels import fp4_gluon
+
+    one = {"tile{}_ptr": "*i32", "scale{}_ptr": "*fp32", "y{}_ptr": "*bf16"}
+    types = {"x_ptr": "*bf16", **{name.format(i): kind for i in range(3) for name, kind in one.items()}}
+    types |= dict.fromkeys(("M", "N0", "N1", "N2", "K", "columns", "x_stride"), "i32")
+    constants = {
+        "R": 1, "NT": 1, "WK": 8, "PREFETCH": True, "E8": False, "FULL": False, "TAIL": False, "LOOSE": False,
+        "EARLY": capability >= 90,
+    }  # fmt: skip
+    aligned = [name for name in types if name.endswith("_ptr")]
+    ptx = compiled(fp4_gluon.siblings_kernel, types, constants, capability, 8, (*aligned, "K", "x_stride")).asm["ptx"]
+    assert ptx.count("ld.global.v4") + ptx.count("ld.global.cg.v4") >= 2 * 2 + 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [17, 64, 256])  # of 4096 x 4096, and of 14336 x 4096
 @pytest.mark.parametrize("name", NAMES)
 def test_the_hopper_kernel_compiles_to_warpgroup_instructions(name, tokens):
     pytest.importorskip("triton.experimental.gluon")
@@ -198,7 +218,8 @@ def test_the_padding_kernel_compiles(capability):
     from vbrt.kernels import fp4_gluon
 
     types = {"x_ptr": "*bf16", "o_ptr": "*bf16", **dict.fromkeys(("K", "width", "x_stride", "k_stride"), "i32")}
-    compiled(fp4_gluon.pad_kernel, types, {"WARPS": 4, "SPAN": 1024}, capability, 4, ("o_ptr",))
+    compiled(fp4_gluon.pad_kernel, types, {"WARPS": 4, "SPAN": 1024, "EARLY": capability >= 90},
+             capability, 4, ("o_ptr",))
 
 
 @pytest.mark.slow
@@ -306,7 +327,7 @@ def test_large_weights_are_decoded_in_slices(shape, tokens):
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_activations_match_float64(activation):
     planes, _, weight = case("nvfp4", (512, 1024))
-    for tokens in (3, 40, 100):
+    for tokens in (3, 40, 100, 600):
         x = torch.randn(tokens, 1024, device="cuda", dtype=torch.bfloat16)
         bias = torch.randn(512, device="cuda", dtype=torch.bfloat16)
         want = reference.ACTIVATIONS[activation](x.double() @ weight.T + bias.double())

@@ -85,7 +85,9 @@ def test_table_linear_matches_float64(name, shape):
         bias = torch.randn(shape[0], device="cuda", dtype=torch.bfloat16)
         poison()
         y = table_linear.linear(x, planes, bias)
-        assert error(y, x.double() @ weight.T + bias.double()) < 3e-3, (tokens, table_linear.route(x, planes))
+        # decoding rounds the weight to bf16 too, and where the library adds the bias afterwards the result twice
+        bound = 3e-3 if table_linear.route(x, planes) == "fused" else 4e-3
+        assert error(y, x.double() @ weight.T + bias.double()) < bound, (tokens, table_linear.route(x, planes))
         poison()
         y = table_linear.linear(x, planes, bias, "silu")
         assert error(y, F.silu(x.double() @ weight.T + bias.double())) < 4e-3

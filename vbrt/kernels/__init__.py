@@ -20,14 +20,13 @@ from vbrt.kernels import cpu_linear, fp4_linear, fp8_linear, fused_linear, refer
 from vbrt.kernels.fp4_linear import Packing
 from vbrt.kernels.fp4_tiles import TILES
 from vbrt.kernels.fp8_linear import fp8_refusal
-from vbrt.kernels.fused_linear import Norm, folded
+from vbrt.kernels.fused_linear import Norm
 
 __all__ = [
     "BACKENDS",
     "TILES",
     "Norm",
     "Packing",
-    "folded",
     "fp8_refusal",
     "kernel_name",
     "kernel_refusal",

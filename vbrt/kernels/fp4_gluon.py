@@ -1,10 +1,14 @@
 """The GPU side of `fp4_linear`: Gluon kernels over the tiles of `fp4_tiles`. Importing this needs Triton.
 
-One warp owns R row tiles and walks along K. Per step it reads its tiles (16 bytes a lane and load), turns each word
+A warp takes R row tiles and walks along K. Per step it reads its tiles (16 bytes a lane and load), turns each word
 into the A operand of one `mma.sync.m16n8k16` by bit arithmetic and two products with the block scale, all exact in
 bf16, and multiplies with activations that come straight from global memory in the order the B operand wants. Weights
 never pass through shared memory. WK warps share a row tile and split K; their sums meet in shared memory once, in a
 fixed order, so results do not change from run to run.
+
+On sm_90 and newer they are launched as dependents of whatever the stream runs before them: they start as it ends, have
+their first weights loaded while it does, and wait for its end before they read activations or write. Each lets the next
+one start only after its own wait, so weights may come from any launch but the very last one; `Packing.pack` sees to it.
 
 Gluon and not plain Triton, because correctness rests on the layout: an assembly block with pack=4 must get the four
 words of one lane, and plain Triton is free to give it four lanes' words.
@@ -15,7 +19,7 @@ words of one lane, and plain Triton is free to give it four lanes' words.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["decode_kernel", "linear_kernel", "pad_kernel"]
+__all__ = ["decode_kernel", "linear_kernel", "pad_kernel", "siblings_kernel"]
 
 _OUT_16 = ",".join(["=&r"] * 16)
 
@@ -91,12 +95,34 @@ SCALE_REGISTERS = gl.constexpr("=&r,=&r,r")
 RESCALE = gl.constexpr(2.0**14)
 
 
+@gluon.jit
+def wait_for_launch_before():
+    """Until the kernel launched before this one has ended; until then only what it does not write may be read."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def allow_launch_after():
+    """From here the next kernel may start; it waits for this one's end before it reads results."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
 @gluon.constexpr_function
-def store_layout(R, NT, WN, warps):
-    """[R * NT, 32 * WN, 4] accumulators with 16 or 32 adjacent rows of the result in the lanes of a warp."""
+def out_layout(WK):
+    """[COUNT, 32, 4] sums, one a thread."""
+    return gl.BlockedLayout([1, 1, 1], [1, 8, 4], [WK // 4, 4, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def store_layout(R, NT, warps):
+    """[R * NT, 32, 4] accumulators with 16 or 32 adjacent rows of the result in the lanes of a warp."""
     bits = lambda v: v.bit_length() - 1  # noqa: E731  # must stay an expression inside a constexpr function
     bases = [[0, 4, 0], [0, 8, 0], [0, 16, 0], [0, 0, 2]]
-    bases = bases + [[1 << i, 0, 0] for i in range(bits(R))] + [[0, 32 << i, 0] for i in range(bits(WN))]
+    bases = bases + [[1 << i, 0, 0] for i in range(bits(R))]
     bases = bases + [[0, 1, 0], [0, 2, 0], [0, 0, 1]] + [[R << i, 0, 0] for i in range(bits(NT))]
     warp = bases[5 : 5 + bits(warps)]
     warp = warp + [[0, 0, 0]] * (bits(warps) - len(warp))
@@ -105,8 +131,24 @@ def store_layout(R, NT, WN, warps):
         lane_bases=bases[:5],
         warp_bases=warp,
         block_bases=[],
-        shape=[R * NT, 32 * WN, 4],
+        shape=[R * NT, 32, 4],
     )
+
+
+@gluon.jit
+def summed(entries, FIRST: gl.constexpr, COUNT: gl.constexpr, WK: gl.constexpr):
+    """[COUNT, 32, 4] of entries FIRST .. FIRST + COUNT [threads, 4], added up over the warps in their order."""
+    IN: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [1, WK, 1], [2, 1, 0])
+    OUT: gl.constexpr = out_layout(WK)
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    shared = gl.allocate_shared_memory(gl.float32, [COUNT, 32 * WK, 4], SHARED)
+    for i in gl.static_range(COUNT):
+        entry = gl.convert_layout(entries[FIRST + i], gl.SliceLayout(0, IN))
+        shared.slice(i, 1, dim=0).store(gl.expand_dims(entry, 0))
+    v = shared.slice(0, 32, dim=1).load(OUT)
+    for w in gl.static_range(1, WK):
+        v = v + shared.slice(w * 32, 32, dim=1).load(OUT)
+    return v
 
 
 @gluon.jit
@@ -153,8 +195,9 @@ def load_tiles(
 
 @gluon.jit
 def load_tokens(
-    x_ptr, x_stride, column, wanted, n, p, lane, M, K, LAYOUT: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr
-):
+    x_ptr, x_stride, column, wanted, n, p, lane, M, K,
+    LAYOUT: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, LOOSE: gl.constexpr,
+):  # fmt: skip
     """Eight columns of eight tokens as four words a lane: the B operands of instructions 2 p and 2 p + 1."""
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     token = n * 8 + lane // 4
@@ -162,6 +205,10 @@ def load_tokens(
     offset = column * 64 + t * 16 + (p ^ (t // 2)) * 4
     if not FULL:
         wanted = wanted & (token < M)
+    if LOOSE:  # a load a word
+        words = offset[:, None] + four
+        whole = wanted[:, None] & (words * 2 < K)
+        return gl.load(x_ptr + (token * (x_stride // 2))[:, None] + words, mask=whole, other=0)
     if TAIL:
         wanted = wanted & (offset * 2 < K)
     offset = offset + token * (x_stride // 2)
@@ -169,44 +216,45 @@ def load_tokens(
 
 
 @gluon.jit
-def places(program, R: gl.constexpr, WN: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
-    """(row, token) of each accumulator of a program, [COUNT, 32 * WN, 4]."""
+def places(program, R: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """(row, token) of each accumulator of a program, [COUNT, 32, 4]."""
     i = gl.arange(0, COUNT, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None][:, :, None]
-    lane = gl.arange(0, 32 * WN, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :][:, :, None]
+    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :][:, :, None]
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, :][:, None, :]
-    row = (program * (WN * R) + (lane // 32) * R + i % R) * 16 + (lane % 32) // 4 + 8 * (four // 2)
+    row = (program * R + i % R) * 16 + lane // 4 + 8 * (four // 2)
     return row, (i // R) * 8 + 2 * (lane % 4) + four % 2
 
 
-@gluon.jit(do_not_specialize=["M", "N", "columns"])
-def linear_kernel(
-    x_ptr, tile_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K, columns, x_stride, y_stride,
-    R: gl.constexpr, NT: gl.constexpr, WN: gl.constexpr, WK: gl.constexpr, PREFETCH: gl.constexpr,
+@gluon.jit
+def linear_program(
+    x_ptr, tile_ptr, scale_ptr, bias_ptr, y_ptr, program, M, N, K, columns, x_stride, y_stride,
+    R: gl.constexpr, NT: gl.constexpr, WK: gl.constexpr, PREFETCH: gl.constexpr,
     E8: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
+    LOOSE: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """y [M, N] = activation(x [M, K] @ w.T * scale + bias), grid (ceil(row tiles / (R * WN)),), WN * WK warps.
+    """16 * R rows of y [M, N] = activation(x [M, K] @ w.T * scale + bias), by WK warps.
 
-    x is bf16, its rows 16-byte aligned; NT groups of 8 tokens cover M. FULL: M = 8 * NT. TAIL: K % 128 != 0.
+    x is bf16, its rows 16-byte aligned or, if LOOSE, K even and rows 4-byte aligned; NT groups of 8 tokens cover M.
+    FULL: M = 8 * NT. TAIL: K % 128 != 0. EARLY: a dependent launch.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WN * WK, 1], [1, 0])
-    THREADS: gl.constexpr = 32 * WN * WK
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WK, 1], [1, 0])
+    THREADS: gl.constexpr = 32 * WK
     thread = gl.arange(0, THREADS, layout=gl.SliceLayout(1, LAYOUT))
     lane = thread % 32
-    warp = thread // 32
-    program = gl.program_id(0)
-    row_tile = program * (WN * R) + (warp % WN) * R
+    row_tile = program * R + thread * 0
     row_tiles = (N + 15) // 16
-    column = warp // WN
+    column = thread // 32
     x_words = x_ptr.to(gl.pointer_type(gl.int32))
     COUNT: gl.constexpr = NT * R
-    OUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WK, WN, 1], [2, 1, 0])
-    STORE: gl.constexpr = store_layout(R, NT, WN, WN * WK) if NT > 1 else OUT
-    row, token = places(program, R, WN, COUNT, STORE)
+    STORE: gl.constexpr = store_layout(R, NT, WK) if NT > 1 else out_layout(WK)
+    row, token = places(program, R, COUNT, STORE)
     sums = ()
     for _ in gl.static_range(COUNT):
         sums = sums + (gl.zeros((THREADS, 4), gl.float32, layout=LAYOUT),)
     if PREFETCH:
         tiles = load_tiles(tile_ptr, row_tile, row_tiles, column, columns, lane, LAYOUT, R, E8)
+    if EARLY:
+        wait_for_launch_before()
     for _ in range((columns + WK - 1) // WK):
         here = column < columns
         if PREFETCH:
@@ -217,7 +265,7 @@ def linear_kernel(
         if NT <= 4:  # more would not stay in registers
             for n in gl.static_range(NT):
                 for p in gl.static_range(4):
-                    loaded = load_tokens(x_words, x_stride, column, here, n, p, lane, M, K, LAYOUT, FULL, TAIL)
+                    loaded = load_tokens(x_words, x_stride, column, here, n, p, lane, M, K, LAYOUT, FULL, TAIL, LOOSE)
                     tokens = tokens + (loaded,)
         for part in gl.static_range(2):
             a = ()
@@ -237,8 +285,10 @@ def linear_kernel(
                     b0 = tokens[4 * n + 2 * part]
                     b1 = tokens[4 * n + 2 * part + 1]
                 else:
-                    b0 = load_tokens(x_words, x_stride, column, here, n, 2 * part, lane, M, K, LAYOUT, FULL, TAIL)
-                    b1 = load_tokens(x_words, x_stride, column, here, n, 2 * part + 1, lane, M, K, LAYOUT, FULL, TAIL)
+                    b0 = load_tokens(x_words, x_stride, column, here, n, 2 * part, lane, M, K, LAYOUT, FULL, TAIL,
+                                     LOOSE)  # fmt: skip
+                    b1 = load_tokens(x_words, x_stride, column, here, n, 2 * part + 1, lane, M, K, LAYOUT, FULL, TAIL,
+                                     LOOSE)  # fmt: skip
                 for r in gl.static_range(R):
                     total = gl.inline_asm_elementwise(
                         MULTIPLY, MULTIPLY_REGISTERS,
@@ -251,17 +301,12 @@ def linear_kernel(
             tiles = ahead
         column = column + WK
 
+    if EARLY:
+        allow_launch_after()
     scale = gl.load(scale_ptr)  # before the loop it would hold up the first weights
     if BIAS:
         bias = gl.load(bias_ptr + row, mask=row < N, other=0.0)
-    shared = gl.allocate_shared_memory(gl.float32, [COUNT, THREADS, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    IN: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [1, WN * WK, 1], [2, 1, 0])
-    for i in gl.static_range(COUNT):
-        shared.slice(i, 1, dim=0).store(gl.expand_dims(gl.convert_layout(sums[i], gl.SliceLayout(0, IN)), 0))
-    v = shared.slice(0, 32 * WN, dim=1).load(OUT)
-    for w in gl.static_range(1, WK):
-        v = v + shared.slice(w * 32 * WN, 32 * WN, dim=1).load(OUT)
-    v = gl.convert_layout(v, STORE) * (RESCALE * scale)
+    v = gl.convert_layout(summed(sums, 0, COUNT, WK), STORE) * (RESCALE * scale)
     if BIAS:
         v = v + bias.to(gl.float32)
     keep = (row < N) & (token < M)
@@ -269,9 +314,50 @@ def linear_kernel(
     gl.store(y_ptr + token.to(gl.int64) * y_stride + row, y, mask=keep)
 
 
+@gluon.jit(do_not_specialize=["M", "N", "columns"])
+def linear_kernel(
+    x_ptr, tile_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K, columns, x_stride, y_stride,
+    R: gl.constexpr, NT: gl.constexpr, WK: gl.constexpr, PREFETCH: gl.constexpr,
+    E8: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
+    LOOSE: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """y [M, N] = activation(x [M, K] @ w.T * scale + bias), grid (ceil(row tiles / R),); see `linear_program`."""
+    linear_program(
+        x_ptr, tile_ptr, scale_ptr, bias_ptr, y_ptr, gl.program_id(0), M, N, K, columns, x_stride, y_stride,
+        R, NT, WK, PREFETCH, E8, FULL, TAIL, ACTIVATION, BIAS, LOOSE, EARLY,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["M", "N0", "N1", "N2", "columns"])
+def siblings_kernel(
+    x_ptr, tile0_ptr, scale0_ptr, y0_ptr, tile1_ptr, scale1_ptr, y1_ptr, tile2_ptr, scale2_ptr, y2_ptr,
+    M, N0, N1, N2, K, columns, x_stride,
+    R: gl.constexpr, NT: gl.constexpr, WK: gl.constexpr, PREFETCH: gl.constexpr,
+    E8: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, LOOSE: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """Three products of one x, y0 [M, N0] and so on, N2 may be 0. Grid: the sum of what `linear_kernel` takes."""
+    program = gl.program_id(0)
+    first = (N0 + 16 * R - 1) // (16 * R)
+    second = first + (N1 + 16 * R - 1) // (16 * R)
+    tile_ptr = gl.where(program < first, tile0_ptr, gl.where(program < second, tile1_ptr, tile2_ptr))
+    scale_ptr = gl.where(program < first, scale0_ptr, gl.where(program < second, scale1_ptr, scale2_ptr))
+    y_ptr = gl.where(program < first, y0_ptr, gl.where(program < second, y1_ptr, y2_ptr))
+    N = gl.where(program < first, N0, gl.where(program < second, N1, N2))
+    program = program - gl.where(program < first, 0, gl.where(program < second, first, second))
+    linear_program(
+        x_ptr, tile_ptr, scale_ptr, scale_ptr, y_ptr, program, M, N, K, columns, x_stride, N,
+        R, NT, WK, PREFETCH, E8, FULL, TAIL, "none", False, LOOSE, EARLY,
+    )  # fmt: skip
+
+
 @gluon.jit
-def pad_kernel(x_ptr, o_ptr, K, width, x_stride, k_stride, WARPS: gl.constexpr, SPAN: gl.constexpr):
-    """o [M, width] = x [M, K] and zeros behind it, grid (M, ceil(width / SPAN))."""
+def pad_kernel(
+    x_ptr, o_ptr, K, width, x_stride, k_stride, WARPS: gl.constexpr, SPAN: gl.constexpr, EARLY: gl.constexpr
+):  # fmt: skip
+    """o [M, width] = x [M, K] and zeros behind it, grid (M, ceil(width / SPAN)). EARLY: a dependent launch."""
+    if EARLY:
+        wait_for_launch_before()
+        allow_launch_after()
     at = gl.program_id(1) * SPAN + gl.arange(0, SPAN, layout=gl.BlockedLayout([2], [32], [WARPS], [0]))
     m = gl.program_id(0).to(gl.int64)
     v = gl.load(x_ptr + m * x_stride + at.to(gl.int64) * k_stride, mask=at < K, other=0.0)

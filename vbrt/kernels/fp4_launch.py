@@ -42,7 +42,7 @@ class Launcher:
         device: int,
         grid: tuple[int, int],
         tensors: tuple[Tensor, ...],
-        numbers: tuple[int, ...],
+        numbers: tuple[float, ...],
         constants: tuple[Any, ...],
         warps: int,
     ) -> None:

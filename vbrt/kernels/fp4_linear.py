@@ -27,10 +27,11 @@ from vbrt.formats.page import PageLayout
 from vbrt.kernels import fp4_tiles, merge, reference
 from vbrt.kernels.fp4_launch import Launcher, alignment
 from vbrt.kernels.fp4_tiles import ROWS, TILES
-from vbrt.kernels.launch_table import Wide, fused_limit, launch_for, wide_for
+from vbrt.kernels.launch_table import Launch, Wide, fused_limit, launch_for, wide_for
+from vbrt.kernels.tuning import tuned
 
-__all__ = ["MIN_MAJOR", "Packing", "available", "decode_weight", "linear", "major", "packing", "route",
-           "rows_are_aligned", "slice_tiles"]
+__all__ = ["MIN_MAJOR", "Packing", "available", "decode_weight", "launch", "linear", "linears", "major", "packing",
+           "route", "rows_are_aligned", "slice_tiles", "starts_early"]
 
 MIN_MAJOR = 8  # mma.m16n8k16 on bf16, fma.rn.bf16x2
 _SUMMANDS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
@@ -52,7 +53,12 @@ class Packing:
 
     def pack(self, coarse: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor] | None:
         """The coarse tensors of `encode` in this order, or None where that would not be exact."""
-        return fp4_tiles.pack_tiles(self.format, coarse, shape) if fp4_tiles.fits(self.format, coarse) else None
+        if not fp4_tiles.fits(self.format, coarse):
+            return None
+        tensors = fp4_tiles.pack_tiles(self.format, coarse, shape)
+        if tensors[TILES].is_cuda:  # a launch after the one that wrote them, see fp4_gluon
+            torch.zeros(1, device=tensors[TILES].device)
+        return tensors
 
     def unpack(self, tensors: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
         """The exact inverse of `pack`."""
@@ -80,26 +86,44 @@ def major(index: int) -> int:
     return known
 
 
+def starts_early(index: int) -> bool:
+    """Whether a CUDA device can start a kernel while the one before it ends."""
+    return major(index) >= 9
+
+
 def rows_are_aligned(x_MK: Tensor) -> bool:
     """Whether 16-bit rows start at multiples of 16 bytes and end there, as the kernels read them."""
     aligned = x_MK.stride(1) == 1 and x_MK.stride(0) % 8 == 0 and x_MK.shape[1] % 8 == 0
     return aligned and x_MK.data_ptr() % 16 == 0
 
 
+def pairs_are_aligned(x_MK: Tensor) -> bool:
+    """Whether 16-bit rows are whole words of 4 bytes."""
+    aligned = x_MK.stride(1) == 1 and x_MK.stride(0) % 2 == 0 and x_MK.shape[1] % 2 == 0
+    return aligned and x_MK.data_ptr() % 4 == 0
+
+
 @functools.cache
-def _narrow() -> Any:
+def _narrow(early: bool) -> Any:
     from vbrt.kernels import fp4_gluon  # compiles nothing, but needs Triton
 
-    kernels = fp4_gluon.linear_kernel, fp4_gluon.decode_kernel, fp4_gluon.pad_kernel
-    return tuple(Launcher(kernel) for kernel in kernels)
+    kernels = fp4_gluon.linear_kernel, fp4_gluon.pad_kernel, fp4_gluon.siblings_kernel
+    return tuple(Launcher(kernel, dependent=early) for kernel in kernels)
+
+
+@functools.cache
+def _decoder() -> Launcher:
+    from vbrt.kernels import fp4_gluon
+
+    return Launcher(fp4_gluon.decode_kernel)
 
 
 @functools.cache
 def _wide() -> Any:
     from vbrt.kernels import fp4_wgmma
 
-    dependents = fp4_wgmma.wgmma_kernel, fp4_wgmma.reduce_kernel
-    return Launcher(fp4_wgmma.order_kernel), *(Launcher(kernel, dependent=True) for kernel in dependents)
+    kernels = fp4_wgmma.order_kernel, fp4_wgmma.wgmma_kernel, fp4_wgmma.reduce_kernel
+    return tuple(Launcher(kernel, dependent=True) for kernel in kernels)
 
 
 def _served(planes: WeightPlanes) -> bool:
@@ -221,7 +245,7 @@ def _decode_tiles(tiles: Tensor, scale: Tensor, format: str, n: int, k: int, dty
     w_NK = torch.empty(n, k, dtype=dtype, device=tiles.device)
     rows, columns, _ = tiles.shape
     tensors = (tiles, scale, w_NK)
-    _narrow()[1](
+    _decoder()(
         (tiles.device.index, n, k, dtype, format, alignment(*tensors)), tiles.device.index,
         (rows * -(-columns // _DECODE_WARPS), 1), tensors, (n, k, columns), (format == "mxfp4", _DECODE_WARPS),
         _DECODE_WARPS,
@@ -263,26 +287,72 @@ def _fused(
 def _launch(
     x_MK: Tensor, tiles: Tensor, scale: Tensor, bias: Tensor | None, y_MN: Tensor, format: str, activation: str
 ) -> None:
+    rows, columns, _ = tiles.shape
+    config = _config(tiles.device.index, x_MK.shape[0], rows, columns)
+    launch(x_MK, tiles, scale, bias, y_MN, format, activation, config)
+
+
+def _config(device: int, tokens: int, row_tiles: int, columns: int) -> Launch:
+    found = tuned(device).get((-(-tokens // 8), row_tiles, columns))
+    return found or launch_for(major(device), tokens, row_tiles, columns)
+
+
+def launch(
+    x_MK: Tensor, tiles: Tensor, scale: Tensor, bias: Tensor | None, y_MN: Tensor, format: str, activation: str,
+    config: Launch,
+) -> None:  # fmt: skip
+    """The kernel for few tokens, x in bf16, on one configuration."""
+    x_MK, loose = _readable(x_MK)
     tokens, k = x_MK.shape
-    if not rows_are_aligned(x_MK):
-        x_MK = _padded(x_MK)
-        k = x_MK.shape[1]
     row_tiles, columns, _ = tiles.shape
     groups = 1 << max(0, (tokens - 1).bit_length() - 3)
     device, n = tiles.device.index, y_MN.shape[1]
-    config = launch_for(major(device), tokens, row_tiles, columns)
+    early = starts_early(device)
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
     tensors = (x_MK, tiles, scale, x_MK if bias is None else bias, y_MN)
     constants = (
-        config.R, groups, config.WN, config.WK, config.PREFETCH, format == "mxfp4", tokens == 8 * groups, k % 128 != 0,
-        activation, bias is not None,
+        config.R, groups, config.WK, config.PREFETCH, format == "mxfp4", tokens == 8 * groups, k % 128 != 0,
+        activation, bias is not None, loose, early,
     )  # fmt: skip
     stride = x_MK.stride(0)
     key = (device, n, k, stride, y_MN.dtype, tensors[3].dtype, alignment(*tensors), constants)
-    grid = (-(-row_tiles // (config.R * config.WN)), 1)
     numbers = (tokens, n, k, columns, stride, n)
-    _narrow()[0](key, device, grid, tensors, numbers, constants, config.WN * config.WK)
+    _narrow(early)[0](key, device, (-(-row_tiles // config.R), 1), tensors, numbers, constants, config.WK)
+
+
+def linears(
+    x: Tensor, tiles: list[Tensor], scales: list[Tensor], format: str, ns: list[int], k: int
+) -> list[Tensor]:
+    """x @ w.T of up to three weights: one launch for up to 8 bf16 tokens, otherwise one each."""
+    x_MK = x.reshape(-1, k)
+    if x.dtype is not torch.bfloat16 or not 0 < x_MK.shape[0] <= 8 or not 1 < len(tiles) <= 3:
+        return [_fused(x, t, s, None, format, n, k, "none") for t, s, n in zip(tiles, scales, ns, strict=True)]
+    x_MK, loose = _readable(x_MK)
+    tokens, k = x_MK.shape
+    ys = [torch.empty(tokens, n, dtype=x.dtype, device=x.device) for n in ns]
+    rows, columns, device = [t.shape[0] for t in tiles], tiles[0].shape[1], x.device.index
+    config, early = _config(device, tokens, sum(rows), columns), starts_early(device)
+    triples = [part for triple in zip(tiles, scales, ys, strict=True) for part in triple]
+    tensors = (x_MK, *triples, *triples[:3])[:10]
+    constants = (
+        config.R, 1, config.WK, config.PREFETCH, format == "mxfp4", tokens == 8, k % 128 != 0, loose, early,
+    )  # fmt: skip
+    numbers = (tokens, *ns, *[0] * (3 - len(ns)), k, columns, x_MK.stride(0))
+    key = (device, k, x_MK.stride(0), alignment(*tensors), constants)
+    blocks = sum(-(-r // config.R) for r in rows)
+    _narrow(early)[2](key, device, (blocks, 1), tensors, numbers, constants, config.WK)
+    return [y.view(*x.shape[:-1], n) for y, n in zip(ys, ns, strict=True)]
+
+
+def _readable(x_MK: Tensor) -> tuple[Tensor, bool]:
+    """(x as the kernel for few tokens can read it, whether a word at a time)."""
+    if rows_are_aligned(x_MK):
+        return x_MK, False
+    # for more than one group of tokens so many loads take longer than a launch
+    if x_MK.shape[0] <= 8 and pairs_are_aligned(x_MK):
+        return x_MK, True
+    return _padded(x_MK), False
 
 
 def _padded(x_MK: Tensor) -> Tensor:
@@ -292,8 +362,9 @@ def _padded(x_MK: Tensor) -> Tensor:
     o_MK = x_MK.new_empty(tokens, width)
     key = (device, x_MK.dtype, k, x_MK.stride(), alignment(x_MK, o_MK))
     grid = (tokens, -(-width // _ORDER_SPAN))
-    constants = (_ORDER_WARPS, _ORDER_SPAN)
-    _narrow()[2](key, device, grid, (x_MK, o_MK), (k, width, *x_MK.stride()), constants, _ORDER_WARPS)
+    early = starts_early(device)
+    constants = (_ORDER_WARPS, _ORDER_SPAN, early)
+    _narrow(early)[1](key, device, grid, (x_MK, o_MK), (k, width, *x_MK.stride()), constants, _ORDER_WARPS)
     return o_MK
 
 
@@ -305,7 +376,7 @@ def _launch_wide(
     summands = _SUMMANDS[x_MK.dtype]
     rows = summands * tokens
     row_tiles, columns, _ = tiles.shape
-    order, multiply, reduce = _wide()
+    order, multiply, _ = _wide()
     x_RK = x_MK.new_empty(-(-rows // config.TOKENS) * config.TOKENS, 128 * columns, dtype=torch.bfloat16)
     constants: tuple[Any, ...] = (summands, _ORDER_WARPS, _ORDER_SPAN)
     numbers = (tokens, k, columns, *x_MK.stride())
@@ -314,34 +385,34 @@ def _launch_wide(
         (tokens, -(-128 * columns // _ORDER_SPAN)), (x_MK, x_RK), numbers, constants, _ORDER_WARPS,
     )  # fmt: skip
     y_MN = x_MK.new_empty(tokens, n)
-    if bias is None:
-        bias = y_MN
-        added = False
-    else:
-        bias = bias.contiguous()
-        added = True
     parts = config.SPLITS * summands
+    given = y_MN if bias is None else bias.contiguous()
     out = y_MN if parts == 1 else x_MK.new_empty(parts, tokens, n, dtype=torch.float32)
     blocks = x_RK.shape[0] // config.TOKENS * config.SPLITS * -(-row_tiles // config.WARPS)
-    tensors = (x_RK, tiles, scale, bias, out)
-    last = (activation, added) if parts == 1 else ("none", False)
+    tensors = (x_RK, tiles, scale, given, out)
+    last = (activation, bias is not None) if parts == 1 else ("none", False)
     constants = (*config, parts > 1, format == "mxfp4", *last)
     multiply(
-        (device, n, y_MN.dtype, bias.dtype, alignment(*tensors), constants), device, (blocks, 1), tensors,
+        (device, n, y_MN.dtype, given.dtype, alignment(*tensors), constants), device, (blocks, 1), tensors,
         (rows, n, columns, -(-columns // config.SPLITS), n), constants, config.WARPS,
     )  # fmt: skip
     if parts > 1:
-        tensors = (out, bias, y_MN)
-        constants = (parts, activation, added, _REDUCE_WARPS)
-        reduce(
-            (device, n, y_MN.dtype, bias.dtype, alignment(*tensors), constants), device,
-            (-(-n // (128 * _REDUCE_WARPS)), tokens), tensors, (tokens, n), constants, _REDUCE_WARPS,
-        )  # fmt: skip
+        _reduce(out, bias, y_MN, parts, activation)
     return y_MN
 
 
+def _reduce(part: Tensor, bias: Tensor | None, y_MN: Tensor, parts: int, activation: str) -> None:
+    """y = activation(sum of the parts + bias)."""
+    (tokens, n), device = y_MN.shape, y_MN.device.index
+    tensors = (part, y_MN if bias is None else bias.contiguous(), y_MN)
+    constants = (parts, activation, bias is not None, _REDUCE_WARPS)
+    key = (device, n, tuple(t.dtype for t in tensors), alignment(*tensors), constants)
+    grid = (-(-n // (128 * _REDUCE_WARPS)), tokens)
+    _wide()[2](key, device, grid, tensors, (tokens, n), constants, _REDUCE_WARPS)
+
+
 def _register_ops() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """The two launches as operators that torch.compile can see without looking inside."""
+    """The launches as operators that torch.compile can see without looking inside."""
     fused = torch.library.custom_op(
         "vbrt::fp4_linear",
         _fused,
@@ -359,6 +430,14 @@ def _register_ops() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
         schema="(Tensor tiles, Tensor scale, str format, SymInt n, SymInt k, ScalarType dtype) -> Tensor",
     )
     decode.register_fake(lambda tiles, scale, format, n, k, dtype: tiles.new_empty(n, k, dtype=dtype))
+    several = torch.library.custom_op(
+        "vbrt::fp4_linears",
+        linears,
+        mutates_args=(),
+        device_types="cuda",
+        schema="(Tensor x, Tensor[] tiles, Tensor[] scales, str format, SymInt[] ns, SymInt k) -> Tensor[]",
+    )
+    several.register_fake(lambda x, tiles, scales, format, ns, k: [x.new_empty(*x.shape[:-1], n) for n in ns])
     return fused, decode
 
 

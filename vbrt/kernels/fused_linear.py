@@ -1,19 +1,19 @@
-"""Two things that stand beside a linear layer, in its launch: the ops "norm_linear" and "gated_linear".
+"""What stands beside a linear layer: the ops "norm_linear" and "gated_linear".
 
     norm_linear(x, planes, Norm("rms", gain), bias, "none")      activation(norm(x) @ w.T + bias)
     gated_linear(x, gate, up, norm, "silu")                      activation(norm(x) @ gate.T) * (norm(x) @ up.T)
 
-For up to `MAX_TOKENS` bf16 tokens on weights in tile order they are one kernel: decoding a token is bound by memory and
-launches, and the statistics of the norm are gathered while the weights stream by. Otherwise, and for gradients, they
-are the norm, the linear layers and the product one after the other.
+On weights in tile order the norm is a short kernel, while which the linear layer's first weights are loaded, and for up
+to `MAX_TOKENS` bf16 tokens the gated pair is one kernel. Otherwise, and for gradients, they are the norm, the linear
+layers and the product one after the other; in compiled graphs the norm is the compiler's.
 
 Legend: M tokens, N outputs, K inputs.
 """
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,20 +22,21 @@ from torch import Tensor
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes
 from vbrt.kernels import fp4_linear, reference, table_linear
+from vbrt.kernels.fp4_launch import Launcher, alignment
 from vbrt.kernels.fp4_tiles import TILES
+from vbrt.kernels.launch_table import Launch
 
-__all__ = ["MAX_TOKENS", "Norm", "folded", "gated_linear", "gated_reference", "norm_linear", "norm_reference"]
+__all__ = ["MAX_TOKENS", "Norm", "gated_linear", "gated_reference", "norm_linear", "norm_reference"]
 
-#: two groups of 8 tokens; beyond that the separate norm costs less than gathering its statistics in each program
-MAX_TOKENS = 16
+MAX_TOKENS = 16  # two groups of 8
 _KINDS = ("rms", "layer")
+_ROW = 32768  # activations that the norm keeps in registers
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
     """A norm over the last dimension: x / sqrt(mean x² + eps) * gain, or for "layer" (x - mean) / std * gain + shift.
 
-    columns: what `folded` keeps of the weights that follow.
     Raises KernelError for another kind, or a shift without "layer".
     """
 
@@ -43,7 +44,6 @@ class Norm:
     gain: Tensor | None = None
     shift: Tensor | None = None
     eps: float = 1e-5
-    columns: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
@@ -56,25 +56,6 @@ class Norm:
         if self.kind == "rms":
             return F.rms_norm(x, x.shape[-1:], self.gain, self.eps)
         return F.layer_norm(x, x.shape[-1:], self.gain, self.shift, self.eps)
-
-
-@torch.no_grad()
-def folded(norm: Norm, *weights: WeightPlanes) -> Norm:
-    """The norm with fp32 [2 * weights, N] of what its gain and shift become behind these weights, one or the two of
-    `gated_linear`: done once, it makes each fused layer norm cheaper. Valid for these weights, gain and shift only."""
-    if norm.kind == "rms":
-        return norm
-    columns = []
-    for planes in weights:
-        w_NK = _decoded(replace(planes, dtype=torch.float32))
-        k, device = planes.shape[1], w_NK.device
-        for vector, value in ((norm.gain, 1.0), (norm.shift, 0.0)):
-            columns.append(w_NK @ (torch.full((k,), value, device=device) if vector is None else vector.float()))
-    return replace(norm, columns=torch.stack(columns))
-
-
-def _decoded(planes: WeightPlanes) -> Tensor:
-    return (table_linear if planes.format in table_linear.FORMATS else fp4_linear).decode_weight(planes)
 
 
 def norm_reference(
@@ -100,9 +81,7 @@ def norm_linear(
     Raises KernelError for an activation that the reference does not know, or an x whose last dimension is not K.
     """
     reference.check(x, planes, activation)
-    if not _fuses(x, (planes,), norm, bias):
-        return _linear(norm(x), planes, bias, activation)
-    return _run(x, planes, None, norm, bias, activation)
+    return _linear(_normed(x, planes, norm), planes, bias, activation)
 
 
 def gated_linear(
@@ -116,10 +95,12 @@ def gated_linear(
     reference.check(x, gate, activation)
     if gate.shape != up.shape:
         raise KernelError(f"gated_linear: weights {gate.shape} and {up.shape}; expected one shape")
-    if gate.format != up.format or not _fuses(x, (gate, up), norm, None):
-        x = x if norm is None else norm(x)
+    x = x if norm is None else _normed(x, gate, norm)
+    if gate.format != up.format or not _fuses(x, gate, up):
         return _linear(x, gate, None, activation) * _linear(x, up)
-    return _run(x, gate, up, norm, None, activation)
+    gated = _gated_op if torch.compiler.is_compiling() else _gated
+    tensors = (gate.coarse[TILES], gate.coarse["tensor_scale"], up.coarse[TILES], up.coarse["tensor_scale"])
+    return gated(x, *tensors, gate.format, *gate.shape, activation)
 
 
 def _linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
@@ -127,171 +108,107 @@ def _linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activat
     return own.linear(x, planes, bias, activation)
 
 
-def _fuses(x: Tensor, weights: tuple[WeightPlanes, ...], norm: Norm | None, bias: Tensor | None) -> bool:
+def _fuses(x: Tensor, gate: WeightPlanes, up: WeightPlanes) -> bool:
     k = x.shape[-1]
     few = x.dtype is torch.bfloat16 and 0 < x.numel() <= MAX_TOKENS * k and k % 8 == 0
-    if not few or any(fp4_linear.route(x, planes) != "fused" for planes in weights):
-        return False
-    tiles = weights[0].coarse[TILES]
-    kind = _kind(norm.kind, norm.columns) if norm else "none"
-    if norm and norm.columns is not None and norm.columns.shape != (2 * len(weights), weights[0].shape[0]):
-        raise KernelError(f"norm columns {tuple(norm.columns.shape)}; expected what folded(norm, *weights) returns")
-    if launch_for(kind, len(weights) == 2, x.numel() // k, tiles.shape[0]) is None:
-        return False
-    vectors = [t for t in ((norm.gain, norm.shift) if norm else ()) if t is not None]
-    if any(t.dtype is not torch.bfloat16 or not t.is_contiguous() for t in vectors):
-        return False
-    return not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, bias, *vectors) if t is not None))
-
-
-def _run(
-    x: Tensor, planes: WeightPlanes, other: WeightPlanes | None, norm: Norm | None, bias: Tensor | None, activation: str
-) -> Tensor:
-    second = (None, None) if other is None else (other.coarse[TILES], other.coarse["tensor_scale"])
-    vectors = (None, None, None) if norm is None else (norm.gain, norm.shift, norm.columns)
-    kind, eps = ("none", 0.0) if norm is None else (norm.kind, norm.eps)
-    fused = _fused_op if torch.compiler.is_compiling() else _fused
-    return fused(
-        x, planes.coarse[TILES], planes.coarse["tensor_scale"], *second, *vectors, bias,
-        kind, eps, planes.format, *planes.shape, activation,
-    )  # fmt: skip
+    return few and not reference.wants_grad(x, None) and all(fp4_linear.route(x, p) == "fused" for p in (gate, up))
 
 
 @functools.cache
-def _kernels() -> Any:
+def _launchers(early: bool) -> tuple[Launcher, ...]:
     from vbrt.kernels import fused_gluon  # compiles nothing, but needs Triton
 
-    return fused_gluon
+    return tuple(Launcher(k, dependent=early) for k in (fused_gluon.gated_kernel, fused_gluon.norm_kernel))
 
 
-@functools.cache
-def _constant(value: float, k: int, device: torch.device) -> Tensor:
-    return torch.full((k,), value, dtype=torch.bfloat16, device=device)
+def _norms(x: Tensor, planes: WeightPlanes, norm: Norm) -> bool:
+    """Whether the kernel of the norm serves: before a fused linear layer, which can start beside it."""
+    vectors = [t for t in (norm.gain, norm.shift) if t is not None]
+    if torch.compiler.is_compiling() or any(not t.is_contiguous() for t in vectors):
+        return False
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *vectors)):
+        return False
+    few = x.dtype is torch.bfloat16 and 0 < x.shape[-1] <= _ROW and x.numel() > 0
+    return few and fp4_linear.route(x, planes) == "fused"
 
 
-class Launch(NamedTuple):
-    """R row tiles a program, WK warps that split K, PREFETCH: the next tiles are read before these are used."""
-
-    R: int
-    WK: int
-    PREFETCH: bool
+def _normed(x: Tensor, planes: WeightPlanes, norm: Norm) -> Tensor:
+    if not _norms(x, planes, norm):
+        return norm(x)
+    k = x.shape[-1]
+    x_MK = x.reshape(-1, k)
+    x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
+    y_MK, device = torch.empty(x_MK.shape, dtype=x.dtype, device=x.device), x.device.index
+    early = fp4_linear.starts_early(device)
+    tensors = (x_MK, *(x_MK if t is None else t for t in (norm.gain, norm.shift)), y_MK)
+    block = max(512, 1 << (k - 1).bit_length())
+    warps = min(16, block // 512)
+    constants = (block, warps, norm.kind == "layer", norm.gain is not None, norm.shift is not None, early)
+    numbers = (float(norm.eps), k, x_MK.stride(0))
+    key = (device, k, x_MK.stride(0), tuple(t.dtype for t in tensors), alignment(*tensors), constants)
+    _launchers(early)[1](key, device, (x_MK.shape[0], 1), tensors, numbers, constants, warps)
+    return y_MK.view(x.shape)
 
 
 class Rule(NamedTuple):
-    """Holds up to `tokens` tokens, `row_tiles` tiles of 16 rows (None: any). No launch: the separate ones are
-    faster."""
+    """Holds up to `tokens` tokens and `row_tiles` tiles of 16 rows (None: any)."""
 
     tokens: int
     row_tiles: int | None
-    launch: Launch | None
+    launch: Launch
 
 
-#: (norm, whether gated) -> rules, the first that holds applies; measured on sm_90 (H200) against the separate launches
-_RULES: dict[tuple[str, bool], tuple[Rule, ...]] = {
-    ("rms", False): (
-        Rule(8, 320, Launch(1, 16, True)),
-        Rule(8, 512, Launch(1, 8, True)),
-        Rule(8, 1280, Launch(2, 4, True)),
-        Rule(8, None, Launch(4, 4, False)),
-        Rule(16, 320, Launch(1, 8, False)),
-        Rule(16, 512, Launch(2, 8, False)),
-        Rule(16, 1280, Launch(2, 4, False)),
-        Rule(16, None, None),
-    ),
-    ("layer", False): (
-        Rule(8, None, Launch(2, 8, False)),
-        Rule(16, 320, Launch(2, 8, False)),
-        Rule(16, 512, Launch(1, 4, True)),
-        Rule(16, None, None),
-    ),
-    ("folded", False): (
-        Rule(8, 512, Launch(1, 8, True)),
-        Rule(8, 1280, Launch(2, 4, True)),
-        Rule(8, None, Launch(4, 4, False)),
-        Rule(16, 512, Launch(2, 8, False)),
-        Rule(16, 1280, Launch(4, 4, False)),
-        Rule(16, None, None),
-    ),
-    ("none", True): (
-        Rule(8, 512, Launch(1, 8, True)),
-        Rule(8, None, Launch(1, 4, True)),
-        Rule(16, 512, Launch(1, 8, False)),
-        Rule(16, None, Launch(2, 4, False)),
-    ),
-    ("rms", True): (
-        Rule(8, 320, Launch(1, 8, True)),
-        Rule(8, 512, Launch(1, 8, False)),
-        Rule(8, 1280, Launch(2, 4, False)),
-        Rule(8, None, Launch(2, 8, False)),
-        Rule(16, 320, Launch(1, 8, True)),
-        Rule(16, 1280, Launch(1, 4, True)),
-        Rule(16, None, None),
-    ),
-    ("layer", True): (Rule(16, 512, Launch(1, 8, False)), Rule(16, None, None)),
-}
-_RULES["folded", True] = _RULES["rms", True]  # not timed: it does hardly more
+#: the first that holds applies; measured on sm_90 (H200)
+_RULES = (
+    Rule(8, 512, Launch(1, 8, True)),
+    Rule(8, None, Launch(1, 4, True)),
+    Rule(16, 512, Launch(1, 8, False)),
+    Rule(16, None, Launch(2, 4, False)),
+)
 
 
-def _kind(norm: str, columns: Tensor | None) -> str:
-    """The norm, as the rules name it."""
-    return "folded" if columns is not None else norm
+def launch_for(tokens: int, row_tiles: int) -> Launch:
+    """The gated kernel's configuration for up to `MAX_TOKENS` tokens."""
+    return next(r.launch for r in _RULES if tokens <= r.tokens and (r.row_tiles is None or row_tiles <= r.row_tiles))
 
 
-def launch_for(norm: str, gated: bool, tokens: int, row_tiles: int) -> Launch | None:
-    """The configuration for up to `MAX_TOKENS` tokens, or None where separate launches are faster."""
-    for rule in _RULES[norm, gated]:
-        if tokens <= rule.tokens and (rule.row_tiles is None or row_tiles <= rule.row_tiles):
-            return rule.launch
-    return None
-
-
-def _fused(
-    x: Tensor, tiles: Tensor, scale: Tensor, other: Tensor | None, other_scale: Tensor | None, gain: Tensor | None,
-    shift: Tensor | None, columns: Tensor | None, bias: Tensor | None, norm: str, eps: float, format: str,
-    n: int, k: int, activation: str,
+def _gated(
+    x: Tensor, tiles: Tensor, scale: Tensor, other: Tensor, other_scale: Tensor, format: str, n: int, k: int,
+    activation: str,
 ) -> Tensor:  # fmt: skip
     x_MK = x.reshape(-1, k)
     tokens = x_MK.shape[0]
     if not fp4_linear.rows_are_aligned(x_MK):
         x_MK = x_MK.clone(memory_format=torch.contiguous_format)
-    if norm == "layer":
-        gain = _constant(1.0, k, x.device) if gain is None else gain
-        shift = _constant(0.0, k, x.device) if shift is None else shift
     y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
-    row_tiles, column_tiles, _ = tiles.shape
+    row_tiles, columns, _ = tiles.shape
     groups = 1 if tokens <= 8 else 2
-    launch = launch_for(_kind(norm, columns), other is not None, tokens, row_tiles) or Launch(2, 8, False)
-    unused = x_MK
-    with torch.cuda.device(tiles.device):
-        _kernels().fused_kernel[(-(-row_tiles // launch.R),)](
-            x_MK, tiles, scale, unused if other is None else other, unused if other is None else other_scale,
-            unused if gain is None else gain, unused if shift is None else shift,
-            unused if columns is None else columns,
-            unused if bias is None else bias.contiguous(), y,
-            eps, tokens, n, k, column_tiles, x_MK.stride(0), y.stride(0),
-            R=launch.R, NT=groups, WK=launch.WK, PREFETCH=launch.PREFETCH, E8=format == "mxfp4",
-            FULL=tokens == 8 * groups, TAIL=k % 128 != 0, ACTIVATION=activation, BIAS=bias is not None,
-            GATED=other is not None, NORM=norm, GAIN=gain is not None, FOLDED=columns is not None, num_warps=launch.WK,
-        )  # fmt: skip
+    launch, device = launch_for(tokens, row_tiles), tiles.device.index
+    early = fp4_linear.starts_early(device)
+    tensors = (x_MK, tiles, scale, other, other_scale, y)
+    constants = (
+        launch.R, groups, launch.WK, launch.PREFETCH, format == "mxfp4", tokens == 8 * groups, k % 128 != 0,
+        activation, early,
+    )  # fmt: skip
+    numbers = (tokens, n, k, columns, x_MK.stride(0), n)
+    key = (device, n, k, x_MK.stride(0), alignment(*tensors), constants)
+    _launchers(early)[0](key, device, (-(-row_tiles // launch.R), 1), tensors, numbers, constants, launch.WK)
     return y.view(*x.shape[:-1], n)
 
 
 def _register_op() -> Callable[..., Tensor]:
-    fused = torch.library.custom_op(
-        "vbrt::fp4_fused",
-        _fused,
+    gated = torch.library.custom_op(
+        "vbrt::fp4_gated",
+        _gated,
         mutates_args=(),
         device_types="cuda",
-        schema="(Tensor x, Tensor tiles, Tensor scale, Tensor? other, Tensor? other_scale, Tensor? gain, Tensor? shift,"
-        " Tensor? columns, Tensor? bias, str norm, float eps, str format, SymInt n, SymInt k, str activation)"
-        " -> Tensor",
+        schema="(Tensor x, Tensor tiles, Tensor scale, Tensor other, Tensor other_scale, str format, SymInt n, "
+        "SymInt k, str activation) -> Tensor",
     )
-
-    @fused.register_fake
-    def _(x, tiles, scale, other, other_scale, gain, shift, columns, bias, norm, eps, format, n, k, activation):
-        return x.new_empty(*x.shape[:-1], n)
-
-    return fused
+    gated.register_fake(
+        lambda x, tiles, scale, other, other_scale, format, n, k, activation: x.new_empty(*x.shape[:-1], n)
+    )
+    return gated
 
 
-_fused_op = _register_op()
+_gated_op = _register_op()

@@ -1,6 +1,6 @@
 """Launch configurations of `fp4_linear`, chosen ahead of time so that no first call searches for one.
 
-R row tiles a warp, WN and WK warps along rows and along K, PREFETCH: the next tile is read before this one is used.
+R row tiles a warp, WK warps along K, PREFETCH: the next tile is read before this one is used.
 Entries were measured on the family's chip (see benchmarks/results); the default is the sm_90 table, which asks for
 nothing that an older or newer chip lacks.
 """
@@ -12,7 +12,6 @@ __all__ = ["DEFAULT", "FAMILIES", "WIDE", "Launch", "Rule", "Wide", "fused_limit
 
 class Launch(NamedTuple):
     R: int
-    WN: int
     WK: int
     PREFETCH: bool
 
@@ -36,18 +35,19 @@ class Rule(NamedTuple):
 
 
 _SM90 = (
-    Rule(8, 512, 48, Launch(1, 1, 8, True)),
-    Rule(8, 512, None, Launch(1, 1, 16, True)),
-    Rule(8, 1280, 48, Launch(1, 1, 4, True)),
-    Rule(8, 1280, None, Launch(1, 1, 8, True)),
-    Rule(8, None, None, Launch(2, 1, 4, False)),
-    Rule(16, 512, 48, Launch(2, 1, 8, True)),
-    Rule(16, 512, None, Launch(2, 1, 16, True)),
-    Rule(16, 1280, None, Launch(1, 1, 4, True)),
-    Rule(16, None, None, Launch(4, 1, 4, False)),
-    Rule(32, 512, None, Launch(2, 1, 8, True)),
-    Rule(32, None, None, Launch(4, 1, 4, True)),
-    Rule(64, None, None, Launch(2, 1, 4, True)),
+    Rule(8, 264, 48, Launch(2, 16, True)),  # one program a multiprocessor, for which its registers have room
+    Rule(8, 512, 48, Launch(1, 8, True)),
+    Rule(8, 512, None, Launch(1, 16, True)),
+    Rule(8, 1280, 48, Launch(1, 4, True)),
+    Rule(8, 1280, None, Launch(1, 8, True)),
+    Rule(8, None, None, Launch(2, 4, False)),
+    Rule(16, 264, None, Launch(2, 16, True)),
+    Rule(16, 512, None, Launch(2, 8, True)),
+    Rule(16, 1280, None, Launch(2, 4, True)),
+    Rule(16, None, None, Launch(4, 4, False)),
+    Rule(32, 512, None, Launch(2, 8, True)),
+    Rule(32, None, None, Launch(4, 4, True)),
+    Rule(64, None, None, Launch(2, 4, True)),
 )
 
 #: compute capability major -> rules, the first that holds applies
@@ -56,6 +56,8 @@ DEFAULT = _SM90
 
 #: compute capability major -> (fewest, most) tokens of the kernel with `warpgroup_mma`, which only sm_90 has
 WIDE: dict[int, tuple[int, int]] = {9: (17, 512)}
+#: fewest tokens of few long rows, by the same kernel: up to 512 tiles of rows, 64 columns of tiles and more
+_WIDE_LONG = 9
 #: TOKENS -> columns that fit in shared memory beside each other, eight warps; sixteen have room for four of 128 tokens
 _RINGS = {16: (8, 7, 6), 32: (8, 7, 6), 64: (8, 7, 6), 128: (5, 4)}
 _PROCESSORS = 132
@@ -74,11 +76,15 @@ def wide_for(major: int, tokens: int, row_tiles: int, columns: int) -> Wide | No
     that runs over the fewest columns behind the last.
     """
     fewest, most = WIDE.get(major, (1, 0))
+    if row_tiles <= 512 and columns >= 64:
+        fewest = min(fewest, _WIDE_LONG)
     if not fewest <= tokens <= most:
         return None
     block = min(128, 1 << max(4, (tokens - 1).bit_length()))
     blocks = -(-tokens // block)
     warps = 16 if block == 128 and -(-row_tiles // 16) * blocks > _PROCESSORS // 2 else 8
+    if block == 64 and columns <= 48 and row_tiles <= 2 * _PROCESSORS:  # fewer partial results than by more splits
+        warps = 4
     programs = -(-row_tiles // warps) * blocks
     splits = 1
     while splits < 8 and 2 * splits * programs <= _PROCESSORS and columns >= 8 * splits:
