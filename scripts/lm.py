@@ -122,8 +122,8 @@ class Options:
 
 def build(shape: Shape, options: Options, device: torch.device, *, dropout: float = 0.0) -> nn.Module:
     """A new model on its device, from torch's seed; with fp4 the wrapper that trains it through 4-bit weights."""
-    model = LanguageModel(shape, dropout=dropout, attention=options.attention, checkpointing=options.checkpointing)
-    model = model.to(device).train()
+    with device:
+        model = LanguageModel(shape, dropout=dropout, attention=options.attention, checkpointing=options.checkpointing)
     return vbrt.wrap(model, mode="train", weights={"format": "nvfp4"}) if options.fp4 else model
 
 

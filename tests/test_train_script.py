@@ -42,13 +42,13 @@ def command(text: Path, out: Path, *more: str) -> list[str]:
     return [sys.executable, "scripts/train.py", "tiny", "--text", str(text), "--out", str(out), *SMALL, *more]
 
 
-def start(text: Path, out: Path) -> subprocess.Popen:
+def start(text: Path, out: Path, *more: str) -> subprocess.Popen:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command(text, out), cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command(text, out, *more), cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def finish(text: Path, out: Path) -> str:
-    process = start(text, out)
+def finish(text: Path, out: Path, *more: str) -> str:
+    process = start(text, out, *more)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     return output
@@ -130,6 +130,20 @@ def test_runs_killed_at_any_moment_end_with_the_same_bits_and_the_same_log(text,
     assert torn, "no kill came while a checkpoint was written"
     finish(text, out)
     assert_same_run(out, whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("more", [("--use-flash-attn", "--mixed-precision"), ("--gradient-checkpointing",)])
+def test_a_killed_run_ends_with_the_same_bits_on_a_gpu(text, tmp_path, more):
+    more = ("--device", "cuda", "--width", "64", *more)
+    finish(text, tmp_path / "whole", *more)
+    process = start(text, tmp_path / "run", *more)
+    wait_for(process, lambda: len(list((tmp_path / "run").glob("checkpoint*"))) == 2)  # one, and the next half written
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    finish(text, tmp_path / "run", *more)
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
 def test_a_finished_run_is_left_as_it_is(text, whole, capsys):
