@@ -59,38 +59,40 @@ class Rung:
 def estimate_bytes(case: Case) -> int:
     """The peak of a training step, from the shape alone.
 
-    fp32 weights and AdamW's two moments stay; then either all gradients or all activations are the larger part. What a
-    block keeps for its backward pass is counted tensor by tensor; `tests/test_train_memory.py` holds it to what is
-    measured.
+    fp32 weights and AdamW's two moments stay; then either all gradients or all activations are the larger part, and
+    the activations are largest when the backward pass begins. What a block keeps until then is counted tensor by
+    tensor; `tests/test_train_memory.py` holds all of it to what is measured.
     """
     shape, options = case.shape, case.options
-    tokens, d, wide = case.batch * shape.context, shape.width, shape.width * 4
-    e = 2 if options.mixed_precision else 4
-    casts = e * 12 * d * d * shape.layers if options.mixed_precision else 0  # autocast keeps its 16-bit weights
+    tokens, d, e = case.batch * shape.context, shape.width, 2 if case.options.mixed_precision else 4
+    matrices = 12 * d * d * shape.layers + shape.vocabulary * d
+    casts = 2 * matrices if options.mixed_precision else 0  # autocast keeps the weights in 16 bits until then
     kept = tokens * _kept_a_token(case)
-    stream = 4 * d * tokens
-    blocks = shape.layers * stream + kept if options.checkpointing else shape.layers * kept
-    loss = tokens * shape.vocabulary * (e + 8) + stream  # logits, in fp32 again, log-softmax
-    backward = tokens * shape.vocabulary * 4  # gradient of the logits, while all of the above is there
-    planes = 2 * 12 * d * d * 4 if options.fp4 else 0  # the layer at hand is encoded and decoded in fp32
-    state = 12 * shape.parameters + 4 * shape.parameters * options.fp4
-    return int(state + max(4 * shape.parameters + e * wide * tokens, casts + blocks + loss + backward + planes))
+    loss = tokens * shape.vocabulary * 12  # log-softmax and the gradients on both of its sides, in fp32
+    scores = tokens * shape.heads * shape.context * e if options.attention == "plain" else 0
+    backward = tokens * 2 * e * 4 * d + scores  # in the block at hand
+    if options.checkpointing:
+        activations = (shape.layers + 1) * 4 * d * tokens + max(loss, kept + backward)
+    else:
+        activations = shape.layers * kept + max(loss, backward)
+    planes = 4 * matrices if options.fp4 else 0  # the decoded weights
+    return 12 * shape.parameters + max(4 * shape.parameters, casts + planes + activations)
 
 
 def _kept_a_token(case: Case) -> int:
     """Bytes that one block keeps of one token until its backward pass."""
     shape, options, d = case.shape, case.options, case.shape.width
-    e = 2 if options.mixed_precision else 4
+    e, gpu = 2 if options.mixed_precision else 4, case.device != "cpu"
     inputs = 3 * e * d if options.mixed_precision else 4 * d  # q, k, v each cast the norm's output for themselves
     attention = 4 * e * d  # q, k, v and what comes out
     if options.attention == "plain":
         attention += e * d  # the heads side by side again, a copy
         # softmax's result; under autocast a GPU computes it in fp32, and keeps it and its cast
-        attention += shape.heads * shape.context * (e + 4 if e == 2 and case.device != "cpu" else e)
+        attention += shape.heads * shape.context * (e + 4 if e == 2 and gpu else e)
         if case.dropout:
-            attention += shape.heads * shape.context * (e + 4)
+            attention += shape.heads * shape.context * (e + (1 if gpu else e))
     mlp = e * d + 2 * e * 4 * d  # the norm's output, `up` before and after its activation
-    dropped = 2 * 4 * d if case.dropout else 0
+    dropped = 2 * d * (1 if gpu else e) if case.dropout else 0
     return 2 * 4 * d + inputs + attention + mlp + dropped  # twice the residual stream in fp32
 
 
