@@ -376,8 +376,10 @@ def main(arguments: list[str] | None = None) -> None:
         run(args)
     except VBError as error:
         sys.exit(f"error: {error}")
-    except torch.OutOfMemoryError as error:
-        sys.exit(f"error: out of GPU memory: {str(error).splitlines()[0]} Take a smaller --batch, or --vb-auto")
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # a CPU's
+            raise
+        sys.exit(f"error: out of memory: {str(error).splitlines()[0]} Take a smaller --batch, or --vb-auto")
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         sys.exit(130)

@@ -95,19 +95,25 @@ class JsonLines:
     """A log of one JSON object a line, taken up again after `nbytes` (None: after the last whole line); a context.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: it cannot be written, or is shorter than that.
     """
 
     def __init__(self, path: Path, nbytes: int | None) -> None:
         self.path = path
         try:
             self._file = open(path, "a+b")
+            size = os.fstat(self._file.fileno()).st_size
             if nbytes is None:
                 self._file.seek(0)
                 nbytes = self._file.read().rfind(b"\n") + 1
-            self._file.truncate(nbytes)
+            if nbytes <= size:
+                self._file.truncate(nbytes)
         except OSError as error:
             raise self._failed(error) from error
+        if nbytes > size:
+            self._file.close()
+            raise CheckpointError(f"{path}: {size} bytes, and the checkpoint beside it was written when it had "
+                                  f"{nbytes}; put it back, or remove the run")
 
     def __enter__(self) -> "JsonLines":
         return self

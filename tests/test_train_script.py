@@ -231,6 +231,19 @@ def test_a_full_disk_leaves_the_checkpoint_before(text, tmp_path, monkeypatch):
     assert state["step"] >= 4 and not list(out.glob("*.tmp"))
 
 
+def test_memory_that_runs_out_all_the_same_is_an_error_for_people(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "build", lambda *args, **kwargs: torch.empty(1 << 50))
+    message = refusal(text, tmp_path / "run")
+    assert "out of memory" in message and "smaller --batch" in message
+
+
+def test_a_log_that_is_gone_is_named(text, tmp_path):
+    out = tmp_path / "run"
+    run(text, out, "--steps", "4")
+    (out / "log.jsonl").unlink()
+    assert f"{out / 'log.jsonl'}: 0 bytes" in refusal(text, out, "--steps", "4")
+
+
 def test_one_process_at_a_time_trains_into_a_folder(text, tmp_path):
     with train.claimed(tmp_path / "run"):
         assert "another process is training into it" in refusal(text, tmp_path / "run")
