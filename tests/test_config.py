@@ -91,6 +91,7 @@ configs = st.builds(
     separation=st.builds(SeparationConfig, levels=st.integers(2, 8), refresh_every=st.integers(1, 10**6)),
     compute=st.builds(ComputeConfig, backend=st.sampled_from(BACKENDS), fp8=st.booleans()),
 )
+configs |= configs.map(lambda c: replace(c, mode="train", weights=replace(c.weights, fine="none")))
 
 
 @given(configs)
@@ -118,7 +119,7 @@ def test_the_source_is_not_compared():
 
 def test_to_dict_is_plain_and_complete():
     d = VBConfig().to_dict()
-    assert list(d) == ["weights", "tiers", "policy", "separation", "compute"]
+    assert list(d) == ["weights", "tiers", "policy", "separation", "compute", "mode"]
     assert d["weights"]["include"] == ["*"]
     assert d["tiers"]["ssd"] == {"enabled": False, "budget": "auto", "path": None, "io": "auto"}
 
@@ -201,6 +202,8 @@ WRONG_VALUES = [
     ("separation.levels", 16, "16; expected a whole number from 2 to 8"),
     ("separation.refresh_every", 0, "0; expected a whole number, 1 or more"),
     ("compute.backend", "cuda", '"cuda"; expected "auto", "reference" or "triton"'),
+    ("mode", "training", '"training"; expected "infer" or "train"; did you mean "train"?'),
+    ("mode", True, 'true; expected "infer" or "train"'),
     ("compute.fp8", "e4m3", '"e4m3"; expected true or false'),
 ]
 
@@ -232,9 +235,12 @@ def test_every_key_has_a_refusal_in_the_table():
         (
             {"wieghts": {}},
             ('wieghts is not a known section; did you mean "weights"?; '
-            "expected one of weights, tiers, policy, separation, compute"),
+            "expected one of weights, tiers, policy, separation, compute, mode"),
         ),
-        ({"source": "x"}, "source is not a known section; expected one of weights, tiers, policy, separation, compute"),
+        (
+            {"source": "x"},
+            "source is not a known section; expected one of weights, tiers, policy, separation, compute, mode",
+        ),
         ({"tiers": {"hdd": {}}}, "tiers.hdd is not a known section; expected one of gpu, cpu, ssd"),
         (
             {"tiers": {"gpu": {"bugdet": 1}}},
@@ -258,6 +264,11 @@ def test_every_key_has_a_refusal_in_the_table():
             'weights.fine = "exact"; format "dense" is already exact: set fine = "none", or choose a 4-bit format',
         ),
         (
+            {"mode": "train", "weights": {"fine": "exact"}},
+            ('mode = "train" with weights.fine = "exact"; a weight that trains has no planes to be restored from: set '
+             'weights.fine = "none" to train through 4 bits, or weights.format = "dense" to train the exact weights'),
+        ),
+        (
             {"tiers": {"gpu": {"enabled": False}, "cpu": {"enabled": False}}},
             ("tiers.gpu.enabled = false and tiers.cpu.enabled = false; expected at least one of them true, "
             "the ssd tier cannot compute"),
@@ -270,7 +281,7 @@ def test_a_wrong_shape_is_refused_by_file_key_and_remedy(sections, words):
 
 
 def test_a_config_that_is_no_table_is_refused():
-    words = "my.toml = [1]; expected a table with the keys weights, tiers, policy, separation, compute"
+    words = "my.toml = [1]; expected a table with the keys weights, tiers, policy, separation, compute, mode"
     assert refusal(VBConfig.from_dict, [1], source="my.toml") == words
 
 
@@ -331,7 +342,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
 
 
 def test_the_presets_are_these():
-    assert preset_names() == ("cpu-ssd", "dense", "exact", "fp4", "fp8", "lru", "mxfp4", "nf4", "quantile")
+    assert preset_names() == ("cpu-ssd", "dense", "exact", "fp4", "fp8", "lru", "mxfp4", "nf4", "quantile", "train")
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -356,6 +367,7 @@ def test_the_presets_do_what_their_names_say():
     assert load_config("exact").weights.fine == "exact"
     assert load_config("dense").weights.format == "dense"
     assert load_config("lru").policy.kind == "lru"
+    assert load_config("train").mode == "train" and load_config("fp4").mode == "infer"
     assert load_config("fp8").compute.fp8 and not load_config("fp4").compute.fp8
     assert {name: load_config(name).weights.format for name in ("nf4", "mxfp4", "quantile")} == {
         "nf4": "nf4",
@@ -376,7 +388,7 @@ def test_the_formats_are_those_of_the_formats_package():
 def test_an_unknown_preset_is_refused_with_the_nearest_name():
     assert refusal(load_config, "exakt") == (
         '"exakt" is not a preset; did you mean "exact"?; expected "cpu-ssd", "dense", "exact", "fp4", "fp8", "lru", '
-        '"mxfp4", "nf4" or "quantile", or the path of a TOML file'
+        '"mxfp4", "nf4", "quantile" or "train", or the path of a TOML file'
     )
 
 

@@ -23,7 +23,7 @@ from vbrt.config import VBConfig, load_config
 from vbrt.errors import CheckpointError, ConfigError, WrapError
 from vbrt.estimate import ROOT, make_plan
 from vbrt.formats import FORMATS
-from vbrt.nn import VBLayer, WeightHandle, kind_of
+from vbrt.nn import SwappedLayer, WeightHandle, kind_of
 from vbrt.nn.linear import warn_of_training
 from vbrt.plan import Swap
 from vbrt.save import MANIFEST, KeptTensor, Manifest, SavedLayer, plane_tensor, read_manifest, weight_name
@@ -61,10 +61,14 @@ def load(directory: str | PathLike, model: nn.Module,
     """
     if isinstance(model, VBModelWrapper) or not isinstance(model, nn.Module):
         raise WrapError(f"load() got {type(model).__name__}; expected a torch.nn.Module that is not wrapped")
-    if any(isinstance(module, VBLayer) for module in model.modules()):
+    if any(isinstance(module, SwappedLayer) for module in model.modules()):
         raise WrapError("load(): the model is wrapped already; build a new one, under torch.device(\"meta\") for one")
     source = _open(Path(directory).expanduser())
     config = source.config(config, overrides)
+    if config.mode == "train":
+        raise ConfigError(f'{config.source}: mode = "train"; load() fills the planes of an inference model. Load dense '
+                          'weights into the model first, then vbrt.wrap(model, mode="train"); to go on with a run, '
+                          'load_state_dict() what vb.state_dict() gave')
     before = [(module, type(module), dict(module._parameters), dict(module._buffers)) for module in model.modules()]
     vb = None
     try:

@@ -1,10 +1,11 @@
 """What the user asks for: one frozen tree of dataclasses, read from TOML, dicts or preset names.
 
     VBConfig
+    ├── mode        "infer": frozen planes in tiers; "train": weights that an optimizer moves
     ├── weights     which modules are swapped, in which format, with or without the fine plane
     ├── tiers       gpu, cpu, ssd: on or off, and how many bytes each may hold
     ├── policy      what stays resident, and how far ahead pages are fetched
-    ├── separation  the fitted codebook of the `quantile` format
+    ├── separation  the fitted codebook of the `quantile` format; in training the scales of every 4-bit format
     └── compute     which kernels run
 
 Every value is checked where it enters, so a `VBConfig` that exists is a valid one; only `resolve_budgets` needs to
@@ -37,6 +38,7 @@ __all__ = [
     "DEFAULT_PRESET",
     "FINE_PLANES",
     "IO_MODES",
+    "MODES",
     "POLICIES",
     "WEIGHT_FORMATS",
     "Budget",
@@ -58,6 +60,7 @@ __all__ = [
     "resolve_budgets",
 ]
 
+MODES = ("infer", "train")
 WEIGHT_FORMATS = ("nvfp4", "mxfp4", "nf4", "quantile", "dense")
 FINE_PLANES = ("none", "exact")
 POLICIES = ("scheduled", "lru")
@@ -313,6 +316,7 @@ class PolicyConfig(_Section):
 class SeparationConfig(_Section):
     """The codebook of the `quantile` format: `levels` magnitudes plus a sign, refitted every `refresh_every` forwards.
 
+    With mode = "train" also the block scales of every 4-bit format, and `refresh_every` counts optimizer steps.
     levels: 2 to 8, because a code has 4 bits and one of them is the sign.
     """
 
@@ -371,7 +375,9 @@ def _require_compute_tier(gpu: GpuTier, cpu: CpuTier, source: str) -> None:
 class VBConfig:
     """Everything the user may ask for. `source` says where it came from, for messages; it is not compared.
 
-    Raises ConfigError on construction for any value out of place.
+    mode: "infer" holds weights as frozen planes in the tiers; "train" leaves them to an optimizer, on the computing
+    device, and rounds them to 4 bits in each forward (not for "dense").
+    Raises ConfigError on construction for any value out of place, also for `fine = "exact"` in training.
     """
 
     weights: WeightsConfig = _section(WeightsConfig)
@@ -379,10 +385,16 @@ class VBConfig:
     policy: PolicyConfig = _section(PolicyConfig)
     separation: SeparationConfig = _section(SeparationConfig)
     compute: ComputeConfig = _section(ComputeConfig)
+    mode: Literal["infer", "train"] = _opt("infer", _choice(*MODES))
     source: str = field(default="defaults", compare=False)
 
     def __post_init__(self) -> None:
         _check_sections(self)
+        _choice(*MODES)(self.mode, f"{type(self).__name__}(...): mode")
+        if self.mode == "train" and self.weights.fine == "exact":
+            raise _wrong(f'{self.source}: mode = "train" with weights.fine', "exact",
+                         'a weight that trains has no planes to be restored from: set weights.fine = "none" to train '
+                         'through 4 bits, or weights.format = "dense" to train the exact weights')
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any], *, source: str = "dict") -> Self:
@@ -400,7 +412,7 @@ class VBConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings, ints, bools (and None for no ssd path), without `source`; JSON takes it."""
-        return {f.name: _plain(getattr(self, f.name)) for f in fields(self) if "section" in f.metadata}
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.metadata}
 
     def to_toml(self) -> str:
         """The whole config as TOML text; `from_toml` of it gives an equal config."""
@@ -408,11 +420,14 @@ class VBConfig:
 
 
 def _sections(cls: type, d: object, source: str, prefix: str) -> dict[str, Any]:
-    """The constructor arguments of `cls`, a dataclass whose fields are sections, from the nested dict `d`."""
-    known = {f.name: f.metadata["section"] for f in fields(cls) if "section" in f.metadata}
+    """The constructor arguments of `cls`, a dataclass of sections and single keys, from the nested dict `d`."""
+    known = {f.name: f.metadata for f in fields(cls) if f.metadata}
     built = {}
     for name, value in _table(d, known, source, prefix).items():
-        section = known[name]
+        if "check" in known[name]:
+            built[name] = known[name]["check"](value, f"{source}: {name}")
+            continue
+        section = known[name]["section"]
         if issubclass(section, _Section):
             keys = [f.name for f in fields(section)]
             table = _table(value, keys, source, section._key)
@@ -449,7 +464,7 @@ def _plain(value: Any) -> Any:
 
 def _toml_tables(table: Mapping[str, Any], name: str) -> Iterable[str]:
     values = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
-    if values:
+    if values and name:
         yield f"\n[{name}]"
     for key, value in values.items():
         if value is not None:  # TOML has no null: an absent key is the default, None

@@ -21,7 +21,7 @@ from vbrt.formats import get_format
 from vbrt.formats.fine import estimate_fine_bytes
 from vbrt.formats.page import PAGE_ALIGN
 from vbrt.kernels import Packing, page_packing, resolve
-from vbrt.nn import VBLayer, kind_of
+from vbrt.nn import SwappedLayer, kind_of
 from vbrt.plan import PageSpec, Plan, Skip, Swap, format_bytes, place
 
 __all__ = ["ROOT", "make_plan", "this_machine", "with_freed"]
@@ -43,7 +43,7 @@ def make_plan(model: nn.Module, config: VBConfig, machine: Machine | None = None
         WrapError: the model is wrapped already.
         ConfigError: the budgets are impossible for this model or this machine, or what is not swapped does not fit.
     """
-    wrapped = [name for name, module in model.named_modules() if isinstance(module, VBLayer)]
+    wrapped = [name for name, module in model.named_modules() if isinstance(module, SwappedLayer)]
     if wrapped:
         raise WrapError(f"{wrapped[0]} is a VB layer already: this model is wrapped; unwrap() it first")
     modules = _named_modules(model)
@@ -53,12 +53,22 @@ def make_plan(model: nn.Module, config: VBConfig, machine: Machine | None = None
         swaps = _as_chosen(swaps, chosen, refused, config)
     skipped = _account_rest(modules, swaps, refused)
     machine = machine or this_machine(config)
+    if config.mode == "train":
+        return _training_plan(tuple(swaps), config, machine, modules, skipped)
     budgets = _budgets(config, _after_wrapping(model, config, machine, skipped, charge_kept=charge_kept))
     device = torch.device("cuda" if "gpu" in budgets else "cpu")
     layers = [_pages(swap, _packing(swap.format, config, device)) for swap in swaps]
     homes = _homes(layers, budgets, config, skipped)
     placed = tuple(_placed(swap, pages, homes) for swap, pages in zip(swaps, layers, strict=True))
     return Plan(placed, skipped, budgets, _notes(placed, config, modules, skipped))
+
+
+def _training_plan(swaps: tuple[Swap, ...], config: VBConfig, machine: Machine, modules: dict[str, nn.Module],
+                   skipped: dict[str, Skip]) -> Plan:
+    """No pages: every weight stays the parameter that it is."""
+    tier = "gpu" if config.tiers.gpu.enabled and machine.gpu_total_bytes is not None else "cpu"
+    what = f'mode = "train": the weights stay parameters in the {tier} memory, nothing moves and no budget applies'
+    return Plan(swaps, skipped, {tier: 0}, (what, *_notes(swaps, config, modules, skipped)))
 
 
 def this_machine(config: VBConfig) -> Machine:
@@ -181,7 +191,7 @@ def _refusal(name: str, module: nn.Module, config: VBConfig, heads: dict[int, st
         return f"{weight.numel()} parameters; weights.min_parameters = {wanted.min_parameters}"
     if not weight.numel() or weight.dim() != 2:
         return f"its weight has shape {tuple(weight.shape)}"
-    if some_frozen and weight.requires_grad:
+    if config.mode == "infer" and some_frozen and weight.requires_grad:
         return "it trains (requires_grad) while other layers are frozen; requires_grad_(False) lets it be swapped"
     exact = wanted.format == "dense" or wanted.fine == "exact"
     if weight.dtype not in _FLOATS and not (exact and weight.dtype is torch.float64):
@@ -390,7 +400,8 @@ def _notes(swaps: tuple[Swap, ...], config: VBConfig, modules: dict[str, nn.Modu
     if dense:
         notes.append(f"{len(dense)} layers: {dense[0].note}")
     if not swaps:
-        notes.append(f"nothing is swapped, the model stays as it is and saves no memory: {_why_none(modules, skipped)}")
+        saves = " and saves no memory" if config.mode == "infer" else ""
+        notes.append(f"nothing is swapped, the model stays as it is{saves}: {_why_none(modules, skipped)}")
     return tuple(notes)
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError, FormatError
 from vbrt.estimate import ROOT
-from vbrt.nn import VBLayer, WeightHandle
+from vbrt.nn import SwappedLayer, TrainedLayer, TrainedWeight, WeightHandle
 from vbrt.tensorfile import TensorInfo, TensorWriter, describe_os_error, put, sync_directory
 
 __all__ = ["MANIFEST", "KeptTensor", "Manifest", "SavedLayer", "plane_tensor", "read_manifest", "save_model",
@@ -31,6 +31,7 @@ __all__ = ["MANIFEST", "KeptTensor", "Manifest", "SavedLayer", "plane_tensor", "
 
 MANIFEST = "vbrt.json"
 _KIND, _VERSION = "vbrt save", 1
+Handle = WeightHandle | TrainedWeight
 _SHARD_BYTES = 1 << 30
 _SHARD = re.compile(r"vbrt-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
 _OURS = re.compile(rf"({_SHARD.pattern}|{re.escape(MANIFEST)})(\.tmp)?")
@@ -179,7 +180,7 @@ def _shards(parts: Iterable[_Part]) -> list[list[_Part]]:
     return shards
 
 
-def _layer_part(layer: SavedLayer, handle: WeightHandle) -> _Part:
+def _layer_part(layer: SavedLayer, handle: Handle) -> _Part:
     infos = [TensorInfo(plane_tensor(layer.name, layout.plane, field.name), getattr(torch, field.dtype), field.shape)
              for layout in handle.encoded_layouts() for field in layout.fields]
 
@@ -200,17 +201,17 @@ def _kept_part(entry: KeptTensor, tensor: torch.Tensor) -> _Part:
 # -- what a model holds -----------------------------------------------------------------------------------------------
 
 
-def _find_layers(model: nn.Module) -> list[tuple[SavedLayer, WeightHandle]]:
-    names: dict[WeightHandle, list[str]] = {}
-    kinds: dict[WeightHandle, str] = {}
+def _find_layers(model: nn.Module) -> list[tuple[SavedLayer, Handle]]:
+    names: dict[Handle, list[str]] = {}
+    kinds: dict[Handle, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, VBLayer):
+        if isinstance(module, SwappedLayer):
             names.setdefault(module.handle, []).append(name or ROOT)
             kinds[module.handle] = type(module).plain_class().__name__
     return [(_saved_layer(handle, names[handle], kinds[handle]), handle) for handle in names]
 
 
-def _saved_layer(handle: WeightHandle, names: list[str], kind: str) -> SavedLayer:
+def _saved_layer(handle: Handle, names: list[str], kind: str) -> SavedLayer:
     spec = handle.spec
     planes = {layout.plane: tuple(field.name for field in layout.fields) for layout in handle.encoded_layouts()}
     return SavedLayer(names[0], tuple(names[1:]), kind, spec.shape, _text(spec.dtype), _text(handle.dtype), spec.format,
@@ -234,11 +235,12 @@ def _find_kept(model: nn.Module) -> list[tuple[KeptTensor, torch.Tensor]]:
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """(name, kind, tensor) of every parameter and buffer, each under all its names."""
+    """(name, kind, tensor) of every parameter and buffer that is not saved as planes, each under all its names."""
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for name, parameter in module._parameters.items():
-            if parameter is not None:
+            is_plane = name == "weight" and isinstance(module, TrainedLayer)
+            if parameter is not None and not is_plane:
                 yield prefix + name, "parameter", parameter
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -73,7 +73,7 @@ class Stats:
 
     `dense_bytes` is the model as it came, `kept_bytes` what was not swapped; `device_bytes` is what the computing
     device holds now of both (budgeted pages, shells that still hold their dense weight, kept parameters).
-    `timeline` is what the last `vb.timeline` measured; None before the first.
+    `timeline` is what the last `vb.timeline` measured; None before the first. `policy` is "none" where weights train.
     """
 
     policy: str
@@ -156,7 +156,8 @@ class Stats:
         columns, shared = _hoist(_columns(self))
         names, prefix = _names(self, columns, options.max_width)
         shared += [f"names begin with {prefix}"] if prefix else []
-        yield Text(" · ".join((f"vbrt, {self.policy} policy", _count(self.passes, "pass", "passes"), *shared)))
+        title = "vbrt, training" if self.policy == "none" else f"vbrt, {self.policy} policy"
+        yield Text(" · ".join((title, _count(self.passes, "pass", "passes"), *shared)))
         if self.layers:
             yield _table(names, columns, options.max_width)
         yield from map(Text, self._summary())
@@ -212,6 +213,8 @@ class _Column:
 
 
 def _columns(stats: Stats) -> list[_Column]:
+    if stats.policy == "none":
+        return _training_columns(stats)
     layers = stats.layers.values()
     moved, ahead = sum(stats.bytes_moved.values()), sum(layer.prefetched for layer in layers)
     size = sum(sum(layer.plane_bytes.values()) for layer in layers)
@@ -230,6 +233,23 @@ def _columns(stats: Stats) -> list[_Column]:
     ]
     columns = [_Column(head, tuple(map(cell, layers)), total, rank, text) for head, cell, total, rank, text in makers]
     return columns + ([_timeline_column(stats, stats.timeline.layers)] if stats.timeline else [])
+
+
+def _training_columns(stats: Stats) -> list[_Column]:
+    """Nothing is leased and nothing moves; what counts is what the engine has done."""
+    layers = stats.layers.values()
+    size = sum(sum(layer.plane_bytes.values()) for layer in layers)
+    hits, fits = (sum(getattr(layer, f"separation_{name}") for layer in layers) for name in ("hits", "refreshes"))
+    makers: list[tuple[str, Callable[[LayerStats], str], str, int, bool]] = [
+        ("format", lambda layer: layer.format, "", 0, True),
+        ("home", lambda layer: layer.home, "", 0, True),
+        ("size", lambda layer: format_bytes(sum(layer.plane_bytes.values())), format_bytes(size), 0, False),
+        ("forwards", lambda layer: str(layer.forwards), "", 4, False),
+        ("steps on kept scales", lambda layer: str(layer.separation_hits), str(hits), 1, False),
+        ("fits", lambda layer: str(layer.separation_refreshes), str(fits), 0, False),
+        ("clipped", lambda layer: _percent(layer.clipped_share), "", 0, False),
+    ]
+    return [_Column(head, tuple(map(cell, layers)), total, rank, text) for head, cell, total, rank, text in makers]
 
 
 def _timeline_column(stats: Stats, timed: Mapping[str, LayerTotals]) -> _Column:

@@ -27,7 +27,8 @@ from torch import nn
 from vbrt.config import AUTO_PERCENT, VBConfig, load_config, resolve_budgets
 from vbrt.errors import ConfigError, TierError, WrapError
 from vbrt.estimate import make_plan, this_machine, with_freed
-from vbrt.nn import HandleSpec, VBLayer, WeightHandle, layer_class
+from vbrt.formats import SeparationCounters
+from vbrt.nn import HandleSpec, SwappedLayer, TrainedLayer, TrainedWeight, VBLayer, WeightHandle, layer_class
 from vbrt.plan import Plan, Swap, format_bytes
 from vbrt.policy import auto_prefetch, make_policy, rebalanced
 from vbrt.save import save_model
@@ -35,7 +36,7 @@ from vbrt.stats import LayerStats, Stats, TierStats
 from vbrt.tiers import Level, MemoryTier, Recorder, SsdTier, TierStack
 from vbrt.timeline import TimelineTotals, check_timeline_path
 
-__all__ = ["VBModelWrapper", "carry_out", "wrap"]
+__all__ = ["VBModelWrapper", "VBTrainingWrapper", "carry_out", "wrap"]
 
 _LOOK_SECONDS = 0.1  # between looks at the GPU's free memory, at least
 _LARGE_BYTES = 64 << 20  # layers that the progress bar names
@@ -48,10 +49,12 @@ def wrap(model: nn.Module, config: VBConfig | Mapping[str, Any] | str | PathLike
     Args:
         model: any nn.Module; changed in place (`unwrap` gives it back).
         config: a preset name ("fp4", the default, "exact", "dense", ...), a path to a TOML file, a dict, or a VBConfig.
-        **overrides: sections of the config, merged key by key: `weights={"format": "nf4"}`, `tiers={"ssd": {...}}`.
+        **overrides: sections of the config, merged key by key: `weights={"format": "nf4"}`, `tiers={"ssd": {...}}`,
+            `mode="train"`.
 
     Returns:
-        The wrapper. Everything of the model is reachable through it; `vb.model` is the same model, swapped.
+        The wrapper. Everything of the model is reachable through it; `vb.model` is the same model, swapped. With
+        mode = "train" it is a VBTrainingWrapper: weights stay parameters, and the forward sees them in 4 bits.
 
     Raises:
         ConfigError: the config is wrong, or impossible for this model or machine.
@@ -74,12 +77,15 @@ def wrap(model: nn.Module, config: VBConfig | Mapping[str, Any] | str | PathLike
 def carry_out(model: nn.Module, config: VBConfig, plan: Plan) -> "VBModelWrapper":
     """The wrapper of a model, as its plan has it. Raises TierError: the ssd tier's directory cannot be used."""
     stack = _build_stack(plan, config)
+    if config.mode == "train":
+        weights = [TrainedWeight(_spec(swap, config)) for swap in plan.swaps]
+        return VBTrainingWrapper(model, config, plan, stack, _swap(model, plan, weights, config.mode))
     try:
         handles = [WeightHandle(_spec(swap, config), stack) for swap in plan.swaps]
     except BaseException:
         stack.close()
         raise
-    return VBModelWrapper(model, config, plan, stack, _swap(model, plan, handles))
+    return VBModelWrapper(model, config, plan, stack, _swap(model, plan, handles, config.mode))
 
 
 def _build_stack(plan: Plan, config: VBConfig) -> TierStack:
@@ -113,13 +119,14 @@ def _prefetch(plan: Plan, config: VBConfig, *, from_drive: bool) -> int:
     return auto_prefetch(largest, group=plan.group, from_drive=from_drive)
 
 
-def _swap(model: nn.Module, plan: Plan, handles: list[WeightHandle]) -> dict[str, VBLayer]:
+def _swap(model: nn.Module, plan: Plan, handles: list[WeightHandle] | list[TrainedWeight],
+          mode: str) -> dict[str, SwappedLayer]:
     modules = dict(model.named_modules())
-    registry: dict[str, VBLayer] = {}
+    registry: dict[str, SwappedLayer] = {}
     for swap, handle in zip(plan.swaps, handles, strict=True):
         for name in (swap.name, *swap.aliases):
             module = modules["" if name == "(root)" else name]
-            registry[name] = layer_class(swap.kind).adopt_(module, handle)
+            registry[name] = layer_class(swap.kind, mode).adopt_(module, handle)
     return registry
 
 
@@ -480,6 +487,80 @@ class VBModelWrapper(nn.Module):
             if isinstance(hook, _PassMarker):
                 del self.model._forward_pre_hooks[hook_id]
         self._hook_up()
+
+
+class VBTrainingWrapper(VBModelWrapper):
+    """A model whose weights train: `wrap` with mode = "train". The stack is empty, nothing moves.
+
+    `parameters()` are the model's own, the state dict has their names and, for 4-bit formats, what the engine keeps
+    beside each weight (`*.separation`), so that a run that is taken up again is the same run.
+    """
+
+    _layers: Mapping[str, TrainedLayer]
+
+    def materialize(self, *, progress: bool | None = None) -> "VBTrainingWrapper":
+        """Bring the model to the computing device now instead of at its first forward; there is nothing to encode."""
+        if self.stack.device.type != "cpu":
+            self.model.to(self.stack.device)
+        return self
+
+    def set_budget(self, tier: str, budget: int | str) -> int:
+        """Raises WrapError: no tier holds weights that train."""
+        raise WrapError(f'set_budget({tier!r}): mode = "train" keeps the weights out of the tiers, there is nothing to '
+                        "budget; for less memory use activation checkpointing or smaller batches")
+
+    def timeline(self, path: str | PathLike) -> contextlib.AbstractContextManager[Recorder]:
+        """Raises WrapError: nothing is leased or copied."""
+        raise WrapError('timeline(): mode = "train" moves no weights, so there are no waits and copies to record; '
+                        "torch.profiler shows where a step's time goes")
+
+    def stats(self) -> Stats:
+        """A frozen snapshot of all counters; waits for the device to have counted clipped weights."""
+        swaps = [swap for swap in self.plan.swaps if swap.name in self._layers]  # none after unwrap()
+        layers = {swap.name: self._layer_stats(swap) for swap in swaps}
+        kept_for_scales = sum(stats.plane_bytes.get("scales", 0) for stats in layers.values())
+        return Stats("none", self.stack.names[0], self._marker.passes, layers, {}, self.plan.dense_bytes,
+                     self.plan.kept_bytes, self.plan.dense_bytes + kept_for_scales)
+
+    def _layer_stats(self, swap: Swap) -> LayerStats:
+        handle = self._layers[swap.name].handle
+        engine = handle.separation
+        planes = {"dense": swap.dense_bytes} | ({"scales": engine.nbytes} if engine else {})
+        separation = engine.counters if engine else SeparationCounters()
+        return LayerStats(
+            format=handle.spec.label, kernel="reference", materialized=True, home=self.stack.names[0], resident=True,
+            plane_bytes=planes, forwards=handle.forwards, weight_reads=0, hits=0, misses=0, prefetched=0,
+            bytes_moved={}, wait_us=0, separation_hits=separation.hits, separation_refreshes=separation.refreshes,
+            clipped_share=separation.clipped_share)
+
+    def save(self, directory: str | PathLike) -> Path:
+        """Write what the forward computes with now, as planes, into a directory: `vbrt.load` makes an inference model
+        of it. To take up training again, save `state_dict()` instead: the planes have lost the weights' last bits.
+
+        Raises:
+            CheckpointError: it cannot be written, or the disk is full: names the path.
+            FormatError: a weight holds NaN or Inf.
+            WrapError: the wrapper was unwrapped.
+        """
+        if self.stack.closed:
+            raise WrapError("save: the model was closed or unwrapped; wrap it again")
+        return save_model(self.model, replace(self.settings, mode="infer"), Path(directory))
+
+    def unwrap(self) -> nn.Module:
+        """The model back, in place, with the very parameters that trained: an optimizer keeps working.
+
+        Closes the wrapper.
+        """
+        for layer in self._layers.values():
+            layer.release_()
+        self._layers.clear()
+        self._hook.remove()
+        self.close()
+        return self.model
+
+    def close(self) -> None:
+        """Nothing to release: the weights are parameters, and the layers go on as they are. Twice is fine."""
+        self.stack.close()
 
 
 def _balance(wrapper: "weakref.ref[VBModelWrapper]") -> None:

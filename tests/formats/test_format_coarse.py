@@ -227,7 +227,7 @@ def test_an_error_in_a_tile_is_raised(monkeypatch):
         raise MemoryError("tile")
 
     fmt = get_format("nvfp4")
-    monkeypatch.setattr(type(fmt), "_encode_tile", fail)
+    monkeypatch.setattr(type(fmt), "_search", fail)
     with pytest.raises(MemoryError, match="tile"):
         fmt.encode(gaussian(70, 1024))
 

@@ -24,7 +24,7 @@ from vbrt.formats.page import (
 )
 from vbrt.formats.published import repack_mxfp4, repack_nvfp4
 from vbrt.formats.quantile import Quantile
-from vbrt.formats.separation import Separation, SeparationCounters
+from vbrt.formats.separation import Separation, SeparationCounters, TrainedSeparation
 
 __all__ = [
     "FIELD_ALIGN",
@@ -36,6 +36,7 @@ __all__ = [
     "PageLayout",
     "Separation",
     "SeparationCounters",
+    "TrainedSeparation",
     "WeightPlanes",
     "build_layout",
     "estimate_fine_bytes",

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from vbrt.formats.base import Format, check_weight, padded, tiles
 from vbrt.formats.page import PageLayout, build_layout
-from vbrt.formats.rounding import Rounding, least_error
+from vbrt.formats.rounding import Grid, Rounding, least_error
 
-__all__ = ["BlockFormat", "E4M3Format", "Range", "decode_blocks", "power_of_two_scale", "quad_table", "unpack_codes"]
+__all__ = ["BlockFormat", "E4M3Format", "Frame", "Range", "decode_blocks", "power_of_two_scale", "quad_table",
+           "unpack_codes"]
 
 E4M3_MAX = 448.0
 
@@ -65,28 +66,35 @@ class BlockFormat(Format):
         amax = check_weight(w_NK, self.name)
         return Range(torch.finfo(w_NK.dtype).max, power_of_two_scale(amax / self.low_top))
 
-    def _encode(self, w_NK: Tensor, known: Range, **extra: Tensor) -> dict[str, Tensor]:
+    @torch.no_grad()
+    def frame(self, w_NK: Tensor, **extra: Tensor) -> "Frame":
+        """The scales that `encode` would choose for a weight; raises what that raises."""
+        return Frame(self, self._encode(w_NK, self._range(w_NK), coded=False, **extra))
+
+    def _encode(self, w_NK: Tensor, known: Range, *, coded: bool = True, **extra: Tensor) -> dict[str, Tensor]:
         n, k = w_NK.shape
         kp, block = padded(k, self.block), self.block
-        codes = torch.empty(n, kp // 2, dtype=torch.uint8, device=w_NK.device)
+        codes = torch.empty(n, kp // 2 if coded else 0, dtype=torch.uint8, device=w_NK.device)
         scales = torch.empty(n, kp // block, dtype=torch.uint8, device=w_NK.device)
 
         def encode(tile: tuple[slice, slice]) -> None:
             rows, columns = tile
-            x_RK = w_NK[rows, columns].float()
-            x_RK = F.pad(x_RK, (0, -x_RK.shape[1] % block))
+            x_RK = _whole_blocks(w_NK[rows, columns].float(), block)
             x_bB = torch.empty(block, x_RK.numel() // block, device=x_RK.device)
             torch.mul(x_RK.reshape(-1, block).t(), 1 / known.unit, out=x_bB)
-            code_bB, byte_B = self._encode_tile(x_bB, known, **extra)
+            rounding, scale_B, byte_B = self._search(x_bB, known, **extra)
             first, last = columns.start, columns.start + x_RK.shape[1]
-            codes[rows, first // 2 : last // 2] = _pack_nibbles(code_bB).view(x_RK.shape[0], -1)
+            if coded:
+                code_bB = rounding.codes(scale_B)
+                codes[rows, first // 2 : last // 2] = pack_nibbles(code_bB).view(x_RK.shape[0], -1)
             scales[rows, first // block : last // block] = byte_B.view(x_RK.shape[0], -1)
 
         _for_each(encode, list(tiles((n, k), block, encode_tile(w_NK.device))), w_NK.device)
-        return {"codes": codes, "scales": scales.view(getattr(torch, self.scale_dtype)), **extra}
+        tensors = {"scales": scales.view(getattr(torch, self.scale_dtype)), **extra}
+        return {"codes": codes, **tensors} if coded else tensors
 
-    def _encode_tile(self, x_bB: Tensor, known: Range, **extra: Tensor) -> tuple[Tensor, Tensor]:
-        """(codes as fp32 0..15 [b, B], scale bytes [B]) of fp32 weights in units of known.unit."""
+    def _search(self, x_bB: Tensor, known: Range, **extra: Tensor) -> tuple[Rounding, Tensor, Tensor]:
+        """(how to round, scales [B], scale bytes [B]) for fp32 weights in units of known.unit."""
         amax_B = torch.maximum(x_bB.amax(0), -x_bB.amin(0))
         near_B = self._near_byte(amax_B / self.top)
         offset_C = torch.arange(self.offsets.start, self.offsets.stop, dtype=torch.int32, device=x_bB.device)
@@ -94,8 +102,8 @@ class BlockFormat(Format):
         scale_CB = self._byte_values(x_bB.device).index_select(0, byte_CB.view(-1)).view_as(byte_CB)
         rounding = self._rounding(x_bB, **extra)
         pick_1B = least_error(rounding, scale_CB).unsqueeze(0).long()
-        code_bB = rounding.codes(scale_CB.gather(0, pick_1B).squeeze(0))
-        return code_bB, self._stored_byte(byte_CB.gather(0, pick_1B).squeeze(0), amax_B, known)
+        byte_B = self._stored_byte(byte_CB.gather(0, pick_1B).squeeze(0), amax_B, known)
+        return rounding, scale_CB.gather(0, pick_1B).squeeze(0), byte_B
 
     def tables(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """What a kernel decodes with: fp32 levels [16] by code, values [256] by scale byte, tensor scale [1]."""
@@ -106,6 +114,14 @@ class BlockFormat(Format):
     @abstractmethod
     def _levels(self, tensors: dict[str, Tensor]) -> Tensor:
         """fp32 [16]: the level of each code."""
+
+    @abstractmethod
+    def _scales(self, tensors: dict[str, Tensor]) -> Tensor:
+        """fp32 [N, Kp/block]: the block scales, tensor scale included."""
+
+    @abstractmethod
+    def _grid(self, tensors: dict[str, Tensor]) -> Grid:
+        """What weights in units of their scale are rounded to."""
 
     @abstractmethod
     def _rounding(self, x_bB: Tensor, **extra: Tensor) -> Rounding:
@@ -139,8 +155,8 @@ class TensorScaled(BlockFormat):
     extra: tuple[tuple[str, str, tuple[int, ...]], ...] = (("tensor_scale", "float32", (1,)),)
     _last_byte: int  # the byte of the largest scale
 
-    def _encode(self, w_NK: Tensor, known: Range, **extra: Tensor) -> dict[str, Tensor]:
-        tensors = super()._encode(w_NK, known, **extra)
+    def _encode(self, w_NK: Tensor, known: Range, *, coded: bool = True, **extra: Tensor) -> dict[str, Tensor]:
+        tensors = super()._encode(w_NK, known, coded=coded, **extra)
         return {**tensors, "tensor_scale": torch.full((1,), known.unit, device=w_NK.device)}
 
     def _byte_bounds(self, known: Range) -> tuple[int, int]:
@@ -193,6 +209,50 @@ class UE4M4Format(TensorScaled):
         return scale_NB.mul_(tensors["tensor_scale"])
 
 
+class Frame:
+    """The scales (and levels) that were chosen for a weight, to round the weight by once it has changed.
+
+    Attributes:
+        tensors: the fields of the coarse plane but for the codes.
+    """
+
+    def __init__(self, format: BlockFormat, tensors: dict[str, Tensor]) -> None:
+        self.format, self.tensors = format, tensors
+        self._grid = format._grid(tensors)
+
+    @torch.no_grad()
+    def round(self, w_NK: Tensor, dtype: torch.dtype | None = None, *, clipped: Tensor | None = None) -> Tensor:
+        """What `decode` makes of `encode` [N, K], in `dtype` (default: the weight's), without codes between them.
+
+        NaN and Inf come out as NaN. `clipped` (fp32 []) is increased by the number of weights beyond the cell of their
+        block's largest level, which is taken to reach as far above the level as below. Nothing waits for the device.
+        """
+        n, k = w_NK.shape
+        block, out = self.format.block, torch.empty(n, k, dtype=dtype or w_NK.dtype, device=w_NK.device)
+        scale_NB = self.format._scales(self.tensors)
+        divisor_NB = scale_NB.masked_fill(scale_NB == 0, 2.0**-126)  # all but zeros lie beyond a scale of zero
+        for rows, columns in tiles((n, k), block, round_tile(w_NK.device)):
+            x_RK = _whole_blocks(w_NK[rows, columns].float(), block)
+            blocks = slice(columns.start // block, columns.start // block + x_RK.shape[1] // block)
+            y_RBb = x_RK.reshape(len(x_RK), -1, block) / divisor_NB[rows, blocks].unsqueeze(-1)
+            if clipped is not None:
+                clipped += y_RBb.abs().gt_(self._grid.reach).sum()
+            w_RBb = self._grid.nearest(y_RBb).mul_(scale_NB[rows, blocks].unsqueeze(-1))
+            w_RK = w_RBb.view_as(x_RK)[:, : columns.stop - columns.start]
+            torch.add(w_RK, w_NK[rows, columns], alpha=0, out=out[rows, columns])
+        return out
+
+    @torch.no_grad()
+    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
+        """The coarse plane of a weight under these scales: `decode` gives what `round` gives."""
+        n, block = len(w_NK), self.format.block
+        scale_NB = self.format._scales(self.tensors)
+        x_NBb = _whole_blocks(w_NK.float(), block).reshape(n, -1, block)
+        y_NBb = x_NBb / scale_NB.masked_fill(scale_NB == 0, 2.0**-126).unsqueeze(-1)
+        code_bB = self._grid.codes(self._grid.nearest(y_NBb)).flatten(1).view(-1, block).t()
+        return {"codes": pack_nibbles(code_bB).view(n, -1), **self.tensors}
+
+
 @lru_cache(maxsize=8)
 def ue4m4_values(device: torch.device) -> Tensor:
     """fp32 [256]: the value of each byte of `UE4M4Format`."""
@@ -242,6 +302,11 @@ def encode_tile(device: torch.device) -> int:
     return 1 << 15 if device.type == "cpu" else 1 << 22
 
 
+def round_tile(device: torch.device) -> int:
+    """Weights that a frame rounds at a time: they and three fp32 temporaries stay in cache, and threads pay."""
+    return torch.get_num_threads() << 16 if device.type == "cpu" else 1 << 24
+
+
 def decode_tile(device: torch.device) -> int:
     """Weights that decode works on at a time: few operations, so each is made long enough to start threads for."""
     return torch.get_num_threads() << 18 if device.type == "cpu" else 1 << 24
@@ -271,7 +336,12 @@ def _for_each(
             pass
 
 
-def _pack_nibbles(code_bB: Tensor) -> Tensor:
+def _whole_blocks(x_RK: Tensor, block: int) -> Tensor:
+    """x with zeros behind its columns, where those do not fill the last block; F.pad would copy in any case."""
+    return F.pad(x_RK, (0, -x_RK.shape[1] % block)) if x_RK.shape[1] % block else x_RK
+
+
+def pack_nibbles(code_bB: Tensor) -> Tensor:
     """fp32 codes [b, B] to bytes [B, b/2]; the sum is exact in fp32 and leaves half as many numbers to convert."""
     byte = torch.add(code_bB[0::2], code_bB[1::2], alpha=16)
     return byte.to(torch.int32).to(torch.uint8).t().contiguous()

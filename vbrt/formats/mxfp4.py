@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vbrt.formats.blocks import BlockFormat, Range, constant_levels, constant_quads, decode_blocks, powers_of_two
-from vbrt.formats.rounding import E2M1_LEVELS, E2M1Rounding, Rounding
+from vbrt.formats.rounding import E2M1_LEVELS, E2M1Grid, E2M1Rounding, Grid, Rounding
 
 __all__ = ["MXFP4"]
 
@@ -39,6 +39,9 @@ class MXFP4(BlockFormat):
     def _rounding(self, x_bB: Tensor, **extra: Tensor) -> Rounding:
         return E2M1Rounding(x_bB)
 
+    def _grid(self, tensors: dict[str, Tensor]) -> Grid:
+        return E2M1Grid()
+
     def _near_byte(self, scale_B: Tensor) -> Tensor:
         half_octave = 0x004AFB0D  # fp32 bits of 2^0.5 less those of 1, taken from 2: rounds to the nearest exponent
         return (scale_B.view(torch.int32) + half_octave) >> 23
@@ -56,6 +59,9 @@ class MXFP4(BlockFormat):
 
     def decode(self, tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """See `Format.decode`."""
+        scale_NB = self._scales(tensors)
+        return decode_blocks(tensors["codes"], scale_NB, constant_quads(E2M1_LEVELS, scale_NB.device), shape, dtype)
+
+    def _scales(self, tensors: dict[str, Tensor]) -> Tensor:
         byte_NB = tensors["scales"]
-        scale_NB = powers_of_two(byte_NB.device).index_select(0, byte_NB.view(-1).to(torch.int32)).view(byte_NB.shape)
-        return decode_blocks(tensors["codes"], scale_NB, constant_quads(E2M1_LEVELS, byte_NB.device), shape, dtype)
+        return powers_of_two(byte_NB.device).index_select(0, byte_NB.view(-1).to(torch.int32)).view(byte_NB.shape)

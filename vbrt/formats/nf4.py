@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vbrt.formats.blocks import UE4M4Format, constant_levels, constant_quads, decode_blocks
-from vbrt.formats.rounding import Rounding, TableRounding
+from vbrt.formats.rounding import Grid, Rounding, TableGrid, TableRounding
 
 __all__ = ["NF4", "NF4_LEVELS"]
 
@@ -50,6 +50,9 @@ class NF4(UE4M4Format):
     def _rounding(self, x_bB: Tensor, **extra: Tensor) -> Rounding:
         return TableRounding(x_bB, *_tables(x_bB.device))
 
+    def _grid(self, tensors: dict[str, Tensor]) -> Grid:
+        return _constant_grid(tensors["scales"].device)
+
     def decode(self, tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """See `Format.decode`."""
         scale_NB = self._scales(tensors)
@@ -60,3 +63,8 @@ class NF4(UE4M4Format):
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
     level_16 = torch.tensor(NF4_LEVELS, device=device)
     return level_16, TableRounding.cells(level_16)
+
+
+@lru_cache(maxsize=8)
+def _constant_grid(device: torch.device) -> TableGrid:
+    return TableGrid(torch.tensor(NF4_LEVELS, device=device))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vbrt.formats.blocks import E4M3Format, constant_levels, constant_quads, decode_blocks
-from vbrt.formats.rounding import E2M1_LEVELS, E2M1Rounding, Rounding
+from vbrt.formats.rounding import E2M1_LEVELS, E2M1Grid, E2M1Rounding, Grid, Rounding
 
 __all__ = ["NVFP4"]
 
@@ -32,6 +32,9 @@ class NVFP4(E4M3Format):
 
     def _rounding(self, x_bB: Tensor, **extra: Tensor) -> Rounding:
         return E2M1Rounding(x_bB)
+
+    def _grid(self, tensors: dict[str, Tensor]) -> Grid:
+        return E2M1Grid()
 
     def decode(self, tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """See `Format.decode`; any fp32 tensor scale will do."""

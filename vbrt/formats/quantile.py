@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vbrt.formats.base import tiles
-from vbrt.formats.blocks import Range, UE4M4Format, decode_blocks, quad_table
-from vbrt.formats.rounding import Rounding, TableRounding
+from vbrt.formats.blocks import Frame, Range, UE4M4Format, decode_blocks, quad_table
+from vbrt.formats.rounding import Grid, Rounding, TableGrid, TableRounding
 
 __all__ = ["MAGNITUDES", "Quantile", "magnitude_quantiles"]
 
@@ -41,6 +41,10 @@ class Quantile(UE4M4Format):
         known = self._range(w_NK)
         return self._encode(w_NK, known, levels=self.fit(w_NK) if levels is None else levels)
 
+    def frame(self, w_NK: Tensor, levels: Tensor | None = None) -> Frame:
+        """See `BlockFormat.frame`; `levels` as in `encode`."""
+        return super().frame(w_NK, levels=self.fit(w_NK) if levels is None else levels)
+
     @torch.no_grad()
     def fit(self, w_NK: Tensor, count: int = MAGNITUDES) -> Tensor:
         """`count` magnitudes (2..8) for a weight, ascending, the largest 1.0: fp32 [8], the largest repeated.
@@ -67,7 +71,7 @@ class Quantile(UE4M4Format):
     def _searched(self, a_Bb: Tensor, levels: Tensor) -> Tensor:
         """The block scales [B, 1] that the encoder would choose."""
         known = Range(torch.finfo(torch.float32).max, 1.0)
-        _, byte_B = self._encode_tile(a_Bb.t().contiguous(), known, levels=levels)
+        _, _, byte_B = self._search(a_Bb.t().contiguous(), known, levels=levels)
         return self._byte_values(a_Bb.device).index_select(0, byte_B.int()).unsqueeze(1)
 
     def _levels(self, tensors: dict[str, Tensor]) -> Tensor:
@@ -76,6 +80,9 @@ class Quantile(UE4M4Format):
     def _rounding(self, x_bB: Tensor, **extra: Tensor) -> Rounding:
         level_16 = _signed(extra["levels"])
         return TableRounding(x_bB, level_16, TableRounding.cells(level_16))
+
+    def _grid(self, tensors: dict[str, Tensor]) -> Grid:
+        return TableGrid(_signed(tensors["levels"]))
 
     def decode(self, tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """See `Format.decode`."""

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["E2M1_LEVELS", "E2M1Rounding", "Rounding", "TableRounding", "least_error"]
+__all__ = ["E2M1_LEVELS", "E2M1Grid", "E2M1Rounding", "Grid", "Rounding", "TableGrid", "TableRounding", "least_error"]
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 #: the value of each 4-bit E2M1 code; bit 3 is the sign (OCP Microscaling Formats v1.0, section 5.3.3)
@@ -101,6 +101,71 @@ class TableRounding:
         order = self._level_16.argsort()
         _, rank = _nearest(self._level_16, self.x / scale_B)
         return order.to(torch.float32).index_select(0, rank.view(-1)).view_as(self.x)
+
+
+class Grid(Protocol):
+    """The levels of a format, to round to when scales are known. `reach`: where the largest level's cell ends."""
+
+    reach: float | Tensor
+
+    def nearest(self, y: Tensor) -> Tensor:
+        """The nearest level of each fp32 y, in a new tensor; NaN gives any level. `y` is overwritten."""
+
+    def codes(self, level: Tensor) -> Tensor:
+        """The codes of levels that `nearest` gave, as fp32 0..15."""
+
+
+class E2M1Grid:
+    """{0, .5, 1, 1.5, 2, 3, 4, 6} and their negatives; ties go to the even code, as in `E2M1Rounding.codes`."""
+
+    reach = 7.0
+
+    def nearest(self, y: Tensor) -> Tensor:
+        """See `Grid`. Adding and taking away 1.5 * 2^22 times y's power of two, at least 1, leaves two significant bits
+        above 1 and steps of one half below: the power of two is the exponent field of y's own pattern."""
+        y.clamp_(-6, 6)
+        t = y.view(torch.int32).bitwise_and(0x7F800000).clamp_(min=0x3F800000).add_((22 << 23) + (1 << 22))
+        t = t.view(torch.float32)
+        return y.add_(t).sub_(t)
+
+    def codes(self, level: Tensor) -> Tensor:
+        """See `Grid`."""
+        a = level.abs()
+        return torch.minimum(torch.minimum(a * 2, a + 2), a / 2 + 4).add_(level < 0, alpha=8)
+
+
+class TableGrid:
+    """16 arbitrary levels in [-1, 1], given in the order of their codes; a tie goes to the lower level.
+
+    [-1, 1] is cut into cells so narrow that few hold a boundary between two levels, and none two of a table that is of
+    any use; a cell's lowest level, its boundary and the level above that are looked up.
+    """
+
+    _CELLS = 4096
+
+    def __init__(self, level_16: Tensor) -> None:
+        self._level, self._order = level_16.sort()
+        self.reach = 1 + (self._level[-1] - torch.where(self._level < self._level[-1], self._level, -1).max()) / 2
+        half, bounds = self._CELLS / 2, (self._level[1:] + self._level[:-1]) / 2
+        start = torch.arange(self._CELLS, device=level_16.device) / half - 1
+        # a y that rounds into the cell may lie beside it by a little
+        low = torch.bucketize(start - 1e-6, bounds)
+        high = torch.bucketize(start + 1 / half + 1e-6, bounds)
+        self._low, self._high = self._level[low], self._level[high]
+        self._bound = torch.where(low < high, bounds[low.clamp(max=14)], torch.inf)
+
+    def nearest(self, y: Tensor) -> Tensor:
+        """See `Grid`."""
+        half = self._CELLS / 2
+        cell = y.add(1).mul_(half).clamp_(0, self._CELLS - 1).to(torch.int32)
+        cell = cell.bitwise_and_(self._CELLS - 1).view(-1)  # NaN becomes any integer
+        low, high = self._low.index_select(0, cell), self._high.index_select(0, cell)
+        above = y.view(-1) > self._bound.index_select(0, cell)
+        return torch.where(above, high, low).view_as(y)
+
+    def codes(self, level: Tensor) -> Tensor:
+        """See `Grid`."""
+        return self._order[torch.searchsorted(self._level, level)].float()
 
 
 def _nearest(level_16: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

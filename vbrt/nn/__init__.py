@@ -5,9 +5,10 @@ from vbrt.nn.attention import AttentionChoice, FlashAttention
 from vbrt.nn.block import OptimizedTransformerBlock
 from vbrt.nn.fused import FusedFP4Linear, quantize
 from vbrt.nn.handle import HandleSpec, WeightHandle
-from vbrt.nn.linear import VBLayer, VBLinear
+from vbrt.nn.linear import SwappedLayer, VBLayer, VBLinear
 from vbrt.nn.sampling import gumbel_max_sample
 from vbrt.nn.swappable import kind_of, layer_class
+from vbrt.nn.train import TrainedLayer, TrainedLinear, TrainedWeight
 
 __all__ = [
     "AttentionChoice",
@@ -15,6 +16,10 @@ __all__ = [
     "FusedFP4Linear",
     "HandleSpec",
     "OptimizedTransformerBlock",
+    "SwappedLayer",
+    "TrainedLayer",
+    "TrainedLinear",
+    "TrainedWeight",
     "VBLayer",
     "VBLinear",
     "WeightHandle",

@@ -1,4 +1,4 @@
-"""VBConv1D: transformers' Conv1D (the GPT-2 family), a linear layer that keeps its weight as [in, out].
+"""VBConv1D, TrainedConv1D: transformers' Conv1D (the GPT-2 family), a linear layer that keeps its weight as [in, out].
 
 Imported only once a model holds such a layer, so transformers stays optional.
 """
@@ -8,8 +8,9 @@ from torch.compiler import is_compiling
 from transformers.pytorch_utils import Conv1D
 
 from vbrt.nn.linear import VBLayer, compiled_linear
+from vbrt.nn.train import TrainedLayer
 
-__all__ = ["VBConv1D"]
+__all__ = ["TrainedConv1D", "VBConv1D"]
 
 
 class VBConv1D(VBLayer, Conv1D):
@@ -22,3 +23,13 @@ class VBConv1D(VBLayer, Conv1D):
         if self._parameters["weight"] is not None:
             self.materialize_()
         return self._vb_handle.linear(x, self._parameters["bias"])
+
+
+class TrainedConv1D(TrainedLayer, Conv1D):
+    """Conv1D that trains through 4 bits, in blocks along its inputs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> [..., out]; raises what TrainedLinear.forward raises."""
+        if self._vb_handle.separation is None:
+            return self._plain_forward(x)
+        return self._product(x, self._parameters["bias"])

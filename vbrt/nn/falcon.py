@@ -1,4 +1,5 @@
-"""VBFalconLinear: Falcon's linear layer, which rounds the product before it adds the bias, as it was trained.
+"""VBFalconLinear, TrainedFalconLinear: Falcon's linear layer, which rounds the product before it adds the bias, as it
+was trained.
 
 Imported only once a model holds such a layer, so transformers stays optional.
 """
@@ -7,8 +8,9 @@ import torch
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from vbrt.nn.linear import VBLinear
+from vbrt.nn.train import TrainedLinear
 
-__all__ = ["VBFalconLinear"]
+__all__ = ["TrainedFalconLinear", "VBFalconLinear"]
 
 
 class VBFalconLinear(VBLinear, FalconLinear):
@@ -16,5 +18,16 @@ class VBFalconLinear(VBLinear, FalconLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input [..., in_features] -> [..., out_features]; raises what VBLinear.forward raises."""
+        product, bias = self._product(input, None), self._parameters["bias"]
+        return product if bias is None else product + bias
+
+
+class TrainedFalconLinear(TrainedLinear, FalconLinear):
+    """FalconLinear that trains through 4 bits."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """input [..., in_features] -> [..., out_features]; raises what TrainedLinear.forward raises."""
+        if self._vb_handle.separation is None:
+            return self._plain_forward(input)
         product, bias = self._product(input, None), self._parameters["bias"]
         return product if bias is None else product + bias

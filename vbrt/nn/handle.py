@@ -24,7 +24,7 @@ from vbrt.formats.separation import Separation
 from vbrt.kernels import TILES, fp8_refusal, kernel_name, kernel_refusal, page_packing, prepare, resolve, runs_unpacked
 from vbrt.tiers import Lease, Page, TierStack
 
-__all__ = ["HandleSpec", "WeightHandle", "handle_of"]
+__all__ = ["HandleSpec", "WeightHandle", "handle_of", "sum_rows"]
 
 _ids = itertools.count()
 _handles: "weakref.WeakValueDictionary[int, WeightHandle]" = weakref.WeakValueDictionary()
@@ -462,11 +462,12 @@ class _FrozenLinear(torch.autograd.Function):
             raise WrapError(f"{ctx.handle.spec.name}: its weight was loaded anew between forward and backward; run the "
                             "forward again")
         dx = ctx.handle.backward_input(dy).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
-        dbias = _sum_rows(dy).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
+        dbias = sum_rows(dy).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
         return dx, dbias, None
 
 
-def _sum_rows(dy: torch.Tensor) -> torch.Tensor:
+def sum_rows(dy: torch.Tensor) -> torch.Tensor:
+    """The gradient [N] of a bias from dY [..., N]."""
     return dy.reshape(-1, dy.shape[-1]).sum(0)
 
 
@@ -553,7 +554,7 @@ def _save_token(ctx, inputs, output) -> None:
 def _compiled_backward(ctx, dy: torch.Tensor):
     (token,) = ctx.saved_tensors
     dx = torch.ops.vbrt.linear_backward(dy, token, ctx.in_features) if ctx.needs_input_grad[0] else None
-    dbias = _sum_rows(dy).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
+    dbias = sum_rows(dy).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
     return dx, dbias, None, None
 
 

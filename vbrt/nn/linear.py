@@ -23,12 +23,31 @@ from vbrt.nn.decoded import DecodedWeight
 from vbrt.nn.handle import WeightHandle
 from vbrt.nn.mapped import page_out
 
-__all__ = ["VBLayer", "VBLinear"]
+__all__ = ["SwappedLayer", "VBLayer", "VBLinear"]
 
 _FEW_TOKENS = 8  # on every GPU and for every dtype this many go to the fused kernel
 
 
-class VBLayer(nn.Module):
+class SwappedLayer(nn.Module):
+    """A module that was turned into another class in place, and can be turned back; a mixin in front of its class."""
+
+    _vb_handle: Any
+
+    @classmethod
+    def plain_class(cls) -> type[nn.Module]:
+        """The class of the module before it was swapped: the first one behind this mixin."""
+        return next(c for c in cls.__mro__ if not issubclass(c, SwappedLayer))
+
+    def _become_plain(self) -> None:
+        self._vb_handle.layers.discard(self)
+        del self.__dict__["_vb_handle"]
+        self.__class__ = plain = type(self).plain_class()
+        for name, value in list(self.__dict__.items()):
+            if isinstance(value, types.MethodType) and value.__self__ is self:  # accelerate's hooks keep `forward` so
+                self.__dict__[name] = types.MethodType(getattr(plain, value.__name__), self)
+
+
+class VBLayer(SwappedLayer):
     """What VB layers share; a mixin in front of the class of the module that was swapped.
 
     Attributes:
@@ -50,21 +69,11 @@ class VBLayer(nn.Module):
         """Turn the layer back, in place, into the module it was, holding `weight`, or its own decoded one."""
         if self.materialized:
             self._parameters["weight"] = weight if weight is not None else self._decoded_parameter()
-        self._vb_handle.layers.discard(self)
-        del self.__dict__["_vb_handle"]
-        self.__class__ = plain = type(self).plain_class()
-        for name, value in list(self.__dict__.items()):
-            if isinstance(value, types.MethodType) and value.__self__ is self:  # accelerate's hooks keep `forward` so
-                self.__dict__[name] = types.MethodType(getattr(plain, value.__name__), self)
+        self._become_plain()
         return self
 
     def _decoded_parameter(self) -> nn.Parameter:
         return nn.Parameter(self._vb_handle.weight(), requires_grad=self._vb_handle.trainable)
-
-    @classmethod
-    def plain_class(cls) -> type[nn.Module]:
-        """The class of the module before it was swapped: the first one behind this mixin."""
-        return next(c for c in cls.__mro__ if c is not VBLayer and not issubclass(c, VBLayer))
 
     @property
     def handle(self) -> WeightHandle:
@@ -277,5 +286,5 @@ def compiled_linear(layer: VBLayer, x: torch.Tensor, bias: torch.Tensor | None) 
 def warn_of_training(stacklevel: int) -> None:
     """One text for all layers, so that Python's filter shows it once."""
     warnings.warn("this model is in training mode and its VB layers hold frozen planes: their weights no longer train "
-                  "(gradients still flow through them). Call model.eval(), or exclude what should train in "
-                  "weights.exclude", stacklevel=stacklevel + 1)
+                  "(gradients still flow through them). Call model.eval(), wrap with mode=\"train\", or exclude what "
+                  "should train in weights.exclude", stacklevel=stacklevel + 1)

@@ -9,17 +9,18 @@ import importlib
 
 from torch import nn
 
-from vbrt.nn.linear import VBLayer
+from vbrt.nn.linear import SwappedLayer
 
 __all__ = ["kind_of", "layer_class"]
 
 _KINDS = {
-    ("torch.nn.modules.linear", "Linear"): ("vbrt.nn.linear", "VBLinear"),
-    ("transformers.pytorch_utils", "Conv1D"): ("vbrt.nn.conv1d", "VBConv1D"),
-    ("transformers.models.esm.modeling_esmfold", "EsmFoldLinear"): ("vbrt.nn.esmfold", "VBEsmFoldLinear"),
-    ("transformers.models.falcon.modeling_falcon", "FalconLinear"): ("vbrt.nn.falcon", "VBFalconLinear"),
+    ("torch.nn.modules.linear", "Linear"): "vbrt.nn",
+    ("transformers.pytorch_utils", "Conv1D"): "vbrt.nn.conv1d",
+    ("transformers.models.esm.modeling_esmfold", "EsmFoldLinear"): "vbrt.nn.esmfold",
+    ("transformers.models.falcon.modeling_falcon", "FalconLinear"): "vbrt.nn.falcon",
 }
-_CLASSES = {kind: taking_over for (_, kind), taking_over in _KINDS.items()}
+_FILES = {kind: file for (_, kind), file in _KINDS.items()}
+_PREFIXES = {"infer": "VB", "train": "Trained"}
 
 
 def kind_of(module: nn.Module) -> str | None:
@@ -28,7 +29,6 @@ def kind_of(module: nn.Module) -> str | None:
     return cls.__name__ if (cls.__module__, cls.__qualname__) in _KINDS else None
 
 
-def layer_class(kind: str) -> type[VBLayer]:
-    """What takes the place of a module of `kind`."""
-    file, name = _CLASSES[kind]
-    return getattr(importlib.import_module(file), name)
+def layer_class(kind: str, mode: str = "infer") -> type[SwappedLayer]:
+    """What takes the place of a module of `kind`; mode: "infer" or "train"."""
+    return getattr(importlib.import_module(_FILES[kind]), f"{_PREFIXES[mode]}{kind}")
