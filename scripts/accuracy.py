@@ -8,6 +8,7 @@ import argparse
 import json
 import lzma
 import math
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -70,9 +71,9 @@ def pack(run: Path, longer: Path, qat: Path) -> None:
     (DATA / "held_out.txt.xz").write_bytes(lzma.compress(text.held_out.numpy().tobytes(), preset=9))
     weights = {name: p.data.bfloat16() for name, p in filled(model, run / "model.safetensors").named_parameters()}
     write_tensors(DATA / "dense.safetensors", weights)
-    with vbrt.wrap(filled(model, qat / "model.safetensors").eval(), "fp4") as vb:
-        vb.save(DATA / "qat")
-    model = filled(LanguageModel(model.shape), longer / "model.safetensors").to(device())
+    shutil.rmtree(DATA / "qat", ignore_errors=True)
+    shutil.copytree(qat / "planes", DATA / "qat")
+    filled(model, longer / "model.safetensors").to(device())
     for config in trained.values():
         config["init"] = "the dense run" if config["init"] else None  # and not where it lay
     about = {"shape": asdict(model.shape), "text": text.source, "training": trained,

@@ -124,7 +124,10 @@ def build(shape: Shape, options: Options, device: torch.device, *, dropout: floa
     """A new model on its device, from torch's seed; with fp4 the wrapper that trains it through 4-bit weights."""
     with device:
         model = LanguageModel(shape, dropout=dropout, attention=options.attention, checkpointing=options.checkpointing)
-    return vbrt.wrap(model, mode="train", weights={"format": "nvfp4"}) if options.fp4 else model
+    if not options.fp4:
+        return model
+    tiers = {"gpu": {"enabled": False}} if device.type == "cpu" else {}
+    return vbrt.wrap(model, mode="train", weights={"format": "nvfp4"}, tiers=tiers)
 
 
 def make_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:

@@ -6,6 +6,8 @@ end `model.safetensors`. The same command starts it, goes on with it, and does n
 
 Same bits, because each step depends on nothing but the checkpoint: batches follow from the seed and the step,
 generators are saved and restored, and torch is held to its deterministic kernels.
+
+A model that trained in 4 bits leaves `planes` too, what its forward computed with, for `vbrt.load`.
 """
 
 import argparse
@@ -366,6 +368,8 @@ def go_on(args: argparse.Namespace, config: Config, text: Text, device: torch.de
           checkpoint_every=args.checkpoint_every or max(1, config.steps // 10))
     if not (out / "model.safetensors").exists():
         write_tensors(out / "model.safetensors", trainer.weights())
+    if config.options.fp4 and not (out / "planes" / "vbrt.json").exists():
+        trainer.model.save(out / "planes")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -65,8 +65,9 @@ def estimate_bytes(case: Case) -> int:
     """
     shape, options = case.shape, case.options
     tokens, d, e = case.batch * shape.context, shape.width, 2 if case.options.mixed_precision else 4
-    matrices = 12 * d * d * shape.layers + shape.vocabulary * d
-    casts = 2 * matrices if options.mixed_precision else 0  # autocast keeps the weights in 16 bits until then
+    # autocast keeps the weights in 16 bits until then; those that train in 4 bits are rounded anew each time
+    matrices = 12 * d * d * shape.layers * (not options.fp4) + shape.vocabulary * d
+    casts = 2 * matrices if options.mixed_precision else 0
     kept = tokens * _kept_a_token(case)
     loss = tokens * shape.vocabulary * 12  # log-softmax and the gradients on both of its sides, in fp32
     scores = tokens * shape.heads * shape.context * e if options.attention == "plain" else 0
@@ -75,8 +76,7 @@ def estimate_bytes(case: Case) -> int:
         activations = (shape.layers + 1) * 4 * d * tokens + max(loss, kept + backward)
     else:
         activations = shape.layers * kept + max(loss, backward)
-    planes = 4 * matrices if options.fp4 else 0  # the decoded weights
-    return 12 * shape.parameters + max(4 * shape.parameters, casts + planes + activations)
+    return 12 * shape.parameters + max(4 * shape.parameters, casts + activations)
 
 
 def _kept_a_token(case: Case) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import vbrt
 from scripts import train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -132,8 +133,30 @@ def test_runs_killed_at_any_moment_end_with_the_same_bits_and_the_same_log(text,
     assert_same_run(out, whole)
 
 
+def test_training_in_four_bits_goes_on_with_the_scales_it_had(text, tmp_path):
+    """The scales are from the first step: fitted anew after a restart they would be others."""
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    finish(text, whole, "--use-fp4")
+    process = start(text, out, "--use-fp4")
+    wait_for(process, (out / "checkpoint.safetensors").exists)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    finish(text, out, "--use-fp4")
+    assert_same_run(out, whole)
+    losses = [line["loss"] for line in lines(out) if "loss" in line]
+    assert losses[0] > 4 > 3.2 > losses[-1]
+    with torch.device("meta"):
+        model = train.build(train.Shape(1, 32, train.PRESETS["tiny"].shape.heads, 32), train.Options(),
+                            torch.device("meta"))
+    vb = vbrt.load(out / "planes", model.eval())
+    loss = train.loss_of(vb, train.read_text(text, 32).held_out, 32, at_most=train.HELD_OUT_WINDOWS)
+    assert loss == pytest.approx(lines(out)[-1]["held_out_loss"], rel=1e-3)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("more", [("--use-flash-attn", "--mixed-precision"), ("--gradient-checkpointing",)])
+@pytest.mark.parametrize("more", [("--use-flash-attn", "--mixed-precision"), ("--gradient-checkpointing",),
+                                  ("--use-fp4", "--mixed-precision")])
 def test_a_killed_run_ends_with_the_same_bits_on_a_gpu(text, tmp_path, more):
     more = ("--device", "cuda", "--width", "64", *more)
     finish(text, tmp_path / "whole", *more)
