@@ -321,6 +321,134 @@ def cpu_layers(weight, bitsandbytes) -> dict[str, Callable]:
     return layers
 
 
+CURVES_STEPS, CURVES_REFRESH = 300, 100
+
+
+@part
+def train_curves() -> dict:
+    """Byte-level Llamas of 1.6 M swapped weights on Python's standard library, from one seed and on the same batches.
+
+    The runs take turns step by step. `fresh` searches scales (and, for quantile, fits the table) in each step, `cached`
+    every 100 steps. `separation` is what the engine does in a forward, `again` what the backward pass rounds anew.
+    """
+    import torch
+
+    data = library_bytes()
+    held_out = data[-len(data) // 20:]
+    torch.manual_seed(0)
+    model, runs = byte_llama(), {}
+    for name, format, every in (("dense", "dense", 1), ("nvfp4 fresh", "nvfp4", 1),
+                                ("nvfp4 cached", "nvfp4", CURVES_REFRESH), ("quantile fresh", "quantile", 1),
+                                ("quantile cached", "quantile", CURVES_REFRESH)):
+        runs[name] = TrainingRun(copy.deepcopy(model), format, every)
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(CURVES_STEPS):
+        batch = draw_batch(data[: -len(held_out)], draw)
+        for run in runs.values():
+            run.step(batch)
+    draw.manual_seed(2)
+    batches = [draw_batch(held_out, draw) for _ in range(20)]
+    rows = [{"run": name, **run.figures(batches)} for name, run in runs.items()]
+    return {**curve_figures({row["run"]: row for row in rows}), "rows": rows,
+            "curves": {name: run.curve() for name, run in runs.items()}}
+
+
+def library_bytes():
+    """uint8 [bytes]: the sources of the standard library's top level, in the order of their names."""
+    import torch
+
+    files = sorted(Path(os.__file__).parent.glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+
+
+def byte_llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(hidden_size=256, intermediate_size=704, num_hidden_layers=2, vocab_size=256,
+                                        num_attention_heads=4, max_position_embeddings=128)).train()
+
+
+def draw_batch(data, generator):
+    """int64 [8, 128]."""
+    import torch
+
+    starts = torch.randint(len(data) - 128, (8,), generator=generator)
+    return torch.stack([data[start : start + 128] for start in starts.tolist()]).long()
+
+
+class TrainingRun:
+    """One model in training: its losses, the time of its steps, and what of that the engine has taken."""
+
+    def __init__(self, model, format: str, every: int) -> None:
+        import torch
+
+        import vbrt
+
+        self.vb = vbrt.wrap(model, mode="train", weights={"format": format}, separation={"refresh_every": every},
+                            tiers={"gpu": {"enabled": False}})
+        self.optimizer = torch.optim.AdamW(self.vb.parameters(), lr=1e-3)
+        self.losses: list[float] = []
+        self.spans: dict[str, list[float]] = {"step": [], "separation": [], "again": []}
+        engines = [layer.handle.separation for layer in self.vb.registry.values() if layer.handle.separation]
+        for engine in engines:
+            engine.forward = self.timed("separation", engine.forward)
+            engine.again = self.timed("again", engine.again)
+
+    def timed(self, name: str, function: Callable) -> Callable:
+        def run(*args, **kwargs):
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            self.spans[name][-1] += time.perf_counter() - start
+            return result
+
+        return run
+
+    def step(self, batch) -> None:
+        for spans in self.spans.values():
+            spans.append(0.0)
+        self.spans["step"][-1] = seconds(lambda: self._step(batch))
+
+    def _step(self, batch) -> None:
+        loss = self.vb(input_ids=batch, labels=batch, use_cache=False).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+
+    def curve(self) -> dict[str, float]:
+        """Mean loss of each ten steps, by the last of them."""
+        return {str(end): statistics.mean(self.losses[end - 10 : end]) for end in range(10, len(self.losses) + 1, 10)}
+
+    def figures(self, held_out: list) -> dict:
+        """Losses in nats a byte, milliseconds a step: medians, and for the engine means, so that refreshes count."""
+        import torch
+
+        self.vb.eval()
+        separation, again = (1e3 * statistics.mean(self.spans[name]) for name in ("separation", "again"))
+        step, stats = 1e3 * statistics.mean(self.spans["step"]), self.vb.stats()
+        with torch.no_grad():
+            held = statistics.mean(self.vb(input_ids=b, labels=b, use_cache=False).loss.item() for b in held_out)
+        layers = stats.layers.values()
+        return {"held-out loss": held, "last 20 steps": statistics.mean(self.losses[-20:]),
+                "searches a layer": sum(layer.separation_refreshes for layer in layers) / len(layers),
+                "step ms": step, "separation ms": separation, "again ms": again,
+                "engine's share, %": 100 * (separation + again) / step}
+
+
+def curve_figures(rows: dict[str, dict]) -> dict:
+    """Cached against fresh, for each format."""
+    figures = {"steps": CURVES_STEPS, "refresh every": CURVES_REFRESH}
+    for format in ("nvfp4", "quantile"):
+        fresh, cached = rows[f"{format} fresh"], rows[f"{format} cached"]
+        for loss in ("held-out loss", "last 20 steps"):
+            figures[f"{format}, {loss}, cached / fresh"] = cached[loss] / fresh[loss]
+        figures[f"{format}, separation, fresh / cached"] = fresh["separation ms"] / cached["separation ms"]
+        both = [row["separation ms"] + row["again ms"] for row in (fresh, cached)]
+        figures[f"{format}, with the backward pass, fresh / cached"] = both[0] / both[1]
+        figures[f"{format}, whole step, fresh / cached"] = fresh["step ms"] / cached["step ms"]
+    return figures
+
+
 # -- running and writing ----------------------------------------------------------------------------------------------
 
 
@@ -373,12 +501,14 @@ def tables() -> str:
         result = json.loads(path.read_text())
         figures, where = dict(result["figures"]), result["machine"]
         out += [f"## {name}", "", function.__doc__.splitlines()[0], ""]
-        rows = figures.pop("rows", None)
+        rows, curves = figures.pop("rows", None), figures.pop("curves", None)
         if figures:
             out += ["| figure | value |", "| --- | --- |", *(f"| {k} | {show(v)} |" for k, v in figures.items()), ""]
         if rows:
             out += [f"| {' | '.join(rows[0])} |", "| " + " | ".join("---" for _ in rows[0]) + " |",
                     *(f"| {' | '.join(show(v) for v in row.values())} |" for row in rows), ""]
+        if curves:
+            out += curves_drawing(name, curves)
         versions = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
         named = f"{where['cpu']}, {where['cores']} cores, {versions}, Python {where['python']}, commit"
         out += [f"{named} {where['commit']}.", ""]
@@ -463,29 +593,44 @@ def curves_of(points: list[dict]) -> dict[str, dict[int, float]]:
     return curves
 
 
+def curves_drawing(name: str, curves: dict[str, dict[str, float]]) -> list[str]:
+    """Loss against steps, beside the docs."""
+    numbers = {run: {int(step): loss for step, loss in curve.items()} for run, curve in curves.items()}
+    last = max(max(curve) for curve in numbers.values())
+    marks = [last * share // 5 for share in range(6)]
+    (DOCS.parent / f"{name}.svg").write_text(line_svg(numbers, [(mark, f"{mark}") for mark in marks], "{:.1f}"))
+    return ["Nats a byte against steps, means of ten steps:", "", f"![loss against steps]({name}.svg)", ""]
+
+
 def sweep_svg(points: list[dict]) -> str:
     """Milliseconds against percent of the pages, a line for each preset and policy."""
-    curves, width, height, left, top = curves_of(points), 640, 360, 60, 20
-    most = max(max(curve.values()) for curve in curves.values())
-    colours = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd")
+    return line_svg(curves_of(points), [(percent, f"{percent} %") for percent in range(0, 101, 20)], "{:.0f} ms")
 
-    def at(percent: float, ms: float) -> str:
-        return f"{left + percent / 100 * (width - left - 20):.1f},{top + (1 - ms / most) * (height - top - 50):.1f}"
+
+def line_svg(curves: dict[str, dict[int, float]], marks: list[tuple[int, str]], unit: str) -> str:
+    """A line for each curve of x -> y; `marks` are (x, what stands below it), the last one is where x ends."""
+    width, height, left, top = 640, 360, 60, 20
+    most, end = max(max(curve.values()) for curve in curves.values()), marks[-1][0]
+    colours = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e")
+
+    def at(x: float, y: float) -> str:
+        return f"{left + x / end * (width - left - 20):.1f},{top + (1 - y / most) * (height - top - 50):.1f}"
 
     size = f'width="{width}" height="{height}"'
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">',
              f'<rect {size} fill="white"/>']
-    for percent in range(0, 101, 20):
-        x = at(percent, 0).split(",")[0]
-        parts.append(f'<text x="{x}" y="{height - 32}" text-anchor="middle">{percent} %</text>')
+    for mark, text in marks:
+        x = at(mark, 0).split(",")[0]
+        parts.append(f'<text x="{x}" y="{height - 32}" text-anchor="middle">{text}</text>')
     for share in (0, 0.25, 0.5, 0.75, 1):
         y = at(0, most * share).split(",")[1]
         parts.append(f'<line x1="{left}" x2="{width - 20}" y1="{y}" y2="{y}" stroke="#ddd"/>'
-                     f'<text x="{left - 6}" y="{y}" text-anchor="end" dy="4">{most * share:.0f} ms</text>')
+                     f'<text x="{left - 6}" y="{y}" text-anchor="end" dy="4">{unit.format(most * share)}</text>')
+    room = 180 if len(curves) <= 3 else (width - left - 20) // len(curves)
     for index, (name, curve) in enumerate(curves.items()):
-        line = " ".join(at(percent, ms) for percent, ms in sorted(curve.items()))
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colours[index % 4]}" stroke-width="2"/>'
-                     f'<text x="{left + 20 + 180 * index}" y="{height - 10}" fill="{colours[index % 4]}">{name}</text>')
+        line, colour = " ".join(at(x, y) for x, y in sorted(curve.items())), colours[index % len(colours)]
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>'
+                     f'<text x="{left + 20 + room * index}" y="{height - 10}" fill="{colour}">{name}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

@@ -32,7 +32,8 @@ from torch import Tensor, nn  # noqa: E402
 from scripts.lm import Options, Shape, Text, Windows, build, loss_of, make_optimizer, read_text  # noqa: E402
 from scripts.train_files import JsonLines, claimed, read_checkpoint, write_checkpoint, write_tensors  # noqa: E402
 from scripts.train_memory import Case, estimate_bytes, free_bytes, ladder_table, measure, rungs  # noqa: E402
-from vbrt import ArgumentError, CheckpointError, VBError  # noqa: E402
+from vbrt import ArgumentError, CheckpointError, VBError, watch_nonfinite  # noqa: E402
+from vbrt.errors import NonfiniteError  # noqa: E402
 from vbrt.plan import format_bytes  # noqa: E402
 from vbrt.tensorfile import TensorFile  # noqa: E402
 
@@ -99,7 +100,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     memory.add_argument("--use-flash-attn", action="store_true", help="attention without its S × S scores")
     memory.add_argument("--gradient-checkpointing", action="store_true", help="compute blocks again, keep their inputs")
     memory.add_argument("--use-fp4", action="store_true", help="train through NVFP4 weights (quantization-aware)")
-    memory.add_argument("--vb-auto", action="store_true", help="turn on what the free memory asks for, and say why")
+    memory.add_argument("--vb-auto", action="store_true", help="turn on what the free memory asks for, and say why; "
+                        "never --use-fp4, which trains another model")
     memory.add_argument("--ladder", action="store_true", help="measure what each option saves, and train nothing")
     numbers = parser.add_argument_group("numbers instead of the preset's")
     for name in ("layers", "width", "heads", "context", "batch", "steps"):
@@ -231,19 +233,27 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """All that the next step depends on. The position in the data is the step."""
-        cuda = {"cuda": torch.cuda.get_rng_state()} if self.device.type == "cuda" else {}
         return {"config": asdict(self.config), "step": self.step, "losses": self.losses, "log_bytes": self.log_bytes,
                 "model": dict(self.model.state_dict()), "optimizer": self.optimizer.state_dict(),
-                "random": {"cpu": torch.get_rng_state(), **cuda}}
+                "random": self.random()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Be where a state was taken."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.losses, self.log_bytes = state["step"], state["losses"], state["log_bytes"]
-        torch.set_rng_state(state["random"]["cpu"])
-        if self.device.type == "cuda" and "cuda" in state["random"]:
-            torch.cuda.set_rng_state(state["random"]["cuda"])
+        self.set_random(state["random"])
+
+    def random(self) -> dict[str, Tensor]:
+        """The states of torch's generators."""
+        cuda = {"cuda": torch.cuda.get_rng_state()} if self.device.type == "cuda" else {}
+        return {"cpu": torch.get_rng_state(), **cuda}
+
+    def set_random(self, states: dict[str, Tensor]) -> None:
+        """Put the generators where they were."""
+        torch.set_rng_state(states["cpu"])
+        if self.device.type == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"])
 
     def start_from(self, path: Path) -> None:
         """Take the weights of a file. Raises CheckpointError: missing, damaged, or of another shape."""
@@ -271,9 +281,9 @@ class Trainer:
         """One step; its loss, the gradient's norm and the learning rate.
 
         Raises:
-            ArgumentError: the loss or a gradient is not finite; the weights are as they were before the step.
+            NonfiniteError: the loss or a gradient is not finite, and where that began; no weight has changed.
         """
-        lr = self.config.lr_at(self.step)
+        random, lr = self.random(), self.config.lr_at(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         loss = self.loss(ids, targets)
@@ -281,12 +291,23 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         loss, norm = torch.stack([loss.detach(), norm]).tolist()  # the step's one wait for the device
         if not math.isfinite(loss + norm):
-            raise ArgumentError(f"step {self.step + 1}: the loss is {loss} and the gradient's norm {norm}")
+            self.set_random(random)
+            raise NonfiniteError(f"step {self.step + 1}: the loss is {loss} and the gradient's norm {norm}; "
+                                 f"{self.blame(ids, targets)}. Take a lower --lr")
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
         self.losses.append(loss)
         return {"loss": loss, "grad_norm": norm, "lr": lr}
+
+    def blame(self, ids: Tensor, targets: Tensor) -> str:
+        """Where a batch first goes out of bounds: the forward is run again under a watch."""
+        with watch_nonfinite(self.model) as watch, torch.no_grad():
+            self.loss(ids, targets)
+        if watch.first is not None:
+            return str(watch.first)
+        bad = [name for name, p in self.weights().items() if p.grad is not None and not p.grad.isfinite().all()]
+        return f"all layers' outputs are finite, and the gradients that are not are of {', '.join(bad[-3:]) or 'none'}"
 
 
 def train(trainer: Trainer, text: Text, out: Path, *, log_every: int, checkpoint_every: int) -> None:

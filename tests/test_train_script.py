@@ -255,6 +255,33 @@ def test_a_full_disk_leaves_the_checkpoint_before(text, tmp_path, monkeypatch):
     assert state["step"] >= 4 and not list(out.glob("*.tmp"))
 
 
+@pytest.mark.parametrize("more", [(), ("--use-fp4",)])
+def test_a_loss_that_is_not_finite_names_the_layer_and_leaves_the_checkpoint_before(text, tmp_path, more, monkeypatch):
+    out, advance = tmp_path / "run", train.Trainer.advance
+
+    def poisoned(trainer, ids, targets):
+        if trainer.step == 6:
+            trainer.weights()["blocks.0.mlp_norm.weight"].data[3] = torch.inf
+        return advance(trainer, ids, targets)
+
+    monkeypatch.setattr(train.Trainer, "advance", poisoned)
+    message = refusal(text, out, *more)
+    assert "step 7: the loss is nan" in message and "blocks.0.mlp_norm: its weight holds 1 Inf of 32" in message
+    assert train.read_checkpoint(out / "checkpoint.safetensors")["step"] == 4
+
+
+def test_a_gradient_that_is_not_finite_is_named(text, tmp_path, monkeypatch):
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def poisoned(parameters, norm):
+        parameters = list(parameters)
+        parameters[0].grad[0, 0] = torch.nan
+        return clip(parameters, norm)
+
+    monkeypatch.setattr("torch.nn.utils.clip_grad_norm_", poisoned)
+    assert "outputs are finite, and the gradients that are not are of" in refusal(text, tmp_path / "run")
+
+
 def test_memory_that_runs_out_all_the_same_is_an_error_for_people(text, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "build", lambda *args, **kwargs: torch.empty(1 << 50))
     message = refusal(text, tmp_path / "run")

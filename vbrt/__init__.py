@@ -17,10 +17,11 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ArgumentError": "errors", "CheckpointError": "errors", "ConfigError": "errors", "FormatError": "errors",
-    "KernelError": "errors", "TierError": "errors", "VBError": "errors", "WrapError": "errors", "FlashAttention": "nn",
-    "FusedFP4Linear": "nn", "OptimizedTransformerBlock": "nn", "Plan": "plan", "Stats": "stats", "VBConfig": "config",
-    "VBLinear": "nn", "VBModelWrapper": "wrapper", "gumbel_max_sample": "nn", "load": "checkpoint",
-    "load_config": "config", "make_plan": "estimate", "quantize": "nn", "simulate": "policy", "wrap": "wrapper",
+    "KernelError": "errors", "NonfiniteError": "errors", "TierError": "errors", "VBError": "errors",
+    "WrapError": "errors", "FlashAttention": "nn", "FusedFP4Linear": "nn", "OptimizedTransformerBlock": "nn",
+    "Plan": "plan", "Stats": "stats", "VBConfig": "config", "VBLinear": "nn", "VBModelWrapper": "wrapper",
+    "gumbel_max_sample": "nn", "load": "checkpoint", "load_config": "config", "make_plan": "estimate",
+    "quantize": "nn", "simulate": "policy", "watch_nonfinite": "watch", "wrap": "wrapper",
 }
 
 __all__ = ["__version__", *_HOMES]
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         ConfigError,
         FormatError,
         KernelError,
+        NonfiniteError,
         TierError,
         VBError,
         WrapError,
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from vbrt.plan import Plan
     from vbrt.policy import simulate
     from vbrt.stats import Stats
+    from vbrt.watch import watch_nonfinite
     from vbrt.wrapper import VBModelWrapper, wrap
 
 

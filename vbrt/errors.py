@@ -7,13 +7,14 @@
     ├── TierError     (RuntimeError)  a page that cannot be stored, read or verified: names layer and file
     ├── WrapError     (ValueError)    a model, or a use of a wrapped model, that vbrt refuses
     ├── KernelError   (RuntimeError)  no implementation of an op for this backend and device
+    ├── NonfiniteError (ArithmeticError)  NaN or Inf that a module has computed: names the first one
     └── CheckpointError (RuntimeError)  a save or checkpoint that cannot be written, read, or does not fit the model
 
 Each message says where it happened, what came, and what would do.
 """
 
-__all__ = ["ArgumentError", "CheckpointError", "ConfigError", "FormatError", "KernelError", "TierError", "VBError",
-           "WrapError"]
+__all__ = ["ArgumentError", "CheckpointError", "ConfigError", "FormatError", "KernelError", "NonfiniteError",
+           "TierError", "VBError", "WrapError"]
 
 
 class VBError(Exception):
@@ -42,6 +43,10 @@ class WrapError(VBError, ValueError):
 
 class KernelError(VBError, RuntimeError):
     """No implementation of an op exists for the asked backend and device."""
+
+
+class NonfiniteError(VBError, ArithmeticError):
+    """A module has computed NaN or Inf; raised on request only (`watch_nonfinite`)."""
 
 
 class CheckpointError(VBError, RuntimeError):

@@ -12,6 +12,7 @@ import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.compiler import is_compiling
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vbrt.errors import FormatError, WrapError
 from vbrt.formats import TrainedSeparation, get_format
@@ -55,6 +57,7 @@ class TrainedWeight:
 
     def _name(self) -> None:
         """A name for compiled graphs; a tensor, and not a constant, so that layers share one graph."""
+        _see_optimizer_steps()
         self.id = next(_ids)
         self.token = torch.tensor(self.id, device="cpu")
         _weights[self.id] = self
@@ -139,6 +142,21 @@ class TrainedWeight:
         return _restore, (self.spec, self.dtype, self.forwards, state)
 
 
+@cache
+def _see_optimizer_steps() -> None:
+    """Fused optimizers, and those that write through `.data`, do not count their writes in the parameter's version, so
+    every step of an optimizer in this process is noted at the parameters of layers in training that it holds."""
+    register_optimizer_step_post_hook(_note_step)
+
+
+def _note_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    trained = {id(layer._parameters["weight"]) for handle in list(_weights.values()) for layer in list(handle.layers)}
+    for group in optimizer.param_groups if trained else ():
+        for parameter in group["params"]:
+            if id(parameter) in trained:
+                torch.autograd.graph.increment_version(parameter)
+
+
 def _restore(spec: HandleSpec, dtype: torch.dtype, forwards: int, state: Tensor | None) -> TrainedWeight:
     handle = TrainedWeight(spec)
     handle.dtype, handle.forwards = dtype, forwards
@@ -176,8 +194,13 @@ class TrainedLayer(SwappedLayer):
         if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
             bias = None if bias is None else bias.to(x.dtype)
-            return _StraightThrough.apply(x, weight, bias, handle, x.dtype, self.training)
-        return _StraightThrough.apply(x, weight, bias, handle, weight.dtype, self.training)
+            dtype = x.dtype
+        else:
+            dtype = weight.dtype
+        if is_compiling():
+            return torch.ops.vbrt.trained_linear(x, weight, bias, handle.token, handle.spec.shape[0], dtype,
+                                                 self.training, handle.spec.transposed)
+        return _StraightThrough.apply(x, weight, bias, handle, dtype, self.training)
 
     def _plain_forward(self, x: Tensor) -> Tensor:
         """The very call of the original module."""
@@ -293,3 +316,64 @@ def weight_gradient(dy: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
     """dYᵀ x [N, K], or xᵀ dY [K, N] for a weight that its module keeps transposed."""
     dy_MN, x_MK = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
     return x_MK.t() @ dy_MN if transposed else dy_MN.t() @ x_MK
+
+
+# -- in compiled graphs -----------------------------------------------------------------------------------------------
+
+
+def _weight_of(token: Tensor) -> TrainedWeight:
+    """The live one that a compiled graph's token names."""
+    handle = _weights.get(token.item())
+    if handle is None:
+        raise WrapError(f"a compiled graph names a layer in training (id {token.item()}) that no longer exists; "
+                        "compile again")
+    return handle
+
+
+# what it computes depends on counters that a CUDA graph would not see
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+
+
+@torch.library.custom_op("vbrt::trained_linear", mutates_args=(), tags=_TAGS)
+def _trained_op(x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, out_features: int, dtype: torch.dtype,
+                training: bool, transposed: bool) -> Tensor:
+    """x [..., K] -> [..., N] with the rounded weight."""
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x, _weight_of(token).rounded(weight, dtype, training=training), bias)
+
+
+@_trained_op.register_fake
+def _(x, weight, bias, token, out_features, dtype, training, transposed):
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+@torch.library.custom_op("vbrt::trained_weight", mutates_args=(), tags=_TAGS)
+def _trained_weight_op(weight: Tensor, token: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
+    """The rounded weight [N, K] of a backward pass."""
+    return _weight_of(token).again(weight, dtype)
+
+
+@_trained_weight_op.register_fake
+def _(weight, token, dtype, transposed):
+    return weight.new_empty(weight.shape[::-1] if transposed else weight.shape, dtype=dtype)
+
+
+def _keep_inputs(ctx, inputs, output) -> None:
+    x, weight, bias, token, *_, ctx.transposed = inputs
+    ctx.save_for_backward(x, weight, token)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _compiled_backward(ctx, dy: Tensor):
+    x, weight, token = ctx.saved_tensors
+    dx = dw = dbias = None
+    if ctx.needs_input_grad[0]:
+        dx = dy.matmul(torch.ops.vbrt.trained_weight(weight, token, dy.dtype, ctx.transposed))
+    if ctx.needs_input_grad[1]:
+        dw = weight_gradient(dy, x, transposed=ctx.transposed).to(weight.dtype)
+    if ctx.needs_input_grad[2]:
+        dbias = sum_rows(dy).to(ctx.bias_dtype)
+    return dx, dw, dbias, *[None] * 5
+
+
+_trained_op.register_autograd(_compiled_backward, setup_context=_keep_inputs)
