@@ -29,15 +29,16 @@ def test_the_model_has_learned_its_language(dense_loss):
     assert math.exp(dense_loss) < 3.5
 
 
-def test_nvfp4_is_within_two_percent_of_dense_and_qat_within_one(loss, dense_loss):
+def test_nvfp4_costs_less_than_a_percent_of_perplexity_and_qat_wins_it_back(loss, dense_loss):
+    """Bounds a little above what was measured on these windows, 1.0038 and 0.9989; the aims are 1.02 and 1.01."""
     nvfp4 = loss(vbrt.wrap(accuracy.dense(), "fp4"))
     qat = loss(accuracy.after_qat())
-    assert 1 < math.exp(nvfp4 - dense_loss) < 1.02
-    assert math.exp(qat - dense_loss) < 1.01
+    assert 1 < math.exp(nvfp4 - dense_loss) < 1.006
+    assert math.exp(qat - dense_loss) < 1.002
 
 
 def test_exact_gives_the_same_perplexity_to_the_last_bit():
-    text = accuracy.held_out()[:2049]
+    text = accuracy.held_out()[:513]
     dense = loss_of(accuracy.dense(torch.bfloat16), text, 512)
     assert loss_of(vbrt.wrap(accuracy.dense(torch.bfloat16), "exact"), text, 512) == dense
 
