@@ -312,6 +312,15 @@ def test_auto_turns_on_what_the_free_memory_asks_for_and_says_why():
     assert not options.mixed_precision and not options.checkpointing
 
 
+def test_auto_goes_on_with_the_options_that_it_chose_first(text, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "run"
+    run(text, out, "--vb-auto", "--steps", "4")
+    assert "--vb-auto turned on --use-flash-attn" in capsys.readouterr().out
+    monkeypatch.setattr(train, "free_bytes", lambda device: 900_000)  # would ask for more
+    run(text, out, "--vb-auto", "--steps", "4")
+    assert "--vb-auto: as the checkpoint has it" in capsys.readouterr().out
+
+
 def test_batches_follow_from_the_step_and_read_every_byte_once_an_epoch():
     text = torch.arange(0, 1003) % 251
     windows = train.Windows(text.to(torch.uint8), 10, 3, seed=1)
