@@ -122,8 +122,10 @@ def make_config(args: argparse.Namespace, text: Text) -> Config:
     shape = replace(preset.shape, **{k: v for k, v in given.items() if v is not None}, tied=not args.untied)
     batch = preset.batch if args.batch is None else args.batch
     steps = preset.steps if args.steps is None else args.steps
-    for name, value in {**asdict(shape), "batch": batch, "steps": steps}.items():
-        if name != "tied" and value < 1:
+    counts = {**asdict(shape), "batch": batch, "steps": steps, "log-every": args.log_every,
+              "checkpoint-every": args.checkpoint_every}
+    for name, value in counts.items():
+        if value is not None and value < 1 and name != "tied":
             raise ArgumentError(f"--{name} {value}: expected at least 1")
     if shape.width % shape.heads:
         raise ArgumentError(f"--heads {shape.heads}: expected a divisor of the width, {shape.width}")

@@ -218,6 +218,7 @@ def test_another_text_is_refused(whole, tmp_path):
     (("--text", "/nowhere/text.txt"), "/nowhere/text.txt: cannot be read"),
     (("--text", "/dev/null"), "/dev/null: 0 bytes of text"),
     (("--batch", "0"), "--batch 0: expected at least 1"),
+    (("--checkpoint-every", "0"), "--checkpoint-every 0: expected at least 1"),
     (("--heads", "3"), "--heads 3: expected a divisor of the width, 32"),
     (("--lr", "nan"), "--lr nan"),
     (("--batch", "100000000"), "not enough memory"),
