@@ -516,7 +516,7 @@ def tables() -> str:
         out += kernel_table(path)
     for path in sorted(RESULTS.glob("stream-*.json")):
         out += stream_table(path)
-    for path in sorted(RESULTS.glob("train-*.json")):
+    for path in sorted(RESULTS.glob("training-*.json")):
         out += train_table(path)
     return "\n".join(out)
 

@@ -2,7 +2,7 @@
 
 One process, one case after the other, each a new model on an empty GPU: the peak that torch's allocator saw and the
 median of some steps. "torch" rows call torch's own attention, with all scores as the definition has it or fused, in
-the same modules. Writes benchmarks/results/train-<gpu>.json; `scripts/bench --tables` makes the table of it.
+the same modules. Writes benchmarks/results/training-<gpu>.json; `scripts/bench --tables` makes the table of it.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def main() -> None:
               "inference": rows(INFERENCE, lambda name: infer(*INFERENCE[name], shape, BATCH))}
     device = torch.cuda.get_device_name().lower().replace(" ", "-")
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"train-{device}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (options.out / f"training-{device}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

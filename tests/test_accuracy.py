@@ -47,7 +47,7 @@ def test_exact_gives_the_same_perplexity_to_the_last_bit():
 
 def test_the_documents_are_those_of_the_committed_results():
     assert accuracy.DOCS.read_text() == accuracy.page()
-    for path in bench.RESULTS.glob("train-*.json"):
+    for path in bench.RESULTS.glob("training-*.json"):
         assert "\n".join(bench.train_table(path)) in bench.DOCS.read_text()
 
 
