@@ -516,6 +516,8 @@ def tables() -> str:
         out += kernel_table(path)
     for path in sorted(RESULTS.glob("stream-*.json"), key=lambda path: len(path.name)):
         out += stream_table(path)
+    for path in sorted(RESULTS.glob("training-*.json")):
+        out += train_table(path)
     return "\n".join(out)
 
 
@@ -573,6 +575,29 @@ def lora_rows(rows: list[dict]) -> list[str]:
             "| planes | step ms | over the larger of resident and two reads | GPU peak GB |", "| --- " * 4 + "|",
             *(f"| {row['planes']} | {row['step_ms']:.0f} | {row['step_ms'] / limit:.2f} | "
               f"{row['gpu_peak_bytes'] / 1e9:.2f} |" for row in rows)]
+
+
+def train_table(path: Path) -> list[str]:
+    """Memory and time of training and inference on one GPU, from `scripts/train_bench.py`."""
+    result = json.loads(path.read_text())
+    where, shape = result["machine"], result["shape"]
+    what = (f"GPT-2-medium's shape ({result['parameters'] / 1e6:.0f} M parameters, {shape['layers']} layers of width "
+            f"{shape['width']}, vocabulary {shape['vocabulary']:,}), sequence {shape['context']:,}, batch "
+            f"{result['batch']}, random weights; peak bytes of torch's allocator, weights included. \"torch\" "
+            "rows are the same modules with torch's own attention: all scores, as the definition has it, or fused.")
+    parts = {"training": ("Training: forward, backward, clipping and AdamW (fused), fp32 weights and moments.", "step"),
+             "inference": ("Inference: one forward, logits of the last position.", "forward")}
+    out = [f"## training, {where['gpu']}", "", what, ""]
+    for part, (title, unit) in parts.items():
+        first = result[part][0]["case"]
+        out += [title, "", f"| {part} | peak GB | of {first} | {unit} ms |", "| --- | --- | --- | --- |"]
+        for row in result[part]:
+            peak = f"{row['peak_bytes'] / 1e9:.2f} | {row['of_first']:.3f}×" if row["peak_bytes"] else "does not fit |"
+            spent = f"{row['ms']:.1f}" if row["ms"] else ""
+            out.append(f"| {row['case']} | {peak} | {spent} |")
+        out.append("")
+    versions = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
+    return [*out, f"{versions}, Python {where['python']}, commit {where['commit']}.", ""]
 
 
 def sweep_rows(points: list[dict]) -> list[str]:

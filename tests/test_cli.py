@@ -125,6 +125,17 @@ def test_plan_spreads_over_the_tiers_of_another_machine(config_json, capsys):
     assert plan["needs"][1]["least_bytes"] == largest
 
 
+def test_plan_for_training_counts_all_parameters_and_no_pages(config_json, capsys):
+    machine = ["--gpu-memory", "none", "--ram", "16GiB"]
+    assert cli.main(["plan", str(config_json), *machine, "--set", "mode=train", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["mode"] == "train" and plan["page_bytes"] == 0
+    assert plan["needs"][0]["least_bytes"] == plan["dense_bytes"]
+    assert cli.main(["plan", str(config_json), *machine, "--set", "mode=train"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "nothing moves" in out and "gradients (as many bytes again where all train)" in out
+
+
 def test_plan_without_a_gpu(config_json, capsys):
     assert cli.main(["plan", str(config_json), "--gpu-memory", "none", "--ram", "8GiB"]) == 0
     assert "computing on the cpu" in capsys.readouterr().out

@@ -248,7 +248,7 @@ def tier_needs(plan: Plan, machine: Machine) -> list[TierNeed]:
         pages = [page for swap in plan.swaps for page in swap.pages if page.home == tier]
         home = sum(page.nbytes for page in pages) + (FILE_HEADER_BYTES * len(pages) if tier == "ssd" else 0)
         below = sum(plan.home_bytes(lower) for lower in tiers[depth + 1:])
-        kept = plan.kept_bytes if depth == 0 else 0
+        kept = plan.unbudgeted_bytes if depth == 0 else 0
         needs.append(TierNeed(tier, plan.budgets[tier], len(pages), home, home + kept + (largest if below else 0),
                               min(plan.budgets[tier], home + below) + kept, has[tier]))
     return needs
@@ -390,16 +390,20 @@ def _print_verdict(console: Console, plan: Plan, needs: list[TierNeed]) -> None:
     computing = needs[0]
     if not plan.swaps:
         console.print(plan.notes[-1].replace("nothing is swapped", "NOTHING IS SWAPPED", 1) + ".", style="bold red")
-    console.print(f"The {computing.tier} also holds the {format_bytes(plan.kept_bytes)} that stay as they are; "
-                  "activations and caches come on top.")
-    console.print(f"The dense weights ({format_bytes(plan.dense_bytes)}) are read once, to encode them: safetensors "
-                  "files are mapped, other files take that much host memory while they load.")
+    if plan.mode == "train":
+        console.print(f"The {computing.tier} holds all parameters, {format_bytes(plan.dense_bytes)}; gradients (as "
+                      "many bytes again where all train), the optimizer's state and activations come on top.")
+    else:
+        console.print(f"The {computing.tier} also holds the {format_bytes(plan.kept_bytes)} that stay as they are; "
+                      "activations and caches come on top.")
+        console.print(f"The dense weights ({format_bytes(plan.dense_bytes)}) are read once, to encode them: "
+                      "safetensors files are mapped, other files take that much host memory while they load.")
     for need in needs:
         if not need.fits:
             console.print(f"DOES NOT FIT: the {need.tier} tier needs {format_bytes(need.least_bytes)}, the machine has "
                           f"{format_bytes(need.machine_bytes)} free.", style="bold red")
         elif need.machine_bytes is not None and need.most_bytes > need.machine_bytes:
-            spare = need.machine_bytes - (plan.kept_bytes if need is computing else 0)
+            spare = need.machine_bytes - (plan.unbudgeted_bytes if need is computing else 0)
             console.print(f"The {need.tier} may run out: {format_bytes(need.machine_bytes)} are free. Set "
                           f"tiers.{need.tier}.budget to less than {format_bytes(spare)}.", style="yellow")
 

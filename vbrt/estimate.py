@@ -68,7 +68,7 @@ def _training_plan(swaps: tuple[Swap, ...], config: VBConfig, machine: Machine, 
     """No pages: every weight stays the parameter that it is."""
     tier = "gpu" if config.tiers.gpu.enabled and machine.gpu_total_bytes is not None else "cpu"
     what = f'mode = "train": the weights stay parameters in the {tier} memory, nothing moves and no budget applies'
-    return Plan(swaps, skipped, {tier: 0}, (what, *_notes(swaps, config, modules, skipped)))
+    return Plan(swaps, skipped, {tier: 0}, (what, *_notes(swaps, config, modules, skipped)), config.mode)
 
 
 def this_machine(config: VBConfig) -> Machine:

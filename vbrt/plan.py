@@ -58,13 +58,15 @@ class Skip:
 class Plan:
     """Every swap, every skip with its reason, every page's home.
 
-    `budgets` are the resolved bytes of each tier that takes part, the computing tier first.
+    `budgets` are the resolved bytes of each tier that takes part, the computing tier first. With mode "train" there are
+    no pages: the computing tier's budget is 0, and the swapped weights stay in its memory.
     """
 
     swaps: tuple[Swap, ...]
     skipped: Mapping[str, Skip]
     budgets: Mapping[str, int]
     notes: tuple[str, ...] = field(default=())
+    mode: str = "infer"
 
     @property
     def compute_tier(self) -> str:
@@ -85,6 +87,11 @@ class Plan:
     def kept_bytes(self) -> int:
         """Bytes of parameters that stay as they are, in the computing device's memory, outside the budgets."""
         return sum(skip.nbytes for skip in self.skipped.values())
+
+    @property
+    def unbudgeted_bytes(self) -> int:
+        """Bytes of all parameters that are in the computing device's memory outside the budgets."""
+        return self.dense_bytes if self.mode == "train" else self.kept_bytes
 
     @property
     def page_bytes(self) -> int:
@@ -109,7 +116,7 @@ class Plan:
         """Plain data for JSON, with the totals."""
         totals = {name: getattr(self, name) for name in ("compute_tier", "dense_bytes", "swapped_bytes", "kept_bytes",
                                                          "page_bytes")}
-        return {**totals, "budgets": dict(self.budgets), "notes": list(self.notes),
+        return {"mode": self.mode, **totals, "budgets": dict(self.budgets), "notes": list(self.notes),
                 "swaps": [asdict(swap) for swap in self.swaps],
                 "skipped": {name: asdict(skip) for name, skip in self.skipped.items()}}
 

@@ -83,6 +83,19 @@ def test_dense_trains_bit_for_bit_as_the_unwrapped_model(make, checkpointing, au
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_dense_layers_with_a_bias_are_bit_for_bit_the_plain_ones(dtype):
+    plain, vb = mlp(dtype=dtype).train(), wrap(mlp(dtype=dtype).train(), "dense")
+    x = torch.randn(2, 3, 64, dtype=dtype)
+    for model in (plain, vb):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            model(x).square().sum().backward()
+            optimizer.step()
+    want, got = plain.state_dict(), vb.state_dict()
+    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
+
+
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 
@@ -423,15 +436,17 @@ def test_a_weight_that_changes_between_forward_and_backward_is_named():
             loss.backward()
 
 
-def test_a_weight_that_is_not_finite_is_named_at_a_refresh_and_shows_before_it():
-    vb = wrap(mlp().train(), every=2)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("format", FOUR_BIT)
+def test_a_weight_that_is_not_finite_shows_and_is_named_at_the_next_refresh(format, value):
+    vb = wrap(mlp().train(), format, every=2)
     x = torch.randn(2, 64)
     vb(x)
     with torch.no_grad():
-        vb.model[2].weight[3, 5] = torch.nan
-        assert vb(x).isnan().any()
-        vb.model[2].weight[3, 6] = torch.inf
-    with pytest.raises(FormatError, match=r"^2: nvfp4: weight of shape \(64, 64\) holds 1 NaN and 1 Inf"):
+        vb.model[2].weight[3, 5] = value
+        assert vb.model[2](x)[:, 3].isnan().all()
+        vb.model[2].weight[4, 6] = value
+    with pytest.raises(FormatError, match=rf"^2: {format}: weight of shape \(64, 64\) holds \d NaN and \d Inf"):
         vb(x)
 
 
@@ -485,3 +500,34 @@ def test_a_compiled_model_trains_as_the_eager_one(make, format):
     torch.testing.assert_close(losses, steps(eager, 4), rtol=1e-5, atol=0)
     assert counts(eager) == counts(other)
     torch._dynamo.reset()
+
+
+# -- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FOUR_BIT)
+def test_a_step_on_kept_scales_does_not_wait_for_the_gpu(format):
+    torch.manual_seed(5)
+    model = nn.Linear(256, 192).cuda()
+    vb = vbrt.wrap(model, mode="train", weights={"format": format}, separation={"refresh_every": 100})
+    optimizer, x = torch.optim.AdamW(vb.parameters(), lr=1e-4), torch.randn(8, 256, device="cuda")
+
+    def step():
+        vb(x).sum().backward()
+        optimizer.step()
+
+    step()
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert counts(vb) == (2, 1)
+    w_hat = model.handle.again(model.weight, torch.float32)
+    other = nn.Linear(256, 192)
+    other.load_state_dict(model.state_dict(), strict=False)
+    onto_cpu = wrap(other, format)
+    onto_cpu.load_state_dict(vb.state_dict())
+    assert torch.equal(w_hat.cpu(), other.handle.again(other.weight, torch.float32))

@@ -1,0 +1,210 @@
+"""What training takes: an estimate in bytes, and the memory ladder, which is measured.
+
+Each rung of the ladder is the one before with one option more: a new model, some real steps, the peak that torch's
+allocator saw. On a GPU that is `max_memory_allocated`. On a CPU the profiler's record of every allocation is added up,
+in a process of its own: resident memory would tell of the C library's habits too.
+
+Legend: B batch, S context, d width, e bytes of an activation.
+"""
+
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import psutil  # noqa: E402  # after the checkout is on the path
+import torch  # noqa: E402
+from rich.table import Table  # noqa: E402
+from torch.profiler import ProfilerActivity, profile  # noqa: E402
+
+from scripts.lm import Options, Shape, build, make_optimizer  # noqa: E402
+from vbrt.plan import format_bytes  # noqa: E402
+
+STEPS = 3  # the second is the first with the optimizer's state in memory
+GPU_STEPS = 6  # they are short, and their time is asked for too
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One training set-up whose memory is asked for."""
+
+    shape: Shape
+    batch: int
+    options: Options
+    dropout: float = 0.0
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """A case as measured; `peak_bytes` None: it did not fit, or would not."""
+
+    name: str
+    estimated_bytes: int
+    peak_bytes: int | None
+    step_ms: float | None
+
+
+# -- the estimate -----------------------------------------------------------------------------------------------------
+
+
+def estimate_bytes(case: Case) -> int:
+    """The peak of a training step, from the shape alone.
+
+    fp32 weights and AdamW's two moments stay; then either all gradients or all activations are the larger part, and
+    the activations are largest when the backward pass begins. What a block keeps until then is counted tensor by
+    tensor; `tests/test_train_memory.py` holds all of it to what is measured.
+    """
+    shape, options = case.shape, case.options
+    tokens, d, e = case.batch * shape.context, shape.width, 2 if case.options.mixed_precision else 4
+    # autocast keeps the weights in 16 bits until then; those that train in 4 bits are rounded anew each time
+    matrices = 12 * d * d * shape.layers * (not options.fp4) + shape.vocabulary * d
+    casts = 2 * matrices if options.mixed_precision else 0
+    kept = tokens * _kept_a_token(case)
+    loss = tokens * shape.vocabulary * 12  # log-softmax and the gradients on both of its sides, in fp32
+    scores = tokens * shape.heads * shape.context * e if options.attention == "plain" else 0
+    backward = tokens * 2 * e * 4 * d + scores  # in the block at hand
+    if options.checkpointing:
+        activations = (shape.layers + 1) * 4 * d * tokens + max(loss, kept + backward)
+    else:
+        activations = shape.layers * kept + max(loss, backward)
+    return 12 * shape.parameters + max(4 * shape.parameters, casts + activations)
+
+
+def _kept_a_token(case: Case) -> int:
+    """Bytes that one block keeps of one token until its backward pass."""
+    shape, options, d = case.shape, case.options, case.shape.width
+    e, gpu = 2 if options.mixed_precision else 4, case.device != "cpu"
+    inputs = 3 * e * d if options.mixed_precision else 4 * d  # q, k, v each cast the norm's output for themselves
+    attention = 4 * e * d  # q, k, v and what comes out
+    if options.attention == "plain":
+        attention += e * d  # the heads side by side again, a copy
+        # softmax's result; under autocast a GPU computes it in fp32, and keeps it and its cast
+        attention += shape.heads * shape.context * (e + 4 if e == 2 and gpu else e)
+        if case.dropout:
+            attention += shape.heads * shape.context * (e + (1 if gpu else e))
+    mlp = e * d + 2 * e * 4 * d  # the norm's output, `up` before and after its activation
+    dropped = 2 * d * (1 if gpu else e) if case.dropout else 0
+    return 2 * 4 * d + inputs + attention + mlp + dropped  # twice the residual stream in fp32
+
+
+def free_bytes(device: torch.device) -> int:
+    """What a new allocation could have now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return psutil.virtual_memory().available
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+def rungs(case: Case) -> Iterator[tuple[str, Case]]:
+    """The ladder of a case, from fp32 and the definition of attention down."""
+    options = Options()
+    steps = {"fp32, plain attention": {}, "+ mixed precision": {"mixed_precision": True},
+             "+ flash attention": {"attention": "vbrt"}, "+ gradient checkpointing": {"checkpointing": True},
+             "+ fp4 weights": {"fp4": True}}
+    for name, change in steps.items():
+        options = replace(options, **change)
+        yield name, replace(case, options=options)
+
+
+def measure(name: str, case: Case) -> Rung:
+    """Train a new model of a case for a few steps."""
+    estimated, free = estimate_bytes(case), free_bytes(torch.device(case.device))
+    if estimated > 1.5 * free:  # a machine without memory kills processes
+        return Rung(name, estimated, None, None)
+    if case.device != "cpu":
+        return Rung(name, estimated, *_on_gpu(case))
+    done = subprocess.run([sys.executable, __file__], input=json.dumps(asdict(case)), capture_output=True, text=True,
+                          cwd=ROOT, check=False)
+    if done.returncode:
+        sys.stderr.write(done.stderr)
+        raise SystemExit(f"ladder: {name}: the measuring process ended with {done.returncode}")
+    return Rung(name, estimated, *json.loads(done.stdout.splitlines()[-1]))
+
+
+def _on_gpu(case: Case) -> tuple[int | None, float | None]:
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        taken = _steps(case, GPU_STEPS)
+    except torch.OutOfMemoryError:
+        return None, None
+    return torch.cuda.max_memory_allocated() - before, 1e3 * taken
+
+
+def _on_cpu(case: Case) -> tuple[int, float]:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        taken = _steps(case, STEPS)
+    now = peak = 0
+    for event in record.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak, 1e3 * taken
+
+
+def _steps(case: Case, steps: int) -> float:
+    """Some steps as scripts/train takes them; the median seconds of all but the first."""
+    device, spans = torch.device(case.device), []
+    torch.manual_seed(0)
+    model = build(case.shape, case.options, device, dropout=case.dropout)
+    optimizer = make_optimizer(model, 1e-4)
+    ids = torch.randint(case.shape.vocabulary, (case.batch, case.shape.context + 1), device=device)
+    for _ in range(steps):
+        start = time.perf_counter()
+        with case.options.autocast(device):
+            loss = model(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        spans.append(time.perf_counter() - start)
+    return statistics.median(spans[1:])
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+def ladder_table(case: Case, measured: list[Rung]) -> Table:
+    """Peak bytes, the share of the first rung, and what each option saved."""
+    how = "torch.cuda.max_memory_allocated" if case.device != "cpu" else "all allocations of torch on the CPU"
+    shape = case.shape
+    table = Table(title=f"memory ladder: {shape.layers} layers × {shape.width}, batch {case.batch} × {shape.context}",
+                  caption=f"peak of some training steps: {how}", title_justify="left", caption_justify="left")
+    for column in ("", "peak", "of the first", "saved by the option", "estimated", "step ms"):
+        table.add_column(column, justify="left" if not column else "right")
+    known = [rung for rung in measured if rung.peak_bytes is not None]
+    for index, rung in enumerate(measured):
+        before = measured[index - 1].peak_bytes if index else None
+        if rung.peak_bytes is None:
+            table.add_row(rung.name, "does not fit", "", "", format_bytes(rung.estimated_bytes), "")
+            continue
+        saved = "" if before is None else format_bytes(before - rung.peak_bytes)
+        table.add_row(rung.name, format_bytes(rung.peak_bytes), f"{rung.peak_bytes / known[0].peak_bytes:.2f}×", saved,
+                      format_bytes(rung.estimated_bytes), f"{rung.step_ms:.1f}")
+    return table
+
+
+def main() -> None:
+    """A case in JSON on stdin -> [peak bytes, milliseconds a step], on the CPU."""
+    given = json.loads(sys.stdin.read())
+    case = Case(**given | {"shape": Shape(**given["shape"]), "options": Options(**given["options"])})
+    print(json.dumps(_on_cpu(case)))
+
+
+if __name__ == "__main__":
+    main()
