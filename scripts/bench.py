@@ -420,7 +420,7 @@ class TrainingRun:
         return {str(end): statistics.mean(self.losses[end - 10 : end]) for end in range(10, len(self.losses) + 1, 10)}
 
     def figures(self, held_out: list) -> dict:
-        """Losses in nats a byte, milliseconds a step: medians, and for the engine means, so that refreshes count."""
+        """Losses in nats a byte, milliseconds a step: means, so that refreshes count."""
         import torch
 
         self.vb.eval()
