@@ -32,6 +32,7 @@ from vbrt.kernels import (  # noqa: E402
     resolve,
     table_linear,
 )
+from vbrt.kernels.tuning import graph_us  # noqa: E402
 
 SHAPES = ((4096, 14336), (14336, 4096), (4096, 4096), (8192, 28672))  # (K, N)
 ODD_SHAPES = ((2730, 4096), (5120, 13824), (11008, 4096), (18944, 3584), (3584, 18944), (4096, 50257), (5120, 27648))
@@ -48,22 +49,13 @@ BF16 = torch.bfloat16
 
 def replay_us(calls: Sequence[Callable[[], object]], repeats: int = 15) -> float:
     """Median time of one call, in a graph that runs them all."""
-    for call in calls:
-        call(), call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def all_of_them() -> None:
         for call in calls:
             call()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return sorted(times)[len(times) // 2]
+
+    all_of_them()
+    return graph_us(all_of_them, repeats) / len(calls)
 
 
 def host_us(call: Callable[[], object], calls: int = 500) -> float:

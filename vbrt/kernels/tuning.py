@@ -27,7 +27,7 @@ from vbrt.kernels import fp4_tiles
 from vbrt.kernels.launch_table import Launch, launch_for
 from vbrt.plan import Plan
 
-__all__ = ["CANDIDATES", "KERNELS", "tune", "tuned", "tuning_path"]
+__all__ = ["CANDIDATES", "KERNELS", "graph_us", "tune", "tuned", "tuning_path"]
 
 #: raised with each change of a kernel that can change which configuration is the fastest
 KERNELS = 1
@@ -120,12 +120,12 @@ def _timer(m: int, n: int, k: int, format: str, weights: list[tuple[Tensor, Tens
             for tiles, scale in weights:
                 fp4_linear.launch(x_MK, tiles, scale, None, y_MN, format, "none", launch)
 
-        return _replay_us(calls) / len(weights)
+        return graph_us(calls) / len(weights)
 
     return us
 
 
-def _replay_us(calls: Callable[[], None], repeats: int = 9) -> float:
+def graph_us(calls: Callable[[], None], repeats: int = 9) -> float:
     """Median time of a graph that records the calls."""
     calls()
     torch.cuda.synchronize()

@@ -34,6 +34,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from itertools import pairwise, takewhile
 
 import torch
@@ -222,16 +223,9 @@ class TierStack:
 
     def _add_resident(self, page: Page, fill: Callable[[torch.Tensor], object]) -> None:
         level = self.levels[page.home]
-        slot = _Slot(page, level)
-        slot.state, slot.loader = _State.LOADING, threading.get_ident()
-        with self._lock:
-            self._settle(level, page)
-            level.pending[slot] = None
+        slot = self._new_home(page, level)
         try:
-            self._allocate(slot)
-            slot.buffer.synchronize()
-            fill(slot.buffer.tensor)
-            slot.tensors = unpack(slot.buffer.tensor, page.layout)
+            self._fill_home(slot, fill)
             if level.stream is not None:
                 torch.cuda.current_stream(level.tier.device).synchronize()  # once a page: its leases wait for nothing
             with self._lock:
@@ -247,6 +241,21 @@ class TierStack:
                 else:
                     self._abandon(slot, error)
             raise
+
+    def _new_home(self, page: Page, level: Level) -> _Slot:
+        """A slot in which a page will live, with room for it."""
+        slot = _Slot(page, level)
+        slot.at_home, slot.state, slot.loader = True, _State.LOADING, threading.get_ident()
+        with self._lock:
+            self._settle(level, page)
+            level.pending[slot] = None
+        return slot
+
+    def _fill_home(self, slot: _Slot, fill: Callable[[torch.Tensor], object]) -> None:
+        self._allocate(slot)
+        slot.buffer.synchronize()
+        fill(slot.buffer.tensor)
+        slot.tensors = unpack(slot.buffer.tensor, slot.page.layout)
 
     def _abandon(self, slot: _Slot, error: BaseException) -> None:
         """A page will not live here after all."""
@@ -382,16 +391,9 @@ class TierStack:
                 self._settle_home(page, home)
             return
         level = self.levels[home]
-        new = _Slot(page, level)
-        new.at_home, new.state, new.loader = True, _State.LOADING, threading.get_ident()
-        with self._lock:
-            self._settle(level, page)
-            level.pending[new] = None
+        new = self._new_home(page, level)
         try:
-            self._allocate(new)
-            new.buffer.synchronize()
-            self._read_home(page, new.buffer.tensor)
-            new.tensors = unpack(new.buffer.tensor, page.layout)
+            self._fill_home(new, partial(self._read_home, page))
             with self._lock:
                 new.state = _State.READY
                 self._settle_home(page, home)
@@ -415,13 +417,7 @@ class TierStack:
         """The page lives at `index` from now on, and is nowhere between there and where it was."""
         for high, low in pairwise(self.names[: index + 1]):
             page.bytes_moved.setdefault(f"{low}>{high}", 0)
-        for level in self.levels[min(index, page.home): page.home + 1]:
-            if level.index < page.home:
-                level.policy.forget(page.key)
-            if page.key in level.slots:
-                self._evict(level, page.key)
-        if page.home == len(self.levels):
-            self.ssd.drop(page.key)
+        self._leave(page, min(index, page.home))
         self._travellers += (index > 0) - (page.home > 0)
         page.home, page.moves = index, page.moves + 1
 
@@ -452,15 +448,19 @@ class TierStack:
                 self._drop(page)
 
     def _drop(self, page: Page) -> None:
-        for level in self.levels[: page.home + 1]:
+        self._leave(page, 0)
+        del self.pages[page.key]
+        self._travellers -= page.home > 0
+
+    def _leave(self, page: Page, top: int) -> None:
+        """The page leaves its home and the tiers above it, up to the one at `top`."""
+        for level in self.levels[top: page.home + 1]:
             if level.index < page.home:
                 level.policy.forget(page.key)
             if page.key in level.slots:
                 self._evict(level, page.key)
         if page.home == len(self.levels):
             self.ssd.drop(page.key)
-        del self.pages[page.key]
-        self._travellers -= page.home > 0
 
     def close(self) -> None:
         """Drop every page, stop the threads, remove the files. Calling it twice is fine.
