@@ -237,10 +237,27 @@ def test_an_evaluation_before_the_first_step_changes_no_schedule():
     assert counts(one) == counts(other)
 
 
-def test_weights_that_outgrow_their_scales_refresh_them_early():
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "nf4", "quantile"])
+def test_blocks_that_a_weight_outgrows_get_a_larger_scale_at_once(format):
+    model, vb = layer(format, every=1000)
+    x = torch.randn(4, 64)
+    vb(x)
+    before = model.handle.separation._frame.tensors["scales"].view(torch.uint8).clone()
+    with torch.no_grad():
+        model.weight[5].mul_(3)
+        vb(x)
+        rounded = model.handle.again(model.weight, torch.float32)
+    after = model.handle.separation._frame.tensors["scales"].view(torch.uint8)
+    assert torch.equal(before[torch.arange(48) != 5], after[torch.arange(48) != 5]) and (after[5] > before[5]).all()
+    error = (rounded - model.weight).norm(dim=1) / model.weight.norm(dim=1)
+    assert error[5] < 1.6 * error.mean()
+    assert counts(vb) == (1, 1)
+
+
+def test_weights_that_outgrow_the_range_of_their_scales_refresh_them_early():
     model, vb = layer(every=1000)
     x = torch.randn(4, 64)
-    for factor, expected in ((1.0, (0, 1)), (1.001, (1, 1)), (3.0, (2, 1)), (1.001, (2, 2)), (1.001, (3, 2))):
+    for factor, expected in ((1.0, (0, 1)), (1.001, (1, 1)), (1e4, (2, 1)), (1.001, (2, 2)), (1.001, (3, 2))):
         with torch.no_grad():
             if factor != 1:
                 model.weight.mul_(factor)

@@ -26,6 +26,7 @@ __all__ = ["BlockFormat", "E4M3Format", "Frame", "Range", "decode_blocks", "powe
            "unpack_codes"]
 
 E4M3_MAX = 448.0
+_OUTGROWN = 7 / 6  # of the largest level: where E2M1's cell ends, and little less than what searches clip
 
 
 class Range(NamedTuple):
@@ -47,6 +48,8 @@ class BlockFormat(Format):
     #: the largest level, and the level that the largest weight of a block gets under the largest scale searched
     top: float
     low_top: float
+    #: the byte of the largest scale
+    last_byte: int
     #: the scale bytes that are tried, relative to the one nearest to absmax / top
     offsets: range
 
@@ -153,14 +156,12 @@ class TensorScaled(BlockFormat):
     """
 
     extra: tuple[tuple[str, str, tuple[int, ...]], ...] = (("tensor_scale", "float32", (1,)),)
-    _last_byte: int  # the byte of the largest scale
-
     def _encode(self, w_NK: Tensor, known: Range, *, coded: bool = True, **extra: Tensor) -> dict[str, Tensor]:
         tensors = super()._encode(w_NK, known, coded=coded, **extra)
         return {**tensors, "tensor_scale": torch.full((1,), known.unit, device=w_NK.device)}
 
     def _byte_bounds(self, known: Range) -> tuple[int, int]:
-        values = self._byte_values(torch.device("cpu"))[: self._last_byte + 1]
+        values = self._byte_values(torch.device("cpu"))[: self.last_byte + 1]
         return 1, max(1, int((values <= known.limit / known.unit / self.top).sum()) - 1)
 
     def _stored_byte(self, byte_B: Tensor, amax_B: Tensor, known: Range) -> Tensor:
@@ -177,7 +178,7 @@ class E4M3Format(TensorScaled):
     """Block scales in E4M3 (OCP 8-bit Floating Point v1.0)."""
 
     scale_dtype = "float8_e4m3fn"
-    _last_byte = 0x7E  # 0x7F is NaN
+    last_byte = 0x7E  # 0x7F is NaN
 
     def _near_byte(self, scale_B: Tensor) -> Tensor:
         return scale_B.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int32)
@@ -193,7 +194,7 @@ class UE4M4Format(TensorScaled):
     """
 
     scale_dtype = "uint8"
-    _last_byte = 0xFF
+    last_byte = 0xFF
     _EXPONENT = 127 - 7
 
     def _near_byte(self, scale_B: Tensor) -> Tensor:
@@ -243,6 +244,24 @@ class Frame:
         return out
 
     @torch.no_grad()
+    def widened(self, w_NK: Tensor) -> "Frame":
+        """These scales, but for blocks whose largest weight lies a sixth or more beyond the largest level, the one that
+        puts it there, as far as the format's range goes. Nothing waits for the device."""
+        fmt, scales = self.format, self.tensors["scales"]
+        scale_NB, byte_NB = fmt._scales(self.tensors), scales.view(torch.uint8)
+        amax_NB = torch.empty_like(scale_NB)
+        for rows, columns in tiles((len(w_NK), w_NK.shape[1]), fmt.block, round_tile(w_NK.device)):
+            x_RK = _whole_blocks(w_NK[rows, columns].float(), fmt.block)
+            first = columns.start // fmt.block
+            amax_NB[rows, first : first + x_RK.shape[1] // fmt.block] = _block_amax(x_RK, fmt.block)
+        unit = self.tensors.get("tensor_scale", ones(w_NK.device))
+        largest = torch.finfo(w_NK.dtype).max / fmt.top / 2  # whatever the scale is rounded to, weights stay finite
+        near_NB = fmt._near_byte((amax_NB / fmt.top).clamp_(max=largest) / unit).clamp_(1, fmt.last_byte)
+        wider_NB = torch.maximum(near_NB, byte_NB).to(torch.uint8)
+        wider_NB = torch.where(amax_NB > scale_NB * (_OUTGROWN * fmt.top), wider_NB, byte_NB)
+        return Frame(fmt, {**self.tensors, "scales": wider_NB.view(scales.dtype)})
+
+    @torch.no_grad()
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         """The coarse plane of a weight under these scales: `decode` gives what `round` gives."""
         n, block = len(w_NK), self.format.block
@@ -251,6 +270,13 @@ class Frame:
         y_NBb = x_NBb / scale_NB.masked_fill(scale_NB == 0, 2.0**-126).unsqueeze(-1)
         code_bB = self._grid.codes(self._grid.nearest(y_NBb)).flatten(1).view(-1, block).t()
         return {"codes": pack_nibbles(code_bB).view(n, -1), **self.tensors}
+
+
+def _block_amax(x_RK: Tensor, block: int) -> Tensor:
+    """The largest magnitude of each block [R, K/block]; NaN where a block holds one."""
+    if x_RK.is_cuda:
+        return x_RK.abs().view(len(x_RK), -1, block).amax(-1)
+    return F.max_pool1d(x_RK.abs(), block, block)  # four times as fast as amax over a short last dimension
 
 
 @lru_cache(maxsize=8)

@@ -30,6 +30,7 @@ class MXFP4(BlockFormat):
     block = 32
     scale_dtype = "uint8"
     wide_codes = (0, 8)
+    last_byte = 254
     top, low_top = 6.0, 4.0
     offsets = range(-1, 2)
 

@@ -91,8 +91,9 @@ class TrainedSeparation:
     """The scales (and codebook) of a weight in training, fitted anew `refresh_every` optimizer steps after a fit.
 
     A step is a change of the weight that a training forward sees: further micro-batches, recomputed and evaluating
-    forwards see none. A refresh comes early when the share of weights that the scales clip has grown by more than half;
-    the share of a step is known at the next one, so that no step waits for the device.
+    forwards see none. In each step, blocks that a weight has outgrown get a larger scale, without a search. All are
+    refreshed early when the share of weights that the scales clip has grown by more than half nevertheless; the share
+    of a step is known at the next one, so that no step waits for the device.
 
     Attributes:
         generation: counts the fits and loads: what a backward pass compares.
@@ -170,7 +171,7 @@ class TrainedSeparation:
         if self._steps >= self._refresh_every or self._share > _bound(self._accepted_share):
             self._refresh(w_NK)
             return
-        self._frame_on(w_NK.device)
+        self._frame = self._frame_on(w_NK.device).widened(w_NK)
         self._counters = replace(self._counters, hits=self._counters.hits + 1)
 
     def _settle(self) -> None:
