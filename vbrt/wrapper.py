@@ -142,11 +142,13 @@ def _spec(swap: Swap, config: VBConfig) -> HandleSpec:
 class _PassMarker:
     """A forward pre-hook of the model: tells the stack that a pass begins, and settles what wrapping left undone.
 
-    `before_pass` is called first, after the first pass.
+    `before_pass`, where it is set, is called first, after the first pass.
     """
 
-    def __init__(self, stack: TierStack | None, before_pass: Callable[[], None] | None = None) -> None:
-        self.stack, self.before_pass, self.passes = stack, before_pass, 0
+    before_pass: Callable[[], None] | None = None
+
+    def __init__(self, stack: TierStack | None) -> None:
+        self.stack, self.passes = stack, 0
 
     def __call__(self, model: nn.Module, args: tuple) -> None:
         if torch.compiler.is_compiling() or self.stack is None or self.stack.capturing():
@@ -236,9 +238,14 @@ class VBModelWrapper(nn.Module):
 
     def _hook_up(self) -> None:
         auto = "gpu" in self.plan.budgets and self.settings.tiers.gpu.budget == "auto" and self.plan.page_bytes > 0
-        self._gpu_balance = _GpuBalance(self.plan.budgets["gpu"]) if auto else None
-        self._marker = _PassMarker(self.stack, partial(_balance, weakref.ref(self)) if auto else None)
+        self._marker = _PassMarker(self.stack)
         self._hook = self.model.register_forward_pre_hook(self._marker)
+        self._follow_gpu(self.plan.budgets["gpu"] if auto else None)
+
+    def _follow_gpu(self, wanted_bytes: int | None) -> None:
+        """Let the GPU budget follow what is free, up to `wanted_bytes`; None: let it be."""
+        self._gpu_balance = None if wanted_bytes is None else _GpuBalance(wanted_bytes)
+        self._marker.before_pass = None if wanted_bytes is None else partial(_balance, weakref.ref(self))
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -255,12 +262,11 @@ class VBModelWrapper(nn.Module):
         differ: in training mode, or with arguments that it may have changed (a cache). Those get the error, and room at
         their next call.
         """
-        repeatable = self._gpu_balance is not None and not self.model.training and _is_data((args, kwargs))
         while True:
             try:
                 return self.model(*args, **kwargs)
             except torch.OutOfMemoryError as error:
-                if not repeatable:
+                if self._gpu_balance is None or self.model.training or not _is_data((args, kwargs)):
                     raise
                 why = str(error)  # the error itself holds the tensors of the pass
             self._gpu_balance.look_soon()
@@ -322,8 +328,7 @@ class VBModelWrapper(nn.Module):
         config = load_config(self.settings, tiers={tier: {"budget": budget}})
         nbytes = self._set_budget(tier, config)
         if tier == "gpu":
-            self._gpu_balance = _GpuBalance(nbytes) if budget == "auto" else None
-            self._marker.before_pass = partial(_balance, weakref.ref(self)) if budget == "auto" else None
+            self._follow_gpu(nbytes if budget == "auto" else None)
         return nbytes
 
     def _set_budget(self, tier: str, config: VBConfig) -> int:

@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import vbrt
+from tests.nn.attention_cases import INF, definition
 from vbrt.errors import ArgumentError
 from vbrt.nn import FlashAttention
 from vbrt.nn import attention as module
 from vbrt.nn.attention import attention
 
-INF = float("inf")
 B, H, HK, D = 2, 4, 2, 8
 
 
@@ -26,21 +26,6 @@ def small_blocks(monkeypatch):
     """Blocks of five queries, so that short inputs have several, and a ragged one."""
     monkeypatch.setattr(module, "_BLOCK_SCORES", 1)
     monkeypatch.setattr(module, "_FEWEST", 5)
-
-
-def definition(q, k, v, mask=None, causal=False):
-    """In float64, with everything written out; rows that attend to nothing are zeros."""
-    q, k, v = (t.double() for t in (q, k, v))
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    scores = q @ k.mT / q.shape[-1] ** 0.5
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -INF) if mask.dtype is torch.bool else scores + mask.double()
-    if causal:
-        rows, keys = scores.shape[-2:]
-        later = torch.arange(keys) > torch.arange(rows)[:, None] + keys - rows
-        scores = scores.masked_fill(later, -INF)
-    dead = (scores == -INF).all(-1, keepdim=True)
-    return scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0) @ v
 
 
 def tensors(queries=13, keys=13, dtype=torch.float64, kv=HK):

@@ -8,29 +8,14 @@ import pytest
 import torch
 
 import vbrt
+from tests.nn.attention_cases import INF, definition
 from vbrt.nn import FlashAttention, OptimizedTransformerBlock
 from vbrt.nn.attention import attention
 
 pytestmark = pytest.mark.gpu
 
-INF = float("inf")
 B, H, HK, D = 2, 4, 2, 64
 TOLERANCE = {torch.float32: 5e-3, torch.float16: 6e-3, torch.bfloat16: 4e-2}  # fp32: kernels may multiply in tf32
-
-
-def definition(q, k, v, mask=None, causal=False):
-    """In float64, with everything written out; rows that attend to nothing are zeros."""
-    q, k, v = (t.double() for t in (q, k, v))
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    scores = q @ k.mT / q.shape[-1] ** 0.5
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -INF) if mask.dtype is torch.bool else scores + mask.double()
-    if causal:
-        rows, keys = scores.shape[-2:]
-        later = torch.arange(keys, device="cuda") > torch.arange(rows, device="cuda")[:, None] + keys - rows
-        scores = scores.masked_fill(later, -INF)
-    dead = (scores == -INF).all(-1, keepdim=True)
-    return scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0) @ v
 
 
 def tensors(queries, keys, dtype, *, head_dim=D, heads=H, kv=HK):

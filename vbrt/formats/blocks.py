@@ -217,9 +217,10 @@ class Frame:
         tensors: the fields of the coarse plane but for the codes.
     """
 
-    def __init__(self, format: BlockFormat, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, format: BlockFormat, tensors: dict[str, Tensor], grid: Grid | None = None) -> None:
+        """grid: that of another frame with the same levels, which need not be made again."""
         self.format, self.tensors = format, tensors
-        self._grid = format._grid(tensors)
+        self._grid = grid or format._grid(tensors)
 
     @torch.no_grad()
     def round(self, w_NK: Tensor, dtype: torch.dtype | None = None, *, clipped: Tensor | None = None) -> Tensor:
@@ -259,7 +260,7 @@ class Frame:
         near_NB = fmt._near_byte((amax_NB / fmt.top).clamp_(max=largest) / unit).clamp_(1, fmt.last_byte)
         wider_NB = torch.maximum(near_NB, byte_NB).to(torch.uint8)
         wider_NB = torch.where(amax_NB > scale_NB * (_OUTGROWN * fmt.top), wider_NB, byte_NB)
-        return Frame(fmt, {**self.tensors, "scales": wider_NB.view(scales.dtype)})
+        return Frame(fmt, {**self.tensors, "scales": wider_NB.view(scales.dtype)}, self._grid)
 
     @torch.no_grad()
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:

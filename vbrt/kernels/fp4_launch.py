@@ -5,13 +5,13 @@ specialization can depend on in a key of its own; the first call with a key goes
 pointers straight to the compiled kernel. Triton's launch hooks (profilers) see first calls only.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Launcher", "alignment"]
+__all__ = ["Launcher", "alignment", "cuda_op"]
 
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -59,3 +59,10 @@ class Launcher:
             grid[0], grid[1], 1, _raw_stream(device), compiled.function, compiled.packed_metadata, None, None, None,
             *[tensor.data_ptr() for tensor in tensors], *numbers, *constants,
         )  # fmt: skip
+
+
+def cuda_op(name: str, launch: Callable[..., Any], schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """A launch as the operator vbrt::`name`, which torch.compile does not look into; `fake` makes empty outputs."""
+    op = torch.library.custom_op(f"vbrt::{name}", launch, mutates_args=(), device_types="cuda", schema=schema)
+    op.register_fake(fake)
+    return op

@@ -14,7 +14,6 @@ Legend: M tokens, N outputs, K inputs, S summands.
 
 import functools
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch import Tensor
 from vbrt.formats import WeightPlanes
 from vbrt.formats.page import PageLayout
 from vbrt.kernels import fp4_tiles, merge, reference
-from vbrt.kernels.fp4_launch import Launcher, alignment
+from vbrt.kernels.fp4_launch import Launcher, alignment, cuda_op
 from vbrt.kernels.fp4_tiles import ROWS, TILES
 from vbrt.kernels.launch_table import Launch, Wide, fused_limit, launch_for, wide_for
 from vbrt.kernels.tuning import tuned
@@ -411,34 +410,21 @@ def _reduce(part: Tensor, bias: Tensor | None, y_MN: Tensor, parts: int, activat
     _wide()[2](key, device, grid, tensors, (tokens, n), constants, _REDUCE_WARPS)
 
 
-def _register_ops() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """The launches as operators that torch.compile can see without looking inside."""
-    fused = torch.library.custom_op(
-        "vbrt::fp4_linear",
-        _fused,
-        mutates_args=(),
-        device_types="cuda",
-        schema="(Tensor x, Tensor tiles, Tensor scale, Tensor? bias, str format, SymInt n, SymInt k, str activation)"
-        " -> Tensor",
-    )
-    fused.register_fake(lambda x, tiles, scale, bias, format, n, k, activation: x.new_empty(*x.shape[:-1], n))
-    decode = torch.library.custom_op(
-        "vbrt::fp4_decode",
-        _decode_tiles,
-        mutates_args=(),
-        device_types="cuda",
-        schema="(Tensor tiles, Tensor scale, str format, SymInt n, SymInt k, ScalarType dtype) -> Tensor",
-    )
-    decode.register_fake(lambda tiles, scale, format, n, k, dtype: tiles.new_empty(n, k, dtype=dtype))
-    several = torch.library.custom_op(
-        "vbrt::fp4_linears",
-        linears,
-        mutates_args=(),
-        device_types="cuda",
-        schema="(Tensor x, Tensor[] tiles, Tensor[] scales, str format, SymInt[] ns, SymInt k) -> Tensor[]",
-    )
-    several.register_fake(lambda x, tiles, scales, format, ns, k: [x.new_empty(*x.shape[:-1], n) for n in ns])
-    return fused, decode
-
-
-_fused_op, _decode_op = _register_ops()
+_fused_op = cuda_op(
+    "fp4_linear",
+    _fused,
+    "(Tensor x, Tensor tiles, Tensor scale, Tensor? bias, str format, SymInt n, SymInt k, str activation) -> Tensor",
+    lambda x, tiles, scale, bias, format, n, k, activation: x.new_empty(*x.shape[:-1], n),
+)
+_decode_op = cuda_op(
+    "fp4_decode",
+    _decode_tiles,
+    "(Tensor tiles, Tensor scale, str format, SymInt n, SymInt k, ScalarType dtype) -> Tensor",
+    lambda tiles, scale, format, n, k, dtype: tiles.new_empty(n, k, dtype=dtype),
+)
+_linears_op = cuda_op(
+    "fp4_linears",
+    linears,
+    "(Tensor x, Tensor[] tiles, Tensor[] scales, str format, SymInt[] ns, SymInt k) -> Tensor[]",
+    lambda x, tiles, scales, format, ns, k: [x.new_empty(*x.shape[:-1], n) for n in ns],
+)

@@ -15,7 +15,6 @@ Legend: M tokens, N outputs, K inputs.
 
 import functools
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from vbrt.formats import WeightPlanes
 from vbrt.kernels import fp4_linear, reference
+from vbrt.kernels.fp4_launch import cuda_op
 from vbrt.kernels.fp4_tiles import TILES
 
 __all__ = ["FP8_TOKENS", "fp8_refusal", "fp8_tokens", "linear", "route"]
@@ -166,16 +166,9 @@ def quantize(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     return q_MK, scale_M
 
 
-def _register_op() -> Callable[..., Tensor]:
-    multiply = torch.library.custom_op(
-        "vbrt::fp8_linear",
-        _scaled_linear,
-        mutates_args=(),
-        device_types="cuda",
-        schema="(Tensor x, Tensor tiles, Tensor scale, Tensor? bias, str format, SymInt n, SymInt k) -> Tensor",
-    )
-    multiply.register_fake(lambda x, tiles, scale, bias, format, n, k: x.new_empty(*x.shape[:-1], n))
-    return multiply
-
-
-_multiply_op = _register_op()
+_multiply_op = cuda_op(
+    "fp8_linear",
+    _scaled_linear,
+    "(Tensor x, Tensor tiles, Tensor scale, Tensor? bias, str format, SymInt n, SymInt k) -> Tensor",
+    lambda x, tiles, scale, bias, format, n, k: x.new_empty(*x.shape[:-1], n),
+)

@@ -11,7 +11,6 @@ Legend: M tokens, N outputs, K inputs.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes
 from vbrt.kernels import fp4_linear, reference, table_linear
-from vbrt.kernels.fp4_launch import Launcher, alignment
+from vbrt.kernels.fp4_launch import Launcher, alignment, cuda_op
 from vbrt.kernels.fp4_tiles import TILES
 from vbrt.kernels.launch_table import Launch
 
@@ -198,19 +197,10 @@ def _gated(
     return y.view(*x.shape[:-1], n)
 
 
-def _register_op() -> Callable[..., Tensor]:
-    gated = torch.library.custom_op(
-        "vbrt::fp4_gated",
-        _gated,
-        mutates_args=(),
-        device_types="cuda",
-        schema="(Tensor x, Tensor tiles, Tensor scale, Tensor other, Tensor other_scale, str format, SymInt n, "
-        "SymInt k, str activation) -> Tensor",
-    )
-    gated.register_fake(
-        lambda x, tiles, scale, other, other_scale, format, n, k, activation: x.new_empty(*x.shape[:-1], n)
-    )
-    return gated
-
-
-_gated_op = _register_op()
+_gated_op = cuda_op(
+    "fp4_gated",
+    _gated,
+    "(Tensor x, Tensor tiles, Tensor scale, Tensor other, Tensor other_scale, str format, SymInt n, SymInt k, "
+    "str activation) -> Tensor",
+    lambda x, tiles, scale, other, other_scale, format, n, k, activation: x.new_empty(*x.shape[:-1], n),
+)

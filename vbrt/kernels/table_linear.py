@@ -9,7 +9,6 @@ Legend: M tokens, N outputs, K inputs.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from vbrt.formats import WeightPlanes
 from vbrt.formats.nf4 import NF4_LEVELS
 from vbrt.kernels import fp4_linear, reference
+from vbrt.kernels.fp4_launch import cuda_op
 
 __all__ = ["FORMATS", "FUSED_TOKENS", "decode_weight", "linear", "prepare", "route"]
 
@@ -165,29 +165,15 @@ def _decode_table(
     return w_NK
 
 
-def _register_ops() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    linear = torch.library.custom_op(
-        "vbrt::table_linear",
-        _fused,
-        mutates_args=(),
-        device_types="cuda",
-        schema="(Tensor x, Tensor codes, Tensor scales, Tensor? levels, Tensor scale, Tensor? bias, str activation)"
-        " -> Tensor",
-    )
-    linear.register_fake(
-        lambda x, codes, scales, levels, scale, bias, activation: x.new_empty(*x.shape[:-1], codes.shape[0])
-    )
-    decode = torch.library.custom_op(
-        "vbrt::table_decode",
-        _decode_table,
-        mutates_args=(),
-        device_types="cuda",
-        schema="(Tensor codes, Tensor scales, Tensor? levels, Tensor scale, SymInt k, ScalarType dtype) -> Tensor",
-    )
-    decode.register_fake(
-        lambda codes, scales, levels, scale, k, dtype: codes.new_empty(codes.shape[0], k, dtype=dtype)
-    )
-    return linear, decode
-
-
-_linear_op, _decode_op = _register_ops()
+_linear_op = cuda_op(
+    "table_linear",
+    _fused,
+    "(Tensor x, Tensor codes, Tensor scales, Tensor? levels, Tensor scale, Tensor? bias, str activation) -> Tensor",
+    lambda x, codes, scales, levels, scale, bias, activation: x.new_empty(*x.shape[:-1], codes.shape[0]),
+)
+_decode_op = cuda_op(
+    "table_decode",
+    _decode_table,
+    "(Tensor codes, Tensor scales, Tensor? levels, Tensor scale, SymInt k, ScalarType dtype) -> Tensor",
+    lambda codes, scales, levels, scale, k, dtype: codes.new_empty(codes.shape[0], k, dtype=dtype),
+)

@@ -26,6 +26,7 @@ from vbrt.errors import ArgumentError, FormatError, WrapError
 from vbrt.formats import FORMATS, PageLayout, WeightPlanes, get_format, new_page, pack, unpack
 from vbrt.kernels import Packing, page_packing, resolve
 from vbrt.kernels.reference import ACTIVATIONS, wants_grad
+from vbrt.nn.handle import sum_rows
 
 __all__ = ["FusedFP4Linear", "quantize"]
 
@@ -258,7 +259,7 @@ class _Product(torch.autograd.Function):
             raise WrapError("FusedFP4Linear: its weight was loaded or moved between forward and backward; run the "
                             "forward again")
         dx = dy.matmul(ctx.layer._decoded().to(dy.dtype)).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
-        dbias = dy.reshape(-1, dy.shape[-1]).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
+        dbias = sum_rows(dy).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
         return dx, dbias, None
 
 
@@ -319,7 +320,7 @@ def _keep_page(ctx, inputs, output) -> None:
 def _compiled_backward(ctx, dy: Tensor):
     (page,) = ctx.saved_tensors
     dx = _frozen_backward_op(dy, page, *ctx.read) if ctx.needs_input_grad[0] else None
-    dbias = dy.reshape(-1, dy.shape[-1]).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+    dbias = sum_rows(dy).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
     return dx, None, dbias, *[None] * 6
 
 
