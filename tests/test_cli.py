@@ -1,6 +1,7 @@
 """The command line, from arguments to exit code, without a network and without more than a tiny model."""
 
 import errno
+import functools
 import io
 import json
 import os
@@ -19,6 +20,8 @@ import vbrt
 from vbrt import cli
 from vbrt.config import Machine, load_config
 from vbrt.errors import FormatError
+from vbrt.kernels import fp4_linear, tuning
+from vbrt.kernels.launch_table import Launch
 from vbrt.plan import PageSpec, Plan, Skip, Swap
 from vbrt.stats import LayerStats, Stats, TierStats
 
@@ -202,7 +205,7 @@ def test_what_is_missing_is_named(tmp_path, capsys):
 def test_a_wrong_config_is_refused_before_anything_is_loaded(tmp_path, capsys):
     file = tmp_path / "my.toml"
     file.write_text('[weights]\nformat = "fp3"\n')
-    for command in (["plan", "x"], ["run", "x", "y"], ["demo"]):
+    for command in (["plan", "x"], ["run", "x", "y"], ["demo"], ["tune", "x"]):
         assert cli.main([*command, "--config", str(file)]) == 2
         assert "my.toml: weights.format" in _errors(capsys)
         assert cli.main([*command, "--config", "fp44"]) == 2
@@ -222,7 +225,7 @@ def test_set_changes_keys_of_the_config(config_json, llama, capsys):
 
 
 def test_a_wrong_set_is_refused_before_anything_is_loaded(capsys):
-    for command in (["plan", "x"], ["run", "x", "y"], ["demo"]):
+    for command in (["plan", "x"], ["run", "x", "y"], ["demo"], ["tune", "x"]):
         assert cli.main([*command, "--set", "weights.format=fp3"]) == 2
         assert 'preset "fp4" with --set weights.format=fp3: weights.format = "fp3"; expected' in _errors(capsys)
         assert cli.main([*command, "--set", "nf4"]) == 2
@@ -463,6 +466,114 @@ def test_the_table_takes_names_as_they_are():
     assert "0 layers" not in str(_some_stats(layers={}))  # no table without layers
 
 
+# -- tune -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake_gpu(tmp_path, monkeypatch):
+    """A device of sm_90 with a cache of its own, on which one configuration takes 8 µs and any other 10."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tuning, "_identity", lambda index: {"gpu": "Some GPU", "triton": "3.6", "kernels": 1})
+    monkeypatch.setattr(tuning, "check", lambda tokens, device: None)
+    monkeypatch.setattr(fp4_linear, "major", lambda index: 9)
+
+    def us(tokens, launch):
+        return 8.0 if launch == Launch(4, 16, False) and tokens == 1 else 10.0
+
+    monkeypatch.setattr(tuning, "_timer", lambda n, k, format, device: us)
+    tuning.tuned.cache_clear()
+    yield tuning.tuning_file(0)
+    tuning.tuned.cache_clear()
+
+
+def test_tune_needs_only_a_config_and_shows_each_shape_and_the_file(config_json, fake_gpu, capsys):
+    settings = ["--set", "weights.format=mxfp4", "--set", "tiers.cpu.budget=8GiB"]
+    assert cli.main(["tune", str(config_json), *settings]) == 0
+    out, err = capsys.readouterr()
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[0] == "out x in format tokens table µs found µs gain".split() and err == ""
+    assert lines[1] == "512 x 2048 mxfp4 1 R2 WK16 ahead 10.00 R4 WK16 8.00 25.0 %".split()
+    assert lines[2] == "512 x 2048 mxfp4 16 R2 WK16 ahead 10.00 same 10.00".split()
+    assert [(*line[:3:2], line[4]) for line in lines[1:-2]] == [
+        ("512", "2048", "1"), ("512", "2048", "16"), ("2048", "2048", "1"), ("2048", "2048", "16"),
+        ("2048", "8192", "1"), ("8192", "2048", "1"), ("8192", "2048", "16")]
+    assert out.splitlines()[-1] == f"7 of 7 kept in {fake_gpu}" and fake_gpu.exists()
+    assert max(map(len, out.splitlines()[:-1])) <= 79
+
+
+def test_tune_shows_what_is_kept_and_where(llama, fake_gpu, capsys):
+    assert cli.main(["tune", "--show"]) == 0
+    assert capsys.readouterr().out == f"nothing is kept yet; it would be in {fake_gpu}\n"
+    assert cli.main(["tune", str(llama), "--tokens", "1", "--set", "weights.min_parameters=1"]) == 0
+    kept = json.loads(fake_gpu.read_text())["launches"]
+    capsys.readouterr()
+    assert cli.main(["tune", "--show"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("1 to 8") == len(kept) > 0 and out.endswith(f"{len(kept)} kept in {fake_gpu}\n")
+    fake_gpu.write_text("{")
+    tuning.tuned.cache_clear()
+    assert cli.main(["tune", "--show"]) == 0
+    assert capsys.readouterr().err.startswith(f"vbrt: warning: {fake_gpu} is ignored (JSONDecodeError")
+
+
+def test_an_interrupted_tune_says_what_it_has_kept(config_json, fake_gpu, monkeypatch, capsys):
+    timed = []
+
+    def us(tokens, launch):
+        timed.append(tokens)
+        if len(timed) > 3 * (1 + len(tuning.CANDIDATES)):
+            raise KeyboardInterrupt
+        return 10.0
+
+    monkeypatch.setattr(tuning, "_timer", lambda n, k, format, device: us)
+    assert cli.main(["tune", str(config_json)]) == 130
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1] == f"3 of 7 kept in {fake_gpu}" and err == "vbrt: interrupted\n"
+    assert len(json.loads(fake_gpu.read_text())["launches"]) == 3
+
+
+def test_tune_refuses_what_it_cannot_do(config_json, fake_gpu, tmp_path, monkeypatch, capsys):
+    assert cli.main(["tune"]) == 2
+    assert "tune: no model; expected a model directory or a config.json" in _errors(capsys)
+    assert cli.main(["tune", str(config_json), "--set", "weights.format=nf4"]) == 2
+    assert "no layer of this plan runs on the kernel for few tokens" in _errors(capsys)
+    assert cli.main(["tune", str(tmp_path / "nothing")]) == 2
+    assert "no such file or directory" in _errors(capsys)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "vbrt").touch()
+    fake_tuned = functools.cache(lambda index: {})  # that the file cannot be read either is a warning of its own
+    monkeypatch.setattr(tuning, "tuned", fake_tuned)
+    assert cli.main(["tune", str(config_json)]) == 2
+    assert f"{fake_gpu}: cannot be written: {os.strerror(errno.ENOTDIR)}" in _errors(capsys)
+
+
+def test_tune_without_a_gpu_or_with_too_many_tokens_reads_no_model(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for command in (["tune", "nothing"], ["tune", "--show"]):
+        assert cli.main(command) == 2
+        assert "no CUDA device; expected one from sm_80 on" in _errors(capsys)
+    for tokens in ("17", "0", "1,64"):
+        assert cli.main(["tune", "nothing", "--tokens", tokens]) == 2
+        assert "expected numbers from 1 to 16" in _errors(capsys)
+    for arguments in (["--tokens", "1,x"], ["--tokens", ""], ["--device", "a"]):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["tune", "nothing", *arguments])
+        assert "expected a whole number" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_tune_on_a_gpu_keeps_configurations_that_a_new_process_uses(llama, tmp_path):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "vbrt", "tune"]
+    small = ["--set", "weights.min_parameters=1", "--tokens", "1"]
+    done = subprocess.run([*command, str(llama), *small], env=environment, capture_output=True, text=True, check=True)
+    count = len(done.stdout.splitlines()) - 3  # the head, a gap, the file
+    assert "Traceback" not in done.stderr and count > 0
+    assert done.stdout.splitlines()[-1].startswith(f"{count} of {count} kept in {tmp_path}")
+    shown = subprocess.run([*command, "--show"], env=environment, capture_output=True, text=True, check=True)
+    assert shown.stdout.count("1 to 8") == count
+
+
 # -- the shell around it ----------------------------------------------------------------------------------------------
 
 
@@ -470,7 +581,8 @@ def test_version_and_help_need_no_torch():
     code = textwrap.dedent("""
         import sys
         from vbrt.cli import main
-        for arguments in (["--version"], ["--help"], ["plan", "--help"], ["run", "--help"], ["stats", "--help"]):
+        for arguments in (["--version"], ["--help"], ["plan", "--help"], ["run", "--help"], ["stats", "--help"],
+                          ["tune", "--help"]):
             try:
                 main(arguments)
             except SystemExit as end:

@@ -1,4 +1,4 @@
-"""The command `vbrt`: demo, plan, run, stats.
+"""The command `vbrt`: demo, plan, run, stats, tune.
 
 Results go to stdout, everything else (progress, warnings, errors) to stderr. Exit codes: 0 done; 1 done, and the answer
 is no (the demo's results changed, the plan does not fit); 2 a wrong command, file or config; 130 interrupted.
@@ -32,6 +32,8 @@ from vbrt.stats import Stats
 
 if TYPE_CHECKING:
     from vbrt.integrations.minilm import DemoResult
+    from vbrt.kernels.launch_table import Launch
+    from vbrt.kernels.tuning import Case, Found
 
 __all__ = ["TierNeed", "main", "stats_path", "tier_needs"]
 
@@ -76,13 +78,15 @@ def _parser() -> argparse.ArgumentParser:
                "  vbrt demo                                          search with a trained model, streamed from files\n"
                "  vbrt plan ./Llama-3.1-8B --gpu-memory 8GiB         what would be swapped, and what it takes\n"
                "  vbrt run ./Llama-3.1-8B \"The sea is\"               wrap, generate, show hit rates\n"
-               "  vbrt stats --json                                  the counters of the last run\n")
+               "  vbrt stats --json                                  the counters of the last run\n"
+               "  vbrt tune ./Llama-3.1-8B                           look for faster launches on this machine's GPU\n")
     parser.add_argument("--version", action="version", version=f"vbrt {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_plan(commands)
     _add_run(commands)
     _add_stats(commands)
+    _add_tune(commands)
     return parser
 
 
@@ -157,10 +161,38 @@ def _add_stats(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
+def _add_tune(commands: Any) -> None:
+    parser = _add_command(
+        commands, "tune", _tune, help="look for faster launch configurations on this machine's GPU, and keep them",
+        text="For the\nlayers of a model in nvfp4 or mxfp4, at few tokens; seconds a shape, on an idle GPU. No "
+             "weights\nare needed. Each result is kept as it comes, and later processes use it by themselves.\n\n"
+             "R2 WK16 ahead: two tiles of rows a warp, 16 warps along K, the next tile is read ahead.",
+        examples="  vbrt tune ./Llama-3.1-8B\n"
+                 "  vbrt tune ./config.json --tokens 4 --set weights.format=mxfp4\n"
+                 "  vbrt tune --show\n")
+    parser.add_argument("model", metavar="MODEL_DIR|HF_CONFIG", type=Path, nargs="?",
+                        help="a transformers model directory, or a config.json")
+    _add_config(parser)
+    parser.add_argument("--tokens", metavar="N,N", type=_numbers, default=(1, 16),
+                        help="numbers of tokens from 1 to 16; one stands for 1 to 8, one for 9 to 16 (1,16)")
+    parser.add_argument("--device", metavar="N", type=_number, default=0, help="the CUDA device (0)")
+    parser.add_argument("--show", action="store_true", help="time nothing: what is kept for this GPU, and where")
+
+
 def _positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number, 1 or more")
     return int(text)
+
+
+def _number(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number")
+    return int(text)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(_number(part) for part in text.split(","))
 
 
 # -- demo -------------------------------------------------------------------------------------------------------------
@@ -543,6 +575,96 @@ def _save(stats: Stats) -> None:
         os.replace(file.name, path)
     except OSError as error:
         _complain("warning", f"{path}: the stats were not kept: {error.strerror or error}")
+
+
+# -- tune -------------------------------------------------------------------------------------------------------------
+
+_TUNE_LINE = "{:>14} {:6} {:>6} {:>13} {:>7} {:>13} {:>7} {:>6}"  # 79 columns
+
+
+def _tune(args: argparse.Namespace) -> int:
+    config = _config(args)
+    if args.model is None and not args.show:
+        raise VBError("tune: no model; expected a model directory or a config.json, or --show")
+    with _working("importing torch") as say, _warnings_as_lines():
+        from vbrt.kernels import tuning
+
+        tuning.check(args.tokens, args.device)
+        if args.show:
+            say.stop()
+            _show_tuned(tuning, args.device)
+            return 0
+        say("importing transformers")
+        huggingface = _needing_transformers("huggingface")
+        from vbrt.estimate import make_plan
+
+        say(f"reading {args.model}")
+        plan = make_plan(huggingface.meta_model(args.model), config)
+        rows = _TuneRows(tuning.cases(plan, tokens=args.tokens, device=args.device), say)
+        try:
+            tuning.tune(plan, tokens=args.tokens, device=args.device, report=rows)
+        finally:  # an interrupted search keeps what it has found
+            say.stop()
+            rows.end(tuning.tuning_file(args.device))
+    return 0
+
+
+class _TuneRows:
+    """Writes a line for each result as it comes, and beside the spinner what is timed next."""
+
+    def __init__(self, todo: "list[Case]", spinner: "_Spinner") -> None:
+        self._todo, self._spinner, self._console, self._done = todo, spinner, _console(), 0
+        self._announce()
+
+    def _announce(self) -> None:
+        if self._done < len(self._todo):
+            case = self._todo[self._done]
+            what = f"{case.n} x {case.k}, {case.tokens} token{'s' if case.tokens > 1 else ''}"
+            self._spinner(f"timing {what} ({self._done + 1} of {len(self._todo)})")
+
+    def __call__(self, found: "Found") -> None:
+        self._spinner.stop()  # or the line would be printed into it
+        if not self._done:
+            self._line("out x in", "format", "tokens", "table", "µs", "found", "µs", "gain")
+        case, same = found.case, found.launch == found.table
+        self._line(f"{case.n} x {case.k}", case.format, case.tokens, _launch(found.table), f"{found.table_us:.2f}",
+                   "same" if same else _launch(found.launch), f"{found.us:.2f}",
+                   "" if same else f"{100 * (found.table_us / found.us - 1):.1f} %")
+        self._done += 1
+        self._announce()
+        self._spinner.start()
+
+    def end(self, path: Path) -> None:
+        if self._done:
+            self._console.print(f"\n{self._done} of {len(self._todo)} kept in {path}", soft_wrap=True)
+
+    def _line(self, *cells: object) -> None:
+        self._console.print(_TUNE_LINE.format(*cells).rstrip(), soft_wrap=True)
+
+
+def _launch(launch: "Launch") -> str:
+    return f"R{launch.R} WK{launch.WK}{' ahead' if launch.PREFETCH else ''}"
+
+
+def _show_tuned(tuning: ModuleType, device: int) -> None:
+    """What is kept for a device, where shapes are whole tiles of 16 x 128 weights."""
+    path, kept = tuning.tuning_file(device), tuning.tuned(device)
+    console = _console()
+    if kept:
+        table = _table("tokens", ">out, up to", ">in, up to", "configuration")
+        for (groups, rows, columns), launch in sorted(kept.items()):
+            _row(table, f"{8 * groups - 7} to {8 * groups}", f"{16 * rows}", f"{128 * columns}", _launch(launch))
+        console.print(table)
+        console.print()
+    what = f"{len(kept)} kept in" if path.exists() else "nothing is kept yet; it would be in"
+    console.print(f"{what} {path}", soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_args, **_kwargs: _complain("warning", message)
+        yield
 
 
 # -- the screen -------------------------------------------------------------------------------------------------------

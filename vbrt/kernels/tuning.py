@@ -2,19 +2,21 @@
 
     vb = vbrt.wrap(model)
     vbrt.tune(vb.plan)             # seconds a shape; kept for later processes
+    vbrt tune MODEL_DIR            # the same on the command line, without the weights
 
 The kernel for few tokens takes what is found from then on; the tables of `launch_table` stand for all other shapes,
 kernels and GPUs. The file is named after the GPU, Triton's version and `KERNELS`; one that cannot be read or does not
 belong here is announced and ignored. Every configuration computes the same sums in another order.
 """
 
+import contextlib
 import functools
 import json
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vbrt.errors import KernelError
+from vbrt.errors import KernelError, VBError, describe_os_error
 from vbrt.kernels import fp4_tiles
-from vbrt.kernels.launch_table import Launch, launch_for
+from vbrt.kernels.launch_table import Launch, launch_for, wide_for
 from vbrt.plan import Plan
 
-__all__ = ["CANDIDATES", "KERNELS", "graph_us", "tune", "tuned", "tuning_path"]
+__all__ = ["CANDIDATES", "KERNELS", "Case", "Found", "cases", "check", "graph_us", "tune", "tuned", "tuning_file",
+           "tuning_path"]
 
 #: raised with each change of a kernel that can change which configuration is the fastest
 KERNELS = 1
@@ -62,65 +65,139 @@ def tuned(index: int) -> Launches:
         return {}
 
 
-def tune(plan: Plan, *, tokens: Sequence[int] = (1, 16), device: int = 0) -> Path:
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is timed at once: a weight (n, k) in a format, and a number of tokens."""
+
+    n: int
+    k: int
+    format: str
+    tokens: int
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """(groups of 8 tokens, tiles of rows, columns of tiles)."""
+        rows, columns, _ = fp4_tiles.tile_shape(self.format, (self.n, self.k))
+        return -(-self.tokens // 8), rows, columns
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search has found: the table's configuration and the fastest, which may be the same, in microseconds."""
+
+    case: Case
+    table: Launch
+    table_us: float
+    launch: Launch
+    us: float
+
+
+def tuning_file(device: int) -> Path:
+    """Where the configurations for a CUDA device are kept; the file need not be there."""
+    identity = _identity(device)
+    return tuning_path(identity["gpu"], identity["triton"])
+
+
+def check(tokens: Sequence[int], device: int) -> None:
+    """Raises KernelError for numbers of tokens or a device that `tune` cannot serve."""
+    from vbrt.kernels import fp4_linear
+
+    if not tokens or not all(0 < m <= 16 for m in tokens):
+        raise KernelError(f"tune: tokens = {tuple(tokens)}; expected numbers from 1 to 16")
+    if not torch.cuda.is_available():
+        raise KernelError("tune: no CUDA device; expected one from sm_80 on, the kernels run nowhere else")
+    count = torch.cuda.device_count()
+    if not 0 <= device < count:
+        raise KernelError(f"tune: device = {device}; expected 0 to {count - 1}, the CUDA devices of this machine")
+    if fp4_linear.major(device) < fp4_linear.MIN_MAJOR:
+        raise KernelError(f"tune: device {device} is older than sm_80; the kernels need that or newer")
+    if not fp4_linear.available():
+        raise KernelError("tune: no Triton with Gluon in this Python; the kernels are written in it")
+
+
+def cases(plan: Plan, *, tokens: Sequence[int] = (1, 16), device: int = 0) -> list[Case]:
+    """What `tune` times for a plan, in order: what runs on the kernel for few tokens. Raises KernelError for none."""
+    from vbrt.kernels import fp4_linear
+
+    major = fp4_linear.major(device)
+    # training multiplies by rounded dense weights, and a fine plane is merged into one
+    served = [swap for swap in plan.swaps if swap.format in fp4_tiles.FORMATS and swap.fine == "none"]
+    shapes = sorted({(swap.shape, swap.format) for swap in served}) if plan.mode == "infer" else []
+    every = [Case(*shape, format, m) for shape, format in shapes for m in dict.fromkeys(tokens)]
+    found = [case for case in every if wide_for(major, case.tokens, *case.key[1:]) is None]
+    if not found:
+        raise KernelError(f"tune: no layer of this plan runs on the kernel for few tokens at {tuple(tokens)} tokens; "
+                          'expected weights.format "nvfp4" or "mxfp4", weights.fine "none" and mode "infer"')
+    return found
+
+
+def tune(
+    plan: Plan, *, tokens: Sequence[int] = (1, 16), device: int = 0, report: Callable[[Found], object] | None = None
+) -> Path:
     """Time the configurations for the layers of a plan on an idle CUDA device and keep the fastest; the file's path.
 
-    tokens: numbers of tokens, each standing for its group of 1 to 8 or 9 to 16.
-    Raises KernelError without a device that the kernels serve, or for numbers of tokens that they do not.
+    tokens: numbers of tokens, each standing for its group of 1 to 8 or 9 to 16; of two in one group the last decides.
+    report: is called with each result once the file holds it, so an interrupted search keeps what it has found.
+    Raises KernelError without a device that the kernels serve, for numbers of tokens that they do not, and for a plan
+    without layers that they run; VBError where the file cannot be written.
     """
     from vbrt.kernels import fp4_linear
 
-    if not torch.cuda.is_available() or fp4_linear.major(device) < fp4_linear.MIN_MAJOR:
-        raise KernelError("tune: no CUDA device from sm_80 on; expected one, the kernels run nowhere else")
-    if not all(0 < m <= 16 for m in tokens):
-        raise KernelError(f"tune: tokens = {tuple(tokens)}; expected numbers from 1 to 16")
-    found = dict(tuned(device))
-    shapes = sorted({(swap.shape, swap.format) for swap in plan.swaps if swap.format in fp4_tiles.FORMATS})
-    with torch.no_grad(), torch.cuda.device(device):
-        for (n, k), format in shapes:
-            weights = _weights(n, k, format)
-            for m in tokens:
-                rows, columns, _ = weights[0][0].shape
-                key = -(-m // 8), rows, columns
-                table = launch_for(fp4_linear.major(device), m, rows, columns)
-                found[key] = _fastest(table, _timer(m, n, k, format, weights))
-    path = _write(found, _identity(device))
-    tuned.cache_clear()
+    check(tokens, device)
+    todo = cases(plan, tokens=tokens, device=device)
+    found, identity, major = dict(tuned(device)), _identity(device), fp4_linear.major(device)
+    path = _write(found, identity)  # a folder that cannot be written is refused before anything is timed
+    shape, timer = None, None
+    for case in todo:
+        if shape != (case.n, case.k, case.format):
+            timer = None  # its weights go before the next ones come
+            shape, timer = (case.n, case.k, case.format), _timer(case.n, case.k, case.format, device)
+        result = _fastest(case, launch_for(major, case.tokens, *case.key[1:]), partial(timer, case.tokens))
+        found[case.key] = result.launch
+        _write(found, identity)
+        tuned.cache_clear()
+        if report is not None:
+            report(result)
     return path
 
 
-def _fastest(table: Launch, us: Callable[[Launch], float]) -> Launch:
+def _fastest(case: Case, table: Launch, us: Callable[[Launch], float]) -> Found:
     """The table's own, unless another is faster by more than noise."""
-    best, limit = table, us(table) * _GAIN
+    table_us = us(table)
+    best, best_us, limit = table, table_us, table_us * _GAIN
     for launch in CANDIDATES:
         taken = us(launch)
         if taken < limit:
-            best, limit = launch, taken
-    return best
+            best, best_us, limit = launch, taken, taken
+    return Found(case, table, table_us, best, best_us)
 
 
 def _weights(n: int, k: int, format: str) -> list[tuple[Tensor, Tensor]]:
     """Tiles of random codes and scale 1, enough of them to pass the second-level cache."""
-    layout = {field.name: field.shape for field in fp4_tiles.tile_layout(format, (n, k)).fields}
-    shape = layout[fp4_tiles.TILES]
+    shape = fp4_tiles.tile_shape(format, (n, k))
     copies = 1 + _BEYOND_CACHE // (4 * shape[0] * shape[1] * shape[2])
     one = torch.ones((), device="cuda")
     draw = partial(torch.randint, 0, 0x38383838, shape, dtype=torch.int32, device="cuda")
     return [(draw(), one) for _ in range(min(64, copies))]
 
 
-def _timer(m: int, n: int, k: int, format: str, weights: list[tuple[Tensor, Tensor]]) -> Callable[[Launch], float]:
+def _timer(n: int, k: int, format: str, device: int) -> Callable[[int, Launch], float]:
+    """Microseconds of a layer for a number of tokens and a configuration."""
     from vbrt.kernels import fp4_linear
 
-    x_MK = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    y_MN = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    with torch.cuda.device(device):
+        weights = _weights(n, k, format)
 
-    def us(launch: Launch) -> float:
-        def calls() -> None:
-            for tiles, scale in weights:
-                fp4_linear.launch(x_MK, tiles, scale, None, y_MN, format, "none", launch)
+    def us(tokens: int, launch: Launch) -> float:
+        with torch.no_grad(), torch.cuda.device(device):
+            x_MK = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16)
+            y_MN = torch.empty(tokens, n, device="cuda", dtype=torch.bfloat16)
 
-        return graph_us(calls) / len(weights)
+            def calls() -> None:
+                for tiles, scale in weights:
+                    fp4_linear.launch(x_MK, tiles, scale, None, y_MN, format, "none", launch)
+
+            return graph_us(calls) / len(weights)
 
     return us
 
@@ -165,13 +242,22 @@ def _parsed(content: Any, identity: dict[str, Any]) -> Launches:
 
 
 def _write(launches: Launches, identity: dict[str, Any]) -> Path:
-    """In place of what was there, at once."""
+    """In place of what was there, at once. Raises VBError where that cannot be."""
     path = tuning_path(identity["gpu"], identity["triton"])
-    path.parent.mkdir(parents=True, exist_ok=True)
     rows: Iterable[list[Any]] = ([*key, *launch] for key, launch in sorted(launches.items()))
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
-        file.write(json.dumps({**identity, "launches": list(rows)}, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(file.name, path)
+    text = json.dumps({**identity, "launches": list(rows)}, indent=1) + "\n"
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise VBError(f"{path}: cannot be written: {describe_os_error(error)}; expected a folder that can be, "
+                      "$XDG_CACHE_HOME names another") from error
+    finally:
+        with contextlib.suppress(OSError):  # it is gone already, unless something failed
+            temporary.unlink()
     return path
