@@ -671,6 +671,8 @@ def kernel_table(path: Path) -> list[str]:
     if result.get("peers") or result.get("absent"):
         out += ["What else is installed with pip, in the same run.", ""]
         out += grid(result.get("peers", []), "peer", "us", "ratio")
+        searches = {row["peer"]: row["tuned"] for row in result.get("peers", []) if "tuned" in row}
+        out += [f"{name}: configurations of {how}, made before the timing." for name, how in searches.items()]
         out += [f"{name}: {why}." for name, why in result.get("absent", {}).items()] + [""]
     if result.get("fused"):
         what = ("One launch against several: a norm and a linear, or silu(x W1ᵀ) · (x W2ᵀ) against its two linears "

@@ -2,19 +2,29 @@
 
 CUDA-graph replays over enough weights to pass the second-level cache, random normal data, medians; microseconds a
 call. A ratio is bf16 time / ours. Everything is timed in one run, in turn; absolute times drift between machines.
+
+A selection is timed in seconds and goes into subset-kernels-<gpu>.json, never into the file of a whole run:
+
+    scripts/gpu_check.py --parts rows,epilogue --formats nvfp4 --shapes 4096x14336 --tokens 1,16,64
+    scripts/gpu_check.py --parts peers --peers "gemlite MXFP4" --peer-seconds 200
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -34,12 +44,19 @@ from vbrt.kernels import (  # noqa: E402
 )
 from vbrt.kernels.tuning import graph_us  # noqa: E402
 
-SHAPES = ((4096, 14336), (14336, 4096), (4096, 4096), (8192, 28672))  # (K, N)
+Shape = tuple[int, int]  # (K, N)
+Case = tuple[int, int, int]  # (K, N, M)
+
+SHAPES = ((4096, 14336), (14336, 4096), (4096, 4096), (8192, 28672))
 ODD_SHAPES = ((2730, 4096), (5120, 13824), (11008, 4096), (18944, 3584), (3584, 18944), (4096, 50257), (5120, 27648))
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
 PEER_TOKENS = (1, 4, 16, 64, 256, 2048)
 PEER_SHAPES = ((4096, 14336), (4096, 4096))
-PEER_SECONDS = 25  # a peer that searches at its first calls for longer than this is left out of what follows
+PEER_SECONDS = 120  # for a peer's searches and timings in all; what has not been timed by then is named in "absent"
+AHEAD_SHARE = 0.5  # of those seconds, for compiling ahead of the searches
+AHEAD_BYTES = 4 << 30  # of GPU memory for a process that compiles ahead
+EPILOGUE_TOKENS, FUSED_TOKENS, ODD_TOKENS = (1, 16, 2048), (1, 4, 16), (1, 16, 2048)
+PARTS = ("rows", "dispatch", "fused", "epilogue", "odd", "e2e", "peers")
 ROTATED_BYTES = 300 << 20
 CUDA = torch.device("cuda")
 BF16 = torch.bfloat16
@@ -132,17 +149,17 @@ def linear_rows(format: str, k: int, n: int, tokens: Sequence[int]) -> Iterator[
         yield row
 
 
-def odd_rows(tokens: Sequence[int] = (1, 16, 2048)) -> Iterator[dict[str, object]]:
-    for k, n in ODD_SHAPES:
+def odd_rows(shapes: Sequence[Shape], tokens: Sequence[int]) -> Iterator[dict[str, object]]:
+    for k, n in shapes:
         yield from linear_rows("nvfp4", k, n, tokens)
 
 
-def epilogue_rows() -> Iterator[dict[str, object]]:
+def epilogue_rows(shapes: Sequence[Shape], tokens: Sequence[int]) -> Iterator[dict[str, object]]:
     """What bias and activation add to a bare linear, in percent."""
-    for k, n in SHAPES[:2]:
+    for k, n in shapes:
         planes = [planes_of("nvfp4", weight) for weight in dense_weights(k, n)]
         bias = torch.randn(n, device=CUDA, dtype=BF16)
-        for m in (1, 16, 2048):
+        for m in tokens:
             x = torch.randn(m, k, device=CUDA, dtype=BF16)
             bare = replay_us([partial(fp4_linear.linear, x, p) for p in planes])
             for activation in ("none", "gelu", "silu"):
@@ -153,15 +170,15 @@ def epilogue_rows() -> Iterator[dict[str, object]]:
                 yield row
 
 
-def fused_rows() -> Iterator[dict[str, object]]:
+def fused_rows(shapes: Sequence[Shape], tokens: Sequence[int]) -> Iterator[dict[str, object]]:
     """norm_linear beside norm then linear, gated_linear beside two linears (and the product)."""
     norm_linear, gated_linear = (resolve(op, "auto", CUDA) for op in ("norm_linear", "gated_linear"))
-    for k, n in (*SHAPES, (4096, 6144)):
+    for k, n in shapes:
         planes = [planes_of("nvfp4", weight) for weight in dense_weights(k, n)]
         pairs = list(zip(planes, planes[1:] + planes[:1], strict=True))
         gain = torch.randn(k, device=CUDA, dtype=BF16)
         rms, layer = Norm("rms", gain), Norm("layer", gain, gain)
-        for m in (1, 4, 16):
+        for m in tokens:
             x = torch.randn(m, k, device=CUDA, dtype=BF16)
             cases = {
                 "rms": ([partial(norm_linear, x, p, rms) for p in planes],
@@ -239,42 +256,137 @@ def gemlite_mxfp4(layer: torch.nn.Linear) -> torch.nn.Module:
     return helper.A16W4_MXFP(device="cuda", dtype=BF16).from_linear(layer)
 
 
-#: name in the table -> (package, what makes a layer of theirs out of an nn.Linear)
+class Peer(NamedTuple):
+    """Another library's layer: its package, and what makes it out of an nn.Linear.
+
+    searches: how it searches for a configuration at the first call of a shape and number of tokens, if it does.
+    """
+
+    package: str
+    make: Callable[[torch.nn.Linear], torch.nn.Module]
+    searches: str = ""
+
+
+#: name in the table -> the peer. gemlite's modes are "max", "fast" (its default, what stands here) and "default", which
+#: takes the better of two. It brings configurations that it found on other GPUs, none for this format (0.6.0.post2).
 PEERS = {
-    "bitsandbytes NF4": ("bitsandbytes", bitsandbytes_nf4),
-    "torchao int4 g128": ("torchao", torchao_int4),
-    "gemlite MXFP4": ("gemlite", gemlite_mxfp4),
+    "bitsandbytes NF4": Peer("bitsandbytes", bitsandbytes_nf4),
+    "torchao int4 g128": Peer("torchao", torchao_int4),
+    "gemlite MXFP4": Peer("gemlite", gemlite_mxfp4, 'its own search in mode "fast", its default'),
 }
 
 
-def peer_rows(name: str, absent: dict[str, str]) -> Iterator[dict[str, object]]:
-    package, make = PEERS[name]
-    if importlib.util.find_spec(package) is None:
+class OutOfTime(BaseException):
+    """A peer's seconds are over; no Exception, so that no library takes it for a configuration that failed."""
+
+
+@contextlib.contextmanager
+def limited(until: float) -> Iterator[None]:
+    """Raises OutOfTime in the block at that time of `time.perf_counter`, also inside a search."""
+
+    def over(*_: object) -> None:
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGALRM, over)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, max(1e-6, until - time.perf_counter()))
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def peer_layer(name: str, weight: torch.Tensor) -> torch.nn.Module:
+    n, k = weight.shape
+    layer = torch.nn.Linear(k, n, bias=False, device=CUDA, dtype=BF16)
+    layer.weight.data.copy_(weight)
+    return PEERS[name].make(layer)
+
+
+@torch.no_grad()
+def first_call(name: str, case: Case) -> None:
+    k, n, m = case
+    layer = peer_layer(name, torch.randn(n, k, device=CUDA, dtype=BF16) * 0.02)
+    layer(torch.randn(m, k, device=CUDA, dtype=BF16))
+    torch.cuda.synchronize()
+
+
+def compile_ahead(name: str, cases: Sequence[Case], until: float) -> None:
+    """First calls in processes of their own, all cores at a time, for the kernels that they leave in Triton's cache.
+
+    What they find is thrown away, for they disturb each other: the search that counts runs later, alone, and is spared
+    the compiling only. A process that fails leaves everything to that search.
+    """
+
+    def call(case: Case) -> None:
+        began = time.perf_counter()
+        command = [sys.executable, str(Path(__file__).resolve()), "--first-call", name, *map(str, case)]
+        try:
+            left = max(0.1, until - began)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=left, check=False)
+            how = "done" if done.returncode == 0 else f"failed: {(done.stderr.splitlines() or ['no reason'])[-1][:200]}"
+        except subprocess.TimeoutExpired:
+            how = "stopped"
+        print(f"# {name}, compiled ahead, {named([case])}: {how}, {time.perf_counter() - began:.0f} s", flush=True)
+
+    torch.cuda.empty_cache()
+    room = torch.cuda.mem_get_info()[0] // AHEAD_BYTES
+    with ThreadPoolExecutor(max(1, min(len(os.sched_getaffinity(0)), room))) as pool:
+        list(pool.map(call, cases))
+
+
+def peer_rows(name: str, cases: Sequence[Case], seconds: float, absent: dict[str, str]) -> Iterator[dict[str, object]]:
+    """Times of a peer's layers. Its first calls, searches included, count in `seconds` and in no time of a row."""
+    peer = PEERS[name]
+    if importlib.util.find_spec(peer.package) is None:
         absent[name] = "not installed"
         return
-    began = time.perf_counter()
-    for k, n in PEER_SHAPES:
-        dense = dense_weights(k, n)
-        layers = []
+    until = time.perf_counter() + seconds
+    missing: dict[str, list[Case]] = {}
+    if peer.searches:
+        compile_ahead(name, cases, until - (1 - AHEAD_SHARE) * seconds)
+    shape, dense, layers = None, [], []
+    for index, case in enumerate(cases):
+        k, n, m = case
+        began = time.perf_counter()
+        print(f"# {name}, first call, {named([case])}, {until - began:.0f} s left", flush=True)
         try:
-            for weight in dense:
-                layer = torch.nn.Linear(k, n, bias=False, device=CUDA, dtype=BF16)
-                layer.weight.data.copy_(weight)
-                layers.append(make(layer))
-            for m in PEER_TOKENS:
-                if time.perf_counter() - began > PEER_SECONDS:
-                    absent[name] = f"searched for more than {PEER_SECONDS} s, before {k}->{n} M={m}"
-                    return
+            with limited(until):
+                if shape != (k, n):
+                    shape, layers = None, []  # gone before the next ones come
+                    dense = dense_weights(k, n)
+                    layers = [peer_layer(name, weight) for weight in dense]
+                    shape = k, n
                 x = torch.randn(m, k, device=CUDA, dtype=BF16)
-                bf16 = replay_us([partial(F.linear, x, w) for w in dense])
-                us = replay_us([partial(layer, x) for layer in layers])
-                row = {"peer": name, "k": k, "n": n, "m": m, "bf16_us": round(bf16, 2), "us": round(us, 2),
-                       "ratio": round(bf16 / us, 3)}
-                say(row)
-                yield row
+                built = time.perf_counter()
+                layers[0](x)
+                torch.cuda.synchronize()
+            first = time.perf_counter() - built
+            bf16 = replay_us([partial(F.linear, x, w) for w in dense])
+            us = replay_us([partial(layer, x) for layer in layers])
+        except OutOfTime:
+            missing[f"not timed within {seconds:.0f} s"] = list(cases[index:])
+            break
         except Exception as error:  # noqa: BLE001  # whatever another library raises becomes a line of the table
-            absent[name] = f"failed: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
-            return
+            why = (str(error).splitlines() or [""])[0][:120]
+            missing.setdefault(f"{type(error).__name__}: {why}", []).append(case)
+            continue
+        row = {"peer": name, "k": k, "n": n, "m": m, "bf16_us": round(bf16, 2), "us": round(us, 2),
+               "ratio": round(bf16 / us, 3), "first_call_s": round(first, 2)}
+        row |= {"tuned": peer.searches} if peer.searches else {}
+        say(row)
+        yield row
+    if missing:
+        absent[name] = "; ".join(f"{named(rest)}: {why}" for why, rest in missing.items())
+        print(f"# {name}, absent: {absent[name]}", flush=True)
+
+
+def named(cases: Sequence[Case]) -> str:
+    """4096→14336 M=16,64, 4096→4096 M=1"""
+    tokens: dict[Shape, list[int]] = {}
+    for k, n, m in cases:
+        tokens.setdefault((k, n), []).append(m)
+    return ", ".join(f"{k}→{n} M={','.join(map(str, ms))}" for (k, n), ms in tokens.items())
 
 
 # -- running and writing ----------------------------------------------------------------------------------------------
@@ -305,48 +417,123 @@ def timed(result: dict[str, object], part: str, rows: Iterator[dict[str, object]
     print(f"# {part}: {time.perf_counter() - started:.0f} s", flush=True)
 
 
+class Selection(NamedTuple):
+    """What is timed; None: what the part takes of itself."""
+
+    parts: tuple[str, ...]
+    formats: tuple[str, ...]
+    shapes: tuple[Shape, ...] | None
+    tokens: tuple[int, ...] | None
+    peers: tuple[str, ...]
+    layers: int  # of the model that e2e decodes with
+
+
+WHOLE = Selection(PARTS, ("nvfp4", "mxfp4", "nf4", "quantile"), None, None, tuple(PEERS), 32)
+
+
+def path_of(folder: Path, selection: Selection) -> Path:
+    """The file of a whole run, or the one beside it that no table is made of."""
+    gpu = torch.cuda.get_device_name().lower().replace(" ", "-")
+    return folder / f"{'' if selection == WHOLE else 'subset-'}kernels-{gpu}.json"
+
+
 @torch.no_grad()
-def measured(options: argparse.Namespace) -> Iterator[dict[str, object]]:
+def measured(chosen: Selection, *, peer_seconds: float) -> Iterator[dict[str, object]]:
     """The results so far, after each part."""
-    result: dict[str, object] = machine()
-    for format in options.formats:
-        for k, n in SHAPES if fp4_linear.packing(format) else PEER_SHAPES:
-            timed(result, "rows", linear_rows(format, k, n, options.tokens))
-    result["dispatch"] = dispatch()
-    print(result["dispatch"])
-    yield result
-    timed(result, "fused", fused_rows())
-    timed(result, "epilogue", epilogue_rows())
-    timed(result, "odd", odd_rows())
-    yield result
-    if options.e2e:
+    result: dict[str, Any] = machine()
+    if chosen != WHOLE:
+        result["only"] = chosen._asdict()
+
+    def shapes(own: Sequence[Shape]) -> Sequence[Shape]:
+        return own if chosen.shapes is None else chosen.shapes
+
+    def tokens(own: Sequence[int]) -> Sequence[int]:
+        return own if chosen.tokens is None else chosen.tokens
+
+    if "rows" in chosen.parts:
+        for format in chosen.formats:
+            for k, n in shapes(SHAPES if fp4_linear.packing(format) else PEER_SHAPES):
+                timed(result, "rows", linear_rows(format, k, n, tokens(TOKENS)))
+        yield result
+    if "dispatch" in chosen.parts:
+        result["dispatch"] = dispatch()
+        print(result["dispatch"])
+        yield result
+    if "fused" in chosen.parts:
+        timed(result, "fused", fused_rows(shapes((*SHAPES, (4096, 6144))), tokens(FUSED_TOKENS)))
+        yield result
+    if "epilogue" in chosen.parts:
+        timed(result, "epilogue", epilogue_rows(shapes(SHAPES[:2]), tokens(EPILOGUE_TOKENS)))
+        yield result
+    if "odd" in chosen.parts:
+        timed(result, "odd", odd_rows(shapes(ODD_SHAPES), tokens(ODD_TOKENS)))
+        yield result
+    if "e2e" in chosen.parts:
         import gpu_e2e
 
-        result["e2e"] = gpu_e2e.measure(options.e2e)
+        result["e2e"] = gpu_e2e.measure(chosen.layers)
         print(result["e2e"])
         yield result
-    result["absent"] = {}
-    for name in options.peers:
-        timed(result, "peers", peer_rows(name, result["absent"]))
-        yield result
-    yield result
+    if "peers" in chosen.parts:
+        result["absent"] = {}
+        cases = [(k, n, m) for k, n in shapes(PEER_SHAPES) for m in tokens(PEER_TOKENS)]
+        for name in chosen.peers:
+            timed(result, "peers", peer_rows(name, cases, peer_seconds, result["absent"]))
+            yield result
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options, with `selection` made of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def option(name: str, one: Callable[[str], object], help: str, among: Sequence[str] = ()) -> None:
+        def several(text: str) -> list[object]:
+            if among and (unknown := set(text.split(",")) - set(among)):
+                raise argparse.ArgumentTypeError(f"{sorted(unknown)}; expected some of {', '.join(among)}")
+            return [one(part) for part in text.split(",")]
+
+        several.__name__ = f"list for {name}"
+        parser.add_argument(name, nargs="+", type=several, metavar="A,B", help=help)
+
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    option("--parts", str, f"some of {', '.join(PARTS)}", PARTS)
+    option("--formats", str, "of the part rows", WHOLE.formats)
+    option("--shapes", shape_of, "KxN, e.g. 4096x14336; in every part but dispatch and e2e")
+    option("--tokens", int, "in every part but dispatch and e2e")
+    option("--peers", str, "other libraries' layers", WHOLE.peers)
+    parser.add_argument("--peer-seconds", type=float, metavar="S", default=PEER_SECONDS,
+                        help=f"for each peer, its search included ({PEER_SECONDS})")
+    parser.add_argument("--e2e", type=int, nargs="?", const=32, metavar="LAYERS",
+                        help="also decode with a Llama-8B-shaped model of so many layers (32): the part e2e")
+    parser.add_argument("--first-call", nargs=4, help=argparse.SUPPRESS)  # what compile_ahead runs
+    options = parser.parse_args(arguments)
+    fields = [field for field in Selection._fields if getattr(options, field, None) is not None]
+    given = {field: tuple(value for values in getattr(options, field) for value in values) for field in fields}
+    parts = given.get("parts", tuple(part for part in PARTS if part != "e2e"))
+    wanted = {*parts, "e2e"} if options.e2e is not None else set(parts)
+    given["parts"] = tuple(part for part in PARTS if part in wanted)
+    options.selection = WHOLE._replace(**given, layers=WHOLE.layers if options.e2e is None else options.e2e)
+    return options
+
+
+def shape_of(text: str) -> Shape:
+    k, n = map(int, text.split("x"))
+    return k, n
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--formats", nargs="*", default=["nvfp4", "mxfp4", "nf4", "quantile"])
-    parser.add_argument("--tokens", nargs="*", type=int, default=TOKENS)
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--e2e", type=int, nargs="?", const=32, metavar="LAYERS",
-                        help="also decode with a Llama-8B-shaped model of so many layers (32)")
-    options = parser.parse_args()
+    options = parsed()
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device")
+    if options.first_call:
+        name, *numbers = options.first_call
+        k, n, m = map(int, numbers)
+        first_call(name, (k, n, m))
+        return
     warnings.filterwarnings("ignore", module="torch._dynamo")
-    path = options.out / f"kernels-{torch.cuda.get_device_name().lower().replace(' ', '-')}.json"
+    path = path_of(options.out, options.selection)
     options.out.mkdir(parents=True, exist_ok=True)
-    for result in measured(options):
+    for result in measured(options.selection, peer_seconds=options.peer_seconds):
         path.write_text(json.dumps(result, indent=1) + "\n")
     print(path)
 
