@@ -5,8 +5,8 @@ call. A ratio is bf16 time / ours. Everything is timed in one run, in turn; abso
 
 A selection is timed in seconds and goes into subset-kernels-<gpu>.json, never into the file of a whole run:
 
-    scripts/gpu_check.py --parts rows,epilogue --formats nvfp4 --shapes 4096x14336 --tokens 1,16,64
-    scripts/gpu_check.py --parts peers --peers "gemlite MXFP4" --peer-seconds 200
+    python scripts/gpu_check.py --parts rows,epilogue --formats nvfp4 --shapes 4096x14336 --tokens 1,16,64
+    python scripts/gpu_check.py --parts peers --peers "gemlite MXFP4" --peer-seconds 200
 """
 
 import argparse
@@ -315,7 +315,8 @@ def compile_ahead(name: str, cases: Sequence[Case], until: float) -> None:
     """First calls in processes of their own, all cores at a time, for the kernels that they leave in Triton's cache.
 
     What they find is thrown away, for they disturb each other: the search that counts runs later, alone, and is spared
-    the compiling only. A process that fails leaves everything to that search.
+    the compiling only, which is most of it (gemlite: some 15 configurations a case, 10 s on one core). A process that
+    fails leaves everything to that search.
     """
 
     def call(case: Case) -> None:

@@ -164,3 +164,15 @@ def test_a_first_call_is_made_in_a_process_of_its_own(script, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--first-call", "fake", "64", "32", "16"])
     script.main()
     assert called == [(16, 64)]
+
+
+@pytest.mark.gpu
+def test_a_selection_is_timed_on_a_gpu(tmp_path):
+    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--parts", "rows,fused,epilogue,odd", "--formats",
+               "nvfp4", "--shapes", "1024x512", "--tokens", "1,16"]
+    subprocess.run(command, check=True)
+    [file] = tmp_path.iterdir()
+    result = json.loads(file.read_text())
+    counts = {part: len(result[part]) for part in ("rows", "fused", "epilogue", "odd")}
+    assert counts == {"rows": 2, "fused": 8, "epilogue": 6, "odd": 2} and "dispatch" not in result
+    assert all(row["relative_error"] < 3e-3 for row in result["rows"])
