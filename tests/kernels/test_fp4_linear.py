@@ -230,8 +230,11 @@ def test_the_kernels_around_the_hopper_kernel_compile(summands):
 
     dtype = "*bf16" if summands == 1 else "*fp32"
     numbers = dict.fromkeys(("M", "K", "columns", "x_stride", "k_stride"), "i32")
-    constants = {"SUMMANDS": summands, "WARPS": 4, "SPAN": 1024}
-    compiled(fp4_wgmma.order_kernel, {"x_ptr": dtype, "o_ptr": "*bf16", **numbers}, constants, 90, 4, ("o_ptr",))
+    types = {"x_ptr": dtype, "o_ptr": "*bf16", **numbers}
+    del types["k_stride"]
+    constants = {"k_stride": 1, "SUMMANDS": summands, "WARPS": 2}
+    binary = compiled(fp4_wgmma.order_kernel, types, constants, 90, 2, ("x_ptr", "o_ptr", "K", "x_stride"))
+    assert binary.asm["ptx"].count("ld.global.v4") >= 4 and binary.asm["ptx"].count("st.global.v4") == 4 * summands
     types = {"part_ptr": "*fp32", "bias_ptr": dtype, "y_ptr": dtype, "M": "i32", "N": "i32"}
     constants = {"PARTS": 2 * summands, "ACTIVATION": "silu", "BIAS": True, "WARPS": 4}
     binary = compiled(fp4_wgmma.reduce_kernel, types, constants, 90, 4, ("part_ptr", "bias_ptr", "y_ptr", "N"))
@@ -256,11 +259,12 @@ def test_the_decode_kernel_compiles_with_wide_stores(capability, dtype):
                                    (40000, 1024)], ids=str)
 def test_slices_are_few_and_end_on_whole_blocks(shape):
     tiles = -(-shape[0] // 16)
-    step = fp4_linear.slice_tiles(tiles, 2 * shape[1])
+    step = fp4_linear.slice_tiles(tiles, 2 * shape[1], 2048)
     slices = -(-tiles // step)
     assert step * 16 % 256 == 0 and slices <= 4
     assert (slices == 1) == (shape[0] * shape[1] * 2 <= 64 << 20)
     assert slices == 4 or step * 16 * shape[1] * 2 <= (64 << 20) + 256 * shape[1] * 2
+    assert fp4_linear.slice_tiles(tiles, 2 * shape[1], 2047) == tiles
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
@@ -305,11 +309,11 @@ def test_linear_matches_float64(name, shape, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [600, 2048])
+@pytest.mark.parametrize("tokens", [2048, 3000])
 @pytest.mark.parametrize("shape", [(14336, 4096), (9000, 14336), (50257, 2730)], ids=str)
 def test_large_weights_are_decoded_in_slices(shape, tokens):
     planes, _, weight = case("nvfp4", shape)
-    assert fp4_linear.slice_tiles(-(-shape[0] // 16), 2 * shape[1]) * 16 < shape[0]
+    assert fp4_linear.slice_tiles(-(-shape[0] // 16), 2 * shape[1], tokens) * 16 < shape[0]
     x = torch.randn(2, tokens // 2, shape[1], device="cuda", dtype=torch.bfloat16)
     bias = torch.randn(shape[0], device="cuda", dtype=torch.bfloat16)
     assert fp4_linear.route(x, planes) == "decode+matmul"

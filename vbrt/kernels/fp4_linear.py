@@ -35,8 +35,9 @@ __all__ = ["MIN_MAJOR", "Packing", "available", "decode_weight", "launch", "line
 MIN_MAJOR = 8  # mma.m16n8k16 on bf16, fma.rn.bf16x2
 _SUMMANDS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _DECODE_WARPS = 4
-_ORDER_WARPS, _ORDER_SPAN, _REDUCE_WARPS = 4, 1024, 4
-_SLICE_BYTES, _MOST_SLICES, _BLOCK_ROWS = 64 << 20, 4, 256
+_PAD_WARPS, _PAD_SPAN, _REDUCE_WARPS = 4, 1024, 4
+_ORDER_MANY = 16384  # rows of tiles' columns from which a program of the ordering kernel has two warps
+_SLICE_BYTES, _MOST_SLICES, _BLOCK_ROWS, _SLICE_TOKENS = 64 << 20, 4, 256, 2048
 _MAJORS: dict[int, int] = {}
 
 
@@ -205,7 +206,7 @@ def _decode_and_multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None) -
     """x @ w.T + bias by torch, a slice of the weight's rows at a time: less scratch memory, and more of it in cache."""
     n, k = planes.shape
     tiles, scale = planes.coarse[TILES], planes.coarse["tensor_scale"]
-    step = slice_tiles(tiles.shape[0], k * x.element_size())
+    step = slice_tiles(tiles.shape[0], k * x.element_size(), x.numel() // k)
     if torch.compiler.is_compiling() or step >= tiles.shape[0]:
         return F.linear(x, _decode(planes, x.dtype), bias)
     x_MK = x.reshape(-1, k)
@@ -221,11 +222,14 @@ def _decode_and_multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None) -
     return y_MN.view(*x.shape[:-1], n)
 
 
-def slice_tiles(row_tiles: int, row_bytes: int) -> int:
+def slice_tiles(row_tiles: int, row_bytes: int, tokens: int) -> int:
     """How many tiles of rows are decoded at a time: whole blocks of cuBLAS, about 64 MiB, at most four slices.
 
-    On an H200 two to four slices are as fast as one or faster, by the shape, and more are slower.
+    On an H200 two to four slices are as fast as one or faster from 2048 tokens on, by the shape, and more are slower;
+    at 1024 tokens one was the fastest for four shapes of five, by 2 to 11 %.
     """
+    if tokens < _SLICE_TOKENS:
+        return row_tiles
     slices = min(_MOST_SLICES, -(-row_tiles * ROWS * row_bytes // _SLICE_BYTES))
     block = _BLOCK_ROWS // ROWS
     return -(-row_tiles // (slices * block)) * block
@@ -359,10 +363,10 @@ def _padded(x_MK: Tensor) -> Tensor:
     width = -(-k // 8) * 8
     o_MK = x_MK.new_empty(tokens, width)
     key = (device, x_MK.dtype, k, x_MK.stride(), alignment(x_MK, o_MK))
-    grid = (tokens, -(-width // _ORDER_SPAN))
+    grid = (tokens, -(-width // _PAD_SPAN))
     early = starts_early(device)
-    constants = (_ORDER_WARPS, _ORDER_SPAN, early)
-    _narrow(early)[1](key, device, grid, (x_MK, o_MK), (k, width, *x_MK.stride()), constants, _ORDER_WARPS)
+    constants = (_PAD_WARPS, _PAD_SPAN, early)
+    _narrow(early)[1](key, device, grid, (x_MK, o_MK), (k, width, *x_MK.stride()), constants, _PAD_WARPS)
     return o_MK
 
 
@@ -376,11 +380,11 @@ def _launch_wide(
     row_tiles, columns, _ = tiles.shape
     order, multiply, _ = _wide()
     x_RK = x_MK.new_empty(-(-rows // config.TOKENS) * config.TOKENS, 128 * columns, dtype=torch.bfloat16)
-    constants: tuple[Any, ...] = (summands, _ORDER_WARPS, _ORDER_SPAN)
-    numbers = (tokens, k, columns, *x_MK.stride())
+    warps = 2 if tokens * columns >= _ORDER_MANY else 1
+    constants: tuple[Any, ...] = (summands, warps)
     order(
-        (device, x_MK.dtype, k, x_MK.stride(), alignment(x_MK, x_RK), summands), device,
-        (tokens, -(-128 * columns // _ORDER_SPAN)), (x_MK, x_RK), numbers, constants, _ORDER_WARPS,
+        (device, x_MK.dtype, k, x_MK.stride(), alignment(x_MK, x_RK), constants), device,
+        (tokens, -(-columns // (8 * warps))), (x_MK, x_RK), (tokens, k, columns, *x_MK.stride()), constants, warps,
     )  # fmt: skip
     y_MN = x_MK.new_empty(tokens, n)
     parts = config.SPLITS * summands

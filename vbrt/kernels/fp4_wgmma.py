@@ -7,8 +7,9 @@ a ring in shared memory filled by asynchronous copies, each lane reading back wh
 partial results go to a workspace that `reduce_kernel` adds up in a fixed order.
 
 All are launched as dependents (see `fp4_gluon`): the weights are on their way before the activations are in order.
-Leaving out `order_kernel`, with activations put in order by copies of 4 bytes into shared memory, was slower on an H200
-at 16 (1.1x), 32 (1.1x) and 64 tokens (1.3x): the copies cost more instructions than the launch takes time.
+Leaving out `order_kernel`, which takes 1 to 3 us, was slower on an H200, however activations were put in order on their
+way into shared memory: by copies of 4 bytes 1.1x at 16 and 1.3x at 64 tokens, through registers with 16 bytes a load
+and `stmatrix` 1.3x at 64 and 1.4x at 256 tokens.
 """
 
 # ruff: noqa: RUF005  # the kernel language has no starred expressions
@@ -107,26 +108,31 @@ def copy_tokens(place, x_ptr, first_token, column, last, columns, TOKENS: gl.con
 
 @gluon.jit(do_not_specialize=["M", "columns"])
 def order_kernel(
-    x_ptr, o_ptr, M, K, columns, x_stride, k_stride, SUMMANDS: gl.constexpr, WARPS: gl.constexpr, SPAN: gl.constexpr
+    x_ptr, o_ptr, M, K, columns, x_stride, k_stride, SUMMANDS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
     """o [SUMMANDS * M, 128 * columns] bf16: x [M, K] as summands, columns in the order of the tiles, zeros behind K.
 
-    Grid (M, ceil(128 * columns / SPAN)). The 128 columns p1 p0 jj c t1 t0 e of a tile come from t1 t0 q1 q0 jj c e
-    with q = p ^ t1; see fp4_tiles for the names.
+    Grid (M, ceil(columns / (8 * WARPS))). The 128 columns p1 p0 jj c t1 t0 e of a tile come from t1 t0 q1 q0 jj c e
+    with q = p ^ t1; see fp4_tiles for the names. A thread reads four times eight columns and transposes t and jj c.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4, 8], [32, 1, 1], [WARPS, 1, 1], [2, 1, 0])
+    OUT: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
+    m = gl.program_id(0)
+    first = gl.program_id(1) * (32 * WARPS)
+    line = first + gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None][:, :, None]
+    t = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :][:, :, None]
+    eight = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, :][:, None, :]
+    k = gl.multiple_of((line // 4) * 128 + t * 32 + (((line % 4) ^ (t // 2)) * 8), (1, 1, 8)) + eight
+    at = first * 32 + gl.arange(0, 1024 * WARPS, layout=OUT)
     wait_for_launch_before()
     allow_launch_after()
-    m = gl.program_id(0)
-    at = gl.program_id(1) * SPAN + gl.arange(0, SPAN, layout=LAYOUT)
-    t = (at >> 1) & 3
-    p = (at >> 5) & 3
-    k = (at & -128) + t * 32 + ((p ^ (t >> 1)) << 3) + ((at >> 4) & 1) * 4 + ((at >> 3) & 1) * 2 + (at & 1)
     rest = gl.load(x_ptr + m.to(gl.int64) * x_stride + k.to(gl.int64) * k_stride, mask=k < K, other=0.0).to(gl.float32)
     for s in gl.static_range(SUMMANDS):
         summand = rest.to(gl.bfloat16)
+        v = gl.permute(gl.reshape(summand, (32 * WARPS, 4, 4, 2)), (0, 2, 1, 3))
+        v = gl.convert_layout(gl.reshape(v, (1024 * WARPS,)), OUT)
         row = (m + s * M).to(gl.int64) * (columns * 128)
-        gl.store(o_ptr + row + at, summand, mask=at < columns * 128)
+        gl.store(o_ptr + row + at, v, mask=at < columns * 128)
         rest = rest - summand.to(gl.float32)
 
 

@@ -82,16 +82,24 @@ def wide_for(major: int, tokens: int, row_tiles: int, columns: int) -> Wide | No
         return None
     block = min(128, 1 << max(4, (tokens - 1).bit_length()))
     blocks = -(-tokens // block)
-    warps = 16 if block == 128 and -(-row_tiles // 16) * blocks > _PROCESSORS // 2 else 8
-    if block == 64 and columns <= 48 and row_tiles <= 2 * _PROCESSORS:  # fewer partial results than by more splits
-        warps = 4
+    warps = _wide_warps(block, blocks, row_tiles, columns)
     programs = -(-row_tiles // warps) * blocks
+    room = _PROCESSORS * (2 if block == 32 else 1)  # small enough to stand beside each other
     splits = 1
-    while splits < 8 and 2 * splits * programs <= _PROCESSORS and columns >= 8 * splits:
+    while splits < 8 and 2 * splits * programs <= room and columns >= 8 * splits:
         splits *= 2
     span = -(-columns // splits)
     ring = 4 if warps == 16 else min(_RINGS[block], key=lambda size: -span % size)
     return Wide(block, warps, splits, ring)
+
+
+def _wide_warps(block: int, blocks: int, row_tiles: int, columns: int) -> int:
+    """How many tiles of rows a program takes, one a warp: more read activations less often, fewer fill the GPU."""
+    small = row_tiles <= 2 * _PROCESSORS and -(-row_tiles // 4) * blocks <= _PROCESSORS
+    if block == 32 or (block > 32 and columns <= 48 and small):  # fewer partial results than by more splits
+        return 4
+    most = -(-row_tiles // 16) * blocks
+    return 16 if (block == 128 and 2 * most > _PROCESSORS) or (block == 64 and 5 * most > 4 * _PROCESSORS) else 8
 
 
 def launch_for(major: int, tokens: int, row_tiles: int, columns: int) -> Launch:
