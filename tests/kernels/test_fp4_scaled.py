@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.gpu_cases import compiled, error, poison, tiled
+from vbrt.formats import get_format
 from vbrt.formats.rounding import E2M1_LEVELS
 from vbrt.kernels import fp4_linear, fp4_refusal, fp4_scaled, page_packing, resolve, table_linear
 from vbrt.kernels.fp4_scaled import FP4_TOKENS, Operand
@@ -71,7 +72,7 @@ def quantized(x):
     x = F.pad(x.float(), (0, -k % 32))
     block = x.unflatten(1, (-1, 16))
     exponent = torch.frexp(x.abs().max()).exponent.clamp(min=-99) - 1
-    inverse = torch.ldexp(torch.ones((), device=x.device), 10 - exponent)
+    inverse = (137 - exponent << 23).view(torch.float32)  # 2^(10 - exponent)
     scale = block.abs().amax(2) * (inverse * 0.16666667)
     scale = scale.to(torch.float8_e4m3fn).float().clamp(min=2**-9)
     y = (block.abs() * (inverse / scale).unsqueeze(2)).double()
@@ -100,6 +101,17 @@ def check_weights(name, shape, device):
     assert w.codes.shape == (shape[0], wide // 2)
     assert torch.equal(decoded.double(), F.pad(weight, (0, wide - shape[1])))
     assert torch.equal(w.scales.view(torch.uint8), blocked(plain_scales(w).to(torch.float8_e4m3fn)))
+
+
+def check_fading(device):
+    """mxfp4 scales down to 2^-17 of the largest are exact in E4M3, and what is smaller becomes zero."""
+    top = torch.arange(32, device=device).exp2().reciprocal()
+    coarse = get_format("mxfp4").encode(torch.full((32, 64), 6.0, device=device) * top.unsqueeze(1))
+    packed = fp4_linear.packing("mxfp4").pack(coarse, (32, 64))
+    w = fp4_scaled.pack(packed["mma_tiles_v1"], packed["tensor_scale"], "mxfp4", 32, 64)
+    want = get_format("mxfp4").decode(coarse, (32, 64), torch.float64)
+    want[18:] = 0
+    assert torch.equal(dense(w), want) and want[17].all()
 
 
 def check_activations(tokens, k, device, dtype=torch.bfloat16):
@@ -139,12 +151,13 @@ def interpreted():
     for name in NAMES:
         for shape in ((45, 330), (144, 161)):
             check_weights(name, shape, "cpu")
+    check_fading("cpu")
     check_activations(130, 330, "cpu")
     check_activations(5, 31, "cpu", torch.float32)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.cuda, "device", contextlib.nullcontext))
         stack.enter_context(mock.patch.object(fp4_linear, "route", lambda x, planes: "decode+matmul"))
-        stack.enter_context(mock.patch.object(fp4_scaled, "_served", lambda index: True))
+        stack.enter_context(mock.patch.object(fp4_linear, "major", lambda index: 10))
         stack.enter_context(mock.patch.object(fp4_scaled, "_scaled_matmul", emulated))
         for name in NAMES:
             check_products(name, "cpu")
@@ -248,7 +261,7 @@ def test_gpus_before_sm_100_and_old_libraries_are_refused(monkeypatch, capabilit
 
 def test_what_is_not_served_goes_the_ordinary_way(monkeypatch):
     monkeypatch.setattr(fp4_linear, "route", lambda x, planes: "decode+matmul")
-    monkeypatch.setattr(fp4_scaled, "_served", lambda index: True)
+    monkeypatch.setattr(fp4_linear, "major", lambda index: 10)
     planes, _ = tiled("nvfp4", (32, 128), device="cpu")
     odd, _ = tiled("nvfp4", (40, 128), device="cpu")
     plain = fp4_linear._plain(planes)
@@ -256,8 +269,26 @@ def test_what_is_not_served_goes_the_ordinary_way(monkeypatch):
     assert fp4_scaled.route(x, planes) == "fp4"
     for x_, p in ((x[1:], planes), (x.half(), planes), (x, odd), (x, plain)):
         assert fp4_scaled.route(x_, p) == "decode+matmul"
-    monkeypatch.setattr(fp4_scaled, "_served", lambda index: False)
+    monkeypatch.setattr(fp4_linear, "major", lambda index: 9)
     assert fp4_scaled.route(x, planes) == "decode+matmul"
+
+
+def test_a_compiled_graph_holds_the_op(monkeypatch):
+    monkeypatch.setattr(fp4_linear, "route", lambda x, planes: "decode+matmul")
+    monkeypatch.setattr(fp4_linear, "major", lambda index: 10)
+    planes, _ = tiled("nvfp4", (32, 128), device="cpu")
+    bias, graphs = torch.randn(32).bfloat16(), []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return lambda *args: (torch.zeros(2, 300, 32, dtype=torch.bfloat16),)
+
+    with torch.no_grad():
+        run = torch.compile(lambda x: fp4_scaled.linear(x, planes, bias), backend=keep, fullgraph=True)
+        run(torch.randn(2, 300, 128).bfloat16())
+    assert [str(n.target) for n in graphs[0].graph.nodes if n.op == "call_function"] == [
+        "vbrt.fp4_scaled_linear.default"
+    ]
 
 
 # --- on a GPU, which need not have an FP4 matmul ----------------------------------------------------------------------
@@ -266,7 +297,7 @@ def test_what_is_not_served_goes_the_ordinary_way(monkeypatch):
 @pytest.fixture
 def served(monkeypatch):
     """This GPU, with the vendor's call emulated."""
-    monkeypatch.setattr(fp4_scaled, "_served", lambda index: True)
+    monkeypatch.setattr(fp4_scaled, "_MIN_MAJOR", 8)
     monkeypatch.setattr(fp4_scaled, "_scaled_matmul", emulated)
 
 
@@ -275,6 +306,11 @@ def served(monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_weights_are_the_weights(name, shape):
     check_weights(name, shape, "cuda")
+
+
+@pytest.mark.gpu
+def test_small_mxfp4_scales_are_exact_and_smaller_ones_fade():
+    check_fading("cuda")
 
 
 @pytest.mark.gpu

@@ -15,9 +15,9 @@ rounded again. Gradients are the unrounded product's: dX = dY w.
 
 Both formats are multiplied as NVFP4, the only FP4 that cuBLAS has: E2M1, an E4M3 scale for 16 columns, an fp32 scale a
 tensor. mxfp4 weights are given every scale twice; blocks more than 2^17 below the largest fade (E4M3 subnormals).
-torch's own MXFP4 matmul needs a second library, knows sm_100 only, and leaves out the bias. Activations take a power of
-two for their fp32 scale, so that a token's result does not depend on its neighbours' magnitudes but for blocks 2^14
-and more below the largest; one Inf or NaN among them spreads to all results.
+torch's own MXFP4 matmul calls a second library, and leaves out the bias. Activations take a power of two for their fp32
+scale, so that a token's result does not depend on the other tokens but for blocks 2^14 and more below the largest; one
+Inf or NaN among them spreads to all results.
 
 Legend: M tokens, N outputs, K inputs.
 """
@@ -37,9 +37,9 @@ from vbrt.kernels.fp4_tiles import TILES
 
 __all__ = ["FP4_TOKENS", "Operand", "fp4_refusal", "linear", "pack", "quantize", "route"]
 
-#: the fewest tokens that are multiplied in FP4: FP8's number, for want of a GPU to measure
+#: the fewest tokens that are multiplied in FP4: FP8's number, for want of a GPU to measure; scripts/gpu-check would
 FP4_TOKENS = 512
-_MIN_CAPABILITY = (10, 0)  # the first with an FP4 matmul
+_MIN_MAJOR = 10  # the first compute capability with an FP4 matmul
 _MIN_CUDA = (12, 8)  # the first cuBLAS with one
 _PACK_COLUMNS, _PACK_WARPS, _QUANTIZE_WARPS = 4, 4, 8
 
@@ -71,16 +71,11 @@ def fp4_refusal(device: torch.device) -> str | None:
     if (device.index or 0) >= torch.cuda.device_count():
         return f"{device} is not there"
     major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < _MIN_CAPABILITY:
+    if major < _MIN_MAJOR:
         return f"sm_{major}{minor} has no FP4 matmul, it takes sm_100"
     if tuple(map(int, torch.version.cuda.split(".")[:2])) < _MIN_CUDA:
         return f"torch is built for CUDA {torch.version.cuda}, whose cuBLAS has no FP4 matmul; it takes 12.8"
     return None
-
-
-@functools.cache
-def _served(index: int) -> bool:
-    return fp4_refusal(torch.device("cuda", index)) is None
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
@@ -89,7 +84,8 @@ def route(x: Tensor, planes: WeightPlanes) -> str:
     way = fp4_linear.route(x, planes)
     if tiles is None or way == "reference" or x.dtype is not torch.bfloat16 or planes.shape[0] % 16:
         return way
-    return "fp4" if x.numel() >= FP4_TOKENS * x.shape[-1] > 0 and _served(tiles.device.index) else way
+    many = x.numel() >= FP4_TOKENS * x.shape[-1] > 0
+    return "fp4" if many and fp4_linear.major(tiles.device.index) >= _MIN_MAJOR else way
 
 
 def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
@@ -121,7 +117,7 @@ def _scaled_linear(
             warnings.warn(f"compute.fp4: no FP4 matmul for {k} -> {n}; multiplied in {x.dtype}", stacklevel=2)
             y_MN = F.linear(x.reshape(-1, k), fp4_linear._decode_tiles(tiles, scale, format, n, k, x.dtype))
     if bias is not None:
-        y_MN += bias.to(x.dtype)  # on its own, because cuBLAS refuses NVFP4 with a bias on some GPUs
+        y_MN += bias.to(x.dtype)  # on its own, because cuBLAS is reported to refuse NVFP4 with one
     return y_MN.view(*x.shape[:-1], n)
 
 
