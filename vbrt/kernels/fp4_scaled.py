@@ -16,7 +16,7 @@ rounded again. Gradients are the unrounded product's: dX = dY w.
 Both formats are multiplied as NVFP4, the only FP4 that cuBLAS has: E2M1, an E4M3 scale for 16 columns, an fp32 scale a
 tensor. mxfp4 weights are given every scale twice; blocks more than 2^17 below the largest fade (E4M3 subnormals).
 torch's own MXFP4 matmul calls a second library, and leaves out the bias. Activations take a power of two for their fp32
-scale, so that a token's result does not depend on the other tokens but for blocks 2^14 and more below the largest; one
+scale, so that a token's result does not depend on the other tokens but for blocks 2^13 and more below the largest; one
 Inf or NaN among them spreads to all results.
 
 Legend: M tokens, N outputs, K inputs.

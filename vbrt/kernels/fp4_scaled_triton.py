@@ -87,7 +87,7 @@ def _power(byte):
     return tl.where(byte > 224, (byte - 224) * 8, 8 >> tl.minimum(tl.maximum(225 - byte, 0), 4))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def quantize_kernel(x_ptr, largest_ptr, code_ptr, block_ptr, unit_ptr, M, K, x_stride, chunks):
     """Activations [M, K] to codes uint8 [M, 16 * chunks], block scales as above, and *unit_ptr, a power of two.
 
