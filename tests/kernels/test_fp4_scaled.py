@@ -225,6 +225,14 @@ def test_the_error_is_the_activations_and_no_more(name):
     assert 0.09 < error(dense(quantized(x)) @ weight.T, x.double() @ weight.T) < BOUND
 
 
+def test_outliers_cost_their_neighbours_as_much_as_promised():
+    x = torch.randn(256, 2048)
+    x[:, ::64] *= 30
+    x = x.bfloat16()
+    others = torch.arange(2048) % 64 != 0
+    assert 0.27 < error(dense(quantized(x))[:, others], x.double()[:, others]) < 0.33
+
+
 def test_a_token_does_not_depend_on_its_neighbours_magnitudes():
     x = torch.randn(4, 64).bfloat16()
     loud = torch.cat((x, 1000 * x))
