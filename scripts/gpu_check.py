@@ -36,6 +36,8 @@ from vbrt.formats import WeightPlanes, get_format  # noqa: E402
 from vbrt.kernels import (  # noqa: E402
     Norm,
     fp4_linear,
+    fp4_refusal,
+    fp4_scaled,
     fp8_linear,
     fp8_refusal,
     page_packing,
@@ -145,6 +147,10 @@ def linear_rows(format: str, k: int, n: int, tokens: Sequence[int]) -> Iterator[
             us = replay_us([partial(fp8_linear.linear, x, p) for p in planes])
             row |= {"fp8_us": round(us, 2), "fp8_ratio": round(bf16 / us, 3),
                     "fp8_error": error(fp8_linear.linear(x, planes[0]), want)}
+        if fp4_refusal(torch.device("cuda", 0)) is None and fp4_scaled.route(x, planes[0]) == "fp4":
+            us = replay_us([partial(fp4_scaled.linear, x, p) for p in planes])
+            row |= {"scaled_us": round(us, 2), "scaled_ratio": round(bf16 / us, 3),
+                    "scaled_error": error(fp4_scaled.linear(x, planes[0]), want)}
         say(row)
         yield row
 

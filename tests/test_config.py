@@ -89,7 +89,7 @@ configs = st.builds(
     ),
     policy=st.builds(PolicyConfig, kind=st.sampled_from(POLICIES), prefetch=st.integers(0, 64) | st.just("auto")),
     separation=st.builds(SeparationConfig, levels=st.integers(2, 8), refresh_every=st.integers(1, 10**6)),
-    compute=st.builds(ComputeConfig, backend=st.sampled_from(BACKENDS), fp8=st.booleans()),
+    compute=st.builds(ComputeConfig, backend=st.sampled_from(BACKENDS), fp8=st.booleans(), fp4=st.booleans()),
 )
 configs |= configs.map(lambda c: replace(c, mode="train", weights=replace(c.weights, fine="none")))
 
@@ -205,6 +205,7 @@ WRONG_VALUES = [
     ("mode", "training", '"training"; expected "infer" or "train"; did you mean "train"?'),
     ("mode", True, 'true; expected "infer" or "train"'),
     ("compute.fp8", "e4m3", '"e4m3"; expected true or false'),
+    ("compute.fp4", 1, "1; expected true or false"),
 ]
 
 
@@ -369,6 +370,7 @@ def test_the_presets_do_what_their_names_say():
     assert load_config("lru").policy.kind == "lru"
     assert load_config("train").mode == "train" and load_config("fp4").mode == "infer"
     assert load_config("fp8").compute.fp8 and not load_config("fp4").compute.fp8
+    assert not load_config("fp4").compute.fp4  # 4-bit weights; activations are another matter
     assert {name: load_config(name).weights.format for name in ("nf4", "mxfp4", "quantile")} == {
         "nf4": "nf4",
         "mxfp4": "mxfp4",

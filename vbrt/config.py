@@ -332,12 +332,14 @@ class ComputeConfig(_Section):
     """Which kernels run: "auto" takes the fastest that the device has.
 
     fp8: multiply many tokens at a time in FP8 where the GPU can, which rounds activations to 3 bits of mantissa.
+    fp4: the same in FP4, which rounds activations to 1 bit of mantissa. With both, FP8 is for GPUs without FP4.
     """
 
     _key: ClassVar[str] = "compute"
 
     backend: Literal["auto", "reference", "triton"] = _opt("auto", _choice(*BACKENDS))
     fp8: bool = _opt(False, _flag)
+    fp4: bool = _opt(False, _flag)
 
 
 def _check_sections(self: Any) -> None:

@@ -134,7 +134,7 @@ def _spec(swap: Swap, config: VBConfig) -> HandleSpec:
     return HandleSpec(
         name=swap.name, shape=swap.shape, dtype=getattr(torch, swap.dtype), format=swap.format,
         fine=swap.fine == "exact", transposed=swap.kind == "Conv1D", backend=config.compute.backend,
-        fp8=config.compute.fp8,
+        fp8=config.compute.fp8, fp4=config.compute.fp4,
         homes={page.plane: page.home for page in swap.pages}, levels=config.separation.levels,
         refresh_every=config.separation.refresh_every)
 

@@ -6,10 +6,12 @@ import warnings
 import pytest
 import torch
 
+import vbrt
 from vbrt.kernels import register, resolve
 from vbrt.nn import handle as handles
 from vbrt.nn.handle import HandleSpec, WeightHandle
 
+CPU = torch.device("cpu")
 GPU = types.SimpleNamespace(device=torch.device("cuda", 0))  # a stack that is asked for nothing else
 
 
@@ -19,9 +21,10 @@ def handle(**options):
 
 @pytest.fixture
 def refusals(monkeypatch):
-    """No kernel but the reference, and no FP8."""
+    """No kernel but the reference, no FP8, and no FP4."""
     monkeypatch.setattr(handles, "kernel_refusal", lambda device: "Triton with Gluon is not installed")
     monkeypatch.setattr(handles, "fp8_refusal", lambda device: "sm_80 has no FP8 matmul, it takes sm_89")
+    monkeypatch.setattr(handles, "fp4_refusal", lambda device: "sm_80 has no FP4 matmul, it takes sm_100")
     monkeypatch.setattr(handles, "resolve", lambda op, backend, *_: resolve(op, "reference", torch.device("cpu")))
 
 
@@ -40,7 +43,65 @@ def test_fp8_that_cannot_be_had_is_announced(refusals):
     assert any("compute.fp8" in reason for reason in layer.fallbacks)
 
 
-@pytest.mark.parametrize("options", [{"fine": True, "fp8": True}, {"backend": "reference", "fp8": True}], ids=str)
+def test_fp4_that_cannot_be_had_is_announced_with_what_comes_instead(refusals, monkeypatch):
+    with pytest.warns(UserWarning, match="compute.fp4: sm_80 has no FP4 matmul, it takes sm_100; .* in torch.bfloat16"):
+        layer = handle(fp4=True)
+    assert sum("compute.fp4" in reason for reason in layer.fallbacks) == 1
+    with pytest.warns(UserWarning, match="compute.fp4: "):
+        both = handle(fp4=True, fp8=True)
+    assert [reason.split(":")[0] for reason in both.fallbacks] == ["kernels", "compute.fp4", "compute.fp8"]
+    monkeypatch.setattr(handles, "fp8_refusal", lambda device: None)
+    with pytest.warns(UserWarning, match="compute.fp4: .* in FP8 instead"):
+        both = handle(fp4=True, fp8=True)
+    assert [reason.split(":")[0] for reason in both.fallbacks] == ["kernels", "compute.fp4"]
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal", "op"),
+    [
+        ({"fp4": True}, None, "linear_fp4"),
+        ({"fp4": True, "fp8": True}, None, "linear_fp4"),
+        ({"fp4": True, "fp8": True}, "no FP4", "linear_fp8"),
+        ({"fp4": True}, "no FP4", "linear"),
+        ({"fp4": True, "fine": True}, None, "linear"),
+    ],
+)
+def test_fp4_wins_where_it_is_served_and_fp8_is_for_the_rest(refusals, monkeypatch, options, refusal, op):
+    asked = []
+    monkeypatch.setattr(handles, "fp4_refusal", lambda device: refusal)
+    monkeypatch.setattr(handles, "fp8_refusal", lambda device: None)
+    monkeypatch.setattr(handles, "resolve", lambda name, *_: asked.append(name) or resolve(name, "reference", CPU))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        handle(**options)
+    assert asked[0] == op
+
+
+@pytest.mark.parametrize("option", ["fp4", "fp8"])
+def test_a_cpu_computes_as_without_the_option_and_says_so_once(option):
+    def model():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))).eval()
+
+    x = torch.randn(600, 64)
+    with vbrt.wrap(model(), weights={"keep_head": False}) as vb:
+        want = vb(x)
+        assert not any("compute." in reason for reason in vb.stats().fallbacks)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        with vbrt.wrap(model(), weights={"keep_head": False}, compute={option: True}) as vb:
+            assert torch.equal(vb(x), want)
+            said = [reason for reason in vb.stats().fallbacks if f"compute.{option}" in reason]
+    reason = f"compute.{option}: cpu has no {option.upper()} matmul; long inputs are multiplied in torch.float32"
+    assert said == [f"{reason} instead"] and [str(w.message) for w in caught].count(said[0]) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"fine": True, "fp8": True}, {"backend": "reference", "fp8": True}, {"fine": True, "fp4": True},
+     {"backend": "reference", "fp4": True}],
+    ids=str,
+)  # fmt: skip
 def test_what_was_not_asked_for_is_not_announced(refusals, options):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -5,7 +5,8 @@
 
 `reference` is plain torch, runs anywhere and is the specification; faster implementations register beside it: "triton"
 for GPUs, "compiled" (C, built on the spot) for CPUs, which "auto" takes where they serve.
-"linear_fp8" is "linear" with leave to round activations and weights to FP8 where that is faster.
+"linear_fp8" is "linear" with leave to round activations and weights to FP8 where that is faster, "linear_fp4" with
+leave to round activations to FP4.
 """
 
 import functools
@@ -16,8 +17,9 @@ from typing import Any
 import torch
 
 from vbrt.errors import KernelError
-from vbrt.kernels import cpu_linear, fp4_linear, fp8_linear, fused_linear, reference, table_linear
+from vbrt.kernels import cpu_linear, fp4_linear, fp4_scaled, fp8_linear, fused_linear, reference, table_linear
 from vbrt.kernels.fp4_linear import Packing
+from vbrt.kernels.fp4_scaled import fp4_refusal
 from vbrt.kernels.fp4_tiles import TILES
 from vbrt.kernels.fp8_linear import fp8_refusal
 from vbrt.kernels.fused_linear import Norm
@@ -27,6 +29,7 @@ __all__ = [
     "TILES",
     "Norm",
     "Packing",
+    "fp4_refusal",
     "fp8_refusal",
     "kernel_name",
     "kernel_refusal",
@@ -161,6 +164,7 @@ def _serving(
 for _op, _fn in (
     ("decode_weight", reference.decode_weight),
     ("linear", reference.linear),
+    ("linear_fp4", reference.linear),
     ("linear_fp8", reference.linear),
     ("norm_linear", fused_linear.norm_reference),
     ("gated_linear", fused_linear.gated_reference),
@@ -169,6 +173,7 @@ for _op, _fn in (
 for _op, _fn in (
     ("decode_weight", cpu_linear.decode_weight),
     ("linear", cpu_linear.linear),
+    ("linear_fp4", cpu_linear.linear),
     ("linear_fp8", cpu_linear.linear),
 ):
     _formats = cpu_linear.FORMATS
@@ -177,6 +182,7 @@ if fp4_linear.available():
     for _op, _fn in (
         ("decode_weight", fp4_linear.decode_weight),
         ("linear", fp4_linear.linear),
+        ("linear_fp4", fp4_scaled.linear),
         ("linear_fp8", fp8_linear.linear),
         ("norm_linear", fused_linear.norm_linear),
         ("gated_linear", fused_linear.gated_linear),
@@ -185,6 +191,7 @@ if fp4_linear.available():
     for _op, _fn in (
         ("decode_weight", table_linear.decode_weight),
         ("linear", table_linear.linear),
+        ("linear_fp4", table_linear.linear),
         ("linear_fp8", table_linear.linear),
     ):
         register(_op, "triton", _fn, devices=("cuda",), rank=1, formats=table_linear.FORMATS, refusal=_too_old)

@@ -15,6 +15,7 @@ Legend: M tokens, N outputs, K inputs.
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +27,10 @@ from vbrt.kernels import fp4_linear, reference
 from vbrt.kernels.fp4_launch import cuda_op
 from vbrt.kernels.fp4_tiles import TILES
 
-__all__ = ["FP8_TOKENS", "fp8_refusal", "fp8_tokens", "linear", "route"]
+__all__ = ["FP8_TOKENS", "fp8_refusal", "fp8_tokens", "linear", "rounded", "route"]
+
+Multiply = Callable[[Tensor, WeightPlanes, Tensor | None], Tensor]
+"""x @ w.T + bias."""
 
 _MIN_CAPABILITY = (8, 9)  # the first with E4M3 conversions and matmuls
 #: compute capability major -> the fewest tokens for which FP8 beats decode + bf16 matmul; measured by scripts/gpu-check
@@ -88,28 +92,33 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
     """
     if route(x, planes) != "fp8":
         return fp4_linear.linear(x, planes, bias, activation)
+    return rounded(x, planes, bias, activation, _multiply)
+
+
+def rounded(x: Tensor, planes: WeightPlanes, bias: Tensor | None, activation: str, multiply: Multiply) -> Tensor:
+    """`linear` by a `multiply` that rounds what it multiplies, with the gradients of the unrounded product."""
     reference.check(x, planes, activation)
     if reference.wants_grad(x, bias):
-        y = _Product.apply(x, planes)
+        y = _Product.apply(x, planes, multiply)
         y = y if bias is None else y + bias
     else:
-        y = _multiply(x, planes, bias)
+        y = multiply(x, planes, bias)
     return reference.activate(y, activation)
 
 
 class _Product(torch.autograd.Function):
-    """x @ w.T in FP8 with the gradient of the unrounded product for x; no decoded weight is kept."""
+    """x @ w.T, rounded, with the gradient of the unrounded product for x; no decoded weight is kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, planes: WeightPlanes) -> Tensor:
+    def forward(ctx: Any, x: Tensor, planes: WeightPlanes, multiply: Multiply) -> Tensor:
         ctx.planes = planes
-        return _multiply(x, planes, None)
+        return multiply(x, planes, None)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         planes = ctx.planes
         bf16 = WeightPlanes(planes.format, planes.shape, dy.dtype, planes.coarse)
-        return dy @ fp4_linear.decode_weight(bf16), None
+        return dy @ fp4_linear.decode_weight(bf16), None, None
 
 
 def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None) -> Tensor:

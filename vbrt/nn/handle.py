@@ -23,6 +23,7 @@ from vbrt.formats.page import PageLayout, new_page, pack, unpack
 from vbrt.formats.separation import Separation
 from vbrt.kernels import (
     TILES,
+    fp4_refusal,
     fp8_refusal,
     kernel_name,
     kernel_refusal,
@@ -57,6 +58,7 @@ class HandleSpec:
     transposed: bool = False
     backend: str = "auto"
     fp8: bool = False
+    fp4: bool = False
     homes: Mapping[str, str] | None = None
     levels: int = 8
     refresh_every: int = 100
@@ -126,12 +128,17 @@ class WeightHandle:
     def _take_kernels(self) -> None:
         """A lossless weight is multiplied as torch does it, so its format has no say."""
         spec = self.spec
-        op, format = ("linear", None) if spec.lossless else ("linear_fp8" if spec.fp8 else "linear", spec.format)
+        op, format = ("linear", None) if spec.lossless else (self._op(), spec.format)
         self._linear = resolve(op, spec.backend, self._device, format)
         self._decode = resolve("decode_weight", spec.backend, self._device, format)
         prepare(self._linear, self._device)
         self._packing = None if spec.lossless else page_packing(self._linear, spec.format)
         self._announce_kernels()
+
+    def _op(self) -> str:
+        if self.spec.fp4 and fp4_refusal(self._device) is None:
+            return "linear_fp4"
+        return "linear_fp8" if self.spec.fp8 else "linear"
 
     def _announce_kernels(self) -> None:
         """What was asked for and cannot be had on this device: warned of once, and listed in `stats()`."""
@@ -139,10 +146,15 @@ class WeightHandle:
         if spec.lossless or self._device.type not in ("cuda", "cpu"):
             return
         no_kernels = kernel_refusal(self._device) if spec.backend == "auto" else None
-        fp8_asked = spec.fp8 and spec.backend != "reference" and self._device.type == "cuda"
-        no_fp8 = fp8_refusal(self._device) if fp8_asked else None
+        asked = spec.backend != "reference"
+        no_fp4 = fp4_refusal(self._device) if asked and spec.fp4 else None
+        fp8 = asked and spec.fp8 and (no_fp4 is not None or not spec.fp4)
+        no_fp8 = fp8_refusal(self._device) if fp8 else None
         if no_kernels:
             self._announce(f"kernels: {no_kernels}; 4-bit layers are decoded and multiplied in plain torch")
+        if no_fp4:
+            instead = "FP8" if fp8 and not no_fp8 else spec.dtype
+            self._announce(f"compute.fp4: {no_fp4}; long inputs are multiplied in {instead} instead")
         if no_fp8:
             self._announce(f"compute.fp8: {no_fp8}; long inputs are multiplied in {spec.dtype} instead")
 
