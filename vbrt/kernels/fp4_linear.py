@@ -203,21 +203,21 @@ def _plain(planes: WeightPlanes) -> WeightPlanes:
 
 
 def _decode_and_multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None) -> Tensor:
-    """x @ w.T + bias by torch, a slice of the weight's rows at a time: less scratch memory, and more of it in cache."""
+    """x @ w.T + bias by torch, a slice of the weight's rows at a time: less scratch memory, and more of it in cache.
+
+    With a bias at once: the vendor's matmul adds it only to a contiguous product; to others it takes another pass.
+    """
     n, k = planes.shape
     tiles, scale = planes.coarse[TILES], planes.coarse["tensor_scale"]
     step = slice_tiles(tiles.shape[0], k * x.element_size(), x.numel() // k)
-    if torch.compiler.is_compiling() or step >= tiles.shape[0]:
+    if bias is not None or torch.compiler.is_compiling() or step >= tiles.shape[0]:
         return F.linear(x, _decode(planes, x.dtype), bias)
     x_MK = x.reshape(-1, k)
     y_MN = x.new_empty(x_MK.shape[0], n)
     for at in range(0, tiles.shape[0], step):
         rows = slice(ROWS * at, min(n, ROWS * (at + step)))
         w_RK = _decode_tiles(tiles[at : at + step], scale, planes.format, rows.stop - rows.start, k, x.dtype)
-        if bias is None:
-            torch.mm(x_MK, w_RK.t(), out=y_MN[:, rows])
-        else:
-            torch.addmm(bias[rows], x_MK, w_RK.t(), out=y_MN[:, rows])
+        torch.mm(x_MK, w_RK.t(), out=y_MN[:, rows])
         del w_RK  # its memory is the next slice's
     return y_MN.view(*x.shape[:-1], n)
 
