@@ -18,7 +18,7 @@ import torch
 from vbrt.errors import KernelError
 from vbrt.kernels import cpu_linear, fp4_linear, fp8_linear, fused_linear, reference, table_linear
 from vbrt.kernels.fp4_linear import Packing
-from vbrt.kernels.fp4_tiles import TILES
+from vbrt.kernels.fp4_tiles import TILES, page_of
 from vbrt.kernels.fp8_linear import fp8_refusal
 from vbrt.kernels.fused_linear import Norm
 
@@ -30,6 +30,7 @@ __all__ = [
     "fp8_refusal",
     "kernel_name",
     "kernel_refusal",
+    "page_of",
     "page_packing",
     "prepare",
     "register",

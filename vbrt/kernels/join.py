@@ -7,8 +7,8 @@ graph their common input can be read off. One launch in place of two or three sa
 too short to fill a GPU fill it together. Holds for 4-bit layers that never move, without a bias, for up to 8 tokens:
 more tokens make a launch long enough not to care.
 
-What a graph checks at each call, one token's time on the host, loses the tests of tiles and their scale: format, shape,
-dtype and that the planes stay are tested on, and these say what the tensors are.
+What a graph checks at each call, one token's time on the host, loses the tests of tiles: what they are, and that they
+stay, is in a string of the layer, which is tested on.
 """
 
 import operator
@@ -24,7 +24,7 @@ from vbrt.kernels import fp4_linear
 __all__ = ["JoinSiblings", "compile_options"]
 
 _TOKENS, _LAYERS = 8, 3  # what `fp4_linear.linears` takes in one launch
-_TENSORS = ("._vb_handle.graph_args[0]", "._vb_handle.graph_args[1]")
+_TENSOR = "._vb_page"
 
 
 def compile_options(mode: str = "default") -> dict[str, Any]:
@@ -37,8 +37,8 @@ def compile_options(mode: str = "default") -> dict[str, Any]:
 
 
 def wanted_guards(guards: Sequence[Any]) -> list[bool]:
-    """Which of dynamo's guards to keep: all but those of the tensors in `WeightHandle.graph_args`."""
-    return [not guard.name.endswith(_TENSORS) for guard in guards]
+    """Which of dynamo's guards to keep: all but those of the tensors that `WeightHandle.show` gives to layers."""
+    return [not guard.name.endswith(_TENSOR) for guard in guards]
 
 
 class JoinSiblings(CustomGraphPass):
@@ -48,12 +48,12 @@ class JoinSiblings(CustomGraphPass):
         place = {node: at for at, node in enumerate(graph.nodes)}
         families: dict[Any, list[Node]] = {}
         for node in graph.find_nodes(op="call_function", target=torch.ops.vbrt.fp4_linear.default):
-            x, *_, format, _, k, _ = node.args
+            x, _, scale, _, format, _, k, _ = node.args
             if _can_join(node):
-                families.setdefault((x, format, k), []).append(node)
+                families.setdefault((x, scale is None, format, k), []).append(node)
         for nodes in families.values():
             # all are computed where the first one is, so their weights must be there by then
-            early = [node for node in nodes if all(place[t] < place[nodes[0]] for t in node.args[1:3])]
+            early = [n for n in nodes if all(place[t] < place[nodes[0]] for t in n.args[1:3] if t is not None)]
             for at in range(0, len(early) - 1, _LAYERS):
                 _join(graph, early[at : at + _LAYERS])
 
@@ -73,6 +73,7 @@ def _join(graph: Graph, siblings: list[Node]) -> None:
         return
     x, _, _, _, format, _, k, _ = siblings[0].args
     tiles, scales, ns = ([node.args[i] for node in siblings] for i in (1, 2, 5))
+    scales = [] if scales[0] is None else scales
     with graph.inserting_before(siblings[0]):
         joined = graph.call_function(torch.ops.vbrt.fp4_linears.default, (x, tiles, scales, format, ns, k))
         joined.meta["val"] = [node.meta["val"] for node in siblings]
