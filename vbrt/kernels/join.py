@@ -40,7 +40,8 @@ _TENSOR = "._vb_page"
 def compile_options(mode: str = "default") -> dict[str, Any]:
     """`torch.compile(..., options=)` that does what `mode` does and joins 4-bit layers of one input.
 
-    A gated pair of them, activation(gate) * up, is one launch that rounds once: its last bits are not the eager model's.
+    A gated pair of them, activation(gate) * up, becomes one launch that rounds once, so its last bits are not those of
+    the eager model.
 
     mode: as of torch.compile: "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs".
     """
