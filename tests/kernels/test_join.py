@@ -15,9 +15,11 @@ import vbrt
 from tests.kernels.gpu_cases import error, tiled
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.page import new_page, pack, unpack
-from vbrt.kernels import fp4_linear, reference
+from vbrt.kernels import fp4_linear, fused_linear, reference
 from vbrt.kernels.fp4_tiles import TILES, pack_tiles, page_of, parts_of, tile_layout
 from vbrt.kernels.join import JoinSiblings, wanted_guards
+from vbrt.kernels.launch_table import fused_limit
+from vbrt.nn import linear
 
 ONE, SEVERAL = torch.ops.vbrt.fp4_linear.default, torch.ops.vbrt.fp4_linears.default
 GATED = torch.ops.vbrt.fp4_gated.default
@@ -337,6 +339,27 @@ def test_a_copy_does_not_compute_with_the_planes_of_the_original(kernel_on_cpu):
     assert model[0].inner._vb_page is not None
     assert all(one.model[0].inner._vb_page is one.model[0].inner._vb_form is None for one in (copied, pickled))
     vb.close()
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_layers_get_planes_that_stay_once_and_again_when_they_lie_elsewhere(format, monkeypatch):
+    model = wrapped(torch.nn.Sequential(Block())).model
+    layer, layout, pages = model[0].inner, tile_layout(format, (128, 128)), []
+    monkeypatch.setattr(layer.handle, "kernel", "triton")
+    memory = [new_page(layout) for _ in range(2)]
+    for page in (memory[0], memory[0], memory[1]):
+        layer.handle._make_ready(WeightPlanes(format, (128, 128), torch.bfloat16, unpack(page, layout)))
+        pages.append(layer._vb_page)
+        assert layer._vb_page.data_ptr() == page.data_ptr() and layer._vb_form == f"{format} 128 128 bfloat16 cpu"
+    assert pages[0] is pages[1] is not pages[2]
+    layer.handle.forget_ready()
+    assert layer._vb_page is layer._vb_form is None
+
+
+def test_few_tokens_are_for_the_fused_kernel_everywhere():
+    summands = max(fp4_linear._SUMMANDS.values())
+    assert all(linear._FEW_TOKENS * summands <= fused_limit(major) for major in range(fp4_linear.MIN_MAJOR, 13))
+    assert linear._FEW_TOKENS >= fused_linear.MAX_TOKENS
 
 
 def test_tiles_and_their_scale_come_apart_again():

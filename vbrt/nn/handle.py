@@ -417,9 +417,11 @@ class WeightHandle:
             return
         for tensor in planes.coarse.values():
             _stays(tensor)
-        if TILES in planes.coarse:
+        tiles = planes.coarse.get(TILES)
+        # where they are already shown a layer's dict is left as it is: dynamo would have to look at it anew
+        if tiles is not None and not (self.graph_args and self.graph_args[0].data_ptr() == tiles.data_ptr()):
             (n, k), dtype = planes.shape, str(planes.dtype).removeprefix("torch.")
-            page = page_of(planes.coarse[TILES], planes.coarse["tensor_scale"])
+            page = page_of(tiles, planes.coarse["tensor_scale"])
             self.show((_stays(page), f"{planes.format} {n} {k} {dtype} {page.device}"))
 
     def hit(self) -> None:

@@ -25,7 +25,7 @@ from vbrt.nn.mapped import page_out
 
 __all__ = ["SwappedLayer", "VBLayer", "VBLinear"]
 
-_FEW_TOKENS = 8  # on every GPU and for every dtype this many go to the fused kernel
+_FEW_TOKENS = 16  # on every GPU and for every dtype this many go to the fused kernel
 
 
 class SwappedLayer(nn.Module):
