@@ -113,8 +113,9 @@ def _give_back_(before: list[tuple[nn.Module, type, dict, dict]], vb: VBModelWra
         vb._hook.remove()
         vb.close()
     for module, cls, parameters, buffers in before:
+        for name in module._vb_names if isinstance(module, SwappedLayer) else ():
+            module.__dict__.pop(name, None)
         module.__class__ = cls
-        module.__dict__.pop("_vb_handle", None)
         module._parameters.update(parameters)
         module._buffers.update(buffers)
 

@@ -29,8 +29,8 @@ from vbrt.kernels.fp4_tiles import ROWS, TILES
 from vbrt.kernels.launch_table import Launch, Wide, fused_limit, launch_for, wide_for
 from vbrt.kernels.tuning import tuned
 
-__all__ = ["MIN_MAJOR", "Packing", "available", "decode_weight", "launch", "linear", "linears", "major", "packing",
-           "route", "rows_are_aligned", "slice_tiles", "starts_early"]
+__all__ = ["MIN_MAJOR", "Packing", "apart", "available", "decode_weight", "launch", "linear", "linears", "major",
+           "packing", "route", "rows_are_aligned", "slice_tiles", "starts_early"]
 
 MIN_MAJOR = 8  # mma.m16n8k16 on bf16, fma.rn.bf16x2
 _SUMMANDS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
@@ -265,8 +265,9 @@ def _summands(x_MK: Tensor) -> Tensor:
 
 
 def _fused(
-    x: Tensor, tiles: Tensor, scale: Tensor, bias: Tensor | None, format: str, n: int, k: int, activation: str
+    x: Tensor, tiles: Tensor, scale: Tensor | None, bias: Tensor | None, format: str, n: int, k: int, activation: str
 ) -> Tensor:
+    tiles, scale = apart(tiles, scale, format, n, k)
     x_MK = x.reshape(-1, k)
     tokens = x_MK.shape[0]
     if tokens == 0:
@@ -284,6 +285,11 @@ def _fused(
         y = y_SMN.view(-1, tokens, n).sum(0)
         y = reference.activate(y if bias is None else y + bias.float(), activation).to(x.dtype)
     return y.view(*x.shape[:-1], n)
+
+
+def apart(tiles: Tensor, scale: Tensor | None, format: str, n: int, k: int) -> tuple[Tensor, Tensor]:
+    """Tiles and their scale, of the two or, without a scale, of a `fp4_tiles.page_of` both."""
+    return fp4_tiles.parts_of(tiles, format, (n, k)) if scale is None else (tiles, scale)
 
 
 def _launch(
@@ -326,7 +332,12 @@ def launch(
 def linears(
     x: Tensor, tiles: list[Tensor], scales: list[Tensor], format: str, ns: list[int], k: int
 ) -> list[Tensor]:
-    """x @ w.T of up to three weights: one launch for up to 8 bf16 tokens, otherwise one each."""
+    """x @ w.T of up to three weights: one launch for up to 8 bf16 tokens, otherwise one each.
+
+    Without scales, tiles are what `fp4_tiles.page_of` has made.
+    """
+    given = zip(tiles, scales or [None] * len(tiles), ns, strict=True)
+    tiles, scales = zip(*(apart(t, s, format, n, k) for t, s, n in given), strict=True)
     x_MK = x.reshape(-1, k)
     if x.dtype is not torch.bfloat16 or not 0 < x_MK.shape[0] <= 8 or not 1 < len(tiles) <= 3:
         return [_fused(x, t, s, None, format, n, k, "none") for t, s, n in zip(tiles, scales, ns, strict=True)]
@@ -416,7 +427,7 @@ def _reduce(part: Tensor, bias: Tensor | None, y_MN: Tensor, parts: int, activat
 _fused_op = cuda_op(
     "fp4_linear",
     _fused,
-    "(Tensor x, Tensor tiles, Tensor scale, Tensor? bias, str format, SymInt n, SymInt k, str activation) -> Tensor",
+    "(Tensor x, Tensor tiles, Tensor? scale, Tensor? bias, str format, SymInt n, SymInt k, str activation) -> Tensor",
     lambda x, tiles, scale, bias, format, n, k, activation: x.new_empty(*x.shape[:-1], n),
 )
 _decode_op = cuda_op(

@@ -17,6 +17,8 @@ tile 16 bits), hence the exclusive or in the last.
 Legend: N rows, K columns, I row tiles, U column tiles, B scale blocks a row.
 """
 
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,8 @@ __all__ = [
     "fits",
     "is_tiled",
     "pack_tiles",
+    "page_of",
+    "parts_of",
     "tile_layout",
     "tile_shape",
     "unpack_tiles",
@@ -62,6 +66,26 @@ def tile_layout(format: str, shape: tuple[int, int]) -> PageLayout:
     """The page of a coarse plane in tile order."""
     fields = [(TILES, "int32", tile_shape(format, shape)), ("tensor_scale", "float32", (1,))]
     return build_layout(format, "coarse", fields)
+
+
+def page_of(tiles: Tensor, scale: Tensor) -> Tensor:
+    """Words int32 from the first tile up to the scale that lies behind them in a page: one tensor for both.
+
+    It knows them as its `_vb_parts`, for `parts_of`.
+    """
+    words = (scale.data_ptr() - tiles.data_ptr()) // 4 + 1
+    page = tiles.as_strided((words,), (1,))
+    page._vb_parts = tiles, scale
+    return page
+
+
+def parts_of(page: Tensor, format: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """The tiles and the scale of what `page_of` has made for a weight (N, K), or of a copy of that."""
+    parts = getattr(page, "_vb_parts", None)
+    if parts is None:
+        tiles = tile_shape(format, shape)
+        parts = page[: prod(tiles)].view(tiles), page[-1:].view(torch.float32)
+    return parts
 
 
 def fits(format: str, coarse: dict[str, Tensor]) -> bool:

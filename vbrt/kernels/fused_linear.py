@@ -25,7 +25,7 @@ from vbrt.kernels.fp4_launch import Launcher, alignment, cuda_op
 from vbrt.kernels.fp4_tiles import TILES
 from vbrt.kernels.launch_table import Launch
 
-__all__ = ["MAX_TOKENS", "Norm", "gated_linear", "gated_reference", "norm_linear", "norm_reference"]
+__all__ = ["MAX_TOKENS", "Norm", "gated_linear", "gated_reference", "gates_in_one", "norm_linear", "norm_reference"]
 
 MAX_TOKENS = 16  # two groups of 8
 _KINDS = ("rms", "layer")
@@ -107,11 +107,15 @@ def _linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activat
     return own.linear(x, planes, bias, activation)
 
 
-def _fuses(x: Tensor, gate: WeightPlanes, up: WeightPlanes) -> bool:
-    n, k = gate.shape
+def gates_in_one(dtype: torch.dtype, tokens: int, n: int, k: int) -> bool:
+    """Whether one launch serves a gated pair of two weights (N, K) on x of this dtype, and is the fastest."""
     if n < k:  # few rows, each long: two launches were faster (14336 -> 4096 on an H200: by 6 to 15 %)
         return False
-    few = x.dtype is torch.bfloat16 and 0 < x.numel() <= MAX_TOKENS * k and k % 8 == 0
+    return dtype is torch.bfloat16 and 0 < tokens <= MAX_TOKENS and k % 8 == 0
+
+
+def _fuses(x: Tensor, gate: WeightPlanes, up: WeightPlanes) -> bool:
+    few = gates_in_one(x.dtype, x.numel() // x.shape[-1], *gate.shape)
     return few and not reference.wants_grad(x, None) and all(fp4_linear.route(x, p) == "fused" for p in (gate, up))
 
 
@@ -174,9 +178,11 @@ def launch_for(tokens: int, row_tiles: int) -> Launch:
 
 
 def _gated(
-    x: Tensor, tiles: Tensor, scale: Tensor, other: Tensor, other_scale: Tensor, format: str, n: int, k: int,
-    activation: str,
+    x: Tensor, tiles: Tensor, scale: Tensor | None, other: Tensor, other_scale: Tensor | None, format: str, n: int,
+    k: int, activation: str,
 ) -> Tensor:  # fmt: skip
+    tiles, scale = fp4_linear.apart(tiles, scale, format, n, k)
+    other, other_scale = fp4_linear.apart(other, other_scale, format, n, k)
     x_MK = x.reshape(-1, k)
     tokens = x_MK.shape[0]
     if not fp4_linear.rows_are_aligned(x_MK):
@@ -200,7 +206,7 @@ def _gated(
 _gated_op = cuda_op(
     "fp4_gated",
     _gated,
-    "(Tensor x, Tensor tiles, Tensor scale, Tensor other, Tensor other_scale, str format, SymInt n, SymInt k, "
+    "(Tensor x, Tensor tiles, Tensor? scale, Tensor other, Tensor? other_scale, str format, SymInt n, SymInt k, "
     "str activation) -> Tensor",
     lambda x, tiles, scale, other, other_scale, format, n, k, activation: x.new_empty(*x.shape[:-1], n),
 )

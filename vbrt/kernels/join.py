@@ -5,12 +5,19 @@
 A query, key and value projection, or a gate and an up projection, are layers of their own in a model; of a compiled
 graph their common input can be read off. One launch in place of two or three saves the gaps between them, and layers
 too short to fill a GPU fill it together. Holds for 4-bit layers that never move, without a bias, for up to 8 tokens:
-more tokens make a launch long enough not to care.
+more tokens make a launch long enough not to care. A gate and an up projection whose results only meet in
+activation(gate) * up go one step further, into the launch of `gated_linear`, for as many tokens as that takes; it
+rounds once, where the graph rounded both results and the activation.
 
-What a graph checks at each call, one token's time on the host, loses the tests of tiles and their scale: format, shape,
-dtype and that the planes stay are tested on, and these say what the tensors are.
+The graph has an activation as inductor's decompositions of this torch leave it, so it is compared with what they make
+of the same expression. The road not taken: a pass before decomposition, where `nn.SiLU` is one node but the layers are
+not yet operators.
+
+What a graph checks at each call, one token's time on the host, loses the tests of tiles: what they are, and that they
+stay, is in a string of the layer, which is tested on.
 """
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -18,17 +25,23 @@ from typing import Any
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from vbrt.kernels import fp4_linear
+from vbrt.kernels import fp4_linear, fused_linear
+from vbrt.kernels.fused_linear import gates_in_one
+from vbrt.kernels.reference import ACTIVATIONS, activate
 
 __all__ = ["JoinSiblings", "compile_options"]
 
 _TOKENS, _LAYERS = 8, 3  # what `fp4_linear.linears` takes in one launch
-_TENSORS = ("._vb_handle.graph_args[0]", "._vb_handle.graph_args[1]")
+_TENSOR = "._vb_page"
 
 
 def compile_options(mode: str = "default") -> dict[str, Any]:
     """`torch.compile(..., options=)` that does what `mode` does and joins 4-bit layers of one input.
+
+    A gated pair of them, activation(gate) * up, becomes one launch that rounds once, so its last bits are not those of
+    the eager model.
 
     mode: as of torch.compile: "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs".
     """
@@ -37,35 +50,112 @@ def compile_options(mode: str = "default") -> dict[str, Any]:
 
 
 def wanted_guards(guards: Sequence[Any]) -> list[bool]:
-    """Which of dynamo's guards to keep: all but those of the tensors in `WeightHandle.graph_args`."""
-    return [not guard.name.endswith(_TENSORS) for guard in guards]
+    """Which of dynamo's guards to keep: all but those of the tensors that `WeightHandle.show` gives to layers."""
+    return [not guard.name.endswith(_TENSOR) for guard in guards]
 
 
 class JoinSiblings(CustomGraphPass):
-    """Replaces `vbrt::fp4_linear` calls on one x by one call of `vbrt::fp4_linears` for up to three of them."""
+    """Replaces `vbrt::fp4_linear` calls on one x by `vbrt::fp4_gated`, or by `vbrt::fp4_linears` for up to three."""
+
+    def __init__(self) -> None:
+        _gates()  # traced here and not while a graph is being compiled
 
     def __call__(self, graph: Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor):
+            _gate(graph, node)
         place = {node: at for at, node in enumerate(graph.nodes)}
         families: dict[Any, list[Node]] = {}
         for node in graph.find_nodes(op="call_function", target=torch.ops.vbrt.fp4_linear.default):
-            x, *_, format, _, k, _ = node.args
+            x, _, scale, _, format, _, k, _ = node.args
             if _can_join(node):
-                families.setdefault((x, format, k), []).append(node)
+                families.setdefault((x, scale is None, format, k), []).append(node)
         for nodes in families.values():
             # all are computed where the first one is, so their weights must be there by then
-            early = [node for node in nodes if all(place[t] < place[nodes[0]] for t in node.args[1:3])]
+            early = [n for n in nodes if all(place[t] < place[nodes[0]] for t in n.args[1:3] if t is not None)]
             for at in range(0, len(early) - 1, _LAYERS):
                 _join(graph, early[at : at + _LAYERS])
 
     def uuid(self) -> Any:
-        """What compiled graphs are cached under: this file."""
-        return get_hash_for_files((__file__, fp4_linear.__file__))
+        """What compiled graphs are cached under: the files that say what is joined."""
+        return get_hash_for_files((__file__, fp4_linear.__file__, fused_linear.__file__))
+
+
+def _tokens(node: Node) -> int:
+    """Of a product that can be joined with others; 0 for any other node, and where their number is not fixed."""
+    if node.target is not torch.ops.vbrt.fp4_linear.default:
+        return 0
+    x, _, _, bias, _, _, k, activation = node.args
+    tokens = x.meta["val"].numel() // k if isinstance(k, int) and k else None
+    return tokens if isinstance(tokens, int) and bias is None and activation == "none" else 0
 
 
 def _can_join(node: Node) -> bool:
-    x, _, _, bias, _, _, k, activation = node.args
-    tokens = x.meta["val"].numel() // k if isinstance(k, int) and k else None
-    return isinstance(tokens, int) and 0 < tokens <= _TOKENS and bias is None and activation == "none"
+    return 0 < _tokens(node) <= _TOKENS
+
+
+@functools.cache
+def _gates() -> dict[str, tuple[Node, Node]]:
+    """Activation -> (its input, its result) in a graph as inductor decomposes it, for bf16."""
+    return {name: _traced(name) for name in ACTIVATIONS if name != "none"}
+
+
+def _traced(activation: str) -> tuple[Node, Node]:
+    from torch._inductor.decomposition import select_decomp_table  # takes seconds, which compiling takes anyway
+
+    trace = make_fx(lambda y: activate(y, activation), select_decomp_table(), tracing_mode="fake")
+    graph = trace(torch.empty(1, 8, dtype=torch.bfloat16, device="cpu")).graph
+    (result,) = graph.output_node().all_input_nodes
+    return next(iter(graph.nodes)), result
+
+
+def _matches(node: Any, traced: Node, found: dict[Node, Node]) -> bool:
+    """Whether a node computes what a traced one does; `found` says of what each traced node is the likeness."""
+    if not isinstance(node, Node):
+        return False
+    if traced in found:
+        return found[traced] is node
+    found[traced] = node
+    if traced.op == "placeholder":
+        return True
+    alike = node.target == traced.target and len(node.args) == len(traced.args) and node.kwargs == traced.kwargs
+    return alike and all(
+        _matches(ours, theirs, found) if isinstance(theirs, Node) else ours == theirs
+        for ours, theirs in zip(node.args, traced.args, strict=True)
+    )
+
+
+def _gate(graph: Graph, product: Node) -> None:
+    """Put one launch in the place of activation(gate) * up, if that is what `product` is."""
+    for first, up in (product.args, product.args[::-1]):
+        for name, (given, result) in _gates().items():
+            found: dict[Node, Node] = {}
+            if not isinstance(up, Node) or not _matches(first, result, found):
+                continue
+            gate, inner = found[given], {*found.values(), up}
+            if _are_gated(gate, up) and all(user is product or user in inner for n in inner for user in n.users):
+                x, tiles, scale, _, format, n, k, _ = gate.args
+                args = (x, tiles, scale, *up.args[1:3], format, n, k, name)
+                _replace(graph, product, torch.ops.vbrt.fp4_gated.default, args)
+                for node in reversed([node for node in graph.nodes if node in inner]):
+                    graph.erase_node(node)
+                return
+
+
+def _are_gated(gate: Node, up: Node) -> bool:
+    tokens = _tokens(gate)
+    if gate is up or not tokens or not _tokens(up):
+        return False
+    (x, *_, format, n, k, _), (other, *_, other_format, other_n, other_k, _) = gate.args, up.args
+    alike = (x, format, n, k) == (other, other_format, other_n, other_k)
+    return alike and gates_in_one(x.meta["val"].dtype, tokens, n, k)
+
+
+def _replace(graph: Graph, node: Node, target: Any, args: tuple[Any, ...]) -> None:
+    with graph.inserting_before(node):
+        new = graph.call_function(target, args)
+    new.meta.update(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
 
 
 def _join(graph: Graph, siblings: list[Node]) -> None:
@@ -73,12 +163,9 @@ def _join(graph: Graph, siblings: list[Node]) -> None:
         return
     x, _, _, _, format, _, k, _ = siblings[0].args
     tiles, scales, ns = ([node.args[i] for node in siblings] for i in (1, 2, 5))
+    scales = [] if scales[0] is None else scales
     with graph.inserting_before(siblings[0]):
         joined = graph.call_function(torch.ops.vbrt.fp4_linears.default, (x, tiles, scales, format, ns, k))
         joined.meta["val"] = [node.meta["val"] for node in siblings]
-        for at, node in enumerate(siblings):
-            part = graph.call_function(operator.getitem, (joined, at))
-            part.meta.update(node.meta)
-            node.replace_all_uses_with(part)
-    for node in siblings:
-        graph.erase_node(node)
+    for at, node in enumerate(siblings):
+        _replace(graph, node, operator.getitem, (joined, at))

@@ -27,6 +27,7 @@ from vbrt.kernels import (
     fp8_refusal,
     kernel_name,
     kernel_refusal,
+    page_of,
     page_packing,
     prepare,
     resolve,
@@ -43,7 +44,8 @@ _handles: "weakref.WeakValueDictionary[int, WeightHandle]" = weakref.WeakValueDi
 Planes = Sequence[tuple[PageLayout, Mapping[str, torch.Tensor]]]
 """Planes of a weight on their way into pages, or out of them."""
 
-GraphArgs = tuple[torch.Tensor, torch.Tensor, str, int, int, torch.dtype]
+GraphArgs = tuple[torch.Tensor, str]
+"""Tiles up to the scale behind them, as `vbrt::fp4_linear` takes them, and what they are: "format n k dtype device"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +93,8 @@ class WeightHandle:
         layers: the live layers that are tied to this weight.
         keys: pages in the stack; none before `store` and after `drop`.
         generation: counts the weights that were stored here.
-        graph_args: what `vbrt::fp4_linear` takes besides x and bias, of planes that never move, and their dtype; a
-            flat tuple, because a compiled graph checks each step on the way to it at every call.
+        graph_args: of planes that never move, what `vbrt::fp4_linear` takes besides x and bias, or None; layers hold it
+            too, see `show`.
         kernel: the implementation that runs; one that wants pages in its own order leaves others to the reference.
     """
 
@@ -298,7 +300,28 @@ class WeightHandle:
 
     def forget_ready(self) -> None:
         """Keep no views into pages: they may move."""
-        self._ready = self.resident = self.graph_args = None
+        self._ready = self.resident = None
+        self.show(None)
+
+    def tie(self, layer: torch.nn.Module) -> None:
+        """A layer more on this weight."""
+        self.layers.add(layer)
+        self.show(self.graph_args)
+
+    def show(self, args: GraphArgs | None) -> None:
+        """Have compiled graphs compute with planes that never move, or with a lease again (None).
+
+        Layers hold this themselves, as a tensor and a string: of those dynamo sees in one step, without going through
+        them at each call, that nothing in a module has changed; it cannot of what lies behind another object.
+        """
+        self.graph_args = args
+        while True:  # again where another thread has shown something else meanwhile
+            shown = self.graph_args
+            page, form = shown or (None, None)
+            for layer in list(self.layers):
+                layer.__dict__.update(_vb_page=page, _vb_form=form)
+            if self.graph_args is shown:
+                return
 
     def retype(self, dtype: torch.dtype) -> None:
         """The layers were cast: what they compute in and show from now on, and, while empty, what will be stored."""
@@ -404,11 +427,14 @@ class WeightHandle:
             self.resident = None if self.spec.transposed else self._ready.coarse["weight"]
         if self.graph_planes is None:
             return
-        for tensor in planes.coarse.values():  # compiled graphs need not copy what stays where it is
-            tensor._dynamo_static_input_type = "unguarded"  # what torch._dynamo.mark_static_address does
-        if TILES in planes.coarse:
-            tiles, scale = planes.coarse[TILES], planes.coarse["tensor_scale"]
-            self.graph_args = (tiles, scale, planes.format, *planes.shape, planes.dtype)
+        for tensor in planes.coarse.values():
+            _stays(tensor)
+        tiles = planes.coarse.get(TILES)
+        # where they are already shown a layer's dict is left as it is: dynamo would have to look at it anew
+        if tiles is not None and not (self.graph_args and self.graph_args[0].data_ptr() == tiles.data_ptr()):
+            (n, k), dtype = planes.shape, str(planes.dtype).removeprefix("torch.")
+            page = page_of(tiles, planes.coarse["tensor_scale"])
+            self.show((_stays(page), f"{planes.format} {n} {k} {dtype} {page.device}"))
 
     def hit(self) -> None:
         """Count a forward on pages that are there for good."""
@@ -505,6 +531,12 @@ def sum_rows(dy: torch.Tensor) -> torch.Tensor:
 
 def _fill(tensors: Mapping[str, torch.Tensor], layout: PageLayout, out: torch.Tensor) -> None:
     pack(tensors, layout, out)
+
+
+def _stays(tensor: torch.Tensor) -> torch.Tensor:
+    """Compiled graphs need not copy it, nor look where it is."""
+    tensor._dynamo_static_input_type = "unguarded"  # what torch._dynamo.mark_static_address does
+    return tensor
 
 
 def _requiring_grad(weight: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ module, and must rebuild each subclass's attributes.
 
 import types
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +25,14 @@ from vbrt.nn.mapped import page_out
 
 __all__ = ["SwappedLayer", "VBLayer", "VBLinear"]
 
-_FEW_TOKENS = 8  # on every GPU and for every dtype this many go to the fused kernel
+_FEW_TOKENS = 16  # on every GPU and for every dtype this many go to the fused kernel
 
 
 class SwappedLayer(nn.Module):
     """A module that was turned into another class in place, and can be turned back; a mixin in front of its class."""
 
     _vb_handle: Any
+    _vb_names: ClassVar[tuple[str, ...]] = ("_vb_handle",)  # what a swapped module has more than a plain one
 
     @classmethod
     def plain_class(cls) -> type[nn.Module]:
@@ -40,7 +41,8 @@ class SwappedLayer(nn.Module):
 
     def _become_plain(self) -> None:
         self._vb_handle.layers.discard(self)
-        del self.__dict__["_vb_handle"]
+        for name in self._vb_names:
+            del self.__dict__[name]
         self.__class__ = plain = type(self).plain_class()
         for name, value in list(self.__dict__.items()):
             if isinstance(value, types.MethodType) and value.__self__ is self:  # accelerate's hooks keep `forward` so
@@ -55,6 +57,9 @@ class VBLayer(SwappedLayer):
     """
 
     _vb_handle: WeightHandle
+    _vb_page: torch.Tensor | None  # of planes that never move, see `WeightHandle.show`
+    _vb_form: str | None
+    _vb_names: ClassVar[tuple[str, ...]] = ("_vb_handle", "_vb_page", "_vb_form")
 
     @classmethod
     def adopt_(cls, module: nn.Module, handle: WeightHandle) -> "VBLayer":
@@ -62,7 +67,7 @@ class VBLayer(SwappedLayer):
         module.__class__ = cls
         module.__dict__["_vb_handle"] = handle
         handle.trainable = module._parameters["weight"].requires_grad
-        handle.layers.add(module)
+        handle.tie(module)
         return module
 
     def release_(self, weight: nn.Parameter | None = None) -> nn.Module:
@@ -148,8 +153,8 @@ class VBLayer(SwappedLayer):
         old.check(weight)
         handle = self.__dict__["_vb_handle"] = old.empty_copy()
         handle.retype(weight.dtype)
-        handle.layers.add(self)
         old.layers.discard(self)
+        handle.tie(self)
         self._parameters["weight"] = weight
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -161,9 +166,13 @@ class VBLayer(SwappedLayer):
 
     # -- nn.Module's walks --------------------------------------------------------------------------------------------
 
+    def __getstate__(self) -> dict:
+        """Without a view into a page of this process; the handle of a copy gives it its own."""
+        return {**super().__getstate__(), "_vb_page": None, "_vb_form": None}
+
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._vb_handle.layers.add(self)
+        self._vb_handle.tie(self)
 
     def _apply(self, fn, recurse: bool = True):
         """Casts show in what the layer computes and decodes; pages stay where the tiers have put them."""
@@ -235,8 +244,10 @@ class VBLinear(VBLayer, nn.Linear):
             TierError: a page cannot be read or verified, or does not fit beside what is in use.
             FormatError: (first forward) the weight cannot be encoded.
         """
+        if is_compiling():
+            return compiled_linear(self, input, self._parameters["bias"])
         handle = self._vb_handle
-        weight = None if is_compiling() else handle.resident
+        weight = handle.resident
         if weight is not None and handle.stack.at_rest and not torch.is_grad_enabled() \
                 and input.is_cuda is weight.is_cuda:
             handle.hit()  # the short way: no more Python than nn.Linear's own
@@ -266,17 +277,18 @@ def compiled_linear(layer: VBLayer, x: torch.Tensor, bias: torch.Tensor | None) 
     """A VB layer's forward as torch.compile sees it, with the cast of x that autocast would do.
 
     Where the planes never move and no gradient is wanted, it is the kernel's own op on them, which CUDA graphs can
-    record. Otherwise it is one opaque op that leases when it runs, and that CUDA graphs leave out.
+    record. Otherwise it is one opaque op that leases when it runs, and that CUDA graphs leave out. The kernel's op for
+    few tokens, where the host's part of a call counts, is found without a look at the handle.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
+    frozen, form = not wants_grad(x, bias), layer._vb_form
+    if frozen and form is not None and x.numel() <= _FEW_TOKENS * x.shape[-1]:
+        page, (format, n, k, dtype, _) = layer._vb_page, form.split()
+        if x.dtype == getattr(torch, dtype) and x.device == page.device:
+            return torch.ops.vbrt.fp4_linear(x, page, None, bias, format, int(n), int(k), "none")
     handle = layer._vb_handle
-    if not wants_grad(x, bias):
-        args = handle.graph_args
-        if args is not None and x.numel() <= _FEW_TOKENS * x.shape[-1]:
-            tiles, scale, format, n, k, dtype = args
-            if x.dtype == dtype and x.device == tiles.device:
-                return torch.ops.vbrt.fp4_linear(x, tiles, scale, bias, format, n, k, "none")
+    if frozen:
         planes = handle.graph_planes
         if planes is not None and x.dtype == handle.dtype and x.device == handle.stack.device:
             return handle.fused(x, planes, bias)
