@@ -324,7 +324,7 @@ def test_large_weights_are_decoded_in_slices(shape, tokens):
         y = fp4_linear.linear(x, planes, added)
         scratch = torch.cuda.max_memory_allocated() - before - y.numel() * 2
         assert error(y, want) < 3e-3
-        assert (scratch < 0.6 * weight.numel() * 2) == (added is None)
+        assert (scratch < 0.6 * weight.numel() * 2) == (added is None or shape[1] % 8 > 0)
 
 
 @pytest.mark.gpu

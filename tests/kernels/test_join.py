@@ -224,7 +224,8 @@ def kernel_on_cpu():
 
 def wrapped(model):
     model = model.to(torch.bfloat16).eval()
-    return vbrt.wrap(model, "fp4", weights={"keep_head": False, "min_parameters": 1}).materialize()
+    config = {"weights": {"keep_head": False, "min_parameters": 1}, "tiers": {"gpu": {"enabled": False}}}
+    return vbrt.wrap(model, "fp4", **config).materialize()
 
 
 def show(layer, format="nvfp4"):

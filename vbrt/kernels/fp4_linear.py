@@ -205,9 +205,12 @@ def _plain(planes: WeightPlanes) -> WeightPlanes:
 def _decode_and_multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None) -> Tensor:
     """x @ w.T + bias by torch, a slice of the weight's rows at a time: less scratch memory, and more of it in cache.
 
-    With a bias at once: the vendor's matmul adds it only to a contiguous product; to others it takes another pass.
+    With a bias at once: the vendor's matmul adds it only to a contiguous product; to others it takes another pass. It
+    also rounds twice as far when it adds one to a product of rows that do not start at multiples of 16 bytes.
     """
     n, k = planes.shape
+    if bias is not None and k * x.element_size() % 16:
+        return _decode_and_multiply(x, planes, None).add_(bias)
     tiles, scale = planes.coarse[TILES], planes.coarse["tensor_scale"]
     step = slice_tiles(tiles.shape[0], k * x.element_size(), x.numel() // k)
     if bias is not None or torch.compiler.is_compiling() or step >= tiles.shape[0]:
