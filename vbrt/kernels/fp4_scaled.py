@@ -64,15 +64,9 @@ def _kernels() -> Any:
 @functools.cache
 def fp4_refusal(device: torch.device) -> str | None:
     """Why a device cannot multiply in FP4, or None if it can."""
-    if device.type != "cuda":
-        return f"{device.type} has no FP4 matmul"
-    if not fp4_linear.available():
-        return "Triton is not installed"
-    if (device.index or 0) >= torch.cuda.device_count():
-        return f"{device} is not there"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < _MIN_MAJOR:
-        return f"sm_{major}{minor} has no FP4 matmul, it takes sm_100"
+    why = fp8_linear.matmul_refusal(device, "FP4", (_MIN_MAJOR, 0))
+    if why is not None:
+        return why
     if tuple(map(int, torch.version.cuda.split(".")[:2])) < _MIN_CUDA:
         return f"torch is built for CUDA {torch.version.cuda}, whose cuBLAS has no FP4 matmul; it takes 12.8"
     return None

@@ -27,7 +27,7 @@ from vbrt.kernels import fp4_linear, reference
 from vbrt.kernels.fp4_launch import cuda_op
 from vbrt.kernels.fp4_tiles import TILES
 
-__all__ = ["FP8_TOKENS", "fp8_refusal", "fp8_tokens", "linear", "rounded", "route"]
+__all__ = ["FP8_TOKENS", "fp8_refusal", "fp8_tokens", "linear", "matmul_refusal", "rounded", "route"]
 
 Multiply = Callable[[Tensor, WeightPlanes, Tensor | None], Tensor]
 """x @ w.T + bias."""
@@ -50,15 +50,20 @@ def _kernels() -> Any:
 @functools.cache
 def fp8_refusal(device: torch.device) -> str | None:
     """Why a device cannot multiply in FP8, or None if it can."""
+    return matmul_refusal(device, "FP8", _MIN_CAPABILITY)
+
+
+def matmul_refusal(device: torch.device, kind: str, capability: tuple[int, int]) -> str | None:
+    """Why a device has no matmul of a `kind` that takes this compute capability and Triton, or None if it has."""
     if device.type != "cuda":
-        return f"{device.type} has no FP8 matmul"
+        return f"{device.type} has no {kind} matmul"
     if not fp4_linear.available():
         return "Triton is not installed"
     if (device.index or 0) >= torch.cuda.device_count():
         return f"{device} is not there"
     major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < _MIN_CAPABILITY:
-        return f"sm_{major}{minor} has no FP8 matmul, it takes sm_89"
+    if (major, minor) < capability:
+        return f"sm_{major}{minor} has no {kind} matmul, it takes sm_{capability[0]}{capability[1]}"
     return None
 
 
