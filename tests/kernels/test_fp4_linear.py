@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 
@@ -114,10 +116,10 @@ def test_the_cpu_keeps_the_reference():
 @pytest.mark.parametrize("major", [*FAMILIES, 12])
 def test_every_size_has_a_launch(major):
     for tokens in range(1, fused_limit(major) + 1):
-        for row_tiles in (1, 512, 513, 1280, 100_000):
-            wide = wide_for(major, tokens, row_tiles, 64)
+        for row_tiles, columns in itertools.product((1, 256, 512, 513, 1280, 100_000), (32, 64)):
+            wide = wide_for(major, tokens, row_tiles, columns)
             if wide is None:
-                launch = launch_for(major, tokens, row_tiles, 64)
+                launch = launch_for(major, tokens, row_tiles, columns)
                 assert launch.R in (1, 2, 4) and launch.WK in (4, 8, 16)
             else:
                 assert wide.TOKENS in (16, 32, 64, 128) and wide.WARPS in (4, 8, 16)
@@ -229,9 +231,7 @@ def test_the_kernels_around_the_hopper_kernel_compile(summands):
     from vbrt.kernels import fp4_wgmma
 
     dtype = "*bf16" if summands == 1 else "*fp32"
-    numbers = dict.fromkeys(("M", "K", "columns", "x_stride", "k_stride"), "i32")
-    types = {"x_ptr": dtype, "o_ptr": "*bf16", **numbers}
-    del types["k_stride"]
+    types = {"x_ptr": dtype, "o_ptr": "*bf16", **dict.fromkeys(("M", "K", "columns", "x_stride"), "i32")}
     constants = {"k_stride": 1, "SUMMANDS": summands, "WARPS": 2}
     binary = compiled(fp4_wgmma.order_kernel, types, constants, 90, 2, ("x_ptr", "o_ptr", "K", "x_stride"))
     assert binary.asm["ptx"].count("ld.global.v4") >= 4 and binary.asm["ptx"].count("st.global.v4") == 4 * summands

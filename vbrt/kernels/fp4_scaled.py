@@ -92,11 +92,6 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
     return fp8_linear.rounded(x, planes, bias, activation, _multiply)
 
 
-def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None) -> Tensor:
-    multiply = _multiply_op if torch.compiler.is_compiling() else _scaled_linear
-    return multiply(x, planes.coarse[TILES], planes.coarse["tensor_scale"], bias, planes.format, *planes.shape)
-
-
 def _scaled_linear(
     x: Tensor, tiles: Tensor, scale: Tensor, bias: Tensor | None, format: str, n: int, k: int
 ) -> Tensor:
@@ -170,3 +165,4 @@ _multiply_op = cuda_op(
     "(Tensor x, Tensor tiles, Tensor scale, Tensor? bias, str format, SymInt n, SymInt k) -> Tensor",
     lambda x, tiles, scale, bias, format, n, k: x.new_empty(*x.shape[:-1], n),
 )
+_multiply = fp8_linear.on_tiles(_scaled_linear, _multiply_op)

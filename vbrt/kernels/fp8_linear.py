@@ -27,7 +27,8 @@ from vbrt.kernels import fp4_linear, reference
 from vbrt.kernels.fp4_launch import cuda_op
 from vbrt.kernels.fp4_tiles import TILES
 
-__all__ = ["FP8_TOKENS", "fp8_refusal", "fp8_tokens", "linear", "matmul_refusal", "rounded", "route"]
+__all__ = ["FP8_TOKENS", "fp8_refusal", "fp8_tokens", "linear", "matmul_refusal", "on_tiles", "rounded",
+           "route"]
 
 Multiply = Callable[[Tensor, WeightPlanes, Tensor | None], Tensor]
 """x @ w.T + bias."""
@@ -126,9 +127,14 @@ class _Product(torch.autograd.Function):
         return dy @ fp4_linear.decode_weight(bf16), None, None
 
 
-def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None) -> Tensor:
-    multiply = _multiply_op if torch.compiler.is_compiling() else _scaled_linear
-    return multiply(x, planes.coarse[TILES], planes.coarse["tensor_scale"], bias, planes.format, *planes.shape)
+def on_tiles(launch: Callable[..., Tensor], op: Callable[..., Tensor]) -> Multiply:
+    """A launch on a weight's tiles as a `Multiply`; torch.compile gets its op."""
+
+    def multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None) -> Tensor:
+        run = op if torch.compiler.is_compiling() else launch
+        return run(x, planes.coarse[TILES], planes.coarse["tensor_scale"], bias, planes.format, *planes.shape)
+
+    return multiply
 
 
 def _scaled_linear(
@@ -186,3 +192,4 @@ _multiply_op = cuda_op(
     "(Tensor x, Tensor tiles, Tensor scale, Tensor? bias, str format, SymInt n, SymInt k) -> Tensor",
     lambda x, tiles, scale, bias, format, n, k: x.new_empty(*x.shape[:-1], n),
 )
+_multiply = on_tiles(_scaled_linear, _multiply_op)

@@ -98,8 +98,9 @@ def _wide_warps(block: int, blocks: int, row_tiles: int, columns: int) -> int:
     small = row_tiles <= 2 * _PROCESSORS and -(-row_tiles // 4) * blocks <= _PROCESSORS
     if block == 32 or (block > 32 and columns <= 48 and small):  # fewer partial results than by more splits
         return 4
-    most = -(-row_tiles // 16) * blocks
-    return 16 if (block == 128 and 2 * most > _PROCESSORS) or (block == 64 and 5 * most > 4 * _PROCESSORS) else 8
+    programs = -(-row_tiles // 16) * blocks
+    many = (block == 128 and 2 * programs > _PROCESSORS) or (block == 64 and 5 * programs > 4 * _PROCESSORS)
+    return 16 if many else 8
 
 
 def launch_for(major: int, tokens: int, row_tiles: int, columns: int) -> Launch:
