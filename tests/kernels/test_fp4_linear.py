@@ -157,7 +157,7 @@ def test_the_fused_kernel_compiles_with_wide_loads(capability, rule, loose):
     pointers = {"x_ptr": "*bf16", "tile_ptr": "*i32", "scale_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16"}
     numbers = dict.fromkeys(("M", "N", "K", "columns", "x_stride", "y_stride"), "i32")
     constants = {
-        "R": config.R, "NT": groups, "WK": config.WK, "PREFETCH": config.PREFETCH,
+        "R": config.R, "NT": groups, "WK": config.WK, "PREFETCH": config.PREFETCH, "CARRY": False,
         "E8": False, "FULL": False, "TAIL": False,
         "ACTIVATION": "gelu", "BIAS": True, "LOOSE": loose, "EARLY": capability >= 90,
     }  # fmt: skip
@@ -174,6 +174,30 @@ def test_the_fused_kernel_compiles_with_wide_loads(capability, rule, loose):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("name", NAMES)
+def test_carried_pointers_keep_wide_loads_and_need_no_zeros(name, capability):
+    pytest.importorskip("triton.experimental.gluon")
+    from vbrt.kernels import fp4_gluon
+
+    config = launch_for(9, 16, 896, 32)
+    assert config.CARRY and config.PREFETCH
+    pointers = {"x_ptr": "*bf16", "tile_ptr": "*i32", "scale_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16"}
+    numbers = dict.fromkeys(("M", "N", "K", "columns", "x_stride", "y_stride"), "i32")
+    constants = {
+        "R": config.R, "NT": 2, "WK": config.WK, "PREFETCH": True, "CARRY": True, "E8": name == "mxfp4", "FULL": True,
+        "TAIL": False, "ACTIVATION": "none", "BIAS": False, "LOOSE": False, "EARLY": capability >= 90,
+    }  # fmt: skip
+    aligned = ("x_ptr", "tile_ptr", "y_ptr", "K", "x_stride", "y_stride")
+    binary = compiled(
+        fp4_gluon.linear_kernel, {**pointers, **numbers}, constants, capability, config.WK, aligned
+    )  # fmt: skip
+    ptx = binary.asm["ptx"]
+    assert ptx.count("ld.global.v4") + ptx.count("ld.global.cg.v4") == 2 * 2 * config.R + 4 * 2
+    assert ptx.count("mma.sync") == 8 * config.R * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_the_siblings_kernel_compiles_with_wide_loads(capability):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels import fp4_gluon
@@ -182,7 +206,8 @@ def test_the_siblings_kernel_compiles_with_wide_loads(capability):
     types = {"x_ptr": "*bf16", **{name.format(i): kind for i in range(3) for name, kind in one.items()}}
     types |= dict.fromkeys(("M", "N0", "N1", "N2", "K", "columns", "x_stride"), "i32")
     constants = {
-        "R": 1, "NT": 1, "WK": 8, "PREFETCH": True, "E8": False, "FULL": False, "TAIL": False, "LOOSE": False,
+        "R": 1, "NT": 1, "WK": 8, "PREFETCH": True, "CARRY": False, "E8": False, "FULL": False, "TAIL": False,
+        "LOOSE": False,
         "EARLY": capability >= 90,
     }  # fmt: skip
     aligned = [name for name in types if name.endswith("_ptr")]
@@ -306,6 +331,17 @@ def test_linear_matches_float64(name, shape, dtype):
         y = fp4_linear.linear(x, planes, bias)
         assert y.dtype is dtype and y.shape == (tokens, shape[0])
         assert error(y, want) < TOLERANCE[dtype], (tokens, fp4_linear.route(x, planes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(8320, 512), (8230, 1030), (20480, 1536), (9000, 2730)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_carried_pointers_match_float64(name, shape):
+    planes, _, weight = case(name, shape)
+    for tokens in (9, 12, 16):
+        x = torch.randn(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
+        poison()
+        assert error(fp4_linear.linear(x, planes), x.double() @ weight.T) < 3e-3
 
 
 @pytest.mark.gpu

@@ -89,20 +89,35 @@ def test_the_gated_kernel_compiles_to_matrix_instructions(capability, groups):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("layer", [False, True])
-def test_the_norm_kernel_compiles_with_wide_loads(capability, layer):
+def test_the_norm_kernel_compiles_with_wide_loads(capability, layer, add):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels import fused_gluon
 
-    types = {**dict.fromkeys(("x_ptr", "gain_ptr", "shift_ptr", "y_ptr"), "*bf16"), "eps": "fp32", "K": "i32",
-             "x_stride": "i32"}
-    constants = {"BLOCK": 4096, "WARPS": 8, "LAYER": layer, "GAIN": True, "SHIFT": layer, "EARLY": capability >= 90}
-    aligned = ("x_ptr", "gain_ptr", "shift_ptr", "y_ptr", "K", "x_stride")
-    binary = compiled(fused_gluon.norm_kernel, types, constants, capability, warps=8, aligned=aligned)
-    assert binary.asm["ptx"].count("ld.global.v4") == 2 * (3 if layer else 2)
+    pointers = ("x_ptr", "other_ptr", "gain_ptr", "shift_ptr", "sum_ptr", "y_ptr")
+    types = {**dict.fromkeys(pointers, "*bf16"), "eps": "fp32", "K": "i32", "x_stride": "i32", "other_stride": "i32"}
+    constants = {"BLOCK": 4096, "WARPS": 8, "LAYER": layer, "GAIN": True, "SHIFT": layer, "ADD": add,
+                 "EARLY": capability >= 90}
+    aligned = (*pointers, "K", "x_stride", "other_stride")
+    ptx = compiled(fused_gluon.norm_kernel, types, constants, capability, warps=8, aligned=aligned).asm["ptx"]
+    assert ptx.count("ld.global.v4") == 2 * (2 + layer + add) and ptx.count("st.global.v4") == 2 * (1 + add)
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [64, 200, 2730, 4096, 32768])
+def test_a_sum_and_its_norm_match_float64(k):
+    gain = torch.randn(k, device="cuda", dtype=torch.bfloat16)
+    for tokens in (1, 3, 16):
+        x, other = (torch.randn(2 * tokens, k, device="cuda").bfloat16()[::2] for _ in range(2))
+        poison()
+        total, y = fused_linear.normed_sum(x, other, gain, 1e-5)
+        assert torch.equal(total, x + other)
+        assert error(y, norm64(total, Norm("rms", gain))) < 3e-3
+    torch.library.opcheck(torch.ops.vbrt.normed_sum, (x, other, gain, 1e-5))
 
 
 @pytest.mark.gpu

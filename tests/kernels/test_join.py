@@ -22,7 +22,7 @@ from vbrt.kernels.launch_table import fused_limit
 from vbrt.nn import linear
 
 ONE, SEVERAL = torch.ops.vbrt.fp4_linear.default, torch.ops.vbrt.fp4_linears.default
-GATED = torch.ops.vbrt.fp4_gated.default
+GATED, NORMED = torch.ops.vbrt.fp4_gated.default, torch.ops.vbrt.normed_sum.default
 
 
 def graph_of(layers, tokens=1, k=256):
@@ -189,6 +189,116 @@ def test_inductor_runs_the_gated_pair(kernel_on_cpu):
     vb.close()
 
 
+# --- a residual sum and its norm --------------------------------------------------------------------------------------
+
+
+def written_out(x, gain, eps=1e-6):
+    """As in Hugging Face's models."""
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return gain * wide.to(x.dtype)
+
+
+def by_torch(x, gain, eps=1e-6):
+    return F.rms_norm(x, gain.shape, gain, eps)
+
+
+def normed(fn, shape=(1, 1, 128), dtype=torch.bfloat16, gain_dtype=torch.bfloat16):
+    """The graph of fn(linear, x, residual, gain) as inductor gets it, after the pass."""
+
+    def called(x, residual, gain, tiles):
+        return fn(lambda x: ONE(x, tiles, None, None, "nvfp4", 256, 128, "none"), x, residual, gain)
+
+    inputs = *(torch.zeros(shape, dtype=dtype) for _ in range(2)), torch.zeros(128, dtype=gain_dtype)
+    tiles = torch.zeros(16 * 288 + 1, dtype=torch.int32)
+    with torch.no_grad():
+        graph = make_fx(called, select_decomp_table(), tracing_mode="fake")(*inputs, tiles).graph
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add_.Scalar):
+        node.target = torch.ops.aten.add.Scalar
+    JoinSiblings()(graph)
+    graph.lint()
+    return graph
+
+
+@pytest.mark.parametrize("norm", [written_out, by_torch])
+@pytest.mark.parametrize("shape", [(1, 1, 128), (2, 8, 128), (16, 128)], ids=str)
+def test_a_residual_sum_and_its_norm_become_one_call(norm, shape):
+    def block(linear, x, residual, gain):
+        total = x + residual
+        return total * 2, linear(norm(total, gain, 3e-5))
+
+    graph = normed(block, shape)
+    x, residual, gain, _ = graph.find_nodes(op="placeholder")
+    (call,) = graph.find_nodes(op="call_function", target=NORMED)
+    assert call.args[:3] == (x, residual, gain) and call.args[3] == pytest.approx(3e-5)
+    assert [value.shape for value in call.meta["val"]] == [shape] * 2
+    total, y = graph.find_nodes(op="call_function", target=operator.getitem)
+    assert (total.args, y.args) == ((call, 0), (call, 1))
+    assert [node.target for node in total.users] == [torch.ops.aten.mul.Tensor]
+    assert [node.target for node in y.users] == [ONE] and len(targets(graph)) == 5
+
+
+UNNORMED = {
+    "no sum": lambda linear, x, residual, gain: linear(written_out(x, gain)),
+    "a number added": lambda linear, x, residual, gain: linear(written_out(x + 1.0, gain)),
+    "a scaled sum": lambda linear, x, residual, gain: linear(written_out(torch.add(x, residual, alpha=2), gain)),
+    "another gain": lambda linear, x, residual, gain: linear(written_out(x + residual, 1 + gain)),
+    "statistics that are read": lambda linear, x, residual, gain: (
+        wide := (x + residual).to(torch.float32),
+        mean := wide.pow(2).mean(-1, keepdim=True),
+        linear(gain * (wide * torch.rsqrt(mean + 1e-6)).to(x.dtype)),
+    )[1:],
+    "another norm": lambda linear, x, residual, gain: linear(F.layer_norm(x + residual, (128,), gain)),
+    "no layer behind": lambda linear, x, residual, gain: (written_out(x + residual, gain), linear(x)),
+}
+
+
+@pytest.mark.parametrize("fn", UNNORMED.values(), ids=UNNORMED)
+def test_what_is_no_norm_of_a_sum_is_left_alone(fn):
+    graph = normed(fn)
+    assert NORMED not in targets(graph) and ONE in targets(graph)
+
+
+def test_a_norm_of_many_tokens_or_another_dtype_is_left_alone():
+    def block(linear, x, residual, gain):
+        return linear(written_out(x + residual, gain))
+
+    assert NORMED in targets(normed(block, (16, 128)))
+    assert NORMED not in targets(normed(block, (17, 128)))
+    assert NORMED not in targets(normed(block, dtype=torch.float16, gain_dtype=torch.float16))
+    assert NORMED not in targets(normed(block, gain_dtype=torch.float32))
+
+
+@torch.no_grad()
+def test_inductor_runs_the_norm_and_the_siblings_behind_it(kernel_on_cpu):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up = (torch.nn.Linear(128, 256, bias=False) for _ in range(2))
+            self.norm, self.gain = torch.nn.RMSNorm(128, 1e-6), torch.nn.Parameter(torch.rand(128))
+
+        def forward(self, x, residual):
+            x = x + residual
+            x = self.norm(x) + x
+            y = written_out(x, self.gain)
+            return x, F.silu(self.gate(y)) * self.up(y)
+
+    model = Layer()
+    vb = wrapped(model)
+    x, residual = torch.randn(2, 1, 3, 128).bfloat16()
+    want = model(x, residual)
+    for layer in (model.gate, model.up):
+        show(layer)
+    run = torch.compile(model, options=vbrt.compile_options())
+    run(x, residual)
+    with torch.profiler.profile() as profiler:
+        got = run(x, residual)
+    ran = {event.key: event.count for event in profiler.key_averages() if event.key.startswith("vbrt::")}
+    assert ran == {"vbrt::normed_sum": 1, "vbrt::fp4_gated": 1}
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    vb.close()
+
+
 # --- what a compiled model checks at each call ------------------------------------------------------------------------
 
 
@@ -203,7 +313,7 @@ class Block(torch.nn.Module):
 
 @pytest.fixture
 def kernel_on_cpu():
-    """`vbrt::fp4_linear` and `vbrt::fp4_gated` as the reference computes them."""
+    """Operators of ours as plain torch computes them."""
 
     def linear(x, tiles, scale, bias, format, n, k, activation):
         tiles, scale = fp4_linear.apart(tiles, scale, format, n, k)
@@ -214,8 +324,13 @@ def kernel_on_cpu():
         gate, up = ((tiles, scale, None, format, n, k, activation), (other, other_scale, None, format, n, k, "none"))
         return linear(x, *gate) * linear(x, *up)
 
+    def normed_sum(x, other, gain, eps):
+        total = x + other
+        return total, F.rms_norm(total, gain.shape, gain, eps)
+
     torch.compiler.reset()
     with torch.library._scoped_library("vbrt", "IMPL") as library:
+        library.impl("normed_sum", normed_sum, "CPU")
         library.impl("fp4_linear", linear, "CPU")
         library.impl("fp4_gated", gated, "CPU")
         yield

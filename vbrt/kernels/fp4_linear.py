@@ -323,13 +323,17 @@ def launch(
         bias = bias.contiguous()
     tensors = (x_MK, tiles, scale, x_MK if bias is None else bias, y_MN)
     constants = (
-        config.R, groups, config.WK, config.PREFETCH, format == "mxfp4", tokens == 8 * groups, k % 128 != 0,
-        activation, bias is not None, loose, early,
+        config.R, groups, config.WK, config.PREFETCH, _carries(config, columns, loose), format == "mxfp4",
+        tokens == 8 * groups, k % 128 != 0, activation, bias is not None, loose, early,
     )  # fmt: skip
     stride = x_MK.stride(0)
     key = (device, n, k, stride, y_MN.dtype, tensors[3].dtype, alignment(*tensors), constants)
     numbers = (tokens, n, k, columns, stride, n)
     _narrow(early)[0](key, device, (-(-row_tiles // config.R), 1), tensors, numbers, constants, config.WK)
+
+
+def _carries(config: Launch, columns: int, loose: bool) -> bool:
+    return config.CARRY and columns % config.WK == 0 and not loose
 
 
 def linears(
@@ -352,7 +356,8 @@ def linears(
     triples = [part for triple in zip(tiles, scales, ys, strict=True) for part in triple]
     tensors = (x_MK, *triples, *triples[:3])[:10]
     constants = (
-        config.R, 1, config.WK, config.PREFETCH, format == "mxfp4", tokens == 8, k % 128 != 0, loose, early,
+        config.R, 1, config.WK, config.PREFETCH, _carries(config, columns, loose), format == "mxfp4", tokens == 8,
+        k % 128 != 0, loose, early,
     )  # fmt: skip
     numbers = (tokens, *ns, *[0] * (3 - len(ns)), k, columns, x_MK.stride(0))
     key = (device, k, x_MK.stride(0), alignment(*tensors), constants)

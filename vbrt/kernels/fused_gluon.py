@@ -111,11 +111,14 @@ def gated_kernel(
 
 @gluon.jit(do_not_specialize=["eps"])
 def norm_kernel(
-    x_ptr, gain_ptr, shift_ptr, y_ptr, eps, K, x_stride,
+    x_ptr, other_ptr, gain_ptr, shift_ptr, sum_ptr, y_ptr, eps, K, x_stride, other_stride,
     BLOCK: gl.constexpr, WARPS: gl.constexpr, LAYER: gl.constexpr, GAIN: gl.constexpr, SHIFT: gl.constexpr,
-    EARLY: gl.constexpr,
+    ADD: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """y [M, K] = norm(x [M, K]), K up to BLOCK, statistics in fp32. Grid (M,). EARLY: a dependent launch."""
+    """y [M, K] = norm(x [M, K]), K up to BLOCK, statistics in fp32. Grid (M,). EARLY: a dependent launch.
+
+    ADD: the norm of sum [M, K] = x + other, which is written too.
+    """
     if EARLY:
         wait_for_launch_before()
         allow_launch_after()
@@ -123,6 +126,11 @@ def norm_kernel(
     at = gl.arange(0, BLOCK, layout=gl.BlockedLayout([8], [32], [WARPS], [0]))
     inside = at < K
     v = gl.load(x_ptr + m * x_stride + at, mask=inside, other=0.0).to(gl.float32)
+    if ADD:
+        v = v + gl.load(other_ptr + m * other_stride + at, mask=inside, other=0.0).to(gl.float32)
+        rounded = v.to(sum_ptr.dtype.element_ty)
+        gl.store(sum_ptr + m * K + at, rounded, mask=inside)
+        v = rounded.to(gl.float32)
     if LAYER:
         v = gl.where(inside, v - gl.sum(v, 0) / K, 0.0)
     v = v * gl.rsqrt(gl.sum(v * v, 0) / K + eps)

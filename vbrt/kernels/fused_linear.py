@@ -25,11 +25,12 @@ from vbrt.kernels.fp4_launch import Launcher, alignment, cuda_op
 from vbrt.kernels.fp4_tiles import TILES
 from vbrt.kernels.launch_table import Launch
 
-__all__ = ["MAX_TOKENS", "Norm", "gated_linear", "gated_reference", "gates_in_one", "norm_linear", "norm_reference"]
+__all__ = ["MAX_ROW", "MAX_TOKENS", "Norm", "gated_linear", "gated_reference", "gates_in_one", "norm_linear",
+           "norm_reference", "normed_sum"]
 
 MAX_TOKENS = 16  # two groups of 8
 _KINDS = ("rms", "layer")
-_ROW = 32768  # activations that the norm keeps in registers
+MAX_ROW = 32768  # activations that the norm keeps in registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,26 +134,46 @@ def _norms(x: Tensor, planes: WeightPlanes, norm: Norm) -> bool:
         return False
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *vectors)):
         return False
-    few = x.dtype is torch.bfloat16 and 0 < x.shape[-1] <= _ROW and x.numel() > 0
+    few = x.dtype is torch.bfloat16 and 0 < x.shape[-1] <= MAX_ROW and x.numel() > 0
     return few and fp4_linear.route(x, planes) == "fused"
 
 
 def _normed(x: Tensor, planes: WeightPlanes, norm: Norm) -> Tensor:
     if not _norms(x, planes, norm):
         return norm(x)
+    return _launch_norm(x, None, norm)
+
+
+def _launch_norm(x: Tensor, other: Tensor | None, norm: Norm) -> Tensor | tuple[Tensor, Tensor]:
+    """norm(x), or x + other and its norm."""
     k = x.shape[-1]
-    x_MK = x.reshape(-1, k)
-    x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
+    x_MK, other_MK = _rows(x, k), None if other is None else _rows(other, k)
     y_MK, device = torch.empty(x_MK.shape, dtype=x.dtype, device=x.device), x.device.index
+    sum_MK = None if other is None else torch.empty_like(y_MK)
     early = fp4_linear.starts_early(device)
-    tensors = (x_MK, *(x_MK if t is None else t for t in (norm.gain, norm.shift)), y_MK)
+    given = (other_MK, norm.gain, norm.shift, sum_MK)
+    tensors = (x_MK, *(x_MK if t is None else t for t in given), y_MK)
     block = max(512, 1 << (k - 1).bit_length())
     warps = min(16, block // 512)
-    constants = (block, warps, norm.kind == "layer", norm.gain is not None, norm.shift is not None, early)
-    numbers = (float(norm.eps), k, x_MK.stride(0))
-    key = (device, k, x_MK.stride(0), tuple(t.dtype for t in tensors), alignment(*tensors), constants)
+    constants = (
+        block, warps, norm.kind == "layer", norm.gain is not None, norm.shift is not None, other is not None, early,
+    )  # fmt: skip
+    numbers = (float(norm.eps), k, x_MK.stride(0), tensors[1].stride(0))
+    key = (device, numbers[1:], tuple(t.dtype for t in tensors), alignment(*tensors), constants)
     _launchers(early)[1](key, device, (x_MK.shape[0], 1), tensors, numbers, constants, warps)
-    return y_MK.view(x.shape)
+    y = y_MK.view(x.shape)
+    return y if sum_MK is None else (sum_MK.view(x.shape), y)
+
+
+def _rows(x: Tensor, k: int) -> Tensor:
+    """[M, K] whose rows are contiguous."""
+    x_MK = x.reshape(-1, k)
+    return x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
+
+
+def normed_sum(x: Tensor, other: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + other, its RMS norm times gain), bf16 [..., K] each, K up to 32768; for graphs, see `join`."""
+    return _launch_norm(x, other, Norm("rms", gain, None, eps))
 
 
 class Rule(NamedTuple):
@@ -203,6 +224,12 @@ def _gated(
     return y.view(*x.shape[:-1], n)
 
 
+_sum_op = cuda_op(
+    "normed_sum",
+    normed_sum,
+    "(Tensor x, Tensor other, Tensor gain, float eps) -> (Tensor, Tensor)",
+    lambda x, other, gain, eps: (x.new_empty(x.shape), x.new_empty(x.shape)),
+)
 _gated_op = cuda_op(
     "fp4_gated",
     _gated,

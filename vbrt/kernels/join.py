@@ -7,11 +7,12 @@ graph their common input can be read off. One launch in place of two or three sa
 too short to fill a GPU fill it together. Holds for 4-bit layers that never move, without a bias, for up to 8 tokens:
 more tokens make a launch long enough not to care. A gate and an up projection whose results only meet in
 activation(gate) * up go one step further, into the launch of `gated_linear`, for as many tokens as that takes; it
-rounds once, where the graph rounded both results and the activation.
+rounds once, where the graph rounded both results and the activation. And a residual sum and its RMS norm in front of
+such layers become one launch, which those start beside; inductor's own kernel for both they would wait for.
 
-The graph has an activation as inductor's decompositions of this torch leave it, so it is compared with what they make
-of the same expression. The road not taken: a pass before decomposition, where `nn.SiLU` is one node but the layers are
-not yet operators.
+The graph has an activation or a norm as inductor's decompositions of this torch leave it, so it is compared with what
+they make of the same expression. The road not taken: a pass before decomposition, where `nn.SiLU` is one node but the
+layers are not yet operators.
 
 What a graph checks at each call, one token's time on the host, loses the tests of tiles: what they are, and that they
 stay, is in a string of the layer, which is tested on.
@@ -19,22 +20,25 @@ stay, is in a string of the layer, which is tested on.
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from vbrt.kernels import fp4_linear, fused_linear
-from vbrt.kernels.fused_linear import gates_in_one
+from vbrt.kernels.fused_linear import MAX_ROW, MAX_TOKENS, gates_in_one
 from vbrt.kernels.reference import ACTIVATIONS, activate
 
 __all__ = ["JoinSiblings", "compile_options"]
 
 _TOKENS, _LAYERS = 8, 3  # what `fp4_linear.linears` takes in one launch
 _TENSOR = "._vb_page"
+_EPS = 0.125  # stands for any number in what is traced
 
 
 def compile_options(mode: str = "default") -> dict[str, Any]:
@@ -58,9 +62,12 @@ class JoinSiblings(CustomGraphPass):
     """Replaces `vbrt::fp4_linear` calls on one x by `vbrt::fp4_gated`, or by `vbrt::fp4_linears` for up to three."""
 
     def __init__(self) -> None:
-        _gates()  # traced here and not while a graph is being compiled
+        _gates(), _norms()  # traced here and not while a graph is being compiled
 
     def __call__(self, graph: Graph) -> None:
+        products = graph.find_nodes(op="call_function", target=torch.ops.vbrt.fp4_linear.default)
+        for x in dict.fromkeys(node.args[0] for node in products):
+            _norm(graph, x)
         for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor):
             _gate(graph, node)
         place = {node: at for at, node in enumerate(graph.nodes)}
@@ -96,20 +103,38 @@ def _can_join(node: Node) -> bool:
 @functools.cache
 def _gates() -> dict[str, tuple[Node, Node]]:
     """Activation -> (its input, its result) in a graph as inductor decomposes it, for bf16."""
-    return {name: _traced(name) for name in ACTIVATIONS if name != "none"}
+    y = torch.empty(1, 8, dtype=torch.bfloat16, device="cpu")
+    names = (name for name in ACTIVATIONS if name != "none")
+    return {name: _traced(functools.partial(activate, activation=name), y) for name in names}
 
 
-def _traced(activation: str) -> tuple[Node, Node]:
+@functools.cache
+def _norms() -> list[tuple[Node, Node, Node]]:
+    """(Input, gain, result) of an RMS norm with `_EPS` as torch has it, and as Hugging Face's models write it."""
+
+    def written_out(x: Tensor, gain: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        return gain * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + _EPS)).to(x.dtype)
+
+    gain = torch.empty(8, dtype=torch.bfloat16, device="cpu")
+    shapes = ((1, 8), (1, 1, 8))  # the sum's dimension is counted from the front
+    forms = (lambda x, gain: F.rms_norm(x, gain.shape, gain, _EPS), written_out)
+    return [_traced(form, gain.new_empty(shape), gain) for form in forms for shape in shapes]
+
+
+def _traced(fn: Callable[..., Tensor], *inputs: Tensor) -> tuple[Node, ...]:
+    """The inputs and the result of what inductor's decompositions make of a function."""
     from torch._inductor.decomposition import select_decomp_table  # takes seconds, which compiling takes anyway
 
-    trace = make_fx(lambda y: activate(y, activation), select_decomp_table(), tracing_mode="fake")
-    graph = trace(torch.empty(1, 8, dtype=torch.bfloat16, device="cpu")).graph
-    (result,) = graph.output_node().all_input_nodes
-    return next(iter(graph.nodes)), result
+    graph = make_fx(fn, select_decomp_table(), tracing_mode="fake")(*inputs).graph
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add_.Scalar):
+        node.target = torch.ops.aten.add.Scalar  # as functionalization, which has been there before, leaves it
+    return *graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes
 
 
-def _matches(node: Any, traced: Node, found: dict[Node, Node]) -> bool:
-    """Whether a node computes what a traced one does; `found` says of what each traced node is the likeness."""
+def _matches(node: Any, traced: Node, found: dict[Any, Any]) -> bool:
+    """Whether a node computes what a traced one does; `found` says of what each traced node is the likeness, and what
+    stands for `_EPS`."""
     if not isinstance(node, Node):
         return False
     if traced in found:
@@ -119,9 +144,52 @@ def _matches(node: Any, traced: Node, found: dict[Node, Node]) -> bool:
         return True
     alike = node.target == traced.target and len(node.args) == len(traced.args) and node.kwargs == traced.kwargs
     return alike and all(
-        _matches(ours, theirs, found) if isinstance(theirs, Node) else ours == theirs
+        _matches(ours, theirs, found) if isinstance(theirs, Node) else _same(ours, theirs, found)
         for ours, theirs in zip(node.args, traced.args, strict=True)
     )
+
+
+def _same(ours: Any, theirs: Any, found: dict[Any, Any]) -> bool:
+    if theirs == _EPS and isinstance(ours, float):
+        found[_EPS] = ours
+        return True
+    return ours == theirs
+
+
+def _norm(graph: Graph, y: Any) -> None:
+    """Put one launch in the place of a sum of two tensors and its RMS norm `y`, if that is what y is."""
+    for given, gain, result in _norms():
+        found: dict[Any, Any] = {}
+        if not _matches(y, result, found):
+            continue
+        total, gain, eps = found.pop(given), found.pop(gain), found.pop(_EPS)
+        inner = set(found.values())
+        if _is_sum(total) and _is_gain(gain, total) and all(u in inner for n in inner - {y} for u in n.users):
+            with graph.inserting_before(total):
+                both = graph.call_function(torch.ops.vbrt.normed_sum.default, (*total.args, gain, eps))
+            both.meta["val"] = [total.meta["val"], y.meta["val"]]
+            _replace(graph, y, operator.getitem, (both, 1))
+            for node in reversed([node for node in graph.nodes if node in inner]):
+                graph.erase_node(node)
+            _replace(graph, total, operator.getitem, (both, 0))
+        return
+
+
+def _is_sum(node: Node) -> bool:
+    """Of two bf16 tensors of one shape, with few enough rows that are short enough for the kernel."""
+    if node.target is not torch.ops.aten.add.Tensor or node.kwargs or not all(isinstance(a, Node) for a in node.args):
+        return False
+    value, *others = (n.meta["val"] for n in (node, *node.args))
+    alike = all(other.shape == value.shape and other.dtype is torch.bfloat16 for other in others)
+    k = value.shape[-1]
+    return alike and isinstance(value.numel(), int) and k <= MAX_ROW and 0 < value.numel() <= MAX_TOKENS * k
+
+
+def _is_gain(node: Node, total: Node) -> bool:
+    """A bf16 parameter: it is there wherever the launch is put."""
+    value = node.meta["val"]
+    fits = value.shape == total.meta["val"].shape[-1:] and value.is_contiguous()
+    return fits and node.op == "placeholder" and value.dtype is torch.bfloat16
 
 
 def _gate(graph: Graph, product: Node) -> None:

@@ -1,6 +1,7 @@
 """Launch configurations of `fp4_linear`, chosen ahead of time so that no first call searches for one.
 
-R row tiles a warp, WK warps along K, PREFETCH: the next tile is read before this one is used.
+R row tiles a warp, WK warps along K, PREFETCH: the next tile is read before this one is used, CARRY: pointers are moved
+on and not computed anew, see `fp4_gluon.linear_program`.
 Entries were measured on the family's chip (see benchmarks/results); the default is the sm_90 table, which asks for
 nothing that an older or newer chip lacks.
 """
@@ -14,6 +15,7 @@ class Launch(NamedTuple):
     R: int
     WK: int
     PREFETCH: bool
+    CARRY: bool = False
 
 
 class Wide(NamedTuple):
@@ -43,7 +45,7 @@ _SM90 = (
     Rule(8, None, None, Launch(2, 4, False)),
     Rule(16, 264, None, Launch(2, 16, True)),
     Rule(16, 512, None, Launch(2, 8, True)),
-    Rule(16, 1280, None, Launch(2, 4, True)),
+    Rule(16, 1280, None, Launch(2, 4, True, True)),
     Rule(16, None, None, Launch(4, 4, False)),
     Rule(32, 512, None, Launch(2, 8, True)),
     Rule(32, None, None, Launch(4, 4, True)),

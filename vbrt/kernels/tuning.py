@@ -33,8 +33,9 @@ __all__ = ["CANDIDATES", "KERNELS", "Case", "Found", "cases", "check", "graph_us
            "tuning_path"]
 
 #: raised with each change of a kernel that can change which configuration is the fastest
-KERNELS = 1
-CANDIDATES = tuple(Launch(r, wk, ahead) for r in (1, 2, 4) for wk in (4, 8, 16) for ahead in (True, False))
+KERNELS = 2
+_READS = ((True, True), (True, False), (False, False))
+CANDIDATES = tuple(Launch(r, wk, *reads) for r in (1, 2, 4) for wk in (4, 8, 16) for reads in _READS)
 _BEYOND_CACHE = 300 << 20  # bytes of weights, so that they come from memory
 _GAIN = 0.97  # of the table's time; less of a difference is noise
 
