@@ -1,7 +1,8 @@
 """Time 4-bit linears against the same GPU's bf16 matmul, beside other libraries', and write kernels-<gpu>.json.
 
 CUDA-graph replays over enough weights to pass the second-level cache, random normal data, medians; microseconds a
-call. A ratio is bf16 time / ours. Everything is timed in one run, in turn; absolute times drift between machines.
+call. A ratio is bf16 time / ours, of graphs replayed in turn, so that both meet the same clocks and heat; times of
+different ratios were taken one after the other, and absolute times drift.
 
 A selection is timed in seconds and goes into subset-kernels-<gpu>.json, never into the file of a whole run:
 
@@ -66,15 +67,15 @@ BF16 = torch.bfloat16
 # -- timing -----------------------------------------------------------------------------------------------------------
 
 
-def replay_us(calls: Sequence[Callable[[], object]], repeats: int = 15) -> float:
-    """Median time of one call, in a graph that runs them all."""
+def side_by_side(*sets: Sequence[Callable[[], object]], repeats: int = 15) -> list[float]:
+    """For each set of calls the median time of one, in a graph that runs the set; the graphs take turns."""
 
-    def all_of_them() -> None:
+    def all_of(calls: Sequence[Callable[[], object]]) -> None:
         for call in calls:
             call()
 
-    all_of_them()
-    return graph_us(all_of_them, repeats) / len(calls)
+    taken = graph_us(*(partial(all_of, calls) for calls in sets), repeats=repeats)
+    return [us / len(calls) for us, calls in zip(taken, sets, strict=True)]
 
 
 def host_us(call: Callable[[], object], calls: int = 500) -> float:
@@ -94,7 +95,8 @@ def copy_tb_s() -> float:
     """Bytes read and written a second by a kernel that copies: the roofline of this GPU's memory."""
     source = torch.randn(1 << 29, dtype=BF16, device=CUDA)
     target = torch.empty_like(source)
-    return 4 * source.numel() / replay_us([partial(torch.neg, source, out=target)]) / 1e6
+    (us,) = side_by_side([partial(torch.neg, source, out=target)])
+    return 4 * source.numel() / us / 1e6
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -138,19 +140,19 @@ def linear_rows(format: str, k: int, n: int, tokens: Sequence[int]) -> Iterator[
     for m in tokens:
         x = torch.randn(m, k, device=CUDA, dtype=BF16)
         want = x.double() @ exact.T
-        bf16 = replay_us([partial(F.linear, x, w) for w in dense])
-        ours = replay_us([partial(linear, x, p) for p in planes])
-        row = {"format": format, "k": k, "n": n, "m": m, "route": route_of(x, planes[0]), "bf16_us": round(bf16, 2),
-               "fp4_us": round(ours, 2), "ratio": round(bf16 / ours, 3),
-               "relative_error": error(linear(x, planes[0]), want)}
+        calls = {"bf16": [partial(F.linear, x, w) for w in dense], "fp4": [partial(linear, x, p) for p in planes]}
         if fp8_refusal(torch.device("cuda", 0)) is None and fp8_linear.route(x, planes[0]) == "fp8":
-            us = replay_us([partial(fp8_linear.linear, x, p) for p in planes])
-            row |= {"fp8_us": round(us, 2), "fp8_ratio": round(bf16 / us, 3),
-                    "fp8_error": error(fp8_linear.linear(x, planes[0]), want)}
+            calls["fp8"] = [partial(fp8_linear.linear, x, p) for p in planes]
         if fp4_refusal(torch.device("cuda", 0)) is None and fp4_scaled.route(x, planes[0]) == "fp4":
-            us = replay_us([partial(fp4_scaled.linear, x, p) for p in planes])
-            row |= {"scaled_us": round(us, 2), "scaled_ratio": round(bf16 / us, 3),
-                    "scaled_error": error(fp4_scaled.linear(x, planes[0]), want)}
+            calls["scaled"] = [partial(fp4_scaled.linear, x, p) for p in planes]
+        us = dict(zip(calls, side_by_side(*calls.values()), strict=True))
+        row = {"format": format, "k": k, "n": n, "m": m, "route": route_of(x, planes[0]),
+               "bf16_us": round(us["bf16"], 2), "fp4_us": round(us["fp4"], 2),
+               "ratio": round(us["bf16"] / us["fp4"], 3), "relative_error": error(calls["fp4"][0](), want)}
+        for name in ("fp8", "scaled"):
+            if name in us:
+                row |= {f"{name}_us": round(us[name], 2), f"{name}_ratio": round(us["bf16"] / us[name], 3),
+                        f"{name}_error": error(calls[name][0](), want)}
         say(row)
         yield row
 
@@ -167,9 +169,11 @@ def epilogue_rows(shapes: Sequence[Shape], tokens: Sequence[int]) -> Iterator[di
         bias = torch.randn(n, device=CUDA, dtype=BF16)
         for m in tokens:
             x = torch.randn(m, k, device=CUDA, dtype=BF16)
-            bare = replay_us([partial(fp4_linear.linear, x, p) for p in planes])
-            for activation in ("none", "gelu", "silu"):
-                full = replay_us([partial(fp4_linear.linear, x, p, bias, activation) for p in planes])
+            names = (None, "none", "gelu", "silu")
+            given = [() if name is None else (bias, name) for name in names]
+            taken = side_by_side(*([partial(fp4_linear.linear, x, p, *more) for p in planes] for more in given))
+            bare, *others = taken
+            for activation, full in zip(names[1:], others, strict=True):
                 row = {"k": k, "n": n, "m": m, "activation": activation, "bare_us": round(bare, 2),
                        "full_us": round(full, 2), "added_percent": round(100 * (full / bare - 1), 1)}
                 say(row)
@@ -197,7 +201,7 @@ def fused_rows(shapes: Sequence[Shape], tokens: Sequence[int]) -> Iterator[dict[
                               [partial(separate_gate, x, a, b, rms) for a, b in pairs]),
             }
             for name, (fused, separate) in cases.items():
-                apart, together = replay_us(separate), replay_us(fused)
+                apart, together = side_by_side(separate, fused)
                 row = {"what": name, "k": k, "n": n, "m": m, "separate_us": round(apart, 2),
                        "fused_us": round(together, 2), "ratio": round(apart / together, 3)}
                 say(row)
@@ -369,8 +373,8 @@ def peer_rows(name: str, cases: Sequence[Case], seconds: float, absent: dict[str
                 layers[0](x)
                 torch.cuda.synchronize()
             first = time.perf_counter() - built
-            bf16 = replay_us([partial(F.linear, x, w) for w in dense])
-            us = replay_us([partial(layer, x) for layer in layers])
+            calls = [partial(F.linear, x, w) for w in dense], [partial(layer, x) for layer in layers]
+            bf16, us = side_by_side(*calls)
         except OutOfTime:
             missing[f"not timed within {seconds:.0f} s"] = list(cases[index:])
             break

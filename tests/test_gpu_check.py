@@ -23,7 +23,7 @@ def script(monkeypatch):
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "CUDA", torch.device("cpu"))
     monkeypatch.setattr(module, "ROTATED_BYTES", 0)
-    monkeypatch.setattr(module, "replay_us", lambda calls, repeats=1: 10.0)
+    monkeypatch.setattr(module, "side_by_side", lambda *sets: [10.0] * len(sets))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (8 << 30, 8 << 30))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")

@@ -1,4 +1,7 @@
 import itertools
+import re
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,7 +9,7 @@ import torch
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.kernels import fp4_linear, fp4_tiles, page_packing, reference, resolve
-from vbrt.kernels.launch_table import DEFAULT, FAMILIES, fused_limit, launch_for, wide_for
+from vbrt.kernels.launch_table import DEFAULT, FAMILIES, fused_limit, launch_for, persists, wide_for
 
 NAMES = ("nvfp4", "mxfp4")
 SHAPES = [(16, 128), (1, 16), (33, 200), (200, 416), (5, 2730), (129, 1000)]
@@ -239,6 +242,46 @@ def test_the_hopper_kernel_compiles_to_warpgroup_instructions(name, tokens):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_persistent_kernel_keeps_instructions_in_flight(name, bias, tmp_path):
+    pytest.importorskip("triton.experimental.gluon")
+    import triton
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from vbrt.kernels import fp4_persistent
+
+    types = {
+        "tile_ptr": "*i32", "scale_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16",
+        "x_desc": f"tensordesc<bf16[256, 64],{NVMMASharedLayout(128, 16, 2)!r}>",
+        **dict.fromkeys(("M", "N", "columns", "y_stride"), "i32"),
+    }  # fmt: skip
+    constants = {"E8": name == "mxfp4", "ACTIVATION": "gelu" if bias else "none", "BIAS": bias, "EARLY": True}
+    aligned = ("tile_ptr", "bias_ptr", "y_ptr", "N", "y_stride")
+    binary = compiled(fp4_persistent.persistent_kernel, types, constants, 90, 4, aligned)
+    ptx = binary.asm["ptx"]
+    assert ptx.count("wgmma.mma_async") == 32 and ptx.count("stmatrix") == 32
+    assert binary.metadata.shared <= 227 << 10
+    source, tools = tmp_path / "kernel.ptx", Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    source.write_text(ptx)
+    commands = [[tool, "-v", "-arch=sm_90a", source, "-o", tmp_path / "kernel.cubin"] for tool in tools.glob("ptxas*")]
+    said = [subprocess.run(command, capture_output=True, text=True).stderr for command in commands]
+    said = [text for text in said if "Unsupported .version" not in text]  # one of them is for other GPUs
+    assert said and not any("serialized" in text for text in said)
+    assert all(int(re.search(r"(\d+) bytes spill stores", text)[1]) <= 64 for text in said)
+
+
+def test_tiles_of_the_persistent_kernel_fill_the_gpu_or_others_serve():
+    for tokens, n, wanted in (
+        (256, 14336, True), (256, 4096, False), (192, 14336, False), (512, 14336, True), (512, 4096, False),
+        (640, 6144, False), (1024, 4096, True), (1024, 6144, False), (1536, 4096, False), (2048, 4096, True),
+        (2048, 28672, True), (4096, 14336, True), (8192, 14336, False), (1, 1, False), (257, 14336, False),
+    ):  # fmt: skip
+        assert persists(9, tokens, n) == wanted, (tokens, n)
+    assert not any(persists(major, 2048, 4096) for major in (8, 10, 12))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_the_padding_kernel_compiles(capability):
     pytest.importorskip("triton.experimental.gluon")
@@ -345,13 +388,52 @@ def test_carried_pointers_match_float64(name, shape):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(16896, 512), (16890, 1032), (33000, 392), (33792, 2730)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_persistent_kernel_matches_float64(name, shape):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("for sm_90")
+    planes, _, weight = case(name, shape)
+    n, k = shape
+    for tokens, activation in ((240, "none"), (500, "gelu"), (1003, "none"), (4096, "relu")):
+        wide = torch.randn(tokens, k + 24, device="cuda", dtype=torch.bfloat16)
+        x, bias = wide[:, 8 : k + 8], torch.randn(n, device="cuda", dtype=torch.bfloat16)
+        assert fp4_linear.route(x, planes) == "persistent"
+        poison()
+        y = fp4_linear.linear(x, planes, bias, activation)
+        want = reference.ACTIVATIONS[activation](x.double() @ weight.T + bias.double())
+        assert y.shape == (tokens, n) and error(y, want) < 3e-3, (tokens, activation)
+        assert torch.equal(y, fp4_linear.linear(x, planes, bias, activation))
+    bare = torch.randn(2, 150, k, device="cuda", dtype=torch.bfloat16).transpose(0, 1)
+    assert error(fp4_linear.linear(bare, planes), bare.double() @ weight.T) < 3e-3
+
+
+@pytest.mark.gpu
+def test_the_persistent_kernel_in_graphs_and_compiled(fresh=torch.compiler.reset):
+    planes, _, weight = case("nvfp4", (16896, 512))
+    x = torch.randn(250, 512, device="cuda", dtype=torch.bfloat16)
+    want = fp4_linear.linear(x, planes)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = fp4_linear.linear(x, planes)
+    recorded.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(recorded, want)
+    fresh()
+    assert torch.equal(torch.compile(lambda x: fp4_linear.linear(x, planes), fullgraph=True)(x), want)
+    x = x.requires_grad_()
+    fp4_linear.linear(x, planes).float().pow(2).sum().backward()
+    assert error(x.grad, 2 * (x.detach().double() @ weight.T) @ weight) < 1e-2
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [2048, 3000])
 @pytest.mark.parametrize("shape", [(14336, 4096), (9000, 14336), (50257, 2730)], ids=str)
 def test_large_weights_are_decoded_in_slices(shape, tokens):
     planes, _, weight = case("nvfp4", shape)
     assert fp4_linear.slice_tiles(-(-shape[0] // 16), 2 * shape[1], tokens) * 16 < shape[0]
-    x = torch.randn(2, tokens // 2, shape[1], device="cuda", dtype=torch.bfloat16)
-    bias = torch.randn(shape[0], device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(2, tokens // 2, shape[1], device="cuda", dtype=torch.float16)
+    bias = torch.randn(shape[0], device="cuda", dtype=torch.float16)
     assert fp4_linear.route(x, planes) == "decode+matmul"
     for added in (None, bias):
         want = torch.nn.functional.linear(x.double(), weight, None if added is None else added.double())

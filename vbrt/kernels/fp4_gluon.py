@@ -24,22 +24,28 @@ __all__ = ["decode_kernel", "linear_kernel", "pad_kernel", "siblings_kernel"]
 _OUT_16 = ",".join(["=&r"] * 16)
 
 
+def decode_word(word: str, pairs: list[str], scales: tuple[str, str]) -> list[str]:
+    """Instructions from one word of codes to its four pairs of bf16, times the scales of rows g and g + 8.
+
+    They need registers t, and z = 0x80008000.
+    """
+    lines = [
+        f"shl.b32 t, {word}, 2; and.b32 {pairs[0]}, t, 0x81C081C0;",
+        f"shl.b32 t, {word}, 6; and.b32 {pairs[1]}, t, 0x81C081C0;",
+        f"shf.l.wrap.b32 t, {word}, {word}, 12; and.b32 {pairs[2]}, t, 0x81C081C0;",
+        f"shr.u32 t, {word}, 8; lop3.b32 {pairs[3]}, {word}, t, 0x81C081C0, 0x28;",
+    ]
+    # x * s + (-0.0) is x * s; `mul.bf16x2` would need sm_90
+    return lines + [f"fma.rn.bf16x2 {p}, {p}, {scales[k & 1]}, z;" for k, p in enumerate(pairs)]
+
+
 def _decode_assembly(order: tuple[tuple[int, int], ...]) -> str:
     """Words $16..$19 to bf16 pairs times scales $20 (row g) and $24 (row g + 8); output k is pair order[k][0] of word
     order[k][1]."""
     place = {pair_word: f"${k}" for k, pair_word in enumerate(order)}
     lines = ["{ .reg .b32 t, z; mov.b32 z, 0x80008000;"]
     for word in range(4):
-        w = f"${16 + word}"
-        pairs = [place[pair, word] for pair in range(4)]
-        lines += [
-            f"shl.b32 t, {w}, 2; and.b32 {pairs[0]}, t, 0x81C081C0;",
-            f"shl.b32 t, {w}, 6; and.b32 {pairs[1]}, t, 0x81C081C0;",
-            f"shf.l.wrap.b32 t, {w}, {w}, 12; and.b32 {pairs[2]}, t, 0x81C081C0;",
-            f"shr.u32 t, {w}, 8; lop3.b32 {pairs[3]}, {w}, t, 0x81C081C0, 0x28;",
-        ]
-        # x * s + (-0.0) is x * s; `mul.bf16x2` would need sm_90
-        lines += [f"fma.rn.bf16x2 {p}, {p}, {('$20', '$24')[k & 1]}, z;" for k, p in enumerate(pairs)]
+        lines += decode_word(f"${16 + word}", [place[pair, word] for pair in range(4)], ("$20", "$24"))
     return " ".join([*lines, "}"])
 
 
@@ -331,6 +337,8 @@ def linear_program(
         tiles = load_tiles(tile_ptr, row_tile, row_tiles, column, columns, lane, LAYOUT, R, E8)
     if EARLY:
         wait_for_launch_before()
+    if WK < 16:
+        scale = gl.load(scale_ptr)
     for _ in range((columns + WK - 1) // WK):
         here = column < columns
         if CARRY:
@@ -385,7 +393,8 @@ def linear_program(
 
     if EARLY:
         allow_launch_after()
-    scale = gl.load(scale_ptr)  # before the loop it would hold up the first weights
+    if WK == 16:  # where columns are few a warp, the first of them would wait for it
+        scale = gl.load(scale_ptr)
     if BIAS:
         bias = gl.load(bias_ptr + row, mask=row < N, other=0.0)
     v = gl.convert_layout(summed(sums, 0, COUNT, WK), STORE) * (RESCALE * scale)

@@ -1,10 +1,10 @@
 """Linear layers on E2M1 weights in tile order: the backend "triton" of the ops "linear" and "decode_weight".
 
 Up to `fused_limit` tokens a kernel reads 4-bit tiles, multiplies on the tensor cores and applies bias and activation;
-on Hopper there are two such kernels, for few and for many tokens. Above that the weight is decoded to the activations'
-dtype and the vendor's matmul takes over. Weights that
-are not in tile order (another format, a plain coarse plane) and GPUs older than sm_80 go through the reference:
-decode, then matmul; `route` says which way a call takes.
+on Hopper there are two such kernels, for few and for many tokens, and a third one where `persists` says so. Beyond them
+the weight is decoded to the activations' dtype and the vendor's matmul takes over. Weights that are not in tile order
+(another format, a plain coarse plane) and GPUs older than sm_80 go through the reference: decode, then matmul; `route`
+says which way a call takes.
 
 The fused kernel multiplies in bf16 and sums in fp32. bf16 activations go in as they are; fp16 and fp32 are split into
 two and three bf16 summands, which hold all their bits, and count as that many times the tokens.
@@ -26,7 +26,16 @@ from vbrt.formats.page import PageLayout
 from vbrt.kernels import fp4_tiles, merge, reference
 from vbrt.kernels.fp4_launch import Launcher, alignment, cuda_op
 from vbrt.kernels.fp4_tiles import ROWS, TILES
-from vbrt.kernels.launch_table import Launch, Wide, fused_limit, launch_for, wide_for
+from vbrt.kernels.launch_table import (
+    PERSISTENT_ROWS,
+    PERSISTENT_TOKENS,
+    Launch,
+    Wide,
+    fused_limit,
+    launch_for,
+    persists,
+    wide_for,
+)
 from vbrt.kernels.tuning import tuned
 
 __all__ = ["MIN_MAJOR", "Packing", "apart", "available", "decode_weight", "launch", "linear", "linears", "major",
@@ -35,6 +44,7 @@ __all__ = ["MIN_MAJOR", "Packing", "apart", "available", "decode_weight", "launc
 MIN_MAJOR = 8  # mma.m16n8k16 on bf16, fma.rn.bf16x2
 _SUMMANDS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _DECODE_WARPS = 4
+_PERSISTENT_WARPS = 4
 _PAD_WARPS, _PAD_SPAN, _REDUCE_WARPS = 4, 1024, 4
 _ORDER_MANY = 16384  # rows of tiles' columns from which a program of the ordering kernel has two warps
 _SLICE_BYTES, _MOST_SLICES, _BLOCK_ROWS, _SLICE_TOKENS = 64 << 20, 4, 256, 2048
@@ -119,6 +129,24 @@ def _decoder() -> Launcher:
 
 
 @functools.cache
+def _persistent() -> tuple[Launcher, Any]:
+    """(the kernel, what describes activations to it)."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from vbrt.kernels import fp4_persistent
+
+    box, swizzle = [PERSISTENT_TOKENS, fp4_persistent.COLUMNS.value], NVMMASharedLayout(128, 16, 2)
+    launcher = Launcher(fp4_persistent.persistent_kernel, dependent=True)
+    return launcher, lambda x_MK: TensorDescriptor(x_MK, list(x_MK.shape), list(x_MK.stride()), box, swizzle)
+
+
+@functools.cache
+def _processors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@functools.cache
 def _wide() -> Any:
     from vbrt.kernels import fp4_wgmma
 
@@ -132,16 +160,19 @@ def _served(planes: WeightPlanes) -> bool:
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
-    """The way `linear` takes: "fused", "decode+matmul" (decoded by a kernel), "merge+matmul" (exact) or "reference"."""
+    """The way `linear` takes: "fused", "decode+matmul" (decoded by a kernel), "merge+matmul" (exact) or "reference".
+
+    "persistent" is fused too, by the kernel for the most tokens.
+    """
     if merge.serves(planes):
         return "merge+matmul"
     if planes.fine is not None or not _served(planes):
         return "reference"
-    summands = _SUMMANDS.get(x.dtype)
+    summands, family = _SUMMANDS.get(x.dtype), major(planes.coarse[TILES].device.index)
     tokens = x.numel() // max(1, x.shape[-1])
-    if summands is not None and tokens * summands <= fused_limit(major(planes.coarse[TILES].device.index)):
-        return "fused"
-    return "decode+matmul"
+    if x.dtype is torch.bfloat16 and persists(family, tokens, planes.shape[0]):
+        return "persistent"
+    return "fused" if summands is not None and tokens * summands <= fused_limit(family) else "decode+matmul"
 
 
 def decode_weight(planes: WeightPlanes) -> Tensor:
@@ -170,7 +201,7 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
     if reference.wants_grad(x, bias):
         y = _Product.apply(x, tiles, scale, planes, way)
         return reference.activate(y if bias is None else y + bias, activation)
-    if way == "fused":
+    if way != "decode+matmul":
         n, k = planes.shape
         fused = _fused_op if torch.compiler.is_compiling() else _fused
         return fused(x, tiles, scale, bias, planes.format, n, k, activation)
@@ -184,7 +215,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, tiles: Tensor, scale: Tensor, planes: WeightPlanes, way: str) -> Tensor:
         ctx.planes = planes
         n, k = planes.shape
-        if way == "fused":
+        if way != "decode+matmul":
             fused = _fused_op if torch.compiler.is_compiling() else _fused
             return fused(x, tiles, scale, None, planes.format, n, k, "none")
         return _decode_and_multiply(x, planes, None)
@@ -276,8 +307,11 @@ def _fused(
     if tokens == 0:
         return x.new_empty(*x.shape[:-1], n)
     row_tiles, columns, _ = tiles.shape
-    wide = wide_for(major(tiles.device.index), tokens * _SUMMANDS[x.dtype], row_tiles, columns)
-    if wide is not None:
+    family = major(tiles.device.index)
+    wide = wide_for(family, tokens * _SUMMANDS[x.dtype], row_tiles, columns)
+    if x.dtype is torch.bfloat16 and persists(family, tokens, n):
+        y = _launch_persistent(x_MK, tiles, scale, bias, n, format, activation)
+    elif wide is not None:
         y = _launch_wide(x_MK, tiles, scale, bias, n, format, activation, wide)
     elif x.dtype is torch.bfloat16:
         y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
@@ -387,6 +421,24 @@ def _padded(x_MK: Tensor) -> Tensor:
     constants = (_PAD_WARPS, _PAD_SPAN, early)
     _narrow(early)[1](key, device, grid, (x_MK, o_MK), (k, width, *x_MK.stride()), constants, _PAD_WARPS)
     return o_MK
+
+
+def _launch_persistent(
+    x_MK: Tensor, tiles: Tensor, scale: Tensor, bias: Tensor | None, n: int, format: str, activation: str
+) -> Tensor:
+    """activation(x @ w.T + bias) in one launch, x in bf16."""
+    x_MK = x_MK if rows_are_aligned(x_MK) else _padded(x_MK)
+    tokens, device = x_MK.shape[0], tiles.device.index
+    kernel, described = _persistent()
+    y_MN = x_MK.new_empty(tokens, n)
+    tensors = (tiles, scale, y_MN if bias is None else bias.contiguous(), y_MN)
+    constants = (format == "mxfp4", activation, bias is not None, True)
+    count = -(-tokens // PERSISTENT_TOKENS) * -(-n // PERSISTENT_ROWS)
+    kernel(
+        (device, n, tensors[2].dtype, alignment(*tensors), constants), device, (min(count, _processors(device)), 1),
+        tensors, (described(x_MK), tokens, n, tiles.shape[1], n), constants, _PERSISTENT_WARPS,
+    )  # fmt: skip
+    return y_MN
 
 
 def _launch_wide(

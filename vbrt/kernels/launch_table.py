@@ -8,7 +8,8 @@ nothing that an older or newer chip lacks.
 
 from typing import NamedTuple
 
-__all__ = ["DEFAULT", "FAMILIES", "WIDE", "Launch", "Rule", "Wide", "fused_limit", "launch_for", "wide_for"]
+__all__ = ["DEFAULT", "FAMILIES", "PERSISTENT_ROWS", "PERSISTENT_TOKENS", "WIDE", "Launch", "Rule", "Wide",
+           "fused_limit", "launch_for", "persists", "wide_for"]
 
 
 class Launch(NamedTuple):
@@ -64,6 +65,15 @@ _WIDE_LONG = 9
 _RINGS = {16: (8, 7, 6), 32: (8, 7, 6), 64: (8, 7, 6), 128: (5, 4)}
 _PROCESSORS = 132
 
+#: of a tile of `fp4_persistent`
+PERSISTENT_ROWS, PERSISTENT_TOKENS = 128, 256
+#: from here on decoding costs next to nothing beside the vendor's matmul, and that was the faster by 1 to 2 %
+_PERSISTENT_MOST = 4096
+#: of the multiprocessors' time that must be of use for it to beat `fp4_wgmma`
+_PERSISTENT_SHARE = 0.7
+#: decode and matmul take 1 + this / tokens times what the matmul alone does, measured for five shapes
+_DECODE_TOKENS = 232
+
 
 def fused_limit(major: int) -> int:
     """The largest number of tokens for which a fused kernel is used; above it, decode and the vendor's matmul."""
@@ -93,6 +103,21 @@ def wide_for(major: int, tokens: int, row_tiles: int, columns: int) -> Wide | No
     span = -(-columns // splits)
     ring = 4 if warps == 16 else min(_RINGS[block], key=lambda size: -span % size)
     return Wide(block, warps, splits, ring)
+
+
+def persists(major: int, tokens: int, n: int) -> bool:
+    """Whether `fp4_persistent` is the fastest for a weight of n rows: it is if its tiles fill the multiprocessors.
+
+    It takes whole tiles, so their number in the last round and the tokens in the last tile decide.
+    """
+    if major not in WIDE or tokens > _PERSISTENT_MOST:
+        return False
+    tiles = -(-tokens // PERSISTENT_TOKENS) * -(-n // PERSISTENT_ROWS)
+    rounds = -(-tiles // _PROCESSORS)
+    share = tokens * n / (rounds * _PROCESSORS * PERSISTENT_TOKENS * PERSISTENT_ROWS)
+    if tokens <= WIDE[major][1]:
+        return share >= _PERSISTENT_SHARE
+    return 1.04 * share * (tokens + _DECODE_TOKENS) >= tokens  # at a share of 1 it was 0 to 8 % faster than cuBLAS
 
 
 def _wide_warps(block: int, blocks: int, row_tiles: int, columns: int) -> int:

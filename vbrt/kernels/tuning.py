@@ -198,26 +198,32 @@ def _timer(n: int, k: int, format: str, device: int) -> Callable[[int, Launch], 
                 for tiles, scale in weights:
                     fp4_linear.launch(x_MK, tiles, scale, None, y_MN, format, "none", launch)
 
-            return graph_us(calls) / len(weights)
+            return graph_us(calls)[0] / len(weights)
 
     return us
 
 
-def graph_us(calls: Callable[[], None], repeats: int = 9) -> float:
-    """Median time of a graph that records the calls."""
+def graph_us(*sets: Callable[[], None], repeats: int = 9) -> list[float]:
+    """Median time of a graph of each set of calls. The graphs take turns: clocks and heat are the same for all."""
+    graphs, times = [_recorded(calls) for calls in sets], [[] for _ in sets]
+    for _ in range(repeats):
+        for graph, own in zip(graphs, times, strict=True):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            own.append(start.elapsed_time(end) * 1e3)
+    return [sorted(own)[repeats // 2] for own in times]
+
+
+def _recorded(calls: Callable[[], None]) -> torch.cuda.CUDAGraph:
     calls()
     torch.cuda.synchronize()
-    graph, times = torch.cuda.CUDAGraph(), []
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         calls()
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return sorted(times)[repeats // 2]
+    return graph
 
 
 # -- the file ---------------------------------------------------------------------------------------------------------

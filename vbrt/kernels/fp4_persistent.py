@@ -1,0 +1,295 @@
+"""The fused kernel for Hopper and hundreds to thousands of tokens: persistent, warp-specialized, no decoded weight.
+
+A program takes tiles of 128 rows of the result by 256 tokens until there are none left. Two warpgroups multiply 64 rows
+each: a warp decodes one tile of `fp4_tiles` into the register operand of `wgmma`, while the instructions before it run.
+One more warp has the copy engine (TMA) fill a ring in shared memory with activations as they lie, which both warpgroups
+read. The sums stay in registers, 128 a thread, and leave through shared memory.
+
+The tiles' order of columns suits the kernel for few tokens, where a lane t of four reads 32 adjacent columns. Here the
+instruction wants columns 8 m + 2 t and 8 m + 2 t + 1 from it, so the four lanes exchange: words first (the half of
+eight columns that holds them), then decoded pairs. That costs a hundred instructions a tile, and spares activations
+being put in order by a kernel of its own, which at 2048 tokens and 14336 columns took a tenth of the time.
+
+The order of instructions matters. A warpgroup keeps at least four in flight but for once in two columns: were there
+any at the loop's end, ptxas would run out of registers for their results and put a wait behind every one.
+"""
+
+# ruff: noqa: RUF005  # the kernel language has no starred expressions
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from vbrt.kernels.fp4_gluon import (
+    E4M3_HIGH,
+    E4M3_LOW,
+    E8M0,
+    RESCALE,
+    SCALE_REGISTERS,
+    activate,
+    allow_launch_after,
+    decode_word,
+    moved,
+    tile_pointers,
+    wait_for_launch_before,
+)
+from vbrt.kernels.fp4_wgmma import register_operand
+from vbrt.kernels.launch_table import PERSISTENT_ROWS, PERSISTENT_TOKENS
+
+__all__ = ["COLUMNS", "WARPS", "persistent_kernel"]
+
+ROWS = gl.constexpr(PERSISTENT_ROWS)
+TOKENS = gl.constexpr(PERSISTENT_TOKENS)
+#: columns of activations that a copy takes: what a row of 128 bytes in shared memory holds
+COLUMNS = gl.constexpr(64)
+#: tiles' columns of activations in the ring, 64 KiB each
+STAGES = gl.constexpr(3)
+#: of a warpgroup; a program has three, the third one for the warp that copies
+WARPS = gl.constexpr(4)
+
+# renamed between Triton 3.6 and 3.9
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
+def _exchange_assembly() -> str:
+    """Words $16..$19 of lane $36 to four A operands in $0..$15, columns in their own order.
+
+    Word 2 p + j holds pairs c = 0, 1 of columns 32 t + 8 (p ^ (t // 2)) + 4 j + 2 c, for rows g and g + 8. Lane t gets
+    pair j = t // 2, c = t % 2 of all four lanes' words: from lane t ^ 2 first, then from t ^ 1. The scales of rows g
+    and g + 8 are $20 and $24 for words of lanes 0 and 1, $28 and $32 for those of 2 and 3. Operand s has lane s's
+    columns.
+    """
+    lines = [
+        "{ .reg .b32 t, z, s, r, q0, q1, q2, q3, w00, w01, w10, w11; .reg .pred high, odd; mov.b32 z, 0x80008000;",
+        "and.b32 t, $36, 2; setp.ne.u32 high, t, 0; and.b32 t, $36, 1; setp.ne.u32 odd, t, 0;",
+    ]
+    for p in range(2):
+        first, second = f"${16 + 2 * p}", f"${17 + 2 * p}"
+        lines += [
+            f"selp.b32 s, {first}, {second}, high; shfl.sync.bfly.b32 r, s, 2, 31, -1;",
+            f"selp.b32 w0{p}, r, {first}, high; selp.b32 w1{p}, {second}, r, high;",
+        ]
+    for upper in range(2):
+        for p in range(2):
+            lines += decode_word(f"w{upper}{p}", ["q0", "q1", "q2", "q3"], (f"${20 + 8 * upper}", f"${24 + 8 * upper}"))
+            for row in range(2):
+                place = 2 * (p ^ upper) + row  # p ^ (t // 2), see fp4_tiles
+                from_even, from_odd = f"${8 * upper + place}", f"${8 * upper + 4 + place}"
+                lines += [
+                    f"selp.b32 s, q{row}, q{2 + row}, odd; shfl.sync.bfly.b32 r, s, 1, 31, -1;",
+                    f"selp.b32 {from_even}, r, q{row}, odd; selp.b32 {from_odd}, q{2 + row}, r, odd;",
+                ]
+    return " ".join([*lines, "}"])
+
+
+EXCHANGE = gl.constexpr(_exchange_assembly())
+EXCHANGE_REGISTERS = gl.constexpr(",".join(["=&r"] * 16) + ",r" * 24)
+#: a lane's $2 and that of lane t ^ 2, the one of the lower t first
+BOTH = gl.constexpr(
+    "{ .reg .b32 r, t; .reg .pred high; and.b32 t, $3, 2; setp.ne.u32 high, t, 0; "
+    "shfl.sync.bfly.b32 r, $2, 2, 31, -1; selp.b32 $0, r, $2, high; selp.b32 $1, $2, r, high; }"
+)
+
+
+@gluon.jit
+def scales_of_both(scale, lane):
+    return gl.inline_asm_elementwise(
+        BOTH, "=&r,=&r,r,r", [scale, lane], dtype=(gl.int32, gl.int32), is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def operands(words, lower, upper, lane, PART: gl.constexpr, E8: gl.constexpr, A: gl.constexpr):
+    """Four [64, 16] weights times 2^-14 / tensor scale: of each 32 columns the first 16 or, with PART 1, the others."""
+    SCALES: gl.constexpr = E8M0 if E8 else (E4M3_LOW if PART == 0 else E4M3_HIGH)
+    lower_g, lower_h = gl.inline_asm_elementwise(
+        SCALES, SCALE_REGISTERS, [lower], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )  # fmt: skip
+    upper_g, upper_h = gl.inline_asm_elementwise(
+        SCALES, SCALE_REGISTERS, [upper], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )  # fmt: skip
+    o = gl.inline_asm_elementwise(
+        EXCHANGE, EXCHANGE_REGISTERS,
+        [words, lower_g[:, None], lower_h[:, None], upper_g[:, None], upper_h[:, None], lane[:, None]],
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        is_pure=False, pack=4,
+    )  # fmt: skip
+    out = ()
+    for s in gl.static_range(4):
+        out = out + (register_operand(o[2 * s], o[2 * s + 1], WARPS, A),)
+    return out
+
+
+@gluon.jit
+def read_tile(pointers, wanted):
+    """(first words, second words, scale bytes) of a tile a warp; zeros where none is wanted."""
+    first = gl.load(pointers[0], mask=wanted[:, None], other=0, cache_modifier=".cg")
+    second = gl.load(pointers[0] + 128, mask=wanted[:, None], other=0, cache_modifier=".cg")
+    return first, second, gl.load(pointers[1], mask=wanted, other=0).to(gl.int32)
+
+
+@gluon.jit
+def multiply(total, a, ring, stage, PART: gl.constexpr):
+    """Starts four instructions on what `operands` gives and a place of the ring."""
+    for s in gl.static_range(4):
+        b = ring.index(2 * stage + s // 2).slice(32 * (s % 2) + 16 * PART, 16, dim=1).permute((1, 0))
+        total = hopper.warpgroup_mma(a[s], b, total, is_async=True)
+    return total
+
+
+@gluon.jit
+def after(stage, phase):
+    """The place behind one of the ring, and the parity of its barriers' phase."""
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def halves(v):
+    """[rows, tokens] to its first and last tokens, without moving them."""
+    return gl.permute(gl.reshape(v, (v.shape[0], 2, v.shape[1] // 2)), (0, 2, 1)).split()
+
+
+@gluon.jit
+def store_tokens(v, staging, y_ptr, first_row, first_token, M, N, y_stride):
+    """y = v [64 rows, 64 tokens], through shared memory so that a token's rows are stored together."""
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    staging.permute((1, 0)).store(v)
+    out = staging.load(OUT)
+    row = first_row + gl.arange(0, 64, layout=gl.SliceLayout(0, OUT))
+    m = first_token + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
+    at = m.to(gl.int64)[:, None] * y_stride + row[None, :]
+    gl.store(y_ptr + at, out, mask=(row < N)[None, :] & (m < M)[:, None])
+
+
+@gluon.jit
+def copy_activations(x_desc, ring, ready, free, M, columns, tiles, EARLY: gl.constexpr):
+    """The warp that keeps the ring full, for an even number of columns; what lies outside x comes as zeros."""
+    if EARLY:
+        wait_for_launch_before()
+    token_blocks = (M + TOKENS - 1) // TOKENS
+    stage = 0
+    phase = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        token = (tile % token_blocks) * TOKENS
+        for column in range((columns + 1) // 2 * 2):
+            mbarrier.wait(free.index(stage), phase ^ 1)
+            bar = ready.index(stage)
+            mbarrier.expect(bar, 2 * TOKENS * COLUMNS * 2)
+            tma_load(x_desc, [token, column * 2 * COLUMNS], bar, ring.index(2 * stage))
+            tma_load(x_desc, [token, column * 2 * COLUMNS + COLUMNS], bar, ring.index(2 * stage + 1))
+            stage, phase = after(stage, phase)
+
+
+@gluon.jit
+def multiply_tiles(
+    ring, ready, free, go, staging, tile_ptr, scale_ptr, bias_ptr, y_ptr, M, N, columns, y_stride, tiles,
+    HALF: gl.constexpr, E8: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup, for the lower or the upper HALF of each tile's rows.
+
+    The second one starts a column after the first, so that one stores its results while the other multiplies.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    STEP: gl.constexpr = 272 if E8 else 288
+    SCALE_STEP: gl.constexpr = 2 * STEP if E8 else STEP  # scales of mxfp4 are read as 16 bits
+    thread = gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(1, LAYOUT))
+    lane = thread % 32
+    always = thread >= 0
+    row_tiles = (N + 15) // 16
+    token_blocks = (M + TOKENS - 1) // TOKENS
+    tensor_scale = gl.load(scale_ptr)
+    stage = 0
+    phase = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        first_token = (tile % token_blocks) * TOKENS  # neighbours share their weights in the second-level cache
+        first_row = tile // token_blocks * ROWS + HALF * (ROWS // 2)
+        weights = tile_pointers(
+            tile_ptr, first_row // 16 + thread // 32, row_tiles, 0, columns, lane, LAYOUT, 1, E8
+        )  # fmt: skip
+        first, second, scale = read_tile(weights, always)
+        weights = moved(weights, STEP, SCALE_STEP, 2)
+        next_first, next_second, next_scale = read_tile(weights, always & (columns > 1))
+        if EARLY:
+            wait_for_launch_before()  # before the first result is written
+        total = gl.zeros((ROWS // 2, TOKENS), gl.float32, layout=ACC)
+        lower, upper = scales_of_both(scale, lane)
+        a = operands(first, lower, upper, lane, 0, E8, A)
+        if HALF == 1:
+            mbarrier.wait(go, 0, pred=tile == gl.program_id(0))
+        for column in range(0, columns, 2):
+            mbarrier.wait(ready.index(stage), phase)
+            total = multiply(total, a, ring, stage, 0)
+            b = operands(second, lower, upper, lane, 1, E8, A)
+            total = multiply(total, b, ring, stage, 1)
+            weights = moved(weights, STEP, SCALE_STEP, 2)
+            first, second, scale = read_tile(weights, always & (column + 2 < columns))
+            total = hopper.warpgroup_mma_wait(4, deps=(total,))
+            lower, upper = scales_of_both(next_scale, lane)
+            a = operands(next_first, lower, upper, lane, 0, E8, A)
+            done = stage
+            stage, phase = after(stage, phase)
+            mbarrier.wait(ready.index(stage), phase)
+            total = multiply(total, a, ring, stage, 0)
+            total = hopper.warpgroup_mma_wait(4, deps=(total,))
+            mbarrier.arrive(free.index(done), count=1)
+            if HALF == 0:
+                mbarrier.arrive(go, count=1, pred=(tile == gl.program_id(0)) & (column == 0))
+            b = operands(next_second, lower, upper, lane, 1, E8, A)
+            total = multiply(total, b, ring, stage, 1)
+            weights = moved(weights, STEP, SCALE_STEP, 2)
+            next_first, next_second, next_scale = read_tile(weights, always & (column + 3 < columns))
+            total = hopper.warpgroup_mma_wait(4, deps=(total,))
+            lower, upper = scales_of_both(scale, lane)
+            a = operands(first, lower, upper, lane, 0, E8, A)
+            total = hopper.warpgroup_mma_wait(0, deps=(total,))
+            mbarrier.arrive(free.index(stage), count=1)
+            stage, phase = after(stage, phase)
+        v = total * (RESCALE * tensor_scale)
+        if BIAS:
+            row = first_row + gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, ACC))
+            v = v + gl.load(bias_ptr + row, mask=row < N, other=0.0).to(gl.float32)[:, None]
+        y = halves(activate(v, ACTIVATION).to(y_ptr.dtype.element_ty))
+        for i in gl.static_range(2):
+            quarters = halves(y[i])
+            for j in gl.static_range(2):
+                token = first_token + (2 * i + j) * (TOKENS // 4)
+                store_tokens(quarters[j], staging, y_ptr, first_row, token, M, N, y_stride)
+    if EARLY:
+        allow_launch_after()
+
+
+@gluon.jit(do_not_specialize=["M", "columns"])
+def persistent_kernel(
+    tile_ptr, scale_ptr, bias_ptr, y_ptr, x_desc, M, N, columns, y_stride,
+    E8: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """y [M, N] = activation(x [M, K] @ w.T * scale + bias) in bf16; grid (min(tiles, multiprocessors),), WARPS warps.
+
+    x_desc: x in boxes [256, 64], rows 16-byte aligned, 128-byte swizzle. EARLY: a dependent launch.
+    """
+    ring = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, TOKENS, COLUMNS], x_desc.layout)
+    staging = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [2, TOKENS // 4, ROWS // 2], x_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    go = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    mbarrier.init(go, count=1)
+    hopper.fence_async_shared()
+    tiles = (M + TOKENS - 1) // TOKENS * ((N + ROWS - 1) // ROWS)
+    gl.warp_specialize(
+        [
+            (multiply_tiles, (ring, ready, free, go, staging.index(0), tile_ptr, scale_ptr, bias_ptr, y_ptr, M, N,
+                              columns, y_stride, tiles, 0, E8, ACTIVATION, BIAS, EARLY)),
+            (multiply_tiles, (ring, ready, free, go, staging.index(1), tile_ptr, scale_ptr, bias_ptr, y_ptr, M, N,
+                              columns, y_stride, tiles, 1, E8, ACTIVATION, BIAS, EARLY)),
+            (copy_activations, (x_desc, ring, ready, free, M, columns, tiles, EARLY)),
+        ],
+        [WARPS, 1],
+        [240, 24],
+    )  # fmt: skip
