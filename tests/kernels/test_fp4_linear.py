@@ -9,7 +9,7 @@ import torch
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.kernels import fp4_linear, fp4_tiles, page_packing, reference, resolve
-from vbrt.kernels.launch_table import DEFAULT, FAMILIES, fused_limit, launch_for, persists, wide_for
+from vbrt.kernels.launch_table import DEFAULT, FAMILIES, cut_tiles, fused_limit, launch_for, persists, wide_for
 
 NAMES = ("nvfp4", "mxfp4")
 SHAPES = [(16, 128), (1, 16), (33, 200), (200, 416), (5, 2730), (129, 1000)]
@@ -252,12 +252,13 @@ def test_the_persistent_kernel_keeps_instructions_in_flight(name, bias, tmp_path
     from vbrt.kernels import fp4_persistent
 
     types = {
-        "tile_ptr": "*i32", "scale_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16",
-        "x_desc": f"tensordesc<bf16[256, 64],{NVMMASharedLayout(128, 16, 2)!r}>",
-        **dict.fromkeys(("M", "N", "columns", "y_stride"), "i32"),
+        "tile_ptr": "*i32", "scale_ptr": "*fp32", "bias_ptr": "*bf16", "part_ptr": "*fp32", "flag_ptr": "*i32",
+        "y_ptr": "*bf16", "x_desc": f"tensordesc<bf16[64, 64],{NVMMASharedLayout(128, 16, 2)!r}>",
+        **dict.fromkeys(("M", "N", "columns", "y_stride", "split"), "i32"),
     }  # fmt: skip
-    constants = {"E8": name == "mxfp4", "ACTIVATION": "gelu" if bias else "none", "BIAS": bias, "EARLY": True}
-    aligned = ("tile_ptr", "bias_ptr", "y_ptr", "N", "y_stride")
+    activation = "gelu" if bias else "none"
+    constants = {"SPLITS": not bias, "E8": name == "mxfp4", "ACTIVATION": activation, "BIAS": bias, "EARLY": True}
+    aligned = ("tile_ptr", "bias_ptr", "part_ptr", "flag_ptr", "y_ptr", "N", "y_stride")
     binary = compiled(fp4_persistent.persistent_kernel, types, constants, 90, 4, aligned)
     ptx = binary.asm["ptx"]
     assert ptx.count("wgmma.mma_async") == 32 and ptx.count("stmatrix") == 32
@@ -272,13 +273,22 @@ def test_the_persistent_kernel_keeps_instructions_in_flight(name, bias, tmp_path
 
 
 def test_tiles_of_the_persistent_kernel_fill_the_gpu_or_others_serve():
-    for tokens, n, wanted in (
-        (256, 14336, True), (256, 4096, False), (192, 14336, False), (512, 14336, True), (512, 4096, False),
-        (640, 6144, False), (1024, 4096, True), (1024, 6144, False), (1536, 4096, False), (2048, 4096, True),
-        (2048, 28672, True), (4096, 14336, True), (8192, 14336, False), (1, 1, False), (257, 14336, False),
+    for tokens, n, k, wanted in (
+        (256, 14336, 4096, True), (256, 4096, 4096, False), (256, 4096, 14336, False), (384, 28672, 8192, False),
+        (512, 14336, 4096, True), (512, 4096, 4096, False), (512, 4096, 14336, True), (768, 6144, 4096, True),
+        (1024, 4096, 4096, True), (1536, 4096, 2736, False), (2048, 4096, 4096, True), (2048, 28672, 8192, True),
+        (4096, 14336, 4096, True), (8192, 14336, 4096, False), (1, 1, 1, False), (0, 4096, 4096, False),
     ):  # fmt: skip
-        assert persists(9, tokens, n) == wanted, (tokens, n)
-    assert not any(persists(major, 2048, 4096) for major in (8, 10, 12))
+        assert persists(9, tokens, n, k // 128) == wanted, (tokens, n, k)
+    assert not any(persists(major, 2048, 4096, 32) for major in (8, 10, 12))
+
+
+def test_tiles_are_cut_where_the_last_round_would_be_short():
+    assert cut_tiles(256, 14336, 32, 132) == 0  # 112 tiles: 20 multiprocessors idle for a short time
+    assert cut_tiles(1024, 14336, 32, 132) == 448 % 132 + 132  # a whole round and what is left
+    assert cut_tiles(512, 4096, 112, 132) == 64  # every one, by two programs or three
+    assert cut_tiles(2048, 4096, 32, 128) == 0  # two full rounds
+    assert cut_tiles(3072, 6144, 112, 132) == 0  # activations that would be read from memory by each program
 
 
 @pytest.mark.slow
@@ -388,14 +398,14 @@ def test_carried_pointers_match_float64(name, shape):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(16896, 512), (16890, 1032), (33000, 392), (33792, 2730)], ids=str)
+@pytest.mark.parametrize("shape", [(16896, 2048), (16890, 1032), (33000, 392), (33792, 2730)], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_persistent_kernel_matches_float64(name, shape):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("for sm_90")
     planes, _, weight = case(name, shape)
     n, k = shape
-    for tokens, activation in ((240, "none"), (500, "gelu"), (1003, "none"), (4096, "relu")):
+    for tokens, activation in ((500, "none"), (505, "gelu"), (1003, "none"), (4096, "relu")):
         wide = torch.randn(tokens, k + 24, device="cuda", dtype=torch.bfloat16)
         x, bias = wide[:, 8 : k + 8], torch.randn(n, device="cuda", dtype=torch.bfloat16)
         assert fp4_linear.route(x, planes) == "persistent"
@@ -404,14 +414,37 @@ def test_the_persistent_kernel_matches_float64(name, shape):
         want = reference.ACTIVATIONS[activation](x.double() @ weight.T + bias.double())
         assert y.shape == (tokens, n) and error(y, want) < 3e-3, (tokens, activation)
         assert torch.equal(y, fp4_linear.linear(x, planes, bias, activation))
-    bare = torch.randn(2, 150, k, device="cuda", dtype=torch.bfloat16).transpose(0, 1)
+    bare = torch.randn(2, 255, k, device="cuda", dtype=torch.bfloat16).transpose(0, 1)
     assert error(fp4_linear.linear(bare, planes), bare.double() @ weight.T) < 3e-3
 
 
 @pytest.mark.gpu
-def test_the_persistent_kernel_in_graphs_and_compiled(fresh=torch.compiler.reset):
-    planes, _, weight = case("nvfp4", (16896, 512))
-    x = torch.randn(250, 512, device="cuda", dtype=torch.bfloat16)
+@pytest.mark.parametrize("shape", [(700, 2000), (256, 16384), (1030, 1032), (4096, 130), (5000, 4096)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_tiles_of_the_persistent_kernel_that_are_cut(name, shape, monkeypatch):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("for sm_90")
+    planes, _, weight = case(name, shape)
+    monkeypatch.setattr(fp4_linear, "persists", lambda *_: True)
+    for tokens, cut in itertools.product((3, 130, 700, 2049), (1, 2)):
+        tiles = -(-tokens // 256) * -(-shape[0] // 128)
+        monkeypatch.setattr(fp4_linear, "cut_tiles", lambda *_, number=tiles // cut: number)
+        x = torch.randn(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
+        bias = torch.randn(shape[0], device="cuda", dtype=torch.bfloat16)
+        poison()
+        y = fp4_linear.linear(x, planes, bias, "silu")
+        assert error(y, torch.nn.functional.silu(x.double() @ weight.T + bias.double())) < 3e-3, (tokens, cut)
+        assert all(torch.equal(y, fp4_linear.linear(x, planes, bias, "silu")) for _ in range(10))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cut", [False, True])
+def test_the_persistent_kernel_in_graphs_and_compiled(cut, monkeypatch):
+    planes, _, weight = case("nvfp4", (16896, 2048))
+    if cut:
+        monkeypatch.setattr(fp4_linear, "cut_tiles", lambda *_: 100)
+    x = torch.randn(500, 2048, device="cuda", dtype=torch.bfloat16)
+    assert fp4_linear.route(x, planes) == "persistent"
     want = fp4_linear.linear(x, planes)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -419,7 +452,7 @@ def test_the_persistent_kernel_in_graphs_and_compiled(fresh=torch.compiler.reset
     recorded.fill_(float("nan"))
     graph.replay()
     assert torch.equal(recorded, want)
-    fresh()
+    torch.compiler.reset()
     assert torch.equal(torch.compile(lambda x: fp4_linear.linear(x, planes), fullgraph=True)(x), want)
     x = x.requires_grad_()
     fp4_linear.linear(x, planes).float().pow(2).sum().backward()
@@ -480,7 +513,7 @@ def test_decoded_weights_are_the_references_bits(name, dtype):
 @pytest.mark.gpu
 def test_runs_are_identical():
     planes, _, _ = case("nvfp4", (4096, 4096))
-    for tokens in (1, 16, 64, 200):
+    for tokens in (1, 16, 64, 200, 1024, 1536):
         x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
         first = fp4_linear.linear(x, planes)
         assert all(torch.equal(first, fp4_linear.linear(x, planes)) for _ in range(20))

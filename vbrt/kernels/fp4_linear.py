@@ -31,6 +31,7 @@ from vbrt.kernels.launch_table import (
     PERSISTENT_TOKENS,
     Launch,
     Wide,
+    cut_tiles,
     fused_limit,
     launch_for,
     persists,
@@ -129,16 +130,17 @@ def _decoder() -> Launcher:
 
 
 @functools.cache
-def _persistent() -> tuple[Launcher, Any]:
-    """(the kernel, what describes activations to it)."""
+def _persistent() -> tuple[Launcher, Launcher, Any]:
+    """(the kernel that clears flags, the kernel, what describes activations to it)."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from vbrt.kernels import fp4_persistent
 
-    box, swizzle = [PERSISTENT_TOKENS, fp4_persistent.COLUMNS.value], NVMMASharedLayout(128, 16, 2)
-    launcher = Launcher(fp4_persistent.persistent_kernel, dependent=True)
-    return launcher, lambda x_MK: TensorDescriptor(x_MK, list(x_MK.shape), list(x_MK.stride()), box, swizzle)
+    box, swizzle = [fp4_persistent.BOX.value, fp4_persistent.COLUMNS.value], NVMMASharedLayout(128, 16, 2)
+    kernels = fp4_persistent.clear_kernel, fp4_persistent.persistent_kernel
+    clear, multiply = (Launcher(kernel, dependent=True) for kernel in kernels)
+    return clear, multiply, lambda x_MK: TensorDescriptor(x_MK, list(x_MK.shape), list(x_MK.stride()), box, swizzle)
 
 
 @functools.cache
@@ -170,7 +172,8 @@ def route(x: Tensor, planes: WeightPlanes) -> str:
         return "reference"
     summands, family = _SUMMANDS.get(x.dtype), major(planes.coarse[TILES].device.index)
     tokens = x.numel() // max(1, x.shape[-1])
-    if x.dtype is torch.bfloat16 and persists(family, tokens, planes.shape[0]):
+    columns = planes.coarse[TILES].shape[1]
+    if x.dtype is torch.bfloat16 and persists(family, tokens, planes.shape[0], columns):
         return "persistent"
     return "fused" if summands is not None and tokens * summands <= fused_limit(family) else "decode+matmul"
 
@@ -309,7 +312,7 @@ def _fused(
     row_tiles, columns, _ = tiles.shape
     family = major(tiles.device.index)
     wide = wide_for(family, tokens * _SUMMANDS[x.dtype], row_tiles, columns)
-    if x.dtype is torch.bfloat16 and persists(family, tokens, n):
+    if x.dtype is torch.bfloat16 and persists(family, tokens, n, columns):
         y = _launch_persistent(x_MK, tiles, scale, bias, n, format, activation)
     elif wide is not None:
         y = _launch_wide(x_MK, tiles, scale, bias, n, format, activation, wide)
@@ -426,17 +429,24 @@ def _padded(x_MK: Tensor) -> Tensor:
 def _launch_persistent(
     x_MK: Tensor, tiles: Tensor, scale: Tensor, bias: Tensor | None, n: int, format: str, activation: str
 ) -> Tensor:
-    """activation(x @ w.T + bias) in one launch, x in bf16."""
+    """activation(x @ w.T + bias) in one launch, or in two where tiles are cut; x in bf16."""
     x_MK = x_MK if rows_are_aligned(x_MK) else _padded(x_MK)
-    tokens, device = x_MK.shape[0], tiles.device.index
-    kernel, described = _persistent()
-    y_MN = x_MK.new_empty(tokens, n)
-    tensors = (tiles, scale, y_MN if bias is None else bias.contiguous(), y_MN)
-    constants = (format == "mxfp4", activation, bias is not None, True)
+    (tokens, _), device, columns = x_MK.shape, tiles.device.index, tiles.shape[1]
+    clear, multiply, described = _persistent()
     count = -(-tokens // PERSISTENT_TOKENS) * -(-n // PERSISTENT_ROWS)
-    kernel(
-        (device, n, tensors[2].dtype, alignment(*tensors), constants), device, (min(count, _processors(device)), 1),
-        tensors, (described(x_MK), tokens, n, tiles.shape[1], n), constants, _PERSISTENT_WARPS,
+    cut = cut_tiles(tokens, n, columns, _processors(device))
+    programs = min(_processors(device), cut * (columns // 2) or count)
+    y_MN = x_MK.new_empty(tokens, n)
+    sums, flags = y_MN, y_MN
+    if cut:
+        sums = x_MK.new_empty(programs, PERSISTENT_ROWS * PERSISTENT_TOKENS, dtype=torch.float32)
+        flags = x_MK.new_empty(1 << (2 * programs - 1).bit_length(), dtype=torch.int32)
+        clear((device, len(flags)), device, (1, 1), (flags,), (), (len(flags),), 1)
+    tensors = (tiles, scale, y_MN if bias is None else bias.contiguous(), sums, flags, y_MN)
+    constants = (cut > 0, format == "mxfp4", activation, bias is not None, True)
+    multiply(
+        (device, n, tensors[2].dtype, alignment(*tensors), constants), device, (programs, 1), tensors,
+        (described(x_MK), tokens, n, columns, n, cut), constants, _PERSISTENT_WARPS,
     )  # fmt: skip
     return y_MN
 

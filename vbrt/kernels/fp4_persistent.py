@@ -5,6 +5,11 @@ each: a warp decodes one tile of `fp4_tiles` into the register operand of `wgmma
 One more warp has the copy engine (TMA) fill a ring in shared memory with activations as they lie, which both warpgroups
 read. The sums stay in registers, 128 a thread, and leave through shared memory.
 
+Where whole tiles would leave multiprocessors idle in the last round, the first tiles are cut along K into one range for
+each program, all of one length (stream-K, Osama et al., arXiv:2301.03598). A program begins with the end of a tile,
+whose sums it leaves in memory, and the one that has the tile's beginning has that last, when the others are there. Sums
+are added in a fixed order. Programs wait only for such as the GPU starts before them.
+
 The tiles' order of columns suits the kernel for few tokens, where a lane t of four reads 32 adjacent columns. Here the
 instruction wants columns 8 m + 2 t and 8 m + 2 t + 1 from it, so the four lanes exchange: words first (the half of
 eight columns that holds them), then decoded pairs. That costs a hundred instructions a tile, and spares activations
@@ -37,18 +42,19 @@ from vbrt.kernels.fp4_gluon import (
 from vbrt.kernels.fp4_wgmma import register_operand
 from vbrt.kernels.launch_table import PERSISTENT_ROWS, PERSISTENT_TOKENS
 
-__all__ = ["COLUMNS", "WARPS", "persistent_kernel"]
+__all__ = ["BOX", "COLUMNS", "WARPS", "clear_kernel", "persistent_kernel"]
 
 ROWS = gl.constexpr(PERSISTENT_ROWS)
 TOKENS = gl.constexpr(PERSISTENT_TOKENS)
-#: columns of activations that a copy takes: what a row of 128 bytes in shared memory holds
-COLUMNS = gl.constexpr(64)
+#: tokens and columns of activations that a copy takes; so many columns are a row of 128 bytes in shared memory
+BOX, COLUMNS = gl.constexpr(64), gl.constexpr(64)
 #: tiles' columns of activations in the ring, 64 KiB each
 STAGES = gl.constexpr(3)
 #: of a warpgroup; a program has three, the third one for the warp that copies
 WARPS = gl.constexpr(4)
 
 # renamed between Triton 3.6 and 3.9
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
@@ -164,28 +170,106 @@ def store_tokens(v, staging, y_ptr, first_row, first_token, M, N, y_stride):
 
 
 @gluon.jit
-def copy_activations(x_desc, ring, ready, free, M, columns, tiles, EARLY: gl.constexpr):
-    """The warp that keeps the ring full, for an even number of columns; what lies outside x comes as zeros."""
+def store_tile(
+    v, staging, bias_ptr, y_ptr, first_row, first_token, M, N, y_stride,
+    ACTIVATION: gl.constexpr, BIAS: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    """y = activation(v [64 rows, 256 tokens] + bias)."""
+    if BIAS:
+        row = first_row + gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, ACC))
+        v = v + gl.load(bias_ptr + row, mask=row < N, other=0.0).to(gl.float32)[:, None]
+    y = halves(activate(v, ACTIVATION).to(y_ptr.dtype.element_ty))
+    for i in gl.static_range(2):
+        quarters = halves(y[i])
+        for j in gl.static_range(2):
+            token = first_token + (2 * i + j) * (TOKENS // 4)
+            store_tokens(quarters[j], staging, y_ptr, first_row, token, M, N, y_stride)
+
+
+@gluon.jit
+def share_of(program, programs, split, pairs):
+    """[begin, end) of the pairs of columns of the tiles that are cut up; the last program has the first."""
+    at = programs - 1 - program
+    return at * (split * pairs) // programs, (at + 1) * (split * pairs) // programs
+
+
+@gluon.jit
+def parts_of(split, pairs, tiles):
+    """(begin of this program's share, its end, parts of tiles in it, those and whole tiles)."""
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    begin, end = share_of(program, programs, split, pairs)
+    cut = gl.where(end > begin, (end - 1) // pairs - begin // pairs + 1, 0)
+    return begin, end, cut, cut + gl.maximum(tiles - split - program + programs - 1, 0) // programs
+
+
+@gluon.jit
+def part_at(i, begin, end, cut, split, pairs):
+    """(tile, its first pair of columns, the pair behind its last) of a program's part i."""
+    tile = gl.where(i < cut, begin // pairs + i, split + gl.program_id(0) + (i - cut) * gl.num_programs(0))
+    first = gl.where(i < cut, gl.maximum(begin - tile * pairs, 0), 0)
+    return tile, first, gl.where(i < cut, gl.minimum(end - tile * pairs, pairs), pairs)
+
+
+@gluon.jit
+def place_of_sums(part_ptr, program, HALF: gl.constexpr, ACC: gl.constexpr):
+    """Where a warpgroup's sums are in memory, so that a warp's lie together."""
+    row = gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, ACC))[:, None]
+    m = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, ACC))[None, :]
+    base = part_ptr + (2 * program + HALF).to(gl.int64) * (ROWS // 2 * TOKENS)
+    return base + (m // 8 * (ROWS // 2 * 8) + row * 8 + m % 8)
+
+
+@gluon.jit
+def add_others(total, part_ptr, flag_ptr, behind, until, split, pairs, HALF: gl.constexpr, ACC: gl.constexpr):
+    """total and the sums that other programs have of pairs `behind` to `until`, once they are there."""
+    programs = gl.num_programs(0)
+    program = gl.program_id(0) - 1
+    while behind < until:
+        while gl.atomic_add(flag_ptr + (2 * program + HALF), 0, sem="acquire", scope="gpu") == 0:
+            pass
+        barrier()
+        total = total + gl.load(place_of_sums(part_ptr, program, HALF, ACC), cache_modifier=".cg")
+        _, behind = share_of(program, programs, split, pairs)
+        program = program - 1
+    return total
+
+
+@gluon.jit
+def copy_activations(x_desc, ring, ready, free, M, columns, split, tiles, EARLY: gl.constexpr):
+    """The warp that keeps the ring full, for an even number of columns; columns outside x are zeros.
+
+    Boxes without a token are left out: the copy engine takes longer for what lies outside than for what is there.
+    """
     if EARLY:
         wait_for_launch_before()
     token_blocks = (M + TOKENS - 1) // TOKENS
+    pairs = (columns + 1) // 2
+    begin, end, cut, parts = parts_of(split, pairs, tiles)
     stage = 0
     phase = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    for i in range(parts):
+        tile, first_pair, last_pair = part_at(i, begin, end, cut, split, pairs)
         token = (tile % token_blocks) * TOKENS
-        for column in range((columns + 1) // 2 * 2):
+        boxes = gl.minimum((M - token + BOX - 1) // BOX, TOKENS // BOX)
+        for column in range(2 * first_pair, 2 * last_pair):
             mbarrier.wait(free.index(stage), phase ^ 1)
             bar = ready.index(stage)
-            mbarrier.expect(bar, 2 * TOKENS * COLUMNS * 2)
-            tma_load(x_desc, [token, column * 2 * COLUMNS], bar, ring.index(2 * stage))
-            tma_load(x_desc, [token, column * 2 * COLUMNS + COLUMNS], bar, ring.index(2 * stage + 1))
+            for count in gl.static_range(1, TOKENS // BOX + 1):
+                mbarrier.expect(bar, count * (2 * BOX * COLUMNS * 2), pred=boxes == count)
+            for half in gl.static_range(2):
+                place = ring.index(2 * stage + half)
+                for box in gl.static_range(TOKENS // BOX):
+                    at = [token + box * BOX, (2 * column + half) * COLUMNS]
+                    tma_load(x_desc, at, bar, place.slice(box * BOX, BOX, dim=0), pred=box < boxes)
             stage, phase = after(stage, phase)
 
 
 @gluon.jit
 def multiply_tiles(
-    ring, ready, free, go, staging, tile_ptr, scale_ptr, bias_ptr, y_ptr, M, N, columns, y_stride, tiles,
-    HALF: gl.constexpr, E8: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, EARLY: gl.constexpr,
+    ring, ready, free, go, staging, tile_ptr, scale_ptr, bias_ptr, part_ptr, flag_ptr, y_ptr, M, N, columns, y_stride,
+    split, tiles, HALF: gl.constexpr, SPLITS: gl.constexpr, E8: gl.constexpr, ACTIVATION: gl.constexpr,
+    BIAS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup, for the lower or the upper HALF of each tile's rows.
 
@@ -201,32 +285,36 @@ def multiply_tiles(
     always = thread >= 0
     row_tiles = (N + 15) // 16
     token_blocks = (M + TOKENS - 1) // TOKENS
+    pairs = (columns + 1) // 2
     tensor_scale = gl.load(scale_ptr)
+    begin, end, cut, parts = parts_of(split, pairs, tiles)
     stage = 0
     phase = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    for i in range(parts):
+        tile, first_pair, last_pair = part_at(i, begin, end, cut, split, pairs)
         first_token = (tile % token_blocks) * TOKENS  # neighbours share their weights in the second-level cache
         first_row = tile // token_blocks * ROWS + HALF * (ROWS // 2)
+        last = gl.minimum(2 * last_pair, columns)
         weights = tile_pointers(
-            tile_ptr, first_row // 16 + thread // 32, row_tiles, 0, columns, lane, LAYOUT, 1, E8
+            tile_ptr, first_row // 16 + thread // 32, row_tiles, 2 * first_pair, columns, lane, LAYOUT, 1, E8
         )  # fmt: skip
         first, second, scale = read_tile(weights, always)
         weights = moved(weights, STEP, SCALE_STEP, 2)
-        next_first, next_second, next_scale = read_tile(weights, always & (columns > 1))
+        next_first, next_second, next_scale = read_tile(weights, always & (2 * first_pair + 1 < last))
         if EARLY:
             wait_for_launch_before()  # before the first result is written
         total = gl.zeros((ROWS // 2, TOKENS), gl.float32, layout=ACC)
         lower, upper = scales_of_both(scale, lane)
         a = operands(first, lower, upper, lane, 0, E8, A)
         if HALF == 1:
-            mbarrier.wait(go, 0, pred=tile == gl.program_id(0))
-        for column in range(0, columns, 2):
+            mbarrier.wait(go, 0, pred=i == 0)
+        for column in range(2 * first_pair, 2 * last_pair, 2):
             mbarrier.wait(ready.index(stage), phase)
             total = multiply(total, a, ring, stage, 0)
             b = operands(second, lower, upper, lane, 1, E8, A)
             total = multiply(total, b, ring, stage, 1)
             weights = moved(weights, STEP, SCALE_STEP, 2)
-            first, second, scale = read_tile(weights, always & (column + 2 < columns))
+            first, second, scale = read_tile(weights, always & (column + 2 < last))
             total = hopper.warpgroup_mma_wait(4, deps=(total,))
             lower, upper = scales_of_both(next_scale, lane)
             a = operands(next_first, lower, upper, lane, 0, E8, A)
@@ -237,39 +325,51 @@ def multiply_tiles(
             total = hopper.warpgroup_mma_wait(4, deps=(total,))
             mbarrier.arrive(free.index(done), count=1)
             if HALF == 0:
-                mbarrier.arrive(go, count=1, pred=(tile == gl.program_id(0)) & (column == 0))
+                mbarrier.arrive(go, count=1, pred=(i == 0) & (column == 2 * first_pair))
             b = operands(next_second, lower, upper, lane, 1, E8, A)
             total = multiply(total, b, ring, stage, 1)
             weights = moved(weights, STEP, SCALE_STEP, 2)
-            next_first, next_second, next_scale = read_tile(weights, always & (column + 3 < columns))
+            next_first, next_second, next_scale = read_tile(weights, always & (column + 3 < last))
             total = hopper.warpgroup_mma_wait(4, deps=(total,))
             lower, upper = scales_of_both(scale, lane)
             a = operands(first, lower, upper, lane, 0, E8, A)
             total = hopper.warpgroup_mma_wait(0, deps=(total,))
             mbarrier.arrive(free.index(stage), count=1)
             stage, phase = after(stage, phase)
-        v = total * (RESCALE * tensor_scale)
-        if BIAS:
-            row = first_row + gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, ACC))
-            v = v + gl.load(bias_ptr + row, mask=row < N, other=0.0).to(gl.float32)[:, None]
-        y = halves(activate(v, ACTIVATION).to(y_ptr.dtype.element_ty))
-        for i in gl.static_range(2):
-            quarters = halves(y[i])
-            for j in gl.static_range(2):
-                token = first_token + (2 * i + j) * (TOKENS // 4)
-                store_tokens(quarters[j], staging, y_ptr, first_row, token, M, N, y_stride)
+        if SPLITS and first_pair > 0:
+            gl.store(place_of_sums(part_ptr, gl.program_id(0), HALF, ACC), total)
+            barrier()
+            gl.atomic_xchg(flag_ptr + (2 * gl.program_id(0) + HALF), 1, sem="release", scope="gpu")
+        else:
+            if SPLITS:
+                total = add_others(
+                    total, part_ptr, flag_ptr, tile * pairs + last_pair, (tile + 1) * pairs, split, pairs, HALF, ACC
+                )  # fmt: skip
+            v = total * (RESCALE * tensor_scale)
+            store_tile(v, staging, bias_ptr, y_ptr, first_row, first_token, M, N, y_stride, ACTIVATION, BIAS, ACC)
     if EARLY:
         allow_launch_after()
 
 
-@gluon.jit(do_not_specialize=["M", "columns"])
-def persistent_kernel(
-    tile_ptr, scale_ptr, bias_ptr, y_ptr, x_desc, M, N, columns, y_stride,
-    E8: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, EARLY: gl.constexpr,
-):  # fmt: skip
-    """y [M, N] = activation(x [M, K] @ w.T * scale + bias) in bf16; grid (min(tiles, multiprocessors),), WARPS warps.
+@gluon.jit
+def clear_kernel(flag_ptr, COUNT: gl.constexpr):
+    """Zeros for `persistent_kernel`'s flags, as a dependent launch of one warp."""
+    at = gl.arange(0, COUNT, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    wait_for_launch_before()
+    allow_launch_after()
+    gl.store(flag_ptr + at, at * 0)
 
-    x_desc: x in boxes [256, 64], rows 16-byte aligned, 128-byte swizzle. EARLY: a dependent launch.
+
+@gluon.jit(do_not_specialize=["M", "columns", "split"])
+def persistent_kernel(
+    tile_ptr, scale_ptr, bias_ptr, part_ptr, flag_ptr, y_ptr, x_desc, M, N, columns, y_stride, split,
+    SPLITS: gl.constexpr, E8: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """y [M, N] = activation(x [M, K] @ w.T * scale + bias) in bf16, by programs of WARPS warps.
+
+    x_desc: x in boxes [BOX, COLUMNS], rows 16-byte aligned, 128-byte swizzle. EARLY: a dependent launch. SPLITS: the
+    first `split` tiles are cut, by sums in part [programs, 2, 64 * 256] fp32 and flags [programs, 2], which are zero.
+    No more programs than the GPU has multiprocessors, nor than tiles or, of those that are cut, pairs of columns.
     """
     ring = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, TOKENS, COLUMNS], x_desc.layout)
     staging = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [2, TOKENS // 4, ROWS // 2], x_desc.layout)
@@ -284,11 +384,13 @@ def persistent_kernel(
     tiles = (M + TOKENS - 1) // TOKENS * ((N + ROWS - 1) // ROWS)
     gl.warp_specialize(
         [
-            (multiply_tiles, (ring, ready, free, go, staging.index(0), tile_ptr, scale_ptr, bias_ptr, y_ptr, M, N,
-                              columns, y_stride, tiles, 0, E8, ACTIVATION, BIAS, EARLY)),
-            (multiply_tiles, (ring, ready, free, go, staging.index(1), tile_ptr, scale_ptr, bias_ptr, y_ptr, M, N,
-                              columns, y_stride, tiles, 1, E8, ACTIVATION, BIAS, EARLY)),
-            (copy_activations, (x_desc, ring, ready, free, M, columns, tiles, EARLY)),
+            (multiply_tiles, (ring, ready, free, go, staging.index(0), tile_ptr, scale_ptr, bias_ptr, part_ptr,
+                              flag_ptr, y_ptr, M, N, columns, y_stride, split, tiles, 0, SPLITS, E8, ACTIVATION, BIAS,
+                              EARLY)),
+            (multiply_tiles, (ring, ready, free, go, staging.index(1), tile_ptr, scale_ptr, bias_ptr, part_ptr,
+                              flag_ptr, y_ptr, M, N, columns, y_stride, split, tiles, 1, SPLITS, E8, ACTIVATION, BIAS,
+                              EARLY)),
+            (copy_activations, (x_desc, ring, ready, free, M, columns, split, tiles, EARLY)),
         ],
         [WARPS, 1],
         [240, 24],

@@ -9,7 +9,7 @@ nothing that an older or newer chip lacks.
 from typing import NamedTuple
 
 __all__ = ["DEFAULT", "FAMILIES", "PERSISTENT_ROWS", "PERSISTENT_TOKENS", "WIDE", "Launch", "Rule", "Wide",
-           "fused_limit", "launch_for", "persists", "wide_for"]
+           "cut_tiles", "fused_limit", "launch_for", "persists", "wide_for"]
 
 
 class Launch(NamedTuple):
@@ -69,10 +69,14 @@ _PROCESSORS = 132
 PERSISTENT_ROWS, PERSISTENT_TOKENS = 128, 256
 #: from here on decoding costs next to nothing beside the vendor's matmul, and that was the faster by 1 to 2 %
 _PERSISTENT_MOST = 4096
-#: of the multiprocessors' time that must be of use for it to beat `fp4_wgmma`
-_PERSISTENT_SHARE = 0.7
-#: decode and matmul take 1 + this / tokens times what the matmul alone does, measured for five shapes
-_DECODE_TOKENS = 232
+#: what a launch takes beside its tiles and, on top, with tiles that are cut, in times of a tile's two columns (2.3 us)
+_LAUNCH_PAIRS, _CUT_PAIRS = 2.5, 5
+#: of activations that stay in the second-level cache while programs read different columns of them
+_CUT_BYTES = 48 << 20
+#: the others in the same unit: `fp4_wgmma` for two columns of a program with eight or sixteen warps, and per launch
+_WIDE_PAIRS, _WIDE_LAUNCH_PAIRS = {8: 0.7, 16: 1.25}, 1.5
+#: the vendor's matmul as a multiple of the tiles' share, and the tokens that decoding takes as long as
+_MATMUL_PAIRS, _DECODE_TOKENS = 1.16, 232
 
 
 def fused_limit(major: int) -> int:
@@ -105,19 +109,48 @@ def wide_for(major: int, tokens: int, row_tiles: int, columns: int) -> Wide | No
     return Wide(block, warps, splits, ring)
 
 
-def persists(major: int, tokens: int, n: int) -> bool:
-    """Whether `fp4_persistent` is the fastest for a weight of n rows: it is if its tiles fill the multiprocessors.
+def persists(major: int, tokens: int, n: int, columns: int) -> bool:
+    """Whether `fp4_persistent` is the fastest for a weight of n rows and `columns` tiles of 128 columns.
 
-    It takes whole tiles, so their number in the last round and the tokens in the last tile decide.
+    The time that each way takes is estimated, as the times of seven shapes at 128 to 4096 tokens have it.
     """
-    if major not in WIDE or tokens > _PERSISTENT_MOST:
+    if major not in WIDE or not 0 < tokens <= _PERSISTENT_MOST:
         return False
-    tiles = -(-tokens // PERSISTENT_TOKENS) * -(-n // PERSISTENT_ROWS)
-    rounds = -(-tiles // _PROCESSORS)
-    share = tokens * n / (rounds * _PROCESSORS * PERSISTENT_TOKENS * PERSISTENT_ROWS)
-    if tokens <= WIDE[major][1]:
-        return share >= _PERSISTENT_SHARE
-    return 1.04 * share * (tokens + _DECODE_TOKENS) >= tokens  # at a share of 1 it was 0 to 8 % faster than cuBLAS
+    tiles, pairs = _tiles(tokens, n), -(-columns // 2)
+    if cut_tiles(tokens, n, columns, _PROCESSORS):
+        own = tiles / _PROCESSORS * pairs + _cut_pairs(tiles, _PROCESSORS)
+    else:
+        own = -(-tiles // _PROCESSORS) * pairs
+    own += _LAUNCH_PAIRS
+    wide = wide_for(major, tokens, -(-n // 16), columns)
+    if wide is not None:
+        programs = -(-n // (16 * wide.WARPS)) * -(-tokens // wide.TOKENS) * wide.SPLITS
+        rounds = -(-programs // _PROCESSORS)
+        by = _WIDE_PAIRS.get(wide.WARPS, 0)  # the others have few tokens
+        return 1.08 * own <= rounds * pairs / wide.SPLITS * by + _WIDE_LAUNCH_PAIRS
+    share = (tokens + _DECODE_TOKENS) * n / (_PROCESSORS * PERSISTENT_ROWS * PERSISTENT_TOKENS)
+    return tokens > WIDE[major][1] and own <= _MATMUL_PAIRS * share * pairs
+
+
+def cut_tiles(tokens: int, n: int, columns: int, processors: int) -> int:
+    """How many tiles of `fp4_persistent` all programs share along K.
+
+    None where whole tiles leave multiprocessors idle for less time than adding up partial sums takes.
+    """
+    tiles, pairs = _tiles(tokens, n), -(-columns // 2)
+    idle = (-(-tiles // processors) - tiles / processors) * pairs
+    if idle < _cut_pairs(tiles, processors) or tokens * columns * 256 > _CUT_BYTES:
+        return 0
+    return tiles if tiles < 2 * processors else tiles % processors + processors
+
+
+def _tiles(tokens: int, n: int) -> int:
+    return -(-tokens // PERSISTENT_TOKENS) * -(-n // PERSISTENT_ROWS)
+
+
+def _cut_pairs(tiles: int, processors: int) -> float:
+    """More for a tile that more programs share."""
+    return _CUT_PAIRS + processors / tiles
 
 
 def _wide_warps(block: int, blocks: int, row_tiles: int, columns: int) -> int:
