@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.kernels.gpu_cases import compiled, error, poison, tiled
 from vbrt.formats import get_format
 from vbrt.formats.rounding import E2M1_LEVELS
-from vbrt.kernels import fp4_linear, fp4_refusal, fp4_scaled, page_packing, resolve, table_linear
+from vbrt.kernels import fp4_linear, fp4_refusal, fp4_scaled, fp4_tiles, page_packing, resolve, table_linear
 from vbrt.kernels.fp4_scaled import FP4_TOKENS, Operand
 
 CPU = torch.device("cpu")
@@ -157,7 +157,7 @@ def interpreted():
     check_activations(5, 31, "cpu", torch.float32)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.cuda, "device", contextlib.nullcontext))
-        stack.enter_context(mock.patch.object(fp4_linear, "route", lambda x, planes: "decode+matmul"))
+        stack.enter_context(mock.patch.object(fp4_linear, "serves", lambda planes: True))
         stack.enter_context(mock.patch.object(fp4_linear, "major", lambda index: 10))
         stack.enter_context(mock.patch.object(fp4_scaled, "_scaled_matmul", emulated))
         for name in NAMES:
@@ -269,7 +269,8 @@ def test_gpus_before_sm_100_and_old_libraries_are_refused(monkeypatch, capabilit
 
 
 def test_what_is_not_served_goes_the_ordinary_way(monkeypatch):
-    monkeypatch.setattr(fp4_linear, "route", lambda x, planes: "decode+matmul")
+    monkeypatch.setattr(fp4_linear, "serves", lambda planes: fp4_tiles.is_tiled(planes.coarse))
+    monkeypatch.setattr(fp4_linear, "route", lambda x, planes: "another")
     monkeypatch.setattr(fp4_linear, "major", lambda index: 10)
     planes, _ = tiled("nvfp4", (32, 128), device="cpu")
     odd, _ = tiled("nvfp4", (40, 128), device="cpu")
@@ -277,13 +278,13 @@ def test_what_is_not_served_goes_the_ordinary_way(monkeypatch):
     x = torch.randn(FP4_TOKENS, 128).bfloat16()
     assert fp4_scaled.route(x, planes) == "fp4"
     for x_, p in ((x[1:], planes), (x.half(), planes), (x, odd), (x, plain)):
-        assert fp4_scaled.route(x_, p) == "decode+matmul"
+        assert fp4_scaled.route(x_, p) == "another"
     monkeypatch.setattr(fp4_linear, "major", lambda index: 9)
-    assert fp4_scaled.route(x, planes) == "decode+matmul"
+    assert fp4_scaled.route(x, planes) == "another"
 
 
 def test_a_compiled_graph_holds_the_op(monkeypatch):
-    monkeypatch.setattr(fp4_linear, "route", lambda x, planes: "decode+matmul")
+    monkeypatch.setattr(fp4_linear, "serves", lambda planes: True)
     monkeypatch.setattr(fp4_linear, "major", lambda index: 10)
     planes, _ = tiled("nvfp4", (32, 128), device="cpu")
     bias, graphs = torch.randn(32).bfloat16(), []

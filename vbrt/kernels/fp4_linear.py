@@ -40,9 +40,10 @@ from vbrt.kernels.launch_table import (
 from vbrt.kernels.tuning import tuned
 
 __all__ = ["MIN_MAJOR", "Packing", "apart", "available", "decode_weight", "launch", "linear", "linears", "major",
-           "packing", "route", "rows_are_aligned", "slice_tiles", "starts_early"]
+           "packing", "route", "rows_are_aligned", "serves", "slice_tiles", "starts_early"]
 
 MIN_MAJOR = 8  # mma.m16n8k16 on bf16, fma.rn.bf16x2
+_NARROW_TOKENS = 16
 _SUMMANDS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _DECODE_WARPS = 4
 _PERSISTENT_WARPS = 4
@@ -161,6 +162,11 @@ def _served(planes: WeightPlanes) -> bool:
     return tiles is not None and tiles.is_cuda and major(tiles.device.index) >= MIN_MAJOR
 
 
+def serves(planes: WeightPlanes) -> bool:
+    """Whether kernels take these planes: in tile order, without a fine plane, on a GPU that is new enough."""
+    return planes.fine is None and _served(planes)
+
+
 def route(x: Tensor, planes: WeightPlanes) -> str:
     """The way `linear` takes: "fused", "decode+matmul" (decoded by a kernel), "merge+matmul" (exact) or "reference".
 
@@ -168,14 +174,20 @@ def route(x: Tensor, planes: WeightPlanes) -> str:
     """
     if merge.serves(planes):
         return "merge+matmul"
-    if planes.fine is not None or not _served(planes):
+    if not serves(planes):
         return "reference"
-    summands, family = _SUMMANDS.get(x.dtype), major(planes.coarse[TILES].device.index)
-    tokens = x.numel() // max(1, x.shape[-1])
-    columns = planes.coarse[TILES].shape[1]
-    if x.dtype is torch.bfloat16 and persists(family, tokens, planes.shape[0], columns):
+    return _way(x.dtype, x.numel() // max(1, x.shape[-1]), planes.coarse[TILES], planes.shape[0])
+
+
+def _way(dtype: torch.dtype, tokens: int, tiles: Tensor, n: int) -> str:
+    summands, family = _SUMMANDS.get(dtype), major(tiles.device.index)
+    if summands is None:
+        return "decode+matmul"
+    if tokens * summands <= _NARROW_TOKENS:  # so that torch.compile may ask for few tokens that it has no number for
+        return "fused"
+    if summands == 1 and persists(family, tokens, n, tiles.shape[1]):
         return "persistent"
-    return "fused" if summands is not None and tokens * summands <= fused_limit(family) else "decode+matmul"
+    return "fused" if tokens * summands <= fused_limit(family) else "decode+matmul"
 
 
 def decode_weight(planes: WeightPlanes) -> Tensor:
@@ -194,38 +206,35 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
 
     Raises KernelError for an activation that the reference does not know, or an x whose last dimension is not K.
     """
-    way = route(x, planes)
-    if way == "reference":
+    if merge.serves(planes):
+        reference.check(x, planes, activation)
+        return reference.activate(F.linear(x, merge.merge(planes), bias), activation)
+    if not serves(planes):
         return reference.linear(x, _plain(planes), bias, activation)
     reference.check(x, planes, activation)
-    if way == "merge+matmul":
-        return reference.activate(F.linear(x, merge.merge(planes), bias), activation)
-    tiles, scale = planes.coarse[TILES], planes.coarse["tensor_scale"]
     if reference.wants_grad(x, bias):
-        y = _Product.apply(x, tiles, scale, planes, way)
+        y = _Product.apply(x, planes)
         return reference.activate(y if bias is None else y + bias, activation)
-    if way != "decode+matmul":
-        n, k = planes.shape
-        fused = _fused_op if torch.compiler.is_compiling() else _fused
-        return fused(x, tiles, scale, bias, planes.format, n, k, activation)
-    return reference.activate(_decode_and_multiply(x, planes, bias), activation)
+    return _multiply(x, planes, bias, activation)
+
+
+def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None, activation: str) -> Tensor:
+    run = _linear_op if torch.compiler.is_compiling() else _tiled_linear
+    n, k = planes.shape
+    return run(x, planes.coarse[TILES], planes.coarse["tensor_scale"], bias, planes.format, n, k, activation)
 
 
 class _Product(torch.autograd.Function):
     """x @ w.T with the gradient for x; the decoded weight is made again for it and not kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tiles: Tensor, scale: Tensor, planes: WeightPlanes, way: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, planes: WeightPlanes) -> Tensor:
         ctx.planes = planes
-        n, k = planes.shape
-        if way != "decode+matmul":
-            fused = _fused_op if torch.compiler.is_compiling() else _fused
-            return fused(x, tiles, scale, None, planes.format, n, k, "none")
-        return _decode_and_multiply(x, planes, None)
+        return _multiply(x, planes, None, "none")
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return dy @ _decode(ctx.planes, dy.dtype), None, None, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy @ _decode(ctx.planes, dy.dtype), None
 
 
 def _plain(planes: WeightPlanes) -> WeightPlanes:
@@ -236,27 +245,27 @@ def _plain(planes: WeightPlanes) -> WeightPlanes:
     return WeightPlanes(planes.format, planes.shape, planes.dtype, coarse, planes.fine)
 
 
-def _decode_and_multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None) -> Tensor:
+def _decode_and_multiply(
+    x_MK: Tensor, tiles: Tensor, scale: Tensor, bias: Tensor | None, format: str, n: int
+) -> Tensor:
     """x @ w.T + bias by torch, a slice of the weight's rows at a time: less scratch memory, and more of it in cache.
 
     With a bias at once: the vendor's matmul adds it only to a contiguous product; to others it takes another pass. It
     also rounds twice as far when it adds one to a product of rows that do not start at multiples of 16 bytes.
     """
-    n, k = planes.shape
-    if bias is not None and k * x.element_size() % 16:
-        return _decode_and_multiply(x, planes, None).add_(bias)
-    tiles, scale = planes.coarse[TILES], planes.coarse["tensor_scale"]
-    step = slice_tiles(tiles.shape[0], k * x.element_size(), x.numel() // k)
-    if bias is not None or torch.compiler.is_compiling() or step >= tiles.shape[0]:
-        return F.linear(x, _decode(planes, x.dtype), bias)
-    x_MK = x.reshape(-1, k)
-    y_MN = x.new_empty(x_MK.shape[0], n)
+    tokens, k = x_MK.shape
+    if bias is not None and k * x_MK.element_size() % 16:
+        return _decode_and_multiply(x_MK, tiles, scale, None, format, n).add_(bias)
+    step = slice_tiles(tiles.shape[0], k * x_MK.element_size(), tokens)
+    if bias is not None or step >= tiles.shape[0]:
+        return F.linear(x_MK, _decode_tiles(tiles, scale, format, n, k, x_MK.dtype), bias)
+    y_MN = x_MK.new_empty(tokens, n)
     for at in range(0, tiles.shape[0], step):
         rows = slice(ROWS * at, min(n, ROWS * (at + step)))
-        w_RK = _decode_tiles(tiles[at : at + step], scale, planes.format, rows.stop - rows.start, k, x.dtype)
+        w_RK = _decode_tiles(tiles[at : at + step], scale, format, rows.stop - rows.start, k, x_MK.dtype)
         torch.mm(x_MK, w_RK.t(), out=y_MN[:, rows])
         del w_RK  # its memory is the next slice's
-    return y_MN.view(*x.shape[:-1], n)
+    return y_MN
 
 
 def slice_tiles(row_tiles: int, row_bytes: int, tokens: int) -> int:
@@ -301,30 +310,40 @@ def _summands(x_MK: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _fused(
+def _tiled_linear(
     x: Tensor, tiles: Tensor, scale: Tensor | None, bias: Tensor | None, format: str, n: int, k: int, activation: str
 ) -> Tensor:
+    """`linear` without gradients on a weight's tiles: the operator vbrt::fp4_linear, for any number of tokens."""
     tiles, scale = apart(tiles, scale, format, n, k)
     x_MK = x.reshape(-1, k)
     tokens = x_MK.shape[0]
     if tokens == 0:
         return x.new_empty(*x.shape[:-1], n)
-    row_tiles, columns, _ = tiles.shape
-    family = major(tiles.device.index)
-    wide = wide_for(family, tokens * _SUMMANDS[x.dtype], row_tiles, columns)
-    if x.dtype is torch.bfloat16 and persists(family, tokens, n, columns):
+    way = _way(x.dtype, tokens, tiles, n)
+    if way == "persistent":
         y = _launch_persistent(x_MK, tiles, scale, bias, n, format, activation)
-    elif wide is not None:
-        y = _launch_wide(x_MK, tiles, scale, bias, n, format, activation, wide)
-    elif x.dtype is torch.bfloat16:
-        y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
-        _launch(x_MK, tiles, scale, bias, y, format, activation)
+    elif way == "fused":
+        y = _fused(x_MK, tiles, scale, bias, n, format, activation)
     else:
-        y_SMN = torch.empty(_SUMMANDS[x.dtype] * tokens, n, dtype=torch.float32, device=x.device)
-        _launch(_summands(x_MK), tiles, scale, None, y_SMN, format, "none")
-        y = y_SMN.view(-1, tokens, n).sum(0)
-        y = reference.activate(y if bias is None else y + bias.float(), activation).to(x.dtype)
+        y = reference.activate(_decode_and_multiply(x_MK, tiles, scale, bias, format, n), activation)
     return y.view(*x.shape[:-1], n)
+
+
+def _fused(
+    x_MK: Tensor, tiles: Tensor, scale: Tensor, bias: Tensor | None, n: int, format: str, activation: str
+) -> Tensor:
+    tokens, summands = x_MK.shape[0], _SUMMANDS[x_MK.dtype]
+    wide = wide_for(major(tiles.device.index), tokens * summands, *tiles.shape[:2])
+    if wide is not None:
+        return _launch_wide(x_MK, tiles, scale, bias, n, format, activation, wide)
+    if summands == 1:
+        y = torch.empty(tokens, n, dtype=x_MK.dtype, device=x_MK.device)
+        _launch(x_MK, tiles, scale, bias, y, format, activation)
+        return y
+    y_SMN = torch.empty(summands * tokens, n, dtype=torch.float32, device=x_MK.device)
+    _launch(_summands(x_MK), tiles, scale, None, y_SMN, format, "none")
+    y = y_SMN.view(-1, tokens, n).sum(0)
+    return reference.activate(y if bias is None else y + bias.float(), activation).to(x_MK.dtype)
 
 
 def apart(tiles: Tensor, scale: Tensor | None, format: str, n: int, k: int) -> tuple[Tensor, Tensor]:
@@ -384,7 +403,8 @@ def linears(
     tiles, scales = zip(*(apart(t, s, format, n, k) for t, s, n in given), strict=True)
     x_MK = x.reshape(-1, k)
     if x.dtype is not torch.bfloat16 or not 0 < x_MK.shape[0] <= 8 or not 1 < len(tiles) <= 3:
-        return [_fused(x, t, s, None, format, n, k, "none") for t, s, n in zip(tiles, scales, ns, strict=True)]
+        each = zip(tiles, scales, ns, strict=True)
+        return [_tiled_linear(x, t, s, None, format, n, k, "none") for t, s, n in each]
     x_MK, loose = _readable(x_MK)
     tokens, k = x_MK.shape
     ys = [torch.empty(tokens, n, dtype=x.dtype, device=x.device) for n in ns]
@@ -433,9 +453,9 @@ def _launch_persistent(
     x_MK = x_MK if rows_are_aligned(x_MK) else _padded(x_MK)
     (tokens, _), device, columns = x_MK.shape, tiles.device.index, tiles.shape[1]
     clear, multiply, described = _persistent()
-    count = -(-tokens // PERSISTENT_TOKENS) * -(-n // PERSISTENT_ROWS)
+    count, pairs = -(-tokens // PERSISTENT_TOKENS) * -(-n // PERSISTENT_ROWS), -(-columns // 2)
     cut = cut_tiles(tokens, n, columns, _processors(device))
-    programs = min(_processors(device), cut * (columns // 2) or count)
+    programs = min(_processors(device), cut * pairs if cut else count)
     y_MN = x_MK.new_empty(tokens, n)
     sums, flags = y_MN, y_MN
     if cut:
@@ -494,9 +514,9 @@ def _reduce(part: Tensor, bias: Tensor | None, y_MN: Tensor, parts: int, activat
     _wide()[2](key, device, grid, tensors, (tokens, n), constants, _REDUCE_WARPS)
 
 
-_fused_op = cuda_op(
+_linear_op = cuda_op(
     "fp4_linear",
-    _fused,
+    _tiled_linear,
     "(Tensor x, Tensor tiles, Tensor? scale, Tensor? bias, str format, SymInt n, SymInt k, str activation) -> Tensor",
     lambda x, tiles, scale, bias, format, n, k, activation: x.new_empty(*x.shape[:-1], n),
 )

@@ -72,14 +72,16 @@ def fp4_refusal(device: torch.device) -> str | None:
     return None
 
 
+def _in_fp4(x: Tensor, planes: WeightPlanes) -> bool:
+    if not fp4_linear.serves(planes) or x.dtype is not torch.bfloat16 or planes.shape[0] % 16:
+        return False
+    many = x.numel() >= FP4_TOKENS * x.shape[-1] > 0
+    return many and fp4_linear.major(planes.coarse[TILES].device.index) >= _MIN_MAJOR
+
+
 def route(x: Tensor, planes: WeightPlanes) -> str:
     """The way `linear` takes: "fp4", or what `fp4_linear.route` says."""
-    tiles = planes.coarse.get(TILES)
-    way = fp4_linear.route(x, planes)
-    if tiles is None or way == "reference" or x.dtype is not torch.bfloat16 or planes.shape[0] % 16:
-        return way
-    many = x.numel() >= FP4_TOKENS * x.shape[-1] > 0
-    return "fp4" if many and fp4_linear.major(tiles.device.index) >= _MIN_MAJOR else way
+    return "fp4" if _in_fp4(x, planes) else fp4_linear.route(x, planes)
 
 
 def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
@@ -87,7 +89,7 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
 
     Raises KernelError for an activation that the reference does not know, or an x whose last dimension is not K.
     """
-    if route(x, planes) != "fp4":
+    if not _in_fp4(x, planes):
         return fp4_linear.linear(x, planes, bias, activation)
     return fp8_linear.rounded(x, planes, bias, activation, _multiply)
 

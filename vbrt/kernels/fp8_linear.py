@@ -80,15 +80,16 @@ def _fewest(index: int) -> int | None:
     return fp8_tokens(capability[0]) if capability >= _MIN_CAPABILITY else None
 
 
+def _in_fp8(x: Tensor, planes: WeightPlanes) -> bool:
+    if not fp4_linear.serves(planes) or x.dtype is not torch.bfloat16 or planes.shape[0] % 16:
+        return False
+    fewest = _fewest(planes.coarse[TILES].device.index)
+    return fewest is not None and x.numel() >= fewest * x.shape[-1] > 0
+
+
 def route(x: Tensor, planes: WeightPlanes) -> str:
     """The way `linear` takes: "fp8", or what `fp4_linear.route` says."""
-    tiles = planes.coarse.get(TILES)
-    way = fp4_linear.route(x, planes)
-    if tiles is None or way == "reference" or x.dtype is not torch.bfloat16 or planes.shape[0] % 16:
-        return way
-    fewest = _fewest(tiles.device.index)
-    many = fewest is not None and x.numel() >= fewest * x.shape[-1] > 0
-    return "fp8" if many else way
+    return "fp8" if _in_fp8(x, planes) else fp4_linear.route(x, planes)
 
 
 def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
@@ -96,7 +97,7 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
 
     Raises KernelError for an activation that the reference does not know, or an x whose last dimension is not K.
     """
-    if route(x, planes) != "fp8":
+    if not _in_fp8(x, planes):
         return fp4_linear.linear(x, planes, bias, activation)
     return rounded(x, planes, bias, activation, _multiply)
 
