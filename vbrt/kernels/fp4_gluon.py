@@ -337,7 +337,8 @@ def linear_program(
         tiles = load_tiles(tile_ptr, row_tile, row_tiles, column, columns, lane, LAYOUT, R, E8)
     if EARLY:
         wait_for_launch_before()
-    if WK < 16:
+    EARLY_SCALE: gl.constexpr = WK < 16 and R < 4  # with few columns a warp the first weights would wait for it
+    if EARLY_SCALE:
         scale = gl.load(scale_ptr)
     for _ in range((columns + WK - 1) // WK):
         here = column < columns
@@ -393,7 +394,7 @@ def linear_program(
 
     if EARLY:
         allow_launch_after()
-    if WK == 16:  # where columns are few a warp, the first of them would wait for it
+    if not EARLY_SCALE:
         scale = gl.load(scale_ptr)
     if BIAS:
         bias = gl.load(bias_ptr + row, mask=row < N, other=0.0)

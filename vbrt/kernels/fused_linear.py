@@ -188,7 +188,8 @@ class Rule(NamedTuple):
 _RULES = (
     Rule(8, 512, Launch(1, 8, True)),
     Rule(8, None, Launch(1, 4, True)),
-    Rule(16, 512, Launch(1, 8, True)),
+    Rule(16, 264, Launch(1, 8, True)),
+    Rule(16, 512, Launch(1, 8, False)),
     Rule(16, None, Launch(2, 4, False)),
 )
 
