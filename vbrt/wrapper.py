@@ -375,7 +375,7 @@ class VBModelWrapper(nn.Module):
         fallbacks = [reason for level in stack.levels for reason in level.tier.fallbacks]
         fallbacks += stack.ssd.fallbacks if stack.ssd else []
         for swap in swaps:
-            fallbacks += self._layers[swap.name].handle.fallbacks
+            fallbacks += self._layers[swap.name].handle.all_fallbacks()
         fallbacks += self._gpu_balance.fallbacks if self._gpu_balance else []
         shells = sum(swap.dense_bytes for swap in swaps if not self._layers[swap.name].materialized)
         device_bytes = stack.levels[0].tier.held_bytes + shells + self.plan.kept_bytes

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import vbrt
-from vbrt.kernels import register, resolve
+from vbrt.kernels import fp8_linear, register, resolve
 from vbrt.nn import handle as handles
 from vbrt.nn.handle import HandleSpec, WeightHandle
 
@@ -106,6 +106,20 @@ def test_what_was_not_asked_for_is_not_announced(refusals, options):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert handle(**options).fallbacks == []
+
+
+@pytest.mark.filterwarnings("ignore:kernels", "ignore:compute")
+def test_a_shape_that_the_vendors_matmul_refuses_is_listed(monkeypatch):
+    monkeypatch.setattr(fp8_linear, "_REFUSED", {})
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Linear(96, 64))
+    vb = vbrt.wrap(model, "fp8", weights={"keep_head": False, "min_parameters": 1}).materialize()
+    before = vb.stats().fallbacks
+    with pytest.warns(UserWarning, match="compute.fp8: no FP8 matmul for 64 -> 96; multiplied in torch.bfloat16"):
+        fp8_linear.note_refusal("fp8", 96, 64, torch.bfloat16)
+    fp8_linear._REFUSED["fp4", 64, 96] = "of the other kind"
+    added = set(vb.stats().fallbacks) - set(before)
+    assert added == {"compute.fp8: no FP8 matmul for 64 -> 96; multiplied in torch.bfloat16"}
+    vb.close()
 
 
 def test_a_format_can_have_its_own_implementation(monkeypatch):

@@ -21,7 +21,7 @@ from vbrt.kernels import cpu_linear, fp4_linear, fp4_scaled, fp8_linear, fused_l
 from vbrt.kernels.fp4_linear import Packing
 from vbrt.kernels.fp4_scaled import fp4_refusal
 from vbrt.kernels.fp4_tiles import TILES, page_of
-from vbrt.kernels.fp8_linear import fp8_refusal
+from vbrt.kernels.fp8_linear import fp8_refusal, noted_refusal
 from vbrt.kernels.fused_linear import Norm
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "fp8_refusal",
     "kernel_name",
     "kernel_refusal",
+    "noted_refusal",
     "page_of",
     "page_packing",
     "prepare",

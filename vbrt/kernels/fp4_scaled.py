@@ -23,7 +23,6 @@ Legend: M tokens, N outputs, K inputs.
 """
 
 import functools
-import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +104,7 @@ def _scaled_linear(
         except RuntimeError as error:
             if "NOT_SUPPORTED" not in str(error) and not isinstance(error, NotImplementedError):
                 raise
-            warnings.warn(f"compute.fp4: no FP4 matmul for {k} -> {n}; multiplied in {x.dtype}", stacklevel=2)
+            fp8_linear.note_refusal("fp4", n, k, x.dtype)
             y_MN = F.linear(x.reshape(-1, k), fp4_linear._decode_tiles(tiles, scale, format, n, k, x.dtype))
     if bias is not None:
         y_MN += bias.to(x.dtype)  # on its own, because cuBLAS is reported to refuse NVFP4 with one

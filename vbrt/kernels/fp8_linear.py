@@ -27,8 +27,8 @@ from vbrt.kernels import fp4_linear, reference
 from vbrt.kernels.fp4_launch import cuda_op
 from vbrt.kernels.fp4_tiles import TILES
 
-__all__ = ["FP8_TOKENS", "fp8_refusal", "fp8_tokens", "linear", "matmul_refusal", "on_tiles", "rounded",
-           "route"]
+__all__ = ["FP8_TOKENS", "fp8_refusal", "fp8_tokens", "linear", "matmul_refusal", "note_refusal", "noted_refusal",
+           "on_tiles", "rounded", "route"]
 
 Multiply = Callable[[Tensor, WeightPlanes, Tensor | None], Tensor]
 """x @ w.T + bias."""
@@ -38,6 +38,7 @@ _MIN_CAPABILITY = (8, 9)  # the first with E4M3 conversions and matmuls
 FP8_TOKENS = {9: 512}
 _DEFAULT_TOKENS = 512
 _DECODE_WARPS = 4
+_REFUSED: dict[tuple[str, int, int], str] = {}
 _ROW = 32768  # activations that the quantizer keeps in registers: a longer row is read twice
 
 
@@ -128,6 +129,17 @@ class _Product(torch.autograd.Function):
         return dy @ fp4_linear.decode_weight(bf16), None, None
 
 
+def note_refusal(kind: str, n: int, k: int, dtype: torch.dtype) -> None:
+    """The vendor's library has no "fp8" or "fp4" kernel for some shapes (K = 33008 to N = 64 on sm_90 no FP8)."""
+    _REFUSED[kind, n, k] = f"compute.{kind}: no {kind.upper()} matmul for {k} -> {n}; multiplied in {dtype}"
+    warnings.warn(_REFUSED[kind, n, k], stacklevel=3)
+
+
+def noted_refusal(kind: str, n: int, k: int) -> str | None:
+    """What `note_refusal` said in this process of a weight [N, K], if anything."""
+    return _REFUSED.get((kind, n, k))
+
+
 def on_tiles(launch: Callable[..., Tensor], op: Callable[..., Tensor]) -> Multiply:
     """A launch on a weight's tiles as a `Multiply`; torch.compile gets its op."""
 
@@ -153,8 +165,7 @@ def _scaled_linear(
         except RuntimeError as error:
             if "NOT_SUPPORTED" not in str(error):
                 raise
-            # the vendor's library has no FP8 kernel for some shapes: K = 33008 to N = 64 on sm_90
-            warnings.warn(f"compute.fp8: no FP8 matmul for {k} -> {n}; multiplied in {x.dtype}", stacklevel=2)
+            note_refusal("fp8", n, k, x.dtype)
             return F.linear(x, fp4_linear._decode_tiles(tiles, scale, format, n, k, x.dtype), bias)
     return y.view(*x.shape[:-1], n)
 

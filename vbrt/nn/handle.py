@@ -27,6 +27,7 @@ from vbrt.kernels import (
     fp8_refusal,
     kernel_name,
     kernel_refusal,
+    noted_refusal,
     page_of,
     page_packing,
     prepare,
@@ -159,6 +160,12 @@ class WeightHandle:
             self._announce(f"compute.fp4: {no_fp4}; long inputs are multiplied in {instead} instead")
         if no_fp8:
             self._announce(f"compute.fp8: {no_fp8}; long inputs are multiplied in {spec.dtype} instead")
+
+    def all_fallbacks(self) -> list[str]:
+        """`fallbacks`, and what the vendor's matmul of rounded weights has refused when it was called."""
+        kind = None if self.spec.lossless else self._op().removeprefix("linear_")
+        refusal = noted_refusal(kind, *self.spec.shape) if kind in ("fp8", "fp4") else None
+        return [*self.fallbacks, refusal] if refusal else self.fallbacks
 
     def _announce(self, reason: str) -> None:
         """One text for all layers, so that Python's filter shows it once."""
