@@ -455,7 +455,8 @@ def _launch_persistent(
     """activation(x @ w.T + bias) in one launch, or in two where tiles are cut; x in bf16."""
     if activation in _LONG_ACTIVATIONS:
         return reference.activate(_launch_persistent(x_MK, tiles, scale, bias, n, format, "none"), activation)
-    x_MK = x_MK if rows_are_aligned(x_MK) else _padded(x_MK)
+    rows_fit = rows_are_aligned(x_MK) and x_MK.stride(0) >= x_MK.shape[1]  # as the copy engine wants them
+    x_MK = x_MK if rows_fit else _padded(x_MK)
     (tokens, _), device, columns = x_MK.shape, tiles.device.index, tiles.shape[1]
     clear, multiply, described = _persistent()
     count, pairs = -(-tokens // PERSISTENT_TOKENS) * -(-n // PERSISTENT_ROWS), -(-columns // 2)
