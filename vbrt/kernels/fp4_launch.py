@@ -42,11 +42,14 @@ class Launcher:
         device: int,
         grid: tuple[int, int],
         tensors: tuple[Tensor, ...],
-        numbers: tuple[float, ...],
+        numbers: tuple[Any, ...],
         constants: tuple[Any, ...],
         warps: int,
     ) -> None:
-        """Run on the device's current stream. The key must name the device, dtypes, alignments, numbers, constants."""
+        """Run on the device's current stream. The key must name the device, dtypes, alignments, numbers, constants.
+
+        Numbers, and descriptors of tensors among them, that nothing is specialized for need not be in the key.
+        """
         if _current_device() != device:
             with torch.cuda.device(device):
                 self(key, device, grid, tensors, numbers, constants, warps)
