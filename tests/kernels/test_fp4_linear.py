@@ -87,6 +87,87 @@ def test_a_lane_multiplies_each_weight_with_its_own_column(name):
     assert not got[n:].any() and not got[:, -(-k // 32) * 32 :].any()
 
 
+MASK = 0xFFFFFFFF
+
+
+class Lanes:
+    """A warp that runs the few instructions of PTX that the kernels' assembly is made of, on 32-bit registers."""
+
+    def __init__(self, given):
+        self.registers = {name: value.to(torch.int64) & MASK for name, value in given.items()}
+
+    def run(self, text):
+        for line in re.sub(r"\.reg [^;]*;|[{}]", "", text).split(";"):
+            if line.strip():
+                op, operands = line.strip().split(" ", 1)
+                to, *sources = (operand.strip() for operand in operands.split(","))
+                self.registers[to] = self.result(op.split("."), [self.value(s) for s in sources]) & MASK
+        return self.registers
+
+    def value(self, name):
+        return self.registers[name] if name in self.registers else torch.full((32,), int(name, 0)) & MASK
+
+    def result(self, op, v):
+        match op[0]:
+            case "mov":
+                return v[0]
+            case "and":
+                return v[0] & v[1]
+            case "shl":
+                return v[0] << v[1]
+            case "shr":
+                return v[0] >> v[1]
+            case "shf":
+                return v[0] << v[2] | v[1] >> 32 - v[2]
+            case "lop3" if (v[3] == 0x28).all():
+                return (v[0] ^ v[1]) & v[2]
+            case "setp":
+                return (v[0] != v[1]).long()
+            case "selp":
+                return torch.where(v[2] != 0, v[0], v[1])
+            case "shfl":
+                return v[0][torch.arange(32) ^ v[1]]
+            case "prmt":
+                nibbles = [v[2] >> 4 * i & 7 for i in range(4)]
+                both = v[0] | v[1] << 32
+                return sum((both >> 8 * n & 0xFF) << 8 * i for i, n in enumerate(nibbles))
+            case "fma":
+                halves = [[(x >> shift & 0xFFFF) << 16 for x in v] for shift in (0, 16)]
+                low, high = ([x.to(torch.int32).view(torch.float32).double() for x in half] for half in halves)
+                bits = [(a * b + c).bfloat16().view(torch.int16).long() & 0xFFFF for a, b, c in (low, high)]
+                return bits[0] | bits[1] << 16
+        raise NotImplementedError(op)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("name", NAMES)
+def test_lanes_exchange_weights_into_the_columns_own_order(name, part):
+    """Of the assembly of `fp4_persistent`, on one tile: the registers that the matrix instruction reads."""
+    pytest.importorskip("triton.experimental.gluon")
+    from vbrt.kernels import fp4_gluon, fp4_persistent
+
+    torch.manual_seed(0)
+    coarse = get_format(name).encode(torch.randn(16, 128))
+    tensors = fp4_linear.packing(name).pack(coarse, (16, 128))
+    want = get_format(name).decode(coarse, (16, 128), torch.float64) / tensors["tensor_scale"].double()
+    tile = tensors[fp4_tiles.TILES][0, 0]
+    words = tile[128 * part : 128 * (part + 1)].view(32, 4)
+    scales = tile[256:].contiguous().view(torch.int32 if name == "nvfp4" else torch.int16)
+    both = Lanes({"$2": scales, "$3": torch.arange(32)}).run(fp4_persistent.BOTH.value)
+    given = {f"${16 + i}": words[:, i] for i in range(4)} | {"$36": torch.arange(32)}
+    block = fp4_gluon.E8M0 if name == "mxfp4" else (fp4_gluon.E4M3_LOW, fp4_gluon.E4M3_HIGH)[part]
+    for i, source in enumerate(("$0", "$1")):
+        made = Lanes({"$2": both[source]}).run(block.value)
+        given |= {f"${20 + 8 * i}": made["$0"], f"${24 + 8 * i}": made["$1"]}
+    out = Lanes(given).run(fp4_persistent.EXCHANGE.value)
+    for lane, register in itertools.product(range(32), range(16)):
+        (g, t), pair = divmod(lane, 4), int(out[f"${register}"][lane])
+        operand, half, row = register // 4, register // 2 % 2, register % 2
+        column = 32 * operand + 16 * part + 8 * half + 2 * t
+        got = torch.tensor([pair & 0xFFFF, pair >> 16]).to(torch.int16).view(torch.bfloat16).double() * 2.0**14
+        assert torch.equal(got, want[g + 8 * row, column : column + 2]), (lane, register)
+
+
 def test_scales_too_far_apart_stay_as_they_are():
     coarse = {
         "codes": torch.full((1, 32), 0x22, dtype=torch.uint8),
