@@ -363,6 +363,47 @@ def test_tiles_of_the_persistent_kernel_fill_the_gpu_or_others_serve():
     assert not any(persists(major, 2048, 4096, 32) for major in (8, 10, 12))
 
 
+@pytest.mark.parametrize(
+    ("programs", "cut", "pairs", "tiles"),
+    [(132, 112, 16, 112), (132, 184, 16, 448), (132, 64, 56, 64), (132, 0, 16, 896), (7, 7, 1, 9), (5, 3, 4, 3),
+     (48, 6, 8, 6), (3, 4, 2, 11), (132, 32, 56, 32)],
+)  # fmt: skip
+def test_programs_share_tiles_without_gaps_and_wait_only_for_earlier_ones(programs, cut, pairs, tiles, monkeypatch):
+    """The persistent kernel's division of labour, as plain Python."""
+    pytest.importorskip("triton.experimental.gluon")
+    from vbrt.kernels import fp4_persistent
+
+    class Language:
+        minimum, maximum = staticmethod(min), staticmethod(max)
+        where = staticmethod(lambda condition, a, b: a if condition else b)
+        num_programs = staticmethod(lambda axis: programs)
+        program_id = staticmethod(lambda axis: program)
+
+    for name in ("share_of", "parts_of", "part_at"):
+        monkeypatch.setattr(fp4_persistent, name, getattr(fp4_persistent, name).fn)
+    monkeypatch.setattr(fp4_persistent, "gl", Language)
+    ends, owners, seen = {}, {}, []  # (program, what its sums are of), (tile: program, the pair behind its own)
+    for program in range(programs):
+        begin, end, shared, parts = fp4_persistent.parts_of(cut, pairs, tiles)
+        for i in range(parts):
+            tile, first, last = fp4_persistent.part_at(i, begin, end, shared, cut, pairs)
+            assert 0 <= first < last <= pairs and (tile < cut) == (i < shared)
+            seen += [(tile, pair) for pair in range(first, last)]
+            if first:
+                assert i == 0 and program not in ends  # one place for sums, written once, before all else
+                ends[program] = tile, first, last
+            else:
+                owners[tile] = program, last
+    assert sorted(seen) == list(itertools.product(range(tiles), range(pairs)))
+    for tile, (program, behind) in owners.items():  # as `add_others` goes
+        while behind < pairs:
+            program -= 1
+            until = fp4_persistent.share_of(program, programs, cut, pairs)[1] - tile * pairs
+            assert ends.pop(program) == (tile, behind, min(pairs, until))
+            behind = until
+    assert not ends and sorted(owners) == list(range(tiles))
+
+
 def test_tiles_are_cut_where_the_last_round_would_be_short():
     assert cut_tiles(256, 14336, 32, 132) == 0  # 112 tiles: 20 multiprocessors idle for a short time
     assert cut_tiles(1024, 14336, 32, 132) == 448 % 132 + 132  # a whole round and what is left
