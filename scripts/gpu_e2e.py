@@ -26,7 +26,8 @@ PROMPT, CALLS, CACHE, ROWS = 64, 40, 512, 24
 #: group -> what its kernels' names have, the first that matches
 GROUPS = {
     "attention": r"fmha|flash|sdpa|attention|softmax",
-    "linear": r"^(linear|siblings|gated|order|wgmma|reduce|pad)_kernel|gemv|gemm|nvjet|cutlass|splitK|cublas",
+    "linear": r"^(linear|siblings|gated|order|wgmma|reduce|pad|clear|persistent)_kernel|"
+              r"gemv|gemm|nvjet|cutlass|splitK|cublas",
     "the rest": r"",
 }
 
