@@ -262,14 +262,14 @@ def moved(pointers, EVEN: gl.constexpr, ODD: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def read_tiles(pointers, wanted, R: gl.constexpr):
-    """As `load_tiles`, but anything where tiles are not wanted."""
+def read_tiles(pointers, wanted, R: gl.constexpr, OTHER: gl.constexpr):
+    """As `load_tiles`, but OTHER, or with None anything, where tiles are not wanted."""
     out = ()
     for r in gl.static_range(R):
         words = pointers[2 * r]
-        first = gl.load(words, mask=wanted[:, None], cache_modifier=".cg")
-        second = gl.load(words + 128, mask=wanted[:, None], cache_modifier=".cg")
-        out = out + (first, second, gl.load(pointers[2 * r + 1], mask=wanted).to(gl.int32))
+        first = gl.load(words, mask=wanted[:, None], other=OTHER, cache_modifier=".cg")
+        second = gl.load(words + 128, mask=wanted[:, None], other=OTHER, cache_modifier=".cg")
+        out = out + (first, second, gl.load(pointers[2 * r + 1], mask=wanted, other=OTHER).to(gl.int32))
     return out
 
 
@@ -332,7 +332,7 @@ def linear_program(
         STEP: gl.constexpr = (272 if E8 else 288) * WK
         weights = tile_pointers(tile_ptr, row_tile, row_tiles, column, columns, lane, LAYOUT, R, E8)
         xs = token_pointers(x_words, x_stride, column, lane, LAYOUT, NT)
-        tiles = read_tiles(weights, column < columns, R)
+        tiles = read_tiles(weights, column < columns, R, None)
     elif PREFETCH:
         tiles = load_tiles(tile_ptr, row_tile, row_tiles, column, columns, lane, LAYOUT, R, E8)
     if EARLY:
@@ -344,7 +344,7 @@ def linear_program(
         here = column < columns
         if CARRY:
             weights = moved(weights, STEP, 2 * STEP if E8 else STEP, 2 * R)
-            ahead = read_tiles(weights, column + WK < columns, R)
+            ahead = read_tiles(weights, column + WK < columns, R, None)
         elif PREFETCH:
             ahead = load_tiles(tile_ptr, row_tile, row_tiles, column + WK, columns, lane, LAYOUT, R, E8)
         else:

@@ -29,6 +29,7 @@ from vbrt.kernels.fp4_tiles import ROWS, TILES
 from vbrt.kernels.launch_table import (
     PERSISTENT_ROWS,
     PERSISTENT_TOKENS,
+    PERSISTENT_WARPS,
     Launch,
     Wide,
     cut_tiles,
@@ -46,7 +47,6 @@ MIN_MAJOR = 8  # mma.m16n8k16 on bf16, fma.rn.bf16x2
 _NARROW_TOKENS = 16
 _SUMMANDS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _DECODE_WARPS = 4
-_PERSISTENT_WARPS = 4
 #: their code at the end of each of the persistent kernel's tiles takes longer to fetch than another pass over the
 #: result: with GELU in it, 2048 tokens took 1.44 times as long (4096 -> 14336 on an H200)
 _LONG_ACTIVATIONS = ("gelu", "gelu_tanh")
@@ -472,7 +472,7 @@ def _launch_persistent(
     constants = (cut > 0, format == "mxfp4", activation, bias is not None, True)
     multiply(
         (device, n, tensors[2].dtype, alignment(*tensors), constants), device, (programs, 1), tensors,
-        (described(x_MK), tokens, n, columns, n, cut), constants, _PERSISTENT_WARPS,
+        (described(x_MK), tokens, n, columns, n, cut), constants, PERSISTENT_WARPS,
     )  # fmt: skip
     return y_MN
 

@@ -19,8 +19,6 @@ The order of instructions matters. A warpgroup keeps at least four in flight but
 any at the loop's end, ptxas would run out of registers for their results and put a wait behind every one.
 """
 
-# ruff: noqa: RUF005  # the kernel language has no starred expressions
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
@@ -36,13 +34,14 @@ from vbrt.kernels.fp4_gluon import (
     allow_launch_after,
     decode_word,
     moved,
+    read_tiles,
     tile_pointers,
     wait_for_launch_before,
 )
-from vbrt.kernels.fp4_wgmma import register_operand
-from vbrt.kernels.launch_table import PERSISTENT_ROWS, PERSISTENT_TOKENS
+from vbrt.kernels.fp4_wgmma import register_operands
+from vbrt.kernels.launch_table import PERSISTENT_ROWS, PERSISTENT_TOKENS, PERSISTENT_WARPS
 
-__all__ = ["BOX", "COLUMNS", "WARPS", "clear_kernel", "persistent_kernel"]
+__all__ = ["BOX", "COLUMNS", "clear_kernel", "persistent_kernel"]
 
 ROWS = gl.constexpr(PERSISTENT_ROWS)
 TOKENS = gl.constexpr(PERSISTENT_TOKENS)
@@ -51,7 +50,7 @@ BOX, COLUMNS = gl.constexpr(64), gl.constexpr(64)
 #: tiles' columns of activations in the ring, 64 KiB each
 STAGES = gl.constexpr(3)
 #: of a warpgroup; a program has three, the third one for the warp that copies
-WARPS = gl.constexpr(4)
+WARPS = gl.constexpr(PERSISTENT_WARPS)
 
 # renamed between Triton 3.6 and 3.9
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -121,18 +120,7 @@ def operands(words, lower, upper, lane, PART: gl.constexpr, E8: gl.constexpr, A:
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
         is_pure=False, pack=4,
     )  # fmt: skip
-    out = ()
-    for s in gl.static_range(4):
-        out = out + (register_operand(o[2 * s], o[2 * s + 1], WARPS, A),)
-    return out
-
-
-@gluon.jit
-def read_tile(pointers, wanted):
-    """(first words, second words, scale bytes) of a tile a warp; zeros where none is wanted."""
-    first = gl.load(pointers[0], mask=wanted[:, None], other=0, cache_modifier=".cg")
-    second = gl.load(pointers[0] + 128, mask=wanted[:, None], other=0, cache_modifier=".cg")
-    return first, second, gl.load(pointers[1], mask=wanted, other=0).to(gl.int32)
+    return register_operands(o, WARPS, A)
 
 
 @gluon.jit
@@ -298,9 +286,9 @@ def multiply_tiles(
         weights = tile_pointers(
             tile_ptr, first_row // 16 + thread // 32, row_tiles, 2 * first_pair, columns, lane, LAYOUT, 1, E8
         )  # fmt: skip
-        first, second, scale = read_tile(weights, always)
+        first, second, scale = read_tiles(weights, always, 1, 0)
         weights = moved(weights, STEP, SCALE_STEP, 2)
-        next_first, next_second, next_scale = read_tile(weights, always & (2 * first_pair + 1 < last))
+        next_first, next_second, next_scale = read_tiles(weights, always & (2 * first_pair + 1 < last), 1, 0)
         if EARLY:
             wait_for_launch_before()  # before the first result is written
         total = gl.zeros((ROWS // 2, TOKENS), gl.float32, layout=ACC)
@@ -314,7 +302,7 @@ def multiply_tiles(
             b = operands(second, lower, upper, lane, 1, E8, A)
             total = multiply(total, b, ring, stage, 1)
             weights = moved(weights, STEP, SCALE_STEP, 2)
-            first, second, scale = read_tile(weights, always & (column + 2 < last))
+            first, second, scale = read_tiles(weights, always & (column + 2 < last), 1, 0)
             total = hopper.warpgroup_mma_wait(4, deps=(total,))
             lower, upper = scales_of_both(next_scale, lane)
             a = operands(next_first, lower, upper, lane, 0, E8, A)
@@ -329,7 +317,7 @@ def multiply_tiles(
             b = operands(next_second, lower, upper, lane, 1, E8, A)
             total = multiply(total, b, ring, stage, 1)
             weights = moved(weights, STEP, SCALE_STEP, 2)
-            next_first, next_second, next_scale = read_tile(weights, always & (column + 3 < last))
+            next_first, next_second, next_scale = read_tiles(weights, always & (column + 3 < last), 1, 0)
             total = hopper.warpgroup_mma_wait(4, deps=(total,))
             lower, upper = scales_of_both(scale, lane)
             a = operands(first, lower, upper, lane, 0, E8, A)

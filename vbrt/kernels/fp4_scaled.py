@@ -32,7 +32,6 @@ from torch import Tensor
 from vbrt.formats import WeightPlanes
 from vbrt.kernels import fp4_linear, fp8_linear
 from vbrt.kernels.fp4_launch import cuda_op
-from vbrt.kernels.fp4_tiles import TILES
 
 __all__ = ["FP4_TOKENS", "Operand", "fp4_refusal", "linear", "pack", "quantize", "route"]
 
@@ -71,16 +70,14 @@ def fp4_refusal(device: torch.device) -> str | None:
     return None
 
 
-def _in_fp4(x: Tensor, planes: WeightPlanes) -> bool:
-    if not fp4_linear.serves(planes) or x.dtype is not torch.bfloat16 or planes.shape[0] % 16:
-        return False
-    many = x.numel() >= FP4_TOKENS * x.shape[-1] > 0
-    return many and fp4_linear.major(planes.coarse[TILES].device.index) >= _MIN_MAJOR
+def _fewest(index: int) -> int | None:
+    """The fewest tokens of a GPU that is served otherwise, None without FP4."""
+    return FP4_TOKENS if fp4_linear.major(index) >= _MIN_MAJOR else None
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
     """The way `linear` takes: "fp4", or what `fp4_linear.route` says."""
-    return "fp4" if _in_fp4(x, planes) else fp4_linear.route(x, planes)
+    return "fp4" if fp8_linear.is_long(x, planes, _fewest) else fp4_linear.route(x, planes)
 
 
 def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
@@ -88,7 +85,7 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
 
     Raises KernelError for an activation that the reference does not know, or an x whose last dimension is not K.
     """
-    if not _in_fp4(x, planes):
+    if not fp8_linear.is_long(x, planes, _fewest):
         return fp4_linear.linear(x, planes, bias, activation)
     return fp8_linear.rounded(x, planes, bias, activation, _multiply)
 

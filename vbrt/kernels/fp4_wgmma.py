@@ -76,11 +76,14 @@ def read_tile(firsts, seconds, scales, place, lane, LAYOUT: gl.constexpr, E8: gl
 
 
 @gluon.jit
-def register_operand(first, second, WARPS: gl.constexpr, A: gl.constexpr):
-    """[16 * WARPS, 16] of two tensors [threads, 4] with a lane's pairs for rows g and g + 8, where they already lie."""
-    w = gl.reshape(gl.join(first, second), (WARPS, 8, 4, 2, 2, 2))  # warp g t h e c
-    w = gl.reshape(gl.permute(w, (0, 3, 1, 5, 2, 4)), (16 * WARPS, 16))
-    return gl.convert_layout(w, A, assert_trivial=True)
+def register_operands(o, WARPS: gl.constexpr, A: gl.constexpr):
+    """Four [16 * WARPS, 16] of two tensors [threads, 4] each, a lane's pairs for rows g and g + 8, as they lie."""
+    out = ()
+    for j in gl.static_range(4):
+        w = gl.reshape(gl.join(o[2 * j], o[2 * j + 1]), (WARPS, 8, 4, 2, 2, 2))  # warp g t h e c
+        w = gl.reshape(gl.permute(w, (0, 3, 1, 5, 2, 4)), (16 * WARPS, 16))
+        out = out + (gl.convert_layout(w, A, assert_trivial=True),)
+    return out
 
 
 @gluon.jit
@@ -95,10 +98,7 @@ def operands(words, scale, PART: gl.constexpr, E8: gl.constexpr, WARPS: gl.const
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
         is_pure=True, pack=4,
     )  # fmt: skip
-    out = ()
-    for j in gl.static_range(4):
-        out = out + (register_operand(o[2 * j], o[2 * j + 1], WARPS, A),)
-    return out
+    return register_operands(o, WARPS, A)
 
 
 @gluon.jit

@@ -27,8 +27,8 @@ from vbrt.kernels import fp4_linear, reference
 from vbrt.kernels.fp4_launch import cuda_op
 from vbrt.kernels.fp4_tiles import TILES
 
-__all__ = ["FP8_TOKENS", "fp8_refusal", "fp8_tokens", "linear", "matmul_refusal", "note_refusal", "noted_refusal",
-           "on_tiles", "rounded", "route"]
+__all__ = ["FP8_TOKENS", "fp8_refusal", "fp8_tokens", "is_long", "linear", "matmul_refusal", "note_refusal",
+           "noted_refusal", "on_tiles", "rounded", "route"]
 
 Multiply = Callable[[Tensor, WeightPlanes, Tensor | None], Tensor]
 """x @ w.T + bias."""
@@ -81,16 +81,17 @@ def _fewest(index: int) -> int | None:
     return fp8_tokens(capability[0]) if capability >= _MIN_CAPABILITY else None
 
 
-def _in_fp8(x: Tensor, planes: WeightPlanes) -> bool:
+def is_long(x: Tensor, planes: WeightPlanes, fewest: Callable[[int], int | None]) -> bool:
+    """Whether x and the weight are what a matmul of rounded operands takes, with the fewest tokens of a GPU or more."""
     if not fp4_linear.serves(planes) or x.dtype is not torch.bfloat16 or planes.shape[0] % 16:
         return False
-    fewest = _fewest(planes.coarse[TILES].device.index)
-    return fewest is not None and x.numel() >= fewest * x.shape[-1] > 0
+    tokens = fewest(planes.coarse[TILES].device.index)
+    return tokens is not None and x.numel() >= tokens * x.shape[-1] > 0
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
     """The way `linear` takes: "fp8", or what `fp4_linear.route` says."""
-    return "fp8" if _in_fp8(x, planes) else fp4_linear.route(x, planes)
+    return "fp8" if is_long(x, planes, _fewest) else fp4_linear.route(x, planes)
 
 
 def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
@@ -98,7 +99,7 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
 
     Raises KernelError for an activation that the reference does not know, or an x whose last dimension is not K.
     """
-    if not _in_fp8(x, planes):
+    if not is_long(x, planes, _fewest):
         return fp4_linear.linear(x, planes, bias, activation)
     return rounded(x, planes, bias, activation, _multiply)
 

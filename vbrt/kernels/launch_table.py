@@ -6,10 +6,11 @@ Entries were measured on the family's chip (see benchmarks/results); the default
 nothing that an older or newer chip lacks.
 """
 
+import functools
 from typing import NamedTuple
 
-__all__ = ["DEFAULT", "FAMILIES", "PERSISTENT_ROWS", "PERSISTENT_TOKENS", "WIDE", "Launch", "Rule", "Wide",
-           "cut_tiles", "fused_limit", "launch_for", "persists", "wide_for"]
+__all__ = ["DEFAULT", "FAMILIES", "PERSISTENT_ROWS", "PERSISTENT_TOKENS", "PERSISTENT_WARPS", "WIDE", "Launch",
+           "Rule", "Wide", "cut_tiles", "fused_limit", "launch_for", "persists", "wide_for"]
 
 
 class Launch(NamedTuple):
@@ -65,8 +66,8 @@ _WIDE_LONG = 9
 _RINGS = {16: (8, 7, 6), 32: (8, 7, 6), 64: (8, 7, 6), 128: (5, 4)}
 _PROCESSORS = 132
 
-#: of a tile of `fp4_persistent`
-PERSISTENT_ROWS, PERSISTENT_TOKENS = 128, 256
+#: of a tile of `fp4_persistent`, and of one of its warpgroups
+PERSISTENT_ROWS, PERSISTENT_TOKENS, PERSISTENT_WARPS = 128, 256, 4
 #: from here on decoding costs next to nothing beside the vendor's matmul, and that was the faster by 1 to 2 %
 _PERSISTENT_MOST = 4096
 #: what a launch takes beside its tiles and, on top, with tiles that are cut, in times of a tile's two columns (2.3 us)
@@ -109,6 +110,7 @@ def wide_for(major: int, tokens: int, row_tiles: int, columns: int) -> Wide | No
     return Wide(block, warps, splits, ring)
 
 
+@functools.lru_cache(maxsize=1024)  # each call with more than a few tokens asks
 def persists(major: int, tokens: int, n: int, columns: int) -> bool:
     """Whether `fp4_persistent` is the fastest for a weight of n rows and `columns` tiles of 128 columns.
 
