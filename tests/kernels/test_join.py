@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule
@@ -347,7 +348,8 @@ def show(layer, format="nvfp4"):
     """As if the planes of the layer stayed on a GPU."""
     (n, k), weight = layer.handle.spec.shape, layer.handle.weight()
     layout = tile_layout(format, (n, k))
-    page = pack(pack_tiles(format, get_format(format).encode(weight.float()), (n, k)), layout, new_page(layout))
+    memory = torch.empty(layout.nbytes, dtype=torch.uint8)  # as on a GPU: the page is where its memory begins
+    page = pack(pack_tiles(format, get_format(format).encode(weight.float()), (n, k)), layout, memory)
     planes, form = unpack(page, layout), f"{format} {n} {k} {str(weight.dtype).removeprefix('torch.')} cpu"
     layer.handle.show((page_of(planes[TILES], planes["tensor_scale"]), form))
 
