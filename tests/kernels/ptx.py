@@ -1,10 +1,11 @@
 """Runs what Triton compiles for a GPU on the CPU: PTX, a warp at a time, its 32 lanes in numpy.
 
 Triton's interpreter knows no inline assembly, and no Gluon. This knows the instructions that our kernels are compiled
-to, `wgmma` and the copy engine among them, and stops at any other. Copies and matrix products are done at once, so it
-does not see a wait that is missing. Otherwise it is stricter than a GPU: an access outside of what was allocated, or at
-an address that is no multiple of its size, is an error, and so are warps that wait for each other; shared memory begins
-as NaN, and so does what `Machine.empty` gives.
+to, `wgmma` and the copy engine among them, and stops at any other. It is stricter than a GPU: an access outside of what
+was allocated, or at an address that is no multiple of its size, is an error, and so are warps that wait for each other;
+shared memory begins as NaN, and so does what `Machine.empty` gives. A `wgmma` reads shared memory at the last moment,
+when it is waited for; copies write it then or, with `Machine.late` False, at once: so a wait that is missing shows.
+Warps run until they wait and programs until they end, so a barrier that is missing between them may not.
 
     machine = Machine()
     y = machine.empty(4, 16, dtype=torch.bfloat16)
@@ -41,8 +42,7 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", 
 _COMPARED = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal,
              "ne": np.not_equal}
 _NO_EFFECT = (
-    "targets", "griddepcontrol", "prefetch", "bar.warp", "setmaxnreg", "fence", "wgmma.fence", "wgmma.commit_group",
-    "wgmma.wait_group", "cp.async.commit_group", "cp.async.wait_group",
+    "targets", "griddepcontrol", "prefetch", "bar.warp", "setmaxnreg", "fence", "wgmma.fence",
 )  # fmt: skip
 _BITS = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert}
 
@@ -97,6 +97,8 @@ class Space:
 class Machine:
     """A GPU's memory, and the kernels that run on it, one program after the other."""
 
+    late = True  # when copies into shared memory arrive
+
     def __init__(self, size: int = 1 << 25) -> None:
         self.memory = Space(_BASE, size)
 
@@ -140,7 +142,8 @@ class Machine:
             shared = Space(0, 228 << 10)
             shared.allocate(len(shared.bytes))
             known |= {"%ctaid.x": x, "%ctaid.y": y}
-            block = Block({"global": self.memory, "shared": shared, "param": parameters}, known, maps, threads)
+            spaces = {"global": self.memory, "shared": shared, "param": parameters}
+            block = Block(spaces, known, maps, threads, self.late)
             block.run(code, labels)
 
     def _range(self, buffer: Buffer) -> slice:
@@ -166,7 +169,10 @@ class Block:
     known: dict[str, int]  # parameters and special registers
     maps: dict[int, Described]  # by address
     threads: int
-    named: dict[int, Barrier] = field(default_factory=dict)
+    late: bool
+    boxes: list[tuple[Barrier, Callable[[], None]]] = field(default_factory=list)  # that the copy engine has begun
+    warps: list["Warp"] = field(default_factory=list)
+    named: dict[str, Barrier] = field(default_factory=dict)
     barriers: dict[int, Barrier] = field(default_factory=dict)  # by address in shared memory
     arrivals: int = 0
 
@@ -177,9 +183,16 @@ class Block:
         if barrier.pending == 0 and barrier.bytes == 0:
             barrier.pending, barrier.phase = barrier.count, barrier.phase + 1
 
+    def fill(self, barrier: Barrier) -> None:
+        """Finish the boxes that a barrier is told of."""
+        for step in [step for of, step in self.boxes if of is barrier]:
+            step()
+        self.boxes = [(of, step) for of, step in self.boxes if of is not barrier]
+
     def run(self, code: list[Instruction], labels: dict[str, list[int]]) -> None:
         """The warps in turn, each until it waits. What they wait for are arrivals."""
-        running = [Warp(code, labels, self, warp).run() for warp in range(self.threads // 32)]
+        self.warps = [Warp(code, labels, self, warp) for warp in range(self.threads // 32)]
+        running = [warp.run() for warp in self.warps]
         while running:
             before, there = self.arrivals, len(running)
             running = [warp for warp in running if next(warp, "ended") != "ended"]
@@ -290,12 +303,37 @@ def halves(words: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(words, np.uint32).view(np.uint16).reshape(*words.shape, 2)
 
 
+class Later:
+    """What a warp has begun, in groups: each is done when it is waited for."""
+
+    def __init__(self) -> None:
+        self.groups: list[list[Callable[[], None]]] = [[]]
+
+    def add(self, step: Callable[[], None]) -> None:
+        self.groups[-1].append(step)
+
+    def commit(self) -> None:
+        self.groups.append([])
+
+    def wait(self, rest: int) -> None:
+        """For all groups but the last so many."""
+        self.finish(max(0, len(self.groups) - 1 - rest))
+
+    def finish(self, count: int | None = None) -> None:
+        for group in self.groups[:count]:
+            for step in group:
+                step()
+            group.clear()
+        del self.groups[: count or 0]
+
+
 class Warp:
     def __init__(self, code: list[Instruction], labels: dict[str, list[int]], block: Block, warp: int) -> None:
-        self.code, self.labels, self.block = code, labels, block
+        self.code, self.labels, self.block, self.warp = code, labels, block, warp
         self.spaces, self.known, self.shared = block.spaces, block.known, block.spaces["shared"]
         self.registers: dict[str, np.ndarray] = {"%tid.x": (LANES + 32 * warp).astype(np.uint32)}
         self.guard: np.ndarray | None = None
+        self.copies, self.products = Later(), Later()
 
     def run(self) -> Iterator[None]:
         """Yields where it waits."""
@@ -309,13 +347,13 @@ class Warp:
             if parts[0] in ("bra", "brx", "ret"):
                 at = self._jump(at, parts, operands)
             elif parts[0] in ("bar", "barrier") and parts[1] == "sync":
-                barrier, phase = self._arrive_at(operands)
-                while barrier.phase == phase:
-                    yield
+                yield from self._meet(operands[0], (int(operands[1]) if operands[1:] else self.block.threads) // 32)
             elif not ".".join(parts).startswith(_NO_EFFECT):
                 self._do(parts, operands)
                 if parts[:2] == ["mbarrier", "try_wait"] and not self.registers[operands[0]].all():
                     yield
+                elif parts[:2] == ["wgmma", "commit_group"]:  # an instruction of four warps
+                    yield from self._meet(f"wgmma {self.warp // 4}", 4)
 
     def _do(self, parts: list[str], operands: list[str]) -> None:
         if self.guard is not None and not self.guard.any():
@@ -339,13 +377,13 @@ class Warp:
         places = self.labels[operands[0]]
         return places[0] if len(places) == 1 else max(place for place in places if place < at)
 
-    def _arrive_at(self, operands: list[str]) -> tuple[Barrier, int]:
-        warps = (int(operands[1]) if len(operands) > 1 else self.block.threads) // 32
-        barrier = self.block.named.setdefault(int(operands[0]), Barrier(warps, warps))
+    def _meet(self, name: str, warps: int) -> Iterator[None]:
+        barrier = self.block.named.setdefault(name, Barrier(warps, warps))
         assert barrier.count == warps
         phase = barrier.phase
         self.block.arrive(barrier, 1)
-        return barrier, phase
+        while barrier.phase == phase:
+            yield
 
     # -- operands -----------------------------------------------------------------------------------------------------
 
@@ -478,6 +516,11 @@ class Warp:
         from_lane = {"bfly": LANES ^ lane, "idx": lane & 31}[parts[2]]
         self.set(to, self.value(source, "b32")[from_lane.astype(np.int64)])
 
+    def _redux(self, parts: list[str], to: str, source: str, mask: str) -> None:
+        fold = {"add": np.add, "min": np.minimum, "max": np.maximum}[parts[2]]
+        value = self.value(source, parts[3])
+        self.set(to, np.full(32, fold.reduce(value), value.dtype))
+
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def _ld(self, parts: list[str], to: str, source: str) -> None:
@@ -505,19 +548,27 @@ class Warp:
     def _space(self, parts: list[str]) -> Space:
         return self.spaces[parts[1].partition("::")[0]]
 
-    def _cp(self, parts: list[str], to: str, source: str, *rest: str) -> None:
+    def _cp(self, parts: list[str], *operands: str) -> None:
         if "bulk" in parts:
-            self._box(to, source, rest[0])
-            return
+            self._box(*operands)
+        elif parts[2] == "wait_group":
+            self.copies.wait(int(operands[0], 0))
+        elif parts[2] == "commit_group":
+            self.copies.commit()
+        else:
+            self._copy(*operands)
+
+    def _copy(self, to: str, source: str, *rest: str) -> None:
         size, wanted = int(rest[0], 0), self.value(rest[1], "u32") if len(rest) > 1 else np.full(32, int(rest[0], 0))
         assert ((wanted == 0) | (wanted == size)).all()
         lanes = (wanted > 0) & (True if self.guard is None else self.guard)
         places = self.shared.places(self.address(to), size)
-        places = places if self.guard is None else places[self.guard]
-        self.shared.bytes[places] = 0
-        if lanes.any():
-            given = self.spaces["global"].bytes[self.spaces["global"].places(self.address(source)[lanes], size)]
-            self.shared.bytes[self.shared.places(self.address(to)[lanes], size)] = given
+        given, memory = np.zeros((32, size), np.uint8), self.spaces["global"]
+        given[lanes] = memory.bytes[memory.places(self.address(source)[lanes], size)]
+        kept = slice(None) if self.guard is None else self.guard
+        self.copies.add(lambda: self.shared.bytes.__setitem__(places[kept], given[kept]))
+        if not self.block.late:
+            self.copies.finish()
 
     def _box(self, to: str, source: str, barrier: str) -> None:
         """What lies outside of the matrix is zero."""
@@ -534,8 +585,15 @@ class Warp:
         first = int(self.address(to)[lane])
         assert columns == 64 and first % 128 == 0
         places = self.shared.places(swizzled(first + 2 * np.arange(rows * columns)), 2)
-        self.shared.bytes[places] = box.reshape(-1, 1).view(np.uint8)
-        self.block.arrive(self.block.barriers[int(self.address(barrier)[lane])], 0, -2 * rows * columns)
+        told = self.block.barriers[int(self.address(barrier)[lane])]
+
+        def fill() -> None:
+            self.shared.bytes[places] = box.reshape(-1, 1).view(np.uint8)
+            self.block.arrive(told, 0, -2 * rows * columns)
+
+        self.block.boxes.append((told, fill))
+        if not self.block.late:
+            self.block.fill(told)
 
     def _mbarrier(self, parts: list[str], *operands: str) -> None:
         to, address = (None, operands[0]) if parts[1] == "init" else operands[:2]
@@ -545,6 +603,7 @@ class Warp:
             self.block.barriers[at] = Barrier(count, count)
         elif parts[1] == "try_wait":
             parity = self.value(operands[2], "u32") & np.uint32(1)
+            self.block.fill(self.block.barriers[at])
             self.set(to, parity != self.block.barriers[at].phase % 2)
         else:
             tells = int(operands[2], 0) if parts[2] == "expect_tx" else 0
@@ -598,7 +657,16 @@ class Warp:
         for i, name in enumerate(self.names(to)):
             self.set(name, out.reshape(32, 4)[:, i].astype(np.float32))
 
-    def _wgmma(self, parts: list[str], to: str, a: str, b: str, keeps: str, *signs: str) -> None:
+    def _wgmma(self, parts: list[str], *operands: str) -> None:
+        if parts[1] == "wait_group":
+            for warp in self.block.warps[self.warp // 4 * 4 :][:4]:
+                warp.products.wait(int(operands[0], 0))
+        elif parts[1] == "commit_group":
+            self.products.commit()
+        else:
+            self._product(parts, *operands)
+
+    def _product(self, parts: list[str], to: str, a: str, b: str, keeps: str, *signs: str) -> None:
         """A warp's 16 rows of m64nNk16: a in registers, b [N, 16] in shared memory, in lines of 64 columns."""
         if parts[5:] != ["f32", "bf16", "bf16"] or signs != ("1", "1", "0") or not a.startswith("{"):
             raise NotImplementedError
@@ -607,14 +675,19 @@ class Warp:
         first, stride, swizzle = (word & 0x3FFF) << 4, (word >> 32 & 0x3FFF) << 4, word >> 62
         assert swizzle == 1 and word >> 49 & 7 == 0
         n, k = np.arange(rows)[:, None], np.arange(16)
-        at = swizzled(first + n // 8 * stride + n % 8 * 128 + 2 * k).flatten()
-        b_NK = widened(self.shared.bytes[self.shared.places(at, 2)].view(np.uint16).reshape(rows, 16))
+        places = self.shared.places(swizzled(first + n // 8 * stride + n % 8 * 128 + 2 * k).flatten(), 2)
         a = np.stack([self.value(name, "b32") for name in self.names(a)], -1).reshape(8, 4, 4)
-        a = widened(halves(a)).reshape(8, 4, 2, 2, 2).transpose(3, 0, 2, 1, 4).reshape(16, 16)
-        out = (a.astype(np.float64) @ b_NK.T).reshape(2, 8, rows // 8, 4, 2).transpose(1, 3, 2, 0, 4).reshape(32, -1)
-        keeps = self.value(keeps, "pred") if keeps.startswith("%") else np.full(32, int(keeps) != 0)
-        for i, name in enumerate(self.names(to)):
-            self.set(name, (out[:, i] + np.where(keeps, self.value(name, "f32"), 0.0)).astype(np.float32))
+        a = widened(halves(a)).reshape(8, 4, 2, 2, 2).transpose(3, 0, 2, 1, 4).reshape(16, 16).astype(np.float64)
+        kept = self.value(keeps, "pred") if keeps.startswith("%") else np.full(32, int(keeps) != 0)
+
+        def multiply() -> None:
+            b_NK = widened(self.shared.bytes[places].view(np.uint16).reshape(rows, 16))
+            out = (a @ b_NK.T).reshape(2, 8, rows // 8, 4, 2).transpose(1, 3, 2, 0, 4).reshape(32, -1)
+            for i, name in enumerate(self.names(to)):
+                total = out[:, i] + np.where(kept, self.value(name, "f32"), 0.0)
+                self.registers[name] = total.astype(np.float32).view(np.uint32)
+
+        self.products.add(multiply)
 
 
 def swizzled(addresses: np.ndarray) -> np.ndarray:

@@ -40,6 +40,12 @@ def gpu(monkeypatch, request):
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(params=[False, True], ids=["early", "late"])
+def copies(request, monkeypatch):
+    """When copies into shared memory arrive: at once, or when they are waited for."""
+    monkeypatch.setattr(Machine, "late", request.param)
+
+
 def launch(planes, x, bias=None, activation="none", *, config):
     y = torch.empty(x.shape[0], planes.shape[0], dtype=x.dtype)
     tiles, scale = planes.coarse[TILES], planes.coarse["tensor_scale"]
@@ -122,10 +128,10 @@ def test_a_decoded_weight_has_the_reference_s_bits(name, dtype, gpu):
 
 @pytest.mark.parametrize("config", [Wide(16, 8, 1, 6), Wide(32, 4, 2, 6), Wide(128, 16, 1, 4)], ids=str)
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
-def test_many_tokens(name, config, gpu):
+def test_many_tokens(name, config, copies, gpu):
     tokens = config.TOKENS + 3
-    planes, weight = tiled(name, (200, 1032), device="cpu")
-    x, bias = torch.randn(tokens, 1032).bfloat16(), torch.randn(200).bfloat16()
+    planes, weight = tiled(name, (200, 648), device="cpu")
+    x, bias = torch.randn(tokens, 648).bfloat16(), torch.randn(200).bfloat16()
     tiles, scale = planes.coarse[TILES], planes.coarse["tensor_scale"]
     y = fp4_linear._launch_wide(x, tiles, scale, bias, 200, name, "silu", config)
     assert error(y, reference.ACTIVATIONS["silu"](x.double() @ weight.T + bias.double())) < 3e-3
@@ -136,7 +142,7 @@ CASES = [("nvfp4", 300, 200, 328, False), ("mxfp4", 70, 136, 640, True), ("nvfp4
 
 
 @pytest.mark.parametrize(("name", "tokens", "n", "k", "cut"), CASES)
-def test_hundreds_of_tokens(name, tokens, n, k, cut, gpu, monkeypatch):
+def test_hundreds_of_tokens(name, tokens, n, k, cut, copies, gpu, monkeypatch):
     """Also with tiles that several programs share."""
     monkeypatch.setattr(fp4_linear, "cut_tiles", lambda *shape: 2 if cut else 0)
     planes, weight = tiled(name, (n, k), device="cpu")
