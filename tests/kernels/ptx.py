@@ -280,7 +280,9 @@ def split(operands: str) -> list[str]:
 
 @functools.cache
 def _immediate(text: str, dtype: np.dtype) -> np.ndarray:
-    """[32] of a number as it is written, for floats their bits."""
+    """[32] of a number as it is written, for floats their bits; of a register that nothing was written to, ones."""
+    if re.fullmatch(r"%(r|rs|rd|p)\d+", text):
+        text = "-1"
     bits = int(text[2:], 16) if text.startswith("0f") else int(text.rstrip("U"), 0)
     return np.full(32, bits & (1 << 8 * dtype.itemsize) - 1, _UNSIGNED[dtype.itemsize]).view(dtype)
 
