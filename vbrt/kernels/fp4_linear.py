@@ -35,6 +35,7 @@ from vbrt.kernels.launch_table import (
     cut_tiles,
     fused_limit,
     launch_for,
+    persistent_tiles,
     persists,
     wide_for,
 )
@@ -459,9 +460,8 @@ def _launch_persistent(
     x_MK = x_MK if rows_fit else _padded(x_MK)
     (tokens, _), device, columns = x_MK.shape, tiles.device.index, tiles.shape[1]
     clear, multiply, described = _persistent()
-    count, pairs = -(-tokens // PERSISTENT_TOKENS) * -(-n // PERSISTENT_ROWS), -(-columns // 2)
     cut = cut_tiles(tokens, n, columns, _processors(device))
-    programs = min(_processors(device), cut * pairs if cut else count)
+    programs = min(_processors(device), cut * -(-columns // 2) if cut else persistent_tiles(tokens, n))
     y_MN = x_MK.new_empty(tokens, n)
     sums, flags = y_MN, y_MN
     if cut:

@@ -10,7 +10,7 @@ import functools
 from typing import NamedTuple
 
 __all__ = ["DEFAULT", "FAMILIES", "PERSISTENT_ROWS", "PERSISTENT_TOKENS", "PERSISTENT_WARPS", "WIDE", "Launch",
-           "Rule", "Wide", "cut_tiles", "fused_limit", "launch_for", "persists", "wide_for"]
+           "Rule", "Wide", "cut_tiles", "fused_limit", "launch_for", "persistent_tiles", "persists", "wide_for"]
 
 
 class Launch(NamedTuple):
@@ -118,7 +118,7 @@ def persists(major: int, tokens: int, n: int, columns: int) -> bool:
     """
     if major not in WIDE or not 0 < tokens <= _PERSISTENT_MOST:
         return False
-    tiles, pairs = _tiles(tokens, n), -(-columns // 2)
+    tiles, pairs = persistent_tiles(tokens, n), -(-columns // 2)
     if cut_tiles(tokens, n, columns, _PROCESSORS):
         own = tiles / _PROCESSORS * pairs + _cut_pairs(tiles, _PROCESSORS)
     else:
@@ -139,14 +139,15 @@ def cut_tiles(tokens: int, n: int, columns: int, processors: int) -> int:
 
     None where whole tiles leave multiprocessors idle for less time than adding up partial sums takes.
     """
-    tiles, pairs = _tiles(tokens, n), -(-columns // 2)
+    tiles, pairs = persistent_tiles(tokens, n), -(-columns // 2)
     idle = (-(-tiles // processors) - tiles / processors) * pairs
     if idle < _cut_pairs(tiles, processors) or tokens * columns * 256 > _CUT_BYTES:
         return 0
     return tiles if tiles < 2 * processors else tiles % processors + processors
 
 
-def _tiles(tokens: int, n: int) -> int:
+def persistent_tiles(tokens: int, n: int) -> int:
+    """How many tiles of `fp4_persistent` the result [tokens, n] has."""
     return -(-tokens // PERSISTENT_TOKENS) * -(-n // PERSISTENT_ROWS)
 
 
