@@ -32,11 +32,10 @@ def compiled(kernel, types, constants, capability, *, warps=4, aligned=(), gluon
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    signature = {**types, **dict.fromkeys(constants, "constexpr")}
-    names = list(signature)
+    kinds, names = {**types, **dict.fromkeys(constants, "constexpr")}, kernel.arg_names
     source = (GluonASTSource if gluon else ASTSource)(
         fn=kernel,
-        signature=signature,
+        signature={name: kinds[name] for name in names},
         constexprs={(names.index(key),): value for key, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )

@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from tests.kernels.gpu_cases import compiled
+
 LANES = np.arange(32)
 _BASE = 1 << 20  # of global memory; shared memory is below
 _MOST_STEPS = 1 << 18  # of a warp
@@ -119,23 +121,7 @@ class Machine:
         self, text: str, grid: tuple[int, int], arguments: Sequence[Buffer | Described | int | float]
     ) -> None:
         """All programs of a kernel, from the first to the last. The arguments are those that are not constants."""
-        parameters, maps = Space(0, 4096), {}
-        declared = re.findall(r"\.param .*?\.([a-z]\d+) .*?(\w+_param_\d+)", text[text.index(".entry") :])
-        values: list[Any] = []
-        for argument in arguments:
-            if isinstance(argument, Described):
-                values += [argument, *argument.matrix.shape, argument.stride, 1]
-            else:
-                values.append(argument.address if isinstance(argument, Buffer) else argument)
-        known: dict[str, int] = {}
-        # behind the arguments there are places for memory that these kernels do not ask for
-        for (kind, name), value in zip(declared, [*values, *[0] * (len(declared) - len(values))], strict=True):
-            known[name] = parameters.allocate(8, 8)
-            if isinstance(value, Described):
-                maps[known[name]] = value
-                continue
-            data = np.array([value]).astype(_TYPES[kind]).view(np.uint8)
-            parameters.bytes[known[name] : known[name] + len(data)] = data
+        parameters, known, maps = _parameters(text, arguments)
         code, labels, threads = *parsed(text), int(re.search(r"\.reqntid (\d+)", text)[1])
         known |= {"%ntid.x": threads, "%nctaid.x": grid[0], "%nctaid.y": grid[1], "global_smem": 0}
         for y, x in itertools.product(range(grid[1]), range(grid[0])):
@@ -143,12 +129,35 @@ class Machine:
             shared.allocate(len(shared.bytes))
             known |= {"%ctaid.x": x, "%ctaid.y": y}
             spaces = {"global": self.memory, "shared": shared, "param": parameters}
-            block = Block(spaces, known, maps, threads, self.late)
-            block.run(code, labels)
+            Block(spaces, known, maps, threads, self.late).run(code, labels)
 
     def _range(self, buffer: Buffer) -> slice:
         first = buffer.address - _BASE
         return slice(first, first + prod(buffer.shape) * buffer.dtype.itemsize)
+
+
+def _parameters(
+    text: str, arguments: Sequence[Buffer | Described | int | float]
+) -> tuple[Space, dict[str, int], dict[int, Described]]:
+    """(what a kernel reads its arguments from, where each is, by address what the copy engine is given)."""
+    space, maps, known = Space(0, 4096), {}, {}
+    declared = re.findall(r"\.param .*?\.([a-z]\d+) .*?(\w+_param_\d+)", text[text.index(".entry") :])
+    values: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, Described):
+            values += [argument, *argument.matrix.shape, argument.stride, 1]
+        else:
+            values.append(argument.address if isinstance(argument, Buffer) else argument)
+    # behind the arguments there are places for memory that these kernels do not ask for
+    values += [0] * (len(declared) - len(values))
+    for (kind, name), value in zip(declared, values, strict=True):
+        at = known[name] = space.allocate(8, 8)
+        if isinstance(value, Described):
+            maps[at] = value
+        else:
+            data = np.array([value]).astype(_TYPES[kind]).view(np.uint8)
+            space.bytes[at : at + len(data)] = data
+    return space, known, maps
 
 
 @dataclass
@@ -202,13 +211,8 @@ class Block:
 
 def launched(kernel: Any, capability: int, grid: Sequence[int], given: Sequence[Any], named: dict[str, Any]) -> None:
     """What `kernel[grid](*given, **named)` does, on tensors of the CPU."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     machine, arguments = Machine(), []
-    signature, constexprs, attributes = {}, {}, {}
+    types, constants, aligned = {}, {}, []
     buffers: dict[int, tuple[Buffer, torch.Tensor]] = {}
 
     def taken(tensor: torch.Tensor) -> Buffer:
@@ -221,27 +225,27 @@ def launched(kernel: Any, capability: int, grid: Sequence[int], given: Sequence[
         return buffers[at][0]
 
     for parameter in kernel.params:
-        value = given[parameter.num] if parameter.num < len(given) else named[parameter.name]
-        kind, multiple, specialized = "constexpr", False, not parameter.do_not_specialize
+        name, specialized = parameter.name, not parameter.do_not_specialize
+        value = given[parameter.num] if parameter.num < len(given) else named[name]
         if parameter.is_constexpr or (isinstance(value, int) and value == 1 and specialized):
-            constexprs[(parameter.num,)] = value
-        elif isinstance(value, torch.Tensor):
+            constants[name] = value
+            continue
+        if isinstance(value, torch.Tensor):
             kind, multiple = f"*{_NAMES[value.dtype]}", value.data_ptr() % 16 == 0
-            arguments.append(taken(value))
+            value = taken(value)
         elif isinstance(value, int | float):
             kind = "fp32" if isinstance(value, float) else "i32"
             multiple = kind == "i32" and value % 16 == 0 and specialized
-            arguments.append(value)
         else:
-            kind, box = f"tensordesc<bf16{value.block_shape},{value.layout!r}>", tuple(value.block_shape)
+            kind, multiple = f"tensordesc<bf16{value.block_shape},{value.layout!r}>", False
             matrix = taken(value.base)._replace(shape=tuple(value.shape))
-            arguments.append(Described(matrix, value.strides[0], box))
-        signature[parameter.name] = kind
-        if multiple:
-            attributes[(parameter.num,)] = [["tt.divisibility", 16]]
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attributes)
-    target, options = GPUTarget("cuda", capability, 32), {"num_warps": named["num_warps"]}
-    machine.run(triton.compile(source, target=target, options=options).asm["ptx"], (*grid, 1)[:2], arguments)
+            value = Described(matrix, value.strides[0], tuple(value.block_shape))
+        types[name] = kind
+        arguments.append(value)
+        aligned += [name] if multiple else []
+    warps, gluon = named["num_warps"], kernel.is_gluon()
+    binary = compiled(kernel, types, constants, capability, warps=warps, aligned=aligned, gluon=gluon)
+    machine.run(binary.asm["ptx"], (*grid, 1)[:2], arguments)
     for buffer, line in buffers.values():
         line.copy_(machine.get(buffer))
 
@@ -319,14 +323,10 @@ class Later:
 
     def wait(self, rest: int) -> None:
         """For all groups but the last so many."""
-        self.finish(max(0, len(self.groups) - 1 - rest))
-
-    def finish(self, count: int | None = None) -> None:
-        for group in self.groups[:count]:
-            for step in group:
-                step()
-            group.clear()
-        del self.groups[: count or 0]
+        done = max(0, len(self.groups) - 1 - rest)
+        for step in itertools.chain.from_iterable(self.groups[:done]):
+            step()
+        del self.groups[:done]
 
 
 class Warp:
@@ -422,7 +422,11 @@ class Warp:
         special: Callable[..., None] | None = getattr(self, f"_{parts[0]}", None)
         if special is not None:
             special(parts, *operands)
-            return
+        else:
+            self.compute(parts, operands)
+
+    def compute(self, parts: list[str], operands: list[str]) -> None:
+        """What works lane by lane on values of one type."""
         kind = parts[-1]
         if not {*parts[1:-1]} <= {"rn", "approx", "ftz", "full"}:
             raise NotImplementedError
@@ -450,6 +454,8 @@ class Warp:
 
     def _cvt(self, parts: list[str], to: str, *sources: str) -> None:
         out, given = parts[-2], parts[-1]
+        if not {*parts[1:-2]} <= {"rn", "satfinite"}:
+            raise NotImplementedError
         values = [self.value(name, given) for name in sources]
         if out.endswith("x2"):  # the first source is the upper half
             pair = np.stack([rounded(v, out[:-2]) for v in values[::-1]], -1)
@@ -465,21 +471,24 @@ class Warp:
         self.set(to, np.where(self.value(chosen, "pred"), self.value(first, parts[1]), self.value(second, parts[1])))
 
     def _setp(self, parts: list[str], to: str, first: str, second: str) -> None:
-        self.set(to, _COMPARED[parts[1].removesuffix("u")](self.value(first, parts[-1]), self.value(second, parts[-1])))
+        a, b = (self.value(name, parts[-1]) for name in (first, second))
+        holds = _COMPARED[parts[1].removesuffix("u")](a, b)
+        if parts[-1] == "f32":
+            nan = np.isnan(a) | np.isnan(b)
+            holds = holds | nan if parts[1].endswith("u") else holds & ~nan
+        self.set(to, holds)
 
     def _mul(self, parts: list[str], to: str, first: str, second: str) -> None:
-        self._mad(parts, to, first, second, "0")
+        if parts[-1] in ("f32", "bf16", "bf16x2"):
+            self.compute(parts, [to, first, second])
+        else:
+            self._mad(parts, to, first, second, "0")
 
     def _mad(self, parts: list[str], to: str, first: str, second: str, added: str) -> None:
-        kind = parts[-1]
-        if kind in ("f32", "bf16", "bf16x2"):
-            given = [self.value(name, kind) for name in (first, second)]
-            if kind == "f32":
-                self.set(to, given[0] * given[1])
-            else:
-                self.set(to, _packed(np.multiply, given, kind))
-            return
-        size = int(kind[1:])
+        """Of integers: the lower or the upper half of the product, or all of it."""
+        kind, size = parts[-1], int(parts[-1][1:])
+        if len(parts) != 3 or parts[1] not in ("lo", "hi", "wide"):
+            raise NotImplementedError
         wide = kind if parts[1] == "lo" else f"{kind[0]}{2 * size}"
         product = np.multiply(*(self.value(name, kind).astype(_TYPES[wide]) for name in (first, second)))
         if parts[1] == "hi":
@@ -568,9 +577,14 @@ class Warp:
         given, memory = np.zeros((32, size), np.uint8), self.spaces["global"]
         given[lanes] = memory.bytes[memory.places(self.address(source)[lanes], size)]
         kept = slice(None) if self.guard is None else self.guard
-        self.copies.add(lambda: self.shared.bytes.__setitem__(places[kept], given[kept]))
-        if not self.block.late:
-            self.copies.finish()
+
+        def arrive() -> None:
+            self.shared.bytes[places[kept]] = given[kept]
+
+        if self.block.late:
+            self.copies.add(arrive)
+        else:
+            arrive()
 
     def _box(self, to: str, source: str, barrier: str) -> None:
         """What lies outside of the matrix is zero."""
@@ -593,12 +607,13 @@ class Warp:
             self.shared.bytes[places] = box.reshape(-1, 1).view(np.uint8)
             self.block.arrive(told, 0, -2 * rows * columns)
 
-        self.block.boxes.append((told, fill))
-        if not self.block.late:
-            self.block.fill(told)
+        if self.block.late:
+            self.block.boxes.append((told, fill))
+        else:
+            fill()
 
     def _mbarrier(self, parts: list[str], *operands: str) -> None:
-        to, address = (None, operands[0]) if parts[1] == "init" else operands[:2]
+        address = operands[0 if parts[1] == "init" else 1]
         (at,) = set(self.address(address)[slice(None) if self.guard is None else self.guard].tolist())
         if parts[1] == "init":
             count = int(self.value(operands[1], "u32")[0])
@@ -606,7 +621,7 @@ class Warp:
         elif parts[1] == "try_wait":
             parity = self.value(operands[2], "u32") & np.uint32(1)
             self.block.fill(self.block.barriers[at])
-            self.set(to, parity != self.block.barriers[at].phase % 2)
+            self.set(operands[0], parity != self.block.barriers[at].phase % 2)
         else:
             tells = int(operands[2], 0) if parts[2] == "expect_tx" else 0
             lanes = 32 if self.guard is None else int(self.guard.sum())

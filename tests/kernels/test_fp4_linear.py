@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.kernels.gpu_cases import compiled, error, poison
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.kernels import fp4_linear, fp4_tiles, page_packing, reference, resolve
@@ -132,22 +133,6 @@ def test_every_size_has_a_launch(major):
         launch_for(major, fused_limit(major) + 1, 1, 1)
 
 
-def compiled(kernel, types, constants, capability, warps, aligned):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    signature = {**types, **dict.fromkeys(constants, "constexpr")}
-    names = list(signature)
-    source = GluonASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(names.index(key),): value for key, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("loose", [False, True])
@@ -165,8 +150,8 @@ def test_the_fused_kernel_compiles_with_wide_loads(capability, rule, loose):
         "ACTIVATION": "gelu", "BIAS": True, "LOOSE": loose, "EARLY": capability >= 90,
     }  # fmt: skip
     binary = compiled(
-        fp4_gluon.linear_kernel, {**pointers, **numbers}, constants, capability, config.WK,
-        ("x_ptr", "tile_ptr", "y_ptr", "K", "x_stride", "y_stride"),
+        fp4_gluon.linear_kernel, {**pointers, **numbers}, constants, capability, warps=config.WK,
+        aligned=("x_ptr", "tile_ptr", "y_ptr", "K", "x_stride", "y_stride"),
     )  # fmt: skip
     ptx = binary.asm["ptx"]
     wide = ptx.count("ld.global.v4") + ptx.count("ld.global.cg.v4")
@@ -192,7 +177,7 @@ def test_carried_pointers_keep_wide_loads_and_need_no_zeros(name, capability):
     }  # fmt: skip
     aligned = ("x_ptr", "tile_ptr", "y_ptr", "K", "x_stride", "y_stride")
     binary = compiled(
-        fp4_gluon.linear_kernel, {**pointers, **numbers}, constants, capability, config.WK, aligned
+        fp4_gluon.linear_kernel, {**pointers, **numbers}, constants, capability, warps=config.WK, aligned=aligned
     )  # fmt: skip
     ptx = binary.asm["ptx"]
     assert ptx.count("ld.global.v4") + ptx.count("ld.global.cg.v4") == 2 * 2 * config.R + 4 * 2
@@ -213,8 +198,8 @@ def test_the_siblings_kernel_compiles_with_wide_loads(capability):
         "LOOSE": False,
         "EARLY": capability >= 90,
     }  # fmt: skip
-    aligned = [name for name in types if name.endswith("_ptr")]
-    ptx = compiled(fp4_gluon.siblings_kernel, types, constants, capability, 8, (*aligned, "K", "x_stride")).asm["ptx"]
+    aligned = [*(name for name in types if name.endswith("_ptr")), "K", "x_stride"]
+    ptx = compiled(fp4_gluon.siblings_kernel, types, constants, capability, warps=8, aligned=aligned).asm["ptx"]
     assert ptx.count("ld.global.v4") + ptx.count("ld.global.cg.v4") >= 2 * 2 + 4
 
 
@@ -234,7 +219,7 @@ def test_the_hopper_kernel_compiles_to_warpgroup_instructions(name, tokens):
     }  # fmt: skip
     binary = compiled(
         fp4_wgmma.wgmma_kernel, {**pointers, "y_ptr": "*fp32" if partial else "*bf16", **numbers}, constants, 90,
-        config.WARPS, ("x_ptr", "tile_ptr", "y_ptr", "N", "y_stride"),
+        warps=config.WARPS, aligned=("x_ptr", "tile_ptr", "y_ptr", "N", "y_stride"),
     )  # fmt: skip
     ptx = binary.asm["ptx"]
     assert ptx.count("wgmma.mma_async") == 8 * config.RING
@@ -258,7 +243,7 @@ def test_the_persistent_kernel_keeps_instructions_in_flight(name, bias, tmp_path
     activation = "gelu" if bias else "none"
     constants = {"SPLITS": not bias, "E8": name == "mxfp4", "ACTIVATION": activation, "BIAS": bias, "EARLY": True}
     aligned = ("tile_ptr", "bias_ptr", "part_ptr", "flag_ptr", "y_ptr", "N", "y_stride")
-    binary = compiled(fp4_persistent.persistent_kernel, types, constants, 90, 4, aligned)
+    binary = compiled(fp4_persistent.persistent_kernel, types, constants, 90, aligned=aligned)
     ptx = binary.asm["ptx"]
     assert ptx.count("wgmma.mma_async") == 32 and ptx.count("stmatrix") == 32
     assert binary.metadata.shared <= 227 << 10
@@ -339,7 +324,7 @@ def test_the_padding_kernel_compiles(capability):
 
     types = {"x_ptr": "*bf16", "o_ptr": "*bf16", **dict.fromkeys(("K", "width", "x_stride", "k_stride"), "i32")}
     compiled(fp4_gluon.pad_kernel, types, {"WARPS": 4, "SPAN": 1024, "EARLY": capability >= 90},
-             capability, 4, ("o_ptr",))
+             capability, aligned=("o_ptr",))
 
 
 @pytest.mark.slow
@@ -351,11 +336,13 @@ def test_the_kernels_around_the_hopper_kernel_compile(summands):
     dtype = "*bf16" if summands == 1 else "*fp32"
     types = {"x_ptr": dtype, "o_ptr": "*bf16", **dict.fromkeys(("M", "K", "columns", "x_stride"), "i32")}
     constants = {"k_stride": 1, "SUMMANDS": summands, "WARPS": 2}
-    binary = compiled(fp4_wgmma.order_kernel, types, constants, 90, 2, ("x_ptr", "o_ptr", "K", "x_stride"))
+    aligned = ("x_ptr", "o_ptr", "K", "x_stride")
+    binary = compiled(fp4_wgmma.order_kernel, types, constants, 90, warps=2, aligned=aligned)
     assert binary.asm["ptx"].count("ld.global.v4") >= 4 and binary.asm["ptx"].count("st.global.v4") == 4 * summands
     types = {"part_ptr": "*fp32", "bias_ptr": dtype, "y_ptr": dtype, "M": "i32", "N": "i32"}
     constants = {"PARTS": 2 * summands, "ACTIVATION": "silu", "BIAS": True, "WARPS": 4}
-    binary = compiled(fp4_wgmma.reduce_kernel, types, constants, 90, 4, ("part_ptr", "bias_ptr", "y_ptr", "N"))
+    aligned = ("part_ptr", "bias_ptr", "y_ptr", "N")
+    binary = compiled(fp4_wgmma.reduce_kernel, types, constants, 90, aligned=aligned)
     assert binary.asm["ptx"].count("ld.global.v4") >= 2 * summands
 
 
@@ -367,9 +354,9 @@ def test_the_decode_kernel_compiles_with_wide_stores(capability, dtype):
     from vbrt.kernels import fp4_gluon
 
     types = {"tile_ptr": "*i32", "scale_ptr": "*fp32", "w_ptr": f"*{dtype}", "N": "i32", "K": "i32", "columns": "i32"}
-    binary = compiled(
-        fp4_gluon.decode_kernel, types, {"E8": capability == 90, "WARPS": 4}, capability, 4, ("tile_ptr", "w_ptr", "K")
-    )
+    constants = {"E8": capability == 90, "WARPS": 4}
+    aligned = ("tile_ptr", "w_ptr", "K")
+    binary = compiled(fp4_gluon.decode_kernel, types, constants, capability, aligned=aligned)
     assert binary.asm["ptx"].count("st.global.v4") == (16 if dtype == "fp32" else 8)
 
 
@@ -413,15 +400,6 @@ def case(name, shape, dtype=torch.bfloat16):
         coarse["tensor_scale"] *= 1.2345  # published checkpoints: not a power of two
     tiled = WeightPlanes(name, shape, dtype, fp4_linear.packing(name).pack(coarse, shape))
     return tiled, WeightPlanes(name, shape, dtype, coarse), fmt.decode(coarse, shape, torch.float64)
-
-
-def poison():
-    """Fill what the allocator will hand out next with NaN."""
-    torch.full((1 << 24,), float("nan"), device="cuda")
-
-
-def error(y, want):
-    return ((y.double() - want).norm() / want.norm()).item()
 
 
 TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 1e-3, torch.float32: 1e-5}

@@ -46,13 +46,6 @@ def copies(request, monkeypatch):
     monkeypatch.setattr(Machine, "late", request.param)
 
 
-def launch(planes, x, bias=None, activation="none", *, config):
-    y = torch.empty(x.shape[0], planes.shape[0], dtype=x.dtype)
-    tiles, scale = planes.coarse[TILES], planes.coarse["tensor_scale"]
-    fp4_linear.launch(x, tiles, scale, bias, y, planes.format, activation, config)
-    return y
-
-
 CONFIGS = [Launch(1, 4, False), Launch(2, 16, True), Launch(1, 8, True), Launch(2, 4, True, True), Launch(4, 4, False)]
 
 
@@ -62,7 +55,8 @@ CONFIGS = [Launch(1, 4, False), Launch(2, 16, True), Launch(1, 8, True), Launch(
 def test_few_tokens(name, config, tokens, gpu):
     planes, weight = tiled(name, (72, 512), device="cpu")
     x, bias = torch.randn(tokens, 512).bfloat16(), torch.randn(72).bfloat16()
-    y = launch(planes, x, bias, "gelu", config=config)
+    y = torch.empty(tokens, 72, dtype=x.dtype)
+    fp4_linear.launch(x, planes.coarse[TILES], planes.coarse["tensor_scale"], bias, y, name, "gelu", config)
     assert error(y, reference.ACTIVATIONS["gelu"](x.double() @ weight.T + bias.double())) < 3e-3
 
 
@@ -221,6 +215,8 @@ REFUSED = {
     "an odd address": ("ld.global.b32 %r2, [%rd3+2];", IndexError, "no multiple of 4"),
     "an unknown instruction": ("popc.b32 %r2, %r1;", KeyError, "popc"),
     "an unknown modifier": ("add.sat.s32 %r2, %r1, %r1;", NotImplementedError, "add.sat"),
+    "an unknown product": ("mad.rn.f32 %r2, %r1, %r1, %r1;", NotImplementedError, "mad.rn"),
+    "an unknown rounding": ("cvt.rni.s32.f32 %r2, %r1;", NotImplementedError, "cvt.rni"),
     "lanes that part": ("setp.lt.s32 %p1, %r1, 7; @%p1 bra $L; $L: mov.u32 %r2, 0;", AssertionError, "part"),
     "a loop without an end": ("$L: bra $L;", TimeoutError, "does not end"),
     "a wait for a warp that has ended": (
