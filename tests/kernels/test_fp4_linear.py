@@ -186,21 +186,43 @@ def test_carried_pointers_keep_wide_loads_and_need_no_zeros(name, capability):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
-def test_the_siblings_kernel_compiles_with_wide_loads(capability):
+@pytest.mark.parametrize("squares", [0, 256])
+def test_the_siblings_kernel_compiles_with_wide_loads(capability, squares):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels import fp4_gluon
 
     one = {"tile{}_ptr": "*i32", "scale{}_ptr": "*fp32", "y{}_ptr": "*bf16"}
     types = {"x_ptr": "*bf16", **{name.format(i): kind for i in range(3) for name, kind in one.items()}}
-    types |= dict.fromkeys(("M", "N0", "N1", "N2", "K", "columns", "x_stride"), "i32")
+    types |= {"square_ptr": "*fp32", **dict.fromkeys(("M", "N0", "N1", "N2", "K", "columns", "x_stride"), "i32")}
+    types["eps"] = "fp32"
     constants = {
         "R": 1, "NT": 1, "WK": 8, "PREFETCH": True, "CARRY": False, "E8": False, "FULL": False, "TAIL": False,
-        "LOOSE": False,
-        "EARLY": capability >= 90,
+        "LOOSE": False, "SQUARES": squares, "EARLY": capability >= 90,
     }  # fmt: skip
     aligned = [*(name for name in types if name.endswith("_ptr")), "K", "x_stride"]
     ptx = compiled(fp4_gluon.siblings_kernel, types, constants, capability, warps=8, aligned=aligned).asm["ptx"]
     assert ptx.count("ld.global.v4") + ptx.count("ld.global.cg.v4") >= 2 * 2 + 4
+    assert ("rsqrt" in ptx) is (squares > 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_residual_kernel_compiles_with_wide_loads(name, capability):
+    pytest.importorskip("triton.experimental.gluon")
+    from vbrt.kernels import fp4_gluon
+
+    types = {"x_ptr": "*bf16", "tile_ptr": "*i32", "scale_ptr": "*fp32"}
+    types |= dict.fromkeys(("other_ptr", "gain_ptr", "total_ptr", "y_ptr"), "*bf16") | {"square_ptr": "*fp32"}
+    aligned = [*types, "N", "K"]
+    types |= dict.fromkeys(("N", "K", "columns"), "i32")
+    config = launch_for(9, 1, 256, 32)
+    constants = {
+        "R": config.R, "WK": config.WK, "PREFETCH": config.PREFETCH, "CARRY": False, "E8": name == "mxfp4",
+        "TAIL": False, "LOOSE": False, "EARLY": capability >= 90,
+    }  # fmt: skip
+    ptx = compiled(fp4_gluon.residual_kernel, types, constants, capability, warps=config.WK, aligned=aligned).asm["ptx"]
+    assert ptx.count("ld.global.v4") + ptx.count("ld.global.cg.v4") >= 2 * 2 * config.R + 4
 
 
 @pytest.mark.slow
@@ -245,7 +267,7 @@ def test_the_persistent_kernel_keeps_instructions_in_flight(name, bias, tmp_path
     aligned = ("tile_ptr", "bias_ptr", "part_ptr", "flag_ptr", "y_ptr", "N", "y_stride")
     binary = compiled(fp4_persistent.persistent_kernel, types, constants, 90, aligned=aligned)
     ptx = binary.asm["ptx"]
-    assert ptx.count("wgmma.mma_async") == 32 and ptx.count("stmatrix") == 32
+    assert ptx.count("wgmma.mma_async") == 32 and ptx.count("stmatrix") == 8
     assert binary.metadata.shared <= 227 << 10
     source, tools = tmp_path / "kernel.ptx", Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     source.write_text(ptx)

@@ -72,19 +72,19 @@ def test_every_size_of_the_gated_pair_has_a_launch(tokens):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
-@pytest.mark.parametrize("groups", [1, 2])
-def test_the_gated_kernel_compiles_to_matrix_instructions(capability, groups):
+@pytest.mark.parametrize(("groups", "squares"), [(1, 0), (1, 256), (2, 0)])
+def test_the_gated_kernel_compiles_to_matrix_instructions(capability, groups, squares):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels import fused_gluon
 
     types = {"x_ptr": "*bf16", "tile_ptr": "*i32", "scale_ptr": "*fp32", "other_ptr": "*i32",
-             "other_scale_ptr": "*fp32", "y_ptr": "*bf16"}
-    types |= dict.fromkeys(("M", "N", "K", "columns", "x_stride", "y_stride"), "i32")
+             "other_scale_ptr": "*fp32", "square_ptr": "*fp32", "y_ptr": "*bf16"}
+    types |= {**dict.fromkeys(("M", "N", "K", "columns", "x_stride", "y_stride"), "i32"), "eps": "fp32"}
     constants = {"R": 1, "NT": groups, "WK": 8, "PREFETCH": True, "E8": False, "FULL": False, "TAIL": False,
-                 "ACTIVATION": "silu", "EARLY": capability >= 90}
+                 "ACTIVATION": "silu", "SQUARES": squares, "EARLY": capability >= 90}
     aligned = ("x_ptr", "tile_ptr", "other_ptr", "y_ptr", "K", "x_stride", "y_stride")
     ptx = compiled(fused_gluon.gated_kernel, types, constants, capability, warps=8, aligned=aligned).asm["ptx"]
-    assert ptx.count("mma.sync") == 8 * groups * 2
+    assert ptx.count("mma.sync") == 8 * groups * 2 and ("rsqrt" in ptx) is (squares > 0)
 
 
 @pytest.mark.slow

@@ -13,7 +13,8 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import vbrt
-from tests.kernels.gpu_cases import error, tiled
+from tests.kernels.gpu_cases import error, poison, tiled
+from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.page import new_page, pack, unpack
 from vbrt.kernels import fp4_linear, fused_linear, reference
@@ -24,6 +25,7 @@ from vbrt.nn import linear
 
 ONE, SEVERAL = torch.ops.vbrt.fp4_linear.default, torch.ops.vbrt.fp4_linears.default
 GATED, NORMED = torch.ops.vbrt.fp4_gated.default, torch.ops.vbrt.normed_sum.default
+RESIDUAL = torch.ops.vbrt.fp4_residual.default
 
 
 def graph_of(layers, tokens=1, k=256):
@@ -300,6 +302,119 @@ def test_inductor_runs_the_norm_and_the_siblings_behind_it(kernel_on_cpu):
     vb.close()
 
 
+# --- a norm that the layers around it share ---------------------------------------------------------------------------
+
+
+def shared(fn, shape=(1, 1, 128), n=128):
+    """The graph of fn(out, gate, up, x, residual, gain), three layers of [256 -> n] and [n -> 256], after the pass."""
+
+    def called(x, residual, gain, *tiles):
+        out = functools.partial(layer, tiles=tiles[0], n=n, k=256)
+        gate, up = (functools.partial(layer, tiles=one, n=256, k=n) for one in tiles[1:])
+        return fn(out, gate, up, x, residual, gain)
+
+    def layer(x, *, tiles, n, k, bias=None):
+        return ONE(x, tiles, None, bias, "nvfp4", n, k, "none")
+
+    inputs = [torch.zeros(*shape[:-1], width, dtype=torch.bfloat16) for width in (256, n)]
+    tiles = [torch.zeros(16 * 288 + 1, dtype=torch.int32) for _ in range(3)]
+    with torch.no_grad():
+        traced = make_fx(called, select_decomp_table(), tracing_mode="fake")
+        graph = traced(*inputs, torch.zeros(n, dtype=torch.bfloat16), *tiles).graph
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add_.Scalar):
+        node.target = torch.ops.aten.add.Scalar
+    JoinSiblings()(graph)
+    graph.lint()
+    return graph
+
+
+def block(behind, norm=written_out, before=lambda out, x, residual: residual + out(x)):
+    def run(out, gate, up, x, residual, gain):
+        total = before(out, x, residual)
+        return total, behind(gate, up, norm(total, gain, 3e-5))
+
+    return run
+
+
+BEHIND = {
+    "a gated pair": (lambda gate, up, y: F.silu(gate(y)) * up(y), GATED),
+    "siblings": (lambda gate, up, y: (gate(y), up(y)), SEVERAL),
+    "one layer": (lambda gate, up, y: gate(y), SEVERAL),
+}
+
+
+@pytest.mark.parametrize("before", [lambda out, x, residual: residual + out(x), lambda out, x, r: out(x) + r])
+@pytest.mark.parametrize("norm", [written_out, by_torch])
+@pytest.mark.parametrize("behind", BEHIND)
+def test_one_token_s_norm_is_computed_by_the_layers_around_it(behind, norm, before):
+    behind, target = BEHIND[behind]
+    graph = shared(block(behind, norm, before))
+    (made,) = graph.find_nodes(op="call_function", target=RESIDUAL)
+    (call,) = graph.find_nodes(op="call_function", target=target)
+    x, residual, gain, tiles, *_ = graph.find_nodes(op="placeholder")
+    assert made.args == (x, tiles, None, residual, gain, "nvfp4", 128, 256)
+    y, squares = call.args[0], call.args[-2]
+    assert (y.args, squares.args) == ((made, 1), (made, 2)) and call.args[-1] == pytest.approx(3e-5)
+    assert squares.meta["val"].shape == (8,) and squares.meta["val"].dtype is torch.float32
+    total, *_ = graph.output_node().all_input_nodes
+    assert total.args == (made, 0) and not {ONE, NORMED} & set(targets(graph))
+
+
+UNSHARED = {
+    "no layer before it": block(BEHIND["siblings"][0], before=lambda out, x, residual: residual + x[..., :128]),
+    "a layer with a bias": block(BEHIND["siblings"][0], before=lambda out, x, r: r + out(x, bias=r.view(-1))),
+    "a layer that is read again": lambda out, gate, up, x, residual, gain: (
+        h := out(x), gate(written_out(h + residual, gain))),
+    "the layer added to itself": block(BEHIND["siblings"][0], before=lambda out, x, residual: (h := out(x)) + h),
+    "a norm that is read otherwise": block(lambda gate, up, y: (y, gate(y), up(y))),
+    "a layer behind with a bias": block(lambda gate, up, y: gate(y, bias=y.new_zeros(256))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fn", UNSHARED.values(), ids=UNSHARED)
+def test_a_norm_with_anything_else_around_it_keeps_its_launch(fn):
+    graph = shared(fn)
+    assert RESIDUAL not in targets(graph) and NORMED in targets(graph)
+
+
+def test_only_one_token_s_norm_of_whole_eights_is_shared():
+    gated = block(BEHIND["a gated pair"][0])
+    assert RESIDUAL in targets(shared(gated)) and RESIDUAL in targets(shared(gated, n=120))
+    assert RESIDUAL not in targets(shared(gated, (1, 2, 256))) and RESIDUAL not in targets(shared(gated, n=124))
+
+
+@torch.no_grad()
+def test_inductor_runs_layers_that_share_a_norm(kernel_on_cpu):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out, self.down = (torch.nn.Linear(256, 128, bias=False) for _ in range(2))
+            self.gate, self.up, self.key, self.value = (torch.nn.Linear(128, 256, bias=False) for _ in range(4))
+            self.first, self.second = torch.nn.RMSNorm(128, 1e-6), torch.nn.Parameter(torch.rand(128))
+
+        def forward(self, x, residual):
+            x = residual + self.out(x)
+            y = self.first(x)
+            x = x + self.down(F.silu(self.gate(y)) * self.up(y))
+            y = written_out(x, self.second)
+            return x, self.key(y), self.value(y)
+
+    model = Layer()
+    vb = wrapped(model)
+    x, residual = torch.randn(1, 1, 256).bfloat16(), torch.randn(1, 1, 128).bfloat16()
+    want = model(x, residual)
+    for layer in (model.out, model.down, model.gate, model.up, model.key, model.value):
+        show(layer)
+    run = torch.compile(model, options=vbrt.compile_options())
+    run(x, residual)
+    with torch.profiler.profile() as profiler:
+        got = run(x, residual)
+    ran = {event.key: event.count for event in profiler.key_averages() if event.key.startswith("vbrt::")}
+    assert ran == {"vbrt::fp4_residual": 2, "vbrt::fp4_gated": 1, "vbrt::fp4_linears": 1}
+    torch.testing.assert_close(got, want, rtol=4e-2, atol=4e-2)
+    vb.close()
+
+
 # --- what a compiled model checks at each call ------------------------------------------------------------------------
 
 
@@ -321,9 +436,21 @@ def kernel_on_cpu():
         planes = WeightPlanes(format, (n, k), x.dtype, {TILES: tiles, "tensor_scale": scale})
         return reference.linear(x, fp4_linear._plain(planes), bias, activation)
 
-    def gated(x, tiles, scale, other, other_scale, format, n, k, activation):
+    def gated(x, tiles, scale, other, other_scale, format, n, k, activation, squares=None, eps=0.0):
+        x = divided(x, squares, eps)
         gate, up = ((tiles, scale, None, format, n, k, activation), (other, other_scale, None, format, n, k, "none"))
         return linear(x, *gate) * linear(x, *up)
+
+    def linears(x, tiles, scales, format, ns, k, squares=None, eps=0.0):
+        x, scales = divided(x, squares, eps), scales or [None] * len(ns)
+        return [linear(x, t, s, None, format, n, k, "none") for t, s, n in zip(tiles, scales, ns, strict=True)]
+
+    def divided(x, squares, eps):
+        return x if squares is None else (x.float() * torch.rsqrt(squares.sum() / x.shape[-1] + eps)).to(x.dtype)
+
+    def residual(x, tiles, scale, other, gain, format, n, k):
+        total = linear(x, tiles, scale, None, format, n, k, "none") + other
+        return total, total * gain, F.pad(total.flatten(), (0, -n % 16)).float().square().view(-1, 16).sum(1)
 
     def normed_sum(x, other, gain, eps):
         total = x + other
@@ -334,6 +461,8 @@ def kernel_on_cpu():
         library.impl("normed_sum", normed_sum, "CPU")
         library.impl("fp4_linear", linear, "CPU")
         library.impl("fp4_gated", gated, "CPU")
+        library.impl("fp4_linears", linears, "CPU")
+        library.impl("fp4_residual", residual, "CPU")
         yield
     torch.compiler.reset()
 
@@ -531,6 +660,93 @@ def test_a_scale_behind_its_tiles_is_found_by_every_operator(name):
     torch.library.opcheck(ops.fp4_linear, (x, pages[0], None, *one), test_utils=checks)
     torch.library.opcheck(ops.fp4_linears, (x, pages, [], name, [512, 512], 256), test_utils=checks)
     torch.library.opcheck(ops.fp4_gated, (x, pages[0], None, pages[1], None, *gated), test_utils=checks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(256, 64), (120, 200), (4096, 4096), (4096, 14336), (8200, 2730)], ids=str)
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_layers_that_share_a_norm_match_float64(name, shape):
+    (n, k), ops = shape, torch.ops.vbrt
+    out, weight = tiled(name, shape)
+    behind = [tiled(name, (rows, n)) for rows in (512, 512, 72)]
+    tiles, scales = ([planes.coarse[part] for planes, _ in behind] for part in (TILES, "tensor_scale"))
+    x, other, gain = (torch.randn(1, 1, size, device="cuda").bfloat16() for size in (k, n, n))
+    gain = gain.flatten()
+    given = (x, out.coarse[TILES], out.coarse["tensor_scale"], other, gain, name, n, k)
+    poison()
+    total, y, squares = ops.fp4_residual(*given)
+    assert error(total, x.double() @ weight.T + other.double()) < 3e-3
+    assert torch.equal(y, total * gain)
+    torch.testing.assert_close(squares.sum(), total.float().square().sum())
+    want = y.double() * torch.rsqrt(total.double().square().mean() + 1e-5)
+    for count in (1, 2, 3):
+        poison()
+        rows = [512, 512, 72][:count]
+        zs = ops.fp4_linears(y, tiles[:count], scales[:count], name, rows, n, squares, 1e-5)
+        for z, (_, w) in zip(zs, behind, strict=False):
+            assert error(z, want @ w.T) < 3e-3
+    poison()
+    gated = ops.fp4_gated(y, tiles[0], scales[0], tiles[1], scales[1], name, 512, n, "silu", squares, 1e-5)
+    gate, up = (want @ w.T for _, w in behind[:2])
+    assert error(gated, F.silu(gate) * up) < 3e-3
+    for again in (ops.fp4_residual(*given) for _ in range(3)):
+        assert all(torch.equal(*pair) for pair in zip(again, (total, y, squares), strict=True))
+    checks = "test_schema", "test_faketensor"
+    torch.library.opcheck(ops.fp4_residual, given, test_utils=checks)
+    several = (y, tiles, scales, name, [512, 512, 72], n, squares, 1e-5)
+    torch.library.opcheck(ops.fp4_linears, several, test_utils=checks)
+
+
+@pytest.mark.gpu
+def test_layers_that_share_a_norm_take_one_token():
+    planes, _ = tiled("nvfp4", (256, 128))
+    tiles, scale = planes.coarse[TILES], planes.coarse["tensor_scale"]
+    x, other = (torch.zeros(2, size, device="cuda", dtype=torch.bfloat16) for size in (128, 256))
+    with pytest.raises(KernelError, match="one token of 128"):
+        torch.ops.vbrt.fp4_residual(x, tiles, scale, other, other[0], "nvfp4", 256, 128)
+    squares = torch.zeros(8, device="cuda")
+    with pytest.raises(KernelError, match="one token of 128"):
+        torch.ops.vbrt.fp4_gated(x, tiles, scale, tiles, scale, "nvfp4", 256, 128, "silu", squares, 1e-5)
+
+
+class Decoder(torch.nn.Module):
+    """What stands around one norm and the next in a model like Llama."""
+
+    def __init__(self, k=1024, n=2048):
+        super().__init__()
+        self.out, self.down = torch.nn.Linear(k, k, bias=False), torch.nn.Linear(n, k, bias=False)
+        self.gate, self.up = (torch.nn.Linear(k, n, bias=False) for _ in range(2))
+        self.key, self.value = (torch.nn.Linear(k, k // 4, bias=False) for _ in range(2))
+        self.gains = torch.nn.ParameterList(torch.rand(k) + 0.5 for _ in range(2))
+
+    def forward(self, x, residual):
+        x = residual + self.out(x)
+        y = written_out(x, self.gains[0])
+        x = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        y = written_out(x, self.gains[1])
+        return x, self.key(y), self.value(y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@torch.no_grad()
+def test_a_compiled_block_shares_its_norms_and_is_as_close_to_float64(mode):
+    torch.compiler.reset()
+    model = Decoder().to("cuda", torch.bfloat16).eval()
+    with vbrt.wrap(model, "fp4", weights={"keep_head": False, "min_parameters": 1}) as vb:
+        vb.materialize()
+        x, residual = torch.randn(2, 1, 1, 1024, device="cuda", dtype=torch.bfloat16)
+        eager = model(x, residual)
+        exact = Decoder().to("cuda", torch.float64)
+        exact.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
+        want = exact(x.double(), residual.double())
+        run = torch.compile(model, options=vbrt.compile_options(mode))
+        for _ in range(4):
+            got, ops = ran(lambda x: [one.clone() for one in run(x, residual)], x)
+        assert mode != "default" or ops == {"vbrt::fp4_residual", "vbrt::fp4_gated", "vbrt::fp4_linears"}
+        for one, other, right in zip(got, eager, want, strict=True):
+            assert error(one, right) < 1.1 * error(other, right) + 1e-4
+    torch.compiler.reset()
 
 
 class Pair(torch.nn.Module):

@@ -91,6 +91,27 @@ def test_several_weights_of_one_input(name, gpu):
     assert gpu == ["siblings_kernel"] * 2
 
 
+@pytest.mark.parametrize("shape", [(40, 512), (120, 330)], ids=str)
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_layers_that_share_a_norm(name, shape, gpu):
+    (n, k), rows = shape, [40, 40, 24]
+    out, weight = tiled(name, shape, device="cpu")
+    behind = [tiled(name, (size, n), device="cpu") for size in rows]
+    tiles, scales = ([planes.coarse[part] for planes, _ in behind] for part in (TILES, "tensor_scale"))
+    x, other, gain = (torch.randn(1, 1, size).bfloat16() for size in (k, n, n))
+    parts = out.coarse[TILES], out.coarse["tensor_scale"]
+    total, y, squares = fp4_linear.residual(x, *parts, other, gain.flatten(), name, n, k)
+    assert error(total, x.double() @ weight.T + other.double()) < 3e-3 and torch.equal(y, total * gain)
+    torch.testing.assert_close(squares.sum(), total.float().square().sum())
+    normed = y.double() * torch.rsqrt(total.double().square().mean() + 1e-5)
+    for count in (1, 2, 3):
+        zs = fp4_linear.linears(y, tiles[:count], scales[:count], name, rows[:count], n, squares, 1e-5)
+        assert all(error(z, normed @ w.T) < 3e-3 for z, (_, w) in zip(zs, behind, strict=False))
+    gated = fused_linear._gated(y, tiles[0], scales[0], tiles[1], scales[1], name, 40, n, "silu", squares, 1e-5)
+    gate, up = (normed @ w.T for _, w in behind[:2])
+    assert error(gated, reference.ACTIVATIONS["silu"](gate) * up) < 3e-3
+
+
 @pytest.mark.parametrize("tokens", [1, 8, 16])
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_a_gated_pair(name, tokens, gpu):

@@ -19,7 +19,7 @@ words of one lane, and plain Triton is free to give it four lanes' words.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["decode_kernel", "linear_kernel", "pad_kernel", "siblings_kernel"]
+__all__ = ["decode_kernel", "linear_kernel", "pad_kernel", "residual_kernel", "siblings_kernel"]
 
 _OUT_16 = ",".join(["=&r"] * 16)
 
@@ -158,20 +158,32 @@ def summed(entries, FIRST: gl.constexpr, COUNT: gl.constexpr, WK: gl.constexpr):
 
 
 @gluon.jit
+def exp2_of(x):
+    """Within 2 units in the last place; subnormals are zero."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def inverse(x):
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def activate(v, ACTIVATION: gl.constexpr):
+    """In few instructions: the end of a kernel is code that runs once, and is fetched for that."""
     if ACTIVATION == "relu":
         v = gl.where(v < 0, 0.0, v)  # keeps NaN
     elif ACTIVATION == "gelu":
-        # Abramowitz and Stegun 7.1.26, within 1.5e-7: the library's erf is so long that fetching its code would show
+        # Abramowitz and Stegun 7.1.26, within 1.5e-7, its coefficients halved
         x = gl.abs(v) * 0.7071067811865476
-        t = 1.0 / (1.0 + 0.3275911 * x)
-        tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-        tail = 0.5 * tail * gl.exp(-x * x)
+        t = inverse(1.0 + 0.3275911 * x)
+        tail = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
+        tail = tail * exp2_of(x * x * -1.4426950408889634)
         v = v * gl.where(v < 0, tail, 1.0 - tail)
-    elif ACTIVATION == "gelu_tanh":
-        v = v / (1.0 + gl.exp(-1.5957691216057308 * (v + 0.044715 * v * v * v)))
+    elif ACTIVATION == "gelu_tanh":  # 2 sqrt(2 / pi) log2(e), and that times 0.044715
+        v = v * inverse(1.0 + exp2_of(v * (-2.302208198144325 - 0.10294323457899 * v * v)))
     elif ACTIVATION == "silu":
-        v = v / (1.0 + gl.exp(-v))
+        v = v * inverse(1.0 + exp2_of(v * -1.4426950408889634))
     return v
 
 
@@ -303,16 +315,17 @@ def places(program, R: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def linear_program(
-    x_ptr, tile_ptr, scale_ptr, bias_ptr, y_ptr, program, M, N, K, columns, x_stride, y_stride,
+    x_ptr, tile_ptr, scale_ptr, bias_ptr, row, token, others, program, M, N, K, columns, x_stride,
     R: gl.constexpr, NT: gl.constexpr, WK: gl.constexpr, PREFETCH: gl.constexpr, CARRY: gl.constexpr,
-    E8: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
-    LOOSE: gl.constexpr, EARLY: gl.constexpr,
+    E8: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, BIAS: gl.constexpr, LOOSE: gl.constexpr,
+    EARLY: gl.constexpr, OTHERS: gl.constexpr,
 ):  # fmt: skip
-    """16 * R rows of y [M, N] = activation(x [M, K] @ w.T * scale + bias), by WK warps.
+    """16 * R rows of x [M, K] @ w.T * scale + bias by WK warps, at `result_places`; and what the others point at.
 
     x is bf16, its rows 16-byte aligned or, if LOOSE, K even and rows 4-byte aligned; NT groups of 8 tokens cover M.
     FULL: M = 8 * NT. TAIL: K % 128 != 0. EARLY: a dependent launch. CARRY: pointers move on from column to column, a
     quarter fewer instructions than to compute each anew; takes PREFETCH, columns in whole turns of WK and no LOOSE x.
+    others: OTHERS pointers and masks, read before the loop so that nobody waits for them behind it.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WK, 1], [1, 0])
     THREADS: gl.constexpr = 32 * WK
@@ -323,8 +336,6 @@ def linear_program(
     column = thread // 32
     x_words = x_ptr.to(gl.pointer_type(gl.int32))
     COUNT: gl.constexpr = NT * R
-    STORE: gl.constexpr = store_layout(R, NT, WK) if NT > 1 else out_layout(WK)
-    row, token = places(program, R, COUNT, STORE)
     sums = ()
     for _ in gl.static_range(COUNT):
         sums = sums + (gl.zeros((THREADS, 4), gl.float32, layout=LAYOUT),)
@@ -340,6 +351,9 @@ def linear_program(
     EARLY_SCALE: gl.constexpr = WK < 16 and R < 4  # with few columns a warp the first weights would wait for it
     if EARLY_SCALE:
         scale = gl.load(scale_ptr)
+    read = ()
+    for i in gl.static_range(OTHERS):
+        read = read + (gl.load(others[2 * i], mask=others[2 * i + 1], other=0.0),)
     for _ in range((columns + WK - 1) // WK):
         here = column < columns
         if CARRY:
@@ -398,12 +412,22 @@ def linear_program(
         scale = gl.load(scale_ptr)
     if BIAS:
         bias = gl.load(bias_ptr + row, mask=row < N, other=0.0)
-    v = gl.convert_layout(summed(sums, 0, COUNT, WK), STORE) * (RESCALE * scale)
+    v = gl.convert_layout(summed(sums, 0, COUNT, WK), row.type.layout) * (RESCALE * scale)
     if BIAS:
         v = v + bias.to(gl.float32)
+    return v, read
+
+
+@gluon.jit
+def result_places(program, R: gl.constexpr, NT: gl.constexpr, WK: gl.constexpr):
+    """(row, token) of what a program of WK warps computes, as it is stored."""
+    return places(program, R, NT * R, store_layout(R, NT, WK) if NT > 1 else out_layout(WK))
+
+
+@gluon.jit
+def store_result(v, y_ptr, row, token, M, N, y_stride):
     keep = (row < N) & (token < M)
-    y = activate(v, ACTIVATION).to(y_ptr.dtype.element_ty)
-    gl.store(y_ptr + token.to(gl.int64) * y_stride + row, y, mask=keep)
+    gl.store(y_ptr + token.to(gl.int64) * y_stride + row, v.to(y_ptr.dtype.element_ty), mask=keep)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "columns"])
@@ -414,20 +438,65 @@ def linear_kernel(
     LOOSE: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """y [M, N] = activation(x [M, K] @ w.T * scale + bias), grid (ceil(row tiles / R),); see `linear_program`."""
-    linear_program(
-        x_ptr, tile_ptr, scale_ptr, bias_ptr, y_ptr, gl.program_id(0), M, N, K, columns, x_stride, y_stride,
-        R, NT, WK, PREFETCH, CARRY, E8, FULL, TAIL, ACTIVATION, BIAS, LOOSE, EARLY,
+    row, token = result_places(gl.program_id(0), R, NT, WK)
+    v, _ = linear_program(
+        x_ptr, tile_ptr, scale_ptr, bias_ptr, row, token, (), gl.program_id(0), M, N, K, columns, x_stride,
+        R, NT, WK, PREFETCH, CARRY, E8, FULL, TAIL, BIAS, LOOSE, EARLY, 0,
     )  # fmt: skip
+    store_result(activate(v, ACTIVATION), y_ptr, row, token, M, N, y_stride)
 
 
-@gluon.jit(do_not_specialize=["M", "N0", "N1", "N2", "columns"])
-def siblings_kernel(
-    x_ptr, tile0_ptr, scale0_ptr, y0_ptr, tile1_ptr, scale1_ptr, y1_ptr, tile2_ptr, scale2_ptr, y2_ptr,
-    M, N0, N1, N2, K, columns, x_stride,
-    R: gl.constexpr, NT: gl.constexpr, WK: gl.constexpr, PREFETCH: gl.constexpr, CARRY: gl.constexpr,
-    E8: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, LOOSE: gl.constexpr, EARLY: gl.constexpr,
+@gluon.jit
+def squares_at(square_ptr, K, SQUARES: gl.constexpr, WARPS: gl.constexpr):
+    """Where the sums of squares of a vector of K are, a number for each 16, and which of SQUARES there are."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    at = gl.arange(0, SQUARES, layout=LAYOUT)
+    return square_ptr + at, at < (K + 15) // 16
+
+
+@gluon.jit
+def inverse_rms(squares, K, eps):
+    return gl.rsqrt(gl.sum(squares, 0) / K + eps)
+
+
+@gluon.jit(do_not_specialize=["columns"])
+def residual_kernel(
+    x_ptr, tile_ptr, scale_ptr, other_ptr, gain_ptr, total_ptr, y_ptr, square_ptr, N, K, columns,
+    R: gl.constexpr, WK: gl.constexpr, PREFETCH: gl.constexpr, CARRY: gl.constexpr, E8: gl.constexpr,
+    TAIL: gl.constexpr, LOOSE: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Three products of one x, y0 [M, N0] and so on, N2 may be 0. Grid: the sum of what `linear_kernel` takes."""
+    """total [N] = x [K] @ w.T * scale + other, y = total * gain, and the sum of squares of each 16 of total.
+
+    That is all of an RMS norm but a factor, which the next kernel has from the squares. Grid as of `linear_kernel`.
+    """
+    row, token = result_places(gl.program_id(0), R, 1, WK)
+    keep = (row < N) & (token == 0)
+    others = (other_ptr + row, keep, gain_ptr + row, keep)
+    v, read = linear_program(
+        x_ptr, tile_ptr, scale_ptr, x_ptr, row, token, others, gl.program_id(0), 1, N, K, columns, K,
+        R, 1, WK, PREFETCH, CARRY, E8, False, TAIL, False, LOOSE, EARLY, 2,
+    )  # fmt: skip
+    total = (v + read[0].to(gl.float32)).to(total_ptr.dtype.element_ty)
+    gl.store(total_ptr + row, total, mask=keep)
+    v = total.to(gl.float32)
+    gl.store(y_ptr + row, (v * read[1].to(gl.float32)).to(y_ptr.dtype.element_ty), mask=keep)
+    squares = gl.sum(gl.reshape(gl.where(keep, v * v, 0.0), (R, 128)), 1)
+    at = gl.program_id(0) * R + gl.arange(0, R, layout=squares.type.layout)
+    gl.store(square_ptr + at, squares, mask=at * 16 < N)
+
+
+@gluon.jit(do_not_specialize=["M", "N0", "N1", "N2", "columns", "eps"])
+def siblings_kernel(
+    x_ptr, tile0_ptr, scale0_ptr, y0_ptr, tile1_ptr, scale1_ptr, y1_ptr, tile2_ptr, scale2_ptr, y2_ptr, square_ptr,
+    M, N0, N1, N2, K, columns, x_stride, eps,
+    R: gl.constexpr, NT: gl.constexpr, WK: gl.constexpr, PREFETCH: gl.constexpr, CARRY: gl.constexpr,
+    E8: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, LOOSE: gl.constexpr, SQUARES: gl.constexpr,
+    EARLY: gl.constexpr,
+):  # fmt: skip
+    """Three products of one x, y0 [M, N0] and so on; N1 and N2 may be 0. Grid: the sum of what `linear_kernel` takes.
+
+    SQUARES: one x, whose root of mean squares is still to be divided by; a power of two from ceil(K / 16) on, or 0.
+    """
     program = gl.program_id(0)
     first = (N0 + 16 * R - 1) // (16 * R)
     second = first + (N1 + 16 * R - 1) // (16 * R)
@@ -436,10 +505,17 @@ def siblings_kernel(
     y_ptr = gl.where(program < first, y0_ptr, gl.where(program < second, y1_ptr, y2_ptr))
     N = gl.where(program < first, N0, gl.where(program < second, N1, N2))
     program = program - gl.where(program < first, 0, gl.where(program < second, first, second))
-    linear_program(
-        x_ptr, tile_ptr, scale_ptr, scale_ptr, y_ptr, program, M, N, K, columns, x_stride, N,
-        R, NT, WK, PREFETCH, CARRY, E8, FULL, TAIL, "none", False, LOOSE, EARLY,
+    row, token = result_places(program, R, NT, WK)
+    others = ()
+    if SQUARES:
+        others = squares_at(square_ptr, K, SQUARES, WK)
+    v, read = linear_program(
+        x_ptr, tile_ptr, scale_ptr, scale_ptr, row, token, others, program, M, N, K, columns, x_stride,
+        R, NT, WK, PREFETCH, CARRY, E8, FULL, TAIL, False, LOOSE, EARLY, 1 if SQUARES else 0,
     )  # fmt: skip
+    if SQUARES:
+        v = v * inverse_rms(read[0], K, eps)
+    store_result(v, y_ptr, row, token, M, N, N)
 
 
 @gluon.jit

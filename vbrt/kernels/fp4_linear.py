@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes
 from vbrt.formats.page import PageLayout
 from vbrt.kernels import fp4_tiles, merge, reference
@@ -48,9 +49,6 @@ MIN_MAJOR = 8  # mma.m16n8k16 on bf16, fma.rn.bf16x2
 _NARROW_TOKENS = 16
 _SUMMANDS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _DECODE_WARPS = 4
-#: their code at the end of each of the persistent kernel's tiles takes longer to fetch than another pass over the
-#: result: with GELU in it, 2048 tokens took 1.44 times as long (4096 -> 14336 on an H200)
-_LONG_ACTIVATIONS = ("gelu", "gelu_tanh")
 _PAD_WARPS, _PAD_SPAN, _REDUCE_WARPS = 4, 1024, 4
 _ORDER_MANY = 16384  # rows of tiles' columns from which a program of the ordering kernel has two warps
 _SLICE_BYTES, _MOST_SLICES, _BLOCK_ROWS, _SLICE_TOKENS = 64 << 20, 4, 256, 2048
@@ -123,7 +121,7 @@ def pairs_are_aligned(x_MK: Tensor) -> bool:
 def _narrow(early: bool) -> Any:
     from vbrt.kernels import fp4_gluon  # compiles nothing, but needs Triton
 
-    kernels = fp4_gluon.linear_kernel, fp4_gluon.pad_kernel, fp4_gluon.siblings_kernel
+    kernels = fp4_gluon.linear_kernel, fp4_gluon.pad_kernel, fp4_gluon.siblings_kernel, fp4_gluon.residual_kernel
     return tuple(Launcher(kernel, dependent=early) for kernel in kernels)
 
 
@@ -397,16 +395,20 @@ def _carries(config: Launch, columns: int, loose: bool) -> bool:
 
 
 def linears(
-    x: Tensor, tiles: list[Tensor], scales: list[Tensor], format: str, ns: list[int], k: int
-) -> list[Tensor]:
+    x: Tensor, tiles: list[Tensor], scales: list[Tensor], format: str, ns: list[int], k: int,
+    squares: Tensor | None = None, eps: float = 0.0,
+) -> list[Tensor]:  # fmt: skip
     """x @ w.T of up to three weights: one launch for up to 8 bf16 tokens, otherwise one each.
 
-    Without scales, tiles are what `fp4_tiles.page_of` has made.
+    Without scales, tiles are what `fp4_tiles.page_of` has made. With squares, x is what `residual` gives beside them,
+    and is divided by its root of mean squares.
     """
     given = zip(tiles, scales or [None] * len(tiles), ns, strict=True)
     tiles, scales = zip(*(apart(t, s, format, n, k) for t, s, n in given), strict=True)
     x_MK = x.reshape(-1, k)
-    if x.dtype is not torch.bfloat16 or not 0 < x_MK.shape[0] <= 8 or not 1 < len(tiles) <= 3:
+    if squares is not None:
+        check_one_token(x, k, multiple=8)
+    elif x.dtype is not torch.bfloat16 or not 0 < x_MK.shape[0] <= 8 or not 1 < len(tiles) <= 3:
         each = zip(tiles, scales, ns, strict=True)
         return [_tiled_linear(x, t, s, None, format, n, k, "none") for t, s, n in each]
     x_MK, loose = _readable(x_MK)
@@ -415,16 +417,54 @@ def linears(
     rows, columns, device = [t.shape[0] for t in tiles], tiles[0].shape[1], x.device.index
     config, early = _config(device, tokens, sum(rows), columns), starts_early(device)
     triples = [part for triple in zip(tiles, scales, ys, strict=True) for part in triple]
-    tensors = (x_MK, *triples, *triples[:3])[:10]
+    tensors = (x_MK, *(triples * 3)[:9], x_MK if squares is None else squares)
     constants = (
         config.R, 1, config.WK, config.PREFETCH, _carries(config, columns, loose), format == "mxfp4", tokens == 8,
-        k % 128 != 0, loose, early,
+        k % 128 != 0, loose, 0 if squares is None else block_of_squares(k), early,
     )  # fmt: skip
-    numbers = (tokens, *ns, *[0] * (3 - len(ns)), k, columns, x_MK.stride(0))
+    numbers = (tokens, *ns, *[0] * (3 - len(ns)), k, columns, x_MK.stride(0), float(eps))
     key = (device, k, x_MK.stride(0), alignment(*tensors), constants)
     blocks = sum(-(-r // config.R) for r in rows)
     _narrow(early)[2](key, device, (blocks, 1), tensors, numbers, constants, config.WK)
     return [y.view(*x.shape[:-1], n) for y, n in zip(ys, ns, strict=True)]
+
+
+def residual(
+    x: Tensor, tiles: Tensor, scale: Tensor | None, other: Tensor, gain: Tensor, format: str, n: int, k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x @ w.T + other, that times gain, the sums of squares of each 16 of it, fp32): for one bf16 token.
+
+    Together an RMS norm but for its factor, which `linears` and `fused_linear.gated` take from the squares.
+    """
+    check_one_token(x, k)
+    tiles, scale = apart(tiles, scale, format, n, k)
+    x_1K, loose = _readable(x.reshape(1, k))
+    (row_tiles, columns, _), device, k = tiles.shape, x.device.index, x_1K.shape[1]
+    config, early = _config(device, 1, row_tiles, columns), starts_early(device)
+    total, y = (torch.empty(1, n, dtype=x.dtype, device=x.device) for _ in range(2))
+    squares = torch.empty(row_tiles, dtype=torch.float32, device=x.device)
+    tensors = (x_1K, tiles, scale, other.contiguous(), gain.contiguous(), total, y, squares)
+    constants = (
+        config.R, config.WK, config.PREFETCH, _carries(config, columns, loose), format == "mxfp4", k % 128 != 0, loose,
+        early,
+    )  # fmt: skip
+    key = (device, n, k, alignment(*tensors), constants)
+    grid = (-(-row_tiles // config.R), 1)
+    _narrow(early)[3](key, device, grid, tensors, (n, k, columns), constants, config.WK)
+    shape = *x.shape[:-1], n
+    return total.view(shape), y.view(shape), squares
+
+
+def check_one_token(x: Tensor, k: int, multiple: int = 1) -> None:
+    """Raises KernelError for an x that the kernels which share a norm do not take."""
+    if x.dtype is not torch.bfloat16 or x.numel() != k or k % multiple:
+        raise KernelError(f"x is {x.dtype} {tuple(x.shape)}; expected torch.bfloat16, one token of {k} columns and "
+                          f"columns in multiples of {multiple}")
+
+
+def block_of_squares(k: int) -> int:
+    """How many of the sums of squares of K numbers a kernel reads: a power of two."""
+    return 1 << (-(-k // ROWS) - 1).bit_length()
 
 
 def _readable(x_MK: Tensor) -> tuple[Tensor, bool]:
@@ -454,8 +494,6 @@ def _launch_persistent(
     x_MK: Tensor, tiles: Tensor, scale: Tensor, bias: Tensor | None, n: int, format: str, activation: str
 ) -> Tensor:
     """activation(x @ w.T + bias) in one launch, or in two where tiles are cut; x in bf16."""
-    if activation in _LONG_ACTIVATIONS:
-        return reference.activate(_launch_persistent(x_MK, tiles, scale, bias, n, format, "none"), activation)
     rows_fit = rows_are_aligned(x_MK) and x_MK.stride(0) >= x_MK.shape[1]  # as the copy engine wants them
     x_MK = x_MK if rows_fit else _padded(x_MK)
     (tokens, _), device, columns = x_MK.shape, tiles.device.index, tiles.shape[1]
@@ -535,6 +573,17 @@ _decode_op = cuda_op(
 _linears_op = cuda_op(
     "fp4_linears",
     linears,
-    "(Tensor x, Tensor[] tiles, Tensor[] scales, str format, SymInt[] ns, SymInt k) -> Tensor[]",
-    lambda x, tiles, scales, format, ns, k: [x.new_empty(*x.shape[:-1], n) for n in ns],
+    "(Tensor x, Tensor[] tiles, Tensor[] scales, str format, SymInt[] ns, SymInt k, Tensor? squares=None, "
+    "float eps=0.) -> Tensor[]",
+    lambda x, tiles, scales, format, ns, k, squares=None, eps=0.0: [x.new_empty(*x.shape[:-1], n) for n in ns],
+)
+_residual_op = cuda_op(
+    "fp4_residual",
+    residual,
+    "(Tensor x, Tensor tiles, Tensor? scale, Tensor other, Tensor gain, str format, SymInt n, SymInt k) "
+    "-> (Tensor, Tensor, Tensor)",
+    lambda x, tiles, scale, other, gain, format, n, k: (
+        other.new_empty(*x.shape[:-1], n), other.new_empty(*x.shape[:-1], n),
+        other.new_empty(-(-n // ROWS), dtype=torch.float32),
+    ),
 )

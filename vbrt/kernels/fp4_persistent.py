@@ -166,12 +166,13 @@ def store_tile(
     if BIAS:
         row = first_row + gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, ACC))
         v = v + gl.load(bias_ptr + row, mask=row < N, other=0.0).to(gl.float32)[:, None]
-    y = halves(activate(v, ACTIVATION).to(y_ptr.dtype.element_ty))
-    for i in gl.static_range(2):
-        quarters = halves(y[i])
-        for j in gl.static_range(2):
-            token = first_token + (2 * i + j) * (TOKENS // 4)
-            store_tokens(quarters[j], staging, y_ptr, first_row, token, M, N, y_stride)
+    first, last = halves(v)
+    a, b = halves(first)
+    c, d = halves(last)
+    for i in range(gl.minimum((M - first_token + TOKENS // 4 - 1) // (TOKENS // 4), 4)):  # once, its code stays at hand
+        y = activate(a, ACTIVATION).to(y_ptr.dtype.element_ty)
+        store_tokens(y, staging, y_ptr, first_row, first_token + i * (TOKENS // 4), M, N, y_stride)
+        a, b, c, d = b, c, d, a
 
 
 @gluon.jit

@@ -23,10 +23,12 @@ from vbrt.kernels.fp4_gluon import (
     SCALE_REGISTERS,
     activate,
     allow_launch_after,
+    inverse_rms,
     load_tiles,
     load_tokens,
     out_layout,
     places,
+    squares_at,
     summed,
     wait_for_launch_before,
 )
@@ -34,15 +36,15 @@ from vbrt.kernels.fp4_gluon import (
 __all__ = ["gated_kernel", "norm_kernel"]
 
 
-@gluon.jit(do_not_specialize=["M", "N", "columns"])
+@gluon.jit(do_not_specialize=["M", "N", "columns", "eps"])
 def gated_kernel(
-    x_ptr, tile_ptr, scale_ptr, other_ptr, other_scale_ptr, y_ptr, M, N, K, columns, x_stride, y_stride,
-    R: gl.constexpr, NT: gl.constexpr, WK: gl.constexpr, PREFETCH: gl.constexpr, E8: gl.constexpr,
-    FULL: gl.constexpr, TAIL: gl.constexpr, ACTIVATION: gl.constexpr, EARLY: gl.constexpr,
+    x_ptr, tile_ptr, scale_ptr, other_ptr, other_scale_ptr, square_ptr, y_ptr, M, N, K, columns, x_stride, y_stride,
+    eps, R: gl.constexpr, NT: gl.constexpr, WK: gl.constexpr, PREFETCH: gl.constexpr, E8: gl.constexpr,
+    FULL: gl.constexpr, TAIL: gl.constexpr, ACTIVATION: gl.constexpr, SQUARES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """y [M, N] = activation(x [M, K] @ w.T) * (x @ other.T). Grid (ceil(row tiles / R),), WK warps.
 
-    Other arguments as of `fp4_gluon.linear_program`; NT is one or two.
+    Other arguments as of `fp4_gluon.linear_program`, NT is one or two; SQUARES as of `fp4_gluon.siblings_kernel`.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WK, 1], [1, 0])
     THREADS: gl.constexpr = 32 * WK
@@ -61,6 +63,9 @@ def gated_kernel(
         tiles = tiles + load_tiles(other_ptr, row_tile, row_tiles, column, columns, lane, LAYOUT, R, E8)
     if EARLY:
         wait_for_launch_before()
+    if SQUARES:
+        square_at, is_there = squares_at(square_ptr, K, SQUARES, WK)
+        squares = gl.load(square_at, mask=is_there, other=0.0)
     for _ in range((columns + WK - 1) // WK):
         here = column < columns
         at = column + WK if PREFETCH else column
@@ -103,8 +108,14 @@ def gated_kernel(
 
     if EARLY:
         allow_launch_after()
-    v = summed(sums, 0, COUNT, WK) * (gl.load(scale_ptr) * RESCALE)
-    v = activate(v, ACTIVATION) * (summed(sums, COUNT, COUNT, WK) * (gl.load(other_scale_ptr) * RESCALE))
+    first = gl.load(scale_ptr) * RESCALE
+    second = gl.load(other_scale_ptr) * RESCALE
+    if SQUARES:
+        factor = inverse_rms(squares, K, eps)
+        first = first * factor
+        second = second * factor
+    v = summed(sums, 0, COUNT, WK) * first
+    v = activate(v, ACTIVATION) * (summed(sums, COUNT, COUNT, WK) * second)
     row, token = places(gl.program_id(0), R, COUNT, out_layout(WK))
     gl.store(y_ptr + token.to(gl.int64) * y_stride + row, v.to(y_ptr.dtype.element_ty), mask=(row < N) & (token < M))
 

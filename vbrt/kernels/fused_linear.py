@@ -201,8 +201,11 @@ def launch_for(tokens: int, row_tiles: int) -> Launch:
 
 def _gated(
     x: Tensor, tiles: Tensor, scale: Tensor | None, other: Tensor, other_scale: Tensor | None, format: str, n: int,
-    k: int, activation: str,
+    k: int, activation: str, squares: Tensor | None = None, eps: float = 0.0,
 ) -> Tensor:  # fmt: skip
+    """With squares, x is what `fp4_linear.residual` gives beside them, and is divided by its root of mean squares."""
+    if squares is not None:
+        fp4_linear.check_one_token(x, k, multiple=8)
     tiles, scale = fp4_linear.apart(tiles, scale, format, n, k)
     other, other_scale = fp4_linear.apart(other, other_scale, format, n, k)
     x_MK = x.reshape(-1, k)
@@ -214,12 +217,12 @@ def _gated(
     groups = 1 if tokens <= 8 else 2
     launch, device = launch_for(tokens, row_tiles), tiles.device.index
     early = fp4_linear.starts_early(device)
-    tensors = (x_MK, tiles, scale, other, other_scale, y)
+    tensors = (x_MK, tiles, scale, other, other_scale, x_MK if squares is None else squares, y)
     constants = (
         launch.R, groups, launch.WK, launch.PREFETCH, format == "mxfp4", tokens == 8 * groups, k % 128 != 0,
-        activation, early,
+        activation, 0 if squares is None else fp4_linear.block_of_squares(k), early,
     )  # fmt: skip
-    numbers = (tokens, n, k, columns, x_MK.stride(0), n)
+    numbers = (tokens, n, k, columns, x_MK.stride(0), n, float(eps))
     key = (device, n, k, x_MK.stride(0), alignment(*tensors), constants)
     _launchers(early)[0](key, device, (-(-row_tiles // launch.R), 1), tensors, numbers, constants, launch.WK)
     return y.view(*x.shape[:-1], n)
@@ -235,6 +238,8 @@ _gated_op = cuda_op(
     "fp4_gated",
     _gated,
     "(Tensor x, Tensor tiles, Tensor? scale, Tensor other, Tensor? other_scale, str format, SymInt n, SymInt k, "
-    "str activation) -> Tensor",
-    lambda x, tiles, scale, other, other_scale, format, n, k, activation: x.new_empty(*x.shape[:-1], n),
+    "str activation, Tensor? squares=None, float eps=0.) -> Tensor",
+    lambda x, tiles, scale, other, other_scale, format, n, k, activation, squares=None, eps=0.0: x.new_empty(
+        *x.shape[:-1], n
+    ),
 )

@@ -8,7 +8,9 @@ too short to fill a GPU fill it together. Holds for 4-bit layers that never move
 more tokens make a launch long enough not to care. A gate and an up projection whose results only meet in
 activation(gate) * up go one step further, into the launch of `gated_linear`, for as many tokens as that takes; it
 rounds once, where the graph rounded both results and the activation. And a residual sum and its RMS norm in front of
-such layers become one launch, which those start beside; inductor's own kernel for both they would wait for.
+such layers become one launch, which those start beside; inductor's own kernel for both they would wait for. With one
+token and a layer before the sum there is none at all: that layer adds the residual, multiplies by the norm's gain and
+leaves sums of squares, from which the layers behind it have the norm's factor.
 
 The graph has an activation or a norm as inductor's decompositions of this torch leave it, so it is compared with what
 they make of the same expression. The road not taken: a pass before decomposition, where `nn.SiLU` is one node but the
@@ -31,6 +33,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from vbrt.kernels import fp4_linear, fused_linear
+from vbrt.kernels.fp4_tiles import ROWS
 from vbrt.kernels.fused_linear import MAX_ROW, MAX_TOKENS, gates_in_one
 from vbrt.kernels.reference import ACTIVATIONS, activate
 
@@ -81,6 +84,8 @@ class JoinSiblings(CustomGraphPass):
             early = [n for n in nodes if all(place[t] < place[nodes[0]] for t in n.args[1:3] if t is not None)]
             for at in range(0, len(early) - 1, _LAYERS):
                 _join(graph, early[at : at + _LAYERS])
+        for node in graph.find_nodes(op="call_function", target=torch.ops.vbrt.normed_sum.default):
+            _share(graph, node)
 
     def uuid(self) -> Any:
         """What compiled graphs are cached under: the files that say what is joined."""
@@ -175,6 +180,44 @@ def _norm(graph: Graph, y: Any) -> None:
         return
 
 
+def _share(graph: Graph, both: Node) -> None:
+    """Have the layer before a sum and its norm compute them but for the norm's factor, which those behind it apply.
+
+    If it is one token's, one of what is summed is a layer's result that nothing else reads, and only layers read y.
+    """
+    *summed, gain, eps = both.args
+    parts = {node.args[1]: node for node in both.users}
+    value, y = both.meta["val"][0], parts.get(1)
+    n = value.shape[-1]
+    if y is None or value.numel() != n or n % 8 or not all(_can_share(user, y) for user in y.users):
+        return
+    for layer, other in (summed, summed[::-1]):
+        if layer is not other and _tokens(layer) == 1 and len(layer.users) == 1 and layer.args[5] == n:
+            break
+    else:
+        return
+    x, tiles, scale, _, format, _, k, _ = layer.args
+    with graph.inserting_before(both):
+        made = graph.call_function(torch.ops.vbrt.fp4_residual.default, (x, tiles, scale, other, gain, format, n, k))
+        squares = graph.call_function(operator.getitem, (made, 2))
+    squares.meta["val"] = value.new_empty(-(-n // ROWS), dtype=torch.float32)
+    made.meta["val"] = [*both.meta["val"], squares.meta["val"]]
+    for user in list(y.users):
+        if user.target is torch.ops.vbrt.fp4_linear.default:
+            _join(graph, [user])
+    for user in list(y.users):
+        user.args = (*user.args, squares, eps)
+    both.replace_all_uses_with(made)
+    graph.erase_node(both)
+    graph.erase_node(layer)
+
+
+def _can_share(user: Node, y: Node) -> bool:
+    """Whether it is a layer, or several, that can apply the factor of a norm to its x."""
+    several = user.target in (torch.ops.vbrt.fp4_linears.default, torch.ops.vbrt.fp4_gated.default)
+    return (several or _can_join(user)) and user.args[0] is y and user.all_input_nodes.count(y) == 1
+
+
 def _is_sum(node: Node) -> bool:
     """Of two bf16 tensors of one shape, with few enough rows that are short enough for the kernel."""
     if node.target is not torch.ops.aten.add.Tensor or node.kwargs or not all(isinstance(a, Node) for a in node.args):
@@ -227,8 +270,6 @@ def _replace(graph: Graph, node: Node, target: Any, args: tuple[Any, ...]) -> No
 
 
 def _join(graph: Graph, siblings: list[Node]) -> None:
-    if len(siblings) == 1:
-        return
     x, _, _, _, format, _, k, _ = siblings[0].args
     tiles, scales, ns = ([node.args[i] for node in siblings] for i in (1, 2, 5))
     scales = [] if scales[0] is None else scales
