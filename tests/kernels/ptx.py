@@ -428,7 +428,10 @@ class Warp:
     def compute(self, parts: list[str], operands: list[str]) -> None:
         """What works lane by lane on values of one type."""
         kind = parts[-1]
-        if not {*parts[1:-1]} <= {"rn", "approx", "ftz", "full"}:
+        *parts, _ = parts
+        if "NaN" in parts:
+            parts = [f"{parts[0]}.NaN", *(part for part in parts[1:] if part != "NaN")]
+        if not {*parts[1:]} <= {"rn", "approx", "ftz", "full"}:
             raise NotImplementedError
         values = [self.value(name, kind) for name in operands[1:]]
         if parts[0] in _BITS:
@@ -731,6 +734,12 @@ def _shifted(fn: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     return shift
 
 
+def _tanh(a: np.ndarray) -> np.ndarray:
+    """As far off as the instruction may be, 2^-11 of the value."""
+    fraction, exponent = np.frexp(np.tanh(a))
+    return np.ldexp(np.round(fraction * 2048) / 2048, exponent)
+
+
 def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.trunc(a.astype(np.float64) / b)
 
@@ -742,6 +751,7 @@ _INTEGERS: dict[str, Callable[..., np.ndarray]] = {
 }  # fmt: skip
 _FLOATS: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "min": np.fmin, "max": np.fmax,
+    "max.NaN": np.maximum,
     "neg": np.negative, "abs": np.abs, "fma": lambda a, b, c: a * b + c, "ex2": np.exp2, "rcp": np.reciprocal,
-    "sqrt": np.sqrt, "rsqrt": lambda a: 1 / np.sqrt(a),
+    "sqrt": np.sqrt, "tanh": _tanh, "rsqrt": lambda a: 1 / np.sqrt(a),
 }  # fmt: skip

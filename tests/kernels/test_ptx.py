@@ -153,18 +153,33 @@ def test_many_tokens(name, config, copies, gpu):
     assert gpu == ["order_kernel", "wgmma_kernel", "reduce_kernel"][: 3 if config.SPLITS > 1 else 2]
 
 
-CASES = [("nvfp4", 300, 200, 328, False), ("mxfp4", 70, 136, 640, True), ("nvfp4", 300, 120, 520, True)]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_activations_are_as_exact_as_the_result_s_type(activation, dtype, gpu):
+    v = torch.cat([torch.linspace(-12, 12, 997), torch.tensor([1e4, -1e4, float("inf"), float("nan")])])
+    y = torch.empty(1, len(v), dtype=dtype)
+    fp4_linear._reduce(torch.stack([v / 2, v / 2])[:, None], None, y, 2, activation)
+    want = reference.ACTIVATIONS[activation](v.double())
+    near = 2e-7 * v.abs() + torch.finfo(dtype).eps * want.abs() + 3e-8  # half of the smallest fp16
+    if dtype is torch.bfloat16:
+        near += 2.5e-4 * v.abs() + 3e-4
+    fits = torch.where(want.isinf(), y[0] == want, (y[0] - want).abs() <= near)
+    assert fits[:-1].all() and y[0, -1].isnan()
 
 
-@pytest.mark.parametrize(("name", "tokens", "n", "k", "cut"), CASES)
-def test_hundreds_of_tokens(name, tokens, n, k, cut, copies, gpu, monkeypatch):
+CASES = [("nvfp4", 300, 200, 328, False, "silu"), ("mxfp4", 70, 136, 640, True, "relu"),
+         ("nvfp4", 300, 120, 520, True, "gelu")]
+
+
+@pytest.mark.parametrize(("name", "tokens", "n", "k", "cut", "activation"), CASES)
+def test_hundreds_of_tokens(name, tokens, n, k, cut, activation, copies, gpu, monkeypatch):
     """Also with tiles that several programs share."""
     monkeypatch.setattr(fp4_linear, "cut_tiles", lambda *shape: 2 if cut else 0)
     planes, weight = tiled(name, (n, k), device="cpu")
     x, bias = torch.randn(tokens, k + 8).bfloat16()[:, :k], torch.randn(n).bfloat16()
     tiles, scale = planes.coarse[TILES], planes.coarse["tensor_scale"]
-    y = fp4_linear._launch_persistent(x, tiles, scale, bias, n, name, "silu")
-    assert error(y, reference.ACTIVATIONS["silu"](x.double() @ weight.T + bias.double())) < 3e-3
+    y = fp4_linear._launch_persistent(x, tiles, scale, bias, n, name, activation)
+    assert error(y, reference.ACTIVATIONS[activation](x.double() @ weight.T + bias.double())) < 3e-3
     assert gpu == ["clear_kernel", "persistent_kernel"][0 if cut else 1 :]
 
 

@@ -158,6 +158,14 @@ def store_tokens(v, staging, y_ptr, first_row, first_token, M, N, y_stride):
 
 
 @gluon.jit
+def store_half(v, staging, y_ptr, first_row, first_token, M, N, y_stride, ACTIVATION: gl.constexpr):
+    """y = activation(v [64 rows, 128 tokens])."""
+    quarters = halves(activate(v, ACTIVATION, y_ptr.dtype.element_ty).to(y_ptr.dtype.element_ty))
+    for i in gl.static_range(2):
+        store_tokens(quarters[i], staging, y_ptr, first_row, first_token + i * (TOKENS // 4), M, N, y_stride)
+
+
+@gluon.jit
 def store_tile(
     v, staging, bias_ptr, y_ptr, first_row, first_token, M, N, y_stride,
     ACTIVATION: gl.constexpr, BIAS: gl.constexpr, ACC: gl.constexpr,
@@ -166,13 +174,15 @@ def store_tile(
     if BIAS:
         row = first_row + gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, ACC))
         v = v + gl.load(bias_ptr + row, mask=row < N, other=0.0).to(gl.float32)[:, None]
-    first, last = halves(v)
-    a, b = halves(first)
-    c, d = halves(last)
-    for i in range(gl.minimum((M - first_token + TOKENS // 4 - 1) // (TOKENS // 4), 4)):  # once, its code stays at hand
-        y = activate(a, ACTIVATION).to(y_ptr.dtype.element_ty)
-        store_tokens(y, staging, y_ptr, first_row, first_token + i * (TOKENS // 4), M, N, y_stride)
-        a, b, c, d = b, c, d, a
+    here, last = halves(v)
+    HALF: gl.constexpr = TOKENS // 2
+    if ACTIVATION == "none" or ACTIVATION == "relu":
+        store_half(here, staging, y_ptr, first_row, first_token, M, N, y_stride, ACTIVATION)
+        store_half(last, staging, y_ptr, first_row, first_token + HALF, M, N, y_stride, ACTIVATION)
+    else:  # more instructions, which take longer to fetch than to run twice
+        for i in range(gl.minimum((M - first_token + HALF - 1) // HALF, 2)):
+            store_half(here, staging, y_ptr, first_row, first_token + i * HALF, M, N, y_stride, ACTIVATION)
+            here = last
 
 
 @gluon.jit

@@ -231,7 +231,7 @@ def wgmma_kernel(
         row = first_row + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, ACC))
         if BIAS:
             v = v + gl.load(bias_ptr + row, mask=row < N, other=0.0).to(gl.float32)[:, None]
-        v = gl.convert_layout(activate(v, ACTIVATION).to(y_ptr.dtype.element_ty), STORE)
+        v = gl.convert_layout(activate(v, ACTIVATION, y_ptr.dtype.element_ty).to(y_ptr.dtype.element_ty), STORE)
         row = first_row + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, STORE))
         m = first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, STORE))
         at = m.to(gl.int64)[None, :] * y_stride + row[:, None]
@@ -255,4 +255,4 @@ def reduce_kernel(
         v = v + gl.load(part_ptr + (m + s * M) * N + n, mask=inside, other=0.0)
     if BIAS:
         v = v + gl.load(bias_ptr + n, mask=inside, other=0.0).to(gl.float32)
-    gl.store(y_ptr + m * N + n, activate(v, ACTIVATION).to(y_ptr.dtype.element_ty), mask=inside)
+    gl.store(y_ptr + m * N + n, activate(v, ACTIVATION, y_ptr.dtype.element_ty).to(y_ptr.dtype.element_ty), mask=inside)

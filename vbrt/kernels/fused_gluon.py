@@ -115,7 +115,7 @@ def gated_kernel(
         first = first * factor
         second = second * factor
     v = summed(sums, 0, COUNT, WK) * first
-    v = activate(v, ACTIVATION) * (summed(sums, COUNT, COUNT, WK) * second)
+    v = activate(v, ACTIVATION, y_ptr.dtype.element_ty) * (summed(sums, COUNT, COUNT, WK) * second)
     row, token = places(gl.program_id(0), R, COUNT, out_layout(WK))
     gl.store(y_ptr + token.to(gl.int64) * y_stride + row, v.to(y_ptr.dtype.element_ty), mask=(row < N) & (token < M))
 

@@ -182,5 +182,5 @@ def linear_kernel(
     keep = (out_row < N) & (out_token < M)
     if BIAS:
         v = v + gl.load(bias_ptr + out_row, mask=out_row < N, other=0.0).to(gl.float32)
-    v = activate(v, ACTIVATION)
+    v = activate(v, ACTIVATION, y_ptr.dtype.element_ty)
     gl.store(y_ptr + out_token.to(gl.int64) * y_stride + out_row, v.to(y_ptr.dtype.element_ty), mask=keep)
