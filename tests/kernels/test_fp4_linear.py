@@ -278,6 +278,21 @@ def test_the_persistent_kernel_keeps_instructions_in_flight(name, bias, tmp_path
     assert all(int(re.search(r"(\d+) bytes spill stores", text)[1]) <= 64 for text in said)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "n", "k", "warps", "splits", "ring"),
+    [(64, 14336, 4096, 8, 1, 8), (64, 4096, 14336, 8, 4, 7), (64, 28672, 8192, 16, 1, 4), (32, 14336, 4096, 4, 1, 8),
+     (64, 8192, 2048, 4, 1, 8), (64, 8192, 8192, 8, 2, 8),  # rows short enough for no split
+     (64, 18944, 3584, 8, 1, 4), (32, 18944, 3584, 8, 1, 4), (32, 28672, 8192, 8, 1, 4)],  # more than stand in a row
+)  # fmt: skip
+def test_programs_that_would_wait_for_others_to_end_take_less_memory(tokens, n, k, warps, splits, ring):
+    assert wide_for(9, tokens, n // 16, k // 128)[1:] == (warps, splits, ring)
+
+
+def test_at_sixteen_tokens_all_programs_stand_beside_each_other():
+    for n, k, rows, most in ((14336, 4096, 2, 4), (18944, 3584, 4, 3), (24576, 3584, 4, 3), (28672, 8192, 4, 4)):
+        assert launch_for(9, 16, n // 16, k // 128).R == rows and n / 16 / rows <= 132 * most
+
+
 def test_tiles_of_the_persistent_kernel_fill_the_gpu_or_others_serve():
     for tokens, n, k, wanted in (
         (256, 14336, 4096, True), (256, 4096, 4096, False), (256, 4096, 14336, False), (384, 28672, 8192, False),

@@ -186,6 +186,7 @@ class Rule(NamedTuple):
 
 #: the first that holds applies; measured on sm_90 (H200)
 _RULES = (
+    Rule(8, 264, Launch(2, 16, True)),
     Rule(8, 512, Launch(1, 8, True)),
     Rule(8, None, Launch(1, 4, True)),
     Rule(16, 264, Launch(1, 8, True)),

@@ -47,7 +47,8 @@ _SM90 = (
     Rule(8, None, None, Launch(2, 4, False)),
     Rule(16, 264, None, Launch(2, 16, True)),
     Rule(16, 512, None, Launch(2, 8, True)),
-    Rule(16, 1280, None, Launch(2, 4, True, True)),
+    Rule(16, 1056, None, Launch(2, 4, True, True)),  # up to here all programs stand beside each other
+    Rule(16, 1584, None, Launch(4, 4, True, True)),  # as here
     Rule(16, None, None, Launch(4, 4, False)),
     Rule(32, 512, None, Launch(2, 8, True)),
     Rule(32, None, None, Launch(4, 4, True)),
@@ -90,7 +91,8 @@ def wide_for(major: int, tokens: int, row_tiles: int, columns: int) -> Wide | No
     """The configuration of the kernel for many tokens, or None where `launch_for` has one.
 
     As many splits of K as give every multiprocessor a program, but none shorter than four columns of tiles; the ring
-    that runs over the fewest columns behind the last.
+    that runs over the fewest columns behind the last. Of more programs than stand beside each other, each has a small
+    ring instead, so that more of them do.
     """
     fewest, most = WIDE.get(major, (1, 0))
     if row_tiles <= 512 and columns >= 64:
@@ -101,12 +103,12 @@ def wide_for(major: int, tokens: int, row_tiles: int, columns: int) -> Wide | No
     blocks = -(-tokens // block)
     warps = _wide_warps(block, blocks, row_tiles, columns)
     programs = -(-row_tiles // warps) * blocks
-    room = _PROCESSORS * (2 if block == 32 else 1)  # small enough to stand beside each other
-    splits = 1
+    room = _PROCESSORS * (2 if (block, warps) == (32, 4) else 1)  # small enough to stand beside each other
+    crowded, splits = block <= 64 and programs > room, 1
     while splits < 8 and 2 * splits * programs <= room and columns >= 8 * splits:
         splits *= 2
     span = -(-columns // splits)
-    ring = 4 if warps == 16 else min(_RINGS[block], key=lambda size: -span % size)
+    ring = 4 if warps == 16 or crowded else min(_RINGS[block], key=lambda size: -span % size)
     return Wide(block, warps, splits, ring)
 
 
@@ -158,8 +160,12 @@ def _cut_pairs(tiles: int, processors: int) -> float:
 
 def _wide_warps(block: int, blocks: int, row_tiles: int, columns: int) -> int:
     """How many tiles of rows a program takes, one a warp: more read activations less often, fewer fill the GPU."""
-    small = row_tiles <= 2 * _PROCESSORS and -(-row_tiles // 4) * blocks <= _PROCESSORS
-    if block == 32 or (block > 32 and columns <= 48 and small):  # fewer partial results than by more splits
+    by_four = -(-row_tiles // 4) * blocks
+    if block == 32:
+        return 4 if by_four <= 2 * _PROCESSORS else 8
+    # fewer partial results than by more splits
+    few_rows = 4 * _PROCESSORS if block == 64 and columns <= 24 else 2 * _PROCESSORS
+    if block > 32 and columns <= 48 and row_tiles <= few_rows and by_four <= _PROCESSORS:
         return 4
     programs = -(-row_tiles // 16) * blocks
     many = (block == 128 and 2 * programs > _PROCESSORS) or (block == 64 and 5 * programs > 4 * _PROCESSORS)
