@@ -348,18 +348,19 @@ def places(program, R: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def linear_program(
-    x_ptr, tile_ptr, scale_ptr, bias_ptr, row, token, others, program, M, N, K, columns, x_stride,
-    R: gl.constexpr, NT: gl.constexpr, WK: gl.constexpr, PREFETCH: gl.constexpr, CARRY: gl.constexpr,
-    E8: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, BIAS: gl.constexpr, LOOSE: gl.constexpr,
-    EARLY: gl.constexpr, OTHERS: gl.constexpr,
+def sums_of_products(
+    x_ptr, tile_ptrs, scale_ptr, others, program, M, N, K, columns, x_stride,
+    MATRICES: gl.constexpr, R: gl.constexpr, NT: gl.constexpr, WK: gl.constexpr, PREFETCH: gl.constexpr,
+    CARRY: gl.constexpr, E8: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, LOOSE: gl.constexpr,
+    EARLY: gl.constexpr, EARLY_SCALE: gl.constexpr, OTHERS: gl.constexpr,
 ):  # fmt: skip
-    """16 * R rows of x [M, K] @ w.T * scale + bias by WK warps, at `result_places`; and what the others point at.
+    """16 * R rows of x [M, K] @ w.T of each of MATRICES, by WK warps, to be added up over these: [32 * WK, 4] for each
+    group of tokens and row tile of one matrix, then of the next. And what the others point at, and EARLY_SCALE's scale.
 
     x is bf16, its rows 16-byte aligned or, if LOOSE, K even and rows 4-byte aligned; NT groups of 8 tokens cover M.
     FULL: M = 8 * NT. TAIL: K % 128 != 0. EARLY: a dependent launch. CARRY: pointers move on from column to column, a
-    quarter fewer instructions than to compute each anew; takes PREFETCH, columns in whole turns of WK and no LOOSE x.
-    others: OTHERS pointers and masks, read before the loop so that nobody waits for them behind it.
+    quarter fewer instructions than to compute each anew; takes PREFETCH, columns in whole turns of WK, one matrix and
+    no LOOSE x. others: OTHERS pointers and masks, read before the loop so that nobody waits for them behind it.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WK, 1], [1, 0])
     THREADS: gl.constexpr = 32 * WK
@@ -369,34 +370,39 @@ def linear_program(
     row_tiles = (N + 15) // 16
     column = thread // 32
     x_words = x_ptr.to(gl.pointer_type(gl.int32))
-    COUNT: gl.constexpr = NT * R
     sums = ()
-    for _ in gl.static_range(COUNT):
+    for _ in gl.static_range(MATRICES * NT * R):
         sums = sums + (gl.zeros((THREADS, 4), gl.float32, layout=LAYOUT),)
     if CARRY:
         STEP: gl.constexpr = (272 if E8 else 288) * WK
-        weights = tile_pointers(tile_ptr, row_tile, row_tiles, column, columns, lane, LAYOUT, R, E8)
+        weights = tile_pointers(tile_ptrs[0], row_tile, row_tiles, column, columns, lane, LAYOUT, R, E8)
         xs = token_pointers(x_words, x_stride, column, lane, LAYOUT, NT)
         tiles = read_tiles(weights, column < columns, R, None)
     elif PREFETCH:
-        tiles = load_tiles(tile_ptr, row_tile, row_tiles, column, columns, lane, LAYOUT, R, E8)
+        tiles = ()
+        for m in gl.static_range(MATRICES):
+            tiles = tiles + load_tiles(tile_ptrs[m], row_tile, row_tiles, column, columns, lane, LAYOUT, R, E8)
     if EARLY:
         wait_for_launch_before()
-    EARLY_SCALE: gl.constexpr = WK < 16 and R < 4  # with few columns a warp the first weights would wait for it
     if EARLY_SCALE:
         scale = gl.load(scale_ptr)
     read = ()
     for i in gl.static_range(OTHERS):
         read = read + (gl.load(others[2 * i], mask=others[2 * i + 1], other=0.0),)
+    if EARLY_SCALE:
+        read = read + (scale,)
     for _ in range((columns + WK - 1) // WK):
         here = column < columns
         if CARRY:
             weights = moved(weights, STEP, 2 * STEP if E8 else STEP, 2 * R)
             ahead = read_tiles(weights, column + WK < columns, R, None)
-        elif PREFETCH:
-            ahead = load_tiles(tile_ptr, row_tile, row_tiles, column + WK, columns, lane, LAYOUT, R, E8)
         else:
-            tiles = load_tiles(tile_ptr, row_tile, row_tiles, column, columns, lane, LAYOUT, R, E8)
+            at = column + WK if PREFETCH else column
+            ahead = ()
+            for m in gl.static_range(MATRICES):
+                ahead = ahead + load_tiles(tile_ptrs[m], row_tile, row_tiles, at, columns, lane, LAYOUT, R, E8)
+            if not PREFETCH:
+                tiles = ahead
         tokens = ()
         if CARRY:
             tokens = read_tokens(xs, column, lane, M, K, NT, FULL, TAIL)
@@ -407,34 +413,35 @@ def linear_program(
                     loaded = load_tokens(x_words, x_stride, column, here, n, p, lane, M, K, LAYOUT, FULL, TAIL, LOOSE)
                     tokens = tokens + (loaded,)
         for part in gl.static_range(2):
-            a = ()
-            for r in gl.static_range(R):
-                scale_g, scale_h = gl.inline_asm_elementwise(
-                    E8M0 if E8 else (E4M3_LOW if part == 0 else E4M3_HIGH),
-                    SCALE_REGISTERS, [tiles[3 * r + 2]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
-                )  # fmt: skip
-                a0, a1, a2, a3 = gl.inline_asm_elementwise(
-                    DECODE, DECODE_REGISTERS, [tiles[3 * r + part], scale_g[:, None], scale_h[:, None]],
-                    dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=4,
-                )  # fmt: skip
-                a = a + (a0, a1, a2, a3)
             added = ()
-            for n in gl.static_range(NT):
-                if NT <= 4:
-                    b0 = tokens[4 * n + 2 * part]
-                    b1 = tokens[4 * n + 2 * part + 1]
-                else:
-                    b0 = load_tokens(x_words, x_stride, column, here, n, 2 * part, lane, M, K, LAYOUT, FULL, TAIL,
-                                     LOOSE)  # fmt: skip
-                    b1 = load_tokens(x_words, x_stride, column, here, n, 2 * part + 1, lane, M, K, LAYOUT, FULL, TAIL,
-                                     LOOSE)  # fmt: skip
+            for m in gl.static_range(MATRICES):
+                a = ()
                 for r in gl.static_range(R):
-                    total = gl.inline_asm_elementwise(
-                        MULTIPLY, MULTIPLY_REGISTERS,
-                        [a[4 * r], a[4 * r + 1], a[4 * r + 2], a[4 * r + 3], b0, b1, sums[n * R + r]],
-                        dtype=gl.float32, is_pure=True, pack=4,
+                    scale_g, scale_h = gl.inline_asm_elementwise(
+                        E8M0 if E8 else (E4M3_LOW if part == 0 else E4M3_HIGH), SCALE_REGISTERS,
+                        [tiles[3 * (m * R + r) + 2]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
                     )  # fmt: skip
-                    added = added + (total,)
+                    a0, a1, a2, a3 = gl.inline_asm_elementwise(
+                        DECODE, DECODE_REGISTERS, [tiles[3 * (m * R + r) + part], scale_g[:, None], scale_h[:, None]],
+                        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=4,
+                    )  # fmt: skip
+                    a = a + (a0, a1, a2, a3)
+                for n in gl.static_range(NT):
+                    if NT <= 4:
+                        b0 = tokens[4 * n + 2 * part]
+                        b1 = tokens[4 * n + 2 * part + 1]
+                    else:
+                        b0 = load_tokens(x_words, x_stride, column, here, n, 2 * part, lane, M, K, LAYOUT, FULL, TAIL,
+                                         LOOSE)  # fmt: skip
+                        b1 = load_tokens(x_words, x_stride, column, here, n, 2 * part + 1, lane, M, K, LAYOUT, FULL,
+                                         TAIL, LOOSE)  # fmt: skip
+                    for r in gl.static_range(R):
+                        total = gl.inline_asm_elementwise(
+                            MULTIPLY, MULTIPLY_REGISTERS,
+                            [a[4 * r], a[4 * r + 1], a[4 * r + 2], a[4 * r + 3], b0, b1, sums[(m * NT + n) * R + r]],
+                            dtype=gl.float32, is_pure=True, pack=4,
+                        )  # fmt: skip
+                        added = added + (total,)
             sums = added
         if PREFETCH:
             tiles = ahead
@@ -442,11 +449,29 @@ def linear_program(
 
     if EARLY:
         allow_launch_after()
-    if not EARLY_SCALE:
+    return sums, read
+
+
+@gluon.jit
+def linear_program(
+    x_ptr, tile_ptr, scale_ptr, bias_ptr, row, token, others, program, M, N, K, columns, x_stride,
+    R: gl.constexpr, NT: gl.constexpr, WK: gl.constexpr, PREFETCH: gl.constexpr, CARRY: gl.constexpr,
+    E8: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, BIAS: gl.constexpr, LOOSE: gl.constexpr,
+    EARLY: gl.constexpr, OTHERS: gl.constexpr,
+):  # fmt: skip
+    """x [M, K] @ w.T * scale + bias at `result_places`, and what the others point at; see `sums_of_products`."""
+    EARLY_SCALE: gl.constexpr = WK < 16 and R < 4  # with few columns a warp the first weights would wait for it
+    sums, read = sums_of_products(
+        x_ptr, (tile_ptr,), scale_ptr, others, program, M, N, K, columns, x_stride,
+        1, R, NT, WK, PREFETCH, CARRY, E8, FULL, TAIL, LOOSE, EARLY, EARLY_SCALE, OTHERS,
+    )  # fmt: skip
+    if EARLY_SCALE:
+        scale = read[OTHERS]
+    else:
         scale = gl.load(scale_ptr)
     if BIAS:
         bias = gl.load(bias_ptr + row, mask=row < N, other=0.0)
-    v = gl.convert_layout(summed(sums, 0, COUNT, WK), row.type.layout) * (RESCALE * scale)
+    v = gl.convert_layout(summed(sums, 0, NT * R, WK), row.type.layout) * (RESCALE * scale)
     if BIAS:
         v = v + bias.to(gl.float32)
     return v, read

@@ -1,35 +1,25 @@
 """The GPU side of `fused_linear`: a norm, and two matrices in tile order with the product of their results.
 
-The gated kernel's loop is that of `fp4_gluon.linear_program`, with the row tile of a second matrix beside the first
-one's. The norm is a launch of its own, short because the next kernel's is under way meanwhile and its weights with it.
+The gated kernel's loop is the linear kernels', with the row tile of a second matrix beside the first one's.
+
+The norm is a launch of its own, short because the next kernel's is under way meanwhile and its weights with it.
 Gathering the norm's statistics inside the linear kernel, as matrix instructions on x, was faster on an H200 in two of
 thirteen cases (1.06x), slower in nine (by up to 1.5x), and needed four times the code.
 """
-
-# ruff: noqa: RUF005  # the kernel language has no starred expressions
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from vbrt.kernels.fp4_gluon import (
-    DECODE,
-    DECODE_REGISTERS,
-    E4M3_HIGH,
-    E4M3_LOW,
-    E8M0,
-    MULTIPLY,
-    MULTIPLY_REGISTERS,
     RESCALE,
-    SCALE_REGISTERS,
     activate,
     allow_launch_after,
     inverse_rms,
-    load_tiles,
-    load_tokens,
     out_layout,
     places,
     squares_at,
     summed,
+    sums_of_products,
     wait_for_launch_before,
 )
 
@@ -44,74 +34,20 @@ def gated_kernel(
 ):  # fmt: skip
     """y [M, N] = activation(x [M, K] @ w.T) * (x @ other.T). Grid (ceil(row tiles / R),), WK warps.
 
-    Other arguments as of `fp4_gluon.linear_program`, NT is one or two; SQUARES as of `fp4_gluon.siblings_kernel`.
+    Other arguments as of `fp4_gluon.sums_of_products`, NT is one or two; SQUARES as of `fp4_gluon.siblings_kernel`.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WK, 1], [1, 0])
-    THREADS: gl.constexpr = 32 * WK
-    thread = gl.arange(0, THREADS, layout=gl.SliceLayout(1, LAYOUT))
-    lane = thread % 32
-    column = thread // 32
-    row_tiles = (N + 15) // 16
-    row_tile = gl.program_id(0) * R + thread * 0
-    x_words = x_ptr.to(gl.pointer_type(gl.int32))
-    COUNT: gl.constexpr = NT * R
-    sums = ()  # of the first matrix the token groups, of each its row tiles; then of the second
-    for _ in gl.static_range(2 * COUNT):
-        sums = sums + (gl.zeros((THREADS, 4), gl.float32, layout=LAYOUT),)
-    if PREFETCH:
-        tiles = load_tiles(tile_ptr, row_tile, row_tiles, column, columns, lane, LAYOUT, R, E8)
-        tiles = tiles + load_tiles(other_ptr, row_tile, row_tiles, column, columns, lane, LAYOUT, R, E8)
-    if EARLY:
-        wait_for_launch_before()
+    others = ()
     if SQUARES:
-        square_at, is_there = squares_at(square_ptr, K, SQUARES, WK)
-        squares = gl.load(square_at, mask=is_there, other=0.0)
-    for _ in range((columns + WK - 1) // WK):
-        here = column < columns
-        at = column + WK if PREFETCH else column
-        ahead = load_tiles(tile_ptr, row_tile, row_tiles, at, columns, lane, LAYOUT, R, E8)
-        ahead = ahead + load_tiles(other_ptr, row_tile, row_tiles, at, columns, lane, LAYOUT, R, E8)
-        if not PREFETCH:
-            tiles = ahead
-        tokens = ()
-        for n in gl.static_range(NT):
-            for p in gl.static_range(4):
-                loaded = load_tokens(x_words, x_stride, column, here, n, p, lane, M, K, LAYOUT, FULL, TAIL, False)
-                tokens = tokens + (loaded,)
-        for part in gl.static_range(2):
-            added = ()
-            for m in gl.static_range(2):
-                a = ()
-                for r in gl.static_range(R):
-                    scale_g, scale_h = gl.inline_asm_elementwise(
-                        E8M0 if E8 else (E4M3_LOW if part == 0 else E4M3_HIGH), SCALE_REGISTERS,
-                        [tiles[3 * (m * R + r) + 2]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
-                    )  # fmt: skip
-                    a0, a1, a2, a3 = gl.inline_asm_elementwise(
-                        DECODE, DECODE_REGISTERS, [tiles[3 * (m * R + r) + part], scale_g[:, None], scale_h[:, None]],
-                        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=4,
-                    )  # fmt: skip
-                    a = a + (a0, a1, a2, a3)
-                for n in gl.static_range(NT):
-                    for r in gl.static_range(R):
-                        total = gl.inline_asm_elementwise(
-                            MULTIPLY, MULTIPLY_REGISTERS,
-                            [a[4 * r], a[4 * r + 1], a[4 * r + 2], a[4 * r + 3], tokens[4 * n + 2 * part],
-                             tokens[4 * n + 2 * part + 1], sums[(m * NT + n) * R + r]],
-                            dtype=gl.float32, is_pure=True, pack=4,
-                        )  # fmt: skip
-                        added = added + (total,)
-            sums = added
-        if PREFETCH:
-            tiles = ahead
-        column = column + WK
-
-    if EARLY:
-        allow_launch_after()
+        others = squares_at(square_ptr, K, SQUARES, WK)
+    sums, read = sums_of_products(
+        x_ptr, (tile_ptr, other_ptr), scale_ptr, others, gl.program_id(0), M, N, K, columns, x_stride,
+        2, R, NT, WK, PREFETCH, False, E8, FULL, TAIL, False, EARLY, False, 1 if SQUARES else 0,
+    )  # fmt: skip
+    COUNT: gl.constexpr = NT * R
     first = gl.load(scale_ptr) * RESCALE
     second = gl.load(other_scale_ptr) * RESCALE
     if SQUARES:
-        factor = inverse_rms(squares, K, eps)
+        factor = inverse_rms(read[0], K, eps)
         first = first * factor
         second = second * factor
     v = summed(sums, 0, COUNT, WK) * first

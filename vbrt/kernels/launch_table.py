@@ -1,7 +1,7 @@
 """Launch configurations of `fp4_linear`, chosen ahead of time so that no first call searches for one.
 
 R row tiles a warp, WK warps along K, PREFETCH: the next tile is read before this one is used, CARRY: pointers are moved
-on and not computed anew, see `fp4_gluon.linear_program`.
+on and not computed anew, see `fp4_gluon.sums_of_products`.
 Entries were measured on the family's chip (see benchmarks/results); the default is the sm_90 table, which asks for
 nothing that an older or newer chip lacks.
 """
