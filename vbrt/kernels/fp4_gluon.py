@@ -160,17 +160,6 @@ def summed(entries, FIRST: gl.constexpr, COUNT: gl.constexpr, WK: gl.constexpr):
 
 
 @gluon.jit
-def exp2_of(x):
-    """Within 2 units in the last place; subnormals are zero."""
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def inverse(x):
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def tanh_of(x):
     """Within 2^-11 of the value."""
     return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
@@ -190,7 +179,7 @@ def activate(v, ACTIVATION: gl.constexpr, DTYPE: gl.constexpr):
             half = 0.5 * v
             v = half + half * tanh_of(tanh_argument(v, ACTIVATION))
         else:
-            v = v * share(v, ACTIVATION)
+            v = exactly(v, ACTIVATION)
     return v
 
 
@@ -206,19 +195,20 @@ def tanh_argument(v, ACTIVATION: gl.constexpr):
 
 
 @gluon.jit
-def share(v, ACTIVATION: gl.constexpr):
-    if ACTIVATION == "silu":
-        s = inverse(1.0 + exp2_of(v * -1.4426950408889634))
-    elif ACTIVATION == "gelu":
-        # Abramowitz and Stegun 7.1.26, within 1.5e-7, its coefficients halved
+def exactly(v, ACTIVATION: gl.constexpr):
+    """To single precision."""
+    if ACTIVATION == "gelu":
+        # Abramowitz and Stegun 7.1.26, within 1.5e-7: the library's erf is so long that fetching its code would show
         x = gl.abs(v) * 0.7071067811865476
-        t = inverse(1.0 + 0.3275911 * x)
-        tail = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
-        tail = tail * exp2_of(x * x * -1.4426950408889634)
-        s = gl.where(v < 0, tail, 1.0 - tail)
-    else:  # 2 sqrt(2 / pi) log2(e), and that times 0.044715
-        s = inverse(1.0 + exp2_of(v * (-2.302208198144325 - 0.10294323457899 * v * v)))
-    return s
+        t = 1.0 / (1.0 + 0.3275911 * x)
+        tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+        tail = 0.5 * tail * gl.exp(-x * x)
+        v = v * gl.where(v < 0, tail, 1.0 - tail)
+    elif ACTIVATION == "gelu_tanh":
+        v = v / (1.0 + gl.exp(-1.5957691216057308 * (v + 0.044715 * v * v * v)))
+    else:
+        v = v / (1.0 + gl.exp(-v))
+    return v
 
 
 @gluon.jit
