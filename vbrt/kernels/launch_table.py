@@ -104,7 +104,8 @@ def wide_for(major: int, tokens: int, row_tiles: int, columns: int) -> Wide | No
     warps = _wide_warps(block, blocks, row_tiles, columns)
     programs = -(-row_tiles // warps) * blocks
     room = _PROCESSORS * (2 if (block, warps) == (32, 4) else 1)  # small enough to stand beside each other
-    crowded, splits = block <= 64 and programs > room, 1
+    crowded = block <= 64 and programs > room
+    splits = 1
     while splits < 8 and 2 * splits * programs <= room and columns >= 8 * splits:
         splits *= 2
     span = -(-columns // splits)
