@@ -1,5 +1,6 @@
 import copy
 import functools
+import logging
 import operator
 import pickle
 import weakref
@@ -94,6 +95,38 @@ def test_compile_takes_the_options():
     assert options["triton.cudagraphs"] is True
     torch.compile(lambda x: x + 1, options=options)  # refuses what it does not know
     assert JoinSiblings().uuid() == JoinSiblings().uuid()
+
+
+def test_inductor_is_told_of_operators_that_are_put_into_a_graph(monkeypatch):
+    from torch._inductor.lowering import lowerings
+
+    for op in (ONE, SEVERAL):
+        monkeypatch.delitem(lowerings, op, raising=False)
+    graph = graph_of([("x", 16, False, "none"), ("x", 16, False, "none"), ("y", 16, False, "none")])
+    JoinSiblings()(graph)
+    called = {node.target for node in graph.nodes if node.op == "call_function"}
+    assert called == {ONE, SEVERAL, operator.getitem} and {ONE, SEVERAL} <= lowerings.keys()
+
+
+@torch.no_grad()
+def test_inductor_is_told_of_operators_that_a_model_calls(kernel_on_cpu, monkeypatch):
+    from torch._inductor import exc
+    from torch._inductor.lowering import lowerings
+
+    said = []
+    monkeypatch.delitem(lowerings, ONE, raising=False)
+    monkeypatch.setattr(exc.OperatorIssue, "operator_str", lambda target, *_: said.append(target) or str(target))
+    torch._logging.set_logs(inductor=logging.INFO)  # makes the text that torch 2.11 makes anyhow
+    try:
+        layer, x = torch.nn.Linear(128, 256, bias=False), torch.randn(3, 128).bfloat16()
+        vb = wrapped(torch.nn.Sequential(layer))
+        want = layer(x)
+        show(layer)
+        torch.testing.assert_close(torch.compile(layer)(x), want, rtol=2e-2, atol=2e-2)
+    finally:
+        torch._logging.set_logs()
+        vb.close()
+    assert ONE in lowerings and not said
 
 
 # --- gate and up ------------------------------------------------------------------------------------------------------

@@ -5,13 +5,14 @@ specialization can depend on in a key of its own; the first call with a key goes
 pointers straight to the compiled kernel. Triton's launch hooks (profilers) see first calls only.
 """
 
+import sys
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Launcher", "alignment", "cuda_op"]
+__all__ = ["Launcher", "alignment", "cuda_op", "tell_inductor"]
 
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -67,5 +68,22 @@ class Launcher:
 def cuda_op(name: str, launch: Callable[..., Any], schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     """A launch as the operator vbrt::`name`, which torch.compile does not look into; `fake` makes empty outputs."""
     op = torch.library.custom_op(f"vbrt::{name}", launch, mutates_args=(), device_types="cuda", schema=schema)
-    op.register_fake(fake)
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        tell_inductor(op._opoverload)
+        return fake(*args, **kwargs)
+
+    op.register_fake(traced)
     return op
+
+
+def tell_inductor(op: torch._ops.OpOverload) -> None:
+    """Have inductor, where it is at work, call an operator that it has no code for, before it finds that out itself.
+
+    For then torch 2.11 makes a text of all that leads up to the operator's inputs, for a log that is off, and that text
+    doubles with each norm before it: it took hours for a model whose first such operator was behind 32 layers.
+    """
+    lowering = sys.modules.get("torch._inductor.lowering")
+    if lowering is not None and op not in lowering.lowerings:
+        tag = torch._library.utils.get_layout_constraint_tag(op, with_default=True)
+        lowering.make_fallback(op, lowering.tag_to_layout_constraint(tag))

@@ -33,6 +33,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from vbrt.kernels import fp4_linear, fused_linear
+from vbrt.kernels.fp4_launch import tell_inductor
 from vbrt.kernels.fp4_tiles import ROWS
 from vbrt.kernels.fused_linear import MAX_ROW, MAX_TOKENS, gates_in_one
 from vbrt.kernels.reference import ACTIVATIONS, activate
@@ -86,6 +87,8 @@ class JoinSiblings(CustomGraphPass):
                 _join(graph, early[at : at + _LAYERS])
         for node in graph.find_nodes(op="call_function", target=torch.ops.vbrt.normed_sum.default):
             _share(graph, node)
+        for op in {node.target for node in graph.nodes if getattr(node.target, "namespace", None) == "vbrt"}:
+            tell_inductor(op)  # of what it has not traced
 
     def uuid(self) -> Any:
         """What compiled graphs are cached under: the files that say what is joined."""
