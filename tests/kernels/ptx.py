@@ -100,6 +100,7 @@ class Machine:
     """A GPU's memory, and the kernels that run on it, one program after the other."""
 
     late = True  # when copies into shared memory arrive
+    backward = False  # the last program first
 
     def __init__(self, size: int = 1 << 25) -> None:
         self.memory = Space(_BASE, size)
@@ -120,11 +121,12 @@ class Machine:
     def run(
         self, text: str, grid: tuple[int, int], arguments: Sequence[Buffer | Described | int | float]
     ) -> None:
-        """All programs of a kernel, from the first to the last. The arguments are those that are not constants."""
+        """All programs of a kernel, one after the other. The arguments are those that are not constants."""
         parameters, known, maps = _parameters(text, arguments)
         code, labels, threads = *parsed(text), int(re.search(r"\.reqntid (\d+)", text)[1])
         known |= {"%ntid.x": threads, "%nctaid.x": grid[0], "%nctaid.y": grid[1], "global_smem": 0}
-        for y, x in itertools.product(range(grid[1]), range(grid[0])):
+        programs = list(itertools.product(range(grid[1]), range(grid[0])))
+        for y, x in programs[::-1] if self.backward else programs:
             shared = Space(0, 228 << 10)
             shared.allocate(len(shared.bytes))
             known |= {"%ctaid.x": x, "%ctaid.y": y}

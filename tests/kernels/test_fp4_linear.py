@@ -233,15 +233,15 @@ def test_the_hopper_kernel_compiles_to_warpgroup_instructions(name, tokens):
     from vbrt.kernels import fp4_wgmma
 
     config = wide_for(9, tokens, 896 if tokens == 256 else 256, 32)
-    partial = config.SPLITS > 1
-    pointers = {"x_ptr": "*bf16", "tile_ptr": "*i32", "scale_ptr": "*fp32", "bias_ptr": "*bf16"}
+    pointers = {"x_ptr": "*bf16", "tile_ptr": "*i32", "scale_ptr": "*fp32", "bias_ptr": "*bf16", "part_ptr": "*fp32",
+                "count_ptr": "*i32"}
     numbers = dict.fromkeys(("M", "N", "columns", "per_split", "y_stride"), "i32")
     constants = {
-        **config._asdict(), "PARTIAL": partial, "E8": name == "mxfp4", "ACTIVATION": "none", "BIAS": not partial,
+        **config._asdict(), "PARTIAL": False, "E8": name == "mxfp4", "ACTIVATION": "none", "BIAS": True,
     }  # fmt: skip
     binary = compiled(
-        fp4_wgmma.wgmma_kernel, {**pointers, "y_ptr": "*fp32" if partial else "*bf16", **numbers}, constants, 90,
-        warps=config.WARPS, aligned=("x_ptr", "tile_ptr", "y_ptr", "N", "y_stride"),
+        fp4_wgmma.wgmma_kernel, {**pointers, "y_ptr": "*bf16", **numbers}, constants, 90,
+        warps=config.WARPS, aligned=("x_ptr", "tile_ptr", "part_ptr", "y_ptr", "N", "y_stride"),
     )  # fmt: skip
     ptx = binary.asm["ptx"]
     assert ptx.count("wgmma.mma_async") == 8 * config.RING
@@ -282,14 +282,16 @@ def test_the_persistent_kernel_keeps_instructions_in_flight(name, bias, tmp_path
     ("tokens", "n", "k", "warps", "splits", "ring"),
     [(64, 14336, 4096, 8, 1, 8), (64, 4096, 14336, 8, 4, 7), (64, 28672, 8192, 16, 1, 4), (32, 14336, 4096, 4, 1, 8),
      (64, 8192, 2048, 4, 1, 8), (64, 8192, 8192, 8, 2, 8),  # rows short enough for no split
-     (64, 18944, 3584, 8, 1, 4), (32, 18944, 3584, 8, 1, 4), (32, 28672, 8192, 8, 1, 4)],  # more than stand in a row
+     (64, 18944, 3584, 8, 1, 4), (32, 18944, 3584, 8, 1, 4), (32, 28672, 8192, 8, 1, 4),  # more than stand in a row
+     (32, 4096, 14336, 8, 4, 7), (32, 4096, 4096, 4, 4, 8), (16, 4096, 14336, 8, 4, 7), (9, 28672, 8192, 16, 1, 6)],
 )  # fmt: skip
 def test_programs_that_would_wait_for_others_to_end_take_less_memory(tokens, n, k, warps, splits, ring):
     assert wide_for(9, tokens, n // 16, k // 128)[1:] == (warps, splits, ring)
 
 
 def test_at_sixteen_tokens_all_programs_stand_beside_each_other():
-    for n, k, rows, most in ((14336, 4096, 2, 4), (18944, 3584, 4, 3), (24576, 3584, 4, 3), (28672, 8192, 4, 4)):
+    for n, k, rows, most in ((14336, 4096, 2, 4), (18944, 3584, 4, 3), (24576, 3584, 4, 3), (27648, 5120, 4, 4)):
+        assert wide_for(9, 16, n // 16, k // 128) is None
         assert launch_for(9, 16, n // 16, k // 128).R == rows and n / 16 / rows <= 132 * most
 
 
@@ -371,8 +373,9 @@ def test_the_kernels_around_the_hopper_kernel_compile(summands):
     from vbrt.kernels import fp4_wgmma
 
     dtype = "*bf16" if summands == 1 else "*fp32"
-    types = {"x_ptr": dtype, "o_ptr": "*bf16", **dict.fromkeys(("M", "K", "columns", "x_stride"), "i32")}
-    constants = {"k_stride": 1, "SUMMANDS": summands, "WARPS": 2}
+    types = {"x_ptr": dtype, "o_ptr": "*bf16", "count_ptr": "*i32",
+             **dict.fromkeys(("M", "K", "columns", "x_stride"), "i32")}
+    constants = {"k_stride": 1, "SUMMANDS": summands, "COUNTS": 64 if summands == 1 else 0, "WARPS": 2}
     aligned = ("x_ptr", "o_ptr", "K", "x_stride")
     binary = compiled(fp4_wgmma.order_kernel, types, constants, 90, warps=2, aligned=aligned)
     assert binary.asm["ptx"].count("ld.global.v4") >= 4 and binary.asm["ptx"].count("st.global.v4") == 4 * summands

@@ -51,6 +51,7 @@ _SUMMANDS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _DECODE_WARPS = 4
 _PAD_WARPS, _PAD_SPAN, _REDUCE_WARPS = 4, 1024, 4
 _ORDER_MANY = 16384  # rows of tiles' columns from which a program of the ordering kernel has two warps
+_MEET_TOKENS = 128  # times splits: so few partial results are added up faster by a program that made them
 _SLICE_BYTES, _MOST_SLICES, _BLOCK_ROWS, _SLICE_TOKENS = 64 << 20, 4, 256, 2048
 _MAJORS: dict[int, int] = {}
 
@@ -519,30 +520,35 @@ def _launch_persistent(
 def _launch_wide(
     x_MK: Tensor, tiles: Tensor, scale: Tensor, bias: Tensor | None, n: int, format: str, activation: str, config: Wide
 ) -> Tensor:
-    """activation(x @ w.T + bias) by two launches, or three where partial results are summed up."""
+    """activation(x @ w.T + bias) by two launches, or three where one adds up partial results."""
     (tokens, k), device = x_MK.shape, tiles.device.index
     summands = _SUMMANDS[x_MK.dtype]
     rows = summands * tokens
     row_tiles, columns, _ = tiles.shape
     order, multiply, _ = _wide()
     x_RK = x_MK.new_empty(-(-rows // config.TOKENS) * config.TOKENS, 128 * columns, dtype=torch.bfloat16)
-    warps = 2 if tokens * columns >= _ORDER_MANY else 1
-    constants: tuple[Any, ...] = (summands, warps)
-    order(
-        (device, x_MK.dtype, k, x_MK.stride(), alignment(x_MK, x_RK), constants), device,
-        (tokens, -(-columns // (8 * warps))), (x_MK, x_RK), (tokens, k, columns, *x_MK.stride()), constants, warps,
-    )  # fmt: skip
     y_MN = x_MK.new_empty(tokens, n)
-    parts = config.SPLITS * summands
+    blocks = x_RK.shape[0] // config.TOKENS * -(-row_tiles // config.WARPS)
+    parts, count, sums, counts = config.SPLITS * summands, 0, y_MN, y_MN
+    if summands == 1 < config.SPLITS and config.SPLITS * config.TOKENS <= _MEET_TOKENS:
+        parts, count = 1, 1 << (blocks - 1).bit_length()
+        counts = x_MK.new_empty(count, dtype=torch.int32)
+        sums = x_MK.new_empty(blocks * config.SPLITS, ROWS * config.WARPS * config.TOKENS, dtype=torch.float32)
+    warps = 2 if tokens * columns >= _ORDER_MANY else 1
+    constants: tuple[Any, ...] = (summands, count, warps)
+    tensors: tuple[Tensor, ...] = (x_MK, x_RK, counts)
+    order(
+        (device, x_MK.dtype, k, x_MK.stride(), alignment(*tensors), constants), device,
+        (tokens, -(-columns // (8 * warps))), tensors, (tokens, k, columns, *x_MK.stride()), constants, warps,
+    )  # fmt: skip
     given = y_MN if bias is None else bias.contiguous()
     out = y_MN if parts == 1 else x_MK.new_empty(parts, tokens, n, dtype=torch.float32)
-    blocks = x_RK.shape[0] // config.TOKENS * config.SPLITS * -(-row_tiles // config.WARPS)
-    tensors = (x_RK, tiles, scale, given, out)
+    tensors = (x_RK, tiles, scale, given, sums, counts, out)
     last = (activation, bias is not None) if parts == 1 else ("none", False)
     constants = (*config, parts > 1, format == "mxfp4", *last)
     multiply(
-        (device, n, y_MN.dtype, given.dtype, alignment(*tensors), constants), device, (blocks, 1), tensors,
-        (rows, n, columns, -(-columns // config.SPLITS), n), constants, config.WARPS,
+        (device, n, y_MN.dtype, given.dtype, alignment(*tensors), constants), device, (blocks * config.SPLITS, 1),
+        tensors, (rows, n, columns, -(-columns // config.SPLITS), n), constants, config.WARPS,
     )  # fmt: skip
     if parts > 1:
         _reduce(out, bias, y_MN, parts, activation)

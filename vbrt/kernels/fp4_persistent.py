@@ -38,7 +38,7 @@ from vbrt.kernels.fp4_gluon import (
     tile_pointers,
     wait_for_launch_before,
 )
-from vbrt.kernels.fp4_wgmma import register_operands
+from vbrt.kernels.fp4_wgmma import barrier, place_of_sums, register_operands
 from vbrt.kernels.launch_table import PERSISTENT_ROWS, PERSISTENT_TOKENS, PERSISTENT_WARPS
 
 __all__ = ["BOX", "COLUMNS", "clear_kernel", "persistent_kernel"]
@@ -53,7 +53,6 @@ STAGES = gl.constexpr(3)
 WARPS = gl.constexpr(PERSISTENT_WARPS)
 
 # renamed between Triton 3.6 and 3.9
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
@@ -211,15 +210,6 @@ def part_at(i, begin, end, cut, split, pairs):
 
 
 @gluon.jit
-def place_of_sums(part_ptr, program, HALF: gl.constexpr, ACC: gl.constexpr):
-    """Where a warpgroup's sums are in memory, so that a warp's lie together."""
-    row = gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, ACC))[:, None]
-    m = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, ACC))[None, :]
-    base = part_ptr + (2 * program + HALF).to(gl.int64) * (ROWS // 2 * TOKENS)
-    return base + (m // 8 * (ROWS // 2 * 8) + row * 8 + m % 8)
-
-
-@gluon.jit
 def add_others(total, part_ptr, flag_ptr, behind, until, split, pairs, HALF: gl.constexpr, ACC: gl.constexpr):
     """total and the sums that other programs have of pairs `behind` to `until`, once they are there."""
     programs = gl.num_programs(0)
@@ -228,7 +218,7 @@ def add_others(total, part_ptr, flag_ptr, behind, until, split, pairs, HALF: gl.
         while gl.atomic_add(flag_ptr + (2 * program + HALF), 0, sem="acquire", scope="gpu") == 0:
             pass
         barrier()
-        total = total + gl.load(place_of_sums(part_ptr, program, HALF, ACC), cache_modifier=".cg")
+        total = total + gl.load(place_of_sums(part_ptr, 2 * program + HALF, ACC), cache_modifier=".cg")
         _, behind = share_of(program, programs, split, pairs)
         program = program - 1
     return total
@@ -242,6 +232,7 @@ def copy_activations(x_desc, ring, ready, free, M, columns, split, tiles, EARLY:
     """
     if EARLY:
         wait_for_launch_before()
+        allow_launch_after()
     token_blocks = (M + TOKENS - 1) // TOKENS
     pairs = (columns + 1) // 2
     begin, end, cut, parts = parts_of(split, pairs, tiles)
@@ -336,7 +327,7 @@ def multiply_tiles(
             mbarrier.arrive(free.index(stage), count=1)
             stage, phase = after(stage, phase)
         if SPLITS and first_pair > 0:
-            gl.store(place_of_sums(part_ptr, gl.program_id(0), HALF, ACC), total)
+            gl.store(place_of_sums(part_ptr, 2 * gl.program_id(0) + HALF, ACC), total)
             barrier()
             gl.atomic_xchg(flag_ptr + (2 * gl.program_id(0) + HALF), 1, sem="release", scope="gpu")
         else:
@@ -346,16 +337,14 @@ def multiply_tiles(
                 )  # fmt: skip
             v = total * (RESCALE * tensor_scale)
             store_tile(v, staging, bias_ptr, y_ptr, first_row, first_token, M, N, y_stride, ACTIVATION, BIAS, ACC)
-    if EARLY:
-        allow_launch_after()
 
 
 @gluon.jit
 def clear_kernel(flag_ptr, COUNT: gl.constexpr):
     """Zeros for `persistent_kernel`'s flags, as a dependent launch of one warp."""
     at = gl.arange(0, COUNT, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    wait_for_launch_before()
     allow_launch_after()
+    wait_for_launch_before()
     gl.store(flag_ptr + at, at * 0)
 
 

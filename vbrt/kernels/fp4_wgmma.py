@@ -4,7 +4,8 @@ A program computes 16 * WARPS rows of the result for TOKENS tokens over one of S
 warp decodes one tile of `fp4_tiles` into two [16, 64] operands; activations lie in shared memory, permuted on the way
 there into the order of the tiles' columns, with the 128-byte swizzle that the instruction reads. Tiles come through
 a ring in shared memory filled by asynchronous copies, each lane reading back what it copied. With SPLITS > 1 fp32
-partial results go to a workspace that `reduce_kernel` adds up in a fixed order.
+partial results go to a workspace. Few are added up by the last program to end of those that share a block of the
+result, many by `reduce_kernel`, which has the whole GPU read them; both do it in a fixed order.
 
 All are launched as dependents (see `fp4_gluon`): the weights are on their way before the activations are in order.
 Leaving out `order_kernel`, which takes 1 to 3 us, was slower on an H200, however activations were put in order on their
@@ -35,6 +36,7 @@ from vbrt.kernels.fp4_gluon import (
 __all__ = ["reduce_kernel", "wgmma_kernel"]
 
 # renamed between Triton 3.6 and 3.9
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 # output register 2 q + h of bf16 tensor q = 2 * word + c
@@ -114,9 +116,12 @@ def copy_tokens(place, x_ptr, first_token, column, last, columns, TOKENS: gl.con
 
 @gluon.jit(do_not_specialize=["M", "columns"])
 def order_kernel(
-    x_ptr, o_ptr, M, K, columns, x_stride, k_stride, SUMMANDS: gl.constexpr, WARPS: gl.constexpr
+    x_ptr, o_ptr, count_ptr, M, K, columns, x_stride, k_stride,
+    SUMMANDS: gl.constexpr, COUNTS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """o [SUMMANDS * M, 128 * columns] bf16: x [M, K] as summands, columns in the order of the tiles, zeros behind K.
+
+    And zeros for the COUNTS numbers, a power of two, that `wgmma_kernel` counts its programs by.
 
     Grid (M, ceil(columns / (8 * WARPS))). The 128 columns p1 p0 jj c t1 t0 e of a tile come from t1 t0 q1 q0 jj c e
     with q = p ^ t1; see fp4_tiles for the names. A thread reads four times eight columns and transposes t and jj c.
@@ -130,8 +135,12 @@ def order_kernel(
     eight = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, :][:, None, :]
     k = gl.multiple_of((line // 4) * 128 + t * 32 + (((line % 4) ^ (t // 2)) * 8), (1, 1, 8)) + eight
     at = first * 32 + gl.arange(0, 1024 * WARPS, layout=OUT)
-    wait_for_launch_before()
     allow_launch_after()
+    wait_for_launch_before()
+    if COUNTS > 0:
+        if m + first == 0:
+            count = gl.arange(0, COUNTS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+            gl.store(count_ptr + count, count * 0)
     rest = gl.load(x_ptr + m.to(gl.int64) * x_stride + k.to(gl.int64) * k_stride, mask=k < K, other=0.0).to(gl.float32)
     for s in gl.static_range(SUMMANDS):
         summand = rest.to(gl.bfloat16)
@@ -140,6 +149,23 @@ def order_kernel(
         row = (m + s * M).to(gl.int64) * (columns * 128)
         gl.store(o_ptr + row + at, v, mask=at < columns * 128)
         rest = rest - summand.to(gl.float32)
+
+
+@gluon.jit
+def place_of_sums(part_ptr, index, ACC: gl.constexpr):
+    """Where sums [16 * warps, tokens] of wgmma are in memory, so that a warp's lie together."""
+    ROWS: gl.constexpr = 16 * ACC.warps_per_cta[0]
+    TOKENS: gl.constexpr = ACC.instr_shape[1]
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))[:, None]
+    m = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, ACC))[None, :]
+    return part_ptr + index.to(gl.int64) * (ROWS * TOKENS) + (m // 8 * (ROWS * 8) + row * 8 + m % 8)
+
+
+@gluon.jit
+def others(part_ptr, own, first, split, s, ACC: gl.constexpr):
+    """The sums of split s, of those whose parts begin at `first`: what another program has left, or `own`."""
+    mask = gl.full(own.shape, split != s, gl.int1, layout=ACC)
+    return gl.load(place_of_sums(part_ptr, first + s, ACC), mask=mask, other=own, cache_modifier=".cg")
 
 
 @gluon.jit
@@ -158,15 +184,17 @@ def multiply(total, a, tokens, PART: gl.constexpr, TOKENS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["M", "columns", "per_split"])
 def wgmma_kernel(
-    x_ptr, tile_ptr, scale_ptr, bias_ptr, y_ptr, M, N, columns, per_split, y_stride,
+    x_ptr, tile_ptr, scale_ptr, bias_ptr, part_ptr, count_ptr, y_ptr, M, N, columns, per_split, y_stride,
     TOKENS: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr, RING: gl.constexpr,
     PARTIAL: gl.constexpr, E8: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """y [M, N] = activation(x [M, K] @ w.T * scale + bias), or PARTIAL: y [SPLITS, M, N] fp32, summands of the product.
 
     x comes from `order_kernel`, with rows for whole blocks of TOKENS; grid (token blocks * splits * row blocks,).
-    Split s takes the columns of tiles from s * per_split. The loop is unrolled over the ring, which makes every address
-    in shared memory a constant; columns that it runs over are zeros.
+    Split s takes the columns of tiles from s * per_split. The last program to end of those with one block of y adds up
+    what all have left in part [programs, 16 * WARPS * TOKENS] fp32; count [blocks], zero at first, says which that is.
+    The loop is unrolled over the ring, which makes every address in shared memory a constant; columns that it runs
+    over are zeros.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     THREADS: gl.constexpr = 32 * WARPS
@@ -195,6 +223,7 @@ def wgmma_kernel(
         copy_tiles(firsts.index(i), seconds.index(i), scales.index(i), tile_ptr, row_tile, row_tiles, column + i, last,
                    columns, lane, E8)  # fmt: skip
     wait_for_launch_before()  # x is `order_kernel`'s
+    allow_launch_after()
     for i in gl.static_range(RING - 1):
         copy_tokens(tokens.index(i), x_ptr, first_token, column + i, last, columns, TOKENS, WARPS)
         async_copy.commit_group()
@@ -216,10 +245,19 @@ def wgmma_kernel(
             copy_tokens(tokens.index(free), x_ptr, first_token, column + RING - 1, last, columns, TOKENS, WARPS)
             async_copy.commit_group()
             column = column + 1
-    allow_launch_after()
     v = hopper.warpgroup_mma_wait(0, deps=(total,)) * (RESCALE * tensor_scale)
     async_copy.wait_group(0)
 
+    if SPLITS > 1 and not PARTIAL:
+        block = row_block * token_blocks + program % token_blocks
+        gl.store(place_of_sums(part_ptr, block * SPLITS + split, ACC), v)
+        barrier()
+        if gl.atomic_add(count_ptr + block, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
+            return
+        barrier()
+        own, v = v, others(part_ptr, v, block * SPLITS, split, 0, ACC)
+        for s in gl.static_range(1, SPLITS):
+            v = v + others(part_ptr, own, block * SPLITS, split, s, ACC)
     first_row = row_block * (16 * WARPS)
     if PARTIAL:
         row = first_row + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, ACC))

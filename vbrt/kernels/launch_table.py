@@ -61,9 +61,10 @@ DEFAULT = _SM90
 
 #: compute capability major -> (fewest, most) tokens of the kernel with `warpgroup_mma`, which only sm_90 has
 WIDE: dict[int, tuple[int, int]] = {9: (17, 512)}
-#: fewest tokens of few long rows, by the same kernel: up to 512 tiles of rows, 64 columns of tiles and more
-_WIDE_LONG = 9
-#: TOKENS -> columns that fit in shared memory beside each other, eight warps; sixteen have room for four of 128 tokens
+#: fewest tokens of rows of so many columns of tiles and more, by the same kernel, where it has few programs that split
+#: them or, with sixteen warps, one for most multiprocessors
+_WIDE_LONG, _LONG, _FEW_ROWS, _MANY_ROWS = 9, 64, 512, (1584, 2112)
+#: TOKENS -> columns that fit in shared memory beside each other, eight warps
 _RINGS = {16: (8, 7, 6), 32: (8, 7, 6), 64: (8, 7, 6), 128: (5, 4)}
 _PROCESSORS = 132
 
@@ -95,7 +96,8 @@ def wide_for(major: int, tokens: int, row_tiles: int, columns: int) -> Wide | No
     ring instead, so that more of them do.
     """
     fewest, most = WIDE.get(major, (1, 0))
-    if row_tiles <= 512 and columns >= 64:
+    few, many = row_tiles <= _FEW_ROWS, _MANY_ROWS[0] < row_tiles <= _MANY_ROWS[1]
+    if columns >= _LONG and (few or many):
         fewest = min(fewest, _WIDE_LONG)
     if not fewest <= tokens <= most:
         return None
@@ -109,7 +111,9 @@ def wide_for(major: int, tokens: int, row_tiles: int, columns: int) -> Wide | No
     while splits < 8 and 2 * splits * programs <= room and columns >= 8 * splits:
         splits *= 2
     span = -(-columns // splits)
-    ring = 4 if warps == 16 or crowded else min(_RINGS[block], key=lambda size: -span % size)
+    ring = min(_RINGS[block], key=lambda size: -span % size)
+    if warps == 16 or crowded:
+        ring = 6 if block == 16 else 4
     return Wide(block, warps, splits, ring)
 
 
@@ -162,8 +166,10 @@ def _cut_pairs(tiles: int, processors: int) -> float:
 def _wide_warps(block: int, blocks: int, row_tiles: int, columns: int) -> int:
     """How many tiles of rows a program takes, one a warp: more read activations less often, fewer fill the GPU."""
     by_four = -(-row_tiles // 4) * blocks
+    if block == 16:
+        return 8 if row_tiles <= _FEW_ROWS else 16
     if block == 32:
-        return 4 if by_four <= 2 * _PROCESSORS else 8
+        return 4 if by_four <= 2 * _PROCESSORS and columns < _LONG else 8
     # fewer partial results than by more splits
     few_rows = 4 * _PROCESSORS if block == 64 and columns <= 24 else 2 * _PROCESSORS
     if block > 32 and columns <= 48 and row_tiles <= few_rows and by_four <= _PROCESSORS:
