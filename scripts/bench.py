@@ -721,9 +721,9 @@ def step_table(e2e: dict, copy_tb_s: float) -> list[str]:
         limit += (f" With steps queued one behind the other, none waited for, a bf16 step takes "
                   f"{e2e['bf16_queued_ms']:.2f} ms and an fp4 step {e2e['fp4_queued_ms']:.2f} ms: "
                   f"{e2e['speedup_queued']:.2f}×.")
-    if "fp4_head_too" in e2e:
+    if "fp4_head_too_ms" in e2e:
         limit += (f" With the output layer in 4 bits too (`weights.keep_head = false`) a step takes "
-                  f"{e2e['fp4_head_too']['fp4_ms']:.2f} ms, {e2e['speedup_head_too']:.2f}×.")
+                  f"{e2e['fp4_head_too_ms']:.2f} ms, {e2e['speedup_head_too']:.2f}×.")
     return [*out, "", limit, ""]
 
 

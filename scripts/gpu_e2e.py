@@ -1,9 +1,9 @@
 """One token of a Llama-8B-shaped model, bf16 against FP4, everything resident, static KV cache, one torch.compile.
 
-Random weights, made on the GPU. Both models are compiled with `vbrt.compile_options("reduce-overhead")`, which changes
-nothing for bf16, and timed by the host's clock around a synchronized call, median of the second half of the calls, and
-over these calls queued one behind the other; a profiler then says which kernels a step spent its time in. Writes what
-it measures as JSON.
+Random weights, made on the GPU. All models are compiled with `vbrt.compile_options("reduce-overhead")`, which changes
+nothing for bf16, and timed in turns, so that they meet the same host, whose part of a step can be 0.2 ms one second and
+0.4 ms the next: by the host's clock around synchronized calls, median, and over calls queued one behind the other,
+the fastest round. A profiler then says which kernels a step spent its time in. Writes what it measures as JSON.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import torch  # noqa: E402  # after the checkout is on the path
 
 import vbrt  # noqa: E402
 
-PROMPT, CALLS, CACHE, ROWS = 64, 40, 512, 24
+PROMPT, CALLS, ROUNDS, CACHE, ROWS = 64, 40, 7, 512, 24
 #: group -> what its kernels' names have, the first that matches
 GROUPS = {
     "attention": r"fmha|flash|sdpa|attention|softmax",
@@ -70,13 +71,16 @@ def decoder(model: torch.nn.Module, compiled: bool) -> Callable[[int], None]:
     start = time.perf_counter()
     model(input_ids=ids, past_key_values=cache, use_cache=True, cache_position=torch.arange(PROMPT, device="cuda"))
     note("prompt", start)
-    run = torch.compile(step, options=vbrt.compile_options("reduce-overhead")) if compiled else step
+    if compiled:  # code of its own, for which dynamo keeps nothing but this model's graph
+        code = step.__code__.replace(co_name=f"step_{id(model)}")
+        own = types.FunctionType(code, globals(), closure=step.__closure__)
+        step = torch.compile(own, options=vbrt.compile_options("reduce-overhead"))
     token = ids[:, :1].clone()
     positions = [torch.tensor([PROMPT + index], device="cuda") for index in range(CALLS)]
 
     @torch.no_grad()
     def call(index: int) -> None:
-        run(token, positions[index])
+        step(token, positions[index])
 
     start = time.perf_counter()
     for index in range(CALLS // 2):
@@ -85,25 +89,24 @@ def decoder(model: torch.nn.Module, compiled: bool) -> Callable[[int], None]:
     return call
 
 
-def decode_ms(call: Callable[[int], None]) -> tuple[float, float, float]:
-    """Milliseconds by the host's clock: of a token, of the host's part before the GPU has all its work, and of a token
-    among others that the GPU gets without anybody waiting for one before the next is issued."""
-    times, issued = [], []
-    for index in range(CALLS // 2, CALLS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call(index)
-        issued.append((time.perf_counter() - start) * 1e3)
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
-    queued = []
-    for _ in range(3):
+def decode_ms(calls: dict[str, Callable[[int], None]]) -> dict[str, float]:
+    """Milliseconds of a token by the host's clock, in turns: NAME_ms; NAME_host_ms, of the host's part before the GPU
+    has all its work; and NAME_queued_ms, of a token among others, nobody waiting for one before the next is issued."""
+    times: dict[str, list[float]] = {f"{name}{what}_ms": [] for name in calls for what in ("", "_host", "_queued")}
+    for name, call in [pair for _ in range(ROUNDS) for pair in calls.items()]:
+        for index in range(CALLS // 2, CALLS):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            call(index)
+            times[f"{name}_host_ms"].append((time.perf_counter() - start) * 1e3)
+            torch.cuda.synchronize()
+            times[f"{name}_ms"].append((time.perf_counter() - start) * 1e3)
         start = time.perf_counter()
         for index in range(CALLS // 2, CALLS):
             call(index)
         torch.cuda.synchronize()
-        queued.append((time.perf_counter() - start) * 1e3 / (CALLS - CALLS // 2))
-    return sorted(times)[len(times) // 2], sorted(issued)[len(issued) // 2], min(queued)
+        times[f"{name}_queued_ms"].append((time.perf_counter() - start) * 1e3 / (CALLS - CALLS // 2))
+    return {name: min(own) if "queued" in name else sorted(own)[len(own) // 2] for name, own in times.items()}
 
 
 def traced(call: Callable[[int], None], steps: int = 3) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -158,48 +161,47 @@ def profile(call: Callable[[int], None]) -> dict[str, Any]:
 
 
 def measure(layers: int, *, eager: bool = False) -> dict[str, object]:
-    model = build(layers)
-    result: dict[str, object] = {"layers": layers, "weights_gb": torch.cuda.memory_allocated() / 1e9}
+    """The model in bf16, in FP4, and in FP4 with its output layer, side by side."""
+    calls: dict[str, Callable[[int], None]] = {}
+    dense = build(layers)
+    result: dict[str, Any] = {"layers": layers, "weights_gb": torch.cuda.memory_allocated() / 1e9}
     if eager:
-        result["bf16_eager_ms"], *_ = decode_ms(decoder(model, compiled=False))
-    call = decoder(model, compiled=True)
-    result["bf16_ms"], result["bf16_host_ms"], result["bf16_queued_ms"] = decode_ms(call)
-    result["bf16_profile"] = profile(call)
-    del call
-    torch.compiler.reset()
-    result |= measure_fp4(model, eager=eager)
+        result |= decode_ms({"bf16_eager": decoder(dense, compiled=False)})
+    calls["bf16"] = decoder(dense, compiled=True)
+    wrapped = []
+    for name, config in (("fp4", {}), ("fp4_head_too", {"weights": {"keep_head": False}})):
+        vb, figures = encoded(layers, config)
+        wrapped.append(vb)
+        result |= {f"{name}_{what}": value for what, value in figures.items()}
+        if eager:
+            result |= decode_ms({f"{name}_eager": decoder(vb.model, compiled=False)})
+        calls[name] = decoder(vb.model, compiled=True)
+    result |= decode_ms(calls)
+    result |= {f"{name}_profile": profile(call) for name, call in calls.items()}
+    result["fallbacks"] = [reason for vb in wrapped for reason in vb.stats().fallbacks]
     result["speedup"] = result["bf16_ms"] / result["fp4_ms"]
     result["speedup_queued"] = result["bf16_queued_ms"] / result["fp4_queued_ms"]
-    del model
-    torch.cuda.empty_cache()
-    small = measure_fp4(build(layers), eager=False, weights={"keep_head": False})
-    result["fp4_head_too"] = small
-    result["speedup_head_too"] = result["bf16_ms"] / small["fp4_ms"]
+    result["speedup_head_too"] = result["bf16_ms"] / result["fp4_head_too_ms"]
+    calls.clear()
+    for vb in wrapped:
+        vb.close()
+    torch.compiler.reset()
     return result
 
 
-def measure_fp4(model: torch.nn.Module, *, eager: bool, **config: dict[str, object]) -> dict[str, Any]:
-    """Of a model that is wrapped for it; its output layer stays as it is unless the config says otherwise."""
+def encoded(layers: int, config: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A model of 4-bit layers, and what it takes: seconds, GB, and the bytes of all its linear layers."""
+    before = torch.cuda.memory_allocated()
+    model = build(layers)
     start = time.perf_counter()
     vb = vbrt.wrap(model, "fp4", **config).materialize()
     torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
     torch.cuda.empty_cache()
-    result: dict[str, Any] = {
-        "encode_s": time.perf_counter() - start, "fp4_weights_gb": torch.cuda.memory_allocated() / 1e9
-    }
-    if eager:
-        result["fp4_eager_ms"], *_ = decode_ms(decoder(model, compiled=False))
-    call = decoder(model, compiled=True)
     swapped = {swap.name for swap in vb.plan.swaps}
     head = 0 if "lm_head" in swapped else sum(p.numel() * p.element_size() for p in model.lm_head.parameters())
-    result["fp4_linear_bytes"] = sum(swap.page_bytes for swap in vb.plan.swaps) + head
-    result["fp4_ms"], result["fp4_host_ms"], result["fp4_queued_ms"] = decode_ms(call)
-    result["fp4_profile"] = profile(call)
-    result["fallbacks"] = list(vb.stats().fallbacks)
-    del call
-    vb.close()
-    torch.compiler.reset()
-    return result
+    return vb, {"encode_s": seconds, "weights_gb": (torch.cuda.memory_allocated() - before) / 1e9,
+                "linear_bytes": sum(swap.page_bytes for swap in vb.plan.swaps) + head}
 
 
 def main() -> None:
