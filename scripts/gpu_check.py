@@ -422,9 +422,13 @@ def machine() -> dict[str, object]:
             "versions": versions, "copy_tb_s": round(copy_tb_s(), 2)}
 
 
-def timed(result: dict[str, object], part: str, rows: Iterator[dict[str, object]]) -> None:
+def timed(result: dict[str, Any], part: str, rows: Iterator[dict[str, object]]) -> Iterator[dict[str, Any]]:
+    """The result with each row that is added to a part, so that a run that is ended leaves what it has."""
     started = time.perf_counter()
-    result[part] = [*result.get(part, []), *rows]
+    found = result.setdefault(part, [])
+    for row in rows:
+        found.append(row)
+        yield result
     print(f"# {part}: {time.perf_counter() - started:.0f} s", flush=True)
 
 
@@ -439,6 +443,7 @@ class Selection(NamedTuple):
     layers: int  # of the model that e2e decodes with
 
 
+_CUT = "the run was ended before this was timed"
 WHOLE = Selection(PARTS, ("nvfp4", "mxfp4", "nf4", "quantile"), None, None, tuple(PEERS), 32)
 
 
@@ -450,7 +455,7 @@ def path_of(folder: Path, selection: Selection) -> Path:
 
 @torch.no_grad()
 def measured(chosen: Selection, *, peer_seconds: float) -> Iterator[dict[str, object]]:
-    """The results so far, after each part."""
+    """The results so far, after each row."""
     result: dict[str, Any] = machine()
     if chosen != WHOLE:
         result["only"] = chosen._asdict()
@@ -464,21 +469,17 @@ def measured(chosen: Selection, *, peer_seconds: float) -> Iterator[dict[str, ob
     if "rows" in chosen.parts:
         for format in chosen.formats:
             for k, n in shapes(SHAPES if fp4_linear.packing(format) else PEER_SHAPES):
-                timed(result, "rows", linear_rows(format, k, n, tokens(TOKENS)))
-        yield result
+                yield from timed(result, "rows", linear_rows(format, k, n, tokens(TOKENS)))
     if "dispatch" in chosen.parts:
         result["dispatch"] = dispatch()
         print(result["dispatch"])
         yield result
     if "fused" in chosen.parts:
-        timed(result, "fused", fused_rows(shapes((*SHAPES, (4096, 6144))), tokens(FUSED_TOKENS)))
-        yield result
+        yield from timed(result, "fused", fused_rows(shapes((*SHAPES, (4096, 6144))), tokens(FUSED_TOKENS)))
     if "epilogue" in chosen.parts:
-        timed(result, "epilogue", epilogue_rows(shapes(SHAPES[:2]), tokens(EPILOGUE_TOKENS)))
-        yield result
+        yield from timed(result, "epilogue", epilogue_rows(shapes(SHAPES[:2]), tokens(EPILOGUE_TOKENS)))
     if "odd" in chosen.parts:
-        timed(result, "odd", odd_rows(shapes(ODD_SHAPES), tokens(ODD_TOKENS)))
-        yield result
+        yield from timed(result, "odd", odd_rows(shapes(ODD_SHAPES), tokens(ODD_TOKENS)))
     if "e2e" in chosen.parts:
         import gpu_e2e
 
@@ -489,7 +490,10 @@ def measured(chosen: Selection, *, peer_seconds: float) -> Iterator[dict[str, ob
         result["absent"] = {}
         cases = [(k, n, m) for k, n in shapes(PEER_SHAPES) for m in tokens(PEER_TOKENS)]
         for name in chosen.peers:
-            timed(result, "peers", peer_rows(name, cases, peer_seconds, result["absent"]))
+            result["absent"][name] = _CUT
+            yield from timed(result, "peers", peer_rows(name, cases, peer_seconds, result["absent"]))
+            if result["absent"][name] == _CUT:
+                del result["absent"][name]
             yield result
 
 
@@ -544,8 +548,10 @@ def main() -> None:
     warnings.filterwarnings("ignore", module="torch._dynamo")
     path = path_of(options.out, options.selection)
     options.out.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
     for result in measured(options.selection, peer_seconds=options.peer_seconds):
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        part.write_text(json.dumps(result, indent=1) + "\n")
+        part.replace(path)
     print(path)
 
 

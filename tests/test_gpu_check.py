@@ -123,6 +123,16 @@ def test_a_peer_out_of_time_leaves_the_names_of_what_was_not_timed(fake):
                               "64→32 M=64, 32→32 M=1,4,16,64: not timed within 1 s"}
 
 
+def test_a_run_that_is_ended_leaves_each_row_and_says_what_is_missing(fake, monkeypatch):
+    monkeypatch.setattr(fake, "machine", dict)
+    chosen = fake.WHOLE._replace(parts=("peers",), shapes=((64, 32),), tokens=(1, 16), peers=("fake",))
+    told = [json.loads(json.dumps(result)) for result in fake.measured(chosen, peer_seconds=1.0)]
+    assert [([row["m"] for row in result["peers"]], sorted(result["absent"])) for result in told] == [
+        ([1], ["fake"]), ([1, 16], ["fake"]), ([1, 16], []),
+    ]  # fmt: skip
+    assert "ended" in told[0]["absent"]["fake"]
+
+
 def test_a_row_says_how_it_was_tuned_and_what_the_first_call_took(fake, monkeypatch):
     monkeypatch.setitem(fake.PEERS, "fake", fake.Peer("json", lambda layer: Fake(), "its own search"))
     ahead = []
