@@ -8,6 +8,7 @@ import zlib
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads warn about every fork
+os.environ.pop("COLUMNS", None)  # the width of what is printed, which pytest-xdist sets
 
 import pytest
 import torch
