@@ -46,6 +46,7 @@ from vbrt.kernels import (  # noqa: E402
     table_linear,
 )
 from vbrt.kernels.tuning import graph_us  # noqa: E402
+from vbrt.tensorfile import put  # noqa: E402
 
 Shape = tuple[int, int]  # (K, N)
 Case = tuple[int, int, int]  # (K, N, M)
@@ -352,6 +353,7 @@ def peer_rows(name: str, cases: Sequence[Case], seconds: float, absent: dict[str
     if importlib.util.find_spec(peer.package) is None:
         absent[name] = "not installed"
         return
+    absent[name] = "the run was ended before all of it was timed"
     until = time.perf_counter() + seconds
     missing: dict[str, list[Case]] = {}
     if peer.searches:
@@ -387,6 +389,7 @@ def peer_rows(name: str, cases: Sequence[Case], seconds: float, absent: dict[str
         row |= {"tuned": peer.searches} if peer.searches else {}
         say(row)
         yield row
+    del absent[name]
     if missing:
         absent[name] = "; ".join(f"{named(rest)}: {why}" for why, rest in missing.items())
         print(f"# {name}, absent: {absent[name]}", flush=True)
@@ -443,7 +446,6 @@ class Selection(NamedTuple):
     layers: int  # of the model that e2e decodes with
 
 
-_CUT = "the run was ended before this was timed"
 WHOLE = Selection(PARTS, ("nvfp4", "mxfp4", "nf4", "quantile"), None, None, tuple(PEERS), 32)
 
 
@@ -490,10 +492,7 @@ def measured(chosen: Selection, *, peer_seconds: float) -> Iterator[dict[str, ob
         result["absent"] = {}
         cases = [(k, n, m) for k, n in shapes(PEER_SHAPES) for m in tokens(PEER_TOKENS)]
         for name in chosen.peers:
-            result["absent"][name] = _CUT
             yield from timed(result, "peers", peer_rows(name, cases, peer_seconds, result["absent"]))
-            if result["absent"][name] == _CUT:
-                del result["absent"][name]
             yield result
 
 
@@ -548,10 +547,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", module="torch._dynamo")
     path = path_of(options.out, options.selection)
     options.out.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
     for result in measured(options.selection, peer_seconds=options.peer_seconds):
-        part.write_text(json.dumps(result, indent=1) + "\n")
-        part.replace(path)
+        put(path, (json.dumps(result, indent=1) + "\n").encode())
     print(path)
 
 
