@@ -226,21 +226,25 @@ def test_the_residual_kernel_compiles_with_wide_loads(name, capability):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [17, 64, 256])  # of 4096 x 4096, and of 14336 x 4096
+@pytest.mark.parametrize(
+    ("tokens", "row_tiles", "columns"), [(17, 256, 32), (64, 256, 32), (64, 256, 112), (256, 896, 32)]
+)  # fmt: skip
 @pytest.mark.parametrize("name", NAMES)
-def test_the_hopper_kernel_compiles_to_warpgroup_instructions(name, tokens):
+def test_the_hopper_kernel_compiles_to_warpgroup_instructions(name, tokens, row_tiles, columns):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels import fp4_wgmma
 
-    config = wide_for(9, tokens, 896 if tokens == 256 else 256, 32)
+    config = wide_for(9, tokens, row_tiles, columns)
+    partial = config.SPLITS > 1 and not config.meets
+    assert partial is (columns == 112)
     pointers = {"x_ptr": "*bf16", "tile_ptr": "*i32", "scale_ptr": "*fp32", "bias_ptr": "*bf16", "part_ptr": "*fp32",
                 "count_ptr": "*i32"}
     numbers = dict.fromkeys(("M", "N", "columns", "per_split", "y_stride"), "i32")
     constants = {
-        **config._asdict(), "PARTIAL": False, "E8": name == "mxfp4", "ACTIVATION": "none", "BIAS": True,
+        **config._asdict(), "PARTIAL": partial, "E8": name == "mxfp4", "ACTIVATION": "none", "BIAS": not partial,
     }  # fmt: skip
     binary = compiled(
-        fp4_wgmma.wgmma_kernel, {**pointers, "y_ptr": "*bf16", **numbers}, constants, 90,
+        fp4_wgmma.wgmma_kernel, {**pointers, "y_ptr": "*fp32" if partial else "*bf16", **numbers}, constants, 90,
         warps=config.WARPS, aligned=("x_ptr", "tile_ptr", "part_ptr", "y_ptr", "N", "y_stride"),
     )  # fmt: skip
     ptx = binary.asm["ptx"]

@@ -351,12 +351,13 @@ def sums_of_products(
     FULL: M = 8 * NT. TAIL: K % 128 != 0. EARLY: a dependent launch. CARRY: pointers move on from column to column, a
     quarter fewer instructions than to compute each anew; takes PREFETCH, columns in whole turns of WK, one matrix and
     no LOOSE x. others: OTHERS pointers and masks, read before the loop so that nobody waits for them behind it.
+    program: whose rows, None for the grid's own.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WK, 1], [1, 0])
     THREADS: gl.constexpr = 32 * WK
     thread = gl.arange(0, THREADS, layout=gl.SliceLayout(1, LAYOUT))
     lane = thread % 32
-    if MATRICES == 2:  # in this order ptxas has what is read ahead on its way before it multiplies: 11 % faster
+    if program is None:  # ptxas has what is read ahead on its way before it multiplies two matrices: 11 % faster
         column = thread // 32
         row_tiles = (N + 15) // 16
         row_tile = gl.program_id(0) * R + thread * 0

@@ -51,7 +51,6 @@ _SUMMANDS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _DECODE_WARPS = 4
 _PAD_WARPS, _PAD_SPAN, _REDUCE_WARPS = 4, 1024, 4
 _ORDER_MANY = 16384  # rows of tiles' columns from which a program of the ordering kernel has two warps
-_MEET_TOKENS = 128  # times splits: so few partial results are added up faster by a program that made them
 _SLICE_BYTES, _MOST_SLICES, _BLOCK_ROWS, _SLICE_TOKENS = 64 << 20, 4, 256, 2048
 _MAJORS: dict[int, int] = {}
 
@@ -530,7 +529,7 @@ def _launch_wide(
     y_MN = x_MK.new_empty(tokens, n)
     blocks = x_RK.shape[0] // config.TOKENS * -(-row_tiles // config.WARPS)
     parts, count, sums, counts = config.SPLITS * summands, 0, y_MN, y_MN
-    if summands == 1 < config.SPLITS and config.SPLITS * config.TOKENS <= _MEET_TOKENS:
+    if config.meets and summands == 1:
         parts, count = 1, 1 << (blocks - 1).bit_length()
         counts = x_MK.new_empty(count, dtype=torch.int32)
         sums = x_MK.new_empty(blocks * config.SPLITS, ROWS * config.WARPS * config.TOKENS, dtype=torch.float32)

@@ -40,7 +40,7 @@ def gated_kernel(
     if SQUARES:
         others = squares_at(square_ptr, K, SQUARES, WK)
     sums, read = sums_of_products(
-        x_ptr, (tile_ptr, other_ptr), scale_ptr, others, 0, M, N, K, columns, x_stride,
+        x_ptr, (tile_ptr, other_ptr), scale_ptr, others, None, M, N, K, columns, x_stride,
         2, R, NT, WK, PREFETCH, False, E8, FULL, TAIL, False, EARLY, False, 1 if SQUARES else 0,
     )  # fmt: skip
     COUNT: gl.constexpr = NT * R
