@@ -196,8 +196,8 @@ def test_the_siblings_kernel_compiles_with_wide_loads(capability, squares):
     types |= {"square_ptr": "*fp32", **dict.fromkeys(("M", "N0", "N1", "N2", "K", "columns", "x_stride"), "i32")}
     types["eps"] = "fp32"
     constants = {
-        "R": 1, "NT": 1, "WK": 8, "PREFETCH": True, "CARRY": False, "E8": False, "FULL": False, "TAIL": False,
-        "LOOSE": False, "SQUARES": squares, "EARLY": capability >= 90,
+        "R": 1, "WK": 8, "PREFETCH": True, "CARRY": False, "E8": False, "TAIL": False, "LOOSE": False,
+        "SQUARES": squares, "EARLY": capability >= 90,
     }  # fmt: skip
     aligned = [*(name for name in types if name.endswith("_ptr")), "K", "x_stride"]
     ptx = compiled(fp4_gluon.siblings_kernel, types, constants, capability, warps=8, aligned=aligned).asm["ptx"]

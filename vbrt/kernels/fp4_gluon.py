@@ -348,16 +348,16 @@ def sums_of_products(
     group of tokens and row tile of one matrix, then of the next. And what the others point at, and EARLY_SCALE's scale.
 
     x is bf16, its rows 16-byte aligned or, if LOOSE, K even and rows 4-byte aligned; NT groups of 8 tokens cover M.
-    FULL: M = 8 * NT. TAIL: K % 128 != 0. EARLY: a dependent launch. CARRY: pointers move on from column to column, a
-    quarter fewer instructions than to compute each anew; takes PREFETCH, columns in whole turns of WK, one matrix and
-    no LOOSE x. others: OTHERS pointers and masks, read before the loop so that nobody waits for them behind it.
-    program: whose rows, None for the grid's own.
+    FULL: M = 8 * NT, which with one group of tokens gains nothing. TAIL: K % 128 != 0. EARLY: a dependent launch.
+    CARRY: pointers move on from column to column, a quarter fewer instructions than to compute each anew; takes
+    PREFETCH, columns in whole turns of WK, one matrix and no LOOSE x. others: OTHERS pointers and masks, read before
+    the loop so that nobody waits for them behind it. program: whose rows, None for the grid's own.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WK, 1], [1, 0])
     THREADS: gl.constexpr = 32 * WK
     thread = gl.arange(0, THREADS, layout=gl.SliceLayout(1, LAYOUT))
     lane = thread % 32
-    if program is None:  # ptxas has what is read ahead on its way before it multiplies two matrices: 11 % faster
+    if program is None:  # `gated_kernel` says why
         column = thread // 32
         row_tiles = (N + 15) // 16
         row_tile = gl.program_id(0) * R + thread * 0
@@ -544,12 +544,12 @@ def residual_kernel(
 def siblings_kernel(
     x_ptr, tile0_ptr, scale0_ptr, y0_ptr, tile1_ptr, scale1_ptr, y1_ptr, tile2_ptr, scale2_ptr, y2_ptr, square_ptr,
     M, N0, N1, N2, K, columns, x_stride, eps,
-    R: gl.constexpr, NT: gl.constexpr, WK: gl.constexpr, PREFETCH: gl.constexpr, CARRY: gl.constexpr,
-    E8: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, LOOSE: gl.constexpr, SQUARES: gl.constexpr,
-    EARLY: gl.constexpr,
+    R: gl.constexpr, WK: gl.constexpr, PREFETCH: gl.constexpr, CARRY: gl.constexpr, E8: gl.constexpr,
+    TAIL: gl.constexpr, LOOSE: gl.constexpr, SQUARES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Three products of one x, y0 [M, N0] and so on; N1 and N2 may be 0. Grid: the sum of what `linear_kernel` takes.
+    """Three products of one x of up to 8 tokens, y0 [M, N0] and so on; N1 and N2 may be 0.
 
+    Grid: the sum of what `linear_kernel` takes.
     SQUARES: one x, whose root of mean squares is still to be divided by; a power of two from ceil(K / 16) on, or 0.
     """
     program = gl.program_id(0)
@@ -560,13 +560,13 @@ def siblings_kernel(
     y_ptr = gl.where(program < first, y0_ptr, gl.where(program < second, y1_ptr, y2_ptr))
     N = gl.where(program < first, N0, gl.where(program < second, N1, N2))
     program = program - gl.where(program < first, 0, gl.where(program < second, first, second))
-    row, token = result_places(program, R, NT, WK)
+    row, token = result_places(program, R, 1, WK)
     others = ()
     if SQUARES:
         others = squares_at(square_ptr, K, SQUARES, WK)
     v, read = linear_program(
         x_ptr, tile_ptr, scale_ptr, scale_ptr, row, token, others, program, M, N, K, columns, x_stride,
-        R, NT, WK, PREFETCH, CARRY, E8, FULL, TAIL, False, LOOSE, EARLY, 1 if SQUARES else 0,
+        R, 1, WK, PREFETCH, CARRY, E8, False, TAIL, False, LOOSE, EARLY, 1 if SQUARES else 0,
     )  # fmt: skip
     if SQUARES:
         v = v * inverse_rms(read[0], K, eps)

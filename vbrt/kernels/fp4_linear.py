@@ -383,7 +383,7 @@ def launch(
     tensors = (x_MK, tiles, scale, x_MK if bias is None else bias, y_MN)
     constants = (
         config.R, groups, config.WK, config.PREFETCH, _carries(config, columns, loose), format == "mxfp4",
-        tokens == 8 * groups, k % 128 != 0, activation, bias is not None, loose, early,
+        tokens == 8 * groups > 8, k % 128 != 0, activation, bias is not None, loose, early,
     )  # fmt: skip
     stride = x_MK.stride(0)
     key = (device, n, k, stride, y_MN.dtype, tensors[3].dtype, alignment(*tensors), constants)
@@ -420,8 +420,8 @@ def linears(
     triples = [part for triple in zip(tiles, scales, ys, strict=True) for part in triple]
     tensors = (x_MK, *(triples * 3)[:9], x_MK if squares is None else squares)
     constants = (
-        config.R, 1, config.WK, config.PREFETCH, _carries(config, columns, loose), format == "mxfp4", tokens == 8,
-        k % 128 != 0, loose, 0 if squares is None else block_of_squares(k), early,
+        config.R, config.WK, config.PREFETCH, _carries(config, columns, loose), format == "mxfp4", k % 128 != 0, loose,
+        0 if squares is None else block_of_squares(k), early,
     )  # fmt: skip
     numbers = (tokens, *ns, *[0] * (3 - len(ns)), k, columns, x_MK.stride(0), float(eps))
     key = (device, k, x_MK.stride(0), alignment(*tensors), constants)

@@ -187,10 +187,15 @@ class Rule(NamedTuple):
 #: the first that holds applies; measured on sm_90 (H200)
 _RULES = (
     Rule(8, 264, Launch(2, 16, True)),
-    Rule(8, 512, Launch(1, 8, True)),
+    Rule(8, 512, Launch(2, 8, True)),
+    Rule(8, 924, Launch(1, 4, True)),
+    Rule(8, 1320, Launch(2, 4, False)),  # up to here all programs stand beside each other, as up to 924
     Rule(8, None, Launch(1, 4, True)),
     Rule(16, 264, Launch(1, 8, True)),
-    Rule(16, 512, Launch(1, 8, False)),
+    Rule(16, 512, Launch(2, 8, False)),
+    Rule(16, 792, Launch(1, 8, False)),
+    Rule(16, 1056, Launch(2, 4, False)),  # as here
+    Rule(16, 1188, Launch(1, 8, False)),
     Rule(16, None, Launch(2, 4, False)),
 )
 
@@ -220,7 +225,7 @@ def _gated(
     early = fp4_linear.starts_early(device)
     tensors = (x_MK, tiles, scale, other, other_scale, x_MK if squares is None else squares, y)
     constants = (
-        launch.R, groups, launch.WK, launch.PREFETCH, format == "mxfp4", tokens == 8 * groups, k % 128 != 0,
+        launch.R, groups, launch.WK, launch.PREFETCH, format == "mxfp4", tokens == 16, k % 128 != 0,
         activation, 0 if squares is None else fp4_linear.block_of_squares(k), early,
     )  # fmt: skip
     numbers = (tokens, n, k, columns, x_MK.stride(0), n, float(eps))
