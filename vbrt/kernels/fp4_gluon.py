@@ -19,8 +19,12 @@ words of one lane, and plain Triton is free to give it four lanes' words.
 from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 __all__ = ["decode_kernel", "linear_kernel", "pad_kernel", "residual_kernel", "siblings_kernel"]
+
+# renamed between Triton 3.6 and 3.9
+copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 NAN_STAYS = gl.constexpr(tl.PropagateNan.ALL)
 _OUT_16 = ",".join(["=&r"] * 16)
@@ -226,11 +230,10 @@ def load_tiles(
         # .cg: each weight is read once, the first cache level is for activations
         first = gl.load(word_ptr, mask=wanted[:, None], other=0, cache_modifier=".cg")
         second = gl.load(word_ptr + 128, mask=wanted[:, None], other=0, cache_modifier=".cg")
-        if E8:
-            scale_ptr = (tile_ptr + base + 256).to(gl.pointer_type(gl.int16)) + lane
-            scale = gl.load(scale_ptr, mask=wanted, other=0).to(gl.int32)
-        else:
-            scale = gl.load(tile_ptr + base + 256 + lane, mask=wanted, other=0, cache_modifier=".cg")
+        scale_ptr = tile_ptr + base + 256 + (lane // 2 if E8 else lane)
+        scale = gl.load(scale_ptr, mask=wanted, other=0, cache_modifier=".cg")
+        if E8:  # two lanes' a word
+            scale = scale >> (16 * (lane % 2))
         out = out + (first, second, scale)
     return out
 
@@ -338,11 +341,19 @@ def places(program, R: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def squares_at(square_ptr, K, SQUARES: gl.constexpr, WARPS: gl.constexpr):
+    """Where the sums of squares of a vector of K are, a number for each 16, and which of SQUARES there are."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    at = gl.arange(0, SQUARES, layout=LAYOUT)
+    return square_ptr + at, at < (K + 15) // 16
+
+
+@gluon.jit
 def sums_of_products(
-    x_ptr, tile_ptrs, scale_ptr, others, program, M, N, K, columns, x_stride,
+    x_ptr, tile_ptrs, scale_ptr, others, square_ptr, squares, program, M, N, K, columns, x_stride,
     MATRICES: gl.constexpr, R: gl.constexpr, NT: gl.constexpr, WK: gl.constexpr, PREFETCH: gl.constexpr,
     CARRY: gl.constexpr, E8: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, LOOSE: gl.constexpr,
-    EARLY: gl.constexpr, EARLY_SCALE: gl.constexpr, OTHERS: gl.constexpr,
+    EARLY: gl.constexpr, EARLY_SCALE: gl.constexpr, OTHERS: gl.constexpr, SQUARES: gl.constexpr,
 ):  # fmt: skip
     """16 * R rows of x [M, K] @ w.T of each of MATRICES, by WK warps, to be added up over these: [32 * WK, 4] for each
     group of tokens and row tile of one matrix, then of the next. And what the others point at, and EARLY_SCALE's scale.
@@ -351,7 +362,8 @@ def sums_of_products(
     FULL: M = 8 * NT, which with one group of tokens gains nothing. TAIL: K % 128 != 0. EARLY: a dependent launch.
     CARRY: pointers move on from column to column, a quarter fewer instructions than to compute each anew; takes
     PREFETCH, columns in whole turns of WK, one matrix and no LOOSE x. others: OTHERS pointers and masks, read before
-    the loop so that nobody waits for them behind it. program: whose rows, None for the grid's own.
+    the loop so that nobody waits for them behind it. squares: shared memory to which SQUARES numbers of square_ptr are
+    on their way. program: whose rows, None for the grid's own.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WK, 1], [1, 0])
     THREADS: gl.constexpr = 32 * WK
@@ -380,6 +392,10 @@ def sums_of_products(
             tiles = tiles + load_tiles(tile_ptrs[m], row_tile, row_tiles, column, columns, lane, LAYOUT, R, E8)
     if EARLY:
         wait_for_launch_before()
+    if SQUARES:
+        pointers, there = squares_at(square_ptr, K, SQUARES, WK)
+        copy_async(squares, pointers, mask=there)
+        async_copy.commit_group()
     if EARLY_SCALE:
         scale = gl.load(scale_ptr)
     read = ()
@@ -458,8 +474,8 @@ def linear_program(
     """x [M, K] @ w.T * scale + bias at `result_places`, and what the others point at; see `sums_of_products`."""
     EARLY_SCALE: gl.constexpr = WK < 16 and R < 4  # with few columns a warp the first weights would wait for it
     sums, read = sums_of_products(
-        x_ptr, (tile_ptr,), scale_ptr, others, program, M, N, K, columns, x_stride,
-        1, R, NT, WK, PREFETCH, CARRY, E8, FULL, TAIL, LOOSE, EARLY, EARLY_SCALE, OTHERS,
+        x_ptr, (tile_ptr,), scale_ptr, others, scale_ptr, (), program, M, N, K, columns, x_stride,
+        1, R, NT, WK, PREFETCH, CARRY, E8, FULL, TAIL, LOOSE, EARLY, EARLY_SCALE, OTHERS, 0,
     )  # fmt: skip
     if EARLY_SCALE:
         scale = read[OTHERS]
@@ -502,11 +518,15 @@ def linear_kernel(
 
 
 @gluon.jit
-def squares_at(square_ptr, K, SQUARES: gl.constexpr, WARPS: gl.constexpr):
-    """Where the sums of squares of a vector of K are, a number for each 16, and which of SQUARES there are."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    at = gl.arange(0, SQUARES, layout=LAYOUT)
-    return square_ptr + at, at < (K + 15) // 16
+def room_for_squares(SQUARES: gl.constexpr):
+    return gl.allocate_shared_memory(gl.float32, [SQUARES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def read_squares(squares, WK: gl.constexpr):
+    """All of them for each warp, so that none waits for another's sum."""
+    async_copy.wait_group(0)
+    return squares.load(gl.SliceLayout(0, gl.BlockedLayout([1, 4], [1, 32], [WK, 1], [1, 0])))
 
 
 @gluon.jit
@@ -535,7 +555,8 @@ def residual_kernel(
     gl.store(total_ptr + row, total, mask=keep)
     v = total.to(gl.float32)
     gl.store(y_ptr + row, (v * read[1].to(gl.float32)).to(y_ptr.dtype.element_ty), mask=keep)
-    squares = gl.sum(gl.reshape(gl.where(keep, v * v, 0.0), (R, 128)), 1)
+    squares = gl.sum(gl.reshape(gl.where(keep, v * v, 0.0), (R, 4, 32)), 2)  # each a warp's
+    squares = gl.sum(gl.convert_layout(squares, gl.BlockedLayout([1, 4], [32, 1], [WK, 1], [1, 0])), 1)
     at = gl.program_id(0) * R + gl.arange(0, R, layout=squares.type.layout)
     gl.store(square_ptr + at, squares, mask=at * 16 < N)
 

@@ -464,8 +464,8 @@ def check_one_token(x: Tensor, k: int, multiple: int = 1) -> None:
 
 
 def block_of_squares(k: int) -> int:
-    """How many of the sums of squares of K numbers a kernel reads: a power of two."""
-    return 1 << (-(-k // ROWS) - 1).bit_length()
+    """How many of the sums of squares of K numbers a kernel reads: a power of two, four a lane and more."""
+    return max(128, 1 << (-(-k // ROWS) - 1).bit_length())
 
 
 def _readable(x_MK: Tensor) -> tuple[Tensor, bool]:

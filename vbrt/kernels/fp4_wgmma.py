@@ -30,6 +30,7 @@ from vbrt.kernels.fp4_gluon import (
     _decode_assembly,
     activate,
     allow_launch_after,
+    copy_async,
     wait_for_launch_before,
 )
 
@@ -37,7 +38,6 @@ __all__ = ["reduce_kernel", "wgmma_kernel"]
 
 # renamed between Triton 3.6 and 3.9
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 # output register 2 q + h of bf16 tensor q = 2 * word + c
 _PAIRS = tuple((2 * c + h, j) for j in range(4) for c in range(2) for h in range(2))

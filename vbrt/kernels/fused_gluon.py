@@ -17,7 +17,8 @@ from vbrt.kernels.fp4_gluon import (
     inverse_rms,
     out_layout,
     places,
-    squares_at,
+    read_squares,
+    room_for_squares,
     summed,
     sums_of_products,
     wait_for_launch_before,
@@ -36,25 +37,25 @@ def gated_kernel(
 
     Other arguments as of `fp4_gluon.sums_of_products`, NT is one or two; SQUARES as of `fp4_gluon.siblings_kernel`.
     """
-    others = ()
-    if SQUARES:
-        others = squares_at(square_ptr, K, SQUARES, WK)
+    squares = ()
+    if SQUARES:  # not in registers, of which many programs beside each other have none left
+        squares = room_for_squares(SQUARES)
     # If weights read ahead shared a scoreboard with activations, a wait for these would be one for those too: 8 to 15 %
     # slower on an H200. How ptxas shares them out depends on the order of lines, here on who asks for the program.
-    program = gl.program_id(0) if E8 else None
-    sums, read = sums_of_products(
-        x_ptr, (tile_ptr, other_ptr), scale_ptr, others, program, M, N, K, columns, x_stride,
-        2, R, NT, WK, PREFETCH, False, E8, FULL, TAIL, False, EARLY, False, 1 if SQUARES else 0,
+    sums, _ = sums_of_products(
+        x_ptr, (tile_ptr, other_ptr), scale_ptr, (), square_ptr, squares, None, M, N, K, columns, x_stride,
+        2, R, NT, WK, PREFETCH, False, E8, FULL, TAIL, False, EARLY, False, 0, SQUARES,
     )  # fmt: skip
     COUNT: gl.constexpr = NT * R
     first = gl.load(scale_ptr) * RESCALE
     second = gl.load(other_scale_ptr) * RESCALE
+    v = summed(sums, 0, COUNT, WK)
+    up = summed(sums, COUNT, COUNT, WK)
     if SQUARES:
-        factor = inverse_rms(read[0], K, eps)
+        factor = inverse_rms(read_squares(squares, WK), K, eps)
         first = first * factor
         second = second * factor
-    v = summed(sums, 0, COUNT, WK) * first
-    v = activate(v, ACTIVATION, y_ptr.dtype.element_ty) * (summed(sums, COUNT, COUNT, WK) * second)
+    v = activate(v * first, ACTIVATION, y_ptr.dtype.element_ty) * (up * second)
     row, token = places(gl.program_id(0), R, COUNT, out_layout(WK))
     gl.store(y_ptr + token.to(gl.int64) * y_stride + row, v.to(y_ptr.dtype.element_ty), mask=(row < N) & (token < M))
 
