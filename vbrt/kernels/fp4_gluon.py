@@ -571,7 +571,8 @@ def siblings_kernel(
     """Three products of one x of up to 8 tokens, y0 [M, N0] and so on; N1 and N2 may be 0.
 
     Grid: the sum of what `linear_kernel` takes.
-    SQUARES: one x, whose root of mean squares is still to be divided by; a power of two from ceil(K / 16) on, or 0.
+    SQUARES: one x, whose root of mean squares is still to be divided by; 0 or a power of two, at least 128 and
+    ceil(K / 16).
     """
     program = gl.program_id(0)
     first = (N0 + 16 * R - 1) // (16 * R)
