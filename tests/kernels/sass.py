@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 _LINE = re.compile(r"\s*/\*([0-9a-f]{4,5})\*/\s+(.*?);\s+/\* 0x[0-9a-f]{16} \*/\n\s+/\* 0x([0-9a-f]{16}) \*/")
-_NONE = 7  # of a load's scoreboard
 
 
 class Instruction(NamedTuple):
     at: int
     text: str
-    sets: int
+    sets: int  # its scoreboard, 7 for none
     waits: int  # a bit for each scoreboard
 
 
@@ -50,6 +49,6 @@ def products_before_a_wait(cubin: Path, load: str) -> tuple[int, int]:
         if i.waits & pending:
             return products, done
         done += "HMMA" in i.text
-        if load in i.text and i.sets != _NONE:
+        if load in i.text:
             pending |= 1 << i.sets
     return products, products
