@@ -33,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402  # after the checkout is on the path
 import torch.nn.functional as F  # noqa: E402
 
+from vbrt.files import write_file  # noqa: E402
 from vbrt.formats import WeightPlanes, get_format  # noqa: E402
 from vbrt.kernels import (  # noqa: E402
     Norm,
@@ -46,7 +47,6 @@ from vbrt.kernels import (  # noqa: E402
     table_linear,
 )
 from vbrt.kernels.tuning import graph_us  # noqa: E402
-from vbrt.tensorfile import put  # noqa: E402
 
 Shape = tuple[int, int]  # (K, N)
 Case = tuple[int, int, int]  # (K, N, M)
@@ -548,7 +548,7 @@ def main() -> None:
     path = path_of(options.out, options.selection)
     options.out.mkdir(parents=True, exist_ok=True)
     for result in measured(options.selection, peer_seconds=options.peer_seconds):
-        put(path, (json.dumps(result, indent=1) + "\n").encode())
+        write_file(path, (json.dumps(result, indent=1) + "\n").encode())
     print(path)
 
 

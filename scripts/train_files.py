@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vbrt.errors import CheckpointError
-from vbrt.tensorfile import TensorFile, TensorInfo, TensorWriter, describe_os_error, digest, sync_directory
+from vbrt.errors import CheckpointError, describe_os_error
+from vbrt.files import sync_directory
+from vbrt.tensorfile import TensorFile, TensorInfo, TensorWriter, digest
 
 _STATE = "state"
 _VERSION = 1
+_LEFTOVER = re.compile(r"(checkpoint|model)\.safetensors\.[0-9a-f]{8}\.tmp")
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -29,10 +32,14 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
         with TensorWriter(path, [TensorInfo(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]) as writer:
             for name, tensor in tensors.items():
                 writer.write(name, tensor)
-        sync_directory(path.parent)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {describe_os_error(error)}; what was there is as it was, "
                               "and the same command goes on from it") from error
+    try:
+        sync_directory(path.parent)
+    except OSError as error:
+        raise CheckpointError(f"{path}: written, but the system cannot sync its directory "
+                              f"({describe_os_error(error)}); the same command goes on from it") from error
 
 
 def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
@@ -160,4 +167,7 @@ def claimed(directory: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise CheckpointError(f"{directory}: another process is training into it; wait for it, or take another "
                                   "--out") from error
+        for leftover in filter(_LEFTOVER.fullmatch, os.listdir(directory)):  # of a process that was killed
+            with contextlib.suppress(OSError):
+                (directory / leftover).unlink()
         yield

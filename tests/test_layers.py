@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "vbrt"
 
 # (row, files and folders of vbrt/ in order): docs/design.md has the table and what each is for
 LINES = (
-    (0, ("errors", "config", "policy", "plan", "timeline", "stats")),
+    (0, ("errors", "files", "config", "policy", "plan", "timeline", "stats")),
     (1, ("formats",)),
     (2, ("kernels",)),
     (2, ("tiers",)),

@@ -313,7 +313,7 @@ def test_an_interrupted_save_leaves_the_one_before(tmp_path, monkeypatch, at, wh
 
     vb = wrap(mlp(depth=4), "dense").materialize()
     with monkeypatch.context() as patch:
-        patch.setattr(f"vbrt.tensorfile.os.{at}", failing)
+        patch.setattr(f"vbrt.files.os.{at}", failing)
         if (at, when) == ("replace", 2):
             vb.save(tmp_path)
             assert files(tmp_path) != before
@@ -353,6 +353,44 @@ def test_a_killed_save_leaves_the_one_before_and_no_litter_after_the_next(tmp_pa
     assert len(files(tmp_path)) == len(before) + 1
     x = torch.randn(2, 64)
     assert torch.equal(logits(vbrt.load(tmp_path, mlp()), x), logits(vb, x))
+    vb.save(tmp_path)
+    assert len(files(tmp_path)) == len(before)
+
+
+def test_a_save_writes_through_no_link_that_somebody_planted(tmp_path, monkeypatch):
+    victim, saved = tmp_path / "victim", tmp_path / "saved"
+    victim.write_text("mine")
+    saved.mkdir()
+    monkeypatch.setattr("secrets.token_hex", lambda nbytes: "0" * 2 * nbytes)  # even if the name could be known
+    for name in ("vbrt.json", "vbrt.json.tmp"):
+        (saved / name).symlink_to(victim)
+    vb = wrap(mlp(), "nvfp4")
+    vb.save(saved)
+    assert victim.read_text() == "mine" and not (saved / "vbrt.json").is_symlink()
+    planted = saved / "vbrt.json.00000000.tmp"
+    planted.symlink_to(victim)
+    with pytest.raises(CheckpointError, match=r"cannot be saved.*File exists; a save that was there is as it was"):
+        vb.save(saved)
+    assert victim.read_text() == "mine" and not planted.is_symlink()
+    assert vbrt.load(saved, mlp()).registry
+
+
+def test_a_save_whose_directory_cannot_be_synced_says_that_it_is_in_place(tmp_path, monkeypatch):
+    wrap(mlp(), "nvfp4").save(tmp_path)
+    before = files(tmp_path)
+    vb, real = wrap(mlp(), "nf4"), os.fsync
+
+    def failing(fd):
+        if "vbrt.json" in files(tmp_path) and "nf4" in (tmp_path / "vbrt.json").read_text():
+            raise OSError(5, "Input/output error")
+        return real(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing)
+        with pytest.raises(CheckpointError, match=r"the save is in place, but .* \(Input/output error\).*save again"):
+            vb.save(tmp_path)
+    assert set(before) < set(files(tmp_path))  # a power cut may bring the old manifest back
+    assert vbrt.load(tmp_path, mlp()).settings.weights.format == "nf4"
     vb.save(tmp_path)
     assert len(files(tmp_path)) == len(before)
 

@@ -115,25 +115,30 @@ def wait_for(process: subprocess.Popen, there) -> None:
 
 def test_runs_killed_at_any_moment_end_with_the_same_bits_and_the_same_log(text, whole, tmp_path):
     out, dice, torn = tmp_path / "run", random.Random(0), 0
-    checkpoint, temporary = out / "checkpoint.safetensors", out / "checkpoint.safetensors.tmp"
+    checkpoint = out / "checkpoint.safetensors"
+
+    def half_written() -> bool:
+        return any(out.glob("checkpoint.safetensors.*.tmp"))
+
     for turn in itertools.count():
         process, before = start(text, out), checkpoint.stat().st_mtime_ns if checkpoint.exists() else None
         if turn == 0:  # before the first checkpoint, the log begun
             wait_for(process, (out / "log.jsonl").exists)
         elif turn == 1:  # while one is written
-            wait_for(process, temporary.exists)
+            wait_for(process, half_written)
         else:
             wait_for(process, lambda: checkpoint.exists() and checkpoint.stat().st_mtime_ns != before)  # noqa: B023
             time.sleep(dice.uniform(0, 0.1))
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
         process.communicate()
-        torn += temporary.exists()
+        torn += half_written()
         if turn == 3 or process.returncode == 0:
             break
     assert torn, "no kill came while a checkpoint was written"
     finish(text, out)
     assert_same_run(out, whole)
+    assert not half_written()
 
 
 def test_training_in_four_bits_goes_on_with_the_scales_it_had(text, tmp_path):
@@ -249,7 +254,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(text, tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return pwrite(fd, data, at)
 
-    monkeypatch.setattr("vbrt.tensorfile.os.pwrite", full)
+    monkeypatch.setattr("vbrt.files.os.pwrite", full)
     assert f"{out / 'checkpoint.safetensors'}: cannot be written: the disk is full" in refusal(text, out)
     monkeypatch.undo()
     state = train.read_checkpoint(out / "checkpoint.safetensors")

@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,6 +26,7 @@ from rich.text import Text
 from vbrt import __version__
 from vbrt.config import DEFAULT_PRESET, Machine, VBConfig, assign, load_config, parse_budget, preset_names
 from vbrt.errors import ConfigError, VBError
+from vbrt.files import write_file
 from vbrt.plan import FILE_HEADER_BYTES, Plan, format_bytes
 from vbrt.stats import Stats
 
@@ -570,9 +570,7 @@ def _save(stats: Stats) -> None:
     path = stats_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-            json.dump(stats.to_dict(), file)
-        os.replace(file.name, path)
+        write_file(path, json.dumps(stats.to_dict()).encode(), mode=0o600)
     except OSError as error:
         _complain("warning", f"{path}: the stats were not kept: {error.strerror or error}")
 

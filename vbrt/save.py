@@ -23,8 +23,9 @@ from torch import nn
 from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError, FormatError, describe_os_error
 from vbrt.estimate import ROOT
+from vbrt.files import sync_directory, write_file
 from vbrt.nn import SwappedLayer, TrainedLayer, TrainedWeight, WeightHandle
-from vbrt.tensorfile import TensorInfo, TensorWriter, put, sync_directory
+from vbrt.tensorfile import TensorInfo, TensorWriter
 
 __all__ = ["MANIFEST", "KeptTensor", "Manifest", "SavedLayer", "plane_tensor", "read_manifest", "save_model",
            "weight_name"]
@@ -34,7 +35,7 @@ _KIND, _VERSION = "vbrt save", 1
 Handle = WeightHandle | TrainedWeight
 _SHARD_BYTES = 1 << 30
 _SHARD = re.compile(r"vbrt-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
-_OURS = re.compile(rf"({_SHARD.pattern}|{re.escape(MANIFEST)})(\.tmp)?")
+_OURS = re.compile(rf"({_SHARD.pattern}|{re.escape(MANIFEST)})((\.[0-9a-f]{{8}})?\.tmp)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +126,20 @@ def save_model(model: nn.Module, config: VBConfig, directory: Path) -> Path:
             tensors.update((tensor, (name, digest)) for tensor, digest in _write_shard(directory / name, shard).items())
         sync_directory(directory)
         manifest = Manifest(config.to_dict(), tuple(e for e, _ in layers), tuple(e for e, _ in kept), tensors)
-        put(directory / MANIFEST, _to_json(manifest))
+        write_file(directory / MANIFEST, _to_json(manifest))
     except OSError as error:
-        _remove(directory, lambda name: token in name or name == f"{MANIFEST}.tmp")
+        _remove(directory, lambda name: token in name or name.endswith(".tmp"))
         raise CheckpointError(f"{error.filename or directory}: the model cannot be saved to {directory}: "
                               f"{describe_os_error(error)}; a save that was there is as it was") from error
     except BaseException:
-        _remove(directory, lambda name: token in name or name == f"{MANIFEST}.tmp")
+        _remove(directory, lambda name: token in name or name.endswith(".tmp"))
         raise
+    try:
+        sync_directory(directory)
+    except OSError as error:  # the files of the one before stay: after a power cut its manifest may be back
+        raise CheckpointError(f"{directory}: the model is saved and the save is in place, but the system cannot sync "
+                              f"the directory ({describe_os_error(error)}): until it can, a power cut may bring back "
+                              "what was there before; save again") from error
     _remove(directory, lambda name: token not in name and name != MANIFEST)
     return directory
 

@@ -6,6 +6,7 @@ path in it and not a SIGBUS, and what was read does not stay in the process. The
 header's length (8 bytes), the header (JSON: name -> dtype, shape, bytes from where to where), the bytes without gaps.
 """
 
+import contextlib
 import json
 import os
 import struct
@@ -20,10 +21,10 @@ import torch
 import xxhash
 
 from vbrt.errors import CheckpointError, describe_os_error
+from vbrt.files import open_regular, read_into, replacing, write_at
 from vbrt.tiers.memory import bytes_view
 
-__all__ = ["TensorFile", "TensorInfo", "TensorWriter", "digest", "put",
-           "sync_directory"]
+__all__ = ["TensorFile", "TensorInfo", "TensorWriter", "digest"]
 
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
@@ -34,7 +35,6 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000  # the library's own limit
-_MAX_IO_BYTES = 1 << 30  # Linux caps one call at 2 GiB - 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,29 +66,6 @@ def _view(tensor: torch.Tensor) -> memoryview:
     return bytes_view(tensor.view(-1).view(torch.uint8)) if tensor.numel() else memoryview(b"")
 
 
-def put(path: Path, data: bytes) -> None:
-    """Write a small file under a temporary name, sync it and rename it: it is there as a whole, or as it was before.
-
-    Raises OSError.
-    """
-    temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames in a directory last."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
@@ -103,7 +80,7 @@ class TensorWriter:
     """
 
     def __init__(self, path: Path, tensors: Iterable[TensorInfo]) -> None:
-        self.path, self._temporary = path, path.with_name(f"{path.name}.tmp")
+        self.path = path
         # wide types first, as the library has it: then each tensor is aligned to its type
         self._infos, header, end = {}, {"__metadata__": {"format": "pt"}}, 0
         for info in sorted(tensors, key=lambda info: -info.dtype.itemsize):
@@ -118,13 +95,19 @@ class TensorWriter:
         self._head, self._missing = _LENGTH.pack(len(text)) + text, set(self._infos)
 
     def __enter__(self) -> "TensorWriter":
-        self._fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        try:
-            _write(self._fd, memoryview(self._head), 0)
-        except BaseException:
-            self._discard()
-            raise
+        with contextlib.ExitStack() as stack:
+            self._fd = stack.enter_context(replacing(self.path))
+            stack.push(self._check_complete)
+            write_at(self._fd, self._head, 0)
+            self._leave = stack.pop_all().__exit__
         return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._leave(kind, error, trace)
+
+    def _check_complete(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None and self._missing:
+            raise CheckpointError(f"{self.path}: no bytes came for {', '.join(sorted(self._missing)[:3])}")
 
     def write(self, name: str, tensor: torch.Tensor) -> str:
         """Write the bytes of one tensor, from any device; returns their digest."""
@@ -133,33 +116,9 @@ class TensorWriter:
         if (tensor.dtype, tuple(tensor.shape)) != (info.dtype, info.shape):
             raise CheckpointError(f"{name}: {tensor.dtype} {tuple(tensor.shape)} came, {info.dtype} {info.shape} was "
                                   "announced: the model changed while it was saved")
-        _write(self._fd, _view(tensor), len(self._head) + info.begin)
+        write_at(self._fd, _view(tensor), len(self._head) + info.begin)
         self._missing.discard(name)
         return digest(tensor)
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None:
-            self._discard()
-            return
-        try:
-            if self._missing:
-                raise CheckpointError(f"{self.path}: no bytes came for {', '.join(sorted(self._missing)[:3])}")
-            os.fsync(self._fd)
-        except BaseException:
-            self._discard()
-            raise
-        os.close(self._fd)
-        os.replace(self._temporary, self.path)
-
-    def _discard(self) -> None:
-        os.close(self._fd)
-        self._temporary.unlink(missing_ok=True)
-
-
-def _write(fd: int, view: memoryview, at: int) -> None:
-    while view:
-        done = os.pwrite(fd, view[:_MAX_IO_BYTES], at)
-        view, at = view[done:], at + done
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -178,7 +137,7 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with open(path, "rb") as file:
+            with open(open_regular(path), "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 self._first, header = _header(file.read(_LENGTH.size), size, file.read)
         except FileNotFoundError:
@@ -197,8 +156,8 @@ class TensorFile:
         info = self.tensors[name]
         out = torch.empty(info.nbytes, dtype=torch.uint8)
         try:
-            with open(self.path, "rb", buffering=0) as file:
-                _read(file.fileno(), _view(out), self._first + info.begin)
+            with open(open_regular(self.path), "rb", buffering=0) as file:
+                read_into(file.fileno(), [_view(out)], self._first + info.begin)
         except (OSError, EOFError) as error:
             why = describe_os_error(error) if isinstance(error, OSError) else "truncated"
             raise CheckpointError(f"{self.path}: {name} cannot be read: {why}") from error
@@ -225,11 +184,3 @@ def _entry(name: str, entry: dict[str, Any]) -> TensorInfo:
     if begin < 0 or min(info.shape, default=0) < 0 or info.end != end:
         raise ValueError(f"{name} has shape {info.shape} and bytes {begin} to {end}")
     return info
-
-
-def _read(fd: int, view: memoryview, at: int) -> None:
-    while view:
-        got = os.preadv(fd, [view[:_MAX_IO_BYTES]], at)
-        if not got:
-            raise EOFError
-        view, at = view[got:], at + got

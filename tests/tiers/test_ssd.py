@@ -91,8 +91,8 @@ def test_a_read_that_comes_in_pieces_is_put_together(tier, monkeypatch, most):
 
 
 def test_a_write_that_comes_in_pieces_is_put_together(tier, monkeypatch):
-    real = os.write
-    monkeypatch.setattr(os, "write", lambda fd, view: real(fd, view[:1000]))
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, view, at: real(fd, view[:1000], at))
     tier.write("layer", page())
     assert torch.equal(read(tier, "layer"), page())
 
@@ -118,7 +118,7 @@ def test_long_and_odd_names_make_files_of_their_own(tier):
 
 def test_a_page_is_synced_before_it_gets_its_name(tier, monkeypatch):
     calls = []
-    for name in ("open", "write", "fsync", "replace"):
+    for name in ("open", "pwrite", "fsync", "replace"):
         real = getattr(os, name)
 
         def spy(*args, real=real, name=name, **kwargs):
@@ -128,9 +128,9 @@ def test_a_page_is_synced_before_it_gets_its_name(tier, monkeypatch):
         monkeypatch.setattr(os, name, spy)
     tier.write("layer", page())
     names = [name for name, _ in calls]
-    assert names.index("open") < names.index("write") < names.index("fsync") < names.index("replace")
+    assert names.index("open") < names.index("pwrite") < names.index("fsync") < names.index("replace")
     assert names[-1] == "replace" and calls[-1][1].endswith(".tmp")
-    assert len([name for name in names[names.index("fsync"):] if name == "write"]) == 0
+    assert len([name for name in names[names.index("fsync"):] if name == "pwrite"]) == 0
 
 
 def test_the_budget_counts_headers_and_comes_back_with_drop(tmp_path):
@@ -230,7 +230,7 @@ def become_a_directory(path, other):
     (grow, "has grown"),
     (remove, "is missing"),
     (swap, "holds another page"),
-    (become_a_directory, "has"),
+    (become_a_directory, "a directory; expected a regular file"),
 ])
 def test_damage_is_an_error_that_names_layer_and_file(tmp_path, damage, says, io):
     tier = SsdTier(tmp_path, 1 << 30, io=io)
@@ -359,18 +359,18 @@ def test_an_io_error_names_layer_and_file(tier, monkeypatch):
     (errno.EIO, "Input/output"), (errno.EROFS, "Read-only file system")])
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_write_that_fails_leaves_nothing_behind(tier, monkeypatch, code, says, after):
-    real, calls = os.write, []
+    real, calls = os.pwrite, []
 
-    def write(fd, view):
+    def write(fd, view, at):
         calls.append(fd)
         if len(calls) > after:
             raise OSError(code, os.strerror(code))
-        return real(fd, view[:5000])
+        return real(fd, view[:5000], at)
 
     tier.write("good", page())
     held, fds = tier.held_bytes, len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", write)
+        patch.setattr(os, "pwrite", write)
         with pytest.raises(TierError) as caught:
             tier.write("layers.3#fine", page())
     assert str(caught.value).startswith("layers.3#fine: cannot write ") and says in str(caught.value)
@@ -381,12 +381,12 @@ def test_a_write_that_fails_leaves_nothing_behind(tier, monkeypatch, code, says,
     assert torch.equal(read(tier, "layers.3#fine"), page(seed=3))
 
 
-@pytest.mark.parametrize("during", ["write", "fsync", "replace"])
+@pytest.mark.parametrize("during", ["pwrite", "fsync", "replace"])
 def test_an_interrupted_write_leaves_nothing_behind(tier, monkeypatch, during):
     real = getattr(os, during)
 
-    def interrupt(*args):
-        real(*args)
+    def interrupt(*args, **kwargs):
+        real(*args, **kwargs)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -440,12 +440,12 @@ def test_a_read_only_directory_is_refused_at_the_start(tmp_path):
 
 
 def test_a_page_whose_file_cannot_be_removed_is_dropped_and_counted(tier, monkeypatch):
-    def fail(self, missing_ok=False):
+    def fail(path, *, dir_fd=None):
         raise OSError(errno.EROFS, "Read-only file system")
 
     tier.write("a", page())
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", fail)
+        patch.setattr(os, "unlink", fail)
         tier.drop("a")
     assert tier.held_bytes == HEADER_BYTES + 3 * PAGE and "Read-only file system" in tier.fallbacks[0]
 
@@ -513,7 +513,7 @@ def test_direct_reads_bypass_the_page_cache_flagged_as_such(tmp_path, monkeypatc
     tier = SsdTier(tmp_path, 1 << 30, io="direct")
     tier.write("layer", page())
     flags, real = [], os.open
-    monkeypatch.setattr(os, "open", lambda path, f, *args: flags.append(f) or real(path, f, *args))
+    monkeypatch.setattr(os, "open", lambda path, f, *args, **more: flags.append(f) or real(path, f, *args, **more))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         read(tier, "layer")
@@ -530,7 +530,7 @@ def test_close_removes_the_run_and_may_come_twice(tmp_path):
     tier.close()
     tier.close()
     assert list((tmp_path / "deep" / "er").iterdir()) == [] and tier.held_bytes == 0
-    assert len(os.listdir("/proc/self/fd")) == fds - 1
+    assert len(os.listdir("/proc/self/fd")) == fds - 3  # the directory, its lock and one in reserve
     with pytest.raises(TierError, match="layer: the ssd tier holds no page of this name"):
         read(tier, "layer")
     with pytest.raises(TierError, match="late: cannot write"):
@@ -577,25 +577,123 @@ def test_runs_of_dead_processes_are_removed_at_the_start_and_live_ones_are_not(t
         assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "run-of-the-user"]
 
 
-def test_a_run_that_is_being_made_is_left_alone(tmp_path):
-    making = tmp_path / "run-1-abc"
-    making.mkdir()
-    (making / "new-lock").write_text("")
-    SsdTier(tmp_path, 1 << 30).close()
-    assert making.exists()
+@pytest.mark.parametrize("at", ["mkdir", "open", "flock"])
+def test_a_run_that_another_one_removes_while_it_is_being_made_is_made_again(tmp_path, monkeypatch, at):
+    module = {"mkdir": Path, "open": os, "flock": fcntl}[at]
+    real = getattr(module, at)
+    others = []
+
+    def meanwhile(*args, **kwargs):
+        out = real(*args, **kwargs) if at == "mkdir" else None
+        if not others:
+            others.append(None)  # first: the other run makes these calls too
+            others[0] = SsdTier(tmp_path, 1 << 30)
+        return out if at == "mkdir" else real(*args, **kwargs)
+
+    (tmp_path / "run-7-0123abcd").mkdir()  # killed before it had a lock
+    monkeypatch.setattr(module, at, meanwhile)
+    tier = SsdTier(tmp_path, 1 << 30)
+    assert sorted(tmp_path.iterdir()) == sorted([tier.directory, others[0].directory])
+    tier.write("layer", page())
+    others[0].write("layer", page(seed=1))
+    assert torch.equal(read(tier, "layer"), page()) and torch.equal(read(others[0], "layer"), page(seed=1))
+
+
+@pytest.mark.parametrize("plant", ["a link to a directory", "a file of the user in a run", "another name", "a FIFO",
+                                   "a lock that is a link"])
+def test_nothing_but_the_pages_of_dead_runs_is_ever_removed(tmp_path, plant):
+    victim, root = tmp_path / "victim", tmp_path / "root"
+    victim.mkdir()
+    root.mkdir()
+    names = {"lock", "thesis.tex", "1-00001-layer.page", "notes.txt"}
+    for name in names:
+        (victim / name).write_text("mine")
+    run = root / "run-123-0123abcd"
+    if plant == "a link to a directory":
+        run.symlink_to(victim)
+    else:
+        run.mkdir()
+        (run / "1-00001-dead.page").write_text("a page of a run that was killed")
+    if plant == "a file of the user in a run":
+        (run / "thesis.tex").symlink_to(victim / "thesis.tex")
+        (run / "1-00002-link.page").symlink_to(victim / "notes.txt")
+        (run / "folder").symlink_to(victim)
+    if plant == "another name":
+        run = run.rename(root / "run-mine")
+    if plant == "a FIFO":
+        os.mkfifo(run / "lock")
+    if plant == "a lock that is a link":
+        (run / "lock").symlink_to(victim / "lock")
+    SsdTier(root, 1 << 30).close()
+    assert {path.name for path in victim.iterdir()} == names
+    assert all(path.read_text() == "mine" for path in victim.iterdir())
+    left = {path.name for path in run.iterdir()} if not run.is_symlink() else None
+    assert left == {"a link to a directory": None, "a file of the user in a run": {"thesis.tex", "folder"},
+                    "another name": {"1-00001-dead.page"}, "a FIFO": {"1-00001-dead.page", "lock"},
+                    "a lock that is a link": {"1-00001-dead.page", "lock"}}[plant]
+
+
+@pytest.mark.parametrize("plant", ["a link", "a FIFO"])
+@pytest.mark.parametrize("io", ["direct", "buffered"])
+def test_what_is_put_in_the_place_of_a_page_is_refused_and_nothing_waits_for_it(tmp_path, plant, io):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tier = SsdTier(tmp_path, 1 << 30, io=io)
+        tier.write("layer", page())
+        path = file_of(tier, "layer")
+        path.rename(tmp_path / "moved")
+        path.symlink_to(tmp_path / "moved") if plant == "a link" else os.mkfifo(path)
+        with pytest.raises(TierError, match=r"layer: cannot read .*layer\.page"):
+            read(tier, "layer")
+        tier.read_ahead("layer")
+        tier.close()
+
+
+def test_a_directory_that_takes_the_place_of_a_run_is_left_alone(tmp_path):
+    tier = SsdTier(tmp_path / "root", 1 << 30)
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "1-00001-layer.page").write_text("mine")
+    (victim / "lock").write_text("mine")
+    tier.directory.rename(tmp_path / "moved")
+    tier.directory.symlink_to(victim)
+    tier.write("layer", page())
+    assert torch.equal(read(tier, "layer"), page())
+    tier.close()
+    assert len(list(victim.iterdir())) == 2 and list((tmp_path / "moved").iterdir()) == []
+
+
+def test_a_run_without_free_descriptors_is_removed_all_the_same(tmp_path):
+    code = f"""
+        import os, resource, torch
+        from vbrt.tiers import SsdTier
+        tier = SsdTier({str(tmp_path)!r}, 1 << 30)
+        tier.write("layer", torch.zeros(4096, dtype=torch.uint8))
+        taken = []
+        try:
+            while True:
+                taken.append(os.dup(0))
+        except OSError:
+            tier.close()
+    """
+    subprocess.run(["bash", "-c", 'ulimit -n 64; exec "$0" -c "$1"', sys.executable, textwrap.dedent(code)],
+                   check=True, timeout=60)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_that_was_killed_while_it_removed_itself_is_removed_by_the_next(tmp_path, monkeypatch):
     class Killed(BaseException):
         pass
 
-    def die(path, **options):
-        raise Killed
+    def die(path, *, dir_fd=None):
+        if path == "lock":
+            raise Killed
+        real(path, dir_fd=dir_fd)
 
-    tier = SsdTier(tmp_path, 1 << 30)
+    tier, real = SsdTier(tmp_path, 1 << 30), os.unlink
     tier.write("layer", page())
     with monkeypatch.context() as patch:
-        patch.setattr("shutil.rmtree", die)
+        patch.setattr(os, "unlink", die)
         with pytest.raises(Killed):
             tier.close()
     assert [path.name for path in tier.directory.iterdir()] == ["lock"]  # removed last

@@ -654,11 +654,11 @@ def test_a_page_that_cannot_be_added_leaves_nothing_behind(tmp_path, home):
 def test_a_full_disk_leaves_the_stack_usable(tmp_path, monkeypatch):
     stack, *_ = scripted(tmp_path, 2, {"a": 1})
 
-    def full(fd, view):
+    def full(fd, view, at):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
+        patch.setattr(os, "pwrite", full)
         with pytest.raises(TierError, match=r"b: cannot write .*: the disk is full"):
             add(stack, "b", 1)
     use(stack, "a")

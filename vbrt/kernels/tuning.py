@@ -9,7 +9,6 @@ kernels and GPUs. The file is named after the GPU, Triton's version and `KERNELS
 belong here is announced and ignored. Every configuration computes the same sums in another order.
 """
 
-import contextlib
 import functools
 import json
 import os
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import KernelError, VBError, describe_os_error
+from vbrt.files import write_file
 from vbrt.kernels import fp4_tiles
 from vbrt.kernels.launch_table import Launch, launch_for, wide_for
 from vbrt.plan import Plan
@@ -253,18 +253,10 @@ def _write(launches: Launches, identity: dict[str, Any]) -> Path:
     path = tuning_path(identity["gpu"], identity["triton"])
     rows: Iterable[list[Any]] = ([*key, *launch] for key, launch in sorted(launches.items()))
     text = json.dumps({**identity, "launches": list(rows)}, indent=1) + "\n"
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_file(path, text.encode())
     except OSError as error:
         raise VBError(f"{path}: cannot be written: {describe_os_error(error)}; expected a folder that can be, "
                       "$XDG_CACHE_HOME names another") from error
-    finally:
-        with contextlib.suppress(OSError):  # it is gone already, unless something failed
-            temporary.unlink()
     return path

@@ -3,8 +3,7 @@
 A file is a header of 4096 bytes and the page. The header holds magic, version, sizes and two XXH3-64 digests (of the
 page's segments' digests, and of the header itself), followed by the key and the page's layout as JSON, for the person
 with a hex dump. Segments are 512 KiB: several threads can read and verify one page.
-Files are written to a temporary name, synced and renamed, inside a directory of this run that is locked while the
-run lives; directories of dead runs are removed when the next one starts.
+Files are written to a temporary name, synced and renamed, inside a directory of this run (`rundir.py`).
 
 Reads are `preadv` into buffers that the caller owns: never a file mapping, so an I/O error is an exception with a
 name in it and not a SIGBUS. Digests are computed while what was read is in cache.
@@ -12,17 +11,13 @@ name in it and not a SIGBUS. Digests are computed while what was read is in cach
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import json
 import os
 import re
-import shutil
 import struct
-import tempfile
 import threading
 import warnings
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +27,9 @@ import torch
 import xxhash
 
 from vbrt.errors import TierError, describe_os_error
+from vbrt.files import open_regular, read_into, replacing, write_at
 from vbrt.tiers.memory import bytes_view
+from vbrt.tiers.rundir import RunDirectory
 
 __all__ = ["HEADER_BYTES", "SsdTier"]
 
@@ -42,7 +39,6 @@ _VERSION = 2
 _HEAD = struct.Struct("<8sIIQQ")  # magic, version, header bytes, page bytes, XXH3-64 over the segments' XXH3-64
 _SEGMENT_BYTES = 512 << 10  # hashed at a time: stays in L2
 _DIRECT_SEGMENTS = 8  # read at a time from the drive, which wants large reads
-_MAX_RW_BYTES = 1 << 30  # Linux caps one call at 2 GiB - 4096
 _PAGE_CACHE_SHARE = 0.5  # of available memory that the page files may be expected to fill
 
 
@@ -82,14 +78,15 @@ class SsdTier:
         self._helpers = helpers
         self._pool: tuple[int, ThreadPoolExecutor] | None = None  # with the process that started its threads
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            _remove_dead_runs(self.root)
-            self.directory = Path(tempfile.mkdtemp(prefix=f"run-{os.getpid()}-", dir=self.root))
-            lock_fd = _lock(self.directory)
-        except OSError as error:
-            raise TierError(f"tier ssd: cannot write in {self.root} ({error.strerror or error}); "
+            self._run = RunDirectory(self.root)
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+            raise TierError(f"tier ssd: cannot write in {self.root} ({getattr(error, 'strerror', None) or error}); "
                             "point tiers.ssd.path at a directory on a local disk that you can write") from error
-        self._finalizer = weakref.finalize(self, _remove_own_run, self.directory, lock_fd, os.getpid())
+
+    @property
+    def directory(self) -> Path:
+        """The run's own directory."""
+        return self._run.path
 
     @property
     def mode(self) -> str:
@@ -113,7 +110,7 @@ class SsdTier:
         path = self.directory / f"{os.getpid()}-{self._serial:05d}-{re.sub(r'[^A-Za-z0-9._-]', '_', key)[-96:]}.page"
         self._serial += 1
         try:
-            _write_file(path, _header(key, page.numel(), digest, layout), view)
+            _write_file(path, self._run.fd, _header(key, page.numel(), digest, layout), view)
         except OSError as error:
             what = describe_os_error(error)
             raise TierError(f"{key}: cannot write {path}: {what}; free {nbytes} bytes there or move "
@@ -157,7 +154,7 @@ class SsdTier:
 
     def _read_file(self, key: str, file: _File, out: torch.Tensor, flags: int) -> int:
         """Read header and page into `out`; returns the digest of the page's bytes."""
-        fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | flags)
+        fd = open_regular(file.path.name, os.O_NOFOLLOW | flags, dir_fd=self._run.fd)
         try:
             size = os.fstat(fd).st_size
             if size != HEADER_BYTES + file.nbytes:
@@ -192,7 +189,7 @@ class SsdTier:
         if file is None or self._use_direct() or not hasattr(os, "posix_fadvise"):
             return
         with contextlib.suppress(OSError):  # advice only: what is wrong with the file is said when it is read
-            fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_regular(file.path.name, os.O_NOFOLLOW, dir_fd=self._run.fd)
             try:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
             finally:
@@ -212,7 +209,7 @@ class SsdTier:
             return
         if file.pid == os.getpid():  # a forked child must not remove its parent's pages
             try:
-                file.path.unlink(missing_ok=True)
+                _unlink(file.path, self._run.fd)
             except OSError as error:  # the page is not needed any more: nothing that the caller does depends on it
                 self.fallbacks.append(f"tier ssd: cannot remove {file.path} ({error.strerror or error}); its bytes "
                                       "count until the run ends")
@@ -226,7 +223,7 @@ class SsdTier:
         if self._pool is not None and self._pool[0] == os.getpid():
             self._pool[1].shutdown()
         self._pool = None
-        self._finalizer()
+        self._run.remove()
 
     def _use_direct(self) -> bool:
         if self._direct is None:
@@ -242,26 +239,19 @@ def _header(key: str, nbytes: int, digest: int, layout: dict | None) -> bytes:
     return body + xxhash.xxh3_64_digest(body)
 
 
-def _write_file(path: Path, header: bytes, view: memoryview) -> None:
-    temporary = path.with_suffix(".tmp")
+def _write_file(path: Path, dir_fd: int, header: bytes, view: memoryview) -> None:
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            _write_all(fd, memoryview(header))
-            _write_all(fd, view)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(temporary, path)
+        with replacing(Path(path.name), mode=0o600, dir_fd=dir_fd) as fd:
+            write_at(fd, header, 0)
+            write_at(fd, view, len(header))
     except BaseException:
-        for leftover in (temporary, path):
-            leftover.unlink(missing_ok=True)
+        _unlink(path, dir_fd)  # it has its name already where an interrupt came late
         raise
 
 
-def _write_all(fd: int, view: memoryview) -> None:
-    while view:
-        view = view[os.write(fd, view[:_MAX_RW_BYTES]):]
+def _unlink(path: Path, dir_fd: int) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path.name, dir_fd=dir_fd)
 
 
 class _Read:
@@ -325,16 +315,10 @@ def _digest(segments: list[bytes]) -> int:
 
 
 def _fill(fd: int, key: str, file: _File, views: list[memoryview], offset: int) -> None:
-    """Read from `offset` until the views are full."""
-    while views:
-        got = os.preadv(fd, views, offset)
-        if got == 0:
-            raise TierError(f"{key}: {file.path} is truncated: it ends at byte {offset}")
-        offset += got
-        while views and got >= len(views[0]):
-            got -= len(views.pop(0))
-        if got:
-            views[0] = views[0][got:]
+    try:
+        read_into(fd, views, offset)
+    except EOFError as error:
+        raise TierError(f"{key}: {file.path} is truncated: {error}") from error
 
 
 def _check_header(key: str, file: _File, header: bytes) -> None:
@@ -345,43 +329,3 @@ def _check_header(key: str, file: _File, header: bytes) -> None:
         raise TierError(f"{key}: {file.path} has page-file version {version}; this vbrt reads version {_VERSION}")
     if (nbytes, digest) != (file.nbytes, file.digest):
         raise TierError(f"{key}: {file.path} holds another page than the one that was written there")
-
-
-def _lock(directory: Path) -> int:
-    """Lock a new run; nobody sees the lock file before it is locked."""
-    try:
-        fd = os.open(directory / "new-lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.rename(directory / "new-lock", directory / "lock")
-    except OSError:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
-    return fd
-
-
-def _remove_own_run(directory: Path, lock_fd: int, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child must not remove its parent's pages
-        _remove_run(directory, lock_fd)
-
-
-def _remove_run(directory: Path, lock_fd: int) -> None:
-    for path in directory.glob("*.*"):  # the lock goes last: what is killed half way is removed by the next run
-        with contextlib.suppress(OSError):
-            path.unlink()
-    shutil.rmtree(directory, ignore_errors=True)
-    os.close(lock_fd)
-
-
-def _remove_dead_runs(root: Path) -> None:
-    """Remove what runs that were killed left behind: their lock is free."""
-    for directory in root.glob("run-*"):
-        try:
-            fd = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # being made or removed by another process, or not ours to open
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            continue
-        _remove_run(directory, fd)

@@ -1,0 +1,151 @@
+"""The directory of one run: made and locked, and removed by the run itself or, if that was killed, by the next one.
+
+Whoever holds the lock on the file `lock` in it may remove files, and only those that have names of vbrt's own. All of
+it goes through descriptors of directories, opened without following a link: whatever is put in the place of a run, or
+into it, nothing else is removed.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+import weakref
+from pathlib import Path
+
+__all__ = ["RunDirectory"]
+
+_NAME = re.compile(r"run-\d+-[a-z0-9_]{8}")
+_FILE = re.compile(r"\d+-\d{5,}-[A-Za-z0-9._-]*\.(page|tmp)")
+_LOCK = "lock"
+_TRIES = 100
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class RunDirectory:
+    """A new directory below `root`, which is made if missing; directories of dead runs are removed on the way.
+
+    Attributes:
+        path: the directory; it goes with this object at the latest.
+
+    Raises OSError.
+    """
+
+    def __init__(self, root: Path) -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        self._held = _Held()
+        self._finalizer = weakref.finalize(self, _remove_own, self._held, os.getpid())
+        try:
+            _make(self._held, root)
+        except BaseException:
+            self.remove()
+            raise
+        self.path = self._held.path
+        with contextlib.suppress(OSError):  # what others left behind is no reason not to begin
+            _remove_dead(root, os.fstat(self._held.fd).st_uid)
+
+    @property
+    def fd(self) -> int:
+        """A descriptor of the directory. Raises OSError once it is removed."""
+        if not self._finalizer.alive:
+            raise OSError(errno.ENOENT, "the tier is closed", str(self.path))
+        return self._held.fd
+
+    def remove(self) -> None:
+        """Remove it with the pages in it; twice is fine, and a forked child leaves its parent's alone."""
+        self._finalizer()
+
+
+class _Held:
+    """A run's directory and descriptors of it and of its lock, as far as there are any."""
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+        self.fd = self.lock_fd = self.spare_fd = -1
+
+    def lock(self, flags: int) -> None:
+        """Open the lock file, which is made if missing, and hold it. Raises OSError: somebody else holds it."""
+        flags |= os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        self.lock_fd = os.open(_LOCK, flags, 0o600, dir_fd=self.fd)
+        if not stat.S_ISREG(os.fstat(self.lock_fd).st_mode):
+            raise OSError(errno.ENXIO, "the lock is no regular file", _LOCK)
+        fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(self.lock_fd).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "removed by another process", _LOCK)
+
+    def empty(self) -> None:
+        """Remove the pages, and the lock as the last: what is killed half way is removed by the next run."""
+        stays = False
+        for name in filter(_FILE.fullmatch, os.listdir(self.fd)):
+            try:
+                os.unlink(name, dir_fd=self.fd)
+            except FileNotFoundError:
+                pass
+            except OSError:
+                stays = True
+        if not stays:
+            os.unlink(_LOCK, dir_fd=self.fd)
+
+    def close(self) -> None:
+        """Let go of the lock."""
+        fds, self.fd, self.lock_fd, self.spare_fd = (self.spare_fd, self.lock_fd, self.fd), -1, -1, -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
+
+
+def _make(held: _Held, root: Path) -> None:
+    for left in reversed(range(_TRIES)):
+        held.path = root / f"run-{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            held.path.mkdir(mode=0o700)
+            held.fd = os.open(held.path, _DIRECTORY)
+            held.lock(os.O_EXCL)
+            held.spare_fd = os.dup(held.lock_fd)
+            return
+        except (FileNotFoundError, FileExistsError, BlockingIOError):
+            # another run, which begins now, found this one without its lock and removes it
+            held.close()
+            if not left:
+                raise
+
+
+def _remove_own(held: _Held, pid: int) -> None:
+    if os.getpid() != pid or held.path is None:  # a forked child must not remove its parent's pages
+        return
+    if held.spare_fd >= 0:  # listing a directory takes a descriptor, and a process may have run out of them
+        os.close(held.spare_fd)
+        held.spare_fd = -1
+    with contextlib.suppress(OSError):
+        if held.fd >= 0:
+            held.empty()
+    held.close()
+    with contextlib.suppress(OSError):  # a file in it that is not ours, or it is gone
+        held.path.rmdir()
+
+
+def _remove_dead(root: Path, owner: int) -> None:
+    root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in filter(_NAME.fullmatch, os.listdir(root_fd)):
+            held = _Held()
+            try:
+                _take(held, root_fd, name, owner)
+                held.empty()
+                os.rmdir(name, dir_fd=root_fd)
+            except OSError:  # alive, being removed by another process, or with files that are not ours
+                continue
+            finally:
+                held.close()
+    finally:
+        os.close(root_fd)
+
+
+def _take(held: _Held, root_fd: int, name: str, owner: int) -> None:
+    """Hold the lock of a dead run; one that was killed before it had a lock gets one."""
+    held.fd = os.open(name, _DIRECTORY, dir_fd=root_fd)
+    if os.fstat(held.fd).st_uid != owner:
+        raise PermissionError(errno.EPERM, "another user's directory", name)
+    held.lock(0)
