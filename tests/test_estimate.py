@@ -270,6 +270,30 @@ def test_a_weight_that_a_parent_holds_too_stays():
     assert "shares storage with (root).shared" in reason(model, "0")
 
 
+@pytest.mark.parametrize("format", ["dense", "nvfp4"])
+def test_a_layer_that_also_holds_the_weight_of_another_keeps_its_own(format):
+    model, x = mlp(depth=3), torch.randn(2, 64)
+    model[2].extra = model[0].weight
+    y = model(x)
+    vb = wrap(model, format)
+    assert vb.plan.skipped["0"].reason == "shares storage with 2.extra, which stays dense"
+    assert [(swap.name, swap.aliases) for swap in vb.plan.swaps] == [("2", ()), ("4", ())]
+    assert torch.allclose(vb(x), y, atol=0 if format == "dense" else 0.5)
+    model = vb.unwrap()
+    assert model[2].extra is model[0].weight and not torch.equal(model[2].weight, model[0].weight)
+
+
+def test_a_weight_that_lies_in_the_memory_of_a_buffer_or_of_a_larger_parameter_stays():
+    model = mlp(depth=3)
+    model.register_buffer("seen", model[0].weight.detach())
+    model.both = nn.Parameter(torch.randn(128, 64))
+    model[2].weight = nn.Parameter(model.both.detach()[64:])
+    plan = plan_of(model)
+    assert plan.skipped["0"].reason == "shares storage with (root).seen, which stays dense"
+    assert plan.skipped["2"].reason.startswith("its memory overlaps that of (root).both")
+    assert [swap.name for swap in plan.swaps] == ["4"]
+
+
 def test_one_module_under_two_names_is_one_swap():
     shared = nn.Linear(64, 64)
     model = nn.Sequential(shared, nn.Tanh(), shared).eval()

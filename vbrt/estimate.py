@@ -114,14 +114,16 @@ def _choose(model: nn.Module, modules: dict[str, nn.Module], config: VBConfig,
     candidates = {name: module for name, module in modules.items() if kind_of(module)}
     holders, heads = _holders(modules), _heads(model, modules)
     some_frozen = any(_frozen(module) for module in candidates.values())
-    reasons = {name: _refusal(name, module, config, heads, some_frozen) for name, module in candidates.items()}
+    overlaps = _overlaps(modules)
+    reasons = {name: overlaps.get(name) or _refusal(name, module, config, heads, some_frozen)
+               for name, module in candidates.items()}
     done: set[str] = set()
     for name, module in candidates.items():
         if name in done:
             continue
         weight = module._parameters.get("weight")
-        held_as = [f"{name}.weight"] if weight is None else holders[_storage_key(weight)]
-        tied = [o for o in (_owner(parameter) for parameter in held_as) if o in candidates]
+        held_as = [(name, "weight")] if weight is None else holders[_storage_key(weight)]
+        tied = [o for o, held in held_as if o in candidates and held == "weight"]
         refused = {o: _refused_for_others(o, held_as, candidates, reasons) or reasons[o] for o in tied}
         done.update(tied)
         if not any(refused.values()):
@@ -141,22 +143,17 @@ def _as_chosen(swaps: list[Swap], chosen: Sequence[Swap], skipped: dict[str, Ski
     return [replace(swap, note=_note(swap.shape, swap.dtype, swap.format, config)) for swap in chosen]
 
 
-def _refused_for_others(name: str, held_as: list[str], candidates: dict[str, nn.Module],
+def _refused_for_others(name: str, held_as: list[tuple[str, str]], candidates: dict[str, nn.Module],
                         reasons: dict[str, str | None]) -> str | None:
-    """Why a weight stays because of the other parameters on its storage, `held_as`."""
-    for parameter in held_as:
-        owner = _owner(parameter)
-        if owner == name:
+    """Why a weight stays because of what else is on its storage, `held_as`: (module, parameter or buffer)."""
+    for owner, held in held_as:
+        if (owner, held) == (name, "weight"):
             continue
-        if owner not in candidates or reasons[owner]:
-            return f"shares storage with {parameter}, which stays dense"
+        if held != "weight" or owner not in candidates or reasons[owner]:
+            return f"shares storage with {owner}.{held}, which stays dense"
         if not _same_view(candidates[name], candidates[owner]):
-            return f"shares storage with {parameter} in another layout"
+            return f"shares storage with {owner}.{held} in another layout"
     return None
-
-
-def _owner(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
 
 
 def _same_view(one: nn.Module, other: nn.Module) -> bool:
@@ -220,18 +217,49 @@ def _ask_head(ask) -> nn.Module | None:
         return None
 
 
-def _holders(modules: dict[str, nn.Module]) -> dict[tuple, list[str]]:
-    """Full names of the parameters on each storage."""
-    holders: dict[tuple, list[str]] = defaultdict(list)
-    for name, module in modules.items():
-        for parameter_name, parameter in module._parameters.items():
-            if parameter is not None and not _uninitialized(parameter):
-                holders[_storage_key(parameter)].append(f"{name}.{parameter_name}")
+def _holders(modules: dict[str, nn.Module]) -> dict[tuple, list[tuple[str, str]]]:
+    """The (module, parameter or buffer) on each storage."""
+    holders: dict[tuple, list[tuple[str, str]]] = defaultdict(list)
+    for name, held, tensor in _tensors(modules):
+        holders[_storage_key(tensor)].append((name, held))
     return holders
 
 
+def _tensors(modules: dict[str, nn.Module]) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(module, name, tensor) of every parameter and buffer that has a shape."""
+    for name, module in modules.items():
+        for held, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and not _uninitialized(tensor):
+                yield name, held, tensor
+
+
+def _overlaps(modules: dict[str, nn.Module]) -> dict[str, str]:
+    """Modules whose weight lies in memory that another parameter or buffer covers in part, with the reason."""
+    spans = sorted((*_span(tensor), _storage_key(tensor), name, held) for name, held, tensor in _tensors(modules)
+                   if len(_storage_key(tensor)) > 1)
+    found: dict[str, str] = {}
+    furthest = None
+    for span in spans:
+        device, begin, end, key, name, held = span
+        if furthest and furthest[0] == device and begin < furthest[2] and key != furthest[3]:
+            for (one, as_what), (other, other_held) in (((name, held), furthest[4:]), (furthest[4:], (name, held))):
+                if as_what == "weight":
+                    found[one] = f"its memory overlaps that of {other}.{other_held}, and a write to one changes both"
+        if not furthest or furthest[0] != device or end > furthest[2]:
+            furthest = span
+    return found
+
+
+def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
+    """The device, and the addresses between which the elements lie."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return str(tensor.device), begin, begin + (last + 1) * tensor.element_size()
+
+
 def _storage_key(parameter: torch.Tensor) -> tuple:
-    if parameter.device.type == "meta" or not parameter.numel() or type(parameter.data) is not torch.Tensor:
+    plain = type(parameter.data) is torch.Tensor and parameter.layout is torch.strided and not parameter.is_nested
+    if parameter.device.type == "meta" or not parameter.numel() or not plain:
         return (id(parameter),)
     return (str(parameter.device), parameter.data_ptr(), parameter.numel())
 
