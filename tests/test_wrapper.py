@@ -9,7 +9,9 @@ import threading
 import time
 import warnings
 import weakref
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -18,8 +20,9 @@ import vbrt
 from tests.models import FORMATS, TOKENS, config, llama, mlp, wrap, wrap_streamed
 from vbrt.config import load_config
 from vbrt.errors import ConfigError, KernelError, TierError, WrapError
-from vbrt.nn import VBLinear
+from vbrt.nn import VBLinear, layer_class
 from vbrt.policy import PASS, simulate
+from vbrt.tiers import TierStack
 from vbrt.wrapper import release_host_memory
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
@@ -105,6 +108,28 @@ def test_a_refused_wrap_leaves_the_model_and_the_disk_as_they_were(tmp_path):
     assert not model._forward_pre_hooks
 
 
+@pytest.mark.parametrize("mode", ["infer", "train"])
+@pytest.mark.parametrize("accident", [RuntimeError, KeyboardInterrupt])
+def test_a_wrap_that_fails_half_way_gives_the_model_back_and_closes_the_tiers(mode, accident, tmp_path, monkeypatch):
+    model, stacks = mlp(), []
+    before = [(type(layer), dict(vars(layer))) for layer in model]
+    adopt, close = layer_class("Linear", mode).adopt_, TierStack.close
+
+    def fail_at_the_fourth(cls, module, handle):
+        if module is model[6]:
+            raise accident("no")
+        return adopt.__func__(cls, module, handle)
+
+    monkeypatch.setattr(layer_class("Linear", mode), "adopt_", classmethod(fail_at_the_fourth))
+    monkeypatch.setattr(TierStack, "close", lambda stack: (stacks.append(stack), close(stack)))
+    settings = config("dense") | {"mode": mode}
+    settings["tiers"] |= {"cpu": {"budget": 4 * 16384}, "ssd": {"enabled": True, "path": str(tmp_path)}}
+    with pytest.raises(accident, match="no"):
+        vbrt.wrap(model, settings)
+    assert [(type(layer), dict(vars(layer))) for layer in model] == before and not model._forward_pre_hooks
+    assert [stack.closed for stack in stacks] == [True] and not any(tmp_path.iterdir())
+
+
 def test_a_bare_linear_can_be_wrapped(format):
     layer, x = nn.Linear(64, 32, dtype=dtype_of(format)).eval(), torch.randn(2, 64, dtype=dtype_of(format))
     y = layer(x)
@@ -186,6 +211,31 @@ def test_after_close_a_forward_is_an_error_that_says_what_to_do(wrapped):
         with pytest.raises(TierError, match="closed"):
             use()
     assert vb.stats().tiers["cpu"].held_bytes == 0
+
+
+def test_what_a_closed_or_unwrapped_model_cannot_do_is_refused_by_name(tmp_path):
+    for end in ("close", "unwrap"):
+        for vb in (wrap(mlp()), wrap(mlp()).materialize()):
+            getattr(vb, end)()
+            for use in (lambda vb=vb: vb.set_budget("cpu", "1GiB"), lambda vb=vb: vb.save(tmp_path / "saved"),
+                        lambda vb=vb: vb.timeline(tmp_path / "x.html"), vb.__enter__):
+                with pytest.raises(WrapError, match="closed or unwrapped"):
+                    use()
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("preset", "dtype", "lossless"), [
+    ("dense", torch.float32, True), ("exact", torch.bfloat16, True), ("exact", torch.float32, True),
+    ("nvfp4", torch.float32, False)])
+def test_lossless_says_whether_unwrap_gives_the_original_bits(preset, dtype, lossless):
+    model, original = mlp(dtype=dtype), mlp(dtype=dtype).state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        vb = wrap(model, preset).materialize()
+        assert vb.lossless is lossless
+        given_back = vb.unwrap().state_dict()
+    assert all(torch.equal(given_back[name], value) for name, value in original.items()) is lossless
+    assert vb.lossless is lossless and vbrt.wrap(mlp(), config("nvfp4"), mode="train").lossless
 
 
 def test_leaving_the_context_closes_and_removes_the_files(tmp_path):
@@ -540,6 +590,31 @@ def test_impossible_budgets_are_refused_and_the_model_runs_on(tmp_path):
             vb.set_budget(tier, budget)
         assert torch.equal(vb(x), want)
     vb.close()
+
+
+def test_a_budget_of_a_model_of_which_nothing_is_swapped_may_be_set():
+    with pytest.warns(UserWarning, match="nothing is swapped"):
+        vb = wrap(nn.Sequential(nn.Conv2d(3, 4, 3)))
+    assert vb.set_budget("cpu", "1MiB") == 1 << 20 == vb.stats().tiers["cpu"].budget_bytes
+
+
+def test_a_budget_of_one_tier_does_not_ask_for_those_of_the_others_again(tmp_path, monkeypatch):
+    free = psutil.disk_usage(str(tmp_path)).free
+    tiers = {"cpu": {"budget": "1MiB"}, "ssd": {"enabled": True, "path": str(tmp_path), "budget": free}}
+    monkeypatch.setattr(psutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    vb = vbrt.wrap(mlp(), config("dense") | {"tiers": {**config("dense")["tiers"], **tiers}})
+    monkeypatch.setattr(psutil, "disk_usage", lambda path: SimpleNamespace(free=free - 4096))  # pages, or others
+    assert vb.set_budget("cpu", "2MiB") == 2 << 20
+    with pytest.raises(ConfigError, match=r"tiers\.ssd\.budget"):
+        vb.set_budget("ssd", free)
+    vb.close()
+
+
+def test_the_source_of_the_settings_does_not_grow_with_each_budget():
+    vb = wrap(mlp())
+    for _ in range(3):
+        vb.set_budget("cpu", "1GiB")
+    assert vb.settings.source == "dict with overrides"
 
 
 @pytest.mark.parametrize("prefetch", ["auto", 3])

@@ -28,7 +28,7 @@ from vbrt.nn.linear import warn_of_training
 from vbrt.plan import Swap
 from vbrt.save import MANIFEST, KeptTensor, Manifest, SavedLayer, plane_tensor, read_manifest, weight_name
 from vbrt.tensorfile import TensorFile, TensorInfo, digest
-from vbrt.wrapper import VBModelWrapper, carry_out, release_host_memory
+from vbrt.wrapper import Before, VBModelWrapper, carry_out, release_host_memory
 
 __all__ = ["load"]
 
@@ -69,7 +69,7 @@ def load(directory: str | PathLike, model: nn.Module,
         raise ConfigError(f'{config.source}: mode = "train"; load() fills the planes of an inference model. Load dense '
                           'weights into the model first, then vbrt.wrap(model, mode="train"); to go on with a run, '
                           'load_state_dict() what vb.state_dict() gave')
-    before = [(module, type(module), dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+    before = Before(model)
     vb = None
     try:
         source.outline_(model)
@@ -77,7 +77,11 @@ def load(directory: str | PathLike, model: nn.Module,
         vb = carry_out(model, config, source.plan(model, config))
         _fill_(vb, source)
     except BaseException:
-        _give_back_(before, vb)
+        try:
+            if vb is not None:
+                vb.close()
+        finally:
+            before.restore_()
         raise
     if not vb.plan.swaps:
         warnings.warn(f"vbrt.load: {vb.plan.notes[-1]} (all reasons: plan.skipped)", stacklevel=2)
@@ -106,18 +110,6 @@ def _finished(vb: VBModelWrapper) -> VBModelWrapper:
     if torch.is_grad_enabled() and any(x.training and x.handle.trainable for x in vb.registry.values()):
         warn_of_training(stacklevel=3)
     return vb
-
-
-def _give_back_(before: list[tuple[nn.Module, type, dict, dict]], vb: VBModelWrapper | None) -> None:
-    if vb is not None:
-        vb._hook.remove()
-        vb.close()
-    for module, cls, parameters, buffers in before:
-        for name in module._vb_names if isinstance(module, SwappedLayer) else ():
-            module.__dict__.pop(name, None)
-        module.__class__ = cls
-        module._parameters.update(parameters)
-        module._buffers.update(buffers)
 
 
 # -- where the values come from ---------------------------------------------------------------------------------------

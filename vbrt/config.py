@@ -57,6 +57,7 @@ __all__ = [
     "parse_budget",
     "preset_names",
     "preset_path",
+    "resolve_budget",
     "resolve_budgets",
 ]
 
@@ -83,6 +84,7 @@ _UNIT_BYTES = {
 }
 _SIZE = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,19})?) ?([kmgt]?i?b)?", re.IGNORECASE)
 _PERCENT = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,19})?) ?%")
+_OVERRIDDEN = " with overrides"
 _MAX_INT = 2**63 - 1  # what TOML guarantees to carry, and far above any memory
 
 # share of what is free that "auto" takes; the rest is for activations, the allocator and other programs
@@ -548,7 +550,7 @@ def load_config(
     if not overrides:
         return base
     merged = _merged(base.to_dict(), _plain(overrides))
-    return VBConfig.from_dict(merged, source=f"{base.source} with overrides")
+    return VBConfig.from_dict(merged, source=f"{base.source.removesuffix(_OVERRIDDEN)}{_OVERRIDDEN}")
 
 
 def assign(config: VBConfig, assignments: Iterable[str]) -> VBConfig:
@@ -677,21 +679,27 @@ def resolve_budgets(config: VBConfig, machine: Machine) -> dict[str, int]:
             f"{config.source}: tiers.cpu.enabled = false, and {why}; no tier is left to compute on, "
             "set tiers.cpu.enabled = true"
         )
-    rooms: dict[str, tuple[int, int]] = {}  # (total, free) in bytes
-    if tiers.gpu.enabled and has_gpu:
-        total = machine.gpu_total_bytes
-        rooms["gpu"] = (total, total if machine.gpu_free_bytes is None else machine.gpu_free_bytes)
-    if tiers.cpu.enabled:
-        rooms["cpu"] = (machine.cpu_total_bytes, machine.cpu_available_bytes)
-    if tiers.ssd.enabled:
-        if machine.ssd_free_bytes is None:
-            where = f"{config.source}: tiers.ssd.path"
-            raise _wrong(where, tiers.ssd.path, "expected a directory on a drive whose free space is known")
-        rooms["ssd"] = (machine.ssd_free_bytes, machine.ssd_free_bytes)
-    return {
-        name: _resolved(getattr(tiers, name).budget, name, total, free, f"{config.source}: tiers.{name}.budget")
-        for name, (total, free) in rooms.items()
-    }
+    here = {"gpu": tiers.gpu.enabled and has_gpu, "cpu": tiers.cpu.enabled, "ssd": tiers.ssd.enabled}
+    return {name: resolve_budget(config, machine, name) for name, is_here in here.items() if is_here}
+
+
+def resolve_budget(config: VBConfig, machine: Machine, name: str) -> int:
+    """The bytes of one tier that is enabled and exists here, whatever the others ask for; as `resolve_budgets`."""
+    total, free = _room(config, machine, name)
+    return _resolved(getattr(config.tiers, name).budget, name, total, free, f"{config.source}: tiers.{name}.budget")
+
+
+def _room(config: VBConfig, machine: Machine, name: str) -> tuple[int, int]:
+    """(total, free) in bytes."""
+    if name == "gpu":
+        total, free = machine.gpu_total_bytes, machine.gpu_free_bytes
+        return total, total if free is None else free
+    if name == "cpu":
+        return machine.cpu_total_bytes, machine.cpu_available_bytes
+    if machine.ssd_free_bytes is None:
+        raise _wrong(f"{config.source}: tiers.ssd.path", config.tiers.ssd.path,
+                     "expected a directory on a drive whose free space is known")
+    return machine.ssd_free_bytes, machine.ssd_free_bytes
 
 
 def _resolved(value: int | str, name: str, total: int, free: int, where: str) -> int:

@@ -24,9 +24,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
-from vbrt.config import AUTO_PERCENT, VBConfig, load_config, resolve_budgets
+from vbrt.config import AUTO_PERCENT, VBConfig, load_config, resolve_budget
 from vbrt.errors import ConfigError, TierError, WrapError
 from vbrt.estimate import make_plan, this_machine, with_freed
+from vbrt.facade import Facade
 from vbrt.formats import SeparationCounters
 from vbrt.nn import HandleSpec, SwappedLayer, TrainedLayer, TrainedWeight, VBLayer, WeightHandle, layer_class
 from vbrt.plan import Plan, Swap, format_bytes
@@ -36,7 +37,7 @@ from vbrt.stats import LayerStats, Stats, TierStats
 from vbrt.tiers import Level, MemoryTier, Recorder, SsdTier, TierStack
 from vbrt.timeline import TimelineTotals, check_timeline_path
 
-__all__ = ["VBModelWrapper", "VBTrainingWrapper", "carry_out", "wrap"]
+__all__ = ["Before", "VBModelWrapper", "VBTrainingWrapper", "carry_out", "wrap"]
 
 _LOOK_SECONDS = 0.1  # between looks at the GPU's free memory, at least
 _LARGE_BYTES = 64 << 20  # layers that the progress bar names
@@ -76,16 +77,37 @@ def wrap(model: nn.Module, config: VBConfig | Mapping[str, Any] | str | PathLike
 
 def carry_out(model: nn.Module, config: VBConfig, plan: Plan) -> "VBModelWrapper":
     """The wrapper of a model, as its plan has it. Raises TierError: the ssd tier's directory cannot be used."""
-    stack = _build_stack(plan, config)
-    if config.mode == "train":
-        weights = [TrainedWeight(_spec(swap, config)) for swap in plan.swaps]
-        return VBTrainingWrapper(model, config, plan, stack, _swap(model, plan, weights, config.mode))
+    before, stack = Before(model), _build_stack(plan, config)
     try:
-        handles = [WeightHandle(_spec(swap, config), stack) for swap in plan.swaps]
+        specs = [_spec(swap, config) for swap in plan.swaps]
+        if config.mode == "train":
+            weights = list(map(TrainedWeight, specs))
+            return VBTrainingWrapper(model, config, plan, stack, _swap(model, plan, weights, config.mode))
+        handles = [WeightHandle(spec, stack) for spec in specs]
+        return VBModelWrapper(model, config, plan, stack, _swap(model, plan, handles, config.mode))
     except BaseException:
+        before.restore_()
         stack.close()
         raise
-    return VBModelWrapper(model, config, plan, stack, _swap(model, plan, handles, config.mode))
+
+
+class Before:
+    """A model as it came, to be given back: classes, parameters and buffers of its modules."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._modules = [(module, type(module), dict(module._parameters), dict(module._buffers))
+                         for module in model.modules()]
+
+    def restore_(self) -> None:
+        """Undo what wrapping has done so far; does not close the tiers."""
+        _unmark(self.model)
+        for module, cls, parameters, buffers in self._modules:
+            for name in module._vb_names if isinstance(module, SwappedLayer) else ():
+                module.__dict__.pop(name, None)
+            module.__class__ = cls
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
 
 
 def _build_stack(plan: Plan, config: VBConfig) -> TierStack:
@@ -169,6 +191,12 @@ class _PassMarker:
         return _PassMarker, (None,)
 
 
+def _unmark(model: nn.Module) -> None:
+    for hook_id, hook in list(model._forward_pre_hooks.items()):
+        if isinstance(hook, _PassMarker):
+            del model._forward_pre_hooks[hook_id]
+
+
 class _GpuBalance:
     """Follows the GPU's free memory. The margin is what `budget = "auto"` left free; it doubles each time that the
     model runs out in the middle of a pass."""
@@ -218,8 +246,8 @@ def _times_out_of_memory() -> int:
     return torch.cuda.memory_stats_as_nested_dict().get("num_ooms", 0)
 
 
-class VBModelWrapper(nn.Module):
-    """A wrapped model: call it, or use anything of the model, as before.
+class VBModelWrapper(Facade):
+    """A wrapped model: call it, or use anything of the model, as before; attributes set on it are the model's.
 
     Attributes:
         model: the model itself, with VB layers in it.
@@ -229,31 +257,21 @@ class VBModelWrapper(nn.Module):
 
     def __init__(self, model: nn.Module, config: VBConfig, plan: Plan, stack: TierStack,
                  registry: dict[str, VBLayer]) -> None:
-        super().__init__()
-        self.model = model
-        self.settings, self.plan, self.stack = config, plan, stack
-        self.__dict__["_layers"] = registry
-        self._timed: TimelineTotals | None = None  # of the last recording
+        timed: TimelineTotals | None = None  # of the last recording
+        super().__init__(model, settings=config, plan=plan, stack=stack, _layers=registry, _timed=timed, _closed=False,
+                         _gpu_balance=None, _marker=None, _hook=None)
         self._hook_up()
 
     def _hook_up(self) -> None:
         auto = "gpu" in self.plan.budgets and self.settings.tiers.gpu.budget == "auto" and self.plan.page_bytes > 0
         self._marker = _PassMarker(self.stack)
-        self._hook = self.model.register_forward_pre_hook(self._marker)
         self._follow_gpu(self.plan.budgets["gpu"] if auto else None)
+        self._hook = self.model.register_forward_pre_hook(self._marker)
 
     def _follow_gpu(self, wanted_bytes: int | None) -> None:
         """Let the GPU budget follow what is free, up to `wanted_bytes`; None: let it be."""
         self._gpu_balance = None if wanted_bytes is None else _GpuBalance(wanted_bytes)
         self._marker.before_pass = None if wanted_bytes is None else partial(_balance, weakref.ref(self))
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "model" or name.startswith("__"):
-                raise
-            return getattr(self.model, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward.
@@ -295,7 +313,7 @@ class VBModelWrapper(nn.Module):
 
         Raises:
             FormatError: a weight holds NaN or Inf, named. Layers before it are encoded, the model stays usable.
-            TierError: a page cannot be stored.
+            TierError: a page cannot be stored, or the wrapper was closed.
         """
         waiting = {name: layer for name, layer in self._layers.items() if not layer.materialized}
         for layer in _with_progress(waiting, sys.stderr.isatty() if progress is None else progress):
@@ -324,7 +342,9 @@ class VBModelWrapper(nn.Module):
         Raises:
             ConfigError: not a budget, more than the machine has, or less than the largest layer.
             TierError: the model does not use that tier, or no tier below has room for what would have to move.
+            WrapError: the wrapper was closed or unwrapped.
         """
+        self._check_open("set_budget")
         config = load_config(self.settings, tiers={tier: {"budget": budget}})
         nbytes = self._set_budget(tier, config)
         if tier == "gpu":
@@ -336,7 +356,7 @@ class VBModelWrapper(nn.Module):
             raise TierError(f"tiers.{tier}: this model has the tiers {', '.join(self.plan.budgets)}")
         self.materialize()
         machine = with_freed(this_machine(config), tier, self._tier_stats()[tier].held_bytes)
-        nbytes = resolve_budgets(config, machine)[tier]
+        nbytes = resolve_budget(config, machine, tier)
         largest = self.plan.largest_layer_bytes
         if tier != "ssd" and nbytes < largest:
             raise ConfigError(f"{config.source}: tiers.{tier}.budget = {nbytes} bytes is smaller than the largest "
@@ -432,8 +452,9 @@ class VBModelWrapper(nn.Module):
 
         Raises:
             ConfigError: another suffix, or a file that cannot be written.
-            WrapError: (on entering) the model is being recorded already.
+            WrapError: the wrapper was closed or unwrapped; (on entering) the model is being recorded already.
         """
+        self._check_open("timeline")
         return self._record(check_timeline_path(path))
 
     @contextlib.contextmanager
@@ -466,17 +487,24 @@ class VBModelWrapper(nn.Module):
         Raises:
             CheckpointError: it cannot be written, or the disk is full: names the path.
             FormatError, TierError: a weight cannot be encoded, or a page cannot be read.
-            WrapError: the wrapper was closed.
+            WrapError: the wrapper was closed or unwrapped.
         """
-        if self.stack.closed:
-            raise WrapError("save: the model was closed or unwrapped, its planes are gone; save before that")
+        self._check_open("save")
         self.materialize()
         return save_model(self.model, self.settings, Path(directory))
 
     # -- the way back -------------------------------------------------------------------------------------------------
 
+    @property
+    def lossless(self) -> bool:
+        """Whether every swapped weight is held bit for bit (formats "dense" and "exact"): what `unwrap()`,
+        `state_dict()` and `.weight` give. False where any is rounded to 4 bits."""
+        return all(swap.format == "dense" or swap.fine == "exact" for swap in self.plan.swaps)
+
     def unwrap(self) -> nn.Module:
-        """The dense model back, in place: lossless formats give the original bits, coarse ones their decoded weights.
+        """The dense model back, in place: bit for bit where it is `lossless` ("dense", "exact"), and otherwise with the
+        weights as 4 bits have rounded them, in their old dtype and size. A layer that was never encoded, because it has
+        not run yet, gets its own parameter back.
 
         Layers that were tied get one parameter again. Closes the wrapper. If a page cannot be read, nothing is lost:
         the layers that are left stay wrapped.
@@ -500,27 +528,26 @@ class VBModelWrapper(nn.Module):
 
         Pages that a deep copy of the model shares stay until the copy goes too.
         """
+        self._closed = True
         for layer in self._layers.values():
             layer.handle.drop()
         self.stack.collect()
         if not self.stack.pages:
             self.stack.close()
 
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise WrapError(f"{what}: the model was closed or unwrapped, its planes are gone; do that before, or wrap "
+                            "the model again")
+
     def __enter__(self) -> "VBModelWrapper":
+        self._check_open("with")
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    # -- nn.Module, without the prefix "model." -----------------------------------------------------------------------
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict:
-        """The model's own state dict, with decoded weights: the names of the dense model."""
-        return self.model.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load dense weights; each is encoded as it comes, one at a time."""
-        return self.model.load_state_dict(*args, **kwargs)
+    # -- copies -------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict:
         state = self.__dict__.copy()
@@ -529,9 +556,7 @@ class VBModelWrapper(nn.Module):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        for hook_id, hook in list(self.model._forward_pre_hooks.items()):
-            if isinstance(hook, _PassMarker):
-                del self.model._forward_pre_hooks[hook_id]
+        _unmark(self.model)
         self._hook_up()
 
 
@@ -543,6 +568,11 @@ class VBTrainingWrapper(VBModelWrapper):
     """
 
     _layers: Mapping[str, TrainedLayer]
+
+    @property
+    def lossless(self) -> bool:
+        """True: the weights are the parameters that an optimizer moves; what rounds them is each forward."""
+        return True
 
     def materialize(self, *, progress: bool | None = None) -> "VBTrainingWrapper":
         """Bring the model to the computing device now instead of at its first forward; there is nothing to encode."""
@@ -588,8 +618,7 @@ class VBTrainingWrapper(VBModelWrapper):
             FormatError: a weight holds NaN or Inf.
             WrapError: the wrapper was unwrapped.
         """
-        if self.stack.closed:
-            raise WrapError("save: the model was closed or unwrapped; wrap it again")
+        self._check_open("save")
         return save_model(self.model, replace(self.settings, mode="infer"), Path(directory))
 
     def unwrap(self) -> nn.Module:
@@ -606,6 +635,7 @@ class VBTrainingWrapper(VBModelWrapper):
 
     def close(self) -> None:
         """Nothing to release: the weights are parameters, and the layers go on as they are. Twice is fine."""
+        self._closed = True
         self.stack.close()
 
 

@@ -357,7 +357,7 @@ class TierStack:
         """For each page the first tier below `level` that has room, beside slots for pages from further down."""
         homes = self._first_homes(level, pages, passing=0)
         deepest = max((home for _, home in homes), default=0)
-        deepest = max(deepest, *(page.home for page in self.pages.values()))
+        deepest = max([deepest, *(page.home for page in self.pages.values())])
         if deepest > level.index + 1:
             homes = self._first_homes(level, pages, passing=self._passing_bytes())
         return homes
