@@ -231,7 +231,7 @@ class WeightsConfig(_Section):
     """Which modules are swapped, and what their weights become.
 
     include, exclude: fnmatch patterns on module names; a module is swapped if any of `include` and none of `exclude`
-    matches. min_parameters: weights with fewer elements stay dense. keep_head: the output head stays dense.
+    matches. min_parameters: weights with fewer elements stay dense. keep_head: output heads stay dense.
     Raises ConfigError, also for `fine = "exact"` with `format = "dense"`, which has nothing to add to.
     """
 

@@ -20,6 +20,7 @@ from vbrt.errors import ConfigError, WrapError
 from vbrt.formats import get_format
 from vbrt.formats.fine import estimate_fine_bytes
 from vbrt.formats.page import PAGE_ALIGN
+from vbrt.heads import find_heads
 from vbrt.kernels import Packing, page_packing, resolve, resolves_late
 from vbrt.nn import SwappedLayer, kind_of
 from vbrt.plan import PageSpec, Plan, Skip, Swap, format_bytes, place
@@ -112,7 +113,7 @@ def _choose(model: nn.Module, modules: dict[str, nn.Module], config: VBConfig,
     A weight that several modules hold is swapped for all of them, or for none.
     """
     candidates = {name: module for name, module in modules.items() if kind_of(module)}
-    holders, heads = _holders(modules), _heads(model, modules)
+    holders, heads = _holders(modules), find_heads(modules)
     some_frozen = any(_frozen(module) for module in candidates.values())
     overlaps = _overlaps(modules)
     reasons = {name: overlaps.get(name) or _refusal(name, module, config, heads, some_frozen)
@@ -195,26 +196,6 @@ def _refusal(name: str, module: nn.Module, config: VBConfig, heads: dict[int, st
         dtype = str(weight.dtype).removeprefix("torch.")
         return f"its weight is {dtype}; {wanted.format} holds float32, bfloat16, float16"
     return None
-
-
-def _heads(model: nn.Module, modules: dict[str, nn.Module]) -> dict[int, str]:
-    """Output heads by module id: what transformers says, else a Linear named lm_head."""
-    heads = {id(m): "by its name" for name, m in modules.items() if name.rpartition(".")[2] == "lm_head"}
-    for name, module in modules.items():
-        ask = getattr(module, "get_output_embeddings", None)
-        if callable(ask) and hasattr(module, "config"):
-            head = _ask_head(ask)
-            if head is not None:
-                heads[id(head)] = f"{'model' if name == ROOT else name}.get_output_embeddings()"
-    return heads
-
-
-def _ask_head(ask) -> nn.Module | None:
-    """transformers' base classes raise from this getter when a model has no head."""
-    try:
-        return ask()
-    except (AttributeError, NotImplementedError):
-        return None
 
 
 def _holders(modules: dict[str, nn.Module]) -> dict[tuple, list[tuple[str, str]]]:
