@@ -29,6 +29,7 @@ from vbrt.errors import ConfigError, TierError, WrapError
 from vbrt.estimate import make_plan, this_machine, with_freed
 from vbrt.facade import Facade
 from vbrt.formats import SeparationCounters
+from vbrt.kernels import recycle
 from vbrt.nn import HandleSpec, SwappedLayer, TrainedLayer, TrainedWeight, VBLayer, WeightHandle, layer_class
 from vbrt.plan import Plan, Swap, format_bytes
 from vbrt.policy import auto_prefetch, make_policy, rebalanced
@@ -534,6 +535,7 @@ class VBModelWrapper(Facade):
         self.stack.collect()
         if not self.stack.pages:
             self.stack.close()
+        recycle.forget()
 
     def _check_open(self, what: str) -> None:
         if self._closed:
@@ -669,6 +671,7 @@ def _with_progress(layers: Mapping[str, VBLayer], show: bool) -> Iterable[VBLaye
 
 def release_host_memory() -> None:
     """Give freed host memory back to the operating system: glibc keeps freed chunks of its heap otherwise."""
+    recycle.forget()
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
         if trim is not None:

@@ -1,5 +1,9 @@
 """The C kernels for CPUs against the decoded weight in float64; where no C compiler is, what is said instead."""
 
+import copy
+import dataclasses
+import functools
+import resource
 import subprocess
 import sys
 import warnings
@@ -10,9 +14,9 @@ import torch.nn.functional as F
 
 import vbrt
 from tests.kernels.gpu_cases import error
-from vbrt.errors import KernelError
+from vbrt.errors import FormatError, KernelError
 from vbrt.formats import WeightPlanes, get_format, split_fine
-from vbrt.kernels import cpu_linear, kernel_name, page_packing, reference, resolve, runs_unpacked
+from vbrt.kernels import cpu_linear, kernel_name, page_packing, recycle, reference, resolve, runs_unpacked
 
 CPU = torch.device("cpu")
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 3e-3}
@@ -108,13 +112,119 @@ def test_what_is_more_than_its_memory_goes_through_the_reference():
     assert cpu_linear.route(x.to("meta"), planes) == "reference"
 
 
+def exact_case(name, shape, dtype):
+    """(planes with a fine one, the weight): rows of all magnitudes, zeros of both signs, denormals."""
+    w = (torch.randn(shape) * torch.exp(3 * torch.randn(shape[0], 1))).clamp_(-6e4, 6e4).to(dtype)
+    odd = torch.tensor([0.0, -0.0, 1e-30, -6e-8, 3e-6, 65504.0]).to(dtype)
+    w.view(-1)[: len(odd)] = odd[: w.numel()]
+    coarse = get_format(name).encode(w)
+    return WeightPlanes(name, shape, dtype, coarse, split_fine(w, coarse, get_format(name))), w
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.int16)
+
+
 @built
-def test_a_fine_plane_goes_through_the_reference():
-    w, fmt = torch.randn(5, 70).bfloat16(), get_format("nvfp4")
-    coarse = fmt.encode(w)
-    planes = WeightPlanes("nvfp4", (5, 70), w.dtype, coarse, split_fine(w, coarse, fmt))
-    assert torch.equal(cpu_linear.decode_weight(planes), w)
-    assert cpu_linear.route(torch.randn(1, 70).bfloat16(), planes) == "reference"
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 50), (33, 100), (3, 9999), (1000, 33), (4100, 3), (130, 4112)], ids=str)
+@pytest.mark.parametrize("name", cpu_linear.FORMATS)
+def test_both_planes_give_every_bit_of_the_weight_back(name, shape, dtype, monkeypatch):
+    planes, w = exact_case(name, shape, dtype)
+    assert torch.equal(bits(cpu_linear.decode_weight(planes)), bits(w))
+    for threads in (1, 3, 8):  # each begins somewhere in the lists
+        monkeypatch.setattr(cpu_linear, "_threads", lambda work, threads=threads: threads)
+        assert torch.equal(bits(cpu_linear.decode_weight(planes)), bits(w))
+
+
+@built
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("flags", [("-march=x86-64-v3",), ()], ids=str)
+@pytest.mark.parametrize("name", cpu_linear.FORMATS)
+def test_older_cpus_merge_the_same_bits(name, flags, dtype, monkeypatch, older_library):
+    monkeypatch.setattr(cpu_linear, "_library", lambda: older_library(flags))
+    for shape in ((33, 100), (5, 4112), (64, 640)):
+        planes, w = exact_case(name, shape, dtype)
+        assert torch.equal(bits(cpu_linear.decode_weight(planes)), bits(w))
+
+
+@pytest.fixture(scope="module")
+def older_library(tmp_path_factory):
+    """Builds the kernels for another CPU than this one, once."""
+
+    @functools.cache
+    def build(flags):
+        target = tmp_path_factory.mktemp("older") / "cpu_linear.so"
+        options = ["-O3", "-w", "-shared", "-fPIC", *flags]
+        command = [*cpu_linear._compiler(), *options, str(cpu_linear._SOURCE), "-o", str(target)]
+        if subprocess.run(command, check=False, capture_output=True).returncode:
+            pytest.skip(f"the compiler does not know {flags}")
+        return cpu_linear._load(target)
+
+    return build
+
+
+@built
+@pytest.mark.parametrize("tokens", [1, 2, 16, 70])
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_exact_layers_give_the_very_outputs_of_the_original_through_the_compiled_merge(tokens, trained, bias, dtype):
+    plain = torch.nn.Linear(150, 70, bias=bias).to(dtype).requires_grad_(trained).eval()
+    x = torch.randn(2, tokens, 150).to(dtype)
+    with torch.no_grad(), vbrt.wrap(torch.nn.Sequential(copy.deepcopy(plain)), "exact",
+                                    weights={"keep_head": False, "min_parameters": 1}) as vb:  # fmt: skip
+        for input in (x, x[0], x[0, 0], x[:, :0], x.transpose(0, 1), x.expand(2, *x.shape)):
+            assert torch.equal(vb(input), plain(input))
+        assert torch.equal(vb.model[0].weight, plain.weight)
+        assert {layer.kernel for layer in vb.stats().layers.values()} == {"compiled"}
+
+
+@built
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_fine_plane_that_does_not_fit_its_codes_is_refused(dtype):
+    """A save by somebody else may hold anything under its right digest."""
+    planes, _ = exact_case("nf4", (40, 700), dtype)
+    fine = planes.fine
+    wrong = {
+        "side": (fine["side"][:-1], fine["side"][:0], torch.cat((fine["side"], fine["side"][:1]))),
+        "escapes": (fine["escapes"][:-1], fine["escapes"][:0], torch.cat((fine["escapes"], fine["escapes"][:1]))),
+        "starts": (fine["starts"][:-1], fine["starts"] + 1, fine["starts"] - 1, fine["starts"] + (1 << 30)),
+        "low": (fine["low"][:-1], fine["low"][:, 1:].contiguous()),
+    }
+    for field, tensors in wrong.items():
+        for tensor in tensors:
+            damaged = dataclasses.replace(planes, fine=fine | {field: tensor})
+            with pytest.raises(FormatError, match=r"fine plane: .* the pages are damaged"):
+                cpu_linear.decode_weight(damaged)
+
+
+@built
+def test_a_large_weight_is_decoded_into_memory_that_an_earlier_one_has_left():
+    shape = (4096, 4096)
+    first = recycle.empty(shape, torch.bfloat16)
+    part, where = first.fill_(1)[5:, 7:], first.data_ptr()
+    del first
+    second = recycle.empty(shape, torch.bfloat16).fill_(2)
+    assert second.data_ptr() != where and bool((part == 1).all())  # somebody still holds a part of it
+    del part
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    third = recycle.empty(shape, torch.bfloat16).fill_(3)
+    assert third.data_ptr() == where and resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1000
+    assert bool((second == 2).all())
+
+
+def test_memory_for_decoded_weights_is_bounded_and_can_be_given_back():
+    shapes = [((16 << 20) + 4096 * i,) for i in range(8)]
+    for shape in shapes * 2:
+        recycle.empty(shape, torch.uint8)
+    assert len(recycle._free) + len(recycle._ended) <= recycle._BLOCKS + 1
+    recycle.forget()
+    assert not recycle._free and not recycle._ended and not recycle._loans
+    recycle.empty(*shapes[:1], torch.uint8)
+    with vbrt.wrap(torch.nn.Sequential(torch.nn.Linear(64, 64)).eval(), "fp4"):
+        pass
+    assert not recycle._free and not recycle._ended
 
 
 @built
@@ -175,7 +285,7 @@ def test_who_asks_for_the_reference_needs_no_compiler(compiler):
     assert cpu_linear._build.cache_info().misses == 0
 
 
-@pytest.mark.parametrize(("preset", "builds"), [("fp4", 1), ("exact", 0), ("dense", 0)])
+@pytest.mark.parametrize(("preset", "builds"), [("fp4", 1), ("exact", 1), ("dense", 0)])
 def test_wrapping_compiles_nothing_and_the_first_forward_what_it_needs(compiler, preset, builds):
     compiler("no-such-compiler")
     model = torch.nn.Sequential(torch.nn.Linear(64, 64)).bfloat16().eval()

@@ -96,16 +96,18 @@ def test_a_cpu_computes_as_without_the_option_and_says_so_once(option):
     assert said == [f"{reason} instead"] and [str(w.message) for w in caught].count(said[0]) == 1
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"fine": True, "fp8": True}, {"backend": "reference", "fp8": True}, {"fine": True, "fp4": True},
-     {"backend": "reference", "fp4": True}],
-    ids=str,
-)  # fmt: skip
-def test_what_was_not_asked_for_is_not_announced(refusals, options):
+@pytest.mark.parametrize("option", ["fp8", "fp4"])
+def test_what_was_not_asked_for_is_not_announced(refusals, option):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert handle(**options).fallbacks == []
+        assert handle(backend="reference", **{option: True}).fallbacks == []
+
+
+@pytest.mark.parametrize("option", ["fp8", "fp4"])
+def test_exact_layers_announce_that_no_kernel_merges_their_planes_and_nothing_of_rounded_products(refusals, option):
+    with pytest.warns(UserWarning, match="kernels: Triton with Gluon is not installed"):
+        layer = handle(fine=True, **{option: True})
+    assert [reason.split(":")[0] for reason in layer.fallbacks] == ["kernels"]
 
 
 @pytest.mark.filterwarnings("ignore:kernels", "ignore:compute")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from vbrt.errors import KernelError
-from vbrt.kernels import cpu_linear, fp4_linear, fp4_scaled, fp8_linear, fused_linear, reference, table_linear
+from vbrt.kernels import cpu_linear, fp4_linear, fp4_scaled, fp8_linear, fused_linear, merge, reference, table_linear
 from vbrt.kernels.fp4_linear import Packing
 from vbrt.kernels.fp4_scaled import fp4_refusal
 from vbrt.kernels.fp4_tiles import TILES, page_of
@@ -26,6 +26,7 @@ from vbrt.kernels.fused_linear import Norm
 
 __all__ = [
     "BACKENDS",
+    "EXACT",
     "TILES",
     "Norm",
     "Packing",
@@ -33,6 +34,7 @@ __all__ = [
     "fp8_refusal",
     "kernel_name",
     "kernel_refusal",
+    "merges",
     "noted_refusal",
     "page_of",
     "page_packing",
@@ -44,6 +46,8 @@ __all__ = [
 ]
 
 BACKENDS = ("auto", "reference", "triton", "compiled")
+#: stands for any format with a fine plane: what is asked for is the original weight
+EXACT = "exact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,11 @@ def page_packing(fn: Callable[..., Any], format: str) -> Packing | None:
 def runs_unpacked(fn: Callable[..., Any], format: str) -> bool:
     """Whether a resolved op computes a format by its own kernels with the coarse plane as the format encodes it."""
     return kernel_name(fn) in ("reference", "compiled") or format in table_linear.FORMATS
+
+
+def merges(fn: Callable[..., Any], format: str, shape: tuple[int, int]) -> bool:
+    """Whether a resolved op restores weights of a format from both planes by a kernel of its own."""
+    return kernel_name(fn) == "compiled" or (kernel_name(fn) == "triton" and merge.serves_shape(format, shape))
 
 
 def prepare(fn: Callable[..., Any], device: torch.device) -> None:
@@ -178,7 +187,7 @@ for _op, _fn in (
     ("linear_fp4", cpu_linear.linear),
     ("linear_fp8", cpu_linear.linear),
 ):
-    _formats = cpu_linear.FORMATS
+    _formats = (*cpu_linear.FORMATS, EXACT)
     register(_op, "compiled", _fn, devices=("cpu",), rank=1, formats=_formats, refusal=cpu_linear.refusal)
 if fp4_linear.available():
     for _op, _fn in (

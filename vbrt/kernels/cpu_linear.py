@@ -1,13 +1,14 @@
 """Linear layers on block formats on a CPU: the backend "compiled" of the ops "linear" and "decode_weight".
 
 `cpu_linear.c` decodes a row to fp32 in cache and multiplies it there, so that a forward reads 4-bit weights and writes
-none. The machine's C compiler builds it for this very CPU when an op is first resolved: 0.3 s, anew in each process,
-since a library kept on disk would have to be trusted, and built again for each CPU that shares the disk. torch.compile
-of the reference takes seconds and Python headers for it. Where it cannot be built `refusal` says why.
+none. With a fine plane it restores the weight for torch's matmul, about as fast as memory copies it. The machine's C
+compiler builds it for this very CPU when an op is first resolved: half a second, anew in each process, since a library
+kept on disk would have to be trusted, and built again for each CPU that shares the disk. torch.compile of the reference
+takes seconds and Python headers for it. Where it cannot be built `refusal` says why.
 
 Above `fused_tokens` the weight is decoded to the activations' dtype and torch's matmul takes over; in tiles of fp32 on
 an x86 CPU without bf16 instructions, whose 16-bit matmuls take four times as long as those in fp32. What the C code
-does not serve (a fine plane, tensors elsewhere, transforms of torch.func) goes through the reference.
+does not serve (tensors elsewhere, transforms of torch.func) goes through the reference.
 
 Legend: M tokens, N outputs, K inputs, R rows of a tile.
 """
@@ -28,11 +29,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from vbrt.errors import KernelError
+from vbrt.errors import FormatError, KernelError
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.base import padded
 from vbrt.formats.blocks import BlockFormat, decode_tile
-from vbrt.kernels import reference
+from vbrt.formats.fine import SPAN, WIDTH
+from vbrt.kernels import recycle, reference
 
 __all__ = ["FORMATS", "decode_weight", "fused_tokens", "linear", "refusal", "route"]
 
@@ -53,6 +55,17 @@ class _Weight(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "levels", "values", "unit")),
         *((name, ctypes.c_int64) for name in ("rows", "columns", "block")),
+    )
+
+
+class _Fine(ctypes.Structure):
+    """`Fine` of cpu_linear.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("low", "nibbles", "side", "escapes", "starts")),
+        *((name, ctypes.c_int64) for name in ("sides", "escaped", "columns")),
+        ("wide", ctypes.c_uint32),
+        ("width", ctypes.c_int32),
     )
 
 
@@ -102,6 +115,7 @@ def _load(path: Path) -> ctypes.CDLL:
     weight, pointer, number = ctypes.POINTER(_Weight), ctypes.c_void_p, ctypes.c_int64
     library.vbrt_linear.argtypes = (weight, pointer, number, pointer, ctypes.c_int)
     library.vbrt_decode.argtypes = (weight, number, number, pointer, ctypes.c_int)
+    library.vbrt_merge.argtypes = (weight, ctypes.POINTER(_Fine), pointer, ctypes.c_int)
     library.vbrt_linear.restype = library.vbrt_decode.restype = None
     return library
 
@@ -123,9 +137,13 @@ def fused_tokens() -> int:
 
 
 def _served(planes: WeightPlanes) -> bool:
-    if planes.format not in FORMATS or planes.fine is not None or "codes" not in planes.coarse:
+    if planes.format not in FORMATS or "codes" not in planes.coarse:
         return False
-    return all(type(t) is Tensor and t.device.type == "cpu" and t.is_contiguous() for t in planes.coarse.values())
+    return _are_plain(planes.coarse) and (planes.fine is None or (planes.dtype in WIDTH and _are_plain(planes.fine)))
+
+
+def _are_plain(plane: dict[str, Tensor]) -> bool:
+    return all(type(t) is Tensor and t.device.type == "cpu" and t.is_contiguous() for t in plane.values())
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -136,9 +154,12 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
-    """The way `linear` takes: "fused", "tiles" (decode and fp32 matmul by turns), "decode+matmul" or "reference"."""
+    """The way `linear` takes: "fused", "tiles" (decode and fp32 matmul by turns), "decode+matmul", "merge+matmul" or
+    "reference"."""
     if not (_is_plain(x) and _served(planes)):
         return "reference"
+    if planes.fine is not None:
+        return "merge+matmul"
     if x.numel() <= fused_tokens() * max(1, x.shape[-1]):
         return "fused"
     return "tiles" if x.dtype in _slow_dtypes() else "decode+matmul"
@@ -158,7 +179,7 @@ def decode_weight(planes: WeightPlanes) -> Tensor:
     """The weight [N, K] in planes.dtype, the same bits as the reference; exact when the fine plane is there."""
     if torch.compiler.is_compiling() or not _served(planes):
         return reference.decode_weight(planes)
-    return _decode(planes, planes.dtype)
+    return _decode(planes, planes.dtype) if planes.fine is None else _merge(planes)
 
 
 def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
@@ -169,6 +190,9 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
     way = route(x, planes)
     if way == "reference":
         return reference.linear(x, planes, bias, activation)
+    if way == "merge+matmul":
+        merged = WeightPlanes("dense", planes.shape, planes.dtype, {"weight": _merge(planes)})
+        return reference.linear(x, merged, bias, activation)
     reference.check(x, planes, activation)
     if reference.wants_grad(x, bias) or way == "decode+matmul":
         y = F.linear(x, _decode(planes, x.dtype), bias)
@@ -185,7 +209,7 @@ def _multiply(x: Tensor, planes: WeightPlanes) -> Tensor:
     x_MK = x.reshape(-1, k).float()
     x_MK = x_MK.contiguous() if kp == k else F.pad(x_MK, (0, kp - k))
     tokens = x_MK.shape[0]
-    y_MN = torch.empty(tokens, n)
+    y_MN = torch.empty(tokens, n, device="cpu")
     with _Borrowed(planes) as weight:
         _library().vbrt_linear(weight, x_MK.data_ptr(), tokens, y_MN.data_ptr(), _threads(tokens * n * kp))
     return y_MN.view(*x.shape[:-1], n)
@@ -195,7 +219,7 @@ def _multiply_tiles(x: Tensor, planes: WeightPlanes) -> Tensor:
     """x @ w.T in fp32, by torch; the weight is never there as a whole."""
     n, k = planes.shape
     x_MK = x.reshape(-1, k).float()
-    y_MN = torch.empty(x_MK.shape[0], n)
+    y_MN = torch.empty(x_MK.shape[0], n, device="cpu")
     for first, last, w_RK in _decoded_rows(planes, _TILE_WEIGHTS):
         y_MN[:, first:last] = x_MK @ w_RK.t()
     return y_MN.view(*x.shape[:-1], n)
@@ -206,7 +230,7 @@ def _decode(planes: WeightPlanes, dtype: torch.dtype) -> Tensor:
     if dtype is torch.float32:
         ((_, _, w_NK),) = _decoded_rows(planes, n * k)
         return w_NK.contiguous()
-    w_NK = torch.empty(n, k, dtype=dtype)
+    w_NK = recycle.empty((n, k), dtype)
     for first, last, w_RK in _decoded_rows(planes, decode_tile(w_NK.device)):
         w_NK[first:last] = w_RK
     return w_NK
@@ -217,12 +241,36 @@ def _decoded_rows(planes: WeightPlanes, weights: int) -> Iterator[tuple[int, int
     n, k = planes.shape
     kp = padded(k, get_format(planes.format).block)
     rows = min(n, max(1, weights // k))
-    w_RK = torch.empty(rows, kp)
+    w_RK = recycle.empty((rows, kp), torch.float32)
     with _Borrowed(planes) as weight:
         for first in range(0, n, rows):
             last = min(n, first + rows)
             _library().vbrt_decode(weight, first, last, w_RK.data_ptr(), _threads((last - first) * kp))
             yield first, last, w_RK[: last - first, :k]
+
+
+def _merge(planes: WeightPlanes) -> Tensor:
+    """The weight [N, K], bit for bit what `formats.merge_fine` gives."""
+    w_NK = recycle.empty(planes.shape, planes.dtype)
+    fine = _fine(planes)
+    with _Borrowed(planes) as weight:
+        whole = _library().vbrt_merge(weight, fine, w_NK.data_ptr(), _threads(w_NK.numel()))
+    if not whole:
+        raise FormatError("fine plane: its lists do not fit the codes of the coarse plane; the pages are damaged")
+    return w_NK
+
+
+def _fine(planes: WeightPlanes) -> _Fine:
+    """A fine plane as the C code sees it. Raises FormatError for tensors of other sizes than the weight asks for."""
+    (n, k), fine, fmt = planes.shape, planes.fine or {}, get_format(planes.format)
+    width, low, starts = WIDTH[planes.dtype], fine["low"], fine["starts"]
+    nibbles = fine["nibbles"] if width == 12 else low
+    sizes = [(n, k), (n, (k + 1) // 2 if width == 12 else k), (-(-n * k // SPAN), 2), (n, padded(k, fmt.block) // 2)]
+    if [tuple(t.shape) for t in (low, nibbles, starts, planes.coarse["codes"])] != sizes:
+        raise FormatError(f"fine plane: its tensors are not those of a weight [{n}, {k}]; the pages are damaged")
+    tensors = (low, nibbles, fine["side"], fine["escapes"], starts)
+    counts = len(fine["side"]), len(fine["escapes"])
+    return _Fine(*(t.data_ptr() for t in tensors), *counts, k, sum(1 << code for code in fmt.wide_codes), width)
 
 
 def _threads(work: int) -> int:

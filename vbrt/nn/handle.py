@@ -22,11 +22,13 @@ from vbrt.formats.fine import fine_layout, split_fine
 from vbrt.formats.page import PageLayout, new_page, pack, unpack
 from vbrt.formats.separation import Separation
 from vbrt.kernels import (
+    EXACT,
     TILES,
     fp4_refusal,
     fp8_refusal,
     kernel_name,
     kernel_refusal,
+    merges,
     noted_refusal,
     page_of,
     page_packing,
@@ -35,7 +37,7 @@ from vbrt.kernels import (
     resolves_late,
     runs_unpacked,
 )
-from vbrt.tiers import Lease, Owner, Page, TierStack
+from vbrt.tiers import Lease, Page, TierStack
 
 __all__ = ["HandleSpec", "WeightHandle", "handle_of", "sum_rows"]
 
@@ -113,7 +115,7 @@ class WeightHandle:
         self.separation = Separation(spec.levels, spec.refresh_every) if spec.format == "quantile" else None
         self._device = stack.device
         self.kernel = "reference"
-        self._owner: Owner | None = None  # of the pages
+        self._retire: weakref.finalize | None = None
         self._pages: tuple[Page, ...] = ()
         self._ready: WeightPlanes | None = None  # of pages that never move: made once, used without a lease
         self.resident: torch.Tensor | None = None  # the same, of a dense weight as nn.Linear keeps it
@@ -129,9 +131,9 @@ class WeightHandle:
             self._take_kernels()
 
     def _take_kernels(self) -> None:
-        """A lossless weight is multiplied as torch does it, so its format has no say."""
+        """A lossless weight is multiplied as torch does it; who restores it need not know its format."""
         spec = self.spec
-        op, format = ("linear", None) if spec.lossless else (self._op(), spec.format)
+        op, format = ("linear", EXACT if spec.fine else None) if spec.lossless else (self._op(), spec.format)
         self._linear = resolve(op, spec.backend, self._device, format)
         self._decode = resolve("decode_weight", spec.backend, self._device, format)
         prepare(self._linear, self._device)
@@ -146,10 +148,10 @@ class WeightHandle:
     def _announce_kernels(self) -> None:
         """What was asked for and cannot be had on this device: warned of once, and listed in `stats()`."""
         spec = self.spec
-        if spec.lossless or self._device.type not in ("cuda", "cpu"):
+        if spec.format == "dense" or self._device.type not in ("cuda", "cpu"):
             return
         no_kernels = kernel_refusal(self._device) if spec.backend == "auto" else None
-        asked = spec.backend != "reference"
+        asked = spec.backend != "reference" and not spec.lossless
         no_fp4 = fp4_refusal(self._device) if asked and spec.fp4 else None
         fp8 = asked and spec.fp8 and (no_fp4 is not None or not spec.fp4)
         no_fp8 = fp8_refusal(self._device) if fp8 else None
@@ -260,17 +262,16 @@ class WeightHandle:
         """
         self.drop()
         self.stack.collect()
-        owner, keys = Owner(self.stack), []
+        keys: list[str] = []
         try:
             for layout, tensors in planes:
                 key = self._free_key(layout.plane)
-                self.stack.add(key, layout, self._home(layout.plane), functools.partial(_fill, tensors, layout), owner)
+                self.stack.add(key, layout, self._home(layout.plane), functools.partial(_fill, tensors, layout))
                 keys.append(key)
-            self._own(tuple(keys), owner)
         except BaseException:
-            if self._owner is not owner:
-                self.stack.retire(owner)
+            self.stack.retire(keys)
             raise
+        self._own(tuple(keys))
 
     def _free_key(self, plane: str) -> str:
         """The plan's key, unless a copy of the layer has taken it."""
@@ -283,27 +284,27 @@ class WeightHandle:
             return self.stack.names[0]
         return homes.get(plane) or next(iter(homes.values()))
 
-    def _own(self, keys: tuple[str, ...], owner: Owner) -> None:
+    def _own(self, keys: tuple[str, ...]) -> None:
         if self._linear is None:
             self._take_kernels()
-        pages = tuple(self.stack.pages[key] for key in keys)
-        kernel = kernel_name(self._linear) if self._has_kernel(pages) else "reference"
-        # no call from here on: Ctrl-C finds an empty handle or a full one
-        self._owner, self._pages, self.kernel = owner, pages, kernel
         self.keys, self.generation = keys, self.generation + 1
+        self._pages = tuple(self.stack.pages[key] for key in keys)
+        self.kernel = kernel_name(self._linear) if self._has_kernel() else "reference"
+        self._retire = weakref.finalize(self, self.stack.retire, keys)
+        self._retire.atexit = False
 
-    def _has_kernel(self, pages: Sequence[Page]) -> bool:
+    def _has_kernel(self) -> bool:
         spec = self.spec
         if spec.lossless:
-            return spec.fine and spec.shape[1] % self._format.block == 0  # merged by one
-        return self._is_packed(pages[0].layout) or runs_unpacked(self._linear, spec.format)
+            return spec.fine and merges(self._linear, spec.format, spec.shape)
+        return self._is_packed(self._pages[0].layout) or runs_unpacked(self._linear, spec.format)
 
     def drop(self) -> None:
         """Give the pages back; the handle is empty again."""
-        owner = self._owner
-        self.keys, self._pages, self._owner = (), (), None  # the owner is not needed any more, whatever comes now
-        if owner is not None:
-            self.stack.retire(owner)
+        if self._retire is not None:
+            self._retire()
+            self._retire = None
+        self.keys, self._pages = (), ()
         self.forget_ready()
 
     def forget_ready(self) -> None:
@@ -492,7 +493,8 @@ class WeightHandle:
         clone.dtype, clone.trainable = self.dtype, self.trainable
         memo[id(self)] = clone
         if self.keys:
-            clone._own(self.keys, self.stack.share(self.keys))
+            self.stack.share(self.keys)
+            clone._own(self.keys)
         return clone
 
     def empty_copy(self) -> "WeightHandle":
