@@ -3,8 +3,10 @@
 import copy
 import json
 import os
+import random
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,11 @@ from tests import zoo
 from tests.models import TOKENS, config, gpt2, llama, mlp, wrap
 from vbrt.errors import CheckpointError, ConfigError, FormatError, TierError, WrapError
 from vbrt.kernels import fp4_linear
+from vbrt.manifest import _digest as manifest_digest
+from vbrt.manifest import read_manifest
 from vbrt.nn import WeightHandle
 from vbrt.tensorfile import TensorFile
+from vbrt.tensorfile import digest as tensor_digest
 
 SETTINGS = [(format, fine, dtype) for dtype in ("float32", "bfloat16", "float16")
             for format, fine in (("nvfp4", "none"), ("mxfp4", "none"), ("nf4", "none"), ("quantile", "none"),
@@ -231,7 +236,7 @@ def test_a_kernels_own_order_of_a_page_stays_out_of_the_files(tmp_path, monkeypa
     assert torch.equal(logits(vbrt.load(tmp_path / "packed", mlp()), x), expected)
     manifests = [json.loads((tmp_path / name / "vbrt.json").read_text()) for name in ("plain", "packed")]
     assert manifests[0]["layers"] == manifests[1]["layers"]
-    digests = [{name: digest for name, (_, digest) in manifest["tensors"].items()} for manifest in manifests]
+    digests = [{name: rest for name, (_, *rest) in manifest["tensors"].items()} for manifest in manifests]
     assert digests[0] == digests[1]
 
 
@@ -246,7 +251,7 @@ def test_the_files_are_plain_safetensors_with_the_dense_models_names(tmp_path):
     vb = wrap(llama(dtype=torch.bfloat16), "nvfp4")
     assert vb.save(tmp_path) == tmp_path
     manifest = json.loads((tmp_path / "vbrt.json").read_text())
-    assert manifest["version"] == 1 and manifest["vbrt"] == vbrt.__version__
+    assert manifest["version"] == 2 and manifest["vbrt"] == vbrt.__version__
     (shard,) = tmp_path.glob("*.safetensors")
     tensors = load_file(shard)
     codes = tensors["model.layers.0.mlp.up_proj.weight.codes"]
@@ -553,28 +558,241 @@ def test_a_damaged_file_is_named_and_the_model_is_as_it_was(saved, damage):
     if damage == "remove":
         shard.unlink()
     model = mlp()
-    words = {"flip": "damaged: the bytes of", "truncate": "truncated", "remove": "no such file"}.get(damage, "damaged")
+    words = {"flip": "damaged: the bytes of", "remove": "no such file"}.get(damage, "damaged")
     with pytest.raises(CheckpointError, match=f"{shard.name}: {words}"):
         vbrt.load(saved, model)
     x = torch.randn(2, 64)
     assert torch.equal(logits(model, x), logits(mlp(), x))
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"version": 2}, "a save of version 2, by vbrt .*; this vbrt reads version 1"),
-    ({"kind": "something"}, "not written by vb.save"),
-    ({"layers": [{}]}, "damaged"),
-    ({"tensors": {}}, "damaged: no file has the tensor 0.weight.codes"),
-    ({"tensors": {"0.weight.codes": ["../else.safetensors", "0"]}}, "damaged: .*a file of the name"),
-])
-def test_another_manifest_is_refused(saved, change, words):
-    manifest = saved / "vbrt.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | change))
+def as_version_1(directory):
+    """Make a save one that was written before manifests had digests; returns its manifest."""
+    content = json.loads((directory / "vbrt.json").read_text())
+    content |= {"version": 1, "tensors": {name: [file, digest] for name, (file, _, _, digest) in
+                                          content["tensors"].items()}}
+    del content["digest"]
+    (directory / "vbrt.json").write_text(json.dumps(content, indent=1))
+    return content
+
+
+def test_a_save_of_version_1_still_loads(saved):
+    expected = logits(vbrt.load(saved, mlp()), torch.ones(2, 64))
+    as_version_1(saved)
+    assert torch.equal(logits(vbrt.load(saved, on_meta(mlp)), torch.ones(2, 64)), expected)
+
+
+CHANGES = [
+    (("version",), 3, "a save of version 3, by vbrt .*; this vbrt reads versions 1 and 2"),
+    (("version",), True, "a save of version true"),
+    (("kind",), "something", "not written by vb.save"),
+    (("layers",), [{}], r"damaged: layers\[0\] has no \"aliases\""),
+    (("layers",), {}, "damaged: layers = {}; expected a list"),
+    (("layers", 0), [], r"damaged: layers\[0\] = \[\]; expected a table"),
+    (("layers", 0, "extra"), 1, r"damaged: layers\[0\] has an unknown \"extra\""),
+    (("layers", 0, "name"), None, r"damaged: layers\[0\]\.name = null; expected a name"),
+    (("layers", 0, "name"), "2", r"damaged: layers\[1\] has the name \"2\", which layers\[0\] has already"),
+    (("layers", 0, "name"), "7", r"damaged: \"tensors\" has no \"7\.weight\.codes\""),
+    (("layers", 0, "aliases"), "02", r"damaged: layers\[0\]\.aliases = \"02\"; expected a list of names"),
+    (("layers", 0, "kind"), "Linfar", r"damaged: layers\[0\]\.kind = \"Linfar\"; expected one of Linear"),
+    (("layers", 0, "shape"), [64, 64.0], r"damaged: layers\[0\]\.shape = \[64, 64\.0\]; expected two whole"),
+    (("layers", 0, "shape"), [64, True], r"damaged: layers\[0\]\.shape"),
+    (("layers", 0, "shape"), [64, 1 << 40], r"damaged: layers\[0\]\.shape"),
+    (("layers", 0, "shape"), [64, 80], r"damaged: layers\[0\] asks for uint8 \[64, 40\], and 0\.weight\.codes is "),
+    (("layers", 0, "stored_dtype"), "load", r"damaged: layers\[0\]\.stored_dtype = \"load\"; expected one of"),
+    (("layers", 0, "stored_dtype"), "float64", r"damaged: layers\[0\]\.stored_dtype .* nvfp4 does not hold"),
+    (("layers", 0, "dtype"), "int32", r"damaged: layers\[0\]\.dtype = \"int32\"; expected one of"),
+    (("layers", 0, "format"), "nvfq4", r"damaged: layers\[0\]\.format = \"nvfq4\"; expected one of nvfp4"),
+    (("layers", 0, "format"), "nf4", r"damaged: layers\[0\] asks for"),
+    (("layers", 0, "format"), "dense", r"damaged: layers\[0\]\.planes = .*; expected dense: weight"),
+    (("layers", 0, "fine"), 1, r"damaged: layers\[0\]\.fine = 1; expected true or false"),
+    (("layers", 0, "fine"), True, r"damaged: layers\[0\]\.fine = true, which float32 in nvfp4 cannot have"),
+    (("layers", 0, "planes"), {}, r"damaged: layers\[0\]\.planes = {}; expected coarse: "),
+    (("layers", 0, "planes", "coarse"), ["codes"], r"damaged: layers\[0\]\.planes = "),
+    (("kept", 0, "kind"), "p`rameter", r"damaged: kept\[0\]\.kind = \"p`rameter\"; expected one of parameter"),
+    (("kept", 0, "trainable"), None, r"damaged: kept\[0\]\.trainable = null"),
+    (("kept", 0, "name"), "0.weight", r"damaged: kept\[0\] has the name \"0\.weight\", which layers\[0\] has already"),
+    (("kept",), [], r"damaged: \"tensors\" has \"0\.bias\", which no layer, parameter or buffer has"),
+    (("tensors",), {}, r"damaged: \"tensors\" has no \"0\.weight\.codes\""),
+    (("tensors", "0.bias"), None, r"damaged: tensors\.0\.bias = null; expected a list"),
+    (("tensors", "0.bias", 0), "../x.safetensors", r"damaged: tensors\.0\.bias\[0\] = .*; expected a file of the name"),
+    (("tensors", "0.bias", -1), "0", r"damaged: tensors\.0\.bias\[\d\] = \"0\"; expected 16 hexadecimal digits"),
+    (("config",), [], r"damaged: config = \[\]; expected a table"),
+    (("vbrt",), 7, "damaged: vbrt = 7; expected a version"),
+]
+
+
+def changed(content, keys, value):
+    *path, last = keys
+    for key in path:
+        content = content[key]
+    content[last] = value
+
+
+@pytest.mark.parametrize(("keys", "value", "words"), CHANGES)
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_manifest_with_another_entry_is_refused_by_the_name_of_the_entry(saved, keys, value, words, version):
+    if version == 1:
+        as_version_1(saved)
+    content = json.loads((saved / "vbrt.json").read_text())
+    changed(content, keys, value)
+    if "digest" in content:
+        content["digest"] = manifest_digest(content)
+    (saved / "vbrt.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=f"vbrt.json: {words}"):
         vbrt.load(saved, mlp())
-    manifest.write_text("{")
-    with pytest.raises(CheckpointError, match="not valid JSON"):
+
+
+@pytest.mark.parametrize(("keys", "value"), [
+    (("kept", 0, "trainable"), False), (("layers", 0, "trainable"), False), (("layers", 0, "dtype"), "bfloat16"),
+    (("config", "weights", "keep_head"), False), (("vbrt",), "0.9"), (("tensors", "0.bias", -1), "0" * 16)])
+def test_a_manifest_whose_digest_is_not_that_of_its_content_is_refused(saved, keys, value):
+    content = json.loads((saved / "vbrt.json").read_text())
+    (saved / "vbrt.json").write_text(json.dumps(dict(reversed(content.items())), indent=3))
+    assert vbrt.load(saved, mlp()).registry  # order and space are no content
+    changed(content, keys, value)
+    (saved / "vbrt.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r'vbrt.json: damaged: "digest" = '):
         vbrt.load(saved, mlp())
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("{", "not valid JSON"), ("[" * 100_000, "not valid JSON"), ('{"a": 1, "a": 2}', '"a" stands twice in one object'),
+    ('{"kind": NaN}', "NaN is no number"), ("\xff", "not valid JSON"), ("1" * 5000, "not valid JSON"),
+    ("null", "not written")])
+def test_what_is_no_manifest_is_refused(saved, text, words):
+    (saved / "vbrt.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=f"vbrt.json: .*{words}"):
+        vbrt.load(saved, mlp())
+
+
+def test_any_flipped_bit_of_a_manifest_is_refused_or_changes_nothing(saved):
+    path, dice = saved / "vbrt.json", random.Random(0)
+    good, want = path.read_bytes(), read_manifest(saved)
+    for _ in range(300):
+        bad = bytearray(good)
+        bad[dice.randrange(len(bad))] ^= 1 << dice.randrange(8)
+        path.write_bytes(bad)
+        try:
+            assert read_manifest(saved) == want
+        except CheckpointError as error:
+            assert str(path) in str(error)
+
+
+@pytest.mark.parametrize("what", ["vbrt.json", "shard", "index", "model.safetensors"])
+def test_a_fifo_in_the_place_of_a_file_is_refused_and_nothing_waits_for_it(saved, what):
+    (shard,) = saved.glob("*.safetensors")
+    if what in ("index", "model.safetensors"):
+        (saved / "vbrt.json").unlink()
+        shard = shard.rename(saved / "model.safetensors")
+    if what == "index":
+        (saved / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model.safetensors"}}')
+    path = saved / "vbrt.json" if what == "vbrt.json" else shard
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match=f"{path}: .*FIFO|neither {path.name}|nor {path.name}"):
+        vbrt.load(saved, mlp())
+
+
+@pytest.mark.parametrize("what", ["vbrt.json", "model.safetensors.index.json", "shard", "header"])
+def test_a_file_that_pretends_to_be_large_is_refused_before_memory_is_taken(saved, what):
+    (shard,) = saved.glob("*.safetensors")
+    if what == "model.safetensors.index.json":
+        (saved / "vbrt.json").unlink()
+    path = shard if what in ("shard", "header") else saved / what
+    with open(path, "r+b" if path.exists() else "wb") as file:
+        if what == "header":
+            file.write((1 << 34).to_bytes(8, "little"))
+        file.truncate(1 << 36)
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match=f"{path}: "):
+        vbrt.load(saved, mlp())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10 << 20
+
+
+def test_a_fine_plane_whose_lists_do_not_go_with_its_codes_is_refused(tmp_path):
+    vb = wrap(mlp(dtype=torch.bfloat16), "exact").materialize()
+    vb.save(tmp_path)
+    (shard,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(shard)
+    name = "0.weight.fine.starts"
+    tensors[name] = tensors[name] + 1000
+    save_file(tensors, shard)
+    content = json.loads((tmp_path / "vbrt.json").read_text())
+    content["tensors"][name][-1] = tensor_digest(tensors[name])
+    content["digest"] = manifest_digest(content)
+    (tmp_path / "vbrt.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"0: fine plane: lists of \d+ and \d+ entries, or `starts`, that do not"):
+        vbrt.load(tmp_path, mlp())
+
+
+# -- headers ----------------------------------------------------------------------------------------------------------
+
+
+def file_of(path, header, nbytes):
+    text = header.encode() if isinstance(header, str) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(nbytes))
+    return path
+
+
+def entry(begin, end, dtype="F32", shape=None):
+    return {"dtype": dtype, "shape": [(end - begin) // 4] if shape is None else shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(("header", "nbytes"), [
+    ({"a": entry(0, 8), "b": entry(4, 12)}, 12), ({"a": entry(0, 8), "b": entry(12, 16)}, 16),
+    ({"a": entry(4, 12)}, 12),
+    ({"a": entry(0, 8)}, 9), ({"a": entry(0, 8)}, 7), ({"a": entry(0, 8, shape=["2"])}, 8),
+    ({"a": entry(0, 8, shape=[2.0])}, 8), ({"a": entry(0, 8, shape=[True, 2])}, 8), ({"a": entry(0, 8, shape=[-2])}, 8),
+    ({"a": entry(0, 8, shape=[float("inf")])}, 8), ({"a": entry(0, 8, shape=[1 << 64])}, 8), ({"a": [1]}, 8),
+    ({"a": entry(0, 8) | {"data_offsets": ["0", "8"]}}, 8), ({"a": entry(0, 8, dtype="F33")}, 8), ({"a": None}, 8),
+    ({"__metadata__": {"a": 1}}, 0), (f'{{"a": {json.dumps(entry(0, 4))}, "a": {json.dumps(entry(4, 8))}}}', 8),
+    ("[]", 0), ("", 0), ("{}x", 0), ("[" * 10_000, 0), ('{"a":' * 10_000, 0),
+    ({"a": entry(0, 8, shape=[2] + [1] * 70)}, 8),
+    ({"a": entry(0, 0, shape=[1 << 62, 1 << 62, 0])}, 0), ({"a": entry(0, 8, dtype="F4", shape=[16])}, 8),
+])
+def test_a_header_that_the_library_refuses_is_refused(tmp_path, header, nbytes):
+    path = file_of(tmp_path / "x.safetensors", header, nbytes)
+    with pytest.raises(CheckpointError, match=f"{path}: damaged, truncated, or not a safetensors file"):
+        TensorFile(path)
+
+
+def test_every_dtype_that_torch_has_is_read(tmp_path):
+    for name in ("float8_e8m0fnu", "float8_e4m3fnuz", "float8_e4m3fn", "bool", "uint64", "complex64", "float64"):
+        tensor = torch.ones(3, 2).to(getattr(torch, name))
+        save_file({"a": tensor}, tmp_path / "x.safetensors")
+        back = TensorFile(tmp_path / "x.safetensors").read("a")
+        assert back.dtype is tensor.dtype and torch.equal(back.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_weights_of_another_kind_of_number_are_refused_by_name(tmp_path):
+    state = mlp().state_dict()
+    state["2.weight"] = state["2.weight"].view(torch.int32)
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 dtypes do not fit: 2\.weight is float32, saved was int32"):
+        vbrt.load(tmp_path, mlp())
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ('{"weight_map": {"a": null}}', r'weight_map\.a = None'), ('{"weight_map": {"a": 1}}', r'weight_map\.a = 1'),
+    ('{"weight_map": {"a": "../x.safetensors"}}', "outside of its directory"), ('{"weight_map": []}', "weight_map"),
+    ('{"weight_map": {"a": "."}}', r'weight_map\.a'), ('{"weight_map": {"a": ""}}', r'weight_map\.a'),
+    ("[]", "weight_map"),
+    ("[" * 100_000, "not valid JSON"), ('{"weight_map": {"a": "x\\u0000"}}', "x"), ("{}", "weight_map")])
+def test_an_index_that_is_none_is_refused(tmp_path, text, words):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=words):
+        vbrt.load(tmp_path, mlp())
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "\ud800", "~nobody-of-this-name/x", "x/" * 3000])
+def test_a_name_that_no_file_can_have_is_refused(tmp_path, name):
+    for path in (name, str(tmp_path / name))[:1 if name.startswith("~") else 2]:
+        with pytest.raises(CheckpointError):
+            vbrt.load(path, mlp())
+        with pytest.raises(CheckpointError):
+            wrap(mlp(), "nvfp4").save(path)
 
 
 def test_what_is_no_save_is_named(tmp_path):

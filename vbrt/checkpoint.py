@@ -20,19 +20,31 @@ import torch
 from torch import nn
 
 from vbrt.config import VBConfig, load_config
-from vbrt.errors import CheckpointError, ConfigError, WrapError, describe_os_error
+from vbrt.errors import CheckpointError, ConfigError, FormatError, WrapError, describe_os_error
 from vbrt.estimate import ROOT, make_plan
-from vbrt.formats import FORMATS
+from vbrt.files import read_bounded
+from vbrt.formats import get_format
+from vbrt.formats.fine import check_fine
+from vbrt.manifest import (
+    MANIFEST,
+    KeptTensor,
+    Manifest,
+    SavedLayer,
+    plane_tensor,
+    read_manifest,
+    text_of,
+    weight_name,
+)
 from vbrt.nn import SwappedLayer, WeightHandle, kind_of
 from vbrt.nn.linear import warn_of_training
 from vbrt.plan import Swap
-from vbrt.save import MANIFEST, KeptTensor, Manifest, SavedLayer, plane_tensor, read_manifest, weight_name
 from vbrt.tensorfile import TensorFile, TensorInfo, digest
 from vbrt.wrapper import Before, VBModelWrapper, carry_out, release_host_memory
 
 __all__ = ["load"]
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_MAX_INDEX_BYTES = 64 << 20
 _SHOWN = 3  # names in an error
 _TRIM_BYTES = 8 << 20
 
@@ -63,7 +75,7 @@ def load(directory: str | PathLike, model: nn.Module,
         raise WrapError(f"load() got {type(model).__name__}; expected a torch.nn.Module that is not wrapped")
     if any(isinstance(module, SwappedLayer) for module in model.modules()):
         raise WrapError("load(): the model is wrapped already; build a new one, under torch.device(\"meta\") for one")
-    source = _open(Path(directory).expanduser())
+    source = _open(Path(directory))
     config = source.config(config, overrides)
     if config.mode == "train":
         raise ConfigError(f'{config.source}: mode = "train"; load() fills the planes of an inference model. Load dense '
@@ -143,16 +155,24 @@ class _Source(Protocol):
 
 
 def _open(path: Path) -> "_Saved | _Checkpoint":
-    if path.is_file() and path.suffix == ".safetensors":
+    try:
+        path = path.expanduser()
+        kinds = {name: (path / name).exists() for name in (MANIFEST, _INDEX, _SINGLE)}
+        is_file, is_directory = path.is_file(), path.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:  # the last two: no such user; half a surrogate pair
+        why = describe_os_error(error) if isinstance(error, OSError) else error
+        raise CheckpointError(f"{str(path)!r}: cannot be read: {why}; expected a directory that vb.save() wrote, or a "
+                              f"checkpoint with {_SINGLE}") from error
+    if is_file and path.suffix == ".safetensors":
         return _Checkpoint(path, [path])
-    if not path.is_dir():
+    if not is_directory:
         raise CheckpointError(f"{path}: no such directory; expected one that vb.save() wrote, or a checkpoint with "
                               f"{_SINGLE}")
-    if (path / MANIFEST).is_file():
+    if kinds[MANIFEST]:
         return _Saved(path)
-    if (path / _INDEX).is_file():
+    if kinds[_INDEX]:
         return _Checkpoint(path, [path / name for name in _shard_names(path / _INDEX)])
-    if (path / _SINGLE).is_file():
+    if kinds[_SINGLE]:
         return _Checkpoint(path, [path / _SINGLE])
     raise CheckpointError(f"{path}: neither {MANIFEST}, as vb.save() writes it, nor {_SINGLE} or {_INDEX} in it; "
                           "expected a save or a safetensors checkpoint")
@@ -160,14 +180,19 @@ def _open(path: Path) -> "_Saved | _Checkpoint":
 
 def _shard_names(index: Path) -> list[str]:
     try:
-        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        data = json.loads(read_bounded(index, _MAX_INDEX_BYTES).decode())
     except OSError as error:
         raise CheckpointError(f"{index}: cannot be read: {describe_os_error(error)}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index}: damaged: {error!r}; expected \"weight_map\" in JSON") from error
-    if any(Path(name).name != name for name in names):
-        raise CheckpointError(f"{index}: names a file outside of its directory")
-    return names
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{index}: damaged: not valid JSON ({error})") from error
+    files = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(files, dict) or not files:
+        raise CheckpointError(f"{index}: damaged: expected \"weight_map\" in it, with a file for each name")
+    for name, file in files.items():
+        if not isinstance(file, str) or Path(file).name != file or not file:
+            raise CheckpointError(f"{index}: weight_map.{name} = {file!r}; expected a file of its directory, and none "
+                                  "outside of its directory")
+    return sorted(set(files.values()))
 
 
 class _Saved:
@@ -175,16 +200,44 @@ class _Saved:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._manifest: Manifest = read_manifest(path / MANIFEST)
-        files = {name: TensorFile(path / name) for name in {file for file, _ in self._manifest.tensors.values()}}
-        self._files = {name: files[file] for name, (file, _) in self._manifest.tensors.items()}
+        self._manifest: Manifest = read_manifest(path)
+        names = sorted({tensor.file for tensor in self._manifest.tensors.values()})
+        files = {name: TensorFile(path / name) for name in names}
+        self._files = {name: files[tensor.file] for name, tensor in self._manifest.tensors.items()}
         self._layers = {name: layer for layer in self._manifest.layers for name in layer.names}
         self._kept = {name: entry for entry in self._manifest.kept for name in entry.names}
-        wanted = [plane_tensor(layer.name, plane, field) for layer in self._manifest.layers
-                  for plane, names in layer.planes.items() for field in names]
-        for name in (*wanted, *(entry.name for entry in self._manifest.kept)):
-            if name not in self._files or name not in self._files[name].tensors:
-                raise CheckpointError(f"{path / MANIFEST}: damaged: no file has the tensor {name}")
+        self._check_files(files)
+        self._check_entries()
+
+    def _check_files(self, files: Mapping[str, TensorFile]) -> None:
+        """The files have the tensors of the manifest and no others, of its dtypes and shapes."""
+        for name, saved in self._manifest.tensors.items():
+            info = files[saved.file].tensors.get(name)
+            if info is None:
+                raise _damaged(files[saved.file].path, f"it has no {name}, which {MANIFEST} says is in it")
+            here = text_of(info.dtype), info.shape
+            if saved.dtype is not None and here != (saved.dtype, saved.shape):
+                raise _damaged(files[saved.file].path, f"{name} is {_described(*here)}, saved was "
+                               f"{_described(saved.dtype, saved.shape)}")
+        for file in files.values():
+            for name in file.tensors:
+                if self._files.get(name) is not file:
+                    raise _damaged(file.path, f"it has {name}, of which {MANIFEST} says nothing")
+
+    def _check_entries(self) -> None:
+        """Planes are of dtypes and shapes that their format has, and only numbers with a fraction train."""
+        for number, layer in enumerate(self._manifest.layers):
+            for plane, expected in layer.expected().items():
+                for field, wanted in expected.items():
+                    info = self._info(plane_tensor(layer.name, plane, field))
+                    if not _is_like(info, *wanted):
+                        raise _damaged(self.path / MANIFEST, f"layers[{number}] asks for {_described(*wanted)}, and "
+                                       f"{info.name} is {_described(text_of(info.dtype), info.shape)}")
+        for number, entry in enumerate(self._manifest.kept):
+            dtype = self._info(entry.name).dtype
+            if entry.trainable and not _has_fraction(dtype):
+                raise _damaged(self.path / MANIFEST, f"kept[{number}].trainable = true, and {entry.name} is "
+                               f"{text_of(dtype)}")
 
     def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
         """See `_Source`. Weights stay what they were when the model was saved."""
@@ -205,15 +258,18 @@ class _Saved:
         modules = {name or ROOT: module for name, module in model.named_modules(remove_duplicate=False)}
         _refuse_list(self.path, "layers do not fit", filter(None, (
             _misfit(name, modules.get(name), layer) for name, layer in self._layers.items())))
+        _refuse_list(self.path, "kinds do not fit", _other_kinds(model, self._kept))
         _refuse_list(self.path, "shapes do not fit", _other_shapes(model, {
-            name: self._info(entry) for name, entry in self._kept.items() if entry.kind != "non-persistent buffer"}))
+            name: self._info(entry.name) for name, entry in self._kept.items()
+            if entry.kind != "non-persistent buffer"}))
         for layer in self._manifest.layers:
             weight = _on_meta(modules[layer.name].weight, getattr(torch, layer.stored_dtype), layer.trainable)
             for name in layer.names:
                 modules[name]._parameters["weight"] = weight
         for entry in self._manifest.kept:
             if entry.kind == "parameter":
-                _assign(model, entry.names, partial(_on_meta, dtype=self._info(entry).dtype, trains=entry.trainable))
+                dtype = self._info(entry.name).dtype
+                _assign(model, entry.names, partial(_on_meta, dtype=dtype, trains=entry.trainable))
 
     def has(self, name: str) -> bool:
         """See `_Source`."""
@@ -227,8 +283,15 @@ class _Saved:
     def planes(self, name: str, handle: WeightHandle) -> Any:
         """See `_Source`: as they were encoded."""
         layer = self._layers[name]
-        return handle.from_encoded({plane: {field: self._read(plane_tensor(layer.name, plane, field))
-                                            for field in names} for plane, names in layer.planes.items()})
+        planes = {plane: {field: self._read(plane_tensor(layer.name, plane, field)) for field in names}
+                  for plane, names in layer.planes.items()}
+        if layer.fine:
+            try:
+                check_fine(planes["coarse"], planes["fine"], get_format(layer.format), layer.shape,
+                           getattr(torch, layer.stored_dtype))
+            except FormatError as error:
+                raise _damaged(self._files[plane_tensor(layer.name, "fine", "low")].path, f"{name}: {error}") from error
+        return handle.from_encoded(planes)
 
     def dtype(self, name: str, handle: WeightHandle) -> torch.dtype:
         """See `_Source`."""
@@ -243,14 +306,13 @@ class _Saved:
                 value = self._read(entry.name).to(device)
                 _assign(model, names, partial(_with_values, value=value))
 
-    def _info(self, entry: KeptTensor) -> TensorInfo:
-        return self._files[entry.name].tensors[entry.name]
+    def _info(self, name: str) -> TensorInfo:
+        return self._files[name].tensors[name]
 
     def _read(self, name: str) -> torch.Tensor:
         tensor = self._files[name].read(name)
-        if digest(tensor) != self._manifest.tensors[name][1]:
-            raise CheckpointError(f"{self._files[name].path}: damaged: the bytes of {name} are not those that were "
-                                  "saved; copy the file again, or save the model again")
+        if digest(tensor) != self._manifest.tensors[name].digest:
+            raise _damaged(self._files[name].path, f"the bytes of {name} are not those that were saved")
         return tensor
 
 
@@ -277,8 +339,9 @@ class _Checkpoint:
             if entry is not None:
                 self._entries.update(dict.fromkeys(names, entry))
         _check_names(self.path, model, self._files.keys() | self._entries.keys(), optional=_ignored(model, self._files))
-        _refuse_list(self.path, "shapes do not fit", _other_shapes(model, {
-            name: self._files[entry].tensors[entry] for name, entry in self._entries.items()}))
+        infos = {name: self._files[entry].tensors[entry] for name, entry in self._entries.items()}
+        _refuse_list(self.path, "shapes do not fit", _other_shapes(model, infos))
+        _refuse_list(self.path, "dtypes do not fit", _other_dtypes(model, infos))
         done: set[int] = set()
         for name, parameter in list(model.named_parameters(remove_duplicate=False)):
             if id(parameter) not in done:
@@ -314,6 +377,19 @@ class _Checkpoint:
     def _read(self, name: str) -> torch.Tensor:
         entry = self._entries[name]
         return self._files[entry].read(entry)
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path}: damaged: {what}; copy it again, or save the model again")
+
+
+def _is_like(info: TensorInfo, dtype: str, shape: tuple[int | None, ...]) -> bool:
+    return text_of(info.dtype) == dtype and len(info.shape) == len(shape) and all(
+        wanted in (None, have) for have, wanted in zip(info.shape, shape, strict=True))
+
+
+def _described(dtype: str, shape: tuple[int | None, ...]) -> str:
+    return f"{dtype} [{', '.join('any' if n is None else str(n) for n in shape)}]"
 
 
 def _ignored(model: nn.Module, names: Iterable[str]) -> set[str]:
@@ -352,9 +428,16 @@ def _misfit(name: str, module: nn.Module | None, layer: SavedLayer) -> str | Non
         return f"{name} is a {type(module).__name__}, saved was a {layer.kind}"
     saved = layer.shape[::-1] if layer.transposed else layer.shape
     here = tuple(module.weight.shape)
-    if layer.format not in FORMATS:
-        return f"{name} is in format {layer.format!r}, which this vbrt does not know"
     return None if here == saved else f"{name}.weight is {here}, saved was {saved}"
+
+
+def _other_kinds(model: nn.Module, kept: Mapping[str, KeptTensor]) -> Iterator[str]:
+    """Parameters that are buffers in the files, and the other way round."""
+    here = {name: "parameter" for name, _ in model.named_parameters(remove_duplicate=False)}
+    here |= {name: "buffer" for name, _ in model.named_buffers(remove_duplicate=False)}
+    for name, entry in kept.items():
+        if name in here and here[name] != entry.kind.removeprefix("non-persistent "):
+            yield f"{name} is a {here[name]}, saved was a {entry.kind}"
 
 
 def _other_shapes(model: nn.Module, infos: Mapping[str, TensorInfo]) -> Iterator[str]:
@@ -364,6 +447,17 @@ def _other_shapes(model: nn.Module, infos: Mapping[str, TensorInfo]) -> Iterator
             yield f"{name} has no shape before the model's first call"
         elif name in infos and name not in transient and tuple(tensor.shape) != infos[name].shape:
             yield f"{name} is {tuple(tensor.shape)}, saved was {infos[name].shape}"
+
+
+def _other_dtypes(model: nn.Module, infos: Mapping[str, TensorInfo]) -> Iterator[str]:
+    """Numbers with a fraction in the place of whole ones, or the other way round; precision is for the files to say."""
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        if name in infos and _has_fraction(tensor.dtype) != _has_fraction(infos[name].dtype):
+            yield f"{name} is {text_of(tensor.dtype)}, saved was {text_of(infos[name].dtype)}"
+
+
+def _has_fraction(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _refuse_list(path: Path, what: str, found: Iterable[str]) -> None:

@@ -45,9 +45,11 @@ def read_bounded(path: str | os.PathLike[str], limit_bytes: int) -> bytes:
     """The bytes of a regular file that is read whole. Raises OSError, also for one of more than `limit_bytes`."""
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        data = file.read(limit_bytes + 1) if size <= limit_bytes else b""
-        if size > limit_bytes or len(data) > limit_bytes:  # the second: it grew, or is of a file system without sizes
+        if size > limit_bytes:
             raise OSError(errno.EFBIG, f"{size} bytes; expected at most {limit_bytes}", os.fspath(path))
+        data = file.read(size + 1)
+        if len(data) > size:
+            raise OSError(errno.EBUSY, "it grew while it was read", os.fspath(path))
         return data
 
 

@@ -1,6 +1,6 @@
 """Saves: a wrapped model in a directory, planes as their format encodes them and everything else as it is.
 
-    vbrt.json                                    the manifest: config, layers, what was kept, a digest of each tensor
+    vbrt.json                                    the manifest (`manifest.py`): layers, what was kept, digests
     vbrt-3f9c01ab-00001-of-00002.safetensors     tensors, under the dense model's names
 
 A plane's tensors are named after the weight: `layers.0.up.weight.codes`, `layers.0.up.weight.fine.low`; a dense plane
@@ -8,95 +8,40 @@ has the weight's own name. The files of a save have a name that no other save ha
 last, is what makes them the save: until then the directory holds the one before.
 """
 
-import json
+import os
 import re
 import secrets
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from vbrt.config import VBConfig
-from vbrt.errors import CheckpointError, FormatError, describe_os_error
+from vbrt.errors import CheckpointError, describe_os_error
 from vbrt.estimate import ROOT
 from vbrt.files import sync_directory, write_file
+from vbrt.manifest import (
+    MANIFEST,
+    SHARD,
+    KeptTensor,
+    Manifest,
+    SavedLayer,
+    SavedTensor,
+    plane_tensor,
+    read_manifest_bytes,
+    text_of,
+    to_json,
+)
 from vbrt.nn import SwappedLayer, TrainedLayer, TrainedWeight, WeightHandle
 from vbrt.tensorfile import TensorInfo, TensorWriter
 
-__all__ = ["MANIFEST", "KeptTensor", "Manifest", "SavedLayer", "plane_tensor", "read_manifest", "save_model",
-           "weight_name"]
+__all__ = ["save_model"]
 
-MANIFEST = "vbrt.json"
-_KIND, _VERSION = "vbrt save", 1
 Handle = WeightHandle | TrainedWeight
 _SHARD_BYTES = 1 << 30
-_SHARD = re.compile(r"vbrt-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
-_OURS = re.compile(rf"({_SHARD.pattern}|{re.escape(MANIFEST)})((\.[0-9a-f]{{8}})?\.tmp)?")
-
-
-@dataclass(frozen=True, slots=True)
-class SavedLayer:
-    """A VB layer. `shape` is (out, in); `stored_dtype` is that of the weight that was encoded, `dtype` what the layer
-    computes in; `planes` has the fields of each plane."""
-
-    name: str
-    aliases: tuple[str, ...]
-    kind: str
-    shape: tuple[int, int]
-    stored_dtype: str
-    dtype: str
-    format: str
-    fine: bool
-    transposed: bool
-    trainable: bool
-    planes: Mapping[str, tuple[str, ...]]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names of the weight's layers."""
-        return (self.name, *self.aliases)
-
-
-@dataclass(frozen=True, slots=True)
-class KeptTensor:
-    """A parameter or buffer that was not swapped, under all its names."""
-
-    name: str
-    aliases: tuple[str, ...]
-    kind: str  # "parameter", "buffer", or "non-persistent buffer"
-    trainable: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names of the tensor."""
-        return (self.name, *self.aliases)
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What vbrt.json says. `tensors`: name -> (file, XXH3-64 of its bytes in hex)."""
-
-    config: Mapping[str, Any]
-    layers: tuple[SavedLayer, ...]
-    kept: tuple[KeptTensor, ...]
-    tensors: Mapping[str, tuple[str, str]]
-
-
-def plane_tensor(layer: str, plane: str, field: str) -> str:
-    """What a plane's tensor is called in a file."""
-    weight = weight_name(layer)
-    if plane == "dense":
-        return weight
-    return f"{weight}.{field}" if plane == "coarse" else f"{weight}.{plane}.{field}"
-
-
-def weight_name(layer: str) -> str:
-    """The name of a layer's weight in the dense model."""
-    return "weight" if layer == ROOT else f"{layer}.weight"
+_OURS = re.compile(rf"({SHARD.pattern}|{re.escape(MANIFEST)})((\.[0-9a-f]{{8}})?\.tmp)?")
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -112,7 +57,7 @@ class _Part:
 
 def save_model(model: nn.Module, config: VBConfig, directory: Path) -> Path:
     """Write a model whose VB layers are all encoded. See `VBModelWrapper.save`."""
-    directory = directory.expanduser()
+    directory = _expanded(directory)
     layers, kept = _find_layers(model), _find_kept(model)
     parts = [_layer_part(layer, handle) for layer, handle in layers]
     parts += [_kept_part(entry, tensor) for entry, tensor in kept]
@@ -123,10 +68,10 @@ def save_model(model: nn.Module, config: VBConfig, directory: Path) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         for number, shard in enumerate(shards, 1):
             name = f"vbrt-{token}-{number:05d}-of-{len(shards):05d}.safetensors"
-            tensors.update((tensor, (name, digest)) for tensor, digest in _write_shard(directory / name, shard).items())
+            tensors |= {info.name: _saved(name, info, digest) for info, digest in _write_shard(directory / name, shard)}
         sync_directory(directory)
         manifest = Manifest(config.to_dict(), tuple(e for e, _ in layers), tuple(e for e, _ in kept), tensors)
-        write_file(directory / MANIFEST, _to_json(manifest))
+        write_file(directory / MANIFEST, to_json(manifest))
     except OSError as error:
         _remove(directory, lambda name: token in name or name.endswith(".tmp"))
         raise CheckpointError(f"{error.filename or directory}: the model cannot be saved to {directory}: "
@@ -144,6 +89,15 @@ def save_model(model: nn.Module, config: VBConfig, directory: Path) -> Path:
     return directory
 
 
+def _expanded(directory: Path) -> Path:
+    try:
+        if b"\0" in os.fsencode(directory):
+            raise ValueError("a NUL in its name")
+        return directory.expanduser()
+    except (RuntimeError, ValueError) as error:  # no such user; half a surrogate pair
+        raise CheckpointError(f"{str(directory)!r}: the model cannot be saved there: {error}") from error
+
+
 def _check_unique(names: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in names:
@@ -152,23 +106,29 @@ def _check_unique(names: Iterable[str]) -> None:
         seen.add(name)
 
 
-def _write_shard(path: Path, parts: list[_Part]) -> dict[str, str]:
-    digests = {}
-    with TensorWriter(path, [info for part in parts for info in part.tensors]) as writer:
+def _write_shard(path: Path, parts: list[_Part]) -> list[tuple[TensorInfo, str]]:
+    infos, digests = [info for part in parts for info in part.tensors], {}
+    with TensorWriter(path, infos) as writer:
         for part in parts:
             digests |= part.write(writer)
-    return digests
+    return [(info, digests[info.name]) for info in infos]
+
+
+def _saved(file: str, info: TensorInfo, digest: str) -> SavedTensor:
+    return SavedTensor(file, digest, text_of(info.dtype), info.shape)
 
 
 def _remove(directory: Path, unwanted: Callable[[str], bool]) -> None:
     """Remove files of saves by name, but for those of the save that is in place."""
     try:
-        in_place = (directory / MANIFEST).read_text("utf-8")
-    except OSError:
-        in_place = ""
+        in_place = read_manifest_bytes(directory)
+    except FileNotFoundError:
+        in_place = b""
+    except OSError:  # nobody knows what it needs
+        return
     try:
         for path in directory.iterdir():
-            if _OURS.fullmatch(path.name) and unwanted(path.name) and f'"{path.name}"' not in in_place:
+            if _OURS.fullmatch(path.name) and unwanted(path.name) and f'"{path.name}"'.encode() not in in_place:
                 path.unlink(missing_ok=True)
     except OSError:  # what is left over takes room and does no harm
         return
@@ -221,12 +181,8 @@ def _find_layers(model: nn.Module) -> list[tuple[SavedLayer, Handle]]:
 def _saved_layer(handle: Handle, names: list[str], kind: str) -> SavedLayer:
     spec = handle.spec
     planes = {layout.plane: tuple(field.name for field in layout.fields) for layout in handle.encoded_layouts()}
-    return SavedLayer(names[0], tuple(names[1:]), kind, spec.shape, _text(spec.dtype), _text(handle.dtype), spec.format,
-                      spec.fine, spec.transposed, handle.trainable, planes)
-
-
-def _text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return SavedLayer(names[0], tuple(names[1:]), kind, spec.shape, text_of(spec.dtype), text_of(handle.dtype),
+                      spec.format, spec.fine, spec.transposed, handle.trainable, planes)
 
 
 def _find_kept(model: nn.Module) -> list[tuple[KeptTensor, torch.Tensor]]:
@@ -253,48 +209,3 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
             if buffer is not None:
                 kind = "non-persistent buffer" if name in module._non_persistent_buffers_set else "buffer"
                 yield prefix + name, kind, buffer
-
-
-# -- the manifest -----------------------------------------------------------------------------------------------------
-
-
-def _to_json(manifest: Manifest) -> bytes:
-    head = {"kind": _KIND, "version": _VERSION, "vbrt": sys.modules["vbrt"].__version__}
-    return json.dumps(head | asdict(manifest), indent=1).encode()
-
-
-def read_manifest(path: Path) -> Manifest:
-    """The manifest in a file. Raises CheckpointError, naming the file, for anything else than one."""
-    try:
-        data = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {describe_os_error(error)}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: damaged: not valid JSON ({error})") from error
-    if not isinstance(data, dict) or data.get("kind") != _KIND:
-        raise CheckpointError(f"{path}: not written by vb.save(); expected \"kind\": \"{_KIND}\" in it")
-    version = data.get("version")
-    if version != _VERSION:
-        raise CheckpointError(f"{path}: a save of version {version!r}, by vbrt {data.get('vbrt')}; this vbrt reads "
-                              f"version {_VERSION}: install that vbrt, or a newer one")
-    try:
-        return Manifest(dict(data["config"]), tuple(_entry(SavedLayer, e) for e in data["layers"]),
-                        tuple(_entry(KeptTensor, e) for e in data["kept"]), _files(data["tensors"]))
-    except (KeyError, TypeError, ValueError, AttributeError, FormatError) as error:
-        raise CheckpointError(f"{path}: damaged: {error!r}") from error
-
-
-def _entry(cls: type, data: Mapping[str, Any]) -> Any:
-    values = {f.name: data[f.name] for f in fields(cls)}
-    for name in ("aliases", "shape"):
-        if name in values:
-            values[name] = tuple(values[name])
-    return cls(**values)
-
-
-def _files(data: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    tensors = {name: (str(file), str(digest)) for name, (file, digest) in data.items()}
-    strange = next((file for file, _ in tensors.values() if not _SHARD.fullmatch(file)), None)
-    if strange is not None:
-        raise ValueError(f"a file of the name {strange!r}")
-    return tensors

@@ -21,7 +21,8 @@ from vbrt.formats.base import Format, check_weight, padded, tiles
 from vbrt.formats.blocks import BlockFormat, code_mask_quads, decode_tile, lookup, unpack_codes
 from vbrt.formats.page import PageLayout, build_layout
 
-__all__ = ["SPAN", "WIDTH", "estimate_fine_bytes", "fine_layout", "merge_fine", "split_fine"]
+__all__ = ["SPAN", "WIDTH", "check_fine", "estimate_fine_bytes", "fine_fields", "fine_layout", "merge_fine",
+           "split_fine"]
 
 #: bits kept in place for each weight: an octave each way
 WIDTH = {torch.bfloat16: 8, torch.float16: 12}
@@ -139,6 +140,39 @@ def merge_fine(
         bits = out[rows, columns].view(torch.int16)
         bits.copy_(ordinal(delta.add_(ordinal(bits))))
     return out
+
+
+def fine_fields(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, tuple[str, tuple[int | None, ...]]]:
+    """Name -> dtype and shape of the tensors that `split_fine` makes; None for the lengths of the two lists."""
+    n, k = shape
+    nibbles = {"nibbles": ("uint8", (n, (k + 1) // 2))} if WIDTH[dtype] == 12 else {}
+    return {"low": ("uint8", (n, k)), **nibbles, "side": ("int8", (None,)), "escapes": ("int16", (None,)),
+            "starts": ("int32", (-(-n * k // SPAN), 2))}
+
+
+@torch.no_grad()
+def check_fine(
+    coarse: dict[str, Tensor], fine: dict[str, Tensor], fmt: Format, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Raise FormatError where the lists are not as long as the codes say: kernels trust `starts`, and read by it.
+
+    For planes of `fine_fields`, on a CPU, that somebody else may have made.
+    """
+    fmt = _check(dtype, fmt)
+    escaped = fine["low"] == 1 << (WIDTH[dtype] - 1) & 255
+    if WIDTH[dtype] == 12:
+        escaped &= unpack_codes(fine["nibbles"], shape[1]) == 8
+    lists = torch.stack((torch.zeros_like(escaped).view(-1), escaped.view(-1)))
+    first = 0
+    for rows, columns, codes in _coarse_tiles(coarse, shape):
+        width = columns.stop - columns.start
+        lists[0, first + _wide_at(codes, width, fmt)] = True
+        first += (rows.stop - rows.start) * width
+    lists[1] &= ~lists[0]
+    side, escapes = lists.sum(1).tolist()
+    if (len(fine["side"]), len(fine["escapes"])) != (side, escapes) or not torch.equal(fine["starts"], _starts(lists)):
+        raise FormatError(f"fine plane: lists of {len(fine['side'])} and {len(fine['escapes'])} entries, or `starts`, "
+                          f"that do not go with its coarse plane, which has {side} wide codes and {escapes} escapes")
 
 
 def fine_layout(fine: dict[str, Tensor], format: str = "") -> PageLayout:

@@ -11,7 +11,7 @@ from torch import nn
 
 from vbrt.nn.linear import SwappedLayer
 
-__all__ = ["kind_of", "layer_class"]
+__all__ = ["KINDS", "kind_of", "layer_class"]
 
 _KINDS = {
     ("torch.nn.modules.linear", "Linear"): "vbrt.nn",
@@ -20,6 +20,8 @@ _KINDS = {
     ("transformers.models.falcon.modeling_falcon", "FalconLinear"): "vbrt.nn.falcon",
 }
 _FILES = {kind: file for (_, kind), file in _KINDS.items()}
+#: the names that `kind_of` gives
+KINDS = tuple(_FILES)
 _PREFIXES = {"infer": "VB", "train": "Trained"}
 
 
