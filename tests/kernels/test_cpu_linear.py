@@ -6,6 +6,7 @@ import functools
 import resource
 import subprocess
 import sys
+import tempfile
 import warnings
 
 import pytest
@@ -257,11 +258,21 @@ def test_stats_name_the_kernel_that_runs():
 
 @pytest.mark.parametrize(
     ("command", "reason"),
-    [("no-such-compiler", "no C compiler was found"), ("false", "the C compiler 'false' failed"),
-     ("true", "the C compiler 'true' failed")],
+    [("no-such-compiler", "no C compiler was found (no-such-compiler, which CC names)"),
+     ("/tmp", "no C compiler was found (/tmp, which CC names)"),
+     ("false", "the C compiler 'false' failed: it made nothing, and ended with 1"),
+     ("true", "the C compiler 'true' failed: it made nothing, and ended with 0"),
+     ("cat", "the C compiler 'cat' failed: "),
+     ("'x", 'CC is "\'x", which is no command (No closing quotation)'),
+     ("sh -c 'printf \"\\377\" >&2; exit 1'", "failed: \ufffd"),
+     ("sh -c 'sleep 60'", "the C compiler 'sh' took more than 0.2 s"),
+     ("sh -c 'for last do :; done; echo text > \"$last\"' x", "what the C compiler made cannot be loaded: "),
+     ("cc --no-such-option", "the C compiler 'cc --no-such-option' failed: ")],
 )  # fmt: skip
-def test_a_machine_that_cannot_compile_says_so_once_and_takes_the_reference(compiler, command, reason):
+def test_a_machine_that_cannot_compile_says_so_once_and_takes_the_reference(compiler, command, reason, monkeypatch):
     compiler(command)
+    if "sleep" in command:
+        monkeypatch.setattr(cpu_linear, "_BUILD_LIMIT_S", 0.2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).eval()
@@ -272,6 +283,20 @@ def test_a_machine_that_cannot_compile_says_so_once_and_takes_the_reference(comp
     assert len(said) == 1 and "plain torch" in said[0]
     assert any(reason in line for line in stats.fallbacks)
     assert {layer.kernel for layer in stats.layers.values()} == {"reference"}
+
+
+@built
+@pytest.mark.parametrize("command", ["cc -g0 -DUNUSED='a b'", "env LC_ALL=C cc", "  "])
+def test_a_compiler_may_come_with_arguments(compiler, command):
+    compiler(command)
+    assert cpu_linear.refusal(CPU) is None
+
+
+@built
+def test_a_machine_that_lets_no_file_be_written_takes_the_reference(compiler, monkeypatch):
+    compiler("cc")
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/self")
+    assert "/proc/self" in cpu_linear.refusal(CPU)
 
 
 def test_who_asks_for_the_reference_needs_no_compiler(compiler):

@@ -13,12 +13,14 @@ does not serve (tensors elsewhere, transforms of torch.func) goes through the re
 Legend: M tokens, N outputs, K inputs, R rows of a tile.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -83,41 +85,67 @@ def refusal(device: torch.device) -> str | None:
 @functools.cache
 def _build() -> ctypes.CDLL | str:
     """The library, or why there is none."""
-    command = _compiler()
-    if command is None:
-        return f"no C compiler was found ({', '.join(_COMPILERS)}, or the one that CC names)"
     try:
+        command = _compiler()
         with tempfile.TemporaryDirectory(prefix="vbrt-", ignore_cleanup_errors=True) as folder:
             return _load(_compiled(command, Path(folder) / "cpu_linear.so"))
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        return f"the C compiler {shlex.join(command)!r} failed: {said.strip().splitlines()[-1] if said.strip() else ''}"
+    except (KernelError, OSError) as error:
+        return str(error)
 
 
-def _compiler() -> list[str] | None:
-    named = shlex.split(os.environ.get("CC", ""))
-    if named:
-        return named if shutil.which(named[0]) else None
-    return next(([found] for name in _COMPILERS if (found := shutil.which(name))), None)
+def _compiler() -> list[str]:
+    named = os.environ.get("CC", "")
+    try:
+        command = shlex.split(named)
+    except ValueError as error:
+        raise KernelError(f"CC is {named!r}, which is no command ({error})") from None
+    names = command[:1] or _COMPILERS
+    found = next(filter(shutil.which, names), None)
+    if found is None:
+        raise KernelError(f"no C compiler was found ({', '.join(names)}{', which CC names' if command else ''})")
+    return command or [found]
 
 
 def _compiled(command: list[str], library: Path) -> Path:
     for flags in _FLAGS:
-        line = [*command, "-O3", "-w", "-shared", "-fPIC", *flags, str(_SOURCE), "-o", str(library)]
-        done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=_BUILD_LIMIT_S)
-        if done.returncode == 0:
+        done = _run([*command, "-O3", "-w", "-shared", "-fPIC", *flags, str(_SOURCE), "-o", str(library)])
+        if done.returncode == 0 and library.exists():
             return library
-    raise subprocess.CalledProcessError(done.returncode, line, stderr=done.stderr)
+    said = done.stderr.strip().splitlines() or [f"it made nothing, and ended with {done.returncode}"]
+    raise KernelError(f"the C compiler {shlex.join(command)!r} failed: {said[-1]}")
+
+
+def _run(line: list[str]) -> subprocess.CompletedProcess[str]:
+    """Without input, which a command that is no compiler may wait for. What takes too long goes, its children too."""
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen(line, text=True, errors="replace", start_new_session=True, **options) as process:
+        try:
+            _, said = process.communicate(timeout=_BUILD_LIMIT_S)
+        except BaseException as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            raise KernelError(f"the C compiler {shlex.join(line[:1])!r} took more than {_BUILD_LIMIT_S} s") from None
+    return subprocess.CompletedProcess(line, process.returncode, stderr=said)
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
+    try:
+        library = ctypes.CDLL(str(path))
+        _declare(library)
+    except (OSError, AttributeError) as error:
+        raise KernelError(f"what the C compiler made cannot be loaded: {error}; TMPDIR can name a directory "
+                          "whose files may be executed") from None
+    return library
+
+
+def _declare(library: ctypes.CDLL) -> None:
     weight, pointer, number = ctypes.POINTER(_Weight), ctypes.c_void_p, ctypes.c_int64
     library.vbrt_linear.argtypes = (weight, pointer, number, pointer, ctypes.c_int)
     library.vbrt_decode.argtypes = (weight, number, number, pointer, ctypes.c_int)
     library.vbrt_merge.argtypes = (weight, ctypes.POINTER(_Fine), pointer, ctypes.c_int)
     library.vbrt_linear.restype = library.vbrt_decode.restype = None
-    return library
 
 
 def _library() -> ctypes.CDLL:
