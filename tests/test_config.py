@@ -76,7 +76,7 @@ configs = st.builds(
     ),
     tiers=st.builds(
         TiersConfig,
-        gpu=st.builds(GpuTier, enabled=st.just(True), budget=budgets),
+        gpu=st.builds(GpuTier, enabled=st.sampled_from(["auto", True]), budget=budgets),
         cpu=st.builds(CpuTier, enabled=st.booleans(), budget=budgets, pinned=st.booleans()),
         ssd=st.builds(
             SsdTier,
@@ -170,7 +170,7 @@ WRONG_VALUES = [
     ("weights.keep_head", 1, "1; expected true or false"),
     ("weights.keep_head", "true", '"true"; expected true or false'),
     ("weights.keep_head", None, "None; expected true or false"),
-    ("tiers.gpu.enabled", "no", '"no"; expected true or false'),
+    ("tiers.gpu.enabled", "no", '"no"; expected true or false, or "auto"'),
     ("tiers.gpu.budget", "8 Gigs", f'"8 Gigs"; {BUDGET}'),
     ("tiers.gpu.budget", "8G", f'"8G"; {BUDGET}'),
     ("tiers.gpu.budget", "", f'""; {BUDGET}'),

@@ -325,7 +325,7 @@ def lookup(rows, device=None):
         return nn.ModuleDict(parts)
 
 
-def auto(gpu=True):
+def auto(gpu="auto"):
     return load_config({"weights": {"format": "dense", "min_parameters": 0}, "tiers": {"gpu": {"enabled": gpu}}})
 
 
@@ -342,8 +342,42 @@ def test_what_is_kept_and_does_not_fit_is_named_instead_of_the_largest_layer(mac
     assert "weights.keep_head" in says and ("tiers.gpu.enabled = false" in says) == (tier == "gpu")
 
 
+@pytest.mark.parametrize("mode", ["infer", "train"])
+def test_a_gpu_that_is_insisted_on_and_absent_is_refused(mode):
+    for machine in (GPU, NO_GPU):
+        for gpu in ("auto", False):
+            planned = vbrt.make_plan(mlp(), load_config(auto(gpu), mode=mode), machine)
+            assert planned.compute_tier == ("gpu" if gpu and machine is GPU else "cpu")
+    with pytest.raises(ConfigError, match=r'tiers\.gpu\.enabled = true; this machine has no GPU.*"auto"'):
+        vbrt.make_plan(mlp(), load_config(auto(gpu=True), mode=mode), NO_GPU)
+    assert vbrt.make_plan(mlp(), load_config(auto(gpu=True), mode=mode), GPU).compute_tier == "gpu"
+
+
+def test_a_budget_for_a_gpu_that_is_absent_is_noted():
+    given = load_config(auto(), tiers={"gpu": {"budget": "6GiB"}})
+    assert "tiers.gpu.budget = '6GiB' is for a GPU" in vbrt.make_plan(mlp(), given, NO_GPU).notes[0]
+    assert not vbrt.make_plan(mlp(), auto(), NO_GPU).notes
+
+
+def test_a_plan_warns_where_more_than_a_tenth_is_not_swapped_with_the_largest_part():
+    (warning,) = vbrt.make_plan(lookup(1000, "meta"), auto(), NO_GPU).warnings
+    assert warning.startswith("501.0 KiB of the model's 565.0 KiB are not swapped and stay in the cpu memory, outside")
+    assert "the largest part is embed (250.0 KiB; Embedding: a lookup table, read by rows)" in warning
+    assert not vbrt.make_plan(mlp(), auto(), NO_GPU).warnings
+    assert not vbrt.make_plan(lookup(1000, "meta"), load_config(auto(), mode="train"), NO_GPU).warnings
+
+
+def test_a_plan_warns_where_what_is_kept_does_not_fit_beside_a_budget():
+    room = replace(NO_GPU, cpu_total_bytes=1 << 30, cpu_available_bytes=70_000)
+    tight = load_config(auto(), tiers={"cpu": {"budget": "1MiB"}})
+    (warning,) = vbrt.make_plan(lookup(20, "meta"), tight, room).warnings
+    assert "do not fit beside its budget: 64.0 KiB of pages find" in warning and "outside the budgets" in warning
+    assert "not fit" not in vbrt.make_plan(lookup(20, "meta"), tight, replace(room, cpu_available_bytes=90_000)
+                                           ).warnings[0]
+
+
 def test_auto_shares_out_what_the_kept_parameters_leave():
-    for gpu in (True, False):
+    for gpu in ("auto", True, False):
         plan = vbrt.make_plan(lookup(1000, "meta"), auto(gpu), GPU)
         free, percent = (1 << 20, 90) if gpu else (4 << 20, 80)
         assert plan.kept_bytes == 2 * 256_000 + 1024

@@ -158,6 +158,45 @@ def test_a_model_of_which_nothing_is_swapped_warns_once_with_the_most_frequent_r
     assert warning.filename == __file__
 
 
+def test_wrap_and_load_warn_where_much_is_not_swapped(tmp_path):
+    says = r"65.8 KiB of the model's 425.8 KiB are not swapped .* the largest part is model\.embed_tokens"
+    with pytest.warns(UserWarning, match=f"vbrt.wrap: {says}"):
+        vb = wrap(llama(), "nvfp4")
+    vb.save(tmp_path)
+    with pytest.warns(UserWarning, match=f"vbrt.load: {says}"):
+        vbrt.load(tmp_path, llama())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_wrap_refuses_to_do_without_the_gpu_that_was_asked_for():
+    model = mlp()
+    with pytest.raises(ConfigError, match=r"tiers\.gpu\.enabled = true; this machine has no GPU"):
+        vbrt.wrap(model, tiers={"gpu": {"enabled": True}})
+    for given in ({"budget": "6GiB"}, {"enabled": "auto"}):
+        assert vbrt.wrap(model, tiers={"gpu": given}).unwrap() is model
+
+
+@pytest.mark.parametrize("needed", [False, True])
+@pytest.mark.parametrize("how", ["a file", "below a file", "no drive", "a name that is too long"])
+def test_an_ssd_path_that_cannot_be_written_is_refused_at_wrap_needed_or_not(how, needed, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    path = {"a file": tmp_path / "file", "below a file": tmp_path / "file" / "pages", "no drive": "/proc/vbrt",
+            "a name that is too long": tmp_path / ("x" * 300)}[how]
+    model, settings = mlp(), config("dense")
+    settings["tiers"] |= {"ssd": {"enabled": True, "path": str(path)}}
+    settings["tiers"] |= {"cpu": {"budget": 4 * 16384}} if needed else {}
+    with pytest.raises(TierError, match=f"tier ssd: cannot write in .*{os.path.basename(path)}"):
+        vbrt.wrap(model, settings)
+    assert type(model[0]) is nn.Linear and [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_trying_an_ssd_path_leaves_no_directory(tmp_path):
+    settings = config("dense")
+    settings["tiers"] |= {"ssd": {"enabled": True, "path": str(tmp_path / "a" / "b")}}
+    vb = vbrt.wrap(mlp(), settings)
+    assert vb.plan.home_bytes("ssd") == 0 and not any(tmp_path.iterdir())
+
+
 def test_giving_memory_back_collects_no_garbage():
     collections = []
     gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
@@ -541,6 +580,7 @@ def test_the_fast_path_of_transformer_encoder_reads_decoded_weights(format, mate
 def test_no_warning_in_a_whole_life():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*not swapped.*the largest part is model.embed_tokens")
         vb = wrap(llama(), "nvfp4")
         vb.generate(TOKENS, max_new_tokens=3, do_sample=False)
         vb.unwrap()

@@ -39,7 +39,7 @@ from vbrt.nn import SwappedLayer, WeightHandle, kind_of
 from vbrt.nn.linear import warn_of_training
 from vbrt.plan import Swap
 from vbrt.tensorfile import TensorFile, TensorInfo, digest
-from vbrt.wrapper import Before, VBModelWrapper, carry_out, release_host_memory
+from vbrt.wrapper import Before, VBModelWrapper, carry_out, release_host_memory, try_tiers
 
 __all__ = ["load"]
 
@@ -81,6 +81,7 @@ def load(directory: str | PathLike, model: nn.Module,
         raise ConfigError(f'{config.source}: mode = "train"; load() fills the planes of an inference model. Load dense '
                           'weights into the model first, then vbrt.wrap(model, mode="train"); to go on with a run, '
                           'load_state_dict() what vb.state_dict() gave')
+    try_tiers(config)
     before = Before(model)
     vb = None
     try:
@@ -95,8 +96,8 @@ def load(directory: str | PathLike, model: nn.Module,
         finally:
             before.restore_()
         raise
-    if not vb.plan.swaps:
-        warnings.warn(f"vbrt.load: {vb.plan.notes[-1]} (all reasons: plan.skipped)", stacklevel=2)
+    for text in vb.plan.warnings:
+        warnings.warn(f"vbrt.load: {text} (all reasons: plan.skipped)", stacklevel=2)
     return _finished(vb)
 
 

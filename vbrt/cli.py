@@ -202,7 +202,8 @@ def _demo(args: argparse.Namespace) -> int:
     config = _config(args)
     with _working("importing torch and transformers") as say:
         minilm = _needing_transformers("minilm")
-        result = minilm.run_demo(config, say=say, progress=False)
+        with _no_warnings_of_wrap():  # the stats say how much is not swapped
+            result = minilm.run_demo(config, say=say, progress=False)
     console = _console()
     _print_search(console, minilm.QUERIES, minilm.SENTENCES, result)
     console.print(result.stats)
@@ -430,6 +431,8 @@ def _print_verdict(console: Console, plan: Plan, needs: list[TierNeed]) -> None:
                       "activations and caches come on top.")
         console.print(f"The dense weights ({format_bytes(plan.dense_bytes)}) are read once, to encode them: "
                       "safetensors files are mapped, other files take that much host memory while they load.")
+    for text in plan.warnings if plan.swaps else ():
+        console.print(f"{text[0].upper()}{text[1:]}.", style="yellow")
     for need in needs:
         if not need.fits:
             console.print(f"DOES NOT FIT: the {need.tier} tier needs {format_bytes(need.least_bytes)}, the machine has "
@@ -490,11 +493,10 @@ def _run(args: argparse.Namespace) -> int:
 
         say(f"loading {args.model}")
         model, tokenizer = huggingface.load_causal_lm(args.model, warn=lambda text: _complain("warning", text))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="vbrt.wrap: nothing is swapped")  # said in the words of a command
+    with _no_warnings_of_wrap():
         vb = wrap(model, config)
-    if not vb.plan.swaps:
-        _complain("warning", vb.plan.notes[-1])
+    for text in vb.plan.warnings:
+        _complain("warning", text)
     with vb:
         vb.materialize(progress=sys.stderr.isatty())
         with _working("generating") as spinner:
@@ -511,6 +513,14 @@ def _run(args: argparse.Namespace) -> int:
                   f"{rate:.1f} tokens/s\n")
     console.print(stats)
     return 0
+
+
+@contextlib.contextmanager
+def _no_warnings_of_wrap() -> Iterator[None]:
+    """They are said in the words of a command."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="vbrt.wrap: ")
+        yield
 
 
 class _Speaker:

@@ -53,6 +53,7 @@ __all__ = [
     "VBConfig",
     "WeightsConfig",
     "assign",
+    "compute_tier",
     "load_config",
     "parse_budget",
     "preset_names",
@@ -153,10 +154,10 @@ def _whole(low: int, high: int = _MAX_INT) -> Callable[[object, str], int]:
     return check
 
 
-def _auto_or(check: Callable[[object, str], int]) -> Callable[[object, str], int | str]:
-    def check_both(value: object, where: str) -> int | str:
+def _auto_or(check: Callable[[object, str], Any]) -> Callable[[object, str], Any]:
+    def check_both(value: object, where: str) -> Any:
         if value == "auto":
-            return value  # type: ignore[return-value]  # it is the string
+            return value
         try:
             return check(value, where)
         except ConfigError as error:
@@ -258,11 +259,14 @@ class WeightsConfig(_Section):
 
 @dataclass(frozen=True, slots=True)
 class GpuTier(_Section):
-    """Device memory. Ignored on a machine without CUDA. budget: "auto", bytes, "8GiB" or "40%" of the device."""
+    """Device memory. enabled: "auto" uses a GPU where there is one, true insists on it.
+
+    budget: "auto", bytes, "8GiB" or "40%" of the device; without a GPU it says nothing.
+    """
 
     _key: ClassVar[str] = "tiers.gpu"
 
-    enabled: bool = _opt(True, _flag)
+    enabled: bool | Literal["auto"] = _opt("auto", _auto_or(_flag))
     budget: int | str = _opt("auto", _budget)
 
 
@@ -670,17 +674,27 @@ def resolve_budgets(config: VBConfig, machine: Machine) -> dict[str, int]:
 
     "auto" is 90 % of the free device memory, 80 % of the available host memory, 90 % of the free space of the drive.
     A percentage counts from the total (of the drive: from the free space). Raises ConfigError for more than the
-    machine has, for an ssd path whose free space is unknown, and when no tier is left to compute on.
+    machine has, for an ssd path whose free space is unknown, and as `compute_tier`.
     """
+    tiers = config.tiers
+    here = {"gpu": compute_tier(config, machine) == "gpu", "cpu": tiers.cpu.enabled, "ssd": tiers.ssd.enabled}
+    return {name: resolve_budget(config, machine, name) for name, is_here in here.items() if is_here}
+
+
+def compute_tier(config: VBConfig, machine: Machine) -> str:
+    """"gpu" or "cpu": where kernels run. Raises ConfigError where a GPU is insisted on and there is none, and when no
+    tier is left to compute on."""
     tiers, has_gpu = config.tiers, machine.gpu_total_bytes is not None
+    if tiers.gpu.enabled is True and not has_gpu:
+        raise _wrong(f"{config.source}: tiers.gpu.enabled", True,
+                     'this machine has no GPU that torch can use; "auto" computes on the cpu where there is none')
     if not tiers.cpu.enabled and not (tiers.gpu.enabled and has_gpu):
         why = "this machine has no GPU" if tiers.gpu.enabled else "tiers.gpu.enabled = false"
         raise ConfigError(
             f"{config.source}: tiers.cpu.enabled = false, and {why}; no tier is left to compute on, "
             "set tiers.cpu.enabled = true"
         )
-    here = {"gpu": tiers.gpu.enabled and has_gpu, "cpu": tiers.cpu.enabled, "ssd": tiers.ssd.enabled}
-    return {name: resolve_budget(config, machine, name) for name, is_here in here.items() if is_here}
+    return "gpu" if tiers.gpu.enabled and has_gpu else "cpu"
 
 
 def resolve_budget(config: VBConfig, machine: Machine, name: str) -> int:

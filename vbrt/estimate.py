@@ -3,6 +3,7 @@
 Works on real models and on models built under `torch.device("meta")`, so that a plan needs no weights.
 """
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
-from vbrt.config import Machine, VBConfig, resolve_budgets
+from vbrt.config import Machine, VBConfig, compute_tier, resolve_budgets
 from vbrt.errors import ConfigError, WrapError
 from vbrt.formats import get_format
 from vbrt.formats.fine import estimate_fine_bytes
@@ -28,6 +29,7 @@ from vbrt.plan import PageSpec, Plan, Skip, Swap, format_bytes, place
 __all__ = ["ROOT", "make_plan", "this_machine", "with_freed"]
 
 ROOT = "(root)"  # what a model itself is called among its modules
+_KEPT_SHARE = 10  # a part of so many, kept, is worth a warning
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -56,20 +58,24 @@ def make_plan(model: nn.Module, config: VBConfig, machine: Machine | None = None
     machine = machine or this_machine(config)
     if config.mode == "train":
         return _training_plan(tuple(swaps), config, machine, modules, skipped)
-    budgets = _budgets(config, _after_wrapping(model, config, machine, skipped, charge_kept=charge_kept))
+    left = _after_wrapping(model, config, machine, skipped, charge_kept=charge_kept)
+    budgets = _budgets(config, left)
     device = torch.device("cuda" if "gpu" in budgets else "cpu")
     layers = [_pages(swap, _packing(swap.format, config, device)) for swap in swaps]
     homes = _homes(layers, budgets, config, skipped)
     placed = tuple(_placed(swap, pages, homes) for swap, pages in zip(swaps, layers, strict=True))
-    return Plan(placed, skipped, budgets, _notes(placed, config, modules, skipped))
+    notes = (*_idle_gpu(config, machine), *_notes(placed, config, modules, skipped))
+    warnings = _kept_warning(placed, skipped, budgets, left) if placed else notes[-1:]
+    return Plan(placed, skipped, budgets, notes, warnings=warnings)
 
 
 def _training_plan(swaps: tuple[Swap, ...], config: VBConfig, machine: Machine, modules: dict[str, nn.Module],
                    skipped: dict[str, Skip]) -> Plan:
     """No pages: every weight stays the parameter that it is."""
-    tier = "gpu" if config.tiers.gpu.enabled and machine.gpu_total_bytes is not None else "cpu"
+    tier = compute_tier(config, machine)
     what = f'mode = "train": the weights stay parameters in the {tier} memory, nothing moves and no budget applies'
-    return Plan(swaps, skipped, {tier: 0}, (what, *_notes(swaps, config, modules, skipped)), config.mode)
+    notes = (what, *_notes(swaps, config, modules, skipped))
+    return Plan(swaps, skipped, {tier: 0}, notes, config.mode, warnings=() if swaps else notes[-1:])
 
 
 def this_machine(config: VBConfig) -> Machine:
@@ -95,7 +101,7 @@ def _disk_free(config: VBConfig) -> int | None:
     if not config.tiers.ssd.enabled:
         return None
     path = Path(config.tiers.ssd.path).expanduser().absolute()
-    existing = next(p for p in (path, *path.parents) if p.exists())
+    existing = next(p for p in (path, *path.parents) if os.path.exists(p))  # Path.exists() raises where it may not look
     return psutil.disk_usage(str(existing)).free
 
 
@@ -367,7 +373,7 @@ def _after_wrapping(model: nn.Module, config: VBConfig, machine: Machine, skippe
         free["gpu"] = held["cuda"] + (machine.gpu_total_bytes if machine.gpu_free_bytes is None
                                       else machine.gpu_free_bytes)
     if charge_kept:
-        tier = "gpu" if free["gpu"] is not None and config.tiers.gpu.enabled else "cpu"
+        tier = compute_tier(config, machine)
         kept = sum(skip.nbytes for skip in skipped.values())
         if kept > free[tier]:
             raise ConfigError(_kept_does_not_fit(tier, kept, free[tier], config, skipped))
@@ -413,6 +419,29 @@ def _notes(swaps: tuple[Swap, ...], config: VBConfig, modules: dict[str, nn.Modu
         saves = " and saves no memory" if config.mode == "infer" else ""
         notes.append(f"nothing is swapped, the model stays as it is{saves}: {_why_none(modules, skipped)}")
     return tuple(notes)
+
+
+def _idle_gpu(config: VBConfig, machine: Machine) -> tuple[str, ...]:
+    gpu = config.tiers.gpu
+    if not gpu.enabled or gpu.budget == "auto" or machine.gpu_total_bytes is not None:
+        return ()
+    return (f"tiers.gpu.budget = {gpu.budget!r} is for a GPU, and this machine has none: the cpu computes",)
+
+
+def _kept_warning(swaps: tuple[Swap, ...], skipped: dict[str, Skip], budgets: dict[str, int],
+                  left: Machine) -> tuple[str, ...]:
+    """What to say where much of a model is not swapped, or does not fit beside the budget of the computing tier."""
+    kept, tier = sum(skip.nbytes for skip in skipped.values()), next(iter(budgets))
+    total = kept + sum(swap.dense_bytes for swap in swaps)
+    pages = min(budgets[tier], sum(swap.page_bytes for swap in swaps))
+    free = left.gpu_free_bytes if tier == "gpu" else left.cpu_available_bytes
+    if kept * _KEPT_SHARE <= total and pages <= free:
+        return ()
+    short = "" if pages <= free else (f", and do not fit beside its budget: {format_bytes(pages)} of pages find "
+                                      f"{format_bytes(free)} free")
+    text = (f"{format_bytes(kept)} of the model's {format_bytes(total)} are not swapped and stay in the {tier} memory, "
+            f"outside the budgets{short}; the largest part is {_largest(skipped, count=1)}")
+    return (text,)
 
 
 def _why_none(modules: dict[str, nn.Module], skipped: dict[str, Skip]) -> str:

@@ -59,7 +59,8 @@ class Plan:
     """Every swap, every skip with its reason, every page's home.
 
     `budgets` are the resolved bytes of each tier that takes part, the computing tier first. With mode "train" there are
-    no pages: the computing tier's budget is 0, and the swapped weights stay in its memory.
+    no pages: the computing tier's budget is 0, and the swapped weights stay in its memory. `warnings`: what a user
+    should hear who does not look.
     """
 
     swaps: tuple[Swap, ...]
@@ -67,6 +68,7 @@ class Plan:
     budgets: Mapping[str, int]
     notes: tuple[str, ...] = field(default=())
     mode: str = "infer"
+    warnings: tuple[str, ...] = ()
 
     @property
     def compute_tier(self) -> str:
@@ -117,6 +119,7 @@ class Plan:
         totals = {name: getattr(self, name) for name in ("compute_tier", "dense_bytes", "swapped_bytes", "kept_bytes",
                                                          "page_bytes")}
         return {"mode": self.mode, **totals, "budgets": dict(self.budgets), "notes": list(self.notes),
+                "warnings": list(self.warnings),
                 "swaps": [asdict(swap) for swap in self.swaps],
                 "skipped": {name: asdict(skip) for name, skip in self.skipped.items()}}
 

@@ -38,7 +38,8 @@ from vbrt.stats import LayerStats, Stats, TierStats
 from vbrt.tiers import Level, MemoryTier, Recorder, SsdTier, TierStack
 from vbrt.timeline import TimelineTotals, check_timeline_path
 
-__all__ = ["Before", "VBModelWrapper", "VBTrainingWrapper", "carry_out", "wrap"]
+__all__ = ["Before", "VBModelWrapper", "VBTrainingWrapper", "carry_out",
+           "try_tiers", "wrap"]
 
 _LOOK_SECONDS = 0.1  # between looks at the GPU's free memory, at least
 _LARGE_BYTES = 64 << 20  # layers that the progress bar names
@@ -63,16 +64,18 @@ def wrap(model: nn.Module, config: VBConfig | Mapping[str, Any] | str | PathLike
         WrapError: the model is wrapped already.
         TierError: the ssd tier's directory cannot be used.
 
-    Warns, once for a reason, where nothing at all is swapped.
+    Warns, once for a reason, where nothing at all is swapped, more than a tenth of the model is not, or what is not
+    does not fit beside the budgets: with the largest part. `vb.plan.warnings` keeps that.
     """
     if not isinstance(model, nn.Module):
         raise WrapError(f"wrap() got {type(model).__name__}; expected a torch.nn.Module")
     if isinstance(model, VBModelWrapper):
         raise WrapError("the model is wrapped already; unwrap() it first")
     config = load_config(config, **overrides)
+    try_tiers(config)
     plan = make_plan(model, config)
-    if not plan.swaps:
-        warnings.warn(f"vbrt.wrap: {plan.notes[-1]} (all reasons: plan.skipped)", stacklevel=2)
+    for text in plan.warnings:
+        warnings.warn(f"vbrt.wrap: {text} (all reasons: plan.skipped)", stacklevel=2)
     return carry_out(model, config, plan)
 
 
@@ -109,6 +112,20 @@ class Before:
             module.__class__ = cls
             module._parameters.update(parameters)
             module._buffers.update(buffers)
+
+
+def try_tiers(config: VBConfig) -> None:
+    """Raise TierError where the ssd tier's directory cannot be made or written; it is tried, and left as it was."""
+    if config.mode == "train" or not config.tiers.ssd.enabled:
+        return
+    path = Path(config.tiers.ssd.path).expanduser().absolute()
+    made = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
+    try:
+        SsdTier(path, 0).close()
+    finally:
+        for folder in made:
+            with contextlib.suppress(OSError):  # was not made, or somebody else has put something there
+                folder.rmdir()
 
 
 def _build_stack(plan: Plan, config: VBConfig) -> TierStack:
