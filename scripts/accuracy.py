@@ -23,7 +23,7 @@ from torch import Tensor, nn  # noqa: E402
 import vbrt  # noqa: E402
 from scripts.bench import machine  # noqa: E402
 from scripts.lm import LanguageModel, Shape, loss_of, read_text  # noqa: E402
-from scripts.train_files import read_checkpoint, write_tensors  # noqa: E402
+from scripts.train_files import Checkpoint, write_tensors  # noqa: E402
 from vbrt.tensorfile import TensorFile  # noqa: E402
 
 DATA = ROOT / "tests" / "data" / "lm"
@@ -63,7 +63,7 @@ def filled(model: LanguageModel, path: Path) -> LanguageModel:
 
 def pack(run: Path, longer: Path, qat: Path) -> None:
     """Make tests/data/lm of three finished runs: dense, dense for as long as QAT took in addition, and QAT."""
-    trained = {name: read_checkpoint(folder / "checkpoint.safetensors")["config"]
+    trained = {name: Checkpoint(folder / "checkpoint.safetensors").state["config"]
                for name, folder in (("dense", run), ("longer", longer), ("qat", qat))}
     model = LanguageModel(Shape(**trained["dense"]["shape"]))
     text = read_text(None, model.shape.context)

@@ -30,12 +30,19 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn  
 from torch import Tensor, nn  # noqa: E402
 
 from scripts.lm import Options, Shape, Text, Windows, build, loss_of, make_optimizer, read_text  # noqa: E402
-from scripts.train_files import JsonLines, claimed, read_checkpoint, write_checkpoint, write_tensors  # noqa: E402
+from scripts.train_files import (  # noqa: E402
+    Checkpoint,
+    JsonLines,
+    claimed,
+    difference,
+    write_checkpoint,
+    write_tensors,
+)
 from scripts.train_memory import Case, estimate_bytes, free_bytes, ladder_table, measure, rungs  # noqa: E402
 from vbrt import ArgumentError, CheckpointError, VBError, watch_nonfinite  # noqa: E402
 from vbrt.errors import NonfiniteError  # noqa: E402
 from vbrt.plan import format_bytes  # noqa: E402
-from vbrt.tensorfile import TensorFile  # noqa: E402
+from vbrt.tensorfile import TensorFile, TensorInfo  # noqa: E402
 
 HELD_OUT_WINDOWS = 256  # of the held-out text, at each look at it
 
@@ -163,6 +170,17 @@ def check_fits(config: Config, device: torch.device, free: int) -> None:
                             "--vb-auto")
 
 
+def saved_config(saved: Checkpoint, config: Config) -> dict[str, Any]:
+    """The config of a checkpoint. Raises CheckpointError: it has none."""
+    theirs, ours = saved.state.get("config") if isinstance(saved.state, dict) else None, asdict(config)
+    if isinstance(theirs, dict) and isinstance(theirs.get("init"), str | None):
+        ours["init"] = theirs.get("init")
+    wrong = difference(theirs, ours, "state.config")
+    if wrong is not None:
+        raise saved.damaged(wrong)
+    return theirs
+
+
 def check_same(saved: dict[str, Any], config: Config, path: Path) -> None:
     """Raises CheckpointError, naming what differs: a run goes on as what it began as."""
     now = asdict(config)
@@ -239,7 +257,56 @@ class Trainer:
                 "model": dict(self.model.state_dict()), "optimizer": self.optimizer.state_dict(),
                 "random": self.random()}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, saved: Checkpoint) -> None:
+        """Be where a checkpoint was written. Raises CheckpointError: it is not one of this training."""
+        self.check(saved)
+        state = saved.read()
+        try:
+            self.set_state(state)
+        except (RuntimeError, ValueError, TypeError) as error:  # a generator's state, a history of scales
+            raise saved.damaged(f"torch cannot go on from it: {str(error).splitlines()[0]}") from error
+
+    def check(self, saved: Checkpoint) -> None:
+        """Raises CheckpointError where a checkpoint has what this training cannot have, before its tensors are read."""
+        try:
+            wrong = difference(saved.state, self._like(saved.state), "state") or self._wrong_groups(saved.state)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise saved.damaged(f"state has no {error}") from error
+        step, losses = saved.state["step"], saved.state["losses"]
+        if wrong is None and not (0 <= step <= self.config.steps and saved.state["log_bytes"] >= 0):
+            wrong = f"state.step is {step} of {self.config.steps}, with {saved.state['log_bytes']} bytes of log"
+        if wrong is None and not all(type(loss) is float and math.isfinite(loss) for loss in losses):
+            wrong = f"state.losses is {losses!r:.80}"
+        if wrong is not None:
+            raise saved.damaged(wrong)
+
+    def _like(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """A state of this training, as long after its start as another."""
+        own = self.state()
+        histories = {name: TensorInfo(name, torch.uint8, info.shape) for name, info in saved["model"].items()
+                     if name.endswith(".separation") and name.removesuffix("separation") + "weight" in own["model"]}
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        moments = {i: {"step": torch.tensor(0.0), "exp_avg": p, "exp_avg_sq": p} for i, p in enumerate(parameters)}
+        optimizer = {"state": moments if saved["step"] else {}, "param_groups": saved["optimizer"]["param_groups"]}
+        random = {name: own["random"].get(name, state) for name, state in saved["random"].items()} | {
+            "cpu": own["random"]["cpu"]}
+        return own | {"config": saved["config"], "losses": saved["losses"], "model": own["model"] | histories,
+                      "optimizer": optimizer, "random": random}
+
+    def _wrong_groups(self, saved: dict[str, Any]) -> str | None:
+        """Where an optimizer has other settings than the config gives it; its lr is set in each step."""
+        theirs, ours = saved["optimizer"]["param_groups"], self.optimizer.state_dict()["param_groups"]
+        if len(theirs) != len(ours):
+            return f"state.optimizer.param_groups has {len(theirs)} groups; expected {len(ours)}"
+        for number, (group, own) in enumerate(zip(theirs, ours, strict=True)):
+            for name, value in group.items():
+                wanted = list(own[name]) if isinstance(own.get(name), tuple) else own.get(name)
+                chosen_here = name in ("foreach", "fused", "capturable") and (value is None or type(value) is bool)
+                if value != wanted and not chosen_here and not (name == "lr" and type(value) is float):
+                    return f"state.optimizer.param_groups.{number}.{name} is {value!r:.80}; expected {wanted!r:.80}"
+        return None
+
+    def set_state(self, state: dict[str, Any]) -> None:
         """Be where a state was taken."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -363,16 +430,17 @@ def run(args: argparse.Namespace) -> None:
 def go_on(args: argparse.Namespace, config: Config, text: Text, device: torch.device, out: Path) -> None:
     """Begin the run of a folder, or go on with it, to its end. Raises VBError."""
     path = out / "checkpoint.safetensors"
-    saved = read_checkpoint(path)
+    saved = Checkpoint(path) if path.exists() else None
+    began_as = saved_config(saved, config) if saved else None
     if args.vb_auto and saved:
-        config = replace(config, options=Options(**saved["config"]["options"]))
+        config = replace(config, options=Options(**began_as["options"]))
         print("--vb-auto: as the checkpoint has it")
     elif args.vb_auto:
         options, reasons = auto_options(config, device, free_bytes(device))
         config = replace(config, options=options)
         print("--vb-auto turned on " + "\n                and ".join(reasons))
     if saved:
-        check_same(saved["config"], config, path)
+        check_same(began_as, config, path)
     check_fits(config, device, free_bytes(device))
     trainer = Trainer(config, device)
     if saved:

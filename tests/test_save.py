@@ -20,8 +20,7 @@ from tests import zoo
 from tests.models import TOKENS, config, gpt2, llama, mlp, wrap
 from vbrt.errors import CheckpointError, ConfigError, FormatError, TierError, WrapError
 from vbrt.kernels import fp4_linear
-from vbrt.manifest import _digest as manifest_digest
-from vbrt.manifest import read_manifest
+from vbrt.manifest import content_digest, read_manifest
 from vbrt.nn import WeightHandle
 from vbrt.tensorfile import TensorFile
 from vbrt.tensorfile import digest as tensor_digest
@@ -636,7 +635,7 @@ def test_a_manifest_with_another_entry_is_refused_by_the_name_of_the_entry(saved
     content = json.loads((saved / "vbrt.json").read_text())
     changed(content, keys, value)
     if "digest" in content:
-        content["digest"] = manifest_digest(content)
+        content["digest"] = content_digest(content)
     (saved / "vbrt.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=f"vbrt.json: {words}"):
         vbrt.load(saved, mlp())
@@ -721,7 +720,7 @@ def test_a_fine_plane_whose_lists_do_not_go_with_its_codes_is_refused(tmp_path):
     save_file(tensors, shard)
     content = json.loads((tmp_path / "vbrt.json").read_text())
     content["tensors"][name][-1] = tensor_digest(tensors[name])
-    content["digest"] = manifest_digest(content)
+    content["digest"] = content_digest(content)
     (tmp_path / "vbrt.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=r"0: fine plane: lists of \d+ and \d+ entries, or `starts`, that do not"):
         vbrt.load(tmp_path, mlp())

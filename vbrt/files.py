@@ -20,13 +20,14 @@ _KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a
           stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
-def open_regular(path: str | os.PathLike[str], flags: int = 0, *, dir_fd: int | None = None) -> int:
-    """A descriptor for reading a regular file. In directories of vbrt's own, pass O_NOFOLLOW in `flags`.
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, mode: int = 0o666,
+                 dir_fd: int | None = None) -> int:
+    """A descriptor of a regular file. In directories of vbrt's own, pass O_NOFOLLOW in `flags`.
 
     Raises OSError, also for what is no regular file and for a name that the system cannot have.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | flags, dir_fd=dir_fd)
+        fd = os.open(path, os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | flags, mode, dir_fd=dir_fd)
     except ValueError as error:  # a NUL, or half a surrogate pair
         raise OSError(errno.ENOENT, f"no file can have this name ({error})", repr(path)) from error
     try:

@@ -24,8 +24,8 @@ from vbrt.formats.fine import WIDTH, fine_fields
 from vbrt.nn.swappable import KINDS
 from vbrt.tensorfile import TENSOR_DTYPES
 
-__all__ = ["MANIFEST", "SHARD", "KeptTensor", "Manifest", "SavedLayer", "SavedTensor", "plane_tensor",
-           "read_manifest", "read_manifest_bytes", "text_of", "to_json", "weight_name"]
+__all__ = ["MANIFEST", "SHARD", "KeptTensor", "Manifest", "SavedLayer", "SavedTensor", "content_digest",
+           "plane_tensor", "read_manifest", "read_manifest_bytes", "text_of", "to_json", "weight_name"]
 
 MANIFEST = "vbrt.json"
 SHARD = re.compile(r"vbrt-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
@@ -130,7 +130,7 @@ def to_json(manifest: Manifest) -> bytes:
     tensors = {name: [t.file, t.dtype, list(t.shape or ()), t.digest] for name, t in manifest.tensors.items()}
     content = {"kind": _KIND, "version": _VERSION, "vbrt": sys.modules["vbrt"].__version__, **asdict(manifest),
                "tensors": tensors}
-    content["digest"] = _digest(content)
+    content["digest"] = content_digest(content)
     text = ",\n".join(f"{json.dumps(key)}: {_lines(value)}" for key, value in content.items())
     data = f"{{\n{text}\n}}\n".encode()
     if len(data) > _MAX_BYTES:
@@ -147,7 +147,7 @@ def _lines(value: Any) -> str:
     return json.dumps(value)
 
 
-def _digest(content: Mapping[str, Any]) -> str:
+def content_digest(content: Mapping[str, Any]) -> str:
     """XXH3-64 in hex of all but the digest, whatever the order of keys and the space between them."""
     rest = {key: value for key, value in content.items() if key != "digest"}
     return xxhash.xxh3_64_hexdigest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
@@ -208,8 +208,8 @@ def _checked(data: dict[str, Any], version: int) -> Manifest:
     for number, layer in enumerate(manifest.layers):
         _check_layer(layer, f"layers[{number}]")
     _check_tensors(manifest)
-    if version > 1 and data["digest"] != _digest(data):
-        raise _Damaged(f"\"digest\" = {_shown(data['digest'])}, and that of the content is \"{_digest(data)}\"")
+    if version > 1 and data["digest"] != content_digest(data):
+        raise _Damaged(f"\"digest\" = {_shown(data['digest'])}, and that of the content is \"{content_digest(data)}\"")
     return manifest
 
 

@@ -222,7 +222,10 @@ class TrainedSeparation:
             raise FormatError(f"{state.numel()} values of {state.dtype}; expected {sum(sizes)} bytes for a weight of "
                               f"{shape[0]} x {shape[1]} in {self.format.name}: saved with another weights.format?")
         head, *parts = state.detach().cpu().flatten().split(sizes)
-        changed, steps, accepted, share, hits, refreshes = head.clone().view(torch.float64).tolist()
+        numbers = head.clone().view(torch.float64)
+        if not numbers.isfinite().all():
+            raise FormatError(f"a history of {numbers.tolist()}; expected finite numbers: the state dict is damaged")
+        changed, steps, accepted, share, hits, refreshes = numbers.tolist()
         self.forget()
         self._frame = Frame(self.format, {f.name: part.clone().view(getattr(torch, f.dtype)).view(f.shape)
                                           for f, part in zip(fields, parts, strict=True)})

@@ -11,9 +11,10 @@ import fcntl
 import os
 import re
 import secrets
-import stat
 import weakref
 from pathlib import Path
+
+from vbrt.files import open_regular
 
 __all__ = ["RunDirectory"]
 
@@ -67,10 +68,8 @@ class _Held:
 
     def lock(self, flags: int) -> None:
         """Open the lock file, which is made if missing, and hold it. Raises OSError: somebody else holds it."""
-        flags |= os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        self.lock_fd = os.open(_LOCK, flags, 0o600, dir_fd=self.fd)
-        if not stat.S_ISREG(os.fstat(self.lock_fd).st_mode):
-            raise OSError(errno.ENXIO, "the lock is no regular file", _LOCK)
+        flags |= os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        self.lock_fd = open_regular(_LOCK, flags, mode=0o600, dir_fd=self.fd)
         fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(self.lock_fd).st_nlink == 0:
             raise FileNotFoundError(errno.ENOENT, "removed by another process", _LOCK)
