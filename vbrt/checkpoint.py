@@ -89,6 +89,7 @@ def load(directory: str | PathLike, model: nn.Module,
         _settle_buffers_(model, source)
         vb = carry_out(model, config, source.plan(model, config))
         _fill_(vb, source)
+        _finish_(vb)
     except BaseException:
         try:
             if vb is not None:
@@ -98,7 +99,9 @@ def load(directory: str | PathLike, model: nn.Module,
         raise
     for text in vb.plan.warnings:
         warnings.warn(f"vbrt.load: {text} (all reasons: plan.skipped)", stacklevel=2)
-    return _finished(vb)
+    if torch.is_grad_enabled() and any(x.training and x.handle.trainable for x in vb.registry.values()):
+        warn_of_training(stacklevel=2)
+    return vb
 
 
 def _fill_(vb: VBModelWrapper, source: "_Source") -> None:
@@ -117,12 +120,9 @@ def _fill_(vb: VBModelWrapper, source: "_Source") -> None:
         layer.handle.retype(source.dtype(name, layer.handle))
 
 
-def _finished(vb: VBModelWrapper) -> VBModelWrapper:
+def _finish_(vb: VBModelWrapper) -> None:
     vb.materialize(progress=False)  # nothing is left to encode; what was not swapped goes to the device
     release_host_memory()
-    if torch.is_grad_enabled() and any(x.training and x.handle.trainable for x in vb.registry.values()):
-        warn_of_training(stacklevel=3)
-    return vb
 
 
 # -- where the values come from ---------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -30,7 +31,7 @@ from vbrt.estimate import make_plan, this_machine, with_freed
 from vbrt.facade import Facade
 from vbrt.formats import SeparationCounters
 from vbrt.kernels import recycle
-from vbrt.nn import HandleSpec, SwappedLayer, TrainedLayer, TrainedWeight, VBLayer, WeightHandle, layer_class
+from vbrt.nn import HandleSpec, SwappedLayer, TrainedLayer, TrainedWeight, VBLayer, WeightHandle, layer_class, shed
 from vbrt.plan import Plan, Swap, format_bytes
 from vbrt.policy import auto_prefetch, make_policy, rebalanced
 from vbrt.save import save_model
@@ -277,7 +278,7 @@ class VBModelWrapper(Facade):
                  registry: dict[str, VBLayer]) -> None:
         timed: TimelineTotals | None = None  # of the last recording
         super().__init__(model, settings=config, plan=plan, stack=stack, _layers=registry, _timed=timed, _closed=False,
-                         _gpu_balance=None, _marker=None, _hook=None)
+                         _gpu_balance=None, _marker=None, _hook=None, _dense={})  # _dense: what unwrap() has decoded
         self._hook_up()
 
     def _hook_up(self) -> None:
@@ -381,10 +382,14 @@ class VBModelWrapper(Facade):
                               f"layer's pages ({largest} bytes); give it at least that")
         if self.stack.ssd is None and "ssd" in self.plan.budgets:
             self.stack.attach(_ssd_tier(self.plan, config))  # nothing lived there so far
-        self.stack.set_budget(tier, nbytes)
-        for layer in self._layers.values():
-            layer.handle.forget_ready()  # views would keep the memory of pages that moved
-        self.settings, self.plan = config, replace(self.plan, budgets={**self.plan.budgets, tier: nbytes})
+        plan = replace(self.plan, budgets={**self.plan.budgets, tier: nbytes})
+        try:
+            self.stack.set_budget(tier, nbytes)
+        finally:  # also when it was interrupted: pages may have moved, and the budget may hold already
+            if self._tier_stats()[tier].budget_bytes == nbytes:
+                self.settings, self.plan = config, plan
+            for layer in self._layers.values():
+                layer.handle.forget_ready()  # views would keep the memory of pages that moved
         return nbytes
 
     def _balance(self) -> None:
@@ -408,34 +413,36 @@ class VBModelWrapper(Facade):
     def stats(self) -> Stats:
         """A frozen snapshot of all counters."""
         stack = self.stack
-        swaps = [swap for swap in self.plan.swaps if swap.name in self._layers]  # none after unwrap()
-        layers = {swap.name: self._layer_stats(swap) for swap in swaps}
+        here = dict(self._layers)  # other threads may encode, move and unwrap meanwhile
+        swaps = [swap for swap in self.plan.swaps if swap.name in here]  # none after unwrap()
+        layers = {swap.name: self._layer_stats(swap, here[swap.name]) for swap in swaps}
         fallbacks = [reason for level in stack.levels for reason in level.tier.fallbacks]
         fallbacks += stack.ssd.fallbacks if stack.ssd else []
         for swap in swaps:
-            fallbacks += self._layers[swap.name].handle.all_fallbacks()
+            fallbacks += here[swap.name].handle.all_fallbacks()
         fallbacks += self._gpu_balance.fallbacks if self._gpu_balance else []
-        shells = sum(swap.dense_bytes for swap in swaps if not self._layers[swap.name].materialized)
+        shells = sum(swap.dense_bytes for swap in swaps if not here[swap.name].materialized)
         device_bytes = stack.levels[0].tier.held_bytes + shells + self.plan.kept_bytes
         return Stats(self.settings.policy.kind, stack.names[0], self._marker.passes, layers, self._tier_stats(),
                      self.plan.dense_bytes, self.plan.kept_bytes, device_bytes, tuple(dict.fromkeys(fallbacks)),
                      self._timed)
 
-    def _layer_stats(self, swap: Swap) -> LayerStats:
-        handle, stack = self._layers[swap.name].handle, self.stack
-        pages = [stack.pages[key] for key in handle.keys if key in stack.pages]
-        top, names, planes, homes, moved = stack.levels[0].slots, stack.names, {}, {}, {}
+    def _layer_stats(self, swap: Swap, layer: VBLayer) -> LayerStats:
+        handle, stack = layer.handle, self.stack
+        pages = [page for page in map(stack.pages.get, handle.keys) if page is not None]
+        top, planes, homes, moved = stack.levels[0].slots, {}, {}, {}
         hits = misses = prefetched = wait_ns = 0
         for page in pages:  # one loop: this runs for every layer, in at most 10 µs
             planes[page.layout.plane] = page.nbytes
-            homes[names[page.home]] = None
+            home = page.home
+            homes[stack.names[home]] = None
             hits, misses, prefetched = hits + page.hits, misses + page.misses, prefetched + page.prefetched
             wait_ns += page.wait_ns
             for link, nbytes in page.bytes_moved.items():
                 moved[link] = moved.get(link, 0) + nbytes
         separation = handle.separation.counters if handle.separation else None
         return LayerStats(
-            format=handle.spec.label, kernel=handle.kernel, materialized=self._layers[swap.name].materialized,
+            format=handle.spec.label, kernel=handle.kernel, materialized=layer.materialized,
             home="/".join(homes), resident=bool(pages) and all(page.key in top for page in pages),
             plane_bytes=planes or {"dense": swap.dense_bytes}, forwards=handle.forwards,
             weight_reads=handle.weight_reads,
@@ -446,14 +453,13 @@ class VBModelWrapper(Facade):
 
     def _tier_stats(self) -> dict[str, TierStats]:
         stack = self.stack
-        homes = [0] * len(stack.names)
-        for page in stack.pages.values():
-            homes[page.home] += 1
+        homes = Counter(page.home for page in list(stack.pages.values()))
         stats = {level.tier.name: TierStats(level.tier.capacity_bytes, level.tier.held_bytes, level.tier.peak_bytes,
                                             homes[level.index], len(level.slots)) for level in stack.levels}
-        if stack.ssd:
-            ssd = stack.ssd
-            stats["ssd"] = TierStats(ssd.capacity_bytes, ssd.held_bytes, ssd.peak_bytes, homes[-1], homes[-1])
+        ssd = stack.ssd
+        if ssd:
+            files = homes[len(stack.levels)]
+            stats["ssd"] = TierStats(ssd.capacity_bytes, ssd.held_bytes, ssd.peak_bytes, files, files)
         return stats
 
     def timeline(self, path: str | PathLike) -> contextlib.AbstractContextManager[Recorder]:
@@ -530,13 +536,15 @@ class VBModelWrapper(Facade):
         Raises:
             TierError: a page cannot be read.
         """
-        dense: dict[WeightHandle, nn.Parameter] = {}
         for name, layer in list(self._layers.items()):
-            handle = layer.handle
-            dense[handle] = layer.release_(dense.get(handle))._parameters["weight"]
+            handle = layer.__dict__.get("_vb_handle")  # None, or of a plain layer: Ctrl-C came in an earlier call
+            if isinstance(layer, SwappedLayer):
+                self._dense[handle] = layer.release_(self._dense.get(handle))._parameters["weight"]
+            shed(layer)
             del self._layers[name]
-            if not handle.layers:
+            if handle is not None and not handle.layers:
                 handle.drop()
+        self._dense.clear()
         self._hook.remove()
         self.close()
         return self.model
@@ -550,7 +558,7 @@ class VBModelWrapper(Facade):
         for layer in self._layers.values():
             layer.handle.drop()
         self.stack.collect()
-        if not self.stack.pages:
+        if self.stack.closed or not self.stack.pages:
             self.stack.close()
         recycle.forget()
 
@@ -612,13 +620,13 @@ class VBTrainingWrapper(VBModelWrapper):
     def stats(self) -> Stats:
         """A frozen snapshot of all counters; waits for the device to have counted clipped weights."""
         swaps = [swap for swap in self.plan.swaps if swap.name in self._layers]  # none after unwrap()
-        layers = {swap.name: self._layer_stats(swap) for swap in swaps}
+        layers = {swap.name: self._layer_stats(swap, self._layers[swap.name]) for swap in swaps}
         kept_for_scales = sum(stats.plane_bytes.get("scales", 0) for stats in layers.values())
         return Stats("none", self.stack.names[0], self._marker.passes, layers, {}, self.plan.dense_bytes,
                      self.plan.kept_bytes, self.plan.dense_bytes + kept_for_scales)
 
-    def _layer_stats(self, swap: Swap) -> LayerStats:
-        handle = self._layers[swap.name].handle
+    def _layer_stats(self, swap: Swap, layer: TrainedLayer) -> LayerStats:
+        handle = layer.handle
         engine = handle.separation
         planes = {"dense": swap.dense_bytes} | ({"scales": engine.nbytes} if engine else {})
         separation = engine.counters if engine else SeparationCounters()

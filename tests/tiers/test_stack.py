@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import dis
 import faulthandler
 import functools
 import gc
@@ -26,11 +25,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.interrupting import interrupted
 from tests.traces import Workload, workloads
 from vbrt.errors import FormatError, TierError
 from vbrt.formats.page import PageLayout, build_layout
 from vbrt.policy import PASS, Decision, LRUPolicy, Policy, ScheduledPolicy, make_policy, simulate
-from vbrt.tiers import Level, MemoryTier, SsdTier, TierStack, detached_stack
+from vbrt.tiers import Level, MemoryTier, Owner, SsdTier, TierStack, detached_stack
 from vbrt.tiers.stack import _State
 
 UNIT = 4096
@@ -153,8 +153,17 @@ def content(key: str, units: int) -> torch.Tensor:
     return torch.randint(0, 256, (units * UNIT,), dtype=torch.uint8, generator=generator)
 
 
+owners: "weakref.WeakKeyDictionary[TierStack, dict[str, Owner]]" = weakref.WeakKeyDictionary()
+
+
 def add(stack: TierStack, key: str, units: int, home: str = "ssd") -> None:
-    stack.add(key, layout(units), home, lambda out: out.copy_(content(key, units)))
+    owner = Owner(stack)
+    stack.add(key, layout(units), home, lambda out: out.copy_(content(key, units)), owner)
+    owners.setdefault(stack, {})[key] = owner
+
+
+def retire(stack: TierStack, key: str) -> None:
+    stack.retire(owners[stack][key])
 
 
 def add_all(stack: TierStack, sizes: dict[str, int], homes: dict[str, str] | None = None) -> TierStack:
@@ -331,7 +340,7 @@ def test_where_cores_are_shared_only_who_needs_a_page_copies_it(tmp_path):
 
     class NotedSsd(SsdTier):
         def read(self, key, out):
-            threads.add(threading.current_thread())
+            threads.add(threading.get_ident())
             super().read(key, out)
 
         def read_ahead(self, key):
@@ -343,8 +352,11 @@ def test_where_cores_are_shared_only_who_needs_a_page_copies_it(tmp_path):
                       NotedSsd(tmp_path, 1 << 40, io="buffered"), share_cores=True)
     trace = [PASS, *((key,) for key in sizes)] * 4
     run(add_all(stack, sizes), trace)
-    stack._workers.shutdown()
-    assert threads == {threading.current_thread()} and len(ahead) > 8
+    for _ in range(1_000):
+        if len(ahead) > 8:
+            break
+        time.sleep(0.005)
+    assert threads == {threading.get_ident()} and len(ahead) > 8
     assert_counts(stack, simulate("scheduled", trace, 5))
     stack.close()
 
@@ -637,7 +649,7 @@ def test_a_page_that_cannot_be_added_leaves_nothing_behind(tmp_path, home):
     held = stack.levels[0].tier.held_bytes, stack.ssd.held_bytes, sorted(os.listdir(stack.ssd.directory))
     for _ in range(3):
         with pytest.raises(FormatError):
-            stack.add("b", layout(1), home, fail)
+            stack.add("b", layout(1), home, fail, Owner(stack))
         with pytest.raises(TierError, match=rf"b: \d+ bytes do not fit into tiers\.{home}\.budget"):
             add(stack, "b", 5, home)
         with pytest.raises(TierError, match="a: the stack holds a page of this name already"):
@@ -686,7 +698,7 @@ def test_a_page_that_moves_in_displaces_copies_and_gives_their_room_back_when_it
     with pytest.raises(TierError, match=r"more: 8192 bytes do not fit into tiers\.cpu\.budget = 24576"):
         add(stack, "more", 2, "cpu")
     assert_at_rest(stack)
-    stack.retire(("large",))
+    retire(stack, "large")
     run(stack, [PASS, *((key,) for key in sizes)] * 4)
     assert policy.capacity_bytes == 4 * UNIT
     hits = sum(stack.pages[key].hits for key in sizes)
@@ -736,16 +748,17 @@ def test_a_page_goes_with_its_last_owner_at_the_next_access(tmp_path, home):
     stack, *_ = scripted(tmp_path, 5, {"other": 1})
     add(stack, "a", 2, home)
     use(stack, "a")
-    stack.share(("a",))
-    stack.retire(("a",))
+    other = stack.share(("a",))
+    retire(stack, "a")
+    retire(stack, "a")  # once more changes nothing
     use(stack, "a")
-    stack.retire(("a",))
+    del other  # collected: as if it had retired
     assert "a" in stack.pages
     use(stack, "other")
     assert "a" not in stack.pages and len(list(stack.ssd.directory.glob("*.page"))) == 1
     with pytest.raises(TierError, match="a: its page was dropped"):
         use(stack, "a")
-    stack.retire(("a", "never there"))
+    retire(stack, "a")
     assert_at_rest(stack)
     add(stack, "a", 1, home)  # the name is free again
     use(stack, "a")
@@ -758,7 +771,7 @@ def test_a_page_retired_while_it_is_leased_is_valid_and_held_to_the_end_of_the_l
     add(stack, "a", 2, home)
     tier = stack.levels[0].tier
     with stack.lease(("a",)) as tensors:
-        stack.retire(("a",))
+        retire(stack, "a")
         stack.collect()
         use(stack, "other")
         check(("a",), tensors)
@@ -775,7 +788,7 @@ def test_a_page_retired_while_it_is_leased_is_valid_and_held_to_the_end_of_the_l
 def test_retiring_needs_no_lock_because_finalizers_run_anywhere(tmp_path):
     stack, *_ = scripted(tmp_path, 5, {"a": 1, "b": 1})
     with stack._lock:
-        within(5, lambda: stack.retire(("a",)))
+        within(5, lambda: retire(stack, "a"))
     use(stack, "b")
     assert list(stack.pages) == ["b"]
     stack.close()
@@ -792,7 +805,7 @@ def test_pages_may_be_retired_and_replaced_while_the_policy_knows_them(tmp_path,
         within(30, lambda: run(stack, [PASS, *((key,) for key in keys)]))
         old = keys[turn % 6]
         keys[turn % 6] = new = f"{old.split('@')[0]}@{turn}"
-        stack.retire((old,))
+        retire(stack, old)
         add(stack, new, 1 + turn % 3)
     assert_at_rest(stack)
     assert set(stack.pages) == set(keys) and len(list(stack.ssd.directory.glob("*.page"))) == 6
@@ -812,7 +825,7 @@ def test_close_ends_everything_and_may_come_twice(tmp_path):
         with pytest.raises(TierError, match="the model was closed, its pages are gone"):
             late()
     stack.begin_pass()
-    stack.retire(("a",))
+    retire(stack, "a")
     stack.collect()
 
 
@@ -1093,7 +1106,7 @@ def test_a_page_that_loses_its_owner_while_it_moves_is_dropped_afterwards(tmp_pa
     real = stack._allocate
 
     def allocate(slot):
-        stack.retire((slot.page.key,))
+        retire(stack, slot.page.key)
         stack.collect()
         real(slot)
 
@@ -1149,7 +1162,7 @@ def test_threads_while_pages_come_and_go(tmp_path):
             home = ("cpu", "ssd")[turn % 2]
             add(stack, f"guest{turn}", 1 + turn % 3, home)
             use(stack, f"guest{turn}")
-            stack.retire((f"guest{turn}",))
+            retire(stack, f"guest{turn}")
             turn += 1
 
     with in_background(come_and_go):
@@ -1165,81 +1178,91 @@ def test_threads_while_pages_come_and_go(tmp_path):
 # -- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
 
-OURS = tuple(str(Path("vbrt") / name) for name in ("tiers/stack.py", "tiers/memory.py", "tiers/ssd.py", "policy.py"))
+@pytest.fixture
+def quick_to_look(monkeypatch, request):
+    """What a `__del__` prints is expected, and what is there already need not be collected each time."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+    request.addfinalizer(gc.unfreeze)
+    gc.freeze()
 
 
-@functools.cache
-def opcodes(code) -> dict[int, str]:
-    return {instruction.offset: instruction.opname for instruction in dis.get_instructions(code)}
-
-
-def interrupted(at: int, work: Callable[[], None]) -> bool:
-    """Run `work` with a KeyboardInterrupt at the `at`-th place where CPython looks for signals in our files.
-
-    It looks when a Python function begins, when a call into C has returned, and when a loop jumps back.
-    """
-    seen, before = 0, {}
-
-    def look() -> None:
-        nonlocal seen
-        seen += 1
-        if seen == at:
-            raise KeyboardInterrupt
-
-    def trace(frame, event, _):
-        if event == "call":
-            if frame.f_back in before:
-                before[frame.f_back] = "call of a Python function"
-            if not frame.f_code.co_filename.endswith(OURS):
-                return None
-            frame.f_trace_opcodes, frame.f_trace_lines = True, False
-            look()
-        elif event == "opcode":
-            last, before[frame] = before.get(frame), opcodes(frame.f_code)[frame.f_lasti]
-            if last in ("CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD"):
-                look()
-        elif event == "return":
-            before.pop(frame, None)
-        return trace
-
-    tracing = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        work()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(tracing)
-        before.clear()
-    return False
+def interrupt_each(step: int, make: Callable[[Path], TierStack], work: Callable[[TierStack], object],
+                   trace: list) -> None:
+    """Interrupt `work` at every `step`-th place, each time on a new stack, of which nothing may be lost then."""
+    at, hit = step // 2, True
+    while hit:
+        at += step
+        with tempfile.TemporaryDirectory() as root:
+            stack = make(Path(root))
+            hit = interrupted(at, lambda stack=stack: work(stack))
+            gc.collect()
+            within(30, lambda stack=stack: run(stack, trace))
+            assert_at_rest(stack)
+            within(30, lambda stack=stack: work(stack))
+            run(stack, trace)
+            assert_at_rest(stack)
+            stack.close()
+            assert os.listdir(root) == []
+    assert at > 4 * step
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a __del__ it is only printed
 @pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize(("kind", "warm"), [("lru", True), ("scheduled", False), ("scheduled", True)])
-def test_ctrl_c_anywhere_loses_nothing(kind, warm, levels, monkeypatch, request):
-    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+def test_ctrl_c_anywhere_loses_nothing(kind, warm, levels, quick_to_look):
     sizes = {f"page{i}": 1 + i % 2 for i in range(5)}
     one_pass = [PASS, ("page0",), ("page1",), ("page2", "page3"), ("page4",)]
-    at = 1 + levels
-    request.addfinalizer(gc.unfreeze)
-    gc.freeze()  # what is there already need not be looked at each time
-    while True:
-        with tempfile.TemporaryDirectory() as root:
-            tiers = [Level(MemoryTier("near", CPU, 5 * UNIT), make_policy(kind, 5 * UNIT)),
-                     Level(MemoryTier("far", CPU, 4 * UNIT), make_policy(kind, 4 * UNIT))][:levels]
-            stack = add_all(TierStack(tiers, SsdTier(Path(root), 1 << 40), workers=1), sizes)
-            if warm:
-                run(stack, one_pass * 2)
-            hit = interrupted(at, lambda stack=stack: run(stack, one_pass))
-            gc.collect()
-            within(30, lambda stack=stack: run(stack, one_pass * 2))
-            assert_at_rest(stack)
-            stack.close()
-        if not hit:
-            break
-        at += 23
-    assert at > 40
+
+    def make(root):
+        tiers = [Level(MemoryTier("near", CPU, 5 * UNIT), make_policy(kind, 5 * UNIT)),
+                 Level(MemoryTier("far", CPU, 4 * UNIT), make_policy(kind, 4 * UNIT))][:levels]
+        stack = add_all(TierStack(tiers, SsdTier(root, 1 << 40), workers=1), sizes)
+        if warm:
+            run(stack, one_pass * 2)
+        return stack
+
+    interrupt_each(127, make, lambda stack: run(stack, one_pass), one_pass * 2)
+
+
+@pytest.mark.parametrize("below", ["far", "ssd"])
+@pytest.mark.parametrize(("before", "after"), [(9, 6), (6, 9)])
+def test_an_interrupted_budget_change_keeps_every_page(below, before, after, quick_to_look):
+    sizes = {f"page{i}": 1 + i % 2 for i in range(6)}
+    one_pass = [PASS, *((key,) for key in sizes)]
+
+    def make(root):
+        tiers = [Level(MemoryTier("near", CPU, 9 * UNIT), make_policy("scheduled", 0)),
+                 Level(MemoryTier("far", CPU, 9 * UNIT), make_policy("scheduled", 0))][: 1 + (below == "far")]
+        stack = add_all(TierStack(tiers, SsdTier(root, 1 << 40)), sizes, dict.fromkeys(sizes, "near"))
+        stack.set_budget("near", before * UNIT)
+        run(stack, one_pass * 2)
+        return stack
+
+    interrupt_each(113, make, lambda stack: stack.set_budget("near", after * UNIT), one_pass)
+
+
+def test_nothing_that_locks_in_python_is_entered_under_the_stacks_lock(tmp_path):
+    sizes = {f"page{i}": 1 + i % 2 for i in range(8)}
+    one_pass = [PASS, *((key,) for key in sizes)]
+    levels = [Level(MemoryTier("near", CPU, 12 * UNIT), make_policy("scheduled", 0)),
+              Level(MemoryTier("far", CPU, 4 * UNIT), make_policy("scheduled", 4 * UNIT))]
+    stack = add_all(TierStack(levels, SsdTier(tmp_path, 1 << 40)), sizes, dict.fromkeys(sizes, "near"))
+    locking, entered = (threading.__file__, "concurrent/futures", "queue.py"), set()
+
+    def trace(frame, event, _):
+        if event == "call" and any(name in frame.f_code.co_filename for name in locking) and stack._lock.locked():
+            entered.add(f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})")
+
+    tracing = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for budget in (6, 5, 12, 6):
+            stack.set_budget("near", budget * UNIT)
+            run(stack, one_pass * 3)
+        stack.close()
+    finally:
+        sys.settrace(tracing)
+    assert not entered
 
 
 def test_ctrl_c_during_a_read_reaches_this_thread_and_others_get_an_error(tmp_path):
@@ -1278,7 +1301,7 @@ def test_a_forked_child_can_use_the_pages_and_leaves_its_parents_alone(tmp_path)
         import os, threading, time, torch
         from vbrt.formats.page import build_layout
         from vbrt.policy import make_policy
-        from vbrt.tiers import Level, MemoryTier, SsdTier, TierStack
+        from vbrt.tiers import Level, MemoryTier, Owner, SsdTier, TierStack
 
         class Slow(SsdTier):
             def read(self, key, out):
@@ -1289,9 +1312,9 @@ def test_a_forked_child_can_use_the_pages_and_leaves_its_parents_alone(tmp_path)
         reading = threading.Event()
         tier = MemoryTier("cpu", torch.device("cpu"), 5 * 4096)
         stack = TierStack([Level(tier, make_policy("scheduled", 4 * 4096))], Slow({str(tmp_path)!r}, 1 << 30))
-        layout = build_layout("dense", "dense", [("weight", "uint8", (4096,))])
+        layout, owner = build_layout("dense", "dense", [("weight", "uint8", (4096,))]), Owner(stack)
         for i in range(8):
-            stack.add(f"page{{i}}", layout, "ssd" if i else "cpu", lambda out, i=i: out.fill_(i))
+            stack.add(f"page{{i}}", layout, "ssd" if i else "cpu", lambda out, i=i: out.fill_(i), owner)
         def one_pass():
             stack.begin_pass()
             for i in range(8):

@@ -5,7 +5,7 @@ from vbrt.nn.attention import AttentionChoice, FlashAttention
 from vbrt.nn.block import OptimizedTransformerBlock
 from vbrt.nn.fused import FusedFP4Linear, quantize
 from vbrt.nn.handle import HandleSpec, WeightHandle
-from vbrt.nn.linear import SwappedLayer, VBLayer, VBLinear
+from vbrt.nn.linear import SwappedLayer, VBLayer, VBLinear, shed
 from vbrt.nn.sampling import gumbel_max_sample
 from vbrt.nn.swappable import kind_of, layer_class
 from vbrt.nn.train import TrainedLayer, TrainedLinear, TrainedWeight
@@ -27,4 +27,5 @@ __all__ = [
     "kind_of",
     "layer_class",
     "quantize",
+    "shed",
 ]

@@ -37,7 +37,7 @@ from vbrt.kernels import (
     resolves_late,
     runs_unpacked,
 )
-from vbrt.tiers import Lease, Page, TierStack
+from vbrt.tiers import Lease, Owner, Page, TierStack
 
 __all__ = ["HandleSpec", "WeightHandle", "handle_of", "sum_rows"]
 
@@ -115,7 +115,7 @@ class WeightHandle:
         self.separation = Separation(spec.levels, spec.refresh_every) if spec.format == "quantile" else None
         self._device = stack.device
         self.kernel = "reference"
-        self._retire: weakref.finalize | None = None
+        self._owner: Owner | None = None  # of the pages
         self._pages: tuple[Page, ...] = ()
         self._ready: WeightPlanes | None = None  # of pages that never move: made once, used without a lease
         self.resident: torch.Tensor | None = None  # the same, of a dense weight as nn.Linear keeps it
@@ -134,11 +134,12 @@ class WeightHandle:
         """A lossless weight is multiplied as torch does it; who restores it need not know its format."""
         spec = self.spec
         op, format = ("linear", EXACT if spec.fine else None) if spec.lossless else (self._op(), spec.format)
-        self._linear = resolve(op, spec.backend, self._device, format)
-        self._decode = resolve("decode_weight", spec.backend, self._device, format)
-        prepare(self._linear, self._device)
-        self._packing = None if spec.lossless else page_packing(self._linear, spec.format)
+        linear = resolve(op, spec.backend, self._device, format)
+        decode = resolve("decode_weight", spec.backend, self._device, format)
+        prepare(linear, self._device)
+        packing = None if spec.lossless else page_packing(linear, spec.format)
         self._announce_kernels()
+        self._linear, self._decode, self._packing = linear, decode, packing  # all of them or none
 
     def _op(self) -> str:
         if self.spec.fp4 and fp4_refusal(self._device) is None:
@@ -262,16 +263,17 @@ class WeightHandle:
         """
         self.drop()
         self.stack.collect()
-        keys: list[str] = []
+        owner, keys = Owner(self.stack), []
         try:
             for layout, tensors in planes:
                 key = self._free_key(layout.plane)
-                self.stack.add(key, layout, self._home(layout.plane), functools.partial(_fill, tensors, layout))
+                self.stack.add(key, layout, self._home(layout.plane), functools.partial(_fill, tensors, layout), owner)
                 keys.append(key)
+            self._own(tuple(keys), owner)
         except BaseException:
-            self.stack.retire(keys)
+            if self._owner is not owner:
+                self.stack.retire(owner)
             raise
-        self._own(tuple(keys))
 
     def _free_key(self, plane: str) -> str:
         """The plan's key, unless a copy of the layer has taken it."""
@@ -284,27 +286,27 @@ class WeightHandle:
             return self.stack.names[0]
         return homes.get(plane) or next(iter(homes.values()))
 
-    def _own(self, keys: tuple[str, ...]) -> None:
+    def _own(self, keys: tuple[str, ...], owner: Owner) -> None:
         if self._linear is None:
             self._take_kernels()
+        pages = tuple(self.stack.pages[key] for key in keys)
+        kernel = kernel_name(self._linear) if self._has_kernel(pages) else "reference"
+        # no call from here on: Ctrl-C finds an empty handle or a full one
+        self._owner, self._pages, self.kernel = owner, pages, kernel
         self.keys, self.generation = keys, self.generation + 1
-        self._pages = tuple(self.stack.pages[key] for key in keys)
-        self.kernel = kernel_name(self._linear) if self._has_kernel() else "reference"
-        self._retire = weakref.finalize(self, self.stack.retire, keys)
-        self._retire.atexit = False
 
-    def _has_kernel(self) -> bool:
+    def _has_kernel(self, pages: Sequence[Page]) -> bool:
         spec = self.spec
         if spec.lossless:
             return spec.fine and merges(self._linear, spec.format, spec.shape)
-        return self._is_packed(self._pages[0].layout) or runs_unpacked(self._linear, spec.format)
+        return self._is_packed(pages[0].layout) or runs_unpacked(self._linear, spec.format)
 
     def drop(self) -> None:
         """Give the pages back; the handle is empty again."""
-        if self._retire is not None:
-            self._retire()
-            self._retire = None
-        self.keys, self._pages = (), ()
+        owner = self._owner
+        self.keys, self._pages, self._owner = (), (), None  # the owner is not needed any more, whatever comes now
+        if owner is not None:
+            self.stack.retire(owner)
         self.forget_ready()
 
     def forget_ready(self) -> None:
@@ -493,8 +495,7 @@ class WeightHandle:
         clone.dtype, clone.trainable = self.dtype, self.trainable
         memo[id(self)] = clone
         if self.keys:
-            self.stack.share(self.keys)
-            clone._own(self.keys)
+            clone._own(self.keys, self.stack.share(self.keys))
         return clone
 
     def empty_copy(self) -> "WeightHandle":

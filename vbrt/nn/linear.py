@@ -23,7 +23,7 @@ from vbrt.nn.decoded import DecodedWeight
 from vbrt.nn.handle import WeightHandle
 from vbrt.nn.mapped import page_out
 
-__all__ = ["SwappedLayer", "VBLayer", "VBLinear"]
+__all__ = ["SwappedLayer", "VBLayer", "VBLinear", "shed"]
 
 _FEW_TOKENS = 16  # on every GPU and for every dtype this many go to the fused kernel
 
@@ -40,13 +40,21 @@ class SwappedLayer(nn.Module):
         return next(c for c in cls.__mro__ if not issubclass(c, SwappedLayer))
 
     def _become_plain(self) -> None:
-        self._vb_handle.layers.discard(self)
-        for name in self._vb_names:
-            del self.__dict__[name]
-        self.__class__ = plain = type(self).plain_class()
+        plain = type(self).plain_class()
         for name, value in list(self.__dict__.items()):
             if isinstance(value, types.MethodType) and value.__self__ is self:  # accelerate's hooks keep `forward` so
                 self.__dict__[name] = types.MethodType(getattr(plain, value.__name__), self)
+        self.__class__ = plain
+        shed(self)
+
+
+def shed(module: nn.Module) -> None:
+    """Take from a module that is plain again what it had as a swapped one. Twice is fine."""
+    handle = module.__dict__.get("_vb_handle")
+    if handle is not None:
+        handle.layers.discard(module)
+    for name in [name for name in module.__dict__ if name.startswith("_vb_")]:
+        module.__dict__.pop(name, None)
 
 
 class VBLayer(SwappedLayer):

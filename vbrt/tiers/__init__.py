@@ -3,6 +3,7 @@
 from vbrt.tiers.memory import Buffer, MemoryTier
 from vbrt.tiers.recorder import Recorder
 from vbrt.tiers.ssd import SsdTier
-from vbrt.tiers.stack import Lease, Level, Page, TierStack, detached_stack
+from vbrt.tiers.stack import Lease, Level, Owner, Page, TierStack, detached_stack
 
-__all__ = ["Buffer", "Lease", "Level", "MemoryTier", "Page", "Recorder", "SsdTier", "TierStack", "detached_stack"]
+__all__ = ["Buffer", "Lease", "Level", "MemoryTier", "Owner", "Page", "Recorder", "SsdTier", "TierStack",
+           "detached_stack"]

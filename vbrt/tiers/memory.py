@@ -102,8 +102,9 @@ class MemoryTier:
 
     def release(self, buffer: Buffer) -> None:
         """Keep the buffer for the next page of its size; its bytes count as held until then. Twice is fine."""
-        if buffer not in self._free[buffer.nbytes]:
-            self._free[buffer.nbytes].append(buffer)
+        free = self._free[buffer.nbytes]
+        if buffer not in free:
+            free += [buffer]  # not append(): Ctrl-C may come when a call returns, and whoever gives it would not know
 
     def discard(self, buffer: Buffer) -> None:
         """Give the buffer's memory back at once, after the copies and kernels that still use it."""

@@ -37,7 +37,8 @@ class RunDirectory:
     def __init__(self, root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
         self._held = _Held()
-        self._finalizer = weakref.finalize(self, _remove_own, self._held, os.getpid())
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _remove_own, self._held, self._pid)
         try:
             _make(self._held, root)
         except BaseException:
@@ -50,13 +51,14 @@ class RunDirectory:
     @property
     def fd(self) -> int:
         """A descriptor of the directory. Raises OSError once it is removed."""
-        if not self._finalizer.alive:
+        if self._held.fd < 0:
             raise OSError(errno.ENOENT, "the tier is closed", str(self.path))
         return self._held.fd
 
     def remove(self) -> None:
         """Remove it with the pages in it; twice is fine, and a forked child leaves its parent's alone."""
-        self._finalizer()
+        _remove_own(self._held, self._pid)  # again, if Ctrl-C came the first time
+        self._finalizer.detach()
 
 
 class _Held:
@@ -89,10 +91,19 @@ class _Held:
 
     def close(self) -> None:
         """Let go of the lock."""
-        fds, self.fd, self.lock_fd, self.spare_fd = (self.spare_fd, self.lock_fd, self.fd), -1, -1, -1
-        for fd in fds:
-            if fd >= 0:
-                os.close(fd)
+        self.spare()
+        fd, self.lock_fd = self.lock_fd, -1  # never closed twice: its number may be another file's by then
+        if fd >= 0:
+            os.close(fd)
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def spare(self) -> None:
+        """Give the process a descriptor: listing a directory takes one, and it may have run out of them."""
+        fd, self.spare_fd = self.spare_fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def _make(held: _Held, root: Path) -> None:
@@ -114,9 +125,7 @@ def _make(held: _Held, root: Path) -> None:
 def _remove_own(held: _Held, pid: int) -> None:
     if os.getpid() != pid or held.path is None:  # a forked child must not remove its parent's pages
         return
-    if held.spare_fd >= 0:  # listing a directory takes a descriptor, and a process may have run out of them
-        os.close(held.spare_fd)
-        held.spare_fd = -1
+    held.spare()
     with contextlib.suppress(OSError):
         if held.fd >= 0:
             held.empty()

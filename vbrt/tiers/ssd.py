@@ -18,7 +18,6 @@ import re
 import struct
 import threading
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +27,7 @@ import xxhash
 
 from vbrt.errors import TierError, describe_os_error
 from vbrt.files import open_regular, read_into, replacing, write_at
+from vbrt.tiers.crew import Crew
 from vbrt.tiers.memory import bytes_view
 from vbrt.tiers.rundir import RunDirectory
 
@@ -53,7 +53,8 @@ class _File:
 class SsdTier:
     """Pages as files below `root`, within a budget of bytes on disk.
 
-    Reads may run in several threads; `write` and `drop` are serialised by the stack that owns the tier.
+    Reads may run in several threads, beside a `write` and a `drop`, of which the stack that owns the tier does one at a
+    time each.
 
     Args:
         root: directory for page files; made if missing. Each run works in a locked directory of its own inside.
@@ -76,7 +77,7 @@ class SsdTier:
         self._serial = 0
         self._direct: bool | None = None
         self._helpers = helpers
-        self._pool: tuple[int, ThreadPoolExecutor] | None = None  # with the process that started its threads
+        self._crew = Crew(helpers)
         try:
             self._run = RunDirectory(self.root)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
@@ -109,14 +110,19 @@ class SsdTier:
         # a forked child writes into the same directory, under names of its own
         path = self.directory / f"{os.getpid()}-{self._serial:05d}-{re.sub(r'[^A-Za-z0-9._-]', '_', key)[-96:]}.page"
         self._serial += 1
+        file = _File(path, page.numel(), digest, os.getpid())
         try:
             _write_file(path, self._run.fd, _header(key, page.numel(), digest, layout), view)
+            self._files[key] = file  # no call in between: Ctrl-C finds a file that counts, or removes it
+            self.held_bytes += nbytes
         except OSError as error:
             what = describe_os_error(error)
             raise TierError(f"{key}: cannot write {path}: {what}; free {nbytes} bytes there or move "
                             "tiers.ssd.path") from error
-        self._files[key] = _File(path, page.numel(), digest, os.getpid())
-        self.held_bytes += nbytes
+        except BaseException:
+            with contextlib.suppress(OSError):
+                _unlink(path, self._run.fd)
+            raise
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         self._direct = None
 
@@ -170,7 +176,7 @@ class SsdTier:
             helpers = min(self._helpers, read.parts - 1)
             read.seats = [threading.Lock() for _ in range(helpers)]
             for seat in read.seats:
-                self._executor().submit(read.help, seat)
+                self._helpers_here().give(read.help, seat)
             read.work()
             read.close()
         except BaseException:
@@ -178,10 +184,10 @@ class SsdTier:
             raise
         return read.digest()
 
-    def _executor(self) -> ThreadPoolExecutor:
-        if self._pool is None or self._pool[0] != os.getpid():
-            self._pool = (os.getpid(), ThreadPoolExecutor(self._helpers, thread_name_prefix="vbrt-read"))
-        return self._pool[1]
+    def _helpers_here(self) -> Crew:
+        if self._crew.pid != os.getpid():
+            self._crew = Crew(self._helpers)
+        return self._crew
 
     def read_ahead(self, key: str) -> None:
         """Ask the system to bring a page into its cache, in buffered mode: reading it later waits less. Never fails."""
@@ -204,32 +210,33 @@ class SsdTier:
 
     def drop(self, key: str) -> None:
         """Remove the page and its file; a page that is not there is fine."""
-        file = self._files.pop(key, None)
+        file = self._files.get(key)
         if file is None:
             return
+        freed = HEADER_BYTES + file.nbytes
         if file.pid == os.getpid():  # a forked child must not remove its parent's pages
             try:
                 _unlink(file.path, self._run.fd)
             except OSError as error:  # the page is not needed any more: nothing that the caller does depends on it
                 self.fallbacks.append(f"tier ssd: cannot remove {file.path} ({error.strerror or error}); its bytes "
                                       "count until the run ends")
-                return
-        self.held_bytes -= HEADER_BYTES + file.nbytes
+                freed = 0
+        if self._files.pop(key, None) is file:
+            self.held_bytes -= freed
 
     def close(self) -> None:
         """Remove the run's directory; calling it twice is fine."""
         self._files.clear()
         self.held_bytes = 0
-        if self._pool is not None and self._pool[0] == os.getpid():
-            self._pool[1].shutdown()
-        self._pool = None
+        self._crew.stop()
         self._run.remove()
 
     def _use_direct(self) -> bool:
-        if self._direct is None:
+        direct = self._direct  # which a write in another thread forgets
+        if direct is None:
             fits_cache = self.held_bytes <= _PAGE_CACHE_SHARE * psutil.virtual_memory().available
-            self._direct = self.io == "direct" or (self.io == "auto" and not fits_cache)
-        return self._direct
+            self._direct = direct = self.io == "direct" or (self.io == "auto" and not fits_cache)
+        return direct
 
 
 def _header(key: str, nbytes: int, digest: int, layout: dict | None) -> bytes:

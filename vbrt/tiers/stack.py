@@ -18,9 +18,18 @@ Why waiting ends: slots are decided one after another, and a slot waits only for
 in the tier below (first, while it holds no buffer itself), the room that earlier slots have been promised (`pending`),
 and the buffers of pages that were evicted for it. A thread that waits for room to lease holds no lease.
 
-Ctrl-C may come anywhere. Holders are sets and giving back is repeatable, so what was interrupted is done again: by the
-`with` that is left, or, when it never began, by the next access after the lease was collected. A decision that was
-interrupted half way cannot be trusted: its policies start anew.
+Ctrl-C may come anywhere: CPython raises it where a Python function begins, where a call into C has returned and where
+a loop jumps back, in the main thread. So:
+
+- The lock is entered in C, and nothing that takes a lock in Python code (executors, conditions, semaphores) is entered
+  under it. Who waits, waits for a bell without the lock, and looks again every second in case nobody rang.
+- What must hold together is written without a call in between: the bytes of a page and its home, a buffer and the list
+  of free ones.
+- Holders and owners are sets and giving back is repeatable, so what was interrupted is done again: by the `with` that
+  is left, or, when it never began, by the next access after the lease was collected.
+- A decision that was interrupted half way cannot be trusted: at the next one policies start anew.
+- A page moves in three steps: its bytes are copied to the new home, the page is said to live there, the old copy goes.
+  Who moves the next page ends what was begun: forwards from the second step on, back before it.
 """
 
 import contextlib
@@ -29,9 +38,9 @@ import os
 import threading
 import time
 import weakref
+from _thread import LockType, allocate_lock
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -42,15 +51,16 @@ import torch
 from vbrt.errors import TierError
 from vbrt.formats.page import PageLayout, unpack
 from vbrt.policy import Decision, LRUPolicy, Policy, spread
+from vbrt.tiers.crew import Crew
 from vbrt.tiers.memory import Buffer, MemoryTier
 from vbrt.tiers.recorder import LeaseNote, Recorder
 from vbrt.tiers.relay import Relay
 from vbrt.tiers.ssd import HEADER_BYTES, SsdTier
 
-__all__ = ["Lease", "Level", "Page", "TierStack", "detached_stack"]
+__all__ = ["Lease", "Level", "Owner", "Page", "TierStack", "detached_stack"]
 
 _PASSING_PAGES = 4  # slots that pages pass through, where a budget shrinks: two leased, two ahead
-_LOOK_SECONDS = 1.0  # a thread that waits for a lease looks this often whether one was collected without a word
+_LOOK_SECONDS = 1.0  # a thread that waits looks this often: a lease may be collected, a bell be lost, without a word
 
 
 class _State(Enum):
@@ -68,7 +78,7 @@ class Page:
     layout: PageLayout
     home: int
     moves: int = 0  # from one home to another
-    references: int = 1
+    owners: "set[_Claim]" = field(default_factory=set)
     hits: int = 0
     misses: int = 0
     prefetched: int = 0
@@ -80,6 +90,24 @@ class Page:
         self.nbytes = self.layout.nbytes
 
 
+class _Claim(weakref.ref):
+    """An owner's hold on its pages. Goes to the stack's list of retired ones when the owner is collected: in C, so that
+    nothing comes in between."""
+
+    __slots__ = ("keys",)
+    __eq__, __hash__ = object.__eq__, object.__hash__  # its owner's would do, and is gone when it counts
+
+
+class Owner:
+    """Owns pages of one stack: without owners a page is dropped at the next access."""
+
+    __slots__ = ("__weakref__", "claim")
+
+    def __init__(self, stack: "TierStack") -> None:
+        self.claim = _Claim(self, stack._retired.append)
+        self.claim.keys = []
+
+
 _tickets = itertools.count()
 
 
@@ -89,9 +117,9 @@ class _Slot:
     __slots__ = ("arrived", "at_home", "buffer", "charge", "doomed", "error", "holders", "level", "loader", "page",
                  "source", "state", "tensors", "ticket")
 
-    def __init__(self, page: Page, level: "Level", charge: int = 0) -> None:
+    def __init__(self, page: Page, level: "Level", charge: int = 0, *, at_home: bool = False) -> None:
         self.page, self.level = page, level
-        self.at_home = page.home == level.index  # whether the page lives here for good
+        self.at_home = at_home  # whether the page lives here for good
         self.charge = charge or page.nbytes  # bytes of its buffer: a slot of a ring may be larger than the page
         self.ticket = next(_tickets)  # the order of decisions
         self.state = _State.QUEUED
@@ -118,23 +146,46 @@ class Level:
         self.room = policy.capacity_bytes  # for copies, as long as pages that live here leave that much
         self.index = 0
         self.home_bytes = 0
+        self.living: dict[_Slot, None] = {}  # slots of pages that live here, or are on their way in or out
         self.slots: dict[str, _Slot] = {}
         self.leased: set[str] = set()  # copies that threads use: the policy must let them stay
         self.pending: dict[_Slot, None] = {}  # decided and without a buffer yet, earliest first
         self.stream = torch.cuda.Stream(tier.device) if tier.device.type == "cuda" else None
         self.relay = Relay(tier.fallbacks)  # for pages in host memory that is not page-locked
-        self.live_here(0)
+        self.fit()
 
     def resize(self, nbytes: int) -> tuple[str, ...]:
         """Another budget, in which the pages that live here fit; returns the copies that have to leave."""
         self.tier.capacity_bytes = self.room = nbytes
         return self.policy.resize(nbytes - self.home_bytes)
 
-    def live_here(self, nbytes: int) -> tuple[str, ...]:
-        """So many more bytes of pages live here; returns the copies that have to leave for them."""
-        self.home_bytes += nbytes
+    def move_in(self, slot: _Slot) -> tuple[str, ...]:
+        """A page will live here; returns the copies that have to leave for it."""
+        if slot not in self.living:  # no call in between
+            self.living[slot] = None
+            self.home_bytes += slot.page.nbytes
+        return self.fit()
+
+    def move_out(self, slot: _Slot) -> tuple[str, ...]:
+        """A page does not live here any more. Twice is fine."""
+        if slot in self.living:  # no call in between
+            del self.living[slot]
+            self.home_bytes -= slot.page.nbytes
+        return self.fit()
+
+    def fit(self) -> tuple[str, ...]:
+        """Give copies the room that living pages leave; returns those that have to leave for that."""
         room = min(self.room, self.tier.capacity_bytes - self.home_bytes)
         return () if room == self.policy.capacity_bytes else self.policy.resize(room)
+
+
+@dataclass(slots=True, eq=False)
+class _Arrival:
+    """A page on its way to a home: `slot` is its place in a memory tier, None where it becomes a file."""
+
+    page: Page
+    home: int
+    slot: _Slot | None
 
 
 class TierStack:
@@ -159,18 +210,19 @@ class TierStack:
         self.names = [level.tier.name for level in self.levels] + (["ssd"] if ssd else [])
         self._threads = workers
         self._travellers = 0  # pages whose home is below the top tier
-        self._retired: deque[str] = deque()  # keys whose owners were collected; dropped at the next access
+        self._retired: deque[_Claim] = deque()  # of owners that are gone; taken from the pages at the next access
         self._lost: deque[Lease] = deque()  # collected without having been given back
         self._captured = False  # whether a CUDA graph knows where pages lie
         self._start()
         _stacks.add(self)
 
     def _start(self) -> None:
-        # entered itself and not through the condition, whose methods are Python: Ctrl-C in one would leave it locked
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._bells: deque[LockType] = deque()  # of those who wait for a change
+        self._half_done = False  # whether decisions are being made, or were when Ctrl-C came
+        self._arrival: _Arrival | None = None  # of the page that gets a home, by whoever holds `encoding`
         self.encoding = threading.RLock()  # one weight is encoded at a time: bounded scratch, and no weight twice
-        self._workers = ThreadPoolExecutor(max_workers=self._threads, thread_name_prefix="vbrt-tier")
+        self._workers = Crew(self._threads)
         self.recorder: Recorder | None = None  # of a timeline
 
     def __deepcopy__(self, memo: dict) -> "TierStack":
@@ -192,7 +244,8 @@ class TierStack:
 
     # -- pages --------------------------------------------------------------------------------------------------------
 
-    def add(self, key: str, layout: PageLayout, home: str, fill: Callable[[torch.Tensor], object]) -> Page:
+    def add(self, key: str, layout: PageLayout, home: str, fill: Callable[[torch.Tensor], object],
+            owner: Owner) -> Page:
         """Store a new page in its home; `fill` writes the page's bytes into the uint8 tensor it is given.
 
         Raises:
@@ -201,84 +254,113 @@ class TierStack:
         """
         page = Page(key, layout, self.names.index(home))
         page.bytes_moved = {f"{low}>{high}": 0 for high, low in pairwise(self.names[: page.home + 1])}
-        with self._lock:
-            self._check_open(key)
-            self._collect()
-            if key in self.pages:
-                raise TierError(f"{key}: the stack holds a page of this name already; retire it first")
-        if page.home == len(self.levels):
-            self._add_file(page, fill)
-        else:
-            self._add_resident(page, fill)
+        page.owners.add(owner.claim)
+        with self.encoding:
+            self._finish_arrival()
+            with self._lock:
+                self._check_open(key)
+                self._collect()
+                if key in self.pages:
+                    raise TierError(f"{key}: the stack holds a page of this name already; retire it first")
+            owner.claim.keys.append(key)
+            self._take_home(page, page.home, fill)
         return page
 
-    def _add_file(self, page: Page, fill: Callable[[torch.Tensor], object]) -> None:
-        staging = torch.empty(page.nbytes, dtype=torch.uint8)
-        fill(staging)
-        with self._lock:
-            self._check_open(page.key)
-            self.ssd.write(page.key, staging, page.layout.to_dict())
-            self.pages[page.key] = page
-            self._travellers += 1
-
-    def _add_resident(self, page: Page, fill: Callable[[torch.Tensor], object]) -> None:
-        level = self.levels[page.home]
-        slot = self._new_home(page, level)
+    def _take_home(self, page: Page, home: int, fill: Callable[[torch.Tensor], object]) -> None:
+        """Have a page live in a tier: a new one, or one that lives elsewhere until its bytes are there."""
+        level = self.levels[home] if home < len(self.levels) else None
+        slot = None
+        if level is not None:
+            slot = _Slot(page, level, at_home=True)
+            slot.state, slot.loader = _State.LOADING, threading.get_ident()
+        self._arrival = _Arrival(page, home, slot)
         try:
-            self._fill_home(slot, fill)
-            if level.stream is not None:
-                torch.cuda.current_stream(level.tier.device).synchronize()  # once a page: its leases wait for nothing
+            if slot is None:
+                staging = torch.empty(page.nbytes, dtype=torch.uint8)
+                fill(staging)
+                self.ssd.write(page.key, staging, page.layout.to_dict())
+            else:
+                self._settle(slot)
+                self._fill_home(slot, fill)
             with self._lock:
                 self._check_open(page.key)
-                slot.state = _State.READY
-                level.slots[page.key] = slot
-                self.pages[page.key] = page
-                self._travellers += page.home > 0
-        except BaseException as error:
-            with self._lock:
-                if self.pages.get(page.key) is page:
-                    self._drop(page)
-                else:
-                    self._abandon(slot, error)
-            raise
+                self._begin()
+                self._say_home(page, home, slot)
+                self._leave_memory(page)
+                self._half_done = False
+        finally:
+            self._finish_arrival()
 
-    def _new_home(self, page: Page, level: Level) -> _Slot:
-        """A slot in which a page will live, with room for it."""
-        slot = _Slot(page, level)
-        slot.at_home, slot.state, slot.loader = True, _State.LOADING, threading.get_ident()
+    def _settle(self, slot: _Slot) -> None:
+        """Make room for a page that will live in a memory tier: copies leave, if need be."""
+        level, page = slot.level, slot.page
         with self._lock:
-            self._settle(level, page)
+            self._begin()
+            tier = level.tier
+            if level.home_bytes + page.nbytes > tier.capacity_bytes:
+                self._half_done = False
+                raise TierError(f"{page.key}: {page.nbytes} bytes do not fit into tiers.{tier.name}.budget = "
+                                f"{tier.capacity_bytes} ({level.home_bytes} live there); raise the budget or enable a "
+                                "tier below it")
+            for key in level.move_in(slot):
+                self._evict(level, key)
             level.pending[slot] = None
-        return slot
+            self._half_done = False
 
     def _fill_home(self, slot: _Slot, fill: Callable[[torch.Tensor], object]) -> None:
         self._allocate(slot)
         slot.buffer.synchronize()
         fill(slot.buffer.tensor)
         slot.tensors = unpack(slot.buffer.tensor, slot.page.layout)
+        if slot.level.stream is not None:
+            torch.cuda.current_stream(slot.level.tier.device).synchronize()  # once a page: its leases wait for nothing
 
-    def _abandon(self, slot: _Slot, error: BaseException) -> None:
-        """A page will not live here after all."""
-        if slot.buffer is None:
-            slot.level.live_here(-slot.page.nbytes)
-        slot.state = _State.LOADING
-        self._fail(slot, error)
+    def _say_home(self, page: Page, home: int, slot: _Slot | None) -> None:
+        """The page lives at `home` from now on, and is nowhere between there and where it was."""
+        known = page.key in self.pages
+        moved = {f"{low}>{high}": 0 for high, low in pairwise(self.names[: home + 1])} | page.bytes_moved
+        for level in self.levels[home: page.home]:
+            level.policy.forget(page.key)
+            if page.key in level.slots:
+                self._evict(level, page.key)
+        slots = {} if slot is None else slot.level.slots
+        # no call from here on: Ctrl-C finds the page here or there
+        if slot is not None:
+            slot.state = _State.READY
+        slots[page.key] = slot
+        self._travellers += (home > 0) - (known and page.home > 0)
+        page.moves += known
+        page.home, page.bytes_moved = home, moved
+        self.pages[page.key] = page
 
-    def _settle(self, level: Level, page: Page) -> None:
-        """Make room for a page that will live in `level`: copies leave, if need be."""
-        tier = level.tier
-        if level.home_bytes + page.nbytes > tier.capacity_bytes:
-            raise TierError(f"{page.key}: {page.nbytes} bytes do not fit into tiers.{tier.name}.budget = "
-                            f"{tier.capacity_bytes} ({level.home_bytes} live there); raise the budget or enable a tier "
-                            "below it")
-        for key in level.live_here(page.nbytes):
-            self._evict(level, key)
+    def _leave_memory(self, page: Page) -> None:
+        """The page leaves the memory where it lived before."""
+        for level in self.levels:
+            slot = level.slots.get(page.key)
+            if slot is not None and slot.at_home and level.index != page.home:
+                self._evict(level, page.key)
+
+    def _finish_arrival(self) -> None:
+        """End what giving a page a home began, also when that was interrupted: its old file goes, or its new copy."""
+        arrival = self._arrival
+        if arrival is None:
+            return
+        page, slot = arrival.page, arrival.slot
+        arrived = self.pages.get(page.key) is page and page.home == arrival.home
+        if self.ssd is not None and arrived is (slot is not None):
+            self.ssd.drop(page.key)
+        with self._lock:
+            self._begin()
+            if slot is not None and not arrived:
+                self._fail(slot, TierError(f"{page.key}: it did not get there"))
+            self._half_done = False
+            self._arrival = None
+            self._tell()
 
     def attach(self, ssd: SsdTier) -> None:
         """Add an ssd tier below the others."""
         with self._lock:
-            self.ssd = ssd
-            self.names.append("ssd")
+            self.names, self.ssd = [*self.names, ssd.name], ssd
 
     def set_budget(self, name: str, nbytes: int) -> None:
         """Another budget for a tier, while forwards may run.
@@ -299,27 +381,22 @@ class TierStack:
         if level is None:
             raise TierError(f"tiers.{name}: this model has the tiers {', '.join(self.names)}")
         with self.encoding:  # no page is added meanwhile
+            self._finish_arrival()
             moves = self._new_homes(level, self._too_many(level, nbytes))
             if moves and self._captured:
                 raise TierError(f"tiers.{name}.budget = {nbytes}: a CUDA graph has recorded where the pages lie, they "
                                 "cannot move; choose the budget before the capture, or wrap the model anew")
             level.room = level.tier.capacity_bytes  # what leaves makes room for pages that pass through
             for page, home in moves:
-                self.share((page.key,))  # stays, whatever becomes of its owners meanwhile
-                try:
-                    self._move(page, home)
-                finally:
-                    self.retire((page.key,))
+                self._move(page, home)
             with self._lock:
-                try:
-                    for key in level.resize(nbytes):
-                        self._evict(level, key)
-                    level.tier.shrink()
-                    level.tier.peak_bytes = level.tier.held_bytes
-                except BaseException:
-                    self._start_anew()
-                    raise
-                self._changed.notify_all()
+                self._begin()
+                for key in level.resize(nbytes):
+                    self._evict(level, key)
+                level.tier.shrink()
+                level.tier.peak_bytes = level.tier.held_bytes
+                self._half_done = False
+                self._tell()
             self._settle_all()
 
     def _settle_all(self) -> None:
@@ -331,11 +408,7 @@ class TierStack:
         if nbytes > self.levels[0].tier.capacity_bytes:
             return
         for page in below:
-            self.share((page.key,))
-            try:
-                self._move(page, 0)
-            finally:
-                self.retire((page.key,))
+            self._move(page, 0)
         self.collect()
 
     def _too_many(self, level: Level, nbytes: int) -> list[Page]:
@@ -382,27 +455,13 @@ class TierStack:
         return homes
 
     def _move(self, page: Page, home: int) -> None:
-        """Give a page another home."""
-        if home == len(self.levels):
-            staging = torch.empty(page.nbytes, dtype=torch.uint8)
-            self._read_home(page, staging)
-            with self._lock:
-                self.ssd.write(page.key, staging, page.layout.to_dict())
-                self._settle_home(page, home)
-            return
-        level = self.levels[home]
-        new = self._new_home(page, level)
+        """Give a page another home, unless it was dropped."""
+        owner = Owner(self)  # it stays, whatever becomes of its owners meanwhile
         try:
-            self._fill_home(new, partial(self._read_home, page))
-            with self._lock:
-                new.state = _State.READY
-                self._settle_home(page, home)
-                level.slots[page.key] = new
-        except BaseException as error:
-            with self._lock:
-                if page.home != home:  # it stays where it was
-                    self._abandon(new, error)
-            raise
+            if self._share(owner, page):
+                self._take_home(page, home, partial(self._read_home, page))
+        finally:
+            self.retire(owner)
 
     def _read_home(self, page: Page, target: torch.Tensor) -> None:
         """Copy a page from where it lives; returns when that is done."""
@@ -413,23 +472,25 @@ class TierStack:
         else:
             target.copy_(self.levels[page.home].slots[page.key].buffer.tensor)
 
-    def _settle_home(self, page: Page, index: int) -> None:
-        """The page lives at `index` from now on, and is nowhere between there and where it was."""
-        for high, low in pairwise(self.names[: index + 1]):
-            page.bytes_moved.setdefault(f"{low}>{high}", 0)
-        self._leave(page, min(index, page.home))
-        self._travellers += (index > 0) - (page.home > 0)
-        page.home, page.moves = index, page.moves + 1
-
-    def share(self, keys: Collection[str]) -> None:
+    def share(self, keys: Collection[str]) -> Owner:
         """One more owner of these pages."""
-        with self._lock:
-            for key in keys:
-                self.pages[key].references += 1
+        owner = Owner(self)
+        for key in keys:
+            self._share(owner, self.pages[key])
+        return owner
 
-    def retire(self, keys: Collection[str]) -> None:
-        """One owner fewer; a page without owners is dropped at the next access. Takes no lock: safe in a finalizer."""
-        self._retired.extend(keys)
+    def _share(self, owner: Owner, page: Page) -> bool:
+        """Whether the page is still there to be owned."""
+        owner.claim.keys.append(page.key)
+        with self._lock:
+            if self.pages.get(page.key) is not page:
+                return False
+            page.owners.add(owner.claim)
+            return True
+
+    def retire(self, owner: Owner) -> None:
+        """An owner gives up its pages, as it does when it is collected. Takes no lock: safe in a finalizer."""
+        self._retired.append(owner.claim)
 
     def collect(self) -> None:
         """Drop the pages that have no owner now, not at the next access."""
@@ -437,30 +498,30 @@ class TierStack:
             self._collect()
 
     def _collect(self) -> None:
+        self._begin()
         while self._lost:
-            self._give_back(self._lost.popleft())
+            self._give_back(self._lost[0])
+            self._lost.popleft()
         while self._retired:
-            page = self.pages.get(self._retired.popleft())
-            if page is None:
-                continue
-            page.references -= 1
-            if page.references == 0:
-                self._drop(page)
+            for key in self._retired[0].keys:
+                page = self.pages.get(key)
+                if page is not None:
+                    page.owners.discard(self._retired[0])
+                    if not page.owners:
+                        self._drop(page)
+            self._retired.popleft()
+        self._half_done = False
 
     def _drop(self, page: Page) -> None:
-        self._leave(page, 0)
-        del self.pages[page.key]
-        self._travellers -= page.home > 0
-
-    def _leave(self, page: Page, top: int) -> None:
-        """The page leaves its home and the tiers above it, up to the one at `top`."""
-        for level in self.levels[top: page.home + 1]:
+        for level in self.levels:
             if level.index < page.home:
                 level.policy.forget(page.key)
             if page.key in level.slots:
                 self._evict(level, page.key)
         if page.home == len(self.levels):
             self.ssd.drop(page.key)
+        del self.pages[page.key]  # no call in between
+        self._travellers -= page.home > 0
 
     def close(self) -> None:
         """Drop every page, stop the threads, remove the files. Calling it twice is fine.
@@ -469,14 +530,16 @@ class TierStack:
         """
         with self._lock:
             self.closed = True
-            self._changed.notify_all()
-        self._workers.shutdown(wait=True, cancel_futures=True)
+            self._tell()
+        self._workers.stop()
         with self._lock:
+            self._begin()
             self._retired.clear()
             for page in list(self.pages.values()):
                 self._drop(page)
             for level in self.levels:
                 level.tier.trim()
+            self._half_done = False
         if self.ssd is not None:
             self.ssd.close()
 
@@ -484,6 +547,36 @@ class TierStack:
         if self.closed:
             raise TierError(f"{key}: the model was closed, its pages are gone; wrap it again, or call unwrap() before "
                             "close() to keep the weights")
+
+    # -- decisions ----------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Decisions begin: under the lock, and `_half_done` is cleared when all of them are made."""
+        if self._half_done:
+            self._start_anew()
+        self._half_done = True
+
+    def _start_anew(self) -> None:
+        """After an interrupted decision: policies forget, and every copy leaves as soon as it is not in use."""
+        for level in self.levels:
+            level.policy.reset()
+            for key, slot in list(level.slots.items()):
+                if not slot.at_home or slot.page.home != level.index:
+                    self._evict(level, key)
+            level.fit()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Under the lock: something has changed, whoever waits should look."""
+        while self._bells:
+            self._bells.popleft().release()
+
+    def _listen(self) -> LockType:
+        """Under the lock: a bell that rings at the next change, to be waited for without the lock."""
+        bell = allocate_lock()
+        bell.acquire()
+        self._bells.append(bell)
+        return bell
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
@@ -506,12 +599,10 @@ class TierStack:
         """The next lease starts a new pass over the model."""
         with self._lock:
             self._collect()
-            try:
-                for level in self.levels:
-                    level.policy.begin_pass()
-            except BaseException:
-                self._start_anew()
-                raise
+            self._begin()
+            for level in self.levels:
+                level.policy.begin_pass()
+            self._half_done = False
 
     def lease(self, keys: Sequence[str]) -> "Lease":
         """Borrow pages in the top tier: `with stack.lease(keys) as tensors` yields one dict of views for each key.
@@ -525,23 +616,24 @@ class TierStack:
         return Lease(self, keys)
 
     def _acquire(self, lease: "Lease") -> None:
-        with self._lock:
-            while True:
+        while True:
+            with self._lock:
                 self._check_open(lease.keys[0])
                 if self._retired or self._lost:
                     self._collect()
                 pages = [self._page(key) for key in lease.keys]
+                if self._half_done:
+                    self._start_anew()
                 if self._has_room(pages) or (self._shed_slots(pages) and self._has_room(pages)):
-                    break
+                    self._half_done = True
+                    self._admit(lease, pages)
+                    if len(self.names) > 1:
+                        self._look_ahead()
+                    self._half_done = False
+                    return
                 self._check_hope(pages)
-                self._changed.wait(_LOOK_SECONDS)
-            try:
-                self._admit(lease, pages)
-                if len(self.names) > 1:
-                    self._look_ahead()
-            except BaseException:
-                self._start_anew()
-                raise
+                bell = self._listen()
+            bell.acquire(timeout=_LOOK_SECONDS)
 
     def _page(self, key: str) -> Page:
         page = self.pages.get(key)
@@ -565,12 +657,14 @@ class TierStack:
     def _shed_slots(self, pages: Sequence[Page]) -> bool:
         """Let copies leave that take whole slots and that nobody uses: they come again in their own sizes."""
         top, shed = self.levels[0], False
+        self._half_done = True
         for page in pages:
             slot = top.slots.get(page.key)
             if slot is not None and slot.charge > page.nbytes and not slot.holders:
                 top.policy.forget(page.key)
                 self._evict(top, page.key)
                 shed = True
+        self._half_done = False
         return shed
 
     def _blocked(self, page: Page, above: int = 0) -> Level | None:
@@ -645,16 +739,9 @@ class TierStack:
                 if slot.state is not _State.QUEUED or self._issue(slot):
                     continue
                 if self._share_cores and self.ssd is not None and self.ssd.mode == "buffered":
-                    self._workers.submit(self.ssd.read_ahead, page.key)
+                    self._workers.give(self.ssd.read_ahead, page.key)
                 else:
-                    self._workers.submit(self._fetch, slot)
-
-    def _start_anew(self) -> None:
-        """After an interrupted decision: policies forget, and every copy leaves as soon as it is not in use."""
-        for level in self.levels:
-            level.policy.reset()
-            for slot in [slot for slot in level.slots.values() if not slot.at_home]:
-                self._evict(level, slot.page.key)
+                    self._workers.give(self._fetch, slot)
 
     def _evict(self, level: Level, key: str) -> None:
         """The page leaves the level; its buffer does when nobody uses it any more."""
@@ -663,7 +750,7 @@ class TierStack:
         level.leased.discard(key)
         self._free(slot)
         del level.slots[key]
-        self._changed.notify_all()
+        self._tell()
 
     def _free(self, slot: _Slot) -> None:
         """Take back what a doomed slot has, unless it is held, or being filled: then this is called again."""
@@ -680,18 +767,23 @@ class TierStack:
             if slot.buffer is not None:
                 slot.level.tier.discard(slot.buffer)  # views that the caller still has keep the memory alive
                 slot.buffer = None
-                slot.level.live_here(-slot.page.nbytes)
+            for key in slot.level.move_out(slot):
+                self._evict(slot.level, key)
         elif slot.buffer is not None:
-            slot.level.tier.release(slot.buffer)
-            slot.level.tier.shrink()
+            slot.level.tier.release(slot.buffer)  # no call in between
             slot.buffer = None
+            slot.level.tier.shrink()
             if self.closed:
                 slot.level.tier.trim()
         slot.tensors = {}
 
     def _release(self, lease: "Lease") -> None:
         with self._lock:
+            if self._half_done:
+                self._start_anew()
+            self._half_done = True
             self._give_back(lease)
+            self._half_done = False
 
     def _give_back(self, lease: "Lease") -> None:
         for slot in lease.slots:
@@ -699,7 +791,8 @@ class TierStack:
                 slot.buffer.fence(torch.cuda.current_stream(slot.level.tier.device))
             self._return(slot, lease.borrower)
         lease.slots = []
-        self._changed.notify_all()
+        if self._bells:
+            self._tell()
 
     def _return(self, slot: _Slot, holder: "_Slot | _Borrower") -> None:
         if slot.state is _State.LOADING and slot.loader == threading.get_ident():
@@ -744,10 +837,13 @@ class TierStack:
 
     def _await(self, slot: _Slot) -> None:
         """Return when the slot's bytes are there; moves them in this thread if nobody has begun."""
-        with self._lock:
-            while slot.state is _State.LOADING:
-                self._changed.wait()
-            claimed = self._claim(slot)
+        while True:
+            with self._lock:
+                claimed = self._claim(slot)
+                if slot.state is not _State.LOADING or claimed:
+                    break
+                bell = self._listen()
+            bell.acquire(timeout=_LOOK_SECONDS)
         if claimed:
             self._load(slot)
         elif slot.state is _State.FAILED:
@@ -777,14 +873,18 @@ class TierStack:
             slot.tensors = unpack(slot.view, slot.page.layout)
         except BaseException as error:
             with self._lock:
+                self._begin()
                 self._fail(slot, error)
+                self._half_done = False
             raise
         with self._lock:
+            self._begin()
             self._return_source(slot)
             slot.state = _State.READY
             if slot.doomed:
                 self._free(slot)
-            self._changed.notify_all()
+            self._half_done = False
+            self._tell()
 
     def _fail(self, slot: _Slot, error: BaseException) -> None:
         """The slot's bytes do not come: it is as if it had never been decided. Whoever waits for it gets the error."""
@@ -802,7 +902,7 @@ class TierStack:
             del level.slots[key]
         self._free_buffer(slot)
         slot.state = _State.FAILED
-        self._changed.notify_all()
+        self._tell()
 
     def _issue(self, slot: _Slot) -> bool:
         """Start a copy to the GPU here and now, if nothing has to be waited for; a worker takes it otherwise."""
@@ -827,14 +927,15 @@ class TierStack:
 
     def _allocate(self, slot: _Slot) -> None:
         """Give the slot its buffer, once there is room beside what earlier slots have been promised."""
-        with self._lock:
-            while True:
+        while True:
+            with self._lock:
                 self._check_open(slot.page.key)
                 if slot.doomed and not slot.holders:
                     raise TierError(f"{slot.page.key}: no longer wanted")
                 if self._try_allocate(slot):
                     break
-                self._changed.wait()
+                bell = self._listen()
+            bell.acquire(timeout=_LOOK_SECONDS)
 
     def _try_allocate(self, slot: _Slot) -> bool:
         level = slot.level
@@ -914,8 +1015,10 @@ class TierStack:
             level.pending.clear()
             level.leased.clear()
             level.slots = {key: slot for key, slot in level.slots.items() if slot.at_home}
+            level.living, level.home_bytes = dict.fromkeys(level.slots.values()), 0
             for slot in level.slots.values():
                 slot.holders.clear()
+                level.home_bytes += slot.page.nbytes
             level.tier.forget([slot.buffer for slot in level.slots.values()])
 
 
