@@ -10,7 +10,7 @@ A hit is a lease of a page that moved no bytes. A page staged ahead of its use i
 """
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self, get_origin
 
@@ -20,12 +20,12 @@ from vbrt.timeline import LayerTotals, TimelineTotals
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
-    from rich.table import Table
 
 __all__ = ["LayerStats", "Stats", "TierStats"]
 
 _STR_WIDTH = 132  # str() knows no terminal
 _GAP = 2  # characters between columns
+_NAME_WIDTH = 12  # of a layer, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +151,7 @@ class Stats:
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         """What rich prints: a table as wide as the terminal allows, and the totals of tiers and links below it."""
+        from rich.segment import Segment
         from rich.text import Text
 
         columns, shared = _hoist(_columns(self))
@@ -159,7 +160,10 @@ class Stats:
         title = "vbrt, training" if self.policy == "none" else f"vbrt, {self.policy} policy"
         yield Text(" · ".join((title, _count(self.passes, "pass", "passes"), *shared)))
         if self.layers:
-            yield _table(names, columns, options.max_width)
+            head, *body, foot = _table(names, columns, options.max_width)
+            yield Text(head, "bold")
+            yield from (Segment(f"{line}\n") for line in body)
+            yield Text(foot, "bold")
         yield from map(Text, self._summary())
 
     def _summary(self) -> list[str]:
@@ -209,7 +213,7 @@ class _Column:
 
     @property
     def width(self) -> int:
-        return max(map(len, (self.head, self.total, *self.cells)))
+        return max(len(line) for cell in (self.head, self.total, *self.cells) for line in cell.split("\n"))
 
 
 def _columns(stats: Stats) -> list[_Column]:
@@ -282,21 +286,36 @@ def _total_width(columns: Sequence[_Column]) -> int:
     return sum(column.width for column in columns) + _GAP * (len(columns) - 1)
 
 
-def _table(names: _Column, columns: list[_Column], width: int) -> "Table":
-    from rich.box import SIMPLE
-    from rich.table import Table
-    from rich.text import Text
-
+def _fitted(names: _Column, columns: list[_Column], width: int) -> list[_Column]:
+    """The columns of a table of that width: the highest rank goes first. Where that is not enough, names are folded,
+    and the last columns go."""
     while _total_width([names, *columns]) > width and any(column.rank for column in columns):
         columns = [column for column in columns if column.rank < max(c.rank for c in columns)]
-    table = Table(box=SIMPLE, show_edge=False, pad_edge=False, padding=(0, 0, 0, _GAP - 1), show_footer=True,
-                  header_style="bold", footer_style="bold")
-    for column in (names, *columns):
-        table.add_column(Text(column.head), Text(column.total), justify="left" if column.text else "right",
-                         no_wrap=column is not names, overflow="fold", min_width=min(column.width, 12))
-    for row in zip(names.cells, *(column.cells for column in columns), strict=True):
-        table.add_row(*map(Text, row))
-    return table
+    while columns and _NAME_WIDTH + _GAP + _total_width(columns) > width:
+        columns = columns[:-1]
+    room = max(_NAME_WIDTH, width - sum(column.width + _GAP for column in columns))
+    cells = tuple("\n".join(name[at: at + room] for at in range(0, len(name), room)) for name in names.cells)
+    return [replace(names, cells=cells), *columns]
+
+
+def _table(names: _Column, columns: list[_Column], width: int) -> list[str]:
+    """The lines of the table: head, rows and foot between rules. A name that is too long goes on in the next line.
+
+    Laid out here and not by rich, which takes half a millisecond a row: models have tens of thousands.
+    """
+    every = _fitted(names, columns, width)
+    pads = [(str.ljust if column.text else str.rjust, column.width) for column in every]
+    rule = "─" * _total_width(every)
+
+    def line(cells: Iterable[str]) -> str:
+        parts = [pad(cell, width) for (pad, width), cell in zip(pads, cells, strict=True)]
+        return (" " * _GAP).join(parts)
+
+    rows = []
+    for name, *cells in zip(*(column.cells for column in every), strict=True):
+        first, *more = name.split("\n")
+        rows += [line((first, *cells)), *more]
+    return [line(column.head for column in every), rule, *rows, rule, line(column.total for column in every)]
 
 
 def _percent(rate: float | None) -> str:
