@@ -51,6 +51,23 @@ def test_a_compiled_model_computes_outputs_and_gradients_of_the_eager_one(format
     vb.close()
 
 
+def test_a_streamed_model_that_is_compiled_after_its_first_call_is_still_fetched_ahead(tmp_path):
+    """Its hook marks no pass from then on."""
+    vb = wrap_streamed(mlp(depth=12), "dense", tmp_path)
+    x = torch.randn(2, 64)
+    vb(x)
+    run = compiled(vb.model)
+    for _ in range(4):
+        run(x)
+    before = vb.stats().layers.values()
+    for _ in range(3):
+        run(x)
+    after = vb.stats().layers.values()
+    misses = sum(layer.misses for layer in after) - sum(layer.misses for layer in before)
+    assert 0 < misses == sum(layer.prefetched for layer in after) - sum(layer.prefetched for layer in before)
+    vb.close()
+
+
 def test_layers_share_one_graph_however_many_there_are():
     graphs = []
 

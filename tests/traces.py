@@ -13,15 +13,16 @@ class Workload:
 
     sizes: dict[str, int]
     passes: tuple[tuple[tuple[str, ...], ...], ...]
-    marked: bool
+    marks: tuple[bool, ...]  # which passes are marked
     room: int
     kind: str
     prefetch: int
 
     @property
     def trace(self) -> list:
-        """What `simulate` takes: leases, with PASS before each pass if they are marked."""
-        return [item for leases in self.passes for item in ([PASS] if self.marked else []) + list(leases)]
+        """What `simulate` takes: leases, with PASS before each pass that is marked."""
+        marked = zip(self.passes, self.marks, strict=True)
+        return [item for leases, mark in marked for item in ([PASS] if mark else []) + list(leases)]
 
     @property
     def group(self) -> int:
@@ -38,10 +39,19 @@ def workloads(draw: st.DrawFn, *, most_pages: int = 8, most_passes: int = 7) -> 
         take = draw(st.integers(1, 2))
         layers.append(tuple(keys[:take]))
         keys = keys[take:]
-    passes = tuple(tuple(draw(_passes(layers))) for _ in range(draw(st.integers(1, most_passes))))
+    passes: list[tuple] = []
+    while len(passes) < most_passes and (not passes or draw(st.booleans())):
+        passes += [tuple(draw(_passes(layers)))] * draw(st.integers(1, 4))
+    passes = tuple(passes[:most_passes])
     largest = max(sum(sizes[key] for key in layer) for layer in layers)
-    return Workload(sizes, passes, marked=draw(st.booleans()), kind=draw(st.sampled_from(["lru", "scheduled"])),
+    return Workload(sizes, passes, marks=draw(_marks(len(passes))), kind=draw(st.sampled_from(["lru", "scheduled"])),
                     room=draw(st.integers(largest, sum(sizes.values()) + 2)), prefetch=draw(st.integers(0, 3)))
+
+
+def _marks(passes: int) -> st.SearchStrategy:
+    """All, none, the first few (a model that is compiled then), or any."""
+    first = st.integers(0, passes).map(lambda n: (True,) * n + (False,) * (passes - n))
+    return st.one_of(st.just((True,) * passes), first, st.tuples(*[st.booleans()] * passes))
 
 
 def _passes(layers: list) -> st.SearchStrategy:

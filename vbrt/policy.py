@@ -18,10 +18,10 @@ gains one slot over static pins.
 """
 
 from bisect import bisect_left
-from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from math import gcd
 from typing import NamedTuple
 
@@ -34,6 +34,8 @@ PASS = object()
 _SLOT_SIZES = 8  # sizes that are tried for the slots of a ring, the largest first
 _LONG_COPY_BYTES = 64 << 20
 _LONGEST_TRIAL = 8192  # accesses of a pass that is tried out, see ScheduledPolicy
+_TRIAL_PACE = 32  # accesses that are tried out with each that happens: 0.1 ms, and a pass is enough for most
+_SAME_ROOM = 8  # a room that has changed by less than this part of it keeps the ring that was found for it
 _LONGEST_PASS = 16  # accesses per distinct page after which an unmarked pass is cut, so that its record stays bounded
 
 
@@ -154,16 +156,20 @@ class ScheduledPolicy(Policy):
     """Evenly spread pins and a small ring, from the order of the last pass.
 
     The first pass has no order to go by and behaves as LRU. Layers that are skipped, repeated or reordered cost
-    misses in that pass and are learned for the next; a pass that stops early (an exception, Ctrl-C) is recognised
-    as a prefix of the last order and does not replace it. Passes are marked by `begin_pass`; a trace without any
-    mark starts a pass whenever its first page comes again.
+    misses in that pass and are learned for the next. A pass that stops early (an exception, Ctrl-C) is recognised as a
+    prefix of the last order and does not replace it; of two in a row (early exits) the longer one does.
+
+    Passes are marked by `begin_pass`; a trace without any mark starts a pass whenever its first page comes again,
+    unless the order has it there. Marks may stop coming (a model is compiled after its first call): that is so once a
+    pass is longer than the one before, has repeated itself as a whole, and begins a third time.
 
     Pages of several sizes pass through slots of one size, so that memory which one left fits the next: it is reused
     as it is, never given back and asked for again. A page in the ring takes a whole slot.
 
     A pass that uses pages more than once may be served better by a longer ring than by more pins: activation
     checkpointing runs a block forward again just before it runs it backward, and a ring with room for the block saves
-    the second read. So once such an order has repeated, longer rings are tried out on it and the best is kept.
+    the second read. So once such an order has repeated, longer rings are tried out on it, a few steps with each access
+    of the next passes, and the best is taken when a pass begins. It stays while the room changes little.
 
     Args:
         capacity_bytes: room for pages, in bytes.
@@ -191,13 +197,20 @@ class ScheduledPolicy(Policy):
         self._positions: dict[str, list[int]] = {}
         self._streamed: list[int] = []  # positions in the order of pages that are not kept
         self._division = Division(frozenset(), 0)
-        self._tried = False  # whether longer rings were tried out on the order
+        self._steady = 0  # passes of this order in this room
+        self._trial: Iterator[None] | None = None  # of longer rings, under way
+        self._found: int | None = None  # what it has found: slots more than one lease and `prefetch` need
+        self._extra = self._extra_room = 0  # that number, and the room that it was found for (0: not yet)
         self._cursor = 0
+        self._stopped = 0  # length of the last pass, if it was shorter than the order
         self._marked = False
+        self._since_mark = self._interval = 0  # accesses since the last mark, and between that and the one before
 
     # -- the protocol ---------------------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
+        whole = self._since_mark <= self._longest_pass()  # else marks had stopped
+        self._interval, self._since_mark = self._since_mark if whole else 0, 0
         self._marked = True
         self._end_pass()
 
@@ -250,9 +263,12 @@ class ScheduledPolicy(Policy):
         return (*self._pinned, *self._staged, *self._fresh)
 
     def resize(self, capacity_bytes: int) -> tuple[str, ...]:
+        if capacity_bytes == self.capacity_bytes:
+            return ()
         victims = super().resize(capacity_bytes)
         if self._order:
-            self._choose_pins()
+            self._choose_pins(known=abs(capacity_bytes - self._extra_room) * _SAME_ROOM < self._extra_room)
+            self._steady -= 1  # the pass that is under way, or is about to begin, is not one in this room
             wide = tuple(key for pages in (self._staged, self._fresh) for key, charge in pages.items()
                          if charge > self._division.charge(key, self._sizes.get(key, charge)))
             for key in wide:  # in slots of a size that the new room may have too few of
@@ -295,13 +311,32 @@ class ScheduledPolicy(Policy):
 
     def _record(self, key: str, size: int) -> None:
         self._sizes[key] = size
-        recurs = not self._marked and self._current and key == self._current[0]
-        if recurs or len(self._current) > _LONGEST_PASS * (len(self._distinct) + 256):
+        self._since_mark += 1
+        if self._begins_anew(key):
             self._end_pass()
             self._sizes[key] = size
         self._current.append(key)
         self._distinct.add(key)
         self._advance(key)
+        if self._trial is not None:
+            deque(islice(self._trial, _TRIAL_PACE), maxlen=0)
+
+    def _begins_anew(self, key: str) -> bool:
+        """Whether a pass begins with this access although nothing marks it."""
+        current = self._current
+        if not current or key != current[0]:
+            return len(current) > self._longest_pass()
+        if not self._marked:
+            known = tuple(current) == self._order[:len(current)] != self._order
+            return not (known and self._order[len(current)] == key)
+        half = len(current) // 2
+        if self._since_mark > self._interval and current[:half] == current[half:]:  # marks have stopped
+            del current[half:]
+            self._marked = False
+        return not self._marked or len(current) > self._longest_pass()
+
+    def _longest_pass(self) -> int:
+        return _LONGEST_PASS * (len(self._distinct) + 256)
 
     def _advance(self, key: str) -> None:
         """Move the cursor past `key`; pages staged for places that were jumped over become evictable."""
@@ -334,55 +369,82 @@ class ScheduledPolicy(Policy):
         if self._cursor:  # it ended elsewhere than the order does: what is staged there comes late in the next pass
             self._demote(list(self._fresh))
         self._cursor = 0
-        if current != self._order[: len(current)]:  # else it was the same, or stopped early
+        stopped, self._stopped = self._stopped, 0
+        if current != self._order[: len(current)]:
             self._learn(current)
-        elif current == self._order and not self._tried:
-            self._try_rings()
+        elif current == self._order:
+            self._settle()
+        elif stopped:
+            self._learn(self._order[: max(stopped, len(current))])
+        else:  # the same, but for its end
+            self._stopped = len(current)
         self._stream()
 
-    def _learn(self, order: tuple[str, ...], sizes: dict[str, int] | None = None) -> None:
-        self._order, self._positions = order, {}
-        self._sizes = self._sizes if sizes is None else sizes
-        for place, key in enumerate(order):
-            self._positions.setdefault(key, []).append(place)
-        self._sizes = {key: self._sizes[key] for key in self._positions}
+    def _learn(self, order: tuple[str, ...]) -> None:
+        self._follow(order, self._sizes)
         self._gone &= self._positions.keys()
         self._choose_pins()
 
-    def _choose_pins(self) -> None:
-        self._tried = False
-        self._divide(divide(self._order, self._sizes, self.capacity_bytes, group=self.group, prefetch=self.prefetch))
+    def _follow(self, order: tuple[str, ...], sizes: Mapping[str, int]) -> None:
+        self._order, self._positions = order, {}
+        for place, key in enumerate(order):
+            self._positions.setdefault(key, []).append(place)
+        self._sizes = {key: sizes[key] for key in self._positions}
+
+    def _choose_pins(self, *, known: bool = False) -> None:
+        """known: the ring that was found for another room will do."""
+        self._trial, self._found, self._steady = None, None, 0
+        if not known:
+            self._extra = self._extra_room = 0
+        self._divide(self._divided(self._extra))
+
+    def _divided(self, extra: int) -> "Division":
+        return divide(self._order, self._sizes, self.capacity_bytes, group=self.group, prefetch=self.prefetch,
+                      extra=extra)
+
+    # -- the length of the ring -----------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """The order has repeated: take the ring that was found for it, or have it looked for during the next passes."""
+        self._steady += 1
+        if self._found is not None:
+            self._extra, self._extra_room = self._found, self.capacity_bytes
+            self._trial = self._found = None
+            if self._extra:
+                self._divide(self._divided(self._extra))
+        elif self._steady == 1 and not self._extra_room:
+            self._try_rings()
 
     def _try_rings(self) -> None:
-        """Take the ring under which a steady pass over the order moves the fewest bytes."""
-        self._tried = True
         repeats = len(self._positions) < len(self._order) <= _LONGEST_TRIAL
-        if not repeats or len(self._division.pins) == len(self._positions):
-            return
-        fewest, best, longer = self._steady_bytes(self._division), self._division, None
+        if repeats and len(self._division.pins) < len(self._positions):
+            self._trial = self._trials()
+
+    def _trials(self) -> Iterator[None]:
+        """Finds the ring under which a steady pass over the order moves the fewest bytes; a step is one access."""
+        fewest, best, longer = (yield from self._steady_bytes(self._division)), 0, None
         for extra in (2 ** power for power in range(1, len(self._order).bit_length() + 1)):
-            shorter, longer = longer, divide(self._order, self._sizes, self.capacity_bytes, group=self.group,
-                                             prefetch=self.prefetch, extra=extra)
+            shorter, longer = longer, self._divided(extra)
             if longer == shorter:
                 break  # there is no room for more
-            moved = self._steady_bytes(longer)
+            moved = yield from self._steady_bytes(longer)
             if moved < fewest:
-                fewest, best = moved, longer
-        if best is not self._division:
-            self._divide(best)
+                fewest, best = moved, extra
+        self._found = best
 
-    def _steady_bytes(self, division: "Division") -> int:
+    def _steady_bytes(self, division: "Division") -> Generator[None, None, int]:
         """Bytes that come in during a steady pass over the order, by trying it."""
         trial = ScheduledPolicy(self.capacity_bytes, prefetch=self.prefetch, group=self.group)
-        trial._learn(self._order, dict(self._sizes))
+        trial._follow(self._order, self._sizes)
         trial._divide(division)
-        trial._tried = True
-        for _ in range(3):
+        trial._extra_room, trial._since_mark = self.capacity_bytes, len(self._order)  # tries nothing out itself
+        for _ in range(2):
             trial.begin_pass()
             moved = 0
             for key in self._order:
                 moved += 0 if trial.access(key, self._sizes[key], (key,)).hit else self._sizes[key]
                 trial.ahead((key,))
+                yield
         return moved
 
     def _divide(self, division: "Division") -> None:
