@@ -170,7 +170,7 @@ def test_a_graph_of_layers_that_are_gone_says_so():
     assert torch.ops.vbrt.linear(x, None, token, out_features).shape == (2, 64)
     vb.unwrap()
     del vb, handle
-    with pytest.raises(WrapError, match="no longer exists; compile again"):
+    with pytest.raises(WrapError, match="no longer exists in this process; compile or trace again"):
         torch.ops.vbrt.linear(x, None, token, out_features)
 
 
@@ -180,4 +180,4 @@ def test_the_ops_pass_torchs_own_checks():
     bias = torch.randn(64, requires_grad=True)
     torch.library.opcheck(torch.ops.vbrt.linear, (x, bias, handle.token, 64))
     torch.library.opcheck(torch.ops.vbrt.linear_backward, (x.detach(), handle.token, 64))
-    torch.library.opcheck(torch.ops.vbrt.weight, (handle.token, 64, 64, torch.float32, torch.device("cpu")))
+    torch.library.opcheck(torch.ops.vbrt.weight, (handle.token, 64, 64, torch.float32, "cpu"))

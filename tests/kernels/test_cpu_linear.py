@@ -103,14 +103,9 @@ def test_gradients_reach_the_input_and_the_bias(tokens):
 
 
 @built
-def test_what_is_more_than_its_memory_goes_through_the_reference():
-    planes, w = case("nvfp4", (24, 200))
-    x, tangent = torch.randn(3, 200), torch.randn(3, 200)
-    _, dy = torch.func.jvp(lambda x: cpu_linear.linear(x, planes), (x,), (tangent,))
-    torch.testing.assert_close(dy, F.linear(tangent, w.float()))
-    y = torch.func.vmap(lambda x: cpu_linear.linear(x, planes))(x)
-    torch.testing.assert_close(y, F.linear(x, w.float()))
-    assert cpu_linear.route(x.to("meta"), planes) == "reference"
+def test_a_tensor_elsewhere_goes_through_the_reference():
+    planes, _ = case("nvfp4", (24, 200))
+    assert cpu_linear.route(torch.empty(3, 200, device="meta"), planes) == "reference"
 
 
 def exact_case(name, shape, dtype):

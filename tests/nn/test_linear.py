@@ -105,13 +105,6 @@ def test_a_frozen_input_and_bias_make_no_graph(some_vb):
     assert not some_vb(inputs(some_vb)).requires_grad
 
 
-def test_double_backward_is_refused(some_vb):
-    x = inputs(some_vb).requires_grad_()
-    (grad,) = torch.autograd.grad(some_vb(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
-
-
 def test_a_weight_loaded_between_forward_and_backward_is_an_error_not_a_wrong_gradient(some_vb):
     loss = some_vb(inputs(some_vb).requires_grad_()).sum()
     some_vb.load_state_dict(some_vb.state_dict())

@@ -8,7 +8,7 @@ takes seconds and Python headers for it. Where it cannot be built `refusal` says
 
 Above `fused_tokens` the weight is decoded to the activations' dtype and torch's matmul takes over; in tiles of fp32 on
 an x86 CPU without bf16 instructions, whose 16-bit matmuls take four times as long as those in fp32. What the C code
-does not serve (tensors elsewhere, transforms of torch.func) goes through the reference.
+does not serve (tensors elsewhere) goes through the reference.
 
 Legend: M tokens, N outputs, K inputs, R rows of a tile.
 """
@@ -29,7 +29,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from vbrt.errors import FormatError, KernelError
 from vbrt.formats import WeightPlanes, get_format
@@ -174,17 +173,10 @@ def _are_plain(plane: dict[str, Tensor]) -> bool:
     return all(type(t) is Tensor and t.device.type == "cpu" and t.is_contiguous() for t in plane.values())
 
 
-def _is_plain(x: Tensor) -> bool:
-    """Whether x is its memory and nothing more: no subclass, no wrapper of torch.func, no tangent."""
-    plain = type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.dtype in _DTYPES
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
-    return plain and not wrapped and forward_ad._current_level < 0 and not torch.compiler.is_compiling()
-
-
 def route(x: Tensor, planes: WeightPlanes) -> str:
     """The way `linear` takes: "fused", "tiles" (decode and fp32 matmul by turns), "decode+matmul", "merge+matmul" or
     "reference"."""
-    if not (_is_plain(x) and _served(planes)):
+    if not (x.is_cpu and x.dtype in _DTYPES and _served(planes) and not torch.compiler.is_compiling()):
         return "reference"
     if planes.fine is not None:
         return "merge+matmul"
@@ -213,6 +205,8 @@ def decode_weight(planes: WeightPlanes) -> Tensor:
 def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
     """activation(x @ w.T + bias): [..., K] to [..., N], in x's dtype; differentiable in x and bias.
 
+    x is read by its address: it is to be bare (`watched.is_bare`), as callers see to.
+
     Raises KernelError for an activation that the reference does not know, or an x whose last dimension is not K.
     """
     way = route(x, planes)
@@ -237,10 +231,10 @@ def _multiply(x: Tensor, planes: WeightPlanes) -> Tensor:
     x_MK = x.reshape(-1, k).float()
     x_MK = x_MK.contiguous() if kp == k else F.pad(x_MK, (0, kp - k))
     tokens = x_MK.shape[0]
-    y_MN = torch.empty(tokens, n, device="cpu")
+    y = x_MK.new_empty(*x.shape[:-1], n)
     with _Borrowed(planes) as weight:
-        _library().vbrt_linear(weight, x_MK.data_ptr(), tokens, y_MN.data_ptr(), _threads(tokens * n * kp))
-    return y_MN.view(*x.shape[:-1], n)
+        _library().vbrt_linear(weight, x_MK.data_ptr(), tokens, y.data_ptr(), _threads(tokens * n * kp))
+    return y
 
 
 def _multiply_tiles(x: Tensor, planes: WeightPlanes) -> Tensor:

@@ -5,9 +5,11 @@ Imported only once a model holds such a layer, so transformers stays optional.
 """
 
 import torch
+from torch.compiler import is_compiling
+from torch.fx import Proxy
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
-from vbrt.nn.linear import VBLinear
+from vbrt.nn.linear import VBLinear, compiled_linear, leaf
 from vbrt.nn.train import TrainedLinear
 
 __all__ = ["TrainedFalconLinear", "VBFalconLinear"]
@@ -18,7 +20,10 @@ class VBFalconLinear(VBLinear, FalconLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input [..., in_features] -> [..., out_features]; raises what VBLinear.forward raises."""
-        product, bias = self._product(input, None), self._parameters["bias"]
+        if isinstance(input, Proxy):
+            return leaf(self, input)
+        product = compiled_linear(self, input, None) if is_compiling() else self._product(input, None)
+        bias = self._parameters["bias"]
         return product if bias is None else product + bias
 
 

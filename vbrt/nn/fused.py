@@ -26,7 +26,7 @@ from vbrt.errors import ArgumentError, FormatError, WrapError
 from vbrt.formats import FORMATS, PageLayout, WeightPlanes, get_format, new_page, pack, unpack
 from vbrt.kernels import Packing, page_packing, resolve
 from vbrt.kernels.reference import ACTIVATIONS, wants_grad
-from vbrt.nn.handle import sum_rows
+from vbrt.nn.product import sum_rows
 
 __all__ = ["FusedFP4Linear", "quantize"]
 

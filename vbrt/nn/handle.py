@@ -6,21 +6,23 @@ parameter, and owns pages of a stack once `store` has run. Pages are read-only: 
 
 import contextlib
 import functools
-import itertools
+import secrets
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch._C._functorch import TransformType, get_interpreter_stack
 
 from vbrt.errors import FormatError, TierError, WrapError
 from vbrt.formats import get_format
 from vbrt.formats.base import WeightPlanes
 from vbrt.formats.fine import fine_layout, split_fine
 from vbrt.formats.page import PageLayout, new_page, pack, unpack
-from vbrt.formats.separation import Separation
+from vbrt.formats.separation import Separation, identity
 from vbrt.kernels import (
     EXACT,
     TILES,
@@ -37,11 +39,13 @@ from vbrt.kernels import (
     resolves_late,
     runs_unpacked,
 )
+from vbrt.kernels.reference import wants_grad
+from vbrt.kernels.watched import is_bare, is_memory
+from vbrt.nn.product import Product, as_autocast, whole
 from vbrt.tiers import Lease, Owner, Page, TierStack
 
-__all__ = ["HandleSpec", "WeightHandle", "handle_of", "sum_rows"]
+__all__ = ["HandleSpec", "WeightHandle", "handle_of"]
 
-_ids = itertools.count()
 _handles: "weakref.WeakValueDictionary[int, WeightHandle]" = weakref.WeakValueDictionary()
 
 Planes = Sequence[tuple[PageLayout, Mapping[str, torch.Tensor]]]
@@ -93,9 +97,11 @@ class WeightHandle:
     Attributes:
         dtype: what the layers compute in and show to the outside.
         trainable: whether the dense weight had requires_grad; the one that `unwrap` makes gets it back.
-        layers: the live layers that are tied to this weight.
+        layers: the live layers that share this weight.
+        tied: whether there may be several.
+        source: which dense parameter the pages were made of, and in which state, if of one.
         keys: pages in the stack; none before `store` and after `drop`.
-        generation: counts the weights that were stored here.
+        generation: counts the weights that are here no more.
         graph_args: of planes that never move, what `vbrt::fp4_linear` takes besides x and bias, or None; layers hold it
             too, see `show`.
         kernel: the implementation that runs; one that wants pages in its own order leaves others to the reference.
@@ -106,14 +112,16 @@ class WeightHandle:
         self.dtype = spec.dtype
         self.trainable = False
         self.layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self.tied = False
+        self._own_weight: Callable[[], torch.Tensor | None] = lambda: None
+        self.source: tuple[object, ...] | None = None
         self.keys: tuple[str, ...] = ()
-        self.id = next(_ids)
-        # names the handle in compiled graphs; a tensor, and not a constant, so that layers share one graph
-        self.token = torch.tensor(self.id, device="cpu")
         self.forwards = self.weight_reads = self.generation = 0
+        self.id = secrets.randbits(63)  # what another process has called a handle is never taken for one of this one's
+        self.token = self._token(0)
         self.fallbacks: list[str] = []
         self.separation = Separation(spec.levels, spec.refresh_every) if spec.format == "quantile" else None
-        self._device = stack.device
+        self._device, self.device_name = stack.device, str(stack.device)
         self.kernel = "reference"
         self._owner: Owner | None = None  # of the pages
         self._pages: tuple[Page, ...] = ()
@@ -175,6 +183,10 @@ class WeightHandle:
         if reason not in self.fallbacks:
             self.fallbacks.append(reason)
             warnings.warn(reason, stacklevel=5)
+
+    def _token(self, generation: int) -> torch.Tensor:
+        """Names handle and generation in graphs; a tensor, and not constants, so that layers share one graph."""
+        return torch.tensor([self.id, generation], device="cpu")
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -293,7 +305,7 @@ class WeightHandle:
         kernel = kernel_name(self._linear) if self._has_kernel(pages) else "reference"
         # no call from here on: Ctrl-C finds an empty handle or a full one
         self._owner, self._pages, self.kernel = owner, pages, kernel
-        self.keys, self.generation = keys, self.generation + 1
+        self.keys = keys
 
     def _has_kernel(self, pages: Sequence[Page]) -> bool:
         spec = self.spec
@@ -301,10 +313,19 @@ class WeightHandle:
             return spec.fine and merges(self._linear, spec.format, spec.shape)
         return self._is_packed(pages[0].layout) or runs_unpacked(self._linear, spec.format)
 
+    def still(self, generation: int) -> "WeightHandle":
+        """The handle. Raises WrapError if its weight is not that generation's any more."""
+        if self.keys and self.generation != generation:
+            raise WrapError(f"{self.spec.name}: its weight was loaded anew between forward and backward; run the "
+                            "forward again")
+        return self
+
     def drop(self) -> None:
         """Give the pages back; the handle is empty again."""
-        owner = self._owner
-        self.keys, self._pages, self._owner = (), (), None  # the owner is not needed any more, whatever comes now
+        owner, generation = self._owner, self.generation + (self._owner is not None)
+        token = self._token(generation)
+        # the owner is not needed any more, whatever comes now
+        self.keys, self._pages, self._owner, self.generation, self.token = (), (), None, generation, token
         if owner is not None:
             self.stack.retire(owner)
         self.forget_ready()
@@ -315,9 +336,29 @@ class WeightHandle:
         self.show(None)
 
     def tie(self, layer: torch.nn.Module) -> None:
-        """A layer more on this weight."""
+        """A layer more on this weight; its dense parameter, where it has one, is the handle's own."""
         self.layers.add(layer)
+        self.tied = len(self.layers) > 1
         self.show(self.graph_args)
+        if layer._parameters["weight"] is not None:
+            self.adopt(layer._parameters["weight"])
+
+    def untie(self, layer: torch.nn.Module) -> None:
+        """A layer less."""
+        self.layers.discard(layer)
+        self.tied = len(self.layers) > 1
+
+    def adopt(self, weight: torch.Tensor) -> None:
+        """Know a dense parameter of the layers for their own, of which planes may be made."""
+        self._own_weight = weakref.ref(weight)
+
+    def owns(self, weight: torch.Tensor) -> bool:
+        """Whether a dense parameter is the layers' own, and not one that was put in its place for a while."""
+        return self._own_weight() is weight
+
+    def holds(self, weight: torch.Tensor) -> bool:
+        """Whether the pages are those of a dense parameter as it is now."""
+        return bool(self.keys) and self.source == identity(weight)
 
     def show(self, args: GraphArgs | None) -> None:
         """Have compiled graphs compute with planes that never move, or with a lease again (None).
@@ -356,23 +397,50 @@ class WeightHandle:
         return self.stack.lease(self.keys)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x Wᵀ + bias for x [..., K] -> [..., N]; gradients flow to x and bias, the weight is frozen."""
+        """x Wᵀ + bias for x [..., K] -> [..., N]; gradients flow to x and bias, the weight is frozen.
+
+        As nn.Linear's, in dtype too: what autocast casts there it casts here, and dtypes that do not fit are refused
+        in torch's words.
+        """
         self.forwards += 1
         if self.separation is not None:
             self.separation.tick()
+        if not is_bare(x):
+            return self._watched(x, bias)
+        if torch._C._is_any_autocast_enabled():
+            x, bias = as_autocast(x), as_autocast(bias)
         if not torch.is_grad_enabled():
-            return self.run(x, bias)
-        if x.requires_grad or (bias is not None and bias.requires_grad):
-            return _FrozenLinear.apply(x, bias, self)
+            return self._run(x, bias)
+        if wants_grad(x, bias):
+            return Product.apply(x, bias, self.now, False)
         with torch.no_grad():
-            return self.run(x, bias)
+            return whole(self._run(x, bias))
+
+    def _watched(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`linear` for tracers, modes of the dispatcher and transforms of torch.func.
+
+        Those that cannot look behind a function of autograd's get the very calls of the plain layer, on a weight that
+        an operator has decoded.
+        """
+        if _sees_no_functions() or not (is_memory(x) or torch._C._functorch.is_functorch_wrapped_tensor(x)):
+            return self.multiply(x, self._shown_weight(x.device), bias)
+        return Product.apply(as_autocast(x), as_autocast(bias), self.now, False)
+
+    @property
+    def now(self) -> "_Moment":
+        """The weight at this moment, for the passes that come back to it."""
+        return _Moment(self, self.generation)
 
     def run(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """`linear` without counting a forward; to be called under no_grad."""
-        if self._ready is not None and self.stack.at_rest and x.device == self._device:
+        """`linear` without counting a forward or casting anything; to be called under no_grad."""
+        return self._run(x, bias) if is_bare(x) else self.multiply(x, self._shown_weight(x.device), bias)
+
+    def _run(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ready = self._ready  # another thread may take it away
+        if ready is not None and self.stack.at_rest and x.device == self._device:
             for page in self._pages:
                 page.hits += 1  # no call in between: one step for threads that share an interpreter lock
-            return self._forward(x, self._ready, bias)
+            return self._forward(x, ready, bias)
         with self.lease() as tensors:
             return self._forward(x, self._planes(tensors, x.device), bias)
 
@@ -382,8 +450,25 @@ class WeightHandle:
             return self.run(x, bias)
         with self.lease() as tensors:
             weight = self._original(self._planes(tensors, x.device)).to(x.dtype)
-            bias = None if bias is None else bias.to(x.dtype)
-            return F.linear(x, weight.t() if self.spec.transposed else weight, bias)
+            return self.multiply(x, weight, None if bias is None else bias.to(x.dtype))
+
+    def backward_input(self, dy: torch.Tensor) -> torch.Tensor:
+        """dX [..., K] = dY [..., N] W, leasing the planes again instead of keeping the weight."""
+        if not is_bare(dy):
+            return self._back(dy, self._shown_weight(dy.device))
+        with self.lease() as tensors:
+            return self._back(dy, self._original(self._planes(tensors, dy.device)))
+
+    def _back(self, dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        weight = weight.to(dy.dtype)
+        return dy.matmul(weight.t() if self.spec.transposed else weight)
+
+    def _shown_weight(self, device: torch.device) -> torch.Tensor:
+        """The decoded weight as the result of an operator that asks for it each time it runs, now and in a trace."""
+        # a mode of fake tensors takes those that are made under it
+        token = self._token(self.generation) if torch._C._len_torch_dispatch_stack() else self.token
+        weight = torch.ops.vbrt.weight(token, *self.weight_shape, self.dtype, self.device_name)
+        return weight if device == self._device else weight.to(device)
 
     @property
     def graph_planes(self) -> WeightPlanes | None:
@@ -396,12 +481,6 @@ class WeightHandle:
     def fused(self, x: torch.Tensor, planes: WeightPlanes, bias: torch.Tensor | None) -> torch.Tensor:
         """x Wᵀ + bias by the kernel, without a lease; for `graph_planes`."""
         return self._linear(x, planes, bias)
-
-    def backward_input(self, dy: torch.Tensor) -> torch.Tensor:
-        """dX [..., K] = dY [..., N] W, leasing the planes again instead of keeping the weight."""
-        with self.lease() as tensors:
-            weight = self._original(self._planes(tensors, dy.device)).to(dy.dtype)
-            return dy.matmul(weight.t() if self.spec.transposed else weight)
 
     def weight(self) -> torch.Tensor:
         """The decoded weight in the module's orientation and dtype: a temporary that shares memory with nothing."""
@@ -457,9 +536,11 @@ class WeightHandle:
         """For a lossless weight the very call of the original module, so that results are bit-identical."""
         spec = self.spec
         if not spec.lossless:
+            if not _fit(x, planes.dtype, bias):
+                return self.multiply(x, self._original(planes), bias)  # torch says why not
             return self._linear(x, planes, bias)
         if spec.transposed:
-            return self._conv1d(x, planes, bias)
+            return self.multiply(x, self._original(planes), bias)
         return self._linear(x, self._like_parameter(planes), bias)
 
     def _like_parameter(self, planes: WeightPlanes) -> WeightPlanes:
@@ -475,12 +556,13 @@ class WeightHandle:
             return planes
         return WeightPlanes("dense", planes.shape, planes.dtype, {"weight": _requiring_grad(weight)})
 
-    def _conv1d(self, x: torch.Tensor, planes: WeightPlanes, bias: torch.Tensor | None) -> torch.Tensor:
-        """The very calls of transformers' Conv1D, so that results are bit-identical."""
-        w_KN = self._original(planes)
+    def multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The very calls of nn.Linear, or of transformers' Conv1D, on a weight as the module keeps it."""
+        if not self.spec.transposed:
+            return F.linear(x, weight, bias)
         if bias is None:
-            return x.matmul(w_KN)
-        return torch.addmm(bias, x.reshape(-1, x.shape[-1]), w_KN).view(*x.shape[:-1], w_KN.shape[1])
+            return x.matmul(weight)
+        return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
 
     def _announce_foreign(self, device: torch.device) -> None:
         reason = (f"{self.spec.name}: input on {device}, pages on {self._device}; the planes are copied on each call. "
@@ -502,6 +584,7 @@ class WeightHandle:
         """A handle for another weight of the same layer, in the same stack."""
         clone = WeightHandle(self.spec, self.stack)
         clone.generation, clone.trainable = self.generation, self.trainable
+        clone.token = clone._token(self.generation)
         if self.separation is not None:
             clone.separation = self.separation  # its codebook is refreshed when the new weight asks for it
         return clone
@@ -514,29 +597,36 @@ class WeightHandle:
         return _restore, (self.stack, self.spec, self.dtype, self.trainable, pages)
 
 
-class _FrozenLinear(torch.autograd.Function):
-    """y = x Wᵀ + b with a frozen weight that is not kept for the backward pass."""
+class _Moment(NamedTuple):
+    """A weight as it was stored then."""
 
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, bias: torch.Tensor | None, handle: WeightHandle) -> torch.Tensor:
-        ctx.handle, ctx.generation = handle, handle.generation
-        ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
-        return handle.run(x, bias)
+    handle: WeightHandle
+    generation: int
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy: torch.Tensor):
-        if ctx.handle.generation != ctx.generation:
-            raise WrapError(f"{ctx.handle.spec.name}: its weight was loaded anew between forward and backward; run the "
-                            "forward again")
-        dx = ctx.handle.backward_input(dy).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
-        dbias = sum_rows(dy).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
-        return dx, dbias, None
+    def times(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self._same().run(x, bias)
+
+    def back(self, dy: torch.Tensor) -> torch.Tensor:
+        return self._same().backward_input(dy)
+
+    def _same(self) -> WeightHandle:
+        return self.handle.still(self.generation)
 
 
-def sum_rows(dy: torch.Tensor) -> torch.Tensor:
-    """The gradient [N] of a bias from dY [..., N]."""
-    return dy.reshape(-1, dy.shape[-1]).sum(0)
+def _sees_no_functions() -> bool:
+    """Whether a tracer or transform is at work that takes a function of autograd's for one operation, or refuses it."""
+    stack = get_interpreter_stack() or ()
+    return torch._C._is_tracing() or any(level.key() == TransformType.Functionalize for level in stack)
+
+
+def _fit(x: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None) -> bool:
+    """Whether nn.Linear would take x and bias beside a weight of `dtype`, or beside what autocast makes of it."""
+    if bias is not None and bias.dtype is not x.dtype:
+        return False
+    if x.dtype is dtype:
+        return True
+    kind = x.device.type
+    return dtype is not torch.float64 and torch.is_autocast_enabled(kind) and x.dtype is torch.get_autocast_dtype(kind)
 
 
 def _fill(tensors: Mapping[str, torch.Tensor], layout: PageLayout, out: torch.Tensor) -> None:
@@ -573,10 +663,12 @@ def _restore(stack: TierStack, spec: HandleSpec, dtype: torch.dtype, trainable: 
 
 
 def handle_of(token: torch.Tensor) -> WeightHandle:
-    """The live handle that a compiled graph's token names."""
-    handle = _handles.get(token.item())
+    """The live handle that a graph's token names."""
+    handle = _handles.get(token.tolist()[0])
     if handle is None:
-        raise WrapError(f"a compiled graph names a VB layer (id {token.item()}) that no longer exists; compile again")
+        raise WrapError("a compiled, traced or exported graph names a VB layer that no longer exists in this process; "
+                        "compile or trace again (such graphs hold no weights: save a model with vb.save(), or export "
+                        "it after unwrap())")
     return handle
 
 
@@ -588,11 +680,33 @@ def _materialized(token: torch.Tensor) -> WeightHandle:
     return handle
 
 
+class _Named(NamedTuple):
+    """A weight as the graph that names it sees it: behind operators."""
+
+    token: torch.Tensor
+    out_features: int
+    in_features: int
+
+    def times(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.vbrt.linear(x, bias, self.token, self.out_features)
+
+    def back(self, dy: torch.Tensor) -> torch.Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.vbrt.linear_backward(dy, self.token, self.in_features)
+
+
 # a lease waits and copies: a CUDA graph that recorded it would read pages that have moved on
-_TAGS = (torch.Tag.cudagraph_unsafe,)
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+_library = torch.library.Library("vbrt", "FRAGMENT")
+_library.define("linear(Tensor x, Tensor? bias, Tensor token, SymInt out_features) -> Tensor", tags=_TAGS)
+_library.define("linear_backward(Tensor dy, Tensor token, SymInt in_features) -> Tensor", tags=_TAGS)
+# conservative, or torch.jit would run it once and keep the weight as a constant
+_library.define("weight(Tensor token, SymInt rows, SymInt columns, ScalarType dtype, str device) -> Tensor",
+                alias_analysis="CONSERVATIVE", tags=_TAGS)
 
 
-@torch.library.custom_op("vbrt::linear", mutates_args=(), tags=_TAGS)
+@torch.library.impl(_library, "linear", "CompositeExplicitAutograd")
 def _linear_op(x: torch.Tensor, bias: torch.Tensor | None, token: torch.Tensor, out_features: int) -> torch.Tensor:
     """x [..., K] -> [..., N] with the planes of the handle that `token` names, computed in x's dtype."""
     handle = _materialized(token)
@@ -600,47 +714,58 @@ def _linear_op(x: torch.Tensor, bias: torch.Tensor | None, token: torch.Tensor, 
     if handle.separation is not None:
         handle.separation.tick()
     with torch.autocast(x.device.type, enabled=False):
-        return handle.run_in(x, bias)
+        return whole(handle.run_in(x, bias))
 
 
-@_linear_op.register_fake
+@torch.library.impl(_library, "linear", "Autograd")
+def _(x: torch.Tensor, bias: torch.Tensor | None, token: torch.Tensor, out_features: int) -> torch.Tensor:
+    return Product.apply(x, bias, _Named(token, out_features, x.shape[-1]), False)
+
+
+@torch.library.register_fake("vbrt::linear", lib=_library)
 def _(x: torch.Tensor, bias: torch.Tensor | None, token: torch.Tensor, out_features: int) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
 
 
-@torch.library.custom_op("vbrt::linear_backward", mutates_args=(), tags=_TAGS)
+@torch.library.impl(_library, "linear_backward", "CompositeExplicitAutograd")
 def _linear_backward_op(dy: torch.Tensor, token: torch.Tensor, in_features: int) -> torch.Tensor:
     """dX [..., K] from dY [..., N]."""
-    return handle_of(token).backward_input(dy)
+    return whole(handle_of(token).still(token.tolist()[1]).backward_input(dy))
 
 
-@_linear_backward_op.register_fake
+@torch.library.impl(_library, "linear_backward", "Autograd")
+def _(dy: torch.Tensor, token: torch.Tensor, in_features: int) -> torch.Tensor:
+    return Product.apply(dy, None, _Named(token, dy.shape[-1], in_features), True)
+
+
+@torch.library.register_fake("vbrt::linear_backward", lib=_library)
 def _(dy: torch.Tensor, token: torch.Tensor, in_features: int) -> torch.Tensor:
     return dy.new_empty((*dy.shape[:-1], in_features))
 
 
-def _save_token(ctx, inputs, output) -> None:
-    x, bias, token, _ = inputs
-    ctx.save_for_backward(token)
-    ctx.in_features, ctx.bias_dtype = x.shape[-1], None if bias is None else bias.dtype
+@torch.library.register_vmap("vbrt::linear", lib=_library)
+def _(info, in_dims, x, bias, token, out_features):
+    return _mapped(info, in_dims, x, bias, lambda k: _Named(token, out_features, k), back=False)
 
 
-def _compiled_backward(ctx, dy: torch.Tensor):
-    (token,) = ctx.saved_tensors
-    dx = torch.ops.vbrt.linear_backward(dy, token, ctx.in_features) if ctx.needs_input_grad[0] else None
-    dbias = sum_rows(dy).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
-    return dx, dbias, None, None
+@torch.library.register_vmap("vbrt::linear_backward", lib=_library)
+def _(info, in_dims, dy, token, in_features):
+    return _mapped(info, (in_dims[0], None), dy, None, lambda n: _Named(token, n, in_features), back=True)
 
 
-_linear_op.register_autograd(_compiled_backward, setup_context=_save_token)
+def _mapped(info, in_dims, x, bias, named, *, back: bool):
+    """`Product.vmap` of an operator, whose features may lie anywhere before the mapped dimension is the first."""
+    dim, bias_dim, *_ = in_dims
+    x = x if dim is None else x.movedim(dim, 0)
+    return Product.vmap(info, (None if dim is None else 0, bias_dim), x, bias, named(x.shape[-1]), back)
 
 
-@torch.library.custom_op("vbrt::weight", mutates_args=(), tags=_TAGS)
-def _weight_op(token: torch.Tensor, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The decoded weight [rows, columns] in the module's orientation."""
+@torch.library.impl(_library, "weight", "CompositeExplicitAutograd")
+def _weight_op(token: torch.Tensor, rows: int, columns: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """The decoded weight [rows, columns] in the module's orientation; the device is text, which every tracer takes."""
     return _materialized(token).weight()
 
 
-@_weight_op.register_fake
-def _(token: torch.Tensor, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+@torch.library.register_fake("vbrt::weight", lib=_library)
+def _(token: torch.Tensor, rows: int, columns: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     return torch.empty((rows, columns), dtype=dtype, device=device)

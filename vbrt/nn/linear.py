@@ -15,13 +15,18 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.compiler import is_compiling
+from torch.fx import Proxy
 
 from vbrt.errors import WrapError
+from vbrt.formats.separation import identity
 from vbrt.kernels.reference import wants_grad
+from vbrt.kernels.watched import is_recorded, unwatched
 from vbrt.nn.decoded import DecodedWeight
 from vbrt.nn.handle import WeightHandle
 from vbrt.nn.mapped import page_out
+from vbrt.nn.product import as_autocast
 
 __all__ = ["SwappedLayer", "VBLayer", "VBLinear", "shed"]
 
@@ -55,6 +60,11 @@ def shed(module: nn.Module) -> None:
         handle.layers.discard(module)
     for name in [name for name in module.__dict__ if name.startswith("_vb_")]:
         module.__dict__.pop(name, None)
+
+    def __prepare_scriptable__(self) -> None:  # torch.jit.script asks here for what it is to compile instead
+        name = self._vb_handle.spec.name
+        raise WrapError(f"{name}: torch.jit.script cannot compile a {type(self).__name__}; use torch.jit.trace or "
+                        "torch.compile, or script the model after unwrap()")
 
 
 class VBLayer(SwappedLayer):
@@ -101,16 +111,19 @@ class VBLayer(SwappedLayer):
     def materialize_(self) -> "VBLayer":
         """Encode the weight now, unless that is done, and drop the dense parameter of all layers that are tied to it.
 
+        Nothing is encoded of a weight that is not the layer's own, as functional_call puts in its place.
+
         Raises:
             FormatError, TierError: the weight cannot be held; the layer stays as it was.
         """
         handle = self._vb_handle
-        with handle.stack.encoding:
+        with unwatched(), handle.stack.encoding:
             weight = self._parameters["weight"]
-            if weight is None:
+            if weight is None or not handle.owns(weight):
                 return self
-            if not handle.keys:
+            if not handle.holds(weight):
                 handle.store(handle.split(weight))
+                handle.source = identity(weight)
             self._hold(None)
         page_out(weight)
         if self.training and weight.requires_grad and torch.is_grad_enabled():
@@ -123,6 +136,35 @@ class VBLayer(SwappedLayer):
             if dense is None and layer._parameters["weight"] is not None:
                 self._vb_handle.trainable = layer._parameters["weight"].requires_grad
             layer._parameters["weight"] = dense
+        if dense is not None:
+            self._vb_handle.adopt(dense)
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x Wᵀ + bias, by the planes unless somebody has put another weight in their place."""
+        if isinstance(x, Proxy):
+            return leaf(self, x)
+        handle = self._vb_handle
+        if handle.tied or self._parameters["weight"] is not None:
+            given = self._given()
+            if given is not None:
+                return handle.multiply(x, given, bias)
+            self.materialize_()
+        return handle.linear(x, bias)
+
+    def _given(self) -> torch.Tensor | None:
+        """A weight that is not the layer's own and stands where the parameter would: functional_call puts it there.
+
+        It is computed with as by the plain layer, and never stored. To one of several tied layers it is given to all,
+        as functional_call does where it can see the tie.
+        """
+        handle = self._vb_handle
+        for layer in (self, *handle.layers) if handle.tied else (self,):
+            weight = layer._parameters["weight"]
+            if weight is not None and (not handle.owns(weight) or is_fake(weight)):
+                return weight
+        return None
 
     # -- the weight, as everybody else sees it ------------------------------------------------------------------------
 
@@ -137,7 +179,7 @@ class VBLayer(SwappedLayer):
             return dense
         if is_compiling():
             rows, columns = handle.weight_shape
-            return torch.ops.vbrt.weight(handle.token, rows, columns, handle.dtype, handle.stack.device)
+            return torch.ops.vbrt.weight(handle.token, rows, columns, handle.dtype, handle.device_name)
         return DecodedWeight.of(self, handle.weight())
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -161,9 +203,9 @@ class VBLayer(SwappedLayer):
         old.check(weight)
         handle = self.__dict__["_vb_handle"] = old.empty_copy()
         handle.retype(weight.dtype)
-        old.layers.discard(self)
-        handle.tie(self)
+        old.untie(self)
         self._parameters["weight"] = weight
+        handle.tie(self)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As in nn.Module; for `weight` the same as assigning it."""
@@ -187,6 +229,7 @@ class VBLayer(SwappedLayer):
         dense, handle = self._parameters["weight"], self._vb_handle
         if dense is not None and dense.is_meta:  # to_empty() gives it memory
             super()._apply(fn, recurse)
+            handle.adopt(self._parameters["weight"])
             handle.retype(self._parameters["weight"].dtype)
             return self
         self._parameters["weight"] = None
@@ -254,20 +297,13 @@ class VBLinear(VBLayer, nn.Linear):
         """
         if is_compiling():
             return compiled_linear(self, input, self._parameters["bias"])
-        handle = self._vb_handle
+        handle, parameters = self._vb_handle, self._parameters
         weight = handle.resident
-        if weight is not None and handle.stack.at_rest and not torch.is_grad_enabled() \
-                and input.is_cuda is weight.is_cuda:
+        if weight is not None and parameters["weight"] is None and handle.stack.at_rest \
+                and not torch.is_grad_enabled() and input.is_cuda is weight.is_cuda and not is_recorded():
             handle.hit()  # the short way: no more Python than nn.Linear's own
-            return F.linear(input, weight, self._parameters["bias"])
-        return self._product(input, self._parameters["bias"])
-
-    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if is_compiling():
-            return compiled_linear(self, x, bias)
-        if self._parameters["weight"] is not None:
-            self.materialize_()
-        return self._vb_handle.linear(x, bias)
+            return F.linear(input, weight, parameters["bias"])
+        return self._product(input, parameters["bias"])
 
     def reset_parameters(self) -> None:
         """A new random weight, as nn.Linear draws it."""
@@ -281,6 +317,11 @@ class VBLinear(VBLayer, nn.Linear):
         return f"{super().extra_repr()}, format={self._vb_handle.spec.label}"
 
 
+def leaf(module: nn.Module, x: Proxy) -> Proxy:
+    """A call of the module, in a graph of torch.fx."""
+    return x.tracer.create_proxy("call_module", x.tracer.path_of_module(module), (x,), {})
+
+
 def compiled_linear(layer: VBLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """A VB layer's forward as torch.compile sees it, with the cast of x that autocast would do.
 
@@ -288,8 +329,7 @@ def compiled_linear(layer: VBLayer, x: torch.Tensor, bias: torch.Tensor | None) 
     record. Otherwise it is one opaque op that leases when it runs, and that CUDA graphs leave out. The kernel's op for
     few tokens, where the host's part of a call counts, is found without a look at the handle.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    x, bias = as_autocast(x), as_autocast(bias)
     frozen, form = not wants_grad(x, bias), layer._vb_form
     if frozen and form is not None and x.numel() <= _FEW_TOKENS * x.shape[-1]:
         page, (format, n, k, dtype, _) = layer._vb_page, form.split()

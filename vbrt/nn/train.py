@@ -26,8 +26,9 @@ from vbrt.errors import FormatError, WrapError
 from vbrt.formats import TrainedSeparation, get_format
 from vbrt.formats.page import PageLayout
 from vbrt.formats.separation import identity
-from vbrt.nn.handle import HandleSpec, Planes, sum_rows
+from vbrt.nn.handle import HandleSpec, Planes
 from vbrt.nn.linear import SwappedLayer
+from vbrt.nn.product import sum_rows
 
 __all__ = ["TrainedLayer", "TrainedLinear", "TrainedWeight"]
 

@@ -1,0 +1,65 @@
+"""Who besides a kernel wants to see an operation: tracers, modes of torch's dispatcher, transforms of torch.func.
+
+A kernel that reads memory by its address is invisible to them. What is not `is_bare` is computed by operators of the
+dispatcher instead, which all of them understand.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = ["is_bare", "is_memory", "is_recorded", "unwatched"]
+
+_TYPES = (Tensor, torch.nn.Parameter)
+_BARE_KEYS: set[int] = set()  # of dense tensors that are their memory; a few for each kind of device
+
+_keys_of = torch._C._dispatch_keys
+_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._are_functorch_transforms_active
+_is_tracing = torch._C._is_tracing
+
+
+def is_bare(x: Tensor) -> bool:
+    """Whether x is its memory and nothing more, and nobody watches what is done with it."""
+    return (type(x) in _TYPES and (_keys_of(x).raw_repr() in _BARE_KEYS or is_memory(x)) and not _modes()
+            and not _transforms() and not _is_tracing() and forward_ad._current_level < 0)
+
+
+def is_memory(x: Tensor) -> bool:
+    """Whether x is its memory: no subclass, no wrapper of torch.func, not sparse, nested, or negated when read."""
+    if type(x) not in _TYPES or x.layout is not torch.strided or x.is_nested or x.is_quantized:
+        return False
+    if x.is_neg() or x.is_conj() or x._is_zerotensor() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    _BARE_KEYS.add(_keys_of(x).raw_repr())
+    return True
+
+
+def is_recorded() -> bool:
+    """Whether a mode or a tracer takes down what is done, with the very tensors that it is done with."""
+    return _modes() > 0 or _is_tracing()
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Nobody watches within the block, for work on real values that is not the watched function's own."""
+    with _untraced(), _disable_current_modes(), temporarily_clear_interpreter_stack(), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def _untraced() -> Iterator[None]:
+    tracing = torch._C._get_tracing_state()
+    if tracing is None:  # what sets it is refused in some states
+        yield
+        return
+    torch._C._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(tracing)
