@@ -308,7 +308,7 @@ def constant_levels(levels: Sequence[float], device: torch.device) -> Tensor:
 @lru_cache(maxsize=8)
 def powers_of_two(device: torch.device) -> Tensor:
     """fp32 [256]: the value 2^(byte - 127) of each E8M0 byte, 255 being NaN."""
-    value = torch.arange(-127, 129, dtype=torch.float64).exp2_()
+    value = torch.arange(-127, 129, dtype=torch.float64, device="cpu").exp2_()
     value[255] = float("nan")
     return value.float().to(device)
 

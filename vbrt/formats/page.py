@@ -135,7 +135,7 @@ def new_page(layout: PageLayout, device: torch.device | str = "cpu", *, pin: boo
     device = torch.device(device)
     if device.type != "cpu":
         return torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
-    room = torch.zeros(layout.nbytes + PAGE_ALIGN, dtype=torch.uint8, pin_memory=pin)
+    room = torch.zeros(layout.nbytes + PAGE_ALIGN, dtype=torch.uint8, device="cpu", pin_memory=pin)
     skip = -room.data_ptr() % PAGE_ALIGN
     return room[skip : skip + layout.nbytes]
 

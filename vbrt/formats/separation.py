@@ -251,7 +251,8 @@ class _LateCount:
     def __init__(self, count: Tensor, size: int) -> None:
         self._count, self._size, self._event = count, size, None
         if count.is_cuda:
-            self._count = torch.empty((), dtype=count.dtype, pin_memory=True).copy_(count, non_blocking=True)
+            pinned = torch.empty((), dtype=count.dtype, device="cpu", pin_memory=True)
+            self._count = pinned.copy_(count, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
 

@@ -47,9 +47,10 @@ def is_recorded() -> bool:
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Nobody watches within the block, for work on real values that is not the watched function's own."""
+    """Nobody watches within the block, nor has a default device: for work that is not the watched function's own."""
     with _untraced(), _disable_current_modes(), temporarily_clear_interpreter_stack(), torch.no_grad():
-        yield
+        with torch._C.DisableTorchFunction():
+            yield
 
 
 @contextlib.contextmanager

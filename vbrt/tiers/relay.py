@@ -43,8 +43,8 @@ class Relay:
     def _chunks(self) -> list[tuple[torch.Tensor, torch.cuda.Event]]:
         if not hasattr(self._mine, "chunks"):
             try:
-                self._mine.chunks = [(torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
-                                     for _ in range(2)]
+                self._mine.chunks = [(torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True),
+                                      torch.cuda.Event()) for _ in range(2)]
             except RuntimeError as error:
                 self._mine.chunks = []
                 self._announce(error)

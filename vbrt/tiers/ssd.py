@@ -308,7 +308,7 @@ class _Read:
         if part:
             _fill(self.fd, self.key, self.file, [chunk], HEADER_BYTES + at)
         else:
-            header = torch.empty(2 * HEADER_BYTES, dtype=torch.uint8)
+            header = torch.empty(2 * HEADER_BYTES, dtype=torch.uint8, device="cpu")
             header = header[-header.data_ptr() % HEADER_BYTES:][:HEADER_BYTES]  # O_DIRECT wants aligned memory
             head = bytes_view(header)
             _fill(self.fd, self.key, self.file, [head, chunk], 0)

@@ -276,7 +276,7 @@ class TierStack:
         self._arrival = _Arrival(page, home, slot)
         try:
             if slot is None:
-                staging = torch.empty(page.nbytes, dtype=torch.uint8)
+                staging = torch.empty(page.nbytes, dtype=torch.uint8, device="cpu")
                 fill(staging)
                 self.ssd.write(page.key, staging, page.layout.to_dict())
             else:
@@ -466,7 +466,7 @@ class TierStack:
     def _read_home(self, page: Page, target: torch.Tensor) -> None:
         """Copy a page from where it lives; returns when that is done."""
         if page.home == len(self.levels):
-            staging = torch.empty(page.nbytes, dtype=torch.uint8)
+            staging = torch.empty(page.nbytes, dtype=torch.uint8, device="cpu")
             self.ssd.read(page.key, staging)
             target.copy_(staging)
         else:
