@@ -9,7 +9,7 @@ import functools
 import secrets
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -113,7 +113,7 @@ class WeightHandle:
         self.trainable = False
         self.layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.tied = False
-        self._own_weight: Callable[[], torch.Tensor | None] = lambda: None
+        self._own_weight: weakref.ref[torch.Tensor] | None = None
         self.source: tuple[object, ...] | None = None
         self.keys: tuple[str, ...] = ()
         self.forwards = self.weight_reads = self.generation = 0
@@ -354,7 +354,7 @@ class WeightHandle:
 
     def owns(self, weight: torch.Tensor) -> bool:
         """Whether a dense parameter is the layers' own, and not one that was put in its place for a while."""
-        return self._own_weight() is weight
+        return self._own_weight is not None and self._own_weight() is weight
 
     def holds(self, weight: torch.Tensor) -> bool:
         """Whether the pages are those of a dense parameter as it is now."""

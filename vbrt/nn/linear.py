@@ -52,6 +52,11 @@ class SwappedLayer(nn.Module):
         self.__class__ = plain
         shed(self)
 
+    def __prepare_scriptable__(self) -> None:  # torch.jit.script asks here for what it is to compile instead
+        name = self._vb_handle.spec.name
+        raise WrapError(f"{name}: torch.jit.script cannot compile a {type(self).__name__}; use torch.jit.trace or "
+                        "torch.compile, or script the model after unwrap()")
+
 
 def shed(module: nn.Module) -> None:
     """Take from a module that is plain again what it had as a swapped one. Twice is fine."""
@@ -60,11 +65,6 @@ def shed(module: nn.Module) -> None:
         handle.layers.discard(module)
     for name in [name for name in module.__dict__ if name.startswith("_vb_")]:
         module.__dict__.pop(name, None)
-
-    def __prepare_scriptable__(self) -> None:  # torch.jit.script asks here for what it is to compile instead
-        name = self._vb_handle.spec.name
-        raise WrapError(f"{name}: torch.jit.script cannot compile a {type(self).__name__}; use torch.jit.trace or "
-                        "torch.compile, or script the model after unwrap()")
 
 
 class VBLayer(SwappedLayer):
