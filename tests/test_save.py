@@ -22,6 +22,7 @@ from vbrt.errors import CheckpointError, ConfigError, FormatError, TierError, Wr
 from vbrt.kernels import fp4_linear
 from vbrt.manifest import content_digest, read_manifest
 from vbrt.nn import WeightHandle
+from vbrt.nn.mapped import page_out
 from vbrt.tensorfile import TensorFile
 from vbrt.tensorfile import digest as tensor_digest
 
@@ -446,6 +447,82 @@ def test_a_single_file_will_do_and_its_dtype_counts(tmp_path):
     vb = vbrt.load(tmp_path / "step-100.safetensors", on_meta(mlp), config("exact"))
     x = torch.randn(2, 64).bfloat16()
     assert torch.equal(logits(vb, x), logits(mlp(dtype=torch.bfloat16), x))
+
+
+class Lookup(nn.Module):
+    """An embedding of 2 MiB, which is kept, and a layer that is swapped."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up = nn.Embedding(8192, 64), nn.Linear(64, 64)
+
+    def forward(self, ids):
+        return self.up(self.embed(ids))
+
+
+def test_large_weights_of_a_checkpoint_that_are_kept_stay_mapped_from_its_file(tmp_path):
+    file = tmp_path / "model.safetensors"
+    model, ids = Lookup(), torch.arange(0, 8192, 17)
+    save_file(model.state_dict(), file)
+    expected = model(ids)
+    vb = vbrt.load(tmp_path, on_meta(Lookup).eval(), settings("dense"))
+    storages = {name: p.untyped_storage() for name, p in vb.model.named_parameters()}
+    assert {name: storage.resizable() for name, storage in storages.items()} == {"embed.weight": False, "up.bias": True}
+    assert storages["embed.weight"].nbytes() == 8192 * 64 * 4 and page_out(vb.embed.weight) > 0
+    assert torch.equal(vb(ids), expected)
+    again = copy.deepcopy(vb)
+    assert again.embed.weight.untyped_storage().nbytes() == 8192 * 64 * 4
+    save_file({"another": torch.zeros(9)}, tmp_path / "new.safetensors")
+    os.replace(tmp_path / "new.safetensors", file)
+    assert torch.equal(vb(ids), expected)
+
+
+def test_writing_into_a_mapped_weight_leaves_the_file_as_it_is(tmp_path):
+    file = tmp_path / "model.safetensors"
+    save_file(Lookup().state_dict(), file)
+    content = file.read_bytes()
+    vb = vbrt.load(tmp_path, on_meta(Lookup).eval(), settings("dense"))
+    with torch.no_grad():
+        vb.embed.weight.zero_()
+    assert not vb.embed.weight.any() and file.read_bytes() == content
+
+
+def test_an_embedding_at_an_odd_offset_or_in_a_file_that_was_cut_short_is_not_mapped(tmp_path):
+    file, state = tmp_path / "model.safetensors", Lookup().state_dict()
+    save_file(state, file)
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    head, rest = content[8: 8 + length], content[8 + length:]
+    file.write_bytes((length + 1).to_bytes(8, "little") + head + b" " + rest)
+    odd = vbrt.load(tmp_path, on_meta(Lookup).eval(), settings("dense"))
+    assert torch.equal(odd.embed.weight, state["embed.weight"]) and odd.embed.weight.untyped_storage().resizable()
+    save_file(state, file)
+    source = TensorFile(file)
+    os.truncate(file, 4096)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: embed\.weight cannot be mapped: truncated"):
+        source.map("embed.weight")
+
+
+ANONYMOUS = """
+import re, sys, torch, vbrt
+from torch import nn
+def anonymous():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+with torch.device("meta"):
+    model = nn.ModuleDict({"embed": nn.Embedding(1 << 19, 64), "up": nn.Linear(64, 64)})
+vbrt.wrap(nn.Sequential(nn.Linear(64, 64))).materialize()  # imports and thread pools
+before = anonymous()
+vb = vbrt.load(sys.argv[1], model)
+print(anonymous() - before)
+"""
+
+
+def test_a_loaded_checkpoint_takes_no_memory_for_what_stays_mapped(tmp_path):
+    state = {"embed.weight": torch.zeros(1 << 19, 64), "up.weight": torch.ones(64, 64), "up.bias": torch.ones(64)}
+    save_file(state, tmp_path / "model.safetensors")  # 128 MiB
+    command = [sys.executable, "-W", "ignore", "-c", ANONYMOUS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 32 << 20
 
 
 def test_a_nan_in_a_checkpoint_is_named_and_the_model_is_as_it_was(tmp_path):

@@ -56,6 +56,11 @@ def load(directory: str | PathLike, model: nn.Module,
     Every parameter and buffer comes from the files, in the files' dtypes. Of a save nothing is encoded again; of a
     checkpoint one weight at a time is read and encoded. The model's mode (train, eval) stays.
 
+    Where the CPU computes, large weights of a checkpoint that are not swapped stay mapped from its files, as
+    `from_pretrained` leaves them: the system may drop them from memory and read them again, writes stay in this
+    process, and files may be replaced or removed, but not cut short or written into. Those of a save are read into
+    memory: their digests are checked once, and hold for as long as the model lives.
+
     Args:
         directory: a save; a directory with model.safetensors, or its shards and index; or one .safetensors file.
         model: the architecture; changed in place. Build it under `torch.device("meta")`, and no dense weight ever is
@@ -372,8 +377,10 @@ class _Checkpoint:
         for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
             if name in self._entries:
                 groups.setdefault(self._entries[name], []).append(name)
-        for names in groups.values():
-            _assign(model, names, partial(_with_values, value=self._read(names[0]).to(device)))
+        for entry, names in groups.items():
+            file = self._files[entry]
+            value = file.map(entry) if device.type == "cpu" else file.read(entry).to(device)
+            _assign(model, names, partial(_with_values, value=value))
 
     def _read(self, name: str) -> torch.Tensor:
         entry = self._entries[name]

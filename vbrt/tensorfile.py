@@ -2,7 +2,8 @@
 
 The library writes a whole dict at once and reads through a mapping of the file. Here a file is written while its
 tensors come and go, one layer in memory, and read with `preadv` into fresh memory: an I/O error is an exception with a
-path in it and not a SIGBUS, and what was read does not stay in the process. The format is the library's own: the
+path in it and not a SIGBUS, and what was read does not stay in the process. (`map` is for large weights that a model
+keeps, on request.) The format is the library's own: the
 header's length (8 bytes), the header (JSON: name -> dtype, shape, bytes from where to where), the bytes without gaps.
 
 Headers are parsed by the library, so that both take the same files: it gets the header's bytes, read as all others are,
@@ -42,6 +43,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 32 << 20  # of 250,000 tensors; the library, whose limit is 100 MB, takes ten times that in memory
 _MAX_DIMENSIONS = 64
+_MAP_BYTES = 1 << 20  # smaller tensors are read: that a page of them is missing would cost more than they take
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,7 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._mapping: torch.UntypedStorage | None = None
         try:
             with open(open_regular(path), "rb", buffering=0) as file:
                 self._first, self.tensors = _header(file.fileno())
@@ -166,6 +169,35 @@ class TensorFile:
             why = describe_os_error(error) if isinstance(error, OSError) else "truncated"
             raise CheckpointError(f"{self.path}: {name} cannot be read: {why}") from error
         return out.view(info.dtype).view(info.shape)
+
+    def map(self, name: str) -> torch.Tensor:
+        """The tensor in a private mapping of the file, as the library gives it: its memory is the page cache's, writes
+        stay in this process. Small tensors, and those at an odd offset, are read. Whoever cuts the file short while it
+        is mapped ends the process (SIGBUS); replacing or removing it does no harm.
+
+        Raises CheckpointError when the file cannot be mapped.
+        """
+        info, begin = self.tensors[name], self._first + self.tensors[name].begin
+        if info.nbytes < _MAP_BYTES or begin % info.dtype.itemsize:
+            return self.read(name)
+        try:
+            if self._mapping is None:
+                self._mapping = _mapped(self.path)
+        except (OSError, RuntimeError) as error:  # the latter from torch
+            why = describe_os_error(error) if isinstance(error, OSError) else error
+            raise CheckpointError(f"{self.path}: {name} cannot be mapped: {why}") from error
+        if self._mapping.nbytes() < begin + info.nbytes:
+            raise CheckpointError(f"{self.path}: {name} cannot be mapped: truncated")
+        own = self._mapping[begin: begin + info.nbytes]  # a storage of its own: copies take no more than the tensor
+        return torch.empty(0, dtype=torch.uint8).set_(own).view(info.dtype).view(info.shape)
+
+
+def _mapped(path: Path) -> torch.UntypedStorage:
+    fd = open_regular(path)
+    try:
+        return torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", False, os.fstat(fd).st_size)
+    finally:
+        os.close(fd)
 
 
 def _header(fd: int) -> tuple[int, dict[str, TensorInfo]]:
