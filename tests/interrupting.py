@@ -71,12 +71,13 @@ class Interrupts:
         return len(places) == at
 
     def count(self, work: Callable[[], object]) -> list[int]:
-        """Run `work` uninterrupted; one `at` for each distinct place that it comes through, its first."""
+        """Run `work` uninterrupted; `at` for each distinct place that it comes through, the first time and the last."""
         self(0, work)
         first: dict[tuple[CodeType, int], int] = {}
         for at, place in enumerate(self.places, 1):
             first.setdefault(place, at)
-        return list(first.values())
+        last = {place: at for at, place in enumerate(self.places, 1)}
+        return sorted({*first.values(), *last.values()})
 
     def __str__(self) -> str:
         code, offset = self.places[-1]

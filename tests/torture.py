@@ -4,9 +4,13 @@ scripts/torture.py."""
 import contextlib
 import gc
 import os
+import random
 import shutil
 import signal
+import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +19,7 @@ import torch
 from torch import nn
 
 import vbrt
+from tests.interrupting import interrupted
 from vbrt.nn import SwappedLayer
 
 X = torch.arange(3 * 32).reshape(3, 32).sin()
@@ -229,22 +234,19 @@ PRESETS = ("dense", "exact", "fp4")
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """A hang is a failure."""
+    """A hang is a failure; for the main thread."""
     def late(signum: int, frame: object) -> None:
         raise AssertionError(f"hangs: not done after {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before, main = signal.signal(signal.SIGUSR1, late), threading.main_thread().ident
+    watch = threading.Timer(seconds, signal.pthread_kill, (main, signal.SIGUSR1))
+    watch.start()
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def threads() -> int:
-    """Threads of this process, whoever started them."""
-    return len(os.listdir("/proc/self/task"))
+        watch.cancel()
+        watch.join()
+        signal.signal(signal.SIGUSR1, before)
 
 
 def trial(operation: str, preset: str, interrupt: Callable[[Callable], bool]) -> bool:
@@ -254,11 +256,172 @@ def trial(operation: str, preset: str, interrupt: Callable[[Callable], bool]) ->
     try:
         one = Trial(preset, root)
         one.expected()
-        work, afterwards = OPERATIONS[operation](one)
+        threads = _threads()
         with at_most(60):
+            work, afterwards = OPERATIONS[operation](one)
             hit = interrupt(work)
             torch.set_grad_enabled(grad)  # torch's own context managers may be left half way
             afterwards()
+        one.vb = one.model = None
+        one.made.clear()
+        for _ in range(200):
+            if _threads() <= threads:
+                break
+            time.sleep(0.01)
+        assert _threads() <= threads, "a thread is left after close"
         return hit
     finally:
         shutil.rmtree(root, ignore_errors=True)
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def places(operation: str, preset: str) -> list[int]:
+    """For `interrupted`: the first and the last time that CPython looks for a signal in each distinct place."""
+    found: list[int] = []
+    trial(operation, preset, lambda work: bool(found.extend(interrupted.count(work))))
+    return found
+
+
+def at_place(operation: str, preset: str, at: int) -> bool:
+    """`trial` with Ctrl-C at a place."""
+    return trial(operation, preset, lambda work: interrupted(at, work))
+
+
+def after_delay(operation: str, preset: str, seconds: float) -> bool:
+    """`trial` with Ctrl-C after a time."""
+    return trial(operation, preset, lambda work: _timed(seconds, work))
+
+
+def _timed(seconds: float, work: Callable[[], object]) -> bool:
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        work()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    return False
+
+
+def duration(operation: str, preset: str) -> float:
+    """Seconds that an operation takes when nothing comes in between."""
+    took: list[float] = []
+
+    def measure(work: Callable[[], object]) -> bool:
+        start = time.perf_counter()
+        work()
+        took.append(time.perf_counter() - start)
+        return False
+
+    trial(operation, preset, measure)
+    return took[0]
+
+
+# -- kills ------------------------------------------------------------------------------------------------------------
+
+
+def kill(preset: str, root: Path, seconds: float, seed: int) -> None:
+    """Kill a process in the middle of mixed operations; what it saved must be whole, and the next run clean up.
+
+    Call it again with the same root. Raises AssertionError.
+    """
+    one, ready = Trial(preset, root), os.pipe()
+    one.expected()
+    child = os.fork()
+    if child == 0:
+        _live(one, seed, ready[1])
+    os.close(ready[1])
+    try:
+        assert os.read(ready[0], 1) == b"!", "the child did not begin"
+        time.sleep(seconds)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready[0])
+    if (root / "saved" / "vbrt.json").exists():
+        one.check_save(root / "saved")
+    vb = one.wrap(small(preset))
+    one.check(vb)
+    runs = list((root / "tier").glob("run-*"))
+    assert len(runs) == 1, f"of dead runs: {runs}"
+    vb.save(root / "saved")
+    one.check_save(root / "saved")
+    one.end(vb)
+
+
+def _live(one: Trial, seed: int, ready: int) -> None:
+    """In a child: mixed operations until it is killed."""
+    try:
+        choose = random.Random(seed)
+        os.write(ready, b"!")
+        while True:
+            vb = one.wrap(choose.choice(["1MiB", small(one.preset)]), encoded=False)
+            for _ in range(choose.randrange(1, 8)):
+                _something(one, vb, choose)
+            vb.close()
+    finally:
+        os._exit(1)
+
+
+def _something(one: Trial, vb: vbrt.VBModelWrapper, choose: random.Random) -> None:
+    what = choose.randrange(10)
+    if what < 5:
+        assert torch.equal(one.run(vb), one.expected()), "wrong bits"
+    elif what < 8:
+        vb.set_budget("cpu", choose.choice(["1MiB", small(one.preset)]))
+    elif what < 9:
+        str(vb.stats())
+    else:
+        main = threading.current_thread() is threading.main_thread()
+        saved = one.root / ("saved" if main else f"saved-{threading.get_ident()}")
+        vb.save(saved)
+        one.check_save(saved)
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+
+
+def storm(preset: str, root: Path, seconds: float, seed: int, count: int = 4) -> int:
+    """Threads that compute, change budgets, look at figures and save, for so long; returns how often they did.
+
+    Raises what one of them raised first; AssertionError for wrong bits.
+    """
+    one, done, failures, turns = Trial(preset, root), threading.Event(), [], [0] * count
+    vb = one.wrap(small(preset), encoded=False)
+    one.expected()
+    interval = sys.getswitchinterval()
+
+    def work(number: int) -> None:
+        choose = random.Random(seed * count + number)
+        try:
+            while not done.is_set():
+                _something(one, vb, choose)
+                turns[number] += 1
+        except BaseException as error:
+            failures.append(error)
+            done.set()
+            raise
+
+    workers = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(count)]
+    sys.setswitchinterval(1e-4)
+    try:
+        for worker in workers:
+            worker.start()
+        done.wait(seconds)
+        done.set()
+        for worker in workers:
+            worker.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    if failures:
+        raise failures[0]
+    assert not any(worker.is_alive() for worker in workers), "hangs"
+    one.check(vb)
+    one.end(vb)
+    return sum(turns)
