@@ -18,7 +18,8 @@ LINES = (
     (2, ("kernels",)),
     (2, ("tiers",)),
     (3, ("nn",)),
-    (4, ("heads", "estimate", "tensorfile", "manifest", "save", "facade", "wrapper", "checkpoint", "watch")),
+    (4, ("heads", "estimate", "tensorfile", "conversion", "manifest", "save", "facade", "wrapper", "checkpoint",
+         "watch")),
     (5, ("integrations", "distributed", "report", "cli", "__main__")),
 )
 ROW = {unit: row for row, units in LINES for unit in units}

@@ -442,6 +442,73 @@ def test_a_meta_model_of_a_config_gets_its_rotary_frequencies(tmp_path):
     assert torch.equal(vb.generate(TOKENS, max_new_tokens=4), reference.generate(TOKENS, max_new_tokens=4))
 
 
+def mixtral(**given):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 12, **given}
+    return MixtralForCausalLM(MixtralConfig(**sizes)).eval()
+
+
+@pytest.mark.parametrize("shards", ["10GB", "60KB"])
+def test_a_checkpoint_that_transformers_renames_and_merges_loads_as_from_pretrained_does(tmp_path, shards):
+    from transformers import AutoModelForCausalLM
+
+    mixtral().save_pretrained(tmp_path, max_shard_size=shards)
+    names = [name for path in tmp_path.glob("*.safetensors") for name in load_file(path)]
+    assert any("block_sparse_moe.experts" in name for name in names)  # not the model's names
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    vb = vbrt.load(tmp_path, on_meta(mixtral), settings("dense"))
+    assert vb.registry and torch.equal(logits(vb), logits(reference))
+    for name, parameter in reference.named_parameters():
+        if name.removesuffix(".weight") not in vb.registry:
+            assert torch.equal(vb.model.get_parameter(name), parameter), name
+
+
+def test_a_checkpoint_of_the_base_model_and_one_with_legacy_names_load(tmp_path):
+    from transformers import BertConfig, BertForMaskedLM
+
+    def bert():
+        torch.manual_seed(0)
+        return BertForMaskedLM(BertConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=64,
+                                          num_attention_heads=4)).eval()
+
+    state = {name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"):
+             tensor.clone() for name, tensor in bert().state_dict().items() if name != "cls.predictions.decoder.weight"}
+    assert any(name.endswith("gamma") for name in state)
+    save_file(state, tmp_path / "model.safetensors")
+    vb = vbrt.load(tmp_path, on_meta(bert), settings("dense"))
+    assert torch.equal(logits(vb), logits(bert()))
+
+
+def test_a_conversion_that_cannot_be_done_is_refused_by_the_names_of_tensor_and_operations(tmp_path):
+    mixtral().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    good = load_file(path)
+    name = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
+    save_file({**good, name: torch.zeros(3, 5)}, path)
+    with pytest.raises(CheckpointError, match=r"1\.mlp\.experts\.gate_up_proj is made by transformers of 24 tensors "
+                                              r"\(.*\.0\.w1\.weight, .*\) by MergeModulelist, Concatenate, which"):
+        vbrt.load(tmp_path, on_meta(mixtral))
+    save_file({key: tensor for key, tensor in good.items() if key != name}, path)
+    with pytest.raises(CheckpointError, match="gate_up_proj"):
+        vbrt.load(tmp_path, on_meta(mixtral))
+    save_file(good | {"model.layers.1.mlp.gate.weight": torch.zeros(12, 64)}, path)
+    with pytest.raises(CheckpointError, match=r"are both model\.layers\.1\.mlp\.gate\.weight"):
+        vbrt.load(tmp_path, on_meta(mixtral))
+
+
+def test_a_tensor_that_two_shards_have_is_refused(tmp_path):
+    state = mlp().state_dict()
+    for name in ("a", "b"):
+        save_file(state, tmp_path / f"{name}.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"0.weight": "a.safetensors", "2.weight": "b.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"0\.(bias|weight) is in a\.safetensors and in b\.safetensors"):
+        vbrt.load(tmp_path, mlp())
+
+
 def test_a_single_file_will_do_and_its_dtype_counts(tmp_path):
     save_file(mlp(dtype=torch.bfloat16).state_dict(), tmp_path / "step-100.safetensors")
     vb = vbrt.load(tmp_path / "step-100.safetensors", on_meta(mlp), config("exact"))

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from vbrt.config import VBConfig, load_config
+from vbrt.conversion import Entry, entries_for
 from vbrt.errors import CheckpointError, ConfigError, FormatError, WrapError, describe_os_error
 from vbrt.estimate import ROOT, make_plan
 from vbrt.files import read_bounded
@@ -327,8 +328,9 @@ class _Checkpoint:
 
     def __init__(self, path: Path, files: Iterable[Path]) -> None:
         self.path = path
-        self._files = {name: file for file in map(TensorFile, files) for name in file.tensors}
-        self._entries: dict[str, str] = {}  # each name that the model has -> the one in the files, where tied
+        self._files = list(map(TensorFile, files))
+        self._found: dict[str, Entry] = {}  # by names of the model
+        self._entries: dict[str, str] = {}  # each name that the model has -> the one that was found, where tied
 
     def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
         """See `_Source`."""
@@ -336,23 +338,24 @@ class _Checkpoint:
 
     def outline_(self, model: nn.Module) -> None:
         """See `_Source`."""
+        self._found = entries_for(self.path, model, self._files)
         groups: dict[int, list[str]] = {}
         for name, tensor in (*model.named_parameters(remove_duplicate=False),
                              *model.named_buffers(remove_duplicate=False)):
             groups.setdefault(id(tensor), []).append(name)
         for names in groups.values():
-            entry = next((name for name in names if name in self._files), None)
+            entry = next((name for name in names if name in self._found), None)
             if entry is not None:
                 self._entries.update(dict.fromkeys(names, entry))
-        _check_names(self.path, model, self._files.keys() | self._entries.keys(), optional=_ignored(model, self._files))
-        infos = {name: self._files[entry].tensors[entry] for name, entry in self._entries.items()}
+        _check_names(self.path, model, self._found.keys() | self._entries.keys(), optional=_ignored(model, self._found))
+        infos = {name: self._found[entry].info for name, entry in self._entries.items()}
         _refuse_list(self.path, "shapes do not fit", _other_shapes(model, infos))
         _refuse_list(self.path, "dtypes do not fit", _other_dtypes(model, infos))
         done: set[int] = set()
         for name, parameter in list(model.named_parameters(remove_duplicate=False)):
             if id(parameter) not in done:
                 done.add(id(parameter))
-                dtype = self._files[self._entries[name]].tensors[self._entries[name]].dtype
+                dtype = infos[name].dtype
                 _assign(model, groups[id(parameter)], partial(_on_meta, dtype=dtype, trains=parameter.requires_grad))
 
     def has(self, name: str) -> bool:
@@ -383,8 +386,7 @@ class _Checkpoint:
             _assign(model, names, partial(_with_values, value=value))
 
     def _read(self, name: str) -> torch.Tensor:
-        entry = self._entries[name]
-        return self._files[entry].read(entry)
+        return self._found[self._entries[name]].read()
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
