@@ -5,10 +5,12 @@ import functools
 import io
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import textwrap
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -345,6 +347,72 @@ def test_run_says_that_weights_are_damaged(llama, tmp_path, capsys):
     (tmp_path / "model.safetensors").write_bytes(b"\x08" + bytes(100))
     assert cli.main(["run", str(tmp_path), "hello"]) == 2
     assert f"{tmp_path}: transformers cannot load it: " in _errors(capsys)
+
+
+class Planted:
+    """Unpickled by somebody who is not careful, it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize("kind", ["pickle", "zip", "noise", "empty", "not a dict"])
+def test_run_says_that_a_hostile_pickle_is_none_and_runs_nothing_of_it(llama, tmp_path, capsys, kind):
+    model, planted = tmp_path / "model", tmp_path / "planted"
+    model.mkdir()
+    for file in llama.iterdir():
+        if file.suffix != ".safetensors":
+            (model / file.name).write_bytes(file.read_bytes())
+    path = model / "pytorch_model.bin"
+    if kind == "zip":
+        torch.save({"model.norm.weight": Planted(planted)}, path)
+    elif kind == "not a dict":
+        torch.save([torch.ones(3)], path)
+    else:
+        path.write_bytes({"pickle": pickle.dumps(Planted(planted)), "noise": bytes(range(256)), "empty": b""}[kind])
+    planted.unlink(missing_ok=True)
+    assert cli.main(["run", str(model), "hello"]) == 2
+    assert f"{model}: transformers cannot load it: " in _errors(capsys) and not planted.exists()
+
+
+def test_files_that_would_keep_us_waiting_are_refused(llama, tmp_path, capsys):
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in llama.iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    os.mkfifo(model / "added_tokens.json")
+    assert cli.main(["run", str(model), "hello"]) == 2
+    assert f"{model / 'added_tokens.json'}: neither a file nor a directory" in _errors(capsys)
+    for name in ("config.json", "stats.json", "own.toml"):
+        (model / name).unlink(missing_ok=True)
+        os.mkfifo(model / name)
+    for command in (["plan", str(model)], ["run", str(model), "x"], ["stats", str(model / "stats.json")],
+                    ["plan", str(llama), "--config", str(model / "own.toml")]):
+        assert cli.main(command) == 2
+        assert "a FIFO; expected a regular file" in _errors(capsys)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "~nobody-of-this-name/x"])
+def test_a_name_that_no_file_can_have_is_one_line_of_error(name, capsys):
+    for command in (["plan", name], ["run", name, "hello"], ["stats", name]):
+        assert cli.main(command) == 2
+        assert _errors(capsys)
+
+
+def test_files_that_pretend_to_be_large_are_refused_before_they_are_read(llama, tmp_path, capsys):
+    for name in ("config.json", "stats.json", "own.toml"):
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(1 << 36)
+    for command in (["plan", str(tmp_path)], ["stats", str(tmp_path / "stats.json")],
+                    ["plan", str(llama), "--config", str(tmp_path / "own.toml")]):
+        tracemalloc.start()
+        assert cli.main(command) == 2
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+        tracemalloc.stop()
+        assert "68719476736 bytes; expected at most" in _errors(capsys)
 
 
 def test_run_warns_of_weights_that_are_not_in_the_checkpoint(llama, tmp_path, capsys):

@@ -23,7 +23,7 @@ from vbrt.config import VBConfig, load_config
 from vbrt.conversion import Entry, entries_for
 from vbrt.errors import CheckpointError, ConfigError, FormatError, WrapError, describe_os_error
 from vbrt.estimate import ROOT, make_plan
-from vbrt.files import read_bounded
+from vbrt.files import expanded, read_bounded
 from vbrt.formats import get_format
 from vbrt.formats.fine import check_fine
 from vbrt.manifest import (
@@ -163,13 +163,12 @@ class _Source(Protocol):
 
 def _open(path: Path) -> "_Saved | _Checkpoint":
     try:
-        path = path.expanduser()
+        path = expanded(path)
         kinds = {name: (path / name).exists() for name in (MANIFEST, _INDEX, _SINGLE)}
         is_file, is_directory = path.is_file(), path.is_dir()
-    except (OSError, RuntimeError, ValueError) as error:  # the last two: no such user; half a surrogate pair
-        why = describe_os_error(error) if isinstance(error, OSError) else error
-        raise CheckpointError(f"{str(path)!r}: cannot be read: {why}; expected a directory that vb.save() wrote, or a "
-                              f"checkpoint with {_SINGLE}") from error
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: cannot be read: {describe_os_error(error)}; expected a directory "
+                              f"that vb.save() wrote, or a checkpoint with {_SINGLE}") from error
     if is_file and path.suffix == ".safetensors":
         return _Checkpoint(path, [path])
     if not is_directory:

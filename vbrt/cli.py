@@ -26,7 +26,7 @@ from rich.text import Text
 from vbrt import __version__
 from vbrt.config import DEFAULT_PRESET, Machine, VBConfig, assign, load_config, parse_budget, preset_names
 from vbrt.errors import ConfigError, VBError
-from vbrt.files import write_file
+from vbrt.files import expanded, read_bounded, write_file
 from vbrt.plan import FILE_HEADER_BYTES, Plan, format_bytes
 from vbrt.stats import Stats
 
@@ -557,9 +557,12 @@ def _stats(args: argparse.Namespace) -> int:
     return 0
 
 
+_MAX_STATS_BYTES = 256 << 20  # of half a million layers
+
+
 def _read_stats(path: Path, *, given: bool) -> Stats:
     try:
-        data = json.loads(path.expanduser().read_text(encoding="utf-8"))
+        data = json.loads(read_bounded(expanded(path), _MAX_STATS_BYTES).decode())
     except FileNotFoundError as error:
         hint = "expected JSON of Stats.to_dict()" if given else "`vbrt run` and `vbrt demo` leave their stats there"
         raise VBError(f"{path}: no such file; {hint}") from error

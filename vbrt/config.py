@@ -31,7 +31,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from vbrt.errors import ConfigError
+from vbrt.errors import ConfigError, describe_os_error
+from vbrt.files import read_bounded
 
 __all__ = [
     "BACKENDS",
@@ -490,17 +491,20 @@ def _toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
+_MAX_TOML_BYTES = 1 << 20
+
+
 def _read_toml(path: Path, source: str) -> dict[str, Any]:
     try:
-        text = path.read_bytes().decode("utf-8-sig")  # editors on Windows write a BOM, TOML has none
+        text = read_bounded(path, _MAX_TOML_BYTES).decode("utf-8-sig")  # editors on Windows write a BOM, TOML has none
     except FileNotFoundError:
         hint = f'; for the preset write "{path.stem}"' if path.stem in preset_names() else ""
         raise ConfigError(f"{source}: no such file; expected a TOML file{hint}") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{source}: not UTF-8 (at line {line}); expected a TOML file in UTF-8") from error
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise ConfigError(f"{source}: cannot be read ({error}); expected a TOML file") from error
+    except OSError as error:
+        raise ConfigError(f"{source}: cannot be read ({describe_os_error(error)}); expected a TOML file") from error
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # plain ValueError: a number of thousands of digits

@@ -13,11 +13,22 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["open_regular", "read_bounded", "read_into", "replacing", "sync_directory", "write_at", "write_file"]
+__all__ = ["expanded", "open_regular", "read_bounded", "read_into", "replacing", "sync_directory", "write_at",
+           "write_file"]
 
 _MAX_IO_BYTES = 1 << 30  # Linux caps one call at 2 GiB - 4096
 _KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFLNK: "a link",
           stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """A path that a person wrote, without `~`. Raises OSError: no such user, or a name that no file can have."""
+    try:
+        if b"\0" in os.fsencode(path):
+            raise ValueError("it has a NUL")
+        return Path(path).expanduser()
+    except (RuntimeError, ValueError) as error:  # RuntimeError: no such user; ValueError: half a surrogate pair
+        raise OSError(errno.EINVAL, f"no file can have this name ({error})", repr(os.fspath(path))) from error
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, mode: int = 0o666,
@@ -29,7 +40,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, mode
     try:
         fd = os.open(path, os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | flags, mode, dir_fd=dir_fd)
     except ValueError as error:  # a NUL, or half a surrogate pair
-        raise OSError(errno.ENOENT, f"no file can have this name ({error})", repr(path)) from error
+        raise OSError(errno.EINVAL, f"no file can have this name ({error})", repr(path)) from error
     try:
         kind = stat.S_IFMT(os.fstat(fd).st_mode)
         if kind != stat.S_IFREG:

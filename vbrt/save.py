@@ -8,7 +8,6 @@ has the weight's own name. The files of a save have a name that no other save ha
 last, is what makes them the save: until then the directory holds the one before.
 """
 
-import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +20,7 @@ from torch import nn
 from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError, describe_os_error
 from vbrt.estimate import ROOT
-from vbrt.files import sync_directory, write_file
+from vbrt.files import expanded, sync_directory, write_file
 from vbrt.manifest import (
     MANIFEST,
     SHARD,
@@ -57,7 +56,10 @@ class _Part:
 
 def save_model(model: nn.Module, config: VBConfig, directory: Path) -> Path:
     """Write a model whose VB layers are all encoded. See `VBModelWrapper.save`."""
-    directory = _expanded(directory)
+    try:
+        directory = expanded(directory)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: the model cannot be saved there: {error.strerror}") from error
     layers, kept = _find_layers(model), _find_kept(model)
     parts = [_layer_part(layer, handle) for layer, handle in layers]
     parts += [_kept_part(entry, tensor) for entry, tensor in kept]
@@ -87,15 +89,6 @@ def save_model(model: nn.Module, config: VBConfig, directory: Path) -> Path:
                               "what was there before; save again") from error
     _remove(directory, lambda name: token not in name and name != MANIFEST)
     return directory
-
-
-def _expanded(directory: Path) -> Path:
-    try:
-        if b"\0" in os.fsencode(directory):
-            raise ValueError("a NUL in its name")
-        return directory.expanduser()
-    except (RuntimeError, ValueError) as error:  # no such user; half a surrogate pair
-        raise CheckpointError(f"{str(directory)!r}: the model cannot be saved there: {error}") from error
 
 
 def _check_unique(names: Iterable[str]) -> None:

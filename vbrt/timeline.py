@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from vbrt.errors import ConfigError
+from vbrt.files import open_regular
 from vbrt.plan import format_bytes
 
 __all__ = ["COMPUTE", "PASS", "WAIT", "LayerTotals", "LinkTotals", "Span", "Timeline", "TimelineTotals",
@@ -197,7 +198,7 @@ def check_timeline_path(path: str | os.PathLike) -> Path:
     path = Path(path)
     _check_suffix(path)
     try:
-        path.open("a").close()  # leaves what is there as it is
+        os.close(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND))  # leaves what is there as it is
     except OSError as error:
         raise _unwritable(path, error) from error
     return path

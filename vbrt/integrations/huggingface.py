@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, TextStreamer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
-from vbrt.errors import VBError
+from vbrt.errors import VBError, describe_os_error
+from vbrt.files import expanded, read_bounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,9 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Reply", "generate", "load_causal_lm", "meta_model", "quiet"]
 
-# what transformers raises for files that are missing, damaged, of another version or of an unknown kind
-_LOAD_ERRORS = (OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, ImportError, RuntimeError,
-                SafetensorError, StrictDataclassError)
+_MAX_CONFIG_BYTES = 16 << 20
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
                "sentencepiece.bpe.model")
@@ -80,9 +78,9 @@ def meta_model(path: Path) -> nn.Module:
 
 
 def _config_file(path: Path) -> Path:
-    path = path.expanduser()
-    if path.is_dir():
-        if (path / "config.json").is_file():
+    path, is_directory = _looked_at(path)
+    if is_directory:
+        if (path / "config.json").exists():
             return path / "config.json"
         raise VBError(f"{path}: no config.json in this directory; expected a model as save_pretrained() writes it")
     if not path.exists():
@@ -92,11 +90,23 @@ def _config_file(path: Path) -> Path:
     return path
 
 
+def _looked_at(path: Path) -> tuple[Path, bool]:
+    """The path without "~", and whether it is a directory. Raises VBError: nobody can look there."""
+    try:
+        path = expanded(path)
+        is_directory = path.is_dir()
+        (path / "config.json" if is_directory else path).exists()  # raises where nobody may look
+        return path, is_directory
+    except OSError as error:
+        raise VBError(f"{error.filename}: cannot be read: {describe_os_error(error)}; expected a model directory or a "
+                      "config.json") from error
+
+
 def _config(file: Path) -> PreTrainedConfig:
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = json.loads(read_bounded(file, _MAX_CONFIG_BYTES).decode())
     except OSError as error:
-        raise VBError(f"{file}: cannot be read: {error.strerror or error}") from error
+        raise VBError(f"{file}: cannot be read: {describe_os_error(error)}") from error
     except (ValueError, RecursionError) as error:
         raise VBError(f"{file}: not valid JSON ({error}); expected the config.json of a model") from error
     if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
@@ -142,12 +152,13 @@ def load_causal_lm(path: Path, *,
     Raises:
         VBError: a part of the model is missing, named; or transformers cannot load it.
     """
-    path = path.expanduser()
-    if not path.is_dir():
+    path, is_directory = _looked_at(path)
+    if not is_directory:
         _config_file(path)  # names a missing one
         raise VBError(f"{path}: not a directory; expected a model directory with weights and tokenizer")
     config = _config(_config_file(path))
     _check_causal(config, path)
+    _check_regular(path)
     _check_has(path, _WEIGHTS, "weights")
     _check_has(path, _TOKENIZERS, "tokenizer")
     with quiet(), _loading(f"{path}: transformers cannot load it"):
@@ -177,6 +188,13 @@ def _check_has(path: Path, names: tuple[str, ...], what: str) -> None:
         raise VBError(f"{path}: no {what} in this directory; expected one of {', '.join(names)}")
 
 
+def _check_regular(path: Path) -> None:
+    """Opening a FIFO would wait for good."""
+    for file in sorted(path.iterdir()):
+        if file.is_fifo() or file.is_socket() or file.is_char_device() or file.is_block_device():
+            raise VBError(f"{file}: neither a file nor a directory; remove it from the model's directory")
+
+
 @contextlib.contextmanager
 def _loading(what: str) -> Iterator[None]:
     """Turns what transformers raises inside into a VBError: `what`, and the first lines of the reason."""
@@ -184,7 +202,7 @@ def _loading(what: str) -> Iterator[None]:
         yield
     except VBError:
         raise
-    except _LOAD_ERRORS as error:
+    except Exception as error:  # files are anybody's, and so is what the libraries behind it raise for them
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         until = next((n for n, line in enumerate(lines) if not line.endswith(":")), 0)
         raise VBError(f"{what}: {' '.join(lines[:until + 1]) or type(error).__name__}") from error

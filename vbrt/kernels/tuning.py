@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import KernelError, VBError, describe_os_error
-from vbrt.files import write_file
+from vbrt.files import read_bounded, write_file
 from vbrt.kernels import fp4_tiles
 from vbrt.kernels.launch_table import Launch, launch_for, wide_for
 from vbrt.plan import Plan
@@ -37,6 +37,7 @@ KERNELS = 2
 _READS = ((True, True), (True, False), (False, False))
 CANDIDATES = tuple(Launch(r, wk, *reads) for r in (1, 2, 4) for wk in (4, 8, 16) for reads in _READS)
 _BEYOND_CACHE = 300 << 20  # bytes of weights, so that they come from memory
+_MAX_BYTES = 1 << 20
 _GAIN = 0.97  # of the table's time; less of a difference is noise
 
 Launches = dict[tuple[int, int, int], Launch]  # (groups of 8 tokens, tiles of rows, columns of tiles)
@@ -57,10 +58,10 @@ def tuned(index: int) -> Launches:
     identity = _identity(index)
     path = tuning_path(identity["gpu"], identity["triton"])
     try:
-        return _parsed(json.loads(path.read_text()), identity)
+        return _parsed(json.loads(read_bounded(path, _MAX_BYTES).decode()), identity)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
         what = f"{type(error).__name__}: {error}"
         warnings.warn(f"{path} is ignored ({what}); delete it, or call vbrt.tune again", stacklevel=2)
         return {}
