@@ -380,8 +380,8 @@ class _Checkpoint:
             if name in self._entries:
                 groups.setdefault(self._entries[name], []).append(name)
         for entry, names in groups.items():
-            file = self._files[entry]
-            value = file.map(entry) if device.type == "cpu" else file.read(entry).to(device)
+            found = self._found[entry]
+            value = found.map() if device.type == "cpu" else found.read().to(device)
             _assign(model, names, partial(_with_values, value=value))
 
     def _read(self, name: str) -> torch.Tensor:

@@ -24,10 +24,12 @@ __all__ = ["Entry", "entries_for"]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of a checkpoint under the model's name for it. `read` gives it in fresh CPU memory."""
+    """A tensor of a checkpoint under the model's name for it. `read` gives it in fresh CPU memory, `map` from a mapping
+    of its file where that can be."""
 
     info: TensorInfo
     read: Callable[[], torch.Tensor]
+    map: Callable[[], torch.Tensor]
 
 
 def entries_for(path: Path, model: nn.Module, files: Iterable[TensorFile]) -> dict[str, Entry]:
@@ -44,8 +46,12 @@ def entries_for(path: Path, model: nn.Module, files: Iterable[TensorFile]) -> di
             found[name] = file
     rules = _rules_for(model)
     if rules is None:
-        return {name: Entry(file.tensors[name], partial(file.read, name)) for name, file in found.items()}
+        return {name: _plain(file, name) for name, file in found.items()}
     return _converted(path, model, found, rules)
+
+
+def _plain(file: TensorFile, name: str) -> Entry:
+    return Entry(file.tensors[name], partial(file.read, name), partial(file.map, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +102,11 @@ class _Group:
         """What comes out."""
         out = self._convert(lambda file, name: torch.empty(
             file.tensors[name].shape, dtype=file.tensors[name].dtype, device="meta"))
-        return {name: Entry(TensorInfo(name, tensor.dtype, tuple(tensor.shape)), partial(self._read, name, tensor))
-                for name, tensor in out.items()}
+        return {name: self._entry(name, tensor) for name, tensor in out.items()}
+
+    def _entry(self, name: str, like: torch.Tensor) -> Entry:
+        read = partial(self._read, name, like)
+        return Entry(TensorInfo(name, like.dtype, tuple(like.shape)), read, read)
 
     def _read(self, name: str, wanted: torch.Tensor) -> torch.Tensor:
         tensor = self._convert(lambda file, source: file.read(source))[name]
@@ -135,7 +144,7 @@ def _converted(path: Path, model: nn.Module, found: Mapping[str, TensorFile], ru
             group.sources.append((pattern, name, found[name]))
             continue
         _check_new(path, origin, new, name)
-        out[new] = Entry(found[name].tensors[name], partial(found[name].read, name))
+        out[new] = _plain(found[name], name)
     for group in groups.values():
         for new, entry in group.entries().items():
             _check_new(path, origin, new, group.sources[0][1])
