@@ -31,7 +31,17 @@ from vbrt.estimate import make_plan, this_machine, with_freed
 from vbrt.facade import Facade
 from vbrt.formats import SeparationCounters
 from vbrt.kernels import recycle
-from vbrt.nn import HandleSpec, SwappedLayer, TrainedLayer, TrainedWeight, VBLayer, WeightHandle, layer_class, shed
+from vbrt.nn import (
+    HandleSpec,
+    SwappedLayer,
+    TrainedLayer,
+    TrainedWeight,
+    VBLayer,
+    WeightHandle,
+    handles_in,
+    layer_class,
+    shed,
+)
 from vbrt.plan import Plan, Swap, format_bytes
 from vbrt.policy import auto_prefetch, make_policy, rebalanced
 from vbrt.save import save_model
@@ -315,7 +325,14 @@ class VBModelWrapper(Facade):
     @property
     def registry(self) -> Mapping[str, VBLayer]:
         """Name -> VB layer."""
-        return MappingProxyType(self._layers)
+        return MappingProxyType(self._held)
+
+    @property
+    def _held(self) -> dict[str, VBLayer]:
+        """The layers, without those that have left the tiers to train."""
+        for name in [name for name, layer in self._layers.items() if not isinstance(layer, SwappedLayer)]:
+            del self._layers[name]
+        return self._layers
 
     @property
     def device(self) -> torch.device:
@@ -334,7 +351,7 @@ class VBModelWrapper(Facade):
             FormatError: a weight holds NaN or Inf, named. Layers before it are encoded, the model stays usable.
             TierError: a page cannot be stored, or the wrapper was closed.
         """
-        waiting = {name: layer for name, layer in self._layers.items() if not layer.materialized}
+        waiting = {name: layer for name, layer in self._held.items() if not layer.materialized}
         for layer in _with_progress(waiting, sys.stderr.isatty() if progress is None else progress):
             layer.materialize_()
         if self.stack.device.type != "cpu":
@@ -388,7 +405,7 @@ class VBModelWrapper(Facade):
         finally:  # also when it was interrupted: pages may have moved, and the budget may hold already
             if self._tier_stats()[tier].budget_bytes == nbytes:
                 self.settings, self.plan = config, plan
-            for layer in self._layers.values():
+            for layer in self._held.values():
                 layer.handle.forget_ready()  # views would keep the memory of pages that moved
         return nbytes
 
@@ -413,7 +430,7 @@ class VBModelWrapper(Facade):
     def stats(self) -> Stats:
         """A frozen snapshot of all counters."""
         stack = self.stack
-        here = dict(self._layers)  # other threads may encode, move and unwrap meanwhile
+        here = dict(self._held)  # other threads may encode, move and unwrap meanwhile
         swaps = [swap for swap in self.plan.swaps if swap.name in here]  # none after unwrap()
         layers = {swap.name: self._layer_stats(swap, here[swap.name]) for swap in swaps}
         fallbacks = [reason for level in stack.levels for reason in level.tier.fallbacks]
@@ -539,6 +556,8 @@ class VBModelWrapper(Facade):
         for name, layer in list(self._layers.items()):
             handle = layer.__dict__.get("_vb_handle")  # None, or of a plain layer: Ctrl-C came in an earlier call
             if isinstance(layer, SwappedLayer):
+                layer.look()
+                handle = layer.handle
                 self._dense[handle] = layer.release_(self._dense.get(handle))._parameters["weight"]
             shed(layer)
             del self._layers[name]
@@ -552,13 +571,15 @@ class VBModelWrapper(Facade):
     def close(self) -> None:
         """Release files, threads and pinned memory; weights that live in the tiers are gone. Twice is fine.
 
-        Pages that a deep copy of the model shares stay until the copy goes too.
+        What a deep copy of the model shares, pages and tiers, stays until the copy goes too.
         """
         self._closed = True
-        for layer in self._layers.values():
-            layer.handle.drop()
+        own = {layer.handle for layer in self._held.values()}
+        for handle in own:
+            handle.drop()
         self.stack.collect()
-        if self.stack.closed or not self.stack.pages:
+        alone = not self.stack.pages and own.issuperset(handles_in(self.stack))
+        if self.stack.closed or alone:
             self.stack.close()
         recycle.forget()
 

@@ -4,7 +4,7 @@ blocks for models of one's own."""
 from vbrt.nn.attention import AttentionChoice, FlashAttention
 from vbrt.nn.block import OptimizedTransformerBlock
 from vbrt.nn.fused import FusedFP4Linear, quantize
-from vbrt.nn.handle import HandleSpec, WeightHandle
+from vbrt.nn.handle import HandleSpec, WeightHandle, handles_in
 from vbrt.nn.linear import SwappedLayer, VBLayer, VBLinear, shed
 from vbrt.nn.sampling import gumbel_max_sample
 from vbrt.nn.swappable import kind_of, layer_class
@@ -24,6 +24,7 @@ __all__ = [
     "VBLinear",
     "WeightHandle",
     "gumbel_max_sample",
+    "handles_in",
     "kind_of",
     "layer_class",
     "quantize",

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch._C._functorch import TransformType, get_interpreter_stack
 
 from vbrt.errors import FormatError, TierError, WrapError
@@ -41,12 +42,14 @@ from vbrt.kernels import (
 )
 from vbrt.kernels.reference import wants_grad
 from vbrt.kernels.watched import is_bare, is_memory
+from vbrt.nn.decoded import DecodedWeight
 from vbrt.nn.product import Product, as_autocast, whole
 from vbrt.tiers import Lease, Owner, Page, TierStack
 
-__all__ = ["HandleSpec", "WeightHandle", "handle_of"]
+__all__ = ["HandleSpec", "WeightHandle", "handle_of", "handle_with", "handles_in"]
 
 _handles: "weakref.WeakValueDictionary[int, WeightHandle]" = weakref.WeakValueDictionary()
+_shells: "weakref.WeakValueDictionary[tuple, WeightHandle]" = weakref.WeakValueDictionary()  # by where the weight lies
 
 Planes = Sequence[tuple[PageLayout, Mapping[str, torch.Tensor]]]
 """Planes of a weight on their way into pages, or out of them."""
@@ -99,6 +102,7 @@ class WeightHandle:
         trainable: whether the dense weight had requires_grad; the one that `unwrap` makes gets it back.
         layers: the live layers that share this weight.
         tied: whether there may be several.
+        lent: the temporary that `.weight` has given, if one is out; what is written into it is the weight.
         source: which dense parameter the pages were made of, and in which state, if of one.
         keys: pages in the stack; none before `store` and after `drop`.
         generation: counts the weights that are here no more.
@@ -113,7 +117,9 @@ class WeightHandle:
         self.trainable = False
         self.layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.tied = False
-        self._own_weight: weakref.ref[torch.Tensor] | None = None
+        self.lent: weakref.ref[torch.Tensor] | None = None
+        self._left: torch.Tensor | None = None  # what a temporary held as it died
+        self._own_weights: tuple[weakref.ref[torch.Tensor], ...] = ()
         self.source: tuple[object, ...] | None = None
         self.keys: tuple[str, ...] = ()
         self.forwards = self.weight_reads = self.generation = 0
@@ -340,8 +346,10 @@ class WeightHandle:
         self.layers.add(layer)
         self.tied = len(self.layers) > 1
         self.show(self.graph_args)
-        if layer._parameters["weight"] is not None:
-            self.adopt(layer._parameters["weight"])
+        weight = layer._parameters["weight"]
+        if weight is not None:
+            self._own_weights = (*self._own_weights, weakref.ref(weight))
+            _shells[_place(weight)] = self
 
     def untie(self, layer: torch.nn.Module) -> None:
         """A layer less."""
@@ -349,16 +357,118 @@ class WeightHandle:
         self.tied = len(self.layers) > 1
 
     def adopt(self, weight: torch.Tensor) -> None:
-        """Know a dense parameter of the layers for their own, of which planes may be made."""
-        self._own_weight = weakref.ref(weight)
+        """Know a dense parameter of all layers for their own, of which planes may be made."""
+        self._own_weights = (weakref.ref(weight),)
 
     def owns(self, weight: torch.Tensor) -> bool:
         """Whether a dense parameter is the layers' own, and not one that was put in its place for a while."""
-        return self._own_weight is not None and self._own_weight() is weight
+        return any(own() is weight for own in self._own_weights)
 
     def holds(self, weight: torch.Tensor) -> bool:
         """Whether the pages are those of a dense parameter as it is now."""
         return bool(self.keys) and self.source == identity(weight)
+
+    def suits(self, other: "WeightHandle") -> bool:
+        """Whether layers of the other handle can be tied to this one's weight."""
+        one, two = (replace(handle.spec, name="", homes=None) for handle in (self, other))
+        return self.stack is other.stack and one == two and self.dtype is other.dtype
+
+    def pass_on(self, layers: Sequence[torch.nn.Module], weight: nn.Parameter) -> "WeightHandle":
+        """A handle for a new weight, which these layers hold dense until they are used; others that are tied keep
+        this one, and so does whoever computes with it now."""
+        heir = self.empty_copy()
+        heir.retype(weight.dtype)
+        heir.trainable = weight.requires_grad
+        with self.stack.encoding:
+            for layer in layers:  # the weight before the handle: a forward in another thread reads the handle first
+                layer._parameters["weight"] = weight
+                layer.__dict__["_vb_handle"] = heir
+                self.untie(layer)
+                heir.tie(layer)
+        return heir
+
+    # -- the temporary ------------------------------------------------------------------------------------------------
+
+    def temporary(self) -> DecodedWeight:
+        """The decoded weight, to be written to as well; one for all who ask while somebody holds it."""
+        lent = self._out()
+        if lent is None:
+            with torch.inference_mode(False), torch.no_grad():
+                decoded = DecodedWeight.of(self, self.weight())
+            with self.stack.encoding:
+                lent = self._out()  # another thread's, meanwhile
+                if lent is None:
+                    lent, self.lent = decoded, weakref.ref(decoded)
+                    self._ready = self.resident = None  # the ways without a lease would not see a write
+        return lent
+
+    def _out(self) -> DecodedWeight | None:
+        lent = self.lent() if self.lent is not None else None
+        return lent if type(lent) is DecodedWeight else None
+
+    def is_lent(self, weight: torch.Tensor | None) -> bool:
+        """Whether the dense parameter of the layers was a temporary that somebody has written to."""
+        return self.lent is not None and self.lent() is weight
+
+    def look(self) -> None:
+        """Take over what was written to the temporary without a call that could be seen."""
+        if self._left is not None:
+            self.take_over(self._left)
+        lent = self._out()
+        if lent is not None:
+            lent.look()
+        elif self.lent is not None and self.lent() is None:
+            self.lent = None
+
+    def leave(self, weight: torch.Tensor) -> None:
+        """What a temporary held as it died, to be taken over at the next look. Takes no lock: safe in a finalizer."""
+        self._left = weight
+
+    def take_over(self, weight: torch.Tensor) -> None:
+        """The temporary was written to: it is the weight of all layers that are tied here, dense until they are used.
+
+        Raises WrapError if it has another shape or dtype than a weight of these layers.
+        """
+        with self.stack.encoding:
+            layers = list(self.layers)
+            lent = type(weight) is DecodedWeight
+            if not layers or not (lent or weight is self._left):  # they have another one, or it is theirs by now
+                return
+            self._left = None
+            self.check(weight)
+            weight = weight.become_parameter() if lent else nn.Parameter(weight, requires_grad=False)
+            heir = self.pass_on(layers, weight)
+            heir.trainable, heir.lent, self.lent = self.trainable, weakref.ref(weight), None
+            heir.forwards, heir.weight_reads = self.forwards, self.weight_reads
+
+    def lend_again(self, version: int) -> None:
+        """What was a temporary, and then the layers' dense parameter, of which this version is stored now, is a
+        temporary again if somebody holds it still; it shows what is stored."""
+        lent = self.lent() if self.lent is not None else None
+        if lent is None or type(lent) is DecodedWeight:
+            return
+        lent.__class__ = DecodedWeight
+        lent.lend(self, version)
+        self._ready = self.resident = None
+        self.renew_lent()
+
+    def renew_lent(self) -> None:
+        """Have the temporary, if one is out, show what is stored."""
+        lent = self._out()
+        if lent is not None and not lent.written:
+            lent.show(self.weight())
+
+    def parameter(self) -> nn.Parameter:
+        """The weight as a parameter: the temporary, if one is out, so that whoever holds it holds the weight."""
+        lent = self._out()
+        weight = nn.Parameter(self.weight()) if lent is None else lent.become_parameter()
+        return weight.requires_grad_(self.trainable)
+
+    def train(self, weight: DecodedWeight) -> None:
+        """Have the temporary be a parameter that trains, in layers that leave the tiers for it."""
+        layer = next(iter(self.layers), None)
+        if layer is not None:
+            layer.train_(weight.become_parameter())
 
     def show(self, args: GraphArgs | None) -> None:
         """Have compiled graphs compute with planes that never move, or with a lease again (None).
@@ -499,8 +609,10 @@ class WeightHandle:
         shape = self.weight_shape if spec.format == "dense" else spec.shape
         planes = WeightPlanes(spec.format, shape, dtype, tensors[0], tensors[1] if spec.fine else None)
         if dtype is self.dtype:
-            if device == self._device and not any(page.home for page in self._pages):
+            if device == self._device and self._is_at_home(tensors):
                 self._make_ready(planes)
+                if not self._is_at_home(tensors):  # another thread has stored, moved or lent the weight meanwhile
+                    self.forget_ready()
             return planes
         return WeightPlanes("dense", shape, self.dtype, {"weight": self._decode(planes).to(self.dtype)})
 
@@ -508,6 +620,15 @@ class WeightHandle:
         """The weight as the module keeps it: [N, K], or [K, N] for a transposed module, in memory order too."""
         weight = self._decode(planes)
         return weight.t().contiguous() if self.spec.transposed and self.spec.format != "dense" else weight
+
+    def _is_at_home(self, tensors: list[dict[str, torch.Tensor]]) -> bool:
+        """Whether these are this weight's pages, in their home in the top tier, and nobody else may write to it."""
+        if any(page.home for page in self._pages) or self._out() is not None or self._left is not None:
+            return False
+        slots = self.stack.levels[0].slots
+        held = [slots.get(key) for key in self.keys]
+        return len(held) == len(tensors) and all(slot is not None and slot.tensors is plane
+                                                 for slot, plane in zip(held, tensors, strict=True))
 
     def _make_ready(self, planes: WeightPlanes) -> None:
         """Keep planes of pages that never move."""
@@ -649,6 +770,28 @@ def _requiring_grad(weight: torch.Tensor) -> torch.Tensor:
         return weight.detach().requires_grad_().view_as(weight)  # a view, because autocast keeps its casts of leaves
 
 
+def _place(weight: torch.Tensor) -> tuple[object, ...]:
+    """Where a dense weight lies; by itself if it has no memory."""
+    if weight.is_meta or not torch._C._has_storage(weight) or not weight.numel():
+        return (id(weight),)
+    return (weight.device, weight.data_ptr(), *weight.shape, *weight.stride(), weight.dtype)
+
+
+def handles_in(stack: TierStack) -> list[WeightHandle]:
+    """The handles of live layers whose weights are, or will be, in a stack."""
+    return [handle for handle in list(_handles.values()) if handle.stack is stack and handle.layers]
+
+
+def handle_with(weight: torch.Tensor) -> WeightHandle | None:
+    """The handle of the layers that hold this very weight, dense or as a temporary, if there are any."""
+    if type(weight) is DecodedWeight:
+        handle = weight.owner
+        return handle if isinstance(handle, WeightHandle) and handle.is_lent(weight) and handle.layers else None
+    handle = _shells.get(_place(weight)) if isinstance(weight, nn.Parameter) else None
+    held = [] if handle is None else [layer._parameters["weight"] for layer in handle.layers]
+    return handle if any(dense is not None and _place(dense) == _place(weight) for dense in held) else None
+
+
 def _restore(stack: TierStack, spec: HandleSpec, dtype: torch.dtype, trainable: bool, pages: list) -> WeightHandle:
     """Unpickle: `stack` is one of this process, in CPU memory, shared by all handles of the pickle."""
     handle = WeightHandle(replace(spec, homes=None, backend="auto"), stack)
@@ -674,9 +817,12 @@ def handle_of(token: torch.Tensor) -> WeightHandle:
 
 def _materialized(token: torch.Tensor) -> WeightHandle:
     handle = handle_of(token)
-    if not handle.keys:
-        for layer in list(handle.layers)[:1]:
-            layer.materialize_()
+    layer = next(iter(handle.layers), None)
+    if layer is None or (handle.keys and handle.lent is None):
+        return handle
+    handle = getattr(layer.materialize_(), "_vb_handle", None)  # another one, of a weight that was written to
+    if handle is None:
+        raise WrapError("a compiled graph names a VB layer that has left the tiers to train; compile again")
     return handle
 
 

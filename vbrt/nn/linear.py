@@ -8,8 +8,11 @@ The road not taken: replacing modules in their parents. It loses hooks, breaks l
 module, and must rebuild each subclass's attributes.
 """
 
+import functools
+import math
 import types
 import warnings
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,8 +26,7 @@ from vbrt.errors import WrapError
 from vbrt.formats.separation import identity
 from vbrt.kernels.reference import wants_grad
 from vbrt.kernels.watched import is_recorded, unwatched
-from vbrt.nn.decoded import DecodedWeight
-from vbrt.nn.handle import WeightHandle
+from vbrt.nn.handle import WeightHandle, handle_with
 from vbrt.nn.mapped import page_out
 from vbrt.nn.product import as_autocast
 
@@ -90,13 +92,28 @@ class VBLayer(SwappedLayer):
 
     def release_(self, weight: nn.Parameter | None = None) -> nn.Module:
         """Turn the layer back, in place, into the module it was, holding `weight`, or its own decoded one."""
+        self.look()
+        handle = self._vb_handle
         if self.materialized:
-            self._parameters["weight"] = weight if weight is not None else self._decoded_parameter()
+            self._parameters["weight"] = weight if weight is not None else handle.parameter()
+        elif handle.is_lent(self._parameters["weight"]):
+            self._parameters["weight"].requires_grad_(handle.trainable)
         self._become_plain()
         return self
 
-    def _decoded_parameter(self) -> nn.Parameter:
-        return nn.Parameter(self._vb_handle.weight(), requires_grad=self._vb_handle.trainable)
+    def thaw_(self, weight: nn.Parameter | None = None) -> nn.Module:
+        """Leave the tiers, with all layers that are tied: plain modules again, whose dense weight can train."""
+        self.look()
+        layers = list(self._vb_handle.layers)
+        for layer in layers:
+            weight = layer.release_(weight)._parameters["weight"]
+        weight.requires_grad_()
+        return self
+
+    def train_(self, weight: nn.Parameter) -> None:
+        """Leave the tiers, holding `weight`, because somebody wants it to train."""
+        warn_of_thawing([self])
+        self.thaw_(weight)
 
     @property
     def handle(self) -> WeightHandle:
@@ -116,25 +133,33 @@ class VBLayer(SwappedLayer):
         Raises:
             FormatError, TierError: the weight cannot be held; the layer stays as it was.
         """
-        handle = self._vb_handle
-        with unwatched(), handle.stack.encoding:
-            weight = self._parameters["weight"]
+        self.look()
+        with unwatched(), self._vb_handle.stack.encoding:
+            handle, weight = self._vb_handle, self._parameters["weight"]
             if weight is None or not handle.owns(weight):
                 return self
+            if weight.requires_grad and (handle.is_lent(weight) or not handle.trainable):  # since it was put there
+                return self.thaw_()
+            version = 0 if weight.is_inference() else weight._version
             if not handle.holds(weight):
                 handle.store(handle.split(weight))
                 handle.source = identity(weight)
             self._hold(None)
-        page_out(weight)
-        if self.training and weight.requires_grad and torch.is_grad_enabled():
+            page_out(weight)
+            trained = weight.requires_grad
+            del weight  # unless somebody else holds it, it goes now
+            handle.lend_again(version)
+        if self.training and trained and torch.is_grad_enabled():
             warn_of_training(stacklevel=4)
         return self
 
     def _hold(self, dense: nn.Parameter | None) -> None:
         """A dense parameter for all layers that are tied to the handle, or none."""
-        for layer in self._vb_handle.layers:
-            if dense is None and layer._parameters["weight"] is not None:
-                self._vb_handle.trainable = layer._parameters["weight"].requires_grad
+        handle = self._vb_handle
+        for layer in list(handle.layers):
+            old = layer._parameters["weight"]
+            if dense is None and old is not None and not handle.is_lent(old):
+                handle.trainable = old.requires_grad
             layer._parameters["weight"] = dense
         if dense is not None:
             self._vb_handle.adopt(dense)
@@ -145,12 +170,17 @@ class VBLayer(SwappedLayer):
         """x Wᵀ + bias, by the planes unless somebody has put another weight in their place."""
         if isinstance(x, Proxy):
             return leaf(self, x)
+        if self._vb_handle.lent is not None:
+            self.look()
         handle = self._vb_handle
         if handle.tied or self._parameters["weight"] is not None:
             given = self._given()
             if given is not None:
                 return handle.multiply(x, given, bias)
             self.materialize_()
+            if not isinstance(self, VBLayer):  # somebody has asked the shell to train
+                return handle.multiply(x, self._parameters["weight"], bias)
+            handle = self._vb_handle
         return handle.linear(x, bias)
 
     def _given(self) -> torch.Tensor | None:
@@ -172,15 +202,22 @@ class VBLayer(SwappedLayer):
     def weight(self) -> torch.Tensor:
         """The dense parameter of a shell; after that a decoded temporary in the original shape and dtype.
 
-        Writing into the temporary changes nothing (and warns); assign to `weight` or to `weight.data` instead.
+        While somebody holds the temporary, all layers on this weight give the same one, and writes to it count: the
+        layers are shells of it then, until their next forward.
         """
-        dense, handle = self._parameters["weight"], self._vb_handle
+        self.look()
+        handle, dense = self._vb_handle, self._parameters["weight"]
         if dense is not None:
             return dense
         if is_compiling():
             rows, columns = handle.weight_shape
             return torch.ops.vbrt.weight(handle.token, rows, columns, handle.dtype, handle.device_name)
-        return DecodedWeight.of(self, handle.weight())
+        return handle.temporary()
+
+    def look(self) -> None:
+        """See whether the temporary of the weight was written to in a way that nothing has told of."""
+        if self._vb_handle.lent is not None:
+            self._vb_handle.look()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "weight":
@@ -188,8 +225,23 @@ class VBLayer(SwappedLayer):
             return
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{self._vb_handle.spec.name}.weight: expected a tensor, got {type(value).__name__}")
-        is_parameter = isinstance(value, nn.Parameter)
-        self._become_shell(value if is_parameter else nn.Parameter(value.detach(), requires_grad=False))
+        shared = handle_with(value)
+        if shared is not None and shared.suits(self._vb_handle):
+            self._join(shared)
+        elif isinstance(value, nn.Parameter):
+            self._become_shell(value)
+        else:
+            self._become_shell(nn.Parameter(value.detach(), requires_grad=False))
+
+    def _join(self, handle: WeightHandle) -> None:
+        """Be tied to the layers of another handle."""
+        if handle is self._vb_handle:
+            return
+        with handle.stack.encoding:
+            self._parameters["weight"] = next(iter(handle.layers))._parameters["weight"]
+            self._vb_handle.untie(self)
+            self.__dict__["_vb_handle"] = handle
+            handle.tie(self)
 
     def __delattr__(self, name: str) -> None:
         if name == "weight":
@@ -199,13 +251,8 @@ class VBLayer(SwappedLayer):
 
     def _become_shell(self, weight: nn.Parameter) -> None:
         """Hold a new dense weight until the next forward; layers that were tied to the old one keep theirs."""
-        old = self._vb_handle
-        old.check(weight)
-        handle = self.__dict__["_vb_handle"] = old.empty_copy()
-        handle.retype(weight.dtype)
-        old.untie(self)
-        self._parameters["weight"] = weight
-        handle.tie(self)
+        self._vb_handle.check(weight)
+        self._vb_handle.pass_on([self], weight)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As in nn.Module; for `weight` the same as assigning it."""
@@ -218,6 +265,7 @@ class VBLayer(SwappedLayer):
 
     def __getstate__(self) -> dict:
         """Without a view into a page of this process; the handle of a copy gives it its own."""
+        self.look()
         return {**super().__getstate__(), "_vb_page": None, "_vb_form": None}
 
     def __setstate__(self, state: dict) -> None:
@@ -244,8 +292,9 @@ class VBLayer(SwappedLayer):
         return self
 
     def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:
+        self.look()
         if self.materialized:
-            destination[prefix + "weight"] = self._vb_handle.weight()
+            destination[prefix + "weight"] = self.weight if keep_vars else self._vb_handle.weight()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys,
@@ -283,6 +332,7 @@ class VBLayer(SwappedLayer):
             self._hold(shell)
             handle.store(planes)
             self._hold(None)
+        handle.renew_lent()
 
 
 class VBLinear(VBLayer, nn.Linear):
@@ -341,6 +391,39 @@ def compiled_linear(layer: VBLayer, x: torch.Tensor, bias: torch.Tensor | None) 
         if planes is not None and x.dtype == handle.dtype and x.device == handle.stack.device:
             return handle.fused(x, planes, bias)
     return torch.ops.vbrt.linear(x, bias, handle.token, handle.spec.shape[0])
+
+
+def thaw(layers: Sequence[VBLayer]) -> None:
+    """Have VB layers leave the tiers because somebody wants their weights to train; says so."""
+    if layers:
+        warn_of_thawing(layers)
+    for layer in layers:
+        if isinstance(layer, VBLayer):  # not yet, with one that is tied to it
+            layer.thaw_()
+
+
+def warn_of_thawing(layers: Sequence[VBLayer]) -> None:
+    """Name the first of the layers, and what they take from now on."""
+    nbytes = sum(math.prod(handle.spec.shape) * handle.dtype.itemsize for handle in {x.handle for x in layers})
+    named = f"{layers[0].handle.spec.name} and {len(layers) - 1} more" if layers[1:] else layers[0].handle.spec.name
+    warnings.warn(f"requires_grad_(True): {named} left the tiers to train: plain layers with {nbytes} bytes of dense "
+                  "weights, outside of all budgets. To train through 4 bits, wrap with mode=\"train\"", stacklevel=4)
+
+
+def _see_requires_grad() -> None:
+    """Have nn.Module.requires_grad_, which walks through parameters, find the weights that are none in the tiers."""
+    plain = nn.Module.requires_grad_
+
+    @functools.wraps(plain)
+    def requires_grad_(self: nn.Module, requires_grad: bool = True) -> nn.Module:
+        if requires_grad:
+            thaw([module for module in self.modules() if isinstance(module, VBLayer)])
+        return plain(self, requires_grad)
+
+    nn.Module.requires_grad_ = requires_grad_
+
+
+_see_requires_grad()
 
 
 def warn_of_training(stacklevel: int) -> None:
