@@ -181,3 +181,25 @@ def test_all_names_only_things_that_exist(module):
     assert names is not None, f"{module} has no __all__"
     assert len(set(names)) == len(names)
     assert [name for name in names if not hasattr(imported, name)] == []
+
+
+FACTORIES = {"arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand",
+             "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"}
+
+
+def unnamed(source: str) -> list[int]:
+    """Lines where a tensor is made without naming both its dtype and its device."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    made = (call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr in FACTORIES
+            and ast.unparse(call.func.value) == "torch")
+    return [call.lineno for call in made if not {"dtype", "device"} <= {keyword.arg for keyword in call.keywords}]
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_every_tensor_that_is_made_names_its_dtype_and_device(module):
+    assert unnamed(FILES[module].read_text("utf-8")) == [], "torch.set_default_dtype, torch.device: the user's defaults"
+
+
+def test_a_tensor_that_takes_the_users_defaults_is_found():
+    source = "torch.empty(3, device=d)\ntorch.full((1,), 2.0)\ntorch.zeros(3, dtype=t, device=d)\nx.new_empty(3)"
+    assert unnamed(source) == [1, 2]

@@ -161,7 +161,7 @@ class TensorFile:
     def read(self, name: str) -> torch.Tensor:
         """The tensor in fresh CPU memory. Raises CheckpointError when the file cannot be read."""
         info = self.tensors[name]
-        out = torch.empty(info.nbytes, dtype=torch.uint8)
+        out = torch.empty(info.nbytes, dtype=torch.uint8, device="cpu")
         try:
             with open(open_regular(self.path), "rb", buffering=0) as file:
                 read_into(file.fileno(), [_view(out)], self._first + info.begin)

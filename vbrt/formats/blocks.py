@@ -83,7 +83,7 @@ class BlockFormat(Format):
         def encode(tile: tuple[slice, slice]) -> None:
             rows, columns = tile
             x_RK = _whole_blocks(w_NK[rows, columns].float(), block)
-            x_bB = torch.empty(block, x_RK.numel() // block, device=x_RK.device)
+            x_bB = torch.empty(block, x_RK.numel() // block, dtype=torch.float32, device=x_RK.device)
             torch.mul(x_RK.reshape(-1, block).t(), 1 / known.unit, out=x_bB)
             rounding, scale_B, byte_B = self._search(x_bB, known, **extra)
             first, last = columns.start, columns.start + x_RK.shape[1]
@@ -158,7 +158,7 @@ class TensorScaled(BlockFormat):
     extra: tuple[tuple[str, str, tuple[int, ...]], ...] = (("tensor_scale", "float32", (1,)),)
     def _encode(self, w_NK: Tensor, known: Range, *, coded: bool = True, **extra: Tensor) -> dict[str, Tensor]:
         tensors = super()._encode(w_NK, known, coded=coded, **extra)
-        return {**tensors, "tensor_scale": torch.full((1,), known.unit, device=w_NK.device)}
+        return {**tensors, "tensor_scale": torch.full((1,), known.unit, dtype=torch.float32, device=w_NK.device)}
 
     def _byte_bounds(self, known: Range) -> tuple[int, int]:
         values = self._byte_values(torch.device("cpu"))[: self.last_byte + 1]
@@ -296,7 +296,7 @@ def e4m3_values(device: torch.device) -> Tensor:
 @lru_cache(maxsize=8)
 def ones(device: torch.device) -> Tensor:
     """fp32 [1]: the tensor scale of a format without one."""
-    return torch.ones(1, device=device)
+    return torch.ones(1, dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=32)
@@ -381,7 +381,7 @@ def unpack_codes(codes: Tensor, k: int) -> Tensor:
 
 def pair_table(level_16: Tensor) -> Tensor:
     """complex64 [256], really two fp32 an entry: the levels of a byte's two codes, low nibble first."""
-    byte = torch.arange(256, device=level_16.device)
+    byte = torch.arange(256, dtype=torch.int64, device=level_16.device)
     return torch.stack((level_16[byte & 15], level_16[byte >> 4]), dim=-1).view(torch.complex64).squeeze(-1)
 
 
@@ -406,9 +406,9 @@ def lookup(quads: Tensor, codes: Tensor) -> Tensor:
 @lru_cache(maxsize=8)
 def code_mask_quads(chosen: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 [65536], really four bools an entry: which of two bytes' four codes are among `chosen`."""
-    index = torch.arange(65536, device=device)
+    index = torch.arange(65536, dtype=torch.int64, device=device)
     code = torch.stack([(index >> shift) & 15 for shift in (0, 4, 8, 12)], dim=-1)
-    return torch.isin(code, torch.tensor(chosen, device=device)).view(torch.int32).squeeze(-1)
+    return torch.isin(code, torch.tensor(chosen, dtype=torch.int64, device=device)).view(torch.int32).squeeze(-1)
 
 
 @lru_cache(maxsize=8)

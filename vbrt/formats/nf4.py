@@ -61,10 +61,10 @@ class NF4(UE4M4Format):
 
 @lru_cache(maxsize=8)
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    level_16 = torch.tensor(NF4_LEVELS, device=device)
+    level_16 = torch.tensor(NF4_LEVELS, dtype=torch.float32, device=device)
     return level_16, TableRounding.cells(level_16)
 
 
 @lru_cache(maxsize=8)
 def _constant_grid(device: torch.device) -> TableGrid:
-    return TableGrid(torch.tensor(NF4_LEVELS, device=device))
+    return TableGrid(torch.tensor(NF4_LEVELS, dtype=torch.float32, device=device))

@@ -32,7 +32,7 @@ def repack_nvfp4(
         )
     if ((scales & 0x7F) == 0x7F).any():
         raise FormatError("nvfp4: block scales hold NaN (byte 0x7F or 0xFF); expected finite E4M3 values")
-    scale = torch.as_tensor(global_scale, dtype=torch.float32).reshape(-1).to(weight_packed.device)
+    scale = torch.as_tensor(global_scale, dtype=torch.float32, device=weight_packed.device).reshape(-1)
     if scale.numel() != 1 or not (torch.isfinite(scale) & (scale > 0)).all():
         raise FormatError(f"nvfp4: global scale {scale.tolist()}; expected one positive finite number")
     tensor_scale = scale.reciprocal() if divide else scale.clone()

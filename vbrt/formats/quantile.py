@@ -59,7 +59,7 @@ class Quantile(UE4M4Format):
         a_Bb = x_RK.reshape(-1, self.block).div_(unit).abs_()
         scale_B1 = a_Bb.amax(1, keepdim=True)
         if not scale_B1.any():
-            return torch.linspace(1 / MAGNITUDES, 1, MAGNITUDES, device=w_NK.device)
+            return torch.linspace(1 / MAGNITUDES, 1, MAGNITUDES, dtype=torch.float32, device=w_NK.device)
         start = magnitude_quantiles(w_NK, [(i + 0.5) / count for i in range(count)]) / unit
         level = start / scale_B1.mean()
         for _ in range(_ROUNDS):
@@ -134,9 +134,9 @@ def _lloyd(a_Bb: Tensor, scale_B1: Tensor, level: Tensor) -> Tensor:
     A weight's error counts times scale^2, that is in weight units. It works on a histogram over bf16 patterns, so
     that a step costs the same for any sample; a cell that is empty keeps its level.
     """
-    pattern = (a_Bb / scale_B1.clamp(min=2.0**-60)).bfloat16().view(torch.int16).view(-1)
+    pattern = (a_Bb / scale_B1.clamp(min=2.0**-60)).bfloat16().view(torch.int16).reshape(-1)
     mass = torch.bincount(pattern, (scale_B1 * scale_B1).double().expand_as(a_Bb).reshape(-1), minlength=_FINITE)
-    value = torch.arange(_FINITE, device=a_Bb.device).to(torch.int16).view(torch.bfloat16).double()
+    value = torch.arange(_FINITE, dtype=torch.int64, device=a_Bb.device).to(torch.int16).view(torch.bfloat16).double()
     sums = F.pad(torch.stack((mass, mass * value)).cumsum(1), (1, 0))
     level = level.double()
     for _ in range(_LLOYD_STEPS):

@@ -84,7 +84,7 @@ class TableRounding:
     @classmethod
     def cells(cls, level_16: Tensor) -> Tensor:
         """The search table of 16 levels, in units of cells from -1."""
-        middle = (torch.arange(cls.CELLS, device=level_16.device) + 0.5) / (cls.CELLS / 2) - 1
+        middle = (torch.arange(cls.CELLS, dtype=torch.float32, device=level_16.device) + 0.5) / (cls.CELLS / 2) - 1
         level, code = _nearest(level_16, middle)
         return (level[code] + 1) * (cls.CELLS / 2)
 
@@ -147,7 +147,7 @@ class TableGrid:
         self._level, self._order = level_16.sort()
         self.reach = 1 + (self._level[-1] - torch.where(self._level < self._level[-1], self._level, -1).max()) / 2
         half, bounds = self._CELLS / 2, (self._level[1:] + self._level[:-1]) / 2
-        start = torch.arange(self._CELLS, device=level_16.device) / half - 1
+        start = torch.arange(self._CELLS, dtype=torch.float32, device=level_16.device) / half - 1
         # a y that rounds into the cell may lie beside it by a little
         low = torch.bucketize(start - 1e-6, bounds)
         high = torch.bucketize(start + 1 / half + 1e-6, bounds)
@@ -156,7 +156,7 @@ class TableGrid:
 
     def nearest(self, y: Tensor) -> Tensor:
         """See `Grid`."""
-        half = self._CELLS / 2
+        y, half = y.contiguous(), self._CELLS / 2  # the weight of a Conv1D comes transposed
         cell = y.add(1).mul_(half).clamp_(0, self._CELLS - 1).to(torch.int32)
         cell = cell.bitwise_and_(self._CELLS - 1).view(-1)  # NaN becomes any integer
         low, high = self._low.index_select(0, cell), self._high.index_select(0, cell)

@@ -146,7 +146,7 @@ class TrainedSeparation:
             self._step(w_NK)
         else:
             return self.again(w_NK, dtype)
-        clipped = torch.zeros((), device=w_NK.device)
+        clipped = torch.zeros((), dtype=torch.float32, device=w_NK.device)
         rounded = self._frame.round(w_NK, dtype, clipped=clipped)
         self._late = _LateCount(clipped, w_NK.numel())
         return rounded

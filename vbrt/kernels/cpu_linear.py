@@ -241,7 +241,7 @@ def _multiply_tiles(x: Tensor, planes: WeightPlanes) -> Tensor:
     """x @ w.T in fp32, by torch; the weight is never there as a whole."""
     n, k = planes.shape
     x_MK = x.reshape(-1, k).float()
-    y_MN = torch.empty(x_MK.shape[0], n, device="cpu")
+    y_MN = torch.empty(x_MK.shape[0], n, dtype=torch.float32, device="cpu")
     for first, last, w_RK in _decoded_rows(planes, _TILE_WEIGHTS):
         y_MN[:, first:last] = x_MK @ w_RK.t()
     return y_MN.view(*x.shape[:-1], n)

@@ -71,7 +71,7 @@ class Packing:
             return None
         tensors = fp4_tiles.pack_tiles(self.format, coarse, shape)
         if tensors[TILES].is_cuda:  # a launch after the one that wrote them, see fp4_gluon
-            torch.zeros(1, device=tensors[TILES].device)
+            torch.zeros(1, dtype=torch.float32, device=tensors[TILES].device)
         return tensors
 
     def unpack(self, tensors: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:

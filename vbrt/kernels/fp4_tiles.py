@@ -139,7 +139,7 @@ def _stored_scales(format: str, coarse: dict[str, Tensor]) -> tuple[Tensor, Tens
     if format == "nvfp4":
         return scales.view(torch.uint8), coarse["tensor_scale"].to(torch.float32).reshape(1)
     top = int(scales.max())
-    scale = torch.tensor([2.0 ** (top - 127)], dtype=torch.float64).float().to(scales.device)
+    scale = torch.tensor([2.0 ** (top - 127)], dtype=torch.float64, device="cpu").float().to(scales.device)
     return (scales.to(torch.int32) - top + _TOP_FIELD).to(torch.uint8), scale
 
 

@@ -45,7 +45,7 @@ def _fused_kernels() -> Any:
 
 @functools.cache
 def _nf4_levels(index: int) -> Tensor:
-    return torch.tensor(NF4_LEVELS, device=torch.device("cuda", index))
+    return torch.tensor(NF4_LEVELS, dtype=torch.float32, device=torch.device("cuda", index))
 
 
 def prepare(device: torch.device) -> None:

@@ -178,7 +178,7 @@ def _weights(n: int, k: int, format: str) -> list[tuple[Tensor, Tensor]]:
     """Tiles of random codes and scale 1, enough of them to pass the second-level cache."""
     shape = fp4_tiles.tile_shape(format, (n, k))
     copies = 1 + _BEYOND_CACHE // (4 * shape[0] * shape[1] * shape[2])
-    one = torch.ones((), device="cuda")
+    one = torch.ones((), dtype=torch.float32, device="cuda")
     draw = partial(torch.randint, 0, 0x38383838, shape, dtype=torch.int32, device="cuda")
     return [(draw(), one) for _ in range(min(64, copies))]
 

@@ -222,8 +222,8 @@ def _block_mask(
     """(mask with the causal one in it, rows that attend to nothing [..., C, 1]); those rows are opened in the mask."""
     causal = None
     if offset is not None:
-        rows = torch.arange(offset, offset + queries, device=device)
-        causal = torch.arange(keys, device=device) <= rows[:, None]
+        rows = torch.arange(offset, offset + queries, dtype=torch.int64, device=device)
+        causal = torch.arange(keys, dtype=torch.int64, device=device) <= rows[:, None]
     if mask is None or mask.dtype is torch.bool:
         allowed = causal if mask is None else mask if causal is None else mask & causal
         dead = ~allowed.any(-1, keepdim=True)

@@ -192,7 +192,7 @@ class WeightHandle:
 
     def _token(self, generation: int) -> torch.Tensor:
         """Names handle and generation in graphs; a tensor, and not constants, so that layers share one graph."""
-        return torch.tensor([self.id, generation], device="cpu")
+        return torch.tensor([self.id, generation], dtype=torch.int64, device="cpu")
 
     # -- life ---------------------------------------------------------------------------------------------------------
 

@@ -359,7 +359,8 @@ class VBLinear(VBLayer, nn.Linear):
         """A new random weight, as nn.Linear draws it."""
         if self.materialized:
             handle = self._vb_handle
-            self._become_shell(nn.Parameter(torch.empty(handle.weight_shape, dtype=handle.dtype)))
+            device = handle.stack.device
+            self._become_shell(nn.Parameter(torch.empty(handle.weight_shape, dtype=handle.dtype, device=device)))
         super().reset_parameters()
 
     def extra_repr(self) -> str:

@@ -60,7 +60,7 @@ class TrainedWeight:
         """A name for compiled graphs; a tensor, and not a constant, so that layers share one graph."""
         _see_optimizer_steps()
         self.id = next(_ids)
-        self.token = torch.tensor(self.id, device="cpu")
+        self.token = torch.tensor(self.id, dtype=torch.int64, device="cpu")
         _weights[self.id] = self
 
     @property
