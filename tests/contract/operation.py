@@ -183,6 +183,8 @@ def _tensors_differ(expected: Tensor, got: Tensor, holding: Holding) -> str | No
     for what in ("dtype", "shape", "device"):
         if getattr(expected, what) != getattr(got, what):
             return f"{what} {getattr(got, what)} instead of {getattr(expected, what)}"
+    if type(expected.detach()) is not type(got.detach()):
+        return f"a {type(got).__name__} instead of a {type(expected).__name__}"
     if expected.is_meta:
         return None
     expected, got = expected.detach(), got.detach()
