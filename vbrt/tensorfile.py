@@ -189,7 +189,7 @@ class TensorFile:
         if self._mapping.nbytes() < begin + info.nbytes:
             raise CheckpointError(f"{self.path}: {name} cannot be mapped: truncated")
         own = self._mapping[begin: begin + info.nbytes]  # a storage of its own: copies take no more than the tensor
-        return torch.empty(0, dtype=torch.uint8).set_(own).view(info.dtype).view(info.shape)
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(own).view(info.dtype).view(info.shape)
 
 
 def _mapped(path: Path) -> torch.UntypedStorage:
