@@ -312,6 +312,8 @@ def test_a_wrapped_model_is_not_planned_again():
     vb = wrap(mlp())
     with pytest.raises(WrapError, match=r"0 is a VB layer already.*unwrap"):
         plan_of(vb.model)
+    with pytest.raises(WrapError, match=r"\(root\) is a VB layer already"):
+        plan_of(vb.model[0])
 
 
 GPU = Machine(gpu_total_bytes=1 << 20, gpu_free_bytes=1 << 20, cpu_total_bytes=8 << 20, cpu_available_bytes=4 << 20)

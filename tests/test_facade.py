@@ -54,10 +54,11 @@ def test_the_wrappers_own_attributes_stay_its_own():
     vb = wrap(model)
     assert vb.config is model.config
     assert vb.model is model
-    with pytest.raises(WrapError, match="what was wrapped"):
-        vb.model = mlp()
-    with pytest.raises(WrapError, match="what was wrapped"):
-        del vb.model
+    for name in ("model", "plan", "settings", "stack"):
+        with pytest.raises(WrapError, match=rf"vb\.{name} belongs to the wrapper.*vb\.model\.{name}"):
+            setattr(vb, name, mlp())
+        with pytest.raises(WrapError, match=rf"vb\.{name} belongs to the wrapper"):
+            delattr(vb, name)
     with pytest.raises(AttributeError):
         vb.device = "cpu"
     vb.forward = lambda *args, **kwargs: "replaced"
@@ -77,6 +78,18 @@ def test_training_and_eval_mode_are_the_models(make):
     assert (vb.training, vb.model.training, vb.model[0].training) == (False, False, False)
     vb.train(vb.training)  # what leaves a block in which a model was in eval mode
     assert not vb.model.training
+
+
+def test_accelerate_prepares_a_wrapper_and_hands_it_back_as_it_was():
+    from accelerate import Accelerator
+
+    vb, plain = wrap(llama(dtype=torch.float32)), llama(dtype=torch.float32)
+    before, accelerator = set(vars(vb.model)), Accelerator(mixed_precision="bf16", cpu=True)
+    prepared = [accelerator.prepare(model) for model in (plain, vb)]
+    assert torch.equal(*(model(TOKENS).logits for model in prepared))
+    accelerator.unwrap_model(prepared[1], keep_fp32_wrapper=False)
+    assert set(vars(vb.model)) - before == {"_is_accelerate_prepared"} and "_original_forward" not in vars(vb)
+    assert torch.equal(vb(TOKENS).logits, vb.model(TOKENS).logits)
 
 
 def test_hooks_run_in_generate_too():

@@ -111,6 +111,16 @@ def counted_settings(vb):
     return vbrt.load_config(settings("nvfp4", vb.settings.weights.fine))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_save_of_a_machine_with_a_gpu_loads_on_one_without(tmp_path):
+    vb = wrap(mlp(), "dense")
+    vb.__dict__["settings"] = vbrt.load_config(vb.settings, tiers={"gpu": {"enabled": True}})
+    vb.save(tmp_path)
+    assert vbrt.load(tmp_path, on_meta(mlp)).settings.tiers.gpu.enabled == "auto"
+    with pytest.raises(ConfigError, match=r"tiers\.gpu\.enabled = true; this machine has no GPU"):
+        vbrt.load(tmp_path, on_meta(mlp), tiers={"gpu": {"enabled": True}})
+
+
 def test_tied_weights_stay_tied(tmp_path):
     class Tied(nn.Module):
         def __init__(self):

@@ -247,7 +247,7 @@ class _Saved:
 
     def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
         """See `_Source`. Weights stay what they were when the model was saved."""
-        saved = VBConfig.from_dict(self._manifest.config, source=str(self.path / MANIFEST))
+        saved = _anywhere(VBConfig.from_dict(self._manifest.config, source=str(self.path / MANIFEST)))
         asked = load_config(saved if config is None else config, **overrides)
         for key in ("format", "fine"):
             here, there = getattr(asked.weights, key), getattr(saved.weights, key)
@@ -320,6 +320,12 @@ class _Saved:
         if digest(tensor) != self._manifest.tensors[name].digest:
             raise _damaged(self._files[name].path, f"the bytes of {name} are not those that were saved")
         return tensor
+
+
+def _anywhere(saved: VBConfig) -> VBConfig:
+    """The config of a save without what was insisted on where it was made."""
+    gpu = saved.tiers.gpu
+    return replace(saved, tiers=replace(saved.tiers, gpu=replace(gpu, enabled=gpu.enabled and "auto")))
 
 
 class _Checkpoint:

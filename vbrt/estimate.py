@@ -48,7 +48,7 @@ def make_plan(model: nn.Module, config: VBConfig, machine: Machine | None = None
     """
     wrapped = [name for name, module in model.named_modules() if isinstance(module, SwappedLayer)]
     if wrapped:
-        raise WrapError(f"{wrapped[0]} is a VB layer already: this model is wrapped; unwrap() it first")
+        raise WrapError(f"{wrapped[0] or ROOT} is a VB layer already: this model is wrapped; unwrap() it first")
     modules = _named_modules(model)
     refused: dict[str, Skip] = {}
     swaps = list(_choose(model, modules, config, refused))

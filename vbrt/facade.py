@@ -23,6 +23,7 @@ __all__ = ["Facade"]
 
 _PROTOCOLS = ("__len__", "__bool__", "__iter__", "__reversed__", "__contains__", "__getitem__", "__setitem__",
               "__delitem__", "__add__", "__iadd__", "__mul__", "__imul__", "__rmul__", "__or__", "__ior__", "__ror__")
+_FIXED = ("model", "plan", "settings", "stack")
 _REGISTRATIONS = ("add_module", "register_buffer", "register_parameter", "register_forward_hook",
                   "register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook",
                   "register_state_dict_pre_hook", "register_state_dict_post_hook", "register_load_state_dict_pre_hook",
@@ -43,8 +44,11 @@ class Facade(nn.Module):
 
     # -- attributes ---------------------------------------------------------------------------------------------------
 
-    def _owns(self, name: str) -> bool:
-        return name in self.__dict__ or hasattr(type(self), name)
+    def _owns(self, name: str, value: Any = None) -> bool:
+        """Whether an attribute is the wrapper's: one that it has, or a method of its own put aside under another name,
+        as accelerate does with `forward`."""
+        of_self = isinstance(value, types.MethodType) and value.__self__ is self
+        return of_self or name in self.__dict__ or hasattr(type(self), name)
 
     def __getattr__(self, name: str) -> Any:
         if name == "model" or name.startswith("__"):
@@ -52,14 +56,14 @@ class Facade(nn.Module):
         return getattr(super().__getattr__("model"), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _keep_model(name)
-        if self._owns(name):
+        _keep(name)
+        if self._owns(name, value):
             super().__setattr__(name, value)
         else:
             setattr(self.model, name, value)
 
     def __delattr__(self, name: str) -> None:
-        _keep_model(name)
+        _keep(name)
         if self._owns(name):
             super().__delattr__(name)
         else:
@@ -95,10 +99,10 @@ class Facade(nn.Module):
         return _blank, kinds, self.__getstate__()
 
 
-def _keep_model(name: str) -> None:
-    if name == "model":
-        raise WrapError("vb.model is what was wrapped, its pages belong to it; unwrap() it and wrap the other model. "
-                        "The model's own attribute of this name is vb.model.model")
+def _keep(name: str) -> None:
+    if name in _FIXED:
+        raise WrapError(f"vb.{name} belongs to the wrapper and to the pages of its model, and stays: unwrap() and wrap "
+                        f"again for another one. A model's own attribute of this name is vb.model.{name}")
 
 
 def _described(model: nn.Module) -> nn.Module:

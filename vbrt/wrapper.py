@@ -404,7 +404,7 @@ class VBModelWrapper(Facade):
             self.stack.set_budget(tier, nbytes)
         finally:  # also when it was interrupted: pages may have moved, and the budget may hold already
             if self._tier_stats()[tier].budget_bytes == nbytes:
-                self.settings, self.plan = config, plan
+                self.__dict__.update(settings=config, plan=plan)
             for layer in self._held.values():
                 layer.handle.forget_ready()  # views would keep the memory of pages that moved
         return nbytes
@@ -420,7 +420,7 @@ class VBModelWrapper(Facade):
         settings = self.settings
         try:
             self._set_budget("gpu", load_config(settings, tiers={"gpu": {"budget": nbytes}}))
-            self.settings = settings  # still "auto"
+            self.__dict__.update(settings=settings)  # still "auto"
         except (ConfigError, TierError) as error:
             self._gpu_balance.give_up(error)
             self._marker.before_pass = None
