@@ -321,6 +321,46 @@ def cpu_layers(weight, bitsandbytes) -> dict[str, Callable]:
     return layers
 
 
+@part
+def cpu_exact() -> dict:
+    """An exact Linear on a CPU beside the plain one: weights merged by the compiled kernels, and in plain torch.
+
+    The latter is the reference, which is what every exact layer on a CPU ran until commit b7f7c43.
+    """
+    import torch
+
+    torch.manual_seed(0)
+    rows = []
+    for dtype in (torch.bfloat16, torch.float16):
+        for n, k in ((1024, 1024), (4096, 4096), (14336, 4096)):
+            plain = torch.nn.Linear(k, n, bias=False).to(dtype).eval()
+            layers = exact_layers(plain)
+            for tokens in (1, 2, 8, 16):
+                x = torch.randn(tokens, k).to(dtype)
+                assert all(torch.equal(layer(x), plain(x)) for layer in layers.values())
+                with torch.no_grad():
+                    times = interleaved({name: functools.partial(layer, x) for name, layer in layers.items()}, times=9)
+                rows.append({"dtype": str(dtype).removeprefix("torch."), "shape": f"{n} x {k}", "tokens": tokens,
+                             **{f"{name} ms": span * 1e3 for name, span in times.items()},
+                             "reference / plain": times["reference"] / times["plain"],
+                             "compiled / plain": times["compiled"] / times["plain"]})
+    return {"threads": torch.get_num_threads(), "rows": rows}
+
+
+def exact_layers(plain) -> dict[str, Callable]:
+    """The layer itself, and wrapped, by what merges its planes."""
+    from torch import nn
+
+    import vbrt
+
+    layers: dict[str, Callable] = {"plain": plain}
+    for name, backend in (("reference", "reference"), ("compiled", "auto")):
+        model = nn.Sequential(copy.deepcopy(plain))
+        layers[name] = vbrt.wrap(model, "exact", weights={"keep_head": False}, compute={"backend": backend})
+        layers[name].materialize()
+    return layers
+
+
 CURVES_STEPS, CURVES_REFRESH = 300, 100
 
 
