@@ -393,11 +393,11 @@ static int merge(const Weight *w, const Fine *f, const Near *near, int64_t n, in
     }
 }
 
-/* past the entries of the weights in columns `first` to `last` of row n */
-static void skip(const Weight *w, const Fine *f, int64_t n, int64_t first, int64_t last, Cursor *at) {
+/* past the entries of row n, from column k on */
+static void skip(const Weight *w, const Fine *f, int64_t n, int64_t k, Cursor *at) {
     const uint8_t *codes = w->codes + n * w->columns / 2, *low = f->low + n * f->columns;
     const uint8_t *nibbles = f->nibbles + n * ((f->columns + 1) / 2);
-    for (int64_t k = first; k < last; k++) {
+    for (; k < f->columns; k++) {
         const int shift = 4 * (k & 1), wide = f->wide >> (codes[k / 2] >> shift & 15) & 1;
         const int high = f->width == 12 ? nibbles[k / 2] >> shift & 15 : 0;
         at->side += wide;
@@ -405,34 +405,85 @@ static void skip(const Weight *w, const Fine *f, int64_t n, int64_t first, int64
     }
 }
 
-/* what the lists hold before column `first` of row n: counted from the start of its span */
-static Cursor find(const Weight *w, const Fine *f, int64_t n, int64_t first) {
+/* what the lists hold before row n: counted from the start of the span that it starts in */
+static Cursor find(const Weight *w, const Fine *f, int64_t n) {
     if (n == w->rows) return (Cursor){f->sides, f->escaped};
-    const int64_t span = (n * f->columns + first) / SPAN, row = span * SPAN / f->columns;
+    const int64_t span = n * f->columns / SPAN, first = span * SPAN;
     Cursor at = {f->starts[2 * span], f->starts[2 * span + 1]};
-    for (int64_t r = row; r <= n; r++)
-        skip(w, f, r, r == row ? span * SPAN % f->columns : 0, r == n ? first : f->columns, &at);
+    for (int64_t row = first / f->columns, k = first % f->columns; row < n; row++, k = 0) skip(w, f, row, k, &at);
     return at;
 }
 
-/* out bf16 or fp16 bits [N, columns]: the original weight; 0 where the lists do not fit the codes */
-int vbrt_merge(const Weight *w, const Fine *f, int16_t *out, int threads) {
-    const int64_t across = (f->columns + TILE - 1) / TILE, tiles = w->rows * across;
+static int merge_row(const Weight *w, const Fine *f, const Near *near, int64_t n, Cursor *at, int16_t *out) {
+    int whole = 1;
+    for (int64_t first = 0; whole && first < f->columns; first += TILE) {
+        const int64_t left = f->columns - first;
+        whole = merge(w, f, near, n, first, left < TILE ? left : TILE, at, out + first);
+    }
+    return whole;
+}
+
+#define GROUP 32  /* rows that are turned at a time: a column of theirs is a cache line */
+
+#ifdef __AVX512BW__
+/* GROUP columns of GROUP rows. A riffle of the two halves moves the highest bit of a row's number below those of the
+ * column's; five make a row of each column. */
+static void turn_block(const int16_t *rows, int64_t pitch, int16_t *out, int64_t all) {
+    __m512i a[GROUP], b[GROUP], low, high;
+    int16_t order[2 * GROUP];
+    for (int i = 0; i < 2 * GROUP; i++) order[i] = i / 2 + (i & 1) * GROUP;
+    low = _mm512_loadu_si512(order), high = _mm512_loadu_si512(order + GROUP);
+    for (int n = 0; n < GROUP; n++) a[n] = _mm512_loadu_si512(rows + n * pitch);
+    for (int round = 0; round < 5; round++) {
+        for (int i = 0; i < GROUP / 2; i++) {
+            b[2 * i] = _mm512_permutex2var_epi16(a[i], low, a[i + GROUP / 2]);
+            b[2 * i + 1] = _mm512_permutex2var_epi16(a[i], high, a[i + GROUP / 2]);
+        }
+        memcpy(a, b, sizeof a);
+    }
+    const int aligned = !(((uintptr_t)out | 2 * all) & 63);  /* whole lines need not be read to be written */
+    for (int k = 0; k < GROUP; k++) {
+        if (aligned) _mm512_stream_si512((__m512i *)(out + k * all), a[k]);
+        else _mm512_storeu_si512(out + k * all, a[k]);
+    }
+}
+#endif
+
+/* out [columns, all] from `count` rows of `pitch` */
+static void turn(const int16_t *rows, int64_t pitch, int64_t count, int64_t columns, int16_t *out, int64_t all) {
+    for (int64_t k = 0; k < columns; k += GROUP) {
+#ifdef __AVX512BW__
+        if (count == GROUP && k + GROUP <= columns) {
+            turn_block(rows + k, pitch, out + k * all, all);
+            continue;
+        }
+#endif
+        for (int64_t j = k; j < columns && j < k + GROUP; j++)
+            for (int64_t n = 0; n < count; n++) out[j * all + n] = rows[n * pitch + j];
+    }
+}
+
+/* The original weight in bf16 or fp16, out [N, columns], or [columns, N] where `rows` is memory for GROUP rows a thread
+ * of `pitch` weights; 0 where the lists do not fit the codes. */
+int vbrt_merge(const Weight *w, const Fine *f, int16_t *out, int16_t *rows, int64_t pitch, int threads) {
+    const int64_t step = rows ? GROUP : 1, steps = (w->rows + step - 1) / step;
     int whole = 1;
     Near near[256];
     fill_near(w, f->width, near);
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(&& : whole)
     for (int part = 0; part < threads; part++) {
-        const int64_t last = tiles * (part + 1) / threads;
-        int64_t tile = tiles * part / threads;
-        Cursor at = find(w, f, tile / across, tile % across * TILE);
+        const int64_t last = steps * (part + 1) / threads * step, end = last < w->rows ? last : w->rows;
+        int64_t n = steps * part / threads * step;
+        Cursor at = find(w, f, n);
         int fits = at.side >= 0 && at.escape >= 0;
-        for (; fits && tile < last; tile++) {
-            const int64_t n = tile / across, first = tile % across * TILE, left = f->columns - first;
-            fits = merge(w, f, near, n, first, left < TILE ? left : TILE, &at, out + n * f->columns + first);
+        for (; fits && n < end; n += step) {
+            const int64_t count = end - n < step ? end - n : step;
+            int16_t *to = rows ? rows + part * GROUP * pitch : out + n * f->columns;
+            for (int64_t r = 0; fits && r < count; r++) fits = merge_row(w, f, near, n + r, &at, to + r * pitch);
+            if (rows) turn(to, pitch, count, f->columns, out + n, w->rows);
         }
-        const Cursor end = find(w, f, last / across, last % across * TILE);
-        whole = whole && fits && at.side == end.side && at.escape == end.escape;
+        const Cursor next = find(w, f, end);
+        whole = whole && fits && at.side == next.side && at.escape == next.escape;
     }
     return whole;
 }

@@ -47,6 +47,7 @@ _FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenm
 _BUILD_LIMIT_S = 20
 _THREAD_WORK = 1 << 16  # products that are worth a thread
 _TILE_WEIGHTS = 1 << 22  # 16 MiB of fp32: enough rows for a matmul at full speed, less than the weight in 16 bits
+_GROUP = 32  # GROUP of cpu_linear.c
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -143,7 +144,7 @@ def _declare(library: ctypes.CDLL) -> None:
     weight, pointer, number = ctypes.POINTER(_Weight), ctypes.c_void_p, ctypes.c_int64
     library.vbrt_linear.argtypes = (weight, pointer, number, pointer, ctypes.c_int)
     library.vbrt_decode.argtypes = (weight, number, number, pointer, ctypes.c_int)
-    library.vbrt_merge.argtypes = (weight, ctypes.POINTER(_Fine), pointer, ctypes.c_int)
+    library.vbrt_merge.argtypes = (weight, ctypes.POINTER(_Fine), pointer, pointer, number, ctypes.c_int)
     library.vbrt_linear.restype = library.vbrt_decode.restype = None
 
 
@@ -176,7 +177,7 @@ def _are_plain(plane: dict[str, Tensor]) -> bool:
 def route(x: Tensor, planes: WeightPlanes) -> str:
     """The way `linear` takes: "fused", "tiles" (decode and fp32 matmul by turns), "decode+matmul", "merge+matmul" or
     "reference"."""
-    if not (x.is_cpu and x.dtype in _DTYPES and _served(planes) and not torch.compiler.is_compiling()):
+    if not (x.is_cpu and x.dim() and x.dtype in _DTYPES and _served(planes) and not torch.compiler.is_compiling()):
         return "reference"
     if planes.fine is not None:
         return "merge+matmul"
@@ -271,15 +272,19 @@ def _decoded_rows(planes: WeightPlanes, weights: int) -> Iterator[tuple[int, int
             yield first, last, w_RK[: last - first, :k]
 
 
-def _merge(planes: WeightPlanes) -> Tensor:
-    """The weight [N, K], bit for bit what `formats.merge_fine` gives."""
-    w_NK = recycle.empty(planes.shape, planes.dtype)
+def _merge(planes: WeightPlanes, *, turned: bool = False) -> Tensor:
+    """The weight [N, K], bit for bit what `formats.merge_fine` gives; [K, N] in memory if `turned`."""
+    n, k = planes.shape
+    w = recycle.empty((k, n) if turned else (n, k), planes.dtype)
+    threads, pitch = _threads(w.numel()), k + _GROUP if turned else k  # a power of two would keep to a few sets of a cache
+    rows = torch.empty(threads, _GROUP, pitch, dtype=planes.dtype, device="cpu") if turned else None
     fine = _fine(planes)
     with _Borrowed(planes) as weight:
-        whole = _library().vbrt_merge(weight, fine, w_NK.data_ptr(), _threads(w_NK.numel()))
+        memory = None if rows is None else rows.data_ptr()
+        whole = _library().vbrt_merge(weight, fine, w.data_ptr(), memory, pitch, threads)
     if not whole:
         raise FormatError("fine plane: its lists do not fit the codes of the coarse plane; the pages are damaged")
-    return w_NK
+    return w.t() if turned else w
 
 
 def _fine(planes: WeightPlanes) -> _Fine:
