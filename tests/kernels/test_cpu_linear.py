@@ -17,7 +17,16 @@ import vbrt
 from tests.kernels.gpu_cases import error
 from vbrt.errors import FormatError, KernelError
 from vbrt.formats import WeightPlanes, get_format, split_fine
-from vbrt.kernels import cpu_linear, kernel_name, page_packing, recycle, reference, resolve, runs_unpacked
+from vbrt.kernels import (
+    cpu_linear,
+    decode_turned,
+    kernel_name,
+    page_packing,
+    recycle,
+    reference,
+    resolve,
+    runs_unpacked,
+)
 
 CPU = torch.device("cpu")
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 3e-3}
@@ -131,6 +140,24 @@ def test_both_planes_give_every_bit_of_the_weight_back(name, shape, dtype, monke
     for threads in (1, 3, 8):  # each begins somewhere in the lists
         monkeypatch.setattr(cpu_linear, "_threads", lambda work, threads=threads: threads)
         assert torch.equal(bits(cpu_linear.decode_weight(planes)), bits(w))
+
+
+@built
+@pytest.mark.parametrize("shape", [(1, 1), (33, 100), (100, 33), (64, 640), (130, 4112), (2049, 2080)], ids=str)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_weight_comes_turned_for_modules_that_keep_it_so(shape, threads, monkeypatch):
+    monkeypatch.setattr(cpu_linear, "_threads", lambda work: threads)
+    planes, w = exact_case("nf4", shape, torch.bfloat16)
+    turned = decode_turned(cpu_linear.decode_weight, planes)
+    assert turned.is_contiguous() and torch.equal(bits(turned), bits(w.t()))
+    assert torch.equal(bits(decode_turned(reference.decode_weight, planes)), bits(w.t()))
+
+
+@built
+def test_what_has_no_last_dimension_is_refused_in_torchs_words():
+    planes, _ = case("nvfp4", (24, 200))
+    with pytest.raises(RuntimeError, match="at least 1D"):
+        cpu_linear.linear(torch.tensor(1.0), planes)
 
 
 @built

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from vbrt.errors import KernelError
+from vbrt.formats import WeightPlanes
 from vbrt.kernels import cpu_linear, fp4_linear, fp4_scaled, fp8_linear, fused_linear, merge, reference, table_linear
 from vbrt.kernels.fp4_linear import Packing
 from vbrt.kernels.fp4_scaled import fp4_refusal
@@ -30,6 +31,7 @@ __all__ = [
     "TILES",
     "Norm",
     "Packing",
+    "decode_turned",
     "fp4_refusal",
     "fp8_refusal",
     "kernel_name",
@@ -106,6 +108,11 @@ def runs_unpacked(fn: Callable[..., Any], format: str) -> bool:
 def merges(fn: Callable[..., Any], format: str, shape: tuple[int, int]) -> bool:
     """Whether a resolved op restores weights of a format from both planes by a kernel of its own."""
     return kernel_name(fn) == "compiled" or (kernel_name(fn) == "triton" and merge.serves_shape(format, shape))
+
+
+def decode_turned(fn: Callable[..., Any], planes: WeightPlanes) -> torch.Tensor:
+    """The weight as [K, N], contiguous, by a resolved "decode_weight"."""
+    return cpu_linear.decode_turned(planes) if fn is cpu_linear.decode_weight else fn(planes).t().contiguous()
 
 
 def prepare(fn: Callable[..., Any], device: torch.device) -> None:

@@ -428,7 +428,7 @@ static int merge_row(const Weight *w, const Fine *f, const Near *near, int64_t n
 #ifdef __AVX512BW__
 /* GROUP columns of GROUP rows. A riffle of the two halves moves the highest bit of a row's number below those of the
  * column's; five make a row of each column. */
-static void turn_block(const int16_t *rows, int64_t pitch, int16_t *out, int64_t all) {
+static void turn_block(const int16_t *rows, int64_t pitch, int16_t *out, int64_t all, int large) {
     __m512i a[GROUP], b[GROUP], low, high;
     int16_t order[2 * GROUP];
     for (int i = 0; i < 2 * GROUP; i++) order[i] = i / 2 + (i & 1) * GROUP;
@@ -441,9 +441,9 @@ static void turn_block(const int16_t *rows, int64_t pitch, int16_t *out, int64_t
         }
         memcpy(a, b, sizeof a);
     }
-    const int aligned = !(((uintptr_t)out | 2 * all) & 63);  /* whole lines need not be read to be written */
+    const int past = large && !(((uintptr_t)out | 2 * all) & 63);  /* the caches: no line is read to be written */
     for (int k = 0; k < GROUP; k++) {
-        if (aligned) _mm512_stream_si512((__m512i *)(out + k * all), a[k]);
+        if (past) _mm512_stream_si512((__m512i *)(out + k * all), a[k]);
         else _mm512_storeu_si512(out + k * all, a[k]);
     }
 }
@@ -454,7 +454,7 @@ static void turn(const int16_t *rows, int64_t pitch, int64_t count, int64_t colu
     for (int64_t k = 0; k < columns; k += GROUP) {
 #ifdef __AVX512BW__
         if (count == GROUP && k + GROUP <= columns) {
-            turn_block(rows + k, pitch, out + k * all, all);
+            turn_block(rows + k, pitch, out + k * all, all, all * columns > 1 << 22);
             continue;
         }
 #endif

@@ -37,7 +37,7 @@ from vbrt.formats.blocks import BlockFormat, decode_tile
 from vbrt.formats.fine import SPAN, WIDTH
 from vbrt.kernels import recycle, reference
 
-__all__ = ["FORMATS", "decode_weight", "fused_tokens", "linear", "refusal", "route"]
+__all__ = ["FORMATS", "decode_turned", "decode_weight", "fused_tokens", "linear", "refusal", "route"]
 
 FORMATS = ("nvfp4", "mxfp4", "nf4", "quantile")
 _SOURCE = Path(__file__).with_name("cpu_linear.c")
@@ -203,6 +203,13 @@ def decode_weight(planes: WeightPlanes) -> Tensor:
     return _decode(planes, planes.dtype) if planes.fine is None else _merge(planes)
 
 
+def decode_turned(planes: WeightPlanes) -> Tensor:
+    """`decode_weight` as [K, N], contiguous."""
+    if torch.compiler.is_compiling() or not _served(planes) or planes.fine is None:
+        return decode_weight(planes).t().contiguous()
+    return _merge(planes, turned=True)
+
+
 def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
     """activation(x @ w.T + bias): [..., K] to [..., N], in x's dtype; differentiable in x and bias.
 
@@ -273,10 +280,10 @@ def _decoded_rows(planes: WeightPlanes, weights: int) -> Iterator[tuple[int, int
 
 
 def _merge(planes: WeightPlanes, *, turned: bool = False) -> Tensor:
-    """The weight [N, K], bit for bit what `formats.merge_fine` gives; [K, N] in memory if `turned`."""
+    """The weight [N, K], bit for bit what `formats.merge_fine` gives; [K, N] if `turned`."""
     n, k = planes.shape
     w = recycle.empty((k, n) if turned else (n, k), planes.dtype)
-    threads, pitch = _threads(w.numel()), k + _GROUP if turned else k  # a power of two would keep to a few sets of a cache
+    threads, pitch = _threads(w.numel()), k + _GROUP if turned else k  # at a power of two, rows share a few cache sets
     rows = torch.empty(threads, _GROUP, pitch, dtype=planes.dtype, device="cpu") if turned else None
     fine = _fine(planes)
     with _Borrowed(planes) as weight:
@@ -284,7 +291,7 @@ def _merge(planes: WeightPlanes, *, turned: bool = False) -> Tensor:
         whole = _library().vbrt_merge(weight, fine, w.data_ptr(), memory, pitch, threads)
     if not whole:
         raise FormatError("fine plane: its lists do not fit the codes of the coarse plane; the pages are damaged")
-    return w.t() if turned else w
+    return w
 
 
 def _fine(planes: WeightPlanes) -> _Fine:

@@ -27,6 +27,7 @@ from vbrt.formats.separation import Separation, identity
 from vbrt.kernels import (
     EXACT,
     TILES,
+    decode_turned,
     fp4_refusal,
     fp8_refusal,
     kernel_name,
@@ -618,8 +619,8 @@ class WeightHandle:
 
     def _original(self, planes: WeightPlanes) -> torch.Tensor:
         """The weight as the module keeps it: [N, K], or [K, N] for a transposed module, in memory order too."""
-        weight = self._decode(planes)
-        return weight.t().contiguous() if self.spec.transposed and self.spec.format != "dense" else weight
+        turned = self.spec.transposed and self.spec.format != "dense"
+        return decode_turned(self._decode, planes) if turned else self._decode(planes)
 
     def _is_at_home(self, tensors: list[dict[str, torch.Tensor]]) -> bool:
         """Whether these are this weight's pages, in their home in the top tier, and nobody else may write to it."""
