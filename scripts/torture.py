@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402  # after the checkout is on the path
 
 from tests import torture  # noqa: E402
-from tests.interrupting import interrupted  # noqa: E402
+from tests.interrupting import Interrupts, interrupted, interrupted_anywhere  # noqa: E402
 
 HANGS_SECONDS = 120
 
@@ -50,11 +50,12 @@ def interrupts(options: argparse.Namespace) -> int:
     failures = 0
     for operation, preset in pairs(options):
         choose, start = random.Random(f"{options.seed} {operation} {preset}"), time.monotonic()
-        known = torture.places(operation, preset)
+        how = interrupted_anywhere if options.anywhere else interrupted
+        known = torture.places(operation, preset, how)
         chosen = known if options.count is None else choose.sample(known, min(options.count, len(known)))
         bad = 0
         for at in chosen:
-            bad += failed(f"{operation}, {preset}, {at}", partial(_named, operation, preset, at))
+            bad += failed(f"{operation}, {preset}, {at}", partial(_named, operation, preset, at, how))
         seconds = time.monotonic() - start
         print(f"{operation}, {preset}: {len(chosen)} of {len(known)} places, {bad} failed, {seconds:.0f} s",
               flush=True)
@@ -62,11 +63,11 @@ def interrupts(options: argparse.Namespace) -> int:
     return failures
 
 
-def _named(operation: str, preset: str, at: int) -> None:
+def _named(operation: str, preset: str, at: int, how: Interrupts) -> None:
     try:
-        torture.at_place(operation, preset, at)
-    except AssertionError as error:
-        raise AssertionError(f"{error} ({interrupted})") from error
+        torture.at_place(operation, preset, at, how)
+    except Exception as error:
+        raise AssertionError(f"{type(error).__name__}: {error} (interrupted at {how})") from error
 
 
 def timers(options: argparse.Namespace) -> int:
@@ -121,6 +122,8 @@ def main() -> int:
     parser.add_argument("part", choices=("interrupts", "timers", "kills", "threads"))
     parser.add_argument("--count", type=int, help="places of each operation, timers, or kills")
     parser.add_argument("--seconds", type=float, default=600, help="of threads")
+    parser.add_argument("--anywhere", action="store_true",
+                        help="interrupts before every bytecode, also where CPython raises none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", choices=tuple(torture.OPERATIONS), help="operations")
     parser.add_argument("--presets", nargs="*", choices=torture.PRESETS, default=torture.PRESETS)

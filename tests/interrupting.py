@@ -1,4 +1,4 @@
-"""Ctrl-C at a chosen place: wherever CPython can raise it, in the project's code and in everybody else's."""
+"""Ctrl-C at a chosen place: wherever CPython can raise it, or at any bytecode at all, in everybody's code."""
 
 import _thread
 import dis
@@ -26,11 +26,16 @@ def _looks(code: CodeType) -> frozenset[int]:
 class Interrupts:
     """Calls things and has a SIGINT come at a chosen place.
 
+    Args:
+        anywhere: before any bytecode, also where CPython does not look for signals; the KeyboardInterrupt is made up
+            then, and comes where no signal could.
+
     Attributes:
-        places: of the last call, where CPython looked for a signal, in order: code and offset.
+        places: of the last call, where one could have come, in order: code and offset.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, anywhere: bool = False) -> None:
+        self.anywhere = anywhere
         self.places: list[tuple[CodeType, int]] = []
 
     def __call__(self, at: int, work: Callable[[], object]) -> bool:
@@ -47,11 +52,15 @@ class Interrupts:
                 if frame.f_code.co_filename == __file__:
                     return None
                 frame.f_trace_opcodes, frame.f_trace_lines = True, False
-            elif event != "opcode" or frame.f_lasti not in _looks(frame.f_code):
+                if self.anywhere:
+                    return trace
+            elif event != "opcode" or not (self.anywhere or frame.f_lasti in _looks(frame.f_code)):
                 return trace
             places.append((frame.f_code, frame.f_lasti))
             if len(places) == at:
                 sys.settrace(None)
+                if self.anywhere:
+                    raise KeyboardInterrupt
                 -_TRIP  # noqa: B018 - trips the signal
                 return None
             return trace
@@ -85,4 +94,4 @@ class Interrupts:
         return f"{code.co_filename}:{line} in {code.co_qualname}"
 
 
-interrupted = Interrupts()
+interrupted, interrupted_anywhere = Interrupts(), Interrupts(anywhere=True)

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from tests import torture
+from tests.interrupting import interrupted, interrupted_anywhere
 
 pytestmark = [pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux"),
               pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
               pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of forks beside threads
-_FEW = 4
+_FEW = 2
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +32,9 @@ def one_thread(monkeypatch, request):
 def test_ctrl_c_in_an_operation_loses_nothing_and_the_next_call_works(operation):
     choose = random.Random(operation)
     preset = choose.choice(torture.PRESETS)
-    for at in choose.sample(torture.places(operation, preset), _FEW):
-        assert torture.at_place(operation, preset, at)
+    for interrupts in (interrupted, interrupted_anywhere):
+        for at in choose.sample(torture.places(operation, preset, interrupts), _FEW):
+            assert torture.at_place(operation, preset, at, interrupts)
 
 
 def test_ctrl_c_after_a_random_time_loses_nothing():

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import vbrt
-from tests.interrupting import interrupted
+from tests.interrupting import Interrupts, interrupted
 from vbrt.nn import SwappedLayer
 
 X = torch.arange(3 * 32).reshape(3, 32).sin()
@@ -278,16 +278,16 @@ def _threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def places(operation: str, preset: str) -> list[int]:
-    """For `interrupted`: the first and the last time that CPython looks for a signal in each distinct place."""
+def places(operation: str, preset: str, interrupts: Interrupts = interrupted) -> list[int]:
+    """For `at_place`: the first and the last time that an operation comes through each distinct place."""
     found: list[int] = []
-    trial(operation, preset, lambda work: bool(found.extend(interrupted.count(work))))
+    trial(operation, preset, lambda work: bool(found.extend(interrupts.count(work))))
     return found
 
 
-def at_place(operation: str, preset: str, at: int) -> bool:
+def at_place(operation: str, preset: str, at: int, interrupts: Interrupts = interrupted) -> bool:
     """`trial` with Ctrl-C at a place."""
-    return trial(operation, preset, lambda work: interrupted(at, work))
+    return trial(operation, preset, lambda work: interrupts(at, work))
 
 
 def after_delay(operation: str, preset: str, seconds: float) -> bool:

@@ -1250,7 +1250,7 @@ def test_nothing_that_locks_in_python_is_entered_under_the_stacks_lock(tmp_path)
     locking, entered = (threading.__file__, "concurrent/futures", "queue.py"), set()
 
     def trace(frame, event, _):
-        if event == "call" and any(name in frame.f_code.co_filename for name in locking) and stack._lock.locked():
+        if event == "call" and any(name in frame.f_code.co_filename for name in locking) and stack._lock._is_owned():
             entered.add(f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})")
 
     tracing = sys.gettrace()

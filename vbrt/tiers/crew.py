@@ -46,19 +46,22 @@ class Crew:
                 self._tasks.get_nowait()
         self._tasks.put(None)
         for working in list(self._working) if self.pid == os.getpid() else ():
-            with working:
-                pass
+            working.acquire()  # and nobody needs it any more
 
 
 def _work(tasks: SimpleQueue, crew: list[LockType]) -> None:
     working = allocate_lock()
-    with working:
-        crew.append(working)
+    working.acquire()
+    crew.append(working)
+    try:
         while (task := tasks.get()) is not None:
             work, args = task
             work(*args)
             del task, work, args  # who waits for a task keeps nothing alive
         tasks.put(None)  # for the next one
+    finally:
+        crew.remove(working)
+        working.release()
 
 
 _crews: "weakref.WeakSet[Crew]" = weakref.WeakSet()

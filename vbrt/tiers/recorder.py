@@ -49,10 +49,10 @@ class Recorder:
         Raises:
             WrapError: it has another one.
         """
-        with self.stack._lock:
+        self._set_origin()  # waits for the device
+        with self.stack._locked:
             if self.stack.recorder is not None:
                 raise WrapError("timeline: this model is being recorded already; leave that `with` block first")
-            self._set_origin()
             self.stack.recorder = self
 
     def _set_origin(self) -> None:

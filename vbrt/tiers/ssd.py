@@ -174,7 +174,7 @@ class SsdTier:
         """Do a read with the helpers that are free; returns the digest when nobody is at it any more."""
         try:
             helpers = min(self._helpers, read.parts - 1)
-            read.seats = [threading.Lock() for _ in range(helpers)]
+            read.seats = [threading.RLock() for _ in range(helpers)]
             for seat in read.seats:
                 self._helpers_here().give(read.help, seat)
             read.work()
@@ -269,18 +269,21 @@ class _Read:
         self.step = segments * _SEGMENT_BYTES
         self.parts = -(-file.nbytes // self.step)
         self.digests: list[list[bytes]] = [[] for _ in range(self.parts)]
-        self.seats: list[threading.Lock] = []  # each held while its helper works
+        self.seats: list[threading.RLock] = []  # each held while its helper works
         self.error: Exception | None = None
         self.closed = False
         self._next = itertools.count()
 
-    def help(self, seat: threading.Lock) -> None:
-        """A helper's turn; its failure is the caller's to raise."""
-        with seat:
-            try:
-                self.work()
-            except Exception as error:  # noqa: BLE001 - raised in digest()
-                self.error = error
+    def help(self, seat: threading.RLock) -> None:
+        """A helper's turn, unless the caller is closing; its failure is the caller's to raise."""
+        if not seat.acquire(blocking=False):
+            return
+        try:
+            self.work()
+        except Exception as error:  # noqa: BLE001 - raised in digest()
+            self.error = error
+        finally:
+            seat.release()
 
     def work(self) -> None:
         """Take parts until there are none left."""

@@ -217,7 +217,7 @@ class TierStack:
         _stacks.add(self)
 
     def _start(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # entered by `_locked`
         self._bells: deque[LockType] = deque()  # of those who wait for a change
         self._half_done = False  # whether decisions are being made, or were when Ctrl-C came
         self._arrival: _Arrival | None = None  # of the page that gets a home, by whoever holds `encoding`
@@ -257,7 +257,7 @@ class TierStack:
         page.owners.add(owner.claim)
         with self.encoding:
             self._finish_arrival()
-            with self._lock:
+            with self._locked:
                 self._check_open(key)
                 self._collect()
                 if key in self.pages:
@@ -282,7 +282,7 @@ class TierStack:
             else:
                 self._settle(slot)
                 self._fill_home(slot, fill)
-            with self._lock:
+            with self._locked:
                 self._check_open(page.key)
                 self._begin()
                 self._say_home(page, home, slot)
@@ -294,7 +294,7 @@ class TierStack:
     def _settle(self, slot: _Slot) -> None:
         """Make room for a page that will live in a memory tier: copies leave, if need be."""
         level, page = slot.level, slot.page
-        with self._lock:
+        with self._locked:
             self._begin()
             tier = level.tier
             if level.home_bytes + page.nbytes > tier.capacity_bytes:
@@ -349,7 +349,7 @@ class TierStack:
         arrived = self.pages.get(page.key) is page and page.home == arrival.home
         if self.ssd is not None and arrived is (slot is not None):
             self.ssd.drop(page.key)
-        with self._lock:
+        with self._locked:
             self._begin()
             if slot is not None and not arrived:
                 self._fail(slot, TierError(f"{page.key}: it did not get there"))
@@ -359,7 +359,7 @@ class TierStack:
 
     def attach(self, ssd: SsdTier) -> None:
         """Add an ssd tier below the others."""
-        with self._lock:
+        with self._locked:
             self.names, self.ssd = [*self.names, ssd.name], ssd
 
     def set_budget(self, name: str, nbytes: int) -> None:
@@ -389,7 +389,7 @@ class TierStack:
             level.room = level.tier.capacity_bytes  # what leaves makes room for pages that pass through
             for page, home in moves:
                 self._move(page, home)
-            with self._lock:
+            with self._locked:
                 self._begin()
                 for key in level.resize(nbytes):
                     self._evict(level, key)
@@ -401,7 +401,7 @@ class TierStack:
 
     def _settle_all(self) -> None:
         """Where the top tier has room for every page, they live there from now on."""
-        with self._lock:
+        with self._locked:
             self._collect()
             below = [page for page in self.pages.values() if page.home > 0]
             nbytes = sum(page.nbytes for page in self.pages.values())
@@ -413,7 +413,7 @@ class TierStack:
 
     def _too_many(self, level: Level, nbytes: int) -> list[Page]:
         """The pages that must find another home for a budget of `nbytes`."""
-        with self._lock:
+        with self._locked:
             self._collect()
             living = {key: slot.page for key, slot in level.slots.items() if slot.at_home}
             passing = self._passing_bytes()
@@ -482,7 +482,7 @@ class TierStack:
     def _share(self, owner: Owner, page: Page) -> bool:
         """Whether the page is still there to be owned."""
         owner.claim.keys.append(page.key)
-        with self._lock:
+        with self._locked:
             if self.pages.get(page.key) is not page:
                 return False
             page.owners.add(owner.claim)
@@ -494,7 +494,7 @@ class TierStack:
 
     def collect(self) -> None:
         """Drop the pages that have no owner now, not at the next access."""
-        with self._lock:
+        with self._locked:
             self._collect()
 
     def _collect(self) -> None:
@@ -528,11 +528,11 @@ class TierStack:
 
         Threads that wait for a page get a TierError; a lease that is held stays valid to its end.
         """
-        with self._lock:
+        with self._locked:
             self.closed = True
             self._tell()
         self._workers.stop()
-        with self._lock:
+        with self._locked:
             self._begin()
             self._retired.clear()
             for page in list(self.pages.values()):
@@ -549,6 +549,14 @@ class TierStack:
                             "close() to keep the weights")
 
     # -- decisions ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _locked(self) -> threading.RLock:
+        """The lock, for a `with`, never inside of another one: a thread that has it was interrupted while it left."""
+        lock = self._lock
+        while lock._is_owned():
+            lock.release()
+        return lock
 
     def _begin(self) -> None:
         """Decisions begin: under the lock, and `_half_done` is cleared when all of them are made."""
@@ -597,7 +605,7 @@ class TierStack:
 
     def begin_pass(self) -> None:
         """The next lease starts a new pass over the model."""
-        with self._lock:
+        with self._locked:
             self._collect()
             self._begin()
             for level in self.levels:
@@ -616,9 +624,13 @@ class TierStack:
         return Lease(self, keys)
 
     def _acquire(self, lease: "Lease") -> None:
+        lock = self._lock
+        if lock._is_owned():
+            lock = self._locked
         while True:
-            with self._lock:
-                self._check_open(lease.keys[0])
+            with lock:
+                if self.closed:
+                    self._check_open(lease.keys[0])
                 if self._retired or self._lost:
                     self._collect()
                 pages = [self._page(key) for key in lease.keys]
@@ -778,7 +790,10 @@ class TierStack:
         slot.tensors = {}
 
     def _release(self, lease: "Lease") -> None:
-        with self._lock:
+        lock = self._lock
+        if lock._is_owned():
+            lock = self._locked
+        with lock:
             if self._half_done:
                 self._start_anew()
             self._half_done = True
@@ -832,13 +847,13 @@ class TierStack:
         try:
             self._await(slot)
         finally:
-            with self._lock:
+            with self._locked:
                 slot.page.wait_ns += time.perf_counter_ns() - start
 
     def _await(self, slot: _Slot) -> None:
         """Return when the slot's bytes are there; moves them in this thread if nobody has begun."""
         while True:
-            with self._lock:
+            with self._locked:
                 claimed = self._claim(slot)
                 if slot.state is not _State.LOADING or claimed:
                     break
@@ -858,7 +873,7 @@ class TierStack:
 
     def _fetch(self, slot: _Slot) -> None:
         """A worker's turn: what fails here is raised to whoever leases the page."""
-        with self._lock:
+        with self._locked:
             claimed = self._claim(slot)
         if claimed:
             with contextlib.suppress(Exception):  # kept in slot.error; the page is read again when it is demanded
@@ -872,12 +887,12 @@ class TierStack:
             self._copy(slot)
             slot.tensors = unpack(slot.view, slot.page.layout)
         except BaseException as error:
-            with self._lock:
+            with self._locked:
                 self._begin()
                 self._fail(slot, error)
                 self._half_done = False
             raise
-        with self._lock:
+        with self._locked:
             self._begin()
             self._return_source(slot)
             slot.state = _State.READY
@@ -928,7 +943,7 @@ class TierStack:
     def _allocate(self, slot: _Slot) -> None:
         """Give the slot its buffer, once there is room beside what earlier slots have been promised."""
         while True:
-            with self._lock:
+            with self._locked:
                 self._check_open(slot.page.key)
                 if slot.doomed and not slot.holders:
                     raise TierError(f"{slot.page.key}: no longer wanted")
@@ -956,7 +971,7 @@ class TierStack:
                 recorder.note(self._link(slot), page.key, began, recorder.mark_on(None), page.nbytes)
         else:
             self._copy_memory(slot, source)
-        with self._lock:
+        with self._locked:
             self._count_moved(slot)
 
     def _read_file(self, page: Page, target: torch.Tensor) -> None:
@@ -965,7 +980,7 @@ class TierStack:
         try:
             self.ssd.read(page.key, target)
         except TierError:
-            with self._lock:
+            with self._locked:
                 home = self.levels[page.home].slots.get(page.key) if page.home < len(self.levels) else None
                 if home is None and page.moves == moves:
                     raise
