@@ -351,6 +351,8 @@ class VBModelWrapper(Facade):
             FormatError: a weight holds NaN or Inf, named. Layers before it are encoded, the model stays usable.
             TierError: a page cannot be stored, or the wrapper was closed.
         """
+        for layer in self._held.values():
+            layer.keep_given_()
         waiting = {name: layer for name, layer in self._held.items() if not layer.materialized}
         for layer in _with_progress(waiting, sys.stderr.isatty() if progress is None else progress):
             layer.materialize_()

@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 from tests.models import FORMATS, mlp, wrap, wrap_streamed
 from vbrt.errors import FormatError, WrapError
-from vbrt.nn import VBLinear
+from vbrt.nn import FusedFP4Linear, VBLinear
 
 HOLDINGS = [("shell", "nvfp4"), ("resident", "dense"), ("resident", "nvfp4"), ("streamed", "exact")]
 
@@ -335,7 +336,7 @@ def test_a_layer_that_is_asked_to_train_says_so_and_trains(vb, ask):
     vb.materialize().requires_grad_(False)
     layer, x = vb.model[2], inputs(vb)
     y, before = layer(x), layer.weight
-    with pytest.warns(UserWarning, match=r"requires_grad_\(True\): 2 left the tiers to train.*mode=\"train\""):
+    with pytest.warns(UserWarning, match=r"requires_grad_\(True\).*: 2 left the tiers to train.*mode=\"train\""):
         ask(layer)
     assert type(layer) is nn.Linear and layer.weight is before and isinstance(layer.weight, nn.Parameter)
     assert torch.allclose(layer(x), y, atol=1e-2)
@@ -438,3 +439,180 @@ def test_copies_and_pickles_of_single_layers_compute_the_same_and_are_their_own(
         made.weight.data.zero_()
         assert torch.equal(made(x), made.bias.expand(2, 64))
     assert torch.equal(layer(x), expected)
+
+
+def test_layers_that_were_tied_by_memory_alone_come_back_as_two_parameters_on_one_storage(format):
+    model = tied(format)
+    model[2].weight = nn.Parameter(model[0].weight.detach())
+    vb, x = wrap(model, format), torch.randn(2, 64, dtype=dtype_of(format))
+    assert vb.model[0].handle is vb.model[2].handle
+    vb(x)
+    assert vb.model[2].materialized
+    model = vb.unwrap()
+    assert model[0].weight is not model[2].weight and model[0].weight.data_ptr() == model[2].weight.data_ptr()
+    assert len(list(model.parameters())) == 4
+
+
+def test_a_tie_by_memory_that_was_cut_before_the_first_forward_stays_cut():
+    model, x = tied(), torch.randn(2, 64)
+    model[2].weight = nn.Parameter(model[0].weight.detach())
+    vb = wrap(model)
+    vb.model[2].weight.data = torch.eye(64)
+    vb(x)
+    assert torch.equal(vb.model[2](x), x + vb.model[2].bias) and not torch.equal(vb.model[0].weight, torch.eye(64))
+
+
+# -- memory order ------------------------------------------------------------------------------------------------------
+
+
+def lying(how, dtype):
+    torch.manual_seed(0)
+    layer = nn.Linear(512, 96, dtype=dtype)
+    weight = {"transposed": lambda: torch.randn(512, 96).t(), "strided": lambda: torch.randn(96, 1024)[:, ::2],
+              "rows": lambda: torch.randn(96, 600)[:, :512]}[how]()
+    layer.weight = nn.Parameter(weight.to(dtype).as_strided(weight.shape, weight.stride()) if dtype == weight.dtype
+                                else torch.empty_strided(weight.shape, weight.stride(), dtype=dtype).copy_(weight))
+    return nn.Sequential(layer).eval()
+
+
+@pytest.mark.parametrize("how", ["transposed", "strided", "rows"])
+@pytest.mark.parametrize("format", ["dense", "exact"])
+def test_a_weight_that_is_not_contiguous_gives_the_same_bits_and_comes_back_as_it_lay(how, format):
+    plain = lying(how, dtype_of(format))
+    vb, strides = wrap(lying(how, dtype_of(format)), format), plain[0].weight.stride()
+    assert vb.materialize().model[0].weight.stride() == strides
+    copies = [vb, copy.deepcopy(vb), pickle.loads(pickle.dumps(vb))]
+    for rows in (1, 2, 3, 17):
+        x = torch.randn(rows, 512, dtype=dtype_of(format))
+        for each in copies:
+            assert torch.equal(each(x), plain(x))
+    weight = vb.unwrap()[0].weight
+    assert weight.stride() == strides and torch.equal(weight, plain[0].weight)
+
+
+# -- what would replace the weight -------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("change", [
+    lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    lambda layer: prune.random_structured(layer, "weight", 0.5, dim=0),
+    nn.utils.weight_norm,
+    nn.utils.parametrizations.weight_norm,
+    nn.utils.parametrizations.spectral_norm,
+    nn.utils.parametrizations.orthogonal,
+])
+def test_pruning_and_norms_are_refused_by_name_and_the_layer_is_as_it_was(vb, change):
+    layer, x = vb.materialize().model[0], inputs(vb)
+    before = dict(layer._parameters)
+    with torch.no_grad():
+        y = vb(x)
+    with pytest.raises(WrapError, match=r"^0[.:].*before wrapping"):
+        change(layer)
+    assert list(layer._parameters.items()) == list(before.items()) and not layer._forward_pre_hooks
+    assert not layer._buffers and type(layer) is VBLinear
+    with torch.no_grad():
+        assert torch.equal(vb(x), y)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_pruning_and_old_norms_are_refused_for_shells_too_and_parametrizations_get_a_plain_layer():
+    for change in (lambda layer: prune.l1_unstructured(layer, "weight", 0.5), nn.utils.weight_norm):
+        vb, x = wrap(mlp(depth=1)), torch.randn(2, 64)
+        before = dict(vb.model[0]._parameters)
+        with pytest.raises(WrapError, match=r"^0: .*before wrapping"):
+            change(vb.model[0])
+        assert list(vb.model[0]._parameters.items()) == list(before.items())
+        assert torch.equal(vb(x), mlp(depth=1)(x)) and vb.model[0].materialized
+    for change in (nn.utils.parametrizations.weight_norm, nn.utils.spectral_norm):
+        vb, plain = wrap(mlp(depth=1)), mlp(depth=1)
+        with pytest.warns(UserWarning, match="parametrization: 0 left the tiers"):
+            torch.manual_seed(1)
+            change(vb.model[0])
+        torch.manual_seed(1)
+        change(plain[0])
+        assert torch.equal(vb(x), plain(x)) and not vb.registry
+
+
+def test_a_layer_lists_its_weight_among_its_own_parameters_and_a_model_does_not(vb):
+    layer = vb.materialize().model[0]
+    held = layer.weight
+    assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
+    assert next(layer.parameters()) is held
+    assert "0.weight" not in dict(vb.model.named_parameters())
+
+
+# -- state dicts and tools ---------------------------------------------------------------------------------------------
+
+
+def test_a_state_dict_that_is_assigned_gives_its_dtype_and_tensors_as_to_a_plain_layer(vb):
+    plain = nn.Linear(64, 64)
+    state = {name: torch.randn_like(value).half() for name, value in plain.state_dict().items()}
+    for layer in (vb.model[0], plain):
+        layer.load_state_dict(state, assign=True)
+    assert vb.model[0].weight.dtype is torch.float16 and torch.equal(vb.model[0].weight, plain.weight)
+    x = torch.randn(2, 64).half()
+    with torch.no_grad():
+        vb.model[0](x)
+    assert vb.model[0].materialized
+    assert torch.allclose(vb.model[0](x), plain(x), atol=0 if vb.model[0].handle.spec.lossless else 3)
+
+
+def test_accelerate_gives_a_shell_its_weight_and_materialize_encodes_it():
+    utils = pytest.importorskip("accelerate.utils")
+    vb, eye = wrap(mlp(depth=1)), torch.eye(64)
+    utils.set_module_tensor_to_device(vb.model[0], "weight", "cpu", value=eye)
+    x = torch.randn(2, 64)
+    assert torch.equal(vb(x), torch.tanh(F.linear(x, eye, vb.model[0].bias)))
+    vb.materialize()
+    assert vb.model[0].materialized and torch.equal(vb.model[0].weight, eye)
+
+
+@pytest.mark.parametrize("name", ["DeloraConfig", "HiraConfig", "LoraConfig"])
+def test_adapters_that_peft_merges_in_place_are_merged(name):
+    peft = pytest.importorskip("peft")
+    outputs, x = [], torch.randn(2, 64)
+    for model in (mlp(depth=2), wrap(mlp(depth=2)).materialize().model):
+        torch.manual_seed(1)
+        adapted = peft.get_peft_model(model, getattr(peft, name)(r=4, target_modules=["0", "2"]))
+        for parameter in adapted.parameters():
+            parameter.data += 0.1 if parameter.requires_grad else 0
+        adapted.eval()
+        with torch.no_grad():
+            seen = [adapted(x)]
+            adapted.merge_adapter()
+            seen.append(adapted(x))
+            adapted.unmerge_adapter()
+            outputs.append([*seen, adapted(x)])
+    assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
+
+
+def test_modules_that_peft_saves_train(format):
+    peft = pytest.importorskip("peft")
+    vb = wrap(mlp(depth=2, dtype=dtype_of(format)), format).materialize()
+    with pytest.warns(UserWarning, match="left the tiers to train"):
+        adapted = peft.get_peft_model(vb.model, peft.LoraConfig(r=4, target_modules=["0"], modules_to_save=["2"]))
+    x = inputs(vb)
+    before = adapted(x).detach()
+    (saved,) = (p for n, p in adapted.named_parameters() if "modules_to_save" in n and n.endswith("weight"))
+    optimizer = torch.optim.AdamW([saved], lr=0.1)
+    adapted(x).float().square().sum().backward()
+    optimizer.step()
+    assert not torch.allclose(adapted(x), before, atol=1e-2)
+    with adapted.disable_adapter():
+        assert torch.allclose(adapted(x), before, atol=1e-2)
+
+
+# -- building blocks ---------------------------------------------------------------------------------------------------
+
+
+def test_the_weight_of_a_frozen_building_block_is_refused_as_storage_by_name():
+    layer = FusedFP4Linear(64, 64).quantize()
+    before = layer.weight.clone()
+    for write in (lambda: layer.weight.data.add_(1), lambda: layer.weight.mul_(2), lambda: layer.weight[0].zero_(),
+                  lambda: layer.weight.requires_grad_(True), lambda: setattr(layer.weight, "data", before)):
+        with pytest.raises(WrapError, match=r"^FusedFP4Linear\(64, 64\): its weight is frozen"):
+            write()
+    with pytest.warns(UserWarning, match="only its bias trains"):
+        layer.requires_grad_(True)
+    assert torch.equal(layer.weight, before)

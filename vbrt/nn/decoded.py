@@ -15,7 +15,6 @@ would have to be taught about it.
 """
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -45,13 +44,16 @@ class Owner(Protocol):
     def check(self, weight: torch.Tensor) -> None:
         """Raise WrapError for a weight that cannot take the place of this one."""
 
+    def refuse(self, what: str) -> None:
+        """Raise WrapError for what cannot be done to the weight."""
+
     def take_over(self, weight: torch.Tensor) -> None:
         """The weight is this tensor from now on. Raises WrapError where it cannot change."""
 
     def leave(self, weight: torch.Tensor) -> None:
         """A temporary has died that held this. Called wherever memory is freed: neither waits nor raises."""
 
-    def train(self, weight: "DecodedWeight") -> None:
+    def thaw(self, weight: "DecodedWeight") -> None:
         """Make the temporary a parameter that trains. Raises WrapError where it cannot."""
 
 
@@ -60,23 +62,23 @@ class DecodedWeight(torch.Tensor):
     pickles are plain tensors; `nn.Parameter` of it is a parameter of its own."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-    _owner: weakref.ref  # of the Owner
+    _owner: Callable[[], "Owner | None"]
     _root: "torch.Tensor | None"  # what this is a view of, which lives as long
     _seen: int  # the version that the owner knows
     _digest: int | None = None  # of the content that the owner knows, once memory was handed out
 
     @classmethod
-    def of(cls, owner: Owner, weight: torch.Tensor) -> "DecodedWeight":
-        """`weight`, just decoded for `owner`, without a copy."""
+    def of(cls, owner: Callable[[], Owner | None], weight: torch.Tensor) -> "DecodedWeight":
+        """`weight`, just decoded for what `owner` gives, without a copy."""
         with torch.inference_mode(False):  # tensors of inference mode count no writes
             decoded = torch.Tensor._make_subclass(cls, weight.clone() if weight.is_inference() else weight)
         decoded.lend(owner)
         return decoded
 
-    def lend(self, owner: Owner, version: int | None = None) -> None:
-        """Stand for the weight of `owner`, as it is now or was at a version. Whoever holds a tensor that was something
-        else before may have handed its memory out."""
-        self._owner, self._root = weakref.ref(owner), None
+    def lend(self, owner: Callable[[], Owner | None], version: int | None = None) -> None:
+        """Stand for the weight of what `owner` gives, as it is now or was at a version. Whoever holds a tensor that was
+        something else before may have handed its memory out."""
+        self._owner, self._root = owner, None
         self.settle()
         if version is not None:
             self._seen = version
@@ -127,6 +129,13 @@ class DecodedWeight(torch.Tensor):
         _BASE.data.__set__(self, values if _share(values, self) else values.detach().clone())
         self._tell()
 
+    def set_(self, *source: Any, **kwargs: Any) -> torch.Tensor:
+        """Refused by the owner's name: parametrizations put another tensor into the weight so, before they take it."""
+        owner = self.owner
+        if owner is not None:
+            owner.refuse("set_")
+        return _BASE.set_(self, *source, **kwargs)
+
     @property
     def requires_grad(self) -> bool:
         """As any tensor's. Setting it makes a temporary a parameter, in layers that train."""
@@ -136,7 +145,7 @@ class DecodedWeight(torch.Tensor):
     def requires_grad(self, requires_grad: bool) -> None:
         owner = self.owner
         if requires_grad and owner is not None:
-            owner.train(self)
+            owner.thaw(self)
         _BASE.requires_grad.__set__(self, requires_grad)
 
     def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:

@@ -14,6 +14,7 @@ The road not taken: a tensor subclass as the weight. It would keep `weight` a Pa
 """
 
 import json
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ from vbrt.errors import ArgumentError, FormatError, WrapError
 from vbrt.formats import FORMATS, PageLayout, WeightPlanes, get_format, new_page, pack, unpack
 from vbrt.kernels import Packing, page_packing, resolve
 from vbrt.kernels.reference import ACTIVATIONS, wants_grad
+from vbrt.nn.decoded import DecodedWeight
 from vbrt.nn.product import sum_rows
 
 __all__ = ["FusedFP4Linear", "quantize"]
@@ -148,13 +150,20 @@ class FusedFP4Linear(nn.Linear):
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight" and self.__dict__.get("format") is not None:
-            return self._decoded()
+            return self._decoded() if is_compiling() else DecodedWeight.of(_Frozen(self), self._decoded())
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and self.__dict__.get("format") is not None:
             raise WrapError("FusedFP4Linear: its weight is frozen; make a new layer for a new weight")
         super().__setattr__(name, value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> "FusedFP4Linear":
+        """As in nn.Module; of a frozen layer only the bias trains, which is warned of."""
+        if requires_grad and self.__dict__.get("format") is not None:
+            warnings.warn(f"requires_grad_(True): FusedFP4Linear({self.in_features}, {self.out_features}) is frozen in "
+                          f"{self.format}, only its bias trains", stacklevel=2)
+        return super().requires_grad_(requires_grad)
 
     def reset_parameters(self) -> None:
         """A new random weight, as nn.Linear draws it. Raises WrapError for a frozen layer."""
@@ -241,6 +250,27 @@ class FusedFP4Linear(nn.Linear):
     def extra_repr(self) -> str:
         """nn.Linear's, the activation and the format."""
         return f"{super().extra_repr()}, activation={self.activation}, format={self.format or 'dense'}"
+
+
+class _Frozen:
+    """Refuses, by name, what is done to a decoded weight for it to be the layer's. It is the function, too, that gives
+    the owner of one."""
+
+    def __init__(self, layer: FusedFP4Linear) -> None:
+        self.name = f"FusedFP4Linear({layer.in_features}, {layer.out_features})"
+
+    def __call__(self) -> "_Frozen":
+        return self
+
+    def refuse(self, what: object) -> None:
+        raise WrapError(f"{self.name}: its weight is frozen, and what `.weight` gives is a decoded copy, which is "
+                        "neither written to nor trained; make a new layer for a new weight")
+
+    check = take_over = thaw = refuse
+
+    def leave(self, weight: Tensor) -> None:
+        warnings.warn(f"{self.name}: a decoded copy of its frozen weight was written to; the layer has not changed",
+                      stacklevel=2)
 
 
 class _Product(torch.autograd.Function):

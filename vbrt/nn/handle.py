@@ -120,6 +120,8 @@ class WeightHandle:
         self.tied = False
         self.lent: weakref.ref[torch.Tensor] | None = None
         self._left: torch.Tensor | None = None  # what a temporary held as it died
+        self.strides: tuple[int, ...] | None = None  # of the module's weight, where it is not contiguous
+        self._made: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()  # by `parameter`
         self._own_weights: tuple[weakref.ref[torch.Tensor], ...] = ()
         self.source: tuple[object, ...] | None = None
         self.keys: tuple[str, ...] = ()
@@ -216,7 +218,9 @@ class WeightHandle:
             raise FormatError(f"{spec.name}: its weight is on the meta device, without data; load it first "
                               "(load_state_dict(..., assign=True))")
         try:
-            return self._split(weight.detach().to(self._device, spec.dtype))
+            planes = self._split(weight.detach().to(self._device, spec.dtype))
+            self.strides = None if spec.transposed else _strides(weight)
+            return planes
         except FormatError as error:
             raise FormatError(f"{spec.name}: {error}; exclude the layer (weights.exclude) or repair it") from error
 
@@ -365,6 +369,21 @@ class WeightHandle:
         """Whether a dense parameter is the layers' own, and not one that was put in its place for a while."""
         return any(own() is weight for own in self._own_weights)
 
+    def own_weight(self) -> torch.Tensor | None:
+        """The dense parameter of the layers, if it lives."""
+        return next((own() for own in self._own_weights if own() is not None), None)
+
+    def twin(self, weight: torch.Tensor) -> int:
+        """Which of the parameters on one storage, that the layers hold, this is."""
+        return next(i for i, own in enumerate(self._own_weights) if own() is weight)
+
+    def part_from(self, weight: torch.Tensor) -> None:
+        """Layers whose parameter lies elsewhere by now, because it was given other `.data`, are tied no more."""
+        for layer in list(self.layers) if self.tied else ():
+            other = layer._parameters["weight"]
+            if other is not None and self.owns(other) and _place(other) != _place(weight):
+                self.pass_on([layer], other)
+
     def holds(self, weight: torch.Tensor) -> bool:
         """Whether the pages are those of a dense parameter as it is now."""
         return bool(self.keys) and self.source == identity(weight)
@@ -383,7 +402,7 @@ class WeightHandle:
         with self.stack.encoding:
             for layer in layers:  # the weight before the handle: a forward in another thread reads the handle first
                 layer._parameters["weight"] = weight
-                layer.__dict__["_vb_handle"] = heir
+                layer.__dict__.update(_vb_handle=heir, _vb_twin=0)
                 self.untie(layer)
                 heir.tie(layer)
         return heir
@@ -395,7 +414,7 @@ class WeightHandle:
         lent = self._out()
         if lent is None:
             with torch.inference_mode(False), torch.no_grad():
-                decoded = DecodedWeight.of(self, self.weight())
+                decoded = DecodedWeight.of(weakref.ref(self), self.weight())
             with self.stack.encoding:
                 lent = self._out()  # another thread's, meanwhile
                 if lent is None:
@@ -442,6 +461,11 @@ class WeightHandle:
             heir.trainable, heir.lent, self.lent = self.trainable, weakref.ref(weight), None
             heir.forwards, heir.weight_reads = self.forwards, self.weight_reads
 
+    def refuse(self, what: str) -> None:
+        """Raise WrapError for what cannot be done to a weight that lives in the tiers."""
+        raise WrapError(f"{self.spec.name}.weight: {what} is not possible while it lives in the tiers (weight_norm, "
+                        "spectral_norm and parametrizations ask for it): apply them before wrapping, or unwrap() first")
+
     def lend_again(self, version: int) -> None:
         """What was a temporary, and then the layers' dense parameter, of which this version is stored now, is a
         temporary again if somebody holds it still; it shows what is stored."""
@@ -449,7 +473,7 @@ class WeightHandle:
         if lent is None or type(lent) is DecodedWeight:
             return
         lent.__class__ = DecodedWeight
-        lent.lend(self, version)
+        lent.lend(weakref.ref(self), version)
         self._ready = self.resident = None
         self.renew_lent()
 
@@ -459,13 +483,22 @@ class WeightHandle:
         if lent is not None and not lent.written:
             lent.show(self.weight())
 
-    def parameter(self) -> nn.Parameter:
-        """The weight as a parameter: the temporary, if one is out, so that whoever holds it holds the weight."""
-        lent = self._out()
-        weight = nn.Parameter(self.weight()) if lent is None else lent.become_parameter()
-        return weight.requires_grad_(self.trainable)
+    def parameter(self, twin: int, made: nn.Parameter | None) -> nn.Parameter:
+        """The weight as a parameter: the temporary, if one is out, so that whoever holds it holds the weight. One for
+        each twin, on the storage of the one that was `made` for another, if there is one."""
+        known = self._made.get(twin)
+        if known is None:
+            if self._made:
+                known = nn.Parameter(next(self._made.values()).detach())
+            elif made is not None:
+                known = made
+            else:
+                lent = self._out()
+                known = nn.Parameter(self.weight()) if lent is None else lent.become_parameter()
+            self._made[twin] = known.requires_grad_(self.trainable)
+        return known
 
-    def train(self, weight: DecodedWeight) -> None:
+    def thaw(self, weight: DecodedWeight) -> None:
         """Have the temporary be a parameter that trains, in layers that leave the tiers for it."""
         layer = next(iter(self.layers), None)
         if layer is not None:
@@ -598,8 +631,14 @@ class WeightHandle:
         self.weight_reads += 1
         with self.lease() as tensors:
             weight = self._original(self._planes(tensors, self._device))
+            if self.strides is not None:
+                return self._restrided(weight)
             stored = self.spec.format == "dense" and weight.dtype is self.spec.dtype  # a view into the page
             return weight.clone() if stored else weight
+
+    def _restrided(self, weight: torch.Tensor) -> torch.Tensor:
+        """A copy that lies in memory as the module's own weight did."""
+        return torch.empty_strided(weight.shape, self.strides, dtype=weight.dtype, device=weight.device).copy_(weight)
 
     def _planes(self, tensors: list[dict[str, torch.Tensor]], device: torch.device) -> WeightPlanes:
         spec = self.spec
@@ -609,6 +648,9 @@ class WeightHandle:
         dtype = spec.dtype if spec.lossless else self.dtype
         shape = self.weight_shape if spec.format == "dense" else spec.shape
         planes = WeightPlanes(spec.format, shape, dtype, tensors[0], tensors[1] if spec.fine else None)
+        if self.strides is not None and spec.lossless:  # a matmul of few rows sums in another order there
+            weight = self._restrided(self._decode(planes).to(self.dtype))
+            return WeightPlanes("dense", shape, self.dtype, {"weight": weight})
         if dtype is self.dtype:
             if device == self._device and self._is_at_home(tensors):
                 self._make_ready(planes)
@@ -696,7 +738,7 @@ class WeightHandle:
 
     def __deepcopy__(self, memo: dict) -> "WeightHandle":
         clone = WeightHandle(self.spec, self.stack)
-        clone.dtype, clone.trainable = self.dtype, self.trainable
+        clone.dtype, clone.trainable, clone.strides = self.dtype, self.trainable, self.strides
         memo[id(self)] = clone
         if self.keys:
             clone._own(self.keys, self.stack.share(self.keys))
@@ -716,7 +758,7 @@ class WeightHandle:
         if self.keys:
             with self.encoded() as planes:  # bytes, because torch cannot unpickle 8-bit floats
                 pages = [(layout.to_dict(), pack(plane, layout, new_page(layout))) for layout, plane in planes]
-        return _restore, (self.stack, self.spec, self.dtype, self.trainable, pages)
+        return _restore, (self.stack, self.spec, self.dtype, self.trainable, pages, self.strides)
 
 
 class _Moment(NamedTuple):
@@ -771,6 +813,12 @@ def _requiring_grad(weight: torch.Tensor) -> torch.Tensor:
         return weight.detach().requires_grad_().view_as(weight)  # a view, because autocast keeps its casts of leaves
 
 
+def _strides(weight: torch.Tensor) -> tuple[int, ...] | None:
+    """Those of a weight that is not contiguous, if its elements lie apart."""
+    plain = weight.is_contiguous() or torch._debug_has_internal_overlap(weight) == 1
+    return None if plain else weight.stride()
+
+
 def _place(weight: torch.Tensor) -> tuple[object, ...]:
     """Where a dense weight lies; by itself if it has no memory."""
     if weight.is_meta or not torch._C._has_storage(weight) or not weight.numel():
@@ -793,10 +841,11 @@ def handle_with(weight: torch.Tensor) -> WeightHandle | None:
     return handle if any(dense is not None and _place(dense) == _place(weight) for dense in held) else None
 
 
-def _restore(stack: TierStack, spec: HandleSpec, dtype: torch.dtype, trainable: bool, pages: list) -> WeightHandle:
+def _restore(stack: TierStack, spec: HandleSpec, dtype: torch.dtype, trainable: bool, pages: list,
+             strides: tuple[int, ...] | None) -> WeightHandle:
     """Unpickle: `stack` is one of this process, in CPU memory, shared by all handles of the pickle."""
     handle = WeightHandle(replace(spec, homes=None, backend="auto"), stack)
-    handle.dtype, handle.trainable = dtype, trainable
+    handle.dtype, handle.trainable, handle.strides = dtype, trainable, strides
     if pages:
         layouts = [PageLayout.from_dict(layout) for layout, _ in pages]
         handle.store([(layout, unpack(page, layout)) for layout, (_, page) in zip(layouts, pages, strict=True)])

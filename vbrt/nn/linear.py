@@ -12,7 +12,7 @@ import functools
 import math
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -79,7 +79,8 @@ class VBLayer(SwappedLayer):
     _vb_handle: WeightHandle
     _vb_page: torch.Tensor | None  # of planes that never move, see `WeightHandle.show`
     _vb_form: str | None
-    _vb_names: ClassVar[tuple[str, ...]] = ("_vb_handle", "_vb_page", "_vb_form")
+    _vb_twin: int  # which of the parameters on one storage the layer had
+    _vb_names: ClassVar[tuple[str, ...]] = ("_vb_handle", "_vb_page", "_vb_form", "_vb_twin")
 
     @classmethod
     def adopt_(cls, module: nn.Module, handle: WeightHandle) -> "VBLayer":
@@ -88,6 +89,7 @@ class VBLayer(SwappedLayer):
         module.__dict__["_vb_handle"] = handle
         handle.trainable = module._parameters["weight"].requires_grad
         handle.tie(module)
+        module.__dict__["_vb_twin"] = handle.twin(module._parameters["weight"])
         return module
 
     def release_(self, weight: nn.Parameter | None = None) -> nn.Module:
@@ -95,7 +97,7 @@ class VBLayer(SwappedLayer):
         self.look()
         handle = self._vb_handle
         if self.materialized:
-            self._parameters["weight"] = weight if weight is not None else handle.parameter()
+            self._parameters["weight"] = handle.parameter(self._vb_twin, weight)
         elif handle.is_lent(self._parameters["weight"]):
             self._parameters["weight"].requires_grad_(handle.trainable)
         self._become_plain()
@@ -125,6 +127,12 @@ class VBLayer(SwappedLayer):
         """Whether the weight has been encoded and the dense parameter is gone."""
         return self._parameters["weight"] is None
 
+    def keep_given_(self) -> None:
+        """Take a parameter that somebody has put in the place of the layer's own, as accelerate does, for its own."""
+        weight = self._parameters["weight"]
+        if isinstance(weight, nn.Parameter) and not self._vb_handle.owns(weight):
+            self.weight = weight
+
     def materialize_(self) -> "VBLayer":
         """Encode the weight now, unless that is done, and drop the dense parameter of all layers that are tied to it.
 
@@ -140,6 +148,7 @@ class VBLayer(SwappedLayer):
                 return self
             if weight.requires_grad and (handle.is_lent(weight) or not handle.trainable):  # since it was put there
                 return self.thaw_()
+            handle.part_from(weight)
             version = 0 if weight.is_inference() else weight._version
             if not handle.holds(weight):
                 handle.store(handle.split(weight))
@@ -240,14 +249,16 @@ class VBLayer(SwappedLayer):
         with handle.stack.encoding:
             self._parameters["weight"] = next(iter(handle.layers))._parameters["weight"]
             self._vb_handle.untie(self)
-            self.__dict__["_vb_handle"] = handle
+            self.__dict__.update(_vb_handle=handle, _vb_twin=next(iter(handle.layers))._vb_twin)
             handle.tie(self)
 
     def __delattr__(self, name: str) -> None:
-        if name == "weight":
-            raise WrapError(f"{self._vb_handle.spec.name}.weight cannot be removed (weight_norm, spectral_norm and "
-                            "parametrizations do that): apply them before wrapping, or unwrap() first")
-        super().__delattr__(name)
+        if name == "weight" and self.materialized:
+            self._vb_handle.refuse("removing it")
+        if name == "weight":  # nothing is encoded yet: a parametrization takes the parameter over
+            warn_of_thawing([self])
+            self._become_plain()
+        nn.Module.__delattr__(self, name)
 
     def _become_shell(self, weight: nn.Parameter) -> None:
         """Hold a new dense weight until the next forward; layers that were tied to the old one keep theirs."""
@@ -255,11 +266,26 @@ class VBLayer(SwappedLayer):
         self._vb_handle.pass_on([self], weight)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As in nn.Module; for `weight` the same as assigning it."""
+        """As in nn.Module; for `weight` the same as assigning it.
+
+        Raises WrapError for what would compute the weight of another parameter: the layer is as it was.
+        """
+        if name.startswith("weight_"):
+            self._take_back_weight()
+            raise WrapError(f"{self._vb_handle.spec.name}: {name} cannot take the place of its weight (pruning, "
+                            "weight_norm and spectral_norm do that): apply them before wrapping, or unwrap() first")
         if name == "weight" and param is not None and "_vb_handle" in self.__dict__:
             self._become_shell(param)
         else:
             super().register_parameter(name, param)
+
+    def _take_back_weight(self) -> None:
+        """Undo `del module._parameters["weight"]`."""
+        if "weight" not in self._parameters:
+            weight = None if self._vb_handle.keys else self._vb_handle.own_weight()
+            rest = dict(self._parameters)
+            self._parameters.clear()
+            self._parameters.update(weight=weight, **rest)
 
     # -- nn.Module's walks --------------------------------------------------------------------------------------------
 
@@ -291,6 +317,17 @@ class VBLayer(SwappedLayer):
         handle.retype(dtype)
         return self
 
+    def named_parameters(self, prefix: str = "", recurse: bool = True,
+                         remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of the plain layer, with the temporary in the place of its weight; models that the layer is in list what
+        is a parameter only."""
+        name = f"{prefix}.weight" if prefix else "weight"
+        if self.materialized:
+            yield name, self.weight
+        for other, parameter in nn.Module.named_parameters(self, prefix, recurse, remove_duplicate):
+            if other != name or isinstance(self, VBLayer):
+                yield other, parameter
+
     def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:
         self.look()
         if self.materialized:
@@ -316,7 +353,12 @@ class VBLayer(SwappedLayer):
             error_msgs.append(f"size mismatch for {key}: copying a param with shape {weight.shape} from checkpoint, "
                               f"the shape in current model is {expected}.")  # nn.Module's words
             return
-        self._load(weight)
+        if local_metadata.get("assign_to_params_buffers", False):
+            trainable = self._vb_handle.trainable
+            is_parameter = isinstance(weight, nn.Parameter)
+            self.weight = weight.requires_grad_(trainable) if is_parameter else nn.Parameter(weight, trainable)
+        else:
+            self._load(weight)
 
     def _load(self, weight: torch.Tensor) -> None:
         """Take over a new weight, for all tied layers; the planes before it are dropped first, to make room.
@@ -328,7 +370,9 @@ class VBLayer(SwappedLayer):
         handle = self._vb_handle
         with torch.no_grad(), handle.stack.encoding:
             shell = nn.Parameter(weight.detach().to(handle.dtype), requires_grad=handle.trainable)
+            strides = handle.strides
             planes = handle.split(shell)
+            handle.strides = strides  # those of the weight whose place it takes
             self._hold(shell)
             handle.store(planes)
             self._hold(None)
@@ -407,8 +451,9 @@ def warn_of_thawing(layers: Sequence[VBLayer]) -> None:
     """Name the first of the layers, and what they take from now on."""
     nbytes = sum(math.prod(handle.spec.shape) * handle.dtype.itemsize for handle in {x.handle for x in layers})
     named = f"{layers[0].handle.spec.name} and {len(layers) - 1} more" if layers[1:] else layers[0].handle.spec.name
-    warnings.warn(f"requires_grad_(True): {named} left the tiers to train: plain layers with {nbytes} bytes of dense "
-                  "weights, outside of all budgets. To train through 4 bits, wrap with mode=\"train\"", stacklevel=4)
+    warnings.warn(f"requires_grad_(True) or a parametrization: {named} left the tiers to train: plain layers with "
+                  f"{nbytes} bytes of dense weights, outside of all budgets. To train through 4 bits, wrap with "
+                  "mode=\"train\"", stacklevel=4)
 
 
 def _see_requires_grad() -> None:
