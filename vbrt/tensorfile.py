@@ -154,6 +154,9 @@ class TensorFile:
             raise CheckpointError(f"{path}: no such file, and the checkpoint needs it; it is incomplete") from None
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {describe_os_error(error)}") from error
+        except MemoryError as error:  # the library maps as many bytes as the file has, and they may be limited
+            raise CheckpointError(f"{path}: cannot be read: a file as long as it is cannot be mapped; expected a "
+                                  "shorter one, or a higher limit of address space (ulimit -v)") from error
         except (ValueError, EOFError, SafetensorError) as error:
             raise CheckpointError(f"{path}: damaged, truncated, or not a safetensors file: {error}; copy it "
                                   "again") from error
