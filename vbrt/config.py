@@ -530,7 +530,12 @@ def _preset_dir() -> Path:
 
 def preset_names() -> tuple[str, ...]:
     """The names of the presets that ship with vbrt, sorted."""
-    return tuple(sorted(path.stem for path in _preset_dir().glob("*.toml")))
+    folder = _preset_dir()
+    try:
+        return tuple(sorted(path.stem for path in folder.glob("*.toml")))
+    except OSError as error:
+        raise ConfigError(f"presets: {folder} cannot be listed ({describe_os_error(error)}); give a config as a dict, "
+                          "or try again once that is mended") from error
 
 
 def preset_path(name: str) -> Path:

@@ -17,7 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from vbrt.config import Machine, VBConfig, compute_tier, resolve_budgets
-from vbrt.errors import ConfigError, WrapError
+from vbrt.errors import ConfigError, TierError, WrapError, describe_os_error
 from vbrt.formats import get_format
 from vbrt.formats.fine import estimate_fine_bytes
 from vbrt.formats.page import PAGE_ALIGN
@@ -79,13 +79,20 @@ def _training_plan(swaps: tuple[Swap, ...], config: VBConfig, machine: Machine, 
 
 
 def this_machine(config: VBConfig) -> Machine:
-    """What this machine has, in bytes: GPU and host memory, and room on the disk of `tiers.ssd.path`."""
-    memory = psutil.virtual_memory()
+    """What this machine has, in bytes: GPU and host memory, and room on the disk of `tiers.ssd.path`.
+
+    Raises TierError: the system does not say, for want of descriptors for one.
+    """
+    try:
+        memory, ssd_free = psutil.virtual_memory(), _disk_free(config)
+    except OSError as error:
+        raise TierError(f"this machine: the system does not say what memory and disks it has "
+                        f"({describe_os_error(error)}: {error.filename}); try again once that is mended") from error
     gpu_free, gpu_total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (None, None)
     if gpu_free is not None:
         gpu_free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return Machine(gpu_total_bytes=gpu_total, gpu_free_bytes=gpu_free, cpu_total_bytes=memory.total,
-                   cpu_available_bytes=memory.available, ssd_free_bytes=_disk_free(config))
+                   cpu_available_bytes=memory.available, ssd_free_bytes=ssd_free)
 
 
 def with_freed(machine: Machine, tier: str, nbytes: int) -> Machine:

@@ -234,7 +234,10 @@ class SsdTier:
     def _use_direct(self) -> bool:
         direct = self._direct  # which a write in another thread forgets
         if direct is None:
-            fits_cache = self.held_bytes <= _PAGE_CACHE_SHARE * psutil.virtual_memory().available
+            try:
+                fits_cache = self.held_bytes <= _PAGE_CACHE_SHARE * psutil.virtual_memory().available
+            except OSError:  # no descriptor to ask with; the next read asks again
+                return self.io == "direct"
             self._direct = direct = self.io == "direct" or (self.io == "auto" and not fits_cache)
         return direct
 
