@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +59,24 @@ def test_a_kill_leaves_a_whole_save_and_files_that_the_next_run_removes(tmp_path
 @pytest.mark.parametrize("preset", torture.PRESETS)
 def test_threads_with_storms_of_budgets_figures_and_saves_get_the_right_bits(preset, tmp_path):
     assert torture.storm(preset, tmp_path, 0.7, 0) > 4
+
+
+@pytest.mark.parametrize("cpu", ["1MiB", torture.small("dense")], ids=["resident", "streamed"])
+def test_threads_lose_no_hit_and_no_forward(cpu, tmp_path):
+    one = torture.Trial("dense", tmp_path)
+    vb, turns, interval = one.wrap(cpu), 60, sys.getswitchinterval()
+    workers = [threading.Thread(target=lambda: [one.run(vb) for _ in range(turns)]) for _ in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert {layer.forwards for layer in vb.stats().layers.values()} == {4 * turns}
+    assert {layer.hits + layer.misses for layer in vb.stats().layers.values()} == {4 * turns}
+    one.end(vb)
 
 
 def test_figures_can_be_had_while_pages_come_and_go(tmp_path):
