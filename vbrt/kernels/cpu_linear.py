@@ -171,7 +171,7 @@ def _served(planes: WeightPlanes) -> bool:
 
 
 def _are_plain(plane: dict[str, Tensor]) -> bool:
-    return all(type(t) is Tensor and t.device.type == "cpu" and t.is_contiguous() for t in plane.values())
+    return all(type(t) is Tensor and t.is_cpu and t.is_contiguous() for t in plane.values())
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
