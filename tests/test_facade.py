@@ -150,6 +150,26 @@ def test_a_model_that_is_no_container_does_not_become_one():
 # -- state dicts -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("make", [wrap, train])
+@pytest.mark.parametrize("model", [llama, mlp, lambda: nn.Linear(64, 64)])
+def test_names_are_the_models_in_every_walk(make, model):
+    vb = make(model())
+    for walk in ("named_parameters", "named_buffers", "named_children", "named_modules"):
+        assert list(getattr(vb, walk)()) == list(getattr(vb.model, walk)())
+    assert list(vb.parameters(recurse=False)) == list(vb.model.parameters(recurse=False))
+    names = [name for name, _ in vb.named_parameters()]
+    assert names == [name for name in vb.state_dict() if not name.endswith("separation")]
+    assert all(vb.get_parameter(name) is vb.model.get_parameter(name) for name in names)
+    outer = nn.ModuleDict({"net": vb})
+    assert [name for name, _ in outer.named_parameters()] == [f"net.{name}" for name in names]
+
+
+def test_casts_and_walks_reach_a_model_that_is_one_layer():
+    vb = wrap(nn.Linear(64, 64)).materialize()
+    assert vb.half() is vb and vb(X.half()).dtype is torch.float16 and vb.bias.dtype is torch.float16
+    assert [type(module) for module in vb.modules()] == [type(vb.model)] and "in_features=64" in repr(vb)
+
+
 class Outer(nn.Module):
     """Something larger that holds a wrapper."""
 
@@ -232,3 +252,22 @@ def test_trainer_trains_evaluates_and_saves_a_wrapped_model(how, checkpointing, 
     assert results[0] == results[1] and results[0][0] != results[0][1]
     files = {path.name for path in (tmp_path / "0" / "checkpoint-2").iterdir()}
     assert ("adapter_model.safetensors" if how == "peft(vb)" else "model.safetensors") in files
+
+
+def test_adapters_pass_between_wrapped_and_plain_models(tmp_path):
+    from peft import PeftModel
+
+    saved = {}
+    for name, make in (("plain", llama), ("wrapped", lambda: wrap(llama(), "dense"))):
+        peft = peft_of(make())
+        with torch.no_grad():
+            for n, (key, value) in enumerate(peft.named_parameters()):
+                if "lora_B" in key:
+                    value.copy_(torch.sin(torch.arange(value.numel()) + n).reshape(value.shape))
+        peft.save_pretrained(tmp_path / name)
+        saved[name] = peft(TOKENS).logits
+    assert torch.equal(saved["plain"], saved["wrapped"])
+    for folder in saved:
+        for make in (llama, lambda: wrap(llama(), "dense")):
+            again = PeftModel.from_pretrained(make(), tmp_path / folder)
+            assert torch.equal(again(TOKENS).logits, saved["plain"])
