@@ -32,11 +32,13 @@ class Interrupts:
 
     Attributes:
         places: of the last call, where one could have come, in order: code and offset.
+        raised: the KeyboardInterrupt, kept with all its frames, as interactive sessions do until the next error.
     """
 
     def __init__(self, *, anywhere: bool = False) -> None:
         self.anywhere = anywhere
         self.places: list[tuple[CodeType, int]] = []
+        self.raised: KeyboardInterrupt | None = None
 
     def __call__(self, at: int, work: Callable[[], object]) -> bool:
         """Run `work`, and have a SIGINT come just before the `at`-th time that CPython looks for one, from 1 on.
@@ -45,7 +47,8 @@ class Interrupts:
         it: when a function begins, when a call into C has returned, when a loop jumps back, in the standard library and
         in torch as well. Only what happens in this file is left out. In a `__del__` it is printed and not raised.
         """
-        self.places = places = []
+        self.places, self.raised = [], None
+        places = self.places
 
         def trace(frame: FrameType, event: str, _: object):
             if event == "call":
@@ -72,8 +75,8 @@ class Interrupts:
             sys.settrace(None)
             for _ in range(2):  # a signal that is left over comes here
                 pass
-        except KeyboardInterrupt:
-            pass
+        except KeyboardInterrupt as error:
+            self.raised = error
         finally:
             sys.settrace(before)
             signal.signal(signal.SIGINT, handler)

@@ -131,20 +131,22 @@ def try_tiers(config: VBConfig) -> None:
         return
     path = Path(config.tiers.ssd.path).expanduser().absolute()
     made = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
+    tier = None
     try:
-        SsdTier(path, 0).close()
+        tier = SsdTier(path, 0)
+        tier.close()
     finally:
+        if tier is not None:
+            tier.close()  # again, if Ctrl-C came the first time
         for folder in made:
             with contextlib.suppress(OSError):  # was not made, or somebody else has put something there
                 folder.rmdir()
 
 
 def _build_stack(plan: Plan, config: VBConfig) -> TierStack:
-    levels, ssd = [], None
+    levels = []
     for name, budget in plan.budgets.items():
         if name == "ssd":
-            if plan.home_bytes("ssd"):
-                ssd = _ssd_tier(plan, config)
             continue
         device = torch.device("cuda", torch.cuda.current_device()) if name == "gpu" else torch.device("cpu")
         pinned = name == "cpu" and plan.compute_tier == "gpu" and config.tiers.cpu.pinned
@@ -153,7 +155,23 @@ def _build_stack(plan: Plan, config: VBConfig) -> TierStack:
         policy = make_policy(config.policy.kind, room, prefetch=ahead, group=plan.group)
         levels.append(Level(MemoryTier(name, device, budget, pinned=pinned), policy))
     workers = min(4, max(level.policy.prefetch for level in levels)) or 1
-    return TierStack(levels, ssd, workers=workers, share_cores=plan.compute_tier == "cpu")
+    stack = TierStack(levels, workers=workers, share_cores=plan.compute_tier == "cpu")
+    try:
+        if plan.home_bytes("ssd"):
+            _attach_ssd(stack, plan, config)
+    except BaseException:
+        stack.close()
+        raise
+    return stack
+
+
+def _attach_ssd(stack: TierStack, plan: Plan, config: VBConfig) -> None:
+    ssd = _ssd_tier(plan, config)
+    try:
+        stack.attach(ssd)
+    finally:
+        if stack.ssd is not ssd:  # Ctrl-C
+            ssd.close()
 
 
 def _ssd_tier(plan: Plan, config: VBConfig) -> SsdTier:
@@ -400,7 +418,7 @@ class VBModelWrapper(Facade):
             raise ConfigError(f"{config.source}: tiers.{tier}.budget = {nbytes} bytes is smaller than the largest "
                               f"layer's pages ({largest} bytes); give it at least that")
         if self.stack.ssd is None and "ssd" in self.plan.budgets:
-            self.stack.attach(_ssd_tier(self.plan, config))  # nothing lived there so far
+            _attach_ssd(self.stack, self.plan, config)  # nothing lived there so far
         plan = replace(self.plan, budgets={**self.plan.budgets, tier: nbytes})
         try:
             self.stack.set_budget(tier, nbytes)
@@ -565,6 +583,8 @@ class VBModelWrapper(Facade):
             del self._layers[name]
             if handle is not None and not handle.layers:
                 handle.drop()
+        for handle in self._dense:  # again, if Ctrl-C came in between
+            handle.drop()
         self._dense.clear()
         self._hook.remove()
         self.close()

@@ -335,10 +335,10 @@ class WeightHandle:
         """Give the pages back; the handle is empty again."""
         owner, generation = self._owner, self.generation + (self._owner is not None)
         token = self._token(generation)
-        # the owner is not needed any more, whatever comes now
+        retired, claims = self.stack.retired, () if owner is None else (owner.claim,)
+        # no call from here on: Ctrl-C finds pages that are owned, or an empty handle
+        retired += claims
         self.keys, self._pages, self._owner, self.generation, self.token = (), (), None, generation, token
-        if owner is not None:
-            self.stack.retire(owner)
         self.forget_ready()
 
     def forget_ready(self) -> None:

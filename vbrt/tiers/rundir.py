@@ -41,12 +41,12 @@ class RunDirectory:
         self._finalizer = weakref.finalize(self, _remove_own, self._held, self._pid)
         try:
             _make(self._held, root)
+            self.path = self._held.path
+            with contextlib.suppress(OSError):  # what others left behind is no reason not to begin
+                _remove_dead(root, os.fstat(self._held.fd).st_uid)
         except BaseException:
             self.remove()
             raise
-        self.path = self._held.path
-        with contextlib.suppress(OSError):  # what others left behind is no reason not to begin
-            _remove_dead(root, os.fstat(self._held.fd).st_uid)
 
     @property
     def fd(self) -> int:

@@ -104,7 +104,7 @@ class Owner:
     __slots__ = ("__weakref__", "claim")
 
     def __init__(self, stack: "TierStack") -> None:
-        self.claim = _Claim(self, stack._retired.append)
+        self.claim = _Claim(self, stack.retired.append)
         self.claim.keys = []
 
 
@@ -197,6 +197,10 @@ class TierStack:
         workers: threads that move pages ahead of their use.
         share_cores: where the CPU computes, workers would take the cores from it to copy pages out of the page cache:
             they only have the system read files ahead, and whoever needs a page copies it.
+
+    Attributes:
+        pages: by key, those that are stored.
+        retired: claims of owners that gave up their pages; to be appended to, what goes goes at the next access.
     """
 
     def __init__(self, levels: Sequence[Level], ssd: SsdTier | None = None, *, workers: int = 2,
@@ -210,7 +214,7 @@ class TierStack:
         self.names = [level.tier.name for level in self.levels] + (["ssd"] if ssd else [])
         self._threads = workers
         self._travellers = 0  # pages whose home is below the top tier
-        self._retired: deque[_Claim] = deque()  # of owners that are gone; taken from the pages at the next access
+        self.retired: deque[_Claim] = deque()  # of owners that are gone; taken from the pages at the next access
         self._lost: deque[Lease] = deque()  # collected without having been given back
         self._captured = False  # whether a CUDA graph knows where pages lie
         self._start()
@@ -240,7 +244,7 @@ class TierStack:
     def at_rest(self) -> bool:
         """Whether every page lives in the top tier and none is leaving: it may be used without a lease then, and
         whoever does counts the hit. Not while a timeline is recorded, which notes leases."""
-        return not (self._travellers or self._retired or self._lost or self.recorder)
+        return not (self._travellers or self.retired or self._lost or self.recorder)
 
     # -- pages --------------------------------------------------------------------------------------------------------
 
@@ -456,12 +460,13 @@ class TierStack:
 
     def _move(self, page: Page, home: int) -> None:
         """Give a page another home, unless it was dropped."""
-        owner = Owner(self)  # it stays, whatever becomes of its owners meanwhile
+        owner, retired = Owner(self), self.retired  # the page stays, whatever becomes of its owners meanwhile
+        claims = (owner.claim,)
         try:
             if self._share(owner, page):
                 self._take_home(page, home, partial(self._read_home, page))
         finally:
-            self.retire(owner)
+            retired += claims  # no call: Ctrl-C cannot come in between
 
     def _read_home(self, page: Page, target: torch.Tensor) -> None:
         """Copy a page from where it lives; returns when that is done."""
@@ -490,7 +495,7 @@ class TierStack:
 
     def retire(self, owner: Owner) -> None:
         """An owner gives up its pages, as it does when it is collected. Takes no lock: safe in a finalizer."""
-        self._retired.append(owner.claim)
+        self.retired.append(owner.claim)
 
     def collect(self) -> None:
         """Drop the pages that have no owner now, not at the next access."""
@@ -502,14 +507,14 @@ class TierStack:
         while self._lost:
             self._give_back(self._lost[0])
             self._lost.popleft()
-        while self._retired:
-            for key in self._retired[0].keys:
+        while self.retired:
+            for key in self.retired[0].keys:
                 page = self.pages.get(key)
                 if page is not None:
-                    page.owners.discard(self._retired[0])
+                    page.owners.discard(self.retired[0])
                     if not page.owners:
                         self._drop(page)
-            self._retired.popleft()
+            self.retired.popleft()
         self._half_done = False
 
     def _drop(self, page: Page) -> None:
@@ -534,7 +539,7 @@ class TierStack:
         self._workers.stop()
         with self._locked:
             self._begin()
-            self._retired.clear()
+            self.retired.clear()
             for page in list(self.pages.values()):
                 self._drop(page)
             for level in self.levels:
@@ -631,7 +636,7 @@ class TierStack:
             with lock:
                 if self.closed:
                     self._check_open(lease.keys[0])
-                if self._retired or self._lost:
+                if self.retired or self._lost:
                     self._collect()
                 pages = [self._page(key) for key in lease.keys]
                 if self._half_done:
