@@ -620,9 +620,7 @@ class VBModelWrapper(Facade):
     # -- copies -------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict:
-        state = self.__dict__.copy()
-        del state["_hook"]
-        return state
+        return {**self.__dict__, "_hook": None}  # a name that is missing would be set on the model
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)

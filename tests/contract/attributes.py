@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from tests.contract.holdings import Subject
-from tests.contract.operation import operation
+from tests.contract.operation import FROZEN, Refused, operation
+from vbrt.errors import TierError
 
 WRAPPER = "The wrapper"
 
@@ -70,7 +71,7 @@ def represent(s: Subject):
     return "96" in repr(s.layer), "64" in str(s.whole)
 
 
-@operation(WRAPPER, "a call after `close()`", calls_after=False)
+@operation(WRAPPER, "a call after `close()`", Refused(FROZEN, "closed", TierError), calls_after=False)
 def call_after_close(s: Subject):
     s.close()
     return s.whole(s.x)

@@ -11,7 +11,8 @@ from torch import nn
 
 import vbrt
 from tests.contract.holdings import KINDS, Chain, Subject, model_of
-from tests.contract.operation import operation
+from tests.contract.operation import FROZEN, ROUNDED, Documented, Refused, operation
+from vbrt.errors import FormatError
 
 COPIES, STATES, CASTS, PROCESSES = "Copies", "State dicts", "Casts", "Processes"
 
@@ -164,7 +165,8 @@ def load_a_state_of_another_dtype(s: Subject):
     return s.whole(s.x), s.layer.weight.detach().clone()
 
 
-@operation(STATES, "`load_state_dict(assign=True)` of float64 values: the model has their dtype")
+@operation(STATES, "`load_state_dict(assign=True)` of float64 values: the model has their dtype",
+           Refused(ROUNDED, "weight is torch.float64", FormatError), calls_after=False)
 def assign_a_state_of_another_dtype(s: Subject):
     s.whole.load_state_dict({name: value.double() for name, value in other_weights(s).items()}, assign=True)
     y = s.whole(s.x.double()), s.layer.weight.dtype
@@ -206,7 +208,8 @@ def state_dict_in_a_file(s: Subject):
 # -- casts ------------------------------------------------------------------------------------------------------------
 
 
-@operation(CASTS, "`model.float()`, `.double()`, `.bfloat16()`: outputs of the wide ones, dtypes of all")
+@operation(CASTS, "`model.float()`, `.double()`, `.bfloat16()`: outputs of the wide ones, dtypes of all",
+           Refused(ROUNDED, "weight is torch.float64", FormatError), calls_after=False)
 def cast(s: Subject):
     y = [s.whole.float()(s.x.float()), s.layer.weight.dtype, s.whole.double()(s.x.double()), s.layer.weight.dtype]
     s.whole.to(s.holding.dtype)
@@ -219,7 +222,9 @@ def move_to_where_it_is(s: Subject):
     return s.whole(s.x), s.layer.weight.device
 
 
-@operation(CASTS, "`model.to(\"meta\")`: the weights are gone", calls_after=False)
+@operation(CASTS, "`model.to(\"meta\")`: the weights are gone",
+           Documented(FROZEN, "pages stay in their tiers", "pages stay where the tiers have put them",
+                      lambda got, plain: got[0].type != "meta" == got[1].type), calls_after=False)
 def move_to_meta(s: Subject):
     s.whole.to("meta")
     return s.layer.weight.device, s.layer.bias.device

@@ -217,7 +217,8 @@ def _wrap(model: nn.Module, holding: Holding, path: Path) -> vbrt.VBModelWrapper
     settings = holding.config()
     if holding.place == "streamed":
         plan = vbrt.make_plan(model, load_config(settings))
-        room = {"budget": 2 * max(swap.page_bytes for swap in plan.swaps)}
+        largest = max(swap.page_bytes for swap in plan.swaps)
+        room = {"budget": 2 * largest if 2 * largest < plan.page_bytes else largest}
         if holding.device == "cuda":
             settings["tiers"]["gpu"] |= room
         else:

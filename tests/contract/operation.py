@@ -8,11 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from tests.contract.holdings import Holding, Subject, held, meets
-from vbrt.errors import VBError, WrapError
+from vbrt.errors import WrapError
 
-__all__ = ["OPERATIONS", "Documented", "Operation", "Refused", "judge", "operation"]
+__all__ = ["FROZEN", "OPERATIONS", "ROUNDED", "Documented", "Operation", "Refused", "judge", "operation"]
+
+FROZEN = {"state": ("shell", "materialized")}
+ROUNDED = {"state": "trained", "lossless": False}  # mode = "train" through 4 bits
 
 #: relative to the largest value, for results of 4-bit weights: another order of summation, in the result's dtype
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 8e-3}
@@ -25,7 +29,7 @@ class Refused:
 
     where: Mapping[str, Any]
     says: str
-    error: type[VBError] = WrapError
+    error: type[Exception] = WrapError
 
     def __str__(self) -> str:
         return f"refused: `{self.error.__name__}`"
@@ -53,6 +57,8 @@ class Operation:
         rules: where the result is not that of the plain layer; the first that meets a holding counts.
         only: the holdings that it has a meaning for.
         sample: how many holdings a short run tries; None: each format in each state.
+        bits: whether results of lossless weights are the very bits; else they are as near as those of 4 bits.
+        computed_in: the lowest dtype on the way, where results do not show it.
         calls_after: whether subjects can be called afterwards; then they are, and that is compared too.
     """
 
@@ -64,6 +70,8 @@ class Operation:
     only: Mapping[str, Any] | None = None
     sample: int | None = None
     calls_after: bool = True
+    bits: bool = True
+    computed_in: torch.dtype | None = None
 
     def rule(self, holding: Holding) -> Refused | Documented | None:
         """What is said of a holding; None: the same as plain."""
@@ -95,10 +103,11 @@ def operation(group: str, text: str, *rules: Refused | Documented, **options: An
 def judge(operation: Operation, holding: Holding, path: Path) -> str | None:
     """None where the list is right about a holding, else what happened instead."""
     plain, wrapped = held(holding, path)
+    before = plain.whole(plain.x).detach()
     expected = _outcome(operation, plain)
     try:
         got = _outcome(operation, wrapped)
-        return _verdict(operation, holding, expected, got)
+        return _verdict(operation, holding, expected, got, before)
     finally:
         wrapped.close()
 
@@ -126,20 +135,24 @@ def _called(subject: Subject) -> Tensor | str:
         return f"raises {type(error).__name__}: {error}"
 
 
-def _verdict(operation: Operation, holding: Holding, expected: _Outcome, got: _Outcome) -> str | None:
+def _verdict(operation: Operation, holding: Holding, expected: _Outcome, got: _Outcome,
+             before: Tensor) -> str | None:
     rule = operation.rule(holding)
-    difference = _difference(expected.result, got.result, holding)
+    difference = _difference(expected.result, got.result, holding, operation)
     if isinstance(rule, Refused):
         if not isinstance(got.error, rule.error):
             return f"not refused by a {rule.error.__name__}: {_shown(got, difference)}"
-        return None if rule.says in str(got.error) else f"refused with other words: {got.error}"
+        if rule.says not in str(got.error):
+            return f"refused with other words: {got.error}"
+        changed = _difference(before, got.after, holding, operation) if operation.calls_after else None
+        return f"refused, but the next call is another: {changed}" if changed else None
     if isinstance(rule, Documented):
         if got.error is not None:
             return _shown(got, difference)
         return None if rule.holds(got.result, expected.result) else f"not as documented: {difference or 'the same'}"
     if (expected.error is None) != (got.error is None) or _other_error(expected.error, got.error):
         return f"{_shown(got, difference)}; plain: {_shown(expected, None)}"
-    after = _difference(expected.after, got.after, holding)
+    after = _difference(expected.after, got.after, holding, operation)
     return difference or (f"the next call: {after}" if after else None)
 
 
@@ -158,10 +171,10 @@ def _shown(outcome: _Outcome, difference: str | None) -> str:
     return difference or "a result"
 
 
-def _difference(expected: Any, got: Any, holding: Holding) -> str | None:
+def _difference(expected: Any, got: Any, holding: Holding, operation: Operation) -> str | None:
     """What differs between two results; None where nothing does."""
     if isinstance(expected, Tensor) and isinstance(got, Tensor):
-        return _tensors_differ(expected, got, holding)
+        return _tensors_differ(expected, got, holding, operation)
     if isinstance(got, str) and not isinstance(expected, str):
         return got[:300]
     if type(expected) is not type(got):
@@ -169,30 +182,31 @@ def _difference(expected: Any, got: Any, holding: Holding) -> str | None:
     if isinstance(expected, dict):
         if list(expected) != list(got):
             return f"keys {list(got)} instead of {list(expected)}"
-        parts = {key: _difference(expected[key], got[key], holding) for key in expected}
+        parts = {key: _difference(expected[key], got[key], holding, operation) for key in expected}
         return next((f"{key}: {text}" for key, text in parts.items() if text), None)
     if isinstance(expected, list | tuple):
         if len(expected) != len(got):
             return f"{len(got)} values instead of {len(expected)}"
-        parts = [_difference(a, b, holding) for a, b in zip(expected, got, strict=True)]
+        parts = [_difference(a, b, holding, operation) for a, b in zip(expected, got, strict=True)]
         return next((f"result {i}: {text}" for i, text in enumerate(parts) if text), None)
     return None if expected == got else f"{str(got)[:300]!r} instead of {str(expected)[:300]!r}"
 
 
-def _tensors_differ(expected: Tensor, got: Tensor, holding: Holding) -> str | None:
+def _tensors_differ(expected: Tensor, got: Tensor, holding: Holding, operation: Operation) -> str | None:
     for what in ("dtype", "shape", "device"):
         if getattr(expected, what) != getattr(got, what):
             return f"{what} {getattr(got, what)} instead of {getattr(expected, what)}"
-    if type(expected.detach()) is not type(got.detach()):
+    if is_fake(expected) != is_fake(got):
         return f"a {type(got).__name__} instead of a {type(expected).__name__}"
     if expected.is_meta:
         return None
     expected, got = expected.detach(), got.detach()
-    if holding.lossless or not expected.is_floating_point():
+    if (holding.lossless and operation.bits) or not expected.is_floating_point():
         same = torch.equal(expected.nan_to_num(7e3), got.nan_to_num(7e3))
     else:
         tolerances = GPU_TOLERANCE if holding.device == "cuda" else TOLERANCE
-        tolerance = max(tolerances[holding.dtype], tolerances[expected.dtype])
+        dtypes = (holding.dtype, expected.dtype, operation.computed_in or holding.dtype)
+        tolerance = max(tolerances[dtype] for dtype in dtypes)
         largest = expected.abs().nan_to_num(0, 0, 0).max().item() if expected.numel() else 0.0
         same = torch.allclose(expected, got, rtol=0, atol=tolerance * largest, equal_nan=True)
     if same:

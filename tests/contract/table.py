@@ -21,7 +21,7 @@ mode = "train".
 
 - **same**: what the plain layer with the same weights gives. Values, gradients, dtypes, shapes and errors are compared,
   and those of the next call after the operation; bit for bit for `dense` and `exact`, for 4 bits up to the order in
-  which a kernel adds.
+  which a kernel adds. Where it says **same up to rounding**, the order may be another in all formats.
 - **differs**: on purpose, as the README says, in the words that are quoted.
 - **refused**: an exception of `vbrt.errors` names the layer, what came, and what would do; the model stays as it was.
 
@@ -56,7 +56,8 @@ def _cell(operation: Operation, holdings: list[Holding]) -> str:
     verdicts: dict[str, list[Holding]] = {}
     for holding in meant:
         rule = operation.rule(holding)
-        verdicts.setdefault("same" if rule is None else str(rule), []).append(holding)
+        same = "same" if operation.bits else "same up to rounding"
+        verdicts.setdefault(same if rule is None else str(rule), []).append(holding)
     if not meant:
         return "–"
     if len(verdicts) == 1:

@@ -7,9 +7,23 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 from tests.contract.holdings import Subject
-from tests.contract.operation import operation
+from tests.contract.operation import FROZEN, ROUNDED, Documented, Refused, operation
 
 READS, WRITES, FLAGS, SHAPES, TIES = "Reading weights", "Writing weights", "Flags", "Reparametrizing", "Ties"
+
+ENCODED = {"state": "materialized"}
+NO_PARAMETERS = "an encoded weight is no parameter any more"
+NOT_REPLACED = "cannot be removed or computed from something else"
+TORCHS_OWN = (Refused(FROZEN, "weakref associated with it", RuntimeError),)
+NOT_LISTED = "`parameters()` and what counts them have biases, norms and what is not swapped"
+LEFT_OUT = (Documented(ENCODED, NO_PARAMETERS, NOT_LISTED, lambda got, plain: got != plain),)
+NO_TRACE = Documented(ROUNDED, "a write through `.data` to a weight in training is seen at the next step",
+                      "a write through `parameter.data` leaves no trace", lambda got, plain: True)
+
+
+def only_biases(got, plain) -> bool:
+    """What is left of parameters and their count once weights are encoded."""
+    return got[-1] == 256 != plain[-1]
 
 
 def now(s: Subject):
@@ -28,7 +42,9 @@ def layer_shape(s: Subject):
             if hasattr(s.layer, name)}
 
 
-@operation(READS, "`isinstance(layer.weight, nn.Parameter)`, `.requires_grad`, `.is_leaf`, `.grad`")
+@operation(READS, "`isinstance(layer.weight, nn.Parameter)`, `.requires_grad`, `.is_leaf`, `.grad`",
+           Documented(ENCODED, "a decoded weight is no parameter and does not require grad",
+                      "a tensor that is no `nn.Parameter`", lambda got, plain: got == (False, False, True, None)))
 def read_what_the_weight_is(s: Subject):
     w = s.layer.weight
     return isinstance(w, nn.Parameter), w.requires_grad, w.is_leaf, w.grad
@@ -47,19 +63,21 @@ def make_something_of_the_weight(s: Subject):
             w.double().detach(), w.detach().float().cpu().numpy().sum(1).tolist(), (w + 0).detach())
 
 
-@operation(READS, "`named_parameters()`: names")
+@operation(READS, "`named_parameters()`: names", *LEFT_OUT)
 def names_of_parameters(s: Subject):
-    return [name for name, _ in s.whole.named_parameters()]
+    return [name for name, _ in s.model.named_parameters()]
 
 
-@operation(READS, "`sum(p.numel() for p in parameters())`, before and after a call")
+@operation(READS, "`sum(p.numel() for p in parameters())`, before and after a call",
+           Documented(FROZEN, NO_PARAMETERS, NOT_LISTED, only_biases))
 def count_parameters(s: Subject):
     before = sum(p.numel() for p in s.whole.parameters())
     s.whole(s.x)
     return before, sum(p.numel() for p in s.whole.parameters())
 
 
-@operation(READS, "`parameters_to_vector(parameters())`")
+@operation(READS, "`parameters_to_vector(parameters())`",
+           Documented(ENCODED, NO_PARAMETERS, NOT_LISTED, lambda got, plain: got.numel() == 256 != plain.numel()))
 def parameters_as_a_vector(s: Subject):
     return nn.utils.parameters_to_vector(s.model.parameters()).detach()
 
@@ -105,7 +123,7 @@ def copy_into_data(s: Subject):
     return now(s)
 
 
-@operation(WRITES, "`layer.weight.data.mul_(2)`, `.data.add_(...)`")
+@operation(WRITES, "`layer.weight.data.mul_(2)`, `.data.add_(...)`", NO_TRACE, calls_after=False)
 def write_into_data(s: Subject):
     s.layer.weight.data.mul_(2)
     first = now(s)
@@ -113,7 +131,8 @@ def write_into_data(s: Subject):
     return first, now(s)
 
 
-@operation(WRITES, "`layer.weight.data[0] = 0`, `layer.weight.data[0].zero_()`, `.data.fill_(1)`")
+@operation(WRITES, "`layer.weight.data[0] = 0`, `layer.weight.data[0].zero_()`, `.data.fill_(1)`", NO_TRACE,
+           calls_after=False)
 def write_parts_of_data(s: Subject):
     s.layer.weight.data[:, :] = s.rows(s.layer.weight)
     first = now(s)
@@ -180,16 +199,23 @@ def reset_parameters(s: Subject):
     return now(s)
 
 
-@operation(WRITES, "`layer.weight = None`, `del layer.weight`", calls_after=False)
+@operation(WRITES, "`del layer.weight`", Refused(FROZEN, NOT_REPLACED),
+           Refused(ROUNDED, NOT_REPLACED), calls_after=False)
 def remove_the_weight(s: Subject):
     del s.layer.weight
     return hasattr(s.layer, "weight")
 
 
-@operation(WRITES, "a weight of another shape, `layer.weight = nn.Parameter(w[:5])`, `layer.weight.data = w[:5]`")
+@operation(WRITES, "a weight of another shape, `layer.weight = nn.Parameter(w[:5])`", Refused(FROZEN, "expected ("),
+           calls_after=False)
 def assign_another_shape(s: Subject):
     s.layer.weight = nn.Parameter(s.layer.weight.detach()[:5])
     return s.layer.weight.shape
+
+
+@operation(WRITES, "`layer.weight = None`, a list, a tensor of integers")
+def assign_no_weight(s: Subject):
+    s.layer.weight = [1.0]
 
 
 @operation(WRITES, "`layer.bias = nn.Parameter(b)`, `layer.bias.data.mul_(2)`")
@@ -206,13 +232,15 @@ def remove_the_bias(s: Subject):
     return now(s)
 
 
-@operation(WRITES, "`torch.utils.swap_tensors(layer.weight, nn.Parameter(w))`")
+@operation(WRITES, "`torch.utils.swap_tensors(layer.weight, nn.Parameter(w))`", *TORCHS_OWN)
 def swap_tensors(s: Subject):
     torch.utils.swap_tensors(s.layer.weight, nn.Parameter(s.rows(s.layer.weight)))
     return now(s)
 
 
-@operation(WRITES, "`vector_to_parameters(2 * v, parameters())`")
+@operation(WRITES, "`vector_to_parameters(2 * v, parameters())`",
+           Documented(ENCODED, NO_PARAMETERS, NOT_LISTED, lambda got, plain: not torch.equal(got, plain)),
+           calls_after=False)
 def write_parameters_from_a_vector(s: Subject):
     v = nn.utils.parameters_to_vector(s.model.parameters())
     nn.utils.vector_to_parameters(2 * v, s.model.parameters())
@@ -237,7 +265,7 @@ def freeze(s: Subject):
     return y, y.requires_grad
 
 
-@operation(FLAGS, "`layer.requires_grad_(True)`, then train the weight")
+@operation(FLAGS, "`layer.requires_grad_(True)`, then train the weight", calls_after=False)
 def train_a_layer(s: Subject):
     s.layer.requires_grad_(True)
     optimizer = torch.optim.SGD(s.layer.parameters(), lr=0.125)
@@ -246,7 +274,9 @@ def train_a_layer(s: Subject):
     return s.layer.weight.detach().clone()
 
 
-@operation(FLAGS, "`layer.weight.requires_grad_(True)`, then read its grad")
+@operation(FLAGS, "`layer.weight.requires_grad_(True)`, then read its grad",
+           Documented({"state": "shell"}, "a parameter that required grad when it was wrapped is frozen all the same",
+                      "Weights of a wrapped model are frozen", lambda got, plain: got is None))
 def train_a_weight(s: Subject):
     s.layer.weight.requires_grad_(True)
     s.layer(s.h).float().sum().backward()
@@ -281,6 +311,7 @@ class Doubled(nn.Module):
 
 
 @operation(SHAPES, "`prune.custom_from_mask(layer, \"weight\", mask)`, and `prune.remove`",
+           Refused(FROZEN, NOT_REPLACED), Refused(ROUNDED, NOT_REPLACED),
            only={"format": tuple(f for f in ("nvfp4", "mxfp4", "nf4", "dense", "dense fp32", "exact bf16",
                                              "exact fp16"))})
 def prune_(s: Subject):
@@ -292,13 +323,15 @@ def prune_(s: Subject):
     return first, now(s), sorted(name for name, _ in s.layer.named_parameters() if name != "weight")
 
 
-@operation(SHAPES, "`prune.l1_unstructured(layer, \"bias\", 0.5)`")
+@operation(SHAPES, "`prune.l1_unstructured(layer, \"bias\", 0.5)`", Refused(FROZEN, NOT_REPLACED),
+           Refused(ROUNDED, NOT_REPLACED))
 def prune_the_bias(s: Subject):
     prune.l1_unstructured(s.layer, "bias", 0.5)
     return s.whole(s.x)
 
 
-@operation(SHAPES, "`parametrize.register_parametrization(layer, \"weight\", module)`, and removing it")
+@operation(SHAPES, "`parametrize.register_parametrization(layer, \"weight\", module)`, and removing it",
+           Refused(FROZEN, NOT_REPLACED), Refused(ROUNDED, NOT_REPLACED))
 def parametrize_(s: Subject):
     parametrize.register_parametrization(s.layer, "weight", Doubled())
     first = now(s)
@@ -306,13 +339,15 @@ def parametrize_(s: Subject):
     return first, now(s)
 
 
-@operation(SHAPES, "`nn.utils.parametrizations.weight_norm(layer)`", only={"lossless": True})
+@operation(SHAPES, "`nn.utils.parametrizations.weight_norm(layer)`", Refused(FROZEN, NOT_REPLACED),
+           only={"lossless": True})
 def weight_norm(s: Subject):
     nn.utils.parametrizations.weight_norm(s.layer)
     return now(s)
 
 
-@operation(SHAPES, "`nn.utils.spectral_norm(layer)`, by a hook", only={"lossless": True})
+@operation(SHAPES, "`nn.utils.spectral_norm(layer)`, by a hook", Refused({"state": "shell"}, NOT_REPLACED),
+           Refused(ENCODED, "SpectralNorm", ValueError), only={"lossless": True})
 def spectral_norm(s: Subject):
     torch.manual_seed(0)
     nn.utils.spectral_norm(s.layer)

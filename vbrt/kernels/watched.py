@@ -13,7 +13,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["is_bare", "is_memory", "is_recorded", "unwatched"]
+__all__ = ["is_bare", "is_memory", "is_recorded", "is_transformed", "unwatched"]
 
 _TYPES = (Tensor, torch.nn.Parameter)
 _BARE_KEYS: set[int] = set()  # of dense tensors that are their memory; a few for each kind of device
@@ -43,6 +43,11 @@ def is_memory(x: Tensor) -> bool:
 def is_recorded() -> bool:
     """Whether a mode or a tracer takes down what is done, with the very tensors that it is done with."""
     return _modes() > 0 or _is_tracing()
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func or a level of forward-mode derivatives is at work."""
+    return _transforms() or forward_ad._current_level >= 0
 
 
 @contextlib.contextmanager

@@ -5,9 +5,10 @@ Imported only once a model holds such a layer, so transformers stays optional.
 
 import torch
 from torch.compiler import is_compiling
+from torch.fx import Proxy
 from transformers.pytorch_utils import Conv1D
 
-from vbrt.nn.linear import VBLayer, compiled_linear
+from vbrt.nn.linear import VBLayer, compiled_linear, leaf
 from vbrt.nn.train import TrainedLayer
 
 __all__ = ["TrainedConv1D", "VBConv1D"]
@@ -30,4 +31,6 @@ class TrainedConv1D(TrainedLayer, Conv1D):
         """x [..., in] -> [..., out]; raises what TrainedLinear.forward raises."""
         if self._vb_handle.separation is None:
             return self._plain_forward(x)
+        if isinstance(x, Proxy):
+            return leaf(self, x)
         return self._product(x, self._parameters["bias"])

@@ -34,5 +34,7 @@ class TrainedFalconLinear(TrainedLinear, FalconLinear):
         """input [..., in_features] -> [..., out_features]; raises what TrainedLinear.forward raises."""
         if self._vb_handle.separation is None:
             return self._plain_forward(input)
+        if isinstance(input, Proxy):
+            return leaf(self, input)
         product, bias = self._product(input, None), self._parameters["bias"]
         return product if bias is None else product + bias

@@ -54,6 +54,11 @@ class SwappedLayer(nn.Module):
         self.__class__ = plain
         shed(self)
 
+    def _not_to_be_replaced(self, name: str) -> WrapError:
+        return WrapError(f"{self._vb_handle.spec.name}.{name} cannot be removed or computed from something else (as by "
+                         "prune, weight_norm, spectral_norm and parametrizations): apply them before wrapping, or "
+                         "unwrap() first")
+
     def __prepare_scriptable__(self) -> None:  # torch.jit.script asks here for what it is to compile instead
         name = self._vb_handle.spec.name
         raise WrapError(f"{name}: torch.jit.script cannot compile a {type(self).__name__}; use torch.jit.trace or "
@@ -253,6 +258,8 @@ class VBLayer(SwappedLayer):
             handle.tie(self)
 
     def __delattr__(self, name: str) -> None:
+        if name == "bias":
+            raise self._not_to_be_replaced(name)
         if name == "weight" and self.materialized:
             self._vb_handle.refuse("removing it")
         if name == "weight":  # nothing is encoded yet: a parametrization takes the parameter over
@@ -270,6 +277,8 @@ class VBLayer(SwappedLayer):
 
         Raises WrapError for what would compute the weight of another parameter: the layer is as it was.
         """
+        if name == "bias_orig":
+            raise self._not_to_be_replaced("bias")
         if name.startswith("weight_"):
             self._take_back_weight()
             raise WrapError(f"{self._vb_handle.spec.name}: {name} cannot take the place of its weight (pruning, "
@@ -341,8 +350,10 @@ class VBLayer(SwappedLayer):
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys,
                                           error_msgs)
             return
-        rest = {name: value for name, value in state_dict.items() if name != key}
-        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys,
+                                      error_msgs)  # its hooks see the weight, and may change it
+        if key in unexpected_keys:  # for want of a parameter to take it
+            unexpected_keys.remove(key)
         weight = state_dict.get(key)
         if weight is None:
             if strict:

@@ -18,17 +18,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Function
 from torch.compiler import is_compiling
+from torch.fx import Proxy
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vbrt.errors import FormatError, WrapError
 from vbrt.formats import TrainedSeparation, get_format
 from vbrt.formats.page import PageLayout
 from vbrt.formats.separation import identity
+from vbrt.kernels.watched import is_recorded, is_transformed, unwatched
 from vbrt.nn.handle import HandleSpec, Planes
-from vbrt.nn.linear import SwappedLayer
-from vbrt.nn.product import sum_rows
+from vbrt.nn.linear import SwappedLayer, leaf
+from vbrt.nn.product import sum_rows, whole
 
 __all__ = ["TrainedLayer", "TrainedLinear", "TrainedWeight"]
 
@@ -201,7 +206,39 @@ class TrainedLayer(SwappedLayer):
         if is_compiling():
             return torch.ops.vbrt.trained_linear(x, weight, bias, handle.token, handle.spec.shape[0], dtype,
                                                  self.training, handle.spec.transposed)
+        if is_recorded():
+            self._check_recorder()
+            if is_fake(x):  # values do not count
+                return F.linear(x, weight.to(dtype).t() if handle.spec.transposed else weight.to(dtype), bias)
+        if is_transformed():
+            return F.linear(x, self._transformed(weight, dtype), bias)
         return _StraightThrough.apply(x, weight, bias, handle, dtype, self.training)
+
+    def _check_recorder(self) -> None:
+        """Raise WrapError for a tracer that would keep the weight as it is rounded now, as a constant."""
+        if torch._C._is_tracing() or get_proxy_mode() is not None:
+            raise WrapError(f"{self._vb_handle.spec.name}: torch.jit.trace and make_fx cannot record a layer in "
+                            "training, whose weight is rounded anew in each step; use torch.compile or torch.export, "
+                            "or trace the model after unwrap()")
+
+    def _transformed(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rounded weight [N, K] of a call under a transform of torch.func or with forward-mode derivatives, made of
+        what those see through. Unlike other forwards, theirs keeps it for the backward pass.
+
+        Raises:
+            WrapError: there is a weight for each sample.
+        """
+        values = weight
+        while is_functorch_wrapped_tensor(values):
+            if is_batchedtensor(values):
+                raise WrapError(f"{self._vb_handle.spec.name}: vmap over the weight of a layer in training would need "
+                                "scales for each; map over inputs and biases, or unwrap() first")
+            values = get_unwrapped(values)
+        handle = self._vb_handle
+        with unwatched():
+            w_NK = handle.rounded(values, dtype, training=self.training)
+        straight = weight - weight.detach()  # zeros, through which gradients go
+        return w_NK + (straight.t() if handle.spec.transposed else straight).to(dtype)
 
     def _plain_forward(self, x: Tensor) -> Tensor:
         """The very call of the original module."""
@@ -217,6 +254,21 @@ class TrainedLayer(SwappedLayer):
             self._vb_handle.layers.discard(self)
             self.__dict__["_vb_handle"] = handle = self._vb_handle.empty_copy()
             handle.layers.add(self)
+
+    def __delattr__(self, name: str) -> None:
+        if name in ("weight", "bias") and self._vb_handle.separation is not None:
+            raise self._not_to_be_replaced(name)
+        super().__delattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As in nn.Module, but for the names under which pruning keeps what it replaces.
+
+        Raises:
+            WrapError: weight or bias is about to be replaced by something that is computed.
+        """
+        if name in ("weight_orig", "bias_orig") and self._vb_handle.separation is not None:
+            raise self._not_to_be_replaced(name.removesuffix("_orig"))
+        super().register_parameter(name, param)
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -265,6 +317,8 @@ class TrainedLinear(TrainedLayer, nn.Linear):
         """
         if self._vb_handle.separation is None:
             return self._plain_forward(input)
+        if isinstance(input, Proxy):
+            return leaf(self, input)
         return self._product(input, self._parameters["bias"])
 
     def extra_repr(self) -> str:
@@ -283,7 +337,7 @@ class _StraightThrough(Function):
         # not a saved tensor: hooks that offload those would copy the weight, and torch's own check knows no names
         ctx.weight, ctx.handle, ctx.moment = weight, handle, handle.moment(weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return F.linear(x, w_NK, bias)
+        return whole(F.linear(x, w_NK, bias))
 
     @staticmethod
     def backward(ctx, dy: Tensor):
