@@ -44,7 +44,7 @@ def compile_with_dynamic_shapes(s: Subject):
         return [run(s.random(n, 64)) for n in (2, 3, 7)]
 
 
-@operation(TRACING, "`torch.compile(model)` with its default backend", sample=1)
+@operation(TRACING, "`torch.compile(model)` with its default backend", sample=1, bits=False)
 def compile_with_inductor(s: Subject):
     with torch.no_grad():
         run = compiled(s, backend="inductor")

@@ -14,6 +14,7 @@ READS, WRITES, FLAGS, SHAPES, TIES = "Reading weights", "Writing weights", "Flag
 ENCODED = {"state": "materialized"}
 NO_PARAMETERS = "an encoded weight is no parameter any more"
 NOT_REPLACED = "cannot be removed or computed from something else"
+IN_TIERS = Refused(ENCODED, "not possible while it lives in the tiers")
 TORCHS_OWN = (Refused(FROZEN, "weakref associated with it", RuntimeError),)
 NOT_LISTED = "`parameters()` and what counts them have biases, norms and what is not swapped"
 LEFT_OUT = (Documented(ENCODED, NO_PARAMETERS, NOT_LISTED, lambda got, plain: got != plain),)
@@ -199,7 +200,7 @@ def reset_parameters(s: Subject):
     return now(s)
 
 
-@operation(WRITES, "`del layer.weight`", Refused(FROZEN, NOT_REPLACED),
+@operation(WRITES, "`del layer.weight`", IN_TIERS,
            Refused(ROUNDED, NOT_REPLACED), calls_after=False)
 def remove_the_weight(s: Subject):
     del s.layer.weight
@@ -311,7 +312,7 @@ class Doubled(nn.Module):
 
 
 @operation(SHAPES, "`prune.custom_from_mask(layer, \"weight\", mask)`, and `prune.remove`",
-           Refused(FROZEN, NOT_REPLACED), Refused(ROUNDED, NOT_REPLACED),
+           Refused(FROZEN, "cannot take the place of its weight"), Refused(ROUNDED, NOT_REPLACED),
            only={"format": tuple(f for f in ("nvfp4", "mxfp4", "nf4", "dense", "dense fp32", "exact bf16",
                                              "exact fp16"))})
 def prune_(s: Subject):
@@ -330,8 +331,8 @@ def prune_the_bias(s: Subject):
     return s.whole(s.x)
 
 
-@operation(SHAPES, "`parametrize.register_parametrization(layer, \"weight\", module)`, and removing it",
-           Refused(FROZEN, NOT_REPLACED), Refused(ROUNDED, NOT_REPLACED))
+@operation(SHAPES, "`parametrize.register_parametrization(layer, \"weight\", module)`, and removing it", IN_TIERS,
+           Refused(ROUNDED, NOT_REPLACED))
 def parametrize_(s: Subject):
     parametrize.register_parametrization(s.layer, "weight", Doubled())
     first = now(s)
@@ -339,15 +340,14 @@ def parametrize_(s: Subject):
     return first, now(s)
 
 
-@operation(SHAPES, "`nn.utils.parametrizations.weight_norm(layer)`", Refused(FROZEN, NOT_REPLACED),
+@operation(SHAPES, "`nn.utils.parametrizations.weight_norm(layer)`", IN_TIERS,
            only={"lossless": True})
 def weight_norm(s: Subject):
     nn.utils.parametrizations.weight_norm(s.layer)
     return now(s)
 
 
-@operation(SHAPES, "`nn.utils.spectral_norm(layer)`, by a hook", Refused({"state": "shell"}, NOT_REPLACED),
-           Refused(ENCODED, "SpectralNorm", ValueError), only={"lossless": True})
+@operation(SHAPES, "`nn.utils.spectral_norm(layer)`, by a hook", Refused(ENCODED, "SpectralNorm", ValueError), only={"lossless": True})
 def spectral_norm(s: Subject):
     torch.manual_seed(0)
     nn.utils.spectral_norm(s.layer)

@@ -42,7 +42,7 @@ from vbrt.kernels import (
     runs_unpacked,
 )
 from vbrt.kernels.reference import wants_grad
-from vbrt.kernels.watched import is_bare, is_memory
+from vbrt.kernels.watched import is_bare, is_memory, unwatched
 from vbrt.nn.decoded import DecodedWeight
 from vbrt.nn.product import Product, as_autocast, whole
 from vbrt.tiers import Lease, Owner, Page, TierStack
@@ -629,7 +629,7 @@ class WeightHandle:
     def weight(self) -> torch.Tensor:
         """The decoded weight in the module's orientation and dtype: a temporary that shares memory with nothing."""
         self.weight_reads += 1
-        with self.lease() as tensors:
+        with unwatched(), self.lease() as tensors:  # tables that formats keep are made on the way
             weight = self._original(self._planes(tensors, self._device))
             if self.strides is not None:
                 return self._restrided(weight)
