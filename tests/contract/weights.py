@@ -347,7 +347,8 @@ def weight_norm(s: Subject):
     return now(s)
 
 
-@operation(SHAPES, "`nn.utils.spectral_norm(layer)`, by a hook", Refused(ENCODED, "SpectralNorm", ValueError), only={"lossless": True})
+@operation(SHAPES, "`nn.utils.spectral_norm(layer)`, by a hook", Refused(ENCODED, "SpectralNorm", ValueError),
+           only={"lossless": True})
 def spectral_norm(s: Subject):
     torch.manual_seed(0)
     nn.utils.spectral_norm(s.layer)
