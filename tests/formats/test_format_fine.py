@@ -135,3 +135,19 @@ def test_dense_needs_no_fine_plane():
     dense = get_format("dense")
     with pytest.raises(FormatError, match="already exact"):
         split_fine(w, dense.encode(w), dense)
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+@pytest.mark.parametrize("shape", [(3, 5), (64, 64), (3, 70_001)])
+def test_lists_that_do_not_go_with_the_codes_are_refused(name, dtype, shape):
+    w, fmt = (torch.randn(shape) * torch.randn(shape).exp()).to(dtype), get_format(name)
+    coarse = fmt.encode(w)
+    plane = split_fine(w, coarse, fmt)
+    fine.check_fine(coarse, plane, fmt, shape, dtype)
+    others = [{"starts": plane["starts"] + 1}]
+    others += [{key: plane[key][1:]} for key in ("side", "escapes") if len(plane[key])]
+    others += [{key: torch.cat((plane[key], plane[key].new_zeros(1)))} for key in ("side", "escapes")]
+    for other in others:
+        with pytest.raises(FormatError, match=r"lists of \d+ and \d+ entries, or `starts`, that do not go with"):
+            fine.check_fine(coarse, plane | other, fmt, shape, dtype)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 import pickle
 
 import pytest
@@ -241,6 +242,23 @@ def test_a_state_dict_that_does_not_fit_is_named(change):
     with pytest.raises(RuntimeError, match=r"planes|frozen in nvfp4"):
         layer.load_state_dict(state)
     assert torch.equal(layer.weight, before)
+
+
+@pytest.mark.parametrize("change", [
+    {"dtype": "load"}, {"dtype": None}, {"dtype": "int8"}, {"layout": None}, {"layout": {"version": 1}},
+    ("nbytes", float("inf")), ("nbytes", "x"), ("fields", [["codes", "uint8", [float("inf")], 0]]), ("fields", 3),
+    ("version", 9), "[" * 4000, "x" * 100_000])
+def test_a_header_that_is_none_is_refused_by_name(change):
+    layer, state = make(), make(frozen="nvfp4").state_dict()
+    header = json.loads(bytes(state["planes_header"].tolist()))
+    if isinstance(change, tuple):
+        header["layout"][change[0]] = change[1]
+    text = change if isinstance(change, str) else json.dumps(header | (change if isinstance(change, dict) else {}))
+    state["planes_header"] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    before = layer.weight.clone()
+    with pytest.raises(RuntimeError, match="planes"):
+        layer.load_state_dict(state)
+    assert layer.format is None and torch.equal(layer.weight, before)
 
 
 @pytest.mark.parametrize("frozen", [None, "nvfp4", "quantile"])

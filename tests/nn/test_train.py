@@ -338,6 +338,16 @@ def test_a_dense_state_dict_loads_strictly_and_starts_a_new_history():
     assert counts(vb) == (0, 1)
 
 
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+def test_a_history_that_is_not_finite_is_refused_by_name(number):
+    _, vb = layer()
+    vb(torch.randn(4, 64))
+    state = vb.state_dict()
+    state["separation"][8:16] = torch.tensor([number], dtype=torch.float64).view(torch.uint8)  # its steps
+    with pytest.raises(RuntimeError, match=r"separation.*finite numbers"):
+        vb.load_state_dict(state)
+
+
 def test_a_state_of_another_format_is_refused_by_name():
     vb, other = wrap(llama().train(), "nvfp4"), wrap(llama().train(), "nf4")
     steps(vb, 1)

@@ -50,8 +50,13 @@ def _wide_at(codes_RQ: Tensor, k: int, fmt: BlockFormat) -> Tensor:
     """Flat positions, ascending, of the wide codes among the first k columns of packed rows [R, >= k/2]."""
     if not fmt.wide_codes:
         return torch.empty(0, dtype=torch.int64, device=codes_RQ.device)
+    return _wide(codes_RQ, k, fmt).reshape(-1).nonzero().squeeze(1)
+
+
+def _wide(codes_RQ: Tensor, k: int, fmt: BlockFormat) -> Tensor:
+    """Whether each of the first k codes of packed rows is wide: bool [R, k]."""
     mask = lookup(code_mask_quads(fmt.wide_codes, codes_RQ.device), codes_RQ).view(torch.bool)
-    return mask.view(codes_RQ.shape[0], -1)[:, :k].reshape(-1).nonzero().squeeze(1)
+    return mask.view(codes_RQ.shape[0], -1)[:, :k]
 
 
 def _coarse_tiles(coarse: dict[str, Tensor], shape: tuple[int, int]) -> Iterator[tuple[slice, slice, Tensor]]:
@@ -76,7 +81,7 @@ def split_fine(w_NK: Tensor, coarse: dict[str, Tensor], fmt: Format) -> dict[str
     if width == 12:
         fine["nibbles"] = torch.empty(n, (k + 1) // 2, dtype=torch.uint8, device=w_NK.device)
     side, escapes = [], []
-    lists = torch.zeros(2, n * k, dtype=torch.bool, device=w_NK.device)  # who is in which, row-major
+    lists = torch.zeros(2, padded(n * k, SPAN), dtype=torch.bool, device=w_NK.device)  # who is in which, row-major
     first = 0
     for rows, columns, codes in _coarse_tiles(coarse, (n, k)):
         bits, near = (t[rows, columns].contiguous().view(torch.int16) for t in (w_NK, dec_NK))
@@ -100,11 +105,14 @@ def split_fine(w_NK: Tensor, coarse: dict[str, Tensor], fmt: Format) -> dict[str
 
 
 def _starts(lists: Tensor) -> Tensor:
-    """int32 [ceil(N * K / SPAN), 2] from bool [2, N * K]: entries before each span."""
-    whole = lists.shape[1] // SPAN * SPAN
-    counts = lists[:, :whole].view(2, -1, SPAN).sum(-1)  # the last, partial span comes before none
-    counts = F.pad(counts, (1, 0))[:, : -(-lists.shape[1] // SPAN)]
-    return counts.cumsum(1).to(torch.int32).t().contiguous()
+    """int32 [ceil(N * K / SPAN), 2] from bool [2, N * K up to whole spans]: entries before each span."""
+    return F.pad(_counts(lists)[:, :-1], (1, 0)).cumsum(1).to(torch.int32).t().contiguous()
+
+
+def _counts(lists: Tensor) -> Tensor:
+    """int64 [2, spans]: entries in each. Eight at a time: no byte of a sum of 128 words carries into the next."""
+    words = lists.view(torch.int64).view(2, -1, SPAN // 1024, 128).sum(-1)
+    return words.view(torch.uint8).view(2, lists.shape[1] // SPAN, -1).sum(-1)
 
 
 def _pack_nibbles(nibble_RK: Tensor) -> Tensor:
@@ -159,17 +167,18 @@ def check_fine(
     For planes of `fine_fields`, on a CPU, that somebody else may have made.
     """
     fmt = _check(dtype, fmt)
+    total = shape[0] * shape[1]
+    lists = torch.zeros(2, padded(total, SPAN), dtype=torch.bool)
+    first = 0
+    for _, columns, codes in _coarse_tiles(coarse, shape):
+        wide = _wide(codes, columns.stop - columns.start, fmt)
+        lists[0, first : first + wide.numel()].view_as(wide).copy_(wide)
+        first += wide.numel()
     escaped = fine["low"] == 1 << (WIDTH[dtype] - 1) & 255
     if WIDTH[dtype] == 12:
         escaped &= unpack_codes(fine["nibbles"], shape[1]) == 8
-    lists = torch.stack((torch.zeros_like(escaped).view(-1), escaped.view(-1)))
-    first = 0
-    for rows, columns, codes in _coarse_tiles(coarse, shape):
-        width = columns.stop - columns.start
-        lists[0, first + _wide_at(codes, width, fmt)] = True
-        first += (rows.stop - rows.start) * width
-    lists[1] &= ~lists[0]
-    side, escapes = lists.sum(1).tolist()
+    torch.gt(escaped.view(-1), lists[0, :total], out=lists[1, :total])
+    side, escapes = _counts(lists).sum(1).tolist()
     if (len(fine["side"]), len(fine["escapes"])) != (side, escapes) or not torch.equal(fine["starts"], _starts(lists)):
         raise FormatError(f"fine plane: lists of {len(fine['side'])} and {len(fine['escapes'])} entries, or `starts`, "
                           f"that do not go with its coarse plane, which has {side} wide codes and {escapes} escapes")

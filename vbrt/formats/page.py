@@ -103,7 +103,7 @@ class PageLayout:
         try:
             fields = tuple(Field(str(n), str(d), tuple(map(int, s)), int(o)) for n, d, s, o in data["fields"])
             return cls(str(data["format"]), str(data["plane"]), fields, int(data["nbytes"]))
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, OverflowError) as error:
             message = f"page layout {dict(data)!r}: {error!r}; expected what PageLayout.to_dict returns"
             raise FormatError(message) from error
 

@@ -32,6 +32,9 @@ from vbrt.nn.product import sum_rows
 
 __all__ = ["FusedFP4Linear", "quantize"]
 
+_MAX_HEADER_BYTES = 4096
+_DTYPES = {str(dtype).removeprefix("torch."): dtype
+           for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 _FORMATS = tuple(name for name in FORMATS if name != "dense")
 
 
@@ -231,12 +234,14 @@ class FusedFP4Linear(nn.Linear):
         if header not in state_dict:
             return f"expected {header} beside it"
         try:
+            if state_dict[header].numel() > _MAX_HEADER_BYTES:
+                return f"a header of {state_dict[header].numel()} bytes; expected at most {_MAX_HEADER_BYTES}"
             read = json.loads(bytes(state_dict[header].tolist()))
-            layout, dtype = PageLayout.from_dict(read["layout"]), getattr(torch, read["dtype"])
+            layout, dtype = PageLayout.from_dict(read["layout"]), _DTYPES[read["dtype"]]
             unpack(state_dict[planes], layout)
             expected = self._layout(layout.format) if layout.format in _FORMATS else None
-        except (FormatError, ValueError, KeyError, TypeError, AttributeError) as error:
-            return str(error)
+        except (FormatError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            return f"{header}: {error}"
         if layout != expected:
             fits = f"[{self.out_features}, {self.in_features}] in one of {', '.join(_FORMATS)}"
             return f"a page of another shape or format ({layout.format}); expected {fits}"
