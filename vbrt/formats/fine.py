@@ -168,7 +168,7 @@ def check_fine(
     """
     fmt = _check(dtype, fmt)
     total = shape[0] * shape[1]
-    lists = torch.zeros(2, padded(total, SPAN), dtype=torch.bool)
+    lists = torch.zeros(2, padded(total, SPAN), dtype=torch.bool, device=fine["low"].device)
     first = 0
     for _, columns, codes in _coarse_tiles(coarse, shape):
         wide = _wide(codes, columns.stop - columns.start, fmt)
