@@ -577,6 +577,7 @@ class TierStack:
                 if not slot.at_home or slot.page.home != level.index:
                     self._evict(level, key)
             level.fit()
+        self._half_done = False
         self._tell()
 
     def _tell(self) -> None:
