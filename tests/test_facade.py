@@ -68,6 +68,19 @@ def test_the_wrappers_own_attributes_stay_its_own():
     assert not {"settings", "plan", "stack", "_marker", "_closed"} & vars(model).keys()
 
 
+def test_a_whole_life_leaves_nothing_on_the_model(tmp_path):
+    model = llama()
+    before = set(vars(model))
+    vb = wrap(model)
+    vb(TOKENS)
+    vb.set_budget("cpu", "1GiB")
+    with vb.timeline(tmp_path / "timeline.json"):
+        vb(TOKENS)
+    vb.save(tmp_path / "saved")
+    vb.stats()
+    assert vb.unwrap() is model and set(vars(model)) == before and not model._forward_pre_hooks
+
+
 @pytest.mark.parametrize("make", [wrap, train])
 def test_training_and_eval_mode_are_the_models(make):
     vb = make(mlp().eval())
