@@ -3,9 +3,12 @@
 import copy
 import gc
 import io
+import os
 import pickle
 import threading
 import weakref
+from multiprocessing.context import set_spawning_popen
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -13,7 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
 
-from tests.models import FORMATS, mlp, wrap, wrap_streamed
+import vbrt
+from tests.models import FORMATS, config, mlp, wrap, wrap_streamed
 from vbrt.errors import FormatError, WrapError
 from vbrt.nn import FusedFP4Linear, VBLinear
 
@@ -556,6 +560,48 @@ def test_a_state_dict_that_is_assigned_gives_its_dtype_and_tensors_as_to_a_plain
         vb.model[0](x)
     assert vb.model[0].materialized
     assert torch.allclose(vb.model[0](x), plain(x), atol=0 if vb.model[0].handle.spec.lossless else 3)
+
+
+def test_loading_its_own_state_leaves_a_fitted_codebooks_weight_as_it_is():
+    torch.manual_seed(0)
+    vb = wrap(nn.Sequential(nn.Linear(40, 96), nn.Linear(96, 40)).eval(), "quantile").materialize()
+    state = vb.state_dict()
+    for _ in range(2):
+        vb.load_state_dict(state)
+        assert all(torch.equal(value, state[name]) for name, value in vb.state_dict().items())
+
+
+class Launch:
+    """Stands for a process that is about to be spawned: it is handed files, and begins later."""
+
+    def __init__(self):
+        self.files = []
+
+    def duplicate_for_child(self, file):
+        self.files.append(file)
+        return file
+
+    def DupFd(self, file):
+        return file
+
+
+@pytest.mark.parametrize("mode", ["infer", "train"])
+def test_a_warm_model_hands_a_spawned_process_no_file_that_is_closed_before_it_begins(mode):
+    vb = vbrt.wrap(mlp(depth=2), {**config("nvfp4"), "mode": mode})
+    vb(inputs(vb))
+    launch = Launch()
+    set_spawning_popen(launch)
+    try:
+        made = ForkingPickler.dumps(vb)
+    finally:
+        set_spawning_popen(None)
+    gc.collect()
+    pipe = os.pipe()  # what is opened next takes the numbers of what was closed
+    assert made.nbytes and len({*launch.files, *pipe}) == len(launch.files) + 2
+    for file in (*launch.files, *pipe):
+        os.fstat(file)
+    for file in pipe:
+        os.close(file)
 
 
 def test_accelerate_gives_a_shell_its_weight_and_materialize_encodes_it():

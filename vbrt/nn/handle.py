@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.context import get_spawning_popen
 from typing import NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ from vbrt.nn.decoded import DecodedWeight
 from vbrt.nn.product import Product, as_autocast, whole
 from vbrt.tiers import Lease, Owner, Page, TierStack
 
-__all__ = ["HandleSpec", "WeightHandle", "handle_of", "handle_with", "handles_in"]
+__all__ = ["HandleSpec", "WeightHandle", "carried", "delivered", "handle_of", "handle_with", "handles_in"]
 
 _handles: "weakref.WeakValueDictionary[int, WeightHandle]" = weakref.WeakValueDictionary()
 _shells: "weakref.WeakValueDictionary[tuple, WeightHandle]" = weakref.WeakValueDictionary()  # by where the weight lies
@@ -368,6 +369,12 @@ class WeightHandle:
     def owns(self, weight: torch.Tensor) -> bool:
         """Whether a dense parameter is the layers' own, and not one that was put in its place for a while."""
         return any(own() is weight for own in self._own_weights)
+
+    def holds_values(self, weight: torch.Tensor) -> bool:
+        """Whether this is what a fitted codebook has made of the weight already: encoded again, it would change."""
+        if self.separation is None or not self.keys or weight.is_meta:
+            return False
+        return torch.equal(self.weight(), weight.to(self._device, self.dtype))
 
     def own_weight(self) -> torch.Tensor | None:
         """The dense parameter of the layers, if it lives."""
@@ -757,7 +764,7 @@ class WeightHandle:
         pages = []
         if self.keys:
             with self.encoded() as planes:  # bytes, because torch cannot unpickle 8-bit floats
-                pages = [(layout.to_dict(), pack(plane, layout, new_page(layout))) for layout, plane in planes]
+                pages = [(layout.to_dict(), carried(pack(plane, layout, new_page(layout)))) for layout, plane in planes]
         return _restore, (self.stack, self.spec, self.dtype, self.trainable, pages, self.strides)
 
 
@@ -841,6 +848,17 @@ def handle_with(weight: torch.Tensor) -> WeightHandle | None:
     return handle if any(dense is not None and _place(dense) == _place(weight) for dense in held) else None
 
 
+def carried(made: torch.Tensor) -> torch.Tensor | bytes:
+    """uint8 that was made for a pickle, as it goes into it. A process that is being spawned gets tensors as files,
+    which are closed with a tensor that nobody holds before it has begun: it gets bytes instead."""
+    return bytes(made.cpu().numpy()) if get_spawning_popen() is not None else made
+
+
+def delivered(made: torch.Tensor | bytes) -> torch.Tensor:
+    """What `carried` was given."""
+    return torch.frombuffer(bytearray(made), dtype=torch.uint8) if isinstance(made, bytes) else made
+
+
 def _restore(stack: TierStack, spec: HandleSpec, dtype: torch.dtype, trainable: bool, pages: list,
              strides: tuple[int, ...] | None) -> WeightHandle:
     """Unpickle: `stack` is one of this process, in CPU memory, shared by all handles of the pickle."""
@@ -848,7 +866,8 @@ def _restore(stack: TierStack, spec: HandleSpec, dtype: torch.dtype, trainable: 
     handle.dtype, handle.trainable, handle.strides = dtype, trainable, strides
     if pages:
         layouts = [PageLayout.from_dict(layout) for layout, _ in pages]
-        handle.store([(layout, unpack(page, layout)) for layout, (_, page) in zip(layouts, pages, strict=True)])
+        made = [delivered(page) for _, page in pages]
+        handle.store([(layout, unpack(page, layout)) for layout, page in zip(layouts, made, strict=True)])
     return handle
 
 

@@ -378,8 +378,11 @@ class VBLayer(SwappedLayer):
             FormatError: the weight cannot be encoded; the old one is still in place.
             TierError: the pages cannot be stored; the layer is a shell of the new weight.
         """
+        self.look()
         handle = self._vb_handle
         with torch.no_grad(), handle.stack.encoding:
+            if handle.holds_values(weight):
+                return
             shell = nn.Parameter(weight.detach().to(handle.dtype), requires_grad=handle.trainable)
             strides = handle.strides
             planes = handle.split(shell)

@@ -31,7 +31,7 @@ from vbrt.formats import TrainedSeparation, get_format
 from vbrt.formats.page import PageLayout
 from vbrt.formats.separation import identity
 from vbrt.kernels.watched import is_recorded, is_transformed, unwatched
-from vbrt.nn.handle import HandleSpec, Planes
+from vbrt.nn.handle import HandleSpec, Planes, carried, delivered
 from vbrt.nn.linear import SwappedLayer, leaf
 from vbrt.nn.product import sum_rows, whole
 
@@ -145,7 +145,7 @@ class TrainedWeight:
 
     def __reduce__(self):
         state = None if self.separation is None else self.separation.state(self.weight)
-        return _restore, (self.spec, self.dtype, self.forwards, state)
+        return _restore, (self.spec, self.dtype, self.forwards, None if state is None else carried(state))
 
 
 @cache
@@ -163,11 +163,11 @@ def _note_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> N
                 torch.autograd.graph.increment_version(parameter)
 
 
-def _restore(spec: HandleSpec, dtype: torch.dtype, forwards: int, state: Tensor | None) -> TrainedWeight:
+def _restore(spec: HandleSpec, dtype: torch.dtype, forwards: int, state: Tensor | bytes | None) -> TrainedWeight:
     handle = TrainedWeight(spec)
     handle.dtype, handle.forwards = dtype, forwards
     if state is not None:
-        handle.separation.load(state, spec.shape)
+        handle.separation.load(delivered(state), spec.shape)
     return handle
 
 
