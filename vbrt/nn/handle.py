@@ -482,13 +482,15 @@ class WeightHandle:
         lent.__class__ = DecodedWeight
         lent.lend(weakref.ref(self), version)
         self._ready = self.resident = None
-        self.renew_lent()
+        if not self.spec.lossless:
+            self.renew_lent()
 
     def renew_lent(self) -> None:
         """Have the temporary, if one is out, show what is stored."""
         lent = self._out()
+        values = None if lent is None else self.weight()  # before the look: another thread may write meanwhile
         if lent is not None and not lent.written:
-            lent.show(self.weight())
+            lent.show(values)
 
     def parameter(self, twin: int, made: nn.Parameter | None) -> nn.Parameter:
         """The weight as a parameter: the temporary, if one is out, so that whoever holds it holds the weight. One for
