@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -133,6 +135,77 @@ def test_a_compiled_model_under_autocast_computes_as_the_eager_one():
         y, expected = compiled(vb.model)(x), vb.model(x)
     assert y.dtype is expected.dtype is torch.bfloat16
     torch.testing.assert_close(y, expected)
+
+
+def gradient(run):
+    return lambda x: torch.autograd.functional.hessian(lambda x: run(x).sin().sum(), x)
+
+
+TRANSFORMS = {
+    "vmap": torch.func.vmap,
+    "grad": lambda run: torch.func.grad(lambda x: run(x).sin().sum()),
+    "jvp": lambda run: lambda x: torch.func.jvp(run, (x,), (x.cos(),))[1],
+    "hessian": lambda run: torch.func.hessian(lambda x: run(x).sin().sum()),
+    "jacrev of jacrev": lambda run: torch.func.jacrev(torch.func.jacrev(lambda x: run(x).sin().sum())),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("format", ["dense", "nvfp4"])
+def test_a_transform_of_a_layer_gives_compiled_what_it_gives_the_plain_one(format, transform):
+    vb, x = wrap(nn.Sequential(nn.Linear(16, 8)).eval(), format).materialize(), torch.randn(2, 16)
+    plain = nn.Linear(16, 8)
+    plain.load_state_dict({"weight": vb.model[0].weight, "bias": vb.model[0].bias})
+    expected = TRANSFORMS[transform](plain)(x)
+    torch.testing.assert_close(compiled(TRANSFORMS[transform](vb.model))(x), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_operator_has_every_derivative_by_itself():
+    vb, x = wrap(mlp(depth=1)).materialize(), torch.randn(2, 64)
+    handle = vb.model[0].handle
+    weight = torch.Tensor(vb.model[0].weight)
+    for transform in (*TRANSFORMS.values(), gradient):
+        got = transform(lambda x: torch.ops.vbrt.linear(x, None, handle.token, 64))(x)
+        torch.testing.assert_close(got, transform(lambda x: F.linear(x, weight))(x), atol=1e-5, rtol=1e-5)
+
+
+def test_second_derivatives_of_a_graph_are_those_of_the_eager_model():
+    vb, x = wrap(mlp(depth=1), "nvfp4").materialize(), torch.randn(2, 64)
+    run = torch.compile(vb.model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(gradient(run)(x), gradient(vb.model)(x))
+
+
+@pytest.mark.parametrize("format", ["dense", "nvfp4"])
+def test_a_dtype_that_the_plain_layer_refuses_is_refused_compiled_too(format):
+    vb = wrap(mlp(depth=1), format).materialize()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="dtype"):
+        compiled(vb.model)(torch.randn(2, 64).half())
+
+
+def test_a_weight_loaded_between_compiled_forward_and_backward_is_an_error():
+    vb, x = wrap(mlp(depth=1)).materialize(), torch.randn(2, 64, requires_grad=True)
+    loss = compiled(vb.model)(x).sum()
+    vb.load_state_dict({"0.weight": torch.eye(64), "0.bias": torch.zeros(64)})
+    with pytest.raises(WrapError, match="between forward and backward"):
+        loss.backward()
+
+
+def test_a_program_that_is_loaded_elsewhere_names_what_it_lacks_and_never_takes_another_models_layer(tmp_path):
+    vb, x = wrap(mlp(depth=1), "nvfp4").materialize(), torch.randn(2, 64)
+    program = torch.export.export(vb.model, (x,))
+    torch.testing.assert_close(program.module()(x), vb.model(x))
+    torch.export.save(program, tmp_path / "program.pt2")
+    code = f"""
+import torch, vbrt
+from tests.models import mlp, wrap
+other = [wrap(mlp(depth=1)).materialize() for _ in range(20)]
+try:
+    torch.export.load({str(tmp_path / "program.pt2")!r}).module()(torch.randn(2, 64))
+except vbrt.errors.WrapError as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    assert "no longer exists in this process" in run.stdout and "unwrap()" in run.stdout
 
 
 def test_dynamic_batches_compile_once_more_at_most():

@@ -13,21 +13,32 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["is_bare", "is_memory", "is_recorded", "is_transformed", "unwatched"]
+__all__ = ["dispatch_modes", "is_bare", "is_memory", "is_recorded", "is_tracing", "is_transformed", "is_watched",
+           "unwatched"]
 
 _TYPES = (Tensor, torch.nn.Parameter)
 _BARE_KEYS: set[int] = set()  # of dense tensors that are their memory; a few for each kind of device
 
+# no functions around them: forwards that take microseconds ask them each time
 _keys_of = torch._C._dispatch_keys
-_modes = torch._C._len_torch_dispatch_stack
+dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
-_is_tracing = torch._C._is_tracing
+is_tracing = torch._C._is_tracing
 
 
 def is_bare(x: Tensor) -> bool:
     """Whether x is its memory and nothing more, and nobody watches what is done with it."""
-    return (type(x) in _TYPES and (_keys_of(x).raw_repr() in _BARE_KEYS or is_memory(x)) and not _modes()
-            and not _transforms() and not _is_tracing() and forward_ad._current_level < 0)
+    return type(x) in _TYPES and (_keys_of(x).raw_repr() in _BARE_KEYS or is_memory(x)) and not is_watched()
+
+
+def is_watched() -> bool:
+    """Whether a mode, a transform, a tracer or forward differentiation is at work in this thread."""
+    return dispatch_modes() > 0 or _transforms() or is_tracing() or forward_ad._current_level >= 0
+
+
+def is_recorded() -> bool:
+    """Whether a mode or a tracer takes down what is done, with the very tensors that it is done with."""
+    return dispatch_modes() > 0 or is_tracing()
 
 
 def is_memory(x: Tensor) -> bool:
@@ -38,11 +49,6 @@ def is_memory(x: Tensor) -> bool:
         return False
     _BARE_KEYS.add(_keys_of(x).raw_repr())
     return True
-
-
-def is_recorded() -> bool:
-    """Whether a mode or a tracer takes down what is done, with the very tensors that it is done with."""
-    return _modes() > 0 or _is_tracing()
 
 
 def is_transformed() -> bool:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._C._functorch import TransformType, get_interpreter_stack
+from torch.autograd import forward_ad
 
 from vbrt.errors import FormatError, TierError, WrapError
 from vbrt.formats import get_format
@@ -43,9 +44,9 @@ from vbrt.kernels import (
     runs_unpacked,
 )
 from vbrt.kernels.reference import wants_grad
-from vbrt.kernels.watched import is_bare, is_memory, unwatched
+from vbrt.kernels.watched import dispatch_modes, is_bare, is_memory, is_tracing, is_watched, unwatched
 from vbrt.nn.decoded import DecodedWeight
-from vbrt.nn.product import Product, as_autocast, whole
+from vbrt.nn.product import Product, as_autocast, mapped, whole
 from vbrt.tiers import Lease, Owner, Page, TierStack
 
 __all__ = ["HandleSpec", "WeightHandle", "carried", "delivered", "handle_of", "handle_with", "handles_in"]
@@ -137,12 +138,13 @@ class WeightHandle:
         self._pages: tuple[Page, ...] = ()
         self._ready: WeightPlanes | None = None  # of pages that never move: made once, used without a lease
         self.resident: torch.Tensor | None = None  # the same, of a dense weight as nn.Linear keeps it
+        self.page: Page | None = None  # that it lies in
         self.graph_args: GraphArgs | None = None
         self._specify(spec)
         _handles[self.id] = self
 
     def _specify(self, spec: HandleSpec) -> None:
-        self.spec = spec
+        self.spec, self._lossless = spec, spec.lossless
         self._format = get_format(spec.format)
         self._linear = self._packing = None
         if not resolves_late(spec.backend, self._device):
@@ -558,6 +560,8 @@ class WeightHandle:
         self.forwards += 1
         if self.separation is not None:
             self.separation.tick()
+        if self._lossless and not torch.is_grad_enabled() and not is_watched():
+            return self._run(x, bias)  # the plain layer's calls, whatever x is
         if not is_bare(x):
             return self._watched(x, bias)
         if torch._C._is_any_autocast_enabled():
@@ -565,7 +569,7 @@ class WeightHandle:
         if not torch.is_grad_enabled():
             return self._run(x, bias)
         if wants_grad(x, bias):
-            return Product.apply(x, bias, self.now, False)
+            return Product.here(x, bias, self.now, False)
         with torch.no_grad():
             return whole(self._run(x, bias))
 
@@ -597,13 +601,12 @@ class WeightHandle:
         with self.lease() as tensors:
             return self._forward(x, self._planes(tensors, x.device), bias)
 
-    def run_in(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """`run` in x's dtype, whatever the weight's: what autocast does, for graphs that have cast x themselves."""
-        if x.dtype == self.dtype:
+    def run_cast(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`run` for graphs that have cast x and bias as autocast does."""
+        if x.dtype is self.dtype or torch.float64 in (x.dtype, self.dtype):
             return self.run(x, bias)
         with self.lease() as tensors:
-            weight = self._original(self._planes(tensors, x.device)).to(x.dtype)
-            return self.multiply(x, weight, None if bias is None else bias.to(x.dtype))
+            return self.multiply(x, self._original(self._planes(tensors, x.device)).to(x.dtype), bias)
 
     def backward_input(self, dy: torch.Tensor) -> torch.Tensor:
         """dX [..., K] = dY [..., N] W, leasing the planes again instead of keeping the weight."""
@@ -619,7 +622,7 @@ class WeightHandle:
     def _shown_weight(self, device: torch.device) -> torch.Tensor:
         """The decoded weight as the result of an operator that asks for it each time it runs, now and in a trace."""
         # a mode of fake tensors takes those that are made under it
-        token = self._token(self.generation) if torch._C._len_torch_dispatch_stack() else self.token
+        token = self._token(self.generation) if dispatch_modes() else self.token
         weight = torch.ops.vbrt.weight(token, *self.weight_shape, self.dtype, self.device_name)
         return weight if device == self._device else weight.to(device)
 
@@ -687,6 +690,7 @@ class WeightHandle:
         self._ready = planes
         if planes.format == "dense":
             self._ready = self._like_parameter(planes)
+            self.page = self._pages[0]
             self.resident = None if self.spec.transposed else self._ready.coarse["weight"]
         if self.graph_planes is None:
             return
@@ -699,16 +703,10 @@ class WeightHandle:
             page = page_of(tiles, planes.coarse["tensor_scale"])
             self.show((_stays(page), f"{planes.format} {n} {k} {dtype} {page.device}"))
 
-    def hit(self) -> None:
-        """Count a forward on pages that are there for good."""
-        self.forwards += 1
-        for page in self._pages:
-            page.hits += 1  # no call in between: one step for threads that share an interpreter lock
-
     def _forward(self, x: torch.Tensor, planes: WeightPlanes, bias: torch.Tensor | None) -> torch.Tensor:
         """For a lossless weight the very call of the original module, so that results are bit-identical."""
         spec = self.spec
-        if not spec.lossless:
+        if not self._lossless:
             if not _fit(x, planes.dtype, bias):
                 return self.multiply(x, self._original(planes), bias)  # torch says why not
             return self._linear(x, planes, bias)
@@ -782,6 +780,10 @@ class _Moment(NamedTuple):
     def back(self, dy: torch.Tensor) -> torch.Tensor:
         return self._same().backward_input(dy)
 
+    def product(self, x: torch.Tensor, *, back: bool) -> torch.Tensor:
+        apply = Product.here if is_bare(x) else Product.apply
+        return apply(x, None, self, back)
+
     def _same(self) -> WeightHandle:
         return self.handle.still(self.generation)
 
@@ -789,7 +791,7 @@ class _Moment(NamedTuple):
 def _sees_no_functions() -> bool:
     """Whether a tracer or transform is at work that takes a function of autograd's for one operation, or refuses it."""
     stack = get_interpreter_stack() or ()
-    return torch._C._is_tracing() or any(level.key() == TransformType.Functionalize for level in stack)
+    return is_tracing() or any(level.key() == TransformType.Functionalize for level in stack)
 
 
 def _fit(x: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None) -> bool:
@@ -903,20 +905,34 @@ class _Named(NamedTuple):
     token: torch.Tensor
     out_features: int
     in_features: int
+    cast: bool
 
     def times(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.vbrt.linear(x, bias, self.token, self.out_features)
+        with _below_autograd():
+            return torch.ops.vbrt.linear(x, bias, self.token, self.out_features, self.cast)
 
     def back(self, dy: torch.Tensor) -> torch.Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
+        with _below_autograd():
             return torch.ops.vbrt.linear_backward(dy, self.token, self.in_features)
+
+    def product(self, x: torch.Tensor, *, back: bool) -> torch.Tensor:
+        if back:
+            return torch.ops.vbrt.linear_backward(x, self.token, self.in_features)
+        return torch.ops.vbrt.linear(x, None, self.token, self.out_features, True)
+
+
+@contextlib.contextmanager
+def _below_autograd() -> Iterator[None]:
+    """For the operator itself; what torch.func's outer transforms differentiate comes after it, so grad stays on."""
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
+        yield
 
 
 # a lease waits and copies: a CUDA graph that recorded it would read pages that have moved on
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 _library = torch.library.Library("vbrt", "FRAGMENT")
-_library.define("linear(Tensor x, Tensor? bias, Tensor token, SymInt out_features) -> Tensor", tags=_TAGS)
+_library.define("linear(Tensor x, Tensor? bias, Tensor token, SymInt out_features, bool cast=False) -> Tensor",
+                tags=_TAGS)
 _library.define("linear_backward(Tensor dy, Tensor token, SymInt in_features) -> Tensor", tags=_TAGS)
 # conservative, or torch.jit would run it once and keep the weight as a constant
 _library.define("weight(Tensor token, SymInt rows, SymInt columns, ScalarType dtype, str device) -> Tensor",
@@ -924,35 +940,42 @@ _library.define("weight(Tensor token, SymInt rows, SymInt columns, ScalarType dt
 
 
 @torch.library.impl(_library, "linear", "CompositeExplicitAutograd")
-def _linear_op(x: torch.Tensor, bias: torch.Tensor | None, token: torch.Tensor, out_features: int) -> torch.Tensor:
-    """x [..., K] -> [..., N] with the planes of the handle that `token` names, computed in x's dtype."""
+def _linear_op(x: torch.Tensor, bias: torch.Tensor | None, token: torch.Tensor, out_features: int,
+               cast: bool = False) -> torch.Tensor:
+    """x [..., K] -> [..., N] with the planes of the handle that `token` names.
+
+    cast: autocast is on, and x and bias have its dtype, whatever the weight's.
+    """
     handle = _materialized(token)
     handle.forwards += 1
     if handle.separation is not None:
         handle.separation.tick()
-    with torch.autocast(x.device.type, enabled=False):
-        return whole(handle.run_in(x, bias))
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        return whole(handle.run_cast(x, bias) if cast else handle.run(x, bias))
 
 
 @torch.library.impl(_library, "linear", "Autograd")
-def _(x: torch.Tensor, bias: torch.Tensor | None, token: torch.Tensor, out_features: int) -> torch.Tensor:
-    return Product.apply(x, bias, _Named(token, out_features, x.shape[-1]), False)
+def _(x: torch.Tensor, bias: torch.Tensor | None, token: torch.Tensor, out_features: int,
+      cast: bool = False) -> torch.Tensor:
+    return Product.at_this_level(x, bias, _Named(token, out_features, x.shape[-1], cast), False)
 
 
 @torch.library.register_fake("vbrt::linear", lib=_library)
-def _(x: torch.Tensor, bias: torch.Tensor | None, token: torch.Tensor, out_features: int) -> torch.Tensor:
+def _(x: torch.Tensor, bias: torch.Tensor | None, token: torch.Tensor, out_features: int,
+      cast: bool = False) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
 
 
 @torch.library.impl(_library, "linear_backward", "CompositeExplicitAutograd")
 def _linear_backward_op(dy: torch.Tensor, token: torch.Tensor, in_features: int) -> torch.Tensor:
     """dX [..., K] from dY [..., N]."""
-    return whole(handle_of(token).still(token.tolist()[1]).backward_input(dy))
+    with torch.no_grad():
+        return whole(handle_of(token).still(token.tolist()[1]).backward_input(dy))
 
 
 @torch.library.impl(_library, "linear_backward", "Autograd")
 def _(dy: torch.Tensor, token: torch.Tensor, in_features: int) -> torch.Tensor:
-    return Product.apply(dy, None, _Named(token, dy.shape[-1], in_features), True)
+    return Product.at_this_level(dy, None, _Named(token, dy.shape[-1], in_features, True), True)
 
 
 @torch.library.register_fake("vbrt::linear_backward", lib=_library)
@@ -961,20 +984,14 @@ def _(dy: torch.Tensor, token: torch.Tensor, in_features: int) -> torch.Tensor:
 
 
 @torch.library.register_vmap("vbrt::linear", lib=_library)
-def _(info, in_dims, x, bias, token, out_features):
-    return _mapped(info, in_dims, x, bias, lambda k: _Named(token, out_features, k), back=False)
+def _(info, in_dims, x, bias, token, out_features, cast=False):
+    return mapped(info, in_dims, x, bias, lambda x, bias: torch.ops.vbrt.linear(x, bias, token, out_features, cast))
 
 
 @torch.library.register_vmap("vbrt::linear_backward", lib=_library)
 def _(info, in_dims, dy, token, in_features):
-    return _mapped(info, (in_dims[0], None), dy, None, lambda n: _Named(token, n, in_features), back=True)
-
-
-def _mapped(info, in_dims, x, bias, named, *, back: bool):
-    """`Product.vmap` of an operator, whose features may lie anywhere before the mapped dimension is the first."""
-    dim, bias_dim, *_ = in_dims
-    x = x if dim is None else x.movedim(dim, 0)
-    return Product.vmap(info, (None if dim is None else 0, bias_dim), x, bias, named(x.shape[-1]), back)
+    dims = (in_dims[0], None)
+    return mapped(info, dims, dy, None, lambda dy, _: torch.ops.vbrt.linear_backward(dy, token, in_features))
 
 
 @torch.library.impl(_library, "weight", "CompositeExplicitAutograd")

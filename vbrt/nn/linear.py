@@ -25,7 +25,7 @@ from torch.fx import Proxy
 from vbrt.errors import WrapError
 from vbrt.formats.separation import identity
 from vbrt.kernels.reference import wants_grad
-from vbrt.kernels.watched import is_recorded, unwatched
+from vbrt.kernels.watched import dispatch_modes, is_tracing, unwatched
 from vbrt.nn.handle import WeightHandle, handle_with
 from vbrt.nn.mapped import page_out
 from vbrt.nn.product import as_autocast
@@ -182,7 +182,7 @@ class VBLayer(SwappedLayer):
 
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x Wᵀ + bias, by the planes unless somebody has put another weight in their place."""
-        if isinstance(x, Proxy):
+        if type(x) is not torch.Tensor and isinstance(x, Proxy):
             return leaf(self, x)
         if self._vb_handle.lent is not None:
             self.look()
@@ -408,8 +408,10 @@ class VBLinear(VBLayer, nn.Linear):
         handle, parameters = self._vb_handle, self._parameters
         weight = handle.resident
         if weight is not None and parameters["weight"] is None and handle.stack.at_rest \
-                and not torch.is_grad_enabled() and input.is_cuda is weight.is_cuda and not is_recorded():
-            handle.hit()  # the short way: no more Python than nn.Linear's own
+                and not torch.is_grad_enabled() and input.is_cuda is weight.is_cuda \
+                and not (dispatch_modes() or is_tracing()):  # these would keep the very tensor, which is a page's
+            handle.forwards += 1  # the short way: no more Python than nn.Linear's own
+            handle.page.hits += 1  # no call in between: one step for threads that share an interpreter lock
             return F.linear(input, weight, parameters["bias"])
         return self._product(input, parameters["bias"])
 
@@ -438,8 +440,9 @@ def compiled_linear(layer: VBLayer, x: torch.Tensor, bias: torch.Tensor | None) 
     record. Otherwise it is one opaque op that leases when it runs, and that CUDA graphs leave out. The kernel's op for
     few tokens, where the host's part of a call counts, is found without a look at the handle.
     """
-    x, bias = as_autocast(x), as_autocast(bias)
-    frozen, form = not wants_grad(x, bias), layer._vb_form
+    cast, x, bias = torch.is_autocast_enabled(x.device.type), as_autocast(x), as_autocast(bias)
+    frozen = not wants_grad(x, bias) and (bias is None or bias.dtype == x.dtype)
+    form = layer._vb_form
     if frozen and form is not None and x.numel() <= _FEW_TOKENS * x.shape[-1]:
         page, (format, n, k, dtype, _) = layer._vb_page, form.split()
         if x.dtype == getattr(torch, dtype) and x.device == page.device:
@@ -449,7 +452,7 @@ def compiled_linear(layer: VBLayer, x: torch.Tensor, bias: torch.Tensor | None) 
         planes = handle.graph_planes
         if planes is not None and x.dtype == handle.dtype and x.device == handle.stack.device:
             return handle.fused(x, planes, bias)
-    return torch.ops.vbrt.linear(x, bias, handle.token, handle.spec.shape[0])
+    return torch.ops.vbrt.linear(x, bias, handle.token, handle.spec.shape[0], cast)
 
 
 def thaw(layers: Sequence[VBLayer]) -> None:

@@ -4,23 +4,28 @@ The product is linear in x and in bias, so each of its derivatives is such a pro
 of the weight's size is kept: whoever needs the weight again asks for it again.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function
 
-__all__ = ["FrozenWeight", "Product", "as_autocast", "sum_rows", "whole"]
+__all__ = ["FrozenWeight", "Product", "as_autocast", "mapped", "sum_rows", "whole"]
 
 
 class FrozenWeight(Protocol):
-    """A weight at one moment. Both run under no_grad, and raise WrapError where it is another one by now."""
+    """A weight at one moment. What it gives raises WrapError where it is another one by now."""
 
     def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x Wᵀ + bias, [..., K] to [..., N]."""
+        """x Wᵀ + bias, [..., K] to [..., N]; under no_grad."""
 
     def back(self, dy: Tensor) -> Tensor:
-        """dY W, [..., N] to [..., K]."""
+        """dY W, [..., N] to [..., K]; under no_grad."""
+
+    def product(self, x: Tensor, *, back: bool) -> Tensor:
+        """x Wᵀ, or x W, through which autograd sees."""
 
 
 class Product(Function):
@@ -37,27 +42,44 @@ class Product(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx = Product.apply(dy, None, ctx.weight, not ctx.back) if ctx.needs_input_grad[0] else None
+        dx = ctx.weight.product(dy, back=not ctx.back) if ctx.needs_input_grad[0] else None
         dbias = sum_rows(dy).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
         return dx, dbias, None, None
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor, dbias: Tensor | None, *_: None) -> Tensor:
-        dy = Product.apply(dx, None, ctx.weight, ctx.back)
+        dy = ctx.weight.product(dx, back=ctx.back)
         return dy if dbias is None else dy + dbias
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, x: Tensor, bias: Tensor | None, weight: FrozenWeight,
              back: bool) -> tuple[Tensor, int | None]:
-        x_dim, bias_dim, *_ = in_dims
-        if x_dim is not None:
-            x = x.movedim(x_dim, 0)
-        if bias_dim is None:
-            return Product.apply(x, bias, weight, back), None if x_dim is None else 0
-        y = Product.apply(x, None, weight, back)
-        y = y if x_dim is not None else y.expand(info.batch_size, *y.shape)
-        bias_BN = bias.movedim(bias_dim, 0)
-        return y + bias_BN.reshape(info.batch_size, *[1] * (y.dim() - 2), -1), 0
+        return mapped(info, in_dims, x, bias, lambda x, bias: Product.apply(x, bias, weight, back))
+
+    @classmethod
+    def here(cls, *args: Any) -> Tensor:
+        """`apply` where no transform of torch.func is at work: it binds its arguments by name, which takes 50 us."""
+        return super(Function, cls).apply(*args)
+
+    @classmethod
+    def at_this_level(cls, *args: Any) -> Tensor:
+        """`apply` for an operator, which torch.func calls once at each level of its transforms."""
+        with enable_single_level_autograd_function():
+            return cls.here(*args)
+
+
+def mapped(info: Any, in_dims: tuple, x: Tensor, bias: Tensor | None,
+           product: Callable[[Tensor, Tensor | None], Tensor]) -> tuple[Tensor, int | None]:
+    """A product under vmap, as torch wants it: what it gives, and which of its dimensions is the mapped one."""
+    x_dim, bias_dim, *_ = in_dims
+    if x_dim is not None:
+        x = x.movedim(x_dim, 0)
+    if bias_dim is None:
+        return product(x, bias), None if x_dim is None else 0
+    y = product(x, None)
+    y = y if x_dim is not None else y.expand(info.batch_size, *y.shape)
+    bias_BN = bias.movedim(bias_dim, 0)
+    return y + bias_BN.reshape(info.batch_size, *[1] * (y.dim() - 2), -1), 0
 
 
 def sum_rows(dy: Tensor) -> Tensor:
