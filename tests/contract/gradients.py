@@ -94,7 +94,7 @@ def gradient_penalty(s: Subject):
     return dx, x.grad, s.layer.bias.grad
 
 
-@operation(GRADIENTS, "`torch.autograd.functional.hessian`", sample=12)
+@operation(GRADIENTS, "`torch.autograd.functional.hessian`", sample=8)
 def hessian_of_autograd(s: Subject):
     return torch.autograd.functional.hessian(lambda x: loss_of(s.whole(x)), s.x[0])
 

@@ -56,7 +56,7 @@ class Operation:
         text: what it does, in code or a few words.
         rules: where the result is not that of the plain layer; the first that meets a holding counts.
         only: the holdings that it has a meaning for.
-        sample: how many holdings a short run tries; None: each format in each state.
+        sample: how many holdings a short run tries, other ones for each operation.
         bits: whether results of lossless weights are the very bits; else they are as near as those of 4 bits.
         computed_in: the lowest dtype on the way, where results do not show it.
         calls_after: whether subjects can be called afterwards; then they are, and that is compared too.
@@ -68,7 +68,7 @@ class Operation:
     run: Callable[[Subject], Any]
     rules: tuple[Refused | Documented, ...] = ()
     only: Mapping[str, Any] | None = None
-    sample: int | None = None
+    sample: int = 12
     calls_after: bool = True
     bits: bool = True
     computed_in: torch.dtype | None = None

@@ -25,8 +25,8 @@ mode = "train".
 - **differs**: on purpose, as the README says, in the words that are quoted.
 - **refused**: an exception of `vbrt.errors` names the layer, what came, and what would do; the model stays as it was.
 
-`tests` is how many cells a run of `scripts/test` tries of each operation, each format in each state where it is not
-less; `scripts/contract --all` tries them all.
+`tests` is how many cells a run of `scripts/test` tries of each operation, others for each; `scripts/contract --all`
+tries them all.
 """
 
 
@@ -47,8 +47,7 @@ def table(operations: Mapping[str, Operation]) -> str:
 def _row(operation: Operation) -> str:
     cells = [_cell(operation, [h for h in all_holdings() if h.state == state]) for state in STATES]
     name = operation.name[0].upper() + operation.name[1:]
-    sample = "all" if operation.sample is None else str(operation.sample)
-    return f"| {name}: {operation.text.replace('|', chr(92) + '|')} | {' | '.join(cells)} | {sample} |"
+    return f"| {name}: {operation.text.replace('|', chr(92) + '|')} | {' | '.join(cells)} | {operation.sample} |"
 
 
 def _cell(operation: Operation, holdings: list[Holding]) -> str:

@@ -20,7 +20,7 @@ def compiled(s: Subject, **options):
     return torch.compile(s.whole, **{"backend": "aot_eager", **options})
 
 
-@operation(TRACING, "`torch.compile`, graphs of autograd included, backward", sample=4)
+@operation(TRACING, "`torch.compile`, graphs of autograd included, backward", sample=3)
 def compile_(s: Subject):
     run = compiled(s)
     y = run(s.x), run(s.random(5, 64))
@@ -29,7 +29,7 @@ def compile_(s: Subject):
     return y, s.layer.bias.grad
 
 
-@operation(TRACING, "`torch.compile(model, fullgraph=True)`, under no_grad", sample=4)
+@operation(TRACING, "`torch.compile(model, fullgraph=True)`, under no_grad", sample=3)
 def compile_as_one_graph(s: Subject):
     with torch.no_grad():
         run = compiled(s, fullgraph=True) if not s.wrapped else torch.compile(s.model, backend="aot_eager",
