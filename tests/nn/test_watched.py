@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.models import wrap, wrap_streamed
 from vbrt.errors import WrapError
-from vbrt.nn import VBLayer
+from vbrt.nn import FusedFP4Linear, VBLayer
 
 K, N = 64, 32
 KINDS = {"Linear": ("torch.nn", (K, N)), "Conv1D": ("transformers.pytorch_utils", (N, K)),
@@ -444,3 +444,17 @@ def hooked(model, x):
 def test_checkpointing_and_hooks_see_the_plain_layers_gradients(use, both):
     model, twin, x = both
     check_same(use(model, x), use(twin, x))
+
+
+# -- FusedFP4Linear ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use", [*DERIVATIVES.values(), *TRACERS.values(), write_in_place, checkpointed, hooked],
+                         ids=[*DERIVATIVES, *TRACERS, "in place", "checkpoints", "hooks"])
+def test_a_frozen_building_block_does_what_the_plain_layer_does(use):
+    torch.manual_seed(0)
+    frozen, twin, x = FusedFP4Linear(K, N).eval(), nn.Linear(K, N).eval(), torch.randn(3, K)
+    frozen.quantize()
+    twin.load_state_dict({"weight": frozen.weight, "bias": frozen.bias})
+    twin.weight.requires_grad_(False)
+    check_same(use(nn.Sequential(frozen), x), use(nn.Sequential(twin), x))

@@ -16,19 +16,22 @@ The road not taken: a tensor subclass as the weight. It would keep `weight` a Pa
 import json
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.fx import Proxy
 
 from vbrt.errors import ArgumentError, FormatError, WrapError
 from vbrt.formats import FORMATS, PageLayout, WeightPlanes, get_format, new_page, pack, unpack
 from vbrt.kernels import Packing, page_packing, resolve
 from vbrt.kernels.reference import ACTIVATIONS, wants_grad
+from vbrt.kernels.watched import is_bare
 from vbrt.nn.decoded import DecodedWeight
-from vbrt.nn.product import sum_rows
+from vbrt.nn.linear import leaf
+from vbrt.nn.product import Product, as_autocast, sum_rows
 
 __all__ = ["FusedFP4Linear", "quantize"]
 
@@ -69,12 +72,22 @@ class FusedFP4Linear(nn.Linear):
         bias = self._parameters["bias"]
         if self.format is None:
             return ACTIVATIONS[self.activation](F.linear(input, self._parameters["weight"], bias))
-        if torch.is_autocast_enabled(input.device.type) and input.dtype is not torch.float64:
-            input = input.to(torch.get_autocast_dtype(input.device.type))  # as it does for nn.Linear
+        if not is_compiling() and not is_bare(input):
+            return leaf(self, input) if isinstance(input, Proxy) else self._watched(input, bias)
+        input, bias = as_autocast(input), as_autocast(bias)  # as it does for nn.Linear
         if not wants_grad(input, bias):
             return (self._compiled if is_compiling() else self._multiply)(input, bias, self.activation)
-        y = self._compiled(input, bias, "none") if is_compiling() else _Product.apply(input, bias, self)
+        y = self._compiled(input, bias, "none") if is_compiling() else Product.here(input, bias, self._now(), False)
         return ACTIVATIONS[self.activation](y)
+
+    def _watched(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The dense layer's calls on the decoded weight, for tracers, modes and transforms."""
+        shape = (self.out_features, self.in_features)
+        weight = _weight_op(self.planes, self.format, *shape, self._packed, self._dtype)
+        return ACTIVATIONS[self.activation](F.linear(x, weight, bias))
+
+    def _now(self) -> "_Moment":
+        return _Moment(self, self.planes)
 
     # -- freezing -----------------------------------------------------------------------------------------------------
 
@@ -278,24 +291,26 @@ class _Frozen:
                       stacklevel=2)
 
 
-class _Product(torch.autograd.Function):
-    """x Wᵀ + bias with a frozen weight, which is decoded again for the backward pass and not kept."""
+class _Moment(NamedTuple):
+    """A frozen weight as it was then."""
 
-    @staticmethod
-    def forward(ctx, x: Tensor, bias: Tensor | None, layer: FusedFP4Linear) -> Tensor:
-        ctx.layer, ctx.page, ctx.x_dtype = layer, layer.planes, x.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return layer._multiply(x, bias, "none")
+    layer: FusedFP4Linear
+    page: Tensor
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy: Tensor):
-        if ctx.layer.planes is not ctx.page:
+    def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self.layer._multiply(x, bias, "none") if is_bare(x) else F.linear(x, self._weight(x.dtype), bias)
+
+    def back(self, dy: Tensor) -> Tensor:
+        return dy.matmul(self._weight(dy.dtype))
+
+    def product(self, x: Tensor, *, back: bool) -> Tensor:
+        return (Product.here if is_bare(x) else Product.apply)(x, None, self, back)
+
+    def _weight(self, dtype: torch.dtype) -> Tensor:
+        if self.layer.planes is not self.page:
             raise WrapError("FusedFP4Linear: its weight was loaded or moved between forward and backward; run the "
                             "forward again")
-        dx = dy.matmul(ctx.layer._decoded().to(dy.dtype)).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
-        dbias = sum_rows(dy).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
-        return dx, dbias, None
+        return self.layer._decoded().to(dtype)
 
 
 _OPS: dict[tuple[torch.device, str], tuple[Any, Any]] = {}
@@ -331,6 +346,17 @@ def _frozen_op(
 @_frozen_op.register_fake
 def _(x, page, bias, format, n, k, packed, dtype, activation):
     return x.new_empty((*x.shape[:-1], n))
+
+
+@torch.library.custom_op("vbrt::frozen_weight", mutates_args=())
+def _weight_op(page: Tensor, format: str, n: int, k: int, packed: bool, dtype: torch.dtype) -> Tensor:
+    """The decoded weight [N, K]."""
+    return _ops(page.device, format)[1](_read(page, format, n, k, packed, dtype))
+
+
+@_weight_op.register_fake
+def _(page, format, n, k, packed, dtype):
+    return page.new_empty(n, k, dtype=dtype)
 
 
 @torch.library.custom_op("vbrt::frozen_linear_backward", mutates_args=())
