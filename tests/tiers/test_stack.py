@@ -1241,6 +1241,21 @@ def test_an_interrupted_budget_change_keeps_every_page(below, before, after, qui
     interrupt_each(113, make, lambda stack: stack.set_budget("near", after * UNIT), one_pass)
 
 
+def test_ctrl_c_while_pages_are_given_back_holds_none_though_its_frames_are_kept(tmp_path):
+    stack, *_ = scripted(tmp_path, 2, {"a": 2, "b": 2})
+    use(stack, "a")
+    interrupted(0, lambda: use(stack, "a"))
+    places = [at for at, (code, _) in enumerate(interrupted.places, 1)
+              if code.co_name in ("_release", "_give_back", "_return")]
+    assert len(places) > 5
+    for at in places:
+        use(stack, "a")
+        assert interrupted(at, lambda: use(stack, "a")) and interrupted.raised is not None
+        within(10, lambda: use(stack, "b"))
+    assert_at_rest(stack)
+    stack.close()
+
+
 def test_nothing_that_locks_in_python_is_entered_under_the_stacks_lock(tmp_path):
     sizes = {f"page{i}": 1 + i % 2 for i in range(8)}
     one_pass = [PASS, *((key,) for key in sizes)]

@@ -1086,7 +1086,11 @@ class Lease:
         if self.note is not None:
             self.note.done()
         if self.slots:
-            self.stack._release(self)
+            try:
+                self.stack._release(self)
+            except BaseException:  # Ctrl-C, and whoever keeps its frames keeps this lease
+                self.stack._release(self)
+                raise
 
     def __del__(self) -> None:
         if self.slots:  # Ctrl-C came between entering and the `with`, or before the exit began
