@@ -29,14 +29,15 @@ class Interrupts:
     Args:
         anywhere: before any bytecode, also where CPython does not look for signals; the KeyboardInterrupt is made up
             then, and comes where no signal could.
+        keep_frames: keep it with all its frames, as interactive sessions do until the next error.
 
     Attributes:
         places: of the last call, where one could have come, in order: code and offset.
-        raised: the KeyboardInterrupt, kept with all its frames, as interactive sessions do until the next error.
+        raised: the KeyboardInterrupt of the last call, if frames are kept.
     """
 
-    def __init__(self, *, anywhere: bool = False) -> None:
-        self.anywhere = anywhere
+    def __init__(self, *, anywhere: bool = False, keep_frames: bool = False) -> None:
+        self.anywhere, self.keep_frames = anywhere, keep_frames
         self.places: list[tuple[CodeType, int]] = []
         self.raised: KeyboardInterrupt | None = None
 
@@ -76,7 +77,7 @@ class Interrupts:
             for _ in range(2):  # a signal that is left over comes here
                 pass
         except KeyboardInterrupt as error:
-            self.raised = error
+            self.raised = error if self.keep_frames else None
         finally:
             sys.settrace(before)
             signal.signal(signal.SIGINT, handler)

@@ -25,7 +25,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.interrupting import interrupted
+from tests.interrupting import Interrupts, interrupted
 from tests.traces import Workload, workloads
 from vbrt.errors import FormatError, TierError
 from vbrt.formats.page import PageLayout, build_layout
@@ -1244,6 +1244,7 @@ def test_an_interrupted_budget_change_keeps_every_page(below, before, after, qui
 def test_ctrl_c_while_pages_are_given_back_holds_none_though_its_frames_are_kept(tmp_path):
     stack, *_ = scripted(tmp_path, 2, {"a": 2, "b": 2})
     use(stack, "a")
+    interrupted = Interrupts(keep_frames=True)
     interrupted(0, lambda: use(stack, "a"))
     places = [at for at, (code, _) in enumerate(interrupted.places, 1)
               if code.co_name in ("_release", "_give_back", "_return")]
