@@ -19,7 +19,8 @@ from vbrt.errors import FormatError, TierError, WrapError
 from vbrt.kernels.reference import decode_weight
 from vbrt.nn import VBLinear
 
-pytestmark = pytest.mark.usefixtures("plain_torch")
+#: the few tests that compare the bits of 4-bit layers with torch's matmul; all others run on the kernels that users get
+torchs_bits = pytest.mark.usefixtures("plain_torch")
 
 
 def dtype_of(format):
@@ -64,6 +65,7 @@ def inputs(vb, rows=3):
 # -- forward and backward ----------------------------------------------------------------------------------------------
 
 
+@torchs_bits
 def test_outputs_are_those_of_a_dense_layer_with_the_decoded_weight(vb):
     x = inputs(vb)
     for _ in range(3):
@@ -76,6 +78,7 @@ def test_dense_and_exact_give_the_very_outputs_of_the_original(vb, format):
     assert torch.equal(vb(x), mlp(dtype=dtype_of(format))(x)) or format == "nvfp4"
 
 
+@torchs_bits
 def test_gradients_of_input_and_bias_are_those_of_a_dense_layer(vb):
     vb.materialize()
     twin = dense_twin(vb)
@@ -177,6 +180,7 @@ def test_autocast_keeps_no_cast_of_a_weight_that_could_train():
     assert casts.count == 2 * 3  # of input and weight; a cast that is kept until autocast ends would be memory
 
 
+@torchs_bits
 @pytest.mark.parametrize("features", [(48, 40), (2730, 16), (17, 33), (1, 5)])
 @pytest.mark.parametrize("format", [*FORMATS, "mxfp4", "nf4", "quantile"])
 def test_sizes_that_are_no_multiple_of_the_block_are_padded(features, format):
@@ -238,6 +242,7 @@ def test_weight_decodes_in_the_original_shape_dtype_and_device(vb, format):
     assert torch.equal(weight, before) or format == "nvfp4"
 
 
+@torchs_bits
 def test_reading_the_weight_directly_gives_what_the_layer_computes(vb):
     vb.materialize()
     layer, x = vb.model[0], inputs(vb)
@@ -312,6 +317,7 @@ def test_removing_the_weight_is_refused_with_what_to_do(some_vb):
         nn.utils.parametrizations.weight_norm(some_vb.model[0])
 
 
+@torchs_bits
 def test_a_new_bias_is_used(some_vb):
     x = inputs(some_vb)
     some_vb(x)
@@ -407,6 +413,7 @@ def test_a_shell_on_the_meta_device_gets_memory_from_to_empty():
 # -- casts -------------------------------------------------------------------------------------------------------------
 
 
+@torchs_bits
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_casting_the_model_casts_what_the_layer_computes_and_shows(some_vb, dtype, when):
@@ -463,6 +470,7 @@ def test_a_state_dict_shares_no_memory_with_pages(some_vb):
     assert torch.equal(some_vb(x), y)
 
 
+@torchs_bits
 @pytest.mark.parametrize("materialized", [False, True])
 def test_loading_another_models_state_gives_its_outputs(vb, format, materialized):
     if materialized:
@@ -490,6 +498,7 @@ def test_loading_ones_own_state_changes_nothing(format):
     assert torch.equal(vb(x), y)
 
 
+@torchs_bits
 def test_a_state_dict_of_another_dtype_is_cast(some_vb):
     some_vb.materialize()
     state = {k: v.to(torch.float16) for k, v in mlp().state_dict().items()}
@@ -567,6 +576,7 @@ def test_a_deep_copy_computes_the_same_and_is_independent(some_vb, materialized,
     assert not clone_layers[0].weight.any() and some_vb.model[0].weight.any()
 
 
+@torchs_bits
 def test_a_copy_can_go_without_hurting_the_original_and_the_reverse(vb, format):
     x = inputs(vb)
     y = vb(x)
@@ -615,6 +625,7 @@ def test_wrapper_and_model_can_be_pickled_and_saved(vb, materialized):
     assert torch.equal(copies[1](x), y) and torch.equal(pickle.loads(pickle.dumps(copies[2]))(x), y)
 
 
+@torchs_bits
 def test_an_unpickled_wrapper_unwraps(some_vb):
     x = inputs(some_vb)
     y = some_vb(x)
