@@ -24,6 +24,7 @@ mode = "train".
   which a kernel adds. Where it says **same up to rounding**, the order may be another in all formats.
 - **differs**: on purpose, as the README says, in the words that are quoted.
 - **refused**: an exception of `vbrt.errors` names the layer, what came, and what would do; the model stays as it was.
+  `RuntimeError` and `ValueError` are torch's own, and as loud.
 
 `tests` is how many cells a run of `scripts/test` tries of each operation, others for each; `scripts/contract --all`
 tries them all.
