@@ -133,14 +133,14 @@ def call_under_another_default_device(s: Subject):
         return s.whole(s.x)
 
 
-@operation(CALLS, "`with torch.autocast(...)`: outputs, their dtype, and calls after it")
+@operation(CALLS, "`with torch.autocast(...)`: outputs, their dtype, and calls after it", computed_in=torch.bfloat16)
 def autocast(s: Subject):
     with torch.autocast(s.holding.device, torch.bfloat16):
         y = s.whole(s.x), s.layer(s.h[0]), s.layer(s.random(40, 96))
     return y, s.whole(s.x)
 
 
-@operation(CALLS, "autocast under no_grad, float32 inputs to 16-bit weights")
+@operation(CALLS, "autocast under no_grad, float32 inputs to 16-bit weights", computed_in=torch.bfloat16)
 def autocast_without_grad(s: Subject):
     with torch.no_grad(), torch.autocast(s.holding.device, torch.bfloat16):
         return s.whole(s.x.float()), s.layer(s.h)

@@ -132,7 +132,7 @@ class TrainedWeight:
         if self.separation is None:
             yield [(self.encoded_layouts()[0], get_format("dense").encode(weight))]
         else:
-            yield [(self.encoded_layouts()[0], self.separation.encode(self._as_NK(weight)))]
+            yield [(self.encoded_layouts()[0], self.separation.encode(self._as_NK(weight).contiguous()))]
 
     # -- copies -------------------------------------------------------------------------------------------------------
 
