@@ -254,3 +254,23 @@ def test_the_ops_pass_torchs_own_checks():
     torch.library.opcheck(torch.ops.vbrt.linear, (x, bias, handle.token, 64))
     torch.library.opcheck(torch.ops.vbrt.linear_backward, (x.detach(), handle.token, 64))
     torch.library.opcheck(torch.ops.vbrt.weight, (handle.token, 64, 64, torch.float32, "cpu"))
+
+
+@pytest.mark.parametrize("materialized", [False, True])
+def test_another_weight_within_a_compiled_function_is_refused_by_name_and_the_layers_own_is_not(materialized):
+    model = mlp(depth=2)
+    own = dict(model.named_parameters())
+    vb = wrap(model, "nvfp4")
+    if materialized:
+        vb.materialize()
+    name = next(iter(vb.registry))
+    x = torch.randn(3, vb.registry[name].in_features)
+
+    def call(x, given):
+        return torch.func.functional_call(model, given, (x,)) + model(x)
+
+    for weight in (lambda: torch.zeros_like(own[f"{name}.weight"]), lambda: 2 * own[f"{name}.weight"]):
+        with pytest.raises(torch._dynamo.exc.TorchDynamoException, match=f"WrapError: {name}: functional_call"):
+            compiled(lambda x, weight=weight: call(x, {f"{name}.weight": weight()}))(x)
+    given = {f"{name}.bias": torch.ones_like(own[f"{name}.bias"])} if materialized else own
+    torch.testing.assert_close(compiled(lambda x: call(x, given))(x), call(x, given))

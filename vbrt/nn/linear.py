@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.fx import Proxy
 
 from vbrt.errors import WrapError
@@ -440,6 +440,10 @@ def compiled_linear(layer: VBLayer, x: torch.Tensor, bias: torch.Tensor | None) 
     record. Otherwise it is one opaque op that leases when it runs, and that CUDA graphs leave out. The kernel's op for
     few tokens, where the host's part of a call counts, is found without a look at the handle.
     """
+    if is_dynamo_compiling():
+        from torch._dynamo.comptime import comptime  # two seconds, which whoever compiles nothing need not wait
+
+        comptime(_refuse_given)
     cast, x, bias = torch.is_autocast_enabled(x.device.type), as_autocast(x), as_autocast(bias)
     frozen = not wants_grad(x, bias) and (bias is None or bias.dtype == x.dtype)
     form = layer._vb_form
@@ -453,6 +457,25 @@ def compiled_linear(layer: VBLayer, x: torch.Tensor, bias: torch.Tensor | None) 
         if planes is not None and x.dtype == handle.dtype and x.device == handle.stack.device:
             return handle.fused(x, planes, bias)
     return torch.ops.vbrt.linear(x, bias, handle.token, handle.spec.shape[0], cast)
+
+
+def _refuse_given(context: Any) -> None:
+    """Raises WrapError where functional_call, called within what dynamo traces, has given `layer` another weight.
+
+    Looked up in dynamo's own table: reading the parameter would guard it, and compile again when it is encoded.
+    """
+    trace = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    layer = trace.symbolic_locals["layer"].value
+    table = trace.output.side_effects.id_to_variable.get(id(layer._parameters))
+    items = {} if table is None else {key.vt.as_python_constant(): value for key, value in table.items.items()}
+    weight = items.get("weight")
+    if weight is None or not weight.is_realized() or weight.is_python_constant():  # the last: None, of an encoded layer
+        return
+    given = weight.as_proxy().node.meta.get("grapharg")
+    if given is None or not layer._vb_handle.owns(given.example):
+        raise WrapError(f"{layer._vb_handle.spec.name}: functional_call gives it another weight within a function that "
+                        "torch.compile traces, where a VB layer's weight is fixed; call it outside of the function, or "
+                        "unwrap() first")
 
 
 def thaw(layers: Sequence[VBLayer]) -> None:
