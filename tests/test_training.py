@@ -130,11 +130,3 @@ def test_a_weight_that_is_replaced_between_forward_and_backward_is_named():
     vb.load_state_dict(mlp().state_dict())
     with pytest.raises(WrapError, match="loaded anew between forward and backward"):
         loss.backward()
-
-
-def test_a_second_derivative_is_refused():
-    vb = vbrt.wrap(mlp(), config("nvfp4")).materialize()
-    x = torch.randn(2, 64, requires_grad=True)
-    (grad,) = torch.autograd.grad(vb(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()

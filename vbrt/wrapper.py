@@ -31,6 +31,7 @@ from vbrt.estimate import make_plan, this_machine, with_freed
 from vbrt.facade import Facade
 from vbrt.formats import SeparationCounters
 from vbrt.kernels import recycle
+from vbrt.kernels.watched import unwatched
 from vbrt.nn import (
     HandleSpec,
     SwappedLayer,
@@ -217,13 +218,16 @@ class _PassMarker:
     before_pass: Callable[[], None] | None = None
 
     def __init__(self, stack: TierStack | None) -> None:
-        self.stack, self.passes = stack, 0
+        self.stack, self.passes, self.brought = stack, 0, False
 
     def __call__(self, model: nn.Module, args: tuple) -> None:
         if torch.compiler.is_compiling() or self.stack is None or self.stack.capturing():
             return
-        if self.passes == 0 and self.stack.device.type != "cpu":
-            model.to(self.stack.device)  # what was not swapped; pages stay where they are
+        if not self.brought:
+            with self.stack.encoding:  # threads whose first passes meet: the others find it there
+                if not self.brought:
+                    _bring(model, self.stack.device)
+                    self.brought = True
         if self.passes == 1:
             release_host_memory()  # the dense weights left one by one during the first pass
         if self.passes and self.before_pass is not None:
@@ -236,6 +240,14 @@ class _PassMarker:
 
     def __reduce__(self):
         return _PassMarker, (None,)
+
+
+def _bring(model: nn.Module, device: torch.device) -> None:
+    """Move what was not swapped to a GPU that computes; pages stay where they are. Not as a part of what is traced,
+    transformed or run in inference mode around it."""
+    if device.type != "cpu":
+        with unwatched(), torch.inference_mode(False):
+            model.to(device)
 
 
 def _unmark(model: nn.Module) -> None:
@@ -374,8 +386,7 @@ class VBModelWrapper(Facade):
         waiting = {name: layer for name, layer in self._held.items() if not layer.materialized}
         for layer in _with_progress(waiting, sys.stderr.isatty() if progress is None else progress):
             layer.materialize_()
-        if self.stack.device.type != "cpu":
-            self.model.to(self.stack.device)
+        _bring(self.model, self.stack.device)
         if waiting:
             release_host_memory()
         return self
@@ -644,8 +655,7 @@ class VBTrainingWrapper(VBModelWrapper):
 
     def materialize(self, *, progress: bool | None = None) -> "VBTrainingWrapper":
         """Bring the model to the computing device now instead of at its first forward; there is nothing to encode."""
-        if self.stack.device.type != "cpu":
-            self.model.to(self.stack.device)
+        _bring(self.model, self.stack.device)
         return self
 
     def set_budget(self, tier: str, budget: int | str) -> int:

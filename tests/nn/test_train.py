@@ -558,3 +558,10 @@ def test_a_step_on_kept_scales_does_not_wait_for_the_gpu(format):
     onto_cpu = wrap(other, format)
     onto_cpu.load_state_dict(vb.state_dict())
     assert torch.equal(w_hat.cpu(), other.handle.again(other.weight, torch.float32))
+
+
+def test_a_dense_layer_whose_weight_a_norm_computes_can_be_cast():
+    model, vb = layer("dense")
+    torch.nn.utils.parametrizations.weight_norm(model)
+    vb.to(torch.bfloat16)
+    assert vb(torch.randn(2, 64, dtype=torch.bfloat16)).dtype is torch.bfloat16

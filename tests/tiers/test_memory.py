@@ -159,3 +159,10 @@ def test_a_gpu_buffer_waits_for_the_kernels_that_had_its_memory_before():
     assert buffer.fences and buffer.tensor.is_cuda
     buffer.synchronize()
     assert not buffer.fences
+
+
+def test_memory_that_is_taken_in_inference_mode_can_be_written_outside_of_it():
+    with torch.inference_mode():
+        buffer = MemoryTier("cpu", torch.device("cpu"), 1 << 20).allocate(4096)
+    buffer.tensor.fill_(1)
+    assert not buffer.tensor.is_inference()

@@ -329,9 +329,9 @@ class VBLayer(SwappedLayer):
     def named_parameters(self, prefix: str = "", recurse: bool = True,
                          remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """As of the plain layer, with the temporary in the place of its weight; models that the layer is in list what
-        is a parameter only."""
+        is a parameter only, and so does `recurse=False`, by which tools ask for what to place."""
         name = f"{prefix}.weight" if prefix else "weight"
-        if self.materialized:
+        if self.materialized and recurse:
             yield name, self.weight
         for other, parameter in nn.Module.named_parameters(self, prefix, recurse, remove_duplicate):
             if other != name or isinstance(self, VBLayer):

@@ -276,7 +276,9 @@ class TrainedLayer(SwappedLayer):
 
     def _apply(self, fn, recurse: bool = True):
         super()._apply(fn, recurse)
-        self._vb_handle.retype(self._parameters["weight"].dtype)
+        weight = self._parameters.get("weight")
+        if weight is not None:  # else pruning, a norm or a parametrization computes it
+            self._vb_handle.retype(weight.dtype)
         return self
 
     def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:

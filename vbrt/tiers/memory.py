@@ -136,6 +136,7 @@ class MemoryTier:
                 return True
         return False
 
+    @torch.inference_mode(False)  # pages of a pass in inference mode are written and read by passes outside of it
     def _new(self, nbytes: int) -> Buffer:
         if self.device.type != "cpu":
             try:

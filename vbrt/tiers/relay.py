@@ -40,6 +40,7 @@ class Relay:
                 target[at: at + part.numel()].copy_(chunk[: part.numel()], non_blocking=True)
                 sent.record()
 
+    @torch.inference_mode(False)  # the next copy may come outside of it
     def _chunks(self) -> list[tuple[torch.Tensor, torch.cuda.Event]]:
         if not hasattr(self._mine, "chunks"):
             try:
