@@ -5,6 +5,8 @@ import gc
 import io
 import os
 import pickle
+import subprocess
+import sys
 import threading
 import weakref
 from multiprocessing.context import set_spawning_popen
@@ -662,3 +664,19 @@ def test_the_weight_of_a_frozen_building_block_is_refused_as_storage_by_name():
     with pytest.warns(UserWarning, match="only its bias trains"):
         layer.requires_grad_(True)
     assert torch.equal(layer.weight, before)
+
+
+def test_weights_are_written_to_without_numpy_which_vbrt_does_not_require():
+    script = """
+import sys
+sys.modules["numpy"] = None
+import torch, vbrt
+from torch import nn
+model = nn.Sequential(nn.Linear(64, 64))
+vb = vbrt.wrap(model, "dense", weights={"min_parameters": 0}, tiers={"gpu": {"enabled": False}}).materialize()
+weight = model[0].weight
+weight.untyped_storage()
+weight.data.zero_()
+assert vb(torch.ones(1, 64)).equal(model[0].bias[None])
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=120)

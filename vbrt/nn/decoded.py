@@ -15,13 +15,15 @@ would have to be taught about it.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import xxhash
 from torch import nn
+
+from vbrt.tiers.memory import bytes_view
 
 __all__ = ["DecodedWeight", "Owner"]
 
@@ -227,8 +229,8 @@ def _follow(result: Any, roots: dict[int, torch.Tensor]) -> Any:
     if isinstance(result, tuple | list):
         for each in result:
             _follow(each, roots)
-    elif isinstance(result, np.ndarray) and isinstance(result.base, torch.Tensor):
-        return np.asarray(_Memory(result, tuple(roots.values())))
+    elif _is_array(result) and isinstance(result.base, torch.Tensor):
+        return sys.modules["numpy"].asarray(_Memory(result, tuple(roots.values())))
     elif type(result) is torch.Tensor:
         for root in roots.values():
             if _share(result, root):
@@ -237,10 +239,15 @@ def _follow(result: Any, roots: dict[int, torch.Tensor]) -> Any:
     return result
 
 
-class _Memory:
-    """What keeps the temporaries of an array, whose own base is another tensor on the same memory."""
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")  # which torch does without, and so does vbrt
+    return numpy is not None and isinstance(value, numpy.ndarray)
 
-    def __init__(self, array: np.ndarray, roots: tuple[torch.Tensor, ...]) -> None:
+
+class _Memory:
+    """What keeps the temporaries of an array of numpy, whose own base is another tensor on the same memory."""
+
+    def __init__(self, array: Any, roots: tuple[torch.Tensor, ...]) -> None:
         self.__array_interface__ = array.__array_interface__
         self._kept = array, roots
 
@@ -255,8 +262,8 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 def _digest(weight: torch.Tensor) -> int:
     """XXH3-64 of its memory."""
-    memory = torch.empty(0, dtype=torch.uint8, device=weight.device).set_(_storage(weight))
-    return xxhash.xxh3_64_intdigest(memory.cpu().numpy())
+    memory = torch.empty(0, dtype=torch.uint8, device=weight.device).set_(_storage(weight)).cpu()
+    return xxhash.xxh3_64_intdigest(bytes_view(memory))
 
 
 def _follow_all() -> None:

@@ -48,6 +48,7 @@ from vbrt.kernels.watched import dispatch_modes, is_bare, is_memory, is_tracing,
 from vbrt.nn.decoded import DecodedWeight
 from vbrt.nn.product import Product, as_autocast, mapped, whole
 from vbrt.tiers import Lease, Owner, Page, TierStack
+from vbrt.tiers.memory import bytes_view
 
 __all__ = ["HandleSpec", "WeightHandle", "carried", "delivered", "handle_of", "handle_with", "handles_in"]
 
@@ -855,7 +856,10 @@ def handle_with(weight: torch.Tensor) -> WeightHandle | None:
 def carried(made: torch.Tensor) -> torch.Tensor | bytes:
     """uint8 that was made for a pickle, as it goes into it. A process that is being spawned gets tensors as files,
     which are closed with a tensor that nobody holds before it has begun: it gets bytes instead."""
-    return bytes(made.cpu().numpy()) if get_spawning_popen() is not None else made
+    if get_spawning_popen() is None:
+        return made
+    page = made.cpu()  # outlives the view
+    return bytes(bytes_view(page))
 
 
 def delivered(made: torch.Tensor | bytes) -> torch.Tensor:
