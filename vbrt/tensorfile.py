@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import struct
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -223,7 +224,7 @@ def _parsed(head: bytearray, size: int) -> dict[str, TensorInfo]:
     try:
         write_at(fd, head, 0)
         os.ftruncate(fd, size)
-        with safe_open(f"/proc/self/fd/{fd}", "numpy") as file:  # maps without asking for memory, as "pt" would
+        with safe_open(f"/proc/self/fd/{fd}", _framework()) as file:
             infos, end = {}, 0
             for name in file.offset_keys():  # the library has seen that they lie side by side
                 part = file.get_slice(name)
@@ -232,6 +233,11 @@ def _parsed(head: bytearray, size: int) -> dict[str, TensorInfo]:
         return infos
     finally:
         os.close(fd)
+
+
+def _framework() -> str:
+    """Whose tensors the library is to be ready for: for numpy it maps a file without asking for as much memory."""
+    return "pt" if sys.modules.get("numpy") is None else "numpy"  # torch has imported it where it is installed
 
 
 def _info(name: str, dtype: str, shape: list[int], begin: int) -> TensorInfo:

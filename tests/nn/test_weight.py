@@ -666,7 +666,7 @@ def test_the_weight_of_a_frozen_building_block_is_refused_as_storage_by_name():
     assert torch.equal(layer.weight, before)
 
 
-def test_weights_are_written_to_without_numpy_which_vbrt_does_not_require():
+def test_weights_are_written_to_saved_and_loaded_without_numpy_which_vbrt_does_not_require(tmp_path):
     script = """
 import sys
 sys.modules["numpy"] = None
@@ -677,6 +677,9 @@ vb = vbrt.wrap(model, "dense", weights={"min_parameters": 0}, tiers={"gpu": {"en
 weight = model[0].weight
 weight.untyped_storage()
 weight.data.zero_()
-assert vb(torch.ones(1, 64)).equal(model[0].bias[None])
+y = vb(torch.ones(1, 64))
+assert y.equal(model[0].bias[None])
+vb.save(sys.argv[1])
+assert vbrt.load(sys.argv[1], nn.Sequential(nn.Linear(64, 64)))(torch.ones(1, 64)).equal(y)
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=120)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script, tmp_path / "saved"], check=True, timeout=120)
