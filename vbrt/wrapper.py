@@ -119,8 +119,8 @@ class Before:
         """Undo what wrapping has done so far; does not close the tiers."""
         _unmark(self.model)
         for module, cls, parameters, buffers in self._modules:
-            for name in module._vb_names if isinstance(module, SwappedLayer) else ():
-                module.__dict__.pop(name, None)
+            if isinstance(module, SwappedLayer):
+                shed(module)
             module.__class__ = cls
             module._parameters.update(parameters)
             module._buffers.update(buffers)

@@ -13,7 +13,7 @@ import math
 import types
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,6 @@ class SwappedLayer(nn.Module):
     """A module that was turned into another class in place, and can be turned back; a mixin in front of its class."""
 
     _vb_handle: Any
-    _vb_names: ClassVar[tuple[str, ...]] = ("_vb_handle",)  # what a swapped module has more than a plain one
 
     @classmethod
     def plain_class(cls) -> type[nn.Module]:
@@ -85,7 +84,6 @@ class VBLayer(SwappedLayer):
     _vb_page: torch.Tensor | None  # of planes that never move, see `WeightHandle.show`
     _vb_form: str | None
     _vb_twin: int  # which of the parameters on one storage the layer had
-    _vb_names: ClassVar[tuple[str, ...]] = ("_vb_handle", "_vb_page", "_vb_form", "_vb_twin")
 
     @classmethod
     def adopt_(cls, module: nn.Module, handle: WeightHandle) -> "VBLayer":
