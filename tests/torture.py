@@ -280,6 +280,7 @@ def _threads() -> int:
 
 def places(operation: str, preset: str, interrupts: Interrupts = interrupted) -> list[int]:
     """For `at_place`: the first and the last time that an operation comes through each distinct place."""
+    duration(operation, preset)  # the first time imports and fills caches, and comes through more places than the next
     found: list[int] = []
     trial(operation, preset, lambda work: bool(found.extend(interrupts.count(work))))
     return found
