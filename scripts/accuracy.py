@@ -17,14 +17,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402  # after the checkout is on the path
-from torch import Tensor, nn  # noqa: E402
+import torch  # after the checkout is on the path
+from torch import Tensor, nn
 
-import vbrt  # noqa: E402
-from scripts.bench import machine  # noqa: E402
-from scripts.lm import LanguageModel, Shape, loss_of, read_text  # noqa: E402
-from scripts.train_files import Checkpoint, write_tensors  # noqa: E402
-from vbrt.tensorfile import TensorFile  # noqa: E402
+import vbrt
+from scripts.bench import machine
+from scripts.lm import LanguageModel, Shape, loss_of, read_text
+from scripts.train_files import Checkpoint, write_tensors
+from vbrt.saves.tensorfile import TensorFile
 
 DATA = ROOT / "tests" / "data" / "lm"
 RESULT = ROOT / "benchmarks" / "results" / "accuracy-lm.json"
@@ -63,8 +63,10 @@ def filled(model: LanguageModel, path: Path) -> LanguageModel:
 
 def pack(run: Path, longer: Path, qat: Path) -> None:
     """Make tests/data/lm of three finished runs: dense, dense for as long as QAT took in addition, and QAT."""
-    trained = {name: Checkpoint(folder / "checkpoint.safetensors").state["config"]
-               for name, folder in (("dense", run), ("longer", longer), ("qat", qat))}
+    trained = {
+        name: Checkpoint(folder / "checkpoint.safetensors").state["config"]
+        for name, folder in (("dense", run), ("longer", longer), ("qat", qat))
+    }
     model = LanguageModel(Shape(**trained["dense"]["shape"]))
     text = read_text(None, model.shape.context)
     DATA.mkdir(parents=True, exist_ok=True)
@@ -76,8 +78,12 @@ def pack(run: Path, longer: Path, qat: Path) -> None:
     filled(model, longer / "model.safetensors").to(device())
     for config in trained.values():
         config["init"] = "the dense run" if config["init"] else None  # and not where it lay
-    about = {"shape": asdict(model.shape), "text": text.source, "training": trained,
-             "longer_loss": loss_of(model, text.held_out, model.shape.context)}
+    about = {
+        "shape": asdict(model.shape),
+        "text": text.source,
+        "training": trained,
+        "longer_loss": loss_of(model, text.held_out, model.shape.context),
+    }
     (DATA / "run.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
@@ -113,8 +119,13 @@ def measure() -> dict:
         row = {"format": name, "bits_a_weight": bits_a_weight, "loss": loss_of(model, text, context)}
         print(json.dumps(row), flush=True)
         found.append(row)
-    return {"machine": machine(), "text_bytes": len(text), "context": context, "longer_loss": about["longer_loss"],
-            "rows": found}
+    return {
+        "machine": machine(),
+        "text_bytes": len(text),
+        "context": context,
+        "longer_loss": about["longer_loss"],
+        "rows": found,
+    }
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------
@@ -125,24 +136,41 @@ def page() -> str:
     result, about = json.loads(RESULT.read_text()), json.loads((DATA / "run.json").read_text())
     trained, lm = about["training"], Shape(**about["shape"])
     rows, where, base = result["rows"], result["machine"], result["rows"][0]["loss"]
-    what = (f"A GPT of {lm.parameters:,} parameters over bytes ({lm.layers} layers of width {lm.width}, context "
-            f"{lm.context}), trained by `scripts/train` on {about['text']}: {trained['dense']['steps']:,} steps of "
-            f"{trained['dense']['batch']} × {lm.context} bytes. Perplexity on {result['text_bytes']:,} bytes of "
-            "modules that it was never trained on. Weights are rounded to bf16 once, and every format encodes those. "
-            "The embedding, which is the head too, stays dense.")
+    what = (
+        f"A GPT of {lm.parameters:,} parameters over bytes ({lm.layers} layers of width {lm.width}, context "
+        f"{lm.context}), trained by `scripts/train` on {about['text']}: {trained['dense']['steps']:,} steps of "
+        f"{trained['dense']['batch']} × {lm.context} bytes. Perplexity on {result['text_bytes']:,} bytes of "
+        "modules that it was never trained on. Weights are rounded to bf16 once, and every format encodes those. "
+        "The embedding, which is the head too, stays dense."
+    )
     qat, longer = trained["qat"], result["longer_loss"]
-    more = (f"QAT: {qat['steps']:,} more steps through NVFP4 weights (`--use-fp4 --init`) with a learning rate from "
-            f"{qat['lr']:g} down. The dense model, trained on for as many steps in the same way, comes to "
-            f"{math.exp(longer):.4f} ({math.exp(longer - base):.4f}×): measure QAT against that too.")
+    more = (
+        f"QAT: {qat['steps']:,} more steps through NVFP4 weights (`--use-fp4 --init`) with a learning rate from "
+        f"{qat['lr']:g} down. The dense model, trained on for as many steps in the same way, comes to "
+        f"{math.exp(longer):.4f} ({math.exp(longer - base):.4f}×): measure QAT against that too."
+    )
     four = next(math.exp(4 * (row["loss"] - base)) for row in rows if row["format"] == "nvfp4")
-    scale = (f"Perplexity a byte is small where a token is a byte: r for bytes is r⁴ for tokens of four bytes, "
-             f"{four:.3f}× for `nvfp4`.")
-    lines = ["# Accuracy", "", "Generated by `scripts/accuracy` from committed results; do not edit.", "",
-             "## A language model", "", what, "",
-             "| linear layers | bits a weight | perplexity a byte | over dense | bits a byte |", "| --- " * 5 + "|"]
+    scale = (
+        f"Perplexity a byte is small where a token is a byte: r for bytes is r⁴ for tokens of four bytes, "
+        f"{four:.3f}× for `nvfp4`."
+    )
+    lines = [
+        "# Accuracy",
+        "",
+        "Generated by `scripts/accuracy` from committed results; do not edit.",
+        "",
+        "## A language model",
+        "",
+        what,
+        "",
+        "| linear layers | bits a weight | perplexity a byte | over dense | bits a byte |",
+        "| --- " * 5 + "|",
+    ]
     for row in rows:
-        lines.append(f"| {row['format']} | {row['bits_a_weight']:.2f} | {math.exp(row['loss']):.4f} | "
-                     f"{math.exp(row['loss'] - base):.4f}× | {row['loss'] / math.log(2):.4f} |")
+        lines.append(
+            f"| {row['format']} | {row['bits_a_weight']:.2f} | {math.exp(row['loss']):.4f} | "
+            f"{math.exp(row['loss'] - base):.4f}× | {row['loss'] / math.log(2):.4f} |"
+        )
     versions = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
     named = f"{where['gpu'] or where['cpu']}, {versions}, Python {where['python']}, commit {where['commit']}."
     return "\n".join([*lines, "", more, "", scale, "", named, ""])
@@ -151,8 +179,13 @@ def page() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tables", action="store_true", help="write docs/accuracy.md again, measure nothing")
-    parser.add_argument("--pack", nargs=3, type=Path, metavar=("RUN", "LONGER", "QAT"),
-                        help="make tests/data/lm of three runs of scripts/train first")
+    parser.add_argument(
+        "--pack",
+        nargs=3,
+        type=Path,
+        metavar=("RUN", "LONGER", "QAT"),
+        help="make tests/data/lm of three runs of scripts/train first",
+    )
     args = parser.parse_args()
     if args.pack:
         pack(*args.pack)

@@ -38,8 +38,9 @@ def seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def interleaved(functions: dict[str, Callable[[], object]], *, times: int, before: Callable[[], None] | None = None,
-                warm: int = 2) -> dict[str, float]:
+def interleaved(
+    functions: dict[str, Callable[[], object]], *, times: int, before: Callable[[], None] | None = None, warm: int = 2
+) -> dict[str, float]:
     """Median seconds of each function, taking turns, so that drift hits all alike."""
     taken: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(times + warm):
@@ -73,8 +74,16 @@ def llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=12,
-                                        num_attention_heads=16, vocab_size=25_000, tie_word_embeddings=False)).eval()
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=1024,
+            intermediate_size=2816,
+            num_hidden_layers=12,
+            num_attention_heads=16,
+            vocab_size=25_000,
+            tie_word_embeddings=False,
+        )
+    ).eval()
 
 
 def one_token(model) -> Callable[[], object]:
@@ -127,8 +136,11 @@ def resident() -> dict:
     wrapped = copy.deepcopy(plain)
     vb = vbrt.wrap(wrapped, "dense").materialize()
     times = interleaved({"unwrapped": one_token(plain), "dense": one_token(vb)}, times=60, warm=5)
-    return {"unwrapped_ms": times["unwrapped"] * 1e3, "dense_resident_ms": times["dense"] * 1e3,
-            "ratio": times["dense"] / times["unwrapped"]}
+    return {
+        "unwrapped_ms": times["unwrapped"] * 1e3,
+        "dense_resident_ms": times["dense"] * 1e3,
+        "ratio": times["dense"] / times["unwrapped"],
+    }
 
 
 @part
@@ -147,8 +159,7 @@ def ssd() -> dict:
         wraps = {}
         for policy in ("scheduled", "lru"):
             plan = vbrt.make_plan(llama(), vbrt.load_config("dense"))
-            tiers = {"cpu": {"budget": plan.page_bytes // 2},
-                     "ssd": {"enabled": True, "path": f"{scratch}/{policy}"}}
+            tiers = {"cpu": {"budget": plan.page_bytes // 2}, "ssd": {"enabled": True, "path": f"{scratch}/{policy}"}}
             wraps[policy] = vbrt.wrap(llama(), "dense", policy={"kind": policy}, tiers=tiers).materialize()
             runs[policy] = one_token(wraps[policy])
         for name, run in runs.items():
@@ -158,10 +169,16 @@ def ssd() -> dict:
         stats = wraps["scheduled"].stats()
         figures |= {f"{name}_warm_ms": span * 1e3 for name, span in warm.items()}
         figures |= {f"{name}_cold_ms": span * 1e3 for name, span in cold.items()}
-        figures |= {f"speedup_{kind}": times["accelerate"] / times["scheduled"]
-                    for kind, times in (("warm", warm), ("cold", cold))}
-        figures |= {"io": wraps["scheduled"].stack.ssd.mode, "cpu_budget_bytes": stats.tiers["cpu"].budget_bytes,
-                    "cpu_peak_bytes": stats.tiers["cpu"].peak_bytes, "page_bytes": plan.page_bytes}
+        figures |= {
+            f"speedup_{kind}": times["accelerate"] / times["scheduled"]
+            for kind, times in (("warm", warm), ("cold", cold))
+        }
+        figures |= {
+            "io": wraps["scheduled"].stack.ssd.mode,
+            "cpu_budget_bytes": stats.tiers["cpu"].budget_bytes,
+            "cpu_peak_bytes": stats.tiers["cpu"].peak_bytes,
+            "page_bytes": plan.page_bytes,
+        }
         for vb in wraps.values():
             vb.close()
     return figures
@@ -188,7 +205,7 @@ def memory() -> dict:
     import psutil
 
     import vbrt
-    from vbrt.wrapper import release_host_memory
+    from vbrt.wrapper.wrapper import release_host_memory
 
     model = llama()
     vb = vbrt.wrap(model, "fp4", weights={"keep_head": False})
@@ -198,8 +215,13 @@ def memory() -> dict:
     vb.materialize()
     after = psutil.Process().memory_info().rss
     gc.collect()
-    return {"swapped_dense_bytes": swapped, "page_bytes": vb.plan.page_bytes, "rss_before_bytes": before,
-            "rss_after_bytes": after, "fall_over_swapped": (before - after) / swapped}
+    return {
+        "swapped_dense_bytes": swapped,
+        "page_bytes": vb.plan.page_bytes,
+        "rss_before_bytes": before,
+        "rss_after_bytes": after,
+        "fall_over_swapped": (before - after) / swapped,
+    }
 
 
 @part
@@ -209,7 +231,7 @@ def hits() -> dict:
     from torch import nn
 
     import vbrt
-    from vbrt.policy import PASS, simulate
+    from vbrt.residency.policy import PASS, simulate
 
     layers, passes, learning, prefetch = 32, 20, 2, 2
     rows = []
@@ -233,8 +255,15 @@ def hits() -> dict:
             counted = simulate(policy, one_pass * (passes + learning), room, prefetch=prefetch).hits.total()
             counted -= simulate(policy, one_pass * learning, room, prefetch=prefetch).hits.total()
             closed = 1.0 if room >= layers else 0.0 if policy == "lru" else max(0, room - 1 - prefetch) / layers
-            rows.append({"policy": policy, "resident_percent": percent, "live": live,
-                         "simulated": counted / (passes * layers), "closed_form": closed})
+            rows.append(
+                {
+                    "policy": policy,
+                    "resident_percent": percent,
+                    "live": live,
+                    "simulated": counted / (passes * layers),
+                    "closed_form": closed,
+                }
+            )
     return {"layers": layers, "passes": passes, "prefetch": prefetch, "rows": rows}
 
 
@@ -264,12 +293,19 @@ def formats() -> dict:
         encode_s = seconds(run)
         decoded = format.decode(encoded, tuple(weight.shape), torch.float32)
         decode_s = statistics.median(
-            seconds(lambda f=format, e=encoded: f.decode(e, tuple(weight.shape), torch.float32)) for _ in range(5))
+            seconds(lambda f=format, e=encoded: f.decode(e, tuple(weight.shape), torch.float32)) for _ in range(5)
+        )
         noise = (decoded - weight).double().pow(2).mean() / weight.double().pow(2).mean()
-        rows.append({"format": name, "block": format.block, "sqnr_db": -10 * noise.log10().item(),
-                     "bits": 8 * format.layout(tuple(weight.shape), weight.dtype).nbytes / weight.numel(),
-                     "encode_mweights_s": weight.numel() / encode_s / 1e6,
-                     "decode_mweights_s": weight.numel() / decode_s / 1e6})
+        rows.append(
+            {
+                "format": name,
+                "block": format.block,
+                "sqnr_db": -10 * noise.log10().item(),
+                "bits": 8 * format.layout(tuple(weight.shape), weight.dtype).nbytes / weight.numel(),
+                "encode_mweights_s": weight.numel() / encode_s / 1e6,
+                "decode_mweights_s": weight.numel() / decode_s / 1e6,
+            }
+        )
     return {"shape": list(weight.shape), "rows": rows}
 
 
@@ -294,8 +330,13 @@ def cpu_linear() -> dict:
             x = torch.randn(tokens, 4096).to(dtype)
             with torch.inference_mode():
                 times = interleaved({name: functools.partial(run, x) for name, run in layers.items()}, times=7)
-            rows.append({"dtype": str(dtype).removeprefix("torch."), "tokens": tokens,
-                         **{f"{name} ms": span * 1e3 for name, span in times.items()}})
+            rows.append(
+                {
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "tokens": tokens,
+                    **{f"{name} ms": span * 1e3 for name, span in times.items()},
+                }
+            )
     version = bitsandbytes.__version__ if bitsandbytes else "not importable, not measured"
     return {"shape": [4096, 4096], "threads": torch.get_num_threads(), "bitsandbytes": version, "rows": rows}
 
@@ -340,10 +381,16 @@ def cpu_exact() -> dict:
                 assert all(torch.equal(layer(x), plain(x)) for layer in layers.values())
                 with torch.no_grad():
                     times = interleaved({name: functools.partial(layer, x) for name, layer in layers.items()}, times=7)
-                rows.append({"dtype": str(dtype).removeprefix("torch."), "shape": f"{n} x {k}", "tokens": tokens,
-                             **{f"{name} ms": span * 1e3 for name, span in times.items()},
-                             "reference / plain": times["reference"] / times["plain"],
-                             "compiled / plain": times["compiled"] / times["plain"]})
+                rows.append(
+                    {
+                        "dtype": str(dtype).removeprefix("torch."),
+                        "shape": f"{n} x {k}",
+                        "tokens": tokens,
+                        **{f"{name} ms": span * 1e3 for name, span in times.items()},
+                        "reference / plain": times["reference"] / times["plain"],
+                        "compiled / plain": times["compiled"] / times["plain"],
+                    }
+                )
     return {"threads": torch.get_num_threads(), "rows": rows}
 
 
@@ -374,12 +421,16 @@ def train_curves() -> dict:
     import torch
 
     data = library_bytes()
-    held_out = data[-len(data) // 20:]
+    held_out = data[-len(data) // 20 :]
     torch.manual_seed(0)
     model, runs = byte_llama(), {}
-    for name, format, every in (("dense", "dense", 1), ("nvfp4 fresh", "nvfp4", 1),
-                                ("nvfp4 cached", "nvfp4", CURVES_REFRESH), ("quantile fresh", "quantile", 1),
-                                ("quantile cached", "quantile", CURVES_REFRESH)):
+    for name, format, every in (
+        ("dense", "dense", 1),
+        ("nvfp4 fresh", "nvfp4", 1),
+        ("nvfp4 cached", "nvfp4", CURVES_REFRESH),
+        ("quantile fresh", "quantile", 1),
+        ("quantile cached", "quantile", CURVES_REFRESH),
+    ):
         runs[name] = TrainingRun(copy.deepcopy(model), format, every)
     draw = torch.Generator().manual_seed(1)
     for _ in range(CURVES_STEPS):
@@ -389,8 +440,11 @@ def train_curves() -> dict:
     draw.manual_seed(2)
     batches = [draw_batch(held_out, draw) for _ in range(20)]
     rows = [{"run": name, **run.figures(batches)} for name, run in runs.items()]
-    return {**curve_figures({row["run"]: row for row in rows}), "rows": rows,
-            "curves": {name: run.curve() for name, run in runs.items()}}
+    return {
+        **curve_figures({row["run"]: row for row in rows}),
+        "rows": rows,
+        "curves": {name: run.curve() for name, run in runs.items()},
+    }
 
 
 def library_bytes():
@@ -404,8 +458,16 @@ def library_bytes():
 def byte_llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(hidden_size=256, intermediate_size=704, num_hidden_layers=2, vocab_size=256,
-                                        num_attention_heads=4, max_position_embeddings=128)).train()
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=256,
+            intermediate_size=704,
+            num_hidden_layers=2,
+            vocab_size=256,
+            num_attention_heads=4,
+            max_position_embeddings=128,
+        )
+    ).train()
 
 
 def draw_batch(data, generator):
@@ -424,8 +486,13 @@ class TrainingRun:
 
         import vbrt
 
-        self.vb = vbrt.wrap(model, mode="train", weights={"format": format}, separation={"refresh_every": every},
-                            tiers={"gpu": {"enabled": False}})
+        self.vb = vbrt.wrap(
+            model,
+            mode="train",
+            weights={"format": format},
+            separation={"refresh_every": every},
+            tiers={"gpu": {"enabled": False}},
+        )
         self.optimizer = torch.optim.AdamW(self.vb.parameters(), lr=1e-3)
         self.losses: list[float] = []
         self.spans: dict[str, list[float]] = {"step": [], "separation": [], "again": []}
@@ -469,10 +536,15 @@ class TrainingRun:
         with torch.no_grad():
             held = statistics.mean(self.vb(input_ids=b, labels=b, use_cache=False).loss.item() for b in held_out)
         layers = stats.layers.values()
-        return {"held-out loss": held, "last 20 steps": statistics.mean(self.losses[-20:]),
-                "searches a layer": sum(layer.separation_refreshes for layer in layers) / len(layers),
-                "step ms": step, "separation ms": separation, "again ms": again,
-                "engine's share, %": 100 * (separation + again) / step}
+        return {
+            "held-out loss": held,
+            "last 20 steps": statistics.mean(self.losses[-20:]),
+            "searches a layer": sum(layer.separation_refreshes for layer in layers) / len(layers),
+            "step ms": step,
+            "separation ms": separation,
+            "again ms": again,
+            "engine's share, %": 100 * (separation + again) / step,
+        }
 
 
 def curve_figures(rows: dict[str, dict]) -> dict:
@@ -497,16 +569,24 @@ def machine() -> dict:
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True,
-                            check=False)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     versions = {}
     for package in ("torch", "transformers", "accelerate"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
-    return {"cpu": cpu_name(), "cores": os.cpu_count(), "memory_bytes": psutil.virtual_memory().total, "gpu": gpu,
-            "python": platform.python_version(), "commit": commit.stdout.strip() or None, "versions": versions}
+    return {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpu": gpu,
+        "python": platform.python_version(),
+        "commit": commit.stdout.strip() or None,
+        "versions": versions,
+    }
 
 
 def cpu_name() -> str:
@@ -519,8 +599,14 @@ def cpu_name() -> str:
 def measure(name: str) -> None:
     """One part in a fresh process: memory and caches of one do not touch the next."""
     print(f"{name}: {PARTS[name].__doc__.splitlines()[0]}", flush=True)
-    done = subprocess.run([sys.executable, __file__, "--here", name], cwd=ROOT, stdout=subprocess.PIPE, text=True,
-                          check=False, env=os.environ | ENVIRONMENT.get(name, {}))
+    done = subprocess.run(
+        [sys.executable, __file__, "--here", name],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+        env=os.environ | ENVIRONMENT.get(name, {}),
+    )
     if done.returncode:
         raise SystemExit(f"bench: part {name} failed")
     result = json.loads(done.stdout.splitlines()[-1])
@@ -532,8 +618,12 @@ def measure(name: str) -> None:
 
 def tables() -> str:
     """docs/benchmarks.md from the results, word for word reproducible."""
-    out = ["# Benchmarks", "", "Generated by `scripts/bench --tables` from `benchmarks/results/*.json`; do not edit.",
-           ""]
+    out = [
+        "# Benchmarks",
+        "",
+        "Generated by `scripts/bench --tables` from `benchmarks/results/*.json`; do not edit.",
+        "",
+    ]
     for name, function in PARTS.items():
         path = RESULTS / f"{name}-cpu.json"
         if not path.exists():
@@ -545,8 +635,12 @@ def tables() -> str:
         if figures:
             out += ["| figure | value |", "| --- | --- |", *(f"| {k} | {show(v)} |" for k, v in figures.items()), ""]
         if rows:
-            out += [f"| {' | '.join(rows[0])} |", "| " + " | ".join("---" for _ in rows[0]) + " |",
-                    *(f"| {' | '.join(show(v) for v in row.values())} |" for row in rows), ""]
+            out += [
+                f"| {' | '.join(rows[0])} |",
+                "| " + " | ".join("---" for _ in rows[0]) + " |",
+                *(f"| {' | '.join(show(v) for v in row.values())} |" for row in rows),
+                "",
+            ]
         if curves:
             out += curves_drawing(name, curves)
         versions = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
@@ -565,40 +659,66 @@ def stream_table(path: Path) -> list[str]:
     """Streamed forwards on one GPU, from `scripts/stream`, and time against budget as a drawing beside the docs."""
     result = json.loads(path.read_text())
     where, versions = result["machine"], result["machine"]["versions"]
-    what = (f"A Llama-3-8B-shaped bf16 model, one forward without a KV cache, embedding and head resident. Raw limit: "
-            f"the {result['swapped_bytes'] / 1e9:.2f} GB of swapped bf16 weights over {result['link_gb_s']:.1f} GB/s "
-            f"of pinned host-to-device copies in the same run, {result['limit_ms']:.0f} ms; half for `dense-half`. "
-            "Resident: the unwrapped model. Ready: from bf16 in host memory to encoded.")
+    what = (
+        f"A Llama-3-8B-shaped bf16 model, one forward without a KV cache, embedding and head resident. Raw limit: "
+        f"the {result['swapped_bytes'] / 1e9:.2f} GB of swapped bf16 weights over {result['link_gb_s']:.1f} GB/s "
+        f"of pinned host-to-device copies in the same run, {result['limit_ms']:.0f} ms; half for `dense-half`. "
+        "Resident: the unwrapped model. Ready: from bf16 in host memory to encoded."
+    )
     resident = ", ".join(f"T={t} {ms:.1f} ms" for t, ms in result["resident_ms"].items())
     note = result.get("note")
     title = f"## streaming, {where['gpu']}{', another run' if note else ''}"
-    out = [title, "", what, "", *([note, ""] if note else []),
-           f"Unwrapped, all resident: {resident}.", "",
-           "| case | T=1 ms | of raw limit | T=2048 ms | of raw limit | same bits | GPU peak GB | hits | ready s |",
-           "| --- " * 9 + "|"]
+    out = [
+        title,
+        "",
+        what,
+        "",
+        *([note, ""] if note else []),
+        f"Unwrapped, all resident: {resident}.",
+        "",
+        "| case | T=1 ms | of raw limit | T=2048 ms | of raw limit | same bits | GPU peak GB | hits | ready s |",
+        "| --- " * 9 + "|",
+    ]
     for row in result["rows"]:
         if "gpu_peak_bytes" in row:
             coarse = "no" if row.get("peer") else "no (4 bits)"
             same = "yes" if row["T1_identical"] and row["T2048_identical"] else coarse
-            out.append(f"| {row['case']} | {row['T1_ms']:.1f} | {row['T1_of_raw_limit']:.2f} | {row['T2048_ms']:.1f} | "
-                       f"{row['T2048_of_raw_limit']:.2f} | {same} | {row['gpu_peak_bytes'] / 1e9:.2f} | "
-                       + ("– | – |" if row.get("peer") else f"{row['hit_rate']:.3f} | {row['ready_s']:.1f} |"))
+            out.append(
+                f"| {row['case']} | {row['T1_ms']:.1f} | {row['T1_of_raw_limit']:.2f} | {row['T2048_ms']:.1f} | "
+                f"{row['T2048_of_raw_limit']:.2f} | {same} | {row['gpu_peak_bytes'] / 1e9:.2f} | "
+                + ("– | – |" if row.get("peer") else f"{row['hit_rate']:.3f} | {row['ready_s']:.1f} |")
+            )
     for row in result["rows"]:
         if "drive_bytes_s" in row:
             drive = f"the drive's sequential {row['drive_bytes_s'] / 1e9:.2f} GB/s in the same run"
             digest = row.get("digest_bytes_s")
-            cost = (f" Verifying takes {100 * row['drive_bytes_s'] / digest:.0f} % of one core at that rate "
-                    f"({digest / 1e9:.0f} GB/s).") if digest else ""
+            cost = (
+                (
+                    f" Verifying takes {100 * row['drive_bytes_s'] / digest:.0f} % of one core at that rate "
+                    f"({digest / 1e9:.0f} GB/s)."
+                )
+                if digest
+                else ""
+            )
             out += ["", f"`fp4-ssd`, O_DIRECT: {row['T1_of_drive']:.2f}, {row['T2048_of_drive']:.2f} of {drive}.{cost}"]
         if "T1_unwrapped_ms" in row:
-            pairs = ", ".join(f"T={t} {row[f'T{t}_wrapped_ms']:.2f} ms against {row[f'T{t}_unwrapped_ms']:.2f} "
-                              f"({row[f'T{t}_over_resident']:.3f}×)" for t in (1, 2048))
+            pairs = ", ".join(
+                f"T={t} {row[f'T{t}_wrapped_ms']:.2f} ms against {row[f'T{t}_unwrapped_ms']:.2f} "
+                f"({row[f'T{t}_over_resident']:.3f}×)"
+                for t in (1, 2048)
+            )
             out += ["", f"`dense`, all resident, taking turns with the unwrapped model: {pairs}."]
     if result["sweep"]:
         drawing = f"{path.stem}.svg"
         (DOCS.parent / drawing).write_text(sweep_svg(result["sweep"]))
-        out += ["", "One token against the GPU budget (`set_budget` while the model lives):", "",
-                f"![time against budget]({drawing})", "", *sweep_rows(result["sweep"])]
+        out += [
+            "",
+            "One token against the GPU budget (`set_budget` while the model lives):",
+            "",
+            f"![time against budget]({drawing})",
+            "",
+            *sweep_rows(result["sweep"]),
+        ]
     out += lora_rows(result.get("training", []))
     named = ", ".join(f"{k} {v}" for k, v in versions.items() if v)
     return [*out, "", f"{named}, Python {where['python']}, commit {where['commit']}.", ""]
@@ -609,24 +729,38 @@ def lora_rows(rows: list[dict]) -> list[str]:
     if not rows:
         return []
     limit = max(rows[0]["step_ms"], rows[0]["two_reads_ms"])
-    what = ("A LoRA step (r = 16 on q and v, AdamW, 2,048 tokens) through `fp4` planes. Two reads of the pages take "
-            f"{rows[0]['two_reads_ms']:.0f} ms at the link's speed.")
-    return ["", what, "",
-            "| planes | step ms | over the larger of resident and two reads | GPU peak GB |", "| --- " * 4 + "|",
-            *(f"| {row['planes']} | {row['step_ms']:.0f} | {row['step_ms'] / limit:.2f} | "
-              f"{row['gpu_peak_bytes'] / 1e9:.2f} |" for row in rows)]
+    what = (
+        "A LoRA step (r = 16 on q and v, AdamW, 2,048 tokens) through `fp4` planes. Two reads of the pages take "
+        f"{rows[0]['two_reads_ms']:.0f} ms at the link's speed."
+    )
+    return [
+        "",
+        what,
+        "",
+        "| planes | step ms | over the larger of resident and two reads | GPU peak GB |",
+        "| --- " * 4 + "|",
+        *(
+            f"| {row['planes']} | {row['step_ms']:.0f} | {row['step_ms'] / limit:.2f} | "
+            f"{row['gpu_peak_bytes'] / 1e9:.2f} |"
+            for row in rows
+        ),
+    ]
 
 
 def train_table(path: Path) -> list[str]:
     """Memory and time of training and inference on one GPU, from `scripts/train_bench.py`."""
     result = json.loads(path.read_text())
     where, shape = result["machine"], result["shape"]
-    what = (f"GPT-2-medium's shape ({result['parameters'] / 1e6:.0f} M parameters, {shape['layers']} layers of width "
-            f"{shape['width']}, vocabulary {shape['vocabulary']:,}), sequence {shape['context']:,}, batch "
-            f"{result['batch']}, random weights; peak bytes of torch's allocator, weights included. \"torch\" "
-            "rows are the same modules with torch's own attention: all scores, as the definition has it, or fused.")
-    parts = {"training": ("Training: forward, backward, clipping and AdamW (fused), fp32 weights and moments.", "step"),
-             "inference": ("Inference: one forward, logits of the last position.", "forward")}
+    what = (
+        f"GPT-2-medium's shape ({result['parameters'] / 1e6:.0f} M parameters, {shape['layers']} layers of width "
+        f"{shape['width']}, vocabulary {shape['vocabulary']:,}), sequence {shape['context']:,}, batch "
+        f'{result["batch"]}, random weights; peak bytes of torch\'s allocator, weights included. "torch" '
+        "rows are the same modules with torch's own attention: all scores, as the definition has it, or fused."
+    )
+    parts = {
+        "training": ("Training: forward, backward, clipping and AdamW (fused), fp32 weights and moments.", "step"),
+        "inference": ("Inference: one forward, logits of the last position.", "forward"),
+    }
     out = [f"## training, {where['gpu']}", "", what, ""]
     for part, (title, unit) in parts.items():
         first = result[part][0]["case"]
@@ -642,9 +776,14 @@ def train_table(path: Path) -> list[str]:
 
 def sweep_rows(points: list[dict]) -> list[str]:
     curves = curves_of(points)
-    return ["| budget, % of pages | " + " | ".join(curves) + " |", "| --- " * (len(curves) + 1) + "|",
-            *(f"| {percent} | " + " | ".join(f"{curve[percent]:.1f} ms" for curve in curves.values()) + " |"
-              for percent in sorted(next(iter(curves.values()))))]
+    return [
+        "| budget, % of pages | " + " | ".join(curves) + " |",
+        "| --- " * (len(curves) + 1) + "|",
+        *(
+            f"| {percent} | " + " | ".join(f"{curve[percent]:.1f} ms" for curve in curves.values()) + " |"
+            for percent in sorted(next(iter(curves.values())))
+        ),
+    ]
 
 
 def curves_of(points: list[dict]) -> dict[str, dict[int, float]]:
@@ -678,36 +817,47 @@ def line_svg(curves: dict[str, dict[int, float]], marks: list[tuple[int, str]], 
         return f"{left + x / end * (width - left - 20):.1f},{top + (1 - y / most) * (height - top - 50):.1f}"
 
     size = f'width="{width}" height="{height}"'
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">',
-             f'<rect {size} fill="white"/>']
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">',
+        f'<rect {size} fill="white"/>',
+    ]
     for mark, text in marks:
         x = at(mark, 0).split(",")[0]
         parts.append(f'<text x="{x}" y="{height - 32}" text-anchor="middle">{text}</text>')
     for share in (0, 0.25, 0.5, 0.75, 1):
         y = at(0, most * share).split(",")[1]
-        parts.append(f'<line x1="{left}" x2="{width - 20}" y1="{y}" y2="{y}" stroke="#ddd"/>'
-                     f'<text x="{left - 6}" y="{y}" text-anchor="end" dy="4">{unit.format(most * share)}</text>')
+        parts.append(
+            f'<line x1="{left}" x2="{width - 20}" y1="{y}" y2="{y}" stroke="#ddd"/>'
+            f'<text x="{left - 6}" y="{y}" text-anchor="end" dy="4">{unit.format(most * share)}</text>'
+        )
     room = 180 if len(curves) <= 3 else (width - left - 20) // len(curves)
     for index, (name, curve) in enumerate(curves.items()):
         line, colour = " ".join(at(x, y) for x, y in sorted(curve.items())), colours[index % len(colours)]
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>'
-                     f'<text x="{left + 20 + room * index}" y="{height - 10}" fill="{colour}">{name}</text>')
+        parts.append(
+            f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>'
+            f'<text x="{left + 20 + room * index}" y="{height - 10}" fill="{colour}">{name}</text>'
+        )
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def kernel_table(path: Path) -> list[str]:
     """Times of the GPU kernels, from `scripts/gpu-check`; parts that were not measured are left out."""
     result = json.loads(path.read_text())
-    what = ("A linear layer on 4-bit weights, CUDA-graph replay, weights rotated past L2, random normal data: "
-            "microseconds, and bf16 cuBLAS time over ours in the same run.")
+    what = (
+        "A linear layer on 4-bit weights, CUDA-graph replay, weights rotated past L2, random normal data: "
+        "microseconds, and bf16 cuBLAS time over ours in the same run."
+    )
     rows, odd = result["rows"], result.get("odd", [])
     out = [f"## kernels, {result['gpu']}", "", what, "", *grid(rows, "format", "fp4_us", "ratio")]
     rounded = [row for row in (*rows, *odd) if "fp8_us" in row]
     if rounded:
         errors = {f: max(r["fp8_error"] for r in rounded if r["format"] == f) for f in {r["format"] for r in rounded}}
         measured = ", ".join(f"{f} {100 * e:.1f} %" for f, e in sorted(errors.items()))
-        out += [f"With `compute.fp8 = true`; relative error of a layer at most {measured}.", "",
-                *grid(rounded, "format", "fp8_us", "fp8_ratio")]
+        out += [
+            f"With `compute.fp8 = true`; relative error of a layer at most {measured}.",
+            "",
+            *grid(rounded, "format", "fp8_us", "fp8_ratio"),
+        ]
     if result.get("peers") or result.get("absent"):
         out += ["What else is installed with pip, in the same run.", ""]
         out += grid(result.get("peers", []), "peer", "us", "ratio")
@@ -715,14 +865,19 @@ def kernel_table(path: Path) -> list[str]:
         out += [f"{name}: configurations of {how}, made before the timing." for name, how in searches.items()]
         out += [f"{name}: {why}." for name, why in result.get("absent", {}).items()] + [""]
     if result.get("fused"):
-        what = ("One launch against several: a norm and a linear, or silu(x W1ᵀ) · (x W2ᵀ) against its two linears "
-                "(`gated`; the product is in ours only). Microseconds, and the several over the one.")
+        what = (
+            "One launch against several: a norm and a linear, or silu(x W1ᵀ) · (x W2ᵀ) against its two linears "
+            "(`gated`; the product is in ours only). Microseconds, and the several over the one."
+        )
         out += [what, "", *grid(result["fused"], "what", "fused_us", "ratio")]
     if odd:
         out += ["Other shapes.", "", *grid(odd, "format", "fp4_us", "ratio")]
     if result.get("epilogue"):
-        out += ["What a bias and an activation add, in percent.", "",
-                *grid(result["epilogue"], "activation", "full_us", "added_percent")]
+        out += [
+            "What a bias and an activation add, in percent.",
+            "",
+            *grid(result["epilogue"], "activation", "full_us", "added_percent"),
+        ]
     titles = {"dispatch": "Host time of an eager call.", "e2e": "One token of a Llama-8B-shaped model, compiled."}
     for part, title in titles.items():
         if result.get(part):
@@ -739,8 +894,12 @@ def kernel_table(path: Path) -> list[str]:
 def step_table(e2e: dict, copy_tb_s: float) -> list[str]:
     """Where a step goes, and how fast it would be if 4-bit linears took no longer than reading their weights."""
     profiles = {name: e2e[f"{name}_profile"] for name in ("bf16", "fp4")}
-    out = ["Where the microseconds of that step go, by a profiler, which makes the gaps between kernels longer.", "",
-           "| weights | linear | attention | the rest | gaps | kernels |", "| --- " * 6 + "|"]
+    out = [
+        "Where the microseconds of that step go, by a profiler, which makes the gaps between kernels longer.",
+        "",
+        "| weights | linear | attention | the rest | gaps | kernels |",
+        "| --- " * 6 + "|",
+    ]
     for name, profile in profiles.items():
         groups = profile["groups_us"]
         cells = [*(groups[group] for group in ("linear", "attention", "the rest")), profile["gaps_us"]]
@@ -758,12 +917,16 @@ def step_table(e2e: dict, copy_tb_s: float) -> list[str]:
         f"{e2e['bf16_ms'] / (least_ms - e2e['fp4_host_ms'] + e2e['bf16_host_ms']):.2f}×."
     )
     if "speedup_queued" in e2e:
-        limit += (f" With steps queued one behind the other, none waited for, a bf16 step takes "
-                  f"{e2e['bf16_queued_ms']:.2f} ms and an fp4 step {e2e['fp4_queued_ms']:.2f} ms: "
-                  f"{e2e['speedup_queued']:.2f}×.")
+        limit += (
+            f" With steps queued one behind the other, none waited for, a bf16 step takes "
+            f"{e2e['bf16_queued_ms']:.2f} ms and an fp4 step {e2e['fp4_queued_ms']:.2f} ms: "
+            f"{e2e['speedup_queued']:.2f}×."
+        )
     if "fp4_head_too_ms" in e2e:
-        limit += (f" With the output layer in 4 bits too (`weights.keep_head = false`) a step takes "
-                  f"{e2e['fp4_head_too_ms']:.2f} ms, {e2e['speedup_head_too']:.2f}×.")
+        limit += (
+            f" With the output layer in 4 bits too (`weights.keep_head = false`) a step takes "
+            f"{e2e['fp4_head_too_ms']:.2f} ms, {e2e['speedup_head_too']:.2f}×."
+        )
     return [*out, "", limit, ""]
 
 
@@ -775,8 +938,12 @@ def grid(rows: list[dict], name: str, value: str, ratio: str) -> list[str]:
         sign = " %" if "percent" in ratio else "×"
         cell = f"{row[value]:.1f} ({row[ratio]:.{1 if sign == ' %' else 2}f}{sign})"
         cells.setdefault(f"{row[name]}, {row['k']}→{row['n']}", {})[row["m"]] = cell
-    return [f"| {name}, K→N | {' | '.join(f'M={m}' for m in tokens)} |", "| --- " * (len(tokens) + 1) + "|",
-            *(f"| {key} | {' | '.join(line.get(m, '–') for m in tokens)} |" for key, line in cells.items()), ""]
+    return [
+        f"| {name}, K→N | {' | '.join(f'M={m}' for m in tokens)} |",
+        "| --- " * (len(tokens) + 1) + "|",
+        *(f"| {key} | {' | '.join(line.get(m, '–') for m in tokens)} |" for key, line in cells.items()),
+        "",
+    ]
 
 
 def show(value: object) -> str:

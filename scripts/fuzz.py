@@ -28,23 +28,60 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402  # after the checkout is on the path
-from safetensors.torch import load_file, save_file  # noqa: E402
-from torch import nn  # noqa: E402
+import torch  # after the checkout is on the path
+from safetensors.torch import load_file, save_file
+from torch import nn
 
-import vbrt  # noqa: E402
-from scripts.train_files import Checkpoint, write_checkpoint  # noqa: E402
-from vbrt.config import preset_names  # noqa: E402
-from vbrt.errors import VBError  # noqa: E402
-from vbrt.manifest import content_digest  # noqa: E402
-from vbrt.tensorfile import TensorFile, digest  # noqa: E402
-from vbrt.tiers import MemoryTier, SsdTier  # noqa: E402
+import vbrt
+from scripts.train_files import Checkpoint, write_checkpoint
+from vbrt.config import preset_names
+from vbrt.errors import VBError
+from vbrt.saves.manifest import content_digest
+from vbrt.saves.tensorfile import TensorFile, digest
+from vbrt.tiers import MemoryTier, SsdTier
 
 HANGS_SECONDS = 20
 ROOM_BYTES = 256 << 20  # of address space, beyond what the process has: no input is larger than a MiB
-HOSTILE = (None, True, False, 0, 1, -1, 2, 1.5, -0.0, float("inf"), float("nan"), 1 << 31, 1 << 63, 1 << 64, 10**400,
-           "", "x", "load", "..", "../x", "a\0b", "\ud800", "é" * 50, "y" * 5000, "float16", "int8", "dense", "nf4",
-           "parameter", "tensor", [], {}, [[]], {"a": 1}, [0] * 50, [None], ["coarse"], [1 << 62, 1 << 62])
+HOSTILE = (
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    1.5,
+    -0.0,
+    float("inf"),
+    float("nan"),
+    1 << 31,
+    1 << 63,
+    1 << 64,
+    10**400,
+    "",
+    "x",
+    "load",
+    "..",
+    "../x",
+    "a\0b",
+    "\ud800",
+    "é" * 50,
+    "y" * 5000,
+    "float16",
+    "int8",
+    "dense",
+    "nf4",
+    "parameter",
+    "tensor",
+    [],
+    {},
+    [[]],
+    {"a": 1},
+    [0] * 50,
+    [None],
+    ["coarse"],
+    [1 << 62, 1 << 62],
+)
 
 OUTCOMES = ("refused", "same", "loads", "WRONG")
 
@@ -74,13 +111,13 @@ def bent(data: bytes, dice: random.Random) -> tuple[str, bytes]:
     at, kind = dice.randrange(len(data)), dice.choice(("bit", "bit", "bit", "byte", "cut", "drop", "insert", "grow"))
     if kind == "bit":
         bit = dice.randrange(8)
-        return f"bit {bit} of byte {at}", data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1:]
+        return f"bit {bit} of byte {at}", data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
     if kind == "byte":
-        return f"byte {at}", data[:at] + bytes([dice.randrange(256)]) + data[at + 1:]
+        return f"byte {at}", data[:at] + bytes([dice.randrange(256)]) + data[at + 1 :]
     if kind == "cut":
         return f"cut at {at}", data[:at]
     if kind == "drop":
-        return f"without bytes from {at}", data[:at] + data[at + dice.randint(1, 40):]
+        return f"without bytes from {at}", data[:at] + data[at + dice.randint(1, 40) :]
     if kind == "insert":
         return f"bytes put in at {at}", data[:at] + dice.randbytes(dice.randint(1, 40)) + data[at:]
     return "bytes at the end", data + dice.randbytes(dice.randint(1, 5000))
@@ -232,8 +269,10 @@ def content(vb: Any) -> dict[str, Any]:
         values = {name: bits(tensor) for name, tensor in vb.model.state_dict().items()}
         values |= {f"{name} (buffer)": bits(tensor) for name, tensor in vb.model.named_buffers()}
         values["trains"] = sorted(name for name, p in vb.model.named_parameters() if p.requires_grad)
-        values["layers"] = {name: (layer.handle.spec.format, layer.handle.spec.fine, layer.handle.trainable)
-                            for name, layer in vb.registry.items()}
+        values["layers"] = {
+            name: (layer.handle.spec.format, layer.handle.spec.fine, layer.handle.trainable)
+            for name, layer in vb.registry.items()
+        }
         values["config"] = vb.settings.to_dict()
         return values
 
@@ -261,9 +300,15 @@ def manifest_part(directory: Path, dice: random.Random) -> Part:
     """vbrt.json of a save."""
     saved(directory)
     path = directory / "vbrt.json"
-    return Part("manifest", directory, keeping(directory),
-                mixed(path, dice, json.loads(path.read_bytes()), sealed_manifest), loading(directory),
-                loading(directory)(), lambda what: "sealed" in what)
+    return Part(
+        "manifest",
+        directory,
+        keeping(directory),
+        mixed(path, dice, json.loads(path.read_bytes()), sealed_manifest),
+        loading(directory),
+        loading(directory)(),
+        lambda what: "sealed" in what,
+    )
 
 
 def old_manifest_part(directory: Path, dice: random.Random) -> Part:
@@ -274,8 +319,15 @@ def old_manifest_part(directory: Path, dice: random.Random) -> Part:
     tree |= {"version": 1, "tensors": {name: [entry[0], entry[-1]] for name, entry in tree["tensors"].items()}}
     del tree["digest"]
     path.write_bytes(encoded(tree))
-    return Part("manifest of version 1", directory, keeping(directory), mixed(path, dice, tree, None),
-                loading(directory), loading(directory)(), lambda what: True)
+    return Part(
+        "manifest of version 1",
+        directory,
+        keeping(directory),
+        mixed(path, dice, tree, None),
+        loading(directory),
+        loading(directory)(),
+        lambda what: True,
+    )
 
 
 def sealed_header(tree: Any, size: int) -> bytes:
@@ -309,8 +361,9 @@ def header_part(directory: Path, dice: random.Random) -> Part:
     del state["again.weight"]
     save_file(state, directory / "model.safetensors", {"format": "pt"})
     load = loading(directory, config="dense", weights={"min_parameters": 0, "keep_head": False})
-    return Part("header", directory, keeping(directory), header_damages(directory / "model.safetensors", dice),
-                load, load())
+    return Part(
+        "header", directory, keeping(directory), header_damages(directory / "model.safetensors", dice), load, load()
+    )
 
 
 def shard_part(directory: Path, dice: random.Random) -> Part:
@@ -351,8 +404,9 @@ def fine_part(directory: Path, dice: random.Random) -> Part:
 
             yield f"sealed, {name}: {what}", write
 
-    return Part("planes", directory, keeping(directory), damages(), loading(directory), loading(directory)(),
-                lambda what: True)
+    return Part(
+        "planes", directory, keeping(directory), damages(), loading(directory), loading(directory)(), lambda what: True
+    )
 
 
 def index_part(directory: Path, dice: random.Random) -> Part:
@@ -421,11 +475,18 @@ def checkpoint_part(directory: Path, dice: random.Random) -> Part:
     directory.mkdir()
     path = directory / "checkpoint.safetensors"
     moments = {0: {"step": torch.tensor(4.0), "exp_avg": torch.randn(2, 3, generator=torch.Generator().manual_seed(0))}}
-    write_checkpoint(path, {
-        "config": {"lr": 1e-3, "init": None, "shape": {"layers": 2}}, "step": 4, "losses": [2.5, 1.0], "log_bytes": 7,
-        "model": {"weight": torch.arange(6.0).reshape(2, 3)},
-        "optimizer": {"state": moments, "param_groups": [{"lr": 1e-3, "betas": [0.9, 0.95], "params": [0]}]},
-        "random": {"cpu": torch.get_rng_state()}})
+    write_checkpoint(
+        path,
+        {
+            "config": {"lr": 1e-3, "init": None, "shape": {"layers": 2}},
+            "step": 4,
+            "losses": [2.5, 1.0],
+            "log_bytes": 7,
+            "model": {"weight": torch.arange(6.0).reshape(2, 3)},
+            "optimizer": {"state": moments, "param_groups": [{"lr": 1e-3, "betas": [0.9, 0.95], "params": [0]}]},
+            "random": {"cpu": torch.get_rng_state()},
+        },
+    )
     data, tensors, damages = path.read_bytes(), read(path), header_damages(path, dice)
     tree = json.loads(TensorFile(path).read("state").numpy().tobytes())
 
@@ -446,8 +507,7 @@ def checkpoint_part(directory: Path, dice: random.Random) -> Part:
     def load() -> Any:
         return comparable(Checkpoint(path).read())
 
-    return Part("checkpoint", directory, keeping(directory), all_of_it(), load, load(),
-                lambda what: "sealed" in what)
+    return Part("checkpoint", directory, keeping(directory), all_of_it(), load, load(), lambda what: "sealed" in what)
 
 
 def config_part(directory: Path, dice: random.Random) -> Part:
@@ -486,11 +546,21 @@ def pickle_part(directory: Path, dice: random.Random) -> Part | None:
         from vbrt.integrations.huggingface import load_causal_lm
     except ImportError:
         return None
-    model = LlamaForCausalLM(LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, vocab_size=8,
-                                         num_attention_heads=2, num_key_value_heads=2))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            vocab_size=8,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+        )
+    )
     model.config.save_pretrained(directory)
-    (directory / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, '
-                                              '"[UNK]": 1}, "unk_token": "[UNK]"}, "added_tokens": []}')
+    (directory / "tokenizer.json").write_text(
+        '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, '
+        '"[UNK]": 1}, "unk_token": "[UNK]"}, "added_tokens": []}'
+    )
     (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     path = directory / "pytorch_model.bin"
     torch.save(model.state_dict(), path)
@@ -506,9 +576,18 @@ def pickle_part(directory: Path, dice: random.Random) -> Part | None:
     return Part("pytorch_model.bin", directory, keeping(directory), damages(), load, load(), lambda what: True)
 
 
-PARTS = {"manifest": (30, manifest_part), "old-manifest": (6, old_manifest_part), "header": (20, header_part),
-         "shard": (14, shard_part), "planes": (6, fine_part), "index": (6, index_part), "page": (10, page_part),
-         "checkpoint": (14, checkpoint_part), "config": (10, config_part), "pickle": (1, pickle_part)}
+PARTS = {
+    "manifest": (30, manifest_part),
+    "old-manifest": (6, old_manifest_part),
+    "header": (20, header_part),
+    "shard": (14, shard_part),
+    "planes": (6, fine_part),
+    "index": (6, index_part),
+    "page": (10, page_part),
+    "checkpoint": (14, checkpoint_part),
+    "config": (10, config_part),
+    "pickle": (1, pickle_part),
+}
 #: by name: the weight of its share in all inputs, and what makes it
 
 

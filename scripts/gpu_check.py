@@ -30,23 +30,17 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402  # after the checkout is on the path
-import torch.nn.functional as F  # noqa: E402
+import torch  # after the checkout is on the path
+import torch.nn.functional as F
 
-from vbrt.files import write_file  # noqa: E402
-from vbrt.formats import WeightPlanes, get_format  # noqa: E402
-from vbrt.kernels import (  # noqa: E402
-    Norm,
-    fp4_linear,
-    fp4_refusal,
-    fp4_scaled,
-    fp8_linear,
-    fp8_refusal,
-    page_packing,
-    resolve,
-    table_linear,
-)
-from vbrt.kernels.tuning import graph_us  # noqa: E402
+from vbrt.formats import WeightPlanes, get_format
+from vbrt.host.files import write_file
+from vbrt.kernels import Norm, fp4_refusal, fp8_refusal, page_packing, resolve
+from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
+from vbrt.kernels.cuda.e2m1.tuning import graph_us
+from vbrt.kernels.cuda.rounded import fp4 as fp4_scaled
+from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
+from vbrt.kernels.cuda.table import linear as table_linear
 
 Shape = tuple[int, int]  # (K, N)
 Case = tuple[int, int, int]  # (K, N, M)
@@ -147,13 +141,24 @@ def linear_rows(format: str, k: int, n: int, tokens: Sequence[int]) -> Iterator[
         if fp4_refusal(torch.device("cuda", 0)) is None and fp4_scaled.route(x, planes[0]) == "fp4":
             calls["scaled"] = [partial(fp4_scaled.linear, x, p) for p in planes]
         us = dict(zip(calls, side_by_side(*calls.values()), strict=True))
-        row = {"format": format, "k": k, "n": n, "m": m, "route": route_of(x, planes[0]),
-               "bf16_us": round(us["bf16"], 2), "fp4_us": round(us["fp4"], 2),
-               "ratio": round(us["bf16"] / us["fp4"], 3), "relative_error": error(calls["fp4"][0](), want)}
+        row = {
+            "format": format,
+            "k": k,
+            "n": n,
+            "m": m,
+            "route": route_of(x, planes[0]),
+            "bf16_us": round(us["bf16"], 2),
+            "fp4_us": round(us["fp4"], 2),
+            "ratio": round(us["bf16"] / us["fp4"], 3),
+            "relative_error": error(calls["fp4"][0](), want),
+        }
         for name in ("fp8", "scaled"):
             if name in us:
-                row |= {f"{name}_us": round(us[name], 2), f"{name}_ratio": round(us["bf16"] / us[name], 3),
-                        f"{name}_error": error(calls[name][0](), want)}
+                row |= {
+                    f"{name}_us": round(us[name], 2),
+                    f"{name}_ratio": round(us["bf16"] / us[name], 3),
+                    f"{name}_error": error(calls[name][0](), want),
+                }
         say(row)
         yield row
 
@@ -175,8 +180,15 @@ def epilogue_rows(shapes: Sequence[Shape], tokens: Sequence[int]) -> Iterator[di
             taken = side_by_side(*([partial(fp4_linear.linear, x, p, *more) for p in planes] for more in given))
             bare, *others = taken
             for activation, full in zip(names[1:], others, strict=True):
-                row = {"k": k, "n": n, "m": m, "activation": activation, "bare_us": round(bare, 2),
-                       "full_us": round(full, 2), "added_percent": round(100 * (full / bare - 1), 1)}
+                row = {
+                    "k": k,
+                    "n": n,
+                    "m": m,
+                    "activation": activation,
+                    "bare_us": round(bare, 2),
+                    "full_us": round(full, 2),
+                    "added_percent": round(100 * (full / bare - 1), 1),
+                }
                 say(row)
                 yield row
 
@@ -192,19 +204,34 @@ def fused_rows(shapes: Sequence[Shape], tokens: Sequence[int]) -> Iterator[dict[
         for m in tokens:
             x = torch.randn(m, k, device=CUDA, dtype=BF16)
             cases = {
-                "rms": ([partial(norm_linear, x, p, rms) for p in planes],
-                        [partial(separate_norm, x, p, rms) for p in planes]),
-                "layer": ([partial(norm_linear, x, p, layer) for p in planes],
-                          [partial(separate_norm, x, p, layer) for p in planes]),
-                "gated": ([partial(gated_linear, x, a, b) for a, b in pairs],
-                          [partial(two_launches, x, a, b) for a, b in pairs]),
-                "rms gated": ([partial(gated_linear, x, a, b, rms) for a, b in pairs],
-                              [partial(separate_gate, x, a, b, rms) for a, b in pairs]),
+                "rms": (
+                    [partial(norm_linear, x, p, rms) for p in planes],
+                    [partial(separate_norm, x, p, rms) for p in planes],
+                ),
+                "layer": (
+                    [partial(norm_linear, x, p, layer) for p in planes],
+                    [partial(separate_norm, x, p, layer) for p in planes],
+                ),
+                "gated": (
+                    [partial(gated_linear, x, a, b) for a, b in pairs],
+                    [partial(two_launches, x, a, b) for a, b in pairs],
+                ),
+                "rms gated": (
+                    [partial(gated_linear, x, a, b, rms) for a, b in pairs],
+                    [partial(separate_gate, x, a, b, rms) for a, b in pairs],
+                ),
             }
             for name, (fused, separate) in cases.items():
                 apart, together = side_by_side(separate, fused)
-                row = {"what": name, "k": k, "n": n, "m": m, "separate_us": round(apart, 2),
-                       "fused_us": round(together, 2), "ratio": round(apart / together, 3)}
+                row = {
+                    "what": name,
+                    "k": k,
+                    "n": n,
+                    "m": m,
+                    "separate_us": round(apart, 2),
+                    "fused_us": round(together, 2),
+                    "ratio": round(apart / together, 3),
+                }
                 say(row)
                 yield row
 
@@ -234,9 +261,11 @@ def dispatch() -> dict[str, float]:
     wrapped = vb.model[0]
     with torch.no_grad():
         wrapped(x)
-        out = {"torch_linear_us": host_us(partial(F.linear, x, weight)),
-               "fp4_linear_us": host_us(partial(fp4_linear.linear, x, planes)),
-               "wrapped_layer_us": host_us(partial(wrapped, x))}
+        out = {
+            "torch_linear_us": host_us(partial(F.linear, x, weight)),
+            "fp4_linear_us": host_us(partial(fp4_linear.linear, x, planes)),
+            "wrapped_layer_us": host_us(partial(wrapped, x)),
+        }
     vb.close()
     return {name: round(us, 2) for name, us in out.items()}
 
@@ -248,8 +277,9 @@ def bitsandbytes_nf4(layer: torch.nn.Linear) -> torch.nn.Module:
     import bitsandbytes as bnb
 
     made = bnb.nn.Linear4bit(layer.in_features, layer.out_features, bias=False, compute_dtype=BF16, quant_type="nf4")
-    made.weight = bnb.nn.Params4bit(layer.weight.data.cpu(), requires_grad=False, quant_type="nf4", blocksize=64,
-                                    compress_statistics=False)
+    made.weight = bnb.nn.Params4bit(
+        layer.weight.data.cpu(), requires_grad=False, quant_type="nf4", blocksize=64, compress_statistics=False
+    )
     return made.to(CUDA)
 
 
@@ -384,8 +414,16 @@ def peer_rows(name: str, cases: Sequence[Case], seconds: float, absent: dict[str
             why = (str(error).splitlines() or [""])[0][:120]
             missing.setdefault(f"{type(error).__name__}: {why}", []).append(case)
             continue
-        row = {"peer": name, "k": k, "n": n, "m": m, "bf16_us": round(bf16, 2), "us": round(us, 2),
-               "ratio": round(bf16 / us, 3), "first_call_s": round(first, 2)}
+        row = {
+            "peer": name,
+            "k": k,
+            "n": n,
+            "m": m,
+            "bf16_us": round(bf16, 2),
+            "us": round(us, 2),
+            "ratio": round(bf16 / us, 3),
+            "first_call_s": round(first, 2),
+        }
         row |= {"tuned": peer.searches} if peer.searches else {}
         say(row)
         yield row
@@ -407,8 +445,10 @@ def named(cases: Sequence[Case]) -> str:
 
 
 def say(row: dict[str, object]) -> None:
-    print("  ".join(f"{name} {value:.2e}" if "error" in name else f"{name} {value}" for name, value in row.items()),
-          flush=True)
+    print(
+        "  ".join(f"{name} {value:.2e}" if "error" in name else f"{name} {value}" for name, value in row.items()),
+        flush=True,
+    )
 
 
 def machine() -> dict[str, object]:
@@ -420,9 +460,15 @@ def machine() -> dict[str, object]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
-    return {"gpu": torch.cuda.get_device_name(), "capability": list(torch.cuda.get_device_capability()),
-            "torch": torch.__version__, "cuda": torch.version.cuda, "commit": commit.stdout.strip() or None,
-            "versions": versions, "copy_tb_s": round(copy_tb_s(), 2)}
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "capability": list(torch.cuda.get_device_capability()),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "commit": commit.stdout.strip() or None,
+        "versions": versions,
+        "copy_tb_s": round(copy_tb_s(), 2),
+    }
 
 
 def timed(result: dict[str, Any], part: str, rows: Iterator[dict[str, object]]) -> Iterator[dict[str, Any]]:
@@ -515,10 +561,21 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     option("--shapes", shape_of, "KxN, e.g. 4096x14336; in every part but dispatch and e2e")
     option("--tokens", int, "in every part but dispatch and e2e")
     option("--peers", str, "other libraries' layers", WHOLE.peers)
-    parser.add_argument("--peer-seconds", type=float, metavar="S", default=PEER_SECONDS,
-                        help=f"for each peer, its search included ({PEER_SECONDS})")
-    parser.add_argument("--e2e", type=int, nargs="?", const=32, metavar="LAYERS",
-                        help="also decode with a Llama-8B-shaped model of so many layers (32): the part e2e")
+    parser.add_argument(
+        "--peer-seconds",
+        type=float,
+        metavar="S",
+        default=PEER_SECONDS,
+        help=f"for each peer, its search included ({PEER_SECONDS})",
+    )
+    parser.add_argument(
+        "--e2e",
+        type=int,
+        nargs="?",
+        const=32,
+        metavar="LAYERS",
+        help="also decode with a Llama-8B-shaped model of so many layers (32): the part e2e",
+    )
     parser.add_argument("--first-call", nargs=4, help=argparse.SUPPRESS)  # what compile_ahead runs
     options = parser.parse_args(arguments)
     fields = [field for field in Selection._fields if getattr(options, field, None) is not None]

@@ -20,16 +20,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402  # after the checkout is on the path
+import torch  # after the checkout is on the path
 
-import vbrt  # noqa: E402
+import vbrt
 
 PROMPT, CALLS, ROUNDS, CACHE, ROWS = 64, 40, 7, 512, 24
 #: group -> what its kernels' names have, the first that matches
 GROUPS = {
     "attention": r"fmha|flash|sdpa|attention|softmax",
     "linear": r"^(linear|residual|siblings|gated|order|wgmma|reduce|pad|clear|persistent)_kernel|"
-              r"gemv|gemm|nvjet|cutlass|splitK|cublas",
+    r"gemv|gemm|nvjet|cutlass|splitK|cublas",
     "the rest": r"",
 }
 
@@ -37,9 +37,16 @@ GROUPS = {
 def build(layers: int) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
-                         num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192,
-                         tie_word_embeddings=False)
+    config = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+    )
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -64,8 +71,9 @@ def decoder(model: torch.nn.Module, compiled: bool) -> Callable[[int], None]:
     cache = StaticCache(config=model.config, max_cache_len=CACHE)
 
     def step(ids: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        return model(input_ids=ids, cache_position=position, position_ids=position[None], past_key_values=cache,
-                     use_cache=True).logits
+        return model(
+            input_ids=ids, cache_position=position, position_ids=position[None], past_key_values=cache, use_cache=True
+        ).logits
 
     ids = torch.randint(0, 1000, (1, PROMPT), device="cuda")
     start = time.perf_counter()
@@ -153,11 +161,22 @@ def profile(call: Callable[[int], None]) -> dict[str, Any]:
         row[0] += 1
         row[1] += event["dur"]
     span = until - events[0]["ts"]
-    listed = sorted(({"kernel": name, "grid": grid, "calls": count, "us": round(us, 1)}
-                     for (name, grid), (count, us) in rows.items()), key=lambda row: -row["us"])
+    listed = sorted(
+        (
+            {"kernel": name, "grid": grid, "calls": count, "us": round(us, 1)}
+            for (name, grid), (count, us) in rows.items()
+        ),
+        key=lambda row: -row["us"],
+    )
     longest = sorted(((e["name"][:60], round(e["dur"], 1)) for e in host), key=lambda pair: -pair[1])[:12]
-    return {"host": longest, "span_us": round(span, 1), "gaps_us": round(span - busy, 1), "kernels": len(events),
-            "groups_us": {name: round(us, 1) for name, us in groups.items()}, "rows": listed[:ROWS]}
+    return {
+        "host": longest,
+        "span_us": round(span, 1),
+        "gaps_us": round(span - busy, 1),
+        "kernels": len(events),
+        "groups_us": {name: round(us, 1) for name, us in groups.items()},
+        "rows": listed[:ROWS],
+    }
 
 
 def measure(layers: int, *, eager: bool = False) -> dict[str, object]:
@@ -200,8 +219,11 @@ def encoded(layers: int, config: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     torch.cuda.empty_cache()
     swapped = {swap.name for swap in vb.plan.swaps}
     head = 0 if "lm_head" in swapped else sum(p.numel() * p.element_size() for p in model.lm_head.parameters())
-    return vb, {"encode_s": seconds, "weights_gb": (torch.cuda.memory_allocated() - before) / 1e9,
-                "linear_bytes": sum(swap.page_bytes for swap in vb.plan.swaps) + head}
+    return vb, {
+        "encode_s": seconds,
+        "weights_gb": (torch.cuda.memory_allocated() - before) / 1e9,
+        "linear_bytes": sum(swap.page_bytes for swap in vb.plan.swaps) + head,
+    }
 
 
 def main() -> None:

@@ -71,16 +71,19 @@ ATTENTIONS = {"vbrt": FlashAttention, "plain": PlainAttention, "sdpa": SdpaAtten
 class LanguageModel(nn.Module):
     """Ids [B, S] -> logits [B, S, V] in the blocks' dtype, or with targets [B, S] the mean loss in nats a byte."""
 
-    def __init__(self, shape: Shape, *, dropout: float = 0.0, attention: str = "vbrt", checkpointing: bool = False
-                 ) -> None:
+    def __init__(
+        self, shape: Shape, *, dropout: float = 0.0, attention: str = "vbrt", checkpointing: bool = False
+    ) -> None:
         super().__init__()
         self.shape = shape
         self.token = nn.Embedding(shape.vocabulary, shape.width)
         self.position = nn.Embedding(shape.context, shape.width)
         self.blocks = nn.ModuleList(
-            OptimizedTransformerBlock(shape.width, shape.heads, 4 * shape.width, dropout, use_checkpoint=checkpointing,
-                                      causal=True)
-            for _ in range(shape.layers))
+            OptimizedTransformerBlock(
+                shape.width, shape.heads, 4 * shape.width, dropout, use_checkpoint=checkpointing, causal=True
+            )
+            for _ in range(shape.layers)
+        )
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         if shape.tied:
@@ -168,8 +171,10 @@ def read_text(path: Path | None, context: int) -> Text:
         cut = len(text) - len(text) // _SLOTS
         train, held_out = text[:cut], text[cut:]
     if len(train) < context + 2 or len(held_out) < 2:
-        raise ArgumentError(f"{source}: {len(train) + len(held_out):,} bytes of text; a context of {context} needs at "
-                            f"least {(context + 2) * _SLOTS // (_SLOTS - 1) + 2:,}")
+        raise ArgumentError(
+            f"{source}: {len(train) + len(held_out):,} bytes of text; a context of {context} needs at "
+            f"least {(context + 2) * _SLOTS // (_SLOTS - 1) + 2:,}"
+        )
     digest = xxhash.xxh3_64_hexdigest(train + b"\0" + held_out)
     return Text(_tensor(train), _tensor(held_out), digest, source)
 
@@ -204,8 +209,9 @@ def _files(path: Path) -> bytes:
         files = sorted((p for p in path.rglob("*") if p.is_file() and not p.name.startswith(".")), key=Path.as_posix)
         return b"\0".join(text for text in map(Path.read_bytes, files) if b"\0" not in text)  # what has NULs is no text
     except OSError as error:
-        raise ArgumentError(f"{error.filename or path}: cannot be read: {error.strerror}; expected a text file or a "
-                            "folder of them") from error
+        raise ArgumentError(
+            f"{error.filename or path}: cannot be read: {error.strerror}; expected a text file or a folder of them"
+        ) from error
 
 
 class Windows:

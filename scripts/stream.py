@@ -19,12 +19,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402  # after the checkout is on the path
-import xxhash  # noqa: E402
-from torch import nn  # noqa: E402
+import torch  # after the checkout is on the path
+import xxhash
+from torch import nn
 
-import vbrt  # noqa: E402
-from scripts.bench import machine  # noqa: E402
+import vbrt
+from scripts.bench import machine
 
 TOKENS = (1, 2048)
 DEVICE = "cuda"
@@ -34,9 +34,16 @@ def build(layers: int) -> nn.Module:
     """A random bf16 Llama of the 8B shape, on the GPU."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
-                         num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192,
-                         tie_word_embeddings=False)
+    config = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+    )
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -55,7 +62,7 @@ def link_bytes_s() -> float:
         torch.cuda.synchronize()
         start = time.perf_counter()
         for at in range(0, len(host), len(device)):
-            device.copy_(host[at: at + len(device)], non_blocking=True)
+            device.copy_(host[at : at + len(device)], non_blocking=True)
         torch.cuda.synchronize()
         best = max(best, len(host) / (time.perf_counter() - start))
     return best
@@ -177,13 +184,19 @@ class Bench:
         torch.cuda.reset_peak_memory_stats()
         for tokens in TOKENS:
             span, out = time_ms(forward(vb, tokens), self.times)
-            row |= {f"T{tokens}_ms": span, f"T{tokens}_of_raw_limit": limit_share * self.limit_ms / span,
-                    f"T{tokens}_over_resident": span / self.resident_ms[tokens],
-                    f"T{tokens}_identical": torch.equal(out, self.reference[tokens])}
+            row |= {
+                f"T{tokens}_ms": span,
+                f"T{tokens}_of_raw_limit": limit_share * self.limit_ms / span,
+                f"T{tokens}_over_resident": span / self.resident_ms[tokens],
+                f"T{tokens}_identical": torch.equal(out, self.reference[tokens]),
+            }
         stats = vb.stats()
-        row |= {"gpu_peak_bytes": torch.cuda.max_memory_allocated(), "hit_rate": stats.hit_rate,
-                "tier_peak_bytes": {name: tier.peak_bytes for name, tier in stats.tiers.items()},
-                "fallbacks": list(stats.fallbacks)}
+        row |= {
+            "gpu_peak_bytes": torch.cuda.max_memory_allocated(),
+            "hit_rate": stats.hit_rate,
+            "tier_peak_bytes": {name: tier.peak_bytes for name, tier in stats.tiers.items()},
+            "fallbacks": list(stats.fallbacks),
+        }
         self.rows.append(row)
         print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
         vb.close()
@@ -193,8 +206,9 @@ class Bench:
         ring, half = 480 << 20, self.page_bytes // 2
         cases = {
             "dense-ring": lambda: self.case("dense-ring", "dense", gpu_bytes=ring),
-            "dense-pageable": lambda: self.case("dense-pageable", "dense", gpu_bytes=ring,
-                                                tiers={"cpu": {"pinned": False}}),
+            "dense-pageable": lambda: self.case(
+                "dense-pageable", "dense", gpu_bytes=ring, tiers={"cpu": {"pinned": False}}
+            ),
             "dense-half": lambda: self.case("dense-half", "dense", gpu_bytes=half, limit_share=0.5),
             "exact": lambda: self.case("exact", "exact", gpu_bytes=fp4 + (900 << 20)),
             "fp4-ring": lambda: self.case("fp4-ring", "fp4", gpu_bytes=110 << 20),
@@ -214,14 +228,27 @@ class Bench:
         """Time of one token against the gpu budget, for both policies; the budget changes while the model lives."""
         for preset, policy in (("fp4", "scheduled"), ("fp4", "lru"), ("dense", "scheduled")):
             pages = self.plan(preset).page_bytes
-            vb = vbrt.wrap(share(self.model), preset, weights={"keep_head": True}, policy={"kind": policy},
-                           tiers={"gpu": {"budget": pages // 10}}).materialize()
+            vb = vbrt.wrap(
+                share(self.model),
+                preset,
+                weights={"keep_head": True},
+                policy={"kind": policy},
+                tiers={"gpu": {"budget": pages // 10}},
+            ).materialize()
             for percent in range(10, 101, 10):
                 budget = vb.set_budget("gpu", pages * percent // 100)
                 span, _ = time_ms(forward(vb, 1), self.times)
                 stats = vb.stats()
-                self.curve.append({"preset": preset, "policy": policy, "percent": percent, "gpu_budget_bytes": budget,
-                                   "gpu_peak_bytes": stats.tiers["gpu"].peak_bytes, "T1_ms": span})
+                self.curve.append(
+                    {
+                        "preset": preset,
+                        "policy": policy,
+                        "percent": percent,
+                        "gpu_budget_bytes": budget,
+                        "gpu_peak_bytes": stats.tiers["gpu"].peak_bytes,
+                        "T1_ms": span,
+                    }
+                )
                 print(json.dumps(self.curve[-1]), flush=True)
             vb.close()
             del vb
@@ -257,8 +284,14 @@ class Bench:
             step = training_step(model)
             torch.cuda.reset_peak_memory_stats()
             span, _ = time_ms(step, self.times)
-            self.training.append({"planes": name, "step_ms": span, "gpu_peak_bytes": torch.cuda.max_memory_allocated(),
-                                  "two_reads_ms": 2e3 * pages / self.link_bytes_s})
+            self.training.append(
+                {
+                    "planes": name,
+                    "step_ms": span,
+                    "gpu_peak_bytes": torch.cuda.max_memory_allocated(),
+                    "two_reads_ms": 2e3 * pages / self.link_bytes_s,
+                }
+            )
             print(json.dumps(self.training[-1]), flush=True)
             vb.close()
             del vb, model, step
@@ -271,8 +304,9 @@ class Bench:
         nbytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
 
         def half(model: nn.Module) -> nn.Module:
-            places = infer_auto_device_map(model, max_memory={0: nbytes // 2, "cpu": 1 << 40},
-                                           no_split_module_classes=["LlamaDecoderLayer"])
+            places = infer_auto_device_map(
+                model, max_memory={0: nbytes // 2, "cpu": 1 << 40}, no_split_module_classes=["LlamaDecoderLayer"]
+            )
             return dispatch_model(model, places)
 
         with tempfile.TemporaryDirectory(dir=os.environ.get("VBRT_BENCH_DIR")) as scratch:
@@ -287,8 +321,11 @@ class Bench:
         torch.cuda.reset_peak_memory_stats()
         for tokens in TOKENS:
             span, out = time_ms(forward(model, tokens), 2, warm=1)
-            row |= {f"T{tokens}_ms": span, f"T{tokens}_of_raw_limit": self.limit_ms / span,
-                    f"T{tokens}_identical": torch.equal(out, self.reference[tokens])}
+            row |= {
+                f"T{tokens}_ms": span,
+                f"T{tokens}_of_raw_limit": self.limit_ms / span,
+                f"T{tokens}_identical": torch.equal(out, self.reference[tokens]),
+            }
         self.rows.append(row | {"gpu_peak_bytes": torch.cuda.max_memory_allocated()})
         print(json.dumps(self.rows[-1]), flush=True)
 
@@ -315,15 +352,24 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device")
     bench = Bench(options.layers, options.times, options.prefetch)
-    head = {"link_gb_s": bench.link_bytes_s / 1e9, "swapped_bytes": bench.swapped_bytes, "limit_ms": bench.limit_ms,
-            "resident_ms": bench.resident_ms}
+    head = {
+        "link_gb_s": bench.link_bytes_s / 1e9,
+        "swapped_bytes": bench.swapped_bytes,
+        "limit_ms": bench.limit_ms,
+        "resident_ms": bench.resident_ms,
+    }
     print(json.dumps(head), flush=True)
     bench.run(options.cases)
     name = torch.cuda.get_device_name().lower().replace(" ", "-")
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"stream-{name}.json"
-    path.write_text(json.dumps({"machine": machine(), **head, "rows": bench.rows,
-                                "sweep": bench.curve, "training": bench.training}, indent=1) + "\n")
+    path.write_text(
+        json.dumps(
+            {"machine": machine(), **head, "rows": bench.rows, "sweep": bench.curve, "training": bench.training},
+            indent=1,
+        )
+        + "\n"
+    )
     print(path)
 
 

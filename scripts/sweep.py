@@ -36,7 +36,7 @@ def work(pipe: Connection, directory: str) -> None:
     import torch
     import transformers
 
-    from tests.zoo_checks import check
+    from tests.zoo.checks import check
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
@@ -101,8 +101,12 @@ def results(jobs: list[tuple[str, str]], workers: int, directory: str) -> Iterat
                     pool.remove(worker)
                     if not worker.job:
                         raise SystemExit(f"a worker did not start; it {lost}")
-                    yield {"kind": worker.job[0], "name": worker.job[1], "reason": "" if worker.ours else lost,
-                           "verdicts": {"process": lost} if worker.ours else {}}
+                    yield {
+                        "kind": worker.job[0],
+                        "name": worker.job[1],
+                        "reason": "" if worker.ours else lost,
+                        "verdicts": {"process": lost} if worker.ours else {},
+                    }
                     if queue:
                         pool.append(start(directory))
                 elif worker.ready and worker.job is None:
@@ -123,8 +127,13 @@ def progress(total: int):
     if sys.stderr.isatty():
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (TextColumn("sweep"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-                   TextColumn("{task.description}"))
+        columns = (
+            TextColumn("sweep"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+        )
         with Progress(*columns, transient=True) as bar:
             task = bar.add_task("", total=total)
             yield lambda r: bar.update(task, advance=1, description=f"{r['kind']} {r['name']}")
@@ -141,7 +150,7 @@ def progress(total: int):
 
 
 def verdict(result: dict) -> str:
-    """"unbuilt", "pass" or "miss"."""
+    """ "unbuilt", "pass" or "miss"."""
     if result["reason"]:
         return "unbuilt"
     return "pass" if all(v == "ok" or v.startswith("n/a") for v in result["verdicts"].values()) else "miss"
@@ -169,15 +178,23 @@ def report(found: list[dict], seconds: float) -> dict:
     share = len(by["pass"]) / ran if ran else 0.0
     empty = [r["name"] for r in by["pass"] if not r.get("swapped")]
     print(f"{len(empty)} of those that pass hold no layer that is swapped: {', '.join(empty) or '-'}")
-    print(f"{len(by['pass'])}/{ran} of the architectures that run unwrapped pass ({100 * share:.1f} %); "
-          f"{len(by['unbuilt'])} of {len(found)} do not run unwrapped; {seconds:.0f} s")
-    return {"passed": len(by["pass"]), "ran": ran, "unbuilt": len(by["unbuilt"]), "without_swaps": empty,
-            "checks": counts, "seconds": round(seconds)}
+    print(
+        f"{len(by['pass'])}/{ran} of the architectures that run unwrapped pass ({100 * share:.1f} %); "
+        f"{len(by['unbuilt'])} of {len(found)} do not run unwrapped; {seconds:.0f} s"
+    )
+    return {
+        "passed": len(by["pass"]),
+        "ran": ran,
+        "unbuilt": len(by["unbuilt"]),
+        "without_swaps": empty,
+        "checks": counts,
+        "seconds": round(seconds),
+    }
 
 
 def choose(kind: str, only: list[str], sample: int) -> list[tuple[str, str]]:
     """The jobs: (kind, name), evenly spread when a sample is asked for."""
-    from tests import zoo
+    from tests.zoo import zoo
 
     kinds = zoo.KINDS if kind == "all" else (kind,)
     jobs = []

@@ -15,10 +15,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402  # after the checkout is on the path
+import torch  # after the checkout is on the path
 
-from tests import torture  # noqa: E402
-from tests.interrupting import Interrupts, interrupted, interrupted_anywhere  # noqa: E402
+from tests.torture import torture
+from tests.torture.interrupting import Interrupts, interrupted, interrupted_anywhere
 
 HANGS_SECONDS = 120
 
@@ -57,8 +57,7 @@ def interrupts(options: argparse.Namespace) -> int:
         for at in chosen:
             bad += failed(f"{operation}, {preset}, {at}", partial(_named, operation, preset, at, how))
         seconds = time.monotonic() - start
-        print(f"{operation}, {preset}: {len(chosen)} of {len(known)} places, {bad} failed, {seconds:.0f} s",
-              flush=True)
+        print(f"{operation}, {preset}: {len(chosen)} of {len(known)} places, {bad} failed, {seconds:.0f} s", flush=True)
         failures += bad
     return failures
 
@@ -79,8 +78,10 @@ def timers(options: argparse.Namespace) -> int:
         pair = choose.choice(all_pairs)
         delay = max(1e-6, choose.random() * seconds[pair])
         hit: list[bool] = []
-        failures += failed(f"{number}: {', '.join(pair)} after {delay:.6f} s",
-                           lambda pair=pair, delay=delay, hit=hit: hit.append(torture.after_delay(*pair, delay)))
+        failures += failed(
+            f"{number}: {', '.join(pair)} after {delay:.6f} s",
+            lambda pair=pair, delay=delay, hit=hit: hit.append(torture.after_delay(*pair, delay)),
+        )
         hits += any(hit)
     print(f"timers: {options.count or 2000} operations, {hits} interrupted, {failures} failed", flush=True)
     return failures
@@ -93,8 +94,10 @@ def kills(options: argparse.Namespace) -> int:
         for number in range(options.count or 200):
             preset, seconds = choose.choice(options.presets), choose.random() ** 2 * 0.5
             (Path(root) / preset).mkdir(exist_ok=True)
-            failures += failed(f"kill {number}: {preset} after {seconds:.4f} s", partial(
-                torture.kill, preset, Path(root) / preset, seconds, options.seed * 100_000 + number))
+            failures += failed(
+                f"kill {number}: {preset} after {seconds:.4f} s",
+                partial(torture.kill, preset, Path(root) / preset, seconds, options.seed * 100_000 + number),
+            )
     print(f"kills: {options.count or 200}, {failures} failed", flush=True)
     return failures
 
@@ -122,8 +125,9 @@ def main() -> int:
     parser.add_argument("part", choices=("interrupts", "timers", "kills", "threads"))
     parser.add_argument("--count", type=int, help="places of each operation, timers, or kills")
     parser.add_argument("--seconds", type=float, default=600, help="of threads")
-    parser.add_argument("--anywhere", action="store_true",
-                        help="interrupts before every bytecode, also where CPython raises none")
+    parser.add_argument(
+        "--anywhere", action="store_true", help="interrupts before every bytecode, also where CPython raises none"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", choices=tuple(torture.OPERATIONS), help="operations")
     parser.add_argument("--presets", nargs="*", choices=torture.PRESETS, default=torture.PRESETS)

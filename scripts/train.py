@@ -23,26 +23,19 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with it; read when CUDA starts
 
-import psutil  # noqa: E402  # after the checkout is on the path
-import torch  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+import psutil  # after the checkout is on the path
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
 
-from scripts.lm import Options, Shape, Text, Windows, build, loss_of, make_optimizer, read_text  # noqa: E402
-from scripts.train_files import (  # noqa: E402
-    Checkpoint,
-    JsonLines,
-    claimed,
-    difference,
-    write_checkpoint,
-    write_tensors,
-)
-from scripts.train_memory import Case, estimate_bytes, free_bytes, ladder_table, measure, rungs  # noqa: E402
-from vbrt import ArgumentError, CheckpointError, VBError, watch_nonfinite  # noqa: E402
-from vbrt.errors import NonfiniteError  # noqa: E402
-from vbrt.plan import format_bytes  # noqa: E402
-from vbrt.tensorfile import TensorFile, TensorInfo  # noqa: E402
+from scripts.lm import Options, Shape, Text, Windows, build, loss_of, make_optimizer, read_text
+from scripts.train_files import Checkpoint, JsonLines, claimed, difference, write_checkpoint, write_tensors
+from scripts.train_memory import Case, estimate_bytes, free_bytes, ladder_table, measure, rungs
+from vbrt import ArgumentError, CheckpointError, VBError, watch_nonfinite
+from vbrt.errors import NonfiniteError
+from vbrt.residency.plan import format_bytes
+from vbrt.saves.tensorfile import TensorFile, TensorInfo
 
 HELD_OUT_WINDOWS = 256  # of the held-out text, at each look at it
 
@@ -107,8 +100,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     memory.add_argument("--use-flash-attn", action="store_true", help="attention without its S × S scores")
     memory.add_argument("--gradient-checkpointing", action="store_true", help="compute blocks again, keep their inputs")
     memory.add_argument("--use-fp4", action="store_true", help="train through NVFP4 weights (quantization-aware)")
-    memory.add_argument("--vb-auto", action="store_true", help="turn on what the free memory asks for, and say why; "
-                        "never --use-fp4, which trains another model")
+    memory.add_argument(
+        "--vb-auto",
+        action="store_true",
+        help="turn on what the free memory asks for, and say why; never --use-fp4, which trains another model",
+    )
     memory.add_argument("--ladder", action="store_true", help="measure what each option saves, and train nothing")
     numbers = parser.add_argument_group("numbers instead of the preset's")
     for name in ("layers", "width", "heads", "context", "batch", "steps"):
@@ -129,8 +125,13 @@ def make_config(args: argparse.Namespace, text: Text) -> Config:
     shape = replace(preset.shape, **{k: v for k, v in given.items() if v is not None}, tied=not args.untied)
     batch = preset.batch if args.batch is None else args.batch
     steps = preset.steps if args.steps is None else args.steps
-    counts = {**asdict(shape), "batch": batch, "steps": steps, "log-every": args.log_every,
-              "checkpoint-every": args.checkpoint_every}
+    counts = {
+        **asdict(shape),
+        "batch": batch,
+        "steps": steps,
+        "log-every": args.log_every,
+        "checkpoint-every": args.checkpoint_every,
+    }
     for name, value in counts.items():
         if value is not None and value < 1 and name != "tied":
             raise ArgumentError(f"--{name} {value}: expected at least 1")
@@ -139,8 +140,9 @@ def make_config(args: argparse.Namespace, text: Text) -> Config:
     lr = preset.lr if args.lr is None else args.lr
     if not 0 < lr < math.inf or not 0 <= args.dropout < 1:
         raise ArgumentError(f"--lr {lr} --dropout {args.dropout}: expected lr > 0 and 0 <= dropout < 1")
-    options = Options("vbrt" if args.use_flash_attn else "plain", args.mixed_precision, args.gradient_checkpointing,
-                      args.use_fp4)
+    options = Options(
+        "vbrt" if args.use_flash_attn else "plain", args.mixed_precision, args.gradient_checkpointing, args.use_fp4
+    )
     init = str(args.init.resolve()) if args.init else None
     return Config(shape, options, batch, steps, lr, args.dropout, args.seed, text.digest, init)
 
@@ -156,8 +158,10 @@ def auto_options(config: Config, device: torch.device, free: int) -> tuple[Optio
         needed = estimate_bytes(replace(config, options=options).case(device))
         if needed > room and not getattr(options, name):
             options = replace(options, **{name: True})
-            reasons.append(f"{flag}: about {format_bytes(needed)} without it, and {format_bytes(room)} is nine tenths "
-                           "of what is free")
+            reasons.append(
+                f"{flag}: about {format_bytes(needed)} without it, and {format_bytes(room)} is nine tenths "
+                "of what is free"
+            )
     return options, reasons
 
 
@@ -165,9 +169,11 @@ def check_fits(config: Config, device: torch.device, free: int) -> None:
     """Raises ArgumentError where the estimate is far above what is free: on a CPU the system would kill us."""
     needed = estimate_bytes(config.case(device))
     if needed > 1.25 * free:
-        raise ArgumentError(f"not enough memory: this training needs about {format_bytes(needed)}, and "
-                            f"{format_bytes(free)} are free on {device.type}; take a smaller --batch or --context, or "
-                            "--vb-auto")
+        raise ArgumentError(
+            f"not enough memory: this training needs about {format_bytes(needed)}, and "
+            f"{format_bytes(free)} are free on {device.type}; take a smaller --batch or --context, or "
+            "--vb-auto"
+        )
 
 
 def saved_config(saved: Checkpoint, config: Config) -> dict[str, Any]:
@@ -190,8 +196,10 @@ def check_same(saved: dict[str, Any], config: Config, path: Path) -> None:
         theirs = saved[key] if isinstance(ours, dict) else saved
         for name, value in pairs:
             if theirs[name] != value:
-                raise CheckpointError(f"{path}: was trained with {name} = {theirs[name]}, and now it is {value}; ask "
-                                      "for the same, remove the run, or take another --out")
+                raise CheckpointError(
+                    f"{path}: was trained with {name} = {theirs[name]}, and now it is {value}; ask "
+                    "for the same, remove the run, or take another --out"
+                )
 
 
 # -- what is shown ----------------------------------------------------------------------------------------------------
@@ -202,8 +210,12 @@ class Display:
 
     def __init__(self, first: int, steps: int) -> None:
         self._terminal = sys.stdout.isatty()
-        columns = (TextColumn("step {task.completed:.0f} of {task.total:.0f}"), BarColumn(20), TimeRemainingColumn(),
-                   TextColumn("{task.fields[now]}"))
+        columns = (
+            TextColumn("step {task.completed:.0f} of {task.total:.0f}"),
+            BarColumn(20),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[now]}"),
+        )
         self._bar = Progress(*columns, console=Console(), disable=not self._terminal)
         self._task = self._bar.add_task("", total=steps, completed=first, now="")
 
@@ -253,9 +265,15 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """All that the next step depends on. The position in the data is the step."""
-        return {"config": asdict(self.config), "step": self.step, "losses": self.losses, "log_bytes": self.log_bytes,
-                "model": dict(self.model.state_dict()), "optimizer": self.optimizer.state_dict(),
-                "random": self.random()}
+        return {
+            "config": asdict(self.config),
+            "step": self.step,
+            "losses": self.losses,
+            "log_bytes": self.log_bytes,
+            "model": dict(self.model.state_dict()),
+            "optimizer": self.optimizer.state_dict(),
+            "random": self.random(),
+        }
 
     def restore(self, saved: Checkpoint) -> None:
         """Be where a checkpoint was written. Raises CheckpointError: it is not one of this training."""
@@ -283,15 +301,24 @@ class Trainer:
     def _like(self, saved: dict[str, Any]) -> dict[str, Any]:
         """A state of this training, as long after its start as another."""
         own = self.state()
-        histories = {name: TensorInfo(name, torch.uint8, info.shape) for name, info in saved["model"].items()
-                     if name.endswith(".separation") and name.removesuffix("separation") + "weight" in own["model"]}
+        histories = {
+            name: TensorInfo(name, torch.uint8, info.shape)
+            for name, info in saved["model"].items()
+            if name.endswith(".separation") and name.removesuffix("separation") + "weight" in own["model"]
+        }
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         moments = {i: {"step": torch.tensor(0.0), "exp_avg": p, "exp_avg_sq": p} for i, p in enumerate(parameters)}
         optimizer = {"state": moments if saved["step"] else {}, "param_groups": saved["optimizer"]["param_groups"]}
         random = {name: own["random"].get(name, state) for name, state in saved["random"].items()} | {
-            "cpu": own["random"]["cpu"]}
-        return own | {"config": saved["config"], "losses": saved["losses"], "model": own["model"] | histories,
-                      "optimizer": optimizer, "random": random}
+            "cpu": own["random"]["cpu"]
+        }
+        return own | {
+            "config": saved["config"],
+            "losses": saved["losses"],
+            "model": own["model"] | histories,
+            "optimizer": optimizer,
+            "random": random,
+        }
 
     def _wrong_groups(self, saved: dict[str, Any]) -> str | None:
         """Where an optimizer has other settings than the config gives it; its lr is set in each step."""
@@ -330,8 +357,10 @@ class Trainer:
         for name, parameter in parameters.items():
             shape = file.tensors[name].shape if name in file.tensors else None
             if shape != tuple(parameter.shape):
-                raise CheckpointError(f"{path}: {name} is {'missing' if shape is None else shape} there, and "
-                                      f"{tuple(parameter.shape)} here; start from a model of the same shape")
+                raise CheckpointError(
+                    f"{path}: {name} is {'missing' if shape is None else shape} there, and "
+                    f"{tuple(parameter.shape)} here; start from a model of the same shape"
+                )
             parameter.data.copy_(file.read(name))
 
     def weights(self) -> dict[str, Tensor]:
@@ -361,8 +390,10 @@ class Trainer:
         loss, norm = torch.stack([loss.detach(), norm]).tolist()  # the step's one wait for the device
         if not math.isfinite(loss + norm):
             self.set_random(random)
-            raise NonfiniteError(f"step {self.step + 1}: the loss is {loss} and the gradient's norm {norm}; "
-                                 f"{self.blame(ids, targets)}. Take a lower --lr")
+            raise NonfiniteError(
+                f"step {self.step + 1}: the loss is {loss} and the gradient's norm {norm}; "
+                f"{self.blame(ids, targets)}. Take a lower --lr"
+            )
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
@@ -384,8 +415,11 @@ def train(trainer: Trainer, text: Text, out: Path, *, log_every: int, checkpoint
     config, device = trainer.config, trainer.device
     windows = Windows(text.train, config.shape.context, config.batch, config.seed)
     began, since = time.perf_counter(), trainer.step
-    with (JsonLines(out / "log.jsonl", trainer.log_bytes) as log, JsonLines(out / "speed.jsonl", None) as speed,
-          Display(trainer.step, config.steps) as display):
+    with (
+        JsonLines(out / "log.jsonl", trainer.log_bytes) as log,
+        JsonLines(out / "speed.jsonl", None) as speed,
+        Display(trainer.step, config.steps) as display,
+    ):
         while trainer.step < config.steps:
             figures = trainer.advance(*windows.batch(trainer.step))
             step, last = trainer.step, trainer.step == config.steps
@@ -420,7 +454,8 @@ def run(args: argparse.Namespace) -> None:
     if args.ladder:
         case = config.case(device)
         Console(width=None if sys.stdout.isatty() else 110).print(
-            ladder_table(case, [measure(name, rung) for name, rung in rungs(case)]))
+            ladder_table(case, [measure(name, rung) for name, rung in rungs(case)])
+        )
         return
     out = args.out or ROOT / "runs" / args.preset
     with claimed(out):
@@ -449,14 +484,21 @@ def go_on(args: argparse.Namespace, config: Config, text: Text, device: torch.de
         trainer.start_from(args.init)
     del saved
     shape = config.shape
-    print(f"{shape.layers} layers × {shape.width}, {shape.parameters:,} parameters, on {device.type}; batch "
-          f"{config.batch} × {shape.context}; about {format_bytes(estimate_bytes(config.case(device)))} estimated")
+    print(
+        f"{shape.layers} layers × {shape.width}, {shape.parameters:,} parameters, on {device.type}; batch "
+        f"{config.batch} × {shape.context}; about {format_bytes(estimate_bytes(config.case(device)))} estimated"
+    )
     print(f"text: {text.source}, {len(text.train):,} bytes, {len(text.held_out):,} more held out")
     if trainer.step:
         done = ": all of them; there is nothing left to do" if trainer.step == config.steps else ", going on from there"
         print(f"{path}: step {trainer.step} of {config.steps}{done}", flush=True)
-    train(trainer, text, out, log_every=args.log_every or max(1, config.steps // 100),
-          checkpoint_every=args.checkpoint_every or max(1, config.steps // 10))
+    train(
+        trainer,
+        text,
+        out,
+        log_every=args.log_every or max(1, config.steps // 100),
+        checkpoint_every=args.checkpoint_every or max(1, config.steps // 10),
+    )
     if not (out / "model.safetensors").exists():
         write_tensors(out / "model.safetensors", trainer.weights())
     if config.options.fp4 and not (out / "planes" / "vbrt.json").exists():

@@ -18,12 +18,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402  # after the checkout is on the path
+import torch  # after the checkout is on the path
 
-import vbrt  # noqa: E402
-from scripts.bench import machine  # noqa: E402
-from scripts.lm import LanguageModel, Options, Shape  # noqa: E402
-from scripts.train_memory import Case, measure  # noqa: E402
+import vbrt
+from scripts.bench import machine
+from scripts.lm import LanguageModel, Options, Shape
+from scripts.train_memory import Case, measure
 
 GPT2_MEDIUM = Shape(layers=24, width=1024, heads=16, context=2048, vocabulary=50257)
 BATCH = 4
@@ -74,8 +74,11 @@ def infer(attention: str, dtype: torch.dtype, pages_on_gpu: float | None, shape:
             model(ids, last=True)
             torch.cuda.synchronize()
             spans.append(time.perf_counter() - start)
-    result = {"peak_bytes": torch.cuda.max_memory_allocated() - ids.nbytes, "ms": 1e3 * statistics.median(spans[4:]),
-              "held_bytes": torch.cuda.memory_allocated() - ids.nbytes}
+    result = {
+        "peak_bytes": torch.cuda.max_memory_allocated() - ids.nbytes,
+        "ms": 1e3 * statistics.median(spans[4:]),
+        "held_bytes": torch.cuda.memory_allocated() - ids.nbytes,
+    }
     if pages_on_gpu is not None:
         model.close()
     return result
@@ -106,9 +109,14 @@ def main() -> None:
         rung = measure(name, Case(shape, BATCH, TRAINING[name], device="cuda"))
         return {"peak_bytes": rung.peak_bytes, "ms": rung.step_ms, "estimated_bytes": rung.estimated_bytes}
 
-    result = {"machine": machine(), "shape": asdict(shape), "parameters": shape.parameters, "batch": BATCH,
-              "training": rows(TRAINING, train),
-              "inference": rows(INFERENCE, lambda name: infer(*INFERENCE[name], shape, BATCH))}
+    result = {
+        "machine": machine(),
+        "shape": asdict(shape),
+        "parameters": shape.parameters,
+        "batch": BATCH,
+        "training": rows(TRAINING, train),
+        "inference": rows(INFERENCE, lambda name: infer(*INFERENCE[name], shape, BATCH)),
+    }
     device = torch.cuda.get_device_name().lower().replace(" ", "-")
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"training-{device}.json").write_text(json.dumps(result, indent=1) + "\n")

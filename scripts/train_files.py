@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import CheckpointError, describe_os_error
-from vbrt.files import open_regular, sync_directory
-from vbrt.manifest import content_digest, text_of
-from vbrt.tensorfile import TensorFile, TensorInfo, TensorWriter, digest
+from vbrt.host.files import open_regular, sync_directory
+from vbrt.saves.manifest import content_digest, text_of
+from vbrt.saves.tensorfile import TensorFile, TensorInfo, TensorWriter, digest
 
 _STATE = "state"
 _VERSION = 2  # 1 had digests of the bytes of tensors, and none of the rest
@@ -36,21 +36,27 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
             for name, tensor in tensors.items():
                 writer.write(name, tensor)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written: {describe_os_error(error)}; what was there is as it was, "
-                              "and the same command goes on from it") from error
+        raise CheckpointError(
+            f"{path}: cannot be written: {describe_os_error(error)}; what was there is as it was, "
+            "and the same command goes on from it"
+        ) from error
     try:
         sync_directory(path.parent)
     except OSError as error:
-        raise CheckpointError(f"{path}: written, but the system cannot sync its directory "
-                              f"({describe_os_error(error)}); the same command goes on from it") from error
+        raise CheckpointError(
+            f"{path}: written, but the system cannot sync its directory "
+            f"({describe_os_error(error)}); the same command goes on from it"
+        ) from error
 
 
 def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
     """A nested dict of tensors, numbers and texts, atomically. Raises CheckpointError."""
     tensors: dict[str, Tensor] = {}
     nesting = _take_tensors(state, "", tensors)
-    entries = {name: [text_of(tensor.dtype), list(tensor.shape), digest(tensor.detach().cpu().contiguous())]
-               for name, tensor in tensors.items()}
+    entries = {
+        name: [text_of(tensor.dtype), list(tensor.shape), digest(tensor.detach().cpu().contiguous())]
+        for name, tensor in tensors.items()
+    }
     head = {"version": _VERSION, "state": nesting, "tensors": entries}
     text = json.dumps(head | {"digest": content_digest(head)}).encode()
     write_tensors(path, tensors | {_STATE: torch.frombuffer(bytearray(text), dtype=torch.uint8)})
@@ -95,8 +101,9 @@ class Checkpoint:
     def _head(self) -> dict[str, Any]:
         info = self._file.tensors.get(_STATE)
         if info is None or info.dtype is not torch.uint8 or info.nbytes > _MAX_STATE_BYTES:
-            raise CheckpointError(f"{self.path}: not a checkpoint of scripts/train; remove it to start over, or train "
-                                  "into another --out")
+            raise CheckpointError(
+                f"{self.path}: not a checkpoint of scripts/train; remove it to start over, or train into another --out"
+            )
         try:
             head = json.loads(self._file.read(_STATE).numpy().tobytes())
         except ValueError as error:
@@ -104,8 +111,10 @@ class Checkpoint:
         _expect(isinstance(head, dict), _STATE, "no table")
         version = head.get("version")
         if type(version) is not int or version not in (1, _VERSION):
-            raise CheckpointError(f"{self.path}: a checkpoint of version {version!r}; this reads 1 and {_VERSION}; "
-                                  "remove it to start over")
+            raise CheckpointError(
+                f"{self.path}: a checkpoint of version {version!r}; this reads 1 and {_VERSION}; "
+                "remove it to start over"
+            )
         keys = {"version", "state", "tensors", "digest"} if version > 1 else {"version", "state", "digests"}
         _expect(head.keys() == keys, _STATE, f"with the keys {', '.join(map(str, head))}")
         _expect(version == 1 or head["digest"] == content_digest(head), f"{_STATE}.digest", "not that of the content")
@@ -230,8 +239,10 @@ class JsonLines:
             raise self._failed(error) from error
         if nbytes > size:
             self._file.close()
-            raise CheckpointError(f"{path}: {size} bytes, and the checkpoint beside it was written when it had "
-                                  f"{nbytes}; put it back, or remove the run")
+            raise CheckpointError(
+                f"{path}: {size} bytes, and the checkpoint beside it was written when it had "
+                f"{nbytes}; put it back, or remove the run"
+            )
 
     def _whole_lines(self, size: int) -> int:
         """Bytes up to the end of the last whole line; lines are short, and the file may be long."""
@@ -279,14 +290,16 @@ def claimed(directory: Path) -> Iterator[None]:
         directory.mkdir(parents=True, exist_ok=True)
         lock = open(open_regular(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), "r+b")
     except OSError as error:
-        raise CheckpointError(f"{error.filename or directory}: cannot be written: {describe_os_error(error)}; choose "
-                              "another --out") from error
+        raise CheckpointError(
+            f"{error.filename or directory}: cannot be written: {describe_os_error(error)}; choose another --out"
+        ) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise CheckpointError(f"{directory}: another process is training into it; wait for it, or take another "
-                                  "--out") from error
+            raise CheckpointError(
+                f"{directory}: another process is training into it; wait for it, or take another --out"
+            ) from error
         for leftover in filter(_LEFTOVER.fullmatch, os.listdir(directory)):  # of a process that was killed
             with contextlib.suppress(OSError):
                 (directory / leftover).unlink()

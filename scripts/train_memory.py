@@ -20,13 +20,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import psutil  # noqa: E402  # after the checkout is on the path
-import torch  # noqa: E402
-from rich.table import Table  # noqa: E402
-from torch.profiler import ProfilerActivity, profile  # noqa: E402
+import psutil  # after the checkout is on the path
+import torch
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
 
-from scripts.lm import Options, Shape, build, make_optimizer  # noqa: E402
-from vbrt.plan import format_bytes  # noqa: E402
+from scripts.lm import Options, Shape, build, make_optimizer
+from vbrt.residency.plan import format_bytes
 
 STEPS = 3  # the second is the first with the optimizer's state in memory
 GPU_STEPS = 6  # they are short, and their time is asked for too
@@ -109,9 +109,13 @@ def free_bytes(device: torch.device) -> int:
 def rungs(case: Case) -> Iterator[tuple[str, Case]]:
     """The ladder of a case, from fp32 and the definition of attention down."""
     options = Options()
-    steps = {"fp32, plain attention": {}, "+ mixed precision": {"mixed_precision": True},
-             "+ flash attention": {"attention": "vbrt"}, "+ gradient checkpointing": {"checkpointing": True},
-             "+ fp4 weights": {"fp4": True}}
+    steps = {
+        "fp32, plain attention": {},
+        "+ mixed precision": {"mixed_precision": True},
+        "+ flash attention": {"attention": "vbrt"},
+        "+ gradient checkpointing": {"checkpointing": True},
+        "+ fp4 weights": {"fp4": True},
+    }
     for name, change in steps.items():
         options = replace(options, **change)
         yield name, replace(case, options=options)
@@ -124,8 +128,14 @@ def measure(name: str, case: Case) -> Rung:
         return Rung(name, estimated, None, None)
     if case.device != "cpu":
         return Rung(name, estimated, *_on_gpu(case))
-    done = subprocess.run([sys.executable, __file__], input=json.dumps(asdict(case)), capture_output=True, text=True,
-                          cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, __file__],
+        input=json.dumps(asdict(case)),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
     if done.returncode:
         sys.stderr.write(done.stderr)
         raise SystemExit(f"ladder: {name}: the measuring process ended with {done.returncode}")
@@ -183,8 +193,12 @@ def ladder_table(case: Case, measured: list[Rung]) -> Table:
     """Peak bytes, the share of the first rung, and what each option saved."""
     how = "torch.cuda.max_memory_allocated" if case.device != "cpu" else "all allocations of torch on the CPU"
     shape = case.shape
-    table = Table(title=f"memory ladder: {shape.layers} layers × {shape.width}, batch {case.batch} × {shape.context}",
-                  caption=f"peak of some training steps: {how}", title_justify="left", caption_justify="left")
+    table = Table(
+        title=f"memory ladder: {shape.layers} layers × {shape.width}, batch {case.batch} × {shape.context}",
+        caption=f"peak of some training steps: {how}",
+        title_justify="left",
+        caption_justify="left",
+    )
     for column in ("", "peak", "of the first", "saved by the option", "estimated", "step ms"):
         table.add_column(column, justify="left" if not column else "right")
     known = [rung for rung in measured if rung.peak_bytes is not None]
@@ -194,8 +208,14 @@ def ladder_table(case: Case, measured: list[Rung]) -> Table:
             table.add_row(rung.name, "does not fit", "", "", format_bytes(rung.estimated_bytes), "")
             continue
         saved = "" if before is None else format_bytes(before - rung.peak_bytes)
-        table.add_row(rung.name, format_bytes(rung.peak_bytes), f"{rung.peak_bytes / known[0].peak_bytes:.2f}×", saved,
-                      format_bytes(rung.estimated_bytes), f"{rung.step_ms:.1f}")
+        table.add_row(
+            rung.name,
+            format_bytes(rung.peak_bytes),
+            f"{rung.peak_bytes / known[0].peak_bytes:.2f}×",
+            saved,
+            format_bytes(rung.estimated_bytes),
+            f"{rung.step_ms:.1f}",
+        )
     return table
 
 

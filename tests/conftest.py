@@ -44,5 +44,7 @@ def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     for op, offered in list(kernels._REGISTRY.items()):
         plain = {key: entry for key, entry in offered.items() if key[0] != "compiled"}
         monkeypatch.setitem(kernels._REGISTRY, op, plain)
-    monkeypatch.setattr("vbrt.nn.fused._OPS", {})
-    monkeypatch.setattr("vbrt.nn.handle.kernel_refusal", lambda *args: None)  # nothing to announce: it is on purpose
+    monkeypatch.setattr("vbrt.blocks.fp4_linear._OPS", {})
+    monkeypatch.setattr(
+        "vbrt.layers.weight.kernel_refusal", lambda *args: None
+    )  # nothing to announce: it is on purpose

@@ -19,8 +19,10 @@ TOKENS = torch.arange(3, 15).reshape(1, 12)
 def config(format: str, **weights: Any) -> dict[str, Any]:
     """Every layer is swapped, however small, and lives in host memory."""
     format, fine = ("nvfp4", "exact") if format == "exact" else (format, "none")
-    return {"weights": {"format": format, "fine": fine, "min_parameters": 0, **weights},
-            "tiers": {"gpu": {"enabled": False}}}
+    return {
+        "weights": {"format": format, "fine": fine, "min_parameters": 0, **weights},
+        "tiers": {"gpu": {"enabled": False}},
+    }
 
 
 def wrap(model: nn.Module, format: str = "dense", **weights: Any) -> vbrt.VBModelWrapper:
@@ -51,8 +53,15 @@ def llama(*, tied: bool = False, dtype: torch.dtype = torch.float32) -> nn.Modul
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)
-    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
     return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=tied)).to(dtype).eval()
 
 

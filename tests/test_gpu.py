@@ -45,9 +45,11 @@ def outputs(vb: vbrt.VBModelWrapper, x: torch.Tensor, passes: int = 4) -> list[t
 def test_lossless_weights_stream_to_the_gpu_bit_for_bit(preset, where, policy, tmp_path):
     model, x = network(), torch.randn(3, WIDTH, device="cuda", dtype=torch.bfloat16)
     want = expected(model, x)
-    room = {"resident": tiers(model, gpu_pages=9, preset=preset),
-            "cpu": tiers(model, gpu_pages=4, cpu_pages=9, preset=preset),
-            "ssd": tiers(model, gpu_pages=3, cpu_pages=3, ssd=tmp_path, preset=preset)}[where]
+    room = {
+        "resident": tiers(model, gpu_pages=9, preset=preset),
+        "cpu": tiers(model, gpu_pages=4, cpu_pages=9, preset=preset),
+        "ssd": tiers(model, gpu_pages=3, cpu_pages=3, ssd=tmp_path, preset=preset),
+    }[where]
     with vbrt.wrap(model, preset, tiers=room, policy={"kind": policy}) as vb:
         for y in outputs(vb, x):
             assert torch.equal(y, want)
@@ -186,7 +188,7 @@ def test_an_auto_budget_gives_way_to_the_model_and_grows_back(monkeypatch):
         assert all(torch.equal(y, want) for y in outputs(vb, x))
         page = vb.plan.page_bytes // 8
         vb._gpu_balance.margin_bytes = 8 * page
-        monkeypatch.setattr("vbrt.wrapper._LOOK_SECONDS", 0.0)
+        monkeypatch.setattr("vbrt.wrapper.wrapper._LOOK_SECONDS", 0.0)
         vb._gpu_balance._next_look = 0.0
         total = torch.cuda.mem_get_info()[1]
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 * page, total))

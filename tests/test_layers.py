@@ -13,15 +13,16 @@ PACKAGE = Path(__file__).parent.parent / "vbrt"
 
 # (row, files and folders of vbrt/ in order): docs/design.md has the table and what each is for
 LINES = (
-    (0, ("errors", "files", "config", "policy", "plan", "timeline", "stats")),
+    (0, ("errors", "host", "config", "residency", "report")),
     (1, ("formats",)),
     (2, ("kernels",)),
     (2, ("tiers",)),
-    (3, ("nn",)),
-    (4, ("heads", "estimate", "tensorfile", "conversion", "manifest", "save", "facade", "wrapper", "checkpoint",
-         "watch")),
-    (5, ("integrations", "distributed", "report", "cli", "__main__")),
+    (3, ("layers", "training", "blocks")),
+    (4, ("model", "saves", "generation", "distributed", "wrapper")),
+    (5, ("integrations", "cli", "__main__")),
 )
+#: pure Python, importable without torch
+PURE = ("errors", "config", "residency", "report")
 ROW = {unit: row for row, units in LINES for unit in units}
 LINE = {unit: units for _, units in LINES for unit in units}
 LAST_ROW = 5
@@ -117,17 +118,17 @@ def test_a_file_imports_only_from_rows_above_its_own(module):
     ("module", "source"),
     [
         ("vbrt.config", "from vbrt.formats import get_format"),
-        ("vbrt.config", "from vbrt.plan import Plan"),
-        ("vbrt.plan", "from .stats import Stats"),
+        ("vbrt.config", "from vbrt.residency.plan import Plan"),
+        ("vbrt.residency.plan", "from ..report.stats import Stats"),
         ("vbrt.formats.nf4", "import vbrt.kernels.reference"),
         ("vbrt.formats.nf4", "from ..kernels import resolve"),
-        ("vbrt.formats.nf4", "def f():\n    from vbrt import nn"),
+        ("vbrt.formats.nf4", "def f():\n    from vbrt import layers"),
         ("vbrt.tiers.ssd", "import vbrt.kernels"),
         ("vbrt.kernels.reference", "from vbrt.tiers import gpu"),
-        ("vbrt.nn.linear", "import vbrt"),
-        ("vbrt.nn.linear", "from importlib import import_module\nx = import_module('vbrt.wrapper')"),
-        ("vbrt.nn.linear", "from vbrt.unheard_of import x"),
-        ("vbrt.estimate", "try:\n    from .wrapper import x\nexcept ImportError:\n    x = 1"),
+        ("vbrt.layers.linear", "import vbrt"),
+        ("vbrt.layers.linear", "from importlib import import_module\nx = import_module('vbrt.wrapper.wrapper')"),
+        ("vbrt.layers.linear", "from vbrt.unheard_of import x"),
+        ("vbrt.model.planner", "try:\n    from ..wrapper.wrapper import x\nexcept ImportError:\n    x = 1"),
     ],
 )
 def test_an_import_against_the_order_is_found(module, source):
@@ -137,26 +138,26 @@ def test_an_import_against_the_order_is_found(module, source):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("vbrt.plan", "from vbrt.config import VBConfig\nfrom .errors import VBError\nimport dataclasses"),
+        ("vbrt.residency.plan", "from vbrt.config import VBConfig\nfrom .errors import VBError\nimport dataclasses"),
         ("vbrt.formats.nf4", "from .base import Format\nfrom vbrt.formats import page"),
-        ("vbrt.formats.nf4", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from vbrt.wrapper import wrap"),
-        ("vbrt.cli", "import vbrt\nfrom vbrt import report, wrap"),
-        ("vbrt.wrapper", "from vbrt.estimate import make_plan"),
+        ("vbrt.formats.nf4", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from vbrt.model import planner"),
+        ("vbrt.cli.main", "import vbrt\nfrom vbrt import report, wrap"),
+        ("vbrt.wrapper.wrapper", "from vbrt.model.planner import make_plan"),
     ],
 )
 def test_an_import_along_the_order_passes(module, source):
     assert violations(source, module) == []
 
 
-def test_row_0_imports_without_torch():
-    modules = [module for module in FILES if ROW.get(unit_of(module)) == 0]
+def test_pure_rooms_import_without_torch():
+    modules = [module for module in FILES if unit_of(module) in PURE]
     program = f"""
 import importlib, sys
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("torch", "triton", "numpy", "transformers"):
-            raise ImportError(f"{{name}} is blocked: row 0 is pure Python")
+            raise ImportError(f"{{name}} is blocked: these are pure Python")
 
 sys.meta_path.insert(0, Blocker())
 for module in {modules!r}:
@@ -183,15 +184,36 @@ def test_all_names_only_things_that_exist(module):
     assert [name for name in names if not hasattr(imported, name)] == []
 
 
-FACTORIES = {"arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand",
-             "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"}
+FACTORIES = {
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_strided",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "scalar_tensor",
+    "tensor",
+    "zeros",
+}
 
 
 def unnamed(source: str) -> list[int]:
     """Lines where a tensor is made without naming both its dtype and its device."""
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
-    made = (call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr in FACTORIES
-            and ast.unparse(call.func.value) == "torch")
+    made = (
+        call
+        for call in calls
+        if isinstance(call.func, ast.Attribute)
+        and call.func.attr in FACTORIES
+        and ast.unparse(call.func.value) == "torch"
+    )
     return [call.lineno for call in made if not {"dtype", "device"} <= {keyword.arg for keyword in call.keywords}]
 
 

@@ -1,13 +1,13 @@
 """vbrt, the Virtual Blackwell runtime: run and train PyTorch models that are larger than the memory they run in.
 
-    import vbrt
+import vbrt
 
-    vb = vbrt.wrap(model)        # or wrap(model, "exact"), wrap(model, "my.toml"), wrap(model, VBConfig(...))
-    vb(x)                        # or vb.generate(...): everything of the model is reachable
-    print(vb.stats())            # per-layer hit rates
-    model = vb.unwrap()          # the dense model back
+vb = vbrt.wrap(model)        # or wrap(model, "exact"), wrap(model, "my.toml"), wrap(model, VBConfig(...))
+vb(x)                        # or vb.generate(...): everything of the model is reachable
+print(vb.stats())            # per-layer hit rates
+model = vb.unwrap()          # the dense model back
 
-    vb.save("saved")             # planes as they are; vbrt.load("saved", model) fills them back without encoding
+vb.save("saved")             # planes as they are; vbrt.load("saved", model) fills them back without encoding
 """
 
 import importlib
@@ -15,20 +15,37 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "ArgumentError": "errors", "CheckpointError": "errors", "ConfigError": "errors", "FormatError": "errors",
-    "KernelError": "errors", "NonfiniteError": "errors", "TierError": "errors", "VBError": "errors",
-    "WrapError": "errors", "FlashAttention": "nn", "FusedFP4Linear": "nn", "OptimizedTransformerBlock": "nn",
-    "Plan": "plan", "Stats": "stats", "VBConfig": "config", "VBLinear": "nn", "VBModelWrapper": "wrapper",
-    "compile_options": "kernels.join", "gumbel_max_sample": "nn", "load": "checkpoint", "load_config": "config",
-    "make_plan": "estimate", "quantize": "nn", "simulate": "policy", "tune": "kernels.tuning",
-    "watch_nonfinite": "watch", "wrap": "wrapper",
+_NAMES = {
+    "blocks": ("FlashAttention", "FusedFP4Linear", "OptimizedTransformerBlock", "gumbel_max_sample", "quantize"),
+    "config": ("VBConfig", "load_config"),
+    "errors": (
+        "ArgumentError",
+        "CheckpointError",
+        "ConfigError",
+        "FormatError",
+        "KernelError",
+        "NonfiniteError",
+        "TierError",
+        "VBError",
+        "WrapError",
+    ),
+    "kernels.cuda.e2m1.tuning": ("tune",),
+    "kernels.cuda.graph_pass": ("compile_options",),
+    "layers": ("VBLinear",),
+    "model.planner": ("make_plan",),
+    "report.stats": ("Stats",),
+    "residency.plan": ("Plan",),
+    "residency.policy": ("simulate",),
+    "wrapper.load": ("load",),
+    "wrapper.watch": ("watch_nonfinite",),
+    "wrapper.wrapper": ("VBModelWrapper", "wrap"),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = ["__version__", *_HOMES]
 
 if TYPE_CHECKING:
-    from vbrt.checkpoint import load
+    from vbrt.blocks import FlashAttention, FusedFP4Linear, OptimizedTransformerBlock, gumbel_max_sample, quantize
     from vbrt.config import VBConfig, load_config
     from vbrt.errors import (
         ArgumentError,
@@ -41,22 +58,16 @@ if TYPE_CHECKING:
         VBError,
         WrapError,
     )
-    from vbrt.estimate import make_plan
-    from vbrt.kernels.join import compile_options
-    from vbrt.kernels.tuning import tune
-    from vbrt.nn import (
-        FlashAttention,
-        FusedFP4Linear,
-        OptimizedTransformerBlock,
-        VBLinear,
-        gumbel_max_sample,
-        quantize,
-    )
-    from vbrt.plan import Plan
-    from vbrt.policy import simulate
-    from vbrt.stats import Stats
-    from vbrt.watch import watch_nonfinite
-    from vbrt.wrapper import VBModelWrapper, wrap
+    from vbrt.kernels.cuda.e2m1.tuning import tune
+    from vbrt.kernels.cuda.graph_pass import compile_options
+    from vbrt.layers import VBLinear
+    from vbrt.model.planner import make_plan
+    from vbrt.report.stats import Stats
+    from vbrt.residency.plan import Plan
+    from vbrt.residency.policy import simulate
+    from vbrt.wrapper.load import load
+    from vbrt.wrapper.watch import watch_nonfinite
+    from vbrt.wrapper.wrapper import VBModelWrapper, wrap
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 import sys
 
-from vbrt.cli import main
+from vbrt.cli.main import main
 
 __all__: list[str] = []
 

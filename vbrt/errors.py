@@ -15,8 +15,18 @@ Each message says where it happened, what came, and what would do.
 
 import errno
 
-__all__ = ["ArgumentError", "CheckpointError", "ConfigError", "FormatError", "KernelError", "NonfiniteError",
-           "TierError", "VBError", "WrapError", "describe_os_error"]
+__all__ = [
+    "ArgumentError",
+    "CheckpointError",
+    "ConfigError",
+    "FormatError",
+    "KernelError",
+    "NonfiniteError",
+    "TierError",
+    "VBError",
+    "WrapError",
+    "describe_os_error",
+]
 
 
 class VBError(Exception):

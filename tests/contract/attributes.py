@@ -54,7 +54,7 @@ def training_flag(s: Subject):
     return [*seen, s.whole.training, s.model.training, s.layer.training]
 
 
-@operation(WRAPPER, "`vb.get_submodule(\"b\")`, `vb.get_parameter(\"b.bias\")`")
+@operation(WRAPPER, '`vb.get_submodule("b")`, `vb.get_parameter("b.bias")`')
 def look_up_modules(s: Subject):
     return s.whole.get_submodule("b") is s.layer, s.whole.get_parameter("b.bias") is s.layer.bias
 

@@ -62,8 +62,13 @@ def call_with_many_rows(s: Subject):
 @operation(CALLS, "3 and 4 dimensions; transposed, strided and expanded inputs")
 def call_with_any_strides(s: Subject):
     wide = s.random(3, 200)
-    inputs = (s.random(2, 5, 96), s.random(2, 96, 5).mT, s.random(2, 5, 3, 96).transpose(1, 2), wide[:, 4:196:2],
-              s.h[:1].expand(7, 96))
+    inputs = (
+        s.random(2, 5, 96),
+        s.random(2, 96, 5).mT,
+        s.random(2, 5, 3, 96).transpose(1, 2),
+        wide[:, 4:196:2],
+        s.h[:1].expand(7, 96),
+    )
     strided = s.holding.kind != "Conv1D"  # the plain one takes no strides that a view cannot have
     return [s.layer(x if strided else x.contiguous()) for x in inputs]
 
@@ -127,7 +132,7 @@ def call_under_another_default_dtype(s: Subject):
         torch.set_default_dtype(before)
 
 
-@operation(CALLS, "`with torch.device(\"meta\")` around a call")
+@operation(CALLS, '`with torch.device("meta")` around a call')
 def call_under_another_default_device(s: Subject):
     with torch.device("meta"):
         return s.whole(s.x)
@@ -185,8 +190,9 @@ def forward_hooks_on_a_layer(s: Subject):
 @operation(HOOKS, "`register_forward_hook(..., with_kwargs=True, always_call=True)` around a call that raises")
 def hooks_that_are_always_called(s: Subject):
     seen = []
-    hook = s.layer.register_forward_hook(lambda module, args, kwargs, y: seen.append(y is None), with_kwargs=True,
-                                         always_call=True)
+    hook = s.layer.register_forward_hook(
+        lambda module, args, kwargs, y: seen.append(y is None), with_kwargs=True, always_call=True
+    )
     with contextlib.suppress(RuntimeError):
         s.layer(s.x)
     s.layer(s.h)
@@ -197,8 +203,10 @@ def hooks_that_are_always_called(s: Subject):
 @operation(HOOKS, "`register_full_backward_hook`, `register_full_backward_pre_hook`")
 def backward_hooks(s: Subject):
     seen = []
-    hooks = [s.layer.register_full_backward_hook(lambda module, dx, dy: seen.extend([*dx, *dy])),
-             s.layer.register_full_backward_pre_hook(lambda module, dy: (2 * dy[0],))]
+    hooks = [
+        s.layer.register_full_backward_hook(lambda module, dx, dy: seen.extend([*dx, *dy])),
+        s.layer.register_full_backward_pre_hook(lambda module, dy: (2 * dy[0],)),
+    ]
     s.whole(s.x.requires_grad_()).float().square().sum().backward()
     for hook in hooks:
         hook.remove()
@@ -208,8 +216,10 @@ def backward_hooks(s: Subject):
 @operation(HOOKS, "forward hooks on the model and on the wrapper")
 def hooks_on_the_model(s: Subject):
     seen = []
-    hooks = [s.whole.register_forward_hook(lambda module, args, y: seen.append(y)),
-             s.model.register_forward_pre_hook(lambda module, args: (args[0] + 1,))]
+    hooks = [
+        s.whole.register_forward_hook(lambda module, args, y: seen.append(y)),
+        s.model.register_forward_pre_hook(lambda module, args: (args[0] + 1,)),
+    ]
     y = s.whole(s.x)
     for hook in hooks:
         hook.remove()
@@ -241,10 +251,12 @@ def state_dict_hooks(s: Subject):
     seen = []
     s.layer.register_state_dict_pre_hook(lambda module, prefix, keep_vars: seen.append(prefix))
     s.layer.register_state_dict_post_hook(
-        lambda module, state, prefix, meta: state.update({prefix + "weight": 2 * state[prefix + "weight"]}))
+        lambda module, state, prefix, meta: state.update({prefix + "weight": 2 * state[prefix + "weight"]})
+    )
     state = s.whole.state_dict()
     s.layer.register_load_state_dict_pre_hook(
-        lambda module, state, prefix, *rest: state.update({prefix + "weight": state[prefix + "weight"] / 2}))
+        lambda module, state, prefix, *rest: state.update({prefix + "weight": state[prefix + "weight"] / 2})
+    )
     s.whole.load_state_dict(state)
     return state["b.weight"], seen, s.whole(s.x)
 
@@ -275,10 +287,11 @@ def forwards_and_backwards_in_threads(s: Subject):
 
 @operation(THREADS, "threads that read `.weight` and `state_dict()` while others call")
 def reads_in_threads(s: Subject):
-    work = {0: lambda: s.layer.weight.detach().clone(), 1: lambda: dict(s.whole.state_dict()),
-            2: lambda: s.whole(s.x)}
+    work = {0: lambda: s.layer.weight.detach().clone(), 1: lambda: dict(s.whole.state_dict()), 2: lambda: s.whole(s.x)}
     s.whole(s.x)
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda i: work[i % 3](), range(9)))
-    return [{name: value for name, value in f.items() if "separation" not in name} if isinstance(f, dict) else f
-            for f in found]
+    return [
+        {name: value for name, value in f.items() if "separation" not in name} if isinstance(f, dict) else f
+        for f in found
+    ]

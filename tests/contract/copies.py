@@ -19,8 +19,10 @@ COPIES, STATES, CASTS, PROCESSES = "Copies", "State dicts", "Casts", "Processes"
 
 def other_weights(s: Subject):
     """A state dict of weights that are not the model's, which its format holds as they are."""
-    return {name: s.rows(value) if name.endswith("weight") else 2 * value
-            for name, value in without_history(s.whole.state_dict()).items()}
+    return {
+        name: s.rows(value) if name.endswith("weight") else 2 * value
+        for name, value in without_history(s.whole.state_dict()).items()
+    }
 
 
 def without_history(state):
@@ -96,8 +98,9 @@ def pickle_(s: Subject):
     return result
 
 
-@operation(COPIES, "`torch.save(model)`, `torch.load(weights_only=False)`; the original is closed by then",
-           calls_after=False)
+@operation(
+    COPIES, "`torch.save(model)`, `torch.load(weights_only=False)`; the original is closed by then", calls_after=False
+)
 def torch_save(s: Subject):
     file = io.BytesIO()
     torch.save(s.whole, file)
@@ -113,8 +116,15 @@ def torch_save(s: Subject):
 def unwrap(s: Subject):
     model = s.unwrap()
     layer = model.b
-    return (model(s.x), type(layer).__name__, layer.weight.detach(), isinstance(layer.weight, nn.Parameter),
-            layer.weight.requires_grad, sorted(layer.__dict__), list(model.state_dict()))
+    return (
+        model(s.x),
+        type(layer).__name__,
+        layer.weight.detach(),
+        isinstance(layer.weight, nn.Parameter),
+        layer.weight.requires_grad,
+        sorted(layer.__dict__),
+        list(model.state_dict()),
+    )
 
 
 # -- state dicts ------------------------------------------------------------------------------------------------------
@@ -127,10 +137,12 @@ def state_dict(s: Subject):
     return {**state}, without_history(s.model.state_dict())
 
 
-@operation(STATES, "`state_dict(keep_vars=True)`, `state_dict(prefix=\"p.\")`, of a layer")
+@operation(STATES, '`state_dict(keep_vars=True)`, `state_dict(prefix="p.")`, of a layer')
 def state_dict_with_options(s: Subject):
-    return [without_history(state) for state in (s.whole.state_dict(keep_vars=True), s.whole.state_dict(prefix="p."),
-                                                 s.layer.state_dict())]
+    return [
+        without_history(state)
+        for state in (s.whole.state_dict(keep_vars=True), s.whole.state_dict(prefix="p."), s.layer.state_dict())
+    ]
 
 
 @operation(STATES, "`load_state_dict(state_dict())`")
@@ -165,8 +177,13 @@ def load_a_state_of_another_dtype(s: Subject):
     return s.whole(s.x), s.layer.weight.detach().clone()
 
 
-@operation(STATES, "`load_state_dict(assign=True)` of float64 values: the model has their dtype",
-           Refused(ROUNDED, "weight is torch.float64", FormatError), calls_after=False, only={"place": "resident"})
+@operation(
+    STATES,
+    "`load_state_dict(assign=True)` of float64 values: the model has their dtype",
+    Refused(ROUNDED, "weight is torch.float64", FormatError),
+    calls_after=False,
+    only={"place": "resident"},
+)
 def assign_a_state_of_another_dtype(s: Subject):
     s.whole.load_state_dict({name: value.double() for name, value in other_weights(s).items()}, assign=True)
     y = s.whole(s.x.double()), s.layer.weight.dtype
@@ -208,8 +225,12 @@ def state_dict_in_a_file(s: Subject):
 # -- casts ------------------------------------------------------------------------------------------------------------
 
 
-@operation(CASTS, "`model.float()`, `.double()`, `.bfloat16()`: outputs of the wide ones, dtypes of all",
-           Refused(ROUNDED, "weight is torch.float64", FormatError), calls_after=False)
+@operation(
+    CASTS,
+    "`model.float()`, `.double()`, `.bfloat16()`: outputs of the wide ones, dtypes of all",
+    Refused(ROUNDED, "weight is torch.float64", FormatError),
+    calls_after=False,
+)
 def cast(s: Subject):
     y = [s.whole.float()(s.x.float()), s.layer.weight.dtype, s.whole.double()(s.x.double()), s.layer.weight.dtype]
     s.whole.to(s.holding.dtype)
@@ -222,9 +243,17 @@ def move_to_where_it_is(s: Subject):
     return s.whole(s.x), s.layer.weight.device
 
 
-@operation(CASTS, "`model.to(\"meta\")`: the weights are gone",
-           Documented(FROZEN, "pages stay in their tiers", "pages stay where the tiers have put them",
-                      lambda got, plain: got[0].type != "meta" == got[1].type), calls_after=False)
+@operation(
+    CASTS,
+    '`model.to("meta")`: the weights are gone',
+    Documented(
+        FROZEN,
+        "pages stay in their tiers",
+        "pages stay where the tiers have put them",
+        lambda got, plain: got[0].type != "meta" == got[1].type,
+    ),
+    calls_after=False,
+)
 def move_to_meta(s: Subject):
     s.whole.to("meta")
     return s.layer.weight.device, s.layer.bias.device
@@ -269,8 +298,9 @@ def _compute(queue, model, x) -> None:
         queue.put(model(x).float().numpy())
 
 
-@operation(PROCESSES, "passed to a process of `torch.multiprocessing`, started by spawn", sample=1,
-           only={"device": "cpu"})
+@operation(
+    PROCESSES, "passed to a process of `torch.multiprocessing`, started by spawn", sample=1, only={"device": "cpu"}
+)
 def spawn(s: Subject):
     y = s.whole(s.x)
     if not s.wrapped:

@@ -68,8 +68,7 @@ def an_output_that_needs_no_graph(s: Subject):
 @operation(GRADIENTS, "backward of 1 and 3 dimensions, transposed, expanded and empty inputs")
 def backward_of_any_shape(s: Subject):
     grads = []
-    for x in (s.random(96), s.random(2, 5, 96), s.random(2, 96, 5).mT, s.random(1, 96).expand(4, 96),
-              s.random(0, 96)):
+    for x in (s.random(96), s.random(2, 5, 96), s.random(2, 96, 5).mT, s.random(1, 96).expand(4, 96), s.random(0, 96)):
         if s.holding.kind == "Conv1D" and x.dim() == 3:  # the plain one takes no strides that a view cannot have
             x = x.contiguous()
         x = x.detach().requires_grad_()
@@ -103,8 +102,12 @@ def hessian_of_autograd(s: Subject):
 def functions_of_autograd(s: Subject):
     f = torch.autograd.functional
     v = s.x[1]
-    return (f.jacobian(s.whole, s.x[0]), f.jacobian(s.whole, s.x[0], vectorize=True),
-            f.jvp(s.whole, s.x[0], v)[1], f.vhp(lambda x: loss_of(s.whole(x)), s.x[0], v)[1])
+    return (
+        f.jacobian(s.whole, s.x[0]),
+        f.jacobian(s.whole, s.x[0], vectorize=True),
+        f.jvp(s.whole, s.x[0], v)[1],
+        f.vhp(lambda x: loss_of(s.whole(x)), s.x[0], v)[1],
+    )
 
 
 @operation(GRADIENTS, "`torch.autograd.forward_ad` duals")
@@ -176,15 +179,21 @@ def reentrant_checkpointing(s: Subject):
     return s.x.grad, s.layer.bias.grad
 
 
-@operation(CHECKPOINTS, "`checkpoint(..., use_reentrant=False)`, early stop on and off, nested, under autocast",
-           computed_in=torch.bfloat16)
+@operation(
+    CHECKPOINTS,
+    "`checkpoint(..., use_reentrant=False)`, early stop on and off, nested, under autocast",
+    computed_in=torch.bfloat16,
+)
 def checkpointing(s: Subject):
     x = s.x.requires_grad_()
     for early_stop in (True, False):
         with torch.utils.checkpoint.set_checkpoint_early_stop(early_stop):
             loss_of(checkpoint(s.whole, x, use_reentrant=False)).backward()
-    nested = checkpoint(lambda x: checkpoint(s.model.b, checkpoint(s.model.a, x, use_reentrant=False),
-                                             use_reentrant=False), x, use_reentrant=False)
+    nested = checkpoint(
+        lambda x: checkpoint(s.model.b, checkpoint(s.model.a, x, use_reentrant=False), use_reentrant=False),
+        x,
+        use_reentrant=False,
+    )
     loss_of(nested).backward()
     with torch.autocast(s.holding.device, torch.bfloat16):
         loss = loss_of(checkpoint(s.whole, x, use_reentrant=False))
@@ -203,8 +212,8 @@ def sequential_checkpointing(s: Subject):
 def selective_checkpointing(s: Subject):
     policy = torch.utils.checkpoint.CheckpointPolicy
     keep = lambda ctx, op, *args, **kwargs: (  # noqa: E731
-        policy.MUST_SAVE if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        else policy.PREFER_RECOMPUTE)
+        policy.MUST_SAVE if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) else policy.PREFER_RECOMPUTE
+    )
     contexts = lambda: torch.utils.checkpoint.create_selective_checkpoint_contexts(keep)  # noqa: E731
     loss_of(checkpoint(s.whole, s.x.requires_grad_(), use_reentrant=False, context_fn=contexts)).backward()
     return s.x.grad, s.layer.bias.grad
@@ -213,7 +222,7 @@ def selective_checkpointing(s: Subject):
 # -- torch.func -------------------------------------------------------------------------------------------------------
 
 
-@operation(FUNC, "`functional_call(layer, {\"weight\": w})`: the call sees w, calls after it do not")
+@operation(FUNC, '`functional_call(layer, {"weight": w})`: the call sees w, calls after it do not')
 def functional_call(s: Subject):
     zeros = torch.zeros_like(s.layer.weight)
     other = s.rows(s.layer.weight)
@@ -277,8 +286,12 @@ def per_sample_gradients(s: Subject):
     return torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(s.layer.bias.detach(), s.h)
 
 
-@operation(FUNC, "`torch.func.linearize`, `torch.func.functionalize`",
-           Refused(ROUNDED, "cannot record a layer in training"), sample=6)
+@operation(
+    FUNC,
+    "`torch.func.linearize`, `torch.func.functionalize`",
+    Refused(ROUNDED, "cannot record a layer in training"),
+    sample=6,
+)
 def linearize_and_functionalize(s: Subject):
     y, push = torch.func.linearize(s.whole, s.x)
     return y, push(s.random(3, 64)), torch.func.functionalize(s.whole)(s.x)

@@ -23,16 +23,38 @@ import vbrt
 from vbrt.config import load_config
 from vbrt.formats import get_format
 
-__all__ = ["BACKENDS", "FORMATS", "KINDS", "PLACES", "STATES", "Chain", "Holding", "Subject", "all_holdings",
-           "held", "meets", "sampled_holdings"]
+__all__ = [
+    "BACKENDS",
+    "FORMATS",
+    "KINDS",
+    "PLACES",
+    "STATES",
+    "Chain",
+    "Holding",
+    "Subject",
+    "all_holdings",
+    "held",
+    "meets",
+    "sampled_holdings",
+]
 
-KINDS = {"Linear": nn.Linear, "Conv1D": lambda k, n: Conv1D(n, k), "FalconLinear": FalconLinear,
-         "EsmFoldLinear": EsmFoldLinear}
+KINDS = {
+    "Linear": nn.Linear,
+    "Conv1D": lambda k, n: Conv1D(n, k),
+    "FalconLinear": FalconLinear,
+    "EsmFoldLinear": EsmFoldLinear,
+}
 #: name -> weights.format, weights.fine, dtype
-FORMATS = {"nvfp4": ("nvfp4", "none", torch.bfloat16), "mxfp4": ("mxfp4", "none", torch.float32),
-           "nf4": ("nf4", "none", torch.float32), "quantile": ("quantile", "none", torch.float32),
-           "dense": ("dense", "none", torch.bfloat16), "dense fp32": ("dense", "none", torch.float32),
-           "exact bf16": ("nvfp4", "exact", torch.bfloat16), "exact fp16": ("nvfp4", "exact", torch.float16)}
+FORMATS = {
+    "nvfp4": ("nvfp4", "none", torch.bfloat16),
+    "mxfp4": ("mxfp4", "none", torch.float32),
+    "nf4": ("nf4", "none", torch.float32),
+    "quantile": ("quantile", "none", torch.float32),
+    "dense": ("dense", "none", torch.bfloat16),
+    "dense fp32": ("dense", "none", torch.float32),
+    "exact bf16": ("nvfp4", "exact", torch.bfloat16),
+    "exact fp16": ("nvfp4", "exact", torch.float16),
+}
 LOSSLESS = ("dense", "dense fp32", "exact bf16", "exact fp16")
 STATES = ("shell", "materialized", "trained")
 PLACES = ("resident", "streamed")
@@ -68,24 +90,30 @@ class Holding:
         """What `vbrt.wrap` takes, but for the budgets of streamed weights."""
         format, fine, _ = FORMATS[self.format]
         gpu = {"enabled": self.device == "cuda"}
-        return {"mode": "train" if self.state == "trained" else "infer",
-                "weights": {"format": format, "fine": fine, "min_parameters": 0},
-                "separation": {"refresh_every": 1 if self.state == "trained" else 100},
-                "compute": {"backend": self.backend}, "tiers": {"gpu": gpu}}
+        return {
+            "mode": "train" if self.state == "trained" else "infer",
+            "weights": {"format": format, "fine": fine, "min_parameters": 0},
+            "separation": {"refresh_every": 1 if self.state == "trained" else 100},
+            "compute": {"backend": self.backend},
+            "tiers": {"gpu": gpu},
+        }
 
 
 def meets(holding: Holding, where: Mapping[str, Any]) -> bool:
     """Whether each named field has one of its values."""
-    return all(getattr(holding, name) in (values if isinstance(values, tuple) else (values,))
-               for name, values in where.items())
+    return all(
+        getattr(holding, name) in (values if isinstance(values, tuple) else (values,)) for name, values in where.items()
+    )
 
 
 def all_holdings(device: str = "cpu") -> list[Holding]:
     """The whole matrix; layers in training are held in one place, and fine planes do not train."""
     frozen = itertools.product(KINDS, FORMATS, STATES[:2], PLACES, BACKENDS)
     trained = itertools.product(KINDS, [name for name in FORMATS if FORMATS[name][1] == "none"])
-    return [*(Holding(*one, device=device) for one in frozen),
-            *(Holding(kind, format, "trained", device=device) for kind, format in trained)]
+    return [
+        *(Holding(*one, device=device) for one in frozen),
+        *(Holding(kind, format, "trained", device=device) for kind, format in trained),
+    ]
 
 
 def sampled_holdings(name: str, count: int | None, device: str = "cpu") -> list[Holding]:
@@ -98,8 +126,11 @@ def sampled_holdings(name: str, count: int | None, device: str = "cpu") -> list[
         kind = tuple(KINDS)[turn % 4]
         place, backend = PLACES[turn // 4 % 2], BACKENDS[turn // 8 % 2]
         made.append(Holding(kind, format, state, place, backend, device))
-    made = [h if h.state != "trained" else Holding(h.kind, h.format, h.state, device=device) for h in made
-            if h.state != "trained" or FORMATS[h.format][1] == "none"]
+    made = [
+        h if h.state != "trained" else Holding(h.kind, h.format, h.state, device=device)
+        for h in made
+        if h.state != "trained" or FORMATS[h.format][1] == "none"
+    ]
     if count is None:
         return made
     first = start % len(made)

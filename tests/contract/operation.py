@@ -135,8 +135,7 @@ def _called(subject: Subject) -> Tensor | str:
         return f"raises {type(error).__name__}: {error}"
 
 
-def _verdict(operation: Operation, holding: Holding, expected: _Outcome, got: _Outcome,
-             before: Tensor) -> str | None:
+def _verdict(operation: Operation, holding: Holding, expected: _Outcome, got: _Outcome, before: Tensor) -> str | None:
     rule = operation.rule(holding)
     difference = _difference(expected.result, got.result, holding, operation)
     if isinstance(rule, Refused):

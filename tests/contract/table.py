@@ -35,13 +35,17 @@ def table(operations: Mapping[str, Operation]) -> str:
     """The document."""
     parts = [_HEAD.format(kinds=", ".join(f"`{kind}`" for kind in KINDS), formats=", ".join(FORMATS))]
     for group in dict.fromkeys(operation.group for operation in operations.values()):
-        parts.append(f"## {group}\n\n| operation | shell | materialized | trained | tests |\n"
-                     "| --- | --- | --- | --- | --- |")
+        parts.append(
+            f"## {group}\n\n| operation | shell | materialized | trained | tests |\n| --- | --- | --- | --- | --- |"
+        )
         parts[-1] += "".join(f"\n{_row(op)}" for op in operations.values() if op.group == group) + "\n"
     notes = {rule.readme: rule.note for op in operations.values() for rule in op.rules if isinstance(rule, Documented)}
     if notes:
-        parts.append("## Differences, in the README's words\n\n"
-                     + "\n".join(f"- {note}: “{words}”" for words, note in notes.items()) + "\n")
+        parts.append(
+            "## Differences, in the README's words\n\n"
+            + "\n".join(f"- {note}: “{words}”" for words, note in notes.items())
+            + "\n"
+        )
     return "\n".join(parts)
 
 
@@ -68,8 +72,13 @@ def _cell(operation: Operation, holdings: list[Holding]) -> str:
 def _where(found: list[Holding], among: list[Holding]) -> str:
     """The fields that tell some holdings from the others."""
     said = []
-    for field, values in (("lossless", (False, True)), ("format", FORMATS), ("kind", KINDS), ("place", PLACES),
-                          ("backend", BACKENDS)):
+    for field, values in (
+        ("lossless", (False, True)),
+        ("format", FORMATS),
+        ("kind", KINDS),
+        ("place", PLACES),
+        ("backend", BACKENDS),
+    ):
         has, could = {getattr(h, field) for h in found}, {getattr(h, field) for h in among}
         if has < could:
             said.append(_values(field, [value for value in values if value in has]))

@@ -84,6 +84,7 @@ def test_known_failures_name_operations_of_the_list():
 def test_a_sample_meets_every_format_in_every_state_and_over_all_operations_every_combination():
     for name in OPERATIONS:
         assert {(h.format, h.state) for h in sampled_holdings(name, None)} == {
-            (h.format, h.state) for h in all_holdings()}
+            (h.format, h.state) for h in all_holdings()
+        }
     met = Counter(h for name in OPERATIONS for h in sampled_holdings(name, None))
     assert set(met) == set(all_holdings()) and {h.format for h in met} == set(FORMATS)

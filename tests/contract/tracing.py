@@ -32,8 +32,11 @@ def compile_(s: Subject):
 @operation(TRACING, "`torch.compile(model, fullgraph=True)`, under no_grad", sample=3)
 def compile_as_one_graph(s: Subject):
     with torch.no_grad():
-        run = compiled(s, fullgraph=True) if not s.wrapped else torch.compile(s.model, backend="aot_eager",
-                                                                              fullgraph=True)
+        run = (
+            compiled(s, fullgraph=True)
+            if not s.wrapped
+            else torch.compile(s.model, backend="aot_eager", fullgraph=True)
+        )
         return run(s.x), run(s.random(2, 3, 64)), s.whole(s.x)
 
 
@@ -54,8 +57,12 @@ def compile_with_inductor(s: Subject):
 @operation(TRACING, "a compiled model after a new weight, bias and dtype", sample=5)
 def change_a_compiled_model(s: Subject):
     run, y = compiled(s), []
-    for change in (lambda: None, lambda: setattr(s.layer, "weight", torch.nn.Parameter(s.rows(s.layer.weight))),
-                   lambda: s.layer.bias.data.mul_(2), lambda: s.whole.load_state_dict(s.whole.state_dict())):
+    for change in (
+        lambda: None,
+        lambda: setattr(s.layer, "weight", torch.nn.Parameter(s.rows(s.layer.weight))),
+        lambda: s.layer.bias.data.mul_(2),
+        lambda: s.whole.load_state_dict(s.whole.state_dict()),
+    ):
         change()
         y.append(run(s.x))
     return y
@@ -76,8 +83,13 @@ def jit_trace_and_save(s: Subject):
     return torch.jit.load(file)(2 * s.h)
 
 
-@operation(TRACING, "`torch.jit.script(layer)`", Refused({}, "torch.jit.script cannot compile"), sample=8,
-           only={"kind": ("Linear", "EsmFoldLinear")})
+@operation(
+    TRACING,
+    "`torch.jit.script(layer)`",
+    Refused({}, "torch.jit.script cannot compile"),
+    sample=8,
+    only={"kind": ("Linear", "EsmFoldLinear")},
+)
 def jit_script(s: Subject):
     return torch.jit.script(s.layer)(s.h)
 

@@ -18,8 +18,12 @@ IN_TIERS = Refused(ENCODED, "not possible while it lives in the tiers")
 TORCHS_OWN = (Refused(FROZEN, "weakref associated with it", RuntimeError),)
 NOT_LISTED = "`parameters()` and what counts them have biases, norms and what is not swapped"
 LEFT_OUT = (Documented(ENCODED, NO_PARAMETERS, NOT_LISTED, lambda got, plain: got != plain),)
-NO_TRACE = Documented(ROUNDED, "a write through `.data` to a weight in training is seen at the next step",
-                      "a write through `parameter.data` leaves no trace", lambda got, plain: True)
+NO_TRACE = Documented(
+    ROUNDED,
+    "a write through `.data` to a weight in training is seen at the next step",
+    "a write through `parameter.data` leaves no trace",
+    lambda got, plain: True,
+)
 
 
 def only_biases(got, plain) -> bool:
@@ -39,13 +43,21 @@ def read_the_weight(s: Subject):
 
 
 def layer_shape(s: Subject):
-    return {name: getattr(s.layer, name) for name in ("in_features", "out_features", "nx", "nf")
-            if hasattr(s.layer, name)}
+    return {
+        name: getattr(s.layer, name) for name in ("in_features", "out_features", "nx", "nf") if hasattr(s.layer, name)
+    }
 
 
-@operation(READS, "`isinstance(layer.weight, nn.Parameter)`, `.requires_grad`, `.is_leaf`, `.grad`",
-           Documented(ENCODED, "a decoded weight is no parameter and does not require grad",
-                      "a tensor that is no `nn.Parameter`", lambda got, plain: got == (False, False, True, None)))
+@operation(
+    READS,
+    "`isinstance(layer.weight, nn.Parameter)`, `.requires_grad`, `.is_leaf`, `.grad`",
+    Documented(
+        ENCODED,
+        "a decoded weight is no parameter and does not require grad",
+        "a tensor that is no `nn.Parameter`",
+        lambda got, plain: got == (False, False, True, None),
+    ),
+)
 def read_what_the_weight_is(s: Subject):
     w = s.layer.weight
     return isinstance(w, nn.Parameter), w.requires_grad, w.is_leaf, w.grad
@@ -60,8 +72,15 @@ def read_the_weight_twice(s: Subject):
 def make_something_of_the_weight(s: Subject):
     w = s.layer.weight
     plain = copy.deepcopy(w)
-    return (nn.Parameter(w.detach()).detach(), nn.Parameter(s.layer.weight).detach(), plain.detach(), w.t().detach(),
-            w.double().detach(), w.detach().float().cpu().numpy().sum(1).tolist(), (w + 0).detach())
+    return (
+        nn.Parameter(w.detach()).detach(),
+        nn.Parameter(s.layer.weight).detach(),
+        plain.detach(),
+        w.t().detach(),
+        w.double().detach(),
+        w.detach().float().cpu().numpy().sum(1).tolist(),
+        (w + 0).detach(),
+    )
 
 
 @operation(READS, "`named_parameters()`: names", *LEFT_OUT)
@@ -69,16 +88,22 @@ def names_of_parameters(s: Subject):
     return [name for name, _ in s.model.named_parameters()]
 
 
-@operation(READS, "`sum(p.numel() for p in parameters())`, before and after a call",
-           Documented(FROZEN, NO_PARAMETERS, NOT_LISTED, only_biases))
+@operation(
+    READS,
+    "`sum(p.numel() for p in parameters())`, before and after a call",
+    Documented(FROZEN, NO_PARAMETERS, NOT_LISTED, only_biases),
+)
 def count_parameters(s: Subject):
     before = sum(p.numel() for p in s.whole.parameters())
     s.whole(s.x)
     return before, sum(p.numel() for p in s.whole.parameters())
 
 
-@operation(READS, "`parameters_to_vector(parameters())`",
-           Documented(ENCODED, NO_PARAMETERS, NOT_LISTED, lambda got, plain: got.numel() == 256 != plain.numel()))
+@operation(
+    READS,
+    "`parameters_to_vector(parameters())`",
+    Documented(ENCODED, NO_PARAMETERS, NOT_LISTED, lambda got, plain: got.numel() == 256 != plain.numel()),
+)
 def parameters_as_a_vector(s: Subject):
     return nn.utils.parameters_to_vector(s.model.parameters()).detach()
 
@@ -100,7 +125,7 @@ def assign_a_weight_twice(s: Subject):
     return now(s)
 
 
-@operation(WRITES, "`layer.register_parameter(\"weight\", nn.Parameter(w))`")
+@operation(WRITES, '`layer.register_parameter("weight", nn.Parameter(w))`')
 def register_a_weight(s: Subject):
     s.layer.register_parameter("weight", nn.Parameter(s.rows(s.layer.weight)))
     return now(s)
@@ -132,8 +157,9 @@ def write_into_data(s: Subject):
     return first, now(s)
 
 
-@operation(WRITES, "`layer.weight.data[0] = 0`, `layer.weight.data[0].zero_()`, `.data.fill_(1)`", NO_TRACE,
-           calls_after=False)
+@operation(
+    WRITES, "`layer.weight.data[0] = 0`, `layer.weight.data[0].zero_()`, `.data.fill_(1)`", NO_TRACE, calls_after=False
+)
 def write_parts_of_data(s: Subject):
     s.layer.weight.data[:, :] = s.rows(s.layer.weight)
     first = now(s)
@@ -176,15 +202,21 @@ def write_into_a_view(s: Subject):
     return first, now(s)
 
 
-@operation(WRITES, "`layer.weight.detach().numpy()[...] = w`", only={"device": "cpu", "format": (
-    "mxfp4", "nf4", "quantile", "dense fp32", "exact fp16")})
+@operation(
+    WRITES,
+    "`layer.weight.detach().numpy()[...] = w`",
+    only={"device": "cpu", "format": ("mxfp4", "nf4", "quantile", "dense fp32", "exact fp16")},
+)
 def write_through_numpy(s: Subject):
     s.layer.weight.detach().numpy()[...] *= 2
     return now(s)
 
 
-@operation(WRITES, "`nn.init.zeros_(layer.weight)`, `nn.init.constant_`", only={"format": (
-    "nvfp4", "mxfp4", "nf4", "dense", "dense fp32", "exact bf16", "exact fp16")})
+@operation(
+    WRITES,
+    "`nn.init.zeros_(layer.weight)`, `nn.init.constant_`",
+    only={"format": ("nvfp4", "mxfp4", "nf4", "dense", "dense fp32", "exact bf16", "exact fp16")},
+)
 def initialize_the_weight(s: Subject):
     nn.init.zeros_(s.layer.weight)
     first = now(s)
@@ -192,23 +224,29 @@ def initialize_the_weight(s: Subject):
     return first, now(s)
 
 
-@operation(WRITES, "`layer.reset_parameters()`: a weight of another seed, which is then used",
-           only={"kind": ("Linear", "FalconLinear"), "lossless": True})
+@operation(
+    WRITES,
+    "`layer.reset_parameters()`: a weight of another seed, which is then used",
+    only={"kind": ("Linear", "FalconLinear"), "lossless": True},
+)
 def reset_parameters(s: Subject):
     torch.manual_seed(3)
     s.layer.reset_parameters()
     return now(s)
 
 
-@operation(WRITES, "`del layer.weight`", IN_TIERS,
-           Refused(ROUNDED, NOT_REPLACED), calls_after=False)
+@operation(WRITES, "`del layer.weight`", IN_TIERS, Refused(ROUNDED, NOT_REPLACED), calls_after=False)
 def remove_the_weight(s: Subject):
     del s.layer.weight
     return hasattr(s.layer, "weight")
 
 
-@operation(WRITES, "a weight of another shape, `layer.weight = nn.Parameter(w[:5])`", Refused(FROZEN, "expected ("),
-           calls_after=False)
+@operation(
+    WRITES,
+    "a weight of another shape, `layer.weight = nn.Parameter(w[:5])`",
+    Refused(FROZEN, "expected ("),
+    calls_after=False,
+)
 def assign_another_shape(s: Subject):
     s.layer.weight = nn.Parameter(s.layer.weight.detach()[:5])
     return s.layer.weight.shape
@@ -239,9 +277,12 @@ def swap_tensors(s: Subject):
     return now(s)
 
 
-@operation(WRITES, "`vector_to_parameters(2 * v, parameters())`",
-           Documented(ENCODED, NO_PARAMETERS, NOT_LISTED, lambda got, plain: not torch.equal(got, plain)),
-           calls_after=False)
+@operation(
+    WRITES,
+    "`vector_to_parameters(2 * v, parameters())`",
+    Documented(ENCODED, NO_PARAMETERS, NOT_LISTED, lambda got, plain: not torch.equal(got, plain)),
+    calls_after=False,
+)
 def write_parameters_from_a_vector(s: Subject):
     v = nn.utils.parameters_to_vector(s.model.parameters())
     nn.utils.vector_to_parameters(2 * v, s.model.parameters())
@@ -275,9 +316,16 @@ def train_a_layer(s: Subject):
     return s.layer.weight.detach().clone()
 
 
-@operation(FLAGS, "`layer.weight.requires_grad_(True)`, then read its grad",
-           Documented({"state": "shell"}, "a parameter that required grad when it was wrapped is frozen all the same",
-                      "Weights of a wrapped model are frozen", lambda got, plain: got is None))
+@operation(
+    FLAGS,
+    "`layer.weight.requires_grad_(True)`, then read its grad",
+    Documented(
+        {"state": "shell"},
+        "a parameter that required grad when it was wrapped is frozen all the same",
+        "Weights of a wrapped model are frozen",
+        lambda got, plain: got is None,
+    ),
+)
 def train_a_weight(s: Subject):
     s.layer.weight.requires_grad_(True)
     s.layer(s.h).float().sum().backward()
@@ -311,10 +359,13 @@ class Doubled(nn.Module):
         return 2 * w
 
 
-@operation(SHAPES, "`prune.custom_from_mask(layer, \"weight\", mask)`, and `prune.remove`",
-           Refused(FROZEN, "cannot take the place of its weight"), Refused(ROUNDED, NOT_REPLACED),
-           only={"format": tuple(f for f in ("nvfp4", "mxfp4", "nf4", "dense", "dense fp32", "exact bf16",
-                                             "exact fp16"))})
+@operation(
+    SHAPES,
+    '`prune.custom_from_mask(layer, "weight", mask)`, and `prune.remove`',
+    Refused(FROZEN, "cannot take the place of its weight"),
+    Refused(ROUNDED, NOT_REPLACED),
+    only={"format": tuple(f for f in ("nvfp4", "mxfp4", "nf4", "dense", "dense fp32", "exact bf16", "exact fp16"))},
+)
 def prune_(s: Subject):
     mask = torch.ones_like(s.layer.weight)
     mask[:3] = 0
@@ -324,15 +375,20 @@ def prune_(s: Subject):
     return first, now(s), sorted(name for name, _ in s.layer.named_parameters() if name != "weight")
 
 
-@operation(SHAPES, "`prune.l1_unstructured(layer, \"bias\", 0.5)`", Refused(FROZEN, NOT_REPLACED),
-           Refused(ROUNDED, NOT_REPLACED))
+@operation(
+    SHAPES, '`prune.l1_unstructured(layer, "bias", 0.5)`', Refused(FROZEN, NOT_REPLACED), Refused(ROUNDED, NOT_REPLACED)
+)
 def prune_the_bias(s: Subject):
     prune.l1_unstructured(s.layer, "bias", 0.5)
     return s.whole(s.x)
 
 
-@operation(SHAPES, "`parametrize.register_parametrization(layer, \"weight\", module)`, and removing it", IN_TIERS,
-           Refused(ROUNDED, NOT_REPLACED))
+@operation(
+    SHAPES,
+    '`parametrize.register_parametrization(layer, "weight", module)`, and removing it',
+    IN_TIERS,
+    Refused(ROUNDED, NOT_REPLACED),
+)
 def parametrize_(s: Subject):
     parametrize.register_parametrization(s.layer, "weight", Doubled())
     first = now(s)
@@ -340,15 +396,18 @@ def parametrize_(s: Subject):
     return first, now(s)
 
 
-@operation(SHAPES, "`nn.utils.parametrizations.weight_norm(layer)`", IN_TIERS,
-           only={"lossless": True})
+@operation(SHAPES, "`nn.utils.parametrizations.weight_norm(layer)`", IN_TIERS, only={"lossless": True})
 def weight_norm(s: Subject):
     nn.utils.parametrizations.weight_norm(s.layer)
     return now(s)
 
 
-@operation(SHAPES, "`nn.utils.spectral_norm(layer)`, by a hook", Refused(ENCODED, "SpectralNorm", ValueError),
-           only={"lossless": True})
+@operation(
+    SHAPES,
+    "`nn.utils.spectral_norm(layer)`, by a hook",
+    Refused(ENCODED, "SpectralNorm", ValueError),
+    only={"lossless": True},
+)
 def spectral_norm(s: Subject):
     torch.manual_seed(0)
     nn.utils.spectral_norm(s.layer)

@@ -102,7 +102,7 @@ def test_a_file_says_what_it_holds(tier):
     path = file_of(tier, "model.layers.0/q proj#coarse")
     raw = path.read_bytes()
     assert len(raw) == HEADER_BYTES + 3 * PAGE and raw.startswith(b"VBPAGE")
-    note = json.loads(raw[32: HEADER_BYTES - 8].rstrip(b"\0"))
+    note = json.loads(raw[32 : HEADER_BYTES - 8].rstrip(b"\0"))
     assert note == {"key": "model.layers.0/q proj#coarse", "layout": {"format": "nvfp4"}}
     assert path.name.endswith("model.layers.0_q_proj_coarse.page") and path.stat().st_mode & 0o077 == 0
 
@@ -130,7 +130,7 @@ def test_a_page_is_synced_before_it_gets_its_name(tier, monkeypatch):
     names = [name for name, _ in calls]
     assert names.index("open") < names.index("pwrite") < names.index("fsync") < names.index("replace")
     assert names[-1] == "replace" and calls[-1][1].endswith(".tmp")
-    assert len([name for name in names[names.index("fsync"):] if name == "pwrite"]) == 0
+    assert len([name for name in names[names.index("fsync") :] if name == "pwrite"]) == 0
 
 
 def test_the_budget_counts_headers_and_comes_back_with_drop(tmp_path):
@@ -217,21 +217,24 @@ def become_a_directory(path, other):
 
 
 @pytest.mark.parametrize("io", ["direct", "buffered"])
-@pytest.mark.parametrize(("damage", "says"), [
-    (damage_payload, "does not hold the bytes that were written"),
-    (damage_last_byte, "does not hold the bytes that were written"),
-    (damage_magic, "its header is damaged"),
-    (damage_header_padding, "its header is damaged"),
-    (damage_header_digest, "its header is damaged"),
-    (truncate, "truncated"),
-    (truncate_unaligned, "truncated"),
-    (truncate_in_header, "truncated"),
-    (empty, "truncated"),
-    (grow, "has grown"),
-    (remove, "is missing"),
-    (swap, "holds another page"),
-    (become_a_directory, "a directory; expected a regular file"),
-])
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (damage_payload, "does not hold the bytes that were written"),
+        (damage_last_byte, "does not hold the bytes that were written"),
+        (damage_magic, "its header is damaged"),
+        (damage_header_padding, "its header is damaged"),
+        (damage_header_digest, "its header is damaged"),
+        (truncate, "truncated"),
+        (truncate_unaligned, "truncated"),
+        (truncate_in_header, "truncated"),
+        (empty, "truncated"),
+        (grow, "has grown"),
+        (remove, "is missing"),
+        (swap, "holds another page"),
+        (become_a_directory, "a directory; expected a regular file"),
+    ],
+)
 def test_damage_is_an_error_that_names_layer_and_file(tmp_path, damage, says, io):
     tier = SsdTier(tmp_path, 1 << 30, io=io)
     with warnings.catch_warnings():
@@ -264,7 +267,7 @@ def test_a_file_of_another_version_says_so(tier):
     path = file_of(tier, "layer")
     raw = bytearray(path.read_bytes())
     raw[8] = 9
-    raw[HEADER_BYTES - 8: HEADER_BYTES] = xxhash.xxh3_64_digest(bytes(raw[: HEADER_BYTES - 8]))
+    raw[HEADER_BYTES - 8 : HEADER_BYTES] = xxhash.xxh3_64_digest(bytes(raw[: HEADER_BYTES - 8]))
     path.write_bytes(raw)
     with pytest.raises(TierError, match="page-file version 9; this vbrt reads version 2"):
         read(tier, "layer")
@@ -285,9 +288,14 @@ def test_helpers_read_parts_of_a_page(helped, monkeypatch):
     assert len(threads) == 4 and threading.current_thread().name in threads
 
 
-@pytest.mark.parametrize(("accident", "where"), [(OSError(5, "Input/output error"), "helper"),
-                                                 (OSError(5, "Input/output error"), "caller"),
-                                                 (KeyboardInterrupt(), "caller")])
+@pytest.mark.parametrize(
+    ("accident", "where"),
+    [
+        (OSError(5, "Input/output error"), "helper"),
+        (OSError(5, "Input/output error"), "caller"),
+        (KeyboardInterrupt(), "caller"),
+    ],
+)
 def test_nobody_writes_into_the_buffer_after_a_read_has_failed(helped, monkeypatch, accident, where):
     nbytes = 20 * CHUNK
     helped.write("layer", page(nbytes))
@@ -354,9 +362,15 @@ def test_an_io_error_names_layer_and_file(tier, monkeypatch):
         read(tier, "layer")
 
 
-@pytest.mark.parametrize(("code", "says"), [
-    (errno.ENOSPC, "the disk is full; free 16384 bytes"), (errno.EDQUOT, "the disk is full"),
-    (errno.EIO, "Input/output"), (errno.EROFS, "Read-only file system")])
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (errno.ENOSPC, "the disk is full; free 16384 bytes"),
+        (errno.EDQUOT, "the disk is full"),
+        (errno.EIO, "Input/output"),
+        (errno.EROFS, "Read-only file system"),
+    ],
+)
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_write_that_fails_leaves_nothing_behind(tier, monkeypatch, code, says, after):
     real, calls = os.pwrite, []
@@ -400,8 +414,12 @@ def test_a_full_disk_is_an_error_and_not_the_end(tmp_path):
     """On a real file system of one MiB, where one can be mounted."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk], capture_output=True,
-                                      check=False).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk], capture_output=True, check=False
+        ).returncode
+    ):
         pytest.skip("needs the right to mount")
     try:
         tier = SsdTier(disk, 1 << 30, io="buffered")
@@ -554,8 +572,9 @@ def start(root: Path) -> subprocess.Popen:
         print(tier.directory, flush=True)
         sys.stdin.read()
     """
-    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE,
-                            stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 def test_runs_of_dead_processes_are_removed_at_the_start_and_live_ones_are_not(tmp_path):
@@ -599,8 +618,9 @@ def test_a_run_that_another_one_removes_while_it_is_being_made_is_made_again(tmp
     assert torch.equal(read(tier, "layer"), page()) and torch.equal(read(others[0], "layer"), page(seed=1))
 
 
-@pytest.mark.parametrize("plant", ["a link to a directory", "a file of the user in a run", "another name", "a FIFO",
-                                   "a lock that is a link"])
+@pytest.mark.parametrize(
+    "plant", ["a link to a directory", "a file of the user in a run", "another name", "a FIFO", "a lock that is a link"]
+)
 def test_nothing_but_the_pages_of_dead_runs_is_ever_removed(tmp_path, plant):
     victim, root = tmp_path / "victim", tmp_path / "root"
     victim.mkdir()
@@ -628,9 +648,16 @@ def test_nothing_but_the_pages_of_dead_runs_is_ever_removed(tmp_path, plant):
     assert {path.name for path in victim.iterdir()} == names
     assert all(path.read_text() == "mine" for path in victim.iterdir())
     left = {path.name for path in run.iterdir()} if not run.is_symlink() else None
-    assert left == {"a link to a directory": None, "a file of the user in a run": {"thesis.tex", "folder"},
-                    "another name": {"1-00001-dead.page"}, "a FIFO": {"1-00001-dead.page", "lock"},
-                    "a lock that is a link": {"1-00001-dead.page", "lock"}}[plant]
+    assert (
+        left
+        == {
+            "a link to a directory": None,
+            "a file of the user in a run": {"thesis.tex", "folder"},
+            "another name": {"1-00001-dead.page"},
+            "a FIFO": {"1-00001-dead.page", "lock"},
+            "a lock that is a link": {"1-00001-dead.page", "lock"},
+        }[plant]
+    )
 
 
 @pytest.mark.parametrize("plant", ["a link", "a FIFO"])
@@ -676,8 +703,9 @@ def test_a_run_without_free_descriptors_is_removed_all_the_same(tmp_path):
         except OSError:
             tier.close()
     """
-    subprocess.run(["bash", "-c", 'ulimit -n 64; exec "$0" -c "$1"', sys.executable, textwrap.dedent(code)],
-                   check=True, timeout=60)
+    subprocess.run(
+        ["bash", "-c", 'ulimit -n 64; exec "$0" -c "$1"', sys.executable, textwrap.dedent(code)], check=True, timeout=60
+    )
     assert list(tmp_path.iterdir()) == []
 
 

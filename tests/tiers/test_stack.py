@@ -25,11 +25,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.interrupting import Interrupts, interrupted
-from tests.traces import Workload, workloads
+from tests.residency.traces import Workload, workloads
+from tests.torture.interrupting import Interrupts, interrupted
 from vbrt.errors import FormatError, TierError
 from vbrt.formats.page import PageLayout, build_layout
-from vbrt.policy import PASS, Decision, LRUPolicy, Policy, ScheduledPolicy, make_policy, simulate
+from vbrt.residency.policy import PASS, Decision, LRUPolicy, Policy, ScheduledPolicy, make_policy, simulate
 from vbrt.tiers import Level, MemoryTier, Owner, SsdTier, TierStack, detached_stack
 from vbrt.tiers.stack import _State
 
@@ -306,8 +306,10 @@ def test_slow_reads_change_no_count(load, seed):
     live(load, lambda root: SlowSsd(root, 1 << 40, seed=seed, most_ms=3))
 
 
-@pytest.mark.parametrize(("kind", "room", "hits"), [("lru", 7, 0), ("lru", 8, 8), ("scheduled", 3, 0),
-                                                    ("scheduled", 7, 4), ("scheduled", 8, 8)])
+@pytest.mark.parametrize(
+    ("kind", "room", "hits"),
+    [("lru", 7, 0), ("lru", 8, 8), ("scheduled", 3, 0), ("scheduled", 7, 4), ("scheduled", 8, 8)],
+)
 def test_hit_rates_are_the_closed_forms(tmp_path, kind, room, hits):
     sizes = {f"page{i}": 1 for i in range(8)}
     stack = TierStack([Level(WatchedTier("cpu", room), make_policy(kind, room * UNIT))], SsdTier(tmp_path, 1 << 40))
@@ -348,8 +350,11 @@ def test_where_cores_are_shared_only_who_needs_a_page_copies_it(tmp_path):
             super().read_ahead(key)
 
     sizes = {f"page{i}": 1 for i in range(8)}
-    stack = TierStack([Level(WatchedTier("cpu", 5), ScheduledPolicy(5 * UNIT))],
-                      NotedSsd(tmp_path, 1 << 40, io="buffered"), share_cores=True)
+    stack = TierStack(
+        [Level(WatchedTier("cpu", 5), ScheduledPolicy(5 * UNIT))],
+        NotedSsd(tmp_path, 1 << 40, io="buffered"),
+        share_cores=True,
+    )
     trace = [PASS, *((key,) for key in sizes)] * 4
     run(add_all(stack, sizes), trace)
     for _ in range(1_000):
@@ -379,9 +384,10 @@ def live_in_three(placed, ssd: Callable[[Path], SsdTier]) -> None:
     moving = [item if item is PASS else tuple(key for key in item if homes[key] != "near") for item in load.trace]
     counts = simulate(load.kind, moving, load.room, sizes=load.sizes, prefetch=load.prefetch, group=load.group)
     options = {"prefetch": load.prefetch, "group": load.group}
-    levels = [Level(WatchedTier("near", load.room + live_there["near"]),
-                    make_policy(load.kind, load.room * UNIT, **options)),
-              Level(WatchedTier("far", far + live_there["far"]), make_policy(far_kind, far * UNIT, **options))]
+    levels = [
+        Level(WatchedTier("near", load.room + live_there["near"]), make_policy(load.kind, load.room * UNIT, **options)),
+        Level(WatchedTier("far", far + live_there["far"]), make_policy(far_kind, far * UNIT, **options)),
+    ]
     with tempfile.TemporaryDirectory() as root:
         stack = add_all(TierStack(levels, ssd(Path(root))), load.sizes, homes)
         within(60, lambda: run(stack, load.trace))
@@ -797,8 +803,10 @@ def test_retiring_needs_no_lock_because_finalizers_run_anywhere(tmp_path):
 @pytest.mark.parametrize("kind", ["lru", "scheduled"])
 def test_pages_may_be_retired_and_replaced_while_the_policy_knows_them(tmp_path, kind):
     sizes = {f"page{i}": 1 + i % 2 for i in range(6)}
-    levels = [Level(WatchedTier("near", 5), make_policy(kind, 5 * UNIT, prefetch=3)),
-              Level(WatchedTier("far", 4), make_policy(kind, 4 * UNIT, prefetch=2))]
+    levels = [
+        Level(WatchedTier("near", 5), make_policy(kind, 5 * UNIT, prefetch=3)),
+        Level(WatchedTier("far", 4), make_policy(kind, 4 * UNIT, prefetch=2)),
+    ]
     stack = add_all(TierStack(levels, SlowSsd(tmp_path, 1 << 40, seed=1, most_ms=1)), sizes)
     keys = list(sizes)
     for turn in range(12):
@@ -920,8 +928,15 @@ def test_a_copied_stack_is_the_same_and_an_unpickled_one_is_new_in_memory(tmp_pa
 # -- threads ----------------------------------------------------------------------------------------------------------
 
 
-def hammer(stack: TierStack, sizes: dict[str, int], most_units: int, *, threads: int = 4, turns: int = 120,
-           tolerant: bool = False) -> int:
+def hammer(
+    stack: TierStack,
+    sizes: dict[str, int],
+    most_units: int,
+    *,
+    threads: int = 4,
+    turns: int = 120,
+    tolerant: bool = False,
+) -> int:
     """Threads that lease random pages; returns how many reads failed."""
     failed, wrong = [], []
 
@@ -969,8 +984,10 @@ SIZES = {f"page{i}": 1 + i % 3 for i in range(12)}
 @pytest.mark.parametrize("kind", ["lru", "scheduled"])
 @pytest.mark.parametrize("room", [4, 9])
 def test_threads_under_a_tight_budget_get_the_right_bytes_and_no_deadlock(tmp_path, kind, room):
-    stack = TierStack([Level(WatchedTier("cpu", room), make_policy(kind, room * UNIT))],
-                      SlowSsd(tmp_path, 1 << 40, seed=room, most_ms=1))
+    stack = TierStack(
+        [Level(WatchedTier("cpu", room), make_policy(kind, room * UNIT))],
+        SlowSsd(tmp_path, 1 << 40, seed=room, most_ms=1),
+    )
     hammer(add_all(stack, SIZES), SIZES, room)
     assert_at_rest(stack)
     leases = sum(page.hits + page.misses for page in stack.pages.values())
@@ -980,8 +997,10 @@ def test_threads_under_a_tight_budget_get_the_right_bytes_and_no_deadlock(tmp_pa
 
 @pytest.mark.parametrize("kind", ["lru", "scheduled"])
 def test_threads_through_three_levels(tmp_path, kind):
-    levels = [Level(WatchedTier("near", 6), make_policy(kind, 6 * UNIT)),
-              Level(WatchedTier("far", 3), make_policy("scheduled", 3 * UNIT))]
+    levels = [
+        Level(WatchedTier("near", 6), make_policy(kind, 6 * UNIT)),
+        Level(WatchedTier("far", 3), make_policy("scheduled", 3 * UNIT)),
+    ]
     stack = TierStack(levels, SlowSsd(tmp_path, 1 << 40, seed=3, most_ms=1), workers=3)
     hammer(add_all(stack, SIZES), SIZES, 6)
     assert_at_rest(stack)
@@ -990,8 +1009,10 @@ def test_threads_through_three_levels(tmp_path, kind):
 
 @pytest.mark.parametrize("levels", [1, 2])
 def test_threads_with_reads_that_fail_get_errors_for_their_own_pages_only(tmp_path, levels):
-    tiers = [Level(WatchedTier("near", 6), make_policy("scheduled", 6 * UNIT)),
-             Level(WatchedTier("far", 4), make_policy("lru", 4 * UNIT))][:levels]
+    tiers = [
+        Level(WatchedTier("near", 6), make_policy("scheduled", 6 * UNIT)),
+        Level(WatchedTier("far", 4), make_policy("lru", 4 * UNIT)),
+    ][:levels]
     ssd = FlakySsd(tmp_path, 1 << 40, seed=5, most_ms=1, share=0.2)
     stack = TierStack(tiers, ssd)
     assert hammer(add_all(stack, SIZES), SIZES, 6, tolerant=True) > 10
@@ -1004,8 +1025,10 @@ def test_threads_with_reads_that_fail_get_errors_for_their_own_pages_only(tmp_pa
 
 @pytest.mark.parametrize("budgets", [(12, 7, 9, 5), (60, 12, 60, 7)], ids=str)
 def test_threads_while_budgets_change(tmp_path, budgets):
-    levels = [Level(MemoryTier("near", torch.device("cpu"), 12 * UNIT), make_policy("scheduled", 12 * UNIT)),
-              Level(MemoryTier("far", torch.device("cpu"), 30 * UNIT), make_policy("scheduled", 30 * UNIT))]
+    levels = [
+        Level(MemoryTier("near", torch.device("cpu"), 12 * UNIT), make_policy("scheduled", 12 * UNIT)),
+        Level(MemoryTier("far", torch.device("cpu"), 30 * UNIT), make_policy("scheduled", 30 * UNIT)),
+    ]
     stack = add_all(TierStack(levels, SlowSsd(tmp_path, 1 << 40, seed=2, most_ms=1)), SIZES)
     done = threading.Event()
 
@@ -1063,8 +1086,10 @@ def test_pages_that_a_smaller_budget_has_no_room_for_move_down(tmp_path, below):
 
 def test_a_page_that_cannot_be_read_stays_where_it_is_when_the_budget_grows(tmp_path, monkeypatch):
     sizes = {f"page{i}": 1 for i in range(6)}
-    stack = add_all(TierStack([Level(WatchedTier("near", 3), make_policy("scheduled", 3 * UNIT))],
-                              SsdTier(tmp_path, 1 << 40)), sizes)
+    stack = add_all(
+        TierStack([Level(WatchedTier("near", 3), make_policy("scheduled", 3 * UNIT))], SsdTier(tmp_path, 1 << 40)),
+        sizes,
+    )
     trace = [PASS, *((key,) for key in sizes)]
     run(stack, trace * 2)
     real = stack.ssd.read
@@ -1091,8 +1116,11 @@ def test_a_page_that_cannot_be_read_stays_where_it_is_when_the_budget_grows(tmp_
 def test_a_budget_that_holds_what_lives_there_still_leaves_room_to_pass_through(tmp_path):
     sizes = {f"page{i}": 2 for i in range(8)}
     homes = {key: ("near", "ssd")[i % 4 == 3] for i, key in enumerate(sizes)}
-    stack = add_all(TierStack([Level(WatchedTier("near", 16), make_policy("scheduled", 4 * UNIT))],
-                              SsdTier(tmp_path, 1 << 40)), sizes, homes)
+    stack = add_all(
+        TierStack([Level(WatchedTier("near", 16), make_policy("scheduled", 4 * UNIT))], SsdTier(tmp_path, 1 << 40)),
+        sizes,
+        homes,
+    )
     stack.set_budget("near", 12 * UNIT)  # six pages of two units live there
     run(stack, [PASS, *((key,) for key in sizes)] * 3)
     assert_at_rest(stack)
@@ -1135,8 +1163,12 @@ def test_a_budget_that_nothing_below_makes_up_for_is_refused_and_nothing_is_lost
 
 def test_a_copy_in_a_slot_makes_way_for_a_lease_that_needs_the_room(tmp_path):
     sizes = {"a": 1, "b": 3, "large": 5}
-    stack = add_all(TierStack([Level(WatchedTier("cpu", 6), make_policy("scheduled", 6 * UNIT, prefetch=0))],
-                              SsdTier(tmp_path, 1 << 40)), sizes)
+    stack = add_all(
+        TierStack(
+            [Level(WatchedTier("cpu", 6), make_policy("scheduled", 6 * UNIT, prefetch=0))], SsdTier(tmp_path, 1 << 40)
+        ),
+        sizes,
+    )
     run(stack, [PASS, ("a",), ("b",), ("a",), PASS, ("a",), ("b",), ("a",)])
     stack.levels[0].policy._division = stack.levels[0].policy._division._replace(pins=frozenset(), slot_bytes=3 * UNIT)
     stack.levels[0].policy.forget("a")
@@ -1151,8 +1183,10 @@ def test_a_copy_in_a_slot_makes_way_for_a_lease_that_needs_the_room(tmp_path):
 
 def test_threads_while_pages_come_and_go(tmp_path):
     sizes = dict(list(SIZES.items())[:6])
-    stack = TierStack([Level(WatchedTier("cpu", 10), make_policy("scheduled", 7 * UNIT))],
-                      SlowSsd(tmp_path, 1 << 40, seed=1, most_ms=1))
+    stack = TierStack(
+        [Level(WatchedTier("cpu", 10), make_policy("scheduled", 7 * UNIT))],
+        SlowSsd(tmp_path, 1 << 40, seed=1, most_ms=1),
+    )
     add_all(stack, sizes)
     done = threading.Event()
 
@@ -1186,8 +1220,9 @@ def quick_to_look(monkeypatch, request):
     gc.freeze()
 
 
-def interrupt_each(step: int, make: Callable[[Path], TierStack], work: Callable[[TierStack], object],
-                   trace: list) -> None:
+def interrupt_each(
+    step: int, make: Callable[[Path], TierStack], work: Callable[[TierStack], object], trace: list
+) -> None:
     """Interrupt `work` at every `step`-th place, each time on a new stack, of which nothing may be lost then."""
     at, hit = step // 2, True
     while hit:
@@ -1214,8 +1249,10 @@ def test_ctrl_c_anywhere_loses_nothing(kind, warm, levels, quick_to_look):
     one_pass = [PASS, ("page0",), ("page1",), ("page2", "page3"), ("page4",)]
 
     def make(root):
-        tiers = [Level(MemoryTier("near", CPU, 5 * UNIT), make_policy(kind, 5 * UNIT)),
-                 Level(MemoryTier("far", CPU, 4 * UNIT), make_policy(kind, 4 * UNIT))][:levels]
+        tiers = [
+            Level(MemoryTier("near", CPU, 5 * UNIT), make_policy(kind, 5 * UNIT)),
+            Level(MemoryTier("far", CPU, 4 * UNIT), make_policy(kind, 4 * UNIT)),
+        ][:levels]
         stack = add_all(TierStack(tiers, SsdTier(root, 1 << 40), workers=1), sizes)
         if warm:
             run(stack, one_pass * 2)
@@ -1231,8 +1268,10 @@ def test_an_interrupted_budget_change_keeps_every_page(below, before, after, qui
     one_pass = [PASS, *((key,) for key in sizes)]
 
     def make(root):
-        tiers = [Level(MemoryTier("near", CPU, 9 * UNIT), make_policy("scheduled", 0)),
-                 Level(MemoryTier("far", CPU, 9 * UNIT), make_policy("scheduled", 0))][: 1 + (below == "far")]
+        tiers = [
+            Level(MemoryTier("near", CPU, 9 * UNIT), make_policy("scheduled", 0)),
+            Level(MemoryTier("far", CPU, 9 * UNIT), make_policy("scheduled", 0)),
+        ][: 1 + (below == "far")]
         stack = add_all(TierStack(tiers, SsdTier(root, 1 << 40)), sizes, dict.fromkeys(sizes, "near"))
         stack.set_budget("near", before * UNIT)
         run(stack, one_pass * 2)
@@ -1246,8 +1285,11 @@ def test_ctrl_c_while_pages_are_given_back_holds_none_though_its_frames_are_kept
     use(stack, "a")
     interrupted = Interrupts(keep_frames=True)
     interrupted(0, lambda: use(stack, "a"))
-    places = [at for at, (code, _) in enumerate(interrupted.places, 1)
-              if code.co_name in ("_release", "_give_back", "_return")]
+    places = [
+        at
+        for at, (code, _) in enumerate(interrupted.places, 1)
+        if code.co_name in ("_release", "_give_back", "_return")
+    ]
     assert len(places) > 5
     for at in places:
         use(stack, "a")
@@ -1260,8 +1302,10 @@ def test_ctrl_c_while_pages_are_given_back_holds_none_though_its_frames_are_kept
 def test_nothing_that_locks_in_python_is_entered_under_the_stacks_lock(tmp_path):
     sizes = {f"page{i}": 1 + i % 2 for i in range(8)}
     one_pass = [PASS, *((key,) for key in sizes)]
-    levels = [Level(MemoryTier("near", CPU, 12 * UNIT), make_policy("scheduled", 0)),
-              Level(MemoryTier("far", CPU, 4 * UNIT), make_policy("scheduled", 4 * UNIT))]
+    levels = [
+        Level(MemoryTier("near", CPU, 12 * UNIT), make_policy("scheduled", 0)),
+        Level(MemoryTier("far", CPU, 4 * UNIT), make_policy("scheduled", 4 * UNIT)),
+    ]
     stack = add_all(TierStack(levels, SsdTier(tmp_path, 1 << 40)), sizes, dict.fromkeys(sizes, "near"))
     locking, entered = (threading.__file__, "concurrent/futures", "queue.py"), set()
 
@@ -1316,7 +1360,7 @@ def test_a_forked_child_can_use_the_pages_and_leaves_its_parents_alone(tmp_path)
     code = f"""
         import os, threading, time, torch
         from vbrt.formats.page import build_layout
-        from vbrt.policy import make_policy
+        from vbrt.residency.policy import make_policy
         from vbrt.tiers import Level, MemoryTier, Owner, SsdTier, TierStack
 
         class Slow(SsdTier):
@@ -1366,6 +1410,7 @@ def test_a_forked_child_can_use_the_pages_and_leaves_its_parents_alone(tmp_path)
 
 def test_a_policy_that_refuses_is_not_asked_when_it_would(tmp_path):
     """The stack knows from sizes alone when a lease fits, so that a refused lease leaves no trace in a policy."""
+
     class Strict(LRUPolicy):
         def access(self, key, size, busy=()):
             decision = super().access(key, size, busy)

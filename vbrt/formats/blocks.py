@@ -22,8 +22,16 @@ from vbrt.formats.base import Format, check_weight, padded, tiles
 from vbrt.formats.page import PageLayout, build_layout
 from vbrt.formats.rounding import Grid, Rounding, least_error
 
-__all__ = ["BlockFormat", "E4M3Format", "Frame", "Range", "decode_blocks", "power_of_two_scale", "quad_table",
-           "unpack_codes"]
+__all__ = [
+    "BlockFormat",
+    "E4M3Format",
+    "Frame",
+    "Range",
+    "decode_blocks",
+    "power_of_two_scale",
+    "quad_table",
+    "unpack_codes",
+]
 
 E4M3_MAX = 448.0
 _OUTGROWN = 7 / 6  # of the largest level: where E2M1's cell ends, and little less than what searches clip
@@ -156,6 +164,7 @@ class TensorScaled(BlockFormat):
     """
 
     extra: tuple[tuple[str, str, tuple[int, ...]], ...] = (("tensor_scale", "float32", (1,)),)
+
     def _encode(self, w_NK: Tensor, known: Range, *, coded: bool = True, **extra: Tensor) -> dict[str, Tensor]:
         tensors = super()._encode(w_NK, known, coded=coded, **extra)
         return {**tensors, "tensor_scale": torch.full((1,), known.unit, dtype=torch.float32, device=w_NK.device)}

@@ -21,8 +21,16 @@ from vbrt.formats.base import Format, check_weight, padded, tiles
 from vbrt.formats.blocks import BlockFormat, code_mask_quads, decode_tile, lookup, unpack_codes
 from vbrt.formats.page import PageLayout, build_layout
 
-__all__ = ["SPAN", "WIDTH", "check_fine", "estimate_fine_bytes", "fine_fields", "fine_layout", "merge_fine",
-           "split_fine"]
+__all__ = [
+    "SPAN",
+    "WIDTH",
+    "check_fine",
+    "estimate_fine_bytes",
+    "fine_fields",
+    "fine_layout",
+    "merge_fine",
+    "split_fine",
+]
 
 #: bits kept in place for each weight: an octave each way
 WIDTH = {torch.bfloat16: 8, torch.float16: 12}
@@ -154,8 +162,13 @@ def fine_fields(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, tuple[s
     """Name -> dtype and shape of the tensors that `split_fine` makes; None for the lengths of the two lists."""
     n, k = shape
     nibbles = {"nibbles": ("uint8", (n, (k + 1) // 2))} if WIDTH[dtype] == 12 else {}
-    return {"low": ("uint8", (n, k)), **nibbles, "side": ("int8", (None,)), "escapes": ("int16", (None,)),
-            "starts": ("int32", (-(-n * k // SPAN), 2))}
+    return {
+        "low": ("uint8", (n, k)),
+        **nibbles,
+        "side": ("int8", (None,)),
+        "escapes": ("int16", (None,)),
+        "starts": ("int32", (-(-n * k // SPAN), 2)),
+    }
 
 
 @torch.no_grad()
@@ -180,8 +193,10 @@ def check_fine(
     torch.gt(escaped.view(-1), lists[0, :total], out=lists[1, :total])
     side, escapes = _counts(lists).sum(1).tolist()
     if (len(fine["side"]), len(fine["escapes"])) != (side, escapes) or not torch.equal(fine["starts"], _starts(lists)):
-        raise FormatError(f"fine plane: lists of {len(fine['side'])} and {len(fine['escapes'])} entries, or `starts`, "
-                          f"that do not go with its coarse plane, which has {side} wide codes and {escapes} escapes")
+        raise FormatError(
+            f"fine plane: lists of {len(fine['side'])} and {len(fine['escapes'])} entries, or `starts`, "
+            f"that do not go with its coarse plane, which has {side} wide codes and {escapes} escapes"
+        )
 
 
 def fine_layout(fine: dict[str, Tensor], format: str = "") -> PageLayout:

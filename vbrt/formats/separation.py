@@ -219,16 +219,23 @@ class TrainedSeparation:
         fields = [field for field in layout.fields if field.name != "codes"]
         sizes = [8 * _NUMBERS, *(field.nbytes for field in fields)]
         if state.dtype is not torch.uint8 or state.numel() != sum(sizes):
-            raise FormatError(f"{state.numel()} values of {state.dtype}; expected {sum(sizes)} bytes for a weight of "
-                              f"{shape[0]} x {shape[1]} in {self.format.name}: saved with another weights.format?")
+            raise FormatError(
+                f"{state.numel()} values of {state.dtype}; expected {sum(sizes)} bytes for a weight of "
+                f"{shape[0]} x {shape[1]} in {self.format.name}: saved with another weights.format?"
+            )
         head, *parts = state.detach().cpu().flatten().split(sizes)
         numbers = head.clone().view(torch.float64)
         if not numbers.isfinite().all():
             raise FormatError(f"a history of {numbers.tolist()}; expected finite numbers: the state dict is damaged")
         changed, steps, accepted, share, hits, refreshes = numbers.tolist()
         self.forget()
-        self._frame = Frame(self.format, {f.name: part.clone().view(getattr(torch, f.dtype)).view(f.shape)
-                                          for f, part in zip(fields, parts, strict=True)})
+        self._frame = Frame(
+            self.format,
+            {
+                f.name: part.clone().view(getattr(torch, f.dtype)).view(f.shape)
+                for f, part in zip(fields, parts, strict=True)
+            },
+        )
         self._as_seen = not changed
         self._steps, self._accepted_share, self._share = int(steps), accepted, share
         self._counters = SeparationCounters(int(hits), int(refreshes))

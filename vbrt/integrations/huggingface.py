@@ -26,19 +26,26 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from vbrt.errors import VBError, describe_os_error
-from vbrt.files import expanded, read_bounded
+from vbrt.host.files import expanded, read_bounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from vbrt.wrapper import VBModelWrapper
+    from vbrt.wrapper.wrapper import VBModelWrapper
 
 __all__ = ["Reply", "generate", "load_causal_lm", "meta_model", "quiet"]
 
 _MAX_CONFIG_BYTES = 16 << 20
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
-               "sentencepiece.bpe.model")
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+    "sentencepiece.bpe.model",
+)
 
 
 @contextlib.contextmanager
@@ -98,8 +105,9 @@ def _looked_at(path: Path) -> tuple[Path, bool]:
         (path / "config.json" if is_directory else path).exists()  # raises where nobody may look
         return path, is_directory
     except OSError as error:
-        raise VBError(f"{error.filename}: cannot be read: {describe_os_error(error)}; expected a model directory or a "
-                      "config.json") from error
+        raise VBError(
+            f"{error.filename}: cannot be read: {describe_os_error(error)}; expected a model directory or a config.json"
+        ) from error
 
 
 def _config(file: Path) -> PreTrainedConfig:
@@ -123,8 +131,10 @@ def _model_class(config: PreTrainedConfig, file: Path) -> Callable[..., nn.Modul
     for auto in (AutoModelForCausalLM, AutoModel):
         if type(config) in auto._model_mapping:
             return auto.from_config
-    raise VBError(f"{file}: architectures = {config.architectures}, model_type = {config.model_type!r}; transformers "
-                  f"{transformers.__version__} has no model for that (code that comes with a model is not run)")
+    raise VBError(
+        f"{file}: architectures = {config.architectures}, model_type = {config.model_type!r}; transformers "
+        f"{transformers.__version__} has no model for that (code that comes with a model is not run)"
+    )
 
 
 def _dtype_of_weights(directory: Path) -> torch.dtype | None:
@@ -141,8 +151,9 @@ def _dtype_of_weights(directory: Path) -> torch.dtype | None:
 # -- models with weights ----------------------------------------------------------------------------------------------
 
 
-def load_causal_lm(path: Path, *,
-                   warn: Callable[[str], object] = warnings.warn) -> tuple[nn.Module, "PreTrainedTokenizerBase"]:
+def load_causal_lm(
+    path: Path, *, warn: Callable[[str], object] = warnings.warn
+) -> tuple[nn.Module, "PreTrainedTokenizerBase"]:
     """The causal language model in a directory, on the CPU in its own dtype and in eval mode, and its tokenizer.
 
     Args:
@@ -163,8 +174,9 @@ def load_causal_lm(path: Path, *,
     _check_has(path, _TOKENIZERS, "tokenizer")
     with quiet(), _loading(f"{path}: transformers cannot load it"):
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        model, info = AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True,
-                                                           trust_remote_code=False, output_loading_info=True)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, dtype="auto", local_files_only=True, trust_remote_code=False, output_loading_info=True
+        )
     missing = sorted(info["missing_keys"])
     if missing:
         shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
@@ -176,11 +188,15 @@ def _check_causal(config: PreTrainedConfig, path: Path) -> None:
     causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     named = config.architectures or []
     if named and not causal.intersection(named):
-        raise VBError(f"{path}: architectures = {named}; expected a causal language model, such as LlamaForCausalLM "
-                      "(in Python, vbrt.wrap takes any module)")
+        raise VBError(
+            f"{path}: architectures = {named}; expected a causal language model, such as LlamaForCausalLM "
+            "(in Python, vbrt.wrap takes any module)"
+        )
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise VBError(f"{path}: model_type = {config.model_type!r} has no causal language model in transformers "
-                      f"{transformers.__version__}")
+        raise VBError(
+            f"{path}: model_type = {config.model_type!r} has no causal language model in transformers "
+            f"{transformers.__version__}"
+        )
 
 
 def _check_has(path: Path, names: tuple[str, ...], what: str) -> None:
@@ -205,7 +221,7 @@ def _loading(what: str) -> Iterator[None]:
     except Exception as error:  # files are anybody's, and so is what the libraries behind it raise for them
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         until = next((n for n, line in enumerate(lines) if not line.endswith(":")), 0)
-        raise VBError(f"{what}: {' '.join(lines[:until + 1]) or type(error).__name__}") from error
+        raise VBError(f"{what}: {' '.join(lines[: until + 1]) or type(error).__name__}") from error
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
@@ -233,8 +249,14 @@ class _Listener(TextStreamer):
             self._say(text)
 
 
-def generate(vb: "VBModelWrapper", tokenizer: "PreTrainedTokenizerBase", prompt: str, *, max_new_tokens: int,
-             say: Callable[[str], object] | None = None) -> Reply:
+def generate(
+    vb: "VBModelWrapper",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    say: Callable[[str], object] | None = None,
+) -> Reply:
     """Continue a prompt, greedily, so that two runs give the same text.
 
     Args:
@@ -252,12 +274,18 @@ def generate(vb: "VBModelWrapper", tokenizer: "PreTrainedTokenizerBase", prompt:
         raise VBError("the prompt has no tokens; expected some text")
     rows = vb.model.get_input_embeddings().num_embeddings
     if int(ids.max()) >= rows:
-        raise VBError(f"the tokenizer gives token {int(ids.max())}, the model knows {rows}: they do not belong "
-                      "together")
+        raise VBError(
+            f"the tokenizer gives token {int(ids.max())}, the model knows {rows}: they do not belong together"
+        )
     start = time.perf_counter()
     with quiet(), torch.inference_mode():
-        out = vb.generate(**inputs.to(vb.device), max_new_tokens=max_new_tokens, do_sample=False, num_beams=1,
-                          streamer=_Listener(tokenizer, say) if say else None)
-    new = out[0, ids.shape[1]:]
+        out = vb.generate(
+            **inputs.to(vb.device),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            streamer=_Listener(tokenizer, say) if say else None,
+        )
+    new = out[0, ids.shape[1] :]
     text = tokenizer.decode(new, skip_special_tokens=True)
     return Reply(text, ids.shape[1], new.numel(), time.perf_counter() - start)

@@ -21,10 +21,10 @@ from transformers import AutoTokenizer, BertModel
 
 from vbrt.config import VBConfig, load_config
 from vbrt.errors import VBError
-from vbrt.estimate import make_plan
 from vbrt.integrations.huggingface import quiet
-from vbrt.stats import Stats
-from vbrt.wrapper import release_host_memory, wrap
+from vbrt.model.planner import make_plan
+from vbrt.report.stats import Stats
+from vbrt.wrapper.wrapper import release_host_memory, wrap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,8 +106,14 @@ def demo_config(model: nn.Module, config: VBConfig, directory: Path) -> VBConfig
     unlimited = {"enabled": True, "budget": "auto"}
     roomy = load_config(config, tiers={"cpu": unlimited, "ssd": {"enabled": False}})
     half = make_plan(model, roomy).page_bytes // 2
-    return load_config(config, tiers={"gpu": {"budget": half}, "cpu": {"enabled": True, "budget": half},
-                                      "ssd": {"enabled": True, "budget": "auto", "path": str(directory)}})
+    return load_config(
+        config,
+        tiers={
+            "gpu": {"budget": half},
+            "cpu": {"enabled": True, "budget": half},
+            "ssd": {"enabled": True, "budget": "auto", "path": str(directory)},
+        },
+    )
 
 
 def run_demo(config: VBConfig, *, say: Callable[[str], object] = print, progress: bool | None = None) -> DemoResult:
@@ -133,9 +139,16 @@ def run_demo(config: VBConfig, *, say: Callable[[str], object] = print, progress
             say("the wrapped model does the same")
             wrapped = _run(vb, tokenizer, vb.device)
             stats = vb.stats()
-            return DemoResult("all-MiniLM-L6-v2", wanted, dense, wrapped, vb.plan.swapped_bytes,
-                              sum(sum(layer.plane_bytes.values()) for layer in stats.layers.values()),
-                              stats.tiers[stats.compute_tier].peak_bytes, stats)
+            return DemoResult(
+                "all-MiniLM-L6-v2",
+                wanted,
+                dense,
+                wrapped,
+                vb.plan.swapped_bytes,
+                sum(sum(layer.plane_bytes.values()) for layer in stats.layers.values()),
+                stats.tiers[stats.compute_tier].peak_bytes,
+                stats,
+            )
 
 
 def _run(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", device: torch.device) -> Run:
@@ -147,12 +160,13 @@ def _run(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", device: torch.d
     return Run(sentences, queries, seconds, psutil.Process().memory_info().rss)
 
 
-def _encode(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str],
-            device: torch.device) -> torch.Tensor:
+def _encode(
+    model: nn.Module, tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], device: torch.device
+) -> torch.Tensor:
     """Mean pooling over the tokens and unit length, as the model was trained; [len(texts), 384] on the CPU."""
     parts = []
     for first in range(0, len(texts), _BATCH):
-        batch = tokenizer(list(texts[first:first + _BATCH]), padding=True, return_tensors="pt").to(device)
+        batch = tokenizer(list(texts[first : first + _BATCH]), padding=True, return_tensors="pt").to(device)
         with torch.inference_mode():
             hidden_BTD = model(**batch).last_hidden_state
         mask_BT1 = batch["attention_mask"].unsqueeze(-1)

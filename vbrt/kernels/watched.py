@@ -13,8 +13,16 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["dispatch_modes", "is_bare", "is_memory", "is_recorded", "is_tracing", "is_transformed", "is_watched",
-           "unwatched"]
+__all__ = [
+    "dispatch_modes",
+    "is_bare",
+    "is_memory",
+    "is_recorded",
+    "is_tracing",
+    "is_transformed",
+    "is_watched",
+    "unwatched",
+]
 
 _TYPES = (Tensor, torch.nn.Parameter)
 _BARE_KEYS: set[int] = set()  # of dense tensors that are their memory; a few for each kind of device

@@ -5,5 +5,15 @@ from vbrt.tiers.recorder import Recorder
 from vbrt.tiers.ssd import SsdTier
 from vbrt.tiers.stack import Lease, Level, Owner, Page, TierStack, detached_stack
 
-__all__ = ["Buffer", "Lease", "Level", "MemoryTier", "Owner", "Page", "Recorder", "SsdTier", "TierStack",
-           "detached_stack"]
+__all__ = [
+    "Buffer",
+    "Lease",
+    "Level",
+    "MemoryTier",
+    "Owner",
+    "Page",
+    "Recorder",
+    "SsdTier",
+    "TierStack",
+    "detached_stack",
+]

@@ -142,15 +142,19 @@ class MemoryTier:
             try:
                 buffer = Buffer(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
             except torch.OutOfMemoryError as error:
-                raise TierError(f"tier {self.name}: {self.device} has no room for a page of {nbytes} bytes although "
-                                f"the budget has; lower tiers.{self.name}.budget ({self.capacity_bytes})") from error
+                raise TierError(
+                    f"tier {self.name}: {self.device} has no room for a page of {nbytes} bytes although "
+                    f"the budget has; lower tiers.{self.name}.budget ({self.capacity_bytes})"
+                ) from error
             buffer.fence(torch.cuda.current_stream(self.device))  # whose kernels may still use this memory
             return buffer
         try:
             mapping = mmap.mmap(-1, nbytes)
         except (OSError, ValueError) as error:
-            raise TierError(f"tier {self.name}: the system refused {nbytes} bytes ({error}); "
-                            f"lower tiers.{self.name}.budget ({self.capacity_bytes})") from error
+            raise TierError(
+                f"tier {self.name}: the system refused {nbytes} bytes ({error}); "
+                f"lower tiers.{self.name}.budget ({self.capacity_bytes})"
+            ) from error
         if nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # advice only: kernels without huge pages refuse it
                 mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -166,8 +170,10 @@ class MemoryTier:
             buffer.unpin = weakref.finalize(buffer, torch.cuda.cudart().cudaHostUnregister, tensor.data_ptr())
         else:
             self.pinned = False
-            reason = (f"cpu tier: page-locking {tensor.numel()} bytes failed (CUDA error {status}); further pages are "
-                      "pageable, and copies to the GPU go through a relay, slower. Raise the "
-                      "locked-memory limit or set tiers.cpu.pinned = false")
+            reason = (
+                f"cpu tier: page-locking {tensor.numel()} bytes failed (CUDA error {status}); further pages are "
+                "pageable, and copies to the GPU go through a relay, slower. Raise the "
+                "locked-memory limit or set tiers.cpu.pinned = false"
+            )
             self.fallbacks.append(reason)
             warnings.warn(reason, stacklevel=2)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vbrt.errors import WrapError
-from vbrt.timeline import COMPUTE, PASS, WAIT, Span, Timeline
+from vbrt.report.timeline import COMPUTE, PASS, WAIT, Span, Timeline
 
 if TYPE_CHECKING:
     from vbrt.tiers.stack import TierStack

@@ -33,27 +33,31 @@ class Relay:
             return
         for at in range(0, origin.numel(), _CHUNK_BYTES):
             chunk, sent = chunks[at // _CHUNK_BYTES % 2]
-            part = origin[at: at + _CHUNK_BYTES]
+            part = origin[at : at + _CHUNK_BYTES]
             sent.synchronize()
             chunk[: part.numel()].copy_(part)
             with torch.cuda.stream(stream):
-                target[at: at + part.numel()].copy_(chunk[: part.numel()], non_blocking=True)
+                target[at : at + part.numel()].copy_(chunk[: part.numel()], non_blocking=True)
                 sent.record()
 
     @torch.inference_mode(False)  # the next copy may come outside of it
     def _chunks(self) -> list[tuple[torch.Tensor, torch.cuda.Event]]:
         if not hasattr(self._mine, "chunks"):
             try:
-                self._mine.chunks = [(torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True),
-                                      torch.cuda.Event()) for _ in range(2)]
+                self._mine.chunks = [
+                    (torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True), torch.cuda.Event())
+                    for _ in range(2)
+                ]
             except RuntimeError as error:
                 self._mine.chunks = []
                 self._announce(error)
         return self._mine.chunks
 
     def _announce(self, error: RuntimeError) -> None:
-        reason = (f"cpu tier: not even {2 * _CHUNK_BYTES} bytes can be page-locked ({error}); copies to the GPU are "
-                  "slow and hold up the thread that asks for them")
+        reason = (
+            f"cpu tier: not even {2 * _CHUNK_BYTES} bytes can be page-locked ({error}); copies to the GPU are "
+            "slow and hold up the thread that asks for them"
+        )
         if reason not in self._fallbacks:
             self._fallbacks.append(reason)
             warnings.warn(reason, stacklevel=2)

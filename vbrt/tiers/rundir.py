@@ -14,7 +14,7 @@ import secrets
 import weakref
 from pathlib import Path
 
-from vbrt.files import open_regular
+from vbrt.host.files import open_regular
 
 __all__ = ["RunDirectory"]
 

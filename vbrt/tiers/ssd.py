@@ -26,8 +26,8 @@ import torch
 import xxhash
 
 from vbrt.errors import TierError, describe_os_error
-from vbrt.files import open_regular, read_into, replacing, write_at
-from vbrt.tiers.crew import Crew
+from vbrt.host.crew import Crew
+from vbrt.host.files import open_regular, read_into, replacing, write_at
 from vbrt.tiers.memory import bytes_view
 from vbrt.tiers.rundir import RunDirectory
 
@@ -81,8 +81,10 @@ class SsdTier:
         try:
             self._run = RunDirectory(self.root)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-            raise TierError(f"tier ssd: cannot write in {self.root} ({getattr(error, 'strerror', None) or error}); "
-                            "point tiers.ssd.path at a directory on a local disk that you can write") from error
+            raise TierError(
+                f"tier ssd: cannot write in {self.root} ({getattr(error, 'strerror', None) or error}); "
+                "point tiers.ssd.path at a directory on a local disk that you can write"
+            ) from error
 
     @property
     def directory(self) -> Path:
@@ -102,11 +104,14 @@ class SsdTier:
         """
         nbytes = HEADER_BYTES + page.numel()
         if self.held_bytes + nbytes > self.capacity_bytes:
-            raise TierError(f"{key}: {nbytes} bytes do not fit into tiers.ssd.budget = {self.capacity_bytes} "
-                            f"({self.held_bytes} held); raise the budget")
+            raise TierError(
+                f"{key}: {nbytes} bytes do not fit into tiers.ssd.budget = {self.capacity_bytes} "
+                f"({self.held_bytes} held); raise the budget"
+            )
         view = bytes_view(page)
-        digest = _digest([xxhash.xxh3_64_digest(view[at: at + _SEGMENT_BYTES])
-                          for at in range(0, page.numel(), _SEGMENT_BYTES)])
+        digest = _digest(
+            [xxhash.xxh3_64_digest(view[at : at + _SEGMENT_BYTES]) for at in range(0, page.numel(), _SEGMENT_BYTES)]
+        )
         # a forked child writes into the same directory, under names of its own
         path = self.directory / f"{os.getpid()}-{self._serial:05d}-{re.sub(r'[^A-Za-z0-9._-]', '_', key)[-96:]}.page"
         self._serial += 1
@@ -117,8 +122,9 @@ class SsdTier:
             self.held_bytes += nbytes
         except OSError as error:
             what = describe_os_error(error)
-            raise TierError(f"{key}: cannot write {path}: {what}; free {nbytes} bytes there or move "
-                            "tiers.ssd.path") from error
+            raise TierError(
+                f"{key}: cannot write {path}: {what}; free {nbytes} bytes there or move tiers.ssd.path"
+            ) from error
         except BaseException:
             with contextlib.suppress(OSError):
                 _unlink(path, self._run.fd)
@@ -140,13 +146,17 @@ class SsdTier:
         try:
             digest = self._read(key, file, out)
         except FileNotFoundError as error:
-            raise TierError(f"{key}: {file.path} is missing; the page is lost, load the weight again (load_state_dict) "
-                            "or wrap the model anew") from error
+            raise TierError(
+                f"{key}: {file.path} is missing; the page is lost, load the weight again (load_state_dict) "
+                "or wrap the model anew"
+            ) from error
         except OSError as error:
             raise TierError(f"{key}: cannot read {file.path}: {error.strerror or error}") from error
         if digest != file.digest:
-            raise TierError(f"{key}: {file.path} does not hold the bytes that were written (XXH3 {digest:016x}, "
-                            f"expected {file.digest:016x}); the disk or the file is damaged")
+            raise TierError(
+                f"{key}: {file.path} does not hold the bytes that were written (XXH3 {digest:016x}, "
+                f"expected {file.digest:016x}); the disk or the file is damaged"
+            )
 
     def _read(self, key: str, file: _File, out: torch.Tensor) -> int:
         if self._use_direct():
@@ -164,8 +174,10 @@ class SsdTier:
         try:
             size = os.fstat(fd).st_size
             if size != HEADER_BYTES + file.nbytes:
-                raise TierError(f"{key}: {file.path} has {size} bytes, expected {HEADER_BYTES + file.nbytes}: "
-                                f"it {'is truncated' if size < HEADER_BYTES + file.nbytes else 'has grown'}")
+                raise TierError(
+                    f"{key}: {file.path} has {size} bytes, expected {HEADER_BYTES + file.nbytes}: "
+                    f"it {'is truncated' if size < HEADER_BYTES + file.nbytes else 'has grown'}"
+                )
             return self._shared(_Read(key, file, fd, bytes_view(out), _DIRECT_SEGMENTS if flags else 1))
         finally:
             os.close(fd)
@@ -218,8 +230,10 @@ class SsdTier:
             try:
                 _unlink(file.path, self._run.fd)
             except OSError as error:  # the page is not needed any more: nothing that the caller does depends on it
-                self.fallbacks.append(f"tier ssd: cannot remove {file.path} ({error.strerror or error}); its bytes "
-                                      "count until the run ends")
+                self.fallbacks.append(
+                    f"tier ssd: cannot remove {file.path} ({error.strerror or error}); its bytes "
+                    "count until the run ends"
+                )
                 freed = 0
         if self._files.pop(key, None) is file:
             self.held_bytes -= freed
@@ -310,17 +324,18 @@ class _Read:
 
     def _do(self, part: int) -> None:
         at = part * self.step
-        chunk = self.view[at: at + self.step]
+        chunk = self.view[at : at + self.step]
         if part:
             _fill(self.fd, self.key, self.file, [chunk], HEADER_BYTES + at)
         else:
             header = torch.empty(2 * HEADER_BYTES, dtype=torch.uint8, device="cpu")
-            header = header[-header.data_ptr() % HEADER_BYTES:][:HEADER_BYTES]  # O_DIRECT wants aligned memory
+            header = header[-header.data_ptr() % HEADER_BYTES :][:HEADER_BYTES]  # O_DIRECT wants aligned memory
             head = bytes_view(header)
             _fill(self.fd, self.key, self.file, [head, chunk], 0)
             _check_header(self.key, self.file, bytes(head))
-        self.digests[part] = [xxhash.xxh3_64_digest(chunk[i: i + _SEGMENT_BYTES])
-                              for i in range(0, len(chunk), _SEGMENT_BYTES)]
+        self.digests[part] = [
+            xxhash.xxh3_64_digest(chunk[i : i + _SEGMENT_BYTES]) for i in range(0, len(chunk), _SEGMENT_BYTES)
+        ]
 
 
 def _digest(segments: list[bytes]) -> int:

@@ -50,8 +50,8 @@ import torch
 
 from vbrt.errors import TierError
 from vbrt.formats.page import PageLayout, unpack
-from vbrt.policy import Decision, LRUPolicy, Policy, spread
-from vbrt.tiers.crew import Crew
+from vbrt.host.crew import Crew
+from vbrt.residency.policy import Decision, LRUPolicy, Policy, spread
 from vbrt.tiers.memory import Buffer, MemoryTier
 from vbrt.tiers.recorder import LeaseNote, Recorder
 from vbrt.tiers.relay import Relay
@@ -114,8 +114,22 @@ _tickets = itertools.count()
 class _Slot:
     """A page's place in a memory tier. `holders`: leases, and slots above that are filled from this one."""
 
-    __slots__ = ("arrived", "at_home", "buffer", "charge", "doomed", "error", "holders", "level", "loader", "page",
-                 "source", "state", "tensors", "ticket")
+    __slots__ = (
+        "arrived",
+        "at_home",
+        "buffer",
+        "charge",
+        "doomed",
+        "error",
+        "holders",
+        "level",
+        "loader",
+        "page",
+        "source",
+        "state",
+        "tensors",
+        "ticket",
+    )
 
     def __init__(self, page: Page, level: "Level", charge: int = 0, *, at_home: bool = False) -> None:
         self.page, self.level = page, level
@@ -203,8 +217,9 @@ class TierStack:
         retired: claims of owners that gave up their pages; to be appended to, what goes goes at the next access.
     """
 
-    def __init__(self, levels: Sequence[Level], ssd: SsdTier | None = None, *, workers: int = 2,
-                 share_cores: bool = False) -> None:
+    def __init__(
+        self, levels: Sequence[Level], ssd: SsdTier | None = None, *, workers: int = 2, share_cores: bool = False
+    ) -> None:
         self.levels, self.ssd = list(levels), ssd
         self._share_cores = share_cores
         for index, level in enumerate(self.levels):
@@ -248,8 +263,9 @@ class TierStack:
 
     # -- pages --------------------------------------------------------------------------------------------------------
 
-    def add(self, key: str, layout: PageLayout, home: str, fill: Callable[[torch.Tensor], object],
-            owner: Owner) -> Page:
+    def add(
+        self, key: str, layout: PageLayout, home: str, fill: Callable[[torch.Tensor], object], owner: Owner
+    ) -> Page:
         """Store a new page in its home; `fill` writes the page's bytes into the uint8 tensor it is given.
 
         Raises:
@@ -303,9 +319,11 @@ class TierStack:
             tier = level.tier
             if level.home_bytes + page.nbytes > tier.capacity_bytes:
                 self._half_done = False
-                raise TierError(f"{page.key}: {page.nbytes} bytes do not fit into tiers.{tier.name}.budget = "
-                                f"{tier.capacity_bytes} ({level.home_bytes} live there); raise the budget or enable a "
-                                "tier below it")
+                raise TierError(
+                    f"{page.key}: {page.nbytes} bytes do not fit into tiers.{tier.name}.budget = "
+                    f"{tier.capacity_bytes} ({level.home_bytes} live there); raise the budget or enable a "
+                    "tier below it"
+                )
             for key in level.move_in(slot):
                 self._evict(level, key)
             level.pending[slot] = None
@@ -323,7 +341,7 @@ class TierStack:
         """The page lives at `home` from now on, and is nowhere between there and where it was."""
         known = page.key in self.pages
         moved = {f"{low}>{high}": 0 for high, low in pairwise(self.names[: home + 1])} | page.bytes_moved
-        for level in self.levels[home: page.home]:
+        for level in self.levels[home : page.home]:
             level.policy.forget(page.key)
             if page.key in level.slots:
                 self._evict(level, page.key)
@@ -388,8 +406,10 @@ class TierStack:
             self._finish_arrival()
             moves = self._new_homes(level, self._too_many(level, nbytes))
             if moves and self._captured:
-                raise TierError(f"tiers.{name}.budget = {nbytes}: a CUDA graph has recorded where the pages lie, they "
-                                "cannot move; choose the budget before the capture, or wrap the model anew")
+                raise TierError(
+                    f"tiers.{name}.budget = {nbytes}: a CUDA graph has recorded where the pages lie, they "
+                    "cannot move; choose the budget before the capture, or wrap the model anew"
+                )
             level.room = level.tier.capacity_bytes  # what leaves makes room for pages that pass through
             for page, home in moves:
                 self._move(page, home)
@@ -442,8 +462,10 @@ class TierStack:
     def _first_homes(self, level: Level, pages: Sequence[Page], *, passing: int) -> list[tuple[Page, int]]:
         """Leaving `passing` bytes in every memory tier that has one below it."""
         last = len(self.names) - 1
-        room = {lower.index: lower.tier.capacity_bytes - lower.home_bytes - passing * (lower.index < last)
-                for lower in self.levels[level.index + 1:]}
+        room = {
+            lower.index: lower.tier.capacity_bytes - lower.home_bytes - passing * (lower.index < last)
+            for lower in self.levels[level.index + 1 :]
+        }
         cost = dict.fromkeys(room, 0)
         if self.ssd is not None:
             ssd = len(self.levels)
@@ -452,8 +474,10 @@ class TierStack:
         for page in pages:
             home = next((index for index in room if room[index] >= page.nbytes + cost[index]), None)
             if home is None:
-                raise TierError(f"{page.key}: no tier below {level.tier.name} has room for {page.nbytes} more bytes; "
-                                "raise its budget first, or enable tiers.ssd")
+                raise TierError(
+                    f"{page.key}: no tier below {level.tier.name} has room for {page.nbytes} more bytes; "
+                    "raise its budget first, or enable tiers.ssd"
+                )
             room[home] -= page.nbytes + cost[home]
             homes.append((page, home))
         return homes
@@ -550,8 +574,10 @@ class TierStack:
 
     def _check_open(self, key: str) -> None:
         if self.closed:
-            raise TierError(f"{key}: the model was closed, its pages are gone; wrap it again, or call unwrap() before "
-                            "close() to keep the weights")
+            raise TierError(
+                f"{key}: the model was closed, its pages are gone; wrap it again, or call unwrap() before "
+                "close() to keep the weights"
+            )
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 
@@ -603,9 +629,11 @@ class TierStack:
         if self.levels[0].stream is None or not torch.cuda.is_current_stream_capturing():
             return False
         if self._travellers:
-            raise TierError("a CUDA graph cannot record a pass whose pages move; give tiers.gpu.budget room for all "
-                            f"pages ({sum(page.nbytes for page in self.pages.values())} bytes), or record parts of the "
-                            "model without VB layers")
+            raise TierError(
+                "a CUDA graph cannot record a pass whose pages move; give tiers.gpu.budget room for all "
+                f"pages ({sum(page.nbytes for page in self.pages.values())} bytes), or record parts of the "
+                "model without VB layers"
+            )
         self._captured = True
         return True
 
@@ -687,7 +715,7 @@ class TierStack:
 
     def _blocked(self, page: Page, above: int = 0) -> Level | None:
         """The tier between the page's home and level `above` that has no room for it, if there is one."""
-        for level in self.levels[above + 1: page.home]:
+        for level in self.levels[above + 1 : page.home]:
             if page.nbytes > level.policy.capacity_bytes:
                 return level
         return None
@@ -703,9 +731,11 @@ class TierStack:
         if level.home_bytes > sum(slot.page.nbytes for slot in level.slots.values() if slot.at_home):
             return
         beside = f", and this thread has leased {', '.join(mine)}" if mine and not blocked else ""
-        raise TierError(f"{' + '.join(page.key for page in pages)}: {sum(page.nbytes for page in pages)} bytes do not "
-                        f"fit into tiers.{level.tier.name}.budget = {level.tier.capacity_bytes} ({level.home_bytes} "
-                        f"bytes live there{beside}); raise the budget")
+        raise TierError(
+            f"{' + '.join(page.key for page in pages)}: {sum(page.nbytes for page in pages)} bytes do not "
+            f"fit into tiers.{level.tier.name}.budget = {level.tier.capacity_bytes} ({level.home_bytes} "
+            f"bytes live there{beside}); raise the budget"
+        )
 
     def _admit(self, lease: "Lease", pages: Sequence[Page]) -> None:
         """Decide on every page; what is missing is filled by whoever needs it first."""

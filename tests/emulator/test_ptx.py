@@ -1,0 +1,298 @@
+"""GPU kernels as they are compiled, behind their own launches, run on the CPU: see `ptx`."""
+
+import contextlib
+
+import pytest
+import torch
+
+from tests.emulator.ptx import Machine, launched
+from tests.kernels.cuda.gpu_cases import error, tiled
+from vbrt.formats import WeightPlanes, get_format
+from vbrt.kernels import reference
+from vbrt.kernels.cuda import launcher as fp4_launch
+from vbrt.kernels.cuda.e2m1 import fused as fused_linear
+from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
+from vbrt.kernels.cuda.e2m1.fused import Norm
+from vbrt.kernels.cuda.e2m1.launch_table import Launch, Wide
+from vbrt.kernels.cuda.e2m1.tiles import TILES
+from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
+from vbrt.kernels.cuda.table import linear as table_linear
+
+pytest.importorskip("triton.experimental.gluon")
+
+
+@pytest.fixture
+def gpu(monkeypatch, request):
+    """The names of what is launched, on tensors of the CPU, as on a GPU of five multiprocessors; new memory is NaN."""
+    from triton.runtime.jit import JITFunction
+
+    def by_launcher(self, key, device, grid, tensors, numbers, constants, warps):
+        run(self._kernel, *tensors, *numbers, *constants, grid=grid, num_warps=warps)
+
+    def run(kernel, *given, grid, warmup=False, **named):
+        ran.append(kernel.fn.__name__)
+        launched(kernel, capability, grid, given, named)
+
+    capability, ran = getattr(request, "param", 90), []
+    monkeypatch.setattr(fp4_launch.Launcher, "__call__", by_launcher)
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(fp4_linear, "major", lambda index: capability // 10)
+    monkeypatch.setattr(fp4_linear, "_processors", lambda index: 5)
+    monkeypatch.setattr(fp4_linear, "tuned", lambda index: {})
+    torch.use_deterministic_algorithms(True)
+    yield ran
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=[False, True], ids=["early", "late"])
+def copies(request, monkeypatch):
+    """When copies into shared memory arrive: at once, or when they are waited for."""
+    monkeypatch.setattr(Machine, "late", request.param)
+
+
+CONFIGS = [Launch(1, 4, False), Launch(2, 16, True), Launch(1, 8, True), Launch(2, 4, True, True), Launch(4, 4, False)]
+
+
+@pytest.mark.parametrize("tokens", [1, 13])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_few_tokens(name, config, tokens, gpu):
+    planes, weight = tiled(name, (72, 512), device="cpu")
+    x, bias = torch.randn(tokens, 512).bfloat16(), torch.randn(72).bfloat16()
+    y = torch.empty(tokens, 72, dtype=x.dtype)
+    fp4_linear.launch(x, planes.coarse[TILES], planes.coarse["tensor_scale"], bias, y, name, "gelu", config)
+    assert error(y, reference.ACTIVATIONS["gelu"](x.double() @ weight.T + bias.double())) < 3e-3
+
+
+@pytest.mark.parametrize("gpu", [80, 90], indirect=True)
+@pytest.mark.parametrize("k", [408, 330, 165])  # rows of whole 16 bytes, of whole words, of neither
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_few_tokens_of_any_k(tokens, k, gpu):
+    planes, weight = tiled("nvfp4", (40, k), device="cpu")
+    x = torch.randn(tokens, 3 * k).bfloat16()[:, k : 2 * k]
+    y = fp4_linear._fused(x, planes.coarse[TILES], planes.coarse["tensor_scale"], None, 40, "nvfp4", "silu")
+    assert error(y, reference.ACTIVATIONS["silu"](x.double() @ weight.T)) < 3e-3
+    padded = k % 2 or (tokens > 8 and k % 8)
+    assert gpu == ["pad_kernel", "linear_kernel"][0 if padded else 1 :]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes_are_sums_of_bf16(dtype, gpu):
+    planes, weight = tiled("nvfp4", (24, 256), device="cpu")
+    x, bias = torch.randn(3, 256).to(dtype), torch.randn(24).to(dtype)
+    y = fp4_linear._tiled_linear(x, planes.coarse[TILES], planes.coarse["tensor_scale"], bias, "nvfp4", 24, 256, "none")
+    assert error(y, x.double() @ weight.T + bias.double()) < (1e-5 if dtype is torch.float32 else 3e-3)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_several_weights_of_one_input(name, gpu):
+    made = [tiled(name, (n, 512), device="cpu") for n in (40, 16, 56)]
+    tiles, scales = ([planes.coarse[part] for planes, _ in made] for part in (TILES, "tensor_scale"))
+    x = torch.randn(1, 5, 512).bfloat16()
+    for count in (2, 3):
+        ys = fp4_linear.linears(x, tiles[:count], scales[:count], name, [40, 16, 56][:count], 512)
+        assert all(error(y, x.double() @ weight.T) < 3e-3 for y, (_, weight) in zip(ys, made, strict=False))
+    assert gpu == ["siblings_kernel"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("nvfp4", (40, 512)), ("mxfp4", (40, 512)), ("nvfp4", (120, 330))], ids=str
+)  # fmt: skip
+def test_layers_that_share_a_norm(name, shape, gpu):
+    (n, k), rows = shape, [40, 40, 24]
+    out, weight = tiled(name, shape, device="cpu")
+    behind = [tiled(name, (size, n), device="cpu") for size in rows]
+    tiles, scales = ([planes.coarse[part] for planes, _ in behind] for part in (TILES, "tensor_scale"))
+    x, other, gain = (torch.randn(1, 1, size).bfloat16() for size in (k, n, n))
+    parts = out.coarse[TILES], out.coarse["tensor_scale"]
+    total, y, squares = fp4_linear.residual(x, *parts, other, gain.flatten(), name, n, k)
+    assert error(total, x.double() @ weight.T + other.double()) < 3e-3 and torch.equal(y, total * gain)
+    torch.testing.assert_close(squares.sum(), total.float().square().sum())
+    normed = y.double() * torch.rsqrt(total.double().square().mean() + 1e-5)
+    for count in (1, 2, 3):
+        zs = fp4_linear.linears(y, tiles[:count], scales[:count], name, rows[:count], n, squares, 1e-5)
+        assert all(error(z, normed @ w.T) < 3e-3 for z, (_, w) in zip(zs, behind, strict=False))
+    gated = fused_linear._gated(y, tiles[0], scales[0], tiles[1], scales[1], name, 40, n, "silu", squares, 1e-5)
+    gate, up = (normed @ w.T for _, w in behind[:2])
+    assert error(gated, reference.ACTIVATIONS["silu"](gate) * up) < 3e-3
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 16])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_a_gated_pair(name, tokens, gpu):
+    (gate, w), (up, v) = (tiled(name, (72, 264), device="cpu") for _ in range(2))
+    x = torch.randn(tokens, 264).bfloat16()
+    parts = [planes.coarse[part] for planes in (gate, up) for part in (TILES, "tensor_scale")]
+    y = fused_linear._gated(x, *parts, name, 72, 264, "silu")
+    assert error(y, reference.ACTIVATIONS["silu"](x.double() @ w.T) * (x.double() @ v.T)) < 3e-3
+
+
+@pytest.mark.parametrize("k", [64, 2730])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_norm(kind, k, gpu):
+    norm = Norm(kind, *torch.randn(2 if kind == "layer" else 1, k).bfloat16())
+    x, other = torch.randn(2, 3, 2 * k).bfloat16()[..., :k]
+    y, (total, summed) = fused_linear._launch_norm(x, None, norm), fused_linear._launch_norm(x, other, norm)
+    assert torch.equal(total, x + other)
+    exact = Norm(kind, *(None if t is None else t.double() for t in (norm.gain, norm.shift)))
+    assert error(y, exact(x.double())) < 3e-3 and error(summed, exact(total.double())) < 3e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_a_decoded_weight_has_the_reference_s_bits(name, dtype, gpu):
+    planes, _ = tiled(name, (40, 520), dtype, device="cpu")
+    w = fp4_linear._decode_tiles(planes.coarse[TILES], planes.coarse["tensor_scale"], name, 40, 520, dtype)
+    assert torch.equal(w, reference.decode_weight(fp4_linear._plain(planes)))
+
+
+WIDE = [
+    ("nvfp4", Wide(16, 16, 1, 6)),
+    ("nvfp4", Wide(32, 4, 2, 6)),
+    ("nvfp4", Wide(128, 16, 1, 4)),
+    ("mxfp4", Wide(64, 8, 4, 4)),
+]
+
+
+@pytest.mark.parametrize(("name", "config"), WIDE, ids=str)
+def test_many_tokens(name, config, copies, gpu):
+    tokens = config.TOKENS + 3
+    planes, weight = tiled(name, (200, 648), device="cpu")
+    x, bias = torch.randn(tokens, 648).bfloat16(), torch.randn(200).bfloat16()
+    tiles, scale = planes.coarse[TILES], planes.coarse["tensor_scale"]
+    y = fp4_linear._launch_wide(x, tiles, scale, bias, 200, name, "silu", config)
+    assert error(y, reference.ACTIVATIONS["silu"](x.double() @ weight.T + bias.double())) < 3e-3
+    apart = config.SPLITS > 1 and not config.meets
+    assert gpu == ["order_kernel", "wgmma_kernel", "reduce_kernel"][: 3 if apart else 2]
+
+
+def test_partial_results_are_added_in_one_order_whichever_program_ends_last(gpu, monkeypatch):
+    planes, weight = tiled("nvfp4", (72, 1024), device="cpu")
+    x, (tiles, scale) = torch.randn(13, 1024).bfloat16(), (planes.coarse[TILES], planes.coarse["tensor_scale"])
+    results = []
+    for backward in (False, True):
+        monkeypatch.setattr(Machine, "backward", backward)
+        results.append(fp4_linear._launch_wide(x, tiles, scale, None, 72, "nvfp4", "none", Wide(16, 4, 4, 4)))
+    assert torch.equal(*results) and error(results[0], x.double() @ weight.T) < 3e-3
+    assert gpu == ["order_kernel", "wgmma_kernel"] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_activations_are_as_exact_as_the_result_s_type(activation, dtype, gpu):
+    v = torch.cat([torch.linspace(-12, 12, 997), torch.tensor([1e4, -1e4, float("inf"), float("nan")])])
+    y = torch.empty(1, len(v), dtype=dtype)
+    fp4_linear._reduce(torch.stack([v / 2, v / 2])[:, None], None, y, 2, activation)
+    want = reference.ACTIVATIONS[activation](v.double())
+    near = 2e-7 * v.abs() + torch.finfo(dtype).eps * want.abs() + 3e-8  # half of the smallest fp16
+    if dtype is torch.bfloat16:
+        near += 2.5e-4 * v.abs() + 3e-4
+    fits = torch.where(want.isinf(), y[0] == want, (y[0] - want).abs() <= near)
+    assert fits[:-1].all() and y[0, -1].isnan()
+
+
+CASES = [
+    ("nvfp4", 300, 200, 328, False, "silu"),
+    ("mxfp4", 70, 136, 640, True, "relu"),
+    ("nvfp4", 300, 120, 520, True, "gelu"),
+]
+
+
+@pytest.mark.parametrize(("name", "tokens", "n", "k", "cut", "activation"), CASES)
+def test_hundreds_of_tokens(name, tokens, n, k, cut, activation, copies, gpu, monkeypatch):
+    """Also with tiles that several programs share."""
+    monkeypatch.setattr(fp4_linear, "cut_tiles", lambda *shape: 2 if cut else 0)
+    planes, weight = tiled(name, (n, k), device="cpu")
+    x, bias = torch.randn(tokens, k + 8).bfloat16()[:, :k], torch.randn(n).bfloat16()
+    tiles, scale = planes.coarse[TILES], planes.coarse["tensor_scale"]
+    y = fp4_linear._launch_persistent(x, tiles, scale, bias, n, name, activation)
+    assert error(y, reference.ACTIVATIONS[activation](x.double() @ weight.T + bias.double())) < 3e-3
+    assert gpu == ["clear_kernel", "persistent_kernel"][0 if cut else 1 :]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", table_linear.FORMATS)
+def test_tables(name, dtype, gpu, monkeypatch):
+    monkeypatch.setattr(table_linear, "_nf4_levels", lambda index: torch.tensor(table_linear.NF4_LEVELS))
+    coarse = get_format(name).encode(torch.randn(40, 200) * 0.03)
+    planes = WeightPlanes(name, (40, 200), dtype, coarse)
+    exact = get_format(name).decode(coarse, (40, 200), torch.float64)
+    x, bias = torch.randn(2, 5, 200).bfloat16()[0], torch.randn(40).bfloat16()
+    y = table_linear._multiply(x, planes, bias, "relu")
+    assert error(y, (x.double() @ exact.T + bias.double()).relu()) < 3e-3
+    assert torch.equal(table_linear._decode(planes, dtype), reference.decode_weight(planes))
+    assert gpu == ["linear_kernel", "decode_kernel"]
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_a_weight_in_eight_bits_is_the_rounded_one(name, gpu):
+    planes, weight = tiled(name, (40, 266), device="cpu")
+    codes, scales = fp8_linear.decode8(planes.coarse[TILES], planes.coarse["tensor_scale"], name, 40, 266)
+    want = (weight / scales.double()[:, None]).float().to(torch.float8_e4m3fn)
+    assert torch.equal(codes[:, :266].float(), want.float()) and not codes[:, 266:].float().any()
+
+
+def test_activations_in_eight_bits_are_the_rounded_ones(gpu):
+    x = torch.randn(3, 600).bfloat16()[:, :300]
+    x[1] = 0
+    codes, scales = fp8_linear.quantize(x)
+    assert not codes[:, 300:].float().any() and not codes[1].float().any()
+    torch.testing.assert_close(codes[:, :300].double() * scales.double()[:, None], x.double(), rtol=1 / 16, atol=1e-4)
+
+
+# --- what the machine refuses ---------------------------------------------------------------------------------------
+
+KERNEL = """
+.visible .entry kernel(
+	.param .u64 .ptr .global .align 1 kernel_param_0
+)
+.reqntid 64
+{
+	.reg .b32 	%r<4>;
+	.reg .b64 	%rd<4>;
+	ld.param.b64 	%rd1, [kernel_param_0];
+	mov.u32 	%r1, %tid.x;
+	mul.wide.s32 	%rd2, %r1, 4;
+	add.s64 	%rd3, %rd1, %rd2;
+	BODY
+	ret;
+}
+"""
+
+
+def ran(body, words):
+    machine = Machine()
+    out = machine.empty(words, dtype=torch.int32)
+    machine.run(KERNEL.replace("BODY", body), (1, 1), [out])
+    return machine.get(out)
+
+
+def test_the_machine_runs_two_warps():
+    assert torch.equal(ran("st.global.b32 [%rd3+0], %r1;", 64), torch.arange(64, dtype=torch.int32))
+    assert (ran("ld.shared.b32 %r2, [0]; st.global.b32 [%rd3], %r2;", 64) == -1).all()
+
+
+REFUSED = {
+    "an access behind the end": ("st.global.b32 [%rd3], %r1;", IndexError, "outside"),
+    "an access before the start": ("st.global.b32 [%rd3+-4], %r1;", IndexError, "outside"),
+    "an odd address": ("ld.global.b32 %r2, [%rd3+2];", IndexError, "no multiple of 4"),
+    "an unknown instruction": ("popc.b32 %r2, %r1;", KeyError, "popc"),
+    "an unknown modifier": ("add.sat.s32 %r2, %r1, %r1;", NotImplementedError, "add.sat"),
+    "an unknown product": ("mad.rn.f32 %r2, %r1, %r1, %r1;", NotImplementedError, "mad.rn"),
+    "an unknown rounding": ("cvt.rni.s32.f32 %r2, %r1;", NotImplementedError, "cvt.rni"),
+    "lanes that part": ("setp.lt.s32 %p1, %r1, 7; @%p1 bra $L; $L: mov.u32 %r2, 0;", AssertionError, "part"),
+    "a loop without an end": ("$L: bra $L;", TimeoutError, "does not end"),
+    "a wait for a warp that has ended": (
+        "setp.lt.s32 %p1, %r1, 32; @%p1 bra $L; bar.sync 0; $L: mov.u32 %r2, 0;", TimeoutError, "wait for each other"),
+    "a wait for what nobody sends": (
+        "mbarrier.init.shared::cta.b64 [0], 1; $L: mbarrier.try_wait.parity.shared::cta.b64 p, [0], 0; @!p bra $L;",
+        TimeoutError, "wait for each other"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_machine_stops_at(case):
+    body, error_type, match = REFUSED[case]
+    with pytest.raises(error_type, match=match):
+        ran(body, 63)

@@ -1,0 +1,124 @@
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from vbrt.formats import WeightPlanes, get_format, merge_fine, split_fine
+from vbrt.formats.fine import SPAN
+from vbrt.kernels import resolve
+from vbrt.kernels.cuda.fine import merge
+
+FORMATS = ("nvfp4", "mxfp4", "nf4", "quantile")
+
+
+def planes_of(w, name):
+    coarse = get_format(name).encode(w)
+    return WeightPlanes(name, tuple(w.shape), w.dtype, coarse, split_fine(w, coarse, get_format(name)))
+
+
+def test_starts_count_the_lists_entries_before_each_span():
+    torch.manual_seed(0)
+    w = (torch.randn(96, 128) * torch.exp(3 * torch.randn(96, 1))).bfloat16()
+    planes = planes_of(w, "nf4")
+    fine = planes.fine
+    assert fine["starts"].shape == (3, 2) and not fine["starts"][0].any()
+    for span in range(1, 3):
+        codes = planes.coarse["codes"].view(-1)[: span * SPAN // 2]
+        wide = ((codes & 15) == 7).sum() + ((codes >> 4) == 7).sum()
+        assert int(fine["starts"][span, 0]) == int(wide) > 0
+    low = fine["low"].view(-1)
+    codes = torch.stack((planes.coarse["codes"] & 15, planes.coarse["codes"] >> 4), -1).view(-1)
+    escaped = (low == 128) & (codes != 7)
+    assert fine["starts"][1:, 1].tolist() == [int(escaped[: SPAN * span].sum()) for span in (1, 2)]
+    assert int(escaped.sum()) == len(fine["escapes"]) > 0
+
+
+@pytest.mark.slow
+def test_the_kernel_gives_every_bit_back_in_the_interpreter():
+    """In a process of its own: Triton decides at import whether it interprets."""
+    pytest.importorskip("triton")
+    code = """
+        import torch
+        from tests.kernels.cuda.test_merge import FORMATS, planes_of
+        from vbrt.kernels.cuda.fine import merge
+        torch.manual_seed(0)
+        for name in FORMATS:
+            for dtype in (torch.bfloat16, torch.float16):
+                w = (torch.randn(33, 640) * torch.exp(3 * torch.randn(33, 1))).to(dtype)
+                w[0, :7], w[1, 5], w[2, 3], w[3, 0] = 0, -0.0, 1e-30, 6e-8
+                out = torch.full_like(w, float("nan"))
+                merge.launch(planes_of(w, name), out)
+                assert torch.equal(out.view(torch.int16), w.view(torch.int16)), (name, dtype)
+        print("same bits")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+    )
+    assert done.stdout.strip() == "same bits", done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("width", [8, 12])
+def test_the_kernel_compiles(capability, width):
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    from vbrt.kernels.cuda.fine.merge_triton import merge_kernel
+
+    types = {
+        "code_ptr": "*u8",
+        "scale_ptr": "*u8",
+        "tensor_scale_ptr": "*fp32",
+        "level_ptr": "*fp32",
+        "value_ptr": "*fp32",
+        "low_ptr": "*u8",
+        "nibble_ptr": "*u8",
+        "side_ptr": "*i8",
+        "escape_ptr": "*i16",
+        "start_ptr": "*i32",
+        "out_ptr": "*i16",
+        "total": "i32",
+    }
+    constants = {"SPAN": SPAN, "BLOCK": 16, "WIDE": 0x101, "WIDTH": width}
+    source = triton.compiler.ASTSource(
+        fn=merge_kernel, signature=types | dict.fromkeys(constants, "constexpr"), constexprs=constants
+    )
+    assert "st.global" in triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
+
+
+def test_what_the_kernel_does_not_serve_goes_to_the_reference():
+    w = torch.randn(4, 128).bfloat16()
+    assert not merge.serves(planes_of(w, "nvfp4"))  # on a CPU
+    assert not merge.serves(WeightPlanes("dense", (4, 128), w.dtype, {"weight": w}, None))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(64, 4096), (1, 64), (1000, 2752), (33, 100)])
+def test_decode_on_a_gpu_gives_every_bit_back_without_a_synchronization(name, dtype, shape):
+    torch.manual_seed(0)
+    spread = torch.exp(2 * torch.randn(shape[0], 1, device="cuda"))
+    w = (torch.randn(shape, device="cuda") * spread).to(dtype)
+    planes = planes_of(w, name)
+    decode = resolve("decode_weight", "auto", w.device)
+    assert torch.equal(decode(planes).view(torch.int16), w.view(torch.int16))
+    assert torch.equal(
+        merge_fine(planes.coarse, planes.fine, get_format(name), shape, dtype).view(torch.int16), w.view(torch.int16)
+    )
+    if merge.serves(planes):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            decode(planes)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    else:
+        assert shape[1] % get_format(name).block

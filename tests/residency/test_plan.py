@@ -1,0 +1,161 @@
+"""`place`: which tier is the home of each page, and every way in which there is none."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vbrt.errors import ConfigError
+from vbrt.residency.plan import FILE_HEADER_BYTES, PageSpec, Plan, Skip, Swap, format_bytes, place
+
+PAGE = 4096
+
+
+def layers(*sizes: int | tuple[int, ...]) -> list[list[PageSpec]]:
+    """Layers by the sizes of their planes, in pages."""
+    planes = [size if isinstance(size, tuple) else (size,) for size in sizes]
+    return [
+        [PageSpec(f"layer{i}#{'cf'[j]}", "cf"[j], size * PAGE) for j, size in enumerate(layer)]
+        for i, layer in enumerate(planes)
+    ]
+
+
+def budgets(**pages: float) -> dict[str, int]:
+    return {tier: int(count * PAGE) for tier, count in pages.items()}
+
+
+def held(homes: dict[str, str], model: list[list[PageSpec]], tier: str) -> int:
+    """Bytes that live in a tier, file headers included."""
+    sizes = {page.key: page.nbytes + FILE_HEADER_BYTES * (tier == "ssd") for layer in model for page in layer}
+    return sum(sizes[key] for key, home in homes.items() if home == tier)
+
+
+def test_everything_lives_in_the_computing_tier_when_it_fits():
+    model = layers(2, 3, 1)
+    assert set(place(model, budgets(gpu=6, cpu=100, ssd=100), source="x").values()) == {"gpu"}
+    assert set(place(model, budgets(cpu=6), source="x").values()) == {"cpu"}
+
+
+def test_everything_lives_in_the_first_tier_that_holds_it_all():
+    model = layers(2, 3, 1)
+    assert set(place(model, budgets(gpu=3, cpu=6, ssd=100), source="x").values()) == {"cpu"}
+    assert set(place(model, budgets(gpu=3, cpu=5.9, ssd=100), source="x").values()) == {"ssd"}
+    assert set(place(model, budgets(cpu=3, ssd=9), source="x").values()) == {"ssd"}
+
+
+def test_files_cost_their_headers():
+    model = layers(2, 2)
+    assert set(place(model, budgets(cpu=3, ssd=6), source="x").values()) == {"ssd"}
+    assert set(place(model, budgets(cpu=4, ssd=6), source="x").values()) == {"cpu"}
+    with pytest.raises(ConfigError, match="the pages take"):
+        place(model, budgets(cpu=3, ssd=5.9), source="x")
+
+
+def test_without_pages_there_is_nothing_to_place():
+    assert place([], budgets(cpu=0), source="x") == {}
+    assert place([], {}, source="x") == {}
+
+
+def test_what_the_last_tier_cannot_hold_lives_above_it_and_a_lease_can_still_pass():
+    model = layers(*[1] * 12)
+    homes = place(model, budgets(gpu=4, cpu=5, ssd=10), source="x")  # 5 files, 4 beside one passing, 3 beside one
+    assert [list(homes.values()).count(tier) for tier in ("gpu", "cpu", "ssd")] == [3, 4, 5]
+    places = [i for i, layer in enumerate(model) if homes[layer[0].key] == "ssd"]
+    gaps = {after - before for before, after in pairwise(places)}
+    assert max(gaps) - min(gaps) <= 1  # spread, so that the disk has time to keep up
+    with pytest.raises(ConfigError, match="the pages take"):
+        place(layers(*[1] * 13), budgets(gpu=4, cpu=5, ssd=10), source="x")
+
+
+def test_a_single_tier_that_is_too_small_says_what_would_do():
+    with pytest.raises(ConfigError) as caught:
+        place(layers(4, 4), budgets(cpu=7), source="my.toml")
+    message = str(caught.value)
+    assert message.startswith("my.toml: the pages take 32.0 KiB, the tiers hold cpu 28.0 KiB")
+    for remedy in ("tiers.*.budget", "tiers.ssd", "weights.format"):
+        assert remedy in message
+
+
+@pytest.mark.parametrize(
+    ("given_budgets", "tier"),
+    [
+        ({"gpu": 4, "cpu": 100}, "gpu"),
+        ({"gpu": 50, "cpu": 4, "ssd": 200}, "cpu"),
+        ({"cpu": 4, "ssd": 200}, "cpu"),
+        ({"gpu": 4, "cpu": 58, "ssd": 1}, "gpu"),
+    ],
+)
+def test_a_tier_smaller_than_the_largest_layer_that_must_pass_is_refused_by_name(given_budgets, tier):
+    model = layers(*[10] * 5, (3, 2), 4) if tier != "cpu" or "gpu" in given_budgets else layers(*[1] * 9, (3, 2))
+    with pytest.raises(ConfigError) as caught:
+        place(model, budgets(**given_budgets), source="preset fp4")
+    message = str(caught.value)
+    assert message.startswith(f"preset fp4: tiers.{tier}.budget = {given_budgets[tier] * PAGE} bytes is smaller than")
+    largest = max(model, key=lambda layer: sum(page.nbytes for page in layer))
+    assert largest[0].key in message and str(sum(page.nbytes for page in largest)) in message
+    assert "weights.exclude" in message
+
+
+def test_a_tier_below_all_homes_may_be_of_any_size():
+    assert set(place(layers(5, 5), budgets(gpu=10, cpu=0, ssd=0), source="x").values()) == {"gpu"}
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 5)) | st.tuples(st.integers(1, 5), st.integers(1, 5)), max_size=12),
+    gpu=st.integers(0, 40),
+    cpu=st.integers(0, 40),
+    ssd=st.integers(0, 60),
+    tiers=st.sampled_from([("gpu",), ("cpu",), ("gpu", "cpu"), ("cpu", "ssd"), ("gpu", "cpu", "ssd")]),
+)
+def test_homes_fit_and_leave_room_to_pass(sizes, gpu, cpu, ssd, tiers):
+    model, room = layers(*sizes), {"gpu": gpu, "cpu": cpu, "ssd": ssd}
+    given_budgets = budgets(**{tier: room[tier] for tier in tiers})
+    lease = max((sum(page.nbytes for page in layer) for layer in model), default=0)
+    try:
+        homes = place(model, given_budgets, source="x")
+    except ConfigError:
+        total = sum(page.nbytes for layer in model for page in layer)
+        assert total > given_budgets[tiers[0]]  # what fits on top is never refused
+        return
+    assert set(homes) == {page.key for layer in model for page in layer}
+    lowest = max((tiers.index(home) for home in homes.values()), default=0)
+    for depth, tier in enumerate(tiers):
+        passing = lease if depth < lowest else 0
+        assert held(homes, model, tier) + passing <= given_budgets[tier]
+
+
+def a_swap(name: str, pages: tuple[PageSpec, ...]) -> Swap:
+    return Swap(name, "Linear", (64, 64), "float32", dense_bytes=16384, format="nvfp4", fine="none", pages=pages)
+
+
+def test_a_plan_adds_up_and_is_plain_data():
+    pages = (PageSpec("a#coarse", "coarse", 4096, "gpu"), PageSpec("a#fine", "fine", 8192, "cpu"))
+    swaps = (a_swap("a", pages), a_swap("b", (PageSpec("b#coarse", "coarse", 4096, "cpu"),)))
+    plan = Plan(swaps, {"head": Skip(1000, "output head")}, {"gpu": 10000, "cpu": 20000}, ("a note",))
+    assert plan.compute_tier == "gpu" and plan.group == 2
+    assert (plan.swapped_bytes, plan.kept_bytes, plan.dense_bytes) == (32768, 1000, 33768)
+    assert (plan.page_bytes, plan.home_bytes("gpu"), plan.home_bytes("cpu")) == (16384, 4096, 12288)
+    data = json.loads(json.dumps(plan.to_dict()))
+    assert data["page_bytes"] == 16384 and data["skipped"]["head"]["reason"] == "output head"
+    assert data["swaps"][0]["pages"][1]["home"] == "cpu" and data["notes"] == ["a note"]
+    assert replace(plan, swaps=()).group == 1
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536 * 1024, "1.5 MiB"),
+        (3 << 30, "3.0 GiB"),
+        (5 << 40, "5.0 TiB"),
+        (5000 << 40, "5000.0 TiB"),
+        (-2048, "-2.0 KiB"),
+    ],
+)
+def test_bytes_are_written_for_people(nbytes, text):
+    assert format_bytes(nbytes) == text

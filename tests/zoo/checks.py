@@ -1,0 +1,175 @@
+"""What must hold for every architecture of the zoo: wrapped outputs equal the unwrapped ones, bit for bit.
+
+`check(kind, name, directory)` is what `scripts/sweep` runs on all of them and `tests/test_sweep.py` on a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.zoo import zoo
+from vbrt import load_config, make_plan, wrap
+
+__all__ = ["CHECKS", "Result", "check", "difference"]
+
+CHECKS = ("dense-ssd", "exact-bf16", "generate")
+NEW_TOKENS = 4
+_ALL = {"min_parameters": 0, "keep_head": False}  # every layer is swapped, the smallest and the head too
+
+
+@dataclass
+class Result:
+    """One architecture: `reason` why it does not run unwrapped ("" when it does), and a verdict for each check.
+
+    A verdict is "ok", "n/a: why" where the unwrapped model cannot do it either, or what went wrong.
+    """
+
+    kind: str
+    name: str
+    reason: str = ""
+    verdicts: dict[str, str] = field(default_factory=dict)
+    swapped: int = 0
+    parameters: int = 0
+    misses: int = 0
+    seconds: float = 0.0
+
+    @property
+    def runs(self) -> bool:
+        """Whether the unwrapped model runs and repeats itself."""
+        return not self.reason
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """The checks that went wrong."""
+        return {k: v for k, v in self.verdicts.items() if v != "ok" and not v.startswith("n/a")}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+def difference(expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> str:
+    """ "" when every tensor is there with the same dtype, shape and bits (NaN payloads and signed zeros included)."""
+    if expected.keys() != got.keys():
+        return f"outputs differ: {sorted(expected.keys() ^ got.keys())[:3]}"
+    for name, a in expected.items():
+        b = got[name]
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return f"{name}: {a.dtype} {tuple(a.shape)} became {b.dtype} {tuple(b.shape)}"
+        if not torch.equal(_bits(a), _bits(b)):
+            gap = (a.double() - b.double()).abs().max() if a.is_floating_point() else (a != b).sum()
+            return f"{name}: not bit-identical, largest difference {float(gap):.3g}"
+    return ""
+
+
+def _generate(model: Any, inputs: Mapping[str, Any]) -> Tensor:
+    torch.manual_seed(0)
+    return model.generate(**inputs, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
+
+
+def _reason(e: BaseException) -> str:
+    lines = str(e).strip().splitlines()
+    return f"{type(e).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def _half(model: nn.Module) -> tuple[int, int]:
+    """A cpu budget for about half of the pages, and at least the largest; and the bytes of all pages."""
+    plan = make_plan(model, load_config("dense", weights=_ALL))
+    return max(plan.page_bytes // 2, max((swap.page_bytes for swap in plan.swaps), default=0)), plan.page_bytes
+
+
+def check(kind: str, name: str, directory: Path, *, unwrapped_done: Callable[[], None] = lambda: None) -> Result:
+    """Builds one architecture, wraps it in each way and compares.
+
+    `directory` holds the ssd tier's files. `unwrapped_done` is called when all that can go wrong from there on is ours.
+    """
+    result = Result(kind, name)
+    try:
+        model, inputs = zoo.build(kind, name)
+    except zoo.Unbuildable as e:
+        result.reason = str(e)
+        return result
+    result.parameters = sum(p.numel() for p in model.parameters())
+    expected = zoo.forward(model, inputs)
+    if gap := difference(expected, zoo.forward(model, inputs)):
+        result.reason = f"does not repeat itself unwrapped: {gap}"
+        return result
+    if not expected:
+        result.reason = "its output holds no tensor"
+        return result
+    tokens, no_tokens = None, "not a causal language model"
+    if kind == "causal":
+        try:
+            tokens = _generate(model, inputs)
+        except Exception as e:  # noqa: BLE001 - whatever the unwrapped model raises is the reason that is reported
+            no_tokens = _reason(e)
+    unwrapped_done()
+    try:
+        _check_dense(model, inputs, expected, tokens, result, directory)
+    except Exception as e:  # noqa: BLE001 - the same, for the wrapped model
+        result.verdicts.setdefault("dense-ssd", _reason(e))
+    if kind == "causal":
+        result.verdicts.setdefault("generate", f"n/a: {no_tokens}" if tokens is None else "not reached")
+    del model
+    try:
+        result.verdicts["exact-bf16"] = _check_exact(kind, name)
+    except Exception as e:  # noqa: BLE001 - the same
+        result.verdicts["exact-bf16"] = _reason(e)
+    return result
+
+
+def _check_dense(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    expected: Mapping[str, Tensor],
+    tokens: Tensor | None,
+    result: Result,
+    directory: Path,
+) -> None:
+    """fp32, half of the pages in the cpu tier, all of them on the ssd: twice forward, generate, and back."""
+    budget, total = _half(model)
+    tiers = {"cpu": {"budget": budget}, "ssd": {"enabled": True, "path": str(directory)}} if total else {}
+    vb = wrap(model, "dense", weights=_ALL, tiers=tiers)
+    with vb:
+        result.swapped = len(vb.plan.swaps)
+        gaps = [difference(expected, zoo.forward(vb, inputs)) for _ in range(2)]
+        gap = next((f"forward {i + 1}: {g}" for i, g in enumerate(gaps) if g), "")
+        if tokens is not None and not gap:
+            try:
+                result.verdicts["generate"] = difference({"ids": tokens}, {"ids": _generate(vb, inputs)}) or "ok"
+            except Exception as e:  # noqa: BLE001 - reported as this check's verdict
+                result.verdicts["generate"] = _reason(e)
+        stats = vb.stats()
+        result.misses = sum(layer.misses for layer in stats.layers.values())
+        peak = stats.tiers["cpu"].peak_bytes if total else 0
+        if not gap and peak > budget:
+            gap = f"the cpu tier held {peak} bytes of a budget of {budget}"
+        dense = vb.unwrap()
+    if not gap and (back := difference(expected, zoo.forward(dense, inputs))):
+        gap = f"after unwrap: {back}"
+    result.verdicts["dense-ssd"] = gap or "ok"
+
+
+def _check_exact(kind: str, name: str) -> str:
+    """bf16, coarse and fine planes: the same bits as the unwrapped bf16 model, before and after."""
+    try:
+        model, inputs = zoo.build(kind, name, dtype=torch.bfloat16)
+    except zoo.Unbuildable as e:
+        return f"n/a: {str(e)[:300]}"
+    expected = zoo.forward(model, inputs)
+    if gap := difference(expected, zoo.forward(model, inputs)):
+        return f"n/a: does not repeat itself unwrapped in bf16: {gap}"
+    with wrap(model, "exact", weights=_ALL) as vb:
+        gaps = [difference(expected, zoo.forward(vb, inputs)) for _ in range(2)]
+        gaps.append(difference(expected, zoo.forward(vb.unwrap(), inputs)))
+    return next((f"pass {i + 1}: {g}" for i, g in enumerate(gaps) if g), "ok")

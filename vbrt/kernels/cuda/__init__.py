@@ -1,0 +1,3 @@
+"""Kernels for NVIDIA GPUs, by family of number formats, and what launches them."""
+
+__all__: list[str] = []

@@ -1,0 +1,385 @@
+"""The fused kernel for Hopper and hundreds to thousands of tokens: persistent, warp-specialized, no decoded weight.
+
+A program takes tiles of 128 rows of the result by 256 tokens until there are none left. Two warpgroups multiply 64 rows
+each: a warp decodes one tile of `fp4_tiles` into the register operand of `wgmma`, while the instructions before it run.
+One more warp has the copy engine (TMA) fill a ring in shared memory with activations as they lie, which both warpgroups
+read. The sums stay in registers, 128 a thread, and leave through shared memory.
+
+Where whole tiles would leave multiprocessors idle in the last round, the first tiles are cut along K into one range for
+each program, all of one length (stream-K, Osama et al., arXiv:2301.03598). A program begins with the end of a tile,
+whose sums it leaves in memory, and the one that has the tile's beginning has that last, when the others are there. Sums
+are added in a fixed order. Programs wait only for such as the GPU starts before them.
+
+The tiles' order of columns suits the kernel for few tokens, where a lane t of four reads 32 adjacent columns. Here the
+instruction wants columns 8 m + 2 t and 8 m + 2 t + 1 from it, so the four lanes exchange: words first (the half of
+eight columns that holds them), then decoded pairs. That costs a hundred instructions a tile, and spares activations
+being put in order by a kernel of its own, which at 2048 tokens and 14336 columns took a tenth of the time.
+
+The order of instructions matters. A warpgroup keeps at least four in flight but for once in two columns: were there
+any at the loop's end, ptxas would run out of registers for their results and put a wait behind every one.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from vbrt.kernels.cuda.e2m1.launch_table import PERSISTENT_ROWS, PERSISTENT_TOKENS, PERSISTENT_WARPS
+from vbrt.kernels.cuda.e2m1.narrow_gluon import (
+    E4M3_HIGH,
+    E4M3_LOW,
+    E8M0,
+    RESCALE,
+    SCALE_REGISTERS,
+    activate,
+    allow_launch_after,
+    decode_word,
+    moved,
+    read_tiles,
+    tile_pointers,
+    wait_for_launch_before,
+)
+from vbrt.kernels.cuda.e2m1.wide_gluon import barrier, place_of_sums, register_operands
+
+__all__ = ["BOX", "COLUMNS", "clear_kernel", "persistent_kernel"]
+
+ROWS = gl.constexpr(PERSISTENT_ROWS)
+TOKENS = gl.constexpr(PERSISTENT_TOKENS)
+#: tokens and columns of activations that a copy takes; so many columns are a row of 128 bytes in shared memory
+BOX, COLUMNS = gl.constexpr(64), gl.constexpr(64)
+#: tiles' columns of activations in the ring, 64 KiB each
+STAGES = gl.constexpr(3)
+#: of a warpgroup; a program has three, the third one for the warp that copies
+WARPS = gl.constexpr(PERSISTENT_WARPS)
+
+# renamed between Triton 3.6 and 3.9
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
+def _exchange_assembly() -> str:
+    """Words $16..$19 of lane $36 to four A operands in $0..$15, columns in their own order.
+
+    Word 2 p + j holds pairs c = 0, 1 of columns 32 t + 8 (p ^ (t // 2)) + 4 j + 2 c, for rows g and g + 8. Lane t gets
+    pair j = t // 2, c = t % 2 of all four lanes' words: from lane t ^ 2 first, then from t ^ 1. The scales of rows g
+    and g + 8 are $20 and $24 for words of lanes 0 and 1, $28 and $32 for those of 2 and 3. Operand s has lane s's
+    columns.
+    """
+    lines = [
+        "{ .reg .b32 t, z, s, r, q0, q1, q2, q3, w00, w01, w10, w11; .reg .pred high, odd; mov.b32 z, 0x80008000;",
+        "and.b32 t, $36, 2; setp.ne.u32 high, t, 0; and.b32 t, $36, 1; setp.ne.u32 odd, t, 0;",
+    ]
+    for p in range(2):
+        first, second = f"${16 + 2 * p}", f"${17 + 2 * p}"
+        lines += [
+            f"selp.b32 s, {first}, {second}, high; shfl.sync.bfly.b32 r, s, 2, 31, -1;",
+            f"selp.b32 w0{p}, r, {first}, high; selp.b32 w1{p}, {second}, r, high;",
+        ]
+    for upper in range(2):
+        for p in range(2):
+            lines += decode_word(f"w{upper}{p}", ["q0", "q1", "q2", "q3"], (f"${20 + 8 * upper}", f"${24 + 8 * upper}"))
+            for row in range(2):
+                place = 2 * (p ^ upper) + row  # p ^ (t // 2), see fp4_tiles
+                from_even, from_odd = f"${8 * upper + place}", f"${8 * upper + 4 + place}"
+                lines += [
+                    f"selp.b32 s, q{row}, q{2 + row}, odd; shfl.sync.bfly.b32 r, s, 1, 31, -1;",
+                    f"selp.b32 {from_even}, r, q{row}, odd; selp.b32 {from_odd}, q{2 + row}, r, odd;",
+                ]
+    return " ".join([*lines, "}"])
+
+
+EXCHANGE = gl.constexpr(_exchange_assembly())
+EXCHANGE_REGISTERS = gl.constexpr(",".join(["=&r"] * 16) + ",r" * 24)
+#: a lane's $2 and that of lane t ^ 2, the one of the lower t first
+BOTH = gl.constexpr(
+    "{ .reg .b32 r, t; .reg .pred high; and.b32 t, $3, 2; setp.ne.u32 high, t, 0; "
+    "shfl.sync.bfly.b32 r, $2, 2, 31, -1; selp.b32 $0, r, $2, high; selp.b32 $1, $2, r, high; }"
+)
+
+
+@gluon.jit
+def scales_of_both(scale, lane):
+    return gl.inline_asm_elementwise(
+        BOTH, "=&r,=&r,r,r", [scale, lane], dtype=(gl.int32, gl.int32), is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def operands(words, lower, upper, lane, PART: gl.constexpr, E8: gl.constexpr, A: gl.constexpr):
+    """Four [64, 16] weights times 2^-14 / tensor scale: of each 32 columns the first 16 or, with PART 1, the others."""
+    SCALES: gl.constexpr = E8M0 if E8 else (E4M3_LOW if PART == 0 else E4M3_HIGH)
+    lower_g, lower_h = gl.inline_asm_elementwise(
+        SCALES, SCALE_REGISTERS, [lower], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )  # fmt: skip
+    upper_g, upper_h = gl.inline_asm_elementwise(
+        SCALES, SCALE_REGISTERS, [upper], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )  # fmt: skip
+    o = gl.inline_asm_elementwise(
+        EXCHANGE, EXCHANGE_REGISTERS,
+        [words, lower_g[:, None], lower_h[:, None], upper_g[:, None], upper_h[:, None], lane[:, None]],
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        is_pure=False, pack=4,
+    )  # fmt: skip
+    return register_operands(o, WARPS, A)
+
+
+@gluon.jit
+def multiply(total, a, ring, stage, PART: gl.constexpr):
+    """Starts four instructions on what `operands` gives and a place of the ring."""
+    for s in gl.static_range(4):
+        b = ring.index(2 * stage + s // 2).slice(32 * (s % 2) + 16 * PART, 16, dim=1).permute((1, 0))
+        total = hopper.warpgroup_mma(a[s], b, total, is_async=True)
+    return total
+
+
+@gluon.jit
+def after(stage, phase):
+    """The place behind one of the ring, and the parity of its barriers' phase."""
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def halves(v):
+    """[rows, tokens] to its first and last tokens, without moving them."""
+    return gl.permute(gl.reshape(v, (v.shape[0], 2, v.shape[1] // 2)), (0, 2, 1)).split()
+
+
+@gluon.jit
+def store_tokens(v, staging, y_ptr, first_row, first_token, M, N, y_stride):
+    """y = v [64 rows, 64 tokens], through shared memory so that a token's rows are stored together."""
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    staging.permute((1, 0)).store(v)
+    out = staging.load(OUT)
+    row = first_row + gl.arange(0, 64, layout=gl.SliceLayout(0, OUT))
+    m = first_token + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
+    at = m.to(gl.int64)[:, None] * y_stride + row[None, :]
+    gl.store(y_ptr + at, out, mask=(row < N)[None, :] & (m < M)[:, None])
+
+
+@gluon.jit
+def store_half(v, staging, y_ptr, first_row, first_token, M, N, y_stride, ACTIVATION: gl.constexpr):
+    """y = activation(v [64 rows, 128 tokens])."""
+    quarters = halves(activate(v, ACTIVATION, y_ptr.dtype.element_ty).to(y_ptr.dtype.element_ty))
+    for i in gl.static_range(2):
+        store_tokens(quarters[i], staging, y_ptr, first_row, first_token + i * (TOKENS // 4), M, N, y_stride)
+
+
+@gluon.jit
+def store_tile(
+    v, staging, bias_ptr, y_ptr, first_row, first_token, M, N, y_stride,
+    ACTIVATION: gl.constexpr, BIAS: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    """y = activation(v [64 rows, 256 tokens] + bias)."""
+    if BIAS:
+        row = first_row + gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, ACC))
+        v = v + gl.load(bias_ptr + row, mask=row < N, other=0.0).to(gl.float32)[:, None]
+    here, last = halves(v)
+    HALF: gl.constexpr = TOKENS // 2
+    if ACTIVATION == "none" or ACTIVATION == "relu":
+        store_half(here, staging, y_ptr, first_row, first_token, M, N, y_stride, ACTIVATION)
+        store_half(last, staging, y_ptr, first_row, first_token + HALF, M, N, y_stride, ACTIVATION)
+    else:  # more instructions, which take longer to fetch than to run twice
+        for i in range(gl.minimum((M - first_token + HALF - 1) // HALF, 2)):
+            store_half(here, staging, y_ptr, first_row, first_token + i * HALF, M, N, y_stride, ACTIVATION)
+            here = last
+
+
+@gluon.jit
+def share_of(program, programs, split, pairs):
+    """[begin, end) of the pairs of columns of the tiles that are cut up; the last program has the first."""
+    at = programs - 1 - program
+    return at * (split * pairs) // programs, (at + 1) * (split * pairs) // programs
+
+
+@gluon.jit
+def parts_of(split, pairs, tiles):
+    """(begin of this program's share, its end, parts of tiles in it, those and whole tiles)."""
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    begin, end = share_of(program, programs, split, pairs)
+    cut = gl.where(end > begin, (end - 1) // pairs - begin // pairs + 1, 0)
+    return begin, end, cut, cut + gl.maximum(tiles - split - program + programs - 1, 0) // programs
+
+
+@gluon.jit
+def part_at(i, begin, end, cut, split, pairs):
+    """(tile, its first pair of columns, the pair behind its last) of a program's part i."""
+    tile = gl.where(i < cut, begin // pairs + i, split + gl.program_id(0) + (i - cut) * gl.num_programs(0))
+    first = gl.where(i < cut, gl.maximum(begin - tile * pairs, 0), 0)
+    return tile, first, gl.where(i < cut, gl.minimum(end - tile * pairs, pairs), pairs)
+
+
+@gluon.jit
+def add_others(total, part_ptr, flag_ptr, behind, until, split, pairs, HALF: gl.constexpr, ACC: gl.constexpr):
+    """total and the sums that other programs have of pairs `behind` to `until`, once they are there."""
+    programs = gl.num_programs(0)
+    program = gl.program_id(0) - 1
+    while behind < until:
+        while gl.atomic_add(flag_ptr + (2 * program + HALF), 0, sem="acquire", scope="gpu") == 0:
+            pass
+        barrier()
+        total = total + gl.load(place_of_sums(part_ptr, 2 * program + HALF, ACC), cache_modifier=".cg")
+        _, behind = share_of(program, programs, split, pairs)
+        program = program - 1
+    return total
+
+
+@gluon.jit
+def copy_activations(x_desc, ring, ready, free, M, columns, split, tiles, EARLY: gl.constexpr):
+    """The warp that keeps the ring full, for an even number of columns; columns outside x are zeros.
+
+    Boxes without a token are left out: the copy engine takes longer for what lies outside than for what is there.
+    """
+    if EARLY:
+        wait_for_launch_before()
+        allow_launch_after()
+    token_blocks = (M + TOKENS - 1) // TOKENS
+    pairs = (columns + 1) // 2
+    begin, end, cut, parts = parts_of(split, pairs, tiles)
+    stage = 0
+    phase = 0
+    for i in range(parts):
+        tile, first_pair, last_pair = part_at(i, begin, end, cut, split, pairs)
+        token = (tile % token_blocks) * TOKENS
+        boxes = gl.minimum((M - token + BOX - 1) // BOX, TOKENS // BOX)
+        for column in range(2 * first_pair, 2 * last_pair):
+            mbarrier.wait(free.index(stage), phase ^ 1)
+            bar = ready.index(stage)
+            for count in gl.static_range(1, TOKENS // BOX + 1):
+                mbarrier.expect(bar, count * (2 * BOX * COLUMNS * 2), pred=boxes == count)
+            for half in gl.static_range(2):
+                place = ring.index(2 * stage + half)
+                for box in gl.static_range(TOKENS // BOX):
+                    at = [token + box * BOX, (2 * column + half) * COLUMNS]
+                    tma_load(x_desc, at, bar, place.slice(box * BOX, BOX, dim=0), pred=box < boxes)
+            stage, phase = after(stage, phase)
+
+
+@gluon.jit
+def multiply_tiles(
+    ring, ready, free, go, staging, tile_ptr, scale_ptr, bias_ptr, part_ptr, flag_ptr, y_ptr, M, N, columns, y_stride,
+    split, tiles, HALF: gl.constexpr, SPLITS: gl.constexpr, E8: gl.constexpr, ACTIVATION: gl.constexpr,
+    BIAS: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup, for the lower or the upper HALF of each tile's rows.
+
+    The second one starts a column after the first, so that one stores its results while the other multiplies.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    STEP: gl.constexpr = 272 if E8 else 288
+    SCALE_STEP: gl.constexpr = 2 * STEP if E8 else STEP  # scales of mxfp4 are read as 16 bits
+    thread = gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(1, LAYOUT))
+    lane = thread % 32
+    always = thread >= 0
+    row_tiles = (N + 15) // 16
+    token_blocks = (M + TOKENS - 1) // TOKENS
+    pairs = (columns + 1) // 2
+    tensor_scale = gl.load(scale_ptr)
+    begin, end, cut, parts = parts_of(split, pairs, tiles)
+    stage = 0
+    phase = 0
+    for i in range(parts):
+        tile, first_pair, last_pair = part_at(i, begin, end, cut, split, pairs)
+        first_token = (tile % token_blocks) * TOKENS  # neighbours share their weights in the second-level cache
+        first_row = tile // token_blocks * ROWS + HALF * (ROWS // 2)
+        last = gl.minimum(2 * last_pair, columns)
+        weights = tile_pointers(
+            tile_ptr, first_row // 16 + thread // 32, row_tiles, 2 * first_pair, columns, lane, LAYOUT, 1, E8
+        )  # fmt: skip
+        first, second, scale = read_tiles(weights, always, 1, 0)
+        weights = moved(weights, STEP, SCALE_STEP, 2)
+        next_first, next_second, next_scale = read_tiles(weights, always & (2 * first_pair + 1 < last), 1, 0)
+        if EARLY:
+            wait_for_launch_before()  # before the first result is written
+        total = gl.zeros((ROWS // 2, TOKENS), gl.float32, layout=ACC)
+        lower, upper = scales_of_both(scale, lane)
+        a = operands(first, lower, upper, lane, 0, E8, A)
+        if HALF == 1:
+            mbarrier.wait(go, 0, pred=i == 0)
+        for column in range(2 * first_pair, 2 * last_pair, 2):
+            mbarrier.wait(ready.index(stage), phase)
+            total = multiply(total, a, ring, stage, 0)
+            b = operands(second, lower, upper, lane, 1, E8, A)
+            total = multiply(total, b, ring, stage, 1)
+            weights = moved(weights, STEP, SCALE_STEP, 2)
+            first, second, scale = read_tiles(weights, always & (column + 2 < last), 1, 0)
+            total = hopper.warpgroup_mma_wait(4, deps=(total,))
+            lower, upper = scales_of_both(next_scale, lane)
+            a = operands(next_first, lower, upper, lane, 0, E8, A)
+            done = stage
+            stage, phase = after(stage, phase)
+            mbarrier.wait(ready.index(stage), phase)
+            total = multiply(total, a, ring, stage, 0)
+            total = hopper.warpgroup_mma_wait(4, deps=(total,))
+            mbarrier.arrive(free.index(done), count=1)
+            if HALF == 0:
+                mbarrier.arrive(go, count=1, pred=(i == 0) & (column == 2 * first_pair))
+            b = operands(next_second, lower, upper, lane, 1, E8, A)
+            total = multiply(total, b, ring, stage, 1)
+            weights = moved(weights, STEP, SCALE_STEP, 2)
+            next_first, next_second, next_scale = read_tiles(weights, always & (column + 3 < last), 1, 0)
+            total = hopper.warpgroup_mma_wait(4, deps=(total,))
+            lower, upper = scales_of_both(scale, lane)
+            a = operands(first, lower, upper, lane, 0, E8, A)
+            total = hopper.warpgroup_mma_wait(0, deps=(total,))
+            mbarrier.arrive(free.index(stage), count=1)
+            stage, phase = after(stage, phase)
+        if SPLITS and first_pair > 0:
+            gl.store(place_of_sums(part_ptr, 2 * gl.program_id(0) + HALF, ACC), total)
+            barrier()
+            gl.atomic_xchg(flag_ptr + (2 * gl.program_id(0) + HALF), 1, sem="release", scope="gpu")
+        else:
+            if SPLITS:
+                total = add_others(
+                    total, part_ptr, flag_ptr, tile * pairs + last_pair, (tile + 1) * pairs, split, pairs, HALF, ACC
+                )  # fmt: skip
+            v = total * (RESCALE * tensor_scale)
+            store_tile(v, staging, bias_ptr, y_ptr, first_row, first_token, M, N, y_stride, ACTIVATION, BIAS, ACC)
+
+
+@gluon.jit
+def clear_kernel(flag_ptr, COUNT: gl.constexpr):
+    """Zeros for `persistent_kernel`'s flags, as a dependent launch of one warp."""
+    at = gl.arange(0, COUNT, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    allow_launch_after()
+    wait_for_launch_before()
+    gl.store(flag_ptr + at, at * 0)
+
+
+@gluon.jit(do_not_specialize=["M", "columns", "split"])
+def persistent_kernel(
+    tile_ptr, scale_ptr, bias_ptr, part_ptr, flag_ptr, y_ptr, x_desc, M, N, columns, y_stride, split,
+    SPLITS: gl.constexpr, E8: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """y [M, N] = activation(x [M, K] @ w.T * scale + bias) in bf16, by programs of WARPS warps.
+
+    x_desc: x in boxes [BOX, COLUMNS], rows 16-byte aligned, 128-byte swizzle. EARLY: a dependent launch. SPLITS: the
+    first `split` tiles are cut, by sums in part [programs, 2, 64 * 256] fp32 and flags [programs, 2], which are zero.
+    No more programs than the GPU has multiprocessors, nor than tiles or, of those that are cut, pairs of columns.
+    """
+    ring = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, TOKENS, COLUMNS], x_desc.layout)
+    staging = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [2, TOKENS // 4, ROWS // 2], x_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    go = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    mbarrier.init(go, count=1)
+    hopper.fence_async_shared()
+    tiles = (M + TOKENS - 1) // TOKENS * ((N + ROWS - 1) // ROWS)
+    gl.warp_specialize(
+        [
+            (multiply_tiles, (ring, ready, free, go, staging.index(0), tile_ptr, scale_ptr, bias_ptr, part_ptr,
+                              flag_ptr, y_ptr, M, N, columns, y_stride, split, tiles, 0, SPLITS, E8, ACTIVATION, BIAS,
+                              EARLY)),
+            (multiply_tiles, (ring, ready, free, go, staging.index(1), tile_ptr, scale_ptr, bias_ptr, part_ptr,
+                              flag_ptr, y_ptr, M, N, columns, y_stride, split, tiles, 1, SPLITS, E8, ACTIVATION, BIAS,
+                              EARLY)),
+            (copy_activations, (x_desc, ring, ready, free, M, columns, split, tiles, EARLY)),
+        ],
+        [WARPS, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -1,0 +1,66 @@
+"""The GPU side of `merge`. Importing this needs Triton; plain operations only, so that its interpreter runs it too."""
+
+import triton
+import triton.language as tl
+
+__all__ = ["merge_kernel"]
+
+
+@triton.jit
+def merge_kernel(
+    code_ptr, scale_ptr, tensor_scale_ptr, level_ptr, value_ptr, low_ptr, nibble_ptr, side_ptr, escape_ptr, start_ptr,
+    out_ptr, total, SPAN: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """int16 bit patterns of SPAN weights in a row of all `total`; grid (ceil(total / SPAN),).
+
+    A block scale's byte is worth value_ptr[byte] * tensor scale; bit c of WIDE says that code c is wide. WIDTH 8 gives
+    bf16, 12 gives fp16. start_ptr int32 [grid, 2]: entries of the two lists before each span.
+    """
+    GROUPS: tl.constexpr = SPAN // 16
+    base = tl.program_id(0).to(tl.int64) * SPAN
+    group = base + tl.arange(0, GROUPS) * 16
+    at = group[:, None] + tl.arange(0, 16)[None, :]
+    inside = at < total
+    byte = tl.load(code_ptr + (group[:, None] // 2 + tl.arange(0, 8)[None, :]), mask=group[:, None] < total, other=0)
+    code = tl.reshape(tl.join(byte & 15, byte >> 4), (GROUPS, 16)).to(tl.int32)
+    scale_byte = tl.load(scale_ptr + group // BLOCK, mask=group < total, other=0).to(tl.int32)
+    scale = tl.load(value_ptr + scale_byte) * tl.load(tensor_scale_ptr)
+    near = _bits(tl.load(level_ptr + code) * scale[:, None], WIDTH)
+
+    delta = tl.load(low_ptr + at, mask=inside, other=0).to(tl.int32)
+    if WIDTH == 12:
+        half = tl.load(
+            nibble_ptr + (group[:, None] // 2 + tl.arange(0, 8)[None, :]), mask=group[:, None] < total, other=0
+        )
+        delta += tl.reshape(tl.join(half & 15, half >> 4), (GROUPS, 16)).to(tl.int32) << 8
+    SIGN: tl.constexpr = 1 << (WIDTH - 1)
+    wide = (((WIDE >> code) & 1) != 0) & inside
+    escaped = (delta == SIGN) & (wide == 0) & inside
+    # how many of each come before, both in one sum
+    count = wide.to(tl.int32) + (escaped.to(tl.int32) << 16)
+    row = tl.sum(count, 1)
+    before = tl.cumsum(count, 1) - count + (tl.cumsum(row, 0) - row)[:, None]
+    side_at = tl.load(start_ptr + tl.program_id(0) * 2) + (before & 0xFFFF)
+    escape_at = tl.load(start_ptr + tl.program_id(0) * 2 + 1) + (before >> 16)
+    side = tl.load(side_ptr + side_at, mask=wide, other=0).to(tl.int32)
+    escape = tl.load(escape_ptr + escape_at, mask=escaped, other=0).to(tl.int32)
+    signed = (delta ^ SIGN) - SIGN
+    delta = tl.where(wide, delta | (side << WIDTH), tl.where(escaped, escape, signed))
+    word = _ordinal(_ordinal(near) + delta)
+    tl.store(out_ptr + at, word.to(tl.int16), mask=inside)
+
+
+@triton.jit
+def _bits(value, WIDTH: tl.constexpr):
+    """The bit pattern of fp32 values rounded to bf16 or fp16, in the low half."""
+    if WIDTH == 12:
+        return value.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    word = value.to(tl.int32, bitcast=True)
+    return (word + 0x7FFF + ((word >> 16) & 1)) >> 16  # to nearest, ties to even; finite values only
+
+
+@triton.jit
+def _ordinal(word):
+    """See `formats.fine.ordinal`; only the low half of `word` counts."""
+    word = (word << 16) >> 16
+    return word ^ ((word >> 15) & 0x7FFF)

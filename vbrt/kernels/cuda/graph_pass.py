@@ -1,0 +1,284 @@
+"""Layers that read one tensor, in one launch: a pass over the graphs of torch.compile.
+
+    step = torch.compile(model, options=vbrt.compile_options("reduce-overhead"))
+
+A query, key and value projection, or a gate and an up projection, are layers of their own in a model; of a compiled
+graph their common input can be read off. One launch in place of two or three saves the gaps between them, and layers
+too short to fill a GPU fill it together. Holds for 4-bit layers that never move, without a bias, for up to 8 tokens:
+more tokens make a launch long enough not to care. A gate and an up projection whose results only meet in
+activation(gate) * up go one step further, into the launch of `gated_linear`, for as many tokens as that takes; it
+rounds once, where the graph rounded both results and the activation. And a residual sum and its RMS norm in front of
+such layers become one launch, which those start beside; inductor's own kernel for both they would wait for. With one
+token and a layer before the sum there is none at all: that layer adds the residual, multiplies by the norm's gain and
+leaves sums of squares, from which the layers behind it have the norm's factor.
+
+The graph has an activation or a norm as inductor's decompositions of this torch leave it, so it is compared with what
+they make of the same expression. The road not taken: a pass before decomposition, where `nn.SiLU` is one node but the
+layers are not yet operators.
+
+What a graph checks at each call, one token's time on the host, loses the tests of tiles: what they are, and that they
+stay, is in a string of the layer, which is tested on.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from vbrt.kernels.cuda.e2m1 import fused as fused_linear
+from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
+from vbrt.kernels.cuda.e2m1.fused import MAX_ROW, MAX_TOKENS, gates_in_one
+from vbrt.kernels.cuda.e2m1.tiles import ROWS
+from vbrt.kernels.cuda.launcher import tell_inductor
+from vbrt.kernels.reference import ACTIVATIONS, activate
+
+__all__ = ["JoinSiblings", "compile_options"]
+
+_TOKENS, _LAYERS = 8, 3  # what `fp4_linear.linears` takes in one launch
+_TENSOR = "._vb_page"
+_EPS = 0.125  # stands for any number in what is traced
+
+
+def compile_options(mode: str = "default") -> dict[str, Any]:
+    """`torch.compile(..., options=)` that does what `mode` does and joins 4-bit layers of one input.
+
+    A gated pair of them, activation(gate) * up, becomes one launch that rounds once, so its last bits are not those of
+    the eager model.
+
+    mode: as of torch.compile: "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs".
+    """
+    own = {"post_grad_custom_pre_pass": JoinSiblings(), "guard_filter_fn": wanted_guards}
+    return {**torch._inductor.list_mode_options(mode), **own}
+
+
+def wanted_guards(guards: Sequence[Any]) -> list[bool]:
+    """Which of dynamo's guards to keep: all but those of the tensors that `WeightHandle.show` gives to layers."""
+    return [not guard.name.endswith(_TENSOR) for guard in guards]
+
+
+class JoinSiblings(CustomGraphPass):
+    """Replaces `vbrt::fp4_linear` calls on one x by `vbrt::fp4_gated`, or by `vbrt::fp4_linears` for up to three."""
+
+    def __init__(self) -> None:
+        _gates(), _norms()  # traced here and not while a graph is being compiled
+
+    def __call__(self, graph: Graph) -> None:
+        products = graph.find_nodes(op="call_function", target=torch.ops.vbrt.fp4_linear.default)
+        for x in dict.fromkeys(node.args[0] for node in products):
+            _norm(graph, x)
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor):
+            _gate(graph, node)
+        place = {node: at for at, node in enumerate(graph.nodes)}
+        families: dict[Any, list[Node]] = {}
+        for node in graph.find_nodes(op="call_function", target=torch.ops.vbrt.fp4_linear.default):
+            x, _, scale, _, format, _, k, _ = node.args
+            if _can_join(node):
+                families.setdefault((x, scale is None, format, k), []).append(node)
+        for nodes in families.values():
+            # all are computed where the first one is, so their weights must be there by then
+            early = [n for n in nodes if all(place[t] < place[nodes[0]] for t in n.args[1:3] if t is not None)]
+            for at in range(0, len(early) - 1, _LAYERS):
+                _join(graph, early[at : at + _LAYERS])
+        for node in graph.find_nodes(op="call_function", target=torch.ops.vbrt.normed_sum.default):
+            _share(graph, node)
+        for op in {node.target for node in graph.nodes if getattr(node.target, "namespace", None) == "vbrt"}:
+            tell_inductor(op)  # of what it has not traced
+
+    def uuid(self) -> Any:
+        """What compiled graphs are cached under: the files that say what is joined."""
+        return get_hash_for_files((__file__, fp4_linear.__file__, fused_linear.__file__))
+
+
+def _tokens(node: Node) -> int:
+    """Of a product that can be joined with others; 0 for any other node, and where their number is not fixed."""
+    if node.target is not torch.ops.vbrt.fp4_linear.default:
+        return 0
+    x, _, _, bias, _, _, k, activation = node.args
+    tokens = x.meta["val"].numel() // k if isinstance(k, int) and k else None
+    return tokens if isinstance(tokens, int) and bias is None and activation == "none" else 0
+
+
+def _can_join(node: Node) -> bool:
+    return 0 < _tokens(node) <= _TOKENS
+
+
+@functools.cache
+def _gates() -> dict[str, tuple[Node, Node]]:
+    """Activation -> (its input, its result) in a graph as inductor decomposes it, for bf16."""
+    y = torch.empty(1, 8, dtype=torch.bfloat16, device="cpu")
+    names = (name for name in ACTIVATIONS if name != "none")
+    return {name: _traced(functools.partial(activate, activation=name), y) for name in names}
+
+
+@functools.cache
+def _norms() -> list[tuple[Node, Node, Node]]:
+    """(Input, gain, result) of an RMS norm with `_EPS` as torch has it, and as Hugging Face's models write it."""
+
+    def written_out(x: Tensor, gain: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        return gain * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + _EPS)).to(x.dtype)
+
+    gain = torch.empty(8, dtype=torch.bfloat16, device="cpu")
+    shapes = ((1, 8), (1, 1, 8))  # the sum's dimension is counted from the front
+    forms = (lambda x, gain: F.rms_norm(x, gain.shape, gain, _EPS), written_out)
+    return [_traced(form, gain.new_empty(shape), gain) for form in forms for shape in shapes]
+
+
+def _traced(fn: Callable[..., Tensor], *inputs: Tensor) -> tuple[Node, ...]:
+    """The inputs and the result of what inductor's decompositions make of a function."""
+    from torch._inductor.decomposition import select_decomp_table  # takes seconds, which compiling takes anyway
+
+    graph = make_fx(fn, select_decomp_table(), tracing_mode="fake")(*inputs).graph
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add_.Scalar):
+        node.target = torch.ops.aten.add.Scalar  # as functionalization, which has been there before, leaves it
+    return *graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes
+
+
+def _matches(node: Any, traced: Node, found: dict[Any, Any]) -> bool:
+    """Whether a node computes what a traced one does; `found` says of what each traced node is the likeness, and what
+    stands for `_EPS`."""
+    if not isinstance(node, Node):
+        return False
+    if traced in found:
+        return found[traced] is node
+    found[traced] = node
+    if traced.op == "placeholder":
+        return True
+    alike = node.target == traced.target and len(node.args) == len(traced.args) and node.kwargs == traced.kwargs
+    return alike and all(
+        _matches(ours, theirs, found) if isinstance(theirs, Node) else _same(ours, theirs, found)
+        for ours, theirs in zip(node.args, traced.args, strict=True)
+    )
+
+
+def _same(ours: Any, theirs: Any, found: dict[Any, Any]) -> bool:
+    if theirs == _EPS and isinstance(ours, float):
+        found[_EPS] = ours
+        return True
+    return ours == theirs
+
+
+def _norm(graph: Graph, y: Any) -> None:
+    """Put one launch in the place of a sum of two tensors and its RMS norm `y`, if that is what y is."""
+    for given, gain, result in _norms():
+        found: dict[Any, Any] = {}
+        if not _matches(y, result, found):
+            continue
+        total, gain, eps = found.pop(given), found.pop(gain), found.pop(_EPS)
+        inner = set(found.values())
+        if _is_sum(total) and _is_gain(gain, total) and all(u in inner for n in inner - {y} for u in n.users):
+            with graph.inserting_before(total):
+                both = graph.call_function(torch.ops.vbrt.normed_sum.default, (*total.args, gain, eps))
+            both.meta["val"] = [total.meta["val"], y.meta["val"]]
+            _replace(graph, y, operator.getitem, (both, 1))
+            for node in reversed([node for node in graph.nodes if node in inner]):
+                graph.erase_node(node)
+            _replace(graph, total, operator.getitem, (both, 0))
+        return
+
+
+def _share(graph: Graph, both: Node) -> None:
+    """Have the layer before a sum and its norm compute them but for the norm's factor, which those behind it apply.
+
+    If it is one token's, one of what is summed is a layer's result that nothing else reads, and only layers read y.
+    """
+    *summed, gain, eps = both.args
+    parts = {node.args[1]: node for node in both.users}
+    value, y = both.meta["val"][0], parts.get(1)
+    n = value.shape[-1]
+    if y is None or value.numel() != n or n % 8 or not all(_can_share(user, y) for user in y.users):
+        return
+    for layer, other in (summed, summed[::-1]):
+        if layer is not other and _tokens(layer) == 1 and len(layer.users) == 1 and layer.args[5] == n:
+            break
+    else:
+        return
+    x, tiles, scale, _, format, _, k, _ = layer.args
+    with graph.inserting_before(both):
+        made = graph.call_function(torch.ops.vbrt.fp4_residual.default, (x, tiles, scale, other, gain, format, n, k))
+        squares = graph.call_function(operator.getitem, (made, 2))
+    squares.meta["val"] = value.new_empty(-(-n // ROWS), dtype=torch.float32)
+    made.meta["val"] = [*both.meta["val"], squares.meta["val"]]
+    for user in list(y.users):
+        if user.target is torch.ops.vbrt.fp4_linear.default:
+            _join(graph, [user])
+    for user in list(y.users):
+        user.args = (*user.args, squares, eps)
+    both.replace_all_uses_with(made)
+    graph.erase_node(both)
+    graph.erase_node(layer)
+
+
+def _can_share(user: Node, y: Node) -> bool:
+    """Whether it is a layer, or several, that can apply the factor of a norm to its x."""
+    several = user.target in (torch.ops.vbrt.fp4_linears.default, torch.ops.vbrt.fp4_gated.default)
+    return (several or _can_join(user)) and user.args[0] is y and user.all_input_nodes.count(y) == 1
+
+
+def _is_sum(node: Node) -> bool:
+    """Of two bf16 tensors of one shape, with few enough rows that are short enough for the kernel."""
+    if node.target is not torch.ops.aten.add.Tensor or node.kwargs or not all(isinstance(a, Node) for a in node.args):
+        return False
+    value, *others = (n.meta["val"] for n in (node, *node.args))
+    alike = all(other.shape == value.shape and other.dtype is torch.bfloat16 for other in others)
+    k = value.shape[-1]
+    return alike and isinstance(value.numel(), int) and k <= MAX_ROW and 0 < value.numel() <= MAX_TOKENS * k
+
+
+def _is_gain(node: Node, total: Node) -> bool:
+    """A bf16 parameter: it is there wherever the launch is put."""
+    value = node.meta["val"]
+    fits = value.shape == total.meta["val"].shape[-1:] and value.is_contiguous()
+    return fits and node.op == "placeholder" and value.dtype is torch.bfloat16
+
+
+def _gate(graph: Graph, product: Node) -> None:
+    """Put one launch in the place of activation(gate) * up, if that is what `product` is."""
+    for first, up in (product.args, product.args[::-1]):
+        for name, (given, result) in _gates().items():
+            found: dict[Node, Node] = {}
+            if not isinstance(up, Node) or not _matches(first, result, found):
+                continue
+            gate, inner = found[given], {*found.values(), up}
+            if _are_gated(gate, up) and all(user is product or user in inner for n in inner for user in n.users):
+                x, tiles, scale, _, format, n, k, _ = gate.args
+                args = (x, tiles, scale, *up.args[1:3], format, n, k, name)
+                _replace(graph, product, torch.ops.vbrt.fp4_gated.default, args)
+                for node in reversed([node for node in graph.nodes if node in inner]):
+                    graph.erase_node(node)
+                return
+
+
+def _are_gated(gate: Node, up: Node) -> bool:
+    tokens = _tokens(gate)
+    if gate is up or not tokens or not _tokens(up):
+        return False
+    (x, *_, format, n, k, _), (other, *_, other_format, other_n, other_k, _) = gate.args, up.args
+    alike = (x, format, n, k) == (other, other_format, other_n, other_k)
+    return alike and gates_in_one(x.meta["val"].dtype, tokens, n, k)
+
+
+def _replace(graph: Graph, node: Node, target: Any, args: tuple[Any, ...]) -> None:
+    with graph.inserting_before(node):
+        new = graph.call_function(target, args)
+    new.meta.update(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _join(graph: Graph, siblings: list[Node]) -> None:
+    x, _, _, _, format, _, k, _ = siblings[0].args
+    tiles, scales, ns = ([node.args[i] for node in siblings] for i in (1, 2, 5))
+    scales = [] if scales[0] is None else scales
+    with graph.inserting_before(siblings[0]):
+        joined = graph.call_function(torch.ops.vbrt.fp4_linears.default, (x, tiles, scales, format, ns, k))
+        joined.meta["val"] = [node.meta["val"] for node in siblings]
+    for at, node in enumerate(siblings):
+        _replace(graph, node, operator.getitem, (joined, at))

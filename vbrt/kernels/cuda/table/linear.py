@@ -1,0 +1,180 @@
+"""Linear layers on `nf4` and `quantile` weights: the backend "triton" of the ops "linear" and "decode_weight".
+
+Up to `FUSED_TOKENS` bf16 tokens one kernel looks the codes up, multiplies on the tensor cores and applies bias and
+activation; it rounds the levels to bf16 and applies the block scales to fp32 sums. Otherwise a kernel decodes the
+weight to the activations' dtype and the vendor's matmul multiplies. What neither serves (CPU tensors, a fine plane,
+GPUs older than sm_80) goes through the reference. Pages hold the plain coarse plane.
+
+Legend: M tokens, N outputs, K inputs.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vbrt.formats import WeightPlanes
+from vbrt.formats.nf4 import NF4_LEVELS
+from vbrt.kernels import reference
+from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
+from vbrt.kernels.cuda.launcher import cuda_op
+
+__all__ = ["FORMATS", "FUSED_TOKENS", "decode_weight", "linear", "prepare", "route"]
+
+#: the formats that are decoded through a table
+FORMATS = ("nf4", "quantile")
+#: the most tokens for the fused kernel: four groups of 8
+FUSED_TOKENS = 32
+_ROWS, _BLOCKS, _WARPS = 1, 64, 4
+
+
+@functools.cache
+def _kernels() -> Any:
+    from vbrt.kernels.cuda.table import decode_triton as table_triton
+
+    return table_triton
+
+
+@functools.cache
+def _fused_kernels() -> Any:
+    from vbrt.kernels.cuda.table import linear_gluon as table_gluon
+
+    return table_gluon
+
+
+@functools.cache
+def _nf4_levels(index: int) -> Tensor:
+    return torch.tensor(NF4_LEVELS, dtype=torch.float32, device=torch.device("cuda", index))
+
+
+def prepare(device: torch.device) -> None:
+    """Put nf4's table on a GPU ahead of use: made inside a CUDA graph, it would lie in that graph's memory."""
+    _nf4_levels(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def _served(planes: WeightPlanes) -> bool:
+    codes = planes.coarse.get("codes")
+    if planes.format not in FORMATS or planes.fine is not None or codes is None:
+        return False
+    return codes.is_cuda and fp4_linear.major(codes.device.index) >= fp4_linear.MIN_MAJOR
+
+
+def route(x: Tensor, planes: WeightPlanes) -> str:
+    """The way `linear` takes: "fused", "decode+matmul" (decoded by a kernel) or "reference"."""
+    if not (_served(planes) and x.is_cuda):
+        return "reference"
+    few = x.dtype is torch.bfloat16 and 0 < x.numel() <= FUSED_TOKENS * x.shape[-1]
+    return "fused" if few else "decode+matmul"
+
+
+def decode_weight(planes: WeightPlanes) -> Tensor:
+    """The weight [N, K] in planes.dtype, the same bits as the reference; exact when the fine plane is there."""
+    return _decode(planes, planes.dtype) if _served(planes) else reference.decode_weight(planes)
+
+
+def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
+    """activation(x @ w.T + bias): [..., K] to [..., N], in x's dtype; differentiable in x and bias.
+
+    Raises KernelError for an activation that the reference does not know, or an x whose last dimension is not K.
+    """
+    way = route(x, planes)
+    if way == "reference":
+        return reference.linear(x, planes, bias, activation)
+    reference.check(x, planes, activation)
+    if reference.wants_grad(x, bias):
+        y = _Product.apply(x, planes)
+        y = y if bias is None else y + bias
+    elif way == "fused":
+        return _multiply(x, planes, bias, activation)
+    else:
+        y = F.linear(x, _decode(planes, x.dtype), bias)
+    return reference.activate(y, activation)
+
+
+class _Product(torch.autograd.Function):
+    """x @ w.T with the gradient for x; the decoded weight is made again for it and not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, planes: WeightPlanes) -> Tensor:
+        ctx.planes = planes
+        return F.linear(x, _decode(planes, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy @ _decode(ctx.planes, dy.dtype), None
+
+
+def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None, activation: str) -> Tensor:
+    coarse = planes.coarse
+    multiply = _linear_op if torch.compiler.is_compiling() else _fused
+    codes, scales, levels = coarse["codes"], coarse["scales"], coarse.get("levels")
+    return multiply(x, codes, scales, levels, coarse["tensor_scale"], bias, activation)
+
+
+def _launch_for(tokens: int, row_tiles: int) -> tuple[int, int]:
+    """(warps that split K, blocks of 64 columns a warp reads at a time); measured on sm_90."""
+    return (4 if tokens > 16 and row_tiles > 512 else 8), 2
+
+
+def _fused(
+    x: Tensor, codes: Tensor, scales: Tensor, levels: Tensor | None, scale: Tensor, bias: Tensor | None,
+    activation: str,
+) -> Tensor:  # fmt: skip
+    signed = levels is not None
+    levels = levels if signed else _nf4_levels(codes.device.index)
+    k = x.shape[-1]
+    n, blocks = scales.shape
+    x_MK = x.reshape(-1, k)
+    tokens = x_MK.shape[0]
+    y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
+    if not fp4_linear.rows_are_aligned(x_MK):
+        wide = x_MK.new_zeros(tokens, -(-k // 8) * 8)
+        wide[:, :k] = x_MK
+        x_MK, k = wide, wide.shape[1]
+    warps, unroll = _launch_for(tokens, -(-n // 16))
+    with torch.cuda.device(codes.device):
+        _fused_kernels().linear_kernel[(-(-n // 16),)](
+            x_MK, codes.view(torch.int32), scales, levels, scale, x_MK if bias is None else bias.contiguous(), y,
+            tokens, n, k, blocks, x_MK.stride(0), y.stride(0),
+            NT=1 << max(0, (tokens - 1).bit_length() - 3), WK=warps, UNROLL=unroll, SIGNED=signed,
+            TAIL=k % 64 != 0, ACTIVATION=activation, BIAS=bias is not None, num_warps=warps,
+        )  # fmt: skip
+    return y.view(*x.shape[:-1], n)
+
+
+def _decode(planes: WeightPlanes, dtype: torch.dtype) -> Tensor:
+    coarse = planes.coarse
+    codes, scales, levels = coarse["codes"], coarse["scales"], coarse.get("levels")
+    decode = _decode_op if torch.compiler.is_compiling() else _decode_table
+    return decode(codes, scales, levels, coarse["tensor_scale"], planes.shape[1], dtype)
+
+
+def _decode_table(
+    codes: Tensor, scales: Tensor, levels: Tensor | None, scale: Tensor, k: int, dtype: torch.dtype
+) -> Tensor:
+    signed = levels is not None
+    levels = levels if signed else _nf4_levels(codes.device.index)
+    n, blocks = scales.shape
+    w_NK = torch.empty(n, k, dtype=dtype, device=codes.device)
+    with torch.cuda.device(codes.device):
+        _kernels().decode_kernel[(-(-n // _ROWS), -(-blocks // _BLOCKS))](
+            codes, scales, levels, scale, w_NK, n, k, blocks, ROWS=_ROWS, BLOCKS=_BLOCKS, SIGNED=signed,
+            num_warps=_WARPS,
+        )  # fmt: skip
+    return w_NK
+
+
+_linear_op = cuda_op(
+    "table_linear",
+    _fused,
+    "(Tensor x, Tensor codes, Tensor scales, Tensor? levels, Tensor scale, Tensor? bias, str activation) -> Tensor",
+    lambda x, codes, scales, levels, scale, bias, activation: x.new_empty(*x.shape[:-1], codes.shape[0]),
+)
+_decode_op = cuda_op(
+    "table_decode",
+    _decode_table,
+    "(Tensor codes, Tensor scales, Tensor? levels, Tensor scale, SymInt k, ScalarType dtype) -> Tensor",
+    lambda codes, scales, levels, scale, k, dtype: codes.new_empty(codes.shape[0], k, dtype=dtype),
+)

@@ -1,0 +1,184 @@
+"""The fused GPU kernel of `table_linear`: codes through a table into the matrix instruction. Importing needs Triton.
+
+It reads the plain coarse plane. Lane l = 4 g + t of a warp owns rows g and g + 8 and, of each block of 64 columns,
+those from 16 t on: 8 bytes of codes a row, which four `mma.sync.m16n8k16` take 4 columns at a time. So all columns of
+an instruction lie in one block, and its scale multiplies the sums of the block, not the weights.
+
+The 16 levels, rounded to bf16, lie in eight registers as bytes. `prmt` looks up four codes at once among eight bytes:
+twice for the low and twice for the high bytes, bit 3 of the codes chooses between the two, and two more interleave
+them: eleven instructions for four weights.
+"""
+
+# ruff: noqa: RUF005  # the kernel language has no starred expressions
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from vbrt.kernels.cuda.e2m1.fused_gluon import out_layout, summed
+from vbrt.kernels.cuda.e2m1.narrow_gluon import activate
+
+__all__ = ["linear_kernel"]
+
+
+def _decode_assembly() -> str:
+    """Words $16, $17 (row g) and $18, $19 (row g + 8) to the A operands of four instructions: operand o of instruction
+    i in register 4 o + i. Low bytes of the levels in $20, $22, $24, $26, high bytes in $28, $30, $32, $34."""
+    lines = ["{ .reg .b32 s, q, a, b, c, d;"]
+    for row in range(2):
+        for word in range(2):
+            source = f"${16 + 2 * row + word}"
+            lines.append(f"and.b32 s, {source}, 0x77777777; shr.u32 q, {source}, 1; and.b32 q, q, 0x44444444;")
+            for half in range(2):
+                if half:
+                    lines.append("shr.u32 s, s, 16; shr.u32 q, q, 16;")
+                instruction = 2 * word + half
+                lines += [
+                    "prmt.b32 a, $20, $22, s; prmt.b32 b, $24, $26, s; or.b32 d, q, 0x3210; prmt.b32 a, a, b, d;",
+                    "prmt.b32 b, $28, $30, s; prmt.b32 c, $32, $34, s; prmt.b32 b, b, c, d;",
+                    f"prmt.b32 ${4 * row + instruction}, a, b, 0x5140;",
+                    f"prmt.b32 ${4 * (2 + row) + instruction}, a, b, 0x7362;",
+                ]
+    return " ".join([*lines, "}"])
+
+
+def _multiply_assembly() -> str:
+    """$0..$3 = A ($4 + 4 * operand + instruction) times B ($20 + 2 * instruction, + 1), four instructions."""
+    lines, source = ["{ .reg .f32 z; mov.f32 z, 0f00000000;"], "z, z, z, z"
+    for i in range(4):
+        a = ", ".join(f"${4 + 4 * operand + i}" for operand in range(4))
+        lines.append(
+            f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$0, $1, $2, $3}}, {{{a}}}, "
+            f"{{${20 + 2 * i}, ${21 + 2 * i}}}, {{{source}}};"
+        )
+        source = "$0, $1, $2, $3"
+    return " ".join([*lines, "}"])
+
+
+DECODE = gl.constexpr(_decode_assembly())
+DECODE_REGISTERS = gl.constexpr(",".join(["=&r"] * 16) + ",r" * 20)
+MULTIPLY = gl.constexpr(_multiply_assembly())
+MULTIPLY_REGISTERS = gl.constexpr("=&f,=&f,=&f,=&f" + ",r" * 24)
+
+
+@gluon.jit
+def level_bytes(level_ptr, first: gl.constexpr, SIGNED: gl.constexpr):
+    """(low bytes, high bytes) of levels first .. first + 3 in bf16. SIGNED: 8 magnitudes, then their negatives."""
+    low = 0
+    high = 0
+    for i in gl.static_range(4):
+        level = gl.load(level_ptr + ((first + i) % 8 if SIGNED else first + i))
+        if SIGNED and first >= 8:
+            level = -level
+        bits = level.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32)
+        low = low | ((bits & 255) << (8 * i))
+        high = high | (((bits >> 8) & 255) << (8 * i))
+    return low, high
+
+
+@gluon.jit
+def load_blocks(code_ptr, byte_ptr, row, N, block, blocks, t, LAYOUT: gl.constexpr, UNROLL: gl.constexpr):
+    """For each of UNROLL blocks: codes of row and row + 8, scale bytes of row and row + 8; zeros outside."""
+    two = gl.arange(0, 2, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    out = ()
+    for j in gl.static_range(UNROLL):
+        for half in gl.static_range(2):
+            wanted = (row + 8 * half < N) & (block + j < blocks)
+            index = (row + 8 * half) * blocks + block + j
+            at = gl.multiple_of((index * 8 + t * 2)[:, None], (2, 2)) + two
+            words = gl.load(code_ptr + at, mask=wanted[:, None], other=0, cache_modifier=".cg")
+            byte = gl.load(byte_ptr + index, mask=wanted, other=0).to(gl.int32)
+            out = out + (words, byte)
+    return out
+
+
+@gluon.jit
+def scale_of(byte):
+    """A UE4M4 byte as fp32, see vbrt.formats.blocks; 1920 = (127 - 7) << 4."""
+    return gl.where(byte > 0, ((byte + 1920) << 19).to(gl.float32, bitcast=True), 0.0)
+
+
+@gluon.jit(do_not_specialize=["M", "N", "blocks"])
+def linear_kernel(
+    x_ptr, code_ptr, byte_ptr, level_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K, blocks, x_stride, y_stride,
+    NT: gl.constexpr, WK: gl.constexpr, UNROLL: gl.constexpr, SIGNED: gl.constexpr, TAIL: gl.constexpr,
+    ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """y [M, N] = activation(x [M, K] @ w.T + bias), grid (ceil(N / 16),), WK warps that split K.
+
+    x is bf16, its rows 16-byte aligned; NT groups of 8 tokens cover M. TAIL: K % 64 != 0.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WK, 1], [1, 0])
+    thread = gl.arange(0, 32 * WK, layout=gl.SliceLayout(1, LAYOUT))
+    two = gl.arange(0, 2, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    lane = thread % 32
+    t = lane % 4
+    row = gl.program_id(0) * 16 + lane // 4
+    block = (thread // 32) * UNROLL
+    x_words = x_ptr.to(gl.pointer_type(gl.int32))
+    zero = gl.zeros((32 * WK, 2), gl.float32, layout=LAYOUT)
+    blank = gl.zeros((32 * WK, 2), gl.int32, layout=LAYOUT)
+    tiles = load_blocks(code_ptr, byte_ptr, row, N, block, blocks, t, LAYOUT, UNROLL)
+    lows = ()
+    highs = ()
+    for quarter in gl.static_range(4):
+        low, high = level_bytes(level_ptr, 4 * quarter, SIGNED)
+        lows = lows + (blank + low,)
+        highs = highs + (blank + high,)
+    uppers = ()  # sums of rows g, a token group each
+    lowers = ()  # of rows g + 8
+    for _ in gl.static_range(NT):
+        uppers = uppers + (zero,)
+        lowers = lowers + (zero,)
+    for _ in range((blocks + WK * UNROLL - 1) // (WK * UNROLL)):
+        ahead = load_blocks(code_ptr, byte_ptr, row, N, block + WK * UNROLL, blocks, t, LAYOUT, UNROLL)
+        for j in gl.static_range(UNROLL):
+            a = gl.inline_asm_elementwise(
+                DECODE, DECODE_REGISTERS,
+                [tiles[4 * j], tiles[4 * j + 2], lows[0], lows[1], lows[2], lows[3],
+                 highs[0], highs[1], highs[2], highs[3]],
+                dtype=(gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32),
+                is_pure=True, pack=2,
+            )  # fmt: skip
+            scale_g = scale_of(tiles[4 * j + 1])[:, None]
+            scale_h = scale_of(tiles[4 * j + 3])[:, None]
+            added_uppers = ()
+            added_lowers = ()
+            for n in gl.static_range(NT):
+                token = n * 8 + lane // 4
+                x = ()
+                for part in gl.static_range(4):
+                    offset = (block + j) * 32 + t * 8 + part * 2
+                    wanted = (token < M) & (block + j < blocks)
+                    if TAIL:
+                        wanted = wanted & (offset * 2 < K)
+                    offset = offset + token * (x_stride // 2)
+                    at = gl.multiple_of(offset[:, None], (2, 2)) + two
+                    x = x + (gl.load(x_words + at, mask=wanted[:, None], other=0),)
+                upper, lower = gl.inline_asm_elementwise(
+                    MULTIPLY, MULTIPLY_REGISTERS,
+                    [a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], x[0], x[1], x[2], x[3]],
+                    dtype=(gl.float32, gl.float32), is_pure=True, pack=2,
+                )  # fmt: skip
+                added_uppers = added_uppers + (uppers[n] + upper * scale_g,)
+                added_lowers = added_lowers + (lowers[n] + lower * scale_h,)
+            uppers = added_uppers
+            lowers = added_lowers
+        tiles = ahead
+        block = block + WK * UNROLL
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WK, 1], [1, 0])
+    sums = ()
+    for n in gl.static_range(NT):
+        both = gl.permute(gl.join(uppers[n], lowers[n]), (0, 2, 1))  # [threads, row half, token]
+        sums = sums + (gl.convert_layout(gl.reshape(both, (32 * WK, 4)), WIDE),)
+    OUT: gl.constexpr = out_layout(WK)
+    group = gl.arange(0, NT, layout=gl.SliceLayout(1, gl.SliceLayout(2, OUT)))[:, None][:, :, None]
+    place = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :][:, :, None]
+    four = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, OUT)))[None, :][:, None, :]
+    out_row = gl.program_id(0) * 16 + place // 4 + 8 * (four // 2)
+    out_token = group * 8 + 2 * (place % 4) + four % 2
+    v = summed(sums, 0, NT, WK) * gl.load(scale_ptr)
+    keep = (out_row < N) & (out_token < M)
+    if BIAS:
+        v = v + gl.load(bias_ptr + out_row, mask=out_row < N, other=0.0).to(gl.float32)
+    v = activate(v, ACTIVATION, y_ptr.dtype.element_ty)
+    gl.store(y_ptr + out_token.to(gl.int64) * y_stride + out_row, v.to(y_ptr.dtype.element_ty), mask=keep)

@@ -1,0 +1,21 @@
+"""The layers that take the place of nn.Linear, of the subclasses that compute the same, and of Conv1D."""
+
+from vbrt.layers.kinds import kind_of, layer_class
+from vbrt.layers.linear import SwappedLayer, VBLayer, VBLinear, shed
+from vbrt.layers.train import TrainedLayer, TrainedLinear, TrainedWeight
+from vbrt.layers.weight import HandleSpec, WeightHandle, handles_in
+
+__all__ = [
+    "HandleSpec",
+    "SwappedLayer",
+    "TrainedLayer",
+    "TrainedLinear",
+    "TrainedWeight",
+    "VBLayer",
+    "VBLinear",
+    "WeightHandle",
+    "handles_in",
+    "kind_of",
+    "layer_class",
+    "shed",
+]

@@ -1,0 +1,107 @@
+"""Which layers are a model's output heads, which `weights.keep_head` leaves dense.
+
+A head is small, its errors go straight into the results, and fine-tuning begins with a fresh one that must train. So
+it is looked for where models say what theirs is: transformers' output embeddings; in a model for a task what lies
+outside `base_model`, or has one output for each of `config.num_labels`; timm's classifier. Names decide only where a
+model says nothing.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from vbrt.layers import kind_of
+
+__all__ = ["find_heads"]
+
+_NAMES = {"lm_head", "score", "classifier", "qa_outputs", "v_head", "value_head", "reward_head"}
+_TASKS = re.compile(
+    r"For\w*(Classification|Classifier|QuestionAnswering|MultipleChoice|NextSentencePrediction|"
+    r"Reward|Detection|XVector|Retrieval|Scor)|(Reward|Value|Score|CrossEncoder)\w*$"
+)
+_LARGEST_SHARE = 0.1  # of a model's parameters: more outside of its base is more than a head
+
+
+def find_heads(modules: Mapping[str, nn.Module]) -> dict[int, str]:
+    """The output heads among a model's modules, by id, with the reason. `modules`: by full name, the root included."""
+    layers = {id(module): name for name, module in modules.items() if kind_of(module)}
+    heads: dict[int, str] = {}
+    for name, module in modules.items():
+        for head, reason in (*_output_embeddings(module, name), *_task_heads(module, layers), *_classifiers(module)):
+            if id(head) in layers:
+                heads.setdefault(id(head), reason)
+    for key, name in layers.items():
+        parts = name.split(".")
+        if parts[-1] in _NAMES and not any(map(str.isdigit, parts)):
+            heads.setdefault(key, "by its name")
+    return heads
+
+
+def _output_embeddings(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
+    """Of transformers' models."""
+    head = _ask(module, "get_output_embeddings") if hasattr(module, "config") else None
+    if head is not None:
+        yield head, f"{'model' if name == '(root)' else name}.get_output_embeddings()"
+
+
+def _classifiers(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Of timm's models: one layer, several, or a module around one."""
+    found = _ask(module, "get_classifier")
+    for head in found if isinstance(found, list | tuple) else (found,):
+        if isinstance(head, nn.Module):
+            yield from ((layer, f"{type(module).__name__}.get_classifier()") for layer in head.modules())
+
+
+def _ask(module: nn.Module, getter: str) -> Any:
+    """What a getter gives; those of base classes raise where a model has no head."""
+    ask = getattr(type(module), getter, None)
+    try:
+        return getattr(module, getter)() if callable(ask) else None
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _task_heads(model: nn.Module, layers: Mapping[int, str]) -> Iterator[tuple[nn.Module, str]]:
+    """Of transformers' models: layers outside the base model that give a few numbers, and in models for a task, which
+    their names tell, all layers there, unless that is more than a head."""
+    config = getattr(model, "config", None)
+    if not isinstance(getattr(type(model), "base_model_prefix", None), str) or not hasattr(config, "num_labels"):
+        return
+    labels, kind = config.num_labels, type(model).__name__
+    outside, where = _outside(model)
+    last = [m for m in outside if _outputs(m) in (1, 2, labels, labels + 1)]
+    is_task = _TASKS.search(kind) is not None
+    found = outside if is_task and _is_small(outside, model) else last
+    yield from ((layer, f"head of {kind}, {where}") for layer in found)
+    if is_task:
+        for layer in model.modules():
+            if kind_of(layer) and _outputs(layer) == labels and not re.search(r"\.\d+\.", f".{layers[id(layer)]}."):
+                yield layer, f"head of {kind}: one output for each of its {labels} labels"
+
+
+def _outside(model: nn.Module) -> tuple[list[nn.Module], str]:
+    """The layers outside a model's base model; where it has none, those that it holds itself."""
+    base = model.base_model
+    if base is model:
+        return [child for child in model.children() if kind_of(child)], "which holds it itself"
+    inside = {id(module) for module in base.modules()}
+    return (
+        [module for module in model.modules() if kind_of(module) and id(module) not in inside],
+        f"outside its base model ({model.base_model_prefix})",
+    )
+
+
+def _outputs(layer: nn.Module) -> int:
+    return layer.out_features if isinstance(layer, nn.Linear) else layer.weight.shape[-1]
+
+
+def _is_small(layers: list[nn.Module], model: nn.Module) -> bool:
+    size = sum(math.prod(layer.weight.shape) for layer in layers)
+    return size <= _LARGEST_SHARE * sum(
+        math.prod(parameter.shape)
+        for parameter in model.parameters()
+        if not isinstance(parameter, nn.parameter.UninitializedTensorMixin)
+    )

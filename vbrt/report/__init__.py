@@ -1,0 +1,3 @@
+"""What a person reads: statistics and timelines, in pure Python."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""Which pages should be where, in pure Python: policies, room, simulation, the plan."""
+
+__all__: list[str] = []

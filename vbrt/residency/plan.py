@@ -1,0 +1,197 @@
+"""The plan: what the wrapper will do to a model and what that costs in bytes, decided before anything moves.
+
+The estimator prints it and the runtime follows it, so the two cannot drift. Pure data and pure functions: what a
+model contains is found out in `vbrt.model.planner`, what fits where is decided here by `place`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from vbrt.errors import ConfigError
+from vbrt.residency.policy import spread
+
+__all__ = ["FILE_HEADER_BYTES", "PageSpec", "Plan", "Skip", "Swap", "format_bytes", "place"]
+
+FILE_HEADER_BYTES = 4096  # what a page file costs on the ssd beside the page
+
+
+@dataclass(frozen=True, slots=True)
+class PageSpec:
+    """One plane of one layer: its bytes (an upper estimate where the data decides) and the tier that is its home."""
+
+    key: str
+    plane: str
+    nbytes: int
+    home: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """A layer that becomes a VB layer. `shape` is (out, in); `aliases` are other names of the same weight."""
+
+    name: str
+    kind: str
+    shape: tuple[int, int]
+    dtype: str
+    dense_bytes: int
+    format: str
+    fine: str
+    pages: tuple[PageSpec, ...]
+    aliases: tuple[str, ...] = ()
+    note: str = ""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of all planes of the layer."""
+        return sum(page.nbytes for page in self.pages)
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """Parameters that stay as they are: their bytes and why. A refusal is data."""
+
+    nbytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Every swap, every skip with its reason, every page's home.
+
+    `budgets` are the resolved bytes of each tier that takes part, the computing tier first. With mode "train" there are
+    no pages: the computing tier's budget is 0, and the swapped weights stay in its memory. `warnings`: what a user
+    should hear who does not look.
+    """
+
+    swaps: tuple[Swap, ...]
+    skipped: Mapping[str, Skip]
+    budgets: Mapping[str, int]
+    notes: tuple[str, ...] = field(default=())
+    mode: str = "infer"
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def compute_tier(self) -> str:
+        """The tier whose memory kernels read: "gpu", or "cpu" on a machine without one."""
+        return next(iter(self.budgets))
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the model as it came: swapped weights and everything that stays."""
+        return sum(swap.dense_bytes for swap in self.swaps) + self.kept_bytes
+
+    @property
+    def swapped_bytes(self) -> int:
+        """Dense bytes of the weights that are swapped."""
+        return sum(swap.dense_bytes for swap in self.swaps)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of parameters that stay as they are, in the computing device's memory, outside the budgets."""
+        return sum(skip.nbytes for skip in self.skipped.values())
+
+    @property
+    def unbudgeted_bytes(self) -> int:
+        """Bytes of all parameters that are in the computing device's memory outside the budgets."""
+        return self.dense_bytes if self.mode == "train" else self.kept_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of all pages."""
+        return sum(swap.page_bytes for swap in self.swaps)
+
+    @property
+    def group(self) -> int:
+        """Pages that one lease takes together, at most."""
+        return max((len(swap.pages) for swap in self.swaps), default=1)
+
+    @property
+    def largest_layer_bytes(self) -> int:
+        """What one lease takes, at most."""
+        return max((swap.page_bytes for swap in self.swaps), default=0)
+
+    def home_bytes(self, tier: str) -> int:
+        """Bytes of the pages whose home is `tier`."""
+        return sum(page.nbytes for swap in self.swaps for page in swap.pages if page.home == tier)
+
+    def to_dict(self) -> dict:
+        """Plain data for JSON, with the totals."""
+        totals = {
+            name: getattr(self, name)
+            for name in ("compute_tier", "dense_bytes", "swapped_bytes", "kept_bytes", "page_bytes")
+        }
+        return {
+            "mode": self.mode,
+            **totals,
+            "budgets": dict(self.budgets),
+            "notes": list(self.notes),
+            "warnings": list(self.warnings),
+            "swaps": [asdict(swap) for swap in self.swaps],
+            "skipped": {name: asdict(skip) for name, skip in self.skipped.items()},
+        }
+
+
+def place(layers: Sequence[Sequence[PageSpec]], budgets: Mapping[str, int], *, source: str) -> dict[str, str]:
+    """The home of each page: the first tier, from the computing one down, that holds them all.
+
+    Where no single tier does, the last tier takes what fits, evenly spread, and the tiers above take the rest, each
+    keeping room for one layer to pass through.
+
+    Args:
+        layers: the pages of each layer, in the order of the model.
+        budgets: bytes by tier, the computing tier first; an ssd comes last.
+        source: what to name in an error: the config's file or preset.
+
+    Raises:
+        ConfigError: a tier is smaller than the largest layer that must pass through it, or all of them together
+            are too small.
+    """
+    pages = {page.key: page.nbytes for layer in layers for page in layer}
+    lease = max((sum(page.nbytes for page in layer) for layer in layers), default=0)
+    tiers = list(budgets)
+    for depth, tier in enumerate(tiers):
+        if sum(_cost(size, tier) for size in pages.values()) <= budgets[tier]:
+            _check_passage(tiers[:depth], budgets, lease, layers, source)
+            return dict.fromkeys(pages, tier)
+    _check_passage(tiers[:-1], budgets, lease, layers, source)
+    homes: dict[str, str] = {}
+    left = list(pages)
+    for tier in reversed(tiers):
+        room = budgets[tier] - (lease if tier != tiers[-1] else 0)
+        for key in spread(left, {key: _cost(pages[key], tier) for key in left}, room):
+            homes[key] = tier
+        left = [key for key in left if key not in homes]
+    if left:
+        have = " + ".join(f"{tier} {format_bytes(budgets[tier])}" for tier in tiers)
+        raise ConfigError(
+            f"{source}: the pages take {format_bytes(sum(pages.values()))}, the tiers hold {have}; raise "
+            "tiers.*.budget, enable a further tier (tiers.ssd with a path), or choose a smaller "
+            "weights.format"
+        )
+    return homes
+
+
+def _cost(nbytes: int, tier: str) -> int:
+    return nbytes + FILE_HEADER_BYTES if tier == "ssd" else nbytes
+
+
+def _check_passage(
+    tiers: Sequence[str], budgets: Mapping[str, int], lease: int, layers: Sequence[Sequence[PageSpec]], source: str
+) -> None:
+    for tier in tiers:
+        if budgets[tier] < lease:
+            largest = max(layers, key=lambda layer: sum(page.nbytes for page in layer))
+            raise ConfigError(
+                f"{source}: tiers.{tier}.budget = {budgets[tier]} bytes is smaller than the largest "
+                f"layer's pages ({largest[0].key}: {lease} bytes); give it at least that, better "
+                f"three times that, or exclude the layer in weights.exclude"
+            )
+
+
+def format_bytes(nbytes: float) -> str:
+    """A number of bytes for people: 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"

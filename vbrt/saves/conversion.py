@@ -1,0 +1,164 @@
+"""Checkpoints under a model's names: transformers renames, merges and splits tensors as it loads; so does `vbrt.load`.
+
+Rules and operations are transformers' own, those of `from_pretrained`. Here they are applied to one tensor of the model
+at a time, when its value is wanted, and to meta tensors before, to know its shape and dtype.
+"""
+
+import copy
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vbrt.errors import CheckpointError
+from vbrt.saves.tensorfile import TensorFile, TensorInfo
+
+__all__ = ["Entry", "entries_for"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of a checkpoint under the model's name for it. `read` gives it in fresh CPU memory, `map` from a mapping
+    of its file where that can be."""
+
+    info: TensorInfo
+    read: Callable[[], torch.Tensor]
+    map: Callable[[], torch.Tensor]
+
+
+def entries_for(path: Path, model: nn.Module, files: Iterable[TensorFile]) -> dict[str, Entry]:
+    """Name in the model -> tensor; what the model has not comes under the name that it would have.
+
+    Raises CheckpointError: two tensors of one name, or a conversion that cannot be done.
+    """
+    found: dict[str, TensorFile] = {}
+    for file in files:
+        for name in file.tensors:
+            if name in found:
+                raise CheckpointError(
+                    f"{path}: {name} is in {found[name].path.name} and in {file.path.name}; remove "
+                    "the one that does not belong to this checkpoint"
+                )
+            found[name] = file
+    rules = _rules_for(model)
+    if rules is None:
+        return {name: _plain(file, name) for name, file in found.items()}
+    return _converted(path, model, found, rules)
+
+
+def _plain(file: TensorFile, name: str) -> Entry:
+    return Entry(file.tensors[name], partial(file.read, name), partial(file.map, name))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """What transformers does with names and tensors of a model's checkpoints."""
+
+    rename: Callable[[str], tuple[str, str | None]]
+    converters: Mapping[str, Any]  # by source pattern
+    order: Callable[[str], Any]
+
+
+def _rules_for(model: nn.Module) -> _Rules | None:
+    """None for a model that is not of transformers, or a version of it that converts nothing."""
+    library = sys.modules.get("transformers")
+    if library is None or not isinstance(model, library.PreTrainedModel):
+        return None
+    try:
+        loading = importlib.import_module("transformers.core_model_loading")
+        mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+    except (ImportError, AttributeError):
+        return None
+    renamings = [rule for rule in mapping if isinstance(rule, loading.WeightRenaming)]
+    converters = [rule for rule in mapping if isinstance(rule, loading.WeightConverter)]
+    names = model.state_dict(keep_vars=True)
+
+    def rename(name: str) -> tuple[str, str | None]:
+        prefix = model.base_model_prefix
+        new, pattern = loading.rename_source_key(name, renamings, converters, prefix, names)
+        if new not in names and name in names:
+            return loading.rename_source_key(name, [], [], base_model_prefix=prefix, meta_state_dict=names)
+        return new, pattern
+
+    return _Rules(
+        rename, {pattern: rule for rule in converters for pattern in rule.source_patterns}, loading.dot_natural_key
+    )
+
+
+@dataclass(slots=True)
+class _Group:
+    """Tensors that are converted together into one or more of the model's; `first` names one of those."""
+
+    path: Path
+    model: nn.Module
+    first: str
+    rule: Any
+    sources: list[tuple[str, str, TensorFile]] = field(default_factory=list)  # (pattern, name, file)
+
+    def entries(self) -> dict[str, Entry]:
+        """What comes out."""
+        out = self._convert(
+            lambda file, name: torch.empty(file.tensors[name].shape, dtype=file.tensors[name].dtype, device="meta")
+        )
+        return {name: self._entry(name, tensor) for name, tensor in out.items()}
+
+    def _entry(self, name: str, like: torch.Tensor) -> Entry:
+        read = partial(self._read, name, like)
+        return Entry(TensorInfo(name, like.dtype, tuple(like.shape)), read, read)
+
+    def _read(self, name: str, wanted: torch.Tensor) -> torch.Tensor:
+        tensor = self._convert(lambda file, source: file.read(source))[name]
+        if (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype):
+            raise self._error(f"{name} is {tuple(tensor.shape)} of {tensor.dtype}")
+        return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor.contiguous()
+
+    @torch.no_grad()
+    def _convert(self, tensor_of: Callable[[TensorFile, str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        rule = copy.deepcopy(self.rule)
+        for pattern, name, file in self.sources:
+            rule.add_tensor(self.first, name, pattern, tensor_of(file, name))
+        try:
+            out = rule.convert(self.first, model=self.model, config=self.model.config)
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            raise self._error(str(error).partition("\n")[0] or type(error).__name__) from error
+        return {name: value[0] if isinstance(value, list) else value for name, value in out.items()}
+
+    def _error(self, why: str) -> CheckpointError:
+        steps = ", ".join(type(step).__name__ for step in self.rule.operations)
+        names = ", ".join(name for _, name, _ in self.sources[:2]) + (", ..." if len(self.sources) > 2 else "")
+        return CheckpointError(
+            f"{self.path}: {self.first} is made by transformers of {len(self.sources)} tensors "
+            f"({names}) by {steps}, which fails here: {why}. Where from_pretrained() loads it, give "
+            "that model to vbrt.wrap"
+        )
+
+
+def _converted(path: Path, model: nn.Module, found: Mapping[str, TensorFile], rules: _Rules) -> dict[str, Entry]:
+    groups: dict[str, _Group] = {}
+    origin: dict[str, str] = {}
+    out: dict[str, Entry] = {}
+    for name in sorted(found, key=rules.order):  # experts in the order of their numbers
+        new, pattern = rules.rename(name)
+        if pattern is not None:
+            group = groups.setdefault(new, _Group(path, model, new, rules.converters[pattern]))
+            group.sources.append((pattern, name, found[name]))
+            continue
+        _check_new(path, origin, new, name)
+        out[new] = _plain(found[name], name)
+    for group in groups.values():
+        for new, entry in group.entries().items():
+            _check_new(path, origin, new, group.sources[0][1])
+            out[new] = entry
+    return out
+
+
+def _check_new(path: Path, origin: dict[str, str], new: str, name: str) -> None:
+    if new in origin:
+        raise CheckpointError(f"{path}: {origin[new]} and {name} are both {new} for this model; expected one of them")
+    origin[new] = name

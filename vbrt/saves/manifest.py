@@ -1,0 +1,389 @@
+"""vbrt.json, the manifest of a save: config, layers, what was kept, and where each tensor is.
+
+It carries a digest of its own content, and nothing is built from it before every field has been checked: names, types,
+dtypes, planes and the fields in them. Manifests of version 1, which have no digest, are checked alike.
+"""
+
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from vbrt.errors import CheckpointError, describe_os_error
+from vbrt.formats import FORMATS, get_format
+from vbrt.formats.fine import WIDTH, fine_fields
+from vbrt.host.files import read_bounded
+from vbrt.layers.kinds import KINDS
+from vbrt.model.planner import ROOT
+from vbrt.saves.tensorfile import TENSOR_DTYPES
+
+__all__ = [
+    "MANIFEST",
+    "SHARD",
+    "KeptTensor",
+    "Manifest",
+    "SavedLayer",
+    "SavedTensor",
+    "content_digest",
+    "plane_tensor",
+    "read_manifest",
+    "read_manifest_bytes",
+    "text_of",
+    "to_json",
+    "weight_name",
+]
+
+MANIFEST = "vbrt.json"
+SHARD = re.compile(r"vbrt-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
+_KIND, _VERSION = "vbrt save", 2
+_MAX_BYTES = 64 << 20  # of about 50,000 layers
+_STORED = ("float32", "bfloat16", "float16", "float64")
+_FLOATS = tuple(name for name, dtype in TENSOR_DTYPES.items() if dtype.is_floating_point)
+
+Expected = Mapping[str, tuple[str, tuple[int | None, ...]]]
+"""Names of a plane's tensors -> dtype and shape; None where any length will do."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLayer:
+    """A VB layer. `shape` is (out, in); `stored_dtype` is that of the weight that was encoded, `dtype` what the layer
+    computes in; `planes` has the fields of each plane."""
+
+    name: str
+    aliases: tuple[str, ...]
+    kind: str
+    shape: tuple[int, int]
+    stored_dtype: str
+    dtype: str
+    format: str
+    fine: bool
+    transposed: bool
+    trainable: bool
+    planes: Mapping[str, tuple[str, ...]]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the weight's layers."""
+        return (self.name, *self.aliases)
+
+    def expected(self) -> dict[str, Expected]:
+        """What each plane must hold. Raises FormatError for a dtype that the format does not hold."""
+        dtype = getattr(torch, self.stored_dtype)
+        as_kept = self.shape[::-1] if self.transposed and self.format == "dense" else self.shape
+        layout = get_format(self.format).layout(as_kept, dtype)
+        planes = {layout.plane: {field.name: (field.dtype, field.shape) for field in layout.fields}}
+        return planes | ({"fine": fine_fields(self.shape, dtype)} if self.fine else {})
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTensor:
+    """A parameter or buffer that was not swapped, under all its names."""
+
+    name: str
+    aliases: tuple[str, ...]
+    kind: str  # "parameter", "buffer", or "non-persistent buffer"
+    trainable: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the tensor."""
+        return (self.name, *self.aliases)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """Where a tensor is, and XXH3-64 of its bytes in hex; version 1 says nothing of dtype and shape."""
+
+    file: str
+    digest: str
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What vbrt.json says."""
+
+    config: Mapping[str, Any]
+    layers: tuple[SavedLayer, ...]
+    kept: tuple[KeptTensor, ...]
+    tensors: Mapping[str, SavedTensor]
+
+
+def plane_tensor(layer: str, plane: str, field: str) -> str:
+    """What a plane's tensor is called in a file."""
+    weight = weight_name(layer)
+    if plane == "dense":
+        return weight
+    return f"{weight}.{field}" if plane == "coarse" else f"{weight}.{plane}.{field}"
+
+
+def weight_name(layer: str) -> str:
+    """The name of a layer's weight in the dense model."""
+    return "weight" if layer == ROOT else f"{layer}.weight"
+
+
+def text_of(dtype: torch.dtype) -> str:
+    """A dtype as the manifest has it."""
+    return str(dtype).removeprefix("torch.")
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def to_json(manifest: Manifest) -> bytes:
+    """The file's content: a line for each layer, parameter, buffer and tensor. Raises CheckpointError: too large."""
+    tensors = {name: [t.file, t.dtype, list(t.shape or ()), t.digest] for name, t in manifest.tensors.items()}
+    content = {
+        "kind": _KIND,
+        "version": _VERSION,
+        "vbrt": sys.modules["vbrt"].__version__,
+        **asdict(manifest),
+        "tensors": tensors,
+    }
+    content["digest"] = content_digest(content)
+    text = ",\n".join(f"{json.dumps(key)}: {_lines(value)}" for key, value in content.items())
+    data = f"{{\n{text}\n}}\n".encode()
+    if len(data) > _MAX_BYTES:
+        raise CheckpointError(
+            f"{MANIFEST}: {len(data)} bytes for {len(manifest.layers)} layers and "
+            f"{len(tensors)} tensors; expected at most {_MAX_BYTES}"
+        )
+    return data
+
+
+def _lines(value: Any) -> str:
+    if isinstance(value, list | tuple) and value:
+        return "[\n " + ",\n ".join(json.dumps(item) for item in value) + "\n]"
+    if isinstance(value, dict) and value:
+        return "{\n " + ",\n ".join(f"{json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()) + "\n}"
+    return json.dumps(value)
+
+
+def content_digest(content: Mapping[str, Any]) -> str:
+    """XXH3-64 in hex of all but the digest, whatever the order of keys and the space between them."""
+    rest = {key: value for key, value in content.items() if key != "digest"}
+    return xxhash.xxh3_64_hexdigest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+class _Damaged(Exception):
+    """What is wrong, and where."""
+
+
+def read_manifest_bytes(directory: Path) -> bytes:
+    """The manifest of a directory as it stands. Raises OSError, also for one that is larger than any."""
+    return read_bounded(directory / MANIFEST, _MAX_BYTES)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a directory. Raises CheckpointError, naming file and entry, for anything else than one."""
+    path = directory / MANIFEST
+    try:
+        data = json.loads(read_manifest_bytes(directory).decode(), object_pairs_hook=_object, parse_constant=_constant)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {describe_os_error(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: damaged: not valid JSON ({error})") from error
+    if not isinstance(data, dict) or data.get("kind") != _KIND:
+        raise CheckpointError(f'{path}: not written by vb.save(); expected "kind": "{_KIND}" in it')
+    version = data.get("version")
+    if type(version) is not int or version not in (1, _VERSION):
+        raise CheckpointError(
+            f"{path}: a save of version {_shown(version)}, by vbrt {_shown(data.get('vbrt'))}; this "
+            f"vbrt reads versions 1 and {_VERSION}: install that vbrt, or a newer one"
+        )
+    try:
+        return _checked(data, version)
+    except _Damaged as error:
+        raise CheckpointError(f"{path}: damaged: {error}; copy the file again, or save the model again") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"{_shown(twice)} stands twice in one object")
+    return out
+
+
+def _constant(text: str) -> None:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _checked(data: dict[str, Any], version: int) -> Manifest:
+    _exactly(data, _HEAD if version > 1 else _HEAD - {"digest"}, "the manifest")
+    _expect(_is_name(data["vbrt"]), "vbrt", data["vbrt"], "a version")
+    _expect(type(data["config"]) is dict, "config", data["config"], "a table")
+    manifest = Manifest(
+        data["config"],
+        tuple(_entries(SavedLayer, data["layers"], "layers")),
+        tuple(_entries(KeptTensor, data["kept"], "kept")),
+        _tensors(data["tensors"], version),
+    )
+    _check_names(manifest)
+    for number, layer in enumerate(manifest.layers):
+        _check_layer(layer, f"layers[{number}]")
+    _check_tensors(manifest)
+    if version > 1 and data["digest"] != content_digest(data):
+        raise _Damaged(f'"digest" = {_shown(data["digest"])}, and that of the content is "{content_digest(data)}"')
+    return manifest
+
+
+_HEAD = {"kind", "version", "vbrt", "digest", "config", "layers", "kept", "tensors"}
+
+
+def _is_name(value: Any) -> bool:
+    return type(value) is str and value != ""
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 1 <= value < 1 << 31
+
+
+def _one_of(names: Iterable[str]) -> tuple[Callable[[Any], bool], str]:
+    names = tuple(names)
+    return lambda value: type(value) is str and value in names, f"one of {', '.join(names)}"
+
+
+_Rule = tuple[Callable[[Any], bool], str]
+_FLAG: _Rule = (lambda value: type(value) is bool, "true or false")
+_NAME: _Rule = (_is_name, "a name")
+_NAMES: _Rule = (lambda value: type(value) is list and all(map(_is_name, value)), "a list of names")
+_RULES: dict[type, dict[str, _Rule]] = {
+    SavedLayer: {
+        "name": _NAME,
+        "aliases": _NAMES,
+        "kind": _one_of(KINDS),
+        "shape": (
+            lambda value: type(value) is list and len(value) == 2 and all(map(_is_size, value)),
+            "two whole numbers from 1 on",
+        ),
+        "stored_dtype": _one_of(_STORED),
+        "dtype": _one_of(_FLOATS),
+        "format": _one_of(FORMATS),
+        "fine": _FLAG,
+        "transposed": _FLAG,
+        "trainable": _FLAG,
+        "planes": (
+            lambda value: type(value) is dict and all(map(_NAMES[0], value.values())),
+            "lists of names by plane",
+        ),
+    },
+    KeptTensor: {
+        "name": _NAME,
+        "aliases": _NAMES,
+        "kind": _one_of(("parameter", "buffer", "non-persistent buffer")),
+        "trainable": _FLAG,
+    },
+}
+
+
+def _entries(cls: type, data: Any, where: str) -> Iterator[Any]:
+    _expect(type(data) is list, where, data, "a list")
+    for number, entry in enumerate(data):
+        here = f"{where}[{number}]"
+        _expect(type(entry) is dict, here, entry, "a table")
+        _exactly(entry, {field.name for field in fields(cls)}, here)
+        for key, (holds, expected) in _RULES[cls].items():
+            _expect(holds(entry[key]), f"{here}.{key}", entry[key], expected)
+        values = {key: tuple(value) if type(value) is list else value for key, value in entry.items()}
+        if cls is SavedLayer:
+            values["planes"] = {plane: tuple(names) for plane, names in values["planes"].items()}
+        yield cls(**values)
+
+
+def _tensors(data: Any, version: int) -> dict[str, SavedTensor]:
+    _expect(type(data) is dict, "tensors", data, "a table")
+    return {name: _tensor(entry, f"tensors.{name}", version) for name, entry in data.items()}
+
+
+def _tensor(entry: Any, where: str, version: int) -> SavedTensor:
+    length = 4 if version > 1 else 2
+    _expect(type(entry) is list and len(entry) == length, where, entry, f"a list of {length}")
+    file, digest = entry[0], entry[-1]
+    _expect(
+        type(file) is str and SHARD.fullmatch(file) is not None,
+        f"{where}[0]",
+        file,
+        "a file of the name vbrt-xxxxxxxx-NNNNN-of-NNNNN.safetensors",
+    )
+    _expect(
+        type(digest) is str and re.fullmatch("[0-9a-f]{16}", digest) is not None,
+        f"{where}[{length - 1}]",
+        digest,
+        "16 hexadecimal digits",
+    )
+    if version == 1:
+        return SavedTensor(file, digest)
+    _, dtype, shape, _ = entry
+    _expect(type(dtype) is str and dtype in TENSOR_DTYPES, f"{where}[1]", dtype, "a dtype")
+    _expect(type(shape) is list and all(type(n) is int and n >= 0 for n in shape), f"{where}[2]", shape, "a shape")
+    return SavedTensor(file, digest, dtype, tuple(shape))
+
+
+def _check_names(manifest: Manifest) -> None:
+    """Every layer, parameter and buffer once."""
+    taken: dict[str, str] = {}
+    for where, entries in (("layers", manifest.layers), ("kept", manifest.kept)):
+        for number, entry in enumerate(entries):
+            for name in entry.names:
+                full = weight_name(name) if where == "layers" else name
+                if full in taken:
+                    raise _Damaged(f"{where}[{number}] has the name {_shown(name)}, which {taken[full]} has already")
+                taken[full] = f"{where}[{number}]"
+
+
+def _check_layer(layer: SavedLayer, where: str) -> None:
+    if layer.format != "dense" and layer.stored_dtype == "float64":
+        raise _Damaged(f'{where}.stored_dtype = "float64", which {layer.format} does not hold')
+    if layer.fine and (layer.format == "dense" or getattr(torch, layer.stored_dtype) not in WIDTH):
+        raise _Damaged(f"{where}.fine = true, which {layer.stored_dtype} in {layer.format} cannot have")
+    expected = {plane: set(tensors) for plane, tensors in layer.expected().items()}
+    if {plane: set(names) for plane, names in layer.planes.items()} != expected:
+        wanted = "; ".join(f"{plane}: {', '.join(names)}" for plane, names in expected.items())
+        raise _Damaged(f"{where}.planes = {_shown({p: list(n) for p, n in layer.planes.items()})}; expected {wanted}")
+
+
+def _check_tensors(manifest: Manifest) -> None:
+    """Each tensor that is spoken of is there, and no other."""
+    wanted = Counter(
+        plane_tensor(layer.name, plane, field)
+        for layer in manifest.layers
+        for plane, names in layer.planes.items()
+        for field in names
+    )
+    wanted.update(entry.name for entry in manifest.kept)
+    for name, count in wanted.items():
+        if count > 1:
+            raise _Damaged(f"{count} layers, parameters or buffers have a tensor of the name {_shown(name)}")
+        if name not in manifest.tensors:
+            raise _Damaged(f'"tensors" has no {_shown(name)}')
+    for name in manifest.tensors:
+        if name not in wanted:
+            raise _Damaged(f'"tensors" has {_shown(name)}, which no layer, parameter or buffer has')
+
+
+def _exactly(data: Mapping[str, Any], keys: set[str], where: str) -> None:
+    for what, names in (("has no", keys - data.keys()), ("has an unknown", data.keys() - keys)):
+        if names:
+            raise _Damaged(f"{where} {what} {_shown(min(names))}")
+
+
+def _expect(holds: bool, where: str, value: Any, expected: str) -> None:
+    if not holds:
+        raise _Damaged(f"{where} = {_shown(value)}; expected {expected}")
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value) if isinstance(value, str | int | float | bool | None) else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

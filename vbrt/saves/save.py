@@ -1,0 +1,227 @@
+"""Saves: a wrapped model in a directory, planes as their format encodes them and everything else as it is.
+
+    vbrt.json                                    the manifest (`manifest.py`): layers, what was kept, digests
+    vbrt-3f9c01ab-00001-of-00002.safetensors     tensors, under the dense model's names
+
+A plane's tensors are named after the weight: `layers.0.up.weight.codes`, `layers.0.up.weight.fine.low`; a dense plane
+has the weight's own name. The files of a save have a name that no other save has, and the manifest, renamed into place
+last, is what makes them the save: until then the directory holds the one before.
+"""
+
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from vbrt.config import VBConfig
+from vbrt.errors import CheckpointError, describe_os_error
+from vbrt.host.files import expanded, sync_directory, write_file
+from vbrt.layers import SwappedLayer, TrainedLayer, TrainedWeight, WeightHandle
+from vbrt.model.planner import ROOT
+from vbrt.saves.manifest import (
+    MANIFEST,
+    SHARD,
+    KeptTensor,
+    Manifest,
+    SavedLayer,
+    SavedTensor,
+    plane_tensor,
+    read_manifest_bytes,
+    text_of,
+    to_json,
+)
+from vbrt.saves.tensorfile import TensorInfo, TensorWriter
+
+__all__ = ["save_model"]
+
+Handle = WeightHandle | TrainedWeight
+_SHARD_BYTES = 1 << 30
+_OURS = re.compile(rf"({SHARD.pattern}|{re.escape(MANIFEST)})((\.[0-9a-f]{{8}})?\.tmp)?")
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Tensors that are written together, and the call that writes them and returns their digests."""
+
+    tensors: list[TensorInfo]
+    write: Callable[[TensorWriter], dict[str, str]]
+
+
+def save_model(model: nn.Module, config: VBConfig, directory: Path) -> Path:
+    """Write a model whose VB layers are all encoded. See `VBModelWrapper.save`."""
+    try:
+        directory = expanded(directory)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: the model cannot be saved there: {error.strerror}") from error
+    layers, kept = _find_layers(model), _find_kept(model)
+    parts = [_layer_part(layer, handle) for layer, handle in layers]
+    parts += [_kept_part(entry, tensor) for entry, tensor in kept]
+    _check_unique(info.name for part in parts for info in part.tensors)
+    shards = _shards(parts)
+    token, tensors = secrets.token_hex(4), {}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for number, shard in enumerate(shards, 1):
+            name = f"vbrt-{token}-{number:05d}-of-{len(shards):05d}.safetensors"
+            tensors |= {info.name: _saved(name, info, digest) for info, digest in _write_shard(directory / name, shard)}
+        sync_directory(directory)
+        manifest = Manifest(config.to_dict(), tuple(e for e, _ in layers), tuple(e for e, _ in kept), tensors)
+        write_file(directory / MANIFEST, to_json(manifest))
+    except OSError as error:
+        _remove(directory, lambda name: token in name or name.endswith(".tmp"))
+        raise CheckpointError(
+            f"{error.filename or directory}: the model cannot be saved to {directory}: "
+            f"{describe_os_error(error)}; a save that was there is as it was"
+        ) from error
+    except BaseException:
+        _remove(directory, lambda name: token in name or name.endswith(".tmp"))
+        raise
+    try:
+        sync_directory(directory)
+    except OSError as error:  # the files of the one before stay: after a power cut its manifest may be back
+        raise CheckpointError(
+            f"{directory}: the model is saved and the save is in place, but the system cannot sync "
+            f"the directory ({describe_os_error(error)}): until it can, a power cut may bring back "
+            "what was there before; save again"
+        ) from error
+    _remove(directory, lambda name: token not in name and name != MANIFEST)
+    return directory
+
+
+def _check_unique(names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise CheckpointError(f"{name}: a parameter or buffer has the name of a plane's tensor; rename it")
+        seen.add(name)
+
+
+def _write_shard(path: Path, parts: list[_Part]) -> list[tuple[TensorInfo, str]]:
+    infos, digests = [info for part in parts for info in part.tensors], {}
+    with TensorWriter(path, infos) as writer:
+        for part in parts:
+            digests |= part.write(writer)
+    return [(info, digests[info.name]) for info in infos]
+
+
+def _saved(file: str, info: TensorInfo, digest: str) -> SavedTensor:
+    return SavedTensor(file, digest, text_of(info.dtype), info.shape)
+
+
+def _remove(directory: Path, unwanted: Callable[[str], bool]) -> None:
+    """Remove files of saves by name, but for those of the save that is in place."""
+    try:
+        in_place = read_manifest_bytes(directory)
+    except FileNotFoundError:
+        in_place = b""
+    except OSError:  # nobody knows what it needs
+        return
+    try:
+        for path in directory.iterdir():
+            if _OURS.fullmatch(path.name) and unwanted(path.name) and f'"{path.name}"'.encode() not in in_place:
+                path.unlink(missing_ok=True)
+    except OSError:  # what is left over takes room and does no harm
+        return
+
+
+def _shards(parts: Iterable[_Part]) -> list[list[_Part]]:
+    """Files of about `_SHARD_BYTES`; a part is never split."""
+    shards, room = [], 0
+    for part in parts:
+        nbytes = sum(info.nbytes for info in part.tensors)
+        if not shards or nbytes > room:
+            shards.append([])
+            room = _SHARD_BYTES
+        shards[-1].append(part)
+        room -= nbytes
+    return shards
+
+
+def _layer_part(layer: SavedLayer, handle: Handle) -> _Part:
+    infos = [
+        TensorInfo(plane_tensor(layer.name, layout.plane, field.name), getattr(torch, field.dtype), field.shape)
+        for layout in handle.encoded_layouts()
+        for field in layout.fields
+    ]
+
+    def write(writer: TensorWriter) -> dict[str, str]:
+        with handle.encoded() as planes:
+            named = {
+                plane_tensor(layer.name, layout.plane, field): tensor
+                for layout, plane in planes
+                for field, tensor in plane.items()
+            }
+            return {name: writer.write(name, tensor) for name, tensor in named.items()}
+
+    return _Part(infos, write)
+
+
+def _kept_part(entry: KeptTensor, tensor: torch.Tensor) -> _Part:
+    info = TensorInfo(entry.name, tensor.dtype, tuple(tensor.shape))
+    return _Part([info], lambda writer: {entry.name: writer.write(entry.name, tensor)})
+
+
+# -- what a model holds -----------------------------------------------------------------------------------------------
+
+
+def _find_layers(model: nn.Module) -> list[tuple[SavedLayer, Handle]]:
+    names: dict[Handle, list[str]] = {}
+    kinds: dict[Handle, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, SwappedLayer):
+            names.setdefault(module.handle, []).append(name or ROOT)
+            kinds[module.handle] = type(module).plain_class().__name__
+    return [(_saved_layer(handle, names[handle], kinds[handle]), handle) for handle in names]
+
+
+def _saved_layer(handle: Handle, names: list[str], kind: str) -> SavedLayer:
+    spec = handle.spec
+    planes = {layout.plane: tuple(field.name for field in layout.fields) for layout in handle.encoded_layouts()}
+    return SavedLayer(
+        names[0],
+        tuple(names[1:]),
+        kind,
+        spec.shape,
+        text_of(spec.dtype),
+        text_of(handle.dtype),
+        spec.format,
+        spec.fine,
+        spec.transposed,
+        handle.trainable,
+        planes,
+    )
+
+
+def _find_kept(model: nn.Module) -> list[tuple[KeptTensor, torch.Tensor]]:
+    found: dict[int, tuple[list[str], str, torch.Tensor]] = {}
+    for name, kind, tensor in _named_tensors(model):
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            raise CheckpointError(f"{name}: has no shape before the first call; run the model once, then save it")
+        if tensor.is_meta:
+            raise CheckpointError(f"{name}: is on the meta device, without data; load it first")
+        found.setdefault(id(tensor), ([], kind, tensor))[0].append(name)
+    return [
+        (KeptTensor(names[0], tuple(names[1:]), kind, tensor.requires_grad), tensor)
+        for names, kind, tensor in found.values()
+    ]
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(name, kind, tensor) of every parameter and buffer that is not saved as planes, each under all its names."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for name, parameter in module._parameters.items():
+            is_plane = name == "weight" and isinstance(module, TrainedLayer)
+            if parameter is not None and not is_plane:
+                yield prefix + name, "parameter", parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                kind = "non-persistent buffer" if name in module._non_persistent_buffers_set else "buffer"
+                yield prefix + name, kind, buffer

@@ -1,0 +1,111 @@
+"""Which layer was it that made the loss NaN? `watch_nonfinite` looks at what every module of a model computes.
+
+    with vbrt.watch_nonfinite(model) as watch:
+        loss = model(x)
+    print(watch.first)          # layers.3.up: its output holds 12 NaN of 4096; inputs and parameters are finite
+    watch.raise_first()         # or as an error
+
+Hooks exist inside the `with` block only; there each module costs a look at its output, which waits for the device.
+Compiled graphs are not looked into: watch the model that was compiled, not the compiled one.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from vbrt.errors import NonfiniteError
+from vbrt.model.planner import ROOT
+from vbrt.wrapper.wrapper import VBModelWrapper
+
+__all__ = ["Nonfinite", "NonfiniteWatch", "watch_nonfinite"]
+
+
+@dataclass(frozen=True, slots=True)
+class Nonfinite:
+    """The first module whose output is not finite, and where that came from.
+
+    `cause` is "weight", "bias" or another parameter or buffer of the module itself, "input", or "output" where the
+    module made it of finite values; `nan`, `inf` and `size` count what the cause holds.
+    """
+
+    module: str
+    cause: str
+    nan: int
+    inf: int
+    size: int
+
+    def __str__(self) -> str:
+        held = " and ".join(f"{count} {what}" for count, what in ((self.nan, "NaN"), (self.inf, "Inf")) if count)
+        rest = "inputs and parameters are finite" if self.cause == "output" else "it is the first to pass that on"
+        return f"{self.module}: its {self.cause} holds {held} of {self.size}; {rest}"
+
+
+class NonfiniteWatch:
+    """What `watch_nonfinite` yields. `first` is None as long as everything is finite."""
+
+    first: Nonfinite | None = None
+
+    def raise_first(self) -> None:
+        """Raise NonfiniteError with what was found first; nothing where nothing was."""
+        if self.first is not None:
+            raise NonfiniteError(str(self.first))
+
+
+@contextmanager
+def watch_nonfinite(model: nn.Module) -> Iterator[NonfiniteWatch]:
+    """Look for NaN and Inf in what a model's modules compute in a `with` block, forwards in a backward pass included.
+
+    Modules are told apart in the order in which they end, so the one that is named is the innermost and earliest.
+
+    Args:
+        model: any module, or what `vbrt.wrap` gave.
+
+    Returns:
+        A context manager; it yields the watch, whose `first` says what was found.
+    """
+    watch, root = NonfiniteWatch(), model.model if isinstance(model, VBModelWrapper) else model
+    hooks = [
+        module.register_forward_hook(partial(_look, watch, name or ROOT), with_kwargs=True)
+        for name, module in root.named_modules()
+    ]
+    try:
+        yield watch
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _look(watch: NonfiniteWatch, name: str, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+    if watch.first is None and not torch.compiler.is_compiling() and _any_nonfinite(tree_leaves(output)):
+        watch.first = _describe(name, module, (args, kwargs), output)
+
+
+def _describe(name: str, module: nn.Module, inputs: Any, output: Any) -> Nonfinite:
+    own = {**module._parameters, **module._buffers}
+    causes = [*((label, [tensor]) for label, tensor in own.items()), ("input", tree_leaves(inputs))]
+    for cause, values in causes:
+        if _any_nonfinite(values):
+            return Nonfinite(name, cause, *_count(values))
+    return Nonfinite(name, "output", *_count(tree_leaves(output)))
+
+
+def _floats(values: Iterable[Any]) -> list[Tensor]:
+    return [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and not v.is_meta]
+
+
+def _any_nonfinite(values: Iterable[Any]) -> bool:
+    return any(not torch.isfinite(tensor).all() for tensor in _floats(values))
+
+
+def _count(values: Iterable[Any]) -> tuple[int, int, int]:
+    found = _floats(values)
+    return tuple(
+        sum(int(count(tensor)) for tensor in found)
+        for count in (lambda t: t.isnan().sum(), lambda t: t.isinf().sum(), Tensor.numel)
+    )
