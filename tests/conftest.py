@@ -39,11 +39,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture
 def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """No compiled kernels, for tests that compare bits with torch's own layers on the decoded weight."""
-    from vbrt import kernels
+    from vbrt.kernels import registry
 
-    for op, offered in list(kernels._REGISTRY.items()):
+    for op, offered in list(registry._REGISTRY.items()):
         plain = {key: entry for key, entry in offered.items() if key[0] != "compiled"}
-        monkeypatch.setitem(kernels._REGISTRY, op, plain)
+        monkeypatch.setitem(registry._REGISTRY, op, plain)
     monkeypatch.setattr("vbrt.blocks.fp4_linear._OPS", {})
     monkeypatch.setattr(
         "vbrt.layers.weight.kernel_refusal", lambda *args: None

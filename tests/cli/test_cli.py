@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 import vbrt
-from vbrt import cli
+from vbrt.cli import main as cli
 from vbrt.config import Machine, load_config
 from vbrt.errors import FormatError
 from vbrt.kernels.cuda.e2m1 import linear as fp4_linear

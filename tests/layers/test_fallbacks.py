@@ -126,7 +126,7 @@ def test_a_shape_that_the_vendors_matmul_refuses_is_listed(monkeypatch):
 
 
 def test_a_format_can_have_its_own_implementation(monkeypatch):
-    monkeypatch.setattr("vbrt.kernels._REGISTRY", {})
+    monkeypatch.setattr("vbrt.kernels.registry._REGISTRY", {})
 
     def any_format():
         pass
