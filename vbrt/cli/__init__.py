@@ -1,5 +1,3 @@
 """The command line."""
 
-from vbrt.cli.main import main
-
-__all__ = ["main"]
+__all__: list[str] = []
