@@ -20,12 +20,16 @@ from rich.console import Console
 
 import vbrt
 from vbrt.cli import main as cli
+from vbrt.cli.options import add_command
+from vbrt.cli.plan_tables import label_of
+from vbrt.cli.stats import keep_stats, stats_path
 from vbrt.config import Machine, load_config
 from vbrt.errors import FormatError
 from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
 from vbrt.kernels.cuda.e2m1 import tuning
 from vbrt.kernels.cuda.e2m1.launch_table import Launch
 from vbrt.report.stats import LayerStats, Stats, TierStats
+from vbrt.residency.needs import tier_needs
 from vbrt.residency.plan import PageSpec, Plan, Skip, Swap
 
 transformers = pytest.importorskip("transformers")
@@ -298,11 +302,11 @@ def _plan(homes: list[str], budgets: dict[str, int], kept: int) -> Plan:
 
 def test_tier_needs_count_homes_passage_and_what_is_kept():
     machine, plan = Machine(50, 50, 100, 25, None), _plan(["gpu", "cpu", "cpu"], {"gpu": 30, "cpu": 40}, 7)
-    gpu, cpu = cli.tier_needs(plan, machine)
+    gpu, cpu = tier_needs(plan, machine)
     assert (gpu.pages, gpu.home_bytes, gpu.least_bytes, gpu.most_bytes) == (1, 10, 10 + 10 + 7, 30 + 7)
     assert (cpu.pages, cpu.home_bytes, cpu.least_bytes, cpu.most_bytes) == (2, 20, 20, 20)
     assert gpu.fits and cpu.fits
-    _, cpu = cli.tier_needs(plan, replace(machine, cpu_available_bytes=19))
+    _, cpu = tier_needs(plan, replace(machine, cpu_available_bytes=19))
     assert not cpu.fits
 
 
@@ -332,7 +336,7 @@ def test_plan_exits_with_1_when_what_is_kept_does_not_fit(config_json, capsys):
     ],
 )
 def test_layers_of_one_kind_share_a_label(names, label):
-    assert cli._label(names) == label
+    assert label_of(names) == label
 
 
 # -- run --------------------------------------------------------------------------------------------------------------
@@ -584,13 +588,13 @@ def test_stats_of_a_damaged_file_is_one_line_of_error(text, reason, tmp_path, ca
 
 def test_a_relative_state_directory_is_ignored(monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", "state")
-    assert cli.stats_path() == Path("~/.local/state/vbrt/last-stats.json").expanduser()
+    assert stats_path() == Path("~/.local/state/vbrt/last-stats.json").expanduser()
 
 
 def test_stats_that_cannot_be_kept_cost_a_warning(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    cli._save(_some_stats())
+    keep_stats(_some_stats())
     assert f"the stats were not kept: {os.strerror(errno.ENOTDIR)}" in capsys.readouterr().err
 
 
@@ -835,3 +839,17 @@ def test_a_closed_pipe_is_no_traceback(tmp_path):
     command = f'"{sys.executable}" -m vbrt stats "{tmp_path / "saved.json"}" | head -n 1'
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stdout.count("\n") == 1 and done.stderr == ""
+
+
+def test_a_command_is_one_file_with_add(monkeypatch, capsys):
+    class Hello:
+        @staticmethod
+        def add(commands):
+            parser = add_command(
+                commands, "hello", lambda args: print(f"hello {args.name}") or 0, help="greet", examples=""
+            )
+            parser.add_argument("name")
+
+    monkeypatch.setattr(cli, "COMMANDS", (*cli.COMMANDS, Hello))
+    assert cli.main(["hello", "you"]) == 0
+    assert capsys.readouterr().out == "hello you\n"

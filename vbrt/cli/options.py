@@ -1,0 +1,76 @@
+"""Options that commands share, and their values."""
+
+import argparse
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from vbrt.config import VBConfig, assign, load_config, preset_names
+from vbrt.errors import VBError
+
+__all__ = ["add_command", "add_config", "config_of", "integration", "number", "numbers", "positive"]
+
+
+def add_command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], *, help: str, examples: str, text: str = ""
+) -> argparse.ArgumentParser:
+    """Add a command that `run` carries out, and return its parser for more arguments."""
+    parser = commands.add_parser(
+        name,
+        help=help,
+        description=f"{help[0].upper()}{help[1:]}. {text}".strip(),
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(command=run)
+    return parser
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Add --config and --set."""
+    parser.add_argument(
+        "--config", metavar="PRESET|FILE", help=f"a preset ({', '.join(preset_names())}) or a TOML file; default: fp4"
+    )
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        dest="settings",
+        action="append",
+        default=[],
+        help="change one key of it, e.g. tiers.gpu.budget=8GiB or weights.format=nf4; repeatable",
+    )
+
+
+def config_of(args: argparse.Namespace) -> VBConfig:
+    """Return the config that --config and --set name."""
+    return assign(load_config(args.config), args.settings)
+
+
+def positive(text: str) -> int:
+    """Parse a whole number, 1 or more."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number, 1 or more")
+    return int(text)
+
+
+def number(text: str) -> int:
+    """Parse a whole number, 0 or more."""
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number")
+    return int(text)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Parse whole numbers with commas between them."""
+    return tuple(number(part) for part in text.split(","))
+
+
+def integration(name: str) -> ModuleType:
+    """Import a module of vbrt.integrations; raise VBError with what to install where transformers is missing."""
+    try:
+        return importlib.import_module(f"vbrt.integrations.{name}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in ("transformers", "huggingface_hub"):
+            raise
+        raise VBError(f"this command needs transformers ({error}); pip install transformers") from error

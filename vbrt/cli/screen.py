@@ -1,0 +1,116 @@
+"""What commands write to a terminal: tables, a spinner, messages. Results go to stdout, everything else to stderr."""
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+__all__ = [
+    "Spinner",
+    "add_footer",
+    "add_row",
+    "complain",
+    "console_for_stdout",
+    "table_of",
+    "warnings_as_lines",
+    "without_warnings_of_wrap",
+    "working",
+]
+
+
+_PIPE_WIDTH = 132  # columns of a table that goes into a file or a pipe
+
+
+def complain(kind: str, what: object) -> None:
+    """Write one line to stderr: `vbrt: error: ...`."""
+    text = " ".join(str(what).split())
+    print(f"vbrt: {kind}: {text}" if text else f"vbrt: {kind}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def without_warnings_of_wrap() -> Iterator[None]:
+    """Silence the warnings of `vbrt.wrap` inside the block: the command says them in words of its own."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="vbrt.wrap: ")
+        yield
+
+
+@contextlib.contextmanager
+def warnings_as_lines() -> Iterator[None]:
+    """Write warnings as one line each inside the block."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_args, **_kwargs: complain("warning", message)
+        yield
+
+
+def console_for_stdout() -> Console:
+    """Return a console as wide as the terminal, or 132 columns for a file or a pipe."""
+    is_narrow_enough = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if is_narrow_enough else _PIPE_WIDTH, highlight=False, markup=False, emoji=False)
+
+
+class Spinner:
+    """A spinner with a text on stderr, where that is a terminal; calling it changes the text."""
+
+    def __init__(self, text: str) -> None:
+        self._status = Console(stderr=True, markup=False).status(text) if sys.stderr.isatty() else None
+
+    def __call__(self, text: str) -> None:
+        if self._status is not None:
+            self._status.update(text)
+
+    def start(self) -> None:
+        """Show it; idempotent."""
+        if self._status is not None:
+            self._status.start()
+
+    def stop(self) -> None:
+        """Hide it; idempotent."""
+        if self._status is not None:
+            self._status.stop()
+
+
+@contextlib.contextmanager
+def working(text: str) -> Iterator[Spinner]:
+    """Show a spinner inside the block."""
+    spinner = Spinner(text)
+    spinner.start()
+    try:
+        yield spinner
+    finally:
+        spinner.stop()
+
+
+def table_of(*heads: str) -> Table:
+    """Return an empty table; a head that begins with ">" heads a column of numbers. The first column may wrap."""
+    table = Table(
+        box=SIMPLE, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1), header_style="bold", footer_style="bold"
+    )
+    for index, head in enumerate(heads):
+        is_number = head.startswith(">")
+        table.add_column(
+            Text(head.removeprefix(">")),
+            justify="right" if is_number else "left",
+            no_wrap=is_number,
+            overflow="fold",
+            min_width=None if is_number else 12 if index == 0 else 6,
+        )
+    return table
+
+
+def add_row(table: Table, *cells: str) -> None:
+    """Add a row of plain text."""
+    table.add_row(*map(Text, cells))  # Text: names are not markup
+
+
+def add_footer(table: Table, *cells: str) -> None:
+    """Set the footer, one text for each column."""
+    table.show_footer = True
+    for column, cell in zip(table.columns, cells, strict=True):
+        column.footer = Text(cell)

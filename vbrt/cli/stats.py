@@ -1,0 +1,83 @@
+"""`vbrt stats`: the stats of the last `vbrt run` or `vbrt demo`, which are kept in a file."""
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from vbrt.cli.options import add_command
+from vbrt.cli.screen import complain, console_for_stdout
+from vbrt.errors import VBError
+from vbrt.host.files import expanded, read_bounded, write_file
+from vbrt.report.stats import Stats
+
+__all__ = ["add", "keep_stats", "stats_path"]
+
+
+def add(commands: Any) -> None:
+    """Add `vbrt stats` to the subparsers `commands` of the command line."""
+    parser = add_command(
+        commands,
+        "stats",
+        _stats,
+        help="show the stats of the last `vbrt run` or `vbrt demo`",
+        examples="  vbrt stats\n  vbrt stats --json | jq .hit_rate\n  vbrt stats saved.json\n",
+    )
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        nargs="?",
+        type=Path,
+        help="JSON of Stats.to_dict() or of `vbrt run --json`; default: that of the last run",
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def stats_path() -> Path:
+    """Where the last run's stats are kept: $XDG_STATE_HOME/vbrt/last-stats.json, by default below ~/.local/state."""
+    base = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if not base.is_absolute():  # unset, or to be ignored, says the XDG base directory specification
+        base = Path("~/.local/state").expanduser()
+    return base / "vbrt" / "last-stats.json"
+
+
+def _stats(args: argparse.Namespace) -> int:
+    path = args.file or stats_path()
+    stats = _read_stats(path, given=args.file is not None)
+    if args.json:
+        print(json.dumps(stats.to_dict(), indent=2))
+    else:
+        console_for_stdout().print(stats)
+    return 0
+
+
+_MAX_STATS_BYTES = 256 << 20  # of half a million layers
+
+
+def _read_stats(path: Path, *, given: bool) -> Stats:
+    try:
+        data = json.loads(read_bounded(expanded(path), _MAX_STATS_BYTES).decode())
+    except FileNotFoundError as error:
+        hint = "expected JSON of Stats.to_dict()" if given else "`vbrt run` and `vbrt demo` leave their stats there"
+        raise VBError(f"{path}: no such file; {hint}") from error
+    except OSError as error:
+        raise VBError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise VBError(f"{path}: not valid JSON ({error}); expected that of Stats.to_dict()") from error
+    if isinstance(data, dict) and "layers" not in data and "stats" in data:
+        data = data["stats"]  # what `vbrt run --json` prints
+    try:
+        return Stats.from_dict(data)
+    except VBError as error:
+        raise VBError(f"{path}: {error}") from error
+
+
+def keep_stats(stats: Stats) -> None:
+    """Keep the stats for `vbrt stats`; a directory that cannot be written costs a warning, not the run."""
+    path = stats_path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, json.dumps(stats.to_dict()).encode(), mode=0o600)
+    except OSError as error:
+        complain("warning", f"{path}: the stats were not kept: {error.strerror or error}")

@@ -1,0 +1,137 @@
+"""`vbrt tune`: look for faster launch configurations on this machine's GPU, and keep them."""
+
+import argparse
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from vbrt.cli.options import add_command, add_config, config_of, integration, number, numbers
+from vbrt.cli.screen import Spinner, add_row, console_for_stdout, table_of, warnings_as_lines, working
+from vbrt.errors import VBError
+
+if TYPE_CHECKING:
+    from vbrt.kernels.cuda.e2m1.launch_table import Launch
+    from vbrt.kernels.cuda.e2m1.tuning import Case, Found
+
+__all__ = ["add"]
+
+
+def add(commands: Any) -> None:
+    """Add `vbrt tune` to the subparsers `commands` of the command line."""
+    parser = add_command(
+        commands,
+        "tune",
+        _tune,
+        help="look for faster launch configurations on this machine's GPU, and keep them",
+        text="For the\nlayers of a model in nvfp4 or mxfp4, at few tokens; seconds a shape, on an idle GPU. No "
+        "weights\nare needed. Each result is kept as it comes, and later processes use it by themselves.\n\n"
+        "R2 WK16 ahead: two tiles of rows a warp, 16 warps along K, the next tile is read ahead.",
+        examples="  vbrt tune ./Llama-3.1-8B\n"
+        "  vbrt tune ./config.json --tokens 4 --set weights.format=mxfp4\n"
+        "  vbrt tune --show\n",
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL_DIR|HF_CONFIG",
+        type=Path,
+        nargs="?",
+        help="a transformers model directory, or a config.json",
+    )
+    add_config(parser)
+    parser.add_argument(
+        "--tokens",
+        metavar="N,N",
+        type=numbers,
+        default=(1, 16),
+        help="numbers of tokens from 1 to 16; one stands for 1 to 8, one for 9 to 16 (1,16)",
+    )
+    parser.add_argument("--device", metavar="N", type=number, default=0, help="the CUDA device (0)")
+    parser.add_argument("--show", action="store_true", help="time nothing: what is kept for this GPU, and where")
+
+
+_TUNE_LINE = "{:>14} {:6} {:>6} {:>13} {:>7} {:>13} {:>7} {:>6}"  # 79 columns
+
+
+def _tune(args: argparse.Namespace) -> int:
+    config = config_of(args)
+    if args.model is None and not args.show:
+        raise VBError("tune: no model; expected a model directory or a config.json, or --show")
+    with working("importing torch") as say, warnings_as_lines():
+        from vbrt.kernels.cuda.e2m1 import tuning
+
+        tuning.check(args.tokens, args.device)
+        if args.show:
+            say.stop()
+            _show_tuned(tuning, args.device)
+            return 0
+        say("importing transformers")
+        huggingface = integration("huggingface")
+        from vbrt.model.planner import make_plan
+
+        say(f"reading {args.model}")
+        plan = make_plan(huggingface.meta_model(args.model), config)
+        rows = _TuneRows(tuning.cases(plan, tokens=args.tokens, device=args.device), say)
+        try:
+            tuning.tune(plan, tokens=args.tokens, device=args.device, report=rows)
+        finally:  # an interrupted search keeps what it has found
+            say.stop()
+            rows.end(tuning.tuning_file(args.device))
+    return 0
+
+
+class _TuneRows:
+    """Writes a line for each result as it comes, and beside the spinner what is timed next."""
+
+    def __init__(self, todo: "list[Case]", spinner: "Spinner") -> None:
+        self._todo, self._spinner, self._console, self._done = todo, spinner, console_for_stdout(), 0
+        self._announce()
+
+    def _announce(self) -> None:
+        if self._done < len(self._todo):
+            case = self._todo[self._done]
+            what = f"{case.n} x {case.k}, {case.tokens} token{'s' if case.tokens > 1 else ''}"
+            self._spinner(f"timing {what} ({self._done + 1} of {len(self._todo)})")
+
+    def __call__(self, found: "Found") -> None:
+        self._spinner.stop()  # or the line would be printed into it
+        if not self._done:
+            self._line("out x in", "format", "tokens", "table", "µs", "found", "µs", "gain")
+        case, same = found.case, found.launch == found.table
+        self._line(
+            f"{case.n} x {case.k}",
+            case.format,
+            case.tokens,
+            _launch(found.table),
+            f"{found.table_us:.2f}",
+            "same" if same else _launch(found.launch),
+            f"{found.us:.2f}",
+            "" if same else f"{100 * (found.table_us / found.us - 1):.1f} %",
+        )
+        self._done += 1
+        self._announce()
+        self._spinner.start()
+
+    def end(self, path: Path) -> None:
+        if self._done:
+            self._console.print(f"\n{self._done} of {len(self._todo)} kept in {path}", soft_wrap=True)
+
+    def _line(self, *cells: object) -> None:
+        self._console.print(_TUNE_LINE.format(*cells).rstrip(), soft_wrap=True)
+
+
+def _launch(launch: "Launch") -> str:
+    return f"R{launch.R} WK{launch.WK}{' ahead' if launch.PREFETCH else ''}"
+
+
+def _show_tuned(tuning: ModuleType, device: int) -> None:
+    """What is kept for a device, where shapes are whole tiles of 16 x 128 weights."""
+    path, kept = tuning.tuning_file(device), tuning.tuned(device)
+    console = console_for_stdout()
+    if kept:
+        table = table_of("tokens", ">out, up to", ">in, up to", "configuration")
+        for (groups, rows, columns), launch in sorted(kept.items()):
+            add_row(table, f"{8 * groups - 7} to {8 * groups}", f"{16 * rows}", f"{128 * columns}", _launch(launch))
+        console.print(table)
+        console.print()
+    what = f"{len(kept)} kept in" if path.exists() else "nothing is kept yet; it would be in"
+    console.print(f"{what} {path}", soft_wrap=True)

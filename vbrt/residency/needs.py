@@ -1,0 +1,56 @@
+"""What a plan asks of each tier of a machine."""
+
+from dataclasses import dataclass
+
+from vbrt.config import Machine
+from vbrt.residency.plan import FILE_HEADER_BYTES, Plan
+
+__all__ = ["TierNeed", "tier_needs"]
+
+
+@dataclass(frozen=True, slots=True)
+class TierNeed:
+    """What a plan asks of one tier of the machine, in bytes.
+
+    pages, home_bytes: what has its home there. least_bytes: the least that it works with (pages at home, the largest
+    layer if pages pass through, and in the computing tier what is not swapped). most_bytes: the most that it will take.
+    machine_bytes: what is free there, None where that is not known.
+    """
+
+    tier: str
+    budget_bytes: int
+    pages: int
+    home_bytes: int
+    least_bytes: int
+    most_bytes: int
+    machine_bytes: int | None
+
+    @property
+    def fits(self) -> bool:
+        """True if the machine has the least, or that is not known."""
+        return self.machine_bytes is None or self.least_bytes <= self.machine_bytes
+
+
+def tier_needs(plan: Plan, machine: Machine) -> list[TierNeed]:
+    """Return the need of each tier that takes part, the computing one first."""
+    has = {"gpu": machine.gpu_free_bytes, "cpu": machine.cpu_available_bytes, "ssd": machine.ssd_free_bytes}
+    largest = plan.largest_layer_bytes
+    needs = []
+    tiers = list(plan.budgets)
+    for depth, tier in enumerate(tiers):
+        pages = [page for swap in plan.swaps for page in swap.pages if page.home == tier]
+        home = sum(page.nbytes for page in pages) + (FILE_HEADER_BYTES * len(pages) if tier == "ssd" else 0)
+        below = sum(plan.home_bytes(lower) for lower in tiers[depth + 1 :])
+        kept = plan.unbudgeted_bytes if depth == 0 else 0
+        needs.append(
+            TierNeed(
+                tier,
+                plan.budgets[tier],
+                len(pages),
+                home,
+                home + kept + (largest if below else 0),
+                min(plan.budgets[tier], home + below) + kept,
+                has[tier],
+            )
+        )
+    return needs
