@@ -28,21 +28,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from vbrt.kernels.cuda import private_api
 from vbrt.kernels.cuda.e2m1 import fused as fused_linear
 from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
 from vbrt.kernels.cuda.e2m1.fused import MAX_ROW, MAX_TOKENS, gates_in_one
 from vbrt.kernels.cuda.e2m1.tiles import ROWS
-from vbrt.kernels.cuda.launcher import tell_inductor
 from vbrt.kernels.reference import ACTIVATIONS, activate
 
 __all__ = ["JoinSiblings", "compile_options"]
 
 _TOKENS, _LAYERS = 8, 3  # what `fp4_linear.linears` takes in one launch
-_TENSOR = "._vb_page"
+_PLANES = "_vb_page"  # the attribute by which a layer holds planes that never move
 _EPS = 0.125  # stands for any number in what is traced
 
 
@@ -54,16 +53,16 @@ def compile_options(mode: str = "default") -> dict[str, Any]:
 
     mode: as of torch.compile: "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs".
     """
-    own = {"post_grad_custom_pre_pass": JoinSiblings(), "guard_filter_fn": wanted_guards}
-    return {**torch._inductor.list_mode_options(mode), **own}
+    own = {private_api.PASS_OPTION: JoinSiblings(), private_api.GUARD_OPTION: wanted_guards}
+    return {**private_api.options_of_mode(mode), **own}
 
 
 def wanted_guards(guards: Sequence[Any]) -> list[bool]:
     """Which of dynamo's guards to keep: all but those of the tensors that `WeightHandle.show` gives to layers."""
-    return [not guard.name.endswith(_TENSOR) for guard in guards]
+    return [not private_api.guards_attribute(guard, _PLANES) for guard in guards]
 
 
-class JoinSiblings(CustomGraphPass):
+class JoinSiblings(private_api.graph_pass_base()):  # type: ignore[misc]  # a class that only inductor has
     """Replaces `vbrt::fp4_linear` calls on one x by `vbrt::fp4_gated`, or by `vbrt::fp4_linears` for up to three."""
 
     def __init__(self) -> None:
@@ -89,11 +88,11 @@ class JoinSiblings(CustomGraphPass):
         for node in graph.find_nodes(op="call_function", target=torch.ops.vbrt.normed_sum.default):
             _share(graph, node)
         for op in {node.target for node in graph.nodes if getattr(node.target, "namespace", None) == "vbrt"}:
-            tell_inductor(op)  # of what it has not traced
+            private_api.never_lower(op)  # of what it has not traced
 
     def uuid(self) -> Any:
         """What compiled graphs are cached under: the files that say what is joined."""
-        return get_hash_for_files((__file__, fp4_linear.__file__, fused_linear.__file__))
+        return private_api.hash_of_files((__file__, fp4_linear.__file__, fused_linear.__file__))
 
 
 def _tokens(node: Node) -> int:
@@ -133,9 +132,7 @@ def _norms() -> list[tuple[Node, Node, Node]]:
 
 def _traced(fn: Callable[..., Tensor], *inputs: Tensor) -> tuple[Node, ...]:
     """The inputs and the result of what inductor's decompositions make of a function."""
-    from torch._inductor.decomposition import select_decomp_table  # takes seconds, which compiling takes anyway
-
-    graph = make_fx(fn, select_decomp_table(), tracing_mode="fake")(*inputs).graph
+    graph = make_fx(fn, private_api.decompositions(), tracing_mode="fake")(*inputs).graph
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add_.Scalar):
         node.target = torch.ops.aten.add.Scalar  # as functionalization, which has been there before, leaves it
     return *graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes

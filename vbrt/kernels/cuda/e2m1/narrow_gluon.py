@@ -21,10 +21,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from vbrt.kernels.cuda.private_api import renamed
+
 __all__ = ["decode_kernel", "linear_kernel", "pad_kernel", "residual_kernel", "siblings_kernel"]
 
-# renamed between Triton 3.6 and 3.9
-copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+copy_async = renamed(async_copy, "async_load", "async_copy_global_to_shared")
 
 NAN_STAYS = gl.constexpr(tl.PropagateNan.ALL)
 _OUT_16 = ",".join(["=&r"] * 16)

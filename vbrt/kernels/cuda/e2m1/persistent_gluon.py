@@ -40,6 +40,7 @@ from vbrt.kernels.cuda.e2m1.narrow_gluon import (
     wait_for_launch_before,
 )
 from vbrt.kernels.cuda.e2m1.wide_gluon import barrier, place_of_sums, register_operands
+from vbrt.kernels.cuda.private_api import renamed
 
 __all__ = ["BOX", "COLUMNS", "clear_kernel", "persistent_kernel"]
 
@@ -52,8 +53,7 @@ STAGES = gl.constexpr(3)
 #: of a warpgroup; a program has three, the third one for the warp that copies
 WARPS = gl.constexpr(PERSISTENT_WARPS)
 
-# renamed between Triton 3.6 and 3.9
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_load = renamed(tma, "async_load", "async_copy_global_to_shared")
 
 
 def _exchange_assembly() -> str:

@@ -33,11 +33,11 @@ from vbrt.kernels.cuda.e2m1.narrow_gluon import (
     copy_async,
     wait_for_launch_before,
 )
+from vbrt.kernels.cuda.private_api import renamed
 
 __all__ = ["reduce_kernel", "wgmma_kernel"]
 
-# renamed between Triton 3.6 and 3.9
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+barrier = renamed(gl, "barrier", "thread_barrier")
 
 # output register 2 q + h of bf16 tensor q = 2 * word + c
 _PAIRS = tuple((2 * c + h, j) for j in range(4) for c in range(2) for h in range(2))

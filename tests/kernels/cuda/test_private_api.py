@@ -1,0 +1,125 @@
+"""What is private to Triton and to torch's compiler is there in the installed versions, and missing it is announced."""
+
+import inspect
+import types
+import warnings
+
+import pytest
+import torch
+
+from vbrt.errors import KernelError
+from vbrt.kernels.cuda import private_api
+from vbrt.kernels.cuda.launcher import Launcher
+
+triton = pytest.importorskip("triton")
+
+
+@pytest.fixture(autouse=True)
+def announced_anew():
+    private_api._announce.cache_clear()
+    yield
+    private_api._announce.cache_clear()
+
+
+def test_the_installed_versions_are_tested_ones():
+    assert private_api.is_tested("torch", torch.__version__)
+    assert private_api.is_tested("triton", triton.__version__)
+
+
+@pytest.mark.parametrize(
+    ("version", "tested"),
+    [("3.6.0", True), ("3.9.1+git", True), ("3.5.1", False), ("3.10.0", False), ("4.0", False), ("unknown", False)],
+)
+def test_versions_are_compared_as_numbers(version, tested):
+    assert private_api.is_tested("triton", version) is tested
+
+
+def test_a_compiled_kernel_is_called_as_triton_calls_it():
+    from triton.backends.nvidia.driver import CudaLauncher
+    from triton.compiler.compiler import CompiledKernel
+
+    names = [*inspect.signature(CudaLauncher.__call__).parameters][1:6]
+    assert names == ["gridX", "gridY", "gridZ", "stream", "function"]
+    assert isinstance(CompiledKernel.run, property) and "packed_metadata" in inspect.getsource(CompiledKernel.__init__)
+    given = []
+    compiled = types.SimpleNamespace(run=lambda *args: given.append(args), function="f", packed_metadata="m")
+    private_api.direct_launch(compiled)(3, 2, 7, [16, 32], (5,), (True,))
+    assert given == [(3, 2, 1, 7, "f", "m", None, None, None, 16, 32, 5, True)]
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """A launcher on a device that is not there: what it launches through Triton, and by itself."""
+    by_triton, direct = [], []
+    compiled = types.SimpleNamespace(run=lambda *args: direct.append(args), function=0, packed_metadata=0)
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: by_triton.append(args) or compiled
+
+    monkeypatch.setattr(private_api, "current_device", lambda: 0)
+    monkeypatch.setattr(private_api, "raw_stream", lambda device: 0)
+    launcher, x = Launcher(Kernel()), torch.zeros(4)
+    return (lambda: launcher(("key",), 0, (1, 1), (x,), (4,), (), 4)), by_triton, direct
+
+
+def test_the_second_launch_goes_around_triton(launches):
+    launch, by_triton, direct = launches
+    for _ in range(3):
+        launch()
+    assert (len(by_triton), len(direct)) == (1, 2)
+
+
+def test_an_untested_triton_launches_each_kernel_itself_and_that_is_announced_once(launches, monkeypatch):
+    launch, by_triton, direct = launches
+    monkeypatch.setattr(triton, "__version__", "3.10.0")
+    with pytest.warns(UserWarning, match=r"Triton 3\.10\.0: .* tested with 3\.6 to 3\.9"):
+        launch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        launch()
+    assert (len(by_triton), len(direct)) == (2, 0)
+
+
+def test_constants_are_known_by_the_names_of_the_signature():
+    @triton.jit
+    def kernel(x_ptr, N, BLOCK: triton.language.constexpr, DONE: triton.language.constexpr):
+        pass
+
+    assert private_api.constant_names(kernel) == ("BLOCK", "DONE")
+    with pytest.raises(KernelError, match=r"expected a jitted kernel of Triton 3\.6"):
+        private_api.constant_names(lambda: None)
+
+
+def test_a_name_of_gluon_that_changed_once_more_is_an_error_that_says_which_versions_do():
+    module = types.SimpleNamespace(__name__="gluon", second=2)
+    assert private_api.renamed(module, "first", "second") == 2
+    with pytest.raises(KernelError, match=r"gluon has no third or fourth; expected Triton 3\.6 to 3\.9"):
+        private_api.renamed(module, "third", "fourth")
+
+
+def test_an_inductor_without_what_graph_passes_need_is_an_error_that_says_what_works(monkeypatch):
+    from torch._inductor import config, custom_graph_pass
+
+    assert issubclass(private_api.graph_pass_base(), object) and hasattr(config, private_api.PASS_OPTION)
+    assert private_api.options_of_mode("default") == {}
+    monkeypatch.delattr(custom_graph_pass, "CustomGraphPass")
+    with pytest.raises(KernelError, match=r"CustomGraphPass.*expected torch 2\.11 to 2\.13.*without these options"):
+        private_api.graph_pass_base()
+
+
+def test_an_inductor_that_cannot_be_told_of_an_operator_is_announced(monkeypatch):
+    from torch._inductor import lowering
+
+    op = torch.ops.aten.add.Tensor
+    monkeypatch.setattr(lowering, "lowerings", {})
+    monkeypatch.delattr(lowering, "make_fallback")
+    with pytest.warns(UserWarning, match=r"tested with 2\.11 to 2\.13.*may take minutes"):
+        private_api.never_lower(op)
+
+
+def test_a_guard_without_a_name_is_an_error():
+    assert private_api.guards_attribute(types.SimpleNamespace(name="L['self']._vb_page"), "_vb_page")
+    assert not private_api.guards_attribute(types.SimpleNamespace(name="L['self']._vb_pages"), "_vb_page")
+    with pytest.raises(KernelError, match="has no attribute 'name'"):
+        private_api.guards_attribute(types.SimpleNamespace(), "_vb_page")

@@ -1,0 +1,180 @@
+"""Everything that vbrt uses of Triton and of torch's compiler although it is private to them, and what it does without.
+
+| what | private to | without it |
+| --- | --- | --- |
+| calling a compiled kernel again, `direct_launch` | Triton 3.6 to 3.9 | Triton's own launch each time, announced |
+| names of a kernel's constants, `constant_names` | Triton | KernelError |
+| names in Gluon that differ by version, `renamed` | Triton | KernelError |
+| the current device and stream | torch._C | torch.cuda's, which take longer |
+| `never_lower` | torch._inductor.lowering | slow compilation, announced |
+| passes over graphs, their options | torch._inductor | KernelError from `vbrt.compile_options` |
+| names of dynamo's guards, `guards_attribute` | torch._dynamo | KernelError |
+
+`TESTED` says with which versions all of it has been run. Imports Triton and inductor only when asked for their parts.
+"""
+
+import functools
+import importlib
+import re
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from vbrt.errors import KernelError
+
+__all__ = [
+    "GUARD_OPTION",
+    "PASS_OPTION",
+    "TESTED",
+    "constant_names",
+    "current_device",
+    "decompositions",
+    "direct_launch",
+    "graph_pass_base",
+    "guards_attribute",
+    "hash_of_files",
+    "is_tested",
+    "never_lower",
+    "options_of_mode",
+    "raw_stream",
+    "renamed",
+]
+
+#: package -> the first and the last version that vbrt has been tested with
+TESTED = {"torch": ((2, 11), (2, 13)), "triton": ((3, 6), (3, 9))}
+#: options of torch.compile: a pass over graphs after autograd, and which of dynamo's guards to keep
+PASS_OPTION, GUARD_OPTION = "post_grad_custom_pre_pass", "guard_filter_fn"
+
+Launch = Callable[[int, int, int, Sequence[int], Sequence[Any], Sequence[Any]], object]
+"""Launch a compiled kernel: (programs along x, along y, stream, addresses, numbers, constants)."""
+
+
+def is_tested(package: str, version: str) -> bool:
+    """True if vbrt has been tested with this version of "torch" or "triton"; patch releases do not matter."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    first, last = TESTED[package]
+    return found is not None and first <= (int(found[1]), int(found[2])) <= last
+
+
+def _tested(package: str) -> str:
+    return " to ".join(".".join(map(str, version)) for version in TESTED[package])
+
+
+@functools.cache
+def _announce(message: str) -> None:
+    """Warn once in a process."""
+    warnings.warn(message, stacklevel=3)
+
+
+# -- Triton -----------------------------------------------------------------------------------------------------------
+
+
+def direct_launch(compiled: Any) -> Launch | None:
+    """A launch of what `kernel[grid](...)` has returned, without Triton's work on every call; None if it cannot be had.
+
+    Triton binds arguments, specializes them and looks up its cache each time. This hands pointers straight to the
+    compiled kernel; Triton's launch hooks (profilers) do not see it. Announces why there is none, once.
+    """
+    import triton
+
+    parts = [getattr(compiled, name, None) for name in ("run", "function", "packed_metadata")]
+    if not is_tested("triton", triton.__version__) or None in parts:
+        _announce(
+            f"Triton {triton.__version__}: vbrt's direct launches are tested with {_tested('triton')}; kernels are "
+            "launched by Triton itself, which takes the host longer"
+        )
+        return None
+    run, function, metadata = parts
+
+    def launch(x, y, stream, addresses, numbers, constants):  # type: ignore[no-untyped-def]  # as of Launch
+        # three Nones: no launch metadata, no hook before and none after
+        run(x, y, 1, stream, function, metadata, None, None, None, *addresses, *numbers, *constants)
+
+    return launch
+
+
+def constant_names(kernel: Any) -> tuple[str, ...]:
+    """The names of a jitted kernel's constants (`constexpr` parameters), in the order of its signature."""
+    try:
+        return tuple(parameter.name for parameter in kernel.params if parameter.is_constexpr)
+    except AttributeError as error:
+        raise KernelError(f"{kernel}: {error}; expected a jitted kernel of Triton {_tested('triton')}") from error
+
+
+def renamed(module: Any, *names: str) -> Any:
+    """The first of `names` that a module of Triton has. Raises KernelError if it has none."""
+    for name in names:
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise KernelError(f"{module.__name__} has no {' or '.join(names)}; expected Triton {_tested('triton')}")
+
+
+# -- torch ------------------------------------------------------------------------------------------------------------
+
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+raw_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
+)
+
+
+def never_lower(op: torch._ops.OpOverload) -> None:
+    """Tell inductor, if it is loaded, to call an operator that it has no code for.
+
+    Left to find that out itself, torch 2.11 formats the expression of the operator's inputs, for a log that is off;
+    the text doubles with each norm before it: a model whose first such operator was behind 8 layers took minutes.
+    """
+    lowering = sys.modules.get("torch._inductor.lowering")
+    if lowering is None:
+        return
+    try:
+        if op not in lowering.lowerings:
+            tag = torch._library.utils.get_layout_constraint_tag(op, with_default=True)
+            lowering.make_fallback(op, lowering.tag_to_layout_constraint(tag))
+    except AttributeError as error:
+        _announce(
+            f"torch {torch.__version__}: {error}; tested with {_tested('torch')}. torch.compile may take minutes on "
+            "models with 4-bit layers"
+        )
+
+
+def graph_pass_base() -> type:
+    """The class of inductor's passes over graphs."""
+    return _of_inductor("custom_graph_pass", "CustomGraphPass")
+
+
+def hash_of_files(paths: tuple[str, ...]) -> Any:
+    """What inductor knows a pass by whose code is in these files."""
+    return _of_inductor("custom_graph_pass", "get_hash_for_files")(paths)
+
+
+def decompositions() -> dict[Any, Any]:
+    """Inductor's decompositions of operators. Takes seconds, which compiling takes anyway."""
+    return _of_inductor("decomposition", "select_decomp_table")()
+
+
+def options_of_mode(mode: str) -> dict[str, Any]:
+    """The options of torch.compile that a mode stands for."""
+    _of_inductor("config", PASS_OPTION)
+    return _of_inductor("", "list_mode_options")(mode)
+
+
+def _of_inductor(module: str, name: str) -> Any:
+    """Raises KernelError if inductor has no such name."""
+    try:
+        return getattr(importlib.import_module(f"torch._inductor.{module}".rstrip(".")), name)
+    except (ImportError, AttributeError) as error:
+        raise KernelError(
+            f"vbrt.compile_options: torch {torch.__version__}: {error}; expected torch {_tested('torch')}. "
+            "torch.compile(model) without these options works, in more launches"
+        ) from error
+
+
+def guards_attribute(guard: Any, attribute: str) -> bool:
+    """True if one of dynamo's guards is on the attribute of some module."""
+    try:
+        return guard.name.endswith(f".{attribute}")
+    except AttributeError as error:
+        raise KernelError(f"torch {torch.__version__}: {error}; expected torch {_tested('torch')}") from error
