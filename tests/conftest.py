@@ -13,6 +13,8 @@ os.environ.pop("COLUMNS", None)  # the width of what is printed, which pytest-xd
 import pytest
 import torch
 
+pytest_plugins = ["tests.cost"]
+
 torch.set_num_threads(2)
 
 if importlib.util.find_spec("hypothesis"):  # absent on machines that bring their own Python

@@ -1098,7 +1098,6 @@ def test_a_parameter_with_the_name_of_a_planes_tensor_is_refused(tmp_path):
         vb.save(tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), [pair for pair in zoo.SAMPLE if pair[0] in ("causal", "base")])
 def test_models_of_many_architectures_come_back_from_meta(tmp_path, kind, name):
     try:

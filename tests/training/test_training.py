@@ -81,7 +81,6 @@ def test_lora_steps_are_those_of_a_dense_model(format, streamed, checkpointing, 
     vb.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("streamed", [False, True], ids=["resident", "streamed"])
 @pytest.mark.parametrize("format", ["dense", "nvfp4"])
 def test_compiled_lora_gradients_are_those_of_a_dense_model(format, streamed, tmp_path):

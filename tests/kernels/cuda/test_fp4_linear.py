@@ -143,7 +143,6 @@ def test_every_size_has_a_launch(major):
         launch_for(major, fused_limit(major) + 1, 1, 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("loose", [False, True])
 @pytest.mark.parametrize("rule", [DEFAULT[0], DEFAULT[-1]], ids=["first", "last"])
@@ -170,7 +169,6 @@ def test_the_fused_kernel_compiles_with_wide_loads(capability, rule, loose):
     assert ("griddepcontrol.wait" in ptx) == (capability >= 90)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("name", NAMES)
 def test_carried_pointers_keep_wide_loads_and_need_no_zeros(name, capability):
@@ -194,7 +192,6 @@ def test_carried_pointers_keep_wide_loads_and_need_no_zeros(name, capability):
     assert ptx.count("mma.sync") == 8 * config.R * 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("squares", [0, 256])
 def test_the_siblings_kernel_compiles_with_wide_loads(capability, squares):
@@ -215,7 +212,6 @@ def test_the_siblings_kernel_compiles_with_wide_loads(capability, squares):
     assert ("rsqrt" in ptx) is (squares > 0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_residual_kernel_compiles_with_wide_loads(name, capability):
@@ -235,7 +231,6 @@ def test_the_residual_kernel_compiles_with_wide_loads(name, capability):
     assert ptx.count("ld.global.v4") + ptx.count("ld.global.cg.v4") >= 2 * 2 * config.R + 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "row_tiles", "columns"), [(17, 256, 32), (64, 256, 32), (64, 256, 112), (256, 896, 32)]
 )  # fmt: skip
@@ -268,7 +263,6 @@ def test_the_hopper_kernel_compiles_to_warpgroup_instructions(name, tokens, row_
     assert "local" not in ptx and binary.metadata.shared <= 227 << 10
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "bias"), [("nvfp4", False), ("mxfp4", True)])
 def test_the_persistent_kernel_keeps_instructions_in_flight(name, bias, tmp_path):
     pytest.importorskip("triton.experimental.gluon")
@@ -375,7 +369,6 @@ def test_tiles_are_cut_where_the_last_round_would_be_short():
     assert cut_tiles(3072, 6144, 112, 132) == 0  # activations that would be read from memory by each program
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_the_padding_kernel_compiles(capability):
     pytest.importorskip("triton.experimental.gluon")
@@ -391,7 +384,6 @@ def test_the_padding_kernel_compiles(capability):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("summands", [1, 3])
 def test_the_kernels_around_the_hopper_kernel_compile(summands):
     pytest.importorskip("triton.experimental.gluon")
@@ -415,7 +407,6 @@ def test_the_kernels_around_the_hopper_kernel_compile(summands):
     assert binary.asm["ptx"].count("ld.global.v4") >= 2 * summands
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_the_decode_kernel_compiles_with_wide_stores(capability, dtype):

@@ -169,7 +169,6 @@ def interpreted():
     print("all as the reference")
 
 
-@pytest.mark.slow
 def test_operands_and_products_are_the_references_in_the_interpreter():
     """In a process of its own: Triton decides at import whether it interprets."""
     pytest.importorskip("triton")
@@ -180,7 +179,6 @@ def test_operands_and_products_are_the_references_in_the_interpreter():
     assert done.stdout.strip() == "all as the reference", done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", [90, 100, 120])
 @pytest.mark.parametrize("e8", [False, True], ids=NAMES)
 def test_the_packing_kernel_compiles_with_wide_stores(capability, e8):
@@ -195,7 +193,6 @@ def test_the_packing_kernel_compiles_with_wide_stores(capability, e8):
     assert ptx.count("st.global.v4") == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", [90, 100, 120])
 def test_the_fp4_quantizer_compiles_with_wide_accesses(capability):
     pytest.importorskip("triton")

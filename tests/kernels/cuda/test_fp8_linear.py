@@ -43,7 +43,6 @@ def test_an_eighth_of_a_weight_fits_e4m3_and_rounds_as_promised(name):
     assert error(rounded, decoded) < (0.022 if name == "nvfp4" else 1e-12)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", [90, 100, 120])
 @pytest.mark.parametrize("e8", [False, True], ids=NAMES)
 def test_the_e4m3_decoder_compiles_with_wide_stores(capability, e8):
@@ -57,7 +56,6 @@ def test_the_e4m3_decoder_compiles_with_wide_stores(capability, e8):
     assert binary.asm["ptx"].count("st.global.v4") == 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", [90, 100, 120])
 @pytest.mark.parametrize("once", [True, False])
 def test_the_quantizer_compiles_with_wide_accesses(capability, once):

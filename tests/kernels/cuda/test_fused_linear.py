@@ -103,7 +103,6 @@ def compiled_gated(capability, groups, squares, warps, format="nvfp4"):
     return compiled(fused_gluon.gated_kernel, types, constants, capability, warps=warps, aligned=aligned)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize(("groups", "squares"), [(1, 0), (1, 256), (2, 0)])
 def test_the_gated_kernel_compiles_to_matrix_instructions(capability, groups, squares):
@@ -111,7 +110,6 @@ def test_the_gated_kernel_compiles_to_matrix_instructions(capability, groups, sq
     assert ptx.count("mma.sync") == 8 * groups * 2 and ("rsqrt" in ptx) is (squares > 0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("squares", [0, 256])
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 def test_the_gated_kernel_multiplies_while_the_next_tiles_are_on_their_way(format, squares, tmp_path):
@@ -122,7 +120,6 @@ def test_the_gated_kernel_multiplies_while_the_next_tiles_are_on_their_way(forma
     assert products == 16 and waited >= 8
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("layer", [False, True])

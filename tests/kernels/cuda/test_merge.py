@@ -36,7 +36,6 @@ def test_starts_count_the_lists_entries_before_each_span():
     assert int(escaped.sum()) == len(fine["escapes"]) > 0
 
 
-@pytest.mark.slow
 def test_the_kernel_gives_every_bit_back_in_the_interpreter():
     """In a process of its own: Triton decides at import whether it interprets."""
     pytest.importorskip("triton")
@@ -64,7 +63,6 @@ def test_the_kernel_gives_every_bit_back_in_the_interpreter():
     assert done.stdout.strip() == "same bits", done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("width", [8, 12])
 def test_the_kernel_compiles(capability, width):

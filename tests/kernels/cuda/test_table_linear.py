@@ -31,7 +31,6 @@ def test_table_formats_keep_their_pages_as_they_are():
         assert runs_unpacked(table_linear.linear, name) and page_packing(table_linear.linear, name) is None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("signed", [False, True], ids=NAMES)
 def test_the_table_decoder_compiles_with_wide_stores(capability, signed):
@@ -47,7 +46,6 @@ def test_the_table_decoder_compiles_with_wide_stores(capability, signed):
     assert binary.asm["ptx"].count("st.global.v4") == 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("signed", [False, True], ids=NAMES)
 def test_the_fused_table_kernel_compiles(capability, signed):
