@@ -317,6 +317,10 @@ def old_manifest_part(directory: Path, dice: random.Random) -> Part:
     path = directory / "vbrt.json"
     tree = json.loads(path.read_bytes())
     tree |= {"version": 1, "tensors": {name: [entry[0], entry[-1]] for name, entry in tree["tensors"].items()}}
+    for layer in tree["layers"]:
+        layer |= {"name": layer["sites"][0][0], "aliases": [m for m, *_ in layer["sites"][1:]]}
+        layer["kind"] = layer["sites"][0][2]
+        del layer["sites"], layer["matrices"]
     del tree["digest"]
     path.write_bytes(encoded(tree))
     return Part(

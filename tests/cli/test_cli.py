@@ -31,6 +31,7 @@ from vbrt.kernels.cuda.e2m1.launch_table import Launch
 from vbrt.report.stats import LayerStats, Stats, TierStats
 from vbrt.residency.needs import tier_needs
 from vbrt.residency.plan import PageSpec, Plan, Skip, Swap
+from vbrt.residency.site import WeightSite
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -286,14 +287,12 @@ def test_a_wrong_set_is_refused_before_anything_is_loaded(capsys):
 def _plan(homes: list[str], budgets: dict[str, int], kept: int) -> Plan:
     swaps = tuple(
         Swap(
-            f"layers.{n}.fc",
-            "Linear",
-            (1, 1),
-            "bfloat16",
-            40,
-            "nvfp4",
-            "none",
-            (PageSpec(f"layers.{n}.fc#coarse", "coarse", 10, home),),
+            WeightSite(f"layers.{n}.fc", (1, 1)),
+            dtype="bfloat16",
+            dense_bytes=40,
+            format="nvfp4",
+            fine="none",
+            pages=(PageSpec(f"layers.{n}.fc#coarse", "coarse", 10, home),),
         )
         for n, home in enumerate(homes)
     )

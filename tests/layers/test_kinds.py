@@ -9,7 +9,7 @@ from torch import nn
 
 import vbrt
 from tests.models import config, wrap, wrap_streamed
-from vbrt.layers import VBLinear, kind_of, layer_class
+from vbrt.layers import KINDS, VBLinear, kind_of
 
 transformers = pytest.importorskip("transformers")
 from transformers.models.esm.modeling_esmfold import EsmFoldLinear  # noqa: E402  # after the check that it is there
@@ -84,5 +84,7 @@ def test_what_is_not_on_the_list_stays():
 
 def test_every_kind_has_a_class_that_takes_its_place():
     for module in (nn.Linear(2, 2), FalconLinear(2, 2), EsmFoldLinear(2, 2), transformers.pytorch_utils.Conv1D(2, 2)):
-        taking_over = layer_class(kind_of(module))
-        assert taking_over.plain_class() is type(module) and taking_over.__name__ == f"VB{kind_of(module)}"
+        kind = kind_of(module)
+        assert kind is KINDS[type(module).__name__] and kind.sites("", module)[0].kept_shape == module.weight.shape
+        for mode in ("infer", "train"):
+            assert kind.layer_class(mode).plain_class() is type(module)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from vbrt.errors import ConfigError
 from vbrt.residency.plan import FILE_HEADER_BYTES, PageSpec, Plan, Skip, Swap, format_bytes, place
+from vbrt.residency.site import WeightSite
 
 PAGE = 4096
 
@@ -128,7 +129,7 @@ def test_homes_fit_and_leave_room_to_pass(sizes, gpu, cpu, ssd, tiers):
 
 
 def a_swap(name: str, pages: tuple[PageSpec, ...]) -> Swap:
-    return Swap(name, "Linear", (64, 64), "float32", dense_bytes=16384, format="nvfp4", fine="none", pages=pages)
+    return Swap(WeightSite(name, (64, 64)), "float32", dense_bytes=16384, format="nvfp4", fine="none", pages=pages)
 
 
 def test_a_plan_adds_up_and_is_plain_data():

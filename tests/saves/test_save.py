@@ -272,7 +272,7 @@ def test_the_files_are_plain_safetensors_with_the_dense_models_names(tmp_path):
     vb = wrap(llama(dtype=torch.bfloat16), "nvfp4")
     assert vb.save(tmp_path) == tmp_path
     manifest = json.loads((tmp_path / "vbrt.json").read_text())
-    assert manifest["version"] == 2 and manifest["vbrt"] == vbrt.__version__
+    assert manifest["version"] == 3 and manifest["vbrt"] == vbrt.__version__
     (shard,) = tmp_path.glob("*.safetensors")
     tensors = load_file(shard)
     codes = tensors["model.layers.0.mlp.up_proj.weight.codes"]
@@ -749,37 +749,60 @@ def test_a_damaged_file_is_named_and_the_model_is_as_it_was(saved, damage):
     assert torch.equal(logits(model, x), logits(mlp(), x))
 
 
-def as_version_1(directory):
-    """Make a save one that was written before manifests had digests; returns its manifest."""
+def as_version(directory, version):
+    """Make a save one that an earlier vbrt wrote: before layers had sites (2), before manifests had digests (1)."""
     content = json.loads((directory / "vbrt.json").read_text())
-    content |= {
-        "version": 1,
-        "tensors": {name: [file, digest] for name, (file, _, _, digest) in content["tensors"].items()},
-    }
-    del content["digest"]
+    content["version"] = version
+    for layer in content["layers"] if version < 3 else ():
+        (name, *aliases), kind = [module for module, _, _ in layer["sites"]], layer["sites"][0][2]
+        layer |= {"name": name, "aliases": aliases, "kind": kind}
+        del layer["sites"], layer["matrices"]
+    if version == 1:
+        del content["digest"]
+        content["tensors"] = {name: [file, digest] for name, (file, _, _, digest) in content["tensors"].items()}
+    else:
+        content["digest"] = content_digest(content)
     (directory / "vbrt.json").write_text(json.dumps(content, indent=1))
     return content
 
 
-def test_a_save_of_version_1_still_loads(saved):
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_save_of_an_earlier_version_still_loads(saved, version):
     expected = logits(vbrt.load(saved, mlp()), torch.ones(2, 64))
-    as_version_1(saved)
+    as_version(saved, version)
     assert torch.equal(logits(vbrt.load(saved, on_meta(mlp)), torch.ones(2, 64)), expected)
 
 
-CHANGES = [
-    (("version",), 3, "a save of version 3, by vbrt .*; this vbrt reads versions 1 and 2"),
-    (("version",), True, "a save of version true"),
-    (("kind",), "something", "not written by vb.save"),
+OLD_CHANGES = [
     (("layers",), [{}], r"damaged: layers\[0\] has no \"aliases\""),
-    (("layers",), {}, "damaged: layers = {}; expected a list"),
-    (("layers", 0), [], r"damaged: layers\[0\] = \[\]; expected a table"),
-    (("layers", 0, "extra"), 1, r"damaged: layers\[0\] has an unknown \"extra\""),
     (("layers", 0, "name"), None, r"damaged: layers\[0\]\.name = null; expected a name"),
     (("layers", 0, "name"), "2", r"damaged: layers\[1\] has the name \"2\", which layers\[0\] has already"),
     (("layers", 0, "name"), "7", r"damaged: \"tensors\" has no \"7\.weight\.codes\""),
     (("layers", 0, "aliases"), "02", r"damaged: layers\[0\]\.aliases = \"02\"; expected a list of names"),
     (("layers", 0, "kind"), "Linfar", r"damaged: layers\[0\]\.kind = \"Linfar\"; expected one of Linear"),
+]
+NEW_CHANGES = [
+    (("layers",), [{}], r"damaged: layers\[0\] has no \"dtype\""),
+    (("layers", 0, "sites"), None, r"damaged: layers\[0\]\.sites = null; expected lists of module, parameter and kind"),
+    (("layers", 0, "sites"), [], r"damaged: layers\[0\]\.sites = \[\]; expected lists"),
+    (
+        ("layers", 0, "sites", 0),
+        ["2", "weight", "Linear"],
+        r"damaged: layers\[1\] has the name \"2\", which layers\[0\]",
+    ),
+    (("layers", 0, "sites", 0), ["7", "weight", "Linear"], r"damaged: \"tensors\" has no \"7\.weight\.codes\""),
+    (("layers", 0, "sites", 0), ["0", "weight", "Linfar"], r"damaged: layers\[0\]\.sites = .*Linfar.*; expected lists"),
+    (("layers", 0, "sites", 0), ["0", "waist", "Linear"], r"damaged: layers\[0\]: a Linear has no .* name \"waist\""),
+    (("layers", 0, "matrices"), 2, r"damaged: layers\[0\]\.matrices = 2; a Linear has 1"),
+    (("layers", 0, "matrices"), 0, r"damaged: layers\[0\]\.matrices = 0; expected a whole number"),
+]
+CHANGES = [
+    (("version",), 4, "a save of version 4, by vbrt .*; this vbrt reads versions 1 to 3"),
+    (("version",), True, "a save of version true"),
+    (("kind",), "something", "not written by vb.save"),
+    (("layers",), {}, "damaged: layers = {}; expected a list"),
+    (("layers", 0), [], r"damaged: layers\[0\] = \[\]; expected a table"),
+    (("layers", 0, "extra"), 1, r"damaged: layers\[0\] has an unknown \"extra\""),
     (("layers", 0, "shape"), [64, 64.0], r"damaged: layers\[0\]\.shape = \[64, 64\.0\]; expected two whole"),
     (("layers", 0, "shape"), [64, True], r"damaged: layers\[0\]\.shape"),
     (("layers", 0, "shape"), [64, 1 << 40], r"damaged: layers\[0\]\.shape"),
@@ -790,6 +813,7 @@ CHANGES = [
     (("layers", 0, "format"), "nvfq4", r"damaged: layers\[0\]\.format = \"nvfq4\"; expected one of nvfp4"),
     (("layers", 0, "format"), "nf4", r"damaged: layers\[0\] asks for"),
     (("layers", 0, "format"), "dense", r"damaged: layers\[0\]\.planes = .*; expected dense: weight"),
+    (("layers", 0, "transposed"), True, r"damaged: layers\[0\]\.transposed = true, which a Linear is not"),
     (("layers", 0, "fine"), 1, r"damaged: layers\[0\]\.fine = 1; expected true or false"),
     (("layers", 0, "fine"), True, r"damaged: layers\[0\]\.fine = true, which float32 in nvfp4 cannot have"),
     (("layers", 0, "planes"), {}, r"damaged: layers\[0\]\.planes = {}; expected coarse: "),
@@ -814,11 +838,12 @@ def changed(content, keys, value):
     content[last] = value
 
 
-@pytest.mark.parametrize(("keys", "value", "words"), CHANGES)
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_manifest_with_another_entry_is_refused_by_the_name_of_the_entry(saved, keys, value, words, version):
-    if version == 1:
-        as_version_1(saved)
+@pytest.mark.parametrize(
+    ("version", "keys", "value", "words"),
+    [(version, *change) for version in (1, 3) for change in (CHANGES + (NEW_CHANGES if version > 2 else OLD_CHANGES))],
+)
+def test_a_manifest_with_another_entry_is_refused_by_the_name_of_the_entry(saved, version, keys, value, words):
+    as_version(saved, version)
     content = json.loads((saved / "vbrt.json").read_text())
     changed(content, keys, value)
     if "digest" in content:

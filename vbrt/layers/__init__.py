@@ -1,12 +1,14 @@
 """The layers that take the place of nn.Linear, of the subclasses that compute the same, and of Conv1D."""
 
-from vbrt.layers.kinds import kind_of, layer_class
+from vbrt.layers.kinds import KINDS, Kind, kind_of, layer_class, site_of
 from vbrt.layers.linear import SwappedLayer, VBLayer, VBLinear, shed
 from vbrt.layers.train import TrainedLayer, TrainedLinear, TrainedWeight
 from vbrt.layers.weight import HandleSpec, WeightHandle, handles_in
 
 __all__ = [
+    "KINDS",
     "HandleSpec",
+    "Kind",
     "SwappedLayer",
     "TrainedLayer",
     "TrainedLinear",
@@ -18,4 +20,5 @@ __all__ = [
     "kind_of",
     "layer_class",
     "shed",
+    "site_of",
 ]

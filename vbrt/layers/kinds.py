@@ -1,36 +1,82 @@
-"""Which modules can become VB layers: an allow-list of exact classes, and what takes the place of each.
+"""Kinds of layers: an allow-list of exact classes, with one record each that says what takes the place of the class.
 
 A subclass of nn.Linear may compute anything (routers return tuples, grouped layers read slices of their weight), so
-one that is not named here is left alone. Those named compute `x Wᵀ + bias`; classes of other packages are named as
-text, and the file that imports them is loaded once a model holds one.
+one that has no record stays as it is. Classes of other packages are named as text, and the file that imports them is
+loaded once a model holds one.
 """
 
 import importlib
+from dataclasses import dataclass
 
 from torch import nn
 
 from vbrt.layers.linear import SwappedLayer
+from vbrt.residency.site import WeightSite
 
-__all__ = ["KINDS", "kind_of", "layer_class"]
+__all__ = ["KINDS", "Kind", "kind_of", "layer_class", "site_of"]
 
-_KINDS = {
-    ("torch.nn.modules.linear", "Linear"): "vbrt.layers",
-    ("transformers.pytorch_utils", "Conv1D"): "vbrt.layers.conv1d",
-    ("transformers.models.esm.modeling_esmfold", "EsmFoldLinear"): "vbrt.layers.esmfold",
-    ("transformers.models.falcon.modeling_falcon", "FalconLinear"): "vbrt.layers.falcon",
-}
-_FILES = {kind: file for (_, kind), file in _KINDS.items()}
-#: the names that `kind_of` gives
-KINDS = tuple(_FILES)
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One class of layers.
+
+    Attributes:
+        name: the class's name, which plans and saves use.
+        package: the module that defines the class.
+        file: the module of vbrt that defines `VB<name>` and `Trained<name>`.
+        parameters: the names of the parameters that hold weights; each is a site.
+        transposed: True if the class keeps its weight as [inputs, outputs].
+    """
+
+    name: str
+    package: str
+    file: str
+    parameters: tuple[str, ...] = ("weight",)
+    transposed: bool = False
+
+    def sites(self, name: str, module: nn.Module) -> tuple[WeightSite, ...]:
+        """Return the sites in a module of this kind; `name` is the module's name in the model."""
+        return tuple(self._site(name, module, parameter) for parameter in self.parameters)
+
+    def _site(self, name: str, module: nn.Module, parameter: str) -> WeightSite:
+        *stacked, rows, columns = getattr(module, parameter).shape
+        shape = (columns, rows) if self.transposed else (rows, columns)
+        matrices = stacked[0] if stacked else 1
+        return WeightSite(name, shape, parameter, self.name, matrices, self.transposed)
+
+    def outputs(self, module: nn.Module) -> int:
+        """Return the number of outputs of a layer of this kind."""
+        return self._site("", module, self.parameters[0]).shape[0]
+
+    def layer_class(self, mode: str = "infer") -> type[SwappedLayer]:
+        """Return the class that takes the place of this one; mode: "infer" or "train"."""
+        return getattr(importlib.import_module(self.file), f"{_PREFIXES[mode]}{self.name}")
+
+
 _PREFIXES = {"infer": "VB", "train": "Trained"}
+_RECORDS = (
+    Kind("Linear", "torch.nn.modules.linear", "vbrt.layers"),
+    Kind("Conv1D", "transformers.pytorch_utils", "vbrt.layers.conv1d", transposed=True),
+    Kind("EsmFoldLinear", "transformers.models.esm.modeling_esmfold", "vbrt.layers.esmfold"),
+    Kind("FalconLinear", "transformers.models.falcon.modeling_falcon", "vbrt.layers.falcon"),
+)
+#: the records by name
+KINDS = {kind.name: kind for kind in _RECORDS}
+_BY_CLASS = {(kind.package, kind.name): kind for kind in _RECORDS}
 
 
-def kind_of(module: nn.Module) -> str | None:
-    """The name of the module's class if it can become a VB layer, else None."""
+def kind_of(module: nn.Module) -> Kind | None:
+    """Return the record of the module's class, or None if the module cannot become a VB layer."""
     cls = type(module)
-    return cls.__name__ if (cls.__module__, cls.__qualname__) in _KINDS else None
+    return _BY_CLASS.get((cls.__module__, cls.__qualname__))
+
+
+def site_of(name: str, layer: SwappedLayer) -> WeightSite:
+    """Return the site of a VB layer or a trained one that the model has under `name`."""
+    kind = KINDS[layer.plain_class().__name__]
+    return WeightSite(name, layer.handle.spec.shape, kind.parameters[0], kind.name, transposed=kind.transposed)
 
 
 def layer_class(kind: str, mode: str = "infer") -> type[SwappedLayer]:
-    """What takes the place of a module of `kind`; mode: "infer" or "train"."""
-    return getattr(importlib.import_module(_FILES[kind]), f"{_PREFIXES[mode]}{kind}")
+    """Return the class that takes the place of a module of a kind, by its name; mode: "infer" or "train"."""
+    return KINDS[kind].layer_class(mode)

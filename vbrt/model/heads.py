@@ -95,7 +95,7 @@ def _outside(model: nn.Module) -> tuple[list[nn.Module], str]:
 
 
 def _outputs(layer: nn.Module) -> int:
-    return layer.out_features if isinstance(layer, nn.Linear) else layer.weight.shape[-1]
+    return kind_of(layer).outputs(layer)
 
 
 def _is_small(layers: list[nn.Module], model: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """The plan: what the wrapper will do to a model and what that costs in bytes, decided before anything moves.
 
-The estimator prints it and the runtime follows it, so the two cannot drift. Pure data and pure functions: what a
-model contains is found out in `vbrt.model.planner`, what fits where is decided here by `place`.
+`vbrt plan` prints it and the runtime follows it, so the two cannot drift. Pure data and pure functions: `vbrt.model`
+reads a model (`choice.py`, `planner.py`), `place` decides here what fits where.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 
 from vbrt.errors import ConfigError
 from vbrt.residency.policy import spread
+from vbrt.residency.site import WeightSite
 
 __all__ = ["FILE_HEADER_BYTES", "PageSpec", "Plan", "Skip", "Swap", "format_bytes", "place"]
 
@@ -27,23 +28,68 @@ class PageSpec:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """A layer that becomes a VB layer. `shape` is (out, in); `aliases` are other names of the same weight."""
+    """A weight that goes into the tiers; the modules of its sites become VB layers.
 
-    name: str
-    kind: str
-    shape: tuple[int, int]
+    Attributes:
+        site: where the weight is in the model; its first site, where several are tied.
+        tied: the other sites of the same weight.
+        dtype: of the weight, by torch's name.
+    """
+
+    site: WeightSite
     dtype: str
     dense_bytes: int
     format: str
     fine: str
-    pages: tuple[PageSpec, ...]
-    aliases: tuple[str, ...] = ()
+    pages: tuple[PageSpec, ...] = ()
+    tied: tuple[WeightSite, ...] = ()
     note: str = ""
+
+    @property
+    def sites(self) -> tuple[WeightSite, ...]:
+        """All sites of the weight."""
+        return (self.site, *self.tied)
+
+    @property
+    def name(self) -> str:
+        """The name of the first site."""
+        return self.site.name
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """The names of the other sites."""
+        return tuple(site.name for site in self.tied)
+
+    @property
+    def kind(self) -> str:
+        """The kind of the first site's module."""
+        return self.site.kind
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in) of each matrix."""
+        return self.site.shape
 
     @property
     def page_bytes(self) -> int:
         """Bytes of all planes of the layer."""
         return sum(page.nbytes for page in self.pages)
+
+    def to_dict(self) -> dict:
+        """Plain data for JSON."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "shape": list(self.shape),
+            "matrices": self.site.matrices,
+            "dtype": self.dtype,
+            "dense_bytes": self.dense_bytes,
+            "format": self.format,
+            "fine": self.fine,
+            "pages": [asdict(page) for page in self.pages],
+            "aliases": list(self.aliases),
+            "note": self.note,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +172,7 @@ class Plan:
             "budgets": dict(self.budgets),
             "notes": list(self.notes),
             "warnings": list(self.warnings),
-            "swaps": [asdict(swap) for swap in self.swaps],
+            "swaps": [swap.to_dict() for swap in self.swaps],
             "skipped": {name: asdict(skip) for name, skip in self.skipped.items()},
         }
 

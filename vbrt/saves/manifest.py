@@ -1,7 +1,8 @@
 """vbrt.json, the manifest of a save: config, layers, what was kept, and where each tensor is.
 
 It carries a digest of its own content, and nothing is built from it before every field has been checked: names, types,
-dtypes, planes and the fields in them. Manifests of version 1, which have no digest, are checked alike.
+dtypes, planes and the fields in them. Version 1 has no digest; versions 1 and 2 name a layer's modules in `name` and
+`aliases`, and all of them are of one `kind`. They are checked alike.
 """
 
 import json
@@ -9,7 +10,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from vbrt.formats import FORMATS, get_format
 from vbrt.formats.fine import WIDTH, fine_fields
 from vbrt.host.files import read_bounded
 from vbrt.layers.kinds import KINDS
-from vbrt.model.planner import ROOT
+from vbrt.residency.site import WeightSite
 from vbrt.saves.tensorfile import TENSOR_DTYPES
 
 __all__ = [
@@ -32,17 +33,15 @@ __all__ = [
     "SavedLayer",
     "SavedTensor",
     "content_digest",
-    "plane_tensor",
     "read_manifest",
     "read_manifest_bytes",
     "text_of",
     "to_json",
-    "weight_name",
 ]
 
 MANIFEST = "vbrt.json"
 SHARD = re.compile(r"vbrt-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
-_KIND, _VERSION = "vbrt save", 2
+_KIND, _VERSION = "vbrt save", 3
 _MAX_BYTES = 64 << 20  # of about 50,000 layers
 _STORED = ("float32", "bfloat16", "float16", "float64")
 _FLOATS = tuple(name for name, dtype in TENSOR_DTYPES.items() if dtype.is_floating_point)
@@ -53,33 +52,55 @@ Expected = Mapping[str, tuple[str, tuple[int | None, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class SavedLayer:
-    """A VB layer. `shape` is (out, in); `stored_dtype` is that of the weight that was encoded, `dtype` what the layer
-    computes in; `planes` has the fields of each plane."""
+    """A weight that is saved as planes.
 
-    name: str
-    aliases: tuple[str, ...]
-    kind: str
-    shape: tuple[int, int]
+    Attributes:
+        sites: where the model has it; several where it is tied.
+        stored_dtype: of the weight that was encoded.
+        dtype: that the layers compute in.
+        planes: the names of each plane's tensors.
+    """
+
+    sites: tuple[WeightSite, ...]
     stored_dtype: str
     dtype: str
     format: str
     fine: bool
-    transposed: bool
     trainable: bool
     planes: Mapping[str, tuple[str, ...]]
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """All names of the weight's layers."""
-        return (self.name, *self.aliases)
+    def site(self) -> WeightSite:
+        """The first site, after which the tensors are named."""
+        return self.sites[0]
+
+    def file_tensor(self, plane: str, field: str) -> str:
+        """Return the name in the files of one tensor of a plane."""
+        if plane == "dense":
+            return self.site.tensor
+        return f"{self.site.tensor}.{field}" if plane == "coarse" else f"{self.site.tensor}.{plane}.{field}"
 
     def expected(self) -> dict[str, Expected]:
-        """What each plane must hold. Raises FormatError for a dtype that the format does not hold."""
+        """Return what each plane must hold. Raises FormatError for a dtype that the format does not hold."""
         dtype = getattr(torch, self.stored_dtype)
-        as_kept = self.shape[::-1] if self.transposed and self.format == "dense" else self.shape
-        layout = get_format(self.format).layout(as_kept, dtype)
+        kept = self.site.kept_shape if self.format == "dense" else self.site.shape
+        layout = get_format(self.format).layout(kept, dtype)
         planes = {layout.plane: {field.name: (field.dtype, field.shape) for field in layout.fields}}
-        return planes | ({"fine": fine_fields(self.shape, dtype)} if self.fine else {})
+        return planes | ({"fine": fine_fields(self.site.shape, dtype)} if self.fine else {})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the layer's entry in the manifest."""
+        shared = {name: getattr(self, name) for name in _SHARED}
+        return {
+            "sites": [[site.module, site.parameter, site.kind] for site in self.sites],
+            "shape": self.site.shape,
+            "matrices": self.site.matrices,
+            "transposed": self.site.transposed,
+            **shared,
+        }
+
+
+_SHARED = ("stored_dtype", "dtype", "format", "fine", "trainable", "planes")  # fields as the manifest has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,19 +138,6 @@ class Manifest:
     tensors: Mapping[str, SavedTensor]
 
 
-def plane_tensor(layer: str, plane: str, field: str) -> str:
-    """What a plane's tensor is called in a file."""
-    weight = weight_name(layer)
-    if plane == "dense":
-        return weight
-    return f"{weight}.{field}" if plane == "coarse" else f"{weight}.{plane}.{field}"
-
-
-def weight_name(layer: str) -> str:
-    """The name of a layer's weight in the dense model."""
-    return "weight" if layer == ROOT else f"{layer}.weight"
-
-
 def text_of(dtype: torch.dtype) -> str:
     """A dtype as the manifest has it."""
     return str(dtype).removeprefix("torch.")
@@ -145,7 +153,9 @@ def to_json(manifest: Manifest) -> bytes:
         "kind": _KIND,
         "version": _VERSION,
         "vbrt": sys.modules["vbrt"].__version__,
-        **asdict(manifest),
+        "config": manifest.config,
+        "layers": [layer.to_json() for layer in manifest.layers],
+        "kept": [asdict(entry) for entry in manifest.kept],
         "tensors": tensors,
     }
     content["digest"] = content_digest(content)
@@ -197,10 +207,10 @@ def read_manifest(directory: Path) -> Manifest:
     if not isinstance(data, dict) or data.get("kind") != _KIND:
         raise CheckpointError(f'{path}: not written by vb.save(); expected "kind": "{_KIND}" in it')
     version = data.get("version")
-    if type(version) is not int or version not in (1, _VERSION):
+    if type(version) is not int or version not in (1, 2, _VERSION):
         raise CheckpointError(
             f"{path}: a save of version {_shown(version)}, by vbrt {_shown(data.get('vbrt'))}; this "
-            f"vbrt reads versions 1 and {_VERSION}: install that vbrt, or a newer one"
+            f"vbrt reads versions 1 to {_VERSION}: install that vbrt, or a newer one"
         )
     try:
         return _checked(data, version)
@@ -226,12 +236,13 @@ def _checked(data: dict[str, Any], version: int) -> Manifest:
     _expect(type(data["config"]) is dict, "config", data["config"], "a table")
     manifest = Manifest(
         data["config"],
-        tuple(_entries(SavedLayer, data["layers"], "layers")),
-        tuple(_entries(KeptTensor, data["kept"], "kept")),
+        tuple(_layers(data["layers"], version)),
+        tuple(_kept(data["kept"])),
         _tensors(data["tensors"], version),
     )
     _check_names(manifest)
     for number, layer in enumerate(manifest.layers):
+        _check_sites(layer, f"layers[{number}]")
         _check_layer(layer, f"layers[{number}]")
     _check_tensors(manifest)
     if version > 1 and data["digest"] != content_digest(data):
@@ -259,47 +270,67 @@ _Rule = tuple[Callable[[Any], bool], str]
 _FLAG: _Rule = (lambda value: type(value) is bool, "true or false")
 _NAME: _Rule = (_is_name, "a name")
 _NAMES: _Rule = (lambda value: type(value) is list and all(map(_is_name, value)), "a list of names")
-_RULES: dict[type, dict[str, _Rule]] = {
-    SavedLayer: {
-        "name": _NAME,
-        "aliases": _NAMES,
-        "kind": _one_of(KINDS),
-        "shape": (
-            lambda value: type(value) is list and len(value) == 2 and all(map(_is_size, value)),
-            "two whole numbers from 1 on",
-        ),
-        "stored_dtype": _one_of(_STORED),
-        "dtype": _one_of(_FLOATS),
-        "format": _one_of(FORMATS),
-        "fine": _FLAG,
-        "transposed": _FLAG,
-        "trainable": _FLAG,
-        "planes": (
-            lambda value: type(value) is dict and all(map(_NAMES[0], value.values())),
-            "lists of names by plane",
-        ),
-    },
-    KeptTensor: {
-        "name": _NAME,
-        "aliases": _NAMES,
-        "kind": _one_of(("parameter", "buffer", "non-persistent buffer")),
-        "trainable": _FLAG,
-    },
+_PLANES: _Rule = (lambda value: type(value) is dict and all(map(_NAMES[0], value.values())), "lists of names by plane")
+_LAYER_RULES: dict[str, _Rule] = {
+    "shape": (
+        lambda value: type(value) is list and len(value) == 2 and all(map(_is_size, value)),
+        "two whole numbers from 1 on",
+    ),
+    "stored_dtype": _one_of(_STORED),
+    "dtype": _one_of(_FLOATS),
+    "format": _one_of(FORMATS),
+    "fine": _FLAG,
+    "transposed": _FLAG,
+    "trainable": _FLAG,
+    "planes": _PLANES,
+}
+_SITES: _Rule = (
+    lambda value: type(value) is list and value != [] and all(map(_is_site, value)),
+    "lists of module, parameter and kind",
+)
+_RULES = {"sites": _SITES, "matrices": (_is_size, "a whole number from 1 on"), **_LAYER_RULES}
+_OLD_RULES = {"name": _NAME, "aliases": _NAMES, "kind": _one_of(KINDS), **_LAYER_RULES}
+_KEPT_RULES: dict[str, _Rule] = {
+    "name": _NAME,
+    "aliases": _NAMES,
+    "kind": _one_of(("parameter", "buffer", "non-persistent buffer")),
+    "trainable": _FLAG,
 }
 
 
-def _entries(cls: type, data: Any, where: str) -> Iterator[Any]:
+def _is_site(value: Any) -> bool:
+    return type(value) is list and len(value) == 3 and all(map(_is_name, value)) and value[2] in KINDS
+
+
+def _layers(data: Any, version: int) -> Iterator[SavedLayer]:
+    for entry in _entries(data, "layers", _RULES if version > 2 else _OLD_RULES):
+        shape, transposed = tuple(entry["shape"]), entry["transposed"]
+        names = (
+            entry["sites"]
+            if version > 2
+            else [[name, "weight", entry["kind"]] for name in (entry["name"], *entry["aliases"])]
+        )
+        matrices = entry.get("matrices", 1)
+        sites = [WeightSite(module, shape, parameter, kind, matrices, transposed) for module, parameter, kind in names]
+        planes = {plane: tuple(fields) for plane, fields in entry["planes"].items()}
+        yield SavedLayer(tuple(sites), **{name: entry[name] for name in _SHARED} | {"planes": planes})
+
+
+def _kept(data: Any) -> Iterator[KeptTensor]:
+    for entry in _entries(data, "kept", _KEPT_RULES):
+        yield KeptTensor(entry["name"], tuple(entry["aliases"]), entry["kind"], entry["trainable"])
+
+
+def _entries(data: Any, where: str, rules: Mapping[str, _Rule]) -> Iterator[dict[str, Any]]:
+    """Yield the entries of a list of tables, each checked by its rules."""
     _expect(type(data) is list, where, data, "a list")
     for number, entry in enumerate(data):
         here = f"{where}[{number}]"
         _expect(type(entry) is dict, here, entry, "a table")
-        _exactly(entry, {field.name for field in fields(cls)}, here)
-        for key, (holds, expected) in _RULES[cls].items():
+        _exactly(entry, set(rules), here)
+        for key, (holds, expected) in rules.items():
             _expect(holds(entry[key]), f"{here}.{key}", entry[key], expected)
-        values = {key: tuple(value) if type(value) is list else value for key, value in entry.items()}
-        if cls is SavedLayer:
-            values["planes"] = {plane: tuple(names) for plane, names in values["planes"].items()}
-        yield cls(**values)
+        yield entry
 
 
 def _tensors(data: Any, version: int) -> dict[str, SavedTensor]:
@@ -334,13 +365,26 @@ def _tensor(entry: Any, where: str, version: int) -> SavedTensor:
 def _check_names(manifest: Manifest) -> None:
     """Every layer, parameter and buffer once."""
     taken: dict[str, str] = {}
-    for where, entries in (("layers", manifest.layers), ("kept", manifest.kept)):
-        for number, entry in enumerate(entries):
-            for name in entry.names:
-                full = weight_name(name) if where == "layers" else name
-                if full in taken:
-                    raise _Damaged(f"{where}[{number}] has the name {_shown(name)}, which {taken[full]} has already")
-                taken[full] = f"{where}[{number}]"
+    layers = [[(site.name, site.tensor) for site in layer.sites] for layer in manifest.layers]
+    kept = [[(name, name) for name in entry.names] for entry in manifest.kept]
+    for where, entries in (("layers", layers), ("kept", kept)):
+        for number, names in enumerate(entries):
+            for name, tensor in names:
+                if tensor in taken:
+                    raise _Damaged(f"{where}[{number}] has the name {_shown(name)}, which {taken[tensor]} has already")
+                taken[tensor] = f"{where}[{number}]"
+
+
+def _check_sites(layer: SavedLayer, where: str) -> None:
+    """The kinds have such parameters, and keep their matrices so."""
+    for site in layer.sites:
+        kind = KINDS[site.kind]
+        if site.parameter not in kind.parameters:
+            raise _Damaged(f"{where}: a {site.kind} has no weight of the name {_shown(site.parameter)}")
+        if site.transposed != kind.transposed:
+            raise _Damaged(f"{where}.transposed = {_shown(site.transposed)}, which a {site.kind} is not")
+        if site.matrices != 1:
+            raise _Damaged(f"{where}.matrices = {site.matrices}; a {site.kind} has 1")
 
 
 def _check_layer(layer: SavedLayer, where: str) -> None:
@@ -357,7 +401,7 @@ def _check_layer(layer: SavedLayer, where: str) -> None:
 def _check_tensors(manifest: Manifest) -> None:
     """Each tensor that is spoken of is there, and no other."""
     wanted = Counter(
-        plane_tensor(layer.name, plane, field)
+        layer.file_tensor(plane, field)
         for layer in manifest.layers
         for plane, names in layer.planes.items()
         for field in names

@@ -20,8 +20,8 @@ from torch import nn
 from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError, describe_os_error
 from vbrt.host.files import expanded, sync_directory, write_file
-from vbrt.layers import SwappedLayer, TrainedLayer, TrainedWeight, WeightHandle
-from vbrt.model.planner import ROOT
+from vbrt.layers import SwappedLayer, TrainedLayer, TrainedWeight, WeightHandle, site_of
+from vbrt.residency.site import ROOT, WeightSite
 from vbrt.saves.manifest import (
     MANIFEST,
     SHARD,
@@ -29,7 +29,6 @@ from vbrt.saves.manifest import (
     Manifest,
     SavedLayer,
     SavedTensor,
-    plane_tensor,
     read_manifest_bytes,
     text_of,
     to_json,
@@ -146,7 +145,7 @@ def _shards(parts: Iterable[_Part]) -> list[list[_Part]]:
 
 def _layer_part(layer: SavedLayer, handle: Handle) -> _Part:
     infos = [
-        TensorInfo(plane_tensor(layer.name, layout.plane, field.name), getattr(torch, field.dtype), field.shape)
+        TensorInfo(layer.file_tensor(layout.plane, field.name), getattr(torch, field.dtype), field.shape)
         for layout in handle.encoded_layouts()
         for field in layout.fields
     ]
@@ -154,7 +153,7 @@ def _layer_part(layer: SavedLayer, handle: Handle) -> _Part:
     def write(writer: TensorWriter) -> dict[str, str]:
         with handle.encoded() as planes:
             named = {
-                plane_tensor(layer.name, layout.plane, field): tensor
+                layer.file_tensor(layout.plane, field): tensor
                 for layout, plane in planes
                 for field, tensor in plane.items()
             }
@@ -172,30 +171,25 @@ def _kept_part(entry: KeptTensor, tensor: torch.Tensor) -> _Part:
 
 
 def _find_layers(model: nn.Module) -> list[tuple[SavedLayer, Handle]]:
-    names: dict[Handle, list[str]] = {}
-    kinds: dict[Handle, str] = {}
+    """Return the weights that are in planes, in the order of the model, with all names of their modules."""
+    sites: dict[Handle, list[WeightSite]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, SwappedLayer):
-            names.setdefault(module.handle, []).append(name or ROOT)
-            kinds[module.handle] = type(module).plain_class().__name__
-    return [(_saved_layer(handle, names[handle], kinds[handle]), handle) for handle in names]
+            sites.setdefault(module.handle, []).append(site_of(name or ROOT, module))
+    return [(_saved_layer(handle, tuple(held)), handle) for handle, held in sites.items()]
 
 
-def _saved_layer(handle: Handle, names: list[str], kind: str) -> SavedLayer:
+def _saved_layer(handle: Handle, sites: tuple[WeightSite, ...]) -> SavedLayer:
     spec = handle.spec
     planes = {layout.plane: tuple(field.name for field in layout.fields) for layout in handle.encoded_layouts()}
     return SavedLayer(
-        names[0],
-        tuple(names[1:]),
-        kind,
-        spec.shape,
-        text_of(spec.dtype),
-        text_of(handle.dtype),
-        spec.format,
-        spec.fine,
-        spec.transposed,
-        handle.trainable,
-        planes,
+        sites=sites,
+        stored_dtype=text_of(spec.dtype),
+        dtype=text_of(handle.dtype),
+        format=spec.format,
+        fine=spec.fine,
+        trainable=handle.trainable,
+        planes=planes,
     )
 
 
@@ -218,8 +212,8 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for name, parameter in module._parameters.items():
-            is_plane = name == "weight" and isinstance(module, TrainedLayer)
-            if parameter is not None and not is_plane:
+            in_planes = isinstance(module, TrainedLayer) and name == site_of(path, module).parameter
+            if parameter is not None and not in_planes:
                 yield prefix + name, "parameter", parameter
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -26,19 +26,11 @@ from vbrt.formats.fine import check_fine
 from vbrt.host.files import expanded, read_bounded
 from vbrt.layers import SwappedLayer, WeightHandle, kind_of
 from vbrt.layers.linear import warn_of_training
-from vbrt.model.planner import ROOT, make_plan
+from vbrt.model.planner import make_plan
 from vbrt.residency.plan import Swap
+from vbrt.residency.site import ROOT, WeightSite
 from vbrt.saves.conversion import Entry, entries_for
-from vbrt.saves.manifest import (
-    MANIFEST,
-    KeptTensor,
-    Manifest,
-    SavedLayer,
-    plane_tensor,
-    read_manifest,
-    text_of,
-    weight_name,
-)
+from vbrt.saves.manifest import MANIFEST, KeptTensor, Manifest, SavedLayer, read_manifest, text_of
 from vbrt.saves.tensorfile import TensorFile, TensorInfo, digest
 from vbrt.wrapper.wrapper import Before, VBModelWrapper, carry_out, release_host_memory, try_tiers
 
@@ -125,8 +117,9 @@ def _fill_(vb: VBModelWrapper, source: "_Source") -> None:
         if read > _TRIM_BYTES:  # or the C library keeps what weights leave between the pages: as much as all of them
             release_host_memory()
             read = 0
-    for layer in vb.registry.values():
-        layer._parameters["weight"] = None
+    for swap in vb.plan.swaps:
+        for site in swap.sites:
+            vb.registry[site.name]._parameters[site.parameter] = None
     source.fill_kept_(vb.model, vb.device)
     for name, layer in vb.registry.items():
         layer.handle.retype(source.dtype(name, layer.handle))
@@ -223,7 +216,7 @@ class _Saved:
         names = sorted({tensor.file for tensor in self._manifest.tensors.values()})
         files = {name: TensorFile(path / name) for name in names}
         self._files = {name: files[tensor.file] for name, tensor in self._manifest.tensors.items()}
-        self._layers = {name: layer for layer in self._manifest.layers for name in layer.names}
+        self._layers = {site.name: layer for layer in self._manifest.layers for site in layer.sites}
         self._kept = {name: entry for entry in self._manifest.kept for name in entry.names}
         self._check_files(files)
         self._check_entries()
@@ -250,7 +243,7 @@ class _Saved:
         for number, layer in enumerate(self._manifest.layers):
             for plane, expected in layer.expected().items():
                 for field, wanted in expected.items():
-                    info = self._info(plane_tensor(layer.name, plane, field))
+                    info = self._info(layer.file_tensor(plane, field))
                     if not _is_like(info, *wanted):
                         raise _damaged(
                             self.path / MANIFEST,
@@ -283,14 +276,17 @@ class _Saved:
         _check_names(
             self.path,
             model,
-            set(self._kept) | set(map(weight_name, self._layers)),
+            set(self._kept) | {site.tensor for layer in self._manifest.layers for site in layer.sites},
             optional={n for n, entry in self._kept.items() if entry.kind == "non-persistent buffer"},
         )
         modules = {name or ROOT: module for name, module in model.named_modules(remove_duplicate=False)}
         _refuse_list(
             self.path,
             "layers do not fit",
-            filter(None, (_misfit(name, modules.get(name), layer) for name, layer in self._layers.items())),
+            filter(
+                None,
+                (_misfit(modules.get(site.module), site) for layer in self._manifest.layers for site in layer.sites),
+            ),
         )
         _refuse_list(self.path, "kinds do not fit", _other_kinds(model, self._kept))
         _refuse_list(
@@ -306,9 +302,10 @@ class _Saved:
             ),
         )
         for layer in self._manifest.layers:
-            weight = _on_meta(modules[layer.name].weight, getattr(torch, layer.stored_dtype), layer.trainable)
-            for name in layer.names:
-                modules[name]._parameters["weight"] = weight
+            old = modules[layer.site.module]._parameters[layer.site.parameter]
+            weight = _on_meta(old, getattr(torch, layer.stored_dtype), layer.trainable)
+            for site in layer.sites:
+                modules[site.module]._parameters[site.parameter] = weight
         for entry in self._manifest.kept:
             if entry.kind == "parameter":
                 dtype = self._info(entry.name).dtype
@@ -321,13 +318,13 @@ class _Saved:
     def plan(self, model: nn.Module, config: VBConfig) -> Any:
         """See `_Source`: with the swaps of the model that was saved."""
         modules = {name or ROOT: module for name, module in model.named_modules()}
-        return make_plan(model, config, chosen=[_swap(layer, modules) for layer in self._manifest.layers])
+        return make_plan(model, config, saved=[_swap(layer, modules) for layer in self._manifest.layers])
 
     def planes(self, name: str, handle: WeightHandle) -> Any:
         """See `_Source`: as they were encoded."""
         layer = self._layers[name]
         planes = {
-            plane: {field: self._read(plane_tensor(layer.name, plane, field)) for field in names}
+            plane: {field: self._read(layer.file_tensor(plane, field)) for field in names}
             for plane, names in layer.planes.items()
         }
         if layer.fine:
@@ -336,11 +333,11 @@ class _Saved:
                     planes["coarse"],
                     planes["fine"],
                     get_format(layer.format),
-                    layer.shape,
+                    layer.site.shape,
                     getattr(torch, layer.stored_dtype),
                 )
             except FormatError as error:
-                raise _damaged(self._files[plane_tensor(layer.name, "fine", "low")].path, f"{name}: {error}") from error
+                raise _damaged(self._files[layer.file_tensor("fine", "low")].path, f"{name}: {error}") from error
         return handle.from_encoded(planes)
 
     def dtype(self, name: str, handle: WeightHandle) -> torch.dtype:
@@ -379,6 +376,7 @@ class _Checkpoint:
         self.path = path
         self._files = list(map(TensorFile, files))
         self._found: dict[str, Entry] = {}  # by names of the model
+        self._sites: dict[str, WeightSite] = {}  # by the names of swaps
         self._entries: dict[str, str] = {}  # each name that the model has -> the one that was found, where tied
 
     def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
@@ -415,11 +413,13 @@ class _Checkpoint:
 
     def plan(self, model: nn.Module, config: VBConfig) -> Any:
         """See `_Source`."""
-        return make_plan(model, config)
+        plan = make_plan(model, config)
+        self._sites = {swap.name: swap.site for swap in plan.swaps}
+        return plan
 
     def planes(self, name: str, handle: WeightHandle) -> Any:
         """See `_Source`: encoded now."""
-        return handle.split(self._read(weight_name(name)))
+        return handle.split(self._read(self._sites[name].tensor))
 
     def dtype(self, name: str, handle: WeightHandle) -> torch.dtype:
         """See `_Source`."""
@@ -488,14 +488,13 @@ def _non_persistent(model: nn.Module) -> Iterator[str]:
             yield f"{path}.{name}" if path else name
 
 
-def _misfit(name: str, module: nn.Module | None, layer: SavedLayer) -> str | None:
-    """What keeps a module from becoming a layer that was saved."""
+def _misfit(module: nn.Module | None, site: WeightSite) -> str | None:
+    """Return what keeps a module from taking the weight that was saved at a site."""
     kind = None if module is None else kind_of(module)
-    if kind != layer.kind:
-        return f"{name} is a {type(module).__name__}, saved was a {layer.kind}"
-    saved = layer.shape[::-1] if layer.transposed else layer.shape
-    here = tuple(module.weight.shape)
-    return None if here == saved else f"{name}.weight is {here}, saved was {saved}"
+    if kind is None or kind.name != site.kind:
+        return f"{site.module} is a {type(module).__name__}, saved was a {site.kind}"
+    here = tuple(getattr(module, site.parameter).shape)
+    return None if here == site.kept_shape else f"{site.tensor} is {here}, saved was {site.kept_shape}"
 
 
 def _other_kinds(model: nn.Module, kept: Mapping[str, KeptTensor]) -> Iterator[str]:
@@ -539,18 +538,14 @@ def _first(names: list[str]) -> str:
 
 def _swap(layer: SavedLayer, modules: Mapping[str, nn.Module]) -> Swap:
     """The swap of a saved layer, without pages; a module that has several names counts once."""
-    names = [name for name in layer.names if name in modules]
-    dense_bytes = layer.shape[0] * layer.shape[1] * getattr(torch, layer.stored_dtype).itemsize
+    sites = [site for site in layer.sites if site.module in modules]
     return Swap(
-        names[0],
-        layer.kind,
-        layer.shape,
-        layer.stored_dtype,
-        dense_bytes,
-        layer.format,
-        "exact" if layer.fine else "none",
-        (),
-        tuple(names[1:]),
+        site=sites[0],
+        tied=tuple(sites[1:]),
+        dtype=layer.stored_dtype,
+        dense_bytes=sites[0].parameters * getattr(torch, layer.stored_dtype).itemsize,
+        format=layer.format,
+        fine="exact" if layer.fine else "none",
     )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from vbrt.errors import NonfiniteError
-from vbrt.model.planner import ROOT
+from vbrt.residency.site import ROOT
 from vbrt.wrapper.wrapper import VBModelWrapper
 
 __all__ = ["Nonfinite", "NonfiniteWatch", "watch_nonfinite"]

@@ -210,7 +210,7 @@ def _spec(swap: Swap, config: VBConfig) -> HandleSpec:
         dtype=getattr(torch, swap.dtype),
         format=swap.format,
         fine=swap.fine == "exact",
-        transposed=swap.kind == "Conv1D",
+        transposed=swap.site.transposed,
         backend=config.compute.backend,
         fp8=config.compute.fp8,
         fp4=config.compute.fp4,

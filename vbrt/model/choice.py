@@ -1,0 +1,346 @@
+"""Which weights of a model go into the tiers, and why each of the others stays as it is.
+
+A weight is a candidate where a module of a known kind (`vbrt.layers.kinds`) holds it. Weights that several modules hold
+go for all of them, or stay for all: a site that must stay keeps the others.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+import torch
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
+
+from vbrt.config import VBConfig
+from vbrt.formats import get_format
+from vbrt.layers import kind_of
+from vbrt.model.heads import find_heads
+from vbrt.residency.plan import Skip, Swap
+from vbrt.residency.site import ROOT, WeightSite
+
+__all__ = ["choose", "named_modules", "nbytes_of", "why_none"]
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+Held = tuple[str, str]
+"""A module's name and the name that it has for a parameter or buffer."""
+
+
+def named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model by name, the model itself as `ROOT`."""
+    return {name or ROOT: module for name, module in model.named_modules()}
+
+
+def choose(
+    model: nn.Module, config: VBConfig, saved: Sequence[Swap] | None = None
+) -> tuple[list[Swap], dict[str, Skip]]:
+    """Return the swaps, without pages, in the order of the model, and everything else by module, with its reason.
+
+    `saved`: the swaps of a saved model, which take the place of what the config would choose.
+    """
+    survey = _Survey(named_modules(model), config)
+    refused: dict[str, Skip] = {}
+    swaps = list(_swaps(survey, refused))
+    if saved is not None:
+        swaps = _as_saved(swaps, saved, refused, config)
+    return swaps, _account_rest(survey.modules, swaps, refused)
+
+
+@dataclass(frozen=True)
+class _Survey:
+    """What a model's modules hold, and what a config wants of them."""
+
+    modules: dict[str, nn.Module]
+    config: VBConfig
+
+    @cached_property
+    def candidates(self) -> dict[Held, nn.Module]:
+        """The modules of known kinds, by each of their weights."""
+        return {
+            (name, parameter): module
+            for name, module in self.modules.items()
+            if (kind := kind_of(module))
+            for parameter in kind.parameters
+        }
+
+    @cached_property
+    def holders(self) -> dict[tuple, list[Held]]:
+        """The parameters and buffers on each storage."""
+        holders: dict[tuple, list[Held]] = defaultdict(list)
+        for held, tensor in _tensors(self.modules):
+            holders[_storage_key(tensor)].append(held)
+        return holders
+
+    @cached_property
+    def heads(self) -> dict[int, str]:
+        """The output heads by id, with the reason why each is one."""
+        return find_heads(self.modules)
+
+    @cached_property
+    def some_frozen(self) -> bool:
+        """True if any candidate does not train."""
+        weights = (module._parameters.get(parameter) for (_, parameter), module in self.candidates.items())
+        return any(weight is not None and not weight.requires_grad for weight in weights)
+
+    @cached_property
+    def reasons(self) -> dict[Held, str | None]:
+        """Why each candidate stays for its own sake; None where it may go."""
+        overlaps = _overlaps(self.modules)
+        return {held: overlaps.get(held) or _refusal(held, module, self) for held, module in self.candidates.items()}
+
+    def refusal_of_tied(self, site: Held, held_as: list[Held]) -> str | None:
+        """Return why a weight stays because of what else is on its storage; `held_as`: all that is."""
+        for other in held_as:
+            if other == site:
+                continue
+            name = ".".join(other)
+            if other not in self.candidates or self.reasons[other]:
+                return f"shares storage with {name}, which stays dense"
+            if not _same_view(self.candidates[site], site[1], self.candidates[other], other[1]):
+                return f"shares storage with {name} in another layout"
+        return None
+
+    def site(self, held: Held) -> WeightSite:
+        """Return the site of a candidate."""
+        name, parameter = held
+        kind = kind_of(self.modules[name])
+        return next(site for site in kind.sites(name, self.modules[name]) if site.parameter == parameter)
+
+
+def _swaps(survey: _Survey, refused: dict[str, Skip]) -> Iterator[Swap]:
+    """Yield the swaps in the order of the model; every candidate that stays goes to `refused`."""
+    done: set[Held] = set()
+    for held, module in survey.candidates.items():
+        if held in done:
+            continue
+        weight = module._parameters.get(held[1])
+        held_as = [held] if weight is None else survey.holders[_storage_key(weight)]
+        tied = [other for other in held_as if other in survey.candidates]
+        reasons = {other: survey.refusal_of_tied(other, held_as) or survey.reasons[other] for other in tied}
+        done.update(tied)
+        if not any(reasons.values()):
+            yield _swap([survey.site(other) for other in tied], weight, survey.config)
+        else:
+            refused.update((name, Skip(0, reason)) for (name, _), reason in reasons.items())  # bytes: _account_rest
+
+
+def _as_saved(swaps: list[Swap], saved: Sequence[Swap], refused: dict[str, Skip], config: VBConfig) -> list[Swap]:
+    """Return `saved` in the place of `swaps`; `refused` follows."""
+    names = {site.module for swap in saved for site in swap.sites}
+    for name in names & refused.keys():
+        del refused[name]
+    others = {site.module for swap in swaps for site in swap.sites} - names
+    refused.update((name, Skip(0, "it was not swapped when the model was saved")) for name in others)
+    return [replace(swap, note=_note(swap.site, swap.dtype, swap.format, config)) for swap in saved]
+
+
+def _same_view(one: nn.Module, parameter: str, other: nn.Module, other_parameter: str) -> bool:
+    a, b = one._parameters[parameter], other._parameters[other_parameter]
+    same_kind = type(one) is type(other) and parameter == other_parameter
+    return same_kind and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+# -- why a candidate stays --------------------------------------------------------------------------------------------
+
+
+def _refusal(held: Held, module: nn.Module, survey: _Survey) -> str | None:
+    """Return why a candidate stays as it is for its own sake; None if it may be swapped."""
+    weight = module._parameters.get(held[1])
+    if weight is None:
+        return _why_no_parameter(module, held[1])
+    if type(weight) is not nn.Parameter:
+        return f"its {held[1]} is a {type(weight).__name__}, not a plain Parameter"
+    return (
+        _unwanted(held[0], survey.config)
+        or _why_kept_head(module, survey)
+        or _why_kept_module(module)
+        or _why_kept_weight(held, weight, survey)
+    )
+
+
+def _why_no_parameter(module: nn.Module, parameter: str) -> str:
+    made_by = next((n for n in (f"{parameter}_orig", f"{parameter}_g") if n in module._parameters), None)
+    if made_by is None:
+        return f"its {parameter} is not a parameter"
+    return f"its {parameter} is recomputed from {made_by} by a hook (spectral_norm, weight_norm or pruning)"
+
+
+def _unwanted(name: str, config: VBConfig) -> str | None:
+    """Return which of the config's patterns leaves a module out."""
+    wanted = config.weights
+    if not any(fnmatchcase(name, pattern) for pattern in wanted.include):
+        return f"not in weights.include = {list(wanted.include)}"
+    excluded = next((pattern for pattern in wanted.exclude if fnmatchcase(name, pattern)), None)
+    return None if excluded is None else f"weights.exclude has {excluded!r}"
+
+
+def _why_kept_head(module: nn.Module, survey: _Survey) -> str | None:
+    if survey.config.weights.keep_head and id(module) in survey.heads:
+        return f"output head ({survey.heads[id(module)]}); weights.keep_head = false swaps it"
+    return None
+
+
+def _why_kept_module(module: nn.Module) -> str | None:
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance (accelerate's hooks do: remove_hook_from_submodules first)"
+    return None
+
+
+def _why_kept_weight(held: Held, weight: nn.Parameter, survey: _Survey) -> str | None:
+    wanted, size = survey.config.weights, weight.numel()
+    if size < wanted.min_parameters:
+        return f"{size} parameters; weights.min_parameters = {wanted.min_parameters}"
+    if not size or weight.dim() != 2:
+        return f"its {held[1]} has shape {tuple(weight.shape)}"
+    if survey.config.mode == "infer" and survey.some_frozen and weight.requires_grad:
+        return "it trains (requires_grad) while other layers are frozen; requires_grad_(False) lets it be swapped"
+    exact = wanted.format == "dense" or wanted.fine == "exact"
+    if weight.dtype not in _FLOATS and not (exact and weight.dtype is torch.float64):
+        dtype = str(weight.dtype).removeprefix("torch.")
+        return f"its {held[1]} is {dtype}; {wanted.format} holds float32, bfloat16, float16"
+    return None
+
+
+# -- storages ---------------------------------------------------------------------------------------------------------
+
+
+def _tensors(modules: dict[str, nn.Module]) -> Iterator[tuple[Held, torch.Tensor]]:
+    """Yield every parameter and buffer that has a shape."""
+    for name, module in modules.items():
+        for held, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and not _uninitialized(tensor):
+                yield (name, held), tensor
+
+
+def _overlaps(modules: dict[str, nn.Module]) -> dict[Held, str]:
+    """Return the parameters and buffers in whose memory others lie in part, with the reason why they stay."""
+    spans = sorted(
+        (*_span(tensor), _storage_key(tensor), held)
+        for held, tensor in _tensors(modules)
+        if len(_storage_key(tensor)) > 1
+    )
+    found: dict[Held, str] = {}
+    furthest = None
+    for span in spans:
+        device, begin, end, key, held = span
+        if furthest and furthest[0] == device and begin < furthest[2] and key != furthest[3]:
+            for one, other in ((held, furthest[4]), (furthest[4], held)):
+                found[one] = f"its memory overlaps that of {'.'.join(other)}, and a write to one changes both"
+        if not furthest or furthest[0] != device or end > furthest[2]:
+            furthest = span
+    return found
+
+
+def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
+    """Return the device, and the addresses between which the elements lie."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return str(tensor.device), begin, begin + (last + 1) * tensor.element_size()
+
+
+def _storage_key(tensor: torch.Tensor) -> tuple:
+    """Return the same for tensors of one size on one address; by identity where there is no address."""
+    plain = type(tensor.data) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+    if tensor.device.type == "meta" or not tensor.numel() or not plain:
+        return (id(tensor),)
+    return (str(tensor.device), tensor.data_ptr(), tensor.numel())
+
+
+def _uninitialized(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.parameter.UninitializedTensorMixin)
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements; 0 before it has a shape."""
+    return 0 if _uninitialized(tensor) else tensor.numel() * tensor.element_size()
+
+
+# -- swaps ------------------------------------------------------------------------------------------------------------
+
+
+def _swap(sites: list[WeightSite], weight: torch.Tensor, config: VBConfig) -> Swap:
+    format, fine = config.weights.format, config.weights.fine
+    if fine == "exact" and weight.dtype not in (torch.bfloat16, torch.float16):
+        format, fine = "dense", "none"
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return Swap(
+        site=sites[0],
+        tied=tuple(sites[1:]),
+        dtype=dtype,
+        dense_bytes=nbytes_of(weight),
+        format=format,
+        fine=fine,
+        note=_note(sites[0], dtype, format, config),
+    )
+
+
+def _note(site: WeightSite, dtype: str, format: str, config: VBConfig) -> str:
+    """Return what a user should know of a swap, or an empty text."""
+    if format == "dense" and config.weights.fine == "exact":
+        return f"{dtype} has no fine plane: held dense, which is exact; bfloat16 halves it"
+    if format != "dense" and site.shape[1] % get_format(format).block:
+        return f"in_features {site.shape[1]} padded to a multiple of {get_format(format).block}"
+    return ""
+
+
+# -- everything else --------------------------------------------------------------------------------------------------
+
+
+def _account_rest(modules: dict[str, nn.Module], swaps: list[Swap], refused: dict[str, Skip]) -> dict[str, Skip]:
+    """Return `refused` with the bytes of everything that is not swapped, once per storage, in the order of the model.
+
+    A storage that a refused layer shares is counted where it stays dense, such as at the embedding of a tied head.
+    """
+    sites = [site for swap in swaps for site in swap.sites]
+    swapped = {site.module for site in sites}
+    seen = {_storage_key(modules[site.module]._parameters[site.parameter]) for site in sites}
+    rest = dict(refused)
+    for name in sorted(modules, key=lambda name: name in refused):
+        module = modules[name]
+        own = {n: p for n, p in module._parameters.items() if p is not None}
+        if any(map(_uninitialized, own.values())):
+            rest[name] = Skip(0, f"{type(module).__name__} before its first call: run the model once, then wrap it")
+            continue
+        fresh = {n: p for n, p in own.items() if _storage_key(p) not in seen}
+        seen |= {_storage_key(p) for p in fresh.values()}
+        if fresh:
+            reason = refused[name].reason if name in refused else _why_kept(module, fresh, is_swapped=name in swapped)
+            rest[name] = Skip(sum(map(nbytes_of, fresh.values())), reason)
+    return {name: rest[name] for name in modules if name in rest}
+
+
+def _why_kept(module: nn.Module, own: dict[str, nn.Parameter], *, is_swapped: bool) -> str:
+    kind = type(module).__name__
+    if is_swapped:
+        return "bias of a swapped layer"
+    experts = [n for n, p in own.items() if p.dim() == 3 and p.shape[0] > 1]  # [1, ...]: position embeddings
+    if experts and not type(module).__module__.startswith("torch.nn."):
+        names = ", ".join(experts)
+        return f"{kind}: 3-D parameters ({names}), such as routed experts, are not nn.Linear and stay dense"
+    if isinstance(module, nn.Embedding):
+        return f"{kind}: a lookup table, read by rows"
+    if isinstance(module, nn.MultiheadAttention):
+        return f"{kind}: reads its projections ({', '.join(own)}) without calling them"
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return f"{kind}: nn.MultiheadAttention reads its weight without calling it"
+    if isinstance(module, nn.Linear) and is_parametrized(module):
+        return "its weight is computed by a parametrization: remove_parametrizations first"
+    if isinstance(module, nn.Linear):
+        return f"{kind}: a subclass of nn.Linear with semantics of its own"
+    return f"{kind}: not an nn.Linear"
+
+
+def why_none(modules: dict[str, nn.Module], skipped: dict[str, Skip]) -> str:
+    """Return the most frequent reason why a linear layer stays; for a model without any, what holds the most bytes."""
+    linear = [name for name in skipped if kind_of(modules[name]) or isinstance(modules[name], nn.Linear)]
+    if linear:
+        (reason, count), *_ = Counter(skipped[name].reason for name in linear).most_common()
+        return f"{count} of {len(linear)} linear layers stay because: {reason}"
+    if not skipped:
+        return "it has no parameters"
+    name, skip = max(skipped.items(), key=lambda item: item[1].nbytes)
+    return f"it has no linear layers; its largest part is {name} ({skip.reason})"
