@@ -292,14 +292,14 @@ def cpu_layers(weight, bitsandbytes) -> dict[str, Callable]:
     import torch.nn.functional as F
 
     from vbrt.formats import WeightPlanes, get_format
-    from vbrt.kernels import kernel_name, resolve
+    from vbrt.kernels import resolve
 
     layers: dict[str, Callable] = {"dense": functools.partial(F.linear, weight=weight)}
     for format in ("nvfp4", "nf4"):
         planes = WeightPlanes(format, tuple(weight.shape), weight.dtype, get_format(format).encode(weight))
         for backend in ("auto", "reference"):
             op = resolve("linear", backend, weight.device, format)
-            layers[f"{format} {kernel_name(op)}"] = functools.partial(op, planes=planes)
+            layers[f"{format} {op.backend}"] = functools.partial(op.run, planes=planes)
     if bitsandbytes:
         n, k = weight.shape
         peer = bitsandbytes.nn.Linear4bit(k, n, bias=False, quant_type="nf4", compute_dtype=weight.dtype)

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.host.files import write_file
-from vbrt.kernels import Norm, fp4_refusal, fp8_refusal, page_packing, resolve
+from vbrt.kernels import Norm, fp4_refusal, fp8_refusal, resolve
 from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
 from vbrt.kernels.cuda.e2m1.tuning import graph_us
 from vbrt.kernels.cuda.rounded import fp4 as fp4_scaled
@@ -106,7 +106,7 @@ def planes_of(format: str, weight: torch.Tensor) -> WeightPlanes:
     """As a page holds them."""
     shape = tuple(weight.shape)
     coarse = get_format(format).encode(weight)
-    packing = page_packing(resolve("linear", "auto", CUDA, format), format)
+    packing = resolve("linear", "auto", CUDA, format).page_order(format)
     return WeightPlanes(format, shape, BF16, packing.pack(coarse, shape) if packing else coarse)
 
 
@@ -130,7 +130,7 @@ def route_of(x: torch.Tensor, planes: WeightPlanes) -> str:
 def linear_rows(format: str, k: int, n: int, tokens: Sequence[int]) -> Iterator[dict[str, object]]:
     dense = dense_weights(k, n)
     planes = [planes_of(format, weight) for weight in dense]
-    linear = resolve("linear", "auto", CUDA, format)
+    linear = resolve("linear", "auto", CUDA, format).run
     exact = get_format(format).decode(plain(planes[0]), (n, k), torch.float64)
     for m in tokens:
         x = torch.randn(m, k, device=CUDA, dtype=BF16)
@@ -195,7 +195,7 @@ def epilogue_rows(shapes: Sequence[Shape], tokens: Sequence[int]) -> Iterator[di
 
 def fused_rows(shapes: Sequence[Shape], tokens: Sequence[int]) -> Iterator[dict[str, object]]:
     """norm_linear beside norm then linear, gated_linear beside two linears (and the product)."""
-    norm_linear, gated_linear = (resolve(op, "auto", CUDA) for op in ("norm_linear", "gated_linear"))
+    norm_linear, gated_linear = (resolve(op, "auto", CUDA).run for op in ("norm_linear", "gated_linear"))
     for k, n in shapes:
         planes = [planes_of("nvfp4", weight) for weight in dense_weights(k, n)]
         pairs = list(zip(planes, planes[1:] + planes[:1], strict=True))

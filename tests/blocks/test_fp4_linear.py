@@ -16,7 +16,7 @@ from vbrt.blocks import FusedFP4Linear
 from vbrt.blocks import fp4_linear as module
 from vbrt.errors import ArgumentError, FormatError, WrapError
 from vbrt.formats import get_format
-from vbrt.kernels import Packing
+from vbrt.kernels import Kernel
 from vbrt.kernels.reference import ACTIVATIONS
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
@@ -309,7 +309,6 @@ def test_a_frozen_layer_goes_to_the_meta_device_and_back():
 def test_a_layer_in_the_kernels_order_saves_and_leaves_the_gpu_in_the_formats_own(monkeypatch):
     """What a GPU's kernels ask for, on the CPU, with the reference behind it."""
     plain = make(128, 64, frozen="nvfp4")
-    monkeypatch.setattr(module, "page_packing", lambda op, format: Packing(format))
     monkeypatch.setattr(module, "_ops", _ops_on_tiles)
     packed = make(128, 64, frozen="nvfp4")
     assert packed._packed
@@ -328,7 +327,8 @@ def test_a_layer_in_the_kernels_order_saves_and_leaves_the_gpu_in_the_formats_ow
 def _ops_on_tiles(device, format):
     from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
 
-    return fp4_linear.linear, fp4_linear.decode_weight
+    linear = Kernel("linear", "triton", fp4_linear.linear, page_order=fp4_linear.packing)
+    return linear, Kernel("decode_weight", "triton", fp4_linear.decode_weight)
 
 
 # -- a model ----------------------------------------------------------------------------------------------------------

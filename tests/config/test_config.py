@@ -197,7 +197,7 @@ WRONG_VALUES = [
     ("separation.levels", 1, "1; expected a whole number from 2 to 8"),
     ("separation.levels", 16, "16; expected a whole number from 2 to 8"),
     ("separation.refresh_every", 0, "0; expected a whole number, 1 or more"),
-    ("compute.backend", "cuda", '"cuda"; expected "auto", "reference" or "triton"'),
+    ("compute.backend", "cuda", '"cuda"; expected "auto", "reference", "compiled" or "triton"'),
     ("mode", "training", '"training"; expected "infer" or "train"; did you mean "train"?'),
     ("mode", True, 'true; expected "infer" or "train"'),
     ("compute.fp8", "e4m3", '"e4m3"; expected true or false'),

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes, blocks, get_format, split_fine
-from vbrt.kernels import kernel_name, register, resolve
+from vbrt.kernels import resolve
 
 CPU = torch.device("cpu")
 FORMATS = ("nvfp4", "mxfp4", "nf4", "quantile")
@@ -78,43 +78,3 @@ def test_tables_built_in_inference_mode_serve_training_later(name):
 def test_an_unknown_activation_is_refused():
     with pytest.raises(KernelError, match="'swish'; expected one of none, relu"):
         resolve("linear", "auto", CPU)(torch.randn(1, 4), planes_of(torch.randn(2, 4), "dense"), None, "swish")
-
-
-@pytest.mark.parametrize("op", ["linear", "decode_weight"])
-def test_the_resolved_op_knows_its_name(op):
-    fn = resolve(op, "auto", CPU)
-    assert kernel_name(fn) == fn.kernel_name
-    assert kernel_name(resolve(op, "reference", torch.device("cuda", 1))) == "reference"
-    assert kernel_name(len) == "unregistered"
-
-
-@pytest.mark.parametrize(
-    ("op", "backend", "message"),
-    [
-        ("linear", "tritonn", "'tritonn' implementation for device 'cpu'.*; expected one of auto, .*reference"),
-        ("convolution", "auto", "'convolution'; expected one of decode_weight, gated_linear, linear, "),
-        ("nothing_registered", "triton", "nothing_registered"),
-    ],
-)
-def test_an_op_or_backend_that_is_not_there_is_refused(op, backend, message):
-    with pytest.raises(KernelError, match=message):
-        resolve(op, backend, CPU)
-
-
-def test_auto_takes_the_highest_rank_that_serves_the_device(monkeypatch):
-    monkeypatch.setattr("vbrt.kernels.registry._REGISTRY", {})
-
-    def slow():
-        return "slow"
-
-    def fast():
-        return "fast"
-
-    register("op", "reference", slow)
-    register("op", "triton", fast, devices=("cuda",), rank=1)
-    assert resolve("op", "auto", CPU) is slow and resolve("op", "auto", torch.device("cuda")) is fast
-    assert resolve("op", "reference", torch.device("cuda")) is slow and kernel_name(fast) == "triton"
-    with pytest.raises(KernelError, match="op 'op': no 'triton' implementation for device 'cpu'"):
-        resolve("op", "triton", CPU)
-    with pytest.raises(KernelError, match="'cutlass' for op 'op'"):
-        register("op", "cutlass", fast)

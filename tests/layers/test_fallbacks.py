@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import vbrt
-from vbrt.kernels import register, resolve
+from vbrt.kernels import resolve
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
 from vbrt.layers import weight as handles
 from vbrt.layers.weight import HandleSpec, WeightHandle
@@ -26,7 +26,7 @@ def refusals(monkeypatch):
     monkeypatch.setattr(handles, "kernel_refusal", lambda device: "Triton with Gluon is not installed")
     monkeypatch.setattr(handles, "fp8_refusal", lambda device: "sm_80 has no FP8 matmul, it takes sm_89")
     monkeypatch.setattr(handles, "fp4_refusal", lambda device: "sm_80 has no FP4 matmul, it takes sm_100")
-    monkeypatch.setattr(handles, "resolve", lambda op, backend, *_: resolve(op, "reference", torch.device("cpu")))
+    monkeypatch.setattr(handles, "resolve", lambda op, *_, **options: resolve(op, "reference", CPU))
 
 
 def test_a_gpu_without_kernels_is_announced_once_for_all_layers(refusals):
@@ -58,24 +58,36 @@ def test_fp4_that_cannot_be_had_is_announced_with_what_comes_instead(refusals, m
 
 
 @pytest.mark.parametrize(
-    ("options", "refusal", "op"),
+    ("options", "refusal", "rounding"),
     [
-        ({"fp4": True}, None, "linear_fp4"),
-        ({"fp4": True, "fp8": True}, None, "linear_fp4"),
-        ({"fp4": True, "fp8": True}, "no FP4", "linear_fp8"),
-        ({"fp4": True}, "no FP4", "linear"),
-        ({"fp4": True, "fine": True}, None, "linear"),
+        ({"fp4": True}, None, "fp4"),
+        ({"fp4": True, "fp8": True}, None, "fp4"),
+        ({"fp4": True, "fp8": True}, "no FP4", "fp8"),
+        ({"fp4": True}, "no FP4", None),
+        ({"fp4": True, "fine": True}, None, None),
     ],
 )
-def test_fp4_wins_where_it_is_served_and_fp8_is_for_the_rest(refusals, monkeypatch, options, refusal, op):
+def test_fp4_wins_where_it_is_served_and_fp8_is_for_the_rest(refusals, monkeypatch, options, refusal, rounding):
     asked = []
     monkeypatch.setattr(handles, "fp4_refusal", lambda device: refusal)
     monkeypatch.setattr(handles, "fp8_refusal", lambda device: None)
-    monkeypatch.setattr(handles, "resolve", lambda name, *_: asked.append(name) or resolve(name, "reference", CPU))
+
+    def ask(op, *_, rounding=None):
+        asked.append(rounding)
+        return resolve(op, "reference", CPU)
+
+    monkeypatch.setattr(handles, "resolve", ask)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         handle(**options)
-    assert asked[0] == op
+    assert asked[0] == rounding
+
+
+def test_fp4_that_takes_effect_is_announced_as_experimental(refusals, monkeypatch):
+    monkeypatch.setattr(handles, "fp4_refusal", lambda device: None)
+    with pytest.warns(UserWarning, match="compute.fp4 is experimental: it has never run on a GPU"):
+        layer = handle(fp4=True)
+    assert [reason.split()[0] for reason in layer.fallbacks] == ["kernels:", "compute.fp4"]
 
 
 @pytest.mark.parametrize("option", ["fp4", "fp8"])
@@ -123,26 +135,3 @@ def test_a_shape_that_the_vendors_matmul_refuses_is_listed(monkeypatch):
     added = set(vb.stats().fallbacks) - set(before)
     assert added == {"compute.fp8: no FP8 matmul for 64 -> 96; multiplied in torch.bfloat16"}
     vb.close()
-
-
-def test_a_format_can_have_its_own_implementation(monkeypatch):
-    monkeypatch.setattr("vbrt.kernels.registry._REGISTRY", {})
-
-    def any_format():
-        pass
-
-    def tables():
-        pass
-
-    def refused():
-        pass
-
-    register("op", "reference", any_format)
-    register("op", "triton", tables, formats=("nf4",), rank=1)
-    register("other", "reference", any_format)
-    register("other", "triton", refused, rank=1, refusal=lambda device: "too old")
-    cpu = torch.device("cpu")
-    assert resolve("op", "auto", cpu, "nf4") is tables
-    assert resolve("op", "auto", cpu, "nvfp4") is resolve("op", "auto", cpu) is any_format
-    assert resolve("op", "reference", cpu, "nf4") is any_format
-    assert resolve("other", "auto", cpu) is any_format

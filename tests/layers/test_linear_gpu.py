@@ -178,7 +178,7 @@ def test_fp4_rounds_long_inputs_where_it_is_served_and_is_announced_elsewhere(mo
     vb = vbrt.wrap(model(), compute={"fp4": True}).materialize()
     layer = vb.model[0]
     exact = F.linear(x, layer.weight, layer.bias)
-    assert not vb.stats().fallbacks
+    assert ["experimental" in reason for reason in vb.stats().fallbacks] == [True]
     assert 5e-2 < ((layer(x) - exact).double().norm() / exact.double().norm()).item() < 0.1
     torch.testing.assert_close(layer(x[:64]), exact[:64], atol=2e-2, rtol=2e-2)
     run = torch.compile(layer, fullgraph=True)

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.models import TOKENS, config, gpt2, llama, mlp, wrap
 from tests.zoo import zoo
 from vbrt.errors import CheckpointError, ConfigError, FormatError, TierError, WrapError
 from vbrt.host.mapped import page_out
+from vbrt.kernels import registry
 from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
 from vbrt.layers import WeightHandle
 from vbrt.saves.manifest import content_digest, read_manifest
@@ -244,9 +246,9 @@ def test_a_kernels_own_order_of_a_page_stays_out_of_the_files(tmp_path, monkeypa
     plain.save(tmp_path / "plain")
 
     def packed_as_on_a_gpu(patch):
-        for module in ("vbrt.layers.weight", "vbrt.model.planner"):
-            patch.setattr(f"{module}.page_packing", lambda _, format: fp4_linear.packing(format))
-            patch.setattr(f"{module}.resolves_late", lambda backend, device: False)
+        for key, kernel in list(registry._REGISTRY["linear"].items()):
+            ordered = replace(kernel, page_order=fp4_linear.packing, builds=False)
+            patch.setitem(registry._REGISTRY["linear"], key, ordered)
 
     with monkeypatch.context() as patch:
         packed_as_on_a_gpu(patch)

@@ -26,7 +26,7 @@ from torch.fx import Proxy
 
 from vbrt.errors import ArgumentError, FormatError, WrapError
 from vbrt.formats import FORMATS, PageLayout, WeightPlanes, get_format, new_page, pack, unpack
-from vbrt.kernels import Packing, page_packing, resolve
+from vbrt.kernels import Kernel, Packing, resolve
 from vbrt.kernels.reference import ACTIVATIONS, wants_grad
 from vbrt.kernels.watched import is_bare
 from vbrt.layers.decoded import DecodedWeight
@@ -144,7 +144,7 @@ class FusedFP4Linear(nn.Linear):
 
     def _order_for_kernel(self) -> None:
         """Bring the page into the order of the kernel of its device, if it wants one that is exact for it."""
-        packing = None if self.planes.is_meta else page_packing(_ops(self.planes.device, self.format)[0], self.format)
+        packing = None if self.planes.is_meta else _ops(self.planes.device, self.format)[0].page_order(self.format)
         if self._packed or packing is None:
             return
         shape = (self.out_features, self.in_features)
@@ -161,10 +161,10 @@ class FusedFP4Linear(nn.Linear):
 
     def _decoded(self) -> Tensor:
         with torch.no_grad():
-            return _ops(self.planes.device, self.format)[1](self._planes())
+            return _ops(self.planes.device, self.format)[1].run(self._planes())
 
     def _multiply(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        return _ops(self.planes.device, self.format)[0](x, self._planes(), bias, activation)
+        return _ops(self.planes.device, self.format)[0].run(x, self._planes(), bias, activation)
 
     def _compiled(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
         """`_multiply` as one op, which torch.compile does not look into."""
@@ -331,10 +331,10 @@ class _Moment(NamedTuple):
         return self.layer._decoded().to(dtype)
 
 
-_OPS: dict[tuple[torch.device, str], tuple[Any, Any]] = {}
+_OPS: dict[tuple[torch.device, str], tuple[Kernel, Kernel]] = {}
 
 
-def _ops(device: torch.device, format: str) -> tuple[Any, Any]:
+def _ops(device: torch.device, format: str) -> tuple[Kernel, Kernel]:
     """The ops "linear" and "decode_weight" for a device: resolved once, and not kept in a layer that is pickled."""
     ops = _OPS.get((device, format))  # no functools.cache: torch.compile warns when it traces one
     if ops is None:
@@ -365,7 +365,7 @@ def _frozen_op(
     """activation(x Wᵀ + bias), [..., K] to [..., N], with the weight in a page."""
     with torch.autocast(x.device.type, enabled=False):
         planes = _read(page, format, n, k, packed, dtype)
-        return _ops(page.device, format)[0](x, planes, None if bias is None else bias.to(dtype), activation)
+        return _ops(page.device, format)[0].run(x, planes, None if bias is None else bias.to(dtype), activation)
 
 
 @_frozen_op.register_fake
@@ -376,7 +376,7 @@ def _(x, page, bias, format, n, k, packed, dtype, activation):
 @torch.library.custom_op("vbrt::frozen_weight", mutates_args=())
 def _weight_op(page: Tensor, format: str, n: int, k: int, packed: bool, dtype: torch.dtype) -> Tensor:
     """The decoded weight [N, K]."""
-    return _ops(page.device, format)[1](_read(page, format, n, k, packed, dtype))
+    return _ops(page.device, format)[1].run(_read(page, format, n, k, packed, dtype))
 
 
 @_weight_op.register_fake
@@ -389,7 +389,7 @@ def _frozen_backward_op(
     dy: Tensor, page: Tensor, format: str, n: int, k: int, packed: bool, dtype: torch.dtype
 ) -> Tensor:
     """dX [..., K] from dY [..., N]."""
-    return dy.matmul(_ops(page.device, format)[1](_read(page, format, n, k, packed, dtype)).to(dy.dtype))
+    return dy.matmul(_ops(page.device, format)[1].run(_read(page, format, n, k, packed, dtype)).to(dy.dtype))
 
 
 @_frozen_backward_op.register_fake

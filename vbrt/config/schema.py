@@ -68,7 +68,7 @@ WEIGHT_FORMATS = ("nvfp4", "mxfp4", "nf4", "quantile", "dense")
 FINE_PLANES = ("none", "exact")
 POLICIES = ("scheduled", "lru")
 IO_MODES = ("auto", "direct", "buffered")
-BACKENDS = ("auto", "reference", "triton")
+BACKENDS = ("auto", "reference", "compiled", "triton")
 DEFAULT_PRESET = "fp4"
 
 _BUDGET_EXPECTED = 'expected "auto", bytes, "8GiB" or "40%"'
@@ -334,15 +334,17 @@ class SeparationConfig(_Section):
 
 @dataclass(frozen=True, slots=True)
 class ComputeConfig(_Section):
-    """Which kernels run: "auto" takes the fastest that the device has.
+    """Which kernels run: "auto" takes the fastest that the device has, "reference" is plain torch, "compiled" C for
+    CPUs, built at its first use, and "triton" for GPUs.
 
     fp8: multiply many tokens at a time in FP8 where the GPU can, which rounds activations to 3 bits of mantissa.
-    fp4: the same in FP4, which rounds activations to 1 bit of mantissa. With both, FP8 is for GPUs without FP4.
+    fp4: experimental, never run on a GPU that has it: the same in FP4, which rounds activations to 1 bit of mantissa.
+    With both, FP8 is for GPUs without FP4.
     """
 
     _key: ClassVar[str] = "compute"
 
-    backend: Literal["auto", "reference", "triton"] = _opt("auto", _choice(*BACKENDS))
+    backend: str = _opt("auto", _choice(*BACKENDS))
     fp8: bool = _opt(False, _flag)
     fp4: bool = _opt(False, _flag)
 

@@ -1,45 +1,28 @@
 """Ops on planes: a reference in plain torch and faster ones for CPUs and GPUs, found by `resolve`."""
 
-from vbrt.kernels.registry import (
-    BACKENDS,
-    EXACT,
-    TILES,
-    Norm,
-    Packing,
-    decode_turned,
-    fp4_refusal,
-    fp8_refusal,
-    kernel_name,
-    kernel_refusal,
-    merges,
-    noted_refusal,
-    page_of,
-    page_packing,
-    prepare,
-    register,
-    resolve,
-    resolves_late,
-    runs_unpacked,
-)
+from vbrt.kernels.cuda.e2m1.fused import Norm
+from vbrt.kernels.cuda.e2m1.linear import Packing
+from vbrt.kernels.cuda.e2m1.tiles import TILES, page_of
+from vbrt.kernels.cuda.rounded.fp4 import fp4_refusal
+from vbrt.kernels.cuda.rounded.fp8 import fp8_refusal, noted_refusal
+from vbrt.kernels.entries import KERNELS
+from vbrt.kernels.registry import BACKENDS, EXACT, Kernel, PageOrder, kernel_refusal, register, resolve, resolves_late
 
 __all__ = [
     "BACKENDS",
     "EXACT",
+    "KERNELS",
     "TILES",
+    "Kernel",
     "Norm",
     "Packing",
-    "decode_turned",
+    "PageOrder",
     "fp4_refusal",
     "fp8_refusal",
-    "kernel_name",
     "kernel_refusal",
-    "merges",
     "noted_refusal",
     "page_of",
-    "page_packing",
-    "prepare",
     "register",
     "resolve",
     "resolves_late",
-    "runs_unpacked",
 ]

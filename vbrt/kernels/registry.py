@@ -1,218 +1,177 @@
-"""One place that knows which implementation of an op serves which backend and device.
+"""Which implementation of an op serves a backend, a device and a weight format, and what its callers must know of it.
 
-    op = resolve("linear", "auto", device, "nvfp4")      # once, at construction
-    y = op(x, planes, bias, "none")
+    linear = resolve("linear", "auto", device, "nvfp4")      # once, at construction
+    y = linear(x, planes, bias, "none")                      # hot paths keep linear.run, the bare function
 
-`reference` is plain torch, runs anywhere and is the specification; faster implementations register beside it: "triton"
-for GPUs, "compiled" (C, built on the spot) for CPUs, which "auto" takes where they serve.
-"linear_fp8" is "linear" with leave to round activations and weights to FP8 where that is faster, "linear_fp4" with
-leave to round activations to FP4.
+Every implementation is one record, `Kernel`; `vbrt.kernels.entries` lists those of the package. "reference" is plain
+torch, runs anywhere and specifies the op; faster ones are registered beside it: "triton" for GPUs, "compiled" (C, built
+at first use) for CPUs. Callers ask the record, never for its name.
 """
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
+from vbrt.config import BACKENDS
 from vbrt.errors import KernelError
-from vbrt.formats import WeightPlanes
-from vbrt.kernels import reference
-from vbrt.kernels.cpu import linear as cpu_linear
-from vbrt.kernels.cuda.e2m1 import fused as fused_linear
-from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
-from vbrt.kernels.cuda.e2m1.fused import Norm
-from vbrt.kernels.cuda.e2m1.linear import Packing
-from vbrt.kernels.cuda.e2m1.tiles import TILES, page_of
-from vbrt.kernels.cuda.fine import merge
-from vbrt.kernels.cuda.rounded import fp4 as fp4_scaled
-from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
-from vbrt.kernels.cuda.rounded.fp4 import fp4_refusal
-from vbrt.kernels.cuda.rounded.fp8 import fp8_refusal, noted_refusal
-from vbrt.kernels.cuda.table import linear as table_linear
+from vbrt.formats import PageLayout, WeightPlanes
 
-__all__ = [
-    "BACKENDS",
-    "EXACT",
-    "TILES",
-    "Norm",
-    "Packing",
-    "decode_turned",
-    "fp4_refusal",
-    "fp8_refusal",
-    "kernel_name",
-    "kernel_refusal",
-    "merges",
-    "noted_refusal",
-    "page_of",
-    "page_packing",
-    "prepare",
-    "register",
-    "resolve",
-    "resolves_late",
-    "runs_unpacked",
-]
+__all__ = ["BACKENDS", "EXACT", "Kernel", "PageOrder", "kernel_refusal", "register", "resolve", "resolves_late"]
 
-BACKENDS = ("auto", "reference", "triton", "compiled")
 #: stands for any format with a fine plane: what is asked for is the original weight
 EXACT = "exact"
 
 
+class PageOrder(Protocol):
+    """An order of the coarse plane in its page that suits a kernel better than the format's own."""
+
+    def layout(self, shape: tuple[int, int]) -> PageLayout:
+        """The page of a weight (N, K); depends on nothing else."""
+
+    def pack(self, coarse: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor] | None:
+        """The coarse tensors of `Format.encode` in this order, or None if that would not be exact."""
+
+    def unpack(self, tensors: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
+        """The exact inverse of `pack`."""
+
+
+def _never_refuses(device: torch.device) -> None:
+    return None
+
+
+def _format_order(format: str) -> None:
+    return None
+
+
+def _merges_none(format: str, shape: tuple[int, int]) -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    fn: Callable[..., Any]
-    devices: tuple[str, ...] | None
-    rank: int
-    refusal: Callable[[torch.device], str | None] | None
+class Kernel:
+    """One implementation of an op.
+
+    Attributes:
+        op, backend: what it computes, and the name under which users choose it and statistics show it.
+        run: the function; calling the record is the same, with one Python call more.
+        devices, formats: device types and weight formats that it serves; None: any.
+        rank: "auto" takes the highest rank that serves a device.
+        refusal: why it does not serve a device of its types, or None if it does.
+        builds: True if `refusal` takes long the first time, because it builds the kernel.
+        rounded: by "fp8" or "fp4", the function for callers that allow operands to be rounded so; without one `run`
+            serves them.
+        page_order: by format, the order of the coarse plane that `run` is fast on; None: as the format encodes it.
+        runs_unpacked: True if it computes by its own kernels from a coarse plane as the format encodes it.
+        merges: True if it restores weights of a format and shape (N, K) from both planes by a kernel of its own.
+        turned: decodes to [K, N], contiguous, in one step; None: `run`, then a transposed copy.
+        prepare: makes on a device what must be there before a CUDA graph records the kernel.
+        reads_resident_planes: True if compiled graphs may hold the planes of pages that never move and run it on them.
+    """
+
+    op: str
+    backend: str
+    run: Callable[..., Any]
+    devices: tuple[str, ...] | None = None
+    formats: tuple[str, ...] | None = None
+    rank: int = 0
+    refusal: Callable[[torch.device], str | None] = _never_refuses
+    builds: bool = False
+    rounded: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    page_order: Callable[[str], PageOrder | None] = _format_order
+    runs_unpacked: bool = False
+    merges: Callable[[str, tuple[int, int]], bool] = _merges_none
+    turned: Callable[[WeightPlanes], Tensor] | None = None
+    prepare: Callable[[torch.device], None] = _never_refuses
+    reads_resident_planes: bool = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
 
     def serves(self, device: torch.device) -> bool:
-        if self.devices is not None and device.type not in self.devices:
-            return False
-        return self.refusal is None or self.refusal(device) is None
+        """True if it runs on a device; builds the kernel if need be."""
+        return self.is_for(device) and self.refusal(device) is None
+
+    def is_for(self, device: torch.device) -> bool:
+        """True if the device is of a type that it was written for."""
+        return self.devices is None or device.type in self.devices
+
+    def rounding(self, to: str | None) -> "Kernel":
+        """The same implementation where operands may be rounded to "fp8" or "fp4" (None: not at all)."""
+        return replace(self, run=self.rounded[to]) if to in self.rounded else self
+
+    def decode_turned(self, planes: WeightPlanes) -> Tensor:
+        """The weight as [K, N], contiguous; of an implementation of "decode_weight"."""
+        return self.run(planes).t().contiguous() if self.turned is None else self.turned(planes)
 
 
-_REGISTRY: dict[str, dict[tuple[str, str | None], _Entry]] = {}
+_REGISTRY: dict[str, dict[tuple[str, str | None], Kernel]] = {}
 
 
-def register(
-    op: str,
-    backend: str,
-    fn: Callable[..., Any],
-    *,
-    devices: tuple[str, ...] | None = None,
-    rank: int = 0,
-    formats: tuple[str, ...] | None = None,
-    refusal: Callable[[torch.device], str | None] | None = None,
-) -> None:
-    """Offer `fn` as `backend`'s implementation of `op` on device types `devices`, for `formats` (None: any), unless
-    `refusal` says why not.
+def register(kernel: Kernel) -> None:
+    """Offer an implementation; one of the same op, backend and format is replaced.
 
-    "auto" takes the highest rank that serves the device. Raises KernelError for a backend that config does not know.
+    Raises KernelError for a backend that config does not know.
     """
-    if backend not in BACKENDS[1:]:
-        raise KernelError(f"kernel backend {backend!r} for op {op!r}; expected one of {', '.join(BACKENDS[1:])}")
-    fn.kernel_name = backend  # type: ignore[attr-defined]  # functions take attributes
-    for format in formats or (None,):
-        _REGISTRY.setdefault(op, {})[backend, format] = _Entry(fn, devices, rank, refusal)
+    if kernel.backend not in BACKENDS[1:]:
+        raise KernelError(
+            f"kernel backend {kernel.backend!r} for op {kernel.op!r}; expected one of {', '.join(BACKENDS[1:])}"
+        )
+    for format in kernel.formats or (None,):
+        _REGISTRY.setdefault(kernel.op, {})[kernel.backend, format] = kernel
 
 
-def kernel_name(fn: Callable[..., Any]) -> str:
-    """The backend that a resolved op belongs to, for statistics."""
-    return getattr(fn, "kernel_name", "unregistered")
+def resolve(
+    op: str, backend: str, device: torch.device, format: str | None = None, *, rounding: str | None = None
+) -> Kernel:
+    """The implementation of `op` for a backend (one of BACKENDS), a device and a weight format (None: any).
 
-
-def page_packing(fn: Callable[..., Any], format: str) -> Packing | None:
-    """How a resolved op wants a format's coarse plane to lie in its page, or None: as the format encodes it."""
-    return fp4_linear.packing(format) if kernel_name(fn) == "triton" else None
-
-
-def runs_unpacked(fn: Callable[..., Any], format: str) -> bool:
-    """Whether a resolved op computes a format by its own kernels with the coarse plane as the format encodes it."""
-    return kernel_name(fn) in ("reference", "compiled") or format in table_linear.FORMATS
-
-
-def merges(fn: Callable[..., Any], format: str, shape: tuple[int, int]) -> bool:
-    """Whether a resolved op restores weights of a format from both planes by a kernel of its own."""
-    return kernel_name(fn) == "compiled" or (kernel_name(fn) == "triton" and merge.serves_shape(format, shape))
-
-
-def decode_turned(fn: Callable[..., Any], planes: WeightPlanes) -> torch.Tensor:
-    """The weight as [K, N], contiguous, by a resolved "decode_weight"."""
-    return cpu_linear.decode_turned(planes) if fn is cpu_linear.decode_weight else fn(planes).t().contiguous()
-
-
-def prepare(fn: Callable[..., Any], device: torch.device) -> None:
-    """Let a resolved op make on its device what must be there before a CUDA graph records it."""
-    if fn is table_linear.linear:
-        table_linear.prepare(device)
-
-
-def kernel_refusal(device: torch.device) -> str | None:
-    """Why no kernel but the reference serves a CUDA device or a CPU, or None if one does, or it is neither."""
-    if device.type == "cpu":
-        return cpu_linear.refusal(device)
-    if device.type != "cuda":
-        return None
-    return _too_old(device) if fp4_linear.available() else "Triton with Gluon is not installed"
-
-
-@functools.cache
-def _too_old(device: torch.device) -> str | None:
-    if (device.index or 0) >= torch.cuda.device_count():
-        return f"{device} is not there"
-    major, minor = torch.cuda.get_device_capability(device)
-    return None if major >= fp4_linear.MIN_MAJOR else f"sm_{major}{minor} is older than sm_80"
-
-
-def resolve(op: str, backend: str, device: torch.device, format: str | None = None) -> Callable[..., Any]:
-    """The implementation of `op` for a backend ("auto", "reference", "triton"), device and weight format.
-
+    rounding: "fp8" or "fp4" if operands may be rounded to that where it is faster.
     Raises KernelError, naming op, backend, device and what would do, when there is none.
     """
     offered = _REGISTRY.get(op)
     if offered is None:
         raise KernelError(f"op {op!r}; expected one of {', '.join(sorted(_REGISTRY))}")
     serving = _serving(offered, BACKENDS if backend == "auto" else (backend,), device, format)
-    if backend == "auto" and serving:
-        return max(serving.values(), key=lambda entry: entry.rank).fn
-    if backend not in serving:
-        others = _serving(offered, BACKENDS, device, format)
-        why = kernel_refusal(device)
-        raise KernelError(
-            f"op {op!r}: no {backend!r} implementation for device {str(device)!r}{f' ({why})' if why else ''}; "
-            f"expected one of {', '.join(['auto', *sorted(others)])}"
-        )
-    return serving[backend].fn
+    if not serving:
+        raise _no_implementation(op, backend, device, format)
+    return max(serving.values(), key=lambda kernel: kernel.rank).rounding(rounding)
 
 
-def resolves_late(backend: str, device: torch.device) -> bool:
-    """Whether `resolve` may take its time (the C kernels are built at their first use in a process), while it has no
-    say in how pages lie: then it is for the first forward."""
-    return backend == "auto" and device.type == "cpu"
+def _no_implementation(op: str, backend: str, device: torch.device, format: str | None) -> KernelError:
+    others = _serving(_REGISTRY[op], BACKENDS, device, format)
+    why = kernel_refusal(device)
+    what = f"device {str(device)!r}{f' and format {format!r}' if format else ''}{f' ({why})' if why else ''}"
+    expected = ", ".join(["auto", *sorted(others)])
+    return KernelError(f"op {op!r}: no {backend!r} implementation for {what}; expected one of {expected}")
 
 
 def _serving(
-    offered: dict[tuple[str, str | None], _Entry], backends: tuple[str, ...], device: torch.device, format: str | None
-) -> dict[str, _Entry]:
-    """What serves, by backend; entries of backends that are not asked for are left alone, some are built when asked."""
-    serving: dict[str, _Entry] = {}
-    for only in (None, format):  # what is registered for the format takes the place of what is for any
-        serving |= {name: e for (name, f), e in offered.items() if f == only and name in backends and e.serves(device)}
+    offered: dict[tuple[str, str | None], Kernel], backends: tuple[str, ...], device: torch.device, format: str | None
+) -> dict[str, Kernel]:
+    """The implementations that serve, by backend. Others than `backends` are not asked: asking may build them."""
+    serving: dict[str, Kernel] = {}
+    for only in (None, format):  # one for the format replaces one for any
+        serving |= {name: k for (name, f), k in offered.items() if f == only and name in backends and k.serves(device)}
     return serving
 
 
-for _op, _fn in (
-    ("decode_weight", reference.decode_weight),
-    ("linear", reference.linear),
-    ("linear_fp4", reference.linear),
-    ("linear_fp8", reference.linear),
-    ("norm_linear", fused_linear.norm_reference),
-    ("gated_linear", fused_linear.gated_reference),
-):
-    register(_op, "reference", _fn)
-for _op, _fn in (
-    ("decode_weight", cpu_linear.decode_weight),
-    ("linear", cpu_linear.linear),
-    ("linear_fp4", cpu_linear.linear),
-    ("linear_fp8", cpu_linear.linear),
-):
-    _formats = (*cpu_linear.FORMATS, EXACT)
-    register(_op, "compiled", _fn, devices=("cpu",), rank=1, formats=_formats, refusal=cpu_linear.refusal)
-if fp4_linear.available():
-    for _op, _fn in (
-        ("decode_weight", fp4_linear.decode_weight),
-        ("linear", fp4_linear.linear),
-        ("linear_fp4", fp4_scaled.linear),
-        ("linear_fp8", fp8_linear.linear),
-        ("norm_linear", fused_linear.norm_linear),
-        ("gated_linear", fused_linear.gated_linear),
-    ):
-        register(_op, "triton", _fn, devices=("cuda",), rank=1, refusal=_too_old)
-    for _op, _fn in (
-        ("decode_weight", table_linear.decode_weight),
-        ("linear", table_linear.linear),
-        ("linear_fp4", table_linear.linear),
-        ("linear_fp8", table_linear.linear),
-    ):
-        register(_op, "triton", _fn, devices=("cuda",), rank=1, formats=table_linear.FORMATS, refusal=_too_old)
+def _on(device: torch.device, op: str = "linear") -> list[Kernel]:
+    """The implementations of an op that were written for a device's type, whether they serve this one or not."""
+    return [k for k in _REGISTRY.get(op, {}).values() if k.devices and k.is_for(device)]
+
+
+def kernel_refusal(device: torch.device) -> str | None:
+    """Why no implementation but the reference serves a device that some were written for, or None."""
+    refusals = [kernel.refusal(device) for kernel in _on(device) if kernel.rank > 0]
+    return refusals[0] if refusals and all(refusals) else None
+
+
+def resolves_late(backend: str, device: torch.device) -> bool:
+    """True if `resolve` may have to build a kernel, which then is for the first forward and not for `wrap`.
+
+    Such kernels have no order of pages of their own.
+    """
+    return backend == "auto" and any(kernel.builds for kernel in _on(device))

@@ -29,19 +29,14 @@ from vbrt.formats.separation import Separation, identity
 from vbrt.kernels import (
     EXACT,
     TILES,
-    decode_turned,
+    Kernel,
     fp4_refusal,
     fp8_refusal,
-    kernel_name,
     kernel_refusal,
-    merges,
     noted_refusal,
     page_of,
-    page_packing,
-    prepare,
     resolve,
     resolves_late,
-    runs_unpacked,
 )
 from vbrt.kernels.reference import wants_grad
 from vbrt.kernels.watched import dispatch_modes, is_bare, is_memory, is_tracing, is_watched, unwatched
@@ -135,6 +130,7 @@ class WeightHandle:
         self.separation = Separation(spec.levels, spec.refresh_every) if spec.format == "quantile" else None
         self._device, self.device_name = stack.device, str(stack.device)
         self.kernel = "reference"
+        self._shows_planes = False  # to compiled graphs, see `graph_planes`
         self._owner: Owner | None = None  # of the pages
         self._pages: tuple[Page, ...] = ()
         self._ready: WeightPlanes | None = None  # of pages that never move: made once, used without a lease
@@ -147,25 +143,30 @@ class WeightHandle:
     def _specify(self, spec: HandleSpec) -> None:
         self.spec, self._lossless = spec, spec.lossless
         self._format = get_format(spec.format)
-        self._linear = self._packing = None
+        self._kernel: Kernel | None = None  # of the op "linear"
+        self._packing = None
         if not resolves_late(spec.backend, self._device):
             self._take_kernels()
 
     def _take_kernels(self) -> None:
         """A lossless weight is multiplied as torch does it; who restores it need not know its format."""
         spec = self.spec
-        op, format = ("linear", EXACT if spec.fine else None) if spec.lossless else (self._op(), spec.format)
-        linear = resolve(op, spec.backend, self._device, format)
+        format = EXACT if spec.fine else spec.format
+        linear = resolve("linear", spec.backend, self._device, format, rounding=self._rounding())
         decode = resolve("decode_weight", spec.backend, self._device, format)
-        prepare(linear, self._device)
-        packing = None if spec.lossless else page_packing(linear, spec.format)
+        linear.prepare(self._device)
+        packing = None if spec.lossless else linear.page_order(spec.format)
         self._announce_kernels()
-        self._linear, self._decode, self._packing = linear, decode, packing  # all of them or none
+        self._linear, self._decode, self._turned = linear.run, decode.run, decode.decode_turned
+        self._kernel, self._packing = linear, packing  # all of them or none
 
-    def _op(self) -> str:
+    def _rounding(self) -> str | None:
+        """What operands of long products may be rounded to."""
+        if self.spec.lossless:
+            return None
         if self.spec.fp4 and fp4_refusal(self._device) is None:
-            return "linear_fp4"
-        return "linear_fp8" if self.spec.fp8 else "linear"
+            return "fp4"
+        return "fp8" if self.spec.fp8 else None
 
     def _announce_kernels(self) -> None:
         """What was asked for and cannot be had on this device: warned of once, and listed in `stats()`."""
@@ -182,13 +183,18 @@ class WeightHandle:
         if no_fp4:
             instead = "FP8" if fp8 and not no_fp8 else spec.dtype
             self._announce(f"compute.fp4: {no_fp4}; long inputs are multiplied in {instead} instead")
+        elif asked and spec.fp4:
+            self._announce(
+                "compute.fp4 is experimental: it has never run on a GPU that multiplies FP4; compare what the model "
+                "gives with compute.fp4 = false"
+            )
         if no_fp8:
             self._announce(f"compute.fp8: {no_fp8}; long inputs are multiplied in {spec.dtype} instead")
 
     def all_fallbacks(self) -> list[str]:
         """`fallbacks`, and what the vendor's matmul of rounded weights has refused when it was called."""
-        kind = None if self.spec.lossless else self._op().removeprefix("linear_")
-        refusal = noted_refusal(kind, *self.spec.shape) if kind in ("fp8", "fp4") else None
+        kind = self._rounding()
+        refusal = noted_refusal(kind, *self.spec.shape) if kind else None
         return [*self.fallbacks, refusal] if refusal else self.fallbacks
 
     def _announce(self, reason: str) -> None:
@@ -320,19 +326,21 @@ class WeightHandle:
         return homes.get(plane) or next(iter(homes.values()))
 
     def _own(self, keys: tuple[str, ...], owner: Owner) -> None:
-        if self._linear is None:
+        if self._kernel is None:
             self._take_kernels()
         pages = tuple(self.stack.pages[key] for key in keys)
-        kernel = kernel_name(self._linear) if self._has_kernel(pages) else "reference"
+        has_kernel = self._has_kernel(pages)
+        kernel = self._kernel.backend if has_kernel else "reference"
+        shows_planes = has_kernel and self._kernel.reads_resident_planes and not self.spec.lossless
         # no call from here on: Ctrl-C finds an empty handle or a full one
-        self._owner, self._pages, self.kernel = owner, pages, kernel
+        self._owner, self._pages, self.kernel, self._shows_planes = owner, pages, kernel, shows_planes
         self.keys = keys
 
     def _has_kernel(self, pages: Sequence[Page]) -> bool:
         spec = self.spec
         if spec.lossless:
-            return spec.fine and merges(self._linear, spec.format, spec.shape)
-        return self._is_packed(pages[0].layout) or runs_unpacked(self._linear, spec.format)
+            return spec.fine and self._kernel.merges(spec.format, spec.shape)
+        return self._is_packed(pages[0].layout) or self._kernel.runs_unpacked
 
     def still(self, generation: int) -> "WeightHandle":
         """The handle. Raises WrapError if its weight is not that generation's any more."""
@@ -644,7 +652,7 @@ class WeightHandle:
 
         Graphs that do count no forwards and no hits.
         """
-        return self._ready if self.kernel == "triton" and not self.spec.lossless else None
+        return self._ready if self._shows_planes else None
 
     def fused(self, x: torch.Tensor, planes: WeightPlanes, bias: torch.Tensor | None) -> torch.Tensor:
         """x Wᵀ + bias by the kernel, without a lease; for `graph_planes`."""
@@ -686,7 +694,7 @@ class WeightHandle:
     def _original(self, planes: WeightPlanes) -> torch.Tensor:
         """The weight as the module keeps it: [N, K], or [K, N] for a transposed module, in memory order too."""
         turned = self.spec.transposed and self.spec.format != "dense"
-        return decode_turned(self._decode, planes) if turned else self._decode(planes)
+        return self._turned(planes) if turned else self._decode(planes)
 
     def _is_at_home(self, tensors: list[dict[str, torch.Tensor]]) -> bool:
         """Whether these are this weight's pages, in their home in the top tier, and nobody else may write to it."""

@@ -17,7 +17,7 @@ from vbrt.errors import ConfigError, TierError, WrapError, describe_os_error
 from vbrt.formats import get_format
 from vbrt.formats.fine import estimate_fine_bytes
 from vbrt.formats.page import PAGE_ALIGN
-from vbrt.kernels import Packing, page_packing, resolve, resolves_late
+from vbrt.kernels import PageOrder, resolve, resolves_late
 from vbrt.layers import SwappedLayer
 from vbrt.model.choice import choose, named_modules, nbytes_of, why_none
 from vbrt.residency.plan import PageSpec, Plan, Skip, Swap, format_bytes, place
@@ -121,7 +121,7 @@ def _disk_free(config: VBConfig) -> int | None:
 # -- what it costs ----------------------------------------------------------------------------------------------------
 
 
-def _pages(swap: Swap, packing: Packing | None) -> tuple[PageSpec, ...]:
+def _pages(swap: Swap, packing: PageOrder | None) -> tuple[PageSpec, ...]:
     """The pages of a layer without homes; static sizes are exact, the fine plane is an estimate from above."""
     dtype, shape = getattr(torch, swap.dtype), swap.shape
     if swap.format == "dense":
@@ -136,10 +136,10 @@ def _pages(swap: Swap, packing: Packing | None) -> tuple[PageSpec, ...]:
     return (coarse, PageSpec(swap.site.page_key("fine"), "fine", fine))
 
 
-def _packing(format: str, config: VBConfig, device: torch.device) -> Packing | None:
+def _packing(format: str, config: VBConfig, device: torch.device) -> PageOrder | None:
     if resolves_late(config.compute.backend, device):
         return None
-    return page_packing(resolve("linear", config.compute.backend, device, format), format)
+    return resolve("linear", config.compute.backend, device, format).page_order(format)
 
 
 def _placed(swap: Swap, pages: tuple[PageSpec, ...], homes: dict[str, str]) -> Swap:

@@ -18,7 +18,7 @@ import vbrt
 from tests.kernels.cuda.gpu_cases import error
 from vbrt.errors import FormatError, KernelError
 from vbrt.formats import WeightPlanes, get_format, split_fine
-from vbrt.kernels import decode_turned, kernel_name, page_packing, reference, resolve, runs_unpacked
+from vbrt.kernels import KERNELS, reference, resolve
 from vbrt.kernels.cpu import linear as cpu_linear
 from vbrt.kernels.cpu import recycle
 
@@ -142,9 +142,9 @@ def test_both_planes_give_every_bit_of_the_weight_back(name, shape, dtype, monke
 def test_a_weight_comes_turned_for_modules_that_keep_it_so(shape, threads, monkeypatch):
     monkeypatch.setattr(cpu_linear, "_threads", lambda work: threads)
     planes, w = exact_case("nf4", shape, torch.bfloat16)
-    turned = decode_turned(cpu_linear.decode_weight, planes)
-    assert turned.is_contiguous() and torch.equal(bits(turned), bits(w.t()))
-    assert torch.equal(bits(decode_turned(reference.decode_weight, planes)), bits(w.t()))
+    for kernel in (kernel for kernel in KERNELS if kernel.op == "decode_weight" and kernel.is_for(CPU)):
+        turned = kernel.decode_turned(planes)
+        assert turned.is_contiguous() and torch.equal(bits(turned), bits(w.t()))
 
 
 @built
@@ -285,12 +285,12 @@ def test_what_cannot_be_computed_is_refused(message):
 @built
 @pytest.mark.parametrize("name", cpu_linear.FORMATS)
 def test_auto_takes_the_compiled_kernels_on_pages_as_they_are(name):
-    for op in ("linear", "linear_fp8", "decode_weight"):
-        assert kernel_name(resolve(op, "auto", CPU, name)) == "compiled"
-        assert kernel_name(resolve(op, "reference", CPU, name)) == "reference"
-    fn = resolve("linear", "auto", CPU, name)
-    assert runs_unpacked(fn, name) and page_packing(fn, name) is None
-    assert kernel_name(resolve("linear", "auto", CPU, "dense")) == "reference"
+    for op in ("linear", "decode_weight"):
+        for backend, expected in (("auto", "compiled"), ("compiled", "compiled"), ("reference", "reference")):
+            assert resolve(op, backend, CPU, name).backend == expected
+        assert resolve(op, "auto", CPU, "dense").backend == "reference"
+    kernel = resolve("linear", "auto", CPU, name, rounding="fp8")
+    assert kernel.run is cpu_linear.linear and kernel.runs_unpacked and kernel.page_order(name) is None
 
 
 @built

@@ -9,7 +9,7 @@ import torch
 from tests.kernels.cuda.gpu_cases import compiled, error, poison
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes, get_format
-from vbrt.kernels import page_packing, reference, resolve
+from vbrt.kernels import reference, resolve
 from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
 from vbrt.kernels.cuda.e2m1 import tiles as fp4_tiles
 from vbrt.kernels.cuda.e2m1.launch_table import (
@@ -122,8 +122,8 @@ def test_without_a_gpu_tiles_are_computed_by_the_reference(name):
 
 
 def test_the_cpu_keeps_the_reference():
-    assert resolve("linear", "auto", torch.device("cpu")) is reference.linear
-    assert page_packing(reference.linear, "nvfp4") is None
+    kernel = resolve("linear", "auto", torch.device("cpu"))
+    assert kernel.run is reference.linear and kernel.page_order("nvfp4") is None
     assert fp4_linear.packing("nf4") is None
 
 
@@ -658,6 +658,6 @@ def test_graphs_and_compile_give_the_eager_result():
 
 @pytest.mark.gpu
 def test_a_gpu_resolves_to_the_kernels():
-    fn = resolve("linear", "auto", torch.device("cuda"))
-    assert fn is fp4_linear.linear
-    assert page_packing(fn, "nvfp4") == fp4_linear.packing("nvfp4")
+    kernel = resolve("linear", "auto", torch.device("cuda"))
+    assert kernel.run is fp4_linear.linear
+    assert kernel.page_order("nvfp4") == fp4_linear.packing("nvfp4")

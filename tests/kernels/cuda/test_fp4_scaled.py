@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.kernels.cuda.gpu_cases import compiled, error, poison, tiled
 from vbrt.formats import get_format
 from vbrt.formats.rounding import E2M1_LEVELS
-from vbrt.kernels import fp4_refusal, page_packing, resolve
+from vbrt.kernels import fp4_refusal, resolve
 from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
 from vbrt.kernels.cuda.e2m1 import tiles as fp4_tiles
 from vbrt.kernels.cuda.rounded import fp4 as fp4_scaled
@@ -248,7 +248,7 @@ def test_a_token_does_not_depend_on_its_neighbours_magnitudes():
 def test_the_cpu_computes_the_fp4_op_as_without_it():
     assert fp4_refusal(CPU) == "cpu has no FP4 matmul"
     for name in (*NAMES, *table_linear.FORMATS):
-        assert resolve("linear_fp4", "auto", CPU, name) is resolve("linear", "auto", CPU, name)
+        assert resolve("linear", "auto", CPU, name, rounding="fp4") is resolve("linear", "auto", CPU, name)
     planes, _ = tiled("nvfp4", (32, 128), torch.bfloat16, "cpu")
     x = torch.randn(1024, 128).bfloat16()
     assert fp4_scaled.route(x, planes) == "reference"
@@ -384,8 +384,8 @@ def test_shapes_without_an_fp4_matmul_are_computed_all_the_same(bias, served, mo
 
 @pytest.mark.gpu
 def test_the_gpu_resolves_the_fp4_op():
-    fn = resolve("linear_fp4", "auto", torch.device("cuda"), "nvfp4")
-    assert fn is fp4_scaled.linear and page_packing(fn, "nvfp4") == fp4_linear.packing("nvfp4")
+    kernel = resolve("linear", "auto", torch.device("cuda"), "nvfp4", rounding="fp4")
+    assert kernel.run is fp4_scaled.linear and kernel.page_order("nvfp4") == fp4_linear.packing("nvfp4")
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 
 from tests.kernels.cuda.gpu_cases import compiled, error, poison, tiled
 from vbrt.formats import WeightPlanes, get_format
-from vbrt.kernels import fp8_refusal, page_packing, reference, resolve
+from vbrt.kernels import fp8_refusal, reference, resolve
 from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
 
@@ -16,7 +16,7 @@ BOUND = {"nvfp4": 0.036, "mxfp4": 0.029}
 
 @pytest.mark.usefixtures("plain_torch")
 def test_the_cpu_computes_the_fp8_op_as_the_reference_does():
-    assert resolve("linear_fp8", "auto", CPU, "nvfp4") is reference.linear
+    assert resolve("linear", "auto", CPU, "nvfp4", rounding="fp8").run is reference.linear
     assert "cpu has no FP8 matmul" in fp8_refusal(CPU)
 
 
@@ -166,8 +166,8 @@ def test_fp8_runs_are_identical_in_graphs_and_compiled(fp8):
 
 @pytest.mark.gpu
 def test_the_gpu_resolves_the_fp8_op(fp8):
-    fn = resolve("linear_fp8", "auto", torch.device("cuda"), "nvfp4")
-    assert fn is fp8_linear.linear and page_packing(fn, "nvfp4") == fp4_linear.packing("nvfp4")
+    kernel = resolve("linear", "auto", torch.device("cuda"), "nvfp4", rounding="fp8")
+    assert kernel.run is fp8_linear.linear and kernel.page_order("nvfp4") == fp4_linear.packing("nvfp4")
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from tests.kernels.cuda.gpu_cases import compiled, error, poison
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes, get_format
-from vbrt.kernels import page_packing, reference, resolve, runs_unpacked
+from vbrt.kernels import KERNELS, reference, resolve
 from vbrt.kernels.cuda.table import linear as table_linear
 
 NAMES = table_linear.FORMATS
@@ -27,8 +27,9 @@ def test_without_a_gpu_tables_go_through_the_reference(name):
 
 
 def test_table_formats_keep_their_pages_as_they_are():
+    (kernel,) = (kernel for kernel in KERNELS if kernel.run is table_linear.linear)
     for name in NAMES:
-        assert runs_unpacked(table_linear.linear, name) and page_packing(table_linear.linear, name) is None
+        assert name in kernel.formats and kernel.runs_unpacked and kernel.page_order(name) is None
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
@@ -140,5 +141,5 @@ def test_table_gradients_graphs_and_compile(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gpu_resolves_table_formats_to_their_kernels(name):
-    assert resolve("linear", "auto", torch.device("cuda"), name) is table_linear.linear
-    assert resolve("decode_weight", "auto", torch.device("cuda"), name) is table_linear.decode_weight
+    assert resolve("linear", "auto", torch.device("cuda"), name).run is table_linear.linear
+    assert resolve("decode_weight", "auto", torch.device("cuda"), name).run is table_linear.decode_weight

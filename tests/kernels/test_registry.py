@@ -1,0 +1,122 @@
+"""What is registered, what `resolve` chooses, and what its records say."""
+
+import pytest
+import torch
+
+import vbrt
+from vbrt import config
+from vbrt.errors import KernelError
+from vbrt.kernels import BACKENDS, KERNELS, Kernel, kernel_refusal, register, resolve, resolves_late
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def empty(monkeypatch):
+    """A registry without entries."""
+    monkeypatch.setattr("vbrt.kernels.registry._REGISTRY", {})
+
+
+def slow():
+    return "slow"
+
+
+def fast():
+    return "fast"
+
+
+def test_users_can_ask_for_every_backend_that_kernels_have_and_no_other():
+    assert config.BACKENDS is BACKENDS
+    assert {kernel.backend for kernel in KERNELS} == set(BACKENDS[1:])
+
+
+@pytest.mark.parametrize("op", ["linear", "decode_weight"])
+def test_an_op_of_a_layer_is_registered_once_for_each_backend_and_format(op):
+    for backend in BACKENDS[1:]:
+        formats = [
+            f for kernel in KERNELS if (kernel.op, kernel.backend) == (op, backend) for f in kernel.formats or [None]
+        ]
+        assert len(formats) == len(set(formats)) > 0
+
+
+@pytest.mark.parametrize(
+    ("op", "backend", "message"),
+    [
+        ("linear", "tritonn", "'tritonn' implementation for device 'cpu'.*; expected one of auto, .*reference"),
+        ("convolution", "auto", "'convolution'; expected one of decode_weight, gated_linear, linear, "),
+        ("nothing_registered", "triton", "nothing_registered"),
+        ("linear", "triton", "op 'linear': no 'triton' implementation for device 'cpu'"),
+    ],
+)
+def test_an_op_or_backend_that_is_not_there_is_refused(op, backend, message):
+    with pytest.raises(KernelError, match=message):
+        resolve(op, backend, CPU)
+
+
+def test_a_backend_that_config_does_not_know_cannot_be_registered():
+    with pytest.raises(KernelError, match="'cutlass' for op 'op'"):
+        register(Kernel("op", "cutlass", fast))
+
+
+def test_auto_takes_the_highest_rank_that_serves_the_device(empty):
+    register(Kernel("op", "reference", slow))
+    register(Kernel("op", "triton", fast, devices=("cuda",), rank=1))
+    assert resolve("op", "auto", CPU).run is slow and resolve("op", "auto", GPU).run is fast
+    assert resolve("op", "auto", GPU)() == "fast"
+    assert resolve("op", "reference", GPU).run is slow
+    with pytest.raises(KernelError, match="op 'op': no 'triton' implementation for device 'cpu'"):
+        resolve("op", "triton", CPU)
+
+
+def test_a_format_can_have_its_own_implementation(empty):
+    register(Kernel("op", "reference", slow))
+    register(Kernel("op", "triton", fast, formats=("nf4",), rank=1))
+    assert resolve("op", "auto", CPU, "nf4").run is fast
+    assert resolve("op", "auto", CPU, "nvfp4").run is resolve("op", "auto", CPU).run is slow
+    assert resolve("op", "reference", CPU, "nf4").run is slow
+    with pytest.raises(KernelError, match="no 'triton' implementation for device 'cpu' and format 'nvfp4'"):
+        resolve("op", "triton", CPU, "nvfp4")
+
+
+def test_one_that_refuses_the_device_is_passed_over_and_says_why(empty):
+    register(Kernel("linear", "reference", slow))
+    assert kernel_refusal(CPU) is None
+    register(Kernel("linear", "compiled", fast, devices=("cpu",), rank=1, refusal=lambda device: "no compiler"))
+    assert resolve("linear", "auto", CPU).run is slow
+    assert kernel_refusal(CPU) == "no compiler" and kernel_refusal(GPU) is None
+    with pytest.raises(KernelError, match=r"device 'cpu' \(no compiler\); expected one of auto, reference"):
+        resolve("linear", "compiled", CPU)
+    register(Kernel("linear", "compiled", fast, devices=("cpu",), rank=1, formats=("nf4",)))
+    assert kernel_refusal(CPU) is None
+
+
+def test_operands_are_rounded_only_where_the_caller_allows_it_and_the_kernel_can(empty):
+    register(Kernel("linear", "triton", slow, rounded={"fp8": fast}))
+    assert resolve("linear", "auto", CPU).run is slow
+    assert resolve("linear", "auto", CPU, rounding="fp8").run is fast
+    assert resolve("linear", "auto", CPU, rounding="fp4").run is slow
+
+
+def test_what_has_to_be_built_is_resolved_late_and_only_if_nobody_asked_for_it(empty):
+    assert not resolves_late("auto", CPU)
+    register(Kernel("linear", "compiled", fast, devices=("cpu",), builds=True))
+    assert resolves_late("auto", CPU)
+    assert not resolves_late("compiled", CPU) and not resolves_late("auto", GPU)
+
+
+@pytest.mark.parametrize(("preset", "kernel"), [("fp4", "compiled"), ("exact", "compiled"), ("dense", "reference")])
+def test_a_user_can_insist_on_the_compiled_kernels(preset, kernel):
+    if why := kernel_refusal(CPU):
+        pytest.skip(why)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64)).bfloat16().eval()
+    options = {"weights": {"keep_head": False}, "tiers": {"gpu": {"enabled": False}}}
+    with vbrt.wrap(model, preset, compute={"backend": "compiled"}, **options) as vb:
+        vb(torch.randn(1, 64, dtype=torch.bfloat16))
+        assert [layer.kernel for layer in vb.stats().layers.values()] == [kernel]
+
+
+def test_a_user_who_insists_on_kernels_that_cannot_run_hears_it_at_wrap():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64)).eval()
+    options = {"weights": {"keep_head": False}, "tiers": {"gpu": {"enabled": False}}}
+    with pytest.raises(KernelError, match="no 'triton' implementation for device 'cpu'"):
+        vbrt.wrap(model, compute={"backend": "triton"}, **options)

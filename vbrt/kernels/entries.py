@@ -1,0 +1,72 @@
+"""Every implementation of the package, one record each: the screen that answers "which kernel runs?"."""
+
+import functools
+
+import torch
+
+from vbrt.kernels import reference
+from vbrt.kernels.cpu import linear as cpu_linear
+from vbrt.kernels.cuda.e2m1 import fused as fused_linear
+from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
+from vbrt.kernels.cuda.fine import merge
+from vbrt.kernels.cuda.rounded import fp4 as fp4_linear
+from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
+from vbrt.kernels.cuda.table import linear as table_linear
+from vbrt.kernels.registry import EXACT, Kernel, register
+
+__all__ = ["KERNELS"]
+
+
+@functools.cache
+def _no_triton(device: torch.device) -> str | None:
+    """Why Triton's kernels cannot run on a CUDA device, or None."""
+    if not e2m1_linear.available():
+        return "Triton with Gluon is not installed"
+    if (device.index or 0) >= torch.cuda.device_count():
+        return f"{device} is not there"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= e2m1_linear.MIN_MAJOR else f"sm_{major}{minor} is older than sm_80"
+
+
+_reference = functools.partial(Kernel, backend="reference", runs_unpacked=True)
+_compiled = functools.partial(Kernel, backend="compiled", devices=("cpu",))
+_built = functools.partial(
+    _compiled,
+    formats=(*cpu_linear.FORMATS, EXACT),
+    rank=1,
+    refusal=cpu_linear.refusal,
+    builds=True,
+    runs_unpacked=True,
+    merges=lambda format, shape: True,
+)
+_triton = functools.partial(
+    Kernel, backend="triton", devices=("cuda",), rank=1, refusal=_no_triton, reads_resident_planes=True
+)
+_tables = functools.partial(_triton, formats=table_linear.FORMATS, runs_unpacked=True)
+
+KERNELS = (
+    _reference("decode_weight", run=reference.decode_weight),
+    _reference("linear", run=reference.linear),
+    _reference("norm_linear", run=fused_linear.norm_reference),
+    _reference("gated_linear", run=fused_linear.gated_reference),
+    _built("decode_weight", run=cpu_linear.decode_weight, turned=cpu_linear.decode_turned),
+    _built("linear", run=cpu_linear.linear),
+    # nothing to decode: torch's own matmul, and nothing to build
+    _compiled("decode_weight", run=reference.decode_weight, formats=("dense",), rank=-1),
+    _compiled("linear", run=reference.linear, formats=("dense",), rank=-1),
+    _triton("decode_weight", run=e2m1_linear.decode_weight),
+    _triton(
+        "linear",
+        run=e2m1_linear.linear,
+        rounded={"fp8": fp8_linear.linear, "fp4": fp4_linear.linear},
+        page_order=e2m1_linear.packing,
+        merges=merge.serves_shape,
+    ),
+    _triton("norm_linear", run=fused_linear.norm_linear),
+    _triton("gated_linear", run=fused_linear.gated_linear),
+    _tables("decode_weight", run=table_linear.decode_weight),
+    _tables("linear", run=table_linear.linear, prepare=table_linear.prepare),
+)
+
+for _kernel in KERNELS:
+    register(_kernel)
