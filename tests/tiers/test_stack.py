@@ -31,7 +31,7 @@ from vbrt.errors import FormatError, TierError
 from vbrt.formats.page import PageLayout, build_layout
 from vbrt.residency.policy import PASS, Decision, LRUPolicy, Policy, ScheduledPolicy, make_policy, simulate
 from vbrt.tiers import Level, MemoryTier, Owner, SsdTier, TierStack, detached_stack
-from vbrt.tiers.stack import _State
+from vbrt.tiers.slots import State
 
 UNIT = 4096
 CPU = torch.device("cpu")
@@ -205,10 +205,10 @@ def assert_at_rest(stack: TierStack) -> None:
     """Nothing is leased, promised, lost or over its budget once the workers are idle."""
     for _ in range(2_000):
         stack.collect()
-        with stack._lock:
+        with stack.guard.lock:
             used = [level.tier.used_bytes for level in stack.levels]
             kept = [level.policy.resident_bytes + level.home_bytes for level in stack.levels]
-            if used == kept and all(slot.state is _State.READY for slot in slots(stack)):
+            if used == kept and all(slot.state is State.READY for slot in slots(stack)):
                 break
         time.sleep(0.005)
     else:
@@ -540,8 +540,8 @@ def test_a_page_demanded_again_while_its_doomed_copy_is_in_flight_is_read_again(
     policy.script = ["b"]
     use(stack, "a")
     assert ssd.began["b"].wait(30)
-    with stack._lock:
-        stack._evict(stack.levels[0], "b")
+    with stack.guard.lock:
+        stack.levels[0].evict("b")
         policy.forget("b")
     ssd.began["b"].clear()
     with in_background(lambda: use(stack, "b")):
@@ -793,7 +793,7 @@ def test_a_page_retired_while_it_is_leased_is_valid_and_held_to_the_end_of_the_l
 
 def test_retiring_needs_no_lock_because_finalizers_run_anywhere(tmp_path):
     stack, *_ = scripted(tmp_path, 5, {"a": 1, "b": 1})
-    with stack._lock:
+    with stack.guard.lock:
         within(5, lambda: retire(stack, "a"))
     use(stack, "b")
     assert list(stack.pages) == ["b"]
@@ -1131,14 +1131,14 @@ def test_a_page_that_loses_its_owner_while_it_moves_is_dropped_afterwards(tmp_pa
     sizes = {f"page{i}": 1 for i in range(6)}
     levels = [Level(WatchedTier("near", 6), make_policy("lru", 0)), Level(WatchedTier("far", 6), make_policy("lru", 0))]
     stack = add_all(TierStack(levels), sizes, dict.fromkeys(sizes, "near"))
-    real = stack._allocate
+    real = stack.mover.allocate
 
     def allocate(slot):
         retire(stack, slot.page.key)
         stack.collect()
         real(slot)
 
-    monkeypatch.setattr(stack, "_allocate", allocate)
+    monkeypatch.setattr(stack.mover, "allocate", allocate)
     stack.set_budget("near", 4 * UNIT)
     monkeypatch.undo()
     stack.collect()
@@ -1172,8 +1172,8 @@ def test_a_copy_in_a_slot_makes_way_for_a_lease_that_needs_the_room(tmp_path):
     run(stack, [PASS, ("a",), ("b",), ("a",), PASS, ("a",), ("b",), ("a",)])
     stack.levels[0].policy._division = stack.levels[0].policy._division._replace(pins=frozenset(), slot_bytes=3 * UNIT)
     stack.levels[0].policy.forget("a")
-    with stack._lock:
-        stack._evict(stack.levels[0], "a")
+    with stack.guard.lock:
+        stack.levels[0].evict("a")
     run(stack, [("a",)])
     assert stack.levels[0].slots["a"].charge == 3 * UNIT
     run(stack, [("a", "large")])
@@ -1285,11 +1285,7 @@ def test_ctrl_c_while_pages_are_given_back_holds_none_though_its_frames_are_kept
     use(stack, "a")
     interrupted = Interrupts(keep_frames=True)
     interrupted(0, lambda: use(stack, "a"))
-    places = [
-        at
-        for at, (code, _) in enumerate(interrupted.places, 1)
-        if code.co_name in ("_release", "_give_back", "_return")
-    ]
+    places = [at for at, (code, _) in enumerate(interrupted.places, 1) if code.co_name in ("release", "_release")]
     assert len(places) > 5
     for at in places:
         use(stack, "a")
@@ -1307,10 +1303,10 @@ def test_nothing_that_locks_in_python_is_entered_under_the_stacks_lock(tmp_path)
         Level(MemoryTier("far", CPU, 4 * UNIT), make_policy("scheduled", 4 * UNIT)),
     ]
     stack = add_all(TierStack(levels, SsdTier(tmp_path, 1 << 40)), sizes, dict.fromkeys(sizes, "near"))
-    locking, entered = (threading.__file__, "concurrent/futures", "queue.py"), set()
+    locking, entered, lock = (threading.__file__, "concurrent/futures", "queue.py"), set(), stack.guard.lock
 
     def trace(frame, event, _):
-        if event == "call" and any(name in frame.f_code.co_filename for name in locking) and stack._lock._is_owned():
+        if event == "call" and any(name in frame.f_code.co_filename for name in locking) and lock._is_owned():
             entered.add(f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})")
 
     tracing = sys.gettrace()

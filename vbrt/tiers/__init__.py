@@ -1,9 +1,11 @@
 """Where pages live: memory tiers (gpu, cpu), the file tier (ssd), and the stack that moves pages between them."""
 
+from vbrt.tiers.lease import Lease
 from vbrt.tiers.memory import Buffer, MemoryTier
 from vbrt.tiers.recorder import Recorder
+from vbrt.tiers.slots import Level, Owner, Page
 from vbrt.tiers.ssd import SsdTier
-from vbrt.tiers.stack import Lease, Level, Owner, Page, TierStack, detached_stack
+from vbrt.tiers.stack import TierStack, detached_stack
 
 __all__ = [
     "Buffer",

@@ -9,15 +9,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from vbrt.errors import WrapError
 from vbrt.report.timeline import COMPUTE, PASS, WAIT, Span, Timeline
-
-if TYPE_CHECKING:
-    from vbrt.tiers.stack import TierStack
+from vbrt.tiers.guard import Guard
 
 __all__ = ["LeaseNote", "Mark", "Recorder"]
 
@@ -28,14 +25,17 @@ Mark = int | torch.cuda.Event
 class Recorder:
     """Records from `start` to `stop`; any number of threads may note spans meanwhile.
 
+    Args:
+        device: where kernels compute.
+        guard: of the stack that is recorded.
+
     Attributes:
         timeline: what was recorded; None before `stop`.
     """
 
-    def __init__(self, stack: "TierStack") -> None:
-        self.stack = stack
+    def __init__(self, device: torch.device, guard: Guard) -> None:
         self.timeline: Timeline | None = None
-        self._device = stack.device if stack.device.type == "cuda" else None
+        self._guard, self._device = guard, device if device.type == "cuda" else None
         self._notes: list[tuple[str, str, Mark, Mark, int]] = []  # only appended to: one step for threads
         self._passes: defaultdict[int, list[Mark]] = defaultdict(list)  # that have begun, by thread
         self._origin_ns, self._origin = 0, None
@@ -50,10 +50,10 @@ class Recorder:
             WrapError: it has another one.
         """
         self._set_origin()  # waits for the device
-        with self.stack._locked:
-            if self.stack.recorder is not None:
+        with self._guard.entered:
+            if self._guard.recorder is not None:
                 raise WrapError("timeline: this model is being recorded already; leave that `with` block first")
-            self.stack.recorder = self
+            self._guard.recorder = self
 
     def _set_origin(self) -> None:
         before = time.perf_counter_ns()
@@ -67,7 +67,7 @@ class Recorder:
 
     def stop(self) -> Timeline:
         """Stop, wait for the device, and work out all times."""
-        self.stack.recorder = None
+        self._guard.recorder = None
         notes = list(self._notes)  # before the synchronization: every event in it has passed then
         if self._device is not None:
             torch.cuda.synchronize(self._device)

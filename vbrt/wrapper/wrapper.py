@@ -582,7 +582,7 @@ class VBModelWrapper(Facade):
 
     @contextlib.contextmanager
     def _record(self, path: Path) -> Iterator[Recorder]:
-        recorder = Recorder(self.stack)
+        recorder = Recorder(self.stack.device, self.stack.guard)
         recorder.start()
         hooks = []
         try:

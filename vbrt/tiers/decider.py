@@ -1,0 +1,238 @@
+"""Who decides: which pages are leased, evicted and staged. Nothing is moved here.
+
+All decisions are made under one lock, in the order of the accesses, by the thread that asks. Policies never ask how far
+a copy has got, so counts do not depend on timing.
+
+- A thread that waits for room to lease holds no lease.
+- A decision that Ctrl-C interrupted half way cannot be trusted: at the next one policies are reset.
+- Lost leases are released, and pages without owners retired, at the next access.
+"""
+
+import threading
+from collections.abc import Collection, Sequence
+
+import torch
+
+from vbrt.errors import TierError
+from vbrt.residency.policy import Decision
+from vbrt.tiers.guard import LOOK_SECONDS
+from vbrt.tiers.lease import Lease
+from vbrt.tiers.ledger import Ledger
+from vbrt.tiers.mover import Mover
+from vbrt.tiers.slots import Level, Page, Slot, State
+
+__all__ = ["Decider"]
+
+
+class Decider:
+    """Turns policies' decisions into slots; the mover fills them."""
+
+    def __init__(self, ledger: Ledger, mover: Mover) -> None:
+        self._ledger, self._mover, self._guard = ledger, mover, ledger.guard
+        self._levels, self._pages, self._top = ledger.levels, ledger.pages, ledger.levels[0]
+
+    # -- passes, pages that go ----------------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """Tell every policy that the next lease starts a new pass over the model."""
+        with self._guard.entered:
+            self.catch_up()
+            self._ledger.begin()
+            for level in self._levels:
+                level.policy.begin_pass()
+            self._guard.deciding = False
+
+    def catch_up(self) -> None:
+        """Release lost leases and retire the pages that have no owner any more. Call it under the lock."""
+        ledger, lost, retired = self._ledger, self._ledger.lost, self._ledger.retired
+        ledger.begin()
+        while lost:
+            self._release(lost[0])
+            lost.popleft()
+        while retired:
+            for key in retired[0].keys:
+                page = self._pages.get(key)
+                if page is not None:
+                    page.owners.discard(retired[0])
+                    if not page.owners:
+                        self.retire_page(page)
+            retired.popleft()
+        self._guard.deciding = False
+
+    def retire_page(self, page: Page) -> None:
+        """Take a page out of every tier. Call it under the lock."""
+        for level in self._levels:
+            if level.index < page.home:
+                level.policy.forget(page.key)
+            if page.key in level.slots:
+                level.evict(page.key)
+        if page.home == len(self._levels):
+            self._ledger.ssd.drop(page.key)
+        del self._pages[page.key]  # no call in between
+        self._ledger.travellers -= page.home > 0
+
+    # -- leases -------------------------------------------------------------------------------------------------------
+
+    def acquire(self, lease: Lease) -> None:
+        """Give a lease its slots as soon as all of them fit beside what is leased; their bytes may still be missing.
+
+        Raises:
+            TierError: waiting would not help, a page is gone, or the stack was closed.
+        """
+        guard, ledger = self._guard, self._ledger
+        lock = guard.lock
+        if lock._is_owned():
+            lock = guard.entered
+        while True:
+            with lock:
+                if guard.closed:
+                    ledger.check_open(lease.keys[0])
+                if ledger.retired or ledger.lost:
+                    self.catch_up()
+                pages = [self._page(key) for key in lease.keys]
+                if guard.deciding:
+                    ledger.recover()
+                if self._has_room(pages) or (self._evict_whole_slots(pages) and self._has_room(pages)):
+                    guard.deciding = True
+                    self._admit(lease, pages)
+                    if len(ledger.names) > 1:
+                        self._look_ahead()
+                    guard.deciding = False
+                    return
+                self._check_that_waiting_helps(pages)
+                bell = guard.listen()
+            bell.acquire(timeout=LOOK_SECONDS)
+
+    def release(self, lease: Lease) -> None:
+        """End a lease. Idempotent."""
+        guard = self._guard
+        lock = guard.lock
+        if lock._is_owned():
+            lock = guard.entered
+        with lock:
+            if guard.deciding:
+                self._ledger.recover()
+            guard.deciding = True
+            self._release(lease)
+            guard.deciding = False
+
+    def _release(self, lease: Lease) -> None:
+        for slot in lease.slots:
+            level = slot.level
+            if level.stream is not None and slot.buffer is not None and not slot.at_home:
+                slot.buffer.fence(torch.cuda.current_stream(level.tier.device))
+            level.release(slot, lease.borrower)
+        lease.slots = []
+        if self._guard.bells:
+            self._guard.ring()
+
+    def _page(self, key: str) -> Page:
+        page = self._pages.get(key)
+        if page is None:
+            raise TierError(f"{key}: its page was dropped: the layer holds another weight now; run the forward again")
+        return page
+
+    # -- room ---------------------------------------------------------------------------------------------------------
+
+    def _has_room(self, pages: Sequence[Page]) -> bool:
+        """True if all fit beside what is leased: then every decision about them succeeds."""
+        top, needed = self._top, 0
+        for page in pages:
+            if page.home and page.key not in top.leased:
+                here = top.slots.get(page.key)
+                needed += here.charge if here else page.nbytes
+            if page.home > 1 and self._blocked(page):
+                return False
+        if top.leased:
+            needed += sum(top.slots[key].charge for key in top.leased)
+        return needed <= top.policy.capacity_bytes
+
+    def _evict_whole_slots(self, pages: Sequence[Page]) -> bool:
+        """Evict unused copies that take whole slots of a ring: they come again in their own sizes. True if any did."""
+        top, evicted = self._top, False
+        self._guard.deciding = True
+        for page in pages:
+            slot = top.slots.get(page.key)
+            if slot is not None and slot.charge > page.nbytes and not slot.holders:
+                top.policy.forget(page.key)
+                top.evict(page.key)
+                evicted = True
+        self._guard.deciding = False
+        return evicted
+
+    def _blocked(self, page: Page, above: int = 0) -> Level | None:
+        """Return the tier between the page's home and level `above` that has no room for it, if there is one."""
+        for level in self._levels[above + 1 : page.home]:
+            if page.nbytes > level.policy.capacity_bytes:
+                return level
+        return None
+
+    def _check_that_waiting_helps(self, pages: Sequence[Page]) -> None:
+        """Raise TierError unless others hold what is in the way, or pages are about to leave for another tier."""
+        top, me = self._top, threading.get_ident()
+        mine = [key for key in top.leased if any(holder.thread == me for holder in top.slots[key].holders)]
+        blocked = next((level for level in map(self._blocked, pages) if level), None)
+        if top.leased and not mine and blocked is None:
+            return
+        level = blocked or top
+        if level.home_bytes > sum(slot.page.nbytes for slot in level.slots.values() if slot.at_home):
+            return
+        beside = f", and this thread has leased {', '.join(mine)}" if mine and not blocked else ""
+        raise TierError(
+            f"{' + '.join(page.key for page in pages)}: {sum(page.nbytes for page in pages)} bytes do not "
+            f"fit into tiers.{level.tier.name}.budget = {level.tier.capacity_bytes} ({level.home_bytes} "
+            f"bytes live there{beside}); raise the budget"
+        )
+
+    # -- slots --------------------------------------------------------------------------------------------------------
+
+    def _admit(self, lease: Lease, pages: Sequence[Page]) -> None:
+        """Decide on every page; what is missing is filled by whoever needs it first."""
+        top = self._top
+        busy = top.leased.union(page.key for page in pages if page.home)
+        for page in pages:
+            slot, decision = self._find(0, page, busy)
+            lease.slots.append(slot)
+            slot.holders.add(lease.borrower)
+            if page.home:
+                top.leased.add(page.key)
+            if decision.hit:
+                page.hits += 1
+            else:
+                page.misses += 1
+                page.prefetched += decision.prefetched
+
+    def _find(self, index: int, page: Page, busy: Collection[str]) -> tuple[Slot, Decision]:
+        level = self._levels[index]
+        if page.home == index:
+            return level.slots[page.key], Decision(page.key, hit=True)
+        decision = level.policy.access(page.key, page.nbytes, busy)
+        return self._place(level, page, decision), decision
+
+    def _place(self, level: Level, page: Page, decision: Decision) -> Slot:
+        """Act on a decision: evict, then find or make the slot, and its source in the level below."""
+        for key in decision.evict:
+            level.evict(key)
+        slot = level.slots.get(page.key)
+        if slot is None:
+            slot = level.slots[page.key] = Slot(page, level, decision.charge)
+            level.pending[slot] = None
+            if level.index + 1 < len(self._levels):
+                # nothing there is busy: a source that is evicted stays until it has been copied
+                slot.source, _ = self._find(level.index + 1, page, ())
+                slot.source.holders.add(slot)
+        return slot
+
+    def _look_ahead(self) -> None:
+        """Make slots for the pages that policies want ahead of their use, and have the mover stage them."""
+        for level in self._levels:
+            for decision in level.policy.ahead(level.leased):
+                page = self._pages.get(decision.key)
+                if page is None or self._blocked(page, level.index):
+                    for key in decision.evict:
+                        level.evict(key)
+                    level.policy.forget(decision.key)
+                    continue
+                slot = self._place(level, page, decision)
+                if slot.state is State.QUEUED:
+                    self._mover.stage(slot)

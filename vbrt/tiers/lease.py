@@ -1,0 +1,60 @@
+"""Leases: pages borrowed from a stack, for one `with` block."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from vbrt.tiers.recorder import LeaseNote
+from vbrt.tiers.slots import Borrower, Slot, State
+
+if TYPE_CHECKING:
+    from vbrt.tiers.stack import TierStack
+
+__all__ = ["Lease"]
+
+
+class Lease:
+    """Pages borrowed from a stack, for one `with` block."""
+
+    slots: Sequence[Slot] = ()
+    note: LeaseNote | None = None
+
+    def __init__(self, stack: "TierStack", keys: Sequence[str]) -> None:
+        self.stack, self.keys = stack, keys
+
+    def __enter__(self) -> list[dict[str, torch.Tensor]]:
+        stack = self.stack
+        stack.capturing()
+        recorder = stack.guard.recorder
+        if recorder is not None:
+            self.note = recorder.lease(self.keys)
+        self.slots, self.borrower = [], Borrower()
+        try:
+            stack.decider.acquire(self)
+            missing = [slot for slot in self.slots if slot.state is not State.READY]
+            if missing:
+                stack.mover.await_all(missing)
+            for slot in self.slots:
+                if slot.arrived is not None:
+                    torch.cuda.current_stream(slot.level.tier.device).wait_event(slot.arrived)
+            if self.note is not None:
+                self.note.arrived()
+            return [slot.tensors for slot in self.slots]
+        except BaseException:
+            stack.decider.release(self)
+            raise
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self.note is not None:
+            self.note.done()
+        if self.slots:
+            try:
+                self.stack.decider.release(self)
+            except BaseException:  # Ctrl-C, and whoever keeps its frames keeps this lease
+                self.stack.decider.release(self)
+                raise
+
+    def __del__(self) -> None:
+        if self.slots:  # Ctrl-C came between entering and the `with`, or before the exit began
+            self.stack.ledger.lost.append(self)

@@ -1,0 +1,83 @@
+"""What the parts of a stack share: its levels, its pages, and the guard of both."""
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from vbrt.errors import TierError
+from vbrt.tiers.guard import Guard
+from vbrt.tiers.slots import Claim, Level, Page
+from vbrt.tiers.ssd import SsdTier
+
+if TYPE_CHECKING:
+    from vbrt.tiers.lease import Lease
+
+__all__ = ["Ledger"]
+
+
+class Ledger:
+    """The books of a stack, written under its guard.
+
+    Attributes:
+        pages: by key, those that are stored.
+        travellers: how many of them have their home below the top tier.
+        retired: claims of owners that gave up their pages, or were collected; taken from the pages at the next access.
+        lost: leases that were collected before they were released.
+        captured: True once a CUDA graph knows where pages lie.
+        encoding: one weight is encoded, and one page is given a home, at a time.
+    """
+
+    def __init__(self, levels: Sequence[Level], ssd: SsdTier | None) -> None:
+        self.guard = Guard()
+        self.levels, self.ssd = list(levels), ssd
+        self.names = [level.tier.name for level in self.levels] + ([ssd.name] if ssd else [])
+        for index, level in enumerate(self.levels):
+            level.index, level.guard = index, self.guard
+        self.pages: dict[str, Page] = {}
+        self.travellers = 0
+        self.retired: deque[Claim] = deque()
+        self.lost: deque[Lease] = deque()
+        self.captured = False
+        self.encoding = threading.RLock()
+
+    @property
+    def device(self) -> torch.device:
+        """Where leased pages live and kernels compute."""
+        return self.levels[0].tier.device
+
+    def begin(self) -> None:
+        """Begin decisions, under the lock; whoever has made all of them clears `guard.deciding`."""
+        if self.guard.deciding:
+            self.recover()
+        self.guard.deciding = True
+
+    def recover(self) -> None:
+        """After an interrupted decision: reset the policies, and evict every copy as soon as it is not in use."""
+        for level in self.levels:
+            level.evict_copies()
+        self.guard.deciding = False
+        self.guard.ring()
+
+    def attach(self, ssd: SsdTier) -> None:
+        """Add an ssd tier below the others."""
+        with self.guard.entered:
+            self.names += [ssd.name]  # no call in between
+            self.ssd = ssd
+
+    def check_open(self, key: str) -> None:
+        """Raise TierError if the stack is closed."""
+        if self.guard.closed:
+            raise TierError(
+                f"{key}: the model was closed, its pages are gone; wrap it again, or call unwrap() before "
+                "close() to keep the weights"
+            )
+
+    def after_fork(self) -> None:
+        """Keep, in a forked child, what is there: pages in memory and files, without threads and what they moved."""
+        self.guard.reset()
+        self.encoding = threading.RLock()
+        for level in self.levels:
+            level.after_fork()

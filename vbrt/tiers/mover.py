@@ -1,0 +1,238 @@
+"""Who moves: fills slots with their pages' bytes, on demand or ahead, from the tier below or from a file.
+
+Whoever needs a QUEUED slot first, a worker or the thread that leases it, claims it and moves the bytes itself.
+
+Why waiting ends: slots are decided one after another, and a slot waits only for what was decided before it: its source
+in the tier below (first, while it holds no buffer itself), the room that earlier slots have been promised (`pending`),
+and the buffers of pages that were evicted for it.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Sequence
+from itertools import takewhile
+
+import torch
+
+from vbrt.errors import TierError
+from vbrt.formats.page import unpack
+from vbrt.host.crew import Crew
+from vbrt.tiers.guard import LOOK_SECONDS
+from vbrt.tiers.ledger import Ledger
+from vbrt.tiers.slots import Page, Slot, State
+
+__all__ = ["Mover"]
+
+
+class Mover:
+    """Moves bytes into slots.
+
+    Args:
+        ledger: the stack's.
+        workers: threads that move pages ahead of their use.
+        share_cores: where the CPU computes, workers would take the cores from it to copy pages out of the page cache:
+            they only have the system read files ahead, and whoever needs a page copies it.
+    """
+
+    def __init__(self, ledger: Ledger, *, workers: int, share_cores: bool) -> None:
+        self._ledger, self._guard = ledger, ledger.guard
+        self._share_cores, self._threads = share_cores, workers
+        self._workers = Crew(workers)
+
+    def stop(self) -> None:
+        """Stop the workers; return when none moves a page any more. Idempotent."""
+        self._workers.stop()
+
+    def after_fork(self) -> None:
+        """Make workers of its own for a forked child."""
+        self._workers = Crew(self._threads)
+
+    # -- who loads ----------------------------------------------------------------------------------------------------
+
+    def stage(self, slot: Slot) -> None:
+        """Have a QUEUED slot filled ahead of its use, by this thread where nothing has to be waited for. Call it under
+        the lock."""
+        ssd = self._ledger.ssd
+        if self._issue(slot):
+            return
+        if self._share_cores and ssd is not None and ssd.mode == "buffered":
+            self._workers.give(ssd.read_ahead, slot.page.key)
+        else:
+            self._workers.give(self._load_ahead, slot)
+
+    def _load_ahead(self, slot: Slot) -> None:
+        """A worker's turn: what fails here is raised to whoever leases the page."""
+        with self._guard.entered:
+            claimed = self._claim(slot)
+        if claimed:
+            with contextlib.suppress(Exception):  # kept in slot.error; the page is read again when it is demanded
+                self._load(slot)
+
+    def await_all(self, slots: Sequence[Slot]) -> None:
+        """Wait for every slot, earliest first, also when one fails: others wait for the room that they are promised."""
+        failed: Exception | None = None
+        for slot in sorted(slots, key=lambda slot: slot.ticket):
+            try:
+                self._await_counted(slot)
+            except Exception as error:  # noqa: BLE001 - raised below
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def _await_counted(self, slot: Slot) -> None:
+        start = time.perf_counter_ns()
+        try:
+            self._await(slot)
+        finally:
+            with self._guard.entered:
+                slot.page.wait_ns += time.perf_counter_ns() - start
+
+    def _await(self, slot: Slot) -> None:
+        """Return when the slot's bytes are there; moves them in this thread if nobody has begun."""
+        while True:
+            with self._guard.entered:
+                claimed = self._claim(slot)
+                if slot.state is not State.LOADING or claimed:
+                    break
+                bell = self._guard.listen()
+            bell.acquire(timeout=LOOK_SECONDS)
+        if claimed:
+            self._load(slot)
+        elif slot.state is State.FAILED:
+            raise TierError(str(slot.error)) from slot.error
+
+    def _claim(self, slot: Slot) -> bool:
+        if slot.state is not State.QUEUED:
+            return False
+        slot.loader = threading.get_ident()
+        slot.state = State.LOADING
+        return True
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def _load(self, slot: Slot) -> None:
+        ledger, guard, level = self._ledger, self._guard, slot.level
+        try:
+            if slot.source is not None:
+                self._await(slot.source)
+            self.allocate(slot)
+            self._copy(slot)
+            slot.tensors = unpack(slot.view, slot.page.layout)
+        except BaseException as error:
+            with guard.entered:
+                ledger.begin()
+                level.cancel(slot, error)
+                guard.deciding = False
+            raise
+        with guard.entered:
+            ledger.begin()
+            level.release_source(slot)
+            slot.state = State.READY
+            if slot.doomed:
+                level.free(slot)
+            guard.deciding = False
+            guard.ring()
+
+    def _issue(self, slot: Slot) -> bool:
+        """Start a copy to the GPU here and now, if nothing has to be waited for; a worker takes it otherwise."""
+        source, level = slot.source, slot.level
+        if level.stream is None or source is None or source.state is not State.READY or not source.buffer.pinned:
+            return False
+        try:
+            slot.loader, slot.state = threading.get_ident(), State.LOADING
+            if not self._try_allocate(slot):
+                slot.state = State.QUEUED
+                return False
+            self._copy_memory(slot, source)
+            self._count_moved(slot)
+            slot.tensors = unpack(slot.view, slot.page.layout)
+            level.release_source(slot)
+            slot.state = State.READY
+        except BaseException as error:
+            level.cancel(slot, error)
+            if not isinstance(error, Exception):
+                raise
+        return True
+
+    def allocate(self, slot: Slot) -> None:
+        """Give the slot its buffer, once there is room beside what earlier slots have been promised."""
+        while True:
+            with self._guard.entered:
+                self._ledger.check_open(slot.page.key)
+                if slot.doomed and not slot.holders:
+                    raise TierError(f"{slot.page.key}: no longer wanted")
+                if self._try_allocate(slot):
+                    break
+                bell = self._guard.listen()
+            bell.acquire(timeout=LOOK_SECONDS)
+
+    def _try_allocate(self, slot: Slot) -> bool:
+        level = slot.level
+        earlier = takewhile(lambda other: other is not slot, level.pending)
+        slot.buffer = level.tier.allocate(slot.charge, reserved_bytes=sum(e.charge for e in earlier))
+        if slot.buffer is not None:
+            del level.pending[slot]
+        return slot.buffer is not None
+
+    # -- copies -------------------------------------------------------------------------------------------------------
+
+    def _copy(self, slot: Slot) -> None:
+        page, source = slot.page, slot.source
+        if source is None:
+            slot.buffer.synchronize()
+            recorder = self._guard.recorder
+            began = None if recorder is None else recorder.mark_on(None)
+            self._read_file(page, slot.view)
+            if recorder is not None:
+                recorder.note(self._link(slot), page.key, began, recorder.mark_on(None), page.nbytes)
+        else:
+            self._copy_memory(slot, source)
+        with self._guard.entered:
+            self._count_moved(slot)
+
+    def _read_file(self, page: Page, target: torch.Tensor) -> None:
+        """Fill a copy from the page's file, or from wherever it has moved while this thread was on its way there."""
+        moves, levels = page.moves, self._ledger.levels
+        try:
+            self._ledger.ssd.read(page.key, target)
+        except TierError:
+            with self._guard.entered:
+                home = levels[page.home].slots.get(page.key) if page.home < len(levels) else None
+                if home is None and page.moves == moves:
+                    raise
+            if home is None:
+                self._read_file(page, target)
+            else:
+                target.copy_(home.buffer.tensor)
+
+    def _count_moved(self, slot: Slot) -> None:
+        slot.page.bytes_moved[self._link(slot)] += slot.page.nbytes
+
+    def _link(self, slot: Slot) -> str:
+        index, names = slot.level.index, self._ledger.names
+        return f"{names[index + 1]}>{names[index]}"
+
+    def _copy_memory(self, slot: Slot, source: Slot) -> None:
+        stream, nbytes = slot.level.stream, slot.page.nbytes
+        target, origin = slot.view, source.view
+        recorder = self._guard.recorder
+        if stream is None:
+            began = None if recorder is None else recorder.mark_on(None)
+            target.copy_(origin)
+            if recorder is not None:
+                recorder.note(self._link(slot), slot.page.key, began, recorder.mark_on(None), nbytes)
+            return
+        for fence in slot.buffer.fences.values():  # kernels that still read this buffer
+            stream.wait_event(fence)
+        slot.buffer.fences.clear()
+        began = None if recorder is None else recorder.mark_on(stream)
+        if source.buffer.pinned:
+            with torch.cuda.stream(stream):
+                target.copy_(origin, non_blocking=True)
+        else:
+            slot.level.relay.copy(target, origin, stream)
+        slot.arrived = source.buffer.fence(stream)  # the source is not refilled before its copy has left
+        slot.buffer.fences[stream.cuda_stream] = slot.arrived  # and this one not given away before it has arrived
+        if recorder is not None:
+            recorder.note(self._link(slot), slot.page.key, began, recorder.mark_on(stream), nbytes)

@@ -1,0 +1,274 @@
+"""Pages, the slots that they have in tiers, and the levels of a stack.
+
+A slot is a page's place in a tier: QUEUED (decided, nothing moved), LOADING, READY or FAILED. A page that is evicted
+while its bytes are still coming, or in use, is `doomed`: its room is freed when the copy has ended and the last holder
+has released it, and whoever waits for room waits for that.
+"""
+
+import itertools
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
+
+import torch
+
+from vbrt.errors import TierError
+from vbrt.formats.page import PageLayout
+from vbrt.residency.policy import Policy
+from vbrt.tiers.guard import Guard
+from vbrt.tiers.memory import Buffer, MemoryTier
+from vbrt.tiers.relay import Relay
+
+__all__ = ["Borrower", "Claim", "Level", "Owner", "Page", "Slot", "State"]
+
+
+class State(Enum):
+    """How far a slot has got."""
+
+    QUEUED = auto()
+    LOADING = auto()
+    READY = auto()
+    FAILED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Page:
+    """One plane of one layer, and the counters of its life. `home`: the index of its tier, 0 on top."""
+
+    key: str
+    layout: PageLayout
+    home: int
+    moves: int = 0  # from one home to another
+    owners: "set[Claim]" = field(default_factory=set)
+    hits: int = 0
+    misses: int = 0
+    prefetched: int = 0
+    wait_ns: int = 0
+    bytes_moved: dict[str, int] = field(default_factory=dict)  # by link, such as "ssd>cpu"
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nbytes = self.layout.nbytes
+
+
+class Claim(weakref.ref):
+    """An owner's hold on its pages. Joins the retired claims when the owner is collected: in C, without a call in
+    between."""
+
+    __slots__ = ("keys",)
+    __eq__, __hash__ = object.__eq__, object.__hash__  # the owner's would do, but it is gone when they count
+
+
+class _Retiring(Protocol):
+    retired: deque[Claim]
+
+
+class Owner:
+    """Owns pages of one stack: a page without owners is retired at the next access."""
+
+    __slots__ = ("__weakref__", "claim")
+
+    def __init__(self, stack: _Retiring) -> None:
+        self.claim = Claim(self, stack.retired.append)
+        self.claim.keys = []
+
+
+class Borrower:
+    """Holds slots for one lease. Apart from the lease, so that a lost lease can be collected."""
+
+    __slots__ = ("thread",)
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+
+_tickets = itertools.count()
+
+
+class Slot:
+    """A page's place in a memory tier. `holders`: leases, and slots above that are filled from this one."""
+
+    __slots__ = (
+        "arrived",
+        "at_home",
+        "buffer",
+        "charge",
+        "doomed",
+        "error",
+        "holders",
+        "level",
+        "loader",
+        "page",
+        "source",
+        "state",
+        "tensors",
+        "ticket",
+    )
+
+    def __init__(self, page: Page, level: "Level", charge: int = 0, *, at_home: bool = False) -> None:
+        self.page, self.level = page, level
+        self.at_home = at_home  # True if this is the page's home
+        self.charge = charge or page.nbytes  # bytes of its buffer: a slot of a ring may be larger than the page
+        self.ticket = next(_tickets)  # the order of decisions
+        self.state = State.QUEUED
+        self.loader = 0  # the thread that moves the bytes
+        self.source: Slot | None = None
+        self.buffer: Buffer | None = None
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.arrived: torch.cuda.Event | None = None
+        self.error: BaseException | None = None
+        self.holders: set[Slot | Borrower] = set()
+        self.doomed = False
+
+    @property
+    def view(self) -> torch.Tensor:
+        """The page's bytes in the buffer."""
+        return self.buffer.tensor[: self.page.nbytes]
+
+
+class Level:
+    """One memory tier of the stack with its policy and its slots. Everything is called under the stack's lock.
+
+    Holders are sets and releasing is idempotent, so what Ctrl-C interrupted is done again.
+    """
+
+    def __init__(self, tier: MemoryTier, policy: Policy) -> None:
+        self.tier, self.policy = tier, policy
+        self.guard = Guard()  # a stack sets its own, and the index
+        self.index = 0
+        self.room = policy.capacity_bytes  # for copies, as long as pages that live here leave that much
+        self.home_bytes = 0
+        self.living: dict[Slot, None] = {}  # slots of pages that live here, or are on their way in or out
+        self.slots: dict[str, Slot] = {}
+        self.leased: set[str] = set()  # copies that threads use: the policy must let them stay
+        self.pending: dict[Slot, None] = {}  # decided and without a buffer yet, earliest first
+        self.stream = torch.cuda.Stream(tier.device) if tier.device.type == "cuda" else None
+        self.relay = Relay(tier.fallbacks)  # for pages in host memory that is not page-locked
+        self._fit()
+
+    # -- room ---------------------------------------------------------------------------------------------------------
+
+    def resize(self, nbytes: int) -> None:
+        """Take another budget, in which the pages that live here fit, and evict the copies that do not."""
+        self.tier.capacity_bytes = self.room = nbytes
+        self._evict_all(self.policy.resize(nbytes - self.home_bytes))
+
+    def move_in(self, slot: Slot) -> None:
+        """Count a page that will live here, and evict the copies that are in its way."""
+        if slot not in self.living:  # no call in between
+            self.living[slot] = None
+            self.home_bytes += slot.page.nbytes
+        self._evict_all(self._fit())
+
+    def _move_out(self, slot: Slot) -> None:
+        if slot in self.living:  # no call in between
+            del self.living[slot]
+            self.home_bytes -= slot.page.nbytes
+        self._evict_all(self._fit())
+
+    def _fit(self) -> tuple[str, ...]:
+        """Give copies the room that living pages leave; return those that have to leave for that."""
+        room = min(self.room, self.tier.capacity_bytes - self.home_bytes)
+        return () if room == self.policy.capacity_bytes else self.policy.resize(room)
+
+    # -- the end of slots ---------------------------------------------------------------------------------------------
+
+    def evict(self, key: str) -> None:
+        """Take a page out of the level; its room is freed when nobody uses it any more."""
+        slot = self.slots[key]
+        slot.doomed = True
+        self.leased.discard(key)
+        self.free(slot)
+        del self.slots[key]
+        self.guard.ring()
+
+    def _evict_all(self, keys: tuple[str, ...]) -> None:
+        for key in keys:
+            self.evict(key)
+
+    def evict_copies(self) -> None:
+        """Evict every copy, and every page whose home is elsewhere by now; reset the policy."""
+        self.policy.reset()
+        for key, slot in list(self.slots.items()):
+            if not slot.at_home or slot.page.home != self.index:
+                self.evict(key)
+        self._fit()
+
+    def free(self, slot: Slot) -> None:
+        """Free what a doomed slot has, unless it is held, or being filled: then this is called again."""
+        if slot.holders or slot.state is State.LOADING:
+            return
+        if slot.state is State.QUEUED:
+            self.pending.pop(slot, None)
+            self.release_source(slot)
+            slot.state = State.FAILED
+        self._free_buffer(slot)
+
+    def _free_buffer(self, slot: Slot) -> None:
+        if slot.at_home:
+            if slot.buffer is not None:
+                self.tier.discard(slot.buffer)  # views that the caller still has keep the memory alive
+                slot.buffer = None
+            self._move_out(slot)
+        elif slot.buffer is not None:
+            self.tier.release(slot.buffer)  # no call in between
+            slot.buffer = None
+            self.tier.shrink()
+            if self.guard.closed:
+                self.tier.trim()
+        slot.tensors = {}
+
+    def release(self, slot: Slot, holder: Slot | Borrower) -> None:
+        """End a holder's use of a slot of this level."""
+        if slot.state is State.LOADING and slot.loader == threading.get_ident():
+            self.cancel(slot, KeyboardInterrupt())  # this thread began and is not at it any more
+        slot.holders.discard(holder)
+        if slot.holders:
+            return
+        if slot.doomed:
+            self.free(slot)
+        elif slot.state is State.QUEUED:  # nobody is going to fill it
+            self.policy.forget(slot.page.key)
+            self.evict(slot.page.key)
+        else:
+            self.leased.discard(slot.page.key)
+
+    def release_source(self, slot: Slot) -> None:
+        """End a slot's use of the slot below that it is filled from, if it has one."""
+        source = slot.source
+        if source is not None:
+            source.level.release(source, slot)
+            slot.source = None
+
+    def cancel(self, slot: Slot, error: BaseException) -> None:
+        """Give up a load: it is as if it had never been decided. Whoever waits for the slot gets the error."""
+        if slot.state is not State.LOADING:
+            return
+        key = slot.page.key
+        if not isinstance(error, Exception):  # Ctrl-C: this thread gets it, those that wait get an error
+            error = TierError(f"{key}: its copy was interrupted; run the forward again")
+        slot.error, slot.doomed = error, True
+        self.pending.pop(slot, None)
+        self.release_source(slot)
+        if self.slots.get(key) is slot:
+            self.policy.forget(key)
+            self.leased.discard(key)
+            del self.slots[key]
+        self._free_buffer(slot)
+        slot.state = State.FAILED
+        self.guard.ring()
+
+    def after_fork(self) -> None:
+        """Keep, in a forked child, what is there: pages at home, without the threads that used them."""
+        self.policy.reset()
+        self.pending.clear()
+        self.leased.clear()
+        self.slots = {key: slot for key, slot in self.slots.items() if slot.at_home}
+        self.living, self.home_bytes = dict.fromkeys(self.slots.values()), 0
+        for slot in self.slots.values():
+            slot.holders.clear()
+            self.home_bytes += slot.page.nbytes
+        self.tier.forget([slot.buffer for slot in self.slots.values()])
