@@ -179,7 +179,7 @@ def hits() -> dict:
     from torch import nn
 
     import vbrt
-    from vbrt.residency.policy import PASS, simulate
+    from vbrt.residency.simulate import PASS, simulate
 
     layers, passes, learning, prefetch = 32, 20, 2, 2
     rows = []

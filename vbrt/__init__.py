@@ -35,7 +35,7 @@ _NAMES = {
     "model.planner": ("make_plan",),
     "report.stats": ("Stats",),
     "residency.plan": ("Plan",),
-    "residency.policy": ("simulate",),
+    "residency.simulate": ("simulate",),
     "wrapper.load": ("load",),
     "wrapper.watch": ("watch_nonfinite",),
     "wrapper.wrapper": ("VBModelWrapper", "wrap"),
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from vbrt.model.planner import make_plan
     from vbrt.report.stats import Stats
     from vbrt.residency.plan import Plan
-    from vbrt.residency.policy import simulate
+    from vbrt.residency.simulate import simulate
     from vbrt.wrapper.load import load
     from vbrt.wrapper.watch import watch_nonfinite
     from vbrt.wrapper.wrapper import VBModelWrapper, wrap

@@ -1,10 +1,12 @@
 """Random traces for policies: passes over a model that skip, repeat, reorder and stop early."""
 
 from dataclasses import dataclass
+from itertools import chain
 
 from hypothesis import strategies as st
 
-from vbrt.residency.policy import PASS
+from vbrt.residency.policy import Policy
+from vbrt.residency.simulate import PASS
 
 
 @dataclass(frozen=True)
@@ -70,3 +72,19 @@ def _passes(layers: list) -> st.SearchStrategy:
         st.integers(1, len(layers)).map(lambda stop: layers[:stop]),
         st.just(layers + layers[::-1]),
     )
+
+
+def checkpointed(blocks: int, layers: int) -> list[str]:
+    """Forward, then block after block from the end: forward again and backward."""
+    block = [[f"block{b}.{i}" for i in range(layers)] for b in range(blocks)]
+    return [*chain(*block), *(key for b in reversed(block) for key in (*b, *reversed(b)))]
+
+
+def misses_of_pass(policy: Policy, order: list[str]) -> int:
+    """Begin a pass over pages of one byte and run it."""
+    policy.begin_pass()
+    misses = 0
+    for key in order:
+        misses += not policy.access(key, 1, (key,)).hit
+        policy.ahead((key,))
+    return misses

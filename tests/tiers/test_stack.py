@@ -29,7 +29,10 @@ from tests.residency.traces import Workload, workloads
 from tests.torture.interrupting import Interrupts, interrupted
 from vbrt.errors import FormatError, TierError
 from vbrt.formats.page import PageLayout, build_layout
-from vbrt.residency.policy import PASS, Decision, LRUPolicy, Policy, ScheduledPolicy, make_policy, simulate
+from vbrt.residency.lru import LRUPolicy
+from vbrt.residency.policy import Decision, Policy
+from vbrt.residency.scheduled import ScheduledPolicy
+from vbrt.residency.simulate import PASS, make_policy, simulate
 from vbrt.tiers import Level, MemoryTier, Owner, SsdTier, TierStack, detached_stack
 from vbrt.tiers.slots import State
 
@@ -1356,7 +1359,7 @@ def test_a_forked_child_can_use_the_pages_and_leaves_its_parents_alone(tmp_path)
     code = f"""
         import os, threading, time, torch
         from vbrt.formats.page import build_layout
-        from vbrt.residency.policy import make_policy
+        from vbrt.residency.simulate import make_policy
         from vbrt.tiers import Level, MemoryTier, Owner, SsdTier, TierStack
 
         class Slow(SsdTier):

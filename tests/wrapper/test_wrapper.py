@@ -21,7 +21,7 @@ from tests.models import FORMATS, TOKENS, config, llama, mlp, wrap, wrap_streame
 from vbrt.config import load_config
 from vbrt.errors import ConfigError, KernelError, TierError, WrapError
 from vbrt.layers import VBLinear, layer_class
-from vbrt.residency.policy import PASS, simulate
+from vbrt.residency.simulate import PASS, simulate
 from vbrt.tiers import TierStack
 from vbrt.wrapper.wrapper import release_host_memory
 

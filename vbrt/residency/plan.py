@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from vbrt.errors import ConfigError
-from vbrt.residency.policy import spread
+from vbrt.residency.division import spread
 from vbrt.residency.site import WeightSite
 
 __all__ = ["FILE_HEADER_BYTES", "PageSpec", "Plan", "Skip", "Swap", "format_bytes", "place"]

@@ -15,7 +15,7 @@ import torch
 
 from vbrt.errors import TierError
 from vbrt.formats.page import PageLayout, unpack
-from vbrt.residency.policy import spread
+from vbrt.residency.division import spread
 from vbrt.tiers.decider import Decider
 from vbrt.tiers.ledger import Ledger
 from vbrt.tiers.mover import Mover

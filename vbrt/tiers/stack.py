@@ -16,7 +16,7 @@ import torch
 
 from vbrt.errors import TierError
 from vbrt.formats.page import PageLayout
-from vbrt.residency.policy import LRUPolicy
+from vbrt.residency.lru import LRUPolicy
 from vbrt.tiers.decider import Decider
 from vbrt.tiers.fork import follow
 from vbrt.tiers.homes import Homes

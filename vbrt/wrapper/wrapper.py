@@ -45,8 +45,9 @@ from vbrt.layers import (
 from vbrt.model.planner import make_plan, this_machine, with_freed
 from vbrt.report.stats import LayerStats, Stats, TierStats
 from vbrt.report.timeline import TimelineTotals, check_timeline_path
+from vbrt.residency.division import auto_prefetch, rebalanced
 from vbrt.residency.plan import Plan, Swap, format_bytes
-from vbrt.residency.policy import auto_prefetch, make_policy, rebalanced
+from vbrt.residency.simulate import make_policy
 from vbrt.saves.save import save_model
 from vbrt.tiers import Level, MemoryTier, Recorder, SsdTier, TierStack
 from vbrt.wrapper.mirror import Facade

@@ -1,0 +1,133 @@
+"""How room is divided among pages: which stay, the slots that the others pass through, and a budget that follows the
+memory that is free."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import gcd
+from typing import NamedTuple
+
+__all__ = ["Division", "Room", "auto_prefetch", "divide", "rebalanced", "spread"]
+
+_SLOT_SIZES = 8  # sizes that are tried for the slots of a ring, the largest first
+_LONG_COPY_BYTES = 64 << 20
+
+
+class Division(NamedTuple):
+    """How room is divided: pages that stay, and the bytes of each slot of the ring (0: every page its own bytes)."""
+
+    pins: frozenset[str]
+    slot_bytes: int
+
+    def charge(self, key: str, size: int) -> int:
+        """Return the room that a page takes."""
+        return size if key in self.pins else max(size, self.slot_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Room to divide: bytes, pages that one lease takes together, pages staged ahead, and slots beyond those."""
+
+    capacity_bytes: int
+    group: int
+    prefetch: int
+    extra: int = 0
+
+    @property
+    def window(self) -> int:
+        """Slots that the ring should have."""
+        return self.group + self.prefetch + self.extra
+
+
+def divide(order: tuple[str, ...], sizes: Mapping[str, int], room: Room) -> Division:
+    """Choose the pages of one pass to keep resident, and the slots that the others pass through.
+
+    Everything is kept when everything fits. Otherwise the ring has `room.window` slots of the size that leaves the
+    fewest bytes to stream: pages larger than a slot must stay. Where not even `group` + 1 slots fit, pages pass through
+    in their own sizes.
+
+    Args:
+        order: page keys in the order of a pass, repeats included.
+        sizes: bytes of each page.
+        room: the room, the ring included.
+    """
+    uses, capacity_bytes = Counter(order), room.capacity_bytes
+    if sum(sizes[key] for key in uses) <= capacity_bytes:
+        return Division(frozenset(uses), 0)
+    best, fewest = None, 0
+    for slot in sorted({sizes[key] for key in uses}, reverse=True)[:_SLOT_SIZES]:
+        slots = min(room.window, capacity_bytes // slot)
+        large = [key for key in uses if sizes[key] > slot]
+        budget = capacity_bytes - slots * slot - sum(sizes[key] for key in large)
+        if capacity_bytes // slot <= room.group or budget < 0:
+            continue
+        pins = frozenset(large + _spread_by_use([k for k in uses if sizes[k] <= slot], uses, sizes, budget))
+        streamed = sum(sizes[key] for key in order if key not in pins)
+        if best is None or streamed < fewest:
+            best, fewest = Division(pins, slot), streamed
+    return best or Division(_pins_beside(order, sizes, capacity_bytes, window=room.window), 0)
+
+
+def _pins_beside(
+    order: tuple[str, ...], sizes: Mapping[str, int], capacity_bytes: int, *, window: int
+) -> frozenset[str]:
+    """Choose the pages to keep resident beside the largest `window` consecutive ones in their own sizes."""
+    uses = Counter(order)
+    around = order * (1 + window // len(order)) if len(order) < window else order + order[: window - 1]
+    ring = max(sum(sizes[key] for key in around[at : at + window]) for at in range(len(order)))
+    return frozenset(_spread_by_use(list(uses), uses, sizes, capacity_bytes - ring))
+
+
+def _spread_by_use(keys: list[str], uses: Mapping[str, int], sizes: Mapping[str, int], budget: int) -> list[str]:
+    """Choose first the pages that a pass uses most often (each use of a kept page saves its bytes once), then evenly:
+    a kept prefix would have the same hit rate but leave the link idle while it runs."""
+    pins: list[str] = []
+    for count in sorted({uses[key] for key in keys}, reverse=True):
+        chosen = spread([key for key in keys if uses[key] == count], sizes, budget)
+        budget -= sum(sizes[key] for key in chosen)
+        pins += chosen
+    return pins
+
+
+def spread(keys: list[str], sizes: Mapping[str, int], budget_bytes: int) -> list[str]:
+    """Choose an evenly spread share of `keys`, at most `budget_bytes` in all, by error diffusion over the bytes."""
+    if budget_bytes <= 0 or not keys:
+        return []
+    budget_bytes -= budget_bytes % gcd(*(sizes[key] for key in keys))  # bytes that no page can use skew the share
+    share, owed, left = min(1.0, budget_bytes / sum(sizes[key] for key in keys)), 0.0, budget_bytes
+    chosen: dict[str, None] = {}
+    for key in keys:
+        owed += share * sizes[key]
+        if owed >= sizes[key] * (1 - 1e-9) and sizes[key] <= left:
+            owed -= sizes[key]
+            left -= sizes[key]
+            chosen[key] = None
+    for key in keys:  # bytes that rounding left over
+        if key not in chosen and sizes[key] <= left:
+            left -= sizes[key]
+            chosen[key] = None
+    return list(chosen)
+
+
+def auto_prefetch(largest_page_bytes: int, *, group: int = 1, from_drive: bool = False) -> int:
+    """Return the number of pages to stage ahead where the config leaves it open.
+
+    Towards a GPU the link needs one copy in flight beside the page in use. Two even out layers of unequal work, at the
+    price of a slot; the copy of a page of 64 MiB takes a millisecond, which is long enough for one. A drive wants
+    several reads at once.
+    """
+    if from_drive:
+        return 4 * group
+    return max(group, 1 if largest_page_bytes >= _LONG_COPY_BYTES else 2)
+
+
+def rebalanced(budget_bytes: int, wanted_bytes: int, free_bytes: int, margin_bytes: int) -> int:
+    """Return the budget that suits the memory that is free now.
+
+    The model may use the margin. When half of it is gone, the budget shrinks until the margin is whole; when half a
+    margin more than that is free, the budget grows back towards `wanted_bytes`. In between it stays, so that it does
+    not swing.
+    """
+    if free_bytes < margin_bytes // 2 or (free_bytes > margin_bytes * 3 // 2 and budget_bytes < wanted_bytes):
+        return max(0, min(wanted_bytes, budget_bytes + free_bytes - margin_bytes))
+    return budget_bytes

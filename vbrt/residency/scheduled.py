@@ -1,0 +1,300 @@
+"""Evenly spread pins and a small ring, from the learned orders of the phases.
+
+Belady's optimum for a cyclic scan of n equal pages with room for r is (r - 1) / (n - 1); with `prefetch` pages of
+look-ahead this policy reaches (r - 1 - prefetch) / n, and the copies that remain are started ahead of their use.
+
+The road not taken: eviction by predicted next use (Belady on the learned order). It needs a search per miss and
+gains one slot over static pins.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Generator, Iterable
+from itertools import chain
+
+from vbrt.residency.division import Division, Room, divide
+from vbrt.residency.order import PassRecord
+from vbrt.residency.phases import Course
+from vbrt.residency.policy import FORWARD, Decision, PolicyBase
+from vbrt.residency.rings import RingSearch
+
+__all__ = ["ScheduledPolicy"]
+
+
+class _Resident:
+    """Resident pages by class, with the room that each takes.
+
+    pinned: stay. staged: evictable, the first to go in front. fresh: staged ahead and not used yet, nearest first.
+    unused: those of all classes that were staged ahead and have not been used since.
+    """
+
+    __slots__ = ("classes", "fresh", "pinned", "staged", "unused")
+
+    def __init__(self) -> None:
+        self.pinned: OrderedDict[str, int] = OrderedDict()
+        self.staged: OrderedDict[str, int] = OrderedDict()
+        self.fresh: OrderedDict[str, int] = OrderedDict()
+        self.unused: set[str] = set()
+        self.classes = (self.pinned, self.staged, self.fresh)
+
+    def evict(self, key: str) -> int:
+        """Remove the page; return the room that it took."""
+        self.unused.discard(key)
+        return sum(pages.pop(key, 0) for pages in self.classes)
+
+    def demote(self, pages: OrderedDict[str, int], keys: Iterable[str]) -> None:
+        """Make pages of another class the first to be evicted."""
+        for key in keys:
+            self.staged[key] = pages.pop(key)
+            self.staged.move_to_end(key, last=False)
+
+    def pin(self, pins: Collection[str], sizes: dict[str, int]) -> None:
+        """Change classes for another set of pins; pages in slots of a ring stay as they are."""
+        self.demote(self.pinned, [key for key in self.pinned if key not in pins])
+        self.demote(self.fresh, [key for key in self.fresh if key not in sizes])
+        for pages in (self.staged, self.fresh):
+            for key in [key for key in pages if key in pins and pages[key] == sizes[key]]:
+                self.pinned[key] = pages.pop(key)
+
+
+class ScheduledPolicy(PolicyBase):
+    """Evenly spread pins and a small ring, from the order of each phase's last pass.
+
+    The first pass has no order to go by and behaves as LRU; the first pass of a further phase goes by the order of the
+    phase before until it differs. Layers that are skipped, repeated or reordered cost misses in that pass and are
+    learned for the phase's next. A pass that stops early (an exception, Ctrl-C) is recognised as a prefix of its
+    phase's order and does not replace it; of two in a row (early exits) the longer one does.
+
+    All phases share one room. It is divided for one round of the phases that recur (`Phases.round`). What is staged
+    across the end of a pass belongs to the phase that is expected next.
+
+    Passes are marked by `begin_pass`; a trace without any mark starts a pass whenever its first page comes again,
+    unless the order has it there. Marks may stop coming (a model is compiled after its first call): that is so once a
+    pass is longer than the one before, has repeated itself as a whole, and begins a third time.
+
+    Pages of several sizes pass through slots of one size, so that memory which one left fits the next: it is reused
+    as it is. A page in the ring takes a whole slot. `RingSearch` decides how many slots there are.
+
+    Args:
+        capacity_bytes: room for pages, in bytes.
+        prefetch: pages staged ahead of their use, at most.
+        group: pages that one lease takes together (2 when coarse and fine planes are separate pages).
+    """
+
+    kind = "scheduled"
+
+    def __init__(self, capacity_bytes: int, *, prefetch: int = 2, group: int = 1) -> None:
+        self.prefetch, self.group = prefetch, group
+        super().__init__(capacity_bytes)
+
+    def reset(self) -> None:
+        """Return to the initial state."""
+        super().reset()
+        self._sizes: dict[str, int] = {}  # of the orders' pages: needed to stage one that is not resident
+        self._pages = _Resident()
+        self._gone: set[str] = set()  # not to be staged
+        self._record = PassRecord()
+        self._course = Course()
+        self._round: tuple[str, ...] = ()
+        self._division = Division(frozenset(), 0)
+        self._rings = RingSearch(self._divided, self._steady_bytes)
+
+    # -- the protocol ---------------------------------------------------------------------------------------------
+
+    def begin_pass(self, phase: str = FORWARD) -> None:
+        """Note that the next access starts a new pass of the named phase."""
+        self._record.mark()
+        self._end_pass(phase)
+
+    def access(self, key: str, size: int, busy: Collection[str] = ()) -> Decision | None:
+        """Decide on a demanded page: see `Policy.access`."""
+        pages = self._pages
+        pinned, staged, fresh = pages.classes
+        if key in fresh or key in pinned or key in staged:
+            unused = key in pages.unused
+            decision = Decision(key, not unused, prefetched=unused)
+        else:
+            charge = self._charge(key, size, busy)
+            victims = self._make_room(charge, busy)
+            if victims is None:
+                return None
+            self.resident_bytes += charge
+            staged[key] = charge
+            decision = Decision(key, hit=False, evict=victims, charge=charge)
+        pages.unused.discard(key)
+        self._gone.discard(key)
+        self._note(key, size)
+        if key not in pinned:
+            charge = fresh.pop(key, None) or staged.pop(key)
+            kept = pinned if key in self._division.pins and charge == size else staged
+            kept[key] = charge
+        return decision
+
+    def ahead(self, busy: Collection[str] = ()) -> list[Decision]:
+        """Return the pages to stage now: the next ones of the order that are not resident."""
+        decisions: list[Decision] = []
+        pages = self._pages
+        if not self._course.streams or len(pages.fresh) >= self.prefetch:
+            return decisions
+        stay = set(busy)
+        for key in self._course.upcoming():
+            if key in pages.staged:
+                stay.add(key)  # never evict a page for one that is needed later
+            elif key not in pages.fresh and key not in pages.pinned and key not in self._gone:
+                charge = self._division.charge(key, self._sizes[key])
+                victims = self._make_room(charge, stay, pages.staged.items())
+                if victims is None:
+                    break
+                pages.fresh[key] = charge
+                pages.unused.add(key)
+                self.resident_bytes += charge
+                decisions.append(Decision(key, hit=False, evict=victims, prefetched=True, charge=charge))
+                if len(pages.fresh) >= self.prefetch:
+                    break
+        return decisions
+
+    def forget(self, key: str) -> None:
+        """Note that the page is gone."""
+        self._evict(key)
+        self._gone.add(key)
+
+    def resident(self) -> tuple[str, ...]:
+        """Return the keys of resident pages."""
+        return tuple(chain(*self._pages.classes))
+
+    def resize(self, capacity_bytes: int) -> tuple[str, ...]:
+        """Set the room; return the pages that are evicted because of it."""
+        if capacity_bytes == self.capacity_bytes:
+            return ()
+        victims = super().resize(capacity_bytes)
+        if self._round:
+            self._rings.restart(room=capacity_bytes)
+            self._divide()
+            self._rings.skip_pass()
+            victims += self._evict_wide()
+            self._course.stream(self._pages.pinned)
+        return victims
+
+    def _evict_wide(self) -> tuple[str, ...]:
+        """Evict pages in slots of a size that the new room may have too few of."""
+        wide = tuple(
+            key
+            for pages in (self._pages.staged, self._pages.fresh)
+            for key, charge in pages.items()
+            if charge > self._division.charge(key, self._sizes.get(key, charge))
+        )
+        for key in wide:
+            self._evict(key)
+        return wide
+
+    def _candidates(self) -> Iterable[tuple[str, int]]:
+        pages = self._pages
+        return chain(pages.staged.items(), reversed(pages.fresh.items()), pages.pinned.items())
+
+    def _evict(self, key: str) -> None:
+        self.resident_bytes -= self._pages.evict(key)
+
+    def _charge(self, key: str, size: int, busy: Collection[str]) -> int:
+        """Return a slot's bytes, or the page's own where slots for all that is busy with it would be too many."""
+        whole = self._division.charge(key, size)
+        if whole > size:
+            taken = whole
+            for other in busy:
+                if other != key:
+                    charge = self._charge_of(other)
+                    if not charge:
+                        return size
+                    taken += charge
+            if taken > self.capacity_bytes:
+                return size
+        return whole
+
+    def _charge_of(self, key: str) -> int:
+        """Return the room that a page takes, or will; 0 for one that is not known."""
+        for pages in self._pages.classes:
+            if key in pages:
+                return pages[key]
+        return self._division.charge(key, self._sizes[key]) if key in self._sizes else 0
+
+    # -- learning the order ---------------------------------------------------------------------------------------
+
+    def _note(self, key: str, size: int) -> None:
+        """Record an access in the pass under way."""
+        self._sizes[key] = size
+        record = self._record
+        if record.begins_again(key, self._course.order.keys):
+            self._end_pass(self._course.phases.current)
+            self._sizes[key] = size
+        record.keys.append(key)
+        record.distinct.add(key)
+        late = self._course.advance(key, self._pages.fresh)
+        if late:
+            self._pages.demote(self._pages.fresh, late)
+        if self._rings.trial is not None:
+            self._rings.step()
+
+    def _end_pass(self, phase: str) -> None:
+        """End the pass under way, learn from it, and begin one of the named phase."""
+        current, pages, course = self._record.take(), self._pages, self._course
+        repeated = False
+        if current:
+            if not course.ends_as_expected(phase):
+                pages.demote(pages.fresh, list(pages.fresh))  # what is staged comes late in the next pass
+            repeated, learned = course.learn(current)
+            if learned:
+                self._prune()
+            course.phases.begin(phase)
+        elif phase == course.phases.current:
+            return
+        else:
+            course.phases.replace(phase)
+        course.start(phase)
+        self._divide_round()
+        if repeated and self._rings.settle(self._round, self._division, self.capacity_bytes):
+            self._divide()
+        course.stream(pages.pinned)
+
+    def _prune(self) -> None:
+        """Keep what is known of pages to those of the orders and the round."""
+        known = {*self._round, *self._course.keys()}
+        self._sizes = {key: size for key, size in self._sizes.items() if key in known}
+        self._gone &= known
+
+    # -- dividing the room ----------------------------------------------------------------------------------------
+
+    def _divide_round(self) -> None:
+        """Divide the room for the round that is expected now, if it is another one."""
+        phases = self._course.phases
+        if not phases.changed:
+            return
+        expected, phases.changed = phases.round(), False
+        if expected and expected != self._round:
+            self._round = expected
+            self._prune()
+            self._rings.restart()
+            self._divide()
+
+    def _divide(self) -> None:
+        """Divide the room; resident pages change their class, nothing moves."""
+        self._division = self._divided(self._rings.extra)
+        self._pages.pin(self._division.pins, self._sizes)
+
+    def _divided(self, extra: int) -> Division:
+        return divide(self._round, self._sizes, Room(self.capacity_bytes, self.group, self.prefetch, extra))
+
+    def _steady_bytes(self, division: Division) -> Generator[None, None, int]:
+        """Simulate a steady round under a division, an access with each step; return the bytes that are loaded."""
+        trial = ScheduledPolicy(self.capacity_bytes, prefetch=self.prefetch, group=self.group)
+        trial._course.learn(self._round)
+        trial._sizes = {key: self._sizes[key] for key in self._round}
+        trial._round, trial._division, trial._course.phases.changed = self._round, division, False
+        trial._rings.enabled = False
+        interval: int | None = len(self._round)
+        for _ in range(2):
+            trial._record.mark(interval=interval)
+            trial._end_pass(FORWARD)
+            moved, interval = 0, None
+            for key in self._round:
+                moved += 0 if trial.access(key, self._sizes[key], (key,)).hit else self._sizes[key]
+                trial.ahead((key,))
+                yield
+        return moved
