@@ -154,7 +154,7 @@ def memory() -> dict:
     import psutil
 
     import vbrt
-    from vbrt.wrapper.wrapper import release_host_memory
+    from vbrt.model.machine import release_host_memory
 
     model = llama()
     vb = vbrt.wrap(model, "fp4", weights={"keep_head": False})

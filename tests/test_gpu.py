@@ -187,9 +187,9 @@ def test_an_auto_budget_gives_way_to_the_model_and_grows_back(monkeypatch):
     with vbrt.wrap(model, "dense") as vb:
         assert all(torch.equal(y, want) for y in outputs(vb, x))
         page = vb.plan.page_bytes // 8
-        vb._gpu_balance.margin_bytes = 8 * page
-        monkeypatch.setattr("vbrt.wrapper.wrapper._LOOK_SECONDS", 0.0)
-        vb._gpu_balance._next_look = 0.0
+        vb.runtime.balance.margin_bytes = 8 * page
+        monkeypatch.setattr("vbrt.model.balance._LOOK_SECONDS", 0.0)
+        vb.runtime.balance._next_look = 0.0
         total = torch.cuda.mem_get_info()[1]
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 * page, total))
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
@@ -222,7 +222,7 @@ def test_an_auto_budget_gives_way_when_the_model_runs_out_in_a_pass(monkeypatch)
     model.insert(4, Hungry(lambda: vb.plan.budgets["gpu"]))
     vb = vbrt.wrap(model, "dense").materialize()
     page = vb.plan.page_bytes // 8
-    vb._gpu_balance.margin_bytes = page
+    vb.runtime.balance.margin_bytes = page
     total = torch.cuda.mem_get_info()[1]
     free = lambda: 9 * page - min(vb.plan.budgets["gpu"], 8 * page)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free(), total))
@@ -237,7 +237,7 @@ def test_an_auto_budget_gives_way_when_the_model_runs_out_in_a_pass(monkeypatch)
     with pytest.raises(torch.OutOfMemoryError):
         vb.train()(x)  # a second run could differ
     assert vb.plan.budgets["gpu"] == 5 * page
-    vb.eval()._gpu_balance.look_soon()
+    vb.eval().runtime.balance.look_soon()
     assert torch.equal(vb(x), want)
     vb.close()
 

@@ -38,7 +38,8 @@ _NAMES = {
     "residency.simulate": ("simulate",),
     "wrapper.load": ("load",),
     "wrapper.watch": ("watch_nonfinite",),
-    "wrapper.wrapper": ("VBModelWrapper", "wrap"),
+    "wrapper.wrap": ("wrap",),
+    "wrapper.wrapper": ("VBModelWrapper",),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
@@ -67,7 +68,8 @@ if TYPE_CHECKING:
     from vbrt.residency.simulate import simulate
     from vbrt.wrapper.load import load
     from vbrt.wrapper.watch import watch_nonfinite
-    from vbrt.wrapper.wrapper import VBModelWrapper, wrap
+    from vbrt.wrapper.wrap import wrap
+    from vbrt.wrapper.wrapper import VBModelWrapper
 
 
 def __getattr__(name: str) -> Any:

@@ -127,7 +127,7 @@ def counted_settings(vb):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_save_of_a_machine_with_a_gpu_loads_on_one_without(tmp_path):
     vb = wrap(mlp(), "dense")
-    vb.__dict__["settings"] = vbrt.load_config(vb.settings, tiers={"gpu": {"enabled": True}})
+    vb.runtime.settings = vbrt.load_config(vb.settings, tiers={"gpu": {"enabled": True}})
     vb.save(tmp_path)
     assert vbrt.load(tmp_path, on_meta(mlp)).settings.tiers.gpu.enabled == "auto"
     with pytest.raises(ConfigError, match=r"tiers\.gpu\.enabled = true; this machine has no GPU"):

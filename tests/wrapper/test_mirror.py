@@ -65,7 +65,7 @@ def test_the_wrappers_own_attributes_stay_its_own():
     assert vb(TOKENS) == "replaced" and model(TOKENS).logits.isfinite().all()
     del vb.forward
     assert vb(TOKENS).logits.isfinite().all()
-    assert not {"settings", "plan", "stack", "_marker", "_closed"} & vars(model).keys()
+    assert not {"runtime", "settings", "plan", "stack", "_attachment"} & vars(model).keys()
 
 
 def test_a_whole_life_leaves_nothing_on_the_model(tmp_path):

@@ -21,9 +21,9 @@ from tests.models import FORMATS, TOKENS, config, llama, mlp, wrap, wrap_streame
 from vbrt.config import load_config
 from vbrt.errors import ConfigError, KernelError, TierError, WrapError
 from vbrt.layers import VBLinear, layer_class
+from vbrt.model.machine import release_host_memory
 from vbrt.residency.simulate import PASS, simulate
 from vbrt.tiers import TierStack
-from vbrt.wrapper.wrapper import release_host_memory
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
 
@@ -465,7 +465,7 @@ def test_materialize_encodes_everything_once(wrapped):
 
 
 def test_a_progress_bar_names_the_large_layers_and_is_silent_away_from_a_terminal(capsys, monkeypatch):
-    monkeypatch.setattr("vbrt.wrapper.wrapper._LARGE_BYTES", 16000)
+    monkeypatch.setattr("vbrt.report.progress._LARGE_BYTES", 16000)
     wrap(mlp()).materialize()
     assert capsys.readouterr() == ("", "")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")

@@ -53,7 +53,8 @@ def _plan(args: argparse.Namespace) -> int:
     }
     with working("importing torch and transformers") as say:
         huggingface = integration("huggingface")
-        from vbrt.model.planner import make_plan, this_machine
+        from vbrt.model.machine import this_machine
+        from vbrt.model.planner import make_plan
 
         say(f"reading {args.model}")
         model = huggingface.meta_model(args.model)

@@ -42,7 +42,7 @@ def _run(args: argparse.Namespace) -> int:
         raise VBError("the prompt is empty; expected some text to continue")
     with working("importing torch and transformers") as say:
         huggingface = integration("huggingface")
-        from vbrt.wrapper.wrapper import wrap
+        from vbrt.wrapper.wrap import wrap
 
         say(f"loading {args.model}")
         model, tokenizer = huggingface.load_causal_lm(args.model, warn=lambda text: complain("warning", text))

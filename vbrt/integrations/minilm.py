@@ -22,9 +22,10 @@ from transformers import AutoTokenizer, BertModel
 from vbrt.config import VBConfig, load_config
 from vbrt.errors import VBError
 from vbrt.integrations.huggingface import quiet
+from vbrt.model.machine import release_host_memory
 from vbrt.model.planner import make_plan
 from vbrt.report.stats import Stats
-from vbrt.wrapper.wrapper import release_host_memory, wrap
+from vbrt.wrapper.wrap import wrap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -3,27 +3,25 @@
 Works on real models and on models built under `torch.device("meta")`, so that a plan needs no weights.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-import psutil
 import torch
 from torch import nn
 
 from vbrt.config import Machine, VBConfig, compute_tier, resolve_budgets
-from vbrt.errors import ConfigError, TierError, WrapError, describe_os_error
+from vbrt.errors import ConfigError, WrapError
 from vbrt.formats import get_format
 from vbrt.formats.fine import estimate_fine_bytes
 from vbrt.formats.page import PAGE_ALIGN
 from vbrt.kernels import PageOrder, resolve, resolves_late
 from vbrt.layers import SwappedLayer
 from vbrt.model.choice import choose, named_modules, nbytes_of, why_none
+from vbrt.model.machine import this_machine
 from vbrt.residency.plan import PageSpec, Plan, Skip, Swap, format_bytes, place
 from vbrt.residency.site import ROOT
 
-__all__ = ["make_plan", "this_machine", "with_freed"]
+__all__ = ["make_plan"]
 
 _KEPT_SHARE = 10  # kept parameters of at least a tenth of the model are worth a warning
 
@@ -75,47 +73,6 @@ def _training_plan(
     what = f'mode = "train": the weights stay parameters in the {tier} memory, nothing moves and no budget applies'
     notes = (what, *_notes(swaps, config, modules, skipped))
     return Plan(swaps, skipped, {tier: 0}, notes, config.mode, warnings=() if swaps else notes[-1:])
-
-
-def this_machine(config: VBConfig) -> Machine:
-    """What this machine has, in bytes: GPU and host memory, and room on the disk of `tiers.ssd.path`.
-
-    Raises TierError: the system does not say, for want of descriptors for one.
-    """
-    try:
-        memory, ssd_free = psutil.virtual_memory(), _disk_free(config)
-    except OSError as error:
-        raise TierError(
-            f"this machine: the system does not say what memory and disks it has "
-            f"({describe_os_error(error)}: {error.filename}); try again once that is mended"
-        ) from error
-    gpu_free, gpu_total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (None, None)
-    if gpu_free is not None:
-        gpu_free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return Machine(
-        gpu_total_bytes=gpu_total,
-        gpu_free_bytes=gpu_free,
-        cpu_total_bytes=memory.total,
-        cpu_available_bytes=memory.available,
-        ssd_free_bytes=ssd_free,
-    )
-
-
-def with_freed(machine: Machine, tier: str, nbytes: int) -> Machine:
-    """The machine as if `nbytes` that a tier holds were free."""
-    if tier == "gpu":
-        return replace(machine, gpu_free_bytes=machine.gpu_free_bytes + nbytes)
-    if tier == "cpu":
-        return replace(machine, cpu_available_bytes=machine.cpu_available_bytes + nbytes)
-    return replace(machine, ssd_free_bytes=machine.ssd_free_bytes + nbytes)
-
-
-def _disk_free(config: VBConfig) -> int | None:
-    if not config.tiers.ssd.enabled:
-        return None
-    path = Path(config.tiers.ssd.path).expanduser().absolute()
-    existing = next(p for p in (path, *path.parents) if os.path.exists(p))  # Path.exists() raises where it may not look
-    return psutil.disk_usage(str(existing)).free
 
 
 # -- what it costs ----------------------------------------------------------------------------------------------------

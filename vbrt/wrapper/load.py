@@ -8,7 +8,6 @@ then comes from a file. If anything fails, the model is given back as it came.
 
 import json
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -26,13 +25,16 @@ from vbrt.formats.fine import check_fine
 from vbrt.host.files import expanded, read_bounded
 from vbrt.layers import SwappedLayer, WeightHandle, kind_of
 from vbrt.layers.linear import warn_of_training
+from vbrt.model.attach import Original, attach
+from vbrt.model.machine import check_ssd_directory, release_host_memory
 from vbrt.model.planner import make_plan
 from vbrt.residency.plan import Swap
 from vbrt.residency.site import ROOT, WeightSite
 from vbrt.saves.conversion import Entry, entries_for
 from vbrt.saves.manifest import MANIFEST, KeptTensor, Manifest, SavedLayer, read_manifest, text_of
 from vbrt.saves.tensorfile import TensorFile, TensorInfo, digest
-from vbrt.wrapper.wrapper import Before, VBModelWrapper, carry_out, release_host_memory, try_tiers
+from vbrt.wrapper.wrap import facade_of, warn_of_plan
+from vbrt.wrapper.wrapper import VBModelWrapper
 
 __all__ = ["load"]
 
@@ -85,13 +87,13 @@ def load(
             'weights into the model first, then vbrt.wrap(model, mode="train"); to go on with a run, '
             "load_state_dict() what vb.state_dict() gave"
         )
-    try_tiers(config)
-    before = Before(model)
+    check_ssd_directory(config)
+    before = Original(model)
     vb = None
     try:
         source.outline_(model)
         _settle_buffers_(model, source)
-        vb = carry_out(model, config, source.plan(model, config))
+        vb = facade_of(model, attach(model, config, source.plan(model, config)))
         _fill_(vb, source)
         _finish_(vb)
     except BaseException:
@@ -101,8 +103,7 @@ def load(
         finally:
             before.restore_()
         raise
-    for text in vb.plan.warnings:
-        warnings.warn(f"vbrt.load: {text} (all reasons: plan.skipped)", stacklevel=2)
+    warn_of_plan(vb.plan, "vbrt.load", stacklevel=3)
     if torch.is_grad_enabled() and any(x.training and x.handle.trainable for x in vb.registry.values()):
         warn_of_training(stacklevel=2)
     return vb

@@ -41,7 +41,7 @@ _PROTOCOLS = (
     "__ior__",
     "__ror__",
 )
-_FIXED = ("model", "plan", "settings", "stack")
+_FIXED = ("model", "plan", "runtime", "settings", "stack")
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_load_state_dict_post_hooks")
 _PASSED_ON = (
     "add_module",

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from vbrt.errors import NonfiniteError
 from vbrt.residency.site import ROOT
-from vbrt.wrapper.wrapper import VBModelWrapper
+from vbrt.wrapper.mirror import Facade
 
 __all__ = ["Nonfinite", "NonfiniteWatch", "watch_nonfinite"]
 
@@ -69,7 +69,7 @@ def watch_nonfinite(model: nn.Module) -> Iterator[NonfiniteWatch]:
     Returns:
         A context manager; it yields the watch, whose `first` says what was found.
     """
-    watch, root = NonfiniteWatch(), model.model if isinstance(model, VBModelWrapper) else model
+    watch, root = NonfiniteWatch(), model.model if isinstance(model, Facade) else model
     hooks = [
         module.register_forward_hook(partial(_look, watch, name or ROOT), with_kwargs=True)
         for name, module in root.named_modules()

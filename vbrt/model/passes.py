@@ -1,0 +1,77 @@
+"""Passes of a model: a hook on the model tells its runtime when one begins.
+
+The hook is also where a model keeps its runtime alive: model -> hook -> attachment -> runtime. Attachments refer back
+to the model weakly, so a model that nobody holds is freed at once, with its pages.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from vbrt.kernels.watched import unwatched
+from vbrt.model.machine import release_host_memory
+
+if TYPE_CHECKING:
+    from vbrt.model.attachment import Attachment
+
+__all__ = ["PassHook", "is_plain_data", "move_rest_", "remove_pass_hooks"]
+
+
+class PassHook:
+    """A forward pre-hook of a model: marks the begin of a pass and ends what wrapping left undone.
+
+    Attributes:
+        attachment: the model's place on its runtime; None in a model that was unpickled without one.
+        passes: how many have begun.
+    """
+
+    def __init__(self, attachment: "Attachment | None") -> None:
+        self.attachment = attachment
+        self.stack, self.runtime = (None, None) if attachment is None else (attachment.stack, attachment.runtime)
+        self.passes, self._rest_is_moved = 0, False
+
+    def __call__(self, model: nn.Module, args: tuple) -> None:
+        if torch.compiler.is_compiling() or self.stack is None or self.stack.capturing():
+            return
+        if not self._rest_is_moved:
+            with self.stack.encoding:  # threads whose first passes meet: the others find it there
+                if not self._rest_is_moved:
+                    move_rest_(model, self.stack.device)
+                    self._rest_is_moved = True
+        if self.passes == 1:
+            release_host_memory()  # dense weights were freed one by one during the first pass
+        if self.passes and self.runtime.balance is not None:
+            self.runtime.follow_free_memory()
+        self.passes += 1
+        self.stack.begin_pass()
+
+    def __deepcopy__(self, memo: dict) -> "PassHook":
+        return self
+
+    def __reduce__(self):
+        return PassHook, (None,)
+
+
+def move_rest_(model: nn.Module, device: torch.device) -> None:
+    """Move what was not swapped to a GPU that computes; pages stay where they are. Not as a part of what is traced,
+    transformed or run in inference mode around it."""
+    if device.type != "cpu":
+        with unwatched(), torch.inference_mode(False):
+            model.to(device)
+
+
+def remove_pass_hooks(model: nn.Module) -> None:
+    """Remove every PassHook of a model."""
+    for hook_id, hook in list(model._forward_pre_hooks.items()):
+        if isinstance(hook, PassHook):
+            del model._forward_pre_hooks[hook_id]
+
+
+def is_plain_data(value: Any) -> bool:
+    """True if a model's argument is made of tensors and constants, which no forward is expected to change."""
+    if type(value) in (list, tuple):
+        return all(map(is_plain_data, value))
+    if type(value) is dict:
+        return all(map(is_plain_data, value.values()))
+    return value is None or isinstance(value, torch.Tensor | bool | int | float | str | torch.dtype | torch.device)

@@ -1,0 +1,198 @@
+"""The runtime of a model, without a façade: stack, budgets, balance, and the models that are attached to it.
+
+    attachment = attach(model, config)       # vbrt.model.attach; `vbrt.wrap` puts a façade in front of it
+    model(x)                                 # layers lease their pages, a hook marks the passes
+    attachment.runtime.set_budget("cpu", "4GiB")
+
+A runtime has one stack and one budget for each tier, whatever the number of its models. What belongs to one model,
+its plan, its layers and its passes, is an `Attachment`. The runtime refers to attachments weakly: each lives as long
+as its model.
+"""
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from vbrt.config import VBConfig, load_config, resolve_budget
+from vbrt.errors import ConfigError, TierError, WrapError
+from vbrt.kernels.cpu import recycle
+from vbrt.layers import WeightHandle, handles_in
+from vbrt.model.balance import GpuBalance
+from vbrt.model.machine import this_machine, with_freed
+from vbrt.model.snapshot import tier_stats
+from vbrt.model.stacks import attach_ssd, build_stack
+from vbrt.residency.plan import Plan
+from vbrt.tiers import TierStack
+
+if TYPE_CHECKING:
+    from vbrt.model.attachment import Attachment
+
+__all__ = ["Runtime"]
+
+
+class Runtime:
+    """A stack, its budgets, and the models that share them.
+
+    Attributes:
+        stack: the tiers with their pages.
+        settings: the config whose sections `tiers` and `policy` count; budgets as they were last asked for.
+        budgets: bytes of each tier, the computing one first.
+        balance: follows the GPU's free memory for `tiers.gpu.budget = "auto"`; None for any other budget.
+    """
+
+    def __init__(self, stack: TierStack, settings: VBConfig, budgets: Mapping[str, int]) -> None:
+        self.stack, self.settings, self.budgets = stack, settings, dict(budgets)
+        self.balance: GpuBalance | None = None
+        self._attachments: dict[str, weakref.ref[Attachment]] = {}  # by name
+
+    @classmethod
+    def of_plan(cls, plan: Plan, config: VBConfig) -> "Runtime":
+        """Build the runtime that a plan asks for; no model is attached yet.
+
+        Raises:
+            TierError: the ssd tier's directory cannot be used.
+        """
+        runtime = cls(build_stack(plan, config), config, plan.budgets)
+        if "gpu" in plan.budgets and config.tiers.gpu.budget == "auto" and plan.page_bytes:
+            runtime.balance = GpuBalance(plan.budgets["gpu"])
+        return runtime
+
+    def __deepcopy__(self, memo: dict) -> "Runtime":
+        return self  # a copy of a model shares the pages, and so the tiers and budgets
+
+    def __reduce__(self):
+        return Runtime, (self.stack, self.settings, self.budgets)
+
+    # -- models -------------------------------------------------------------------------------------------------------
+
+    @property
+    def attachments(self) -> tuple["Attachment", ...]:
+        """The models on this runtime that are alive and not closed."""
+        found = (ref() for ref in self._attachments.copy().values())
+        return tuple(attachment for attachment in found if attachment is not None and not attachment.closed)
+
+    def add(self, attachment: "Attachment") -> None:
+        """Know one more model."""
+        self._attachments[attachment.name] = weakref.ref(attachment)
+
+    def free_name(self, wanted: str) -> str:
+        """Return `wanted`, with a number behind it if a model of this runtime has the name."""
+        taken = {attachment.name for attachment in self.attachments}
+        names = (wanted if number == 1 else f"{wanted}-{number}" for number in range(1, len(taken) + 2))
+        return next(name for name in names if name not in taken)
+
+    def close_unused(self, dropped: set[WeightHandle]) -> None:
+        """Free the pages of a model that was closed, and close the stack unless another model or a copy needs it.
+
+        Args:
+            dropped: handles of the closed model, which hold no pages any more.
+        """
+        self.stack.collect()
+        others = self.attachments or self.stack.pages or not dropped.issuperset(handles_in(self.stack))
+        if self.stack.closed or not others:
+            self.stack.close()
+        recycle.forget()
+
+    def close(self) -> None:
+        """Close every model and the tiers; idempotent. Weights that live in the tiers are gone."""
+        for attachment in self.attachments:
+            attachment.close()
+        self.stack.close()
+
+    def check_open(self, what: str) -> None:
+        """Raise WrapError if the tiers are closed."""
+        if self.stack.closed:
+            raise WrapError(f"{what}: the runtime was closed with its last model; build a new one")
+
+    # -- budgets ------------------------------------------------------------------------------------------------------
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of all pages of all models."""
+        return sum(attachment.plan.page_bytes for attachment in self.attachments)
+
+    @property
+    def largest_layer_bytes(self) -> int:
+        """Bytes that one lease takes, at most."""
+        return max((attachment.plan.largest_layer_bytes for attachment in self.attachments), default=0)
+
+    def set_budget(self, tier: str, budget: int | str) -> int:
+        """Change the budget of a tier for all models, while they run. See `VBModelWrapper.set_budget`."""
+        self.check_open("set_budget")
+        config = load_config(self.settings, tiers={tier: {"budget": budget}})
+        nbytes = self._resize(tier, config, keep_settings=False)
+        if tier == "gpu":
+            self.balance = GpuBalance(nbytes) if budget == "auto" else None
+        return nbytes
+
+    def _resize(self, tier: str, config: VBConfig, *, keep_settings: bool) -> int:
+        """Give a tier the budget that `config` asks for, and note that in `settings` unless they are kept."""
+        if tier not in self.budgets:
+            raise TierError(f"tiers.{tier}: this model has the tiers {', '.join(self.budgets)}")
+        attachments = self.attachments
+        for attachment in attachments:
+            attachment.materialize()
+        machine = with_freed(this_machine(config), tier, tier_stats(self.stack)[tier].held_bytes)
+        nbytes = resolve_budget(config, machine, tier)
+        largest = self.largest_layer_bytes
+        if tier != "ssd" and nbytes < largest:
+            raise ConfigError(
+                f"{config.source}: tiers.{tier}.budget = {nbytes} bytes is smaller than the largest "
+                f"layer's pages ({largest} bytes); give it at least that"
+            )
+        self._open_ssd()
+        try:
+            self.stack.set_budget(tier, nbytes)
+        finally:  # also when it was interrupted: pages may have moved, and the budget may hold already
+            with self.stack.encoding:
+                if tier_stats(self.stack)[tier].budget_bytes == nbytes:
+                    settings = self.settings if keep_settings else _with_tier(self.settings, config, tier)
+                    self.budgets, self.settings = {**self.budgets, tier: nbytes}, settings
+            for attachment in attachments:
+                attachment.forget_ready()  # views would keep the memory of pages that moved
+        return nbytes
+
+    def _open_ssd(self) -> None:
+        """Open the ssd tier, if the config has one and no page has needed it yet."""
+        with self.stack.encoding:
+            if self.stack.ssd is None and "ssd" in self.budgets:
+                attach_ssd(self.stack, self.settings, self.budgets)
+
+    def follow_free_memory(self) -> None:
+        """Lower the GPU budget where models have come to need memory, or raise it again: for `budget = "auto"`."""
+        balance = self.balance
+        if balance is not None and balance.active and balance.due():
+            self._follow(balance)
+
+    def make_room(self) -> bool:
+        """True if the GPU budget could be lowered after a model ran out of memory: its pass may be run again."""
+        balance = self.balance
+        if balance is None:
+            return False
+        before = self._used_bytes
+        balance.look_soon()
+        self._follow(balance)
+        return self.budgets["gpu"] < before
+
+    def _follow(self, balance: GpuBalance) -> None:
+        used = self._used_bytes
+        nbytes = max(self.largest_layer_bytes, balance.wanted_now(used, self.page_bytes))
+        if nbytes == used:
+            return
+        config = load_config(self.settings, tiers={"gpu": {"budget": nbytes}})
+        try:
+            self._resize("gpu", config, keep_settings=True)  # still "auto"
+        except (ConfigError, TierError) as error:
+            balance.stop(error)
+
+    @property
+    def _used_bytes(self) -> int:
+        """The part of the GPU budget that pages can use: giving up what no page needs would free nothing."""
+        return min(self.budgets["gpu"], self.page_bytes)
+
+
+def _with_tier(settings: VBConfig, config: VBConfig, tier: str) -> VBConfig:
+    """Return `settings` with one tier's section of `config`."""
+    tiers = replace(settings.tiers, **{tier: getattr(config.tiers, tier)})
+    return replace(settings, tiers=tiers, source=config.source)

@@ -1,0 +1,40 @@
+"""The façade of a model whose weights train."""
+
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+
+from torch import nn
+
+from vbrt.saves.save import save_model
+from vbrt.wrapper.wrapper import VBModelWrapper
+
+__all__ = ["VBTrainingWrapper"]
+
+
+class VBTrainingWrapper(VBModelWrapper):
+    """A model whose weights train: `wrap` with mode = "train". The stack is empty, nothing moves: `set_budget` and
+    `timeline` raise WrapError.
+
+    `parameters()` are the model's own, the state dict has their names and, for 4-bit formats, what the engine keeps
+    beside each weight (`*.separation`), so that a run that is taken up again is the same run.
+    """
+
+    def save(self, directory: str | PathLike) -> Path:
+        """Write what the forward computes with now, as planes, into a directory: `vbrt.load` makes an inference model
+        of it. To take up training again, save `state_dict()` instead: the planes have lost the weights' last bits.
+
+        Raises:
+            CheckpointError: it cannot be written, or the disk is full: names the path.
+            FormatError: a weight holds NaN or Inf.
+            WrapError: the wrapper was unwrapped.
+        """
+        self._attachment.check_open("save")
+        return save_model(self.model, replace(self.settings, mode="infer"), Path(directory))
+
+    def unwrap(self) -> nn.Module:
+        """The model back, in place, with the very parameters that trained: an optimizer keeps working.
+
+        Closes the wrapper.
+        """
+        return super().unwrap()

@@ -1,0 +1,68 @@
+"""`vbrt.wrap`: plan, swap in place, put a façade in front.
+
+Nothing moves when a model is wrapped: its layers become shells that share their parameters. The first forward of a
+layer, or `materialize()` for all of them, encodes the weight, stores its pages and frees the dense weight.
+"""
+
+import warnings
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+from torch import nn
+
+from vbrt.config import VBConfig, load_config
+from vbrt.errors import WrapError
+from vbrt.model.attach import attach, plan_for
+from vbrt.model.attachment import Attachment
+from vbrt.model.trained import TrainingAttachment
+from vbrt.residency.plan import Plan
+from vbrt.wrapper.training import VBTrainingWrapper
+from vbrt.wrapper.wrapper import VBModelWrapper
+
+__all__ = ["facade_of", "warn_of_plan", "wrap"]
+
+
+def wrap(
+    model: nn.Module, config: VBConfig | Mapping[str, Any] | str | PathLike | None = None, **overrides: Any
+) -> VBModelWrapper:
+    """Wrap a model so that its linear layers live as planes in the tiers of a config.
+
+    Args:
+        model: any nn.Module; changed in place (`unwrap` gives it back).
+        config: a preset name ("fp4", the default, "exact", "dense", ...), a path to a TOML file, a dict, or a VBConfig.
+        **overrides: sections of the config, merged key by key: `weights={"format": "nf4"}`, `tiers={"ssd": {...}}`,
+            `mode="train"`.
+
+    Returns:
+        The wrapper. Everything of the model is reachable through it; `vb.model` is the same model, swapped. With
+        mode = "train" it is a VBTrainingWrapper: weights stay parameters, and the forward sees them in 4 bits.
+
+    Raises:
+        ConfigError: the config is wrong, or impossible for this model or machine.
+        WrapError: the model is wrapped already.
+        TierError: the ssd tier's directory cannot be used.
+
+    Warns, once for a reason, where nothing at all is swapped, more than a tenth of the model is not, or what is not
+    does not fit beside the budgets: with the largest part. `vb.plan.warnings` keeps that.
+    """
+    if not isinstance(model, nn.Module):
+        raise WrapError(f"wrap() got {type(model).__name__}; expected a torch.nn.Module")
+    if isinstance(model, VBModelWrapper):
+        raise WrapError("the model is wrapped already; unwrap() it first")
+    config = load_config(config, **overrides)
+    plan = plan_for(model, config)
+    warn_of_plan(plan, "vbrt.wrap", stacklevel=3)
+    return facade_of(model, attach(model, config, plan))
+
+
+def facade_of(model: nn.Module, attachment: Attachment) -> VBModelWrapper:
+    """Return the wrapper of a model that is attached to a runtime."""
+    kind = VBTrainingWrapper if isinstance(attachment, TrainingAttachment) else VBModelWrapper
+    return kind(model, attachment)
+
+
+def warn_of_plan(plan: Plan, caller: str, *, stacklevel: int) -> None:
+    """Warn of what a user should hear who does not look at the plan."""
+    for text in plan.warnings:
+        warnings.warn(f"{caller}: {text} (all reasons: plan.skipped)", stacklevel=stacklevel)
