@@ -7,6 +7,7 @@ import torch
 
 from tests.emulator.ptx import Machine, launched
 from tests.kernels.cuda.gpu_cases import error, tiled
+from tests.matrix import matrix
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.kernels import reference
 from vbrt.kernels.cuda import launcher as fp4_launch
@@ -45,7 +46,7 @@ def gpu(monkeypatch, request):
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=[False, True], ids=["early", "late"])
+@pytest.fixture
 def copies(request, monkeypatch):
     """When copies into shared memory arrive: at once, or when they are waited for."""
     monkeypatch.setattr(Machine, "late", request.param)
@@ -54,9 +55,7 @@ def copies(request, monkeypatch):
 CONFIGS = [Launch(1, 4, False), Launch(2, 16, True), Launch(1, 8, True), Launch(2, 4, True, True), Launch(4, 4, False)]
 
 
-@pytest.mark.parametrize("tokens", [1, 13])
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+@matrix(name=["nvfp4", "mxfp4"], config=CONFIGS, tokens=[13, 1])
 def test_few_tokens(name, config, tokens, gpu):
     planes, weight = tiled(name, (72, 512), device="cpu")
     x, bias = torch.randn(tokens, 512).bfloat16(), torch.randn(72).bfloat16()
@@ -65,9 +64,7 @@ def test_few_tokens(name, config, tokens, gpu):
     assert error(y, reference.ACTIVATIONS["gelu"](x.double() @ weight.T + bias.double())) < 3e-3
 
 
-@pytest.mark.parametrize("gpu", [80, 90], indirect=True)
-@pytest.mark.parametrize("k", [408, 330, 165])  # rows of whole 16 bytes, of whole words, of neither
-@pytest.mark.parametrize("tokens", [1, 9])
+@matrix(gpu=[90, 80], k=[330, 165, 408], tokens=[1, 9], indirect=("gpu",))  # rows of words, of neither, of 16 bytes
 def test_few_tokens_of_any_k(tokens, k, gpu):
     planes, weight = tiled("nvfp4", (40, k), device="cpu")
     x = torch.randn(tokens, 3 * k).bfloat16()[:, k : 2 * k]
@@ -97,8 +94,14 @@ def test_several_weights_of_one_input(name, gpu):
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [("nvfp4", (40, 512)), ("mxfp4", (40, 512)), ("nvfp4", (120, 330))], ids=str
-)  # fmt: skip
+    ("name", "shape"),
+    [
+        pytest.param("nvfp4", (40, 512), marks=pytest.mark.exhaustive),
+        pytest.param("mxfp4", (40, 512), marks=pytest.mark.exhaustive),
+        ("nvfp4", (120, 330)),
+    ],
+    ids=str,
+)
 def test_layers_that_share_a_norm(name, shape, gpu):
     (n, k), rows = shape, [40, 40, 24]
     out, weight = tiled(name, shape, device="cpu")
@@ -118,8 +121,7 @@ def test_layers_that_share_a_norm(name, shape, gpu):
     assert error(gated, reference.ACTIVATIONS["silu"](gate) * up) < 3e-3
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 16])
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+@matrix(name=["nvfp4", "mxfp4"], tokens=[1, 8, 16])
 def test_a_gated_pair(name, tokens, gpu):
     (gate, w), (up, v) = (tiled(name, (72, 264), device="cpu") for _ in range(2))
     x = torch.randn(tokens, 264).bfloat16()
@@ -139,8 +141,7 @@ def test_a_norm(kind, k, gpu):
     assert error(y, exact(x.double())) < 3e-3 and error(summed, exact(total.double())) < 3e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+@matrix(name=["nvfp4", "mxfp4"], dtype=[torch.bfloat16, torch.float16, torch.float32])
 def test_a_decoded_weight_has_the_reference_s_bits(name, dtype, gpu):
     planes, _ = tiled(name, (40, 520), dtype, device="cpu")
     w = fp4_linear._decode_tiles(planes.coarse[TILES], planes.coarse["tensor_scale"], name, 40, 520, dtype)
@@ -148,15 +149,19 @@ def test_a_decoded_weight_has_the_reference_s_bits(name, dtype, gpu):
 
 
 WIDE = [
-    ("nvfp4", Wide(16, 16, 1, 6)),
     ("nvfp4", Wide(32, 4, 2, 6)),
-    ("nvfp4", Wide(128, 16, 1, 4)),
     ("mxfp4", Wide(64, 8, 4, 4)),
+    ("nvfp4", Wide(16, 16, 1, 6)),
+    ("nvfp4", Wide(128, 16, 1, 4)),
 ]
 
 
-@pytest.mark.parametrize(("name", "config"), WIDE, ids=str)
-def test_many_tokens(name, config, copies, gpu):
+@pytest.mark.parametrize("copies", [True, pytest.param(False, marks=pytest.mark.exhaustive)], indirect=True)
+@pytest.mark.parametrize(
+    "case", [*WIDE[:2], *(pytest.param(case, marks=pytest.mark.exhaustive) for case in WIDE[2:])], ids=str
+)
+def test_many_tokens(case, copies, gpu):
+    name, config = case
     tokens = config.TOKENS + 3
     planes, weight = tiled(name, (200, 648), device="cpu")
     x, bias = torch.randn(tokens, 648).bfloat16(), torch.randn(200).bfloat16()
@@ -178,8 +183,7 @@ def test_partial_results_are_added_in_one_order_whichever_program_ends_last(gpu,
     assert gpu == ["order_kernel", "wgmma_kernel"] * 2
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+@matrix(activation=list(reference.ACTIVATIONS), dtype=[torch.bfloat16, torch.float16, torch.float32])
 def test_activations_are_as_exact_as_the_result_s_type(activation, dtype, gpu):
     v = torch.cat([torch.linspace(-12, 12, 997), torch.tensor([1e4, -1e4, float("inf"), float("nan")])])
     y = torch.empty(1, len(v), dtype=dtype)
@@ -193,15 +197,17 @@ def test_activations_are_as_exact_as_the_result_s_type(activation, dtype, gpu):
 
 
 CASES = [
-    ("nvfp4", 300, 200, 328, False, "silu"),
     ("mxfp4", 70, 136, 640, True, "relu"),
+    ("nvfp4", 300, 200, 328, False, "silu"),
     ("nvfp4", 300, 120, 520, True, "gelu"),
 ]
 
 
-@pytest.mark.parametrize(("name", "tokens", "n", "k", "cut", "activation"), CASES)
-def test_hundreds_of_tokens(name, tokens, n, k, cut, activation, copies, gpu, monkeypatch):
+@pytest.mark.parametrize("copies", [True, pytest.param(False, marks=pytest.mark.exhaustive)], indirect=True)
+@pytest.mark.parametrize("case", [CASES[0], *(pytest.param(case, marks=pytest.mark.exhaustive) for case in CASES[1:])])
+def test_hundreds_of_tokens(case, copies, gpu, monkeypatch):
     """Also with tiles that several programs share."""
+    name, tokens, n, k, cut, activation = case
     monkeypatch.setattr(fp4_linear, "cut_tiles", lambda *shape: 2 if cut else 0)
     planes, weight = tiled(name, (n, k), device="cpu")
     x, bias = torch.randn(tokens, k + 8).bfloat16()[:, :k], torch.randn(n).bfloat16()
@@ -211,8 +217,7 @@ def test_hundreds_of_tokens(name, tokens, n, k, cut, activation, copies, gpu, mo
     assert gpu == ["clear_kernel", "persistent_kernel"][0 if cut else 1 :]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", table_linear.FORMATS)
+@matrix(name=table_linear.FORMATS, dtype=[torch.bfloat16, torch.float32])
 def test_tables(name, dtype, gpu, monkeypatch):
     monkeypatch.setattr(table_linear, "_nf4_levels", lambda index: torch.tensor(table_linear.NF4_LEVELS))
     coarse = get_format(name).encode(torch.randn(40, 200) * 0.03)

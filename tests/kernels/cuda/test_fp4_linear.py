@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.cuda.gpu_cases import compiled, error, poison
+from tests.matrix import matrix
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.kernels import reference, resolve
@@ -143,9 +144,7 @@ def test_every_size_has_a_launch(major):
         launch_for(major, fused_limit(major) + 1, 1, 1)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
-@pytest.mark.parametrize("loose", [False, True])
-@pytest.mark.parametrize("rule", [DEFAULT[0], DEFAULT[-1]], ids=["first", "last"])
+@matrix(rule={"first": DEFAULT[0], "last": DEFAULT[-1]}, loose=[False, True], capability=[80, 90, 100, 120])
 def test_the_fused_kernel_compiles_with_wide_loads(capability, rule, loose):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels.cuda.e2m1 import narrow_gluon as fp4_gluon
@@ -169,8 +168,7 @@ def test_the_fused_kernel_compiles_with_wide_loads(capability, rule, loose):
     assert ("griddepcontrol.wait" in ptx) == (capability >= 90)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
-@pytest.mark.parametrize("name", NAMES)
+@matrix(name=NAMES, capability=[90, 80, 100, 120])
 def test_carried_pointers_keep_wide_loads_and_need_no_zeros(name, capability):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels.cuda.e2m1 import narrow_gluon as fp4_gluon
@@ -192,8 +190,7 @@ def test_carried_pointers_keep_wide_loads_and_need_no_zeros(name, capability):
     assert ptx.count("mma.sync") == 8 * config.R * 2
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
-@pytest.mark.parametrize("squares", [0, 256])
+@matrix(squares=[0, 256], capability=[90, 80, 100, 120])
 def test_the_siblings_kernel_compiles_with_wide_loads(capability, squares):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels.cuda.e2m1 import narrow_gluon as fp4_gluon
@@ -212,8 +209,7 @@ def test_the_siblings_kernel_compiles_with_wide_loads(capability, squares):
     assert ("rsqrt" in ptx) is (squares > 0)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
-@pytest.mark.parametrize("name", NAMES)
+@matrix(name=NAMES, capability=[90, 80, 100, 120])
 def test_the_residual_kernel_compiles_with_wide_loads(name, capability):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels.cuda.e2m1 import narrow_gluon as fp4_gluon
@@ -232,9 +228,15 @@ def test_the_residual_kernel_compiles_with_wide_loads(name, capability):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "row_tiles", "columns"), [(17, 256, 32), (64, 256, 32), (64, 256, 112), (256, 896, 32)]
-)  # fmt: skip
-@pytest.mark.parametrize("name", NAMES)
+    ("tokens", "row_tiles", "columns"),
+    [
+        (17, 256, 32),
+        (64, 256, 112),
+        pytest.param(64, 256, 32, marks=pytest.mark.exhaustive),
+        pytest.param(256, 896, 32, marks=pytest.mark.exhaustive),
+    ],
+)
+@pytest.mark.parametrize("name", ["nvfp4", pytest.param("mxfp4", marks=pytest.mark.exhaustive)])
 def test_the_hopper_kernel_compiles_to_warpgroup_instructions(name, tokens, row_tiles, columns):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels.cuda.e2m1 import wide_gluon as fp4_wgmma
@@ -263,7 +265,9 @@ def test_the_hopper_kernel_compiles_to_warpgroup_instructions(name, tokens, row_
     assert "local" not in ptx and binary.metadata.shared <= 227 << 10
 
 
-@pytest.mark.parametrize(("name", "bias"), [("nvfp4", False), ("mxfp4", True)])
+@pytest.mark.parametrize(
+    ("name", "bias"), [("nvfp4", False), pytest.param("mxfp4", True, marks=pytest.mark.exhaustive)]
+)
 def test_the_persistent_kernel_keeps_instructions_in_flight(name, bias, tmp_path):
     pytest.importorskip("triton.experimental.gluon")
     import triton
@@ -407,8 +411,7 @@ def test_the_kernels_around_the_hopper_kernel_compile(summands):
     assert binary.asm["ptx"].count("ld.global.v4") >= 2 * summands
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@matrix(dtype=["bf16", "fp16", "fp32"], capability=[80, 90, 100, 120])
 def test_the_decode_kernel_compiles_with_wide_stores(capability, dtype):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels.cuda.e2m1 import narrow_gluon as fp4_gluon

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.cuda.gpu_cases import compiled, error, poison, tiled
+from tests.matrix import matrix
 from vbrt.formats import get_format
 from vbrt.formats.rounding import E2M1_LEVELS
 from vbrt.kernels import fp4_refusal, resolve
@@ -179,8 +180,7 @@ def test_operands_and_products_are_the_references_in_the_interpreter():
     assert done.stdout.strip() == "all as the reference", done.stderr
 
 
-@pytest.mark.parametrize("capability", [90, 100, 120])
-@pytest.mark.parametrize("e8", [False, True], ids=NAMES)
+@matrix(e8=dict(zip(NAMES, [False, True], strict=True)), capability=[90, 100, 120])
 def test_the_packing_kernel_compiles_with_wide_stores(capability, e8):
     pytest.importorskip("triton")
     from vbrt.kernels.cuda.rounded import fp4_triton as fp4_scaled_triton

@@ -3,6 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.kernels.cuda.gpu_cases import compiled, error, poison, tiled
+from tests.matrix import matrix
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.kernels import fp8_refusal, reference, resolve
 from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
@@ -43,8 +44,7 @@ def test_an_eighth_of_a_weight_fits_e4m3_and_rounds_as_promised(name):
     assert error(rounded, decoded) < (0.022 if name == "nvfp4" else 1e-12)
 
 
-@pytest.mark.parametrize("capability", [90, 100, 120])
-@pytest.mark.parametrize("e8", [False, True], ids=NAMES)
+@matrix(e8=dict(zip(NAMES, [False, True], strict=True)), capability=[90, 100, 120])
 def test_the_e4m3_decoder_compiles_with_wide_stores(capability, e8):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels.cuda.rounded import fp8_gluon
@@ -56,8 +56,7 @@ def test_the_e4m3_decoder_compiles_with_wide_stores(capability, e8):
     assert binary.asm["ptx"].count("st.global.v4") == 4
 
 
-@pytest.mark.parametrize("capability", [90, 100, 120])
-@pytest.mark.parametrize("once", [True, False])
+@matrix(once=[True, False], capability=[90, 100, 120])
 def test_the_quantizer_compiles_with_wide_accesses(capability, once):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels.cuda.rounded import fp8_gluon

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 
 from tests.kernels.cuda.gpu_cases import compiled, error, poison, tiled
 from tests.kernels.cuda.sass import products_before_a_wait
+from tests.matrix import matrix
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes
 from vbrt.kernels import resolve
@@ -103,15 +104,14 @@ def compiled_gated(capability, groups, squares, warps, format="nvfp4"):
     return compiled(fused_gluon.gated_kernel, types, constants, capability, warps=warps, aligned=aligned)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
-@pytest.mark.parametrize(("groups", "squares"), [(1, 0), (1, 256), (2, 0)])
-def test_the_gated_kernel_compiles_to_matrix_instructions(capability, groups, squares):
+@matrix(case=[(1, 0), (1, 256), (2, 0)], capability=[80, 90, 100, 120])
+def test_the_gated_kernel_compiles_to_matrix_instructions(case, capability):
+    groups, squares = case
     ptx = compiled_gated(capability, groups, squares, 8).asm["ptx"]
     assert ptx.count("mma.sync") == 8 * groups * 2 and ("rsqrt" in ptx) is (squares > 0)
 
 
-@pytest.mark.parametrize("squares", [0, 256])
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@matrix(format=["nvfp4", "mxfp4"], squares=[0, 256])
 def test_the_gated_kernel_multiplies_while_the_next_tiles_are_on_their_way(format, squares, tmp_path):
     """Where the third product waited for them already, a pair of 14336 rows took 8 to 15 % longer on an H200."""
     path = tmp_path / "gated.cubin"
@@ -120,9 +120,7 @@ def test_the_gated_kernel_multiplies_while_the_next_tiles_are_on_their_way(forma
     assert products == 16 and waited >= 8
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
-@pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("layer", [False, True])
+@matrix(layer=[False, True], add={"sum": True, "alone": False}, capability=[80, 90, 100, 120])
 def test_the_norm_kernel_compiles_with_wide_loads(capability, layer, add):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels.cuda.e2m1 import fused_gluon

@@ -6,6 +6,7 @@ import textwrap
 import pytest
 import torch
 
+from tests.matrix import matrix
 from vbrt.formats import WeightPlanes, get_format, merge_fine, split_fine
 from vbrt.formats.fine import SPAN
 from vbrt.kernels import resolve
@@ -63,8 +64,7 @@ def test_the_kernel_gives_every_bit_back_in_the_interpreter():
     assert done.stdout.strip() == "same bits", done.stderr
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
-@pytest.mark.parametrize("width", [8, 12])
+@matrix(width=[8, 12], capability=[80, 90, 100, 120])
 def test_the_kernel_compiles(capability, width):
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget

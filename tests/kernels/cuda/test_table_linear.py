@@ -3,6 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.kernels.cuda.gpu_cases import compiled, error, poison
+from tests.matrix import matrix
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.kernels import KERNELS, reference, resolve
@@ -32,8 +33,7 @@ def test_table_formats_keep_their_pages_as_they_are():
         assert name in kernel.formats and kernel.runs_unpacked and kernel.page_order(name) is None
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
-@pytest.mark.parametrize("signed", [False, True], ids=NAMES)
+@matrix(signed=dict(zip(NAMES, [False, True], strict=True)), capability=[80, 90, 100, 120])
 def test_the_table_decoder_compiles_with_wide_stores(capability, signed):
     pytest.importorskip("triton")
     from vbrt.kernels.cuda.table import decode_triton as table_triton
@@ -47,8 +47,7 @@ def test_the_table_decoder_compiles_with_wide_stores(capability, signed):
     assert binary.asm["ptx"].count("st.global.v4") == 4
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
-@pytest.mark.parametrize("signed", [False, True], ids=NAMES)
+@matrix(signed=dict(zip(NAMES, [False, True], strict=True)), capability=[80, 90, 100, 120])
 def test_the_fused_table_kernel_compiles(capability, signed):
     pytest.importorskip("triton.experimental.gluon")
     from vbrt.kernels.cuda.table import linear_gluon as table_gluon
