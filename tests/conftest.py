@@ -1,5 +1,6 @@
 """Every test runs offline, on two threads, from a seed of its own, and skips what needs a GPU where there is none."""
 
+import gc
 import importlib.util
 import os
 import zlib
@@ -23,6 +24,12 @@ if importlib.util.find_spec("hypothesis"):  # absent on machines that bring thei
     # timing is not what property tests test; CI draws the same examples every time
     settings.register_profile("vbrt", deadline=None, derandomize="CI" in os.environ, print_blob=True)
     settings.load_profile("vbrt")
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported out of later collections of garbage, which tests ask for: they cost a second otherwise."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
