@@ -58,11 +58,11 @@ def _wide_at(codes_RQ: Tensor, k: int, fmt: BlockFormat) -> Tensor:
     """Flat positions, ascending, of the wide codes among the first k columns of packed rows [R, >= k/2]."""
     if not fmt.wide_codes:
         return torch.empty(0, dtype=torch.int64, device=codes_RQ.device)
-    return _wide(codes_RQ, k, fmt).reshape(-1).nonzero().squeeze(1)
+    return wide_codes_in(codes_RQ, k, fmt).reshape(-1).nonzero().squeeze(1)
 
 
-def _wide(codes_RQ: Tensor, k: int, fmt: BlockFormat) -> Tensor:
-    """Whether each of the first k codes of packed rows is wide: bool [R, k]."""
+def wide_codes_in(codes_RQ: Tensor, k: int, fmt: BlockFormat) -> Tensor:
+    """Return whether each of the first k codes of packed rows is wide: bool [R, k]."""
     mask = lookup(code_mask_quads(fmt.wide_codes, codes_RQ.device), codes_RQ).view(torch.bool)
     return mask.view(codes_RQ.shape[0], -1)[:, :k]
 
@@ -184,7 +184,7 @@ def check_fine(
     lists = torch.zeros(2, padded(total, SPAN), dtype=torch.bool, device=fine["low"].device)
     first = 0
     for _, columns, codes in _coarse_tiles(coarse, shape):
-        wide = _wide(codes, columns.stop - columns.start, fmt)
+        wide = wide_codes_in(codes, columns.stop - columns.start, fmt)
         lists[0, first : first + wide.numel()].view_as(wide).copy_(wide)
         first += wide.numel()
     escaped = fine["low"] == 1 << (WIDTH[dtype] - 1) & 255
