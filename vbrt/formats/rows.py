@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from vbrt.formats.base import Format
-from vbrt.formats.fine import SPAN, WIDTH, ordinal, wide_codes_in
 from vbrt.formats.blocks import unpack_codes
+from vbrt.formats.fine import SPAN, WIDTH, ordinal, wide_codes_in
 from vbrt.formats.page import PageLayout
 
 __all__ = ["Rows", "coarse_rows", "exact_rows", "row_chunks"]
@@ -37,7 +37,7 @@ class Rows:
 
     def whole(self, field: str, length: int, device: torch.device) -> Tensor:
         """Return all entries of a field."""
-        return self.take(field, torch.arange(length, device=device))
+        return self.take(field, torch.arange(length, dtype=torch.int64, device=device))
 
 
 def row_chunks(index_T: Tensor, weights_a_row: int) -> Iterator[Tensor]:
@@ -72,7 +72,7 @@ def _exact_rows(
 ) -> Tensor:
     lead, k = window
     count, device = len(index_T), index_T.device
-    rows_TL = (index_T.unsqueeze(1) + torch.arange(-lead, 1, device=device)).clamp(min=0)
+    rows_TL = (index_T.unsqueeze(1) + torch.arange(-lead, 1, dtype=torch.int64, device=device)).clamp(min=0)
     codes = coarse_rows(coarse, rows_TL.view(-1))
     wide_TW = wide_codes_in(codes["codes"], k, fmt).reshape(count, -1)
     delta_TW = _deltas(fine, rows_TL.view(-1), k, WIDTH[dtype]).view(count, -1)
@@ -80,7 +80,7 @@ def _exact_rows(
     first_T = index_T * k
     span_T = first_T // SPAN
     before_T = lead * k - (first_T - span_T * SPAN)  # where the span begins in the window
-    inside_TW = torch.arange(wide_TW.shape[1], device=device) >= before_T.unsqueeze(1)
+    inside_TW = torch.arange(wide_TW.shape[1], dtype=torch.int64, device=device) >= before_T.unsqueeze(1)
     starts_T2 = fine.take("starts", span_T).long()
     side_TK = _entries(fine, "side", wide_TW & inside_TW, starts_T2[:, 0], k)
     escapes_TK = _entries(fine, "escapes", escaped_TW & inside_TW, starts_T2[:, 1], k)

@@ -18,8 +18,10 @@ import re
 import struct
 import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -28,6 +30,7 @@ import xxhash
 from vbrt.errors import TierError, describe_os_error
 from vbrt.host.crew import Crew
 from vbrt.host.files import open_regular, read_into, replacing, write_at
+from vbrt.tiers.blocks import BlockDigests, aligned_bytes, read_items
 from vbrt.tiers.memory import bytes_view
 from vbrt.tiers.rundir import RunDirectory
 
@@ -48,6 +51,7 @@ class _File:
     nbytes: int
     digest: int
     pid: int
+    blocks: BlockDigests | None = None  # of a page that is read in parts
 
 
 class SsdTier:
@@ -138,13 +142,50 @@ class SsdTier:
         Raises:
             TierError: the file is missing, short, of another page, or its bytes changed.
         """
+        file = self._file(key)
+        if out.numel() != file.nbytes:
+            raise TierError(f"{key}: the page has {file.nbytes} bytes, the buffer {out.numel()}")
+
+        def read(fd: int, segments: int) -> int:
+            return self._shared(_Read(key, file, fd, bytes_view(out), segments))
+
+        _check_digest(key, file, self._opened(key, file, read))
+
+    def read_items(self, key: str, offsets: torch.Tensor, nbytes: int) -> torch.Tensor:
+        """Return parts of a page, verified: uint8 [n, nbytes] from offsets int64 [n] in the page.
+
+        The first call for a page reads all of it once, to know what its blocks must be.
+
+        Raises:
+            TierError: the file is missing, short, of another page, or its bytes changed.
+        """
+        file = self._file(key)
+
+        def read(fd: int, segments: int) -> torch.Tensor:
+            if file.blocks is None:
+                file.blocks = _digest_blocks(key, file, fd)
+            return read_items(fd, HEADER_BYTES, file.blocks, (offsets, nbytes), f"{key}: {file.path}")
+
+        none = torch.empty(0, nbytes, dtype=torch.uint8, device="cpu")
+        return self._opened(key, file, read) if len(offsets) else none
+
+    def _file(self, key: str) -> _File:
         file = self._files.get(key)
         if file is None:
             raise TierError(f"{key}: the ssd tier holds no page of this name: it was dropped, or the tier closed")
-        if out.numel() != file.nbytes:
-            raise TierError(f"{key}: the page has {file.nbytes} bytes, the buffer {out.numel()}")
+        return file
+
+    def _opened(self, key: str, file: _File, read: Callable[[int, int], Any]) -> Any:
+        """Return read(descriptor, segments to read at a time); raises TierError where the file cannot be read."""
         try:
-            digest = self._read(key, file, out)
+            if self._use_direct():
+                try:
+                    return self._open_and(read, key, file, os.O_DIRECT)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                self._announce_buffered()
+            return self._open_and(read, key, file, 0)
         except FileNotFoundError as error:
             raise TierError(
                 f"{key}: {file.path} is missing; the page is lost, load the weight again (load_state_dict) "
@@ -152,24 +193,8 @@ class SsdTier:
             ) from error
         except OSError as error:
             raise TierError(f"{key}: cannot read {file.path}: {error.strerror or error}") from error
-        if digest != file.digest:
-            raise TierError(
-                f"{key}: {file.path} does not hold the bytes that were written (XXH3 {digest:016x}, "
-                f"expected {file.digest:016x}); the disk or the file is damaged"
-            )
 
-    def _read(self, key: str, file: _File, out: torch.Tensor) -> int:
-        if self._use_direct():
-            try:
-                return self._read_file(key, file, out, os.O_DIRECT)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-            self._announce_buffered()
-        return self._read_file(key, file, out, 0)
-
-    def _read_file(self, key: str, file: _File, out: torch.Tensor, flags: int) -> int:
-        """Read header and page into `out`; returns the digest of the page's bytes."""
+    def _open_and(self, read: Callable[[int, int], Any], key: str, file: _File, flags: int) -> Any:
         fd = open_regular(file.path.name, os.O_NOFOLLOW | flags, dir_fd=self._run.fd)
         try:
             size = os.fstat(fd).st_size
@@ -178,7 +203,7 @@ class SsdTier:
                     f"{key}: {file.path} has {size} bytes, expected {HEADER_BYTES + file.nbytes}: "
                     f"it {'is truncated' if size < HEADER_BYTES + file.nbytes else 'has grown'}"
                 )
-            return self._shared(_Read(key, file, fd, bytes_view(out), _DIRECT_SEGMENTS if flags else 1))
+            return read(fd, _DIRECT_SEGMENTS if flags else 1)
         finally:
             os.close(fd)
 
@@ -328,14 +353,37 @@ class _Read:
         if part:
             _fill(self.fd, self.key, self.file, [chunk], HEADER_BYTES + at)
         else:
-            header = torch.empty(2 * HEADER_BYTES, dtype=torch.uint8, device="cpu")
-            header = header[-header.data_ptr() % HEADER_BYTES :][:HEADER_BYTES]  # O_DIRECT wants aligned memory
+            header = aligned_bytes(HEADER_BYTES)
             head = bytes_view(header)
             _fill(self.fd, self.key, self.file, [head, chunk], 0)
             _check_header(self.key, self.file, bytes(head))
         self.digests[part] = [
             xxhash.xxh3_64_digest(chunk[i : i + _SEGMENT_BYTES]) for i in range(0, len(chunk), _SEGMENT_BYTES)
         ]
+
+
+def _digest_blocks(key: str, file: _File, fd: int) -> BlockDigests:
+    """Read a page in order, verify it, and return the digests of its blocks."""
+    step = _DIRECT_SEGMENTS * _SEGMENT_BYTES
+    memory, blocks, segments = aligned_bytes(HEADER_BYTES + min(step, file.nbytes)), BlockDigests(), []
+    head, view = (bytes_view(memory)[part] for part in (slice(HEADER_BYTES), slice(HEADER_BYTES, None)))
+    _fill(fd, key, file, [head], 0)
+    _check_header(key, file, bytes(head))
+    for at in range(0, file.nbytes, step):
+        chunk = view[: file.nbytes - at]
+        _fill(fd, key, file, [chunk], HEADER_BYTES + at)
+        segments += [xxhash.xxh3_64_digest(chunk[i : i + _SEGMENT_BYTES]) for i in range(0, len(chunk), _SEGMENT_BYTES)]
+        blocks.extend(chunk)
+    _check_digest(key, file, _digest(segments))
+    return blocks
+
+
+def _check_digest(key: str, file: _File, digest: int) -> None:
+    if digest != file.digest:
+        raise TierError(
+            f"{key}: {file.path} does not hold the bytes that were written (XXH3 {digest:016x}, "
+            f"expected {file.digest:016x}); the disk or the file is damaged"
+        )
 
 
 def _digest(segments: list[bytes]) -> int:

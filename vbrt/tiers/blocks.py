@@ -1,0 +1,89 @@
+"""Parts of a page file, verified: rows of a table are read without the rest of its page.
+
+A page's digest covers the whole of it. For parts, the tier keeps a digest of each block of 4 KiB (two thousandths of
+the page's bytes, in memory), made in one verified pass over the file when a part is wanted first. From then on every
+read takes whole blocks and verifies each.
+"""
+
+import torch
+import xxhash
+
+from vbrt.errors import TierError
+from vbrt.host.files import read_into
+from vbrt.tiers.memory import bytes_view
+
+__all__ = ["BLOCK_BYTES", "BlockDigests", "aligned_bytes", "read_items"]
+
+BLOCK_BYTES = 4096
+_DIGEST_BYTES = 8
+
+
+class BlockDigests:
+    """XXH3-64 of each block of a page."""
+
+    def __init__(self) -> None:
+        self._digests = bytearray()
+
+    def extend(self, chunk: memoryview) -> None:
+        """Add the blocks of the next bytes of the page, a multiple of a block."""
+        for at in range(0, len(chunk), BLOCK_BYTES):
+            self._digests += xxhash.xxh3_64_digest(chunk[at : at + BLOCK_BYTES])
+
+    def holds(self, block: int, data: memoryview) -> bool:
+        """True if these are the bytes of a block."""
+        return self._digests[block * _DIGEST_BYTES : (block + 1) * _DIGEST_BYTES] == xxhash.xxh3_64_digest(data)
+
+
+def aligned_bytes(nbytes: int) -> torch.Tensor:
+    """Return uint8 [nbytes] in host memory that O_DIRECT can read into."""
+    room = torch.empty(nbytes + BLOCK_BYTES, dtype=torch.uint8, device="cpu")
+    return room[-room.data_ptr() % BLOCK_BYTES :][:nbytes]
+
+
+def read_items(
+    fd: int, first_byte: int, digests: BlockDigests, items: tuple[torch.Tensor, int], name: str
+) -> torch.Tensor:
+    """Read items of one size from a page: uint8 [n, nbytes].
+
+    Args:
+        fd: the page's file, opened with or without O_DIRECT; the page begins at `first_byte`.
+        items: the offset of each item in the page, int64 [n], and the bytes of one.
+        name: of the page and its file, for errors.
+
+    Raises:
+        TierError: a block does not hold the bytes that were written, or the file ends before it.
+        OSError: it cannot be read.
+    """
+    offset_T, nbytes = items
+    first_T, last_T = offset_T // BLOCK_BYTES, (offset_T + max(nbytes - 1, 0)) // BLOCK_BYTES
+    span = int((last_T - first_T).max()) + 1
+    blocks = torch.minimum(
+        first_T.unsqueeze(1) + torch.arange(span, dtype=torch.int64, device="cpu"), last_T.unsqueeze(1)
+    ).unique()
+    data = aligned_bytes(len(blocks) * BLOCK_BYTES)
+    _read_blocks(fd, first_byte, blocks.tolist(), bytes_view(data), name)
+    _verify(blocks.tolist(), bytes_view(data), digests, name)
+    place_T = torch.searchsorted(blocks, first_T) * BLOCK_BYTES + offset_T % BLOCK_BYTES
+    return data.unfold(0, nbytes, 1).index_select(0, place_T)  # blocks of one item lie side by side
+
+
+def _read_blocks(fd: int, first_byte: int, blocks: list[int], view: memoryview, name: str) -> None:
+    """Read blocks, ascending, one request for each run of consecutive ones."""
+    begin = 0
+    for end in range(1, len(blocks) + 1):
+        if end == len(blocks) or blocks[end] != blocks[end - 1] + 1:
+            try:
+                part = view[begin * BLOCK_BYTES : end * BLOCK_BYTES]
+                read_into(fd, [part], first_byte + blocks[begin] * BLOCK_BYTES)
+            except EOFError as error:
+                raise TierError(f"{name} is truncated: {error}") from error
+            begin = end
+
+
+def _verify(blocks: list[int], view: memoryview, digests: BlockDigests, name: str) -> None:
+    for at, block in enumerate(blocks):
+        if not digests.holds(block, view[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES]):
+            raise TierError(
+                f"{name} does not hold the bytes that were written (4 KiB at {block * BLOCK_BYTES}); "
+                "the disk or the file is damaged"
+            )
