@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from vbrt.config import (
     BACKENDS,
     FINE_PLANES,
+    FORMATS,
     IO_MODES,
     POLICIES,
-    WEIGHT_FORMATS,
     Budget,
     ComputeConfig,
     CpuTier,
@@ -67,7 +67,7 @@ configs = st.builds(
     VBConfig,
     weights=st.builds(
         WeightsConfig,
-        format=st.sampled_from([name for name in WEIGHT_FORMATS if name != "dense"]),
+        format=st.sampled_from([name for name in FORMATS if name != "dense"]),
         fine=st.sampled_from(FINE_PLANES),
         include=st.lists(names, min_size=1, max_size=3).map(tuple),
         exclude=st.lists(names, max_size=3).map(tuple),
@@ -385,12 +385,6 @@ def test_the_presets_do_what_their_names_say():
     tiers = load_config("cpu-ssd").tiers
     assert (tiers.gpu.enabled, tiers.cpu.enabled, tiers.ssd.enabled) == (False, True, True)
     assert tiers.ssd.path == os.path.expanduser("~/.cache/vbrt/pages")
-
-
-def test_the_formats_are_those_of_the_formats_package():
-    from vbrt.formats import FORMATS
-
-    assert set(WEIGHT_FORMATS) == set(FORMATS)
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest_name():

@@ -39,7 +39,11 @@ _MAX_HEADER_BYTES = 4096
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 }
-_FORMATS = tuple(name for name in FORMATS if name != "dense")
+
+
+def _formats() -> tuple[str, ...]:
+    """The formats that a layer can be frozen to."""
+    return tuple(name for name, record in FORMATS.items() if not record.lossless)
 
 
 class FusedFP4Linear(nn.Linear):
@@ -116,8 +120,8 @@ class FusedFP4Linear(nn.Linear):
                 f"FusedFP4Linear({self.in_features}, {self.out_features}): its weight is already frozen in "
                 f"{self.format}; encoding it twice would only lose more"
             )
-        if format not in _FORMATS:
-            raise FormatError(f"FusedFP4Linear: format {format!r}; expected one of {', '.join(_FORMATS)}")
+        if format not in _formats():
+            raise FormatError(f"FusedFP4Linear: format {format!r}; expected one of {', '.join(_formats())}")
         weight = self._parameters["weight"].detach()
         if weight.is_meta:
             raise FormatError("FusedFP4Linear: its weight is on the meta device, without data; load it first")
@@ -266,11 +270,11 @@ class FusedFP4Linear(nn.Linear):
             read = json.loads(bytes(state_dict[header].tolist()))
             layout, dtype = PageLayout.from_dict(read["layout"]), _DTYPES[read["dtype"]]
             unpack(state_dict[planes], layout)
-            expected = self._layout(layout.format) if layout.format in _FORMATS else None
+            expected = self._layout(layout.format) if layout.format in _formats() else None
         except (FormatError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return f"{header}: {error}"
         if layout != expected:
-            fits = f"[{self.out_features}, {self.in_features}] in one of {', '.join(_FORMATS)}"
+            fits = f"[{self.out_features}, {self.in_features}] in one of {', '.join(_formats())}"
             return f"a page of another shape or format ({layout.format}); expected {fits}"
         held = self._buffers.get("planes") if self.format else self._parameters["weight"]
         page = state_dict[planes].detach()

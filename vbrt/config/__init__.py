@@ -1,5 +1,6 @@
 """Configs: the schema, files and presets, budgets of a machine."""
 
+from vbrt.config.formats import FORMATS, FormatRecord, formats_of
 from vbrt.config.schema import (
     BACKENDS,
     DEFAULT_PRESET,
@@ -7,7 +8,6 @@ from vbrt.config.schema import (
     IO_MODES,
     MODES,
     POLICIES,
-    WEIGHT_FORMATS,
     Budget,
     ComputeConfig,
     CpuTier,
@@ -33,13 +33,14 @@ __all__ = [
     "BACKENDS",
     "DEFAULT_PRESET",
     "FINE_PLANES",
+    "FORMATS",
     "IO_MODES",
     "MODES",
     "POLICIES",
-    "WEIGHT_FORMATS",
     "Budget",
     "ComputeConfig",
     "CpuTier",
+    "FormatRecord",
     "GpuTier",
     "Machine",
     "PolicyConfig",
@@ -50,6 +51,7 @@ __all__ = [
     "WeightsConfig",
     "assign",
     "compute_tier",
+    "formats_of",
     "load_config",
     "parse_budget",
     "preset_names",

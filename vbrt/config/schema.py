@@ -31,6 +31,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
+from vbrt.config.formats import FORMATS
 from vbrt.errors import ConfigError, describe_os_error
 from vbrt.host.files import read_bounded
 
@@ -41,7 +42,6 @@ __all__ = [
     "IO_MODES",
     "MODES",
     "POLICIES",
-    "WEIGHT_FORMATS",
     "Budget",
     "ComputeConfig",
     "CpuTier",
@@ -64,7 +64,6 @@ __all__ = [
 ]
 
 MODES = ("infer", "train")
-WEIGHT_FORMATS = ("nvfp4", "mxfp4", "nf4", "quantile", "dense")
 FINE_PLANES = ("none", "exact")
 POLICIES = ("scheduled", "lru")
 IO_MODES = ("auto", "direct", "buffered")
@@ -141,6 +140,10 @@ def _choice(*names: str) -> Callable[[object, str], str]:
         return value
 
     return check
+
+
+def _format(value: object, where: str) -> str:
+    return _choice(*FORMATS)(value, where)
 
 
 def _whole(low: int, high: int = _MAX_INT) -> Callable[[object, str], int]:
@@ -239,7 +242,7 @@ class WeightsConfig(_Section):
 
     _key: ClassVar[str] = "weights"
 
-    format: Literal["nvfp4", "mxfp4", "nf4", "quantile", "dense"] = _opt("nvfp4", _choice(*WEIGHT_FORMATS))
+    format: str = _opt("nvfp4", _format)
     fine: Literal["none", "exact"] = _opt("none", _choice(*FINE_PLANES))
     include: tuple[str, ...] = _opt(("*",), _patterns)
     exclude: tuple[str, ...] = _opt((), _patterns)
@@ -250,10 +253,9 @@ class WeightsConfig(_Section):
     def _rule(cls, values: Mapping[str, Any], where: str) -> None:
         if not values["include"]:
             raise _wrong(f"{where}.include", [], 'expected at least one pattern; ["*"] takes every layer')
-        if values["format"] == "dense" and values["fine"] == "exact":
-            raise _wrong(
-                f"{where}.fine", "exact", 'format "dense" is already exact: set fine = "none", or choose a 4-bit format'
-            )
+        if FORMATS[values["format"]].lossless and values["fine"] == "exact":
+            already = f'format "{values["format"]}" is already exact'
+            raise _wrong(f"{where}.fine", "exact", f'{already}: set fine = "none", or choose a 4-bit format')
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,16 @@
 """Number formats and pages: pure tensor functions, no device effects.
 
 `get_format("nvfp4")` gives an encoder/decoder pair; `split_fine` and `merge_fine` add the exact fine plane;
-`pack` and `unpack` turn a plane into a page and back.
+`pack` and `unpack` turn a plane into a page and back. What others must know of a format is its record in
+`vbrt.config.FORMATS`.
 """
 
+from importlib import import_module
+
+from vbrt.config.formats import FORMATS, FormatRecord
 from vbrt.errors import FormatError
 from vbrt.formats.base import Format, WeightPlanes
-from vbrt.formats.dense import Dense
 from vbrt.formats.fine import estimate_fine_bytes, fine_layout, merge_fine, split_fine
-from vbrt.formats.mxfp4 import MXFP4
-from vbrt.formats.nf4 import NF4
-from vbrt.formats.nvfp4 import NVFP4
 from vbrt.formats.page import (
     FIELD_ALIGN,
     LAYOUT_VERSION,
@@ -23,7 +23,6 @@ from vbrt.formats.page import (
     unpack,
 )
 from vbrt.formats.published import repack_mxfp4, repack_nvfp4
-from vbrt.formats.quantile import Quantile
 from vbrt.formats.separation import Separation, SeparationCounters, TrainedSeparation
 
 __all__ = [
@@ -33,6 +32,7 @@ __all__ = [
     "PAGE_ALIGN",
     "Field",
     "Format",
+    "FormatRecord",
     "PageLayout",
     "Separation",
     "SeparationCounters",
@@ -51,15 +51,21 @@ __all__ = [
     "unpack",
 ]
 
-_FORMATS: dict[str, Format] = {f.name: f for f in (NVFP4(), MXFP4(), NF4(), Quantile(), Dense())}
-
-#: the names that `get_format` knows
-FORMATS = tuple(_FORMATS)
+_INSTANCES: dict[str, Format] = {}
 
 
 def get_format(name: str) -> Format:
     """The shared instance of a format. Raises FormatError for an unknown name."""
-    try:
-        return _FORMATS[name]
-    except KeyError:
-        raise FormatError(f"format {name!r}; expected one of {', '.join(FORMATS)}") from None
+    known = _INSTANCES.get(name)
+    return known if known is not None else _made(name)
+
+
+def _made(name: str) -> Format:
+    if name not in FORMATS:
+        raise FormatError(f"format {name!r}; expected one of {', '.join(FORMATS)}")
+    module, _, codec = FORMATS[name].codec.partition(":")
+    return _INSTANCES.setdefault(name, getattr(import_module(module), codec)(FORMATS[name]))
+
+
+for _name in FORMATS:  # now, not in the middle of what somebody compiles or traces
+    get_format(_name)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vbrt.config.formats import FormatRecord
 from vbrt.errors import FormatError
 from vbrt.formats.page import PageLayout
 
@@ -36,8 +37,9 @@ class WeightPlanes:
 class Format(ABC):
     """A number format. Instances are stateless but for lookup tables, and shared (`get_format`)."""
 
-    name: str
-    block: int
+    def __init__(self, record: FormatRecord) -> None:
+        self.record = record
+        self.name, self.block = record.name, record.block
 
     @abstractmethod
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:

@@ -12,9 +12,6 @@ __all__ = ["Dense"]
 class Dense(Format):
     """The weight itself, in its own dtype; nothing is checked or changed, NaN included."""
 
-    name = "dense"
-    block = 1
-
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         """The detached weight, not copied."""
         return {"weight": w_NK.detach()}

@@ -50,7 +50,8 @@ def _check(dtype: torch.dtype, fmt: Format) -> BlockFormat:
             "this format, format = 'dense' for exact bytes, or convert the model to bfloat16 first"
         )
     if not isinstance(fmt, BlockFormat):
-        raise FormatError(f"fine plane: format {fmt.name!r} is already exact; use it with fine = 'none'")
+        why = "is already exact" if fmt.record.lossless else "has no 4-bit codes in blocks to refine"
+        raise FormatError(f"fine plane: format {fmt.name!r} {why}; use it with fine = 'none'")
     return fmt
 
 

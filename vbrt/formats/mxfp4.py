@@ -26,8 +26,6 @@ class MXFP4(BlockFormat):
     the tensor's largest weight are zero.
     """
 
-    name = "mxfp4"
-    block = 32
     scale_dtype = "uint8"
     wide_codes = (0, 8)
     last_byte = 254

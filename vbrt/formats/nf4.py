@@ -38,8 +38,6 @@ NF4_LEVELS = (
 class NF4(UE4M4Format):
     """Fields: codes uint8 [N, Kp/2], scales uint8 [N, Kp/64], tensor_scale float32 [1]."""
 
-    name = "nf4"
-    block = 64
     wide_codes = (7,)
     top, low_top = 1.0, 0.5
     offsets = range(-3, 3)

@@ -2,8 +2,9 @@
 
 Elements and scales are those of NVIDIA's NVFP4 (E2M1: OCP Microscaling Formats v1.0, section 5.3.3; E4M3: OCP
 8-bit Floating Point v1.0), so published checkpoints fit. Two choices are ours. The tensor scale is a power of
-two, which makes every decoded weight exact in bf16 and encode(decode(w)) the identity on values. The block scale is
-searched for least squared error rather than taken as absmax / 6: 21.8 dB instead of 20.4 dB on Gaussian weights.
+two, which makes every decoded weight exact in bf16 and encode(decode(w)) the identity on values (but for blocks 2^13
+and more below the tensor's largest weight). The block scale is searched for least squared error rather than taken as
+absmax / 6: 21.8 dB instead of 20.4 dB on Gaussian weights.
 """
 
 import torch
@@ -18,11 +19,9 @@ __all__ = ["NVFP4"]
 class NVFP4(E4M3Format):
     """Fields: codes uint8 [N, Kp/2], scales float8_e4m3fn [N, Kp/16], tensor_scale float32 [1]."""
 
-    name = "nvfp4"
-    block = 16
     wide_codes = (0, 8)
     # absmax / 4 is the largest scale worth trying: above absmax / 3 every level has its double one octave down.
-    # With it inside E4M3's range, a second encode always finds the first one's scale again.
+    # With it inside E4M3's normal range, a second encode always finds the first one's scale again.
     top, low_top = 6.0, 4.0
     # two E4M3 steps below absmax / 6 (clipping the largest weight) to beyond absmax / 4, four or five steps above
     offsets = range(-2, 7)

@@ -130,12 +130,12 @@ def build_layout(format: str, plane: str, fields: Iterable[tuple[str, str, tuple
     return PageLayout(format, plane, tuple(placed), _align(end, PAGE_ALIGN))
 
 
-def new_page(layout: PageLayout, device: torch.device | str = "cpu", *, pin: bool = False) -> Tensor:
+def new_page(layout: PageLayout, device: torch.device | str = "cpu") -> Tensor:
     """A zero-filled uint8 tensor [layout.nbytes]; on the CPU its address is a multiple of 4096."""
     device = torch.device(device)
     if device.type != "cpu":
         return torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
-    room = torch.zeros(layout.nbytes + PAGE_ALIGN, dtype=torch.uint8, device="cpu", pin_memory=pin)
+    room = torch.zeros(layout.nbytes + PAGE_ALIGN, dtype=torch.uint8, device="cpu")
     skip = -room.data_ptr() % PAGE_ALIGN
     return room[skip : skip + layout.nbytes]
 

@@ -1,6 +1,7 @@
 """Published 4-bit checkpoints, repacked into vbrt's coarse planes without decoding them.
 
-Both layouts already hold two codes a byte, low nibble first, as ours do: what changes is shapes and conventions.
+Both layouts already hold two codes a byte, low nibble first, as ours do: what changes is shapes and conventions. No
+reader of such checkpoints calls this yet; the tests hold it to the published layouts.
 """
 
 import torch

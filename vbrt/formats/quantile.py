@@ -28,8 +28,6 @@ class Quantile(UE4M4Format):
     """Fields: codes uint8 [N, Kp/2] (bit 3 is the sign), scales uint8 [N, Kp/64], levels float32 [8]
     ascending in (0, 1], tensor_scale float32 [1]."""
 
-    name = "quantile"
-    block = 64
     wide_codes = ()  # half of the lowest cell lies within an octave of its level; the rest is cheaper as escapes
     extra = (("levels", "float32", (MAGNITUDES,)), *UE4M4Format.extra)
     top, low_top = 1.0, 0.5

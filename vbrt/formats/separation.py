@@ -17,7 +17,9 @@ from math import inf
 import torch
 from torch import Tensor
 
+from vbrt.config.formats import FORMATS
 from vbrt.errors import FormatError
+from vbrt.formats.base import Format
 from vbrt.formats.blocks import BlockFormat, Frame
 from vbrt.formats.quantile import MAGNITUDES, Quantile
 
@@ -43,7 +45,7 @@ class Separation:
     def __init__(self, levels: int = MAGNITUDES, refresh_every: int = 100) -> None:
         _check(levels, refresh_every)
         self._count, self._refresh_every = levels, refresh_every
-        self._format = Quantile()
+        self._format = Quantile(FORMATS["quantile"])
         self._codebook: Tensor | None = None
         self._fitted_on: tuple[object, ...] = ()
         self._forwards = 0
@@ -101,8 +103,10 @@ class TrainedSeparation:
     Raises FormatError for values out of range.
     """
 
-    def __init__(self, format: BlockFormat, levels: int = MAGNITUDES, refresh_every: int = 100) -> None:
+    def __init__(self, format: Format, levels: int = MAGNITUDES, refresh_every: int = 100) -> None:
         _check(levels, refresh_every)
+        if not isinstance(format, BlockFormat):
+            raise FormatError(f"format {format.name!r} has no 4-bit codes in blocks to train through")
         self.format, self._levels, self._refresh_every = format, levels, refresh_every
         self.generation = 0
         self.forget()
@@ -190,7 +194,7 @@ class TrainedSeparation:
 
     def _fitted(self, w_NK: Tensor) -> Frame:
         with torch.inference_mode(False), torch.no_grad():  # what an evaluation fits serves training too
-            if isinstance(self.format, Quantile):
+            if self.format.record.fitted:
                 return self.format.frame(w_NK, self.format.fit(w_NK, self._levels))
             return self.format.frame(w_NK)
 

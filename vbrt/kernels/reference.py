@@ -27,9 +27,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def decode_weight(planes: WeightPlanes) -> Tensor:
     """The weight [N, K] in planes.dtype: exact when the fine plane is there; for "dense" the very tensor."""
-    if planes.format == "dense":
-        return planes.coarse["weight"]
     fmt = get_format(planes.format)
+    if fmt.record.lossless:
+        return planes.coarse["weight"]
     if planes.fine is None:
         return fmt.decode(planes.coarse, planes.shape, planes.dtype)
     return merge_fine(planes.coarse, planes.fine, fmt, planes.shape, planes.dtype)

@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vbrt.config.formats import formats_of
 from vbrt.errors import FormatError, KernelError
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.base import padded
@@ -40,7 +41,8 @@ from vbrt.kernels.cpu import recycle
 
 __all__ = ["FORMATS", "decode_turned", "decode_weight", "fused_tokens", "linear", "refusal", "route"]
 
-FORMATS = ("nvfp4", "mxfp4", "nf4", "quantile")
+#: 4-bit codes of 16 levels, and a byte of scale for a block
+FORMATS = formats_of("e2m1", "table")
 _SOURCE = Path(__file__).with_name("linear.c")
 _COMPILERS = ("cc", "gcc", "clang")
 # in order of speed; not every compiler has OpenMP, whose threads are torch's own, or knows the CPU it runs on

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vbrt.config.formats import formats_of
 from vbrt.formats import WeightPlanes
 from vbrt.formats.nf4 import NF4_LEVELS
 from vbrt.kernels import reference
@@ -24,7 +25,7 @@ from vbrt.kernels.cuda.launcher import cuda_op
 __all__ = ["FORMATS", "FUSED_TOKENS", "decode_weight", "linear", "prepare", "route"]
 
 #: the formats that are decoded through a table
-FORMATS = ("nf4", "quantile")
+FORMATS = formats_of("table")
 #: the most tokens for the fused kernel: four groups of 8
 FUSED_TOKENS = 32
 _ROWS, _BLOCKS, _WARPS = 1, 64, 4

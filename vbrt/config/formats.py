@@ -1,0 +1,51 @@
+"""The formats that weights can be kept in, one record each: read by the config's choices, the planner and the kernels.
+
+A new format is a file with a `vbrt.formats.Format` and its record here. It then computes correctly everywhere, through
+the reference in plain torch; `kernels` names a family of kernels that knows its codes. Pure Python.
+"""
+
+from dataclasses import dataclass
+
+__all__ = ["FORMATS", "FormatRecord", "formats_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class FormatRecord:
+    """What everybody but the encoder itself must know of a format.
+
+    Attributes:
+        name: as users write it in `weights.format`.
+        codec: "module:Class" of its encoder and decoder, a `vbrt.formats.Format`.
+        block: weights along K that share a scale.
+        scales: how a block's scale is stored: "e4m3", "ue4m4", "e8m0"; None without scales.
+        kernels: the family of kernels that computes from its codes ("e2m1", "table"); None: the reference decodes them.
+        fitted: True if its codebook is fitted to each weight, which is costly enough to keep the fit.
+        lossless: True if it stores the weight's own bytes, so that a fine plane could add nothing.
+    """
+
+    name: str
+    codec: str
+    block: int
+    scales: str | None = None
+    kernels: str | None = None
+    fitted: bool = False
+    lossless: bool = False
+
+
+FORMATS: dict[str, FormatRecord] = {
+    record.name: record
+    for record in (
+        FormatRecord("nvfp4", "vbrt.formats.nvfp4:NVFP4", block=16, scales="e4m3", kernels="e2m1"),
+        FormatRecord("mxfp4", "vbrt.formats.mxfp4:MXFP4", block=32, scales="e8m0", kernels="e2m1"),
+        FormatRecord("nf4", "vbrt.formats.nf4:NF4", block=64, scales="ue4m4", kernels="table"),
+        FormatRecord(
+            "quantile", "vbrt.formats.quantile:Quantile", block=64, scales="ue4m4", kernels="table", fitted=True
+        ),
+        FormatRecord("dense", "vbrt.formats.dense:Dense", block=1, lossless=True),
+    )
+}
+
+
+def formats_of(*families: str) -> tuple[str, ...]:
+    """The formats that these families of kernels compute."""
+    return tuple(name for name, record in FORMATS.items() if record.kernels in families)
