@@ -55,5 +55,5 @@ def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(registry._REGISTRY, op, plain)
     monkeypatch.setattr("vbrt.blocks.fp4_linear._OPS", {})
     monkeypatch.setattr(
-        "vbrt.layers.weight.kernel_refusal", lambda *args: None
+        "vbrt.layers.selection.kernel_refusal", lambda *args: None
     )  # nothing to announce: it is on purpose

@@ -9,8 +9,7 @@ import torch
 import vbrt
 from vbrt.kernels import resolve
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
-from vbrt.layers import weight as handles
-from vbrt.layers.weight import HandleSpec, WeightHandle
+from vbrt.layers import HandleSpec, WeightHandle, selection
 
 CPU = torch.device("cpu")
 GPU = types.SimpleNamespace(device=torch.device("cuda", 0))  # a stack that is asked for nothing else
@@ -23,10 +22,10 @@ def handle(**options):
 @pytest.fixture
 def refusals(monkeypatch):
     """No kernel but the reference, no FP8, and no FP4."""
-    monkeypatch.setattr(handles, "kernel_refusal", lambda device: "Triton with Gluon is not installed")
-    monkeypatch.setattr(handles, "fp8_refusal", lambda device: "sm_80 has no FP8 matmul, it takes sm_89")
-    monkeypatch.setattr(handles, "fp4_refusal", lambda device: "sm_80 has no FP4 matmul, it takes sm_100")
-    monkeypatch.setattr(handles, "resolve", lambda op, *_, **options: resolve(op, "reference", CPU))
+    monkeypatch.setattr(selection, "kernel_refusal", lambda device: "Triton with Gluon is not installed")
+    monkeypatch.setattr(selection, "fp8_refusal", lambda device: "sm_80 has no FP8 matmul, it takes sm_89")
+    monkeypatch.setattr(selection, "fp4_refusal", lambda device: "sm_80 has no FP4 matmul, it takes sm_100")
+    monkeypatch.setattr(selection, "resolve", lambda op, *_, **options: resolve(op, "reference", CPU))
 
 
 def test_a_gpu_without_kernels_is_announced_once_for_all_layers(refusals):
@@ -51,7 +50,7 @@ def test_fp4_that_cannot_be_had_is_announced_with_what_comes_instead(refusals, m
     with pytest.warns(UserWarning, match="compute.fp4: "):
         both = handle(fp4=True, fp8=True)
     assert [reason.split(":")[0] for reason in both.fallbacks] == ["kernels", "compute.fp4", "compute.fp8"]
-    monkeypatch.setattr(handles, "fp8_refusal", lambda device: None)
+    monkeypatch.setattr(selection, "fp8_refusal", lambda device: None)
     with pytest.warns(UserWarning, match="compute.fp4: .* in FP8 instead"):
         both = handle(fp4=True, fp8=True)
     assert [reason.split(":")[0] for reason in both.fallbacks] == ["kernels", "compute.fp4"]
@@ -69,14 +68,14 @@ def test_fp4_that_cannot_be_had_is_announced_with_what_comes_instead(refusals, m
 )
 def test_fp4_wins_where_it_is_served_and_fp8_is_for_the_rest(refusals, monkeypatch, options, refusal, rounding):
     asked = []
-    monkeypatch.setattr(handles, "fp4_refusal", lambda device: refusal)
-    monkeypatch.setattr(handles, "fp8_refusal", lambda device: None)
+    monkeypatch.setattr(selection, "fp4_refusal", lambda device: refusal)
+    monkeypatch.setattr(selection, "fp8_refusal", lambda device: None)
 
     def ask(op, *_, rounding=None):
         asked.append(rounding)
         return resolve(op, "reference", CPU)
 
-    monkeypatch.setattr(handles, "resolve", ask)
+    monkeypatch.setattr(selection, "resolve", ask)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         handle(**options)
@@ -84,7 +83,7 @@ def test_fp4_wins_where_it_is_served_and_fp8_is_for_the_rest(refusals, monkeypat
 
 
 def test_fp4_that_takes_effect_is_announced_as_experimental(refusals, monkeypatch):
-    monkeypatch.setattr(handles, "fp4_refusal", lambda device: None)
+    monkeypatch.setattr(selection, "fp4_refusal", lambda device: None)
     with pytest.warns(UserWarning, match="compute.fp4 is experimental: it has never run on a GPU"):
         layer = handle(fp4=True)
     assert [reason.split()[0] for reason in layer.fallbacks] == ["kernels:", "compute.fp4"]

@@ -6,6 +6,7 @@ import io
 import pickle
 import warnings
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -154,11 +155,16 @@ def test_a_transposed_input_of_four_dimensions_gives_the_bits_of_the_original(fo
 def test_the_weight_that_is_multiplied_requires_grad_where_the_original_did(format):
     for trainable in (True, False):
         vb, seen = wrap(mlp(depth=1, dtype=dtype_of(format)).requires_grad_(trainable), format).materialize(), []
-        linear = vb.model[0].handle._linear
-        vb.model[0].handle._linear = lambda x, planes, bias, run=linear, seen=seen: (
-            seen.append(decode_weight(planes).requires_grad),
-            run(x, planes, bias),
-        )[1]
+        handle = vb.model[0].handle
+        if handle.kernels is None:
+            handle.take_kernels()
+        handle.kernels = replace(
+            handle.kernels,
+            linear=lambda x, planes, bias, run=handle.kernels.linear, seen=seen: (
+                seen.append(decode_weight(planes).requires_grad),
+                run(x, planes, bias),
+            )[1],
+        )
         for _ in range(3):
             vb(inputs(vb))
         assert seen == [trainable] * 3

@@ -13,7 +13,7 @@ from tests.kernels.cuda.test_fp4_scaled import emulated
 from tests.models import mlp
 from vbrt.kernels import fp4_refusal
 from vbrt.kernels.cuda.rounded import fp4 as fp4_scaled
-from vbrt.layers import weight as handle
+from vbrt.layers import selection
 
 pytestmark = pytest.mark.gpu
 
@@ -172,7 +172,7 @@ def test_fp4_rounds_long_inputs_where_it_is_served_and_is_announced_elsewhere(mo
         assert ["compute.fp4" in reason for reason in vb.stats().fallbacks] == [True]
         layer = vb.model[0]
         torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias), atol=2e-2, rtol=2e-2)
-        monkeypatch.setattr(handle, "fp4_refusal", lambda device: None)  # with the vendor's call emulated
+        monkeypatch.setattr(selection, "fp4_refusal", lambda device: None)  # with the vendor's call emulated
         monkeypatch.setattr(fp4_scaled, "_MIN_MAJOR", 8)
         monkeypatch.setattr(fp4_scaled, "_scaled_matmul", emulated)
     vb = vbrt.wrap(model(), compute={"fp4": True}).materialize()

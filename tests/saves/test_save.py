@@ -76,7 +76,7 @@ def no_encoding(monkeypatch):
         monkeypatch.setattr(WeightHandle, "split", refuse)
         for name in vbrt.formats.FORMATS:
             monkeypatch.setattr(type(vbrt.formats.get_format(name)), "encode", refuse)
-        monkeypatch.setattr("vbrt.layers.weight.split_fine", refuse)
+        monkeypatch.setattr("vbrt.layers.encoding.split_fine", refuse)
 
     return start
 

@@ -306,7 +306,7 @@ class _Frozen:
 
     check = take_over = thaw = refuse
 
-    def leave(self, weight: Tensor) -> None:
+    def died_written(self, weight: Tensor) -> None:
         warnings.warn(
             f"{self.name}: a decoded copy of its frozen weight was written to; the layer has not changed", stacklevel=2
         )

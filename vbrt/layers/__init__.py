@@ -2,8 +2,10 @@
 
 from vbrt.layers.kinds import KINDS, Kind, kind_of, layer_class, site_of
 from vbrt.layers.linear import SwappedLayer, VBLayer, VBLinear, shed
+from vbrt.layers.ops import handle_of
+from vbrt.layers.spec import HandleSpec
 from vbrt.layers.train import TrainedLayer, TrainedLinear, TrainedWeight
-from vbrt.layers.weight import HandleSpec, WeightHandle, handles_in
+from vbrt.layers.weight import WeightHandle, handles_in
 
 __all__ = [
     "KINDS",
@@ -16,6 +18,7 @@ __all__ = [
     "VBLayer",
     "VBLinear",
     "WeightHandle",
+    "handle_of",
     "handles_in",
     "kind_of",
     "layer_class",

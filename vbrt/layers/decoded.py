@@ -73,7 +73,7 @@ class Owner(Protocol):
     def take_over(self, weight: torch.Tensor) -> None:
         """The weight is this tensor from now on. Raises WrapError where it cannot change."""
 
-    def leave(self, weight: torch.Tensor) -> None:
+    def died_written(self, weight: torch.Tensor) -> None:
         """A temporary has died that held this. Called wherever memory is freed: neither waits nor raises."""
 
     def thaw(self, weight: "DecodedWeight") -> None:
@@ -112,7 +112,7 @@ class DecodedWeight(torch.Tensor):
         """Whose weight this is; None for a view of it, and once the owner is gone."""
         return self._owner() if self._root is None else None
 
-    def show(self, values: torch.Tensor) -> None:
+    def hold(self, values: torch.Tensor) -> None:
         """Hold these values, which the owner knows."""
         with torch.inference_mode(False), torch.no_grad():
             _BASE.copy_(self, values)
@@ -208,7 +208,7 @@ class DecodedWeight(torch.Tensor):
             return
         owner = self._owner()
         if owner is not None:
-            owner.leave(_BASE.detach(self))
+            owner.died_written(_BASE.detach(self))
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
         return _BASE.detach(self).clone()

@@ -27,8 +27,24 @@ from vbrt.formats.separation import identity
 from vbrt.host.mapped import page_out
 from vbrt.kernels.reference import wants_grad
 from vbrt.kernels.watched import dispatch_modes, is_tracing, unwatched
+from vbrt.layers.compute import linear, linear_on_weight
+from vbrt.layers.graphs import GraphForm, graph_planes
+from vbrt.layers.lending import handle_with, is_lent, lend, lend_again, look, released_parameter, show_stored
 from vbrt.layers.product import as_autocast
-from vbrt.layers.weight import WeightHandle, handle_with
+from vbrt.layers.ties import (
+    adopt,
+    can_tie,
+    detach_moved,
+    holds,
+    holds_values,
+    own_weight,
+    owns,
+    pass_on,
+    tie,
+    twin_of,
+    untie,
+)
+from vbrt.layers.weight import WeightHandle
 
 __all__ = ["SwappedLayer", "VBLayer", "VBLinear", "shed"]
 
@@ -85,7 +101,7 @@ class VBLayer(SwappedLayer):
     """
 
     _vb_handle: WeightHandle
-    _vb_page: torch.Tensor | None  # of planes that never move, see `WeightHandle.show`
+    _vb_page: torch.Tensor | None  # of planes that never move, see `show_to_graphs`
     _vb_form: str | None
     _vb_twin: int  # which of the parameters on one storage the layer had
 
@@ -95,8 +111,8 @@ class VBLayer(SwappedLayer):
         module.__class__ = cls
         module.__dict__["_vb_handle"] = handle
         handle.trainable = module._parameters["weight"].requires_grad
-        handle.tie(module)
-        module.__dict__["_vb_twin"] = handle.twin(module._parameters["weight"])
+        tie(handle, module)
+        module.__dict__["_vb_twin"] = twin_of(handle, module._parameters["weight"])
         return module
 
     def release_(self, weight: nn.Parameter | None = None) -> nn.Module:
@@ -104,8 +120,8 @@ class VBLayer(SwappedLayer):
         self.look()
         handle = self._vb_handle
         if self.materialized:
-            self._parameters["weight"] = handle.parameter(self._vb_twin, weight)
-        elif handle.is_lent(self._parameters["weight"]):
+            self._parameters["weight"] = released_parameter(handle, self._vb_twin, weight)
+        elif is_lent(handle, self._parameters["weight"]):
             self._parameters["weight"].requires_grad_(handle.trainable)
         self._become_plain()
         return self
@@ -137,7 +153,7 @@ class VBLayer(SwappedLayer):
     def keep_given_(self) -> None:
         """Take a parameter that somebody has put in the place of the layer's own, as accelerate does, for its own."""
         weight = self._parameters["weight"]
-        if isinstance(weight, nn.Parameter) and not self._vb_handle.owns(weight):
+        if isinstance(weight, nn.Parameter) and not owns(self._vb_handle, weight):
             self.weight = weight
 
     def materialize_(self) -> "VBLayer":
@@ -151,20 +167,20 @@ class VBLayer(SwappedLayer):
         self.look()
         with unwatched(), self._vb_handle.stack.encoding:
             handle, weight = self._vb_handle, self._parameters["weight"]
-            if weight is None or not handle.owns(weight):
+            if weight is None or not owns(handle, weight):
                 return self
-            if weight.requires_grad and (handle.is_lent(weight) or not handle.trainable):  # since it was put there
+            if weight.requires_grad and (is_lent(handle, weight) or not handle.trainable):  # since it was put there
                 return self.thaw_()
-            handle.part_from(weight)
+            detach_moved(handle, weight)
             version = 0 if weight.is_inference() else weight._version
-            if not handle.holds(weight):
+            if not holds(handle, weight):
                 handle.store(handle.split(weight))
                 handle.source = identity(weight)
             self._hold(None)
             page_out(weight)
             trained = weight.requires_grad
             del weight  # unless somebody else holds it, it goes now
-            handle.lend_again(version)
+            lend_again(handle, version)
         if self.training and trained and torch.is_grad_enabled():
             warn_of_training(stacklevel=4)
         return self
@@ -174,11 +190,11 @@ class VBLayer(SwappedLayer):
         handle = self._vb_handle
         for layer in list(handle.layers):
             old = layer._parameters["weight"]
-            if dense is None and old is not None and not handle.is_lent(old):
+            if dense is None and old is not None and not is_lent(handle, old):
                 handle.trainable = old.requires_grad
             layer._parameters["weight"] = dense
         if dense is not None:
-            self._vb_handle.adopt(dense)
+            adopt(self._vb_handle, dense)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -192,12 +208,12 @@ class VBLayer(SwappedLayer):
         if handle.tied or self._parameters["weight"] is not None:
             given = self._given()
             if given is not None:
-                return handle.multiply(x, given, bias)
+                return linear_on_weight(handle.spec, x, given, bias)
             self.materialize_()
             if not isinstance(self, VBLayer):  # somebody has asked the shell to train
-                return handle.multiply(x, self._parameters["weight"], bias)
+                return linear_on_weight(handle.spec, x, self._parameters["weight"], bias)
             handle = self._vb_handle
-        return handle.linear(x, bias)
+        return linear(handle, x, bias)
 
     def _given(self) -> torch.Tensor | None:
         """A weight that is not the layer's own and stands where the parameter would: functional_call puts it there.
@@ -208,7 +224,7 @@ class VBLayer(SwappedLayer):
         handle = self._vb_handle
         for layer in (self, *handle.layers) if handle.tied else (self,):
             weight = layer._parameters["weight"]
-            if weight is not None and (not handle.owns(weight) or is_fake(weight)):
+            if weight is not None and (not owns(handle, weight) or is_fake(weight)):
                 return weight
         return None
 
@@ -226,14 +242,14 @@ class VBLayer(SwappedLayer):
         if dense is not None:
             return dense
         if is_compiling():
-            rows, columns = handle.weight_shape
+            rows, columns = handle.spec.weight_shape
             return torch.ops.vbrt.weight(handle.token, rows, columns, handle.dtype, handle.device_name)
-        return handle.temporary()
+        return lend(handle)
 
     def look(self) -> None:
         """See whether the temporary of the weight was written to in a way that nothing has told of."""
         if self._vb_handle.lent is not None:
-            self._vb_handle.look()
+            look(self._vb_handle)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "weight":
@@ -242,7 +258,7 @@ class VBLayer(SwappedLayer):
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{self._vb_handle.spec.name}.weight: expected a tensor, got {type(value).__name__}")
         shared = handle_with(value)
-        if shared is not None and shared.suits(self._vb_handle):
+        if shared is not None and can_tie(shared, self._vb_handle):
             self._join(shared)
         elif isinstance(value, nn.Parameter):
             self._become_shell(value)
@@ -255,15 +271,15 @@ class VBLayer(SwappedLayer):
             return
         with handle.stack.encoding:
             self._parameters["weight"] = next(iter(handle.layers))._parameters["weight"]
-            self._vb_handle.untie(self)
+            untie(self._vb_handle, self)
             self.__dict__.update(_vb_handle=handle, _vb_twin=next(iter(handle.layers))._vb_twin)
-            handle.tie(self)
+            tie(handle, self)
 
     def __delattr__(self, name: str) -> None:
         if name == "bias":
             raise self._not_to_be_replaced(name)
         if name == "weight" and self.materialized:
-            self._vb_handle.refuse("removing it")
+            self._vb_handle.spec.refuse("removing it")
         if name == "weight":  # nothing is encoded yet: a parametrization takes the parameter over
             warn_of_thawing([self])
             self._become_plain()
@@ -271,8 +287,8 @@ class VBLayer(SwappedLayer):
 
     def _become_shell(self, weight: nn.Parameter) -> None:
         """Hold a new dense weight until the next forward; layers that were tied to the old one keep theirs."""
-        self._vb_handle.check(weight)
-        self._vb_handle.pass_on([self], weight)
+        self._vb_handle.spec.check(weight)
+        pass_on(self._vb_handle, [self], weight)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As in nn.Module; for `weight` the same as assigning it.
@@ -295,7 +311,7 @@ class VBLayer(SwappedLayer):
     def _take_back_weight(self) -> None:
         """Undo `del module._parameters["weight"]`."""
         if "weight" not in self._parameters:
-            weight = None if self._vb_handle.keys else self._vb_handle.own_weight()
+            weight = None if self._vb_handle.keys else own_weight(self._vb_handle)
             rest = dict(self._parameters)
             self._parameters.clear()
             self._parameters.update(weight=weight, **rest)
@@ -309,14 +325,14 @@ class VBLayer(SwappedLayer):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._vb_handle.tie(self)
+        tie(self._vb_handle, self)
 
     def _apply(self, fn, recurse: bool = True):
         """Casts show in what the layer computes and decodes; pages stay where the tiers have put them."""
         dense, handle = self._parameters["weight"], self._vb_handle
         if dense is not None and dense.is_meta:  # to_empty() gives it memory
             super()._apply(fn, recurse)
-            handle.adopt(self._parameters["weight"])
+            adopt(handle, self._parameters["weight"])
             handle.retype(self._parameters["weight"].dtype)
             return self
         self._parameters["weight"] = None
@@ -367,7 +383,7 @@ class VBLayer(SwappedLayer):
             if strict:
                 missing_keys.append(key)
             return
-        expected = torch.Size(self._vb_handle.weight_shape)
+        expected = torch.Size(self._vb_handle.spec.weight_shape)
         if weight.shape != expected:
             error_msgs.append(
                 f"size mismatch for {key}: copying a param with shape {weight.shape} from checkpoint, "
@@ -391,7 +407,7 @@ class VBLayer(SwappedLayer):
         self.look()
         handle = self._vb_handle
         with torch.no_grad(), handle.stack.encoding:
-            if handle.holds_values(weight):
+            if holds_values(handle, weight):
                 return
             shell = nn.Parameter(weight.detach().to(handle.dtype), requires_grad=handle.trainable)
             strides = handle.strides
@@ -400,7 +416,7 @@ class VBLayer(SwappedLayer):
             self._hold(shell)
             handle.store(planes)
             self._hold(None)
-        handle.renew_lent()
+        show_stored(handle)
 
 
 class VBLinear(VBLayer, nn.Linear):
@@ -435,7 +451,7 @@ class VBLinear(VBLayer, nn.Linear):
         if self.materialized:
             handle = self._vb_handle
             device = handle.stack.device
-            self._become_shell(nn.Parameter(torch.empty(handle.weight_shape, dtype=handle.dtype, device=device)))
+            self._become_shell(nn.Parameter(torch.empty(handle.spec.weight_shape, dtype=handle.dtype, device=device)))
         super().reset_parameters()
 
     def extra_repr(self) -> str:
@@ -463,15 +479,15 @@ def compiled_linear(layer: VBLayer, x: torch.Tensor, bias: torch.Tensor | None) 
     frozen = not wants_grad(x, bias) and (bias is None or bias.dtype == x.dtype)
     form = layer._vb_form
     if frozen and form is not None and x.numel() <= _FEW_TOKENS * x.shape[-1]:
-        page, (format, n, k, dtype, _) = layer._vb_page, form.split()
-        if x.dtype == getattr(torch, dtype) and x.device == page.device:
-            return torch.ops.vbrt.fp4_linear(x, page, None, bias, format, int(n), int(k), "none")
+        page, tiles = layer._vb_page, GraphForm.parse(form)
+        if x.dtype == tiles.dtype and x.device == page.device:
+            return torch.ops.vbrt.fp4_linear(x, page, None, bias, tiles.format, tiles.n, tiles.k, "none")
     handle = layer._vb_handle
     if frozen:
-        planes = handle.graph_planes
+        planes = graph_planes(handle)
         if planes is not None and x.dtype == handle.dtype and x.device == handle.stack.device:
-            return handle.fused(x, planes, bias)
-    return torch.ops.vbrt.linear(x, bias, handle.token, handle.spec.shape[0], cast)
+            return handle.kernels.linear(x, planes, bias)
+    return torch.ops.vbrt.linear(x, bias, handle.token, handle.spec.shape[0], cast, wants_grad(x, bias))
 
 
 def _refuse_given(context: Any) -> None:
@@ -487,7 +503,7 @@ def _refuse_given(context: Any) -> None:
     if weight is None or not weight.is_realized() or weight.is_python_constant():  # the last: None, of an encoded layer
         return
     given = weight.as_proxy().node.meta.get("grapharg")
-    if given is None or not layer._vb_handle.owns(given.example):
+    if given is None or not owns(layer._vb_handle, given.example):
         raise WrapError(
             f"{layer._vb_handle.spec.name}: functional_call gives it another weight within a function that "
             "torch.compile traces, where a VB layer's weight is fixed; call it outside of the function, or "

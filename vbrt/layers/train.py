@@ -31,9 +31,11 @@ from vbrt.formats import TrainedSeparation, get_format
 from vbrt.formats.page import PageLayout
 from vbrt.formats.separation import identity
 from vbrt.kernels.watched import is_recorded, is_transformed, unwatched
+from vbrt.layers.encoding import Planes
 from vbrt.layers.linear import SwappedLayer, leaf
+from vbrt.layers.pickling import from_pickle, to_pickle
 from vbrt.layers.product import sum_rows, whole
-from vbrt.layers.weight import HandleSpec, Planes, carried, delivered
+from vbrt.layers.spec import HandleSpec
 
 __all__ = ["TrainedLayer", "TrainedLinear", "TrainedWeight"]
 
@@ -149,7 +151,7 @@ class TrainedWeight:
 
     def __reduce__(self):
         state = None if self.separation is None else self.separation.state(self.weight)
-        return _restore, (self.spec, self.dtype, self.forwards, None if state is None else carried(state))
+        return _restore, (self.spec, self.dtype, self.forwards, None if state is None else to_pickle(state))
 
 
 @cache
@@ -171,7 +173,7 @@ def _restore(spec: HandleSpec, dtype: torch.dtype, forwards: int, state: Tensor 
     handle = TrainedWeight(spec)
     handle.dtype, handle.forwards = dtype, forwards
     if state is not None:
-        handle.separation.load(delivered(state), spec.shape)
+        handle.separation.load(from_pickle(state), spec.shape)
     return handle
 
 

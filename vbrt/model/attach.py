@@ -1,6 +1,5 @@
 """From a model and a config to VB layers on a runtime, in place."""
 
-import torch
 from torch import nn
 
 from vbrt.config import VBConfig
@@ -11,7 +10,7 @@ from vbrt.model.passes import remove_pass_hooks
 from vbrt.model.planner import make_plan
 from vbrt.model.runtime import Runtime
 from vbrt.model.trained import TrainingAttachment
-from vbrt.residency.plan import Plan, Swap
+from vbrt.residency.plan import Plan
 from vbrt.residency.site import ROOT
 
 __all__ = ["Original", "attach", "plan_for"]
@@ -42,7 +41,7 @@ def attach(model: nn.Module, config: VBConfig, plan: Plan | None = None) -> Atta
     plan = plan_for(model, config) if plan is None else plan
     original, runtime = Original(model), Runtime.of_plan(plan, config)
     try:
-        specs = [_spec(swap, config) for swap in plan.swaps]
+        specs = [HandleSpec.of(swap, config) for swap in plan.swaps]
         kind, handles = Attachment, []
         if config.mode == "train":
             kind, handles = TrainingAttachment, list(map(TrainedWeight, specs))
@@ -85,20 +84,3 @@ def _swap_layers_(
             module = modules["" if name == ROOT else name]
             layers[name] = layer_class(swap.kind, mode).adopt_(module, handle)
     return layers
-
-
-def _spec(swap: Swap, config: VBConfig) -> HandleSpec:
-    return HandleSpec(
-        name=swap.name,
-        shape=swap.shape,
-        dtype=getattr(torch, swap.dtype),
-        format=swap.format,
-        fine=swap.fine == "exact",
-        transposed=swap.site.transposed,
-        backend=config.compute.backend,
-        fp8=config.compute.fp8,
-        fp4=config.compute.fp4,
-        homes={page.plane: page.home for page in swap.pages},
-        levels=config.separation.levels,
-        refresh_every=config.separation.refresh_every,
-    )

@@ -14,8 +14,9 @@ from vbrt.errors import ConfigError, WrapError
 from vbrt.formats import get_format
 from vbrt.formats.fine import estimate_fine_bytes
 from vbrt.formats.page import PAGE_ALIGN
-from vbrt.kernels import PageOrder, resolve, resolves_late
-from vbrt.layers import SwappedLayer
+from vbrt.kernels import PageOrder
+from vbrt.layers import HandleSpec, SwappedLayer
+from vbrt.layers.selection import planned_packing
 from vbrt.model.choice import choose, named_modules, nbytes_of, why_none
 from vbrt.model.machine import this_machine
 from vbrt.residency.plan import PageSpec, Plan, Skip, Swap, format_bytes, place
@@ -57,7 +58,7 @@ def make_plan(
     left = _after_wrapping(model, config, machine, skipped, charge_kept=charge_kept)
     budgets = _budgets(config, left)
     device = torch.device("cuda" if "gpu" in budgets else "cpu")
-    layers = [_pages(swap, _packing(swap.format, config, device)) for swap in swaps]
+    layers = [_pages(swap, planned_packing(HandleSpec.of(swap, config), device)) for swap in swaps]
     homes = _homes(layers, budgets, config, skipped)
     placed = tuple(_placed(swap, pages, homes) for swap, pages in zip(swaps, layers, strict=True))
     notes = (*_idle_gpu(config, machine), *_notes(placed, config, modules, skipped))
@@ -91,12 +92,6 @@ def _pages(swap: Swap, packing: PageOrder | None) -> tuple[PageSpec, ...]:
     coarse = PageSpec(swap.site.page_key("coarse"), "coarse", nbytes)
     fine = -(-int(estimate_fine_bytes(shape, dtype) * 1.1) // PAGE_ALIGN) * PAGE_ALIGN + PAGE_ALIGN
     return (coarse, PageSpec(swap.site.page_key("fine"), "fine", fine))
-
-
-def _packing(format: str, config: VBConfig, device: torch.device) -> PageOrder | None:
-    if resolves_late(config.compute.backend, device):
-        return None
-    return resolve("linear", config.compute.backend, device, format).page_order(format)
 
 
 def _placed(swap: Swap, pages: tuple[PageSpec, ...], homes: dict[str, str]) -> Swap:

@@ -339,7 +339,7 @@ class _Saved:
                 )
             except FormatError as error:
                 raise _damaged(self._files[layer.file_tensor("fine", "low")].path, f"{name}: {error}") from error
-        return handle.from_encoded(planes)
+        return handle.encoder.from_encoded(planes)
 
     def dtype(self, name: str, handle: WeightHandle) -> torch.dtype:
         """See `_Source`."""

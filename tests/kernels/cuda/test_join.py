@@ -24,7 +24,8 @@ from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
 from vbrt.kernels.cuda.e2m1.launch_table import fused_limit
 from vbrt.kernels.cuda.e2m1.tiles import TILES, pack_tiles, page_of, parts_of, tile_layout
 from vbrt.kernels.cuda.graph_pass import JoinSiblings, wanted_guards
-from vbrt.layers import linear
+from vbrt.layers import fixed, linear
+from vbrt.layers.graphs import GraphTiles, show_to_graphs
 
 ONE, SEVERAL = torch.ops.vbrt.fp4_linear.default, torch.ops.vbrt.fp4_linears.default
 GATED, NORMED = torch.ops.vbrt.fp4_gated.default, torch.ops.vbrt.normed_sum.default
@@ -520,7 +521,7 @@ def show(layer, format="nvfp4"):
     memory = torch.empty(layout.nbytes, dtype=torch.uint8)  # as on a GPU: the page is where its memory begins
     page = pack(pack_tiles(format, get_format(format).encode(weight.float()), (n, k)), layout, memory)
     planes, form = unpack(page, layout), f"{format} {n} {k} {str(weight.dtype).removeprefix('torch.')} cpu"
-    layer.handle.show((page_of(planes[TILES], planes["tensor_scale"]), form))
+    show_to_graphs(layer.handle, GraphTiles(page_of(planes[TILES], planes["tensor_scale"]), form))
 
 
 class Compiled:
@@ -565,7 +566,7 @@ def test_a_layer_of_planes_that_stay_is_checked_no_longer_than_a_linear_one(kern
 CHANGES = {
     "moved": lambda vb: show(vb.model[1].inner),
     "another format": lambda vb: show(vb.model[1].inner, "mxfp4"),
-    "moving": lambda vb: vb.model[1].inner.handle.show(None),
+    "moving": lambda vb: show_to_graphs(vb.model[1].inner.handle, None),
     "a budget": lambda vb: vb.set_budget("cpu", "1GiB"),
     "assigned": lambda vb: setattr(vb.model[1].inner, "weight", torch.nn.Parameter(vb.model[0].inner.weight.clone())),
     "loaded": lambda vb: vb.model[1].load_state_dict(vb.model[0].state_dict()),
@@ -633,10 +634,10 @@ def test_a_copy_does_not_compute_with_the_planes_of_the_original(kernel_on_cpu):
 def test_layers_get_planes_that_stay_once_and_again_when_they_lie_elsewhere(format, monkeypatch):
     model = wrapped(torch.nn.Sequential(Block())).model
     layer, layout, pages = model[0].inner, tile_layout(format, (128, 128)), []
-    monkeypatch.setattr(layer.handle, "kernel", "triton")
+    monkeypatch.setattr(layer.handle, "shows_planes", True)
     memory = [new_page(layout) for _ in range(2)]
     for page in (memory[0], memory[0], memory[1]):
-        layer.handle._make_ready(WeightPlanes(format, (128, 128), torch.bfloat16, unpack(page, layout)))
+        fixed.keep(layer.handle, WeightPlanes(format, (128, 128), torch.bfloat16, unpack(page, layout)))
         pages.append(layer._vb_page)
         assert layer._vb_page.data_ptr() == page.data_ptr() and layer._vb_form == f"{format} 128 128 bfloat16 cpu"
     assert pages[0] is pages[1] is not pages[2]

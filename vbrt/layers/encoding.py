@@ -1,0 +1,103 @@
+"""Turns a dense weight into the planes of its format, in the order that the kernels read, and back."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from vbrt.errors import FormatError
+from vbrt.formats import get_format
+from vbrt.formats.fine import fine_layout, split_fine
+from vbrt.formats.page import PageLayout
+from vbrt.formats.separation import Separation
+from vbrt.kernels import PageOrder
+from vbrt.layers.spec import HandleSpec
+
+__all__ = ["Encoder", "Planes", "strides_of"]
+
+Planes = Sequence[tuple[PageLayout, Mapping[str, torch.Tensor]]]
+"""Planes of a weight on their way into pages, or out of them."""
+
+
+class Encoder:
+    """Encodes weights of one spec on one device.
+
+    Attributes:
+        separation: the fitted codebook, where the format has one.
+        packing: the order in which the kernels read a coarse page, or None: as the format encodes it.
+        fallbacks: reasons why a weight is not in that order are appended here.
+    """
+
+    def __init__(
+        self, spec: HandleSpec, device: torch.device, separation: Separation | None, fallbacks: list[str]
+    ) -> None:
+        self.spec, self.device, self.separation, self.fallbacks = spec, device, separation, fallbacks
+        self.format = get_format(spec.format)
+        self.packing: PageOrder | None = None
+
+    def split(self, weight: torch.Tensor) -> Planes:
+        """The planes of a weight in the module's orientation; nothing is stored.
+
+        Raises:
+            FormatError: NaN, Inf, or a weight without data, with the layer's name.
+        """
+        name = self.spec.name
+        if weight.is_meta:
+            raise FormatError(
+                f"{name}: its weight is on the meta device, without data; load it first "
+                "(load_state_dict(..., assign=True))"
+            )
+        try:
+            return self._split(weight.detach().to(self.device, self.spec.dtype))
+        except FormatError as error:
+            raise FormatError(f"{name}: {error}; exclude the layer (weights.exclude) or repair it") from error
+
+    def _split(self, weight: torch.Tensor) -> Planes:
+        spec = self.spec
+        if spec.format == "dense":
+            return [(self.format.layout(tuple(weight.shape), spec.dtype), self.format.encode(weight))]
+        w_NK = weight.t().contiguous() if spec.transposed else weight
+        coarse = self.separation.encode(w_NK) if self.separation else self.format.encode(w_NK)
+        planes = [self._coarse_page(coarse)]
+        if spec.fine:
+            fine = split_fine(w_NK, coarse, self.format)
+            planes.append((fine_layout(fine), fine))
+        return planes
+
+    def _coarse_page(self, coarse: dict[str, torch.Tensor]) -> tuple[PageLayout, dict[str, torch.Tensor]]:
+        """In the order that the kernel reads fastest, where it has one and that is exact."""
+        spec = self.spec
+        tensors = self.packing.pack(coarse, spec.shape) if self.packing else None
+        if tensors is not None:
+            return self.packing.layout(spec.shape), tensors
+        if self.packing:
+            self.fallbacks.append(
+                f"{spec.name}: its block scales lie too far apart for the kernels' order; "
+                "decoded and multiplied in plain torch"
+            )
+        return self.format.layout(spec.shape, spec.dtype), coarse
+
+    def from_encoded(self, planes: Mapping[str, dict[str, torch.Tensor]]) -> Planes:
+        """Planes to store, from encoded tensors by name of the plane."""
+        spec = self.spec
+        if spec.format == "dense":
+            return [(self.format.layout(spec.weight_shape, spec.dtype), planes["dense"])]
+        coarse = {name: t.to(self.device) if self.packing else t for name, t in planes["coarse"].items()}
+        fine = [(fine_layout(planes["fine"]), planes["fine"])] if spec.fine else []
+        return [self._coarse_page(coarse), *fine]
+
+    def encoded_layout(self, layout: PageLayout) -> PageLayout:
+        """The layout of a stored plane as the format encodes it."""
+        return self.format.layout(self.spec.shape, self.spec.dtype) if self._is_packed(layout) else layout
+
+    def unpacked(self, layout: PageLayout, plane: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A stored plane as the format encodes it."""
+        return self.packing.unpack(plane, self.spec.shape) if self._is_packed(layout) else plane
+
+    def _is_packed(self, layout: PageLayout) -> bool:
+        return self.packing is not None and layout == self.packing.layout(self.spec.shape)
+
+
+def strides_of(weight: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides of a weight that is not contiguous and whose elements do not overlap; else None."""
+    plain = weight.is_contiguous() or torch._debug_has_internal_overlap(weight) == 1
+    return None if plain else weight.stride()
