@@ -81,14 +81,13 @@ class Phases:
                 return
             seen.add(phase)
 
-    def round(self) -> tuple[str, ...]:
+    def round(self, guess: Order) -> tuple[str, ...]:
         """Return the accesses of one round: the phases that recur from here, each followed by the one that follows it.
 
-        A phase that repeats itself counts up to four times. Phases that all have one order are one pass of it.
+        A phase that repeats itself counts up to four times; one without an order yet is expected to have the `guess`.
+        Phases that all have one order are one pass of it.
         """
-        orders = [(phase, self.orders[phase].keys) for phase in self._recurring() if phase in self.orders]
-        if not orders:
-            return ()
+        orders = [(phase, self.orders.get(phase, guess).keys) for phase in self._recurring()]
         if all(keys == orders[0][1] for _, keys in orders):
             return orders[0][1]
         return tuple(chain(*(keys * min(self._longest_run.get(p, 1), _MOST_REPEATS) for p, keys in orders)))
@@ -137,14 +136,30 @@ class Course:
         self._cursor = (self._cursor + jumped) % len(order.keys) + 1
         return late
 
-    def ends_as_expected(self, phase: str) -> bool:
-        """True if the pass under way is at the end of its order and one of the named phase should be next."""
-        return not self._cursor % max(1, len(self.order.keys)) and phase == self.phases.expected()
+    @property
+    def finished(self) -> bool:
+        """True if the pass under way is at the end of its order, or has none."""
+        return not self._cursor % max(1, len(self.order.keys))
 
-    def start(self, phase: str) -> None:
-        """Begin a pass of the named phase; the one before has been learned."""
-        self._cursor, self._guessed = 0, phase not in self.phases.orders
-        self.order = self.phases.orders.get(phase, self.order)
+    def start(self, phase: str, *, after_accesses: bool) -> bool:
+        """Begin a pass of the named phase; the one before has been learned.
+
+        Args:
+            phase: its name.
+            after_accesses: whether the pass before had any; else this one takes its place.
+
+        Returns:
+            Whether the pass goes by the order that was expected.
+        """
+        phases = self.phases
+        expected = phases.orders.get(phases.expected(), self.order)
+        if after_accesses:
+            phases.begin(phase)
+        else:
+            phases.replace(phase)
+        self._cursor, self._guessed = 0, phase not in phases.orders
+        self.order = phases.orders.get(phase, self.order)
+        return self.order is expected or self.order.keys == expected.keys
 
     def learn(self, current: tuple[str, ...]) -> tuple[bool, bool]:
         """Learn from the accesses of the pass that has ended.

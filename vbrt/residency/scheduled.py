@@ -235,19 +235,15 @@ class ScheduledPolicy(PolicyBase):
     def _end_pass(self, phase: str) -> None:
         """End the pass under way, learn from it, and begin one of the named phase."""
         current, pages, course = self._record.take(), self._pages, self._course
-        repeated = False
+        finished, repeated = course.finished, False
         if current:
-            if not course.ends_as_expected(phase):
-                pages.demote(pages.fresh, list(pages.fresh))  # what is staged comes late in the next pass
             repeated, learned = course.learn(current)
             if learned:
                 self._prune()
-            course.phases.begin(phase)
         elif phase == course.phases.current:
             return
-        else:
-            course.phases.replace(phase)
-        course.start(phase)
+        if not course.start(phase, after_accesses=bool(current)) or not finished:
+            pages.demote(pages.fresh, list(pages.fresh))  # what is staged comes late in this pass
         self._divide_round()
         if repeated and self._rings.settle(self._round, self._division, self.capacity_bytes):
             self._divide()
@@ -266,7 +262,7 @@ class ScheduledPolicy(PolicyBase):
         phases = self._course.phases
         if not phases.changed:
             return
-        expected, phases.changed = phases.round(), False
+        expected, phases.changed = phases.round(self._course.order), False
         if expected and expected != self._round:
             self._round = expected
             self._prune()
