@@ -155,5 +155,5 @@ def test_an_unmarked_pass_without_a_recurring_start_stays_bounded():
         policy.begin_pass()
         policy.access(f"generation{turn}", 1)
         policy.ahead()
-        policy.forget(f"generation{turn}")
+        policy.remove(f"generation{turn}")
     assert len(policy._sizes) < 10 and len(policy._gone) < 10

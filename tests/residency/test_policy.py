@@ -97,8 +97,8 @@ def test_no_room_beside_busy_pages_changes_nothing(kind):
 def test_a_forgotten_page_is_a_miss_again(kind):
     policy = make_policy(kind, 3)
     policy.access("a", 2)
-    policy.forget("a")
-    policy.forget("never there")
+    policy.remove("a")
+    policy.remove("never there")
     assert policy.resident_bytes == 0 and policy.resident() == ()
     assert not policy.access("a", 2).hit
 
@@ -111,7 +111,7 @@ def test_a_forgotten_page_is_not_fetched_ahead_until_it_is_accessed():
             policy.access(key, 1)
     policy.begin_pass()
     policy.access("a", 1)
-    policy.forget("b")
+    policy.remove("b")
     assert [decision.key for decision in policy.ahead(busy="a")] == ["c", "d"]
     for key in "bcdef":
         policy.access(key, 1)

@@ -6,7 +6,7 @@ from itertools import chain
 from hypothesis import strategies as st
 
 from vbrt.residency.policy import Policy
-from vbrt.residency.simulate import PASS
+from vbrt.residency.simulate import Pass
 
 
 @dataclass(frozen=True)
@@ -15,16 +15,16 @@ class Workload:
 
     sizes: dict[str, int]
     passes: tuple[tuple[tuple[str, ...], ...], ...]
-    marks: tuple[bool, ...]  # which passes are marked
+    marks: tuple[str, ...]  # the phase of each pass; "" for one that is not marked
     room: int
     kind: str
     prefetch: int
 
     @property
     def trace(self) -> list:
-        """What `simulate` takes: leases, with PASS before each pass that is marked."""
+        """What `simulate` takes: leases, with `Pass` before each pass that is marked."""
         marked = zip(self.passes, self.marks, strict=True)
-        return [item for leases, mark in marked for item in ([PASS] if mark else []) + list(leases)]
+        return [item for leases, mark in marked for item in ([Pass(mark)] if mark else []) + list(leases)]
 
     @property
     def group(self) -> int:
@@ -57,9 +57,11 @@ def workloads(draw: st.DrawFn, *, most_pages: int = 8, most_passes: int = 7) -> 
 
 
 def _marks(passes: int) -> st.SearchStrategy:
-    """All, none, the first few (a model that is compiled then), or any."""
-    first = st.integers(0, passes).map(lambda n: (True,) * n + (False,) * (passes - n))
-    return st.one_of(st.just((True,) * passes), first, st.tuples(*[st.booleans()] * passes))
+    """All, none, the first few (a model that is compiled then), or any; of one phase or of several."""
+    first = st.integers(0, passes).map(lambda n: ("forward",) * n + ("",) * (passes - n))
+    one, several = st.sampled_from(["forward", ""]), st.sampled_from(["prompt", "decode", "mine", ""])
+    phases = [st.tuples(*[each] * passes) for each in (one, several)]
+    return st.one_of(st.just(("forward",) * passes), first, *phases)
 
 
 def _passes(layers: list) -> st.SearchStrategy:

@@ -29,10 +29,11 @@ from tests.residency.traces import Workload, workloads
 from tests.torture.interrupting import Interrupts, interrupted
 from vbrt.errors import FormatError, TierError
 from vbrt.formats.page import PageLayout, build_layout
+from vbrt.residency.counts import PhaseCounts
 from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.policy import Decision, Policy
 from vbrt.residency.scheduled import ScheduledPolicy
-from vbrt.residency.simulate import PASS, make_policy, simulate
+from vbrt.residency.simulate import PASS, Pass, make_policy, simulate
 from vbrt.tiers import Level, MemoryTier, Owner, SsdTier, TierStack, detached_stack
 from vbrt.tiers.slots import State
 
@@ -97,9 +98,9 @@ class ScriptedPolicy(LRUPolicy):
             decisions.append(Decision(key, hit=False, evict=victims, prefetched=True))
         return decisions
 
-    def _leave(self, key):
+    def _evict(self, key):
         self.unused.discard(key)
-        super()._leave(key)
+        super()._evict(key)
 
 
 class SlowSsd(SsdTier):
@@ -194,8 +195,8 @@ def use(stack: TierStack, *keys: str) -> None:
 
 def run(stack: TierStack, trace: Iterable) -> None:
     for item in trace:
-        if item is PASS:
-            stack.begin_pass()
+        if isinstance(item, Pass):
+            stack.begin_pass(item.phase)
         else:
             use(stack, *item)
 
@@ -281,6 +282,7 @@ def live(load: Workload, ssd: Callable[[Path], SsdTier] = lambda root: SsdTier(r
         within(60, lambda: run(add_all(stack, load.sizes), load.trace))
         assert_at_rest(stack)
         assert_counts(stack, counts)
+        assert stack.phases() == {phase: of for phase, of in counts.phases.items() if of != PhaseCounts()}
         if not load.prefetch or load.kind == "lru":
             moved = sum(page.bytes_moved["ssd>cpu"] for page in stack.pages.values())
             assert moved == counts.bytes_in * UNIT
@@ -384,7 +386,9 @@ def placed_workloads(draw: st.DrawFn) -> tuple[Workload, dict[str, str], int, st
 def live_in_three(placed, ssd: Callable[[Path], SsdTier]) -> None:
     load, homes, far, far_kind = placed
     live_there = {tier: sum(load.sizes[key] for key in homes if homes[key] == tier) for tier in ("near", "far")}
-    moving = [item if item is PASS else tuple(key for key in item if homes[key] != "near") for item in load.trace]
+    moving = [
+        item if isinstance(item, Pass) else tuple(key for key in item if homes[key] != "near") for item in load.trace
+    ]
     counts = simulate(load.kind, moving, load.room, sizes=load.sizes, prefetch=load.prefetch, group=load.group)
     options = {"prefetch": load.prefetch, "group": load.group}
     levels = [
@@ -395,10 +399,13 @@ def live_in_three(placed, ssd: Callable[[Path], SsdTier]) -> None:
         stack = add_all(TierStack(levels, ssd(Path(root))), load.sizes, homes)
         within(60, lambda: run(stack, load.trace))
         assert_at_rest(stack)
+        missed = {phase: (of.passes, of.misses, of.prefetched) for phase, of in stack.phases().items()}
         for page in stack.pages.values():
             if page.home == 0:
                 page.hits = 0
         assert_counts(stack, counts)
+        for phase, of in counts.phases.items():
+            assert missed.get(phase, (0, 0, 0)) == (of.passes, of.misses, of.prefetched)
         assert set(stack.pages) == set(load.sizes)
         stack.close()
         assert [level.tier.held_bytes for level in levels] == [0, 0] and os.listdir(root) == []
@@ -545,7 +552,7 @@ def test_a_page_demanded_again_while_its_doomed_copy_is_in_flight_is_read_again(
     assert ssd.began["b"].wait(30)
     with stack.guard.lock:
         stack.levels[0].evict("b")
-        policy.forget("b")
+        policy.remove("b")
     ssd.began["b"].clear()
     with in_background(lambda: use(stack, "b")):
         assert ssd.began["b"].wait(30)
@@ -1174,7 +1181,7 @@ def test_a_copy_in_a_slot_makes_way_for_a_lease_that_needs_the_room(tmp_path):
     )
     run(stack, [PASS, ("a",), ("b",), ("a",), PASS, ("a",), ("b",), ("a",)])
     stack.levels[0].policy._division = stack.levels[0].policy._division._replace(pins=frozenset(), slot_bytes=3 * UNIT)
-    stack.levels[0].policy.forget("a")
+    stack.levels[0].policy.remove("a")
     with stack.guard.lock:
         stack.levels[0].evict("a")
     run(stack, [("a",)])

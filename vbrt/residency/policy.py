@@ -64,7 +64,7 @@ class Policy(Protocol):
     def ahead(self, busy: Collection[str] = ()) -> Sequence[Decision]:
         """Return the pages to stage now, before they are demanded."""
 
-    def forget(self, key: str) -> None:
+    def remove(self, key: str) -> None:
         """Note that the page is gone (retired, or its load failed): it is not resident, and is not staged until it is
         accessed again."""
 
@@ -97,7 +97,7 @@ class PolicyBase(ABC):
         """Return the pages to stage now: none."""
         return ()
 
-    def forget(self, key: str) -> None:
+    def remove(self, key: str) -> None:
         """Note that the page is gone."""
         self._evict(key)
 

@@ -152,7 +152,7 @@ class ScheduledPolicy(PolicyBase):
                     break
         return decisions
 
-    def forget(self, key: str) -> None:
+    def remove(self, key: str) -> None:
         """Note that the page is gone."""
         self._evict(key)
         self._gone.add(key)

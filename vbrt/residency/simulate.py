@@ -4,11 +4,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from vbrt.residency.counts import PhaseCounts
 from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.policy import FORWARD, Policy
 from vbrt.residency.scheduled import ScheduledPolicy
 
-__all__ = ["PASS", "Pass", "PhaseCounts", "Simulation", "make_policy", "simulate"]
+__all__ = ["PASS", "Pass", "Simulation", "make_policy", "simulate"]
 
 _KINDS: dict[str, Callable[..., Policy]] = {
     "lru": lambda capacity_bytes, **ahead: LRUPolicy(capacity_bytes),
@@ -32,22 +33,6 @@ def make_policy(kind: str, capacity_bytes: int, *, prefetch: int = 2, group: int
     if kind not in _KINDS:
         raise ValueError(f"policy.kind = {kind!r}; expected 'lru' or 'scheduled'")
     return _KINDS[kind](capacity_bytes, prefetch=prefetch, group=group)
-
-
-@dataclass(slots=True)
-class PhaseCounts:
-    """Passes of one phase and their accesses. A prefetched access is a miss, too."""
-
-    passes: int = 0
-    hits: int = 0
-    misses: int = 0
-    prefetched: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """Hits over accesses; 0.0 without any access."""
-        accesses = self.hits + self.misses
-        return self.hits / accesses if accesses else 0.0
 
 
 @dataclass(slots=True)

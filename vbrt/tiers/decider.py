@@ -14,11 +14,13 @@ from collections.abc import Collection, Sequence
 import torch
 
 from vbrt.errors import TierError
+from vbrt.residency.counts import PhaseCounts
 from vbrt.residency.policy import Decision
 from vbrt.tiers.guard import LOOK_SECONDS
 from vbrt.tiers.lease import Lease
 from vbrt.tiers.ledger import Ledger
 from vbrt.tiers.mover import Mover
+from vbrt.tiers.passes import Passes
 from vbrt.tiers.slots import Level, Page, Slot, State
 
 __all__ = ["Decider"]
@@ -30,17 +32,27 @@ class Decider:
     def __init__(self, ledger: Ledger, mover: Mover) -> None:
         self._ledger, self._mover, self._guard = ledger, mover, ledger.guard
         self._levels, self._pages, self._top = ledger.levels, ledger.pages, ledger.levels[0]
+        self._passes = Passes()
 
     # -- passes, pages that go ----------------------------------------------------------------------------------------
 
-    def begin_pass(self) -> None:
-        """Tell every policy that the next lease starts a new pass over the model."""
+    def begin_pass(self, phase: str, *, backward: str) -> None:
+        """Tell every policy that the next lease starts a new pass over the model, of the named phase."""
         with self._guard.entered:
             self.catch_up()
             self._ledger.begin()
-            for level in self._levels:
-                level.policy.begin_pass()
+            self._begin_pass(phase, backward)
             self._guard.deciding = False
+
+    def _begin_pass(self, phase: str, backward: str = "") -> None:
+        self._passes.begin(phase, self._pages.values(), backward=backward)
+        for level in self._levels:
+            level.policy.begin_pass(phase)
+
+    def phases(self) -> dict[str, PhaseCounts]:
+        """Return the counts of each phase."""
+        with self._guard.entered:
+            return self._passes.counts(self._pages.values())
 
     def catch_up(self) -> None:
         """Release lost leases and retire the pages that have no owner any more. Call it under the lock."""
@@ -63,11 +75,12 @@ class Decider:
         """Take a page out of every tier. Call it under the lock."""
         for level in self._levels:
             if level.index < page.home:
-                level.policy.forget(page.key)
+                level.policy.remove(page.key)
             if page.key in level.slots:
                 level.evict(page.key)
         if page.home == len(self._levels):
             self._ledger.ssd.drop(page.key)
+        self._passes.retire(page)
         del self._pages[page.key]  # no call in between
         self._ledger.travellers -= page.home > 0
 
@@ -94,6 +107,8 @@ class Decider:
                     ledger.recover()
                 if self._has_room(pages) or (self._evict_whole_slots(pages) and self._has_room(pages)):
                     guard.deciding = True
+                    if self._passes.backward and _in_backward():
+                        self._begin_pass(self._passes.backward)
                     self._admit(lease, pages)
                     if len(ledger.names) > 1:
                         self._look_ahead()
@@ -154,7 +169,7 @@ class Decider:
         for page in pages:
             slot = top.slots.get(page.key)
             if slot is not None and slot.charge > page.nbytes and not slot.holders:
-                top.policy.forget(page.key)
+                top.policy.remove(page.key)
                 top.evict(page.key)
                 evicted = True
         self._guard.deciding = False
@@ -188,7 +203,7 @@ class Decider:
 
     def _admit(self, lease: Lease, pages: Sequence[Page]) -> None:
         """Decide on every page; what is missing is filled by whoever needs it first."""
-        top = self._top
+        top, counts = self._top, self._passes.current
         busy = top.leased.union(page.key for page in pages if page.home)
         for page in pages:
             slot, decision = self._find(0, page, busy)
@@ -201,6 +216,8 @@ class Decider:
             else:
                 page.misses += 1
                 page.prefetched += decision.prefetched
+                counts.misses += 1
+                counts.prefetched += decision.prefetched
 
     def _find(self, index: int, page: Page, busy: Collection[str]) -> tuple[Slot, Decision]:
         level = self._levels[index]
@@ -231,8 +248,13 @@ class Decider:
                 if page is None or self._blocked(page, level.index):
                     for key in decision.evict:
                         level.evict(key)
-                    level.policy.forget(decision.key)
+                    level.policy.remove(decision.key)
                     continue
                 slot = self._place(level, page, decision)
                 if slot.state is State.QUEUED:
                     self._mover.stage(slot)
+
+
+def _in_backward() -> bool:
+    """True if autograd's engine runs this thread's computation."""
+    return torch._C._current_graph_task_id() != -1

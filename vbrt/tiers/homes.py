@@ -126,7 +126,7 @@ class Homes:
         known = page.key in ledger.pages
         moved = {f"{low}>{high}": 0 for high, low in pairwise(ledger.names[: home + 1])} | page.bytes_moved
         for level in ledger.levels[home : page.home]:
-            level.policy.forget(page.key)
+            level.policy.remove(page.key)
             if page.key in level.slots:
                 level.evict(page.key)
         slots = {} if slot is None else slot.level.slots

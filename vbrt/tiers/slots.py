@@ -231,7 +231,7 @@ class Level:
         if slot.doomed:
             self.free(slot)
         elif slot.state is State.QUEUED:  # nobody is going to fill it
-            self.policy.forget(slot.page.key)
+            self.policy.remove(slot.page.key)
             self.evict(slot.page.key)
         else:
             self.leased.discard(slot.page.key)
@@ -254,7 +254,7 @@ class Level:
         self.pending.pop(slot, None)
         self.release_source(slot)
         if self.slots.get(key) is slot:
-            self.policy.forget(key)
+            self.policy.remove(key)
             self.leased.discard(key)
             del self.slots[key]
         self._free_buffer(slot)

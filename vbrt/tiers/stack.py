@@ -16,7 +16,9 @@ import torch
 
 from vbrt.errors import TierError
 from vbrt.formats.page import PageLayout
+from vbrt.residency.counts import PhaseCounts
 from vbrt.residency.lru import LRUPolicy
+from vbrt.residency.policy import FORWARD
 from vbrt.tiers.decider import Decider
 from vbrt.tiers.fork import follow
 from vbrt.tiers.homes import Homes
@@ -184,9 +186,18 @@ class TierStack:
         self.ledger.captured = True
         return True
 
-    def begin_pass(self) -> None:
-        """Start a new pass over the model with the next lease."""
-        self.decider.begin_pass()
+    def begin_pass(self, phase: str = FORWARD, *, backward: str = "") -> None:
+        """Start a new pass over the model with the next lease.
+
+        Args:
+            phase: "prompt", "decode", "forward" or any other name; each has an order that policies learn.
+            backward: the phase that begins with the first lease within autograd's backward; none by default.
+        """
+        self.decider.begin_pass(phase, backward=backward)
+
+    def phases(self) -> dict[str, PhaseCounts]:
+        """Return passes, hits and misses of each phase. Accesses between two passes count for the first."""
+        return self.decider.phases()
 
     def lease(self, keys: Sequence[str]) -> Lease:
         """Borrow pages in the top tier: `with stack.lease(keys) as tensors` yields one dict of views for each key.

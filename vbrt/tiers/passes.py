@@ -1,0 +1,51 @@
+"""The pass under way: its phase, and what is counted for each phase."""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from vbrt.residency.counts import PhaseCounts
+from vbrt.residency.policy import FORWARD
+from vbrt.tiers.slots import Page
+
+__all__ = ["Passes"]
+
+
+class Passes:
+    """Phases and their counts; written under the guard of the stack.
+
+    Hits are counted by pages, also where pages are used without a lease; whoever changes the phase pays for the sum.
+
+    Attributes:
+        current: counts of the phase under way; misses are added there.
+        backward: the phase that the first lease within autograd's backward begins; "" for none.
+    """
+
+    def __init__(self) -> None:
+        self.phase, self.backward = FORWARD, ""
+        self.current = PhaseCounts()
+        self._of_phase = {FORWARD: self.current}
+        self._earlier_hits = 0  # hits of pages up to the phase under way
+        self._retired_hits = 0  # hits of pages that are gone
+
+    def begin(self, phase: str, pages: Collection[Page], *, backward: str = "") -> None:
+        """Begin a pass of the named phase."""
+        if phase != self.phase:
+            hits = self._new_hits(pages)
+            self.current.hits += hits
+            self._earlier_hits += hits
+            self.phase, self.current = phase, self._of_phase.setdefault(phase, PhaseCounts())
+        self.current.passes += 1
+        self.backward = backward
+
+    def retire(self, page: Page) -> None:
+        """Keep the hits of a page that goes."""
+        self._retired_hits += page.hits
+
+    def counts(self, pages: Collection[Page]) -> dict[str, PhaseCounts]:
+        """Return the counts of every phase that has had passes or accesses, up to now."""
+        now = {phase: replace(counts) for phase, counts in self._of_phase.items()}
+        now[self.phase].hits += self._new_hits(pages)
+        return {phase: counts for phase, counts in now.items() if counts != PhaseCounts()}
+
+    def _new_hits(self, pages: Collection[Page]) -> int:
+        return self._retired_hits + sum([page.hits for page in pages]) - self._earlier_hits
