@@ -9,6 +9,7 @@ import zlib
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads warn about every fork
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the core that another worker needs
 os.environ.pop("COLUMNS", None)  # the width of what is printed, which pytest-xdist sets
 
 import pytest

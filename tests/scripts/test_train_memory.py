@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from scripts.lm import LanguageModel, Options, Shape
-from scripts.train_memory import Case, estimate_bytes, ladder_table, measure, rungs
+from scripts.train_memory import Case, Rung, _on_cpu, estimate_bytes, ladder_table, measure, rungs
 
 SHAPE = Shape(layers=4, width=128, heads=4, context=256)
 
@@ -35,9 +35,21 @@ def ladder(case: Case) -> list:
     return [measure(name, rung) for name, rung in rungs(case)]
 
 
-def test_each_rung_takes_what_was_estimated_and_less_than_the_one_before():
-    case = Case(SHAPE, 8, Options())
-    measured = ladder(case)
+def ladder_here(case: Case) -> list:
+    """The same without a process for each rung, which takes longer to start than to measure."""
+    return [Rung(name, estimate_bytes(rung), *_on_cpu(rung)) for name, rung in rungs(case)]
+
+
+@pytest.mark.parametrize(
+    ("run", "case"),
+    [
+        (ladder_here, Case(dataclasses.replace(SHAPE, width=64), 2, Options())),
+        pytest.param(ladder, Case(SHAPE, 8, Options()), marks=pytest.mark.exhaustive),
+    ],
+    ids=["small", "large"],
+)
+def test_each_rung_takes_what_was_estimated_and_less_than_the_one_before(run, case):
+    measured = run(case)
     for rung in measured:
         assert rung.peak_bytes == pytest.approx(rung.estimated_bytes, rel=0.25), rung
     plain, mixed, flash, checkpointing, _ = (rung.peak_bytes for rung in measured)
@@ -47,6 +59,11 @@ def test_each_rung_takes_what_was_estimated_and_less_than_the_one_before():
     rows = [line for line in file.getvalue().splitlines() if re.search(r"\d×", line)]
     assert len(rows) == 5 and "+ flash attention" in rows[2] and "1.00×" in rows[0]
     assert "\x1b" not in file.getvalue()
+
+
+def test_a_rung_is_measured_in_a_process_of_its_own():
+    case = Case(Shape(layers=1, width=32, heads=1, context=32), 2, Options())
+    assert measure("fp32", case).peak_bytes == pytest.approx(_on_cpu(case)[0], rel=0.01)
 
 
 @pytest.mark.gpu
