@@ -45,6 +45,7 @@ __all__ = [
     "linear_on_weight",
     "linear_without_grad",
     "precision",
+    "precision_notes",
     "refuse_coarse",
 ]
 
@@ -58,6 +59,7 @@ class _Pass(threading.local):
 
 
 _pass = _Pass()
+_drafted = False  # whether a coarse pass has begun in this process
 
 
 class precision:  # a context manager, used like a function
@@ -86,6 +88,8 @@ class precision:  # a context manager, used like a function
                 f'precision("{self.name}") within a function that torch.compile traces: graphs follow the precision '
                 "of the call, enter the block outside of the function"
             )
+        global _drafted
+        _drafted = _drafted or self.name == "coarse"
         self._before.append(_pass.precision)
         _pass.precision = self.name
         return self
@@ -98,6 +102,13 @@ def _kernels(handle: "WeightHandle") -> Kernels:
     """The kernels for the planes that this pass takes of a weight."""
     kernels = handle.kernels or handle.take_kernels()
     return handle.coarse_kernels if kernels.spec.fine and _pass.precision == "coarse" else kernels
+
+
+def precision_notes(handle: "WeightHandle") -> list[str]:
+    """For statistics: that coarse passes, once there has been one, compute a layer in full."""
+    if not _drafted or handle.spec.format != "dense":
+        return []
+    return ['precision("coarse"): layers that are held dense have no coarse plane and compute in full']
 
 
 def refuse_coarse(handle: "WeightHandle", what: str) -> None:

@@ -24,7 +24,7 @@ from vbrt.formats.base import WeightPlanes
 from vbrt.formats.page import PageLayout, new_page, pack, unpack
 from vbrt.formats.separation import Separation
 from vbrt.kernels import resolves_late
-from vbrt.layers.compute import decoded_weight
+from vbrt.layers.compute import decoded_weight, precision_notes
 from vbrt.layers.encoding import Encoder, Planes, strides_of
 from vbrt.layers.graphs import GraphTiles, show_to_graphs
 from vbrt.layers.pickling import from_pickle, to_pickle
@@ -125,9 +125,9 @@ class WeightHandle:
         return kernels
 
     def all_fallbacks(self) -> list[str]:
-        """`fallbacks`, and the reason why the vendor's matmul of rounded weights refused this shape, if it did."""
+        """`fallbacks`, and what forwards have shown: a shape that the vendor refuses, no coarse plane for a draft."""
         refusal = vendor_refusal(self.spec, self.device)
-        return [*self.fallbacks, refusal] if refusal else self.fallbacks
+        return [*self.fallbacks, *([refusal] if refusal else []), *precision_notes(self)]
 
     def retype(self, dtype: torch.dtype) -> None:
         """Follow a cast of the layers: the dtype to compute in and show, and, while empty, to store."""
