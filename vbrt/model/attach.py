@@ -1,56 +1,92 @@
 """From a model and a config to VB layers on a runtime, in place."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from torch import nn
 
 from vbrt.config import VBConfig
 from vbrt.layers import HandleSpec, SwappedLayer, TrainedWeight, WeightHandle, layer_class, shed
-from vbrt.model.attachment import Attachment
+from vbrt.model.attachment import Attachment, Terms
 from vbrt.model.machine import check_ssd_directory
 from vbrt.model.passes import remove_pass_hooks
 from vbrt.model.planner import make_plan
 from vbrt.model.runtime import Runtime
 from vbrt.model.trained import TrainingAttachment
-from vbrt.residency.plan import Plan
+from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.site import ROOT
 
 __all__ = ["Original", "attach", "plan_for"]
 
 
-def plan_for(model: nn.Module, config: VBConfig) -> Plan:
-    """Return the plan of a model on this machine, whose ssd directory is tried first.
+def plan_for(
+    model: nn.Module, config: VBConfig, runtime: Runtime | None = None, *, saved: Sequence[Swap] | None = None
+) -> Plan:
+    """Return the plan of a model on this machine, beside the models on `runtime`; tries the ssd directory first.
+
+    Args:
+        config: with the tiers and the policy of the runtime, see `shared_config`.
+        saved: see `make_plan`.
 
     Raises:
         ConfigError, TierError, WrapError: as `vbrt.wrap`.
     """
+    if runtime is not None:
+        runtime.check_open("attach")
+        return make_plan(model, config, saved=saved, beside=runtime.beside)
     check_ssd_directory(config)
-    return make_plan(model, config)
+    return make_plan(model, config, saved=saved)
 
 
-def attach(model: nn.Module, config: VBConfig, plan: Plan | None = None) -> Attachment:
-    """Swap a model's layers in place, on a runtime of its own; nothing is encoded before their first forward.
+def attach(
+    model: nn.Module, config: VBConfig, plan: Plan | None = None, *, runtime: Runtime | None = None, name: str = ""
+) -> Attachment:
+    """Swap a model's layers in place; nothing is encoded before their first forward.
 
     The model keeps its attachment alive; the attachment does not keep the model alive. If anything fails, the model
-    is as it was.
+    is as it was, and so are the other models on the runtime.
 
     Args:
         plan: one that was made for this model under this config, and nothing has changed since; by default a new one.
+        runtime: of models that share their tiers, budgets and policy with this one; by default a new one.
+        name: of the model on the runtime; by default that of its class.
 
     Raises:
         ConfigError, TierError, WrapError: as `vbrt.wrap`.
     """
-    plan = plan_for(model, config) if plan is None else plan
-    original, runtime = Original(model), Runtime.of_plan(plan, config)
+    if runtime is None:
+        plan = plan_for(model, config) if plan is None else plan
+        runtime = Runtime.of_plan(plan, config)
+        try:
+            return _attach(model, runtime, Terms(config, plan, runtime.free_name(name or type(model).__name__)))
+        except BaseException:
+            runtime.stack.close()
+            raise
+    with runtime.stack.encoding:  # no page is added, and no other model attached, meanwhile
+        plan = plan_for(model, config, runtime) if plan is None else plan
+        name = runtime.free_name(name or type(model).__name__)
+        with runtime.homes_kept_on_failure():
+            return _attach(model, runtime, Terms(config, plan, name, f"{name}/"))
+
+
+def _attach(model: nn.Module, runtime: Runtime, terms: Terms) -> Attachment:
+    original, attachment, config = Original(model), None, terms.settings
     try:
-        specs = [HandleSpec.of(swap, config) for swap in plan.swaps]
+        specs = [HandleSpec.of(swap, config) for swap in terms.plan.swaps]
+        specs = [replace(spec, name=terms.prefix + spec.name) for spec in specs]
         kind, handles = Attachment, []
         if config.mode == "train":
             kind, handles = TrainingAttachment, list(map(TrainedWeight, specs))
         else:
             handles = [WeightHandle(spec, runtime.stack) for spec in specs]
-        return kind(model, runtime, (config, plan), _swap_layers_(model, plan, handles, config.mode))
+        attachment = kind(model, runtime, terms, _swap_layers_(model, terms.plan, handles, config.mode))
+        if terms.prefix:
+            runtime.place_pages()
+        return attachment
     except BaseException:
+        if attachment is not None:
+            attachment.closed = True
         original.restore_()
-        runtime.stack.close()
         raise
 
 

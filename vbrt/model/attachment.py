@@ -20,11 +20,22 @@ from vbrt.model.snapshot import layer_stats, stack_fallbacks, tier_stats
 from vbrt.report.progress import with_progress
 from vbrt.report.stats import LayerStats, Stats
 from vbrt.report.timeline import TimelineTotals, check_timeline_path
-from vbrt.residency.plan import Plan, Swap
+from vbrt.residency.plan import PageSpec, Plan, Swap
 from vbrt.residency.site import ROOT
 from vbrt.tiers import Recorder, TierStack
 
-__all__ = ["Attachment", "Seed"]
+__all__ = ["Attachment", "Terms"]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What was decided for one model: its config and plan, its name on the runtime, and its `prefix`: what page keys,
+    errors and phases have before the names of its layers. The model that a runtime was built for has none."""
+
+    settings: VBConfig
+    plan: Plan
+    name: str
+    prefix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +44,7 @@ class Seed:
 
     kind: type["Attachment"]
     runtime: Runtime
-    name: str
-    settings: VBConfig
-    plan: Plan
+    terms: Terms
     names: tuple[str, ...]
     timed: TimelineTotals | None
     closed: bool
@@ -43,7 +52,8 @@ class Seed:
     def attach_to(self, model: nn.Module) -> "Attachment":
         """Attach a copied model, whose layers are VB layers already."""
         layers = {name: model.get_submodule("" if name == ROOT else name) for name in self.names}
-        attachment = self.kind(model, self.runtime, (self.settings, self.plan), layers, name=self.name)
+        terms = replace(self.terms, name=self.runtime.free_name(self.terms.name))
+        attachment = self.kind(model, self.runtime, terms, layers)
         attachment.timed, attachment.closed = self.timed, self.closed
         return attachment
 
@@ -54,29 +64,24 @@ class Attachment:
     Attributes:
         runtime: shared with the other models on it.
         name: of the model on the runtime.
-        closed: whether its planes are gone.
+        prefix: see `Terms`.
+        closed: True once its planes are gone.
+        passes: how many have begun.
         timed: totals of the last recording.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        runtime: Runtime,
-        decided: tuple[VBConfig, Plan],
-        layers: Mapping[str, SwappedLayer],
-        *,
-        name: str = "",
-    ) -> None:
-        self.runtime, self.name = runtime, runtime.free_name(name or type(model).__name__)
-        self._settings, self._plan = decided
+    def __init__(self, model: nn.Module, runtime: Runtime, terms: Terms, layers: Mapping[str, SwappedLayer]) -> None:
+        self.runtime, self._terms = runtime, terms
+        self.name, self.prefix = terms.name, terms.prefix
+        self._settings, self._plan = terms.settings, terms.plan
         self._model = weakref.ref(model)
         self._layers = {layer_name: weakref.ref(layer) for layer_name, layer in layers.items()}
         self._dense: dict[WeightHandle, nn.Parameter] = {}  # decoded by `detach`
         self.timed: TimelineTotals | None = None
+        self.passes = 0
         self.closed = False
         remove_pass_hooks(model)
-        self._hook = PassHook(self)
-        self._registered = model.register_forward_pre_hook(self._hook)
+        self._hook = model.register_forward_pre_hook(PassHook(self))
         runtime.add(self)
 
     # -- what it is ---------------------------------------------------------------------------------------------------
@@ -88,6 +93,11 @@ class Attachment:
         if model is None:
             raise WrapError(f"{self.name}: the model is gone; keep a reference to it for as long as it is used")
         return model
+
+    @property
+    def alive(self) -> bool:
+        """True if the model is there and its planes are not gone."""
+        return not self.closed and self._model() is not None
 
     @property
     def stack(self) -> TierStack:
@@ -111,6 +121,24 @@ class Attachment:
         """Name -> VB layer, tied names included; without those that have left the tiers to train."""
         found = {name: ref() for name, ref in self._layers.copy().items()}
         return {name: layer for name, layer in found.items() if isinstance(layer, SwappedLayer)}
+
+    def pages(self) -> list[tuple[WeightHandle, tuple[PageSpec, ...]]]:
+        """The pages of each weight: as they are stored, or as they are planned."""
+        layers, names, found = self.layers, self.stack.names, []
+        for swap in self._plan.swaps:
+            if swap.name in layers:
+                handle = layers[swap.name].handle
+                stored = [page for page in map(self.stack.pages.get, handle.keys) if page is not None]
+                specs = tuple(PageSpec(p.key, p.layout.plane, p.nbytes, names[p.home]) for p in stored)
+                planned = (replace(page, key=self.prefix + page.key) for page in swap.pages)
+                found.append((handle, specs or tuple(planned)))
+        return found
+
+    def assign_homes(self, homes: Mapping[str, str]) -> None:
+        """Have weights that are stored from now on live in these tiers, by page key; stored pages stay."""
+        for handle, pages in self.pages():
+            given = {page.plane: homes.get(page.key, page.home) for page in pages}
+            handle.spec = replace(handle.spec, homes=given)
 
     @property
     def lossless(self) -> bool:
@@ -160,19 +188,32 @@ class Attachment:
             fallbacks += layers[swap.name].handle.all_fallbacks()
         balance = self.runtime.balance
         fallbacks += balance.fallbacks if balance else []
-        shells = sum(swap.dense_bytes for swap in swaps if not layers[swap.name].materialized)
         return Stats(
             self._settings.policy.kind,
             stack.names[0],
-            self._hook.passes,
+            self.passes,
             {swap.name: self._layer_stats(swap, layers[swap.name]) for swap in swaps},
             tier_stats(stack),
             plan.dense_bytes,
             plan.kept_bytes,
-            stack.levels[0].tier.held_bytes + shells + plan.kept_bytes,
+            self._held_bytes() + self.unpaged_bytes,
             tuple(dict.fromkeys(fallbacks)),
             self.timed,
         )
+
+    @property
+    def unpaged_bytes(self) -> int:
+        """Bytes on the computing device outside the budgets: kept parameters and weights that are not encoded yet."""
+        layers = self.layers
+        shells = (swap for swap in self._plan.swaps if swap.name in layers and not layers[swap.name].materialized)
+        return sum(swap.dense_bytes for swap in shells) + self._plan.kept_bytes
+
+    def _held_bytes(self) -> int:
+        """Bytes of this model's pages in the top tier; all that the tier holds, if it is the only model."""
+        top = self.stack.levels[0]
+        if len(self.runtime.attachments) < 2:
+            return top.tier.held_bytes
+        return sum(page.nbytes for _, pages in self.pages() for page in pages if page.key in top.slots)
 
     def _layer_stats(self, swap: Swap, layer: VBLayer) -> LayerStats:
         return layer_stats(self.stack, swap, layer)
@@ -195,7 +236,7 @@ class Attachment:
             for hook in hooks:
                 hook.remove()
             timeline = recorder.stop()
-            self.timed = timeline.totals
+            self.timed = _of_model(timeline.totals, self.prefix)
             timeline.write(path)
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -209,7 +250,7 @@ class Attachment:
         for handle in self._dense:  # again, if Ctrl-C came in between
             handle.drop()
         self._dense.clear()
-        self._registered.remove()
+        self._hook.remove()
         self.close()
         return self.model
 
@@ -235,10 +276,15 @@ class Attachment:
 
     def seed(self) -> Seed:
         """Return what a copy of the model is attached with."""
-        names = tuple(self.layers)
-        return Seed(type(self), self.runtime, self.name, self._settings, self._plan, names, self.timed, self.closed)
+        return Seed(type(self), self.runtime, self._terms, tuple(self.layers), self.timed, self.closed)
 
 
 def _dense_bytes(layer: VBLayer) -> int:
     spec = layer.handle.spec
     return spec.shape[0] * spec.shape[1] * spec.dtype.itemsize
+
+
+def _of_model(totals: TimelineTotals, prefix: str) -> TimelineTotals:
+    """The totals with the layers of one model, under the names that they have in it."""
+    layers = {name.removeprefix(prefix): layer for name, layer in totals.layers.items() if name.startswith(prefix)}
+    return replace(totals, layers=layers)

@@ -11,6 +11,7 @@ from torch import nn
 
 from vbrt.kernels.watched import unwatched
 from vbrt.model.machine import release_host_memory
+from vbrt.residency.policy import FORWARD
 
 if TYPE_CHECKING:
     from vbrt.model.attachment import Attachment
@@ -23,13 +24,14 @@ class PassHook:
 
     Attributes:
         attachment: the model's place on its runtime; None in a model that was unpickled without one.
-        passes: how many have begun.
+        phase: of the passes that it marks; models on one runtime have phases, and so learned orders, of their own.
     """
 
     def __init__(self, attachment: "Attachment | None") -> None:
         self.attachment = attachment
         self.stack, self.runtime = (None, None) if attachment is None else (attachment.stack, attachment.runtime)
-        self.passes, self._rest_is_moved = 0, False
+        self.phase = FORWARD if attachment is None else f"{attachment.prefix}{FORWARD}"
+        self._rest_is_moved = False
 
     def __call__(self, model: nn.Module, args: tuple) -> None:
         if torch.compiler.is_compiling() or self.stack is None or self.stack.capturing():
@@ -39,12 +41,13 @@ class PassHook:
                 if not self._rest_is_moved:
                     move_rest_(model, self.stack.device)
                     self._rest_is_moved = True
-        if self.passes == 1:
+        passes = self.attachment.passes
+        if passes == 1:
             release_host_memory()  # dense weights were freed one by one during the first pass
-        if self.passes and self.runtime.balance is not None:
+        if passes and self.runtime.balance is not None:
             self.runtime.follow_free_memory()
-        self.passes += 1
-        self.stack.begin_pass()
+        self.attachment.passes = passes + 1
+        self.stack.begin_pass(self.phase)
 
     def __deepcopy__(self, memo: dict) -> "PassHook":
         return self

@@ -19,7 +19,7 @@ from vbrt.layers import HandleSpec, SwappedLayer
 from vbrt.layers.selection import planned_packing
 from vbrt.model.choice import choose, named_modules, nbytes_of, why_none
 from vbrt.model.machine import this_machine
-from vbrt.residency.plan import PageSpec, Plan, Skip, Swap, format_bytes, place
+from vbrt.residency.plan import Beside, PageSpec, Plan, Skip, Swap, format_bytes, place
 from vbrt.residency.site import ROOT
 
 __all__ = ["make_plan"]
@@ -34,6 +34,7 @@ def make_plan(
     *,
     charge_kept: bool = True,
     saved: Sequence[Swap] | None = None,
+    beside: Beside | None = None,
 ) -> Plan:
     """The plan for a model under a config on a machine (default: this one).
 
@@ -42,6 +43,7 @@ def make_plan(
         charge_kept: take what is not swapped off the memory that "auto" budgets share out. False shows by how much a
             model is too large.
         saved: the swaps of a saved model, without pages; they take the place of what the config would choose.
+        beside: what the model finds on a runtime that it shares with others; its budgets are taken as they are.
 
     Raises:
         WrapError: the model is wrapped already.
@@ -56,10 +58,10 @@ def make_plan(
     if config.mode == "train":
         return _training_plan(tuple(swaps), config, machine, modules, skipped)
     left = _after_wrapping(model, config, machine, skipped, charge_kept=charge_kept)
-    budgets = _budgets(config, left)
+    budgets, others = (_budgets(config, left), ()) if beside is None else (dict(beside.budgets), beside.layers)
     device = torch.device("cuda" if "gpu" in budgets else "cpu")
     layers = [_pages(swap, planned_packing(HandleSpec.of(swap, config), device)) for swap in swaps]
-    homes = _homes(layers, budgets, config, skipped)
+    homes = _homes([*others, *layers], budgets, config, skipped)
     placed = tuple(_placed(swap, pages, homes) for swap, pages in zip(swaps, layers, strict=True))
     notes = (*_idle_gpu(config, machine), *_notes(placed, config, modules, skipped))
     warnings = _kept_warning(placed, skipped, budgets, left) if placed else notes[-1:]

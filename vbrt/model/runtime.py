@@ -9,8 +9,9 @@ its plan, its layers and its passes, is an `Attachment`. The runtime refers to a
 as its model.
 """
 
+import contextlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,13 +23,16 @@ from vbrt.model.balance import GpuBalance
 from vbrt.model.machine import this_machine, with_freed
 from vbrt.model.snapshot import tier_stats
 from vbrt.model.stacks import attach_ssd, build_stack
-from vbrt.residency.plan import Plan
+from vbrt.report.stats import LayerStats, Stats
+from vbrt.residency.plan import Beside, PageSpec, Plan, place
 from vbrt.tiers import TierStack
 
 if TYPE_CHECKING:
     from vbrt.model.attachment import Attachment
 
 __all__ = ["Runtime"]
+
+_BESIDE = "beside: "  # no key of a plan begins so
 
 
 class Runtime:
@@ -45,6 +49,7 @@ class Runtime:
         self.stack, self.settings, self.budgets = stack, settings, dict(budgets)
         self.balance: GpuBalance | None = None
         self._attachments: dict[str, weakref.ref[Attachment]] = {}  # by name
+        self._dropped: weakref.WeakSet[WeightHandle] = weakref.WeakSet()  # handles of closed models
 
     @classmethod
     def of_plan(cls, plan: Plan, config: VBConfig) -> "Runtime":
@@ -70,7 +75,7 @@ class Runtime:
     def attachments(self) -> tuple["Attachment", ...]:
         """The models on this runtime that are alive and not closed."""
         found = (ref() for ref in self._attachments.copy().values())
-        return tuple(attachment for attachment in found if attachment is not None and not attachment.closed)
+        return tuple(attachment for attachment in found if attachment is not None and attachment.alive)
 
     def add(self, attachment: "Attachment") -> None:
         """Know one more model."""
@@ -82,6 +87,47 @@ class Runtime:
         names = (wanted if number == 1 else f"{wanted}-{number}" for number in range(1, len(taken) + 2))
         return next(name for name in names if name not in taken)
 
+    # -- several of them ----------------------------------------------------------------------------------------------
+
+    @property
+    def beside(self) -> Beside:
+        """What a further model finds here."""
+        layers = (layer for attachment in self.attachments for _, layer in attachment.pages())
+        renamed = (tuple(replace(page, key=f"{_BESIDE}{page.key}") for page in layer) for layer in layers)
+        return Beside(self.budgets, tuple(renamed))
+
+    @contextlib.contextmanager
+    def homes_kept_on_failure(self) -> Iterator[None]:
+        """In a `with` block that fails, give all pages the homes that they had before."""
+        before = {attachment: attachment.pages() for attachment in self.attachments}
+        try:
+            yield
+        except BaseException:
+            for attachment, layers in before.items():
+                attachment.assign_homes(_homes_of([layers]))
+            self.stack.rehome(_homes_of(before.values()))
+            raise
+
+    def place_pages(self) -> None:
+        """Give the pages of all models the homes that one plan for all of them gives them.
+
+        Raises:
+            ConfigError: the tiers are too small for all of them.
+            TierError: a page cannot be moved; see `homes_kept_on_failure`.
+        """
+        found = {attachment: attachment.pages() for attachment in self.attachments}
+        layers = [layer for layers in found.values() for _, layer in layers]
+        homes = place(layers, self.budgets, source=self.settings.source)
+        if "ssd" in homes.values():
+            self._open_ssd()
+        for attachment in found:
+            attachment.assign_homes(homes)
+        self.stack.rehome(homes)
+        for attachment in found:
+            attachment.forget_ready()
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
     def close_unused(self, dropped: set[WeightHandle]) -> None:
         """Free the pages of a model that was closed, and close the stack unless another model or a copy needs it.
 
@@ -89,10 +135,20 @@ class Runtime:
             dropped: handles of the closed model, which hold no pages any more.
         """
         self.stack.collect()
-        others = self.attachments or self.stack.pages or not dropped.issuperset(handles_in(self.stack))
+        self._dropped.update(dropped)
+        others = self.attachments or self.stack.pages or not self._dropped.issuperset(handles_in(self.stack))
         if self.stack.closed or not others:
             self.stack.close()
+        elif self.attachments:
+            self._use_freed_room()
         recycle.forget()
+
+    def _use_freed_room(self) -> None:
+        top = self.stack.names[0]
+        with contextlib.suppress(TierError):  # a page that cannot be read stays; whoever leases it is told
+            self.stack.set_budget(top, self.budgets[top])
+        for attachment in self.attachments:
+            attachment.forget_ready()
 
     def close(self) -> None:
         """Close every model and the tiers; idempotent. Weights that live in the tiers are gone."""
@@ -105,12 +161,34 @@ class Runtime:
         if self.stack.closed:
             raise WrapError(f"{what}: the runtime was closed with its last model; build a new one")
 
+    def stats(self) -> Stats:
+        """Return the counters of all models. Layers of models that came later are under the model's name."""
+        attachments, tiers = self.attachments, tier_stats(self.stack)
+        parts = [attachment.stats() for attachment in attachments]
+        layers: dict[str, LayerStats] = {}
+        for attachment, part in zip(attachments, parts, strict=True):
+            prefix = f"{attachment.name}/" if layers else attachment.prefix
+            layers |= {prefix + name: layer for name, layer in part.layers.items()}
+        top = self.stack.names[0]
+        return Stats(
+            self.settings.policy.kind,
+            top,
+            sum(part.passes for part in parts),
+            layers,
+            tiers,
+            sum(part.dense_bytes for part in parts),
+            sum(part.kept_bytes for part in parts),
+            tiers[top].held_bytes + sum(attachment.unpaged_bytes for attachment in attachments),
+            tuple(dict.fromkeys(reason for part in parts for reason in part.fallbacks)),
+        )
+
     # -- budgets ------------------------------------------------------------------------------------------------------
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of all pages of all models."""
-        return sum(attachment.plan.page_bytes for attachment in self.attachments)
+        """Bytes of all pages of all models, those that copies of a model share once."""
+        pages = {page.key: page.nbytes for a in self.attachments for _, layer in a.pages() for page in layer}
+        return sum(pages.values())
 
     @property
     def largest_layer_bytes(self) -> int:
@@ -190,6 +268,11 @@ class Runtime:
     def _used_bytes(self) -> int:
         """The part of the GPU budget that pages can use: giving up what no page needs would free nothing."""
         return min(self.budgets["gpu"], self.page_bytes)
+
+
+def _homes_of(models: Iterable[Iterable[tuple[object, tuple[PageSpec, ...]]]]) -> dict[str, str]:
+    """The home of each page of some models, as their attachments list them."""
+    return {page.key: page.home for layers in models for _, layer in layers for page in layer}
 
 
 def _with_tier(settings: VBConfig, config: VBConfig, tier: str) -> VBConfig:

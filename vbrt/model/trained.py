@@ -51,14 +51,7 @@ class TrainingAttachment(Attachment):
         kept_for_scales = sum(stats.plane_bytes.get("scales", 0) for stats in layers.values())
         dense_bytes, kept_bytes = self._plan.dense_bytes, self._plan.kept_bytes
         return Stats(
-            "none",
-            self.stack.names[0],
-            self._hook.passes,
-            layers,
-            {},
-            dense_bytes,
-            kept_bytes,
-            dense_bytes + kept_for_scales,
+            "none", self.stack.names[0], self.passes, layers, {}, dense_bytes, kept_bytes, dense_bytes + kept_for_scales
         )
 
     def _layer_stats(self, swap: Swap, layer: TrainedLayer) -> LayerStats:
@@ -69,7 +62,7 @@ class TrainingAttachment(Attachment):
         for layer in self.layers.values():
             layer.release_()
         self._layers.clear()
-        self._registered.remove()
+        self._hook.remove()
         self.close()
         return self.model
 

@@ -11,7 +11,7 @@ from vbrt.errors import ConfigError
 from vbrt.residency.division import spread
 from vbrt.residency.site import WeightSite
 
-__all__ = ["FILE_HEADER_BYTES", "PageSpec", "Plan", "Skip", "Swap", "format_bytes", "place"]
+__all__ = ["FILE_HEADER_BYTES", "Beside", "PageSpec", "Plan", "Skip", "Swap", "format_bytes", "place"]
 
 FILE_HEADER_BYTES = 4096  # what a page file costs on the ssd beside the page
 
@@ -98,6 +98,15 @@ class Skip:
 
     nbytes: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What a model finds on a runtime that it shares: resolved budgets, and the pages of each layer of other models,
+    under keys that none of its own pages has."""
+
+    budgets: Mapping[str, int]
+    layers: tuple[tuple[PageSpec, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ and its home are written without a call in between, so Ctrl-C finds the page her
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -196,6 +196,34 @@ class Homes:
                 self._guard.ring()
             self._rehome_on_top()
 
+    def rehome(self, homes: Mapping[str, str]) -> None:
+        """Give pages other homes; see TierStack.rehome."""
+        ledger = self._ledger
+        with ledger.encoding:
+            self._finish()
+            with self._guard.entered:
+                self._decider.catch_up()
+                moves = [
+                    (ledger.pages[key], ledger.names.index(home)) for key, home in homes.items() if key in ledger.pages
+                ]
+            moves = [(page, home) for page, home in moves if page.home != home]
+            if moves and ledger.captured:
+                raise TierError(
+                    f"{moves[0][0].key}: a CUDA graph has recorded where the pages lie, they cannot move; attach all "
+                    "models before the capture"
+                )
+            for level in ledger.levels:
+                level.room = level.tier.capacity_bytes
+            for page, home in sorted(moves, key=_deepest_first):
+                self._rehome(page, home)
+            with self._guard.entered:
+                self._decider.catch_up()
+                ledger.begin()
+                for level in ledger.levels:
+                    level.resize(level.tier.capacity_bytes)
+                self._guard.deciding = False
+                self._guard.ring()
+
     def _rehome_on_top(self) -> None:
         """Where the top tier has room for every page, have all of them live there from now on."""
         ledger = self._ledger
@@ -286,3 +314,9 @@ class Homes:
                 return False
             page.owners.add(owner.claim)
             return True
+
+
+def _deepest_first(move: tuple[Page, int]) -> tuple[bool, int]:
+    """Sort moves so that each finds room: first down, into the deepest tier first; then up, into the top tier first."""
+    page, home = move
+    return (False, -home) if home > page.home else (True, home)

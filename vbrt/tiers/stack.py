@@ -10,7 +10,7 @@ Who decides (`decider`), who moves bytes (`mover`) and who gives pages their hom
 lock (`guard`) and one set of books (`ledger`). Each says what it does about Ctrl-C and why its waiting ends.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -145,6 +145,15 @@ class TierStack:
                 of this name; the budget stays.
         """
         self._homes.set_budget(name, nbytes)
+
+    def rehome(self, homes: Mapping[str, str]) -> None:
+        """Give stored pages, by key, homes in other tiers, while forwards may run. Keys of no page are ignored.
+
+        Raises:
+            TierError: a tier has no room, a page cannot be read or written, or a CUDA graph needs it where it is; each
+                page is in its old home or in its new one.
+        """
+        self._homes.rehome(homes)
 
     def close(self) -> None:
         """Retire every page, stop the threads, remove the files. Idempotent.

@@ -15,6 +15,8 @@ from vbrt.config import VBConfig, load_config
 from vbrt.errors import WrapError
 from vbrt.model.attach import attach, plan_for
 from vbrt.model.attachment import Attachment
+from vbrt.model.runtime import Runtime
+from vbrt.model.sharing import shared_config
 from vbrt.model.trained import TrainingAttachment
 from vbrt.residency.plan import Plan
 from vbrt.wrapper.training import VBTrainingWrapper
@@ -24,13 +26,19 @@ __all__ = ["facade_of", "warn_of_plan", "wrap"]
 
 
 def wrap(
-    model: nn.Module, config: VBConfig | Mapping[str, Any] | str | PathLike | None = None, **overrides: Any
+    model: nn.Module,
+    config: VBConfig | Mapping[str, Any] | str | PathLike | None = None,
+    *,
+    runtime: Runtime | None = None,
+    **overrides: Any,
 ) -> VBModelWrapper:
     """Wrap a model so that its linear layers live as planes in the tiers of a config.
 
     Args:
         model: any nn.Module; changed in place (`unwrap` gives it back).
         config: a preset name ("fp4", the default, "exact", "dense", ...), a path to a TOML file, a dict, or a VBConfig.
+        runtime: `vb.runtime` of another model: both share its tiers, its budgets and its policy from then on, each with
+            weights in formats of its own.
         **overrides: sections of the config, merged key by key: `weights={"format": "nf4"}`, `tiers={"ssd": {...}}`,
             `mode="train"`.
 
@@ -39,8 +47,9 @@ def wrap(
         mode = "train" it is a VBTrainingWrapper: weights stay parameters, and the forward sees them in 4 bits.
 
     Raises:
-        ConfigError: the config is wrong, or impossible for this model or machine.
-        WrapError: the model is wrapped already.
+        ConfigError: the config is wrong, or impossible for this model or machine, or says something else of tiers or
+            policy than the runtime.
+        WrapError: the model is wrapped already, or the runtime closed.
         TierError: the ssd tier's directory cannot be used.
 
     Warns, once for a reason, where nothing at all is swapped, more than a tenth of the model is not, or what is not
@@ -50,10 +59,12 @@ def wrap(
         raise WrapError(f"wrap() got {type(model).__name__}; expected a torch.nn.Module")
     if isinstance(model, VBModelWrapper):
         raise WrapError("the model is wrapped already; unwrap() it first")
-    config = load_config(config, **overrides)
-    plan = plan_for(model, config)
+    asked = load_config(config, **overrides)
+    if runtime is not None:
+        asked = shared_config(asked, runtime.settings, config, overrides)
+    plan = plan_for(model, asked, runtime)
     warn_of_plan(plan, "vbrt.wrap", stacklevel=3)
-    return facade_of(model, attach(model, config, plan))
+    return facade_of(model, attach(model, asked, plan, runtime=runtime))
 
 
 def facade_of(model: nn.Module, attachment: Attachment) -> VBModelWrapper:

@@ -1,0 +1,317 @@
+"""Models that share a runtime: one stack, one budget for each tier, whoever comes and goes."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import vbrt
+from tests.models import FORMATS, config, mlp
+from vbrt.config import PolicyConfig, load_config
+from vbrt.errors import ConfigError, TierError, WrapError
+from vbrt.layers import VBLinear, layer_class
+from vbrt.model.runtime import Runtime
+from vbrt.tiers import SsdTier
+
+PAGE = 16384  # of a dense layer of `mlp`
+
+
+def weights(format="dense"):
+    return {"weights": config(format)["weights"]}
+
+
+def streamed(path, pages=4, format="dense", **sections):
+    """A config with room for some dense pages in memory and for all on the ssd."""
+    tiers = {"gpu": {"enabled": False}, "cpu": {"budget": pages * PAGE}}
+    return weights(format) | {"tiers": tiers | {"ssd": {"enabled": True, "path": str(path)}}} | sections
+
+
+def pair(path, pages, format="dense", second="dense"):
+    """Two wrapped models on one runtime, and what they gave before."""
+    one, two = mlp(depth=4), mlp(depth=3)
+    x = torch.randn(2, 64)
+    a = vbrt.wrap(one, streamed(path, pages, format))
+    b = vbrt.wrap(two, weights(second), runtime=a.runtime)
+    return a, b, x
+
+
+def outputs(*models, x):
+    with torch.no_grad():
+        return [model(x) for model in models]
+
+
+def held(vb):
+    tier = vb.stats().tiers["cpu"]
+    assert tier.held_bytes <= tier.peak_bytes <= tier.budget_bytes
+    return tier.held_bytes
+
+
+@pytest.mark.parametrize("pages", [2, 4, 6, 100])
+@pytest.mark.parametrize("second", FORMATS)
+def test_two_models_give_what_each_gives_alone_within_one_budget(second, pages, tmp_path):
+    x = torch.randn(2, 64)
+    alone = [vbrt.wrap(mlp(depth=4), config("dense")), vbrt.wrap(mlp(depth=3), config(second))]
+    want = outputs(*alone, x=x)
+    a = vbrt.wrap(mlp(depth=4), streamed(tmp_path, pages))
+    b = vbrt.wrap(mlp(depth=3), weights(second), runtime=a.runtime)
+    assert b.runtime is a.runtime and b.stack is a.stack
+    for _ in range(4):
+        assert all(map(torch.equal, outputs(a, b, x=x), want))
+        assert held(a) == held(b)
+    assert (a.stats().passes, b.stats().passes, a.runtime.stats().passes) == (4, 4, 8)
+    a.runtime.close()
+    assert not any(tmp_path.iterdir())
+
+
+def test_each_model_has_its_stats_and_the_runtime_those_of_all(tmp_path):
+    a, b, x = pair(tmp_path, 4)
+    for _ in range(3):
+        outputs(a, b, b, x=x)
+    one, two, both = a.stats(), b.stats(), a.runtime.stats()
+    assert list(two.layers) == ["0", "2", "4"]
+    assert both.layers == one.layers | {f"Sequential-2/{name}": layer for name, layer in two.layers.items()}
+    assert both.hits == one.hits + two.hits and both.misses == one.misses + two.misses
+    assert both.tiers == one.tiers and both.tiers["cpu"].held_bytes > max(one.device_bytes, two.device_bytes) - 3000
+    assert (one.passes, two.passes, both.passes) == (3, 6, 9)
+    assert "Sequential-2/0" in str(both)
+    a.runtime.close()
+
+
+def test_a_timeline_of_one_model_has_its_layers_under_their_own_names(tmp_path):
+    a, b, x = pair(tmp_path / "pages", 4)
+    outputs(a, b, x=x)
+    with b.timeline(tmp_path / "b.json"):
+        outputs(b, x=x)
+    assert set(b.stats().timeline.layers) == {"0", "2", "4"} and a.stats().timeline is None
+    a.runtime.close()
+
+
+def test_a_budget_that_either_sets_is_that_of_both(tmp_path):
+    a, b, x = pair(tmp_path, 100)
+    want = outputs(a, b, x=x)
+    for vb, other, pages in ((a, b, 3), (b, a, 2), (a, b, 50), (b, a, 5)):
+        assert vb.set_budget("cpu", pages * PAGE) == pages * PAGE
+        for one in (vb, other):
+            assert one.plan.budgets["cpu"] == one.settings.tiers.cpu.budget == pages * PAGE
+            assert held(one) <= pages * PAGE
+        for _ in range(2):
+            assert all(map(torch.equal, outputs(a, b, x=x), want))
+            held(a)
+    with pytest.raises(ConfigError, match=rf"smaller than the largest layer's pages \({PAGE} bytes\)"):
+        b.set_budget("cpu", PAGE - 4096)
+    assert a.settings.weights == load_config(weights()).weights
+    a.runtime.close()
+
+
+@pytest.mark.parametrize("end", ["close", "unwrap"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_one_that_ends_frees_its_pages_and_the_other_runs_on(first, end, tmp_path):
+    a, b, x = pair(tmp_path, 5)
+    want = outputs(a, b, x=x)
+    gone, stays = (a, b) if first == 0 else (b, a)
+    model = getattr(gone, end)()
+    assert model is None or torch.equal(model(x), want[first])
+    assert not stays.stack.closed and stays.runtime.attachments == (stays._attachment,)
+    assert sum(page.nbytes for page in stays.stack.pages.values()) == stays.plan.page_bytes
+    for _ in range(3):
+        assert torch.equal(*outputs(stays, x=x), want[1 - first]) and held(stays)
+    with pytest.raises(WrapError, match="closed or unwrapped"):
+        gone.set_budget("cpu", 3 * PAGE)
+    if stays.plan.page_bytes <= 5 * PAGE:  # the room that was freed is used: nothing streams any more
+        misses = stays.stats().misses
+        outputs(stays, x=x)
+        assert stays.stats().misses == misses and stays.stack.at_rest
+    stays.unwrap()
+    assert stays.stack.closed and not any(tmp_path.iterdir())
+
+
+def test_a_third_model_takes_the_room_of_one_that_has_gone(tmp_path):
+    a, b, x = pair(tmp_path, 5)
+    want = outputs(a, b, x=x)
+    b.close()
+    c = vbrt.wrap(mlp(depth=3), weights(), runtime=a.runtime)
+    assert all(map(torch.equal, outputs(a, c, x=x), want)) and held(a)
+    a.close()
+    c.close()
+    with pytest.raises(WrapError, match="the runtime was closed with its last model"):
+        vbrt.wrap(mlp(), weights(), runtime=a.runtime)
+
+
+def test_a_model_that_nobody_holds_leaves_the_runtime(tmp_path):
+    a, b, x = pair(tmp_path, 5)
+    want = outputs(a, b, x=x)[0]
+    del b
+    assert torch.equal(*outputs(a, x=x), want)
+    assert a.runtime.attachments == (a._attachment,) and len(a.stack.pages) == 4
+    a.close()
+
+
+def test_a_further_model_moves_the_first_ones_pages_where_one_plan_for_both_has_them(tmp_path):
+    one = mlp(depth=4)
+    a, x = vbrt.wrap(one, streamed(tmp_path, 5)), torch.randn(2, 64)
+    want = outputs(a, x=x)
+    assert a.stack.at_rest and a.stats().layers["0"].home == "cpu"
+    b = vbrt.wrap(mlp(depth=3), weights(), runtime=a.runtime)
+    outputs(b, x=x)
+    assert {layer.home for layer in a.runtime.stats().layers.values()} == {"ssd"}  # none is in the other one's way
+    for _ in range(3):
+        assert torch.equal(*outputs(a, x=x), *want) and held(a)
+        outputs(b, x=x)
+    assert a.stats().layers["0"].misses > 0
+    a.runtime.close()
+
+
+def test_passes_that_alternate_hit_as_their_phases_are_learned(tmp_path):
+    a, b, x = pair(tmp_path, 6)
+    for _ in range(4):
+        outputs(a, b, x=x)
+    before = a.runtime.stats()
+    for _ in range(10):
+        outputs(a, b, x=x)
+    after = a.runtime.stats()
+    hits, misses = after.hits - before.hits, after.misses - before.misses
+    assert hits >= 2 * 10 and misses <= 5 * 10  # seven pages a round, room for six with two of them a ring
+    a.runtime.close()
+
+
+def test_passes_in_threads_give_the_same_and_lose_no_count(tmp_path):
+    a, b, x = pair(tmp_path, 4)
+    want, wrong = outputs(a, b, x=x), []
+    before = a.runtime.stats()
+
+    def work(vb, y):
+        for _ in range(10):
+            if not torch.equal(*outputs(vb, x=x), y):
+                wrong.append(vb)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip((a, b), want, strict=True)]
+    [thread.start() for thread in threads]
+    for budget in (3, 5, 4):
+        a.set_budget("cpu", budget * PAGE)
+    [thread.join() for thread in threads]
+    after = a.runtime.stats()
+    assert not wrong and after.hits + after.misses - before.hits - before.misses == 10 * 7
+    held(a)
+    a.runtime.close()
+
+
+@pytest.mark.parametrize("accident", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("when", ["a layer is swapped", "pages move"])
+def test_a_second_wrap_that_fails_leaves_both_models_as_they_were(when, accident, tmp_path, monkeypatch):
+    two, x = mlp(depth=3), torch.randn(2, 64)
+    a = vbrt.wrap(mlp(depth=4), streamed(tmp_path, 5))
+    want = outputs(a, two, x=x)
+    before = {key: page.home for key, page in a.stack.pages.items()}, a.plan, a.settings
+    kept = [(type(layer), dict(vars(layer))) for layer in two]
+
+    if when == "a layer is swapped":
+        kind = layer_class("Linear", "infer")
+        adopt = kind.adopt_.__func__
+
+        def fail(cls, module, handle):
+            if module is two[4]:
+                raise accident("no")
+            return adopt(cls, module, handle)
+
+        monkeypatch.setattr(kind, "adopt_", classmethod(fail))
+    else:
+        write, calls = SsdTier.write, []
+
+        def fail(tier, key, *args):
+            calls.append(key)
+            if len(calls) == 3:
+                raise accident("no")
+            return write(tier, key, *args)
+
+        monkeypatch.setattr(SsdTier, "write", fail)
+    with pytest.raises(accident, match="no"):
+        vbrt.wrap(two, weights(), runtime=a.runtime)
+    monkeypatch.undo()
+    assert [(type(layer), dict(vars(layer))) for layer in two] == kept and not two._forward_pre_hooks
+    assert ({key: page.home for key, page in a.stack.pages.items()}, a.plan, a.settings) == before
+    a.stack.collect()  # what the error's frames have held
+    assert a.runtime.attachments == (a._attachment,) and a.stack.at_rest
+    assert all(map(torch.equal, outputs(a, two, x=x), want))
+    b = vbrt.wrap(two, weights(), runtime=a.runtime)  # and then it goes
+    assert all(map(torch.equal, outputs(a, b, x=x), want)) and held(a)
+    a.runtime.close()
+
+
+def test_a_model_that_does_not_fit_beside_the_first_is_refused(tmp_path):
+    a = vbrt.wrap(mlp(depth=4), weights() | {"tiers": {"gpu": {"enabled": False}, "cpu": {"budget": 5 * PAGE}}})
+    x = torch.randn(2, 64)
+    want = outputs(a, x=x)
+    two = mlp(depth=3)
+    with pytest.raises(ConfigError, match=r"the tiers hold cpu 80\.0 KiB"):
+        vbrt.wrap(two, weights(), runtime=a.runtime)
+    assert type(two[0]) is nn.Linear and torch.equal(*outputs(a, x=x), *want)
+    b = vbrt.wrap(mlp(depth=1), weights(), runtime=a.runtime)
+    assert b(x).isfinite().all() and held(b) == 5 * PAGE
+    with pytest.raises(TierError, match="no tier below cpu has room"):
+        a.set_budget("cpu", 4 * PAGE)
+    a.runtime.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "overrides", "says"),
+    [
+        ({"tiers": {"cpu": {"budget": "1GiB"}}}, {}, r"tiers\.cpu\.budget = '1GiB', and the runtime has 65536"),
+        ({"tiers": {"cpu": {"budget": "auto"}}}, {}, r"tiers\.cpu\.budget = 'auto'"),  # the default, but said
+        (None, {"tiers": {"ssd": {"enabled": False}}}, r"tiers\.ssd\.enabled = False"),
+        (None, {"policy": {"kind": "lru"}}, r"policy\.kind = 'lru', and the runtime has 'scheduled'"),
+        (None, {"policy": PolicyConfig(kind="lru")}, r"policy\.kind = 'lru'"),
+        ("lru", {}, r"policy\.kind = 'lru'"),
+        (load_config(policy={"prefetch": 7}), {}, r"policy\.prefetch = 7"),
+        (None, {"mode": "train"}, r"mode = \"train\" on a runtime"),
+    ],
+)
+def test_what_a_second_config_says_otherwise_of_tiers_and_policy_is_refused_by_name(given, overrides, says, tmp_path):
+    a, two = vbrt.wrap(mlp(depth=3), streamed(tmp_path, 4)), mlp(depth=2)
+    with pytest.raises(ConfigError, match=says):
+        vbrt.wrap(two, given, runtime=a.runtime, **overrides)
+    assert type(two[0]) is nn.Linear
+    a.close()
+
+
+def test_a_second_config_may_repeat_what_the_runtime_has(tmp_path):
+    a = vbrt.wrap(mlp(depth=3), streamed(tmp_path, 4))
+    for given in (streamed(tmp_path, 4), {"tiers": {"cpu": {"budget": "64KiB"}}}, load_config("nf4"), "exact", None):
+        b = vbrt.wrap(mlp(depth=2), given, runtime=a.runtime)
+        assert b.settings.tiers == a.settings.tiers and b.settings.policy == a.settings.policy
+        b.close()
+    a.close()
+
+
+def test_errors_of_a_further_model_name_it(tmp_path):
+    a, b, _ = pair(tmp_path, 4, second="nvfp4")
+    with pytest.raises(vbrt.FormatError, match=r"Sequential-2/2: "):
+        with torch.no_grad():
+            b.model[2].weight.fill_(float("nan"))
+        b.materialize()
+    assert len({key for key in a.stack.pages if key.startswith("Sequential-2/")}) == 1
+    a.runtime.close()
+
+
+def test_a_copy_of_a_model_is_another_one_on_its_runtime(tmp_path):
+    import copy
+
+    a, b, x = pair(tmp_path, 6)
+    want = outputs(a, b, x=x)
+    c = copy.deepcopy(b)
+    assert c.runtime is a.runtime and len(a.runtime.attachments) == 3
+    assert a.runtime.page_bytes == 7 * PAGE  # the copy shares its pages
+    assert len(a.runtime.stats().layers) == 4 + 3 + 3
+    b.close()
+    assert torch.equal(*outputs(c, x=x), want[1])
+    c.close()
+    assert torch.equal(*outputs(a, x=x), want[0]) and len(a.stack.pages) == 4
+    a.close()
+    assert a.stack.closed
+
+
+def test_a_runtime_is_a_runtime_of_its_stack():
+    a = vbrt.wrap(mlp(depth=2), config("dense"))
+    assert isinstance(a.runtime, Runtime) and a.runtime.stack is a.stack
+    assert type(a.model[0]) is VBLinear
+    a.close()

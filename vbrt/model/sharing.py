@@ -1,0 +1,68 @@
+"""The config of a further model on a runtime: its tiers and its policy are the runtime's."""
+
+from collections.abc import Mapping
+from dataclasses import is_dataclass, replace
+from typing import Any
+
+from vbrt.config import VBConfig, load_config, parse_budget
+from vbrt.errors import ConfigError
+
+__all__ = ["shared_config"]
+
+_SHARED = ("tiers", "policy")
+
+
+def shared_config(asked: VBConfig, settings: VBConfig, *given: Any) -> VBConfig:
+    """Return `asked` with the tiers and the policy of the runtime's `settings`.
+
+    Args:
+        given: what `asked` was made of. A mapping says the keys that it has; a preset, a file, a VBConfig or a
+            section of one says those that differ from the defaults.
+
+    Raises:
+        ConfigError: a key of tiers or policy says something else than the runtime, or weights are to train.
+    """
+    if asked.mode != settings.mode or asked.mode == "train":
+        raise ConfigError(
+            f'{asked.source}: mode = "{asked.mode}" on a runtime with mode = "{settings.mode}": a runtime is shared by '
+            "models that infer; weights that train are in no tier"
+        )
+    here, there = _flat(settings.to_dict()), _flat(asked.to_dict())
+    for key in dict.fromkeys(key for part in given for key in _said(part)):
+        if _same_spelling(key, there[key]) != _same_spelling(key, here[key]):
+            raise ConfigError(
+                f"{asked.source}: {key} = {there[key]!r}, and the runtime has {here[key]!r}: models on one runtime "
+                "share its tiers and its policy; leave the key out, change the budget with set_budget(), or wrap "
+                "without runtime="
+            )
+    return replace(asked, tiers=settings.tiers, policy=settings.policy)
+
+
+def _said(given: Any) -> list[str]:
+    """The dotted keys of shared sections that a user's config gives a value."""
+    if given is None:
+        return []
+    if isinstance(given, Mapping):
+        sections = {name: value for name, value in given.items() if not is_dataclass(value)}
+        objects = {name: value for name, value in given.items() if is_dataclass(value)}
+        return [*_flat(sections), *(_said(load_config(**objects)) if objects else ())]
+    usual = _flat(VBConfig().to_dict())
+    return [key for key, value in _flat(load_config(given).to_dict()).items() if value != usual[key]]
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the shared sections by dotted key."""
+    found: dict[str, Any] = {}
+    left = [(name, config[name]) for name in _SHARED if name in config]
+    while left:
+        key, value = left.pop()
+        if isinstance(value, Mapping):
+            left += [(f"{key}.{name}", item) for name, item in value.items()]
+        else:
+            found[key] = value
+    return found
+
+
+def _same_spelling(key: str, value: Any) -> Any:
+    """A value that is equal for two spellings of one budget."""
+    return parse_budget(value, where=key) if key.endswith(".budget") else value
