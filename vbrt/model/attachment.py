@@ -15,11 +15,13 @@ from vbrt.errors import WrapError
 from vbrt.layers import SwappedLayer, VBLayer, WeightHandle, shed
 from vbrt.model.machine import release_host_memory
 from vbrt.model.passes import PassHook, move_rest_, remove_pass_hooks
+from vbrt.model.phase import named_phase
 from vbrt.model.runtime import Runtime
-from vbrt.model.snapshot import layer_stats, stack_fallbacks, tier_stats
+from vbrt.model.snapshot import layer_stats, own_phases, stack_fallbacks, tier_stats
 from vbrt.report.progress import with_progress
 from vbrt.report.stats import LayerStats, Stats
 from vbrt.report.timeline import TimelineTotals, check_timeline_path
+from vbrt.residency.counts import PhaseCounts
 from vbrt.residency.plan import PageSpec, Plan, Swap
 from vbrt.residency.site import ROOT
 from vbrt.tiers import Recorder, TierStack
@@ -81,7 +83,7 @@ class Attachment:
         self.passes = 0
         self.closed = False
         remove_pass_hooks(model)
-        self._hook = model.register_forward_pre_hook(PassHook(self))
+        self._hook = model.register_forward_pre_hook(PassHook(self), with_kwargs=True)
         runtime.add(self)
 
     # -- what it is ---------------------------------------------------------------------------------------------------
@@ -199,7 +201,12 @@ class Attachment:
             self._held_bytes() + self.unpaged_bytes,
             tuple(dict.fromkeys(fallbacks)),
             self.timed,
+            self._phases(),
         )
+
+    def _phases(self) -> dict[str, PhaseCounts]:
+        others = [other.prefix for other in self.runtime.attachments if other.prefix not in ("", self.prefix)]
+        return own_phases(self.stack.phases(), self.prefix, others)
 
     @property
     def unpaged_bytes(self) -> int:
@@ -217,6 +224,11 @@ class Attachment:
 
     def _layer_stats(self, swap: Swap, layer: VBLayer) -> LayerStats:
         return layer_stats(self.stack, swap, layer)
+
+    def phase(self, name: str, precision: str | None) -> contextlib.AbstractContextManager[None]:
+        """Name the passes in a `with` block. See `VBModelWrapper.phase`."""
+        self.check_open("phase")
+        return named_phase(self, name, precision)
 
     def timeline(self, path: str | PathLike) -> contextlib.AbstractContextManager[Recorder]:
         """Record the passes that run in a `with` block. See `VBModelWrapper.timeline`."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from vbrt.kernels.watched import unwatched
 from vbrt.model.machine import release_host_memory
+from vbrt.model.phase import BACKWARD, inferred_phase, phase_name
 from vbrt.residency.policy import FORWARD
 
 if TYPE_CHECKING:
@@ -20,20 +21,20 @@ __all__ = ["PassHook", "is_plain_data", "move_rest_", "remove_pass_hooks"]
 
 
 class PassHook:
-    """A forward pre-hook of a model: marks the begin of a pass and ends what wrapping left undone.
+    """A forward pre-hook of a model: marks the begin of a pass, with its phase, and ends what wrapping left undone.
+
+    Models on one runtime have phases, and so learned orders, of their own.
 
     Attributes:
         attachment: the model's place on its runtime; None in a model that was unpickled without one.
-        phase: of the passes that it marks; models on one runtime have phases, and so learned orders, of their own.
     """
 
     def __init__(self, attachment: "Attachment | None") -> None:
         self.attachment = attachment
         self.stack, self.runtime = (None, None) if attachment is None else (attachment.stack, attachment.runtime)
-        self.phase = FORWARD if attachment is None else f"{attachment.prefix}{FORWARD}"
         self._rest_is_moved = False
 
-    def __call__(self, model: nn.Module, args: tuple) -> None:
+    def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or self.stack is None or self.stack.capturing():
             return
         if not self._rest_is_moved:
@@ -47,7 +48,13 @@ class PassHook:
         if passes and self.runtime.balance is not None:
             self.runtime.follow_free_memory()
         self.attachment.passes = passes + 1
-        self.stack.begin_pass(self.phase)
+        self._begin_pass(args, kwargs)
+
+    def _begin_pass(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        named, prefix = phase_name(self.attachment), self.attachment.prefix
+        phase = named or inferred_phase(args, kwargs)
+        backward = prefix + BACKWARD if named is None and phase == FORWARD else ""
+        self.stack.begin_pass(prefix + phase, backward=backward)
 
     def __deepcopy__(self, memo: dict) -> "PassHook":
         return self
@@ -69,6 +76,7 @@ def remove_pass_hooks(model: nn.Module) -> None:
     for hook_id, hook in list(model._forward_pre_hooks.items()):
         if isinstance(hook, PassHook):
             del model._forward_pre_hooks[hook_id]
+            model._forward_pre_hooks_with_kwargs.pop(hook_id, None)
 
 
 def is_plain_data(value: Any) -> bool:

@@ -180,6 +180,7 @@ class Runtime:
             sum(part.kept_bytes for part in parts),
             tiers[top].held_bytes + sum(attachment.unpaged_bytes for attachment in attachments),
             tuple(dict.fromkeys(reason for part in parts for reason in part.fallbacks)),
+            phases=self.stack.phases(),
         )
 
     # -- budgets ------------------------------------------------------------------------------------------------------

@@ -1,13 +1,15 @@
 """Counters of a running model as frozen records."""
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from vbrt.layers import TrainedLayer, VBLayer
 from vbrt.report.stats import LayerStats, TierStats
+from vbrt.residency.counts import PhaseCounts
 from vbrt.residency.plan import Swap
 from vbrt.tiers import TierStack
 
-__all__ = ["layer_stats", "stack_fallbacks", "tier_stats", "trained_layer_stats"]
+__all__ = ["layer_stats", "own_phases", "stack_fallbacks", "tier_stats", "trained_layer_stats"]
 
 
 def layer_stats(stack: TierStack, swap: Swap, layer: VBLayer) -> LayerStats:
@@ -87,6 +89,21 @@ def tier_stats(stack: TierStack) -> dict[str, TierStats]:
         files = homes[len(stack.levels)]
         stats["ssd"] = TierStats(ssd.capacity_bytes, ssd.held_bytes, ssd.peak_bytes, files, files)
     return stats
+
+
+def own_phases(phases: Mapping[str, PhaseCounts], prefix: str, others: Sequence[str]) -> dict[str, PhaseCounts]:
+    """Return the phases of one model of a stack, without their prefix.
+
+    Args:
+        phases: those of all models.
+        prefix: of this model's phases; "" for the model that the runtime was built for.
+        others: the prefixes of other models.
+    """
+    return {
+        phase.removeprefix(prefix): counts
+        for phase, counts in phases.items()
+        if phase.startswith(prefix) and not phase.startswith(tuple(others))
+    }
 
 
 def stack_fallbacks(stack: TierStack) -> list[str]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, get_origin
 
 from vbrt.errors import FormatError
 from vbrt.report.timeline import LayerTotals, TimelineTotals
+from vbrt.residency.counts import PhaseCounts
 from vbrt.residency.plan import format_bytes
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Stats:
     `dense_bytes` is the model as it came, `kept_bytes` what was not swapped; `device_bytes` is what the computing
     device holds now of both (budgeted pages, shells that still hold their dense weight, kept parameters).
     `timeline` is what the last `vb.timeline` measured; None before the first. `policy` is "none" where weights train.
+    `phases` counts the passes of each phase and their page leases; leases between two passes count for the first.
     """
 
     policy: str
@@ -86,6 +88,7 @@ class Stats:
     device_bytes: int
     fallbacks: tuple[str, ...] = field(default=())
     timeline: TimelineTotals | None = None
+    phases: Mapping[str, PhaseCounts] = field(default_factory=dict)
 
     @property
     def hits(self) -> int:
@@ -141,6 +144,7 @@ class Stats:
             "fallbacks": list(self.fallbacks),
             "layers": layers,
             "timeline": asdict(self.timeline) if self.timeline else None,
+            "phases": {phase: {**asdict(of), "hit_rate": of.hit_rate} for phase, of in self.phases.items()},
         }
 
     @classmethod
@@ -151,8 +155,8 @@ class Stats:
             FormatError: a key is missing or of the wrong type, named.
         """
         data = _mapping(data, "stats")
-        values = _values(cls, data, "stats")
-        for key, part in (("layers", LayerStats), ("tiers", TierStats)):
+        values = _values(cls, {"phases": {}, **data}, "stats")
+        for key, part in (("layers", LayerStats), ("tiers", TierStats), ("phases", PhaseCounts)):
             values[key] = {
                 name: part(**_values(part, _mapping(item, f"stats.{key}.{name}"), f"stats.{key}.{name}"))
                 for name, item in values[key].items()
@@ -186,6 +190,7 @@ class Stats:
                 f"tier {name}: {held} held of {budget}, peak {peak}; {tier.resident_pages} pages, "
                 f"{tier.home_pages} at home"
             )
+        lines += _phase_lines(self.phases)
         for link, nbytes in self.bytes_moved.items():
             lines.append(f"link {link}: {format_bytes(nbytes)}")
             if self.timeline and link in self.timeline.links:
@@ -336,6 +341,16 @@ def _table(names: _Column, columns: list[_Column], width: int) -> list[str]:
         first, *more = name.split("\n")
         rows += [line((first, *cells)), *more]
     return [line(column.head for column in every), rule, *rows, rule, line(column.total for column in every)]
+
+
+def _phase_lines(phases: Mapping[str, PhaseCounts]) -> list[str]:
+    """Return a line for each phase, where there is more than one."""
+    return [
+        f"phase {phase}: {_count(of.passes, 'pass', 'passes')}, {of.hits} hits, {of.misses} misses, "
+        f"hit rate {_percent(of.hit_rate)}, ahead {_share(of.prefetched, of.misses)}"
+        for phase, of in phases.items()
+        if len(phases) > 1
+    ]
 
 
 def _percent(rate: float | None) -> str:

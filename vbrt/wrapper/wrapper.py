@@ -111,6 +111,23 @@ class VBModelWrapper(Facade):
         """Return a frozen snapshot of all counters."""
         return self._attachment.stats()
 
+    def phase(self, name: str, *, precision: str | None = None) -> contextlib.AbstractContextManager[None]:
+        """Name the passes that begin in a `with` block, in this thread: `with vb.phase("draft"): vb(x)`.
+
+        Each phase has its own learned order, and `stats().phases` counts it. Without a name, a pass under `no_grad` is
+        "decode" if its first input has one token per sequence and "prompt" otherwise; with gradients it is "forward",
+        and what autograd leases after it is "backward".
+
+        Args:
+            name: any; the innermost block counts.
+            precision: "coarse" leases the coarse planes of `exact` weights only, which is enough for a draft; "full".
+
+        Raises:
+            ArgumentError: (on entering) not a name, or not a precision.
+            WrapError: the wrapper was closed or unwrapped.
+        """
+        return self._attachment.phase(name, precision)
+
     def timeline(self, path: str | PathLike) -> contextlib.AbstractContextManager[Recorder]:
         """Record the passes that run in a `with` block, and write when what was computed, waited for and copied.
 

@@ -1,0 +1,61 @@
+"""The phase of a pass: named by the user for a `with` block, else inferred from the pass's input."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from vbrt.errors import ArgumentError
+from vbrt.layers.compute import precision as precision_of_passes
+from vbrt.residency.policy import FORWARD
+
+__all__ = ["BACKWARD", "DECODE", "PROMPT", "inferred_phase", "named_phase", "phase_name"]
+
+PROMPT, DECODE, BACKWARD = "prompt", "decode", "backward"
+
+_FIRST = ("input_ids", "inputs_embeds", "hidden_states")  # arguments that hold the tokens, where they have names
+_named: ContextVar[Mapping[int, str]] = ContextVar("vbrt_phases", default=MappingProxyType({}))  # by owner
+
+
+@contextlib.contextmanager
+def named_phase(owner: object, phase: str, precision: str | None) -> Iterator[None]:
+    """Name the passes of `owner` that begin in this block, in this thread; the innermost block counts.
+
+    Raises:
+        ArgumentError: no name, or not a precision.
+    """
+    if not isinstance(phase, str) or not phase.strip():
+        raise ArgumentError(f'phase {phase!r}; expected a name such as "draft"')
+    token = _named.set({**_named.get(), id(owner): phase})
+    try:
+        with contextlib.nullcontext() if precision is None else precision_of_passes(precision):
+            yield
+    finally:
+        _named.reset(token)
+
+
+def phase_name(owner: object) -> str | None:
+    """Return the name that the block around this call gives to passes of `owner`, if there is one."""
+    return _named.get().get(id(owner))
+
+
+def inferred_phase(args: tuple, kwargs: Mapping[str, Any]) -> str:
+    """Return "forward" where gradients are enabled, else "decode" for one new token per sequence, else "prompt"."""
+    if torch.is_grad_enabled():
+        return FORWARD
+    return DECODE if _new_tokens(args, kwargs) == 1 else PROMPT
+
+
+def _new_tokens(args: tuple, kwargs: Mapping[str, Any]) -> int:
+    """Return the tokens of a sequence in the first input: the last dimension of ids, else the last but one; rows of a
+    matrix."""
+    named = (kwargs.get(name) for name in _FIRST)
+    given = (kwargs.get("decoder_input_ids"), *args, *named, *kwargs.values())
+    first = next((value for value in given if isinstance(value, torch.Tensor)), None)
+    if first is None:
+        return 0
+    features = 1 if first.is_floating_point() else 0
+    return first.shape[-1 - features] if first.ndim > features else 1
