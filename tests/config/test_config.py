@@ -73,6 +73,7 @@ configs = st.builds(
         exclude=st.lists(names, max_size=3).map(tuple),
         min_parameters=st.integers(0, 2**40),
         keep_head=st.booleans(),
+        embeddings=st.booleans(),
     ),
     tiers=st.builds(
         TiersConfig,
@@ -166,6 +167,7 @@ WRONG_VALUES = [
     ("weights.keep_head", 1, "1; expected true or false"),
     ("weights.keep_head", "true", '"true"; expected true or false'),
     ("weights.keep_head", None, "None; expected true or false"),
+    ("weights.embeddings", "yes", '"yes"; expected true or false'),
     ("tiers.gpu.enabled", "no", '"no"; expected true or false, or "auto"'),
     ("tiers.gpu.budget", "8 Gigs", f'"8 Gigs"; {BUDGET}'),
     ("tiers.gpu.budget", "8G", f'"8G"; {BUDGET}'),

@@ -10,13 +10,14 @@ import vbrt
 from vbrt.kernels import resolve
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
 from vbrt.layers import HandleSpec, WeightHandle, selection
+from vbrt.residency.site import WeightSite
 
 CPU = torch.device("cpu")
 GPU = types.SimpleNamespace(device=torch.device("cuda", 0))  # a stack that is asked for nothing else
 
 
 def handle(**options):
-    return WeightHandle(HandleSpec("layer", (64, 64), torch.bfloat16, "nvfp4", **options), GPU)
+    return WeightHandle(HandleSpec(WeightSite("layer", (64, 64)), torch.bfloat16, "nvfp4", **options), GPU)
 
 
 @pytest.fixture

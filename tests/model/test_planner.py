@@ -396,7 +396,8 @@ def test_a_budget_for_a_gpu_that_is_absent_is_noted():
 def test_a_plan_warns_where_more_than_a_tenth_is_not_swapped_with_the_largest_part():
     (warning,) = vbrt.make_plan(lookup(1000, "meta"), auto(), NO_GPU).warnings
     assert warning.startswith("501.0 KiB of the model's 565.0 KiB are not swapped and stay in the cpu memory, outside")
-    assert "the largest part is embed (250.0 KiB; Embedding: a lookup table, read by rows)" in warning
+    why = "Embedding: a lookup table, read by rows; weights.embeddings = true swaps it"
+    assert f"the largest part is embed (250.0 KiB; {why})" in warning
     assert not vbrt.make_plan(mlp(), auto(), NO_GPU).warnings
     assert not vbrt.make_plan(lookup(1000, "meta"), load_config(auto(), mode="train"), NO_GPU).warnings
 

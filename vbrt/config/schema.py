@@ -237,6 +237,7 @@ class WeightsConfig(_Section):
 
     include, exclude: fnmatch patterns on module names; a module is swapped if any of `include` and none of `exclude`
     matches. min_parameters: weights with fewer elements stay dense. keep_head: output heads stay dense.
+    embeddings: lookup tables (nn.Embedding) go into the tiers too.
     Raises ConfigError, also for `fine = "exact"` with `format = "dense"`, which has nothing to add to.
     """
 
@@ -248,6 +249,7 @@ class WeightsConfig(_Section):
     exclude: tuple[str, ...] = _opt((), _patterns)
     min_parameters: int = _opt(1024, _whole(0))
     keep_head: bool = _opt(True, _flag)
+    embeddings: bool = _opt(False, _flag)
 
     @classmethod
     def _rule(cls, values: Mapping[str, Any], where: str) -> None:

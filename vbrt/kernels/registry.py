@@ -26,7 +26,13 @@ EXACT = "exact"
 
 
 class PageOrder(Protocol):
-    """An order of the coarse plane in its page that suits a kernel better than the format's own."""
+    """An order of the coarse plane in its page that suits a kernel better than the format's own.
+
+    Attributes:
+        rows: how many rows of the weight an entry of the plane's fields holds, along their first dimension.
+    """
+
+    rows: int
 
     def layout(self, shape: tuple[int, int]) -> PageLayout:
         """The page of a weight (N, K); depends on nothing else."""

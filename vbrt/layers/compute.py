@@ -40,6 +40,7 @@ __all__ = [
     "PRECISIONS",
     "decoded_weight",
     "input_gradient",
+    "kernels_of_pass",
     "linear",
     "linear_as_cast",
     "linear_on_weight",
@@ -98,7 +99,7 @@ class precision:  # a context manager, used like a function
         _pass.precision = self._before.pop()
 
 
-def _kernels(handle: "WeightHandle") -> Kernels:
+def kernels_of_pass(handle: "WeightHandle") -> Kernels:
     """The kernels for the planes that this pass takes of a weight."""
     kernels = handle.kernels or handle.take_kernels()
     return handle.coarse_kernels if kernels.spec.fine and _pass.precision == "coarse" else kernels
@@ -131,7 +132,7 @@ def linear(handle: "WeightHandle", x: torch.Tensor, bias: torch.Tensor | None) -
         handle.separation.tick()
     kernels = handle.kernels
     if kernels is None or kernels.spec.fine:
-        kernels = _kernels(handle)
+        kernels = kernels_of_pass(handle)
     if kernels.lossless and not torch.is_grad_enabled() and not is_watched():
         return leased_linear(handle, kernels, x, bias)  # the plain layer's calls, whatever x is
     if not is_bare(x):
@@ -192,7 +193,7 @@ def linear_without_grad(
 ) -> torch.Tensor:
     """`linear` without counting a forward or casting anything; to be called under no_grad."""
     if is_bare(x):
-        return leased_linear(handle, kernels or _kernels(handle), x, bias)
+        return leased_linear(handle, kernels or kernels_of_pass(handle), x, bias)
     return linear_on_weight(handle.spec, x, _weight_by_operator(handle, x.device), bias)
 
 
@@ -200,7 +201,7 @@ def linear_as_cast(handle: "WeightHandle", x: torch.Tensor, bias: torch.Tensor |
     """`linear_without_grad` for graphs that have cast x and bias as autocast does."""
     if x.dtype is handle.dtype or torch.float64 in (x.dtype, handle.dtype):
         return linear_without_grad(handle, x, bias)
-    kernels = _kernels(handle)
+    kernels = kernels_of_pass(handle)
     with handle.lease(kernels.precision) as tensors:
         weight = _weight_of(kernels, _planes(handle, kernels, tensors, x.device))
         return linear_on_weight(handle.spec, x, weight.to(x.dtype), bias)
@@ -262,7 +263,7 @@ def input_gradient(handle: "WeightHandle", dy: torch.Tensor, kernels: Kernels | 
     """dX [..., K] = dY [..., N] W, leasing the planes again instead of keeping the weight."""
     if not is_bare(dy):
         return _matmul(handle, dy, _weight_by_operator(handle, dy.device))
-    kernels = kernels or _kernels(handle)
+    kernels = kernels or kernels_of_pass(handle)
     with handle.lease(kernels.precision) as tensors:
         return _matmul(handle, dy, _weight_of(kernels, _planes(handle, kernels, tensors, dy.device)))
 

@@ -6,7 +6,8 @@ loaded once a model holds one.
 """
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -26,6 +27,9 @@ class Kind:
         file: the module of vbrt that defines `VB<name>` and `Trained<name>`.
         parameters: the names of the parameters that hold weights; each is a site.
         transposed: True if the class keeps its weight as [inputs, outputs].
+        by_rows: True for lookup tables: a forward reads some rows of the weight.
+        modes: the modes that a layer of this kind is swapped in.
+        refuse: returns why a module of this class stays as it is, or None.
     """
 
     name: str
@@ -33,6 +37,9 @@ class Kind:
     file: str
     parameters: tuple[str, ...] = ("weight",)
     transposed: bool = False
+    by_rows: bool = False
+    modes: tuple[str, ...] = ("infer", "train")
+    refuse: Callable[[nn.Module], str | None] = lambda module: None
 
     def sites(self, name: str, module: nn.Module) -> tuple[WeightSite, ...]:
         """Return the sites in a module of this kind; `name` is the module's name in the model."""
@@ -53,12 +60,25 @@ class Kind:
         return getattr(importlib.import_module(self.file), f"{_PREFIXES[mode]}{self.name}")
 
 
+def _renormalizes(table: nn.Embedding) -> str | None:
+    """Return why a table stays whose forward writes into it."""
+    return None if table.max_norm is None else f"max_norm = {table.max_norm} rescales its rows as they are read"
+
+
 _PREFIXES = {"infer": "VB", "train": "Trained"}
 _RECORDS = (
     Kind("Linear", "torch.nn.modules.linear", "vbrt.layers"),
     Kind("Conv1D", "transformers.pytorch_utils", "vbrt.layers.conv1d", transposed=True),
     Kind("EsmFoldLinear", "transformers.models.esm.modeling_esmfold", "vbrt.layers.esmfold"),
     Kind("FalconLinear", "transformers.models.falcon.modeling_falcon", "vbrt.layers.falcon"),
+    Kind(
+        "Embedding",
+        "torch.nn.modules.sparse",
+        "vbrt.layers.embedding",
+        by_rows=True,
+        modes=("infer",),
+        refuse=_renormalizes,
+    ),
 )
 #: the records by name
 KINDS = {kind.name: kind for kind in _RECORDS}
@@ -73,8 +93,7 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 def site_of(name: str, layer: SwappedLayer) -> WeightSite:
     """Return the site of a VB layer or a trained one that the model has under `name`."""
-    kind = KINDS[layer.plain_class().__name__]
-    return WeightSite(name, layer.handle.spec.shape, kind.parameters[0], kind.name, transposed=kind.transposed)
+    return replace(layer.handle.spec.site, module=name, kind=layer.plain_class().__name__)
 
 
 def layer_class(kind: str, mode: str = "infer") -> type[SwappedLayer]:

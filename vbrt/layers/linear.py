@@ -285,6 +285,11 @@ class VBLayer(SwappedLayer):
             self._become_plain()
         nn.Module.__delattr__(self, name)
 
+    def _empty_weight(self) -> nn.Parameter:
+        """A dense parameter to draw a new weight into."""
+        handle = self._vb_handle
+        return nn.Parameter(torch.empty(handle.spec.weight_shape, dtype=handle.dtype, device=handle.stack.device))
+
     def _become_shell(self, weight: nn.Parameter) -> None:
         """Hold a new dense weight until the next forward; layers that were tied to the old one keep theirs."""
         self._vb_handle.spec.check(weight)
@@ -449,9 +454,7 @@ class VBLinear(VBLayer, nn.Linear):
     def reset_parameters(self) -> None:
         """A new random weight, as nn.Linear draws it."""
         if self.materialized:
-            handle = self._vb_handle
-            device = handle.stack.device
-            self._become_shell(nn.Parameter(torch.empty(handle.spec.weight_shape, dtype=handle.dtype, device=device)))
+            self._become_shell(self._empty_weight())
         super().reset_parameters()
 
     def extra_repr(self) -> str:
@@ -471,10 +474,7 @@ def compiled_linear(layer: VBLayer, x: torch.Tensor, bias: torch.Tensor | None) 
     record. Otherwise it is one opaque op that leases when it runs, and that CUDA graphs leave out. The kernel's op for
     few tokens, where the host's part of a call counts, is found without a look at the handle.
     """
-    if is_dynamo_compiling():
-        from torch._dynamo.comptime import comptime  # two seconds, which whoever compiles nothing need not wait
-
-        comptime(_refuse_given)
+    refuse_given_in_graph(layer)
     cast, x, bias = torch.is_autocast_enabled(x.device.type), as_autocast(x), as_autocast(bias)
     frozen = not wants_grad(x, bias) and (bias is None or bias.dtype == x.dtype)
     form = layer._vb_form
@@ -488,6 +488,14 @@ def compiled_linear(layer: VBLayer, x: torch.Tensor, bias: torch.Tensor | None) 
         if planes is not None and x.dtype == handle.dtype and x.device == handle.stack.device:
             return handle.kernels.linear(x, planes, bias)
     return torch.ops.vbrt.linear(x, bias, handle.token, handle.spec.shape[0], cast, wants_grad(x, bias))
+
+
+def refuse_given_in_graph(layer: VBLayer) -> None:
+    """Raise WrapError where functional_call has given a layer another weight within a function that dynamo traces."""
+    if is_dynamo_compiling():
+        from torch._dynamo.comptime import comptime  # two seconds, which whoever compiles nothing need not wait
+
+        comptime(_refuse_given)
 
 
 def _refuse_given(context: Any) -> None:

@@ -15,7 +15,7 @@ from vbrt.layers.compute import input_gradient, linear_as_cast, linear_without_g
 from vbrt.layers.product import Product, mapped, whole
 from vbrt.layers.weight import WeightHandle, find_handle
 
-__all__ = ["handle_of"]
+__all__ = ["TAGS", "handle_of", "library", "materialized"]
 
 
 def handle_of(token: torch.Tensor) -> WeightHandle:
@@ -30,7 +30,8 @@ def handle_of(token: torch.Tensor) -> WeightHandle:
     return handle
 
 
-def _materialized(token: torch.Tensor) -> WeightHandle:
+def materialized(token: torch.Tensor) -> WeightHandle:
+    """The handle that a graph's token names, encoded by now."""
     handle = handle_of(token)
     layer = next(iter(handle.layers), None)
     if layer is None or (handle.keys and handle.lent is None):
@@ -72,22 +73,22 @@ def _below_autograd() -> Iterator[None]:
 
 
 # a lease waits and copies: a CUDA graph that recorded it would read pages that have moved on
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
-_library = torch.library.Library("vbrt", "FRAGMENT")
-_library.define(
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+library = torch.library.Library("vbrt", "FRAGMENT")
+library.define(
     "linear(Tensor x, Tensor? bias, Tensor token, SymInt out_features, bool cast=False, bool grad=False) -> Tensor",
-    tags=_TAGS,
+    tags=TAGS,
 )
-_library.define("linear_backward(Tensor dy, Tensor token, SymInt in_features) -> Tensor", tags=_TAGS)
+library.define("linear_backward(Tensor dy, Tensor token, SymInt in_features) -> Tensor", tags=TAGS)
 # conservative, or torch.jit would run it once and keep the weight as a constant
-_library.define(
+library.define(
     "weight(Tensor token, SymInt rows, SymInt columns, ScalarType dtype, str device) -> Tensor",
     alias_analysis="CONSERVATIVE",
-    tags=_TAGS,
+    tags=TAGS,
 )
 
 
-@torch.library.impl(_library, "linear", "CompositeExplicitAutograd")
+@torch.library.impl(library, "linear", "CompositeExplicitAutograd")
 def _linear_op(
     x: torch.Tensor,
     bias: torch.Tensor | None,
@@ -101,7 +102,7 @@ def _linear_op(
     cast: autocast is on, and x and bias have its dtype, whatever the weight's.
     grad: the graph computes gradients.
     """
-    handle = _materialized(token)
+    handle = materialized(token)
     if grad:
         refuse_coarse(handle, "a compiled graph that computes gradients")
     handle.forwards += 1
@@ -111,7 +112,7 @@ def _linear_op(
         return whole(linear_as_cast(handle, x, bias) if cast else linear_without_grad(handle, x, bias))
 
 
-@torch.library.impl(_library, "linear", "Autograd")
+@torch.library.impl(library, "linear", "Autograd")
 def _(
     x: torch.Tensor,
     bias: torch.Tensor | None,
@@ -123,7 +124,7 @@ def _(
     return Product.at_this_level(x, bias, _Named(token, out_features, x.shape[-1], cast, grad), False)
 
 
-@torch.library.register_fake("vbrt::linear", lib=_library)
+@torch.library.register_fake("vbrt::linear", lib=library)
 def _(
     x: torch.Tensor,
     bias: torch.Tensor | None,
@@ -135,7 +136,7 @@ def _(
     return x.new_empty((*x.shape[:-1], out_features))
 
 
-@torch.library.impl(_library, "linear_backward", "CompositeExplicitAutograd")
+@torch.library.impl(library, "linear_backward", "CompositeExplicitAutograd")
 def _linear_backward_op(dy: torch.Tensor, token: torch.Tensor, in_features: int) -> torch.Tensor:
     """dX [..., K] from dY [..., N]."""
     handle = handle_of(token).still(token.tolist()[1])
@@ -143,36 +144,36 @@ def _linear_backward_op(dy: torch.Tensor, token: torch.Tensor, in_features: int)
         return whole(input_gradient(handle, dy, handle.kernels))
 
 
-@torch.library.impl(_library, "linear_backward", "Autograd")
+@torch.library.impl(library, "linear_backward", "Autograd")
 def _(dy: torch.Tensor, token: torch.Tensor, in_features: int) -> torch.Tensor:
     return Product.at_this_level(dy, None, _Named(token, dy.shape[-1], in_features, True, True), True)
 
 
-@torch.library.register_fake("vbrt::linear_backward", lib=_library)
+@torch.library.register_fake("vbrt::linear_backward", lib=library)
 def _(dy: torch.Tensor, token: torch.Tensor, in_features: int) -> torch.Tensor:
     return dy.new_empty((*dy.shape[:-1], in_features))
 
 
-@torch.library.register_vmap("vbrt::linear", lib=_library)
+@torch.library.register_vmap("vbrt::linear", lib=library)
 def _(info, in_dims, x, bias, token, out_features, cast=False, grad=False):
     linear = torch.ops.vbrt.linear
     return mapped(info, in_dims, x, bias, lambda x, bias: linear(x, bias, token, out_features, cast, grad))
 
 
-@torch.library.register_vmap("vbrt::linear_backward", lib=_library)
+@torch.library.register_vmap("vbrt::linear_backward", lib=library)
 def _(info, in_dims, dy, token, in_features):
     dims = (in_dims[0], None)
     return mapped(info, dims, dy, None, lambda dy, _: torch.ops.vbrt.linear_backward(dy, token, in_features))
 
 
-@torch.library.impl(_library, "weight", "CompositeExplicitAutograd")
+@torch.library.impl(library, "weight", "CompositeExplicitAutograd")
 def _weight_op(token: torch.Tensor, rows: int, columns: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     """The decoded weight [rows, columns] in the module's orientation; the device is text, which every tracer takes."""
-    handle = _materialized(token)
+    handle = materialized(token)
     refuse_coarse(handle, "a graph that reads the decoded weight, as tracers and modes record it,")
     return handle.weight()
 
 
-@torch.library.register_fake("vbrt::weight", lib=_library)
+@torch.library.register_fake("vbrt::weight", lib=library)
 def _(token: torch.Tensor, rows: int, columns: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     return torch.empty((rows, columns), dtype=dtype, device=device)

@@ -79,7 +79,7 @@ def choose_kernels(spec: HandleSpec, device: torch.device) -> Kernels:
     format = EXACT if spec.fine else spec.format
     kernel = resolve("linear", spec.backend, device, format, rounding=_rounding(spec, device))
     decode = resolve("decode_weight", spec.backend, device, format)
-    packing = None if spec.lossless else kernel.page_order(spec.format)
+    packing = None if spec.lossless or spec.by_rows else kernel.page_order(spec.format)
     return Kernels(spec, spec.lossless, kernel, kernel.run, decode.run, decode.decode_turned, packing)
 
 

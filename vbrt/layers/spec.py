@@ -8,6 +8,7 @@ import torch
 from vbrt.config import VBConfig
 from vbrt.errors import WrapError
 from vbrt.residency.plan import Swap
+from vbrt.residency.site import WeightSite
 
 __all__ = ["HandleSpec"]
 
@@ -17,14 +18,20 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True, slots=True)
 class HandleSpec:
-    """How one weight is held. `shape` is (N, K); `transposed`: the module keeps its weight as [K, N]."""
+    """How one weight is held.
 
-    name: str
-    shape: tuple[int, int]
+    Attributes:
+        site: where the weight is in the model; the first one, where several are tied.
+        dtype: of the stored weight.
+        by_rows: True for a table of which forwards read rows, where its pages live.
+        homes: the tier of each plane.
+    """
+
+    site: WeightSite
     dtype: torch.dtype
     format: str
     fine: bool = False
-    transposed: bool = False
+    by_rows: bool = False
     backend: str = "auto"
     fp8: bool = False
     fp4: bool = False
@@ -36,12 +43,11 @@ class HandleSpec:
     def of(cls, swap: Swap, config: VBConfig) -> "HandleSpec":
         """The spec of a weight that a plan swaps."""
         return cls(
-            name=swap.name,
-            shape=swap.shape,
+            site=swap.site,
             dtype=getattr(torch, swap.dtype),
             format=swap.format,
             fine=swap.fine == "exact",
-            transposed=swap.site.transposed,
+            by_rows=swap.by_rows,
             backend=config.compute.backend,
             fp8=config.compute.fp8,
             fp4=config.compute.fp4,
@@ -49,6 +55,21 @@ class HandleSpec:
             levels=config.separation.levels,
             refresh_every=config.separation.refresh_every,
         )
+
+    @property
+    def name(self) -> str:
+        """The site's name."""
+        return self.site.name
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.site.shape
+
+    @property
+    def transposed(self) -> bool:
+        """True if the module keeps its weight as [K, N]."""
+        return self.site.transposed
 
     @property
     def lossless(self) -> bool:
@@ -63,7 +84,12 @@ class HandleSpec:
     @property
     def weight_shape(self) -> tuple[int, int]:
         """The weight's shape as the module keeps it: (N, K), or (K, N) for a transposed module."""
-        return self.shape[::-1] if self.transposed else self.shape
+        return self.site.kept_shape
+
+    def suits(self, other: "HandleSpec") -> bool:
+        """True if a weight of the other spec could be held as this one is, wherever it is in the model."""
+        one, two = (replace(spec.site, module="", kind="") for spec in (self, other))
+        return one == two and replace(self, homes=None) == replace(other, site=self.site, homes=None)
 
     def home(self, plane: str, default: str) -> str:
         """The tier where a plane lives; `default` where the spec names none."""
@@ -81,7 +107,7 @@ class HandleSpec:
 
     def check(self, weight: torch.Tensor) -> None:
         """Raise WrapError for a weight whose shape or dtype does not fit this spec."""
-        name = f"{self.name}.weight"
+        name = f"{self.site.module}.{self.site.parameter}"
         if tuple(weight.shape) != self.weight_shape:
             raise WrapError(f"{name}: the new weight has shape {tuple(weight.shape)}; expected {self.weight_shape}")
         if weight.dtype not in (*_DTYPES, self.dtype):
@@ -89,7 +115,8 @@ class HandleSpec:
 
     def refuse(self, what: str) -> None:
         """Raise WrapError for an operation that a weight in the tiers does not support."""
+        name = f"{self.site.module}.{self.site.parameter}"
         raise WrapError(
-            f"{self.name}.weight: {what} is not possible while it lives in the tiers (weight_norm, "
+            f"{name}: {what} is not possible while it lives in the tiers (weight_norm, "
             "spectral_norm and parametrizations ask for it): apply them before wrapping, or unwrap() first"
         )

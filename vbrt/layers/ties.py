@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -91,8 +90,7 @@ def holds_values(handle: "WeightHandle", weight: torch.Tensor) -> bool:
 
 def can_tie(one: "WeightHandle", other: "WeightHandle") -> bool:
     """True if layers of the other handle can be tied to this one's weight."""
-    a, b = (replace(handle.spec, name="", homes=None) for handle in (one, other))
-    return one.stack is other.stack and a == b and one.dtype is other.dtype
+    return one.stack is other.stack and one.spec.suits(other.spec) and one.dtype is other.dtype
 
 
 def pass_on(handle: "WeightHandle", layers: Sequence[nn.Module], weight: nn.Parameter) -> "WeightHandle":

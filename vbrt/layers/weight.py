@@ -31,6 +31,7 @@ from vbrt.layers.pickling import from_pickle, to_pickle
 from vbrt.layers.selection import Kernels, choose_kernels, coarse_kernels, refusals, vendor_refusal
 from vbrt.layers.spec import HandleSpec
 from vbrt.tiers import Lease, Owner, Page, TierStack
+from vbrt.tiers.rows import PagesAtHome
 
 __all__ = ["WeightHandle", "find_handle", "handles_in"]
 
@@ -172,7 +173,8 @@ class WeightHandle:
         try:
             for layout, tensors in planes:
                 key, home = _free_key(self, layout.plane), self.spec.home(layout.plane, self.stack.names[0])
-                self.stack.add(key, layout, home, functools.partial(_fill, tensors, layout), owner)
+                page = self.stack.add(key, layout, home, functools.partial(_fill, tensors, layout), owner)
+                page.passes = not self.spec.by_rows
                 keys.append(key)
             self.own(tuple(keys), owner)
         except BaseException:
@@ -214,14 +216,16 @@ class WeightHandle:
             )
         return self
 
-    def lease(self, precision: str = "full") -> Lease:
-        """Lease the planes of a precision, "full" or "coarse". Raises TierError when there are none any more."""
+    def lease(self, precision: str = "full") -> Lease | PagesAtHome:
+        """Lease the planes of a precision, "full" or "coarse"; those of a table that is read by rows are copied
+        from where they live. Raises TierError when there are none any more."""
         if not self.keys:
             raise TierError(
                 f"{self.spec.name}: its pages are gone, the model was closed; wrap it again, or call "
                 "unwrap() instead of close() to keep the weights"
             )
-        return self.stack.lease(self.keys if precision == "full" else self.keys[:1])
+        keys = self.keys if precision == "full" else self.keys[:1]
+        return PagesAtHome(self.stack, keys) if self.spec.by_rows else self.stack.lease(keys)
 
     def weight(self) -> torch.Tensor:
         """The decoded weight in the module's orientation and dtype: a temporary that shares memory with nothing."""
@@ -275,7 +279,7 @@ def _restore(
 
 def _free_key(handle: WeightHandle, plane: str) -> str:
     """The plan's key, unless a copy of the layer has taken it."""
-    key = f"{handle.spec.name}#{plane}"
+    key = handle.spec.site.page_key(plane)
     return key if key not in handle.stack.pages else f"{key}@{handle.id}.{handle.generation}"
 
 

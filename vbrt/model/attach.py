@@ -6,7 +6,7 @@ from dataclasses import replace
 from torch import nn
 
 from vbrt.config import VBConfig
-from vbrt.layers import HandleSpec, SwappedLayer, TrainedWeight, WeightHandle, layer_class, shed
+from vbrt.layers import KINDS, HandleSpec, SwappedLayer, TrainedWeight, WeightHandle, shed
 from vbrt.model.attachment import Attachment, Terms
 from vbrt.model.machine import check_ssd_directory
 from vbrt.model.passes import remove_pass_hooks
@@ -73,7 +73,7 @@ def _attach(model: nn.Module, runtime: Runtime, terms: Terms) -> Attachment:
     original, attachment, config = Original(model), None, terms.settings
     try:
         specs = [HandleSpec.of(swap, config) for swap in terms.plan.swaps]
-        specs = [replace(spec, name=terms.prefix + spec.name) for spec in specs]
+        specs = [replace(spec, site=replace(spec.site, module=terms.prefix + spec.site.module)) for spec in specs]
         kind, handles = Attachment, []
         if config.mode == "train":
             kind, handles = TrainingAttachment, list(map(TrainedWeight, specs))
@@ -116,7 +116,7 @@ def _swap_layers_(
     modules = dict(model.named_modules())
     layers: dict[str, SwappedLayer] = {}
     for swap, handle in zip(plan.swaps, handles, strict=True):
-        for name in (swap.name, *swap.aliases):
-            module = modules["" if name == ROOT else name]
-            layers[name] = layer_class(swap.kind, mode).adopt_(module, handle)
+        for site in swap.sites:
+            module = modules["" if site.module == ROOT else site.module]
+            layers[site.name] = KINDS[site.kind].layer_class(mode).adopt_(module, handle)
     return layers

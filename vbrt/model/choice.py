@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from vbrt.config import VBConfig
 from vbrt.formats import get_format
-from vbrt.layers import kind_of
+from vbrt.layers import KINDS, Kind, kind_of
 from vbrt.model.heads import find_heads
 from vbrt.residency.plan import Skip, Swap
 from vbrt.residency.site import ROOT, WeightSite
@@ -47,7 +47,7 @@ def choose(
     swaps = list(_swaps(survey, refused))
     if saved is not None:
         swaps = _as_saved(swaps, saved, refused, config)
-    return swaps, _account_rest(survey.modules, swaps, refused)
+    return swaps, _account_rest(survey, swaps, refused)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class _Survey:
         return {
             (name, parameter): module
             for name, module in self.modules.items()
-            if (kind := kind_of(module))
+            if (kind := kind_of(module)) and _is_asked_for(kind, self.config)
             for parameter in kind.parameters
         }
 
@@ -104,6 +104,12 @@ class _Survey:
                 return f"shares storage with {name} in another layout"
         return None
 
+    def serves_rows(self, held: Held) -> bool:
+        """True if a lookup table that goes into the tiers has this weight too."""
+        weight = self.candidates[held]._parameters.get(held[1])
+        held_as = [] if weight is None else self.holders[_storage_key(weight)]
+        return any(other in self.candidates and kind_of(self.candidates[other]).by_rows for other in held_as)
+
     def site(self, held: Held) -> WeightSite:
         """Return the site of a candidate."""
         name, parameter = held
@@ -123,7 +129,7 @@ def _swaps(survey: _Survey, refused: dict[str, Skip]) -> Iterator[Swap]:
         reasons = {other: survey.refusal_of_tied(other, held_as) or survey.reasons[other] for other in tied}
         done.update(tied)
         if not any(reasons.values()):
-            yield _swap([survey.site(other) for other in tied], weight, survey.config)
+            yield _swap([survey.site(other) for other in tied], weight, survey)
         else:
             refused.update((name, Skip(0, reason)) for (name, _), reason in reasons.items())  # bytes: _account_rest
 
@@ -140,8 +146,8 @@ def _as_saved(swaps: list[Swap], saved: Sequence[Swap], refused: dict[str, Skip]
 
 def _same_view(one: nn.Module, parameter: str, other: nn.Module, other_parameter: str) -> bool:
     a, b = one._parameters[parameter], other._parameters[other_parameter]
-    same_kind = type(one) is type(other) and parameter == other_parameter
-    return same_kind and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+    same_order = kind_of(one).transposed == kind_of(other).transposed
+    return same_order and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
 
 # -- why a candidate stays --------------------------------------------------------------------------------------------
@@ -156,7 +162,7 @@ def _refusal(held: Held, module: nn.Module, survey: _Survey) -> str | None:
         return f"its {held[1]} is a {type(weight).__name__}, not a plain Parameter"
     return (
         _unwanted(held[0], survey.config)
-        or _why_kept_head(module, survey)
+        or _why_kept_head(held, module, survey)
         or _why_kept_module(module)
         or _why_kept_weight(held, weight, survey)
     )
@@ -178,8 +184,8 @@ def _unwanted(name: str, config: VBConfig) -> str | None:
     return None if excluded is None else f"weights.exclude has {excluded!r}"
 
 
-def _why_kept_head(module: nn.Module, survey: _Survey) -> str | None:
-    if survey.config.weights.keep_head and id(module) in survey.heads:
+def _why_kept_head(held: Held, module: nn.Module, survey: _Survey) -> str | None:
+    if survey.config.weights.keep_head and id(module) in survey.heads and not survey.serves_rows(held):
         return f"output head ({survey.heads[id(module)]}); weights.keep_head = false swaps it"
     return None
 
@@ -187,7 +193,7 @@ def _why_kept_head(module: nn.Module, survey: _Survey) -> str | None:
 def _why_kept_module(module: nn.Module) -> str | None:
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance (accelerate's hooks do: remove_hook_from_submodules first)"
-    return None
+    return kind_of(module).refuse(module)
 
 
 def _why_kept_weight(held: Held, weight: nn.Parameter, survey: _Survey) -> str | None:
@@ -262,7 +268,8 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 # -- swaps ------------------------------------------------------------------------------------------------------------
 
 
-def _swap(sites: list[WeightSite], weight: torch.Tensor, config: VBConfig) -> Swap:
+def _swap(sites: list[WeightSite], weight: torch.Tensor, survey: _Survey) -> Swap:
+    config = survey.config
     format, fine = config.weights.format, config.weights.fine
     if fine == "exact" and weight.dtype not in (torch.bfloat16, torch.float16):
         format, fine = "dense", "none"
@@ -274,8 +281,20 @@ def _swap(sites: list[WeightSite], weight: torch.Tensor, config: VBConfig) -> Sw
         dense_bytes=nbytes_of(weight),
         format=format,
         fine=fine,
-        note=_note(sites[0], dtype, format, config),
+        note=_note(sites[0], dtype, format, config) or _note_on_head(sites, survey),
     )
+
+
+def _note_on_head(sites: list[WeightSite], survey: _Survey) -> str:
+    """Return what to say of an output head that `keep_head` would keep, had it not the weight of a table."""
+    heads = [site.name for site in sites if id(survey.modules[site.module]) in survey.heads]
+    if not heads or not survey.config.weights.keep_head or not any(KINDS[site.kind].by_rows for site in sites):
+        return ""
+    return f"{heads[0]} has the same weight and goes with it: weights.keep_head keeps no head of a swapped table"
+
+
+def _is_asked_for(kind: Kind, config: VBConfig) -> bool:
+    return config.mode in kind.modes and (config.weights.embeddings or not kind.by_rows)
 
 
 def _note(site: WeightSite, dtype: str, format: str, config: VBConfig) -> str:
@@ -290,12 +309,12 @@ def _note(site: WeightSite, dtype: str, format: str, config: VBConfig) -> str:
 # -- everything else --------------------------------------------------------------------------------------------------
 
 
-def _account_rest(modules: dict[str, nn.Module], swaps: list[Swap], refused: dict[str, Skip]) -> dict[str, Skip]:
+def _account_rest(survey: _Survey, swaps: list[Swap], refused: dict[str, Skip]) -> dict[str, Skip]:
     """Return `refused` with the bytes of everything that is not swapped, once per storage, in the order of the model.
 
     A storage that a refused layer shares is counted where it stays dense, such as at the embedding of a tied head.
     """
-    sites = [site for swap in swaps for site in swap.sites]
+    modules, sites = survey.modules, [site for swap in swaps for site in swap.sites]
     swapped = {site.module for site in sites}
     seen = {_storage_key(modules[site.module]._parameters[site.parameter]) for site in sites}
     rest = dict(refused)
@@ -308,21 +327,20 @@ def _account_rest(modules: dict[str, nn.Module], swaps: list[Swap], refused: dic
         fresh = {n: p for n, p in own.items() if _storage_key(p) not in seen}
         seen |= {_storage_key(p) for p in fresh.values()}
         if fresh:
-            reason = refused[name].reason if name in refused else _why_kept(module, fresh, is_swapped=name in swapped)
+            reason = refused[name].reason if name in refused else _why_kept(module, fresh, survey.config)
+            reason = "bias of a swapped layer" if name in swapped else reason
             rest[name] = Skip(sum(map(nbytes_of, fresh.values())), reason)
     return {name: rest[name] for name in modules if name in rest}
 
 
-def _why_kept(module: nn.Module, own: dict[str, nn.Parameter], *, is_swapped: bool) -> str:
+def _why_kept(module: nn.Module, own: dict[str, nn.Parameter], config: VBConfig) -> str:
     kind = type(module).__name__
-    if is_swapped:
-        return "bias of a swapped layer"
     experts = [n for n, p in own.items() if p.dim() == 3 and p.shape[0] > 1]  # [1, ...]: position embeddings
     if experts and not type(module).__module__.startswith("torch.nn."):
         names = ", ".join(experts)
         return f"{kind}: 3-D parameters ({names}), such as routed experts, are not nn.Linear and stay dense"
     if isinstance(module, nn.Embedding):
-        return f"{kind}: a lookup table, read by rows"
+        return _why_kept_table(module, config)
     if isinstance(module, nn.MultiheadAttention):
         return f"{kind}: reads its projections ({', '.join(own)}) without calling them"
     if isinstance(module, NonDynamicallyQuantizableLinear):
@@ -334,9 +352,18 @@ def _why_kept(module: nn.Module, own: dict[str, nn.Parameter], *, is_swapped: bo
     return f"{kind}: not an nn.Linear"
 
 
+def _why_kept_table(table: nn.Embedding, config: VBConfig) -> str:
+    name, kind = type(table).__name__, kind_of(table)
+    if kind is None:
+        return f"{name}: a lookup table, of a subclass of nn.Embedding with semantics of its own"
+    if config.mode not in kind.modes:
+        return f'{name}: a lookup table, which mode = "{config.mode}" leaves dense'
+    return f"{name}: a lookup table, read by rows; weights.embeddings = true swaps it"
+
+
 def why_none(modules: dict[str, nn.Module], skipped: dict[str, Skip]) -> str:
     """Return the most frequent reason why a linear layer stays; for a model without any, what holds the most bytes."""
-    linear = [name for name in skipped if kind_of(modules[name]) or isinstance(modules[name], nn.Linear)]
+    linear = [name for name in skipped if _is_linear(modules[name])]
     if linear:
         (reason, count), *_ = Counter(skipped[name].reason for name in linear).most_common()
         return f"{count} of {len(linear)} linear layers stay because: {reason}"
@@ -344,3 +371,8 @@ def why_none(modules: dict[str, nn.Module], skipped: dict[str, Skip]) -> str:
         return "it has no parameters"
     name, skip = max(skipped.items(), key=lambda item: item[1].nbytes)
     return f"it has no linear layers; its largest part is {name} ({skip.reason})"
+
+
+def _is_linear(module: nn.Module) -> bool:
+    kind = kind_of(module)
+    return isinstance(module, nn.Linear) if kind is None else not kind.by_rows

@@ -27,7 +27,7 @@ _LARGEST_SHARE = 0.1  # of a model's parameters: more outside of its base is mor
 
 def find_heads(modules: Mapping[str, nn.Module]) -> dict[int, str]:
     """The output heads among a model's modules, by id, with the reason. `modules`: by full name, the root included."""
-    layers = {id(module): name for name, module in modules.items() if kind_of(module)}
+    layers = {id(module): name for name, module in modules.items() if _is_product(module)}
     heads: dict[int, str] = {}
     for name, module in modules.items():
         for head, reason in (*_output_embeddings(module, name), *_task_heads(module, layers), *_classifiers(module)):
@@ -78,7 +78,7 @@ def _task_heads(model: nn.Module, layers: Mapping[int, str]) -> Iterator[tuple[n
     yield from ((layer, f"head of {kind}, {where}") for layer in found)
     if is_task:
         for layer in model.modules():
-            if kind_of(layer) and _outputs(layer) == labels and not re.search(r"\.\d+\.", f".{layers[id(layer)]}."):
+            if _is_product(layer) and _outputs(layer) == labels and not re.search(r"\.\d+\.", f".{layers[id(layer)]}."):
                 yield layer, f"head of {kind}: one output for each of its {labels} labels"
 
 
@@ -86,12 +86,18 @@ def _outside(model: nn.Module) -> tuple[list[nn.Module], str]:
     """The layers outside a model's base model; where it has none, those that it holds itself."""
     base = model.base_model
     if base is model:
-        return [child for child in model.children() if kind_of(child)], "which holds it itself"
+        return [child for child in model.children() if _is_product(child)], "which holds it itself"
     inside = {id(module) for module in base.modules()}
     return (
-        [module for module in model.modules() if kind_of(module) and id(module) not in inside],
+        [module for module in model.modules() if _is_product(module) and id(module) not in inside],
         f"outside its base model ({model.base_model_prefix})",
     )
+
+
+def _is_product(module: nn.Module) -> bool:
+    """True for layers of a known kind that multiply; a lookup table is no head."""
+    kind = kind_of(module)
+    return kind is not None and not kind.by_rows
 
 
 def _outputs(layer: nn.Module) -> int:

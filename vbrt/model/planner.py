@@ -15,7 +15,7 @@ from vbrt.formats import get_format
 from vbrt.formats.fine import estimate_fine_bytes
 from vbrt.formats.page import PAGE_ALIGN
 from vbrt.kernels import PageOrder
-from vbrt.layers import HandleSpec, SwappedLayer
+from vbrt.layers import KINDS, HandleSpec, SwappedLayer
 from vbrt.layers.selection import planned_packing
 from vbrt.model.choice import choose, named_modules, nbytes_of, why_none
 from vbrt.model.machine import this_machine
@@ -82,7 +82,13 @@ def _training_plan(
 
 
 def _pages(swap: Swap, packing: PageOrder | None) -> tuple[PageSpec, ...]:
-    """The pages of a layer without homes; static sizes are exact, the fine plane is an estimate from above."""
+    """Return the pages of a weight without homes; static sizes are exact, the fine plane is an estimate from above."""
+    by_rows = all(KINDS[site.kind].by_rows for site in swap.sites)
+    pages = _planes(swap, None if by_rows else packing)
+    return tuple(replace(page, by_rows=by_rows) for page in pages)
+
+
+def _planes(swap: Swap, packing: PageOrder | None) -> tuple[PageSpec, ...]:
     dtype, shape = getattr(torch, swap.dtype), swap.shape
     if swap.format == "dense":
         nbytes = get_format("dense").layout(swap.site.kept_shape, dtype).nbytes

@@ -53,5 +53,4 @@ def attach_ssd(stack: TierStack, config: VBConfig, budgets: Mapping[str, int]) -
 def _prefetch(plan: Plan, config: VBConfig, *, from_drive: bool) -> int:
     if config.policy.prefetch != "auto":
         return config.policy.prefetch
-    largest = max((page.nbytes for swap in plan.swaps for page in swap.pages), default=0)
-    return auto_prefetch(largest, group=plan.group, from_drive=from_drive)
+    return auto_prefetch(plan.largest_page_bytes, group=plan.group, from_drive=from_drive)

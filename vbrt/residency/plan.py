@@ -18,12 +18,19 @@ FILE_HEADER_BYTES = 4096  # what a page file costs on the ssd beside the page
 
 @dataclass(frozen=True, slots=True)
 class PageSpec:
-    """One plane of one layer: its bytes (an upper estimate where the data decides) and the tier that is its home."""
+    """One plane of one weight.
+
+    Attributes:
+        nbytes: an upper estimate where the data decides.
+        home: the tier that it lives in.
+        by_rows: True if only rows of it are read, where it lives: it passes through no tier.
+    """
 
     key: str
     plane: str
     nbytes: int
     home: str = ""
+    by_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,16 @@ class Swap:
     def page_bytes(self) -> int:
         """Bytes of all planes of the layer."""
         return sum(page.nbytes for page in self.pages)
+
+    @property
+    def by_rows(self) -> bool:
+        """True if only rows of the weight are read, where its pages live."""
+        return bool(self.pages) and all(page.by_rows for page in self.pages)
+
+    @property
+    def leased(self) -> tuple[PageSpec, ...]:
+        """The pages that a lease of the weight takes: none of a table that is read by rows."""
+        return tuple(page for page in self.pages if not page.by_rows)
 
     def to_dict(self) -> dict:
         """Plain data for JSON."""
@@ -158,12 +175,17 @@ class Plan:
     @property
     def group(self) -> int:
         """Pages that one lease takes together, at most."""
-        return max((len(swap.pages) for swap in self.swaps), default=1)
+        return max((len(swap.leased) for swap in self.swaps), default=0) or 1
 
     @property
     def largest_layer_bytes(self) -> int:
         """What one lease takes, at most."""
-        return max((swap.page_bytes for swap in self.swaps), default=0)
+        return max((_lease_bytes(swap.pages) for swap in self.swaps), default=0)
+
+    @property
+    def largest_page_bytes(self) -> int:
+        """Bytes of the largest page that a lease takes."""
+        return max((page.nbytes for swap in self.swaps for page in swap.leased), default=0)
 
     def home_bytes(self, tier: str) -> int:
         """Bytes of the pages whose home is `tier`."""
@@ -202,7 +224,7 @@ def place(layers: Sequence[Sequence[PageSpec]], budgets: Mapping[str, int], *, s
             are too small.
     """
     pages = {page.key: page.nbytes for layer in layers for page in layer}
-    lease = max((sum(page.nbytes for page in layer) for layer in layers), default=0)
+    lease = max(map(_lease_bytes, layers), default=0)
     tiers = list(budgets)
     for depth, tier in enumerate(tiers):
         if sum(_cost(size, tier) for size in pages.values()) <= budgets[tier]:
@@ -226,6 +248,10 @@ def place(layers: Sequence[Sequence[PageSpec]], budgets: Mapping[str, int], *, s
     return homes
 
 
+def _lease_bytes(pages: Sequence[PageSpec]) -> int:
+    return sum(page.nbytes for page in pages if not page.by_rows)
+
+
 def _cost(nbytes: int, tier: str) -> int:
     return nbytes + FILE_HEADER_BYTES if tier == "ssd" else nbytes
 
@@ -235,7 +261,7 @@ def _check_passage(
 ) -> None:
     for tier in tiers:
         if budgets[tier] < lease:
-            largest = max(layers, key=lambda layer: sum(page.nbytes for page in layer))
+            largest = max(layers, key=_lease_bytes)
             raise ConfigError(
                 f"{source}: tiers.{tier}.budget = {budgets[tier]} bytes is smaller than the largest "
                 f"layer's pages ({largest[0].key}: {lease} bytes); give it at least that, better "

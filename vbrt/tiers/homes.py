@@ -251,7 +251,7 @@ class Homes:
         return [page for key, page in living.items() if key not in stay]
 
     def _passing_bytes(self) -> int:
-        return _PASSING_PAGES * max((page.nbytes for page in self._ledger.pages.values()), default=0)
+        return _PASSING_PAGES * max((page.nbytes for page in self._ledger.pages.values() if page.passes), default=0)
 
     def _new_homes(self, level: Level, pages: Sequence[Page]) -> list[tuple[Page, int]]:
         """For each page the first tier below `level` that has room, beside slots for pages from further down."""

@@ -36,11 +36,17 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Page:
-    """One plane of one layer, and the counters of its life. `home`: the index of its tier, 0 on top."""
+    """One plane of one layer, and the counters of its life.
+
+    Attributes:
+        home: the index of its tier, 0 on top.
+        passes: False if only rows of it are read, where it lives: it needs no slot in the tiers above.
+    """
 
     key: str
     layout: PageLayout
     home: int
+    passes: bool = True
     moves: int = 0  # from one home to another
     owners: "set[Claim]" = field(default_factory=set)
     hits: int = 0

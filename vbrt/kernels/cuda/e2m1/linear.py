@@ -77,6 +77,7 @@ class Packing:
     """How a kernel wants the coarse plane of one format to lie in its page."""
 
     format: str
+    rows: int = fp4_tiles.ROWS
 
     def layout(self, shape: tuple[int, int]) -> PageLayout:
         """The page of a weight (N, K); depends on nothing else."""

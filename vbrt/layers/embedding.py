@@ -1,0 +1,176 @@
+"""VBEmbedding: an nn.Embedding whose table lives as planes in a tier stack.
+
+A forward reads the rows of its tokens where the table's pages live, on the GPU, in host memory or in a file, and
+decodes them; the table itself does not move (`tiers/rows.py`). A table that an output head is tied to has one set of
+pages for both: the head leases them as every linear layer does.
+
+The table is frozen: no gradient goes anywhere, and what only counts for gradients (padding_idx, scale_grad_by_freq,
+sparse) says nothing. Autocast leaves lookups alone, as it does in torch.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.compiler import is_compiling
+from torch.fx import Proxy
+
+from vbrt.formats import get_format
+from vbrt.formats.base import WeightPlanes
+from vbrt.formats.rows import Rows, coarse_rows, exact_rows, row_chunks
+from vbrt.kernels.watched import dispatch_modes, is_memory, is_watched, unwatched
+from vbrt.layers.compute import kernels_of_pass
+from vbrt.layers.linear import VBLayer, leaf, refuse_given_in_graph
+from vbrt.layers.ops import TAGS, library, materialized
+from vbrt.layers.selection import Kernels
+from vbrt.layers.weight import WeightHandle
+from vbrt.tiers.rows import PageRows, page_rows
+
+__all__ = ["VBEmbedding"]
+
+
+class VBEmbedding(VBLayer, nn.Embedding):
+    """nn.Embedding with its table in a tier stack. Made by `vbrt.wrap`, not by hand."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return rows [..., embedding_dim] for indices [...] of int32 or int64.
+
+        Raises:
+            IndexError: an index that the table does not have (on a GPU: a failed assertion of the device, as torch's).
+            TierError: a page cannot be read or verified.
+            FormatError: (first forward) the table cannot be encoded.
+        """
+        if type(input) is not torch.Tensor and isinstance(input, Proxy):
+            return leaf(self, input)
+        if is_compiling():
+            return _compiled(self, input)
+        if self._vb_handle.lent is not None:
+            self.look()
+        if self._vb_handle.tied or self._parameters["weight"] is not None:
+            given = self._given()
+            if given is None:
+                self.materialize_()
+                if not isinstance(self, VBLayer):  # somebody has asked the shell to train
+                    given = self._parameters["weight"]
+            if given is not None:
+                return F.embedding(
+                    input, given, self.padding_idx, None, self.norm_type, self.scale_grad_by_freq, self.sparse
+                )
+        return _lookup(self._vb_handle, input)
+
+    def reset_parameters(self) -> None:
+        """Draw a new random table, as nn.Embedding does."""
+        if self.materialized:
+            self._become_shell(self._empty_weight())
+        super().reset_parameters()
+
+    def extra_repr(self) -> str:
+        """Return nn.Embedding's, and how the table is held."""
+        return f"{super().extra_repr()}, format={self._vb_handle.spec.label}"
+
+
+# -- eager calls ------------------------------------------------------------------------------------------------------
+
+
+def _lookup(handle: WeightHandle, ids: torch.Tensor) -> torch.Tensor:
+    """Return the rows [..., K] of indices [...], counted as a forward."""
+    if is_watched() or not is_memory(ids):
+        token = handle.token_at(handle.generation) if dispatch_modes() else handle.token
+        return torch.ops.vbrt.rows(ids, token, handle.spec.shape[1], handle.dtype)
+    return _counted_rows(handle, ids)
+
+
+def _counted_rows(handle: WeightHandle, ids: torch.Tensor) -> torch.Tensor:
+    handle.forwards += 1
+    if handle.separation is not None:
+        handle.separation.tick()
+    n, k = handle.spec.shape
+    if ids.dtype not in (torch.int64, torch.int32):
+        return torch.embedding(torch.empty(1, k, dtype=handle.dtype, device=ids.device), ids)  # torch says why not
+    index_T = ids.reshape(-1).to(handle.device, torch.int64)
+    _check_range(index_T, n)
+    with unwatched():
+        rows_TK = _rows(handle, kernels_of_pass(handle), index_T)
+    return rows_TK.to(ids.device, handle.dtype).view(*ids.shape, k)
+
+
+def _check_range(index_T: torch.Tensor, n: int) -> None:
+    """Raise IndexError for an index that is not below n; on a GPU the device asserts it, and nothing waits."""
+    inside = ((index_T >= 0) & (index_T < n)).all()
+    if inside.is_cuda:
+        torch._assert_async(inside, "index out of range in self")
+    elif not inside:
+        raise IndexError("index out of range in self")  # torch's words
+
+
+# -- rows of planes ---------------------------------------------------------------------------------------------------
+
+
+def _rows(handle: WeightHandle, kernels: Kernels, index_T: torch.Tensor) -> torch.Tensor:
+    """Return rows [T, K] as the pages hold them, in the handle's dtype or, if they are lossless, in the stored one."""
+    spec = kernels.spec
+    keys = handle.keys[:1] if kernels.precision == "coarse" else handle.keys
+    if not keys:
+        handle.lease()  # says why
+    pages = [page_rows(handle.stack, key) for key in keys]
+    if not len(index_T):
+        return torch.empty(0, spec.shape[1], dtype=handle.dtype, device=index_T.device)
+    if spec.format == "dense":
+        return pages[0].take("weight", index_T)
+    if spec.fine:
+        coarse, fine = map(_rows_of, pages)
+        return exact_rows(coarse, fine, get_format(spec.format), spec.shape, spec.dtype, index_T)
+    return _coarse(handle, kernels, pages[0], index_T)
+
+
+def _rows_of(page: PageRows) -> Rows:
+    return Rows(page.page.layout, page.take)
+
+
+def _coarse(handle: WeightHandle, kernels: Kernels, page: PageRows, index_T: torch.Tensor) -> torch.Tensor:
+    """Decode rows of a 4-bit plane, in the format's order or in a kernel's, whose entries hold several rows each."""
+    k, rows = kernels.spec.shape[1], _rows_of(page)
+    high = kernels.packing.rows if kernels.packs(rows.layout) else 1
+
+    def decode(chunk_T: torch.Tensor) -> torch.Tensor:
+        fields = coarse_rows(rows, chunk_T // high)
+        planes = WeightPlanes(kernels.spec.format, (high * len(chunk_T), k), handle.dtype, fields)
+        decoded = kernels.decode(planes)
+        return decoded if high == 1 else decoded.view(-1, high, k)[_each(chunk_T), chunk_T % high]
+
+    return torch.cat([decode(chunk_T) for chunk_T in row_chunks(index_T, high * k)])
+
+
+def _each(index_T: torch.Tensor) -> torch.Tensor:
+    return torch.arange(len(index_T), dtype=torch.int64, device=index_T.device)
+
+
+# -- in compiled graphs -----------------------------------------------------------------------------------------------
+
+
+def _compiled(layer: VBEmbedding, ids: torch.Tensor) -> torch.Tensor:
+    """A lookup as torch.compile sees it: one opaque operator."""
+    refuse_given_in_graph(layer)
+    handle = layer._vb_handle
+    return torch.ops.vbrt.rows(ids, handle.token, handle.spec.shape[1], handle.dtype)
+
+
+library.define("rows(Tensor ids, Tensor token, SymInt columns, ScalarType dtype) -> Tensor", tags=TAGS)
+
+
+@torch.library.impl(library, "rows", "CompositeExplicitAutograd")
+def _rows_op(ids: torch.Tensor, token: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows [..., K] of the table that `token` names."""
+    return _counted_rows(materialized(token), ids)
+
+
+@torch.library.register_fake("vbrt::rows", lib=library)
+def _(ids: torch.Tensor, token: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    return ids.new_empty((*ids.shape, columns), dtype=dtype)
+
+
+@torch.library.register_vmap("vbrt::rows", lib=library)
+def _(info: Any, in_dims: tuple, ids: torch.Tensor, token: torch.Tensor, columns: int, dtype: torch.dtype):
+    ids = ids.movedim(in_dims[0], 0)
+    return torch.ops.vbrt.rows(ids, token, columns, dtype), 0
