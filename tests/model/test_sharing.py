@@ -315,3 +315,44 @@ def test_a_runtime_is_a_runtime_of_its_stack():
     assert isinstance(a.runtime, Runtime) and a.runtime.stack is a.stack
     assert type(a.model[0]) is VBLinear
     a.close()
+
+
+@pytest.mark.parametrize("kind", ["save", "checkpoint"])
+def test_a_model_is_loaded_beside_another_one(kind, tmp_path):
+    from safetensors.torch import save_file
+
+    plain, x = mlp(depth=3), torch.randn(2, 64)
+    if kind == "save":
+        vbrt.wrap(plain, config("nvfp4")).save(tmp_path / "files")
+        want = vbrt.load(tmp_path / "files", mlp(depth=3))
+    else:
+        (tmp_path / "files").mkdir()
+        save_file(plain.state_dict(), tmp_path / "files" / "model.safetensors")
+        want = vbrt.wrap(plain, config("nvfp4"))
+    want = outputs(want, x=x)[0]
+    a = vbrt.wrap(mlp(depth=4), streamed(tmp_path / "pages", 3))
+    before = outputs(a, x=x)
+    with torch.device("meta"):
+        two = mlp(depth=3)
+    b = vbrt.load(tmp_path / "files", two, None if kind == "save" else weights("nvfp4"), runtime=a.runtime)
+    assert b.runtime is a.runtime and b.settings.weights.format == "nvfp4"
+    for _ in range(2):
+        assert all(map(torch.equal, outputs(a, b, x=x), [*before, want])) and held(a)
+    with pytest.raises(ConfigError, match=r"policy\.kind = 'lru', and the runtime has 'scheduled'"):
+        vbrt.load(tmp_path / "files", mlp(depth=3), runtime=a.runtime, policy={"kind": "lru"})
+    a.runtime.close()
+
+
+def test_a_load_that_fails_leaves_the_first_model_and_its_homes(tmp_path):
+    vbrt.wrap(mlp(depth=3), config("dense")).save(tmp_path / "files")
+    file = next((tmp_path / "files").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-8] + b"damaged!")
+    a, two, x = vbrt.wrap(mlp(depth=4), streamed(tmp_path / "pages", 5)), mlp(depth=3), torch.randn(2, 64)
+    want = outputs(a, two, x=x)
+    homes = {key: page.home for key, page in a.stack.pages.items()}
+    with pytest.raises(vbrt.CheckpointError, match="damaged"):
+        vbrt.load(tmp_path / "files", two, runtime=a.runtime)
+    a.stack.collect()
+    assert {key: page.home for key, page in a.stack.pages.items()} == homes
+    assert a.runtime.attachments == (a._attachment,) and all(map(torch.equal, outputs(a, two, x=x), want))
+    a.close()

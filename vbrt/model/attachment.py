@@ -170,6 +170,15 @@ class Attachment:
         if waiting:
             release_host_memory()
 
+    def ready_to_save(self) -> VBConfig:
+        """Encode every layer; return the config that a save of the planes has.
+
+        Raises WrapError if the planes are gone.
+        """
+        self.check_open("save")
+        self.materialize()
+        return self.settings
+
     def set_budget(self, tier: str, budget: int | str) -> int:
         """Change the budget of a tier, for all models on the runtime. See `VBModelWrapper.set_budget`."""
         self.check_open("set_budget")

@@ -1,10 +1,12 @@
 """A model whose weights train, on a runtime: the stack is empty, nothing moves."""
 
 import contextlib
+from dataclasses import replace
 from os import PathLike
 
 from torch import nn
 
+from vbrt.config import VBConfig
 from vbrt.errors import WrapError
 from vbrt.layers import TrainedLayer
 from vbrt.model.attachment import Attachment
@@ -28,6 +30,11 @@ class TrainingAttachment(Attachment):
     def materialize(self, *, progress: bool | None = None) -> None:
         """Bring the model to the computing device now instead of at its first forward; there is nothing to encode."""
         move_rest_(self.model, self.stack.device)
+
+    def ready_to_save(self) -> VBConfig:
+        """Return the config of an inference model: a save has what the forward computes with now."""
+        self.check_open("save")
+        return replace(self.settings, mode="infer")
 
     def set_budget(self, tier: str, budget: int | str) -> int:
         """Raise WrapError: no tier holds weights that train."""

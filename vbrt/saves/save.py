@@ -12,6 +12,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError, describe_os_error
 from vbrt.host.files import expanded, sync_directory, write_file
 from vbrt.layers import SwappedLayer, TrainedLayer, TrainedWeight, WeightHandle, site_of
+from vbrt.model.attachment import Attachment
 from vbrt.residency.site import ROOT, WeightSite
 from vbrt.saves.manifest import (
     MANIFEST,
@@ -35,7 +37,7 @@ from vbrt.saves.manifest import (
 )
 from vbrt.saves.tensorfile import TensorInfo, TensorWriter
 
-__all__ = ["save_model"]
+__all__ = ["save_attached"]
 
 Handle = WeightHandle | TrainedWeight
 _SHARD_BYTES = 1 << 30
@@ -53,8 +55,14 @@ class _Part:
     write: Callable[[TensorWriter], dict[str, str]]
 
 
-def save_model(model: nn.Module, config: VBConfig, directory: Path) -> Path:
-    """Write a model whose VB layers are all encoded. See `VBModelWrapper.save`."""
+def save_attached(attachment: Attachment, directory: str | PathLike) -> Path:
+    """Write a model that is attached to a runtime. See `VBModelWrapper.save`."""
+    config = attachment.ready_to_save()
+    return _save(attachment.model, config, Path(directory))
+
+
+def _save(model: nn.Module, config: VBConfig, directory: Path) -> Path:
+    """Write a model whose VB layers are all encoded."""
     try:
         directory = expanded(directory)
     except OSError as error:

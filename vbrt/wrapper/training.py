@@ -1,12 +1,10 @@
 """The façade of a model whose weights train."""
 
-from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
 from torch import nn
 
-from vbrt.saves.save import save_model
 from vbrt.wrapper.wrapper import VBModelWrapper
 
 __all__ = ["VBTrainingWrapper"]
@@ -29,8 +27,7 @@ class VBTrainingWrapper(VBModelWrapper):
             FormatError: a weight holds NaN or Inf.
             WrapError: the wrapper was unwrapped.
         """
-        self._attachment.check_open("save")
-        return save_model(self.model, replace(self.settings, mode="infer"), Path(directory))
+        return super().save(directory)
 
     def unwrap(self) -> nn.Module:
         """The model back, in place, with the very parameters that trained: an optimizer keeps working.

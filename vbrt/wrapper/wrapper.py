@@ -16,7 +16,7 @@ from vbrt.model.attachment import Attachment
 from vbrt.model.passes import is_plain_data
 from vbrt.report.stats import Stats
 from vbrt.residency.plan import Plan
-from vbrt.saves.save import save_model
+from vbrt.saves.save import save_attached
 from vbrt.tiers import Recorder
 from vbrt.wrapper.mirror import Facade
 
@@ -160,9 +160,7 @@ class VBModelWrapper(Facade):
             FormatError, TierError: a weight cannot be encoded, or a page cannot be read.
             WrapError: the wrapper was closed or unwrapped.
         """
-        self._attachment.check_open("save")
-        self.materialize()
-        return save_model(self.model, self.settings, Path(directory))
+        return save_attached(self._attachment, directory)
 
     @property
     def lossless(self) -> bool:

@@ -1,0 +1,80 @@
+"""From files into a runtime, without the dense model in memory.
+
+The model is only the architecture: its parameters become meta tensors of the files' dtypes first, so that the same plan
+is made as for the model that was saved, and every value then comes from a file. If anything fails, the model is given
+back as it came, and other models on the runtime are as they were.
+"""
+
+import contextlib
+
+from torch import nn
+
+from vbrt.config import VBConfig
+from vbrt.errors import ConfigError
+from vbrt.model.attach import Original, attach
+from vbrt.model.attachment import Attachment
+from vbrt.model.machine import check_ssd_directory, release_host_memory
+from vbrt.model.runtime import Runtime
+from vbrt.saves.assign import compute_buffers_
+from vbrt.saves.sources import Source
+
+__all__ = ["load_attached"]
+
+_TRIM_BYTES = 8 << 20
+
+
+def load_attached(source: Source, model: nn.Module, config: VBConfig, *, runtime: Runtime | None = None) -> Attachment:
+    """Attach a model whose weights come from files; every layer is encoded. See `vbrt.load`.
+
+    Args:
+        source: see `open_source`; `config` is what it makes of the user's.
+        runtime: of models that share their tiers with this one; by default a new one.
+    """
+    if config.mode == "train":
+        raise ConfigError(
+            f'{config.source}: mode = "train"; load() fills the planes of an inference model. Load dense '
+            'weights into the model first, then vbrt.wrap(model, mode="train"); to go on with a run, '
+            "load_state_dict() what vb.state_dict() gave"
+        )
+    if runtime is None:
+        check_ssd_directory(config)
+        return _load(source, model, config, None)
+    runtime.check_open("load")
+    with runtime.homes_kept_on_failure():
+        return _load(source, model, config, runtime)
+
+
+def _load(source: Source, model: nn.Module, config: VBConfig, runtime: Runtime | None) -> Attachment:
+    original, attachment = Original(model), None
+    try:
+        source.outline_(model)
+        compute_buffers_(model, source.path, source.has)
+        plan = source.plan(model, config, None if runtime is None else runtime.beside)
+        attachment = attach(model, config, plan, runtime=runtime)
+        _fill_(attachment, source)
+        attachment.materialize(progress=False)  # nothing is left to encode; what was not swapped goes to the device
+        release_host_memory()
+        return attachment
+    except BaseException:
+        with contextlib.ExitStack() as stack:
+            stack.callback(original.restore_)
+            if attachment is not None:
+                attachment.close()
+        raise
+
+
+def _fill_(attachment: Attachment, source: Source) -> None:
+    layers, read = attachment.layers, 0
+    for swap in attachment.plan.swaps:
+        handle = layers[swap.name].handle
+        handle.store(source.planes(swap.name, handle))
+        read += swap.dense_bytes
+        if read > _TRIM_BYTES:  # or the C library keeps what weights leave between the pages: as much as all of them
+            release_host_memory()
+            read = 0
+    for swap in attachment.plan.swaps:
+        for site in swap.sites:
+            layers[site.name]._parameters[site.parameter] = None
+    source.fill_kept_(attachment.model, attachment.stack.device)
+    for name, layer in layers.items():
+        layer.handle.retype(source.dtype(name, layer.handle))

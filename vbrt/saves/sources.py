@@ -1,0 +1,378 @@
+"""Files that a model is loaded from: what `vb.save` wrote, or a safetensors checkpoint of the dense model."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from vbrt.config import VBConfig, load_config
+from vbrt.errors import CheckpointError, ConfigError, FormatError, describe_os_error
+from vbrt.formats import get_format
+from vbrt.formats.fine import check_fine
+from vbrt.host.files import expanded, read_bounded
+from vbrt.layers import WeightHandle
+from vbrt.model.planner import make_plan
+from vbrt.residency.plan import Beside, Plan, Swap
+from vbrt.residency.site import ROOT, WeightSite
+from vbrt.saves.assign import assign_, on_meta, with_values
+from vbrt.saves.conversion import Entry, entries_for
+from vbrt.saves.fit import (
+    check_names,
+    has_fraction,
+    ignored_names,
+    misfit,
+    other_dtypes,
+    other_kinds,
+    other_shapes,
+    refuse_any,
+)
+from vbrt.saves.manifest import MANIFEST, Manifest, SavedLayer, read_manifest, text_of
+from vbrt.saves.tensorfile import TensorFile, TensorInfo, digest
+
+__all__ = ["Source", "open_source"]
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_MAX_INDEX_BYTES = 64 << 20
+
+
+class Source(Protocol):
+    """Files that know a model."""
+
+    path: Path
+
+    def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
+        """What the user asked for, checked against the files."""
+
+    def outline_(self, model: nn.Module) -> None:
+        """Make every parameter a meta tensor of the files' dtype, or raise CheckpointError for another model."""
+
+    def has(self, name: str) -> bool:
+        """Whether a parameter or buffer of this name is in the files."""
+
+    def plan(self, model: nn.Module, config: VBConfig, beside: Beside | None) -> Plan:
+        """Return the plan for the outlined model, beside the models on the runtime that it will share."""
+
+    def planes(self, name: str, handle: WeightHandle) -> Any:
+        """What the handle of a layer stores."""
+
+    def dtype(self, name: str, handle: WeightHandle) -> torch.dtype:
+        """What a layer computes in."""
+
+    def fill_kept_(self, model: nn.Module, device: torch.device) -> None:
+        """Assign all other parameters and buffers."""
+
+
+def open_source(path: Path) -> "SavedModel | DenseCheckpoint":
+    try:
+        path = expanded(path)
+        kinds = {name: (path / name).exists() for name in (MANIFEST, _INDEX, _SINGLE)}
+        is_file, is_directory = path.is_file(), path.is_dir()
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename}: cannot be read: {describe_os_error(error)}; expected a directory "
+            f"that vb.save() wrote, or a checkpoint with {_SINGLE}"
+        ) from error
+    if is_file and path.suffix == ".safetensors":
+        return DenseCheckpoint(path, [path])
+    if not is_directory:
+        raise CheckpointError(
+            f"{path}: no such directory; expected one that vb.save() wrote, or a checkpoint with {_SINGLE}"
+        )
+    if kinds[MANIFEST]:
+        return SavedModel(path)
+    if kinds[_INDEX]:
+        return DenseCheckpoint(path, [path / name for name in _shard_names(path / _INDEX)])
+    if kinds[_SINGLE]:
+        return DenseCheckpoint(path, [path / _SINGLE])
+    raise CheckpointError(
+        f"{path}: neither {MANIFEST}, as vb.save() writes it, nor {_SINGLE} or {_INDEX} in it; "
+        "expected a save or a safetensors checkpoint"
+    )
+
+
+def _shard_names(index: Path) -> list[str]:
+    try:
+        data = json.loads(read_bounded(index, _MAX_INDEX_BYTES).decode())
+    except OSError as error:
+        raise CheckpointError(f"{index}: cannot be read: {describe_os_error(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{index}: damaged: not valid JSON ({error})") from error
+    files = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(files, dict) or not files:
+        raise CheckpointError(f'{index}: damaged: expected "weight_map" in it, with a file for each name')
+    for name, file in files.items():
+        if not isinstance(file, str) or Path(file).name != file or not file:
+            raise CheckpointError(
+                f"{index}: weight_map.{name} = {file!r}; expected a file of its directory, and none "
+                "outside of its directory"
+            )
+    return sorted(set(files.values()))
+
+
+class SavedModel:
+    """A directory that `vb.save` wrote."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._manifest: Manifest = read_manifest(path)
+        names = sorted({tensor.file for tensor in self._manifest.tensors.values()})
+        files = {name: TensorFile(path / name) for name in names}
+        self._files = {name: files[tensor.file] for name, tensor in self._manifest.tensors.items()}
+        self._layers = {site.name: layer for layer in self._manifest.layers for site in layer.sites}
+        self._kept = {name: entry for entry in self._manifest.kept for name in entry.names}
+        self._check_files(files)
+        self._check_entries()
+
+    def _check_files(self, files: Mapping[str, TensorFile]) -> None:
+        """The files have the tensors of the manifest and no others, of its dtypes and shapes."""
+        for name, saved in self._manifest.tensors.items():
+            info = files[saved.file].tensors.get(name)
+            if info is None:
+                raise _damaged(files[saved.file].path, f"it has no {name}, which {MANIFEST} says is in it")
+            here = text_of(info.dtype), info.shape
+            if saved.dtype is not None and here != (saved.dtype, saved.shape):
+                raise _damaged(
+                    files[saved.file].path,
+                    f"{name} is {_described(*here)}, saved was {_described(saved.dtype, saved.shape)}",
+                )
+        for file in files.values():
+            for name in file.tensors:
+                if self._files.get(name) is not file:
+                    raise _damaged(file.path, f"it has {name}, of which {MANIFEST} says nothing")
+
+    def _check_entries(self) -> None:
+        """Planes are of dtypes and shapes that their format has, and only numbers with a fraction train."""
+        for number, layer in enumerate(self._manifest.layers):
+            for plane, expected in layer.expected().items():
+                for field, wanted in expected.items():
+                    info = self._info(layer.file_tensor(plane, field))
+                    if not _is_like(info, *wanted):
+                        raise _damaged(
+                            self.path / MANIFEST,
+                            f"layers[{number}] asks for {_described(*wanted)}, and "
+                            f"{info.name} is {_described(text_of(info.dtype), info.shape)}",
+                        )
+        for number, entry in enumerate(self._manifest.kept):
+            dtype = self._info(entry.name).dtype
+            if entry.trainable and not has_fraction(dtype):
+                raise _damaged(
+                    self.path / MANIFEST, f"kept[{number}].trainable = true, and {entry.name} is {text_of(dtype)}"
+                )
+
+    def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
+        """See `Source`. Weights stay what they were when the model was saved."""
+        saved = _for_this_machine(VBConfig.from_dict(self._manifest.config, source=str(self.path / MANIFEST)))
+        asked = load_config(saved if config is None else config, **overrides)
+        for key in ("format", "fine"):
+            here, there = getattr(asked.weights, key), getattr(saved.weights, key)
+            if here != there:
+                raise ConfigError(
+                    f"{asked.source}: weights.{key} = {here!r}, and {self.path} was saved with "
+                    f"{there!r}; a save keeps its format: pass what should differ as overrides, or "
+                    "load a checkpoint of the dense model"
+                )
+        return replace(asked, weights=saved.weights)
+
+    def outline_(self, model: nn.Module) -> None:
+        """See `Source`."""
+        check_names(
+            self.path,
+            model,
+            set(self._kept) | {site.tensor for layer in self._manifest.layers for site in layer.sites},
+            optional={n for n, entry in self._kept.items() if entry.kind == "non-persistent buffer"},
+        )
+        modules = {name or ROOT: module for name, module in model.named_modules(remove_duplicate=False)}
+        refuse_any(
+            self.path,
+            "layers do not fit",
+            filter(
+                None,
+                (misfit(modules.get(site.module), site) for layer in self._manifest.layers for site in layer.sites),
+            ),
+        )
+        refuse_any(self.path, "kinds do not fit", other_kinds(model, self._kept))
+        refuse_any(
+            self.path,
+            "shapes do not fit",
+            other_shapes(
+                model,
+                {
+                    name: self._info(entry.name)
+                    for name, entry in self._kept.items()
+                    if entry.kind != "non-persistent buffer"
+                },
+            ),
+        )
+        for layer in self._manifest.layers:
+            old = modules[layer.site.module]._parameters[layer.site.parameter]
+            weight = on_meta(old, getattr(torch, layer.stored_dtype), layer.trainable)
+            for site in layer.sites:
+                modules[site.module]._parameters[site.parameter] = weight
+        for entry in self._manifest.kept:
+            if entry.kind == "parameter":
+                dtype = self._info(entry.name).dtype
+                assign_(model, entry.names, partial(on_meta, dtype=dtype, trains=entry.trainable))
+
+    def has(self, name: str) -> bool:
+        """See `Source`."""
+        return name in self._kept
+
+    def plan(self, model: nn.Module, config: VBConfig, beside: Beside | None) -> Plan:
+        """See `Source`: with the swaps of the model that was saved."""
+        modules = {name or ROOT: module for name, module in model.named_modules()}
+        saved = [_swap(layer, modules) for layer in self._manifest.layers]
+        return make_plan(model, config, saved=saved, beside=beside)
+
+    def planes(self, name: str, handle: WeightHandle) -> Any:
+        """See `Source`: as they were encoded."""
+        layer = self._layers[name]
+        planes = {
+            plane: {field: self._read(layer.file_tensor(plane, field)) for field in names}
+            for plane, names in layer.planes.items()
+        }
+        if layer.fine:
+            try:
+                check_fine(
+                    planes["coarse"],
+                    planes["fine"],
+                    get_format(layer.format),
+                    layer.site.shape,
+                    getattr(torch, layer.stored_dtype),
+                )
+            except FormatError as error:
+                raise _damaged(self._files[layer.file_tensor("fine", "low")].path, f"{name}: {error}") from error
+        return handle.encoder.from_encoded(planes)
+
+    def dtype(self, name: str, handle: WeightHandle) -> torch.dtype:
+        """See `Source`."""
+        return getattr(torch, self._layers[name].dtype)
+
+    def fill_kept_(self, model: nn.Module, device: torch.device) -> None:
+        """See `Source`."""
+        known = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        for entry in self._manifest.kept:
+            names = entry.names if entry.kind == "parameter" else known.intersection(entry.names)
+            if names:
+                value = self._read(entry.name).to(device)
+                assign_(model, names, partial(with_values, value=value))
+
+    def _info(self, name: str) -> TensorInfo:
+        return self._files[name].tensors[name]
+
+    def _read(self, name: str) -> torch.Tensor:
+        tensor = self._files[name].read(name)
+        if digest(tensor) != self._manifest.tensors[name].digest:
+            raise _damaged(self._files[name].path, f"the bytes of {name} are not those that were saved")
+        return tensor
+
+
+def _for_this_machine(saved: VBConfig) -> VBConfig:
+    """The config of a save without what was insisted on where it was made."""
+    gpu = saved.tiers.gpu
+    return replace(saved, tiers=replace(saved.tiers, gpu=replace(gpu, enabled=gpu.enabled and "auto")))
+
+
+class DenseCheckpoint:
+    """An ordinary safetensors checkpoint of a dense model."""
+
+    def __init__(self, path: Path, files: Iterable[Path]) -> None:
+        self.path = path
+        self._files = list(map(TensorFile, files))
+        self._found: dict[str, Entry] = {}  # by names of the model
+        self._sites: dict[str, WeightSite] = {}  # by the names of swaps
+        self._entries: dict[str, str] = {}  # each name that the model has -> the one that was found, where tied
+
+    def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
+        """See `Source`."""
+        return load_config(config, **overrides)
+
+    def outline_(self, model: nn.Module) -> None:
+        """See `Source`."""
+        self._found = entries_for(self.path, model, self._files)
+        groups: dict[int, list[str]] = {}
+        for name, tensor in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ):
+            groups.setdefault(id(tensor), []).append(name)
+        for names in groups.values():
+            entry = next((name for name in names if name in self._found), None)
+            if entry is not None:
+                self._entries.update(dict.fromkeys(names, entry))
+        known = self._found.keys() | self._entries.keys()
+        check_names(self.path, model, known, optional=ignored_names(model, self._found))
+        infos = {name: self._found[entry].info for name, entry in self._entries.items()}
+        refuse_any(self.path, "shapes do not fit", other_shapes(model, infos))
+        refuse_any(self.path, "dtypes do not fit", other_dtypes(model, infos))
+        done: set[int] = set()
+        for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+            if id(parameter) not in done:
+                done.add(id(parameter))
+                dtype = infos[name].dtype
+                assign_(model, groups[id(parameter)], partial(on_meta, dtype=dtype, trains=parameter.requires_grad))
+
+    def has(self, name: str) -> bool:
+        """See `Source`."""
+        return name in self._entries
+
+    def plan(self, model: nn.Module, config: VBConfig, beside: Beside | None) -> Plan:
+        """See `Source`."""
+        plan = make_plan(model, config, beside=beside)
+        self._sites = {swap.name: swap.site for swap in plan.swaps}
+        return plan
+
+    def planes(self, name: str, handle: WeightHandle) -> Any:
+        """See `Source`: encoded now."""
+        return handle.split(self._read(self._sites[name].tensor))
+
+    def dtype(self, name: str, handle: WeightHandle) -> torch.dtype:
+        """See `Source`."""
+        return handle.dtype
+
+    def fill_kept_(self, model: nn.Module, device: torch.device) -> None:
+        """See `Source`. Tied parameters get one value."""
+        groups: dict[str, list[str]] = {}
+        for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+            if name in self._entries:
+                groups.setdefault(self._entries[name], []).append(name)
+        for entry, names in groups.items():
+            found = self._found[entry]
+            value = found.map() if device.type == "cpu" else found.read().to(device)
+            assign_(model, names, partial(with_values, value=value))
+
+    def _read(self, name: str) -> torch.Tensor:
+        return self._found[self._entries[name]].read()
+
+
+def _swap(layer: SavedLayer, modules: Mapping[str, nn.Module]) -> Swap:
+    """The swap of a saved layer, without pages; a module that has several names counts once."""
+    sites = [site for site in layer.sites if site.module in modules]
+    return Swap(
+        site=sites[0],
+        tied=tuple(sites[1:]),
+        dtype=layer.stored_dtype,
+        dense_bytes=sites[0].parameters * getattr(torch, layer.stored_dtype).itemsize,
+        format=layer.format,
+        fine="exact" if layer.fine else "none",
+    )
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path}: damaged: {what}; copy it again, or save the model again")
+
+
+def _is_like(info: TensorInfo, dtype: str, shape: tuple[int | None, ...]) -> bool:
+    return (
+        text_of(info.dtype) == dtype
+        and len(info.shape) == len(shape)
+        and all(wanted in (None, have) for have, wanted in zip(info.shape, shape, strict=True))
+    )
+
+
+def _described(dtype: str, shape: tuple[int | None, ...]) -> str:
+    return f"{dtype} [{', '.join('any' if n is None else str(n) for n in shape)}]"
