@@ -10,6 +10,7 @@ from torch import nn
 import vbrt
 from tests.models import config, wrap, wrap_streamed
 from vbrt.layers import KINDS, VBLinear, kind_of
+from vbrt.training import trained_class
 
 transformers = pytest.importorskip("transformers")
 from transformers.models.esm.modeling_esmfold import EsmFoldLinear  # noqa: E402  # after the check that it is there
@@ -86,5 +87,5 @@ def test_every_kind_has_a_class_that_takes_its_place():
     for module in (nn.Linear(2, 2), FalconLinear(2, 2), EsmFoldLinear(2, 2), transformers.pytorch_utils.Conv1D(2, 2)):
         kind = kind_of(module)
         assert kind is KINDS[type(module).__name__] and kind.sites("", module)[0].kept_shape == module.weight.shape
-        for mode in ("infer", "train"):
-            assert kind.layer_class(mode).plain_class() is type(module)
+        for cls in (kind.layer_class(), trained_class(kind)):
+            assert cls.plain_class() is type(module)

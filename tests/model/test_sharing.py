@@ -10,7 +10,7 @@ import vbrt
 from tests.models import FORMATS, config, mlp
 from vbrt.config import PolicyConfig, load_config
 from vbrt.errors import ConfigError, TierError, WrapError
-from vbrt.layers import VBLinear, layer_class
+from vbrt.layers import VBLinear
 from vbrt.model.runtime import Runtime
 from vbrt.tiers import SsdTier
 
@@ -206,15 +206,14 @@ def test_a_second_wrap_that_fails_leaves_both_models_as_they_were(when, accident
     kept = [(type(layer), dict(vars(layer))) for layer in two]
 
     if when == "a layer is swapped":
-        kind = layer_class("Linear", "infer")
-        adopt = kind.adopt_.__func__
+        adopt = VBLinear.adopt_.__func__
 
         def fail(cls, module, handle):
             if module is two[4]:
                 raise accident("no")
             return adopt(cls, module, handle)
 
-        monkeypatch.setattr(kind, "adopt_", classmethod(fail))
+        monkeypatch.setattr(VBLinear, "adopt_", classmethod(fail))
     else:
         write, calls = SsdTier.write, []
 

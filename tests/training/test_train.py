@@ -12,7 +12,7 @@ import vbrt
 from tests.models import TOKENS, gpt2, llama, mlp
 from vbrt.errors import ConfigError, FormatError, VBError, WrapError
 from vbrt.formats import get_format
-from vbrt.layers import TrainedLinear
+from vbrt.training import TrainedLinear
 
 FOUR_BIT = ("nvfp4", "mxfp4", "nf4", "quantile")
 
@@ -182,7 +182,7 @@ def test_conv1d_layers_train_in_blocks_along_their_inputs():
     vb = wrap(gpt2().train())
     conv = vb.model.transformer.h[0].mlp.c_fc
     conv(torch.randn(2, 40)).sum()
-    w_hat = conv.handle.again(conv.weight, torch.float32)
+    w_hat = conv.handle.rounded_as_before(conv.weight, torch.float32)
     assert torch.equal(w_hat, rounded("nvfp4", conv.weight.detach().t().contiguous()))
     losses = steps(vb, 6)
     assert losses[-1] < losses[0]
@@ -251,7 +251,7 @@ def test_blocks_that_a_weight_outgrows_get_a_larger_scale_at_once(format):
     with torch.no_grad():
         model.weight[5].mul_(3)
         vb(x)
-        rounded = model.handle.again(model.weight, torch.float32)
+        rounded = model.handle.rounded_as_before(model.weight, torch.float32)
     after = model.handle.separation._frame.tensors["scales"].view(torch.uint8)
     assert torch.equal(before[torch.arange(48) != 5], after[torch.arange(48) != 5]) and (after[5] > before[5]).all()
     error = (rounded - model.weight).norm(dim=1) / model.weight.norm(dim=1)
@@ -269,7 +269,7 @@ def test_weights_that_outgrow_the_range_of_their_scales_refresh_them_early():
         vb(x)
         assert counts(vb) == expected
     assert vb.stats().layers["(root)"].clipped_share < 0.02
-    assert torch.equal(vb(x), F.linear(x, model.handle.again(model.weight, torch.float32), model.bias))
+    assert torch.equal(vb(x), F.linear(x, model.handle.rounded_as_before(model.weight, torch.float32), model.bias))
 
 
 def test_weights_that_were_zero_at_the_fit_are_seen_to_grow():
@@ -449,7 +449,7 @@ def test_a_save_loads_as_an_inference_model_of_what_the_forward_computed(tmp_pat
         loaded = vbrt.load(vb.save(tmp_path), gpt2(), tiers={"gpu": {"enabled": False}})
         torch.testing.assert_close(loaded(input_ids=TOKENS).logits, want)
     for name, swapped in vb.registry.items():
-        w_hat = swapped.handle.again(swapped.weight, torch.float32)
+        w_hat = swapped.handle.rounded_as_before(swapped.weight, torch.float32)
         assert torch.equal(loaded.registry[name].weight, w_hat.t())
     loaded.close()
 
@@ -565,12 +565,12 @@ def test_a_step_on_kept_scales_does_not_wait_for_the_gpu(format):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert counts(vb) == (2, 1)
-    w_hat = model.handle.again(model.weight, torch.float32)
+    w_hat = model.handle.rounded_as_before(model.weight, torch.float32)
     other = nn.Linear(256, 192)
     other.load_state_dict(model.state_dict(), strict=False)
     onto_cpu = wrap(other, format)
     onto_cpu.load_state_dict(vb.state_dict())
-    assert torch.equal(w_hat.cpu(), other.handle.again(other.weight, torch.float32))
+    assert torch.equal(w_hat.cpu(), other.handle.rounded_as_before(other.weight, torch.float32))
 
 
 def test_a_dense_layer_whose_weight_a_norm_computes_can_be_cast():

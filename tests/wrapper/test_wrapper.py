@@ -20,10 +20,11 @@ import vbrt
 from tests.models import FORMATS, TOKENS, config, llama, mlp, wrap, wrap_streamed
 from vbrt.config import load_config
 from vbrt.errors import ConfigError, KernelError, TierError, WrapError
-from vbrt.layers import VBLinear, layer_class
+from vbrt.layers import VBLinear
 from vbrt.model.machine import release_host_memory
 from vbrt.residency.simulate import PASS, simulate
 from vbrt.tiers import TierStack
+from vbrt.training import TrainedLinear
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
 
@@ -113,14 +114,15 @@ def test_a_refused_wrap_leaves_the_model_and_the_disk_as_they_were(tmp_path):
 def test_a_wrap_that_fails_half_way_gives_the_model_back_and_closes_the_tiers(mode, accident, tmp_path, monkeypatch):
     model, stacks = mlp(), []
     before = [(type(layer), dict(vars(layer))) for layer in model]
-    adopt, close = layer_class("Linear", mode).adopt_, TierStack.close
+    swapped = {"infer": VBLinear, "train": TrainedLinear}[mode]
+    adopt, close = swapped.adopt_, TierStack.close
 
     def fail_at_the_fourth(cls, module, handle):
         if module is model[6]:
             raise accident("no")
         return adopt.__func__(cls, module, handle)
 
-    monkeypatch.setattr(layer_class("Linear", mode), "adopt_", classmethod(fail_at_the_fourth))
+    monkeypatch.setattr(swapped, "adopt_", classmethod(fail_at_the_fourth))
     monkeypatch.setattr(TierStack, "close", lambda stack: (stacks.append(stack), close(stack)))
     settings = config("dense") | {"mode": mode}
     settings["tiers"] |= {"cpu": {"budget": 4 * 16384}, "ssd": {"enabled": True, "path": str(tmp_path)}}

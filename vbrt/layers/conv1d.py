@@ -1,17 +1,15 @@
-"""VBConv1D, TrainedConv1D: transformers' Conv1D (the GPT-2 family), a linear layer that keeps its weight as [in, out].
+"""VBConv1D: transformers' Conv1D (the GPT-2 family), a linear layer that keeps its weight as [in, out].
 
 Imported only once a model holds such a layer, so transformers stays optional.
 """
 
 import torch
 from torch.compiler import is_compiling
-from torch.fx import Proxy
 from transformers.pytorch_utils import Conv1D
 
-from vbrt.layers.linear import VBLayer, compiled_linear, leaf
-from vbrt.layers.train import TrainedLayer
+from vbrt.layers.linear import VBLayer, compiled_linear
 
-__all__ = ["TrainedConv1D", "VBConv1D"]
+__all__ = ["VBConv1D"]
 
 
 class VBConv1D(VBLayer, Conv1D):
@@ -21,16 +19,4 @@ class VBConv1D(VBLayer, Conv1D):
         """x [..., in] -> [..., out]; raises what VBLinear.forward raises."""
         if is_compiling():
             return compiled_linear(self, x, self._parameters["bias"])
-        return self._product(x, self._parameters["bias"])
-
-
-class TrainedConv1D(TrainedLayer, Conv1D):
-    """Conv1D that trains through 4 bits, in blocks along its inputs."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> [..., out]; raises what TrainedLinear.forward raises."""
-        if self._vb_handle.separation is None:
-            return self._plain_forward(x)
-        if isinstance(x, Proxy):
-            return leaf(self, x)
         return self._product(x, self._parameters["bias"])

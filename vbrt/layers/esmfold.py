@@ -1,4 +1,4 @@
-"""VBEsmFoldLinear, TrainedEsmFoldLinear: ESMFold's linear layer, an nn.Linear that draws its first weight in ways of
+"""VBEsmFoldLinear: ESMFold's linear layer, an nn.Linear that draws its first weight in ways of
 its own.
 
 Imported only once a model holds such a layer, so transformers stays optional.
@@ -7,14 +7,9 @@ Imported only once a model holds such a layer, so transformers stays optional.
 from transformers.models.esm.modeling_esmfold import EsmFoldLinear
 
 from vbrt.layers.linear import VBLinear
-from vbrt.layers.train import TrainedLinear
 
-__all__ = ["TrainedEsmFoldLinear", "VBEsmFoldLinear"]
+__all__ = ["VBEsmFoldLinear"]
 
 
 class VBEsmFoldLinear(VBLinear, EsmFoldLinear):
     """EsmFoldLinear with its weight in a tier stack."""
-
-
-class TrainedEsmFoldLinear(TrainedLinear, EsmFoldLinear):
-    """EsmFoldLinear that trains through 4 bits."""

@@ -1,4 +1,4 @@
-"""VBFalconLinear, TrainedFalconLinear: Falcon's linear layer, which rounds the product before it adds the bias, as it
+"""VBFalconLinear: Falcon's linear layer, which rounds the product before it adds the bias, as it
 was trained.
 
 Imported only once a model holds such a layer, so transformers stays optional.
@@ -10,9 +10,8 @@ from torch.fx import Proxy
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from vbrt.layers.linear import VBLinear, compiled_linear, leaf
-from vbrt.layers.train import TrainedLinear
 
-__all__ = ["TrainedFalconLinear", "VBFalconLinear"]
+__all__ = ["VBFalconLinear"]
 
 
 class VBFalconLinear(VBLinear, FalconLinear):
@@ -24,17 +23,4 @@ class VBFalconLinear(VBLinear, FalconLinear):
             return leaf(self, input)
         product = compiled_linear(self, input, None) if is_compiling() else self._product(input, None)
         bias = self._parameters["bias"]
-        return product if bias is None else product + bias
-
-
-class TrainedFalconLinear(TrainedLinear, FalconLinear):
-    """FalconLinear that trains through 4 bits."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """input [..., in_features] -> [..., out_features]; raises what TrainedLinear.forward raises."""
-        if self._vb_handle.separation is None:
-            return self._plain_forward(input)
-        if isinstance(input, Proxy):
-            return leaf(self, input)
-        product, bias = self._product(input, None), self._parameters["bias"]
         return product if bias is None else product + bias

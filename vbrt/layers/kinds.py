@@ -14,7 +14,7 @@ from torch import nn
 from vbrt.layers.linear import SwappedLayer
 from vbrt.residency.site import WeightSite
 
-__all__ = ["KINDS", "Kind", "kind_of", "layer_class", "site_of"]
+__all__ = ["KINDS", "Kind", "kind_of", "site_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,13 @@ class Kind:
     Attributes:
         name: the class's name, which plans and saves use.
         package: the module that defines the class.
-        file: the module of vbrt that defines `VB<name>` and `Trained<name>`.
+        file: the module of vbrt that defines `VB<name>`; `vbrt.training.kinds` makes `Trained<name>` of the record.
         parameters: the names of the parameters that hold weights; each is a site.
         transposed: True if the class keeps its weight as [inputs, outputs].
         by_rows: True for lookup tables: a forward reads some rows of the weight.
         modes: the modes that a layer of this kind is swapped in.
         refuse: returns why a module of this class stays as it is, or None.
+        rounds_before_bias: True if the class rounds the product to its dtype before it adds the bias.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Kind:
     by_rows: bool = False
     modes: tuple[str, ...] = ("infer", "train")
     refuse: Callable[[nn.Module], str | None] = lambda module: None
+    rounds_before_bias: bool = False
 
     def sites(self, name: str, module: nn.Module) -> tuple[WeightSite, ...]:
         """Return the sites in a module of this kind; `name` is the module's name in the model."""
@@ -55,9 +57,9 @@ class Kind:
         """Return the number of outputs of a layer of this kind."""
         return self._site("", module, self.parameters[0]).shape[0]
 
-    def layer_class(self, mode: str = "infer") -> type[SwappedLayer]:
-        """Return the class that takes the place of this one; mode: "infer" or "train"."""
-        return getattr(importlib.import_module(self.file), f"{_PREFIXES[mode]}{self.name}")
+    def layer_class(self) -> type[SwappedLayer]:
+        """Return the class that takes the place of this one in inference."""
+        return getattr(importlib.import_module(self.file), f"VB{self.name}")
 
 
 def _renormalizes(table: nn.Embedding) -> str | None:
@@ -65,12 +67,11 @@ def _renormalizes(table: nn.Embedding) -> str | None:
     return None if table.max_norm is None else f"max_norm = {table.max_norm} rescales its rows as they are read"
 
 
-_PREFIXES = {"infer": "VB", "train": "Trained"}
 _RECORDS = (
     Kind("Linear", "torch.nn.modules.linear", "vbrt.layers"),
     Kind("Conv1D", "transformers.pytorch_utils", "vbrt.layers.conv1d", transposed=True),
     Kind("EsmFoldLinear", "transformers.models.esm.modeling_esmfold", "vbrt.layers.esmfold"),
-    Kind("FalconLinear", "transformers.models.falcon.modeling_falcon", "vbrt.layers.falcon"),
+    Kind("FalconLinear", "transformers.models.falcon.modeling_falcon", "vbrt.layers.falcon", rounds_before_bias=True),
     Kind(
         "Embedding",
         "torch.nn.modules.sparse",
@@ -94,8 +95,3 @@ def kind_of(module: nn.Module) -> Kind | None:
 def site_of(name: str, layer: SwappedLayer) -> WeightSite:
     """Return the site of a VB layer or a trained one that the model has under `name`."""
     return replace(layer.handle.spec.site, module=name, kind=layer.plain_class().__name__)
-
-
-def layer_class(kind: str, mode: str = "infer") -> type[SwappedLayer]:
-    """Return the class that takes the place of a module of a kind, by its name; mode: "infer" or "train"."""
-    return KINDS[kind].layer_class(mode)

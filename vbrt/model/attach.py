@@ -1,12 +1,12 @@
 """From a model and a config to VB layers on a runtime, in place."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import nn
 
 from vbrt.config import VBConfig
-from vbrt.layers import KINDS, HandleSpec, SwappedLayer, TrainedWeight, WeightHandle, shed
+from vbrt.layers import KINDS, HandleSpec, Kind, SwappedLayer, WeightHandle, shed
 from vbrt.model.attachment import Attachment, Terms
 from vbrt.model.machine import check_ssd_directory
 from vbrt.model.passes import remove_pass_hooks
@@ -15,6 +15,7 @@ from vbrt.model.runtime import Runtime
 from vbrt.model.trained import TrainingAttachment
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.site import ROOT
+from vbrt.training import TrainedWeight, trained_class
 
 __all__ = ["Original", "attach", "plan_for"]
 
@@ -74,12 +75,15 @@ def _attach(model: nn.Module, runtime: Runtime, terms: Terms) -> Attachment:
     try:
         specs = [HandleSpec.of(swap, config) for swap in terms.plan.swaps]
         specs = [replace(spec, site=replace(spec.site, module=terms.prefix + spec.site.module)) for spec in specs]
-        kind, handles = Attachment, []
         if config.mode == "train":
-            kind, handles = TrainingAttachment, list(map(TrainedWeight, specs))
+            kind, class_of, handles = TrainingAttachment, trained_class, list(map(TrainedWeight, specs))
         else:
-            handles = [WeightHandle(spec, runtime.stack) for spec in specs]
-        attachment = kind(model, runtime, terms, _swap_layers_(model, terms.plan, handles, config.mode))
+            kind, class_of, handles = (
+                Attachment,
+                Kind.layer_class,
+                [WeightHandle(spec, runtime.stack) for spec in specs],
+            )
+        attachment = kind(model, runtime, terms, _swap_layers_(model, terms.plan, handles, class_of))
         if terms.prefix:
             runtime.place_pages()
         return attachment
@@ -111,12 +115,15 @@ class Original:
 
 
 def _swap_layers_(
-    model: nn.Module, plan: Plan, handles: list[WeightHandle] | list[TrainedWeight], mode: str
+    model: nn.Module,
+    plan: Plan,
+    handles: list[WeightHandle] | list[TrainedWeight],
+    class_of: Callable[[Kind], type[SwappedLayer]],
 ) -> dict[str, SwappedLayer]:
     modules = dict(model.named_modules())
     layers: dict[str, SwappedLayer] = {}
     for swap, handle in zip(plan.swaps, handles, strict=True):
         for site in swap.sites:
             module = modules["" if site.module == ROOT else site.module]
-            layers[site.name] = KINDS[site.kind].layer_class(mode).adopt_(module, handle)
+            layers[site.name] = class_of(KINDS[site.kind]).adopt_(module, handle)
     return layers

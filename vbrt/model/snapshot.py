@@ -3,11 +3,12 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from vbrt.layers import TrainedLayer, VBLayer
+from vbrt.layers import VBLayer
 from vbrt.report.stats import LayerStats, TierStats
 from vbrt.residency.counts import PhaseCounts
 from vbrt.residency.plan import Swap
 from vbrt.tiers import TierStack
+from vbrt.training import TrainedLayer
 
 __all__ = ["layer_stats", "own_phases", "stack_fallbacks", "tier_stats", "trained_layer_stats"]
 

@@ -8,13 +8,13 @@ from torch import nn
 
 from vbrt.config import VBConfig
 from vbrt.errors import WrapError
-from vbrt.layers import TrainedLayer
 from vbrt.model.attachment import Attachment
 from vbrt.model.passes import move_rest_
 from vbrt.model.snapshot import trained_layer_stats
 from vbrt.report.stats import LayerStats, Stats
 from vbrt.residency.plan import Swap
 from vbrt.tiers import Recorder
+from vbrt.training import TrainedLayer
 
 __all__ = ["TrainingAttachment"]
 

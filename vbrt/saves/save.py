@@ -21,7 +21,7 @@ from torch import nn
 from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError, describe_os_error
 from vbrt.host.files import expanded, sync_directory, write_file
-from vbrt.layers import SwappedLayer, TrainedLayer, TrainedWeight, WeightHandle, site_of
+from vbrt.layers import SwappedLayer, WeightHandle, site_of
 from vbrt.model.attachment import Attachment
 from vbrt.residency.site import ROOT, WeightSite
 from vbrt.saves.manifest import (
@@ -36,6 +36,7 @@ from vbrt.saves.manifest import (
     to_json,
 )
 from vbrt.saves.tensorfile import TensorInfo, TensorWriter
+from vbrt.training import TrainedLayer, TrainedWeight
 
 __all__ = ["save_attached"]
 

@@ -8,11 +8,6 @@ The road not taken: a rounded weight that autograd keeps. It is two lines, holds
 forward to backward, and saved-tensor hooks that would drop it take the place of those of activation checkpointing.
 """
 
-import itertools
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,163 +19,23 @@ from torch.autograd import Function
 from torch.compiler import is_compiling
 from torch.fx import Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vbrt.errors import FormatError, WrapError
-from vbrt.formats import TrainedSeparation, get_format
-from vbrt.formats.page import PageLayout
-from vbrt.formats.separation import identity
 from vbrt.kernels.watched import is_recorded, is_transformed, unwatched
-from vbrt.layers.encoding import Planes
 from vbrt.layers.linear import SwappedLayer, leaf
-from vbrt.layers.pickling import from_pickle, to_pickle
 from vbrt.layers.product import sum_rows, whole
-from vbrt.layers.spec import HandleSpec
+from vbrt.training.weight import TrainedWeight
 
-__all__ = ["TrainedLayer", "TrainedLinear", "TrainedWeight"]
+__all__ = ["TrainedLayer", "TrainedLinear", "weight_gradient"]
 
 _STATE = "separation"  # what the engine's history is called in state dicts, beside "weight"
-
-_ids = itertools.count()
-_weights: "weakref.WeakValueDictionary[int, TrainedWeight]" = weakref.WeakValueDictionary()
-
-
-class TrainedWeight:
-    """What layers in training know of their weight; shared by all that are tied to it.
-
-    Attributes:
-        separation: the engine; None for format "dense".
-        layers: the live layers that hold the weight.
-        forwards: of all of them, recomputed ones included.
-    """
-
-    def __init__(self, spec: HandleSpec) -> None:
-        self.spec, self.dtype = spec, spec.dtype
-        self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.forwards = 0
-        self.separation: TrainedSeparation | None = None
-        if spec.format != "dense":
-            self.separation = TrainedSeparation(get_format(spec.format), spec.levels, spec.refresh_every)
-        self._name()
-
-    def _name(self) -> None:
-        """A name for compiled graphs; a tensor, and not a constant, so that layers share one graph."""
-        _see_optimizer_steps()
-        self.id = next(_ids)
-        self.token = torch.tensor(self.id, dtype=torch.int64, device="cpu")
-        _weights[self.id] = self
-
-    @property
-    def weight(self) -> nn.Parameter:
-        """The parameter, in the module's orientation."""
-        return next(iter(self.layers))._parameters["weight"]
-
-    @property
-    def trainable(self) -> bool:
-        """Whether the parameter requires grad."""
-        return self.weight.requires_grad
-
-    def retype(self, dtype: torch.dtype) -> None:
-        """The layers were cast."""
-        self.dtype, self.spec = dtype, self.spec.retyped(dtype)
-
-    def empty_copy(self) -> "TrainedWeight":
-        """One for another weight of the same layer, without a history."""
-        return TrainedWeight(self.spec)
-
-    # -- rounding -----------------------------------------------------------------------------------------------------
-
-    def rounded(self, weight: Tensor, dtype: torch.dtype, *, training: bool) -> Tensor:
-        """The weight [N, K] in `dtype` as the forward sees it. Raises FormatError with the layer's name."""
-        self.forwards += 1
-        if weight.is_meta:
-            raise FormatError(f"{self.spec.name}: its weight is on the meta device, without data; load it first")
-        try:
-            return self.separation.forward(weight, self._as_NK(weight), dtype, training=training)
-        except FormatError as error:
-            raise FormatError(
-                f"{self.spec.name}: {error}; exclude the layer (weights.exclude), or go back to a state "
-                "dict from before and a lower learning rate"
-            ) from error
-
-    def again(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """What the forward has seen."""
-        return self.separation.again(self._as_NK(weight), dtype)
-
-    def _as_NK(self, weight: Tensor) -> Tensor:
-        weight = weight.detach()
-        return weight.t() if self.spec.transposed else weight
-
-    def moment(self, weight: Tensor) -> tuple[Any, ...]:
-        """Changes with the weight and with its scales."""
-        return (*identity(weight), self.separation.generation)
-
-    def check(self, weight: Tensor, moment: tuple[Any, ...]) -> None:
-        """Raise WrapError if weight or scales are not those of that moment any more."""
-        if self.moment(weight) != moment:
-            raise WrapError(
-                f"{self.spec.name}: its weight was changed or loaded anew between forward and backward (an "
-                "optimizer step, load_state_dict, .to()); run the forward again"
-            )
-
-    # -- for saves ----------------------------------------------------------------------------------------------------
-
-    def encoded_layouts(self) -> list[PageLayout]:
-        """Those of `encoded`."""
-        dense = self.spec.format == "dense"
-        shape = tuple(self.weight.shape) if dense else self.spec.shape
-        return [get_format(self.spec.format).layout(shape, self.weight.dtype)]
-
-    @contextmanager
-    def encoded(self) -> Iterator[Planes]:
-        """The planes that an inference model holds: what the forward computes with now. Nothing is refreshed."""
-        weight = self.weight.detach()
-        if self.separation is None:
-            yield [(self.encoded_layouts()[0], get_format("dense").encode(weight))]
-        else:
-            yield [(self.encoded_layouts()[0], self.separation.encode(self._as_NK(weight).contiguous()))]
-
-    # -- copies -------------------------------------------------------------------------------------------------------
-
-    def __deepcopy__(self, memo: dict) -> "TrainedWeight":
-        clone = memo[id(self)] = TrainedWeight(self.spec)
-        clone.dtype, clone.forwards = self.dtype, self.forwards
-        if self.separation is not None:
-            clone.separation = self.separation.copied(self.weight)
-        return clone
-
-    def __reduce__(self):
-        state = None if self.separation is None else self.separation.state(self.weight)
-        return _restore, (self.spec, self.dtype, self.forwards, None if state is None else to_pickle(state))
-
-
-@cache
-def _see_optimizer_steps() -> None:
-    """Fused optimizers, and those that write through `.data`, do not count their writes in the parameter's version, so
-    every step of an optimizer in this process is noted at the parameters of layers in training that it holds."""
-    register_optimizer_step_post_hook(_note_step)
-
-
-def _note_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-    trained = {id(layer._parameters["weight"]) for handle in list(_weights.values()) for layer in list(handle.layers)}
-    for group in optimizer.param_groups if trained else ():
-        for parameter in group["params"]:
-            if id(parameter) in trained:
-                torch.autograd.graph.increment_version(parameter)
-
-
-def _restore(spec: HandleSpec, dtype: torch.dtype, forwards: int, state: Tensor | bytes | None) -> TrainedWeight:
-    handle = TrainedWeight(spec)
-    handle.dtype, handle.forwards = dtype, forwards
-    if state is not None:
-        handle.separation.load(from_pickle(state), spec.shape)
-    return handle
 
 
 class TrainedLayer(SwappedLayer):
     """What layers in training share; a mixin in front of the class of the module that was swapped."""
 
     _vb_handle: TrainedWeight
+    _rounds_before_bias = False  # see `Kind.rounds_before_bias`
 
     @classmethod
     def adopt_(cls, module: nn.Module, handle: TrainedWeight) -> "TrainedLayer":
@@ -192,7 +47,10 @@ class TrainedLayer(SwappedLayer):
 
     def release_(self) -> nn.Module:
         """Turn the layer back, in place, into the module it was; its parameters stay."""
+        handle = self._vb_handle
         self._become_plain()
+        if not handle.layers:
+            handle.retire()
         return self
 
     @property
@@ -251,11 +109,19 @@ class TrainedLayer(SwappedLayer):
         straight = weight - weight.detach()  # zeros, through which gradients go
         return w_NK + (straight.t() if handle.spec.transposed else straight).to(dtype)
 
-    def _plain_forward(self, x: Tensor) -> Tensor:
-        """The very call of the original module."""
-        if not is_compiling():
-            self._vb_handle.forwards += 1
-        return super().forward(x)
+    def _trained_forward(self, x: Tensor) -> Tensor:
+        """The forward of every kind: the original module's own under `dense`, else a product by the rounded weight."""
+        if self._vb_handle.separation is None:
+            if not is_compiling():
+                self._vb_handle.forwards += 1
+            return super().forward(x)
+        if isinstance(x, Proxy):
+            return leaf(self, x)
+        bias = self._parameters["bias"]
+        if not self._rounds_before_bias:
+            return self._product(x, bias)
+        product = self._product(x, None)
+        return product if bias is None else product + bias
 
     # -- nn.Module's walks --------------------------------------------------------------------------------------------
 
@@ -329,11 +195,7 @@ class TrainedLinear(TrainedLayer, nn.Linear):
             FormatError: the scales are to be refreshed, and the weight holds NaN or Inf.
             WrapError: (in the backward pass) the weight was changed after the forward.
         """
-        if self._vb_handle.separation is None:
-            return self._plain_forward(input)
-        if isinstance(input, Proxy):
-            return leaf(self, input)
-        return self._product(input, self._parameters["bias"])
+        return self._trained_forward(input)
 
     def extra_repr(self) -> str:
         """nn.Linear's, and what the forward sees."""
@@ -350,7 +212,7 @@ class _StraightThrough(Function):
         w_NK = handle.rounded(weight, dtype, training=training)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         # not a saved tensor: hooks that offload those would copy the weight, and torch's own check knows no names
-        ctx.weight, ctx.handle, ctx.moment = weight, handle, handle.moment(weight)
+        ctx.weight, ctx.handle, ctx.snapshot = weight, handle, handle.snapshot(weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         return whole(F.linear(x, w_NK, bias))
 
@@ -358,7 +220,7 @@ class _StraightThrough(Function):
     def backward(ctx, dy: Tensor):
         (x,) = ctx.saved_tensors
         handle, weight = ctx.handle, ctx.weight
-        handle.check(weight, ctx.moment)
+        handle.check(weight, ctx.snapshot)
         dx = dw = dbias = None
         if ctx.needs_input_grad[0]:
             dx = dy.matmul(_Rounded.apply(weight, handle, dy.dtype))
@@ -375,7 +237,7 @@ class _Rounded(Function):
     @staticmethod
     def forward(ctx, weight: Tensor, handle: TrainedWeight, dtype: torch.dtype) -> Tensor:
         ctx.transposed, ctx.dtype = handle.spec.transposed, weight.dtype
-        return handle.again(weight, dtype)
+        return handle.rounded_as_before(weight, dtype)
 
     @staticmethod
     def backward(ctx, dw_NK: Tensor):
@@ -386,73 +248,3 @@ def weight_gradient(dy: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
     """dYᵀ x [N, K], or xᵀ dY [K, N] for a weight that its module keeps transposed."""
     dy_MN, x_MK = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
     return x_MK.t() @ dy_MN if transposed else dy_MN.t() @ x_MK
-
-
-# -- in compiled graphs -----------------------------------------------------------------------------------------------
-
-
-def _weight_of(token: Tensor) -> TrainedWeight:
-    """The live one that a compiled graph's token names."""
-    handle = _weights.get(token.item())
-    if handle is None:
-        raise WrapError(
-            f"a compiled graph names a layer in training (id {token.item()}) that no longer exists; compile again"
-        )
-    return handle
-
-
-# what it computes depends on counters that a CUDA graph would not see
-_TAGS = (torch.Tag.cudagraph_unsafe,)
-
-
-@torch.library.custom_op("vbrt::trained_linear", mutates_args=(), tags=_TAGS)
-def _trained_op(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    token: Tensor,
-    out_features: int,
-    dtype: torch.dtype,
-    training: bool,
-    transposed: bool,
-) -> Tensor:
-    """x [..., K] -> [..., N] with the rounded weight."""
-    with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x, _weight_of(token).rounded(weight, dtype, training=training), bias)
-
-
-@_trained_op.register_fake
-def _(x, weight, bias, token, out_features, dtype, training, transposed):
-    return x.new_empty((*x.shape[:-1], out_features))
-
-
-@torch.library.custom_op("vbrt::trained_weight", mutates_args=(), tags=_TAGS)
-def _trained_weight_op(weight: Tensor, token: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
-    """The rounded weight [N, K] of a backward pass."""
-    return _weight_of(token).again(weight, dtype)
-
-
-@_trained_weight_op.register_fake
-def _(weight, token, dtype, transposed):
-    return weight.new_empty(weight.shape[::-1] if transposed else weight.shape, dtype=dtype)
-
-
-def _keep_inputs(ctx, inputs, output) -> None:
-    x, weight, bias, token, *_, ctx.transposed = inputs
-    ctx.save_for_backward(x, weight, token)
-    ctx.bias_dtype = None if bias is None else bias.dtype
-
-
-def _compiled_backward(ctx, dy: Tensor):
-    x, weight, token = ctx.saved_tensors
-    dx = dw = dbias = None
-    if ctx.needs_input_grad[0]:
-        dx = dy.matmul(torch.ops.vbrt.trained_weight(weight, token, dy.dtype, ctx.transposed))
-    if ctx.needs_input_grad[1]:
-        dw = weight_gradient(dy, x, transposed=ctx.transposed).to(weight.dtype)
-    if ctx.needs_input_grad[2]:
-        dbias = sum_rows(dy).to(ctx.bias_dtype)
-    return dx, dw, dbias, *[None] * 5
-
-
-_trained_op.register_autograd(_compiled_backward, setup_context=_keep_inputs)

@@ -1,0 +1,56 @@
+"""The classes in training of every kind of layer, made from the kind's record (`vbrt/layers/kinds.py`).
+
+`TrainedConv1D` and the like are attributes of this module, made when they are first asked for, so that pickles find
+them and the packages that define their plain classes stay optional.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+from torch import Tensor
+
+from vbrt.layers.kinds import KINDS, Kind
+from vbrt.training.layers import TrainedLayer, TrainedLinear
+
+__all__ = ["trained_class"]
+
+_PREFIX = "Trained"
+
+
+@functools.cache
+def trained_class(kind: Kind) -> type[TrainedLayer]:
+    """The class that takes the place of a kind's own in training."""
+    plain = kind.layer_class().plain_class()
+    if plain is TrainedLinear.plain_class():
+        return TrainedLinear
+    base = TrainedLinear if issubclass(plain, TrainedLinear.plain_class()) else TrainedLayer
+    name = f"{_PREFIX}{kind.name}"
+    members = {
+        "__module__": __name__,
+        "__doc__": f"{kind.name} that trains through 4 bits.",
+        "forward": _forward_like(plain),
+        "_rounds_before_bias": kind.rounds_before_bias,
+    }
+    return type(name, (base, plain), members)
+
+
+def _forward_like(plain: type) -> Any:
+    """A forward that takes its input as the plain class does, by the same keyword too."""
+    signature = inspect.signature(plain.forward)
+    name = list(signature.parameters)[1]
+
+    def forward(self: TrainedLayer, *args: Any, **kwargs: Any) -> Tensor:
+        if kwargs or len(args) != 1:
+            args = (signature.bind(self, *args, **kwargs).arguments[name],)
+        return self._trained_forward(*args)
+
+    forward.__signature__ = signature  # type: ignore[attr-defined]  # functions take attributes
+    return forward
+
+
+def __getattr__(name: str) -> type[TrainedLayer]:
+    kind = KINDS.get(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
+    if kind is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return trained_class(kind)
