@@ -13,6 +13,7 @@ from vbrt.model.passes import remove_pass_hooks
 from vbrt.model.planner import make_plan
 from vbrt.model.runtime import Runtime
 from vbrt.model.trained import TrainingAttachment
+from vbrt.residency.custom import PolicyFactory
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.site import ROOT
 from vbrt.training import TrainedWeight, trained_class
@@ -40,7 +41,13 @@ def plan_for(
 
 
 def attach(
-    model: nn.Module, config: VBConfig, plan: Plan | None = None, *, runtime: Runtime | None = None, name: str = ""
+    model: nn.Module,
+    config: VBConfig,
+    plan: Plan | None = None,
+    *,
+    runtime: Runtime | None = None,
+    policy: PolicyFactory | None = None,
+    name: str = "",
 ) -> Attachment:
     """Swap a model's layers in place; nothing is encoded before their first forward.
 
@@ -50,6 +57,7 @@ def attach(
     Args:
         plan: one that was made for this model under this config, and nothing has changed since; by default a new one.
         runtime: of models that share their tiers, budgets and policy with this one; by default a new one.
+        policy: makes the policy of each tier of a new runtime; by default the one that the config names.
         name: of the model on the runtime; by default that of its class.
 
     Raises:
@@ -57,7 +65,7 @@ def attach(
     """
     if runtime is None:
         plan = plan_for(model, config) if plan is None else plan
-        runtime = Runtime.of_plan(plan, config)
+        runtime = Runtime.of_plan(plan, config, policy)
         try:
             return _attach(model, runtime, Terms(config, plan, runtime.free_name(name or type(model).__name__)))
         except BaseException:

@@ -200,7 +200,7 @@ class Attachment:
         balance = self.runtime.balance
         fallbacks += balance.fallbacks if balance else []
         return Stats(
-            self._settings.policy.kind,
+            stack.levels[0].policy.kind,
             stack.names[0],
             self.passes,
             {swap.name: self._layer_stats(swap, layers[swap.name]) for swap in swaps},

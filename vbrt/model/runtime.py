@@ -24,6 +24,7 @@ from vbrt.model.machine import this_machine, with_freed
 from vbrt.model.snapshot import tier_stats
 from vbrt.model.stacks import attach_ssd, build_stack
 from vbrt.report.stats import LayerStats, Stats
+from vbrt.residency.custom import PolicyFactory
 from vbrt.residency.plan import Beside, PageSpec, Plan, place
 from vbrt.tiers import TierStack
 
@@ -52,13 +53,13 @@ class Runtime:
         self._dropped: weakref.WeakSet[WeightHandle] = weakref.WeakSet()  # handles of closed models
 
     @classmethod
-    def of_plan(cls, plan: Plan, config: VBConfig) -> "Runtime":
-        """Build the runtime that a plan asks for; no model is attached yet.
+    def of_plan(cls, plan: Plan, config: VBConfig, policy: PolicyFactory | None = None) -> "Runtime":
+        """Build the runtime that a plan asks for, with the config's policy or another; no model is attached yet.
 
         Raises:
             TierError: the ssd tier's directory cannot be used.
         """
-        runtime = cls(build_stack(plan, config), config, plan.budgets)
+        runtime = cls(build_stack(plan, config, policy), config, plan.budgets)
         if "gpu" in plan.budgets and config.tiers.gpu.budget == "auto" and plan.page_bytes:
             runtime.balance = GpuBalance(plan.budgets["gpu"])
         return runtime
@@ -171,7 +172,7 @@ class Runtime:
             layers |= {prefix + name: layer for name, layer in part.layers.items()}
         top = self.stack.names[0]
         return Stats(
-            self.settings.policy.kind,
+            self.stack.levels[0].policy.kind,
             top,
             sum(part.passes for part in parts),
             layers,

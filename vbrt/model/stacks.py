@@ -7,17 +7,30 @@ import torch
 
 from vbrt.config import VBConfig
 from vbrt.model.machine import ssd_directory
+from vbrt.residency.custom import PolicyFactory
 from vbrt.residency.division import auto_prefetch
 from vbrt.residency.plan import Plan
+from vbrt.residency.policy import Policy
 from vbrt.residency.simulate import make_policy
 from vbrt.tiers import Level, MemoryTier, SsdTier, TierStack
 
 __all__ = ["attach_ssd", "build_stack"]
 
 
-def build_stack(plan: Plan, config: VBConfig) -> TierStack:
-    """Build the tiers of a plan, empty, the ssd only if pages live there. Raises TierError: it cannot be used."""
-    levels = [_level(name, budget, plan, config) for name, budget in plan.budgets.items() if name != "ssd"]
+def build_stack(plan: Plan, config: VBConfig, policy: PolicyFactory | None = None) -> TierStack:
+    """Build the tiers of a plan, empty, the ssd only if pages live there.
+
+    Args:
+        policy: makes the policy of each memory tier; by default the one that the config names.
+
+    Raises:
+        TierError: the ssd tier cannot be used.
+    """
+    levels = [
+        Level(_tier(name, budget, plan, config), _policy(name, budget, plan, config, policy))
+        for name, budget in plan.budgets.items()
+        if name != "ssd"
+    ]
     workers = min(4, max(level.policy.prefetch for level in levels)) or 1
     stack = TierStack(levels, workers=workers, share_cores=plan.compute_tier == "cpu")
     try:
@@ -29,13 +42,18 @@ def build_stack(plan: Plan, config: VBConfig) -> TierStack:
     return stack
 
 
-def _level(name: str, budget: int, plan: Plan, config: VBConfig) -> Level:
+def _tier(name: str, budget: int, plan: Plan, config: VBConfig) -> MemoryTier:
     device = torch.device("cuda", torch.cuda.current_device()) if name == "gpu" else torch.device("cpu")
     pinned = name == "cpu" and plan.compute_tier == "gpu" and config.tiers.cpu.pinned
-    ahead = _prefetch(plan, config, from_drive=name != plan.compute_tier)
+    return MemoryTier(name, device, budget, pinned=pinned)
+
+
+def _policy(name: str, budget: int, plan: Plan, config: VBConfig, policy: PolicyFactory | None) -> Policy:
     room = budget - plan.home_bytes(name)
-    policy = make_policy(config.policy.kind, room, prefetch=ahead, group=plan.group)
-    return Level(MemoryTier(name, device, budget, pinned=pinned), policy)
+    if policy is not None:
+        return policy(room)
+    ahead = _prefetch(plan, config, from_drive=name != plan.compute_tier)
+    return make_policy(config.policy.kind, room, prefetch=ahead, group=plan.group)
 
 
 def attach_ssd(stack: TierStack, config: VBConfig, budgets: Mapping[str, int]) -> None:

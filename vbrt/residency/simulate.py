@@ -64,7 +64,8 @@ def simulate(
     """Run a policy over a trace without moving a byte.
 
     Args:
-        policy: "lru", "scheduled", or a fresh policy object (then `capacity_bytes`, `prefetch`, `group` are its own).
+        policy: "lru", "scheduled", or a fresh policy object, also one of your own; then `capacity_bytes`,
+            `prefetch` and `group` are its own.
         trace: page keys in order; a tuple of keys is one lease of several pages; `PASS` marks the start of a pass,
             `Pass("draft")` that of a phase.
         capacity_bytes: room in bytes.
@@ -86,7 +87,7 @@ def simulate(
         of_phase = counts.phases.setdefault(phase, PhaseCounts())
         for key in keys:
             size = 1 if sizes is None else sizes[key]
-            decision = policy.access(key, size, busy=keys)
+            decision = policy.access(key, size, keys)
             if decision is None:
                 raise ValueError(f"{keys}: does not fit into {policy.capacity_bytes} bytes")
             of_phase.hits += decision.hit
@@ -96,5 +97,5 @@ def simulate(
             counts.misses[key] += not decision.hit
             counts.prefetched[key] += decision.prefetched
             counts.bytes_in += 0 if decision.hit else size
-        policy.ahead(busy=keys)
+        policy.ahead(keys)
     return counts

@@ -15,6 +15,7 @@ from vbrt.model.attach import Original, attach
 from vbrt.model.attachment import Attachment
 from vbrt.model.machine import check_ssd_directory, release_host_memory
 from vbrt.model.runtime import Runtime
+from vbrt.residency.custom import PolicyFactory
 from vbrt.saves.assign import compute_buffers_
 from vbrt.saves.sources import Source
 
@@ -23,12 +24,20 @@ __all__ = ["load_attached"]
 _TRIM_BYTES = 8 << 20
 
 
-def load_attached(source: Source, model: nn.Module, config: VBConfig, *, runtime: Runtime | None = None) -> Attachment:
+def load_attached(
+    source: Source,
+    model: nn.Module,
+    config: VBConfig,
+    *,
+    runtime: Runtime | None = None,
+    policy: PolicyFactory | None = None,
+) -> Attachment:
     """Attach a model whose weights come from files; every layer is encoded. See `vbrt.load`.
 
     Args:
         source: see `open_source`; `config` is what it makes of the user's.
         runtime: of models that share their tiers with this one; by default a new one.
+        policy: makes the policy of each tier of a new runtime; by default the one that the config names.
     """
     if config.mode == "train":
         raise ConfigError(
@@ -38,19 +47,26 @@ def load_attached(source: Source, model: nn.Module, config: VBConfig, *, runtime
         )
     if runtime is None:
         check_ssd_directory(config)
-        return _load(source, model, config, None)
+        return _load(source, model, config, policy=policy)
     runtime.check_open("load")
     with runtime.homes_kept_on_failure():
-        return _load(source, model, config, runtime)
+        return _load(source, model, config, runtime=runtime)
 
 
-def _load(source: Source, model: nn.Module, config: VBConfig, runtime: Runtime | None) -> Attachment:
+def _load(
+    source: Source,
+    model: nn.Module,
+    config: VBConfig,
+    *,
+    runtime: Runtime | None = None,
+    policy: PolicyFactory | None = None,
+) -> Attachment:
     original, attachment = Original(model), None
     try:
         source.outline_(model)
         compute_buffers_(model, source.path, source.has)
         plan = source.plan(model, config, None if runtime is None else runtime.beside)
-        attachment = attach(model, config, plan, runtime=runtime)
+        attachment = attach(model, config, plan, runtime=runtime, policy=policy)
         _fill_(attachment, source)
         attachment.materialize(progress=False)  # nothing is left to encode; what was not swapped goes to the device
         release_host_memory()

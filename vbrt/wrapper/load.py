@@ -16,7 +16,7 @@ from vbrt.model.runtime import Runtime
 from vbrt.model.sharing import shared_config
 from vbrt.saves.load import load_attached
 from vbrt.saves.sources import open_source
-from vbrt.wrapper.wrap import facade_of, warn_of_plan
+from vbrt.wrapper.wrap import facade_of, user_policy, warn_of_plan
 from vbrt.wrapper.wrapper import VBModelWrapper
 
 __all__ = ["load"]
@@ -47,7 +47,8 @@ def load(
         config: as `vbrt.wrap` takes it; by default that of the save, or "fp4" for a checkpoint. A save keeps its
             formats and its choice of layers.
         runtime: `vb.runtime` of another model, which shares its tiers, budgets and policy, as for `vbrt.wrap`.
-        **overrides: sections of the config, merged key by key: `tiers={"gpu": {"budget": "6GiB"}}`.
+        **overrides: sections of the config, merged key by key: `tiers={"gpu": {"budget": "6GiB"}}`; `policy=` also
+            takes a policy of your own, as for `vbrt.wrap`.
 
     Raises:
         CheckpointError: files missing, damaged, of a newer version or of another model: the model is as it was.
@@ -61,10 +62,11 @@ def load(
     if any(isinstance(module, SwappedLayer) for module in model.modules()):
         raise WrapError('load(): the model is wrapped already; build a new one, under torch.device("meta") for one')
     source = open_source(Path(directory))
+    policy = user_policy(overrides, runtime)
     asked = source.config(config, overrides)
     if runtime is not None:
         asked = shared_config(asked, runtime.settings, config, overrides)
-    attachment = load_attached(source, model, asked, runtime=runtime)
+    attachment = load_attached(source, model, asked, runtime=runtime, policy=policy)
     warn_of_plan(attachment.plan, "vbrt.load", stacklevel=3)
     layers = attachment.layers.values()
     if torch.is_grad_enabled() and any(layer.training and layer.handle.trainable for layer in layers):

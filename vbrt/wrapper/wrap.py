@@ -11,18 +11,19 @@ from typing import Any
 
 from torch import nn
 
-from vbrt.config import VBConfig, load_config
-from vbrt.errors import WrapError
+from vbrt.config import PolicyConfig, VBConfig, load_config
+from vbrt.errors import ConfigError, WrapError
 from vbrt.model.attach import attach, plan_for
 from vbrt.model.attachment import Attachment
 from vbrt.model.runtime import Runtime
 from vbrt.model.sharing import shared_config
 from vbrt.model.trained import TrainingAttachment
+from vbrt.residency.custom import PolicyFactory, policy_factory, take_policy
 from vbrt.residency.plan import Plan
 from vbrt.wrapper.training import VBTrainingWrapper
 from vbrt.wrapper.wrapper import VBModelWrapper
 
-__all__ = ["facade_of", "warn_of_plan", "wrap"]
+__all__ = ["facade_of", "user_policy", "warn_of_plan", "wrap"]
 
 
 def wrap(
@@ -40,7 +41,8 @@ def wrap(
         runtime: `vb.runtime` of another model: both share its tiers, its budgets and its policy from then on, each with
             weights in formats of its own.
         **overrides: sections of the config, merged key by key: `weights={"format": "nf4"}`, `tiers={"ssd": {...}}`,
-            `mode="train"`.
+            `mode="train"`. `policy=` also takes a policy of your own (`vbrt.residency.policy.Policy`): an object, of
+            which each tier gets a copy, or a factory such as its class, called with each tier's room in bytes.
 
     Returns:
         The wrapper. Everything of the model is reachable through it; `vb.model` is the same model, swapped. With
@@ -48,7 +50,7 @@ def wrap(
 
     Raises:
         ConfigError: the config is wrong, or impossible for this model or machine, or says something else of tiers or
-            policy than the runtime.
+            policy than the runtime; or a policy lacks a method, named.
         WrapError: the model is wrapped already, or the runtime closed.
         TierError: the ssd tier's directory cannot be used.
 
@@ -59,12 +61,27 @@ def wrap(
         raise WrapError(f"wrap() got {type(model).__name__}; expected a torch.nn.Module")
     if isinstance(model, VBModelWrapper):
         raise WrapError("the model is wrapped already; unwrap() it first")
+    policy = user_policy(overrides, runtime)
     asked = load_config(config, **overrides)
     if runtime is not None:
         asked = shared_config(asked, runtime.settings, config, overrides)
     plan = plan_for(model, asked, runtime)
     warn_of_plan(plan, "vbrt.wrap", stacklevel=3)
-    return facade_of(model, attach(model, asked, plan, runtime=runtime))
+    return facade_of(model, attach(model, asked, plan, runtime=runtime, policy=policy))
+
+
+def user_policy(overrides: dict[str, Any], runtime: Runtime | None) -> PolicyFactory | None:
+    """Take a policy of the user's out of the overrides of a config, if there is one.
+
+    Raises:
+        ConfigError: it lacks a method, or the runtime has a policy.
+    """
+    given = take_policy(overrides, PolicyConfig)
+    if given is None:
+        return None
+    if runtime is not None:
+        raise ConfigError("policy=..., runtime=...: models on one runtime share its policy; leave one of them out")
+    return policy_factory(given)
 
 
 def facade_of(model: nn.Module, attachment: Attachment) -> VBModelWrapper:
