@@ -144,6 +144,13 @@ def test_tables_stay_dense_unless_they_are_asked_for():
         assert type(vb.model.embed) is nn.Embedding
 
 
+def test_a_table_of_constants_does_not_keep_layers_that_train():
+    model = Model()
+    model.embed.requires_grad_(False)
+    vb = wrapped(model=model.eval())
+    assert set(vb.registry) == {"embed", "up"} and not vb.unwrap().embed.weight.requires_grad
+
+
 class Scaled(nn.Embedding):
     def forward(self, ids):
         return 3 * super().forward(ids)

@@ -20,7 +20,8 @@ __all__ = ["CHECKS", "Result", "check", "difference"]
 
 CHECKS = ("dense-ssd", "exact-bf16", "generate")
 NEW_TOKENS = 4
-_ALL = {"min_parameters": 0, "keep_head": False}  # every layer is swapped, the smallest and the head too
+#: every layer is swapped, the smallest and the head too, and every table
+_ALL = {"min_parameters": 0, "keep_head": False, "embeddings": True}
 
 
 @dataclass
@@ -85,7 +86,7 @@ def _reason(e: BaseException) -> str:
 def _half(model: nn.Module) -> tuple[int, int]:
     """A cpu budget for about half of the pages, and at least the largest; and the bytes of all pages."""
     plan = make_plan(model, load_config("dense", weights=_ALL))
-    return max(plan.page_bytes // 2, max((swap.page_bytes for swap in plan.swaps), default=0)), plan.page_bytes
+    return max(plan.page_bytes // 2, plan.largest_layer_bytes), plan.page_bytes
 
 
 def check(kind: str, name: str, directory: Path, *, unwrapped_done: Callable[[], None] = lambda: None) -> Result:

@@ -82,8 +82,9 @@ class _Survey:
 
     @cached_property
     def some_frozen(self) -> bool:
-        """True if any candidate does not train."""
-        weights = (module._parameters.get(parameter) for (_, parameter), module in self.candidates.items())
+        """True if any candidate does not train: of those that multiply, since position tables are often constants."""
+        layers = ((name, module) for (_, name), module in self.candidates.items() if not kind_of(module).by_rows)
+        weights = (module._parameters.get(name) for name, module in layers)
         return any(weight is not None and not weight.requires_grad for weight in weights)
 
     @cached_property
