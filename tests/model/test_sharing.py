@@ -64,6 +64,17 @@ def test_two_models_give_what_each_gives_alone_within_one_budget(second, pages, 
     assert not any(tmp_path.iterdir())
 
 
+def test_a_model_with_two_planes_widens_the_room_that_policies_keep_for_a_lease(tmp_path):
+    a, x = vbrt.wrap(mlp(depth=4), streamed(tmp_path, 6)), torch.randn(2, 64, dtype=torch.bfloat16)
+    assert a.stack.levels[0].policy.group == 1
+    b = vbrt.wrap(mlp(depth=6, dtype=torch.bfloat16), weights("exact"), runtime=a.runtime)
+    want = mlp(depth=6, dtype=torch.bfloat16)(x)
+    assert b.plan.group == 2 == a.stack.levels[0].policy.group
+    for _ in range(3):
+        assert torch.equal(*outputs(b, x=x), want) and held(b)
+    a.runtime.close()
+
+
 def test_each_model_has_its_stats_and_the_runtime_those_of_all(tmp_path):
     a, b, x = pair(tmp_path, 4)
     for _ in range(3):

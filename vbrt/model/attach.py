@@ -10,6 +10,7 @@ from vbrt.layers import KINDS, HandleSpec, Kind, SwappedLayer, WeightHandle, she
 from vbrt.model.attachment import Attachment, Terms
 from vbrt.model.machine import check_ssd_directory
 from vbrt.model.passes import remove_pass_hooks
+from vbrt.model.placement import homes_kept_on_failure, place_beside, place_pages
 from vbrt.model.planner import make_plan
 from vbrt.model.runtime import Runtime
 from vbrt.model.trained import TrainingAttachment
@@ -35,7 +36,7 @@ def plan_for(
     """
     if runtime is not None:
         runtime.check_open("attach")
-        return make_plan(model, config, saved=saved, beside=runtime.beside)
+        return make_plan(model, config, saved=saved, beside=place_beside(runtime))
     check_ssd_directory(config)
     return make_plan(model, config, saved=saved)
 
@@ -74,7 +75,7 @@ def attach(
     with runtime.stack.encoding:  # no page is added, and no other model attached, meanwhile
         plan = plan_for(model, config, runtime) if plan is None else plan
         name = runtime.free_name(name or type(model).__name__)
-        with runtime.homes_kept_on_failure():
+        with homes_kept_on_failure(runtime):
             return _attach(model, runtime, Terms(config, plan, name, f"{name}/"))
 
 
@@ -93,7 +94,7 @@ def _attach(model: nn.Module, runtime: Runtime, terms: Terms) -> Attachment:
             )
         attachment = kind(model, runtime, terms, _swap_layers_(model, terms.plan, handles, class_of))
         if terms.prefix:
-            runtime.place_pages()
+            place_pages(runtime)
         return attachment
     except BaseException:
         if attachment is not None:

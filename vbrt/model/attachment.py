@@ -12,17 +12,16 @@ from torch import nn
 
 from vbrt.config import VBConfig, load_config
 from vbrt.errors import WrapError
-from vbrt.layers import SwappedLayer, VBLayer, WeightHandle, shed
+from vbrt.layers import SwappedLayer, VBLayer
 from vbrt.model.machine import release_host_memory
 from vbrt.model.passes import PassHook, move_rest_, remove_pass_hooks
 from vbrt.model.phase import named_phase
+from vbrt.model.registry import Registry
 from vbrt.model.runtime import Runtime
 from vbrt.model.snapshot import layer_stats, own_phases, stack_fallbacks, tier_stats
-from vbrt.report.progress import with_progress
 from vbrt.report.stats import LayerStats, Stats
 from vbrt.report.timeline import TimelineTotals, check_timeline_path
-from vbrt.residency.counts import PhaseCounts
-from vbrt.residency.plan import PageSpec, Plan, Swap
+from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.site import ROOT
 from vbrt.tiers import Recorder, TierStack
 
@@ -42,18 +41,18 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """What an attachment to a copied model is made of. `names`: of its VB layers."""
+    """What an attachment to a copied model is made of. `modules`: the name of each VB layer's module."""
 
     kind: type["Attachment"]
     runtime: Runtime
     terms: Terms
-    names: tuple[str, ...]
+    modules: Mapping[str, str]
     timed: TimelineTotals | None
     closed: bool
 
     def attach_to(self, model: nn.Module) -> "Attachment":
         """Attach a copied model, whose layers are VB layers already."""
-        layers = {name: model.get_submodule("" if name == ROOT else name) for name in self.names}
+        layers = {name: model.get_submodule(module) for name, module in self.modules.items()}
         terms = replace(self.terms, name=self.runtime.free_name(self.terms.name))
         attachment = self.kind(model, self.runtime, terms, layers)
         attachment.timed, attachment.closed = self.timed, self.closed
@@ -65,6 +64,7 @@ class Attachment:
 
     Attributes:
         runtime: shared with the other models on it.
+        registry: its VB layers by name.
         name: of the model on the runtime.
         prefix: see `Terms`.
         closed: True once its planes are gone.
@@ -77,8 +77,7 @@ class Attachment:
         self.name, self.prefix = terms.name, terms.prefix
         self._settings, self._plan = terms.settings, terms.plan
         self._model = weakref.ref(model)
-        self._layers = {layer_name: weakref.ref(layer) for layer_name, layer in layers.items()}
-        self._dense: dict[WeightHandle, nn.Parameter] = {}  # decoded by `detach`
+        self.registry = Registry(layers, terms.plan, runtime.stack, terms.prefix)
         self.timed: TimelineTotals | None = None
         self.passes = 0
         self.closed = False
@@ -120,27 +119,8 @@ class Attachment:
 
     @property
     def layers(self) -> dict[str, VBLayer]:
-        """Name -> VB layer, tied names included; without those that have left the tiers to train."""
-        found = {name: ref() for name, ref in self._layers.copy().items()}
-        return {name: layer for name, layer in found.items() if isinstance(layer, SwappedLayer)}
-
-    def pages(self) -> list[tuple[WeightHandle, tuple[PageSpec, ...]]]:
-        """The pages of each weight: as they are stored, or as they are planned."""
-        layers, names, found = self.layers, self.stack.names, []
-        for swap in self._plan.swaps:
-            if swap.name in layers:
-                handle = layers[swap.name].handle
-                stored = [page for page in map(self.stack.pages.get, handle.keys) if page is not None]
-                specs = tuple(PageSpec(p.key, p.layout.plane, p.nbytes, names[p.home]) for p in stored)
-                planned = (replace(page, key=self.prefix + page.key) for page in swap.pages)
-                found.append((handle, specs or tuple(planned)))
-        return found
-
-    def assign_homes(self, homes: Mapping[str, str]) -> None:
-        """Have weights that are stored from now on live in these tiers, by page key; stored pages stay."""
-        for handle, pages in self.pages():
-            given = {page.plane: homes.get(page.key, page.home) for page in pages}
-            handle.spec = replace(handle.spec, homes=given)
+        """Name -> VB layer, see `Registry.layers`."""
+        return self.registry.layers
 
     @property
     def lossless(self) -> bool:
@@ -159,15 +139,9 @@ class Attachment:
 
     def materialize(self, *, progress: bool | None = None) -> None:
         """Encode every layer now. See `VBModelWrapper.materialize`."""
-        layers = self.layers
-        for layer in layers.values():
-            layer.keep_given_()
-        waiting = {name: layer for name, layer in layers.items() if not layer.materialized}
-        show = sys.stderr.isatty() if progress is None else progress
-        for layer in with_progress("encoding", waiting, _dense_bytes, show=show):
-            layer.materialize_()
+        encoded = self.registry.materialize_(progress=sys.stderr.isatty() if progress is None else progress)
         move_rest_(self.model, self.stack.device)
-        if waiting:
+        if encoded:
             release_host_memory()
 
     def ready_to_save(self) -> VBConfig:
@@ -184,11 +158,6 @@ class Attachment:
         self.check_open("set_budget")
         return self.runtime.set_budget(tier, budget)
 
-    def forget_ready(self) -> None:
-        """Keep no views into pages: they may have moved."""
-        for layer in self.layers.values():
-            layer.handle.forget_ready()
-
     def stats(self) -> Stats:
         """Return a frozen snapshot of all counters; the tiers' are those of all models on the runtime."""
         stack, plan = self.stack, self.plan
@@ -197,6 +166,7 @@ class Attachment:
         fallbacks = stack_fallbacks(stack)
         for swap in swaps:
             fallbacks += layers[swap.name].handle.all_fallbacks()
+        others = [other.prefix for other in self.runtime.attachments if other is not self]
         balance = self.runtime.balance
         fallbacks += balance.fallbacks if balance else []
         return Stats(
@@ -207,29 +177,16 @@ class Attachment:
             tier_stats(stack),
             plan.dense_bytes,
             plan.kept_bytes,
-            self._held_bytes() + self.unpaged_bytes,
+            (self.registry.resident_bytes() if others else stack.levels[0].tier.held_bytes) + self.unpaged_bytes,
             tuple(dict.fromkeys(fallbacks)),
             self.timed,
-            self._phases(),
+            own_phases(stack.phases(), self.prefix, [p for p in others if p not in ("", self.prefix)]),
         )
-
-    def _phases(self) -> dict[str, PhaseCounts]:
-        others = [other.prefix for other in self.runtime.attachments if other.prefix not in ("", self.prefix)]
-        return own_phases(self.stack.phases(), self.prefix, others)
 
     @property
     def unpaged_bytes(self) -> int:
         """Bytes on the computing device outside the budgets: kept parameters and weights that are not encoded yet."""
-        layers = self.layers
-        shells = (swap for swap in self._plan.swaps if swap.name in layers and not layers[swap.name].materialized)
-        return sum(swap.dense_bytes for swap in shells) + self._plan.kept_bytes
-
-    def _held_bytes(self) -> int:
-        """Bytes of this model's pages in the top tier; all that the tier holds, if it is the only model."""
-        top = self.stack.levels[0]
-        if len(self.runtime.attachments) < 2:
-            return top.tier.held_bytes
-        return sum(page.nbytes for _, pages in self.pages() for page in pages if page.key in top.slots)
+        return self.registry.shell_bytes() + self._plan.kept_bytes
 
     def _layer_stats(self, swap: Swap, layer: VBLayer) -> LayerStats:
         return layer_stats(self.stack, swap, layer)
@@ -242,53 +199,21 @@ class Attachment:
     def timeline(self, path: str | PathLike) -> contextlib.AbstractContextManager[Recorder]:
         """Record the passes that run in a `with` block. See `VBModelWrapper.timeline`."""
         self.check_open("timeline")
-        return self._record(self.model, check_timeline_path(path))
-
-    @contextlib.contextmanager
-    def _record(self, model: nn.Module, path: Path) -> Iterator[Recorder]:
-        recorder = Recorder(self.stack.device, self.stack.guard)
-        recorder.start()
-        hooks = []
-        try:
-            hooks.append(model.register_forward_pre_hook(recorder.begin_pass, prepend=True))
-            hooks.append(model.register_forward_hook(recorder.end_pass, always_call=True))
-            yield recorder
-        finally:
-            for hook in hooks:
-                hook.remove()
-            timeline = recorder.stop()
-            self.timed = _of_model(timeline.totals, self.prefix)
-            timeline.write(path)
+        return _recorded(self, self.model, check_timeline_path(path))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def detach(self) -> nn.Module:
         """Give the dense model back, in place, and close. See `VBModelWrapper.unwrap`."""
-        for name, layer in [(name, ref()) for name, ref in self._layers.items()]:
-            if layer is not None:
-                self._give_back(layer)
-            del self._layers[name]
-        for handle in self._dense:  # again, if Ctrl-C came in between
-            handle.drop()
-        self._dense.clear()
+        self.registry.release_()
         self._hook.remove()
         self.close()
         return self.model
 
-    def _give_back(self, layer: nn.Module) -> None:
-        handle = layer.__dict__.get("_vb_handle")  # None, or of a plain layer: Ctrl-C came in an earlier call
-        if isinstance(layer, SwappedLayer):
-            layer.look()
-            handle = layer.handle
-            self._dense[handle] = layer.release_(self._dense.get(handle))._parameters["weight"]
-        shed(layer)
-        if handle is not None and not handle.layers:
-            handle.drop()
-
     def close(self) -> None:
         """Free the pages of this model; the tiers too, if no other model or copy needs them. Idempotent."""
         self.closed = True
-        own = {layer.handle for layer in self.layers.values()}
+        own = self.registry.handles
         for handle in own:
             handle.drop()
         self.runtime.close_unused(own)
@@ -297,12 +222,26 @@ class Attachment:
 
     def seed(self) -> Seed:
         """Return what a copy of the model is attached with."""
-        return Seed(type(self), self.runtime, self._terms, tuple(self.layers), self.timed, self.closed)
+        sites = [site for swap in self._plan.swaps for site in swap.sites if site.name in self.layers]
+        modules = {site.name: "" if site.module == ROOT else site.module for site in sites}
+        return Seed(type(self), self.runtime, self._terms, modules, self.timed, self.closed)
 
 
-def _dense_bytes(layer: VBLayer) -> int:
-    spec = layer.handle.spec
-    return spec.shape[0] * spec.shape[1] * spec.dtype.itemsize
+@contextlib.contextmanager
+def _recorded(attachment: Attachment, model: nn.Module, path: Path) -> Iterator[Recorder]:
+    recorder = Recorder(attachment.stack.device, attachment.stack.guard)
+    recorder.start()
+    hooks = []
+    try:
+        hooks.append(model.register_forward_pre_hook(recorder.begin_pass, prepend=True))
+        hooks.append(model.register_forward_hook(recorder.end_pass, always_call=True))
+        yield recorder
+    finally:
+        for hook in hooks:
+            hook.remove()
+        timeline = recorder.stop()
+        attachment.timed = _of_model(timeline.totals, attachment.prefix)
+        timeline.write(path)
 
 
 def _of_model(totals: TimelineTotals, prefix: str) -> TimelineTotals:

@@ -9,9 +9,8 @@ its plan, its layers and its passes, is an `Attachment`. The runtime refers to a
 as its model.
 """
 
-import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,19 +20,18 @@ from vbrt.kernels.cpu import recycle
 from vbrt.layers import WeightHandle, handles_in
 from vbrt.model.balance import GpuBalance
 from vbrt.model.machine import this_machine, with_freed
+from vbrt.model.placement import use_freed_room
 from vbrt.model.snapshot import tier_stats
 from vbrt.model.stacks import attach_ssd, build_stack
 from vbrt.report.stats import LayerStats, Stats
 from vbrt.residency.custom import PolicyFactory
-from vbrt.residency.plan import Beside, PageSpec, Plan, place
+from vbrt.residency.plan import Plan
 from vbrt.tiers import TierStack
 
 if TYPE_CHECKING:
     from vbrt.model.attachment import Attachment
 
 __all__ = ["Runtime"]
-
-_BESIDE = "beside: "  # no key of a plan begins so
 
 
 class Runtime:
@@ -88,45 +86,6 @@ class Runtime:
         names = (wanted if number == 1 else f"{wanted}-{number}" for number in range(1, len(taken) + 2))
         return next(name for name in names if name not in taken)
 
-    # -- several of them ----------------------------------------------------------------------------------------------
-
-    @property
-    def beside(self) -> Beside:
-        """What a further model finds here."""
-        layers = (layer for attachment in self.attachments for _, layer in attachment.pages())
-        renamed = (tuple(replace(page, key=f"{_BESIDE}{page.key}") for page in layer) for layer in layers)
-        return Beside(self.budgets, tuple(renamed))
-
-    @contextlib.contextmanager
-    def homes_kept_on_failure(self) -> Iterator[None]:
-        """In a `with` block that fails, give all pages the homes that they had before."""
-        before = {attachment: attachment.pages() for attachment in self.attachments}
-        try:
-            yield
-        except BaseException:
-            for attachment, layers in before.items():
-                attachment.assign_homes(_homes_of([layers]))
-            self.stack.rehome(_homes_of(before.values()))
-            raise
-
-    def place_pages(self) -> None:
-        """Give the pages of all models the homes that one plan for all of them gives them.
-
-        Raises:
-            ConfigError: the tiers are too small for all of them.
-            TierError: a page cannot be moved; see `homes_kept_on_failure`.
-        """
-        found = {attachment: attachment.pages() for attachment in self.attachments}
-        layers = [layer for layers in found.values() for _, layer in layers]
-        homes = place(layers, self.budgets, source=self.settings.source)
-        if "ssd" in homes.values():
-            self._open_ssd()
-        for attachment in found:
-            attachment.assign_homes(homes)
-        self.stack.rehome(homes)
-        for attachment in found:
-            attachment.forget_ready()
-
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close_unused(self, dropped: set[WeightHandle]) -> None:
@@ -141,15 +100,8 @@ class Runtime:
         if self.stack.closed or not others:
             self.stack.close()
         elif self.attachments:
-            self._use_freed_room()
+            use_freed_room(self)
         recycle.forget()
-
-    def _use_freed_room(self) -> None:
-        top = self.stack.names[0]
-        with contextlib.suppress(TierError):  # a page that cannot be read stays; whoever leases it is told
-            self.stack.set_budget(top, self.budgets[top])
-        for attachment in self.attachments:
-            attachment.forget_ready()
 
     def close(self) -> None:
         """Close every model and the tiers; idempotent. Weights that live in the tiers are gone."""
@@ -189,7 +141,7 @@ class Runtime:
     @property
     def page_bytes(self) -> int:
         """Bytes of all pages of all models, those that copies of a model share once."""
-        pages = {page.key: page.nbytes for a in self.attachments for _, layer in a.pages() for page in layer}
+        pages = {page.key: page.nbytes for a in self.attachments for _, layer in a.registry.pages() for page in layer}
         return sum(pages.values())
 
     @property
@@ -221,7 +173,7 @@ class Runtime:
                 f"{config.source}: tiers.{tier}.budget = {nbytes} bytes is smaller than the largest "
                 f"layer's pages ({largest} bytes); give it at least that"
             )
-        self._open_ssd()
+        self.open_ssd()
         try:
             self.stack.set_budget(tier, nbytes)
         finally:  # also when it was interrupted: pages may have moved, and the budget may hold already
@@ -230,10 +182,10 @@ class Runtime:
                     settings = self.settings if keep_settings else _with_tier(self.settings, config, tier)
                     self.budgets, self.settings = {**self.budgets, tier: nbytes}, settings
             for attachment in attachments:
-                attachment.forget_ready()  # views would keep the memory of pages that moved
+                attachment.registry.forget_ready()  # views would keep the memory of pages that moved
         return nbytes
 
-    def _open_ssd(self) -> None:
+    def open_ssd(self) -> None:
         """Open the ssd tier, if the config has one and no page has needed it yet."""
         with self.stack.encoding:
             if self.stack.ssd is None and "ssd" in self.budgets:
@@ -270,11 +222,6 @@ class Runtime:
     def _used_bytes(self) -> int:
         """The part of the GPU budget that pages can use: giving up what no page needs would free nothing."""
         return min(self.budgets["gpu"], self.page_bytes)
-
-
-def _homes_of(models: Iterable[Iterable[tuple[object, tuple[PageSpec, ...]]]]) -> dict[str, str]:
-    """The home of each page of some models, as their attachments list them."""
-    return {page.key: page.home for layers in models for _, layer in layers for page in layer}
 
 
 def _with_tier(settings: VBConfig, config: VBConfig, tier: str) -> VBConfig:

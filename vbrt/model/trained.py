@@ -68,7 +68,7 @@ class TrainingAttachment(Attachment):
         """Give the model back, in place, with the very parameters that trained, and close."""
         for layer in self.layers.values():
             layer.release_()
-        self._layers.clear()
+        self.registry.clear()
         self._hook.remove()
         self.close()
         return self.model

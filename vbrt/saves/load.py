@@ -14,6 +14,7 @@ from vbrt.errors import ConfigError
 from vbrt.model.attach import Original, attach
 from vbrt.model.attachment import Attachment
 from vbrt.model.machine import check_ssd_directory, release_host_memory
+from vbrt.model.placement import homes_kept_on_failure, place_beside
 from vbrt.model.runtime import Runtime
 from vbrt.residency.custom import PolicyFactory
 from vbrt.saves.assign import compute_buffers_
@@ -49,7 +50,7 @@ def load_attached(
         check_ssd_directory(config)
         return _load(source, model, config, policy=policy)
     runtime.check_open("load")
-    with runtime.homes_kept_on_failure():
+    with homes_kept_on_failure(runtime):
         return _load(source, model, config, runtime=runtime)
 
 
@@ -65,7 +66,7 @@ def _load(
     try:
         source.outline_(model)
         compute_buffers_(model, source.path, source.has)
-        plan = source.plan(model, config, None if runtime is None else runtime.beside)
+        plan = source.plan(model, config, None if runtime is None else place_beside(runtime))
         attachment = attach(model, config, plan, runtime=runtime, policy=policy)
         _fill_(attachment, source)
         attachment.materialize(progress=False)  # nothing is left to encode; what was not swapped goes to the device

@@ -1,0 +1,113 @@
+"""The VB layers of one model, by name: where their pages are, and how they become plain layers again."""
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from vbrt.layers import SwappedLayer, VBLayer, WeightHandle, shed
+from vbrt.report.progress import with_progress
+from vbrt.residency.plan import PageSpec, Plan
+from vbrt.tiers import TierStack
+
+__all__ = ["Registry"]
+
+
+class Registry:
+    """Name -> VB layer. The layers are the model's: the registry keeps none of them alive.
+
+    Args:
+        plan: of the model; names are those of its sites.
+        prefix: what keys of pages have before the plan's keys.
+    """
+
+    def __init__(self, layers: Mapping[str, SwappedLayer], plan: Plan, stack: TierStack, prefix: str) -> None:
+        self._layers = {name: weakref.ref(layer) for name, layer in layers.items()}
+        self._plan, self._stack, self._prefix = plan, stack, prefix
+        self._dense: dict[WeightHandle, nn.Parameter] = {}  # decoded by `release_`
+
+    @property
+    def layers(self) -> dict[str, VBLayer]:
+        """The layers, tied names included; without those that have left the tiers to train."""
+        found = {name: ref() for name, ref in self._layers.copy().items()}  # one step: other threads may unwrap
+        return {name: layer for name, layer in found.items() if isinstance(layer, SwappedLayer)}
+
+    @property
+    def handles(self) -> set[WeightHandle]:
+        """The weights of the layers."""
+        return {layer.handle for layer in self.layers.values()}
+
+    def pages(self) -> list[tuple[WeightHandle, tuple[PageSpec, ...]]]:
+        """Return the pages of each weight: as they are stored, or as they are planned."""
+        layers, names, found = self.layers, self._stack.names, []
+        for swap in self._plan.swaps:
+            if swap.name in layers:
+                handle = layers[swap.name].handle
+                stored = [page for page in map(self._stack.pages.get, handle.keys) if page is not None]
+                specs = tuple(PageSpec(p.key, p.layout.plane, p.nbytes, names[p.home]) for p in stored)
+                planned = (replace(page, key=self._prefix + page.key) for page in swap.pages)
+                found.append((handle, specs or tuple(planned)))
+        return found
+
+    def assign_homes(self, homes: Mapping[str, str]) -> None:
+        """Have weights that are stored from now on live in these tiers, by page key; stored pages stay."""
+        for handle, pages in self.pages():
+            given = {page.plane: homes.get(page.key, page.home) for page in pages}
+            handle.spec = replace(handle.spec, homes=given)
+
+    def forget_ready(self) -> None:
+        """Keep no views into pages: they may have moved."""
+        for handle in self.handles:
+            handle.forget_ready()
+
+    def shell_bytes(self) -> int:
+        """Bytes of dense weights that are not encoded yet."""
+        layers = self.layers
+        shells = (swap for swap in self._plan.swaps if swap.name in layers and not layers[swap.name].materialized)
+        return sum(swap.dense_bytes for swap in shells)
+
+    def resident_bytes(self) -> int:
+        """Bytes of pages in the top tier."""
+        top = self._stack.levels[0].slots
+        return sum(page.nbytes for _, pages in self.pages() for page in pages if page.key in top)
+
+    def materialize_(self, *, progress: bool) -> bool:
+        """Encode every layer that is not encoded yet; False if there was none."""
+        layers = self.layers
+        for layer in layers.values():
+            layer.keep_given_()
+        waiting = {name: layer for name, layer in layers.items() if not layer.materialized}
+        for layer in with_progress("encoding", waiting, _dense_bytes, show=progress):
+            layer.materialize_()
+        return bool(waiting)
+
+    def release_(self) -> None:
+        """Turn every layer back into a plain one with its dense weight, one at a time; what is interrupted goes on with
+        the next call."""
+        for name, layer in [(name, ref()) for name, ref in self._layers.items()]:
+            if layer is not None:
+                self._release_one_(layer)
+            del self._layers[name]
+        for handle in self._dense:  # again, if Ctrl-C came in between
+            handle.drop()
+        self._dense.clear()
+
+    def _release_one_(self, layer: nn.Module) -> None:
+        handle = layer.__dict__.get("_vb_handle")  # None, or of a plain layer: Ctrl-C came in an earlier call
+        if isinstance(layer, SwappedLayer):
+            layer.look()
+            handle = layer.handle
+            self._dense[handle] = layer.release_(self._dense.get(handle))._parameters["weight"]
+        shed(layer)
+        if handle is not None and not handle.layers:
+            handle.drop()
+
+    def clear(self) -> None:
+        """Forget every layer."""
+        self._layers.clear()
+
+
+def _dense_bytes(layer: VBLayer) -> int:
+    spec = layer.handle.spec
+    return spec.shape[0] * spec.shape[1] * spec.dtype.itemsize
