@@ -5,6 +5,7 @@ import functools
 import torch
 
 from vbrt.kernels import reference
+from vbrt.kernels.cpu import build as cpu_build
 from vbrt.kernels.cpu import linear as cpu_linear
 from vbrt.kernels.cuda.e2m1 import fused as fused_linear
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
@@ -34,7 +35,7 @@ _built = functools.partial(
     _compiled,
     formats=(*cpu_linear.FORMATS, EXACT),
     rank=1,
-    refusal=cpu_linear.refusal,
+    refusal=cpu_build.refusal,
     builds=True,
     runs_unpacked=True,
     merges=lambda format, shape: True,

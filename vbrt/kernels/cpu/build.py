@@ -1,0 +1,134 @@
+"""The C kernels for CPUs, built on the machine that runs them.
+
+The machine's C compiler builds `linear.c` for this very CPU when an op is first resolved, once a process, in half a
+second: a library kept on disk would have to be trusted, and built again for each CPU that shares the disk.
+torch.compile of the reference takes seconds, and Python's headers. `refusal` says why it cannot be built.
+"""
+
+import contextlib
+import ctypes
+import functools
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from vbrt.errors import KernelError
+
+__all__ = ["Fine", "Weight", "library", "refusal"]
+
+_SOURCE = Path(__file__).with_name("linear.c")
+_COMPILERS = ("cc", "gcc", "clang")
+# in order of speed; not every compiler has OpenMP, whose threads are torch's own, or knows the CPU it runs on
+_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ())
+_BUILD_LIMIT_S = 20
+
+
+class Weight(ctypes.Structure):
+    """`Weight` of linear.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "levels", "values", "unit")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "block")),
+    )
+
+
+class Fine(ctypes.Structure):
+    """`Fine` of linear.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("low", "nibbles", "side", "escapes", "starts")),
+        *((name, ctypes.c_int64) for name in ("sides", "escaped", "columns")),
+        ("wide", ctypes.c_uint32),
+        ("width", ctypes.c_int32),
+    )
+
+
+def refusal(device: torch.device) -> str | None:
+    """Why the compiled kernels cannot serve a device, or None. The first call for a CPU builds them."""
+    if device.type != "cpu":
+        return f"made for CPUs, not for {device}"
+    built = _build()
+    return built if isinstance(built, str) else None
+
+
+@functools.cache
+def _build() -> ctypes.CDLL | str:
+    """Return the library, or the reason that there is none."""
+    try:
+        command = _compiler()
+        with tempfile.TemporaryDirectory(prefix="vbrt-", ignore_cleanup_errors=True) as folder:
+            return _load(_compiled(command, Path(folder) / "linear.so"))
+    except (KernelError, OSError) as error:
+        return str(error)
+
+
+def _compiler() -> list[str]:
+    named = os.environ.get("CC", "")
+    try:
+        command = shlex.split(named)
+    except ValueError as error:
+        raise KernelError(f"CC is {named!r}, which is no command ({error})") from None
+    names = command[:1] or _COMPILERS
+    found = next(filter(shutil.which, names), None)
+    if found is None:
+        raise KernelError(f"no C compiler was found ({', '.join(names)}{', which CC names' if command else ''})")
+    return command or [found]
+
+
+def _compiled(command: list[str], library: Path) -> Path:
+    for flags in _FLAGS:
+        done = _run([*command, "-O3", "-w", "-shared", "-fPIC", *flags, str(_SOURCE), "-o", str(library)])
+        if done.returncode == 0 and library.exists():
+            return library
+    said = done.stderr.strip().splitlines() or [f"it made nothing, and ended with {done.returncode}"]
+    raise KernelError(f"the C compiler {shlex.join(command)!r} failed: {said[-1]}")
+
+
+def _run(line: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command without input, which one that is no compiler may wait for; kill it and its children if it takes too
+    long."""
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen(line, text=True, errors="replace", start_new_session=True, **options) as process:
+        try:
+            _, said = process.communicate(timeout=_BUILD_LIMIT_S)
+        except BaseException as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            raise KernelError(f"the C compiler {shlex.join(line[:1])!r} took more than {_BUILD_LIMIT_S} s") from None
+    return subprocess.CompletedProcess(line, process.returncode, stderr=said)
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(str(path))
+        _declare(library)
+    except (OSError, AttributeError) as error:
+        raise KernelError(
+            f"what the C compiler made cannot be loaded: {error}; TMPDIR can name a directory "
+            "whose files may be executed"
+        ) from None
+    return library
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    weight, pointer, number = ctypes.POINTER(Weight), ctypes.c_void_p, ctypes.c_int64
+    library.vbrt_linear.argtypes = (weight, pointer, number, pointer, ctypes.c_int)
+    library.vbrt_decode.argtypes = (weight, number, number, pointer, ctypes.c_int)
+    library.vbrt_merge.argtypes = (weight, ctypes.POINTER(Fine), pointer, pointer, number, ctypes.c_int)
+    library.vbrt_linear.restype = library.vbrt_decode.restype = None
+
+
+def library() -> ctypes.CDLL:
+    """The compiled kernels. Raises KernelError, with the reason, where they cannot be built."""
+    built = _build()
+    if isinstance(built, str):
+        raise KernelError(f"kernels for CPUs: {built}")
+    return built
