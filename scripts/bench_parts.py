@@ -125,7 +125,7 @@ def ssd() -> dict:
             for kind, times in (("warm", warm), ("cold", cold))
         }
         figures |= {
-            "io": wraps["scheduled"].stack.ssd.mode,
+            "io": wraps["scheduled"].stack.levels[-1].tier.mode,
             "cpu_budget_bytes": stats.tiers["cpu"].budget_bytes,
             "cpu_peak_bytes": stats.tiers["cpu"].peak_bytes,
             "page_bytes": plan.page_bytes,

@@ -435,14 +435,15 @@ def page_part(directory: Path, dice: random.Random) -> Part:
     """A page file of the ssd tier."""
     tier = SsdTier(directory, 1 << 30, io="buffered")
     page = torch.randint(0, 256, (3 * 4096,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    tier.write("layers.0#coarse", page, {"format": "nvfp4"})
+    room = tier.reserve(page.numel() + tier.overhead_bytes)
+    tier.put(room, page, key="layers.0#coarse", layout={"format": "nvfp4"})
     (path,) = tier.directory.glob("*.page")
     data, memory = path.read_bytes(), MemoryTier("cpu", torch.device("cpu"), 1 << 30)
-    out = memory.allocate(page.numel()).tensor
+    out = memory.reserve(page.numel()).tensor
 
     def load() -> tuple:
         out.zero_()
-        tier.read("layers.0#coarse", out)
+        tier.get(room, out, key="layers.0#coarse")
         return bits(out)
 
     def damages() -> Iterator[Damage]:

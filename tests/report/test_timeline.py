@@ -40,13 +40,14 @@ SPANS = (
 def slow(tmp_path, monkeypatch):
     """A wrapper whose six layers are read from files, 5 ms each."""
     vb = wrap_streamed(mlp(), "dense", tmp_path / "pages").materialize()
-    read = vb.stack.ssd.read
+    ssd = vb.stack.levels[-1].tier
+    get = ssd.get
 
-    def late(key: str, out: torch.Tensor) -> None:
+    def late(room: object, out: torch.Tensor, *, key: str) -> None:
         time.sleep(0.005)
-        read(key, out)
+        get(room, out, key=key)
 
-    monkeypatch.setattr(vb.stack.ssd, "read", late)
+    monkeypatch.setattr(ssd, "get", late)
     with vb:
         yield vb
 
@@ -281,10 +282,10 @@ def test_an_exception_leaves_what_was_recorded_and_is_raised(tmp_path):
 
 
 def test_a_lease_that_fails_is_not_recorded_as_a_wait_and_the_error_is_raised(slow, tmp_path, monkeypatch):
-    def broken(key, out):
+    def broken(room, out, *, key):
         raise TierError(f"{key}: cannot read")
 
-    monkeypatch.setattr(slow.stack.ssd, "read", broken)
+    monkeypatch.setattr(slow.stack.levels[-1].tier, "get", broken)
     with pytest.raises(TierError, match="cannot read"), slow.timeline(tmp_path / "a.html") as recording:
         slow(X)
         slow(X)

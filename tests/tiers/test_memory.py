@@ -22,67 +22,67 @@ def tier(pages: int, **options) -> MemoryTier:
 
 
 def test_a_buffer_has_exactly_the_pages_bytes_and_is_aligned_for_direct_io():
-    buffer = tier(10).allocate(3 * PAGE)
+    buffer = tier(10).reserve(3 * PAGE)
     assert buffer.nbytes == buffer.tensor.numel() == 3 * PAGE
     assert buffer.tensor.dtype is torch.uint8 and buffer.tensor.data_ptr() % PAGE == 0
 
 
 def test_there_is_no_buffer_beyond_the_budget():
     memory = tier(5)
-    first = memory.allocate(3 * PAGE)
-    assert memory.allocate(3 * PAGE) is None and memory.held_bytes == 3 * PAGE
-    assert memory.allocate(2 * PAGE) is not None and memory.held_bytes == 5 * PAGE
-    memory.release(first)
+    first = memory.reserve(3 * PAGE)
+    assert memory.reserve(3 * PAGE) is None and memory.held_bytes == 3 * PAGE
+    assert memory.reserve(2 * PAGE) is not None and memory.held_bytes == 5 * PAGE
+    memory.free(first, reuse=True)
     assert memory.held_bytes == 5 * PAGE and memory.used_bytes == 2 * PAGE
 
 
 def test_what_is_reserved_for_others_is_not_given_away():
     memory = tier(5)
-    assert memory.allocate(3 * PAGE, reserved_bytes=3 * PAGE) is None
-    memory.release(memory.allocate(3 * PAGE))
-    assert memory.allocate(3 * PAGE, reserved_bytes=3 * PAGE) is None  # a buffer kept for reuse is room, not a gift
-    assert memory.allocate(3 * PAGE, reserved_bytes=2 * PAGE) is not None
+    assert memory.reserve(3 * PAGE, reserved_bytes=3 * PAGE) is None
+    memory.free(memory.reserve(3 * PAGE), reuse=True)
+    assert memory.reserve(3 * PAGE, reserved_bytes=3 * PAGE) is None  # a buffer kept for reuse is room, not a gift
+    assert memory.reserve(3 * PAGE, reserved_bytes=2 * PAGE) is not None
 
 
 def test_a_released_buffer_serves_the_next_page_of_its_size():
     memory = tier(5)
-    buffer = memory.allocate(2 * PAGE)
-    memory.release(buffer)
-    memory.release(buffer)  # what was interrupted is done again
-    assert memory.allocate(2 * PAGE) is buffer
-    assert memory.allocate(2 * PAGE) is not buffer
+    buffer = memory.reserve(2 * PAGE)
+    memory.free(buffer, reuse=True)
+    memory.free(buffer, reuse=True)  # what was interrupted is done again
+    assert memory.reserve(2 * PAGE) is buffer
+    assert memory.reserve(2 * PAGE) is not buffer
     assert memory.held_bytes == memory.used_bytes == memory.peak_bytes == 4 * PAGE
 
 
 def test_buffers_kept_for_reuse_make_room_for_another_size():
     memory = tier(5)
-    memory.release(memory.allocate(2 * PAGE))
-    gone = memory.allocate(2 * PAGE)
-    memory.release(gone)
+    memory.free(memory.reserve(2 * PAGE), reuse=True)
+    gone = memory.reserve(2 * PAGE)
+    memory.free(gone, reuse=True)
     gone = weakref.ref(gone)
-    assert memory.allocate(4 * PAGE) is not None
+    assert memory.reserve(4 * PAGE) is not None
     gc.collect()
     assert gone() is None and memory.held_bytes == 4 * PAGE == memory.peak_bytes
 
 
 def test_trim_gives_back_what_nobody_uses_and_only_that():
     memory = tier(9)
-    buffers = [memory.allocate(n * PAGE) for n in (1, 2, 3)]
+    buffers = [memory.reserve(n * PAGE) for n in (1, 2, 3)]
     for buffer in buffers[:2]:
-        memory.release(buffer)
+        memory.free(buffer, reuse=True)
     memory.trim()
     assert memory.held_bytes == memory.used_bytes == 3 * PAGE
-    memory.discard(buffers[2])
+    memory.free(buffers[2], reuse=False)
     assert memory.held_bytes == 0 and memory.peak_bytes == 6 * PAGE
 
 
 def test_memory_goes_back_to_the_operating_system():
     size, memory = 64 << 20, MemoryTier("cpu", CPU, 1 << 30)
     before = psutil.Process().memory_info().rss
-    buffer = memory.allocate(size)
+    buffer = memory.reserve(size)
     buffer.tensor.fill_(1)
     assert psutil.Process().memory_info().rss > before + size // 2
-    memory.release(buffer)
+    memory.free(buffer, reuse=True)
     del buffer
     memory.trim()
     assert psutil.Process().memory_info().rss < before + size // 2
@@ -94,7 +94,7 @@ def test_held_bytes_never_exceed_the_budget(steps, pages):
     alive: weakref.WeakSet = weakref.WeakSet()
     for size, which, action in steps:
         if action < 2:
-            buffer = memory.allocate(size * PAGE)
+            buffer = memory.reserve(size * PAGE)
             fits = sum(b.nbytes for b in used) + size * PAGE <= pages * PAGE
             assert (buffer is not None) == fits
             if buffer is not None:
@@ -103,7 +103,7 @@ def test_held_bytes_never_exceed_the_budget(steps, pages):
                 alive.add(buffer)
             del buffer
         elif used:
-            (memory.release if action == 2 else memory.discard)(used.pop(which % len(used)))
+            memory.free(used.pop(which % len(used)), reuse=action == 2)
         assert memory.used_bytes == sum(b.nbytes for b in used)
         assert sum(b.nbytes for b in alive) == memory.held_bytes <= memory.peak_bytes <= memory.capacity_bytes
 
@@ -115,7 +115,7 @@ def test_memory_that_the_system_refuses_is_an_error_that_says_what_would_do(monk
     memory = tier(5)
     monkeypatch.setattr(mmap, "mmap", refuse)
     with pytest.raises(TierError, match=r"tier cpu: the system refused 8192 bytes.*lower tiers\.cpu\.budget"):
-        memory.allocate(2 * PAGE)
+        memory.reserve(2 * PAGE)
     assert memory.held_bytes == memory.peak_bytes == 0
 
 
@@ -125,7 +125,7 @@ def test_kernels_without_huge_pages_do(monkeypatch):
             raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(mmap, "mmap", Mapping)
-    assert MemoryTier("cpu", CPU, 1 << 30).allocate(4 << 20) is not None
+    assert MemoryTier("cpu", CPU, 1 << 30).reserve(4 << 20) is not None
 
 
 def test_pinning_is_for_machines_with_cuda():
@@ -143,10 +143,10 @@ def test_bytes_view_shares_the_tensors_memory():
 @pytest.mark.gpu
 def test_pinned_buffers_are_page_locked_until_they_are_given_back():
     memory = tier(4, pinned=True)
-    buffer = memory.allocate(2 * PAGE)
+    buffer = memory.reserve(2 * PAGE)
     assert buffer.tensor.is_pinned()
     pointer = buffer.tensor.data_ptr()
-    memory.discard(buffer)
+    memory.free(buffer, reuse=False)
     assert not memory.fallbacks
     assert int(torch.cuda.cudart().cudaHostRegister(pointer, 2 * PAGE, 0)) == 0  # was unregistered
     torch.cuda.cudart().cudaHostUnregister(pointer)
@@ -155,7 +155,7 @@ def test_pinned_buffers_are_page_locked_until_they_are_given_back():
 @pytest.mark.gpu
 def test_a_gpu_buffer_waits_for_the_kernels_that_had_its_memory_before():
     memory = MemoryTier("gpu", torch.device("cuda", torch.cuda.current_device()), 4 * PAGE)
-    buffer = memory.allocate(2 * PAGE)
+    buffer = memory.reserve(2 * PAGE)
     assert buffer.fences and buffer.tensor.is_cuda
     buffer.synchronize()
     assert not buffer.fences
@@ -163,6 +163,6 @@ def test_a_gpu_buffer_waits_for_the_kernels_that_had_its_memory_before():
 
 def test_memory_that_is_taken_in_inference_mode_can_be_written_outside_of_it():
     with torch.inference_mode():
-        buffer = MemoryTier("cpu", torch.device("cpu"), 1 << 20).allocate(4096)
+        buffer = MemoryTier("cpu", torch.device("cpu"), 1 << 20).reserve(4096)
     buffer.tensor.fill_(1)
     assert not buffer.tensor.is_inference()

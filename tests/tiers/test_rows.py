@@ -23,7 +23,7 @@ def stack(request, tmp_path):
     ssd = SsdTier(tmp_path, 1 << 30, io="direct" if request.param == "direct" else "buffered")
     room = 1 << 20 if home == "cpu" else 8192  # less than the page
     level = Level(MemoryTier("cpu", torch.device("cpu"), room), LRUPolicy(room))
-    made = TierStack([level], ssd)
+    made = TierStack([level, ssd])
     made.owner = Owner(made)
     made.add("t", LAYOUT, home, lambda out: pack({"table": TABLE, "list": LIST}, LAYOUT, out), made.owner)
     yield made
@@ -58,7 +58,7 @@ def test_a_page_that_is_retired_is_named(stack):
 def test_bytes_that_changed_in_the_file_are_refused_in_the_rows_that_have_them(stack, when):
     if when == "after":  # the blocks are known by now
         page_rows(stack, "t").take("table", torch.tensor([0]))
-    (path,) = stack.ssd.directory.glob("*.page")
+    (path,) = stack.levels[-1].tier.directory.glob("*.page")
     with open(path, "r+b") as file:
         file.seek(4096 + 280 * 2000)
         file.write(b"\1")

@@ -1,13 +1,10 @@
-"""Page files: written once, verified on each read, gone when their run is."""
+"""Page files: written once, verified on each read."""
 
 import errno
 import fcntl
 import json
 import os
-import signal
 import subprocess
-import sys
-import textwrap
 import threading
 import time
 import warnings
@@ -18,43 +15,21 @@ import psutil
 import pytest
 import torch
 
+from tests.tiers.pages import CHUNK, PAGE, NamedSsd, buffer, file_of, page, read
 from vbrt.errors import TierError
-from vbrt.tiers.memory import MemoryTier
-from vbrt.tiers.ssd import HEADER_BYTES, SsdTier
-
-PAGE = 4096
-CHUNK = 2 << 20  # what is read and hashed at a time
-
-
-def page(nbytes: int = 3 * PAGE, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-
-
-def room(nbytes: int) -> torch.Tensor:
-    """An aligned buffer, as the stack has them."""
-    return MemoryTier("cpu", torch.device("cpu"), 1 << 40).allocate(nbytes).tensor
-
-
-def read(tier: SsdTier, key: str, nbytes: int = 3 * PAGE) -> torch.Tensor:
-    out = room(nbytes)
-    tier.read(key, out)
-    return out
-
-
-def file_of(tier: SsdTier, key: str) -> Path:
-    return tier._files[key].path
+from vbrt.tiers.ssd import HEADER_BYTES
 
 
 @pytest.fixture
 def tier(tmp_path):
-    tier = SsdTier(tmp_path, 1 << 30)
+    tier = NamedSsd(tmp_path, 1 << 30)
     yield tier
     tier.close()
 
 
 @pytest.fixture
 def helped(tmp_path):
-    tier = SsdTier(tmp_path, 1 << 30, io="buffered", helpers=3)
+    tier = NamedSsd(tmp_path, 1 << 30, io="buffered", helpers=3)
     yield tier
     tier.close()
 
@@ -65,7 +40,7 @@ def helped(tmp_path):
 @pytest.mark.parametrize("io", ["direct", "buffered", "auto"])
 @pytest.mark.parametrize("nbytes", [PAGE, CHUNK - PAGE, CHUNK, CHUNK + PAGE, 2 * CHUNK + 3 * PAGE])
 def test_what_was_written_is_read(tmp_path, io, nbytes):
-    tier = SsdTier(tmp_path, 1 << 30, io=io)
+    tier = NamedSsd(tmp_path, 1 << 30, io=io)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # where the file system refuses O_DIRECT, which is announced
         tier.write("layer", page(nbytes))
@@ -134,12 +109,11 @@ def test_a_page_is_synced_before_it_gets_its_name(tier, monkeypatch):
 
 
 def test_the_budget_counts_headers_and_comes_back_with_drop(tmp_path):
-    tier = SsdTier(tmp_path, 2 * (HEADER_BYTES + PAGE))
+    tier = NamedSsd(tmp_path, 2 * (HEADER_BYTES + PAGE))
     tier.write("a", page(PAGE))
     tier.write("b", page(PAGE))
     assert tier.held_bytes == tier.capacity_bytes == tier.peak_bytes
-    with pytest.raises(TierError, match=r"c: 8192 bytes do not fit into tiers\.ssd\.budget = 16384 \(16384 held\)"):
-        tier.write("c", page(PAGE))
+    assert tier.reserve(HEADER_BYTES + PAGE) is None
     assert sorted(path.name.rsplit("-")[-1] for path in tier.directory.glob("*.*")) == ["a.page", "b.page"]
     tier.drop("a")
     tier.drop("a")
@@ -236,7 +210,7 @@ def become_a_directory(path, other):
     ],
 )
 def test_damage_is_an_error_that_names_layer_and_file(tmp_path, damage, says, io):
-    tier = SsdTier(tmp_path, 1 << 30, io=io)
+    tier = NamedSsd(tmp_path, 1 << 30, io=io)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tier.write("layers.0#coarse", page(seed=1))
@@ -309,9 +283,9 @@ def test_nobody_writes_into_the_buffer_after_a_read_has_failed(helped, monkeypat
         return real(fd, views, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    out = room(nbytes)
+    out = buffer(nbytes)
     with pytest.raises(KeyboardInterrupt if isinstance(accident, KeyboardInterrupt) else TierError):
-        helped.read("layer", out)
+        helped.get(helped.rooms["layer"], out, key="layer")
     out.zero_()
     time.sleep(0.05)
     assert not out.any()
@@ -333,10 +307,9 @@ def test_a_flipped_bit_is_found_in_every_segment(helped):
 
 def test_reading_ahead_never_fails(helped):
     helped.write("layer", page())
-    helped.read_ahead("layer")
-    helped.read_ahead("no such layer")
+    helped.read_ahead(helped.rooms["layer"])
     file_of(helped, "layer").unlink()
-    helped.read_ahead("layer")
+    helped.read_ahead(helped.rooms["layer"])
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_truncated(tier, monkeypatch):
@@ -422,7 +395,7 @@ def test_a_full_disk_is_an_error_and_not_the_end(tmp_path):
     ):
         pytest.skip("needs the right to mount")
     try:
-        tier = SsdTier(disk, 1 << 30, io="buffered")
+        tier = NamedSsd(disk, 1 << 30, io="buffered")
         tier.write("small", page())
         with pytest.raises(TierError, match=r"big: cannot write .*: the disk is full"):
             tier.write("big", page(4 << 20))
@@ -443,7 +416,7 @@ def test_a_directory_that_cannot_be_written_is_refused_at_the_start(tmp_path, wh
     else:
         root = Path("/proc/vbrt")  # refuses even root
     with pytest.raises(TierError, match=r"tier ssd: cannot write in .*; point tiers\.ssd\.path at"):
-        SsdTier(root, 1 << 30)
+        NamedSsd(root, 1 << 30)
 
 
 def test_a_read_only_directory_is_refused_at_the_start(tmp_path):
@@ -452,7 +425,7 @@ def test_a_read_only_directory_is_refused_at_the_start(tmp_path):
         if os.access(tmp_path, os.W_OK):
             pytest.skip("root may write everywhere")
         with pytest.raises(TierError, match="Permission denied"):
-            SsdTier(tmp_path, 1 << 30)
+            NamedSsd(tmp_path, 1 << 30)
     finally:
         tmp_path.chmod(0o700)
 
@@ -465,7 +438,10 @@ def test_a_page_whose_file_cannot_be_removed_is_dropped_and_counted(tier, monkey
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", fail)
         tier.drop("a")
-    assert tier.held_bytes == HEADER_BYTES + 3 * PAGE and "Read-only file system" in tier.fallbacks[0]
+    tier.drop("a")
+    assert (
+        tier.held_bytes == tier.stuck_bytes == HEADER_BYTES + 3 * PAGE and "Read-only file system" in tier.fallbacks[0]
+    )
 
 
 # -- direct or buffered -----------------------------------------------------------------------------------------------
@@ -514,7 +490,7 @@ def refuse_direct_read(monkeypatch):
 
 @pytest.mark.parametrize("refuse", [refuse_direct_open, refuse_direct_read])
 def test_a_file_system_without_direct_io_is_announced_once_and_served(tmp_path, monkeypatch, refuse):
-    tier = SsdTier(tmp_path, 1 << 30, io="direct")
+    tier = NamedSsd(tmp_path, 1 << 30, io="direct")
     tier.write("layer", page())
     refuse(monkeypatch)
     with pytest.warns(UserWarning, match="refuses O_DIRECT; reads go through the page cache"):
@@ -528,7 +504,7 @@ def test_a_file_system_without_direct_io_is_announced_once_and_served(tmp_path, 
 
 
 def test_direct_reads_bypass_the_page_cache_flagged_as_such(tmp_path, monkeypatch):
-    tier = SsdTier(tmp_path, 1 << 30, io="direct")
+    tier = NamedSsd(tmp_path, 1 << 30, io="direct")
     tier.write("layer", page())
     flags, real = [], os.open
     monkeypatch.setattr(os, "open", lambda path, f, *args, **more: flags.append(f) or real(path, f, *args, **more))
@@ -538,236 +514,17 @@ def test_direct_reads_bypass_the_page_cache_flagged_as_such(tmp_path, monkeypatc
     assert flags[0] & os.O_DIRECT
 
 
-# -- runs -------------------------------------------------------------------------------------------------------------
-
-
-def test_close_removes_the_run_and_may_come_twice(tmp_path):
-    tier = SsdTier(tmp_path / "deep" / "er", 1 << 30)
-    tier.write("layer", page())
-    fds = len(os.listdir("/proc/self/fd"))
-    tier.close()
-    tier.close()
-    assert list((tmp_path / "deep" / "er").iterdir()) == [] and tier.held_bytes == 0
-    assert len(os.listdir("/proc/self/fd")) == fds - 3  # the directory, its lock and one in reserve
-    with pytest.raises(TierError, match="layer: the ssd tier holds no page of this name"):
-        read(tier, "layer")
-    with pytest.raises(TierError, match="late: cannot write"):
-        tier.write("late", page())
-
-
-def test_a_tier_that_is_collected_removes_its_run(tmp_path):
-    tier = SsdTier(tmp_path, 1 << 30)
-    tier.write("layer", page())
-    del tier
-    assert list(tmp_path.iterdir()) == []
-
-
-def start(root: Path) -> subprocess.Popen:
-    """Another process with a run in `root`, that waits."""
-    code = f"""
-        import sys, time, torch
-        from vbrt.tiers import SsdTier
-        tier = SsdTier({str(root)!r}, 1 << 30)
-        tier.write("layer", torch.zeros(4096, dtype=torch.uint8))
-        print(tier.directory, flush=True)
-        sys.stdin.read()
-    """
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-
-
-def test_runs_of_dead_processes_are_removed_at_the_start_and_live_ones_are_not(tmp_path):
-    with start(tmp_path) as dies, start(tmp_path) as lives:
-        dead, live = (Path(process.stdout.readline().strip()) for process in (dies, lives))
-        (tmp_path / "run-of-the-user").mkdir()
-        (tmp_path / "notes.txt").write_text("not ours")
-        dies.send_signal(signal.SIGKILL)
-        dies.wait()
-        assert len(list(dead.iterdir())) == 2  # nobody cleaned up
-        own = SsdTier(tmp_path, 1 << 30)
-        assert not dead.exists()
-        assert len(list(live.iterdir())) == 2
-        own.write("layer", page())
-        assert torch.equal(read(own, "layer"), page())
-        lives.communicate()  # ends by itself
-        assert not live.exists()
-        own.close()
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "run-of-the-user"]
-
-
-@pytest.mark.parametrize("at", ["mkdir", "open", "flock"])
-def test_a_run_that_another_one_removes_while_it_is_being_made_is_made_again(tmp_path, monkeypatch, at):
-    module = {"mkdir": Path, "open": os, "flock": fcntl}[at]
-    real = getattr(module, at)
-    others = []
-
-    def meanwhile(*args, **kwargs):
-        out = real(*args, **kwargs) if at == "mkdir" else None
-        if not others:
-            others.append(None)  # first: the other run makes these calls too
-            others[0] = SsdTier(tmp_path, 1 << 30)
-        return out if at == "mkdir" else real(*args, **kwargs)
-
-    (tmp_path / "run-7-0123abcd").mkdir()  # killed before it had a lock
-    monkeypatch.setattr(module, at, meanwhile)
-    tier = SsdTier(tmp_path, 1 << 30)
-    assert sorted(tmp_path.iterdir()) == sorted([tier.directory, others[0].directory])
-    tier.write("layer", page())
-    others[0].write("layer", page(seed=1))
-    assert torch.equal(read(tier, "layer"), page()) and torch.equal(read(others[0], "layer"), page(seed=1))
-
-
-@pytest.mark.parametrize(
-    "plant", ["a link to a directory", "a file of the user in a run", "another name", "a FIFO", "a lock that is a link"]
-)
-def test_nothing_but_the_pages_of_dead_runs_is_ever_removed(tmp_path, plant):
-    victim, root = tmp_path / "victim", tmp_path / "root"
-    victim.mkdir()
-    root.mkdir()
-    names = {"lock", "thesis.tex", "1-00001-layer.page", "notes.txt"}
-    for name in names:
-        (victim / name).write_text("mine")
-    run = root / "run-123-0123abcd"
-    if plant == "a link to a directory":
-        run.symlink_to(victim)
-    else:
-        run.mkdir()
-        (run / "1-00001-dead.page").write_text("a page of a run that was killed")
-    if plant == "a file of the user in a run":
-        (run / "thesis.tex").symlink_to(victim / "thesis.tex")
-        (run / "1-00002-link.page").symlink_to(victim / "notes.txt")
-        (run / "folder").symlink_to(victim)
-    if plant == "another name":
-        run = run.rename(root / "run-mine")
-    if plant == "a FIFO":
-        os.mkfifo(run / "lock")
-    if plant == "a lock that is a link":
-        (run / "lock").symlink_to(victim / "lock")
-    SsdTier(root, 1 << 30).close()
-    assert {path.name for path in victim.iterdir()} == names
-    assert all(path.read_text() == "mine" for path in victim.iterdir())
-    left = {path.name for path in run.iterdir()} if not run.is_symlink() else None
-    assert (
-        left
-        == {
-            "a link to a directory": None,
-            "a file of the user in a run": {"thesis.tex", "folder"},
-            "another name": {"1-00001-dead.page"},
-            "a FIFO": {"1-00001-dead.page", "lock"},
-            "a lock that is a link": {"1-00001-dead.page", "lock"},
-        }[plant]
-    )
-
-
 @pytest.mark.parametrize("plant", ["a link", "a FIFO"])
 @pytest.mark.parametrize("io", ["direct", "buffered"])
 def test_what_is_put_in_the_place_of_a_page_is_refused_and_nothing_waits_for_it(tmp_path, plant, io):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tier = SsdTier(tmp_path, 1 << 30, io=io)
+        tier = NamedSsd(tmp_path, 1 << 30, io=io)
         tier.write("layer", page())
         path = file_of(tier, "layer")
         path.rename(tmp_path / "moved")
         path.symlink_to(tmp_path / "moved") if plant == "a link" else os.mkfifo(path)
         with pytest.raises(TierError, match=r"layer: cannot read .*layer\.page"):
             read(tier, "layer")
-        tier.read_ahead("layer")
+        tier.read_ahead(tier.rooms["layer"])
         tier.close()
-
-
-def test_a_directory_that_takes_the_place_of_a_run_is_left_alone(tmp_path):
-    tier = SsdTier(tmp_path / "root", 1 << 30)
-    victim = tmp_path / "victim"
-    victim.mkdir()
-    (victim / "1-00001-layer.page").write_text("mine")
-    (victim / "lock").write_text("mine")
-    tier.directory.rename(tmp_path / "moved")
-    tier.directory.symlink_to(victim)
-    tier.write("layer", page())
-    assert torch.equal(read(tier, "layer"), page())
-    tier.close()
-    assert len(list(victim.iterdir())) == 2 and list((tmp_path / "moved").iterdir()) == []
-
-
-def test_a_run_without_free_descriptors_is_removed_all_the_same(tmp_path):
-    code = f"""
-        import os, resource, torch
-        from vbrt.tiers import SsdTier
-        tier = SsdTier({str(tmp_path)!r}, 1 << 30)
-        tier.write("layer", torch.zeros(4096, dtype=torch.uint8))
-        taken = []
-        try:
-            while True:
-                taken.append(os.dup(0))
-        except OSError:
-            tier.close()
-    """
-    subprocess.run(
-        ["bash", "-c", 'ulimit -n 64; exec "$0" -c "$1"', sys.executable, textwrap.dedent(code)], check=True, timeout=60
-    )
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_that_was_killed_while_it_removed_itself_is_removed_by_the_next(tmp_path, monkeypatch):
-    class Killed(BaseException):
-        pass
-
-    def die(path, *, dir_fd=None):
-        if path == "lock":
-            raise Killed
-        real(path, dir_fd=dir_fd)
-
-    tier, real = SsdTier(tmp_path, 1 << 30), os.unlink
-    tier.write("layer", page())
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", die)
-        with pytest.raises(Killed):
-            tier.close()
-    assert [path.name for path in tier.directory.iterdir()] == ["lock"]  # removed last
-    del tier
-    for fd in map(int, os.listdir("/proc/self/fd")):  # a killed process has no open files
-        if os.path.realpath(f"/proc/self/fd/{fd}").startswith(str(tmp_path)):
-            os.close(fd)
-    SsdTier(tmp_path, 1 << 30).close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_start_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
-    def fail(fd, flags):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", fail)
-    with pytest.raises(TierError, match="No locks available"):
-        SsdTier(tmp_path, 1 << 30)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_reads_and_writes_but_removes_nothing_of_its_parents(tmp_path):
-    code = f"""
-        import os, torch
-        from vbrt.tiers import MemoryTier, SsdTier
-        tier = SsdTier({str(tmp_path)!r}, 1 << 30)
-        room = MemoryTier("cpu", torch.device("cpu"), 1 << 30)
-        def read(key):
-            out = room.allocate(4096).tensor
-            tier.read(key, out)
-            return int(out[0])
-        tier.write("parents", torch.full((4096,), 7, dtype=torch.uint8))
-        tier.write("dropped", torch.full((4096,), 8, dtype=torch.uint8))
-        child = os.fork()
-        if child == 0:
-            tier.drop("dropped")
-            tier.write("new", torch.full((4096,), 9, dtype=torch.uint8))
-            good = read("parents") == 7 and read("new") == 9
-            tier.drop("new")
-            tier.close()
-            os._exit(0 if good else 1)
-        tier.write("new", torch.full((4096,), 10, dtype=torch.uint8))
-        assert os.waitpid(child, 0)[1] == 0
-        assert (read("parents"), read("dropped"), read("new")) == (7, 8, 10)
-        tier.close()
-        assert not os.listdir({str(tmp_path)!r})
-    """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True, timeout=60)

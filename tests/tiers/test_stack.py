@@ -65,8 +65,8 @@ class WatchedTier(MemoryTier):
         self.alive.add(buffer)
         return buffer
 
-    def allocate(self, nbytes, **options):
-        buffer = super().allocate(nbytes, **options)
+    def reserve(self, nbytes, **options):
+        buffer = super().reserve(nbytes, **options)
         alive = sum(b.nbytes for b in self.alive)
         if not alive == self.held_bytes <= self.peak_bytes <= self.capacity_bytes:
             self.violations.append(f"alive {alive}, held {self.held_bytes}, peak {self.peak_bytes}")
@@ -110,9 +110,9 @@ class SlowSsd(SsdTier):
         super().__init__(root, capacity_bytes)
         self.random, self.most_s = random.Random(seed), most_ms / 1000
 
-    def read(self, key, out):
+    def get(self, room, out, *, key):
         time.sleep(self.random.random() * self.most_s)
-        super().read(key, out)
+        super().get(room, out, key=key)
 
 
 class GatedSsd(SsdTier):
@@ -126,11 +126,11 @@ class GatedSsd(SsdTier):
     def close_gate(self, key: str) -> None:
         self.gates[key], self.began[key] = threading.Event(), threading.Event()
 
-    def read(self, key, out):
+    def get(self, room, out, *, key):
         if key in self.gates:
             self.began[key].set()
             assert self.gates[key].wait(30)
-        super().read(key, out)
+        super().get(room, out, key=key)
 
 
 class FlakySsd(SlowSsd):
@@ -140,11 +140,11 @@ class FlakySsd(SlowSsd):
         super().__init__(*args, **options)
         self.share = share
 
-    def read(self, key, out):
+    def get(self, room, out, *, key):
         if self.random.random() < self.share:
             out.fill_(255)
-            raise TierError(f"{key}: cannot read {self._files[key].path}: Input/output error")
-        super().read(key, out)
+            raise TierError(f"{key}: cannot read {room.path}: Input/output error")
+        super().get(room, out, key=key)
 
 
 def layout(units: int) -> PageLayout:
@@ -179,7 +179,7 @@ def add_all(stack: TierStack, sizes: dict[str, int], homes: dict[str, str] | Non
 def scripted(root: Path, units: int, sizes: dict[str, int]) -> tuple[TierStack, ScriptedPolicy, GatedSsd]:
     """One memory tier whose prefetches are told, above an ssd that can be stopped."""
     policy, ssd = ScriptedPolicy(units, sizes), GatedSsd(root)
-    return add_all(TierStack([Level(WatchedTier("cpu", units), policy)], ssd), sizes), policy, ssd
+    return add_all(TierStack([Level(WatchedTier("cpu", units), policy), ssd]), sizes), policy, ssd
 
 
 def check(keys: Iterable[str], tensors: list[dict[str, torch.Tensor]]) -> None:
@@ -219,7 +219,8 @@ def assert_at_rest(stack: TierStack) -> None:
         states = [(slot.level.tier.name, slot.page.key, slot.state, slot.holders) for slot in slots(stack)]
         pytest.fail(f"not at rest: {used} used, {kept} kept, {states}")
     for level in stack.levels:
-        living = sum(page.nbytes for page in stack.pages.values() if page.home == level.index)
+        overhead = level.tier.overhead_bytes
+        living = sum(page.nbytes + overhead for page in stack.pages.values() if page.home == level.index)
         assert level.home_bytes == living
         assert not level.pending and not level.leased
         assert not any(slot.holders for slot in level.slots.values())
@@ -278,7 +279,7 @@ def live(load: Workload, ssd: Callable[[Path], SsdTier] = lambda root: SsdTier(r
     counts = simulate(load.kind, load.trace, load.room, sizes=load.sizes, prefetch=load.prefetch, group=load.group)
     policy = make_policy(load.kind, load.room * UNIT, prefetch=load.prefetch, group=load.group)
     with tempfile.TemporaryDirectory() as root:
-        stack = TierStack([Level(WatchedTier("cpu", load.room), policy)], ssd(Path(root)))
+        stack = TierStack([Level(WatchedTier("cpu", load.room), policy), ssd(Path(root))])
         within(60, lambda: run(add_all(stack, load.sizes), load.trace))
         assert_at_rest(stack)
         assert_counts(stack, counts)
@@ -317,7 +318,7 @@ def test_slow_reads_change_no_count(load, seed):
 )
 def test_hit_rates_are_the_closed_forms(tmp_path, kind, room, hits):
     sizes = {f"page{i}": 1 for i in range(8)}
-    stack = TierStack([Level(WatchedTier("cpu", room), make_policy(kind, room * UNIT))], SsdTier(tmp_path, 1 << 40))
+    stack = TierStack([Level(WatchedTier("cpu", room), make_policy(kind, room * UNIT)), SsdTier(tmp_path, 1 << 40)])
     one_pass = [PASS, *((key,) for key in sizes)]
     run(add_all(stack, sizes), one_pass * 3)
     before = sum(page.hits for page in stack.pages.values())
@@ -329,7 +330,7 @@ def test_hit_rates_are_the_closed_forms(tmp_path, kind, room, hits):
 def test_a_steady_pass_over_pages_of_all_sizes_asks_for_no_memory(tmp_path):
     sizes = {f"page{i}": (1, 4, 3)[i % 3] for i in range(12)}
     tier = WatchedTier("cpu", 20)
-    stack = add_all(TierStack([Level(tier, ScheduledPolicy(20 * UNIT))], SsdTier(tmp_path, 1 << 40)), sizes)
+    stack = add_all(TierStack([Level(tier, ScheduledPolicy(20 * UNIT)), SsdTier(tmp_path, 1 << 40)]), sizes)
     one_pass = [PASS, *((key,) for key in sizes)]
     run(stack, one_pass * 4)
     for _ in range(20):  # a busy machine may need one more buffer once
@@ -346,18 +347,17 @@ def test_where_cores_are_shared_only_who_needs_a_page_copies_it(tmp_path):
     threads, ahead = set(), []
 
     class NotedSsd(SsdTier):
-        def read(self, key, out):
+        def get(self, room, out, *, key):
             threads.add(threading.get_ident())
-            super().read(key, out)
+            super().get(room, out, key=key)
 
-        def read_ahead(self, key):
-            ahead.append(key)
-            super().read_ahead(key)
+        def read_ahead(self, room):
+            ahead.append(room)
+            super().read_ahead(room)
 
     sizes = {f"page{i}": 1 for i in range(8)}
     stack = TierStack(
-        [Level(WatchedTier("cpu", 5), ScheduledPolicy(5 * UNIT))],
-        NotedSsd(tmp_path, 1 << 40, io="buffered"),
+        [Level(WatchedTier("cpu", 5), ScheduledPolicy(5 * UNIT)), NotedSsd(tmp_path, 1 << 40, io="buffered")],
         share_cores=True,
     )
     trace = [PASS, *((key,) for key in sizes)] * 4
@@ -396,7 +396,7 @@ def live_in_three(placed, ssd: Callable[[Path], SsdTier]) -> None:
         Level(WatchedTier("far", far + live_there["far"]), make_policy(far_kind, far * UNIT, **options)),
     ]
     with tempfile.TemporaryDirectory() as root:
-        stack = add_all(TierStack(levels, ssd(Path(root))), load.sizes, homes)
+        stack = add_all(TierStack([*levels, ssd(Path(root))]), load.sizes, homes)
         within(60, lambda: run(stack, load.trace))
         assert_at_rest(stack)
         missed = {phase: (of.passes, of.misses, of.prefetched) for phase, of in stack.phases().items()}
@@ -426,7 +426,7 @@ def test_a_middle_tier_with_room_for_one_page_is_enough(tmp_path):
     sizes = {f"page{i}": 1 for i in range(9)}
     near = Level(WatchedTier("near", 5), make_policy("scheduled", 5 * UNIT, prefetch=3))
     far = Level(WatchedTier("far", 1), make_policy("scheduled", UNIT, prefetch=3))
-    stack = add_all(TierStack([near, far], SlowSsd(tmp_path, 1 << 40, seed=0, most_ms=2), workers=3), sizes)
+    stack = add_all(TierStack([near, far, SlowSsd(tmp_path, 1 << 40, seed=0, most_ms=2)], workers=3), sizes)
     within(60, lambda: run(stack, [PASS, *((key,) for key in sizes)] * 5))
     assert_at_rest(stack)
     moved = Counter()
@@ -438,7 +438,7 @@ def test_a_middle_tier_with_room_for_one_page_is_enough(tmp_path):
 
 def test_pages_pass_a_middle_tier_that_is_too_small_never(tmp_path):
     levels = [Level(WatchedTier("near", 8), LRUPolicy(8 * UNIT)), Level(WatchedTier("far", 2), LRUPolicy(2 * UNIT))]
-    stack = add_all(TierStack(levels, SsdTier(tmp_path, 1 << 40)), {"small": 1, "large": 3})
+    stack = add_all(TierStack([*levels, SsdTier(tmp_path, 1 << 40)]), {"small": 1, "large": 3})
     with pytest.raises(TierError, match=r"large: 12288 bytes do not fit into tiers\.far\.budget = 8192"):
         use(stack, "large")
     use(stack, "small")
@@ -597,7 +597,7 @@ def test_a_prefetch_evicted_before_it_began_moves_nothing(tmp_path):
 
 
 def file_of(stack: TierStack, key: str) -> Path:
-    return stack.ssd._files[key].path
+    return stack.levels[-1].slots[key].room.path
 
 
 def test_a_read_that_fails_is_raised_to_whoever_leases_the_page_and_only_then(tmp_path):
@@ -640,7 +640,7 @@ def test_who_waits_for_a_prefetch_that_fails_gets_its_error(tmp_path):
 
 def test_a_failing_source_fails_every_level_above_it(tmp_path):
     levels = [Level(WatchedTier("near", 3), LRUPolicy(3 * UNIT)), Level(WatchedTier("far", 2), LRUPolicy(2 * UNIT))]
-    stack = add_all(TierStack(levels, SsdTier(tmp_path, 1 << 40)), {"a": 1, "b": 2})
+    stack = add_all(TierStack([*levels, SsdTier(tmp_path, 1 << 40)]), {"a": 1, "b": 2})
     good = file_of(stack, "a").read_bytes()
     file_of(stack, "a").write_bytes(good[:5000])
     for keys in (("a",), ("b", "a"), ("a", "b")):
@@ -660,9 +660,13 @@ def test_a_page_that_cannot_be_added_leaves_nothing_behind(tmp_path, home):
         out.fill_(1)
         raise FormatError("layer: NaN")
 
-    stack = TierStack([Level(WatchedTier("cpu", 4), LRUPolicy(2 * UNIT))], SsdTier(tmp_path, 3 * UNIT))
+    stack = TierStack([Level(WatchedTier("cpu", 4), LRUPolicy(2 * UNIT)), SsdTier(tmp_path, 5 * UNIT)])
     add(stack, "a", 2, home)
-    held = stack.levels[0].tier.held_bytes, stack.ssd.held_bytes, sorted(os.listdir(stack.ssd.directory))
+    held = (
+        stack.levels[0].tier.held_bytes,
+        stack.levels[-1].tier.held_bytes,
+        sorted(os.listdir(stack.levels[-1].tier.directory)),
+    )
     for _ in range(3):
         with pytest.raises(FormatError):
             stack.add("b", layout(1), home, fail, Owner(stack))
@@ -672,7 +676,11 @@ def test_a_page_that_cannot_be_added_leaves_nothing_behind(tmp_path, home):
             add(stack, "a", 1, home)
         with pytest.raises(TierError, match=r"b: .* was dropped"):
             use(stack, "b")
-    assert held == (stack.levels[0].tier.held_bytes, stack.ssd.held_bytes, sorted(os.listdir(stack.ssd.directory)))
+    assert held == (
+        stack.levels[0].tier.held_bytes,
+        stack.levels[-1].tier.held_bytes,
+        sorted(os.listdir(stack.levels[-1].tier.directory)),
+    )
     assert list(stack.pages) == ["a"]
     use(stack, "a")
     assert_at_rest(stack)
@@ -700,7 +708,7 @@ def test_a_full_disk_leaves_the_stack_usable(tmp_path, monkeypatch):
 
 
 def test_a_page_that_moves_in_displaces_copies_and_gives_their_room_back_when_it_leaves(tmp_path):
-    stack = TierStack([Level(WatchedTier("cpu", 6), make_policy("scheduled", 4 * UNIT))], SsdTier(tmp_path, 1 << 40))
+    stack = TierStack([Level(WatchedTier("cpu", 6), make_policy("scheduled", 4 * UNIT)), SsdTier(tmp_path, 1 << 40)])
     sizes = {"a": 1, "b": 1, "c": 1, "d": 1}
     run(add_all(stack, sizes), [PASS, *((key,) for key in sizes)] * 3)
     policy = stack.levels[0].policy
@@ -771,7 +779,7 @@ def test_a_page_goes_with_its_last_owner_at_the_next_access(tmp_path, home):
     del other  # collected: as if it had retired
     assert "a" in stack.pages
     use(stack, "other")
-    assert "a" not in stack.pages and len(list(stack.ssd.directory.glob("*.page"))) == 1
+    assert "a" not in stack.pages and len(list(stack.levels[-1].tier.directory.glob("*.page"))) == 1
     with pytest.raises(TierError, match="a: its page was dropped"):
         use(stack, "a")
     retire(stack, "a")
@@ -817,7 +825,7 @@ def test_pages_may_be_retired_and_replaced_while_the_policy_knows_them(tmp_path,
         Level(WatchedTier("near", 5), make_policy(kind, 5 * UNIT, prefetch=3)),
         Level(WatchedTier("far", 4), make_policy(kind, 4 * UNIT, prefetch=2)),
     ]
-    stack = add_all(TierStack(levels, SlowSsd(tmp_path, 1 << 40, seed=1, most_ms=1)), sizes)
+    stack = add_all(TierStack([*levels, SlowSsd(tmp_path, 1 << 40, seed=1, most_ms=1)]), sizes)
     keys = list(sizes)
     for turn in range(12):
         within(30, lambda: run(stack, [PASS, *((key,) for key in keys)]))
@@ -826,7 +834,7 @@ def test_pages_may_be_retired_and_replaced_while_the_policy_knows_them(tmp_path,
         retire(stack, old)
         add(stack, new, 1 + turn % 3)
     assert_at_rest(stack)
-    assert set(stack.pages) == set(keys) and len(list(stack.ssd.directory.glob("*.page"))) == 6
+    assert set(stack.pages) == set(keys) and len(list(stack.levels[-1].tier.directory.glob("*.page"))) == 6
     stack.close()
 
 
@@ -995,8 +1003,10 @@ SIZES = {f"page{i}": 1 + i % 3 for i in range(12)}
 @pytest.mark.parametrize("room", [4, 9])
 def test_threads_under_a_tight_budget_get_the_right_bytes_and_no_deadlock(tmp_path, kind, room):
     stack = TierStack(
-        [Level(WatchedTier("cpu", room), make_policy(kind, room * UNIT))],
-        SlowSsd(tmp_path, 1 << 40, seed=room, most_ms=1),
+        [
+            Level(WatchedTier("cpu", room), make_policy(kind, room * UNIT)),
+            SlowSsd(tmp_path, 1 << 40, seed=room, most_ms=1),
+        ]
     )
     hammer(add_all(stack, SIZES), SIZES, room)
     assert_at_rest(stack)
@@ -1011,7 +1021,7 @@ def test_threads_through_three_levels(tmp_path, kind):
         Level(WatchedTier("near", 6), make_policy(kind, 6 * UNIT)),
         Level(WatchedTier("far", 3), make_policy("scheduled", 3 * UNIT)),
     ]
-    stack = TierStack(levels, SlowSsd(tmp_path, 1 << 40, seed=3, most_ms=1), workers=3)
+    stack = TierStack([*levels, SlowSsd(tmp_path, 1 << 40, seed=3, most_ms=1)], workers=3)
     hammer(add_all(stack, SIZES), SIZES, 6)
     assert_at_rest(stack)
     stack.close()
@@ -1024,7 +1034,7 @@ def test_threads_with_reads_that_fail_get_errors_for_their_own_pages_only(tmp_pa
         Level(WatchedTier("far", 4), make_policy("lru", 4 * UNIT)),
     ][:levels]
     ssd = FlakySsd(tmp_path, 1 << 40, seed=5, most_ms=1, share=0.2)
-    stack = TierStack(tiers, ssd)
+    stack = TierStack([*tiers, ssd])
     assert hammer(add_all(stack, SIZES), SIZES, 6, tolerant=True) > 10
     ssd.share = 0.0
     assert_at_rest(stack)
@@ -1039,7 +1049,7 @@ def test_threads_while_budgets_change(tmp_path, budgets):
         Level(MemoryTier("near", torch.device("cpu"), 12 * UNIT), make_policy("scheduled", 12 * UNIT)),
         Level(MemoryTier("far", torch.device("cpu"), 30 * UNIT), make_policy("scheduled", 30 * UNIT)),
     ]
-    stack = add_all(TierStack(levels, SlowSsd(tmp_path, 1 << 40, seed=2, most_ms=1)), SIZES)
+    stack = add_all(TierStack([*levels, SlowSsd(tmp_path, 1 << 40, seed=2, most_ms=1)]), SIZES)
     done = threading.Event()
 
     def change():
@@ -1068,7 +1078,7 @@ def test_pages_that_a_smaller_budget_has_no_room_for_move_down(tmp_path, below):
     levels = [Level(WatchedTier("near", 15), make_policy("scheduled", 0))]
     if below == "far":
         levels.append(Level(WatchedTier("far", 15), make_policy("scheduled", 0)))
-    stack = add_all(TierStack(levels, SsdTier(tmp_path, 1 << 40)), sizes, dict.fromkeys(sizes, "near"))
+    stack = add_all(TierStack([*levels, SsdTier(tmp_path, 1 << 40)]), sizes, dict.fromkeys(sizes, "near"))
     trace = [PASS, *((key,) for key in sizes)]
     run(stack, trace)
     assert stack.at_rest
@@ -1086,7 +1096,7 @@ def test_pages_that_a_smaller_budget_has_no_room_for_move_down(tmp_path, below):
     assert not stack.at_rest
     stack.set_budget("near", 15 * UNIT)  # room for all of them
     assert stack.at_rest and tier.held_bytes == 15 * UNIT
-    assert (levels[1].tier if below == "far" else stack.ssd).held_bytes == 0
+    assert stack.levels[1].tier.held_bytes == 0
     before = sum(page.misses for page in stack.pages.values())
     run(stack, trace * 2)
     assert sum(page.misses for page in stack.pages.values()) == before
@@ -1097,19 +1107,20 @@ def test_pages_that_a_smaller_budget_has_no_room_for_move_down(tmp_path, below):
 def test_a_page_that_cannot_be_read_stays_where_it_is_when_the_budget_grows(tmp_path, monkeypatch):
     sizes = {f"page{i}": 1 for i in range(6)}
     stack = add_all(
-        TierStack([Level(WatchedTier("near", 3), make_policy("scheduled", 3 * UNIT))], SsdTier(tmp_path, 1 << 40)),
+        TierStack([Level(WatchedTier("near", 3), make_policy("scheduled", 3 * UNIT)), SsdTier(tmp_path, 1 << 40)]),
         sizes,
     )
     trace = [PASS, *((key,) for key in sizes)]
     run(stack, trace * 2)
-    real = stack.ssd.read
+    ssd = stack.levels[-1].tier
+    real = ssd.get
 
-    def read(key, target):
+    def get(room, target, *, key):
         if key == "page3":
             raise TierError("page3: cannot be read")
-        real(key, target)
+        real(room, target, key=key)
 
-    monkeypatch.setattr(stack.ssd, "read", read)
+    monkeypatch.setattr(ssd, "get", get)
     with pytest.raises(TierError, match="page3"):
         stack.set_budget("near", 6 * UNIT)
     monkeypatch.undo()
@@ -1127,7 +1138,7 @@ def test_a_budget_that_holds_what_lives_there_still_leaves_room_to_pass_through(
     sizes = {f"page{i}": 2 for i in range(8)}
     homes = {key: ("near", "ssd")[i % 4 == 3] for i, key in enumerate(sizes)}
     stack = add_all(
-        TierStack([Level(WatchedTier("near", 16), make_policy("scheduled", 4 * UNIT))], SsdTier(tmp_path, 1 << 40)),
+        TierStack([Level(WatchedTier("near", 16), make_policy("scheduled", 4 * UNIT)), SsdTier(tmp_path, 1 << 40)]),
         sizes,
         homes,
     )
@@ -1141,14 +1152,14 @@ def test_a_page_that_loses_its_owner_while_it_moves_is_dropped_afterwards(tmp_pa
     sizes = {f"page{i}": 1 for i in range(6)}
     levels = [Level(WatchedTier("near", 6), make_policy("lru", 0)), Level(WatchedTier("far", 6), make_policy("lru", 0))]
     stack = add_all(TierStack(levels), sizes, dict.fromkeys(sizes, "near"))
-    real = stack.mover.allocate
+    real = stack.mover.fill
 
-    def allocate(slot):
+    def fill(slot, write):
         retire(stack, slot.page.key)
         stack.collect()
-        real(slot)
+        real(slot, write)
 
-    monkeypatch.setattr(stack.mover, "allocate", allocate)
+    monkeypatch.setattr(stack.mover, "fill", fill)
     stack.set_budget("near", 4 * UNIT)
     monkeypatch.undo()
     stack.collect()
@@ -1175,7 +1186,7 @@ def test_a_copy_in_a_slot_makes_way_for_a_lease_that_needs_the_room(tmp_path):
     sizes = {"a": 1, "b": 3, "large": 5}
     stack = add_all(
         TierStack(
-            [Level(WatchedTier("cpu", 6), make_policy("scheduled", 6 * UNIT, prefetch=0))], SsdTier(tmp_path, 1 << 40)
+            [Level(WatchedTier("cpu", 6), make_policy("scheduled", 6 * UNIT, prefetch=0)), SsdTier(tmp_path, 1 << 40)]
         ),
         sizes,
     )
@@ -1194,8 +1205,10 @@ def test_a_copy_in_a_slot_makes_way_for_a_lease_that_needs_the_room(tmp_path):
 def test_threads_while_pages_come_and_go(tmp_path):
     sizes = dict(list(SIZES.items())[:6])
     stack = TierStack(
-        [Level(WatchedTier("cpu", 10), make_policy("scheduled", 7 * UNIT))],
-        SlowSsd(tmp_path, 1 << 40, seed=1, most_ms=1),
+        [
+            Level(WatchedTier("cpu", 10), make_policy("scheduled", 7 * UNIT)),
+            SlowSsd(tmp_path, 1 << 40, seed=1, most_ms=1),
+        ]
     )
     add_all(stack, sizes)
     done = threading.Event()
@@ -1263,7 +1276,7 @@ def test_ctrl_c_anywhere_loses_nothing(kind, warm, levels, quick_to_look):
             Level(MemoryTier("near", CPU, 5 * UNIT), make_policy(kind, 5 * UNIT)),
             Level(MemoryTier("far", CPU, 4 * UNIT), make_policy(kind, 4 * UNIT)),
         ][:levels]
-        stack = add_all(TierStack(tiers, SsdTier(root, 1 << 40), workers=1), sizes)
+        stack = add_all(TierStack([*tiers, SsdTier(root, 1 << 40)], workers=1), sizes)
         if warm:
             run(stack, one_pass * 2)
         return stack
@@ -1282,7 +1295,7 @@ def test_an_interrupted_budget_change_keeps_every_page(below, before, after, qui
             Level(MemoryTier("near", CPU, 9 * UNIT), make_policy("scheduled", 0)),
             Level(MemoryTier("far", CPU, 9 * UNIT), make_policy("scheduled", 0)),
         ][: 1 + (below == "far")]
-        stack = add_all(TierStack(tiers, SsdTier(root, 1 << 40)), sizes, dict.fromkeys(sizes, "near"))
+        stack = add_all(TierStack([*tiers, SsdTier(root, 1 << 40)]), sizes, dict.fromkeys(sizes, "near"))
         stack.set_budget("near", before * UNIT)
         run(stack, one_pass * 2)
         return stack
@@ -1312,7 +1325,7 @@ def test_nothing_that_locks_in_python_is_entered_under_the_stacks_lock(tmp_path)
         Level(MemoryTier("near", CPU, 12 * UNIT), make_policy("scheduled", 0)),
         Level(MemoryTier("far", CPU, 4 * UNIT), make_policy("scheduled", 4 * UNIT)),
     ]
-    stack = add_all(TierStack(levels, SsdTier(tmp_path, 1 << 40)), sizes, dict.fromkeys(sizes, "near"))
+    stack = add_all(TierStack([*levels, SsdTier(tmp_path, 1 << 40)]), sizes, dict.fromkeys(sizes, "near"))
     locking, entered, lock = (threading.__file__, "concurrent/futures", "queue.py"), set(), stack.guard.lock
 
     def trace(frame, event, _):
@@ -1333,7 +1346,7 @@ def test_nothing_that_locks_in_python_is_entered_under_the_stacks_lock(tmp_path)
 
 def test_ctrl_c_during_a_read_reaches_this_thread_and_others_get_an_error(tmp_path):
     class Interrupted(SsdTier):
-        def read(self, key, out):
+        def get(self, room, out, *, key):
             others.start()
             time.sleep(0.05)
             raise KeyboardInterrupt
@@ -1347,7 +1360,7 @@ def test_ctrl_c_during_a_read_reaches_this_thread_and_others_get_an_error(tmp_pa
     told: list[str] = []
     others = threading.Thread(target=wait, daemon=True)
     ssd = Interrupted(tmp_path, 1 << 40)
-    stack = add_all(TierStack([Level(WatchedTier("cpu", 2), LRUPolicy(2 * UNIT))], ssd), {"a": 2})
+    stack = add_all(TierStack([Level(WatchedTier("cpu", 2), LRUPolicy(2 * UNIT)), ssd]), {"a": 2})
     with pytest.raises(KeyboardInterrupt):
         use(stack, "a")
     others.join(30)
@@ -1370,14 +1383,14 @@ def test_a_forked_child_can_use_the_pages_and_leaves_its_parents_alone(tmp_path)
         from vbrt.tiers import Level, MemoryTier, Owner, SsdTier, TierStack
 
         class Slow(SsdTier):
-            def read(self, key, out):
+            def get(self, room, out, *, key):
                 reading.set()
                 time.sleep(0.01)
-                super().read(key, out)
+                super().get(room, out, key=key)
 
         reading = threading.Event()
         tier = MemoryTier("cpu", torch.device("cpu"), 5 * 4096)
-        stack = TierStack([Level(tier, make_policy("scheduled", 4 * 4096))], Slow({str(tmp_path)!r}, 1 << 30))
+        stack = TierStack([Level(tier, make_policy("scheduled", 4 * 4096)), Slow({str(tmp_path)!r}, 1 << 30)])
         layout, owner = build_layout("dense", "dense", [("weight", "uint8", (4096,))]), Owner(stack)
         for i in range(8):
             stack.add(f"page{{i}}", layout, "ssd" if i else "cpu", lambda out, i=i: out.fill_(i), owner)
@@ -1423,7 +1436,7 @@ def test_a_policy_that_refuses_is_not_asked_when_it_would(tmp_path):
             assert decision is not None
             return decision
 
-    stack = TierStack([Level(WatchedTier("cpu", 5), Strict(5 * UNIT))], SlowSsd(tmp_path, 1 << 40, seed=0, most_ms=1))
+    stack = TierStack([Level(WatchedTier("cpu", 5), Strict(5 * UNIT)), SlowSsd(tmp_path, 1 << 40, seed=0, most_ms=1)])
     hammer(add_all(stack, SIZES), SIZES, 5)
     assert_at_rest(stack)
     assert isinstance(stack.levels[0].policy, Policy)

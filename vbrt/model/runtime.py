@@ -188,7 +188,7 @@ class Runtime:
     def open_ssd(self) -> None:
         """Open the ssd tier, if the config has one and no page has needed it yet."""
         with self.stack.encoding:
-            if self.stack.ssd is None and "ssd" in self.budgets:
+            if "ssd" in self.budgets and "ssd" not in self.stack.names:
                 attach_ssd(self.stack, self.settings, self.budgets)
 
     def follow_free_memory(self) -> None:

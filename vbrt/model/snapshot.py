@@ -75,7 +75,7 @@ def trained_layer_stats(stack: TierStack, swap: Swap, layer: TrainedLayer) -> La
 def tier_stats(stack: TierStack) -> dict[str, TierStats]:
     """Return the bytes and pages of every tier of a stack, whichever model they belong to."""
     homes = Counter(page.home for page in list(stack.pages.values()))
-    stats = {
+    return {
         level.tier.name: TierStats(
             level.tier.capacity_bytes,
             level.tier.held_bytes,
@@ -85,11 +85,6 @@ def tier_stats(stack: TierStack) -> dict[str, TierStats]:
         )
         for level in stack.levels
     }
-    ssd = stack.ssd
-    if ssd:
-        files = homes[len(stack.levels)]
-        stats["ssd"] = TierStats(ssd.capacity_bytes, ssd.held_bytes, ssd.peak_bytes, files, files)
-    return stats
 
 
 def own_phases(phases: Mapping[str, PhaseCounts], prefix: str, others: Sequence[str]) -> dict[str, PhaseCounts]:
@@ -109,5 +104,4 @@ def own_phases(phases: Mapping[str, PhaseCounts], prefix: str, others: Sequence[
 
 def stack_fallbacks(stack: TierStack) -> list[str]:
     """Return what the tiers fell back to, in words."""
-    fallbacks = [reason for level in stack.levels for reason in level.tier.fallbacks]
-    return fallbacks + (stack.ssd.fallbacks if stack.ssd else [])
+    return [reason for level in stack.levels for reason in level.tier.fallbacks]

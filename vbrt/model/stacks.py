@@ -64,7 +64,7 @@ def attach_ssd(stack: TierStack, config: VBConfig, budgets: Mapping[str, int]) -
     try:
         stack.attach(ssd)
     finally:
-        if stack.ssd is not ssd:  # Ctrl-C
+        if stack.levels[-1].tier is not ssd:  # Ctrl-C
             ssd.close()
 
 

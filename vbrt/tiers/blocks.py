@@ -10,9 +10,9 @@ import xxhash
 
 from vbrt.errors import TierError
 from vbrt.host.files import read_into
-from vbrt.tiers.memory import bytes_view
+from vbrt.tiers.memory import aligned, bytes_view
 
-__all__ = ["BLOCK_BYTES", "BlockDigests", "aligned_bytes", "read_items"]
+__all__ = ["BLOCK_BYTES", "BlockDigests", "read_items"]
 
 BLOCK_BYTES = 4096
 _DIGEST_BYTES = 8
@@ -32,12 +32,6 @@ class BlockDigests:
     def holds(self, block: int, data: memoryview) -> bool:
         """True if these are the bytes of a block."""
         return self._digests[block * _DIGEST_BYTES : (block + 1) * _DIGEST_BYTES] == xxhash.xxh3_64_digest(data)
-
-
-def aligned_bytes(nbytes: int) -> torch.Tensor:
-    """Return uint8 [nbytes] in host memory that O_DIRECT can read into."""
-    room = torch.empty(nbytes + BLOCK_BYTES, dtype=torch.uint8, device="cpu")
-    return room[-room.data_ptr() % BLOCK_BYTES :][:nbytes]
 
 
 def read_items(
@@ -60,7 +54,7 @@ def read_items(
     blocks = torch.minimum(
         first_T.unsqueeze(1) + torch.arange(span, dtype=torch.int64, device="cpu"), last_T.unsqueeze(1)
     ).unique()
-    data = aligned_bytes(len(blocks) * BLOCK_BYTES)
+    data = aligned(len(blocks) * BLOCK_BYTES)
     _read_blocks(fd, first_byte, blocks.tolist(), bytes_view(data), name)
     _verify(blocks.tolist(), bytes_view(data), digests, name)
     place_T = torch.searchsorted(blocks, first_T) * BLOCK_BYTES + offset_T % BLOCK_BYTES

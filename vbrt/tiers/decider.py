@@ -78,8 +78,6 @@ class Decider:
                 level.policy.remove(page.key)
             if page.key in level.slots:
                 level.evict(page.key)
-        if page.home == len(self._levels):
-            self._ledger.ssd.drop(page.key)
         self._passes.retire(page)
         del self._pages[page.key]  # no call in between
         self._ledger.travellers -= page.home > 0
@@ -110,7 +108,7 @@ class Decider:
                     if self._passes.backward and _in_backward():
                         self._begin_pass(self._passes.backward)
                     self._admit(lease, pages)
-                    if len(ledger.names) > 1:
+                    if len(self._levels) > 1:
                         self._look_ahead()
                     guard.deciding = False
                     return
@@ -134,8 +132,8 @@ class Decider:
     def _release(self, lease: Lease) -> None:
         for slot in lease.slots:
             level = slot.level
-            if level.stream is not None and slot.buffer is not None and not slot.at_home:
-                slot.buffer.fence(torch.cuda.current_stream(level.tier.device))
+            if level.stream is not None and slot.room is not None and not slot.at_home:
+                slot.room.fence(torch.cuda.current_stream(level.tier.device))
             level.release(slot, lease.borrower)
         lease.slots = []
         if self._guard.bells:
@@ -178,7 +176,7 @@ class Decider:
     def _blocked(self, page: Page, above: int = 0) -> Level | None:
         """Return the tier between the page's home and level `above` that has no room for it, if there is one."""
         for level in self._levels[above + 1 : page.home]:
-            if page.nbytes > level.policy.capacity_bytes:
+            if level.keeps_copies and page.nbytes + level.overhead_bytes > level.policy.capacity_bytes:
                 return level
         return None
 
@@ -190,7 +188,7 @@ class Decider:
         if top.leased and not mine and blocked is None:
             return
         level = blocked or top
-        if level.home_bytes > sum(slot.page.nbytes for slot in level.slots.values() if slot.at_home):
+        if level.home_bytes > sum(slot.charge for slot in level.slots.values() if slot.at_home):
             return
         beside = f", and this thread has leased {', '.join(mine)}" if mine and not blocked else ""
         raise TierError(
@@ -223,7 +221,7 @@ class Decider:
         level = self._levels[index]
         if page.home == index:
             return level.slots[page.key], Decision(page.key, hit=True)
-        decision = level.policy.access(page.key, page.nbytes, busy)
+        decision = level.policy.access(page.key, page.nbytes + level.overhead_bytes, busy)
         return self._place(level, page, decision), decision
 
     def _place(self, level: Level, page: Page, decision: Decision) -> Slot:
@@ -234,10 +232,12 @@ class Decider:
         if slot is None:
             slot = level.slots[page.key] = Slot(page, level, decision.charge)
             level.pending[slot] = None
-            if level.index + 1 < len(self._levels):
-                # nothing there is busy: a source that is evicted stays until it has been copied
-                slot.source, _ = self._find(level.index + 1, page, ())
-                slot.source.holders.add(slot)
+            below = level.index + 1
+            while below < page.home and not self._levels[below].keeps_copies:
+                below += 1
+            # nothing there is busy: a source that is evicted stays until it has been copied
+            slot.source, _ = self._find(below, page, ())
+            slot.source.holders.add(slot)
         return slot
 
     def _look_ahead(self) -> None:

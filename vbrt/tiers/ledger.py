@@ -3,14 +3,15 @@
 import threading
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
 from vbrt.errors import TierError
 from vbrt.tiers.guard import Guard
+from vbrt.tiers.protocol import Tier
 from vbrt.tiers.slots import Claim, Level, Page
-from vbrt.tiers.ssd import SsdTier
 
 if TYPE_CHECKING:
     from vbrt.tiers.lease import Lease
@@ -22,6 +23,7 @@ class Ledger:
     """The books of a stack, written under its guard.
 
     Attributes:
+        levels, names: the tiers from the computing one down, and their names.
         pages: by key, those that are stored.
         travellers: how many of them have their home below the top tier.
         retired: claims of owners that gave up their pages, or were collected; taken from the pages at the next access.
@@ -30,12 +32,12 @@ class Ledger:
         encoding: one weight is encoded, and one page is given a home, at a time.
     """
 
-    def __init__(self, levels: Sequence[Level], ssd: SsdTier | None) -> None:
+    def __init__(self, tiers: Sequence[Level | Tier]) -> None:
         self.guard = Guard()
-        self.levels, self.ssd = list(levels), ssd
-        self.names = [level.tier.name for level in self.levels] + ([ssd.name] if ssd else [])
-        for index, level in enumerate(self.levels):
-            level.index, level.guard = index, self.guard
+        self.levels: list[Level] = []
+        self.names: list[str] = []
+        for tier in tiers:
+            self.attach(tier)
         self.pages: dict[str, Page] = {}
         self.travellers = 0
         self.retired: deque[Claim] = deque()
@@ -61,11 +63,18 @@ class Ledger:
         self.guard.deciding = False
         self.guard.ring()
 
-    def attach(self, ssd: SsdTier) -> None:
-        """Add an ssd tier below the others."""
+    def attach(self, tier: Level | Tier) -> None:
+        """Add a tier below the others; a bare one keeps no copies."""
+        level = tier if isinstance(tier, Level) else Level(tier)
         with self.guard.entered:
-            self.names += [ssd.name]  # no call in between
-            self.ssd = ssd
+            level.index, level.guard = len(self.levels), self.guard
+            self.levels += [level]  # no call in between
+            self.names += [level.tier.name]
+
+    def links(self, home: int) -> dict[str, int]:
+        """Return 0 bytes for each link that a page takes on its way up from a home."""
+        names = [level.tier.name for level in self.levels[:home] if level.keeps_copies] + [self.names[home]]
+        return {f"{low}>{high}": 0 for high, low in pairwise(names)}
 
     def check_open(self, key: str) -> None:
         """Raise TierError if the stack is closed."""

@@ -16,8 +16,9 @@ import torch
 
 from vbrt.errors import TierError
 
-__all__ = ["Buffer", "MemoryTier", "bytes_view"]
+__all__ = ["Buffer", "MemoryTier", "aligned", "bytes_view"]
 
+_ALIGNMENT_BYTES = 4096  # of memory for direct I/O
 _HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -25,6 +26,12 @@ def bytes_view(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, writable, without a copy; the tensor must outlive the view."""
     nbytes = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def aligned(nbytes: int) -> torch.Tensor:
+    """Return fresh host memory, uint8, whose address direct I/O takes."""
+    memory = torch.empty(nbytes + _ALIGNMENT_BYTES, dtype=torch.uint8, device="cpu")
+    return memory[-memory.data_ptr() % _ALIGNMENT_BYTES :][:nbytes]
 
 
 class Buffer:
@@ -71,70 +78,74 @@ class MemoryTier:
         pinned: page-lock host buffers, so that copies to the GPU run at the link's speed without blocking.
     """
 
+    memory = True
+    overhead_bytes = stuck_bytes = 0
+    reads_ahead = False
+
     def __init__(self, name: str, device: torch.device, capacity_bytes: int, *, pinned: bool = False) -> None:
         self.name, self.device, self.capacity_bytes = name, device, capacity_bytes
         self.pinned = pinned and torch.cuda.is_available()
         self.held_bytes = 0
         self.peak_bytes = 0
         self.fallbacks: list[str] = []
-        self._free: defaultdict[int, list[Buffer]] = defaultdict(list)
+        self._cached: defaultdict[int, list[Buffer]] = defaultdict(list)
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the buffers that are in use; the rest of `held_bytes` waits for the next page of its size."""
-        return self.held_bytes - sum(nbytes * len(buffers) for nbytes, buffers in self._free.items())
+        return self.held_bytes - sum(nbytes * len(buffers) for nbytes, buffers in self._cached.items())
 
-    def allocate(self, nbytes: int, *, reserved_bytes: int = 0) -> Buffer | None:
-        """A buffer of exactly `nbytes`, or None while the budget has no room for it beside `reserved_bytes`."""
+    def reserve(self, nbytes: int, *, reserved_bytes: int = 0) -> Buffer | None:
+        """Return a buffer of exactly `nbytes`, or None while the budget has no room for it beside `reserved_bytes`."""
         if self.used_bytes + reserved_bytes + nbytes > self.capacity_bytes:
             return None
-        free = self._free[nbytes]
-        if free:
-            buffer = free[-1]
-            del free[-1]  # not pop(): Ctrl-C may come when a call returns, and the buffer would be lost
+        cached = self._cached[nbytes]
+        if cached:
+            buffer = cached[-1]
+            del cached[-1]  # not pop(): Ctrl-C may come when a call returns, and the buffer would be lost
             return buffer
-        while self.held_bytes + nbytes > self.capacity_bytes:
-            self._drop_one_free()
+        self.trim(self.capacity_bytes - nbytes)
         buffer = self._new(nbytes)
         self.peak_bytes = max(self.peak_bytes, self.held_bytes + nbytes)
         self.held_bytes += nbytes
         return buffer
 
-    def release(self, buffer: Buffer) -> None:
-        """Keep the buffer for the next page of its size; its bytes count as held until then. Twice is fine."""
-        free = self._free[buffer.nbytes]
-        if buffer not in free:
-            free += [buffer]  # not append(): Ctrl-C may come when a call returns, and whoever gives it would not know
+    def free(self, buffer: Buffer, *, reuse: bool) -> None:
+        """Free a buffer: with `reuse` it is cached for the next page of its size, and its bytes count as held until
+        then; otherwise its memory goes back at once, after the copies and kernels that still use it."""
+        if not reuse:
+            self._trim_buffer(buffer)
+            return
+        cached = self._cached[buffer.nbytes]
+        if buffer not in cached:
+            cached += [buffer]  # not append(): Ctrl-C may come when a call returns, and the caller would not know
 
-    def discard(self, buffer: Buffer) -> None:
-        """Give the buffer's memory back at once, after the copies and kernels that still use it."""
+    def trim(self, held_bytes: int = 0) -> None:
+        """Give cached buffers back to the system until at most `held_bytes` are held, or no buffer is cached."""
+        while self.held_bytes > held_bytes and self._trim_one():
+            pass
+
+    def after_fork(self, buffers: Collection[Buffer]) -> None:
+        """Keep these buffers only, in a forked child."""
+        self._cached.clear()
+        self.held_bytes = sum(buffer.nbytes for buffer in buffers)
+
+    def close(self) -> None:
+        """Do nothing: buffers go back as they are freed and trimmed."""
+
+    def _trim_one(self) -> bool:
+        for buffers in self._cached.values():
+            if buffers:
+                self._trim_buffer(buffers[-1])
+                del buffers[-1]
+                return True
+        return False
+
+    def _trim_buffer(self, buffer: Buffer) -> None:
         buffer.synchronize()
         if buffer.unpin is not None:
             buffer.unpin()
         self.held_bytes -= buffer.nbytes
-
-    def trim(self) -> None:
-        """Give back the memory of all buffers that no page uses."""
-        while self._drop_one_free():
-            pass
-
-    def shrink(self) -> None:
-        """Give back the memory of buffers that no page uses, as long as more is held than the budget allows."""
-        while self.held_bytes > self.capacity_bytes and self._drop_one_free():
-            pass
-
-    def forget(self, keep: Collection[Buffer]) -> None:
-        """In a forked child: only the buffers in `keep` are left."""
-        self._free.clear()
-        self.held_bytes = sum(buffer.nbytes for buffer in keep)
-
-    def _drop_one_free(self) -> bool:
-        for buffers in self._free.values():
-            if buffers:
-                self.discard(buffers[-1])
-                del buffers[-1]
-                return True
-        return False
 
     @torch.inference_mode(False)  # pages of a pass in inference mode are written and read by passes outside of it
     def _new(self, nbytes: int) -> Buffer:

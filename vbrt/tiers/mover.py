@@ -3,14 +3,15 @@
 Whoever needs a QUEUED slot first, a worker or the thread that leases it, claims it and moves the bytes itself.
 
 Why waiting ends: slots are decided one after another, and a slot waits only for what was decided before it: its source
-in the tier below (first, while it holds no buffer itself), the room that earlier slots have been promised (`pending`),
-and the buffers of pages that were evicted for it.
+in the tier below (first, while it holds no room itself), the room that earlier slots have been promised (`pending`),
+and the room of pages that were evicted for it.
 """
 
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import takewhile
 
 import torch
@@ -20,9 +21,13 @@ from vbrt.formats.page import unpack
 from vbrt.host.crew import Crew
 from vbrt.tiers.guard import LOOK_SECONDS
 from vbrt.tiers.ledger import Ledger
-from vbrt.tiers.slots import Page, Slot, State
+from vbrt.tiers.memory import aligned
+from vbrt.tiers.slots import Slot, State
 
-__all__ = ["Mover"]
+__all__ = ["Mover", "Write"]
+
+Write = Callable[[torch.Tensor], object]
+"""Writes a page's bytes into the uint8 tensor that it is given."""
 
 
 class Mover:
@@ -53,11 +58,11 @@ class Mover:
     def stage(self, slot: Slot) -> None:
         """Have a QUEUED slot filled ahead of its use, by this thread where nothing has to be waited for. Call it under
         the lock."""
-        ssd = self._ledger.ssd
         if self._issue(slot):
             return
-        if self._share_cores and ssd is not None and ssd.mode == "buffered":
-            self._workers.give(ssd.read_ahead, slot.page.key)
+        source = slot.source
+        if self._share_cores and source.level.tier.reads_ahead and source.room is not None:
+            self._workers.give(source.level.tier.read_ahead, source.room)
         else:
             self._workers.give(self._load_ahead, slot)
 
@@ -114,11 +119,9 @@ class Mover:
     def _load(self, slot: Slot) -> None:
         ledger, guard, level = self._ledger, self._guard, slot.level
         try:
-            if slot.source is not None:
-                self._await(slot.source)
-            self.allocate(slot)
+            self._await(slot.source)
+            self._reserve(slot)
             self._copy(slot)
-            slot.tensors = unpack(slot.view, slot.page.layout)
         except BaseException as error:
             with guard.entered:
                 ledger.begin()
@@ -137,11 +140,13 @@ class Mover:
     def _issue(self, slot: Slot) -> bool:
         """Start a copy to the GPU here and now, if nothing has to be waited for; a worker takes it otherwise."""
         source, level = slot.source, slot.level
-        if level.stream is None or source is None or source.state is not State.READY or not source.buffer.pinned:
+        if level.stream is None or source.state is not State.READY:
+            return False
+        if not (source.level.tier.memory and source.room.pinned):
             return False
         try:
             slot.loader, slot.state = threading.get_ident(), State.LOADING
-            if not self._try_allocate(slot):
+            if not self._try_reserve(slot):
                 slot.state = State.QUEUED
                 return False
             self._copy_memory(slot, source)
@@ -155,63 +160,77 @@ class Mover:
                 raise
         return True
 
-    def allocate(self, slot: Slot) -> None:
-        """Give the slot its buffer, once there is room beside what earlier slots have been promised."""
+    def _reserve(self, slot: Slot) -> None:
+        """Reserve the slot's room, once there is some beside what earlier slots have been promised."""
         while True:
             with self._guard.entered:
                 self._ledger.check_open(slot.page.key)
                 if slot.doomed and not slot.holders:
                     raise TierError(f"{slot.page.key}: no longer wanted")
-                if self._try_allocate(slot):
+                if self._try_reserve(slot):
                     break
                 bell = self._guard.listen()
             bell.acquire(timeout=LOOK_SECONDS)
 
-    def _try_allocate(self, slot: Slot) -> bool:
+    def _try_reserve(self, slot: Slot) -> bool:
         level = slot.level
         earlier = takewhile(lambda other: other is not slot, level.pending)
-        slot.buffer = level.tier.allocate(slot.charge, reserved_bytes=sum(e.charge for e in earlier))
-        if slot.buffer is not None:
+        slot.room = level.tier.reserve(slot.charge, reserved_bytes=sum(e.charge for e in earlier))
+        if slot.room is not None:
             del level.pending[slot]
-        return slot.buffer is not None
+        return slot.room is not None
 
-    # -- copies -------------------------------------------------------------------------------------------------------
+    # -- bytes --------------------------------------------------------------------------------------------------------
+
+    def fill(self, slot: Slot, write: Write) -> None:
+        """Reserve a slot's room and have `write` write the page's bytes; return when they are there."""
+        self._reserve(slot)
+        self._fill(slot, write)
+        if slot.level.stream is not None:
+            torch.cuda.current_stream(slot.level.tier.device).synchronize()  # once a page: its leases wait for nothing
+
+    def _fill(self, slot: Slot, write: Write) -> None:
+        tier, page = slot.level.tier, slot.page
+        if tier.memory:
+            slot.room.synchronize()
+            write(slot.view)
+            slot.tensors = unpack(slot.view, page.layout)
+        else:
+            staging = aligned(page.nbytes)
+            write(staging)
+            tier.put(slot.room, staging, key=page.key, layout=page.layout.to_dict())
+
+    def read(self, source: Slot, target: torch.Tensor) -> None:
+        """Copy a page's bytes out of a slot where they are; return when that is done."""
+        tier, key = source.level.tier, source.page.key
+        if tier.memory:
+            target.copy_(source.view)
+        elif target.device.type == "cpu":
+            tier.get(source.room, target, key=key)
+        else:
+            staging = aligned(source.page.nbytes)
+            tier.get(source.room, staging, key=key)
+            target.copy_(staging)
 
     def _copy(self, slot: Slot) -> None:
-        page, source = slot.page, slot.source
-        if source is None:
-            slot.buffer.synchronize()
+        source = slot.source
+        if slot.level.tier.memory and source.level.tier.memory:
+            self._copy_memory(slot, source)
+            slot.tensors = unpack(slot.view, slot.page.layout)
+        else:
             recorder = self._guard.recorder
             began = None if recorder is None else recorder.mark_on(None)
-            self._read_file(page, slot.view)
+            self._fill(slot, partial(self.read, source))
             if recorder is not None:
-                recorder.note(self._link(slot), page.key, began, recorder.mark_on(None), page.nbytes)
-        else:
-            self._copy_memory(slot, source)
+                recorder.note(self._link(slot), slot.page.key, began, recorder.mark_on(None), slot.page.nbytes)
         with self._guard.entered:
             self._count_moved(slot)
-
-    def _read_file(self, page: Page, target: torch.Tensor) -> None:
-        """Fill a copy from the page's file, or from wherever it has moved while this thread was on its way there."""
-        moves, levels = page.moves, self._ledger.levels
-        try:
-            self._ledger.ssd.read(page.key, target)
-        except TierError:
-            with self._guard.entered:
-                home = levels[page.home].slots.get(page.key) if page.home < len(levels) else None
-                if home is None and page.moves == moves:
-                    raise
-            if home is None:
-                self._read_file(page, target)
-            else:
-                target.copy_(home.buffer.tensor)
 
     def _count_moved(self, slot: Slot) -> None:
         slot.page.bytes_moved[self._link(slot)] += slot.page.nbytes
 
     def _link(self, slot: Slot) -> str:
-        index, names = slot.level.index, self._ledger.names
-        return f"{names[index + 1]}>{names[index]}"
+        return f"{slot.source.level.tier.name}>{slot.level.tier.name}"
 
     def _copy_memory(self, slot: Slot, source: Slot) -> None:
         stream, nbytes = slot.level.stream, slot.page.nbytes
@@ -223,16 +242,16 @@ class Mover:
             if recorder is not None:
                 recorder.note(self._link(slot), slot.page.key, began, recorder.mark_on(None), nbytes)
             return
-        for fence in slot.buffer.fences.values():  # kernels that still read this buffer
+        for fence in slot.room.fences.values():  # kernels that still read this buffer
             stream.wait_event(fence)
-        slot.buffer.fences.clear()
+        slot.room.fences.clear()
         began = None if recorder is None else recorder.mark_on(stream)
-        if source.buffer.pinned:
+        if source.room.pinned:
             with torch.cuda.stream(stream):
                 target.copy_(origin, non_blocking=True)
         else:
             slot.level.relay.copy(target, origin, stream)
-        slot.arrived = source.buffer.fence(stream)  # the source is not refilled before its copy has left
-        slot.buffer.fences[stream.cuda_stream] = slot.arrived  # and this one not given away before it has arrived
+        slot.arrived = source.room.fence(stream)  # the source is not refilled before its copy has left
+        slot.room.fences[stream.cuda_stream] = slot.arrived  # and this one not given away before it has arrived
         if recorder is not None:
             recorder.note(self._link(slot), slot.page.key, began, recorder.mark_on(stream), nbytes)

@@ -11,15 +11,14 @@ rows count as moved, over each link between the page's home and the top tier.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from math import prod
 
 import torch
 
 from vbrt.errors import TierError
 from vbrt.formats.page import DTYPES, Field, unpack
-from vbrt.tiers.blocks import aligned_bytes
-from vbrt.tiers.slots import Page
+from vbrt.tiers.memory import aligned
+from vbrt.tiers.slots import Slot
 from vbrt.tiers.stack import TierStack
 
 __all__ = ["PageRows", "PagesAtHome", "page_rows"]
@@ -32,10 +31,11 @@ class PageRows:
         page: the page.
     """
 
-    def __init__(self, stack: TierStack, page: Page, tensors: dict[str, torch.Tensor] | None) -> None:
-        self.page, self._stack, self._tensors, self._moves = page, stack, tensors, page.moves
+    def __init__(self, stack: TierStack, slot: Slot) -> None:
+        self.page, self._stack = slot.page, stack
         self._copied: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
-        self._fields = {field.name: field for field in page.layout.fields}
+        self._use(slot)
+        self._fields = {field.name: field for field in slot.page.layout.fields}
 
     def take(self, field: str, index: torch.Tensor) -> torch.Tensor:
         """Return entries [n, ...] of a field, on the device of `index`, int64 [n].
@@ -52,29 +52,37 @@ class PageRows:
         """Return all fields on the computing device. Raises TierError: the page's file cannot be read or verified."""
         if self.page.home:
             self._count(self.page.nbytes)
-        tensors = self._read() if self._tensors is None else self._tensors
-        return {name: tensor.to(self._stack.device) for name, tensor in tensors.items()}
+        return {name: tensor.to(self._stack.device) for name, tensor in self._read().items()}
 
     def _read(self) -> dict[str, torch.Tensor]:
-        page = aligned_bytes(self.page.nbytes)
-        try:
-            self._stack.ssd.read(self.page.key, page)
-        except TierError:
-            if not self._is_in_memory_by_now():
-                raise
+        tier = self._slot.level.tier
+        if tier.memory:
             return self._tensors
+        page = aligned(self.page.nbytes)
+        try:
+            tier.get(self._room, page, key=self.page.key)
+        except TierError:
+            if not self._finds_another_home():
+                raise
+            return self._read()
         return unpack(page, self.page.layout)
 
-    def _is_in_memory_by_now(self) -> bool:
-        """True if the page, which was a file, was rehomed in memory; it is read there then."""
-        if self.page.moves == self._moves:
+    def _use(self, slot: Slot) -> None:
+        """Read from a slot; what is in memory stays readable when the page gets another home."""
+        self._slot, self._room, self._tensors = slot, slot.room, slot.tensors
+
+    def _finds_another_home(self) -> bool:
+        """True if the page was rehomed; it is read there then."""
+        slot = self._stack.levels[self.page.home].slots.get(self.page.key)
+        if slot is None or slot is self._slot:
             return False
-        self._moves, self._tensors = self.page.moves, _tensors_at_home(self._stack, self.page)
-        return self._tensors is not None
+        self._use(slot)
+        return True
 
     def _taken(self, field: Field, index: torch.Tensor) -> torch.Tensor:
         """The entries on the device where the page lives."""
-        if self._tensors is not None:
+        tier = self._slot.level.tier
+        if tier.memory:
             tensor = self._tensors[field.name]
             return _taken(tensor, self._at(index, tensor.device))
         index, dtype, inner = self._at(index, torch.device("cpu")), DTYPES[field.dtype], field.shape[1:]
@@ -82,9 +90,9 @@ class PageRows:
             raise IndexError("index out of range in self")  # torch's words
         nbytes = dtype.itemsize * prod(inner)
         try:
-            entries = self._stack.ssd.read_items(self.page.key, field.offset + index * nbytes, nbytes)
+            entries = tier.read_items(self._room, field.offset + index * nbytes, nbytes, key=self.page.key)
         except TierError:
-            if not self._is_in_memory_by_now():
+            if not self._finds_another_home():
                 raise
             return self._taken(field, index)
         return entries.view(-1).view(dtype).view(len(index), *inner)
@@ -98,10 +106,9 @@ class PageRows:
         return self._copied[1]
 
     def _count(self, nbytes: int) -> None:
-        page, names = self.page, self._stack.names
-        for high, low in pairwise(names[: page.home + 1]):
-            link = f"{low}>{high}"
-            page.bytes_moved[link] = page.bytes_moved.get(link, 0) + nbytes
+        moved = self.page.bytes_moved
+        for link in self._stack.ledger.links(self.page.home):
+            moved[link] = moved.get(link, 0) + nbytes
 
 
 class PagesAtHome:
@@ -133,17 +140,12 @@ def page_rows(stack: TierStack, key: str) -> PageRows:
         page = stack.pages.get(key)
         if page is None:
             raise TierError(f"{key}: its page was retired: the layer holds another weight now; run the forward again")
-        tensors = _tensors_at_home(stack, page)
+        slot = stack.levels[page.home].slots[key]
         if page.home:
             page.misses += 1
         else:
             page.hits += 1
-    return PageRows(stack, page, tensors)
-
-
-def _tensors_at_home(stack: TierStack, page: Page) -> dict[str, torch.Tensor] | None:
-    """The page's fields in the memory where it lives; None for a file."""
-    return stack.levels[page.home].slots[page.key].tensors if page.home < len(stack.levels) else None
+    return PageRows(stack, slot)
 
 
 def _taken(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -17,9 +17,9 @@ import torch
 
 from vbrt.errors import TierError
 from vbrt.formats.page import PageLayout
-from vbrt.residency.policy import Policy
+from vbrt.residency.policy import LRUPolicy, Policy
 from vbrt.tiers.guard import Guard
-from vbrt.tiers.memory import Buffer, MemoryTier
+from vbrt.tiers.protocol import Room, Tier
 from vbrt.tiers.relay import Relay
 
 __all__ = ["Borrower", "Claim", "Level", "Owner", "Page", "Slot", "State"]
@@ -47,7 +47,6 @@ class Page:
     layout: PageLayout
     home: int
     passes: bool = True
-    moves: int = 0  # from one home to another
     owners: "set[Claim]" = field(default_factory=set)
     hits: int = 0
     misses: int = 0
@@ -95,12 +94,11 @@ _tickets = itertools.count()
 
 
 class Slot:
-    """A page's place in a memory tier. `holders`: leases, and slots above that are filled from this one."""
+    """A page's place in a tier. `holders`: leases, and slots above that are filled from this one."""
 
     __slots__ = (
         "arrived",
         "at_home",
-        "buffer",
         "charge",
         "doomed",
         "error",
@@ -108,6 +106,7 @@ class Slot:
         "level",
         "loader",
         "page",
+        "room",
         "source",
         "state",
         "tensors",
@@ -117,12 +116,12 @@ class Slot:
     def __init__(self, page: Page, level: "Level", charge: int = 0, *, at_home: bool = False) -> None:
         self.page, self.level = page, level
         self.at_home = at_home  # True if this is the page's home
-        self.charge = charge or page.nbytes  # bytes of its buffer: a slot of a ring may be larger than the page
+        self.charge = charge or page.nbytes + level.overhead_bytes  # of its room: a ring's slot may be larger
         self.ticket = next(_tickets)  # the order of decisions
         self.state = State.QUEUED
         self.loader = 0  # the thread that moves the bytes
         self.source: Slot | None = None
-        self.buffer: Buffer | None = None
+        self.room: Room | None = None
         self.tensors: dict[str, torch.Tensor] = {}
         self.arrived: torch.cuda.Event | None = None
         self.error: BaseException | None = None
@@ -131,53 +130,71 @@ class Slot:
 
     @property
     def view(self) -> torch.Tensor:
-        """The page's bytes in the buffer."""
-        return self.buffer.tensor[: self.page.nbytes]
+        """The page's bytes in a memory."""
+        return self.room.tensor[: self.page.nbytes]
 
 
 class Level:
-    """One memory tier of the stack with its policy and its slots. Everything is called under the stack's lock.
+    """One tier of the stack with its policy and its slots. Everything is called under the stack's lock.
 
     Holders are sets and releasing is idempotent, so what Ctrl-C interrupted is done again.
+
+    Args:
+        tier: any that keeps the protocol.
+        policy: decides on copies of pages from further down; None: there are none, those pages pass by.
     """
 
-    def __init__(self, tier: MemoryTier, policy: Policy) -> None:
-        self.tier, self.policy = tier, policy
+    def __init__(self, tier: Tier, policy: Policy | None = None) -> None:
+        self.tier, self.overhead_bytes = tier, tier.overhead_bytes
+        self.keeps_copies = policy is not None
+        self.policy = policy = LRUPolicy(0) if policy is None else policy
         self.guard = Guard()  # a stack sets its own, and the index
         self.index = 0
-        self.room = policy.capacity_bytes  # for copies, as long as pages that live here leave that much
+        self.copies_bytes = policy.capacity_bytes  # room for copies, as long as pages that live here leave that much
         self.home_bytes = 0
         self.living: dict[Slot, None] = {}  # slots of pages that live here, or are on their way in or out
         self.slots: dict[str, Slot] = {}
         self.leased: set[str] = set()  # copies that threads use: the policy must let them stay
-        self.pending: dict[Slot, None] = {}  # decided and without a buffer yet, earliest first
+        self.pending: dict[Slot, None] = {}  # decided and without room yet, earliest first
         self.stream = torch.cuda.Stream(tier.device) if tier.device.type == "cuda" else None
         self.relay = Relay(tier.fallbacks)  # for pages in host memory that is not page-locked
         self._fit()
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that pages could live in: copies give way to them."""
+        return self.tier.capacity_bytes - self.tier.stuck_bytes - self.home_bytes
+
     def resize(self, nbytes: int) -> None:
         """Take another budget, in which the pages that live here fit, and evict the copies that do not."""
-        self.tier.capacity_bytes = self.room = nbytes
+        self.tier.capacity_bytes = self.copies_bytes = nbytes
         self._evict_all(self.policy.resize(nbytes - self.home_bytes))
 
     def move_in(self, slot: Slot) -> None:
         """Count a page that will live here, and evict the copies that are in its way."""
         if slot not in self.living:  # no call in between
             self.living[slot] = None
-            self.home_bytes += slot.page.nbytes
+            self.home_bytes += slot.charge
         self._evict_all(self._fit())
+
+    def recount(self, slot: Slot) -> None:
+        """Count what a page that lives here really takes: a store may need less than was reserved."""
+        nbytes = slot.room.nbytes
+        if slot in self.living:  # no call in between
+            self.home_bytes += nbytes - slot.charge
+            slot.charge = nbytes
 
     def _move_out(self, slot: Slot) -> None:
         if slot in self.living:  # no call in between
             del self.living[slot]
-            self.home_bytes -= slot.page.nbytes
+            self.home_bytes -= slot.charge
         self._evict_all(self._fit())
 
     def _fit(self) -> tuple[str, ...]:
         """Give copies the room that living pages leave; return those that have to leave for that."""
-        room = min(self.room, self.tier.capacity_bytes - self.home_bytes)
+        room = min(self.copies_bytes, self.free_bytes)
         return () if room == self.policy.capacity_bytes else self.policy.resize(room)
 
     # -- the end of slots ---------------------------------------------------------------------------------------------
@@ -211,20 +228,18 @@ class Level:
             self.pending.pop(slot, None)
             self.release_source(slot)
             slot.state = State.FAILED
-        self._free_buffer(slot)
+        self._free_room(slot)
 
-    def _free_buffer(self, slot: Slot) -> None:
+    def _free_room(self, slot: Slot) -> None:
         if slot.at_home:
-            if slot.buffer is not None:
-                self.tier.discard(slot.buffer)  # views that the caller still has keep the memory alive
-                slot.buffer = None
+            if slot.room is not None:
+                self.tier.free(slot.room, reuse=False)  # views that the caller still has keep the memory alive
+                slot.room = None
             self._move_out(slot)
-        elif slot.buffer is not None:
-            self.tier.release(slot.buffer)  # no call in between
-            slot.buffer = None
-            self.tier.shrink()
-            if self.guard.closed:
-                self.tier.trim()
+        elif slot.room is not None:
+            self.tier.free(slot.room, reuse=True)  # no call in between
+            slot.room = None
+            self.tier.trim(0 if self.guard.closed else self.tier.capacity_bytes)
         slot.tensors = {}
 
     def release(self, slot: Slot, holder: Slot | Borrower) -> None:
@@ -263,7 +278,7 @@ class Level:
             self.policy.remove(key)
             self.leased.discard(key)
             del self.slots[key]
-        self._free_buffer(slot)
+        self._free_room(slot)
         slot.state = State.FAILED
         self.guard.ring()
 
@@ -276,5 +291,5 @@ class Level:
         self.living, self.home_bytes = dict.fromkeys(self.slots.values()), 0
         for slot in self.slots.values():
             slot.holders.clear()
-            self.home_bytes += slot.page.nbytes
-        self.tier.forget([slot.buffer for slot in self.slots.values()])
+            self.home_bytes += slot.charge
+        self.tier.after_fork([slot.room for slot in self.slots.values()])

@@ -18,7 +18,7 @@ import re
 import struct
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,14 @@ import xxhash
 from vbrt.errors import TierError, describe_os_error
 from vbrt.host.crew import Crew
 from vbrt.host.files import open_regular, read_into, replacing, write_at
-from vbrt.tiers.blocks import BlockDigests, aligned_bytes, read_items
-from vbrt.tiers.memory import bytes_view
+from vbrt.residency.plan import FILE_HEADER_BYTES
+from vbrt.tiers.blocks import BlockDigests, read_items
+from vbrt.tiers.memory import aligned, bytes_view
 from vbrt.tiers.rundir import RunDirectory
 
-__all__ = ["HEADER_BYTES", "SsdTier"]
+__all__ = ["HEADER_BYTES", "PageFile", "SsdTier"]
 
-HEADER_BYTES = 4096
+HEADER_BYTES = FILE_HEADER_BYTES
 _MAGIC = b"VBPAGE\x00\x01"
 _VERSION = 2
 _HEAD = struct.Struct("<8sIIQQ")  # magic, version, header bytes, page bytes, XXH3-64 over the segments' XXH3-64
@@ -45,20 +46,22 @@ _DIRECT_SEGMENTS = 8  # read at a time from the drive, which wants large reads
 _PAGE_CACHE_SHARE = 0.5  # of available memory that the page files may be expected to fill
 
 
-@dataclass(slots=True)
-class _File:
-    path: Path
-    nbytes: int
-    digest: int
+@dataclass(slots=True, eq=False)
+class PageFile:
+    """Room for a page: its bytes and its header count from the beginning, the file is there once it was put."""
+
+    nbytes: int  # that count, 0 once it is freed
+    page_bytes: int
     pid: int
+    path: Path | None = None
+    digest: int = 0
     blocks: BlockDigests | None = None  # of a page that is read in parts
 
 
 class SsdTier:
     """Pages as files below `root`, within a budget of bytes on disk.
 
-    Reads may run in several threads, beside a `write` and a `drop`, of which the stack that owns the tier does one at a
-    time each.
+    Several threads may get pages, while one puts a page and others reserve and free, one at a time.
 
     Args:
         root: directory for page files; made if missing. Each run works in a locked directory of its own inside.
@@ -71,13 +74,14 @@ class SsdTier:
         TierError: the directory cannot be made or written.
     """
 
-    name = "ssd"
+    name, device, memory = "ssd", torch.device("cpu"), False
+    overhead_bytes = HEADER_BYTES
 
     def __init__(self, root: Path, capacity_bytes: int, *, io: str = "auto", helpers: int = 0) -> None:
         self.capacity_bytes, self.held_bytes, self.peak_bytes = capacity_bytes, 0, 0
         self.root, self.io = Path(root), io
         self.fallbacks: list[str] = []
-        self._files: dict[str, _File] = {}
+        self.stuck_bytes = 0
         self._serial = 0
         self._direct: bool | None = None
         self._helpers = helpers
@@ -96,22 +100,35 @@ class SsdTier:
         return self._run.path
 
     @property
+    def used_bytes(self) -> int:
+        """Bytes of all page files."""
+        return self.held_bytes
+
+    @property
+    def reads_ahead(self) -> bool:
+        """True if the system can be asked to read pages into its cache."""
+        return not self._use_direct()
+
+    @property
     def mode(self) -> str:
         """How pages are read now: "direct" or "buffered"."""
         return "direct" if self._use_direct() else "buffered"
 
-    def write(self, key: str, page: torch.Tensor, layout: dict | None = None) -> None:
-        """Store a page (uint8, contiguous, CPU, a multiple of 4096 bytes) under `key`.
+    def reserve(self, nbytes: int, *, reserved_bytes: int = 0) -> PageFile | None:
+        """Return room for a page of `nbytes`, its header included, or None if the budget has none."""
+        if self.held_bytes + reserved_bytes + nbytes > self.capacity_bytes:
+            return None
+        room = PageFile(nbytes, nbytes - HEADER_BYTES, os.getpid())
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes + nbytes)
+        self.held_bytes += nbytes
+        return room
+
+    def put(self, room: PageFile, page: torch.Tensor, *, key: str, layout: dict | None = None) -> None:
+        """Store a page (uint8, contiguous, CPU, a multiple of 4096 bytes) as a file.
 
         Raises:
-            TierError: over the budget, a full or failing disk; nothing of the page is left behind.
+            TierError: a full or failing disk; no file is left behind.
         """
-        nbytes = HEADER_BYTES + page.numel()
-        if self.held_bytes + nbytes > self.capacity_bytes:
-            raise TierError(
-                f"{key}: {nbytes} bytes do not fit into tiers.ssd.budget = {self.capacity_bytes} "
-                f"({self.held_bytes} held); raise the budget"
-            )
         view = bytes_view(page)
         digest = _digest(
             [xxhash.xxh3_64_digest(view[at : at + _SEGMENT_BYTES]) for at in range(0, page.numel(), _SEGMENT_BYTES)]
@@ -119,39 +136,31 @@ class SsdTier:
         # a forked child writes into the same directory, under names of its own
         path = self.directory / f"{os.getpid()}-{self._serial:05d}-{re.sub(r'[^A-Za-z0-9._-]', '_', key)[-96:]}.page"
         self._serial += 1
-        file = _File(path, page.numel(), digest, os.getpid())
+        room.path, room.digest = path, digest  # before it is there: freeing removes what an interrupt leaves
         try:
             _write_file(path, self._run.fd, _header(key, page.numel(), digest, layout), view)
-            self._files[key] = file  # no call in between: Ctrl-C finds a file that counts, or removes it
-            self.held_bytes += nbytes
         except OSError as error:
             what = describe_os_error(error)
             raise TierError(
-                f"{key}: cannot write {path}: {what}; free {nbytes} bytes there or move tiers.ssd.path"
+                f"{key}: cannot write {path}: {what}; free {room.nbytes} bytes there or move tiers.ssd.path"
             ) from error
-        except BaseException:
-            with contextlib.suppress(OSError):
-                _unlink(path, self._run.fd)
-            raise
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         self._direct = None
 
-    def read(self, key: str, out: torch.Tensor) -> None:
+    def get(self, room: PageFile, out: torch.Tensor, *, key: str) -> None:
         """Fill `out` (uint8, CPU, the page's bytes, 4096-aligned) with the page and verify it.
 
         Raises:
             TierError: the file is missing, short, of another page, or its bytes changed.
         """
-        file = self._file(key)
-        if out.numel() != file.nbytes:
-            raise TierError(f"{key}: the page has {file.nbytes} bytes, the buffer {out.numel()}")
+        if out.numel() != room.page_bytes:
+            raise TierError(f"{key}: the page has {room.page_bytes} bytes, the buffer {out.numel()}")
 
         def read(fd: int, segments: int) -> int:
-            return self._shared(_Read(key, file, fd, bytes_view(out), segments))
+            return self._shared(_Read(key, room, fd, bytes_view(out), segments))
 
-        _check_digest(key, file, self._opened(key, file, read))
+        _check_digest(key, room, self._opened(key, room, read))
 
-    def read_items(self, key: str, offsets: torch.Tensor, nbytes: int) -> torch.Tensor:
+    def read_items(self, room: PageFile, offsets: torch.Tensor, nbytes: int, *, key: str) -> torch.Tensor:
         """Return parts of a page, verified: uint8 [n, nbytes] from offsets int64 [n] in the page.
 
         The first call for a page reads all of it once, to know what its blocks must be.
@@ -159,49 +168,42 @@ class SsdTier:
         Raises:
             TierError: the file is missing, short, of another page, or its bytes changed.
         """
-        file = self._file(key)
 
         def read(fd: int, segments: int) -> torch.Tensor:
-            if file.blocks is None:
-                file.blocks = _digest_blocks(key, file, fd)
-            return read_items(fd, HEADER_BYTES, file.blocks, (offsets, nbytes), f"{key}: {file.path}")
+            if room.blocks is None:
+                room.blocks = _digest_blocks(key, room, fd)
+            return read_items(fd, HEADER_BYTES, room.blocks, (offsets, nbytes), f"{key}: {room.path}")
 
         none = torch.empty(0, nbytes, dtype=torch.uint8, device="cpu")
-        return self._opened(key, file, read) if len(offsets) else none
+        return self._opened(key, room, read) if len(offsets) else none
 
-    def _file(self, key: str) -> _File:
-        file = self._files.get(key)
-        if file is None:
-            raise TierError(f"{key}: the ssd tier holds no page of this name: it was dropped, or the tier closed")
-        return file
-
-    def _opened(self, key: str, file: _File, read: Callable[[int, int], Any]) -> Any:
+    def _opened(self, key: str, room: PageFile, read: Callable[[int, int], Any]) -> Any:
         """Return read(descriptor, segments to read at a time); raises TierError where the file cannot be read."""
         try:
             if self._use_direct():
                 try:
-                    return self._open_and(read, key, file, os.O_DIRECT)
+                    return self._open_and(read, key, room, os.O_DIRECT)
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
                 self._announce_buffered()
-            return self._open_and(read, key, file, 0)
+            return self._open_and(read, key, room, 0)
         except FileNotFoundError as error:
             raise TierError(
-                f"{key}: {file.path} is missing; the page is lost, load the weight again (load_state_dict) "
+                f"{key}: {room.path} is missing; the page is lost, load the weight again (load_state_dict) "
                 "or wrap the model anew"
             ) from error
         except OSError as error:
-            raise TierError(f"{key}: cannot read {file.path}: {error.strerror or error}") from error
+            raise TierError(f"{key}: cannot read {room.path}: {error.strerror or error}") from error
 
-    def _open_and(self, read: Callable[[int, int], Any], key: str, file: _File, flags: int) -> Any:
+    def _open_and(self, read: Callable[[int, int], Any], key: str, file: PageFile, flags: int) -> Any:
         fd = open_regular(file.path.name, os.O_NOFOLLOW | flags, dir_fd=self._run.fd)
         try:
             size = os.fstat(fd).st_size
-            if size != HEADER_BYTES + file.nbytes:
+            if size != HEADER_BYTES + file.page_bytes:
                 raise TierError(
-                    f"{key}: {file.path} has {size} bytes, expected {HEADER_BYTES + file.nbytes}: "
-                    f"it {'is truncated' if size < HEADER_BYTES + file.nbytes else 'has grown'}"
+                    f"{key}: {file.path} has {size} bytes, expected {HEADER_BYTES + file.page_bytes}: "
+                    f"it {'is truncated' if size < HEADER_BYTES + file.page_bytes else 'has grown'}"
                 )
             return read(fd, _DIRECT_SEGMENTS if flags else 1)
         finally:
@@ -226,13 +228,12 @@ class SsdTier:
             self._crew = Crew(self._helpers)
         return self._crew
 
-    def read_ahead(self, key: str) -> None:
+    def read_ahead(self, room: PageFile) -> None:
         """Ask the system to bring a page into its cache, in buffered mode: reading it later waits less. Never fails."""
-        file = self._files.get(key)
-        if file is None or self._use_direct() or not hasattr(os, "posix_fadvise"):
+        if self._use_direct() or not hasattr(os, "posix_fadvise"):
             return
         with contextlib.suppress(OSError):  # advice only: what is wrong with the file is said when it is read
-            fd = open_regular(file.path.name, os.O_NOFOLLOW, dir_fd=self._run.fd)
+            fd = open_regular(room.path.name, os.O_NOFOLLOW, dir_fd=self._run.fd)
             try:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
             finally:
@@ -245,28 +246,32 @@ class SsdTier:
             self.fallbacks.append(reason)
             warnings.warn(reason, stacklevel=2)
 
-    def drop(self, key: str) -> None:
-        """Remove the page and its file; a page that is not there is fine."""
-        file = self._files.get(key)
-        if file is None:
-            return
-        freed = HEADER_BYTES + file.nbytes
-        if file.pid == os.getpid():  # a forked child must not remove its parent's pages
+    def free(self, room: PageFile, *, reuse: bool = False) -> None:
+        """Remove a page and its file. Idempotent; a file that cannot be removed counts until the run ends."""
+        if room.path is not None and room.pid == os.getpid():  # a forked child must not remove its parent's pages
             try:
-                _unlink(file.path, self._run.fd)
+                _unlink(room.path, self._run.fd)
+            except FileNotFoundError:  # the run is gone
+                pass
             except OSError as error:  # the page is not needed any more: nothing that the caller does depends on it
                 self.fallbacks.append(
-                    f"tier ssd: cannot remove {file.path} ({error.strerror or error}); its bytes "
+                    f"tier ssd: cannot remove {room.path} ({error.strerror or error}); its bytes "
                     "count until the run ends"
                 )
-                freed = 0
-        if self._files.pop(key, None) is file:
-            self.held_bytes -= freed
+                self.stuck_bytes += room.nbytes
+                room.nbytes = 0
+        self.held_bytes -= room.nbytes  # no call in between
+        room.nbytes = 0
+
+    def trim(self, held_bytes: int = 0) -> None:
+        """Do nothing: files are removed as they are freed."""
+
+    def after_fork(self, rooms: Collection[PageFile]) -> None:
+        """Count these files only, in a forked child."""
+        self.held_bytes = self.stuck_bytes + sum(room.nbytes for room in rooms)
 
     def close(self) -> None:
-        """Remove the run's directory; calling it twice is fine."""
-        self._files.clear()
-        self.held_bytes = 0
+        """Remove the run's directory. Idempotent."""
         self._crew.stop()
         self._run.remove()
 
@@ -306,10 +311,10 @@ def _unlink(path: Path, dir_fd: int) -> None:
 class _Read:
     """The read of one page, in parts that any thread may take."""
 
-    def __init__(self, key: str, file: _File, fd: int, view: memoryview, segments: int) -> None:
+    def __init__(self, key: str, file: PageFile, fd: int, view: memoryview, segments: int) -> None:
         self.key, self.file, self.fd, self.view = key, file, fd, view
         self.step = segments * _SEGMENT_BYTES
-        self.parts = -(-file.nbytes // self.step)
+        self.parts = -(-file.page_bytes // self.step)
         self.digests: list[list[bytes]] = [[] for _ in range(self.parts)]
         self.seats: list[threading.RLock] = []  # each held while its helper works
         self.error: Exception | None = None
@@ -335,7 +340,7 @@ class _Read:
             self._do(part)
 
     def close(self) -> None:
-        """Return when no helper is at work; none begins after that. Twice is fine."""
+        """Return when no helper is at work; none begins after that. Idempotent."""
         self.closed = True
         for seat in self.seats:
             with seat:
@@ -353,7 +358,7 @@ class _Read:
         if part:
             _fill(self.fd, self.key, self.file, [chunk], HEADER_BYTES + at)
         else:
-            header = aligned_bytes(HEADER_BYTES)
+            header = aligned(HEADER_BYTES)
             head = bytes_view(header)
             _fill(self.fd, self.key, self.file, [head, chunk], 0)
             _check_header(self.key, self.file, bytes(head))
@@ -362,15 +367,15 @@ class _Read:
         ]
 
 
-def _digest_blocks(key: str, file: _File, fd: int) -> BlockDigests:
+def _digest_blocks(key: str, file: PageFile, fd: int) -> BlockDigests:
     """Read a page in order, verify it, and return the digests of its blocks."""
     step = _DIRECT_SEGMENTS * _SEGMENT_BYTES
-    memory, blocks, segments = aligned_bytes(HEADER_BYTES + min(step, file.nbytes)), BlockDigests(), []
+    memory, blocks, segments = aligned(HEADER_BYTES + min(step, file.page_bytes)), BlockDigests(), []
     head, view = (bytes_view(memory)[part] for part in (slice(HEADER_BYTES), slice(HEADER_BYTES, None)))
     _fill(fd, key, file, [head], 0)
     _check_header(key, file, bytes(head))
-    for at in range(0, file.nbytes, step):
-        chunk = view[: file.nbytes - at]
+    for at in range(0, file.page_bytes, step):
+        chunk = view[: file.page_bytes - at]
         _fill(fd, key, file, [chunk], HEADER_BYTES + at)
         segments += [xxhash.xxh3_64_digest(chunk[i : i + _SEGMENT_BYTES]) for i in range(0, len(chunk), _SEGMENT_BYTES)]
         blocks.extend(chunk)
@@ -378,7 +383,7 @@ def _digest_blocks(key: str, file: _File, fd: int) -> BlockDigests:
     return blocks
 
 
-def _check_digest(key: str, file: _File, digest: int) -> None:
+def _check_digest(key: str, file: PageFile, digest: int) -> None:
     if digest != file.digest:
         raise TierError(
             f"{key}: {file.path} does not hold the bytes that were written (XXH3 {digest:016x}, "
@@ -390,18 +395,18 @@ def _digest(segments: list[bytes]) -> int:
     return xxhash.xxh3_64_intdigest(b"".join(segments))
 
 
-def _fill(fd: int, key: str, file: _File, views: list[memoryview], offset: int) -> None:
+def _fill(fd: int, key: str, file: PageFile, views: list[memoryview], offset: int) -> None:
     try:
         read_into(fd, views, offset)
     except EOFError as error:
         raise TierError(f"{key}: {file.path} is truncated: {error}") from error
 
 
-def _check_header(key: str, file: _File, header: bytes) -> None:
+def _check_header(key: str, file: PageFile, header: bytes) -> None:
     magic, version, header_bytes, nbytes, digest = _HEAD.unpack_from(header)
     if magic != _MAGIC or header[-8:] != xxhash.xxh3_64_digest(header[:-8]):
         raise TierError(f"{key}: {file.path} is not a page file, or its header is damaged")
     if (version, header_bytes) != (_VERSION, HEADER_BYTES):
         raise TierError(f"{key}: {file.path} has page-file version {version}; this vbrt reads version {_VERSION}")
-    if (nbytes, digest) != (file.nbytes, file.digest):
+    if (nbytes, digest) != (file.page_bytes, file.digest):
         raise TierError(f"{key}: {file.path} holds another page than the one that was written there")

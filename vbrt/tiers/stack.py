@@ -1,4 +1,4 @@
-"""The stack: turns a policy's decisions into movement between gpu, cpu and ssd.
+"""The stack: turns policies' decisions into movement between tiers, such as gpu, cpu and ssd.
 
 Every page has one home: the tier that holds it until it is rehomed or retired. Tiers above the home hold copies while
 the policy wants them; weights are read-only, so eviction never writes. The top tier is where kernels compute.
@@ -10,7 +10,7 @@ Who decides (`decider`), who moves bytes (`mover`) and who gives pages their hom
 lock (`guard`) and one set of books (`ledger`). Each says what it does about Ctrl-C and why its waiting ends.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -25,35 +25,32 @@ from vbrt.tiers.homes import Homes
 from vbrt.tiers.lease import Lease
 from vbrt.tiers.ledger import Ledger
 from vbrt.tiers.memory import MemoryTier
-from vbrt.tiers.mover import Mover
+from vbrt.tiers.mover import Mover, Write
+from vbrt.tiers.protocol import Tier
 from vbrt.tiers.recorder import Recorder
 from vbrt.tiers.slots import Level, Owner, Page
-from vbrt.tiers.ssd import SsdTier
 
 __all__ = ["TierStack", "detached_stack"]
 
 
 class TierStack:
-    """Memory tiers from the computing one outward, and at most one ssd tier below them.
+    """Tiers from the computing one down; whatever keeps the protocol of tiers may be one of them.
 
     Args:
-        levels: memory tiers with their policies, the computing tier first.
-        ssd: the file tier below them, or None.
+        tiers: with their policies, as levels, or bare: those keep no copies. The computing tier, a memory, comes first.
         workers: threads that move pages ahead of their use.
         share_cores: where the CPU computes, workers would take the cores from it to copy pages out of the page cache:
             they only have the system read files ahead, and whoever needs a page copies it.
 
     Attributes:
-        levels, names: the memory tiers, and the names of all tiers.
+        levels, names: the tiers, and their names.
         pages: by key, those that are stored.
         retired: claims of owners that gave up their pages; may be appended to, what goes goes at the next access.
         guard: the lock, and the recorder of a timeline.
     """
 
-    def __init__(
-        self, levels: Sequence[Level], ssd: SsdTier | None = None, *, workers: int = 2, share_cores: bool = False
-    ) -> None:
-        self.ledger = ledger = Ledger(levels, ssd)
+    def __init__(self, tiers: Sequence[Level | Tier], *, workers: int = 2, share_cores: bool = False) -> None:
+        self.ledger = ledger = Ledger(tiers)
         self.guard, self.levels, self.names = ledger.guard, ledger.levels, ledger.names
         self.pages, self.retired = ledger.pages, ledger.retired
         self.mover = Mover(ledger, workers=workers, share_cores=share_cores)
@@ -71,11 +68,6 @@ class TierStack:
     def device(self) -> torch.device:
         """Where leased pages live and kernels compute."""
         return self.ledger.device
-
-    @property
-    def ssd(self) -> SsdTier | None:
-        """The file tier, if there is one."""
-        return self.ledger.ssd
 
     @property
     def encoding(self):
@@ -101,16 +93,14 @@ class TierStack:
 
     # -- pages --------------------------------------------------------------------------------------------------------
 
-    def add(
-        self, key: str, layout: PageLayout, home: str, fill: Callable[[torch.Tensor], object], owner: Owner
-    ) -> Page:
-        """Store a new page in its home; `fill` writes the page's bytes into the uint8 tensor it is given.
+    def add(self, key: str, layout: PageLayout, home: str, write: Write, owner: Owner) -> Page:
+        """Store a new page in its home; `write` writes the page's bytes into the uint8 tensor it is given.
 
         Raises:
             TierError: no room within the budget, the ssd cannot be written, the key is taken, or the stack was closed;
                 nothing of the page stays behind.
         """
-        return self._homes.add(key, layout, home, fill, owner)
+        return self._homes.add(key, layout, home, write, owner)
 
     def share(self, keys: Collection[str]) -> Owner:
         """Return one more owner of these pages."""
@@ -130,9 +120,9 @@ class TierStack:
 
     # -- tiers --------------------------------------------------------------------------------------------------------
 
-    def attach(self, ssd: SsdTier) -> None:
-        """Add an ssd tier below the others."""
-        self.ledger.attach(ssd)
+    def attach(self, tier: Level | Tier) -> None:
+        """Add a tier below the others."""
+        self.ledger.attach(tier)
 
     def set_budget(self, name: str, nbytes: int) -> None:
         """Change a tier's budget, while forwards may run.
@@ -173,8 +163,8 @@ class TierStack:
             for level in self.levels:
                 level.tier.trim()
             guard.deciding = False
-        if ledger.ssd is not None:
-            ledger.ssd.close()
+        for level in self.levels:
+            level.tier.close()
 
     # -- passes and leases --------------------------------------------------------------------------------------------
 

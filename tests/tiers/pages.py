@@ -1,0 +1,52 @@
+"""Pages on an ssd tier that tests call by name, without a stack."""
+
+from pathlib import Path
+
+import torch
+
+from vbrt.tiers.memory import MemoryTier
+from vbrt.tiers.ssd import PageFile, SsdTier
+
+PAGE = 4096
+CHUNK = 2 << 20  # what is read and hashed at a time
+
+
+class NamedSsd(SsdTier):
+    """Keeps its rooms by name."""
+
+    def __init__(self, root: Path, capacity_bytes: int = 1 << 30, **options) -> None:
+        super().__init__(root, capacity_bytes, **options)
+        self.rooms: dict[str, PageFile] = {}
+
+    def write(self, key: str, page: torch.Tensor, layout: dict | None = None) -> None:
+        """Reserve and put, as a stack does; the room is freed if that fails."""
+        room = self.reserve(page.numel() + self.overhead_bytes)
+        try:
+            self.put(room, page, key=key, layout=layout)
+        except BaseException:
+            self.free(room)
+            raise
+        self.rooms[key] = room
+
+    def drop(self, key: str) -> None:
+        """Free the room of a page."""
+        self.free(self.rooms[key])
+
+
+def page(nbytes: int = 3 * PAGE, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def buffer(nbytes: int) -> torch.Tensor:
+    """Aligned memory, as the stack has it."""
+    return MemoryTier("cpu", torch.device("cpu"), 1 << 40).reserve(nbytes).tensor
+
+
+def read(tier: NamedSsd, key: str, nbytes: int = 3 * PAGE) -> torch.Tensor:
+    out = buffer(nbytes)
+    tier.get(tier.rooms[key], out, key=key)
+    return out
+
+
+def file_of(tier: NamedSsd, key: str) -> Path:
+    return tier.rooms[key].path

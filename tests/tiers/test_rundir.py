@@ -1,0 +1,236 @@
+"""Directories of runs: locked, removed by their run or the next one, and nothing else with them."""
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiers.pages import NamedSsd, page, read
+from vbrt.errors import TierError
+
+
+def test_close_removes_the_run_and_may_come_twice(tmp_path):
+    tier = NamedSsd(tmp_path / "deep" / "er", 1 << 30)
+    tier.write("layer", page())
+    fds = len(os.listdir("/proc/self/fd"))
+    tier.close()
+    tier.close()
+    assert list((tmp_path / "deep" / "er").iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == fds - 3  # the directory, its lock and one in reserve
+    with pytest.raises(TierError, match=r"layer: .* is missing; the page is lost"):
+        read(tier, "layer")
+    with pytest.raises(TierError, match="late: cannot write"):
+        tier.write("late", page())
+
+
+def test_a_tier_that_is_collected_removes_its_run(tmp_path):
+    tier = NamedSsd(tmp_path, 1 << 30)
+    tier.write("layer", page())
+    del tier
+    assert list(tmp_path.iterdir()) == []
+
+
+def start(root: Path) -> subprocess.Popen:
+    """Another process with a run in `root`, that waits."""
+    code = f"""
+        import sys, time, torch
+        from vbrt.tiers import SsdTier
+        tier = SsdTier({str(root)!r}, 1 << 30)
+        tier.put(tier.reserve(8192), torch.zeros(4096, dtype=torch.uint8), key="layer")
+        print(tier.directory, flush=True)
+        sys.stdin.read()
+    """
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_runs_of_dead_processes_are_removed_at_the_start_and_live_ones_are_not(tmp_path):
+    with start(tmp_path) as dies, start(tmp_path) as lives:
+        dead, live = (Path(process.stdout.readline().strip()) for process in (dies, lives))
+        (tmp_path / "run-of-the-user").mkdir()
+        (tmp_path / "notes.txt").write_text("not ours")
+        dies.send_signal(signal.SIGKILL)
+        dies.wait()
+        assert len(list(dead.iterdir())) == 2  # nobody cleaned up
+        own = NamedSsd(tmp_path, 1 << 30)
+        assert not dead.exists()
+        assert len(list(live.iterdir())) == 2
+        own.write("layer", page())
+        assert torch.equal(read(own, "layer"), page())
+        lives.communicate()  # ends by itself
+        assert not live.exists()
+        own.close()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "run-of-the-user"]
+
+
+@pytest.mark.parametrize("at", ["mkdir", "open", "flock"])
+def test_a_run_that_another_one_removes_while_it_is_being_made_is_made_again(tmp_path, monkeypatch, at):
+    module = {"mkdir": Path, "open": os, "flock": fcntl}[at]
+    real = getattr(module, at)
+    others = []
+
+    def meanwhile(*args, **kwargs):
+        out = real(*args, **kwargs) if at == "mkdir" else None
+        if not others:
+            others.append(None)  # first: the other run makes these calls too
+            others[0] = NamedSsd(tmp_path, 1 << 30)
+        return out if at == "mkdir" else real(*args, **kwargs)
+
+    (tmp_path / "run-7-0123abcd").mkdir()  # killed before it had a lock
+    monkeypatch.setattr(module, at, meanwhile)
+    tier = NamedSsd(tmp_path, 1 << 30)
+    assert sorted(tmp_path.iterdir()) == sorted([tier.directory, others[0].directory])
+    tier.write("layer", page())
+    others[0].write("layer", page(seed=1))
+    assert torch.equal(read(tier, "layer"), page()) and torch.equal(read(others[0], "layer"), page(seed=1))
+
+
+@pytest.mark.parametrize(
+    "plant", ["a link to a directory", "a file of the user in a run", "another name", "a FIFO", "a lock that is a link"]
+)
+def test_nothing_but_the_pages_of_dead_runs_is_ever_removed(tmp_path, plant):
+    victim, root = tmp_path / "victim", tmp_path / "root"
+    victim.mkdir()
+    root.mkdir()
+    names = {"lock", "thesis.tex", "1-00001-layer.page", "notes.txt"}
+    for name in names:
+        (victim / name).write_text("mine")
+    run = root / "run-123-0123abcd"
+    if plant == "a link to a directory":
+        run.symlink_to(victim)
+    else:
+        run.mkdir()
+        (run / "1-00001-dead.page").write_text("a page of a run that was killed")
+    if plant == "a file of the user in a run":
+        (run / "thesis.tex").symlink_to(victim / "thesis.tex")
+        (run / "1-00002-link.page").symlink_to(victim / "notes.txt")
+        (run / "folder").symlink_to(victim)
+    if plant == "another name":
+        run = run.rename(root / "run-mine")
+    if plant == "a FIFO":
+        os.mkfifo(run / "lock")
+    if plant == "a lock that is a link":
+        (run / "lock").symlink_to(victim / "lock")
+    NamedSsd(root, 1 << 30).close()
+    assert {path.name for path in victim.iterdir()} == names
+    assert all(path.read_text() == "mine" for path in victim.iterdir())
+    left = {path.name for path in run.iterdir()} if not run.is_symlink() else None
+    assert (
+        left
+        == {
+            "a link to a directory": None,
+            "a file of the user in a run": {"thesis.tex", "folder"},
+            "another name": {"1-00001-dead.page"},
+            "a FIFO": {"1-00001-dead.page", "lock"},
+            "a lock that is a link": {"1-00001-dead.page", "lock"},
+        }[plant]
+    )
+
+
+def test_a_directory_that_takes_the_place_of_a_run_is_left_alone(tmp_path):
+    tier = NamedSsd(tmp_path / "root", 1 << 30)
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "1-00001-layer.page").write_text("mine")
+    (victim / "lock").write_text("mine")
+    tier.directory.rename(tmp_path / "moved")
+    tier.directory.symlink_to(victim)
+    tier.write("layer", page())
+    assert torch.equal(read(tier, "layer"), page())
+    tier.close()
+    assert len(list(victim.iterdir())) == 2 and list((tmp_path / "moved").iterdir()) == []
+
+
+def test_a_run_without_free_descriptors_is_removed_all_the_same(tmp_path):
+    code = f"""
+        import os, resource, torch
+        from vbrt.tiers import SsdTier
+        tier = SsdTier({str(tmp_path)!r}, 1 << 30)
+        tier.put(tier.reserve(8192), torch.zeros(4096, dtype=torch.uint8), key="layer")
+        taken = []
+        try:
+            while True:
+                taken.append(os.dup(0))
+        except OSError:
+            tier.close()
+    """
+    subprocess.run(
+        ["bash", "-c", 'ulimit -n 64; exec "$0" -c "$1"', sys.executable, textwrap.dedent(code)], check=True, timeout=60
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_was_killed_while_it_removed_itself_is_removed_by_the_next(tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def die(path, *, dir_fd=None):
+        if path == "lock":
+            raise Killed
+        real(path, dir_fd=dir_fd)
+
+    tier, real = NamedSsd(tmp_path, 1 << 30), os.unlink
+    tier.write("layer", page())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", die)
+        with pytest.raises(Killed):
+            tier.close()
+    assert [path.name for path in tier.directory.iterdir()] == ["lock"]  # removed last
+    del tier
+    for fd in map(int, os.listdir("/proc/self/fd")):  # a killed process has no open files
+        if os.path.realpath(f"/proc/self/fd/{fd}").startswith(str(tmp_path)):
+            os.close(fd)
+    NamedSsd(tmp_path, 1 << 30).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_start_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
+    def fail(fd, flags):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(TierError, match="No locks available"):
+        NamedSsd(tmp_path, 1 << 30)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_reads_and_writes_but_removes_nothing_of_its_parents(tmp_path):
+    code = f"""
+        import os, torch
+        from vbrt.tiers import MemoryTier, SsdTier
+        tier = SsdTier({str(tmp_path)!r}, 1 << 30)
+        memory = MemoryTier("cpu", torch.device("cpu"), 1 << 30)
+        def write(value):
+            room = tier.reserve(8192)
+            tier.put(room, torch.full((4096,), value, dtype=torch.uint8), key="page")
+            return room
+        def read(room):
+            out = memory.reserve(4096).tensor
+            tier.get(room, out, key="page")
+            return int(out[0])
+        parents, freed = write(7), write(8)
+        child = os.fork()
+        if child == 0:
+            tier.after_fork([parents, freed])
+            tier.free(freed)
+            new = write(9)
+            good = read(parents) == 7 and read(new) == 9 and tier.held_bytes == 2 * 8192
+            tier.free(new)
+            tier.close()
+            os._exit(0 if good else 1)
+        new = write(10)
+        assert os.waitpid(child, 0)[1] == 0
+        assert (read(parents), read(freed), read(new)) == (7, 8, 10)
+        tier.close()
+        assert not os.listdir({str(tmp_path)!r})
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True, timeout=60)

@@ -1,0 +1,92 @@
+"""What a tier is to the stack: room for pages within a budget, and their bytes.
+
+There are two sorts. A *memory* holds a page as a tensor that kernels and copies use in place. A *store* keeps it in
+some other form (a file, compressed, at a neighbour's) and is asked to write it from host memory and to read it back.
+The stack is a list of tiers, each of them a file of its own: whatever keeps this protocol may stand anywhere below the
+first, which must be a memory. Any tier may have a policy and keep copies of pages from further down; without one it
+keeps the pages that live there only, and pages from below pass by it.
+
+To configure another tier it also needs: a section and its share of the machine in `vbrt.config`; a record in
+`vbrt.residency.plan`, which says what a page costs there; and a line where a model's stack is built.
+"""
+
+from collections.abc import Collection
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["Room", "Tier"]
+
+
+class Room(Protocol):
+    """Room for one page, from before its bytes come until it is freed."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the budget that it takes: what was reserved, or less once a store knows better."""
+
+
+class Tier(Protocol):
+    """A place for pages. `reserve`, `free` and `trim` are called under the stack's lock, and are quick; `put` and `get`
+    are not, and several threads may get at a time while one puts.
+
+    Attributes:
+        name: as in the config and in links such as "ssd>cpu".
+        device: of a memory's tensors; the CPU for a store.
+        memory: True for a memory, whose rooms are `Buffer`s.
+        overhead_bytes: what a page costs beside its own bytes.
+        capacity_bytes: the budget; the stack changes it.
+        held_bytes, peak_bytes: bytes that are held now, caches included, and at most so far.
+        used_bytes: of those, the bytes of rooms.
+        stuck_bytes: held bytes that cannot be freed any more (a file that cannot be removed).
+        reads_ahead: True if `read_ahead` brings a page nearer without work for this process's cores.
+        fallbacks: what went another way than asked for, for people.
+    """
+
+    name: str
+    device: torch.device
+    memory: bool
+    overhead_bytes: int
+    capacity_bytes: int
+    held_bytes: int
+    peak_bytes: int
+    stuck_bytes: int
+    fallbacks: list[str]
+
+    @property
+    def used_bytes(self) -> int: ...
+
+    @property
+    def reads_ahead(self) -> bool: ...
+
+    def reserve(self, nbytes: int, *, reserved_bytes: int = 0) -> Room | None:
+        """Return room for a page whose bytes and overhead are `nbytes`, or None while the budget has none beside
+        `reserved_bytes`. Counting is the last thing that it does: Ctrl-C finds the room counted and returned, or not.
+        """
+
+    def put(self, room: Any, page: torch.Tensor, *, key: str, layout: dict | None = None) -> None:
+        """Write a page (uint8, CPU, contiguous) into its room. Of a store only. Raises TierError."""
+
+    def get(self, room: Any, out: torch.Tensor, *, key: str) -> None:
+        """Read a page into `out` (uint8, CPU, aligned to 4096 bytes) and verify it. Of a store only.
+
+        Raises TierError."""
+
+    def read_items(self, room: Any, offsets: torch.Tensor, nbytes: int, *, key: str) -> torch.Tensor:
+        """Return parts of a page, verified: uint8 [n, nbytes] at the offsets int64 [n]. Of a store only."""
+
+    def read_ahead(self, room: Any) -> None:
+        """Begin to bring a page nearer; never fails."""
+
+    def free(self, room: Any, *, reuse: bool) -> None:
+        """Free a room; with `reuse` its memory may be cached for the next one of its size. Idempotent until it
+        returns."""
+
+    def trim(self, held_bytes: int = 0) -> None:
+        """Give cached memory back to the system until at most `held_bytes` are held."""
+
+    def after_fork(self, rooms: Collection[Any]) -> None:
+        """Go on in a forked child, where only these rooms are left."""
+
+    def close(self) -> None:
+        """End the tier, whose rooms have all been freed but for those that are still in use. Idempotent."""
