@@ -25,6 +25,8 @@ from vbrt.tiers.slots import Level, Page, Slot, State
 
 __all__ = ["Decider"]
 
+_AT_HOME = Decision("", hit=True)
+
 
 class Decider:
     """Turns policies' decisions into slots; the mover fills them."""
@@ -46,7 +48,7 @@ class Decider:
 
     def _begin_pass(self, phase: str, backward: str = "") -> None:
         self._passes.begin(phase, self._pages.values(), backward=backward)
-        for level in self._levels:
+        for level in self._ledger.copying:
             level.policy.begin_pass(phase)
 
     def phases(self) -> dict[str, PhaseCounts]:
@@ -220,7 +222,7 @@ class Decider:
     def _find(self, index: int, page: Page, busy: Collection[str]) -> tuple[Slot, Decision]:
         level = self._levels[index]
         if page.home == index:
-            return level.slots[page.key], Decision(page.key, hit=True)
+            return level.slots[page.key], _AT_HOME
         decision = level.policy.access(page.key, page.nbytes + level.overhead_bytes, busy)
         return self._place(level, page, decision), decision
 
@@ -236,13 +238,14 @@ class Decider:
             while below < page.home and not self._levels[below].keeps_copies:
                 below += 1
             # nothing there is busy: a source that is evicted stays until it has been copied
-            slot.source, _ = self._find(below, page, ())
-            slot.source.holders.add(slot)
+            source = self._levels[below].slots[page.key] if below == page.home else self._find(below, page, ())[0]
+            slot.source = source
+            source.holders.add(slot)
         return slot
 
     def _look_ahead(self) -> None:
         """Make slots for the pages that policies want ahead of their use, and have the mover stage them."""
-        for level in self._levels:
+        for level in self._ledger.copying:
             for decision in level.policy.ahead(level.leased):
                 page = self._pages.get(decision.key)
                 if page is None or self._blocked(page, level.index):

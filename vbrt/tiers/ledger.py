@@ -24,6 +24,7 @@ class Ledger:
 
     Attributes:
         levels, names: the tiers from the computing one down, and their names.
+        copying: those that keep copies.
         pages: by key, those that are stored.
         travellers: how many of them have their home below the top tier.
         retired: claims of owners that gave up their pages, or were collected; taken from the pages at the next access.
@@ -36,6 +37,7 @@ class Ledger:
         self.guard = Guard()
         self.levels: list[Level] = []
         self.names: list[str] = []
+        self.copying: list[Level] = []
         for tier in tiers:
             self.attach(tier)
         self.pages: dict[str, Page] = {}
@@ -69,6 +71,7 @@ class Ledger:
         with self.guard.entered:
             level.index, level.guard = len(self.levels), self.guard
             self.levels += [level]  # no call in between
+            self.copying += [level] if level.keeps_copies else []
             self.names += [level.tier.name]
 
     def links(self, home: int) -> dict[str, int]:

@@ -119,7 +119,8 @@ class Mover:
     def _load(self, slot: Slot) -> None:
         ledger, guard, level = self._ledger, self._guard, slot.level
         try:
-            self._await(slot.source)
+            if slot.source.state is not State.READY:
+                self._await(slot.source)
             self._reserve(slot)
             self._copy(slot)
         except BaseException as error:

@@ -17,7 +17,8 @@ import torch
 
 from vbrt.errors import TierError
 from vbrt.formats.page import PageLayout
-from vbrt.residency.policy import LRUPolicy, Policy
+from vbrt.residency.lru import LRUPolicy
+from vbrt.residency.policy import Policy
 from vbrt.tiers.guard import Guard
 from vbrt.tiers.protocol import Room, Tier
 from vbrt.tiers.relay import Relay

@@ -17,7 +17,6 @@ import torch
 from vbrt.errors import TierError
 from vbrt.formats.page import PageLayout
 from vbrt.residency.counts import PhaseCounts
-from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.policy import FORWARD
 from vbrt.tiers.decider import Decider
 from vbrt.tiers.fork import follow
@@ -218,4 +217,4 @@ class TierStack:
 
 def detached_stack() -> TierStack:
     """Where layers live that were unpickled apart from their wrapper: CPU memory, without a budget."""
-    return TierStack([Level(MemoryTier("cpu", torch.device("cpu"), 1 << 62), LRUPolicy(0))])
+    return TierStack([MemoryTier("cpu", torch.device("cpu"), 1 << 62)])

@@ -1,0 +1,157 @@
+"""Ctrl-C anywhere loses nothing."""
+
+import gc
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.tiers.stacks import CPU, UNIT, WatchedTier, add_all, assert_at_rest, run, scripted, use, within
+from tests.torture.interrupting import Interrupts, interrupted
+from vbrt.errors import TierError
+from vbrt.residency.lru import LRUPolicy
+from vbrt.residency.simulate import PASS, make_policy
+from vbrt.tiers import Level, MemoryTier, SsdTier, TierStack
+
+pytestmark = pytest.mark.usefixtures("no_fsync")
+
+
+@pytest.fixture
+def quick_to_look(monkeypatch, request):
+    """What a `__del__` prints is expected, and what is there already need not be collected each time."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+    request.addfinalizer(gc.unfreeze)
+    gc.freeze()
+
+
+def interrupt_each(
+    step: int, make: Callable[[Path], TierStack], work: Callable[[TierStack], object], trace: list
+) -> None:
+    """Interrupt `work` at every `step`-th place, each time on a new stack, of which nothing may be lost then."""
+    at, hit = step // 2, True
+    while hit:
+        at += step
+        with tempfile.TemporaryDirectory() as root:
+            stack = make(Path(root))
+            hit = interrupted(at, lambda stack=stack: work(stack))
+            gc.collect()
+            within(30, lambda stack=stack: run(stack, trace))
+            assert_at_rest(stack)
+            within(30, lambda stack=stack: work(stack))
+            run(stack, trace)
+            assert_at_rest(stack)
+            stack.close()
+            assert os.listdir(root) == []
+    assert at > 4 * step
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a __del__ it is only printed
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize(("kind", "warm"), [("lru", True), ("scheduled", False), ("scheduled", True)])
+def test_ctrl_c_anywhere_loses_nothing(kind, warm, levels, quick_to_look):
+    sizes = {f"page{i}": 1 + i % 2 for i in range(5)}
+    one_pass = [PASS, ("page0",), ("page1",), ("page2", "page3"), ("page4",)]
+
+    def make(root):
+        tiers = [
+            Level(MemoryTier("near", CPU, 5 * UNIT), make_policy(kind, 5 * UNIT)),
+            Level(MemoryTier("far", CPU, 4 * UNIT), make_policy(kind, 4 * UNIT)),
+        ][:levels]
+        stack = add_all(TierStack([*tiers, SsdTier(root, 1 << 40)], workers=1), sizes)
+        if warm:
+            run(stack, one_pass * 2)
+        return stack
+
+    interrupt_each(127, make, lambda stack: run(stack, one_pass), one_pass * 2)
+
+
+@pytest.mark.parametrize("below", ["far", "ssd"])
+@pytest.mark.parametrize(("before", "after"), [(9, 6), (6, 9)])
+def test_an_interrupted_budget_change_keeps_every_page(below, before, after, quick_to_look):
+    sizes = {f"page{i}": 1 + i % 2 for i in range(6)}
+    one_pass = [PASS, *((key,) for key in sizes)]
+
+    def make(root):
+        tiers = [
+            Level(MemoryTier("near", CPU, 9 * UNIT), make_policy("scheduled", 0)),
+            Level(MemoryTier("far", CPU, 9 * UNIT), make_policy("scheduled", 0)),
+        ][: 1 + (below == "far")]
+        stack = add_all(TierStack([*tiers, SsdTier(root, 1 << 40)]), sizes, dict.fromkeys(sizes, "near"))
+        stack.set_budget("near", before * UNIT)
+        run(stack, one_pass * 2)
+        return stack
+
+    interrupt_each(113, make, lambda stack: stack.set_budget("near", after * UNIT), one_pass)
+
+
+def test_ctrl_c_while_pages_are_given_back_holds_none_though_its_frames_are_kept(tmp_path):
+    stack, *_ = scripted(tmp_path, 2, {"a": 2, "b": 2})
+    use(stack, "a")
+    interrupted = Interrupts(keep_frames=True)
+    interrupted(0, lambda: use(stack, "a"))
+    places = [at for at, (code, _) in enumerate(interrupted.places, 1) if code.co_name in ("release", "_release")]
+    assert len(places) > 5
+    for at in places:
+        use(stack, "a")
+        assert interrupted(at, lambda: use(stack, "a")) and interrupted.raised is not None
+        within(10, lambda: use(stack, "b"))
+    assert_at_rest(stack)
+    stack.close()
+
+
+def test_nothing_that_locks_in_python_is_entered_under_the_stacks_lock(tmp_path):
+    sizes = {f"page{i}": 1 + i % 2 for i in range(8)}
+    one_pass = [PASS, *((key,) for key in sizes)]
+    levels = [
+        Level(MemoryTier("near", CPU, 12 * UNIT), make_policy("scheduled", 0)),
+        Level(MemoryTier("far", CPU, 4 * UNIT), make_policy("scheduled", 4 * UNIT)),
+    ]
+    stack = add_all(TierStack([*levels, SsdTier(tmp_path, 1 << 40)]), sizes, dict.fromkeys(sizes, "near"))
+    locking, entered, lock = (threading.__file__, "concurrent/futures", "queue.py"), set(), stack.guard.lock
+
+    def trace(frame, event, _):
+        if event == "call" and any(name in frame.f_code.co_filename for name in locking) and lock._is_owned():
+            entered.add(f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})")
+
+    tracing = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for budget in (6, 5, 12, 6):
+            stack.set_budget("near", budget * UNIT)
+            run(stack, one_pass * 3)
+        stack.close()
+    finally:
+        sys.settrace(tracing)
+    assert not entered
+
+
+def test_ctrl_c_during_a_read_reaches_this_thread_and_others_get_an_error(tmp_path):
+    class Interrupted(SsdTier):
+        def get(self, room, out, *, key):
+            others.start()
+            time.sleep(0.05)
+            raise KeyboardInterrupt
+
+    def wait():
+        try:
+            use(stack, "a")
+        except TierError as error:
+            told.append(str(error))
+
+    told: list[str] = []
+    others = threading.Thread(target=wait, daemon=True)
+    ssd = Interrupted(tmp_path, 1 << 40)
+    stack = add_all(TierStack([Level(WatchedTier("cpu", 2), LRUPolicy(2 * UNIT)), ssd]), {"a": 2})
+    with pytest.raises(KeyboardInterrupt):
+        use(stack, "a")
+    others.join(30)
+    assert told == ["a: its copy was interrupted; run the forward again"]
+    ssd.__class__ = SsdTier
+    use(stack, "a")
+    assert_at_rest(stack)
+    stack.close()
