@@ -226,15 +226,15 @@ def test_a_second_wrap_that_fails_leaves_both_models_as_they_were(when, accident
 
         monkeypatch.setattr(VBLinear, "adopt_", classmethod(fail))
     else:
-        write, calls = SsdTier.write, []
+        put, calls = SsdTier.put, []
 
-        def fail(tier, key, *args):
-            calls.append(key)
+        def fail(tier, room, page, **named):
+            calls.append(room)
             if len(calls) == 3:
                 raise accident("no")
-            return write(tier, key, *args)
+            return put(tier, room, page, **named)
 
-        monkeypatch.setattr(SsdTier, "write", fail)
+        monkeypatch.setattr(SsdTier, "put", fail)
     with pytest.raises(accident, match="no"):
         vbrt.wrap(two, weights(), runtime=a.runtime)
     monkeypatch.undo()

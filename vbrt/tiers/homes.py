@@ -188,7 +188,7 @@ class Homes:
                     "models before the capture"
                 )
             for level in ledger.levels:
-                level.room = level.tier.capacity_bytes
+                level.copies_bytes = level.tier.capacity_bytes
             for page, home in sorted(moves, key=_deepest_first):
                 self._rehome(page, home)
             with self._guard.entered:
