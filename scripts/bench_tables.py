@@ -223,8 +223,10 @@ def kernel_table(path: Path) -> list[str]:
         out += [f"{name}: {why}." for name, why in result.get("absent", {}).items()] + [""]
     if result.get("fused"):
         what = (
-            "One launch against several: a norm and a linear, or silu(x W1ᵀ) · (x W2ᵀ) against its two linears "
-            "(`gated`; the product is in ours only). Microseconds, and the several over the one."
+            "The launches that `vbrt.compile_options` puts into graphs against those that they replace: a residual sum "
+            "and its norm (`normed sum`), silu(x W1ᵀ) · (x W2ᵀ) against its two linears (`gated`; the product is in "
+            "ours only), two linears of one input (`siblings`), a linear and the norm behind it (`residual`). "
+            "Microseconds, and the several over the one."
         )
         out += [what, "", *grid(result["fused"], "what", "fused_us", "ratio")]
     if odd:

@@ -35,8 +35,10 @@ import torch.nn.functional as F
 
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.host.files import write_file
-from vbrt.kernels import Norm, fp4_refusal, fp8_refusal, resolve
-from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
+from vbrt.kernels import fp4_refusal, fp8_refusal, resolve
+from vbrt.kernels.cuda.e2m1 import joined
+from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
+from vbrt.kernels.cuda.e2m1.tiles import TiledWeight, weight_of
 from vbrt.kernels.cuda.e2m1.tuning import graph_us
 from vbrt.kernels.cuda.rounded import fp4 as fp4_scaled
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
@@ -111,7 +113,7 @@ def planes_of(format: str, weight: torch.Tensor) -> WeightPlanes:
 
 
 def plain(planes: WeightPlanes) -> dict[str, torch.Tensor]:
-    packing = fp4_linear.packing(planes.format)
+    packing = e2m1_linear.packing(planes.format)
     return packing.unpack(planes.coarse, planes.shape) if packing else planes.coarse
 
 
@@ -123,7 +125,7 @@ def error(y: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def route_of(x: torch.Tensor, planes: WeightPlanes) -> str:
-    own = table_linear if planes.format in table_linear.FORMATS else fp4_linear
+    own = table_linear if planes.format in table_linear.FORMATS else e2m1_linear
     return own.route(x, planes)
 
 
@@ -177,7 +179,7 @@ def epilogue_rows(shapes: Sequence[Shape], tokens: Sequence[int]) -> Iterator[di
             x = torch.randn(m, k, device=CUDA, dtype=BF16)
             names = (None, "none", "gelu", "silu")
             given = [() if name is None else (bias, name) for name in names]
-            taken = side_by_side(*([partial(fp4_linear.linear, x, p, *more) for p in planes] for more in given))
+            taken = side_by_side(*([partial(e2m1_linear.linear, x, p, *more) for p in planes] for more in given))
             bare, *others = taken
             for activation, full in zip(names[1:], others, strict=True):
                 row = {
@@ -194,34 +196,12 @@ def epilogue_rows(shapes: Sequence[Shape], tokens: Sequence[int]) -> Iterator[di
 
 
 def fused_rows(shapes: Sequence[Shape], tokens: Sequence[int]) -> Iterator[dict[str, object]]:
-    """norm_linear beside norm then linear, gated_linear beside two linears (and the product)."""
-    norm_linear, gated_linear = (resolve(op, "auto", CUDA).run for op in ("norm_linear", "gated_linear"))
+    """The launches that `vbrt.compile_options` puts into graphs beside those that they replace."""
     for k, n in shapes:
         planes = [planes_of("nvfp4", weight) for weight in dense_weights(k, n)]
-        pairs = list(zip(planes, planes[1:] + planes[:1], strict=True))
-        gain = torch.randn(k, device=CUDA, dtype=BF16)
-        rms, layer = Norm("rms", gain), Norm("layer", gain, gain)
         for m in tokens:
             x = torch.randn(m, k, device=CUDA, dtype=BF16)
-            cases = {
-                "rms": (
-                    [partial(norm_linear, x, p, rms) for p in planes],
-                    [partial(separate_norm, x, p, rms) for p in planes],
-                ),
-                "layer": (
-                    [partial(norm_linear, x, p, layer) for p in planes],
-                    [partial(separate_norm, x, p, layer) for p in planes],
-                ),
-                "gated": (
-                    [partial(gated_linear, x, a, b) for a, b in pairs],
-                    [partial(two_launches, x, a, b) for a, b in pairs],
-                ),
-                "rms gated": (
-                    [partial(gated_linear, x, a, b, rms) for a, b in pairs],
-                    [partial(separate_gate, x, a, b, rms) for a, b in pairs],
-                ),
-            }
-            for name, (fused, separate) in cases.items():
+            for name, (fused, separate) in fused_cases(x, planes).items():
                 apart, together = side_by_side(separate, fused)
                 row = {
                     "what": name,
@@ -236,18 +216,54 @@ def fused_rows(shapes: Sequence[Shape], tokens: Sequence[int]) -> Iterator[dict[
                 yield row
 
 
-def separate_norm(x: torch.Tensor, planes: WeightPlanes, norm: Norm) -> torch.Tensor:
-    return fp4_linear.linear(norm(x), planes)
+Calls = list[Callable[[], object]]
 
 
-def two_launches(x: torch.Tensor, gate: WeightPlanes, up: WeightPlanes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Without the product that `gated_linear` also computes."""
-    return fp4_linear.linear(x, gate, None, "silu"), fp4_linear.linear(x, up)
+def fused_cases(x: torch.Tensor, planes: Sequence[WeightPlanes]) -> dict[str, tuple[Calls, Calls]]:
+    """Name -> (calls of one launch, calls of the launches that it replaces), each launch that takes x."""
+    (n, k), (m, _) = planes[0].shape, x.shape
+    weights = [weight_of(p) for p in planes]
+    following = weights[1:] + weights[:1]
+    other, gain = torch.randn_like(x), torch.randn(k, device=CUDA, dtype=BF16)
+    pairs = list(zip(weights, following, strict=True))
+    copies = range(len(planes))
+    cases = {
+        "normed sum": (
+            [partial(joined.normed_sum, x, other, gain, 1e-5) for _ in copies],
+            [partial(separate_norm, x, other, gain) for _ in copies],
+        )
+    }
+    if joined.gates_in_one(BF16, m, n, k):
+        separate = [partial(two_launches, x, *pair) for pair in pairs]
+        cases["gated"] = ([partial(joined.gated, x, *pair, "silu") for pair in pairs], separate)
+    if m <= joined.SIBLING_TOKENS:
+        separate = [partial(two_launches, x, *pair, "none") for pair in pairs]
+        cases["siblings"] = ([partial(joined.siblings, x, pair) for pair in pairs], separate)
+    if m == 1:
+        residual, gains = torch.randn(m, n, device=CUDA, dtype=BF16), torch.randn(n, device=CUDA, dtype=BF16)
+        cases["residual"] = (
+            [partial(joined.residual, x, w, residual, gains) for w in weights],
+            [partial(separate_residual, x, w, residual, gains) for w in weights],
+        )
+    return cases
 
 
-def separate_gate(x: torch.Tensor, gate: WeightPlanes, up: WeightPlanes, norm: Norm) -> torch.Tensor:
-    x = norm(x)
-    return fp4_linear.linear(x, gate, None, "silu") * fp4_linear.linear(x, up)
+def separate_norm(x: torch.Tensor, other: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x + other, gain.shape, gain, 1e-5)
+
+
+def two_launches(
+    x: torch.Tensor, gate: TiledWeight, up: TiledWeight, activation: str = "silu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Without the product that the gated launch also computes."""
+    return e2m1_linear.multiply(x, gate, None, activation), e2m1_linear.multiply(x, up, None, "none")
+
+
+def separate_residual(
+    x: torch.Tensor, weight: TiledWeight, other: torch.Tensor, gain: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer, and the residual's sum with its norm."""
+    return joined.normed_sum(e2m1_linear.multiply(x, weight, None, "none"), other, gain, 1e-5)
 
 
 def dispatch() -> dict[str, float]:
@@ -263,7 +279,7 @@ def dispatch() -> dict[str, float]:
         wrapped(x)
         out = {
             "torch_linear_us": host_us(partial(F.linear, x, weight)),
-            "fp4_linear_us": host_us(partial(fp4_linear.linear, x, planes)),
+            "fp4_linear_us": host_us(partial(e2m1_linear.linear, x, planes)),
             "wrapped_layer_us": host_us(partial(wrapped, x)),
         }
     vb.close()
@@ -516,7 +532,7 @@ def measured(chosen: Selection, *, peer_seconds: float) -> Iterator[dict[str, ob
 
     if "rows" in chosen.parts:
         for format in chosen.formats:
-            for k, n in shapes(SHAPES if fp4_linear.packing(format) else PEER_SHAPES):
+            for k, n in shapes(SHAPES if e2m1_linear.packing(format) else PEER_SHAPES):
                 yield from timed(result, "rows", linear_rows(format, k, n, tokens(TOKENS)))
     if "dispatch" in chosen.parts:
         result["dispatch"] = dispatch()

@@ -25,9 +25,9 @@ from vbrt.cli.plan_tables import label_of
 from vbrt.cli.stats import keep_stats, stats_path
 from vbrt.config import Machine, load_config
 from vbrt.errors import FormatError
-from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
-from vbrt.kernels.cuda.e2m1 import tuning
-from vbrt.kernels.cuda.e2m1.launch_table import Launch
+from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda.e2m1 import kept, tuning
+from vbrt.kernels.cuda.launch_table import Launch
 from vbrt.report.stats import LayerStats, Stats, TierStats
 from vbrt.residency.needs import tier_needs
 from vbrt.residency.plan import PageSpec, Plan, Skip, Swap
@@ -651,9 +651,9 @@ def test_the_table_takes_names_as_they_are():
 def fake_gpu(tmp_path, monkeypatch):
     """A device of sm_90 with a cache of its own, on which one configuration takes 8 µs and any other 10."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(tuning, "_identity", lambda index: {"gpu": "Some GPU", "triton": "3.6", "kernels": 1})
+    monkeypatch.setattr(kept, "identity", lambda index: {"gpu": "Some GPU", "triton": "3.6", "kernels": 1})
     monkeypatch.setattr(tuning, "check", lambda tokens, device: None)
-    monkeypatch.setattr(fp4_linear, "major", lambda index: 9)
+    monkeypatch.setattr(devices, "major", lambda index: 9)
 
     def us(tokens, launch):
         return 8.0 if launch == Launch(4, 16, False) and tokens == 1 else 10.0

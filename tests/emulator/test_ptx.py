@@ -10,12 +10,12 @@ from tests.kernels.cuda.gpu_cases import error, tiled
 from tests.matrix import matrix
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.kernels import reference
-from vbrt.kernels.cuda import launcher as fp4_launch
-from vbrt.kernels.cuda.e2m1 import fused as fused_linear
-from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
-from vbrt.kernels.cuda.e2m1.fused import Norm
-from vbrt.kernels.cuda.e2m1.launch_table import Launch, Wide
-from vbrt.kernels.cuda.e2m1.tiles import TILES
+from vbrt.kernels.cuda import devices, launcher
+from vbrt.kernels.cuda.e2m1 import joined, launches
+from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
+from vbrt.kernels.cuda.e2m1.joined import Norm
+from vbrt.kernels.cuda.e2m1.tiles import weight_of
+from vbrt.kernels.cuda.launch_table import Gpu, Launch, PersistentLaunch, WideLaunch
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
 from vbrt.kernels.cuda.table import linear as table_linear
 
@@ -27,20 +27,21 @@ def gpu(monkeypatch, request):
     """The names of what is launched, on tensors of the CPU, as on a GPU of five multiprocessors; new memory is NaN."""
     from triton.runtime.jit import JITFunction
 
-    def by_launcher(self, key, device, grid, tensors, numbers, constants, warps):
-        run(self._kernel, *tensors, *numbers, *constants, grid=grid, num_warps=warps)
+    def by_launcher(self, device, grid, tensors, numbers, *, warps, specialized=(), **constants):
+        self._check(constants)
+        run(self._kernel, *tensors, *numbers, grid=grid, num_warps=warps, **constants)
 
     def run(kernel, *given, grid, warmup=False, **named):
         ran.append(kernel.fn.__name__)
         launched(kernel, capability, grid, given, named)
 
     capability, ran = getattr(request, "param", 90), []
-    monkeypatch.setattr(fp4_launch.Launcher, "__call__", by_launcher)
+    monkeypatch.setattr(launcher.Launcher, "__call__", by_launcher)
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(fp4_linear, "major", lambda index: capability // 10)
-    monkeypatch.setattr(fp4_linear, "_processors", lambda index: 5)
-    monkeypatch.setattr(fp4_linear, "tuned", lambda index: {})
+    monkeypatch.setattr(devices, "major", lambda index: capability // 10)
+    monkeypatch.setattr(devices, "gpu", lambda index: Gpu(capability // 10, processors=5))
+    monkeypatch.setattr(e2m1_linear, "tuned", lambda index: {})
     torch.use_deterministic_algorithms(True)
     yield ran
     torch.use_deterministic_algorithms(False)
@@ -60,7 +61,7 @@ def test_few_tokens(name, config, tokens, gpu):
     planes, weight = tiled(name, (72, 512), device="cpu")
     x, bias = torch.randn(tokens, 512).bfloat16(), torch.randn(72).bfloat16()
     y = torch.empty(tokens, 72, dtype=x.dtype)
-    fp4_linear.launch(x, planes.coarse[TILES], planes.coarse["tensor_scale"], bias, y, name, "gelu", config)
+    launches.narrow(x, weight_of(planes), bias, y, "gelu", config)
     assert error(y, reference.ACTIVATIONS["gelu"](x.double() @ weight.T + bias.double())) < 3e-3
 
 
@@ -68,7 +69,7 @@ def test_few_tokens(name, config, tokens, gpu):
 def test_few_tokens_of_any_k(tokens, k, gpu):
     planes, weight = tiled("nvfp4", (40, k), device="cpu")
     x = torch.randn(tokens, 3 * k).bfloat16()[:, k : 2 * k]
-    y = fp4_linear._fused(x, planes.coarse[TILES], planes.coarse["tensor_scale"], None, 40, "nvfp4", "silu")
+    y = e2m1_linear.multiply(x, weight_of(planes), None, "silu")
     assert error(y, reference.ACTIVATIONS["silu"](x.double() @ weight.T)) < 3e-3
     padded = k % 2 or (tokens > 8 and k % 8)
     assert gpu == ["pad_kernel", "linear_kernel"][0 if padded else 1 :]
@@ -78,17 +79,17 @@ def test_few_tokens_of_any_k(tokens, k, gpu):
 def test_other_dtypes_are_sums_of_bf16(dtype, gpu):
     planes, weight = tiled("nvfp4", (24, 256), device="cpu")
     x, bias = torch.randn(3, 256).to(dtype), torch.randn(24).to(dtype)
-    y = fp4_linear._tiled_linear(x, planes.coarse[TILES], planes.coarse["tensor_scale"], bias, "nvfp4", 24, 256, "none")
+    y = e2m1_linear.multiply(x, weight_of(planes), bias, "none")
     assert error(y, x.double() @ weight.T + bias.double()) < (1e-5 if dtype is torch.float32 else 3e-3)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_several_weights_of_one_input(name, gpu):
     made = [tiled(name, (n, 512), device="cpu") for n in (40, 16, 56)]
-    tiles, scales = ([planes.coarse[part] for planes, _ in made] for part in (TILES, "tensor_scale"))
+    weights = [weight_of(planes) for planes, _ in made]
     x = torch.randn(1, 5, 512).bfloat16()
     for count in (2, 3):
-        ys = fp4_linear.linears(x, tiles[:count], scales[:count], name, [40, 16, 56][:count], 512)
+        ys = joined.siblings(x, weights[:count])
         assert all(error(y, x.double() @ weight.T) < 3e-3 for y, (_, weight) in zip(ys, made, strict=False))
     assert gpu == ["siblings_kernel"] * 2
 
@@ -106,17 +107,16 @@ def test_layers_that_share_a_norm(name, shape, gpu):
     (n, k), rows = shape, [40, 40, 24]
     out, weight = tiled(name, shape, device="cpu")
     behind = [tiled(name, (size, n), device="cpu") for size in rows]
-    tiles, scales = ([planes.coarse[part] for planes, _ in behind] for part in (TILES, "tensor_scale"))
+    weights = [weight_of(planes) for planes, _ in behind]
     x, other, gain = (torch.randn(1, 1, size).bfloat16() for size in (k, n, n))
-    parts = out.coarse[TILES], out.coarse["tensor_scale"]
-    total, y, squares = fp4_linear.residual(x, *parts, other, gain.flatten(), name, n, k)
+    total, y, squares = joined.residual(x, weight_of(out), other, gain.flatten())
     assert error(total, x.double() @ weight.T + other.double()) < 3e-3 and torch.equal(y, total * gain)
     torch.testing.assert_close(squares.sum(), total.float().square().sum())
     normed = y.double() * torch.rsqrt(total.double().square().mean() + 1e-5)
     for count in (1, 2, 3):
-        zs = fp4_linear.linears(y, tiles[:count], scales[:count], name, rows[:count], n, squares, 1e-5)
+        zs = joined.siblings(y, weights[:count], Norm(squares, 1e-5))
         assert all(error(z, normed @ w.T) < 3e-3 for z, (_, w) in zip(zs, behind, strict=False))
-    gated = fused_linear._gated(y, tiles[0], scales[0], tiles[1], scales[1], name, 40, n, "silu", squares, 1e-5)
+    gated = joined.gated(y, *weights[:2], "silu", Norm(squares, 1e-5))
     gate, up = (normed @ w.T for _, w in behind[:2])
     assert error(gated, reference.ACTIVATIONS["silu"](gate) * up) < 3e-3
 
@@ -125,34 +125,31 @@ def test_layers_that_share_a_norm(name, shape, gpu):
 def test_a_gated_pair(name, tokens, gpu):
     (gate, w), (up, v) = (tiled(name, (72, 264), device="cpu") for _ in range(2))
     x = torch.randn(tokens, 264).bfloat16()
-    parts = [planes.coarse[part] for planes in (gate, up) for part in (TILES, "tensor_scale")]
-    y = fused_linear._gated(x, *parts, name, 72, 264, "silu")
+    y = joined.gated(x, weight_of(gate), weight_of(up), "silu")
     assert error(y, reference.ACTIVATIONS["silu"](x.double() @ w.T) * (x.double() @ v.T)) < 3e-3
 
 
 @pytest.mark.parametrize("k", [64, 2730])
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_a_norm(kind, k, gpu):
-    norm = Norm(kind, *torch.randn(2 if kind == "layer" else 1, k).bfloat16())
+def test_a_sum_and_its_norm(k, gpu):
+    gain = torch.randn(k).bfloat16()
     x, other = torch.randn(2, 3, 2 * k).bfloat16()[..., :k]
-    y, (total, summed) = fused_linear._launch_norm(x, None, norm), fused_linear._launch_norm(x, other, norm)
+    total, y = joined.normed_sum(x, other, gain, 1e-5)
     assert torch.equal(total, x + other)
-    exact = Norm(kind, *(None if t is None else t.double() for t in (norm.gain, norm.shift)))
-    assert error(y, exact(x.double())) < 3e-3 and error(summed, exact(total.double())) < 3e-3
+    assert error(y, torch.nn.functional.rms_norm(total.double(), (k,), gain.double(), 1e-5)) < 3e-3
 
 
 @matrix(name=["nvfp4", "mxfp4"], dtype=[torch.bfloat16, torch.float16, torch.float32])
 def test_a_decoded_weight_has_the_reference_s_bits(name, dtype, gpu):
     planes, _ = tiled(name, (40, 520), dtype, device="cpu")
-    w = fp4_linear._decode_tiles(planes.coarse[TILES], planes.coarse["tensor_scale"], name, 40, 520, dtype)
-    assert torch.equal(w, reference.decode_weight(fp4_linear._plain(planes)))
+    w = launches.decode(weight_of(planes), dtype)
+    assert torch.equal(w, reference.decode_weight(e2m1_linear.plain(planes)))
 
 
 WIDE = [
-    ("nvfp4", Wide(32, 4, 2, 6)),
-    ("mxfp4", Wide(64, 8, 4, 4)),
-    ("nvfp4", Wide(16, 16, 1, 6)),
-    ("nvfp4", Wide(128, 16, 1, 4)),
+    ("nvfp4", WideLaunch(32, 4, 2, 6)),
+    ("mxfp4", WideLaunch(64, 8, 4, 4)),
+    ("nvfp4", WideLaunch(16, 16, 1, 6)),
+    ("nvfp4", WideLaunch(128, 16, 1, 4)),
 ]
 
 
@@ -162,23 +159,21 @@ WIDE = [
 )
 def test_many_tokens(case, copies, gpu):
     name, config = case
-    tokens = config.TOKENS + 3
+    tokens = config.tokens + 3
     planes, weight = tiled(name, (200, 648), device="cpu")
     x, bias = torch.randn(tokens, 648).bfloat16(), torch.randn(200).bfloat16()
-    tiles, scale = planes.coarse[TILES], planes.coarse["tensor_scale"]
-    y = fp4_linear._launch_wide(x, tiles, scale, bias, 200, name, "silu", config)
+    y = launches.wide(x, weight_of(planes), bias, "silu", config)
     assert error(y, reference.ACTIVATIONS["silu"](x.double() @ weight.T + bias.double())) < 3e-3
-    apart = config.SPLITS > 1 and not config.meets
+    apart = config.splits > 1 and not config.reduces_itself
     assert gpu == ["order_kernel", "wgmma_kernel", "reduce_kernel"][: 3 if apart else 2]
 
 
 def test_partial_results_are_added_in_one_order_whichever_program_ends_last(gpu, monkeypatch):
     planes, weight = tiled("nvfp4", (72, 1024), device="cpu")
-    x, (tiles, scale) = torch.randn(13, 1024).bfloat16(), (planes.coarse[TILES], planes.coarse["tensor_scale"])
-    results = []
+    x, results = torch.randn(13, 1024).bfloat16(), []
     for backward in (False, True):
         monkeypatch.setattr(Machine, "backward", backward)
-        results.append(fp4_linear._launch_wide(x, tiles, scale, None, 72, "nvfp4", "none", Wide(16, 4, 4, 4)))
+        results.append(launches.wide(x, weight_of(planes), None, "none", WideLaunch(16, 4, 4, 4)))
     assert torch.equal(*results) and error(results[0], x.double() @ weight.T) < 3e-3
     assert gpu == ["order_kernel", "wgmma_kernel"] * 2
 
@@ -187,7 +182,7 @@ def test_partial_results_are_added_in_one_order_whichever_program_ends_last(gpu,
 def test_activations_are_as_exact_as_the_result_s_type(activation, dtype, gpu):
     v = torch.cat([torch.linspace(-12, 12, 997), torch.tensor([1e4, -1e4, float("inf"), float("nan")])])
     y = torch.empty(1, len(v), dtype=dtype)
-    fp4_linear._reduce(torch.stack([v / 2, v / 2])[:, None], None, y, 2, activation)
+    launches.reduce(torch.stack([v / 2, v / 2])[:, None], None, y, activation)
     want = reference.ACTIVATIONS[activation](v.double())
     near = 2e-7 * v.abs() + torch.finfo(dtype).eps * want.abs() + 3e-8  # half of the smallest fp16
     if dtype is torch.bfloat16:
@@ -205,14 +200,12 @@ CASES = [
 
 @pytest.mark.parametrize("copies", [True, pytest.param(False, marks=pytest.mark.exhaustive)], indirect=True)
 @pytest.mark.parametrize("case", [CASES[0], *(pytest.param(case, marks=pytest.mark.exhaustive) for case in CASES[1:])])
-def test_hundreds_of_tokens(case, copies, gpu, monkeypatch):
+def test_hundreds_of_tokens(case, copies, gpu):
     """Also with tiles that several programs share."""
     name, tokens, n, k, cut, activation = case
-    monkeypatch.setattr(fp4_linear, "cut_tiles", lambda *shape: 2 if cut else 0)
     planes, weight = tiled(name, (n, k), device="cpu")
     x, bias = torch.randn(tokens, k + 8).bfloat16()[:, :k], torch.randn(n).bfloat16()
-    tiles, scale = planes.coarse[TILES], planes.coarse["tensor_scale"]
-    y = fp4_linear._launch_persistent(x, tiles, scale, bias, n, name, activation)
+    y = launches.persistent(x, weight_of(planes), bias, activation, PersistentLaunch(2 if cut else 0))
     assert error(y, reference.ACTIVATIONS[activation](x.double() @ weight.T + bias.double())) < 3e-3
     assert gpu == ["clear_kernel", "persistent_kernel"][0 if cut else 1 :]
 
@@ -233,7 +226,7 @@ def test_tables(name, dtype, gpu, monkeypatch):
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_a_weight_in_eight_bits_is_the_rounded_one(name, gpu):
     planes, weight = tiled(name, (40, 266), device="cpu")
-    codes, scales = fp8_linear.decode8(planes.coarse[TILES], planes.coarse["tensor_scale"], name, 40, 266)
+    codes, scales = fp8_linear.decode8(weight_of(planes))
     want = (weight / scales.double()[:, None]).float().to(torch.float8_e4m3fn)
     assert torch.equal(codes[:, :266].float(), want.float()) and not codes[:, 266:].float().any()
 

@@ -10,8 +10,8 @@ from vbrt.cli.screen import Spinner, add_row, console_for_stdout, table_of, warn
 from vbrt.errors import VBError
 
 if TYPE_CHECKING:
-    from vbrt.kernels.cuda.e2m1.launch_table import Launch
     from vbrt.kernels.cuda.e2m1.tuning import Case, Found
+    from vbrt.kernels.cuda.launch_table import Launch
 
 __all__ = ["add"]
 
@@ -120,7 +120,7 @@ class _TuneRows:
 
 
 def _launch(launch: "Launch") -> str:
-    return f"R{launch.R} WK{launch.WK}{' ahead' if launch.PREFETCH else ''}"
+    return f"R{launch.row_tiles} WK{launch.k_warps}{' ahead' if launch.prefetch else ''}"
 
 
 def _show_tuned(tuning: ModuleType, device: int) -> None:

@@ -1,6 +1,5 @@
 """Ops on planes: a reference in plain torch and faster ones for CPUs and GPUs, found by `resolve`."""
 
-from vbrt.kernels.cuda.e2m1.fused import Norm
 from vbrt.kernels.cuda.e2m1.linear import Packing
 from vbrt.kernels.cuda.e2m1.tiles import TILES, page_of
 from vbrt.kernels.cuda.rounded.fp4 import fp4_refusal
@@ -14,7 +13,6 @@ __all__ = [
     "KERNELS",
     "TILES",
     "Kernel",
-    "Norm",
     "Packing",
     "PageOrder",
     "fp4_refusal",

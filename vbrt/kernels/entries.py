@@ -7,7 +7,7 @@ import torch
 from vbrt.kernels import reference
 from vbrt.kernels.cpu import build as cpu_build
 from vbrt.kernels.cpu import linear as cpu_linear
-from vbrt.kernels.cuda.e2m1 import fused as fused_linear
+from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.fine import merge
 from vbrt.kernels.cuda.rounded import fp4 as fp4_linear
@@ -21,12 +21,12 @@ __all__ = ["KERNELS"]
 @functools.cache
 def _no_triton(device: torch.device) -> str | None:
     """Why Triton's kernels cannot run on a CUDA device, or None."""
-    if not e2m1_linear.available():
+    if not devices.available():
         return "Triton with Gluon is not installed"
     if (device.index or 0) >= torch.cuda.device_count():
         return f"{device} is not there"
     major, minor = torch.cuda.get_device_capability(device)
-    return None if major >= e2m1_linear.MIN_MAJOR else f"sm_{major}{minor} is older than sm_80"
+    return None if major >= devices.MIN_MAJOR else f"sm_{major}{minor} is older than sm_80"
 
 
 _reference = functools.partial(Kernel, backend="reference", runs_unpacked=True)
@@ -48,8 +48,6 @@ _tables = functools.partial(_triton, formats=table_linear.FORMATS, runs_unpacked
 KERNELS = (
     _reference("decode_weight", run=reference.decode_weight),
     _reference("linear", run=reference.linear),
-    _reference("norm_linear", run=fused_linear.norm_reference),
-    _reference("gated_linear", run=fused_linear.gated_reference),
     _built("decode_weight", run=cpu_linear.decode_weight, turned=cpu_linear.decode_turned),
     _built("linear", run=cpu_linear.linear),
     # nothing to decode: torch's own matmul, and nothing to build
@@ -63,8 +61,6 @@ KERNELS = (
         page_order=e2m1_linear.packing,
         merges=merge.serves_shape,
     ),
-    _triton("norm_linear", run=fused_linear.norm_linear),
-    _triton("gated_linear", run=fused_linear.gated_linear),
     _tables("decode_weight", run=table_linear.decode_weight),
     _tables("linear", run=table_linear.linear, prepare=table_linear.prepare),
 )

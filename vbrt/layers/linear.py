@@ -481,7 +481,7 @@ def compiled_linear(layer: VBLayer, x: torch.Tensor, bias: torch.Tensor | None) 
     if frozen and form is not None and x.numel() <= _FEW_TOKENS * x.shape[-1]:
         page, tiles = layer._vb_page, GraphForm.parse(form)
         if x.dtype == tiles.dtype and x.device == page.device:
-            return torch.ops.vbrt.fp4_linear(x, page, None, bias, tiles.format, tiles.n, tiles.k, "none")
+            return torch.ops.vbrt.fp4_linear(x, page, None, bias, tiles.format, tiles.n, "none")
     handle = layer._vb_handle
     if frozen:
         planes = graph_planes(handle)

@@ -3,7 +3,7 @@
 import torch
 
 from vbrt.formats import WeightPlanes, get_format
-from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
+from vbrt.kernels.cuda.e2m1.linear import packing
 
 
 def tiled(name, shape, dtype=torch.bfloat16, device="cuda"):
@@ -12,7 +12,7 @@ def tiled(name, shape, dtype=torch.bfloat16, device="cuda"):
     coarse = fmt.encode(torch.randn(shape, device=device) * 0.03)
     if name == "nvfp4":
         coarse["tensor_scale"] *= 1.2345  # published checkpoints: not a power of two
-    planes = WeightPlanes(name, shape, dtype, fp4_linear.packing(name).pack(coarse, shape))
+    planes = WeightPlanes(name, shape, dtype, packing(name).pack(coarse, shape))
     return planes, fmt.decode(coarse, shape, torch.float64)
 
 

@@ -16,8 +16,9 @@ from tests.matrix import matrix
 from vbrt.formats import get_format
 from vbrt.formats.rounding import E2M1_LEVELS
 from vbrt.kernels import fp4_refusal, resolve
-from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
-from vbrt.kernels.cuda.e2m1 import tiles as fp4_tiles
+from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
+from vbrt.kernels.cuda.e2m1.tiles import TILES, TiledWeight, is_tiled, weight_of
 from vbrt.kernels.cuda.rounded import fp4 as fp4_scaled
 from vbrt.kernels.cuda.rounded.fp4 import FP4_TOKENS, Operand
 from vbrt.kernels.cuda.table import linear as table_linear
@@ -99,7 +100,7 @@ def check_weights(name, shape, device):
     planes, weight = tiled(name, shape, device=device)
     if device == "cuda":
         poison()
-    w = fp4_scaled.pack(planes.coarse["mma_tiles_v1"], planes.coarse["tensor_scale"], name, *shape)
+    w = fp4_scaled.pack(weight_of(planes))
     wide = -(-shape[1] // 32) * 32
     scale = plain_scales(w).float() * w.unit  # both products rounded to fp32, as in the format's decode
     decoded = levels(w).float() * scale.repeat_interleave(16, dim=1)
@@ -112,8 +113,8 @@ def check_fading(device):
     """mxfp4 scales down to 2^-17 of the largest are exact in E4M3, and what is smaller becomes zero."""
     top = torch.arange(32, device=device).exp2().reciprocal()
     coarse = get_format("mxfp4").encode(torch.full((32, 64), 6.0, device=device) * top.unsqueeze(1))
-    packed = fp4_linear.packing("mxfp4").pack(coarse, (32, 64))
-    w = fp4_scaled.pack(packed["mma_tiles_v1"], packed["tensor_scale"], "mxfp4", 32, 64)
+    packed = e2m1_linear.packing("mxfp4").pack(coarse, (32, 64))
+    w = fp4_scaled.pack(TiledWeight(packed[TILES], packed["tensor_scale"], "mxfp4", 32, 64))
     want = get_format("mxfp4").decode(coarse, (32, 64), torch.float64)
     want[18:] = 0
     assert torch.equal(dense(w), want) and want[17].all()
@@ -162,8 +163,8 @@ def interpreted():
     check_activations(5, 31, "cpu", torch.float32)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.cuda, "device", contextlib.nullcontext))
-        stack.enter_context(mock.patch.object(fp4_linear, "serves", lambda planes: True))
-        stack.enter_context(mock.patch.object(fp4_linear, "major", lambda index: 10))
+        stack.enter_context(mock.patch.object(e2m1_linear, "serves", lambda planes: True))
+        stack.enter_context(mock.patch.object(devices, "major", lambda index: 10))
         stack.enter_context(mock.patch.object(fp4_scaled, "_scaled_matmul", emulated))
         for name in NAMES:
             check_products(name, "cpu")
@@ -187,7 +188,7 @@ def test_the_packing_kernel_compiles_with_wide_stores(capability, e8):
 
     types = {"tile_ptr": "*i32", "scale_ptr": "*fp32", "code_ptr": "*i32", "block_ptr": "*i32", "unit_ptr": "*fp32"}
     types |= dict.fromkeys(("N", "chunks", "columns"), "i32")
-    constants = {"E8": e8, "COLUMNS": 4}
+    constants = {"E8M0_SCALES": e8, "COLUMNS": 4}
     aligned = ("tile_ptr", "code_ptr", "block_ptr")
     ptx = compiled(fp4_scaled_triton.pack_kernel, types, constants, capability, aligned=aligned, gluon=False).asm["ptx"]
     assert ptx.count("st.global.v4") == 2
@@ -252,7 +253,7 @@ def test_the_cpu_computes_the_fp4_op_as_without_it():
     planes, _ = tiled("nvfp4", (32, 128), torch.bfloat16, "cpu")
     x = torch.randn(1024, 128).bfloat16()
     assert fp4_scaled.route(x, planes) == "reference"
-    assert torch.equal(fp4_scaled.linear(x, planes, None, "relu"), fp4_linear.linear(x, planes, None, "relu"))
+    assert torch.equal(fp4_scaled.linear(x, planes, None, "relu"), e2m1_linear.linear(x, planes, None, "relu"))
 
 
 @pytest.mark.parametrize(
@@ -262,7 +263,7 @@ def test_the_cpu_computes_the_fp4_op_as_without_it():
      ((12, 0), "13.0", None)],
 )  # fmt: skip
 def test_gpus_before_sm_100_and_old_libraries_are_refused(monkeypatch, capability, cuda, reason):
-    monkeypatch.setattr(fp4_linear, "available", lambda: True)
+    monkeypatch.setattr(devices, "available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -272,23 +273,23 @@ def test_gpus_before_sm_100_and_old_libraries_are_refused(monkeypatch, capabilit
 
 
 def test_what_is_not_served_goes_the_ordinary_way(monkeypatch):
-    monkeypatch.setattr(fp4_linear, "serves", lambda planes: fp4_tiles.is_tiled(planes.coarse))
-    monkeypatch.setattr(fp4_linear, "route", lambda x, planes: "another")
-    monkeypatch.setattr(fp4_linear, "major", lambda index: 10)
+    monkeypatch.setattr(e2m1_linear, "serves", lambda planes: is_tiled(planes.coarse))
+    monkeypatch.setattr(e2m1_linear, "route", lambda x, planes: "another")
+    monkeypatch.setattr(devices, "major", lambda index: 10)
     planes, _ = tiled("nvfp4", (32, 128), device="cpu")
     odd, _ = tiled("nvfp4", (40, 128), device="cpu")
-    plain = fp4_linear._plain(planes)
+    plain = e2m1_linear.plain(planes)
     x = torch.randn(FP4_TOKENS, 128).bfloat16()
     assert fp4_scaled.route(x, planes) == "fp4"
     for x_, p in ((x[1:], planes), (x.half(), planes), (x, odd), (x, plain)):
         assert fp4_scaled.route(x_, p) == "another"
-    monkeypatch.setattr(fp4_linear, "major", lambda index: 9)
+    monkeypatch.setattr(devices, "major", lambda index: 9)
     assert fp4_scaled.route(x, planes) == "another"
 
 
 def test_a_compiled_graph_holds_the_op(monkeypatch):
-    monkeypatch.setattr(fp4_linear, "serves", lambda planes: True)
-    monkeypatch.setattr(fp4_linear, "major", lambda index: 10)
+    monkeypatch.setattr(e2m1_linear, "serves", lambda planes: True)
+    monkeypatch.setattr(devices, "major", lambda index: 10)
     planes, _ = tiled("nvfp4", (32, 128), device="cpu")
     bias, graphs = torch.randn(32).bfloat16(), []
 
@@ -360,11 +361,11 @@ def test_fp4_runs_are_identical_in_graphs_and_compiled(served):
         quantized_x = fp4_scaled.quantize(x[0])
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            got = fp4_scaled.quantize(x[0]), fp4_scaled.pack(*args[1:3], *args[4:])
+            got = fp4_scaled.quantize(x[0]), fp4_scaled.pack(weight_of(planes))
         for operand in got:
             operand.scales.view(torch.uint8).fill_(0x7F)
         graph.replay()
-        assert same(got[0], quantized_x) and same(got[1], fp4_scaled.pack(*args[1:3], *args[4:]))
+        assert same(got[0], quantized_x) and same(got[1], fp4_scaled.pack(weight_of(planes)))
 
 
 @pytest.mark.gpu
@@ -379,13 +380,13 @@ def test_shapes_without_an_fp4_matmul_are_computed_all_the_same(bias, served, mo
     b = torch.randn(64, device="cuda", dtype=torch.bfloat16) if bias else None
     with pytest.warns(UserWarning, match="compute.fp4: no FP4 matmul for 330 -> 64"):
         y = fp4_scaled.linear(x, planes, b)
-    torch.testing.assert_close(y, fp4_linear.linear(x, planes, b), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(y, e2m1_linear.linear(x, planes, b), atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.gpu
 def test_the_gpu_resolves_the_fp4_op():
     kernel = resolve("linear", "auto", torch.device("cuda"), "nvfp4", rounding="fp4")
-    assert kernel.run is fp4_scaled.linear and kernel.page_order("nvfp4") == fp4_linear.packing("nvfp4")
+    assert kernel.run is fp4_scaled.linear and kernel.page_order("nvfp4") == e2m1_linear.packing("nvfp4")
 
 
 @pytest.mark.gpu
@@ -395,7 +396,7 @@ def test_the_vendors_matmul_gives_the_emulations_product(name):
         pytest.skip(why)
     for tokens, (n, k) in ((512, (256, 512)), (700, (80, 2730)), (2048, (4096, 4096))):
         planes, _ = tiled(name, (n, k))
-        w = fp4_scaled.pack(planes.coarse["mma_tiles_v1"], planes.coarse["tensor_scale"], name, n, k)
+        w = fp4_scaled.pack(weight_of(planes))
         x = fp4_scaled.quantize(torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16))
         got = fp4_scaled._scaled_matmul(x, w, torch.bfloat16)
         assert error(got, emulated(x, w, torch.float64)) < 4e-3

@@ -6,7 +6,8 @@ from tests.kernels.cuda.gpu_cases import compiled, error, poison, tiled
 from tests.matrix import matrix
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.kernels import fp8_refusal, reference, resolve
-from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
+from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
+from vbrt.kernels.cuda.e2m1.tiles import weight_of
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
 
 CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ def test_without_a_gpu_planes_go_through_the_reference():
     planes, _ = tiled("nvfp4", (32, 128), torch.bfloat16, "cpu")
     x = torch.randn(1024, 128).bfloat16()
     assert fp8_linear.route(x, planes) == "reference"
-    assert torch.equal(fp8_linear.linear(x, planes, None, "relu"), fp4_linear.linear(x, planes, None, "relu"))
+    assert torch.equal(fp8_linear.linear(x, planes, None, "relu"), e2m1_linear.linear(x, planes, None, "relu"))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -51,7 +52,7 @@ def test_the_e4m3_decoder_compiles_with_wide_stores(capability, e8):
 
     types = {"tile_ptr": "*i32", "scale_ptr": "*fp32", "w_ptr": "*i32", "row_scale_ptr": "*fp32"}
     types |= dict.fromkeys(("N", "quads", "columns"), "i32")
-    constants = {"E8": e8, "WARPS": 4}
+    constants = {"E8M0_SCALES": e8, "WARPS": 4}
     binary = compiled(fp8_gluon.decode8_kernel, types, constants, capability, aligned=("tile_ptr", "w_ptr"))
     assert binary.asm["ptx"].count("st.global.v4") == 4
 
@@ -64,7 +65,7 @@ def test_the_quantizer_compiles_with_wide_accesses(capability, once):
     types = {"x_ptr": "*bf16", "q_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
     types |= dict.fromkeys(("K", "x_stride", "q_stride"), "i32")
     aligned = ("x_ptr", "q_ptr", "K", "x_stride", "q_stride")
-    constants = {"BLOCK": 4096, "ONCE": once}
+    constants = {"BLOCK": 4096, "WHOLE_ROW": once}
     ptx = compiled(fp8_gluon.quantize_kernel, types, constants, capability, aligned=aligned, gluon=False).asm["ptx"]
     assert ptx.count("ld.global.v4") == (4 if once else 8) and ptx.count("st.global.v4") == 2
 
@@ -108,7 +109,7 @@ def test_shapes_without_an_fp8_matmul_are_computed_all_the_same(fp8):
 def test_codes_and_scales_are_the_rounded_weights(name, fp8):
     planes, weight = tiled(name, (208, 2730))
     poison()
-    q, scale = fp8_linear.decode8(planes.coarse["mma_tiles_v1"], planes.coarse["tensor_scale"], name, *planes.shape)
+    q, scale = fp8_linear.decode8(weight_of(planes))
     assert q.shape == (208, 2736) and not q[:, 2730:].float().any()
     want = (weight / scale.double()[:, None]).float().to(torch.float8_e4m3fn)
     assert torch.equal(q[:, :2730].float(), want.float())
@@ -133,8 +134,8 @@ def test_few_tokens_other_dtypes_and_odd_widths_are_not_rounded_to_fp8(fp8):
     odd, _ = tiled("nvfp4", (250, 512))
     x = torch.randn(2048, 512, device="cuda", dtype=torch.bfloat16)
     for x_, p in ((x[:100], planes), (x.half(), planes), (x, odd)):
-        assert fp8_linear.route(x_, p) == fp4_linear.route(x_, p)
-        assert torch.equal(fp8_linear.linear(x_, p), fp4_linear.linear(x_, p))
+        assert fp8_linear.route(x_, p) == e2m1_linear.route(x_, p)
+        assert torch.equal(fp8_linear.linear(x_, p), e2m1_linear.linear(x_, p))
 
 
 @pytest.mark.gpu
@@ -166,7 +167,7 @@ def test_fp8_runs_are_identical_in_graphs_and_compiled(fp8):
 @pytest.mark.gpu
 def test_the_gpu_resolves_the_fp8_op(fp8):
     kernel = resolve("linear", "auto", torch.device("cuda"), "nvfp4", rounding="fp8")
-    assert kernel.run is fp8_linear.linear and kernel.page_order("nvfp4") == fp4_linear.packing("nvfp4")
+    assert kernel.run is fp8_linear.linear and kernel.page_order("nvfp4") == e2m1_linear.packing("nvfp4")
 
 
 @pytest.mark.gpu

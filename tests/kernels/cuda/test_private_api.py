@@ -2,14 +2,12 @@
 
 import inspect
 import types
-import warnings
 
 import pytest
 import torch
 
 from vbrt.errors import KernelError
 from vbrt.kernels.cuda import private_api
-from vbrt.kernels.cuda.launcher import Launcher
 
 triton = pytest.importorskip("triton")
 
@@ -45,40 +43,6 @@ def test_a_compiled_kernel_is_called_as_triton_calls_it():
     compiled = types.SimpleNamespace(run=lambda *args: given.append(args), function="f", packed_metadata="m")
     private_api.direct_launch(compiled)(3, 2, 7, [16, 32], (5,), (True,))
     assert given == [(3, 2, 1, 7, "f", "m", None, None, None, 16, 32, 5, True)]
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    """A launcher on a device that is not there: what it launches through Triton, and by itself."""
-    by_triton, direct = [], []
-    compiled = types.SimpleNamespace(run=lambda *args: direct.append(args), function=0, packed_metadata=0)
-
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda *args, **options: by_triton.append(args) or compiled
-
-    monkeypatch.setattr(private_api, "current_device", lambda: 0)
-    monkeypatch.setattr(private_api, "raw_stream", lambda device: 0)
-    launcher, x = Launcher(Kernel()), torch.zeros(4)
-    return (lambda: launcher(("key",), 0, (1, 1), (x,), (4,), (), 4)), by_triton, direct
-
-
-def test_the_second_launch_goes_around_triton(launches):
-    launch, by_triton, direct = launches
-    for _ in range(3):
-        launch()
-    assert (len(by_triton), len(direct)) == (1, 2)
-
-
-def test_an_untested_triton_launches_each_kernel_itself_and_that_is_announced_once(launches, monkeypatch):
-    launch, by_triton, direct = launches
-    monkeypatch.setattr(triton, "__version__", "3.10.0")
-    with pytest.warns(UserWarning, match=r"Triton 3\.10\.0: .* tested with 3\.6 to 3\.9"):
-        launch()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        launch()
-    assert (len(by_triton), len(direct)) == (2, 0)
 
 
 def test_constants_are_known_by_the_names_of_the_signature():

@@ -64,7 +64,15 @@ def test_the_fused_table_kernel_compiles(capability, signed):
         "x_stride": "i32",
         "y_stride": "i32",
     }
-    constants = {"NT": 2, "WK": 8, "UNROLL": 2, "SIGNED": signed, "TAIL": True, "ACTIVATION": "gelu", "BIAS": True}
+    constants = {
+        "TOKEN_GROUPS": 2,
+        "K_WARPS": 8,
+        "UNROLL": 2,
+        "SIGNED": signed,
+        "K_TAIL": True,
+        "ACTIVATION": "gelu",
+        "HAS_BIAS": True,
+    }
     aligned = ("x_ptr", "code_ptr", "y_ptr", "K", "x_stride", "y_stride")
     ptx = compiled(table_gluon.linear_kernel, types, constants, capability, warps=8, aligned=aligned).asm["ptx"]
     assert ptx.count("mma.sync") == 16 and ptx.count("prmt.b32") >= 2 * 8 * 8

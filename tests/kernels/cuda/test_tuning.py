@@ -8,12 +8,13 @@ import vbrt
 from tests.kernels.cuda.gpu_cases import error, tiled
 from vbrt.config import Machine
 from vbrt.errors import KernelError, VBError
-from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
-from vbrt.kernels.cuda.e2m1 import tuning
-from vbrt.kernels.cuda.e2m1.launch_table import Launch
+from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda.e2m1 import kept, tuning
+from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.e2m1.tuning import Case, Found
+from vbrt.kernels.cuda.launch_table import Launch
 
-IDENTITY = {"gpu": "Some GPU", "triton": "3.6.0", "kernels": tuning.KERNELS}
+IDENTITY = {"gpu": "Some GPU", "triton": "3.6.0", "kernels": kept.KERNELS}
 FASTEST = Launch(4, 16, False)  # in no table
 
 
@@ -35,8 +36,8 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def some_gpu(monkeypatch):
-    monkeypatch.setattr(tuning, "_identity", lambda index: dict(IDENTITY))
-    return tuning.tuning_path("Some GPU", "3.6.0")
+    monkeypatch.setattr(kept, "identity", lambda index: dict(IDENTITY))
+    return kept.tuning_path("Some GPU", "3.6.0")
 
 
 @pytest.fixture
@@ -44,8 +45,8 @@ def fake_gpu(monkeypatch):
     """A device of sm_90 on which `FASTEST` takes 8 µs and any other configuration 10."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(fp4_linear, "major", lambda index: 9)
-    monkeypatch.setattr(fp4_linear, "available", lambda: True)
+    monkeypatch.setattr(devices, "major", lambda index: 9)
+    monkeypatch.setattr(devices, "available", lambda: True)
 
     def us(tokens, launch):
         return 8.0 if launch == FASTEST else 10.0
@@ -55,7 +56,7 @@ def fake_gpu(monkeypatch):
 
 def test_what_is_written_is_read_again(some_gpu, own_cache):
     launches = {(1, 256, 32): Launch(2, 16, True), (2, 896, 32): Launch(1, 4, False)}
-    assert tuning._write(launches, IDENTITY) == some_gpu
+    assert kept.write(launches, IDENTITY) == some_gpu
     assert some_gpu.is_relative_to(own_cache) and [p.name for p in some_gpu.parent.iterdir()] == [some_gpu.name]
     assert tuning.tuned(0) == launches
 
@@ -80,8 +81,8 @@ def test_a_damaged_or_foreign_file_is_announced_and_ignored(some_gpu, change):
 
 
 def test_another_gpu_triton_or_kernel_has_another_file():
-    paths = {tuning.tuning_path(gpu, version) for gpu in ("NVIDIA H200", "NVIDIA L4") for version in ("3.6.0", "3.9.0")}
-    assert len(paths) == 4 and all(path.name.endswith(f"-v{tuning.KERNELS}.json") for path in paths)
+    paths = {kept.tuning_path(gpu, version) for gpu in ("NVIDIA H200", "NVIDIA L4") for version in ("3.6.0", "3.9.0")}
+    assert len(paths) == 4 and all(path.name.endswith(f"-v{kept.KERNELS}.json") for path in paths)
 
 
 def test_only_what_beats_the_table_by_more_than_noise_replaces_it():
@@ -105,7 +106,7 @@ def test_what_cannot_be_tuned_is_refused(monkeypatch):
     for device in (-1, 2):
         with pytest.raises(KernelError, match=f"device = {device}; expected 0 to 1"):
             vbrt.tune(plan, device=device)
-    monkeypatch.setattr(fp4_linear, "major", lambda index: 7)
+    monkeypatch.setattr(devices, "major", lambda index: 7)
     with pytest.raises(KernelError, match="device 1 is older than sm_80"):
         vbrt.tune(plan, device=1)
 
@@ -130,13 +131,13 @@ def test_each_shape_and_number_of_tokens_is_timed_once_on_the_kernel_that_it_run
 
 
 def test_each_result_is_reported_once_it_is_kept_and_used(some_gpu, fake_gpu):
-    kept = []
-    path = vbrt.tune(plan_of((512, 1024), (1024, 512)), report=lambda found: kept.append((found, tuning.tuned(0))))
-    assert path == some_gpu and len(kept) == 4
-    for count, (found, held) in enumerate(kept, start=1):
+    reports = []
+    path = vbrt.tune(plan_of((512, 1024), (1024, 512)), report=lambda found: reports.append((found, tuning.tuned(0))))
+    assert path == some_gpu and len(reports) == 4
+    for count, (found, held) in enumerate(reports, start=1):
         assert len(held) == count and held[found.case.key] == found.launch == FASTEST
         assert (found.table_us, found.us) == (10.0, 8.0) and found.table != FASTEST
-    assert tuning.tuned(0) == kept[-1][1]
+    assert tuning.tuned(0) == reports[-1][1]
     assert set(tuning.tuned(0)) == {(groups, *shape) for groups in (1, 2) for shape in ((32, 8), (64, 4))}
 
 
@@ -179,4 +180,4 @@ def test_tuned_layers_compute_the_same(monkeypatch):
     planes, weight = tiled("nvfp4", (512, 1024))
     for tokens in (1, 16):
         x = torch.randn(tokens, 1024, device="cuda", dtype=torch.bfloat16)
-        assert error(fp4_linear.linear(x, planes), x.double() @ weight.T) < 3e-3
+        assert error(e2m1_linear.linear(x, planes), x.double() @ weight.T) < 3e-3

@@ -1,23 +1,23 @@
-"""Layers that read one tensor, in one launch: a pass over the graphs of torch.compile.
+"""Joining layers that read one tensor into one launch: a pass over the graphs of torch.compile.
 
     step = torch.compile(model, options=vbrt.compile_options("reduce-overhead"))
 
 A query, key and value projection, or a gate and an up projection, are layers of their own in a model; of a compiled
 graph their common input can be read off. One launch in place of two or three saves the gaps between them, and layers
 too short to fill a GPU fill it together. Holds for 4-bit layers that never move, without a bias, for up to 8 tokens:
-more tokens make a launch long enough not to care. A gate and an up projection whose results only meet in
-activation(gate) * up go one step further, into the launch of `gated_linear`, for as many tokens as that takes; it
-rounds once, where the graph rounded both results and the activation. And a residual sum and its RMS norm in front of
-such layers become one launch, which those start beside; inductor's own kernel for both they would wait for. With one
-token and a layer before the sum there is none at all: that layer adds the residual, multiplies by the norm's gain and
-leaves sums of squares, from which the layers behind it have the norm's factor.
+more tokens make a launch long enough not to care. A gate and an up projection that are read by activation(gate) * up
+alone become one launch that also multiplies, for as many tokens as that takes; it rounds once, where the graph rounded
+both results and the activation. A residual sum and its RMS norm in front of such layers become one launch, while which
+those layers load their first weights; for inductor's own kernel they would wait. With one token and a layer before the
+sum there is no launch at all: that layer adds the residual, multiplies by the norm's gain and computes sums of squares,
+from which the layers behind it get the norm's factor.
 
 The graph has an activation or a norm as inductor's decompositions of this torch leave it, so it is compared with what
 they make of the same expression. The road not taken: a pass before decomposition, where `nn.SiLU` is one node but the
 layers are not yet operators.
 
-What a graph checks at each call, one token's time on the host, loses the tests of tiles: what they are, and that they
-stay, is in a string of the layer, which is tested on.
+Of the guards that a graph checks at each call those on tiles are dropped: what the tiles are, and that they stay where
+they are, is in a string of the layer, whose guard is kept.
 """
 
 import functools
@@ -32,15 +32,13 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from vbrt.kernels.cuda import private_api
-from vbrt.kernels.cuda.e2m1 import fused as fused_linear
-from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
-from vbrt.kernels.cuda.e2m1.fused import MAX_ROW, MAX_TOKENS, gates_in_one
+from vbrt.kernels.cuda.e2m1 import joined, linear
+from vbrt.kernels.cuda.e2m1.joined import GATED_TOKENS, MOST_SIBLINGS, NORM_ROW, SIBLING_TOKENS, gates_in_one
 from vbrt.kernels.cuda.e2m1.tiles import ROWS
 from vbrt.kernels.reference import ACTIVATIONS, activate
 
 __all__ = ["JoinSiblings", "compile_options"]
 
-_TOKENS, _LAYERS = 8, 3  # what `fp4_linear.linears` takes in one launch
 _PLANES = "_vb_page"  # the attribute by which a layer holds planes that never move
 _EPS = 0.125  # stands for any number in what is traced
 
@@ -77,14 +75,14 @@ class JoinSiblings(private_api.graph_pass_base()):  # type: ignore[misc]  # a cl
         place = {node: at for at, node in enumerate(graph.nodes)}
         families: dict[Any, list[Node]] = {}
         for node in graph.find_nodes(op="call_function", target=torch.ops.vbrt.fp4_linear.default):
-            x, _, scale, _, format, _, k, _ = node.args
+            x, _, scale, _, format, _, _ = node.args
             if _can_join(node):
-                families.setdefault((x, scale is None, format, k), []).append(node)
+                families.setdefault((x, scale is None, format), []).append(node)
         for nodes in families.values():
             # all are computed where the first one is, so their weights must be there by then
             early = [n for n in nodes if all(place[t] < place[nodes[0]] for t in n.args[1:3] if t is not None)]
-            for at in range(0, len(early) - 1, _LAYERS):
-                _join(graph, early[at : at + _LAYERS])
+            for at in range(0, len(early) - 1, MOST_SIBLINGS):
+                _join(graph, early[at : at + MOST_SIBLINGS])
         for node in graph.find_nodes(op="call_function", target=torch.ops.vbrt.normed_sum.default):
             _share(graph, node)
         for op in {node.target for node in graph.nodes if getattr(node.target, "namespace", None) == "vbrt"}:
@@ -92,20 +90,26 @@ class JoinSiblings(private_api.graph_pass_base()):  # type: ignore[misc]  # a cl
 
     def uuid(self) -> Any:
         """What compiled graphs are cached under: the files that say what is joined."""
-        return private_api.hash_of_files((__file__, fp4_linear.__file__, fused_linear.__file__))
+        return private_api.hash_of_files((__file__, linear.__file__, joined.__file__))
 
 
 def _tokens(node: Node) -> int:
-    """Of a product that can be joined with others; 0 for any other node, and where their number is not fixed."""
+    """Of a product that can be joined with others; 0 for any other node, and if their number is not fixed."""
     if node.target is not torch.ops.vbrt.fp4_linear.default:
         return 0
-    x, _, _, bias, _, _, k, activation = node.args
+    x, _, _, bias, _, _, activation = node.args
+    k = _k(x)
     tokens = x.meta["val"].numel() // k if isinstance(k, int) and k else None
     return tokens if isinstance(tokens, int) and bias is None and activation == "none" else 0
 
 
+def _k(x: Node) -> Any:
+    """The columns of a layer's input."""
+    return x.meta["val"].shape[-1]
+
+
 def _can_join(node: Node) -> bool:
-    return 0 < _tokens(node) <= _TOKENS
+    return 0 < _tokens(node) <= SIBLING_TOKENS
 
 
 @functools.cache
@@ -139,8 +143,8 @@ def _traced(fn: Callable[..., Tensor], *inputs: Tensor) -> tuple[Node, ...]:
 
 
 def _matches(node: Any, traced: Node, found: dict[Any, Any]) -> bool:
-    """Whether a node computes what a traced one does; `found` says of what each traced node is the likeness, and what
-    stands for `_EPS`."""
+    """True if a node computes what a traced one does; fills `found` with the node of each traced one, and the number
+    in the place of `_EPS`."""
     if not isinstance(node, Node):
         return False
     if traced in found:
@@ -163,7 +167,7 @@ def _same(ours: Any, theirs: Any, found: dict[Any, Any]) -> bool:
 
 
 def _norm(graph: Graph, y: Any) -> None:
-    """Put one launch in the place of a sum of two tensors and its RMS norm `y`, if that is what y is."""
+    """Replace a sum of two tensors and its RMS norm by one launch, if that is what `y` is."""
     for given, gain, result in _norms():
         found: dict[Any, Any] = {}
         if not _matches(y, result, found):
@@ -182,9 +186,9 @@ def _norm(graph: Graph, y: Any) -> None:
 
 
 def _share(graph: Graph, both: Node) -> None:
-    """Have the layer before a sum and its norm compute them but for the norm's factor, which those behind it apply.
+    """Have the layer before a sum and its norm compute them but for the norm's factor, which the layers behind apply.
 
-    If it is one token's, one of what is summed is a layer's result that nothing else reads, and only layers read y.
+    Does so for one token, if one summand is a layer's result that nothing else reads, and only layers read y.
     """
     *summed, gain, eps = both.args
     parts = {node.args[1]: node for node in both.users}
@@ -197,9 +201,9 @@ def _share(graph: Graph, both: Node) -> None:
             break
     else:
         return
-    x, tiles, scale, _, format, _, k, _ = layer.args
+    x, tiles, scale, _, format, _, _ = layer.args
     with graph.inserting_before(both):
-        made = graph.call_function(torch.ops.vbrt.fp4_residual.default, (x, tiles, scale, other, gain, format, n, k))
+        made = graph.call_function(torch.ops.vbrt.fp4_residual.default, (x, tiles, scale, other, gain, format, n))
         squares = graph.call_function(operator.getitem, (made, 2))
     squares.meta["val"] = value.new_empty(-(-n // ROWS), dtype=torch.float32)
     made.meta["val"] = [*both.meta["val"], squares.meta["val"]]
@@ -214,30 +218,30 @@ def _share(graph: Graph, both: Node) -> None:
 
 
 def _can_share(user: Node, y: Node) -> bool:
-    """Whether it is a layer, or several, that can apply the factor of a norm to its x."""
+    """True if it is a layer, or several, that can apply the factor of a norm to its x."""
     several = user.target in (torch.ops.vbrt.fp4_linears.default, torch.ops.vbrt.fp4_gated.default)
     return (several or _can_join(user)) and user.args[0] is y and user.all_input_nodes.count(y) == 1
 
 
 def _is_sum(node: Node) -> bool:
-    """Of two bf16 tensors of one shape, with few enough rows that are short enough for the kernel."""
+    """True for a sum of two bf16 tensors of one shape, with few enough and short enough rows for the kernel."""
     if node.target is not torch.ops.aten.add.Tensor or node.kwargs or not all(isinstance(a, Node) for a in node.args):
         return False
     value, *others = (n.meta["val"] for n in (node, *node.args))
     alike = all(other.shape == value.shape and other.dtype is torch.bfloat16 for other in others)
     k = value.shape[-1]
-    return alike and isinstance(value.numel(), int) and k <= MAX_ROW and 0 < value.numel() <= MAX_TOKENS * k
+    return alike and isinstance(value.numel(), int) and k <= NORM_ROW and 0 < value.numel() <= GATED_TOKENS * k
 
 
 def _is_gain(node: Node, total: Node) -> bool:
-    """A bf16 parameter: it is there wherever the launch is put."""
+    """True for a bf16 parameter, which is there wherever the launch is put."""
     value = node.meta["val"]
     fits = value.shape == total.meta["val"].shape[-1:] and value.is_contiguous()
     return fits and node.op == "placeholder" and value.dtype is torch.bfloat16
 
 
 def _gate(graph: Graph, product: Node) -> None:
-    """Put one launch in the place of activation(gate) * up, if that is what `product` is."""
+    """Replace activation(gate) * up by one launch, if that is what `product` is."""
     for first, up in (product.args, product.args[::-1]):
         for name, (given, result) in _gates().items():
             found: dict[Node, Node] = {}
@@ -245,8 +249,8 @@ def _gate(graph: Graph, product: Node) -> None:
                 continue
             gate, inner = found[given], {*found.values(), up}
             if _are_gated(gate, up) and all(user is product or user in inner for n in inner for user in n.users):
-                x, tiles, scale, _, format, n, k, _ = gate.args
-                args = (x, tiles, scale, *up.args[1:3], format, n, k, name)
+                x, *_, format, n, _ = gate.args
+                args = (x, _weights([gate, up]), format, n, name)
                 _replace(graph, product, torch.ops.vbrt.fp4_gated.default, args)
                 for node in reversed([node for node in graph.nodes if node in inner]):
                     graph.erase_node(node)
@@ -257,9 +261,14 @@ def _are_gated(gate: Node, up: Node) -> bool:
     tokens = _tokens(gate)
     if gate is up or not tokens or not _tokens(up):
         return False
-    (x, *_, format, n, k, _), (other, *_, other_format, other_n, other_k, _) = gate.args, up.args
-    alike = (x, format, n, k) == (other, other_format, other_n, other_k)
-    return alike and gates_in_one(x.meta["val"].dtype, tokens, n, k)
+    (x, _, scale, _, format, n, _), (other, _, other_scale, _, other_format, other_n, _) = gate.args, up.args
+    alike = (x, scale is None, format, n) == (other, other_scale is None, other_format, other_n)
+    return alike and gates_in_one(x.meta["val"].dtype, tokens, n, _k(x))
+
+
+def _weights(layers: Sequence[Node]) -> list[Node]:
+    """Their pages or, of layers that have them apart, the tiles and the scale of each."""
+    return [part for layer in layers for part in layer.args[1:3] if part is not None]
 
 
 def _replace(graph: Graph, node: Node, target: Any, args: tuple[Any, ...]) -> None:
@@ -271,11 +280,10 @@ def _replace(graph: Graph, node: Node, target: Any, args: tuple[Any, ...]) -> No
 
 
 def _join(graph: Graph, siblings: list[Node]) -> None:
-    x, _, _, _, format, _, k, _ = siblings[0].args
-    tiles, scales, ns = ([node.args[i] for node in siblings] for i in (1, 2, 5))
-    scales = [] if scales[0] is None else scales
+    x, *_, format, _, _ = siblings[0].args
+    args = (x, _weights(siblings), format, [node.args[5] for node in siblings])
     with graph.inserting_before(siblings[0]):
-        joined = graph.call_function(torch.ops.vbrt.fp4_linears.default, (x, tiles, scales, format, ns, k))
-        joined.meta["val"] = [node.meta["val"] for node in siblings]
+        call = graph.call_function(torch.ops.vbrt.fp4_linears.default, args)
+        call.meta["val"] = [node.meta["val"] for node in siblings]
     for at, node in enumerate(siblings):
-        _replace(graph, node, operator.getitem, (joined, at))
+        _replace(graph, node, operator.getitem, (call, at))

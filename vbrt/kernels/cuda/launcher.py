@@ -1,7 +1,7 @@
 """Launching compiled Triton kernels with little work on the host, and launches as operators of torch.
 
-A first call with a key goes through Triton; later ones hand pointers straight to the compiled kernel. The caller puts
-everything that a specialization can depend on into the key.
+Triton binds arguments, specializes them and looks up its cache on every call. A `Launcher` does so once for all
+arguments that compile to one kernel, and then hands pointers straight to it. A kernel's constants are given by name.
 """
 
 from collections.abc import Callable, Hashable
@@ -10,21 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vbrt.errors import KernelError
 from vbrt.kernels.cuda import private_api
 
-__all__ = ["Launcher", "alignment", "cuda_op"]
+__all__ = ["Launcher", "cuda_op", "pairs_are_aligned", "rows_are_aligned"]
 
 
-def alignment(*tensors: Tensor) -> int:
-    """A bit for each tensor: 1 if its address is not a multiple of 16, on which compiled kernels depend."""
-    bits = 0
-    for tensor in tensors:
-        bits = bits << 1 | (tensor.data_ptr() & 15 != 0)
-    return bits
+def rows_are_aligned(x_MK: Tensor) -> bool:
+    """True if 16-bit rows start and end at multiples of 16 bytes, as kernels read them."""
+    aligned = x_MK.stride(1) == 1 and x_MK.stride(0) % 8 == 0 and x_MK.shape[1] % 8 == 0
+    return aligned and x_MK.data_ptr() % 16 == 0
+
+
+def pairs_are_aligned(x_MK: Tensor) -> bool:
+    """True if 16-bit rows are whole words of 4 bytes."""
+    aligned = x_MK.stride(1) == 1 and x_MK.stride(0) % 2 == 0 and x_MK.shape[1] % 2 == 0
+    return aligned and x_MK.data_ptr() % 4 == 0
 
 
 class Launcher:
-    """A jitted kernel whose arguments come first and whose constants come last in its signature."""
+    """A jitted kernel whose signature has tensors first, then numbers, then constants."""
 
     __slots__ = ("_compiled", "_kernel", "_options")
 
@@ -36,29 +41,46 @@ class Launcher:
 
     def __call__(
         self,
-        key: Hashable,
         device: int,
         grid: tuple[int, int],
         tensors: tuple[Tensor, ...],
         numbers: tuple[Any, ...],
-        constants: tuple[Any, ...],
+        *,
         warps: int,
+        specialized: tuple[Hashable, ...] = (),
+        **constants: Any,
     ) -> None:
-        """Launch on the device's current stream. The key must name the device, dtypes, alignments, numbers, constants.
+        """Launch on the device's current stream.
 
-        Numbers, and descriptors of tensors among them, that nothing is specialized for need not be in the key.
+        specialized: dtypes that are not always the same, and numbers for which Triton compiles special code: all that
+        are not in the kernel's `do_not_specialize`. numbers may have descriptors of tensors among them.
+        constants: the kernel's, by name. Raises KernelError if they are not exactly those of its signature.
         """
         if private_api.current_device() != device:
             with torch.cuda.device(device):
-                self(key, device, grid, tensors, numbers, constants, warps)
+                self(device, grid, tensors, numbers, warps=warps, specialized=specialized, **constants)
             return
+        addresses, unaligned = [], 0
+        for tensor in tensors:
+            address = tensor.data_ptr()
+            addresses.append(address)
+            unaligned = unaligned << 1 | (address & 15 != 0)
+        key = (device, unaligned, specialized, *constants.values())
         launch = self._compiled.get(key)
         if launch is None:
-            compiled = self._kernel[grid](*tensors, *numbers, *constants, num_warps=warps, **self._options)
+            self._check(constants)
+            compiled = self._kernel[grid](*tensors, *numbers, **constants, num_warps=warps, **self._options)
             self._compiled[key] = private_api.direct_launch(compiled)
             return
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        launch(grid[0], grid[1], private_api.raw_stream(device), addresses, numbers, constants)
+        # a compiled kernel takes constants for their number alone, so any order does
+        launch(grid[0], grid[1], private_api.raw_stream(device), addresses, numbers, constants.values())
+
+    def _check(self, constants: dict[str, Any]) -> None:
+        wanted = private_api.constant_names(self._kernel)
+        if constants.keys() != set(wanted):
+            raise KernelError(
+                f"{self._kernel.__name__}: constants {', '.join(sorted(constants))}; expected {', '.join(wanted)}"
+            )
 
 
 def cuda_op(name: str, launch: Callable[..., Any], schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:

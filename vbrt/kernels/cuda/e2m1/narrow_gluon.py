@@ -1,14 +1,30 @@
-"""The GPU side of `fp4_linear`: Gluon kernels over the tiles of `fp4_tiles`. Importing this needs Triton.
+"""The kernel for few tokens, for weights in tile order, and the decoder of such weights. Importing this needs Triton.
 
-A warp takes R row tiles and walks along K. Per step it reads its tiles (16 bytes a lane and load), turns each word
-into the A operand of one `mma.sync.m16n8k16` by bit arithmetic and two products with the block scale, all exact in
-bf16, and multiplies with activations that come straight from global memory in the order the B operand wants. Weights
-never pass through shared memory. WK warps share a row tile and split K; their sums meet in shared memory once, in a
-fixed order, so results do not change from run to run.
+A warp takes several row tiles and walks along K. In each step it reads its tiles (16 bytes a lane and load), turns each
+word into the A operand of one `mma.sync.m16n8k16` by bit arithmetic and two products with the block scale, all exact in
+bf16, and multiplies with activations that come straight from global memory in the order of the B operand. Weights
+never pass through shared memory. The warps of a program split K; their sums meet in shared memory once, in a fixed
+order, so results do not change from run to run.
 
 On sm_90 and newer they are launched as dependents of whatever the stream runs before them: they start as it ends, have
 their first weights loaded while it does, and wait for its end before they read activations or write. Each lets the next
 one start only after its own wait, so weights may come from any launch but the very last one; `Packing.pack` sees to it.
+
+Constants of the kernels for weights in tile order, here and in the files that import this one:
+
+    ROW_TILES        row tiles of 16 outputs that a program computes
+    TOKEN_GROUPS     groups of 8 tokens that a program computes; they cover M
+    K_WARPS          warps of a program, which split K; its num_warps
+    PREFETCH         the next tiles are read before the current ones are used
+    CARRY_POINTERS   pointers move on from column to column, a quarter fewer instructions than to compute each; takes
+                     PREFETCH, columns in whole turns of K_WARPS, one matrix and aligned rows of x
+    E8M0_SCALES      block scales are powers of two (mxfp4); otherwise E4M3 (nvfp4)
+    ALL_TOKENS       M = 8 * TOKEN_GROUPS, so no token is masked; gains nothing with one group
+    K_TAIL           K is no multiple of 128, so the last column is masked
+    ACTIVATION       "none", "relu", "gelu", "gelu_tanh" or "silu"
+    HAS_BIAS         bias_ptr is a bias; otherwise any tensor
+    WORD_LOADS       rows of x are aligned to 4 bytes only, with K even: a load a word. Otherwise to 16 bytes
+    DEPENDENT        launched as a dependent, see above
 
 Gluon and not plain Triton, because correctness rests on the layout: an assembly block with pack=4 must get the four
 words of one lane, and plain Triton is free to give it four lanes' words.
@@ -23,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from vbrt.kernels.cuda.private_api import renamed
 
-__all__ = ["decode_kernel", "linear_kernel", "pad_kernel", "residual_kernel", "siblings_kernel"]
+__all__ = ["decode_kernel", "linear_kernel", "linear_program", "pad_kernel", "sums_of_products"]
 
 copy_async = renamed(async_copy, "async_load", "async_copy_global_to_shared")
 
@@ -94,13 +110,13 @@ DECODE_REGISTERS = gl.constexpr(_OUT_16 + ",r" * 12)
 MULTIPLY = gl.constexpr(_multiply_assembly())
 MULTIPLY_REGISTERS = gl.constexpr("=&f,=&f,=&f,=&f" + ",r" * 24 + ",f" * 4)
 #: block scale * 2^112, for either block of a lane
-E4M3_LOW = gl.constexpr(_e4m3_assembly(0, (_TWO_120, _TWO_112)))
-E4M3_HIGH = gl.constexpr(_e4m3_assembly(1, (_TWO_120, _TWO_112)))
+DECODE_E4M3_LOW = gl.constexpr(_e4m3_assembly(0, (_TWO_120, _TWO_112)))
+DECODE_E4M3_HIGH = gl.constexpr(_e4m3_assembly(1, (_TWO_120, _TWO_112)))
 #: block scale
-E4M3_LOW_PLAIN = gl.constexpr(_e4m3_assembly(0, (_TWO_120,)))
-E4M3_HIGH_PLAIN = gl.constexpr(_e4m3_assembly(1, (_TWO_120,)))
-#: the byte is an exponent, see fp4_tiles
-E8M0 = gl.constexpr(
+DECODE_E4M3_LOW_PLAIN = gl.constexpr(_e4m3_assembly(0, (_TWO_120,)))
+DECODE_E4M3_HIGH_PLAIN = gl.constexpr(_e4m3_assembly(1, (_TWO_120,)))
+#: the byte is an exponent, see tiles
+DECODE_E8M0 = gl.constexpr(
     "{ .reg .b32 v; prmt.b32 v, $2, 0, 0x4140; shl.b32 v, v, 7; prmt.b32 $0, v, v, 0x1010; prmt.b32 $1, v, v, 0x3232; }"
 )
 SCALE_REGISTERS = gl.constexpr("=&r,=&r,r")
@@ -111,9 +127,7 @@ RESCALE = gl.constexpr(2.0**14)
 @gluon.jit
 def wait_for_launch_before():
     """Until the kernel launched before this one has ended; until then only what it does not write may be read."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -121,41 +135,45 @@ def allow_launch_after():
     """From here the next kernel may start; it waits for this one's end before it reads results."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    )
 
 
 @gluon.constexpr_function
-def out_layout(WK):
+def out_layout(K_WARPS):
     """[COUNT, 32, 4] sums, one a thread."""
-    return gl.BlockedLayout([1, 1, 1], [1, 8, 4], [WK // 4, 4, 1], [2, 1, 0])
+    return gl.BlockedLayout([1, 1, 1], [1, 8, 4], [K_WARPS // 4, 4, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
-def store_layout(R, NT, warps):
-    """[R * NT, 32, 4] accumulators with 16 or 32 adjacent rows of the result in the lanes of a warp."""
+def store_layout(ROW_TILES, TOKEN_GROUPS, warps):
+    """Accumulators [row tiles * token groups, 32, 4] with 16 or 32 adjacent rows of the result in a warp's lanes."""
     bits = lambda v: v.bit_length() - 1  # noqa: E731  # must stay an expression inside a constexpr function
     bases = [[0, 4, 0], [0, 8, 0], [0, 16, 0], [0, 0, 2]]
-    bases = bases + [[1 << i, 0, 0] for i in range(bits(R))]
-    bases = bases + [[0, 1, 0], [0, 2, 0], [0, 0, 1]] + [[R << i, 0, 0] for i in range(bits(NT))]
+    bases = bases + [[1 << i, 0, 0] for i in range(bits(ROW_TILES))]
+    bases = bases + [[0, 1, 0], [0, 2, 0], [0, 0, 1]] + [[ROW_TILES << i, 0, 0] for i in range(bits(TOKEN_GROUPS))]
     warp = bases[5 : 5 + bits(warps)]
     warp = warp + [[0, 0, 0]] * (bits(warps) - len(warp))
     return gl.DistributedLinearLayout(
-        reg_bases=bases[5 + bits(warps) :], lane_bases=bases[:5], warp_bases=warp, block_bases=[], shape=[R * NT, 32, 4]
+        reg_bases=bases[5 + bits(warps) :],
+        lane_bases=bases[:5],
+        warp_bases=warp,
+        block_bases=[],
+        shape=[ROW_TILES * TOKEN_GROUPS, 32, 4],
     )
 
 
 @gluon.jit
-def summed(entries, FIRST: gl.constexpr, COUNT: gl.constexpr, WK: gl.constexpr):
+def sum_over_warps(entries, FIRST: gl.constexpr, COUNT: gl.constexpr, K_WARPS: gl.constexpr):
     """[COUNT, 32, 4] of entries FIRST .. FIRST + COUNT [threads, 4], added up over the warps in their order."""
-    IN: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [1, WK, 1], [2, 1, 0])
-    OUT: gl.constexpr = out_layout(WK)
+    IN: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [1, K_WARPS, 1], [2, 1, 0])
+    OUT: gl.constexpr = out_layout(K_WARPS)
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    shared = gl.allocate_shared_memory(gl.float32, [COUNT, 32 * WK, 4], SHARED)
+    shared = gl.allocate_shared_memory(gl.float32, [COUNT, 32 * K_WARPS, 4], SHARED)
     for i in gl.static_range(COUNT):
         entry = gl.convert_layout(entries[FIRST + i], gl.SliceLayout(0, IN))
         shared.slice(i, 1, dim=0).store(gl.expand_dims(entry, 0))
     v = shared.slice(0, 32, dim=1).load(OUT)
-    for w in gl.static_range(1, WK):
+    for w in gl.static_range(1, K_WARPS):
         v = v + shared.slice(w * 32, 32, dim=1).load(OUT)
     return v
 
@@ -180,7 +198,7 @@ def activate(v, ACTIVATION: gl.constexpr, DTYPE: gl.constexpr):
             half = 0.5 * v
             v = half + half * tanh_of(tanh_argument(v, ACTIVATION))
         else:
-            v = exactly(v, ACTIVATION)
+            v = activate_in_fp32(v, ACTIVATION)
     return v
 
 
@@ -196,7 +214,7 @@ def tanh_argument(v, ACTIVATION: gl.constexpr):
 
 
 @gluon.jit
-def exactly(v, ACTIVATION: gl.constexpr):
+def activate_in_fp32(v, ACTIVATION: gl.constexpr):
     """To single precision."""
     if ACTIVATION == "gelu":
         # Abramowitz and Stegun 7.1.26, within 1.5e-7: the library's erf is so long that fetching its code would show
@@ -214,22 +232,30 @@ def exactly(v, ACTIVATION: gl.constexpr):
 
 @gluon.jit
 def load_tiles(
-    tile_ptr, row_tile, row_tiles, column, columns, lane, LAYOUT: gl.constexpr, R: gl.constexpr, E8: gl.constexpr
+    tile_ptr,
+    row_tile,
+    row_tiles,
+    column,
+    columns,
+    lane,
+    LAYOUT: gl.constexpr,
+    ROW_TILES: gl.constexpr,
+    E8M0_SCALES: gl.constexpr,
 ):
-    """(first words, second words, scale bytes) of R tiles; zeros outside."""
-    WORDS: gl.constexpr = 272 if E8 else 288
+    """(first words, second words, scale bytes) of ROW_TILES tiles; zeros outside."""
+    WORDS: gl.constexpr = 272 if E8M0_SCALES else 288
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     out = ()
-    for r in gl.static_range(R):
+    for r in gl.static_range(ROW_TILES):
         wanted = (column < columns) & (row_tile + r < row_tiles)
         base = ((row_tile + r) * columns + column) * WORDS
         word_ptr = tile_ptr + (gl.multiple_of((base + lane * 4)[:, None], (4, 4)) + four)
         # .cg: each weight is read once, the first cache level is for activations
         first = gl.load(word_ptr, mask=wanted[:, None], other=0, cache_modifier=".cg")
         second = gl.load(word_ptr + 128, mask=wanted[:, None], other=0, cache_modifier=".cg")
-        scale_ptr = tile_ptr + base + 256 + (lane // 2 if E8 else lane)
+        scale_ptr = tile_ptr + base + 256 + (lane // 2 if E8M0_SCALES else lane)
         scale = gl.load(scale_ptr, mask=wanted, other=0, cache_modifier=".cg")
-        if E8:  # two lanes' a word
+        if E8M0_SCALES:  # two lanes' a word
             scale = scale >> (16 * (lane % 2))
         out = out + (first, second, scale)
     return out
@@ -237,21 +263,32 @@ def load_tiles(
 
 @gluon.jit
 def load_tokens(
-    x_ptr, x_stride, column, wanted, n, p, lane, M, K,
-    LAYOUT: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, LOOSE: gl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_stride,
+    column,
+    wanted,
+    n,
+    p,
+    lane,
+    M,
+    K,
+    LAYOUT: gl.constexpr,
+    ALL_TOKENS: gl.constexpr,
+    K_TAIL: gl.constexpr,
+    WORD_LOADS: gl.constexpr,
+):
     """Eight columns of eight tokens as four words a lane: the B operands of instructions 2 p and 2 p + 1."""
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     token = n * 8 + lane // 4
     t = lane % 4
     offset = column * 64 + t * 16 + (p ^ (t // 2)) * 4
-    if not FULL:
+    if not ALL_TOKENS:
         wanted = wanted & (token < M)
-    if LOOSE:  # a load a word
+    if WORD_LOADS:  # a load a word
         words = offset[:, None] + four
         whole = wanted[:, None] & (words * 2 < K)
         return gl.load(x_ptr + (token * (x_stride // 2))[:, None] + words, mask=whole, other=0)
-    if TAIL:
+    if K_TAIL:
         wanted = wanted & (offset * 2 < K)
     offset = offset + token * (x_stride // 2)
     return gl.load(x_ptr + (gl.multiple_of(offset[:, None], (4, 4)) + four), mask=wanted[:, None], other=0)
@@ -259,16 +296,24 @@ def load_tokens(
 
 @gluon.jit
 def tile_pointers(
-    tile_ptr, row_tile, row_tiles, column, columns, lane, LAYOUT: gl.constexpr, R: gl.constexpr, E8: gl.constexpr
+    tile_ptr,
+    row_tile,
+    row_tiles,
+    column,
+    columns,
+    lane,
+    LAYOUT: gl.constexpr,
+    ROW_TILES: gl.constexpr,
+    E8M0_SCALES: gl.constexpr,
 ):
-    """Of each of R tiles where its words and where its scales are; behind the last row of tiles that one's."""
-    WORDS: gl.constexpr = 272 if E8 else 288
+    """Of each of ROW_TILES tiles where its words and where its scales are; behind the last row of tiles that one's."""
+    WORDS: gl.constexpr = 272 if E8M0_SCALES else 288
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     out = ()
-    for r in gl.static_range(R):
+    for r in gl.static_range(ROW_TILES):
         base = (gl.minimum(row_tile + r, row_tiles - 1) * columns + column) * WORDS
         words = tile_ptr + (gl.multiple_of((base + lane * 4)[:, None], (4, 4)) + four)
-        if E8:
+        if E8M0_SCALES:
             out = out + (words, (tile_ptr + base + 256).to(gl.pointer_type(gl.int16)) + lane)
         else:
             out = out + (words, tile_ptr + base + 256 + lane)
@@ -276,12 +321,12 @@ def tile_pointers(
 
 
 @gluon.jit
-def token_pointers(x_ptr, x_stride, column, lane, LAYOUT: gl.constexpr, NT: gl.constexpr):
+def token_pointers(x_ptr, x_stride, column, lane, LAYOUT: gl.constexpr, TOKEN_GROUPS: gl.constexpr):
     """Of each group of tokens where the first, then where the second operand is that `load_tokens` reads."""
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     t = lane % 4
     out = ()
-    for n in gl.static_range(NT):
+    for n in gl.static_range(TOKEN_GROUPS):
         for p in gl.static_range(2):
             offset = (n * 8 + lane // 4) * (x_stride // 2) + column * 64 + t * 16 + (p ^ (t // 2)) * 4
             out = out + (x_ptr + (gl.multiple_of(offset[:, None], (4, 4)) + four),)
@@ -289,7 +334,7 @@ def token_pointers(x_ptr, x_stride, column, lane, LAYOUT: gl.constexpr, NT: gl.c
 
 
 @gluon.jit
-def moved(pointers, EVEN: gl.constexpr, ODD: gl.constexpr, COUNT: gl.constexpr):
+def advanced(pointers, EVEN: gl.constexpr, ODD: gl.constexpr, COUNT: gl.constexpr):
     """Pointers EVEN and ODD elements on, by their places in the tuple."""
     out = ()
     for i in gl.static_range(COUNT):
@@ -298,43 +343,45 @@ def moved(pointers, EVEN: gl.constexpr, ODD: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def read_tiles(pointers, wanted, R: gl.constexpr, OTHER: gl.constexpr):
-    """As `load_tiles`, but OTHER, or with None anything, where tiles are not wanted."""
+def read_tiles(pointers, wanted, ROW_TILES: gl.constexpr, OUTSIDE: gl.constexpr):
+    """As `load_tiles`, but OUTSIDE, or with None anything, where tiles are not wanted."""
     out = ()
-    for r in gl.static_range(R):
+    for r in gl.static_range(ROW_TILES):
         words = pointers[2 * r]
-        first = gl.load(words, mask=wanted[:, None], other=OTHER, cache_modifier=".cg")
-        second = gl.load(words + 128, mask=wanted[:, None], other=OTHER, cache_modifier=".cg")
-        out = out + (first, second, gl.load(pointers[2 * r + 1], mask=wanted, other=OTHER).to(gl.int32))
+        first = gl.load(words, mask=wanted[:, None], other=OUTSIDE, cache_modifier=".cg")
+        second = gl.load(words + 128, mask=wanted[:, None], other=OUTSIDE, cache_modifier=".cg")
+        out = out + (first, second, gl.load(pointers[2 * r + 1], mask=wanted, other=OUTSIDE).to(gl.int32))
     return out
 
 
 @gluon.jit
-def read_tokens(pointers, column, lane, M, K, NT: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr):
+def read_tokens(
+    pointers, column, lane, M, K, TOKEN_GROUPS: gl.constexpr, ALL_TOKENS: gl.constexpr, K_TAIL: gl.constexpr
+):
     """What `load_tokens` gives for each group of tokens and p."""
     out = ()
-    for n in gl.static_range(NT):
+    for n in gl.static_range(TOKEN_GROUPS):
         for p in gl.static_range(4):
             pointer = pointers[2 * n + p % 2] + 8 * (p // 2)
-            if FULL and not TAIL:
+            if ALL_TOKENS and not K_TAIL:
                 out = out + (gl.load(pointer),)
             else:
                 t = lane % 4
                 wanted = n * 8 + lane // 4 < M
-                if TAIL:
+                if K_TAIL:
                     wanted = wanted & (column * 128 + t * 32 + (p ^ (t // 2)) * 8 < K)
                 out = out + (gl.load(pointer, mask=wanted[:, None], other=0),)
     return out
 
 
 @gluon.jit
-def places(program, R: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+def places(program, ROW_TILES: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
     """(row, token) of each accumulator of a program, [COUNT, 32, 4]."""
     i = gl.arange(0, COUNT, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None][:, :, None]
     lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :][:, :, None]
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, :][:, None, :]
-    row = (program * R + i % R) * 16 + lane // 4 + 8 * (four // 2)
-    return row, (i // R) * 8 + 2 * (lane % 4) + four % 2
+    row = (program * ROW_TILES + i % ROW_TILES) * 16 + lane // 4 + 8 * (four // 2)
+    return row, (i // ROW_TILES) * 8 + 2 * (lane % 4) + four % 2
 
 
 @gluon.jit
@@ -346,150 +393,288 @@ def squares_at(square_ptr, K, SQUARES: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def sums_of_products(
-    x_ptr, tile_ptrs, scale_ptr, others, square_ptr, squares, program, M, N, K, columns, x_stride,
-    MATRICES: gl.constexpr, R: gl.constexpr, NT: gl.constexpr, WK: gl.constexpr, PREFETCH: gl.constexpr,
-    CARRY: gl.constexpr, E8: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, LOOSE: gl.constexpr,
-    EARLY: gl.constexpr, EARLY_SCALE: gl.constexpr, OTHERS: gl.constexpr, SQUARES: gl.constexpr,
-):  # fmt: skip
-    """16 * R rows of x [M, K] @ w.T of each of MATRICES, by WK warps, to be added up over these: [32 * WK, 4] for each
-    group of tokens and row tile of one matrix, then of the next. And what the others point at, and EARLY_SCALE's scale.
+def first_tile(thread, program, N, ROW_TILES: gl.constexpr):
+    """(column of each thread, row tile, row tiles of the weight) that a program begins with.
 
-    x is bf16, its rows 16-byte aligned or, if LOOSE, K even and rows 4-byte aligned; NT groups of 8 tokens cover M.
-    FULL: M = 8 * NT, which with one group of tokens gains nothing. TAIL: K % 128 != 0. EARLY: a dependent launch.
-    CARRY: pointers move on from column to column, a quarter fewer instructions than to compute each anew; takes
-    PREFETCH, columns in whole turns of WK, one matrix and no LOOSE x. others: OTHERS pointers and masks, read before
-    the loop so that nobody waits for them behind it. squares: shared memory to which SQUARES numbers of square_ptr are
-    on their way. program: whose rows, None for the grid's own.
+    Both arms compute the same, in another order: how ptxas gives loads to scoreboards depends on it. Where weights that
+    are read ahead share a scoreboard with activations, a wait for these is one for those too. With the second order
+    that happens to `gated_kernel`, which then takes 8 to 15 % longer on an H200; it therefore passes None.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WK, 1], [1, 0])
-    THREADS: gl.constexpr = 32 * WK
+    if program is None:
+        column = thread // 32
+        row_tiles = (N + 15) // 16
+        row_tile = gl.program_id(0) * ROW_TILES + thread * 0
+    else:
+        row_tile = program * ROW_TILES + thread * 0
+        row_tiles = (N + 15) // 16
+        column = thread // 32
+    return column, row_tile, row_tiles
+
+
+@gluon.jit
+def sums_of_products(
+    x_ptr,
+    tile_ptrs,
+    scale_ptr,
+    extras,
+    square_ptr,
+    squares,
+    program,
+    M,
+    N,
+    K,
+    columns,
+    x_stride,
+    MATRICES: gl.constexpr,
+    ROW_TILES: gl.constexpr,
+    TOKEN_GROUPS: gl.constexpr,
+    K_WARPS: gl.constexpr,
+    PREFETCH: gl.constexpr,
+    CARRY_POINTERS: gl.constexpr,
+    E8M0_SCALES: gl.constexpr,
+    ALL_TOKENS: gl.constexpr,
+    K_TAIL: gl.constexpr,
+    WORD_LOADS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+    SCALE_FIRST: gl.constexpr,
+    EXTRAS: gl.constexpr,
+    SQUARES: gl.constexpr,
+):
+    """16 * ROW_TILES rows of x [M, K] @ w.T of each of MATRICES, a sum for each warp: [32 * K_WARPS, 4] for each group
+    of tokens and row tile of one matrix, then of the next. And what the extras point at, and SCALE_FIRST's scale.
+
+    extras: EXTRAS pointers and masks, read before the loop so that nobody waits for them behind it. squares: shared
+    memory to which SQUARES numbers of square_ptr are on their way. SCALE_FIRST: *scale_ptr is read before the loop.
+    program: whose rows, None for the grid's own.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [K_WARPS, 1], [1, 0])
+    THREADS: gl.constexpr = 32 * K_WARPS
     thread = gl.arange(0, THREADS, layout=gl.SliceLayout(1, LAYOUT))
     lane = thread % 32
-    if program is None:  # `gated_kernel` says why
-        column = thread // 32
-        row_tiles = (N + 15) // 16
-        row_tile = gl.program_id(0) * R + thread * 0
-    else:
-        row_tile = program * R + thread * 0
-        row_tiles = (N + 15) // 16
-        column = thread // 32
+    column, row_tile, row_tiles = first_tile(thread, program, N, ROW_TILES)
     x_words = x_ptr.to(gl.pointer_type(gl.int32))
     sums = ()
-    for _ in gl.static_range(MATRICES * NT * R):
+    for _ in gl.static_range(MATRICES * TOKEN_GROUPS * ROW_TILES):
         sums = sums + (gl.zeros((THREADS, 4), gl.float32, layout=LAYOUT),)
-    if CARRY:
-        STEP: gl.constexpr = (272 if E8 else 288) * WK
-        weights = tile_pointers(tile_ptrs[0], row_tile, row_tiles, column, columns, lane, LAYOUT, R, E8)
-        xs = token_pointers(x_words, x_stride, column, lane, LAYOUT, NT)
-        tiles = read_tiles(weights, column < columns, R, None)
+    if CARRY_POINTERS:
+        STEP: gl.constexpr = (272 if E8M0_SCALES else 288) * K_WARPS
+        weights = tile_pointers(
+            tile_ptrs[0], row_tile, row_tiles, column, columns, lane, LAYOUT, ROW_TILES, E8M0_SCALES
+        )
+        xs = token_pointers(x_words, x_stride, column, lane, LAYOUT, TOKEN_GROUPS)
+        tiles = read_tiles(weights, column < columns, ROW_TILES, None)
     elif PREFETCH:
         tiles = ()
         for m in gl.static_range(MATRICES):
-            tiles = tiles + load_tiles(tile_ptrs[m], row_tile, row_tiles, column, columns, lane, LAYOUT, R, E8)
-    if EARLY:
+            tiles = tiles + load_tiles(
+                tile_ptrs[m], row_tile, row_tiles, column, columns, lane, LAYOUT, ROW_TILES, E8M0_SCALES
+            )
+    if DEPENDENT:
         wait_for_launch_before()
     if SQUARES:
-        pointers, there = squares_at(square_ptr, K, SQUARES, WK)
+        pointers, there = squares_at(square_ptr, K, SQUARES, K_WARPS)
         copy_async(squares, pointers, mask=there)
         async_copy.commit_group()
-    if EARLY_SCALE:
+    if SCALE_FIRST:
         scale = gl.load(scale_ptr)
     read = ()
-    for i in gl.static_range(OTHERS):
-        read = read + (gl.load(others[2 * i], mask=others[2 * i + 1], other=0.0),)
-    if EARLY_SCALE:
+    for i in gl.static_range(EXTRAS):
+        read = read + (gl.load(extras[2 * i], mask=extras[2 * i + 1], other=0.0),)
+    if SCALE_FIRST:
         read = read + (scale,)
-    for _ in range((columns + WK - 1) // WK):
+    for _ in range((columns + K_WARPS - 1) // K_WARPS):
         here = column < columns
-        if CARRY:
-            weights = moved(weights, STEP, 2 * STEP if E8 else STEP, 2 * R)
-            ahead = read_tiles(weights, column + WK < columns, R, None)
+        if CARRY_POINTERS:
+            weights = advanced(weights, STEP, 2 * STEP if E8M0_SCALES else STEP, 2 * ROW_TILES)
+            ahead = read_tiles(weights, column + K_WARPS < columns, ROW_TILES, None)
         else:
-            at = column + WK if PREFETCH else column
+            at = column + K_WARPS if PREFETCH else column
             ahead = ()
             for m in gl.static_range(MATRICES):
-                ahead = ahead + load_tiles(tile_ptrs[m], row_tile, row_tiles, at, columns, lane, LAYOUT, R, E8)
+                ahead = ahead + load_tiles(
+                    tile_ptrs[m], row_tile, row_tiles, at, columns, lane, LAYOUT, ROW_TILES, E8M0_SCALES
+                )
             if not PREFETCH:
                 tiles = ahead
         tokens = ()
-        if CARRY:
-            tokens = read_tokens(xs, column, lane, M, K, NT, FULL, TAIL)
-            xs = moved(xs, 64 * WK, 64 * WK, 2 * NT)
-        elif NT <= 4:  # more would not stay in registers
-            for n in gl.static_range(NT):
+        if CARRY_POINTERS:
+            tokens = read_tokens(xs, column, lane, M, K, TOKEN_GROUPS, ALL_TOKENS, K_TAIL)
+            xs = advanced(xs, 64 * K_WARPS, 64 * K_WARPS, 2 * TOKEN_GROUPS)
+        elif TOKEN_GROUPS <= 4:  # more would not stay in registers
+            for n in gl.static_range(TOKEN_GROUPS):
                 for p in gl.static_range(4):
-                    loaded = load_tokens(x_words, x_stride, column, here, n, p, lane, M, K, LAYOUT, FULL, TAIL, LOOSE)
+                    loaded = load_tokens(
+                        x_words, x_stride, column, here, n, p, lane, M, K, LAYOUT, ALL_TOKENS, K_TAIL, WORD_LOADS
+                    )
                     tokens = tokens + (loaded,)
         for part in gl.static_range(2):
             added = ()
             for m in gl.static_range(MATRICES):
                 a = ()
-                for r in gl.static_range(R):
+                for r in gl.static_range(ROW_TILES):
                     scale_g, scale_h = gl.inline_asm_elementwise(
-                        E8M0 if E8 else (E4M3_LOW if part == 0 else E4M3_HIGH), SCALE_REGISTERS,
-                        [tiles[3 * (m * R + r) + 2]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
-                    )  # fmt: skip
+                        DECODE_E8M0 if E8M0_SCALES else (DECODE_E4M3_LOW if part == 0 else DECODE_E4M3_HIGH),
+                        SCALE_REGISTERS,
+                        [tiles[3 * (m * ROW_TILES + r) + 2]],
+                        dtype=(gl.int32, gl.int32),
+                        is_pure=True,
+                        pack=1,
+                    )
                     a0, a1, a2, a3 = gl.inline_asm_elementwise(
-                        DECODE, DECODE_REGISTERS, [tiles[3 * (m * R + r) + part], scale_g[:, None], scale_h[:, None]],
-                        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=4,
-                    )  # fmt: skip
+                        DECODE,
+                        DECODE_REGISTERS,
+                        [tiles[3 * (m * ROW_TILES + r) + part], scale_g[:, None], scale_h[:, None]],
+                        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+                        is_pure=True,
+                        pack=4,
+                    )
                     a = a + (a0, a1, a2, a3)
-                for n in gl.static_range(NT):
-                    if NT <= 4:
+                for n in gl.static_range(TOKEN_GROUPS):
+                    if TOKEN_GROUPS <= 4:
                         b0 = tokens[4 * n + 2 * part]
                         b1 = tokens[4 * n + 2 * part + 1]
                     else:
-                        b0 = load_tokens(x_words, x_stride, column, here, n, 2 * part, lane, M, K, LAYOUT, FULL, TAIL,
-                                         LOOSE)  # fmt: skip
-                        b1 = load_tokens(x_words, x_stride, column, here, n, 2 * part + 1, lane, M, K, LAYOUT, FULL,
-                                         TAIL, LOOSE)  # fmt: skip
-                    for r in gl.static_range(R):
+                        b0 = load_tokens(
+                            x_words,
+                            x_stride,
+                            column,
+                            here,
+                            n,
+                            2 * part,
+                            lane,
+                            M,
+                            K,
+                            LAYOUT,
+                            ALL_TOKENS,
+                            K_TAIL,
+                            WORD_LOADS,
+                        )
+                        b1 = load_tokens(
+                            x_words,
+                            x_stride,
+                            column,
+                            here,
+                            n,
+                            2 * part + 1,
+                            lane,
+                            M,
+                            K,
+                            LAYOUT,
+                            ALL_TOKENS,
+                            K_TAIL,
+                            WORD_LOADS,
+                        )
+                    for r in gl.static_range(ROW_TILES):
                         total = gl.inline_asm_elementwise(
-                            MULTIPLY, MULTIPLY_REGISTERS,
-                            [a[4 * r], a[4 * r + 1], a[4 * r + 2], a[4 * r + 3], b0, b1, sums[(m * NT + n) * R + r]],
-                            dtype=gl.float32, is_pure=True, pack=4,
-                        )  # fmt: skip
+                            MULTIPLY,
+                            MULTIPLY_REGISTERS,
+                            [
+                                a[4 * r],
+                                a[4 * r + 1],
+                                a[4 * r + 2],
+                                a[4 * r + 3],
+                                b0,
+                                b1,
+                                sums[(m * TOKEN_GROUPS + n) * ROW_TILES + r],
+                            ],
+                            dtype=gl.float32,
+                            is_pure=True,
+                            pack=4,
+                        )
                         added = added + (total,)
             sums = added
         if PREFETCH:
             tiles = ahead
-        column = column + WK
+        column = column + K_WARPS
 
-    if EARLY:
+    if DEPENDENT:
         allow_launch_after()
     return sums, read
 
 
 @gluon.jit
 def linear_program(
-    x_ptr, tile_ptr, scale_ptr, bias_ptr, row, token, others, program, M, N, K, columns, x_stride,
-    R: gl.constexpr, NT: gl.constexpr, WK: gl.constexpr, PREFETCH: gl.constexpr, CARRY: gl.constexpr,
-    E8: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, BIAS: gl.constexpr, LOOSE: gl.constexpr,
-    EARLY: gl.constexpr, OTHERS: gl.constexpr,
-):  # fmt: skip
-    """x [M, K] @ w.T * scale + bias at `result_places`, and what the others point at; see `sums_of_products`."""
-    EARLY_SCALE: gl.constexpr = WK < 16 and R < 4  # with few columns a warp the first weights would wait for it
+    x_ptr,
+    tile_ptr,
+    scale_ptr,
+    bias_ptr,
+    row,
+    token,
+    extras,
+    program,
+    M,
+    N,
+    K,
+    columns,
+    x_stride,
+    ROW_TILES: gl.constexpr,
+    TOKEN_GROUPS: gl.constexpr,
+    K_WARPS: gl.constexpr,
+    PREFETCH: gl.constexpr,
+    CARRY_POINTERS: gl.constexpr,
+    E8M0_SCALES: gl.constexpr,
+    ALL_TOKENS: gl.constexpr,
+    K_TAIL: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    WORD_LOADS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+    EXTRAS: gl.constexpr,
+):
+    """x [M, K] @ w.T * scale + bias at `result_places`, and what the extras point at; see `sums_of_products`."""
+    SCALE_FIRST: gl.constexpr = (
+        K_WARPS < 16 and ROW_TILES < 4
+    )  # with few columns a warp the first weights would wait for it
     sums, read = sums_of_products(
-        x_ptr, (tile_ptr,), scale_ptr, others, scale_ptr, (), program, M, N, K, columns, x_stride,
-        1, R, NT, WK, PREFETCH, CARRY, E8, FULL, TAIL, LOOSE, EARLY, EARLY_SCALE, OTHERS, 0,
-    )  # fmt: skip
-    if EARLY_SCALE:
-        scale = read[OTHERS]
+        x_ptr,
+        (tile_ptr,),
+        scale_ptr,
+        extras,
+        scale_ptr,
+        (),
+        program,
+        M,
+        N,
+        K,
+        columns,
+        x_stride,
+        1,
+        ROW_TILES,
+        TOKEN_GROUPS,
+        K_WARPS,
+        PREFETCH,
+        CARRY_POINTERS,
+        E8M0_SCALES,
+        ALL_TOKENS,
+        K_TAIL,
+        WORD_LOADS,
+        DEPENDENT,
+        SCALE_FIRST,
+        EXTRAS,
+        0,
+    )
+    if SCALE_FIRST:
+        scale = read[EXTRAS]
     else:
         scale = gl.load(scale_ptr)
-    if BIAS:
+    if HAS_BIAS:
         bias = gl.load(bias_ptr + row, mask=row < N, other=0.0)
-    v = gl.convert_layout(summed(sums, 0, NT * R, WK), row.type.layout) * (RESCALE * scale)
-    if BIAS:
+    v = gl.convert_layout(sum_over_warps(sums, 0, TOKEN_GROUPS * ROW_TILES, K_WARPS), row.type.layout) * (
+        RESCALE * scale
+    )
+    if HAS_BIAS:
         v = v + bias.to(gl.float32)
     return v, read
 
 
 @gluon.jit
-def result_places(program, R: gl.constexpr, NT: gl.constexpr, WK: gl.constexpr):
-    """(row, token) of what a program of WK warps computes, as it is stored."""
-    return places(program, R, NT * R, store_layout(R, NT, WK) if NT > 1 else out_layout(WK))
+def result_places(program, ROW_TILES: gl.constexpr, TOKEN_GROUPS: gl.constexpr, K_WARPS: gl.constexpr):
+    """(row, token) of what a program of K_WARPS warps computes, as it is stored."""
+    return places(
+        program,
+        ROW_TILES,
+        TOKEN_GROUPS * ROW_TILES,
+        store_layout(ROW_TILES, TOKEN_GROUPS, K_WARPS) if TOKEN_GROUPS > 1 else out_layout(K_WARPS),
+    )
 
 
 @gluon.jit
@@ -500,104 +685,68 @@ def store_result(v, y_ptr, row, token, M, N, y_stride):
 
 @gluon.jit(do_not_specialize=["M", "N", "columns"])
 def linear_kernel(
-    x_ptr, tile_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K, columns, x_stride, y_stride,
-    R: gl.constexpr, NT: gl.constexpr, WK: gl.constexpr, PREFETCH: gl.constexpr, CARRY: gl.constexpr,
-    E8: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
-    LOOSE: gl.constexpr, EARLY: gl.constexpr,
-):  # fmt: skip
-    """y [M, N] = activation(x [M, K] @ w.T * scale + bias), grid (ceil(row tiles / R),); see `linear_program`."""
-    row, token = result_places(gl.program_id(0), R, NT, WK)
+    x_ptr,
+    tile_ptr,
+    scale_ptr,
+    bias_ptr,
+    y_ptr,
+    M,
+    N,
+    K,
+    columns,
+    x_stride,
+    y_stride,
+    ROW_TILES: gl.constexpr,
+    TOKEN_GROUPS: gl.constexpr,
+    K_WARPS: gl.constexpr,
+    PREFETCH: gl.constexpr,
+    CARRY_POINTERS: gl.constexpr,
+    E8M0_SCALES: gl.constexpr,
+    ALL_TOKENS: gl.constexpr,
+    K_TAIL: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    WORD_LOADS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """y [M, N] = activation(x [M, K] @ w.T * scale + bias). Grid (ceil(row tiles / ROW_TILES),)."""
+    row, token = result_places(gl.program_id(0), ROW_TILES, TOKEN_GROUPS, K_WARPS)
     v, _ = linear_program(
-        x_ptr, tile_ptr, scale_ptr, bias_ptr, row, token, (), gl.program_id(0), M, N, K, columns, x_stride,
-        R, NT, WK, PREFETCH, CARRY, E8, FULL, TAIL, BIAS, LOOSE, EARLY, 0,
-    )  # fmt: skip
+        x_ptr,
+        tile_ptr,
+        scale_ptr,
+        bias_ptr,
+        row,
+        token,
+        (),
+        gl.program_id(0),
+        M,
+        N,
+        K,
+        columns,
+        x_stride,
+        ROW_TILES,
+        TOKEN_GROUPS,
+        K_WARPS,
+        PREFETCH,
+        CARRY_POINTERS,
+        E8M0_SCALES,
+        ALL_TOKENS,
+        K_TAIL,
+        HAS_BIAS,
+        WORD_LOADS,
+        DEPENDENT,
+        0,
+    )
     store_result(activate(v, ACTIVATION, y_ptr.dtype.element_ty), y_ptr, row, token, M, N, y_stride)
 
 
 @gluon.jit
-def room_for_squares(SQUARES: gl.constexpr):
-    return gl.allocate_shared_memory(gl.float32, [SQUARES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def read_squares(squares, WK: gl.constexpr):
-    """All of them for each warp, so that none waits for another's sum."""
-    async_copy.wait_group(0)
-    return squares.load(gl.SliceLayout(0, gl.BlockedLayout([1, 4], [1, 32], [WK, 1], [1, 0])))
-
-
-@gluon.jit
-def inverse_rms(squares, K, eps):
-    return gl.rsqrt(gl.sum(squares, 0) / K + eps)
-
-
-@gluon.jit(do_not_specialize=["columns"])
-def residual_kernel(
-    x_ptr, tile_ptr, scale_ptr, other_ptr, gain_ptr, total_ptr, y_ptr, square_ptr, N, K, columns,
-    R: gl.constexpr, WK: gl.constexpr, PREFETCH: gl.constexpr, CARRY: gl.constexpr, E8: gl.constexpr,
-    TAIL: gl.constexpr, LOOSE: gl.constexpr, EARLY: gl.constexpr,
-):  # fmt: skip
-    """total [N] = x [K] @ w.T * scale + other, y = total * gain, and the sum of squares of each 16 of total.
-
-    That is all of an RMS norm but a factor, which the next kernel has from the squares. Grid as of `linear_kernel`.
-    """
-    row, token = result_places(gl.program_id(0), R, 1, WK)
-    keep = (row < N) & (token == 0)
-    others = (other_ptr + row, keep, gain_ptr + row, keep)
-    v, read = linear_program(
-        x_ptr, tile_ptr, scale_ptr, x_ptr, row, token, others, gl.program_id(0), 1, N, K, columns, K,
-        R, 1, WK, PREFETCH, CARRY, E8, False, TAIL, False, LOOSE, EARLY, 2,
-    )  # fmt: skip
-    total = (v + read[0].to(gl.float32)).to(total_ptr.dtype.element_ty)
-    gl.store(total_ptr + row, total, mask=keep)
-    v = total.to(gl.float32)
-    gl.store(y_ptr + row, (v * read[1].to(gl.float32)).to(y_ptr.dtype.element_ty), mask=keep)
-    squares = gl.sum(gl.reshape(gl.where(keep, v * v, 0.0), (R, 4, 32)), 2)  # each a warp's
-    squares = gl.sum(gl.convert_layout(squares, gl.BlockedLayout([1, 4], [32, 1], [WK, 1], [1, 0])), 1)
-    at = gl.program_id(0) * R + gl.arange(0, R, layout=squares.type.layout)
-    gl.store(square_ptr + at, squares, mask=at * 16 < N)
-
-
-@gluon.jit(do_not_specialize=["M", "N0", "N1", "N2", "columns", "eps"])
-def siblings_kernel(
-    x_ptr, tile0_ptr, scale0_ptr, y0_ptr, tile1_ptr, scale1_ptr, y1_ptr, tile2_ptr, scale2_ptr, y2_ptr, square_ptr,
-    M, N0, N1, N2, K, columns, x_stride, eps,
-    R: gl.constexpr, WK: gl.constexpr, PREFETCH: gl.constexpr, CARRY: gl.constexpr, E8: gl.constexpr,
-    TAIL: gl.constexpr, LOOSE: gl.constexpr, SQUARES: gl.constexpr, EARLY: gl.constexpr,
-):  # fmt: skip
-    """Three products of one x of up to 8 tokens, y0 [M, N0] and so on; N1 and N2 may be 0.
-
-    Grid: the sum of what `linear_kernel` takes.
-    SQUARES: one x, whose root of mean squares is still to be divided by; 0 or a power of two, at least 128 and
-    ceil(K / 16).
-    """
-    program = gl.program_id(0)
-    first = (N0 + 16 * R - 1) // (16 * R)
-    second = first + (N1 + 16 * R - 1) // (16 * R)
-    tile_ptr = gl.where(program < first, tile0_ptr, gl.where(program < second, tile1_ptr, tile2_ptr))
-    scale_ptr = gl.where(program < first, scale0_ptr, gl.where(program < second, scale1_ptr, scale2_ptr))
-    y_ptr = gl.where(program < first, y0_ptr, gl.where(program < second, y1_ptr, y2_ptr))
-    N = gl.where(program < first, N0, gl.where(program < second, N1, N2))
-    program = program - gl.where(program < first, 0, gl.where(program < second, first, second))
-    row, token = result_places(program, R, 1, WK)
-    others = ()
-    if SQUARES:
-        others = squares_at(square_ptr, K, SQUARES, WK)
-    v, read = linear_program(
-        x_ptr, tile_ptr, scale_ptr, scale_ptr, row, token, others, program, M, N, K, columns, x_stride,
-        R, 1, WK, PREFETCH, CARRY, E8, False, TAIL, False, LOOSE, EARLY, 1 if SQUARES else 0,
-    )  # fmt: skip
-    if SQUARES:
-        v = v * inverse_rms(read[0], K, eps)
-    store_result(v, y_ptr, row, token, M, N, N)
-
-
-@gluon.jit
 def pad_kernel(
-    x_ptr, o_ptr, K, width, x_stride, k_stride, WARPS: gl.constexpr, SPAN: gl.constexpr, EARLY: gl.constexpr
-):  # fmt: skip
-    """o [M, width] = x [M, K] and zeros behind it, grid (M, ceil(width / SPAN)). EARLY: a dependent launch."""
-    if EARLY:
+    x_ptr, o_ptr, K, width, x_stride, k_stride, WARPS: gl.constexpr, SPAN: gl.constexpr, DEPENDENT: gl.constexpr
+):
+    """o [M, width] = x [M, K] and zeros behind it, grid (M, ceil(width / SPAN)). DEPENDENT: a dependent launch."""
+    if DEPENDENT:
         wait_for_launch_before()
         allow_launch_after()
     at = gl.program_id(1) * SPAN + gl.arange(0, SPAN, layout=gl.BlockedLayout([2], [32], [WARPS], [0]))
@@ -615,7 +764,7 @@ def widen(pair, s, DTYPE: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["N", "columns"])
-def decode_kernel(tile_ptr, scale_ptr, w_ptr, N, K, columns, E8: gl.constexpr, WARPS: gl.constexpr):
+def decode_kernel(tile_ptr, scale_ptr, w_ptr, N, K, columns, E8M0_SCALES: gl.constexpr, WARPS: gl.constexpr):
     """w [N, K] in its own dtype, bit for bit what the format's `decode` gives; grid (row tiles * column groups,).
 
     level * (scale * tensor scale), both products rounded to fp32.
@@ -629,9 +778,9 @@ def decode_kernel(tile_ptr, scale_ptr, w_ptr, N, K, columns, E8: gl.constexpr, W
     row_tile = gl.program_id(0) // groups
     group = gl.program_id(0) % groups
     column = group * WARPS + thread // 32
-    tiles = load_tiles(tile_ptr, row_tile + thread * 0, row_tile + 1, column, columns, lane, LAYOUT, 1, E8)
+    tiles = load_tiles(tile_ptr, row_tile + thread * 0, row_tile + 1, column, columns, lane, LAYOUT, 1, E8M0_SCALES)
     tensor_scale = gl.load(scale_ptr)
-    swapped = (lane % 4 >= 2)[:, None]  # p ^ (t // 2), see fp4_tiles
+    swapped = (lane % 4 >= 2)[:, None]  # p ^ (t // 2), see tiles
     warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, ROWS)))[:, None][:, :, None]
     g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :][:, :, None]
     within = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(1, ROWS)))[None, :][:, None, :]
@@ -640,21 +789,29 @@ def decode_kernel(tile_ptr, scale_ptr, w_ptr, N, K, columns, E8: gl.constexpr, W
     scales = ()
     for part in gl.static_range(2):
         scale_g, scale_h = gl.inline_asm_elementwise(
-            E8M0 if E8 else (E4M3_LOW_PLAIN if part == 0 else E4M3_HIGH_PLAIN),
-            SCALE_REGISTERS, [tiles[2]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
+            DECODE_E8M0 if E8M0_SCALES else (DECODE_E4M3_LOW_PLAIN if part == 0 else DECODE_E4M3_HIGH_PLAIN),
+            SCALE_REGISTERS,
+            [tiles[2]],
+            dtype=(gl.int32, gl.int32),
+            is_pure=True,
+            pack=1,
+        )
         scales = scales + (scale_g, scale_h)
         one = gl.full((32 * WARPS, 1), 0x7E807E80, gl.int32, layout=LAYOUT)  # 2^126: bare levels
         p0g, p0h, p1g, p1h = gl.inline_asm_elementwise(
-            DECODE_COLUMNS, DECODE_REGISTERS, [tiles[part], one, one],
-            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=4,
-        )  # fmt: skip
+            DECODE_COLUMNS,
+            DECODE_REGISTERS,
+            [tiles[part], one, one],
+            dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+            is_pure=True,
+            pack=4,
+        )
         pairs = pairs + (p0g, p0h, p1g, p1h)
     for half in gl.static_range(2):
         v = ()
         for part in gl.static_range(2):
             s = (scales[2 * part + half] << 16).to(gl.float32, bitcast=True)
-            if E8:
+            if E8M0_SCALES:
                 s = s * 1.925929944387236e-34  # 2^-112, before the tensor scale can overflow
             s = (s * tensor_scale)[:, None]
             p0 = pairs[4 * part + half]

@@ -1,7 +1,7 @@
 """The fused kernel for Hopper and hundreds to thousands of tokens: persistent, warp-specialized, no decoded weight.
 
 A program takes tiles of 128 rows of the result by 256 tokens until there are none left. Two warpgroups multiply 64 rows
-each: a warp decodes one tile of `fp4_tiles` into the register operand of `wgmma`, while the instructions before it run.
+each: a warp decodes one tile of `tiles` into the register operand of `wgmma`, while the instructions before it run.
 One more warp has the copy engine (TMA) fill a ring in shared memory with activations as they lie, which both warpgroups
 read. The sums stay in registers, 128 a thread, and leave through shared memory.
 
@@ -24,22 +24,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from vbrt.kernels.cuda.e2m1.launch_table import PERSISTENT_ROWS, PERSISTENT_TOKENS, PERSISTENT_WARPS
 from vbrt.kernels.cuda.e2m1.narrow_gluon import (
-    E4M3_HIGH,
-    E4M3_LOW,
-    E8M0,
+    DECODE_E4M3_HIGH,
+    DECODE_E4M3_LOW,
+    DECODE_E8M0,
     RESCALE,
     SCALE_REGISTERS,
     activate,
+    advanced,
     allow_launch_after,
     decode_word,
-    moved,
     read_tiles,
     tile_pointers,
     wait_for_launch_before,
 )
 from vbrt.kernels.cuda.e2m1.wide_gluon import barrier, place_of_sums, register_operands
+from vbrt.kernels.cuda.launch_table import PERSISTENT_ROWS, PERSISTENT_TOKENS, PERSISTENT_WARPS
 from vbrt.kernels.cuda.private_api import renamed
 
 __all__ = ["BOX", "COLUMNS", "clear_kernel", "persistent_kernel"]
@@ -78,7 +78,7 @@ def _exchange_assembly() -> str:
         for p in range(2):
             lines += decode_word(f"w{upper}{p}", ["q0", "q1", "q2", "q3"], (f"${20 + 8 * upper}", f"${24 + 8 * upper}"))
             for row in range(2):
-                place = 2 * (p ^ upper) + row  # p ^ (t // 2), see fp4_tiles
+                place = 2 * (p ^ upper) + row  # p ^ (t // 2), see tiles
                 from_even, from_odd = f"${8 * upper + place}", f"${8 * upper + 4 + place}"
                 lines += [
                     f"selp.b32 s, q{row}, q{2 + row}, odd; shfl.sync.bfly.b32 r, s, 1, 31, -1;",
@@ -104,21 +104,23 @@ def scales_of_both(scale, lane):
 
 
 @gluon.jit
-def operands(words, lower, upper, lane, PART: gl.constexpr, E8: gl.constexpr, A: gl.constexpr):
+def operands(words, lower, upper, lane, PART: gl.constexpr, E8M0_SCALES: gl.constexpr, A: gl.constexpr):
     """Four [64, 16] weights times 2^-14 / tensor scale: of each 32 columns the first 16 or, with PART 1, the others."""
-    SCALES: gl.constexpr = E8M0 if E8 else (E4M3_LOW if PART == 0 else E4M3_HIGH)
+    SCALES: gl.constexpr = DECODE_E8M0 if E8M0_SCALES else (DECODE_E4M3_LOW if PART == 0 else DECODE_E4M3_HIGH)
     lower_g, lower_h = gl.inline_asm_elementwise(
         SCALES, SCALE_REGISTERS, [lower], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-    )  # fmt: skip
+    )
     upper_g, upper_h = gl.inline_asm_elementwise(
         SCALES, SCALE_REGISTERS, [upper], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-    )  # fmt: skip
+    )
     o = gl.inline_asm_elementwise(
-        EXCHANGE, EXCHANGE_REGISTERS,
+        EXCHANGE,
+        EXCHANGE_REGISTERS,
         [words, lower_g[:, None], lower_h[:, None], upper_g[:, None], upper_h[:, None], lane[:, None]],
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-        is_pure=False, pack=4,
-    )  # fmt: skip
+        is_pure=False,
+        pack=4,
+    )
     return register_operands(o, WARPS, A)
 
 
@@ -132,7 +134,7 @@ def multiply(total, a, ring, stage, PART: gl.constexpr):
 
 
 @gluon.jit
-def after(stage, phase):
+def next_stage(stage, phase):
     """The place behind one of the ring, and the parity of its barriers' phase."""
     last = stage == STAGES - 1
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
@@ -166,11 +168,21 @@ def store_half(v, staging, y_ptr, first_row, first_token, M, N, y_stride, ACTIVA
 
 @gluon.jit
 def store_tile(
-    v, staging, bias_ptr, y_ptr, first_row, first_token, M, N, y_stride,
-    ACTIVATION: gl.constexpr, BIAS: gl.constexpr, ACC: gl.constexpr,
-):  # fmt: skip
+    v,
+    staging,
+    bias_ptr,
+    y_ptr,
+    first_row,
+    first_token,
+    M,
+    N,
+    y_stride,
+    ACTIVATION: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    ACC: gl.constexpr,
+):
     """y = activation(v [64 rows, 256 tokens] + bias)."""
-    if BIAS:
+    if HAS_BIAS:
         row = first_row + gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, ACC))
         v = v + gl.load(bias_ptr + row, mask=row < N, other=0.0).to(gl.float32)[:, None]
     here, last = halves(v)
@@ -210,7 +222,7 @@ def part_at(i, begin, end, cut, split, pairs):
 
 
 @gluon.jit
-def add_others(total, part_ptr, flag_ptr, behind, until, split, pairs, HALF: gl.constexpr, ACC: gl.constexpr):
+def add_partial_sums(total, part_ptr, flag_ptr, behind, until, split, pairs, HALF: gl.constexpr, ACC: gl.constexpr):
     """total and the sums that other programs have of pairs `behind` to `until`, once they are there."""
     programs = gl.num_programs(0)
     program = gl.program_id(0) - 1
@@ -225,12 +237,12 @@ def add_others(total, part_ptr, flag_ptr, behind, until, split, pairs, HALF: gl.
 
 
 @gluon.jit
-def copy_activations(x_desc, ring, ready, free, M, columns, split, tiles, EARLY: gl.constexpr):
+def copy_activations(x_desc, ring, ready, free, M, columns, split, tiles, DEPENDENT: gl.constexpr):
     """The warp that keeps the ring full, for an even number of columns; columns outside x are zeros.
 
     Boxes without a token are left out: the copy engine takes longer for what lies outside than for what is there.
     """
-    if EARLY:
+    if DEPENDENT:
         wait_for_launch_before()
         allow_launch_after()
     token_blocks = (M + TOKENS - 1) // TOKENS
@@ -252,15 +264,35 @@ def copy_activations(x_desc, ring, ready, free, M, columns, split, tiles, EARLY:
                 for box in gl.static_range(TOKENS // BOX):
                     at = [token + box * BOX, (2 * column + half) * COLUMNS]
                     tma_load(x_desc, at, bar, place.slice(box * BOX, BOX, dim=0), pred=box < boxes)
-            stage, phase = after(stage, phase)
+            stage, phase = next_stage(stage, phase)
 
 
 @gluon.jit
 def multiply_tiles(
-    ring, ready, free, go, staging, tile_ptr, scale_ptr, bias_ptr, part_ptr, flag_ptr, y_ptr, M, N, columns, y_stride,
-    split, tiles, HALF: gl.constexpr, SPLITS: gl.constexpr, E8: gl.constexpr, ACTIVATION: gl.constexpr,
-    BIAS: gl.constexpr, EARLY: gl.constexpr,
-):  # fmt: skip
+    ring,
+    ready,
+    free,
+    go,
+    staging,
+    tile_ptr,
+    scale_ptr,
+    bias_ptr,
+    part_ptr,
+    flag_ptr,
+    y_ptr,
+    M,
+    N,
+    columns,
+    y_stride,
+    split,
+    tiles,
+    HALF: gl.constexpr,
+    CUT_TILES: gl.constexpr,
+    E8M0_SCALES: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
     """A warpgroup, for the lower or the upper HALF of each tile's rows.
 
     The second one starts a column after the first, so that one stores its results while the other multiplies.
@@ -268,8 +300,8 @@ def multiply_tiles(
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    STEP: gl.constexpr = 272 if E8 else 288
-    SCALE_STEP: gl.constexpr = 2 * STEP if E8 else STEP  # scales of mxfp4 are read as 16 bits
+    STEP: gl.constexpr = 272 if E8M0_SCALES else 288
+    SCALE_STEP: gl.constexpr = 2 * STEP if E8M0_SCALES else STEP  # scales of mxfp4 are read as 16 bits
     thread = gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(1, LAYOUT))
     lane = thread % 32
     always = thread >= 0
@@ -286,57 +318,57 @@ def multiply_tiles(
         first_row = tile // token_blocks * ROWS + HALF * (ROWS // 2)
         last = gl.minimum(2 * last_pair, columns)
         weights = tile_pointers(
-            tile_ptr, first_row // 16 + thread // 32, row_tiles, 2 * first_pair, columns, lane, LAYOUT, 1, E8
-        )  # fmt: skip
+            tile_ptr, first_row // 16 + thread // 32, row_tiles, 2 * first_pair, columns, lane, LAYOUT, 1, E8M0_SCALES
+        )
         first, second, scale = read_tiles(weights, always, 1, 0)
-        weights = moved(weights, STEP, SCALE_STEP, 2)
+        weights = advanced(weights, STEP, SCALE_STEP, 2)
         next_first, next_second, next_scale = read_tiles(weights, always & (2 * first_pair + 1 < last), 1, 0)
-        if EARLY:
+        if DEPENDENT:
             wait_for_launch_before()  # before the first result is written
         total = gl.zeros((ROWS // 2, TOKENS), gl.float32, layout=ACC)
         lower, upper = scales_of_both(scale, lane)
-        a = operands(first, lower, upper, lane, 0, E8, A)
+        a = operands(first, lower, upper, lane, 0, E8M0_SCALES, A)
         if HALF == 1:
             mbarrier.wait(go, 0, pred=i == 0)
         for column in range(2 * first_pair, 2 * last_pair, 2):
             mbarrier.wait(ready.index(stage), phase)
             total = multiply(total, a, ring, stage, 0)
-            b = operands(second, lower, upper, lane, 1, E8, A)
+            b = operands(second, lower, upper, lane, 1, E8M0_SCALES, A)
             total = multiply(total, b, ring, stage, 1)
-            weights = moved(weights, STEP, SCALE_STEP, 2)
+            weights = advanced(weights, STEP, SCALE_STEP, 2)
             first, second, scale = read_tiles(weights, always & (column + 2 < last), 1, 0)
             total = hopper.warpgroup_mma_wait(4, deps=(total,))
             lower, upper = scales_of_both(next_scale, lane)
-            a = operands(next_first, lower, upper, lane, 0, E8, A)
+            a = operands(next_first, lower, upper, lane, 0, E8M0_SCALES, A)
             done = stage
-            stage, phase = after(stage, phase)
+            stage, phase = next_stage(stage, phase)
             mbarrier.wait(ready.index(stage), phase)
             total = multiply(total, a, ring, stage, 0)
             total = hopper.warpgroup_mma_wait(4, deps=(total,))
             mbarrier.arrive(free.index(done), count=1)
             if HALF == 0:
                 mbarrier.arrive(go, count=1, pred=(i == 0) & (column == 2 * first_pair))
-            b = operands(next_second, lower, upper, lane, 1, E8, A)
+            b = operands(next_second, lower, upper, lane, 1, E8M0_SCALES, A)
             total = multiply(total, b, ring, stage, 1)
-            weights = moved(weights, STEP, SCALE_STEP, 2)
+            weights = advanced(weights, STEP, SCALE_STEP, 2)
             next_first, next_second, next_scale = read_tiles(weights, always & (column + 3 < last), 1, 0)
             total = hopper.warpgroup_mma_wait(4, deps=(total,))
             lower, upper = scales_of_both(scale, lane)
-            a = operands(first, lower, upper, lane, 0, E8, A)
+            a = operands(first, lower, upper, lane, 0, E8M0_SCALES, A)
             total = hopper.warpgroup_mma_wait(0, deps=(total,))
             mbarrier.arrive(free.index(stage), count=1)
-            stage, phase = after(stage, phase)
-        if SPLITS and first_pair > 0:
+            stage, phase = next_stage(stage, phase)
+        if CUT_TILES and first_pair > 0:
             gl.store(place_of_sums(part_ptr, 2 * gl.program_id(0) + HALF, ACC), total)
             barrier()
             gl.atomic_xchg(flag_ptr + (2 * gl.program_id(0) + HALF), 1, sem="release", scope="gpu")
         else:
-            if SPLITS:
-                total = add_others(
+            if CUT_TILES:
+                total = add_partial_sums(
                     total, part_ptr, flag_ptr, tile * pairs + last_pair, (tile + 1) * pairs, split, pairs, HALF, ACC
-                )  # fmt: skip
+                )
             v = total * (RESCALE * tensor_scale)
-            store_tile(v, staging, bias_ptr, y_ptr, first_row, first_token, M, N, y_stride, ACTIVATION, BIAS, ACC)
+            store_tile(v, staging, bias_ptr, y_ptr, first_row, first_token, M, N, y_stride, ACTIVATION, HAS_BIAS, ACC)
 
 
 @gluon.jit
@@ -350,13 +382,28 @@ def clear_kernel(flag_ptr, COUNT: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["M", "columns", "split"])
 def persistent_kernel(
-    tile_ptr, scale_ptr, bias_ptr, part_ptr, flag_ptr, y_ptr, x_desc, M, N, columns, y_stride, split,
-    SPLITS: gl.constexpr, E8: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, EARLY: gl.constexpr,
-):  # fmt: skip
+    tile_ptr,
+    scale_ptr,
+    bias_ptr,
+    part_ptr,
+    flag_ptr,
+    y_ptr,
+    x_desc,
+    M,
+    N,
+    columns,
+    y_stride,
+    split,
+    CUT_TILES: gl.constexpr,
+    E8M0_SCALES: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
     """y [M, N] = activation(x [M, K] @ w.T * scale + bias) in bf16, by programs of WARPS warps.
 
-    x_desc: x in boxes [BOX, COLUMNS], rows 16-byte aligned, 128-byte swizzle. EARLY: a dependent launch. SPLITS: the
-    first `split` tiles are cut, by sums in part [programs, 2, 64 * 256] fp32 and flags [programs, 2], which are zero.
+    x_desc: x in boxes [BOX, COLUMNS], rows 16-byte aligned, 128-byte swizzle. CUT_TILES: the first `split` tiles are
+    cut, by sums in part [programs, 2, 64 * 256] fp32 and flags [programs, 2], which are zero.
     No more programs than the GPU has multiprocessors, nor than tiles or, of those that are cut, pairs of columns.
     """
     ring = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, TOKENS, COLUMNS], x_desc.layout)
@@ -372,14 +419,64 @@ def persistent_kernel(
     tiles = (M + TOKENS - 1) // TOKENS * ((N + ROWS - 1) // ROWS)
     gl.warp_specialize(
         [
-            (multiply_tiles, (ring, ready, free, go, staging.index(0), tile_ptr, scale_ptr, bias_ptr, part_ptr,
-                              flag_ptr, y_ptr, M, N, columns, y_stride, split, tiles, 0, SPLITS, E8, ACTIVATION, BIAS,
-                              EARLY)),
-            (multiply_tiles, (ring, ready, free, go, staging.index(1), tile_ptr, scale_ptr, bias_ptr, part_ptr,
-                              flag_ptr, y_ptr, M, N, columns, y_stride, split, tiles, 1, SPLITS, E8, ACTIVATION, BIAS,
-                              EARLY)),
-            (copy_activations, (x_desc, ring, ready, free, M, columns, split, tiles, EARLY)),
+            (
+                multiply_tiles,
+                (
+                    ring,
+                    ready,
+                    free,
+                    go,
+                    staging.index(0),
+                    tile_ptr,
+                    scale_ptr,
+                    bias_ptr,
+                    part_ptr,
+                    flag_ptr,
+                    y_ptr,
+                    M,
+                    N,
+                    columns,
+                    y_stride,
+                    split,
+                    tiles,
+                    0,
+                    CUT_TILES,
+                    E8M0_SCALES,
+                    ACTIVATION,
+                    HAS_BIAS,
+                    DEPENDENT,
+                ),
+            ),
+            (
+                multiply_tiles,
+                (
+                    ring,
+                    ready,
+                    free,
+                    go,
+                    staging.index(1),
+                    tile_ptr,
+                    scale_ptr,
+                    bias_ptr,
+                    part_ptr,
+                    flag_ptr,
+                    y_ptr,
+                    M,
+                    N,
+                    columns,
+                    y_stride,
+                    split,
+                    tiles,
+                    1,
+                    CUT_TILES,
+                    E8M0_SCALES,
+                    ACTIVATION,
+                    HAS_BIAS,
+                    DEPENDENT,
+                ),
+            ),
+            (copy_activations, (x_desc, ring, ready, free, M, columns, split, tiles, DEPENDENT)),
         ],
         [WARPS, 1],
         [240, 24],
-    )  # fmt: skip
+    )

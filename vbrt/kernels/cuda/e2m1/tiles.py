@@ -18,16 +18,24 @@ Legend: N rows, K columns, I row tiles, U column tiles, B scale blocks a row.
 """
 
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from vbrt.config import formats
+from vbrt.config.formats import FormatRecord
 from vbrt.errors import KernelError
+from vbrt.formats import WeightPlanes
 from vbrt.formats.page import PageLayout, build_layout
 
 __all__ = [
+    "COLUMNS",
     "FORMATS",
+    "ROWS",
     "TILES",
+    "TileFormat",
+    "TiledWeight",
     "decode_words",
     "fits",
     "is_tiled",
@@ -36,30 +44,65 @@ __all__ = [
     "parts_of",
     "tile_layout",
     "tile_shape",
+    "tiled_weight",
     "unpack_tiles",
+    "weight_of",
 ]
 
 #: the field of a page that holds tiles; another order of the bits will have another name
 TILES = "mma_tiles_v1"
-#: format -> (columns under one scale, int32 words a tile)
-FORMATS = {"nvfp4": (16, 288), "mxfp4": (32, 272)}
 ROWS, COLUMNS = 16, 128
 _CODE_WORDS = 256
 _SIGN_AND_MAGNITUDE = {15: 3, 8: 2, 7: 1, 6: 0}  # bit of a bf16 half -> bit of the code
-#: an mxfp4 scale byte is stored relative to the largest one, which becomes 2^112: the product with a code's
+#: an E8M0 scale byte is stored relative to the largest one, which becomes 2^112: the product with a code's
 #: level * 2^-126 then stays inside bf16
 _TOP_FIELD = 239
 
 
+class TileFormat(NamedTuple):
+    """What kernels must know of a format with E2M1 codes.
+
+    block: columns under one scale. words: int32 words a tile. e8m0_scales: True if block scales are powers of two
+    (E8M0), stored relative to the largest; otherwise they are E4M3.
+    """
+
+    block: int
+    words: int
+    e8m0_scales: bool
+
+
+def _tile_format(record: FormatRecord) -> TileFormat:
+    scale_words = ROWS * COLUMNS // record.block // 4
+    return TileFormat(record.block, _CODE_WORDS + scale_words, e8m0_scales=record.scales == "e8m0")
+
+
+FORMATS = {name: _tile_format(formats.FORMATS[name]) for name in formats.formats_of("e2m1")}
+
+
+class TiledWeight(NamedTuple):
+    """A weight (n, k) in tile order: tiles int32 [I, U, words] and the scale of all of it, fp32 [1]."""
+
+    tiles: Tensor
+    scale: Tensor
+    format: str
+    n: int
+    k: int
+
+    @property
+    def e8m0_scales(self) -> bool:
+        """See `TileFormat`."""
+        return FORMATS[self.format].e8m0_scales
+
+
 def is_tiled(tensors: dict[str, Tensor]) -> bool:
-    """Whether a coarse plane is in tile order."""
+    """True if a coarse plane is in tile order."""
     return TILES in tensors
 
 
 def tile_shape(format: str, shape: tuple[int, int]) -> tuple[int, int, int]:
     """(I, U, words) of the tiles of a weight (N, K)."""
     n, k = shape
-    return -(-n // ROWS), -(-k // COLUMNS), FORMATS[format][1]
+    return -(-n // ROWS), -(-k // COLUMNS), FORMATS[format].words
 
 
 def tile_layout(format: str, shape: tuple[int, int]) -> PageLayout:
@@ -71,7 +114,7 @@ def tile_layout(format: str, shape: tuple[int, int]) -> PageLayout:
 def page_of(tiles: Tensor, scale: Tensor) -> Tensor:
     """Words int32 from the first tile up to the scale that lies behind them in a page: one tensor for both.
 
-    It knows them as its `_vb_parts`, for `parts_of`.
+    It keeps the two as its `_vb_parts`, for `tiled_weight`.
     """
     words = (scale.data_ptr() - tiles.data_ptr()) // 4 + 1
     page = tiles.as_strided((words,), (1,))
@@ -79,8 +122,21 @@ def page_of(tiles: Tensor, scale: Tensor) -> Tensor:
     return page
 
 
+def tiled_weight(tiles: Tensor, scale: Tensor | None, format: str, n: int, k: int) -> TiledWeight:
+    """The weight (n, k) of tiles and their scale or, without a scale, of a `page_of` both, or of a copy of one."""
+    if scale is None:
+        tiles, scale = parts_of(tiles, format, (n, k))
+    return TiledWeight(tiles, scale, format, n, k)
+
+
+def weight_of(planes: WeightPlanes) -> TiledWeight:
+    """The weight that planes in tile order hold."""
+    n, k = planes.shape
+    return TiledWeight(planes.coarse[TILES], planes.coarse["tensor_scale"], planes.format, n, k)
+
+
 def parts_of(page: Tensor, format: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """The tiles and the scale of what `page_of` has made for a weight (N, K), or of a copy of that."""
+    """The tiles and the scale of a `page_of` both for a weight (N, K), or of a copy of one."""
     parts = getattr(page, "_vb_parts", None)
     if parts is None:
         tiles = tile_shape(format, shape)
@@ -89,15 +145,17 @@ def parts_of(page: Tensor, format: str, shape: tuple[int, int]) -> tuple[Tensor,
 
 
 def fits(format: str, coarse: dict[str, Tensor]) -> bool:
-    """Whether `pack_tiles` is exact: always for nvfp4; for mxfp4 if the scales span fewer than 127 octaves."""
-    if format != "mxfp4":
-        return format in FORMATS
+    """True if `pack_tiles` is exact: always with E4M3 scales; with E8M0 ones if they span fewer than 127 octaves."""
+    if format not in FORMATS:
+        return False
+    if not FORMATS[format].e8m0_scales:
+        return True
     low, high = torch.aminmax(coarse["scales"])
     return int(high) - int(low) < 127 and int(high) < 255
 
 
 def pack_tiles(format: str, coarse: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
-    """A coarse plane of nvfp4 or mxfp4 in tile order: {TILES: int32 [I, U, words], "tensor_scale": fp32 [1]}.
+    """Put a coarse plane of one of `FORMATS` in tile order: {TILES: int32 [I, U, words], "tensor_scale": fp32 [1]}.
 
     Raises KernelError for another format, or scales that `fits` refuses.
     """
@@ -112,21 +170,21 @@ def pack_tiles(format: str, coarse: dict[str, Tensor], shape: tuple[int, int]) -
         part = slice(first * ROWS, min((first + step) * ROWS, shape[0]))
         out = tiles[first : first + step]
         out[..., :_CODE_WORDS] = _pack_codes(_padded(_nibbles(coarse["codes"][part]), len(out), columns, COLUMNS))
-        per_tile = COLUMNS // FORMATS[format][0]
+        per_tile = COLUMNS // FORMATS[format].block
         out[..., _CODE_WORDS:] = _pack_scales(_padded(scales[part], len(out), columns, per_tile), per_tile)
     return {TILES: tiles, "tensor_scale": scale}
 
 
 def unpack_tiles(format: str, tensors: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
-    """The exact inverse of `pack_tiles`: the coarse plane as the format's `encode` gave it."""
+    """Undo `pack_tiles` exactly: the coarse plane as the format's `encode` gave it."""
     n, k = shape
-    block = FORMATS[format][0]
+    block = FORMATS[format].block
     tiles = tensors[TILES]
     blocks = -(-k // block)
     code_NK = _unpack_codes(tiles[..., :_CODE_WORDS])[:n, : blocks * block]
     byte_NB = _unpack_scales(tiles[..., _CODE_WORDS:], COLUMNS // block)[:n, :blocks].contiguous()
     codes = code_NK[:, 0::2] | (code_NK[:, 1::2] << 4)
-    if format == "nvfp4":
+    if not FORMATS[format].e8m0_scales:
         scale = tensors["tensor_scale"].clone()
         return {"codes": codes, "scales": byte_NB.view(torch.float8_e4m3fn), "tensor_scale": scale}
     top = int(torch.frexp(tensors["tensor_scale"].cpu().double()).exponent) - 1 + 127
@@ -134,9 +192,9 @@ def unpack_tiles(format: str, tensors: dict[str, Tensor], shape: tuple[int, int]
 
 
 def _stored_scales(format: str, coarse: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """(scale bytes uint8 [N, B] as tiles hold them, the fp32 [1] that makes up for it)."""
+    """(Scale bytes uint8 [N, B] as tiles hold them, the fp32 [1] that they are multiplied with)."""
     scales = coarse["scales"]
-    if format == "nvfp4":
+    if not FORMATS[format].e8m0_scales:
         return scales.view(torch.uint8), coarse["tensor_scale"].to(torch.float32).reshape(1)
     top = int(scales.max())
     scale = torch.tensor([2.0 ** (top - 127)], dtype=torch.float64, device="cpu").float().to(scales.device)

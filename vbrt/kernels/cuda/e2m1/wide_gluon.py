@@ -1,13 +1,13 @@
 """The fused kernel for Hopper and many tokens: `warpgroup_mma` with decoded weights as the register operand.
 
 A program computes 16 * WARPS rows of the result for TOKENS tokens over one of SPLITS ranges of K. Per 128 columns each
-warp decodes one tile of `fp4_tiles` into two [16, 64] operands; activations lie in shared memory, permuted on the way
+warp decodes one tile of `tiles` into two [16, 64] operands; activations lie in shared memory, permuted on the way
 there into the order of the tiles' columns, with the 128-byte swizzle that the instruction reads. Tiles come through
 a ring in shared memory filled by asynchronous copies, each lane reading back what it copied. With SPLITS > 1 fp32
 partial results go to a workspace. Few are added up by the last program to end of those that share a block of the
 result, many by `reduce_kernel`, which has the whole GPU read them; both do it in a fixed order.
 
-All are launched as dependents (see `fp4_gluon`): the weights are on their way before the activations are in order.
+All are launched as dependents (see `narrow_gluon`): the weights are on their way before the activations are in order.
 Leaving out `order_kernel`, which takes 1 to 3 us, was slower on an H200, however activations were put in order on their
 way into shared memory: by copies of 4 bytes 1.1x at 16 and 1.3x at 64 tokens, through registers with 16 bytes a load
 and `stmatrix` 1.3x at 64 and 1.4x at 256 tokens.
@@ -21,10 +21,10 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from vbrt.kernels.cuda.e2m1.narrow_gluon import (
+    DECODE_E4M3_HIGH,
+    DECODE_E4M3_LOW,
+    DECODE_E8M0,
     DECODE_REGISTERS,
-    E4M3_HIGH,
-    E4M3_LOW,
-    E8M0,
     RESCALE,
     SCALE_REGISTERS,
     _decode_assembly,
@@ -52,9 +52,11 @@ def rows_first(WARPS):
 
 
 @gluon.jit
-def copy_tiles(first, second, scales, tile_ptr, row_tile, row_tiles, column, last, columns, lane, E8: gl.constexpr):
+def copy_tiles(
+    first, second, scales, tile_ptr, row_tile, row_tiles, column, last, columns, lane, E8M0_SCALES: gl.constexpr
+):
     """Start copying one tile a warp into a place of the ring; zeros outside."""
-    WORDS: gl.constexpr = 272 if E8 else 288
+    WORDS: gl.constexpr = 272 if E8M0_SCALES else 288
     LAYOUT: gl.constexpr = lane.type.layout.parent
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     wanted = (row_tile < row_tiles) & (column < last)
@@ -63,16 +65,16 @@ def copy_tiles(first, second, scales, tile_ptr, row_tile, row_tiles, column, las
     pointer = here + (gl.multiple_of((row + lane * 4)[:, None], (4, 4)) + four)
     copy_async(first, pointer, mask=wanted[:, None])
     copy_async(second, pointer + 128, mask=wanted[:, None])
-    if E8:  # two lanes' scales a word
+    if E8M0_SCALES:  # two lanes' scales a word
         copy_async(scales, here + (row + 256 + lane // 2), mask=wanted)
     else:
         copy_async(scales, here + (row + 256 + lane), mask=wanted)
 
 
 @gluon.jit
-def read_tile(firsts, seconds, scales, place, lane, LAYOUT: gl.constexpr, E8: gl.constexpr):
+def read_tile(firsts, seconds, scales, place, lane, LAYOUT: gl.constexpr, E8M0_SCALES: gl.constexpr):
     scale = scales.index(place).load(gl.SliceLayout(1, LAYOUT))
-    if E8:
+    if E8M0_SCALES:
         scale = scale >> (16 * (lane % 2))
     return firsts.index(place).load(LAYOUT), seconds.index(place).load(LAYOUT), scale
 
@@ -89,17 +91,24 @@ def register_operands(o, WARPS: gl.constexpr, A: gl.constexpr):
 
 
 @gluon.jit
-def operands(words, scale, PART: gl.constexpr, E8: gl.constexpr, WARPS: gl.constexpr, A: gl.constexpr):
+def operands(words, scale, PART: gl.constexpr, E8M0_SCALES: gl.constexpr, WARPS: gl.constexpr, A: gl.constexpr):
     """Four [16 * WARPS, 16] weights times 2^-14 / tensor scale, in the registers that warpgroup_mma wants them in."""
     scale_g, scale_h = gl.inline_asm_elementwise(
-        E8M0 if E8 else (E4M3_LOW if PART == 0 else E4M3_HIGH),
-        SCALE_REGISTERS, [scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
+        DECODE_E8M0 if E8M0_SCALES else (DECODE_E4M3_LOW if PART == 0 else DECODE_E4M3_HIGH),
+        SCALE_REGISTERS,
+        [scale],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
     o = gl.inline_asm_elementwise(
-        DECODE_PAIRS, DECODE_REGISTERS, [words, scale_g[:, None], scale_h[:, None]],
+        DECODE_PAIRS,
+        DECODE_REGISTERS,
+        [words, scale_g[:, None], scale_h[:, None]],
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-        is_pure=True, pack=4,
-    )  # fmt: skip
+        is_pure=True,
+        pack=4,
+    )
     return register_operands(o, WARPS, A)
 
 
@@ -116,15 +125,24 @@ def copy_tokens(place, x_ptr, first_token, column, last, columns, TOKENS: gl.con
 
 @gluon.jit(do_not_specialize=["M", "columns"])
 def order_kernel(
-    x_ptr, o_ptr, count_ptr, M, K, columns, x_stride, k_stride,
-    SUMMANDS: gl.constexpr, COUNTS: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    o_ptr,
+    counter_ptr,
+    M,
+    K,
+    columns,
+    x_stride,
+    k_stride,
+    SUMMANDS: gl.constexpr,
+    COUNTERS: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     """o [SUMMANDS * M, 128 * columns] bf16: x [M, K] as summands, columns in the order of the tiles, zeros behind K.
 
-    And zeros for the COUNTS numbers, a power of two, that `wgmma_kernel` counts its programs by.
+    And zeros for the COUNTERS numbers, a power of two, that `wgmma_kernel` counts its programs by.
 
     Grid (M, ceil(columns / (8 * WARPS))). The 128 columns p1 p0 jj c t1 t0 e of a tile come from t1 t0 q1 q0 jj c e
-    with q = p ^ t1; see fp4_tiles for the names. A thread reads four times eight columns and transposes t and jj c.
+    with q = p ^ t1; see tiles for the names. A thread reads four times eight columns and transposes t and jj c.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4, 8], [32, 1, 1], [WARPS, 1, 1], [2, 1, 0])
     OUT: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
@@ -137,10 +155,10 @@ def order_kernel(
     at = first * 32 + gl.arange(0, 1024 * WARPS, layout=OUT)
     allow_launch_after()
     wait_for_launch_before()
-    if COUNTS > 0:
+    if COUNTERS > 0:
         if m + first == 0:
-            count = gl.arange(0, COUNTS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-            gl.store(count_ptr + count, count * 0)
+            count = gl.arange(0, COUNTERS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+            gl.store(counter_ptr + count, count * 0)
     rest = gl.load(x_ptr + m.to(gl.int64) * x_stride + k.to(gl.int64) * k_stride, mask=k < K, other=0.0).to(gl.float32)
     for s in gl.static_range(SUMMANDS):
         summand = rest.to(gl.bfloat16)
@@ -162,7 +180,7 @@ def place_of_sums(part_ptr, index, ACC: gl.constexpr):
 
 
 @gluon.jit
-def others(part_ptr, own, first, split, s, ACC: gl.constexpr):
+def partial_sums_of(part_ptr, own, first, split, s, ACC: gl.constexpr):
     """The sums of split s, of those whose parts begin at `first`: what another program has left, or `own`."""
     mask = gl.full(own.shape, split != s, gl.int1, layout=ACC)
     return gl.load(place_of_sums(part_ptr, first + s, ACC), mask=mask, other=own, cache_modifier=".cg")
@@ -184,10 +202,27 @@ def multiply(total, a, tokens, PART: gl.constexpr, TOKENS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["M", "columns", "per_split"])
 def wgmma_kernel(
-    x_ptr, tile_ptr, scale_ptr, bias_ptr, part_ptr, count_ptr, y_ptr, M, N, columns, per_split, y_stride,
-    TOKENS: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr, RING: gl.constexpr,
-    PARTIAL: gl.constexpr, E8: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    tile_ptr,
+    scale_ptr,
+    bias_ptr,
+    part_ptr,
+    counter_ptr,
+    y_ptr,
+    M,
+    N,
+    columns,
+    per_split,
+    y_stride,
+    TOKENS: gl.constexpr,
+    WARPS: gl.constexpr,
+    SPLITS: gl.constexpr,
+    RING: gl.constexpr,
+    PARTIAL: gl.constexpr,
+    E8M0_SCALES: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):
     """y [M, N] = activation(x [M, K] @ w.T * scale + bias), or PARTIAL: y [SPLITS, M, N] fp32, summands of the product.
 
     x comes from `order_kernel`, with rows for whole blocks of TOKENS; grid (token blocks * splits * row blocks,).
@@ -220,8 +255,19 @@ def wgmma_kernel(
     scales = gl.allocate_shared_memory(gl.int32, [RING, THREADS], LINE)
     tokens = gl.allocate_shared_memory(gl.bfloat16, [RING, 2 * TOKENS, 64], gl.NVMMASharedLayout(128, 16, 2))
     for i in gl.static_range(RING - 1):
-        copy_tiles(firsts.index(i), seconds.index(i), scales.index(i), tile_ptr, row_tile, row_tiles, column + i, last,
-                   columns, lane, E8)  # fmt: skip
+        copy_tiles(
+            firsts.index(i),
+            seconds.index(i),
+            scales.index(i),
+            tile_ptr,
+            row_tile,
+            row_tiles,
+            column + i,
+            last,
+            columns,
+            lane,
+            E8M0_SCALES,
+        )
     wait_for_launch_before()  # x is `order_kernel`'s
     allow_launch_after()
     for i in gl.static_range(RING - 1):
@@ -231,17 +277,28 @@ def wgmma_kernel(
     total = gl.zeros((16 * WARPS, TOKENS), gl.float32, layout=ACC)
     tensor_scale = gl.load(scale_ptr)
     async_copy.wait_group(RING - 2)
-    first, second, scale = read_tile(firsts, seconds, scales, 0, lane, LAYOUT, E8)
+    first, second, scale = read_tile(firsts, seconds, scales, 0, lane, LAYOUT, E8M0_SCALES)
     for _ in range((last - column + RING - 1) // RING):
         for i in gl.static_range(RING):
             async_copy.wait_group(RING - 3)  # this column and, for the tile read ahead, the next
-            total = multiply(total, operands(first, scale, 0, E8, WARPS, A), tokens.index(i), 0, TOKENS)
-            a = operands(second, scale, 1, E8, WARPS, A)
-            first, second, scale = read_tile(firsts, seconds, scales, (i + 1) % RING, lane, LAYOUT, E8)
+            total = multiply(total, operands(first, scale, 0, E8M0_SCALES, WARPS, A), tokens.index(i), 0, TOKENS)
+            a = operands(second, scale, 1, E8M0_SCALES, WARPS, A)
+            first, second, scale = read_tile(firsts, seconds, scales, (i + 1) % RING, lane, LAYOUT, E8M0_SCALES)
             total = multiply(total, a, tokens.index(i), 1, TOKENS)
             free = (i + RING - 1) % RING
-            copy_tiles(firsts.index(free), seconds.index(free), scales.index(free), tile_ptr, row_tile, row_tiles,
-                       column + RING - 1, last, columns, lane, E8)  # fmt: skip
+            copy_tiles(
+                firsts.index(free),
+                seconds.index(free),
+                scales.index(free),
+                tile_ptr,
+                row_tile,
+                row_tiles,
+                column + RING - 1,
+                last,
+                columns,
+                lane,
+                E8M0_SCALES,
+            )
             copy_tokens(tokens.index(free), x_ptr, first_token, column + RING - 1, last, columns, TOKENS, WARPS)
             async_copy.commit_group()
             column = column + 1
@@ -252,12 +309,12 @@ def wgmma_kernel(
         block = row_block * token_blocks + program % token_blocks
         gl.store(place_of_sums(part_ptr, block * SPLITS + split, ACC), v)
         barrier()
-        if gl.atomic_add(count_ptr + block, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
+        if gl.atomic_add(counter_ptr + block, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
             return
         barrier()
-        own, v = v, others(part_ptr, v, block * SPLITS, split, 0, ACC)
+        own, v = v, partial_sums_of(part_ptr, v, block * SPLITS, split, 0, ACC)
         for s in gl.static_range(1, SPLITS):
-            v = v + others(part_ptr, own, block * SPLITS, split, s, ACC)
+            v = v + partial_sums_of(part_ptr, own, block * SPLITS, split, s, ACC)
     first_row = row_block * (16 * WARPS)
     if PARTIAL:
         row = first_row + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, ACC))
@@ -267,7 +324,7 @@ def wgmma_kernel(
     else:
         STORE: gl.constexpr = rows_first(WARPS)
         row = first_row + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, ACC))
-        if BIAS:
+        if HAS_BIAS:
             v = v + gl.load(bias_ptr + row, mask=row < N, other=0.0).to(gl.float32)[:, None]
         v = gl.convert_layout(activate(v, ACTIVATION, y_ptr.dtype.element_ty).to(y_ptr.dtype.element_ty), STORE)
         row = first_row + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, STORE))
@@ -278,9 +335,16 @@ def wgmma_kernel(
 
 @gluon.jit(do_not_specialize=["M"])
 def reduce_kernel(
-    part_ptr, bias_ptr, y_ptr, M, N,
-    PARTS: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+    part_ptr,
+    bias_ptr,
+    y_ptr,
+    M,
+    N,
+    PARTS: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     """y [M, N] = activation(sum of part [PARTS, M, N] + bias), grid (column blocks, M)."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     n = gl.program_id(0) * (128 * WARPS) + gl.arange(0, 128 * WARPS, layout=LAYOUT)
@@ -291,6 +355,6 @@ def reduce_kernel(
     v = gl.load(part_ptr + m * N + n, mask=inside, other=0.0)
     for s in gl.static_range(1, PARTS):
         v = v + gl.load(part_ptr + (m + s * M) * N + n, mask=inside, other=0.0)
-    if BIAS:
+    if HAS_BIAS:
         v = v + gl.load(bias_ptr + n, mask=inside, other=0.0).to(gl.float32)
     gl.store(y_ptr + m * N + n, activate(v, ACTIVATION, y_ptr.dtype.element_ty).to(y_ptr.dtype.element_ty), mask=inside)

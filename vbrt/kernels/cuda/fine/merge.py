@@ -37,8 +37,21 @@ def launch(planes: WeightPlanes, out: Tensor) -> None:
     levels, values, tensor_scale = fmt.tables(coarse)
     total, width = out.numel(), WIDTH[planes.dtype]
     merge_kernel[(-(-total // SPAN),)](
-        coarse["codes"], coarse["scales"].view(torch.uint8), tensor_scale, levels, values,
-        fine["low"], fine.get("nibbles", fine["low"]), fine["side"], fine["escapes"], fine["starts"],
-        out.view(torch.int16), total,
-        SPAN=SPAN, BLOCK=fmt.block, WIDE=sum(1 << code for code in fmt.wide_codes), WIDTH=width, num_warps=8,
-    )  # fmt: skip
+        coarse["codes"],
+        coarse["scales"].view(torch.uint8),
+        tensor_scale,
+        levels,
+        values,
+        fine["low"],
+        fine.get("nibbles", fine["low"]),
+        fine["side"],
+        fine["escapes"],
+        fine["starts"],
+        out.view(torch.int16),
+        total,
+        SPAN=SPAN,
+        BLOCK=fmt.block,
+        WIDE_CODES=sum(1 << code for code in fmt.wide_codes),
+        WIDTH=width,
+        num_warps=8,
+    )

@@ -8,13 +8,27 @@ __all__ = ["merge_kernel"]
 
 @triton.jit
 def merge_kernel(
-    code_ptr, scale_ptr, tensor_scale_ptr, level_ptr, value_ptr, low_ptr, nibble_ptr, side_ptr, escape_ptr, start_ptr,
-    out_ptr, total, SPAN: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    code_ptr,
+    scale_ptr,
+    tensor_scale_ptr,
+    level_ptr,
+    value_ptr,
+    low_ptr,
+    nibble_ptr,
+    side_ptr,
+    escape_ptr,
+    start_ptr,
+    out_ptr,
+    total,
+    SPAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE_CODES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """int16 bit patterns of SPAN weights in a row of all `total`; grid (ceil(total / SPAN),).
 
-    A block scale's byte is worth value_ptr[byte] * tensor scale; bit c of WIDE says that code c is wide. WIDTH 8 gives
-    bf16, 12 gives fp16. start_ptr int32 [grid, 2]: entries of the two lists before each span.
+    A block scale's byte is worth value_ptr[byte] * tensor scale; bit c of WIDE_CODES says that code c is wide. WIDTH 8
+    gives bf16, 12 gives fp16. start_ptr int32 [grid, 2]: entries of the two lists before each span.
     """
     GROUPS: tl.constexpr = SPAN // 16
     base = tl.program_id(0).to(tl.int64) * SPAN
@@ -34,7 +48,7 @@ def merge_kernel(
         )
         delta += tl.reshape(tl.join(half & 15, half >> 4), (GROUPS, 16)).to(tl.int32) << 8
     SIGN: tl.constexpr = 1 << (WIDTH - 1)
-    wide = (((WIDE >> code) & 1) != 0) & inside
+    wide = (((WIDE_CODES >> code) & 1) != 0) & inside
     escaped = (delta == SIGN) & (wide == 0) & inside
     # how many of each come before, both in one sum
     count = wide.to(tl.int32) + (escaped.to(tl.int32) << 16)

@@ -30,13 +30,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vbrt.formats import WeightPlanes
-from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
+from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda.e2m1 import launches
+from vbrt.kernels.cuda.e2m1 import linear as tiled
+from vbrt.kernels.cuda.e2m1.tiles import TiledWeight
 from vbrt.kernels.cuda.launcher import cuda_op
-from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
+from vbrt.kernels.cuda.rounded import fp8
 
 __all__ = ["FP4_TOKENS", "Operand", "fp4_refusal", "linear", "pack", "quantize", "route"]
 
-#: the fewest tokens that are multiplied in FP4: FP8's number, for want of a GPU to measure; scripts/gpu-check would
+#: the fewest tokens that are multiplied in FP4: borrowed from FP8, unmeasured; scripts/gpu-check would measure it
 FP4_TOKENS = 512
 _MIN_MAJOR = 10  # the first compute capability with an FP4 matmul
 _MIN_CUDA = (12, 8)  # the first cuBLAS with one
@@ -45,7 +48,7 @@ _PACK_COLUMNS, _PACK_WARPS, _QUANTIZE_WARPS = 4, 4, 8
 
 class Operand(NamedTuple):
     """A matrix [R, K] in NVFP4: codes float4_e2m1fn_x2 [R, K rounded up to 32, / 2], the even column in the low half;
-    block scales float8_e4m3fn, R padded to 128 rows and to 4 scales, in the vendor's order (`fp4_scaled_triton`), flat;
+    block scales float8_e4m3fn, R padded to 128 rows and to 4 scales, in the vendor's order (`fp4_triton`), flat;
     unit fp32 [1]. It stands for level * block scale * unit."""
 
     codes: Tensor
@@ -55,15 +58,15 @@ class Operand(NamedTuple):
 
 @functools.cache
 def _kernels() -> Any:
-    from vbrt.kernels.cuda.rounded import fp4_triton as fp4_scaled_triton
+    from vbrt.kernels.cuda.rounded import fp4_triton
 
-    return fp4_scaled_triton
+    return fp4_triton
 
 
 @functools.cache
 def fp4_refusal(device: torch.device) -> str | None:
     """Why a device cannot multiply in FP4, or None if it can."""
-    why = fp8_linear.matmul_refusal(device, "FP4", (_MIN_MAJOR, 0))
+    why = fp8.matmul_refusal(device, "FP4", (_MIN_MAJOR, 0))
     if why is not None:
         return why
     if tuple(map(int, torch.version.cuda.split(".")[:2])) < _MIN_CUDA:
@@ -73,12 +76,12 @@ def fp4_refusal(device: torch.device) -> str | None:
 
 def _fewest(index: int) -> int | None:
     """The fewest tokens of a GPU that is served otherwise, None without FP4."""
-    return FP4_TOKENS if fp4_linear.major(index) >= _MIN_MAJOR else None
+    return FP4_TOKENS if devices.major(index) >= _MIN_MAJOR else None
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
-    """The way `linear` takes: "fp4", or what `fp4_linear.route` says."""
-    return "fp4" if fp8_linear.is_long(x, planes, _fewest) else fp4_linear.route(x, planes)
+    """The way `linear` takes: "fp4", or what `e2m1.linear.route` says."""
+    return "fp4" if fp8.is_long(x, planes, _fewest) else tiled.route(x, planes)
 
 
 def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
@@ -86,22 +89,23 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
 
     Raises KernelError for an activation that the reference does not know, or an x whose last dimension is not K.
     """
-    if not fp8_linear.is_long(x, planes, _fewest):
-        return fp4_linear.linear(x, planes, bias, activation)
-    return fp8_linear.rounded(x, planes, bias, activation, _multiply)
+    if not fp8.is_long(x, planes, _fewest):
+        return tiled.linear(x, planes, bias, activation)
+    return fp8.rounded(x, planes, bias, activation, _multiply)
 
 
 def _scaled_linear(x: Tensor, tiles: Tensor, scale: Tensor, bias: Tensor | None, format: str, n: int, k: int) -> Tensor:
+    weight = TiledWeight(tiles, scale, format, n, k)
     with torch.cuda.device(tiles.device):
-        w_NK = pack(tiles, scale, format, n, k)
+        w_NK = pack(weight)
         x_MK = quantize(x.reshape(-1, k))
         try:
             y_MN = _scaled_matmul(x_MK, w_NK, x.dtype)
         except RuntimeError as error:
             if "NOT_SUPPORTED" not in str(error) and not isinstance(error, NotImplementedError):
                 raise
-            fp8_linear.note_refusal("fp4", n, k, x.dtype)
-            y_MN = F.linear(x.reshape(-1, k), fp4_linear._decode_tiles(tiles, scale, format, n, k, x.dtype))
+            fp8.note_refusal("fp4", n, k, x.dtype)
+            y_MN = F.linear(x.reshape(-1, k), launches.decode(weight, x.dtype))
     if bias is not None:
         y_MN += bias.to(x.dtype)  # on its own, because cuBLAS is reported to refuse NVFP4 with one
     return y_MN.view(*x.shape[:-1], n)
@@ -112,9 +116,16 @@ def _scaled_matmul(x_MK: Operand, w_NK: Operand, dtype: torch.dtype) -> Tensor:
     recipe = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
     swizzle = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]  # one for each scale
     return F.scaled_mm(
-        x_MK.codes, w_NK.codes.t(), [x_MK.scales, x_MK.unit], recipe, [w_NK.scales, w_NK.unit], recipe,
-        swizzle_a=swizzle, swizzle_b=swizzle, output_dtype=dtype,
-    )  # fmt: skip
+        x_MK.codes,
+        w_NK.codes.t(),
+        [x_MK.scales, x_MK.unit],
+        recipe,
+        [w_NK.scales, w_NK.unit],
+        recipe,
+        swizzle_a=swizzle,
+        swizzle_b=swizzle,
+        output_dtype=dtype,
+    )
 
 
 def _empty(rows: int, chunks: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -127,16 +138,26 @@ def _operand(codes: Tensor, scales: Tensor, unit: Tensor) -> Operand:
     return Operand(codes.view(torch.float4_e2m1fn_x2), scales.view(torch.float8_e4m3fn).view(-1), unit)
 
 
-def pack(tiles: Tensor, scale: Tensor, format: str, n: int, k: int) -> Operand:
-    """A weight [N, K] in tile order as an operand, without rounding (but for mxfp4 blocks that fade)."""
-    chunks, e8 = -(-k // 32), format == "mxfp4"
+def pack(weight: TiledWeight) -> Operand:
+    """A weight [N, K] as an operand, without rounding (but for mxfp4 blocks that fade)."""
+    tiles, scale, _, n, k = weight
+    chunks = -(-k // 32)
     codes, scales = _empty(n, chunks, tiles.device)
-    unit = torch.empty_like(scale) if e8 else scale
+    unit = torch.empty_like(scale) if weight.e8m0_scales else scale
     columns = tiles.shape[1]
     _kernels().pack_kernel[(8 * scales.shape[0] * -(-columns // _PACK_COLUMNS),)](
-        tiles, scale, codes.view(torch.int32), scales, unit, n, chunks, columns, E8=e8, COLUMNS=_PACK_COLUMNS,
+        tiles,
+        scale,
+        codes.view(torch.int32),
+        scales,
+        unit,
+        n,
+        chunks,
+        columns,
+        E8M0_SCALES=weight.e8m0_scales,
+        COLUMNS=_PACK_COLUMNS,
         num_warps=_PACK_WARPS,
-    )  # fmt: skip
+    )
     return _operand(codes, scales, unit)
 
 
@@ -150,9 +171,18 @@ def quantize(x_MK: Tensor) -> Operand:
     largest = torch.linalg.vector_norm(x_MK, float("inf"), dtype=torch.float32)
     # without fused multiply-adds: ties then fall as in the reference
     _kernels().quantize_kernel[(scales.shape[0] * scales.shape[1],)](
-        x_MK, largest, codes, scales, unit, tokens, k, x_MK.stride(0), chunks, num_warps=_QUANTIZE_WARPS,
+        x_MK,
+        largest,
+        codes,
+        scales,
+        unit,
+        tokens,
+        k,
+        x_MK.stride(0),
+        chunks,
+        num_warps=_QUANTIZE_WARPS,
         enable_fp_fusion=False,
-    )  # fmt: skip
+    )
     return _operand(codes, scales, unit)
 
 
@@ -162,4 +192,4 @@ _multiply_op = cuda_op(
     "(Tensor x, Tensor tiles, Tensor scale, Tensor? bias, str format, SymInt n, SymInt k) -> Tensor",
     lambda x, tiles, scale, bias, format, n, k: x.new_empty(*x.shape[:-1], n),
 )
-_multiply = fp8_linear.on_tiles(_scaled_linear, _multiply_op)
+_multiply = fp8.on_tiles(_scaled_linear, _multiply_op)

@@ -1,4 +1,4 @@
-"""The GPU side of `fp4_scaled`: tiles and activations as torch's FP4 matmul takes them. Importing this needs Triton.
+"""The GPU side of `fp4`: tiles and activations as torch's FP4 matmul takes them. Importing this needs Triton.
 
 Codes lie two a byte, the even column in the low half. Block scales are E4M3, in blocks of 128 rows by 4 scales (64
 columns), 512 bytes each: the scale of row r and columns 16 c .. 16 c + 15 is byte 16 (r % 32) + 4 (r / 32) + c of its
@@ -15,20 +15,29 @@ __all__ = ["pack_kernel", "quantize_kernel"]
 
 @triton.jit(do_not_specialize=["N", "columns"])
 def pack_kernel(
-    tile_ptr, scale_ptr, code_ptr, block_ptr, unit_ptr, N, chunks, columns, E8: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
+    tile_ptr,
+    scale_ptr,
+    code_ptr,
+    block_ptr,
+    unit_ptr,
+    N,
+    chunks,
+    columns,
+    E8M0_SCALES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """A weight in tile order to codes int32 [N, 4 * chunks] and block scales int32 [row blocks, scale blocks, 128].
 
     Grid (8 * ceil(N / 128) * ceil(columns / COLUMNS),): 16 rows by COLUMNS tiles a program. 32 * chunks is K rounded up
-    to 32; the padding of K is zeros in the tiles. E8: mxfp4, whose scale bytes become powers of two in E4M3, each for
-    two blocks, and whose fp32 scale becomes *unit_ptr; nvfp4's bytes stay as they are and unit_ptr is left alone.
+    to 32; the padding of K is zeros in the tiles. E8M0_SCALES: scale bytes become powers of two in E4M3, each for two
+    blocks, and the fp32 scale becomes *unit_ptr. E4M3 bytes stay as they are and unit_ptr is left alone.
     """
-    WORDS: tl.constexpr = 272 if E8 else 288
+    WORDS: tl.constexpr = 272 if E8M0_SCALES else 288
     groups = (columns + COLUMNS - 1) // COLUMNS
     row_tile = tl.program_id(0) // groups
     first = tl.program_id(0) % groups * COLUMNS
     known = tl.where(row_tile * 16 < N, columns, 0)  # behind the weight are rows of scales only
-    g = tl.arange(0, 8)[:, None]  # of rows g and g + 8, see fp4_tiles
+    g = tl.arange(0, 8)[:, None]  # of rows g and g + 8, see tiles
 
     at = tl.arange(0, 16 * COLUMNS)[None, :]  # a word of codes: columns 32 t + 8 q .. + 7 of a tile
     column, t, q = first + at // 16, at // 4 % 4, at % 4
@@ -47,7 +56,7 @@ def pack_kernel(
     column = first + pair // 2
     there = column < known
     byte_ptr = tile_ptr + (row_tile * columns + column) * WORDS + 256
-    if E8:
+    if E8M0_SCALES:
         word = tl.load(byte_ptr + (g * 2 + pair % 2), mask=there, other=0)
         upper = _power(word & 0xFF) * 0x0101 | _power(word >> 16 & 0xFF) * 0x0101 << 16
         lower = _power(word >> 8 & 0xFF) * 0x0101 | _power(word >> 24 & 0xFF) * 0x0101 << 16
@@ -61,14 +70,14 @@ def pack_kernel(
     block_ptr += (row_tile // 8 * blocks + (first * 2 + pair)) * 128 + (row % 32 * 4 + row % 128 // 32)
     tl.store(block_ptr, upper, mask=inside)
     tl.store(block_ptr + 32, lower, mask=inside)  # 8 rows on
-    if E8 and tl.program_id(0) == 0:
+    if E8M0_SCALES and tl.program_id(0) == 0:
         tl.store(unit_ptr, tl.load(scale_ptr) * 0.00390625)  # 2^-8: the largest block scale is 2^8
 
 
 @triton.jit
 def _codes(word):
     """The four bytes of a tile's word: those of row g, and those of row g + 8, two each in the low half."""
-    pair_0, pair_1 = word << 2, word << 6  # as in fp4_tiles, unmasked
+    pair_0, pair_1 = word << 2, word << 6  # as in tiles, unmasked
     pair_2, pair_3 = word << 12 | word >> 20 & 0xFFF, word ^ word >> 8 & 0xFFFFFF
     return _byte(pair_0) | _byte(pair_2) << 8, _byte(pair_1) | _byte(pair_3) << 8
 

@@ -24,8 +24,10 @@ from torch import Tensor
 
 from vbrt.formats import WeightPlanes
 from vbrt.kernels import reference
-from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
-from vbrt.kernels.cuda.e2m1.tiles import TILES
+from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda.e2m1 import launches
+from vbrt.kernels.cuda.e2m1 import linear as tiled
+from vbrt.kernels.cuda.e2m1.tiles import TILES, TiledWeight
 from vbrt.kernels.cuda.launcher import cuda_op
 
 __all__ = [
@@ -71,7 +73,7 @@ def matmul_refusal(device: torch.device, kind: str, capability: tuple[int, int])
     """Why a device has no matmul of a `kind` that takes this compute capability and Triton, or None if it has."""
     if device.type != "cuda":
         return f"{device.type} has no {kind} matmul"
-    if not fp4_linear.available():
+    if not devices.available():
         return "Triton is not installed"
     if (device.index or 0) >= torch.cuda.device_count():
         return f"{device} is not there"
@@ -95,15 +97,15 @@ def _fewest(index: int) -> int | None:
 
 def is_long(x: Tensor, planes: WeightPlanes, fewest: Callable[[int], int | None]) -> bool:
     """Whether x and the weight are what a matmul of rounded operands takes, with the fewest tokens of a GPU or more."""
-    if not fp4_linear.serves(planes) or x.dtype is not torch.bfloat16 or planes.shape[0] % 16:
+    if not tiled.serves(planes) or x.dtype is not torch.bfloat16 or planes.shape[0] % 16:
         return False
     tokens = fewest(planes.coarse[TILES].device.index)
     return tokens is not None and x.numel() >= tokens * x.shape[-1] > 0
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
-    """The way `linear` takes: "fp8", or what `fp4_linear.route` says."""
-    return "fp8" if is_long(x, planes, _fewest) else fp4_linear.route(x, planes)
+    """The way `linear` takes: "fp8", or what `e2m1.linear.route` says."""
+    return "fp8" if is_long(x, planes, _fewest) else tiled.route(x, planes)
 
 
 def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
@@ -112,7 +114,7 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
     Raises KernelError for an activation that the reference does not know, or an x whose last dimension is not K.
     """
     if not is_long(x, planes, _fewest):
-        return fp4_linear.linear(x, planes, bias, activation)
+        return tiled.linear(x, planes, bias, activation)
     return rounded(x, planes, bias, activation, _multiply)
 
 
@@ -139,7 +141,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         planes = ctx.planes
         bf16 = WeightPlanes(planes.format, planes.shape, dy.dtype, planes.coarse)
-        return dy @ fp4_linear.decode_weight(bf16), None, None
+        return dy @ tiled.decode_weight(bf16), None, None
 
 
 def note_refusal(kind: str, n: int, k: int, dtype: torch.dtype) -> None:
@@ -158,14 +160,16 @@ def on_tiles(launch: Callable[..., Tensor], op: Callable[..., Tensor]) -> Multip
 
     def multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None) -> Tensor:
         run = op if torch.compiler.is_compiling() else launch
-        return run(x, planes.coarse[TILES], planes.coarse["tensor_scale"], bias, planes.format, *planes.shape)
+        n, k = planes.shape
+        return run(x, planes.coarse[TILES], planes.coarse["tensor_scale"], bias, planes.format, n, k)
 
     return multiply
 
 
 def _scaled_linear(x: Tensor, tiles: Tensor, scale: Tensor, bias: Tensor | None, format: str, n: int, k: int) -> Tensor:
+    weight = TiledWeight(tiles, scale, format, n, k)
     with torch.cuda.device(tiles.device):
-        w_NK, scale_N = decode8(tiles, scale, format, n, k)
+        w_NK, scale_N = decode8(weight)
         x_MK, scale_M = quantize(x.reshape(-1, k))
         bias = None if bias is None else bias.to(x.dtype)
         try:
@@ -177,20 +181,29 @@ def _scaled_linear(x: Tensor, tiles: Tensor, scale: Tensor, bias: Tensor | None,
             if "NOT_SUPPORTED" not in str(error):
                 raise
             note_refusal("fp8", n, k, x.dtype)
-            return F.linear(x, fp4_linear._decode_tiles(tiles, scale, format, n, k, x.dtype), bias)
+            return F.linear(x, launches.decode(weight, x.dtype), bias)
     return y.view(*x.shape[:-1], n)
 
 
-def decode8(tiles: Tensor, scale: Tensor, format: str, n: int, k: int) -> tuple[Tensor, Tensor]:
-    """(w as E4M3 [N, K rounded up to 16], scale fp32 [N]) of a weight in tile order; w * scale is the weight."""
+def decode8(weight: TiledWeight) -> tuple[Tensor, Tensor]:
+    """(w as E4M3 [N, K rounded up to 16], scale fp32 [N]) of a weight; w * scale is the weight."""
+    tiles, scale, _, n, k = weight
     quads = -(-k // 16)
     w_NK = torch.empty(n, quads * 16, dtype=torch.float8_e4m3fn, device=tiles.device)
     scale_N = torch.empty(n, dtype=torch.float32, device=tiles.device)
     rows, columns, _ = tiles.shape
     _kernels().decode8_kernel[(rows * -(-columns // _DECODE_WARPS),)](
-        tiles, scale, w_NK.view(torch.int32), scale_N, n, quads, columns, E8=format == "mxfp4", WARPS=_DECODE_WARPS,
+        tiles,
+        scale,
+        w_NK.view(torch.int32),
+        scale_N,
+        n,
+        quads,
+        columns,
+        E8M0_SCALES=weight.e8m0_scales,
+        WARPS=_DECODE_WARPS,
         num_warps=_DECODE_WARPS,
-    )  # fmt: skip
+    )
     return w_NK, scale_N
 
 
@@ -203,9 +216,16 @@ def quantize(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     scale_M = torch.empty(tokens, dtype=torch.float32, device=x_MK.device)
     block = min(_ROW, max(512, 1 << (wide - 1).bit_length()))
     _kernels().quantize_kernel[(tokens,)](
-        x_MK, q_MK, scale_M, k, x_MK.stride(0), wide, BLOCK=block, ONCE=wide <= block,
+        x_MK,
+        q_MK,
+        scale_M,
+        k,
+        x_MK.stride(0),
+        wide,
+        BLOCK=block,
+        WHOLE_ROW=wide <= block,
         num_warps=min(16, max(1, block // 1024)),
-    )  # fmt: skip
+    )
     return q_MK, scale_M
 
 

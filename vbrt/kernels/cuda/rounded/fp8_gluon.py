@@ -1,7 +1,7 @@
-"""The GPU side of `fp8_linear`: weights in tile order to E4M3 rows, activations to E4M3 rows. Importing needs Triton.
+"""The GPU side of `fp8`: weights in tile order to E4M3 rows, activations to E4M3 rows. Importing needs Triton.
 
 `decode8_kernel` is bound by memory (4.5 bits in, 8 bits out a weight), so it decodes by the same bit arithmetic as
-`fp4_gluon` and leaves the rounding to the conversion instruction of sm_89 and later.
+`narrow_gluon` and leaves the rounding to the conversion instruction of sm_89 and later.
 """
 
 import triton
@@ -9,14 +9,20 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from vbrt.kernels.cuda.e2m1.narrow_gluon import E4M3_HIGH, E4M3_LOW, E8M0, SCALE_REGISTERS, load_tiles
+from vbrt.kernels.cuda.e2m1.narrow_gluon import (
+    DECODE_E4M3_HIGH,
+    DECODE_E4M3_LOW,
+    DECODE_E8M0,
+    SCALE_REGISTERS,
+    load_tiles,
+)
 
 __all__ = ["decode8_kernel", "quantize_kernel"]
 
 
 def _decode8_assembly(factor: int) -> str:
     """Words $8..$11 times block scales $12 (row g) and $16 (row g + 8) times `factor`, as E4M3: four adjacent columns
-    a register, row g in $0..$3 and row g + 8 in $4..$7. $20: whether this lane's word pairs are swapped, see fp4_tiles.
+    a register, row g in $0..$3 and row g + 8 in $4..$7. $20: whether this lane's word pairs are swapped, see tiles.
     """
     lines = [
         "{ .reg .b32 w0, w1, w2, w3, t, u, z, c, p0, p1, p2, p3; .reg .b16 lo, hi; .reg .pred s;",
@@ -52,8 +58,8 @@ DECODE8_REGISTERS = gl.constexpr(",".join(["=&r"] * 8) + ",r" * 16)
 
 @gluon.jit(do_not_specialize=["N", "columns"])
 def decode8_kernel(
-    tile_ptr, scale_ptr, w_ptr, row_scale_ptr, N, quads, columns, E8: gl.constexpr, WARPS: gl.constexpr
-):  # fmt: skip
+    tile_ptr, scale_ptr, w_ptr, row_scale_ptr, N, quads, columns, E8M0_SCALES: gl.constexpr, WARPS: gl.constexpr
+):
     """w as E4M3 [N, 16 * quads], four a word, and row_scale [N]: the fp32 that each row must be multiplied with.
 
     Grid (row tiles * column groups,). 16 * quads is K rounded up to 16; the padding of K is zeros in the tiles.
@@ -66,19 +72,26 @@ def decode8_kernel(
     row_tile = gl.program_id(0) // groups
     group = gl.program_id(0) % groups
     column = group * WARPS + thread // 32
-    tiles = load_tiles(tile_ptr, row_tile + thread * 0, row_tile + 1, column, columns, lane, LAYOUT, 1, E8)
+    tiles = load_tiles(tile_ptr, row_tile + thread * 0, row_tile + 1, column, columns, lane, LAYOUT, 1, E8M0_SCALES)
     swapped = ((lane % 4) // 2)[:, None]
     parts = ()
     for part in gl.static_range(2):
         scale_g, scale_h = gl.inline_asm_elementwise(
-            E8M0 if E8 else (E4M3_LOW if part == 0 else E4M3_HIGH),
-            SCALE_REGISTERS, [tiles[2]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
+            DECODE_E8M0 if E8M0_SCALES else (DECODE_E4M3_LOW if part == 0 else DECODE_E4M3_HIGH),
+            SCALE_REGISTERS,
+            [tiles[2]],
+            dtype=(gl.int32, gl.int32),
+            is_pure=True,
+            pack=1,
+        )
         low, high = gl.inline_asm_elementwise(
-            DECODE8_E8 if E8 else DECODE8, DECODE8_REGISTERS,
+            DECODE8_E8 if E8M0_SCALES else DECODE8,
+            DECODE8_REGISTERS,
             [tiles[part], scale_g[:, None], scale_h[:, None], swapped],
-            dtype=(gl.int32, gl.int32), is_pure=True, pack=4,
-        )  # fmt: skip
+            dtype=(gl.int32, gl.int32),
+            is_pure=True,
+            pack=4,
+        )
         parts = parts + (low, high)  # noqa: RUF005  # the kernel language has no starred expressions
     warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, ROWS)))[:, None][:, :, None]
     g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :][:, :, None]
@@ -93,21 +106,21 @@ def decode8_kernel(
     if group == 0:
         LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
         line = row_tile * 16 + gl.arange(0, 16, layout=LINE)
-        value = gl.load(scale_ptr) * (0.015625 if E8 else 8.0)
+        value = gl.load(scale_ptr) * (0.015625 if E8M0_SCALES else 8.0)
         gl.store(row_scale_ptr + line, gl.full((16,), 1.0, gl.float32, layout=LINE) * value, mask=line < N)
 
 
 @triton.jit
-def quantize_kernel(x_ptr, q_ptr, scale_ptr, K, x_stride, q_stride, BLOCK: tl.constexpr, ONCE: tl.constexpr):
+def quantize_kernel(x_ptr, q_ptr, scale_ptr, K, x_stride, q_stride, BLOCK: tl.constexpr, WHOLE_ROW: tl.constexpr):
     """q = x * 448 / max |x| of the row, as E4M3; scale = max |x| / 448. A program a row; q is K rounded up to 16 wide.
 
-    ONCE: a row fits into BLOCK and is read once; otherwise twice, the second time from the cache.
+    WHOLE_ROW: a row fits into BLOCK and is read once; otherwise twice, the second time from the cache.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     x_ptr += row * x_stride
     q_ptr += row * q_stride
-    if ONCE:
+    if WHOLE_ROW:
         x = tl.load(x_ptr + column, mask=column < K, other=0.0).to(tl.float32)
         largest = tl.max(tl.abs(x))
     else:
@@ -119,7 +132,7 @@ def quantize_kernel(x_ptr, q_ptr, scale_ptr, K, x_stride, q_stride, BLOCK: tl.co
     largest = tl.maximum(largest, 7.888609052210118e-31)  # 2^-100: 448 over it stays finite
     factor = 448.0 / largest
     tl.store(scale_ptr + row, largest / 448.0)
-    if ONCE:
+    if WHOLE_ROW:
         tl.store(q_ptr + column, (x * factor).to(tl.float8e4nv), mask=column < q_stride)
     else:
         for first in range(0, K, BLOCK):

@@ -1,4 +1,4 @@
-"""The GPU side of `table_linear`: nf4 and quantile weights decoded through a table of levels. Importing needs Triton.
+"""The GPU side of `linear`: nf4 and quantile weights decoded through a table of levels. Importing needs Triton.
 
 A weight is level[code] * (scale * tensor scale), both products rounded to fp32, as the formats define it. The table is
 one cache line: a warp's lookups fall into it without conflicts, so the kernel stays bound by memory.
@@ -20,9 +20,18 @@ def _level(level_ptr, code, SIGNED: tl.constexpr):
 
 @triton.jit
 def decode_kernel(
-    code_ptr, byte_ptr, level_ptr, scale_ptr, w_ptr, N, K, blocks, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    code_ptr,
+    byte_ptr,
+    level_ptr,
+    scale_ptr,
+    w_ptr,
+    N,
+    K,
+    blocks,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     SIGNED: tl.constexpr,
-):  # fmt: skip
+):
     """w [N, K] in its own dtype from codes [N, blocks * 32] and UE4M4 scale bytes [N, blocks].
 
     level: 16 entries, or with SIGNED 8 magnitudes, bit 3 of a code being the sign. Grid (row groups, block groups).

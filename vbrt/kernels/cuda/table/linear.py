@@ -19,8 +19,9 @@ from vbrt.config.formats import formats_of
 from vbrt.formats import WeightPlanes
 from vbrt.formats.nf4 import NF4_LEVELS
 from vbrt.kernels import reference
-from vbrt.kernels.cuda.e2m1 import linear as fp4_linear
-from vbrt.kernels.cuda.launcher import cuda_op
+from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda.launch_table import launch_for
+from vbrt.kernels.cuda.launcher import cuda_op, rows_are_aligned
 
 __all__ = ["FORMATS", "FUSED_TOKENS", "decode_weight", "linear", "prepare", "route"]
 
@@ -29,20 +30,21 @@ FORMATS = formats_of("table")
 #: the most tokens for the fused kernel: four groups of 8
 FUSED_TOKENS = 32
 _ROWS, _BLOCKS, _WARPS = 1, 64, 4
+_UNROLL = 2  # blocks of 64 columns that a warp of the fused kernel reads at a time
 
 
 @functools.cache
 def _kernels() -> Any:
-    from vbrt.kernels.cuda.table import decode_triton as table_triton
+    from vbrt.kernels.cuda.table import decode_triton
 
-    return table_triton
+    return decode_triton
 
 
 @functools.cache
 def _fused_kernels() -> Any:
-    from vbrt.kernels.cuda.table import linear_gluon as table_gluon
+    from vbrt.kernels.cuda.table import linear_gluon
 
-    return table_gluon
+    return linear_gluon
 
 
 @functools.cache
@@ -59,7 +61,7 @@ def _served(planes: WeightPlanes) -> bool:
     codes = planes.coarse.get("codes")
     if planes.format not in FORMATS or planes.fine is not None or codes is None:
         return False
-    return codes.is_cuda and fp4_linear.major(codes.device.index) >= fp4_linear.MIN_MAJOR
+    return codes.is_cuda and devices.major(codes.device.index) >= devices.MIN_MAJOR
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
@@ -114,15 +116,9 @@ def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None, activation: 
     return multiply(x, codes, scales, levels, coarse["tensor_scale"], bias, activation)
 
 
-def _launch_for(tokens: int, row_tiles: int) -> tuple[int, int]:
-    """(warps that split K, blocks of 64 columns a warp reads at a time); measured on sm_90."""
-    return (4 if tokens > 16 and row_tiles > 512 else 8), 2
-
-
 def _fused(
-    x: Tensor, codes: Tensor, scales: Tensor, levels: Tensor | None, scale: Tensor, bias: Tensor | None,
-    activation: str,
-) -> Tensor:  # fmt: skip
+    x: Tensor, codes: Tensor, scales: Tensor, levels: Tensor | None, scale: Tensor, bias: Tensor | None, activation: str
+) -> Tensor:
     signed = levels is not None
     levels = levels if signed else _nf4_levels(codes.device.index)
     k = x.shape[-1]
@@ -130,18 +126,35 @@ def _fused(
     x_MK = x.reshape(-1, k)
     tokens = x_MK.shape[0]
     y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
-    if not fp4_linear.rows_are_aligned(x_MK):
+    if not rows_are_aligned(x_MK):
         wide = x_MK.new_zeros(tokens, -(-k // 8) * 8)
         wide[:, :k] = x_MK
         x_MK, k = wide, wide.shape[1]
-    warps, unroll = _launch_for(tokens, -(-n // 16))
+    warps = launch_for("table", devices.major(codes.device.index), tokens, -(-n // 16), blocks).k_warps
     with torch.cuda.device(codes.device):
         _fused_kernels().linear_kernel[(-(-n // 16),)](
-            x_MK, codes.view(torch.int32), scales, levels, scale, x_MK if bias is None else bias.contiguous(), y,
-            tokens, n, k, blocks, x_MK.stride(0), y.stride(0),
-            NT=1 << max(0, (tokens - 1).bit_length() - 3), WK=warps, UNROLL=unroll, SIGNED=signed,
-            TAIL=k % 64 != 0, ACTIVATION=activation, BIAS=bias is not None, num_warps=warps,
-        )  # fmt: skip
+            x_MK,
+            codes.view(torch.int32),
+            scales,
+            levels,
+            scale,
+            x_MK if bias is None else bias.contiguous(),
+            y,
+            tokens,
+            n,
+            k,
+            blocks,
+            x_MK.stride(0),
+            y.stride(0),
+            TOKEN_GROUPS=1 << max(0, (tokens - 1).bit_length() - 3),
+            K_WARPS=warps,
+            UNROLL=_UNROLL,
+            SIGNED=signed,
+            K_TAIL=k % 64 != 0,
+            ACTIVATION=activation,
+            HAS_BIAS=bias is not None,
+            num_warps=warps,
+        )
     return y.view(*x.shape[:-1], n)
 
 
@@ -161,9 +174,19 @@ def _decode_table(
     w_NK = torch.empty(n, k, dtype=dtype, device=codes.device)
     with torch.cuda.device(codes.device):
         _kernels().decode_kernel[(-(-n // _ROWS), -(-blocks // _BLOCKS))](
-            codes, scales, levels, scale, w_NK, n, k, blocks, ROWS=_ROWS, BLOCKS=_BLOCKS, SIGNED=signed,
+            codes,
+            scales,
+            levels,
+            scale,
+            w_NK,
+            n,
+            k,
+            blocks,
+            ROWS=_ROWS,
+            BLOCKS=_BLOCKS,
+            SIGNED=signed,
             num_warps=_WARPS,
-        )  # fmt: skip
+        )
     return w_NK
 
 

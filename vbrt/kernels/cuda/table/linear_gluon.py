@@ -1,4 +1,4 @@
-"""The fused GPU kernel of `table_linear`: codes through a table into the matrix instruction. Importing needs Triton.
+"""The fused GPU kernel of `linear`: codes through a table into the matrix instruction. Importing needs Triton.
 
 It reads the plain coarse plane. Lane l = 4 g + t of a warp owns rows g and g + 8 and, of each block of 64 columns,
 those from 16 t on: 8 bytes of codes a row, which four `mma.sync.m16n8k16` take 4 columns at a time. So all columns of
@@ -14,8 +14,7 @@ them: eleven instructions for four weights.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from vbrt.kernels.cuda.e2m1.fused_gluon import out_layout, summed
-from vbrt.kernels.cuda.e2m1.narrow_gluon import activate
+from vbrt.kernels.cuda.e2m1.narrow_gluon import activate, out_layout, sum_over_warps
 
 __all__ = ["linear_kernel"]
 
@@ -99,24 +98,41 @@ def scale_of(byte):
 
 @gluon.jit(do_not_specialize=["M", "N", "blocks"])
 def linear_kernel(
-    x_ptr, code_ptr, byte_ptr, level_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K, blocks, x_stride, y_stride,
-    NT: gl.constexpr, WK: gl.constexpr, UNROLL: gl.constexpr, SIGNED: gl.constexpr, TAIL: gl.constexpr,
-    ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
-):  # fmt: skip
-    """y [M, N] = activation(x [M, K] @ w.T + bias), grid (ceil(N / 16),), WK warps that split K.
+    x_ptr,
+    code_ptr,
+    byte_ptr,
+    level_ptr,
+    scale_ptr,
+    bias_ptr,
+    y_ptr,
+    M,
+    N,
+    K,
+    blocks,
+    x_stride,
+    y_stride,
+    TOKEN_GROUPS: gl.constexpr,
+    K_WARPS: gl.constexpr,
+    UNROLL: gl.constexpr,
+    SIGNED: gl.constexpr,
+    K_TAIL: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):
+    """y [M, N] = activation(x [M, K] @ w.T + bias), grid (ceil(N / 16),), K_WARPS warps that split K.
 
-    x is bf16, its rows 16-byte aligned; NT groups of 8 tokens cover M. TAIL: K % 64 != 0.
+    x is bf16, its rows 16-byte aligned; TOKEN_GROUPS groups of 8 tokens cover M. K_TAIL: K % 64 != 0.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WK, 1], [1, 0])
-    thread = gl.arange(0, 32 * WK, layout=gl.SliceLayout(1, LAYOUT))
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [K_WARPS, 1], [1, 0])
+    thread = gl.arange(0, 32 * K_WARPS, layout=gl.SliceLayout(1, LAYOUT))
     two = gl.arange(0, 2, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     lane = thread % 32
     t = lane % 4
     row = gl.program_id(0) * 16 + lane // 4
     block = (thread // 32) * UNROLL
     x_words = x_ptr.to(gl.pointer_type(gl.int32))
-    zero = gl.zeros((32 * WK, 2), gl.float32, layout=LAYOUT)
-    blank = gl.zeros((32 * WK, 2), gl.int32, layout=LAYOUT)
+    zero = gl.zeros((32 * K_WARPS, 2), gl.float32, layout=LAYOUT)
+    blank = gl.zeros((32 * K_WARPS, 2), gl.int32, layout=LAYOUT)
     tiles = load_blocks(code_ptr, byte_ptr, row, N, block, blocks, t, LAYOUT, UNROLL)
     lows = ()
     highs = ()
@@ -126,59 +142,74 @@ def linear_kernel(
         highs = highs + (blank + high,)
     uppers = ()  # sums of rows g, a token group each
     lowers = ()  # of rows g + 8
-    for _ in gl.static_range(NT):
+    for _ in gl.static_range(TOKEN_GROUPS):
         uppers = uppers + (zero,)
         lowers = lowers + (zero,)
-    for _ in range((blocks + WK * UNROLL - 1) // (WK * UNROLL)):
-        ahead = load_blocks(code_ptr, byte_ptr, row, N, block + WK * UNROLL, blocks, t, LAYOUT, UNROLL)
+    for _ in range((blocks + K_WARPS * UNROLL - 1) // (K_WARPS * UNROLL)):
+        ahead = load_blocks(code_ptr, byte_ptr, row, N, block + K_WARPS * UNROLL, blocks, t, LAYOUT, UNROLL)
         for j in gl.static_range(UNROLL):
             a = gl.inline_asm_elementwise(
-                DECODE, DECODE_REGISTERS,
-                [tiles[4 * j], tiles[4 * j + 2], lows[0], lows[1], lows[2], lows[3],
-                 highs[0], highs[1], highs[2], highs[3]],
+                DECODE,
+                DECODE_REGISTERS,
+                [
+                    tiles[4 * j],
+                    tiles[4 * j + 2],
+                    lows[0],
+                    lows[1],
+                    lows[2],
+                    lows[3],
+                    highs[0],
+                    highs[1],
+                    highs[2],
+                    highs[3],
+                ],
                 dtype=(gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32),
-                is_pure=True, pack=2,
-            )  # fmt: skip
+                is_pure=True,
+                pack=2,
+            )
             scale_g = scale_of(tiles[4 * j + 1])[:, None]
             scale_h = scale_of(tiles[4 * j + 3])[:, None]
             added_uppers = ()
             added_lowers = ()
-            for n in gl.static_range(NT):
+            for n in gl.static_range(TOKEN_GROUPS):
                 token = n * 8 + lane // 4
                 x = ()
                 for part in gl.static_range(4):
                     offset = (block + j) * 32 + t * 8 + part * 2
                     wanted = (token < M) & (block + j < blocks)
-                    if TAIL:
+                    if K_TAIL:
                         wanted = wanted & (offset * 2 < K)
                     offset = offset + token * (x_stride // 2)
                     at = gl.multiple_of(offset[:, None], (2, 2)) + two
                     x = x + (gl.load(x_words + at, mask=wanted[:, None], other=0),)
                 upper, lower = gl.inline_asm_elementwise(
-                    MULTIPLY, MULTIPLY_REGISTERS,
+                    MULTIPLY,
+                    MULTIPLY_REGISTERS,
                     [a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], x[0], x[1], x[2], x[3]],
-                    dtype=(gl.float32, gl.float32), is_pure=True, pack=2,
-                )  # fmt: skip
+                    dtype=(gl.float32, gl.float32),
+                    is_pure=True,
+                    pack=2,
+                )
                 added_uppers = added_uppers + (uppers[n] + upper * scale_g,)
                 added_lowers = added_lowers + (lowers[n] + lower * scale_h,)
             uppers = added_uppers
             lowers = added_lowers
         tiles = ahead
-        block = block + WK * UNROLL
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WK, 1], [1, 0])
+        block = block + K_WARPS * UNROLL
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [K_WARPS, 1], [1, 0])
     sums = ()
-    for n in gl.static_range(NT):
+    for n in gl.static_range(TOKEN_GROUPS):
         both = gl.permute(gl.join(uppers[n], lowers[n]), (0, 2, 1))  # [threads, row half, token]
-        sums = sums + (gl.convert_layout(gl.reshape(both, (32 * WK, 4)), WIDE),)
-    OUT: gl.constexpr = out_layout(WK)
-    group = gl.arange(0, NT, layout=gl.SliceLayout(1, gl.SliceLayout(2, OUT)))[:, None][:, :, None]
+        sums = sums + (gl.convert_layout(gl.reshape(both, (32 * K_WARPS, 4)), WIDE),)
+    OUT: gl.constexpr = out_layout(K_WARPS)
+    group = gl.arange(0, TOKEN_GROUPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, OUT)))[:, None][:, :, None]
     place = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :][:, :, None]
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, OUT)))[None, :][:, None, :]
     out_row = gl.program_id(0) * 16 + place // 4 + 8 * (four // 2)
     out_token = group * 8 + 2 * (place % 4) + four % 2
-    v = summed(sums, 0, NT, WK) * gl.load(scale_ptr)
+    v = sum_over_warps(sums, 0, TOKEN_GROUPS, K_WARPS) * gl.load(scale_ptr)
     keep = (out_row < N) & (out_token < M)
-    if BIAS:
+    if HAS_BIAS:
         v = v + gl.load(bias_ptr + out_row, mask=out_row < N, other=0.0).to(gl.float32)
     v = activate(v, ACTIVATION, y_ptr.dtype.element_ty)
     gl.store(y_ptr + out_token.to(gl.int64) * y_stride + out_row, v.to(y_ptr.dtype.element_ty), mask=keep)

@@ -1,0 +1,259 @@
+"""Linear layers on weights in tile order: which kernel runs, and on a GPU what it computes."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.kernels.cuda.gpu_cases import error, poison
+from vbrt.formats import WeightPlanes, get_format
+from vbrt.kernels import reference, resolve
+from vbrt.kernels.cuda import launch_table
+from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
+from vbrt.kernels.cuda.e2m1.tiles import TILES
+from vbrt.kernels.cuda.launch_table import PersistentLaunch
+
+NAMES = ("nvfp4", "mxfp4")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(16, 64), (4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192), (50257, 2730), (40000, 1024)],
+    ids=str,
+)
+def test_slices_are_few_and_end_on_whole_blocks(shape):
+    tiles = -(-shape[0] // 16)
+    step = e2m1_linear.slice_tiles(tiles, 2 * shape[1], 2048)
+    slices = -(-tiles // step)
+    assert step * 16 % 256 == 0 and slices <= 4
+    assert (slices == 1) == (shape[0] * shape[1] * 2 <= 64 << 20)
+    assert slices == 4 or step * 16 * shape[1] * 2 <= (64 << 20) + 256 * shape[1] * 2
+    assert e2m1_linear.slice_tiles(tiles, 2 * shape[1], 2047) == tiles
+
+
+def test_a_compiled_graph_holds_one_op_for_any_number_of_tokens(monkeypatch):
+    coarse = get_format("nvfp4").encode(torch.randn(32, 128))
+    planes = WeightPlanes("nvfp4", (32, 128), torch.bfloat16, e2m1_linear.packing("nvfp4").pack(coarse, (32, 128)))
+    monkeypatch.setattr(e2m1_linear, "serves", lambda planes: True)
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append([str(n.target) for n in graph.graph.nodes if n.op == "call_function"])
+        return lambda *args: (torch.zeros(1),)
+
+    torch.compiler.reset()
+    run = torch.compile(lambda x: e2m1_linear.linear(x, planes), backend=keep, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for tokens in (3, 40, 300, 3000, 9000):
+            run(torch.empty(tokens, 128, dtype=torch.bfloat16))
+    assert graphs == [["vbrt.fp4_linear.default"]]
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def case(name, shape, dtype=torch.bfloat16):
+    fmt = get_format(name)
+    coarse = fmt.encode(torch.randn(shape, device="cuda") * 0.03)
+    if name == "nvfp4":
+        coarse["tensor_scale"] *= 1.2345  # published checkpoints: not a power of two
+    tiled = WeightPlanes(name, shape, dtype, e2m1_linear.packing(name).pack(coarse, shape))
+    return tiled, WeightPlanes(name, shape, dtype, coarse), fmt.decode(coarse, shape, torch.float64)
+
+
+TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", [(256, 512), (200, 416), (77, 2730), (1024, 4096), (4160, 1024)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_linear_matches_float64(name, shape, dtype):
+    planes, _, weight = case(name, shape, dtype)
+    for tokens in (1, 2, 7, 8, 9, 16, 21, 30, 48, 64, 65, 200, 300):
+        x = torch.randn(tokens, shape[1], device="cuda", dtype=dtype)
+        bias = torch.randn(shape[0], device="cuda", dtype=dtype) if tokens % 2 else None
+        fused = e2m1_linear.route(x, planes) == "fused"  # else the decoded weight is rounded to x's dtype first
+        want = x.double() @ (weight if fused else weight.to(dtype).double()).T + (0 if bias is None else bias.double())
+        poison()
+        y = e2m1_linear.linear(x, planes, bias)
+        assert y.dtype is dtype and y.shape == (tokens, shape[0])
+        assert error(y, want) < TOLERANCE[dtype], (tokens, e2m1_linear.route(x, planes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(8320, 512), (8230, 1030), (20480, 1536), (9000, 2730)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_carried_pointers_match_float64(name, shape):
+    planes, _, weight = case(name, shape)
+    for tokens in (9, 12, 16):
+        x = torch.randn(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
+        poison()
+        assert error(e2m1_linear.linear(x, planes), x.double() @ weight.T) < 3e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(16896, 2048), (16890, 1032), (33000, 392), (33792, 2730)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_persistent_kernel_matches_float64(name, shape):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("for sm_90")
+    planes, _, weight = case(name, shape)
+    n, k = shape
+    for tokens, activation in ((500, "none"), (505, "gelu"), (1003, "none"), (4096, "relu")):
+        wide = torch.randn(tokens, k + 24, device="cuda", dtype=torch.bfloat16)
+        x, bias = wide[:, 8 : k + 8], torch.randn(n, device="cuda", dtype=torch.bfloat16)
+        assert e2m1_linear.route(x, planes) == "persistent"
+        poison()
+        y = e2m1_linear.linear(x, planes, bias, activation)
+        want = reference.ACTIVATIONS[activation](x.double() @ weight.T + bias.double())
+        assert y.shape == (tokens, n) and error(y, want) < 3e-3, (tokens, activation)
+        assert torch.equal(y, e2m1_linear.linear(x, planes, bias, activation))
+    bare = torch.randn(2, 255, k, device="cuda", dtype=torch.bfloat16).transpose(0, 1)
+    for x in (bare, bare[:1, :1].expand(255, 2, k)):
+        assert error(e2m1_linear.linear(x, planes), x.double() @ weight.T) < 3e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(700, 2000), (256, 16384), (1030, 1032), (4096, 130), (5000, 4096)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_tiles_of_the_persistent_kernel_that_are_cut(name, shape, monkeypatch):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("for sm_90")
+    planes, _, weight = case(name, shape)
+    for tokens, cut in itertools.product((3, 130, 700, 2049), (1, 2)):
+        tiles = -(-tokens // 256) * -(-shape[0] // 128)
+        monkeypatch.setattr(e2m1_linear, "choose", lambda *_, number=tiles // cut: PersistentLaunch(number))
+        x = torch.randn(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
+        bias = torch.randn(shape[0], device="cuda", dtype=torch.bfloat16)
+        poison()
+        y = e2m1_linear.linear(x, planes, bias, "silu")
+        assert error(y, torch.nn.functional.silu(x.double() @ weight.T + bias.double())) < 3e-3, (tokens, cut)
+        assert all(torch.equal(y, e2m1_linear.linear(x, planes, bias, "silu")) for _ in range(10))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cut", [False, True])
+def test_the_persistent_kernel_in_graphs_and_compiled(cut, monkeypatch):
+    planes, _, weight = case("nvfp4", (16896, 2048))
+    if cut:
+        monkeypatch.setattr(launch_table, "cut_tiles", lambda *_: 100)
+        monkeypatch.setattr(e2m1_linear, "choose", launch_table.choose.__wrapped__)
+    x = torch.randn(500, 2048, device="cuda", dtype=torch.bfloat16)
+    assert e2m1_linear.route(x, planes) == "persistent"
+    want = e2m1_linear.linear(x, planes)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = e2m1_linear.linear(x, planes)
+    recorded.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(recorded, want)
+    torch.compiler.reset()
+    run = torch.compile(lambda x: e2m1_linear.linear(x, planes), fullgraph=True, dynamic=True)
+    assert torch.equal(run(x), want)
+    for tokens in (5, 60, 700, 5000):
+        other = torch.randn(tokens, 2048, device="cuda", dtype=torch.bfloat16)
+        assert torch.equal(run(other), e2m1_linear.linear(other, planes))
+    x = x.requires_grad_()
+    e2m1_linear.linear(x, planes).float().pow(2).sum().backward()
+    assert error(x.grad, 2 * (x.detach().double() @ weight.T) @ weight) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [2048, 3000])
+@pytest.mark.parametrize("shape", [(14336, 4096), (9000, 14336), (50257, 2730)], ids=str)
+def test_large_weights_are_decoded_in_slices(shape, tokens):
+    planes, _, weight = case("nvfp4", shape)
+    assert e2m1_linear.slice_tiles(-(-shape[0] // 16), 2 * shape[1], tokens) * 16 < shape[0]
+    x = torch.randn(2, tokens // 2, shape[1], device="cuda", dtype=torch.float16)
+    bias = torch.randn(shape[0], device="cuda", dtype=torch.float16)
+    assert e2m1_linear.route(x, planes) == "decode+matmul"
+    for added in (None, bias):
+        want = torch.nn.functional.linear(x.double(), weight, None if added is None else added.double())
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        y = e2m1_linear.linear(x, planes, added)
+        scratch = torch.cuda.max_memory_allocated() - before - y.numel() * 2
+        assert error(y, want) < 3e-3
+        assert (scratch < 0.6 * weight.numel() * 2) == (added is None or shape[1] % 8 > 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_activations_match_float64(activation):
+    planes, _, weight = case("nvfp4", (512, 1024))
+    for tokens in (3, 40, 100, 600):
+        x = torch.randn(tokens, 1024, device="cuda", dtype=torch.bfloat16)
+        bias = torch.randn(512, device="cuda", dtype=torch.bfloat16)
+        want = reference.ACTIVATIONS[activation](x.double() @ weight.T + bias.double())
+        poison()
+        assert error(e2m1_linear.linear(x, planes, bias, activation), want) < 4e-3
+
+
+@pytest.mark.gpu
+def test_strided_and_batched_inputs():
+    planes, _, weight = case("nvfp4", (384, 512))
+    wide = torch.randn(4, 6, 1024, device="cuda", dtype=torch.bfloat16)
+    for x in (wide[..., :512], wide[..., 3:515], wide[..., ::2], wide.transpose(0, 1)[..., 512:], wide[:0, :, :512]):
+        y = e2m1_linear.linear(x, planes)
+        assert y.shape == (*x.shape[:-1], 384)
+        assert not x.numel() or error(y, x.double() @ weight.T) < 3e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_decoded_weights_are_the_references_bits(name, dtype):
+    for shape in ((256, 512), (77, 2730), (300, 1000)):
+        tiled, plain, _ = case(name, shape, dtype)
+        poison()
+        assert torch.equal(e2m1_linear.decode_weight(tiled), reference.decode_weight(plain))
+
+
+@pytest.mark.gpu
+def test_runs_are_identical():
+    planes, _, _ = case("nvfp4", (4096, 4096))
+    for tokens in (1, 16, 64, 200, 1024, 1536):
+        x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
+        first = e2m1_linear.linear(x, planes)
+        assert all(torch.equal(first, e2m1_linear.linear(x, planes)) for _ in range(20))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [4, 128])
+def test_gradients_match_float64(tokens):
+    planes, _, weight = case("nvfp4", (256, 512))
+    x = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    bias = torch.randn(256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16)
+    e2m1_linear.linear(x, planes, bias, "silu").backward(dy)
+    x64, bias64 = x.detach().double().requires_grad_(), bias.detach().double().requires_grad_()
+    torch.nn.functional.silu(x64 @ weight.T + bias64).backward(dy.double())
+    assert error(x.grad, x64.grad) < 1e-2 and error(bias.grad, bias64.grad) < 1e-2
+
+
+@pytest.mark.gpu
+def test_graphs_and_compile_give_the_eager_result():
+    planes, _, _ = case("nvfp4", (512, 1024))
+    x = torch.randn(4, 1024, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        want = e2m1_linear.linear(x, planes, None, "gelu")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = e2m1_linear.linear(x, planes, None, "gelu")
+        got.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(got, want)
+        tiles, scale = planes.coarse[TILES], planes.coarse["tensor_scale"]
+        args = (x, tiles, scale, None, "nvfp4", 512, "gelu")
+        torch.library.opcheck(torch.ops.vbrt.fp4_linear, args)
+        torch.library.opcheck(torch.ops.vbrt.fp4_decode, (tiles, scale, "nvfp4", 512, 1024, torch.bfloat16))
+        compiled_fn = torch.compile(lambda v: e2m1_linear.linear(v, planes, None, "gelu"), fullgraph=True)
+        assert torch.equal(compiled_fn(x), want)
+
+
+@pytest.mark.gpu
+def test_a_gpu_resolves_to_the_kernels():
+    kernel = resolve("linear", "auto", torch.device("cuda"))
+    assert kernel.run is e2m1_linear.linear
+    assert kernel.page_order("nvfp4") == e2m1_linear.packing("nvfp4")

@@ -1,0 +1,133 @@
+"""Launches are chosen as they were measured: `launch_choices.json` was written by the tables before they became one."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from vbrt.kernels.cuda.launch_table import (
+    RULES,
+    Gpu,
+    Launch,
+    PersistentLaunch,
+    WideLaunch,
+    choose,
+    cut_tiles,
+    fused_limit,
+    launch_for,
+    persists,
+    wide_for,
+)
+
+WRITTEN = json.loads(Path(__file__).with_name("launch_choices.json").read_text())
+KERNELS = {"linear": 10, "narrow": 100, "gated": 40, "table": 20}  # fewest choices that are compared
+_EVERY = 520  # up to here each number of tokens was asked for
+PROCESSORS = 132
+
+
+def label(choice):
+    names = {Launch: "narrow", WideLaunch: "wide", PersistentLaunch: "persistent"}
+    return " ".join([names[type(choice)], *(str(int(v)) for v in choice)]) if choice else "decode"
+
+
+def chosen(kernel, major, tokens, summands, n, columns):
+    if kernel == "linear":
+        return choose.__wrapped__(Gpu(major, PROCESSORS), tokens, summands, n, columns)
+    name = "linear" if kernel == "narrow" else kernel  # of several weights together
+    return launch_for.__wrapped__(name, major, tokens, -(-n // 16), columns)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_shape_has_the_launch_that_it_was_measured_with(kernel):
+    checked = 0
+    for key, flat in WRITTEN["from_tokens_on"].items():
+        written_for, major, summands, n, columns = key.split()
+        starts = flat[::2] if written_for == kernel else []
+        for at, tokens in enumerate(starts):
+            last = starts[at + 1] - 1 if at + 1 < len(starts) else tokens
+            for edge in {tokens, last if last < _EVERY else tokens}:
+                got = chosen(kernel, int(major), edge, int(summands), int(n), int(columns))
+                assert label(got) == WRITTEN["choices"][flat[2 * at + 1]], (key, edge)
+                checked += 1
+    assert checked >= KERNELS[kernel]
+
+
+@pytest.mark.parametrize("major", [8, 9, 12])
+def test_every_configuration_is_one_that_its_kernel_can_run(major):
+    for tokens in range(1, fused_limit(major) + 1):
+        for row_tiles, columns in itertools.product((1, 256, 513, 1280, 100_000), (32, 64)):
+            wide = wide_for(major, tokens, row_tiles, columns)
+            if wide is not None:
+                assert wide.tokens in (16, 32, 64, 128) and wide.warps in (4, 8, 16)
+                assert wide.ring >= 3 and wide.ring * (wide.warps * 32 * 36 + wide.tokens * 256) <= 227 << 10
+    assert wide_for(major, fused_limit(major) + 1, 1, 1) is None
+
+
+@pytest.mark.parametrize("kernel", RULES)
+def test_a_table_ends_with_a_rule_for_every_shape_and_refuses_more_tokens(kernel):
+    for rules in RULES[kernel].values():
+        most = max(rule.tokens for rule in rules)
+        assert rules[-1][:3] == (most, None, None)
+        assert all(rule.launch.row_tiles in (1, 2, 4) and rule.launch.k_warps in (4, 8, 16) for rule in rules)
+        with pytest.raises(ValueError, match=f"{kernel}: {most + 1} tokens; expected at most {most}"):
+            launch_for(kernel, 9, most + 1, 1, 1)
+
+
+def test_tiles_are_cut_where_the_last_round_would_be_short():
+    assert cut_tiles(256, 14336, 32, 132) == 0  # 112 tiles: 20 multiprocessors idle for a short time
+    assert cut_tiles(1024, 14336, 32, 132) == 448 % 132 + 132  # a whole round and what is left
+    assert cut_tiles(512, 4096, 112, 132) == 64  # every one, by two programs or three
+    assert cut_tiles(2048, 4096, 32, 128) == 0  # two full rounds
+    assert cut_tiles(3072, 6144, 112, 132) == 0  # activations that would be read from memory by each program
+
+
+@pytest.mark.parametrize(
+    ("tokens", "n", "k", "warps", "splits", "ring"),
+    [
+        (64, 14336, 4096, 8, 1, 8),
+        (64, 4096, 14336, 8, 4, 7),
+        (64, 28672, 8192, 16, 1, 4),
+        (32, 14336, 4096, 4, 1, 8),
+        (64, 8192, 2048, 4, 1, 8),
+        (64, 8192, 8192, 8, 2, 8),  # rows short enough for no split
+        (64, 18944, 3584, 8, 1, 4),
+        (32, 18944, 3584, 8, 1, 4),
+        (32, 28672, 8192, 8, 1, 4),  # more than stand in a row
+        (32, 4096, 14336, 8, 4, 7),
+        (32, 4096, 4096, 4, 4, 8),
+        (16, 4096, 14336, 8, 4, 7),
+        (9, 28672, 8192, 16, 1, 6),
+    ],
+)
+def test_programs_that_would_wait_for_others_to_end_take_less_memory(tokens, n, k, warps, splits, ring):
+    assert wide_for(9, tokens, n // 16, k // 128)[1:] == (warps, splits, ring)
+
+
+def test_at_sixteen_tokens_all_programs_run_at_the_same_time():
+    for n, k, rows, most in ((14336, 4096, 2, 4), (18944, 3584, 4, 3), (24576, 3584, 4, 3), (27648, 5120, 4, 4)):
+        assert wide_for(9, 16, n // 16, k // 128) is None
+        assert launch_for("linear", 9, 16, n // 16, k // 128).row_tiles == rows and n / 16 / rows <= 132 * most
+
+
+def test_tiles_of_the_persistent_kernel_fill_the_gpu_or_others_serve():
+    for tokens, n, k, wanted in (
+        (256, 14336, 4096, True),
+        (256, 4096, 4096, False),
+        (256, 4096, 14336, False),
+        (384, 28672, 8192, False),
+        (512, 14336, 4096, True),
+        (512, 4096, 4096, False),
+        (512, 4096, 14336, True),
+        (768, 6144, 4096, True),
+        (1024, 4096, 4096, True),
+        (1536, 4096, 2736, False),
+        (2048, 4096, 4096, True),
+        (2048, 28672, 8192, True),
+        (4096, 14336, 4096, True),
+        (8192, 14336, 4096, False),
+        (1, 1, 1, False),
+        (0, 4096, 4096, False),
+    ):
+        assert persists(9, tokens, n, k // 128) == wanted, (tokens, n, k)
+    assert not any(persists(major, 2048, 4096, 32) for major in (8, 10, 12))

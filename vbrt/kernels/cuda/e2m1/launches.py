@@ -1,0 +1,304 @@
+"""The launches of the kernels for one weight in tile order: narrow, wide, persistent and decode.
+
+Which of them runs, and on which configuration, is `linear`'s to decide; these do what they are told. The kernels'
+constants are explained in `narrow_gluon`.
+
+Legend: M tokens, N outputs, K inputs, S summands.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda.e2m1.tiles import COLUMNS, ROWS, TiledWeight
+from vbrt.kernels.cuda.launch_table import (
+    PERSISTENT_ROWS,
+    PERSISTENT_TOKENS,
+    PERSISTENT_WARPS,
+    Launch,
+    PersistentLaunch,
+    WideLaunch,
+    persistent_tiles,
+)
+from vbrt.kernels.cuda.launcher import Launcher, pairs_are_aligned, rows_are_aligned
+
+__all__ = ["SUMMANDS", "carries_pointers", "decode", "narrow", "persistent", "readable", "reduce", "wide"]
+
+#: dtype -> bf16 summands that hold all its bits
+SUMMANDS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+_DECODE_WARPS = 4
+_PAD_WARPS, _PAD_SPAN, _REDUCE_WARPS = 4, 1024, 4
+_ORDER_MANY = 16384  # tokens times columns from which a program of the ordering kernel has two warps
+
+
+class _Narrow(NamedTuple):
+    linear: Launcher
+    pad: Launcher
+
+
+class _Wide(NamedTuple):
+    order: Launcher
+    multiply: Launcher
+    reduce: Launcher
+
+
+class _Persistent(NamedTuple):
+    clear: Launcher
+    multiply: Launcher
+    describe: Any  # activations [M, K] -> their descriptor for the copy engine
+
+
+@functools.cache
+def _narrow(dependent: bool) -> _Narrow:
+    from vbrt.kernels.cuda.e2m1 import narrow_gluon as device
+
+    return _Narrow(*(Launcher(kernel, dependent=dependent) for kernel in (device.linear_kernel, device.pad_kernel)))
+
+
+@functools.cache
+def _decoder() -> Launcher:
+    from vbrt.kernels.cuda.e2m1 import narrow_gluon as device
+
+    return Launcher(device.decode_kernel)
+
+
+@functools.cache
+def _wide() -> _Wide:
+    from vbrt.kernels.cuda.e2m1 import wide_gluon as device
+
+    kernels = device.order_kernel, device.wgmma_kernel, device.reduce_kernel
+    return _Wide(*(Launcher(kernel, dependent=True) for kernel in kernels))
+
+
+@functools.cache
+def _persistent() -> _Persistent:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from vbrt.kernels.cuda.e2m1 import persistent_gluon as device
+
+    box, swizzle = [device.BOX.value, device.COLUMNS.value], NVMMASharedLayout(128, 16, 2)
+
+    def describe(x_MK: Tensor) -> Any:
+        return TensorDescriptor(x_MK, list(x_MK.shape), list(x_MK.stride()), box, swizzle)
+
+    kernels = device.clear_kernel, device.persistent_kernel
+    return _Persistent(*(Launcher(kernel, dependent=True) for kernel in kernels), describe)
+
+
+# -- activations ------------------------------------------------------------------------------------------------------
+
+
+def readable(x_MK: Tensor) -> tuple[Tensor, bool]:
+    """(x as the kernels for few tokens can read it, True if a word at a time)."""
+    if rows_are_aligned(x_MK):
+        return x_MK, False
+    # for more than one group of tokens so many loads take longer than a launch
+    if x_MK.shape[0] <= 8 and pairs_are_aligned(x_MK):
+        return x_MK, True
+    return _padded(x_MK), False
+
+
+def _padded(x_MK: Tensor) -> Tensor:
+    """A contiguous copy with zeros up to a multiple of eight columns."""
+    (tokens, k), device = x_MK.shape, x_MK.device.index
+    width = -(-k // 8) * 8
+    o_MK = x_MK.new_empty(tokens, width)
+    dependent = devices.launches_dependents(device)
+    _narrow(dependent).pad(
+        device,
+        (tokens, -(-width // _PAD_SPAN)),
+        (x_MK, o_MK),
+        (k, width, *x_MK.stride()),
+        warps=_PAD_WARPS,
+        specialized=(x_MK.dtype, k, *x_MK.stride()),
+        WARPS=_PAD_WARPS,
+        SPAN=_PAD_SPAN,
+        DEPENDENT=dependent,
+    )
+    return o_MK
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def carries_pointers(config: Launch, columns: int, word_loads: bool) -> bool:
+    """True if a kernel for few tokens moves its pointers on, which takes whole turns of its warps along K."""
+    return config.carry_pointers and columns % config.k_warps == 0 and not word_loads
+
+
+def narrow(
+    x_MK: Tensor, weight: TiledWeight, bias: Tensor | None, y_MN: Tensor, activation: str, config: Launch
+) -> None:
+    """y = activation(x @ w.T + bias) by the kernel for few tokens; x in bf16."""
+    x_MK, word_loads = readable(x_MK)
+    tokens, k = x_MK.shape
+    row_tiles, columns, _ = weight.tiles.shape
+    groups = 1 << max(0, (tokens - 1).bit_length() - 3)
+    device, n, stride = weight.tiles.device.index, y_MN.shape[1], x_MK.stride(0)
+    dependent = devices.launches_dependents(device)
+    bias_or_x = x_MK if bias is None else bias.contiguous()
+    _narrow(dependent).linear(
+        device,
+        (-(-row_tiles // config.row_tiles), 1),
+        (x_MK, weight.tiles, weight.scale, bias_or_x, y_MN),
+        (tokens, n, k, columns, stride, n),
+        warps=config.k_warps,
+        specialized=(n, k, stride, y_MN.dtype, bias_or_x.dtype),
+        ROW_TILES=config.row_tiles,
+        TOKEN_GROUPS=groups,
+        K_WARPS=config.k_warps,
+        PREFETCH=config.prefetch,
+        CARRY_POINTERS=carries_pointers(config, columns, word_loads),
+        E8M0_SCALES=weight.e8m0_scales,
+        ALL_TOKENS=tokens == 8 * groups > 8,
+        K_TAIL=k % COLUMNS != 0,
+        ACTIVATION=activation,
+        HAS_BIAS=bias is not None,
+        WORD_LOADS=word_loads,
+        DEPENDENT=dependent,
+    )
+
+
+def persistent(
+    x_MK: Tensor, weight: TiledWeight, bias: Tensor | None, activation: str, config: PersistentLaunch
+) -> Tensor:
+    """activation(x @ w.T + bias) in one launch, or in two if tiles are cut; x in bf16."""
+    rows_fit = rows_are_aligned(x_MK) and x_MK.stride(0) >= x_MK.shape[1]  # as the copy engine wants them
+    x_MK = x_MK if rows_fit else _padded(x_MK)
+    (tokens, _), device, n, columns = x_MK.shape, weight.tiles.device.index, weight.n, weight.tiles.shape[1]
+    kernels, cut, processors = _persistent(), config.cut, devices.gpu(device).processors
+    programs = min(processors, cut * -(-columns // 2) if cut else persistent_tiles(tokens, n))
+    y_MN = x_MK.new_empty(tokens, n)
+    sums, flags = y_MN, y_MN
+    if cut:
+        sums = x_MK.new_empty(programs, PERSISTENT_ROWS * PERSISTENT_TOKENS, dtype=torch.float32)
+        flags = x_MK.new_empty(1 << (2 * programs - 1).bit_length(), dtype=torch.int32)
+        kernels.clear(device, (1, 1), (flags,), (), warps=1, COUNT=len(flags))
+    bias_or_y = y_MN if bias is None else bias.contiguous()
+    kernels.multiply(
+        device,
+        (programs, 1),
+        (weight.tiles, weight.scale, bias_or_y, sums, flags, y_MN),
+        (kernels.describe(x_MK), tokens, n, columns, n, cut),
+        warps=PERSISTENT_WARPS,
+        specialized=(n, bias_or_y.dtype),
+        CUT_TILES=cut > 0,
+        E8M0_SCALES=weight.e8m0_scales,
+        ACTIVATION=activation,
+        HAS_BIAS=bias is not None,
+        DEPENDENT=True,
+    )
+    return y_MN
+
+
+class _Partials(NamedTuple):
+    """Where the wide kernel's programs leave sums that are not the result yet.
+
+    count: of parts [M, N] that another launch adds up; 1 if the programs do. counters: int32, a power of two of them,
+    or any tensor if `counters_used` is 0; sums: fp32, those of each program.
+    """
+
+    count: int
+    counters: Tensor
+    counters_used: int
+    sums: Tensor
+
+
+def _partials(y_MN: Tensor, blocks: int, summands: int, config: WideLaunch) -> _Partials:
+    if summands > 1 or not config.reduces_itself:
+        return _Partials(config.splits * summands, y_MN, 0, y_MN)
+    used = 1 << (blocks - 1).bit_length()
+    size = ROWS * config.warps * config.tokens
+    sums = y_MN.new_empty(blocks * config.splits, size, dtype=torch.float32)
+    return _Partials(1, y_MN.new_empty(used, dtype=torch.int32), used, sums)
+
+
+def wide(x_MK: Tensor, weight: TiledWeight, bias: Tensor | None, activation: str, config: WideLaunch) -> Tensor:
+    """activation(x @ w.T + bias) by two launches, or three if one adds up partial results."""
+    tokens, summands, n, device = x_MK.shape[0], SUMMANDS[x_MK.dtype], weight.n, weight.tiles.device.index
+    rows, (row_tiles, columns, _) = summands * tokens, weight.tiles.shape
+    token_blocks = -(-rows // config.tokens)
+    blocks = token_blocks * -(-row_tiles // config.warps)
+    y_MN = x_MK.new_empty(tokens, n)
+    partials = _partials(y_MN, blocks, summands, config)
+    x_RK = x_MK.new_empty(token_blocks * config.tokens, COLUMNS * columns, dtype=torch.bfloat16)
+    _order(x_MK, x_RK, partials, device)
+    whole = partials.count == 1
+    bias_or_y = y_MN if bias is None else bias.contiguous()
+    out = y_MN if whole else x_MK.new_empty(partials.count, tokens, n, dtype=torch.float32)
+    _wide().multiply(
+        device,
+        (blocks * config.splits, 1),
+        (x_RK, weight.tiles, weight.scale, bias_or_y, partials.sums, partials.counters, out),
+        (rows, n, columns, -(-columns // config.splits), n),
+        warps=config.warps,
+        specialized=(n, y_MN.dtype, bias_or_y.dtype),
+        TOKENS=config.tokens,
+        WARPS=config.warps,
+        SPLITS=config.splits,
+        RING=config.ring,
+        PARTIAL=not whole,
+        E8M0_SCALES=weight.e8m0_scales,
+        ACTIVATION=activation if whole else "none",
+        HAS_BIAS=whole and bias is not None,
+    )
+    if not whole:
+        reduce(out, bias, y_MN, activation)
+    return y_MN
+
+
+def _order(x_MK: Tensor, x_RK: Tensor, partials: _Partials, device: int) -> None:
+    """Fill x_RK with x as bf16 summands, columns in the tiles' order; clear the counters."""
+    (tokens, k), columns = x_MK.shape, x_RK.shape[1] // COLUMNS
+    warps = 2 if tokens * columns >= _ORDER_MANY else 1
+    _wide().order(
+        device,
+        (tokens, -(-columns // (8 * warps))),
+        (x_MK, x_RK, partials.counters),
+        (tokens, k, columns, *x_MK.stride()),
+        warps=warps,
+        specialized=(x_MK.dtype, k, *x_MK.stride()),
+        SUMMANDS=SUMMANDS[x_MK.dtype],
+        COUNTERS=partials.counters_used,
+        WARPS=warps,
+    )
+
+
+def reduce(parts_PMN: Tensor, bias: Tensor | None, y_MN: Tensor, activation: str) -> None:
+    """y = activation(sum of the parts + bias)."""
+    (tokens, n), device = y_MN.shape, y_MN.device.index
+    bias_or_y = y_MN if bias is None else bias.contiguous()
+    _wide().reduce(
+        device,
+        (-(-n // (128 * _REDUCE_WARPS)), tokens),
+        (parts_PMN, bias_or_y, y_MN),
+        (tokens, n),
+        warps=_REDUCE_WARPS,
+        specialized=(n, bias_or_y.dtype, y_MN.dtype),
+        PARTS=len(parts_PMN),
+        ACTIVATION=activation,
+        HAS_BIAS=bias is not None,
+        WARPS=_REDUCE_WARPS,
+    )
+
+
+def decode(weight: TiledWeight, dtype: torch.dtype) -> Tensor:
+    """The weight [N, K] in a dtype, bit for bit what the format's `decode` gives."""
+    tiles, n, k = weight.tiles, weight.n, weight.k
+    w_NK = torch.empty(n, k, dtype=dtype, device=tiles.device)
+    row_tiles, columns, _ = tiles.shape
+    _decoder()(
+        tiles.device.index,
+        (row_tiles * -(-columns // _DECODE_WARPS), 1),
+        (tiles, weight.scale, w_NK),
+        (n, k, columns),
+        warps=_DECODE_WARPS,
+        specialized=(k, dtype),
+        E8M0_SCALES=weight.e8m0_scales,
+        WARPS=_DECODE_WARPS,
+    )
+    return w_NK

@@ -1,0 +1,288 @@
+"""Which configuration a kernel is launched with: the one table, looked up by shape and GPU, never searched in a call.
+
+`choose` says which of the kernels for 4-bit weights in tile order multiplies a number of tokens, and how; `launch_for`
+is the table of the kernels for few tokens. Entries were measured on the family's chip (see benchmarks/results); GPUs
+without entries of their own take those of sm_90, which ask for nothing that an older or newer chip lacks.
+
+Legend: a row tile is 16 outputs, a column 128 inputs, a pair two columns.
+"""
+
+import functools
+from typing import NamedTuple
+
+__all__ = [
+    "PERSISTENT_ROWS",
+    "PERSISTENT_TOKENS",
+    "PERSISTENT_WARPS",
+    "RULES",
+    "WIDE",
+    "Choice",
+    "Gpu",
+    "Launch",
+    "PersistentLaunch",
+    "Rule",
+    "WideLaunch",
+    "choose",
+    "cut_tiles",
+    "fused_limit",
+    "launch_for",
+    "persistent_tiles",
+    "persists",
+    "wide_for",
+]
+
+
+class Gpu(NamedTuple):
+    """What a choice depends on: the compute capability's first number, and how many multiprocessors there are."""
+
+    major: int
+    processors: int
+
+
+class Launch(NamedTuple):
+    """A kernel for few tokens: `row_tiles` a program, whose `k_warps` share the columns.
+
+    prefetch: the next tile is read before this one is used. carry_pointers: pointers move on from column to column
+    and are not computed anew, where the shape allows it.
+    """
+
+    row_tiles: int
+    k_warps: int
+    prefetch: bool
+    carry_pointers: bool = False
+
+
+class WideLaunch(NamedTuple):
+    """The kernel for many tokens on sm_90: `tokens` and 16 * `warps` rows a program.
+
+    splits: ranges of K, each multiplied by programs of its own. ring: columns in shared memory.
+    """
+
+    tokens: int
+    warps: int
+    splits: int
+    ring: int
+
+    @property
+    def reduces_itself(self) -> bool:
+        """True if the producing programs reduce the split-K partials themselves, without another launch."""
+        return 1 < self.splits <= _OWN_REDUCTION_TOKENS // self.tokens
+
+
+class PersistentLaunch(NamedTuple):
+    """The kernel for the most tokens on sm_90. cut: tiles of the result that all programs share along K."""
+
+    cut: int
+
+
+Choice = Launch | WideLaunch | PersistentLaunch | None
+"""A kernel that multiplies 4-bit weights as they are, or None: decode the weight, then the vendor's matmul."""
+
+
+class Rule(NamedTuple):
+    """Holds up to `tokens` tokens, `row_tiles` row tiles and `columns` columns (None: any)."""
+
+    tokens: int
+    row_tiles: int | None
+    columns: int | None
+    launch: Launch
+
+
+#: kernel -> compute capability major -> rules, of which the first that holds applies
+RULES: dict[str, dict[int, tuple[Rule, ...]]] = {
+    # one weight in tile order, or several of one input as one of all their rows
+    "linear": {
+        9: (
+            Rule(8, 264, 48, Launch(2, 16, True)),  # one program a multiprocessor, for which its registers have room
+            Rule(8, 512, 48, Launch(1, 8, True)),
+            Rule(8, 512, None, Launch(1, 16, True)),
+            Rule(8, 1280, 48, Launch(1, 4, True)),
+            Rule(8, 1280, None, Launch(1, 8, True)),
+            Rule(8, None, None, Launch(2, 4, False)),
+            Rule(16, 264, None, Launch(2, 16, True)),
+            Rule(16, 512, None, Launch(2, 8, True)),
+            Rule(16, 1056, None, Launch(2, 4, True, True)),  # up to here all programs run at the same time
+            Rule(16, 1584, None, Launch(4, 4, True, True)),  # as here
+            Rule(16, None, None, Launch(4, 4, False)),
+            Rule(32, 512, None, Launch(2, 8, True)),
+            Rule(32, None, None, Launch(4, 4, True)),
+            Rule(64, None, None, Launch(2, 4, True)),
+        )
+    },
+    # two weights in tile order and the product of their results
+    "gated": {
+        9: (
+            Rule(8, 264, None, Launch(2, 16, True)),
+            Rule(8, 480, None, Launch(1, 8, True)),
+            Rule(8, 512, None, Launch(2, 8, True)),  # two programs a multiprocessor; with 384 row tiles 20 % slower
+            Rule(8, 924, None, Launch(1, 4, True)),
+            Rule(8, 1320, None, Launch(2, 4, False)),  # up to here all programs run at the same time, as up to 924
+            Rule(8, None, None, Launch(1, 4, True)),
+            Rule(16, 264, None, Launch(1, 8, True)),
+            Rule(16, 480, None, Launch(1, 8, False)),
+            Rule(16, 512, None, Launch(2, 8, False)),
+            Rule(16, 792, None, Launch(1, 8, False)),
+            Rule(16, 1056, None, Launch(2, 4, False)),  # as here
+            Rule(16, 1188, None, Launch(1, 8, False)),
+            Rule(16, None, None, Launch(2, 4, False)),
+        )
+    },
+    # codes looked up in a table of levels
+    "table": {
+        9: (
+            Rule(16, None, None, Launch(1, 8, True)),
+            Rule(32, 512, None, Launch(1, 8, True)),
+            Rule(32, None, None, Launch(1, 4, True)),
+        )
+    },
+}
+_DEFAULT_MAJOR = 9
+
+#: tokens times summands up to which one of the kernels for few tokens multiplies, whatever the GPU
+_NARROW_TOKENS = 16
+#: compute capability major -> (fewest, most) tokens of the kernel with `warpgroup_mma`, which only sm_90 has
+WIDE: dict[int, tuple[int, int]] = {9: (17, 512)}
+#: fewest tokens of rows of so many columns and more, by the same kernel, where it has few programs that split them or,
+#: with sixteen warps, one for most multiprocessors
+_WIDE_LONG, _LONG, _FEW_ROWS, _MANY_ROWS = 9, 64, 512, (1584, 2112)
+#: tokens -> columns that fit in shared memory together, eight warps
+_RINGS = {16: (8, 7, 6), 32: (8, 7, 6), 64: (8, 7, 6), 128: (5, 4)}
+_PROCESSORS = 132
+#: of all splits together, up to which programs reduce partial sums themselves; on an H200 with 256 that took 9 % longer
+#: than one more launch
+_OWN_REDUCTION_TOKENS = 128
+#: rows and tokens of a tile of the persistent kernel, and warps of one of its warpgroups
+PERSISTENT_ROWS, PERSISTENT_TOKENS, PERSISTENT_WARPS = 128, 256, 4
+#: from here on decoding costs next to nothing beside the vendor's matmul, and that was the faster by 1 to 2 %
+_PERSISTENT_MOST = 4096
+#: what a launch takes beside its tiles and, on top, with tiles that are cut, in times of a tile's two columns (2.3 us)
+_LAUNCH_PAIRS, _CUT_PAIRS = 2.5, 5
+#: bytes of activations that stay in the second-level cache while programs read different columns of them
+_CUT_BYTES = 48 << 20
+#: the wide kernel in the same unit: two columns of a program with eight or sixteen warps, and what a launch takes
+_WIDE_PAIRS, _WIDE_LAUNCH_PAIRS = {8: 0.7, 16: 1.25}, 1.5
+#: the vendor's matmul as a multiple of the tiles' share, and the tokens that decoding takes as long as
+_MATMUL_PAIRS, _DECODE_TOKENS = 1.16, 232
+
+
+@functools.lru_cache(maxsize=4096)  # each call asks
+def choose(gpu: Gpu, tokens: int, summands: int, n: int, columns: int) -> Choice:
+    """The kernel that multiplies `tokens` tokens, each a sum of so many bf16 summands, by a weight of n rows."""
+    rows, row_tiles = tokens * summands, -(-n // 16)
+    if rows > _NARROW_TOKENS:
+        if summands == 1 and persists(gpu.major, tokens, n, columns):
+            return PersistentLaunch(cut_tiles(tokens, n, columns, gpu.processors))
+        if rows > fused_limit(gpu.major):
+            return None
+    return wide_for(gpu.major, rows, row_tiles, columns) or launch_for("linear", gpu.major, rows, row_tiles, columns)
+
+
+@functools.lru_cache(maxsize=4096)  # each call of a launch for several layers asks
+def launch_for(kernel: str, major: int, tokens: int, row_tiles: int, columns: int) -> Launch:
+    """The table's entry for a kernel of `RULES`. Raises ValueError for more tokens than it has entries for."""
+    rules = RULES[kernel].get(major, RULES[kernel][_DEFAULT_MAJOR])
+    for rule in rules:
+        fits_rows = rule.row_tiles is None or row_tiles <= rule.row_tiles
+        if tokens <= rule.tokens and fits_rows and (rule.columns is None or columns <= rule.columns):
+            return rule.launch
+    raise ValueError(f"{kernel}: {tokens} tokens; expected at most {_most_tokens(kernel, major)}")
+
+
+def _most_tokens(kernel: str, major: int) -> int:
+    return max(rule.tokens for rule in RULES[kernel].get(major, RULES[kernel][_DEFAULT_MAJOR]))
+
+
+@functools.cache
+def fused_limit(major: int) -> int:
+    """The most tokens for which a fused kernel may be used; above it, decode and the vendor's matmul."""
+    return max(_most_tokens("linear", major), WIDE[major][1] if major in WIDE else 0)
+
+
+def wide_for(major: int, tokens: int, row_tiles: int, columns: int) -> WideLaunch | None:
+    """The configuration of the kernel for many tokens, or None if `launch_for` has one.
+
+    K is split until every multiprocessor has a program, but no split is shorter than four columns. The ring is the one
+    that overshoots the last column by the fewest. If there are more programs than can run at the same time, the ring is
+    small instead, so that more of them can.
+    """
+    fewest, most = WIDE.get(major, (1, 0))
+    few, many = row_tiles <= _FEW_ROWS, _MANY_ROWS[0] < row_tiles <= _MANY_ROWS[1]
+    if columns >= _LONG and (few or many):
+        fewest = min(fewest, _WIDE_LONG)
+    if not fewest <= tokens <= most:
+        return None
+    block = min(128, 1 << max(4, (tokens - 1).bit_length()))
+    blocks = -(-tokens // block)
+    warps = _wide_warps(block, blocks, row_tiles, columns)
+    programs = -(-row_tiles // warps) * blocks
+    room = _PROCESSORS * (2 if (block, warps) == (32, 4) else 1)  # small enough for two to share a multiprocessor
+    crowded = block <= 64 and programs > room
+    splits = 1
+    while splits < 8 and 2 * splits * programs <= room and columns >= 8 * splits:
+        splits *= 2
+    span = -(-columns // splits)
+    ring = min(_RINGS[block], key=lambda size: -span % size)
+    if warps == 16 or crowded:
+        ring = 6 if block == 16 else 4
+    return WideLaunch(block, warps, splits, ring)
+
+
+def persists(major: int, tokens: int, n: int, columns: int) -> bool:
+    """True if the persistent kernel is the fastest for a weight of n rows.
+
+    Compares estimates of the time that each kernel takes, fitted to measurements of seven shapes at 128 to 4096 tokens.
+    """
+    if major not in WIDE or not 0 < tokens <= _PERSISTENT_MOST:
+        return False
+    tiles, pairs = persistent_tiles(tokens, n), -(-columns // 2)
+    if cut_tiles(tokens, n, columns, _PROCESSORS):
+        own = tiles / _PROCESSORS * pairs + _cut_pairs(tiles, _PROCESSORS)
+    else:
+        own = -(-tiles // _PROCESSORS) * pairs
+    own += _LAUNCH_PAIRS
+    wide = wide_for(major, tokens, -(-n // 16), columns)
+    if wide is not None:
+        programs = -(-n // (16 * wide.warps)) * -(-tokens // wide.tokens) * wide.splits
+        rounds = -(-programs // _PROCESSORS)
+        by = _WIDE_PAIRS.get(wide.warps, 0)  # the others have few tokens
+        return 1.08 * own <= rounds * pairs / wide.splits * by + _WIDE_LAUNCH_PAIRS
+    share = (tokens + _DECODE_TOKENS) * n / (_PROCESSORS * PERSISTENT_ROWS * PERSISTENT_TOKENS)
+    return tokens > WIDE[major][1] and own <= _MATMUL_PAIRS * share * pairs
+
+
+def cut_tiles(tokens: int, n: int, columns: int, processors: int) -> int:
+    """How many of the persistent kernel's tiles are cut, so that all programs share them along K.
+
+    0 if whole tiles leave multiprocessors idle for less time than adding up partial sums takes.
+    """
+    tiles, pairs = persistent_tiles(tokens, n), -(-columns // 2)
+    idle = (-(-tiles // processors) - tiles / processors) * pairs
+    if idle < _cut_pairs(tiles, processors) or tokens * columns * 256 > _CUT_BYTES:
+        return 0
+    return tiles if tiles < 2 * processors else tiles % processors + processors
+
+
+def persistent_tiles(tokens: int, n: int) -> int:
+    """How many of the persistent kernel's tiles the result [tokens, n] has."""
+    return -(-tokens // PERSISTENT_TOKENS) * -(-n // PERSISTENT_ROWS)
+
+
+def _cut_pairs(tiles: int, processors: int) -> float:
+    """What cutting takes, in pairs: more for a tile that more programs share."""
+    return _CUT_PAIRS + processors / tiles
+
+
+def _wide_warps(block: int, blocks: int, row_tiles: int, columns: int) -> int:
+    """How many row tiles a program takes, one a warp: more of them read activations less often, fewer fill the GPU."""
+    by_four = -(-row_tiles // 4) * blocks
+    if block == 16:
+        return 8 if row_tiles <= _FEW_ROWS else 16
+    if block == 32:
+        return 4 if by_four <= 2 * _PROCESSORS and columns < _LONG else 8
+    # fewer partial results than by more splits
+    few_rows = 4 * _PROCESSORS if block == 64 and columns <= 24 else 2 * _PROCESSORS
+    if block > 32 and columns <= 48 and row_tiles <= few_rows and by_four <= _PROCESSORS:
+        return 4
+    programs = -(-row_tiles // 16) * blocks
+    many = (block == 128 and 2 * programs > _PROCESSORS) or (block == 64 and 5 * programs > 4 * _PROCESSORS)
+    return 16 if many else 8
