@@ -85,7 +85,7 @@ def test_the_kernel_compiles(capability, width):
         "out_ptr": "*i16",
         "total": "i32",
     }
-    constants = {"SPAN": SPAN, "BLOCK": 16, "WIDE": 0x101, "WIDTH": width}
+    constants = {"SPAN": SPAN, "BLOCK": 16, "WIDE_CODES": 0x101, "WIDTH": width}
     source = triton.compiler.ASTSource(
         fn=merge_kernel, signature=types | dict.fromkeys(constants, "constexpr"), constexprs=constants
     )
