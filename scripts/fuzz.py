@@ -33,6 +33,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import vbrt
+from scripts.toml_text import toml_text
 from scripts.train_files import Checkpoint, write_checkpoint
 from vbrt.config import preset_names
 from vbrt.errors import VBError
@@ -520,7 +521,7 @@ def config_part(directory: Path, dice: random.Random) -> Part:
     directory.mkdir()
     presets = [vbrt.load_config(name) for name in preset_names()]
     path = directory / "own.toml"
-    path.write_bytes(presets[0].to_toml().encode())
+    path.write_bytes(toml_text(presets[0]).encode())
 
     def damages() -> Iterator[Damage]:
         while True:
@@ -528,11 +529,11 @@ def config_part(directory: Path, dice: random.Random) -> Part:
             if dice.random() < 0.02:
                 yield planted(path, dice)
             elif dice.random() < 0.5:
-                yield writing(path, *bent(config.to_toml().encode(), dice))
+                yield writing(path, *bent(toml_text(config).encode(), dice))
             else:
-                key = dice.choice(re.findall(r"^\w+ = .*$", config.to_toml(), re.M))
+                key = dice.choice(re.findall(r"^\w+ = .*$", toml_text(config), re.M))
                 value = json.dumps(dice.choice(HOSTILE)).replace("NaN", "nan").replace("Infinity", "inf")
-                text = config.to_toml().replace(key, f"{key.split(' = ')[0]} = {value}", 1)
+                text = toml_text(config).replace(key, f"{key.split(' = ')[0]} = {value}", 1)
                 yield writing(path, f"{key} -> {value:.60}", text.encode("utf-8", "replace"))
 
     def load() -> Any:

@@ -1,32 +1,24 @@
 """Configs: the schema, files and presets, budgets of a machine."""
 
+from vbrt.config.budgets import Budget, Machine, compute_tier, parse_budget, resolve_budget, resolve_budgets
+from vbrt.config.files import DEFAULT_PRESET, preset_names, preset_path
 from vbrt.config.formats import FORMATS, FormatRecord, formats_of
+from vbrt.config.load import assign, load_config
 from vbrt.config.schema import (
     BACKENDS,
-    DEFAULT_PRESET,
     FINE_PLANES,
     IO_MODES,
     MODES,
     POLICIES,
-    Budget,
     ComputeConfig,
     CpuTier,
     GpuTier,
-    Machine,
     PolicyConfig,
     SeparationConfig,
     SsdTier,
     TiersConfig,
     VBConfig,
     WeightsConfig,
-    assign,
-    compute_tier,
-    load_config,
-    parse_budget,
-    preset_names,
-    preset_path,
-    resolve_budget,
-    resolve_budgets,
 )
 
 __all__ = [

@@ -5,7 +5,7 @@ import warnings
 
 import torch
 
-from vbrt.config.schema import AUTO_PERCENT
+from vbrt.config.budgets import AUTO_PERCENT
 from vbrt.residency.division import rebalanced
 from vbrt.residency.plan import format_bytes
 

@@ -1,0 +1,115 @@
+"""Budgets: how they are written, and how many bytes they are on a machine."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.config.words import refusal
+from vbrt.config import Budget, Machine, VBConfig, load_config, parse_budget, resolve_budgets
+
+GIB = 2**30
+MACHINE = Machine(
+    gpu_total_bytes=80 * GIB,
+    gpu_free_bytes=70 * GIB,
+    cpu_total_bytes=100 * GIB,
+    cpu_available_bytes=50 * GIB,
+    ssd_free_bytes=1000 * GIB,
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "budget"),
+    [
+        ("auto", Budget("auto")),
+        (1, Budget("bytes", 1)),
+        ("12345", Budget("bytes", 12345)),
+        ("8GiB", Budget("bytes", 8 * GIB)),
+        ("8 GB", Budget("bytes", 8 * 10**9)),
+        ("8gb", Budget("bytes", 8 * 10**9)),
+        ("512MiB", Budget("bytes", 512 * 2**20)),
+        ("1.5 KiB", Budget("bytes", 1536)),
+        ("0.1 KB", Budget("bytes", 100)),
+        ("2TiB", Budget("bytes", 2**41)),
+        ("40%", Budget("fraction", 0.4)),
+        ("12.5 %", Budget("fraction", 0.125)),
+        ("100%", Budget("fraction", 1.0)),
+    ],
+)
+def test_budgets_are_read(value, budget):
+    assert parse_budget(value, where="x") == budget
+
+
+def with_budgets(**tiers) -> VBConfig:
+    return load_config({"tiers": tiers})
+
+
+def test_auto_budgets_are_shares_of_what_is_free():
+    config = with_budgets(ssd={"enabled": True, "path": "/pages"})
+    budgets = {"gpu": 63 * GIB, "cpu": 40 * GIB, "ssd": 900 * GIB}
+    assert resolve_budgets(config, MACHINE) == budgets
+    assert list(resolve_budgets(config, MACHINE)) == ["gpu", "cpu", "ssd"]
+
+
+def test_percentages_count_from_the_total_and_of_the_drive_from_what_is_free():
+    config = with_budgets(
+        gpu={"budget": "50%"}, cpu={"budget": "25%"}, ssd={"enabled": True, "path": "/pages", "budget": "10%"}
+    )
+    assert resolve_budgets(config, MACHINE) == {"gpu": 40 * GIB, "cpu": 25 * GIB, "ssd": 100 * GIB}
+
+
+def test_bytes_are_taken_as_they_are_up_to_what_the_machine_has():
+    config = with_budgets(gpu={"budget": "80GiB"}, cpu={"budget": 4096})
+    assert resolve_budgets(config, MACHINE) == {"gpu": 80 * GIB, "cpu": 4096}
+
+
+@pytest.mark.parametrize(
+    ("tier", "words"),
+    [
+        ("gpu", "this machine has 80.00 GiB (85899345920 bytes);"),
+        ("cpu", "this machine has 100.00 GiB (107374182400 bytes);"),
+        ("ssd", "this machine has 1000.00 GiB (1073741824000 bytes) free;"),
+    ],
+)
+def test_more_than_the_machine_has_is_refused(tier, words):
+    extra = {"enabled": True, "path": "/pages"} if tier == "ssd" else {}
+    config = VBConfig.from_dict({"tiers": {tier: {"budget": "1001GiB", **extra}}}, source="my.toml")
+    assert refusal(resolve_budgets, config, MACHINE) == (
+        f'my.toml: tiers.{tier}.budget = "1001GiB"; {words} expected no more than that, "auto" or a percentage'
+    )
+
+
+def test_without_a_gpu_the_gpu_tier_is_left_out():
+    no_gpu = replace(MACHINE, gpu_total_bytes=None, gpu_free_bytes=None)
+    assert resolve_budgets(with_budgets(gpu={"budget": "4000GiB"}), no_gpu) == {"cpu": 40 * GIB}
+
+
+def test_disabled_tiers_are_left_out():
+    assert list(resolve_budgets(with_budgets(gpu={"enabled": False}), MACHINE)) == ["cpu"]
+    assert list(resolve_budgets(with_budgets(cpu={"enabled": False}), MACHINE)) == ["gpu"]
+
+
+def test_a_machine_with_no_tier_to_compute_on_is_refused():
+    no_gpu = replace(MACHINE, gpu_total_bytes=None, gpu_free_bytes=None)
+    config = VBConfig.from_dict({"tiers": {"cpu": {"enabled": False}}}, source="my.toml")
+    assert refusal(resolve_budgets, config, no_gpu) == (
+        "my.toml: tiers.cpu.enabled = false, and this machine has no GPU; no tier is left to compute on, "
+        "set tiers.cpu.enabled = true"
+    )
+
+
+def test_an_ssd_path_without_known_free_space_is_refused():
+    config = VBConfig.from_dict({"tiers": {"ssd": {"enabled": True, "path": "/pages"}}}, source="my.toml")
+    assert refusal(resolve_budgets, config, replace(MACHINE, ssd_free_bytes=None)) == (
+        'my.toml: tiers.ssd.path = "/pages"; expected a directory on a drive whose free space is known'
+    )
+
+
+@given(
+    st.sampled_from(["auto", "1%", "33.3%", "100%", 4096]), st.integers(4096, 2**50), st.floats(0, 1, exclude_max=True)
+)
+def test_a_budget_never_exceeds_what_the_machine_has(budget, total, free_share):
+    machine = Machine(total, int(total * free_share), total, int(total * free_share))
+    config = with_budgets(gpu={"budget": budget}, cpu={"budget": budget})
+    assert all(0 <= nbytes <= total for nbytes in resolve_budgets(config, machine).values())

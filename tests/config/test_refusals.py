@@ -1,0 +1,177 @@
+"""Configs that are refused, and in which words: file, key, value, remedy."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.config.words import BUDGET, refusal, refused
+from vbrt.config import CpuTier, GpuTier, PolicyConfig, SsdTier, TiersConfig, VBConfig, WeightsConfig
+from vbrt.errors import ConfigError, VBError
+
+OFF = f"{BUDGET}; to switch a tier off set enabled = false"
+PATTERNS = 'expected a list of module name patterns, e.g. ["model.layers.*", "*.mlp.*"]'
+DIRECTORY = 'expected a directory, e.g. "~/.cache/vbrt/pages"'
+
+WRONG_VALUES = [
+    ("weights.format", "fp4", '"fp4"; expected "nvfp4", "mxfp4", "nf4", "quantile" or "dense"; did you mean "nvfp4"?'),
+    ("weights.format", 4, '4; expected "nvfp4", "mxfp4", "nf4", "quantile" or "dense"'),
+    ("weights.fine", True, 'true; expected "none" or "exact"'),
+    ("weights.include", "*.mlp.*", f'"*.mlp.*"; {PATTERNS}'),
+    ("weights.include", [], '[]; expected at least one pattern; ["*"] takes every layer'),
+    ("weights.exclude", ["a", 3], f"['a', 3]; {PATTERNS}, not 3 in it"),
+    ("weights.exclude", [""], f"['']; {PATTERNS}, not \"\" in it"),
+    ("weights.min_parameters", -1, "-1; expected a whole number, 0 or more"),
+    ("weights.min_parameters", True, "true; expected a whole number, 0 or more"),
+    ("weights.min_parameters", 1e3, "1000.0; expected a whole number, 0 or more"),
+    ("weights.min_parameters", float("nan"), "nan; expected a whole number, 0 or more"),
+    ("weights.min_parameters", 10**5000, "a number of 16610 bits; expected a whole number, 0 or more"),
+    ("weights.keep_head", 1, "1; expected true or false"),
+    ("weights.keep_head", "true", '"true"; expected true or false'),
+    ("weights.keep_head", None, "None; expected true or false"),
+    ("weights.embeddings", "yes", '"yes"; expected true or false'),
+    ("tiers.gpu.enabled", "no", '"no"; expected true or false, or "auto"'),
+    ("tiers.gpu.budget", "8 Gigs", f'"8 Gigs"; {BUDGET}'),
+    ("tiers.gpu.budget", "8G", f'"8G"; {BUDGET}'),
+    ("tiers.gpu.budget", "", f'""; {BUDGET}'),
+    ("tiers.gpu.budget", "-8GiB", f'"-8GiB"; {BUDGET}'),
+    ("tiers.gpu.budget", "nan%", f'"nan%"; {BUDGET}'),
+    ("tiers.gpu.budget", "٤٠%", f'"٤٠%"; {BUDGET}'),
+    ("tiers.gpu.budget", True, f"true; {BUDGET}"),
+    ("tiers.gpu.budget", 0.4, f"0.4; {BUDGET}"),
+    ("tiers.gpu.budget", float("nan"), f"nan; {BUDGET}"),
+    ("tiers.gpu.budget", None, f"None; {BUDGET}"),
+    ("tiers.gpu.budget", ["8GiB"], f"['8GiB']; {BUDGET}"),
+    ("tiers.gpu.budget", 0, f"0; {OFF}"),
+    ("tiers.gpu.budget", -1, f"-1; {OFF}"),
+    ("tiers.gpu.budget", "0.2 B", f'"0.2 B"; {OFF}'),
+    ("tiers.gpu.budget", 2**63, f"{2**63}; {BUDGET}, and no more than the machine has"),
+    ("tiers.gpu.budget", "9999999999TiB", f'"9999999999TiB"; {BUDGET}, and no more than the machine has'),
+    ("tiers.gpu.budget", "0%", '"0%"; expected more than 0% and at most 100%'),
+    ("tiers.gpu.budget", "100.1%", '"100.1%"; expected more than 0% and at most 100%'),
+    ("tiers.cpu.pinned", 0, "0; expected true or false"),
+    ("tiers.ssd.path", 3, f"3; {DIRECTORY}"),
+    ("tiers.ssd.path", " ", f'" "; {DIRECTORY}'),
+    ("tiers.ssd.path", "a\0b", f'"a\\u0000b"; {DIRECTORY}'),
+    ("tiers.ssd.path", "~nobody-9/x", '"~nobody-9/x"; expected a directory whose "~" names a user of this machine'),
+    ("tiers.ssd.io", "Direct", '"Direct"; expected "auto", "direct" or "buffered"; did you mean "direct"?'),
+    ("policy.kind", "fifo", '"fifo"; expected "scheduled" or "lru"'),
+    ("policy.prefetch", -1, '-1; expected a whole number from 0 to 64, or "auto"'),
+    ("policy.prefetch", 65, '65; expected a whole number from 0 to 64, or "auto"'),
+    ("separation.levels", 1, "1; expected a whole number from 2 to 8"),
+    ("separation.levels", 16, "16; expected a whole number from 2 to 8"),
+    ("separation.refresh_every", 0, "0; expected a whole number, 1 or more"),
+    ("compute.backend", "cuda", '"cuda"; expected "auto", "reference", "compiled" or "triton"'),
+    ("mode", "training", '"training"; expected "infer" or "train"; did you mean "train"?'),
+    ("mode", True, 'true; expected "infer" or "train"'),
+    ("compute.fp8", "e4m3", '"e4m3"; expected true or false'),
+    ("compute.fp4", 1, "1; expected true or false"),
+]
+
+
+def nested(dotted: str, value: object) -> dict:
+    for name in reversed(dotted.split(".")):
+        value = {name: value}
+    return value
+
+
+@pytest.mark.parametrize(("key", "value", "words"), WRONG_VALUES, ids=[key for key, _, _ in WRONG_VALUES])
+def test_a_wrong_value_is_refused_by_file_key_value_and_remedy(key, value, words):
+    assert refused(**nested(key, value)) == f"my.toml: {key} = {words}"
+
+
+def test_every_key_has_a_refusal_in_the_table():
+    def keys(table, prefix=""):
+        for name, value in table.items():
+            yield from keys(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
+
+    tested = {key for key, _, _ in WRONG_VALUES}
+    same_check = {"tiers.cpu.enabled", "tiers.ssd.enabled", "tiers.cpu.budget", "tiers.ssd.budget"}
+    assert set(keys(VBConfig().to_dict())) == tested | same_check
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        (
+            {"wieghts": {}},
+            (
+                'wieghts is not a known section; did you mean "weights"?; '
+                "expected one of weights, tiers, policy, separation, compute, mode"
+            ),
+        ),
+        (
+            {"source": "x"},
+            "source is not a known section; expected one of weights, tiers, policy, separation, compute, mode",
+        ),
+        ({"tiers": {"hdd": {}}}, "tiers.hdd is not a known section; expected one of gpu, cpu, ssd"),
+        (
+            {"tiers": {"gpu": {"bugdet": 1}}},
+            'tiers.gpu.bugdet is not a known key; did you mean "budget"?; expected one of enabled, budget',
+        ),
+        (
+            {"policy": {"PREFETCH": 1}},
+            'policy.PREFETCH is not a known key; did you mean "prefetch"?; expected one of kind, prefetch',
+        ),
+        ({"policy": {3: 1}}, "policy.3 is not a known key; expected one of kind, prefetch"),
+        ({"policy": "lru"}, 'policy = "lru"; expected a table with the keys kind, prefetch'),
+        ({"tiers": [1]}, "tiers = [1]; expected a table with the keys gpu, cpu, ssd"),
+        ({"tiers": {"gpu": True}}, "tiers.gpu = true; expected a table with the keys enabled, budget"),
+        (
+            {"tiers": {"ssd": {"enabled": True}}},
+            (
+                "tiers.ssd.path is missing, and tiers.ssd.enabled = true needs it; expected a "
+                "directory on the drive to "
+                'use, e.g. path = "~/.cache/vbrt/pages"'
+            ),
+        ),
+        (
+            {"weights": {"format": "dense", "fine": "exact"}},
+            'weights.fine = "exact"; format "dense" is already exact: set fine = "none", or choose a 4-bit format',
+        ),
+        (
+            {"mode": "train", "weights": {"fine": "exact"}},
+            (
+                'mode = "train" with weights.fine = "exact"; a weight that trains has no planes to '
+                "be restored from: set "
+                'weights.fine = "none" to train through 4 bits, or weights.format = "dense" to train the exact weights'
+            ),
+        ),
+        (
+            {"tiers": {"gpu": {"enabled": False}, "cpu": {"enabled": False}}},
+            (
+                "tiers.gpu.enabled = false and tiers.cpu.enabled = false; expected at least one of them true, "
+                "the ssd tier cannot compute"
+            ),
+        ),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_a_wrong_shape_is_refused_by_file_key_and_remedy(sections, words):
+    assert refused(**sections) == f"my.toml: {words}"
+
+
+def test_a_config_that_is_no_table_is_refused():
+    words = "my.toml = [1]; expected a table with the keys weights, tiers, policy, separation, compute, mode"
+    assert refusal(VBConfig.from_dict, [1], source="my.toml") == words
+
+
+def test_constructors_refuse_what_files_may_not_say():
+    assert refusal(GpuTier, budget="8 Gigs") == f'GpuTier(...): tiers.gpu.budget = "8 Gigs"; {BUDGET}'
+    assert refusal(SsdTier, enabled=True).startswith("SsdTier(...): tiers.ssd.path is missing")
+    assert refusal(WeightsConfig, format="dense", fine="exact").startswith("WeightsConfig(...): weights.fine")
+    assert refusal(replace, PolicyConfig(), prefetch=-1).startswith("PolicyConfig(...): policy.prefetch = -1")
+    both_off = refusal(TiersConfig, gpu=GpuTier(enabled=False), cpu=CpuTier(enabled=False))
+    assert both_off.startswith("TiersConfig(...): tiers.gpu.enabled = false")
+    words = "VBConfig(...): weights = {}; expected a WeightsConfig; VBConfig.from_dict takes dicts"
+    assert refusal(VBConfig, weights={}) == words
+
+
+def test_a_config_error_is_a_vb_error_and_a_value_error():
+    assert issubclass(ConfigError, VBError)
+    assert issubclass(ConfigError, ValueError)
+
+
+def test_a_long_value_is_cut_in_the_message():
+    words = refused(policy={"kind": "x" * 1000})
+    assert len(words) < 160
+    assert "xxx...;" in words

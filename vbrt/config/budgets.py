@@ -1,0 +1,154 @@
+"""Budgets of tiers: what a user may write, and how many bytes that is on a machine."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import TYPE_CHECKING, Literal
+
+from vbrt.config.checks import MAX_INT, wrong
+from vbrt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vbrt.config.schema import VBConfig
+
+__all__ = ["AUTO_PERCENT", "Budget", "Machine", "compute_tier", "parse_budget", "resolve_budget", "resolve_budgets"]
+
+# share of what is free that "auto" takes; the rest is for activations, the allocator and other programs
+AUTO_PERCENT = {"gpu": 90, "cpu": 80, "ssd": 90}
+
+_BUDGET_EXPECTED = 'expected "auto", bytes, "8GiB" or "40%"'
+_UNIT_BYTES = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,19})?) ?([kmgt]?i?b)?", re.IGNORECASE)
+_PERCENT = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,19})?) ?%")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A parsed budget. amount: bytes (int) for kind "bytes", 0 < share <= 1 for "fraction", 0 for "auto"."""
+
+    kind: Literal["auto", "bytes", "fraction"]
+    amount: int | float = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Memory available on a machine, in bytes. gpu: None without a device; ssd: None where no ssd tier is asked for."""
+
+    gpu_total_bytes: int | None
+    gpu_free_bytes: int | None
+    cpu_total_bytes: int
+    cpu_available_bytes: int
+    ssd_free_bytes: int | None = None
+
+
+def parse_budget(value: object, *, where: str) -> Budget:
+    """Parse `"auto"`, a number of bytes (8589934592, "8GiB", "8 GB", "512MiB") or a share ("40%").
+
+    KB, MB, GB, TB count in thousands, KiB, MiB, GiB, TiB in 1024s; case does not matter. where: what the ConfigError
+    names, e.g. "my.toml: tiers.gpu.budget".
+    """
+    if isinstance(value, str):
+        if value == "auto":
+            return Budget("auto")
+        if match := _PERCENT.fullmatch(value):
+            share = float(match[1]) / 100
+            if not 0 < share <= 1:
+                raise wrong(where, value, "expected more than 0% and at most 100%")
+            return Budget("fraction", share)
+        if match := _SIZE.fullmatch(value):
+            return Budget("bytes", _bytes_in_range(int(Decimal(match[1]) * _unit(match[2])), value, where))
+    elif isinstance(value, int) and not isinstance(value, bool):
+        return Budget("bytes", _bytes_in_range(value, value, where))
+    raise wrong(where, value, _BUDGET_EXPECTED)
+
+
+def _unit(text: str | None) -> int:
+    return _UNIT_BYTES[(text or "").lower()]
+
+
+def _bytes_in_range(nbytes: int, value: object, where: str) -> int:
+    if nbytes < 1:
+        raise wrong(where, value, f"{_BUDGET_EXPECTED}; to switch a tier off set enabled = false")
+    if nbytes > MAX_INT:
+        raise wrong(where, value, f"{_BUDGET_EXPECTED}, and no more than the machine has")
+    return nbytes
+
+
+def resolve_budgets(config: VBConfig, machine: Machine) -> dict[str, int]:
+    """Return the bytes of each tier that is enabled and exists here, by name, fastest first.
+
+    "auto" is 90 % of the free device memory, 80 % of the available host memory, 90 % of the free space of the drive.
+    A percentage counts from the total (of the drive: from the free space). Raises ConfigError for more than the
+    machine has, for an ssd path whose free space is unknown, and as `compute_tier`.
+    """
+    tiers = config.tiers
+    here = {"gpu": compute_tier(config, machine) == "gpu", "cpu": tiers.cpu.enabled, "ssd": tiers.ssd.enabled}
+    return {name: resolve_budget(config, machine, name) for name, is_here in here.items() if is_here}
+
+
+def compute_tier(config: VBConfig, machine: Machine) -> str:
+    """Return "gpu" or "cpu": where kernels run.
+
+    Raises ConfigError where a GPU is insisted on and there is none, and when no tier is left to compute on.
+    """
+    tiers, has_gpu = config.tiers, machine.gpu_total_bytes is not None
+    if tiers.gpu.enabled is True and not has_gpu:
+        raise wrong(
+            f"{config.source}: tiers.gpu.enabled",
+            True,
+            'this machine has no GPU that torch can use; "auto" computes on the cpu where there is none',
+        )
+    if not tiers.cpu.enabled and not (tiers.gpu.enabled and has_gpu):
+        why = "this machine has no GPU" if tiers.gpu.enabled else "tiers.gpu.enabled = false"
+        raise ConfigError(
+            f"{config.source}: tiers.cpu.enabled = false, and {why}; no tier is left to compute on, "
+            "set tiers.cpu.enabled = true"
+        )
+    return "gpu" if tiers.gpu.enabled and has_gpu else "cpu"
+
+
+def resolve_budget(config: VBConfig, machine: Machine, name: str) -> int:
+    """Return the bytes of one tier that is enabled and exists here, whatever the others ask for."""
+    total, free = _room(config, machine, name)
+    return _resolved(getattr(config.tiers, name).budget, name, total, free, f"{config.source}: tiers.{name}.budget")
+
+
+def _room(config: VBConfig, machine: Machine, name: str) -> tuple[int, int]:
+    """Return (total, free) of a tier in bytes."""
+    if name == "gpu":
+        total, free = machine.gpu_total_bytes, machine.gpu_free_bytes
+        return total, total if free is None else free
+    if name == "cpu":
+        return machine.cpu_total_bytes, machine.cpu_available_bytes
+    if machine.ssd_free_bytes is None:
+        raise wrong(
+            f"{config.source}: tiers.ssd.path",
+            config.tiers.ssd.path,
+            "expected a directory on a drive whose free space is known",
+        )
+    return machine.ssd_free_bytes, machine.ssd_free_bytes
+
+
+def _resolved(value: int | str, name: str, total: int, free: int, where: str) -> int:
+    budget = parse_budget(value, where=where)
+    if budget.kind == "auto":
+        return free * AUTO_PERCENT[name] // 100
+    if budget.kind == "fraction":
+        return int(total * budget.amount)
+    if budget.amount > total:
+        has = f"{total / 2**30:.2f} GiB ({total} bytes)" + (" free" if name == "ssd" else "")
+        raise wrong(where, value, f'this machine has {has}; expected no more than that, "auto" or a percentage')
+    return int(budget.amount)

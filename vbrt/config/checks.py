@@ -1,0 +1,132 @@
+"""Checks of single values, and the messages of those that fail.
+
+A check takes (value, where) and returns the value to store, or raises ConfigError; `where` reads "my.toml:
+weights.format".
+"""
+
+import difflib
+import json
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from vbrt.errors import ConfigError
+
+__all__ = [
+    "MAX_INT",
+    "auto_or",
+    "choice",
+    "did_you_mean",
+    "directory",
+    "flag",
+    "patterns",
+    "quoted",
+    "shown",
+    "whole",
+    "wrong",
+]
+
+MAX_INT = 2**63 - 1  # what TOML guarantees to carry, and far above any memory
+
+
+def shown(value: object) -> str:
+    """Return `value` as the user wrote it in TOML or Python, short enough for one line."""
+    if isinstance(value, bool):
+        text = "true" if value else "false"
+    elif isinstance(value, str):
+        text = json.dumps(value, ensure_ascii=False)
+    elif isinstance(value, tuple):
+        text = repr(list(value))
+    elif isinstance(value, int) and value.bit_length() > 256:
+        text = f"a number of {value.bit_length()} bits"  # repr() of a far longer one raises
+    else:
+        text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def quoted(names: Iterable[str]) -> str:
+    """Return names as `"a", "b" or "c"`."""
+    *head, last = [f'"{name}"' for name in names]
+    return f"{', '.join(head)} or {last}" if head else last
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean "format"?`, or nothing where no known name is near."""
+    near = difflib.get_close_matches(name.lower(), list(known), n=1)
+    return f'; did you mean "{near[0]}"?' if near else ""
+
+
+def wrong(where: str, value: object, expected: str) -> ConfigError:
+    """Return the error for a value: where it stands, the value, what would do."""
+    return ConfigError(f"{where} = {shown(value)}; {expected}")
+
+
+def flag(value: object, where: str) -> bool:
+    """Check for true or false."""
+    if not isinstance(value, bool):
+        raise wrong(where, value, "expected true or false")
+    return value
+
+
+def choice(*names: str) -> Callable[[object, str], str]:
+    """Return a check for one of the names."""
+
+    def check(value: object, where: str) -> str:
+        if not isinstance(value, str) or value not in names:
+            hint = did_you_mean(value, names) if isinstance(value, str) else ""
+            raise wrong(where, value, f"expected {quoted(names)}{hint}")
+        return value
+
+    return check
+
+
+def whole(low: int, high: int = MAX_INT) -> Callable[[object, str], int]:
+    """Return a check for a whole number in a range, ends included."""
+    span = f"a whole number from {low} to {high}" if high != MAX_INT else f"a whole number, {low} or more"
+
+    def check(value: object, where: str) -> int:
+        # bool is an int in Python; `levels = true` is a slip, not a 1
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise wrong(where, value, f"expected {span}")
+        return value
+
+    return check
+
+
+def auto_or(check: Callable[[object, str], Any]) -> Callable[[object, str], Any]:
+    """Return a check for "auto" or what another check takes."""
+
+    def check_both(value: object, where: str) -> Any:
+        if value == "auto":
+            return value
+        try:
+            return check(value, where)
+        except ConfigError as error:
+            raise ConfigError(f'{error}, or "auto"') from None
+
+    return check_both
+
+
+def patterns(value: object, where: str) -> tuple[str, ...]:
+    """Check for a list of module name patterns."""
+    expected = 'expected a list of module name patterns, e.g. ["model.layers.*", "*.mlp.*"]'
+    if not isinstance(value, list | tuple):
+        raise wrong(where, value, expected)
+    for pattern in value:
+        if not isinstance(pattern, str) or not pattern:
+            raise wrong(where, value, f"{expected}, not {shown(pattern)} in it")
+    return tuple(value)
+
+
+def directory(value: object, where: str) -> str | None:
+    """Check for a directory or None; expand "~"."""
+    if value is None:
+        return None
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise wrong(where, value, 'expected a directory, e.g. "~/.cache/vbrt/pages"')
+    expanded = os.path.expanduser(value)
+    if expanded.startswith("~"):  # left alone for a user that does not exist: it would become a folder of that name
+        raise wrong(where, value, 'expected a directory whose "~" names a user of this machine')
+    return expanded
