@@ -9,6 +9,8 @@ import zlib
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads warn about every fork
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool of compiling processes would import torch, too
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # what the CPU can, its compiler can: found out by compiling
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the core that another worker needs
 os.environ.pop("COLUMNS", None)  # the width of what is printed, which pytest-xdist sets
 

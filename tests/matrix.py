@@ -9,16 +9,19 @@ import pytest
 __all__ = ["matrix"]
 
 
-def matrix(*, indirect: tuple[str, ...] = (), **axes: Collection[Any]) -> pytest.MarkDecorator:
-    """Parametrize a test over the product of `axes`, argument name -> values or id -> value; all but a diagonal is
-    exhaustive. The diagonal has as many cells as the longest axis has values, and each value of each axis.
+def matrix(*, turns: int = 1, indirect: tuple[str, ...] = (), **axes: Collection[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test over the product of `axes`, argument name -> values or id -> value; most of it is exhaustive.
+
+    By default run the cells along a diagonal, which meets each value; more `turns` meet each value of the longest axis
+    as often, beside others.
     """
-    axes = {
-        name: axis if isinstance(axis, Mapping) else {_id(value): value for value in axis}
-        for name, axis in axes.items()
-    }
+    axes = {name: axis if isinstance(axis, Mapping) else {_id(v): v for v in axis} for name, axis in axes.items()}
     values = [tuple(axis.items()) for axis in axes.values()]
-    diagonal = {tuple(i % len(axis) for axis in values) for i in range(max(map(len, values)))}
+    longest = max(map(len, values))
+    diagonal = {
+        tuple((i if len(axis) == longest else i + i // longest) % len(axis) for axis in values)
+        for i in range(turns * longest)
+    }
     cells = []
     for place in itertools.product(*(range(len(axis)) for axis in values)):
         cell = [axis[i] for axis, i in zip(values, place, strict=True)]

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.matrix import matrix
 from tests.models import wrap, wrap_streamed
 from vbrt.blocks import FusedFP4Linear
 from vbrt.errors import WrapError
@@ -55,8 +56,9 @@ def pair(kind, format, holding, path):
     return model, twin, torch.randn(3, K, dtype=dtype)
 
 
-@pytest.fixture(
-    params=[
+HELD = {
+    "-".join(held): held
+    for held in [
         ("Linear", "dense", "shell"),
         ("Linear", "dense", "resident"),
         ("Linear", "nvfp4", "resident"),
@@ -66,9 +68,11 @@ def pair(kind, format, holding, path):
         ("Conv1D", "nvfp4", "shell"),
         ("FalconLinear", "dense", "resident"),
         ("EsmFoldLinear", "nvfp4", "shell"),
-    ],
-    ids="-".join,
-)
+    ]
+}
+
+
+@pytest.fixture(params=HELD.values(), ids=HELD)
 def both(request, tmp_path):
     return pair(*request.param, tmp_path)
 
@@ -153,7 +157,7 @@ DERIVATIVES = {
 }
 
 
-@pytest.mark.parametrize("use", DERIVATIVES)
+@matrix(use=list(DERIVATIVES), both=HELD, turns=2, indirect=("both",))
 def test_every_derivative_and_transform_is_that_of_the_plain_layer(use, both):
     model, twin, x = both
     check_same(DERIVATIVES[use](model, x), DERIVATIVES[use](twin, x))
@@ -235,7 +239,7 @@ TRACERS = {
 }
 
 
-@pytest.mark.parametrize("use", TRACERS)
+@matrix(use=list(TRACERS), both=HELD, turns=2, indirect=("both",))
 def test_every_tracer_and_mode_sees_what_the_plain_layer_computes(use, both):
     model, twin, x = both
     check_same(TRACERS[use](model, x), TRACERS[use](twin, x))

@@ -67,3 +67,8 @@ def test_the_sample_of_a_matrix_meets_each_value_once_at_least():
     assert len(cells) == 6
     assert [cell.values for cell in cells if not cell.marks] == [(1, "x", None), (1, "z", None), (2, "y", None)]
     assert cells[0].id == "1-x-None"
+
+
+def test_more_turns_of_a_matrix_meet_each_value_beside_others():
+    cells = matrix(a=[1, 2], b="xyz", turns=2).args[1]
+    assert {cell.values for cell in cells if not cell.marks} == {(a, b) for a in (1, 2) for b in "xyz"}

@@ -11,12 +11,13 @@ from scripts import fuzz
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_damaged_and_hostile_files_are_refused_by_name_or_load_what_was_saved():
+@pytest.mark.parametrize("count", ["150", pytest.param("5000", marks=pytest.mark.exhaustive)])
+def test_damaged_and_hostile_files_are_refused_by_name_or_load_what_was_saved(count):
     """In a process of its own, for its address space is bounded; other inputs than those of the script by default."""
     done = subprocess.run(
-        [sys.executable, "scripts/fuzz.py", "--count", "500", "--seed", "1"],
+        [sys.executable, "scripts/fuzz.py", "--count", count, "--seed", "1"],
         cwd=ROOT,
-        timeout=300,
+        timeout=900,
         capture_output=True,
         text=True,
         check=False,

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import vbrt
+from tests.matrix import matrix
 from tests.models import TOKENS, gpt2, llama, mlp
 from vbrt.errors import ConfigError, FormatError, VBError, WrapError
 from vbrt.formats import get_format
@@ -156,8 +157,7 @@ def test_a_second_derivative_is_the_reference_one():
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
-@pytest.mark.parametrize("format", FOUR_BIT)
+@matrix(format=FOUR_BIT, autocast={"fp32": False, "autocast": True})
 def test_steps_with_fresh_scales_are_those_of_the_reference(format, autocast):
     reference = llama().train()
     vb = wrap(llama().train(), format, every=1)
@@ -314,8 +314,7 @@ def test_steps_of_every_optimizer_are_seen(optimizer):
 # -- states and copies ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stop", [1, 4, 5])
-@pytest.mark.parametrize("format", ["dense", *FOUR_BIT])
+@matrix(format=["dense", *FOUR_BIT], stop=[1, 4, 5])
 def test_a_run_that_is_taken_up_again_is_the_same_run(format, stop, tmp_path):
     vb = wrap(llama().train(), format, every=3)
     optimizer = torch.optim.AdamW(vb.parameters(), lr=3e-3)
@@ -530,8 +529,7 @@ def test_stats_show_the_engine_and_survive_json():
 # -- in compiled graphs -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", ["dense", "nvfp4", "quantile"])
-@pytest.mark.parametrize("make", [llama, gpt2])
+@matrix(make=[llama, gpt2], format=["dense", "nvfp4", "quantile"])
 def test_a_compiled_model_trains_as_the_eager_one(make, format):
     torch._dynamo.reset()
     eager, other = wrap(make().train(), format, every=2), wrap(make().train(), format, every=2)

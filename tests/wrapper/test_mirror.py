@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import vbrt
+from tests.matrix import matrix
 from tests.models import TOKENS, config, llama, mlp, wrap
 from vbrt.errors import WrapError
 
@@ -252,8 +253,7 @@ TRAINED = {
 }
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("how", TRAINED)
+@matrix(how=list(TRAINED), checkpointing=[False, True])
 def test_trainer_trains_evaluates_and_saves_a_wrapped_model(how, checkpointing, tmp_path):
     from transformers import Trainer, TrainingArguments
 
