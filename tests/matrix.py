@@ -19,7 +19,7 @@ def matrix(*, turns: int = 1, indirect: tuple[str, ...] = (), **axes: Collection
     values = [tuple(axis.items()) for axis in axes.values()]
     longest = max(map(len, values))
     diagonal = {
-        tuple((i if len(axis) == longest else i + i // longest) % len(axis) for axis in values)
+        tuple((i + number * (i // longest)) % len(axis) for number, axis in enumerate(values))
         for i in range(turns * longest)
     }
     cells = []

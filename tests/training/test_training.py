@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import vbrt
+from tests.matrix import matrix
 from tests.models import TOKENS, config, llama, mlp
 from vbrt.config import load_config
 from vbrt.errors import WrapError
@@ -63,13 +64,12 @@ def train(model, *, checkpointing: bool, autocast: bool) -> tuple[list[float], d
     return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-# every way for two holdings, every way at least once for the others
 WAYS = list(itertools.product([False, True], repeat=3))
-CASES = [(format, *way) for format in HOLDINGS for way in (WAYS if format in ("dense", "nvfp4") else WAYS[3::3])]
 
 
-@pytest.mark.parametrize(("format", "streamed", "checkpointing", "autocast"), CASES)
-def test_lora_steps_are_those_of_a_dense_model(format, streamed, checkpointing, autocast, tmp_path):
+@matrix(format=HOLDINGS, way=WAYS)
+def test_lora_steps_are_those_of_a_dense_model(format, way, tmp_path):
+    streamed, checkpointing, autocast = way
     vb = wrapped(format, tmp_path if streamed else None)
     dense = dense_twin(vb, format)
     losses, grads = train(with_lora(vb.model), checkpointing=checkpointing, autocast=autocast)
@@ -81,8 +81,7 @@ def test_lora_steps_are_those_of_a_dense_model(format, streamed, checkpointing, 
     vb.close()
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["resident", "streamed"])
-@pytest.mark.parametrize("format", ["dense", "nvfp4"])
+@matrix(format=["dense", "nvfp4"], streamed={"resident": False, "streamed": True})
 def test_compiled_lora_gradients_are_those_of_a_dense_model(format, streamed, tmp_path):
     vb = wrapped(format, tmp_path if streamed else None)
     dense = dense_twin(vb, format)

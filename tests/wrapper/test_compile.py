@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.matrix import matrix
 from tests.models import FORMATS, gpt2, llama, mlp, wrap, wrap_streamed
 from vbrt.errors import WrapError
 
@@ -31,12 +32,11 @@ def dtype_of(format):
     return torch.bfloat16 if format == "exact" else torch.float32
 
 
-@pytest.mark.parametrize(("streamed", "materialized"), [(False, False), (False, True), (True, False)])
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_compiled_model_computes_outputs_and_gradients_of_the_eager_one(format, streamed, materialized, tmp_path):
+@matrix(format=FORMATS, held=["shell", "materialized", "streamed"])
+def test_a_compiled_model_computes_outputs_and_gradients_of_the_eager_one(format, held, tmp_path):
     model = mlp(depth=5, dtype=dtype_of(format))
-    vb = wrap_streamed(model, format, tmp_path) if streamed else wrap(model, format)
-    if materialized:
+    vb = wrap_streamed(model, format, tmp_path) if held == "streamed" else wrap(model, format)
+    if held == "materialized":
         vb.materialize()
     got = []
     for run in (compiled(vb.model), vb.model):
@@ -150,8 +150,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("format", ["dense", "nvfp4"])
+@matrix(transform=list(TRANSFORMS), format=["dense", "nvfp4"])
 def test_a_transform_of_a_layer_gives_compiled_what_it_gives_the_plain_one(format, transform):
     vb, x = wrap(nn.Sequential(nn.Linear(16, 8)).eval(), format).materialize(), torch.randn(2, 16)
     plain = nn.Linear(16, 8)
