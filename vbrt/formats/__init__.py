@@ -23,7 +23,7 @@ from vbrt.formats.page import (
     unpack,
 )
 from vbrt.formats.published import repack_mxfp4, repack_nvfp4
-from vbrt.formats.separation import Separation, SeparationCounters, TrainedSeparation
+from vbrt.formats.separation import Separation, SeparationCounters
 
 __all__ = [
     "FIELD_ALIGN",
@@ -36,7 +36,6 @@ __all__ = [
     "PageLayout",
     "Separation",
     "SeparationCounters",
-    "TrainedSeparation",
     "WeightPlanes",
     "build_layout",
     "estimate_fine_bytes",

@@ -177,7 +177,7 @@ class TrainedLayer(SwappedLayer):
             return
         if key not in state_dict:
             if f"{prefix}weight" in state_dict:
-                engine.forget()
+                engine.reset()
             return
         try:
             engine.load(state_dict[key], self._vb_handle.spec.shape)

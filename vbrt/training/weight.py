@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vbrt.errors import FormatError, WrapError
-from vbrt.formats import TrainedSeparation, get_format
+from vbrt.formats import get_format
 from vbrt.formats.page import PageLayout
 from vbrt.formats.separation import identity
 from vbrt.layers.encoding import Planes
 from vbrt.layers.pickling import from_pickle, to_pickle
 from vbrt.layers.spec import HandleSpec
+from vbrt.training.separation import TrainedSeparation
 
 __all__ = ["TrainedWeight", "live_weight"]
 
@@ -95,7 +96,7 @@ class TrainedWeight:
 
     def rounded_as_before(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight [N, K] in `dtype` as the last forward saw it."""
-        return self.separation.again(self._as_NK(weight), dtype)
+        return self.separation.repeat(self._as_NK(weight), dtype)
 
     def _as_NK(self, weight: Tensor) -> Tensor:
         weight = weight.detach()

@@ -1,0 +1,204 @@
+"""The precision-separation engine of a weight that an optimizer moves: what is costly about encoding it, kept.
+
+In any 4-bit format it keeps the block scales, which are searched for least squared error, and a fitted codebook, and
+rounds the weight under them at each step. What is kept is detached, and of one size whatever happens.
+"""
+
+import copy
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from vbrt.errors import FormatError
+from vbrt.formats import Format, SeparationCounters
+from vbrt.formats.blocks import BlockFormat, Frame
+from vbrt.formats.quantile import MAGNITUDES
+from vbrt.formats.separation import check_separation, clipping_bound, identity
+
+__all__ = ["TrainedSeparation"]
+
+
+class TrainedSeparation:
+    """The scales (and codebook) of a weight in training, fitted again `refresh_every` optimizer steps after a fit.
+
+    A step is a change of the weight that a training forward sees: further micro-batches, recomputed and evaluating
+    forwards see none. In each step, blocks that a weight has outgrown get a larger scale, without a search. All are
+    refreshed early when the share of weights that the scales clip has grown by more than half nevertheless; the share
+    of a step is known at the next one, so that no step waits for the device.
+
+    Attributes:
+        generation: counts the fits and loads: what a backward pass compares.
+
+    Raises FormatError for values out of range.
+    """
+
+    def __init__(self, format: Format, levels: int = MAGNITUDES, refresh_every: int = 100) -> None:
+        check_separation(levels, refresh_every)
+        if not isinstance(format, BlockFormat):
+            raise FormatError(f"format {format.name!r} has no 4-bit codes in blocks to train through")
+        self.format, self._levels, self._refresh_every = format, levels, refresh_every
+        self.generation = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Fit at the next forward, because another weight takes the place of this one."""
+        self._frame: Frame | None = None
+        self._seen: tuple[object, ...] | None = None  # the weight as the last training forward saw it
+        self._as_seen = False  # the next weight is that one, in other memory
+        self._steps = 0  # since the fit
+        self._late: _LateCount | None = None  # of clipped weights, at the last step
+        self._accepted_share = -1.0  # after the fit; -1 while that is not known yet
+        self._share = 0.0
+        self._counters = SeparationCounters()
+        self.generation += 1
+
+    @property
+    def counters(self) -> SeparationCounters:
+        """A snapshot; waits for the device to have counted the clipped weights of the last step."""
+        self._settle()
+        return replace(self._counters, clipped_share=self._share)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept between forwards."""
+        return sum(t.nbytes for t in self._frame.tensors.values()) if self._frame else 0
+
+    def forward(self, weight: Tensor, w_NK: Tensor, dtype: torch.dtype, *, training: bool) -> Tensor:
+        """The weight [N, K] as 4 bits hold it, in `dtype`; refreshes and counts a step where that is due.
+
+        Args:
+            weight: the parameter, whose writes count; w_NK is a view of it.
+
+        Raises:
+            FormatError: (at a refresh) NaN, Inf, or a dtype that the format does not hold.
+        """
+        if self._frame is None:
+            self._seen = identity(weight)
+            self._refresh(w_NK)
+        elif training and self._has_changed(weight):
+            self._step(w_NK)
+        else:
+            return self.repeat(w_NK, dtype)
+        clipped = torch.zeros((), dtype=torch.float32, device=w_NK.device)
+        rounded = self._frame.round(w_NK, dtype, clipped=clipped)
+        self._late = _LateCount(clipped, w_NK.numel())
+        return rounded
+
+    def repeat(self, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the weight as the last forward rounded it."""
+        return self._frame_on(w_NK.device).round(w_NK, dtype)
+
+    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
+        """The coarse plane of the weight under the scales that are kept, or under new ones before the first forward."""
+        return (self._frame_on(w_NK.device) if self._frame else self._fitted(w_NK)).encode(w_NK)
+
+    def _has_changed(self, weight: Tensor) -> bool:
+        now = identity(weight)
+        changed = now != self._seen and not self._as_seen
+        self._seen, self._as_seen = now, False
+        return changed
+
+    def _step(self, w_NK: Tensor) -> None:
+        self._settle()
+        self._steps += 1
+        if self._steps >= self._refresh_every or self._share > clipping_bound(self._accepted_share):
+            self._refresh(w_NK)
+            return
+        self._frame = self._frame_on(w_NK.device).widened(w_NK)
+        self._counters = replace(self._counters, hits=self._counters.hits + 1)
+
+    def _settle(self) -> None:
+        """Read the share that was counted at the last step."""
+        if self._late is None:
+            return
+        self._share, self._late = self._late.share(), None
+        if self._accepted_share < 0:
+            self._accepted_share = self._share
+
+    def _refresh(self, w_NK: Tensor) -> None:
+        self._frame = self._fitted(w_NK)
+        self._steps, self._accepted_share = 0, -1.0
+        self._counters = replace(self._counters, refreshes=self._counters.refreshes + 1)
+        self.generation += 1
+
+    def _fitted(self, w_NK: Tensor) -> Frame:
+        with torch.inference_mode(False), torch.no_grad():  # what an evaluation fits serves training too
+            if self.format.record.fitted:
+                return self.format.frame(w_NK, self.format.fit(w_NK, self._levels))
+            return self.format.frame(w_NK)
+
+    def _frame_on(self, device: torch.device) -> Frame:
+        """The frame, moved to where the weight is now."""
+        if self._frame.tensors["scales"].device != device:
+            self._frame = Frame(self.format, {name: t.to(device) for name, t in self._frame.tensors.items()})
+        return self._frame
+
+    # -- history ------------------------------------------------------------------------------------------------------
+
+    def state(self, weight: Tensor) -> Tensor | None:
+        """All of it in one uint8 tensor [bytes] on the CPU, for state dicts; None before the first forward."""
+        if self._frame is None:
+            return None
+        self._settle()
+        changed = self._seen != identity(weight) and not self._as_seen
+        c = self._counters
+        numbers = [changed, self._steps, self._accepted_share, self._share, c.hits, c.refreshes]
+        parts = [torch.tensor(numbers, dtype=torch.float64, device="cpu"), *self._frame.tensors.values()]
+        return torch.cat([part.detach().cpu().contiguous().view(torch.uint8).flatten() for part in parts])
+
+    def load(self, state: Tensor, shape: tuple[int, int]) -> None:
+        """Take over the `state` of another one. Raises FormatError for that of another format or shape (N, K)."""
+        layout = self.format.layout(shape, torch.float32)
+        fields = [field for field in layout.fields if field.name != "codes"]
+        sizes = [8 * _NUMBERS, *(field.nbytes for field in fields)]
+        if state.dtype is not torch.uint8 or state.numel() != sum(sizes):
+            raise FormatError(
+                f"{state.numel()} values of {state.dtype}; expected {sum(sizes)} bytes for a weight of "
+                f"{shape[0]} x {shape[1]} in {self.format.name}: saved with another weights.format?"
+            )
+        head, *parts = state.detach().cpu().flatten().split(sizes)
+        numbers = head.clone().view(torch.float64)
+        if not numbers.isfinite().all():
+            raise FormatError(f"a history of {numbers.tolist()}; expected finite numbers: the state dict is damaged")
+        changed, steps, accepted, share, hits, refreshes = numbers.tolist()
+        self.reset()
+        self._frame = Frame(
+            self.format,
+            {
+                f.name: part.clone().view(getattr(torch, f.dtype)).view(f.shape)
+                for f, part in zip(fields, parts, strict=True)
+            },
+        )
+        self._as_seen = not changed
+        self._steps, self._accepted_share, self._share = int(steps), accepted, share
+        self._counters = SeparationCounters(int(hits), int(refreshes))
+
+    def copied(self, weight: Tensor) -> "TrainedSeparation":
+        """A copy for a copy of the weight; it shares what is kept, which is replaced and never written to."""
+        clone = copy.copy(self)
+        self._settle()
+        clone._late, clone._share, clone._accepted_share = None, self._share, self._accepted_share
+        clone._as_seen = self._as_seen or self._seen == identity(weight)
+        return clone
+
+
+_NUMBERS = 6  # of a state, besides the frame
+
+
+class _LateCount:
+    """A count that the device computes meanwhile, read one step later: by then nothing waits for it."""
+
+    def __init__(self, count: Tensor, size: int) -> None:
+        self._count, self._size, self._event = count, size, None
+        if count.is_cuda:
+            pinned = torch.empty((), dtype=count.dtype, device="cpu", pin_memory=True)
+            self._count = pinned.copy_(count, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def share(self) -> float:
+        """The count over the size."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._count.item() / self._size
