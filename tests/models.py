@@ -9,11 +9,16 @@ from torch import nn
 import vbrt
 from vbrt.config import load_config
 
-__all__ = ["FORMATS", "TOKENS", "config", "gpt2", "llama", "mlp", "wrap", "wrap_streamed"]
+__all__ = ["FORMATS", "TOKENS", "config", "dtype_of", "gpt2", "llama", "mlp", "wrap", "wrap_streamed"]
 
 #: weights.format, or "exact" for nvfp4 with a fine plane
 FORMATS = ("dense", "nvfp4", "exact")
 TOKENS = torch.arange(3, 15).reshape(1, 12)
+
+
+def dtype_of(format: str) -> torch.dtype:
+    """A dtype of weights that the format holds as it is named."""
+    return torch.bfloat16 if format == "exact" else torch.float32
 
 
 def config(format: str, **weights: Any) -> dict[str, Any]:

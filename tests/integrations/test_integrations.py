@@ -6,15 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.models import FORMATS, TOKENS, gpt2, llama, wrap, wrap_streamed
-
-pytestmark = pytest.mark.usefixtures("plain_torch")
+from tests.models import FORMATS, TOKENS, dtype_of, gpt2, llama, wrap, wrap_streamed
 
 pytest.importorskip("transformers")
-
-
-def dtype_of(format):
-    return torch.bfloat16 if format == "exact" else torch.float32
 
 
 def logits(model):
@@ -25,6 +19,7 @@ def logits(model):
 # -- transformers ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("plain_torch")  # bits of torch's own matmul
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
@@ -96,6 +91,7 @@ def lora_grads(model):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.usefixtures("plain_torch")  # bits of torch's own matmul
 @pytest.mark.parametrize("materialized", [False, True])
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("format", FORMATS)

@@ -5,7 +5,8 @@
     reply = generate(vb, tokenizer, "Once upon a time", max_new_tokens=64)
 
 Nothing here reaches for the network, and no code that comes with a model is run. Importing this module imports
-transformers, which vbrt does not install; what cannot be loaded is a `VBError` with the first line of the reason.
+transformers, which vbrt does not install. A model that cannot be loaded is a `VBError` with the first line of the
+reason.
 """
 
 import contextlib
@@ -50,7 +51,7 @@ _TOKENIZERS = (
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps transformers' bars, its reports and third parties' warnings off the screen while the block runs."""
+    """Hide progress bars, load reports and warnings of transformers while the block runs."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -68,7 +69,7 @@ def quiet() -> Iterator[None]:
 
 
 def meta_model(path: Path) -> nn.Module:
-    """The model of a directory or a config.json on the meta device: shapes and dtypes, no weights.
+    """Build the model of a directory or a config.json on the meta device: shapes and dtypes, no weights.
 
     The class is the config's first architecture that transformers knows, else what its auto classes make of it; the
     dtype is the config's, else that of the weights beside it, else float32.
@@ -98,7 +99,7 @@ def _config_file(path: Path) -> Path:
 
 
 def _looked_at(path: Path) -> tuple[Path, bool]:
-    """The path without "~", and whether it is a directory. Raises VBError: nobody can look there."""
+    """Return the path without "~", and True if it is a directory. Raises VBError: it cannot be read."""
     try:
         path = expanded(path)
         is_directory = path.is_dir()
@@ -138,7 +139,7 @@ def _model_class(config: PreTrainedConfig, file: Path) -> Callable[..., nn.Modul
 
 
 def _dtype_of_weights(directory: Path) -> torch.dtype | None:
-    """The dtype of the first floating tensor in a directory's safetensors, as `from_pretrained` settles it."""
+    """Return the dtype of the first floating tensor in a directory's safetensors, as `from_pretrained` does."""
     for file in sorted(directory.glob("*.safetensors")):
         with _loading(f"{file}: cannot be read"), safe_open(file, "pt") as tensors:
             for name in tensors.keys():
@@ -154,7 +155,7 @@ def _dtype_of_weights(directory: Path) -> torch.dtype | None:
 def load_causal_lm(
     path: Path, *, warn: Callable[[str], object] = warnings.warn
 ) -> tuple[nn.Module, "PreTrainedTokenizerBase"]:
-    """The causal language model in a directory, on the CPU in its own dtype and in eval mode, and its tokenizer.
+    """Load the causal language model in a directory, on the CPU in its own dtype and in eval mode, and its tokenizer.
 
     Args:
         path: a directory as `save_pretrained` of model and tokenizer writes it.
@@ -205,7 +206,7 @@ def _check_has(path: Path, names: tuple[str, ...], what: str) -> None:
 
 
 def _check_regular(path: Path) -> None:
-    """Opening a FIFO would wait for good."""
+    """Raise VBError for files that are not regular: opening a FIFO would never return."""
     for file in sorted(path.iterdir()):
         if file.is_fifo() or file.is_socket() or file.is_char_device() or file.is_block_device():
             raise VBError(f"{file}: neither a file nor a directory; remove it from the model's directory")
@@ -213,7 +214,7 @@ def _check_regular(path: Path) -> None:
 
 @contextlib.contextmanager
 def _loading(what: str) -> Iterator[None]:
-    """Turns what transformers raises inside into a VBError: `what`, and the first lines of the reason."""
+    """Turn what transformers raises in the block into a VBError: `what`, and the first lines of the reason."""
     try:
         yield
     except VBError:
@@ -229,7 +230,7 @@ def _loading(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a model wrote: the text without the prompt, tokens in and out, and the seconds it took."""
+    """A generated text without its prompt, the tokens of both, and the seconds that it took."""
 
     text: str
     prompt_tokens: int
@@ -238,7 +239,7 @@ class Reply:
 
 
 class _Listener(TextStreamer):
-    """Hands text to a callback as words are complete."""
+    """Pass text to a callback as words are complete."""
 
     def __init__(self, tokenizer: Any, say: Callable[[str], object]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -47,17 +47,17 @@ class Run:
     process_bytes: int
 
     def results(self) -> list[list[int]]:
-        """For each query the numbers of its TOP sentences by cosine, best first."""
+        """Return, for each query, the numbers of its TOP sentences by cosine, best first."""
         return (self.queries @ self.sentences.T).topk(TOP).indices.tolist()
 
     def score(self, query: int, sentence: int) -> float:
-        """Cosine of a query and a sentence."""
+        """Return the cosine of a query and a sentence."""
         return float(self.queries[query] @ self.sentences[sentence])
 
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """What the demo measured; `page_bytes` and `memory_bytes`: of all pages, and the most that were in memory."""
+    """Results of the demo. `page_bytes`: of all pages; `memory_bytes`: the most that were in memory at once."""
 
     model: str
     config: VBConfig
@@ -70,18 +70,18 @@ class DemoResult:
 
     @property
     def changed(self) -> list[int]:
-        """Queries with another best sentence, or another set of TOP sentences, than in the dense model."""
+        """Return the queries whose best sentence, or set of TOP sentences, differs from the dense model's."""
         pairs = enumerate(zip(self.dense.results(), self.wrapped.results(), strict=True))
         return [query for query, (dense, wrapped) in pairs if dense[0] != wrapped[0] or set(dense) != set(wrapped)]
 
     @property
     def cosines(self) -> torch.Tensor:
-        """Cosine of each sentence's embedding with its dense one, [S]."""
+        """Return the cosine of each sentence's embedding with its dense one, [S]."""
         return (self.dense.sentences * self.wrapped.sentences).sum(1)
 
 
 def load_minilm() -> tuple[nn.Module, "PreTrainedTokenizerBase"]:
-    """The encoder (fp32, eval mode, without the pooler that sentence embeddings do not use) and its tokenizer.
+    """Load the encoder (fp32, eval mode, without the pooler that sentence embeddings do not use) and its tokenizer.
 
     Raises:
         VBError: the package with the weights is not installed.
@@ -99,7 +99,7 @@ def load_minilm() -> tuple[nn.Module, "PreTrainedTokenizerBase"]:
 
 
 def demo_config(model: nn.Module, config: VBConfig, directory: Path) -> VBConfig:
-    """Weights, policy and the rest of `config`; all pages at home in `directory`, and room for half of them in memory.
+    """Return `config` with all pages at home in `directory` and room for half of them in memory.
 
     Raises:
         ConfigError: half of the pages is less than the largest layer needs.
@@ -164,7 +164,7 @@ def _run(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", device: torch.d
 def _encode(
     model: nn.Module, tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], device: torch.device
 ) -> torch.Tensor:
-    """Mean pooling over the tokens and unit length, as the model was trained; [len(texts), 384] on the CPU."""
+    """Return mean-pooled embeddings of unit length, as the model was trained: [len(texts), 384] on the CPU."""
     parts = []
     for first in range(0, len(texts), _BATCH):
         batch = tokenizer(list(texts[first : first + _BATCH]), padding=True, return_tensors="pt").to(device)
