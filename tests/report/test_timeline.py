@@ -17,6 +17,7 @@ from torch import nn
 import vbrt
 from tests.models import mlp, wrap, wrap_streamed
 from vbrt.errors import ConfigError, FormatError, TierError, WrapError
+from vbrt.report.html import html_page
 from vbrt.report.stats import Stats
 from vbrt.report.timeline import COMPUTE, PASS, WAIT, Span, Timeline
 
@@ -142,7 +143,7 @@ def test_html_is_well_formed_and_needs_no_other_file(slow, tmp_path):
 
 
 def test_names_of_layers_are_escaped():
-    text = Timeline((Span(COMPUTE, "<b>&#dense", 0, 1), Span("ssd>cpu", "<b>&#dense", 0, 1, 5))).to_html()
+    text = html_page(Timeline((Span(COMPUTE, "<b>&#dense", 0, 1), Span("ssd>cpu", "<b>&#dense", 0, 1, 5))))
     root = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>"))
     assert "<b>&" in [cell.text for cell in root.findall(".//td")]
 

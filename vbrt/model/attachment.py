@@ -19,8 +19,9 @@ from vbrt.model.phase import named_phase
 from vbrt.model.registry import Registry
 from vbrt.model.runtime import Runtime
 from vbrt.model.snapshot import layer_stats, own_phases, stack_fallbacks, tier_stats
+from vbrt.report.drawing import check_timeline_path, write_timeline
 from vbrt.report.stats import LayerStats, Stats
-from vbrt.report.timeline import TimelineTotals, check_timeline_path
+from vbrt.report.timeline import TimelineTotals
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.site import ROOT
 from vbrt.tiers import Recorder, TierStack
@@ -241,7 +242,7 @@ def _recorded(attachment: Attachment, model: nn.Module, path: Path) -> Iterator[
             hook.remove()
         timeline = recorder.stop()
         attachment.timed = _of_model(timeline.totals, attachment.prefix)
-        timeline.write(path)
+        write_timeline(timeline, path)
 
 
 def _of_model(totals: TimelineTotals, prefix: str) -> TimelineTotals:

@@ -1,0 +1,209 @@
+"""The table of a snapshot: as wide as the terminal allows, with the totals of tiers, phases and links below it.
+
+Laid out here and not by rich, which takes half a millisecond a row: models have tens of thousands.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from vbrt.report.timeline import LayerTotals
+from vbrt.residency.counts import PhaseCounts
+from vbrt.residency.plan import format_bytes
+
+if TYPE_CHECKING:
+    from vbrt.report.stats import LayerStats, Stats
+
+__all__ = ["table_lines"]
+
+_GAP = 2  # characters between columns
+_NAME_WIDTH = 12  # of a layer, at least
+
+
+def table_lines(stats: "Stats", width: int) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a snapshot with their styles, "" for plain ones.
+
+    Args:
+        width: of the terminal, in characters.
+    """
+    columns, shared = _hoist(_columns(stats))
+    names, prefix = _names(stats, columns, width)
+    shared += [f"names begin with {prefix}"] if prefix else []
+    title = "vbrt, training" if stats.policy == "none" else f"vbrt, {stats.policy} policy"
+    yield " · ".join((title, _count(stats.passes, "pass", "passes"), *shared)), "title"
+    if stats.layers:
+        head, *body, foot = _table(names, columns, width)
+        yield head, "bold"
+        yield from ((line, "") for line in body)
+        yield foot, "bold"
+    yield from ((line, "text") for line in _summary(stats))
+
+
+def _summary(stats: "Stats") -> list[str]:
+    """Return the totals of tiers, links and phases, a line each."""
+    lines = []
+    for name, tier in stats.tiers.items():
+        held, budget, peak = map(format_bytes, (tier.held_bytes, tier.budget_bytes, tier.peak_bytes))
+        lines.append(
+            f"tier {name}: {held} held of {budget}, peak {peak}; {tier.resident_pages} pages, {tier.home_pages} at home"
+        )
+    lines += _phase_lines(stats.phases)
+    for link, nbytes in stats.bytes_moved.items():
+        lines.append(f"link {link}: {format_bytes(nbytes)}")
+        if stats.timeline and link in stats.timeline.links:
+            timed = stats.timeline.links[link]
+            lines[-1] += f"; in the last timeline {timed.gb_per_s:.2f} GB/s, idle {_percent(1 - timed.busy_share)}"
+    if stats.timeline:
+        lines.append(
+            f"last timeline: {stats.timeline.recorded_us / 1e3:.1f} ms, "
+            f"{_percent(stats.timeline.wait_share)} of them spent waiting"
+        )
+    fitted = [layer for layer in stats.layers.values() if layer.separation_hits or layer.separation_refreshes]
+    if fitted:
+        lines.append(
+            f"separation: {sum(layer.separation_hits for layer in fitted)} cache hits, "
+            f"{sum(layer.separation_refreshes for layer in fitted)} fits, at most "
+            f"{_percent(max(layer.clipped_share for layer in fitted))} clipped"
+        )
+    lines.append(
+        f"virtual capacity {stats.virtual_capacity:.2f}x: a model of {format_bytes(stats.dense_bytes)} with "
+        f"{format_bytes(stats.device_bytes)} on the computing device ({format_bytes(stats.kept_bytes)} not "
+        "swapped)"
+    )
+    return lines + [f"fallback: {reason}" for reason in stats.fallbacks]
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A column: a cell for each layer and one for the total. Columns of high rank are left out first."""
+
+    head: str
+    cells: tuple[str, ...]
+    total: str
+    rank: int = 0
+    text: bool = False
+
+    @property
+    def width(self) -> int:
+        return max(len(line) for cell in (self.head, self.total, *self.cells) for line in cell.split("\n"))
+
+
+def _columns(stats: "Stats") -> list[_Column]:
+    if stats.policy == "none":
+        return _training_columns(stats)
+    layers = stats.layers.values()
+    moved, ahead = sum(stats.bytes_moved.values()), sum(layer.prefetched for layer in layers)
+    size = sum(sum(layer.plane_bytes.values()) for layer in layers)
+    makers: list[tuple[str, Callable[[LayerStats], str], str, int, bool]] = [
+        ("format", lambda layer: layer.format, "", 0, True),
+        ("home", lambda layer: layer.home if layer.materialized else "(dense)", "", 0, True),
+        ("kernel", lambda layer: layer.kernel or "-", "", 5, True),
+        ("size", lambda layer: format_bytes(sum(layer.plane_bytes.values())), format_bytes(size), 0, False),
+        ("forwards", lambda layer: str(layer.forwards), "", 4, False),
+        ("hits", lambda layer: str(layer.hits), str(stats.hits), 0, False),
+        ("misses", lambda layer: str(layer.misses), str(stats.misses), 0, False),
+        ("hit rate", lambda layer: _percent(layer.hit_rate), _percent(stats.hit_rate), 0, False),
+        ("ahead", lambda layer: _share(layer.prefetched, layer.misses), _share(ahead, stats.misses), 3, False),
+        ("moved", lambda layer: format_bytes(sum(layer.bytes_moved.values())), format_bytes(moved), 1, False),
+        ("wait ms", lambda layer: f"{layer.wait_us / 1e3:.1f}", f"{stats.wait_us / 1e3:.1f}", 2, False),
+    ]
+    columns = [_Column(head, tuple(map(cell, layers)), total, rank, text) for head, cell, total, rank, text in makers]
+    return columns + ([_timeline_column(stats, stats.timeline.layers)] if stats.timeline else [])
+
+
+def _training_columns(stats: "Stats") -> list[_Column]:
+    """Return the columns of a model that trains: nothing is leased or moved, the separation engine counts."""
+    layers = stats.layers.values()
+    size = sum(sum(layer.plane_bytes.values()) for layer in layers)
+    hits, fits = (sum(getattr(layer, f"separation_{name}") for layer in layers) for name in ("hits", "refreshes"))
+    makers: list[tuple[str, Callable[[LayerStats], str], str, int, bool]] = [
+        ("format", lambda layer: layer.format, "", 0, True),
+        ("home", lambda layer: layer.home, "", 0, True),
+        ("size", lambda layer: format_bytes(sum(layer.plane_bytes.values())), format_bytes(size), 0, False),
+        ("forwards", lambda layer: str(layer.forwards), "", 4, False),
+        ("steps on kept scales", lambda layer: str(layer.separation_hits), str(hits), 1, False),
+        ("fits", lambda layer: str(layer.separation_refreshes), str(fits), 0, False),
+        ("clipped", lambda layer: _percent(layer.clipped_share), "", 0, False),
+    ]
+    return [_Column(head, tuple(map(cell, layers)), total, rank, text) for head, cell, total, rank, text in makers]
+
+
+def _timeline_column(stats: "Stats", timed: Mapping[str, LayerTotals]) -> _Column:
+    waits = [timed[name].wait_us if name in timed else None for name in stats.layers]
+    cells = tuple("-" if wait is None else f"{wait / 1e3:.3f}" for wait in waits)
+    return _Column("timeline wait ms", cells, f"{sum(filter(None, waits)) / 1e3:.3f}", 5)
+
+
+def _hoist(columns: list[_Column]) -> tuple[list[_Column], list[str]]:
+    """Return the columns that differ between layers, and the others as words, once for all layers."""
+    same = [column for column in columns if column.total == "" and len(set(column.cells)) == 1]
+    return [column for column in columns if column not in same], [f"{column.head} {column.cells[0]}" for column in same]
+
+
+def _names(stats: "Stats", columns: list[_Column], width: int) -> tuple[_Column, str]:
+    """Return the column of layer names and the prefix that was stripped from all of them to save space."""
+    names, total = tuple(stats.layers), _count(len(stats.layers), "layer", "layers")
+    full = _Column("layer", names, total, text=True)
+    if _total_width([full, *columns]) <= width:
+        return full, ""
+    prefix = ""
+    for level in zip(*(name.split(".")[:-1] for name in names), strict=False):
+        if len(set(level)) > 1:
+            break
+        prefix += f"{level[0]}."
+    return replace(full, cells=tuple(name.removeprefix(prefix) for name in names)), prefix
+
+
+def _total_width(columns: Sequence[_Column]) -> int:
+    return sum(column.width for column in columns) + _GAP * (len(columns) - 1)
+
+
+def _fitted(names: _Column, columns: list[_Column], width: int) -> list[_Column]:
+    """Return the columns that fit: those of the highest rank are left out first, then names are folded, then the last
+    columns are left out."""
+    while _total_width([names, *columns]) > width and any(column.rank for column in columns):
+        columns = [column for column in columns if column.rank < max(c.rank for c in columns)]
+    while columns and _NAME_WIDTH + _GAP + _total_width(columns) > width:
+        columns = columns[:-1]
+    room = max(_NAME_WIDTH, width - sum(column.width + _GAP for column in columns))
+    cells = tuple("\n".join(name[at : at + room] for at in range(0, len(name), room)) for name in names.cells)
+    return [replace(names, cells=cells), *columns]
+
+
+def _table(names: _Column, columns: list[_Column], width: int) -> list[str]:
+    """Return the lines of the table: head, rows and foot between rules. Names that are too long are folded."""
+    every = _fitted(names, columns, width)
+    pads = [(str.ljust if column.text else str.rjust, column.width) for column in every]
+    rule = "─" * _total_width(every)
+
+    def line(cells: Iterable[str]) -> str:
+        parts = [pad(cell, width) for (pad, width), cell in zip(pads, cells, strict=True)]
+        return (" " * _GAP).join(parts)
+
+    rows = []
+    for name, *cells in zip(*(column.cells for column in every), strict=True):
+        first, *more = name.split("\n")
+        rows += [line((first, *cells)), *more]
+    return [line(column.head for column in every), rule, *rows, rule, line(column.total for column in every)]
+
+
+def _phase_lines(phases: Mapping[str, PhaseCounts]) -> list[str]:
+    """Return a line for each phase, where there is more than one."""
+    return [
+        f"phase {phase}: {_count(of.passes, 'pass', 'passes')}, {of.hits} hits, {of.misses} misses, "
+        f"hit rate {_percent(of.hit_rate)}, ahead {_share(of.prefetched, of.misses)}"
+        for phase, of in phases.items()
+        if len(phases) > 1
+    ]
+
+
+def _percent(rate: float | None) -> str:
+    return "-" if rate is None else f"{100 * rate:.1f} %"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part}/{whole}" if whole else "-"
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
