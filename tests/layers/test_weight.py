@@ -301,7 +301,7 @@ def test_assigning_one_layers_weight_to_another_ties_them_and_encodes_nothing_ag
     first, second = vb.model[0], vb.model[2]
     second.weight = first.weight
     assert second.handle is first.handle and second.materialized == materialized
-    vb.materialize().stack.collect()
+    vb.materialize().stack.retire_unowned()
     assert len(vb.stack.pages) == len(first.handle.keys) + len(vb.model[4].handle.keys)
     with torch.no_grad():
         second.weight.zero_()

@@ -240,7 +240,7 @@ def test_a_second_wrap_that_fails_leaves_both_models_as_they_were(when, accident
     monkeypatch.undo()
     assert [(type(layer), dict(vars(layer))) for layer in two] == kept and not two._forward_pre_hooks
     assert ({key: page.home for key, page in a.stack.pages.items()}, a.plan, a.settings) == before
-    a.stack.collect()  # what the error's frames have held
+    a.stack.retire_unowned()  # what the error's frames have held
     assert a.runtime.attachments == (a._attachment,) and a.stack.at_rest
     assert all(map(torch.equal, outputs(a, two, x=x), want))
     b = vbrt.wrap(two, weights(), runtime=a.runtime)  # and then it goes
@@ -362,7 +362,7 @@ def test_a_load_that_fails_leaves_the_first_model_and_its_homes(tmp_path):
     homes = {key: page.home for key, page in a.stack.pages.items()}
     with pytest.raises(vbrt.CheckpointError, match="damaged"):
         vbrt.load(tmp_path / "files", two, runtime=a.runtime)
-    a.stack.collect()
+    a.stack.retire_unowned()
     assert {key: page.home for key, page in a.stack.pages.items()} == homes
     assert a.runtime.attachments == (a._attachment,) and all(map(torch.equal, outputs(a, two, x=x), want))
     a.close()

@@ -203,7 +203,7 @@ def test_resident_layers_are_recorded_too_and_results_do_not_change(tmp_path):
         assert vb.stack.at_rest
         with vb.timeline(tmp_path / "out.html") as recording:
             assert torch.equal(vb(X), want)
-        assert vb.stack.at_rest and vb.stack.recorder is None
+        assert vb.stack.at_rest and vb.stack.guard.recorder is None
         assert torch.equal(vb(X), want)
     assert vb.stats().hits - hits == 12
     computed = [span.layer for span in of_row(recording.timeline, COMPUTE)]
@@ -278,7 +278,7 @@ def test_an_exception_leaves_what_was_recorded_and_is_raised(tmp_path):
         vb(X)
     events = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
     assert {e["name"] for e in events if e["ph"] == "X"} == {PASS, "0", "2", "4"}
-    assert recording.timeline is not None and vb.stack.recorder is None
+    assert recording.timeline is not None and vb.stack.guard.recorder is None
     assert len(vb.model._forward_pre_hooks) == 1 and not vb.model._forward_hooks
 
 

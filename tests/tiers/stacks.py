@@ -183,7 +183,7 @@ def slots(stack: TierStack):
 def assert_at_rest(stack: TierStack) -> None:
     """Nothing is leased, promised, lost or over its budget once the workers are idle."""
     for _ in range(2_000):
-        stack.collect()
+        stack.retire_unowned()
         with stack.guard.lock:
             used = [level.tier.used_bytes for level in stack.levels]
             kept = [level.policy.resident_bytes + level.home_bytes for level in stack.levels]

@@ -164,7 +164,7 @@ def test_a_page_retired_while_it_is_leased_is_valid_and_held_to_the_end_of_the_l
     tier = stack.levels[0].tier
     with stack.lease(("a",)) as tensors:
         retire(stack, "a")
-        stack.collect()
+        stack.retire_unowned()
         use(stack, "other")
         check(("a",), tensors)
         assert tier.used_bytes == 3 * UNIT
@@ -216,7 +216,7 @@ def test_a_file_that_cannot_be_removed_takes_room_and_nobody_waits_for_it(tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", fail)
         retire(stack, "a")
-        stack.collect()
+        stack.retire_unowned()
     add(stack, "b", 1)
     with pytest.raises(TierError, match=r"c: 8192 bytes do not fit into tiers\.ssd\.budget = 16384 \(16384 live there"):
         add(stack, "c", 1)
@@ -309,13 +309,13 @@ def test_a_page_that_loses_its_owner_while_it_moves_is_dropped_afterwards(tmp_pa
 
     def fill(slot, write):
         retire(stack, slot.page.key)
-        stack.collect()
+        stack.retire_unowned()
         real(slot, write)
 
     monkeypatch.setattr(stack.mover, "fill", fill)
     stack.set_budget("near", 4 * UNIT)
     monkeypatch.undo()
-    stack.collect()
+    stack.retire_unowned()
     assert not stack.pages  # all of them had to move
     assert_at_rest(stack)
     stack.close()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vbrt.errors import TierError
-from vbrt.tiers.memory import MemoryTier, bytes_view
+from vbrt.tiers.memory import MemoryTier
 
 PAGE = 4096
 CPU = torch.device("cpu")
@@ -119,25 +119,8 @@ def test_memory_that_the_system_refuses_is_an_error_that_says_what_would_do(monk
     assert memory.held_bytes == memory.peak_bytes == 0
 
 
-def test_kernels_without_huge_pages_do(monkeypatch):
-    class Mapping(mmap.mmap):
-        def madvise(self, *args):
-            raise OSError(22, "Invalid argument")
-
-    monkeypatch.setattr(mmap, "mmap", Mapping)
-    assert MemoryTier("cpu", CPU, 1 << 30).reserve(4 << 20) is not None
-
-
 def test_pinning_is_for_machines_with_cuda():
     assert tier(1, pinned=True).pinned == torch.cuda.is_available()
-
-
-def test_bytes_view_shares_the_tensors_memory():
-    values = torch.arange(4, dtype=torch.int32)
-    view = bytes_view(values)
-    assert len(view) == 16 and not view.readonly
-    view[4] = 9
-    assert values.tolist() == [0, 9, 2, 3]
 
 
 @pytest.mark.gpu

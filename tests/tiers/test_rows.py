@@ -48,7 +48,7 @@ def test_an_index_that_a_table_does_not_have_is_refused_in_torchs_words(stack, i
 
 def test_a_page_that_is_retired_is_named(stack):
     stack.owner = None
-    stack.collect()
+    stack.retire_unowned()
     with pytest.raises(TierError, match="t: its page was retired"):
         page_rows(stack, "t")
 

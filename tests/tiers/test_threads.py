@@ -50,7 +50,7 @@ def test_close_ends_everything_and_may_come_twice(tmp_path):
             late()
     stack.begin_pass()
     retire(stack, "a")
-    stack.collect()
+    stack.retire_unowned()
 
 
 def test_close_waits_for_the_copy_that_a_worker_is_making(tmp_path):

@@ -23,7 +23,7 @@ import torch
 import xxhash
 from torch import nn
 
-from vbrt.tiers.memory import bytes_view
+from vbrt.host.memory import bytes_view
 
 __all__ = ["DecodedWeight", "Owner"]
 

@@ -168,7 +168,7 @@ class WeightHandle:
             TierError: the pages do not fit or cannot be written; the handle is empty then.
         """
         self.drop()
-        self.stack.collect()
+        self.stack.retire_unowned()
         owner, keys = Owner(self.stack), []
         try:
             for layout, tensors in planes:

@@ -10,7 +10,7 @@ import torch
 
 from vbrt.config import Machine, VBConfig
 from vbrt.errors import TierError, describe_os_error
-from vbrt.host.heap import trim_heap
+from vbrt.host.memory import trim_heap
 from vbrt.kernels.cpu import recycle
 from vbrt.tiers import SsdTier
 

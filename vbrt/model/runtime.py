@@ -94,7 +94,7 @@ class Runtime:
         Args:
             dropped: handles of the closed model, which hold no pages any more.
         """
-        self.stack.collect()
+        self.stack.retire_unowned()
         self._dropped.update(dropped)
         others = self.attachments or self.stack.pages or not self._dropped.issuperset(handles_in(self.stack))
         if self.stack.closed or not others:

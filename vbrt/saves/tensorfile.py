@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 
 from vbrt.errors import CheckpointError, describe_os_error
 from vbrt.host.files import open_regular, read_into, replacing, write_at
-from vbrt.tiers.memory import bytes_view
+from vbrt.host.memory import bytes_view
 
 __all__ = ["TENSOR_DTYPES", "TensorFile", "TensorInfo", "TensorWriter", "digest"]
 

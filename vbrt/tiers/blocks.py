@@ -10,7 +10,7 @@ import xxhash
 
 from vbrt.errors import TierError
 from vbrt.host.files import read_into
-from vbrt.tiers.memory import aligned, bytes_view
+from vbrt.host.memory import aligned, bytes_view
 
 __all__ = ["BLOCK_BYTES", "BlockDigests", "read_items"]
 

@@ -1,12 +1,5 @@
-"""The gpu and cpu tiers: buffers of exactly the bytes of a page, reused by size, never above the budget.
+"""The gpu and cpu tiers: buffers of exactly the bytes of a page, reused by size, never above the budget."""
 
-Host buffers are anonymous mappings: aligned for direct I/O, given back to the operating system when dropped, and
-registered as pinned memory where CUDA is there (`pin_memory=True` would round each up to a power of two).
-"""
-
-import contextlib
-import ctypes
-import mmap
 import warnings
 import weakref
 from collections import defaultdict
@@ -15,23 +8,9 @@ from collections.abc import Collection
 import torch
 
 from vbrt.errors import TierError
+from vbrt.host.memory import PinError, map_memory, pin
 
-__all__ = ["Buffer", "MemoryTier", "aligned", "bytes_view"]
-
-_ALIGNMENT_BYTES = 4096  # of memory for direct I/O
-_HUGE_PAGE_BYTES = 2 << 20
-
-
-def bytes_view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, writable, without a copy; the tensor must outlive the view."""
-    nbytes = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
-def aligned(nbytes: int) -> torch.Tensor:
-    """Return fresh host memory, uint8, whose address direct I/O takes."""
-    memory = torch.empty(nbytes + _ALIGNMENT_BYTES, dtype=torch.uint8, device="cpu")
-    return memory[-memory.data_ptr() % _ALIGNMENT_BYTES :][:nbytes]
+__all__ = ["Buffer", "MemoryTier"]
 
 
 class Buffer:
@@ -51,7 +30,7 @@ class Buffer:
 
     @property
     def pinned(self) -> bool:
-        """Whether it is page-locked: copies to a GPU do not block the thread that asks for them."""
+        """True if it is page-locked: copies to a GPU do not block the thread that asks for them."""
         return self.unpin is not None
 
     def synchronize(self) -> None:
@@ -61,7 +40,7 @@ class Buffer:
         self.fences.clear()
 
     def fence(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """The buffer may be overwritten only after what `stream` has been given so far."""
+        """Keep the buffer from being overwritten before what `stream` has been given so far is done."""
         event = self.fences[stream.cuda_stream] = stream.record_event()
         return event
 
@@ -160,29 +139,23 @@ class MemoryTier:
             buffer.fence(torch.cuda.current_stream(self.device))  # whose kernels may still use this memory
             return buffer
         try:
-            mapping = mmap.mmap(-1, nbytes)
+            buffer = Buffer(map_memory(nbytes))
         except (OSError, ValueError) as error:
             raise TierError(
                 f"tier {self.name}: the system refused {nbytes} bytes ({error}); "
                 f"lower tiers.{self.name}.budget ({self.capacity_bytes})"
             ) from error
-        if nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # advice only: kernels without huge pages refuse it
-                mapping.madvise(mmap.MADV_HUGEPAGE)
-        buffer = Buffer(torch.frombuffer(mapping, dtype=torch.uint8))
         if self.pinned:
             self._pin(buffer)
         return buffer
 
     def _pin(self, buffer: Buffer) -> None:
-        tensor = buffer.tensor
-        status = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
-        if status == 0:
-            buffer.unpin = weakref.finalize(buffer, torch.cuda.cudart().cudaHostUnregister, tensor.data_ptr())
-        else:
+        try:
+            buffer.unpin = pin(buffer.tensor, buffer)
+        except PinError as error:
             self.pinned = False
             reason = (
-                f"cpu tier: page-locking {tensor.numel()} bytes failed (CUDA error {status}); further pages are "
+                f"cpu tier: page-locking {buffer.nbytes} bytes failed ({error}); further pages are "
                 "pageable, and copies to the GPU go through a relay, slower. Raise the "
                 "locked-memory limit or set tiers.cpu.pinned = false"
             )

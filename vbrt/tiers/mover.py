@@ -19,9 +19,9 @@ import torch
 from vbrt.errors import TierError
 from vbrt.formats.page import unpack
 from vbrt.host.crew import Crew
+from vbrt.host.memory import aligned
 from vbrt.tiers.guard import LOOK_SECONDS
 from vbrt.tiers.ledger import Ledger
-from vbrt.tiers.memory import aligned
 from vbrt.tiers.slots import Slot, State
 
 __all__ = ["Mover", "Write"]

@@ -30,9 +30,9 @@ import xxhash
 from vbrt.errors import TierError, describe_os_error
 from vbrt.host.crew import Crew
 from vbrt.host.files import open_regular, read_into, replacing, write_at
+from vbrt.host.memory import aligned, bytes_view
 from vbrt.residency.plan import FILE_HEADER_BYTES
 from vbrt.tiers.blocks import BlockDigests, read_items
-from vbrt.tiers.memory import aligned, bytes_view
 from vbrt.tiers.rundir import RunDirectory
 
 __all__ = ["HEADER_BYTES", "PageFile", "SsdTier"]

@@ -26,7 +26,6 @@ from vbrt.tiers.ledger import Ledger
 from vbrt.tiers.memory import MemoryTier
 from vbrt.tiers.mover import Mover, Write
 from vbrt.tiers.protocol import Tier
-from vbrt.tiers.recorder import Recorder
 from vbrt.tiers.slots import Level, Owner, Page
 
 __all__ = ["TierStack", "detached_stack"]
@@ -79,11 +78,6 @@ class TierStack:
         return self.guard.closed
 
     @property
-    def recorder(self) -> Recorder | None:
-        """The recorder of a timeline, while there is one."""
-        return self.guard.recorder
-
-    @property
     def at_rest(self) -> bool:
         """True if every page lives in the top tier and none is leaving: it may be used without a lease then, and
         whoever does counts the hit. False while a timeline is recorded, which notes leases."""
@@ -112,7 +106,7 @@ class TierStack:
         """Give up an owner's pages, as happens when it is collected. Takes no lock: safe in a finalizer."""
         self.retired.append(owner.claim)
 
-    def collect(self) -> None:
+    def retire_unowned(self) -> None:
         """Retire the pages that have no owner now, not at the next access."""
         with self.guard.entered:
             self.decider.catch_up()

@@ -1,0 +1,68 @@
+"""Host memory as the system gives it: anonymous mappings, page-locked for a GPU, and the heap's leftovers.
+
+Buffers are mappings of their own: aligned for direct I/O, given back to the system when they are freed, and registered
+as page-locked memory where CUDA is there (`pin_memory=True` would round each up to a power of two).
+"""
+
+import contextlib
+import ctypes
+import mmap
+import sys
+import weakref
+
+import torch
+
+__all__ = ["ALIGNMENT_BYTES", "PinError", "aligned", "bytes_view", "map_memory", "pin", "trim_heap"]
+
+ALIGNMENT_BYTES = 4096  # of memory for direct I/O
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+class PinError(OSError):
+    """The system, or CUDA, refuses to page-lock memory."""
+
+
+def bytes_view(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor, writable, without a copy; the tensor must outlive the view."""
+    nbytes = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def aligned(nbytes: int) -> torch.Tensor:
+    """Return uint8 [nbytes] of the heap, whose address direct I/O takes."""
+    memory = torch.empty(nbytes + ALIGNMENT_BYTES, dtype=torch.uint8, device="cpu")
+    return memory[-memory.data_ptr() % ALIGNMENT_BYTES :][:nbytes]
+
+
+def map_memory(nbytes: int) -> torch.Tensor:
+    """Return uint8 [nbytes] that goes back to the system with the tensor, in huge pages where that is worth it.
+
+    Raises:
+        OSError, ValueError: the system refuses it.
+    """
+    mapping = mmap.mmap(-1, nbytes)
+    if nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # advice only: kernels without huge pages refuse it
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def pin(tensor: torch.Tensor, owner: object) -> weakref.finalize:
+    """Page-lock a tensor's memory until the returned function is called or `owner` is collected.
+
+    Raises:
+        PinError: it cannot be page-locked.
+    """
+    runtime, address = torch.cuda.cudart(), tensor.data_ptr()
+    status = int(runtime.cudaHostRegister(address, tensor.nbytes, 0))
+    if status != 0:
+        raise PinError(f"CUDA error {status}")
+    return weakref.finalize(owner, runtime.cudaHostUnregister, address)
+
+
+def trim_heap() -> None:
+    """Give freed chunks of the heap back to the system; glibc keeps them otherwise."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+        if trim is not None:
+            trim(0)
