@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vbrt.formats import get_format
+from vbrt.formats import get_format, rows
 from vbrt.formats.fine import fine_layout, split_fine
 from vbrt.formats.rows import Rows, coarse_rows, exact_rows
 
@@ -23,14 +23,17 @@ def rows_of(layout, tensors):
 def test_rows_of_a_coarse_plane_decode_to_those_of_the_whole_weight(format):
     fmt, weight = get_format(format), torch.randn(5, 72)
     coarse = fmt.encode(weight)
-    rows = coarse_rows(rows_of(fmt.layout((5, 72), torch.float32), coarse), INDEX)
-    assert torch.equal(fmt.decode(rows, (4, 72), torch.float32), fmt.decode(coarse, (5, 72), torch.float32)[INDEX])
+    some = coarse_rows(rows_of(fmt.layout((5, 72), torch.float32), coarse), INDEX)
+    assert torch.equal(fmt.decode(some, (4, 72), torch.float32), fmt.decode(coarse, (5, 72), torch.float32)[INDEX])
 
 
 @pytest.mark.parametrize("columns", [33, 768, 4096, 5000])  # rows that begin anywhere in a span of 4096
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("format", ["nvfp4", "quantile"])
-def test_rows_of_both_planes_are_the_originals_bit_for_bit(format, dtype, columns, monkeypatch):
+@pytest.mark.parametrize("as_on", ["cpu", "gpu"])
+def test_rows_of_both_planes_are_the_originals_bit_for_bit(format, dtype, columns, as_on, monkeypatch):
+    if as_on == "gpu":
+        monkeypatch.setattr(rows, "_take_counted", rows._take_for_all)
     monkeypatch.setattr("vbrt.formats.rows._CHUNK_WEIGHTS", 3 * columns)
     torch.manual_seed(0)
     weight = (torch.randn(9, columns) * torch.exp(2 * torch.randn(9, columns)) / 100).to(dtype)
@@ -40,5 +43,5 @@ def test_rows_of_both_planes_are_the_originals_bit_for_bit(format, dtype, column
     fine = split_fine(weight, coarse, fmt)
     assert len(fine["escapes" if format == "quantile" else "side"])
     planes = rows_of(fmt.layout((9, columns), dtype), coarse), rows_of(fine_layout(fine), fine)
-    rows = exact_rows(*planes, fmt, (9, columns), dtype, index)
-    assert torch.equal(rows.view(torch.int16), weight[index].view(torch.int16))
+    found = exact_rows(*planes, fmt, (9, columns), dtype, index)
+    assert torch.equal(found.view(torch.int16), weight[index].view(torch.int16))

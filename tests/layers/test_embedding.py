@@ -144,6 +144,20 @@ def test_tables_stay_dense_unless_they_are_asked_for():
         assert type(vb.model.embed) is nn.Embedding
 
 
+class WithDevice(nn.Sequential):
+    @property
+    def device(self):
+        return next(self.parameters()).device
+
+
+def test_a_model_keeps_one_parameter_to_tell_its_device_by():
+    model = WithDevice(nn.Embedding(60, 64), nn.Embedding(50, 64), nn.Linear(64, 64, bias=False)).eval()
+    vb = wrapped(model=model).materialize()
+    plan = vb.plan
+    assert vb.device == vb.model.device
+    assert [swap.name for swap in plan.swaps] == ["0", "2"] and "no parameter left" in plan.skipped["1"].reason
+
+
 def test_a_table_of_constants_does_not_keep_layers_that_train():
     model = Model()
     model.embed.requires_grad_(False)

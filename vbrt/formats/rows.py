@@ -6,7 +6,7 @@ K; tiles, which hold 16 rows, 16 K; a fine plane K and the weights between the r
 for 2048, 6 K for 768.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 
@@ -18,7 +18,7 @@ from vbrt.formats.blocks import unpack_codes
 from vbrt.formats.fine import SPAN, WIDTH, ordinal, wide_codes_in
 from vbrt.formats.page import PageLayout
 
-__all__ = ["Rows", "coarse_rows", "exact_rows", "row_chunks"]
+__all__ = ["Rows", "by_chunks", "coarse_rows", "exact_rows"]
 
 _CHUNK_WEIGHTS = 1 << 22  # decoded at a time: bounds the temporaries
 
@@ -40,9 +40,12 @@ class Rows:
         return self.take(field, torch.arange(length, dtype=torch.int64, device=device))
 
 
-def row_chunks(index_T: Tensor, weights_a_row: int) -> Iterator[Tensor]:
-    """Yield parts of the indices, few enough that their rows' temporaries stay small."""
-    return iter(index_T.split(max(1, _CHUNK_WEIGHTS // max(1, weights_a_row))))
+def by_chunks(decode: Callable[[Tensor], Tensor], index_T: Tensor, weights_a_row: int) -> Tensor:
+    """Return decode(index_T), made of parts whose temporaries stay small."""
+    size = max(1, _CHUNK_WEIGHTS // max(1, weights_a_row))
+    if len(index_T) <= size:
+        return decode(index_T)
+    return torch.cat([decode(chunk_T) for chunk_T in index_T.split(size)])
 
 
 def coarse_rows(plane: Rows, index_T: Tensor) -> dict[str, Tensor]:
@@ -63,34 +66,46 @@ def exact_rows(
     """Return rows [T, K] of the original weight (N, K), bit for bit, from its coarse and its fine plane."""
     k = shape[1]
     lead = -(-(SPAN - gcd(k, SPAN)) // k)  # rows before each that its span may begin in
-    chunks = row_chunks(index_T, (lead + 1) * k)
-    return torch.cat([_exact_rows(coarse, fine, fmt, (lead, k), dtype, chunk) for chunk in chunks])
+
+    def decode(chunk_T: Tensor) -> Tensor:
+        return _exact_rows(coarse, fine, fmt, (lead, k), dtype, chunk_T)
+
+    return by_chunks(decode, index_T, (lead + 1) * k)
 
 
 def _exact_rows(
     coarse: Rows, fine: Rows, fmt: Format, window: tuple[int, int], dtype: torch.dtype, index_T: Tensor
 ) -> Tensor:
+    """The rows [T, K], each by a window of W weights: `lead` rows before it, and it."""
     lead, k = window
-    count, device = len(index_T), index_T.device
-    rows_TL = (index_T.unsqueeze(1) + torch.arange(-lead, 1, dtype=torch.int64, device=device)).clamp(min=0)
+    count, width = len(index_T), WIDTH[dtype]
+    rows_TL = (index_T.unsqueeze(1) + torch.arange(-lead, 1, dtype=torch.int64, device=index_T.device)).clamp(min=0)
     codes = coarse_rows(coarse, rows_TL.view(-1))
     wide_TW = wide_codes_in(codes["codes"], k, fmt).reshape(count, -1)
-    delta_TW = _deltas(fine, rows_TL.view(-1), k, WIDTH[dtype]).view(count, -1)
-    escaped_TW = (delta_TW == -1 << (WIDTH[dtype] - 1)) & ~wide_TW
-    first_T = index_T * k
-    span_T = first_T // SPAN
-    before_T = lead * k - (first_T - span_T * SPAN)  # where the span begins in the window
-    inside_TW = torch.arange(wide_TW.shape[1], dtype=torch.int64, device=device) >= before_T.unsqueeze(1)
-    starts_T2 = fine.take("starts", span_T).long()
-    side_TK = _entries(fine, "side", wide_TW & inside_TW, starts_T2[:, 0], k)
-    escapes_TK = _entries(fine, "escapes", escaped_TW & inside_TW, starts_T2[:, 1], k)
-    delta_TK, wide_TK, escaped_TK = (t[:, lead * k :] for t in (delta_TW, wide_TW, escaped_TW))
-    low = (1 << WIDTH[dtype]) - 1
-    delta_TK = torch.where(wide_TK, (delta_TK & low) | (side_TK.to(torch.int16) << WIDTH[dtype]), delta_TK)
-    delta_TK = torch.where(escaped_TK, escapes_TK.to(torch.int16), delta_TK)
     own = {name: t.view(count, lead + 1, -1)[:, lead] if t.dim() > 1 else t for name, t in codes.items()}
-    out = fmt.decode({name: t.contiguous() for name, t in own.items()}, (count, k), dtype)
-    return ordinal(delta_TK + ordinal(out.view(torch.int16))).view(dtype)
+    out_TK = fmt.decode({name: t.contiguous() for name, t in own.items()}, (count, k), dtype)
+    starts_T2, inside_TW = _span_of(fine, index_T, window)
+    delta_TK = _deltas(fine, index_T, k, width)
+    if _length(fine, "side"):
+        side_TK = _entries(fine, "side", wide_TW & inside_TW, starts_T2[:, 0], k).to(torch.int16)
+        low_TK = (delta_TK & ((1 << width) - 1)) | (side_TK << width)
+        delta_TK = torch.where(wide_TW[:, -k:], low_TK, delta_TK)
+    if _length(fine, "escapes"):
+        in_place_TW = _deltas(fine, rows_TL.view(-1), k, width).view(count, -1)
+        escaped_TW = (in_place_TW == -1 << (width - 1)) & ~wide_TW
+        escape_TK = _entries(fine, "escapes", escaped_TW & inside_TW, starts_T2[:, 1], k)
+        delta_TK = torch.where(escaped_TW[:, -k:], escape_TK, delta_TK)
+    return ordinal(delta_TK + ordinal(out_TK.view(torch.int16))).view(dtype)
+
+
+def _span_of(fine: Rows, index_T: Tensor, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """(entries of each list before the span that a row begins in [T, 2], whether a weight of the window is in that span
+    or behind it [T, W])."""
+    lead, k = window
+    span_T = index_T * k // SPAN
+    before_T = lead * k - (index_T * k - span_T * SPAN)
+    place_W = torch.arange((lead + 1) * k, dtype=torch.int64, device=index_T.device)
+    return fine.take("starts", span_T).long(), place_W >= before_T.unsqueeze(1)
 
 
 def _deltas(fine: Rows, rows: Tensor, k: int, width: int) -> Tensor:
@@ -101,11 +116,27 @@ def _deltas(fine: Rows, rows: Tensor, k: int, width: int) -> Tensor:
     return (delta_RK << (16 - width)) >> (16 - width)
 
 
+def _length(plane: Rows, field: str) -> int:
+    return next(f.shape[0] for f in plane.layout.fields if f.name == field)
+
+
 def _entries(fine: Rows, field: str, has_TW: Tensor, start_T: Tensor, k: int) -> Tensor:
-    """[T, K]: the list's entry for each weight of the window's last row that has one; anything for the others."""
-    entry_TK = (start_T.unsqueeze(1) + has_TW.cumsum(1) - 1)[:, -k:]
-    length = next(f.shape[0] for f in fine.layout.fields if f.name == field)
-    if not length:
-        return torch.zeros_like(entry_TK)
-    entry_TK = torch.where(has_TW[:, -k:], entry_TK, 0)
-    return fine.take(field, entry_TK.reshape(-1)).view_as(entry_TK)
+    """[T, K]: the list's entry for each weight of a window's last row that has one; anything for the others."""
+    own_TK = has_TW[:, -k:]
+    start_T = start_T + has_TW[:, :-k].sum(1)
+    take = _take_for_all if has_TW.is_cuda else _take_counted
+    return take(fine, field, own_TK, start_T)
+
+
+def _take_for_all(fine: Rows, field: str, has_TK: Tensor, start_T: Tensor) -> Tensor:
+    """Take an entry for each weight, whether it has one or not: a GPU need not know how many there are."""
+    entry_TK = torch.where(has_TK, start_T.unsqueeze(1) + has_TK.cumsum(1) - 1, 0)
+    return fine.take(field, entry_TK.view(-1)).view_as(entry_TK)
+
+
+def _take_counted(fine: Rows, field: str, has_TK: Tensor, start_T: Tensor) -> Tensor:
+    count_T = has_TK.sum(1)
+    first_T = count_T.cumsum(0) - count_T
+    rank_E = torch.arange(int(count_T.sum()), dtype=torch.int64, device=has_TK.device)
+    entry_E = fine.take(field, rank_E + (start_T - first_T).repeat_interleave(count_T))
+    return torch.zeros(has_TK.shape, dtype=entry_E.dtype, device=has_TK.device).masked_scatter_(has_TK, entry_E)

@@ -18,7 +18,7 @@ from torch.fx import Proxy
 
 from vbrt.formats import get_format
 from vbrt.formats.base import WeightPlanes
-from vbrt.formats.rows import Rows, coarse_rows, exact_rows, row_chunks
+from vbrt.formats.rows import Rows, by_chunks, coarse_rows, exact_rows
 from vbrt.kernels.watched import dispatch_modes, is_memory, is_watched, unwatched
 from vbrt.layers.compute import kernels_of_pass
 from vbrt.layers.linear import VBLayer, leaf, refuse_given_in_graph
@@ -28,6 +28,8 @@ from vbrt.layers.weight import WeightHandle
 from vbrt.tiers.rows import PageRows, page_rows
 
 __all__ = ["VBEmbedding"]
+
+_MANY = 16  # indices among which looking for equal ones pays
 
 
 class VBEmbedding(VBLayer, nn.Embedding):
@@ -90,8 +92,7 @@ def _counted_rows(handle: WeightHandle, ids: torch.Tensor) -> torch.Tensor:
         return torch.embedding(torch.empty(1, k, dtype=handle.dtype, device=ids.device), ids)  # torch says why not
     index_T = ids.reshape(-1).to(handle.device, torch.int64)
     _check_range(index_T, n)
-    with unwatched():
-        rows_TK = _rows(handle, kernels_of_pass(handle), index_T)
+    rows_TK = _rows_once(handle, kernels_of_pass(handle), index_T)
     return rows_TK.to(ids.device, handle.dtype).view(*ids.shape, k)
 
 
@@ -105,6 +106,14 @@ def _check_range(index_T: torch.Tensor, n: int) -> None:
 
 
 # -- rows of planes ---------------------------------------------------------------------------------------------------
+
+
+def _rows_once(handle: WeightHandle, kernels: Kernels, index_T: torch.Tensor) -> torch.Tensor:
+    """`_rows`; on a CPU each row is decoded once, however often it is asked for. A GPU would have to wait for that."""
+    if index_T.is_cuda or len(index_T) < _MANY or kernels.spec.format == "dense":
+        return _rows(handle, kernels, index_T)
+    index_U, place_T = index_T.unique(return_inverse=True)
+    return _rows(handle, kernels, index_U)[place_T]
 
 
 def _rows(handle: WeightHandle, kernels: Kernels, index_T: torch.Tensor) -> torch.Tensor:
@@ -134,12 +143,12 @@ def _coarse(handle: WeightHandle, kernels: Kernels, page: PageRows, index_T: tor
     high = kernels.packing.rows if kernels.packs(rows.layout) else 1
 
     def decode(chunk_T: torch.Tensor) -> torch.Tensor:
-        fields = coarse_rows(rows, chunk_T // high)
+        fields = coarse_rows(rows, chunk_T if high == 1 else chunk_T // high)
         planes = WeightPlanes(kernels.spec.format, (high * len(chunk_T), k), handle.dtype, fields)
         decoded = kernels.decode(planes)
         return decoded if high == 1 else decoded.view(-1, high, k)[_each(chunk_T), chunk_T % high]
 
-    return torch.cat([decode(chunk_T) for chunk_T in row_chunks(index_T, high * k)])
+    return by_chunks(decode, index_T, high * k)
 
 
 def _each(index_T: torch.Tensor) -> torch.Tensor:
@@ -162,7 +171,8 @@ library.define("rows(Tensor ids, Tensor token, SymInt columns, ScalarType dtype)
 @torch.library.impl(library, "rows", "CompositeExplicitAutograd")
 def _rows_op(ids: torch.Tensor, token: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """Rows [..., K] of the table that `token` names."""
-    return _counted_rows(materialized(token), ids)
+    with unwatched():
+        return _counted_rows(materialized(token), ids)
 
 
 @torch.library.register_fake("vbrt::rows", lib=library)

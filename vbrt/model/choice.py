@@ -44,7 +44,7 @@ def choose(
     """
     survey = _Survey(named_modules(model), config)
     refused: dict[str, Skip] = {}
-    swaps = list(_swaps(survey, refused))
+    swaps = _with_one_left(list(_swaps(survey, refused)), survey, refused)
     if saved is not None:
         swaps = _as_saved(swaps, saved, refused, config)
     return swaps, _account_rest(survey, swaps, refused)
@@ -133,6 +133,24 @@ def _swaps(survey: _Survey, refused: dict[str, Skip]) -> Iterator[Swap]:
             yield _swap([survey.site(other) for other in tied], weight, survey)
         else:
             refused.update((name, Skip(0, reason)) for (name, _), reason in reasons.items())  # bytes: _account_rest
+
+
+def _with_one_left(swaps: list[Swap], survey: _Survey, refused: dict[str, Skip]) -> list[Swap]:
+    """Return the swaps without the smallest table, if a model that has a `device` would have no parameter left to tell
+    it by, as transformers' models do."""
+    sites = {(site.module, site.parameter) for swap in swaps for site in swap.sites}
+    tables = [swap for swap in swaps if any(KINDS[site.kind].by_rows for site in swap.sites)]
+    left = any(
+        parameter is not None and (name, own) not in sites
+        for name, module in survey.modules.items()
+        for own, parameter in module._parameters.items()
+    )
+    if left or not tables or not hasattr(type(survey.modules[ROOT]), "device"):
+        return swaps
+    kept = min(tables, key=lambda swap: swap.dense_bytes)
+    reason = "it is the smallest table of a model that would have no parameter left to tell its device by"
+    refused.update((site.module, Skip(0, reason)) for site in kept.sites)
+    return [swap for swap in swaps if swap is not kept]
 
 
 def _as_saved(swaps: list[Swap], saved: Sequence[Swap], refused: dict[str, Skip], config: VBConfig) -> list[Swap]:
