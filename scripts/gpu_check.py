@@ -33,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # after the checkout is on the path
 import torch.nn.functional as F
 
+from scripts import scheduling
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.host.files import write_file
 from vbrt.kernels import fp4_refusal, fp8_refusal, resolve
@@ -56,7 +57,7 @@ PEER_SECONDS = 120  # for a peer's searches and timings in all; what has not bee
 AHEAD_SHARE = 0.5  # of those seconds, for compiling ahead of the searches
 AHEAD_BYTES = 4 << 30  # of GPU memory for a process that compiles ahead
 EPILOGUE_TOKENS, FUSED_TOKENS, ODD_TOKENS = (1, 16, 256, 2048), (1, 4, 16), (1, 16, 64, 2048)
-PARTS = ("rows", "dispatch", "fused", "epilogue", "odd", "e2e", "peers")
+PARTS = ("rows", "dispatch", "fused", "epilogue", "odd", "scheduling", "e2e", "peers")
 ROTATED_BYTES = 300 << 20
 CUDA = torch.device("cuda")
 BF16 = torch.bfloat16
@@ -467,6 +468,12 @@ def say(row: dict[str, object]) -> None:
     )
 
 
+def said(rows: Iterator[dict[str, object]]) -> Iterator[dict[str, object]]:
+    for row in rows:
+        say(row)
+        yield row
+
+
 def machine() -> dict[str, object]:
     asked = ["git", "-c", "safe.directory=*", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -544,6 +551,8 @@ def measured(chosen: Selection, *, peer_seconds: float) -> Iterator[dict[str, ob
         yield from timed(result, "epilogue", epilogue_rows(shapes(SHAPES[:2]), tokens(EPILOGUE_TOKENS)))
     if "odd" in chosen.parts:
         yield from timed(result, "odd", odd_rows(shapes(ODD_SHAPES), tokens(ODD_TOKENS)))
+    if "scheduling" in chosen.parts:
+        yield from timed(result, "scheduling", said(scheduling.rows()))
     if "e2e" in chosen.parts:
         import gpu_e2e
 

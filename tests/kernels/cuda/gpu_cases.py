@@ -40,3 +40,33 @@ def compiled(kernel, types, constants, capability, *, warps=4, aligned=(), gluon
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+
+
+def compiled_gated(capability, groups, squares, warps, format="nvfp4"):
+    """The kernel of a gated pair for `groups` of 8 tokens; with `squares` it also applies a norm's factor."""
+    from vbrt.kernels.cuda.e2m1 import joined_gluon
+
+    types = {
+        "x_ptr": "*bf16",
+        "tile_ptr": "*i32",
+        "scale_ptr": "*fp32",
+        "other_ptr": "*i32",
+        "other_scale_ptr": "*fp32",
+        "square_ptr": "*fp32",
+        "y_ptr": "*bf16",
+    }
+    types |= {**dict.fromkeys(("M", "N", "K", "columns", "x_stride", "y_stride"), "i32"), "eps": "fp32"}
+    constants = {
+        "ROW_TILES": 1,
+        "TOKEN_GROUPS": groups,
+        "K_WARPS": warps,
+        "PREFETCH": True,
+        "E8M0_SCALES": format == "mxfp4",
+        "ALL_TOKENS": False,
+        "K_TAIL": False,
+        "ACTIVATION": "silu",
+        "SQUARES": squares,
+        "DEPENDENT": capability >= 90,
+    }
+    aligned = ("x_ptr", "tile_ptr", "other_ptr", "y_ptr", "K", "x_stride", "y_stride")
+    return compiled(joined_gluon.gated_kernel, types, constants, capability, warps=warps, aligned=aligned)

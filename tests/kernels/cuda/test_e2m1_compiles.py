@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.cuda.gpu_cases import compiled
-from tests.kernels.cuda.sass import products_before_a_wait
+from tests.kernels.cuda.gpu_cases import compiled, compiled_gated
 from tests.matrix import matrix
 from vbrt.kernels.cuda.launch_table import RULES, launch_for, wide_for
 
@@ -145,50 +144,12 @@ def test_the_residual_kernel_compiles_with_wide_loads(name, capability):
     assert ptx.count("ld.global.v4") + ptx.count("ld.global.cg.v4") >= 2 * 2 * config.row_tiles + 4
 
 
-def compiled_gated(capability, groups, squares, warps, format="nvfp4"):
-    pytest.importorskip("triton.experimental.gluon")
-    from vbrt.kernels.cuda.e2m1 import joined_gluon
-
-    types = {
-        "x_ptr": "*bf16",
-        "tile_ptr": "*i32",
-        "scale_ptr": "*fp32",
-        "other_ptr": "*i32",
-        "other_scale_ptr": "*fp32",
-        "square_ptr": "*fp32",
-        "y_ptr": "*bf16",
-    }
-    types |= {**dict.fromkeys(("M", "N", "K", "columns", "x_stride", "y_stride"), "i32"), "eps": "fp32"}
-    constants = {
-        "ROW_TILES": 1,
-        "TOKEN_GROUPS": groups,
-        "K_WARPS": warps,
-        "PREFETCH": True,
-        "E8M0_SCALES": format == "mxfp4",
-        "ALL_TOKENS": False,
-        "K_TAIL": False,
-        "ACTIVATION": "silu",
-        "SQUARES": squares,
-        "DEPENDENT": capability >= 90,
-    }
-    aligned = ("x_ptr", "tile_ptr", "other_ptr", "y_ptr", "K", "x_stride", "y_stride")
-    return compiled(joined_gluon.gated_kernel, types, constants, capability, warps=warps, aligned=aligned)
-
-
 @matrix(case=[(1, 0), (1, 256), (2, 0)], capability=[80, 90, 100, 120])
 def test_the_gated_kernel_compiles_to_matrix_instructions(case, capability):
+    pytest.importorskip("triton.experimental.gluon")
     groups, squares = case
     ptx = compiled_gated(capability, groups, squares, 8).asm["ptx"]
     assert ptx.count("mma.sync") == 8 * groups * 2 and ("rsqrt" in ptx) is (squares > 0)
-
-
-@matrix(format=["nvfp4", "mxfp4"], squares=[0, 256])
-def test_the_gated_kernel_multiplies_while_the_next_tiles_are_on_their_way(format, squares, tmp_path):
-    """Where the third product waited for them already, a pair of 14336 rows took 8 to 15 % longer on an H200."""
-    path = tmp_path / "gated.cubin"
-    path.write_bytes(compiled_gated(90, 1, squares, 4, format).asm["cubin"])
-    products, waited = products_before_a_wait(path, "LDG.E.128.STRONG")
-    assert products == 16 and waited >= 8
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
