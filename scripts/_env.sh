@@ -56,6 +56,15 @@ _set_up_venv() {
     echo "$want" >"$stamp" # last, so that an interrupted run is taken up again
 }
 
+# The options of pytest that share tests out to a process for each core, up to four; none without pytest-xdist.
+_workers() {
+    local cores
+    if "$PY" -c 'import xdist' 2>/dev/null; then
+        cores="$(nproc 2>/dev/null || echo 1)"
+        echo "-n $((cores < 4 ? cores : 4)) --dist worksteal"
+    fi
+}
+
 if [[ -n "${VBRT_PYTHON:-}" ]]; then
     PY="$(command -v "$VBRT_PYTHON")" || _die "VBRT_PYTHON=$VBRT_PYTHON is not a program"
     _is_new_enough "$PY" || _die "VBRT_PYTHON=$VBRT_PYTHON is $("$PY" --version 2>&1); vbrt needs 3.11 or newer"

@@ -1,9 +1,5 @@
-"""What can be done to a layer, tried on every kind of layer in every way that vbrt holds its weights.
+"""What can be done to a layer, tried on every kind of layer in every way that vbrt holds its weights."""
 
-`VBRT_CONTRACT=all` tries every cell instead of a sample: some minutes.
-"""
-
-import os
 from collections import Counter
 from pathlib import Path
 
@@ -18,7 +14,6 @@ from tests.contract.operation import Documented, Operation, judge
 from tests.contract.table import DOCUMENT, table
 
 ROOT = Path(__file__).resolve().parents[2]
-ALL = os.environ.get("VBRT_CONTRACT") == "all"
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -32,15 +27,21 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def holdings_of(operation: Operation, device: str = "cpu") -> list[Holding]:
-    found = all_holdings(device) if ALL else sampled_holdings(operation.name, operation.sample, device)
-    return [holding for holding in found if operation.has_meaning(holding)]
+def sample(operation: Operation, device: str) -> list[Holding]:
+    return sampled_holdings(operation.name, operation.sample, device)
 
 
-def wrong_cells(operation: Operation, device: str, path: Path) -> list[str]:
-    """What is not as listed, a line for each way in which it is not."""
+def whole(operation: Operation, device: str) -> list[Holding]:
+    return all_holdings(device)
+
+
+CELLS = pytest.mark.parametrize("holdings", [sample, pytest.param(whole, marks=pytest.mark.exhaustive)])
+
+
+def wrong_cells(operation: Operation, holdings: list[Holding], path: Path) -> list[str]:
+    """Return what is not as listed, a line for each way in which it is not."""
     wrong: dict[str, list[str]] = {}
-    for number, holding in enumerate(holdings_of(operation, device)):
+    for number, holding in enumerate(holding for holding in holdings if operation.has_meaning(holding)):
         folder = path / str(number)
         folder.mkdir()
         what = judge(operation, holding, folder)
@@ -50,8 +51,9 @@ def wrong_cells(operation: Operation, device: str, path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_does_to_a_wrapped_model_what_the_list_says(name, tmp_path):
-    wrong = wrong_cells(OPERATIONS[name], "cpu", tmp_path)
+@CELLS
+def test_an_operation_does_to_a_wrapped_model_what_the_list_says(name, holdings, tmp_path):
+    wrong = wrong_cells(OPERATIONS[name], holdings(OPERATIONS[name], "cpu"), tmp_path)
     if name in KNOWN_FAILURES:
         assert wrong, f"{name!r} is as listed now: take it off tests/contract/known.py"
     else:
@@ -60,10 +62,11 @@ def test_an_operation_does_to_a_wrapped_model_what_the_list_says(name, tmp_path)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_the_list_holds_on_a_gpu(name, tmp_path):
+@CELLS
+def test_the_list_holds_on_a_gpu(name, holdings, tmp_path):
     if OPERATIONS[name].only and OPERATIONS[name].only.get("device") == "cpu":
         pytest.skip("of CPUs")
-    wrong = wrong_cells(OPERATIONS[name], "cuda", tmp_path)
+    wrong = wrong_cells(OPERATIONS[name], holdings(OPERATIONS[name], "cuda"), tmp_path)
     assert not wrong or name in KNOWN_FAILURES, "\n".join(wrong)
 
 
