@@ -30,8 +30,8 @@ from vbrt.kernels import Kernel, Packing, resolve
 from vbrt.kernels.reference import ACTIVATIONS, wants_grad
 from vbrt.kernels.watched import is_bare
 from vbrt.layers.decoded import DecodedWeight
-from vbrt.layers.linear import leaf
 from vbrt.layers.product import Product, as_autocast, sum_rows
+from vbrt.layers.swapped import traced_call
 
 __all__ = ["FusedFP4Linear", "quantize"]
 
@@ -83,7 +83,7 @@ class FusedFP4Linear(nn.Linear):
         if self.format is None:
             return ACTIVATIONS[self.activation](F.linear(input, self._parameters["weight"], bias))
         if not is_compiling() and not is_bare(input):
-            return leaf(self, input) if isinstance(input, Proxy) else self._watched(input, bias)
+            return traced_call(self, input) if isinstance(input, Proxy) else self._watched(input, bias)
         input, bias = as_autocast(input), as_autocast(bias)  # as it does for nn.Linear
         if not wants_grad(input, bias):
             return (self._compiled if is_compiling() else self._multiply)(input, bias, self.activation)

@@ -1,9 +1,12 @@
 """The layers that take the place of nn.Linear, of the subclasses that compute the same, and of Conv1D."""
 
+from vbrt.layers.base import VBLayer
 from vbrt.layers.kinds import KINDS, Kind, kind_of, site_of
-from vbrt.layers.linear import SwappedLayer, VBLayer, VBLinear, shed
+from vbrt.layers.linear import VBLinear
 from vbrt.layers.ops import handle_of
 from vbrt.layers.spec import HandleSpec
+from vbrt.layers.swapped import SwappedLayer, strip
+from vbrt.layers.thawing import thaw
 from vbrt.layers.weight import WeightHandle, handles_in
 
 __all__ = [
@@ -17,6 +20,7 @@ __all__ = [
     "handle_of",
     "handles_in",
     "kind_of",
-    "shed",
     "site_of",
+    "strip",
+    "thaw",
 ]

@@ -7,7 +7,8 @@ import torch
 from torch.compiler import is_compiling
 from transformers.pytorch_utils import Conv1D
 
-from vbrt.layers.linear import VBLayer, compiled_linear
+from vbrt.layers.base import VBLayer
+from vbrt.layers.compiled import compiled_linear
 
 __all__ = ["VBConv1D"]
 

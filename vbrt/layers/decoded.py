@@ -176,7 +176,7 @@ class DecodedWeight(torch.Tensor):
         self.requires_grad = requires_grad
         return self
 
-    def look(self, *, handed_out: bool = False) -> None:
+    def report_writes(self, *, handed_out: bool = False) -> None:
         """Tell the owner if somebody has written."""
         if handed_out:
             self.hand_out()
@@ -239,7 +239,7 @@ def _followed(func: Callable) -> Callable:
         result = _follow(func(*args, **kwargs), roots)
         for root in roots.values():
             if type(root) is DecodedWeight:
-                root.look(handed_out=func in _HAND_OUT)
+                root.report_writes(handed_out=func in _HAND_OUT)
         return result
 
     return method

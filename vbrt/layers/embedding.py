@@ -20,10 +20,13 @@ from vbrt.formats import get_format
 from vbrt.formats.base import WeightPlanes
 from vbrt.formats.rows import Rows, by_chunks, coarse_rows, exact_rows
 from vbrt.kernels.watched import dispatch_modes, is_memory, is_watched, unwatched
+from vbrt.layers.base import VBLayer
+from vbrt.layers.compiled import refuse_given_in_graph
 from vbrt.layers.compute import kernels_of_pass
-from vbrt.layers.linear import VBLayer, leaf, refuse_given_in_graph
 from vbrt.layers.ops import TAGS, library, materialized
 from vbrt.layers.selection import Kernels
+from vbrt.layers.shells import become_shell, empty_weight, given_weight
+from vbrt.layers.swapped import traced_call
 from vbrt.layers.weight import WeightHandle
 from vbrt.tiers.rows import PageRows, page_rows
 
@@ -44,13 +47,13 @@ class VBEmbedding(VBLayer, nn.Embedding):
             FormatError: (first forward) the table cannot be encoded.
         """
         if type(input) is not torch.Tensor and isinstance(input, Proxy):
-            return leaf(self, input)
+            return traced_call(self, input)
         if is_compiling():
             return _compiled(self, input)
         if self._vb_handle.lent is not None:
-            self.look()
+            self.notice_writes()
         if self._vb_handle.tied or self._parameters["weight"] is not None:
-            given = self._given()
+            given = given_weight(self)
             if given is None:
                 self.materialize_()
                 if not isinstance(self, VBLayer):  # somebody has asked the shell to train
@@ -64,7 +67,7 @@ class VBEmbedding(VBLayer, nn.Embedding):
     def reset_parameters(self) -> None:
         """Draw a new random table, as nn.Embedding does."""
         if self.materialized:
-            self._become_shell(self._empty_weight())
+            become_shell(self, empty_weight(self._vb_handle))
         super().reset_parameters()
 
     def extra_repr(self) -> str:

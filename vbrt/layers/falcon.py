@@ -9,7 +9,9 @@ from torch.compiler import is_compiling
 from torch.fx import Proxy
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
-from vbrt.layers.linear import VBLinear, compiled_linear, leaf
+from vbrt.layers.compiled import compiled_linear
+from vbrt.layers.linear import VBLinear
+from vbrt.layers.swapped import traced_call
 
 __all__ = ["VBFalconLinear"]
 
@@ -20,7 +22,7 @@ class VBFalconLinear(VBLinear, FalconLinear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input [..., in_features] -> [..., out_features]; raises what VBLinear.forward raises."""
         if isinstance(input, Proxy):
-            return leaf(self, input)
+            return traced_call(self, input)
         product = compiled_linear(self, input, None) if is_compiling() else self._product(input, None)
         bias = self._parameters["bias"]
         return product if bias is None else product + bias

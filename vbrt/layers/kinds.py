@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from vbrt.layers.linear import SwappedLayer
+from vbrt.layers.swapped import SwappedLayer
 from vbrt.residency.site import WeightSite
 
 __all__ = ["KINDS", "Kind", "kind_of", "site_of"]

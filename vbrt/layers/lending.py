@@ -18,7 +18,7 @@ __all__ = [
     "is_lent",
     "lend",
     "lend_again",
-    "look",
+    "notice_writes",
     "released_parameter",
     "show_stored",
     "take_over",
@@ -99,13 +99,13 @@ def is_lent(handle: "WeightHandle", weight: torch.Tensor | None) -> bool:
     return handle.lent is not None and handle.lent() is weight
 
 
-def look(handle: "WeightHandle") -> None:
+def notice_writes(handle: "WeightHandle") -> None:
     """Take over writes to the temporary that no method of it has reported."""
     if handle.written is not None:
         take_over(handle, handle.written)
     lent = temporary_of(handle)
     if lent is not None:
-        lent.look()
+        lent.report_writes()
     elif handle.lent is not None and handle.lent() is None:
         handle.lent = None
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from torch import nn
 
 from vbrt.config import VBConfig
-from vbrt.layers import KINDS, HandleSpec, Kind, SwappedLayer, WeightHandle, shed
+from vbrt.layers import KINDS, HandleSpec, Kind, SwappedLayer, WeightHandle, strip
 from vbrt.model.attachment import Attachment, Terms
 from vbrt.model.machine import check_ssd_directory
 from vbrt.model.passes import remove_pass_hooks
@@ -117,7 +117,7 @@ class Original:
         remove_pass_hooks(self.model)
         for module, cls, parameters, buffers in self._modules:
             if isinstance(module, SwappedLayer):
-                shed(module)
+                strip(module)
             module.__class__ = cls
             module._parameters.update(parameters)
             module._buffers.update(buffers)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from vbrt.layers import SwappedLayer, VBLayer, WeightHandle, shed
+from vbrt.layers import SwappedLayer, VBLayer, WeightHandle, strip
 from vbrt.report.progress import with_progress
 from vbrt.residency.plan import PageSpec, Plan
 from vbrt.tiers import TierStack
@@ -96,10 +96,10 @@ class Registry:
     def _release_one_(self, layer: nn.Module) -> None:
         handle = layer.__dict__.get("_vb_handle")  # None, or of a plain layer: Ctrl-C came in an earlier call
         if isinstance(layer, SwappedLayer):
-            layer.look()
+            layer.notice_writes()
             handle = layer.handle
             self._dense[handle] = layer.release_(self._dense.get(handle))._parameters["weight"]
-        shed(layer)
+        strip(layer)
         if handle is not None and not handle.layers:
             handle.drop()
 

@@ -22,8 +22,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from vbrt.errors import FormatError, WrapError
 from vbrt.kernels.watched import is_recorded, is_transformed, unwatched
-from vbrt.layers.linear import SwappedLayer, leaf
 from vbrt.layers.product import sum_rows, whole
+from vbrt.layers.swapped import SwappedLayer, traced_call
 from vbrt.training.weight import TrainedWeight
 
 __all__ = ["TrainedLayer", "TrainedLinear", "weight_gradient"]
@@ -116,7 +116,7 @@ class TrainedLayer(SwappedLayer):
                 self._vb_handle.forwards += 1
             return super().forward(x)
         if isinstance(x, Proxy):
-            return leaf(self, x)
+            return traced_call(self, x)
         bias = self._parameters["bias"]
         if not self._rounds_before_bias:
             return self._product(x, bias)

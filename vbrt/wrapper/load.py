@@ -11,7 +11,7 @@ from torch import nn
 from vbrt.config import VBConfig
 from vbrt.errors import WrapError
 from vbrt.layers import SwappedLayer
-from vbrt.layers.linear import warn_of_training
+from vbrt.layers.shells import warn_of_training
 from vbrt.model.runtime import Runtime
 from vbrt.model.sharing import shared_config
 from vbrt.saves.load import load_attached

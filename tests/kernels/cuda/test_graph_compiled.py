@@ -19,7 +19,7 @@ from vbrt.kernels.cuda.e2m1 import joined, launches
 from vbrt.kernels.cuda.e2m1.tiles import tile_layout
 from vbrt.kernels.cuda.graph_pass import wanted_guards
 from vbrt.kernels.cuda.launch_table import fused_limit
-from vbrt.layers import fixed, linear
+from vbrt.layers import compiled, fixed
 from vbrt.layers.graphs import show_to_graphs
 
 ONE = torch.ops.vbrt.fp4_linear.default
@@ -242,8 +242,8 @@ def test_layers_get_planes_that_stay_once_and_again_when_they_lie_elsewhere(form
 
 def test_few_tokens_are_for_the_fused_kernel_everywhere():
     summands = max(launches.SUMMANDS.values())
-    assert all(linear._FEW_TOKENS * summands <= fused_limit(major) for major in range(devices.MIN_MAJOR, 13))
-    assert linear._FEW_TOKENS >= joined.GATED_TOKENS
+    assert all(compiled.FEW_TOKENS * summands <= fused_limit(major) for major in range(devices.MIN_MAJOR, 13))
+    assert compiled.FEW_TOKENS >= joined.GATED_TOKENS
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,265 @@
+"""VBLayer: a module whose weight lives as planes in a tier stack.
+
+Until its first forward it is a shell that still holds the dense parameter; then the weight is encoded and the
+parameter is gone (`shells.py`). Reading `.weight` decodes a temporary (`lending.py`), assigning it makes the layer a
+shell of the new weight.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+from torch.fx import Proxy
+
+from vbrt.errors import WrapError
+from vbrt.layers.compute import linear, linear_on_weight
+from vbrt.layers.lending import handle_with, is_lent, lend, notice_writes, released_parameter
+from vbrt.layers.shells import (
+    become_shell,
+    given_weight,
+    join,
+    load_weight,
+    materialize,
+    restore_entry,
+    warn_of_thawing,
+)
+from vbrt.layers.swapped import SwappedLayer, traced_call
+from vbrt.layers.ties import adopt, can_tie, owns, tie, twin_of
+from vbrt.layers.weight import WeightHandle
+
+__all__ = ["VBLayer"]
+
+
+class VBLayer(SwappedLayer):
+    """What VB layers share; a mixin in front of the class of the module that was swapped.
+
+    Attributes:
+        handle: the planes of the weight, shared with layers that are tied to it.
+    """
+
+    _vb_handle: WeightHandle
+    _vb_page: torch.Tensor | None  # of planes that never move, see `show_to_graphs`
+    _vb_form: str | None
+    _vb_twin: int  # which of the parameters on one storage the layer had
+
+    @classmethod
+    def adopt_(cls, module: nn.Module, handle: WeightHandle) -> "VBLayer":
+        """Turn `module` into a VB layer in place; nothing is encoded yet."""
+        module.__class__ = cls
+        module.__dict__["_vb_handle"] = handle
+        handle.trainable = module._parameters["weight"].requires_grad
+        tie(handle, module)
+        module.__dict__["_vb_twin"] = twin_of(handle, module._parameters["weight"])
+        return module
+
+    def release_(self, weight: nn.Parameter | None = None) -> nn.Module:
+        """Turn the layer back, in place, into the module it was, holding `weight`, or its own decoded one."""
+        self.notice_writes()
+        handle = self._vb_handle
+        if self.materialized:
+            self._parameters["weight"] = released_parameter(handle, self._vb_twin, weight)
+        elif is_lent(handle, self._parameters["weight"]):
+            self._parameters["weight"].requires_grad_(handle.trainable)
+        self._become_plain()
+        return self
+
+    def thaw_(self, weight: nn.Parameter | None = None) -> nn.Module:
+        """Leave the tiers, with all layers that are tied: plain modules again, whose dense weight can train."""
+        self.notice_writes()
+        layers = list(self._vb_handle.layers)
+        for layer in layers:
+            weight = layer.release_(weight)._parameters["weight"]
+        weight.requires_grad_()
+        return self
+
+    def train_(self, weight: nn.Parameter) -> None:
+        """Leave the tiers, holding `weight`, because somebody wants it to train."""
+        warn_of_thawing([self])
+        self.thaw_(weight)
+
+    @property
+    def handle(self) -> WeightHandle:
+        """The planes of the weight."""
+        return self._vb_handle
+
+    @property
+    def materialized(self) -> bool:
+        """Whether the weight has been encoded and the dense parameter is gone."""
+        return self._parameters["weight"] is None
+
+    def keep_given_(self) -> None:
+        """Take a parameter that somebody has put in the place of the layer's own, as accelerate does, for its own."""
+        weight = self._parameters["weight"]
+        if isinstance(weight, nn.Parameter) and not owns(self._vb_handle, weight):
+            self.weight = weight
+
+    def materialize_(self) -> nn.Module:
+        """Encode the weight now; see `shells.materialize`. Raises FormatError, TierError: the layer stays as it was."""
+        return materialize(self)
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x Wᵀ + bias, by the planes unless somebody has put another weight in their place."""
+        if type(x) is not torch.Tensor and isinstance(x, Proxy):
+            return traced_call(self, x)
+        if self._vb_handle.lent is not None:
+            self.notice_writes()
+        handle = self._vb_handle
+        if handle.tied or self._parameters["weight"] is not None:
+            given = given_weight(self)
+            if given is not None:
+                return linear_on_weight(handle.spec, x, given, bias)
+            self.materialize_()
+            if not isinstance(self, VBLayer):  # somebody has asked the shell to train
+                return linear_on_weight(handle.spec, x, self._parameters["weight"], bias)
+            handle = self._vb_handle
+        return linear(handle, x, bias)
+
+    # -- the weight, as everybody else sees it ------------------------------------------------------------------------
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The dense parameter of a shell; after that a decoded temporary in the original shape and dtype.
+
+        While somebody holds the temporary, all layers on this weight give the same one, and writes to it count: the
+        layers are shells of it then, until their next forward.
+        """
+        self.notice_writes()
+        handle, dense = self._vb_handle, self._parameters["weight"]
+        if dense is not None:
+            return dense
+        if is_compiling():
+            rows, columns = handle.spec.weight_shape
+            return torch.ops.vbrt.weight(handle.token, rows, columns, handle.dtype, handle.device_name)
+        return lend(handle)
+
+    def notice_writes(self) -> None:
+        """Take over writes to the temporary of the weight that nothing has reported."""
+        if self._vb_handle.lent is not None:
+            notice_writes(self._vb_handle)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "weight":
+            super().__setattr__(name, value)
+            return
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{self._vb_handle.spec.name}.weight: expected a tensor, got {type(value).__name__}")
+        shared = handle_with(value)
+        if shared is not None and can_tie(shared, self._vb_handle):
+            join(self, shared)
+        elif isinstance(value, nn.Parameter):
+            become_shell(self, value)
+        else:
+            become_shell(self, nn.Parameter(value.detach(), requires_grad=False))
+
+    def __delattr__(self, name: str) -> None:
+        if name == "bias":
+            raise self._not_to_be_replaced(name)
+        if name == "weight" and self.materialized:
+            self._vb_handle.spec.refuse("removing it")
+        if name == "weight":  # nothing is encoded yet: a parametrization takes the parameter over
+            warn_of_thawing([self])
+            self._become_plain()
+        nn.Module.__delattr__(self, name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As in nn.Module; for `weight` the same as assigning it.
+
+        Raises WrapError for what would compute the weight of another parameter: the layer is as it was.
+        """
+        if name == "bias_orig":
+            raise self._not_to_be_replaced("bias")
+        if name.startswith("weight_"):
+            restore_entry(self)
+            raise WrapError(
+                f"{self._vb_handle.spec.name}: {name} cannot take the place of its weight (pruning, "
+                "weight_norm and spectral_norm do that): apply them before wrapping, or unwrap() first"
+            )
+        if name == "weight" and param is not None and "_vb_handle" in self.__dict__:
+            become_shell(self, param)
+        else:
+            super().register_parameter(name, param)
+
+    # -- nn.Module's walks --------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict:
+        """Without a view into a page of this process; the handle of a copy gives it its own."""
+        self.notice_writes()
+        return {**super().__getstate__(), "_vb_page": None, "_vb_form": None}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        tie(self._vb_handle, self)
+
+    def _apply(self, fn, recurse: bool = True):
+        """Casts show in what the layer computes and decodes; pages stay where the tiers have put them."""
+        dense, handle = self._parameters["weight"], self._vb_handle
+        if dense is not None and dense.is_meta:  # to_empty() gives it memory
+            super()._apply(fn, recurse)
+            adopt(handle, self._parameters["weight"])
+            handle.retype(self._parameters["weight"].dtype)
+            return self
+        self._parameters["weight"] = None
+        try:
+            super()._apply(fn, recurse)
+            dtype = fn(torch.empty(0, dtype=handle.dtype if dense is None else dense.dtype, device="cpu")).dtype
+        finally:
+            self._parameters["weight"] = dense
+        if dense is not None and dtype != dense.dtype:
+            dense.data = dense.data.to(dtype)  # the same Parameter, so that tied layers see it
+        handle.retype(dtype)
+        return self
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of the plain layer, with the temporary in the place of its weight; models that the layer is in list what
+        is a parameter only, and so does `recurse=False`, by which tools ask for what to place."""
+        name = f"{prefix}.weight" if prefix else "weight"
+        if self.materialized and recurse:
+            yield name, self.weight
+        for other, parameter in nn.Module.named_parameters(self, prefix, recurse, remove_duplicate):
+            if other != name or isinstance(self, VBLayer):
+                yield other, parameter
+
+    def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:
+        self.notice_writes()
+        if self.materialized:
+            destination[prefix + "weight"] = self.weight if keep_vars else self._vb_handle.weight()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        key = prefix + "weight"
+        if not self.materialized:
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )  # its hooks see the weight, and may change it
+        if key in unexpected_keys:  # for want of a parameter to take it
+            unexpected_keys.remove(key)
+        weight = state_dict.get(key)
+        if weight is None:
+            if strict:
+                missing_keys.append(key)
+            return
+        expected = torch.Size(self._vb_handle.spec.weight_shape)
+        if weight.shape != expected:
+            error_msgs.append(
+                f"size mismatch for {key}: copying a param with shape {weight.shape} from checkpoint, "
+                f"the shape in current model is {expected}."
+            )  # nn.Module's words
+            return
+        if local_metadata.get("assign_to_params_buffers", False):
+            trainable = self._vb_handle.trainable
+            is_parameter = isinstance(weight, nn.Parameter)
+            self.weight = weight.requires_grad_(trainable) if is_parameter else nn.Parameter(weight, trainable)
+        else:
+            load_weight(self, weight)

@@ -1,0 +1,69 @@
+"""A VB layer's forward as torch.compile sees it."""
+
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from vbrt.errors import WrapError
+from vbrt.kernels.reference import wants_grad
+from vbrt.layers.base import VBLayer
+from vbrt.layers.graphs import GraphForm, graph_planes
+from vbrt.layers.product import as_autocast
+from vbrt.layers.ties import owns
+
+__all__ = ["compiled_linear", "refuse_given_in_graph"]
+
+FEW_TOKENS = 16  # on every GPU and for every dtype this many go to the fused kernel
+
+
+def compiled_linear(layer: VBLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A VB layer's forward as torch.compile sees it, with the cast of x that autocast would do.
+
+    Where the planes never move and no gradient is wanted, it is the kernel's own op on them, which CUDA graphs can
+    record. Otherwise it is one opaque op that leases when it runs, and that CUDA graphs leave out. The kernel's op for
+    few tokens, where the host's part of a call counts, is found without a look at the handle.
+    """
+    refuse_given_in_graph(layer)
+    cast, x, bias = torch.is_autocast_enabled(x.device.type), as_autocast(x), as_autocast(bias)
+    frozen = not wants_grad(x, bias) and (bias is None or bias.dtype == x.dtype)
+    form = layer._vb_form
+    if frozen and form is not None and x.numel() <= FEW_TOKENS * x.shape[-1]:
+        page, tiles = layer._vb_page, GraphForm.parse(form)
+        if x.dtype == tiles.dtype and x.device == page.device:
+            return torch.ops.vbrt.fp4_linear(x, page, None, bias, tiles.format, tiles.n, "none")
+    handle = layer._vb_handle
+    if frozen:
+        planes = graph_planes(handle)
+        if planes is not None and x.dtype == handle.dtype and x.device == handle.stack.device:
+            return handle.kernels.linear(x, planes, bias)
+    return torch.ops.vbrt.linear(x, bias, handle.token, handle.spec.shape[0], cast, wants_grad(x, bias))
+
+
+def refuse_given_in_graph(layer: VBLayer) -> None:
+    """Raise WrapError where functional_call has given a layer another weight within a function that dynamo traces."""
+    if is_dynamo_compiling():
+        from torch._dynamo.comptime import comptime  # two seconds, which whoever compiles nothing need not wait
+
+        comptime(_refuse_given)
+
+
+def _refuse_given(context: Any) -> None:
+    """Raises WrapError where functional_call, called within what dynamo traces, has given `layer` another weight.
+
+    Looked up in dynamo's own table: reading the parameter would guard it, and compile again when it is encoded.
+    """
+    trace = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    layer = trace.symbolic_locals["layer"].value
+    table = trace.output.side_effects.id_to_variable.get(id(layer._parameters))
+    items = {} if table is None else {key.vt.as_python_constant(): value for key, value in table.items.items()}
+    weight = items.get("weight")
+    if weight is None or not weight.is_realized() or weight.is_python_constant():  # the last: None, of an encoded layer
+        return
+    given = weight.as_proxy().node.meta.get("grapharg")
+    if given is None or not owns(layer._vb_handle, given.example):
+        raise WrapError(
+            f"{layer._vb_handle.spec.name}: functional_call gives it another weight within a function that "
+            "torch.compile traces, where a VB layer's weight is fixed; call it outside of the function, or "
+            "unwrap() first"
+        )

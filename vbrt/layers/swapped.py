@@ -1,0 +1,64 @@
+"""SwappedLayer: a module whose class was changed in place, and can be changed back.
+
+Hooks, attributes and every reference to the module stay valid.
+
+The road not taken: replacing modules in their parents. It loses hooks, breaks lists and closures that hold the old
+module, and must rebuild each subclass's attributes.
+"""
+
+import types
+from typing import Any
+
+from torch import nn
+from torch.fx import Proxy
+
+from vbrt.errors import WrapError
+
+__all__ = ["SwappedLayer", "strip", "traced_call"]
+
+
+class SwappedLayer(nn.Module):
+    """A module that was turned into another class in place, and can be turned back; a mixin in front of its class."""
+
+    _vb_handle: Any
+
+    @classmethod
+    def plain_class(cls) -> type[nn.Module]:
+        """The class of the module before it was swapped: the first one behind this mixin."""
+        return next(c for c in cls.__mro__ if not issubclass(c, SwappedLayer))
+
+    def _become_plain(self) -> None:
+        plain = type(self).plain_class()
+        for name, value in list(self.__dict__.items()):
+            if isinstance(value, types.MethodType) and value.__self__ is self:  # accelerate's hooks keep `forward` so
+                self.__dict__[name] = types.MethodType(getattr(plain, value.__name__), self)
+        self.__class__ = plain
+        strip(self)
+
+    def _not_to_be_replaced(self, name: str) -> WrapError:
+        return WrapError(
+            f"{self._vb_handle.spec.name}.{name} cannot be removed or computed from something else (as by "
+            "prune, weight_norm, spectral_norm and parametrizations): apply them before wrapping, or "
+            "unwrap() first"
+        )
+
+    def __prepare_scriptable__(self) -> None:  # torch.jit.script asks here for what it is to compile instead
+        name = self._vb_handle.spec.name
+        raise WrapError(
+            f"{name}: torch.jit.script cannot compile a {type(self).__name__}; use torch.jit.trace or "
+            "torch.compile, or script the model after unwrap()"
+        )
+
+
+def strip(module: nn.Module) -> None:
+    """Remove from a plain module what it had as a swapped one. Idempotent."""
+    handle = module.__dict__.get("_vb_handle")
+    if handle is not None:
+        handle.layers.discard(module)
+    for name in [name for name in module.__dict__ if name.startswith("_vb_")]:
+        module.__dict__.pop(name, None)
+
+
+def traced_call(module: nn.Module, x: Proxy) -> Proxy:
+    """Record a call of the module in a graph of torch.fx."""
+    return x.tracer.create_proxy("call_module", x.tracer.path_of_module(module), (x,), {})
