@@ -17,7 +17,7 @@ LINES = (
     (1, ("formats",)),
     (2, ("kernels",)),
     (2, ("tiers",)),
-    (3, ("layers", "training", "blocks")),
+    (3, ("blocks", "layers", "training")),
     (4, ("model", "saves", "generation", "distributed", "wrapper")),
     (5, ("integrations", "cli", "__main__")),
 )

@@ -24,14 +24,13 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.fx import Proxy
 
+from vbrt.blocks.page import PageForm, frozen_linear, frozen_weight
 from vbrt.errors import ArgumentError, FormatError, WrapError
-from vbrt.formats import FORMATS, PageLayout, WeightPlanes, get_format, new_page, pack, unpack
-from vbrt.kernels import Kernel, Packing, resolve
+from vbrt.formats import FORMATS, PageLayout, get_format, new_page, pack, unpack
+from vbrt.kernels.decoded import DecodedWeight
+from vbrt.kernels.product import Product, as_autocast
 from vbrt.kernels.reference import ACTIVATIONS, wants_grad
-from vbrt.kernels.watched import is_bare
-from vbrt.layers.decoded import DecodedWeight
-from vbrt.layers.product import Product, as_autocast, sum_rows
-from vbrt.layers.swapped import traced_call
+from vbrt.kernels.watched import is_bare, traced_call
 
 __all__ = ["FusedFP4Linear", "quantize"]
 
@@ -75,7 +74,7 @@ class FusedFP4Linear(nn.Linear):
             raise ArgumentError(f"FusedFP4Linear: activation {activation!r}; expected one of {', '.join(ACTIVATIONS)}")
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation, self.format = activation, None
-        self._dtype, self._packed = self._parameters["weight"].dtype, False
+        self._dtype, self._form = self._parameters["weight"].dtype, None  # of the page, once there is one
 
     def forward(self, input: Tensor) -> Tensor:
         """input [..., in_features] -> [..., out_features]."""
@@ -85,19 +84,16 @@ class FusedFP4Linear(nn.Linear):
         if not is_compiling() and not is_bare(input):
             return traced_call(self, input) if isinstance(input, Proxy) else self._watched(input, bias)
         input, bias = as_autocast(input), as_autocast(bias)  # as it does for nn.Linear
+        if is_compiling():
+            return self._compiled(input, bias)
         if not wants_grad(input, bias):
-            return (self._compiled if is_compiling() else self._multiply)(input, bias, self.activation)
-        y = self._compiled(input, bias, "none") if is_compiling() else Product.here(input, bias, self._now(), False)
-        return ACTIVATIONS[self.activation](y)
+            return self._form.multiply(input, self.planes, bias, self._dtype, self.activation)
+        return ACTIVATIONS[self.activation](Product.here(input, bias, _Snapshot(self, self.planes), False))
 
     def _watched(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The dense layer's calls on the decoded weight, for tracers, modes and transforms."""
-        shape = (self.out_features, self.in_features)
-        weight = _weight_op(self.planes, self.format, *shape, self._packed, self._dtype)
+        weight = frozen_weight(self.planes, self._form.text(), self._dtype)
         return ACTIVATIONS[self.activation](F.linear(x, weight, bias))
-
-    def _now(self) -> "_Moment":
-        return _Moment(self, self.planes)
 
     # -- freezing -----------------------------------------------------------------------------------------------------
 
@@ -125,7 +121,7 @@ class FusedFP4Linear(nn.Linear):
         weight = self._parameters["weight"].detach()
         if weight.is_meta:
             raise FormatError("FusedFP4Linear: its weight is on the meta device, without data; load it first")
-        layout = self._layout(format)
+        layout = PageForm(format, self._shape).layout
         return pack(get_format(format).encode(weight), layout, new_page(layout, weight.device))
 
     def _freeze(self, format: str, page: Tensor) -> None:
@@ -133,52 +129,32 @@ class FusedFP4Linear(nn.Linear):
         if self.format is None:
             self._dtype = self._parameters.pop("weight").dtype
         self.format = format
-        self._hold(page, packed=False)
-        self._order_for_kernel()
+        self._hold(*PageForm(format, self._shape).for_kernel(page))
 
-    def _hold(self, page: Tensor, *, packed: bool) -> None:
+    def _hold(self, form: PageForm, page: Tensor) -> None:
         self.register_buffer("planes", page, persistent=False)  # saved and loaded below, with a header
-        self._packed, self._held = packed, self._layout(self.format, packed=packed)
+        self._form = form
 
-    def _layout(self, format: str, *, packed: bool = False) -> PageLayout:
-        shape = (self.out_features, self.in_features)
-        if packed:
-            return Packing(format).layout(shape)
-        return get_format(format).layout(shape, torch.float32)
-
-    def _order_for_kernel(self) -> None:
-        """Bring the page into the order of the kernel of its device, if it wants one that is exact for it."""
-        packing = None if self.planes.is_meta else _ops(self.planes.device, self.format)[0].page_order(self.format)
-        if self._packed or packing is None:
-            return
-        shape = (self.out_features, self.in_features)
-        tensors = packing.pack(unpack(self.planes, self._layout(self.format)), shape)
-        if tensors is not None:
-            layout = packing.layout(shape)
-            self._hold(pack(tensors, layout, new_page(layout, self.planes.device)), packed=True)
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return (self.out_features, self.in_features)
 
     # -- the frozen weight --------------------------------------------------------------------------------------------
 
-    def _planes(self) -> WeightPlanes:
-        coarse = unpack(self.planes, self._held)
-        return WeightPlanes(self.format, (self.out_features, self.in_features), self._dtype, coarse)
-
     def _decoded(self) -> Tensor:
         with torch.no_grad():
-            return _ops(self.planes.device, self.format)[1].run(self._planes())
+            return self._form.decode(self.planes, self._dtype)
 
-    def _multiply(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        return _ops(self.planes.device, self.format)[0].run(x, self._planes(), bias, activation)
-
-    def _compiled(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        """`_multiply` as one op, which torch.compile does not look into."""
+    def _compiled(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The product as one operator, which torch.compile does not look into."""
         dtype = x.dtype if torch.is_autocast_enabled(x.device.type) else self._dtype
-        shape = (self.out_features, self.in_features)
-        return _frozen_op(x, self.planes, bias, self.format, *shape, self._packed, dtype, activation)
+        if not wants_grad(x, bias):
+            return frozen_linear(x, self.planes, bias, self._form.text(), dtype, self.activation)
+        return ACTIVATIONS[self.activation](frozen_linear(x, self.planes, bias, self._form.text(), dtype, "none"))
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight" and self.__dict__.get("format") is not None:
-            return self._decoded() if is_compiling() else DecodedWeight.of(_Frozen(self), self._decoded())
+            return self._decoded() if is_compiling() else DecodedWeight.of(_FrozenOwner(self), self._decoded())
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -211,35 +187,19 @@ class FusedFP4Linear(nn.Linear):
             self._dtype = self._parameters["weight"].dtype
             return self
         self._dtype = fn(torch.empty(0, dtype=self._dtype, device="cpu")).dtype
-        if self._packed and self.planes.device.type != "cuda":
-            self._hold(self._plain_page(), packed=False)
-        self._order_for_kernel()
+        self._hold(*self._form.for_kernel(self.planes))
         return self
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        if self._packed and self.planes.device.type != "cuda":  # torch.load(..., map_location="cpu")
-            self._hold(self._plain_page(), packed=False)
-
-    def _plain_page(self) -> Tensor:
-        """The page in the format's own order."""
-        if not self._packed:
-            return self.planes
-        layout = self._layout(self.format)
-        tensors = Packing(self.format).unpack(unpack(self.planes, self._held), (self.out_features, self.in_features))
-        return pack(tensors, layout, new_page(layout, self.planes.device))
+        if self._form is not None and self._form.packed and self.planes.device.type != "cuda":
+            self._hold(*self._form.plain(self.planes))  # torch.load(..., map_location="cpu")
 
     def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.format is not None:
-            destination[prefix + "planes"] = self._plain_page().detach()
-            destination[prefix + "planes_header"] = self._header()
-
-    def _header(self) -> Tensor:
-        """JSON in uint8: what is needed to read the page, in a form that every checkpoint file can hold."""
-        dtype = str(self._dtype).removeprefix("torch.")
-        text = json.dumps({"layout": self._layout(self.format).to_dict(), "dtype": dtype})
-        return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+            destination[prefix + "planes"] = self._form.plain(self.planes)[1].detach()
+            destination[prefix + "planes_header"] = _header(self._form, self._dtype)
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -270,7 +230,7 @@ class FusedFP4Linear(nn.Linear):
             read = json.loads(bytes(state_dict[header].tolist()))
             layout, dtype = PageLayout.from_dict(read["layout"]), _DTYPES[read["dtype"]]
             unpack(state_dict[planes], layout)
-            expected = self._layout(layout.format) if layout.format in _formats() else None
+            expected = PageForm(layout.format, self._shape).layout if layout.format in _formats() else None
         except (FormatError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return f"{header}: {error}"
         if layout != expected:
@@ -288,14 +248,21 @@ class FusedFP4Linear(nn.Linear):
         return f"{super().extra_repr()}, activation={self.activation}, format={self.format or 'dense'}"
 
 
-class _Frozen:
-    """Refuses, by name, what is done to a decoded weight for it to be the layer's. It is the function, too, that gives
-    the owner of one."""
+def _header(form: PageForm, dtype: torch.dtype) -> Tensor:
+    """JSON in uint8: what is needed to read the page, in a form that every checkpoint file can hold."""
+    layout = PageForm(form.format, form.shape).layout
+    text = json.dumps({"layout": layout.to_dict(), "dtype": str(dtype).removeprefix("torch.")})
+    return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+
+
+class _FrozenOwner:
+    """The owner of a decoded weight, for which it refuses writes and training by the layer's name. Called, it gives
+    itself."""
 
     def __init__(self, layer: FusedFP4Linear) -> None:
         self.name = f"FusedFP4Linear({layer.in_features}, {layer.out_features})"
 
-    def __call__(self) -> "_Frozen":
+    def __call__(self) -> "_FrozenOwner":
         return self
 
     def refuse(self, what: object) -> None:
@@ -312,14 +279,16 @@ class _Frozen:
         )
 
 
-class _Moment(NamedTuple):
-    """A frozen weight as it was then."""
+class _Snapshot(NamedTuple):
+    """A frozen weight as it was at a forward."""
 
     layer: FusedFP4Linear
     page: Tensor
 
     def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self.layer._multiply(x, bias, "none") if is_bare(x) else F.linear(x, self._weight(x.dtype), bias)
+        if not is_bare(x):
+            return F.linear(x, self._weight(x.dtype), bias)
+        return self.layer._form.multiply(x, self.layer.planes, bias, self.layer._dtype, "none")
 
     def back(self, dy: Tensor) -> Tensor:
         return dy.matmul(self._weight(dy.dtype))
@@ -333,88 +302,6 @@ class _Moment(NamedTuple):
                 "FusedFP4Linear: its weight was loaded or moved between forward and backward; run the forward again"
             )
         return self.layer._decoded().to(dtype)
-
-
-_OPS: dict[tuple[torch.device, str], tuple[Kernel, Kernel]] = {}
-
-
-def _ops(device: torch.device, format: str) -> tuple[Kernel, Kernel]:
-    """The ops "linear" and "decode_weight" for a device: resolved once, and not kept in a layer that is pickled."""
-    ops = _OPS.get((device, format))  # no functools.cache: torch.compile warns when it traces one
-    if ops is None:
-        ops = _OPS[device, format] = tuple(resolve(op, "auto", device, format) for op in ("linear", "decode_weight"))
-    return ops
-
-
-# -- in compiled graphs -----------------------------------------------------------------------------------------------
-
-
-def _read(page: Tensor, format: str, n: int, k: int, packed: bool, dtype: torch.dtype) -> WeightPlanes:
-    layout = Packing(format).layout((n, k)) if packed else get_format(format).layout((n, k), torch.float32)
-    return WeightPlanes(format, (n, k), dtype, unpack(page, layout))
-
-
-@torch.library.custom_op("vbrt::frozen_linear", mutates_args=())
-def _frozen_op(
-    x: Tensor,
-    page: Tensor,
-    bias: Tensor | None,
-    format: str,
-    n: int,
-    k: int,
-    packed: bool,
-    dtype: torch.dtype,
-    activation: str,
-) -> Tensor:
-    """activation(x Wᵀ + bias), [..., K] to [..., N], with the weight in a page."""
-    with torch.autocast(x.device.type, enabled=False):
-        planes = _read(page, format, n, k, packed, dtype)
-        return _ops(page.device, format)[0].run(x, planes, None if bias is None else bias.to(dtype), activation)
-
-
-@_frozen_op.register_fake
-def _(x, page, bias, format, n, k, packed, dtype, activation):
-    return x.new_empty((*x.shape[:-1], n))
-
-
-@torch.library.custom_op("vbrt::frozen_weight", mutates_args=())
-def _weight_op(page: Tensor, format: str, n: int, k: int, packed: bool, dtype: torch.dtype) -> Tensor:
-    """The decoded weight [N, K]."""
-    return _ops(page.device, format)[1].run(_read(page, format, n, k, packed, dtype))
-
-
-@_weight_op.register_fake
-def _(page, format, n, k, packed, dtype):
-    return page.new_empty(n, k, dtype=dtype)
-
-
-@torch.library.custom_op("vbrt::frozen_linear_backward", mutates_args=())
-def _frozen_backward_op(
-    dy: Tensor, page: Tensor, format: str, n: int, k: int, packed: bool, dtype: torch.dtype
-) -> Tensor:
-    """dX [..., K] from dY [..., N]."""
-    return dy.matmul(_ops(page.device, format)[1].run(_read(page, format, n, k, packed, dtype)).to(dy.dtype))
-
-
-@_frozen_backward_op.register_fake
-def _(dy, page, format, n, k, packed, dtype):
-    return dy.new_empty((*dy.shape[:-1], k))
-
-
-def _keep_page(ctx, inputs, output) -> None:
-    _, page, bias, *ctx.read, _ = inputs
-    ctx.save_for_backward(page)
-    ctx.bias_dtype = None if bias is None else bias.dtype
-
-
-def _compiled_backward(ctx, dy: Tensor):
-    (page,) = ctx.saved_tensors
-    dx = _frozen_backward_op(dy, page, *ctx.read) if ctx.needs_input_grad[0] else None
-    dbias = sum_rows(dy).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-    return dx, None, dbias, *[None] * 6
-
-
-_frozen_op.register_autograd(_compiled_backward, setup_context=_keep_page)
 
 
 def quantize(model: nn.Module, format: str = "nvfp4") -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
+from torch.fx import Proxy
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "is_tracing",
     "is_transformed",
     "is_watched",
+    "traced_call",
     "unwatched",
 ]
 
@@ -83,3 +85,8 @@ def _untraced() -> Iterator[None]:
         yield
     finally:
         torch._C._set_tracing_state(tracing)
+
+
+def traced_call(module: torch.nn.Module, x: Proxy) -> Proxy:
+    """Record a call of the module in a graph of torch.fx."""
+    return x.tracer.create_proxy("call_module", x.tracer.path_of_module(module), (x,), {})

@@ -14,6 +14,7 @@ from torch.compiler import is_compiling
 from torch.fx import Proxy
 
 from vbrt.errors import WrapError
+from vbrt.kernels.watched import traced_call
 from vbrt.layers.compute import linear, linear_on_weight
 from vbrt.layers.lending import handle_with, is_lent, lend, notice_writes, released_parameter
 from vbrt.layers.shells import (
@@ -25,7 +26,7 @@ from vbrt.layers.shells import (
     restore_entry,
     warn_of_thawing,
 )
-from vbrt.layers.swapped import SwappedLayer, traced_call
+from vbrt.layers.swapped import SwappedLayer
 from vbrt.layers.ties import adopt, can_tie, owns, tie, twin_of
 from vbrt.layers.weight import WeightHandle
 

@@ -6,10 +6,10 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from vbrt.errors import WrapError
+from vbrt.kernels.product import as_autocast
 from vbrt.kernels.reference import wants_grad
 from vbrt.layers.base import VBLayer
 from vbrt.layers.graphs import GraphForm, graph_planes
-from vbrt.layers.product import as_autocast
 from vbrt.layers.ties import owns
 
 __all__ = ["compiled_linear", "refuse_given_in_graph"]

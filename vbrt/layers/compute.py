@@ -26,10 +26,10 @@ from torch.compiler import is_compiling
 
 from vbrt.errors import ArgumentError, WrapError
 from vbrt.formats.base import WeightPlanes
+from vbrt.kernels.product import Product, as_autocast, whole
 from vbrt.kernels.reference import wants_grad
 from vbrt.kernels.watched import dispatch_modes, is_bare, is_memory, is_tracing, is_watched, unwatched
 from vbrt.layers.fixed import keep_ready, requiring_grad
-from vbrt.layers.product import Product, as_autocast, whole
 from vbrt.layers.selection import Kernels
 from vbrt.layers.spec import HandleSpec
 

@@ -19,14 +19,13 @@ from torch.fx import Proxy
 from vbrt.formats import get_format
 from vbrt.formats.base import WeightPlanes
 from vbrt.formats.rows import Rows, by_chunks, coarse_rows, exact_rows
-from vbrt.kernels.watched import dispatch_modes, is_memory, is_watched, unwatched
+from vbrt.kernels.watched import dispatch_modes, is_memory, is_watched, traced_call, unwatched
 from vbrt.layers.base import VBLayer
 from vbrt.layers.compiled import refuse_given_in_graph
 from vbrt.layers.compute import kernels_of_pass
 from vbrt.layers.ops import TAGS, library, materialized
 from vbrt.layers.selection import Kernels
 from vbrt.layers.shells import become_shell, empty_weight, given_weight
-from vbrt.layers.swapped import traced_call
 from vbrt.layers.weight import WeightHandle
 from vbrt.tiers.rows import PageRows, page_rows
 

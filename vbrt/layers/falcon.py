@@ -9,9 +9,9 @@ from torch.compiler import is_compiling
 from torch.fx import Proxy
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
+from vbrt.kernels.watched import traced_call
 from vbrt.layers.compiled import compiled_linear
 from vbrt.layers.linear import VBLinear
-from vbrt.layers.swapped import traced_call
 
 __all__ = ["VBFalconLinear"]
 

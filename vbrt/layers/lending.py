@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from vbrt.layers.decoded import DecodedWeight
+from vbrt.kernels.decoded import DecodedWeight
 from vbrt.layers.ties import handle_of_parameter, pass_on
 
 if TYPE_CHECKING:

@@ -10,11 +10,10 @@ import types
 from typing import Any
 
 from torch import nn
-from torch.fx import Proxy
 
 from vbrt.errors import WrapError
 
-__all__ = ["SwappedLayer", "strip", "traced_call"]
+__all__ = ["SwappedLayer", "strip"]
 
 
 class SwappedLayer(nn.Module):
@@ -57,8 +56,3 @@ def strip(module: nn.Module) -> None:
         handle.layers.discard(module)
     for name in [name for name in module.__dict__ if name.startswith("_vb_")]:
         module.__dict__.pop(name, None)
-
-
-def traced_call(module: nn.Module, x: Proxy) -> Proxy:
-    """Record a call of the module in a graph of torch.fx."""
-    return x.tracer.create_proxy("call_module", x.tracer.path_of_module(module), (x,), {})

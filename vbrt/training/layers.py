@@ -21,9 +21,9 @@ from torch.fx import Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from vbrt.errors import FormatError, WrapError
-from vbrt.kernels.watched import is_recorded, is_transformed, unwatched
-from vbrt.layers.product import sum_rows, whole
-from vbrt.layers.swapped import SwappedLayer, traced_call
+from vbrt.kernels.product import sum_rows, whole
+from vbrt.kernels.watched import is_recorded, is_transformed, traced_call, unwatched
+from vbrt.layers.swapped import SwappedLayer
 from vbrt.training.weight import TrainedWeight
 
 __all__ = ["TrainedLayer", "TrainedLinear", "weight_gradient"]

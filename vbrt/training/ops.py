@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vbrt.errors import WrapError
-from vbrt.layers.product import sum_rows
+from vbrt.kernels.product import sum_rows
 from vbrt.training.layers import weight_gradient
 from vbrt.training.weight import TrainedWeight, live_weight
 
