@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vbrt.config.tiers import TIERS
 from vbrt.errors import ConfigError
-from vbrt.residency.plan import FILE_HEADER_BYTES, PageSpec, Plan, Skip, Swap, format_bytes, place
+from vbrt.residency.plan import PageSpec, Plan, Skip, Swap, format_bytes, place
 from vbrt.residency.site import WeightSite
 
 PAGE = 4096
@@ -30,7 +31,7 @@ def budgets(**pages: float) -> dict[str, int]:
 
 def held(homes: dict[str, str], model: list[list[PageSpec]], tier: str) -> int:
     """Bytes that live in a tier, file headers included."""
-    sizes = {page.key: page.nbytes + FILE_HEADER_BYTES * (tier == "ssd") for layer in model for page in layer}
+    sizes = {page.key: page.nbytes + TIERS[tier].overhead_bytes for layer in model for page in layer}
     return sum(sizes[key] for key, home in homes.items() if home == tier)
 
 

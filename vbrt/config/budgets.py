@@ -8,15 +8,13 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Literal
 
 from vbrt.config.checks import MAX_INT, wrong
+from vbrt.config.tiers import TIERS
 from vbrt.errors import ConfigError
 
 if TYPE_CHECKING:
     from vbrt.config.schema import VBConfig
 
-__all__ = ["AUTO_PERCENT", "Budget", "Machine", "compute_tier", "parse_budget", "resolve_budget", "resolve_budgets"]
-
-# share of what is free that "auto" takes; the rest is for activations, the allocator and other programs
-AUTO_PERCENT = {"gpu": 90, "cpu": 80, "ssd": 90}
+__all__ = ["Budget", "Machine", "compute_tier", "parse_budget", "resolve_budget", "resolve_budgets"]
 
 _BUDGET_EXPECTED = 'expected "auto", bytes, "8GiB" or "40%"'
 _UNIT_BYTES = {
@@ -145,7 +143,7 @@ def _room(config: VBConfig, machine: Machine, name: str) -> tuple[int, int]:
 def _resolved(value: int | str, name: str, total: int, free: int, where: str) -> int:
     budget = parse_budget(value, where=where)
     if budget.kind == "auto":
-        return free * AUTO_PERCENT[name] // 100
+        return free * TIERS[name].auto_percent // 100
     if budget.kind == "fraction":
         return int(total * budget.amount)
     if budget.amount > total:

@@ -5,7 +5,7 @@ import warnings
 
 import torch
 
-from vbrt.config.budgets import AUTO_PERCENT
+from vbrt.config.tiers import TIERS
 from vbrt.residency.division import rebalanced
 from vbrt.residency.plan import format_bytes
 
@@ -26,7 +26,7 @@ class GpuBalance:
 
     def __init__(self, wanted_bytes: int) -> None:
         self.wanted_bytes, self.fallbacks, self.active = wanted_bytes, [], True
-        self.margin_bytes = wanted_bytes * (100 - AUTO_PERCENT["gpu"]) // AUTO_PERCENT["gpu"]
+        self.margin_bytes = wanted_bytes * (100 - TIERS["gpu"].auto_percent) // TIERS["gpu"].auto_percent
         self._next_look = 0.0
         self._ran_out = _times_out_of_memory()
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from vbrt.config.tiers import TIERS
 from vbrt.errors import TierError
 from vbrt.layers import WeightHandle
 from vbrt.residency.plan import Beside, PageSpec, place
@@ -49,8 +50,8 @@ def place_pages(runtime: "Runtime") -> None:
     found = {attachment.registry: attachment.registry.pages() for attachment in runtime.attachments}
     layers = [layer for pages in found.values() for _, layer in pages]
     homes = place(layers, runtime.budgets, source=runtime.settings.source)
-    if "ssd" in homes.values():
-        runtime.open_ssd()
+    if not all(TIERS[home].memory for home in homes.values()):
+        runtime.open_stores()
     for registry in found:
         registry.assign_homes(homes)
     runtime.stack.rehome(homes)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from vbrt.config import Machine, VBConfig, compute_tier, resolve_budgets
+from vbrt.config.tiers import TIERS
 from vbrt.errors import ConfigError, WrapError
 from vbrt.formats import get_format
 from vbrt.formats.fine import estimate_fine_bytes
@@ -109,7 +110,7 @@ def _placed(swap: Swap, pages: tuple[PageSpec, ...], homes: dict[str, str]) -> S
 def _budgets(config: VBConfig, machine: Machine) -> dict[str, int]:
     """Bytes of each tier, computing tier first."""
     budgets = resolve_budgets(config, machine)
-    ordered = {tier: budgets[tier] for tier in ("gpu", "cpu", "ssd") if tier in budgets}
+    ordered = {tier: budgets[tier] for tier in TIERS if tier in budgets}
     if "gpu" in ordered and "ssd" in ordered and "cpu" not in ordered:
         raise ConfigError(
             f"{config.source}: tiers.ssd.enabled = true with tiers.cpu.enabled = false; pages travel "

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vbrt.config import VBConfig, load_config, resolve_budget
+from vbrt.config.tiers import TIERS
 from vbrt.errors import ConfigError, TierError, WrapError
 from vbrt.kernels.cpu import recycle
 from vbrt.layers import WeightHandle, handles_in
@@ -22,7 +23,7 @@ from vbrt.model.balance import GpuBalance
 from vbrt.model.machine import this_machine, with_freed
 from vbrt.model.placement import use_freed_room
 from vbrt.model.snapshot import tier_stats
-from vbrt.model.stacks import attach_ssd, build_stack
+from vbrt.model.stacks import attach_stores, build_stack
 from vbrt.report.stats import LayerStats, Stats
 from vbrt.residency.custom import PolicyFactory
 from vbrt.residency.plan import Plan
@@ -168,12 +169,12 @@ class Runtime:
         machine = with_freed(this_machine(config), tier, tier_stats(self.stack)[tier].held_bytes)
         nbytes = resolve_budget(config, machine, tier)
         largest = self.largest_layer_bytes
-        if tier != "ssd" and nbytes < largest:
+        if TIERS[tier].memory and nbytes < largest:
             raise ConfigError(
                 f"{config.source}: tiers.{tier}.budget = {nbytes} bytes is smaller than the largest "
                 f"layer's pages ({largest} bytes); give it at least that"
             )
-        self.open_ssd()
+        self.open_stores()
         try:
             self.stack.set_budget(tier, nbytes)
         finally:  # also when it was interrupted: pages may have moved, and the budget may hold already
@@ -185,11 +186,10 @@ class Runtime:
                 attachment.registry.forget_ready()  # views would keep the memory of pages that moved
         return nbytes
 
-    def open_ssd(self) -> None:
+    def open_stores(self) -> None:
         """Open the ssd tier, if the config has one and no page has needed it yet."""
         with self.stack.encoding:
-            if "ssd" in self.budgets and "ssd" not in self.stack.names:
-                attach_ssd(self.stack, self.settings, self.budgets)
+            attach_stores(self.stack, self.settings, self.budgets)
 
     def follow_free_memory(self) -> None:
         """Lower the GPU budget where models have come to need memory, or raise it again: for `budget = "auto"`."""

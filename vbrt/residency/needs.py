@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from vbrt.config import Machine
-from vbrt.residency.plan import FILE_HEADER_BYTES, Plan
+from vbrt.config.tiers import TIERS
+from vbrt.residency.plan import Plan
 
 __all__ = ["TierNeed", "tier_needs"]
 
@@ -39,7 +40,7 @@ def tier_needs(plan: Plan, machine: Machine) -> list[TierNeed]:
     tiers = list(plan.budgets)
     for depth, tier in enumerate(tiers):
         pages = [page for swap in plan.swaps for page in swap.pages if page.home == tier]
-        home = sum(page.nbytes for page in pages) + (FILE_HEADER_BYTES * len(pages) if tier == "ssd" else 0)
+        home = sum(page.nbytes + TIERS[tier].overhead_bytes for page in pages)
         below = sum(plan.home_bytes(lower) for lower in tiers[depth + 1 :])
         kept = plan.unbudgeted_bytes if depth == 0 else 0
         needs.append(

@@ -7,13 +7,12 @@ reads a model (`choice.py`, `planner.py`), `place` decides here what fits where.
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from vbrt.config.tiers import TIERS
 from vbrt.errors import ConfigError
 from vbrt.residency.division import spread
 from vbrt.residency.site import WeightSite
 
-__all__ = ["FILE_HEADER_BYTES", "Beside", "PageSpec", "Plan", "Skip", "Swap", "format_bytes", "place"]
-
-FILE_HEADER_BYTES = 4096  # what a page file costs on the ssd beside the page
+__all__ = ["Beside", "PageSpec", "Plan", "Skip", "Swap", "format_bytes", "place"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +252,7 @@ def _lease_bytes(pages: Sequence[PageSpec]) -> int:
 
 
 def _cost(nbytes: int, tier: str) -> int:
-    return nbytes + FILE_HEADER_BYTES if tier == "ssd" else nbytes
+    return nbytes + TIERS[tier].overhead_bytes
 
 
 def _check_passage(

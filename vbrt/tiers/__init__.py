@@ -1,7 +1,8 @@
-"""Where pages live: memory tiers (gpu, cpu), the file tier (ssd), and the stack that moves pages between them."""
+"""Where pages live: tiers (memories and stores), and the stack that moves pages between them."""
 
 from vbrt.tiers.lease import Lease
 from vbrt.tiers.memory import Buffer, MemoryTier
+from vbrt.tiers.protocol import Tier
 from vbrt.tiers.recorder import Recorder
 from vbrt.tiers.slots import Level, Owner, Page
 from vbrt.tiers.ssd import SsdTier
@@ -16,6 +17,7 @@ __all__ = [
     "Page",
     "Recorder",
     "SsdTier",
+    "Tier",
     "TierStack",
     "detached_stack",
 ]

@@ -6,8 +6,7 @@ The stack is a list of tiers, each of them a file of its own: whatever keeps thi
 first, which must be a memory. Any tier may have a policy and keep copies of pages from further down; without one it
 keeps the pages that live there only, and pages from below pass by it.
 
-To configure another tier it also needs: a section and its share of the machine in `vbrt.config`; a record in
-`vbrt.residency.plan`, which says what a page costs there; and a line where a model's stack is built.
+What a tier needs beside its class to be configured stands in `vbrt.config.tiers`.
 """
 
 from collections.abc import Collection

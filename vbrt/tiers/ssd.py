@@ -27,17 +27,17 @@ import psutil
 import torch
 import xxhash
 
+from vbrt.config.tiers import TIERS
 from vbrt.errors import TierError, describe_os_error
 from vbrt.host.crew import Crew
 from vbrt.host.files import open_regular, read_into, replacing, write_at
 from vbrt.host.memory import aligned, bytes_view
-from vbrt.residency.plan import FILE_HEADER_BYTES
 from vbrt.tiers.blocks import BlockDigests, read_items
 from vbrt.tiers.rundir import RunDirectory
 
 __all__ = ["HEADER_BYTES", "PageFile", "SsdTier"]
 
-HEADER_BYTES = FILE_HEADER_BYTES
+HEADER_BYTES = TIERS["ssd"].overhead_bytes
 _MAGIC = b"VBPAGE\x00\x01"
 _VERSION = 2
 _HEAD = struct.Struct("<8sIIQQ")  # magic, version, header bytes, page bytes, XXH3-64 over the segments' XXH3-64

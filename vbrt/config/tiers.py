@@ -1,0 +1,35 @@
+"""The tiers that a config may have, one record each.
+
+Another tier needs: a record here; a section in `schema.TiersConfig` and its room on a machine in `budgets`; a class in
+`vbrt/tiers` that keeps `vbrt.tiers.protocol.Tier`; and its maker in `vbrt.model.stacks`. Plans, placement, needs and
+budget changes follow the record.
+"""
+
+from dataclasses import dataclass
+
+__all__ = ["TIERS", "TierRecord"]
+
+
+@dataclass(frozen=True, slots=True)
+class TierRecord:
+    """What the rest of vbrt must know of a tier without opening one.
+
+    Attributes:
+        memory: True if pages are tensors there, and pass through it; False for a store, whose pages are read into the
+            memory above.
+        auto_percent: the share of what is free that `budget = "auto"` takes; the rest is for activations, the
+            allocator and other programs.
+        overhead_bytes: what a page costs there beside its own bytes.
+    """
+
+    memory: bool
+    auto_percent: int
+    overhead_bytes: int = 0
+
+
+TIERS = {
+    "gpu": TierRecord(memory=True, auto_percent=90),
+    "cpu": TierRecord(memory=True, auto_percent=80),
+    "ssd": TierRecord(memory=False, auto_percent=90, overhead_bytes=4096),  # the header of a page file
+}
+"""By name, the computing one first."""
