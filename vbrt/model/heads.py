@@ -1,4 +1,4 @@
-"""Which layers are a model's output heads, which `weights.keep_head` leaves dense.
+"""Finds a model's output heads, which `weights.keep_head` leaves dense.
 
 A head is small, its errors go straight into the results, and fine-tuning begins with a fresh one that must train. So
 it is looked for where models say what theirs is: transformers' output embeddings; in a model for a task what lies
@@ -26,7 +26,7 @@ _LARGEST_SHARE = 0.1  # of a model's parameters: more outside of its base is mor
 
 
 def find_heads(modules: Mapping[str, nn.Module]) -> dict[int, str]:
-    """The output heads among a model's modules, by id, with the reason. `modules`: by full name, the root included."""
+    """Return the output heads by id, each with the reason. `modules`: of a model, by full name, the root included."""
     layers = {id(module): name for name, module in modules.items() if _is_product(module)}
     heads: dict[int, str] = {}
     for name, module in modules.items():
@@ -41,14 +41,14 @@ def find_heads(modules: Mapping[str, nn.Module]) -> dict[int, str]:
 
 
 def _output_embeddings(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
-    """Of transformers' models."""
+    """Yield the output embeddings of transformers' models."""
     head = _ask(module, "get_output_embeddings") if hasattr(module, "config") else None
     if head is not None:
         yield head, f"{'model' if name == '(root)' else name}.get_output_embeddings()"
 
 
 def _classifiers(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Of timm's models: one layer, several, or a module around one."""
+    """Yield the classifiers of timm's models: one layer, several, or a module around one."""
     found = _ask(module, "get_classifier")
     for head in found if isinstance(found, list | tuple) else (found,):
         if isinstance(head, nn.Module):
@@ -56,7 +56,7 @@ def _classifiers(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _ask(module: nn.Module, getter: str) -> Any:
-    """What a getter gives; those of base classes raise where a model has no head."""
+    """Call a getter; those of base classes raise where a model has no head."""
     ask = getattr(type(module), getter, None)
     try:
         return getattr(module, getter)() if callable(ask) else None
@@ -65,8 +65,8 @@ def _ask(module: nn.Module, getter: str) -> Any:
 
 
 def _task_heads(model: nn.Module, layers: Mapping[int, str]) -> Iterator[tuple[nn.Module, str]]:
-    """Of transformers' models: layers outside the base model that give a few numbers, and in models for a task, which
-    their names tell, all layers there, unless that is more than a head."""
+    """Yield heads of transformers' models: layers outside the base model that give a few numbers; in models for a
+    task, as their names tell, all layers there, unless that is more than a head."""
     config = getattr(model, "config", None)
     if not isinstance(getattr(type(model), "base_model_prefix", None), str) or not hasattr(config, "num_labels"):
         return
@@ -83,7 +83,7 @@ def _task_heads(model: nn.Module, layers: Mapping[int, str]) -> Iterator[tuple[n
 
 
 def _outside(model: nn.Module) -> tuple[list[nn.Module], str]:
-    """The layers outside a model's base model; where it has none, those that it holds itself."""
+    """Return the layers outside a model's base model; where it has none, those that it holds itself."""
     base = model.base_model
     if base is model:
         return [child for child in model.children() if _is_product(child)], "which holds it itself"

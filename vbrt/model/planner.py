@@ -37,7 +37,7 @@ def make_plan(
     saved: Sequence[Swap] | None = None,
     beside: Beside | None = None,
 ) -> Plan:
-    """The plan for a model under a config on a machine (default: this one).
+    """Return the plan for a model under a config on a machine (default: this one).
 
     Args:
         machine: its memory and room on disk.
@@ -72,7 +72,7 @@ def make_plan(
 def _training_plan(
     swaps: tuple[Swap, ...], config: VBConfig, machine: Machine, modules: dict[str, nn.Module], skipped: dict[str, Skip]
 ) -> Plan:
-    """No pages: every weight stays the parameter that it is."""
+    """Return a plan without pages: every weight stays a parameter."""
     tier = compute_tier(config, machine)
     what = f'mode = "train": the weights stay parameters in the {tier} memory, nothing moves and no budget applies'
     notes = (what, *_notes(swaps, config, modules, skipped))
@@ -108,7 +108,7 @@ def _placed(swap: Swap, pages: tuple[PageSpec, ...], homes: dict[str, str]) -> S
 
 
 def _budgets(config: VBConfig, machine: Machine) -> dict[str, int]:
-    """Bytes of each tier, computing tier first."""
+    """Return the bytes of each tier, the computing tier first."""
     budgets = resolve_budgets(config, machine)
     ordered = {tier: budgets[tier] for tier in TIERS if tier in budgets}
     if "gpu" in ordered and "ssd" in ordered and "cpu" not in ordered:
@@ -122,7 +122,7 @@ def _budgets(config: VBConfig, machine: Machine) -> dict[str, int]:
 def _after_wrapping(
     model: nn.Module, config: VBConfig, machine: Machine, skipped: dict[str, Skip], *, charge_kept: bool
 ) -> Machine:
-    """Free memory as budgets share it out: all weights leave, and what stays as it is comes to the computing tier."""
+    """Return the machine's free memory once the weights are in pages and everything kept is in the computing tier."""
     held = {"cpu": 0, "cuda": 0}
     for parameter in model.parameters():
         if parameter.device.type in held:
@@ -152,7 +152,7 @@ def _kept_does_not_fit(tier: str, kept: int, free: int, config: VBConfig, skippe
 
 
 def _largest(skipped: dict[str, Skip], count: int = 3) -> str:
-    """The largest kept parts, small ones left out, with their bytes and reasons."""
+    """Name the largest kept parts, without small ones, with their bytes and reasons."""
     largest = sorted(skipped.items(), key=lambda item: -item[1].nbytes)[:count]
     return ", ".join(
         f"{name} ({format_bytes(skip.nbytes)}; {skip.reason})"
@@ -164,7 +164,7 @@ def _largest(skipped: dict[str, Skip], count: int = 3) -> str:
 def _homes(
     layers: list[tuple[PageSpec, ...]], budgets: dict[str, int], config: VBConfig, skipped: dict[str, Skip]
 ) -> dict[str, str]:
-    """The home of each page; where there is none, the error also says what else takes the memory."""
+    """Return the home of each page; where there is none, the error also names what else takes the memory."""
     try:
         return place(layers, budgets, source=config.source)
     except ConfigError as error:
@@ -200,7 +200,7 @@ def _idle_gpu(config: VBConfig, machine: Machine) -> tuple[str, ...]:
 def _kept_warning(
     swaps: tuple[Swap, ...], skipped: dict[str, Skip], budgets: dict[str, int], left: Machine
 ) -> tuple[str, ...]:
-    """What to say where much of a model is not swapped, or does not fit beside the budget of the computing tier."""
+    """Return a warning where much of a model is not swapped, or does not fit beside the computing tier's budget."""
     kept, tier = sum(skip.nbytes for skip in skipped.values()), next(iter(budgets))
     total = kept + sum(swap.dense_bytes for swap in swaps)
     pages = min(budgets[tier], sum(swap.page_bytes for swap in swaps))

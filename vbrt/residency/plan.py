@@ -191,7 +191,7 @@ class Plan:
         return sum(page.nbytes for swap in self.swaps for page in swap.pages if page.home == tier)
 
     def to_dict(self) -> dict:
-        """Plain data for JSON, with the totals."""
+        """Return plain data for JSON, with the totals."""
         totals = {
             name: getattr(self, name)
             for name in ("compute_tier", "dense_bytes", "swapped_bytes", "kept_bytes", "page_bytes")
@@ -208,7 +208,7 @@ class Plan:
 
 
 def place(layers: Sequence[Sequence[PageSpec]], budgets: Mapping[str, int], *, source: str) -> dict[str, str]:
-    """The home of each page: the first tier, from the computing one down, that holds them all.
+    """Return the home of each page: the first tier, from the computing one down, that holds them all.
 
     Where no single tier does, the last tier takes what fits, evenly spread, and the tiers above take the rest, each
     keeping room for one layer to pass through.
@@ -269,7 +269,7 @@ def _check_passage(
 
 
 def format_bytes(nbytes: float) -> str:
-    """A number of bytes for people: 1.5 GiB."""
+    """Return a number of bytes as text: 1.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"

@@ -33,7 +33,7 @@ class Entry:
 
 
 def entries_for(path: Path, model: nn.Module, files: Iterable[TensorFile]) -> dict[str, Entry]:
-    """Name in the model -> tensor; what the model has not comes under the name that it would have.
+    """Return the tensors by their names in the model; those that the model lacks, by the names that they would have.
 
     Raises CheckpointError: two tensors of one name, or a conversion that cannot be done.
     """
@@ -58,7 +58,7 @@ def _plain(file: TensorFile, name: str) -> Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """What transformers does with names and tensors of a model's checkpoints."""
+    """The conversions that transformers applies to the names and tensors of a model's checkpoints."""
 
     rename: Callable[[str], tuple[str, str | None]]
     converters: Mapping[str, Any]  # by source pattern
@@ -66,7 +66,7 @@ class _Rules:
 
 
 def _rules_for(model: nn.Module) -> _Rules | None:
-    """None for a model that is not of transformers, or a version of it that converts nothing."""
+    """Return the rules of a transformers model; None for any other, and for versions that convert nothing."""
     library = sys.modules.get("transformers")
     if library is None or not isinstance(model, library.PreTrainedModel):
         return None
@@ -102,7 +102,7 @@ class _Group:
     sources: list[tuple[str, str, TensorFile]] = field(default_factory=list)  # (pattern, name, file)
 
     def entries(self) -> dict[str, Entry]:
-        """What comes out."""
+        """Return the tensors of the model that the conversion makes."""
         out = self._convert(
             lambda file, name: torch.empty(file.tensors[name].shape, dtype=file.tensors[name].dtype, device="meta")
         )

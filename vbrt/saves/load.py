@@ -84,7 +84,7 @@ def _fill_(attachment: Attachment, source: Source) -> None:
     layers, read = attachment.layers, 0
     for swap in attachment.plan.swaps:
         handle = layers[swap.name].handle
-        handle.store(source.planes(swap.name, handle))
+        handle.store(source.planes_of(swap, handle))
         read += swap.dense_bytes
         if read > _TRIM_BYTES:  # or the C library keeps what weights leave between the pages: as much as all of them
             release_host_memory()
@@ -93,5 +93,6 @@ def _fill_(attachment: Attachment, source: Source) -> None:
         for site in swap.sites:
             layers[site.name]._parameters[site.parameter] = None
     source.fill_kept_(attachment.model, attachment.stack.device)
-    for name, layer in layers.items():
-        layer.handle.retype(source.dtype(name, layer.handle))
+    for swap in attachment.plan.swaps:
+        handle = layers[swap.name].handle
+        handle.retype(source.computes_in(swap, handle))

@@ -120,7 +120,7 @@ class KeptTensor:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """Where a tensor is, and XXH3-64 of its bytes in hex; version 1 says nothing of dtype and shape."""
+    """The file of a tensor, and XXH3-64 of its bytes in hex; version 1 has no dtype and shape."""
 
     file: str
     digest: str
@@ -130,7 +130,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What vbrt.json says."""
+    """The content of vbrt.json."""
 
     config: Mapping[str, Any]
     layers: tuple[SavedLayer, ...]
@@ -139,7 +139,7 @@ class Manifest:
 
 
 def text_of(dtype: torch.dtype) -> str:
-    """A dtype as the manifest has it."""
+    """Return the name of a dtype in the manifest."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -147,7 +147,7 @@ def text_of(dtype: torch.dtype) -> str:
 
 
 def to_json(manifest: Manifest) -> bytes:
-    """The file's content: a line for each layer, parameter, buffer and tensor. Raises CheckpointError: too large."""
+    """Return the file's content, a line for each layer, parameter, buffer and tensor. CheckpointError: too large."""
     tensors = {name: [t.file, t.dtype, list(t.shape or ()), t.digest] for name, t in manifest.tensors.items()}
     content = {
         "kind": _KIND,
@@ -178,7 +178,7 @@ def _lines(value: Any) -> str:
 
 
 def content_digest(content: Mapping[str, Any]) -> str:
-    """XXH3-64 in hex of all but the digest, whatever the order of keys and the space between them."""
+    """Return XXH3-64 in hex of all but the digest; the order of keys and the space between them do not count."""
     rest = {key: value for key, value in content.items() if key != "digest"}
     return xxhash.xxh3_64_hexdigest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
 
@@ -187,16 +187,16 @@ def content_digest(content: Mapping[str, Any]) -> str:
 
 
 class _Damaged(Exception):
-    """What is wrong, and where."""
+    """Names the entry that is wrong."""
 
 
 def read_manifest_bytes(directory: Path) -> bytes:
-    """The manifest of a directory as it stands. Raises OSError, also for one that is larger than any."""
+    """Return the manifest of a directory as bytes. Raises OSError, also for a file that is larger than any manifest."""
     return read_bounded(directory / MANIFEST, _MAX_BYTES)
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a directory. Raises CheckpointError, naming file and entry, for anything else than one."""
+    """Return the manifest of a directory. Raises CheckpointError, with file and entry, for anything that is not one."""
     path = directory / MANIFEST
     try:
         data = json.loads(read_manifest_bytes(directory).decode(), object_pairs_hook=_object, parse_constant=_constant)
@@ -363,7 +363,7 @@ def _tensor(entry: Any, where: str, version: int) -> SavedTensor:
 
 
 def _check_names(manifest: Manifest) -> None:
-    """Every layer, parameter and buffer once."""
+    """Check that no two layers, parameters or buffers have one name."""
     taken: dict[str, str] = {}
     layers = [[(site.name, site.tensor) for site in layer.sites] for layer in manifest.layers]
     kept = [[(name, name) for name in entry.names] for entry in manifest.kept]
@@ -376,7 +376,7 @@ def _check_names(manifest: Manifest) -> None:
 
 
 def _check_sites(layer: SavedLayer, where: str) -> None:
-    """The kinds have such parameters, and keep their matrices so."""
+    """Check that each kind has such a parameter, and keeps its matrices so."""
     for site in layer.sites:
         kind = KINDS[site.kind]
         if site.parameter not in kind.parameters:
@@ -399,7 +399,7 @@ def _check_layer(layer: SavedLayer, where: str) -> None:
 
 
 def _check_tensors(manifest: Manifest) -> None:
-    """Each tensor that is spoken of is there, and no other."""
+    """Check that every tensor of a layer, parameter or buffer is listed, and no other."""
     wanted = Counter(
         layer.file_tensor(plane, field)
         for layer in manifest.layers

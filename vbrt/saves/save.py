@@ -72,14 +72,9 @@ def _save(model: nn.Module, config: VBConfig, directory: Path) -> Path:
     parts = [_layer_part(layer, handle) for layer, handle in layers]
     parts += [_kept_part(entry, tensor) for entry, tensor in kept]
     _check_unique(info.name for part in parts for info in part.tensors)
-    shards = _shards(parts)
-    token, tensors = secrets.token_hex(4), {}
+    token = secrets.token_hex(4)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for number, shard in enumerate(shards, 1):
-            name = f"vbrt-{token}-{number:05d}-of-{len(shards):05d}.safetensors"
-            tensors |= {info.name: _saved(name, info, digest) for info, digest in _write_shard(directory / name, shard)}
-        sync_directory(directory)
+        tensors = _write_shards(directory, token, parts)
         manifest = Manifest(config.to_dict(), tuple(e for e, _ in layers), tuple(e for e, _ in kept), tensors)
         write_file(directory / MANIFEST, to_json(manifest))
     except OSError as error:
@@ -91,16 +86,33 @@ def _save(model: nn.Module, config: VBConfig, directory: Path) -> Path:
     except BaseException:
         _remove(directory, lambda name: token in name or name.endswith(".tmp"))
         raise
+    _sync_in_place(directory)
+    _remove(directory, lambda name: token not in name and name != MANIFEST)
+    return directory
+
+
+def _write_shards(directory: Path, token: str, parts: list[_Part]) -> dict[str, SavedTensor]:
+    """Write the files of a save, all but the manifest; return where each tensor is."""
+    directory.mkdir(parents=True, exist_ok=True)
+    shards, tensors = _shards(parts), {}
+    for number, shard in enumerate(shards, 1):
+        name = f"vbrt-{token}-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors |= {info.name: _saved(name, info, digest) for info, digest in _write_shard(directory / name, shard)}
+    sync_directory(directory)
+    return tensors
+
+
+def _sync_in_place(directory: Path) -> None:
+    """Make the manifest's new name last. Raises CheckpointError: the files of the save before stay then, because a
+    power cut may bring back its manifest."""
     try:
         sync_directory(directory)
-    except OSError as error:  # the files of the one before stay: after a power cut its manifest may be back
+    except OSError as error:
         raise CheckpointError(
             f"{directory}: the model is saved and the save is in place, but the system cannot sync "
             f"the directory ({describe_os_error(error)}): until it can, a power cut may bring back "
             "what was there before; save again"
         ) from error
-    _remove(directory, lambda name: token not in name and name != MANIFEST)
-    return directory
 
 
 def _check_unique(names: Iterable[str]) -> None:
@@ -124,7 +136,7 @@ def _saved(file: str, info: TensorInfo, digest: str) -> SavedTensor:
 
 
 def _remove(directory: Path, unwanted: Callable[[str], bool]) -> None:
-    """Remove files of saves by name, but for those of the save that is in place."""
+    """Remove files of saves by name, except those of the save that is in place."""
     try:
         in_place = read_manifest_bytes(directory)
     except FileNotFoundError:
@@ -140,7 +152,7 @@ def _remove(directory: Path, unwanted: Callable[[str], bool]) -> None:
 
 
 def _shards(parts: Iterable[_Part]) -> list[list[_Part]]:
-    """Files of about `_SHARD_BYTES`; a part is never split."""
+    """Distribute the parts over files of about `_SHARD_BYTES`; a part is never split."""
     shards, room = [], 0
     for part in parts:
         nbytes = sum(info.nbytes for info in part.tensors)
@@ -217,7 +229,7 @@ def _find_kept(model: nn.Module) -> list[tuple[KeptTensor, torch.Tensor]]:
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """(name, kind, tensor) of every parameter and buffer that is not saved as planes, each under all its names."""
+    """Yield (name, kind, tensor) of every parameter and buffer that is not saved as planes, under each of its names."""
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for name, parameter in module._parameters.items():

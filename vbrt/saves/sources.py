@@ -16,9 +16,10 @@ from vbrt.formats import get_format
 from vbrt.formats.fine import check_fine
 from vbrt.host.files import expanded, read_bounded
 from vbrt.layers import WeightHandle
+from vbrt.layers.encoding import Planes
 from vbrt.model.planner import make_plan
 from vbrt.residency.plan import Beside, Plan, Swap
-from vbrt.residency.site import ROOT, WeightSite
+from vbrt.residency.site import ROOT
 from vbrt.saves.assign import assign_, on_meta, with_values
 from vbrt.saves.conversion import Entry, entries_for
 from vbrt.saves.fit import (
@@ -46,22 +47,22 @@ class Source(Protocol):
     path: Path
 
     def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
-        """What the user asked for, checked against the files."""
+        """Return the config that the user asked for, checked against the files."""
 
     def outline_(self, model: nn.Module) -> None:
         """Make every parameter a meta tensor of the files' dtype, or raise CheckpointError for another model."""
 
     def has(self, name: str) -> bool:
-        """Whether a parameter or buffer of this name is in the files."""
+        """True if a parameter or buffer of this name is in the files."""
 
     def plan(self, model: nn.Module, config: VBConfig, beside: Beside | None) -> Plan:
         """Return the plan for the outlined model, beside the models on the runtime that it will share."""
 
-    def planes(self, name: str, handle: WeightHandle) -> Any:
-        """What the handle of a layer stores."""
+    def planes_of(self, swap: Swap, handle: WeightHandle) -> Planes:
+        """Return the planes of a weight, to be stored by its handle."""
 
-    def dtype(self, name: str, handle: WeightHandle) -> torch.dtype:
-        """What a layer computes in."""
+    def computes_in(self, swap: Swap, handle: WeightHandle) -> torch.dtype:
+        """Return the dtype that the layers of a weight compute in."""
 
     def fill_kept_(self, model: nn.Module, device: torch.device) -> None:
         """Assign all other parameters and buffers."""
@@ -129,7 +130,7 @@ class SavedModel:
         self._check_entries()
 
     def _check_files(self, files: Mapping[str, TensorFile]) -> None:
-        """The files have the tensors of the manifest and no others, of its dtypes and shapes."""
+        """Check that the files have the tensors of the manifest and no others, of its dtypes and shapes."""
         for name, saved in self._manifest.tensors.items():
             info = files[saved.file].tensors.get(name)
             if info is None:
@@ -146,7 +147,7 @@ class SavedModel:
                     raise _damaged(file.path, f"it has {name}, of which {MANIFEST} says nothing")
 
     def _check_entries(self) -> None:
-        """Planes are of dtypes and shapes that their format has, and only numbers with a fraction train."""
+        """Check that planes have the dtypes and shapes of their format, and that only floating-point tensors train."""
         for number, layer in enumerate(self._manifest.layers):
             for plane, expected in layer.expected().items():
                 for field, wanted in expected.items():
@@ -186,28 +187,8 @@ class SavedModel:
             set(self._kept) | {site.tensor for layer in self._manifest.layers for site in layer.sites},
             optional={n for n, entry in self._kept.items() if entry.kind == "non-persistent buffer"},
         )
+        self._check_fit(model)
         modules = {name or ROOT: module for name, module in model.named_modules(remove_duplicate=False)}
-        refuse_any(
-            self.path,
-            "layers do not fit",
-            filter(
-                None,
-                (misfit(modules.get(site.module), site) for layer in self._manifest.layers for site in layer.sites),
-            ),
-        )
-        refuse_any(self.path, "kinds do not fit", other_kinds(model, self._kept))
-        refuse_any(
-            self.path,
-            "shapes do not fit",
-            other_shapes(
-                model,
-                {
-                    name: self._info(entry.name)
-                    for name, entry in self._kept.items()
-                    if entry.kind != "non-persistent buffer"
-                },
-            ),
-        )
         for layer in self._manifest.layers:
             old = modules[layer.site.module]._parameters[layer.site.parameter]
             weight = on_meta(old, getattr(torch, layer.stored_dtype), layer.trainable)
@@ -217,6 +198,16 @@ class SavedModel:
             if entry.kind == "parameter":
                 dtype = self._info(entry.name).dtype
                 assign_(model, entry.names, partial(on_meta, dtype=dtype, trains=entry.trainable))
+
+    def _check_fit(self, model: nn.Module) -> None:
+        """Raise CheckpointError where layers or kept tensors have another kind or shape in the model."""
+        modules = {name or ROOT: module for name, module in model.named_modules(remove_duplicate=False)}
+        sites = [site for layer in self._manifest.layers for site in layer.sites]
+        refuse_any(self.path, "layers do not fit", filter(None, (misfit(modules.get(s.module), s) for s in sites)))
+        refuse_any(self.path, "kinds do not fit", other_kinds(model, self._kept))
+        lasting = {name: entry for name, entry in self._kept.items() if entry.kind != "non-persistent buffer"}
+        infos = {name: self._info(entry.name) for name, entry in lasting.items()}
+        refuse_any(self.path, "shapes do not fit", other_shapes(model, infos))
 
     def has(self, name: str) -> bool:
         """See `Source`."""
@@ -228,9 +219,9 @@ class SavedModel:
         saved = [_swap(layer, modules) for layer in self._manifest.layers]
         return make_plan(model, config, saved=saved, beside=beside)
 
-    def planes(self, name: str, handle: WeightHandle) -> Any:
+    def planes_of(self, swap: Swap, handle: WeightHandle) -> Planes:
         """See `Source`: as they were encoded."""
-        layer = self._layers[name]
+        layer = self._layers[swap.name]
         planes = {
             plane: {field: self._read(layer.file_tensor(plane, field)) for field in names}
             for plane, names in layer.planes.items()
@@ -245,12 +236,12 @@ class SavedModel:
                     getattr(torch, layer.stored_dtype),
                 )
             except FormatError as error:
-                raise _damaged(self._files[layer.file_tensor("fine", "low")].path, f"{name}: {error}") from error
+                raise _damaged(self._files[layer.file_tensor("fine", "low")].path, f"{swap.name}: {error}") from error
         return handle.encoder.from_encoded(planes)
 
-    def dtype(self, name: str, handle: WeightHandle) -> torch.dtype:
+    def computes_in(self, swap: Swap, handle: WeightHandle) -> torch.dtype:
         """See `Source`."""
-        return getattr(torch, self._layers[name].dtype)
+        return getattr(torch, self._layers[swap.name].dtype)
 
     def fill_kept_(self, model: nn.Module, device: torch.device) -> None:
         """See `Source`."""
@@ -272,7 +263,7 @@ class SavedModel:
 
 
 def _for_this_machine(saved: VBConfig) -> VBConfig:
-    """The config of a save without what was insisted on where it was made."""
+    """Return the config of a save without what it insisted on for the machine where it was made."""
     gpu = saved.tiers.gpu
     return replace(saved, tiers=replace(saved.tiers, gpu=replace(gpu, enabled=gpu.enabled and "auto")))
 
@@ -284,7 +275,6 @@ class DenseCheckpoint:
         self.path = path
         self._files = list(map(TensorFile, files))
         self._found: dict[str, Entry] = {}  # by names of the model
-        self._sites: dict[str, WeightSite] = {}  # by the names of swaps
         self._entries: dict[str, str] = {}  # each name that the model has -> the one that was found, where tied
 
     def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
@@ -322,15 +312,13 @@ class DenseCheckpoint:
 
     def plan(self, model: nn.Module, config: VBConfig, beside: Beside | None) -> Plan:
         """See `Source`."""
-        plan = make_plan(model, config, beside=beside)
-        self._sites = {swap.name: swap.site for swap in plan.swaps}
-        return plan
+        return make_plan(model, config, beside=beside)
 
-    def planes(self, name: str, handle: WeightHandle) -> Any:
+    def planes_of(self, swap: Swap, handle: WeightHandle) -> Planes:
         """See `Source`: encoded now."""
-        return handle.split(self._read(self._sites[name].tensor))
+        return handle.split(self._read(swap.site.tensor))
 
-    def dtype(self, name: str, handle: WeightHandle) -> torch.dtype:
+    def computes_in(self, swap: Swap, handle: WeightHandle) -> torch.dtype:
         """See `Source`."""
         return handle.dtype
 
@@ -350,7 +338,7 @@ class DenseCheckpoint:
 
 
 def _swap(layer: SavedLayer, modules: Mapping[str, nn.Module]) -> Swap:
-    """The swap of a saved layer, without pages; a module that has several names counts once."""
+    """Return the swap of a saved layer, without pages; a module that has several names counts once."""
     sites = [site for site in layer.sites if site.module in modules]
     return Swap(
         site=sites[0],

@@ -63,7 +63,7 @@ _MAP_BYTES = 1 << 20  # smaller tensors are read: that a page of them is missing
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a header says of a tensor; `begin` counts bytes from the first tensor."""
+    """A tensor's entry in a header; `begin` counts bytes from the first tensor."""
 
     name: str
     dtype: torch.dtype
@@ -82,7 +82,7 @@ class TensorInfo:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """XXH3-64 of a contiguous CPU tensor's bytes, in hex."""
+    """Return XXH3-64 of a contiguous CPU tensor's bytes, in hex."""
     return xxhash.xxh3_64_hexdigest(_view(tensor))
 
 
@@ -185,7 +185,7 @@ class TensorFile:
             ) from error
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor in fresh CPU memory. Raises CheckpointError when the file cannot be read."""
+        """Return the tensor in fresh CPU memory. Raises CheckpointError when the file cannot be read."""
         info = self.tensors[name]
         out = torch.empty(info.nbytes, dtype=torch.uint8, device="cpu")
         try:
@@ -197,9 +197,9 @@ class TensorFile:
         return out.view(info.dtype).view(info.shape)
 
     def map(self, name: str) -> torch.Tensor:
-        """The tensor in a private mapping of the file, as the library gives it: its memory is the page cache's, writes
-        stay in this process. Small tensors, and those at an odd offset, are read. Whoever cuts the file short while it
-        is mapped ends the process (SIGBUS); replacing or removing it does no harm.
+        """Return the tensor in a private mapping of the file, as the library does: its memory is the page cache's,
+        writes stay in this process. Small tensors, and those at an odd offset, are read. Cutting the file short while
+        it is mapped ends the process (SIGBUS); replacing or removing it does no harm.
 
         Raises CheckpointError when the file cannot be mapped.
         """
@@ -227,7 +227,7 @@ def _mapped(path: Path) -> torch.UntypedStorage:
 
 
 def _header(fd: int) -> tuple[int, dict[str, TensorInfo]]:
-    """The offset of the first tensor and the header's entries."""
+    """Return the offset of the first tensor and the header's entries."""
     size = os.fstat(fd).st_size
     head = bytearray(_LENGTH.size)
     read_into(fd, [memoryview(head)], 0)
@@ -258,7 +258,7 @@ def _parsed(head: bytearray, size: int) -> dict[str, TensorInfo]:
 
 
 def _framework() -> str:
-    """Whose tensors the library is to be ready for: for numpy it maps a file without asking for as much memory."""
+    """Return the framework to name to the library: for numpy it maps a file without reserving as much memory."""
     return "pt" if sys.modules.get("numpy") is None else "numpy"  # torch has imported it where it is installed
 
 
