@@ -61,7 +61,7 @@ def estimate_bytes(case: Case) -> int:
 
     fp32 weights and AdamW's two moments stay; then either all gradients or all activations are the larger part, and
     the activations are largest when the backward pass begins. What a block keeps until then is counted tensor by
-    tensor; `tests/test_train_memory.py` holds all of it to what is measured.
+    tensor; `tests/scripts/test_train_memory.py` holds all of it to what is measured.
     """
     shape, options = case.shape, case.options
     tokens, d, e = case.batch * shape.context, shape.width, 2 if case.options.mixed_precision else 4
