@@ -1,5 +1,8 @@
 """Pages on an ssd tier that tests call by name, without a stack."""
 
+import os
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -50,3 +53,17 @@ def read(tier: NamedSsd, key: str, nbytes: int = 3 * PAGE) -> torch.Tensor:
 
 def file_of(tier: NamedSsd, key: str) -> Path:
     return tier.rooms[key].path
+
+
+def forked(work: Callable[[], object]) -> int:
+    """Fork a child that calls `work` and ends, with 0 if that raised nothing; return its process id."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:  # noqa: BLE001 - printed, and the exit status says so
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return child

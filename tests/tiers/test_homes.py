@@ -48,7 +48,7 @@ def test_a_page_that_cannot_be_added_leaves_nothing_behind(tmp_path, home):
             add(stack, "b", 5, home)
         with pytest.raises(TierError, match="a: the stack holds a page of this name already"):
             add(stack, "a", 1, home)
-        with pytest.raises(TierError, match=r"b: .* was dropped"):
+        with pytest.raises(TierError, match=r"b: .* was retired"):
             use(stack, "b")
     assert held == (
         stack.levels[0].tier.held_bytes,
@@ -148,7 +148,7 @@ def test_a_page_goes_with_its_last_owner_at_the_next_access(tmp_path, home):
     assert "a" in stack.pages
     use(stack, "other")
     assert "a" not in stack.pages and len(list(stack.levels[-1].tier.directory.glob("*.page"))) == 1
-    with pytest.raises(TierError, match="a: its page was dropped"):
+    with pytest.raises(TierError, match="a: its page was retired"):
         use(stack, "a")
     retire(stack, "a")
     assert_at_rest(stack)

@@ -1,19 +1,23 @@
 """Directories of runs: locked, removed by their run or the next one, and nothing else with them."""
 
+import contextlib
 import errno
 import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.tiers.pages import NamedSsd, page, read
+from tests.tiers.pages import PAGE, NamedSsd, forked, page, read
 from vbrt.errors import TierError
+from vbrt.tiers.ssd import HEADER_BYTES
 
 
 def test_close_removes_the_run_and_may_come_twice(tmp_path):
@@ -37,6 +41,9 @@ def test_a_tier_that_is_collected_removes_its_run(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks beside threads
+
+
 def start(root: Path) -> subprocess.Popen:
     """Another process with a run in `root`, that waits."""
     code = f"""
@@ -52,13 +59,30 @@ def start(root: Path) -> subprocess.Popen:
     )
 
 
+def killed(root: Path) -> Path:
+    """The directory of a run in `root` whose process was killed."""
+
+    def live() -> None:
+        tier = NamedSsd(root)
+        tier.write("layer", page())
+        os.write(ready[1], os.fsencode(tier.directory))
+        time.sleep(60)
+
+    ready = os.pipe()
+    child = forked(live)
+    directory = os.read(ready[0], 1000)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    for fd in ready:
+        os.close(fd)
+    return Path(os.fsdecode(directory))
+
+
 def test_runs_of_dead_processes_are_removed_at_the_start_and_live_ones_are_not(tmp_path):
-    with start(tmp_path) as dies, start(tmp_path) as lives:
-        dead, live = (Path(process.stdout.readline().strip()) for process in (dies, lives))
+    with start(tmp_path) as lives:
+        live, dead = Path(lives.stdout.readline().strip()), killed(tmp_path)
         (tmp_path / "run-of-the-user").mkdir()
         (tmp_path / "notes.txt").write_text("not ours")
-        dies.send_signal(signal.SIGKILL)
-        dies.wait()
         assert len(list(dead.iterdir())) == 2  # nobody cleaned up
         own = NamedSsd(tmp_path, 1 << 30)
         assert not dead.exists()
@@ -150,21 +174,16 @@ def test_a_directory_that_takes_the_place_of_a_run_is_left_alone(tmp_path):
 
 
 def test_a_run_without_free_descriptors_is_removed_all_the_same(tmp_path):
-    code = f"""
-        import os, resource, torch
-        from vbrt.tiers import SsdTier
-        tier = SsdTier({str(tmp_path)!r}, 1 << 30)
-        tier.put(tier.reserve(8192), torch.zeros(4096, dtype=torch.uint8), key="layer")
-        taken = []
-        try:
+    def take_all_and_close() -> None:
+        tier = NamedSsd(tmp_path)
+        tier.write("layer", page())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20,) * 2)
+        with contextlib.suppress(OSError):
             while True:
-                taken.append(os.dup(0))
-        except OSError:
-            tier.close()
-    """
-    subprocess.run(
-        ["bash", "-c", 'ulimit -n 64; exec "$0" -c "$1"', sys.executable, textwrap.dedent(code)], check=True, timeout=60
-    )
+                os.dup(0)
+        tier.close()
+
+    assert os.waitpid(forked(take_all_and_close), 0)[1] == 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -202,35 +221,24 @@ def test_a_start_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_reads_and_writes_but_removes_nothing_of_its_parents(tmp_path):
-    code = f"""
-        import os, torch
-        from vbrt.tiers import MemoryTier, SsdTier
-        tier = SsdTier({str(tmp_path)!r}, 1 << 30)
-        memory = MemoryTier("cpu", torch.device("cpu"), 1 << 30)
-        def write(value):
-            room = tier.reserve(8192)
-            tier.put(room, torch.full((4096,), value, dtype=torch.uint8), key="page")
-            return room
-        def read(room):
-            out = memory.reserve(4096).tensor
-            tier.get(room, out, key="page")
-            return int(out[0])
-        parents, freed = write(7), write(8)
-        child = os.fork()
-        if child == 0:
-            tier.after_fork([parents, freed])
-            tier.free(freed)
-            new = write(9)
-            good = read(parents) == 7 and read(new) == 9 and tier.held_bytes == 2 * 8192
-            tier.free(new)
-            tier.close()
-            os._exit(0 if good else 1)
-        new = write(10)
-        assert os.waitpid(child, 0)[1] == 0
-        assert (read(parents), read(freed), read(new)) == (7, 8, 10)
+    tier = NamedSsd(tmp_path)
+    tier.write("parents", page(seed=7))
+    tier.write("freed", page(seed=8))
+
+    def use_and_close() -> None:
+        tier.after_fork(tier.rooms.values())
+        tier.drop("freed")
+        tier.write("new", page(seed=9))
+        assert torch.equal(read(tier, "parents"), page(seed=7)) and torch.equal(read(tier, "new"), page(seed=9))
+        assert tier.held_bytes == 2 * (HEADER_BYTES + 3 * PAGE)
+        tier.drop("new")
         tier.close()
-        assert not os.listdir({str(tmp_path)!r})
-    """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True, timeout=60)
+
+    child = forked(use_and_close)
+    tier.write("new", page(seed=10))
+    assert os.waitpid(child, 0)[1] == 0
+    for key, seed in (("parents", 7), ("freed", 8), ("new", 10)):
+        assert torch.equal(read(tier, key), page(seed=seed))
+    tier.close()
+    assert not list(tmp_path.iterdir())

@@ -4,9 +4,6 @@ import copy
 import gc
 import os
 import pickle
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 import weakref
@@ -14,6 +11,7 @@ import weakref
 import pytest
 import torch
 
+from tests.tiers.pages import forked
 from tests.tiers.stacks import (
     CPU,
     SIZES,
@@ -33,8 +31,8 @@ from tests.tiers.stacks import (
     use,
 )
 from vbrt.errors import TierError
-from vbrt.residency.simulate import make_policy
-from vbrt.tiers import Level, MemoryTier, TierStack, detached_stack
+from vbrt.residency.simulate import PASS, make_policy
+from vbrt.tiers import Level, MemoryTier, SsdTier, TierStack, detached_stack
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 
@@ -241,51 +239,34 @@ def test_threads_while_pages_come_and_go(tmp_path):
     stack.close()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks beside threads
 def test_a_forked_child_can_use_the_pages_and_leaves_its_parents_alone(tmp_path):
-    code = f"""
-        import os, threading, time, torch
-        from vbrt.formats.page import build_layout
-        from vbrt.residency.simulate import make_policy
-        from vbrt.tiers import Level, MemoryTier, Owner, SsdTier, TierStack
+    class Slow(SsdTier):
+        def get(self, room, out, *, key):
+            reading.set()
+            time.sleep(0.01)
+            super().get(room, out, key=key)
 
-        class Slow(SsdTier):
-            def get(self, room, out, *, key):
-                reading.set()
-                time.sleep(0.01)
-                super().get(room, out, key=key)
+    reading, sizes = threading.Event(), {f"page{i}": 1 for i in range(8)}
+    tier = MemoryTier("cpu", CPU, 5 * UNIT)
+    stack = TierStack([Level(tier, make_policy("scheduled", 4 * UNIT)), Slow(tmp_path, 1 << 30)])
+    add_all(stack, sizes, {key: "ssd" if key != "page0" else "cpu" for key in sizes})
+    one_pass = [PASS, *((key,) for key in sizes)]
 
-        reading = threading.Event()
-        tier = MemoryTier("cpu", torch.device("cpu"), 5 * 4096)
-        stack = TierStack([Level(tier, make_policy("scheduled", 4 * 4096)), Slow({str(tmp_path)!r}, 1 << 30)])
-        layout, owner = build_layout("dense", "dense", [("weight", "uint8", (4096,))]), Owner(stack)
-        for i in range(8):
-            stack.add(f"page{{i}}", layout, "ssd" if i else "cpu", lambda out, i=i: out.fill_(i), owner)
-        def one_pass():
-            stack.begin_pass()
-            for i in range(8):
-                with stack.lease((f"page{{i}}",)) as (fields,):
-                    assert (fields["weight"] == i).all()
-        one_pass()
-        for _ in range(5):
-            reading.clear()
-            one_pass()
-            assert reading.wait(10)  # a worker is in the middle of a copy now
-            child = os.fork()
-            if child == 0:
-                try:
-                    one_pass()
-                    one_pass()
-                    assert tier.held_bytes <= tier.capacity_bytes
-                    stack.close()
-                    assert tier.held_bytes == 0
-                    os._exit(0)
-                finally:
-                    os._exit(1)
-            one_pass()
-            assert os.waitpid(child, 0)[1] == 0
-            one_pass()
+    def use_and_close() -> None:
+        run(stack, one_pass * 2)
+        assert tier.held_bytes <= tier.capacity_bytes
         stack.close()
-        assert not os.listdir({str(tmp_path)!r})
-    """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True, timeout=120)
+        assert tier.held_bytes == 0
+
+    run(stack, one_pass)
+    for _ in range(5):
+        reading.clear()
+        run(stack, one_pass)
+        assert reading.wait(10)  # a worker is in the middle of a copy now
+        child = forked(use_and_close)
+        run(stack, one_pass)
+        assert os.waitpid(child, 0)[1] == 0
+        run(stack, one_pass)
+    stack.close()
+    assert not os.listdir(tmp_path)

@@ -1,3 +1,3 @@
-"""What the operating system does for us: files, mapped memory, threads that Ctrl-C cannot lock."""
+"""Services of the operating system: files, memory, mapped files, threads that Ctrl-C cannot lock."""
 
 __all__: list[str] = []

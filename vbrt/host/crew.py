@@ -1,7 +1,7 @@
 """Threads that work beside the caller's.
 
 A task is handed over in one call into C, so Ctrl-C comes before it or after it. The road not taken is
-concurrent.futures: its `submit` enters locks in Python code, and Ctrl-C there leaves them locked for good.
+concurrent.futures: its `submit` enters locks in Python code, and Ctrl-C there leaves them locked.
 """
 
 import atexit
@@ -40,7 +40,7 @@ class Crew:
                 self._started += 1
 
     def stop(self) -> None:
-        """No task begins any more; returns when none is under way. Twice is fine."""
+        """Stop beginning tasks; return when none is under way. Idempotent."""
         with contextlib.suppress(Empty):
             while True:
                 self._tasks.get_nowait()
@@ -57,7 +57,7 @@ def _work(tasks: SimpleQueue, crew: list[LockType]) -> None:
         while (task := tasks.get()) is not None:
             work, args = task
             work(*args)
-            del task, work, args  # who waits for a task keeps nothing alive
+            del task, work, args  # while the thread waits for a task it keeps nothing alive
         tasks.put(None)  # for the next one
     finally:
         crew.remove(working)

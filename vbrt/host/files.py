@@ -1,4 +1,4 @@
-"""Files that may be anybody's, and files that are replaced as a whole.
+"""Files of unknown origin, and files that are replaced as a whole.
 
 Only regular files are read: opening never waits for the other end of a FIFO, and what is read whole is bounded before
 memory is taken. A file is written under a new name that nobody can have prepared, synced, and renamed into place: it

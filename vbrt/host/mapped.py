@@ -1,10 +1,10 @@
-"""Weights that are mapped from a file, as `from_pretrained` leaves them: giving their pages back when they go.
+"""Weights that are mapped from a file, as `from_pretrained` maps them: paging them out once they are encoded.
 
 A mapping lives as long as any tensor in it, so the embedding that stays keeps the pages of all weights that have left
 in this process's resident memory. MADV_PAGEOUT takes them out of it, and out of the page cache if no other process
 maps them. It never loses a byte: what somebody still reads comes back from the file, and pages that were written to
 go to swap, or stay. The road not taken: MADV_DONTNEED would leave the page cache warm and cost a tenth of the time,
-but drops pages that another thread has just written to.
+but loses what another thread has just written.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 """Host memory as the system gives it: anonymous mappings, page-locked for a GPU, and the heap's leftovers.
 
-Buffers are mappings of their own: aligned for direct I/O, given back to the system when they are freed, and registered
+Buffers are mappings of their own: aligned for direct I/O, returned to the system when they are freed, and registered
 as page-locked memory where CUDA is there (`pin_memory=True` would round each up to a power of two).
 """
 

@@ -1,4 +1,4 @@
-"""Who decides: which pages are leased, evicted and staged. Nothing is moved here.
+"""Decides which pages are leased, evicted and staged; moves no byte.
 
 All decisions are made under one lock, in the order of the accesses, by the thread that asks. Policies never ask how far
 a copy has got, so counts do not depend on timing.
@@ -144,7 +144,7 @@ class Decider:
     def _page(self, key: str) -> Page:
         page = self._pages.get(key)
         if page is None:
-            raise TierError(f"{key}: its page was dropped: the layer holds another weight now; run the forward again")
+            raise TierError(f"{key}: its page was retired: the layer holds another weight now; run the forward again")
         return page
 
     # -- room ---------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class Decider:
         return None
 
     def _check_that_waiting_helps(self, pages: Sequence[Page]) -> None:
-        """Raise TierError unless others hold what is in the way, or pages are about to leave for another tier."""
+        """Raise TierError unless other threads hold the room, or pages are about to be rehomed in another tier."""
         top, me = self._top, threading.get_ident()
         mine = [key for key in top.leased if any(holder.thread == me for holder in top.slots[key].holders)]
         blocked = next((level for level in map(self._blocked, pages) if level), None)
@@ -227,7 +227,7 @@ class Decider:
         return self._place(level, page, decision), decision
 
     def _place(self, level: Level, page: Page, decision: Decision) -> Slot:
-        """Act on a decision: evict, then find or make the slot, and its source in the level below."""
+        """Act on a decision: evict, then find or make the slot, and its source in a level below."""
         for key in decision.evict:
             level.evict(key)
         slot = level.slots.get(page.key)

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 __all__ = ["LOOK_SECONDS", "Guard"]
 
-LOOK_SECONDS = 1.0  # a thread that waits looks this often: a lease may be collected, a bell be lost, without a word
+LOOK_SECONDS = 1.0  # a thread that waits looks this often: a lease may be collected, or a bell lost, unnoticed
 
 
 class Guard:
-    """What guards the decisions of a stack.
+    """Guards the decisions of a stack.
 
     Attributes:
         lock: entered by `entered`.

@@ -1,8 +1,9 @@
-"""Who re-homes: gives each page its home, and another one when budgets change.
+"""Gives each page its home, and another one when budgets change.
 
-A page moves in three steps: its bytes are copied to the new home, the page is said to live there, the old copy goes.
-Whoever moves the next page ends what was begun: forwards from the second step on, back before it. The bytes of a page
-and its home are written without a call in between, so Ctrl-C finds the page here or there.
+A page is rehomed in three steps: its bytes are copied to the new home, the page is declared to live there, the old home
+is evicted. If that was interrupted, it is completed from the second step on, and undone before it, when the next page
+is rehomed. The bytes of a page and its home are written without a call in between, so Ctrl-C finds the page here or
+there.
 """
 
 import threading
@@ -84,7 +85,7 @@ class Homes:
             self._finish()
 
     def _reserve(self, slot: Slot) -> None:
-        """Promise room to a page that will live in a tier: copies are evicted, if need be."""
+        """Promise room to a page that will live in a tier; evict copies for it."""
         level, tier = slot.level, slot.level.tier
         with self._guard.entered:
             self._ledger.begin()
@@ -157,7 +158,7 @@ class Homes:
             if moves and ledger.captured:
                 raise TierError(
                     f"tiers.{name}.budget = {nbytes}: a CUDA graph has recorded where the pages lie, they "
-                    "cannot move; choose the budget before the capture, or wrap the model anew"
+                    "cannot move; choose the budget before the capture, or wrap the model again"
                 )
             level.copies_bytes = level.tier.capacity_bytes  # pages that are rehomed make room for those that pass
             for page, home in moves:

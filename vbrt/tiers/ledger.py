@@ -1,4 +1,4 @@
-"""What the parts of a stack share: its levels, its pages, and the guard of both."""
+"""The books that all parts of a stack share: its levels, its pages, and the guard of both."""
 
 import threading
 from collections import deque
@@ -27,7 +27,7 @@ class Ledger:
         copying: those that keep copies.
         pages: by key, those that are stored.
         travellers: how many of them have their home below the top tier.
-        retired: claims of owners that gave up their pages, or were collected; taken from the pages at the next access.
+        retired: claims of owners that were retired or collected; pages lose them at the next access.
         lost: leases that were collected before they were released.
         captured: True once a CUDA graph knows where pages lie.
         encoding: one weight is encoded, and one page is given a home, at a time.

@@ -1,6 +1,6 @@
-"""Who moves: fills slots with their pages' bytes, on demand or ahead, from the tier below or from a file.
+"""Moves bytes: fills slots with their pages, on demand or ahead, from a tier below.
 
-Whoever needs a QUEUED slot first, a worker or the thread that leases it, claims it and moves the bytes itself.
+A QUEUED slot is claimed and filled by the first thread that needs it: a worker, or the thread that leases it.
 
 Why waiting ends: slots are decided one after another, and a slot waits only for what was decided before it: its source
 in the tier below (first, while it holds no room itself), the room that earlier slots have been promised (`pending`),
@@ -53,7 +53,7 @@ class Mover:
         """Make workers of its own for a forked child."""
         self._workers = Crew(self._threads)
 
-    # -- who loads ----------------------------------------------------------------------------------------------------
+    # -- claiming -----------------------------------------------------------------------------------------------------
 
     def stage(self, slot: Slot) -> None:
         """Have a QUEUED slot filled ahead of its use, by this thread where nothing has to be waited for. Call it under
@@ -253,6 +253,6 @@ class Mover:
         else:
             slot.level.relay.copy(target, origin, stream)
         slot.arrived = source.room.fence(stream)  # the source is not refilled before its copy has left
-        slot.room.fences[stream.cuda_stream] = slot.arrived  # and this one not given away before it has arrived
+        slot.room.fences[stream.cuda_stream] = slot.arrived  # and this one not reused before it has arrived
         if recorder is not None:
             recorder.note(self._link(slot), slot.page.key, began, recorder.mark_on(stream), nbytes)

@@ -1,4 +1,4 @@
-"""What a tier is to the stack: room for pages within a budget, and their bytes.
+"""The protocol of tiers: room for pages within a budget, and their bytes.
 
 There are two sorts. A *memory* holds a page as a tensor that kernels and copies use in place. A *store* keeps it in
 some other form (a file, compressed, at a neighbour's) and is asked to write it from host memory and to read it back.
@@ -6,7 +6,7 @@ The stack is a list of tiers, each of them a file of its own: whatever keeps thi
 first, which must be a memory. Any tier may have a policy and keep copies of pages from further down; without one it
 keeps the pages that live there only, and pages from below pass by it.
 
-What a tier needs beside its class to be configured stands in `vbrt.config.tiers`.
+`vbrt.config.tiers` says what else a tier needs before a config can name it.
 """
 
 from collections.abc import Collection
@@ -39,7 +39,7 @@ class Tier(Protocol):
         used_bytes: of those, the bytes of rooms.
         stuck_bytes: held bytes that cannot be freed any more (a file that cannot be removed).
         reads_ahead: True if `read_ahead` brings a page nearer without work for this process's cores.
-        fallbacks: what went another way than asked for, for people.
+        fallbacks: sentences for users: what the tier does in another way than it was asked to.
     """
 
     name: str

@@ -30,7 +30,7 @@ class Recorder:
         guard: of the stack that is recorded.
 
     Attributes:
-        timeline: what was recorded; None before `stop`.
+        timeline: the recorded spans; None before `stop`.
     """
 
     def __init__(self, device: torch.device, guard: Guard) -> None:
@@ -44,7 +44,7 @@ class Recorder:
         return self  # a model that is copied while it is recorded
 
     def start(self) -> None:
-        """From now on the stack tells this recorder what it does.
+        """Have the stack tell this recorder what it does.
 
         Raises:
             WrapError: it has another one.
@@ -83,13 +83,13 @@ class Recorder:
     # -- what the stack and the model tell ----------------------------------------------------------------------------
 
     def mark(self) -> Mark:
-        """Now, as the computing device sees it: when it gets to what its current stream is given next."""
+        """Return this moment on the computing device: when it gets to what its current stream is given next."""
         if self._device is None:
             return time.perf_counter_ns()
         return self.mark_on(torch.cuda.current_stream(self._device))
 
     def mark_on(self, stream: torch.cuda.Stream | None) -> Mark:
-        """Now, as a stream sees it, or the host."""
+        """Return this moment on a stream, or on the host."""
         if stream is None or torch.cuda.is_current_stream_capturing():  # an event of a graph has no time
             return time.perf_counter_ns()
         event = torch.cuda.Event(enable_timing=True)
@@ -97,11 +97,11 @@ class Recorder:
         return event
 
     def note(self, row: str, page: str, start: Mark, end: Mark, nbytes: int = 0) -> None:
-        """A span that has ended, or will when the device gets there."""
+        """Note a span that has ended, or will when the device gets there."""
         self._notes.append((row, page, start, end, nbytes))
 
     def lease(self, keys: Sequence[str]) -> "LeaseNote":
-        """A lease is being asked for."""
+        """Note that a lease is being asked for."""
         return LeaseNote(self, " + ".join(keys))
 
     def begin_pass(self, model: torch.nn.Module, args: tuple) -> None:
@@ -117,7 +117,7 @@ class Recorder:
 
 
 class LeaseNote:
-    """The two spans of one lease: until its pages are there, and until it is given back."""
+    """The two spans of one lease: until its pages are there, and until it is released."""
 
     __slots__ = ("_mark", "_page", "_recorder")
 
@@ -126,11 +126,11 @@ class LeaseNote:
         self._mark = recorder.mark()
 
     def arrived(self) -> None:
-        """What is computed from now on finds the pages there."""
+        """End the wait: the pages are there."""
         self._next(WAIT)
 
     def done(self) -> None:
-        """All of the computing has been asked for."""
+        """End the computing: the host has asked for all of it."""
         self._next(COMPUTE)
 
     def _next(self, row: str) -> None:

@@ -1,6 +1,6 @@
 """The directory of one run: made and locked, and removed by the run itself or, if that was killed, by the next one.
 
-Whoever holds the lock on the file `lock` in it may remove files, and only those that have names of vbrt's own. All of
+Only the holder of the lock on its file `lock` removes files, and only files that have names of vbrt's own. All of
 it goes through descriptors of directories, opened without following a link: whatever is put in the place of a run, or
 into it, nothing else is removed.
 """
@@ -56,7 +56,7 @@ class RunDirectory:
         return self._held.fd
 
     def remove(self) -> None:
-        """Remove it with the pages in it; twice is fine, and a forked child leaves its parent's alone."""
+        """Remove the directory with its pages; idempotent. A forked child does not remove its parent's."""
         _remove_own(self._held, self._pid)  # again, if Ctrl-C came the first time
         self._finalizer.detach()
 
@@ -90,7 +90,7 @@ class _Held:
             os.unlink(_LOCK, dir_fd=self.fd)
 
     def close(self) -> None:
-        """Let go of the lock."""
+        """Close all descriptors, which releases the lock."""
         self.spare()
         fd, self.lock_fd = self.lock_fd, -1  # never closed twice: its number may be another file's by then
         if fd >= 0:
@@ -100,7 +100,7 @@ class _Held:
             os.close(fd)
 
     def spare(self) -> None:
-        """Give the process a descriptor: listing a directory takes one, and it may have run out of them."""
+        """Close the spare descriptor: listing a directory takes one, and the process may have run out of them."""
         fd, self.spare_fd = self.spare_fd, -1
         if fd >= 0:
             os.close(fd)

@@ -2,7 +2,7 @@
 
 A slot is a page's place in a tier: QUEUED (decided, nothing moved), LOADING, READY or FAILED. A page that is evicted
 while its bytes are still coming, or in use, is `doomed`: its room is freed when the copy has ended and the last holder
-has released it, and whoever waits for room waits for that.
+has released it; threads that wait for room wait for that.
 """
 
 import itertools
@@ -83,7 +83,7 @@ class Owner:
 
 
 class Borrower:
-    """Holds slots for one lease. Apart from the lease, so that a lost lease can be collected."""
+    """Holds slots for one lease; an object of its own, so that a lost lease can be collected."""
 
     __slots__ = ("thread",)
 
@@ -151,7 +151,7 @@ class Level:
         self.policy = policy = LRUPolicy(0) if policy is None else policy
         self.guard = Guard()  # a stack sets its own, and the index
         self.index = 0
-        self.copies_bytes = policy.capacity_bytes  # room for copies, as long as pages that live here leave that much
+        self.copies_bytes = policy.capacity_bytes  # room for copies, less where pages at home need it
         self.home_bytes = 0
         self.living: dict[Slot, None] = {}  # slots of pages that live here, or are on their way in or out
         self.slots: dict[str, Slot] = {}
@@ -165,7 +165,7 @@ class Level:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that pages could live in: copies give way to them."""
+        """Bytes in which pages can still be given a home; copies that are there are evicted for them."""
         return self.tier.capacity_bytes - self.tier.stuck_bytes - self.home_bytes
 
     def resize(self, nbytes: int) -> None:
@@ -194,7 +194,7 @@ class Level:
         self._evict_all(self._fit())
 
     def _fit(self) -> tuple[str, ...]:
-        """Give copies the room that living pages leave; return those that have to leave for that."""
+        """Resize the policy to the room beside pages at home; return the copies to evict."""
         room = min(self.copies_bytes, self.free_bytes)
         return () if room == self.policy.capacity_bytes else self.policy.resize(room)
 
@@ -266,7 +266,7 @@ class Level:
             slot.source = None
 
     def cancel(self, slot: Slot, error: BaseException) -> None:
-        """Give up a load: it is as if it had never been decided. Whoever waits for the slot gets the error."""
+        """Cancel a load, as if it had never been decided. Threads that wait for the slot get the error."""
         if slot.state is not State.LOADING:
             return
         key = slot.page.key

@@ -136,7 +136,7 @@ class SsdTier:
         # a forked child writes into the same directory, under names of its own
         path = self.directory / f"{os.getpid()}-{self._serial:05d}-{re.sub(r'[^A-Za-z0-9._-]', '_', key)[-96:]}.page"
         self._serial += 1
-        room.path, room.digest = path, digest  # before it is there: freeing removes what an interrupt leaves
+        room.path, room.digest = path, digest  # before the file exists: freeing the room removes it then, too
         try:
             _write_file(path, self._run.fd, _header(key, page.numel(), digest, layout), view)
         except OSError as error:
@@ -191,7 +191,7 @@ class SsdTier:
         except FileNotFoundError as error:
             raise TierError(
                 f"{key}: {room.path} is missing; the page is lost, load the weight again (load_state_dict) "
-                "or wrap the model anew"
+                "or wrap the model again"
             ) from error
         except OSError as error:
             raise TierError(f"{key}: cannot read {room.path}: {error.strerror or error}") from error
@@ -276,7 +276,7 @@ class SsdTier:
         self._run.remove()
 
     def _use_direct(self) -> bool:
-        direct = self._direct  # which a write in another thread forgets
+        direct = self._direct  # a put in another thread resets it
         if direct is None:
             try:
                 fits_cache = self.held_bytes <= _PAGE_CACHE_SHARE * psutil.virtual_memory().available

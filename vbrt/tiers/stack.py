@@ -6,8 +6,9 @@ the policy wants them; weights are read-only, so eviction never writes. The top 
     with stack.lease(("layers.0.q_proj#coarse",)) as (tensors,):   # tensors: field name -> view into the page
         y = op(x, tensors)
 
-Who decides (`decider`), who moves bytes (`mover`) and who gives pages their homes (`homes`) are three classes, with one
-lock (`guard`) and one set of books (`ledger`). Each says what it does about Ctrl-C and why its waiting ends.
+Three classes do the work: one decides (`decider`), one moves bytes (`mover`), one gives pages their homes (`homes`).
+They share one lock (`guard`) and one set of books (`ledger`). Each file says how it survives Ctrl-C and why its waiting
+ends.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -43,7 +44,7 @@ class TierStack:
     Attributes:
         levels, names: the tiers, and their names.
         pages: by key, those that are stored.
-        retired: claims of owners that gave up their pages; may be appended to, what goes goes at the next access.
+        retired: claims of retired owners, which pages lose at the next access; may be appended to.
         guard: the lock, and the recorder of a timeline.
     """
 
@@ -103,7 +104,7 @@ class TierStack:
         return owner
 
     def retire(self, owner: Owner) -> None:
-        """Give up an owner's pages, as happens when it is collected. Takes no lock: safe in a finalizer."""
+        """Retire an owner: its pages lose it at the next access. Takes no lock, so that finalizers may call it."""
         self.retired.append(owner.claim)
 
     def retire_unowned(self) -> None:
@@ -210,5 +211,5 @@ class TierStack:
 
 
 def detached_stack() -> TierStack:
-    """Where layers live that were unpickled apart from their wrapper: CPU memory, without a budget."""
+    """Return a stack of CPU memory without a budget, for layers that were unpickled apart from their model."""
     return TierStack([MemoryTier("cpu", torch.device("cpu"), 1 << 62)])

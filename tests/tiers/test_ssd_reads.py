@@ -1,0 +1,169 @@
+"""How page files are read: in parts by several threads, ahead of their use, directly or through the page cache."""
+
+import errno
+import fcntl
+import os
+import threading
+import time
+import warnings
+from collections import namedtuple
+
+import psutil
+import pytest
+import torch
+
+from tests.tiers.pages import CHUNK, PAGE, NamedSsd, buffer, file_of, page, read
+from vbrt.errors import TierError
+
+
+@pytest.fixture
+def tier(tmp_path):
+    tier = NamedSsd(tmp_path, 1 << 30)
+    yield tier
+    tier.close()
+
+
+@pytest.fixture
+def helped(tmp_path):
+    tier = NamedSsd(tmp_path, 1 << 30, io="buffered", helpers=3)
+    yield tier
+    tier.close()
+
+
+def test_helpers_read_parts_of_a_page(helped, monkeypatch):
+    nbytes = 5 * CHUNK + 3 * PAGE
+    helped.write("layer", page(nbytes))
+    real, threads = os.preadv, set()
+
+    def preadv(fd, views, offset):
+        threads.add(threading.current_thread().name)
+        time.sleep(0.005)
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert torch.equal(read(helped, "layer", nbytes), page(nbytes))
+    assert len(threads) == 4 and threading.current_thread().name in threads
+
+
+@pytest.mark.parametrize(
+    ("accident", "where"),
+    [
+        (OSError(5, "Input/output error"), "helper"),
+        (OSError(5, "Input/output error"), "caller"),
+        (KeyboardInterrupt(), "caller"),
+    ],
+)
+def test_nobody_writes_into_the_buffer_after_a_read_has_failed(helped, monkeypatch, accident, where):
+    nbytes = 20 * CHUNK
+    helped.write("layer", page(nbytes))
+    real, caller = os.preadv, threading.current_thread()
+
+    def preadv(fd, views, offset):
+        mine = threading.current_thread() is caller
+        time.sleep(0.001 if mine else 0.01)
+        if offset > 4 * CHUNK and mine == (where == "caller"):
+            raise accident
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    out = buffer(nbytes)
+    with pytest.raises(KeyboardInterrupt if isinstance(accident, KeyboardInterrupt) else TierError):
+        helped.get(helped.rooms["layer"], out, key="layer")
+    out.zero_()
+    time.sleep(0.05)
+    assert not out.any()
+    monkeypatch.undo()
+    assert torch.equal(read(helped, "layer", nbytes), page(nbytes))
+
+
+def test_reading_ahead_never_fails(helped):
+    helped.write("layer", page())
+    helped.read_ahead(helped.rooms["layer"])
+    file_of(helped, "layer").unlink()
+    helped.read_ahead(helped.rooms["layer"])
+
+
+# -- direct or buffered -----------------------------------------------------------------------------------------------
+
+
+Memory = namedtuple("Memory", "available")
+
+
+@pytest.mark.parametrize(("available", "mode"), [(10, "buffered"), (8, "buffered"), (7, "direct"), (1, "direct")])
+def test_auto_reads_directly_when_the_files_exceed_half_of_the_available_memory(tier, monkeypatch, available, mode):
+    tier.write("layer", page())
+    assert tier.held_bytes == 4 * PAGE
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(available * PAGE))
+    assert tier.mode == mode
+
+
+def test_auto_decides_again_when_pages_are_added(tier, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(10 * PAGE))
+    tier.write("a", page())
+    assert tier.mode == "buffered"
+    tier.write("b", page())
+    assert tier.mode == "direct"
+
+
+def refuse_direct_open(monkeypatch):
+    real = os.open
+
+    def refuse(path, flags, *args, **kwargs):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+def refuse_direct_read(monkeypatch):
+    real = os.preadv
+
+    def refuse(fd, views, offset):
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", refuse)
+
+
+@pytest.mark.parametrize("refuse", [refuse_direct_open, refuse_direct_read])
+def test_a_file_system_without_direct_io_is_announced_once_and_served(tmp_path, monkeypatch, refuse):
+    tier = NamedSsd(tmp_path, 1 << 30, io="direct")
+    tier.write("layer", page())
+    refuse(monkeypatch)
+    with pytest.warns(UserWarning, match="refuses O_DIRECT; reads go through the page cache"):
+        assert torch.equal(read(tier, "layer"), page())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(read(tier, "layer"), page())
+        tier.write("other", page(seed=1))
+        assert torch.equal(read(tier, "other"), page(seed=1))
+    assert tier.mode == "buffered" and len(tier.fallbacks) == 1
+
+
+def test_direct_reads_bypass_the_page_cache_flagged_as_such(tmp_path, monkeypatch):
+    tier = NamedSsd(tmp_path, 1 << 30, io="direct")
+    tier.write("layer", page())
+    flags, real = [], os.open
+    monkeypatch.setattr(os, "open", lambda path, f, *args, **more: flags.append(f) or real(path, f, *args, **more))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        read(tier, "layer")
+    assert flags[0] & os.O_DIRECT
+
+
+@pytest.mark.parametrize("plant", ["a link", "a FIFO"])
+@pytest.mark.parametrize("io", ["direct", "buffered"])
+def test_what_is_put_in_the_place_of_a_page_is_refused_and_nothing_waits_for_it(tmp_path, plant, io):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tier = NamedSsd(tmp_path, 1 << 30, io=io)
+        tier.write("layer", page())
+        path = file_of(tier, "layer")
+        path.rename(tmp_path / "moved")
+        path.symlink_to(tmp_path / "moved") if plant == "a link" else os.mkfifo(path)
+        with pytest.raises(TierError, match=r"layer: cannot read .*layer\.page"):
+            read(tier, "layer")
+        tier.read_ahead(tier.rooms["layer"])
+        tier.close()
