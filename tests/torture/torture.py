@@ -242,6 +242,51 @@ def _unwrapping(trial: Trial) -> tuple[Callable, Callable]:
     return vb.unwrap, afterwards
 
 
+def _sharing(trial: Trial) -> tuple[Callable, Callable]:
+    """Another model comes onto the runtime of one whose pages are all in memory, and have to leave it."""
+    first = trial.wrap(2 * small(trial.preset))
+    trial.check(first)
+    second = build(trial.preset)
+    homes = {key: page.home for key, page in first.stack.pages.items()}
+
+    def share() -> None:
+        weights = options(trial.preset, trial.root)["weights"]
+        trial.made.append(vbrt.wrap(second, trial.preset, weights=weights, runtime=first.runtime))
+
+    def afterwards() -> None:
+        if not trial.made:
+            assert not any(isinstance(m, SwappedLayer) for m in second.modules()), "half wrapped"
+            assert not second._forward_pre_hooks
+            assert len(first.runtime.attachments) == 1
+            assert {key: page.home for key, page in first.stack.pages.items()} == homes, "the first one's pages moved"
+            trial.check(first)
+            share()
+        for vb in (first, trial.made[0], first):
+            trial.check(vb)
+        trial.made[0].close()
+        trial.check(first)
+        trial.end(first)
+
+    return share, afterwards
+
+
+def _parting(trial: Trial) -> tuple[Callable, Callable]:
+    """One of two models on a runtime is closed."""
+    first = trial.wrap(small(trial.preset))
+    weights = options(trial.preset, trial.root)["weights"]
+    second = vbrt.wrap(build(trial.preset), trial.preset, weights=weights, runtime=first.runtime)
+    for vb in (first, second):
+        trial.check(vb)
+
+    def afterwards() -> None:
+        second.close()
+        trial.check(first)
+        assert len(first.stack.pages) == sum(len(layer.plane_bytes) for layer in first.stats().layers.values())
+        trial.end(first)
+
+    return second.close, afterwards
+
+
 OPERATIONS = {
     "wrap": _wrapping,
     "materialize": _materializing,
@@ -253,6 +298,8 @@ OPERATIONS = {
     "load": _loading,
     "close": _closing,
     "unwrap": _unwrapping,
+    "share": _sharing,
+    "part": _parting,
 }
 PRESETS = ("dense", "exact", "fp4")
 

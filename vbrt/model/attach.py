@@ -9,8 +9,8 @@ from vbrt.config import VBConfig
 from vbrt.layers import KINDS, HandleSpec, Kind, SwappedLayer, WeightHandle, strip
 from vbrt.model.attachment import Attachment, Terms
 from vbrt.model.machine import check_ssd_directory
-from vbrt.model.passes import remove_pass_hooks
-from vbrt.model.placement import homes_kept_on_failure, place_beside, place_pages
+from vbrt.model.passes import PassHook
+from vbrt.model.placement import current_homes, place_beside, place_pages, restore_homes
 from vbrt.model.planner import make_plan
 from vbrt.model.runtime import Runtime
 from vbrt.model.trained import TrainingAttachment
@@ -19,7 +19,7 @@ from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.site import ROOT
 from vbrt.training import TrainedWeight, trained_class
 
-__all__ = ["Original", "attach", "plan_for"]
+__all__ = ["Attempt", "attach", "plan_for"]
 
 
 def plan_for(
@@ -64,57 +64,64 @@ def attach(
     Raises:
         ConfigError, TierError, WrapError: as `vbrt.wrap`.
     """
-    if runtime is None:
-        plan = plan_for(model, config) if plan is None else plan
-        runtime = Runtime.of_plan(plan, config, policy)
-        try:
-            return _attach(model, runtime, Terms(config, plan, runtime.free_name(name or type(model).__name__)))
-        except BaseException:
-            runtime.stack.close()
-            raise
-    with runtime.stack.encoding:  # no page is added, and no other model attached, meanwhile
-        plan = plan_for(model, config, runtime) if plan is None else plan
-        name = runtime.free_name(name or type(model).__name__)
-        with homes_kept_on_failure(runtime):
-            return _attach(model, runtime, Terms(config, plan, name, f"{name}/"))
-
-
-def _attach(model: nn.Module, runtime: Runtime, terms: Terms) -> Attachment:
-    original, attachment, config = Original(model), None, terms.settings
+    attempt = Attempt(model, runtime)
     try:
-        specs = [HandleSpec.of(swap, config) for swap in terms.plan.swaps]
-        specs = [replace(spec, site=replace(spec.site, module=terms.prefix + spec.site.module)) for spec in specs]
-        if config.mode == "train":
-            kind, class_of, handles = TrainingAttachment, trained_class, list(map(TrainedWeight, specs))
-        else:
-            kind, class_of, handles = (
-                Attachment,
-                Kind.layer_class,
-                [WeightHandle(spec, runtime.stack) for spec in specs],
-            )
-        attachment = kind(model, runtime, terms, _swap_layers_(model, terms.plan, handles, class_of))
-        if terms.prefix:
+        if runtime is None:
+            plan = plan_for(model, config) if plan is None else plan
+            attempt.built = runtime = Runtime.of_plan(plan, config, policy)
+            return _attach(model, runtime, Terms(config, plan, name or type(model).__name__))
+        with runtime.stack.encoding:  # no page is added, and no other model attached, meanwhile
+            plan = plan_for(model, config, runtime) if plan is None else plan
+            name = runtime.free_name(name or type(model).__name__)
+            attachment = _attach(model, runtime, Terms(config, plan, name, f"{name}/"))
             place_pages(runtime)
-        return attachment
+            return attachment
     except BaseException:
-        if attachment is not None:
-            attachment.closed = True
-        original.restore_()
+        attempt.undo()
         raise
 
 
-class Original:
-    """A model before its layers are swapped: classes, parameters and buffers of its modules."""
+def _attach(model: nn.Module, runtime: Runtime, terms: Terms) -> Attachment:
+    specs = [HandleSpec.of(swap, terms.settings) for swap in terms.plan.swaps]
+    specs = [replace(spec, site=replace(spec.site, module=terms.prefix + spec.site.module)) for spec in specs]
+    if terms.settings.mode == "train":
+        weights = list(map(TrainedWeight, specs))
+        return TrainingAttachment(model, runtime, terms, _swap_layers_(model, terms.plan, weights, trained_class))
+    handles = [WeightHandle(spec, runtime.stack) for spec in specs]
+    return Attachment(model, runtime, terms, _swap_layers_(model, terms.plan, handles, Kind.layer_class))
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+
+class Attempt:
+    """What is needed to undo an attachment that fails or is interrupted, until whoever asked for it has it.
+
+    Attributes:
+        built: the runtime that was built for it, if one was.
+    """
+
+    def __init__(self, model: nn.Module, runtime: Runtime | None) -> None:
+        self._model, self._runtime = model, runtime
         self._modules = [
             (module, type(module), dict(module._parameters), dict(module._buffers)) for module in model.modules()
         ]
+        self._hooks = set(model._forward_pre_hooks)
+        self._homes = None if runtime is None else current_homes(runtime)
+        self.built: Runtime | None = None
 
-    def restore_(self) -> None:
-        """Undo what attaching has done so far; does not close the tiers."""
-        remove_pass_hooks(self.model)
+    def undo(self) -> None:
+        """Give the model back as it was, free its pages, and give other models' pages their homes back. Idempotent."""
+        hooks = self._model._forward_pre_hooks
+        for hook_id, hook in list(hooks.items()):
+            if isinstance(hook, PassHook) and hook_id not in self._hooks:
+                hook.attachment.close()
+                del hooks[hook_id]
+        self._restore_modules()
+        if self.built is not None:
+            self.built.stack.close()
+        if self._homes is not None:
+            restore_homes(self._runtime, self._homes)
+
+    def _restore_modules(self) -> None:
+        """Restore classes, parameters and buffers."""
         for module, cls, parameters, buffers in self._modules:
             if isinstance(module, SwappedLayer):
                 strip(module)

@@ -1,23 +1,25 @@
 """Where the pages of models live that share a runtime: one plan for all of them."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vbrt.config.tiers import TIERS
 from vbrt.errors import TierError
 from vbrt.layers import WeightHandle
+from vbrt.model.registry import Registry
 from vbrt.residency.plan import Beside, PageSpec, place
 
 if TYPE_CHECKING:
     from vbrt.model.runtime import Runtime
 
-__all__ = ["homes_kept_on_failure", "place_beside", "place_pages", "use_freed_room"]
+__all__ = ["current_homes", "place_beside", "place_pages", "restore_homes", "use_freed_room"]
 
 _BESIDE = "beside: "  # no key of a plan begins so
 
 Pages = list[tuple[WeightHandle, tuple[PageSpec, ...]]]
+Homes = list[tuple[Registry, Pages]]
 
 
 def place_beside(runtime: "Runtime") -> Beside:
@@ -27,17 +29,17 @@ def place_beside(runtime: "Runtime") -> Beside:
     return Beside(runtime.budgets, tuple(renamed))
 
 
-@contextlib.contextmanager
-def homes_kept_on_failure(runtime: "Runtime") -> Iterator[None]:
-    """In a `with` block that fails, give all pages the homes that they had before."""
-    before = {attachment.registry: attachment.registry.pages() for attachment in runtime.attachments}
-    try:
-        yield
-    except BaseException:
-        for registry, pages in before.items():
-            registry.assign_homes(_homes([pages]))
-        runtime.stack.rehome(_homes(before.values()))
-        raise
+def current_homes(runtime: "Runtime") -> Homes:
+    """Return where the pages of all models live, or will, for `restore_homes`."""
+    return [(attachment.registry, attachment.registry.pages()) for attachment in runtime.attachments]
+
+
+def restore_homes(runtime: "Runtime", homes: Homes) -> None:
+    """Give pages the homes that they had."""
+    for registry, pages in homes:
+        registry.assign_homes(_by_key([pages]))
+        registry.forget_ready()
+    runtime.stack.rehome(_by_key(pages for _, pages in homes))
 
 
 def place_pages(runtime: "Runtime") -> None:
@@ -55,7 +57,7 @@ def place_pages(runtime: "Runtime") -> None:
     for registry in found:
         registry.assign_homes(homes)
     runtime.stack.rehome(homes)
-    _widen_leases(runtime, max((len(layer) for layer in layers), default=1))
+    _widen_leases(runtime, max((sum(not page.by_rows for page in layer) for layer in layers), default=1))
     for registry in found:
         registry.forget_ready()
 
@@ -76,5 +78,5 @@ def use_freed_room(runtime: "Runtime") -> None:
         attachment.registry.forget_ready()
 
 
-def _homes(models: Iterable[Pages]) -> dict[str, str]:
+def _by_key(models: Iterable[Pages]) -> dict[str, str]:
     return {page.key: page.home for pages in models for _, layer in pages for page in layer}

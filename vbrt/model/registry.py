@@ -45,7 +45,7 @@ class Registry:
             if swap.name in layers:
                 handle = layers[swap.name].handle
                 stored = [page for page in map(self._stack.pages.get, handle.keys) if page is not None]
-                specs = tuple(PageSpec(p.key, p.layout.plane, p.nbytes, names[p.home]) for p in stored)
+                specs = tuple(PageSpec(p.key, p.layout.plane, p.nbytes, names[p.home], swap.by_rows) for p in stored)
                 planned = (replace(page, key=self._prefix + page.key) for page in swap.pages)
                 found.append((handle, specs or tuple(planned)))
         return found

@@ -5,16 +5,14 @@ is made as for the model that was saved, and every value then comes from a file.
 back as it came, and other models on the runtime are as they were.
 """
 
-import contextlib
-
 from torch import nn
 
 from vbrt.config import VBConfig
 from vbrt.errors import ConfigError
-from vbrt.model.attach import Original, attach
+from vbrt.model.attach import Attempt, attach
 from vbrt.model.attachment import Attachment
 from vbrt.model.machine import check_ssd_directory, release_host_memory
-from vbrt.model.placement import homes_kept_on_failure, place_beside
+from vbrt.model.placement import place_beside
 from vbrt.model.runtime import Runtime
 from vbrt.residency.custom import PolicyFactory
 from vbrt.saves.assign import compute_buffers_
@@ -48,21 +46,9 @@ def load_attached(
         )
     if runtime is None:
         check_ssd_directory(config)
-        return _load(source, model, config, policy=policy)
-    runtime.check_open("load")
-    with homes_kept_on_failure(runtime):
-        return _load(source, model, config, runtime=runtime)
-
-
-def _load(
-    source: Source,
-    model: nn.Module,
-    config: VBConfig,
-    *,
-    runtime: Runtime | None = None,
-    policy: PolicyFactory | None = None,
-) -> Attachment:
-    original, attachment = Original(model), None
+    else:
+        runtime.check_open("load")
+    attempt = Attempt(model, runtime)
     try:
         source.outline_(model)
         compute_buffers_(model, source.path, source.has)
@@ -73,10 +59,7 @@ def _load(
         release_host_memory()
         return attachment
     except BaseException:
-        with contextlib.ExitStack() as stack:
-            stack.callback(original.restore_)
-            if attachment is not None:
-                attachment.close()
+        attempt.undo()
         raise
 
 

@@ -12,6 +12,7 @@ from vbrt.config import VBConfig
 from vbrt.errors import WrapError
 from vbrt.layers import SwappedLayer
 from vbrt.layers.shells import warn_of_training
+from vbrt.model.attach import Attempt
 from vbrt.model.runtime import Runtime
 from vbrt.model.sharing import shared_config
 from vbrt.saves.load import load_attached
@@ -66,9 +67,14 @@ def load(
     asked = source.config(config, overrides)
     if runtime is not None:
         asked = shared_config(asked, runtime.settings, config, overrides)
-    attachment = load_attached(source, model, asked, runtime=runtime, policy=policy)
-    warn_of_plan(attachment.plan, "vbrt.load", stacklevel=3)
-    layers = attachment.layers.values()
-    if torch.is_grad_enabled() and any(layer.training and layer.handle.trainable for layer in layers):
-        warn_of_training(stacklevel=2)
-    return facade_of(model, attachment)
+    attempt = Attempt(model, runtime)
+    try:
+        attachment = load_attached(source, model, asked, runtime=runtime, policy=policy)
+        warn_of_plan(attachment.plan, "vbrt.load", stacklevel=3)
+        layers = attachment.layers.values()
+        if torch.is_grad_enabled() and any(layer.training and layer.handle.trainable for layer in layers):
+            warn_of_training(stacklevel=2)
+        return facade_of(model, attachment)
+    except BaseException:
+        attempt.undo()
+        raise

@@ -13,7 +13,7 @@ from torch import nn
 
 from vbrt.config import PolicyConfig, VBConfig, load_config
 from vbrt.errors import ConfigError, WrapError
-from vbrt.model.attach import attach, plan_for
+from vbrt.model.attach import Attempt, attach, plan_for
 from vbrt.model.attachment import Attachment
 from vbrt.model.runtime import Runtime
 from vbrt.model.sharing import shared_config
@@ -67,7 +67,12 @@ def wrap(
         asked = shared_config(asked, runtime.settings, config, overrides)
     plan = plan_for(model, asked, runtime)
     warn_of_plan(plan, "vbrt.wrap", stacklevel=3)
-    return facade_of(model, attach(model, asked, plan, runtime=runtime, policy=policy))
+    attempt = Attempt(model, runtime)
+    try:
+        return facade_of(model, attach(model, asked, plan, runtime=runtime, policy=policy))
+    except BaseException:  # Ctrl-C may come between the two
+        attempt.undo()
+        raise
 
 
 def user_policy(overrides: dict[str, Any], runtime: Runtime | None) -> PolicyFactory | None:
