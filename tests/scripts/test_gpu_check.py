@@ -244,5 +244,5 @@ def test_a_selection_is_timed_on_a_gpu(tmp_path):
     [file] = tmp_path.iterdir()
     result = json.loads(file.read_text())
     counts = {part: len(result[part]) for part in ("rows", "fused", "epilogue", "odd")}
-    assert counts == {"rows": 2, "fused": 8, "epilogue": 6, "odd": 2} and "dispatch" not in result
+    assert counts == {"rows": 2, "fused": 4, "epilogue": 6, "odd": 2} and "dispatch" not in result
     assert all(row["relative_error"] < 3e-3 for row in result["rows"])
