@@ -107,7 +107,7 @@ def kernels_of_pass(handle: "WeightHandle") -> Kernels:
 
 def precision_notes(handle: "WeightHandle") -> list[str]:
     """For statistics: that coarse passes, once there has been one, compute a layer in full."""
-    if not _drafted or handle.spec.format != "dense":
+    if not _drafted or not handle.spec.dense:
         return []
     return ['precision("coarse"): layers that are held dense have no coarse plane and compute in full']
 
@@ -285,7 +285,7 @@ def _planes(
         _note_foreign(handle, device)
         tensors = [{name: t.to(device) for name, t in plane.items()} for plane in tensors]
     dtype = spec.dtype if kernels.lossless else handle.dtype
-    shape = spec.weight_shape if spec.format == "dense" else spec.shape
+    shape = spec.weight_shape if spec.dense else spec.shape
     planes = WeightPlanes(spec.format, shape, dtype, tensors[0], tensors[1] if spec.fine else None)
     if handle.strides is not None and kernels.lossless:  # a matmul of few rows sums in another order there
         weight = _restrided(handle, kernels.decode(planes).to(handle.dtype))
@@ -308,7 +308,7 @@ def _note_foreign(handle: "WeightHandle", device: torch.device) -> None:
 
 def _weight_of(kernels: Kernels, planes: WeightPlanes) -> torch.Tensor:
     """The weight as the module keeps it: [N, K], or [K, N] for a transposed module, in memory order too."""
-    turned = kernels.spec.transposed and kernels.spec.format != "dense"
+    turned = kernels.spec.transposed and not kernels.spec.dense
     return kernels.decode_turned(planes) if turned else kernels.decode(planes)
 
 
@@ -320,7 +320,7 @@ def decoded_weight(handle: "WeightHandle") -> torch.Tensor:
         weight = _weight_of(kernels, _planes(handle, kernels, tensors, handle.device))
         if handle.strides is not None:
             return _restrided(handle, weight)
-        stored = handle.spec.format == "dense" and weight.dtype is handle.spec.dtype  # a view into the page
+        stored = handle.spec.dense and weight.dtype is handle.spec.dtype  # a view into the page
         return weight.clone() if stored else weight
 
 

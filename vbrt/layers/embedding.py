@@ -112,7 +112,7 @@ def _check_range(index_T: torch.Tensor, n: int) -> None:
 
 def _rows_once(handle: WeightHandle, kernels: Kernels, index_T: torch.Tensor) -> torch.Tensor:
     """`_rows`; on a CPU each row is decoded once, however often it is asked for. A GPU would have to wait for that."""
-    if index_T.is_cuda or len(index_T) < _MANY or kernels.spec.format == "dense":
+    if index_T.is_cuda or len(index_T) < _MANY or kernels.spec.dense:
         return _rows(handle, kernels, index_T)
     index_U, place_T = index_T.unique(return_inverse=True)
     return _rows(handle, kernels, index_U)[place_T]
@@ -127,7 +127,7 @@ def _rows(handle: WeightHandle, kernels: Kernels, index_T: torch.Tensor) -> torc
     pages = [page_rows(handle.stack, key) for key in keys]
     if not len(index_T):
         return torch.empty(0, spec.shape[1], dtype=handle.dtype, device=index_T.device)
-    if spec.format == "dense":
+    if spec.dense:
         return pages[0].take("weight", index_T)
     if spec.fine:
         coarse, fine = map(_rows_of, pages)

@@ -53,7 +53,7 @@ class Encoder:
 
     def _split(self, weight: torch.Tensor) -> Planes:
         spec = self.spec
-        if spec.format == "dense":
+        if spec.dense:
             return [(self.format.layout(tuple(weight.shape), spec.dtype), self.format.encode(weight))]
         w_NK = weight.t().contiguous() if spec.transposed else weight
         coarse = self.separation.encode(w_NK) if self.separation else self.format.encode(w_NK)
@@ -79,7 +79,7 @@ class Encoder:
     def from_encoded(self, planes: Mapping[str, dict[str, torch.Tensor]]) -> Planes:
         """Planes to store, from encoded tensors by name of the plane."""
         spec = self.spec
-        if spec.format == "dense":
+        if spec.dense:
             return [(self.format.layout(spec.weight_shape, spec.dtype), planes["dense"])]
         coarse = {name: t.to(self.device) if self.packing else t for name, t in planes["coarse"].items()}
         fine = [(fine_layout(planes["fine"]), planes["fine"])] if spec.fine else []

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vbrt.config import FORMATS
 from vbrt.formats.base import WeightPlanes
 from vbrt.kernels import TILES, page_of
 from vbrt.layers.graphs import GraphForm, GraphTiles, graph_planes, mark_static, show_to_graphs
@@ -37,10 +38,10 @@ def _is_at_home(handle: "WeightHandle", tensors: list[dict[str, torch.Tensor]]) 
 
 def keep(handle: "WeightHandle", planes: WeightPlanes) -> None:
     """Keep planes of pages that never move, and show them to compiled graphs where kernels compute with them."""
-    if planes.format == "dense":
+    if FORMATS[planes.format].lossless:
         weight = planes.coarse["weight"]
         if handle.trainable:
-            planes = WeightPlanes("dense", planes.shape, planes.dtype, {"weight": requiring_grad(weight)})
+            planes = WeightPlanes(planes.format, planes.shape, planes.dtype, {"weight": requiring_grad(weight)})
         handle.ready = planes
         handle.page = handle.pages[0]
         handle.resident = None if handle.spec.transposed else planes.coarse["weight"]

@@ -104,7 +104,7 @@ def _rounding(spec: HandleSpec, device: torch.device) -> str | None:
 
 def refusals(spec: HandleSpec, device: torch.device) -> Iterator[str]:
     """The kernels that a config asks for and a device cannot have, each with the reason and its replacement."""
-    if spec.format == "dense" or device.type not in ("cuda", "cpu"):
+    if spec.dense or device.type not in ("cuda", "cpu"):
         return
     no_kernels = kernel_refusal(device) if spec.backend == "auto" else None
     asked = spec.backend != "reference" and not spec.lossless

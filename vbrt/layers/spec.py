@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vbrt.config import VBConfig
+from vbrt.config import FORMATS, VBConfig
 from vbrt.errors import WrapError
 from vbrt.residency.plan import Swap
 from vbrt.residency.site import WeightSite
@@ -74,7 +74,12 @@ class HandleSpec:
     @property
     def lossless(self) -> bool:
         """True if the original weight comes back bit for bit."""
-        return self.fine or self.format == "dense"
+        return self.fine or self.dense
+
+    @property
+    def dense(self) -> bool:
+        """True if pages hold the weight's own bytes: nothing is encoded."""
+        return FORMATS[self.format].lossless
 
     @property
     def label(self) -> str:
@@ -101,7 +106,7 @@ class HandleSpec:
         """The spec for a weight cast to another dtype: as exact as before, in a dtype that the format holds."""
         if self.fine and dtype not in _FINE_DTYPES:
             return replace(self, dtype=dtype, fine=False, format="dense")  # there is no fine plane for it
-        if self.format != "dense" and dtype is torch.float64:
+        if not self.dense and dtype is torch.float64:
             return replace(self, dtype=torch.float32)
         return replace(self, dtype=dtype)
 

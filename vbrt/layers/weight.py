@@ -19,6 +19,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from vbrt.config import FORMATS
 from vbrt.errors import TierError, WrapError
 from vbrt.formats.base import WeightPlanes
 from vbrt.formats.page import PageLayout, new_page, pack, unpack
@@ -81,7 +82,7 @@ class WeightHandle:
         self.id = secrets.randbits(63)  # random, so that a graph of another process never names a handle of this one
         self.token = self.token_at(0)
         self.fallbacks: list[str] = []
-        self.separation = Separation(spec.levels, spec.refresh_every) if spec.format == "quantile" else None
+        self.separation = Separation(spec.levels, spec.refresh_every) if FORMATS[spec.format].fitted else None
         self.kernel, self.shows_planes = "reference", False
         self.ready: WeightPlanes | None = None
         self.resident: torch.Tensor | None = None

@@ -126,7 +126,7 @@ class Attachment:
     @property
     def lossless(self) -> bool:
         """True if every swapped weight is held bit for bit."""
-        return all(swap.format == "dense" or swap.fine == "exact" for swap in self._plan.swaps)
+        return all(swap.lossless for swap in self._plan.swaps)
 
     def check_open(self, what: str) -> None:
         """Raise WrapError if the planes are gone."""

@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
-from vbrt.config import VBConfig
-from vbrt.formats import get_format
+from vbrt.config import FORMATS, VBConfig
 from vbrt.layers import KINDS, Kind, kind_of
 from vbrt.model.heads import find_heads
 from vbrt.residency.plan import Skip, Swap
@@ -223,7 +222,7 @@ def _why_kept_weight(held: Held, weight: nn.Parameter, survey: _Survey) -> str |
         return f"its {held[1]} has shape {tuple(weight.shape)}"
     if survey.config.mode == "infer" and survey.some_frozen and weight.requires_grad:
         return "it trains (requires_grad) while other layers are frozen; requires_grad_(False) lets it be swapped"
-    exact = wanted.format == "dense" or wanted.fine == "exact"
+    exact = FORMATS[wanted.format].lossless or wanted.fine == "exact"
     if weight.dtype not in _FLOATS and not (exact and weight.dtype is torch.float64):
         dtype = str(weight.dtype).removeprefix("torch.")
         return f"its {held[1]} is {dtype}; {wanted.format} holds float32, bfloat16, float16"
@@ -318,10 +317,10 @@ def _is_asked_for(kind: Kind, config: VBConfig) -> bool:
 
 def _note(site: WeightSite, dtype: str, format: str, config: VBConfig) -> str:
     """Return what a user should know of a swap, or an empty text."""
-    if format == "dense" and config.weights.fine == "exact":
+    if FORMATS[format].lossless and config.weights.fine == "exact":
         return f"{dtype} has no fine plane: held dense, which is exact; bfloat16 halves it"
-    if format != "dense" and site.shape[1] % get_format(format).block:
-        return f"in_features {site.shape[1]} padded to a multiple of {get_format(format).block}"
+    if site.shape[1] % FORMATS[format].block:
+        return f"in_features {site.shape[1]} padded to a multiple of {FORMATS[format].block}"
     return ""
 
 

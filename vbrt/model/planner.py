@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from vbrt.config import Machine, VBConfig, compute_tier, resolve_budgets
+from vbrt.config import FORMATS, Machine, VBConfig, compute_tier, resolve_budgets
 from vbrt.config.tiers import TIERS
 from vbrt.errors import ConfigError, WrapError
 from vbrt.formats import get_format
@@ -91,8 +91,8 @@ def _pages(swap: Swap, packing: PageOrder | None) -> tuple[PageSpec, ...]:
 
 def _planes(swap: Swap, packing: PageOrder | None) -> tuple[PageSpec, ...]:
     dtype, shape = getattr(torch, swap.dtype), swap.shape
-    if swap.format == "dense":
-        nbytes = get_format("dense").layout(swap.site.kept_shape, dtype).nbytes
+    if FORMATS[swap.format].lossless:
+        nbytes = get_format(swap.format).layout(swap.site.kept_shape, dtype).nbytes
         return (PageSpec(swap.site.page_key("dense"), "dense", nbytes),)
     nbytes = get_format(swap.format).layout(shape, dtype).nbytes
     if swap.fine == "none":

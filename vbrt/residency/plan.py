@@ -7,6 +7,7 @@ reads a model (`choice.py`, `planner.py`), `place` decides here what fits where.
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from vbrt.config.formats import FORMATS
 from vbrt.config.tiers import TIERS
 from vbrt.errors import ConfigError
 from vbrt.residency.division import spread
@@ -75,6 +76,11 @@ class Swap:
     def shape(self) -> tuple[int, int]:
         """(out, in) of each matrix."""
         return self.site.shape
+
+    @property
+    def lossless(self) -> bool:
+        """True if the weight is held bit for bit."""
+        return FORMATS[self.format].lossless or self.fine == "exact"
 
     @property
     def page_bytes(self) -> int:

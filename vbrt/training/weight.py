@@ -43,7 +43,7 @@ class TrainedWeight:
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.forwards = 0
         self.separation: TrainedSeparation | None = None
-        if spec.format != "dense":
+        if not spec.dense:
             self.separation = TrainedSeparation(get_format(spec.format), spec.levels, spec.refresh_every)
         self._name()
 
@@ -118,8 +118,7 @@ class TrainedWeight:
 
     def encoded_layouts(self) -> list[PageLayout]:
         """Those of `encoded`."""
-        dense = self.spec.format == "dense"
-        shape = tuple(self.weight.shape) if dense else self.spec.shape
+        shape = tuple(self.weight.shape) if self.spec.dense else self.spec.shape
         return [get_format(self.spec.format).layout(shape, self.weight.dtype)]
 
     @contextmanager
@@ -127,7 +126,7 @@ class TrainedWeight:
         """The planes that an inference model holds: what the forward computes with now. Nothing is refreshed."""
         weight = self.weight.detach()
         if self.separation is None:
-            yield [(self.encoded_layouts()[0], get_format("dense").encode(weight))]
+            yield [(self.encoded_layouts()[0], get_format(self.spec.format).encode(weight))]
         else:
             yield [(self.encoded_layouts()[0], self.separation.encode(self._as_NK(weight).contiguous()))]
 
