@@ -52,10 +52,14 @@ def inferred_phase(args: tuple, kwargs: Mapping[str, Any]) -> str:
 def _new_tokens(args: tuple, kwargs: Mapping[str, Any]) -> int:
     """Return the tokens of a sequence in the first input: the last dimension of ids, else the last but one; rows of a
     matrix."""
-    named = (kwargs.get(name) for name in _FIRST)
-    given = (kwargs.get("decoder_input_ids"), *args, *named, *kwargs.values())
-    first = next((value for value in given if isinstance(value, torch.Tensor)), None)
-    if first is None:
+    first = args[0] if args and not kwargs else _first_input(args, kwargs)
+    if not isinstance(first, torch.Tensor):
         return 0
     features = 1 if first.is_floating_point() else 0
-    return first.shape[-1 - features] if first.ndim > features else 1
+    return first.size(-1 - features) if first.ndim > features else 1
+
+
+def _first_input(args: tuple, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    named = (kwargs.get(name) for name in _FIRST)
+    given = (kwargs.get("decoder_input_ids"), *args, *named, *kwargs.values())
+    return next((value for value in given if isinstance(value, torch.Tensor)), None)

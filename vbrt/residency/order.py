@@ -5,7 +5,8 @@ from collections.abc import Collection
 
 __all__ = ["Order", "PassRecord"]
 
-_LONGEST_PASS = 16  # accesses per distinct page after which an unmarked pass is cut, so that its record stays bounded
+_LONGEST_SHORT = 4096  # accesses that any pass may have
+_LONGEST_PASS = 16  # accesses more per distinct page: then an unmarked pass is cut, so that its record stays bounded
 
 
 class Order:
@@ -55,7 +56,7 @@ class PassRecord:
     def mark(self, *, interval: int | None = None) -> None:
         """Note that a pass is marked here. `interval` overrides the number of accesses since the last mark."""
         since = self._since_mark if interval is None else interval
-        whole = since <= self._longest()  # else marks had stopped
+        whole = since <= _LONGEST_SHORT or since <= self._longest()  # else marks had stopped
         self._interval, self._since_mark = since if whole else 0, 0
         self._marked = True
 
@@ -70,7 +71,7 @@ class PassRecord:
         self._since_mark += 1
         keys = self.keys
         if not keys or key != keys[0]:
-            return len(keys) > self._longest()
+            return len(keys) > _LONGEST_SHORT and len(keys) > self._longest()
         if not self._marked:
             known = tuple(keys) == order[: len(keys)] != order
             return not (known and order[len(keys)] == key)
@@ -81,4 +82,4 @@ class PassRecord:
         return not self._marked or len(keys) > self._longest()
 
     def _longest(self) -> int:
-        return _LONGEST_PASS * (len(self.distinct) + 256)
+        return _LONGEST_PASS * len(self.distinct) + _LONGEST_SHORT

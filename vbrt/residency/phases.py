@@ -1,7 +1,7 @@
 """Which phases passes have, what each has learned, and where the pass under way is in its order."""
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 
 from vbrt.residency.order import Order
@@ -121,19 +121,22 @@ class Course:
         self._guessed = False  # whether the order is another phase's
         self._cursor = 0  # positions of the order that are done; its length at the end
 
-    def advance(self, key: str, fresh: Collection[str]) -> list[str]:
+    def advance(self, key: str, fresh: Collection[str]) -> Sequence[str]:
         """Move the cursor past `key`; return those of the pages in `fresh` that are not needed soon any more."""
-        order = self.order
-        if self._guessed and order.keys[self._cursor : self._cursor + 1] != (key,):
+        order, cursor = self.order, self._cursor
+        if cursor < len(order.keys) and order.keys[cursor] == key:  # nearly always; the rest is for other orders
+            self._cursor = cursor + 1
+            return ()
+        if self._guessed:
             self.order, self._guessed, self.streams, self._cursor = Order(), False, False, 0
             return list(fresh)
         if key not in order.places:
-            return []
-        jumped, late = order.distance(key, self._cursor), []
+            return ()
+        jumped, late = order.distance(key, cursor), ()
         if jumped:
             own = [other for other in fresh if other != key and other in order.places]
-            late = [other for other in own if order.distance(other, self._cursor) < jumped]
-        self._cursor = (self._cursor + jumped) % len(order.keys) + 1
+            late = [other for other in own if order.distance(other, cursor) < jumped]
+        self._cursor = (cursor + jumped) % len(order.keys) + 1
         return late
 
     @property

@@ -103,7 +103,8 @@ class ScheduledPolicy(PolicyBase):
     def begin_pass(self, phase: str = FORWARD) -> None:
         """Note that the next access starts a new pass of the named phase."""
         self._record.mark()
-        self._end_pass(phase)
+        if self._record.keys or phase != self._course.phases.current:
+            self._end_pass(phase)
 
     def access(self, key: str, size: int, busy: Collection[str] = ()) -> Decision | None:
         """Decide on a demanded page: see `Policy.access`."""
@@ -234,20 +235,18 @@ class ScheduledPolicy(PolicyBase):
 
     def _end_pass(self, phase: str) -> None:
         """End the pass under way, learn from it, and begin one of the named phase."""
-        current, pages, course = self._record.take(), self._pages, self._course
-        finished, repeated = course.finished, False
+        course, finished, repeated = self._course, self._course.finished, False
+        current = self._record.take()
         if current:
             repeated, learned = course.learn(current)
             if learned:
                 self._prune()
-        elif phase == course.phases.current:
-            return
         if not course.start(phase, after_accesses=bool(current)) or not finished:
-            pages.demote(pages.fresh, list(pages.fresh))  # what is staged comes late in this pass
+            self._pages.demote(self._pages.fresh, list(self._pages.fresh))  # what is staged comes late in this pass
         self._divide_round()
         if repeated and self._rings.settle(self._round, self._division, self.capacity_bytes):
             self._divide()
-        course.stream(pages.pinned)
+        course.stream(self._pages.pinned)
 
     def _prune(self) -> None:
         """Keep what is known of pages to those of the orders and the round."""
@@ -287,7 +286,8 @@ class ScheduledPolicy(PolicyBase):
         interval: int | None = len(self._round)
         for _ in range(2):
             trial._record.mark(interval=interval)
-            trial._end_pass(FORWARD)
+            if trial._record.keys:
+                trial._end_pass(FORWARD)
             moved, interval = 0, None
             for key in self._round:
                 moved += 0 if trial.access(key, self._sizes[key], (key,)).hit else self._sizes[key]
