@@ -51,7 +51,7 @@ class VBEmbedding(VBLayer, nn.Embedding):
             return _compiled(self, input)
         if self._vb_handle.lent is not None:
             self.notice_writes()
-        if self._vb_handle.tied or self._parameters["weight"] is not None:
+        if self._vb_handle.tied or self.dense is not None:
             given = given_weight(self)
             if given is None:
                 self.materialize_()

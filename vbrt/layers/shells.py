@@ -43,7 +43,7 @@ def materialize(layer: "VBLayer") -> nn.Module:
     """
     layer.notice_writes()
     with unwatched(), layer._vb_handle.stack.encoding:
-        handle, weight = layer._vb_handle, layer._parameters["weight"]
+        handle, weight = layer._vb_handle, layer.dense
         if weight is None or not owns(handle, weight):
             return layer
         if weight.requires_grad and (is_lent(handle, weight) or not handle.trainable):  # since it was put there
@@ -66,10 +66,10 @@ def materialize(layer: "VBLayer") -> nn.Module:
 def hold_dense(handle: WeightHandle, dense: nn.Parameter | None) -> None:
     """Have all layers of a handle hold a dense parameter, or none."""
     for layer in list(handle.layers):
-        old = layer._parameters["weight"]
+        old = layer.dense
         if dense is None and old is not None and not is_lent(handle, old):
             handle.trainable = old.requires_grad
-        layer._parameters["weight"] = dense
+        layer.hold_(dense)
     if dense is not None:
         adopt(handle, dense)
 
@@ -104,7 +104,7 @@ def given_weight(layer: "VBLayer") -> torch.Tensor | None:
     """
     handle = layer._vb_handle
     for holder in (layer, *handle.layers) if handle.tied else (layer,):
-        weight = holder._parameters["weight"]
+        weight = holder.dense
         if weight is not None and (not owns(handle, weight) or is_fake(weight)):
             return weight
     return None
@@ -126,7 +126,7 @@ def join(layer: "VBLayer", handle: WeightHandle) -> None:
     if handle is layer._vb_handle:
         return
     with handle.stack.encoding:
-        layer._parameters["weight"] = next(iter(handle.layers))._parameters["weight"]
+        layer.hold_(next(iter(handle.layers)).dense)
         untie(layer._vb_handle, layer)
         layer.__dict__.update(_vb_handle=handle, _vb_twin=next(iter(handle.layers))._vb_twin)
         tie(handle, layer)

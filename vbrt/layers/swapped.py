@@ -26,6 +26,15 @@ class SwappedLayer(nn.Module):
         """The class of the module before it was swapped: the first one behind this mixin."""
         return next(c for c in cls.__mro__ if not issubclass(c, SwappedLayer))
 
+    @property
+    def dense(self) -> nn.Parameter | None:
+        """The dense parameter at the weight's site; None once it is encoded."""
+        return self._parameters[self._vb_handle.spec.site.parameter]
+
+    def hold_(self, dense: nn.Parameter | None) -> None:
+        """Put a dense parameter at the weight's site, or none."""
+        self._parameters[self._vb_handle.spec.site.parameter] = dense
+
     def _become_plain(self) -> None:
         plain = type(self).plain_class()
         for name, value in list(self.__dict__.items()):

@@ -9,6 +9,7 @@ from torch import nn
 
 from vbrt.formats.separation import identity
 from vbrt.layers.graphs import show_to_graphs
+from vbrt.layers.swapped import SwappedLayer
 
 if TYPE_CHECKING:
     from vbrt.layers.weight import WeightHandle
@@ -31,18 +32,18 @@ __all__ = [
 _by_place: "weakref.WeakValueDictionary[tuple, WeightHandle]" = weakref.WeakValueDictionary()  # of dense parameters
 
 
-def tie(handle: "WeightHandle", layer: nn.Module) -> None:
+def tie(handle: "WeightHandle", layer: SwappedLayer) -> None:
     """Add a layer to those of a weight; its dense parameter, where it has one, is the weight's own."""
     handle.layers.add(layer)
     handle.tied = len(handle.layers) > 1
     show_to_graphs(handle, handle.graph_tiles)
-    weight = layer._parameters["weight"]
+    weight = layer.dense
     if weight is not None:
         handle.own_weights = (*handle.own_weights, weakref.ref(weight))
         _by_place[_place(weight)] = handle
 
 
-def untie(handle: "WeightHandle", layer: nn.Module) -> None:
+def untie(handle: "WeightHandle", layer: SwappedLayer) -> None:
     """Remove a layer."""
     handle.layers.discard(layer)
     handle.tied = len(handle.layers) > 1
@@ -71,7 +72,7 @@ def twin_of(handle: "WeightHandle", weight: torch.Tensor) -> int:
 def detach_moved(handle: "WeightHandle", weight: torch.Tensor) -> None:
     """Untie layers whose parameter lies elsewhere than `weight` by now, because it was given other `.data`."""
     for layer in list(handle.layers) if handle.tied else ():
-        other = layer._parameters["weight"]
+        other = layer.dense
         if other is not None and owns(handle, other) and _place(other) != _place(weight):
             pass_on(handle, [layer], other)
 
@@ -93,7 +94,7 @@ def can_tie(one: "WeightHandle", other: "WeightHandle") -> bool:
     return one.stack is other.stack and one.spec.suits(other.spec) and one.dtype is other.dtype
 
 
-def pass_on(handle: "WeightHandle", layers: Sequence[nn.Module], weight: nn.Parameter) -> "WeightHandle":
+def pass_on(handle: "WeightHandle", layers: Sequence[SwappedLayer], weight: nn.Parameter) -> "WeightHandle":
     """A handle for a new weight, which these layers hold dense until they are used.
 
     Other tied layers keep the old handle, and so does whoever computes with it now.
@@ -103,7 +104,7 @@ def pass_on(handle: "WeightHandle", layers: Sequence[nn.Module], weight: nn.Para
     heir.trainable = weight.requires_grad
     with handle.stack.encoding:
         for layer in layers:  # the weight before the handle: a forward in another thread reads the handle first
-            layer._parameters["weight"] = weight
+            layer.hold_(weight)
             layer.__dict__.update(_vb_handle=heir, _vb_twin=0)
             untie(handle, layer)
             tie(heir, layer)
@@ -113,7 +114,7 @@ def pass_on(handle: "WeightHandle", layers: Sequence[nn.Module], weight: nn.Para
 def handle_of_parameter(weight: torch.Tensor) -> "WeightHandle | None":
     """The handle of the layers that hold this very weight as a dense parameter, if there are any."""
     handle = _by_place.get(_place(weight))
-    held = [] if handle is None else [layer._parameters["weight"] for layer in handle.layers]
+    held = [] if handle is None else [layer.dense for layer in handle.layers]
     return handle if any(dense is not None and _place(dense) == _place(weight) for dense in held) else None
 
 

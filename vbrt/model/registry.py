@@ -98,7 +98,8 @@ class Registry:
         if isinstance(layer, SwappedLayer):
             layer.notice_writes()
             handle = layer.handle
-            self._dense[handle] = layer.release_(self._dense.get(handle))._parameters["weight"]
+            parameter = handle.spec.site.parameter
+            self._dense[handle] = layer.release_(self._dense.get(handle))._parameters[parameter]
         strip(layer)
         if handle is not None and not handle.layers:
             handle.drop()

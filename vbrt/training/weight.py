@@ -57,7 +57,7 @@ class TrainedWeight:
     @property
     def weight(self) -> nn.Parameter:
         """The parameter, in the module's orientation."""
-        return next(iter(self.layers))._parameters["weight"]
+        return next(iter(self.layers)).dense
 
     @property
     def trainable(self) -> bool:
