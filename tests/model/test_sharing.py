@@ -284,6 +284,14 @@ def test_what_a_second_config_says_otherwise_of_tiers_and_policy_is_refused_by_n
     a.close()
 
 
+def test_a_wrapper_in_the_place_of_its_runtime_is_refused():
+    a, two = vbrt.wrap(mlp(depth=2), config("dense")), mlp(depth=2)
+    with pytest.raises(vbrt.ArgumentError, match=r"runtime = WrappedSequential; expected `vb\.runtime`"):
+        vbrt.wrap(two, weights(), runtime=a)
+    assert type(two[0]) is nn.Linear
+    a.close()
+
+
 def test_a_second_config_may_repeat_what_the_runtime_has(tmp_path):
     a = vbrt.wrap(mlp(depth=3), streamed(tmp_path, 4))
     for given in (streamed(tmp_path, 4), {"tiers": {"cpu": {"budget": "64KiB"}}}, load_config("nf4"), "exact", None):

@@ -5,23 +5,28 @@ from dataclasses import is_dataclass, replace
 from typing import Any
 
 from vbrt.config import VBConfig, load_config, parse_budget
-from vbrt.errors import ConfigError
+from vbrt.errors import ArgumentError, ConfigError
+from vbrt.model.runtime import Runtime
 
 __all__ = ["shared_config"]
 
 _SHARED = ("tiers", "policy")
 
 
-def shared_config(asked: VBConfig, settings: VBConfig, *given: Any) -> VBConfig:
-    """Return `asked` with the tiers and the policy of the runtime's `settings`.
+def shared_config(asked: VBConfig, runtime: Runtime, *given: Any) -> VBConfig:
+    """Return `asked` with the tiers and the policy of a runtime.
 
     Args:
         given: what `asked` was made of. A mapping says the keys that it has; a preset, a file, a VBConfig or a
             section of one says those that differ from the defaults.
 
     Raises:
+        ArgumentError: not a runtime.
         ConfigError: a key of tiers or policy says something else than the runtime, or weights are to train.
     """
+    if not isinstance(runtime, Runtime):
+        raise ArgumentError(f"runtime = {type(runtime).__name__}; expected `vb.runtime` of a wrapped model")
+    settings = runtime.settings
     if asked.mode != settings.mode or asked.mode == "train":
         raise ConfigError(
             f'{asked.source}: mode = "{asked.mode}" on a runtime with mode = "{settings.mode}": a runtime is shared by '

@@ -66,7 +66,7 @@ def load(
     policy = user_policy(overrides, runtime)
     asked = source.config(config, overrides)
     if runtime is not None:
-        asked = shared_config(asked, runtime.settings, config, overrides)
+        asked = shared_config(asked, runtime, config, overrides)
     attempt = Attempt(model, runtime)
     try:
         attachment = load_attached(source, model, asked, runtime=runtime, policy=policy)

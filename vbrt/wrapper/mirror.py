@@ -1,6 +1,6 @@
-"""What a wrapper is to the rest of the world: a module in the place of a model that passes on what is not its own.
+"""A façade: a module that stands for a model and passes on everything that is not its own.
 
-Attributes are read from, written to and deleted from the model unless the wrapper has them itself. Parameters, buffers
+Attributes are read from, written to and deleted from the model unless the façade has them itself. Parameters, buffers
 and modules are the model's, under the model's names, in walks as in state dicts, also where the wrapper is a part of
 something larger: the wrapper shares the dicts that hold them, so that adapters and optimizers find what they would
 find in the model. Casts are the model's, and so are hooks, which run in `vb.generate()` too. What Python and libraries
@@ -83,7 +83,7 @@ _PASSED_ON = (
 
 
 class Facade(nn.Module):
-    """A module in the place of `model`. `own`: the attributes that are the wrapper's; all others are the model's."""
+    """A module that stands for `model`. `own`: the façade's attributes; all others are the model's."""
 
     def __new__(cls, model: nn.Module, *args: Any, **kwargs: Any) -> "Facade":
         return _blank(cls, type(model), type(_described(model)))
@@ -104,8 +104,8 @@ class Facade(nn.Module):
     # -- attributes ---------------------------------------------------------------------------------------------------
 
     def _owns(self, name: str, value: Any = None) -> bool:
-        """Whether an attribute is the wrapper's: one that it has, or a method of its own put aside under another name,
-        as accelerate does with `forward`."""
+        """True for the façade's own attributes, and for its own methods under another name, as accelerate keeps
+        `forward`."""
         of_self = isinstance(value, types.MethodType) and value.__self__ is self
         return of_self or name in self.__dict__ or hasattr(type(self), name)
 
@@ -116,14 +116,14 @@ class Facade(nn.Module):
         return getattr(model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _keep(name)
+        _refuse_fixed(name)
         if self._owns(name, value):
             super().__setattr__(name, value)
         else:
             setattr(self.model, name, value)
 
     def __delattr__(self, name: str) -> None:
-        _keep(name)
+        _refuse_fixed(name)
         if self._owns(name):
             super().__delattr__(name)
         else:
@@ -135,11 +135,11 @@ class Facade(nn.Module):
     # -- state dicts --------------------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict:
-        """The model's own state dict, with decoded weights: the names of the dense model."""
+        """Return the model's state dict: decoded weights under the dense model's names."""
         return self.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load dense weights; each is encoded as it comes, one at a time."""
+        """Load dense weights; one at a time is encoded."""
         return self.model.load_state_dict(*args, **kwargs)
 
     # -- copies -------------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Facade(nn.Module):
         return _blank, kinds, self.__getstate__()
 
 
-def _keep(name: str) -> None:
+def _refuse_fixed(name: str) -> None:
     if name in _FIXED:
         raise WrapError(
             f"vb.{name} belongs to the wrapper and to the pages of its model, and stays: unwrap() and wrap "
@@ -164,18 +164,18 @@ def _keep(name: str) -> None:
 
 
 def _described(model: nn.Module) -> nn.Module:
-    """Whose forward says what a model takes: PEFT's own takes anything and hands it on."""
+    """Return the module whose forward declares the model's arguments: PEFT's own takes anything."""
     ask = getattr(model, "get_base_model", None)
     return ask() if callable(ask) else model
 
 
 def _blank(base: type[Facade], model_class: type[nn.Module], described: type[nn.Module]) -> Facade:
-    return nn.Module.__new__(_dressed(base, model_class, described))
+    return nn.Module.__new__(_class_for(base, model_class, described))
 
 
 @functools.cache
-def _dressed(base: type[Facade], model_class: type[nn.Module], described: type[nn.Module]) -> type[Facade]:
-    """A subclass of a wrapper's class with what is looked up on the class of a model."""
+def _class_for(base: type[Facade], model_class: type[nn.Module], described: type[nn.Module]) -> type[Facade]:
+    """Make a subclass of a façade's class with the members that are looked up on a model's class."""
     members = {name: _passed_on(name) for name in (*_PROTOCOLS, *_PASSED_ON) if hasattr(model_class, name)}
     members["forward"] = _with_signature(base.forward, described.forward)
     members["__module__"] = base.__module__
@@ -192,7 +192,7 @@ def _passed_on(name: str) -> types.FunctionType:
 
 
 def _with_signature(forward: types.FunctionType, other: Any) -> types.FunctionType:
-    """A copy of `forward` that says it takes what `other` takes."""
+    """Return a copy of `forward` with the signature of `other`."""
     copied = types.FunctionType(
         forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
     )

@@ -19,8 +19,8 @@ class VBTrainingWrapper(VBModelWrapper):
     """
 
     def save(self, directory: str | PathLike) -> Path:
-        """Write what the forward computes with now, as planes, into a directory: `vbrt.load` makes an inference model
-        of it. To take up training again, save `state_dict()` instead: the planes have lost the weights' last bits.
+        """Write the weights as the forward rounds them now, as planes, into a directory: `vbrt.load` makes an inference
+        model of it. To continue training later, save `state_dict()` instead: planes lack the weights' last bits.
 
         Raises:
             CheckpointError: it cannot be written, or the disk is full: names the path.
@@ -30,8 +30,6 @@ class VBTrainingWrapper(VBModelWrapper):
         return super().save(directory)
 
     def unwrap(self) -> nn.Module:
-        """The model back, in place, with the very parameters that trained: an optimizer keeps working.
-
-        Closes the wrapper.
-        """
+        """Turn the model back into a plain one, in place, with the very parameters that trained, and close the wrapper:
+        an optimizer keeps working."""
         return super().unwrap()

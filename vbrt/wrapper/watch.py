@@ -1,4 +1,4 @@
-"""Which layer was it that made the loss NaN? `watch_nonfinite` looks at what every module of a model computes.
+"""Find the layer that made a loss NaN: `watch_nonfinite` looks at the output of every module of a model.
 
     with vbrt.watch_nonfinite(model) as watch:
         loss = model(x)
@@ -47,24 +47,24 @@ class Nonfinite:
 
 
 class NonfiniteWatch:
-    """What `watch_nonfinite` yields. `first` is None as long as everything is finite."""
+    """The result of `watch_nonfinite`. `first` is None as long as every output is finite."""
 
     first: Nonfinite | None = None
 
     def raise_first(self) -> None:
-        """Raise NonfiniteError with what was found first; nothing where nothing was."""
+        """Raise NonfiniteError if an output was not finite, with the first one."""
         if self.first is not None:
             raise NonfiniteError(str(self.first))
 
 
 @contextmanager
 def watch_nonfinite(model: nn.Module) -> Iterator[NonfiniteWatch]:
-    """Look for NaN and Inf in what a model's modules compute in a `with` block, forwards in a backward pass included.
+    """Look for NaN and Inf in the outputs of a model's modules in a `with` block, forwards in a backward pass included.
 
     Modules are told apart in the order in which they end, so the one that is named is the innermost and earliest.
 
     Args:
-        model: any module, or what `vbrt.wrap` gave.
+        model: any module, wrapped or not.
 
     Returns:
         A context manager; it yields the watch, whose `first` says what was found.

@@ -64,7 +64,7 @@ def wrap(
     policy = user_policy(overrides, runtime)
     asked = load_config(config, **overrides)
     if runtime is not None:
-        asked = shared_config(asked, runtime.settings, config, overrides)
+        asked = shared_config(asked, runtime, config, overrides)
     plan = plan_for(model, asked, runtime)
     warn_of_plan(plan, "vbrt.wrap", stacklevel=3)
     attempt = Attempt(model, runtime)

@@ -30,7 +30,7 @@ class VBModelWrapper(Facade):
         model: the model itself, with VB layers in it.
         runtime: stack, budgets and balance, which several models may share.
         stack: the runtime's.
-        settings, plan: what was asked for, and what was decided. (`config` is the model's own, where it has one.)
+        settings, plan: the config, and the decisions made under it. (`config` is the model's own, where it has one.)
         registry: name -> VB layer, aliases of tied weights included.
     """
 
@@ -38,11 +38,11 @@ class VBModelWrapper(Facade):
         super().__init__(model, runtime=attachment.runtime, stack=attachment.stack, _attachment=attachment)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward.
+        """Run the model's forward.
 
-        When it runs out of GPU memory and `tiers.gpu.budget = "auto"` can give way, it is run again, unless that could
-        differ: in training mode, or with arguments that it may have changed (a cache). Those get the error, and room at
-        their next call.
+        If it runs out of GPU memory and `tiers.gpu.budget = "auto"` can be lowered, it is run again, unless the result
+        could differ: in training mode, or with arguments that it may have changed (a cache). Those get the error, and
+        room at their next call.
         """
         while True:
             try:
@@ -61,7 +61,7 @@ class VBModelWrapper(Facade):
 
     @property
     def plan(self) -> Plan:
-        """What wrapping decided, with the budgets as they are now."""
+        """The decisions for each weight, with the budgets as they are now."""
         return self._attachment.plan
 
     @property
@@ -88,10 +88,10 @@ class VBModelWrapper(Facade):
         return self
 
     def set_budget(self, tier: str, budget: int | str) -> int:
-        """Another budget for a tier, while the model runs: to make room for a KV cache, or to use room again.
+        """Change the budget of a tier while the model runs: to make room for a KV cache, or to use room again.
 
         Pages that no longer fit move to the tiers below; when the budget grows they are kept in the faster tier again
-        as they pass through it. Encodes what is not encoded yet.
+        as they pass through it. Layers that are not encoded yet are encoded. Models on one runtime share the budget.
 
         Args:
             tier: "gpu", "cpu" or "ssd".
@@ -129,10 +129,10 @@ class VBModelWrapper(Facade):
         return self._attachment.phase(name, precision)
 
     def timeline(self, path: str | PathLike) -> contextlib.AbstractContextManager[Recorder]:
-        """Record the passes that run in a `with` block, and write when what was computed, waited for and copied.
+        """Record the passes that run in a `with` block, and write the times of compute, waits and copies to a file.
 
-        Recording costs events on the device, and resident layers take the way of streamed ones: it is for a few
-        passes, after the first. A block that raises leaves a file of what it did until then.
+        Recording costs events on the device, and resident layers are leased as streamed ones are: it is for a few
+        passes, after the first. A block that raises leaves a file of the passes until then.
 
         Args:
             path: "*.html", to look at in a browser, or "*.json" in Chrome's trace format, for Perfetto.
@@ -147,10 +147,10 @@ class VBModelWrapper(Facade):
         return self._attachment.timeline(path)
 
     def save(self, directory: str | PathLike) -> Path:
-        """Write the planes, what was not swapped and the config into a directory, for `vbrt.load`.
+        """Write the planes, all other tensors and the config into a directory, for `vbrt.load`.
 
-        safetensors files and `vbrt.json`; one layer is in memory at a time. What is not encoded yet is encoded now.
-        A save that is there already is replaced once the new one is complete, and stays as it is until then.
+        The directory has safetensors files and `vbrt.json`; one layer is in memory at a time. Layers that are not
+        encoded yet are encoded. A save that is there already is replaced once the new one is complete.
 
         Returns:
             The directory.
@@ -164,17 +164,17 @@ class VBModelWrapper(Facade):
 
     @property
     def lossless(self) -> bool:
-        """True if every swapped weight is held bit for bit (formats "dense" and "exact"): what `unwrap()`,
-        `state_dict()` and `.weight` give. False where any is rounded to 4 bits."""
+        """True if every swapped weight is held bit for bit (formats "dense" and "exact"), so that `unwrap()`,
+        `state_dict()` and `.weight` give the original weights. False if any is rounded to 4 bits."""
         return self._attachment.lossless
 
     def unwrap(self) -> nn.Module:
-        """The dense model back, in place: bit for bit where it is `lossless` ("dense", "exact"), and otherwise with the
-        weights as 4 bits have rounded them, in their old dtype and size. A layer that was never encoded, because it has
-        not run yet, gets its own parameter back.
+        """Turn the model back into a dense one, in place, and close the wrapper.
 
-        Layers that were tied get one parameter again. Closes the wrapper. If a page cannot be read, nothing is lost:
-        the layers that are left stay wrapped.
+        Weights are the original ones bit for bit where the model is `lossless` ("dense", "exact"), and otherwise as 4
+        bits have rounded them, in their old dtype and size. A layer that was never encoded, because it has not run yet,
+        gets its own parameter back; layers that were tied get one parameter again. If a page cannot be read, nothing is
+        lost: the layers that are left stay wrapped.
 
         Raises:
             TierError: a page cannot be read.
@@ -182,9 +182,11 @@ class VBModelWrapper(Facade):
         return self._attachment.detach()
 
     def close(self) -> None:
-        """Release files, threads and pinned memory; weights that live in the tiers are gone. Twice is fine.
+        """Retire the model's pages; close files, threads and pinned memory. Idempotent.
 
-        What a deep copy of the model shares, pages and tiers, stays until the copy goes too.
+        Weights that live in the tiers are lost: `unwrap()` keeps them.
+
+        Pages that a deep copy of the model shares, and tiers that other models use, stay until those are closed too.
         """
         self._attachment.close()
 
