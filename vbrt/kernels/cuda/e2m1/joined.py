@@ -91,10 +91,10 @@ def siblings(x: Tensor, weights: Sequence[TiledWeight], norm: Norm | None = None
         _check_one_token(x, k, multiple=8)
     elif not _joins(x_MK, len(weights)):
         return [multiply(x, weight, None, "none") for weight in weights]
-    ns = [weight.n for weight in weights]
-    ys = [torch.empty(len(x_MK), n, dtype=x.dtype, device=x.device) for n in ns]
+    leading = x.shape[:-1]
+    ys = [x.new_empty(*leading, weight.n) for weight in weights]
     _launch_siblings(x_MK, weights, ys, norm)
-    return [y.view(*x.shape[:-1], n) for y, n in zip(ys, ns, strict=True)]
+    return ys
 
 
 def _joins(x_MK: Tensor, count: int) -> bool:
@@ -137,8 +137,8 @@ def residual(x: Tensor, weight: TiledWeight, other: Tensor, gain: Tensor) -> tup
     x_1K, word_loads = readable(x.reshape(1, weight.k))
     (row_tiles, columns, _), device, n, k = weight.tiles.shape, x.device.index, weight.n, x_1K.shape[1]
     config, dependent = few_tokens_launch(device, 1, row_tiles, columns), devices.launches_dependents(device)
-    total, y = (torch.empty(1, n, dtype=x.dtype, device=x.device) for _ in range(2))
-    squares = torch.empty(row_tiles, dtype=torch.float32, device=x.device)
+    shape = *x.shape[:-1], n
+    total, y, squares = x.new_empty(shape), x.new_empty(shape), x.new_empty(row_tiles, dtype=torch.float32)
     _kernels(dependent).residual(
         device,
         (-(-row_tiles // config.row_tiles), 1),
@@ -155,8 +155,7 @@ def residual(x: Tensor, weight: TiledWeight, other: Tensor, gain: Tensor) -> tup
         WORD_LOADS=word_loads,
         DEPENDENT=dependent,
     )
-    shape = *x.shape[:-1], n
-    return total.view(shape), y.view(shape), squares
+    return total, y, squares
 
 
 # -- a gated pair -----------------------------------------------------------------------------------------------------
@@ -179,7 +178,7 @@ def gated(x: Tensor, gate: TiledWeight, up: TiledWeight, activation: str, norm: 
         x_MK = x_MK.clone(memory_format=torch.contiguous_format)
     tokens, device, stride = x_MK.shape[0], x_MK.device.index, x_MK.stride(0)
     row_tiles, columns, _ = gate.tiles.shape
-    y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
+    y = x.new_empty(*x.shape[:-1], n)
     config, dependent = _gated_launch(device, tokens, row_tiles), devices.launches_dependents(device)
     squares = x_MK if norm is None else norm.squares
     _kernels(dependent).gated(
@@ -200,7 +199,7 @@ def gated(x: Tensor, gate: TiledWeight, up: TiledWeight, activation: str, norm: 
         SQUARES=_squares_block(norm, k),
         DEPENDENT=dependent,
     )
-    return y.view(*x.shape[:-1], n)
+    return y
 
 
 def _gated_launch(device: int, tokens: int, row_tiles: int) -> Launch:
@@ -215,14 +214,14 @@ def normed_sum(x: Tensor, other: Tensor, gain: Tensor, eps: float) -> tuple[Tens
     k = x.shape[-1]
     x_MK, other_MK, gain = _rows(x, k), _rows(other, k), gain.contiguous()
     device, dependent = x.device.index, devices.launches_dependents(x.device.index)
-    sum_MK, y_MK = (torch.empty(x_MK.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    total, y = x.new_empty(x.shape), x.new_empty(x.shape)
     block = max(512, 1 << (k - 1).bit_length())
     warps = min(16, block // 512)
     strides = x_MK.stride(0), other_MK.stride(0)
     _kernels(dependent).normed_sum(
         device,
         (x_MK.shape[0], 1),
-        (x_MK, other_MK, gain, sum_MK, y_MK),
+        (x_MK, other_MK, gain, total, y),
         (float(eps), k, *strides),
         warps=warps,
         specialized=(x.dtype, other.dtype, gain.dtype, k, *strides),
@@ -230,7 +229,7 @@ def normed_sum(x: Tensor, other: Tensor, gain: Tensor, eps: float) -> tuple[Tens
         WARPS=warps,
         DEPENDENT=dependent,
     )
-    return sum_MK.view(x.shape), y_MK.view(x.shape)
+    return total, y
 
 
 def _rows(x: Tensor, k: int) -> Tensor:
@@ -250,7 +249,7 @@ def _weights(tensors: Sequence[Tensor], format: str, ns: Sequence[int], k: int) 
     """Weights of one format and K from their pages, or from the tiles and the scale of each in turn."""
     if len(tensors) == len(ns):
         return [tiled_weight(page, None, format, n, k) for page, n in zip(tensors, ns, strict=True)]
-    return [TiledWeight(*pair, format, n, k) for *pair, n in zip(tensors[::2], tensors[1::2], ns, strict=True)]
+    return [TiledWeight(tensors[2 * i], tensors[2 * i + 1], format, n, k) for i, n in enumerate(ns)]
 
 
 def _siblings(

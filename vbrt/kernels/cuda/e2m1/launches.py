@@ -131,23 +131,23 @@ def carries_pointers(config: Launch, columns: int, word_loads: bool) -> bool:
 
 
 def narrow(
-    x_MK: Tensor, weight: TiledWeight, bias: Tensor | None, y_MN: Tensor, activation: str, config: Launch
+    x_MK: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, activation: str, config: Launch
 ) -> None:
-    """y = activation(x @ w.T + bias) by the kernel for few tokens; x in bf16."""
+    """y [..., N] = activation(x @ w.T + bias) by the kernel for few tokens; x in bf16, y contiguous."""
     x_MK, word_loads = readable(x_MK)
     tokens, k = x_MK.shape
     row_tiles, columns, _ = weight.tiles.shape
     groups = 1 << max(0, (tokens - 1).bit_length() - 3)
-    device, n, stride = weight.tiles.device.index, y_MN.shape[1], x_MK.stride(0)
+    device, n, stride = weight.tiles.device.index, weight.n, x_MK.stride(0)
     dependent = devices.launches_dependents(device)
     bias_or_x = x_MK if bias is None else bias.contiguous()
     _narrow(dependent).linear(
         device,
         (-(-row_tiles // config.row_tiles), 1),
-        (x_MK, weight.tiles, weight.scale, bias_or_x, y_MN),
+        (x_MK, weight.tiles, weight.scale, bias_or_x, y),
         (tokens, n, k, columns, stride, n),
         warps=config.k_warps,
-        specialized=(n, k, stride, y_MN.dtype, bias_or_x.dtype),
+        specialized=(n, k, stride, y.dtype, bias_or_x.dtype),
         ROW_TILES=config.row_tiles,
         TOKEN_GROUPS=groups,
         K_WARPS=config.k_warps,

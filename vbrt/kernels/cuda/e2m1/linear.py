@@ -68,8 +68,8 @@ def multiply(x: Tensor, weight: TiledWeight, bias: Tensor | None, activation: st
         return x.new_empty(*x.shape[:-1], weight.n)
     choice = _choice(x_MK, weight)
     if type(choice) is Launch:
-        y = _narrow(x_MK, weight, bias, activation, choice)
-    elif type(choice) is WideLaunch:
+        return _narrow(x, x_MK, weight, bias, activation, choice)
+    if type(choice) is WideLaunch:
         y = launches.wide(x_MK, weight, bias, activation, choice)
     elif type(choice) is PersistentLaunch:
         y = launches.persistent(x_MK, weight, bias, activation, choice)
@@ -93,7 +93,8 @@ def few_tokens_launch(device: int, tokens: int, row_tiles: int, columns: int) ->
 
 
 def _found(device: int, tokens: int, row_tiles: int, columns: int) -> Launch | None:
-    return tuned(device).get((-(-tokens // 8), row_tiles, columns))
+    found = tuned(device)
+    return found.get((-(-tokens // 8), row_tiles, columns)) if found else None
 
 
 def serves(planes: WeightPlanes) -> bool:
@@ -188,19 +189,22 @@ def plain(planes: WeightPlanes) -> WeightPlanes:
 # -- by several launches ----------------------------------------------------------------------------------------------
 
 
-def _narrow(x_MK: Tensor, weight: TiledWeight, bias: Tensor | None, activation: str, config: Launch) -> Tensor:
+def _narrow(
+    x: Tensor, x_MK: Tensor, weight: TiledWeight, bias: Tensor | None, activation: str, config: Launch
+) -> Tensor:
     """By the kernel for few tokens, on what `vbrt.tune` has found rather than the table's configuration."""
-    tokens, n, device = x_MK.shape[0], weight.n, weight.tiles.device
-    summands = SUMMANDS[x_MK.dtype]
-    config = _found(device.index, summands * tokens, *weight.tiles.shape[:2]) or config
+    tokens, summands = x_MK.shape[0], SUMMANDS[x_MK.dtype]
+    row_tiles, columns, _ = weight.tiles.shape
+    config = _found(weight.tiles.device.index, summands * tokens, row_tiles, columns) or config
+    shape = *x.shape[:-1], weight.n
     if summands == 1:
-        y = torch.empty(tokens, n, dtype=x_MK.dtype, device=device)
+        y = x.new_empty(shape)
         launches.narrow(x_MK, weight, bias, y, activation, config)
         return y
-    y_SMN = torch.empty(summands * tokens, n, dtype=torch.float32, device=device)
+    y_SMN = x.new_empty(summands * tokens, weight.n, dtype=torch.float32)
     launches.narrow(_summands(x_MK), weight, None, y_SMN, "none", config)
-    y = y_SMN.view(-1, tokens, n).sum(0)
-    return reference.activate(y if bias is None else y + bias.float(), activation).to(x_MK.dtype)
+    y = y_SMN.view(summands, *shape).sum(0)
+    return reference.activate(y if bias is None else y + bias.float(), activation).to(x.dtype)
 
 
 def _summands(x_MK: Tensor) -> Tensor:
