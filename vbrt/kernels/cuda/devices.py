@@ -1,4 +1,4 @@
-"""What kernels ask about a CUDA device."""
+"""Properties of CUDA devices that kernels depend on."""
 
 import functools
 import importlib.util
@@ -31,7 +31,7 @@ def major(index: int) -> int:
 
 @functools.cache
 def gpu(index: int) -> Gpu:
-    """What the choice of a launch depends on."""
+    """The device as `launch_table.choose` sees it."""
     return Gpu(major(index), torch.cuda.get_device_properties(index).multi_processor_count)
 
 

@@ -89,7 +89,7 @@ class JoinSiblings(private_api.graph_pass_base()):  # type: ignore[misc]  # a cl
             private_api.never_lower(op)  # of what it has not traced
 
     def uuid(self) -> Any:
-        """What compiled graphs are cached under: the files that say what is joined."""
+        """The pass's part of the key of cached graphs: the files that decide what is joined."""
         return private_api.hash_of_files((__file__, linear.__file__, joined.__file__))
 
 

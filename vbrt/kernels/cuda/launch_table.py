@@ -33,7 +33,7 @@ __all__ = [
 
 
 class Gpu(NamedTuple):
-    """What a choice depends on: the compute capability's first number, and how many multiprocessors there are."""
+    """A GPU as `choose` sees it: the first number of its compute capability, and its multiprocessors."""
 
     major: int
     processors: int
@@ -43,7 +43,7 @@ class Launch(NamedTuple):
     """A kernel for few tokens: `row_tiles` a program, whose `k_warps` share the columns.
 
     prefetch: the next tile is read before this one is used. carry_pointers: pointers move on from column to column
-    and are not computed anew, where the shape allows it.
+    instead of being computed in each, where the shape allows it.
     """
 
     row_tiles: int
@@ -251,7 +251,7 @@ def persists(major: int, tokens: int, n: int, columns: int) -> bool:
 
 
 def cut_tiles(tokens: int, n: int, columns: int, processors: int) -> int:
-    """How many of the persistent kernel's tiles are cut, so that all programs share them along K.
+    """The number of the persistent kernel's tiles that are cut, so that all programs share them along K.
 
     0 if whole tiles leave multiprocessors idle for less time than adding up partial sums takes.
     """
@@ -263,17 +263,17 @@ def cut_tiles(tokens: int, n: int, columns: int, processors: int) -> int:
 
 
 def persistent_tiles(tokens: int, n: int) -> int:
-    """How many of the persistent kernel's tiles the result [tokens, n] has."""
+    """The number of the persistent kernel's tiles in the result [tokens, n]."""
     return -(-tokens // PERSISTENT_TOKENS) * -(-n // PERSISTENT_ROWS)
 
 
 def _cut_pairs(tiles: int, processors: int) -> float:
-    """What cutting takes, in pairs: more for a tile that more programs share."""
+    """The cost of cutting, in pairs: more for a tile that more programs share."""
     return _CUT_PAIRS + processors / tiles
 
 
 def _wide_warps(block: int, blocks: int, row_tiles: int, columns: int) -> int:
-    """How many row tiles a program takes, one a warp: more of them read activations less often, fewer fill the GPU."""
+    """Row tiles of a program, one a warp: more of them read activations less often, fewer fill the GPU."""
     by_four = -(-row_tiles // 4) * blocks
     if block == 16:
         return 8 if row_tiles <= _FEW_ROWS else 16

@@ -1,4 +1,4 @@
-"""Everything that vbrt uses of Triton and of torch's compiler although it is private to them, and what it does without.
+"""Private parts of Triton and of torch's compiler that vbrt uses, and what it does if they are missing.
 
 | what | private to | without it |
 | --- | --- | --- |
@@ -146,7 +146,7 @@ def graph_pass_base() -> type:
 
 
 def hash_of_files(paths: tuple[str, ...]) -> Any:
-    """What inductor knows a pass by whose code is in these files."""
+    """A hash of files, by which inductor identifies a pass in its cache."""
     return _of_inductor("custom_graph_pass", "get_hash_for_files")(paths)
 
 

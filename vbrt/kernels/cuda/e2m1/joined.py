@@ -1,4 +1,4 @@
-"""One launch for what would be several: layers of one input, a gated pair, a residual sum and its norm beside a layer.
+"""One launch in place of several: layers of one input, a gated pair, a layer with a residual sum and its norm.
 
     siblings(x, weights)                  x @ w.T of up to three weights
     gated(x, gate, up, "silu")            activation(x @ gate.T) * (x @ up.T)
@@ -45,7 +45,7 @@ NORM_ROW = 32768  # activations that the norm keeps in registers
 
 
 class Norm(NamedTuple):
-    """An RMS norm of one token but for its factor: the sums of squares that `residual` gives beside it, and epsilon."""
+    """The factor of an RMS norm of one token: the sums of squares that `residual` computes, and epsilon."""
 
     squares: Tensor
     eps: float
@@ -76,7 +76,7 @@ def _check_one_token(x: Tensor, k: int, multiple: int = 1) -> None:
 
 
 def _squares_block(norm: Norm | None, k: int) -> int:
-    """How many sums of squares of K numbers a kernel reads: a power of two, four a lane and more; 0 without a norm."""
+    """The number of sums of squares that a kernel reads: a power of two, at least four a lane; 0 without a norm."""
     return 0 if norm is None else max(128, 1 << (-(-k // ROWS) - 1).bit_length())
 
 

@@ -1,10 +1,10 @@
-"""The GPU side of `joined`: several matrices in tile order in one launch, and the norms beside them.
+"""The GPU side of `joined`: several matrices in tile order in one launch, and the norms around them.
 
-The loop over K is `narrow_gluon`'s; the gated kernel has the row tile of a second matrix beside the first one's. The
+The loop over K is `narrow_gluon`'s; the gated kernel multiplies a row tile of each of two matrices. The
 kernels' constants are explained in `narrow_gluon`; SQUARES is how many sums of squares are read: 0, or a power of two,
 at least 128 and ceil(K / 16).
 
-The norm is a launch of its own, short because the next kernel's is under way meanwhile and its weights with it.
+The norm is a launch of its own, a short one: the next kernel starts and loads weights while it runs.
 Gathering the norm's statistics inside the linear kernel, as matrix instructions on x, was faster on an H200 in two of
 thirteen cases (1.06x), slower in nine (by up to 1.5x), and needed four times the code.
 """
@@ -226,7 +226,7 @@ def gated_kernel(
     TOKEN_GROUPS is one or two.
     """
     squares = ()
-    if SQUARES:  # not in registers, of which many programs beside each other have none left
+    if SQUARES:  # not in registers, of which many programs on a multiprocessor leave none
         squares = room_for_squares(SQUARES)
     sums, _ = sums_of_products(
         x_ptr,

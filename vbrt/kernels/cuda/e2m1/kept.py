@@ -33,7 +33,7 @@ Launches = dict[tuple[int, int, int], Launch]
 
 
 def tuning_path(gpu: str, triton: str) -> Path:
-    """Where the configurations for a GPU and a version of Triton are kept: below $XDG_CACHE_HOME or ~/.cache."""
+    """The file of the configurations for a GPU and a version of Triton: below $XDG_CACHE_HOME or ~/.cache."""
     root = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not root.is_absolute():  # unset, or to be ignored, says the XDG base directory specification
         root = Path("~/.cache").expanduser()
@@ -42,14 +42,14 @@ def tuning_path(gpu: str, triton: str) -> Path:
 
 
 def tuning_file(device: int) -> Path:
-    """Where the configurations for a CUDA device are kept; the file need not be there."""
+    """The file of the configurations for a CUDA device; it need not exist."""
     own = identity(device)
     return tuning_path(own["gpu"], own["triton"])
 
 
 @functools.cache
 def tuned(index: int) -> Launches:
-    """What has been found for a CUDA device; empty without a file that serves."""
+    """The configurations found for a CUDA device; empty without a valid file."""
     own = identity(index)
     path = tuning_path(own["gpu"], own["triton"])
     try:
@@ -63,7 +63,7 @@ def tuned(index: int) -> Launches:
 
 
 def identity(index: int) -> dict[str, Any]:
-    """What configurations found on a CUDA device hold for."""
+    """GPU, Triton and kernels that configurations found on a CUDA device are valid for."""
     import triton
 
     return {"gpu": torch.cuda.get_device_name(index), "triton": triton.__version__, "kernels": KERNELS}

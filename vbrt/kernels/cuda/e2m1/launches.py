@@ -1,7 +1,7 @@
 """The launches of the kernels for one weight in tile order: narrow, wide, persistent and decode.
 
-Which of them runs, and on which configuration, is `linear`'s to decide; these do what they are told. The kernels'
-constants are explained in `narrow_gluon`.
+`linear` decides which of them runs; a launch takes its configuration as an argument. The kernels' constants are
+explained in `narrow_gluon`.
 
 Legend: M tokens, N outputs, K inputs, S summands.
 """
@@ -130,9 +130,7 @@ def carries_pointers(config: Launch, columns: int, word_loads: bool) -> bool:
     return config.carry_pointers and columns % config.k_warps == 0 and not word_loads
 
 
-def narrow(
-    x_MK: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, activation: str, config: Launch
-) -> None:
+def narrow(x_MK: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, activation: str, config: Launch) -> None:
     """y [..., N] = activation(x @ w.T + bias) by the kernel for few tokens; x in bf16, y contiguous."""
     x_MK, word_loads = readable(x_MK)
     tokens, k = x_MK.shape
@@ -196,7 +194,7 @@ def persistent(
 
 
 class _Partials(NamedTuple):
-    """Where the wide kernel's programs leave sums that are not the result yet.
+    """Buffers for the partial sums of the wide kernel's programs.
 
     count: of parts [M, N] that another launch adds up; 1 if the programs do. counters: int32, a power of two of them,
     or any tensor if `counters_used` is 0; sums: fp32, those of each program.

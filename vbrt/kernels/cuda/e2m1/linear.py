@@ -240,7 +240,7 @@ def _decode_and_multiply(x_MK: Tensor, weight: TiledWeight, bias: Tensor | None)
 
 
 def slice_tiles(row_tiles: int, row_bytes: int, tokens: int) -> int:
-    """How many row tiles are decoded at a time: whole blocks of cuBLAS, about 64 MiB, at most four slices.
+    """The number of row tiles to decode at a time: whole blocks of cuBLAS, about 64 MiB, at most four slices.
 
     On an H200 two to four slices are as fast as one or faster from 2048 tokens on, by the shape, and more are slower;
     at 1024 tokens one was the fastest for four shapes of five, by 2 to 11 %.
@@ -257,7 +257,7 @@ def slice_tiles(row_tiles: int, row_bytes: int, tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How a kernel wants the coarse plane of one format to lie in its page: tiles of `rows` rows."""
+    """The order of a format's coarse plane in its page that `linear` is fast on: tiles of `rows` rows."""
 
     format: str
     rows: int = ROWS
@@ -281,7 +281,7 @@ class Packing:
 
 
 def packing(format: str) -> Packing | None:
-    """The page order that `linear` is fast on, or None if it has none for the format."""
+    """The page order for a format, or None if `linear` has none of its own."""
     return Packing(format) if format in FORMATS else None
 
 

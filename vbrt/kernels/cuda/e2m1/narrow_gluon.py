@@ -358,7 +358,7 @@ def read_tiles(pointers, wanted, ROW_TILES: gl.constexpr, OUTSIDE: gl.constexpr)
 def read_tokens(
     pointers, column, lane, M, K, TOKEN_GROUPS: gl.constexpr, ALL_TOKENS: gl.constexpr, K_TAIL: gl.constexpr
 ):
-    """What `load_tokens` gives for each group of tokens and p."""
+    """The operands of `load_tokens` for each group of tokens and p."""
     out = ()
     for n in gl.static_range(TOKEN_GROUPS):
         for p in gl.static_range(4):
@@ -386,7 +386,7 @@ def places(program, ROW_TILES: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.con
 
 @gluon.jit
 def squares_at(square_ptr, K, SQUARES: gl.constexpr, WARPS: gl.constexpr):
-    """Where the sums of squares of a vector of K are, a number for each 16, and which of SQUARES there are."""
+    """(Pointers to SQUARES sums of squares of a vector of K, one for each 16 numbers; which of them exist)."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     at = gl.arange(0, SQUARES, layout=LAYOUT)
     return square_ptr + at, at < (K + 15) // 16

@@ -60,7 +60,7 @@ _TOP_FIELD = 239
 
 
 class TileFormat(NamedTuple):
-    """What kernels must know of a format with E2M1 codes.
+    """Properties of a format with E2M1 codes that the kernels depend on.
 
     block: columns under one scale. words: int32 words a tile. e8m0_scales: True if block scales are powers of two
     (E8M0), stored relative to the largest; otherwise they are E4M3.

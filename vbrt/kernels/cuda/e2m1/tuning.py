@@ -31,7 +31,7 @@ _GAIN = 0.97  # of the table's time; less of a difference is noise
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is timed at once: a weight (n, k) in a format, and a number of tokens."""
+    """One search: a weight (n, k) in a format, and a number of tokens."""
 
     n: int
     k: int
@@ -40,14 +40,14 @@ class Case:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """What the kept file knows it by: (groups of 8 tokens, row tiles, columns)."""
+        """Its key in the kept file: (groups of 8 tokens, row tiles, columns)."""
         rows, columns, _ = tile_shape(self.format, (self.n, self.k))
         return -(-self.tokens // 8), rows, columns
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search has found: the table's configuration and the fastest, which may be the same, in microseconds."""
+    """The result of a search: the table's configuration and the fastest, which may be the same, in microseconds."""
 
     case: Case
     table: Launch
@@ -72,7 +72,7 @@ def check(tokens: Sequence[int], device: int) -> None:
 
 
 def cases(plan: Plan, *, tokens: Sequence[int] = (1, 16), device: int = 0) -> list[Case]:
-    """What `tune` times for a plan, in order: what runs on the kernel for few tokens. Raises KernelError for none."""
+    """The searches of `tune` for a plan: layers on the kernel for few tokens. Raises KernelError if it has none."""
     major = devices.major(device)
     # training multiplies by rounded dense weights, and a fine plane is merged into one
     served = [swap for swap in plan.swaps if swap.format in FORMATS and swap.fine == "none"]
@@ -90,7 +90,9 @@ def cases(plan: Plan, *, tokens: Sequence[int] = (1, 16), device: int = 0) -> li
 def tune(
     plan: Plan, *, tokens: Sequence[int] = (1, 16), device: int = 0, report: Callable[[Found], object] | None = None
 ) -> Path:
-    """Time the configurations for the layers of a plan on an idle CUDA device and keep the fastest; the file's path.
+    """Time the configurations for the layers of a plan on an idle CUDA device, and keep the fastest.
+
+    Returns the path of the file.
 
     tokens: numbers of tokens, each standing for its group of 1 to 8 or 9 to 16; of two in one group the last decides.
     report: is called with each result once the file holds it, so an interrupted search keeps what it has found.
@@ -115,7 +117,7 @@ def tune(
 
 
 def _fastest(case: Case, table: Launch, us: Callable[[Launch], float]) -> Found:
-    """The table's own, unless another is faster by more than noise."""
+    """The table's configuration, unless another is faster by more than noise."""
     table_us = us(table)
     best, best_us, limit = table, table_us, table_us * _GAIN
     for launch in CANDIDATES:

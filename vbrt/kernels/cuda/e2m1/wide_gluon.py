@@ -171,7 +171,7 @@ def order_kernel(
 
 @gluon.jit
 def place_of_sums(part_ptr, index, ACC: gl.constexpr):
-    """Where sums [16 * warps, tokens] of wgmma are in memory, so that a warp's lie together."""
+    """Pointers to sums [16 * warps, tokens] of wgmma, those of a warp together."""
     ROWS: gl.constexpr = 16 * ACC.warps_per_cta[0]
     TOKENS: gl.constexpr = ACC.instr_shape[1]
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))[:, None]

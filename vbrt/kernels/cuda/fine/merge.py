@@ -10,14 +10,14 @@ __all__ = ["merge", "serves", "serves_shape"]
 
 
 def serves(planes: WeightPlanes) -> bool:
-    """Whether `merge` can take these planes: on a GPU, with a fine plane, rows of whole blocks."""
+    """True if `merge` takes these planes: on a GPU, with a fine plane, rows of whole blocks."""
     if planes.fine is None or not planes.fine["low"].is_cuda:
         return False
     return serves_shape(planes.format, planes.shape)
 
 
 def serves_shape(format: str, shape: tuple[int, int]) -> bool:
-    """Whether the rows of a weight are whole blocks of its format."""
+    """True if the rows of a weight are whole blocks of its format."""
     return shape[1] % get_format(format).block == 0
 
 

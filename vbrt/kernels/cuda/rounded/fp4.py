@@ -80,7 +80,7 @@ def _fewest(index: int) -> int | None:
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
-    """The way `linear` takes: "fp4", or what `e2m1.linear.route` says."""
+    """Name the kernel of a call: "fp4", or as `e2m1.linear.route` names it."""
     return "fp4" if fp8.is_long(x, planes, _fewest) else tiled.route(x, planes)
 
 

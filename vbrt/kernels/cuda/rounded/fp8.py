@@ -96,7 +96,7 @@ def _fewest(index: int) -> int | None:
 
 
 def is_long(x: Tensor, planes: WeightPlanes, fewest: Callable[[int], int | None]) -> bool:
-    """Whether x and the weight are what a matmul of rounded operands takes, with the fewest tokens of a GPU or more."""
+    """True if a matmul of rounded operands takes x and the weight, and x has the `fewest` tokens of the GPU or more."""
     if not tiled.serves(planes) or x.dtype is not torch.bfloat16 or planes.shape[0] % 16:
         return False
     tokens = fewest(planes.coarse[TILES].device.index)
@@ -104,7 +104,7 @@ def is_long(x: Tensor, planes: WeightPlanes, fewest: Callable[[int], int | None]
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
-    """The way `linear` takes: "fp8", or what `e2m1.linear.route` says."""
+    """Name the kernel of a call: "fp8", or as `e2m1.linear.route` names it."""
     return "fp8" if is_long(x, planes, _fewest) else tiled.route(x, planes)
 
 
@@ -151,7 +151,7 @@ def note_refusal(kind: str, n: int, k: int, dtype: torch.dtype) -> None:
 
 
 def noted_refusal(kind: str, n: int, k: int) -> str | None:
-    """What `note_refusal` said in this process of a weight [N, K], if anything."""
+    """The message of `note_refusal` about a weight [N, K] in this process, or None."""
     return _REFUSED.get((kind, n, k))
 
 

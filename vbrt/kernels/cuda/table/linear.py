@@ -65,7 +65,7 @@ def _served(planes: WeightPlanes) -> bool:
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
-    """The way `linear` takes: "fused", "decode+matmul" (decoded by a kernel) or "reference"."""
+    """Name the kernel of a call: "fused", "decode+matmul" (decoded by a kernel) or "reference"."""
     if not (_served(planes) and x.is_cuda):
         return "reference"
     few = x.dtype is torch.bfloat16 and 0 < x.numel() <= FUSED_TOKENS * x.shape[-1]
@@ -97,7 +97,7 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
 
 
 class _Product(torch.autograd.Function):
-    """x @ w.T with the gradient for x; the decoded weight is made again for it and not kept."""
+    """x @ w.T with the gradient for x; the weight is decoded again for it, and not kept."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, planes: WeightPlanes) -> Tensor:
