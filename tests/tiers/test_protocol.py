@@ -11,7 +11,8 @@ from tests.tiers.stacks import UNIT, WatchedTier, add, add_all, assert_at_rest, 
 from vbrt.errors import TierError
 from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.simulate import PASS, make_policy
-from vbrt.tiers import Level, Owner, SsdTier, TierStack
+from vbrt.tiers import Level, MemoryTier, Owner, SsdTier, Tier, TierStack
+from vbrt.tiers.protocol import Store
 from vbrt.tiers.rows import page_rows
 from vbrt.tiers.slots import State
 
@@ -79,6 +80,19 @@ class CompressedTier:
 
     def close(self) -> None:
         self.closed = True
+
+
+@pytest.mark.parametrize(("kind", "protocol"), [(MemoryTier, Tier), (SsdTier, Store), (CompressedTier, Store)])
+def test_tiers_have_all_that_the_stack_asks_of_them(kind, protocol, tmp_path):
+    made = {MemoryTier: lambda: WatchedTier("cpu", 1), SsdTier: lambda: SsdTier(tmp_path, 1 << 20)}
+    tier = made.get(kind, lambda: kind(UNIT))()
+    assert tier.memory is (protocol is Tier)
+    declared = {
+        name for base in protocol.__mro__[:-2] for name in {*vars(base), *vars(base).get("__annotations__", ())}
+    }
+    assert {"reserve", "capacity_bytes", "close"} <= declared
+    assert [name for name in declared if not name.startswith("_") and not hasattr(tier, name)] == []
+    tier.close()
 
 
 SIZES = {f"page{i}": 1 + i % 3 for i in range(9)}

@@ -204,7 +204,8 @@ class Decider:
     def _admit(self, lease: Lease, pages: Sequence[Page]) -> None:
         """Decide on every page; what is missing is filled by whoever needs it first."""
         top, counts = self._top, self._passes.current
-        busy = top.leased.union(page.key for page in pages if page.home)
+        busy = {page.key for page in pages if page.home}
+        busy |= top.leased
         for page in pages:
             slot, decision = self._find(0, page, busy)
             lease.slots.append(slot)
@@ -224,6 +225,8 @@ class Decider:
         if page.home == index:
             return level.slots[page.key], _AT_HOME
         decision = level.policy.access(page.key, page.nbytes + level.overhead_bytes, busy)
+        if decision.hit and page.key in level.slots and not decision.evict:
+            return level.slots[page.key], decision  # most accesses
         return self._place(level, page, decision), decision
 
     def _place(self, level: Level, page: Page, decision: Decision) -> Slot:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Room", "Tier"]
+__all__ = ["Room", "Store", "Tier"]
 
 
 class Room(Protocol):
@@ -63,20 +63,6 @@ class Tier(Protocol):
         `reserved_bytes`. Counting is the last thing that it does: Ctrl-C finds the room counted and returned, or not.
         """
 
-    def put(self, room: Any, page: torch.Tensor, *, key: str, layout: dict | None = None) -> None:
-        """Write a page (uint8, CPU, contiguous) into its room. Of a store only. Raises TierError."""
-
-    def get(self, room: Any, out: torch.Tensor, *, key: str) -> None:
-        """Read a page into `out` (uint8, CPU, aligned to 4096 bytes) and verify it. Of a store only.
-
-        Raises TierError."""
-
-    def read_items(self, room: Any, offsets: torch.Tensor, nbytes: int, *, key: str) -> torch.Tensor:
-        """Return parts of a page, verified: uint8 [n, nbytes] at the offsets int64 [n]. Of a store only."""
-
-    def read_ahead(self, room: Any) -> None:
-        """Begin to bring a page nearer; never fails."""
-
     def free(self, room: Any, *, reuse: bool) -> None:
         """Free a room; with `reuse` its memory may be cached for the next one of its size. Idempotent until it
         returns."""
@@ -89,3 +75,21 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """End the tier, whose rooms have all been freed but for those that are still in use. Idempotent."""
+
+
+class Store(Tier, Protocol):
+    """A tier that writes and reads pages instead of holding them as tensors."""
+
+    def put(self, room: Any, page: torch.Tensor, *, key: str, layout: dict | None = None) -> None:
+        """Write a page (uint8, CPU, contiguous) into its room. Raises TierError."""
+
+    def get(self, room: Any, out: torch.Tensor, *, key: str) -> None:
+        """Read a page into `out` (uint8, CPU, aligned to 4096 bytes) and verify it.
+
+        Raises TierError."""
+
+    def read_items(self, room: Any, offsets: torch.Tensor, nbytes: int, *, key: str) -> torch.Tensor:
+        """Return parts of a page, verified: uint8 [n, nbytes] at the offsets int64 [n]."""
+
+    def read_ahead(self, room: Any) -> None:
+        """Begin to bring a page nearer; never fails."""
