@@ -12,8 +12,6 @@ from tests.models import TOKENS, config, llama, mlp
 from vbrt.config import load_config
 from vbrt.errors import WrapError
 
-pytestmark = pytest.mark.usefixtures("plain_torch")
-
 peft = pytest.importorskip("peft")
 
 HOLDINGS = ("dense", "nvfp4", "mxfp4", "nf4", "quantile", "exact")
@@ -67,16 +65,23 @@ def train(model, *, checkpointing: bool, autocast: bool) -> tuple[list[float], d
 WAYS = list(itertools.product([False, True], repeat=3))
 
 
-@matrix(format=HOLDINGS, way=WAYS)
-def test_lora_steps_are_those_of_a_dense_model(format, way, tmp_path):
+@matrix(format=HOLDINGS, way=WAYS, kernels=["installed", "reference"])
+def test_lora_steps_are_those_of_a_dense_model(format, way, kernels, tmp_path, request):
+    """Bit for bit where weights are lossless, or the reference multiplies them; fused kernels sum in another order."""
     streamed, checkpointing, autocast = way
+    if kernels == "reference":
+        request.getfixturevalue("plain_torch")
     vb = wrapped(format, tmp_path if streamed else None)
     dense = dense_twin(vb, format)
     losses, grads = train(with_lora(vb.model), checkpointing=checkpointing, autocast=autocast)
     want_losses, want = train(with_lora(dense), checkpointing=checkpointing, autocast=autocast)
-    assert losses == want_losses and losses[-1] < losses[0]
-    assert len(grads) == 2 * 7 * 3 and grads.keys() == want.keys()
-    assert all(torch.equal(grads[name], want[name]) for name in grads)
+    assert losses[-1] < losses[0] and len(grads) == 2 * 7 * 3 and grads.keys() == want.keys()
+    if kernels == "reference" or format in ("dense", "exact"):
+        assert losses == want_losses
+        assert all(torch.equal(grads[name], want[name]) for name in grads)
+    else:
+        assert losses == pytest.approx(want_losses, rel=1e-3)
+        assert all((grads[name] - want[name]).norm() <= 0.05 * want[name].norm() for name in grads)
     assert (vb.stats().misses > 0) == streamed
     vb.close()
 
@@ -92,7 +97,7 @@ def test_compiled_lora_gradients_are_those_of_a_dense_model(format, streamed, tm
         grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert grads[0].keys() == grads[1].keys() and len(grads[0]) == 42
     for name, grad in grads[0].items():
-        torch.testing.assert_close(grad, grads[1][name], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(grad, grads[1][name], rtol=1e-4, atol=1e-6)
     vb.close()
 
 
