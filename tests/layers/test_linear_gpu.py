@@ -1,4 +1,4 @@
-"""VB layers on a CUDA device: what tests/nn/test_linear.py promises, where pages live on the GPU or stream to it."""
+"""VB layers on a CUDA device: as in tests/layers/test_linear.py, with pages on the GPU or streamed to it."""
 
 import copy
 import pickle

@@ -155,9 +155,8 @@ def _(dy: torch.Tensor, token: torch.Tensor, in_features: int) -> torch.Tensor:
 
 
 @torch.library.register_vmap("vbrt::linear", lib=library)
-def _(info, in_dims, x, bias, token, out_features, cast=False, grad=False):
-    linear = torch.ops.vbrt.linear
-    return mapped(info, in_dims, x, bias, lambda x, bias: linear(x, bias, token, out_features, cast, grad))
+def _(info, in_dims, x, bias, *rest):
+    return mapped(info, in_dims, x, bias, lambda x, bias: torch.ops.vbrt.linear(x, bias, *rest))
 
 
 @torch.library.register_vmap("vbrt::linear_backward", lib=library)

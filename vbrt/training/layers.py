@@ -69,7 +69,7 @@ class TrainedLayer(SwappedLayer):
             dtype = weight.dtype
         if is_compiling():
             return torch.ops.vbrt.trained_linear(
-                x, weight, bias, handle.token, handle.spec.shape[0], dtype, self.training, handle.spec.transposed
+                x, weight, bias, handle.token, dtype, self.training, handle.spec.transposed
             )
         if is_recorded():
             self._check_recorder()

@@ -31,14 +31,7 @@ _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 @torch.library.custom_op("vbrt::trained_linear", mutates_args=(), tags=_TAGS)
 def _trained_op(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    token: Tensor,
-    out_features: int,
-    dtype: torch.dtype,
-    training: bool,
-    transposed: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, dtype: torch.dtype, training: bool, transposed: bool
 ) -> Tensor:
     """x [..., K] -> [..., N] with the rounded weight."""
     with torch.autocast(x.device.type, enabled=False):
@@ -46,8 +39,8 @@ def _trained_op(
 
 
 @_trained_op.register_fake
-def _(x, weight, bias, token, out_features, dtype, training, transposed):
-    return x.new_empty((*x.shape[:-1], out_features))
+def _(x, weight, bias, token, dtype, training, transposed):
+    return x.new_empty((*x.shape[:-1], weight.shape[1 if transposed else 0]))
 
 
 @torch.library.custom_op("vbrt::trained_weight", mutates_args=(), tags=_TAGS)
@@ -76,7 +69,7 @@ def _compiled_backward(ctx, dy: Tensor):
         dw = weight_gradient(dy, x, transposed=ctx.transposed).to(weight.dtype)
     if ctx.needs_input_grad[2]:
         dbias = sum_rows(dy).to(ctx.bias_dtype)
-    return dx, dw, dbias, *[None] * 5
+    return dx, dw, dbias, *[None] * 4
 
 
 _trained_op.register_autograd(_compiled_backward, setup_context=_keep_inputs)
