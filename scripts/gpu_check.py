@@ -34,18 +34,28 @@ import torch  # after the checkout is on the path
 import torch.nn.functional as F
 
 from scripts import scheduling
+from scripts.gpu_fused import fused_rows
+from scripts.gpu_timing import (
+    BF16,
+    CUDA,
+    Shape,
+    dense_weights,
+    error,
+    host_us,
+    machine,
+    plain,
+    planes_of,
+    say,
+    side_by_side,
+)
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.host.files import write_file
 from vbrt.kernels import fp4_refusal, fp8_refusal, resolve
-from vbrt.kernels.cuda.e2m1 import joined
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
-from vbrt.kernels.cuda.e2m1.tiles import TiledWeight, weight_of
-from vbrt.kernels.cuda.e2m1.tuning import graph_us
 from vbrt.kernels.cuda.rounded import fp4 as fp4_scaled
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
 from vbrt.kernels.cuda.table import linear as table_linear
 
-Shape = tuple[int, int]  # (K, N)
 Case = tuple[int, int, int]  # (K, N, M)
 
 SHAPES = ((4096, 14336), (14336, 4096), (4096, 4096), (8192, 28672))
@@ -58,69 +68,6 @@ AHEAD_SHARE = 0.5  # of those seconds, for compiling ahead of the searches
 AHEAD_BYTES = 4 << 30  # of GPU memory for a process that compiles ahead
 EPILOGUE_TOKENS, FUSED_TOKENS, ODD_TOKENS = (1, 16, 256, 2048), (1, 4, 16), (1, 16, 64, 2048)
 PARTS = ("rows", "dispatch", "fused", "epilogue", "odd", "scheduling", "e2e", "peers")
-ROTATED_BYTES = 300 << 20
-CUDA = torch.device("cuda")
-BF16 = torch.bfloat16
-
-# -- timing -----------------------------------------------------------------------------------------------------------
-
-
-def side_by_side(*sets: Sequence[Callable[[], object]], repeats: int = 15) -> list[float]:
-    """For each set of calls the median time of one, in a graph that runs the set; the graphs take turns."""
-
-    def all_of(calls: Sequence[Callable[[], object]]) -> None:
-        for call in calls:
-            call()
-
-    taken = graph_us(*(partial(all_of, calls) for calls in sets), repeats=repeats)
-    return [us / len(calls) for us, calls in zip(taken, sets, strict=True)]
-
-
-def host_us(call: Callable[[], object], calls: int = 500) -> float:
-    """Median host time of an asynchronous call, the GPU never being waited for."""
-    times = []
-    for _ in range(9):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls // 9):
-            call()
-        times.append((time.perf_counter() - start) / (calls // 9) * 1e6)
-    torch.cuda.synchronize()
-    return sorted(times)[len(times) // 2]
-
-
-def copy_tb_s() -> float:
-    """Bytes read and written a second by a kernel that copies: the roofline of this GPU's memory."""
-    source = torch.randn(1 << 29, dtype=BF16, device=CUDA)
-    target = torch.empty_like(source)
-    (us,) = side_by_side([partial(torch.neg, source, out=target)])
-    return 4 * source.numel() / us / 1e6
-
-
-# -- weights ----------------------------------------------------------------------------------------------------------
-
-
-def dense_weights(k: int, n: int) -> list[torch.Tensor]:
-    copies = max(2, min(8, ROTATED_BYTES // (k * n // 2) + 1))
-    return [torch.randn(n, k, device=CUDA, dtype=BF16) * 0.02 for _ in range(copies)]
-
-
-def planes_of(format: str, weight: torch.Tensor) -> WeightPlanes:
-    """As a page holds them."""
-    shape = tuple(weight.shape)
-    coarse = get_format(format).encode(weight)
-    packing = resolve("linear", "auto", CUDA, format).page_order(format)
-    return WeightPlanes(format, shape, BF16, packing.pack(coarse, shape) if packing else coarse)
-
-
-def plain(planes: WeightPlanes) -> dict[str, torch.Tensor]:
-    packing = e2m1_linear.packing(planes.format)
-    return packing.unpack(planes.coarse, planes.shape) if packing else planes.coarse
-
-
-def error(y: torch.Tensor, want: torch.Tensor) -> float:
-    return float((y.double() - want).norm() / want.norm())
-
 
 # -- parts ------------------------------------------------------------------------------------------------------------
 
@@ -194,77 +141,6 @@ def epilogue_rows(shapes: Sequence[Shape], tokens: Sequence[int]) -> Iterator[di
                 }
                 say(row)
                 yield row
-
-
-def fused_rows(shapes: Sequence[Shape], tokens: Sequence[int]) -> Iterator[dict[str, object]]:
-    """The launches that `vbrt.compile_options` puts into graphs beside those that they replace."""
-    for k, n in shapes:
-        planes = [planes_of("nvfp4", weight) for weight in dense_weights(k, n)]
-        for m in tokens:
-            x = torch.randn(m, k, device=CUDA, dtype=BF16)
-            for name, (fused, separate) in fused_cases(x, planes).items():
-                apart, together = side_by_side(separate, fused)
-                row = {
-                    "what": name,
-                    "k": k,
-                    "n": n,
-                    "m": m,
-                    "separate_us": round(apart, 2),
-                    "fused_us": round(together, 2),
-                    "ratio": round(apart / together, 3),
-                }
-                say(row)
-                yield row
-
-
-Calls = list[Callable[[], object]]
-
-
-def fused_cases(x: torch.Tensor, planes: Sequence[WeightPlanes]) -> dict[str, tuple[Calls, Calls]]:
-    """Name -> (calls of one launch, calls of the launches that it replaces), each launch that takes x."""
-    (n, k), (m, _) = planes[0].shape, x.shape
-    weights = [weight_of(p) for p in planes]
-    following = weights[1:] + weights[:1]
-    other, gain = torch.randn_like(x), torch.randn(k, device=CUDA, dtype=BF16)
-    pairs = list(zip(weights, following, strict=True))
-    copies = range(len(planes))
-    cases = {
-        "normed sum": (
-            [partial(joined.normed_sum, x, other, gain, 1e-5) for _ in copies],
-            [partial(separate_norm, x, other, gain) for _ in copies],
-        )
-    }
-    if joined.gates_in_one(BF16, m, n, k):
-        separate = [partial(two_launches, x, *pair) for pair in pairs]
-        cases["gated"] = ([partial(joined.gated, x, *pair, "silu") for pair in pairs], separate)
-    if m <= joined.SIBLING_TOKENS:
-        separate = [partial(two_launches, x, *pair, "none") for pair in pairs]
-        cases["siblings"] = ([partial(joined.siblings, x, pair) for pair in pairs], separate)
-    if m == 1:
-        residual, gains = torch.randn(m, n, device=CUDA, dtype=BF16), torch.randn(n, device=CUDA, dtype=BF16)
-        cases["residual"] = (
-            [partial(joined.residual, x, w, residual, gains) for w in weights],
-            [partial(separate_residual, x, w, residual, gains) for w in weights],
-        )
-    return cases
-
-
-def separate_norm(x: torch.Tensor, other: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
-    return F.rms_norm(x + other, gain.shape, gain, 1e-5)
-
-
-def two_launches(
-    x: torch.Tensor, gate: TiledWeight, up: TiledWeight, activation: str = "silu"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Without the product that the gated launch also computes."""
-    return e2m1_linear.multiply(x, gate, None, activation), e2m1_linear.multiply(x, up, None, "none")
-
-
-def separate_residual(
-    x: torch.Tensor, weight: TiledWeight, other: torch.Tensor, gain: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer, and the residual's sum with its norm."""
-    return joined.normed_sum(e2m1_linear.multiply(x, weight, None, "none"), other, gain, 1e-5)
 
 
 def dispatch() -> dict[str, float]:
@@ -461,37 +337,10 @@ def named(cases: Sequence[Case]) -> str:
 # -- running and writing ----------------------------------------------------------------------------------------------
 
 
-def say(row: dict[str, object]) -> None:
-    print(
-        "  ".join(f"{name} {value:.2e}" if "error" in name else f"{name} {value}" for name, value in row.items()),
-        flush=True,
-    )
-
-
 def said(rows: Iterator[dict[str, object]]) -> Iterator[dict[str, object]]:
     for row in rows:
         say(row)
         yield row
-
-
-def machine() -> dict[str, object]:
-    asked = ["git", "-c", "safe.directory=*", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
-    versions = {}
-    for package in ("torch", "triton", "transformers", "bitsandbytes", "torchao", "gemlite"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "capability": list(torch.cuda.get_device_capability()),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "commit": commit.stdout.strip() or None,
-        "versions": versions,
-        "copy_tb_s": round(copy_tb_s(), 2),
-    }
 
 
 def timed(result: dict[str, Any], part: str, rows: Iterator[dict[str, object]]) -> Iterator[dict[str, Any]]:

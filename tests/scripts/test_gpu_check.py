@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from scripts import gpu_timing
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check.py"
 
 
@@ -21,8 +23,9 @@ def script(monkeypatch):
     monkeypatch.setitem(sys.modules, "gpu_check", module)
     monkeypatch.setattr(sys, "path", list(sys.path))
     spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "CUDA", torch.device("cpu"))
-    monkeypatch.setattr(module, "ROTATED_BYTES", 0)
+    for place in (module, gpu_timing):
+        monkeypatch.setattr(place, "CUDA", torch.device("cpu"))
+    monkeypatch.setattr(gpu_timing, "ROTATED_BYTES", 0)
     monkeypatch.setattr(module, "side_by_side", lambda *sets: [10.0] * len(sets))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (8 << 30, 8 << 30))

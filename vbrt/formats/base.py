@@ -1,4 +1,4 @@
-"""What every number format is: an encoder, a decoder and a page layout, all pure tensor functions.
+"""The interface of number formats: an encoder, a decoder and a page layout, all pure tensor functions.
 
 Legend: N rows (outputs), K columns (inputs), Kp = K padded to the block, B blocks, b weights a block.
 """

@@ -1,4 +1,4 @@
-"""What the four block formats share: the tile loop of encode, block scales, nibble packing, table decode.
+"""Shared by the block formats: the tile loop of encode, block scales, nibble packing, table decode.
 
 A weight is cut into blocks of b along K. A block holds b 4-bit codes and one scale byte:
 
@@ -38,7 +38,7 @@ _OUTGROWN = 7 / 6  # of the largest level: where E2M1's cell ends, and little le
 
 
 class Range(NamedTuple):
-    """What is known of a weight before its first tile: `limit`, the largest finite magnitude of its dtype, which no
+    """Facts about a weight, known before its first tile: `limit`, the largest finite magnitude of its dtype, which no
     decoded weight may exceed, and `unit`, the power of two that tiles are divided by (exactly)."""
 
     limit: float
@@ -117,7 +117,7 @@ class BlockFormat(Format):
         return rounding, scale_CB.gather(0, pick_1B).squeeze(0), byte_B
 
     def tables(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """What a kernel decodes with: fp32 levels [16] by code, values [256] by scale byte, tensor scale [1]."""
+        """Return a kernel's tables: fp32 levels [16] by code, values [256] by scale byte, the tensor scale [1]."""
         device = tensors["codes"].device
         scale = tensors.get("tensor_scale")
         return self._levels(tensors), self._byte_values(device), ones(device) if scale is None else scale
@@ -132,11 +132,11 @@ class BlockFormat(Format):
 
     @abstractmethod
     def _grid(self, tensors: dict[str, Tensor]) -> Grid:
-        """What weights in units of their scale are rounded to."""
+        """Return the grid that weights, in units of their scale, are rounded to."""
 
     @abstractmethod
     def _rounding(self, x_bB: Tensor, **extra: Tensor) -> Rounding:
-        """How a tile is rounded."""
+        """Return the rounding of a tile."""
 
     @abstractmethod
     def _near_byte(self, scale_B: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ class Frame:
 
     @torch.no_grad()
     def round(self, w_NK: Tensor, dtype: torch.dtype | None = None, *, clipped: Tensor | None = None) -> Tensor:
-        """What `decode` makes of `encode` [N, K], in `dtype` (default: the weight's), without codes between them.
+        """Return `decode(encode(w))` [N, K] in `dtype` (default: the weight's), without making codes.
 
         NaN and Inf come out as NaN. `clipped` (fp32 []) is increased by the number of weights beyond the cell of their
         block's largest level, which is taken to reach as far above the level as below. Nothing waits for the device.

@@ -52,7 +52,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """Where each field of a plane lies. `nbytes` is the page's size, a multiple of 4096.
+    """The place of each field of a plane in its page. `nbytes` is the page's size, a multiple of 4096.
 
     Raises FormatError for an unknown version or dtype and for fields that overlap, are misaligned or leave the page.
     """

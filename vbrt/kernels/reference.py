@@ -66,5 +66,5 @@ def activate(y: Tensor, activation: str) -> Tensor:
 
 
 def wants_grad(x: Tensor, bias: Tensor | None) -> bool:
-    """Whether autograd is to see a product of x with a frozen weight."""
+    """True if autograd must see a product of x with a frozen weight."""
     return torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))

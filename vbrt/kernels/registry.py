@@ -4,8 +4,8 @@
     y = linear(x, planes, bias, "none")                      # hot paths keep linear.run, the bare function
 
 Every implementation is one record, `Kernel`; `vbrt.kernels.entries` lists those of the package. "reference" is plain
-torch, runs anywhere and specifies the op; faster ones are registered beside it: "triton" for GPUs, "compiled" (C, built
-at first use) for CPUs. Callers ask the record, never for its name.
+torch, runs anywhere and specifies the op; there are faster ones: "triton" for GPUs and "compiled" (C, built at first
+use) for CPUs. Callers ask the record, never for its name.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from vbrt.formats import PageLayout, WeightPlanes
 
 __all__ = ["BACKENDS", "EXACT", "Kernel", "PageOrder", "kernel_refusal", "register", "resolve", "resolves_late"]
 
-#: stands for any format with a fine plane: what is asked for is the original weight
+#: the format to ask for where a weight has a fine plane: the kernel restores the original weight, whatever its format
 EXACT = "exact"
 
 

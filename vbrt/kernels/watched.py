@@ -1,7 +1,7 @@
-"""Who besides a kernel wants to see an operation: tracers, modes of torch's dispatcher, transforms of torch.func.
+"""Detect observers of an operation: tracers, modes of torch's dispatcher, transforms of torch.func.
 
-A kernel that reads memory by its address is invisible to them. What is not `is_bare` is computed by operators of the
-dispatcher instead, which all of them understand.
+A kernel that reads memory by its address is invisible to them. Inputs that are not `is_bare` are computed by operators
+of the dispatcher instead, which all observers understand.
 """
 
 import contextlib
@@ -37,22 +37,22 @@ is_tracing = torch._C._is_tracing
 
 
 def is_bare(x: Tensor) -> bool:
-    """Whether x is its memory and nothing more, and nobody watches what is done with it."""
+    """True if x is plain memory and no observer is active: a kernel may read it by its address."""
     return type(x) in _TYPES and (_keys_of(x).raw_repr() in _BARE_KEYS or is_memory(x)) and not is_watched()
 
 
 def is_watched() -> bool:
-    """Whether a mode, a transform, a tracer or forward differentiation is at work in this thread."""
+    """True if a mode, a transform, a tracer or forward differentiation is active in this thread."""
     return dispatch_modes() > 0 or _transforms() or is_tracing() or forward_ad._current_level >= 0
 
 
 def is_recorded() -> bool:
-    """Whether a mode or a tracer takes down what is done, with the very tensors that it is done with."""
+    """True if a mode or a tracer records operations with the tensors that they run on."""
     return dispatch_modes() > 0 or is_tracing()
 
 
 def is_memory(x: Tensor) -> bool:
-    """Whether x is its memory: no subclass, no wrapper of torch.func, not sparse, nested, or negated when read."""
+    """True if x is plain memory: no subclass, no wrapper of torch.func, not sparse, nested, or negated when read."""
     if type(x) not in _TYPES or x.layout is not torch.strided or x.is_nested or x.is_quantized:
         return False
     if x.is_neg() or x.is_conj() or x._is_zerotensor() or torch._C._functorch.is_functorch_wrapped_tensor(x):
@@ -62,13 +62,13 @@ def is_memory(x: Tensor) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func or a level of forward-mode derivatives is at work."""
+    """True if a transform of torch.func or a level of forward-mode derivatives is active."""
     return _transforms() or forward_ad._current_level >= 0
 
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Nobody watches within the block, nor has a default device: for work that is not the watched function's own."""
+    """Suspend all observers and default devices in the block: for work that is not the observed function's own."""
     with _untraced(), _disable_current_modes(), temporarily_clear_interpreter_stack(), torch.no_grad():
         with torch._C.DisableTorchFunction():
             yield

@@ -83,5 +83,5 @@ def check_ssd_directory(config: VBConfig) -> None:
 
 def release_host_memory() -> None:
     """Give freed host memory back to the system: kept blocks for decoded weights, and the C library's heap."""
-    recycle.forget()
+    recycle.trim()
     trim_heap()

@@ -102,7 +102,7 @@ class Runtime:
             self.stack.close()
         elif self.attachments:
             use_freed_room(self)
-        recycle.forget()
+        recycle.trim()
 
     def close(self) -> None:
         """Close every model and the tiers; idempotent. Weights that live in the tiers are gone."""

@@ -41,7 +41,7 @@ def test_threads_never_get_memory_that_another_still_holds(monkeypatch):
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(fill_and_look, range(1, 5)))
-    recycle.forget()
+    recycle.trim()
     assert not recycle._loans
 
 
@@ -64,7 +64,7 @@ def test_memory_for_decoded_weights_is_bounded_and_can_be_given_back():
     for shape in shapes * 2:
         recycle.empty(shape, torch.uint8)
     assert len(recycle._free) + len(recycle._ended) <= recycle._BLOCKS + 1
-    recycle.forget()
+    recycle.trim()
     assert not recycle._free and not recycle._ended and not recycle._loans
     recycle.empty(*shapes[:1], torch.uint8)
     with vbrt.wrap(torch.nn.Sequential(torch.nn.Linear(64, 64)).eval(), "fp4"):

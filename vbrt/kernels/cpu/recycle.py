@@ -2,7 +2,7 @@
 
 A weight of 32 MiB or more is fresh memory from the operating system each time: the C library maps it and unmaps it, and
 a page fault every 4 KiB costs five times what decoding does (8192 x 8192 in bf16: 59 ms instead of 14 with the matmul
-behind it). Here a few blocks stay, each for weights of one size. A block is free when the storage that lies in it is
+behind it). Here a few blocks are kept, each for weights of one size. A block is free when the storage in it is
 gone, whoever held it last, so what comes from here may be kept, shared and written to like any other tensor.
 """
 
@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-__all__ = ["empty", "forget"]
+__all__ = ["empty", "trim"]
 
 _SMALLEST_BYTES = 16 << 20  # what the C library reuses by itself, whatever its thresholds have become
 _BLOCKS = 4  # that are kept while they are free
@@ -59,7 +59,7 @@ def _take(nbytes: int) -> mmap.mmap:
 
 
 def _settle() -> None:
-    """Take back the blocks whose storages are gone; the longest unused leave."""
+    """Collect the blocks whose storages are gone; free those that were unused longest."""
     with suppress(IndexError):  # another thread may take the last one
         while True:
             loan = _ended.popleft()
@@ -70,7 +70,7 @@ def _settle() -> None:
             _free.popleft()
 
 
-def forget() -> None:
+def trim() -> None:
     """Give the free blocks back to the operating system."""
     _settle()
     _free.clear()
