@@ -9,7 +9,7 @@ from torch import nn
 
 import vbrt
 from tests.models import config, wrap, wrap_streamed
-from vbrt.layers import KINDS, VBLinear, kind_of
+from vbrt.layers import KINDS, Kind, VBLayer, VBLinear, kind_of, kinds
 from vbrt.training import trained_class
 
 transformers = pytest.importorskip("transformers")
@@ -89,3 +89,37 @@ def test_every_kind_has_a_class_that_takes_its_place():
         assert kind is KINDS[type(module).__name__] and kind.sites("", module)[0].kept_shape == module.weight.shape
         for cls in (kind.layer_class(), trained_class(kind)):
             assert cls.plain_class() is type(module)
+
+
+class Turned(nn.Module):
+    """[.., in] -> [.., out], its weight kept as [in, out]."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / 8)
+        self.bias = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.weight)
+
+
+class VBTurned(VBLayer, Turned):
+    def forward(self, x):
+        return self._product(x, self._parameters["bias"])
+
+
+@pytest.mark.parametrize("mode", ["infer", "train"])
+def test_a_new_kind_takes_a_record_and_a_class_with_a_forward(mode, monkeypatch, tmp_path):
+    kind = Kind("Turned", __name__, __name__, transposed=True)
+    monkeypatch.setitem(KINDS, "Turned", kind)
+    monkeypatch.setitem(kinds._BY_CLASS, (__name__, "Turned"), kind)
+    model, x = nn.Sequential(Turned(64, 96), Turned(96, 64)).eval(), torch.randn(3, 64)
+    expected = model(x)
+    vb = vbrt.wrap(model, config("dense") | {"mode": mode})
+    assert [(swap.kind, swap.shape) for swap in vb.plan.swaps] == [("Turned", (96, 64)), ("Turned", (64, 96))]
+    assert torch.equal(vb(x), expected) and set(vb.stats().layers) == {"0", "1"}
+    vb.save(tmp_path)
+    with torch.device("meta"):
+        empty = nn.Sequential(Turned(64, 96), Turned(96, 64)).eval()
+    assert torch.equal(vbrt.load(tmp_path, empty)(x), expected)
+    assert type(vb.unwrap()[0]) is Turned and torch.equal(model(x), expected)

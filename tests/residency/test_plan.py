@@ -129,6 +129,18 @@ def test_homes_fit_and_leave_room_to_pass(sizes, gpu, cpu, ssd, tiers):
         assert held(homes, model, tier) + passing <= given_budgets[tier]
 
 
+def test_a_table_that_is_read_by_rows_may_be_larger_than_what_it_would_pass_through():
+    table, layer = PageSpec("table#dense", "dense", 64 * PAGE), PageSpec("layer#dense", "dense", 2 * PAGE)
+    budgets = {"gpu": 4 * PAGE, "cpu": 128 * PAGE}
+    with pytest.raises(ConfigError, match="smaller than the largest layer's pages"):
+        place([[table], [layer]], budgets, source="x")
+    homes = place([[replace(table, by_rows=True)], [layer]], budgets, source="x")
+    assert homes == {"table#dense": "cpu", "layer#dense": "cpu"}
+    swap = replace(a_swap("table", (replace(table, by_rows=True),)), note="")
+    plan = Plan((swap, a_swap("layer", (layer,))), {}, budgets)
+    assert swap.by_rows and (plan.group, plan.largest_layer_bytes, plan.largest_page_bytes) == (1, 2 * PAGE, 2 * PAGE)
+
+
 def a_swap(name: str, pages: tuple[PageSpec, ...]) -> Swap:
     return Swap(WeightSite(name, (64, 64)), "float32", dense_bytes=16384, format="nvfp4", fine="none", pages=pages)
 
