@@ -107,6 +107,17 @@ def test_an_attachment_that_fails_leaves_the_model_and_closes_the_tiers(mode, tm
     assert not any(tmp_path.iterdir())
 
 
+def test_a_model_that_is_attached_already_is_refused_and_runs_on(tmp_path):
+    model, x = mlp(depth=3), torch.randn(2, 64)
+    attachment = attach(model, settings(path=tmp_path, pages=2))
+    want = model(x)
+    for runtime in (None, attachment.runtime):
+        with pytest.raises(WrapError, match="is a VB layer already"):
+            attach(model, settings(path=tmp_path, pages=2), runtime=runtime)
+        assert torch.equal(model(x), want) and attachment.stats().layers.keys() == {"0", "2", "4"}
+    assert attachment.detach() is model
+
+
 def test_a_model_that_trains_is_attached_and_detached_with_its_own_parameters():
     model = mlp(depth=2)
     parameters = list(model.parameters())

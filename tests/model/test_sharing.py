@@ -207,6 +207,34 @@ def test_passes_in_threads_give_the_same_and_lose_no_count(tmp_path):
     a.runtime.close()
 
 
+def test_models_come_and_go_while_another_one_runs_in_a_thread(tmp_path):
+    a, x = vbrt.wrap(mlp(depth=4), streamed(tmp_path, 5)), torch.randn(2, 64)
+    want, other = outputs(a, mlp(depth=3), x=x)
+    wrong, done = [], threading.Event()
+
+    def work():
+        while not done.is_set():
+            try:
+                if not torch.equal(*outputs(a, x=x), want):
+                    wrong.append("bits")
+            except Exception as error:  # noqa: BLE001 - shown below
+                wrong.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for end in ("close", "unwrap") * 4:
+            b = vbrt.wrap(mlp(depth=3), weights(), runtime=a.runtime)
+            assert torch.equal(*outputs(b, x=x), other) and held(b)
+            a.runtime.stats()
+            getattr(b, end)()
+    finally:
+        done.set()
+        thread.join()
+    assert not wrong and len(a.stack.pages) == 4
+    a.close()
+
+
 @pytest.mark.parametrize("accident", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("when", ["a layer is swapped", "pages move"])
 def test_a_second_wrap_that_fails_leaves_both_models_as_they_were(when, accident, tmp_path, monkeypatch):

@@ -1,3 +1,3 @@
-"""From a model to VB layers on a stack: the plan."""
+"""From a model to VB layers on a runtime: plan, attachment, passes, budgets, and models that share them."""
 
 __all__: list[str] = []

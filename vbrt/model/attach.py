@@ -123,7 +123,7 @@ class Attempt:
     def _restore_modules(self) -> None:
         """Restore classes, parameters and buffers."""
         for module, cls, parameters, buffers in self._modules:
-            if isinstance(module, SwappedLayer):
+            if isinstance(module, SwappedLayer) and not issubclass(cls, SwappedLayer):
                 strip(module)
             module.__class__ = cls
             module._parameters.update(parameters)
