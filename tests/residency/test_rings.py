@@ -52,7 +52,7 @@ def test_no_beginning_of_a_pass_and_no_access_takes_long(blocks):
     order = checkpointed(blocks, 14)
     sizes = {key: 100 * (1 + at % 3) + at % 7 for at, key in enumerate(sorted(set(order)))}
     policy, slowest, begins = ScheduledPolicy(sum(sizes.values()) // 3), 0.0, 0.0
-    for room in (3, 3, 3, 3, 4, 4, 5):
+    for room in (3, 3, 3, 4):
         policy.resize(sum(sizes.values()) // room)
         start = time.thread_time()
         policy.begin_pass()

@@ -179,9 +179,9 @@ class SsdTier(_Section):
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig(_Section):
-    """What stays resident: "scheduled" learns the order of the last pass, "lru" keeps what was used last.
+    """Which pages stay resident: "scheduled" learns the order of each phase, "lru" keeps the last used pages.
 
-    prefetch: pages fetched ahead of their use, 0 to 64, or "auto": what the link and the pages' sizes ask for.
+    prefetch: pages staged ahead of their use, 0 to 64, or "auto", which follows the link and the pages' sizes.
     """
 
     _key: ClassVar[str] = "policy"

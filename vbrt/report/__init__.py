@@ -1,3 +1,3 @@
-"""What a person reads: statistics and timelines, in pure Python."""
+"""Statistics and timelines for people to read, in pure Python."""
 
 __all__: list[str] = []

@@ -124,7 +124,7 @@ class Stats:
         return self.dense_bytes / max(self.device_bytes, 1)
 
     def to_dict(self) -> dict:
-        """Plain data with the totals; `json.dumps` takes it."""
+        """Return plain data with the totals; `json.dumps` takes it."""
         layers = {name: {**asdict(layer), "hit_rate": layer.hit_rate} for name, layer in self.layers.items()}
         totals = {
             name: getattr(self, name)
@@ -147,7 +147,7 @@ class Stats:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The snapshot that `to_dict` made, also after a round trip through JSON; totals are counted anew.
+        """Read a snapshot that `to_dict` made, also after a round trip through JSON; totals are computed again.
 
         Raises:
             FormatError: a key is missing or of the wrong type, named.

@@ -1,4 +1,4 @@
-"""What a plan asks of each tier of a machine."""
+"""The memory that a plan needs in each tier of a machine."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,11 @@ __all__ = ["TierNeed", "tier_needs"]
 
 @dataclass(frozen=True, slots=True)
 class TierNeed:
-    """What a plan asks of one tier of the machine, in bytes.
+    """The memory that a plan needs in one tier of the machine, in bytes.
 
-    pages, home_bytes: what has its home there. least_bytes: the least that it works with (pages at home, the largest
-    layer if pages pass through, and in the computing tier what is not swapped). most_bytes: the most that it will take.
-    machine_bytes: what is free there, None where that is not known.
+    pages, home_bytes: number and bytes of the pages whose home it is. least_bytes: the least that the plan works with
+    (pages at home, the largest layer if pages pass through, and in the computing tier the parameters that are not
+    swapped). most_bytes: the most that it will take. machine_bytes: the free memory, None where that is not known.
     """
 
     tier: str

@@ -1,4 +1,4 @@
-"""The plan: what the wrapper will do to a model and what that costs in bytes, decided before anything moves.
+"""The plan: every change that wrapping makes to a model and its cost in bytes, decided before anything moves.
 
 `vbrt plan` prints it and the runtime follows it, so the two cannot drift. Pure data and pure functions: `vbrt.model`
 reads a model (`choice.py`, `planner.py`), `place` decides here what fits where.
@@ -124,8 +124,8 @@ class Skip:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What a model finds on a runtime that it shares: resolved budgets, and the pages of each layer of other models,
-    under keys that none of its own pages has."""
+    """The state of a runtime that a further model shares: resolved budgets, and the pages of each layer of its models,
+    under keys that no page of the further model has."""
 
     budgets: Mapping[str, int]
     layers: tuple[tuple[PageSpec, ...], ...]
@@ -184,7 +184,7 @@ class Plan:
 
     @property
     def largest_layer_bytes(self) -> int:
-        """What one lease takes, at most."""
+        """Bytes that one lease takes, at most."""
         return max((_lease_bytes(swap.pages) for swap in self.swaps), default=0)
 
     @property
