@@ -286,7 +286,7 @@ def in_a_child(s: Subject) -> torch.Tensor:
     return y.to(s.holding.dtype)
 
 
-@operation(PROCESSES, "`os.fork()`: the child computes, the parent goes on", sample=8, only={"device": "cpu"})
+@operation(PROCESSES, "`os.fork()`: the child computes, the parent goes on", sample=4, only={"device": "cpu"})
 def fork(s: Subject):
     first = in_a_child(s)
     s.whole(s.x)

@@ -121,7 +121,7 @@ def test_layers_that_share_a_norm(name, shape, gpu):
     assert error(gated, reference.ACTIVATIONS["silu"](gate) * up) < 3e-3
 
 
-@matrix(name=["nvfp4", "mxfp4"], tokens=[1, 8, 16])
+@matrix(name=["nvfp4", "mxfp4"], tokens=[1, 16, 8], at_most=2)
 def test_a_gated_pair(name, tokens, gpu):
     (gate, w), (up, v) = (tiled(name, (72, 264), device="cpu") for _ in range(2))
     x = torch.randn(tokens, 264).bfloat16()
@@ -146,8 +146,8 @@ def test_a_decoded_weight_has_the_reference_s_bits(name, dtype, gpu):
 
 
 WIDE = [
-    ("nvfp4", WideLaunch(32, 4, 2, 6)),
     ("mxfp4", WideLaunch(64, 8, 4, 4)),
+    ("nvfp4", WideLaunch(32, 4, 2, 6)),
     ("nvfp4", WideLaunch(16, 16, 1, 6)),
     ("nvfp4", WideLaunch(128, 16, 1, 4)),
 ]
@@ -155,7 +155,7 @@ WIDE = [
 
 @pytest.mark.parametrize("copies", [True, pytest.param(False, marks=pytest.mark.exhaustive)], indirect=True)
 @pytest.mark.parametrize(
-    "case", [*WIDE[:2], *(pytest.param(case, marks=pytest.mark.exhaustive) for case in WIDE[2:])], ids=str
+    "case", [WIDE[0], *(pytest.param(case, marks=pytest.mark.exhaustive) for case in WIDE[1:])], ids=str
 )
 def test_many_tokens(case, copies, gpu):
     name, config = case
