@@ -64,8 +64,8 @@ class Tier(Protocol):
         """
 
     def free(self, room: Any, *, reuse: bool) -> None:
-        """Free a room; with `reuse` its memory may be cached for the next one of its size. Idempotent until it
-        returns."""
+        """Free a room; with `reuse` its memory may be cached for the next one of its size. A call that was
+        interrupted may be repeated."""
 
     def trim(self, held_bytes: int = 0) -> None:
         """Give cached memory back to the system until at most `held_bytes` are held."""
