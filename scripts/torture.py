@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # after the checkout is on the path
 
-from tests.torture import torture
+from tests.torture import lives, torture
 from tests.torture.interrupting import Interrupts, interrupted, interrupted_anywhere
 
 HANGS_SECONDS = 120
@@ -96,7 +96,7 @@ def kills(options: argparse.Namespace) -> int:
             (Path(root) / preset).mkdir(exist_ok=True)
             failures += failed(
                 f"kill {number}: {preset} after {seconds:.4f} s",
-                partial(torture.kill, preset, Path(root) / preset, seconds, options.seed * 100_000 + number),
+                partial(lives.kill, preset, Path(root) / preset, seconds, options.seed * 100_000 + number),
             )
     print(f"kills: {options.count or 200}, {failures} failed", flush=True)
     return failures
@@ -110,7 +110,7 @@ def threads(options: argparse.Namespace) -> int:
             seconds, turns = options.seconds / len(options.presets), []
             faulthandler.dump_traceback_later(seconds + HANGS_SECONDS, exit=True)
             try:
-                turns.append(torture.storm(preset, Path(root), seconds, options.seed))
+                turns.append(lives.storm(preset, Path(root), seconds, options.seed))
             except Exception as error:  # noqa: BLE001 - printed, and counted
                 print(f"FAILED threads, {preset}: {type(error).__name__}: {error}", flush=True)
                 failures += 1

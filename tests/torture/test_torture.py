@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import vbrt
-from tests.torture import torture
+from tests.torture import lives, torture
 from tests.torture.interrupting import interrupted, interrupted_anywhere
 from vbrt import wrapper
 from vbrt.errors import VBError
@@ -55,12 +55,12 @@ def test_ctrl_c_after_a_random_time_loses_nothing():
 
 def test_a_kill_leaves_a_whole_save_and_files_that_the_next_run_removes(tmp_path):
     for number in range(4):
-        torture.kill("fp4", tmp_path, number * 0.02, number)
+        lives.kill("fp4", tmp_path, number * 0.02, number)
 
 
 @pytest.mark.parametrize("preset", torture.PRESETS)
 def test_threads_with_storms_of_budgets_figures_and_saves_get_the_right_bits(preset, tmp_path):
-    assert torture.storm(preset, tmp_path, 0.7, 0) > 4
+    assert lives.storm(preset, tmp_path, 0.7, 0) > 4
 
 
 @pytest.mark.parametrize("cpu", ["1MiB", torture.small("dense")], ids=["resident", "streamed"])
