@@ -96,6 +96,7 @@ def test_a_table_larger_than_the_budget_is_read_by_rows_from_its_file(tmp_path, 
     stats = vb.stats().layers["embed"]
     assert (stats.hits, stats.misses, stats.home) == (0, 2 * len(table.pages), "ssd")
     assert 0 < stats.bytes_moved["ssd>cpu"] < 2 * table.page_bytes
+    assert sum(counts.misses for counts in vb.stats().phases.values()) == vb.stats().misses
     assert torch.equal(vb.model.state_dict()["embed.weight"][IDS], expected)  # copied, beside the budget
     assert torch.equal(vb.unwrap().embed.weight[IDS], expected)
 

@@ -220,6 +220,14 @@ class Decider:
                 counts.misses += 1
                 counts.prefetched += decision.prefetched
 
+    def count_lookup(self, page: Page) -> None:
+        """Count a lookup in a page that stays where it lives; call it under the guard."""
+        if page.home:
+            page.misses += 1
+            self._passes.current.misses += 1
+        else:
+            page.hits += 1
+
     def _find(self, index: int, page: Page, busy: Collection[str]) -> tuple[Slot, Decision]:
         level = self._levels[index]
         if page.home == index:

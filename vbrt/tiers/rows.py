@@ -141,10 +141,7 @@ def page_rows(stack: TierStack, key: str) -> PageRows:
         if page is None:
             raise TierError(f"{key}: its page was retired: the layer holds another weight now; run the forward again")
         slot = stack.levels[page.home].slots[key]
-        if page.home:
-            page.misses += 1
-        else:
-            page.hits += 1
+        stack.decider.count_lookup(page)
     return PageRows(stack, slot)
 
 
