@@ -402,3 +402,34 @@ def test_a_load_that_fails_leaves_the_first_model_and_its_homes(tmp_path):
     assert {key: page.home for key, page in a.stack.pages.items()} == homes
     assert a.runtime.attachments == (a._attachment,) and all(map(torch.equal, outputs(a, two, x=x), want))
     a.close()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_save_of_a_further_model_is_that_of_the_model_alone(format, tmp_path):
+    a, b, x = pair(tmp_path / "pages", 4, second=format)
+    want = outputs(b, x=x)
+    b.save(tmp_path / "saved")
+    names = {name for file in (tmp_path / "saved").iterdir() for name in file.read_text("latin-1").split('"')}
+    assert not any("Sequential-2" in name for name in names)
+    state = b.state_dict()
+    loaded = vbrt.load(tmp_path / "saved", mlp(depth=3))
+    assert torch.equal(*outputs(loaded, x=x), *want) and state.keys() == loaded.state_dict().keys()
+    b.load_state_dict(mlp(depth=3, width=64).state_dict())
+    assert outputs(b, x=x)[0].isfinite().all() and held(b)
+    a.runtime.close()
+
+
+def test_tables_of_a_further_model_pass_through_no_tier(tmp_path):
+    def tables():
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Embedding(512, 64), nn.Linear(64, 64)).eval()
+
+    a, x, tokens = vbrt.wrap(mlp(depth=4), streamed(tmp_path, 3)), torch.randn(2, 64), torch.arange(7)
+    want, rows = outputs(a, x=x)[0], tables()(tokens)
+    b = vbrt.wrap(tables(), {"weights": weights()["weights"] | {"embeddings": True}}, runtime=a.runtime)
+    assert b.plan.page_bytes > 2 * a.plan.budgets["cpu"]  # the table alone is larger than the tier
+    for _ in range(3):
+        assert torch.equal(b(tokens), rows) and torch.equal(*outputs(a, x=x), want) and held(b)
+    c = vbrt.wrap(mlp(depth=3), weights(), runtime=a.runtime)  # beside a table that is stored
+    assert outputs(c, x=x)[0].isfinite().all() and torch.equal(b(tokens), rows)
+    a.runtime.close()
