@@ -226,10 +226,10 @@ def formats() -> dict:
     weight = torch.randn(2048, 4096)
     rows = []
     for name in FORMATS:
-        if name == "dense":
+        if FORMATS[name].lossless:
             continue
         format = get_format(name)
-        encode = Separation().encode if name == "quantile" else format.encode
+        encode = Separation().encode if FORMATS[name].fitted else format.encode
         encode(weight[:256])
         encoded = None
 

@@ -83,7 +83,7 @@ class SavedLayer:
     def expected(self) -> dict[str, Expected]:
         """Return what each plane must hold. Raises FormatError for a dtype that the format does not hold."""
         dtype = getattr(torch, self.stored_dtype)
-        kept = self.site.kept_shape if self.format == "dense" else self.site.shape
+        kept = self.site.kept_shape if FORMATS[self.format].lossless else self.site.shape
         layout = get_format(self.format).layout(kept, dtype)
         planes = {layout.plane: {field.name: (field.dtype, field.shape) for field in layout.fields}}
         return planes | ({"fine": fine_fields(self.site.shape, dtype)} if self.fine else {})
@@ -388,9 +388,9 @@ def _check_sites(layer: SavedLayer, where: str) -> None:
 
 
 def _check_layer(layer: SavedLayer, where: str) -> None:
-    if layer.format != "dense" and layer.stored_dtype == "float64":
+    if not FORMATS[layer.format].lossless and layer.stored_dtype == "float64":
         raise _Damaged(f'{where}.stored_dtype = "float64", which {layer.format} does not hold')
-    if layer.fine and (layer.format == "dense" or getattr(torch, layer.stored_dtype) not in WIDTH):
+    if layer.fine and (FORMATS[layer.format].lossless or getattr(torch, layer.stored_dtype) not in WIDTH):
         raise _Damaged(f"{where}.fine = true, which {layer.stored_dtype} in {layer.format} cannot have")
     expected = {plane: set(tensors) for plane, tensors in layer.expected().items()}
     if {plane: set(names) for plane, names in layer.planes.items()} != expected:
