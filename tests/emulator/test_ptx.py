@@ -8,6 +8,7 @@ import torch
 from tests.emulator.ptx import Machine, launched
 from tests.kernels.cuda.gpu_cases import error, tiled
 from tests.matrix import matrix
+from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.kernels import reference
 from vbrt.kernels.cuda import devices, launcher
@@ -15,7 +16,7 @@ from vbrt.kernels.cuda.e2m1 import joined, launches
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.e2m1.joined import Norm
 from vbrt.kernels.cuda.e2m1.tiles import weight_of
-from vbrt.kernels.cuda.launch_table import Gpu, Launch, PersistentLaunch, WideLaunch
+from vbrt.kernels.cuda.launch_table import RULES, Gpu, Launch, PersistentLaunch, Rule, WideLaunch, launch_for
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
 from vbrt.kernels.cuda.table import linear as table_linear
 
@@ -236,3 +237,17 @@ def test_activations_in_eight_bits_are_the_rounded_ones(gpu):
     codes, scales = fp8_linear.quantize(x)
     assert not codes[:, 300:].float().any() and not codes[1].float().any()
     torch.testing.assert_close(codes[:, :300].double() * scales.double()[:, None], x.double(), rtol=1 / 16, atol=1e-4)
+
+
+def test_a_new_kernel_takes_a_signature_a_rule_and_a_launcher(gpu, monkeypatch):
+    from tests.emulator.toy_triton import scale_kernel
+
+    monkeypatch.setitem(RULES, "toy", {9: (Rule(8, None, None, Launch(1, 4, True)),)})
+    scale, x, y = launcher.Launcher(scale_kernel), torch.randn(200), torch.empty(200)
+    warps = launch_for("toy", 9, 1, 1, 1).k_warps
+    for doubled in (False, True):
+        scale(0, (2, 1), (x, y), (200,), warps=warps, BLOCK=128, DOUBLED=doubled)
+        assert torch.equal(y, x * (1 + doubled))
+    with pytest.raises(KernelError, match="expected BLOCK, DOUBLED"):
+        scale(0, (2, 1), (x, y), (200,), warps=warps, BLOCK=128, DOUBLE=True)
+    assert gpu == ["scale_kernel"] * 2
