@@ -48,7 +48,7 @@ _FEWEST, _MOST = 16, 512  # queries of a block: fewer starve a matmul, more gain
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """What computes an attention and why; `block` is the number of queries computed at once."""
+    """The backend that computes an attention, and why; `block` is the number of queries computed at once."""
 
     backend: Literal["sdpa", "sdpa-blocks", "blocks"]
     reason: str

@@ -49,7 +49,7 @@ class FusedFP4Linear(nn.Linear):
     """activation(x Wᵀ + bias), dense until `quantize`, with a frozen 4-bit weight after.
 
     Once frozen, `weight` reads as a decoded temporary, the bias still trains, and gradients flow to the input; an
-    optimizer made before should be made anew, as it still holds the dense weight.
+    optimizer made before must be replaced: it still holds the dense weight.
 
     Attributes:
         activation: "none", "relu", "gelu", "gelu_tanh" or "silu".

@@ -67,5 +67,5 @@ class OptimizedTransformerBlock(nn.Module):
         return x + drop(self.down(self.activation(self.up(self.mlp_norm(x)))))
 
     def extra_repr(self) -> str:
-        """What the layers do not show."""
+        """The settings that the layers inside do not print."""
         return f"dropout={self.dropout}, use_checkpoint={self.use_checkpoint}"

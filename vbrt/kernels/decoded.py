@@ -1,4 +1,4 @@
-"""What reading `.weight` of a VB layer gives: a decoded temporary that stands for the layer's weight while it lives.
+"""DecodedWeight: the temporary that `.weight` of a VB layer gives; it stands for the layer's weight while it lives.
 
 Tied layers give the same one, and what is written into it, or into a view of it, is the layer's weight from then on.
 Nobody but the temporary holds its memory until it is written to; its owner only knows where it is.
@@ -130,7 +130,7 @@ class DecodedWeight(torch.Tensor):
 
     @property
     def written(self) -> bool:
-        """Whether somebody has changed the content since the owner knew it."""
+        """True if the content has changed since the owner knew it."""
         known = self.__dict__.copy()  # another thread may make a parameter of it
         digest = known.get("_digest")
         return self._version != known.get("_seen", self._version) or (digest is not None and _digest(self) != digest)
@@ -266,7 +266,7 @@ def _is_array(value: Any) -> bool:
 
 
 class _Memory:
-    """What keeps the temporaries of an array of numpy, whose own base is another tensor on the same memory."""
+    """Keeps the temporaries alive for a numpy array whose own base is another tensor on the same memory."""
 
     def __init__(self, array: Any, roots: tuple[torch.Tensor, ...]) -> None:
         self.__array_interface__ = array.__array_interface__

@@ -34,7 +34,7 @@ __all__ = ["VBLayer"]
 
 
 class VBLayer(SwappedLayer):
-    """What VB layers share; a mixin in front of the class of the module that was swapped.
+    """Common part of VB layers; a mixin in front of the class of the module that was swapped.
 
     Attributes:
         handle: the planes of the weight, shared with layers that are tied to it.
@@ -87,7 +87,7 @@ class VBLayer(SwappedLayer):
 
     @property
     def materialized(self) -> bool:
-        """Whether the weight has been encoded and the dense parameter is gone."""
+        """True if the weight has been encoded and the dense parameter is gone."""
         return self._parameters["weight"] is None
 
     def keep_given_(self) -> None:

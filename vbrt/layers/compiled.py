@@ -9,7 +9,7 @@ from vbrt.errors import WrapError
 from vbrt.kernels.product import as_autocast
 from vbrt.kernels.reference import wants_grad
 from vbrt.layers.base import VBLayer
-from vbrt.layers.graphs import GraphForm, graph_planes
+from vbrt.layers.graphs import graph_planes
 from vbrt.layers.ties import owns
 
 __all__ = ["compiled_linear", "refuse_given_in_graph"]
@@ -29,9 +29,10 @@ def compiled_linear(layer: VBLayer, x: torch.Tensor, bias: torch.Tensor | None) 
     frozen = not wants_grad(x, bias) and (bias is None or bias.dtype == x.dtype)
     form = layer._vb_form
     if frozen and form is not None and x.numel() <= FEW_TOKENS * x.shape[-1]:
-        page, tiles = layer._vb_page, GraphForm.parse(form)
-        if x.dtype == tiles.dtype and x.device == page.device:
-            return torch.ops.vbrt.fp4_linear(x, page, None, bias, tiles.format, tiles.n, "none")
+        # a GraphForm, parsed here: each function of another file that dynamo goes through is guarded at every call
+        page, (format, n, _, dtype, _) = layer._vb_page, form.split()
+        if x.dtype == getattr(torch, dtype) and x.device == page.device:
+            return torch.ops.vbrt.fp4_linear(x, page, None, bias, format, int(n), "none")
     handle = layer._vb_handle
     if frozen:
         planes = graph_planes(handle)

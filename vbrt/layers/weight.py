@@ -52,7 +52,7 @@ class WeightHandle:
         written: the content of a temporary that died after a write, until it is taken over.
         source: which dense parameter the pages were made of, and in which state, if of one.
         strides: of the module's weight, where it is not contiguous.
-        keys: pages in the stack; none before `store` and after `drop`.
+        keys: pages in the stack; none before `store` and after `retire`.
         generation: counts the weights that this handle has held before.
         token: names handle and generation in graphs.
         kernels: chosen for the spec and device; None until they are needed where building them takes time.
@@ -168,7 +168,7 @@ class WeightHandle:
         Raises:
             TierError: the pages do not fit or cannot be written; the handle is empty then.
         """
-        self.drop()
+        self.retire()
         self.stack.retire_unowned()
         owner, keys = Owner(self.stack), []
         try:
@@ -194,7 +194,7 @@ class WeightHandle:
         self.owner, self.pages, self.kernel, self.shows_planes = owner, pages, kernel, shows_planes
         self.keys = keys
 
-    def drop(self) -> None:
+    def retire(self) -> None:
         """Retire the pages; the handle is empty again."""
         owner, generation = self.owner, self.generation + (self.owner is not None)
         token = self.token_at(generation)

@@ -216,7 +216,7 @@ class Attachment:
         self.closed = True
         own = self.registry.handles
         for handle in own:
-            handle.drop()
+            handle.retire()
         self.runtime.close_unused(own)
 
     # -- copies -------------------------------------------------------------------------------------------------------

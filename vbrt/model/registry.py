@@ -90,7 +90,7 @@ class Registry:
                 self._release_one_(layer)
             del self._layers[name]
         for handle in self._dense:  # again, if Ctrl-C came in between
-            handle.drop()
+            handle.retire()
         self._dense.clear()
 
     def _release_one_(self, layer: nn.Module) -> None:
@@ -102,7 +102,7 @@ class Registry:
             self._dense[handle] = layer.release_(self._dense.get(handle))._parameters[parameter]
         strip(layer)
         if handle is not None and not handle.layers:
-            handle.drop()
+            handle.retire()
 
     def clear(self) -> None:
         """Forget every layer."""

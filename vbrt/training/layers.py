@@ -32,7 +32,7 @@ _STATE = "separation"  # what the engine's history is called in state dicts, bes
 
 
 class TrainedLayer(SwappedLayer):
-    """What layers in training share; a mixin in front of the class of the module that was swapped."""
+    """Common part of layers in training; a mixin in front of the class of the module that was swapped."""
 
     _vb_handle: TrainedWeight
     _rounds_before_bias = False  # see `Kind.rounds_before_bias`
@@ -55,7 +55,7 @@ class TrainedLayer(SwappedLayer):
 
     @property
     def handle(self) -> TrainedWeight:
-        """What is known of the weight, and its engine."""
+        """The weight's spec, counters and engine."""
         return self._vb_handle
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -84,7 +84,7 @@ class TrainedLayer(SwappedLayer):
         if torch._C._is_tracing() or get_proxy_mode() is not None:
             raise WrapError(
                 f"{self._vb_handle.spec.name}: torch.jit.trace and make_fx cannot record a layer in "
-                "training, whose weight is rounded anew in each step; use torch.compile or torch.export, "
+                "training, whose weight is rounded again in each step; use torch.compile or torch.export, "
                 "or trace the model after unwrap()"
             )
 

@@ -1,4 +1,4 @@
-"""TrainedWeight: what layers in training know of their weight.
+"""TrainedWeight: one weight in training, its spec, its engine and the layers that hold it.
 
 The weight stays the parameter that it was: the optimizer owns it, nothing moves it. Each forward rounds it under scales
 that `TrainedSeparation` keeps, and the backward pass rounds it again, under the same scales.
@@ -30,7 +30,7 @@ _live: "weakref.WeakValueDictionary[int, TrainedWeight]" = weakref.WeakValueDict
 
 
 class TrainedWeight:
-    """What layers in training know of their weight; shared by all that are tied to it.
+    """One weight in training; shared by all layers that are tied to it.
 
     Attributes:
         separation: the engine; None for format "dense".
@@ -61,7 +61,7 @@ class TrainedWeight:
 
     @property
     def trainable(self) -> bool:
-        """Whether the parameter requires grad."""
+        """True if the parameter requires grad."""
         return self.weight.requires_grad
 
     def retype(self, dtype: torch.dtype) -> None:
