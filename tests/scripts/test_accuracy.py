@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import vbrt
-from scripts import accuracy, bench
+from scripts import accuracy, bench, bench_tables
 from scripts.lm import is_held_out, library_files, loss_of
 
 WINDOWS = 12  # of 512 bytes, evenly spread over the text
@@ -48,7 +48,7 @@ def test_exact_gives_the_same_perplexity_to_the_last_bit():
 def test_the_documents_are_those_of_the_committed_results():
     assert accuracy.DOCS.read_text() == accuracy.page()
     for path in bench.RESULTS.glob("training-*.json"):
-        assert "\n".join(bench.train_table(path)) in bench.DOCS.read_text()
+        assert "\n".join(bench_tables.train_table(path)) in bench.DOCS.read_text()
 
 
 def test_the_committed_results_keep_the_bounds():

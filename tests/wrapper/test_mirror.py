@@ -94,7 +94,17 @@ def test_training_and_eval_mode_are_the_models(make):
     assert not vb.model.training
 
 
-def test_accelerate_prepares_a_wrapper_and_hands_it_back_as_it_was():
+@pytest.fixture
+def accelerate_state():
+    """Let a test choose accelerate's precision, which a process has once; Trainer chooses one, too."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_accelerate_prepares_a_wrapper_and_hands_it_back_as_it_was(accelerate_state):
     from accelerate import Accelerator
 
     vb, plain = wrap(llama(dtype=torch.float32)), llama(dtype=torch.float32)
