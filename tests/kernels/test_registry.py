@@ -6,7 +6,17 @@ import torch
 import vbrt
 from vbrt import config
 from vbrt.errors import KernelError
-from vbrt.kernels import BACKENDS, KERNELS, Kernel, kernel_refusal, register, resolve, resolves_late
+from vbrt.kernels import (
+    BACKENDS,
+    KERNELS,
+    Kernel,
+    kernel_refusal,
+    reference,
+    register,
+    registry,
+    resolve,
+    resolves_late,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -102,6 +112,23 @@ def test_what_has_to_be_built_is_resolved_late_and_only_if_nobody_asked_for_it(e
     register(Kernel("linear", "compiled", fast, devices=("cpu",), builds=True))
     assert resolves_late("auto", CPU)
     assert not resolves_late("compiled", CPU) and not resolves_late("auto", GPU)
+
+
+def test_a_new_kernel_is_one_record_and_runs_in_wrapped_models(monkeypatch):
+    monkeypatch.setattr(registry, "_REGISTRY", {op: dict(offered) for op, offered in registry._REGISTRY.items()})
+    calls = []
+
+    def linear(x, planes, bias=None, activation="none"):
+        calls.append(planes.format)
+        return reference.linear(x, planes, bias, activation)
+
+    register(Kernel("linear", "compiled", linear, devices=("cpu",), formats=("nf4",), rank=2, runs_unpacked=True))
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64)).eval()
+    options = {"weights": {"keep_head": False}, "tiers": {"gpu": {"enabled": False}}}
+    with vbrt.wrap(model, "nf4", **options) as vb:
+        x = torch.randn(2, 64)
+        assert torch.equal(vb(x), torch.nn.functional.linear(x, vb.model[0].weight, vb.model[0].bias))
+        assert calls == ["nf4"] and [layer.kernel for layer in vb.stats().layers.values()] == ["compiled"]
 
 
 @pytest.mark.parametrize(("preset", "kernel"), [("fp4", "compiled"), ("exact", "compiled"), ("dense", "reference")])
