@@ -40,24 +40,11 @@ def table_lines(stats: "Stats", width: int) -> Iterator[tuple[str, str]]:
 
 
 def _summary(stats: "Stats") -> list[str]:
-    """Return the totals of tiers, links and phases, a line each."""
-    lines = []
-    for name, tier in stats.tiers.items():
-        held, budget, peak = map(format_bytes, (tier.held_bytes, tier.budget_bytes, tier.peak_bytes))
-        lines.append(
-            f"tier {name}: {held} held of {budget}, peak {peak}; {tier.resident_pages} pages, {tier.home_pages} at home"
-        )
-    lines += _phase_lines(stats.phases)
-    for link, nbytes in stats.bytes_moved.items():
-        lines.append(f"link {link}: {format_bytes(nbytes)}")
-        if stats.timeline and link in stats.timeline.links:
-            timed = stats.timeline.links[link]
-            lines[-1] += f"; in the last timeline {timed.gb_per_s:.2f} GB/s, idle {_percent(1 - timed.busy_share)}"
+    """Return the totals of tiers, phases and links, a line each."""
+    lines = [*_tier_lines(stats), *_phase_lines(stats.phases), *_link_lines(stats)]
     if stats.timeline:
-        lines.append(
-            f"last timeline: {stats.timeline.recorded_us / 1e3:.1f} ms, "
-            f"{_percent(stats.timeline.wait_share)} of them spent waiting"
-        )
+        recorded, waiting = f"{stats.timeline.recorded_us / 1e3:.1f} ms", _percent(stats.timeline.wait_share)
+        lines.append(f"last timeline: {recorded}, {waiting} of them spent waiting")
     fitted = [layer for layer in stats.layers.values() if layer.separation_hits or layer.separation_refreshes]
     if fitted:
         lines.append(
@@ -65,12 +52,28 @@ def _summary(stats: "Stats") -> list[str]:
             f"{sum(layer.separation_refreshes for layer in fitted)} fits, at most "
             f"{_percent(max(layer.clipped_share for layer in fitted))} clipped"
         )
+    dense, held, kept = map(format_bytes, (stats.dense_bytes, stats.device_bytes, stats.kept_bytes))
     lines.append(
-        f"virtual capacity {stats.virtual_capacity:.2f}x: a model of {format_bytes(stats.dense_bytes)} with "
-        f"{format_bytes(stats.device_bytes)} on the computing device ({format_bytes(stats.kept_bytes)} not "
-        "swapped)"
+        f"virtual capacity {stats.virtual_capacity:.2f}x: a model of {dense} with {held} on the computing device "
+        f"({kept} not swapped)"
     )
     return lines + [f"fallback: {reason}" for reason in stats.fallbacks]
+
+
+def _tier_lines(stats: "Stats") -> Iterator[str]:
+    for name, tier in stats.tiers.items():
+        held, budget, peak = map(format_bytes, (tier.held_bytes, tier.budget_bytes, tier.peak_bytes))
+        pages = f"{tier.resident_pages} pages, {tier.home_pages} at home"
+        yield f"tier {name}: {held} held of {budget}, peak {peak}; {pages}"
+
+
+def _link_lines(stats: "Stats") -> Iterator[str]:
+    for link, nbytes in stats.bytes_moved.items():
+        timed = stats.timeline.links.get(link) if stats.timeline else None
+        line = f"link {link}: {format_bytes(nbytes)}"
+        if timed:
+            line += f"; in the last timeline {timed.gb_per_s:.2f} GB/s, idle {_percent(1 - timed.busy_share)}"
+        yield line
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from vbrt.residency.counts import PhaseCounts
 from vbrt.residency.lru import LRUPolicy
-from vbrt.residency.policy import FORWARD, Policy
+from vbrt.residency.policy import FORWARD, Decision, Policy
 from vbrt.residency.scheduled import ScheduledPolicy
 
 __all__ = ["PASS", "Pass", "Simulation", "make_policy", "simulate"]
@@ -51,6 +51,17 @@ class Simulation:
         accesses = self.hits.total() + self.misses.total()
         return self.hits.total() / accesses if accesses else 0.0
 
+    def count(self, decision: Decision, size: int, phase: str) -> None:
+        """Count one access of a page of `size` bytes."""
+        key, counts = decision.key, self.phases.setdefault(phase, PhaseCounts())
+        counts.hits += decision.hit
+        counts.misses += not decision.hit
+        counts.prefetched += decision.prefetched
+        self.hits[key] += decision.hit
+        self.misses[key] += not decision.hit
+        self.prefetched[key] += decision.prefetched
+        self.bytes_in += 0 if decision.hit else size
+
 
 def simulate(
     policy: str | Policy,
@@ -84,18 +95,11 @@ def simulate(
             counts.phases.setdefault(phase, PhaseCounts()).passes += 1
             continue
         keys = item if isinstance(item, tuple) else (item,)
-        of_phase = counts.phases.setdefault(phase, PhaseCounts())
         for key in keys:
             size = 1 if sizes is None else sizes[key]
             decision = policy.access(key, size, keys)
             if decision is None:
                 raise ValueError(f"{keys}: does not fit into {policy.capacity_bytes} bytes")
-            of_phase.hits += decision.hit
-            of_phase.misses += not decision.hit
-            of_phase.prefetched += decision.prefetched
-            counts.hits[key] += decision.hit
-            counts.misses[key] += not decision.hit
-            counts.prefetched[key] += decision.prefetched
-            counts.bytes_in += 0 if decision.hit else size
+            counts.count(decision, size, phase)
         policy.ahead(keys)
     return counts
