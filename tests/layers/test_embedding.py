@@ -313,3 +313,48 @@ def test_a_table_of_a_checkpoint_is_encoded_as_it_is_read(tmp_path):
         options = {"embeddings": True, "min_parameters": 0}
         vb = vbrt.load(tmp_path, empty, "exact", weights=options, tiers=NO_GPU)
     assert type(vb.model.embed) is VBEmbedding and torch.equal(vb(IDS), model(IDS))
+
+
+# -- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def on_gpu(holding, *, tied, resident):
+    """All pages on the GPU, or in host memory with room on the GPU for the largest that is leased."""
+    model = Model(tied=tied).to(holding[1]).eval()
+    settings = {"weights": {"embeddings": True, "min_parameters": 0} | holding[0], "tiers": {"cpu": {"budget": "8MiB"}}}
+    settings["tiers"]["gpu"] = {"enabled": True, "budget": "1MiB"}
+    if not resident:
+        plan = vbrt.make_plan(model, vbrt.load_config(settings))
+        settings["tiers"]["gpu"]["budget"] = max(plan.page_bytes // 2, plan.largest_layer_bytes, 16384)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return vbrt.wrap(model, settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("holding", HOLDINGS)
+def test_rows_on_a_gpu_are_those_of_the_table_as_it_is_held(holding, tied, resident):
+    vb, ids = on_gpu(holding, tied=tied, resident=resident), IDS.cuda()
+    rows = vb.model.embed(ids)
+    assert rows.is_cuda and torch.equal(rows, vb.model.embed.weight[ids])
+    assert torch.equal(vb.model.embed(IDS), rows.cpu())  # indices from the host
+    if lossless(holding):
+        assert torch.equal(rows.cpu(), Model(tied=tied).to(holding[1]).embed(IDS))
+    if not resident and not tied:
+        assert vb.stats().layers["embed"].bytes_moved["cpu>gpu"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("holding", [HOLDINGS[0], EXACT, FP4])
+def test_a_cuda_graph_records_lookups_in_a_table_on_the_gpu(holding, tied):
+    vb, ids = on_gpu(holding, tied=tied, resident=True), IDS.cuda()
+    rows = vb.materialize().model.embed(ids)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        recorded = vb.model.embed(ids)
+    ids.copy_(IDS.flip(0))
+    graph.replay()
+    assert torch.equal(recorded, rows.flip(0))
