@@ -23,13 +23,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with it; read when CUDA starts
 
-import psutil  # after the checkout is on the path
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from scripts.lm import Options, Shape, Text, Windows, build, loss_of, make_optimizer, read_text
+from scripts.train_display import Display, memory_bytes
 from scripts.train_files import Checkpoint, JsonLines, claimed, difference, write_checkpoint, write_tensors
 from scripts.train_memory import Case, estimate_bytes, free_bytes, ladder_table, measure, rungs
 from vbrt import ArgumentError, CheckpointError, VBError, watch_nonfinite
@@ -200,54 +199,6 @@ def check_same(saved: dict[str, Any], config: Config, path: Path) -> None:
                     f"{path}: was trained with {name} = {theirs[name]}, and now it is {value}; ask "
                     "for the same, remove the run, or take another --out"
                 )
-
-
-# -- what is shown ----------------------------------------------------------------------------------------------------
-
-
-class Display:
-    """A bar on a terminal; elsewhere plain lines without control codes."""
-
-    def __init__(self, first: int, steps: int) -> None:
-        self._terminal = sys.stdout.isatty()
-        columns = (
-            TextColumn("step {task.completed:.0f} of {task.total:.0f}"),
-            BarColumn(20),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[now]}"),
-        )
-        self._bar = Progress(*columns, console=Console(), disable=not self._terminal)
-        self._task = self._bar.add_task("", total=steps, completed=first, now="")
-
-    def __enter__(self) -> "Display":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._bar.stop()
-
-    def step(self, record: dict[str, Any], speed: dict[str, Any]) -> None:
-        """What a log line says."""
-        memory = ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in speed["memory_bytes"].items())
-        now = f"loss {record['loss']:.4f}  {speed['tokens_per_s']:,.0f} tokens/s  {memory}"
-        self._bar.update(self._task, completed=record["step"], now=now)
-        if not self._terminal:
-            print(f"step {record['step']}  {now}", flush=True)
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        if self._terminal:
-            self._bar.console.print(text, markup=False, highlight=False)
-        else:
-            print(text, flush=True)
-
-
-def memory_bytes(device: torch.device) -> dict[str, int]:
-    """What each tier holds now, and the GPU's peak."""
-    memory = {"cpu": psutil.Process().memory_info().rss}
-    if device.type == "cuda":
-        return {"gpu": torch.cuda.memory_allocated(), "gpu peak": torch.cuda.max_memory_allocated(), **memory}
-    return memory
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
