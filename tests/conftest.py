@@ -42,6 +42,10 @@ def _freeze_what_is_imported() -> None:
         gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or extensions report at exit what they take for leaks
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

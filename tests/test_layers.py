@@ -26,6 +26,8 @@ PURE = ("errors", "config", "residency", "report")
 ROW = {unit: row for row, units in LINES for unit in units}
 LINE = {unit: units for _, units in LINES for unit in units}
 LAST_ROW = 5
+#: how device code is named, which is imported where Triton is at hand
+DEVICE = ("_gluon", "_triton")
 BY_NAME = ("importlib.import_module", "import_module", "__import__")
 
 # not every machine has these; a module that needs one is checked where it is there
@@ -147,6 +149,32 @@ def test_an_import_against_the_order_is_found(module, source):
 )
 def test_an_import_along_the_order_passes(module, source):
     assert violations(source, module) == []
+
+
+def hidden_imports(source: str) -> list[int]:
+    """Lines of functions that import from vbrt, but for device code, which needs Triton."""
+    functions = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
+    imports = {node for function in functions for node in ast.walk(function) if isinstance(node, ast.ImportFrom)}
+    return sorted(
+        node.lineno
+        for node in imports
+        if (node.module or "").startswith("vbrt")
+        and not any(f"{node.module}.{name.name}".endswith(DEVICE) for name in node.names)
+        and not node.module.endswith(DEVICE)
+    )
+
+
+@pytest.mark.parametrize("module", [module for module in FILES if not module.startswith("vbrt.cli.")])
+def test_no_import_hides_in_a_function(module):
+    """Commands may: torch takes seconds to import, and what they can refuse before needs none of it."""
+    assert hidden_imports(FILES[module].read_text("utf-8")) == []
+
+
+def test_an_import_that_hides_is_found():
+    source = (
+        "def f():\n    from vbrt.model import planner\ndef g():\n    from vbrt.kernels.cuda.fine.merge_triton import x"
+    )
+    assert hidden_imports(source) == [2]
 
 
 def test_pure_rooms_import_without_torch():
