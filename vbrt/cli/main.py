@@ -19,6 +19,13 @@ __all__ = ["COMMANDS", "main"]
 
 #: each is one file with a function `add`, which adds the command to the parser
 COMMANDS = (demo, plan, run, stats, tune)
+_EXAMPLES = """examples:
+  vbrt demo                                          search with a trained model, streamed from files
+  vbrt plan ./Llama-3.1-8B --gpu-memory 8GiB         what would be swapped, and what it takes
+  vbrt run ./Llama-3.1-8B "The sea is"               wrap, generate, show hit rates
+  vbrt stats --json                                  the counters of the last run
+  vbrt tune ./Llama-3.1-8B                           look for faster launches on this machine's GPU
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,12 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="vbrt",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Run PyTorch models that are larger than the memory they run in.",
-        epilog="examples:\n"
-        "  vbrt demo                                          search with a trained model, streamed from files\n"
-        "  vbrt plan ./Llama-3.1-8B --gpu-memory 8GiB         what would be swapped, and what it takes\n"
-        '  vbrt run ./Llama-3.1-8B "The sea is"               wrap, generate, show hit rates\n'
-        "  vbrt stats --json                                  the counters of the last run\n"
-        "  vbrt tune ./Llama-3.1-8B                           look for faster launches on this machine's GPU\n",
+        epilog=_EXAMPLES,
     )
     parser.add_argument("--version", action="version", version=f"vbrt {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
