@@ -81,7 +81,9 @@ def test_lora_steps_are_those_of_a_dense_model(format, way, kernels, tmp_path, r
         assert all(torch.equal(grads[name], want[name]) for name in grads)
     else:
         assert losses == pytest.approx(want_losses, rel=1e-3)
-        assert all((grads[name] - want[name]).norm() <= 0.05 * want[name].norm() for name in grads)
+        # autocast rounds the twin's weights to bf16, kernels do not; Adam's first steps are signs, which differ more
+        most = 0.4 if autocast else 0.05
+        assert all((grads[name] - want[name]).norm() <= most * want[name].norm() for name in grads)
     assert (vb.stats().misses > 0) == streamed
     vb.close()
 
