@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # after the checkout is on the path
 
 import vbrt
+from scripts.measuring import llama_8b
 
 PROMPT, CALLS, ROUNDS, CACHE, ROWS = 64, 40, 7, 512, 24
 #: group -> what its kernels' names have, the first that matches
@@ -32,29 +33,6 @@ GROUPS = {
     r"gemv|gemm|nvjet|cutlass|splitK|cublas",
     "the rest": r"",
 }
-
-
-def build(layers: int) -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cuda"):
-            return LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(default)
 
 
 def note(what: str, start: float) -> None:
@@ -182,7 +160,7 @@ def profile(call: Callable[[int], None]) -> dict[str, Any]:
 def measure(layers: int, *, eager: bool = False) -> dict[str, object]:
     """The model in bf16, in FP4, and in FP4 with its output layer, side by side."""
     calls: dict[str, Callable[[int], None]] = {}
-    dense = build(layers)
+    dense = llama_8b(layers)
     result: dict[str, Any] = {"layers": layers, "weights_gb": torch.cuda.memory_allocated() / 1e9}
     if eager:
         result |= decode_ms({"bf16_eager": decoder(dense, compiled=False)})
@@ -211,7 +189,7 @@ def measure(layers: int, *, eager: bool = False) -> dict[str, object]:
 def encoded(layers: int, config: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A model of 4-bit layers, and what it takes: seconds, GB, and the bytes of all its linear layers."""
     before = torch.cuda.memory_allocated()
-    model = build(layers)
+    model = llama_8b(layers)
     start = time.perf_counter()
     vb = vbrt.wrap(model, "fp4", **config).materialize()
     torch.cuda.synchronize()

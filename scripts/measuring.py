@@ -63,3 +63,28 @@ def interleaved(
             if turn >= warm:
                 taken[name].append(span)
     return {name: statistics.median(spans) for name, spans in taken.items()}
+
+
+def llama_8b(layers: int):
+    """A random bf16 Llama of the 8B shape, on the GPU."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(default)

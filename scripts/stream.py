@@ -24,33 +24,10 @@ import xxhash
 from torch import nn
 
 import vbrt
-from scripts.measuring import machine
+from scripts.measuring import llama_8b, machine
 
 TOKENS = (1, 2048)
 DEVICE = "cuda"
-
-
-def build(layers: int) -> nn.Module:
-    """A random bf16 Llama of the 8B shape, on the GPU."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(DEVICE):
-            return LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def link_bytes_s() -> float:
@@ -154,7 +131,7 @@ class Bench:
         self.rows: list[dict] = []
         self.curve: list[dict] = []
         self.training: list[dict] = []
-        model = build(layers)
+        model = llama_8b(layers)
         self.reference, self.resident_ms = {}, {}
         for tokens in TOKENS:
             self.resident_ms[tokens], self.reference[tokens] = time_ms(forward(model, tokens), times)

@@ -14,21 +14,6 @@ from tests.tiers.pages import CHUNK, PAGE, NamedSsd, file_of, page, read
 from vbrt.errors import TierError
 from vbrt.tiers.ssd import HEADER_BYTES
 
-
-@pytest.fixture
-def tier(tmp_path):
-    tier = NamedSsd(tmp_path, 1 << 30)
-    yield tier
-    tier.close()
-
-
-@pytest.fixture
-def helped(tmp_path):
-    tier = NamedSsd(tmp_path, 1 << 30, io="buffered", helpers=3)
-    yield tier
-    tier.close()
-
-
 # -- contents ---------------------------------------------------------------------------------------------------------
 
 

@@ -16,20 +16,6 @@ from tests.tiers.pages import CHUNK, PAGE, NamedSsd, buffer, file_of, page, read
 from vbrt.errors import TierError
 
 
-@pytest.fixture
-def tier(tmp_path):
-    tier = NamedSsd(tmp_path, 1 << 30)
-    yield tier
-    tier.close()
-
-
-@pytest.fixture
-def helped(tmp_path):
-    tier = NamedSsd(tmp_path, 1 << 30, io="buffered", helpers=3)
-    yield tier
-    tier.close()
-
-
 def test_helpers_read_parts_of_a_page(helped, monkeypatch):
     nbytes = 5 * CHUNK + 3 * PAGE
     helped.write("layer", page(nbytes))
