@@ -1,0 +1,35 @@
+"""Joint planes: the same plane of the matrices of one routed expert in one page.
+
+An expert's matrices are always used together, so that one copy brings them all. They are called `parts`: "up" and
+"down" (with "gate" in front where a module keeps its gate's matrix apart), and the fields of a joint page are named
+after them: "up.codes", "up.scales", "down.codes", ...
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from vbrt.formats.page import PageLayout, build_layout
+
+__all__ = ["PARTS", "join_fields", "join_layouts", "part_fields"]
+
+#: the names of parts, in the order in which a page has them
+PARTS = ("gate", "up", "down")
+
+
+def join_layouts(parts: Mapping[str, PageLayout]) -> PageLayout:
+    """Return the layout of the joint page of the same plane of several matrices, by part."""
+    first = next(iter(parts.values()))
+    fields = [(f"{part}.{f.name}", f.dtype, f.shape) for part, layout in parts.items() for f in layout.fields]
+    return build_layout(first.format, first.plane, fields)
+
+
+def join_fields(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the fields of a joint page, from those of each part."""
+    return {f"{part}.{name}": tensor for part, fields in parts.items() for name, tensor in fields.items()}
+
+
+def part_fields(fields: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
+    """Return the fields of one part of a joint page, under the names that the format gives them."""
+    head = f"{part}."
+    return {name.removeprefix(head): tensor for name, tensor in fields.items() if name.startswith(head)}

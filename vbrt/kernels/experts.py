@@ -1,0 +1,178 @@
+"""Routed experts: the ops "experts_up" and "experts_down", their operands, and the reference in plain torch.
+
+A layer of routed experts sends each token through k of its E experts. With g the gate and w the routing weights:
+
+    h[p] = g(W_up[e] x[t] + b_up[e])            p = (t, j): the j-th expert e of token t      experts_up
+    y[t] = sum over j of w[t, j] (W_down[e] h[p] + b_down[e])                                 experts_down
+
+The weights come as pages, one for each expert, in which the parts of an expert lie side by side (`formats/experts.py`).
+Experts that no token is sent to need no page. An id that is not in 0 .. E - 1 is a sentinel: its pair is skipped, adds
+nothing, and its row of h is zero.
+
+Legend: T tokens, k experts a token, P = T k pairs, E experts, H hidden, I inner, N rows of a matrix.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vbrt.errors import KernelError
+from vbrt.formats import WeightPlanes
+from vbrt.formats.experts import part_fields
+from vbrt.formats.page import PageLayout, unpack
+from vbrt.kernels.reference import decode_weight
+
+__all__ = ["GATES", "ExpertPages", "Gate", "apply_gate", "experts_down", "experts_up", "part_planes", "weigh_and_sum"]
+
+#: the functions of gates by name
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What is done to the product with "up", in the kernel.
+
+    Attributes:
+        function: one of GATES.
+        gated: True if the rows hold gates and values: g(v) = function(gate) * value; False: g(v) = function(v).
+        interleaved: rows are gate 0, value 0, gate 1, ...; False: all gates, then all values.
+        alpha: the gate is multiplied by it within a "silu": gate * sigmoid(alpha * gate), as gpt-oss does.
+        limit: gates are clamped to at most it, values to +- it; None: not at all.
+        shift: is added to the values.
+    """
+
+    function: str
+    gated: bool = True
+    interleaved: bool = False
+    alpha: float = 1.0
+    limit: float | None = None
+    shift: float = 0.0
+
+    def columns(self, n: int) -> int:
+        """Return the number of columns of g(v) for v of n columns."""
+        return n // 2 if self.gated else n
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPages:
+    """The pages of one plane of a layer's experts, in the memory of the device that computes.
+
+    Attributes:
+        format: of the plane.
+        dtype: of the weights.
+        shapes: (N, K) of each part.
+        layout: of every page.
+        pages: by expert, uint8; None where no page is leased, or only the device knows it.
+        addresses: (on a GPU) int64 [E], the address of each expert's page there; of those without one, anything.
+    """
+
+    format: str
+    dtype: torch.dtype
+    shapes: Mapping[str, tuple[int, int]]
+    layout: PageLayout
+    pages: Sequence[Tensor | None]
+    addresses: Tensor | None = None
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return len(self.pages)
+
+    def offsets(self, part: str) -> dict[str, int]:
+        """Return where each field of a part lies in a page, in bytes, under the names that the format gives them."""
+        head = f"{part}."
+        return {f.name.removeprefix(head): f.offset for f in self.layout.fields if f.name.startswith(head)}
+
+
+def part_planes(pages: ExpertPages, expert: int, part: str) -> WeightPlanes:
+    """Return one matrix of one expert. Raises KernelError for an expert without a page."""
+    page = pages.pages[expert]
+    if page is None:
+        raise KernelError(f"expert {expert}: its page is not here; lease the pages of all experts that tokens go to")
+    fields = part_fields(unpack(page, pages.layout), part)
+    return WeightPlanes(pages.format, pages.shapes[part], pages.dtype, fields)
+
+
+def experts_up(
+    x_TH: Tensor,
+    ids_Tk: Tensor,
+    pages: ExpertPages,
+    *,
+    part: str = "up",
+    gate: Gate | None = None,
+    bias_EN: Tensor | None = None,
+    decode: Callable[[WeightPlanes], Tensor] = decode_weight,
+) -> Tensor:
+    """Return g(W x + b) for each pair, [P, N] or, gated, [P, N / 2], in x's dtype; zero rows for sentinels.
+
+    Args:
+        ids_Tk: int32 or int64 [T, k].
+        gate: None: v as it is.
+        decode: restores a matrix.
+    """
+    k = ids_Tk.shape[1]
+    out = x_TH.new_zeros(ids_Tk.numel(), pages.shapes[part][0])
+    for expert, pairs in _pairs_of_experts(ids_Tk, pages.experts):
+        weight = decode(part_planes(pages, expert, part)).to(x_TH.dtype)
+        bias = None if bias_EN is None else bias_EN[expert].to(x_TH.dtype)
+        out[pairs] = F.linear(x_TH[pairs // k], weight, bias)
+    if gate is None:
+        return out
+    gated = apply_gate(out, gate)
+    return gated.masked_fill_((ids_Tk.reshape(-1, 1) < 0) | (ids_Tk.reshape(-1, 1) >= pages.experts), 0)
+
+
+def experts_down(
+    h_PI: Tensor,
+    ids_Tk: Tensor,
+    weights_Tk: Tensor | None,
+    pages: ExpertPages,
+    *,
+    part: str = "down",
+    bias_EN: Tensor | None = None,
+    decode: Callable[[WeightPlanes], Tensor] = decode_weight,
+) -> Tensor:
+    """Return the weighted sums [T, H] in h's dtype, or, without weights, the rows of all pairs [P, H].
+
+    The sum over a token's experts is in fp32 and in the order of `ids_Tk`.
+    """
+    rows = experts_up(h_PI, ids_Tk.reshape(-1, 1), pages, part=part, bias_EN=bias_EN, decode=decode)
+    return rows if weights_Tk is None else weigh_and_sum(rows, ids_Tk, weights_Tk, pages.experts)
+
+
+def weigh_and_sum(rows_PH: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, experts: int) -> Tensor:
+    """Return the sum over each token's experts, [T, H] in the rows' dtype; sentinels weigh nothing."""
+    routed = (ids_Tk >= 0) & (ids_Tk < experts)
+    weighted = rows_PH.view(*ids_Tk.shape, -1).float() * weights_Tk.float().masked_fill(~routed, 0.0).unsqueeze(-1)
+    return weighted.sum(dim=1).to(rows_PH.dtype)
+
+
+def apply_gate(v_PN: Tensor, gate: Gate) -> Tensor:
+    """Return g(v), [P, N] or, gated, [P, N / 2]."""
+    function = GATES[gate.function]
+    if not gate.gated:
+        return function(v_PN)
+    g, v = (v_PN[..., ::2], v_PN[..., 1::2]) if gate.interleaved else v_PN.chunk(2, dim=-1)
+    if gate.limit is not None:
+        g, v = g.clamp(max=gate.limit), v.clamp(-gate.limit, gate.limit)
+    g = g * torch.sigmoid(gate.alpha * g) if gate.alpha != 1.0 else function(g)
+    return g * (v + gate.shift if gate.shift else v)
+
+
+def _pairs_of_experts(ids_Tk: Tensor, experts: int) -> list[tuple[int, Tensor]]:
+    """Return (expert, its pairs int64, ascending) for every expert that has any, ascending; waits for the device."""
+    ids_P = ids_Tk.reshape(-1)
+    order = torch.argsort(ids_P, stable=True)
+    found, counts = ids_P[order].unique_consecutive(return_counts=True)
+    groups = order.split(counts.tolist())
+    return [(e, pairs) for e, pairs in zip(found.tolist(), groups, strict=True) if 0 <= e < experts]
