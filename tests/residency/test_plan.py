@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vbrt.config.tiers import TIERS
 from vbrt.errors import ConfigError
-from vbrt.residency.plan import PageSpec, Plan, Skip, Swap, format_bytes, place
+from vbrt.residency.plan import PageSpec, Plan, Skip, Swap, format_bytes, leased_pages, place
 from vbrt.residency.site import WeightSite
 
 PAGE = 4096
@@ -139,6 +139,29 @@ def test_a_table_that_is_read_by_rows_may_be_larger_than_what_it_would_pass_thro
     swap = replace(a_swap("table", (replace(table, by_rows=True),)), note="")
     plan = Plan((swap, a_swap("layer", (layer,))), {}, budgets)
     assert swap.by_rows and (plan.group, plan.largest_layer_bytes, plan.largest_page_bytes) == (1, 2 * PAGE, 2 * PAGE)
+
+
+def routed(name: str, sizes: list[int], top_k: int) -> list[PageSpec]:
+    """The pages of a layer of routed experts, by the size of each expert's in pages."""
+    return [PageSpec(f"{name}#c.{e}", "c", size * PAGE, top_k=top_k) for e, size in enumerate(sizes)]
+
+
+def test_a_lease_of_routed_experts_takes_as_many_pages_as_a_token_needs():
+    experts, layer = routed("experts", [2, 1, 2, 3], top_k=2), layers(4)[0]
+    tight = budgets(gpu=5, cpu=100)
+    assert set(place([experts, layer], tight, source="x").values()) == {"cpu"}
+    with pytest.raises(ConfigError, match=r"experts#c\.3, those of the 2 experts that one token goes to: 20480 bytes"):
+        place([experts, layer], budgets(gpu=4.9, cpu=100), source="x")
+    swap = replace(a_swap("experts", tuple(experts)), experts=4, top_k=2)
+    plan = Plan((swap, a_swap("layer", tuple(layer))), {}, tight)
+    assert (plan.group, plan.largest_layer_bytes, plan.largest_page_bytes) == (2, 5 * PAGE, 4 * PAGE)
+    assert (swap.to_dict()["experts"], swap.to_dict()["top_k"], swap.page_bytes) == (4, 2, 8 * PAGE)
+
+
+def test_a_lease_takes_every_plane_of_its_experts():
+    coarse, fine = routed("experts", [1] * 8, top_k=3), routed("experts", [2] * 8, top_k=3)
+    pages = [*coarse, *(replace(page, plane="f", key=page.key.replace("#c", "#f")) for page in fine)]
+    assert sum(page.nbytes for page in leased_pages(pages)) == 9 * PAGE and len(leased_pages(pages)) == 6
 
 
 def a_swap(name: str, pages: tuple[PageSpec, ...]) -> Swap:

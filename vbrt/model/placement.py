@@ -9,7 +9,7 @@ from vbrt.config.tiers import TIERS
 from vbrt.errors import TierError
 from vbrt.layers import WeightHandle
 from vbrt.model.registry import Registry
-from vbrt.residency.plan import Beside, PageSpec, place
+from vbrt.residency.plan import Beside, PageSpec, leased_pages, place
 
 if TYPE_CHECKING:
     from vbrt.model.runtime import Runtime
@@ -57,7 +57,7 @@ def place_pages(runtime: "Runtime") -> None:
     for registry in found:
         registry.assign_homes(homes)
     runtime.stack.rehome(homes)
-    _widen_leases(runtime, max((sum(not page.by_rows for page in layer) for layer in layers), default=1))
+    _widen_leases(runtime, max((len(leased_pages(layer)) for layer in layers), default=1))
     for registry in found:
         registry.forget_ready()
 

@@ -13,7 +13,7 @@ from vbrt.errors import ConfigError
 from vbrt.residency.division import spread
 from vbrt.residency.site import WeightSite
 
-__all__ = ["Beside", "PageSpec", "Plan", "Skip", "Swap", "format_bytes", "place"]
+__all__ = ["Beside", "PageSpec", "Plan", "Skip", "Swap", "format_bytes", "leased_pages", "place"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,8 @@ class PageSpec:
         nbytes: an upper estimate where the data decides.
         home: the tier that it lives in.
         by_rows: True if only rows of it are read, where it lives: it passes through no tier.
+        top_k: of a page of a routed expert, the experts that a token goes to: a lease takes at least as many pages of
+            the plane, not all. 0: every lease of the layer takes the page.
     """
 
     key: str
@@ -31,6 +33,7 @@ class PageSpec:
     nbytes: int
     home: str = ""
     by_rows: bool = False
+    top_k: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,8 @@ class Swap:
         site: where the weight is in the model; its first site, where several are tied.
         tied: the other sites of the same weight.
         dtype: of the weight, by torch's name.
+        experts, top_k: of routed experts, how many the layer has and how many a token goes to; else 0. Such a swap has
+            a page for each plane of each expert.
     """
 
     site: WeightSite
@@ -51,6 +56,8 @@ class Swap:
     pages: tuple[PageSpec, ...] = ()
     tied: tuple[WeightSite, ...] = ()
     note: str = ""
+    experts: int = 0
+    top_k: int = 0
 
     @property
     def sites(self) -> tuple[WeightSite, ...]:
@@ -94,8 +101,9 @@ class Swap:
 
     @property
     def leased(self) -> tuple[PageSpec, ...]:
-        """The pages that a lease of the weight takes: none of a table that is read by rows."""
-        return tuple(page for page in self.pages if not page.by_rows)
+        """The pages that a lease of the weight takes for one token: none of a table that is read by rows, and of
+        routed experts as many as the token goes to, the largest."""
+        return leased_pages(self.pages)
 
     def to_dict(self) -> dict:
         """Plain data for JSON."""
@@ -104,6 +112,8 @@ class Swap:
             "kind": self.kind,
             "shape": list(self.shape),
             "matrices": self.site.matrices,
+            "experts": self.experts,
+            "top_k": self.top_k,
             "dtype": self.dtype,
             "dense_bytes": self.dense_bytes,
             "format": self.format,
@@ -179,12 +189,12 @@ class Plan:
 
     @property
     def group(self) -> int:
-        """Pages that one lease takes together, at most."""
+        """Pages that one lease takes together for one token, at most."""
         return max((len(swap.leased) for swap in self.swaps), default=0) or 1
 
     @property
     def largest_layer_bytes(self) -> int:
-        """Bytes that one lease takes, at most."""
+        """Bytes that one lease takes for one token, at most."""
         return max((_lease_bytes(swap.pages) for swap in self.swaps), default=0)
 
     @property
@@ -253,8 +263,21 @@ def place(layers: Sequence[Sequence[PageSpec]], budgets: Mapping[str, int], *, s
     return homes
 
 
+def leased_pages(pages: Sequence[PageSpec]) -> tuple[PageSpec, ...]:
+    """Return those of a layer's pages that a lease takes for one token: of routed experts the `top_k` largest of each
+    plane."""
+    every = [page for page in pages if not (page.by_rows or page.top_k)]
+    routed: dict[str, list[PageSpec]] = {}
+    for page in pages:
+        if page.top_k:
+            routed.setdefault(page.plane, []).append(page)
+    for plane in routed.values():
+        every += sorted(plane, key=lambda page: -page.nbytes)[: plane[0].top_k]
+    return tuple(every)
+
+
 def _lease_bytes(pages: Sequence[PageSpec]) -> int:
-    return sum(page.nbytes for page in pages if not page.by_rows)
+    return sum(page.nbytes for page in leased_pages(pages))
 
 
 def _cost(nbytes: int, tier: str) -> int:
@@ -266,10 +289,11 @@ def _check_passage(
 ) -> None:
     for tier in tiers:
         if budgets[tier] < lease:
-            largest = max(layers, key=_lease_bytes)
+            largest = leased_pages(max(layers, key=_lease_bytes))
+            token = f", those of the {largest[0].top_k} experts that one token goes to" if largest[0].top_k else ""
             raise ConfigError(
                 f"{source}: tiers.{tier}.budget = {budgets[tier]} bytes is smaller than the largest "
-                f"layer's pages ({largest[0].key}: {lease} bytes); give it at least that, better "
+                f"layer's pages ({largest[0].key}{token}: {lease} bytes); give it at least that, better "
                 f"three times that, or exclude the layer in weights.exclude"
             )
 
