@@ -21,7 +21,7 @@ from tests.kernels.cuda.gpu_cases import compiled
 TRITON = "3.6 to 3.9"  # written against 3.6; 3.9 gives .version 8.8 and 9.4
 _MOST_STEPS = 1 << 18  # of a warp
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32",
-          torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv"}  # fmt: skip
+          torch.int64: "i64", torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv"}  # fmt: skip
 NO_EFFECT = (
     "targets", "griddepcontrol", "prefetch", "bar.warp", "setmaxnreg", "fence", "wgmma.fence",
 )  # fmt: skip
@@ -36,6 +36,7 @@ class Machine:
 
     late = True  # when copies into shared memory arrive
     backward = False  # the last program first
+    pages: Sequence[torch.Tensor] = ()  # what tables of addresses, int64, point to; `launched` puts it in memory
 
     def __init__(self, size: int = 1 << 25) -> None:
         self.memory = Space(BASE, size)
@@ -202,6 +203,11 @@ class Warp(Arithmetic, Transfers, Matrices):
             self.compute(parts, operands)
 
 
+def _moved(addresses: torch.Tensor, places: dict[int, int]) -> torch.Tensor:
+    """A table of addresses as the machine has what is there; other numbers stay."""
+    return torch.tensor([places.get(at, at) for at in addresses.flatten().tolist()])
+
+
 def launched(kernel: Any, capability: int, grid: Sequence[int], given: Sequence[Any], named: dict[str, Any]) -> None:
     """What `kernel[grid](*given, **named)` does, on tensors of the CPU."""
     machine, arguments = Machine(), []
@@ -223,7 +229,10 @@ def launched(kernel: Any, capability: int, grid: Sequence[int], given: Sequence[
         if parameter.is_constexpr or (isinstance(value, int) and value == 1 and specialized):
             constants[name] = value
             continue
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and value.dtype is torch.int64:
+            kind, multiple = "*i64", True
+            value = machine.put(_moved(value, {page.data_ptr(): taken(page).address for page in Machine.pages}))
+        elif isinstance(value, torch.Tensor):
             kind, multiple = f"*{NAMES[value.dtype]}", value.data_ptr() % 16 == 0
             value = taken(value)
         elif isinstance(value, int | float):

@@ -1,10 +1,12 @@
 """Every implementation of the package, one record each: the screen that answers "which kernel runs?"."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from vbrt.kernels import reference
+from vbrt.kernels import experts, experts_grad, reference
 from vbrt.kernels.cpu import build as cpu_build
 from vbrt.kernels.cpu import linear as cpu_linear
 from vbrt.kernels.cuda import devices
@@ -45,6 +47,17 @@ _triton = functools.partial(
 )
 _tables = functools.partial(_triton, formats=table_linear.FORMATS, runs_unpacked=True)
 
+
+def _decoding(record: Callable[..., Kernel], decode: Callable[..., Any]) -> tuple[Kernel, ...]:
+    """The ops of routed experts on matrices that `decode` restores, one expert after the other."""
+    functions = {
+        "experts_up": experts.experts_up,
+        "experts_down": experts.experts_down,
+        "experts_back": experts_grad.experts_back,
+    }
+    return tuple(record(op, run=functools.partial(run, decode=decode)) for op, run in functions.items())
+
+
 KERNELS = (
     _reference("decode_weight", run=reference.decode_weight),
     _reference("linear", run=reference.linear),
@@ -63,6 +76,9 @@ KERNELS = (
     ),
     _tables("decode_weight", run=table_linear.decode_weight),
     _tables("linear", run=table_linear.linear, prepare=table_linear.prepare),
+    *_decoding(_reference, reference.decode_weight),
+    *_decoding(_triton, e2m1_linear.decode_weight),
+    *_decoding(_tables, table_linear.decode_weight),
 )
 
 for _kernel in KERNELS:

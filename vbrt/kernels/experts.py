@@ -25,7 +25,17 @@ from vbrt.formats.experts import part_fields
 from vbrt.formats.page import PageLayout, unpack
 from vbrt.kernels.reference import decode_weight
 
-__all__ = ["GATES", "ExpertPages", "Gate", "apply_gate", "experts_down", "experts_up", "part_planes", "weigh_and_sum"]
+__all__ = [
+    "GATES",
+    "ExpertPages",
+    "Gate",
+    "apply_gate",
+    "experts_down",
+    "experts_up",
+    "pairs_of_experts",
+    "part_planes",
+    "weigh_and_sum",
+]
 
 #: the functions of gates by name
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -122,7 +132,7 @@ def experts_up(
     """
     k = ids_Tk.shape[1]
     out = x_TH.new_zeros(ids_Tk.numel(), pages.shapes[part][0])
-    for expert, pairs in _pairs_of_experts(ids_Tk, pages.experts):
+    for expert, pairs in pairs_of_experts(ids_Tk, pages.experts):
         weight = decode(part_planes(pages, expert, part)).to(x_TH.dtype)
         bias = None if bias_EN is None else bias_EN[expert].to(x_TH.dtype)
         out[pairs] = F.linear(x_TH[pairs // k], weight, bias)
@@ -169,7 +179,7 @@ def apply_gate(v_PN: Tensor, gate: Gate) -> Tensor:
     return g * (v + gate.shift if gate.shift else v)
 
 
-def _pairs_of_experts(ids_Tk: Tensor, experts: int) -> list[tuple[int, Tensor]]:
+def pairs_of_experts(ids_Tk: Tensor, experts: int) -> list[tuple[int, Tensor]]:
     """Return (expert, its pairs int64, ascending) for every expert that has any, ascending; waits for the device."""
     ids_P = ids_Tk.reshape(-1)
     order = torch.argsort(ids_P, stable=True)

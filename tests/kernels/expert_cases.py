@@ -1,0 +1,53 @@
+"""Pages of routed experts, for tests of kernels."""
+
+import torch
+
+from vbrt.formats import get_format
+from vbrt.formats.experts import join_fields, join_layouts
+from vbrt.formats.page import pack
+from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
+from vbrt.kernels.experts import ExpertPages
+
+
+def expert_pages(format, shapes, experts, *, dtype=torch.bfloat16, tiled=False, device="cpu", missing=()):
+    """Pages of random experts, and the weights that they hold by part, float64 [E, N, K].
+
+    shapes: (N, K) by part. tiled: in the order of tiles. missing: experts without a page.
+    """
+    pages, weights = [], {part: [] for part in shapes}
+    for _ in range(experts):
+        layouts, fields = {}, {}
+        for part, shape in shapes.items():
+            layouts[part], fields[part], weight = _matrix(format, shape, dtype, tiled, device)
+            weights[part].append(weight)
+        layout = join_layouts(layouts)
+        page = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        pages.append(pack(join_fields(fields), layout, page))
+    addresses = torch.tensor([page.data_ptr() for page in pages], device=device)
+    for expert in missing:
+        pages[expert], addresses[expert] = None, 0
+    made = ExpertPages(format, dtype, shapes, layout, pages, addresses)
+    return made, {part: torch.stack(of) for part, of in weights.items()}
+
+
+def _matrix(format, shape, dtype, tiled, device):
+    fmt, packing = get_format(format), e2m1_linear.packing(format)
+    weight = (torch.randn(shape, device=device) * 0.05).to(dtype)
+    if fmt.record.lossless:
+        coarse = {"weight": weight}
+        return fmt.layout(shape, dtype), coarse, weight.double()
+    coarse = fmt.encode(weight)
+    if format == "nvfp4":
+        coarse["tensor_scale"] *= 1.2345  # published checkpoints: not a power of two
+    weight = fmt.decode(coarse, shape, torch.float64)
+    if tiled:
+        return packing.layout(shape), packing.pack(coarse, shape), weight
+    return fmt.layout(shape, dtype), coarse, weight
+
+
+def routing(tokens, k, experts, *, device="cpu", sentinels=0):
+    """Ids int64 [T, k], different ones for a token, some replaced by sentinels, and weights fp32 [T, k]."""
+    ids = torch.rand(tokens, experts, device=device).argsort(dim=1)[:, :k].contiguous()
+    if sentinels:
+        ids.view(-1)[torch.randperm(ids.numel(), device=device)[:sentinels]] = experts
+    return ids, torch.rand(tokens, k, device=device).softmax(-1)
