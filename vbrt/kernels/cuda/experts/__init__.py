@@ -1,0 +1,3 @@
+"""Routed experts in tile order on a GPU: grouped kernels that read each expert's weights from its own page."""
+
+__all__: list[str] = []
