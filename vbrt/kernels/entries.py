@@ -8,6 +8,7 @@ import torch
 
 from vbrt.kernels import experts, experts_grad, reference
 from vbrt.kernels.cpu import build as cpu_build
+from vbrt.kernels.cpu import experts as cpu_experts
 from vbrt.kernels.cpu import linear as cpu_linear
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
@@ -42,6 +43,14 @@ _built = functools.partial(
     runs_unpacked=True,
     merges=lambda format, shape: True,
 )
+_built_experts = functools.partial(
+    _compiled,
+    formats=cpu_experts.FORMATS,
+    rank=1,
+    refusal=functools.partial(cpu_build.refusal, source="experts"),
+    builds=True,
+    runs_unpacked=True,
+)
 _triton = functools.partial(
     Kernel, backend="triton", devices=("cuda",), rank=1, refusal=_no_triton, reads_resident_planes=True
 )
@@ -63,6 +72,8 @@ KERNELS = (
     _reference("linear", run=reference.linear),
     _built("decode_weight", run=cpu_linear.decode_weight, turned=cpu_linear.decode_turned),
     _built("linear", run=cpu_linear.linear),
+    _built_experts("experts_up", run=cpu_experts.experts_up),
+    _built_experts("experts_down", run=cpu_experts.experts_down),
     # nothing to decode: torch's own matmul, and nothing to build
     _compiled("decode_weight", run=reference.decode_weight, formats=("dense",), rank=-1),
     _compiled("linear", run=reference.linear, formats=("dense",), rank=-1),

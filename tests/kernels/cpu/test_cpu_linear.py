@@ -2,8 +2,6 @@
 
 import copy
 import dataclasses
-import functools
-import subprocess
 
 import pytest
 import torch
@@ -139,26 +137,10 @@ def test_what_has_no_last_dimension_is_refused_in_torchs_words():
 @built
 @matrix(dtype=[torch.bfloat16, torch.float16], flags=[("-march=x86-64-v3",), ()], name=cpu_linear.FORMATS)
 def test_older_cpus_merge_the_same_bits(name, flags, dtype, monkeypatch, older_library):
-    monkeypatch.setattr(cpu_linear, "library", lambda: older_library(flags))
+    monkeypatch.setattr(cpu_linear, "library", lambda: older_library("linear", flags))
     for shape in ((33, 100), (5, 4112), (64, 640)):
         planes, w = exact_case(name, shape, dtype)
         assert torch.equal(bits(cpu_linear.decode_weight(planes)), bits(w))
-
-
-@pytest.fixture(scope="module")
-def older_library(tmp_path_factory):
-    """Builds the kernels for another CPU than this one, once."""
-
-    @functools.cache
-    def made(flags):
-        target = tmp_path_factory.mktemp("older") / "cpu_linear.so"
-        options = ["-O3", "-w", "-shared", "-fPIC", *flags]
-        command = [*build._compiler(), *options, str(build._SOURCE), "-o", str(target)]
-        if subprocess.run(command, check=False, capture_output=True).returncode:
-            pytest.skip(f"the compiler does not know {flags}")
-        return build._load(target)
-
-    return made
 
 
 @built

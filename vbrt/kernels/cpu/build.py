@@ -1,8 +1,8 @@
 """The C kernels for CPUs, built on the machine that runs them.
 
-The machine's C compiler builds `linear.c` for this very CPU when an op is first resolved, once a process, in half a
-second: a library kept on disk would have to be trusted, and built again for each CPU that shares the disk.
-torch.compile of the reference takes seconds, and Python's headers. `refusal` says why it cannot be built.
+The machine's C compiler builds `linear.c` or `experts.c` for this very CPU when an op of its is first resolved, once a
+process, in half a second: a library kept on disk would have to be trusted, and built again for each CPU that shares
+the disk. torch.compile of the reference takes seconds, and Python's headers. `refusal` says why it cannot be built.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ import torch
 
 from vbrt.errors import KernelError
 
-__all__ = ["Fine", "Weight", "library", "refusal"]
+__all__ = ["Bank", "Fine", "Gating", "Task", "Weight", "library", "refusal"]
 
-_SOURCE = Path(__file__).with_name("linear.c")
+_HERE = Path(__file__).parent
 _COMPILERS = ("cc", "gcc", "clang")
 # in order of speed; not every compiler has OpenMP, whose threads are torch's own, or knows the CPU it runs on
 _FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ())
@@ -49,21 +49,52 @@ class Fine(ctypes.Structure):
     )
 
 
-def refusal(device: torch.device) -> str | None:
+class Bank(ctypes.Structure):
+    """`Bank` of experts.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("pages", "levels", "values")),
+        *((name, ctypes.c_int64) for name in ("level_step", "codes", "scales", "unit")),
+        *((name, ctypes.c_int64) for name in ("experts", "rows", "columns", "block")),
+    )
+
+
+class Gating(ctypes.Structure):
+    """`Gate` of experts.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("function", "gated", "interleaved", "sigmoid")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit", "shift")),
+    )
+
+
+class Task(ctypes.Structure):
+    """`Task` of experts.c."""
+
+    _fields_ = (
+        ("ids", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("pairs", "pairs_per_row", "most")),
+        *((name, ctypes.c_void_p) for name in ("x", "bias", "out")),
+        ("inputs", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("x_type", "bias_type", "out_type")),
+    )
+
+
+def refusal(device: torch.device, source: str = "linear") -> str | None:
     """Why the compiled kernels cannot serve a device, or None. The first call for a CPU builds them."""
     if device.type != "cpu":
         return f"made for CPUs, not for {device}"
-    built = _build()
+    built = _build(source)
     return built if isinstance(built, str) else None
 
 
 @functools.cache
-def _build() -> ctypes.CDLL | str:
-    """Return the library, or the reason that there is none."""
+def _build(source: str) -> ctypes.CDLL | str:
+    """Return the library of `source`.c, or the reason that there is none."""
     try:
         command = _compiler()
         with tempfile.TemporaryDirectory(prefix="vbrt-", ignore_cleanup_errors=True) as folder:
-            return _load(_compiled(command, Path(folder) / "linear.so"))
+            return _load(_compiled(command, source, Path(folder) / f"{source}.so"), source)
     except (KernelError, OSError) as error:
         return str(error)
 
@@ -81,9 +112,10 @@ def _compiler() -> list[str]:
     return command or [found]
 
 
-def _compiled(command: list[str], library: Path) -> Path:
+def _compiled(command: list[str], source: str, library: Path) -> Path:
     for flags in _FLAGS:
-        done = _run([*command, "-O3", "-w", "-shared", "-fPIC", *flags, str(_SOURCE), "-o", str(library)])
+        file = str(_HERE / f"{source}.c")
+        done = _run([*command, "-O3", "-w", "-shared", "-fPIC", *flags, file, "-lm", "-o", str(library)])
         if done.returncode == 0 and library.exists():
             return library
     said = done.stderr.strip().splitlines() or [f"it made nothing, and ended with {done.returncode}"]
@@ -106,10 +138,10 @@ def _run(line: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(line, process.returncode, stderr=said)
 
 
-def _load(path: Path) -> ctypes.CDLL:
+def _load(path: Path, source: str) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
-        _declare(library)
+        _DECLARE[source](library)
     except (OSError, AttributeError) as error:
         raise KernelError(
             f"what the C compiler made cannot be loaded: {error}; TMPDIR can name a directory "
@@ -118,7 +150,7 @@ def _load(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _declare(library: ctypes.CDLL) -> None:
+def _declare_linear(library: ctypes.CDLL) -> None:
     weight, pointer, number = ctypes.POINTER(Weight), ctypes.c_void_p, ctypes.c_int64
     library.vbrt_linear.argtypes = (weight, pointer, number, pointer, ctypes.c_int)
     library.vbrt_decode.argtypes = (weight, number, number, pointer, ctypes.c_int)
@@ -126,9 +158,20 @@ def _declare(library: ctypes.CDLL) -> None:
     library.vbrt_linear.restype = library.vbrt_decode.restype = None
 
 
-def library() -> ctypes.CDLL:
+def _declare_experts(library: ctypes.CDLL) -> None:
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    structures = (ctypes.POINTER(of) for of in (Bank, Gating, Task))
+    library.vbrt_experts_product.argtypes = (*structures, ctypes.c_int)
+    library.vbrt_experts_sum.argtypes = (*[pointer] * 3, number, pointer, pointer, ctypes.c_int, ctypes.c_int)
+    library.vbrt_experts_sum.restype = None
+
+
+_DECLARE = {"linear": _declare_linear, "experts": _declare_experts}
+
+
+def library(source: str = "linear") -> ctypes.CDLL:
     """The compiled kernels. Raises KernelError, with the reason, where they cannot be built."""
-    built = _build()
+    built = _build(source)
     if isinstance(built, str):
         raise KernelError(f"kernels for CPUs: {built}")
     return built

@@ -5,8 +5,7 @@
  * Two codes share a byte, the even column in the low nibble. A block has 16, 32 or 64 columns.
  * Legend: M tokens, N outputs, K inputs padded to the block.
  */
-#include <stdint.h>
-#include <string.h>
+#include "numbers.h"
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -134,29 +133,6 @@ typedef struct { int64_t side, escape; } Cursor;
 #define SPAN 4096
 
 static inline int16_t ordinal(int16_t bits) { return bits ^ ((bits >> 15) & 0x7FFF); }
-
-static inline int16_t bf16_bits(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    if (value != value) return 0x7FC0;
-    return (int16_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);  /* to nearest, ties to even */
-}
-
-static inline int16_t fp16_bits(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    const uint32_t sign = bits >> 16 & 0x8000, large = bits & 0x7FFFFFFF;
-    if (large > 0x7F800000) return (int16_t)(sign | 0x7E00);
-    if (large >= 0x477FF000) return (int16_t)(sign | 0x7C00);
-    if (large < 0x38800000) {  /* denormal: the sum's last bit is worth the smallest magnitude */
-        float sum;
-        memcpy(&sum, &large, 4);
-        sum += 0.5f;
-        memcpy(&bits, &sum, 4);
-        return (int16_t)(sign | (bits - 0x3F000000));
-    }
-    return (int16_t)(sign | ((large + 0xFFF + ((large >> 13) & 1) - 0x38000000) >> 13));
-}
 
 /* ordinals of a block's 16 levels by its scale's byte; the bytes of a pair of words apart where SPLIT */
 typedef struct { uint8_t low[16], high[16]; } Split;

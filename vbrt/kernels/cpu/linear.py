@@ -28,7 +28,7 @@ from vbrt.kernels import reference
 from vbrt.kernels.cpu import recycle
 from vbrt.kernels.cpu.build import Fine, Weight, library
 
-__all__ = ["FORMATS", "decode_turned", "decode_weight", "fused_tokens", "linear", "route"]
+__all__ = ["FORMATS", "decode_to", "decode_turned", "decode_weight", "fused_tokens", "linear", "route", "slow_dtypes"]
 
 #: 4-bit codes of 16 levels, and a byte of scale for a block
 FORMATS = formats_of("e2m1", "table")
@@ -63,11 +63,11 @@ def route(x: Tensor, planes: WeightPlanes) -> str:
         return "merge+matmul"
     if x.numel() <= fused_tokens() * max(1, x.shape[-1]):
         return "fused"
-    return "tiles" if x.dtype in _slow_dtypes() else "decode+matmul"
+    return "tiles" if x.dtype in slow_dtypes() else "decode+matmul"
 
 
 @functools.cache
-def _slow_dtypes() -> tuple[torch.dtype, ...]:
+def slow_dtypes() -> tuple[torch.dtype, ...]:
     """Return the dtypes that this CPU multiplies more slowly than fp32."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return ()
@@ -80,7 +80,7 @@ def decode_weight(planes: WeightPlanes) -> Tensor:
     """The weight [N, K] in planes.dtype, the same bits as the reference; exact when the fine plane is there."""
     if torch.compiler.is_compiling() or not _served(planes):
         return reference.decode_weight(planes)
-    return _decode(planes, planes.dtype) if planes.fine is None else _merge(planes)
+    return decode_to(planes, planes.dtype) if planes.fine is None else _merge(planes)
 
 
 def decode_turned(planes: WeightPlanes) -> Tensor:
@@ -105,7 +105,7 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
         return reference.linear(x, merged, bias, activation)
     reference.check(x, planes, activation)
     if reference.wants_grad(x, bias) or way == "decode+matmul":
-        y = F.linear(x, _decode(planes, x.dtype), bias)
+        y = F.linear(x, decode_to(planes, x.dtype), bias)
     else:
         y = (_multiply if way == "fused" else _multiply_tiles)(x.detach(), planes)
         y = y if bias is None else y.add_(bias.detach())
@@ -135,7 +135,8 @@ def _multiply_tiles(x: Tensor, planes: WeightPlanes) -> Tensor:
     return y_MN.view(*x.shape[:-1], n)
 
 
-def _decode(planes: WeightPlanes, dtype: torch.dtype) -> Tensor:
+def decode_to(planes: WeightPlanes, dtype: torch.dtype) -> Tensor:
+    """Return the weight [N, K] of a coarse plane in a dtype."""
     n, k = planes.shape
     if dtype is torch.float32:
         ((_, _, w_NK),) = _decoded_rows(planes, n * k)

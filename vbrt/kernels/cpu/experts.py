@@ -1,0 +1,206 @@
+"""Routed experts on block formats on a CPU: the backend "compiled" of the ops "experts_up" and "experts_down".
+
+`experts.c` computes the experts that few tokens go to: codes are decoded in registers and multiplied there, all experts
+of a call are shared out over the threads, and the gate is applied before a result is stored. An expert that more than
+`most_pairs` pairs go to has its matrix decoded once, for torch's matmul. A pair's result depends on how many pairs go
+to its expert, and not on the number of threads.
+
+What the C code does not serve (gradients, tensors on other devices) goes through the reference.
+
+Legend: T tokens, k experts a token, P = T k pairs, E experts, N rows of a matrix.
+"""
+
+import ctypes
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vbrt.config.formats import FORMATS as RECORDS
+from vbrt.errors import KernelError
+from vbrt.formats import get_format
+from vbrt.formats.base import padded
+from vbrt.formats.blocks import BlockFormat
+from vbrt.kernels import experts as reference
+from vbrt.kernels.cpu import linear as cpu_linear
+from vbrt.kernels.cpu.build import Bank, Gating, Task, library
+from vbrt.kernels.experts import ExpertPages, Gate, apply_gate, pairs_of_experts, part_planes
+
+__all__ = ["FORMATS", "experts_down", "experts_up", "most_pairs"]
+
+FORMATS = cpu_linear.FORMATS
+_THREAD_WORK = 1 << 16  # products that are worth a thread
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_FUNCTIONS = {name: number for number, name in enumerate(("none", "relu", "relu2", "gelu", "gelu_tanh", "silu"))}
+_RAW = Gate("none", gated=False)
+
+
+@functools.cache
+def most_pairs() -> int:
+    """The most pairs of an expert that the C code multiplies itself."""
+    return library("experts").vbrt_experts_most()
+
+
+def experts_up(
+    x_TH: Tensor,
+    ids_Tk: Tensor,
+    pages: ExpertPages,
+    *,
+    part: str = "up",
+    gate: Gate | None = None,
+    bias_EN: Tensor | None = None,
+) -> Tensor:
+    """g(W x + b) for each pair; see `vbrt.kernels.experts`.
+
+    x is read by its address, so it must be bare (`watched.is_bare`): callers see to that.
+    """
+    if not _serves((x_TH, bias_EN), pages):
+        decode = cpu_linear.decode_weight
+        return reference.experts_up(x_TH, ids_Tk, pages, part=part, gate=gate, bias_EN=bias_EN, decode=decode)
+    return _Product(x_TH.detach(), ids_Tk, pages, part, bias_EN).run(_RAW if gate is None else gate)
+
+
+def experts_down(
+    h_PI: Tensor,
+    ids_Tk: Tensor,
+    weights_Tk: Tensor | None,
+    pages: ExpertPages,
+    *,
+    part: str = "down",
+    bias_EN: Tensor | None = None,
+) -> Tensor:
+    """The weighted sums of each token's experts; see `vbrt.kernels.experts`."""
+    if not _serves((h_PI, bias_EN, weights_Tk), pages):
+        decode = cpu_linear.decode_weight
+        return reference.experts_down(h_PI, ids_Tk, weights_Tk, pages, part=part, bias_EN=bias_EN, decode=decode)
+    rows_PN = _Product(h_PI.detach(), ids_Tk.reshape(-1, 1), pages, part, bias_EN).run(_RAW)
+    return rows_PN if weights_Tk is None else _weigh_and_sum(rows_PN, ids_Tk, weights_Tk.detach(), pages.experts)
+
+
+def _serves(tensors: tuple[Tensor | None, ...], pages: ExpertPages) -> bool:
+    if pages.format not in FORMATS or torch.compiler.is_compiling():
+        return False
+    given = [t for t in tensors if t is not None]
+    wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    return not wants_grad and all(t.is_cpu and t.dtype in _TYPES for t in given)
+
+
+class _Product:
+    """One product with a part of each expert's weight."""
+
+    def __init__(self, x: Tensor, ids_Tk: Tensor, pages: ExpertPages, part: str, bias_EN: Tensor | None) -> None:
+        self.pages, self.part = pages, part
+        self.n, self.k = pages.shapes[part]
+        if x.dim() != 2 or x.shape != (len(ids_Tk), self.k):
+            raise KernelError(f"experts, {part}: x has shape {tuple(x.shape)}; expected {(len(ids_Tk), self.k)}")
+        self.x, self.ids_Tk = x.contiguous(), ids_Tk.long().contiguous()
+        self.bias_EN = None if bias_EN is None else bias_EN.detach().contiguous()
+
+    def run(self, gate: Gate) -> Tensor:
+        """Return gate(W x + b), [P, columns]."""
+        out = self.x.new_zeros(self.ids_Tk.numel(), gate.columns(self.n))
+        counts = Counter(self.ids_Tk.view(-1).tolist())
+        most, touched = most_pairs(), [e for e in counts if 0 <= e < self.pages.experts]
+        few = [e for e in touched if counts[e] <= most]
+        if len(few) < len(touched):
+            for expert, pairs_p in pairs_of_experts(self.ids_Tk, self.pages.experts):
+                if len(pairs_p) > most:
+                    out[pairs_p] = self._decoded(expert, pairs_p, gate)
+        if few:
+            self._fused(few, sum(counts[e] for e in few), gate, out)
+        return out
+
+    def _decoded(self, expert: int, pairs_p: Tensor, gate: Gate) -> Tensor:
+        """The rows of one expert's pairs, by torch's matmul."""
+        dtype = torch.float32 if self.x.dtype in cpu_linear.slow_dtypes() else self.x.dtype
+        w_NK = cpu_linear.decode_to(part_planes(self.pages, expert, self.part), dtype)
+        bias = None if self.bias_EN is None else self.bias_EN[expert].to(dtype)
+        v_pN = F.linear(self.x[pairs_p // self.ids_Tk.shape[1]].to(dtype), w_NK, bias)
+        return apply_gate(v_pN, gate).to(self.x.dtype)
+
+    def _fused(self, experts: list[int], pairs: int, gate: Gate, out: Tensor) -> None:
+        """Write the rows of the experts that few pairs go to."""
+        levels, values = _tables(self.pages, self.part, experts)
+        addresses = _addresses(self.pages, experts)
+        bank = _bank(self.pages, self.part, (ctypes.addressof(addresses), levels, values))
+        bias = self.bias_EN
+        task = Task(
+            self.ids_Tk.data_ptr(), self.ids_Tk.numel(), self.ids_Tk.shape[1], most_pairs(),
+            self.x.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
+            self.k, _TYPES[self.x.dtype], 0 if bias is None else _TYPES[bias.dtype], _TYPES[out.dtype],
+        )  # fmt: skip
+        threads = _threads(pairs * self.n * self.k)
+        if not library("experts").vbrt_experts_product(bank, _gating(gate), task, threads):
+            raise MemoryError(f"experts, {self.part}: no memory to sort {self.ids_Tk.numel()} pairs")
+
+
+def _addresses(pages: ExpertPages, experts: Iterable[int]) -> ctypes.Array[ctypes.c_void_p]:
+    """The pages' addresses by expert. Raises KernelError for an expert without a page."""
+    table = (ctypes.c_void_p * pages.experts)()
+    for expert in experts:
+        page = pages.pages[expert]
+        if page is None:
+            raise KernelError(
+                f"expert {expert}: its page is not here; lease the pages of all experts that tokens go to"
+            )
+        table[expert] = page.data_ptr()
+    return table
+
+
+def _tables(pages: ExpertPages, part: str, experts: Iterable[int]) -> tuple[Tensor, Tensor]:
+    """fp32 levels by code, [1, 16], or [E, 16] where each expert has its own, and values by scale byte, [256]."""
+    if not RECORDS[pages.format].fitted:
+        return _constant_tables(pages.format)
+    levels_E16, fmt = torch.zeros(pages.experts, 16, dtype=torch.float32, device="cpu"), _block_format(pages.format)
+    for expert in experts:
+        levels_E16[expert], values, _ = fmt.tables(dict(part_planes(pages, expert, part).coarse))
+    return levels_E16, values
+
+
+@functools.cache
+def _constant_tables(format: str) -> tuple[Tensor, Tensor]:
+    levels, values, _ = _block_format(format).tables({"codes": torch.empty(0, dtype=torch.uint8, device="cpu")})
+    return levels.view(1, 16), values
+
+
+def _block_format(format: str) -> BlockFormat:
+    fmt = get_format(format)
+    assert isinstance(fmt, BlockFormat)  # FORMATS are; for the type checker
+    return fmt
+
+
+def _bank(pages: ExpertPages, part: str, tables: tuple[int, Tensor, Tensor]) -> Bank:
+    addresses, levels, values = tables
+    offsets, block = pages.offsets(part), RECORDS[pages.format].block
+    n, k = pages.shapes[part]
+    return Bank(
+        addresses, levels.data_ptr(), values.data_ptr(), 16 if len(levels) > 1 else 0,
+        offsets["codes"], offsets["scales"], offsets.get("tensor_scale", -1),
+        pages.experts, n, padded(k, block), block,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def _gating(gate: Gate) -> Gating:
+    limit = math.inf if gate.limit is None else gate.limit
+    by_sigmoid = gate.alpha != 1.0
+    number = _FUNCTIONS[gate.function]
+    return Gating(number, gate.gated, gate.interleaved, by_sigmoid, gate.alpha, limit, gate.shift)
+
+
+def _weigh_and_sum(rows_PN: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, experts: int) -> Tensor:
+    """The sum over each token's experts, in fp32 and in the order of the ids."""
+    (tokens, k), n = ids_Tk.shape, rows_PN.shape[1]
+    out, ids, weights = rows_PN.new_empty(tokens, n), ids_Tk.long().contiguous(), weights_Tk.float().contiguous()
+    shape, threads = (ctypes.c_int64 * 3)(tokens, k, n), _threads(rows_PN.numel())
+    pointers = (rows_PN.data_ptr(), ids.data_ptr(), weights.data_ptr())
+    library("experts").vbrt_experts_sum(*pointers, experts, shape, out.data_ptr(), _TYPES[out.dtype], threads)
+    return out
+
+
+def _threads(work: int) -> int:
+    return max(1, min(torch.get_num_threads(), work // _THREAD_WORK))
