@@ -1,6 +1,7 @@
 """The language model that scripts/train trains, and the text it reads: bytes in, bytes out, nothing to download.
 
 GPT-2's architecture (Radford et al. 2019) of vbrt's own blocks, with learned positions, over a vocabulary of 256 bytes.
+With routed experts it is transformers' Qwen3-MoE instead (lm_experts.py).
 
 Legend: B batch, S positions, V vocabulary.
 """
@@ -25,7 +26,13 @@ _HELD_OUT, _SLOTS = 5, 16  # the slot of stdlib's modules that is never trained 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What makes two models the same architecture."""
+    """What makes two models the same architecture.
+
+    Attributes:
+        experts: routed experts in each block instead of one MLP; 0: none, and then the next two are 0.
+        active: of them for each token.
+        inner: width of an expert.
+    """
 
     layers: int
     width: int
@@ -33,13 +40,20 @@ class Shape:
     context: int
     vocabulary: int = 256
     tied: bool = True
+    experts: int = 0
+    active: int = 0
+    inner: int = 0
 
     @property
     def parameters(self) -> int:
         """Their number."""
+        tables = self.vocabulary * (1 if self.tied else 2) * self.width
+        if self.experts:  # no biases; norms of the stream, and of the heads of queries and keys
+            block = 4 * self.width**2 + 2 * self.width + 2 * (self.width // self.heads)
+            block += self.experts * (3 * self.inner + 1) * self.width
+            return self.layers * block + tables + self.width
         block = 12 * self.width**2 + (4 + 1 + 4) * self.width  # projections and MLP; norms, biases of down and up
-        tables = self.vocabulary * (1 if self.tied else 2) + self.context
-        return self.layers * block + tables * self.width + 2 * self.width
+        return self.layers * block + tables + self.context * self.width + 2 * self.width
 
 
 class PlainAttention(FlashAttention):
@@ -123,10 +137,21 @@ class Options:
         return torch.autocast(device.type, torch.bfloat16, enabled=self.mixed_precision)
 
 
-def build(shape: Shape, options: Options, device: torch.device, *, dropout: float = 0.0) -> nn.Module:
-    """A new model on its device, from torch's seed; with fp4 the wrapper that trains it through 4-bit weights."""
+def build(
+    shape: Shape, options: Options, device: torch.device, *, dropout: float = 0.0, balance: float = 0.0
+) -> nn.Module:
+    """A new model on its device, from torch's seed; with fp4 the wrapper that trains it through 4-bit weights.
+
+    `balance` is the weight of the loss that spreads tokens evenly over experts.
+    """
+    how = {"dropout": dropout, "attention": options.attention, "checkpointing": options.checkpointing}
     with device:
-        model = LanguageModel(shape, dropout=dropout, attention=options.attention, checkpointing=options.checkpointing)
+        if shape.experts:
+            from scripts.lm_experts import ExpertsLanguageModel  # transformers takes seconds to import
+
+            model = ExpertsLanguageModel(shape, balance=balance, **how)
+        else:
+            model = LanguageModel(shape, **how)
     if not options.fp4:
         return model
     tiers = {"gpu": {"enabled": False}} if device.type == "cpu" else {}

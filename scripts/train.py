@@ -7,6 +7,8 @@ end `model.safetensors`. The same command starts it, goes on with it, and does n
 Same bits, because each step depends on nothing but the checkpoint: batches follow from the seed and the step,
 generators are saved and restored, and torch is held to its deterministic kernels.
 
+With `--experts` the model is transformers' Qwen3-MoE, and the run's folder with its `config.json` a checkpoint of it.
+
 A model that trained in 4 bits leaves `planes` too, what its forward computed with, for `vbrt.load`.
 """
 
@@ -15,7 +17,7 @@ import math
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,178 +29,26 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from scripts.lm import Options, Shape, Text, Windows, build, loss_of, make_optimizer, read_text
+from scripts.lm import Options, Text, Windows, build, loss_of, make_optimizer, read_text
 from scripts.train_display import Display, memory_bytes
 from scripts.train_files import Checkpoint, JsonLines, claimed, difference, write_checkpoint, write_tensors
-from scripts.train_memory import Case, estimate_bytes, free_bytes, ladder_table, measure, rungs
+from scripts.train_memory import estimate_bytes, free_bytes, ladder_table, measure, rungs
+from scripts.train_options import (
+    PRESETS,
+    Config,
+    auto_options,
+    check_fits,
+    check_same,
+    make_config,
+    parse,
+    saved_config,
+)
 from vbrt import ArgumentError, CheckpointError, VBError, watch_nonfinite
 from vbrt.errors import NonfiniteError
 from vbrt.residency.plan import format_bytes
 from vbrt.saves.tensorfile import TensorFile, TensorInfo
 
 HELD_OUT_WINDOWS = 256  # of the held-out text, at each look at it
-
-
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """A shape, and training that suits it."""
-
-    shape: Shape
-    batch: int
-    steps: int
-    lr: float
-
-
-PRESETS = {
-    "tiny": Preset(Shape(layers=2, width=64, heads=2, context=64), batch=8, steps=200, lr=3e-3),
-    "small": Preset(Shape(layers=7, width=256, heads=4, context=512), batch=64, steps=4000, lr=2e-3),
-    "medium": Preset(Shape(layers=24, width=1024, heads=16, context=1024), batch=8, steps=20_000, lr=3e-4),
-    "large": Preset(Shape(layers=36, width=1280, heads=20, context=1024), batch=8, steps=40_000, lr=2.5e-4),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """All that decides what comes out. A checkpoint holds it, and goes on under no other."""
-
-    shape: Shape
-    options: Options
-    batch: int
-    steps: int
-    lr: float
-    dropout: float
-    seed: int
-    text_digest: str
-    init: str | None
-
-    def lr_at(self, step: int) -> float:
-        """A short warm-up, then a cosine down to a tenth."""
-        warm_up = min(200, self.steps // 10)
-        if step < warm_up:
-            return self.lr * (step + 1) / warm_up
-        done = (step - warm_up) / max(1, self.steps - warm_up)
-        return self.lr * (0.55 + 0.45 * math.cos(math.pi * done))
-
-    def case(self, device: torch.device) -> Case:
-        """The question of what it takes."""
-        return Case(self.shape, self.batch, self.options, self.dropout, device.type)
-
-
-# -- what was asked for -----------------------------------------------------------------------------------------------
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scripts/train", description=__doc__.splitlines()[0])
-    parser.add_argument("preset", nargs="?", default="tiny", choices=list(PRESETS), help="(default: tiny)")
-    parser.add_argument("--text", type=Path, help="a file, or a folder of them (default: Python's standard library)")
-    parser.add_argument("--out", type=Path, help="folder of the run (default: runs/PRESET)")
-    parser.add_argument("--init", type=Path, help="a model.safetensors to start from")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="(default: cuda where there is a GPU)")
-    memory = parser.add_argument_group("memory")
-    memory.add_argument("--mixed-precision", action="store_true", help="bf16 autocast, fp32 weights")
-    memory.add_argument("--use-flash-attn", action="store_true", help="attention without its S × S scores")
-    memory.add_argument("--gradient-checkpointing", action="store_true", help="compute blocks again, keep their inputs")
-    memory.add_argument("--use-fp4", action="store_true", help="train through NVFP4 weights (quantization-aware)")
-    memory.add_argument(
-        "--vb-auto",
-        action="store_true",
-        help="turn on what the free memory asks for, and say why; never --use-fp4, which trains another model",
-    )
-    memory.add_argument("--ladder", action="store_true", help="measure what each option saves, and train nothing")
-    numbers = parser.add_argument_group("numbers instead of the preset's")
-    for name in ("layers", "width", "heads", "context", "batch", "steps"):
-        numbers.add_argument(f"--{name}", type=int)
-    numbers.add_argument("--untied", action="store_true", help="a head of its own instead of the embedding's weight")
-    numbers.add_argument("--lr", type=float)
-    numbers.add_argument("--dropout", type=float, default=0.0)
-    numbers.add_argument("--seed", type=int, default=0)
-    numbers.add_argument("--log-every", type=int, help="steps (default: a hundredth of all)")
-    numbers.add_argument("--checkpoint-every", type=int, help="steps (default: a tenth of all)")
-    return parser.parse_args(arguments)
-
-
-def make_config(args: argparse.Namespace, text: Text) -> Config:
-    """Raises ArgumentError, naming the option."""
-    preset = PRESETS[args.preset]
-    given = {name: getattr(args, name) for name in ("layers", "width", "heads", "context")}
-    shape = replace(preset.shape, **{k: v for k, v in given.items() if v is not None}, tied=not args.untied)
-    batch = preset.batch if args.batch is None else args.batch
-    steps = preset.steps if args.steps is None else args.steps
-    counts = {
-        **asdict(shape),
-        "batch": batch,
-        "steps": steps,
-        "log-every": args.log_every,
-        "checkpoint-every": args.checkpoint_every,
-    }
-    for name, value in counts.items():
-        if value is not None and value < 1 and name != "tied":
-            raise ArgumentError(f"--{name} {value}: expected at least 1")
-    if shape.width % shape.heads:
-        raise ArgumentError(f"--heads {shape.heads}: expected a divisor of the width, {shape.width}")
-    lr = preset.lr if args.lr is None else args.lr
-    if not 0 < lr < math.inf or not 0 <= args.dropout < 1:
-        raise ArgumentError(f"--lr {lr} --dropout {args.dropout}: expected lr > 0 and 0 <= dropout < 1")
-    options = Options(
-        "vbrt" if args.use_flash_attn else "plain", args.mixed_precision, args.gradient_checkpointing, args.use_fp4
-    )
-    init = str(args.init.resolve()) if args.init else None
-    return Config(shape, options, batch, steps, lr, args.dropout, args.seed, text.digest, init)
-
-
-def auto_options(config: Config, device: torch.device, free: int) -> tuple[Options, list[str]]:
-    """What to turn on for a config to fit, and the reasons."""
-    options, room = replace(config.options, attention="vbrt"), int(0.9 * free)
-    reasons = ["--use-flash-attn: the same result in less memory, and no slower"]
-    if device.type == "cuda" and not options.mixed_precision:
-        options = replace(options, mixed_precision=True)
-        reasons.append("--mixed-precision: matrix units of a GPU run bf16 many times as fast as fp32")
-    for name, flag in (("mixed_precision", "--mixed-precision"), ("checkpointing", "--gradient-checkpointing")):
-        needed = estimate_bytes(replace(config, options=options).case(device))
-        if needed > room and not getattr(options, name):
-            options = replace(options, **{name: True})
-            reasons.append(
-                f"{flag}: about {format_bytes(needed)} without it, and {format_bytes(room)} is nine tenths "
-                "of what is free"
-            )
-    return options, reasons
-
-
-def check_fits(config: Config, device: torch.device, free: int) -> None:
-    """Raises ArgumentError where the estimate is far above what is free: on a CPU the system would kill us."""
-    needed = estimate_bytes(config.case(device))
-    if needed > 1.25 * free:
-        raise ArgumentError(
-            f"not enough memory: this training needs about {format_bytes(needed)}, and "
-            f"{format_bytes(free)} are free on {device.type}; take a smaller --batch or --context, or "
-            "--vb-auto"
-        )
-
-
-def saved_config(saved: Checkpoint, config: Config) -> dict[str, Any]:
-    """The config of a checkpoint. Raises CheckpointError: it has none."""
-    theirs, ours = saved.state.get("config") if isinstance(saved.state, dict) else None, asdict(config)
-    if isinstance(theirs, dict) and isinstance(theirs.get("init"), str | None):
-        ours["init"] = theirs.get("init")
-    wrong = difference(theirs, ours, "state.config")
-    if wrong is not None:
-        raise saved.damaged(wrong)
-    return theirs
-
-
-def check_same(saved: dict[str, Any], config: Config, path: Path) -> None:
-    """Raises CheckpointError, naming what differs: a run goes on as what it began as."""
-    now = asdict(config)
-    saved["options"]["checkpointing"] = now["options"]["checkpointing"]  # changes memory and time, and no bit
-    for key, ours in now.items():
-        pairs = ours.items() if isinstance(ours, dict) else [(key, ours)]
-        theirs = saved[key] if isinstance(ours, dict) else saved
-        for name, value in pairs:
-            if theirs[name] != value:
-                raise CheckpointError(
-                    f"{path}: was trained with {name} = {theirs[name]}, and now it is {value}; ask "
-                    "for the same, remove the run, or take another --out"
-                )
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -210,7 +60,7 @@ class Trainer:
     def __init__(self, config: Config, device: torch.device) -> None:
         self.config, self.device = config, device
         torch.manual_seed(config.seed)
-        self.model = build(config.shape, config.options, device, dropout=config.dropout)
+        self.model = build(config.shape, config.options, device, dropout=config.dropout, balance=config.balance)
         self.optimizer = make_optimizer(self.model, config.lr)
         self.step, self.losses, self.log_bytes = 0, [], 0  # losses since the last line of the log
 
@@ -304,7 +154,7 @@ class Trainer:
 
     def start_from(self, path: Path) -> None:
         """Take the weights of a file. Raises CheckpointError: missing, damaged, or of another shape."""
-        file, parameters = TensorFile(path), dict(self._plain().named_parameters())
+        file, parameters = TensorFile(path), dict(self.plain().named_parameters())
         for name, parameter in parameters.items():
             shape = file.tensors[name].shape if name in file.tensors else None
             if shape != tuple(parameter.shape):
@@ -316,9 +166,10 @@ class Trainer:
 
     def weights(self) -> dict[str, Tensor]:
         """The parameters by name, tied ones once."""
-        return dict(self._plain().named_parameters())
+        return dict(self.plain().named_parameters())
 
-    def _plain(self) -> nn.Module:
+    def plain(self) -> nn.Module:
+        """The model, without what wraps it."""
         return self.model.model if self.config.options.fp4 else self.model
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
@@ -452,6 +303,8 @@ def go_on(args: argparse.Namespace, config: Config, text: Text, device: torch.de
     )
     if not (out / "model.safetensors").exists():
         write_tensors(out / "model.safetensors", trainer.weights())
+    if shape.experts:
+        trainer.plain().config.to_json_file(out / "config.json")
     if config.options.fp4 and not (out / "planes" / "vbrt.json").exists():
         trainer.model.save(out / "planes")
 
@@ -459,7 +312,7 @@ def go_on(args: argparse.Namespace, config: Config, text: Text, device: torch.de
 def main(arguments: list[str] | None = None) -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid, which costs time
-    args = parse(arguments)
+    args = parse(arguments, __doc__.splitlines()[0])
     try:
         run(args)
     except VBError as error:

@@ -10,6 +10,7 @@ import torch
 
 import vbrt
 from scripts import train
+from scripts.lm import Options, Shape
 from tests.scripts.training import assert_same_run, finish, lines, start, wait_for
 
 pytestmark = pytest.mark.usefixtures("one_deterministic_thread")
@@ -56,9 +57,7 @@ def test_training_in_four_bits_goes_on_with_the_scales_it_had(text, tmp_path):
     losses = [line["loss"] for line in lines(out) if "loss" in line]
     assert losses[0] > 4 > 3.2 > losses[-1]
     with torch.device("meta"):
-        model = train.build(
-            train.Shape(1, 32, train.PRESETS["tiny"].shape.heads, 32), train.Options(), torch.device("meta")
-        )
+        model = train.build(Shape(1, 32, train.PRESETS["tiny"].shape.heads, 32), Options(), torch.device("meta"))
     vb = vbrt.load(out / "planes", model.eval())
     loss = train.loss_of(vb, train.read_text(text, 32).held_out, 32, at_most=train.HELD_OUT_WINDOWS)
     assert loss == pytest.approx(lines(out)[-1]["held_out_loss"], rel=1e-3)

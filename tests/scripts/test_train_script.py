@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from scripts import train
+from scripts import train, train_options
+from scripts.lm import Options
 from tests.scripts.training import lines, refusal, run
 
 pytestmark = pytest.mark.usefixtures("one_deterministic_thread")
@@ -117,14 +118,14 @@ def test_one_process_at_a_time_trains_into_a_folder(text, tmp_path):
 
 
 def test_auto_turns_on_what_the_free_memory_asks_for_and_says_why():
-    shape = train.PRESETS["medium"].shape
-    config = train.Config(shape, train.Options(), 8, 1, 1e-3, 0.0, 0, "", None)
+    shape = train_options.PRESETS["medium"].shape
+    config = train_options.Config(shape, Options(), 8, 1, 1e-3, 0.0, 0, "", None)
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    options, reasons = train.auto_options(config, gpu, free=140 << 30)
+    options, reasons = train_options.auto_options(config, gpu, free=140 << 30)
     assert (options.attention, options.mixed_precision, options.checkpointing) == ("vbrt", True, False)
-    options, reasons = train.auto_options(config, gpu, free=12 << 30)
+    options, reasons = train_options.auto_options(config, gpu, free=12 << 30)
     assert options.checkpointing and "10.8 GiB is nine tenths" in reasons[-1]
-    options, _ = train.auto_options(config, cpu, free=140 << 30)
+    options, _ = train_options.auto_options(config, cpu, free=140 << 30)
     assert not options.mixed_precision and not options.checkpointing
 
 
