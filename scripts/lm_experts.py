@@ -65,7 +65,8 @@ class ExpertsLanguageModel(Qwen3MoeForCausalLM):
         super().__init__(config)
         self.shape, self.balance = shape, balance
         if checkpointing:
-            self.gradient_checkpointing_enable()
+            # transformers' older and newer name
+            getattr(self, "activation_checkpointing_enable", self.gradient_checkpointing_enable)()
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, *, last: bool = False) -> Tensor:
         """`last`: logits of the last position only, [B, 1, V], as generation needs them."""

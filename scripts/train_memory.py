@@ -66,12 +66,13 @@ def estimate_bytes(case: Case) -> int:
     shape, options = case.shape, case.options
     tokens, d, e = case.batch * shape.context, shape.width, 2 if case.options.mixed_precision else 4
     # autocast keeps the weights in 16 bits until then; those that train in 4 bits are rounded anew each time
-    matrices = 12 * d * d * shape.layers * (not options.fp4) + shape.vocabulary * d
+    matrices = _block_matrices(shape) * shape.layers * (not options.fp4) + shape.vocabulary * d
     casts = 2 * matrices if options.mixed_precision else 0
     kept = tokens * _kept_a_token(case)
     loss = tokens * shape.vocabulary * 12  # log-softmax and the gradients on both of its sides, in fp32
-    scores = tokens * shape.heads * shape.context * e if options.attention == "plain" else 0
-    backward = tokens * 2 * e * 4 * d + scores  # in the block at hand
+    scores = tokens * shape.heads * shape.context * (4 if shape.experts else e) if options.attention == "plain" else 0
+    widest = shape.active * (d + 2 * shape.inner) if shape.experts else 4 * d
+    backward = tokens * 2 * e * widest + scores  # in the block at hand
     if options.checkpointing:
         activations = (shape.layers + 1) * 4 * d * tokens + max(loss, kept + backward)
     else:
@@ -87,13 +88,31 @@ def _kept_a_token(case: Case) -> int:
     attention = 4 * e * d  # q, k, v and what comes out
     if options.attention == "plain":
         attention += e * d  # the heads side by side again, a copy
-        # softmax's result; under autocast a GPU computes it in fp32, and keeps it and its cast
-        attention += shape.heads * shape.context * (e + 4 if e == 2 and gpu else e)
+        # softmax's result; under autocast a GPU and transformers compute it in fp32, and keep it and its cast
+        attention += shape.heads * shape.context * (e + 4 if e == 2 and (gpu or shape.experts) else e)
         if case.dropout:
             attention += shape.heads * shape.context * (e + (1 if gpu else e))
+    if shape.experts:
+        return 2 * 4 * d + attention + _kept_by_experts(shape, e)
     mlp = e * d + 2 * e * 4 * d  # the norm's output, `up` before and after its activation
     dropped = 2 * d * (1 if gpu else e) if case.dropout else 0
     return 2 * 4 * d + inputs + attention + mlp + dropped  # twice the residual stream in fp32
+
+
+def _kept_by_experts(shape: Shape, e: int) -> int:
+    """What a block of Qwen3-MoE keeps of one token besides residual stream and attention, in bytes."""
+    d, mixed = shape.width, e == 2
+    norms = 2 * 4 * d + (6 * e * d if mixed else 2 * 4 * d)  # their results in fp32, and each consumer's cast
+    heads = 2 * (4 * d + e * d)  # norms of queries and keys; then they are turned by their positions
+    router = 3 * 4 * shape.experts
+    pair = e * (2 * d + 4 * shape.inner) + 4 * 8  # gathered, both of up, its gate's, the product, what comes out; ids
+    return norms + heads + e * d + router + shape.active * pair
+
+
+def _block_matrices(shape: Shape) -> int:
+    """Elements of a block's matrices."""
+    d = shape.width
+    return 4 * d * d + (shape.experts * 3 * d * shape.inner if shape.experts else 8 * d * d)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from scripts.lm import LanguageModel, Options, Shape
+from scripts.lm import LanguageModel, Options, Shape, build
 from scripts.train_memory import Case, Rung, _on_cpu, estimate_bytes, ladder_table, measure, rungs
 
 SHAPE = Shape(layers=4, width=128, heads=4, context=256)
@@ -29,6 +29,13 @@ def test_the_attentions_compute_the_same(attention):
     ids = torch.randint(256, (2, 40))
     torch.testing.assert_close(other(ids), ours(ids))
     torch.testing.assert_close(ours(ids, last=True), ours(ids)[:, -1:])
+
+
+def test_a_shape_with_experts_counts_the_parameters_of_its_model():
+    for tied in (False, True):
+        shape = dataclasses.replace(SHAPE, tied=tied, experts=5, active=2, inner=48)
+        model = build(shape, Options(), torch.device("meta"))
+        assert sum(p.numel() for p in model.parameters()) == shape.parameters
 
 
 def ladder(case: Case) -> list:
@@ -64,6 +71,13 @@ def test_each_rung_takes_what_was_estimated_and_less_than_the_one_before(run, ca
 def test_a_rung_is_measured_in_a_process_of_its_own():
     case = Case(Shape(layers=1, width=32, heads=1, context=32), 2, Options())
     assert measure("fp32", case).peak_bytes == pytest.approx(_on_cpu(case)[0], rel=0.01)
+
+
+def test_the_estimate_holds_with_experts():
+    shape = Shape(layers=2, width=64, heads=4, context=128, experts=8, active=2, inner=32)
+    for name, rung in rungs(Case(shape, 2, Options())):
+        if not rung.options.fp4:
+            assert _on_cpu(rung)[0] == pytest.approx(estimate_bytes(rung), rel=0.2), name
 
 
 @pytest.mark.gpu
