@@ -1,49 +1,74 @@
 """Counters of a running model as frozen records."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from vbrt.layers import VBLayer
+from vbrt.report.experts import ExpertCounts, ExpertsStats
 from vbrt.report.stats import LayerStats, TierStats
-from vbrt.residency.counts import PhaseCounts
+from vbrt.residency.counts import PhaseCounts, RoutingCounts
 from vbrt.residency.plan import Swap
-from vbrt.tiers import TierStack
+from vbrt.tiers import Page, TierStack
+from vbrt.tiers.tally import Family
 from vbrt.training import TrainedLayer
 
-__all__ = ["layer_stats", "own_phases", "stack_fallbacks", "tier_stats", "trained_layer_stats"]
+__all__ = ["experts_stats", "layer_stats", "own_phases", "stack_fallbacks", "tier_stats", "trained_layer_stats"]
 
 
 def layer_stats(stack: TierStack, swap: Swap, layer: VBLayer) -> LayerStats:
     """Return the counters of one VB layer."""
     handle = layer.handle
-    pages = [page for page in map(stack.pages.get, handle.keys) if page is not None]
-    top, planes, homes, moved = stack.levels[0].slots, {}, {}, {}
-    hits = misses = prefetched = wait_ns = 0
-    for page in pages:  # one loop: this runs for every layer, in at most 10 µs
-        planes[page.layout.plane] = page.nbytes
-        homes[stack.names[page.home]] = None
-        hits, misses, prefetched = hits + page.hits, misses + page.misses, prefetched + page.prefetched
-        wait_ns += page.wait_ns
-        for link, nbytes in page.bytes_moved.items():
-            moved[link] = moved.get(link, 0) + nbytes
+    family = stack.ledger.census().family(handle.keys)
+    tally, top = family.tally(), stack.levels[0].slots  # this runs for every layer, in at most 10 µs
     separation = handle.separation.counters if handle.separation else None
     return LayerStats(
         format=handle.spec.label,
         kernel=handle.kernel,
         materialized=layer.materialized,
-        home="/".join(homes),
-        resident=bool(pages) and all(page.key in top for page in pages),
-        plane_bytes=planes or {"dense": swap.dense_bytes},
+        home="/".join(stack.names[home] for home in family.homes),
+        resident=bool(family.pages) and all(page.key in top for page in family.pages),
+        plane_bytes=family.plane_bytes or {"dense": swap.dense_bytes},
         forwards=handle.forwards,
         weight_reads=handle.weight_reads,
-        hits=hits,
-        misses=misses,
-        prefetched=prefetched,
-        bytes_moved=moved,
-        wait_us=wait_ns // 1000,
+        hits=tally.hits,
+        misses=tally.misses,
+        prefetched=tally.prefetched,
+        bytes_moved={**family.links, **tally.bytes_moved},
+        wait_us=tally.wait_ns // 1000,
         separation_hits=separation.hits if separation else 0,
         separation_refreshes=separation.refreshes if separation else 0,
         clipped_share=separation.clipped_share if separation else 0.0,
+    )
+
+
+def experts_stats(
+    stack: TierStack, family: Family, routing: RoutingCounts, *, decides: str, each: bool = False
+) -> ExpertsStats:
+    """Return what has been asked of the experts of a layer, and, with `each`, of every one of them."""
+    planes, here = list(family.planes.values()), stack.levels[0].slots.__contains__
+    flags = [list(map(here, [page.key for page in plane])) for plane in planes]
+    return ExpertsStats(
+        experts=len(routing.last),
+        resident=sum(map(all, zip(*flags, strict=False))),
+        decides=decides,
+        scans=routing.scans,
+        cached=routing.cached,
+        tokens=routing.tokens,
+        touched=routing.touched,
+        compared=routing.compared,
+        reused=routing.reused,
+        each=_expert_counts(planes, routing) if each else None,
+    )
+
+
+def _expert_counts(planes: Sequence[Sequence[Page]], routing: RoutingCounts) -> ExpertCounts:
+    by_expert = list(zip(*planes, strict=False))  # as long as a layer is being encoded there are fewer of some plane
+    by_expert += [()] * (len(routing.last) - len(by_expert))
+    return ExpertCounts(
+        tuple(sum(page.hits for page in pages) for pages in by_expert),
+        tuple(sum(page.misses for page in pages) for pages in by_expert),
+        tuple(sum(sum(page.bytes_moved.values()) for page in pages) for pages in by_expert),
+        tuple(routing.last),
+        routing.passes,
     )
 
 
@@ -74,7 +99,7 @@ def trained_layer_stats(stack: TierStack, swap: Swap, layer: TrainedLayer) -> La
 
 def tier_stats(stack: TierStack) -> dict[str, TierStats]:
     """Return the bytes and pages of every tier of a stack, whichever model they belong to."""
-    homes = Counter(page.home for page in list(stack.pages.values()))
+    homes = stack.ledger.census().home_pages
     return {
         level.tier.name: TierStats(
             level.tier.capacity_bytes,

@@ -3,6 +3,7 @@
     print(vb.stats())                  # a table
     vb.stats().to_dict()               # plain data, for JSON; Stats.from_dict takes it back
     vb.stats().layers["fc1"].hit_rate
+    vb.stats(experts=True).experts("model.layers.0.mlp.experts")   # hits, misses, bytes and last use of each expert
 
 A hit is a lease of a page that moved no bytes. A page staged ahead of its use is a miss that was `prefetched`.
 `wait_us` is what the host's threads have waited; how long the device did is known of recorded passes only
@@ -11,10 +12,11 @@ A hit is a lease of a page that moved no bytes. A page staged ahead of its use i
 
 import io
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self, get_origin
 
-from vbrt.errors import FormatError
+from vbrt.errors import ArgumentError, FormatError
+from vbrt.report.experts import ExpertCounts, ExpertsStats
 from vbrt.report.table import table_lines
 from vbrt.report.timeline import TimelineTotals
 from vbrt.residency.counts import PhaseCounts
@@ -29,7 +31,8 @@ _STR_WIDTH = 132  # str() knows no terminal
 
 @dataclass(frozen=True, slots=True)
 class LayerStats:
-    """One VB layer. Bytes are by plane or by link ("ssd>cpu"); times in microseconds; the rest are counts."""
+    """One VB layer. Bytes are by plane or by link ("ssd>cpu"); times in microseconds; the rest are counts. `experts`:
+    of a layer of routed experts."""
 
     format: str
     kernel: str
@@ -47,12 +50,24 @@ class LayerStats:
     separation_hits: int = 0
     separation_refreshes: int = 0
     clipped_share: float = 0.0
+    experts: ExpertsStats | None = None
 
     @property
     def hit_rate(self) -> float | None:
         """Hits over page leases; None before the first."""
         leases = self.hits + self.misses
         return self.hits / leases if leases else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data with the hit rate."""
+        data = asdict(replace(self, experts=None)) | {"hit_rate": self.hit_rate}
+        return data | {"experts": self.experts.to_dict()} if self.experts else data
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any], where: str) -> Self:
+        """Read what `to_dict` returned. Raises FormatError with `where` in front."""
+        values = _values(cls, data, where)
+        return cls(**values, experts=_part(ExpertsStats, data.get("experts"), f"{where}.experts"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +138,25 @@ class Stats:
         """Bytes of the dense model over bytes held on the computing device; 2.0 is a device twice as large."""
         return self.dense_bytes / max(self.device_bytes, 1)
 
+    def experts(self, layer: str) -> ExpertCounts:
+        """Return the counters of each expert of a layer; printed, it is a table.
+
+        Raises:
+            ArgumentError: no layer of routed experts has this name, or the snapshot was taken without `experts=True`.
+        """
+        found = self.layers.get(layer)
+        if found is None or found.experts is None:
+            names = ", ".join(name for name, of in self.layers.items() if of.experts is not None)
+            raise ArgumentError(f"experts({layer!r}): expected a layer of routed experts: {names or 'there is none'}")
+        if found.experts.each is None:
+            raise ArgumentError(
+                f"experts({layer!r}): this snapshot has no experts one by one; take stats(experts=True)"
+            )
+        return found.experts.each
+
     def to_dict(self) -> dict:
         """Return plain data with the totals; `json.dumps` takes it."""
-        layers = {name: {**asdict(layer), "hit_rate": layer.hit_rate} for name, layer in self.layers.items()}
+        layers = {name: layer.to_dict() for name, layer in self.layers.items()}
         totals = {
             name: getattr(self, name)
             for name in ("hits", "misses", "hit_rate", "wait_us", "bytes_moved", "virtual_capacity")
@@ -154,13 +185,17 @@ class Stats:
         """
         data = _mapping(data, "stats")
         values = _values(cls, {"phases": {}, **data}, "stats")
-        for key, part in (("layers", LayerStats), ("tiers", TierStats), ("phases", PhaseCounts)):
+        values["layers"] = {
+            name: LayerStats.read(_mapping(item, f"stats.layers.{name}"), f"stats.layers.{name}")
+            for name, item in values["layers"].items()
+        }
+        for key, part in (("tiers", TierStats), ("phases", PhaseCounts)):
             values[key] = {
                 name: part(**_values(part, _mapping(item, f"stats.{key}.{name}"), f"stats.{key}.{name}"))
                 for name, item in values[key].items()
             }
         values["fallbacks"] = tuple(map(str, values["fallbacks"]))
-        values["timeline"] = _timeline(data.get("timeline"))
+        values["timeline"] = _part(TimelineTotals, data.get("timeline"), "stats.timeline")
         return cls(**values)
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
@@ -205,7 +240,7 @@ def _values(cls: type, data: Mapping[str, Any], where: str) -> dict[str, Any]:
     values = {}
     for f in fields(cls):
         kind = get_origin(f.type) or f.type
-        if kind not in _KINDS:  # `timeline`, which may be absent
+        if kind not in _KINDS:  # `timeline` and `experts`, which may be absent
             continue
         if f.name not in data:
             raise FormatError(f"{where}.{f.name} is missing; expected {_KINDS[kind]}, as Stats.to_dict() writes it")
@@ -216,11 +251,12 @@ def _values(cls: type, data: Mapping[str, Any], where: str) -> dict[str, Any]:
     return values
 
 
-def _timeline(data: Any) -> TimelineTotals | None:
+def _part(kind: type[TimelineTotals] | type[ExpertsStats], data: Any, where: str) -> Any:
+    """Return a part of a snapshot that may be absent."""
     try:
-        return None if data is None else TimelineTotals.from_dict(data)
+        return None if data is None else kind.from_dict(data)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"stats.timeline = {data!r:.80}; expected the totals that Stats.to_dict() writes") from error
+        raise FormatError(f"{where} = {data!r:.80}; expected what Stats.to_dict() writes") from error
 
 
 def _accepted(kind: type) -> tuple[type, ...]:

@@ -3,7 +3,7 @@
 Laid out here and not by rich, which takes half a millisecond a row: models have tens of thousands.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,21 @@ _GAP = 2  # characters between columns
 _NAME_WIDTH = 12  # of a layer, at least
 
 
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A column: a cell for each layer and one for the total. Columns of high rank are left out first."""
+
+    head: str
+    cells: tuple[str, ...]
+    total: str
+    rank: int = 0
+    text: bool = False
+
+    @property
+    def width(self) -> int:
+        return max(len(line) for cell in (self.head, self.total, *self.cells) for line in cell.split("\n"))
+
+
 def table_lines(stats: "Stats", width: int) -> Iterator[tuple[str, str]]:
     """Yield the lines of a snapshot with their styles, "" for plain ones.
 
@@ -27,16 +42,51 @@ def table_lines(stats: "Stats", width: int) -> Iterator[tuple[str, str]]:
         width: of the terminal, in characters.
     """
     columns, shared = _hoist(_columns(stats))
-    names, prefix = _names(stats, columns, width)
+    names, prefix = _names(tuple(stats.layers), columns, width)
     shared += [f"names begin with {prefix}"] if prefix else []
     title = "vbrt, training" if stats.policy == "none" else f"vbrt, {stats.policy} policy"
     yield " · ".join((title, _count(stats.passes, "pass", "passes"), *shared)), "title"
     if stats.layers:
-        head, *body, foot = _table(names, columns, width)
-        yield head, "bold"
-        yield from ((line, "") for line in body)
-        yield foot, "bold"
+        yield from _styled(_table(names, columns, width))
+    yield from _experts_lines(stats, width)
     yield from ((line, "text") for line in _summary(stats))
+
+
+def _styled(table: Sequence[str]) -> Iterator[tuple[str, str]]:
+    head, *body, foot = table
+    yield head, "bold"
+    yield from ((line, "") for line in body)
+    yield foot, "bold"
+
+
+def _experts_lines(stats: "Stats", width: int) -> Iterator[tuple[str, str]]:
+    """Yield a table of the layers of routed experts, if there are any."""
+    layers = {name: layer for name, layer in stats.layers.items() if layer.experts is not None}
+    if not layers:
+        return
+    columns, shared = _hoist(_experts_columns(layers.values(), stats.compute_tier))
+    names, prefix = _names(tuple(layers), columns, width)
+    shared += [f"names begin with {prefix}"] if prefix else []
+    yield " · ".join(("routed experts", *shared)), "title"
+    yield from _styled(_table(names, columns, width))
+
+
+def _experts_columns(layers: "Collection[LayerStats]", tier: str) -> list[_Column]:
+    of = [layer.experts for layer in layers]
+    hits, misses = sum(layer.hits for layer in layers), sum(layer.misses for layer in layers)
+    moved = [sum(layer.bytes_moved.values()) for layer in layers]
+    reused, compared = sum(e.reused for e in of), sum(e.compared for e in of)
+    held, experts = sum(e.resident for e in of), sum(e.experts for e in of)
+    return [
+        _Column("decides", tuple(e.decides for e in of), "", 4, True),
+        _Column(f"on {tier}", tuple(f"{e.resident}/{e.experts}" for e in of), f"{held}/{experts}", 0),
+        _Column("touched a token", tuple(_number(e.touched_a_token) for e in of), "", 0),
+        _Column("reuse", tuple(_percent(e.reuse) for e in of), _percent(reused / compared if compared else None), 0),
+        _Column("hit rate", tuple(_percent(layer.hit_rate) for layer in layers), _percent(_rate(hits, misses)), 0),
+        _Column("moved", tuple(map(format_bytes, moved)), format_bytes(sum(moved)), 1),
+        _Column("scans", tuple(str(e.scans) for e in of), "", 2),
+        _Column("from cache", tuple(str(e.cached) for e in of), "", 2),
+    ]
 
 
 def _summary(stats: "Stats") -> list[str]:
@@ -74,21 +124,6 @@ def _link_lines(stats: "Stats") -> Iterator[str]:
         if timed:
             line += f"; in the last timeline {timed.gb_per_s:.2f} GB/s, idle {_percent(1 - timed.busy_share)}"
         yield line
-
-
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """A column: a cell for each layer and one for the total. Columns of high rank are left out first."""
-
-    head: str
-    cells: tuple[str, ...]
-    total: str
-    rank: int = 0
-    text: bool = False
-
-    @property
-    def width(self) -> int:
-        return max(len(line) for cell in (self.head, self.total, *self.cells) for line in cell.split("\n"))
 
 
 def _columns(stats: "Stats") -> list[_Column]:
@@ -143,10 +178,9 @@ def _hoist(columns: list[_Column]) -> tuple[list[_Column], list[str]]:
     return [column for column in columns if column not in same], [f"{column.head} {column.cells[0]}" for column in same]
 
 
-def _names(stats: "Stats", columns: list[_Column], width: int) -> tuple[_Column, str]:
+def _names(names: tuple[str, ...], columns: list[_Column], width: int) -> tuple[_Column, str]:
     """Return the column of layer names and the prefix that was stripped from all of them to save space."""
-    names, total = tuple(stats.layers), _count(len(stats.layers), "layer", "layers")
-    full = _Column("layer", names, total, text=True)
+    full = _Column("layer", names, _count(len(names), "layer", "layers"), text=True)
     if _total_width([full, *columns]) <= width:
         return full, ""
     prefix = ""
@@ -202,6 +236,14 @@ def _phase_lines(phases: Mapping[str, PhaseCounts]) -> list[str]:
 
 def _percent(rate: float | None) -> str:
     return "-" if rate is None else f"{100 * rate:.1f} %"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _rate(hits: int, misses: int) -> float | None:
+    return hits / (hits + misses) if hits + misses else None
 
 
 def _share(part: int, whole: int) -> str:

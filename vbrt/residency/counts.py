@@ -1,8 +1,9 @@
-"""Counts of accesses by phase."""
+"""Counts of accesses by phase, and of what is asked of routed experts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["PhaseCounts"]
+__all__ = ["PhaseCounts", "RoutingCounts"]
 
 
 @dataclass(slots=True)
@@ -19,3 +20,51 @@ class PhaseCounts:
         """Hits over accesses; None before the first."""
         accesses = self.hits + self.misses
         return self.hits / accesses if accesses else None
+
+
+class RoutingCounts:
+    """What has been asked of one layer of routed experts, pass by pass.
+
+    Attributes:
+        scans: passes that took the layer's pages in order, as long prompts do.
+        cached: passes that took the pages of the experts they touched, as decoding does.
+        tokens, touched: of cached passes: their tokens, and the experts they touched (each once a pass).
+        compared, reused: experts touched by a cached pass right after another one, and those of them that the other
+            one had touched, too.
+        last: by expert, the number of the last pass that touched it; 0: none has. Passes are counted from 1.
+    """
+
+    __slots__ = ("_decoding", "cached", "compared", "last", "reused", "scans", "tokens", "touched")
+
+    def __init__(self, experts: int) -> None:
+        self.scans = self.cached = self.tokens = self.touched = self.compared = self.reused = 0
+        self.last = [0] * experts
+        self._decoding = False  # the last pass was a cached one
+
+    @property
+    def passes(self) -> int:
+        """All passes so far."""
+        return self.scans + self.cached
+
+    def scan(self, experts: Sequence[int]) -> None:
+        """Count a pass through the layer's pages in order, and the experts that tokens went to."""
+        self.scans += 1
+        self._decoding = False
+        now, last = self.passes, self.last
+        for expert in experts:
+            last[expert] = now
+
+    def decode(self, experts: Sequence[int], tokens: int) -> None:
+        """Count a pass from the cache, and the experts that its tokens went to, each once."""
+        before, last = self.passes, self.last
+        self.cached += 1
+        self.tokens += tokens
+        self.touched += len(experts)
+        reused = 0
+        for expert in experts:
+            reused += last[expert] == before
+            last[expert] = before + 1
+        if self._decoding:
+            self.compared += len(experts)
+            self.reused += reused
+        self._decoding = True

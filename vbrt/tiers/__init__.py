@@ -7,6 +7,7 @@ from vbrt.tiers.recorder import Recorder
 from vbrt.tiers.slots import Level, Owner, Page
 from vbrt.tiers.ssd import SsdTier
 from vbrt.tiers.stack import TierStack, detached_stack
+from vbrt.tiers.tally import Tally
 
 __all__ = [
     "Buffer",
@@ -17,6 +18,7 @@ __all__ = [
     "Page",
     "Recorder",
     "SsdTier",
+    "Tally",
     "Tier",
     "TierStack",
     "detached_stack",

@@ -34,7 +34,7 @@ class Decider:
     def __init__(self, ledger: Ledger, mover: Mover) -> None:
         self._ledger, self._mover, self._guard = ledger, mover, ledger.guard
         self._levels, self._pages, self._top = ledger.levels, ledger.pages, ledger.levels[0]
-        self._passes = Passes()
+        self._passes = Passes(ledger)
 
     # -- passes, pages that go ----------------------------------------------------------------------------------------
 
@@ -47,14 +47,14 @@ class Decider:
             self._guard.deciding = False
 
     def _begin_pass(self, phase: str, backward: str = "") -> None:
-        self._passes.begin(phase, self._pages.values(), backward=backward)
+        self._passes.begin(phase, backward=backward)
         for level in self._ledger.copying:
             level.policy.begin_pass(phase)
 
     def phases(self) -> dict[str, PhaseCounts]:
         """Return the counts of each phase."""
         with self._guard.entered:
-            return self._passes.counts(self._pages.values())
+            return self._passes.counts()
 
     def catch_up(self) -> None:
         """Release lost leases and retire the pages that have no owner any more. Call it under the lock."""
@@ -83,6 +83,7 @@ class Decider:
         self._passes.retire(page)
         del self._pages[page.key]  # no call in between
         self._ledger.travellers -= page.home > 0
+        self._ledger.changes += 1
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
@@ -203,7 +204,7 @@ class Decider:
 
     def _admit(self, lease: Lease, pages: Sequence[Page]) -> None:
         """Decide on every page; what is missing is filled by whoever needs it first."""
-        top, counts = self._top, self._passes.current
+        top, misses, prefetched = self._top, 0, 0
         busy = {page.key for page in pages if page.home}
         busy |= top.leased
         for page in pages:
@@ -217,14 +218,20 @@ class Decider:
             else:
                 page.misses += 1
                 page.prefetched += decision.prefetched
-                counts.misses += 1
-                counts.prefetched += decision.prefetched
+                misses, prefetched = misses + 1, prefetched + decision.prefetched
+        if misses:
+            self._passes.count_misses(misses, prefetched)
+        tally = pages[0].tally if pages else None
+        if tally is not None:  # once a lease, whatever the number of its pages
+            tally.hits += len(pages) - misses
+            tally.misses += misses
+            tally.prefetched += prefetched
 
     def count_lookup(self, page: Page) -> None:
         """Count a lookup in a page that stays where it lives; call it under the guard."""
         if page.home:
             page.misses += 1
-            self._passes.current.misses += 1
+            self._passes.count_misses(1, 0)
         else:
             page.hits += 1
 

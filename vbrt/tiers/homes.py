@@ -49,7 +49,7 @@ class Homes:
     def add(self, key: str, layout: PageLayout, home: str, write: Write, owner: Owner) -> Page:
         """Store a new page; see TierStack.add."""
         ledger = self._ledger
-        page = Page(key, layout, ledger.names.index(home))
+        page = Page(key, layout, ledger.names.index(home), tally=owner.tally)
         page.bytes_moved = ledger.links(page.home)
         page.owners.add(owner.claim)
         with ledger.encoding:
@@ -113,6 +113,7 @@ class Homes:
         slot.state = State.READY
         slots[page.key] = slot
         ledger.travellers += (home > 0) - (known and page.home > 0)
+        ledger.changes += 1
         page.home, page.bytes_moved = home, moved
         ledger.pages[page.key] = page
 

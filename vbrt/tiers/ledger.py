@@ -12,6 +12,7 @@ from vbrt.errors import TierError
 from vbrt.tiers.guard import Guard
 from vbrt.tiers.protocol import Tier
 from vbrt.tiers.slots import Claim, Level, Page
+from vbrt.tiers.tally import Census
 
 if TYPE_CHECKING:
     from vbrt.tiers.lease import Lease
@@ -27,6 +28,7 @@ class Ledger:
         copying: those that keep copies.
         pages: by key, those that are stored.
         travellers: how many of them have their home below the top tier.
+        changes: how often a page was added, rehomed or retired.
         retired: claims of owners that were retired or collected; pages lose them at the next access.
         lost: leases that were collected before they were released.
         captured: True once a CUDA graph knows where pages lie.
@@ -41,7 +43,8 @@ class Ledger:
         for tier in tiers:
             self.attach(tier)
         self.pages: dict[str, Page] = {}
-        self.travellers = 0
+        self.travellers = self.changes = 0
+        self._census = Census(self.pages, 0)
         self.retired: deque[Claim] = deque()
         self.lost: deque[Lease] = deque()
         self.captured = False
@@ -73,6 +76,13 @@ class Ledger:
             self.levels += [level]  # no call in between
             self.copying += [level] if level.keeps_copies else []
             self.names += [level.tier.name]
+
+    def census(self) -> Census:
+        """Return what pages there are; walks them only if they have changed. Needs no lock."""
+        census, changes = self._census, self.changes
+        if census.changes != changes:
+            census = self._census = Census(self.pages, changes)
+        return census
 
     def links(self, home: int) -> dict[str, int]:
         """Return 0 bytes for each link that a page takes on its way up from a home."""

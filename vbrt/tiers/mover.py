@@ -91,7 +91,10 @@ class Mover:
             self._await(slot)
         finally:
             with self._guard.entered:
-                slot.page.wait_ns += time.perf_counter_ns() - start
+                waited = time.perf_counter_ns() - start
+                slot.page.wait_ns += waited
+                if slot.page.tally is not None:
+                    slot.page.tally.wait_ns += waited
 
     def _await(self, slot: Slot) -> None:
         """Return when the slot's bytes are there; moves them in this thread if nobody has begun."""
@@ -228,7 +231,11 @@ class Mover:
             self._count_moved(slot)
 
     def _count_moved(self, slot: Slot) -> None:
-        slot.page.bytes_moved[self._link(slot)] += slot.page.nbytes
+        page, link = slot.page, self._link(slot)
+        page.bytes_moved[link] += page.nbytes
+        if page.tally is not None:
+            moved = page.tally.bytes_moved
+            moved[link] = moved.get(link, 0) + page.nbytes
 
     def _link(self, slot: Slot) -> str:
         return f"{slot.source.level.tier.name}>{slot.level.tier.name}"

@@ -22,6 +22,7 @@ from vbrt.residency.policy import Policy
 from vbrt.tiers.guard import Guard
 from vbrt.tiers.protocol import Room, Tier
 from vbrt.tiers.relay import Relay
+from vbrt.tiers.tally import Tally
 
 __all__ = ["Borrower", "Claim", "Level", "Owner", "Page", "Slot", "State"]
 
@@ -42,6 +43,7 @@ class Page:
     Attributes:
         home: the index of its tier, 0 on top.
         passes: False if only rows of it are read, where it lives: it needs no slot in the tiers above.
+        tally: of its layer, which counts what the page counts; None where a layer has a page or two.
     """
 
     key: str
@@ -49,6 +51,7 @@ class Page:
     home: int
     passes: bool = True
     owners: "set[Claim]" = field(default_factory=set)
+    tally: Tally | None = None
     hits: int = 0
     misses: int = 0
     prefetched: int = 0
@@ -73,11 +76,13 @@ class _Retiring(Protocol):
 
 
 class Owner:
-    """Owns pages of one stack: a page without owners is retired at the next access."""
+    """Owns pages of one stack: a page without owners is retired at the next access. `tally`: of the pages that are
+    added under it."""
 
-    __slots__ = ("__weakref__", "claim")
+    __slots__ = ("__weakref__", "claim", "tally")
 
-    def __init__(self, stack: _Retiring) -> None:
+    def __init__(self, stack: _Retiring, tally: Tally | None = None) -> None:
+        self.tally = tally
         self.claim = Claim(self, stack.retired.append)
         self.claim.keys = []
 
