@@ -45,6 +45,7 @@ __all__ = [
     "linear_as_cast",
     "linear_on_weight",
     "linear_without_grad",
+    "pass_precision",
     "precision",
     "precision_notes",
     "refuse_coarse",
@@ -97,6 +98,11 @@ class precision:  # a context manager, used like a function
 
     def __exit__(self, *_: object) -> None:
         _pass.precision = self._before.pop()
+
+
+def pass_precision() -> str:
+    """The precision of this thread's pass."""
+    return _pass.precision
 
 
 def kernels_of_pass(handle: "WeightHandle") -> Kernels:

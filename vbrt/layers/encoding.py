@@ -34,13 +34,13 @@ class Encoder:
         self.format = get_format(spec.format)
         self.packing: PageOrder | None = None
 
-    def split(self, weight: torch.Tensor) -> Planes:
-        """The planes of a weight in the module's orientation; nothing is stored.
+    def split(self, weight: torch.Tensor, which: str = "") -> Planes:
+        """The planes of a weight in the module's orientation; nothing is stored. `which`: of several, for errors.
 
         Raises:
             FormatError: NaN, Inf, or a weight without data, with the layer's name.
         """
-        name = self.spec.name
+        name = f"{self.spec.name}{which}"
         if weight.is_meta:
             raise FormatError(
                 f"{name}: its weight is on the meta device, without data; load it first "
@@ -88,6 +88,13 @@ class Encoder:
     def encoded_layout(self, layout: PageLayout) -> PageLayout:
         """The layout of a stored plane as the format encodes it."""
         return self.format.layout(self.spec.shape, self.spec.dtype) if self._is_packed(layout) else layout
+
+    def unpacked_fields(self, fields: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The fields of a coarse plane as the format encodes them, whichever order they are in."""
+        order = self.packing
+        if order is None or set(fields) != {field.name for field in order.layout(self.spec.shape).fields}:
+            return fields
+        return order.unpack(fields, self.spec.shape)
 
     def unpacked(self, layout: PageLayout, plane: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A stored plane as the format encodes it."""

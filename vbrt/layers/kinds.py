@@ -29,6 +29,8 @@ class Kind:
         transposed: True if the class keeps its weight as [inputs, outputs].
         by_rows: True for lookup tables: a forward reads some rows of the weight.
         modes: the modes that a layer of this kind is swapped in.
+        routed: True if the parameters stack the matrices of routed experts, which go into the tiers together.
+        parts: the names in pages of the matrices that each of the parameters stacks (`vbrt.formats.experts`).
         refuse: returns why a module of this class stays as it is, or None.
         rounds_before_bias: True if the class rounds the product to its dtype before it adds the bias.
     """
@@ -39,16 +41,23 @@ class Kind:
     parameters: tuple[str, ...] = ("weight",)
     transposed: bool = False
     by_rows: bool = False
+    routed: bool = False
+    parts: tuple[str, ...] = ()
     modes: tuple[str, ...] = ("infer", "train")
     refuse: Callable[[nn.Module], str | None] = lambda module: None
     rounds_before_bias: bool = False
+
+    @property
+    def leading(self) -> tuple[str, ...]:
+        """The parameters that are chosen one by one; those of routed experts follow their first."""
+        return self.parameters[:1] if self.routed else self.parameters
 
     def sites(self, name: str, module: nn.Module) -> tuple[WeightSite, ...]:
         """Return the sites in a module of this kind; `name` is the module's name in the model."""
         return tuple(self._site(name, module, parameter) for parameter in self.parameters)
 
     def _site(self, name: str, module: nn.Module, parameter: str) -> WeightSite:
-        *stacked, rows, columns = getattr(module, parameter).shape
+        *stacked, rows, columns = module._parameters[parameter].shape
         shape = (columns, rows) if self.transposed else (rows, columns)
         matrices = stacked[0] if stacked else 1
         return WeightSite(name, shape, parameter, self.name, matrices, self.transposed)
@@ -58,13 +67,28 @@ class Kind:
         return self._site("", module, self.parameters[0]).shape[0]
 
     def layer_class(self) -> type[SwappedLayer]:
-        """Return the class that takes the place of this one in inference."""
-        return getattr(importlib.import_module(self.file), f"VB{self.name}")
+        """Return the class that takes the place of this one in inference; of experts, the one that it is made from."""
+        name = "VBExperts" if self.routed else f"VB{self.name}"
+        return getattr(importlib.import_module(self.file), name)
 
 
 def _renormalizes(table: nn.Embedding) -> str | None:
     """Return why a table stays whose forward writes into it."""
     return None if table.max_norm is None else f"max_norm = {table.max_norm} rescales its rows as they are read"
+
+
+def _experts(name: str, parameters: tuple[str, str], *, transposed: bool = False) -> Kind:
+    """Return the record of the classes that transformers' `use_experts_implementation` decorates, by their layout."""
+    return Kind(
+        name,
+        "transformers.integrations.moe",
+        "vbrt.layers.experts",
+        parameters,
+        transposed=transposed,
+        routed=True,
+        parts=("up", "down"),
+        modes=("infer",),
+    )
 
 
 _RECORDS = (
@@ -80,6 +104,10 @@ _RECORDS = (
         modes=("infer",),
         refuse=_renormalizes,
     ),
+    _experts("Experts", ("gate_up_proj", "down_proj")),
+    _experts("TransposedExperts", ("gate_up_proj", "down_proj"), transposed=True),
+    _experts("UngatedExperts", ("up_proj", "down_proj")),
+    _experts("TransposedUngatedExperts", ("up_proj", "down_proj"), transposed=True),
 )
 #: the records by name
 KINDS = {kind.name: kind for kind in _RECORDS}
@@ -89,9 +117,21 @@ _BY_CLASS = {(kind.package, kind.name): kind for kind in _RECORDS}
 def kind_of(module: nn.Module) -> Kind | None:
     """Return the record of the module's class, or None if the module cannot become a VB layer."""
     cls = type(module)
-    return _BY_CLASS.get((cls.__module__, cls.__qualname__))
+    kind = _BY_CLASS.get((cls.__module__, cls.__qualname__))
+    return _kind_of_experts(module) if kind is None else kind
+
+
+def _kind_of_experts(module: nn.Module) -> Kind | None:
+    """Return the record of a module of a decorated class, which the decorator's attributes tell."""
+    if "has_gate" not in module.__dict__ or "is_transposed" not in module.__dict__:
+        return None
+    layout = "Transposed" if module.is_transposed else ""
+    kind = KINDS[f"{layout}{'' if module.has_gate else 'Ungated'}Experts"]
+    weights = [module._parameters.get(name) for name in kind.parameters]
+    return kind if all(weight is not None and weight.dim() == 3 for weight in weights) else None
 
 
 def site_of(name: str, layer: SwappedLayer) -> WeightSite:
     """Return the site of a VB layer or a trained one that the model has under `name`."""
-    return replace(layer.handle.spec.site, module=name, kind=layer.plain_class().__name__)
+    site = layer.handle.spec.site
+    return replace(site, module=name, kind=site.kind if KINDS[site.kind].routed else layer.plain_class().__name__)

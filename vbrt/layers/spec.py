@@ -91,6 +91,11 @@ class HandleSpec:
         """The weight's shape as the module keeps it: (N, K), or (K, N) for a transposed module."""
         return self.site.kept_shape
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the dense weight."""
+        return self.site.parameters * self.dtype.itemsize
+
     def suits(self, other: "HandleSpec") -> bool:
         """True if a weight of the other spec could be held as this one is, wherever it is in the model."""
         one, two = (replace(spec.site, module="", kind="") for spec in (self, other))

@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,12 +32,13 @@ from vbrt.layers.graphs import GraphTiles, show_to_graphs
 from vbrt.layers.pickling import from_pickle, to_pickle
 from vbrt.layers.selection import Kernels, choose_kernels, coarse_kernels, refusals, vendor_refusal
 from vbrt.layers.spec import HandleSpec
+from vbrt.residency.plan import PageSpec
 from vbrt.tiers import Lease, Owner, Page, TierStack
 from vbrt.tiers.rows import PagesAtHome
 
-__all__ = ["WeightHandle", "find_handle", "handles_in"]
+__all__ = ["WeightHandle", "find_handle", "handles_in", "register_handle"]
 
-_handles: "weakref.WeakValueDictionary[int, WeightHandle]" = weakref.WeakValueDictionary()
+_handles: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()  # experts' handles too
 
 
 class WeightHandle:
@@ -89,7 +91,7 @@ class WeightHandle:
         self.page: Page | None = None
         self.graph_tiles: GraphTiles | None = None
         self._specify(spec)
-        _handles[self.id] = self
+        register_handle(self)
 
     def token_at(self, generation: int) -> torch.Tensor:
         """A tensor, and not constants, so that layers share one compiled graph."""
@@ -194,6 +196,10 @@ class WeightHandle:
         self.owner, self.pages, self.kernel, self.shows_planes = owner, pages, kernel, shows_planes
         self.keys = keys
 
+    def assign_homes(self, homes: Mapping[PageSpec, str]) -> None:
+        """Have planes that are stored from now on live in these tiers."""
+        self.spec = replace(self.spec, homes={page.plane: home for page, home in homes.items()})
+
     def retire(self) -> None:
         """Retire the pages; the handle is empty again."""
         owner, generation = self.owner, self.generation + (self.owner is not None)
@@ -286,6 +292,11 @@ def _free_key(handle: WeightHandle, plane: str) -> str:
 
 def _fill(tensors: Mapping[str, torch.Tensor], layout: PageLayout, out: torch.Tensor) -> None:
     pack(tensors, layout, out)
+
+
+def register_handle(handle: Any) -> None:
+    """Let a handle be found by its id, in graphs, and by its stack."""
+    _handles[handle.id] = handle
 
 
 def find_handle(id: int) -> WeightHandle | None:

@@ -7,6 +7,7 @@ from torch import nn
 
 from vbrt.config import VBConfig
 from vbrt.layers import KINDS, HandleSpec, Kind, SwappedLayer, WeightHandle, strip
+from vbrt.layers.experts import ExpertsHandle, ExpertsSpec
 from vbrt.model.attachment import Attachment, Terms
 from vbrt.model.machine import check_ssd_directory
 from vbrt.model.passes import PassHook
@@ -17,6 +18,7 @@ from vbrt.model.trained import TrainingAttachment
 from vbrt.residency.custom import PolicyFactory
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.site import ROOT
+from vbrt.tiers import TierStack
 from vbrt.training import TrainedWeight, trained_class
 
 __all__ = ["Attempt", "attach", "plan_for"]
@@ -82,13 +84,22 @@ def attach(
 
 
 def _attach(model: nn.Module, runtime: Runtime, terms: Terms) -> Attachment:
-    specs = [HandleSpec.of(swap, terms.settings) for swap in terms.plan.swaps]
-    specs = [replace(spec, site=replace(spec.site, module=terms.prefix + spec.site.module)) for spec in specs]
     if terms.settings.mode == "train":
-        weights = list(map(TrainedWeight, specs))
+        weights = [TrainedWeight(_spec(swap, terms)) for swap in terms.plan.swaps]
         return TrainingAttachment(model, runtime, terms, _swap_layers_(model, terms.plan, weights, trained_class))
-    handles = [WeightHandle(spec, runtime.stack) for spec in specs]
+    handles = [_handle(swap, terms, runtime.stack) for swap in terms.plan.swaps]
     return Attachment(model, runtime, terms, _swap_layers_(model, terms.plan, handles, Kind.layer_class))
+
+
+def _spec(swap: Swap, terms: Terms) -> HandleSpec:
+    spec = HandleSpec.of(swap, terms.settings)
+    return replace(spec, site=replace(spec.site, module=terms.prefix + spec.site.module))
+
+
+def _handle(swap: Swap, terms: Terms, stack: TierStack) -> WeightHandle | ExpertsHandle:
+    if swap.experts:
+        return ExpertsHandle(ExpertsSpec.of(swap, terms.settings, terms.prefix), stack)
+    return WeightHandle(_spec(swap, terms), stack)
 
 
 class Attempt:
@@ -139,7 +150,8 @@ def _swap_layers_(
     modules = dict(model.named_modules())
     layers: dict[str, SwappedLayer] = {}
     for swap, handle in zip(plan.swaps, handles, strict=True):
-        for site in swap.sites:
-            module = modules["" if site.module == ROOT else site.module]
-            layers[site.name] = class_of(KINDS[site.kind]).adopt_(module, handle)
+        kinds = {site.module: site.kind for site in swap.sites}
+        for name, held_by in swap.modules.items():
+            module = modules["" if held_by == ROOT else held_by]
+            layers[name] = class_of(KINDS[kinds[held_by]]).adopt_(module, handle)
     return layers

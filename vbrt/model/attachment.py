@@ -223,8 +223,8 @@ class Attachment:
 
     def seed(self) -> Seed:
         """Return what a copy of the model is attached with."""
-        sites = [site for swap in self._plan.swaps for site in swap.sites if site.name in self.layers]
-        modules = {site.name: "" if site.module == ROOT else site.module for site in sites}
+        holders = {name: module for swap in self._plan.swaps for name, module in swap.modules.items()}
+        modules = {name: "" if module == ROOT else module for name, module in holders.items() if name in self.layers}
         return Seed(type(self), self.runtime, self._terms, modules, self.timed, self.closed)
 
 

@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from vbrt.config import FORMATS, VBConfig
 from vbrt.layers import KINDS, Kind, kind_of
+from vbrt.layers.experts.routing import top_k_of
 from vbrt.model.heads import find_heads
 from vbrt.residency.plan import Skip, Swap
 from vbrt.residency.site import ROOT, WeightSite
@@ -63,7 +64,7 @@ class _Survey:
             (name, parameter): module
             for name, module in self.modules.items()
             if (kind := kind_of(module)) and _is_asked_for(kind, self.config)
-            for parameter in kind.parameters
+            for parameter in kind.leading
         }
 
     @cached_property
@@ -94,10 +95,13 @@ class _Survey:
 
     def refusal_of_tied(self, site: Held, held_as: list[Held]) -> str | None:
         """Return why a weight stays because of what else is on its storage; `held_as`: all that is."""
+        routed = kind_of(self.candidates[site]).routed
         for other in held_as:
             if other == site:
                 continue
             name = ".".join(other)
+            if routed:
+                return f"shares storage with {name}; routed experts are held once for each module"
             if other not in self.candidates or self.reasons[other]:
                 return f"shares storage with {name}, which stays dense"
             if not _same_view(self.candidates[site], site[1], self.candidates[other], other[1]):
@@ -112,9 +116,21 @@ class _Survey:
 
     def site(self, held: Held) -> WeightSite:
         """Return the site of a candidate."""
+        return self.sites(held)[0]
+
+    def sites(self, held: Held) -> tuple[WeightSite, ...]:
+        """Return the site of a candidate, and those of the parameters that go with it."""
         name, parameter = held
         kind = kind_of(self.modules[name])
-        return next(site for site in kind.sites(name, self.modules[name]) if site.parameter == parameter)
+        sites = kind.sites(name, self.modules[name])
+        return sites if kind.routed else tuple(site for site in sites if site.parameter == parameter)
+
+    def all_held_as(self, held: Held) -> list[Held]:
+        """Return the parameters and buffers on the storages of a candidate and of the parameters that go with it,
+        without the latter."""
+        weights = [self.modules[held[0]]._parameters.get(site.parameter) for site in self.sites(held)]
+        own = {(held[0], site.parameter) for site in self.sites(held)[1:]}
+        return [h for w in weights if w is not None for h in self.holders[_storage_key(w)] if h not in own]
 
 
 def _swaps(survey: _Survey, refused: dict[str, Skip]) -> Iterator[Swap]:
@@ -124,12 +140,12 @@ def _swaps(survey: _Survey, refused: dict[str, Skip]) -> Iterator[Swap]:
         if held in done:
             continue
         weight = module._parameters.get(held[1])
-        held_as = [held] if weight is None else survey.holders[_storage_key(weight)]
+        held_as = [held] if weight is None else survey.all_held_as(held)
         tied = [other for other in held_as if other in survey.candidates]
         reasons = {other: survey.refusal_of_tied(other, held_as) or survey.reasons[other] for other in tied}
         done.update(tied)
         if not any(reasons.values()):
-            yield _swap([survey.site(other) for other in tied], weight, survey)
+            yield _swap([site for other in tied for site in survey.sites(other)], weight, survey)
         else:
             refused.update((name, Skip(0, reason)) for (name, _), reason in reasons.items())  # bytes: _account_rest
 
@@ -173,6 +189,12 @@ def _same_view(one: nn.Module, parameter: str, other: nn.Module, other_parameter
 
 def _refusal(held: Held, module: nn.Module, survey: _Survey) -> str | None:
     """Return why a candidate stays as it is for its own sake; None if it may be swapped."""
+    kind = kind_of(module)
+    if kind.routed and held[1] == kind.parameters[0]:
+        others = (_refusal((held[0], other), module, survey) for other in kind.parameters[1:])
+        why = next(filter(None, others), None) or _why_kept_experts(module, kind)
+        if why:
+            return why
     weight = module._parameters.get(held[1])
     if weight is None:
         return _why_no_parameter(module, held[1])
@@ -184,6 +206,13 @@ def _refusal(held: Held, module: nn.Module, survey: _Survey) -> str | None:
         or _why_kept_module(module)
         or _why_kept_weight(held, weight, survey)
     )
+
+
+def _why_kept_experts(module: nn.Module, kind: Kind) -> str | None:
+    weights = [module._parameters[name] for name in kind.parameters]
+    if len({(weight.shape[0], weight.dtype, weight.requires_grad) for weight in weights}) > 1:
+        return f"{', '.join(kind.parameters)} differ in the number of experts, in dtype or in requires_grad"
+    return None
 
 
 def _why_no_parameter(module: nn.Module, parameter: str) -> str:
@@ -218,7 +247,7 @@ def _why_kept_weight(held: Held, weight: nn.Parameter, survey: _Survey) -> str |
     wanted, size = survey.config.weights, weight.numel()
     if size < wanted.min_parameters:
         return f"{size} parameters; weights.min_parameters = {wanted.min_parameters}"
-    if not size or weight.dim() != 2:
+    if not size or weight.dim() != (3 if kind_of(survey.modules[held[0]]).routed else 2):
         return f"its {held[1]} has shape {tuple(weight.shape)}"
     if survey.config.mode == "infer" and survey.some_frozen and weight.requires_grad:
         return "it trains (requires_grad) while other layers are frozen; requires_grad_(False) lets it be swapped"
@@ -292,11 +321,16 @@ def _swap(sites: list[WeightSite], weight: torch.Tensor, survey: _Survey) -> Swa
     if fine == "exact" and weight.dtype not in (torch.bfloat16, torch.float16):
         format, fine = "dense", "none"
     dtype = str(weight.dtype).removeprefix("torch.")
+    routed = KINDS[sites[0].kind].routed
+    others = tuple(sites[1:])
     return Swap(
         site=sites[0],
-        tied=tuple(sites[1:]),
+        tied=() if routed else others,
+        parts=others if routed else (),
+        experts=sites[0].matrices if routed else 0,
+        top_k=top_k_of(survey.modules[sites[0].module]) if routed else 0,
         dtype=dtype,
-        dense_bytes=nbytes_of(weight),
+        dense_bytes=sum(site.parameters for site in sites) * weight.itemsize if routed else nbytes_of(weight),
         format=format,
         fine=fine,
         note=_note(sites[0], dtype, format, config) or _note_on_head(sites, survey),

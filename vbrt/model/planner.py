@@ -3,7 +3,7 @@
 Works on real models and on models built under `torch.device("meta")`, so that a plan needs no weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,8 +13,9 @@ from vbrt.config import FORMATS, Machine, VBConfig, compute_tier, resolve_budget
 from vbrt.config.tiers import TIERS
 from vbrt.errors import ConfigError, WrapError
 from vbrt.formats import get_format
+from vbrt.formats.experts import join_layouts
 from vbrt.formats.fine import estimate_fine_bytes
-from vbrt.formats.page import PAGE_ALIGN
+from vbrt.formats.page import PAGE_ALIGN, PageLayout
 from vbrt.kernels import PageOrder
 from vbrt.layers import KINDS, HandleSpec, SwappedLayer
 from vbrt.layers.selection import planned_packing
@@ -85,22 +86,35 @@ def _training_plan(
 def _pages(swap: Swap, packing: PageOrder | None) -> tuple[PageSpec, ...]:
     """Return the pages of a weight without homes; static sizes are exact, the fine plane is an estimate from above."""
     by_rows = all(KINDS[site.kind].by_rows for site in swap.sites)
-    pages = _planes(swap, None if by_rows else packing)
-    return tuple(replace(page, by_rows=by_rows) for page in pages)
+    planes = _plane_bytes(swap, None if by_rows else packing)
+    if not swap.experts:
+        return tuple(PageSpec(swap.site.page_key(plane), plane, n, by_rows=by_rows) for plane, n in planes.items())
+    return tuple(
+        PageSpec(swap.site.expert_key(plane, expert), plane, nbytes)
+        for expert in range(swap.experts)
+        for plane, nbytes in planes.items()
+    )
 
 
-def _planes(swap: Swap, packing: PageOrder | None) -> tuple[PageSpec, ...]:
-    dtype, shape = getattr(torch, swap.dtype), swap.shape
-    if FORMATS[swap.format].lossless:
-        nbytes = get_format(swap.format).layout(swap.site.kept_shape, dtype).nbytes
-        return (PageSpec(swap.site.page_key("dense"), "dense", nbytes),)
-    nbytes = get_format(swap.format).layout(shape, dtype).nbytes
-    if swap.fine == "none":
-        packed = packing.layout(shape).nbytes if packing else 0  # whether a weight fits that order, its values decide
-        return (PageSpec(swap.site.page_key("coarse"), "coarse", max(nbytes, packed)),)
-    coarse = PageSpec(swap.site.page_key("coarse"), "coarse", nbytes)
-    fine = -(-int(estimate_fine_bytes(shape, dtype) * 1.1) // PAGE_ALIGN) * PAGE_ALIGN + PAGE_ALIGN
-    return (coarse, PageSpec(swap.site.page_key("fine"), "fine", fine))
+def _plane_bytes(swap: Swap, packing: PageOrder | None) -> dict[str, int]:
+    """Return the bytes of a page of each plane: of the weight, or of each of its experts."""
+    dtype, sites = getattr(torch, swap.dtype), (swap.site, *swap.parts)
+    lossless = FORMATS[swap.format].lossless
+    layout = get_format(swap.format).layout
+    nbytes = _joint_bytes(layout(site.matrix_shape if lossless else site.shape, dtype) for site in sites)
+    if lossless:
+        return {"dense": nbytes}
+    if swap.fine == "none":  # whether a weight fits the kernel's order, its values decide
+        packed = _joint_bytes(packing.layout(site.shape) for site in sites) if packing else 0
+        return {"coarse": max(nbytes, packed)}
+    fine = sum(int(estimate_fine_bytes(site.shape, dtype) * 1.1) for site in sites)
+    return {"coarse": nbytes, "fine": -(-fine // PAGE_ALIGN) * PAGE_ALIGN + PAGE_ALIGN}
+
+
+def _joint_bytes(layouts: Iterable[PageLayout]) -> int:
+    """Return the bytes of a page that holds these side by side."""
+    layouts = dict(zip("abc", layouts, strict=False))
+    return (join_layouts(layouts) if len(layouts) > 1 else layouts["a"]).nbytes
 
 
 def _placed(swap: Swap, pages: tuple[PageSpec, ...], homes: dict[str, str]) -> Swap:

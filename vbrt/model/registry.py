@@ -53,8 +53,7 @@ class Registry:
     def assign_homes(self, homes: Mapping[str, str]) -> None:
         """Have weights that are stored from now on live in these tiers, by page key; stored pages stay."""
         for handle, pages in self.pages():
-            given = {page.plane: homes.get(page.key, page.home) for page in pages}
-            handle.spec = replace(handle.spec, homes=given)
+            handle.assign_homes({page: homes.get(page.key, page.home) for page in pages})
 
     def forget_ready(self) -> None:
         """Keep no views into pages: they may have moved."""
@@ -110,5 +109,4 @@ class Registry:
 
 
 def _dense_bytes(layer: VBLayer) -> int:
-    spec = layer.handle.spec
-    return spec.shape[0] * spec.shape[1] * spec.dtype.itemsize
+    return layer.handle.spec.weight_bytes

@@ -43,6 +43,7 @@ class Swap:
     Attributes:
         site: where the weight is in the model; its first site, where several are tied.
         tied: the other sites of the same weight.
+        parts: the other parameters of a module of routed experts, whose matrices are in the same pages.
         dtype: of the weight, by torch's name.
         experts, top_k: of routed experts, how many the layer has and how many a token goes to; else 0. Such a swap has
             a page for each plane of each expert.
@@ -55,6 +56,7 @@ class Swap:
     fine: str
     pages: tuple[PageSpec, ...] = ()
     tied: tuple[WeightSite, ...] = ()
+    parts: tuple[WeightSite, ...] = ()
     note: str = ""
     experts: int = 0
     top_k: int = 0
@@ -62,12 +64,17 @@ class Swap:
     @property
     def sites(self) -> tuple[WeightSite, ...]:
         """All sites of the weight."""
-        return (self.site, *self.tied)
+        return (self.site, *self.parts, *self.tied)
 
     @property
     def name(self) -> str:
-        """The name of the first site."""
-        return self.site.name
+        """The name of the first site; of the module, where its experts are routed."""
+        return self.site.module if self.experts else self.site.name
+
+    @property
+    def modules(self) -> dict[str, str]:
+        """The names of the VB layers that it makes, and the modules that become them."""
+        return {self.name: self.site.module} if self.experts else {site.name: site.module for site in self.sites}
 
     @property
     def aliases(self) -> tuple[str, ...]:

@@ -56,8 +56,12 @@ class WeightSite:
     @property
     def kept_shape(self) -> tuple[int, ...]:
         """The parameter's shape as the module keeps it: (N, K), (K, N), or with the matrices in front."""
-        shape = self.shape[::-1] if self.transposed else self.shape
-        return shape if self.matrices == 1 else (self.matrices, *shape)
+        return self.matrix_shape if self.matrices == 1 else (self.matrices, *self.matrix_shape)
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """The shape of each matrix as the module keeps it: (N, K) or (K, N)."""
+        return self.shape[::-1] if self.transposed else self.shape
 
     @property
     def whole_shape(self) -> tuple[int, int]:
@@ -72,6 +76,10 @@ class WeightSite:
         """The number of weights that this process holds."""
         return self.matrices * prod(self.shape)
 
-    def page_key(self, plane: str, matrix: int | None = None) -> str:
-        """The key of the page of a plane: of all matrices, or of one of them."""
-        return f"{self.name}#{plane}" if matrix is None else f"{self.name}#{plane}.{matrix}"
+    def page_key(self, plane: str) -> str:
+        """The key of the page of a plane."""
+        return f"{self.name}#{plane}"
+
+    def expert_key(self, plane: str, expert: int) -> str:
+        """The key of the page that holds a plane of all matrices of one routed expert of the module."""
+        return f"{self.module}#{plane}.{expert}"

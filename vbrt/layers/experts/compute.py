@@ -1,0 +1,297 @@
+"""How a layer of routed experts computes, where the host decides which pages are leased.
+
+| weights | how |
+| --- | --- |
+| `dense`, `exact` | the experts implementation that the model's config names, on the leased experts: bit for bit its output |
+| 4 bits | the ops `experts_up` and `experts_down` on the leased pages |
+| tracers, transforms, weights that somebody has put in their place | the module's own forward on decoded temporaries |
+
+Where the experts that a pass touches do not fit into the tier at once, or a prompt goes through nearly all of them, they
+are leased in chunks, ascending. The rows of all pairs are kept until the last chunk, and are weighed and summed then as
+the implementation does it, so that a budget changes no bit.
+
+Legend: T tokens, k experts a token, P = T k pairs, E experts, H hidden.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from vbrt.kernels.experts import experts_down, experts_up, weigh_and_sum
+from vbrt.kernels.product import as_autocast
+from vbrt.layers.compute import pass_precision
+from vbrt.layers.experts.routing import local_ids, pairs_of, touched_experts
+
+if TYPE_CHECKING:
+    from vbrt.layers.experts.handle import ExpertsHandle, Leased
+    from vbrt.layers.experts.layer import VBExperts
+
+__all__ = ["Routed", "forward_experts", "plain_forward", "run_experts"]
+
+_CHUNK_BYTES = 256 << 20  # of decoded weights, which are outside of the budgets
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """The arguments of a layer's forward: x [T, H], ids and weights [T, k]."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+
+
+def forward_experts(layer: "VBExperts", *args: Any) -> Tensor:
+    """Return the layer's output for its arguments; gradients flow to x, the routing weights and kept parameters."""
+    routed = Routed(*args)
+    layer.handle.forwards += 1
+    kept = [p for p in layer.parameters(recurse=True) if p.requires_grad] if torch.is_grad_enabled() else []
+    if torch.is_grad_enabled() and (routed.x.requires_grad or routed.weights.requires_grad or kept):
+        return _Recomputed.apply(layer, routed.ids, routed.x, routed.weights, *kept)
+    with torch.no_grad():
+        return run_experts(layer, routed)
+
+
+def run_experts(layer: "VBExperts", routed: Routed) -> Tensor:
+    """`forward_experts` without gradients."""
+    handle = layer.handle
+    precision = pass_precision()
+    touched = touched_experts(routed.ids, handle.spec.experts)
+    scan = routed.ids.numel() >= handle.spec.experts
+    way = "prompt" if scan else "decode"
+    handle.ways[way] = handle.ways.get(way, 0) + 1
+    lossless = handle.spec.lossless and not (handle.spec.fine and precision == "coarse")
+    compute = _Library(layer, routed) if lossless else _Kernels(layer, routed)
+    chunks = list(_chunks(handle, touched, scan=scan, precision=precision))
+    if len(chunks) == 1:
+        with handle.lease(chunks[0], precision) as leased:
+            return compute.whole(leased)
+    for chunk in chunks:
+        with handle.lease(chunk, precision) as leased:
+            compute.add(leased)
+    return compute.result()
+
+
+def _chunks(handle: "ExpertsHandle", touched: Sequence[int], *, scan: bool, precision: str) -> Iterator[Sequence[int]]:
+    """Yield the experts of each lease, ascending."""
+    count = max(1, _experts_at_once(handle, scan=scan))
+    for first in range(0, len(touched), count):
+        yield touched[first : first + count]
+    if not touched:
+        yield []
+
+
+def _experts_at_once(handle: "ExpertsHandle", *, scan: bool) -> int:
+    """How many experts one lease takes: what the tier has room for, in a scan a third of that, so that the pages of
+    the chunk before and of the one behind have room too."""
+    spec, stack = handle.spec, handle.stack
+    decoded = max(1, spec.weight_bytes // spec.experts)
+    at_once = max(1, _CHUNK_BYTES // decoded) if spec.lossless else spec.experts
+    moving = [page.nbytes for page in handle.pages[: handle.planes]] if handle.pages else []
+    if not any(page.home for page in handle.pages):
+        return max(at_once, spec.top_k)
+    room = stack.levels[0].policy.capacity_bytes // max(1, sum(moving))
+    return min(at_once, max(1, room // 3)) if scan and room < spec.experts else min(max(at_once, spec.top_k), room)
+
+
+# -- lossless ---------------------------------------------------------------------------------------------------------
+
+
+class _View:
+    """A module of experts as its implementation reads it, with some of its experts only."""
+
+    def __init__(self, layer: nn.Module, weights: dict[str, Tensor], experts: Sequence[int] | None) -> None:
+        self.__dict__.update(weights)
+        self._layer = layer
+        if experts is None:
+            return
+        self.num_experts = len(experts)
+        for name, parameter in layer._parameters.items():  # biases: one row an expert
+            if parameter is not None and name not in weights:
+                index = torch.tensor(experts, dtype=torch.int64, device="cpu").to(parameter.device)
+                self.__dict__[name] = parameter[index]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+class _Library:
+    """Computes by the implementation that the model's config names."""
+
+    def __init__(self, layer: "VBExperts", routed: Routed) -> None:
+        self.layer, self.routed, self.handle = layer, routed, layer.handle
+        self.forward, self.in_order = _implementation(layer)
+        self.rows: Tensor | None = None
+
+    def _view(self, leased: "Leased") -> _View:
+        spec = self.handle.spec
+        weights = {
+            parameter: leased.weights(part) for parameter, part in zip(spec.parameters, spec.parts, strict=True)
+        }
+        return _View(self.layer, weights, leased.experts)
+
+    def _local(self, leased: "Leased") -> Tensor:
+        return local_ids(self.routed.ids, self.handle.spec.experts, list(leased.experts))
+
+    def whole(self, leased: "Leased") -> Tensor:
+        """All touched experts at once."""
+        if not leased.experts:
+            return torch.zeros_like(self.routed.x)
+        return self.forward(self._view(leased), self.routed.x, self._local(leased), self.routed.weights)
+
+    def add(self, leased: "Leased") -> None:
+        """Some of them."""
+        view, local_Tk = self._view(leased), self._local(leased)
+        (self._add_in_order if self.in_order else self._add_rows)(view, local_Tk, len(leased.experts))
+
+    def _add_in_order(self, view: _View, local_Tk: Tensor, count: int) -> None:
+        """Expert by expert into the sum, as an implementation does that loops over them."""
+        x, weights_Tk = self.routed.x, self.routed.weights
+        if self.rows is None:
+            self.rows = torch.zeros_like(x)
+        for expert in range(count):
+            place_k, token_n = torch.where(local_Tk.t() == expert)  # in the order in which the loop takes them
+            ids_n1 = local_Tk.new_full((len(token_n), 1), expert)
+            y = self.forward(view, x[token_n], ids_n1, weights_Tk[token_n, place_k].unsqueeze(1))
+            self.rows.index_add_(0, token_n, y)
+
+    def _add_rows(self, view: _View, local_Tk: Tensor, count: int) -> None:
+        """The rows of pairs, before they are weighed."""
+        x, k = self.routed.x, local_Tk.shape[1]
+        if self.rows is None:
+            self.rows = x.new_zeros(local_Tk.numel(), x.shape[1])
+        pairs_P = pairs_of(local_Tk, count)
+        ids_P1 = local_Tk.reshape(-1, 1)[pairs_P]
+        ones_P1 = x.new_ones(len(pairs_P), 1)
+        self.rows[pairs_P] = self.forward(view, x[pairs_P // k], ids_P1, ones_P1).to(self.rows.dtype)
+
+    def result(self) -> Tensor:
+        """The output after the last chunk."""
+        if self.in_order:
+            return self.rows
+        weighted = self.rows * self.routed.weights.reshape(-1, 1)
+        return weighted.view(*self.routed.ids.shape, -1).sum(dim=1).to(self.routed.x.dtype)
+
+
+def _implementation(layer: "VBExperts") -> tuple[Callable[..., Tensor], bool]:
+    """The function that the module's forward would call, and True if it adds experts to the sum in their order."""
+    plain = type(layer).plain_class()
+    name = getattr(getattr(layer, "config", None), "_experts_implementation", None)
+    library = sys.modules.get("transformers.integrations.moe")
+    known = library is not None and name in library.ALL_EXPERTS_FUNCTIONS
+    if known and hasattr(plain.forward, "__wrapped__"):
+        return library.ALL_EXPERTS_FUNCTIONS[name], False
+    return plain.forward, True
+
+
+def plain_forward(layer: "VBExperts", *args: Any) -> Tensor:
+    """The module's own forward on decoded temporaries, or on what somebody has put in their place."""
+    plain, handle = type(layer).plain_class(), layer.handle
+    if layer.materialized:
+        weights = {
+            site.parameter: torch.ops.vbrt.expert_weight(
+                handle.token_at(handle.generation), site.parameter, list(site.kept_shape), handle.dtype,
+                handle.device_name,
+            )
+            for site in handle.spec.sites
+        }
+        return plain.forward(_View(layer, weights, None), *args)
+    return plain.forward(layer, *args)
+
+
+# -- 4 bits -----------------------------------------------------------------------------------------------------------
+
+
+class _Kernels:
+    """Computes by the ops on pages."""
+
+    def __init__(self, layer: "VBExperts", routed: Routed) -> None:
+        self.layer, self.handle = layer, layer.handle
+        self.routed = Routed(as_autocast(routed.x), routed.ids, routed.weights)
+        self.dtype = routed.x.dtype
+        self.kernels = self.handle.kernels_of_pass()
+        self.rows: Tensor | None = None
+
+    def whole(self, leased: "Leased") -> Tensor:
+        """All touched experts at once."""
+        self.add(leased)
+        return self.result()
+
+    def add(self, leased: "Leased") -> None:
+        """Some of them: the rows of their pairs."""
+        x, ids_Tk = self.routed.x, self.routed.ids
+        if self.rows is None:
+            self.rows = x.new_zeros(ids_Tk.numel(), x.shape[1])
+        local_Tk = local_ids(ids_Tk, self.handle.spec.experts, list(leased.experts))
+        pairs_P = pairs_of(local_Tk, len(leased.experts))
+        ids_P1 = ids_Tk.reshape(-1, 1)[pairs_P]
+        self.rows[pairs_P] = self._rows(x[pairs_P // ids_Tk.shape[1]], ids_P1, leased)
+
+    def _rows(self, x_PH: Tensor, ids_P1: Tensor, leased: "Leased") -> Tensor:
+        """W_down g(W_up x) of each pair."""
+        layer, pages = self.layer, leased.pages()
+        up, down = (f"{site.parameter}_bias" for site in self.handle.spec.sites)
+        decode = {part: kernels.decode for part, kernels in self.kernels.items()}
+        v = experts_up(x_PH, ids_P1, pages, bias_EN=layer._parameters.get(up), decode=decode["up"])
+        h = layer._apply_gate(v) if layer.has_gate else layer.act_fn(v)
+        y = experts_down(h, ids_P1, None, pages, bias_EN=layer._parameters.get(down), decode=decode["down"])
+        return layer.post_expert_norm(y) if layer.has_post_expert_norm else y
+
+    def result(self) -> Tensor:
+        """The output after the last chunk."""
+        y = weigh_and_sum(self.rows, self.routed.ids, self.routed.weights, self.handle.spec.experts)
+        return y.to(self.dtype)
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+class _Recomputed(torch.autograd.Function):
+    """A layer's output, whose gradients are computed from its inputs once more, on pages that are leased again."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: "VBExperts", ids: Tensor, x: Tensor, weights: Tensor, *kept: Tensor) -> Tensor:
+        ctx.layer, ctx.handle, ctx.generation = layer, layer.handle, layer.handle.generation
+        ctx.kept, ctx.precision = kept, pass_precision()
+        ctx.save_for_backward(ids, x, weights)
+        return run_experts(layer, Routed(x, ids, weights))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        ids, x, weights = ctx.saved_tensors
+        handle, layer = ctx.handle.still(ctx.generation), ctx.layer
+        with torch.enable_grad():
+            x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
+        wanted = [x, weights, *ctx.kept]
+        grads: list[Tensor | None] = [None] * len(wanted)
+        touched = touched_experts(ids, handle.spec.experts)
+        for chunk in _chunks(handle, touched, scan=True, precision=ctx.precision):
+            if not chunk:
+                continue
+            with handle.lease(chunk, ctx.precision) as leased:
+                found = _gradients(layer, leased, Routed(x, ids, weights), wanted, dy)
+            grads = [new if old is None else old if new is None else old + new for old, new in zip(grads, found, strict=True)]
+        zeros = (torch.zeros_like(w) if g is None else g for g, w in zip(grads, wanted, strict=True))
+        needs = ctx.needs_input_grad[2:]
+        return None, None, *(g if need else None for g, need in zip(zeros, needs, strict=True))
+
+
+def _gradients(
+    layer: "VBExperts", leased: "Leased", routed: Routed, wanted: Sequence[Tensor], dy: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients of what some experts add to the output, in plain torch on their decoded weights."""
+    spec = layer.handle.spec
+    local_Tk = local_ids(routed.ids, spec.experts, list(leased.experts))
+    pairs_P, k = pairs_of(local_Tk, len(leased.experts)), local_Tk.shape[1]
+    with torch.no_grad():
+        weights = {p: leased.weights(part) for p, part in zip(spec.parameters, spec.parts, strict=True)}
+    forward, _ = _implementation(layer)
+    with torch.enable_grad():
+        view = _View(layer, weights, leased.experts)
+        y_PH = forward(
+            view, routed.x[pairs_P // k], local_Tk.reshape(-1, 1)[pairs_P], routed.weights.reshape(-1, 1)[pairs_P]
+        )
+        return torch.autograd.grad(y_PH, wanted, dy[pairs_P // k].to(y_PH.dtype), allow_unused=True)

@@ -1,0 +1,418 @@
+"""ExpertsHandle: where the planes of a layer's routed experts are.
+
+It begins empty, while the module still holds its dense parameters, and owns one page for each expert and plane once
+`store` has run. Pages are read-only. A forward leases the pages of the experts that its tokens are sent to.
+"""
+
+import contextlib
+import functools
+import secrets
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from vbrt.errors import TierError, WrapError
+from vbrt.formats.base import WeightPlanes
+from vbrt.formats.experts import join_fields, join_layouts, part_fields
+from vbrt.formats.page import PageLayout, new_page, pack, unpack
+from vbrt.formats.separation import Separation
+from vbrt.config import FORMATS
+from vbrt.kernels import resolves_late
+from vbrt.kernels.experts import ExpertPages
+from vbrt.layers.compute import pass_precision, precision_notes
+from vbrt.layers.encoding import Encoder, Planes
+from vbrt.layers.experts.spec import ExpertsSpec
+from vbrt.layers.pickling import from_pickle, to_pickle
+from vbrt.layers.selection import Kernels, choose_kernels, coarse_kernels, refusals
+from vbrt.layers.weight import register_handle
+from vbrt.residency.plan import PageSpec
+from vbrt.tiers import Lease, Owner, Page, TierStack
+
+__all__ = ["ExpertsHandle", "Leased"]
+
+
+class Leased:
+    """The leased pages of some experts, in their order.
+
+    Attributes:
+        experts: the experts, ascending.
+    """
+
+    def __init__(self, handle: "ExpertsHandle", experts: Sequence[int], lease: Lease, planes: int) -> None:
+        self.experts, self._handle, self._lease, self._planes = experts, handle, lease, planes
+
+    def fields(self, position: int) -> list[dict[str, torch.Tensor]]:
+        """Return the fields of each plane of the expert at a position."""
+        first = position * self._planes
+        return [slot.tensors for slot in self._lease.slots[first : first + self._planes]]
+
+    def pages(self) -> ExpertPages:
+        """Return the coarse pages as kernels take them. The addresses are copied to the GPU without waiting."""
+        handle, spec = self._handle, self._handle.spec
+        pages: list[torch.Tensor | None] = [None] * spec.experts
+        for position, expert in enumerate(self.experts):
+            pages[expert] = self._lease.slots[position * self._planes].view
+        return handle.pages_of(pages)
+
+    def weights(self, part: str) -> torch.Tensor:
+        """Return the matrices of a part as the module keeps them, [n, ...], decoded; a tensor of its own."""
+        one, handle = self._handle.spec.parts[part], self._handle
+        out = torch.empty(
+            (len(self.experts), *one.site.matrix_shape), dtype=handle.dtype, device=handle.device
+        )
+        for position in range(len(self.experts)):
+            out[position].copy_(handle.matrix(part, self.fields(position)))
+        return out
+
+
+class ExpertsHandle:
+    """Planes of the experts of one layer in a stack. Counters are integers.
+
+    Attributes:
+        dtype: what the layer computes in and shows to the outside.
+        trainable: True if the dense parameters had requires_grad.
+        layers: the live layers that share these weights: one, or copies that are being made.
+        own: the dense parameters of the layer, by name, while they count.
+        lent: the temporaries that reading a parameter has given, by name; writes to them change the weights.
+        written: the content of temporaries that died after a write, by name, until it is taken over.
+        keys: pages in the stack, expert by expert; none before `store` and after `retire`.
+        generation: counts the weights that this handle has held before.
+        token: names handle and generation in graphs.
+        kernels: by part, chosen for spec and device; None until they are needed where building them takes time.
+        ways: how many forwards ran in which way.
+    """
+
+    tied, separation = False, None
+
+    def __init__(self, spec: ExpertsSpec, stack: TierStack) -> None:
+        self.spec, self.stack = spec, stack
+        self.dtype = spec.dtype
+        self.device, self.device_name = stack.device, str(stack.device)
+        self.trainable = False
+        self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.own: dict[str, weakref.ref[torch.Tensor]] = {}
+        self.lent: dict[str, weakref.ref[torch.Tensor]] = {}
+        self.written: dict[str, torch.Tensor] = {}
+        self.keys: tuple[str, ...] = ()
+        self.pages: tuple[Page, ...] = ()
+        self.owner: Owner | None = None
+        self.forwards = self.weight_reads = self.generation = 0
+        self.id = secrets.randbits(63)
+        self.token = self.token_at(0)
+        self.fallbacks: list[str] = []
+        self.kernel = "reference"
+        self.ways: dict[str, int] = {}
+        self.ready: ExpertPages | None = None
+        self._specify(spec)
+        register_handle(self)
+
+    def token_at(self, generation: int) -> torch.Tensor:
+        """A tensor, and not constants, so that layers share one compiled graph."""
+        return torch.tensor([self.id, generation], dtype=torch.int64, device="cpu")
+
+    # -- how the weights are held -------------------------------------------------------------------------------------
+
+    def _specify(self, spec: ExpertsSpec) -> None:
+        self.spec, fitted = spec, FORMATS[spec.format].fitted
+        self.encoders = {
+            part: Encoder(one, self.device, Separation(one.levels, one.refresh_every) if fitted else None, [])
+            for part, one in spec.parts.items()
+        }
+        self.kernels: dict[str, Kernels] | None = None
+        self._coarse_kernels: dict[str, Kernels] | None = None
+        if not resolves_late(spec.first.backend, self.device):
+            self.take_kernels()
+
+    def take_kernels(self) -> dict[str, Kernels]:
+        """Choose the kernels; warn of those that were asked for and cannot be had, once for all layers."""
+        kernels = {part: choose_kernels(one, self.device) for part, one in self.spec.parts.items()}
+        for part, chosen in kernels.items():
+            chosen.kernel.prepare(self.device)
+            self.encoders[part].packing = chosen.packing
+        for reason in refusals(self.spec.first, self.device):
+            if reason not in self.fallbacks:
+                self.fallbacks.append(reason)
+                warnings.warn(reason, stacklevel=4)
+        self.kernels = kernels
+        return kernels
+
+    def kernels_of_pass(self) -> dict[str, Kernels]:
+        """The kernels for the planes that this pass takes."""
+        kernels = self.kernels or self.take_kernels()
+        if not (self.spec.fine and pass_precision() == "coarse"):
+            return kernels
+        if self._coarse_kernels is None:
+            self._coarse_kernels = {part: coarse_kernels(one, self.device) for part, one in self.spec.parts.items()}
+        return self._coarse_kernels
+
+    def all_fallbacks(self) -> list[str]:
+        """`fallbacks`, and what forwards have shown: no coarse plane for a draft."""
+        return [*self.fallbacks, *precision_notes(self)]
+
+    def retype(self, dtype: torch.dtype) -> None:
+        """Follow a cast of the layer: the dtype to compute in and show, and, while empty, to store."""
+        self.dtype = dtype
+        self.forget_ready()
+        if not self.keys and dtype is not self.spec.dtype:
+            self._specify(self.spec.retyped(dtype))
+
+    # -- planes -------------------------------------------------------------------------------------------------------
+
+    def split(self, weights: Mapping[str, torch.Tensor]) -> "Iterable[Planes]":
+        """The planes of each expert, encoded as they are asked for; `weights`: [E, ...] by part, as the module keeps
+        them. Iterating raises FormatError."""
+        return _Encoded(self, lambda part, expert: weights[part][expert])
+
+    def split_one(self, matrices: Mapping[str, torch.Tensor], expert: int) -> Planes:
+        """The joint planes of one expert. Raises FormatError with the expert's name."""
+        return _joined({
+            part: self.encoders[part].split(matrix, f"[{expert}]") for part, matrix in matrices.items()
+        })
+
+    def from_encoded(self, planes: Mapping[str, Mapping[str, dict[str, torch.Tensor]]]) -> Planes:
+        """The joint planes of one expert, from encoded tensors by part and name of the plane."""
+        return _joined({part: self.encoders[part].from_encoded(encoded) for part, encoded in planes.items()})
+
+    def encoded_part(self, part: str, layout: PageLayout, fields: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The fields of one part of a stored plane as the format encodes them."""
+        encoder, own = self.encoders[part], part_fields(fields, part)
+        return encoder.unpacked_fields(own) if layout.plane == "coarse" else own
+
+    def matrix(self, part: str, planes: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+        """One matrix of one expert as the module keeps it, in the handle's dtype, decoded; perhaps a view of a page."""
+        one = self.spec.parts[part]
+        kernels = (self.kernels_of_pass() if len(planes) == 1 else self.kernels or self.take_kernels())[part]
+        fields = [part_fields(plane, part) for plane in planes]
+        if one.dense:
+            return fields[0]["weight"].to(self.dtype)
+        held = WeightPlanes(
+            one.format, one.shape, one.dtype if kernels.lossless else self.dtype, fields[0],
+            fields[1] if len(fields) > 1 else None,
+        )
+        return (kernels.decode_turned(held) if one.transposed else kernels.decode(held)).to(self.dtype)
+
+    # -- pages --------------------------------------------------------------------------------------------------------
+
+    def store(self, planes: Iterable[Planes]) -> None:
+        """Write the planes of each expert into pages; earlier pages are retired first.
+
+        Raises:
+            FormatError: a matrix cannot be encoded; the handle is empty then.
+            TierError: the pages do not fit or cannot be written; likewise.
+        """
+        kernels = self.kernels or self.take_kernels()
+        self.retire()
+        self.stack.retire_unowned()
+        try:
+            self._store(planes)
+        except _Uneven:
+            for encoder in self.encoders.values():
+                encoder.packing = None
+            self.fallbacks.append(
+                f"{self.spec.name}: the block scales of some experts lie too far apart for the kernels' order; all are "
+                "decoded and multiplied in plain torch"
+            )
+            self._store(planes)
+        self.kernel = next(iter(kernels.values())).kernel.backend
+
+    def _store(self, planes: Iterable[Planes]) -> None:
+        owner, keys, first = Owner(self.stack), [], None
+        try:
+            for expert, planes_of_expert in enumerate(planes):
+                first = first or planes_of_expert[0][0]
+                if planes_of_expert[0][0] != first:
+                    raise _Uneven
+                for layout, tensors in planes_of_expert:
+                    keys.append(self._add(layout, tensors, expert, owner))
+            self.own_pages(tuple(keys), owner)
+        except BaseException:
+            if self.owner is not owner:
+                self.stack.retire(owner)
+                self.stack.retire_unowned()
+            raise
+
+    def _add(self, layout: PageLayout, tensors: Mapping[str, torch.Tensor], expert: int, owner: Owner) -> str:
+        planned = self.spec.site.expert_key(layout.plane, expert)
+        key = planned if planned not in self.stack.pages else f"{planned}@{self.id}.{self.generation}"
+        home = self.spec.homes.get(planned, self.stack.names[0])
+        self.stack.add(key, layout, home, functools.partial(_fill, tensors, layout), owner)
+        return key
+
+    def own_pages(self, keys: tuple[str, ...], owner: Owner) -> None:
+        """Hold pages that `owner` owns."""
+        pages = tuple(self.stack.pages[key] for key in keys)
+        # no call from here on: Ctrl-C finds an empty handle or a full one
+        self.owner, self.pages, self.keys = owner, pages, keys
+
+    def assign_homes(self, homes: Mapping[PageSpec, str]) -> None:
+        """Have pages that are stored from now on live in these tiers."""
+        self.spec = replace(self.spec, homes={page.key: home for page, home in homes.items()})
+
+    def retire(self) -> None:
+        """Retire the pages; the handle is empty again."""
+        owner, generation = self.owner, self.generation + (self.owner is not None)
+        token = self.token_at(generation)
+        retired, claims = self.stack.retired, () if owner is None else (owner.claim,)
+        # no call from here on: Ctrl-C finds pages that are owned, or an empty handle
+        retired += claims
+        self.keys, self.pages, self.owner, self.generation, self.token = (), (), None, generation, token
+        self.forget_ready()
+
+    def forget_ready(self) -> None:
+        """Keep no views into pages: they may move."""
+        self.ready = None
+
+    def still(self, generation: int) -> "ExpertsHandle":
+        """The handle. Raises WrapError if its weights are not that generation's any more."""
+        if self.keys and self.generation != generation:
+            raise WrapError(
+                f"{self.spec.name}: its weights were loaded anew between forward and backward; run the forward again"
+            )
+        return self
+
+    # -- leases -------------------------------------------------------------------------------------------------------
+
+    @property
+    def planes(self) -> int:
+        """The number of planes of an expert."""
+        return 2 if self.spec.fine else 1
+
+    def keys_of(self, experts: Sequence[int], planes: int) -> tuple[str, ...]:
+        """The keys of the first planes of some experts."""
+        self._check_pages()
+        step, keys = self.planes, self.keys
+        return tuple(keys[e * step + plane] for e in experts for plane in range(planes))
+
+    @contextlib.contextmanager
+    def lease(self, experts: Sequence[int], precision: str = "full") -> Iterator[Leased]:
+        """Lease the planes of some experts, ascending. Raises TierError when there are none any more."""
+        planes = 1 if precision == "coarse" else self.planes
+        lease = self.stack.lease(self.keys_of(experts, planes))
+        with lease:
+            yield Leased(self, experts, lease, planes)
+
+    def _check_pages(self) -> None:
+        if not self.keys:
+            raise TierError(
+                f"{self.spec.name}: its pages are gone, the model was closed; wrap it again, or call "
+                "unwrap() instead of close() to keep the weights"
+            )
+
+    def pages_of(self, pages: list[torch.Tensor | None]) -> ExpertPages:
+        """Pages by expert, as kernels take them."""
+        spec, addresses = self.spec, None
+        if self.device.type == "cuda":
+            table = torch.tensor([0 if p is None else p.data_ptr() for p in pages], dtype=torch.int64, device="cpu")
+            addresses = table.pin_memory().to(self.device, non_blocking=True)
+        shapes = {part: one.shape for part, one in spec.parts.items()}
+        return ExpertPages(spec.format, self.dtype, shapes, self.pages[0].layout, pages, addresses)
+
+    def weight(self, parameter: str) -> torch.Tensor:
+        """A parameter, decoded, as the module keeps it: a temporary that shares memory with nothing."""
+        self.weight_reads += 1
+        part, spec = self.spec.part_of(parameter), self.spec
+        shape = spec.sites[spec.parameters.index(parameter)].kept_shape
+        out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        for expert in range(spec.experts):  # one at a time: the budget may have room for no more
+            with self.lease([expert]) as leased:
+                out[expert].copy_(self.matrix(part, leased.fields(0)))
+        return out
+
+    # -- copies -------------------------------------------------------------------------------------------------------
+
+    def empty_copy(self) -> "ExpertsHandle":
+        """A handle for other weights of the same layer, in the same stack."""
+        clone = ExpertsHandle(self.spec, self.stack)
+        clone.dtype, clone.generation, clone.trainable = self.dtype, self.generation, self.trainable
+        clone.token = clone.token_at(self.generation)
+        return clone
+
+    def __deepcopy__(self, memo: dict) -> "ExpertsHandle":
+        clone = ExpertsHandle(self.spec, self.stack)
+        clone.dtype, clone.trainable = self.dtype, self.trainable
+        memo[id(self)] = clone
+        if self.keys:
+            clone.kernel = self.kernel
+            clone.own_pages(self.keys, self.stack.share(self.keys))
+        return clone
+
+    def __reduce__(self):
+        pages = []
+        for expert in range(self.spec.experts if self.keys else 0):
+            with self.lease([expert]) as leased:
+                pages.append([_to_pickle(layout, fields) for layout, fields in self.encoded(expert, leased)])
+        return _restore, (self.stack, self.spec, self.dtype, self.trainable, pages)
+
+    def encoded(self, expert: int, leased: Leased) -> Planes:
+        """The joint planes of a leased expert as the format encodes them, for machines without this one's kernels."""
+        stored = [page.layout for page in self.pages[expert * self.planes : (expert + 1) * self.planes]]
+        joined = []
+        for layout, fields in zip(stored, leased.fields(leased.experts.index(expert)), strict=True):
+            parts = {part: self.encoded_part(part, layout, fields) for part in self.spec.parts}
+            joined.append((self.encoded_layout(layout), join_fields(parts)))
+        return joined
+
+    def encoded_layout(self, layout: PageLayout) -> PageLayout:
+        """The layout of a stored joint plane as the format encodes it."""
+        if layout.plane != "coarse":
+            return layout
+        return join_layouts({part: e.format.layout(e.spec.shape, e.spec.dtype) for part, e in self.encoders.items()})
+
+
+class _Uneven(Exception):
+    """The matrices of an expert are in another order than those before."""
+
+
+class _Encoded:
+    """The planes of all experts, encoded one after the other; may be iterated again."""
+
+    def __init__(self, handle: ExpertsHandle, matrix: Callable[[str, int], torch.Tensor]) -> None:
+        self._handle, self._matrix = handle, matrix
+
+    def __iter__(self) -> Iterator[Planes]:
+        spec = self._handle.spec
+        for expert in range(spec.experts):
+            yield self._handle.split_one({part: self._matrix(part, expert) for part in spec.parts}, expert)
+
+
+def _joined(parts: Mapping[str, Planes]) -> Planes:
+    """Joint planes from the planes of each part."""
+    by_plane = zip(*parts.values(), strict=True)
+    return [
+        (
+            join_layouts({part: layout for part, (layout, _) in zip(parts, planes, strict=True)}),
+            join_fields({part: tensors for part, (_, tensors) in zip(parts, planes, strict=True)}),
+        )
+        for planes in by_plane
+    ]
+
+
+def _fill(tensors: Mapping[str, torch.Tensor], layout: PageLayout, out: torch.Tensor) -> None:
+    pack(tensors, layout, out)
+
+
+def _to_pickle(layout: PageLayout, fields: Mapping[str, torch.Tensor]) -> tuple[dict, torch.Tensor | bytes]:
+    return layout.to_dict(), to_pickle(pack(fields, layout, new_page(layout)))
+
+
+def _restore(
+    stack: TierStack, spec: ExpertsSpec, dtype: torch.dtype, trainable: bool, pages: list
+) -> ExpertsHandle:
+    """Unpickle: `stack` is one of this process, in CPU memory, shared by all handles of the pickle."""
+    handle = ExpertsHandle(spec.portable(), stack)
+    handle.dtype, handle.trainable = dtype, trainable
+    if pages:
+        handle.store([_from_pickle(handle, planes) for planes in pages])
+    return handle
+
+
+def _from_pickle(handle: ExpertsHandle, planes: list) -> Planes:
+    found = []
+    for layout, page in planes:
+        layout = PageLayout.from_dict(layout)
+        found.append((layout, unpack(from_pickle(page), layout)))
+    return found

@@ -1,0 +1,370 @@
+"""VBExperts: a module of routed experts whose matrices live as planes in a tier stack, a page for each expert.
+
+The class is a mixin in front of the module's own, which stays what it is for everybody who asks: its forward runs
+wherever pages cannot (a tracer is at work, somebody has put other weights in their place), on decoded temporaries.
+"""
+
+import functools
+import inspect
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+
+from vbrt.errors import WrapError
+from vbrt.host.mapped import page_out
+from vbrt.kernels.watched import is_bare, unwatched
+from vbrt.layers.experts.compute import forward_experts, plain_forward
+from vbrt.layers.experts.handle import ExpertsHandle
+from vbrt.layers.experts.lending import lend, notice_writes, temporary_of
+from vbrt.layers.shells import warn_of_training
+from vbrt.layers.swapped import SwappedLayer
+from vbrt.residency.plan import format_bytes
+
+__all__ = ["VBExperts", "experts_class"]
+
+
+class VBExperts(SwappedLayer):
+    """Common part of swapped modules of routed experts.
+
+    Attributes:
+        handle: the planes of the experts.
+    """
+
+    _vb_handle: ExpertsHandle
+
+    @classmethod
+    def adopt_(cls, module: nn.Module, handle: ExpertsHandle) -> "VBExperts":
+        """Turn `module` into a VB layer in place; nothing is encoded yet."""
+        parameters = handle.spec.parameters
+        module.__class__ = experts_class(type(module), parameters)
+        module.__dict__["_vb_handle"] = handle
+        handle.trainable = module._parameters[parameters[0]].requires_grad
+        handle.layers.add(module)
+        module._own_held()
+        return module
+
+    @property
+    def handle(self) -> ExpertsHandle:
+        """The planes of the experts."""
+        return self._vb_handle
+
+    @property
+    def materialized(self) -> bool:
+        """True if the weights have been encoded and the dense parameters are gone."""
+        return all(self._parameters[name] is None for name in self._vb_handle.spec.parameters)
+
+    # -- shells -------------------------------------------------------------------------------------------------------
+
+    def _own_held(self) -> None:
+        """Count the dense parameters that the module holds as the weights'."""
+        held = {name: self._parameters[name] for name in self._vb_handle.spec.parameters}
+        self._vb_handle.own = {name: weakref.ref(p) for name, p in held.items() if p is not None}
+
+    def _given(self) -> bool:
+        """True if somebody has put a weight of their own in a parameter's place, as functional_call does."""
+        own = self._vb_handle.own
+        held = ((name, self._parameters[name]) for name in self._vb_handle.spec.parameters)
+        return any(p is not None and (name not in own or own[name]() is not p) for name, p in held)
+
+    def keep_given_(self) -> None:
+        """Take parameters that somebody has put in the place of the layer's own, as accelerate does, for its own."""
+        if self._given():
+            self.become_shell_({
+                name: self._parameters[name]
+                for name in self._vb_handle.spec.parameters
+                if isinstance(self._parameters[name], nn.Parameter)
+            })
+
+    def become_shell_(self, weights: Mapping[str, nn.Parameter]) -> None:
+        """Hold new dense parameters until the next forward; those that are not given are the decoded ones."""
+        handle = self._vb_handle
+        for name, weight in weights.items():
+            handle.spec.check(name, weight)
+        with handle.stack.encoding:
+            dense = {name: self._dense_of(name, weights.get(name)) for name in handle.spec.parameters}
+            heir = handle.empty_copy()
+            heir.forwards, heir.weight_reads, heir.ways = handle.forwards, handle.weight_reads, handle.ways
+            heir.trainable = handle.trainable
+            heir.retype(next(iter(dense.values())).dtype)
+            self._parameters.update(dense)
+            self.__dict__["_vb_handle"] = heir
+            handle.layers.discard(self)
+            heir.layers.add(self)
+            self._own_held()
+
+    def _dense_of(self, name: str, given: nn.Parameter | None) -> nn.Parameter:
+        if given is not None:
+            return given
+        held = self._parameters[name]
+        if held is not None:
+            return held
+        lent = temporary_of(self._vb_handle, name)
+        weight = lent.become_parameter() if lent is not None else nn.Parameter(self._vb_handle.weight(name))
+        return weight.requires_grad_(self._vb_handle.trainable)
+
+    def materialize_(self) -> nn.Module:
+        """Encode the experts now, one after the other, unless that is done, and remove the dense parameters.
+
+        Raises:
+            FormatError, TierError: the weights cannot be held; the layer stays as it was.
+        """
+        self.notice_writes()
+        handle = self._vb_handle
+        with unwatched(), handle.stack.encoding:
+            if self.materialized or self._given():
+                return self
+            weights = {name: self._dense_of(name, None) for name in handle.spec.parameters}
+            if any(weight.requires_grad for weight in weights.values()) and not handle.trainable:  # asked for since
+                return self.thaw_()
+            trained = handle.trainable
+            by_part = dict(zip(handle.spec.parts, weights.values(), strict=True))
+            handle.store(handle.split({part: weight.detach() for part, weight in by_part.items()}))
+            self._parameters.update(dict.fromkeys(weights))
+            handle.own = {}
+            for weight in weights.values():
+                page_out(weight)
+        if self.training and trained and torch.is_grad_enabled():
+            warn_of_training(stacklevel=4)
+        return self
+
+    def release_(self, weight: nn.Parameter | None = None) -> nn.Module:
+        """Turn the layer back, in place, into the module it was, holding its weights, decoded. `weight` counts where
+        the call before was interrupted: it is the first parameter."""
+        self.notice_writes()
+        names, handle = self._vb_handle.spec.parameters, self._vb_handle
+        dense = {name: self._dense_of(name, weight if name == names[0] else None) for name in names}
+        for parameter in dense.values():
+            parameter.requires_grad_(handle.trainable)
+        self._parameters.update(dense)
+        self._become_plain()
+        return self
+
+    def thaw_(self, weights: Mapping[str, nn.Parameter] | None = None) -> nn.Module:
+        """Leave the tiers: the plain module again, whose dense weights can train."""
+        self.notice_writes()
+        handle = self._vb_handle
+        dense = {name: self._dense_of(name, (weights or {}).get(name)) for name in handle.spec.parameters}
+        self._parameters.update(dense)
+        self._become_plain()
+        for parameter in dense.values():
+            parameter.requires_grad_()
+        handle.retire()
+        return self
+
+    def train_(self, weights: Mapping[str, nn.Parameter]) -> None:
+        """Leave the tiers, holding `weights`, because somebody wants them to train."""
+        spec = self._vb_handle.spec
+        warnings.warn(
+            f"requires_grad_(True) or a parametrization: {spec.name} left the tiers to train: plain experts with "
+            f"{format_bytes(spec.weight_bytes)} of dense weights, outside of all budgets",
+            stacklevel=5,
+        )
+        self.thaw_(weights)
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def _vb_forward(self, *args: Any) -> torch.Tensor:
+        """The module's output, by its pages unless somebody has put other weights in their place."""
+        x = args[0]
+        if is_compiling():
+            return torch.ops.vbrt.experts(*args, self._vb_handle.token)
+        self.notice_writes()
+        if not self.materialized:
+            if self._given():
+                return plain_forward(self, *args)
+            self.materialize_()
+            if not isinstance(self, VBExperts):  # somebody has asked the shell to train
+                return self(*args)
+        if not is_bare(x):
+            return plain_forward(self, *args)
+        return forward_experts(self, *args)
+
+    # -- the weights, as everybody else sees them ---------------------------------------------------------------------
+
+    def _weight(self, name: str) -> torch.Tensor:
+        """A dense parameter of a shell; after that a decoded temporary in the original shape and dtype."""
+        self.notice_writes()
+        dense = self._parameters[name]
+        if dense is not None:
+            return dense
+        if is_compiling():
+            handle = self._vb_handle
+            site = handle.spec.sites[handle.spec.parameters.index(name)]
+            return torch.ops.vbrt.expert_weight(
+                handle.token, name, list(site.kept_shape), handle.dtype, handle.device_name
+            )
+        return lend(self._vb_handle, name)
+
+    def notice_writes(self) -> None:
+        """Take over writes to the temporaries of the weights that nothing has reported."""
+        handle = self._vb_handle
+        if handle.lent or handle.written:
+            notice_writes(handle)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        handle = self.__dict__.get("_vb_handle")
+        if handle is None or name not in handle.spec.parameters:
+            super().__setattr__(name, value)
+        elif not isinstance(value, torch.Tensor):
+            raise TypeError(f"{handle.spec.name}.{name}: expected a tensor, got {type(value).__name__}")
+        elif value is not temporary_of(handle, name):
+            is_parameter = isinstance(value, nn.Parameter)
+            self.become_shell_({name: value if is_parameter else nn.Parameter(value.detach(), requires_grad=False)})
+
+    def __delattr__(self, name: str) -> None:
+        spec = self._vb_handle.spec
+        if name not in spec.parameters:
+            super().__delattr__(name)
+            return
+        if self.materialized:
+            spec.refuse(name, "removing it")
+        warnings.warn(f"{spec.name}: left the tiers: its {name} was removed", stacklevel=2)
+        self._become_plain()
+        nn.Module.__delattr__(self, name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As in nn.Module; for a weight the same as assigning it.
+
+        Raises WrapError for what would compute a weight of another parameter: the layer is as it was.
+        """
+        handle = self.__dict__.get("_vb_handle")
+        if handle is not None and param is not None and name in handle.spec.parameters:
+            self.become_shell_({name: param})
+            return
+        if handle is not None and name.endswith(("_orig", "_g", "_v")) and name.rpartition("_")[0] in handle.spec.parameters:
+            raise WrapError(
+                f"{handle.spec.name}: {name} cannot take the place of its weights (pruning and weight_norm do that): "
+                "apply them before wrapping, or unwrap() first"
+            )
+        super().register_parameter(name, param)
+
+    # -- nn.Module's walks --------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict:
+        self.notice_writes()
+        return super().__getstate__()
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._vb_handle.layers.add(self)
+        self._own_held()
+
+    def __reduce_ex__(self, protocol: int):
+        return _new_layer, (type(self).plain_class(), self._vb_handle.spec.parameters), self.__getstate__()
+
+    def _apply(self, fn, recurse: bool = True):
+        """Casts show in what the layer computes and decodes; pages stay where the tiers have put them."""
+        handle = self._vb_handle
+        dense = {name: self._parameters[name] for name in handle.spec.parameters}
+        held = [p for p in dense.values() if p is not None]
+        if held and held[0].is_meta:  # to_empty() gives it memory
+            super()._apply(fn, recurse)
+            self._own_held()
+            handle.retype(self._parameters[handle.spec.parameters[0]].dtype)
+            return self
+        self._parameters.update(dict.fromkeys(dense))
+        try:
+            super()._apply(fn, recurse)
+            dtype = fn(torch.empty(0, dtype=held[0].dtype if held else handle.dtype, device="cpu")).dtype
+        finally:
+            self._parameters.update(dense)
+        for parameter in held:
+            if dtype != parameter.dtype:
+                parameter.data = parameter.data.to(dtype)
+        handle.retype(dtype)
+        return self
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of the plain module, with the temporaries in the place of its weights; models that the layer is in list
+        what is a parameter only, and so does `recurse=False`."""
+        names = self._vb_handle.spec.parameters
+        if self.materialized and recurse:
+            for name in names:
+                yield f"{prefix}.{name}" if prefix else name, self._weight(name)
+        yield from nn.Module.named_parameters(self, prefix, recurse, remove_duplicate)
+
+    def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:
+        self.notice_writes()
+        if self.materialized:
+            for name in self._vb_handle.spec.parameters:
+                destination[prefix + name] = self._weight(name) if keep_vars else self._vb_handle.weight(name)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        materialized = self.materialized
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if not materialized:
+            return
+        found, assign = {}, local_metadata.get("assign_to_params_buffers", False)
+        for site in self._vb_handle.spec.sites:
+            key = prefix + site.parameter
+            if key in unexpected_keys:  # for want of a parameter to take it
+                unexpected_keys.remove(key)
+            weight = state_dict.get(key)
+            if weight is None:
+                if strict:
+                    missing_keys.append(key)
+            elif weight.shape != torch.Size(site.kept_shape):
+                error_msgs.append(
+                    f"size mismatch for {key}: copying a param with shape {weight.shape} from checkpoint, "
+                    f"the shape in current model is {torch.Size(site.kept_shape)}."
+                )  # nn.Module's words
+            else:
+                dtype = weight.dtype if assign else self._vb_handle.dtype
+                found[site.parameter] = nn.Parameter(weight.detach().to(dtype), requires_grad=False)
+        if found:
+            self._store_loaded(found)
+
+    def _store_loaded(self, weights: Mapping[str, nn.Parameter]) -> None:
+        """Encode loaded weights; the planes before them are retired first, to make room."""
+        trainable = self._vb_handle.trainable
+        self.become_shell_(weights)
+        for weight in weights.values():
+            weight.requires_grad_(trainable)
+        with torch.no_grad():
+            self.materialize_()
+
+
+@functools.cache
+def experts_class(plain: type[nn.Module], parameters: tuple[str, ...]) -> type[VBExperts]:
+    """The class that takes the place of `plain`, whose weights have these names."""
+    members: dict[str, Any] = {
+        name: property(functools.partial(_read, name=name)) for name in parameters
+    }
+
+    @functools.wraps(plain.forward)
+    def forward(self: VBExperts, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs:
+            args = _bound(plain, self, args, kwargs)
+        return self._vb_forward(*args)
+
+    members |= {
+        "__module__": plain.__module__,
+        "__doc__": f"{plain.__name__} with its experts in a tier stack. Made by `vbrt.wrap`, not by hand.",
+        "forward": forward,
+    }
+    return type(f"VB{plain.__name__}", (VBExperts, plain), members)
+
+
+def _read(self: VBExperts, name: str) -> torch.Tensor:
+    return self._weight(name)
+
+
+def _bound(plain: type, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
+    """The arguments in the order of the plain class's forward."""
+    return inspect.signature(plain.forward).bind(module, *args, **kwargs).args[1:]
+
+
+def _new_layer(plain: type[nn.Module], parameters: tuple[str, ...]) -> VBExperts:
+    return experts_class(plain, parameters).__new__(experts_class(plain, parameters))
