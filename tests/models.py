@@ -9,7 +9,7 @@ from torch import nn
 import vbrt
 from vbrt.config import load_config
 
-__all__ = ["FORMATS", "TOKENS", "config", "dtype_of", "gpt2", "llama", "mlp", "wrap", "wrap_streamed"]
+__all__ = ["FORMATS", "TOKENS", "config", "dtype_of", "gpt2", "llama", "mlp", "qwen3_moe", "wrap", "wrap_streamed"]
 
 #: weights.format, or "exact" for nvfp4 with a fine plane
 FORMATS = ("dense", "nvfp4", "exact")
@@ -77,3 +77,28 @@ def gpt2(*, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(4)
     sizes = {"vocab_size": 128, "n_embd": 40, "n_layer": 2, "n_head": 4, "n_positions": 64}
     return GPT2LMHeadModel(GPT2Config(**sizes)).to(dtype).eval()
+
+
+def qwen3_moe(
+    *, dtype: torch.dtype = torch.bfloat16, experts: str = "grouped_mm", layers: int = 2, count: int = 8
+) -> nn.Module:
+    """A Qwen3MoeForCausalLM with two of `count` routed experts a token, by one of transformers' implementations."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(5)
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": count,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 64,
+    }
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).to(dtype).eval()
+    model.set_experts_implementation(experts)
+    return model

@@ -34,7 +34,7 @@ def test_a_site_names_its_weight_as_the_model_does(site, name, tensor, kept_shap
 
 def test_each_matrix_of_a_site_can_have_a_page():
     site = WeightSite("experts", (96, 64), "down_proj", matrices=3)
-    assert [site.page_key("fine", m) for m in range(3)] == [f"experts.down_proj#fine.{m}" for m in range(3)]
+    assert [site.expert_key("fine", m) for m in range(3)] == [f"experts#fine.{m}" for m in range(3)]
 
 
 @pytest.mark.parametrize(("dim", "whole"), [(0, (384, 64)), (1, (96, 256))])

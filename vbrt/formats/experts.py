@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vbrt.formats.page import PageLayout, build_layout
 
-__all__ = ["PARTS", "join_fields", "join_layouts", "part_fields"]
+__all__ = ["PARTS", "join_fields", "join_layouts", "part_fields", "part_layout"]
 
 #: the names of parts, in the order in which a page has them
 PARTS = ("gate", "up", "down")
@@ -27,6 +27,13 @@ def join_layouts(parts: Mapping[str, PageLayout]) -> PageLayout:
 def join_fields(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return the fields of a joint page, from those of each part."""
     return {f"{part}.{name}": tensor for part, fields in parts.items() for name, tensor in fields.items()}
+
+
+def part_layout(layout: PageLayout, part: str) -> PageLayout:
+    """Return the layout that one part of a joint page has in a page of its own."""
+    head = f"{part}."
+    own = [(f.name.removeprefix(head), f.dtype, f.shape) for f in layout.fields if f.name.startswith(head)]
+    return build_layout(layout.format, layout.plane, own)
 
 
 def part_fields(fields: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:

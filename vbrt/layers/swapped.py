@@ -35,6 +35,10 @@ class SwappedLayer(nn.Module):
         """Put a dense parameter at the weight's site, or none."""
         self._parameters[self._vb_handle.spec.site.parameter] = dense
 
+    def forget_dense_(self) -> None:
+        """Hold no dense parameters: the pages have their values by now."""
+        self.hold_(None)
+
     def _become_plain(self) -> None:
         plain = type(self).plain_class()
         for name, value in list(self.__dict__.items()):

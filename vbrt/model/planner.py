@@ -90,7 +90,7 @@ def _pages(swap: Swap, packing: PageOrder | None) -> tuple[PageSpec, ...]:
     if not swap.experts:
         return tuple(PageSpec(swap.site.page_key(plane), plane, n, by_rows=by_rows) for plane, n in planes.items())
     return tuple(
-        PageSpec(swap.site.expert_key(plane, expert), plane, nbytes)
+        PageSpec(swap.site.expert_key(plane, expert), plane, nbytes, top_k=swap.top_k)
         for expert in range(swap.experts)
         for plane, nbytes in planes.items()
     )

@@ -67,14 +67,14 @@ def _fill_(attachment: Attachment, source: Source) -> None:
     layers, read = attachment.layers, 0
     for swap in attachment.plan.swaps:
         handle = layers[swap.name].handle
-        handle.store(source.planes_of(swap, handle))
+        handle.store(source.experts_of(swap, handle) if swap.experts else source.planes_of(swap, handle))
         read += swap.dense_bytes
         if read > _TRIM_BYTES:  # or the C library keeps what weights leave between the pages: as much as all of them
             release_host_memory()
             read = 0
     for swap in attachment.plan.swaps:
-        for site in swap.sites:
-            layers[site.name]._parameters[site.parameter] = None
+        for name in swap.modules:
+            layers[name].forget_dense_()
     source.fill_kept_(attachment.model, attachment.stack.device)
     for swap in attachment.plan.swaps:
         handle = layers[swap.name].handle

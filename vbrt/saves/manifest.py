@@ -74,16 +74,29 @@ class SavedLayer:
         """The first site, after which the tensors are named."""
         return self.sites[0]
 
-    def file_tensor(self, plane: str, field: str) -> str:
+    @property
+    def matrices(self) -> tuple[int | None, ...]:
+        """The numbers of the matrices of routed experts, each of which has planes of its own; else None alone."""
+        return tuple(range(self.site.matrices)) if KINDS[self.site.kind].routed else (None,)
+
+    def file_tensor(self, plane: str, field: str, matrix: int | None = None) -> str:
         """Return the name in the files of one tensor of a plane."""
+        name = self.site.tensor if matrix is None else f"{self.site.tensor}.{matrix}"
         if plane == "dense":
-            return self.site.tensor
-        return f"{self.site.tensor}.{field}" if plane == "coarse" else f"{self.site.tensor}.{plane}.{field}"
+            return name
+        return f"{name}.{field}" if plane == "coarse" else f"{name}.{plane}.{field}"
+
+    def file_tensors(self) -> Iterator[str]:
+        """Yield the names in the files of all tensors of all planes."""
+        for matrix in self.matrices:
+            for plane, names in self.planes.items():
+                for field in names:
+                    yield self.file_tensor(plane, field, matrix)
 
     def expected(self) -> dict[str, Expected]:
-        """Return what each plane must hold. Raises FormatError for a dtype that the format does not hold."""
+        """Return what each plane of a matrix must hold. Raises FormatError: the format does not hold the dtype."""
         dtype = getattr(torch, self.stored_dtype)
-        kept = self.site.kept_shape if FORMATS[self.format].lossless else self.site.shape
+        kept = self.site.matrix_shape if FORMATS[self.format].lossless else self.site.shape
         layout = get_format(self.format).layout(kept, dtype)
         planes = {layout.plane: {field.name: (field.dtype, field.shape) for field in layout.fields}}
         return planes | ({"fine": fine_fields(self.site.shape, dtype)} if self.fine else {})
@@ -244,6 +257,7 @@ def _checked(data: dict[str, Any], version: int) -> Manifest:
     for number, layer in enumerate(manifest.layers):
         _check_sites(layer, f"layers[{number}]")
         _check_layer(layer, f"layers[{number}]")
+    _check_routed(manifest)
     _check_tensors(manifest)
     if version > 1 and data["digest"] != content_digest(data):
         raise _Damaged(f'"digest" = {_shown(data["digest"])}, and that of the content is "{content_digest(data)}"')
@@ -383,8 +397,26 @@ def _check_sites(layer: SavedLayer, where: str) -> None:
             raise _Damaged(f"{where}: a {site.kind} has no weight of the name {_shown(site.parameter)}")
         if site.transposed != kind.transposed:
             raise _Damaged(f"{where}.transposed = {_shown(site.transposed)}, which a {site.kind} is not")
-        if site.matrices != 1:
+        if site.matrices != 1 and not kind.routed:
             raise _Damaged(f"{where}.matrices = {site.matrices}; a {site.kind} has 1")
+
+
+def _check_routed(manifest: Manifest) -> None:
+    """Check that modules of routed experts have all their parameters, held alike."""
+    held: dict[str, list[SavedLayer]] = {}
+    for layer in manifest.layers:
+        if KINDS[layer.site.kind].routed:
+            held.setdefault(layer.site.module, []).append(layer)
+    for module, layers in held.items():
+        kinds = {layer.site.kind for layer in layers}
+        alike = {(x.site.matrices, x.stored_dtype, x.dtype, x.format, x.fine, len(x.sites)) for x in layers}
+        found = sorted(layer.site.parameter for layer in layers)
+        if len(kinds) > 1 or found != sorted(KINDS[layers[0].site.kind].parameters):
+            raise _Damaged(
+                f"layers has {', '.join(found)} of the experts {_shown(module)}, and not what they consist of"
+            )
+        if len(alike) > 1 or layers[0].sites[1:]:
+            raise _Damaged(f"layers has {', '.join(found)} of the experts {_shown(module)} held in different ways")
 
 
 def _check_layer(layer: SavedLayer, where: str) -> None:
@@ -400,12 +432,7 @@ def _check_layer(layer: SavedLayer, where: str) -> None:
 
 def _check_tensors(manifest: Manifest) -> None:
     """Check that every tensor of a layer, parameter or buffer is listed, and no other."""
-    wanted = Counter(
-        layer.file_tensor(plane, field)
-        for layer in manifest.layers
-        for plane, names in layer.planes.items()
-        for field in names
-    )
+    wanted = Counter(name for layer in manifest.layers for name in layer.file_tensors())
     wanted.update(entry.name for entry in manifest.kept)
     for name, count in wanted.items():
         if count > 1:

@@ -11,7 +11,7 @@ last, is what makes them the save: until then the directory holds the one before
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError, describe_os_error
 from vbrt.host.files import expanded, sync_directory, write_file
 from vbrt.layers import SwappedLayer, WeightHandle, site_of
+from vbrt.layers.experts import ExpertsHandle
 from vbrt.model.attachment import Attachment
 from vbrt.residency.site import ROOT, WeightSite
 from vbrt.saves.manifest import (
@@ -40,7 +41,7 @@ from vbrt.training import TrainedLayer, TrainedWeight
 
 __all__ = ["save_attached"]
 
-Handle = WeightHandle | TrainedWeight
+Handle = WeightHandle | TrainedWeight | ExpertsHandle
 _SHARD_BYTES = 1 << 30
 _OURS = re.compile(rf"({SHARD.pattern}|{re.escape(MANIFEST)})((\.[0-9a-f]{{8}})?\.tmp)?")
 
@@ -69,7 +70,7 @@ def _save(model: nn.Module, config: VBConfig, directory: Path) -> Path:
     except OSError as error:
         raise CheckpointError(f"{error.filename}: the model cannot be saved there: {error.strerror}") from error
     layers, kept = _find_layers(model), _find_kept(model)
-    parts = [_layer_part(layer, handle) for layer, handle in layers]
+    parts = [part for layer, handle in layers for part in _layer_parts(layer, handle)]
     parts += [_kept_part(entry, tensor) for entry, tensor in kept]
     _check_unique(info.name for part in parts for info in part.tensors)
     token = secrets.token_hex(4)
@@ -164,7 +165,36 @@ def _shards(parts: Iterable[_Part]) -> list[list[_Part]]:
     return shards
 
 
-def _layer_part(layer: SavedLayer, handle: Handle) -> _Part:
+def _layer_parts(layer: SavedLayer, handle: Handle) -> Iterator[_Part]:
+    """Yield what is written of a weight at a time: of routed experts, one matrix."""
+    if not isinstance(handle, ExpertsHandle):
+        yield _layer_part(layer, handle)
+        return
+    for expert in range(handle.spec.experts):
+        yield _expert_part(layer, handle, expert)
+
+
+def _expert_part(layer: SavedLayer, handle: ExpertsHandle, expert: int) -> _Part:
+    part = handle.spec.part_of(layer.site.parameter)
+    infos = [
+        TensorInfo(layer.file_tensor(layout.plane, field.name, expert), getattr(torch, field.dtype), field.shape)
+        for layout in handle.encoded_layouts(part, expert)
+        for field in layout.fields
+    ]
+
+    def write(writer: TensorWriter) -> dict[str, str]:
+        with handle.lease([expert]) as leased:
+            named = {
+                layer.file_tensor(layout.plane, field, expert): tensor
+                for layout, fields in handle.encoded_part_of(part, leased)
+                for field, tensor in fields.items()
+            }
+            return {name: writer.write(name, tensor) for name, tensor in named.items()}
+
+    return _Part(infos, write)
+
+
+def _layer_part(layer: SavedLayer, handle: WeightHandle | TrainedWeight) -> _Part:
     infos = [
         TensorInfo(layer.file_tensor(layout.plane, field.name), getattr(torch, field.dtype), field.shape)
         for layout in handle.encoded_layouts()
@@ -197,7 +227,30 @@ def _find_layers(model: nn.Module) -> list[tuple[SavedLayer, Handle]]:
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, SwappedLayer):
             sites.setdefault(module.handle, []).append(site_of(name or ROOT, module))
-    return [(_saved_layer(handle, tuple(held)), handle) for handle, held in sites.items()]
+    return [
+        (layer, handle)
+        for handle, held in sites.items()
+        for layer in (
+            _saved_experts(handle, held[0])
+            if isinstance(handle, ExpertsHandle)
+            else [_saved_layer(handle, tuple(held))]
+        )
+    ]
+
+
+def _saved_experts(handle: ExpertsHandle, first: WeightSite) -> Iterator[SavedLayer]:
+    """Yield an entry for each parameter of a module of routed experts."""
+    for part, site in zip(handle.spec.parts, handle.spec.sites, strict=True):
+        layouts = handle.encoded_layouts(part, 0)
+        yield SavedLayer(
+            sites=(replace(site, module=first.module),),
+            stored_dtype=text_of(handle.spec.dtype),
+            dtype=text_of(handle.dtype),
+            format=handle.spec.format,
+            fine=handle.spec.fine,
+            trainable=handle.trainable,
+            planes={layout.plane: tuple(field.name for field in layout.fields) for layout in layouts},
+        )
 
 
 def _saved_layer(handle: Handle, sites: tuple[WeightSite, ...]) -> SavedLayer:

@@ -1,7 +1,7 @@
 """Files that a model is loaded from: what `vb.save` wrote, or a safetensors checkpoint of the dense model."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,13 @@ from vbrt.errors import CheckpointError, ConfigError, FormatError, describe_os_e
 from vbrt.formats import get_format
 from vbrt.formats.fine import check_fine
 from vbrt.host.files import expanded, read_bounded
-from vbrt.layers import WeightHandle
+from vbrt.layers import KINDS, WeightHandle
 from vbrt.layers.encoding import Planes
+from vbrt.layers.experts import ExpertsHandle
+from vbrt.layers.experts.routing import top_k_of
 from vbrt.model.planner import make_plan
 from vbrt.residency.plan import Beside, Plan, Swap
-from vbrt.residency.site import ROOT
+from vbrt.residency.site import ROOT, WeightSite
 from vbrt.saves.assign import assign_, on_meta, with_values
 from vbrt.saves.conversion import Entry, entries_for
 from vbrt.saves.fit import (
@@ -61,7 +63,10 @@ class Source(Protocol):
     def planes_of(self, swap: Swap, handle: WeightHandle) -> Planes:
         """Return the planes of a weight, to be stored by its handle."""
 
-    def computes_in(self, swap: Swap, handle: WeightHandle) -> torch.dtype:
+    def experts_of(self, swap: Swap, handle: ExpertsHandle) -> Iterable[Planes]:
+        """Yield the joint planes of each of a layer's routed experts, to be stored by their handle."""
+
+    def computes_in(self, swap: Swap, handle: WeightHandle | ExpertsHandle) -> torch.dtype:
         """Return the dtype that the layers of a weight compute in."""
 
     def fill_kept_(self, model: nn.Module, device: torch.device) -> None:
@@ -151,13 +156,14 @@ class SavedModel:
         for number, layer in enumerate(self._manifest.layers):
             for plane, expected in layer.expected().items():
                 for field, wanted in expected.items():
-                    info = self._info(layer.file_tensor(plane, field))
-                    if not _is_like(info, *wanted):
-                        raise _damaged(
-                            self.path / MANIFEST,
-                            f"layers[{number}] asks for {_described(*wanted)}, and "
-                            f"{info.name} is {_described(text_of(info.dtype), info.shape)}",
-                        )
+                    for matrix in layer.matrices:
+                        info = self._info(layer.file_tensor(plane, field, matrix))
+                        if not _is_like(info, *wanted):
+                            raise _damaged(
+                                self.path / MANIFEST,
+                                f"layers[{number}] asks for {_described(*wanted)}, and "
+                                f"{info.name} is {_described(text_of(info.dtype), info.shape)}",
+                            )
         for number, entry in enumerate(self._manifest.kept):
             dtype = self._info(entry.name).dtype
             if entry.trainable and not has_fraction(dtype):
@@ -216,14 +222,26 @@ class SavedModel:
     def plan(self, model: nn.Module, config: VBConfig, beside: Beside | None) -> Plan:
         """See `Source`: with the swaps of the model that was saved."""
         modules = {name or ROOT: module for name, module in model.named_modules()}
-        saved = [_swap(layer, modules) for layer in self._manifest.layers]
+        layers = [layer for layer in self._manifest.layers if not KINDS[layer.site.kind].routed]
+        saved = [_swap(layer, modules) for layer in layers] + list(_routed_swaps(self._manifest.layers, modules))
+        places = {name: place for place, name in enumerate(modules)}
+        saved.sort(key=lambda swap: places[swap.site.module])
         return make_plan(model, config, saved=saved, beside=beside)
 
     def planes_of(self, swap: Swap, handle: WeightHandle) -> Planes:
         """See `Source`: as they were encoded."""
-        layer = self._layers[swap.name]
+        return handle.encoder.from_encoded(self._encoded(self._layers[swap.name]))
+
+    def experts_of(self, swap: Swap, handle: ExpertsHandle) -> Iterator[Planes]:
+        """See `Source`: as they were encoded."""
+        layers = {part: self._layers[site.name] for part, site in zip(handle.spec.parts, _sites(swap), strict=True)}
+        for expert in range(swap.experts):
+            yield handle.from_encoded({part: self._encoded(layer, expert) for part, layer in layers.items()})
+
+    def _encoded(self, layer: SavedLayer, matrix: int | None = None) -> dict[str, dict[str, torch.Tensor]]:
+        """Read the planes of a weight, or of one of its matrices, as they were encoded."""
         planes = {
-            plane: {field: self._read(layer.file_tensor(plane, field)) for field in names}
+            plane: {field: self._read(layer.file_tensor(plane, field, matrix)) for field in names}
             for plane, names in layer.planes.items()
         }
         if layer.fine:
@@ -236,12 +254,13 @@ class SavedModel:
                     getattr(torch, layer.stored_dtype),
                 )
             except FormatError as error:
-                raise _damaged(self._files[layer.file_tensor("fine", "low")].path, f"{swap.name}: {error}") from error
-        return handle.encoder.from_encoded(planes)
+                path = self._files[layer.file_tensor("fine", "low", matrix)].path
+                raise _damaged(path, f"{layer.site.name}: {error}") from error
+        return planes
 
-    def computes_in(self, swap: Swap, handle: WeightHandle) -> torch.dtype:
+    def computes_in(self, swap: Swap, handle: WeightHandle | ExpertsHandle) -> torch.dtype:
         """See `Source`."""
-        return getattr(torch, self._layers[swap.name].dtype)
+        return getattr(torch, self._layers[swap.site.name].dtype)
 
     def fill_kept_(self, model: nn.Module, device: torch.device) -> None:
         """See `Source`."""
@@ -318,7 +337,12 @@ class DenseCheckpoint:
         """See `Source`: encoded now."""
         return handle.split(self._read(swap.site.tensor))
 
-    def computes_in(self, swap: Swap, handle: WeightHandle) -> torch.dtype:
+    def experts_of(self, swap: Swap, handle: ExpertsHandle) -> Iterable[Planes]:
+        """See `Source`: encoded one after the other."""
+        weights = {part: self._read(site.tensor) for part, site in zip(handle.spec.parts, _sites(swap), strict=True)}
+        return handle.split(weights)
+
+    def computes_in(self, swap: Swap, handle: WeightHandle | ExpertsHandle) -> torch.dtype:
         """See `Source`."""
         return handle.dtype
 
@@ -348,6 +372,28 @@ def _swap(layer: SavedLayer, modules: Mapping[str, nn.Module]) -> Swap:
         format=layer.format,
         fine="exact" if layer.fine else "none",
     )
+
+
+def _routed_swaps(layers: Iterable[SavedLayer], modules: Mapping[str, nn.Module]) -> Iterator[Swap]:
+    """Yield the swap of each saved module of routed experts, of which every parameter is an entry."""
+    held: dict[str, dict[str, SavedLayer]] = {}
+    for layer in layers:
+        if KINDS[layer.site.kind].routed:
+            held.setdefault(layer.site.module, {})[layer.site.parameter] = layer
+    for module, by_parameter in held.items():
+        kind = KINDS[next(iter(by_parameter.values())).site.kind]
+        first, *others = (by_parameter[parameter] for parameter in kind.parameters)
+        yield replace(
+            _swap(first, modules),
+            parts=tuple(layer.site for layer in others),
+            dense_bytes=sum(x.site.parameters for x in (first, *others)) * getattr(torch, first.stored_dtype).itemsize,
+            experts=first.site.matrices,
+            top_k=top_k_of(modules[module]),
+        )
+
+
+def _sites(swap: Swap) -> tuple[WeightSite, ...]:
+    return (swap.site, *swap.parts)
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:

@@ -2,13 +2,13 @@
 
 | weights | how |
 | --- | --- |
-| `dense`, `exact` | the experts implementation that the model's config names, on the leased experts: bit for bit its output |
+| `dense`, `exact` | the experts implementation that the model's config names, on the leased experts: its very bits |
 | 4 bits | the ops `experts_up` and `experts_down` on the leased pages |
 | tracers, transforms, weights that somebody has put in their place | the module's own forward on decoded temporaries |
 
-Where the experts that a pass touches do not fit into the tier at once, or a prompt goes through nearly all of them, they
-are leased in chunks, ascending. The rows of all pairs are kept until the last chunk, and are weighed and summed then as
-the implementation does it, so that a budget changes no bit.
+Where the experts that a pass touches do not fit into the tier at once, or a prompt goes through nearly all of them,
+they are leased in chunks, ascending. The rows of all pairs are kept until the last chunk, and are weighed and summed
+then as the implementation does it, so that a budget changes no bit.
 
 Legend: T tokens, k experts a token, P = T k pairs, E experts, H hidden.
 """
@@ -123,14 +123,13 @@ class _Library:
 
     def __init__(self, layer: "VBExperts", routed: Routed) -> None:
         self.layer, self.routed, self.handle = layer, routed, layer.handle
-        self.forward, self.in_order = _implementation(layer)
+        self.name, self.forward = _implementation(layer)
+        self.in_order = self.name is None
         self.rows: Tensor | None = None
 
     def _view(self, leased: "Leased") -> _View:
         spec = self.handle.spec
-        weights = {
-            parameter: leased.weights(part) for parameter, part in zip(spec.parameters, spec.parts, strict=True)
-        }
+        weights = {parameter: leased.weights(part) for parameter, part in zip(spec.parameters, spec.parts, strict=True)}
         return _View(self.layer, weights, leased.experts)
 
     def _local(self, leased: "Leased") -> Tensor:
@@ -163,10 +162,35 @@ class _Library:
         x, k = self.routed.x, local_Tk.shape[1]
         if self.rows is None:
             self.rows = x.new_zeros(local_Tk.numel(), x.shape[1])
+        if self.name == "grouped_mm":
+            self._add_groups(view, local_Tk, count)
+            return
         pairs_P = pairs_of(local_Tk, count)
         ids_P1 = local_Tk.reshape(-1, 1)[pairs_P]
+        if (
+            self.name == "batched_mm" and len(pairs_P) == 1 < local_Tk.numel()
+        ):  # torch multiplies a batch of one in another order
+            pairs_P, ids_P1 = pairs_P.expand(2), ids_P1.expand(2, 1)
         ones_P1 = x.new_ones(len(pairs_P), 1)
         self.rows[pairs_P] = self.forward(view, x[pairs_P // k], ids_P1, ones_P1).to(self.rows.dtype)
+
+    def _add_groups(self, view: _View, local_Tk: Tensor, count: int) -> None:
+        """The rows of pairs as "grouped_mm" computes them: what a row gives depends on its place among those of its
+        expert, and its sort is not stable."""
+        library, k = sys.modules["transformers.integrations.moe"], local_Tk.shape[1]
+        ids_P, perm_P = torch.sort(self.routed.ids.reshape(-1))
+        here = local_Tk.reshape(-1)[perm_P]
+        pairs_P, ids_P = perm_P[here < count], here[here < count]
+        ends_n = torch.bincount(ids_P, minlength=count).cumsum(0, dtype=torch.int32)
+
+        def product(v: Tensor, name: str) -> Tensor:
+            bias = getattr(view, f"{name}_bias")[ids_P] if view.has_bias else None
+            return library._grouped_linear(v, getattr(view, name), ends_n, bias=bias, is_transposed=view.is_transposed)
+
+        up, down = self.handle.spec.parameters
+        v = product(self.routed.x[pairs_P // k], up)
+        y = product(view._apply_gate(v) if view.has_gate else view.act_fn(v), down)
+        self.rows[pairs_P] = view.post_expert_norm(y) if view.has_post_expert_norm else y
 
     def result(self) -> Tensor:
         """The output after the last chunk."""
@@ -176,15 +200,16 @@ class _Library:
         return weighted.view(*self.routed.ids.shape, -1).sum(dim=1).to(self.routed.x.dtype)
 
 
-def _implementation(layer: "VBExperts") -> tuple[Callable[..., Tensor], bool]:
-    """The function that the module's forward would call, and True if it adds experts to the sum in their order."""
+def _implementation(layer: "VBExperts") -> tuple[str | None, Callable[..., Tensor]]:
+    """The function that the module's forward would call, and its name in transformers' table; None: the module's own,
+    which adds experts to the sum in their order."""
     plain = type(layer).plain_class()
     name = getattr(getattr(layer, "config", None), "_experts_implementation", None)
     library = sys.modules.get("transformers.integrations.moe")
     known = library is not None and name in library.ALL_EXPERTS_FUNCTIONS
     if known and hasattr(plain.forward, "__wrapped__"):
-        return library.ALL_EXPERTS_FUNCTIONS[name], False
-    return plain.forward, True
+        return name, library.ALL_EXPERTS_FUNCTIONS[name]
+    return None, plain.forward
 
 
 def plain_forward(layer: "VBExperts", *args: Any) -> Tensor:
@@ -193,7 +218,10 @@ def plain_forward(layer: "VBExperts", *args: Any) -> Tensor:
     if layer.materialized:
         weights = {
             site.parameter: torch.ops.vbrt.expert_weight(
-                handle.token_at(handle.generation), site.parameter, list(site.kept_shape), handle.dtype,
+                handle.token_at(handle.generation),
+                site.parameter,
+                list(site.kept_shape),
+                handle.dtype,
                 handle.device_name,
             )
             for site in handle.spec.sites
@@ -273,7 +301,9 @@ class _Recomputed(torch.autograd.Function):
                 continue
             with handle.lease(chunk, ctx.precision) as leased:
                 found = _gradients(layer, leased, Routed(x, ids, weights), wanted, dy)
-            grads = [new if old is None else old if new is None else old + new for old, new in zip(grads, found, strict=True)]
+            grads = [
+                new if old is None else old if new is None else old + new for old, new in zip(grads, found, strict=True)
+            ]
         zeros = (torch.zeros_like(w) if g is None else g for g, w in zip(grads, wanted, strict=True))
         needs = ctx.needs_input_grad[2:]
         return None, None, *(g if need else None for g, need in zip(zeros, needs, strict=True))
@@ -288,7 +318,7 @@ def _gradients(
     pairs_P, k = pairs_of(local_Tk, len(leased.experts)), local_Tk.shape[1]
     with torch.no_grad():
         weights = {p: leased.weights(part) for p, part in zip(spec.parameters, spec.parts, strict=True)}
-    forward, _ = _implementation(layer)
+    _, forward = _implementation(layer)
     with torch.enable_grad():
         view = _View(layer, weights, leased.experts)
         y_PH = forward(

@@ -15,12 +15,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from vbrt.config import FORMATS
 from vbrt.errors import TierError, WrapError
 from vbrt.formats.base import WeightPlanes
-from vbrt.formats.experts import join_fields, join_layouts, part_fields
+from vbrt.formats.experts import join_fields, join_layouts, part_fields, part_layout
 from vbrt.formats.page import PageLayout, new_page, pack, unpack
 from vbrt.formats.separation import Separation
-from vbrt.config import FORMATS
 from vbrt.kernels import resolves_late
 from vbrt.kernels.experts import ExpertPages
 from vbrt.layers.compute import pass_precision, precision_notes
@@ -61,9 +61,7 @@ class Leased:
     def weights(self, part: str) -> torch.Tensor:
         """Return the matrices of a part as the module keeps them, [n, ...], decoded; a tensor of its own."""
         one, handle = self._handle.spec.parts[part], self._handle
-        out = torch.empty(
-            (len(self.experts), *one.site.matrix_shape), dtype=handle.dtype, device=handle.device
-        )
+        out = torch.empty((len(self.experts), *one.site.matrix_shape), dtype=handle.dtype, device=handle.device)
         for position in range(len(self.experts)):
             out[position].copy_(handle.matrix(part, self.fields(position)))
         return out
@@ -169,15 +167,15 @@ class ExpertsHandle:
 
     def split_one(self, matrices: Mapping[str, torch.Tensor], expert: int) -> Planes:
         """The joint planes of one expert. Raises FormatError with the expert's name."""
-        return _joined({
-            part: self.encoders[part].split(matrix, f"[{expert}]") for part, matrix in matrices.items()
-        })
+        return _joined({part: self.encoders[part].split(matrix, f"[{expert}]") for part, matrix in matrices.items()})
 
     def from_encoded(self, planes: Mapping[str, Mapping[str, dict[str, torch.Tensor]]]) -> Planes:
         """The joint planes of one expert, from encoded tensors by part and name of the plane."""
         return _joined({part: self.encoders[part].from_encoded(encoded) for part, encoded in planes.items()})
 
-    def encoded_part(self, part: str, layout: PageLayout, fields: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def encoded_part(
+        self, part: str, layout: PageLayout, fields: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """The fields of one part of a stored plane as the format encodes them."""
         encoder, own = self.encoders[part], part_fields(fields, part)
         return encoder.unpacked_fields(own) if layout.plane == "coarse" else own
@@ -190,7 +188,10 @@ class ExpertsHandle:
         if one.dense:
             return fields[0]["weight"].to(self.dtype)
         held = WeightPlanes(
-            one.format, one.shape, one.dtype if kernels.lossless else self.dtype, fields[0],
+            one.format,
+            one.shape,
+            one.dtype if kernels.lossless else self.dtype,
+            fields[0],
             fields[1] if len(fields) > 1 else None,
         )
         return (kernels.decode_turned(held) if one.transposed else kernels.decode(held)).to(self.dtype)
@@ -356,10 +357,30 @@ class ExpertsHandle:
             joined.append((self.encoded_layout(layout), join_fields(parts)))
         return joined
 
+    def encoded_part_of(self, part: str, leased: Leased) -> Planes:
+        """The planes of one part of the one leased expert as the format encodes them."""
+        (expert,) = leased.experts
+        stored = [page.layout for page in self.pages[expert * self.planes : (expert + 1) * self.planes]]
+        return [
+            (layout, self.encoded_part(part, layout, fields))
+            for layout, fields in zip(stored, leased.fields(0), strict=True)
+        ]
+
+    def encoded_layouts(self, part: str, expert: int) -> list[PageLayout]:
+        """The layouts of `encoded_part_of`, without a lease."""
+        encoder, layouts = self.encoders[part], []
+        for page in self.pages[expert * self.planes : (expert + 1) * self.planes]:
+            if page.layout.plane == "fine":
+                layouts.append(part_layout(page.layout, part))
+            else:
+                shape = encoder.spec.site.matrix_shape if encoder.spec.dense else encoder.spec.shape
+                layouts.append(encoder.format.layout(shape, encoder.spec.dtype))
+        return layouts
+
     def encoded_layout(self, layout: PageLayout) -> PageLayout:
         """The layout of a stored joint plane as the format encodes it."""
         if layout.plane != "coarse":
-            return layout
+            return layout  # nothing packs these
         return join_layouts({part: e.format.layout(e.spec.shape, e.spec.dtype) for part, e in self.encoders.items()})
 
 
@@ -399,9 +420,7 @@ def _to_pickle(layout: PageLayout, fields: Mapping[str, torch.Tensor]) -> tuple[
     return layout.to_dict(), to_pickle(pack(fields, layout, new_page(layout)))
 
 
-def _restore(
-    stack: TierStack, spec: ExpertsSpec, dtype: torch.dtype, trainable: bool, pages: list
-) -> ExpertsHandle:
+def _restore(stack: TierStack, spec: ExpertsSpec, dtype: torch.dtype, trainable: bool, pages: list) -> ExpertsHandle:
     """Unpickle: `stack` is one of this process, in CPU memory, shared by all handles of the pickle."""
     handle = ExpertsHandle(spec.portable(), stack)
     handle.dtype, handle.trainable = dtype, trainable

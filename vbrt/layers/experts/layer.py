@@ -74,11 +74,18 @@ class VBExperts(SwappedLayer):
     def keep_given_(self) -> None:
         """Take parameters that somebody has put in the place of the layer's own, as accelerate does, for its own."""
         if self._given():
-            self.become_shell_({
-                name: self._parameters[name]
-                for name in self._vb_handle.spec.parameters
-                if isinstance(self._parameters[name], nn.Parameter)
-            })
+            self.become_shell_(
+                {
+                    name: self._parameters[name]
+                    for name in self._vb_handle.spec.parameters
+                    if isinstance(self._parameters[name], nn.Parameter)
+                }
+            )
+
+    def forget_dense_(self) -> None:
+        """Hold no dense parameters: the pages have their values by now."""
+        self._parameters.update(dict.fromkeys(self._vb_handle.spec.parameters))
+        self._vb_handle.own = {}
 
     def become_shell_(self, weights: Mapping[str, nn.Parameter]) -> None:
         """Hold new dense parameters until the next forward; those that are not given are the decoded ones."""
@@ -124,8 +131,7 @@ class VBExperts(SwappedLayer):
             trained = handle.trainable
             by_part = dict(zip(handle.spec.parts, weights.values(), strict=True))
             handle.store(handle.split({part: weight.detach() for part, weight in by_part.items()}))
-            self._parameters.update(dict.fromkeys(weights))
-            handle.own = {}
+            self.forget_dense_()
             for weight in weights.values():
                 page_out(weight)
         if self.training and trained and torch.is_grad_enabled():
@@ -236,7 +242,11 @@ class VBExperts(SwappedLayer):
         if handle is not None and param is not None and name in handle.spec.parameters:
             self.become_shell_({name: param})
             return
-        if handle is not None and name.endswith(("_orig", "_g", "_v")) and name.rpartition("_")[0] in handle.spec.parameters:
+        if (
+            handle is not None
+            and name.endswith(("_orig", "_g", "_v"))
+            and name.rpartition("_")[0] in handle.spec.parameters
+        ):
             raise WrapError(
                 f"{handle.spec.name}: {name} cannot take the place of its weights (pruning and weight_norm do that): "
                 "apply them before wrapping, or unwrap() first"
@@ -339,9 +349,7 @@ class VBExperts(SwappedLayer):
 @functools.cache
 def experts_class(plain: type[nn.Module], parameters: tuple[str, ...]) -> type[VBExperts]:
     """The class that takes the place of `plain`, whose weights have these names."""
-    members: dict[str, Any] = {
-        name: property(functools.partial(_read, name=name)) for name in parameters
-    }
+    members: dict[str, Any] = {name: property(functools.partial(_read, name=name)) for name in parameters}
 
     @functools.wraps(plain.forward)
     def forward(self: VBExperts, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Lends the temporaries that reading `.gate_up_proj` and `.down_proj` gives, and takes over what was written to them."""
+"""Lends the temporaries that reading `.gate_up_proj` or `.down_proj` gives, and takes over what is written to them."""
 
 import weakref
 from typing import TYPE_CHECKING
