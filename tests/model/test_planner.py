@@ -150,9 +150,20 @@ def test_shared_bytes_are_counted_where_they_stay_whatever_the_order():
 
 
 def test_routed_experts_are_listed_with_their_bytes():
-    skip = plan_of(mixtral()).skipped["model.layers.0.mlp.experts"]
-    assert skip.nbytes == 4 * 3 * 64 * 96 * 4
-    assert "3-D parameters (gate_up_proj, down_proj)" in skip.reason and "routed experts" in skip.reason
+    swap = next(swap for swap in plan_of(mixtral()).swaps if swap.name == "model.layers.0.mlp.experts")
+    assert swap.dense_bytes == 4 * 3 * 64 * 96 * 4
+    assert (swap.experts, swap.top_k, [site.shape for site in swap.sites]) == (4, 2, [(192, 64), (64, 96)])
+
+
+def test_stacked_matrices_of_an_unknown_class_stay_with_the_reason():
+    class Bank(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bank = nn.Parameter(torch.zeros(4, 32, 64))
+
+    skip = plan_of(nn.Sequential(nn.Linear(64, 64), Bank())).skipped["1"]
+    assert skip.nbytes == 4 * 32 * 64 * 4
+    assert "3-D parameters (bank)" in skip.reason and "routed experts" in skip.reason
 
 
 def test_attention_projections_that_are_read_and_never_called_are_refused():

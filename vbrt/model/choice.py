@@ -390,7 +390,7 @@ def _why_kept(module: nn.Module, own: dict[str, nn.Parameter], config: VBConfig)
     experts = [n for n, p in own.items() if p.dim() == 3 and p.shape[0] > 1]  # [1, ...]: position embeddings
     if experts and not type(module).__module__.startswith("torch.nn."):
         names = ", ".join(experts)
-        return f"{kind}: 3-D parameters ({names}), such as routed experts, are not nn.Linear and stay dense"
+        return f"{kind}: 3-D parameters ({names}) of a class that is not known to hold routed experts stay dense"
     if isinstance(module, nn.Embedding):
         return _why_kept_table(module, config)
     if isinstance(module, nn.MultiheadAttention):
