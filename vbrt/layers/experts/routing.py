@@ -48,7 +48,8 @@ def touched_experts(ids_Tk: Tensor, experts: int) -> list[int]:
 def local_ids(ids_Tk: Tensor, experts: int, chosen: list[int]) -> Tensor:
     """Return the index in `chosen` of each id, int64 [T, k]; of an expert that is not among them, their number."""
     table = torch.full((experts + 1,), len(chosen), dtype=torch.int64, device="cpu")
-    table[torch.tensor(chosen, dtype=torch.int64, device="cpu")] = torch.arange(len(chosen), dtype=torch.int64, device="cpu")
+    index = torch.tensor(chosen, dtype=torch.int64, device="cpu")
+    table[index] = torch.arange(len(chosen), dtype=torch.int64, device="cpu")
     outside = (ids_Tk < 0) | (ids_Tk >= experts)
     return table.to(ids_Tk.device)[ids_Tk.long().masked_fill(outside, experts)]
 
