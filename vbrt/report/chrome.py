@@ -27,7 +27,10 @@ def chrome_trace(timeline: Timeline) -> dict:
             }
             for span in spans
         ]
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": asdict(timeline.totals)}
+    other = asdict(timeline.totals)
+    if timeline.experts:
+        other["experts"] = [asdict(layer) for layer in timeline.experts]
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
 
 def _named(what: str, row: int, name: str) -> dict:

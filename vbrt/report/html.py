@@ -6,6 +6,7 @@ from importlib.resources import files
 from string import Template
 
 from vbrt.report.chrome import span_details
+from vbrt.report.heat import expert_maps
 from vbrt.report.timeline import Span, Timeline, TimelineTotals
 from vbrt.residency.plan import format_bytes
 
@@ -16,7 +17,7 @@ _TICKS = 10
 
 
 def html_page(timeline: Timeline) -> str:
-    """Return one page with everything in it: totals, the rows as SVG, a table of the layers."""
+    """Return one page with everything in it: totals, the rows as SVG, heat maps of experts, a table of the layers."""
     totals = timeline.totals
     template = Template((files("vbrt.report") / "timeline.html").read_text("utf-8"))
     return template.substitute(
@@ -24,6 +25,7 @@ def html_page(timeline: Timeline) -> str:
         waiting=f"{100 * totals.wait_share:.1f}",
         links="\n".join(_links(totals)),
         rows=_svg(timeline),
+        experts=expert_maps(timeline.experts),
         layers="\n".join(_layers(totals)),
     )
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
 
+from vbrt.report.heat import LayerHeat
+
 __all__ = ["COMPUTE", "PASS", "WAIT", "LayerTotals", "LinkTotals", "Span", "Timeline", "TimelineTotals"]
 
 PASS, COMPUTE, WAIT = "pass", "compute", "wait"
@@ -82,9 +84,10 @@ class TimelineTotals:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A recording, in the order of starts."""
+    """A recording: spans in the order of their starts, and what the experts of each layer that has any counted."""
 
     spans: tuple[Span, ...]
+    experts: tuple[LayerHeat, ...] = ()
 
     @cached_property
     def window(self) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from vbrt.errors import WrapError
 from vbrt.report.timeline import COMPUTE, PASS, WAIT, Span, Timeline
 from vbrt.tiers.guard import Guard
 
-__all__ = ["LeaseNote", "Mark", "Recorder"]
+__all__ = ["LeaseNote", "Mark", "Recorder", "page_names"]
 
 Mark = int | torch.cuda.Event
 """A moment: nanoseconds of the host's clock, or an event of the device."""
@@ -102,7 +102,7 @@ class Recorder:
 
     def lease(self, keys: Sequence[str]) -> "LeaseNote":
         """Note that a lease is being asked for."""
-        return LeaseNote(self, " + ".join(keys))
+        return LeaseNote(self, page_names(keys))
 
     def begin_pass(self, model: torch.nn.Module, args: tuple) -> None:
         """A forward pre-hook of the model."""
@@ -114,6 +114,16 @@ class Recorder:
         begun = [] if torch.compiler.is_compiling() else self._passes[threading.get_ident()]
         if begun:
             self.note(PASS, PASS, begun.pop(), self.mark())
+
+
+def page_names(keys: Sequence[str]) -> str:
+    """Return the keys of a lease as one text; those of a layer's experts, which differ in a number, by the numbers."""
+    groups: dict[str, list[str]] = {}
+    for key in keys:
+        head, dot, last = key.rpartition(".")
+        routed = "#" in head and last.isdecimal()
+        groups.setdefault(head + dot if routed else key, []).extend([last] if routed else [])
+    return " + ".join(head + ",".join(numbers) for head, numbers in groups.items())
 
 
 class LeaseNote:
