@@ -4,16 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.residency.traces import Workload, workloads
+from tests.residency.traces import ExpertLoad, Workload, expert_loads, policy_of, workloads
 from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.policy import Policy, PolicyBase
 from vbrt.residency.scheduled import ScheduledPolicy
-from vbrt.residency.simulate import Pass, make_policy, simulate
+from vbrt.residency.simulate import Announce, Pass, make_policy, simulate
 
-KINDS = ("lru", "scheduled")
+KINDS = ("lru", "scheduled", "experts")
 
 
-def replay(policy: Policy, load: Workload) -> dict[str, int]:
+def replay(policy: Policy, load: Workload | ExpertLoad) -> dict[str, int]:
     """Run the trace and keep books from the decisions alone; returns the room that each resident page takes."""
     books: dict[str, int] = {}
     unused: set[str] = set()
@@ -29,9 +29,21 @@ def replay(policy: Policy, load: Workload) -> dict[str, int]:
         assert sorted(books) == sorted(policy.resident()) or decision.prefetched
         assert policy.resident_bytes <= policy.capacity_bytes
 
+    def stage(busy):
+        decisions = policy.ahead(busy=busy)
+        for decision in decisions:
+            assert decision.prefetched and not decision.hit and decision.key not in books
+            unused.add(decision.key)
+            act(decision, busy)
+        assert len(decisions) <= load.prefetch * (2 if load.kind == "experts" else 1)  # experts, and other layers
+
     for item in load.trace:
         if isinstance(item, Pass):
             policy.begin_pass(item.phase)
+            continue
+        if isinstance(item, Announce):
+            policy.announce({key: load.sizes[key] for key in item.keys})
+            stage(())
             continue
         for key in item:
             was_there, was_unused = key in books, key in unused
@@ -42,12 +54,7 @@ def replay(policy: Policy, load: Workload) -> dict[str, int]:
             assert not (was_there and decision.evict)
             unused.discard(key)
             act(decision, item)
-        ahead = policy.ahead(busy=item)
-        for decision in ahead:
-            assert decision.prefetched and not decision.hit and decision.key not in books
-            unused.add(decision.key)
-            act(decision, item)
-        assert len(ahead) <= load.prefetch
+        stage(item)
         assert sorted(books) == sorted(policy.resident())
         assert policy.resident_bytes == sum(books.values()) <= policy.capacity_bytes
     return books
@@ -56,6 +63,24 @@ def replay(policy: Policy, load: Workload) -> dict[str, int]:
 @given(workloads())
 def test_decisions_keep_the_books_within_the_room(load):
     replay(make_policy(load.kind, load.room, prefetch=load.prefetch, group=load.group), load)
+
+
+@given(expert_loads())
+def test_decisions_on_experts_and_other_layers_keep_the_books_within_the_room(load):
+    replay(policy_of(load), load)
+
+
+@given(expert_loads(), st.integers(-1, 20))
+def test_a_policy_of_experts_that_loses_room_gives_pages_up_and_goes_on(load, room):
+    policy = policy_of(load)
+    books = replay(policy, load)
+    victims = policy.resize(room)
+    assert len(set(victims)) == len(victims) and set(policy.resident()) == set(books) - set(victims)
+    assert policy.resident_bytes <= max(room, 0)
+    policy.reset()
+    assert policy.resident() == () and policy.resident_bytes == 0
+    policy.resize(load.room)
+    replay(policy, load)
 
 
 @given(workloads())

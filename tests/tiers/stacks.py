@@ -18,7 +18,7 @@ from vbrt.errors import TierError
 from vbrt.formats.page import PageLayout, build_layout
 from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.policy import Decision
-from vbrt.residency.simulate import Pass
+from vbrt.residency.simulate import Announce, Pass
 from vbrt.tiers import Level, MemoryTier, Owner, Page, SsdTier, TierStack
 from vbrt.tiers.slots import State
 
@@ -172,6 +172,8 @@ def run(stack: TierStack, trace: Iterable) -> None:
     for item in trace:
         if isinstance(item, Pass):
             stack.begin_pass(item.phase)
+        elif isinstance(item, Announce):
+            stack.announce(item.keys)
         else:
             use(stack, *item)
 

@@ -5,29 +5,29 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.residency.traces import Workload, workloads
+from tests.residency.traces import ExpertLoad, Workload, expert_loads, policy_of, workloads
 from tests.tiers.stacks import UNIT, SlowSsd, WatchedTier, add_all, assert_at_rest, assert_counts, run, use, within
 from vbrt.errors import TierError
 from vbrt.residency.counts import PhaseCounts
 from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.scheduled import ScheduledPolicy
-from vbrt.residency.simulate import PASS, Pass, make_policy, simulate
+from vbrt.residency.simulate import PASS, Announce, Pass, make_policy, simulate
 from vbrt.tiers import Level, SsdTier, TierStack
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 
 
-def live(load: Workload, ssd: Callable[[Path], SsdTier] = lambda root: SsdTier(root, 1 << 40)) -> None:
+def live(load: Workload | ExpertLoad, ssd: Callable[[Path], SsdTier] = lambda root: SsdTier(root, 1 << 40)) -> None:
     """Run a workload on a real stack and hold its counts against `simulate`."""
-    counts = simulate(load.kind, load.trace, load.room, sizes=load.sizes, prefetch=load.prefetch, group=load.group)
-    policy = make_policy(load.kind, load.room * UNIT, prefetch=load.prefetch, group=load.group)
+    counts = simulate(policy_of(load), load.trace, load.room, sizes=load.sizes)
+    policy = policy_of(load, UNIT)
     with tempfile.TemporaryDirectory() as root:
         stack = TierStack([Level(WatchedTier("cpu", load.room), policy), ssd(Path(root))])
         within(60, lambda: run(add_all(stack, load.sizes), load.trace))
@@ -44,6 +44,17 @@ def live(load: Workload, ssd: Callable[[Path], SsdTier] = lambda root: SsdTier(r
 @given(workloads())
 def test_live_counts_are_simulated_counts_and_contents_are_right(load):
     live(load)
+
+
+@given(expert_loads())
+def test_live_counts_of_experts_are_simulated_counts(load):
+    live(load)
+
+
+@settings(max_examples=25)
+@given(expert_loads(), st.integers(0, 1 << 20))
+def test_slow_reads_change_no_count_of_experts(load, seed):
+    live(load, lambda root: SlowSsd(root, 1 << 40, seed=seed, most_ms=3))
 
 
 @settings(max_examples=25)
@@ -120,17 +131,24 @@ def placed_workloads(draw: st.DrawFn) -> tuple[Workload, dict[str, str], int, st
     return load, homes, far, draw(st.sampled_from(["lru", "scheduled"]))
 
 
+def without(trace: Iterable, homes: dict[str, str]) -> Iterator:
+    """A trace without the pages that live in the top tier, which policies do not hear of."""
+    for item in trace:
+        if isinstance(item, Pass):
+            yield item
+        elif isinstance(item, Announce):
+            yield Announce(tuple(key for key in item.keys if homes[key] != "near"))
+        else:
+            yield tuple(key for key in item if homes[key] != "near")
+
+
 def live_in_three(placed, ssd: Callable[[Path], SsdTier]) -> None:
     load, homes, far, far_kind = placed
     live_there = {tier: sum(load.sizes[key] for key in homes if homes[key] == tier) for tier in ("near", "far")}
-    moving = [
-        item if isinstance(item, Pass) else tuple(key for key in item if homes[key] != "near") for item in load.trace
-    ]
-    counts = simulate(load.kind, moving, load.room, sizes=load.sizes, prefetch=load.prefetch, group=load.group)
-    options = {"prefetch": load.prefetch, "group": load.group}
+    counts = simulate(policy_of(load), list(without(load.trace, homes)), load.room, sizes=load.sizes)
     levels = [
-        Level(WatchedTier("near", load.room + live_there["near"]), make_policy(load.kind, load.room * UNIT, **options)),
-        Level(WatchedTier("far", far + live_there["far"]), make_policy(far_kind, far * UNIT, **options)),
+        Level(WatchedTier("near", load.room + live_there["near"]), policy_of(load, UNIT)),
+        Level(WatchedTier("far", far + live_there["far"]), policy_of(load, UNIT, kind=far_kind, room=far)),
     ]
     with tempfile.TemporaryDirectory() as root:
         stack = add_all(TierStack([*levels, ssd(Path(root))]), load.sizes, homes)
@@ -148,9 +166,24 @@ def live_in_three(placed, ssd: Callable[[Path], SsdTier]) -> None:
         assert [level.tier.held_bytes for level in levels] == [0, 0] and os.listdir(root) == []
 
 
+@st.composite
+def placed_experts(draw: st.DrawFn) -> tuple[ExpertLoad, dict[str, str], int, str]:
+    """Experts and other layers, a home for each page, room for copies in the middle tier, and its policy."""
+    load = draw(expert_loads())
+    homes = {key: draw(st.sampled_from(["near", "far", "ssd", "ssd"])) for key in load.sizes}
+    far = draw(st.integers(max(load.sizes.values()), sum(load.sizes.values()) + 1))
+    return load, homes, far, draw(st.sampled_from(["lru", "experts"]))
+
+
 @given(placed_workloads())
 def test_three_levels_hold_their_budgets_and_count_as_simulated(placed):
     live_in_three(placed, lambda root: SsdTier(root, 1 << 40))
+
+
+@settings(max_examples=50)
+@given(placed_experts())
+def test_three_levels_with_experts_count_as_simulated(placed):
+    live_in_three(placed, lambda root: SlowSsd(root, 1 << 40, seed=0, most_ms=1))
 
 
 @settings(max_examples=25)

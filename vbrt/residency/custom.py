@@ -114,6 +114,15 @@ class CheckedPolicy:
         """See `Policy.begin_pass`."""
         self.policy.begin_pass(phase)
 
+    @property
+    def announce(self) -> Callable[[Mapping[str, int]], None] | None:
+        """The policy's method, if it has one; see `vbrt.residency.policy`."""
+        return self._announce if hasattr(self.policy, "announce") else None
+
+    def _announce(self, pages: Mapping[str, int]) -> None:
+        self._sizes.update(pages)
+        self.policy.announce(pages)
+
     def access(self, key: str, size: int, busy: Collection[str] = ()) -> Decision:
         """See `Policy.access`; the stack asks only where the page fits beside the busy ones."""
         decision = self.policy.access(key, size, busy)

@@ -5,7 +5,9 @@ resident because it had been kept. A page that was staged ahead of its use count
 however early its copy finished, so counts never depend on timing and `simulate` gives exactly the counts of the live
 stack.
 
-`Policy` declares every member that the stack and the wrapper use. `PolicyBase` has the bookkeeping that most policies
+`Policy` declares every member that the stack and the wrapper use. A policy may also have a method
+`announce(pages: Mapping[str, int])`: it is told the pages, with their bytes, that the next leases will take once each,
+in this order, and its next `ahead()` may stage the first of them. `PolicyBase` has the bookkeeping that most policies
 share; inheriting from it is optional.
 """
 
@@ -105,10 +107,10 @@ class PolicyBase(ABC):
     def resident(self) -> tuple[str, ...]:
         """Return the keys of resident pages, in no promised order."""
 
-    def resize(self, capacity_bytes: int) -> tuple[str, ...]:
-        """Set the room; return the pages that are evicted because of it."""
+    def resize(self, capacity_bytes: int, busy: Collection[str] = ()) -> tuple[str, ...]:
+        """Set the room; return the pages that are evicted because of it, none that is busy."""
         self.capacity_bytes = capacity_bytes
-        return self._make_room(0, ()) or ()
+        return self._make_room(0, busy) or ()
 
     @abstractmethod
     def _candidates(self) -> Iterable[tuple[str, int]]:

@@ -162,26 +162,30 @@ class ScheduledPolicy(PolicyBase):
         """Return the keys of resident pages."""
         return tuple(chain(*self._pages.classes))
 
-    def resize(self, capacity_bytes: int) -> tuple[str, ...]:
-        """Set the room; return the pages that are evicted because of it."""
+    def busy_bytes(self, busy: Collection[str]) -> int:
+        """Return the room that resident pages take that are busy."""
+        return sum(pages.get(key, 0) for pages in self._pages.classes for key in busy)
+
+    def resize(self, capacity_bytes: int, busy: Collection[str] = ()) -> tuple[str, ...]:
+        """Set the room; return the pages that are evicted because of it, none that is busy."""
         if capacity_bytes == self.capacity_bytes:
             return ()
-        victims = super().resize(capacity_bytes)
+        victims = super().resize(capacity_bytes, busy)
         if self._round:
             self._rings.restart(room=capacity_bytes)
             self._divide()
             self._rings.skip_pass()
-            victims += self._evict_wide()
+            victims += self._evict_wide(busy)
             self._course.stream(self._pages.pinned)
         return victims
 
-    def _evict_wide(self) -> tuple[str, ...]:
+    def _evict_wide(self, busy: Collection[str]) -> tuple[str, ...]:
         """Evict pages in slots of a size that the new room may have too few of."""
         wide = tuple(
             key
             for pages in (self._pages.staged, self._pages.fresh)
             for key, charge in pages.items()
-            if charge > self._division.charge(key, self._sizes.get(key, charge))
+            if key not in busy and charge > self._division.charge(key, self._sizes.get(key, charge))
         )
         for key in wide:
             self._evict(key)

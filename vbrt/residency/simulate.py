@@ -3,17 +3,29 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vbrt.residency.counts import PhaseCounts
+from vbrt.residency.expert_room import largest_pages
+from vbrt.residency.experts import ExpertsPolicy
 from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.policy import FORWARD, Decision, Policy
 from vbrt.residency.scheduled import ScheduledPolicy
 
-__all__ = ["PASS", "Pass", "Simulation", "make_policy", "simulate"]
+__all__ = ["PASS", "Announce", "Pass", "Simulation", "make_policy", "simulate"]
 
-_KINDS: dict[str, Callable[..., Policy]] = {
-    "lru": lambda capacity_bytes, **ahead: LRUPolicy(capacity_bytes),
-    "scheduled": ScheduledPolicy,
+
+class _Options(NamedTuple):
+    prefetch: int
+    group: int
+    scope: str
+    layers: Mapping[str, int] | None
+
+
+_KINDS: dict[str, Callable[[int, _Options], Policy]] = {
+    "lru": lambda room, options: LRUPolicy(room),
+    "scheduled": lambda room, options: ScheduledPolicy(room, prefetch=options.prefetch, group=options.group),
+    "experts": lambda room, options: ExpertsPolicy(room, **options._asdict()),
 }
 
 
@@ -28,11 +40,29 @@ PASS = Pass()
 """The start of a pass of no particular phase."""
 
 
-def make_policy(kind: str, capacity_bytes: int, *, prefetch: int = 2, group: int = 1) -> Policy:
-    """Make the policy named `kind` ("lru" or "scheduled"), for `capacity_bytes` of room."""
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """In a trace given to `simulate`: the pages that the next leases take once each, in this order."""
+
+    keys: tuple[str, ...]
+
+
+def make_policy(
+    kind: str,
+    capacity_bytes: int,
+    *,
+    prefetch: int = 2,
+    group: int = 1,
+    scope: str = "layer",
+    layers: Mapping[str, int] | None = None,
+) -> Policy:
+    """Make the policy named `kind` ("lru", "scheduled" or "experts"), for `capacity_bytes` of room.
+
+    scope, layers: of "experts" only, see `ExpertsPolicy`.
+    """
     if kind not in _KINDS:
-        raise ValueError(f"policy.kind = {kind!r}; expected 'lru' or 'scheduled'")
-    return _KINDS[kind](capacity_bytes, prefetch=prefetch, group=group)
+        raise ValueError(f"policy.kind = {kind!r}; expected 'lru', 'scheduled' or 'experts'")
+    return _KINDS[kind](capacity_bytes, _Options(prefetch, group, scope, layers))
 
 
 @dataclass(slots=True)
@@ -71,28 +101,37 @@ def simulate(
     sizes: Mapping[str, int] | None = None,
     prefetch: int = 2,
     group: int = 1,
+    scope: str = "layer",
 ) -> Simulation:
     """Run a policy over a trace without moving a byte.
 
     Args:
-        policy: "lru", "scheduled", or a fresh policy object, also one of your own; then `capacity_bytes`,
+        policy: "lru", "scheduled", "experts", or a fresh policy object, also one of your own; then `capacity_bytes`,
             `prefetch` and `group` are its own.
         trace: page keys in order; a tuple of keys is one lease of several pages; `PASS` marks the start of a pass,
-            `Pass("draft")` that of a phase.
+            `Pass("draft")` that of a phase; `Announce(keys)` tells policies that listen what comes next.
         capacity_bytes: room in bytes.
         sizes: bytes of each page; without it each page is one byte, so that capacity counts pages.
+        scope: of "experts", see `ExpertsPolicy`.
 
     Raises:
         ValueError: one lease does not fit into the capacity.
     """
     if isinstance(policy, str):
-        policy = make_policy(policy, capacity_bytes, prefetch=prefetch, group=group)
+        layers = largest_pages(sizes or {})
+        policy = make_policy(policy, capacity_bytes, prefetch=prefetch, group=group, scope=scope, layers=layers)
     counts, phase = Simulation(), FORWARD
     for item in trace:
         if isinstance(item, Pass):
             phase = item.phase
             policy.begin_pass(phase)
             counts.phases.setdefault(phase, PhaseCounts()).passes += 1
+            continue
+        if isinstance(item, Announce):
+            announce = getattr(policy, "announce", None)
+            if announce is not None:
+                announce({key: 1 if sizes is None else sizes[key] for key in item.keys})
+                policy.ahead(())
             continue
         keys = item if isinstance(item, tuple) else (item,)
         for key in keys:

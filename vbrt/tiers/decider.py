@@ -112,12 +112,31 @@ class Decider:
                         self._begin_pass(self._passes.backward)
                     self._admit(lease, pages)
                     if len(self._levels) > 1:
-                        self._look_ahead()
+                        self._look_ahead(self._ledger.copying)
                     guard.deciding = False
                     return
                 self._check_that_waiting_helps(pages)
                 bell = guard.listen()
             bell.acquire(timeout=LOOK_SECONDS)
+
+    def announce(self, keys: Sequence[str]) -> None:
+        """Tell the policies that listen which pages the next leases take, each of them once, and stage the first.
+
+        A tier hears of the pages that come from below it and that no tier above has.
+        """
+        with self._guard.entered:
+            self.catch_up()
+            self._ledger.begin()
+            pages, listening = [page for page in map(self._pages.get, keys) if page is not None], []
+            for level in self._ledger.copying:
+                pages = [page for page in pages if page.home > level.index]
+                announce = getattr(level.policy, "announce", None)
+                if announce is not None:
+                    announce({page.key: page.nbytes + level.overhead_bytes for page in pages})
+                    listening.append(level)
+                pages = [page for page in pages if page.key not in level.slots]
+            self._look_ahead(listening)
+            self._guard.deciding = False
 
     def release(self, lease: Lease) -> None:
         """End a lease. Idempotent."""
@@ -261,9 +280,9 @@ class Decider:
             source.holders.add(slot)
         return slot
 
-    def _look_ahead(self) -> None:
+    def _look_ahead(self, levels: Sequence[Level]) -> None:
         """Make slots for the pages that policies want ahead of their use, and have the mover stage them."""
-        for level in self._ledger.copying:
+        for level in levels:
             for decision in level.policy.ahead(level.leased):
                 page = self._pages.get(decision.key)
                 if page is None or self._blocked(page, level.index):

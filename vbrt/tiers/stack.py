@@ -203,6 +203,15 @@ class TierStack:
         """
         return Lease(self, keys)
 
+    def announce(self, keys: Sequence[str]) -> None:
+        """Tell which pages this thread's next leases take, each of them once and in this order: policies that listen
+        have them staged ahead, and take the leases for a scan, which does not push out what is used often.
+
+        Keys of pages that live in the top tier, or of none, are ignored. An announcement ends with its last page, with
+        the next one, and with the pass.
+        """
+        self.decider.announce(keys)
+
     def after_fork(self) -> None:
         """Make a forked child's copy usable: its pages are there, its parent's threads are not."""
         self.ledger.after_fork()

@@ -1,0 +1,167 @@
+"""The room of routed experts, divided among pools.
+
+Scope "layer": every layer and plane is a pool, and all have the same number of slots, the first ones one more where the
+division leaves a rest. Scope "model": all pages are one pool, which has all the room.
+
+A pool that has its share evicts pages of its own. Only a lease of more pages than the share borrows: free room, or else
+slots of the pools that are furthest above their share. What was borrowed is given back as the pool loads its next page.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from vbrt.residency.expert_pool import ExpertPage, Pool
+
+__all__ = ["ExpertRoom", "largest_pages", "split_key"]
+
+
+def split_key(key: str) -> tuple[str, int] | None:
+    """Return the layer with its plane, and the expert, of the key of an expert's page; None for other pages."""
+    layer, _, expert = key.rpartition(".")
+    return (layer, int(expert)) if expert.isdecimal() and "#" in layer else None
+
+
+def largest_pages(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the bytes of the largest expert's page by layer and plane, from those of pages by key."""
+    largest: dict[str, int] = {}
+    for key, size in sizes.items():
+        parts = split_key(key)
+        if parts is not None:
+            largest[parts[0]] = max(size, largest.get(parts[0], 0))
+    return largest
+
+
+@dataclass(slots=True)
+class _Layer:
+    """One plane of a layer: its number in the model, bytes of its largest page, the pages that are known, its pool."""
+
+    number: int
+    page_bytes: int
+    pool: Pool
+    known: int = 0
+
+
+class ExpertRoom:
+    """Pages of routed experts within `capacity_bytes`.
+
+    Args:
+        by_layer: True for a pool for each layer and plane, False for one pool.
+        layers: bytes of the largest page by layer and plane, in the order of the model.
+
+    Attributes:
+        pages: by key, all that were ever leased or announced, and not removed.
+        resident_bytes: of resident pages.
+    """
+
+    def __init__(self, *, by_layer: bool, layers: Mapping[str, int]) -> None:
+        self._by_layer, self._common = by_layer, Pool()
+        self._layers: dict[str, _Layer] = {}
+        self.pages: dict[str, ExpertPage] = {}
+        self.capacity_bytes = self.resident_bytes = self._largest = 0
+        for layer, nbytes in layers.items():
+            self._add_layer(layer, nbytes)
+        self.resize(0)
+
+    def page(self, key: str, size: int) -> ExpertPage | None:
+        """Return what is known of an expert's page; None for other pages."""
+        page = self.pages.get(key)
+        if page is not None:
+            return page
+        parts = split_key(key)
+        if parts is None:
+            return None
+        layer = self._layers.get(parts[0]) or self._add_layer(parts[0], size)
+        layer.known += 1
+        if size > layer.page_bytes or layer.known == 1:
+            layer.page_bytes = max(size, layer.page_bytes)
+            self.resize(self.capacity_bytes)
+        page = self.pages[key] = ExpertPage(key, layer.pool, (layer.number, parts[1]), size)
+        return page
+
+    def _add_layer(self, name: str, page_bytes: int) -> _Layer:
+        number = max((layer.number for layer in self._layers.values()), default=-1) + 1
+        layer = self._layers[name] = _Layer(number, page_bytes, Pool() if self._by_layer else self._common)
+        return layer
+
+    def remove(self, key: str) -> None:
+        """Forget a page, and its layer with its last one."""
+        page = self.pages.pop(key)
+        if page.place:
+            self.evict(page)
+        name = split_key(key)[0]
+        layer = self._layers[name]
+        layer.known -= 1
+        if not layer.known:
+            del self._layers[name]
+            self.resize(self.capacity_bytes)
+
+    # -- shares -------------------------------------------------------------------------------------------------------
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Divide another room. Pages stay until `shrink`, or until their pools need the slots."""
+        self.capacity_bytes = capacity_bytes
+        layers = self._layers
+        self._largest = max((layer.page_bytes for layer in layers.values()), default=0)
+        if not self._by_layer:
+            self._common.share = capacity_bytes
+            self._common.layers = len({name.rpartition("#")[0] for name in layers}) or 1
+            return
+        slot_of_each = sum(layer.page_bytes for layer in layers.values())
+        slots = max(0, capacity_bytes) // slot_of_each if slot_of_each else 0
+        rest = max(0, capacity_bytes) - slots * slot_of_each
+        for layer in layers.values():
+            more = layer.page_bytes <= rest
+            rest -= more * layer.page_bytes
+            layer.pool.share = (slots + more) * layer.page_bytes
+
+    def shrink(self, nbytes: int, busy: Collection[str] = ()) -> tuple[str, ...]:
+        """Evict pages until `nbytes` hold all resident ones, or all that are not busy are evicted."""
+        victims = []
+        while self.resident_bytes > nbytes:
+            page = self._victim_of_all(busy)
+            if page is None:
+                break
+            self.evict(page)
+            victims.append(page.key)
+        return tuple(victims)
+
+    # -- pages --------------------------------------------------------------------------------------------------------
+
+    def busy_bytes(self, busy: Collection[str]) -> int:
+        """Return the bytes of resident pages that are busy."""
+        found = (self.pages.get(key) for key in busy)
+        return sum(page.size for page in found if page is not None and page.place)
+
+    def lacks(self, size: int, busy: Collection[str]) -> int:
+        """Return the bytes that the room has too few for one more page beside busy ones; 0 if it fits."""
+        if (len(busy) + 1) * max(size, self._largest) <= self.capacity_bytes:
+            return 0  # most of the time
+        return max(0, self.busy_bytes(busy) + size - self.capacity_bytes)
+
+    def load(self, page: ExpertPage, busy: Collection[str], *, scanned: bool) -> tuple[str, ...]:
+        """Make a page resident that fits beside busy ones; return the pages that are evicted for it."""
+        pool, victims = page.pool, []
+        while pool.resident_bytes + page.size > pool.share:
+            victim = pool.victim(busy)
+            if victim is None:
+                break
+            self.evict(victim)
+            victims.append(victim.key)
+        victims += self.shrink(self.capacity_bytes - page.size, busy)
+        pool.insert(page, scanned=scanned)
+        self.resident_bytes += page.size
+        return tuple(victims)
+
+    def evict(self, page: ExpertPage) -> None:
+        """Make a page not resident."""
+        page.pool.evict(page)
+        self.resident_bytes -= page.size
+
+    def _victim_of_all(self, busy: Collection[str]) -> ExpertPage | None:
+        """Return a page of the pool that is furthest above its share, or the next one that has a page to evict."""
+        pools = dict.fromkeys(layer.pool for layer in self._layers.values())
+        for pool in sorted(pools, key=lambda pool: pool.share - pool.resident_bytes):
+            page = pool.victim(busy)
+            if page is not None:
+                return page
+        return None

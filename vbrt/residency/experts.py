@@ -1,0 +1,225 @@
+"""Residency of routed experts: pages whose keys end in an expert, such as `model.layers.0.mlp.experts#coarse.17`.
+
+Three files: `expert_pool` has the rule by which such pages stay resident, `expert_room` divides the room among layers,
+and the policy here adds what is announced, and the pages of other layers.
+
+Pages of other layers are needed in every pass, so they come first: they get room for all of them, less what the widest
+lease of experts in recent passes took, and `ScheduledPolicy` decides on them. Each side gives up room that a lease of
+the other side needs.
+
+`announce(pages)` tells which pages the next leases take, in order. They are staged ahead, `prefetch` at a time, and
+their leases are a scan (see `expert_pool`). An announcement ends with its last page, with the next announcement, and
+with the pass.
+"""
+
+from collections.abc import Collection, Mapping
+
+from vbrt.residency.expert_pool import ExpertPage
+from vbrt.residency.expert_room import ExpertRoom, split_key
+from vbrt.residency.policy import FORWARD, Decision
+from vbrt.residency.scheduled import ScheduledPolicy
+
+__all__ = ["SCOPES", "ExpertsPolicy"]
+
+SCOPES = ("layer", "model")
+_FORGET = 8  # room that was kept for a wide lease shrinks by this part of it with each pass without one
+
+
+class ExpertsPolicy:
+    """Keeps the experts that are used often and lately, and beside them the pages of other layers.
+
+    Args:
+        capacity_bytes: room for pages, in bytes.
+        prefetch: pages staged ahead of their use, at most.
+        group: pages that one lease of other layers takes together.
+        scope: "layer": each layer has a share of its own; "model": all share one.
+        layers: bytes of the largest page by layer and plane, such as "model.layers.0.mlp.experts#coarse", in the order
+            of the model. What is not told is learned as it is leased: shares shrink during the first pass then.
+    """
+
+    kind = "experts"
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        prefetch: int = 2,
+        group: int = 1,
+        scope: str = "layer",
+        layers: Mapping[str, int] | None = None,
+    ) -> None:
+        if scope not in SCOPES:
+            raise ValueError(f"policy.scope = {scope!r}; expected 'layer' or 'model'")
+        self.capacity_bytes, self.prefetch, self.scope, self._layers = capacity_bytes, prefetch, scope, layers or {}
+        self._others = ScheduledPolicy(0, prefetch=prefetch, group=group)
+        self.reset()
+
+    def reset(self) -> None:
+        """Return to the initial state."""
+        self._others.reset()
+        self._others.capacity_bytes = 0
+        self._other_sizes: dict[str, int] = {}
+        self._other_bytes = 0  # their sum
+        self._experts = ExpertRoom(by_layer=self.scope == "layer", layers=self._layers)
+        self._experts.resize(self.capacity_bytes)
+        self._lease, self._lease_bytes = 1, 0  # of experts' pages
+        self._widest_bytes = self._kept_bytes = 0  # the widest lease of this pass, and of those before
+        self._upcoming: dict[str, int] = {}  # announced and not leased yet, with their sizes
+        self._staged: set[str] = set()  # those of them that were loaded ahead
+
+    @property
+    def resident_bytes(self) -> int:
+        """Room that resident pages take."""
+        return self._experts.resident_bytes + self._others.resident_bytes
+
+    @property
+    def group(self) -> int:
+        """Pages that one lease of other layers takes together."""
+        return self._others.group
+
+    @group.setter
+    def group(self, pages: int) -> None:
+        self._others.group = pages
+
+    # -- the protocol -------------------------------------------------------------------------------------------------
+
+    def begin_pass(self, phase: str = FORWARD) -> None:
+        """Note that the next access starts a new pass of the named phase."""
+        self._others.begin_pass(phase)
+        self._kept_bytes = max(self._widest_bytes, self._kept_bytes - self._kept_bytes // _FORGET)
+        self._widest_bytes = 0
+        self.announce({})
+
+    def announce(self, pages: Mapping[str, int]) -> None:
+        """Note the pages, with their bytes, that the next leases take once each, in this order."""
+        self._upcoming = {key: size for key, size in pages.items() if split_key(key)}
+        self._staged.clear()
+
+    def access(self, key: str, size: int, busy: Collection[str] = ()) -> Decision | None:
+        """Decide on a demanded page: see `Policy.access`."""
+        page = self._experts.page(key, size)
+        if page is None:
+            return self._access_other(key, size, busy)
+        scanned = key in self._upcoming
+        if not scanned:
+            page.pool.tick(self._lease)
+        decision = self._demand(page, busy, scanned=scanned)
+        if decision is None:
+            return None
+        page.unused = False
+        self._lease_bytes += size
+        self._widest_bytes = max(self._widest_bytes, self._lease_bytes)
+        if scanned:
+            del self._upcoming[key]
+            self._staged.discard(key)
+        else:
+            page.pool.touch(page)
+        return decision
+
+    def ahead(self, busy: Collection[str] = ()) -> list[Decision]:
+        """Return the pages to stage now: the next ones of the announcement, then those of other layers."""
+        self._lease, self._lease_bytes = self._lease + 1, 0
+        decisions = self._stage(busy) if self._upcoming else []
+        if self._other_sizes:
+            decisions += self._others.ahead(busy)
+        return decisions
+
+    def remove(self, key: str) -> None:
+        """Note that the page is gone: see `Policy.remove`. Its score is forgotten."""
+        self._upcoming.pop(key, None)
+        self._staged.discard(key)
+        if key in self._experts.pages:
+            self._experts.remove(key)
+        elif split_key(key) is None:
+            self._others.remove(key)
+            self._other_bytes -= self._other_sizes.pop(key, 0)
+
+    def resize(self, capacity_bytes: int) -> tuple[str, ...]:
+        """Set the room; return the pages that are evicted because of it."""
+        self.capacity_bytes = capacity_bytes
+        victims = self._others.resize(min(self._others.capacity_bytes, self._wanted_by_others()))
+        self._experts.resize(capacity_bytes - self._others.capacity_bytes)
+        return victims + self._experts.shrink(self._experts.capacity_bytes)
+
+    def resident(self) -> tuple[str, ...]:
+        """Return the keys of resident pages, in no promised order."""
+        return tuple(key for key, page in self._experts.pages.items() if page.place) + self._others.resident()
+
+    # -- experts ------------------------------------------------------------------------------------------------------
+
+    def _demand(self, page: ExpertPage, busy: Collection[str], *, scanned: bool) -> Decision | None:
+        if page.place:
+            return Decision(page.key, not page.unused, prefetched=page.unused)
+        experts, given = self._experts, ()
+        lacking = experts.lacks(page.size, busy)
+        if lacking:
+            given = self._take_from_others(lacking, busy)
+            if given is None:
+                return None
+        stay = {*busy, *self._staged} if self._staged else busy
+        if experts.lacks(page.size, stay):
+            stay = busy
+        victims = experts.load(page, stay, scanned=scanned)
+        self._staged.difference_update(victims)
+        return Decision(page.key, hit=False, evict=given + victims, charge=page.size)
+
+    def _stage(self, busy: Collection[str]) -> list[Decision]:
+        """Load the next pages of the announcement; never evict a page for one that is needed later."""
+        experts, decisions = self._experts, []
+        stay = {*busy, *self._staged}
+        for key, size in self._upcoming.items():
+            if len(self._staged) >= self.prefetch:
+                break
+            page = experts.page(key, size)
+            if not page.place:
+                if experts.lacks(size, stay):
+                    break
+                victims = experts.load(page, stay, scanned=True)
+                page.unused = True
+                self._staged.add(key)
+                decisions.append(Decision(key, hit=False, evict=victims, prefetched=True, charge=size))
+            stay.add(key)
+        return decisions
+
+    # -- room between experts and other layers ------------------------------------------------------------------------
+
+    def _wanted_by_others(self) -> int:
+        """Return the room that other layers should have."""
+        kept = max(self._kept_bytes, self._widest_bytes)
+        return max(0, min(self._other_bytes, self.capacity_bytes - kept))
+
+    def _access_other(self, key: str, size: int, busy: Collection[str]) -> Decision | None:
+        others = self._others
+        if self._other_sizes.get(key) == size and others.capacity_bytes >= self._wanted_by_others():
+            decision = others.access(key, size, busy)
+            if decision is not None:
+                return decision
+        needed = others.busy_bytes(busy) + size
+        if needed + self._experts.busy_bytes(busy) > self.capacity_bytes:
+            return None
+        self._other_bytes += size - self._other_sizes.get(key, 0)
+        self._other_sizes[key] = size
+        victims = self._give_to_others(max(needed, self._wanted_by_others()), busy)
+        decision = others.access(key, size, busy)
+        return decision._replace(evict=victims + decision.evict)
+
+    def _give_to_others(self, nbytes: int, busy: Collection[str]) -> tuple[str, ...]:
+        """Give other layers room of `nbytes`, or as much as busy experts leave; return the experts evicted for it."""
+        experts = self._experts
+        victims = experts.shrink(self.capacity_bytes - nbytes, busy)
+        self._staged.difference_update(victims)
+        room = min(nbytes, self.capacity_bytes - experts.resident_bytes)
+        if room > self._others.capacity_bytes:
+            victims += self._others.resize(room, busy)
+            experts.resize(self.capacity_bytes - room)
+        return victims
+
+    def _take_from_others(self, nbytes: int, busy: Collection[str]) -> tuple[str, ...] | None:
+        """Take room from other layers; return their pages that are evicted, or None if busy ones need it."""
+        others = self._others
+        room = others.capacity_bytes - nbytes
+        if room < others.busy_bytes(busy):
+            return None
+        victims = others.resize(room, busy)
+        self._experts.resize(self.capacity_bytes - room)
+        return victims
