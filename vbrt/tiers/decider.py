@@ -68,6 +68,8 @@ class Decider:
                 page = self._pages.get(key)
                 if page is not None:
                     page.owners.discard(retired[0])
+                    if page.put is retired[0]:
+                        ledger.release_put(page)
                     if not page.owners:
                         self.retire_page(page)
             retired.popleft()
@@ -75,6 +77,8 @@ class Decider:
 
     def retire_page(self, page: Page) -> None:
         """Take a page out of every tier. Call it under the lock."""
+        if page.put is not None:
+            self._ledger.release_put(page)
         for level in self._levels:
             if level.index < page.home:
                 level.policy.remove(page.key)

@@ -23,6 +23,7 @@ from vbrt.tiers.slots import Level, Owner, Page, Slot, State
 
 __all__ = ["Homes"]
 
+_PUT = "kernels of a device cache read it where it lies; close the cache first"
 _PASSING_PAGES = 4  # slots that pages pass through, where a budget shrinks: two leased, two ahead
 
 
@@ -189,6 +190,9 @@ class Homes:
                     f"{moves[0][0].key}: a CUDA graph has recorded where the pages lie, they cannot move; attach all "
                     "models before the capture"
                 )
+            put = next((page for page, _ in moves if page.put), None)
+            if put is not None:
+                raise TierError(f"{put.key}: {_PUT}")
             for level in ledger.levels:
                 level.copies_bytes = level.tier.capacity_bytes
             for page, home in sorted(moves, key=_deepest_first):
@@ -206,8 +210,8 @@ class Homes:
         ledger = self._ledger
         with self._guard.entered:
             self._decider.catch_up()
-            below = [page for page in ledger.pages.values() if page.home > 0]
-            nbytes = sum(page.nbytes for page in ledger.pages.values())
+            below = [page for page in ledger.pages.values() if page.home > 0 and page.put is None]
+            nbytes = sum(page.nbytes for page in ledger.pages.values() if page.home == 0 or page.put is None)
         if nbytes > ledger.levels[0].tier.capacity_bytes:
             return
         for page in below:
@@ -221,14 +225,22 @@ class Homes:
             self._decider.catch_up()
             living = {key: slot for key, slot in level.slots.items() if slot.at_home}
             passing = self._passing_bytes() if level.keeps_copies else 0
-            travel = any(page.home > level.index for page in self._ledger.pages.values())
+            travel = any(page.home > level.index and page.put is None for page in self._ledger.pages.values())
         if level.home_bytes + travel * passing <= nbytes:
             return []
-        stay = set(spread(list(living), {key: slot.charge for key, slot in living.items()}, nbytes - passing))
-        return [slot.page for key, slot in living.items() if key not in stay]
+        put = {key: slot.charge for key, slot in living.items() if slot.page.put}
+        if sum(put.values()) > nbytes:
+            raise TierError(
+                f"tiers.{level.tier.name}.budget = {nbytes}: {sum(put.values())} bytes belong to a device cache and "
+                "cannot move; resize or close the cache first"
+            )
+        others = {key: slot.charge for key, slot in living.items() if key not in put}
+        stay = set(spread(list(others), others, nbytes - passing - sum(put.values())))
+        return [living[key].page for key in others if key not in stay]
 
     def _passing_bytes(self) -> int:
-        return _PASSING_PAGES * max((page.nbytes for page in self._ledger.pages.values() if page.passes), default=0)
+        passing = (page.nbytes for page in self._ledger.pages.values() if page.passes and page.put is None)
+        return _PASSING_PAGES * max(passing, default=0)
 
     def _new_homes(self, level: Level, pages: Sequence[Page]) -> list[tuple[Page, int]]:
         """For each page the first tier below `level` that has room, beside slots for pages from further down."""

@@ -25,7 +25,7 @@ class Lease:
 
     def __enter__(self) -> list[dict[str, torch.Tensor]]:
         stack = self.stack
-        stack.capturing()
+        stack.capturing(self.keys)
         recorder = stack.guard.recorder
         if recorder is not None:
             self.note = recorder.lease(self.keys)

@@ -27,7 +27,8 @@ class Ledger:
         levels, names: the tiers from the computing one down, and their names.
         copying: those that keep copies.
         pages: by key, those that are stored.
-        travellers: how many of them have their home below the top tier.
+        travellers: how many of them have their home below the top tier and come up from there: all but those that
+            are put.
         changes: how often a page was added, rehomed or retired.
         retired: claims of owners that were retired or collected; pages lose them at the next access.
         lost: leases that were collected before they were released.
@@ -83,6 +84,20 @@ class Ledger:
         if census.changes != changes:
             census = self._census = Census(self.pages, changes)
         return census
+
+    def put(self, page: Page, claim: Claim) -> None:
+        """Note that kernels of an owner of the page read it where it lies; call it under the lock."""
+        # no call in between
+        self.travellers -= page.home > 0 and page.put is None
+        page.put = claim
+
+    def release_put(self, page: Page) -> None:
+        """Note that the page may be rehomed again, after what the computing device has been given; under the lock."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        # no call in between
+        self.travellers += page.home > 0
+        page.put = None
 
     def links(self, home: int) -> dict[str, int]:
         """Return 0 bytes for each link that a page takes on its way up from a home."""

@@ -134,7 +134,7 @@ def page_rows(stack: TierStack, key: str) -> PageRows:
     Raises:
         TierError: the page was retired, the stack closed, or a CUDA graph would record rows that are not on the GPU.
     """
-    stack.capturing()
+    stack.capturing((key,))
     with stack.guard.entered:
         stack.ledger.check_open(key)
         page = stack.pages.get(key)

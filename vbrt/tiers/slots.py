@@ -44,6 +44,7 @@ class Page:
         home: the index of its tier, 0 on top.
         passes: False if only rows of it are read, where it lives: it needs no slot in the tiers above.
         tally: of its layer, which counts what the page counts; None where a layer has a page or two.
+        put: the claim of an owner whose kernels read the page where it lies: it is not rehomed while the claim holds.
     """
 
     key: str
@@ -52,6 +53,7 @@ class Page:
     passes: bool = True
     owners: "set[Claim]" = field(default_factory=set)
     tally: Tally | None = None
+    put: "Claim | None" = None
     hits: int = 0
     misses: int = 0
     prefetched: int = 0

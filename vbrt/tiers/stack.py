@@ -162,15 +162,18 @@ class TierStack:
 
     # -- passes and leases --------------------------------------------------------------------------------------------
 
-    def capturing(self) -> bool:
+    def capturing(self, keys: Collection[str] = ()) -> bool:
         """True if a CUDA graph records what this thread computes; pages stay where they are from then on.
+
+        Args:
+            keys: of pages that it needs in the top tier.
 
         Raises:
             TierError: pages move, so that a graph could not find them again.
         """
         if self.levels[0].stream is None or not torch.cuda.is_current_stream_capturing():
             return False
-        if self.ledger.travellers:
+        if self.ledger.travellers or any(key in self.pages and self.pages[key].home for key in keys):
             raise TierError(
                 "a CUDA graph cannot record a pass whose pages move; give tiers.gpu.budget room for all "
                 f"pages ({sum(page.nbytes for page in self.pages.values())} bytes), or record parts of the "
