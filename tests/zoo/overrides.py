@@ -4,22 +4,27 @@ from typing import Any
 
 __all__ = [
     "DIFFUSERS",
+    "EXPERTS",
     "HEADS",
     "HEAD_DIM",
     "IMAGE",
     "INNER",
     "KV_HEADS",
+    "MOE_INNER",
     "OVERRIDES",
     "PATCH",
     "POSITIONS",
     "SAMPLE",
     "TIMM",
     "TOKENS",
+    "UNMAPPED",
     "VOCAB",
     "WIDTH",
 ]
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB, POSITIONS, IMAGE, PATCH, TOKENS = 64, 4, 2, 16, 96, 256, 128, 64, 16, 12
+#: routed experts: enough that a few tokens leave some out, and matrices that are no squares
+EXPERTS, MOE_INNER = 8, 48
 
 
 # fmt: off
@@ -64,7 +69,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "clap": {"inputs": {"input_features": ("f", (1, 1, 1024, 64)), "is_longer": ("=", [[False]])}, "levels": ("shallow",)},
     "clvp": {"inputs": {"input_features": ("f", (1, 80, 64))}},
     "cohere_compass_text": {"config": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}}},
-    "dbrx": {"config": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0}},
+    "dbrx": {"config": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0, "ffn_config.moe_num_experts": EXPERTS, "ffn_config.moe_top_k": 2}},
     "decision_transformer": {
         "inputs": {
             "states": ("f", (1, 4, 17)), "actions": ("f", (1, 4, 4)), "rewards": ("f", (1, 4, 1)), "returns_to_go": ("f", (1, 4, 1)),
@@ -74,8 +79,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "deepseek_ocr2_text": {"config": {"mlp_layer_types": ["dense", "sparse"]}},
     "dia": {"inputs": {"decoder_input_ids": ("i", (1, TOKENS, 9), 64)}},
-    "diffusion_gemma_text": {"config": {"num_experts": 4, "top_k_experts": 2}},
-    "dots1": {"config": {"n_routed_experts": 4, "n_shared_experts": 1}},
+    "diffusion_gemma_text": {"config": {"num_experts": EXPERTS, "top_k_experts": 2}},
+    "dots1": {"config": {"n_routed_experts": EXPERTS, "n_shared_experts": 1}},
     "efficientloftr": _PAIR,
     "lightglue": _PAIR,
     "edgetam_video": _NO_SESSION,
@@ -84,12 +89,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "sam3_video": _NO_SESSION,
     "encodec": {"inputs": {"input_values": ("f", (1, 1, 640))}},
     "emu3": {"config": {"vocabulary_map": {"<image>": 7, "<|extra_200|>": 8, "<|image token|>": 9}}},
-    "ernie4_5_vl_moe_text": _mrope(3, 3, 2),
+    "ernie4_5_vl_moe_text": {"config": {**_mrope(3, 3, 2)["config"], "moe_intermediate_size": [MOE_INNER, 32]}},
     "esm": {"config": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32}},
+    "flint": {"config": {"mlp_only_layers": [0]}},
     "fun_asr_nano_encoder": {"inputs": {"input_features": ("f", (1, 64, 560)), "input_features_mask": ("ones", (1, 64))}},
     "gemma3n_text": {"config": {**_SHARED_KV["config"], "intermediate_size": INNER, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]}},
     "gemma3n_audio": {"inputs": {"audio_mel": ("f", (1, 64, 128)), "audio_mel_mask": ("=", [[False] * 64])}},
     "gemma4_audio": {"inputs": {"input_features": ("f", (1, 64, 128)), "attention_mask": ("=", [[True] * 64])}},
+    "gemma4_text": {"config": {"enable_moe_block": True, "num_experts": EXPERTS, "top_k_experts": 2}},
     "gemma4_vision": {
         "inputs": {"pixel_values": ("f", (1, 16, 768)), "pixel_position_ids": ("=", [[[x, y] for y in range(4) for x in range(4)]])}
     },
@@ -102,8 +109,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granite_speech5_ctc": {"inputs": {"input_features": ("f", (1, 16, 320))}},
     "grounding-dino": {"config": {"num_queries": 4}},
     "mm-grounding-dino": {"config": {"num_queries": 4}},
+    "hunyuan_v1_moe": {"config": {"num_experts": EXPERTS, "moe_topk": 2}},
     "hunyuan_vl_text": _mrope(2, 2, 2, 2),
     "idefics": {"inputs": {"pixel_values": ("f", (1, 1, 3, IMAGE, IMAGE)), "image_attention_mask": ("ones", (1, TOKENS, 1))}},
+    "inkling_text": {"config": {"n_shared_experts": 2}},
     "inkling2_vision": {"inputs": {"pixel_values": ("f", (16, 16, 16, 3))}},
     "instructblip": _QFORMER,
     "instructblipvideo": {
@@ -140,6 +149,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_text": _mrope(2, 3, 3),
     "qwen2_vl_text": _mrope(2, 3, 3),
     "qwen3_asr_encoder": {"inputs": {"input_features": ("f", (1, 128, 100)), "input_features_mask": ("ones", (1, 100))}},
+    "qwen3_omni_moe_talker_text": {
+        "config": {"shared_expert_intermediate_size": WIDTH}, "inputs": {"inputs_embeds": ("f", (1, TOKENS, WIDTH)), "input_ids": None}
+    },
     "qwen4_exp_text": {"config": {"indexer_budget": 8, "indexer_compress_ratio": 2, "indexer_n_heads": HEADS, "indexer_head_dim": HEAD_DIM, "indexer_kv_heads": 1}},
     "recurrent_gemma": {"config": {"num_hidden_layers": 3, "block_types": ["recurrent", "recurrent", "attention"]}},
     "reformer": {
@@ -186,6 +198,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {"skip": "drafts for another model and needs its key-value states"},
     "zamba": {"config": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]}},
 }
+
+# base models that no mapping of transformers has
+UNMAPPED = {"qwen3_omni_moe_talker_text": "transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe.Qwen3OmniMoeTalkerModel"}
 
 _HEADS = {"num_attention_heads": HEADS, "attention_head_dim": HEAD_DIM}
 _LATENT = ("f", (1, 4, 8, 8))

@@ -8,7 +8,20 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from tests.zoo.overrides import HEAD_DIM, HEADS, IMAGE, INNER, KV_HEADS, OVERRIDES, PATCH, POSITIONS, VOCAB, WIDTH
+from tests.zoo.overrides import (
+    EXPERTS,
+    HEAD_DIM,
+    HEADS,
+    IMAGE,
+    INNER,
+    KV_HEADS,
+    MOE_INNER,
+    OVERRIDES,
+    PATCH,
+    POSITIONS,
+    VOCAB,
+    WIDTH,
+)
 
 __all__ = ["LEVELS", "shrink"]
 
@@ -55,10 +68,10 @@ RULES: tuple[tuple[str, Callable[[Any], Any] | None], ...] = (
         _to(HEAD_DIM),
     ),
     (r".*lora_rank|laurel_rank|.*lowrank|adapter_rank|time_step_rank|mamba_dt_rank|.*_rank", _to(16)),
-    (r"num_experts_per_tok|moe_k|moe_topk|top_k_experts|.*experts_per_tok", _to(2)),
+    (r"num_experts_per_tok(en)?|moe_k|moe_topk|top_k_experts|.*experts_per_tok", _to(2)),
     (r"topk_group|n_group|moe_topk_group", _to(1)),
     (r"num_shared_experts|n_shared_experts", _to(1)),
-    (r".*(num_experts|n_routed_experts|num_local_experts|zero_expert_num)", _to(4)),
+    (r".*(num_experts|n_routed_experts|num_local_experts|zero_expert_num)", _to(EXPERTS)),
     (r"first_k_dense_replace|num_dense_layers|.*nextn.*", _to(1)),
     (r"decoder_sparse_step|.*interval|.*every.*", _to(2)),
     (r"depths?|stage_num_blocks|num_block_repeats|blocks_per_stage|stage_numb_of_layers", _ones),
@@ -67,10 +80,8 @@ RULES: tuple[tuple[str, Callable[[Any], Any] | None], ...] = (
         _to(2),
     ),
     (r"mamba_d_state|state_size|ssm_state_size", _to(16)),
-    (
-        r"moe_intermediate_size|.*shared_expert.*size|shared_intermediate_size|expert_ffn_hidden_size|moe_hidden_size",
-        _to(WIDTH),
-    ),
+    (r"moe_intermediate_size|expert_ffn_hidden_size", _to(MOE_INNER)),
+    (r".*shared_expert.*size|shared_intermediate_size|moe_hidden_size", _to(WIDTH)),
     (
         r".*(intermediate|ffn|feed_?forward|d_ff|dff|n_inner|d_inner|dim_ff|mlp_dim|mlp_hidden|linear_units|inner_dim).*",
         _to(INNER),
@@ -147,8 +158,11 @@ _KINDS_OF_LAYERS = re.compile(
 
 
 def _fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """The fields by the names that the config's class takes, which may keep them under others."""
     skip = {"id2label", "label2id", "ignore_keys_at_rope_validation", "stage_names"}
-    return {k: v for k, v in vars(config).items() if not k.startswith("_") and k not in skip}
+    taken = getattr(type(config), "__dataclass_fields__", {})
+    names = {kept: name for name, kept in type(config).attribute_map.items() if name in taken and kept not in taken}
+    return {names.get(k, k): v for k, v in vars(config).items() if not k.startswith("_") and k not in skip}
 
 
 def _distinct(values: list[Any], length: int) -> list[Any]:
@@ -201,7 +215,12 @@ def _token_ids(fields: Mapping[str, Any], taken: dict[str, int]) -> dict[str, An
 
 
 # What a config may leave open but a model does not.
-UNSET = {"head_dim": HEAD_DIM, "num_key_value_heads": HEADS, "num_experts_per_tok": 2, "moe_intermediate_size": WIDTH}
+UNSET = {
+    "head_dim": HEAD_DIM,
+    "num_key_value_heads": HEADS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": MOE_INNER,
+}
 
 
 def shrink(

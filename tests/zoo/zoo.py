@@ -24,7 +24,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from tests.zoo.inputs import Inputs, find, inputs_of, realise, tree
-from tests.zoo.overrides import DIFFUSERS, OVERRIDES, POSITIONS, SAMPLE, TIMM
+from tests.zoo.overrides import DIFFUSERS, OVERRIDES, POSITIONS, SAMPLE, TIMM, UNMAPPED
 from tests.zoo.shrink import LEVELS, shrink
 
 __all__ = ["KINDS", "SAMPLE", "Unbuildable", "base_names", "build", "causal_lm_names", "forward", "names", "tensors"]
@@ -48,8 +48,8 @@ def causal_lm_names() -> list[str]:
 
 
 def base_names() -> list[str]:
-    """Model types that transformers maps to a base model, sorted."""
-    return sorted(MODEL_MAPPING._model_mapping)
+    """Model types that transformers maps to a base model, and those of UNMAPPED, sorted."""
+    return sorted({*MODEL_MAPPING._model_mapping, *UNMAPPED})
 
 
 def names(kind: str) -> list[str]:
@@ -103,14 +103,21 @@ def _reseed_(model: nn.Module, generator: torch.Generator) -> None:
                 p.copy_(torch.randn(p.shape, generator=generator) * 0.02)
 
 
+def _model_class(kind: str, model_type: str, config: PreTrainedConfig) -> type[nn.Module]:
+    if kind == "base" and model_type in UNMAPPED:
+        module, _, name = UNMAPPED[model_type].rpartition(".")
+        return getattr(importlib.import_module(module), name)
+    cls = _MAPPINGS[kind][type(config)]
+    return cls[0] if isinstance(cls, (tuple, list)) else cls
+
+
 def _construct(
     kind: str, model_type: str, spec: Mapping[str, Any], level: str, seed: int, dtype: torch.dtype
 ) -> nn.Module:
     config = shrink(CONFIG_MAPPING[model_type](), spec.get("config", {}), level=level)
     if kind == "causal" and "is_decoder" in vars(config) and not getattr(config, "is_encoder_decoder", False):
         config.is_decoder = True
-    cls = _MAPPINGS[kind][type(config)]
-    cls = cls[0] if isinstance(cls, (tuple, list)) else cls
+    cls = _model_class(kind, model_type, config)
     if not isinstance(config, cls.config_class):  # the language model of a composite config
         config = next((c for c in tree(config) if isinstance(c, cls.config_class)), config)
     with torch.device("meta"):

@@ -1,8 +1,9 @@
 """Routed experts: modules that keep the matrices of many experts as a few parameters, in the tiers."""
 
 from vbrt.layers.experts import ops as ops
+from vbrt.layers.experts.gates import gate_of
 from vbrt.layers.experts.handle import ExpertsHandle
 from vbrt.layers.experts.layer import VBExperts
 from vbrt.layers.experts.spec import ExpertsSpec
 
-__all__ = ["ExpertsHandle", "ExpertsSpec", "VBExperts"]
+__all__ = ["ExpertsHandle", "ExpertsSpec", "VBExperts", "gate_of"]
