@@ -105,8 +105,8 @@ def gate_of(module: nn.Module) -> Gate | None:
 def _agree(gate: Gate, own: Callable[[Tensor], Tensor]) -> bool:
     """True if both give the same for a sample, which reaches beyond all limits."""
     span = max(12.0, 2.0 * (gate.limit or 0.0))
-    order = torch.arange(128, device="cpu") * 37 % 128
-    sample = torch.linspace(-span, span, 128, device="cpu")[order].view(1, -1)
+    order = torch.arange(128, dtype=torch.int64, device="cpu") * 37 % 128
+    sample = torch.linspace(-span, span, 128, dtype=torch.float32, device="cpu")[order].view(1, -1)
     with torch.no_grad():
         expected, got = own(sample), apply_gate(sample, gate)
     return expected.shape == got.shape and torch.allclose(expected, got, rtol=1e-5, atol=1e-5)
