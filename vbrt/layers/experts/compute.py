@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from vbrt.kernels.experts import experts_down, experts_up, weigh_and_sum
+from vbrt.kernels.experts import ExpertPages, weigh_and_sum
 from vbrt.kernels.product import as_autocast
 from vbrt.layers.compute import pass_precision
 from vbrt.layers.experts.routing import local_ids, pairs_of, touched_experts
@@ -59,20 +59,27 @@ def run_experts(layer: "VBExperts", routed: Routed) -> Tensor:
     """`forward_experts` without gradients."""
     handle = layer.handle
     precision = pass_precision()
+    pages = handle.resident_pages(routed.x.device) if precision == "full" else None
+    if pages is not None:
+        _count(handle, "resident")
+        return _Kernels(layer, routed).on_pages(pages)
     touched = touched_experts(routed.ids, handle.spec.experts)
     scan = routed.ids.numel() >= handle.spec.experts
-    way = "prompt" if scan else "decode"
-    handle.ways[way] = handle.ways.get(way, 0) + 1
+    _count(handle, "scan" if scan else "decode")
     lossless = handle.spec.lossless and not (handle.spec.fine and precision == "coarse")
     compute = _Library(layer, routed) if lossless else _Kernels(layer, routed)
     chunks = list(_chunks(handle, touched, scan=scan, precision=precision))
-    if len(chunks) == 1:
+    if len(chunks) == 1 and (lossless or not scan):
         with handle.lease(chunks[0], precision) as leased:
             return compute.whole(leased)
     for chunk in chunks:
         with handle.lease(chunk, precision) as leased:
             compute.add(leased)
     return compute.result()
+
+
+def _count(handle: "ExpertsHandle", way: str) -> None:
+    handle.ways[way] = handle.ways.get(way, 0) + 1
 
 
 def _chunks(handle: "ExpertsHandle", touched: Sequence[int], *, scan: bool, precision: str) -> Iterator[Sequence[int]]:
@@ -234,19 +241,30 @@ def plain_forward(layer: "VBExperts", *args: Any) -> Tensor:
 
 
 class _Kernels:
-    """Computes by the ops on pages."""
+    """Computes by the ops on pages.
+
+    All experts of few tokens go through the ops at once. In a scan the rows of pairs are kept and weighed at the end,
+    in one chunk as in many.
+    """
 
     def __init__(self, layer: "VBExperts", routed: Routed) -> None:
-        self.layer, self.handle = layer, layer.handle
+        self.layer, self.handle, self.ops = layer, layer.handle, layer.handle.ops_of_pass()
         self.routed = Routed(as_autocast(routed.x), routed.ids, routed.weights)
         self.dtype = routed.x.dtype
-        self.kernels = self.handle.kernels_of_pass()
         self.rows: Tensor | None = None
 
     def whole(self, leased: "Leased") -> Tensor:
         """All touched experts at once."""
-        self.add(leased)
-        return self.result()
+        return self.on_pages(leased.pages())
+
+    def on_pages(self, pages: ExpertPages) -> Tensor:
+        """All touched experts at once, on their pages."""
+        x, ids_Tk, weights_Tk = self.routed.x, self.routed.ids, self.routed.weights
+        if self.layer.has_post_expert_norm:
+            y = weigh_and_sum(self._rows(x, ids_Tk, None, pages), ids_Tk, weights_Tk, pages.experts)
+        else:
+            y = self._rows(x, ids_Tk, weights_Tk, pages)
+        return y.to(self.dtype)
 
     def add(self, leased: "Leased") -> None:
         """Some of them: the rows of their pairs."""
@@ -256,17 +274,16 @@ class _Kernels:
         local_Tk = local_ids(ids_Tk, self.handle.spec.experts, list(leased.experts))
         pairs_P = pairs_of(local_Tk, len(leased.experts))
         ids_P1 = ids_Tk.reshape(-1, 1)[pairs_P]
-        self.rows[pairs_P] = self._rows(x[pairs_P // ids_Tk.shape[1]], ids_P1, leased)
+        self.rows[pairs_P] = self._rows(x[pairs_P // ids_Tk.shape[1]], ids_P1, None, leased.pages())
 
-    def _rows(self, x_PH: Tensor, ids_P1: Tensor, leased: "Leased") -> Tensor:
-        """W_down g(W_up x) of each pair."""
-        layer, pages = self.layer, leased.pages()
-        up, down = (f"{site.parameter}_bias" for site in self.handle.spec.sites)
-        decode = {part: kernels.decode for part, kernels in self.kernels.items()}
-        v = experts_up(x_PH, ids_P1, pages, bias_EN=layer._parameters.get(up), decode=decode["up"])
-        h = layer._apply_gate(v) if layer.has_gate else layer.act_fn(v)
-        y = experts_down(h, ids_P1, None, pages, bias_EN=layer._parameters.get(down), decode=decode["down"])
-        return layer.post_expert_norm(y) if layer.has_post_expert_norm else y
+    def _rows(self, x_TH: Tensor, ids_Tk: Tensor, weights_Tk: Tensor | None, pages: ExpertPages) -> Tensor:
+        """W_down g(W_up x) of each pair, or their weighted sums."""
+        layer, ops = self.layer, self.ops
+        up, down = (layer._parameters.get(f"{site.parameter}_bias") for site in self.handle.spec.sites)
+        v_PN = ops.up(x_TH, ids_Tk, pages, bias_EN=up)
+        h_PI = layer._apply_gate(v_PN) if layer.has_gate else layer.act_fn(v_PN)
+        y = ops.down(h_PI, ids_Tk, weights_Tk, pages, bias_EN=down)
+        return layer.post_expert_norm(y) if weights_Tk is None and layer.has_post_expert_norm else y
 
     def result(self) -> Tensor:
         """The output after the last chunk."""

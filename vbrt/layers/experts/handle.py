@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from vbrt.formats.base import WeightPlanes
 from vbrt.formats.experts import join_fields, join_layouts, part_fields, part_layout
 from vbrt.formats.page import PageLayout, new_page, pack, unpack
 from vbrt.formats.separation import Separation
-from vbrt.kernels import resolves_late
+from vbrt.kernels import resolve, resolves_late
 from vbrt.kernels.experts import ExpertPages
 from vbrt.layers.compute import pass_precision, precision_notes
 from vbrt.layers.encoding import Encoder, Planes
@@ -65,6 +66,13 @@ class Leased:
         for position in range(len(self.experts)):
             out[position].copy_(handle.matrix(part, self.fields(position)))
         return out
+
+
+class ExpertOps(NamedTuple):
+    """The functions of the ops on pages."""
+
+    up: Callable[..., torch.Tensor]
+    down: Callable[..., torch.Tensor]
 
 
 class ExpertsHandle:
@@ -122,6 +130,7 @@ class ExpertsHandle:
         }
         self.kernels: dict[str, Kernels] | None = None
         self._coarse_kernels: dict[str, Kernels] | None = None
+        self._ops: ExpertOps | None = None
         if not resolves_late(spec.first.backend, self.device):
             self.take_kernels()
 
@@ -146,6 +155,16 @@ class ExpertsHandle:
         if self._coarse_kernels is None:
             self._coarse_kernels = {part: coarse_kernels(one, self.device) for part, one in self.spec.parts.items()}
         return self._coarse_kernels
+
+    def ops_of_pass(self) -> "ExpertOps":
+        """The ops on the planes that this pass takes; only for those that lose bits."""
+        if self._ops is None:
+            spec = self.spec.first
+            functions = (
+                resolve(op, spec.backend, self.device, spec.format).run for op in ("experts_up", "experts_down")
+            )
+            self._ops = ExpertOps(*functions)
+        return self._ops
 
     def all_fallbacks(self) -> list[str]:
         """`fallbacks`, and what forwards have shown: no coarse plane for a draft."""
@@ -218,7 +237,14 @@ class ExpertsHandle:
                 "decoded and multiplied in plain torch"
             )
             self._store(planes)
-        self.kernel = next(iter(kernels.values())).kernel.backend
+        self.kernel = self._backend(next(iter(kernels.values())))
+
+    def _backend(self, kernels: Kernels) -> str:
+        """The name of the backend that runs."""
+        spec = self.spec.first
+        if spec.lossless:
+            return kernels.kernel.backend
+        return resolve("experts_up", spec.backend, self.device, spec.format).backend
 
     def _store(self, planes: Iterable[Planes]) -> None:
         owner, keys, first = Owner(self.stack), [], None
@@ -311,6 +337,22 @@ class ExpertsHandle:
             addresses = table.pin_memory().to(self.device, non_blocking=True)
         shapes = {part: one.shape for part, one in spec.parts.items()}
         return ExpertPages(spec.format, self.dtype, shapes, self.pages[0].layout, pages, addresses)
+
+    def resident_pages(self, device: torch.device) -> ExpertPages | None:
+        """The pages of all experts, where all live on the GPU that computes and none is moving, for use without a lease
+        and without knowing which are touched. Else None."""
+        if device.type != "cuda" or self.spec.lossless or not self.stack.at_rest or device != self.device:
+            return None
+        self.stack.capturing()
+        ready = self.ready
+        if ready is None:
+            self._check_pages()
+            slots = self.stack.levels[0].slots
+            pages = [slots[key].view for key in self.keys]
+            ready = self.pages_of(pages)
+            if self.stack.at_rest:
+                self.ready = ready
+        return ready
 
     def weight(self, parameter: str) -> torch.Tensor:
         """A parameter, decoded, as the module keeps it: a temporary that shares memory with nothing."""
