@@ -168,6 +168,7 @@ CASES = {
     "sums of floats": Case(_each(
         "add.f32 Y, X0, X1", "sub.f32 Y, X0, X1", "mul.f32 Y, X0, X1", "fma.rn.f32 Y, X0, X1, X2", "neg.f32 Y, X3",
         "abs.f32 Y, X4", "min.f32 Y, X0, X1", "max.f32 Y, X0, X1", "max.NaN.f32 Y, X0, X1",
+        "min.NaN.f32 Y, X0, X1",
         "setp.lt.f32 %p1, X0, X1; selp.f32 Y, X0, X1, %p1",
     ), "any float", torch.float32),
     "approximations": Case(_each(

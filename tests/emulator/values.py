@@ -78,7 +78,7 @@ INTEGERS: dict[str, Callable[..., np.ndarray]] = {
 }  # fmt: skip
 FLOATS: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "min": np.fmin, "max": np.fmax,
-    "max.NaN": np.maximum,
+    "max.NaN": np.maximum, "min.NaN": np.minimum,
     "neg": np.negative, "abs": np.abs, "fma": lambda a, b, c: a * b + c, "ex2": np.exp2,
     "sqrt": np.sqrt, "tanh": _tanh, "rsqrt": lambda a: 1 / np.sqrt(a),
 }  # fmt: skip

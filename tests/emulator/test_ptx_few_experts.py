@@ -1,0 +1,99 @@
+"""The kernels of routed experts for few tokens as they are compiled, run on the CPU: see `ptx`."""
+
+import pytest
+import torch
+
+from tests.emulator.machine import Machine
+from tests.emulator.test_ptx import gpu  # noqa: F401  # a fixture
+from tests.kernels.cuda.gpu_cases import error
+from tests.kernels.expert_cases import expert_pages, routing
+from tests.matrix import matrix
+from vbrt.kernels.cuda.e2m1.tiles import TILES
+from vbrt.kernels.cuda.experts import few
+from vbrt.kernels.cuda.experts.few import Launch
+from vbrt.kernels.cuda.experts.pairs import Groups, most_blocks
+from vbrt.kernels.experts import Gate, experts_down, experts_up, part_planes
+
+pytest.importorskip("triton.experimental.gluon")
+
+GATES = {
+    "silu": Gate("silu"),
+    "gpt_oss": Gate("silu", interleaved=True, alpha=1.702, limit=0.5, shift=1.0),
+    "halves": Gate("gelu_tanh", alpha=1.5, limit=0.7, shift=0.5),
+    "relu2": Gate("relu2", gated=False),
+    "raw": None,
+}
+CLOSE = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def sorted_by_torch(monkeypatch):
+    """The machine has no atomics in shared memory; `test_pairs` has the kernel that sorts."""
+
+    def group_pairs(ids_Tk, experts, block):
+        flat = ids_Tk.flatten()
+        group = torch.where((flat >= 0) & (flat < experts), flat, experts)
+        offsets = [int((group < e).sum()) for e in range(experts + 2)]
+        blocks = [(e, at) for e in range(experts + 1) for at in range(offsets[e], offsets[e + 1], block)]
+        blocks += [(-1, 0)] * (most_blocks(len(flat), experts, block) - len(blocks))
+        parts = group.argsort(stable=True), torch.tensor(offsets), *torch.tensor(blocks).T
+        return Groups(*(part.int().contiguous() for part in parts), block)
+
+    monkeypatch.setattr(few, "group_pairs", group_pairs)
+
+
+def exact(pages, weights):
+    """`decode` for the reference: the float64 weight of planes, found by its tiles."""
+    known = {}
+    for part in pages.shapes:
+        for e, page in enumerate(pages.pages):
+            if page is not None:
+                known[part_planes(pages, e, part).coarse[TILES].data_ptr()] = weights[part][e]
+    return lambda planes: known[planes.coarse[TILES].data_ptr()]
+
+
+def made(monkeypatch, format, shapes, number, **given):
+    pages, weights = expert_pages(format, shapes, number, tiled=True, **given)
+    monkeypatch.setattr(Machine, "pages", [page for page in pages.pages if page is not None])
+    return pages, exact(pages, weights)
+
+
+CONFIGS = [Launch(1, 1, 4), Launch(2, 2, 8), Launch(2, 1, 4)]
+
+
+@matrix(gate=GATES, name=["nvfp4", "mxfp4"], tokens=[5, 1], bias=[True, False], config=CONFIGS)
+def test_rows_of_pairs(gate, name, tokens, bias, config, gpu, monkeypatch):  # noqa: F811
+    pages, decode = made(monkeypatch, name, {"up": (64, 392)}, 3, missing=(1,))
+    monkeypatch.setattr(few, "launch_of", lambda *_: config)
+    ids = torch.tensor([[0, 2], [2, 3], [0, 2], [-1, 2], [2, 0]])[:tokens]
+    x, b = torch.randn(tokens, 400).bfloat16()[:, :392], torch.randn(3, 64).bfloat16() if bias else None
+    y = few.up(x, ids, pages, gate=gate, bias_EN=b)
+    want = experts_up(x.double(), ids, pages, gate=gate, bias_EN=b, decode=decode)
+    assert y.shape == want.shape and error(y, want) < 4e-3
+    assert gpu == ["rows_kernel"] and not y[(ids < 0).flatten() | (ids > 2).flatten()].any()
+
+
+@matrix(name=["nvfp4", "mxfp4"], tokens=[1, 6], k=[3, 1, 18], bias=[True, False], at_most=4)
+def test_weighted_sums(name, tokens, k, bias, gpu, monkeypatch):  # noqa: F811
+    pages, decode = made(monkeypatch, name, {"down": (40, 264)}, 4)
+    ids, weights = torch.randint(-1, 5, (tokens, k)), torch.rand(tokens, k)
+    h, b = torch.randn(tokens * k, 264).bfloat16(), torch.randn(4, 40) if bias else None
+    y = few.down(h, ids.int(), weights.bfloat16(), pages, bias_EN=b)
+    want = experts_down(h.double(), ids, weights.bfloat16(), pages, bias_EN=b, decode=decode)
+    assert error(y, want) < 4e-3
+    assert gpu == (["token_kernel"] if tokens == 1 else ["rows_kernel", "sum_kernel"])
+
+
+@matrix(dtype=[torch.float16, torch.float32, torch.bfloat16], tokens=[3, 1])
+def test_other_dtypes_and_ragged_shapes(dtype, tokens, gpu, monkeypatch):  # noqa: F811
+    pages, decode = made(monkeypatch, "nvfp4", {"up": (40, 130), "down": (130, 20)}, 2, dtype=dtype)
+    ids, weights = routing(tokens, 2, 2)
+    x, gate = torch.randn(tokens, 130).to(dtype), Gate("gelu", interleaved=tokens == 3)
+    h = few.up(x, ids, pages, gate=gate)
+    want = experts_up(x.double(), ids, pages, gate=gate, decode=decode)
+    assert h.dtype is dtype and error(h, want) < CLOSE[dtype]
+    y = few.down(h, ids, weights, pages)
+    assert error(y, experts_down(h.double(), ids, weights, pages, decode=decode)) < CLOSE[dtype]
+    rows = few.down(h, ids, None, pages)
+    assert error(rows, experts_down(h.double(), ids, None, pages, decode=decode)) < CLOSE[dtype]
+    assert gpu.count("split_kernel") == 3

@@ -1,0 +1,285 @@
+"""The launches of the grouped kernels for few tokens: the ops "experts_up" and "experts_down", weights in tile order.
+
+Where tokens hardly share experts each pair is a program's own; otherwise pairs are sorted by expert, so that those of
+one expert share a read of its weights. Nothing waits for the device, and what pairs there are is known only there:
+all launches can be captured in a CUDA graph. fp16 and fp32 go in as two and three bf16 summands; sums are in fp32.
+
+Legend: T tokens, k experts a token, P = T k pairs, E experts, N rows of a matrix, K its columns.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
+from vbrt.kernels.cuda.e2m1.tiles import COLUMNS, FORMATS, ROWS, TILES
+from vbrt.kernels.cuda.experts.pairs import Groups, group_pairs
+from vbrt.kernels.cuda.launcher import Launcher, rows_are_aligned
+from vbrt.kernels.experts import ExpertPages, Gate, apply_gate
+
+__all__ = ["Launch", "down", "launch_of", "token_launch", "up"]
+
+_SPLIT_WARPS, _SPLIT_SPAN, _SUM_WARPS, _SUM_SPAN = 4, 1024, 4, 512
+#: pairs are sorted where there are more of them than a share of the experts: below, two hardly ever share one
+_ALONE = 4
+
+
+class Launch(NamedTuple):
+    """Of the kernel for rows: `row_tiles` a program and matrix, `groups` of 8 pairs, `k_warps` that split K."""
+
+    row_tiles: int
+    groups: int
+    k_warps: int
+
+
+class _Matrix(NamedTuple):
+    """One part of all pages, as kernels take it."""
+
+    addresses: Tensor
+    experts: int
+    n: int
+    k: int
+    tile_offset: int
+    scale_offset: int
+    e8m0_scales: bool
+
+    @property
+    def columns(self) -> int:
+        """Of tiles."""
+        return -(-self.k // COLUMNS)
+
+
+class _Gating(NamedTuple):
+    """What a kernel does to rows. matrices: of which a program multiplies a row tile each."""
+
+    kind: str
+    matrices: int
+    gate: Gate
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Of the kernel."""
+        gate = self.gate
+        return {
+            "MATRICES": self.matrices,
+            "GATING": self.kind,
+            "FUNCTION": gate.function,
+            "ALPHA": gate.alpha,
+            "LIMIT": gate.limit,
+            "SHIFT": gate.shift,
+        }
+
+
+_PLAIN = _Gating("none", 1, Gate("none", gated=False))
+
+
+class _Kernels(NamedTuple):
+    rows: Launcher
+    token: Launcher
+    sum: Launcher
+    split: Launcher
+
+
+@functools.cache
+def _kernels(dependent: bool) -> _Kernels:
+    from vbrt.kernels.cuda.experts import few_gluon as device
+
+    kernels = device.rows_kernel, device.token_kernel, device.sum_kernel, device.split_kernel
+    return _Kernels(*(Launcher(kernel, dependent=dependent) for kernel in kernels))
+
+
+# -- which launch ------------------------------------------------------------------------------------------------------
+
+
+def launch_of(pairs: int, experts: int, tiles: int, columns: int) -> Launch:
+    """Return the configuration for rows of pairs.
+
+    Args:
+        tiles: row tiles of all programs of one block of pairs.
+    """
+    share = -(-pairs // experts)  # of an expert, if each had as many
+    groups = 1 if share <= 8 else 2 if share <= 16 else 4
+    programs = tiles * min(pairs, experts)
+    warps = 8 if programs < 1024 and columns >= 16 else 4
+    return Launch(1, groups, warps)
+
+
+def token_launch(k: int) -> tuple[int, int]:
+    """Return (experts side by side, warps) of the kernel that sums over a token's experts itself."""
+    side = 1 << max(0, (k - 1).bit_length())
+    return min(side, 16), 16
+
+
+# -- ops ---------------------------------------------------------------------------------------------------------------
+
+
+def up(
+    x_TH: Tensor, ids_Tk: Tensor, pages: ExpertPages, part: str = "up", gate: Gate | None = None,
+    bias_EN: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return g(W x + b) for each pair, as `vbrt.kernels.experts.experts_up`; one launch, or two with a sort."""
+    matrix, k = _matrix(pages, part), ids_Tk.shape[1]
+    gating = _gating(gate, matrix.n)
+    if gating is None:  # halves that do not begin at a tile
+        v_PN = x_TH.new_empty(ids_Tk.numel(), matrix.n, dtype=torch.float32)
+        _rows(x_TH, ids_Tk, matrix, _PLAIN, bias_EN, v_PN, k)
+        return apply_gate(v_PN, gate).to(x_TH.dtype)
+    columns = matrix.n if gating.kind == "none" else matrix.n // 2
+    y_PN = x_TH.new_empty(ids_Tk.numel(), columns)
+    _rows(x_TH, ids_Tk, matrix, gating, bias_EN, y_PN, k)
+    return y_PN
+
+
+def down(
+    h_PI: Tensor, ids_Tk: Tensor, weights_Tk: Tensor | None, pages: ExpertPages, part: str = "down",
+    bias_EN: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return weighted sums [T, H], or rows of pairs [P, H], as `vbrt.kernels.experts.experts_down`."""
+    matrix = _matrix(pages, part)
+    if weights_Tk is None:
+        y_PH = h_PI.new_empty(ids_Tk.numel(), matrix.n)
+        _rows(h_PI, ids_Tk, matrix, _PLAIN, bias_EN, y_PH, 1)
+        return y_PH
+    y_TH = h_PI.new_empty(ids_Tk.shape[0], matrix.n)
+    if _are_alone(ids_Tk, matrix.experts):
+        _tokens(h_PI, ids_Tk, weights_Tk, matrix, bias_EN, y_TH)
+    elif y_TH.numel():
+        rows_PH = h_PI.new_empty(ids_Tk.numel(), matrix.n, dtype=torch.float32)
+        _rows(h_PI, ids_Tk, matrix, _PLAIN, bias_EN, rows_PH, 1)
+        _sum(rows_PH, ids_Tk, weights_Tk, matrix.experts, y_TH)
+    return y_TH
+
+
+def _matrix(pages: ExpertPages, part: str) -> _Matrix:
+    (n, k), offsets = pages.shapes[part], pages.offsets(part)
+    scales = FORMATS[pages.format].e8m0_scales
+    return _Matrix(pages.addresses, pages.experts, n, k, offsets[TILES], offsets["tensor_scale"], scales)
+
+
+def _gating(gate: Gate | None, n: int) -> _Gating | None:
+    """What the kernel does for a gate; None if it cannot."""
+    if gate is None:
+        return _PLAIN
+    if not gate.gated:
+        return _Gating("none", 1, Gate(gate.function, gated=False))
+    if gate.interleaved:
+        return _Gating("interleaved", 1, gate)
+    return _Gating("halves", 2, gate) if n % (2 * ROWS) == 0 else None
+
+
+def _are_alone(ids_Tk: Tensor, experts: int) -> bool:
+    """True if each pair is a block of its own."""
+    return ids_Tk.shape[0] == 1 or _ALONE * ids_Tk.numel() <= experts
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+
+
+def _rows(
+    x_MK: Tensor, ids_Tk: Tensor, matrix: _Matrix, gating: _Gating, bias: Tensor | None, y_PN: Tensor, per_row: int
+) -> None:
+    """Fill y with g(W x + b) of each pair; per_row: pairs that share a row of x."""
+    if y_PN.numel() == 0:
+        return
+    row_tiles = -(-matrix.n // gating.matrices // ROWS)
+    launch = launch_of(ids_Tk.numel(), matrix.experts, row_tiles, matrix.columns)
+    ids, x_SMK = ids_Tk.contiguous(), _summands(x_MK)
+    device, grouped = x_MK.device.index, not _are_alone(ids_Tk, matrix.experts)
+    groups = group_pairs(ids, matrix.experts, 8 * launch.groups) if grouped else Groups(ids, ids, ids, ids, 1)
+    dependent = devices.launches_dependents(device)
+    bias_or_x = x_SMK if bias is None else bias.contiguous()
+    blocks = len(groups.experts) if grouped else ids.numel()
+    _kernels(dependent).rows(
+        device,
+        (-(-row_tiles // launch.row_tiles), blocks),
+        (x_SMK, ids, *groups[:4], matrix.addresses, bias_or_x, y_PN),
+        (
+            matrix.experts, matrix.n, x_SMK.shape[2], matrix.columns, per_row, x_SMK.stride(1), x_SMK.stride(0),
+            y_PN.shape[1], matrix.tile_offset, matrix.scale_offset,
+        ),
+        warps=launch.k_warps,
+        specialized=(ids.dtype, bias_or_x.dtype, y_PN.dtype),
+        GROUPED=grouped,
+        ROW_TILES=launch.row_tiles,
+        TOKEN_GROUPS=launch.groups if grouped else 1,
+        K_WARPS=launch.k_warps,
+        SUMMANDS=len(x_SMK),
+        E8M0_SCALES=matrix.e8m0_scales,
+        HAS_BIAS=bias is not None,
+        DEPENDENT=dependent,
+        **gating.constants,
+    )  # fmt: skip
+
+
+def _tokens(
+    h_PI: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, matrix: _Matrix, bias: Tensor | None, y_TH: Tensor
+) -> None:
+    """Fill y with the weighted sums over the experts of each token, by one launch."""
+    if y_TH.numel() == 0:
+        return
+    (tokens, k), device, h_SPI = ids_Tk.shape, h_PI.device.index, _summands(h_PI)
+    (side, warps), dependent = token_launch(k), devices.launches_dependents(device)
+    bias_or_h = h_SPI if bias is None else bias.contiguous()
+    ids, weights = ids_Tk.contiguous(), weights_Tk.contiguous()
+    _kernels(dependent).token(
+        device,
+        (-(-matrix.n // ROWS), tokens),
+        (h_SPI, ids, weights, matrix.addresses, bias_or_h, y_TH),
+        (
+            matrix.experts, matrix.n, h_SPI.shape[2], k, matrix.columns, h_SPI.stride(1), h_SPI.stride(0),
+            matrix.n, matrix.tile_offset, matrix.scale_offset,
+        ),
+        warps=warps,
+        specialized=(ids.dtype, weights.dtype, bias_or_h.dtype, y_TH.dtype),
+        SIDE_BY_SIDE=side,
+        ROW_TILES=1,
+        K_WARPS=warps,
+        SUMMANDS=len(h_SPI),
+        E8M0_SCALES=matrix.e8m0_scales,
+        HAS_BIAS=bias is not None,
+        WEIGHTS_FIRST=False,
+        DEPENDENT=dependent,
+    )  # fmt: skip
+
+
+def _sum(rows_PH: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, experts: int, y_TH: Tensor) -> None:
+    """Fill y with the weighted sums of the rows of each token."""
+    (tokens, k), n, device = ids_Tk.shape, y_TH.shape[1], y_TH.device.index
+    dependent, ids, weights = devices.launches_dependents(device), ids_Tk.contiguous(), weights_Tk.contiguous()
+    _kernels(dependent).sum(
+        device,
+        (-(-n // _SUM_SPAN), tokens),
+        (rows_PH, ids, weights, y_TH),
+        (experts, n, k),
+        warps=_SUM_WARPS,
+        specialized=(ids.dtype, weights.dtype, y_TH.dtype),
+        WARPS=_SUM_WARPS,
+        SPAN=_SUM_SPAN,
+        DEPENDENT=dependent,
+    )
+
+
+def _summands(x_MK: Tensor) -> Tensor:
+    """bf16 [S, M, K] that add up to x, rows at multiples of 16 bytes; K is rounded up to a multiple of 8."""
+    summands = SUMMANDS[x_MK.dtype]
+    if summands == 1 and rows_are_aligned(x_MK):
+        return x_MK.unsqueeze(0)
+    (rows, k), device = x_MK.shape, x_MK.device.index
+    width, dependent = -(-k // 8) * 8, devices.launches_dependents(device)
+    o_SMK = x_MK.new_empty(summands, rows, width, dtype=torch.bfloat16)
+    _kernels(dependent).split(
+        device,
+        (rows, -(-width // _SPLIT_SPAN)),
+        (x_MK, o_SMK),
+        (k, width, *x_MK.stride(), rows * width),
+        warps=_SPLIT_WARPS,
+        specialized=(x_MK.dtype,),
+        SUMMANDS=summands,
+        WARPS=_SPLIT_WARPS,
+        SPAN=_SPLIT_SPAN,
+        DEPENDENT=dependent,
+    )
+    return o_SMK

@@ -1,0 +1,657 @@
+"""Grouped kernels for few tokens, for experts in tile order. Importing this needs Triton.
+
+Each program multiplies rows of one expert's matrix by up to 8 * TOKEN_GROUPS pairs of that expert, as
+`e2m1/narrow_gluon` does: weights go from their page straight to registers, the warps of a program split K, and their
+sums meet in shared memory once, in a fixed order. The expert of a program, its pairs and the address of its page come
+from tables on the device, which the launch before may have written, so everything is read behind its end; but see
+WEIGHTS_FIRST.
+
+    GROUPED          pairs are sorted by expert (`pairs.Groups`); otherwise each pair is a block of its own
+    MATRICES         2: a program multiplies a row tile of the gates and the same one of the values; else 1
+    GATING           "none", "halves" (all gates, then all values; takes MATRICES 2) or "interleaved"
+    FUNCTION, ALPHA, LIMIT, SHIFT
+                     of `vbrt.kernels.experts.Gate`; LIMIT may be None
+    SUMMANDS         x is [SUMMANDS, M, K]: bf16 summands of activations in fp16 or fp32
+    WEIGHTS_FIRST    ids, addresses and pages are older than the launch before, so that the first weights are read
+                     while it runs
+    the others       as in `narrow_gluon`
+
+Legend: P pairs, E experts, k experts a token, N rows of a matrix, K columns; a column is one of tiles.
+"""
+
+# ruff: noqa: RUF005  # the kernel language has no starred expressions
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from vbrt.kernels.cuda.e2m1.narrow_gluon import (
+    DECODE,
+    DECODE_E4M3_HIGH,
+    DECODE_E4M3_LOW,
+    DECODE_E8M0,
+    DECODE_REGISTERS,
+    MULTIPLY,
+    MULTIPLY_REGISTERS,
+    NAN_STAYS,
+    RESCALE,
+    SCALE_REGISTERS,
+    activate,
+    allow_launch_after,
+    out_layout,
+    places,
+    sum_over_warps,
+    tanh_of,
+    wait_for_launch_before,
+)
+
+__all__ = ["rows_kernel", "split_kernel", "sum_kernel", "token_kernel"]
+
+
+# -- where weights and activations are ---------------------------------------------------------------------------------
+
+
+@gluon.jit
+def pointers_of_tiles(address, row_tile, behind, column, columns, ROW_TILES: gl.constexpr, E8M0_SCALES: gl.constexpr):
+    """To each of ROW_TILES tiles from row_tile on, in each thread's column; from `behind` on to the last one before.
+
+    address: of the first tile of the matrix, or one for each thread [threads].
+    """
+    WORDS: gl.constexpr = 272 if E8M0_SCALES else 288
+    base = address.to(gl.pointer_type(gl.int32))
+    out = ()
+    for r in gl.static_range(ROW_TILES):
+        out = out + (base + (gl.minimum(row_tile + r, behind - 1) * columns + column) * WORDS,)
+    return out
+
+
+@gluon.jit
+def moved(pointers, STEP: gl.constexpr, COUNT: gl.constexpr):
+    out = ()
+    for i in gl.static_range(COUNT):
+        out = out + (pointers[i] + STEP,)
+    return out
+
+
+@gluon.jit
+def read_weights(pointers, wanted, lane, LAYOUT: gl.constexpr, COUNT: gl.constexpr, E8M0_SCALES: gl.constexpr):
+    """(first words, second words, scale bytes) of each of COUNT tiles, zeros where they are not wanted."""
+    four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    out = ()
+    for i in gl.static_range(COUNT):
+        # addresses are known at run time only, so the compiler has to be told that tiles begin at 16 bytes
+        words = gl.multiple_of(pointers[i] + lane * 4, 16)[:, None] + four
+        first = gl.load(words, mask=wanted[:, None], other=0, cache_modifier=".cg")
+        second = gl.load(words + 128, mask=wanted[:, None], other=0, cache_modifier=".cg")
+        if E8M0_SCALES:
+            scale_ptr = (pointers[i] + 256).to(gl.pointer_type(gl.int16)) + lane
+        else:
+            scale_ptr = pointers[i] + (256 + lane)
+        out = out + (first, second, gl.load(scale_ptr, mask=wanted, other=0).to(gl.int32))
+    return out
+
+
+@gluon.jit
+def read_tokens(pointers, column, wanted, part, lane, K, LAYOUT: gl.constexpr, COUNT: gl.constexpr):
+    """Operands 2 part and 2 part + 1 (as in `narrow_gluon.load_tokens`) of COUNT groups of eight rows of x.
+
+    pointers: of each lane to its row and its 32 columns of tile column 0. wanted: which lanes have a row.
+    """
+    four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    t = lane % 4
+    out = ()
+    for n in gl.static_range(COUNT):
+        for q in gl.static_range(2):
+            offset = column * 64 + (q ^ (t // 2)) * 4 + 8 * part
+            there = wanted[n] & ((offset + t * 16) * 2 < K)
+            words = gl.multiple_of(pointers[n] + offset, 16)[:, None] + four
+            out = out + (gl.load(words, mask=there[:, None], other=0),)
+    return out
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def decoded(tile, scales, part: gl.constexpr, E8M0_SCALES: gl.constexpr):
+    """The four operands A of four instructions, from half of a tile's words."""
+    scale_g, scale_h = gl.inline_asm_elementwise(
+        DECODE_E8M0 if E8M0_SCALES else (DECODE_E4M3_LOW if part == 0 else DECODE_E4M3_HIGH),
+        SCALE_REGISTERS,
+        [scales],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    return gl.inline_asm_elementwise(
+        DECODE,
+        DECODE_REGISTERS,
+        [tile, scale_g[:, None], scale_h[:, None]],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def multiplied(a, b0, b1, total):
+    """total + the product of operands A with B, four instructions."""
+    return gl.inline_asm_elementwise(
+        MULTIPLY, MULTIPLY_REGISTERS, [a[0], a[1], a[2], a[3], b0, b1, total], dtype=gl.float32, is_pure=True, pack=4
+    )
+
+
+@gluon.jit
+def added_products(
+    sums,
+    tiles,
+    xs,
+    column,
+    wanted,
+    lane,
+    K,
+    LAYOUT: gl.constexpr,
+    TILES: gl.constexpr,
+    TOKEN_GROUPS: gl.constexpr,
+    SUMMANDS: gl.constexpr,
+    E8M0_SCALES: gl.constexpr,
+):
+    """sums + the products of one column: of each of TILES tiles with each group of tokens, one after the other."""
+    COUNT: gl.constexpr = TOKEN_GROUPS * SUMMANDS
+    EARLY: gl.constexpr = COUNT <= 2  # more would not stay in registers
+    tokens = ()
+    if EARLY:
+        for part in gl.static_range(2):
+            tokens = tokens + read_tokens(xs, column, wanted, part, lane, K, LAYOUT, COUNT)
+    for part in gl.static_range(2):
+        if not EARLY:
+            tokens = read_tokens(xs, column, wanted, part, lane, K, LAYOUT, COUNT)
+        added = ()
+        for i in gl.static_range(TILES):
+            a = decoded(tiles[3 * i + part], tiles[3 * i + 2], part, E8M0_SCALES)
+            for n in gl.static_range(TOKEN_GROUPS):
+                total = sums[i * TOKEN_GROUPS + n]
+                for s in gl.static_range(SUMMANDS):
+                    if EARLY:
+                        total = multiplied(
+                            a,
+                            tokens[2 * (COUNT * part + n * SUMMANDS + s)],
+                            tokens[2 * (COUNT * part + n * SUMMANDS + s) + 1],
+                            total,
+                        )
+                    else:
+                        total = multiplied(a, tokens[2 * (n * SUMMANDS + s)], tokens[2 * (n * SUMMANDS + s) + 1], total)
+                added = added + (total,)
+        sums = added
+    return sums
+
+
+@gluon.jit
+def gate_function(v, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, DTYPE: gl.constexpr):
+    """As exact as `narrow_gluon.activate`."""
+    if FUNCTION == "relu2":
+        v = gl.maximum(v, 0.0, propagate_nan=NAN_STAYS)
+        v = v * v
+    elif ALPHA != 1.0:  # of whatever function, as in `vbrt.kernels.experts.apply_gate`
+        if DTYPE == gl.bfloat16:
+            half = 0.5 * v
+            v = half + half * tanh_of((0.5 * ALPHA) * v)
+        else:
+            v = v / (1.0 + gl.exp(-ALPHA * v))
+    else:
+        v = activate(v, FUNCTION, DTYPE)
+    return v
+
+
+@gluon.jit
+def gated_product(
+    g, v, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, SHIFT: gl.constexpr, DTYPE: gl.constexpr
+):
+    """function(g) * (v + SHIFT), clamped before."""
+    if LIMIT is not None:
+        g = gl.minimum(g, LIMIT, propagate_nan=NAN_STAYS)
+        v = gl.maximum(gl.minimum(v, LIMIT, propagate_nan=NAN_STAYS), -LIMIT, propagate_nan=NAN_STAYS)
+    return gate_function(g, FUNCTION, ALPHA, DTYPE) * (v + SHIFT)
+
+
+# -- rows of pairs -----------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def rows_program(
+    x_ptr,
+    order_ptr,
+    address_ptr,
+    bias_ptr,
+    y_ptr,
+    expert,
+    first,
+    count,
+    E,
+    N,
+    K,
+    columns,
+    pairs_per_row,
+    x_stride,
+    x_plane,
+    y_stride,
+    tile_offset,
+    scale_offset,
+    GROUPED: gl.constexpr,
+    MATRICES: gl.constexpr,
+    ROW_TILES: gl.constexpr,
+    TOKEN_GROUPS: gl.constexpr,
+    K_WARPS: gl.constexpr,
+    SUMMANDS: gl.constexpr,
+    E8M0_SCALES: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    GATING: gl.constexpr,
+    FUNCTION: gl.constexpr,
+    ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
+    SHIFT: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """Rows of `count` pairs of one expert, from place `first` of the order on; zeros if it is a sentinel."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [K_WARPS, 1], [1, 0])
+    STEP: gl.constexpr = (272 if E8M0_SCALES else 288) * K_WARPS
+    COUNT: gl.constexpr = TOKEN_GROUPS * ROW_TILES
+    TILES: gl.constexpr = MATRICES * ROW_TILES
+    thread = gl.arange(0, 32 * K_WARPS, layout=gl.SliceLayout(1, LAYOUT))
+    lane = thread % 32
+    column = thread // 32
+    there = (expert >= 0) & (expert < E)
+    address = gl.load(address_ptr + expert, mask=there, other=0)
+    stop = gl.where(there, columns, 0)
+    rows = N // MATRICES
+    half = (rows + 15) // 16
+    weights = ()
+    for m in gl.static_range(MATRICES):
+        weights = weights + pointers_of_tiles(
+            address + tile_offset,
+            gl.program_id(0) * ROW_TILES + m * half,
+            half * (m + 1),
+            column,
+            columns,
+            ROW_TILES,
+            E8M0_SCALES,
+        )
+    tiles = read_weights(weights, column < stop, lane, LAYOUT, TILES, E8M0_SCALES)
+    scale = gl.load((address + scale_offset).to(gl.pointer_type(gl.float32)), mask=there, other=0.0)
+
+    x_words = x_ptr.to(gl.pointer_type(gl.int32))
+    xs = ()
+    rows_there = ()
+    for n in gl.static_range(TOKEN_GROUPS):
+        slot = n * 8 + lane // 4
+        wanted = (slot < count) & there
+        pair = first + slot
+        if GROUPED:
+            pair = gl.load(order_ptr + pair, mask=wanted, other=0)
+        x_row = x_words + (pair // pairs_per_row).to(gl.int64) * (x_stride // 2) + (lane % 4) * 16
+        for s in gl.static_range(SUMMANDS):
+            xs = xs + (x_row + s * (x_plane // 2),)
+            rows_there = rows_there + (wanted,)
+
+    # where results go, read before the loop so that nobody waits for it behind it
+    row, slot = places(gl.program_id(0), ROW_TILES, COUNT, out_layout(K_WARPS))
+    biases = ()
+    if HAS_BIAS:
+        for m in gl.static_range(MATRICES):
+            at = bias_ptr + expert.to(gl.int64) * N + m * rows + row
+            biases = biases + (gl.load(at, mask=(row < rows) & there, other=0.0),)
+
+    sums = ()
+    for _ in gl.static_range(MATRICES * COUNT):
+        sums = sums + (gl.zeros((32 * K_WARPS, 4), gl.float32, layout=LAYOUT),)
+    for _ in range((stop + K_WARPS - 1) // K_WARPS):
+        weights = moved(weights, STEP, TILES)
+        ahead = read_weights(weights, column + K_WARPS < stop, lane, LAYOUT, TILES, E8M0_SCALES)
+        sums = added_products(
+            sums, tiles, xs, column, rows_there, lane, K, LAYOUT, TILES, TOKEN_GROUPS, SUMMANDS, E8M0_SCALES
+        )
+        tiles = ahead
+        column = column + K_WARPS
+    if DEPENDENT:
+        allow_launch_after()
+
+    v = results(sums, 0, ROW_TILES, TOKEN_GROUPS, K_WARPS) * (RESCALE * scale)
+    if HAS_BIAS:
+        v = v + biases[0].to(gl.float32)
+    DTYPE: gl.constexpr = y_ptr.dtype.element_ty
+    if GATING == "halves":
+        other = results(sums, ROW_TILES, ROW_TILES, TOKEN_GROUPS, K_WARPS) * (RESCALE * scale)
+        if HAS_BIAS:
+            other = other + biases[1].to(gl.float32)
+        v = gated_product(v, other, FUNCTION, ALPHA, LIMIT, SHIFT, DTYPE)
+    elif GATING == "interleaved":
+        v, other = neighbours(v, COUNT, K_WARPS)
+        v = gated_product(v, other, FUNCTION, ALPHA, LIMIT, SHIFT, DTYPE)
+        row, slot = places_of_neighbours(gl.program_id(0), ROW_TILES, COUNT, K_WARPS)
+        rows = rows // 2
+    elif FUNCTION != "none":
+        v = gate_function(v, FUNCTION, 1.0, DTYPE)
+    keep = (row < rows) & (slot < count)
+    pair = first + slot
+    if GROUPED:
+        pair = gl.load(order_ptr + pair, mask=keep, other=0)
+    gl.store(y_ptr + pair.to(gl.int64) * y_stride + row, v.to(DTYPE), mask=keep)
+
+
+@gluon.jit
+def results(sums, FIRST: gl.constexpr, ROW_TILES: gl.constexpr, TOKEN_GROUPS: gl.constexpr, K_WARPS: gl.constexpr):
+    """The sums over all warps of ROW_TILES tiles from FIRST on, in the order of `places`."""
+    entries = ()
+    for n in gl.static_range(TOKEN_GROUPS):
+        for r in gl.static_range(ROW_TILES):
+            entries = entries + (sums[(FIRST + r) * TOKEN_GROUPS + n],)
+    return sum_over_warps(entries, 0, TOKEN_GROUPS * ROW_TILES, K_WARPS)
+
+
+@gluon.constexpr_function
+def pairs_layout(K_WARPS):
+    return gl.BlockedLayout([1, 2], [32, 1], [K_WARPS, 1], [1, 0])
+
+
+@gluon.jit
+def neighbours(v, COUNT: gl.constexpr, K_WARPS: gl.constexpr):
+    """(Even rows, odd rows) of accumulators [COUNT, 32, 4], each [64 COUNT]."""
+    PAIRS: gl.constexpr = pairs_layout(K_WARPS)
+    v = gl.permute(gl.reshape(v, (COUNT, 4, 2, 4, 4)), (0, 1, 3, 4, 2))
+    even, odd = gl.split(gl.convert_layout(gl.reshape(v, (COUNT * 64, 2)), PAIRS))
+    return gl.convert_layout(even, gl.SliceLayout(1, PAIRS)), gl.convert_layout(odd, gl.SliceLayout(1, PAIRS))
+
+
+@gluon.jit
+def places_of_neighbours(program, ROW_TILES: gl.constexpr, COUNT: gl.constexpr, K_WARPS: gl.constexpr):
+    """(row of the result, token) of each pair of `neighbours`."""
+    at = gl.arange(0, COUNT * 64, layout=gl.SliceLayout(1, pairs_layout(K_WARPS)))
+    four = at % 4
+    i = at // 64
+    row = (program * ROW_TILES + i % ROW_TILES) * 8 + (at // 16) % 4 + 4 * (four // 2)
+    return row, (i // ROW_TILES) * 8 + 2 * ((at // 4) % 4) + four % 2
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "E",
+        "N",
+        "K",
+        "columns",
+        "pairs_per_row",
+        "x_stride",
+        "x_plane",
+        "y_stride",
+        "tile_offset",
+        "scale_offset",
+    ]
+)
+def rows_kernel(
+    x_ptr,
+    id_ptr,
+    order_ptr,
+    offset_ptr,
+    expert_ptr,
+    first_ptr,
+    address_ptr,
+    bias_ptr,
+    y_ptr,
+    E,
+    N,
+    K,
+    columns,
+    pairs_per_row,
+    x_stride,
+    x_plane,
+    y_stride,
+    tile_offset,
+    scale_offset,
+    GROUPED: gl.constexpr,
+    MATRICES: gl.constexpr,
+    ROW_TILES: gl.constexpr,
+    TOKEN_GROUPS: gl.constexpr,
+    K_WARPS: gl.constexpr,
+    SUMMANDS: gl.constexpr,
+    E8M0_SCALES: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    GATING: gl.constexpr,
+    FUNCTION: gl.constexpr,
+    ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
+    SHIFT: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """y [P, rows] = g(W x + b) of each pair, row pair // pairs_per_row of x.
+
+    Grid (ceil(row tiles of a matrix / ROW_TILES), blocks of pairs).
+    """
+    if DEPENDENT:
+        wait_for_launch_before()
+    first = gl.program_id(1)
+    if GROUPED:
+        expert = gl.load(expert_ptr + first)
+        if expert >= 0:
+            behind = gl.load(offset_ptr + expert + 1)
+            first = gl.load(first_ptr + first)
+            rows_program(
+                x_ptr,
+                order_ptr,
+                address_ptr,
+                bias_ptr,
+                y_ptr,
+                expert,
+                first,
+                gl.minimum(behind - first, 8 * TOKEN_GROUPS),
+                E,
+                N,
+                K,
+                columns,
+                pairs_per_row,
+                x_stride,
+                x_plane,
+                y_stride,
+                tile_offset,
+                scale_offset,
+                GROUPED,
+                MATRICES,
+                ROW_TILES,
+                TOKEN_GROUPS,
+                K_WARPS,
+                SUMMANDS,
+                E8M0_SCALES,
+                HAS_BIAS,
+                GATING,
+                FUNCTION,
+                ALPHA,
+                LIMIT,
+                SHIFT,
+                DEPENDENT,
+            )
+    else:
+        rows_program(
+            x_ptr,
+            order_ptr,
+            address_ptr,
+            bias_ptr,
+            y_ptr,
+            gl.load(id_ptr + first).to(gl.int32),
+            first,
+            1,
+            E,
+            N,
+            K,
+            columns,
+            pairs_per_row,
+            x_stride,
+            x_plane,
+            y_stride,
+            tile_offset,
+            scale_offset,
+            GROUPED,
+            MATRICES,
+            ROW_TILES,
+            TOKEN_GROUPS,
+            K_WARPS,
+            SUMMANDS,
+            E8M0_SCALES,
+            HAS_BIAS,
+            GATING,
+            FUNCTION,
+            ALPHA,
+            LIMIT,
+            SHIFT,
+            DEPENDENT,
+        )
+
+
+# -- weighted sums -----------------------------------------------------------------------------------------------------
+
+
+@gluon.jit(
+    do_not_specialize=["E", "N", "K", "k", "columns", "x_stride", "x_plane", "y_stride", "tile_offset", "scale_offset"]
+)
+def token_kernel(
+    x_ptr,
+    id_ptr,
+    weight_ptr,
+    address_ptr,
+    bias_ptr,
+    y_ptr,
+    E,
+    N,
+    K,
+    k,
+    columns,
+    x_stride,
+    x_plane,
+    y_stride,
+    tile_offset,
+    scale_offset,
+    SIDE_BY_SIDE: gl.constexpr,
+    ROW_TILES: gl.constexpr,
+    K_WARPS: gl.constexpr,
+    SUMMANDS: gl.constexpr,
+    E8M0_SCALES: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    WEIGHTS_FIRST: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """y [T, N] = the weighted sum of W x + b over the experts of a token; grid (ceil(row tiles / ROW_TILES), T).
+
+    SIDE_BY_SIDE experts at a time have K_WARPS / SIDE_BY_SIDE warps each, which split K.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [K_WARPS, 1], [1, 0])
+    TURN: gl.constexpr = K_WARPS // SIDE_BY_SIDE
+    STEP: gl.constexpr = (272 if E8M0_SCALES else 288) * TURN
+    thread = gl.arange(0, 32 * K_WARPS, layout=gl.SliceLayout(1, LAYOUT))
+    lane = thread % 32
+    j = thread // 32 % SIDE_BY_SIDE
+    begin = thread // (32 * SIDE_BY_SIDE)
+    token = gl.program_id(1)
+    x_words = x_ptr.to(gl.pointer_type(gl.int32))
+    totals = ()
+    for _t in gl.static_range(ROW_TILES):
+        totals = totals + (gl.zeros((32 * K_WARPS, 4), gl.float32, layout=LAYOUT),)
+    if DEPENDENT and not WEIGHTS_FIRST:
+        wait_for_launch_before()
+    for _turn in range((k + SIDE_BY_SIDE - 1) // SIDE_BY_SIDE):
+        pair = token * k + j
+        expert = gl.load(id_ptr + pair, mask=j < k, other=-1).to(gl.int32)
+        there = (expert >= 0) & (expert < E)
+        address = gl.load(address_ptr + expert, mask=there, other=0)
+        stop = gl.where(there, columns, 0)
+        column = begin
+        weights = pointers_of_tiles(
+            address + tile_offset, gl.program_id(0) * ROW_TILES, (N + 15) // 16, column, columns, ROW_TILES, E8M0_SCALES
+        )
+        tiles = read_weights(weights, column < stop, lane, LAYOUT, ROW_TILES, E8M0_SCALES)
+        factor = gl.load((address + scale_offset).to(gl.pointer_type(gl.float32)), mask=there, other=0.0) * RESCALE
+        if DEPENDENT and WEIGHTS_FIRST:
+            wait_for_launch_before()
+        factor = factor * gl.load(weight_ptr + pair, mask=there, other=0.0).to(gl.float32)
+        x_row = x_words + pair.to(gl.int64) * (x_stride // 2) + (lane % 4) * 16
+        xs = ()
+        wanted = ()
+        for s in gl.static_range(SUMMANDS):
+            xs = xs + (x_row + s * (x_plane // 2),)
+            wanted = wanted + (there & (lane < 4),)
+        sums = ()
+        for _s in gl.static_range(ROW_TILES):
+            sums = sums + (gl.zeros((32 * K_WARPS, 4), gl.float32, layout=LAYOUT),)
+        for _step in range((columns + TURN - 1) // TURN):
+            weights = moved(weights, STEP, ROW_TILES)
+            ahead = read_weights(weights, column + TURN < stop, lane, LAYOUT, ROW_TILES, E8M0_SCALES)
+            sums = added_products(sums, tiles, xs, column, wanted, lane, K, LAYOUT, ROW_TILES, 1, SUMMANDS, E8M0_SCALES)
+            tiles = ahead
+            column = column + TURN
+        weighed = ()
+        for r in gl.static_range(ROW_TILES):
+            weighed = weighed + (totals[r] + gl.where(there, factor, 0.0)[:, None] * sums[r],)
+        totals = weighed
+        j = j + SIDE_BY_SIDE
+    if DEPENDENT:
+        allow_launch_after()
+    row, slot = places(gl.program_id(0), ROW_TILES, ROW_TILES, out_layout(K_WARPS))
+    keep = (row < N) & (slot == 0)
+    v = sum_over_warps(totals, 0, ROW_TILES, K_WARPS)
+    if HAS_BIAS:
+        for i in range(k):
+            expert = gl.load(id_ptr + token * k + i).to(gl.int32)
+            routed = (expert >= 0) & (expert < E)
+            weight = gl.load(weight_ptr + token * k + i, mask=routed, other=0.0).to(gl.float32)
+            bias = gl.load(bias_ptr + expert.to(gl.int64) * N + row, mask=keep & routed, other=0.0)
+            v = v + weight * bias.to(gl.float32)
+    gl.store(y_ptr + token.to(gl.int64) * y_stride + row, v.to(y_ptr.dtype.element_ty), mask=keep)
+
+
+@gluon.jit(do_not_specialize=["E", "N", "k"])
+def sum_kernel(
+    row_ptr, id_ptr, weight_ptr, y_ptr, E, N, k, WARPS: gl.constexpr, SPAN: gl.constexpr, DEPENDENT: gl.constexpr
+):
+    """y [T, N] = the weighted sum of the k rows of each token, in their order; grid (ceil(N / SPAN), T)."""
+    if DEPENDENT:
+        wait_for_launch_before()
+        allow_launch_after()
+    LAYOUT: gl.constexpr = gl.BlockedLayout([SPAN // (32 * WARPS)], [32], [WARPS], [0])
+    at = gl.program_id(0) * SPAN + gl.arange(0, SPAN, layout=LAYOUT)
+    token = gl.program_id(1)
+    v = gl.zeros((SPAN,), gl.float32, layout=LAYOUT)
+    for i in range(k):
+        pair = token * k + i
+        expert = gl.load(id_ptr + pair).to(gl.int32)
+        routed = (expert >= 0) & (expert < E)
+        weight = gl.load(weight_ptr + pair, mask=routed, other=0.0).to(gl.float32)
+        v = v + weight * gl.load(row_ptr + pair.to(gl.int64) * N + at, mask=(at < N) & routed, other=0.0)
+    gl.store(y_ptr + token.to(gl.int64) * N + at, v.to(y_ptr.dtype.element_ty), mask=at < N)
+
+
+# -- activations -------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit(do_not_specialize=["K", "width", "x_stride", "k_stride", "plane"])
+def split_kernel(
+    x_ptr,
+    o_ptr,
+    K,
+    width,
+    x_stride,
+    k_stride,
+    plane,
+    SUMMANDS: gl.constexpr,
+    WARPS: gl.constexpr,
+    SPAN: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """o [SUMMANDS, M, width]: bf16 that add up to x [M, K], and zeros behind; grid (M, ceil(width / SPAN)).
+
+    Each summand takes the 8 leading bits of what the ones before it left.
+    """
+    if DEPENDENT:
+        wait_for_launch_before()
+        allow_launch_after()
+    at = gl.program_id(1) * SPAN + gl.arange(0, SPAN, layout=gl.BlockedLayout([2], [32], [WARPS], [0]))
+    m = gl.program_id(0).to(gl.int64)
+    rest = gl.load(x_ptr + m * x_stride + at.to(gl.int64) * k_stride, mask=at < K, other=0.0).to(gl.float32)
+    for s in gl.static_range(SUMMANDS):
+        part = rest.to(gl.bfloat16)
+        gl.store(o_ptr + m * width + s * plane + at, part, mask=at < width)
+        rest = rest - part.to(gl.float32)
