@@ -7,10 +7,10 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 from scripts.bench_curves import train_curves
-from scripts.measuring import interleaved, seconds
+from scripts.experts_ssd import experts
+from scripts.measuring import drop_page_cache, interleaved, seconds
 
 
 def small_model():
@@ -141,12 +141,6 @@ def ssd_passive() -> dict:
 
 
 ENVIRONMENT = {"ssd-passive": {"OMP_WAIT_POLICY": "passive"}}
-
-
-def drop_page_cache() -> None:
-    """As root only: what fadvise leaves of mapped files would favour the peer."""
-    os.sync()
-    Path("/proc/sys/vm/drop_caches").write_text("1\n")
 
 
 def memory() -> dict:
@@ -356,5 +350,5 @@ def exact_layers(plain) -> dict[str, Callable]:
 #: by name, in the order of docs/benchmarks.md
 PARTS: dict[str, Callable[[], dict]] = {
     part.__name__.replace("_", "-"): part
-    for part in (wrap, resident, ssd, ssd_passive, memory, hits, formats, cpu_linear, cpu_exact, train_curves)
+    for part in (wrap, resident, ssd, ssd_passive, experts, memory, hits, formats, cpu_linear, cpu_exact, train_curves)
 }
