@@ -80,7 +80,7 @@ def half_on_ssd(preset: str, layers: int, folder: str):
 
 
 def experts(formats: tuple[str, ...] = tuple(PRESETS), layers: int = 6) -> dict:
-    """A Qwen3-MoE of 1 GB, one token with half of the pages in memory, beside accelerate's disk_offload and all in it."""
+    """A Qwen3-MoE of 1 GB, one token with half of the pages in memory, beside accelerate's disk_offload."""
     import torch
     from accelerate import disk_offload
 

@@ -26,6 +26,7 @@ from vbrt.kernels import resolve, resolves_late
 from vbrt.kernels.experts import ExpertPages
 from vbrt.layers.compute import pass_precision, precision_notes
 from vbrt.layers.encoding import Encoder, Planes
+from vbrt.layers.experts.bank import Bank
 from vbrt.layers.experts.spec import ExpertsSpec
 from vbrt.layers.pickling import from_pickle, to_pickle
 from vbrt.layers.selection import Kernels, choose_kernels, coarse_kernels, refusals
@@ -60,11 +61,14 @@ class Leased:
         return handle.pages_of(pages)
 
     def weights(self, part: str) -> torch.Tensor:
-        """Return the matrices of a part as the module keeps them, [n, ...], decoded; a tensor of its own."""
-        one, handle = self._handle.spec.parts[part], self._handle
-        out = torch.empty((len(self.experts), *one.site.matrix_shape), dtype=handle.dtype, device=handle.device)
-        for position in range(len(self.experts)):
-            out[position].copy_(handle.matrix(part, self.fields(position)))
+        """Return the matrices of a part as the module keeps them, [n, ...], decoded: on a CPU where they lie, else a
+        tensor of its own."""
+        one, handle, places = self._handle.spec.parts[part], self._handle, range(len(self.experts))
+        if places and handle.device.type == "cpu":
+            return Bank.of([handle.matrix(part, self.fields(place)) for place in places])
+        out = torch.empty((len(places), *one.site.matrix_shape), dtype=handle.dtype, device=handle.device)
+        for place in places:
+            out[place].copy_(handle.matrix(part, self.fields(place)))
         return out
 
 
