@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from vbrt.kernels.experts import ExpertPages, weigh_and_sum
+from vbrt.kernels.experts import ExpertPages, Gate, weigh_and_sum
 from vbrt.kernels.product import as_autocast
 from vbrt.layers.compute import pass_precision
+from vbrt.layers.experts.gates import gate_of, own_gate
 from vbrt.layers.experts.routing import local_ids, pairs_of, touched_experts
 
 if TYPE_CHECKING:
@@ -280,8 +281,9 @@ class _Kernels:
         """W_down g(W_up x) of each pair, or their weighted sums."""
         layer, ops = self.layer, self.ops
         up, down = (layer._parameters.get(f"{site.parameter}_bias") for site in self.handle.spec.sites)
-        v_PN = ops.up(x_TH, ids_Tk, pages, bias_EN=up)
-        h_PI = layer._apply_gate(v_PN) if layer.has_gate else layer.act_fn(v_PN)
+        gate = _gate(layer)
+        h_PI = ops.up(x_TH, ids_Tk, pages, gate=gate, bias_EN=up)
+        h_PI = own_gate(layer)(h_PI) if gate is None else h_PI
         y = ops.down(h_PI, ids_Tk, weights_Tk, pages, bias_EN=down)
         return layer.post_expert_norm(y) if weights_Tk is None and layer.has_post_expert_norm else y
 
@@ -289,6 +291,13 @@ class _Kernels:
         """The output after the last chunk."""
         y = weigh_and_sum(self.rows, self.routed.ids, self.routed.weights, self.handle.spec.experts)
         return y.to(self.dtype)
+
+
+def _gate(layer: "VBExperts") -> Gate | None:
+    """The gate that kernels apply, found once; None: the layer's own function is applied to their product."""
+    if "_vb_gate" not in layer.__dict__:
+        layer.__dict__["_vb_gate"] = gate_of(layer)
+    return layer.__dict__["_vb_gate"]
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
