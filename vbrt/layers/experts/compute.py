@@ -70,6 +70,8 @@ def run_experts(layer: "VBExperts", routed: Routed) -> Tensor:
     lossless = handle.spec.lossless and not (handle.spec.fine and precision == "coarse")
     compute = _Library(layer, routed) if lossless else _Kernels(layer, routed)
     chunks = list(_chunks(handle, touched, scan=scan, precision=precision))
+    if scan or len(chunks) > 1:
+        handle.announce(touched, precision)
     if len(chunks) == 1 and (lossless or not scan):
         with handle.lease(chunks[0], precision) as leased:
             return compute.whole(leased)

@@ -326,6 +326,11 @@ class ExpertsHandle:
         with lease:
             yield Leased(self, experts, lease, planes)
 
+    def announce(self, experts: Sequence[int], precision: str) -> None:
+        """Tell the policies that the next leases go through these experts in order; their pages are staged ahead."""
+        if not self.stack.at_rest:
+            self.stack.announce(self.keys_of(experts, 1 if precision == "coarse" else self.planes))
+
     def _check_pages(self) -> None:
         if not self.keys:
             raise TierError(
