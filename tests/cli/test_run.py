@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import re
 import sys
 import tracemalloc
 
@@ -25,6 +26,26 @@ def test_run_writes_text_and_stats_and_keeps_them(llama, capsys):
     assert err.count("\n") == 1  # no bars, no reports
     assert cli.main(["stats"]) == 0
     assert capsys.readouterr().out.splitlines()[-3:] == out.splitlines()[-3:]
+
+
+def test_run_of_routed_experts_shows_them_by_layer_one_by_one_and_in_a_timeline(qwen, tmp_path, capsys):
+    page, layer = tmp_path / "run.html", "model.layers.1.mlp.experts"
+    assert cli.main(["run", str(qwen), "the", "--max-new-tokens", "5", "--timeline", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^routed experts · decides host · touched a token 2.0", out, re.M)
+    assert "Routed experts" in page.read_text() and layer in page.read_text()
+    assert cli.main(["stats", "--experts", layer]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + 8
+    assert cli.main(["stats", "--experts", layer, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["expert"] for row in rows] == list(range(8)) and sum(row["hits"] for row in rows) >= 10
+    assert cli.main(["stats", "--experts", "lm_head"]) == 2
+    assert f"model.layers.0.mlp.experts, {layer}" in errors(capsys)
+
+
+def test_run_refuses_a_timeline_that_it_cannot_write_before_it_loads(qwen, tmp_path, capsys):
+    assert cli.main(["run", str(qwen), "the sea", "--timeline", str(tmp_path / "run.txt")]) == 2
+    assert ".html" in errors(capsys)
 
 
 def test_run_exact_writes_what_the_dense_model_writes(llama, capsys):

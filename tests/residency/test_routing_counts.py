@@ -25,6 +25,15 @@ def test_a_scan_is_no_previous_token():
     assert (counts.scans, counts.cached, counts.passes) == (1, 3, 4)
 
 
+def test_a_pass_without_leases_is_no_previous_token():
+    counts = RoutingCounts(4)
+    counts.decode([0, 1], 1)
+    counts.unlease()
+    counts.decode([0, 1], 1)
+    assert (counts.compared, counts.unleased, counts.passes) == (0, 1, 3)
+    assert counts.last == [3, 3, 0, 0]
+
+
 def test_the_last_use_of_an_expert_is_the_number_of_the_pass():
     counts = RoutingCounts(5)
     counts.scan([0, 1, 2])

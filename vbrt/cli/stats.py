@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ def add(commands: Any) -> None:
         "stats",
         _stats,
         help="show the stats of the last `vbrt run` or `vbrt demo`",
-        examples="  vbrt stats\n  vbrt stats --json | jq .hit_rate\n  vbrt stats saved.json\n",
+        examples="  vbrt stats\n  vbrt stats --json | jq .hit_rate\n"
+        "  vbrt stats --experts model.layers.0.mlp.experts\n  vbrt stats saved.json\n",
     )
     parser.add_argument(
         "file",
@@ -31,6 +33,7 @@ def add(commands: Any) -> None:
         type=Path,
         help="JSON of Stats.to_dict() or of `vbrt run --json`; default: that of the last run",
     )
+    parser.add_argument("--experts", metavar="LAYER", help="the routed experts of a layer, a row for each")
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
@@ -45,7 +48,10 @@ def stats_path() -> Path:
 def _stats(args: argparse.Namespace) -> int:
     path = args.file or stats_path()
     stats = _read_stats(path, given=args.file is not None)
-    if args.json:
+    if args.experts:
+        experts = stats.experts(args.experts)
+        print(json.dumps([asdict(row) for row in experts.rows()], indent=2) if args.json else experts)
+    elif args.json:
         print(json.dumps(stats.to_dict(), indent=2))
     else:
         console_for_stdout().print(stats)

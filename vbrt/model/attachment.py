@@ -18,11 +18,12 @@ from vbrt.model.passes import PassHook, move_rest_, remove_pass_hooks
 from vbrt.model.phase import named_phase
 from vbrt.model.registry import Registry
 from vbrt.model.runtime import Runtime
-from vbrt.model.snapshot import layer_stats, own_phases, stack_fallbacks, tier_stats
+from vbrt.model.snapshot import expert_counts, layer_stats, own_phases, stack_fallbacks, tier_stats
 from vbrt.report.drawing import check_timeline_path, write_timeline
-from vbrt.report.stats import LayerStats, Stats
+from vbrt.report.heat import heat_between
+from vbrt.report.stats import Stats
 from vbrt.report.timeline import TimelineTotals
-from vbrt.residency.plan import Plan, Swap
+from vbrt.residency.plan import Plan
 from vbrt.residency.site import ROOT
 from vbrt.tiers import Recorder, TierStack
 
@@ -159,8 +160,9 @@ class Attachment:
         self.check_open("set_budget")
         return self.runtime.set_budget(tier, budget)
 
-    def stats(self) -> Stats:
-        """Return a frozen snapshot of all counters; the tiers' are those of all models on the runtime."""
+    def stats(self, *, experts: bool = False) -> Stats:
+        """Return a frozen snapshot of all counters; the tiers' are those of all models on the runtime. `experts`: with
+        those of every routed expert."""
         stack, plan = self.stack, self.plan
         layers = self.layers  # other threads may encode, move and unwrap meanwhile
         swaps = [swap for swap in plan.swaps if swap.name in layers]  # none after unwrap()
@@ -174,7 +176,7 @@ class Attachment:
             stack.levels[0].policy.kind,
             stack.names[0],
             self.passes,
-            {swap.name: self._layer_stats(swap, layers[swap.name]) for swap in swaps},
+            {swap.name: layer_stats(stack, swap, layers[swap.name], each=experts) for swap in swaps},
             tier_stats(stack),
             plan.dense_bytes,
             plan.kept_bytes,
@@ -188,9 +190,6 @@ class Attachment:
     def unpaged_bytes(self) -> int:
         """Bytes on the computing device outside the budgets: kept parameters and weights that are not encoded yet."""
         return self.registry.shell_bytes() + self._plan.kept_bytes
-
-    def _layer_stats(self, swap: Swap, layer: VBLayer) -> LayerStats:
-        return layer_stats(self.stack, swap, layer)
 
     def phase(self, name: str, precision: str | None) -> contextlib.AbstractContextManager[None]:
         """Name the passes in a `with` block. See `VBModelWrapper.phase`."""
@@ -231,6 +230,8 @@ class Attachment:
 @contextlib.contextmanager
 def _recorded(attachment: Attachment, model: nn.Module, path: Path) -> Iterator[Recorder]:
     recorder = Recorder(attachment.stack.device, attachment.stack.guard)
+    layers = attachment.layers
+    before = expert_counts(attachment.stack, layers)
     recorder.start()
     hooks = []
     try:
@@ -241,6 +242,10 @@ def _recorded(attachment: Attachment, model: nn.Module, path: Path) -> Iterator[
         for hook in hooks:
             hook.remove()
         timeline = recorder.stop()
+        after = expert_counts(attachment.stack, layers)
+        timeline = recorder.timeline = replace(
+            timeline, experts=tuple(heat_between(name, before[name], after[name]) for name in before)
+        )
         attachment.timed = _of_model(timeline.totals, attachment.prefix)
         write_timeline(timeline, path)
 

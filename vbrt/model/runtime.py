@@ -115,10 +115,11 @@ class Runtime:
         if self.stack.closed:
             raise WrapError(f"{what}: the runtime was closed with its last model; build a new one")
 
-    def stats(self) -> Stats:
-        """Return the counters of all models. Layers of models that came later are under the model's name."""
+    def stats(self, *, experts: bool = False) -> Stats:
+        """Return the counters of all models. Layers of models that came later are under the model's name. `experts`:
+        with those of every routed expert."""
         attachments, tiers = self.attachments, tier_stats(self.stack)
-        parts = [attachment.stats() for attachment in attachments]
+        parts = [attachment.stats(experts=experts) for attachment in attachments]
         layers: dict[str, LayerStats] = {}
         for attachment, part in zip(attachments, parts, strict=True):
             prefix = f"{attachment.name}/" if layers else attachment.prefix

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from vbrt.layers import VBLayer
+from vbrt.layers import SwappedLayer
+from vbrt.layers.experts import VBExperts
 from vbrt.report.experts import ExpertCounts, ExpertsStats
 from vbrt.report.stats import LayerStats, TierStats
 from vbrt.residency.counts import PhaseCounts, RoutingCounts
@@ -11,21 +12,30 @@ from vbrt.tiers import Page, TierStack
 from vbrt.tiers.tally import Family
 from vbrt.training import TrainedLayer
 
-__all__ = ["experts_stats", "layer_stats", "own_phases", "stack_fallbacks", "tier_stats", "trained_layer_stats"]
+__all__ = [
+    "expert_counts",
+    "experts_stats",
+    "layer_stats",
+    "own_phases",
+    "stack_fallbacks",
+    "tier_stats",
+    "trained_layer_stats",
+]
 
 
-def layer_stats(stack: TierStack, swap: Swap, layer: VBLayer) -> LayerStats:
-    """Return the counters of one VB layer."""
+def layer_stats(stack: TierStack, swap: Swap, layer: SwappedLayer, *, each: bool = False) -> LayerStats:
+    """Return the counters of one layer; of routed experts, with `each`, also those of every one of them."""
     handle = layer.handle
     family = stack.ledger.census().family(handle.keys)
-    tally, top = family.tally(), stack.levels[0].slots  # this runs for every layer, in at most 10 µs
+    tally = family.tally()  # this runs for every layer, in at most 10 µs
+    experts = _experts_of(stack, family, layer, each=each) if isinstance(layer, VBExperts) else None
     separation = handle.separation.counters if handle.separation else None
     return LayerStats(
         format=handle.spec.label,
         kernel=handle.kernel,
         materialized=layer.materialized,
         home="/".join(stack.names[home] for home in family.homes),
-        resident=bool(family.pages) and all(page.key in top for page in family.pages),
+        resident=_is_resident(stack, family) if experts is None else experts.resident == experts.experts,
         plane_bytes=family.plane_bytes or {"dense": swap.dense_bytes},
         forwards=handle.forwards,
         weight_reads=handle.weight_reads,
@@ -37,7 +47,28 @@ def layer_stats(stack: TierStack, swap: Swap, layer: VBLayer) -> LayerStats:
         separation_hits=separation.hits if separation else 0,
         separation_refreshes=separation.refreshes if separation else 0,
         clipped_share=separation.clipped_share if separation else 0.0,
+        experts=experts,
     )
+
+
+def _is_resident(stack: TierStack, family: Family) -> bool:
+    top = stack.levels[0].slots
+    return bool(family.pages) and all(page.key in top for page in family.pages)
+
+
+def _experts_of(stack: TierStack, family: Family, layer: VBExperts, *, each: bool) -> ExpertsStats:
+    handle = layer.handle
+    return experts_stats(stack, family, handle.routing, decides=handle.decides, each=each)
+
+
+def expert_counts(stack: TierStack, layers: Mapping[str, SwappedLayer]) -> dict[str, ExpertCounts]:
+    """Return the counters of each expert, by layer, of those layers that have routed experts."""
+    found = {}
+    for name, layer in layers.items():
+        if isinstance(layer, VBExperts):
+            family = stack.ledger.census().family(layer.handle.keys)
+            found[name] = _expert_counts(list(family.planes.values()), layer.handle.routing)
+    return found
 
 
 def experts_stats(
@@ -56,6 +87,7 @@ def experts_stats(
         touched=routing.touched,
         compared=routing.compared,
         reused=routing.reused,
+        unleased=routing.unleased,
         each=_expert_counts(planes, routing) if each else None,
     )
 

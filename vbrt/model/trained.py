@@ -50,7 +50,7 @@ class TrainingAttachment(Attachment):
             "torch.profiler shows where a step's time goes"
         )
 
-    def stats(self) -> Stats:
+    def stats(self, *, experts: bool = False) -> Stats:
         """Return a frozen snapshot of all counters; waits for the device to have counted clipped weights."""
         here = self.layers
         swaps = [swap for swap in self._plan.swaps if swap.name in here]  # none after unwrap()

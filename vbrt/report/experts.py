@@ -78,6 +78,7 @@ class ExpertsStats:
         decides: who decides which pages move: "host" or "gpu".
         scans, cached: passes that took all pages in order, as long prompts do, and passes that took the pages of the
             experts they touched out of the cache, as decoding does.
+        unleased: passes on a GPU where all pages live: they take no lease, and nobody looks which experts they touch.
         tokens, touched: of cached passes: tokens, and experts touched, each once a pass.
         compared, reused: experts touched by a cached pass right after another one, and those that the other one had
             touched, too.
@@ -93,6 +94,7 @@ class ExpertsStats:
     touched: int
     compared: int
     reused: int
+    unleased: int = 0
     each: ExpertCounts | None = None
 
     @property
@@ -122,6 +124,7 @@ class ExpertsStats:
             int(data["resident"]),
             str(data["decides"]),
             *(int(data[name]) for name in names),
+            int(data["unleased"]),
             None if each is None else ExpertCounts.from_dict(each),
         )
 

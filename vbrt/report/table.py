@@ -86,6 +86,7 @@ def _experts_columns(layers: "Collection[LayerStats]", tier: str) -> list[_Colum
         _Column("moved", tuple(map(format_bytes, moved)), format_bytes(sum(moved)), 1),
         _Column("scans", tuple(str(e.scans) for e in of), "", 2),
         _Column("from cache", tuple(str(e.cached) for e in of), "", 2),
+        *([_Column("unleased", tuple(str(e.unleased) for e in of), "", 2)] if any(e.unleased for e in of) else []),
     ]
 
 

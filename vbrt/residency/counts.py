@@ -28,23 +28,29 @@ class RoutingCounts:
     Attributes:
         scans: passes that took the layer's pages in order, as long prompts do.
         cached: passes that took the pages of the experts they touched, as decoding does.
+        unleased: passes on a GPU where all pages live: they take no lease, and nobody looks which experts they touch.
         tokens, touched: of cached passes: their tokens, and the experts they touched (each once a pass).
         compared, reused: experts touched by a cached pass right after another one, and those of them that the other
             one had touched, too.
         last: by expert, the number of the last pass that touched it; 0: none has. Passes are counted from 1.
     """
 
-    __slots__ = ("_decoding", "cached", "compared", "last", "reused", "scans", "tokens", "touched")
+    __slots__ = ("_decoding", "cached", "compared", "last", "reused", "scans", "tokens", "touched", "unleased")
 
     def __init__(self, experts: int) -> None:
-        self.scans = self.cached = self.tokens = self.touched = self.compared = self.reused = 0
+        self.scans = self.cached = self.unleased = self.tokens = self.touched = self.compared = self.reused = 0
         self.last = [0] * experts
         self._decoding = False  # the last pass was a cached one
 
     @property
     def passes(self) -> int:
         """All passes so far."""
-        return self.scans + self.cached
+        return self.scans + self.cached + self.unleased
+
+    def unlease(self) -> None:
+        """Count a pass without leases."""
+        self.unleased += 1
+        self._decoding = False
 
     def scan(self, experts: Sequence[int]) -> None:
         """Count a pass through the layer's pages in order, and the experts that tokens went to."""

@@ -107,9 +107,13 @@ class VBModelWrapper(Facade):
         """
         return self._attachment.set_budget(tier, budget)
 
-    def stats(self) -> Stats:
-        """Return a frozen snapshot of all counters."""
-        return self._attachment.stats()
+    def stats(self, *, experts: bool = False) -> Stats:
+        """Return a frozen snapshot of all counters.
+
+        Args:
+            experts: with the counters of every routed expert: `vb.stats(experts=True).experts("layers.0.mlp.experts")`.
+        """
+        return self._attachment.stats(experts=experts)
 
     def phase(self, name: str, *, precision: str | None = None) -> contextlib.AbstractContextManager[None]:
         """Name the passes that begin in a `with` block, in this thread: `with vb.phase("draft"): vb(x)`.

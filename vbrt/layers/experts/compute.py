@@ -62,11 +62,14 @@ def run_experts(layer: "VBExperts", routed: Routed) -> Tensor:
     precision = pass_precision()
     pages = handle.resident_pages(routed.x.device) if precision == "full" else None
     if pages is not None:
-        _count(handle, "resident")
+        handle.routing.unlease()
         return _Kernels(layer, routed).on_pages(pages)
     touched = touched_experts(routed.ids, handle.spec.experts)
     scan = routed.ids.numel() >= handle.spec.experts
-    _count(handle, "scan" if scan else "decode")
+    if scan:
+        handle.routing.scan(touched)
+    else:
+        handle.routing.decode(touched, len(routed.x))
     lossless = handle.spec.lossless and not (handle.spec.fine and precision == "coarse")
     compute = _Library(layer, routed) if lossless else _Kernels(layer, routed)
     chunks = list(_chunks(handle, touched, scan=scan, precision=precision))
@@ -79,10 +82,6 @@ def run_experts(layer: "VBExperts", routed: Routed) -> Tensor:
         with handle.lease(chunk, precision) as leased:
             compute.add(leased)
     return compute.result()
-
-
-def _count(handle: "ExpertsHandle", way: str) -> None:
-    handle.ways[way] = handle.ways.get(way, 0) + 1
 
 
 def _chunks(handle: "ExpertsHandle", touched: Sequence[int], *, scan: bool, precision: str) -> Iterator[Sequence[int]]:

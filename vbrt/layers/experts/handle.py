@@ -31,8 +31,9 @@ from vbrt.layers.experts.spec import ExpertsSpec
 from vbrt.layers.pickling import from_pickle, to_pickle
 from vbrt.layers.selection import Kernels, choose_kernels, coarse_kernels, refusals
 from vbrt.layers.weight import register_handle
+from vbrt.residency.counts import RoutingCounts
 from vbrt.residency.plan import PageSpec
-from vbrt.tiers import Lease, Owner, Page, TierStack
+from vbrt.tiers import Lease, Owner, Page, Tally, TierStack
 
 __all__ = ["ExpertsHandle", "Leased"]
 
@@ -93,10 +94,11 @@ class ExpertsHandle:
         generation: counts the weights that this handle has held before.
         token: names handle and generation in graphs.
         kernels: by part, chosen for spec and device; None until they are needed where building them takes time.
-        ways: how many forwards ran in which way.
+        routing: counts of what forwards have asked for.
+        decides: who decides which pages move, "host" or "gpu".
     """
 
-    tied, separation = False, None
+    tied, separation, decides = False, None, "host"
 
     def __init__(self, spec: ExpertsSpec, stack: TierStack) -> None:
         self.spec, self.stack = spec, stack
@@ -115,7 +117,7 @@ class ExpertsHandle:
         self.token = self.token_at(0)
         self.fallbacks: list[str] = []
         self.kernel = "reference"
-        self.ways: dict[str, int] = {}
+        self.routing = RoutingCounts(spec.experts)
         self.ready: ExpertPages | None = None
         self._specify(spec)
         register_handle(self)
@@ -251,7 +253,7 @@ class ExpertsHandle:
         return resolve("experts_up", spec.backend, self.device, spec.format).backend
 
     def _store(self, planes: Iterable[Planes]) -> None:
-        owner, keys, first = Owner(self.stack), [], None
+        owner, keys, first = Owner(self.stack, Tally()), [], None
         try:
             for expert, planes_of_expert in enumerate(planes):
                 first = first or planes_of_expert[0][0]

@@ -95,7 +95,7 @@ class VBExperts(SwappedLayer):
         with handle.stack.encoding:
             dense = {name: self._dense_of(name, weights.get(name)) for name in handle.spec.parameters}
             heir = handle.empty_copy()
-            heir.forwards, heir.weight_reads, heir.ways = handle.forwards, handle.weight_reads, handle.ways
+            heir.forwards, heir.weight_reads, heir.routing = handle.forwards, handle.weight_reads, handle.routing
             heir.trainable = handle.trainable
             heir.retype(next(iter(dense.values())).dtype)
             self._parameters.update(dense)
