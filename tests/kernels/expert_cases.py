@@ -6,7 +6,7 @@ from vbrt.formats import get_format
 from vbrt.formats.experts import join_fields, join_layouts
 from vbrt.formats.page import pack
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
-from vbrt.kernels.experts import ExpertPages
+from vbrt.kernels.experts import ExpertPages, apply_gate
 
 
 def expert_pages(format, shapes, experts, *, dtype=torch.bfloat16, tiled=False, device="cpu", missing=()):
@@ -51,3 +51,13 @@ def routing(tokens, k, experts, *, device="cpu", sentinels=0):
     if sentinels:
         ids.view(-1)[torch.randperm(ids.numel(), device=device)[:sentinels]] = experts
     return ids, torch.rand(tokens, k, device=device).softmax(-1)
+
+
+def exact_rows(x, ids, weights_ENK, gate, bias=None):
+    """The rows of `experts_up` in float64, zeros for sentinels."""
+    ids_P, repeats = ids.reshape(-1), ids.numel() // len(x)
+    rows = torch.zeros(len(ids_P), weights_ENK.shape[1], dtype=torch.float64, device=x.device)
+    for expert, weight in enumerate(weights_ENK):
+        at = torch.where(ids_P == expert)[0]
+        rows[at] = x[at // repeats].double() @ weight.T + (0 if bias is None else bias[expert].double())
+    return rows if gate is None else apply_gate(rows, gate)

@@ -12,6 +12,8 @@ from vbrt.kernels.cpu import experts as cpu_experts
 from vbrt.kernels.cpu import linear as cpu_linear
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
+from vbrt.kernels.cuda.e2m1.tiles import FORMATS as TILE_FORMATS
+from vbrt.kernels.cuda.experts import ops as experts_ops
 from vbrt.kernels.cuda.fine import merge
 from vbrt.kernels.cuda.rounded import fp4 as fp4_linear
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
@@ -54,6 +56,7 @@ _built_experts = functools.partial(
 _triton = functools.partial(
     Kernel, backend="triton", devices=("cuda",), rank=1, refusal=_no_triton, reads_resident_planes=True
 )
+_tiled = functools.partial(_triton, formats=tuple(TILE_FORMATS), page_order=e2m1_linear.packing)
 _tables = functools.partial(_triton, formats=table_linear.FORMATS, runs_unpacked=True)
 
 
@@ -90,6 +93,9 @@ KERNELS = (
     *_decoding(_reference, reference.decode_weight),
     *_decoding(_triton, e2m1_linear.decode_weight),
     *_decoding(_tables, table_linear.decode_weight),
+    _tiled("experts_up", run=experts_ops.up),
+    _tiled("experts_down", run=experts_ops.down),
+    _tiled("experts_back", run=experts_ops.back),
 )
 
 for _kernel in KERNELS:

@@ -29,6 +29,7 @@ __all__ = [
     "GATES",
     "ExpertPages",
     "Gate",
+    "addresses_of",
     "apply_gate",
     "experts_down",
     "experts_up",
@@ -102,6 +103,14 @@ class ExpertPages:
         """Return where each field of a part lies in a page, in bytes, under the names that the format gives them."""
         head = f"{part}."
         return {f.name.removeprefix(head): f.offset for f in self.layout.fields if f.name.startswith(head)}
+
+
+def addresses_of(pages: ExpertPages, device: torch.device) -> Tensor:
+    """Return the table of the pages' addresses, made from them where there is none."""
+    if pages.addresses is not None:
+        return pages.addresses
+    addresses = [0 if page is None else page.data_ptr() for page in pages.pages]
+    return torch.tensor(addresses, dtype=torch.int64, device=device)
 
 
 def part_planes(pages: ExpertPages, expert: int, part: str) -> WeightPlanes:

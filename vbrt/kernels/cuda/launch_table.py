@@ -18,6 +18,7 @@ __all__ = [
     "WIDE",
     "Choice",
     "Gpu",
+    "GroupedLaunch",
     "Launch",
     "PersistentLaunch",
     "Rule",
@@ -25,6 +26,7 @@ __all__ = [
     "choose",
     "cut_tiles",
     "fused_limit",
+    "grouped_for",
     "launch_for",
     "persistent_tiles",
     "persists",
@@ -73,6 +75,16 @@ class PersistentLaunch(NamedTuple):
     """The kernel for the most tokens on sm_90. cut: tiles of the result that all programs share along K."""
 
     cut: int
+
+
+class GroupedLaunch(NamedTuple):
+    """The kernel of routed experts for many tokens on sm_90: up to `tokens` pairs of an expert at a time.
+
+    stages: tiles' columns of activations in the ring.
+    """
+
+    tokens: int
+    stages: int
 
 
 Choice = Launch | WideLaunch | PersistentLaunch | None
@@ -286,3 +298,13 @@ def _wide_warps(block: int, blocks: int, row_tiles: int, columns: int) -> int:
     programs = -(-row_tiles // 16) * blocks
     many = (block == 128 and 2 * programs > _PROCESSORS) or (block == 64 and 5 * programs > 4 * _PROCESSORS)
     return 16 if many else 8
+
+
+#: mean pairs of an expert up to which the kernel of routed experts takes so many at a time
+_GROUPED = ((20, GroupedLaunch(32, 8)), (50, GroupedLaunch(64, 8)), (400, GroupedLaunch(128, 6)))
+_GROUPED_MOST = GroupedLaunch(256, 3)
+
+
+def grouped_for(pairs: int, experts: int) -> GroupedLaunch:
+    """The configuration of the kernel of routed experts for many tokens."""
+    return next((launch for most, launch in _GROUPED if pairs <= most * experts), _GROUPED_MOST)

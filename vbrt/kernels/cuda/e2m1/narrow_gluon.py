@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from vbrt.kernels.cuda.private_api import renamed
 
-__all__ = ["decode_kernel", "linear_kernel", "linear_program", "pad_kernel", "sums_of_products"]
+__all__ = ["decode_kernel", "decode_program", "linear_kernel", "linear_program", "pad_kernel", "sums_of_products"]
 
 copy_async = renamed(async_copy, "async_load", "async_copy_global_to_shared")
 
@@ -763,20 +763,17 @@ def widen(pair, s, DTYPE: gl.constexpr, WARPS: gl.constexpr):
     return gl.reshape(gl.join(low.to(DTYPE), high.to(DTYPE)), (32 * WARPS, 8))
 
 
-@gluon.jit(do_not_specialize=["N", "columns"])
-def decode_kernel(tile_ptr, scale_ptr, w_ptr, N, K, columns, E8M0_SCALES: gl.constexpr, WARPS: gl.constexpr):
-    """w [N, K] in its own dtype, bit for bit what the format's `decode` gives; grid (row tiles * column groups,).
-
-    level * (scale * tensor scale), both products rounded to fp32.
-    """
+@gluon.jit
+def decode_program(program, tile_ptr, scale_ptr, w_ptr, N, K, columns, E8M0_SCALES: gl.constexpr, WARPS: gl.constexpr):
+    """A program of `decode_kernel`, by its number."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     # a warp stores two rows of a tile at a time, 16 bytes a lane for 16-bit weights
     ROWS: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [WARPS, 1, 1], [2, 1, 0])
     thread = gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(1, LAYOUT))
     lane = thread % 32
     groups = (columns + WARPS - 1) // WARPS  # neighbours in time are neighbours in memory
-    row_tile = gl.program_id(0) // groups
-    group = gl.program_id(0) % groups
+    row_tile = program // groups
+    group = program % groups
     column = group * WARPS + thread // 32
     tiles = load_tiles(tile_ptr, row_tile + thread * 0, row_tile + 1, column, columns, lane, LAYOUT, 1, E8M0_SCALES)
     tensor_scale = gl.load(scale_ptr)
@@ -824,3 +821,12 @@ def decode_kernel(tile_ptr, scale_ptr, w_ptr, N, K, columns, E8M0_SCALES: gl.con
         block = gl.convert_layout(gl.reshape(row_of_tile, (WARPS, 8, 128)), ROWS)
         row = row_tile * 16 + 8 * half + g
         gl.store(w_ptr + (row.to(gl.int64) * K + at), block, mask=(row < N) & (at < K))
+
+
+@gluon.jit(do_not_specialize=["N", "columns"])
+def decode_kernel(tile_ptr, scale_ptr, w_ptr, N, K, columns, E8M0_SCALES: gl.constexpr, WARPS: gl.constexpr):
+    """w [N, K] in its own dtype, bit for bit what the format's `decode` gives; grid (row tiles * column groups,).
+
+    level * (scale * tensor scale), both products rounded to fp32.
+    """
+    decode_program(gl.program_id(0), tile_ptr, scale_ptr, w_ptr, N, K, columns, E8M0_SCALES, WARPS)

@@ -1,0 +1,132 @@
+"""Routed experts of many tokens: which way a product takes, and on a GPU what it computes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.kernels.cuda.gpu_cases import error, poison
+from tests.kernels.expert_cases import exact_rows, expert_pages, routing
+from tests.matrix import matrix
+from vbrt.kernels import resolve
+from vbrt.kernels.cuda.e2m1.linear import decode_weight
+from vbrt.kernels.cuda.experts import decoded, many, ops
+from vbrt.kernels.cuda.launch_table import GroupedLaunch, grouped_for
+from vbrt.kernels.experts import Gate, weigh_and_sum
+from vbrt.kernels.experts_grad import experts_back
+
+GATES = {
+    "silu": Gate("silu"),
+    "gpt-oss": Gate("silu", interleaved=True, alpha=1.702, limit=0.5, shift=1.0),
+    "gelu": Gate("gelu"),
+    "relu2": Gate("relu2", gated=False),
+    "none": None,
+}
+LAUNCHES = [GroupedLaunch(32, 8), GroupedLaunch(64, 8), GroupedLaunch(128, 6), GroupedLaunch(256, 3)]
+TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+
+
+def test_more_pairs_of_an_expert_take_larger_blocks():
+    blocks = [grouped_for(pairs * 16, 16).tokens for pairs in (1, 30, 100, 300, 1000)]
+    assert blocks == sorted(blocks) and len(set(blocks)) > 2
+
+
+def test_pages_without_tiles_and_tensors_of_the_cpu_go_through_the_reference():
+    x, (ids, weights) = torch.randn(3, 64).bfloat16(), routing(3, 2, 2)
+    for tiled in (True, False):
+        pages, matrices = expert_pages("nvfp4", {"up": (32, 64)}, 2, tiled=tiled)
+        assert ops.route(x, pages, "up") == "reference"
+        y = ops.down(x.repeat_interleave(2, 0), ids, weights, pages, part="up")
+        want = weigh_and_sum(exact_rows(x, ids, matrices["up"], None), ids, weights, 2)
+        assert error(y, want) < 1e-2
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def on_hopper():
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("for sm_90")
+
+
+@pytest.mark.gpu
+@matrix(gate=GATES, format=["nvfp4", "mxfp4"], launch=LAUNCHES, turns=2)
+def test_grouped_products_match_float64(gate, format, launch):
+    on_hopper()
+    for n, k, experts, tokens in ((192, 520, 5, 300), (1536, 384, 40, 900), (160, 264, 3, 40)):
+        pages, weights = expert_pages(format, {"up": (n, k)}, experts, tiled=True, device="cuda", missing=(1,))
+        ids, _ = routing(tokens, 3, experts, device="cuda", sentinels=11)
+        ids[ids == 1] = 2
+        x = torch.randn(tokens, k, device="cuda").bfloat16()
+        bias = torch.randn(experts, n, device="cuda").bfloat16() if launch.tokens != 64 else None
+        poison()
+        y = many.products(x, ids, pages, part="up", gate=gate, bias_EN=bias, config=launch)
+        assert error(y, exact_rows(x, ids, weights["up"], gate, bias)) < 5e-3
+        assert not y[(ids == experts).view(-1)].any()
+        again = many.products(x, ids, pages, part="up", gate=gate, bias_EN=bias, config=launch)
+        assert torch.equal(y, again)
+
+
+@pytest.mark.gpu
+@matrix(dtype=list(TOLERANCE), format=["nvfp4", "mxfp4"])
+def test_a_layer_matches_float64_in_any_dtype(dtype, format):
+    shapes = {"up": (512, 400), "down": (400, 256)}
+    pages, matrices = expert_pages(format, shapes, 6, dtype=dtype, tiled=True, device="cuda")
+    ids, weights = routing(200, 3, 6, device="cuda", sentinels=20)
+    x = torch.randn(200, 400, device="cuda", dtype=dtype)
+    up, down = (resolve(f"experts_{op}", "triton", x.device, format) for op in ("up", "down"))
+    assert (up.run, down.run) == (ops.up, ops.down)
+    poison()
+    h = up(x, ids, pages, gate=GATES["silu"])
+    y = down(h, ids, weights, pages)
+    want_h = exact_rows(x, ids, matrices["up"], GATES["silu"])
+    want = weigh_and_sum(exact_rows(h, ids.view(-1, 1), matrices["down"], None), ids, weights, 6).double()
+    assert h.dtype is dtype and y.dtype is dtype
+    assert error(h, want_h) < TOLERANCE[dtype] and error(y, want) < TOLERANCE[dtype]
+    rows = down(h, ids, None, pages)
+    assert not rows[(ids == 6).view(-1)].any()
+
+
+def on_cpu(dy, ids, pages):
+    """The transposed products by the reference."""
+    pages = replace(pages, pages=[None if page is None else page.cpu() for page in pages.pages])
+    return experts_back(dy.cpu(), ids.cpu(), pages, decode=decode_weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scratch", [1 << 30, 300 << 10])
+def test_decoded_products_and_their_transposes_match_float64(scratch, monkeypatch):
+    monkeypatch.setattr(decoded, "_SCRATCH_BYTES", scratch)
+    pages, weights = expert_pages("nvfp4", {"up": (192, 520)}, 7, tiled=True, device="cuda", missing=(3,))
+    ids, _ = routing(100, 2, 7, device="cuda", sentinels=9)
+    ids[ids == 3] = 4
+    x, bias = torch.randn(100, 520, device="cuda").bfloat16(), torch.randn(7, 192, device="cuda").bfloat16()
+    y = decoded.products(x, ids, pages, part="up", gate=GATES["silu"], bias_EN=bias)
+    assert error(y, exact_rows(x, ids, weights["up"], GATES["silu"], bias)) < 1e-2
+    dy = torch.randn(200, 192, device="cuda").bfloat16()
+    assert error(ops.back(dy, ids, pages), on_cpu(dy, ids, pages).double().cuda()) < 1e-2
+
+
+@pytest.mark.gpu
+def test_a_graph_follows_the_routing_and_the_addresses():
+    on_hopper()
+    shapes = {"up": (256, 256), "down": (256, 128)}
+    pages, matrices = expert_pages("nvfp4", shapes, 4, tiled=True, device="cuda")
+    ids, weights = routing(300, 2, 4, device="cuda")
+    x = torch.randn(300, 256, device="cuda").bfloat16()
+
+    def layer():
+        return ops.down(ops.up(x, ids, pages, gate=GATES["silu"]), ids, weights, pages)
+
+    layer()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer()
+    order = torch.tensor([2, 0, 3, 1], device="cuda")
+    pages.addresses.copy_(pages.addresses[order])
+    ids.copy_(routing(300, 2, 4, device="cuda", sentinels=50)[0])
+    graph.replay()
+    h = exact_rows(x, ids, matrices["up"][order], GATES["silu"])
+    rows = exact_rows(h, ids.view(-1, 1), matrices["down"][order], None)
+    assert error(y, weigh_and_sum(rows, ids, weights, 4)) < 1e-2

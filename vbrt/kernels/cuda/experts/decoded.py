@@ -1,0 +1,107 @@
+"""Routed experts by decoded weights and torch's grouped matmul: backward passes, and GPUs without a fused kernel.
+
+The matrices of all experts that have pairs are decoded into scratch memory, where the addresses say that they are, so
+that nothing waits for the device. bf16 only, and rows of whole units of 16 bytes; `serves` says so.
+
+Legend: T tokens, k experts a token, P = T k pairs, E experts, G experts decoded at a time, N rows of a matrix, K its
+columns.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vbrt.kernels.cuda.e2m1.tiles import FORMATS, TILES, tile_shape
+from vbrt.kernels.cuda.experts.pairs import Groups, group_pairs
+from vbrt.kernels.cuda.launcher import Launcher
+from vbrt.kernels.experts import ExpertPages, Gate, addresses_of, apply_gate
+
+__all__ = ["back", "products", "serves"]
+
+#: bytes of decoded weights at a time; more experts than fit are multiplied in turns, each of which repeats work
+_SCRATCH_BYTES = 1 << 30
+_WARPS, _BLOCK = 4, 128
+
+
+def serves(x_MK: Tensor, pages: ExpertPages, part: str) -> bool:
+    """True if torch's grouped matmul takes these operands."""
+    return x_MK.dtype is torch.bfloat16 and not any(size % 8 for size in pages.shapes[part])
+
+
+def products(
+    x_MK: Tensor, ids_Tk: Tensor, pages: ExpertPages, *, part: str, gate: Gate | None, bias_EN: Tensor | None
+) -> Tensor:
+    """Return what `many.products` does."""
+    groups = group_pairs(ids_Tk, pages.experts, _BLOCK)
+    rows = _multiply(x_MK[groups.order // (ids_Tk.numel() // max(1, len(x_MK)))], groups, pages, part, back=False)
+    y_PN = _unsorted(rows, groups, pages.experts)
+    if bias_EN is not None:
+        ids_P = ids_Tk.reshape(-1).long()
+        routed = (ids_P >= 0) & (ids_P < pages.experts)
+        y_PN += torch.where(routed[:, None], bias_EN[torch.where(routed, ids_P, 0)], 0)
+    return y_PN if gate is None else apply_gate(y_PN, gate)
+
+
+def back(dy_PN: Tensor, ids_Tk: Tensor, pages: ExpertPages, *, part: str) -> Tensor:
+    """Return what `experts_grad.experts_back` does."""
+    groups = group_pairs(ids_Tk, pages.experts, _BLOCK)
+    dx_PK = _unsorted(_multiply(dy_PN[groups.order], groups, pages, part, back=True), groups, pages.experts)
+    return dx_PK if ids_Tk.shape[1] == 1 else dx_PK.view(*ids_Tk.shape, -1).float().sum(dim=1).to(dy_PN.dtype)
+
+
+def _unsorted(rows_PN: Tensor, groups: Groups, experts: int) -> Tensor:
+    """Return the rows in the order of the pairs, zeros for sentinels."""
+    place = _places(rows_PN)
+    rows_PN = rows_PN.masked_fill((place >= groups.offsets[experts])[:, None], 0)
+    return torch.empty_like(rows_PN).index_copy_(0, groups.order.long(), rows_PN)
+
+
+def _places(rows_PN: Tensor) -> Tensor:
+    return torch.arange(len(rows_PN), dtype=torch.int32, device=rows_PN.device)
+
+
+def _multiply(x_PK: Tensor, groups: Groups, pages: ExpertPages, part: str, *, back: bool) -> Tensor:
+    """Return x W, or with `back` dy W, of sorted pairs; anything for sentinels.
+
+    A grouped matmul begins at the first row, so a turn repeats the rows of the experts before it, of which nothing is
+    kept.
+    """
+    n, k = pages.shapes[part]
+    step = max(1, _SCRATCH_BYTES // (2 * n * k))
+    place, y = _places(x_PK), None
+    for first in range(0, pages.experts, step):
+        count = min(step, pages.experts - first)
+        w_GNK = _decode(pages, part, groups, first, count)
+        ends = groups.offsets[first + 1 : first + count + 1]
+        rows = F.grouped_mm(x_PK, w_GNK if back else w_GNK.mT, offs=ends)
+        y = rows if y is None else torch.where((place >= groups.offsets[first])[:, None], rows, y)
+        del w_GNK, rows  # their memory is the next turn's
+    return y
+
+
+def _decode(pages: ExpertPages, part: str, groups: Groups, first: int, count: int) -> Tensor:
+    """Return the matrices [G, N, K] of the experts from `first` that have pairs; anything for the others."""
+    shape, offsets = pages.shapes[part], pages.offsets(part)
+    row_tiles, columns, _ = tile_shape(pages.format, shape)
+    device = groups.offsets.device
+    w_GNK = torch.empty(count, *shape, dtype=torch.bfloat16, device=device)
+    _decoder()(
+        device.index,
+        (row_tiles * -(-columns // _WARPS), count),
+        (addresses_of(pages, device), groups.offsets, w_GNK),
+        (offsets[TILES], offsets["tensor_scale"], first, *shape, columns),
+        warps=_WARPS,
+        specialized=(offsets[TILES], offsets["tensor_scale"], shape[1]),
+        E8M0_SCALES=FORMATS[pages.format].e8m0_scales,
+        WARPS=_WARPS,
+    )
+    return w_GNK
+
+
+@functools.cache
+def _decoder() -> Launcher:
+    from vbrt.kernels.cuda.experts import decode_gluon as device
+
+    return Launcher(device.decode_kernel)

@@ -1,0 +1,80 @@
+"""Which kernels serve routed experts in tile order on a GPU: the backend "triton" of the ops of `kernels.experts`.
+
+What runs follows from numbers that the host knows: tokens, experts, shapes, the GPU. Nothing looks at what the device
+knows, so a pass can be recorded in a CUDA graph.
+
+| pages | inputs | way |
+| --- | --- | --- |
+| in tile order, on sm_90 | bf16, fp16, fp32 | "grouped": `many`, a fused kernel on pairs sorted by expert |
+| in tile order, on other GPUs | bf16 | "decoded": weights decoded to scratch memory, then torch's grouped matmul |
+| others | any | "reference": one expert after the other, decoded by a kernel; waits for the device |
+"""
+
+import torch
+from torch import Tensor
+
+from vbrt.kernels import experts, experts_grad
+from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
+from vbrt.kernels.cuda.e2m1.linear import decode_weight
+from vbrt.kernels.cuda.e2m1.tiles import TILES
+from vbrt.kernels.cuda.experts import decoded, many
+from vbrt.kernels.cuda.launch_table import WIDE, grouped_for
+from vbrt.kernels.experts import ExpertPages, Gate
+
+__all__ = ["back", "down", "route", "up"]
+
+
+def route(x_MK: Tensor, pages: ExpertPages, part: str) -> str:
+    """Name the way of a product: "grouped", "decoded" or "reference"."""
+    if not x_MK.is_cuda or TILES not in pages.offsets(part):
+        return "reference"
+    major = devices.major(x_MK.device.index)
+    if major in WIDE and x_MK.dtype in SUMMANDS:
+        return "grouped"
+    return "decoded" if major >= devices.MIN_MAJOR and decoded.serves(x_MK, pages, part) else "reference"
+
+
+def up(
+    x_TH: Tensor,
+    ids_Tk: Tensor,
+    pages: ExpertPages,
+    *,
+    part: str = "up",
+    gate: Gate | None = None,
+    bias_EN: Tensor | None = None,
+) -> Tensor:
+    """Return what `experts.experts_up` does."""
+    way = route(x_TH, pages, part)
+    if way == "grouped":
+        config = grouped_for(ids_Tk.numel(), pages.experts)
+        return many.products(x_TH, ids_Tk, pages, part=part, gate=gate, bias_EN=bias_EN, config=config)
+    if way == "decoded":
+        return decoded.products(x_TH, ids_Tk, pages, part=part, gate=gate, bias_EN=bias_EN)
+    return experts.experts_up(x_TH, ids_Tk, pages, part=part, gate=gate, bias_EN=bias_EN, decode=decode_weight)
+
+
+def down(
+    h_PI: Tensor,
+    ids_Tk: Tensor,
+    weights_Tk: Tensor | None,
+    pages: ExpertPages,
+    *,
+    part: str = "down",
+    bias_EN: Tensor | None = None,
+) -> Tensor:
+    """Return what `experts.experts_down` does."""
+    rows = up(h_PI, ids_Tk.reshape(-1, 1), pages, part=part, bias_EN=bias_EN)
+    if weights_Tk is None:
+        return rows
+    if route(h_PI, pages, part) == "grouped":
+        return many.weighted_sums(rows, ids_Tk, weights_Tk, pages.experts)
+    return experts.weigh_and_sum(rows, ids_Tk, weights_Tk, pages.experts)
+
+
+def back(dy_PN: Tensor, ids_Tk: Tensor, pages: ExpertPages, *, part: str = "up") -> Tensor:
+    """Return what `experts_grad.experts_back` does."""
+    served = route(dy_PN, pages, part) != "reference" and decoded.serves(dy_PN, pages, part)
+    if served and ids_Tk.numel() and dy_PN.dtype is torch.bfloat16:
+        return decoded.back(dy_PN, ids_Tk, pages, part=part)
+    return experts_grad.experts_back(dy_PN, ids_Tk, pages, part=part, decode=decode_weight)
