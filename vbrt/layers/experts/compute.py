@@ -199,7 +199,7 @@ class _Library:
         up, down = self.handle.spec.parameters
         v = product(self.routed.x[pairs_P // k], up)
         y = product(view._apply_gate(v) if view.has_gate else view.act_fn(v), down)
-        self.rows[pairs_P] = view.post_expert_norm(y) if view.has_post_expert_norm else y
+        self.rows[pairs_P] = view.post_expert_norm(y) if _has_norm(view) else y
 
     def result(self) -> Tensor:
         """The output after the last chunk."""
@@ -262,7 +262,7 @@ class _Kernels:
     def on_pages(self, pages: ExpertPages) -> Tensor:
         """All touched experts at once, on their pages."""
         x, ids_Tk, weights_Tk = self.routed.x, self.routed.ids, self.routed.weights
-        if self.layer.has_post_expert_norm:
+        if _has_norm(self.layer):
             y = weigh_and_sum(self._rows(x, ids_Tk, None, pages), ids_Tk, weights_Tk, pages.experts)
         else:
             y = self._rows(x, ids_Tk, weights_Tk, pages)
@@ -286,12 +286,17 @@ class _Kernels:
         h_PI = ops.up(x_TH, ids_Tk, pages, gate=gate, bias_EN=up)
         h_PI = own_gate(layer)(h_PI) if gate is None else h_PI
         y = ops.down(h_PI, ids_Tk, weights_Tk, pages, bias_EN=down)
-        return layer.post_expert_norm(y) if weights_Tk is None and layer.has_post_expert_norm else y
+        return layer.post_expert_norm(y) if weights_Tk is None and _has_norm(layer) else y
 
     def result(self) -> Tensor:
         """The output after the last chunk."""
         y = weigh_and_sum(self.rows, self.routed.ids, self.routed.weights, self.handle.spec.experts)
         return y.to(self.dtype)
+
+
+def _has_norm(module: Any) -> bool:
+    """True if the rows of experts go through a norm before they are weighed; older transformers know of none."""
+    return getattr(module, "has_post_expert_norm", False)
 
 
 def _gate(layer: "VBExperts") -> Gate | None:
