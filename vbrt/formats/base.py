@@ -4,8 +4,9 @@ Legend: N rows (outputs), K columns (inputs), Kp = K padded to the block, B bloc
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +15,20 @@ from vbrt.config.formats import FormatRecord
 from vbrt.errors import FormatError
 from vbrt.formats.page import PageLayout
 
-__all__ = ["Format", "WeightPlanes", "check_weight", "padded", "refuse_nonfinite", "tiles"]
+__all__ = [
+    "EncodedGroup",
+    "Format",
+    "WeightPlanes",
+    "check_weight",
+    "check_weights",
+    "padded",
+    "refuse_nonfinite",
+    "tiles",
+]
 
 # A tile and its handful of fp32 temporaries should stay in a core's L2 cache (1-2 MiB).
 TILE_WEIGHTS = 1 << 17
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +45,29 @@ class WeightPlanes:
     fine: dict[str, Tensor] | None = None
 
 
+class EncodedGroup(NamedTuple):
+    """Matrices of one shape that were encoded together.
+
+    Attributes:
+        members: their places among the matrices that were given.
+        coarse: the fields of their planes. A field that has rows has those of all members below each other; one that a
+            plane has once, such as the tensor scale, is the same for all of them.
+    """
+
+    members: Sequence[int]
+    coarse: Mapping[str, Tensor]
+
+    def planes(self, layout: PageLayout) -> Iterator[dict[str, Tensor]]:
+        """Yield the plane of each member, as views; `layout`: of one of them."""
+        rows = {field.name: field.shape[0] for field in layout.fields}
+        shared = {name for name, tensor in self.coarse.items() if tensor.shape[0] == rows[name]}
+        for at in range(len(self.members)):
+            yield {
+                name: tensor if name in shared else tensor[at * rows[name] : (at + 1) * rows[name]]
+                for name, tensor in self.coarse.items()
+            }
+
+
 class Format(ABC):
     """A number format. Instances are stateless but for lookup tables, and shared (`get_format`)."""
 
@@ -47,6 +81,14 @@ class Format(ABC):
 
         Raises FormatError for another dtype or rank, an empty weight, or NaN/Inf (saying how many).
         """
+
+    def encode_many(self, w_ENK: Tensor) -> Iterator[EncodedGroup]:
+        """Encode matrices of one shape, with the bits that `encode` gives each of them. Together they take fewer steps.
+
+        Raises FormatError as `encode` does.
+        """
+        for at, w_NK in enumerate(w_ENK):
+            yield EncodedGroup((at,), self.encode(w_NK))
 
     @abstractmethod
     def decode(self, tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -67,7 +109,7 @@ def padded(k: int, block: int) -> int:
 
 def check_weight(w_NK: Tensor, format: str) -> float:
     """The largest magnitude of a weight that can be encoded; raises FormatError for one that cannot."""
-    if w_NK.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if w_NK.dtype not in _DTYPES:
         raise FormatError(f"{format}: weight is {w_NK.dtype}; expected float32, bfloat16 or float16")
     if w_NK.ndim != 2 or not w_NK.numel():
         raise FormatError(f"{format}: weight has shape {tuple(w_NK.shape)}; expected (N, K) with at least one weight")
@@ -76,6 +118,18 @@ def check_weight(w_NK: Tensor, format: str) -> float:
     if not amax < float("inf"):
         refuse_nonfinite(w_NK, format)
     return amax
+
+
+def check_weights(w_ENK: Tensor, format: str) -> list[float]:
+    """The largest magnitude of each of several weights; raises FormatError for one that cannot be encoded."""
+    if w_ENK.dtype not in _DTYPES or w_ENK.ndim != 3 or not w_ENK.numel():
+        return [check_weight(w_NK, format) for w_NK in w_ENK]  # says what is wrong
+    ends = torch.stack([end for w_NK in w_ENK for end in torch.aminmax(w_NK)]).tolist()  # waits once
+    amax_E = [max(-low, high) for low, high in zip(ends[::2], ends[1::2], strict=True)]
+    for w_NK, amax in zip(w_ENK, amax_E, strict=True):
+        if not amax < float("inf"):
+            refuse_nonfinite(w_NK, format)
+    return amax_E
 
 
 def refuse_nonfinite(w_NK: Tensor, format: str) -> None:

@@ -9,7 +9,7 @@ its scale run along the vector lanes. Two codes share a byte, the even column in
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vbrt.formats.base import Format, check_weight, padded, tiles
+from vbrt.formats.base import EncodedGroup, Format, check_weight, check_weights, padded, tiles
 from vbrt.formats.page import PageLayout, build_layout
 from vbrt.formats.rounding import Grid, Rounding, least_error
 
@@ -74,8 +74,23 @@ class BlockFormat(Format):
         return self._encode(w_NK, self._range(w_NK))
 
     def _range(self, w_NK: Tensor) -> Range:
-        amax = check_weight(w_NK, self.name)
-        return Range(torch.finfo(w_NK.dtype).max, power_of_two_scale(amax / self.low_top))
+        return self._range_of(check_weight(w_NK, self.name), w_NK.dtype)
+
+    def _range_of(self, amax: float, dtype: torch.dtype) -> Range:
+        return Range(torch.finfo(dtype).max, power_of_two_scale(amax / self.low_top))
+
+    @torch.no_grad()
+    def encode_many(self, w_ENK: Tensor) -> Iterator[EncodedGroup]:
+        """See `Format.encode_many`. Blocks know nothing of each other but the range of their matrix, so matrices of one
+        range are encoded as one. Waits for the device once."""
+        if self.record.fitted:  # levels of its own for each matrix
+            yield from super().encode_many(w_ENK)
+            return
+        ranges = [self._range_of(amax, w_ENK.dtype) for amax in check_weights(w_ENK, self.name)]
+        for known in dict.fromkeys(ranges):
+            members = [at for at, own in enumerate(ranges) if own == known]
+            chosen = w_ENK if len(members) == len(ranges) else w_ENK[members]
+            yield EncodedGroup(members, self._encode(chosen.reshape(-1, w_ENK.shape[-1]), known))
 
     @torch.no_grad()
     def frame(self, w_NK: Tensor, **extra: Tensor) -> "Frame":

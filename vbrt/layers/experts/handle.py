@@ -27,6 +27,7 @@ from vbrt.kernels.experts import ExpertPages
 from vbrt.layers.compute import pass_precision, precision_notes
 from vbrt.layers.encoding import Encoder, Planes
 from vbrt.layers.experts.bank import Bank
+from vbrt.layers.experts.encoding import EncodedExperts, join_planes
 from vbrt.layers.experts.spec import ExpertsSpec
 from vbrt.layers.pickling import from_pickle, to_pickle
 from vbrt.layers.selection import Kernels, choose_kernels, coarse_kernels, refusals
@@ -188,15 +189,11 @@ class ExpertsHandle:
     def split(self, weights: Mapping[str, torch.Tensor]) -> "Iterable[Planes]":
         """The planes of each expert, encoded as they are asked for; `weights`: [E, ...] by part, as the module keeps
         them. Iterating raises FormatError."""
-        return _Encoded(self, lambda part, expert: weights[part][expert])
-
-    def split_one(self, matrices: Mapping[str, torch.Tensor], expert: int) -> Planes:
-        """The joint planes of one expert. Raises FormatError with the expert's name."""
-        return _joined({part: self.encoders[part].split(matrix, f"[{expert}]") for part, matrix in matrices.items()})
+        return EncodedExperts(self, weights)
 
     def from_encoded(self, planes: Mapping[str, Mapping[str, dict[str, torch.Tensor]]]) -> Planes:
         """The joint planes of one expert, from encoded tensors by part and name of the plane."""
-        return _joined({part: self.encoders[part].from_encoded(encoded) for part, encoded in planes.items()})
+        return join_planes({part: self.encoders[part].from_encoded(encoded) for part, encoded in planes.items()})
 
     def encoded_part(
         self, part: str, layout: PageLayout, fields: Mapping[str, torch.Tensor]
@@ -439,30 +436,6 @@ class ExpertsHandle:
 
 class _Uneven(Exception):
     """The matrices of an expert are in another order than those before."""
-
-
-class _Encoded:
-    """The planes of all experts, encoded one after the other; may be iterated again."""
-
-    def __init__(self, handle: ExpertsHandle, matrix: Callable[[str, int], torch.Tensor]) -> None:
-        self._handle, self._matrix = handle, matrix
-
-    def __iter__(self) -> Iterator[Planes]:
-        spec = self._handle.spec
-        for expert in range(spec.experts):
-            yield self._handle.split_one({part: self._matrix(part, expert) for part in spec.parts}, expert)
-
-
-def _joined(parts: Mapping[str, Planes]) -> Planes:
-    """Joint planes from the planes of each part."""
-    by_plane = zip(*parts.values(), strict=True)
-    return [
-        (
-            join_layouts({part: layout for part, (layout, _) in zip(parts, planes, strict=True)}),
-            join_fields({part: tensors for part, (_, tensors) in zip(parts, planes, strict=True)}),
-        )
-        for planes in by_plane
-    ]
 
 
 def _fill(tensors: Mapping[str, torch.Tensor], layout: PageLayout, out: torch.Tensor) -> None:
