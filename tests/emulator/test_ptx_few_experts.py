@@ -8,10 +8,11 @@ from tests.emulator.test_ptx import gpu  # noqa: F401  # a fixture
 from tests.kernels.cuda.gpu_cases import error
 from tests.kernels.expert_cases import expert_pages, routing
 from tests.matrix import matrix
+from vbrt.errors import KernelError
 from vbrt.kernels.cuda.e2m1.tiles import TILES
 from vbrt.kernels.cuda.experts import few
-from vbrt.kernels.cuda.experts.few import Launch
 from vbrt.kernels.cuda.experts.pairs import Groups, most_blocks
+from vbrt.kernels.cuda.launch_table import RowsLaunch
 from vbrt.kernels.experts import Gate, experts_down, experts_up, part_planes
 
 pytest.importorskip("triton.experimental.gluon")
@@ -58,13 +59,13 @@ def made(monkeypatch, format, shapes, number, **given):
     return pages, exact(pages, weights)
 
 
-CONFIGS = [Launch(1, 1, 4), Launch(2, 2, 8), Launch(2, 1, 4)]
+CONFIGS = [RowsLaunch(1, 1, 4), RowsLaunch(2, 2, 8), RowsLaunch(2, 1, 4, ahead=3)]
 
 
 @matrix(gate=GATES, name=["nvfp4", "mxfp4"], tokens=[5, 1], bias=[True, False], config=CONFIGS)
 def test_rows_of_pairs(gate, name, tokens, bias, config, gpu, monkeypatch):  # noqa: F811
     pages, decode = made(monkeypatch, name, {"up": (64, 392)}, 3, missing=(1,))
-    monkeypatch.setattr(few, "launch_of", lambda *_: config)
+    monkeypatch.setattr(few, "rows_for", lambda *_: config)
     ids = torch.tensor([[0, 2], [2, 3], [0, 2], [-1, 2], [2, 0]])[:tokens]
     x, b = torch.randn(tokens, 400).bfloat16()[:, :392], torch.randn(3, 64).bfloat16() if bias else None
     y = few.up(x, ids, pages, gate=gate, bias_EN=b)
@@ -97,3 +98,19 @@ def test_other_dtypes_and_ragged_shapes(dtype, tokens, gpu, monkeypatch):  # noq
     rows = few.down(h, ids, None, pages)
     assert error(rows, experts_down(h.double(), ids, None, pages, decode=decode)) < CLOSE[dtype]
     assert gpu.count("split_kernel") == 3
+
+
+def test_an_x_of_another_width_is_refused():
+    pages, _ = expert_pages("nvfp4", {"up": (32, 128), "down": (128, 16)}, 2, tiled=True)
+    ids, weights = routing(3, 2, 2)
+    with pytest.raises(KernelError, match=r"part 'up': x has shape \(3, 64\); expected \(..., 128\)"):
+        few.up(torch.zeros(3, 64), ids, pages)
+    with pytest.raises(KernelError, match=r"part 'down'.*expected \(..., 16\)"):
+        few.down(torch.zeros(6, 32), ids, weights, pages)
+
+
+def test_no_pairs_give_no_rows_and_sums_of_nothing():
+    pages, _ = expert_pages("nvfp4", {"up": (32, 128), "down": (128, 16)}, 2, tiled=True)
+    ids, weights = routing(0, 2, 2)
+    assert few.up(torch.zeros(0, 128), ids, pages, gate=Gate("silu")).shape == (0, 16)
+    assert few.down(torch.zeros(0, 16), ids, weights, pages).shape == (0, 128)

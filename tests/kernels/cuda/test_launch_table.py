@@ -16,7 +16,10 @@ from vbrt.kernels.cuda.launch_table import (
     cut_tiles,
     fused_limit,
     launch_for,
+    pairs_are_alone,
     persists,
+    rows_for,
+    token_for,
     wide_for,
 )
 
@@ -131,3 +134,21 @@ def test_tiles_of_the_persistent_kernel_fill_the_gpu_or_others_serve():
     ):
         assert persists(9, tokens, n, k // 128) == wanted, (tokens, n, k)
     assert not any(persists(major, 2048, 4096, 32) for major in (8, 10, 12))
+
+
+def test_routed_experts_of_few_tokens_have_the_launches_that_they_were_measured_with():
+    qwen, mixtral = (128, 8), (8, 2)  # experts, experts a token
+    up, down = {1: (1, 1, 8, 1), 16: (1, 1, 4, 1), 64: (1, 1, 4, 1)}, {16: (2, 1, 4, 1), 64: (2, 1, 4, 1)}
+    assert {t: rows_for(t * qwen[1], qwen[0], 48, 2) for t in up} == up
+    assert {t: rows_for(t * qwen[1], qwen[0], 128, 1) for t in down} == down
+    up, down = {1: (1, 1, 4, 1), 16: (1, 1, 4, 1), 64: (1, 4, 4, 1)}, {16: (2, 1, 4, 1), 64: (2, 2, 4, 1)}
+    assert {t: rows_for(t * mixtral[1], mixtral[0], 896, 2) for t in up} == up
+    assert {t: rows_for(t * mixtral[1], mixtral[0], 256, 1) for t in down} == down
+    assert [token_for(8, 6), token_for(4, 23), token_for(2, 112)] == [(8, 1, 16, 1), (4, 1, 16, 1), (2, 2, 16, 2)]
+    assert [pairs_are_alone(*case) for case in ((1, 2, 8), (4, 32, 128), (5, 40, 128), (2, 4, 8))] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(("k", "columns"), [*itertools.product((1, 2, 3, 6, 10, 16, 22), (1, 6, 112))])
+def test_experts_side_by_side_share_the_warps_evenly(k, columns):
+    launch = token_for(k, columns)
+    assert launch.k_warps % launch.side_by_side == 0 and launch.side_by_side >= min(k, 16)

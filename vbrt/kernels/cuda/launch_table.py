@@ -21,15 +21,21 @@ __all__ = [
     "GroupedLaunch",
     "Launch",
     "PersistentLaunch",
+    "RowsLaunch",
     "Rule",
+    "TokenLaunch",
     "WideLaunch",
+    "are_few",
     "choose",
     "cut_tiles",
     "fused_limit",
     "grouped_for",
     "launch_for",
+    "pairs_are_alone",
     "persistent_tiles",
     "persists",
+    "rows_for",
+    "token_for",
     "wide_for",
 ]
 
@@ -85,6 +91,27 @@ class GroupedLaunch(NamedTuple):
 
     tokens: int
     stages: int
+
+
+class RowsLaunch(NamedTuple):
+    """The kernel of routed experts for few tokens: `row_tiles` of a matrix, 8 * `groups` pairs and `k_warps` a program.
+
+    ahead: tiles of a warp that are read before they are used.
+    """
+
+    row_tiles: int
+    groups: int
+    k_warps: int
+    ahead: int = 1
+
+
+class TokenLaunch(NamedTuple):
+    """The kernel that sums over the experts of a token: `side_by_side` of them at a time share the `k_warps`."""
+
+    side_by_side: int
+    row_tiles: int
+    k_warps: int
+    ahead: int = 1
 
 
 Choice = Launch | WideLaunch | PersistentLaunch | None
@@ -308,3 +335,37 @@ _GROUPED_MOST = GroupedLaunch(256, 3)
 def grouped_for(pairs: int, experts: int) -> GroupedLaunch:
     """The configuration of the kernel of routed experts for many tokens."""
     return next((launch for most, launch in _GROUPED if pairs <= most * experts), _GROUPED_MOST)
+
+
+#: mean pairs of an expert up to which the kernels of routed experts for few tokens are the fastest
+_FEW_PAIRS = 16
+#: pairs are not sorted by expert where there are at most this share of the experts: two of them hardly ever have one
+_ALONE = 0.25
+#: mean pairs of an expert up to which programs take 8, then 16 of them at a time
+_ONE_GROUP, _TWO_GROUPS = 6, 12
+#: programs up to which eight warps are faster than four; columns of a warp from which two row tiles at a time are
+_FEW_PROGRAMS, _LONG_SHARE = 512, 10
+
+
+def are_few(pairs: int, experts: int) -> bool:
+    """True if the kernels of routed experts for few tokens are the fastest."""
+    return pairs <= _FEW_PAIRS * experts
+
+
+def pairs_are_alone(tokens: int, pairs: int, experts: int) -> bool:
+    """True if the kernels of routed experts for few tokens take each pair by itself."""
+    return tokens == 1 or pairs <= _ALONE * experts
+
+
+def rows_for(pairs: int, experts: int, row_tiles: int, matrices: int) -> RowsLaunch:
+    """The configuration for rows of pairs, of each of which a program multiplies row tiles of one matrix or of two."""
+    mean, rows = pairs / experts, 2 // matrices  # a program's accumulators are as many
+    groups = 1 if mean <= _ONE_GROUP else 2 if mean <= _TWO_GROUPS or matrices == 1 else 4
+    programs = -(-row_tiles // rows) * min(pairs, experts)
+    return RowsLaunch(rows, groups, 8 if programs <= _FEW_PROGRAMS else 4)
+
+
+def token_for(k: int, columns: int) -> TokenLaunch:
+    """The configuration for sums over the k experts of a token."""
+    side = min(16, 1 << (k - 1).bit_length())
+    return TokenLaunch(side, 2, 16, 2) if columns * side >= 16 * _LONG_SHARE else TokenLaunch(side, 1, 16)

@@ -35,7 +35,7 @@ def test_pages_without_tiles_and_tensors_of_the_cpu_go_through_the_reference():
     x, (ids, weights) = torch.randn(3, 64).bfloat16(), routing(3, 2, 2)
     for tiled in (True, False):
         pages, matrices = expert_pages("nvfp4", {"up": (32, 64)}, 2, tiled=tiled)
-        assert ops.route(x, pages, "up") == "reference"
+        assert ops.route(x, 6, pages, "up") == "reference"
         y = ops.down(x.repeat_interleave(2, 0), ids, weights, pages, part="up")
         want = weigh_and_sum(exact_rows(x, ids, matrices["up"], None), ids, weights, 2)
         assert error(y, want) < 1e-2

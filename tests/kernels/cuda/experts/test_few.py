@@ -1,13 +1,16 @@
 """Grouped kernels for few tokens: what they compile to, and on a GPU what they compute."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from tests.kernels.cuda.gpu_cases import compiled, error, poison
 from tests.kernels.expert_cases import expert_pages, routing
 from tests.matrix import matrix
+from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1.tiles import TILES
-from vbrt.kernels.cuda.experts import few
+from vbrt.kernels.cuda.experts import few, ops
 from vbrt.kernels.experts import Gate, experts_down, experts_up, part_planes
 
 ROWS = {
@@ -16,6 +19,7 @@ ROWS = {
     "ROW_TILES": 1,
     "TOKEN_GROUPS": 1,
     "K_WARPS": 8,
+    "AHEAD": 1,
     "SUMMANDS": 1,
     "E8M0_SCALES": False,
     "HAS_BIAS": False,
@@ -30,7 +34,15 @@ OTHERS = {
     "gpt-oss": {"MATRICES": 1, "GATING": "interleaved", "ALPHA": 1.702, "LIMIT": 7.0, "HAS_BIAS": True, "ROW_TILES": 2},
     "alone": {"GROUPED": False, "E8M0_SCALES": True},
 }
-TOKEN = {"SIDE_BY_SIDE": 8, "ROW_TILES": 1, "K_WARPS": 16, "SUMMANDS": 1, "E8M0_SCALES": False, "HAS_BIAS": False}
+TOKEN = {
+    "SIDE_BY_SIDE": 8,
+    "ROW_TILES": 1,
+    "K_WARPS": 16,
+    "AHEAD": 1,
+    "SUMMANDS": 1,
+    "E8M0_SCALES": False,
+    "HAS_BIAS": False,
+}
 
 
 def ptx_of(kernel, constants, capability):
@@ -62,6 +74,20 @@ def test_sums_over_experts_are_read_in_wide_loads(first, capability):
 
     ptx = ptx_of(few_gluon.token_kernel, {**TOKEN, "WEIGHTS_FIRST": first}, capability)
     assert ptx.count("mma.sync") == 8 and ptx.count("ld.global.v4") + ptx.count("ld.global.cg.v4") == 2 * 2 + 4
+
+
+@pytest.mark.parametrize("major", [7, 8, 9])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_few_pairs_of_an_expert_go_through_these_kernels_and_many_where_nothing_else_serves(dtype, major, monkeypatch):
+    pages, _ = expert_pages("nvfp4", {"up": (32, 128)}, 4, tiled=True)
+    monkeypatch.setattr(devices, "major", lambda index: major)
+    x = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0), dtype=dtype, shape=(8, 128))
+    few_pairs, many_pairs = (ops.route(x, pairs, pages, "up") for pairs in (5, 4000))
+    if major < 8 or dtype is torch.float64:
+        assert few_pairs == many_pairs == "reference"
+    else:
+        others = {(8, torch.bfloat16): "decoded", (8, torch.float16): "few"}
+        assert (few_pairs, many_pairs) == ("few", others.get((major, dtype), "grouped"))
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

@@ -13,26 +13,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vbrt.errors import KernelError
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
 from vbrt.kernels.cuda.e2m1.tiles import COLUMNS, FORMATS, ROWS, TILES
+from vbrt.kernels.cuda.experts.many import addresses_of
 from vbrt.kernels.cuda.experts.pairs import Groups, group_pairs
+from vbrt.kernels.cuda.launch_table import pairs_are_alone, rows_for, token_for
 from vbrt.kernels.cuda.launcher import Launcher, rows_are_aligned
 from vbrt.kernels.experts import ExpertPages, Gate, apply_gate
 
-__all__ = ["Launch", "down", "launch_of", "token_launch", "up"]
+__all__ = ["down", "up"]
 
 _SPLIT_WARPS, _SPLIT_SPAN, _SUM_WARPS, _SUM_SPAN = 4, 1024, 4, 512
-#: pairs are sorted where there are more of them than a share of the experts: below, two hardly ever share one
-_ALONE = 4
-
-
-class Launch(NamedTuple):
-    """Of the kernel for rows: `row_tiles` a program and matrix, `groups` of 8 pairs, `k_warps` that split K."""
-
-    row_tiles: int
-    groups: int
-    k_warps: int
 
 
 class _Matrix(NamedTuple):
@@ -91,28 +84,6 @@ def _kernels(dependent: bool) -> _Kernels:
     return _Kernels(*(Launcher(kernel, dependent=dependent) for kernel in kernels))
 
 
-# -- which launch ------------------------------------------------------------------------------------------------------
-
-
-def launch_of(pairs: int, experts: int, tiles: int, columns: int) -> Launch:
-    """Return the configuration for rows of pairs.
-
-    Args:
-        tiles: row tiles of all programs of one block of pairs.
-    """
-    share = -(-pairs // experts)  # of an expert, if each had as many
-    groups = 1 if share <= 8 else 2 if share <= 16 else 4
-    programs = tiles * min(pairs, experts)
-    warps = 8 if programs < 1024 and columns >= 16 else 4
-    return Launch(1, groups, warps)
-
-
-def token_launch(k: int) -> tuple[int, int]:
-    """Return (experts side by side, warps) of the kernel that sums over a token's experts itself."""
-    side = 1 << max(0, (k - 1).bit_length())
-    return min(side, 16), 16
-
-
 # -- ops ---------------------------------------------------------------------------------------------------------------
 
 
@@ -121,7 +92,7 @@ def up(
     bias_EN: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return g(W x + b) for each pair, as `vbrt.kernels.experts.experts_up`; one launch, or two with a sort."""
-    matrix, k = _matrix(pages, part), ids_Tk.shape[1]
+    matrix, k = _matrix(x_TH, pages, part), ids_Tk.shape[1]
     gating = _gating(gate, matrix.n)
     if gating is None:  # halves that do not begin at a tile
         v_PN = x_TH.new_empty(ids_Tk.numel(), matrix.n, dtype=torch.float32)
@@ -137,8 +108,11 @@ def down(
     h_PI: Tensor, ids_Tk: Tensor, weights_Tk: Tensor | None, pages: ExpertPages, part: str = "down",
     bias_EN: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return weighted sums [T, H], or rows of pairs [P, H], as `vbrt.kernels.experts.experts_down`."""
-    matrix = _matrix(pages, part)
+    """Return weighted sums [T, H], or rows of pairs [P, H], as `vbrt.kernels.experts.experts_down`.
+
+    Ids, addresses and pages must be older than the launch before, which is that of h: kernels may read them early.
+    """
+    matrix = _matrix(h_PI, pages, part)
     if weights_Tk is None:
         y_PH = h_PI.new_empty(ids_Tk.numel(), matrix.n)
         _rows(h_PI, ids_Tk, matrix, _PLAIN, bias_EN, y_PH, 1)
@@ -153,10 +127,13 @@ def down(
     return y_TH
 
 
-def _matrix(pages: ExpertPages, part: str) -> _Matrix:
+def _matrix(x_MK: Tensor, pages: ExpertPages, part: str) -> _Matrix:
+    """Raises KernelError for an x of another width."""
     (n, k), offsets = pages.shapes[part], pages.offsets(part)
-    scales = FORMATS[pages.format].e8m0_scales
-    return _Matrix(pages.addresses, pages.experts, n, k, offsets[TILES], offsets["tensor_scale"], scales)
+    if x_MK.shape[1] != k:
+        raise KernelError(f"experts, part {part!r}: x has shape {tuple(x_MK.shape)}; expected (..., {k})")
+    addresses, scales = addresses_of(pages, x_MK.device), FORMATS[pages.format].e8m0_scales
+    return _Matrix(addresses, pages.experts, n, k, offsets[TILES], offsets["tensor_scale"], scales)
 
 
 def _gating(gate: Gate | None, n: int) -> _Gating | None:
@@ -172,7 +149,7 @@ def _gating(gate: Gate | None, n: int) -> _Gating | None:
 
 def _are_alone(ids_Tk: Tensor, experts: int) -> bool:
     """True if each pair is a block of its own."""
-    return ids_Tk.shape[0] == 1 or _ALONE * ids_Tk.numel() <= experts
+    return pairs_are_alone(ids_Tk.shape[0], ids_Tk.numel(), experts)
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
@@ -185,7 +162,7 @@ def _rows(
     if y_PN.numel() == 0:
         return
     row_tiles = -(-matrix.n // gating.matrices // ROWS)
-    launch = launch_of(ids_Tk.numel(), matrix.experts, row_tiles, matrix.columns)
+    launch = rows_for(ids_Tk.numel(), matrix.experts, row_tiles, gating.matrices)
     ids, x_SMK = ids_Tk.contiguous(), _summands(x_MK)
     device, grouped = x_MK.device.index, not _are_alone(ids_Tk, matrix.experts)
     groups = group_pairs(ids, matrix.experts, 8 * launch.groups) if grouped else Groups(ids, ids, ids, ids, 1)
@@ -206,6 +183,7 @@ def _rows(
         ROW_TILES=launch.row_tiles,
         TOKEN_GROUPS=launch.groups if grouped else 1,
         K_WARPS=launch.k_warps,
+        AHEAD=launch.ahead,
         SUMMANDS=len(x_SMK),
         E8M0_SCALES=matrix.e8m0_scales,
         HAS_BIAS=bias is not None,
@@ -221,26 +199,27 @@ def _tokens(
     if y_TH.numel() == 0:
         return
     (tokens, k), device, h_SPI = ids_Tk.shape, h_PI.device.index, _summands(h_PI)
-    (side, warps), dependent = token_launch(k), devices.launches_dependents(device)
+    launch, dependent = token_for(k, matrix.columns), devices.launches_dependents(device)
     bias_or_h = h_SPI if bias is None else bias.contiguous()
     ids, weights = ids_Tk.contiguous(), weights_Tk.contiguous()
     _kernels(dependent).token(
         device,
-        (-(-matrix.n // ROWS), tokens),
+        (-(-matrix.n // (ROWS * launch.row_tiles)), tokens),
         (h_SPI, ids, weights, matrix.addresses, bias_or_h, y_TH),
         (
             matrix.experts, matrix.n, h_SPI.shape[2], k, matrix.columns, h_SPI.stride(1), h_SPI.stride(0),
             matrix.n, matrix.tile_offset, matrix.scale_offset,
         ),
-        warps=warps,
+        warps=launch.k_warps,
         specialized=(ids.dtype, weights.dtype, bias_or_h.dtype, y_TH.dtype),
-        SIDE_BY_SIDE=side,
-        ROW_TILES=1,
-        K_WARPS=warps,
+        SIDE_BY_SIDE=launch.side_by_side,
+        ROW_TILES=launch.row_tiles,
+        K_WARPS=launch.k_warps,
+        AHEAD=launch.ahead,
         SUMMANDS=len(h_SPI),
         E8M0_SCALES=matrix.e8m0_scales,
         HAS_BIAS=bias is not None,
-        WEIGHTS_FIRST=False,
+        WEIGHTS_FIRST=ids is ids_Tk,
         DEPENDENT=dependent,
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ WEIGHTS_FIRST.
     GATING           "none", "halves" (all gates, then all values; takes MATRICES 2) or "interleaved"
     FUNCTION, ALPHA, LIMIT, SHIFT
                      of `vbrt.kernels.experts.Gate`; LIMIT may be None
+    AHEAD            columns of tiles that are read before they are used
     SUMMANDS         x is [SUMMANDS, M, K]: bf16 summands of activations in fp16 or fp32
     WEIGHTS_FIRST    ids, addresses and pages are older than the launch before, so that the first weights are read
                      while it runs
@@ -69,6 +70,15 @@ def moved(pointers, STEP: gl.constexpr, COUNT: gl.constexpr):
     out = ()
     for i in gl.static_range(COUNT):
         out = out + (pointers[i] + STEP,)
+    return out
+
+
+@gluon.jit
+def rest(tiles, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """COUNT of a tuple from FIRST on."""
+    out = ()
+    for i in gl.static_range(COUNT):
+        out = out + (tiles[FIRST + i],)
     return out
 
 
@@ -241,6 +251,7 @@ def rows_program(
     ROW_TILES: gl.constexpr,
     TOKEN_GROUPS: gl.constexpr,
     K_WARPS: gl.constexpr,
+    AHEAD: gl.constexpr,
     SUMMANDS: gl.constexpr,
     E8M0_SCALES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
@@ -275,7 +286,10 @@ def rows_program(
             ROW_TILES,
             E8M0_SCALES,
         )
-    tiles = read_weights(weights, column < stop, lane, LAYOUT, TILES, E8M0_SCALES)
+    tiles = ()
+    for d in gl.static_range(AHEAD):
+        tiles = tiles + read_weights(weights, column + d * K_WARPS < stop, lane, LAYOUT, TILES, E8M0_SCALES)
+        weights = moved(weights, STEP, TILES)
     scale = gl.load((address + scale_offset).to(gl.pointer_type(gl.float32)), mask=there, other=0.0)
 
     x_words = x_ptr.to(gl.pointer_type(gl.int32))
@@ -304,12 +318,12 @@ def rows_program(
     for _ in gl.static_range(MATRICES * COUNT):
         sums = sums + (gl.zeros((32 * K_WARPS, 4), gl.float32, layout=LAYOUT),)
     for _ in range((stop + K_WARPS - 1) // K_WARPS):
+        read = read_weights(weights, column + AHEAD * K_WARPS < stop, lane, LAYOUT, TILES, E8M0_SCALES)
         weights = moved(weights, STEP, TILES)
-        ahead = read_weights(weights, column + K_WARPS < stop, lane, LAYOUT, TILES, E8M0_SCALES)
         sums = added_products(
             sums, tiles, xs, column, rows_there, lane, K, LAYOUT, TILES, TOKEN_GROUPS, SUMMANDS, E8M0_SCALES
         )
-        tiles = ahead
+        tiles = rest(tiles, 3 * TILES, 3 * TILES * (AHEAD - 1)) + read
         column = column + K_WARPS
     if DEPENDENT:
         allow_launch_after()
@@ -410,6 +424,7 @@ def rows_kernel(
     ROW_TILES: gl.constexpr,
     TOKEN_GROUPS: gl.constexpr,
     K_WARPS: gl.constexpr,
+    AHEAD: gl.constexpr,
     SUMMANDS: gl.constexpr,
     E8M0_SCALES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
@@ -456,6 +471,7 @@ def rows_kernel(
                 ROW_TILES,
                 TOKEN_GROUPS,
                 K_WARPS,
+                AHEAD,
                 SUMMANDS,
                 E8M0_SCALES,
                 HAS_BIAS,
@@ -491,6 +507,7 @@ def rows_kernel(
             ROW_TILES,
             TOKEN_GROUPS,
             K_WARPS,
+            AHEAD,
             SUMMANDS,
             E8M0_SCALES,
             HAS_BIAS,
@@ -529,6 +546,7 @@ def token_kernel(
     SIDE_BY_SIDE: gl.constexpr,
     ROW_TILES: gl.constexpr,
     K_WARPS: gl.constexpr,
+    AHEAD: gl.constexpr,
     SUMMANDS: gl.constexpr,
     E8M0_SCALES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
@@ -563,7 +581,10 @@ def token_kernel(
         weights = pointers_of_tiles(
             address + tile_offset, gl.program_id(0) * ROW_TILES, (N + 15) // 16, column, columns, ROW_TILES, E8M0_SCALES
         )
-        tiles = read_weights(weights, column < stop, lane, LAYOUT, ROW_TILES, E8M0_SCALES)
+        tiles = ()
+        for d in gl.static_range(AHEAD):
+            tiles = tiles + read_weights(weights, column + d * TURN < stop, lane, LAYOUT, ROW_TILES, E8M0_SCALES)
+            weights = moved(weights, STEP, ROW_TILES)
         factor = gl.load((address + scale_offset).to(gl.pointer_type(gl.float32)), mask=there, other=0.0) * RESCALE
         if DEPENDENT and WEIGHTS_FIRST:
             wait_for_launch_before()
@@ -578,10 +599,10 @@ def token_kernel(
         for _s in gl.static_range(ROW_TILES):
             sums = sums + (gl.zeros((32 * K_WARPS, 4), gl.float32, layout=LAYOUT),)
         for _step in range((columns + TURN - 1) // TURN):
+            read = read_weights(weights, column + AHEAD * TURN < stop, lane, LAYOUT, ROW_TILES, E8M0_SCALES)
             weights = moved(weights, STEP, ROW_TILES)
-            ahead = read_weights(weights, column + TURN < stop, lane, LAYOUT, ROW_TILES, E8M0_SCALES)
             sums = added_products(sums, tiles, xs, column, wanted, lane, K, LAYOUT, ROW_TILES, 1, SUMMANDS, E8M0_SCALES)
-            tiles = ahead
+            tiles = rest(tiles, 3 * ROW_TILES, 3 * ROW_TILES * (AHEAD - 1)) + read
             column = column + TURN
         weighed = ()
         for r in gl.static_range(ROW_TILES):

@@ -5,8 +5,10 @@ knows, so a pass can be recorded in a CUDA graph.
 
 | pages | inputs | way |
 | --- | --- | --- |
+| in tile order, few pairs of an expert | bf16, fp16, fp32 | "few": `few`, which walks along experts or pairs |
 | in tile order, on sm_90 | bf16, fp16, fp32 | "grouped": `many`, a fused kernel on pairs sorted by expert |
 | in tile order, on other GPUs | bf16 | "decoded": weights decoded to scratch memory, then torch's grouped matmul |
+| in tile order, on other GPUs | fp16, fp32 | "few" |
 | others | any | "reference": one expert after the other, decoded by a kernel; waits for the device |
 """
 
@@ -18,21 +20,27 @@ from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
 from vbrt.kernels.cuda.e2m1.linear import decode_weight
 from vbrt.kernels.cuda.e2m1.tiles import TILES
-from vbrt.kernels.cuda.experts import decoded, many
-from vbrt.kernels.cuda.launch_table import WIDE, grouped_for
+from vbrt.kernels.cuda.experts import decoded, few, many
+from vbrt.kernels.cuda.launch_table import WIDE, are_few, grouped_for
 from vbrt.kernels.experts import ExpertPages, Gate
 
 __all__ = ["back", "down", "route", "up"]
 
 
-def route(x_MK: Tensor, pages: ExpertPages, part: str) -> str:
-    """Name the way of a product: "grouped", "decoded" or "reference"."""
+def route(x_MK: Tensor, pairs: int, pages: ExpertPages, part: str) -> str:
+    """Name the way of a product for so many pairs: "few", "grouped", "decoded" or "reference"."""
     if not x_MK.is_cuda or TILES not in pages.offsets(part):
         return "reference"
-    major = devices.major(x_MK.device.index)
-    if major in WIDE and x_MK.dtype in SUMMANDS:
+    major, served = devices.major(x_MK.device.index), x_MK.dtype in SUMMANDS
+    if major < devices.MIN_MAJOR:
+        return "reference"
+    if served and are_few(pairs, pages.experts):
+        return "few"
+    if served and major in WIDE:
         return "grouped"
-    return "decoded" if major >= devices.MIN_MAJOR and decoded.serves(x_MK, pages, part) else "reference"
+    if decoded.serves(x_MK, pages, part):
+        return "decoded"
+    return "few" if served else "reference"
 
 
 def up(
@@ -45,7 +53,9 @@ def up(
     bias_EN: Tensor | None = None,
 ) -> Tensor:
     """Return what `experts.experts_up` does."""
-    way = route(x_TH, pages, part)
+    way = route(x_TH, ids_Tk.numel(), pages, part)
+    if way == "few":
+        return few.up(x_TH, ids_Tk, pages, part, gate, bias_EN)
     if way == "grouped":
         config = grouped_for(ids_Tk.numel(), pages.experts)
         return many.products(x_TH, ids_Tk, pages, part=part, gate=gate, bias_EN=bias_EN, config=config)
@@ -64,17 +74,20 @@ def down(
     bias_EN: Tensor | None = None,
 ) -> Tensor:
     """Return what `experts.experts_down` does."""
+    way = route(h_PI, ids_Tk.numel(), pages, part)
+    if way == "few":
+        return few.down(h_PI, ids_Tk, weights_Tk, pages, part, bias_EN)
     rows = up(h_PI, ids_Tk.reshape(-1, 1), pages, part=part, bias_EN=bias_EN)
     if weights_Tk is None:
         return rows
-    if route(h_PI, pages, part) == "grouped":
+    if way == "grouped":
         return many.weighted_sums(rows, ids_Tk, weights_Tk, pages.experts)
     return experts.weigh_and_sum(rows, ids_Tk, weights_Tk, pages.experts)
 
 
 def back(dy_PN: Tensor, ids_Tk: Tensor, pages: ExpertPages, *, part: str = "up") -> Tensor:
     """Return what `experts_grad.experts_back` does."""
-    served = route(dy_PN, pages, part) != "reference" and decoded.serves(dy_PN, pages, part)
+    served = route(dy_PN, ids_Tk.numel(), pages, part) != "reference" and decoded.serves(dy_PN, pages, part)
     if served and ids_Tk.numel() and dy_PN.dtype is torch.bfloat16:
         return decoded.back(dy_PN, ids_Tk, pages, part=part)
     return experts_grad.experts_back(dy_PN, ids_Tk, pages, part=part, decode=decode_weight)
