@@ -10,7 +10,7 @@ import lzma
 import math
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,47 +18,22 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # after the checkout is on the path
-from torch import Tensor, nn
+from torch import nn
 
 import vbrt
+from scripts import committed
+from scripts.committed import LM, filled
 from scripts.lm import LanguageModel, Shape, loss_of, read_text
 from scripts.measuring import machine
 from scripts.train_files import Checkpoint, write_tensors
-from vbrt.saves.tensorfile import TensorFile
 
-DATA = ROOT / "tests" / "data" / "lm"
 RESULT = ROOT / "benchmarks" / "results" / "accuracy-lm.json"
+EXPERTS_RESULT = ROOT / "benchmarks" / "results" / "accuracy-experts.json"
 DOCS = ROOT / "docs" / "accuracy.md"
 FORMATS = ("nvfp4", "mxfp4", "nf4", "quantile")
 
 
-# -- the committed model ----------------------------------------------------------------------------------------------
-
-
-def shape() -> Shape:
-    return Shape(**json.loads((DATA / "run.json").read_text())["shape"])
-
-
-def held_out() -> Tensor:
-    """The committed text, uint8."""
-    return torch.frombuffer(bytearray(lzma.decompress((DATA / "held_out.txt.xz").read_bytes())), dtype=torch.uint8)
-
-
-def dense(dtype: torch.dtype = torch.float32) -> LanguageModel:
-    """The trained model; its weights are stored in bf16."""
-    return filled(LanguageModel(shape()), DATA / "dense.safetensors").to(dtype).eval()
-
-
-def after_qat() -> vbrt.VBModelWrapper:
-    """The twin, with the planes as they were saved."""
-    return vbrt.load(DATA / "qat", LanguageModel(shape()).eval())
-
-
-def filled(model: LanguageModel, path: Path) -> LanguageModel:
-    file = TensorFile(path)
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(file.read(name))
-    return model
+# -- the committed models ---------------------------------------------------------------------------------------------
 
 
 def pack(run: Path, longer: Path, qat: Path) -> None:
@@ -69,12 +44,12 @@ def pack(run: Path, longer: Path, qat: Path) -> None:
     }
     model = LanguageModel(Shape(**trained["dense"]["shape"]))
     text = read_text(None, model.shape.context)
-    DATA.mkdir(parents=True, exist_ok=True)
-    (DATA / "held_out.txt.xz").write_bytes(lzma.compress(text.held_out.numpy().tobytes(), preset=9))
+    LM.mkdir(parents=True, exist_ok=True)
+    (LM / "held_out.txt.xz").write_bytes(lzma.compress(text.held_out.numpy().tobytes(), preset=9))
     weights = {name: p.data.bfloat16() for name, p in filled(model, run / "model.safetensors").named_parameters()}
-    write_tensors(DATA / "dense.safetensors", weights)
-    shutil.rmtree(DATA / "qat", ignore_errors=True)
-    shutil.copytree(qat / "planes", DATA / "qat")
+    write_tensors(LM / "dense.safetensors", weights)
+    shutil.rmtree(LM / "qat", ignore_errors=True)
+    shutil.copytree(qat / "planes", LM / "qat")
     filled(model, longer / "model.safetensors").to(device())
     for config in trained.values():
         config["init"] = "the dense run" if config["init"] else None  # and not where it lay
@@ -84,7 +59,7 @@ def pack(run: Path, longer: Path, qat: Path) -> None:
         "training": trained,
         "longer_loss": loss_of(model, text.held_out, model.shape.context),
     }
-    (DATA / "run.json").write_text(json.dumps(about, indent=1) + "\n")
+    (LM / "run.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
 def device() -> torch.device:
@@ -96,36 +71,45 @@ def device() -> torch.device:
 
 def models() -> Iterator[tuple[str, nn.Module, float]]:
     """Name, model and bits a weight of its linear layers."""
-    yield "dense, fp32 arithmetic", dense().to(device()), 16.0
-    yield "dense, bf16 arithmetic", dense(torch.bfloat16).to(device()), 16.0
-    exact = vbrt.wrap(dense(torch.bfloat16), "exact").materialize()
-    yield "exact, bf16 arithmetic", exact, bits(exact)
-    for format in FORMATS:
-        vb = vbrt.wrap(dense(), "fp4", weights={"format": format}).materialize()
-        yield format, vb, bits(vb)
-    qat = after_qat().materialize()
+    yield from in_each_format(committed.dense)
+    qat = committed.after_qat().materialize()
     yield "nvfp4 after QAT", qat, bits(qat)
 
 
+def in_each_format(make: Callable[..., nn.Module], **chosen: object) -> Iterator[tuple[str, nn.Module, float]]:
+    """The models of `models`, of one that is made anew for each; `chosen`: more keys of the config's weights."""
+    yield "dense, fp32 arithmetic", make().to(device()), 16.0
+    yield "dense, bf16 arithmetic", make(torch.bfloat16).to(device()), 16.0
+    exact = vbrt.wrap(make(torch.bfloat16), "exact", weights=chosen).materialize()
+    yield "exact, bf16 arithmetic", exact, bits(exact)
+    for format in FORMATS:
+        vb = vbrt.wrap(make(), "fp4", weights={"format": format, **chosen}).materialize()
+        yield format, vb, bits(vb)
+
+
 def bits(vb: vbrt.VBModelWrapper) -> float:
-    swaps = vb.plan.swaps
-    return 8 * vb.plan.page_bytes / sum(swap.shape[0] * swap.shape[1] for swap in swaps)
+    return 8 * vb.plan.page_bytes / sum(site.parameters for swap in vb.plan.swaps for site in (swap.site, *swap.parts))
 
 
-def measure() -> dict:
-    text, context, about = held_out(), shape().context, json.loads((DATA / "run.json").read_text())
-    found = []
-    for name, model, bits_a_weight in models():
+def rows(models: Iterable[tuple[str, nn.Module, float]], context: int) -> dict:
+    """Each model's loss on the held-out text."""
+    text, found = committed.held_out(), []
+    for name, model, bits_a_weight in models:
         row = {"format": name, "bits_a_weight": bits_a_weight, "loss": loss_of(model, text, context)}
         print(json.dumps(row), flush=True)
         found.append(row)
-    return {
-        "machine": machine(),
-        "text_bytes": len(text),
-        "context": context,
-        "longer_loss": about["longer_loss"],
-        "rows": found,
-    }
+    return {"machine": machine(), "text_bytes": len(text), "context": context, "rows": found}
+
+
+def measure() -> dict:
+    """The dense model and its twin, all linear layers."""
+    return rows(models(), committed.shape().context) | {"longer_loss": committed.about(LM)["longer_loss"]}
+
+
+def measure_experts() -> dict:
+    """The model with routed experts: the experts alone, all else as it is."""
+    context = committed.about(committed.EXPERTS)["shape"]["context"]
+    return rows(in_each_format(committed.with_experts, include=["*.experts"]), context)
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------
@@ -133,9 +117,13 @@ def measure() -> dict:
 
 def page() -> str:
     """docs/accuracy.md, from the committed results."""
-    result, about = json.loads(RESULT.read_text()), json.loads((DATA / "run.json").read_text())
-    trained, lm = about["training"], Shape(**about["shape"])
-    rows, where, base = result["rows"], result["machine"], result["rows"][0]["loss"]
+    head = ["# Accuracy", "", "Generated by `scripts/accuracy` from committed results; do not edit.", ""]
+    return "\n".join([*head, *_dense_section(), *_experts_section()])
+
+
+def _dense_section() -> list[str]:
+    result, about = json.loads(RESULT.read_text()), committed.about(LM)
+    trained, lm, base = about["training"], Shape(**about["shape"]), result["rows"][0]["loss"]
     what = (
         f"A GPT of {lm.parameters:,} parameters over bytes ({lm.layers} layers of width {lm.width}, context "
         f"{lm.context}), trained by `scripts/train` on {about['text']}: {trained['dense']['steps']:,} steps of "
@@ -149,31 +137,46 @@ def page() -> str:
         f"{qat['lr']:g} down. The dense model, trained on for as many steps in the same way, comes to "
         f"{math.exp(longer):.4f} ({math.exp(longer - base):.4f}×): measure QAT against that too."
     )
-    four = next(math.exp(4 * (row["loss"] - base)) for row in rows if row["format"] == "nvfp4")
+    four = next(math.exp(4 * (row["loss"] - base)) for row in result["rows"] if row["format"] == "nvfp4")
     scale = (
         f"Perplexity a byte is small where a token is a byte: r for bytes is r⁴ for tokens of four bytes, "
         f"{four:.3f}× for `nvfp4`."
     )
-    lines = [
-        "# Accuracy",
-        "",
-        "Generated by `scripts/accuracy` from committed results; do not edit.",
-        "",
-        "## A language model",
-        "",
-        what,
-        "",
-        "| linear layers | bits a weight | perplexity a byte | over dense | bits a byte |",
-        "| --- " * 5 + "|",
+    table = _table("linear layers", result["rows"])
+    return ["## A language model", "", what, "", *table, "", more, "", scale, "", _named(result), ""]
+
+
+def _experts_section() -> list[str]:
+    result, about = json.loads(EXPERTS_RESULT.read_text()), committed.about(committed.EXPERTS)
+    lm, trained = Shape(**about["shape"]), about["training"]["balanced"]
+    routed = lm.layers * lm.experts * 3 * lm.inner * lm.width
+    what = (
+        f"A Qwen3-MoE of {lm.parameters:,} parameters over bytes ({lm.layers} layers of width {lm.width}, "
+        f"{lm.active} of {lm.experts} experts of width {lm.inner} for each byte, context {lm.context}), trained by "
+        f"`scripts/train --experts` on the same text: {trained['steps']:,} steps of {trained['batch']} × "
+        f"{lm.context} bytes, with load balancing. Only the experts are encoded, {routed / lm.parameters:.0%} of the "
+        "parameters, in pages so small that padding shows; the same text is held out. Lossless formats run "
+        "transformers' `grouped_mm` on the experts' own bits."
+    )
+    table = _table("routed experts", result["rows"])
+    return ["## A language model with routed experts", "", what, "", *table, "", _named(result), ""]
+
+
+def _table(what: str, rows: list[dict]) -> list[str]:
+    """Bits and perplexity of each format, beside the first row's."""
+    head = [f"| {what} | bits a weight | perplexity a byte | over dense | bits a byte |", "| --- " * 5 + "|"]
+    base = rows[0]["loss"]
+    return head + [
+        f"| {row['format']} | {row['bits_a_weight']:.2f} | {math.exp(row['loss']):.4f} | "
+        f"{math.exp(row['loss'] - base):.4f}× | {row['loss'] / math.log(2):.4f} |"
+        for row in rows
     ]
-    for row in rows:
-        lines.append(
-            f"| {row['format']} | {row['bits_a_weight']:.2f} | {math.exp(row['loss']):.4f} | "
-            f"{math.exp(row['loss'] - base):.4f}× | {row['loss'] / math.log(2):.4f} |"
-        )
+
+
+def _named(result: dict) -> str:
+    where = result["machine"]
     versions = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
-    named = f"{where['gpu'] or where['cpu']}, {versions}, Python {where['python']}, commit {where['commit']}."
-    return "\n".join([*lines, "", more, "", scale, "", named, ""])
+    return f"{where['gpu'] or where['cpu']}, {versions}, Python {where['python']}, commit {where['commit']}."
 
 
 def main() -> None:
@@ -186,11 +189,13 @@ def main() -> None:
         metavar=("RUN", "LONGER", "QAT"),
         help="make tests/data/lm of three runs of scripts/train first",
     )
+    parser.add_argument("--only", choices=("dense", "experts"), help="measure one of the two models")
     args = parser.parse_args()
     if args.pack:
         pack(*args.pack)
-    if not args.tables:
-        RESULT.write_text(json.dumps(measure(), indent=1) + "\n")
+    for name, path, measured in (("dense", RESULT, measure), ("experts", EXPERTS_RESULT, measure_experts)):
+        if not args.tables and args.only in (None, name):
+            path.write_text(json.dumps(measured(), indent=1) + "\n")
     DOCS.write_text(page())
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import vbrt
-from scripts import accuracy, bench, bench_tables
+from scripts import accuracy, bench, bench_tables, committed
 from scripts.lm import is_held_out, library_files, loss_of
 
 WINDOWS = 12  # of 512 bytes, evenly spread over the text
@@ -16,13 +16,13 @@ WINDOWS = 12  # of 512 bytes, evenly spread over the text
 @pytest.fixture(scope="module")
 def loss():
     """Of a model on a part of the text, in nats a byte."""
-    text, context = accuracy.held_out(), accuracy.shape().context
+    text, context = committed.held_out(), committed.shape().context
     return lambda model: loss_of(model, text, context, at_most=WINDOWS)
 
 
 @pytest.fixture(scope="module")
 def dense_loss(loss):
-    return loss(accuracy.dense())
+    return loss(committed.dense())
 
 
 def test_the_model_has_learned_its_language(dense_loss):
@@ -31,15 +31,15 @@ def test_the_model_has_learned_its_language(dense_loss):
 
 def test_nvfp4_costs_less_than_a_percent_of_perplexity_and_qat_wins_it_back(loss, dense_loss):
     """Bounds a little above what was measured on these windows, 1.0038 and 0.9989; the aims are 1.02 and 1.01."""
-    nvfp4 = loss(vbrt.wrap(accuracy.dense(), "fp4"))
-    qat = loss(accuracy.after_qat())
+    nvfp4 = loss(vbrt.wrap(committed.dense(), "fp4"))
+    qat = loss(committed.after_qat())
     assert 1 < math.exp(nvfp4 - dense_loss) < 1.006
     assert math.exp(qat - dense_loss) < 1.002
 
 
 def test_exact_gives_the_same_perplexity_to_the_last_bit():
     """The first and the last block, which is as good a test as all and takes less time to encode."""
-    text, model = accuracy.held_out()[:513], accuracy.dense(torch.bfloat16)
+    text, model = committed.held_out()[:513], committed.dense(torch.bfloat16)
     dense = loss_of(model, text, 512)
     vb = vbrt.wrap(model, "exact", weights={"include": ["blocks.0.*", "blocks.6.*"]})
     assert len(vb.plan.swaps) == 12 and loss_of(vb, text, 512) == dense
@@ -56,6 +56,24 @@ def test_the_committed_results_keep_the_bounds():
     dense = rows["dense, fp32 arithmetic"]
     assert rows["exact, bf16 arithmetic"] == rows["dense, bf16 arithmetic"]
     assert math.exp(rows["nvfp4"] - dense) < 1.02 and math.exp(rows["nvfp4 after QAT"] - dense) < 1.01
+
+
+def test_the_committed_results_of_experts_keep_the_bounds():
+    rows = {row["format"]: row["loss"] for row in json.loads(accuracy.EXPERTS_RESULT.read_text())["rows"]}
+    assert rows["exact, bf16 arithmetic"] == rows["dense, bf16 arithmetic"]
+    for format in accuracy.FORMATS:
+        assert math.exp(rows[format] - rows["dense, fp32 arithmetic"]) < 1.002, format
+
+
+def test_nvfp4_experts_of_a_layer_cost_less_than_half_a_percent_of_perplexity():
+    text, found = committed.held_out(), []
+    for wrapped in (False, True):
+        model = committed.with_experts()
+        if wrapped:
+            model = vbrt.wrap(model, "fp4", weights={"include": ["model.layers.2.mlp.experts"]})
+            assert [swap.experts for swap in model.plan.swaps] == [48]
+        found.append(loss_of(model, text, 512, at_most=2))
+    assert math.exp(found[0]) < 3.5 and abs(math.exp(found[1] - found[0]) - 1) < 0.005 and found[0] != found[1]
 
 
 def test_whole_modules_are_held_out(tmp_path):

@@ -14,25 +14,25 @@ Legend: T tokens, k experts a token, P = T k pairs, E experts, H hidden.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vbrt.kernels.experts import ExpertPages, Gate, weigh_and_sum
 from vbrt.kernels.product import as_autocast
 from vbrt.layers.compute import pass_precision
 from vbrt.layers.experts.gates import gate_of, own_gate
+from vbrt.layers.experts.library import ExpertsView, implementation_of
 from vbrt.layers.experts.routing import local_ids, pairs_of, touched_experts
-from vbrt.layers.experts.turns import InTurn
 
 if TYPE_CHECKING:
     from vbrt.layers.experts.handle import ExpertsHandle, Leased
     from vbrt.layers.experts.layer import VBExperts
 
-__all__ = ["Routed", "forward_experts", "plain_forward", "run_experts"]
+__all__ = ["Routed", "chunks_of", "plain_forward", "run_experts"]
 
 _CHUNK_BYTES = 256 << 20  # of decoded weights, which are outside of the budgets
 
@@ -46,19 +46,8 @@ class Routed:
     weights: Tensor
 
 
-def forward_experts(layer: "VBExperts", *args: Any) -> Tensor:
-    """Return the layer's output for its arguments; gradients flow to x, the routing weights and kept parameters."""
-    routed = Routed(*args)
-    layer.handle.forwards += 1
-    kept = [p for p in layer.parameters(recurse=True) if p.requires_grad] if torch.is_grad_enabled() else []
-    if torch.is_grad_enabled() and (routed.x.requires_grad or routed.weights.requires_grad or kept):
-        return _Recomputed.apply(layer, routed.ids, routed.x, routed.weights, *kept)
-    with torch.no_grad():
-        return run_experts(layer, routed)
-
-
 def run_experts(layer: "VBExperts", routed: Routed) -> Tensor:
-    """`forward_experts` without gradients."""
+    """Return the output of a layer, without gradients."""
     handle = layer.handle
     precision = pass_precision()
     pages = handle.resident_pages(routed.x.device) if precision == "full" else None
@@ -73,21 +62,21 @@ def run_experts(layer: "VBExperts", routed: Routed) -> Tensor:
         handle.routing.decode(touched, len(routed.x))
     lossless = handle.spec.lossless and not (handle.spec.fine and precision == "coarse")
     compute = _Library(layer, routed) if lossless else _Kernels(layer, routed)
-    chunks = list(_chunks(handle, touched, scan=scan, precision=precision))
+    chunks = list(chunks_of(handle, touched, scan=scan, precision=precision))
     if scan or len(chunks) > 1:
         handle.announce(touched, precision)
     if len(chunks) == 1 and (lossless or not scan):
         with handle.lease(chunks[0], precision) as leased:
             return compute.whole(leased)
-    if compute.in_order:
-        return compute.in_turn(chunks, precision)
     for chunk in chunks:
         with handle.lease(chunk, precision) as leased:
             compute.add(leased)
     return compute.result()
 
 
-def _chunks(handle: "ExpertsHandle", touched: Sequence[int], *, scan: bool, precision: str) -> Iterator[Sequence[int]]:
+def chunks_of(
+    handle: "ExpertsHandle", touched: Sequence[int], *, scan: bool, precision: str
+) -> Iterator[Sequence[int]]:
     """Yield the experts of each lease, ascending."""
     count = max(1, _experts_at_once(handle, scan=scan))
     for first in range(0, len(touched), count):
@@ -112,37 +101,19 @@ def _experts_at_once(handle: "ExpertsHandle", *, scan: bool) -> int:
 # -- lossless ---------------------------------------------------------------------------------------------------------
 
 
-class _View:
-    """A module of experts as its implementation reads it, with some of its experts only."""
-
-    def __init__(self, layer: nn.Module, weights: dict[str, Tensor], experts: Sequence[int] | None) -> None:
-        self.__dict__.update(weights)
-        self._layer = layer
-        if experts is None:
-            return
-        self.num_experts = len(experts)
-        for name, parameter in layer._parameters.items():  # biases: one row an expert
-            if parameter is not None and name not in weights:
-                index = torch.tensor(experts, dtype=torch.int64, device="cpu").to(parameter.device)
-                self.__dict__[name] = parameter[index]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-
 class _Library:
     """Computes by the implementation that the model's config names."""
 
     def __init__(self, layer: "VBExperts", routed: Routed) -> None:
         self.layer, self.routed, self.handle = layer, routed, layer.handle
-        self.name, self.forward = _implementation(layer)
+        self.name, self.forward = implementation_of(layer)
         self.in_order = self.name is None
         self.rows: Tensor | None = None
 
-    def _view(self, leased: "Leased") -> _View:
+    def _view(self, leased: "Leased") -> ExpertsView:
         spec = self.handle.spec
         weights = {parameter: leased.weights(part) for parameter, part in zip(spec.parameters, spec.parts, strict=True)}
-        return _View(self.layer, weights, leased.experts)
+        return ExpertsView(self.layer, weights, leased.experts)
 
     def _local(self, leased: "Leased") -> Tensor:
         return local_ids(self.routed.ids, self.handle.spec.experts, list(leased.experts))
@@ -155,52 +126,44 @@ class _Library:
 
     def add(self, leased: "Leased") -> None:
         """Some of them."""
-        self._add_rows(self._view(leased), self._local(leased), len(leased.experts))
+        view, local_Tk = self._view(leased), self._local(leased)
+        (self._add_in_order if self.in_order else self._add_rows)(view, local_Tk, len(leased.experts))
 
-    def in_turn(self, chunks: Sequence[Sequence[int]], precision: str) -> Tensor:
-        """All of them, by an implementation that reads them one after the other, which leases them as it does."""
-        x, ids, weights = self.routed.x, self.routed.ids, self.routed.weights
-        with InTurn(self.handle, chunks, precision) as turns:
-            spec = self.handle.spec
-            stacks = {parameter: turns.stack(part) for parameter, part in zip(spec.parameters, spec.parts, strict=True)}
-            return self.forward(_View(self.layer, stacks, None), x, ids, weights)
+    def _add_in_order(self, view: ExpertsView, local_Tk: Tensor, count: int) -> None:
+        """Expert by expert into the sum, as an implementation does that loops over them."""
+        x, weights_Tk = self.routed.x, self.routed.weights
+        if self.rows is None:
+            self.rows = torch.zeros_like(x)
+        for expert in range(count):
+            place_k, token_n = torch.where(local_Tk.t() == expert)  # in the order in which the loop takes them
+            ids_n1 = local_Tk.new_full((len(token_n), 1), expert)
+            y = self.forward(view, x[token_n], ids_n1, weights_Tk[token_n, place_k].unsqueeze(1))
+            self.rows.index_add_(0, token_n, y)
 
-    def _add_rows(self, view: _View, local_Tk: Tensor, count: int) -> None:
+    def _add_rows(self, view: ExpertsView, local_Tk: Tensor, count: int) -> None:
         """The rows of pairs, before they are weighed."""
         x, k = self.routed.x, local_Tk.shape[1]
         if self.rows is None:
             self.rows = x.new_zeros(local_Tk.numel(), x.shape[1])
-        if self.name in ("batched_mm", "grouped_mm"):
-            (self._add_pairs if self.name == "batched_mm" else self._add_groups)(view, local_Tk, count)
+        if self.name == "grouped_mm":
+            self._add_groups(view, local_Tk, count)
             return
         pairs_P = pairs_of(local_Tk, count)
+        ids_P1 = local_Tk.reshape(-1, 1)[pairs_P]
+        if (
+            self.name == "batched_mm" and len(pairs_P) == 1 < local_Tk.numel()
+        ):  # torch multiplies a batch of one in another order
+            pairs_P, ids_P1 = pairs_P.expand(2), ids_P1.expand(2, 1)
         ones_P1 = x.new_ones(len(pairs_P), 1)
-        self.rows[pairs_P] = self.forward(view, x[pairs_P // k], local_Tk.reshape(-1, 1)[pairs_P], ones_P1)
+        self.rows[pairs_P] = self.forward(view, x[pairs_P // k], ids_P1, ones_P1).to(self.rows.dtype)
 
-    def _add_pairs(self, view: _View, local_Tk: Tensor, count: int) -> None:
-        """The rows of pairs as "batched_mm" computes them."""
-        library, k = sys.modules["transformers.integrations.moe"], local_Tk.shape[1]
-        pairs_P = pairs_of(local_Tk, count)
-        if len(pairs_P) == 1 < local_Tk.numel():  # torch multiplies a batch of one in another order
-            pairs_P = pairs_P.expand(2)
-        ids_P = local_Tk.reshape(-1)[pairs_P]
-
-        def product(v: Tensor, name: str) -> Tensor:
-            bias = getattr(view, f"{name}_bias")[ids_P] if view.has_bias else None
-            return library._batched_linear(v, getattr(view, name)[ids_P], bias=bias, is_transposed=view.is_transposed)
-
-        up, down = self.handle.spec.parameters
-        y = product(self._gated(view, product(self.routed.x[pairs_P // k], up), pairs_P), down)
-        self.rows[pairs_P] = view.post_expert_norm(y) if _has_norm(view) else y
-
-    def _add_groups(self, view: _View, local_Tk: Tensor, count: int) -> None:
+    def _add_groups(self, view: ExpertsView, local_Tk: Tensor, count: int) -> None:
         """The rows of pairs as "grouped_mm" computes them: what a row gives depends on its place among those of its
         expert, and its sort is not stable."""
         library, k = sys.modules["transformers.integrations.moe"], local_Tk.shape[1]
-        perm_P = torch.sort(self.routed.ids.reshape(-1)).indices
-        ids_P = local_Tk.reshape(-1)[perm_P]
-        places_P = (ids_P < count).nonzero().squeeze(1)
-        pairs_P, ids_P = perm_P[places_P], ids_P[places_P]
+        ids_P, perm_P = torch.sort(self.routed.ids.reshape(-1))
+        here = local_Tk.reshape(-1)[perm_P]
+        pairs_P, ids_P = perm_P[here < count], here[here < count]
         ends_n = torch.bincount(ids_P, minlength=count).cumsum(0, dtype=torch.int32)
 
         def product(v: Tensor, name: str) -> Tensor:
@@ -208,37 +171,16 @@ class _Library:
             return library._grouped_linear(v, getattr(view, name), ends_n, bias=bias, is_transposed=view.is_transposed)
 
         up, down = self.handle.spec.parameters
-        y = product(self._gated(view, product(self.routed.x[pairs_P // k], up), places_P), down)
-        self.rows[pairs_P] = view.post_expert_norm(y) if _has_norm(view) else y
-
-    def _gated(self, view: _View, v_pN: Tensor, places_p: Tensor) -> Tensor:
-        """g(v) of the rows that have these places among those of all pairs.
-
-        On a CPU torch may give a number other bits at the end of a tensor than within it, so that all rows lie where
-        they lie in the implementation's own tensor.
-        """
-        if v_pN.device.type != "cpu":
-            return own_gate(view)(v_pN)
-        v_PN = v_pN.new_zeros(self.routed.ids.numel(), v_pN.shape[1])
-        v_PN[places_p] = v_pN
-        return own_gate(view)(v_PN)[places_p]
+        v = product(self.routed.x[pairs_P // k], up)
+        y = product(view._apply_gate(v) if view.has_gate else view.act_fn(v), down)
+        self.rows[pairs_P] = view.post_expert_norm(y) if view.has_post_expert_norm else y
 
     def result(self) -> Tensor:
         """The output after the last chunk."""
+        if self.in_order:
+            return self.rows
         weighted = self.rows * self.routed.weights.reshape(-1, 1)
         return weighted.view(*self.routed.ids.shape, -1).sum(dim=1).to(self.routed.x.dtype)
-
-
-def _implementation(layer: "VBExperts") -> tuple[str | None, Callable[..., Tensor]]:
-    """The function that the module's forward would call, and its name in transformers' table; None: the module's own,
-    which adds experts to the sum in their order."""
-    plain = type(layer).plain_class()
-    name = getattr(getattr(layer, "config", None), "_experts_implementation", None)
-    library = sys.modules.get("transformers.integrations.moe")
-    known = library is not None and name in library.ALL_EXPERTS_FUNCTIONS
-    if known and hasattr(plain.forward, "__wrapped__"):
-        return name, library.ALL_EXPERTS_FUNCTIONS[name]
-    return None, plain.forward
 
 
 def plain_forward(layer: "VBExperts", *args: Any) -> Tensor:
@@ -255,7 +197,7 @@ def plain_forward(layer: "VBExperts", *args: Any) -> Tensor:
             )
             for site in handle.spec.sites
         }
-        return plain.forward(_View(layer, weights, None), *args)
+        return plain.forward(ExpertsView(layer, weights, None), *args)
     return plain.forward(layer, *args)
 
 
@@ -268,8 +210,6 @@ class _Kernels:
     All experts of few tokens go through the ops at once. In a scan the rows of pairs are kept and weighed at the end,
     in one chunk as in many.
     """
-
-    in_order = False
 
     def __init__(self, layer: "VBExperts", routed: Routed) -> None:
         self.layer, self.handle, self.ops = layer, layer.handle, layer.handle.ops_of_pass()
@@ -284,7 +224,7 @@ class _Kernels:
     def on_pages(self, pages: ExpertPages) -> Tensor:
         """All touched experts at once, on their pages."""
         x, ids_Tk, weights_Tk = self.routed.x, self.routed.ids, self.routed.weights
-        if _has_norm(self.layer):
+        if self.layer.has_post_expert_norm:
             y = weigh_and_sum(self._rows(x, ids_Tk, None, pages), ids_Tk, weights_Tk, pages.experts)
         else:
             y = self._rows(x, ids_Tk, weights_Tk, pages)
@@ -308,7 +248,7 @@ class _Kernels:
         h_PI = ops.up(x_TH, ids_Tk, pages, gate=gate, bias_EN=up)
         h_PI = own_gate(layer)(h_PI) if gate is None else h_PI
         y = ops.down(h_PI, ids_Tk, weights_Tk, pages, bias_EN=down)
-        return layer.post_expert_norm(y) if weights_Tk is None and _has_norm(layer) else y
+        return layer.post_expert_norm(y) if weights_Tk is None and layer.has_post_expert_norm else y
 
     def result(self) -> Tensor:
         """The output after the last chunk."""
@@ -316,66 +256,8 @@ class _Kernels:
         return y.to(self.dtype)
 
 
-def _has_norm(module: Any) -> bool:
-    """True if the rows of experts go through a norm before they are weighed; older transformers know of none."""
-    return getattr(module, "has_post_expert_norm", False)
-
-
 def _gate(layer: "VBExperts") -> Gate | None:
     """The gate that kernels apply, found once; None: the layer's own function is applied to their product."""
     if "_vb_gate" not in layer.__dict__:
         layer.__dict__["_vb_gate"] = gate_of(layer)
     return layer.__dict__["_vb_gate"]
-
-
-# -- gradients --------------------------------------------------------------------------------------------------------
-
-
-class _Recomputed(torch.autograd.Function):
-    """A layer's output, whose gradients are computed from its inputs once more, on pages that are leased again."""
-
-    @staticmethod
-    def forward(ctx: Any, layer: "VBExperts", ids: Tensor, x: Tensor, weights: Tensor, *kept: Tensor) -> Tensor:
-        ctx.layer, ctx.handle, ctx.generation = layer, layer.handle, layer.handle.generation
-        ctx.kept, ctx.precision = kept, pass_precision()
-        ctx.save_for_backward(ids, x, weights)
-        return run_experts(layer, Routed(x, ids, weights))
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        ids, x, weights = ctx.saved_tensors
-        handle, layer = ctx.handle.still(ctx.generation), ctx.layer
-        with torch.enable_grad():
-            x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
-        wanted = [x, weights, *ctx.kept]
-        grads: list[Tensor | None] = [None] * len(wanted)
-        touched = touched_experts(ids, handle.spec.experts)
-        for chunk in _chunks(handle, touched, scan=True, precision=ctx.precision):
-            if not chunk:
-                continue
-            with handle.lease(chunk, ctx.precision) as leased:
-                found = _gradients(layer, leased, Routed(x, ids, weights), wanted, dy)
-            grads = [
-                new if old is None else old if new is None else old + new for old, new in zip(grads, found, strict=True)
-            ]
-        zeros = (torch.zeros_like(w) if g is None else g for g, w in zip(grads, wanted, strict=True))
-        needs = ctx.needs_input_grad[2:]
-        return None, None, *(g if need else None for g, need in zip(zeros, needs, strict=True))
-
-
-def _gradients(
-    layer: "VBExperts", leased: "Leased", routed: Routed, wanted: Sequence[Tensor], dy: Tensor
-) -> tuple[Tensor | None, ...]:
-    """The gradients of what some experts add to the output, in plain torch on their decoded weights."""
-    spec = layer.handle.spec
-    local_Tk = local_ids(routed.ids, spec.experts, list(leased.experts))
-    pairs_P, k = pairs_of(local_Tk, len(leased.experts)), local_Tk.shape[1]
-    with torch.no_grad():
-        weights = {p: leased.weights(part) for p, part in zip(spec.parameters, spec.parts, strict=True)}
-    _, forward = _implementation(layer)
-    with torch.enable_grad():
-        view = _View(layer, weights, leased.experts)
-        y_PH = forward(
-            view, routed.x[pairs_P // k], local_Tk.reshape(-1, 1)[pairs_P], routed.weights.reshape(-1, 1)[pairs_P]
-        )
-        return torch.autograd.grad(y_PH, wanted, dy[pairs_P // k].to(y_PH.dtype), allow_unused=True)

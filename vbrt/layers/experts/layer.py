@@ -18,7 +18,8 @@ from torch.compiler import is_compiling
 from vbrt.errors import WrapError
 from vbrt.host.mapped import page_out
 from vbrt.kernels.watched import is_bare, unwatched
-from vbrt.layers.experts.compute import forward_experts, plain_forward
+from vbrt.layers.experts.compute import plain_forward
+from vbrt.layers.experts.gradients import forward_experts
 from vbrt.layers.experts.handle import ExpertsHandle
 from vbrt.layers.experts.lending import lend, notice_writes, temporary_of
 from vbrt.layers.shells import warn_of_training

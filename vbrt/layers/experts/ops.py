@@ -8,7 +8,8 @@ from torch import Tensor
 from vbrt.errors import WrapError
 from vbrt.kernels.watched import unwatched
 from vbrt.layers.compute import refuse_coarse
-from vbrt.layers.experts.compute import Routed, forward_experts, run_experts
+from vbrt.layers.experts.compute import Routed, run_experts
+from vbrt.layers.experts.gradients import forward_experts
 from vbrt.layers.ops import TAGS, handle_of, library
 
 __all__ = ["layer_of"]

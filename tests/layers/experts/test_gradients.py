@@ -1,0 +1,210 @@
+"""Gradients through frozen routed experts: those of the plain module that holds the decoded weights."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.matrix import matrix
+from tests.models import TOKENS, qwen3_moe, wrap
+from tests.zoo.experts import DECORATED, experts_module, routed
+from vbrt.errors import TierError
+from vbrt.layers.experts import VBExperts, compute
+
+peft = pytest.importorskip("peft")
+
+#: plain, interleaved with bias, transposed, without gate, with a norm behind
+CLASSES = ("Qwen3MoeExperts", "GptOssExperts", "AriaExperts", "NemotronHExperts", "MuseSparkExperts")
+
+
+class Holder(nn.Module):
+    """Calls its experts."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        return self.experts(*args)
+
+
+def pair(name: str, format: str, *, kept: bool = True, **how) -> tuple[nn.Module, nn.Module]:
+    """A module of experts in the tiers, and a plain one with the decoded weights; biases and norms train."""
+    plain = experts_module(name, **how)
+    names = {"gate_up_proj", "up_proj", "down_proj"}
+    for parameter in (p for n, p in plain.named_parameters() if n not in names):
+        parameter.requires_grad_(kept)
+    vb = wrap(Holder(copy.deepcopy(plain)), format).materialize()
+    assert isinstance(vb.model.experts, VBExperts)
+    plain.load_state_dict(vb.model.experts.state_dict())
+    plain.__dict__["vb"] = vb  # it lives as long as its twin
+    return vb.model.experts, plain
+
+
+def gradients(layer: nn.Module, args: tuple[torch.Tensor, ...], *, autocast: bool = False) -> dict[str, torch.Tensor]:
+    """Output and gradients of x, routing weights and whatever of the layer trains."""
+    x, ids, weights = args
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = layer(x, ids, weights)
+    y.float().square().sum().backward()
+    kept = {name: p.grad.clone() for name, p in nn.Module.named_parameters(layer) if p.grad is not None}
+    layer.zero_grad()
+    return {"y": y.detach(), "x": x.grad, "weights": weights.grad} | kept
+
+
+def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], most: float) -> None:
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert got[name].dtype == tensor.dtype, name
+        assert (got[name] - tensor).float().norm() <= most * tensor.float().norm(), name
+        assert tensor.abs().sum() > 0, name
+
+
+@matrix(
+    name=[name for name in CLASSES if name in DECORATED],
+    format=["dense", "nvfp4", "mxfp4"],
+    implementation=["eager", "grouped_mm", "batched_mm"],
+    at_once=[8, 3],
+)
+def test_gradients_are_those_of_the_plain_module(name, format, implementation, at_once, monkeypatch):
+    """Also where the experts are leased in chunks."""
+    layer, plain = pair(name, format, implementation=implementation)
+    monkeypatch.setattr(compute, "_experts_at_once", lambda handle, scan: at_once)
+    args = routed(plain)
+    assert_close(gradients(layer, args), gradients(plain, args), 1e-5 if format == "dense" else 1e-3)
+
+
+@matrix(name=["Qwen3MoeExperts", "GptOssExperts"], format=["exact", "dense"], implementation=["eager", "grouped_mm"])
+def test_gradients_of_bf16_weights_are_those_of_the_plain_module_under_autocast_too(name, format, implementation):
+    layer, plain = pair(name, format, implementation=implementation, dtype=torch.bfloat16)
+    args = routed(plain, dtype=torch.bfloat16)
+    assert_close(gradients(layer, args), gradients(plain, args), 1e-2)
+    # eager casts the activations of an fp32 stream to the weights' bf16 under autocast, and in the backward pass
+    stream = (args[0].float(), args[1], args[2].float())
+    if implementation == "eager" and name == "Qwen3MoeExperts":
+        got, want = gradients(layer, stream, autocast=True), gradients(plain, stream, autocast=True)
+        assert_close(got, want, 1e-2)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_changes_nothing(use_reentrant):
+    layer, plain = pair("Qwen3MoeExperts", "nvfp4")
+    args = routed(plain)
+
+    def checkpointed(*args: torch.Tensor) -> torch.Tensor:
+        return checkpoint(layer, *args, use_reentrant=use_reentrant)
+
+    x, weights = args[0].clone().requires_grad_(), args[2].clone().requires_grad_()
+    checkpointed(x, args[1], weights).square().sum().backward()
+    want = gradients(layer, args)
+    assert torch.equal(x.grad, want["x"]) and torch.equal(weights.grad, want["weights"])
+
+
+def test_a_second_derivative_is_that_of_the_plain_module():
+    layer, plain = pair("Qwen3MoeExperts", "dense")
+    found = []
+    for module in (layer, plain):
+        x, ids, weights = routed(plain)
+        x, weights = x.requires_grad_(), weights.requires_grad_()
+        first = torch.autograd.grad(module(x, ids, weights).square().sum(), (x, weights), create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), (x, weights)))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_forward_for_training_decodes_no_layer_and_leases_the_experts_of_its_tokens_only():
+    layer, plain = pair("GptOssExperts", "nvfp4")
+    reads, (x, _, weights), pages = layer.handle.weight_reads, routed(plain, 2), plain.vb.stack.pages
+    before = {key: page.hits + page.misses for key, page in pages.items()}
+    y = layer(x.requires_grad_(), torch.tensor([[1, 5], [5, 1]]), weights)
+    y.sum().backward()
+    assert layer.handle.weight_reads == reads
+    used = {key for key, page in pages.items() if page.hits + page.misses > before[key]}
+    assert used == {"experts#coarse.1", "experts#coarse.5"}
+    grad = layer.gate_up_proj_bias.grad
+    assert set(grad.abs().sum(1).nonzero().flatten().tolist()) == {1, 5}
+
+
+def test_sentinels_give_no_gradient():
+    layer, plain = pair("Qwen3MoeExperts", "nvfp4")
+    layer._is_expert_parallel = plain._is_expert_parallel = True
+    x, ids, weights = routed(plain)
+    ids[3], ids[5, 0] = 8, 8
+    weights = weights.masked_fill(ids == 8, 0.0)
+    got, want = gradients(layer, (x, ids, weights)), gradients(plain, (x, ids, weights))
+    assert_close(got, want, 1e-3)
+    assert not got["x"][3].any() and not got["weights"][ids == 8].any()
+
+
+def test_only_the_gradients_that_are_asked_for_are_computed():
+    layer, plain = pair("GptOssExperts", "dense", kept=False)
+    x, ids, weights = routed(plain)
+    y = layer(x, ids, weights.requires_grad_())
+    y.sum().backward()
+    assert weights.grad is not None and x.grad is None and layer.down_proj_bias.grad is None
+    assert not layer(x, ids, weights.detach()).requires_grad
+
+
+def test_weights_that_are_loaded_between_forward_and_backward_change_no_gradient():
+    layer, plain = pair("Qwen3MoeExperts", "nvfp4")
+    x, ids, weights = routed(plain)
+    want = gradients(layer, (x, ids, weights))["x"]
+    y = layer(x.requires_grad_(), ids, weights)
+    layer.load_state_dict({name: 2 * tensor for name, tensor in plain.state_dict().items()})
+    assert not torch.equal(layer(x, ids, weights), y)
+    y.square().sum().backward()
+    assert torch.equal(x.grad, want)
+
+
+def test_pages_that_are_gone_by_the_backward_pass_are_named():
+    layer, plain = pair("Qwen3MoeExperts", "nvfp4")
+    x, ids, weights = routed(plain)
+    y = layer(x.requires_grad_(), ids, weights)
+    plain.vb.close()
+    with pytest.raises(TierError, match="experts: its pages are gone"):
+        y.sum().backward()
+
+
+def lora_step(model: nn.Module, *, checkpointing: bool, autocast: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    torch.manual_seed(11)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)).train()
+    if checkpointing:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+@matrix(format=["dense", "nvfp4"], checkpointing=[False, True], autocast=[False, True], at_most=3)
+def test_adapters_beside_frozen_experts_train_as_beside_plain_ones(format, checkpointing, autocast):
+    vb = wrap(qwen3_moe(dtype=torch.float32, experts="eager"), format).materialize()
+    plain = qwen3_moe(dtype=torch.float32, experts="eager").requires_grad_(False)
+    plain.load_state_dict(vb.state_dict())
+    loss, grads = lora_step(vb.model, checkpointing=checkpointing, autocast=autocast)
+    want_loss, want = lora_step(plain, checkpointing=checkpointing, autocast=autocast)
+    assert loss == pytest.approx(want_loss, rel=1e-2 if autocast else 1e-4) and grads.keys() == want.keys()
+    most = 0.4 if autocast else 1e-3
+    assert all((grads[name] - want[name]).norm() <= most * want[name].norm() for name in grads)
+
+
+def test_drafts_in_coarse_precision_have_the_gradients_of_the_coarse_plane():
+    vb = wrap(qwen3_moe(dtype=torch.bfloat16), "exact").materialize()
+    layer, (x, ids, weights) = vb.model.get_submodule("model.layers.0.mlp.experts"), _bf16_routing()
+    with vb.phase("draft", precision="coarse"):
+        vb(TOKENS)  # the phase begins with a pass
+        coarse = layer(x.requires_grad_(), ids, weights)
+    full = layer(x, ids, weights)
+    assert not torch.equal(coarse, full)
+    grads = [torch.autograd.grad(y.float().square().sum(), x)[0] for y in (coarse, full)]
+    assert not torch.equal(*grads)
+
+
+def _bf16_routing() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(3)
+    x = torch.randn(4, 64, dtype=torch.bfloat16)
+    return x, torch.rand(4, 8).topk(2).indices, torch.rand(4, 2, dtype=torch.bfloat16)

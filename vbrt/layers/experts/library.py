@@ -1,0 +1,40 @@
+"""How transformers computes routed experts: the functions that a module's config names, and what they read of it."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["ExpertsView", "implementation_of"]
+
+
+class ExpertsView:
+    """A module of experts as its implementation reads it, with some of its experts only."""
+
+    def __init__(self, layer: nn.Module, weights: Mapping[str, Tensor], experts: Sequence[int] | None) -> None:
+        self.__dict__.update(weights)
+        self._layer = layer
+        if experts is None:
+            return
+        self.num_experts = len(experts)
+        for name, parameter in layer._parameters.items():  # biases: one row an expert
+            if parameter is not None and name not in weights:
+                index = torch.tensor(experts, dtype=torch.int64, device="cpu").to(parameter.device)
+                self.__dict__[name] = parameter[index]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+def implementation_of(layer: nn.Module) -> tuple[str | None, Callable[..., Tensor]]:
+    """The function that the module's forward would call, and its name in transformers' table; None: the module's own,
+    which adds experts to the sum in their order."""
+    plain = type(layer).plain_class()
+    name = getattr(getattr(layer, "config", None), "_experts_implementation", None)
+    library = sys.modules.get("transformers.integrations.moe")
+    known = library is not None and name in library.ALL_EXPERTS_FUNCTIONS
+    if known and hasattr(plain.forward, "__wrapped__"):
+        return name, library.ALL_EXPERTS_FUNCTIONS[name]
+    return None, plain.forward
