@@ -31,6 +31,12 @@ def test_helpers_read_parts_of_a_page(helped, monkeypatch):
     assert len(threads) == 4 and threading.current_thread().name in threads
 
 
+def test_a_small_page_is_read_by_whoever_needs_it_alone(helped, monkeypatch):
+    monkeypatch.setattr(helped, "_helpers_here", lambda: pytest.fail("a helper was called"))
+    helped.write("layer", page(1 << 20))
+    assert torch.equal(read(helped, "layer", 1 << 20), page(1 << 20))
+
+
 @pytest.mark.parametrize(
     ("accident", "where"),
     [

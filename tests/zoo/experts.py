@@ -65,12 +65,12 @@ def experts_module(
 
 
 def routed(
-    module: nn.Module, tokens: int = 12, *, dtype: torch.dtype = torch.float32, seed: int = 1
+    module: nn.Module, tokens: int = 12, top_k: int = TOP_K, *, dtype: torch.dtype = torch.float32, seed: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return hidden states, ids and routing weights that the module takes; no expert twice for one token."""
     generator = torch.Generator().manual_seed(seed)
     hidden = next(p for n, p in module.named_parameters() if n.endswith("down_proj"))
     width = hidden.shape[-1] if module.is_transposed else hidden.shape[-2]
     x = torch.randn(tokens, width, generator=generator).to(dtype)
-    ids = torch.rand(tokens, EXPERTS, generator=generator).topk(TOP_K).indices
-    return x, ids, torch.rand(tokens, TOP_K, generator=generator).to(dtype)
+    ids = torch.rand(tokens, EXPERTS, generator=generator).topk(top_k).indices
+    return x, ids, torch.rand(tokens, top_k, generator=generator).to(dtype)

@@ -114,6 +114,10 @@ class ExpertRoom:
             rest -= more * layer.page_bytes
             layer.pool.share = (slots + more) * layer.page_bytes
 
+    def shares(self) -> dict[str, int]:
+        """Return the bytes of each layer's pool, by layer and plane."""
+        return {name: layer.pool.share for name, layer in self._layers.items()}
+
     def shrink(self, nbytes: int, busy: Collection[str] = ()) -> tuple[str, ...]:
         """Evict pages until `nbytes` hold all resident ones, or all that are not busy are evicted."""
         victims = []

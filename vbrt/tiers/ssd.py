@@ -43,6 +43,7 @@ _VERSION = 2
 _HEAD = struct.Struct("<8sIIQQ")  # magic, version, header bytes, page bytes, XXH3-64 over the segments' XXH3-64
 _SEGMENT_BYTES = 512 << 10  # hashed at a time: stays in L2
 _DIRECT_SEGMENTS = 8  # read at a time from the drive, which wants large reads
+_ALONE_BYTES = 1 << 20  # of a page that one thread has read by the time a helper begins
 _PAGE_CACHE_SHARE = 0.5  # of available memory that the page files may be expected to fill
 
 
@@ -212,7 +213,7 @@ class SsdTier:
     def _shared(self, read: "_Read") -> int:
         """Do a read with the helpers that are free; returns the digest when nobody is at it any more."""
         try:
-            helpers = min(self._helpers, read.parts - 1)
+            helpers = min(self._helpers, read.parts - 1) if read.file.page_bytes > _ALONE_BYTES else 0
             read.seats = [threading.RLock() for _ in range(helpers)]
             for seat in read.seats:
                 self._helpers_here().give(read.help, seat)

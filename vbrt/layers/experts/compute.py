@@ -27,6 +27,7 @@ from vbrt.layers.compute import pass_precision
 from vbrt.layers.experts.gates import gate_of, own_gate
 from vbrt.layers.experts.library import ExpertsView, implementation_of
 from vbrt.layers.experts.routing import local_ids, pairs_of, touched_experts
+from vbrt.layers.experts.turns import InTurn
 
 if TYPE_CHECKING:
     from vbrt.layers.experts.handle import ExpertsHandle, Leased
@@ -68,6 +69,8 @@ def run_experts(layer: "VBExperts", routed: Routed) -> Tensor:
     if len(chunks) == 1 and (lossless or not scan):
         with handle.lease(chunks[0], precision) as leased:
             return compute.whole(leased)
+    if compute.in_order:
+        return compute.in_turn(chunks, precision)
     for chunk in chunks:
         with handle.lease(chunk, precision) as leased:
             compute.add(leased)
@@ -126,44 +129,52 @@ class _Library:
 
     def add(self, leased: "Leased") -> None:
         """Some of them."""
-        view, local_Tk = self._view(leased), self._local(leased)
-        (self._add_in_order if self.in_order else self._add_rows)(view, local_Tk, len(leased.experts))
+        self._add_rows(self._view(leased), self._local(leased), len(leased.experts))
 
-    def _add_in_order(self, view: ExpertsView, local_Tk: Tensor, count: int) -> None:
-        """Expert by expert into the sum, as an implementation does that loops over them."""
-        x, weights_Tk = self.routed.x, self.routed.weights
-        if self.rows is None:
-            self.rows = torch.zeros_like(x)
-        for expert in range(count):
-            place_k, token_n = torch.where(local_Tk.t() == expert)  # in the order in which the loop takes them
-            ids_n1 = local_Tk.new_full((len(token_n), 1), expert)
-            y = self.forward(view, x[token_n], ids_n1, weights_Tk[token_n, place_k].unsqueeze(1))
-            self.rows.index_add_(0, token_n, y)
+    def in_turn(self, chunks: Sequence[Sequence[int]], precision: str) -> Tensor:
+        """All of them, by an implementation that reads them one after the other, which leases them as it does."""
+        x, ids, weights = self.routed.x, self.routed.ids, self.routed.weights
+        with InTurn(self.handle, chunks, precision) as turns:
+            spec = self.handle.spec
+            stacks = {parameter: turns.stack(part) for parameter, part in zip(spec.parameters, spec.parts, strict=True)}
+            return self.forward(ExpertsView(self.layer, stacks, None), x, ids, weights)
 
     def _add_rows(self, view: ExpertsView, local_Tk: Tensor, count: int) -> None:
         """The rows of pairs, before they are weighed."""
         x, k = self.routed.x, local_Tk.shape[1]
         if self.rows is None:
             self.rows = x.new_zeros(local_Tk.numel(), x.shape[1])
-        if self.name == "grouped_mm":
-            self._add_groups(view, local_Tk, count)
+        if self.name in ("batched_mm", "grouped_mm"):
+            (self._add_pairs if self.name == "batched_mm" else self._add_groups)(view, local_Tk, count)
             return
         pairs_P = pairs_of(local_Tk, count)
-        ids_P1 = local_Tk.reshape(-1, 1)[pairs_P]
-        if (
-            self.name == "batched_mm" and len(pairs_P) == 1 < local_Tk.numel()
-        ):  # torch multiplies a batch of one in another order
-            pairs_P, ids_P1 = pairs_P.expand(2), ids_P1.expand(2, 1)
         ones_P1 = x.new_ones(len(pairs_P), 1)
-        self.rows[pairs_P] = self.forward(view, x[pairs_P // k], ids_P1, ones_P1).to(self.rows.dtype)
+        self.rows[pairs_P] = self.forward(view, x[pairs_P // k], local_Tk.reshape(-1, 1)[pairs_P], ones_P1)
+
+    def _add_pairs(self, view: ExpertsView, local_Tk: Tensor, count: int) -> None:
+        """The rows of pairs as "batched_mm" computes them."""
+        library, k = sys.modules["transformers.integrations.moe"], local_Tk.shape[1]
+        pairs_P = pairs_of(local_Tk, count)
+        if len(pairs_P) == 1 < local_Tk.numel():  # torch multiplies a batch of one in another order
+            pairs_P = pairs_P.expand(2)
+        ids_P = local_Tk.reshape(-1)[pairs_P]
+
+        def product(v: Tensor, name: str) -> Tensor:
+            bias = getattr(view, f"{name}_bias")[ids_P] if view.has_bias else None
+            return library._batched_linear(v, getattr(view, name)[ids_P], bias=bias, is_transposed=view.is_transposed)
+
+        up, down = self.handle.spec.parameters
+        y = product(self._gated(view, product(self.routed.x[pairs_P // k], up), pairs_P), down)
+        self.rows[pairs_P] = view.post_expert_norm(y) if _has_norm(view) else y
 
     def _add_groups(self, view: ExpertsView, local_Tk: Tensor, count: int) -> None:
         """The rows of pairs as "grouped_mm" computes them: what a row gives depends on its place among those of its
         expert, and its sort is not stable."""
         library, k = sys.modules["transformers.integrations.moe"], local_Tk.shape[1]
-        ids_P, perm_P = torch.sort(self.routed.ids.reshape(-1))
-        here = local_Tk.reshape(-1)[perm_P]
-        pairs_P, ids_P = perm_P[here < count], here[here < count]
+        perm_P = torch.sort(self.routed.ids.reshape(-1)).indices
+        ids_P = local_Tk.reshape(-1)[perm_P]
+        places_P = (ids_P < count).nonzero().squeeze(1)
+        pairs_P, ids_P = perm_P[places_P], ids_P[places_P]
         ends_n = torch.bincount(ids_P, minlength=count).cumsum(0, dtype=torch.int32)
 
         def product(v: Tensor, name: str) -> Tensor:
@@ -171,14 +182,23 @@ class _Library:
             return library._grouped_linear(v, getattr(view, name), ends_n, bias=bias, is_transposed=view.is_transposed)
 
         up, down = self.handle.spec.parameters
-        v = product(self.routed.x[pairs_P // k], up)
-        y = product(view._apply_gate(v) if view.has_gate else view.act_fn(v), down)
-        self.rows[pairs_P] = view.post_expert_norm(y) if view.has_post_expert_norm else y
+        y = product(self._gated(view, product(self.routed.x[pairs_P // k], up), places_P), down)
+        self.rows[pairs_P] = view.post_expert_norm(y) if _has_norm(view) else y
+
+    def _gated(self, view: ExpertsView, v_pN: Tensor, places_p: Tensor) -> Tensor:
+        """g(v) of the rows that have these places among those of all pairs.
+
+        On a CPU torch may give a number other bits at the end of a tensor than within it, so that all rows lie where
+        they lie in the implementation's own tensor.
+        """
+        if v_pN.device.type != "cpu":
+            return own_gate(view)(v_pN)
+        v_PN = v_pN.new_zeros(self.routed.ids.numel(), v_pN.shape[1])
+        v_PN[places_p] = v_pN
+        return own_gate(view)(v_PN)[places_p]
 
     def result(self) -> Tensor:
         """The output after the last chunk."""
-        if self.in_order:
-            return self.rows
         weighted = self.rows * self.routed.weights.reshape(-1, 1)
         return weighted.view(*self.routed.ids.shape, -1).sum(dim=1).to(self.routed.x.dtype)
 
@@ -211,6 +231,8 @@ class _Kernels:
     in one chunk as in many.
     """
 
+    in_order = False
+
     def __init__(self, layer: "VBExperts", routed: Routed) -> None:
         self.layer, self.handle, self.ops = layer, layer.handle, layer.handle.ops_of_pass()
         self.routed = Routed(as_autocast(routed.x), routed.ids, routed.weights)
@@ -224,7 +246,7 @@ class _Kernels:
     def on_pages(self, pages: ExpertPages) -> Tensor:
         """All touched experts at once, on their pages."""
         x, ids_Tk, weights_Tk = self.routed.x, self.routed.ids, self.routed.weights
-        if self.layer.has_post_expert_norm:
+        if _has_norm(self.layer):
             y = weigh_and_sum(self._rows(x, ids_Tk, None, pages), ids_Tk, weights_Tk, pages.experts)
         else:
             y = self._rows(x, ids_Tk, weights_Tk, pages)
@@ -248,12 +270,17 @@ class _Kernels:
         h_PI = ops.up(x_TH, ids_Tk, pages, gate=gate, bias_EN=up)
         h_PI = own_gate(layer)(h_PI) if gate is None else h_PI
         y = ops.down(h_PI, ids_Tk, weights_Tk, pages, bias_EN=down)
-        return layer.post_expert_norm(y) if weights_Tk is None and layer.has_post_expert_norm else y
+        return layer.post_expert_norm(y) if weights_Tk is None and _has_norm(layer) else y
 
     def result(self) -> Tensor:
         """The output after the last chunk."""
         y = weigh_and_sum(self.rows, self.routed.ids, self.routed.weights, self.handle.spec.experts)
         return y.to(self.dtype)
+
+
+def _has_norm(module: Any) -> bool:
+    """True if the rows of experts go through a norm before they are weighed; older transformers know of none."""
+    return getattr(module, "has_post_expert_norm", False)
 
 
 def _gate(layer: "VBExperts") -> Gate | None:

@@ -1,0 +1,108 @@
+"""Routed experts in a device cache on random routing, beside the policy in Python and the bytes that should come."""
+
+import ctypes
+import random
+
+import torch
+
+from vbrt.formats.page import build_layout
+from vbrt.kernels.cuda.experts import residency
+from vbrt.layers.experts.device_cache import DeviceCache
+from vbrt.residency.experts import ExpertsPolicy
+from vbrt.residency.lru import LRUPolicy
+from vbrt.residency.simulate import Announce, simulate
+from vbrt.tiers import Level, MemoryTier, Owner, TierStack
+
+PAGE = 4096
+
+
+class Experts:
+    """Experts of some layers in a stack, with random bytes, as many as `counts` says of `pages` * 4 KiB each."""
+
+    def __init__(self, device, counts, pages, *, gpu_bytes=1 << 30):
+        self.counts, self.owners = counts, []
+        near, far = MemoryTier("gpu", device, gpu_bytes), MemoryTier("cpu", torch.device("cpu"), 1 << 40, pinned=True)
+        self.stack = TierStack([Level(near, LRUPolicy(gpu_bytes)), far])
+        self.layers = {f"layer{i}": [f"layer{i}.experts#coarse.{e}" for e in range(n)] for i, n in enumerate(counts)}
+        self.sizes = {key: PAGE * n for keys, n in zip(self.layers.values(), pages, strict=True) for key in keys}
+        self.content = {}
+        for key, nbytes in self.sizes.items():
+            self.owners.append(Owner(self.stack))
+            self.content[key] = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+            layout = build_layout("dense", "coarse", [("weight", "uint8", (nbytes,))])
+            self.stack.add(key, layout, "cpu", lambda out, key=key: out.copy_(self.content[key]), self.owners[-1])
+
+    def cache(self, slots, *, scope="layer"):
+        """A cache with so many slots a layer, all layers alike."""
+        one_of_each = sum(max(self.sizes[key] for key in keys) for keys in self.layers.values())
+        return DeviceCache(self.stack, self.layers, slots * one_of_each, scope=scope)
+
+    def keys(self, layer, ids):
+        """The pages that ids name, ascending, once each."""
+        keys = self.layers[f"layer{layer}"]
+        return tuple(keys[e] for e in sorted({e for e in ids.flatten().tolist() if 0 <= e < len(keys)}))
+
+
+def routing(random, experts, tokens, k, dtype=torch.int64):
+    """Ids [tokens, k]: some experts often, all at times, now and then a sentinel."""
+    hot = range(0, experts, 3)
+
+    def one():
+        if random.random() < 0.05:
+            return random.choice((-1, experts, experts + 7))
+        return random.choice(hot) if random.random() < 0.6 else random.randrange(experts)
+
+    return torch.tensor([[one() for _ in range(k)] for _ in range(tokens)], dtype=dtype)
+
+
+def counts(cache):
+    """(hits, misses) of each page that has any, by key."""
+    found = {}
+    for name, of_layer in cache.counts().items():
+        rows = zip(cache._keys[name], of_layer.hits.tolist(), of_layer.misses.tolist(), strict=True)
+        found |= {key: (hits, misses) for key, hits, misses in rows if hits or misses}
+    return found
+
+
+def simulated(policy, trace, sizes):
+    """The same, and what is resident at the end, of the policy in Python."""
+    done = simulate(policy, trace, policy.capacity_bytes, sizes=sizes)
+    pages = {key: (done.hits[key], done.misses[key]) for key in done.hits | done.misses}
+    return {key: pair for key, pair in pages.items() if any(pair)}, frozenset(policy.resident())
+
+
+def compare(seed, counts_of_layers, pages, slots, scope, leases, k=3):
+    """Lease at random in the interpreter; hits, misses, residents and bytes are those of the policy after each."""
+    residency._PROGRAMS = 1
+    choose, experts = random.Random(seed), Experts(torch.device("cpu"), counts_of_layers, pages)
+    cache, trace = experts.cache(slots, scope=scope), []
+    largest = {f"{name}.experts#coarse": experts.sizes[keys[0]] for name, keys in experts.layers.items()}
+    for _ in range(leases):
+        layer = choose.randrange(len(counts_of_layers))
+        dtype, tokens = choose.choice((torch.int32, torch.int64)), choose.choice((1, 1, 2, 5))
+        ids = routing(choose, counts_of_layers[layer], tokens, k, dtype)
+        if cache.fits(layer, ids) and choose.random() < 0.85:
+            trace.append(experts.keys(layer, ids))
+            with cache.lease(layer, ids) as addresses:
+                check(experts, layer, ids, addresses)
+        else:
+            for part in cache.scan(layer, ids):
+                trace += [Announce(experts.keys(layer, part.ids)), experts.keys(layer, part.ids)]
+                with cache.lease_part(layer, part) as addresses:
+                    check(experts, layer, part.ids, addresses)
+    policy = ExpertsPolicy(cache.capacity_bytes, prefetch=0, scope=scope, layers=largest)
+    want, resident = simulated(policy, [item for item in trace if item], experts.sizes)
+    assert counts(cache) == want, (seed, counts(cache), want)
+    assert cache.resident() == resident, (seed, cache.resident() ^ resident)
+    evictions = sum(misses for _, misses in want.values()) - len(resident)
+    cache.close()
+    experts.stack.close()
+    return evictions
+
+
+def check(experts, layer, ids, addresses):
+    """Each leased page's bytes lie where the addresses say."""
+    for key in experts.keys(layer, ids):
+        at = int(addresses[int(key.rpartition(".")[2])])
+        here = bytes(experts.content[key].numpy())
+        assert ctypes.string_at(at, len(here)) == here, key

@@ -1,0 +1,253 @@
+"""Device caches: the device decides as the policy in Python does, and brings the right bytes."""
+
+import copy
+import os
+import pickle
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+
+from tests.layers.experts.cached import PAGE, Experts, counts, routing, simulated
+from vbrt.errors import TierError
+from vbrt.layers.experts.device_cache import DeviceCache
+from vbrt.residency.experts import ExpertsPolicy
+from vbrt.tiers.memory import Buffer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def pinned(monkeypatch):
+    """As if host memory were page-locked."""
+    monkeypatch.setattr(Buffer, "pinned", True)
+
+
+def interpreted(code):
+    """Run code in a process of its own: Triton decides at import whether it interprets."""
+    pytest.importorskip("triton")
+    head = """
+        import torch
+        from vbrt.tiers.memory import Buffer
+        from tests.layers.experts.cached import *
+        Buffer.pinned = True
+        torch.manual_seed(0)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_hits_misses_residents_and_bytes_are_those_of_the_policy():
+    evicted = interpreted("""
+        print(compare(0, (13, 13), (1, 1), 5, "layer", 20))
+        print(compare(1, (9, 14), (1, 2), 3, "layer", 10))   # other sizes; a token may name more than the slots
+        print(compare(2, (11, 11), (1, 1), 6, "model", 26))
+        print(compare(3, (5,), (5,), 9, "layer", 3))         # room for all, pages of more than a block
+    """)
+    assert [int(n) > 10 for n in evicted] == [True, True, True, False], evicted
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(4))
+def test_hits_misses_residents_and_bytes_are_those_of_the_policy_for_long(seed):
+    evicted = interpreted(f"""
+        print(compare({seed}, (64, 64, 64), (1, 1, 1), 17, "layer", 300, k=4))
+        print(compare({seed}, (40, 40, 40), (1, 1, 1), 33, "model", 300, k=4))
+        print(compare({seed}, (300,), (1,), 290, "layer", 60, k=8))
+    """)
+    assert int(evicted[0]) > 100 and int(evicted[1]) > 100
+
+
+def test_an_interrupted_lease_empties_the_cache_and_no_wrong_byte_is_read():
+    assert interpreted("""
+        residency._PROGRAMS = 1
+        experts = Experts(torch.device("cpu"), (6,), (1,))
+        cache, launch, ids = experts.cache(3), residency._launch, torch.tensor([[1, 2]])
+        def interrupted(name):
+            if name == "fetch":
+                raise KeyboardInterrupt
+            return launch(name)
+        residency._launch = interrupted
+        try:
+            with cache.lease(0, ids):
+                print("not reached")
+        except KeyboardInterrupt:
+            residency._launch = launch
+        assert len(cache.resident()) == 2  # but their bytes have not come
+        for _ in range(2):
+            with cache.lease(0, ids) as addresses:
+                check(experts, 0, ids, addresses)
+        print(counts(cache)["layer0.experts#coarse.1"])
+        cache.resize(5 * PAGE)
+        assert not cache.resident() and cache.capacity_bytes == 5 * PAGE
+        print(counts(cache)["layer0.experts#coarse.1"])
+    """) == ["(1,", "2)", "(1,", "2)"]
+
+
+@pytest.mark.usefixtures("pinned")
+def test_room_is_divided_as_the_policy_divides_it():
+    experts = Experts(CPU, (8, 8, 4), (1, 2, 1), gpu_bytes=40 * PAGE)
+    cache = DeviceCache(experts.stack, experts.layers, 11 * PAGE)  # a share of 2 slots each, one layer has one more
+    assert [pool.slots for pool in cache._tables.pools] == [3, 3, 2]
+    assert cache.capacity_bytes == 11 * PAGE == experts.stack.levels[0].tier.used_bytes
+    cache.resize(40 * PAGE)
+    assert [pool.slots for pool in cache._tables.pools] == [8, 8, 4]  # no more than pages
+    cache.close()
+    cache.close()
+    assert experts.stack.levels[0].tier.used_bytes == 0
+    with pytest.raises(TierError, match="layer1: its device cache was closed"), cache.lease(1, torch.tensor([[1]])):
+        pass
+
+
+@pytest.mark.usefixtures("pinned")
+def test_what_a_cache_cannot_do_is_refused_by_name():
+    experts = Experts(CPU, (8, 8), (1, 2), gpu_bytes=20 * PAGE)
+    stack, layers = experts.stack, experts.layers
+    for words, room, options, given in (
+        (r"layer0: pages of 2 sizes", 9, {}, {"layer0": [layers["layer0"][0], layers["layer1"][0]]}),
+        (r'layer0: layers have pages of 2 sizes; .* policy\.scope = "layer"', 9, {"scope": "model"}, layers),
+        (r"layer1: 0 bytes of a device cache have no room for a page of 8192 bytes", 1, {}, layers),
+        (r"do not fit into tiers\.gpu\.budget = 81920", 999, {}, {"a": layers["layer0"] * 9}),
+        (r"layer2: pages of 0 sizes", 9, {}, {"layer2": ["layer2.experts#coarse.0"]}),
+    ):
+        with pytest.raises(TierError, match=words):
+            DeviceCache(stack, given, room * PAGE, **options)
+    cache = experts.cache(2)
+    with pytest.raises(TierError, match=r"layer1: 3 routed ids may name more experts than the 2 slots"):
+        with cache.lease(1, torch.tensor([[1, 2, 3]])):
+            pass
+    with pytest.raises(TierError, match="another device cache has it"):
+        experts.cache(2)
+    with pytest.raises(TierError, match="do not fit"):
+        cache.resize(99 * PAGE)
+    assert cache.capacity_bytes == 6 * PAGE and stack.levels[0].tier.used_bytes == 6 * PAGE
+    with pytest.raises(TierError, match="cannot be pickled"):
+        pickle.dumps(cache)
+    assert copy.deepcopy(cache) is cache
+    stack.close()
+    with pytest.raises(TierError, match="the model was closed"), cache.lease(0, torch.tensor([[1]])):
+        pass
+
+
+@pytest.mark.usefixtures("pinned")
+def test_one_lease_at_a_time(monkeypatch):
+    experts = Experts(CPU, (8,), (1,))
+    cache, ids, events = experts.cache(4), torch.tensor([[1]]), []
+    monkeypatch.setattr(cache._tables, "lease", lambda layer, ids, scan: events.append("leased"))
+
+    def other():
+        with cache.lease(0, ids):
+            events.append("second")
+
+    with cache.lease(0, ids):
+        thread = threading.Thread(target=other)
+        thread.start()
+        with pytest.raises(TierError, match="layer0: this thread has a lease of its cache already"):
+            with cache.lease(0, ids):
+                pass
+        thread.join(0.05)
+        events.append("first")
+    thread.join(10)
+    assert events == ["leased", "first", "leased", "second"]
+
+
+# -- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def bytes_at(memory, address, nbytes):
+    """What lies in the arena."""
+    start = address - memory.data_ptr()
+    return memory[start : start + nbytes].cpu()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_the_right_bytes_arrive_without_a_synchronization_and_counts_are_those_of_the_policy(scope):
+    choose, device = random.Random(0), torch.device("cuda", 0)
+    experts = Experts(device, (60, 60), (11, 11))
+    cache, trace = experts.cache(24, scope=scope), []
+    largest = {f"{name}.experts#coarse": 11 * PAGE for name in experts.layers}
+    for turn in range(200):
+        layer = turn % 2
+        ids_cpu = routing(choose, 60, choose.choice((1, 3)), 6)
+        ids = ids_cpu.to(device)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with cache.lease(layer, ids) as addresses:
+                found = addresses.clone()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        trace.append(experts.keys(layer, ids_cpu))
+        for key in trace[-1]:
+            at = int(found[int(key.rpartition(".")[2])])
+            assert torch.equal(bytes_at(cache._arena.memory, at, 11 * PAGE), experts.content[key]), (turn, key)
+    want = simulated(ExpertsPolicy(cache.capacity_bytes, prefetch=0, scope=scope, layers=largest), trace, experts.sizes)
+    assert (counts(cache), cache.resident()) == want
+    experts.stack.close()
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_with_other_ids_and_counts():
+    choose, device = random.Random(1), torch.device("cuda", 0)
+    experts = Experts(device, (32, 32), (3, 3))
+    cache, trace = experts.cache(12), []
+    static = torch.zeros(2, 1, 4, dtype=torch.int64, device=device)
+    found = torch.zeros(2, 32, dtype=torch.int64, device=device)
+
+    def step():
+        for layer in range(2):
+            with cache.lease(layer, static[layer]) as addresses:
+                found[layer].copy_(addresses)
+
+    def run(replay):
+        ids = torch.stack([routing(choose, 32, 1, 4) for _ in range(2)])
+        static.copy_(ids)
+        replay()
+        for layer in range(2):
+            trace.append(experts.keys(layer, ids[layer]))
+            for key in trace[-1]:
+                at = int(found[layer, int(key.rpartition(".")[2])])
+                assert torch.equal(bytes_at(cache._arena.memory, at, 3 * PAGE), experts.content[key])
+
+    run(step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(60):
+        run(graph.replay)
+    run(step)
+    largest = {f"{name}.experts#coarse": 3 * PAGE for name in experts.layers}
+    policy = ExpertsPolicy(cache.capacity_bytes, prefetch=0, layers=largest)
+    assert (counts(cache), cache.resident()) == simulated(policy, [t for t in trace if t], experts.sizes)
+    with pytest.raises(TierError, match="a CUDA graph has recorded where the slots of its cache lie"):
+        cache.resize(1 << 20)
+    experts.stack.close()
+
+
+@pytest.mark.gpu
+def test_a_lease_on_another_stream_waits_for_the_readers_of_the_one_before():
+    device = torch.device("cuda", 0)
+    experts = Experts(device, (16,), (64,))
+    cache, side = experts.cache(1), torch.cuda.Stream()
+    copies = []
+    for turn in range(20):
+        stream = side if turn % 2 else torch.cuda.current_stream()
+        with torch.cuda.stream(stream), cache.lease(0, torch.tensor([[turn % 16]], device=device)):
+            torch.cuda._sleep(2_000_000)
+            copies.append(cache._arena.memory.clone())
+    torch.cuda.synchronize()
+    for turn, copied in enumerate(copies):
+        assert torch.equal(copied.cpu(), experts.content[f"layer0.experts#coarse.{turn % 16}"]), turn
+    experts.stack.close()

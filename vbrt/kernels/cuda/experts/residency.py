@@ -1,0 +1,191 @@
+"""Which pages of routed experts are resident, as tables on the device: a lease is two launches and no synchronization.
+
+A *pool* is a row of slots that one or several layers share. `ResidentTables.lease` takes routed ids, decides by the
+rule of `vbrt.residency.expert_pool` and copies what is missing; the addresses that it returns say where each leased
+expert lies. All leases and all kernels that read slots belong to one stream, in order: so a slot is overwritten when
+nobody reads it any more. Both launches may be recorded in a CUDA graph: their tables stay where they are.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vbrt.formats.page import PAGE_ALIGN
+from vbrt.kernels.cuda.launcher import Launcher
+
+__all__ = ["Experts", "PoolRoom", "ResidentTables"]
+
+_PAGE_ROWS, _HITS = 6, 4  # see resolve_triton
+_CLOCKS = (0, 0, 0, -1, 1, 0, 0, 0)  # whole rows of 64 bytes
+_IDS = 1024  # routed ids that are looked at together
+_LANES = 256  # table entries for each warp of the program that decides
+_BLOCK, _PROGRAMS, _WARPS = 2048, 264, 4  # int64 that a program copies at a time; two programs a multiprocessor
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRoom:
+    """The slots of a pool.
+
+    Attributes:
+        slots: their number.
+        page_bytes: of each, a multiple of 4096.
+        window: newcomers among the resident pages, at most.
+        epoch: leases after which scores are worth half.
+    """
+
+    slots: int
+    page_bytes: int
+    window: int
+    epoch: int
+
+
+class Experts(NamedTuple):
+    """The experts of a layer, and its pool's number."""
+
+    count: int
+    pool: int
+
+
+class ResidentTables:
+    """The tables of some layers.
+
+    Args:
+        layers, pools: pages are numbered by layer and expert, slots by pool.
+        arena: uint8, the memory of all slots, in the order of the pools, on the device that computes.
+        sources: the address of each page in memory that the device can read.
+        one: what a lease adds to a score.
+    """
+
+    def __init__(
+        self, layers: Sequence[Experts], pools: Sequence[PoolRoom], arena: Tensor, sources: Sequence[int], *, one: int
+    ) -> None:
+        self.layers, self.pools, self.one = tuple(layers), tuple(pools), one
+        self._first_page = _starts([layer.count for layer in layers])
+        self._first_slot = _starts([pool.slots for pool in pools])
+        sizes, words = [pool.slots * pool.page_bytes // 8 for pool in pools], arena.view(torch.int64)
+        self._arenas = [words[start:] for start in _starts(sizes)[:-1]]
+        table = functools.partial(torch.zeros, dtype=torch.int64, device=arena.device)
+        self._sources = torch.tensor(sources, dtype=torch.int64, device=arena.device)
+        self._pages, self._slots = table(_PAGE_ROWS, len(sources)), table(2, self._first_slot[-1])
+        self._all_clocks = table(len(pools), len(_CLOCKS))
+        self._clocks = list(self._all_clocks)
+        self._addresses = [table(layer.count) for layer in layers]
+        self._fetch = table(1 + 2 * max(_power_of_two(layer.count) for layer in layers))
+        self.forget()
+
+    def forget(self) -> None:
+        """Have no page resident; scores, times and counts stay."""
+        self._pages[0].fill_(-1)
+        self._slots[0].fill_(-1)
+        self._slots[1].zero_()
+        for column, start in enumerate(_CLOCKS[2:], 2):
+            self._all_clocks[:, column] = start
+
+    def take_over(self, other: "ResidentTables") -> None:
+        """Take scores, times and counts from tables of the same layers."""
+        self._pages[1:].copy_(other._pages[1:])
+        self._all_clocks[:, :2].copy_(other._all_clocks[:, :2])
+
+    def fits(self, layer: int, ids: Tensor) -> bool:
+        """True if the pool has a slot for each expert that so many ids may name."""
+        experts = self.layers[layer]
+        return min(ids.numel(), experts.count) <= self.pools[experts.pool].slots
+
+    def lease(self, layer: int, ids: Tensor, *, scan: bool = False) -> Tensor:
+        """Lease the experts that `ids` names; return the addresses of the layer's experts, int64 [E].
+
+        Those of other experts are anything. The tensor is the same each time; what it says holds until the next lease
+        of the layer's pool. Call `fits` first: the device does not notice that there are too few slots.
+
+        Args:
+            ids: int32 or int64 on the device; what is not in 0 .. E - 1 is a sentinel.
+            scan: True if the lease is part of one.
+        """
+        experts = self.layers[layer]
+        pool, ids = self.pools[experts.pool], ids.contiguous()
+        lanes, slots = _power_of_two(experts.count), _power_of_two(pool.slots)
+        first, arena, addresses = self._first_page[layer], self._arenas[experts.pool], self._addresses[layer]
+        tables = (
+            ids,
+            self._pages,
+            self._slots,
+            self._clocks[experts.pool],
+            self._sources,
+            addresses,
+            self._fetch,
+            arena,
+        )
+        _launch("resolve")(
+            1,
+            tables,
+            (
+                ids.numel(),
+                experts.count,
+                first,
+                self._pages.shape[1],
+                self._first_slot[experts.pool],
+                pool.slots,
+                self._slots.shape[1],
+                pool.page_bytes,
+                pool.window,
+                pool.epoch,
+            ),
+            warps=max(1, min(8, max(lanes, slots) // _LANES)),
+            EXPERTS=lanes,
+            SLOTS=slots,
+            IDS=min(_IDS, _power_of_two(ids.numel())),
+            ONE=self.one,
+            SCAN=scan,
+        )
+        units = pool.page_bytes // PAGE_ALIGN
+        constants = {"EXPERTS": lanes, "BLOCK": _BLOCK, "PROGRAMS": _PROGRAMS}
+        _launch("fetch")(_PROGRAMS, (self._fetch, arena), (units,), warps=_WARPS, **constants)
+        return addresses
+
+    def counts(self) -> Tensor:
+        """Return hits and misses of each page, int64 [2, pages] on the CPU; waits for the device."""
+        return self._pages[_HITS : _HITS + 2].cpu()
+
+    def resident(self) -> Tensor:
+        """Return the slot of each page within its pool, int64 [pages] on the CPU, or -1; waits for the device."""
+        return self._pages[0].cpu()
+
+
+class _Launch:
+    """A kernel: through a `Launcher` on a GPU, and as Triton's interpreter runs it anywhere else."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel, self._launcher = kernel, Launcher(kernel)
+
+    def __call__(
+        self, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], *, warps: int, **constants: Any
+    ) -> None:
+        device = tensors[0].device
+        if device.type == "cuda":
+            dtype = (tensors[0].dtype,)
+            self._launcher(device.index, (programs, 1), tensors, numbers, warps=warps, specialized=dtype, **constants)
+        else:
+            self._kernel[(programs,)](*tensors, *numbers, **constants)
+
+
+@functools.cache
+def _launch(name: str) -> _Launch:
+    from vbrt.kernels.cuda.experts import fetch_triton, resolve_triton
+
+    return _Launch({"resolve": resolve_triton.resolve_kernel, "fetch": fetch_triton.fetch_kernel}[name])
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    """Return the sum before each count, and that of all."""
+    sums = [0]
+    for count in counts:
+        sums.append(sums[-1] + count)
+    return sums
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()

@@ -1,0 +1,167 @@
+"""Routed ids to slots on the device: the rule of `vbrt.residency.expert_pool`, decision for decision.
+
+One program makes all decisions of a lease. Importing this needs Triton; plain operations only, so that its interpreter
+runs it too. The tables are int64:
+
+    pages [6, pages]    of each page: its slot or -1; score; the time of its last lease; the lease that routed to it
+                        last, scans included; hits; misses
+    slots [2, slots]    of each slot: its page or -1; its place in the window's queue, 0 in the main part
+    clocks [8]          of a pool: the time; leases, scans included; slots in use; the places at either end of the queue
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["resolve_kernel"]
+
+_NONE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+_AGES = tl.constexpr(1 << 38)  # a key is value * _AGES - age: values are below 2^24, ages beyond count as this
+
+
+@triton.jit
+def _value(score, last, now, epoch):
+    """What a score is worth now: half for each epoch, of so many leases, that began since the last one."""
+    return score >> tl.minimum(now // epoch - last // epoch, 62)
+
+
+@triton.jit
+def _least(value, mask):
+    """The least of the values for which `mask` holds."""
+    return tl.min(tl.where(mask, value, _NONE))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "P",
+        "experts",
+        "first_page",
+        "pages",
+        "first_slot",
+        "slots",
+        "all_slots",
+        "page_bytes",
+        "window",
+        "epoch",
+    ]
+)
+def resolve_kernel(
+    id_ptr,
+    page_ptr,
+    slot_ptr,
+    clock_ptr,
+    source_ptr,
+    address_ptr,
+    fetch_ptr,
+    arena_ptr,
+    P,
+    experts,
+    first_page,
+    pages,
+    first_slot,
+    slots,
+    all_slots,
+    page_bytes,
+    window,
+    epoch,
+    EXPERTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    IDS: tl.constexpr,
+    ONE: tl.constexpr,
+    SCAN: tl.constexpr,
+):
+    """Lease the experts that `ids` [P] name, once each; grid (1,).
+
+    The layer's pages are first_page .. + experts, its pool's room the slots first_slot .. + slots. Pages are of
+    `page_bytes`; slots lie side by side from arena_ptr, which is where the pool's first one lies. Writes the address of
+    each leased expert to address_ptr [experts]; how many of them are missing, then their sources and their targets, to
+    fetch_ptr [1 + 2 EXPERTS]. EXPERTS, SLOTS: powers of two that hold them.
+
+    epoch: leases in one. SCAN: the lease is part of one.
+    """
+    lease = tl.load(clock_ptr + 1) + 1
+    now = tl.load(clock_ptr)
+    if not SCAN:
+        now += 1
+    lease_ptr = page_ptr + 3 * pages
+    for at in range(0, P, IDS):
+        i = at + tl.arange(0, IDS)
+        id = tl.load(id_ptr + i, mask=i < P, other=-1).to(tl.int64)
+        tl.store(lease_ptr + first_page + id, tl.zeros_like(id) + lease, mask=(id >= 0) & (id < experts))
+    tl.debug_barrier()
+
+    e = tl.arange(0, EXPERTS).to(tl.int64)
+    page = first_page + e
+    place_ptr = page_ptr + page
+    routed = tl.load(lease_ptr + page, mask=e < experts, other=0) == lease
+    place = tl.load(place_ptr, mask=routed, other=0)
+    hit, missing = routed & (place >= 0), routed & (place < 0)
+    missing_count = tl.sum(missing.to(tl.int64))
+    arena = arena_ptr.to(tl.int64)
+    tl.store(address_ptr + e, arena + place * page_bytes, mask=hit)
+    tl.store(fetch_ptr, missing_count)
+    tl.store(clock_ptr + 1, lease)
+    tl.store(clock_ptr, now, mask=tl.max(routed.to(tl.int32)) > 0)
+
+    score = tl.load(place_ptr + pages, mask=routed, other=0)
+    last = tl.load(place_ptr + 2 * pages, mask=routed, other=0)
+    if not SCAN:
+        tl.store(place_ptr + pages, _value(score, last, now, epoch) + ONE, mask=routed)
+        tl.store(place_ptr + 2 * pages, tl.zeros_like(last) + now, mask=routed)
+    count_ptr = place_ptr + tl.where(hit, 4, 5) * pages
+    tl.store(count_ptr, tl.load(count_ptr, mask=routed, other=0) + 1, mask=routed)
+
+    if missing_count > 0:
+        s = tl.arange(0, SLOTS).to(tl.int64)
+        label_ptr = slot_ptr + first_slot + s
+        label = tl.load(label_ptr, mask=s < slots, other=-1)
+        queue = tl.load(label_ptr + all_slots, mask=s < slots, other=0)
+        busy = tl.load(lease_ptr + label, mask=label >= 0, other=0) == lease
+        # of pages that this lease takes the score may be the new one already: they are busy
+        since = tl.load(page_ptr + 2 * pages + label, mask=label >= 0, other=0)
+        value = _value(tl.load(page_ptr + pages + label, mask=label >= 0, other=0), since, now, epoch)
+        key = value * _AGES - tl.minimum(now - since, _AGES - 1)
+        used, oldest, newest = tl.load(clock_ptr + 2), tl.load(clock_ptr + 3), tl.load(clock_ptr + 4)
+        waiting = tl.sum((queue != 0).to(tl.int64))
+        expert = _least(e, missing)
+        for i in range(missing_count):
+            if used < slots:
+                slot = used
+                used += 1
+            else:
+                # W, the oldest of the window, and M, the least of the main part
+                evictable = (s < slots) & (busy == 0)
+                w_place = _least(queue, evictable & (queue != 0))
+                w_key = _least(key, queue == w_place)
+                in_main = evictable & (queue == 0)
+                m_key = _least(key, in_main)
+                m_page = _least(label, in_main & (key == m_key))
+                from_main = (m_key < w_key) & (m_key != _NONE)
+                chosen = tl.where(from_main, label == m_page, queue == w_place)
+                slot = _least(s, chosen & (s < slots))
+                waiting -= tl.where(from_main, 0, 1)
+                tl.store(page_ptr + _least(label, s == slot), -1)
+            here = s == slot
+            label = tl.where(here, first_page + expert, label)
+            if SCAN:
+                queue = tl.where(here, oldest, queue)
+                oldest -= 1
+            else:
+                queue = tl.where(here, newest, queue)
+                newest += 1
+            busy = busy | here
+            waiting += 1
+            if waiting > window:
+                promoted = _least(queue, (queue != 0) & (here == 0))
+                queue = tl.where(queue == promoted, 0, queue)
+                waiting -= 1
+            address = arena + slot * page_bytes
+            tl.store(page_ptr + first_page + expert, slot)
+            tl.store(address_ptr + expert, address)
+            tl.store(fetch_ptr + 1 + i, tl.load(source_ptr + first_page + expert))
+            tl.store(fetch_ptr + 1 + EXPERTS + i, address)
+            expert = _least(e, missing & (e > expert))
+        tl.store(label_ptr, label, mask=s < slots)
+        tl.store(label_ptr + all_slots, queue, mask=s < slots)
+        tl.store(clock_ptr + 2, used)
+        tl.store(clock_ptr + 3, oldest)
+        tl.store(clock_ptr + 4, newest)

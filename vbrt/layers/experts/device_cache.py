@@ -1,0 +1,272 @@
+"""A cache of routed experts of which the device decides: no pass waits for the host, and a whole one may be one graph.
+
+    cache = DeviceCache(handle.stack, {name: handle.keys, ...}, capacity_bytes)
+    with cache.lease(layer, ids_Tk) as addresses:      # int64 [E]: where the kernels find each routed expert
+        y = op(x, ids_Tk, ..., addresses)
+
+The pages live in page-locked host memory. An `Arena` is the part of the computing tier's budget that the cache has, cut
+into equal slots; tables on the device say which page is in which slot (`vbrt.kernels.cuda.experts.residency`). The rule
+is that of the policy `experts`: counts equal what `vbrt.simulate` gives for the same routing.
+
+**Order.** Slots are overwritten in stream order. So leases follow each other: a second thread waits until the first
+one has left its `with`, and a lease on another stream waits, on the device, for what the stream of the lease before was
+given. Recorded graphs are replayed without this class: replay them on the stream of the other leases, or order the
+streams.
+
+**Ctrl-C.** A lease that was interrupted between its two launches may have left pages in the tables whose bytes have not
+come: the next lease empties the cache first.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vbrt.errors import TierError
+from vbrt.kernels.cuda.experts.residency import Experts, PoolRoom, ResidentTables
+from vbrt.residency.expert_pool import HALF, ONE, WINDOW_PART
+from vbrt.residency.expert_room import ExpertRoom
+from vbrt.tiers import TierStack
+from vbrt.tiers.arena import Arena
+
+__all__ = ["DeviceCache", "DeviceCounts", "Part"]
+
+
+class DeviceCounts(NamedTuple):
+    """What a layer has counted: hits and misses of each expert, int64 [E] on the CPU, and bytes moved in."""
+
+    hits: Tensor
+    misses: Tensor
+    bytes_in: int
+
+
+class Part(NamedTuple):
+    """Some experts of a scan: the routed ids [T, k], with sentinels in place of the others."""
+
+    ids: Tensor
+
+
+class DeviceCache:
+    """Pages of the experts of some layers, of one plane, resident as the device decides.
+
+    Args:
+        stack: that has the pages.
+        layers: the keys of each layer's pages, expert by expert, in the order of the model.
+        capacity_bytes: of the computing tier's budget.
+        scope: "layer" or "model"; see `vbrt.residency.experts`.
+
+    Attributes:
+        layers: their names; `lease` takes the number of one.
+        capacity_bytes: what the arena takes.
+
+    Raises:
+        TierError: pages are not in page-locked host memory, or of several sizes where they share slots; the budget has
+            no room, or `capacity_bytes` none for a page of each layer. Nothing has changed then: leases of the stack
+            work, with the host deciding.
+    """
+
+    def __init__(
+        self, stack: TierStack, layers: Mapping[str, Sequence[str]], capacity_bytes: int, *, scope: str = "layer"
+    ) -> None:
+        self._stack, self._keys, self._scope = stack, {name: tuple(keys) for name, keys in layers.items()}, scope
+        self.layers = tuple(layers)
+        self._lock = threading.RLock()
+        self._stream: torch.cuda.Stream | None = None
+        self._captured = self._deciding = self._leased = False
+        self._page_bytes = {name: _page_bytes(stack, name, keys) for name, keys in self._keys.items()}
+        self._arena: Arena | None = None
+        self._reserve(capacity_bytes)
+
+    def __deepcopy__(self, memo: dict) -> "DeviceCache":
+        return self  # copies of a model share the pages
+
+    def __reduce__(self):
+        raise TierError("a device cache cannot be pickled; make another one for the layers that were unpickled")
+
+    def _reserve(self, capacity_bytes: int) -> None:
+        """Make the arena and its tables."""
+        layers, pools = self._rooms(capacity_bytes)
+        nbytes = sum(pool.slots * pool.page_bytes for pool in pools)
+        sources = [key for keys in self._keys.values() for key in keys]
+        arena = Arena(self._stack, f"{sources[0]}#cache", sources, nbytes)
+        tables = ResidentTables(layers, pools, arena.memory, arena.addresses, one=ONE)
+        if arena.memory.is_cuda:
+            self._stream = torch.cuda.current_stream(arena.memory.device)
+        self._arena, self._tables, self.capacity_bytes = arena, tables, nbytes
+
+    def _rooms(self, capacity_bytes: int) -> tuple[list[Experts], list[PoolRoom]]:
+        by_layer = self._scope == "layer"
+        if not by_layer and len(set(self._page_bytes.values())) > 1:
+            raise TierError(
+                f"{self.layers[0]}: layers have pages of {len(set(self._page_bytes.values()))} sizes; a device cache "
+                'that they share takes equal ones: set policy.scope = "layer"'
+            )
+        room = ExpertRoom(by_layer=by_layer, layers=self._page_bytes)
+        room.resize(capacity_bytes)
+        shares = room.shares() if by_layer else {self.layers[0]: capacity_bytes}
+        experts = {name: len(keys) for name, keys in self._keys.items()}
+        most = experts if by_layer else {self.layers[0]: sum(experts.values())}
+        layers = len(self._keys) if not by_layer else 1
+        pools = [_pool(name, share, self._page_bytes[name], most[name], layers) for name, share in shares.items()]
+        return [Experts(count, i if by_layer else 0) for i, count in enumerate(experts.values())], pools
+
+    # -- leases -------------------------------------------------------------------------------------------------------
+
+    def _slots(self, layer: int) -> int:
+        tables = self._tables
+        return tables.pools[tables.layers[layer].pool].slots
+
+    def fits(self, layer: int, ids_Tk: Tensor) -> bool:
+        """True if one lease takes so many routed ids, whichever they are; otherwise `scan` them."""
+        return self._tables.fits(layer, ids_Tk)
+
+    @contextlib.contextmanager
+    def lease(self, layer: int, ids_Tk: Tensor) -> Iterator[Tensor]:
+        """Lease the routed experts of a layer: yield the addresses of the layer's pages, int64 [E].
+
+        They hold for kernels that are launched on this stream within the `with`. Those of experts to which nothing is
+        routed are anything.
+
+        Args:
+            layer: its number.
+            ids_Tk: int32 or int64, on the device; what is not in 0 .. E - 1 is a sentinel.
+
+        Raises:
+            TierError: there may be more experts than slots, or the stack or the cache was closed.
+        """
+        if not self.fits(layer, ids_Tk):
+            raise TierError(
+                f"{self.layers[layer]}: {ids_Tk.numel()} routed ids may name more experts than the "
+                f"{self._slots(layer)} slots of its cache; scan them, or raise the cache's bytes"
+            )
+        with self._entered(layer):
+            yield self._lease(layer, ids_Tk, scan=False)
+
+    @contextlib.contextmanager
+    def lease_part(self, layer: int, part: Part) -> Iterator[Tensor]:
+        """`lease` a part of a scan, which leaves scores as they are."""
+        with self._entered(layer):
+            yield self._lease(layer, part.ids, scan=True)
+
+    def scan(self, layer: int, ids_Tk: Tensor) -> list[Part]:
+        """Cut a pass that uses more experts than there are slots into parts, by expert; nothing waits for the device.
+
+        Each pair (token, expert) is in one part: `lease_part` it, and add the rows of its pairs.
+        """
+        count, slots = self._tables.layers[layer].count, self._slots(layer)
+        if count <= slots:
+            return [Part(ids_Tk)]
+        starts = range(0, count, slots)
+        return [Part(ids_Tk.where((ids_Tk >= first) & (ids_Tk < first + slots), -1)) for first in starts]
+
+    @contextlib.contextmanager
+    def _entered(self, layer: int) -> Iterator[None]:
+        """One lease at a time: the kernels of the one before are launched then."""
+        with self._lock:
+            if self._leased:
+                raise TierError(f"{self.layers[layer]}: this thread has a lease of its cache already; leave that first")
+            self._leased = True
+            try:
+                yield
+            finally:
+                self._leased = False
+
+    def _lease(self, layer: int, ids_Tk: Tensor, *, scan: bool) -> Tensor:
+        self._check_open(layer)
+        tables = self._tables
+        if ids_Tk.is_cuda:
+            self._follow_stream(ids_Tk.device)
+        if self._deciding:
+            tables.forget()
+        self._deciding = True
+        addresses = tables.lease(layer, ids_Tk, scan=scan)
+        self._deciding = False
+        return addresses
+
+    def _follow_stream(self, device: torch.device) -> None:
+        """Order this stream behind that of the lease before; a graph that is recorded runs later, and elsewhere."""
+        if torch.cuda.is_current_stream_capturing():
+            if self._deciding:
+                raise TierError(
+                    f"{self.layers[0]}: its cache was interrupted; run a pass before recording a CUDA graph"
+                )
+            self._captured = self._stack.ledger.captured = True
+            return
+        stream = torch.cuda.current_stream(device)
+        if self._stream is not None and stream != self._stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+    def _check_open(self, layer: int) -> None:
+        if self._arena is None:
+            raise TierError(f"{self.layers[layer]}: its device cache was closed")
+        self._arena.check_open()
+
+    # -- counts, room -------------------------------------------------------------------------------------------------
+
+    def counts(self) -> dict[str, DeviceCounts]:
+        """Return what each layer has counted; waits for the device."""
+        hits, misses = self._tables.counts()
+        sizes = [len(keys) for keys in self._keys.values()]
+        rows = zip(self._keys, hits.split(sizes), misses.split(sizes), strict=True)
+        return {name: DeviceCounts(h, m, int(m.sum()) * self._page_bytes[name]) for name, h, m in rows}
+
+    def resident(self) -> frozenset[str]:
+        """Return the keys of resident pages; waits for the device."""
+        keys = [key for keys in self._keys.values() for key in keys]
+        return frozenset(key for key, slot in zip(keys, self._tables.resident().tolist(), strict=True) if slot >= 0)
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Take another part of the budget. Nothing is resident then; scores and counts stay.
+
+        Raises:
+            TierError: a CUDA graph has recorded where the slots lie, or there is no room; the cache is as it was then,
+                and empty.
+        """
+        with self._lock:
+            self._check_open(0)
+            if self._captured:
+                raise TierError(
+                    f"{self.layers[0]}: a CUDA graph has recorded where the slots of its cache lie; choose its bytes "
+                    "before the capture"
+                )
+            self._rooms(capacity_bytes)  # raises before anything changes
+            before, known = self.capacity_bytes, self._tables
+            self._close()
+            try:
+                self._reserve(capacity_bytes)
+            except TierError:
+                self._reserve(before)
+                raise
+            finally:
+                if self._arena is not None:
+                    self._tables.take_over(known)
+
+    def close(self) -> None:
+        """Give the room back, and let the pages move again. Idempotent."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        arena = self._arena
+        if arena is not None:
+            arena.close()
+            self._arena = None
+
+
+def _page_bytes(stack: TierStack, name: str, keys: Sequence[str]) -> int:
+    """Return the bytes of a layer's pages. Raises TierError if they differ."""
+    sizes = {stack.pages[key].nbytes for key in keys if key in stack.pages}
+    if len(sizes) != 1:
+        raise TierError(f"{name}: pages of {len(sizes)} sizes; a device cache takes equal ones")
+    return sizes.pop()
+
+
+def _pool(name: str, share: int, page_bytes: int, pages: int, layers: int) -> PoolRoom:
+    slots = min(share // page_bytes, pages)
+    if slots < 1:
+        raise TierError(f"{name}: {share} bytes of a device cache have no room for a page of {page_bytes} bytes")
+    return PoolRoom(slots, page_bytes, max(1, share // page_bytes // WINDOW_PART), HALF * layers)
