@@ -105,6 +105,26 @@ def test_down_sums_each_tokens_experts(format, tokens, dtype, biased, weighted):
 
 
 @built
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_numbers_of_16_bits_are_read_and_rounded_as_torch_does_it(dtype):
+    pages = bank("mxfp4", experts=2, hidden=32, inner=1024)
+    odd = torch.arange(-(1 << 15), 1 << 15, 16).add(torch.arange(4096) % 16).to(torch.int16)  # Inf, NaN, denormals
+    ids, bias = torch.tensor([[0, 1]]), odd.view(dtype).view(2, 2048)
+    got = cpu_experts.experts_up(torch.zeros(1, 32), ids, pages, bias_EN=bias)
+    assert torch.equal(got.nan_to_num(7.0), bias.float().nan_to_num(7.0)) and got.isnan().any()
+    fine = (bias.float() * (1 + torch.rand(2, 2048) / 64)).nan_to_num(1.0, 3e38, -3e38)
+    got = cpu_experts.experts_up(torch.zeros(1, 32, dtype=dtype), ids, pages, bias_EN=fine)
+    assert torch.equal(got, fine.to(dtype))
+
+
+@built
+def test_a_sentinel_adds_nothing_whatever_its_weight():
+    pages, weights = bank("nvfp4"), torch.tensor([[0.5, math.nan], [math.inf, 2.0]])
+    y = cpu_experts.experts_down(torch.randn(4, 22), torch.tensor([[1, 6], [-1, 0]]), weights, pages)
+    assert y.isfinite().all() and y.abs().sum() > 0
+
+
+@built
 @pytest.mark.parametrize("tokens", [1, 5, 60])
 def test_results_depend_neither_on_the_threads_nor_on_who_else_is_there(tokens, monkeypatch):
     pages = bank("nvfp4", hidden=500, inner=90)
