@@ -41,11 +41,11 @@ from dataclasses import dataclass
 __all__ = ["HALF", "ONE", "WINDOW_PART", "ExpertPage", "Pool"]
 
 #: leases of a layer after which a score is worth half
-HALF = 8
+HALF = 4
 #: what one lease adds to a score
 ONE = 1 << 12
 #: one slot in so many is of the window
-WINDOW_PART = 8
+WINDOW_PART = 4
 
 
 @dataclass(slots=True, eq=False)

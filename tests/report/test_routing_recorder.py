@@ -1,0 +1,46 @@
+"""Recording of routing: passes, sentinels, layers of other models."""
+
+from vbrt.report.routing import RoutingRecorder
+from vbrt.residency.routing import Routed, RoutedLayer
+from vbrt.residency.routing_file import read_routing
+from vbrt.residency.simulate import PASS, Pass
+
+LAYERS = (RoutedLayer("a", 4, 2), RoutedLayer("b", 4, 2))
+
+
+def test_what_layers_note_is_written_in_order(tmp_path):
+    recorder = RoutingRecorder(LAYERS, tmp_path / "trace")
+    recorder.begin_pass("prompt")
+    recorder.note("a", [[3, 1], [2, 3]])
+    recorder.note("b", [[0, 1], [1, 0]])
+    recorder.begin_pass("decode")
+    recorder.begin_pass("decode")
+    recorder.note("a", [[4, 2]])  # 4 is a sentinel
+    recorder.note("another", [[0]])
+    recorder.begin_pass("decode")
+    recorder.write()
+    routing = read_routing(tmp_path / "trace")
+    assert routing.layers == LAYERS
+    assert routing.records == (
+        Pass("prompt"),
+        Routed(0, ((1, 3), (2, 3))),
+        Routed(1, ((0, 1), (0, 1))),
+        Pass("decode"),
+        Routed(0, ((2,),)),
+    )
+
+
+def test_without_marks_a_pass_begins_when_a_layer_runs_again():
+    recorder = RoutingRecorder(LAYERS, "unused")
+    for _ in range(2):
+        recorder.note("a", [[0, 1]])
+        recorder.note("b", [[0, 1]])
+    assert [record for record in recorder.routing.records if isinstance(record, Pass)] == [PASS, PASS]
+    assert isinstance(recorder.routing.records[3], Pass)
+
+
+def test_a_recording_of_nothing_is_empty():
+    recorder = RoutingRecorder(LAYERS, "unused")
+    assert recorder.routing.records == ()
+    recorder.begin_pass()
+    assert recorder.routing.records == ()
