@@ -108,7 +108,7 @@ def test_overrides_merge_key_by_key(tmp_path):
 
 
 def test_overrides_may_be_config_sections():
-    assert load_config("lru", policy=PolicyConfig(prefetch=0)).policy == PolicyConfig("scheduled", 0)
+    assert load_config("lru", policy=PolicyConfig(prefetch=0)).policy == PolicyConfig("auto", 0)
     assert load_config(tiers={"cpu": CpuTier(budget="1GiB")}).tiers == TiersConfig(cpu=CpuTier(budget="1GiB"))
 
 

@@ -10,6 +10,7 @@ from vbrt.errors import ConfigError, VBError
 
 OFF = f"{BUDGET}; to switch a tier off set enabled = false"
 PATTERNS = 'expected a list of module name patterns, e.g. ["model.layers.*", "*.mlp.*"]'
+POLICY_KEYS = "expected one of kind, prefetch, scope, routing"
 DIRECTORY = 'expected a directory, e.g. "~/.cache/vbrt/pages"'
 
 WRONG_VALUES = [
@@ -54,7 +55,10 @@ WRONG_VALUES = [
     ("tiers.ssd.path", "a\0b", f'"a\\u0000b"; {DIRECTORY}'),
     ("tiers.ssd.path", "~nobody-9/x", '"~nobody-9/x"; expected a directory whose "~" names a user of this machine'),
     ("tiers.ssd.io", "Direct", '"Direct"; expected "auto", "direct" or "buffered"; did you mean "direct"?'),
-    ("policy.kind", "fifo", '"fifo"; expected "scheduled" or "lru"'),
+    ("policy.kind", "fifo", '"fifo"; expected "auto", "scheduled", "lru" or "experts"'),
+    ("policy.scope", "page", '"page"; expected "auto", "layer" or "model"'),
+    ("policy.routing", 3, '3; expected a file, e.g. "~/qwen.routing"'),
+    ("policy.routing", "~nobody-9/x", '"~nobody-9/x"; expected a file whose "~" names a user of this machine'),
     ("policy.prefetch", -1, '-1; expected a whole number from 0 to 64, or "auto"'),
     ("policy.prefetch", 65, '65; expected a whole number from 0 to 64, or "auto"'),
     ("separation.levels", 1, "1; expected a whole number from 2 to 8"),
@@ -66,6 +70,16 @@ WRONG_VALUES = [
     ("compute.fp8", "e4m3", '"e4m3"; expected true or false'),
     ("compute.fp4", 1, "1; expected true or false"),
 ]
+
+
+def test_a_routing_that_nobody_would_read_is_refused():
+    assert refused(policy={"routing": "t", "kind": "lru"}) == (
+        'my.toml: policy.routing = "t"; is read with kind = "auto" or kind = "experts", not "lru"'
+    )
+    assert refused(policy={"routing": "t", "scope": "model"}) == (
+        'my.toml: policy.routing = "t"; is read with scope = "auto", not "model"'
+    )
+    assert VBConfig(policy=PolicyConfig("experts", routing="t")).policy.scope == "auto"
 
 
 def nested(dotted: str, value: object) -> dict:
@@ -108,12 +122,9 @@ def test_every_key_has_a_refusal_in_the_table():
             {"tiers": {"gpu": {"bugdet": 1}}},
             'tiers.gpu.bugdet is not a known key; did you mean "budget"?; expected one of enabled, budget',
         ),
-        (
-            {"policy": {"PREFETCH": 1}},
-            'policy.PREFETCH is not a known key; did you mean "prefetch"?; expected one of kind, prefetch',
-        ),
-        ({"policy": {3: 1}}, "policy.3 is not a known key; expected one of kind, prefetch"),
-        ({"policy": "lru"}, 'policy = "lru"; expected a table with the keys kind, prefetch'),
+        ({"policy": {"PREFETCH": 1}}, f'policy.PREFETCH is not a known key; did you mean "prefetch"?; {POLICY_KEYS}'),
+        ({"policy": {3: 1}}, f"policy.3 is not a known key; {POLICY_KEYS}"),
+        ({"policy": "lru"}, 'policy = "lru"; expected a table with the keys kind, prefetch, scope, routing'),
         ({"tiers": [1]}, "tiers = [1]; expected a table with the keys gpu, cpu, ssd"),
         ({"tiers": {"gpu": True}}, "tiers.gpu = true; expected a table with the keys enabled, budget"),
         (

@@ -17,6 +17,7 @@ from vbrt.config import (
     FORMATS,
     IO_MODES,
     POLICIES,
+    SCOPES,
     ComputeConfig,
     CpuTier,
     GpuTier,
@@ -55,7 +56,13 @@ configs = st.builds(
         )
         | st.just(SsdTier()),
     ),
-    policy=st.builds(PolicyConfig, kind=st.sampled_from(POLICIES), prefetch=st.integers(0, 64) | st.just("auto")),
+    policy=st.builds(
+        PolicyConfig,
+        kind=st.sampled_from(POLICIES),
+        prefetch=st.integers(0, 64) | st.just("auto"),
+        scope=st.sampled_from(SCOPES),
+    )
+    | st.builds(PolicyConfig, kind=st.sampled_from(["auto", "experts"]), routing=st.sampled_from(["/a/b", 'ä "c"'])),
     separation=st.builds(SeparationConfig, levels=st.integers(2, 8), refresh_every=st.integers(1, 10**6)),
     compute=st.builds(ComputeConfig, backend=st.sampled_from(BACKENDS), fp8=st.booleans(), fp4=st.booleans()),
 )

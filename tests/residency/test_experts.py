@@ -141,8 +141,17 @@ def test_repeated_scans_hit_all_but_the_pages_on_their_way():
     assert simulate("lru", once * often, 16).hits.total() == 0
 
 
+def test_a_lease_of_a_scan_takes_a_sixth_of_the_room_at_most():
+    policy = ExpertsPolicy(60, prefetch=2, scan=32, layers={"layer0.experts#coarse": 2})
+    assert (policy.scan_pages, policy.prefetch) == (5, 32)
+    policy.announce({key_of((0, e)): 2 for e in range(32)})
+    assert len(policy.ahead()) == 5
+    assert ExpertsPolicy(6000, prefetch=2, scan=32, layers={"layer0.experts#coarse": 2}).scan_pages == 32
+    assert ExpertsPolicy(4, prefetch=0, layers={"layer0.experts#coarse": 2}).scan_pages == 1
+
+
 def test_an_announcement_ends_with_the_pass_and_with_the_next_one():
-    policy = ExpertsPolicy(8, prefetch=2)
+    policy = ExpertsPolicy(12, prefetch=2)
     pages = {key_of((0, e)): 1 for e in range(6)}
     policy.announce(pages)
     assert [d.key for d in policy.ahead()] == list(pages)[:2]
@@ -155,7 +164,7 @@ def test_an_announcement_ends_with_the_pass_and_with_the_next_one():
 
 
 def test_a_page_that_is_gone_is_not_staged_and_its_layer_leaves_its_share_to_the_others():
-    policy = ExpertsPolicy(8, prefetch=2)
+    policy = ExpertsPolicy(12, prefetch=2)
     for layer in range(2):
         policy.access(key_of((layer, 0)), 1)
     policy.announce({key_of((0, e)): 1 for e in range(4)})
@@ -163,9 +172,9 @@ def test_a_page_that_is_gone_is_not_staged_and_its_layer_leaves_its_share_to_the
     assert [d.key for d in policy.ahead()] == [key_of((0, 2)), key_of((0, 3))]
     for e in range(4):
         policy.remove(key_of((0, e)))
-    for e in range(1, 8):
+    for e in range(1, 12):
         assert not policy.access(key_of((1, e)), 1).evict
-    assert len(policy.resident()) == 8
+    assert len(policy.resident()) == 12
 
 
 def test_other_layers_stay_where_they_fit_beside_a_lease_of_experts():

@@ -164,6 +164,45 @@ def test_a_lease_takes_every_plane_of_its_experts():
     assert sum(page.nbytes for page in leased_pages(pages)) == 9 * PAGE and len(leased_pages(pages)) == 6
 
 
+def where(homes: dict[str, str]) -> dict[str, set[str]]:
+    """The homes of experts and of other layers."""
+    found: dict[str, set[str]] = {"experts": set(), "others": set()}
+    for key, home in homes.items():
+        found["experts" if "experts" in key else "others"].add(home)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("room", "experts", "others"),
+    [
+        ({"gpu": 17, "cpu": 100}, {"gpu"}, {"gpu"}),
+        ({"gpu": 16, "cpu": 100}, {"cpu"}, {"gpu"}),
+        ({"gpu": 7, "cpu": 12}, {"cpu"}, {"gpu"}),  # one token's experts beside the rest
+        ({"gpu": 6, "cpu": 100}, {"cpu"}, {"cpu"}),
+        ({"gpu": 3, "cpu": 100}, {"cpu"}, {"cpu"}),
+        ({"gpu": 16, "cpu": 4, "ssd": 100}, {"ssd"}, {"gpu"}),
+        ({"gpu": 16, "cpu": 8, "ssd": 15}, {"cpu", "ssd"}, {"gpu"}),  # 8 files, the others above
+        ({"gpu": 16, "cpu": 5}, {"gpu", "cpu"}, {"gpu"}),
+    ],
+)
+def test_what_every_pass_needs_lives_on_top_and_experts_below_where_not_all_fits(room, experts, others):
+    model = [*layers(3, 2), routed("experts", [1] * 12, top_k=2)]
+    homes = place(model, budgets(**room), source="x")
+    assert where(homes) == {"experts": experts, "others": others}
+    assert len(homes) == 14
+
+
+def test_tables_that_are_read_by_rows_live_with_the_experts():
+    table = PageSpec("table#coarse", "coarse", 4 * PAGE, by_rows=True)
+    homes = place([[table], *layers(3), routed("experts", [1] * 12, top_k=2)], budgets(gpu=16, cpu=99), source="x")
+    assert where(homes)["experts"] == {"cpu"} and (homes["table#coarse"], homes["layer0#c"]) == ("cpu", "gpu")
+
+
+def test_experts_that_fit_nowhere_are_refused():
+    with pytest.raises(ConfigError, match=r"the pages take 48\.0 KiB, the tiers hold gpu 20\.0 KiB \+ cpu 20\.0 KiB"):
+        place([*layers(3), routed("experts", [1] * 12, top_k=2)], budgets(gpu=8, cpu=5), source="x")
+
+
 def a_swap(name: str, pages: tuple[PageSpec, ...]) -> Swap:
     return Swap(WeightSite(name, (64, 64)), "float32", dense_bytes=16384, format="nvfp4", fine="none", pages=pages)
 

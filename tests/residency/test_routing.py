@@ -61,7 +61,8 @@ def test_leases_are_those_of_layers_and_many_tokens_are_a_scan():
         Announce(keys[0] + keys[1] + keys[5]),
         *(keys[0], keys[1], keys[5]),
     ]
-    assert list(routing.leases(at_once=2))[-2:] == [keys[0] + keys[1], keys[5]]
+    assert list(routing.leases(at_once=4))[-2:] == [keys[0] + keys[1], keys[5]]
+    assert list(routing.leases(30))[1:4] == [Announce(keys[1] + keys[4]), keys[1], keys[4]]
     assert routing.sizes["e#fine.3"] == 20 and routing.page_bytes == 180
     counts = simulate("experts", routing.leases(), 60, sizes=routing.sizes)
     assert counts.bytes_in == 4 * 30 and counts.phases["prompt"].hits == 2

@@ -18,6 +18,7 @@ __all__ = [
     "choice",
     "did_you_mean",
     "directory",
+    "file",
     "flag",
     "patterns",
     "quoted",
@@ -120,13 +121,23 @@ def patterns(value: object, where: str) -> tuple[str, ...]:
 
 def directory(value: object, where: str) -> str | None:
     """Check for a directory or None; expand "~"."""
+    return _path(value, where, 'a directory, e.g. "~/.cache/vbrt/pages"')
+
+
+def file(value: object, where: str) -> str | None:
+    """Check for the path of a file or None; expand "~"."""
+    return _path(value, where, 'a file, e.g. "~/qwen.routing"')
+
+
+def _path(value: object, where: str, what: str) -> str | None:
     if value is None:
         return None
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if not isinstance(value, str) or not value.strip() or "\0" in value:
-        raise wrong(where, value, 'expected a directory, e.g. "~/.cache/vbrt/pages"')
+        raise wrong(where, value, f"expected {what}")
     expanded = os.path.expanduser(value)
     if expanded.startswith("~"):  # left alone for a user that does not exist: it would become a folder of that name
-        raise wrong(where, value, 'expected a directory whose "~" names a user of this machine')
+        noun = what.split(",")[0]
+        raise wrong(where, value, f'expected {noun} whose "~" names a user of this machine')
     return expanded

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from vbrt.config.budgets import parse_budget
-from vbrt.config.checks import auto_or, choice, did_you_mean, directory, flag, patterns, whole, wrong
+from vbrt.config.checks import auto_or, choice, did_you_mean, directory, file, flag, patterns, whole, wrong
 from vbrt.config.files import read_toml
 from vbrt.config.formats import FORMATS
 from vbrt.errors import ConfigError
@@ -38,6 +38,7 @@ __all__ = [
     "IO_MODES",
     "MODES",
     "POLICIES",
+    "SCOPES",
     "ComputeConfig",
     "CpuTier",
     "GpuTier",
@@ -52,7 +53,8 @@ __all__ = [
 
 MODES = ("infer", "train")
 FINE_PLANES = ("none", "exact")
-POLICIES = ("scheduled", "lru")
+POLICIES = ("auto", "scheduled", "lru", "experts")
+SCOPES = ("auto", "layer", "model")
 IO_MODES = ("auto", "direct", "buffered")
 BACKENDS = ("auto", "reference", "compiled", "triton")
 
@@ -179,15 +181,30 @@ class SsdTier(_Section):
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig(_Section):
-    """Which pages stay resident: "scheduled" learns the order of each phase, "lru" keeps the last used pages.
+    """Which pages stay resident: "scheduled" learns the order of each phase, "experts" keeps the routed experts
+    that are used often and lately, "lru" the last used pages; "auto" is "experts" for a model that has some, else
+    "scheduled".
 
     prefetch: pages staged ahead of their use, 0 to 64, or "auto", which follows the link and the pages' sizes.
+    scope: of "experts": each "layer" has a share of the room, or the "model" is one pool. "auto": whichever loads fewer
+    bytes on the recorded routing, where there is one; else "layer".
+    routing: a file of `vb.record_routing`, for scope "auto".
+    Raises ConfigError for a routing with another scope or kind, which nobody would read.
     """
 
     _key: ClassVar[str] = "policy"
 
-    kind: Literal["scheduled", "lru"] = _opt("scheduled", choice(*POLICIES))
+    kind: Literal["auto", "scheduled", "lru", "experts"] = _opt("auto", choice(*POLICIES))
     prefetch: int | Literal["auto"] = _opt("auto", auto_or(whole(0, 64)))
+    scope: Literal["auto", "layer", "model"] = _opt("auto", choice(*SCOPES))
+    routing: str | None = _opt(None, file)
+
+    @classmethod
+    def _rule(cls, values: Mapping[str, Any], where: str) -> None:
+        for name, good in (("kind", ("auto", "experts")), ("scope", ("auto",))):
+            if values["routing"] is not None and values[name] not in good:
+                wants = " or ".join(f'{name} = "{value}"' for value in good)
+                raise wrong(f"{where}.routing", values["routing"], f'is read with {wants}, not "{values[name]}"')
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,15 @@ from vbrt.model.runtime import Runtime
 from vbrt.model.snapshot import expert_counts, layer_stats, own_phases, stack_fallbacks, tier_stats
 from vbrt.report.drawing import check_timeline_path, write_timeline
 from vbrt.report.heat import heat_between
+from vbrt.report.routing import RoutingRecorder
 from vbrt.report.stats import Stats
 from vbrt.report.timeline import TimelineTotals
 from vbrt.residency.plan import Plan
+from vbrt.residency.routing import plan_layers
+from vbrt.residency.routing_file import write_routing
 from vbrt.residency.site import ROOT
 from vbrt.tiers import Recorder, TierStack
+from vbrt.tiers.guard import Guard
 
 __all__ = ["Attachment", "Terms"]
 
@@ -201,6 +205,14 @@ class Attachment:
         self.check_open("timeline")
         return _recorded(self, self.model, check_timeline_path(path))
 
+    def record_routing(self, path: str | PathLike) -> contextlib.AbstractContextManager[RoutingRecorder]:
+        """Record which experts tokens go to in a `with` block. See `VBModelWrapper.record_routing`."""
+        self.check_open("record_routing")
+        layers = plan_layers(self.plan)
+        if not layers:
+            raise WrapError("record_routing: no layer of routed experts is swapped in this model; see vb.plan.skipped")
+        return _routed(self.stack.guard, RoutingRecorder(layers, path, prefix=self.prefix))
+
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def detach(self) -> nn.Module:
@@ -248,6 +260,20 @@ def _recorded(attachment: Attachment, model: nn.Module, path: Path) -> Iterator[
         )
         attachment.timed = _of_model(timeline.totals, attachment.prefix)
         write_timeline(timeline, path)
+
+
+@contextlib.contextmanager
+def _routed(guard: Guard, recorder: RoutingRecorder) -> Iterator[RoutingRecorder]:
+    write_routing(recorder.routing, recorder.path)  # a path that cannot be written shows now
+    with guard.entered:
+        if guard.routing is not None:
+            raise WrapError("record_routing: this model is being recorded already; leave that `with` block first")
+        guard.routing = recorder
+    try:
+        yield recorder
+    finally:
+        guard.routing = None
+        recorder.write()
 
 
 def _of_model(totals: TimelineTotals, prefix: str) -> TimelineTotals:

@@ -33,6 +33,9 @@ def shared_config(asked: VBConfig, runtime: Runtime, *given: Any) -> VBConfig:
             "models that infer; weights that train are in no tier"
         )
     here, there = _flat(settings.to_dict()), _flat(asked.to_dict())
+    kind = runtime.stack.levels[0].policy.kind
+    here["policy.kind"] = kind  # what "auto" came to
+    there["policy.kind"] = kind if there["policy.kind"] == "auto" else there["policy.kind"]
     for key in dict.fromkeys(key for part in given for key in _said(part)):
         if _same_spelling(key, there[key]) != _same_spelling(key, here[key]):
             raise ConfigError(

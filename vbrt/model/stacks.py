@@ -1,21 +1,27 @@
 """The tier stack that a plan asks for."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from vbrt.config import VBConfig
 from vbrt.config.tiers import TIERS
+from vbrt.errors import ConfigError
 from vbrt.model.machine import ssd_directory
 from vbrt.residency.custom import PolicyFactory
-from vbrt.residency.division import auto_prefetch
-from vbrt.residency.plan import Plan
+from vbrt.residency.division import auto_prefetch, auto_scan
+from vbrt.residency.expert_room import largest_pages
+from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.policy import Policy
+from vbrt.residency.routing import best_scope, plan_layers
+from vbrt.residency.routing_file import read_routing
 from vbrt.residency.simulate import make_policy
 from vbrt.tiers import Level, MemoryTier, SsdTier, Tier, TierStack
 
-__all__ = ["attach_stores", "build_stack"]
+__all__ = ["attach_stores", "build_stack", "policy_kind"]
 
 
 def build_stack(plan: Plan, config: VBConfig, policy: PolicyFactory | None = None) -> TierStack:
@@ -53,8 +59,42 @@ def _policy(name: str, budget: int, plan: Plan, config: VBConfig, policy: Policy
     room = budget - plan.home_bytes(name)
     if policy is not None:
         return policy(room)
-    ahead = _prefetch(plan, config, from_drive=name != plan.compute_tier)
-    return make_policy(config.policy.kind, room, prefetch=ahead, group=plan.group)
+    kind = policy_kind(plan, config)
+    below = list(plan.budgets)[list(plan.budgets).index(name) + 1 :]
+    pages = {page.key: page.nbytes for swap in plan.routed for page in swap.pages if page.home in below}
+    swaps = plan.swaps if kind != "experts" else [swap for swap in plan.swaps if not swap.experts]
+    ahead = _Ahead.of(plan, swaps, config, from_drive=name != plan.compute_tier)
+    options = {"prefetch": ahead.pages, "scan": ahead.experts, "group": ahead.group}
+    scope = _scope(plan, config, room) if pages and kind == "experts" else "layer"
+    return make_policy(kind, room, scope=scope, layers=largest_pages(pages), **options)
+
+
+def policy_kind(plan: Plan, config: VBConfig) -> str:
+    """Return the kind of policy that a config means for a plan."""
+    if config.policy.kind != "auto":
+        return config.policy.kind
+    return "experts" if plan.routed else "scheduled"
+
+
+def _scope(plan: Plan, config: VBConfig, room: int) -> str:
+    """Return the scope of policy "experts" that the config names, or that suits its recorded routing.
+
+    Raises:
+        ArgumentError: the file of the routing cannot be read.
+        ConfigError: it is the routing of other layers.
+    """
+    policy = config.policy
+    if policy.scope != "auto" or policy.routing is None:
+        return "layer" if policy.scope == "auto" else policy.scope
+    routing, layers = read_routing(policy.routing), {layer.name: layer for layer in plan_layers(plan)}
+    missing = next((layer for layer in routing.layers if layer.name not in layers), None)
+    if missing is not None or not routing.layers:
+        what = f"it has {missing.name}" if missing else "it has no layer"
+        raise ConfigError(
+            f"{config.source}: policy.routing = {policy.routing}: {what}, this model has {', '.join(list(layers)[:2])} "
+            "and so on; record the routing of this model"
+        )
+    return best_scope(replace(routing, layers=tuple(layers[layer.name] for layer in routing.layers)), room)
 
 
 def attach_stores(stack: TierStack, config: VBConfig, budgets: Mapping[str, int]) -> None:
@@ -77,7 +117,20 @@ def _ssd(stack: TierStack, config: VBConfig, budget: int) -> SsdTier:
 _STORES: dict[str, Callable[[TierStack, VBConfig, int], Tier]] = {"ssd": _ssd}
 
 
-def _prefetch(plan: Plan, config: VBConfig, *, from_drive: bool) -> int:
-    if config.policy.prefetch != "auto":
-        return config.policy.prefetch
-    return auto_prefetch(plan.largest_page_bytes, group=plan.group, from_drive=from_drive)
+class _Ahead(NamedTuple):
+    """Pages staged ahead: of layers in their order, of a scan through experts, and those of one lease."""
+
+    pages: int
+    experts: int
+    group: int
+
+    @classmethod
+    def of(cls, plan: Plan, swaps: Sequence[Swap], config: VBConfig, *, from_drive: bool) -> "_Ahead":
+        """For layers whose pages are leased in the same order in every pass, and the routed experts of the plan."""
+        group = max((len(swap.leased) for swap in swaps), default=0) or 1
+        if config.policy.prefetch != "auto":
+            return cls(config.policy.prefetch, config.policy.prefetch, group)
+        largest = max((page.nbytes for swap in swaps for page in swap.leased), default=0)
+        expert = max((page.nbytes for swap in plan.routed for page in swap.pages), default=0)
+        pages = auto_prefetch(largest, group=group, from_drive=from_drive)
+        return cls(pages, auto_scan(expert) if expert else 0, group)

@@ -1,7 +1,7 @@
 """Records which experts the tokens of a model go to, for `vb.record_routing`.
 
-A layer of routed experts asks its stack's guard for `routing`, which is None unless somebody records, and calls
-`note(name, ids)` for each of its forwards. Recording reads the ids on the host, which waits for the device.
+A stack's guard has the recorder as `routing`, which is None unless somebody records; layers of routed experts call its
+`note(name, ids)` in each of their forwards. Recording reads the ids on the host, which waits for the device.
 """
 
 import threading
@@ -17,16 +17,18 @@ __all__ = ["RoutingRecorder"]
 
 
 class RoutingRecorder:
-    """Records from `with` to its end, and writes a file then.
+    """Keeps what layers note, and writes it into a file.
 
     Args:
         layers: the layers of routed experts, in the order of the model.
         path: of the file to write.
+        prefix: what names of layers and phases have in front where they are told.
     """
 
-    def __init__(self, layers: Sequence[RoutedLayer], path: str | PathLike[str]) -> None:
+    def __init__(self, layers: Sequence[RoutedLayer], path: str | PathLike[str], *, prefix: str = "") -> None:
         self.layers, self.path = tuple(layers), path
-        self._numbers = {layer.name: number for number, layer in enumerate(self.layers)}
+        self._numbers = {prefix + layer.name: number for number, layer in enumerate(self.layers)}
+        self._prefix = prefix
         self._records: list[Pass | Routed] = []
         self._seen: set[int] = set()  # layers that have run in this pass
         self._marked = False
@@ -36,7 +38,7 @@ class RoutingRecorder:
         """Note that a pass over the model begins."""
         with self._lock:
             self._marked = True
-            self._begin(phase)
+            self._begin(phase.removeprefix(self._prefix))
 
     def _begin(self, phase: str) -> None:
         if self._records and isinstance(self._records[-1], Pass):

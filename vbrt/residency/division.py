@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
 
-__all__ = ["Division", "Room", "auto_prefetch", "divide", "rebalanced", "spread"]
+__all__ = ["Division", "Room", "auto_prefetch", "auto_scan", "divide", "rebalanced", "spread"]
 
 _SLOT_SIZES = 8  # sizes that are tried for the slots of a ring, the largest first
 _LONG_COPY_BYTES = 64 << 20
+_SCAN_BYTES = 32 << 20
 
 
 class Division(NamedTuple):
@@ -119,6 +120,12 @@ def auto_prefetch(largest_page_bytes: int, *, group: int = 1, from_drive: bool =
     if from_drive:
         return 4 * group
     return max(group, 1 if largest_page_bytes >= _LONG_COPY_BYTES else 2)
+
+
+def auto_scan(expert_page_bytes: int) -> int:
+    """Return the number of experts' pages that a scan stages ahead where the config leaves it open: as many as keep a
+    link busy for half a millisecond to some, while the lease before them computes and the host prepares the next."""
+    return max(2, min(64, _SCAN_BYTES // expert_page_bytes))
 
 
 def rebalanced(budget_bytes: int, wanted_bytes: int, free_bytes: int, margin_bytes: int) -> int:

@@ -51,13 +51,14 @@ class ExpertRoom:
     Attributes:
         pages: by key, all that were ever leased or announced, and not removed.
         resident_bytes: of resident pages.
+        largest_bytes: of the largest page.
     """
 
     def __init__(self, *, by_layer: bool, layers: Mapping[str, int]) -> None:
         self._by_layer, self._common = by_layer, Pool()
         self._layers: dict[str, _Layer] = {}
         self.pages: dict[str, ExpertPage] = {}
-        self.capacity_bytes = self.resident_bytes = self._largest = 0
+        self.capacity_bytes = self.resident_bytes = self.largest_bytes = 0
         for layer, nbytes in layers.items():
             self._add_layer(layer, nbytes)
         self.resize(0)
@@ -101,7 +102,7 @@ class ExpertRoom:
         """Divide another room. Pages stay until `shrink`, or until their pools need the slots."""
         self.capacity_bytes = capacity_bytes
         layers = self._layers
-        self._largest = max((layer.page_bytes for layer in layers.values()), default=0)
+        self.largest_bytes = max((layer.page_bytes for layer in layers.values()), default=0)
         if not self._by_layer:
             self._common.share = capacity_bytes
             self._common.layers = len({name.rpartition("#")[0] for name in layers}) or 1
@@ -138,7 +139,7 @@ class ExpertRoom:
 
     def lacks(self, size: int, busy: Collection[str]) -> int:
         """Return the bytes that the room has too few for one more page beside busy ones; 0 if it fits."""
-        if (len(busy) + 1) * max(size, self._largest) <= self.capacity_bytes:
+        if (len(busy) + 1) * max(size, self.largest_bytes) <= self.capacity_bytes:
             return 0  # most of the time
         return max(0, self.busy_bytes(busy) + size - self.capacity_bytes)
 

@@ -22,6 +22,7 @@ from vbrt.residency.scheduled import ScheduledPolicy
 __all__ = ["SCOPES", "ExpertsPolicy"]
 
 SCOPES = ("layer", "model")
+_SCAN_PART = 6  # a lease of a scan takes one part in so many of the room, the pages that are staged another one
 _FORGET = 8  # room that was kept for a wide lease shrinks by this part of it with each pass without one
 
 
@@ -30,7 +31,8 @@ class ExpertsPolicy:
 
     Args:
         capacity_bytes: room for pages, in bytes.
-        prefetch: pages staged ahead of their use, at most.
+        prefetch: pages of other layers staged ahead of their use, at most.
+        scan: pages of a scan staged ahead, and leased together, at most; 0: as many as `prefetch`.
         group: pages that one lease of other layers takes together.
         scope: "layer": each layer has a share of its own; "model": all share one.
         layers: bytes of the largest page by layer and plane, such as "model.layers.0.mlp.experts#coarse", in the order
@@ -44,13 +46,15 @@ class ExpertsPolicy:
         capacity_bytes: int,
         *,
         prefetch: int = 2,
+        scan: int = 0,
         group: int = 1,
         scope: str = "layer",
         layers: Mapping[str, int] | None = None,
     ) -> None:
         if scope not in SCOPES:
             raise ValueError(f"policy.scope = {scope!r}; expected 'layer' or 'model'")
-        self.capacity_bytes, self.prefetch, self.scope, self._layers = capacity_bytes, prefetch, scope, layers or {}
+        self.capacity_bytes, self.scope, self._layers = capacity_bytes, scope, layers or {}
+        self.prefetch, self._scan = max(prefetch, scan), scan or prefetch
         self._others = ScheduledPolicy(0, prefetch=prefetch, group=group)
         self.reset()
 
@@ -71,6 +75,13 @@ class ExpertsPolicy:
     def resident_bytes(self) -> int:
         """Room that resident pages take."""
         return self._experts.resident_bytes + self._others.resident_bytes
+
+    @property
+    def scan_pages(self) -> int:
+        """The pages that a lease of a scan should take: the next ones as many find room then, and decoding keeps most
+        of its own."""
+        largest = self._experts.largest_bytes
+        return max(1, min(self._scan, self.capacity_bytes // (_SCAN_PART * largest))) if largest else max(1, self._scan)
 
     @property
     def group(self) -> int:
@@ -166,9 +177,9 @@ class ExpertsPolicy:
     def _stage(self, busy: Collection[str]) -> list[Decision]:
         """Load the next pages of the announcement; never evict a page for one that is needed later."""
         experts, decisions = self._experts, []
-        stay = {*busy, *self._staged}
+        stay, most = {*busy, *self._staged}, min(self._scan, self.scan_pages)
         for key, size in self._upcoming.items():
-            if len(self._staged) >= self.prefetch:
+            if len(self._staged) >= most:
                 break
             page = experts.page(key, size)
             if not page.place:

@@ -195,6 +195,11 @@ class Plan:
         return sum(swap.page_bytes for swap in self.swaps)
 
     @property
+    def routed(self) -> tuple[Swap, ...]:
+        """The swaps of routed experts."""
+        return tuple(swap for swap in self.swaps if swap.experts)
+
+    @property
     def group(self) -> int:
         """Pages that one lease takes together for one token, at most."""
         return max((len(swap.leased) for swap in self.swaps), default=0) or 1
@@ -236,6 +241,9 @@ def place(layers: Sequence[Sequence[PageSpec]], budgets: Mapping[str, int], *, s
     Where no single tier does, the last tier takes what fits, evenly spread, and the tiers above take the rest, each
     keeping room for one layer to pass through.
 
+    Where not everything fits into the computing tier and there are routed experts, the pages that every pass needs live
+    in that tier, if they fit there beside one token's experts, and only the others are placed in this manner.
+
     Args:
         layers: the pages of each layer, in the order of the model.
         budgets: bytes by tier, the computing tier first; an ssd comes last.
@@ -245,25 +253,43 @@ def place(layers: Sequence[Sequence[PageSpec]], budgets: Mapping[str, int], *, s
         ConfigError: a tier is smaller than the largest layer that must pass through it, or all of them together
             are too small.
     """
-    pages = {page.key: page.nbytes for layer in layers for page in layer}
+    pages = {page.key: page for layer in layers for page in layer}
+    sizes = {key: page.nbytes for key, page in pages.items()}
+    every = {key: size for key, size in sizes.items() if not (pages[key].top_k or pages[key].by_rows)}
+    routed = max((_lease_bytes(layer) for layer in layers if any(page.top_k for page in layer)), default=0)
+    tiers = list(budgets)
+    top = tiers[0] if tiers else ""
+    homes: dict[str, str] = {}
+    if routed and len(tiers) > 1 and sum(every.values()) + routed <= budgets[top] < sum(sizes.values()):
+        homes = dict.fromkeys(every, top)  # what every pass needs; what is left of the tier is the experts' cache
+        budgets = {**budgets, top: budgets[top] - sum(every.values())}
+        sizes = {key: size for key, size in sizes.items() if key not in homes}
+        layers = [[page for page in layer if page.key not in homes] for layer in layers]
+    return homes | _place(sizes, [layer for layer in layers if layer], budgets, source)
+
+
+def _place(
+    sizes: Mapping[str, int], layers: Sequence[Sequence[PageSpec]], budgets: Mapping[str, int], source: str
+) -> dict[str, str]:
+    """`place` for pages that are all alike, by their bytes."""
     lease = max(map(_lease_bytes, layers), default=0)
     tiers = list(budgets)
     for depth, tier in enumerate(tiers):
-        if sum(_cost(size, tier) for size in pages.values()) <= budgets[tier]:
+        if sum(_cost(size, tier) for size in sizes.values()) <= budgets[tier]:
             _check_passage(tiers[:depth], budgets, lease, layers, source)
-            return dict.fromkeys(pages, tier)
+            return dict.fromkeys(sizes, tier)
     _check_passage(tiers[:-1], budgets, lease, layers, source)
     homes: dict[str, str] = {}
-    left = list(pages)
+    left = list(sizes)
     for tier in reversed(tiers):
         room = budgets[tier] - (lease if tier != tiers[-1] else 0)
-        for key in spread(left, {key: _cost(pages[key], tier) for key in left}, room):
+        for key in spread(left, {key: _cost(sizes[key], tier) for key in left}, room):
             homes[key] = tier
         left = [key for key in left if key not in homes]
     if left:
         have = " + ".join(f"{tier} {format_bytes(budgets[tier])}" for tier in tiers)
         raise ConfigError(
-            f"{source}: the pages take {format_bytes(sum(pages.values()))}, the tiers hold {have}; raise "
+            f"{source}: the pages take {format_bytes(sum(sizes.values()))}, the tiers hold {have}; raise "
             "tiers.*.budget, enable a further tier (tiers.ssd with a path), or choose a smaller "
             "weights.format"
         )

@@ -107,6 +107,10 @@ class PolicyBase(ABC):
     def resident(self) -> tuple[str, ...]:
         """Return the keys of resident pages, in no promised order."""
 
+    def busy_bytes(self, busy: Collection[str]) -> int:
+        """Return the room that resident pages take that are busy."""
+        return sum(charge for key, charge in self._candidates() if key in busy)
+
     def resize(self, capacity_bytes: int, busy: Collection[str] = ()) -> tuple[str, ...]:
         """Set the room; return the pages that are evicted because of it, none that is busy."""
         self.capacity_bytes = capacity_bytes

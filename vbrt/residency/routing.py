@@ -10,10 +10,11 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from vbrt.residency.plan import Plan
 from vbrt.residency.policy import FORWARD
 from vbrt.residency.simulate import Announce, Pass, simulate
 
-__all__ = ["Routed", "RoutedLayer", "Routing", "best_scope", "generate_routing"]
+__all__ = ["Routed", "RoutedLayer", "Routing", "best_scope", "generate_routing", "plan_layers"]
 
 #: of the selections of a generated trace, the share whose expert was last used so many tokens ago (1, 2, ... 8):
 #: 45 % at the next token, 80 % within eight, half within two, as published for Qwen3-30B-A3B
@@ -39,6 +40,17 @@ class RoutedLayer:
     def expert_bytes(self) -> int:
         """Bytes of an expert's pages."""
         return sum(self.page_bytes.values())
+
+
+def plan_layers(plan: Plan) -> tuple[RoutedLayer, ...]:
+    """Return the layers of routed experts of a plan."""
+    layers = []
+    for swap in plan.routed:
+        largest: dict[str, int] = {}
+        for page in swap.pages:
+            largest[page.plane] = max(page.nbytes, largest.get(page.plane, 0))
+        layers.append(RoutedLayer(swap.name, swap.experts, swap.top_k, largest))
+    return tuple(layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,24 +109,27 @@ class Routing:
         own = tuple(r if isinstance(r, Pass) else replace(r, layer=0) for r in kept)
         return Routing((self.layers[layer],), own)
 
-    def leases(self, *, at_once: int = 1) -> Iterator[Pass | Announce | tuple[str, ...]]:
+    def leases(self, room_bytes: int = 0, *, at_once: int = 1) -> Iterator[Pass | Announce | tuple[str, ...]]:
         """Yield the items of `simulate`: what VB layers of experts lease.
 
         One lease takes the experts that a pass touches. A pass of as many selections as the layer has experts is a
-        scan: announced, and leased `at_once` experts at a time.
+        scan: announced, and leased `at_once` pages at a time. So is what does not fit into the room at once (0: any
+        fits), in leases that just fit.
         """
         for record in self.records:
             if isinstance(record, Pass):
                 yield record
                 continue
-            layer = self.layers[record.layer]
-            touched = [layer.keys(expert) for expert in record.touched]
-            step = len(touched)
+            layer, experts = self.layers[record.layer], record.touched
+            most = room_bytes // layer.expert_bytes if room_bytes else layer.experts
             if sum(map(len, record.tokens)) >= layer.experts:
-                yield Announce(tuple(key for keys in touched for key in keys))
-                step = at_once
-            for first in range(0, len(touched), max(1, step)):
-                yield tuple(key for keys in touched[first : first + step] for key in keys)
+                most = at_once // len(layer.page_bytes)
+            elif len(experts) <= most:
+                yield tuple(key for expert in experts for key in layer.keys(expert))
+                continue
+            yield Announce(tuple(key for expert in experts for key in layer.keys(expert)))
+            for first in range(0, len(experts), max(1, most)):
+                yield tuple(key for expert in experts[first : first + max(1, most)] for key in layer.keys(expert))
 
 
 def best_scope(routing: Routing, capacity_bytes: int, *, prefetch: int = 2) -> str:
@@ -122,7 +137,9 @@ def best_scope(routing: Routing, capacity_bytes: int, *, prefetch: int = 2) -> s
     "layer" if both load the same."""
     sizes, loaded = routing.sizes, {}
     for scope in ("layer", "model"):
-        counts = simulate("experts", routing.leases(), capacity_bytes, sizes=sizes, prefetch=prefetch, scope=scope)
+        counts = simulate(
+            "experts", routing.leases(capacity_bytes), capacity_bytes, sizes=sizes, prefetch=prefetch, scope=scope
+        )
         loaded[scope] = counts.bytes_in
     return min(loaded, key=loaded.get)
 

@@ -162,10 +162,6 @@ class ScheduledPolicy(PolicyBase):
         """Return the keys of resident pages."""
         return tuple(chain(*self._pages.classes))
 
-    def busy_bytes(self, busy: Collection[str]) -> int:
-        """Return the room that resident pages take that are busy."""
-        return sum(pages.get(key, 0) for pages in self._pages.classes for key in busy)
-
     def resize(self, capacity_bytes: int, busy: Collection[str] = ()) -> tuple[str, ...]:
         """Set the room; return the pages that are evicted because of it, none that is busy."""
         if capacity_bytes == self.capacity_bytes:

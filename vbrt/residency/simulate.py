@@ -17,6 +17,7 @@ __all__ = ["PASS", "Announce", "Pass", "Simulation", "make_policy", "simulate"]
 
 class _Options(NamedTuple):
     prefetch: int
+    scan: int
     group: int
     scope: str
     layers: Mapping[str, int] | None
@@ -52,17 +53,18 @@ def make_policy(
     capacity_bytes: int,
     *,
     prefetch: int = 2,
+    scan: int = 0,
     group: int = 1,
     scope: str = "layer",
     layers: Mapping[str, int] | None = None,
 ) -> Policy:
     """Make the policy named `kind` ("lru", "scheduled" or "experts"), for `capacity_bytes` of room.
 
-    scope, layers: of "experts" only, see `ExpertsPolicy`.
+    scan, scope, layers: of "experts" only, see `ExpertsPolicy`.
     """
     if kind not in _KINDS:
         raise ValueError(f"policy.kind = {kind!r}; expected 'lru', 'scheduled' or 'experts'")
-    return _KINDS[kind](capacity_bytes, _Options(prefetch, group, scope, layers))
+    return _KINDS[kind](capacity_bytes, _Options(prefetch, scan, group, scope, layers))
 
 
 @dataclass(slots=True)

@@ -124,9 +124,11 @@ class Decider:
             bell.acquire(timeout=LOOK_SECONDS)
 
     def announce(self, keys: Sequence[str]) -> None:
-        """Tell the policies that listen which pages the next leases take, each of them once, and stage the first.
+        """Tell the policies that listen which pages the next leases take, each of them once and in this order.
 
-        A tier hears of the pages that come from below it and that no tier above has.
+        They have them staged ahead, the first ones now, and take the leases for a scan, which does not push out what is
+        used often. A tier hears of the pages that come from below it and that no tier above has. An announcement ends
+        with its last page, with the next one, and with the pass.
         """
         with self._guard.entered:
             self.catch_up()

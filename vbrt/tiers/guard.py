@@ -12,6 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vbrt.report.routing import RoutingRecorder
     from vbrt.tiers.recorder import Recorder
 
 __all__ = ["LOOK_SECONDS", "Guard"]
@@ -28,9 +29,10 @@ class Guard:
         deciding: True while decisions are being made; True at the beginning of the next one if Ctrl-C came in between.
         closed: True once the stack is closed.
         recorder: of a timeline, set under the lock; None without one.
+        routing: recorder of which experts tokens go to, set under the lock; None without one.
     """
 
-    __slots__ = ("bells", "closed", "deciding", "lock", "recorder")
+    __slots__ = ("bells", "closed", "deciding", "lock", "recorder", "routing")
 
     def __init__(self) -> None:
         self.closed = False
@@ -42,6 +44,7 @@ class Guard:
         self.bells: deque[LockType] = deque()
         self.deciding = False
         self.recorder: Recorder | None = None
+        self.routing: RoutingRecorder | None = None
 
     @property
     def entered(self) -> threading.RLock:

@@ -46,6 +46,7 @@ class TierStack:
         pages: by key, those that are stored.
         retired: claims of retired owners, which pages lose at the next access; may be appended to.
         guard: the lock, and the recorder of a timeline.
+        announce: tells which pages the next leases take, see `Decider.announce`.
     """
 
     def __init__(self, tiers: Sequence[Level | Tier], *, workers: int = 2, share_cores: bool = False) -> None:
@@ -54,6 +55,7 @@ class TierStack:
         self.pages, self.retired = ledger.pages, ledger.retired
         self.mover = Mover(ledger, workers=workers, share_cores=share_cores)
         self.decider = Decider(ledger, self.mover)
+        self.announce = self.decider.announce
         self._homes = Homes(ledger, self.mover, self.decider)
         follow(self)
 
@@ -190,6 +192,8 @@ class TierStack:
             backward: the phase that begins with the first lease within autograd's backward; none by default.
         """
         self.decider.begin_pass(phase, backward=backward)
+        if self.guard.routing is not None:
+            self.guard.routing.begin_pass(phase)
 
     def phases(self) -> dict[str, PhaseCounts]:
         """Return passes, hits and misses of each phase. Accesses between two passes count for the first."""
@@ -205,15 +209,6 @@ class TierStack:
                 or was retired.
         """
         return Lease(self, keys)
-
-    def announce(self, keys: Sequence[str]) -> None:
-        """Tell which pages this thread's next leases take, each of them once and in this order: policies that listen
-        have them staged ahead, and take the leases for a scan, which does not push out what is used often.
-
-        Keys of pages that live in the top tier, or of none, are ignored. An announcement ends with its last page, with
-        the next one, and with the pass.
-        """
-        self.decider.announce(keys)
 
     def after_fork(self) -> None:
         """Make a forked child's copy usable: its pages are there, its parent's threads are not."""

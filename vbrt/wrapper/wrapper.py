@@ -14,6 +14,7 @@ from vbrt.config import VBConfig
 from vbrt.layers import VBLayer
 from vbrt.model.attachment import Attachment
 from vbrt.model.passes import is_plain_data
+from vbrt.report.routing import RoutingRecorder
 from vbrt.report.stats import Stats
 from vbrt.residency.plan import Plan
 from vbrt.saves.save import save_attached
@@ -149,6 +150,23 @@ class VBModelWrapper(Facade):
             WrapError: the wrapper was closed or unwrapped; (on entering) the model is being recorded already.
         """
         return self._attachment.timeline(path)
+
+    def record_routing(self, path: str | PathLike) -> contextlib.AbstractContextManager[RoutingRecorder]:
+        """Record which experts the tokens of a `with` block go to, and write that into a small file.
+
+        `vbrt.simulate` and `vbrt plan --routing` read it, and `policy.routing` has it decide the scope of the policy.
+        Recording waits for the device in each layer: it is for some hundred tokens of typical text. What a CUDA graph
+        replays is not seen.
+
+        Returns:
+            A context manager; it yields the recorder, whose `routing` is what was recorded so far.
+
+        Raises:
+            ArgumentError: (on entering or at the end) the file cannot be written.
+            WrapError: the wrapper was closed or unwrapped, the model has no routed experts in the tiers, or (on
+                entering) is being recorded already.
+        """
+        return self._attachment.record_routing(path)
 
     def save(self, directory: str | PathLike) -> Path:
         """Write the planes, all other tensors and the config into a directory, for `vbrt.load`.

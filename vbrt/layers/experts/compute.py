@@ -50,6 +50,9 @@ class Routed:
 def run_experts(layer: "VBExperts", routed: Routed) -> Tensor:
     """Return the output of a layer, without gradients."""
     handle = layer.handle
+    recorder = handle.stack.guard.routing
+    if recorder is not None:
+        recorder.note(handle.spec.name, routed.ids.tolist())
     precision = pass_precision()
     pages = handle.resident_pages(routed.x.device) if precision == "full" else None
     if pages is not None:
@@ -89,15 +92,18 @@ def chunks_of(
 
 
 def _experts_at_once(handle: "ExpertsHandle", *, scan: bool) -> int:
-    """How many experts one lease takes: what the tier has room for, in a scan a third of that, so that the pages of
-    the chunk before and of the one behind have room too."""
+    """How many experts one lease takes: what the tier has room for, in a scan what its policy wants, or else a third of
+    that, so that the pages of the chunk before and of the one behind have room too."""
     spec, stack = handle.spec, handle.stack
     decoded = max(1, spec.weight_bytes // spec.experts)
     at_once = max(1, _CHUNK_BYTES // decoded) if spec.lossless else spec.experts
     moving = [page.nbytes for page in handle.pages[: handle.planes]] if handle.pages else []
     if not any(page.home for page in handle.pages):
         return max(at_once, spec.top_k)
-    room = stack.levels[0].policy.capacity_bytes // max(1, sum(moving))
+    policy = stack.levels[0].policy
+    room = policy.capacity_bytes // max(1, sum(moving))
+    if scan and getattr(policy, "scan_pages", 0):
+        return min(at_once, max(1, policy.scan_pages // len(moving)))
     return min(at_once, max(1, room // 3)) if scan and room < spec.experts else min(max(at_once, spec.top_k), room)
 
 
