@@ -93,9 +93,12 @@ KERNELS = (
     *_decoding(_reference, reference.decode_weight),
     *_decoding(_triton, e2m1_linear.decode_weight),
     *_decoding(_tables, table_linear.decode_weight),
-    _tiled("experts_up", run=experts_ops.up),
+    _tiled("experts_up", run=experts_ops.up, by_address=experts_ops.takes_addresses),
     _tiled("experts_down", run=experts_ops.down),
     _tiled("experts_back", run=experts_ops.back),
+    _reference("experts_sum", run=experts.weigh_and_sum),
+    _built_experts("experts_sum", run=cpu_experts.weigh_and_sum),
+    _tiled("experts_sum", run=experts_ops.weigh_and_sum),
 )
 
 for _kernel in KERNELS:

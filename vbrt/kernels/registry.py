@@ -56,6 +56,10 @@ def _merges_none(format: str, shape: tuple[int, int]) -> bool:
     return False
 
 
+def _needs_pages(layout: PageLayout, device: torch.device) -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """One implementation of an op.
@@ -74,6 +78,7 @@ class Kernel:
         merges: True if it restores weights of a format and shape (N, K) from both planes by a kernel of its own.
         turned: decodes to [K, N], contiguous, in one step; None: `run`, then a transposed copy.
         prepare: makes on a device what must be there before a CUDA graph records the kernel.
+        by_address: True if it computes from pages of a layout of which it has the addresses alone, on a device.
         reads_resident_planes: True if compiled graphs may hold the planes of pages that never move and run it on them.
     """
 
@@ -92,6 +97,7 @@ class Kernel:
     turned: Callable[[WeightPlanes], Tensor] | None = None
     prepare: Callable[[torch.device], None] = _never_refuses
     reads_resident_planes: bool = False
+    by_address: Callable[[PageLayout, torch.device], bool] = _needs_pages
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)

@@ -13,6 +13,7 @@ from torch import nn
 from vbrt.config import VBConfig, load_config
 from vbrt.errors import WrapError
 from vbrt.layers import SwappedLayer, VBLayer
+from vbrt.model.expert_cache import ExpertCache
 from vbrt.model.machine import release_host_memory
 from vbrt.model.passes import PassHook, move_rest_, remove_pass_hooks
 from vbrt.model.phase import named_phase
@@ -84,6 +85,7 @@ class Attachment:
         self._settings, self._plan = terms.settings, terms.plan
         self._model = weakref.ref(model)
         self.registry = Registry(layers, terms.plan, runtime.stack, terms.prefix)
+        self.expert_cache = ExpertCache(runtime.stack)
         self.timed: TimelineTotals | None = None
         self.passes = 0
         self.closed = False
@@ -168,6 +170,7 @@ class Attachment:
         """Return a frozen snapshot of all counters; the tiers' are those of all models on the runtime. `experts`: with
         those of every routed expert."""
         stack, plan = self.stack, self.plan
+        self.expert_cache.settle(each=experts)
         layers = self.layers  # other threads may encode, move and unwrap meanwhile
         swaps = [swap for swap in plan.swaps if swap.name in layers]  # none after unwrap()
         fallbacks = stack_fallbacks(stack)
@@ -176,6 +179,7 @@ class Attachment:
         others = [other.prefix for other in self.runtime.attachments if other is not self]
         balance = self.runtime.balance
         fallbacks += balance.fallbacks if balance else []
+        fallbacks += self.expert_cache.fallbacks
         return Stats(
             stack.levels[0].policy.kind,
             stack.names[0],
@@ -225,6 +229,7 @@ class Attachment:
     def close(self) -> None:
         """Free the pages of this model; the tiers too, if no other model or copy needs them. Idempotent."""
         self.closed = True
+        self.expert_cache.end()
         own = self.registry.handles
         for handle in own:
             handle.retire()
@@ -243,6 +248,7 @@ class Attachment:
 def _recorded(attachment: Attachment, model: nn.Module, path: Path) -> Iterator[Recorder]:
     recorder = Recorder(attachment.stack.device, attachment.stack.guard)
     layers = attachment.layers
+    attachment.expert_cache.settle(each=True)
     before = expert_counts(attachment.stack, layers)
     recorder.start()
     hooks = []
@@ -254,6 +260,7 @@ def _recorded(attachment: Attachment, model: nn.Module, path: Path) -> Iterator[
         for hook in hooks:
             hook.remove()
         timeline = recorder.stop()
+        attachment.expert_cache.settle(each=True)
         after = expert_counts(attachment.stack, layers)
         timeline = recorder.timeline = replace(
             timeline, experts=tuple(heat_between(name, before[name], after[name]) for name in before)

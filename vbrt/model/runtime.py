@@ -176,6 +176,8 @@ class Runtime:
                 f"layer's pages ({largest} bytes); give it at least that"
             )
         self.open_stores()
+        for attachment in attachments if TIERS[tier].memory else ():
+            attachment.expert_cache.reset()  # raises where a graph has recorded it
         try:
             self.stack.set_budget(tier, nbytes)
         finally:  # also when it was interrupted: pages may have moved, and the budget may hold already

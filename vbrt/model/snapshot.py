@@ -1,6 +1,7 @@
 """Counters of a running model as frozen records."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from vbrt.layers import SwappedLayer
 from vbrt.layers.experts import VBExperts
@@ -58,7 +59,8 @@ def _is_resident(stack: TierStack, family: Family) -> bool:
 
 def _experts_of(stack: TierStack, family: Family, layer: VBExperts, *, each: bool) -> ExpertsStats:
     handle = layer.handle
-    return experts_stats(stack, family, handle.routing, decides=handle.decides, each=each)
+    found = experts_stats(stack, family, handle.routing, decides=handle.decides, each=each)
+    return found if handle.cache is None else replace(found, resident=handle.resident)
 
 
 def expert_counts(stack: TierStack, layers: Mapping[str, SwappedLayer]) -> dict[str, ExpertCounts]:

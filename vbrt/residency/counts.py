@@ -52,6 +52,13 @@ class RoutingCounts:
         self.unleased += 1
         self._decoding = False
 
+    def decide(self, tokens: int, *, scan: bool) -> None:
+        """Count a pass in which the device decides: it counts the experts, and nobody here looks at them."""
+        self.scans += scan
+        self.cached += not scan
+        self.tokens += 0 if scan else tokens
+        self._decoding = False
+
     def scan(self, experts: Sequence[int]) -> None:
         """Count a pass through the layer's pages in order, and the experts that tokens went to."""
         self.scans += 1

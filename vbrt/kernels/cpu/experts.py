@@ -30,7 +30,7 @@ from vbrt.kernels.cpu import linear as cpu_linear
 from vbrt.kernels.cpu.build import Bank, Gating, Task, library
 from vbrt.kernels.experts import ExpertPages, Gate, apply_gate, pairs_of_experts, part_planes
 
-__all__ = ["FORMATS", "experts_down", "experts_up", "most_pairs"]
+__all__ = ["FORMATS", "experts_down", "experts_up", "most_pairs", "weigh_and_sum"]
 
 FORMATS = cpu_linear.FORMATS
 _THREAD_WORK = 1 << 16  # products that are worth a thread
@@ -78,7 +78,7 @@ def experts_down(
         decode = cpu_linear.decode_weight
         return reference.experts_down(h_PI, ids_Tk, weights_Tk, pages, part=part, bias_EN=bias_EN, decode=decode)
     rows_PN = _Product(h_PI.detach(), ids_Tk.reshape(-1, 1), pages, part, bias_EN).run(_RAW)
-    return rows_PN if weights_Tk is None else _weigh_and_sum(rows_PN, ids_Tk, weights_Tk.detach(), pages.experts)
+    return rows_PN if weights_Tk is None else weigh_and_sum(rows_PN, ids_Tk, weights_Tk.detach(), pages.experts)
 
 
 def _serves(tensors: tuple[Tensor | None, ...], pages: ExpertPages) -> bool:
@@ -192,10 +192,13 @@ def _gating(gate: Gate) -> Gating:
     return Gating(number, gate.gated, gate.interleaved, by_sigmoid, gate.alpha, limit, gate.shift)
 
 
-def _weigh_and_sum(rows_PN: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, experts: int) -> Tensor:
-    """The sum over each token's experts, in fp32 and in the order of the ids."""
+def weigh_and_sum(rows_PN: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, experts: int) -> Tensor:
+    """The sum over each token's experts, in fp32 and in the order of the ids; see `vbrt.kernels.experts`."""
+    if not (rows_PN.is_cpu and rows_PN.dtype in _TYPES):
+        return reference.weigh_and_sum(rows_PN, ids_Tk, weights_Tk, experts)
     (tokens, k), n = ids_Tk.shape, rows_PN.shape[1]
-    out, ids, weights = rows_PN.new_empty(tokens, n), ids_Tk.long().contiguous(), weights_Tk.float().contiguous()
+    rows_PN, out = rows_PN.contiguous(), rows_PN.new_empty(tokens, n)
+    ids, weights = ids_Tk.long().contiguous(), weights_Tk.float().contiguous()
     shape, threads = (ctypes.c_int64 * 3)(tokens, k, n), _threads(rows_PN.numel())
     pointers = (rows_PN.data_ptr(), ids.data_ptr(), weights.data_ptr())
     library("experts").vbrt_experts_sum(*pointers, experts, shape, out.data_ptr(), _TYPES[out.dtype], threads)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vbrt.kernels.experts import ExpertPages, Gate, weigh_and_sum
+from vbrt.kernels.experts import ExpertPages, Gate
 from vbrt.kernels.product import as_autocast
 from vbrt.layers.compute import pass_precision
 from vbrt.layers.experts.gates import gate_of, own_gate
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Routed", "chunks_of", "plain_forward", "run_experts"]
 
+#: the dtypes of x for which kernels take pages by address alone
+BY_ADDRESS = (torch.bfloat16, torch.float16, torch.float32)
 _CHUNK_BYTES = 256 << 20  # of decoded weights, which are outside of the budgets
 
 
@@ -54,12 +56,14 @@ def run_experts(layer: "VBExperts", routed: Routed) -> Tensor:
     if recorder is not None:
         recorder.note(handle.spec.name, routed.ids.tolist())
     precision = pass_precision()
+    scan = routed.ids.numel() >= handle.spec.experts
+    if handle.cache is not None and routed.x.device == handle.device and routed.x.dtype in BY_ADDRESS:
+        return _by_device(layer, routed, scan=scan)
     pages = handle.resident_pages(routed.x.device) if precision == "full" else None
     if pages is not None:
         handle.routing.unlease()
         return _Kernels(layer, routed).on_pages(pages)
     touched = touched_experts(routed.ids, handle.spec.experts)
-    scan = routed.ids.numel() >= handle.spec.experts
     if scan:
         handle.routing.scan(touched)
     else:
@@ -77,6 +81,18 @@ def run_experts(layer: "VBExperts", routed: Routed) -> Tensor:
     for chunk in chunks:
         with handle.lease(chunk, precision) as leased:
             compute.add(leased)
+    return compute.result()
+
+
+def _by_device(layer: "VBExperts", routed: Routed, *, scan: bool) -> Tensor:
+    """`run_experts` where the device decides: nothing waits for it, and a graph may record what is launched."""
+    handle, compute = layer.handle, _Kernels(layer, routed)
+    layer_cache = handle.cache
+    handle.routing.decide(len(routed.x), scan=scan)
+    if not scan and layer_cache.whole(routed.ids):
+        with layer_cache.lease(routed.ids) as addresses:
+            return compute.on_pages(layer_cache.at(addresses))
+    layer_cache.each_part(routed.ids, compute.add_rows)
     return compute.result()
 
 
@@ -253,7 +269,7 @@ class _Kernels:
         """All touched experts at once, on their pages."""
         x, ids_Tk, weights_Tk = self.routed.x, self.routed.ids, self.routed.weights
         if _has_norm(self.layer):
-            y = weigh_and_sum(self._rows(x, ids_Tk, None, pages), ids_Tk, weights_Tk, pages.experts)
+            y = self.ops.sum(self._rows(x, ids_Tk, None, pages), ids_Tk, weights_Tk, pages.experts)
         else:
             y = self._rows(x, ids_Tk, weights_Tk, pages)
         return y.to(self.dtype)
@@ -261,12 +277,22 @@ class _Kernels:
     def add(self, leased: "Leased") -> None:
         """Some of them: the rows of their pairs."""
         x, ids_Tk = self.routed.x, self.routed.ids
-        if self.rows is None:
+        if self.rows is None and not x.is_cuda:
             self.rows = x.new_zeros(ids_Tk.numel(), x.shape[1])
         local_Tk = local_ids(ids_Tk, self.handle.spec.experts, list(leased.experts))
+        if x.is_cuda:  # kernels are chosen by the number of tokens: the same ones as where the device decides
+            self.add_rows(ids_Tk.masked_fill(local_Tk == len(leased.experts), -1), leased.pages())
+            return
         pairs_P = pairs_of(local_Tk, len(leased.experts))
         ids_P1 = ids_Tk.reshape(-1, 1)[pairs_P]
         self.rows[pairs_P] = self._rows(x[pairs_P // ids_Tk.shape[1]], ids_P1, None, leased.pages())
+
+    def add_rows(self, ids_Tk: Tensor, pages: ExpertPages) -> None:
+        """Some of them: the rows of the pairs whose ids are no sentinels; all others are zero."""
+        rows = self._rows(self.routed.x, ids_Tk, None, pages)
+        if _has_norm(self.layer):
+            rows = rows.masked_fill(ids_Tk.reshape(-1, 1) < 0, 0.0)
+        self.rows = rows if self.rows is None else self.rows.add_(rows)
 
     def _rows(self, x_TH: Tensor, ids_Tk: Tensor, weights_Tk: Tensor | None, pages: ExpertPages) -> Tensor:
         """W_down g(W_up x) of each pair, or their weighted sums."""
@@ -280,7 +306,7 @@ class _Kernels:
 
     def result(self) -> Tensor:
         """The output after the last chunk."""
-        y = weigh_and_sum(self.rows, self.routed.ids, self.routed.weights, self.handle.spec.experts)
+        y = self.ops.sum(self.rows, self.routed.ids, self.routed.weights, self.handle.spec.experts)
         return y.to(self.dtype)
 
 

@@ -219,6 +219,12 @@ class DeviceCache:
         keys = [key for keys in self._keys.values() for key in keys]
         return frozenset(key for key, slot in zip(keys, self._tables.resident().tolist(), strict=True) if slot >= 0)
 
+    def resident_counts(self) -> dict[str, int]:
+        """Return how many pages of each layer are resident; waits for the device."""
+        sizes = [len(keys) for keys in self._keys.values()]
+        parts = (self._tables.resident() >= 0).split(sizes)
+        return {name: int(part.sum()) for name, part in zip(self._keys, parts, strict=True)}
+
     def resize(self, capacity_bytes: int) -> None:
         """Take another part of the budget. Nothing is resident then; scores and counts stay.
 
@@ -228,11 +234,7 @@ class DeviceCache:
         """
         with self._lock:
             self._check_open(0)
-            if self._captured:
-                raise TierError(
-                    f"{self.layers[0]}: a CUDA graph has recorded where the slots of its cache lie; choose its bytes "
-                    "before the capture"
-                )
+            self.check_not_recorded()
             self._rooms(capacity_bytes)  # raises before anything changes
             before, known = self.capacity_bytes, self._tables
             self._close()
@@ -244,6 +246,19 @@ class DeviceCache:
             finally:
                 if self._arena is not None:
                     self._tables.take_over(known)
+
+    @property
+    def recorded(self) -> bool:
+        """True if a CUDA graph has recorded where the slots lie."""
+        return self._captured
+
+    def check_not_recorded(self) -> None:
+        """Raise TierError if a CUDA graph has recorded where the slots lie."""
+        if self._captured:
+            raise TierError(
+                f"{self.layers[0]}: a CUDA graph has recorded where the slots of its cache lie; choose the budget "
+                "of the GPU before the capture"
+            )
 
     def close(self) -> None:
         """Give the room back, and let the pages move again. Idempotent."""

@@ -27,6 +27,7 @@ from vbrt.kernels.experts import ExpertPages
 from vbrt.layers.compute import pass_precision, precision_notes
 from vbrt.layers.encoding import Encoder, Planes
 from vbrt.layers.experts.bank import Bank
+from vbrt.layers.experts.deciding import CachedLayer
 from vbrt.layers.experts.encoding import EncodedExperts, join_planes
 from vbrt.layers.experts.spec import ExpertsSpec
 from vbrt.layers.pickling import from_pickle, to_pickle
@@ -79,6 +80,7 @@ class ExpertOps(NamedTuple):
 
     up: Callable[..., torch.Tensor]
     down: Callable[..., torch.Tensor]
+    sum: Callable[..., torch.Tensor]
 
 
 class ExpertsHandle:
@@ -97,6 +99,8 @@ class ExpertsHandle:
         kernels: by part, chosen for spec and device; None until they are needed where building them takes time.
         routing: counts of what forwards have asked for.
         decides: who decides which pages move, "host" or "gpu".
+        cache: the layer's part of the model's device cache, where the GPU decides; None where the host does.
+        resident: how many experts were in that cache when it was last asked.
     """
 
     tied, separation, decides = False, None, "host"
@@ -120,6 +124,8 @@ class ExpertsHandle:
         self.kernel = "reference"
         self.routing = RoutingCounts(spec.experts)
         self.ready: ExpertPages | None = None
+        self.cache: CachedLayer | None = None
+        self.resident = 0
         self._specify(spec)
         register_handle(self)
 
@@ -167,9 +173,8 @@ class ExpertsHandle:
         """The ops on the planes that this pass takes; only for those that lose bits."""
         if self._ops is None:
             spec = self.spec.first
-            functions = (
-                resolve(op, spec.backend, self.device, spec.format).run for op in ("experts_up", "experts_down")
-            )
+            ops = ("experts_up", "experts_down", "experts_sum")
+            functions = (resolve(op, spec.backend, self.device, spec.format).run for op in ops)
             self._ops = ExpertOps(*functions)
         return self._ops
 
@@ -290,11 +295,33 @@ class ExpertsHandle:
         # no call from here on: Ctrl-C finds pages that are owned, or an empty handle
         retired += claims
         self.keys, self.pages, self.owner, self.generation, self.token = (), (), None, generation, token
+        self.cache = None
         self.forget_ready()
 
     def forget_ready(self) -> None:
         """Keep no views into pages: they may move."""
         self.ready = None
+
+    def decide_by(self, cache: CachedLayer | None) -> None:
+        """Have the device decide which experts are resident, by its cache; None: the host decides again."""
+        self.cache, self.decides = cache, "host" if cache is None else "gpu"
+
+    def form(self) -> ExpertPages:
+        """The layer's pages as kernels take them where only the device knows which are where."""
+        shapes = {part: one.shape for part, one in self.spec.parts.items()}
+        return ExpertPages(self.spec.format, self.dtype, shapes, self.pages[0].layout, [None] * self.spec.experts)
+
+    def why_host(self) -> str:
+        """Return why the device cannot decide which experts are resident; "" if it can."""
+        spec = self.spec.first
+        if self.planes > 1 or spec.lossless:
+            return f"{self.spec.name}: held as {self.spec.label}; the GPU fetches experts of one 4-bit plane by itself"
+        kernel = resolve("experts_up", spec.backend, self.device, spec.format)
+        if not kernel.by_address(self.pages[0].layout, self.device):
+            return (
+                f"{self.spec.name}: the {kernel.backend} kernels of {self.spec.label} do not take pages by address here"
+            )
+        return ""
 
     def still(self, generation: int) -> "ExpertsHandle":
         """The handle. Raises WrapError if its weights are not that generation's any more."""
@@ -356,7 +383,9 @@ class ExpertsHandle:
         if ready is None:
             self._check_pages()
             slots = self.stack.levels[0].slots
-            pages = [slots[key].view for key in self.keys]
+            pages = [slots[key].view for key in self.keys if key in slots]
+            if len(pages) < len(self.keys) or any(page.home for page in self.pages):
+                return None
             ready = self.pages_of(pages)
             if self.stack.at_rest:
                 self.ready = ready

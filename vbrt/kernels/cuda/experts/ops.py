@@ -15,6 +15,7 @@ knows, so a pass can be recorded in a CUDA graph.
 import torch
 from torch import Tensor
 
+from vbrt.formats.page import PageLayout
 from vbrt.kernels import experts, experts_grad
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
@@ -24,7 +25,7 @@ from vbrt.kernels.cuda.experts import decoded, few, many
 from vbrt.kernels.cuda.launch_table import WIDE, are_few, grouped_for
 from vbrt.kernels.experts import ExpertPages, Gate
 
-__all__ = ["back", "down", "route", "up"]
+__all__ = ["back", "down", "route", "takes_addresses", "up", "weigh_and_sum"]
 
 
 def route(x_MK: Tensor, pairs: int, pages: ExpertPages, part: str) -> str:
@@ -41,6 +42,12 @@ def route(x_MK: Tensor, pairs: int, pages: ExpertPages, part: str) -> str:
     if decoded.serves(x_MK, pages, part):
         return "decoded"
     return "few" if served else "reference"
+
+
+def takes_addresses(layout: PageLayout, device: torch.device) -> bool:
+    """True if products need nothing of pages of this layout but their addresses."""
+    tiled = any(field.name.endswith(f".{TILES}") for field in layout.fields)
+    return tiled and devices.major(device.index or 0) in WIDE
 
 
 def up(
@@ -80,9 +87,14 @@ def down(
     rows = up(h_PI, ids_Tk.reshape(-1, 1), pages, part=part, bias_EN=bias_EN)
     if weights_Tk is None:
         return rows
-    if way == "grouped":
-        return many.weighted_sums(rows, ids_Tk, weights_Tk, pages.experts)
-    return experts.weigh_and_sum(rows, ids_Tk, weights_Tk, pages.experts)
+    return weigh_and_sum(rows, ids_Tk, weights_Tk, pages.experts)
+
+
+def weigh_and_sum(rows_PH: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, count: int) -> Tensor:
+    """Return what `experts.weigh_and_sum` does."""
+    if rows_PH.is_cuda and rows_PH.dtype in SUMMANDS and devices.major(rows_PH.device.index) in WIDE:
+        return many.weighted_sums(rows_PH.contiguous(), ids_Tk, weights_Tk, count)
+    return experts.weigh_and_sum(rows_PH, ids_Tk, weights_Tk, count)
 
 
 def back(dy_PN: Tensor, ids_Tk: Tensor, pages: ExpertPages, *, part: str = "up") -> Tensor:

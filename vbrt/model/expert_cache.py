@@ -1,0 +1,147 @@
+"""Has the GPU decide which of a model's routed experts are resident, where it can.
+
+Once all experts are encoded, those whose pages live in page-locked host memory get one device cache, which takes what
+the GPU's budget has left. A new budget, or new weights, end it; the next pass makes another. Where there can be none,
+the host goes on deciding, and `stats().fallbacks` says why.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from vbrt.errors import TierError
+from vbrt.layers.experts import ExpertsHandle
+from vbrt.layers.experts.deciding import CachedLayer
+from vbrt.layers.experts.device_cache import DeviceCache, DeviceCounts
+from vbrt.tiers import Page, TierStack
+from vbrt.tiers.tally import Tally
+
+if TYPE_CHECKING:
+    from vbrt.layers import SwappedLayer
+
+__all__ = ["ExpertCache"]
+
+_POLICY = "experts"  # the rule that the device knows
+_PASSING = 4  # pages of other layers that pass through the GPU beside the cache: rooms for the largest lease of them
+
+
+class ExpertCache:
+    """The device cache of one model, if it has one.
+
+    Attributes:
+        fallbacks: why the host decides; empty where it should, or does not.
+    """
+
+    def __init__(self, stack: TierStack) -> None:
+        self._stack = stack
+        self._cache: DeviceCache | None = None
+        self._handles: dict[str, ExpertsHandle] = {}  # by name, in the order of the cache's layers
+        self._told: dict[str, DeviceCounts] = {}  # what tallies of layers have been told of
+        self._told_pages: dict[str, DeviceCounts] = {}  # what pages have been told of
+        self._tried: object = None
+        self.fallbacks: list[str] = []
+
+    def __deepcopy__(self, memo: dict) -> "ExpertCache":
+        return ExpertCache(self._stack)
+
+    def follow(self, layers: Iterable["SwappedLayer"]) -> None:
+        """Make the cache, or make it anew, if that has not been tried for the weights that the layers hold now."""
+        if self._stack.device.type != "cuda" or self._stack.levels[0].policy.kind != _POLICY:
+            return
+        changes = self._stack.ledger.changes
+        if changes == self._tried or (self._cache is not None and self._cache.recorded):
+            return
+        handles = [layer.handle for layer in layers if isinstance(layer.handle, ExpertsHandle)]
+        if not handles or not all(handle.keys for handle in handles):
+            return
+        self.close()
+        with self._stack.encoding:
+            self._make(handles)
+        self._tried = self._stack.ledger.changes
+
+    def _make(self, handles: list[ExpertsHandle]) -> None:
+        moving = [handle for handle in handles if any(page.home for page in handle.pages)]
+        refusals = {handle: handle.why_host() for handle in moving}
+        served = {handle.spec.name: handle for handle, why in refusals.items() if not why}
+        self.fallbacks = [f"the host decides which experts are resident: {why}" for why in refusals.values() if why][:1]
+        if not served:
+            return
+        try:
+            capacity = self._room(served)
+            keys, policy = {name: handle.keys for name, handle in served.items()}, self._stack.levels[0].policy
+            self._cache = DeviceCache(self._stack, keys, capacity, scope=policy.scope)
+        except TierError as error:
+            self.fallbacks = [f"the host decides which experts are resident: {error}"]
+            return
+        self._handles = served
+        self._told = self._told_pages = self._cache.counts()
+        for number, handle in enumerate(served.values()):
+            handle.decide_by(CachedLayer(self._cache, number, handle.form()))
+
+    def _room(self, served: dict[str, ExpertsHandle]) -> int:
+        """The bytes of the GPU's budget that no other page needs."""
+        stack, own = self._stack, {key for handle in served.values() for key in handle.keys}
+        others = [page.nbytes for key, page in stack.pages.items() if page.home and page.passes and key not in own]
+        token = max(sum(page.nbytes for page in handle.pages[: handle.spec.top_k]) for handle in served.values())
+        passing = min(sum(others), _PASSING * 2 * max(others, default=0))
+        return stack.levels[0].free_bytes - passing - token
+
+    def settle(self, *, each: bool = False) -> None:
+        """Have the tallies of layers count what the device has counted, with `each` their pages, too; waits for it."""
+        cache = self._cache
+        if cache is None:
+            return
+        link = f"{self._stack.names[1]}>{self._stack.names[0]}"
+        found, resident = cache.counts(), cache.resident_counts()
+        for name, counts in found.items():
+            handle = self._handles[name]
+            handle.resident, before, pages = resident[name], self._told[name], handle.pages
+            hits, misses = int((counts.hits - before.hits).sum()), int((counts.misses - before.misses).sum())
+            _count(pages[0].tally, (hits, misses), pages[0].nbytes, link)
+            if each:
+                _count_each(pages, counts, self._told_pages[name], link)
+        self._told = found
+        self._told_pages = found if each else self._told_pages
+
+    def close(self) -> None:
+        """End the cache; the host decides again. Idempotent.
+
+        Raises:
+            TierError: a CUDA graph has recorded it.
+        """
+        cache = self._cache
+        if cache is None:
+            return
+        if not self._stack.closed:
+            cache.check_not_recorded()
+            self.settle(each=True)
+        for handle in self._handles.values():
+            handle.decide_by(None)
+        self._cache, self._handles = None, {}
+        cache.close()
+
+    def end(self) -> None:
+        """End the cache with the model: graphs that have recorded it read what is gone, as they do of all pages."""
+        cache, self._cache = self._cache, None
+        if cache is not None:
+            cache.close()
+
+    def reset(self) -> None:
+        """End the cache, and make another at the next pass. Raises TierError: a CUDA graph has recorded it."""
+        self.close()
+        self._tried = None
+
+
+def _count_each(pages: Sequence[Page], now: DeviceCounts, before: DeviceCounts, link: str) -> None:
+    hits, misses = (now.hits - before.hits).tolist(), (now.misses - before.misses).tolist()
+    for page, *more in zip(pages, hits, misses, strict=True):
+        if any(more):
+            _count(page, more, page.nbytes, link)
+
+
+def _count(counted: Page | Tally, more: Sequence[int], nbytes: int, link: str) -> None:
+    """Count hits and misses on which the device has decided."""
+    hits, misses = more
+    counted.hits += hits
+    counted.misses += misses
+    if misses:
+        counted.bytes_moved[link] = counted.bytes_moved.get(link, 0) + misses * nbytes
