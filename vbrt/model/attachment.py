@@ -171,11 +171,10 @@ class Attachment:
         those of every routed expert."""
         stack, plan = self.stack, self.plan
         self.expert_cache.settle(each=experts)
-        layers = self.layers  # other threads may encode, move and unwrap meanwhile
-        swaps = [swap for swap in plan.swaps if swap.name in layers]  # none after unwrap()
+        swapped = self.registry.swapped()  # other threads may encode, move and unwrap meanwhile
         fallbacks = stack_fallbacks(stack)
-        for swap in swaps:
-            fallbacks += layers[swap.name].handle.all_fallbacks()
+        for _, _, layer in swapped:
+            fallbacks += layer.handle.all_fallbacks()
         others = [other.prefix for other in self.runtime.attachments if other is not self]
         balance = self.runtime.balance
         fallbacks += balance.fallbacks if balance else []
@@ -184,7 +183,7 @@ class Attachment:
             stack.levels[0].policy.kind,
             stack.names[0],
             self.passes,
-            {swap.name: layer_stats(stack, swap, layers[swap.name], each=experts) for swap in swaps},
+            {name: layer_stats(stack, swap, layer, each=experts) for name, swap, layer in swapped},
             tier_stats(stack),
             plan.dense_bytes,
             plan.kept_bytes,

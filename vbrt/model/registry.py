@@ -8,7 +8,7 @@ from torch import nn
 
 from vbrt.layers import SwappedLayer, VBLayer, WeightHandle, strip
 from vbrt.report.progress import with_progress
-from vbrt.residency.plan import PageSpec, Plan
+from vbrt.residency.plan import PageSpec, Plan, Swap
 from vbrt.tiers import TierStack
 
 __all__ = ["Registry"]
@@ -25,6 +25,7 @@ class Registry:
     def __init__(self, layers: Mapping[str, SwappedLayer], plan: Plan, stack: TierStack, prefix: str) -> None:
         self._layers = {name: weakref.ref(layer) for name, layer in layers.items()}
         self._plan, self._stack, self._prefix = plan, stack, prefix
+        self._swaps = {swap.name: swap for swap in plan.swaps}
         self._dense: dict[WeightHandle, nn.Parameter] = {}  # decoded by `release_`
 
     @property
@@ -32,6 +33,11 @@ class Registry:
         """The layers, tied names included; without those that have left the tiers to train."""
         found = {name: ref() for name, ref in self._layers.copy().items()}  # one step: other threads may unwrap
         return {name: layer for name, layer in found.items() if isinstance(layer, SwappedLayer)}
+
+    def swapped(self) -> list[tuple[str, Swap, SwappedLayer]]:
+        """Return the swaps of the plan that are in effect, with the names of their layers: none after `release_`."""
+        layers = self.layers
+        return [(name, swap, layers[name]) for name, swap in self._swaps.items() if name in layers]
 
     @property
     def handles(self) -> set[WeightHandle]:
@@ -62,9 +68,7 @@ class Registry:
 
     def shell_bytes(self) -> int:
         """Bytes of dense weights that are not encoded yet."""
-        layers = self.layers
-        shells = (swap for swap in self._plan.swaps if swap.name in layers and not layers[swap.name].materialized)
-        return sum(swap.dense_bytes for swap in shells)
+        return sum(swap.dense_bytes for _, swap, layer in self.swapped() if not layer.materialized)
 
     def resident_bytes(self) -> int:
         """Bytes of pages in the top tier."""

@@ -9,7 +9,7 @@ from vbrt.report.experts import ExpertCounts, ExpertsStats
 from vbrt.report.stats import LayerStats, TierStats
 from vbrt.residency.counts import PhaseCounts, RoutingCounts
 from vbrt.residency.plan import Swap
-from vbrt.tiers import Page, TierStack
+from vbrt.tiers import TierStack
 from vbrt.tiers.tally import Family
 from vbrt.training import TrainedLayer
 
@@ -53,8 +53,8 @@ def layer_stats(stack: TierStack, swap: Swap, layer: SwappedLayer, *, each: bool
 
 
 def _is_resident(stack: TierStack, family: Family) -> bool:
-    top = stack.levels[0].slots
-    return bool(family.pages) and all(page.key in top for page in family.pages)
+    here = stack.levels[0].slots.__contains__
+    return bool(family.pages) and all(all(map(here, keys)) for keys in family.keys)
 
 
 def _experts_of(stack: TierStack, family: Family, layer: VBExperts, *, each: bool) -> ExpertsStats:
@@ -69,7 +69,7 @@ def expert_counts(stack: TierStack, layers: Mapping[str, SwappedLayer]) -> dict[
     for name, layer in layers.items():
         if isinstance(layer, VBExperts):
             family = stack.ledger.census().family(layer.handle.keys)
-            found[name] = _expert_counts(list(family.planes.values()), layer.handle.routing)
+            found[name] = _expert_counts(family, layer.handle.routing)
     return found
 
 
@@ -77,11 +77,9 @@ def experts_stats(
     stack: TierStack, family: Family, routing: RoutingCounts, *, decides: str, each: bool = False
 ) -> ExpertsStats:
     """Return what has been asked of the experts of a layer, and, with `each`, of every one of them."""
-    planes, here = list(family.planes.values()), stack.levels[0].slots.__contains__
-    flags = [list(map(here, [page.key for page in plane])) for plane in planes]
     return ExpertsStats(
         experts=len(routing.last),
-        resident=sum(map(all, zip(*flags, strict=False))),
+        resident=_residents(stack, family),
         decides=decides,
         scans=routing.scans,
         cached=routing.cached,
@@ -90,12 +88,21 @@ def experts_stats(
         compared=routing.compared,
         reused=routing.reused,
         unleased=routing.unleased,
-        each=_expert_counts(planes, routing) if each else None,
+        each=_expert_counts(family, routing) if each else None,
     )
 
 
-def _expert_counts(planes: Sequence[Sequence[Page]], routing: RoutingCounts) -> ExpertCounts:
-    by_expert = list(zip(*planes, strict=False))  # as long as a layer is being encoded there are fewer of some plane
+def _residents(stack: TierStack, family: Family) -> int:
+    """How many experts have the pages of all planes in the top tier."""
+    here = stack.levels[0].slots.__contains__
+    flags = [map(here, keys) for keys in family.keys]
+    return sum(flags[0]) if len(flags) == 1 else sum(map(all, zip(*flags, strict=False)))
+
+
+def _expert_counts(family: Family, routing: RoutingCounts) -> ExpertCounts:
+    by_expert = list(
+        zip(*family.planes.values(), strict=False)
+    )  # as long as a layer is being encoded there are fewer of some plane
     by_expert += [()] * (len(routing.last) - len(by_expert))
     return ExpertCounts(
         tuple(sum(page.hits for page in pages) for pages in by_expert),

@@ -46,12 +46,14 @@ class Family:
     Attributes:
         pages: all of them.
         planes: by name, the pages of a plane in the order in which they were added, which is that of the experts.
+        keys: of the pages of each plane, likewise.
         plane_bytes: of each plane.
         homes, links: those that any page has; 0 bytes by link.
     """
 
     pages: "Sequence[Page]"
     planes: "Mapping[str, Sequence[Page]]"
+    keys: Sequence[Sequence[str]]
     plane_bytes: Mapping[str, int]
     homes: tuple[int, ...]
     links: Mapping[str, int]
@@ -64,12 +66,15 @@ class Family:
             planes.setdefault(page.layout.plane, []).append(page)
         nbytes = {plane: sum(page.nbytes for page in own) for plane, own in planes.items()}
         homes = tuple(dict.fromkeys(page.home for page in pages))
-        return cls(pages, planes, nbytes, homes, {link: 0 for page in pages for link in page.bytes_moved})
+        keys = [[page.key for page in own] for own in planes.values()]
+        return cls(pages, planes, keys, nbytes, homes, {link: 0 for page in pages for link in page.bytes_moved})
 
-    def tally(self) -> Tally:
+    def tally(self) -> "Tally | Page":
         """Return what the pages have counted; walks them only if they are few."""
         kept = self.pages[0].tally if self.pages else None
-        return Tally(self.pages) if kept is None else kept
+        if kept is None:
+            return self.pages[0] if len(self.pages) == 1 else Tally(self.pages)
+        return kept
 
 
 class Census:
