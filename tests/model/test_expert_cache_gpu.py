@@ -1,0 +1,92 @@
+"""The GPU decides which experts are resident: the same bits as where the host does, in a graph too, and counted."""
+
+import pytest
+import torch
+
+import vbrt
+from tests.models import qwen3_moe
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+NAME = "model.layers.0.mlp.experts"
+EXPERTS = 16
+
+
+def _wrapped(*, policy: str = "experts", share: float = 0.5) -> vbrt.VBModelWrapper:
+    """Experts live in host memory; a share of them finds room on the GPU beside everything else."""
+    settings = {"weights": {"format": "nvfp4", "min_parameters": 0}, "policy": {"kind": policy}}
+    model = qwen3_moe(count=EXPERTS, layers=3)
+    plan = vbrt.make_plan(model, vbrt.config.load_config(settings))
+    experts = sum(swap.page_bytes for swap in plan.swaps if swap.experts)
+    rest, token = plan.page_bytes - experts, plan.largest_layer_bytes
+    settings["tiers"] = {"gpu": {"budget": int(rest + 2 * token + share * experts)}}
+    return vbrt.wrap(model, settings)
+
+
+def _tokens(model: torch.nn.Module) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    prompt = torch.randint(0, 128, (1, 24), device="cuda")
+    return [prompt, *(torch.randint(0, 128, (1, 1), device="cuda") for _ in range(40))]
+
+
+@torch.no_grad()
+def test_the_gpu_and_the_host_give_the_same_bits_and_the_same_counts():
+    outputs, stats = {}, {}
+    for policy in ("experts", "lru"):
+        vb = _wrapped(policy=policy)
+        outputs[policy] = [vb(tokens).logits for tokens in _tokens(vb.model)]
+        stats[policy] = vb.stats(experts=True).layers[NAME]
+        vb.close()
+    assert stats["experts"].experts.decides == "gpu" and stats["lru"].experts.decides == "host"
+    for one, other in zip(outputs["experts"], outputs["lru"], strict=True):
+        assert torch.equal(one, other)
+    seen = [stats[policy].hits + stats[policy].misses for policy in ("experts", "lru")]
+    assert seen[0] == seen[1] > 0
+    assert sum(stats["experts"].experts.each.hits) == stats["experts"].hits
+
+
+@torch.no_grad()
+def test_a_decode_step_is_one_graph_that_follows_its_routing():
+    vb, other = _wrapped(), _wrapped(policy="lru")
+    steps = _tokens(vb.model)
+    want = [other(tokens).logits for tokens in steps]
+    for tokens in steps[:3]:
+        vb(tokens)
+    token = steps[3].clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        vb.model(token, use_cache=False)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = vb.model(token, use_cache=False).logits
+    for tokens, expected in zip(steps[1:], want[1:], strict=True):
+        token.copy_(tokens)
+        graph.replay()
+        assert torch.equal(logits, expected)
+    with pytest.raises(vbrt.errors.TierError, match="a CUDA graph has recorded"):
+        vb.set_budget("gpu", vb.plan.budgets["gpu"] + (1 << 20))
+
+
+@torch.no_grad()
+def test_budgets_new_weights_and_reads_leave_the_outputs_right():
+    vb = _wrapped()
+    steps = _tokens(vb.model)
+    want = [vb(tokens).logits for tokens in steps[:4]]
+    vb.set_budget("gpu", int(vb.plan.budgets["gpu"] * 0.8))
+    assert all(torch.equal(vb(tokens).logits, logits) for tokens, logits in zip(steps, want, strict=False))
+    assert vb.stats().layers[NAME].experts.decides == "gpu"
+    layer = vb.model.get_submodule(NAME)
+    before = layer.down_proj.clone()
+    layer.down_proj.mul_(2)
+    changed = vb(steps[0]).logits
+    assert not torch.equal(changed, want[0])
+    layer.down_proj.copy_(before)
+    vb(steps[0])
+    assert torch.equal(vb(steps[0]).logits, want[0])
+    assert vb.stats().layers[NAME].experts.decides == "gpu"
+    vb.set_budget("gpu", "1GiB")
+    assert torch.equal(vb(steps[0]).logits, want[0])
+    assert vb.stats().layers[NAME].home == "gpu"
+    dense = vb.unwrap()
+    assert torch.equal(dense.get_submodule(NAME).down_proj, before)
