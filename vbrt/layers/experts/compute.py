@@ -62,7 +62,7 @@ def run_experts(layer: "VBExperts", routed: Routed) -> Tensor:
     pages = handle.resident_pages(routed.x.device) if precision == "full" else None
     if pages is not None:
         handle.routing.unlease()
-        return _Kernels(layer, routed).on_pages(pages)
+        return _Kernels(layer, routed).resident(pages, scan=scan)
     touched = touched_experts(routed.ids, handle.spec.experts)
     if scan:
         handle.routing.scan(touched)
@@ -273,6 +273,13 @@ class _Kernels:
         else:
             y = self._rows(x, ids_Tk, weights_Tk, pages)
         return y.to(self.dtype)
+
+    def resident(self, pages: ExpertPages, *, scan: bool) -> Tensor:
+        """All experts, where all pages are on the GPU: as where they are not, bit for bit."""
+        if not scan:
+            return self.on_pages(pages)
+        self.add_rows(self.routed.ids, pages)
+        return self.result()
 
     def add(self, leased: "Leased") -> None:
         """Some of them: the rows of their pairs."""
