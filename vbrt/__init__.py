@@ -35,6 +35,8 @@ _NAMES = {
     "model.planner": ("make_plan",),
     "report.stats": ("Stats",),
     "residency.plan": ("Plan",),
+    "residency.routing": ("generate_routing",),
+    "residency.routing_file": ("read_routing",),
     "residency.simulate": ("simulate",),
     "wrapper.load": ("load",),
     "wrapper.watch": ("watch_nonfinite",),
@@ -65,6 +67,8 @@ if TYPE_CHECKING:
     from vbrt.model.planner import make_plan
     from vbrt.report.stats import Stats
     from vbrt.residency.plan import Plan
+    from vbrt.residency.routing import generate_routing
+    from vbrt.residency.routing_file import read_routing
     from vbrt.residency.simulate import simulate
     from vbrt.wrapper.load import load
     from vbrt.wrapper.watch import watch_nonfinite

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vbrt.errors import ArgumentError
-from vbrt.residency.routing import Routed, RoutedLayer, Routing, best_scope, generate_routing
+from vbrt.residency.routing import Routed, RoutedLayer, Routing, generate_routing
 from vbrt.residency.routing_file import read_routing, write_routing
-from vbrt.residency.simulate import PASS, Announce, Pass, simulate
+from vbrt.residency.simulate import PASS, Announce, Pass, best_scope, simulate
 
 QWEN = tuple(RoutedLayer(f"model.layers.{i}.mlp.experts", 128, 8, {"coarse": 2654208}) for i in range(2))
 
@@ -66,6 +66,18 @@ def test_leases_are_those_of_layers_and_many_tokens_are_a_scan():
     assert routing.sizes["e#fine.3"] == 20 and routing.page_bytes == 180
     counts = simulate("experts", routing.leases(), 60, sizes=routing.sizes)
     assert counts.bytes_in == 4 * 30 and counts.phases["prompt"].hits == 2
+
+
+def test_simulate_reads_files_of_routing(tmp_path):
+    routing = generate_routing(QWEN, tokens=30)
+    write_routing(routing, tmp_path / "trace")
+    room = routing.page_bytes // 4
+    counts = simulate("experts", routing, room)
+    assert counts == simulate("experts", tmp_path / "trace", room) == simulate("experts", str(tmp_path / "trace"), room)
+    assert counts == simulate("experts", list(routing.leases()), room, sizes=routing.sizes)
+    assert counts.bytes_in == counts.misses.total() * 2654208 and 0.3 < counts.hit_rate < 0.9
+    with pytest.raises(ArgumentError, match="cannot read the routing"):
+        simulate("experts", tmp_path / "none", room)
 
 
 def test_the_better_scope_is_the_one_that_loads_fewer_bytes():

@@ -77,8 +77,7 @@ def test_live_counts_are_those_of_the_recorded_routing(tmp_path, scope, budget):
         routing = read_routing(tmp_path / "trace")
         assert recorder.routing == routing and routing.tokens == 2 + 5
         policy, stats = vb.stack.levels[0].policy, vb.stats()
-        leases = routing.leases(token * budget, at_once=policy.scan_pages)
-        counts = simulate("experts", leases, token * budget, sizes=routing.sizes, scope=scope, prefetch=policy.prefetch)
+        counts = simulate("experts", routing, token * budget, scope=scope, prefetch=policy.prefetch)
         assert {name: (phase.passes, phase.misses, phase.prefetched) for name, phase in stats.phases.items()} == {
             name: (phase.passes, phase.misses, phase.prefetched) for name, phase in counts.phases.items()
         }

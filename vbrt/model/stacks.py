@@ -16,9 +16,9 @@ from vbrt.residency.division import auto_prefetch, auto_scan
 from vbrt.residency.expert_room import largest_pages
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.policy import Policy
-from vbrt.residency.routing import best_scope, plan_layers
+from vbrt.residency.routing import plan_layers
 from vbrt.residency.routing_file import read_routing
-from vbrt.residency.simulate import make_policy
+from vbrt.residency.simulate import best_scope, make_policy
 from vbrt.tiers import Level, MemoryTier, SsdTier, Tier, TierStack
 
 __all__ = ["attach_stores", "build_stack", "policy_kind"]

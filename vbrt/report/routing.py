@@ -11,7 +11,7 @@ from os import PathLike
 from vbrt.residency.policy import FORWARD
 from vbrt.residency.routing import Routed, RoutedLayer, Routing
 from vbrt.residency.routing_file import write_routing
-from vbrt.residency.simulate import Pass
+from vbrt.residency.trace import Pass
 
 __all__ = ["RoutingRecorder"]
 

@@ -1,7 +1,7 @@
 """Routing of models with routed experts: which experts the tokens of each pass went to, recorded or generated.
 
     routing = generate_routing(qwen, tokens=256)             # or read_routing("trace.routing")
-    simulate("experts", routing.leases(), capacity_bytes, sizes=routing.sizes)
+    simulate("experts", routing, capacity_bytes)
 
 `routing_file` has the format of files. Records are in the order in which layers ran.
 """
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from vbrt.residency.plan import Plan
 from vbrt.residency.policy import FORWARD
-from vbrt.residency.simulate import Announce, Pass, simulate
+from vbrt.residency.trace import Announce, Pass
 
-__all__ = ["Routed", "RoutedLayer", "Routing", "best_scope", "generate_routing", "plan_layers"]
+__all__ = ["Routed", "RoutedLayer", "Routing", "generate_routing", "plan_layers"]
 
 #: of the selections of a generated trace, the share whose expert was last used so many tokens ago (1, 2, ... 8):
 #: 45 % at the next token, 80 % within eight, half within two, as published for Qwen3-30B-A3B
@@ -130,18 +130,6 @@ class Routing:
             yield Announce(tuple(key for expert in experts for key in layer.keys(expert)))
             for first in range(0, len(experts), max(1, most)):
                 yield tuple(key for expert in experts[first : first + max(1, most)] for key in layer.keys(expert))
-
-
-def best_scope(routing: Routing, capacity_bytes: int, *, prefetch: int = 2) -> str:
-    """Return the scope of policy "experts" ("layer" or "model") that loads fewer bytes in room of so many bytes;
-    "layer" if both load the same."""
-    sizes, loaded = routing.sizes, {}
-    for scope in ("layer", "model"):
-        counts = simulate(
-            "experts", routing.leases(capacity_bytes), capacity_bytes, sizes=sizes, prefetch=prefetch, scope=scope
-        )
-        loaded[scope] = counts.bytes_in
-    return min(loaded, key=loaded.get)
 
 
 def generate_routing(layers: Sequence[RoutedLayer], *, tokens: int, seed: int = 0, phase: str = FORWARD) -> Routing:

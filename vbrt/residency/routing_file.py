@@ -22,7 +22,7 @@ from pathlib import Path
 
 from vbrt.errors import ArgumentError, describe_os_error
 from vbrt.residency.routing import Routed, RoutedLayer, Routing
-from vbrt.residency.simulate import Pass
+from vbrt.residency.trace import Pass
 
 __all__ = ["VERSION", "read_routing", "write_routing"]
 

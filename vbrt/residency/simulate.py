@@ -1,5 +1,6 @@
 """Run a policy over a trace without moving a byte: the counts of the live stack, exactly."""
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,9 +11,12 @@ from vbrt.residency.expert_room import largest_pages
 from vbrt.residency.experts import ExpertsPolicy
 from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.policy import FORWARD, Decision, Policy
+from vbrt.residency.routing import Routing
+from vbrt.residency.routing_file import read_routing
 from vbrt.residency.scheduled import ScheduledPolicy
+from vbrt.residency.trace import PASS, Announce, Pass
 
-__all__ = ["PASS", "Announce", "Pass", "Simulation", "make_policy", "simulate"]
+__all__ = ["PASS", "Announce", "Pass", "Simulation", "best_scope", "make_policy", "simulate"]
 
 
 class _Options(NamedTuple):
@@ -28,24 +32,6 @@ _KINDS: dict[str, Callable[[int, _Options], Policy]] = {
     "scheduled": lambda room, options: ScheduledPolicy(room, prefetch=options.prefetch, group=options.group),
     "experts": lambda room, options: ExpertsPolicy(room, **options._asdict()),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """The start of a pass in a trace given to `simulate`."""
-
-    phase: str = FORWARD
-
-
-PASS = Pass()
-"""The start of a pass of no particular phase."""
-
-
-@dataclass(frozen=True, slots=True)
-class Announce:
-    """In a trace given to `simulate`: the pages that the next leases take once each, in this order."""
-
-    keys: tuple[str, ...]
 
 
 def make_policy(
@@ -97,7 +83,7 @@ class Simulation:
 
 def simulate(
     policy: str | Policy,
-    trace: Iterable,
+    trace: Iterable | Routing | str | os.PathLike[str],
     capacity_bytes: int,
     *,
     sizes: Mapping[str, int] | None = None,
@@ -111,17 +97,24 @@ def simulate(
         policy: "lru", "scheduled", "experts", or a fresh policy object, also one of your own; then `capacity_bytes`,
             `prefetch` and `group` are its own.
         trace: page keys in order; a tuple of keys is one lease of several pages; `PASS` marks the start of a pass,
-            `Pass("draft")` that of a phase; `Announce(keys)` tells policies that listen what comes next.
+            `Pass("draft")` that of a phase; `Announce(keys)` tells policies that listen what comes next. Or a recorded
+            routing, or its file (see `vb.record_routing`): what its layers lease, in bytes of their pages.
         capacity_bytes: room in bytes.
         sizes: bytes of each page; without it each page is one byte, so that capacity counts pages.
         scope: of "experts", see `ExpertsPolicy`.
 
     Raises:
+        ArgumentError: the file of a routing cannot be read, or is damaged.
         ValueError: one lease does not fit into the capacity.
     """
+    routing = read_routing(trace) if isinstance(trace, str | os.PathLike) else trace
+    if isinstance(routing, Routing):
+        sizes = sizes or routing.sizes
     if isinstance(policy, str):
         layers = largest_pages(sizes or {})
         policy = make_policy(policy, capacity_bytes, prefetch=prefetch, group=group, scope=scope, layers=layers)
+    if isinstance(routing, Routing):
+        trace = routing.leases(policy.capacity_bytes, at_once=getattr(policy, "scan_pages", 1))
     counts, phase = Simulation(), FORWARD
     for item in trace:
         if isinstance(item, Pass):
@@ -144,3 +137,13 @@ def simulate(
             counts.count(decision, size, phase)
         policy.ahead(keys)
     return counts
+
+
+def best_scope(routing: Routing, capacity_bytes: int, *, prefetch: int = 2) -> str:
+    """Return the scope of policy "experts" ("layer" or "model") that loads fewer bytes in room of so many bytes;
+    "layer" if both load the same."""
+    loaded = {
+        scope: simulate("experts", routing, capacity_bytes, prefetch=prefetch, scope=scope).bytes_in
+        for scope in ("layer", "model")
+    }
+    return min(loaded, key=loaded.get)
