@@ -120,3 +120,23 @@ def test_recording_is_refused_where_there_is_nothing_to_record_or_nowhere_to_wri
             vb(TOKENS[:, :1])
         vb(TOKENS[:, :1])
     assert sum(isinstance(record, Routed) for record in read_routing(tmp_path / "a").records) == len(vb.plan.routed)
+
+
+def test_a_smaller_budget_sends_experts_down_before_what_every_pass_needs(tmp_path):
+    vb, token = streamed(tmp_path, 16)
+    with vb:
+        expected = generate(vb)
+        pages, every = vb.stack.pages, vb.runtime.budgets["cpu"] - 16 * token
+        assert not any(page.home for page in pages.values())
+        vb.set_budget("cpu", every + 7 * token)  # of the eight that all experts take
+        assert {key for key, page in pages.items() if page.home} < {key for key in pages if "experts" in key}
+        assert torch.equal(generate(vb), expected)
+        vb.set_budget("cpu", every + token)
+        assert {key for key, page in pages.items() if page.home} == {key for key in pages if "experts" in key}
+        assert torch.equal(generate(vb), expected)
+        vb.set_budget("cpu", token)
+        assert torch.equal(generate(vb), expected)
+        assert vb.stats().tiers["cpu"].peak_bytes <= token
+        vb.set_budget("cpu", every + 16 * token)
+        assert not any(page.home for page in pages.values())
+        assert torch.equal(generate(vb), expected)

@@ -73,7 +73,7 @@ def use_freed_room(runtime: "Runtime") -> None:
     """Have all pages live in the top tier, if a model that was closed has left room for them."""
     top = runtime.stack.names[0]
     with contextlib.suppress(TierError):  # a page that cannot be read stays; whoever leases it is told
-        runtime.stack.set_budget(top, runtime.budgets[top])
+        runtime.stack.set_budget(top, runtime.budgets[top], runtime.largest_layer_bytes)
     for attachment in runtime.attachments:
         attachment.registry.forget_ready()
 

@@ -179,7 +179,7 @@ class Runtime:
         for attachment in attachments if TIERS[tier].memory else ():
             attachment.expert_cache.reset()  # raises where a graph has recorded it
         try:
-            self.stack.set_budget(tier, nbytes)
+            self.stack.set_budget(tier, nbytes, largest)
         finally:  # also when it was interrupted: pages may have moved, and the budget may hold already
             with self.stack.encoding:
                 if tier_stats(self.stack)[tier].budget_bytes == nbytes:

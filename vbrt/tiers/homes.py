@@ -16,6 +16,7 @@ import torch
 from vbrt.errors import TierError
 from vbrt.formats.page import PageLayout
 from vbrt.residency.division import spread
+from vbrt.residency.expert_room import split_key
 from vbrt.tiers.decider import Decider
 from vbrt.tiers.ledger import Ledger
 from vbrt.tiers.mover import Mover, Write
@@ -146,7 +147,7 @@ class Homes:
 
     # -- budgets ------------------------------------------------------------------------------------------------------
 
-    def set_budget(self, name: str, nbytes: int) -> None:
+    def set_budget(self, name: str, nbytes: int, lease_bytes: int = 0) -> None:
         """Change a tier's budget; see TierStack.set_budget."""
         ledger = self._ledger
         level = next((level for level in ledger.levels if level.tier.name == name), None)
@@ -156,7 +157,7 @@ class Homes:
             self._finish()
             if level is ledger.levels[-1] and not level.tier.memory and nbytes < level.home_bytes:
                 raise TierError(f"tiers.{name}.budget = {nbytes}: {level.home_bytes} bytes of pages live there")
-            moves = self._new_homes(level, self._too_many(level, nbytes))
+            moves = self._moves(level, nbytes, lease_bytes)
             if moves and ledger.captured:
                 raise TierError(
                     f"tiers.{name}.budget = {nbytes}: a CUDA graph has recorded where the pages lie, they "
@@ -219,12 +220,22 @@ class Homes:
         with self._guard.entered:
             self._decider.catch_up()
 
-    def _too_many(self, level: Level, nbytes: int) -> list[Page]:
-        """Return the pages that must find another home for a budget of `nbytes`."""
+    def _moves(self, level: Level, nbytes: int, lease_bytes: int) -> list[tuple[Page, int]]:
+        """Return the pages that must find another home for a budget of `nbytes`, and that home."""
+        routed = any(map(split_key, self._ledger.pages))  # of them, one token's may pass and no more
+        passing = lease_bytes if lease_bytes and routed else max(self._passing_bytes(), lease_bytes)
+        passing = passing if level.keeps_copies else 0
+        leaving = self._too_many(level, nbytes, passing, with_cache=True)
+        try:
+            return self._new_homes(level, leaving)
+        except TierError:
+            return self._new_homes(level, self._too_many(level, nbytes, passing, with_cache=False))
+
+    def _too_many(self, level: Level, nbytes: int, passing: int, *, with_cache: bool) -> list[Page]:
+        """Return the pages that must leave for a budget of `nbytes`, of which pages that pass take a part."""
         with self._guard.entered:
             self._decider.catch_up()
             living = {key: slot for key, slot in level.slots.items() if slot.at_home}
-            passing = self._passing_bytes() if level.keeps_copies else 0
             travel = any(page.home > level.index and page.put is None for page in self._ledger.pages.values())
         if level.home_bytes + travel * passing <= nbytes:
             return []
@@ -235,7 +246,7 @@ class Homes:
                 "cannot move; resize or close the cache first"
             )
         others = {key: slot.charge for key, slot in living.items() if key not in put}
-        stay = set(spread(list(others), others, nbytes - passing - sum(put.values())))
+        stay = _staying(others, nbytes - passing - sum(put.values()), with_cache=with_cache)
         return [living[key].page for key in others if key not in stay]
 
     def _passing_bytes(self) -> int:
@@ -292,6 +303,19 @@ class Homes:
                 return False
             page.owners.add(owner.claim)
             return True
+
+
+def _staying(sizes: Mapping[str, int], nbytes: int, *, with_cache: bool) -> set[str]:
+    """Return the pages, by key, that may stay in a room: evenly spread, and routed experts after all others.
+
+    with_cache: of experts, twice as many leave as must, so that there is room for copies of as many as left.
+    """
+    routed = {key: size for key, size in sizes.items() if split_key(key)}
+    every = {key: size for key, size in sizes.items() if key not in routed}
+    stay = set(spread(list(every), every, nbytes))
+    room = nbytes - sum(every.values())
+    cache = max(0, sum(routed.values()) - room) if with_cache else 0
+    return stay | set(spread(list(routed), routed, room - cache))
 
 
 def _deepest_first(move: tuple[Page, int]) -> tuple[bool, int]:

@@ -120,17 +120,21 @@ class TierStack:
         """Add a tier below the others."""
         self.ledger.attach(tier)
 
-    def set_budget(self, name: str, nbytes: int) -> None:
+    def set_budget(self, name: str, nbytes: int, lease_bytes: int = 0) -> None:
         """Change a tier's budget, while forwards may run.
 
         Pages that live there and do not fit any more, beside slots for pages that pass through, are rehomed in a tier
-        below; the others stay, evenly spread. When the top tier has room for all pages, they live there from now on.
+        below, routed experts first; the others stay, evenly spread. When the top tier has room for all pages, they live
+        there from now on.
+
+        Args:
+            lease_bytes: what one lease takes, at most: room that pages at home leave, where more than four pages.
 
         Raises:
             TierError: no tier below has room for what must move, a CUDA graph needs it where it is, or there is no tier
                 of this name; the budget stays.
         """
-        self._homes.set_budget(name, nbytes)
+        self._homes.set_budget(name, nbytes, lease_bytes)
 
     def rehome(self, homes: Mapping[str, str]) -> None:
         """Give stored pages, by key, homes in other tiers, while forwards may run. Keys of no page are ignored.
