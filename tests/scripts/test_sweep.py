@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.zoo import zoo
-from tests.zoo.checks import check, difference
+from tests.zoo.bits import difference
+from tests.zoo.checks import check
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.SAMPLE, ids=[f"{k}-{n}" for k, n in zoo.SAMPLE])

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.zoo import zoo
+from tests.zoo.bits import difference, generate, reason_of
+from tests.zoo.routed import check_routed, stacked_modules
 from vbrt import load_config, make_plan, wrap
 
 __all__ = ["CHECKS", "Result", "check", "difference"]
 
 CHECKS = ("dense-ssd", "exact-bf16", "generate")
-NEW_TOKENS = 4
 #: every layer is swapped, the smallest and the head too, and every table
 _ALL = {"min_parameters": 0, "keep_head": False, "embeddings": True}
 
@@ -28,6 +29,7 @@ _ALL = {"min_parameters": 0, "keep_head": False, "embeddings": True}
 class Result:
     """One architecture: `reason` why it does not run unwrapped ("" when it does), and a verdict for each check.
 
+    `stacked` counts the modules that stack the matrices of experts, `experts` those of them that are swapped.
     A verdict is "ok", "n/a: why" where the unwrapped model cannot do it either, or what went wrong.
     """
 
@@ -36,6 +38,8 @@ class Result:
     reason: str = ""
     verdicts: dict[str, str] = field(default_factory=dict)
     swapped: int = 0
+    experts: int = 0
+    stacked: int = 0
     parameters: int = 0
     misses: int = 0
     seconds: float = 0.0
@@ -55,34 +59,6 @@ class Result:
         return asdict(self)
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-
-
-def difference(expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> str:
-    """ "" when every tensor is there with the same dtype, shape and bits (NaN payloads and signed zeros included)."""
-    if expected.keys() != got.keys():
-        return f"outputs differ: {sorted(expected.keys() ^ got.keys())[:3]}"
-    for name, a in expected.items():
-        b = got[name]
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return f"{name}: {a.dtype} {tuple(a.shape)} became {b.dtype} {tuple(b.shape)}"
-        if not torch.equal(_bits(a), _bits(b)):
-            gap = (a.double() - b.double()).abs().max() if a.is_floating_point() else (a != b).sum()
-            return f"{name}: not bit-identical, largest difference {float(gap):.3g}"
-    return ""
-
-
-def _generate(model: Any, inputs: Mapping[str, Any]) -> Tensor:
-    torch.manual_seed(0)
-    return model.generate(**inputs, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
-
-
-def _reason(e: BaseException) -> str:
-    lines = str(e).strip().splitlines()
-    return f"{type(e).__name__}: {lines[0] if lines else ''}"[:300]
-
-
 def _half(model: nn.Module) -> tuple[int, int]:
     """A cpu budget for about half of the pages, and at least the largest; and the bytes of all pages."""
     plan = make_plan(model, load_config("dense", weights=_ALL))
@@ -100,6 +76,7 @@ def check(kind: str, name: str, directory: Path, *, unwrapped_done: Callable[[],
     except zoo.Unbuildable as e:
         result.reason = str(e)
         return result
+    result.stacked = len(stacked_modules(model))
     result.parameters = sum(p.numel() for p in model.parameters())
     expected = zoo.forward(model, inputs)
     if gap := difference(expected, zoo.forward(model, inputs)):
@@ -111,21 +88,23 @@ def check(kind: str, name: str, directory: Path, *, unwrapped_done: Callable[[],
     tokens, no_tokens = None, "not a causal language model"
     if kind == "causal":
         try:
-            tokens = _generate(model, inputs)
+            tokens = generate(model, inputs)
         except Exception as e:  # noqa: BLE001 - whatever the unwrapped model raises is the reason that is reported
-            no_tokens = _reason(e)
+            no_tokens = reason_of(e)
     unwrapped_done()
     try:
         _check_dense(model, inputs, expected, tokens, result, directory)
     except Exception as e:  # noqa: BLE001 - the same, for the wrapped model
-        result.verdicts.setdefault("dense-ssd", _reason(e))
+        result.verdicts.setdefault("dense-ssd", reason_of(e))
+    if result.stacked:
+        result.verdicts |= check_routed(kind, name, directory, model, inputs)
     if kind == "causal":
         result.verdicts.setdefault("generate", f"n/a: {no_tokens}" if tokens is None else "not reached")
     del model
     try:
         result.verdicts["exact-bf16"] = _check_exact(kind, name)
     except Exception as e:  # noqa: BLE001 - the same
-        result.verdicts["exact-bf16"] = _reason(e)
+        result.verdicts["exact-bf16"] = reason_of(e)
     return result
 
 
@@ -143,13 +122,14 @@ def _check_dense(
     vb = wrap(model, "dense", weights=_ALL, tiers=tiers)
     with vb:
         result.swapped = len(vb.plan.swaps)
+        result.experts = sum(bool(swap.experts) for swap in vb.plan.swaps)
         gaps = [difference(expected, zoo.forward(vb, inputs)) for _ in range(2)]
         gap = next((f"forward {i + 1}: {g}" for i, g in enumerate(gaps) if g), "")
         if tokens is not None and not gap:
             try:
-                result.verdicts["generate"] = difference({"ids": tokens}, {"ids": _generate(vb, inputs)}) or "ok"
+                result.verdicts["generate"] = difference({"ids": tokens}, {"ids": generate(vb, inputs)}) or "ok"
             except Exception as e:  # noqa: BLE001 - reported as this check's verdict
-                result.verdicts["generate"] = _reason(e)
+                result.verdicts["generate"] = reason_of(e)
         stats = vb.stats()
         result.misses = sum(layer.misses for layer in stats.layers.values())
         peak = stats.tiers["cpu"].peak_bytes if total else 0
