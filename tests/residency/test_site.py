@@ -12,19 +12,20 @@ from vbrt.residency.site import ROOT, Shard, WeightSite
         (WeightSite(ROOT, (96, 64)), ROOT, "weight", (96, 64), "(root)#coarse"),
         (WeightSite("c_fc", (96, 64), transposed=True), "c_fc", "c_fc.weight", (64, 96), "c_fc#coarse"),
         (
-            WeightSite("experts", (96, 64), "gate_up_proj", matrices=8),
+            WeightSite("experts", (96, 64), "gate_up_proj", matrices=8, stacked=True),
             "experts.gate_up_proj",
             "experts.gate_up_proj",
             (8, 96, 64),
             "experts.gate_up_proj#coarse",
         ),
         (
-            WeightSite("experts", (96, 64), "down_proj", matrices=8, transposed=True),
+            WeightSite("experts", (96, 64), "down_proj", matrices=8, transposed=True, stacked=True),
             "experts.down_proj",
             "experts.down_proj",
             (8, 64, 96),
             "experts.down_proj#coarse",
         ),
+        (WeightSite("experts", (96, 64), "w1", matrices=8), "experts.w1", "experts.w1", (768, 64), "experts.w1#coarse"),
     ],
 )
 def test_a_site_names_its_weight_as_the_model_does(site, name, tensor, kept_shape, page):
@@ -33,7 +34,7 @@ def test_a_site_names_its_weight_as_the_model_does(site, name, tensor, kept_shap
 
 
 def test_each_matrix_of_a_site_can_have_a_page():
-    site = WeightSite("experts", (96, 64), "down_proj", matrices=3)
+    site = WeightSite("experts", (96, 64), "down_proj", matrices=3, stacked=True)
     assert [site.expert_key("fine", m) for m in range(3)] == [f"experts#fine.{m}" for m in range(3)]
 
 

@@ -8,6 +8,7 @@ loaded once a model holds one.
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -27,9 +28,14 @@ class Kind:
         file: the module of vbrt that defines `VB<name>`; `vbrt.training.kinds` makes `Trained<name>` of the record.
         parameters: the names of the parameters that hold weights; each is a site.
         transposed: True if the class keeps its weight as [inputs, outputs].
+        turned: the parameters that are kept as [inputs, outputs] where the others are not.
         by_rows: True for lookup tables: a forward reads some rows of the weight.
         modes: the modes that a layer of this kind is swapped in.
         routed: True if the parameters stack the matrices of routed experts, which go into the tiers together.
+        count: the attribute of a module that says how many matrices a parameter holds one below the other, in two
+            dimensions; "" where they lie along a dimension of their own.
+        base: of routed experts, the class in `file` that the class in the place of this one is made from.
+        every: True if each forward goes through all experts.
         parts: the names in pages of the matrices that each of the parameters stacks (`vbrt.formats.experts`).
         refuse: returns why a module of this class stays as it is, or None.
         rounds_before_bias: True if the class rounds the product to its dtype before it adds the bias.
@@ -40,8 +46,12 @@ class Kind:
     file: str
     parameters: tuple[str, ...] = ("weight",)
     transposed: bool = False
+    turned: tuple[str, ...] = ()
     by_rows: bool = False
     routed: bool = False
+    count: str = ""
+    base: str = "VBExperts"
+    every: bool = False
     parts: tuple[str, ...] = ()
     modes: tuple[str, ...] = ("infer", "train")
     refuse: Callable[[nn.Module], str | None] = lambda module: None
@@ -52,15 +62,25 @@ class Kind:
         """The parameters that are chosen one by one; those of routed experts follow their first."""
         return self.parameters[:1] if self.routed else self.parameters
 
+    @property
+    def stacked(self) -> bool:
+        """True if the matrices of a parameter lie along a dimension in front."""
+        return self.routed and not self.count
+
+    def keeps_transposed(self, parameter: str) -> bool:
+        """True if the class keeps that parameter's matrices as [inputs, outputs]."""
+        return self.transposed or parameter in self.turned
+
     def sites(self, name: str, module: nn.Module) -> tuple[WeightSite, ...]:
         """Return the sites in a module of this kind; `name` is the module's name in the model."""
         return tuple(self._site(name, module, parameter) for parameter in self.parameters)
 
     def _site(self, name: str, module: nn.Module, parameter: str) -> WeightSite:
         *stacked, rows, columns = module._parameters[parameter].shape
-        shape = (columns, rows) if self.transposed else (rows, columns)
-        matrices = stacked[0] if stacked else 1
-        return WeightSite(name, shape, parameter, self.name, matrices, self.transposed)
+        matrices = getattr(module, self.count) if self.count else stacked[0] if stacked else 1
+        rows, transposed = rows // matrices if self.count else rows, self.keeps_transposed(parameter)
+        shape = (columns, rows) if transposed else (rows, columns)
+        return WeightSite(name, shape, parameter, self.name, matrices, transposed, stacked=self.stacked)
 
     def outputs(self, module: nn.Module) -> int:
         """Return the number of outputs of a layer of this kind."""
@@ -68,8 +88,7 @@ class Kind:
 
     def layer_class(self) -> type[SwappedLayer]:
         """Return the class that takes the place of this one in inference; of experts, the one that it is made from."""
-        name = "VBExperts" if self.routed else f"VB{self.name}"
-        return getattr(importlib.import_module(self.file), name)
+        return getattr(importlib.import_module(self.file), self.base if self.routed else f"VB{self.name}")
 
 
 def _renormalizes(table: nn.Embedding) -> str | None:
@@ -91,6 +110,22 @@ def _experts(name: str, parameters: tuple[str, str], *, transposed: bool = False
     )
 
 
+def _special(name: str, model: str, parts: dict[str, str], **others: Any) -> Kind:
+    """Return the record of a class of routed experts of transformers' `model` that nothing decorates; `parts`: by
+    parameter."""
+    return Kind(
+        name,
+        f"transformers.models.{model}.modeling_{model}",
+        "vbrt.layers.experts",
+        tuple(parts),
+        routed=True,
+        parts=tuple(parts.values()),
+        modes=("infer",),
+        **others,
+    )
+
+
+_UP_DOWN = {"gate_up_proj": "up", "down_proj": "down"}
 _RECORDS = (
     Kind("Linear", "torch.nn.modules.linear", "vbrt.layers"),
     Kind("Conv1D", "transformers.pytorch_utils", "vbrt.layers.conv1d", transposed=True),
@@ -108,6 +143,16 @@ _RECORDS = (
     _experts("TransposedExperts", ("gate_up_proj", "down_proj"), transposed=True),
     _experts("UngatedExperts", ("up_proj", "down_proj")),
     _experts("TransposedUngatedExperts", ("up_proj", "down_proj"), transposed=True),
+    _special("Step3p7Experts", "step3p7", _UP_DOWN),
+    _special("Llama4TextExperts", "llama4", _UP_DOWN, transposed=True, base="VBSortedExperts"),
+    _special("JetMoeParallelExperts", "jetmoe", {"weight": "up"}, base="VBParallelExperts"),
+    _special(
+        "InklingSharedExperts",
+        "inkling",
+        {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"},
+        base="VBSharedExperts",
+        every=True,
+    ),
 )
 #: the records by name
 KINDS = {kind.name: kind for kind in _RECORDS}

@@ -210,7 +210,9 @@ def _refusal(held: Held, module: nn.Module, survey: _Survey) -> str | None:
 
 def _why_kept_experts(module: nn.Module, kind: Kind) -> str | None:
     weights = [module._parameters[name] for name in kind.parameters]
-    if len({(weight.shape[0], weight.dtype, weight.requires_grad) for weight in weights}) > 1:
+    sites = kind.sites("", module)
+    facts = zip((site.matrices for site in sites), weights, strict=True)
+    if len({(matrices, weight.dtype, weight.requires_grad) for matrices, weight in facts}) > 1:
         return f"{', '.join(kind.parameters)} differ in the number of experts, in dtype or in requires_grad"
     return None
 
@@ -247,7 +249,7 @@ def _why_kept_weight(held: Held, weight: nn.Parameter, survey: _Survey) -> str |
     wanted, size = survey.config.weights, weight.numel()
     if size < wanted.min_parameters:
         return f"{size} parameters; weights.min_parameters = {wanted.min_parameters}"
-    if not size or weight.dim() != (3 if kind_of(survey.modules[held[0]]).routed else 2):
+    if not size or weight.dim() != (3 if kind_of(survey.modules[held[0]]).stacked else 2):
         return f"its {held[1]} has shape {tuple(weight.shape)}"
     if survey.config.mode == "infer" and survey.some_frozen and weight.requires_grad:
         return "it trains (requires_grad) while other layers are frozen; requires_grad_(False) lets it be swapped"
@@ -328,7 +330,7 @@ def _swap(sites: list[WeightSite], weight: torch.Tensor, survey: _Survey) -> Swa
         tied=() if routed else others,
         parts=others if routed else (),
         experts=sites[0].matrices if routed else 0,
-        top_k=top_k_of(survey.modules[sites[0].module]) if routed else 0,
+        top_k=top_k_of(sites[0], survey.modules) if routed else 0,
         dtype=dtype,
         dense_bytes=sum(site.parameters for site in sites) * weight.itemsize if routed else nbytes_of(weight),
         format=format,

@@ -32,6 +32,7 @@ class WeightSite:
         kind: the name of the module's kind (`vbrt.layers.kinds`).
         matrices: how many matrices the parameter stacks; 1 for a parameter of two dimensions.
         transposed: True if the module keeps each matrix as [K, N].
+        stacked: True if the matrices lie along a dimension in front, also where there is one.
         shard: the part of each matrix that this process holds, and `shape` describes; None for the whole.
     """
 
@@ -42,6 +43,7 @@ class WeightSite:
     matrices: int = 1
     transposed: bool = False
     shard: Shard | None = None
+    stacked: bool = False
 
     @property
     def name(self) -> str:
@@ -55,8 +57,11 @@ class WeightSite:
 
     @property
     def kept_shape(self) -> tuple[int, ...]:
-        """The parameter's shape as the module keeps it: (N, K), (K, N), or with the matrices in front."""
-        return self.matrix_shape if self.matrices == 1 else (self.matrices, *self.matrix_shape)
+        """The shape in which the module keeps the parameter: (N, K) or (K, N), stacked or one below the other."""
+        if self.stacked:
+            return (self.matrices, *self.matrix_shape)
+        rows, columns = self.matrix_shape
+        return self.matrices * rows, columns
 
     @property
     def matrix_shape(self) -> tuple[int, int]:

@@ -325,7 +325,10 @@ def _layers(data: Any, version: int) -> Iterator[SavedLayer]:
             else [[name, "weight", entry["kind"]] for name in (entry["name"], *entry["aliases"])]
         )
         matrices = entry.get("matrices", 1)
-        sites = [WeightSite(module, shape, parameter, kind, matrices, transposed) for module, parameter, kind in names]
+        sites = [
+            WeightSite(module, shape, parameter, kind, matrices, transposed, stacked=KINDS[kind].stacked)
+            for module, parameter, kind in names
+        ]
         planes = {plane: tuple(fields) for plane, fields in entry["planes"].items()}
         yield SavedLayer(tuple(sites), **{name: entry[name] for name in _SHARED} | {"planes": planes})
 
@@ -395,7 +398,7 @@ def _check_sites(layer: SavedLayer, where: str) -> None:
         kind = KINDS[site.kind]
         if site.parameter not in kind.parameters:
             raise _Damaged(f"{where}: a {site.kind} has no weight of the name {_shown(site.parameter)}")
-        if site.transposed != kind.transposed:
+        if site.transposed != kind.keeps_transposed(site.parameter):
             raise _Damaged(f"{where}.transposed = {_shown(site.transposed)}, which a {site.kind} is not")
         if site.matrices != 1 and not kind.routed:
             raise _Damaged(f"{where}.matrices = {site.matrices}; a {site.kind} has 1")

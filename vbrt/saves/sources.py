@@ -380,7 +380,7 @@ def _routed_swaps(layers: Iterable[SavedLayer], modules: Mapping[str, nn.Module]
     for layer in layers:
         if KINDS[layer.site.kind].routed:
             held.setdefault(layer.site.module, {})[layer.site.parameter] = layer
-    for module, by_parameter in held.items():
+    for by_parameter in held.values():
         kind = KINDS[next(iter(by_parameter.values())).site.kind]
         first, *others = (by_parameter[parameter] for parameter in kind.parameters)
         yield replace(
@@ -388,7 +388,7 @@ def _routed_swaps(layers: Iterable[SavedLayer], modules: Mapping[str, nn.Module]
             parts=tuple(layer.site for layer in others),
             dense_bytes=sum(x.site.parameters for x in (first, *others)) * getattr(torch, first.stored_dtype).itemsize,
             experts=first.site.matrices,
-            top_k=top_k_of(modules[module]),
+            top_k=top_k_of(first.site, modules),
         )
 
 

@@ -5,5 +5,14 @@ from vbrt.layers.experts.gates import gate_of
 from vbrt.layers.experts.handle import ExpertsHandle
 from vbrt.layers.experts.layer import VBExperts
 from vbrt.layers.experts.spec import ExpertsSpec
+from vbrt.layers.experts.special import VBParallelExperts, VBSharedExperts, VBSortedExperts
 
-__all__ = ["ExpertsHandle", "ExpertsSpec", "VBExperts", "gate_of"]
+__all__ = [
+    "ExpertsHandle",
+    "ExpertsSpec",
+    "VBExperts",
+    "VBParallelExperts",
+    "VBSharedExperts",
+    "VBSortedExperts",
+    "gate_of",
+]

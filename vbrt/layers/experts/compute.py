@@ -146,7 +146,7 @@ class _Library:
     def whole(self, leased: "Leased") -> Tensor:
         """All touched experts at once."""
         if not leased.experts:
-            return torch.zeros_like(self.routed.x)
+            return self.routed.x.new_zeros(len(self.routed.x), self.handle.spec.columns)
         return self.forward(self._view(leased), self.routed.x, self._local(leased), self.routed.weights)
 
     def add(self, leased: "Leased") -> None:
@@ -165,7 +165,7 @@ class _Library:
         """The rows of pairs, before they are weighed."""
         x, k = self.routed.x, local_Tk.shape[1]
         if self.rows is None:
-            self.rows = x.new_zeros(local_Tk.numel(), x.shape[1])
+            self.rows = x.new_zeros(local_Tk.numel(), self.handle.spec.columns)
         if self.name in ("batched_mm", "grouped_mm"):
             (self._add_pairs if self.name == "batched_mm" else self._add_groups)(view, local_Tk, count)
             return
@@ -228,6 +228,7 @@ class _Library:
 def plain_forward(layer: "VBExperts", *args: Any) -> Tensor:
     """The module's own forward on decoded temporaries, or on what somebody has put in their place."""
     plain, handle = type(layer).plain_class(), layer.handle
+    forward = getattr(type(layer), "own_rows", plain.forward)
     if layer.materialized:
         weights = {
             site.parameter: torch.ops.vbrt.expert_weight(
@@ -239,8 +240,8 @@ def plain_forward(layer: "VBExperts", *args: Any) -> Tensor:
             )
             for site in handle.spec.sites
         }
-        return plain.forward(ExpertsView(layer, weights, None), *args)
-    return plain.forward(layer, *args)
+        return forward(ExpertsView(layer, weights, None), *args)
+    return forward(layer, *args)
 
 
 # -- 4 bits -----------------------------------------------------------------------------------------------------------
@@ -285,7 +286,7 @@ class _Kernels:
         """Some of them: the rows of their pairs."""
         x, ids_Tk = self.routed.x, self.routed.ids
         if self.rows is None and not x.is_cuda:
-            self.rows = x.new_zeros(ids_Tk.numel(), x.shape[1])
+            self.rows = x.new_zeros(ids_Tk.numel(), self.handle.spec.columns)
         local_Tk = local_ids(ids_Tk, self.handle.spec.experts, list(leased.experts))
         if x.is_cuda:  # kernels are chosen by the number of tokens: the same ones as where the device decides
             self.add_rows(ids_Tk.masked_fill(local_Tk == len(leased.experts), -1), leased.pages())
@@ -304,6 +305,9 @@ class _Kernels:
     def _rows(self, x_TH: Tensor, ids_Tk: Tensor, weights_Tk: Tensor | None, pages: ExpertPages) -> Tensor:
         """W_down g(W_up x) of each pair, or their weighted sums."""
         layer, ops = self.layer, self.ops
+        own = getattr(type(layer), "rows_of_pages", None)
+        if own is not None:
+            return own(layer, ops, Routed(x_TH, ids_Tk, weights_Tk), pages)
         up, down = (layer._parameters.get(f"{site.parameter}_bias") for site in self.handle.spec.sites)
         gate = _gate(layer)
         h_PI = ops.up(x_TH, ids_Tk, pages, gate=gate, bias_EN=up)

@@ -42,7 +42,7 @@ class VBExperts(SwappedLayer):
     def adopt_(cls, module: nn.Module, handle: ExpertsHandle) -> "VBExperts":
         """Turn `module` into a VB layer in place; nothing is encoded yet."""
         parameters = handle.spec.parameters
-        module.__class__ = experts_class(type(module), parameters)
+        module.__class__ = experts_class(cls, type(module), parameters)
         module.__dict__["_vb_handle"] = handle
         handle.trainable = module._parameters[parameters[0]].requires_grad
         handle.layers.add(module)
@@ -266,7 +266,11 @@ class VBExperts(SwappedLayer):
         self._own_held()
 
     def __reduce_ex__(self, protocol: int):
-        return _new_layer, (type(self).plain_class(), self._vb_handle.spec.parameters), self.__getstate__()
+        return (
+            _new_layer,
+            (type(self).__base__, type(self).plain_class(), self._vb_handle.spec.parameters),
+            self.__getstate__(),
+        )
 
     def _apply(self, fn, recurse: bool = True):
         """Casts show in what the layer computes and decodes; pages stay where the tiers have put them."""
@@ -348,8 +352,8 @@ class VBExperts(SwappedLayer):
 
 
 @functools.cache
-def experts_class(plain: type[nn.Module], parameters: tuple[str, ...]) -> type[VBExperts]:
-    """The class that takes the place of `plain`, whose weights have these names."""
+def experts_class(base: type[VBExperts], plain: type[nn.Module], parameters: tuple[str, ...]) -> type[VBExperts]:
+    """The class that takes the place of `plain`, whose weights have these names, made from `base`."""
     members: dict[str, Any] = {name: property(functools.partial(_read, name=name)) for name in parameters}
 
     @functools.wraps(plain.forward)
@@ -363,7 +367,7 @@ def experts_class(plain: type[nn.Module], parameters: tuple[str, ...]) -> type[V
         "__doc__": f"{plain.__name__} with its experts in a tier stack. Made by `vbrt.wrap`, not by hand.",
         "forward": forward,
     }
-    return type(f"VB{plain.__name__}", (VBExperts, plain), members)
+    return type(f"VB{plain.__name__}", (base, plain), members)
 
 
 def _read(self: VBExperts, name: str) -> torch.Tensor:
@@ -375,5 +379,6 @@ def _bound(plain: type, module: nn.Module, args: tuple, kwargs: Mapping[str, Any
     return inspect.signature(plain.forward).bind(module, *args, **kwargs).args[1:]
 
 
-def _new_layer(plain: type[nn.Module], parameters: tuple[str, ...]) -> VBExperts:
-    return experts_class(plain, parameters).__new__(experts_class(plain, parameters))
+def _new_layer(base: type[VBExperts], plain: type[nn.Module], parameters: tuple[str, ...]) -> VBExperts:
+    made = experts_class(base, plain, parameters)
+    return made.__new__(made)

@@ -31,7 +31,9 @@ class ExpertsView:
 def implementation_of(layer: nn.Module) -> tuple[str | None, Callable[..., Tensor]]:
     """The function that the module's forward would call, and its name in transformers' table; None: the module's own,
     which adds experts to the sum in their order."""
-    plain = type(layer).plain_class()
+    plain, own = type(layer).plain_class(), getattr(type(layer), "own_rows", None)
+    if own is not None:
+        return "rows", own
     name = getattr(getattr(layer, "config", None), "_experts_implementation", None)
     library = sys.modules.get("transformers.integrations.moe")
     known = library is not None and name in library.ALL_EXPERTS_FUNCTIONS

@@ -1,9 +1,13 @@
 """Which experts a pass touches, and how many one token is sent to."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from vbrt.layers.kinds import KINDS
+from vbrt.residency.site import ROOT, WeightSite
 
 __all__ = ["local_ids", "pairs_of", "top_k_of", "touched_experts"]
 
@@ -21,16 +25,27 @@ _NAMES = (
 )
 
 
-def top_k_of(module: nn.Module) -> int:
-    """Return how many experts a token is sent to, as the module's config says; all of them where it does not."""
-    weight = next(parameter for parameter in module._parameters.values() if parameter is not None)
-    experts = weight.shape[0]
-    for holder in (module, getattr(module, "config", None)):
-        for name in _NAMES:
-            k = _whole(getattr(holder, name, None))
-            if k is not None:
-                return min(k, experts)
-    return experts
+def top_k_of(site: WeightSite, modules: Mapping[str, nn.Module]) -> int:
+    """Return how many experts of a site's module one token is sent to: as the module or its config says, or the config
+    of the model and those within it, of which the largest number counts; all where nothing says it."""
+    module, model = modules[site.module], modules[ROOT]
+    holders = () if KINDS[site.kind].every else (module, getattr(module, "config", None))
+    said = [k for holder in holders if (k := _said_by(holder)) is not None][:1]
+    if holders and not said:
+        said = [k for config in _configs(getattr(model, "config", None)) if (k := _said_by(config)) is not None]
+    return min(max(said, default=site.matrices), site.matrices)
+
+
+def _said_by(holder: Any) -> int | None:
+    return next((k for name in _NAMES if (k := _whole(getattr(holder, name, None))) is not None), None)
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """Yield a config of transformers and the configs within it."""
+    if hasattr(config, "model_type"):
+        yield config
+        for value in vars(config).values():
+            yield from _configs(value)
 
 
 def _whole(value: Any) -> int | None:

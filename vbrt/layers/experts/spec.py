@@ -37,7 +37,7 @@ class ExpertsSpec:
         sites = tuple(replace(site, module=prefix + site.module) for site in (swap.site, *swap.parts))
         one = HandleSpec.of(replace(swap, pages=()), config)
         parts = {
-            part: replace(one, site=replace(site, matrices=1))
+            part: replace(one, site=replace(site, matrices=1, stacked=False))
             for part, site in zip(KINDS[swap.kind].parts, sites, strict=True)
         }
         return cls(sites, parts, swap.top_k, {prefix + page.key: page.home for page in swap.pages})
@@ -66,6 +66,11 @@ class ExpertsSpec:
     def parameters(self) -> tuple[str, ...]:
         """The names of the parameters."""
         return tuple(site.parameter for site in self.sites)
+
+    @property
+    def columns(self) -> int:
+        """The number of outputs of an expert."""
+        return self.sites[-1].shape[0]
 
     @property
     def dtype(self) -> torch.dtype:

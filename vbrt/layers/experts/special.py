@@ -1,0 +1,139 @@
+"""Experts that are called otherwise than with hidden states, ids and routing weights.
+
+Each class here turns the call of its module into that one, [T, H], [T, k], [T, k], and says how its rows are computed:
+
+    own_rows(view, x, ids, weights): as the module computes them, on a view of it with some of its experts
+    rows_of_pages(layer, ops, routed, pages): by the ops on pages
+
+Legend: T tokens, k experts a token, E experts, H hidden, N outputs.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from vbrt.kernels.experts import ExpertPages
+from vbrt.kernels.product import as_autocast
+from vbrt.kernels.watched import is_bare
+from vbrt.layers.compute import pass_precision
+from vbrt.layers.experts.compute import Routed, plain_forward
+from vbrt.layers.experts.gates import act_gate
+from vbrt.layers.experts.layer import VBExperts
+from vbrt.layers.experts.library import ExpertsView
+
+if TYPE_CHECKING:
+    from vbrt.layers.experts.handle import ExpertOps
+
+__all__ = ["VBParallelExperts", "VBSharedExperts", "VBSortedExperts"]
+
+
+class _VBCalledOtherwise(VBExperts):
+    """Experts whose call is turned into that of others."""
+
+    def _vb_forward(self, *args: Any) -> Tensor:
+        if not is_compiling() and not self.materialized and not self._given():
+            self.materialize_()
+            if not isinstance(self, VBExperts):  # somebody has asked the shell to train
+                return self(*args)
+        return super()._vb_forward(*self._routed(*args))
+
+    def _routed(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError
+
+
+class VBSortedExperts(_VBCalledOtherwise):
+    """Llama 4: every expert is given all tokens, [E * T, H], those that are not routed to it as zeros.
+
+    Without a bias zeros give zeros, so that an expert whose rows are all zero is neither leased nor computed; of the
+    others, 4 bits compute the rows that are not. Where gradients are asked for, all rows are computed.
+    """
+
+    _apply_gate = act_gate
+
+    def _routed(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x_TH, experts = hidden.reshape(-1, hidden.shape[-1]), self._vb_handle.spec.experts
+        own_E1 = torch.arange(experts, dtype=torch.int64, device=x_TH.device).view(-1, 1)
+        ids_ET = own_E1.expand(experts, len(x_TH) // experts)
+        if not (torch.is_grad_enabled() and hidden.requires_grad):
+            some_ET = (x_TH != 0).any(dim=1).view_as(ids_ET)
+            if self._vb_handle.spec.lossless:  # the module's product takes as many rows of each expert
+                some_ET = some_ET.any(dim=1, keepdim=True)
+            ids_ET = torch.where(some_ET, ids_ET, experts)
+        return x_TH, ids_ET.reshape(-1, 1), x_TH.new_ones(len(x_TH), 1)
+
+    @staticmethod
+    def own_rows(view: Any, x_TH: Tensor, ids_T1: Tensor, weights_T1: Tensor) -> Tensor:
+        """All rows of all experts of the view; zeros for those of others."""
+        names = ("gate_up_proj", "down_proj")
+        count, held = view.gate_up_proj.shape[0], {name: getattr(view, name) for name in names}
+        here_T = (ids_T1 < count).squeeze(1)
+        x_pH, module = x_TH[here_T], getattr(view, "_layer", view)
+        if count == 1 < module.num_experts:  # torch multiplies a batch of one in another order
+            held, x_pH = {name: weight[[0, 0]] for name, weight in held.items()}, x_pH.repeat(2, 1)
+        y_pH = type(module).plain_class().forward(ExpertsView(module, held, None), x_pH)
+        out_TH = y_pH.new_zeros(len(x_TH), y_pH.shape[1])
+        out_TH[here_T] = y_pH[: int(here_T.sum())]
+        return out_TH
+
+
+class VBParallelExperts(_VBCalledOtherwise):
+    """JetMoE: one matrix an expert; rows come sorted by expert, with the number of each expert's."""
+
+    @torch.compiler.disable
+    def _vb_forward(self, *args: Any) -> Tensor:
+        return super()._vb_forward(*args)
+
+    def _routed(self, rows: Tensor, sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
+        counts = torch.as_tensor(sizes, dtype=torch.int64, device=rows.device)
+        experts = torch.arange(len(counts), dtype=torch.int64, device=rows.device)
+        ids_T = experts.repeat_interleave(counts)
+        return rows, ids_T.view(-1, 1), rows.new_ones(len(rows), 1)
+
+    @staticmethod
+    def own_rows(view: Any, x_TK: Tensor, ids_T1: Tensor, weights_T1: Tensor) -> Tensor:
+        """The products of the rows of each expert."""
+        sizes = torch.bincount(ids_T1.squeeze(1), minlength=view.num_experts).tolist()
+        parts = [F.linear(rows, view.weight[e]) for e, rows in enumerate(x_TK.split(sizes)) if len(rows)]
+        return torch.cat(parts) if parts else x_TK.new_zeros(0, view.output_size)
+
+    @staticmethod
+    def rows_of_pages(layer: VBExperts, ops: "ExpertOps", routed: Routed, pages: ExpertPages) -> Tensor:
+        """The products of all rows."""
+        return ops.up(routed.x, routed.ids, pages)
+
+
+class VBSharedExperts(VBExperts):
+    """Inkling's shared experts: every token goes to all, whose matrices "gate", "up" and "down" lie apart."""
+
+    @torch.compiler.disable
+    def _vb_forward(self, hidden: Tensor, gammas: Tensor) -> Tensor:
+        self.notice_writes()
+        if not self.materialized and not self._given():
+            self.materialize_()
+            if not isinstance(self, VBExperts):  # somebody has asked the shell to train
+                return self(hidden, gammas)
+        if not self.materialized or not is_bare(hidden):
+            return plain_forward(self, hidden, gammas)
+        handle, precision = self._vb_handle, pass_precision()
+        handle.forwards += 1
+        handle.routing.scan(range(handle.spec.experts))
+        lossless = handle.spec.lossless and not (handle.spec.fine and precision == "coarse")
+        differentiable = torch.is_grad_enabled() and (hidden.requires_grad or gammas.requires_grad)
+        with handle.lease(range(handle.spec.experts), precision) as leased:
+            if not (lossless or differentiable):
+                return self._by_pages(hidden, gammas, leased.pages())
+            parts = zip(handle.spec.parameters, handle.spec.parts, strict=True)
+            held = {parameter: leased.weights(part) for parameter, part in parts}
+            return type(self).plain_class().forward(ExpertsView(self, held, None), hidden, gammas)
+
+    def _by_pages(self, hidden: Tensor, gammas: Tensor, pages: ExpertPages) -> Tensor:
+        ops, x_TH = self._vb_handle.ops_of_pass(), as_autocast(hidden.reshape(-1, hidden.shape[-1]))
+        experts = torch.arange(pages.experts, dtype=torch.int64, device=x_TH.device)
+        ids_TE = experts.expand(len(x_TH), -1).contiguous()
+        gate_PI, value_PI = (ops.up(x_TH, ids_TE, pages, part=part) for part in ("gate", "up"))
+        h_PI = (self.act_fn(gate_PI) * value_PI * gammas.reshape(-1, 1)).to(x_TH.dtype)
+        y_TH = ops.down(h_PI, ids_TE, x_TH.new_ones(ids_TE.shape), pages)
+        return y_TH.to(hidden.dtype).view(hidden.shape)
