@@ -105,7 +105,8 @@ class Trainer:
         histories = {
             name: TensorInfo(name, torch.uint8, info.shape)
             for name, info in saved["model"].items()
-            if name.endswith(".separation") and name.removesuffix("separation") + "weight" in own["model"]
+            if name.endswith(".separation")
+            and {name.removesuffix("separation") + "weight", name.removesuffix(".separation")} & own["model"].keys()
         }
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         moments = {i: {"step": torch.tensor(0.0), "exp_avg": p, "exp_avg_sq": p} for i, p in enumerate(parameters)}

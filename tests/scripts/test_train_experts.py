@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
+import vbrt
 from scripts import lm_experts, train
 from scripts.lm import Options, Shape, build, read_text
 from tests.scripts.training import assert_same_run, lines, refusal, run
@@ -151,3 +152,22 @@ def test_the_config_beside_the_weights_is_that_of_the_run(routed):
     config = json.loads((routed / "config.json").read_text())
     assert config["architectures"] == ["Qwen3MoeForCausalLM"] and config["vocab_size"] == 256
     assert (config["num_experts_per_tok"], config["router_aux_loss_coef"]) == (2, 0.01)
+
+
+def test_training_in_four_bits_goes_on_with_the_scales_it_had(text, tmp_path, monkeypatch):
+    whole, out, advance = tmp_path / "whole", tmp_path / "run", train.Trainer.advance
+    run(text, whole, *EXPERTS, "--use-fp4", "--steps", "12")
+
+    def interrupted(trainer: train.Trainer, ids: Tensor, targets: Tensor) -> dict[str, float]:
+        if trainer.step == 6:
+            raise KeyboardInterrupt
+        return advance(trainer, ids, targets)
+
+    monkeypatch.setattr(train.Trainer, "advance", interrupted)
+    with pytest.raises(SystemExit, match="130"):
+        run(text, out, *EXPERTS, "--use-fp4", "--steps", "12")
+    monkeypatch.undo()
+    run(text, out, *EXPERTS, "--use-fp4", "--steps", "12")
+    assert_same_run(out, whole)
+    planes = vbrt.load(out / "planes", lm_experts.ExpertsLanguageModel(Shape(1, 32, 2, 32, 256, True, 8, 2, 8)).eval())
+    assert [swap.experts for swap in planes.plan.swaps if swap.experts] == [8]

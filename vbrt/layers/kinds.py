@@ -106,7 +106,6 @@ def _experts(name: str, parameters: tuple[str, str], *, transposed: bool = False
         transposed=transposed,
         routed=True,
         parts=("up", "down"),
-        modes=("infer",),
     )
 
 

@@ -27,6 +27,11 @@ class SwappedLayer(nn.Module):
         return next(c for c in cls.__mro__ if not issubclass(c, SwappedLayer))
 
     @property
+    def trained_parameters(self) -> tuple[str, ...]:
+        """The names of parameters that train, and that forwards see in 4 bits."""
+        return ()
+
+    @property
     def dense(self) -> nn.Parameter | None:
         """The dense parameter at the weight's site; None once it is encoded."""
         return self._parameters[self._vb_handle.spec.site.parameter]

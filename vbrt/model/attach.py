@@ -19,7 +19,7 @@ from vbrt.residency.custom import PolicyFactory
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.site import ROOT
 from vbrt.tiers import TierStack
-from vbrt.training import TrainedWeight, trained_class
+from vbrt.training import TrainedExpertsWeight, TrainedWeight, trained_class
 
 __all__ = ["Attempt", "attach", "plan_for"]
 
@@ -85,7 +85,7 @@ def attach(
 
 def _attach(model: nn.Module, runtime: Runtime, terms: Terms) -> Attachment:
     if terms.settings.mode == "train":
-        weights = [TrainedWeight(_spec(swap, terms)) for swap in terms.plan.swaps]
+        weights = [_trained(swap, terms) for swap in terms.plan.swaps]
         return TrainingAttachment(model, runtime, terms, _swap_layers_(model, terms.plan, weights, trained_class))
     handles = [_handle(swap, terms, runtime.stack) for swap in terms.plan.swaps]
     return Attachment(model, runtime, terms, _swap_layers_(model, terms.plan, handles, Kind.layer_class))
@@ -94,6 +94,12 @@ def _attach(model: nn.Module, runtime: Runtime, terms: Terms) -> Attachment:
 def _spec(swap: Swap, terms: Terms) -> HandleSpec:
     spec = HandleSpec.of(swap, terms.settings)
     return replace(spec, site=replace(spec.site, module=terms.prefix + spec.site.module))
+
+
+def _trained(swap: Swap, terms: Terms) -> TrainedWeight | TrainedExpertsWeight:
+    if swap.experts:
+        return TrainedExpertsWeight(ExpertsSpec.of(swap, terms.settings, terms.prefix))
+    return TrainedWeight(_spec(swap, terms))
 
 
 def _handle(swap: Swap, terms: Terms, stack: TierStack) -> WeightHandle | ExpertsHandle:

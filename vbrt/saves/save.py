@@ -37,11 +37,12 @@ from vbrt.saves.manifest import (
     to_json,
 )
 from vbrt.saves.tensorfile import TensorInfo, TensorWriter
-from vbrt.training import TrainedLayer, TrainedWeight
+from vbrt.training import TrainedExpertsWeight, TrainedWeight
 
 __all__ = ["save_attached"]
 
-Handle = WeightHandle | TrainedWeight | ExpertsHandle
+Experts = ExpertsHandle | TrainedExpertsWeight
+Handle = WeightHandle | TrainedWeight | Experts
 _SHARD_BYTES = 1 << 30
 _OURS = re.compile(rf"({SHARD.pattern}|{re.escape(MANIFEST)})((\.[0-9a-f]{{8}})?\.tmp)?")
 
@@ -167,14 +168,14 @@ def _shards(parts: Iterable[_Part]) -> list[list[_Part]]:
 
 def _layer_parts(layer: SavedLayer, handle: Handle) -> Iterator[_Part]:
     """Yield what is written of a weight at a time: of routed experts, one matrix."""
-    if not isinstance(handle, ExpertsHandle):
+    if not isinstance(handle, Experts):
         yield _layer_part(layer, handle)
         return
     for expert in range(handle.spec.experts):
         yield _expert_part(layer, handle, expert)
 
 
-def _expert_part(layer: SavedLayer, handle: ExpertsHandle, expert: int) -> _Part:
+def _expert_part(layer: SavedLayer, handle: Experts, expert: int) -> _Part:
     part = handle.spec.part_of(layer.site.parameter)
     infos = [
         TensorInfo(layer.file_tensor(layout.plane, field.name, expert), getattr(torch, field.dtype), field.shape)
@@ -183,10 +184,10 @@ def _expert_part(layer: SavedLayer, handle: ExpertsHandle, expert: int) -> _Part
     ]
 
     def write(writer: TensorWriter) -> dict[str, str]:
-        with handle.lease([expert]) as leased:
+        with handle.encoded_matrix(part, expert) as planes:
             named = {
                 layer.file_tensor(layout.plane, field, expert): tensor
-                for layout, fields in handle.encoded_part_of(part, leased)
+                for layout, fields in planes
                 for field, tensor in fields.items()
             }
             return {name: writer.write(name, tensor) for name, tensor in named.items()}
@@ -231,14 +232,12 @@ def _find_layers(model: nn.Module) -> list[tuple[SavedLayer, Handle]]:
         (layer, handle)
         for handle, held in sites.items()
         for layer in (
-            _saved_experts(handle, held[0])
-            if isinstance(handle, ExpertsHandle)
-            else [_saved_layer(handle, tuple(held))]
+            _saved_experts(handle, held[0]) if isinstance(handle, Experts) else [_saved_layer(handle, tuple(held))]
         )
     ]
 
 
-def _saved_experts(handle: ExpertsHandle, first: WeightSite) -> Iterator[SavedLayer]:
+def _saved_experts(handle: Experts, first: WeightSite) -> Iterator[SavedLayer]:
     """Yield an entry for each parameter of a module of routed experts."""
     for part, site in zip(handle.spec.parts, handle.spec.sites, strict=True):
         layouts = handle.encoded_layouts(part, 0)
@@ -286,7 +285,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for name, parameter in module._parameters.items():
-            in_planes = isinstance(module, TrainedLayer) and name == site_of(path, module).parameter
+            in_planes = isinstance(module, SwappedLayer) and name in module.trained_parameters
             if parameter is not None and not in_planes:
                 yield prefix + name, "parameter", parameter
         for name, buffer in module._buffers.items():

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from vbrt.layers.kinds import KINDS, Kind
+from vbrt.training.expert_layers import TrainedExperts
 from vbrt.training.layers import TrainedLayer, TrainedLinear
 
 __all__ = ["trained_class"]
@@ -19,8 +20,10 @@ _PREFIX = "Trained"
 
 
 @functools.cache
-def trained_class(kind: Kind) -> type[TrainedLayer]:
-    """The class that takes the place of a kind's own in training."""
+def trained_class(kind: Kind) -> type[TrainedLayer] | type[TrainedExperts]:
+    """The class that takes the place of a kind's own in training; of experts, the one that it is made from."""
+    if kind.routed:
+        return TrainedExperts
     plain = kind.layer_class().plain_class()
     if plain is TrainedLinear.plain_class():
         return TrainedLinear

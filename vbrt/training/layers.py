@@ -58,6 +58,11 @@ class TrainedLayer(SwappedLayer):
         """The weight's spec, counters and engine."""
         return self._vb_handle
 
+    @property
+    def trained_parameters(self) -> tuple[str, ...]:
+        """The name of the parameter that forwards round."""
+        return (self._vb_handle.spec.site.parameter,)
+
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., K] -> [..., N] with the rounded weight, in the dtype that autocast asks for."""
         handle, weight = self._vb_handle, self._parameters["weight"]

@@ -12,10 +12,10 @@ from vbrt.kernels.product import sum_rows
 from vbrt.training.layers import weight_gradient
 from vbrt.training.weight import TrainedWeight, live_weight
 
-__all__: list[str] = []
+__all__ = ["weight_of"]
 
 
-def _weight_of(token: Tensor) -> TrainedWeight:
+def weight_of(token: Tensor) -> TrainedWeight:
     """The live one that a compiled graph's token names."""
     handle = live_weight(token.item())
     if handle is None:
@@ -35,7 +35,7 @@ def _trained_op(
 ) -> Tensor:
     """x [..., K] -> [..., N] with the rounded weight."""
     with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x, _weight_of(token).rounded(weight, dtype, training=training), bias)
+        return F.linear(x, weight_of(token).rounded(weight, dtype, training=training), bias)
 
 
 @_trained_op.register_fake
@@ -46,7 +46,7 @@ def _(x, weight, bias, token, dtype, training, transposed):
 @torch.library.custom_op("vbrt::trained_weight", mutates_args=(), tags=_TAGS)
 def _trained_weight_op(weight: Tensor, token: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
     """The rounded weight [N, K] of a backward pass."""
-    return _weight_of(token).rounded_as_before(weight, dtype)
+    return weight_of(token).rounded_as_before(weight, dtype)
 
 
 @_trained_weight_op.register_fake

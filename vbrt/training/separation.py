@@ -93,6 +93,13 @@ class TrainedSeparation:
         """The coarse plane of the weight under the scales that are kept, or under new ones before the first forward."""
         return (self._frame_on(w_NK.device) if self._frame else self._fitted(w_NK)).encode(w_NK)
 
+    def encode_rows(self, w_RK: Tensor, first: int) -> dict[str, Tensor]:
+        """`encode` of the rows of the weight from `first` on."""
+        if self._frame is None:
+            return self._fitted(w_RK).encode(w_RK)
+        tensors = self._frame_on(w_RK.device).tensors
+        return Frame(self.format, tensors | {"scales": tensors["scales"][first : first + len(w_RK)]}).encode(w_RK)
+
     def _has_changed(self, weight: Tensor) -> bool:
         now = identity(weight)
         changed = now != self._seen and not self._as_seen

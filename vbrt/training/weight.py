@@ -70,7 +70,7 @@ class TrainedWeight:
 
     def empty_copy(self) -> "TrainedWeight":
         """One for another weight of the same layer, without a history."""
-        return TrainedWeight(self.spec)
+        return type(self)(self.spec)
 
     def retire(self) -> None:
         """End the training of this weight: no layer holds it any more. Idempotent."""
@@ -133,7 +133,7 @@ class TrainedWeight:
     # -- copies -------------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict) -> "TrainedWeight":
-        clone = memo[id(self)] = TrainedWeight(self.spec)
+        clone = memo[id(self)] = type(self)(self.spec)
         clone.dtype, clone.forwards = self.dtype, self.forwards
         if self.separation is not None:
             clone.separation = self.separation.copied(self.weight)

@@ -128,6 +128,15 @@ def test_a_forward_for_training_decodes_no_layer_and_leases_the_experts_of_its_t
     assert set(grad.abs().sum(1).nonzero().flatten().tolist()) == {1, 5}
 
 
+def test_compiled_gradients_are_those_of_eager_forwards():
+    layer, plain = pair("Qwen3MoeExperts", "nvfp4")
+    args = routed(plain)
+    want = gradients(layer, args)
+    torch._dynamo.reset()
+    got = gradients(torch.compile(layer, backend="aot_eager", fullgraph=True), args)
+    assert_close(got, want, 1e-5)
+
+
 def test_sentinels_give_no_gradient():
     layer, plain = pair("Qwen3MoeExperts", "nvfp4")
     layer._is_expert_parallel = plain._is_expert_parallel = True

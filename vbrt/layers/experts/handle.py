@@ -436,17 +436,18 @@ class ExpertsHandle:
             joined.append((self.encoded_layout(layout), join_fields(parts)))
         return joined
 
-    def encoded_part_of(self, part: str, leased: Leased) -> Planes:
-        """The planes of one part of the one leased expert as the format encodes them."""
-        (expert,) = leased.experts
+    @contextlib.contextmanager
+    def encoded_matrix(self, part: str, expert: int) -> Iterator[Planes]:
+        """The planes of one matrix as the format encodes them, leased."""
         stored = [page.layout for page in self.pages[expert * self.planes : (expert + 1) * self.planes]]
-        return [
-            (layout, self.encoded_part(part, layout, fields))
-            for layout, fields in zip(stored, leased.fields(0), strict=True)
-        ]
+        with self.lease([expert]) as leased:
+            yield [
+                (layout, self.encoded_part(part, layout, fields))
+                for layout, fields in zip(stored, leased.fields(0), strict=True)
+            ]
 
     def encoded_layouts(self, part: str, expert: int) -> list[PageLayout]:
-        """The layouts of `encoded_part_of`, without a lease."""
+        """The layouts of `encoded_matrix`, without a lease."""
         encoder, layouts = self.encoders[part], []
         for page in self.pages[expert * self.planes : (expert + 1) * self.planes]:
             if page.layout.plane == "fine":
