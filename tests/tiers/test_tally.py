@@ -5,12 +5,12 @@ import time
 
 import pytest
 
-from tests.tiers.stacks import UNIT, WatchedTier, content, layout, use
+from tests.tiers.stacks import CPU, UNIT, WatchedTier, content, layout, use
 from vbrt.formats.page import build_layout
 from vbrt.model.snapshot import experts_stats, tier_stats
 from vbrt.residency.counts import RoutingCounts
 from vbrt.residency.lru import LRUPolicy
-from vbrt.tiers import Level, Owner, SsdTier, Tally, TierStack
+from vbrt.tiers import Level, MemoryTier, Owner, SsdTier, Tally, TierStack
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 PLANES = ("coarse", "fine")
@@ -130,8 +130,8 @@ def test_the_experts_of_a_layer_are_counted_one_by_one_for_who_asks(stack):
 
 
 def test_stats_of_thousands_of_experts_take_two_milliseconds(tmp_path):
-    near, far = Level(WatchedTier("cpu", 2000), LRUPolicy(2000 * UNIT)), WatchedTier("far", 6144)
-    stack = TierStack([near, far])
+    near, far = (MemoryTier(name, CPU, pages * UNIT) for name, pages in (("cpu", 2000), ("far", 6144)))
+    stack = TierStack([Level(near, LRUPolicy(2000 * UNIT)), far])
     layers, one = [], layout(1)
     for n in range(48):
         owner = Owner(stack, Tally())

@@ -88,7 +88,7 @@ def _by_device(layer: "VBExperts", routed: Routed, *, scan: bool) -> Tensor:
     """`run_experts` where the device decides: nothing waits for it, and a graph may record what is launched."""
     handle, compute = layer.handle, _Kernels(layer, routed)
     layer_cache = handle.cache
-    handle.routing.decide(len(routed.x), scan=scan)
+    handle.routing.decide(scan=scan)
     if not scan and layer_cache.whole(routed.ids):
         with layer_cache.lease(routed.ids) as addresses:
             return compute.on_pages(layer_cache.at(addresses))
