@@ -204,14 +204,14 @@ class Warp(Arithmetic, Transfers, Matrices):
 
 
 def _moved(addresses: torch.Tensor, places: dict[int, int]) -> torch.Tensor:
-    """A table of addresses as the machine has what is there; other numbers stay."""
+    """A table with other addresses of the same pages; other numbers stay."""
     return torch.tensor([places.get(at, at) for at in addresses.flatten().tolist()])
 
 
 def launched(kernel: Any, capability: int, grid: Sequence[int], given: Sequence[Any], named: dict[str, Any]) -> None:
     """What `kernel[grid](*given, **named)` does, on tensors of the CPU."""
     machine, arguments = Machine(), []
-    types, constants, aligned = {}, {}, []
+    types, constants, aligned, tables = {}, {}, [], []
     buffers: dict[int, tuple[Buffer, torch.Tensor]] = {}
 
     def taken(tensor: torch.Tensor) -> Buffer:
@@ -230,8 +230,9 @@ def launched(kernel: Any, capability: int, grid: Sequence[int], given: Sequence[
             constants[name] = value
             continue
         if isinstance(value, torch.Tensor) and value.dtype is torch.int64:
-            kind, multiple = "*i64", True
-            value = machine.put(_moved(value, {page.data_ptr(): taken(page).address for page in Machine.pages}))
+            kind, multiple, table = "*i64", True, value
+            value = machine.put(_moved(table, {page.data_ptr(): taken(page).address for page in Machine.pages}))
+            tables.append((value, table))
         elif isinstance(value, torch.Tensor):
             kind, multiple = f"*{NAMES[value.dtype]}", value.data_ptr() % 16 == 0
             value = taken(value)
@@ -250,3 +251,6 @@ def launched(kernel: Any, capability: int, grid: Sequence[int], given: Sequence[
     machine.run(binary.asm["ptx"], (*grid, 1)[:2], arguments)
     for buffer, line in buffers.values():
         line.copy_(machine.get(buffer))
+    places = {taken(page).address: page.data_ptr() for page in Machine.pages}
+    for buffer, table in tables:
+        table.copy_(_moved(machine.get(buffer), places).view(table.shape))

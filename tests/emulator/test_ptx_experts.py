@@ -8,10 +8,10 @@ from tests.emulator.test_ptx import copies, gpu  # noqa: F401  # fixtures
 from tests.kernels.cuda.gpu_cases import error
 from tests.kernels.expert_cases import exact_rows, expert_pages, routing
 from tests.matrix import matrix
-from vbrt.kernels.cuda.experts import many
+from vbrt.kernels.cuda.e2m1.linear import decode_weight
+from vbrt.kernels.cuda.experts import decoded, many
 from vbrt.kernels.cuda.experts.pairs import Groups, most_blocks
-from vbrt.kernels.cuda.launch_table import GroupedLaunch
-from vbrt.kernels.experts import Gate
+from vbrt.kernels.experts import Gate, part_planes, weigh_and_sum
 
 pytest.importorskip("triton.experimental.gluon")
 
@@ -41,13 +41,45 @@ def pairs(monkeypatch):
     monkeypatch.setattr(many, "group_pairs", group_pairs)
 
 
-@matrix(gate=GATES, format=["nvfp4", "mxfp4"], tokens=[32, 64])
-def test_many_tokens(gate, format, tokens, gpu, monkeypatch):  # noqa: F811
-    pages, weights = expert_pages(format, {"up": (96, 264), "down": (40, 48)}, E, tiled=True, missing=(1,))
+CASES = {  # rows, columns, pairs of an expert at a time: several items a program, whole and odd columns of tiles
+    "short": (192, 136, 32),
+    "odd": (288, 328, 64),
+    "even": (160, 512, 64),
+}
+
+
+@matrix(gate=GATES, format=["nvfp4", "mxfp4"], case=CASES, at_most=3)
+def test_many_tokens(gate, format, case, gpu, monkeypatch):  # noqa: F811
+    n, k, block = case
+    pages, weights = expert_pages(format, {"up": (n, k), "down": (40, 48)}, E, tiled=True, missing=(1,))
     monkeypatch.setattr(Machine, "pages", [page for page in pages.pages if page is not None])
-    ids, _ = routing(40, 2, E, sentinels=6)
+    ids, _ = routing(36, 2, E, sentinels=6)
     ids[ids == 1] = 2
-    x, bias = torch.randn(40, 264).bfloat16(), torch.randn(E, 96).bfloat16()
-    y = many.products(x, ids, pages, part="up", gate=gate, bias_EN=bias, config=GroupedLaunch(tokens, 3))
+    x, bias = torch.randn(36, k).bfloat16(), torch.randn(E, n).bfloat16()
+    groups = many.group_pairs(ids, E, block)
+    y = many.products(x, groups, pages, part="up", gate=gate, bias_EN=bias)
     assert error(y, exact_rows(x, ids, weights["up"], gate, bias)) < 4e-3
     assert gpu == ["gather_kernel", "grouped_kernel"]
+
+
+def test_fp16_is_a_sum_of_bf16_and_rows_are_added_in_fp32(gpu, monkeypatch):  # noqa: F811
+    pages, weights = expert_pages("nvfp4", {"down": (40, 136)}, E, tiled=True)
+    monkeypatch.setattr(Machine, "pages", pages.pages)
+    ids, shares = routing(5, 2, E, sentinels=3)
+    h = torch.randn(10, 136, dtype=torch.float16)
+    rows = many.down(h, ids, None, pages, part="down", bias_EN=None)
+    assert error(rows, exact_rows(h, ids.view(-1, 1), weights["down"], None)) < 1e-3
+    rows[(ids == E).view(-1)] = float("nan")
+    y = many.weighted_sums(rows, ids, shares, E)
+    torch.testing.assert_close(y, weigh_and_sum(rows.nan_to_num(), ids, shares, E))
+    assert gpu == ["gather_kernel", "grouped_kernel", "grouped_kernel", "sum_kernel"]
+
+
+@matrix(format=["nvfp4", "mxfp4"])
+def test_matrices_of_experts_that_have_pairs_are_decoded_to_the_reference_s_bits(format, gpu, monkeypatch):  # noqa: F811
+    pages, _ = expert_pages(format, {"up": (16, 128), "down": (40, 264)}, E, tiled=True, missing=(1,))
+    monkeypatch.setattr(Machine, "pages", [page for page in pages.pages if page is not None])
+    groups = many.group_pairs(torch.tensor([[0], [2]]), E, 32)
+    decoded_GNK = decoded._decode(pages, "down", groups, 1, 2)
+    assert torch.equal(decoded_GNK[1], decode_weight(part_planes(pages, 2, "down")))
+    assert gpu == ["decode_kernel"]

@@ -18,7 +18,6 @@ __all__ = [
     "WIDE",
     "Choice",
     "Gpu",
-    "GroupedLaunch",
     "Launch",
     "PersistentLaunch",
     "RowsLaunch",
@@ -30,6 +29,7 @@ __all__ = [
     "cut_tiles",
     "fused_limit",
     "grouped_for",
+    "grouped_stages",
     "launch_for",
     "pairs_are_alone",
     "persistent_tiles",
@@ -81,16 +81,6 @@ class PersistentLaunch(NamedTuple):
     """The kernel for the most tokens on sm_90. cut: tiles of the result that all programs share along K."""
 
     cut: int
-
-
-class GroupedLaunch(NamedTuple):
-    """The kernel of routed experts for many tokens on sm_90: up to `tokens` pairs of an expert at a time.
-
-    stages: tiles' columns of activations in the ring.
-    """
-
-    tokens: int
-    stages: int
 
 
 class RowsLaunch(NamedTuple):
@@ -327,14 +317,22 @@ def _wide_warps(block: int, blocks: int, row_tiles: int, columns: int) -> int:
     return 16 if many else 8
 
 
-#: mean pairs of an expert up to which the kernel of routed experts takes so many at a time
-_GROUPED = ((20, GroupedLaunch(32, 8)), (50, GroupedLaunch(64, 8)), (400, GroupedLaunch(128, 6)))
-_GROUPED_MOST = GroupedLaunch(256, 3)
+#: mean pairs of an expert up to which the kernel of routed experts for many tokens takes so many at a time; with 256
+#: it was slower but in one of five cases, by 2 %, and torch's grouped matmul on weights in bf16 slower than with 128
+_GROUPED = ((20, 32), (50, 64))
+_GROUPED_MOST = 128
+#: so many -> tiles' columns of activations in shared memory
+_GROUPED_STAGES = {32: 8, 64: 8, 128: 6}
 
 
-def grouped_for(pairs: int, experts: int) -> GroupedLaunch:
-    """The configuration of the kernel of routed experts for many tokens."""
-    return next((launch for most, launch in _GROUPED if pairs <= most * experts), _GROUPED_MOST)
+def grouped_for(pairs: int, experts: int) -> int:
+    """The most pairs of an expert that the kernel of routed experts for many tokens takes at a time."""
+    return next((block for most, block in _GROUPED if pairs <= most * experts), _GROUPED_MOST)
+
+
+def grouped_stages(block: int) -> int:
+    """The places of the same kernel's ring of activations."""
+    return _GROUPED_STAGES[block]
 
 
 #: mean pairs of an expert up to which the kernels of routed experts for few tokens are the fastest

@@ -11,7 +11,8 @@ from tests.matrix import matrix
 from vbrt.kernels import resolve
 from vbrt.kernels.cuda.e2m1.linear import decode_weight
 from vbrt.kernels.cuda.experts import decoded, many, ops
-from vbrt.kernels.cuda.launch_table import GroupedLaunch, grouped_for
+from vbrt.kernels.cuda.experts.pairs import Groups
+from vbrt.kernels.cuda.launch_table import grouped_for, grouped_stages
 from vbrt.kernels.experts import Gate, weigh_and_sum
 from vbrt.kernels.experts_grad import experts_back
 
@@ -22,13 +23,41 @@ GATES = {
     "relu2": Gate("relu2", gated=False),
     "none": None,
 }
-LAUNCHES = [GroupedLaunch(32, 8), GroupedLaunch(64, 8), GroupedLaunch(128, 6), GroupedLaunch(256, 3)]
+BLOCKS = [32, 64, 128]
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 
 
 def test_more_pairs_of_an_expert_take_larger_blocks():
-    blocks = [grouped_for(pairs * 16, 16).tokens for pairs in (1, 30, 100, 300, 1000)]
-    assert blocks == sorted(blocks) and len(set(blocks)) > 2
+    blocks = [grouped_for(pairs * 16, 16) for pairs in (1, 30, 100, 1000)]
+    assert blocks == sorted(blocks) and set(blocks) == set(BLOCKS)
+    for block in BLOCKS:  # a ring of so many columns, and a chunk of fp32 sums for either warpgroup
+        assert grouped_stages(block) * block * 256 + 2 * min(64, block) * 64 * 4 + 1024 <= 227 << 10
+
+
+def test_pairs_are_sorted_once_for_a_layer_and_again_when_ids_have_changed(monkeypatch):
+    pages, _ = expert_pages("nvfp4", {"up": (32, 32), "down": (32, 32)}, 2, tiled=True)
+    sorts = []
+
+    def group_pairs(ids, experts, block):
+        sorts.append(ids)
+        return Groups(*torch.zeros(4, experts + 2).int(), block)
+
+    monkeypatch.setattr(many, "group_pairs", group_pairs)
+    monkeypatch.setattr(many, "products", lambda x, groups, *args, **named: x)
+    with torch.inference_mode():
+        inference, _ = routing(4, 1, 2)
+    for ids, change, count in (
+        (inference, lambda ids: None, 1),
+        (routing(4, 1, 2)[0], lambda ids: None, 1),
+        (routing(4, 1, 2)[0], lambda ids: ids.zero_(), 2),
+    ):
+        sorts.clear()
+        h = many.up(torch.zeros(4, 32), ids, pages, part="up", gate=None, bias_EN=None)
+        change(ids)
+        many.down(h, ids, None, pages, part="down", bias_EN=None)
+        assert len(sorts) == count
+        many.down(h, ids, None, pages, part="down", bias_EN=None)  # nobody knows what has happened since
+        assert len(sorts) == count + 1
 
 
 def test_pages_without_tiles_and_tensors_of_the_cpu_go_through_the_reference():
@@ -50,20 +79,21 @@ def on_hopper():
 
 
 @pytest.mark.gpu
-@matrix(gate=GATES, format=["nvfp4", "mxfp4"], launch=LAUNCHES, turns=2)
-def test_grouped_products_match_float64(gate, format, launch):
+@matrix(gate=GATES, format=["nvfp4", "mxfp4"], block=BLOCKS, turns=2)
+def test_grouped_products_match_float64(gate, format, block):
     on_hopper()
-    for n, k, experts, tokens in ((192, 520, 5, 300), (1536, 384, 40, 900), (160, 264, 3, 40)):
+    for n, k, experts, tokens in ((192, 520, 5, 300), (1536, 384, 40, 900), (160, 200, 3, 40)):
         pages, weights = expert_pages(format, {"up": (n, k)}, experts, tiled=True, device="cuda", missing=(1,))
         ids, _ = routing(tokens, 3, experts, device="cuda", sentinels=11)
         ids[ids == 1] = 2
         x = torch.randn(tokens, k, device="cuda").bfloat16()
-        bias = torch.randn(experts, n, device="cuda").bfloat16() if launch.tokens != 64 else None
+        bias = torch.randn(experts, n, device="cuda").bfloat16() if block != 64 else None
         poison()
-        y = many.products(x, ids, pages, part="up", gate=gate, bias_EN=bias, config=launch)
+        groups = many.group_pairs(ids, experts, block)
+        y = many.products(x, groups, pages, part="up", gate=gate, bias_EN=bias)
         assert error(y, exact_rows(x, ids, weights["up"], gate, bias)) < 5e-3
         assert not y[(ids == experts).view(-1)].any()
-        again = many.products(x, ids, pages, part="up", gate=gate, bias_EN=bias, config=launch)
+        again = many.products(x, groups, pages, part="up", gate=gate, bias_EN=bias)
         assert torch.equal(y, again)
 
 

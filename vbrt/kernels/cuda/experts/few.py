@@ -17,11 +17,10 @@ from vbrt.errors import KernelError
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
 from vbrt.kernels.cuda.e2m1.tiles import COLUMNS, FORMATS, ROWS, TILES
-from vbrt.kernels.cuda.experts.many import addresses_of
 from vbrt.kernels.cuda.experts.pairs import Groups, group_pairs
 from vbrt.kernels.cuda.launch_table import pairs_are_alone, rows_for, token_for
 from vbrt.kernels.cuda.launcher import Launcher, rows_are_aligned
-from vbrt.kernels.experts import ExpertPages, Gate, apply_gate
+from vbrt.kernels.experts import ExpertPages, Gate, addresses_of, apply_gate
 
 __all__ = ["down", "up"]
 

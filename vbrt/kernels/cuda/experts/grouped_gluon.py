@@ -16,27 +16,21 @@ The addresses of pages come from a table, and how many items there are is known 
 Legend: P pairs, E experts, N rows of a matrix, B blocks of up to TOKENS pairs of one expert.
 """
 
+# ruff: noqa: RUF005  # the kernel language has no starred expressions
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from vbrt.kernels.cuda.e2m1.narrow_gluon import (
-    RESCALE,
-    activate,
-    advanced,
-    allow_launch_after,
-    read_tiles,
-    tile_pointers,
-    wait_for_launch_before,
-)
+from vbrt.kernels.cuda.e2m1.narrow_gluon import RESCALE, activate, allow_launch_after, wait_for_launch_before
 from vbrt.kernels.cuda.e2m1.wide_gluon import operands
 from vbrt.kernels.cuda.private_api import renamed
 
 __all__ = ["gather_kernel", "grouped_kernel", "sum_kernel"]
 
-#: rows of a matrix in an item; pairs whose sums a warpgroup stores at a time
-ROWS, CHUNK = gl.constexpr(128), gl.constexpr(32)
+#: rows of a matrix in an item
+ROWS = gl.constexpr(128)
 #: of a warpgroup
 WARPS = gl.constexpr(4)
 #: columns of activations that are a row of 128 bytes in shared memory
@@ -45,11 +39,37 @@ COLUMNS = gl.constexpr(64)
 tma_load = renamed(tma, "async_load", "async_copy_global_to_shared")
 
 
-@gluon.jit(do_not_specialize=["P", "M", "columns", "n_out"])
+@gluon.jit
+def describe_block(block, expert_ptr, first_ptr, offset_ptr, address_ptr, table_ptr, E, TOKENS: gl.constexpr):
+    """An entry of the table that programs read ahead, int64 [4], of a block: what item of work it is part of.
+
+    The address of its expert's page; where that expert's pairs begin and, in the upper half, end; which is its expert's
+    first block and, in the upper half, how many those are; its expert, or -1 if there is none.
+    """
+    expert = gl.load(expert_ptr + block)
+    entry = table_ptr + 4 * block
+    if (expert >= 0) & (expert < E):
+        begin = gl.load(offset_ptr + expert)
+        end = gl.load(offset_ptr + expert + 1)
+        first_block = block - (gl.load(first_ptr + block) - begin) // TOKENS
+        count = (end - begin + TOKENS - 1) // TOKENS
+        gl.store(entry, gl.load(address_ptr + expert))
+        gl.store(entry + 1, begin.to(gl.int64) | (end.to(gl.int64) << 32))
+        gl.store(entry + 2, first_block.to(gl.int64) | (count.to(gl.int64) << 32))
+        gl.store(entry + 3, expert.to(gl.int64))
+    else:
+        gl.store(entry + 3, gl.full([], -1, gl.int64))
+
+
+@gluon.jit(do_not_specialize=["P", "M", "blocks", "columns", "n_out"])
 def gather_kernel(
     x_ptr,
     order_ptr,
     offset_ptr,
+    expert_ptr,
+    first_ptr,
+    address_ptr,
+    table_ptr,
     o_ptr,
     y_ptr,
     P,
@@ -57,18 +77,21 @@ def gather_kernel(
     K,
     k,
     E,
+    blocks,
     columns,
     n_out,
     x_stride,
     k_stride,
     SUMMANDS: gl.constexpr,
     CLEARS: gl.constexpr,
+    TOKENS: gl.constexpr,
     WARPS: gl.constexpr,
 ):
     """o [SUMMANDS * P, 128 * columns] bf16: the rows of x [M, K] of the sorted pairs, each pair's being pair // k.
 
     As summands, columns in the order of the tiles, zeros behind K. Rows of sentinels stay as they are, and with CLEARS
     theirs of y [P, n_out] become zeros. Grid (P, ceil(columns / (8 * WARPS))). See `wide_gluon.order_kernel`.
+    And table [blocks, 4], see `describe_block`.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4, 8], [32, 1, 1], [WARPS, 1, 1], [2, 1, 0])
     OUT: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
@@ -81,6 +104,8 @@ def gather_kernel(
     at = first * 32 + gl.arange(0, 1024 * WARPS, layout=OUT)
     allow_launch_after()
     wait_for_launch_before()
+    if (place < blocks) & (first == 0):
+        describe_block(place, expert_ptr, first_ptr, offset_ptr, address_ptr, table_ptr, E, TOKENS)
     pair = gl.load(order_ptr + place)
     if place < gl.load(offset_ptr + E):
         m = (pair // k).to(gl.int64)
@@ -108,21 +133,23 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def expert_of(i, expert_ptr, row_blocks, blocks):
-    """(item i's block, its expert; -1 if there is no such block)."""
+def entry_of(i, table_ptr, row_blocks, blocks):
+    """The entry of item i's block; its last number is -1 if there is no such item."""
     block = i // row_blocks
-    return block, gl.load(expert_ptr + block, mask=block < blocks, other=-1)
+    inside = block < blocks
+    entry = table_ptr + 4 * block
+    address = gl.load(entry, mask=inside, other=0)
+    pairs = gl.load(entry + 1, mask=inside, other=0)
+    place = gl.load(entry + 2, mask=inside, other=0)
+    return address, pairs, place, gl.load(entry + 3, mask=inside, other=-1).to(gl.int32)
 
 
 @gluon.jit
-def item_at(i, block, expert, first_ptr, offset_ptr, row_blocks, TOKENS: gl.constexpr):
+def item_of(i, pairs, place, row_blocks, TOKENS: gl.constexpr):
     """(block of rows, first place of its pairs in their order, the place behind those of its expert)."""
-    begin = gl.load(offset_ptr + expert)
-    end = gl.load(offset_ptr + expert + 1)
-    first_block = block - (gl.load(first_ptr + block) - begin) // TOKENS
-    count = (end - begin + TOKENS - 1) // TOKENS
-    own = i - first_block * row_blocks
-    return own // count, begin + own % count * TOKENS, end
+    count = gl.maximum((place >> 32).to(gl.int32), 1)
+    own = i - place.to(gl.int32) * row_blocks
+    return own // count, pairs.to(gl.int32) + own % count * TOKENS, (pairs >> 32).to(gl.int32)
 
 
 @gluon.jit
@@ -131,10 +158,7 @@ def copy_activations(
     ring,
     ready,
     free,
-    expert_ptr,
-    first_ptr,
-    offset_ptr,
-    E,
+    table_ptr,
     blocks,
     row_blocks,
     columns,
@@ -151,23 +175,54 @@ def copy_activations(
     stage = 0
     phase = 0
     i = gl.program_id(0)
-    block, expert = expert_of(i, expert_ptr, row_blocks, blocks)
-    while (expert >= 0) & (expert < E):
-        _, first, end = item_at(i, block, expert, first_ptr, offset_ptr, row_blocks, TOKENS)
+    _, pairs, place, expert = entry_of(i, table_ptr, row_blocks, blocks)
+    while expert >= 0:
+        _, first, end = item_of(i, pairs, place, row_blocks, TOKENS)
         boxes = gl.minimum((end - first + BOX - 1) // BOX, TOKENS // BOX)
+        i += gl.num_programs(0)
+        _, pairs, place, expert = entry_of(i, table_ptr, row_blocks, blocks)
         for column in range((columns + 1) // 2 * 2):
             mbarrier.wait(free.index(stage), phase ^ 1)
             bar = ready.index(stage)
             for count in gl.static_range(1, TOKENS // BOX + 1):
                 mbarrier.expect(bar, count * (2 * BOX * COLUMNS * 2), pred=boxes == count)
             for half in gl.static_range(2):
-                place = ring.index(2 * stage + half)
+                slot = ring.index(2 * stage + half)
                 for box in gl.static_range(TOKENS // BOX):
                     at = [first + box * BOX, (2 * column + half) * COLUMNS]
-                    tma_load(x_desc, at, bar, place.slice(box * BOX, BOX, dim=0), pred=box < boxes)
+                    tma_load(x_desc, at, bar, slot.slice(box * BOX, BOX, dim=0), pred=box < boxes)
             stage, phase = next_stage(stage, phase, STAGES)
-        i += gl.num_programs(0)
-        block, expert = expert_of(i, expert_ptr, row_blocks, blocks)
+
+
+@gluon.jit
+def read_tile(address, word_at, scale_at, wanted, E8M0_SCALES: gl.constexpr):
+    """(first words, second words, scale bytes) of a warp's tile in the column of tiles at an address; zeros outside."""
+    tile_ptr = gl.multiple_of(address.to(gl.pointer_type(gl.int32)), 16)
+    words = tile_ptr + word_at
+    # .cg: each weight is read once
+    first = gl.load(words, mask=wanted[:, None], other=0, cache_modifier=".cg")
+    second = gl.load(words + 128, mask=wanted[:, None], other=0, cache_modifier=".cg")
+    if E8M0_SCALES:  # of two lanes a word
+        scale_ptr = (address + 1024).to(gl.pointer_type(gl.int16)) + scale_at
+    else:
+        scale_ptr = tile_ptr + (256 + scale_at)
+    return first, second, gl.load(scale_ptr, mask=wanted, other=0).to(gl.int32)
+
+
+@gluon.jit
+def read_pair(
+    q, pairs, columns, address, room, next_address, next_room, tile, word_at, scale_at, PART: gl.constexpr,
+    E8M0_SCALES: gl.constexpr,
+):  # fmt: skip
+    """A column of tiles, PART of pair q of columns of an item or, behind its last one, of the next item."""
+    BYTES: gl.constexpr = 4 * (272 if E8M0_SCALES else 288)
+    here = q < pairs
+    own = gl.where(here, q, q - pairs)
+    at = gl.where(here, address, next_address) + (2 * own + PART).to(gl.int64) * BYTES
+    wanted = tile < gl.where(here, room, next_room)
+    if PART == 1:
+        wanted = wanted & (2 * own + 1 < columns)
+    return read_tile(at, word_at, scale_at, wanted, E8M0_SCALES)
 
 
 @gluon.jit
@@ -199,97 +254,84 @@ def gated(v, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.constexpr_function
-def rows_of_chunk(GATED, INTERLEAVED):
-    """[CHUNK pairs, 64 rows]: a lane has the values that it stores side by side and the gates that they meet."""
+def chunk_of(TOKENS):
+    """Pairs whose sums a warpgroup stores at a time."""
+    return min(64, TOKENS)
+
+
+@gluon.constexpr_function
+def staged_layout(GATED, INTERLEAVED):
+    """[pairs, 64 rows] as read from shared memory: a lane has values that it stores, and the gates that they meet."""
     if not GATED:
         return gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     return gl.BlockedLayout([1, 16 if INTERLEAVED else 8], [8, 4], [4, 1], [1, 0])
 
 
+@gluon.constexpr_function
+def stored_layout(GATED):
+    """[pairs, 64 or 32 rows]: 16 bytes a lane."""
+    return gl.BlockedLayout([1, 8], [8, 4] if GATED else [4, 8], [4, 1], [1, 0])
+
+
 @gluon.jit
-def store_chunk(
-    v,
-    staging,
-    pair_ptr,
-    y_ptr,
-    first,
-    end,
-    out,
-    n_out,
-    FUNCTION: gl.constexpr,
-    GATED: gl.constexpr,
-    INTERLEAVED: gl.constexpr,
-    ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr,
-    SHIFT: gl.constexpr,
-):
-    """Rows of y of the pairs at places first .. : the gate of v [64 rows, CHUNK pairs]; from column `out` on."""
-    LAYOUT: gl.constexpr = rows_of_chunk(GATED, INTERLEAVED)
+def read_pair_numbers(pair_ptr, first, end, TOKENS: gl.constexpr, GATED: gl.constexpr):
+    """The pairs of an item, those of each chunk; -1 where there is none."""
+    CHUNK: gl.constexpr = chunk_of(TOKENS)
+    out = ()
+    for c in gl.static_range(TOKENS // CHUNK):
+        place = first + c * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, stored_layout(GATED)))
+        out = out + (gl.load(pair_ptr + place, mask=place < end, other=-1),)
+    return out
+
+
+@gluon.jit
+def store_chunk(v, staging, pair, y_ptr, out, n_out, GATING: gl.constexpr):
+    """Rows of y of the pairs of a chunk, columns from `out` on: the gate of v [64 rows, pairs]."""
+    FUNCTION: gl.constexpr = GATING[0]
+    GATED: gl.constexpr = GATING[1]
+    INTERLEAVED: gl.constexpr = GATING[2]
+    ALPHA: gl.constexpr = GATING[3]
+    LIMIT: gl.constexpr = GATING[4]
+    SHIFT: gl.constexpr = GATING[5]
     DTYPE: gl.constexpr = y_ptr.dtype.element_ty
-    staging.permute((1, 0)).store(v)
-    w = staging.load(LAYOUT)
+    STORED: gl.constexpr = stored_layout(GATED)
     if GATED:
+        staging.permute((1, 0)).store(v)
+        w = staging.load(staged_layout(GATED, INTERLEAVED))
         if INTERLEAVED:
-            g, u = gl.reshape(w, (CHUNK, 32, 2)).split()
+            g, u = gl.reshape(w, (w.shape[0], 32, 2)).split()
         else:
-            g, u = gl.permute(gl.reshape(w, (CHUNK, 2, 32)), (0, 2, 1)).split()
+            g, u = gl.permute(gl.reshape(w, (w.shape[0], 2, 32)), (0, 2, 1)).split()
         if LIMIT is not None:
             g = gl.minimum(g, LIMIT)
             u = gl.minimum(gl.maximum(u, -LIMIT), LIMIT)
         o = gated(g, FUNCTION, ALPHA, DTYPE) * (u + SHIFT)
+        o = gl.convert_layout(o.to(DTYPE), STORED, assert_trivial=True)
     else:
-        o = gated(w, FUNCTION, 1.0, DTYPE)
-    STORE: gl.constexpr = o.type.layout
-    n = out + gl.arange(0, o.shape[1], layout=gl.SliceLayout(0, STORE))
-    place = first + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, STORE))
-    inside = place < end
-    pair = gl.load(pair_ptr + place, mask=inside, other=0).to(gl.int64)
-    gl.store(y_ptr + (pair[:, None] * n_out + n[None, :]), o.to(DTYPE), mask=inside[:, None] & (n < n_out)[None, :])
+        staging.permute((1, 0)).store(gated(v, FUNCTION, 1.0, DTYPE).to(DTYPE))
+        o = staging.load(STORED)
+    n = out + gl.arange(0, o.shape[1], layout=gl.SliceLayout(0, STORED))
+    at = pair.to(gl.int64)[:, None] * n_out + n[None, :]
+    gl.store(y_ptr + at, o, mask=(pair >= 0)[:, None] & (n < n_out)[None, :])
 
 
 @gluon.jit
-def store_item(
-    v,
-    staging,
-    pair_ptr,
-    y_ptr,
-    first,
-    end,
-    out,
-    n_out,
-    FUNCTION: gl.constexpr,
-    GATED: gl.constexpr,
-    INTERLEAVED: gl.constexpr,
-    ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr,
-    SHIFT: gl.constexpr,
-):
-    """`store_chunk` for v [64 rows, pairs], those pairs that there are."""
-    if v.shape[1] == CHUNK:
-        if first < end:
-            store_chunk(
-                v, staging, pair_ptr, y_ptr, first, end, out, n_out, FUNCTION, GATED, INTERLEAVED, ALPHA, LIMIT, SHIFT
-            )
+def store_item(v, staging, pairs, y_ptr, first, end, out, n_out, GATING: gl.constexpr):
+    """`store_chunk` for v [64 rows, pairs], those chunks that have pairs."""
+    if v.shape[1] <= 64:
+        store_chunk(v, staging, pairs[0], y_ptr, out, n_out, GATING)
     else:
-        parts = halves(v)
-        HALF: gl.constexpr = v.shape[1] // 2
-        for p in gl.static_range(2):
-            store_item(
-                parts[p],
-                staging,
-                pair_ptr,
-                y_ptr,
-                first + p * HALF,
-                end,
-                out,
-                n_out,
-                FUNCTION,
-                GATED,
-                INTERLEAVED,
-                ALPHA,
-                LIMIT,
-                SHIFT,
-            )
+        here, last = halves(v)
+        store_chunk(here, staging, pairs[0], y_ptr, out, n_out, GATING)
+        if first + 64 < end:
+            store_chunk(last, staging, pairs[1], y_ptr, out, n_out, GATING)
+
+
+@gluon.jit
+def tiles_of(page, row_block, row_tiles, columns, tile_offset, HALF: gl.constexpr, STEP: gl.constexpr):
+    """(Address of a warpgroup's first tile of an item, row tiles from there on), of STEP tiles a warpgroup."""
+    tile = (row_block * 2 + HALF) * STEP
+    return page + tile_offset + (tile * columns).to(gl.int64), row_tiles - tile
 
 
 @gluon.jit
@@ -299,16 +341,12 @@ def multiply_items(
     free,
     go,
     staging,
-    address_ptr,
-    expert_ptr,
-    first_ptr,
-    offset_ptr,
+    table_ptr,
     pair_ptr,
     bias_ptr,
     y_ptr,
     tile_offset,
     scale_offset,
-    E,
     N,
     blocks,
     row_blocks,
@@ -317,63 +355,83 @@ def multiply_items(
     HALF: gl.constexpr,
     TOKENS: gl.constexpr,
     STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
     E8M0_SCALES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
-    FUNCTION: gl.constexpr,
-    GATED: gl.constexpr,
-    INTERLEAVED: gl.constexpr,
-    ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr,
-    SHIFT: gl.constexpr,
+    GATING: gl.constexpr,
 ):
     """A warpgroup, for the lower or the upper HALF of each item's rows.
 
-    The second one starts a column after the first, so that one stores its results while the other multiplies.
+    The second one starts a column after the first, so that one stores its results while the other multiplies. Columns
+    of tiles are taken in pairs, and read AHEAD pairs before they are multiplied, across the ends of items.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    STEP: gl.constexpr = 272 if E8M0_SCALES else 288
-    SCALE_STEP: gl.constexpr = 2 * STEP if E8M0_SCALES else STEP  # scales of mxfp4 are read as 16 bits
-    APART: gl.constexpr = GATED and not INTERLEAVED  # gates in the matrix's upper half, values in the lower one
+    WORDS: gl.constexpr = 272 if E8M0_SCALES else 288
+    GATED: gl.constexpr = GATING[1]
+    APART: gl.constexpr = GATING[1] and not GATING[2]  # gates in one half of the matrix, values in the other
     OUTPUTS: gl.constexpr = 32 if GATED else 64
+    STEP: gl.constexpr = 2 if APART else 4
     thread = gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(1, LAYOUT))
     lane = thread % 32
-    warp = thread // 32
-    always = thread >= 0
     row_tiles = (N + 15) // 16
+    if APART:
+        row_tiles = row_tiles // 2
+        tile = thread // 32 % 2
+        from_first = tile + thread // 64 * row_tiles
+    else:
+        tile = thread // 32
+        from_first = tile
+    four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    line = from_first * columns * WORDS
+    word_at = gl.multiple_of((line + lane * 4)[:, None], (4, 4)) + four
+    scale_at = (2 * line if E8M0_SCALES else line) + lane  # scales of mxfp4 are read as 16 bits
+    pairs = (columns + 1) // 2
     stage = 0
     phase = 0
     wait_for_launch_before()
     i = gl.program_id(0)
-    block, expert = expert_of(i, expert_ptr, row_blocks, blocks)
+    page, span, place, expert = entry_of(i, table_ptr, row_blocks, blocks)
+    next_page, next_span, next_place, next_expert = entry_of(i + gl.num_programs(0), table_ptr, row_blocks, blocks)
+    row_block, first, end = item_of(i, span, place, row_blocks, TOKENS)
+    next_block, next_first, next_end = item_of(i + gl.num_programs(0), next_span, next_place, row_blocks, TOKENS)
+    address, room = tiles_of(page, row_block, row_tiles, columns * (4 * WORDS), tile_offset, HALF, STEP)
+    room = gl.where(expert >= 0, room, 0)
+    next_address, next_room = tiles_of(next_page, next_block, row_tiles, columns * (4 * WORDS), tile_offset, HALF, STEP)
+    next_room = gl.where(next_expert >= 0, next_room, 0)
+    c0 = read_pair(0, pairs, columns, address, room, next_address, next_room, tile, word_at, scale_at, 0, E8M0_SCALES)
+    c1 = read_pair(0, pairs, columns, address, room, next_address, next_room, tile, word_at, scale_at, 1, E8M0_SCALES)
+    if AHEAD == 2:
+        n0 = read_pair(
+            1, pairs, columns, address, room, next_address, next_room, tile, word_at, scale_at, 0, E8M0_SCALES
+        )
+        n1 = read_pair(
+            1, pairs, columns, address, room, next_address, next_room, tile, word_at, scale_at, 1, E8M0_SCALES
+        )
     if HALF == 1:
-        mbarrier.wait(go, 0, pred=(expert >= 0) & (expert < E))
-    while (expert >= 0) & (expert < E):
-        row_block, first, end = item_at(i, block, expert, first_ptr, offset_ptr, row_blocks, TOKENS)
-        address = gl.load(address_ptr + expert)
-        tile_ptr = gl.multiple_of((address + tile_offset).to(gl.pointer_type(gl.int32)), 16)
-        scale = gl.load((address + scale_offset).to(gl.pointer_type(gl.float32)))
-        out = (row_block * 2 + HALF) * OUTPUTS
-        if APART:
-            row_tile = out // 16 + warp % 2 + (warp // 2) * (row_tiles // 2)
-        else:
-            row_tile = (row_block * 2 + HALF) * 4 + warp
-        weights = tile_pointers(tile_ptr, row_tile, row_tiles, 0, columns, lane, LAYOUT, 1, E8M0_SCALES)
-        words, others, scales = read_tiles(weights, always, 1, 0)
-        weights = advanced(weights, STEP, SCALE_STEP, 2)
-        next_words, next_others, next_scales = read_tiles(weights, always & (1 < columns), 1, 0)
+        mbarrier.wait(go, 0, pred=expert >= 0)
+    while expert >= 0:
+        # the entry is used when this item is done, so nothing waits for it
+        later_page, later_span, later_place, later_expert = entry_of(
+            i + 2 * gl.num_programs(0), table_ptr, row_blocks, blocks
+        )
+        scale = gl.load((page + scale_offset).to(gl.pointer_type(gl.float32)))
+        numbers = read_pair_numbers(pair_ptr, first, end, TOKENS, GATED)
         total = gl.zeros((ROWS // 2, TOKENS), gl.float32, layout=ACC)
-        a = operands(words, scales, 0, E8M0_SCALES, WARPS, A)
-        for column in range(0, columns, 2):
+        a = operands(c0[0], c0[2], 0, E8M0_SCALES, WARPS, A)
+        for q in range(pairs):
             mbarrier.wait(ready.index(stage), phase)
             total = multiply(total, a, ring, stage, 0)
-            b = operands(others, scales, 1, E8M0_SCALES, WARPS, A)
+            b = operands(c0[1], c0[2], 1, E8M0_SCALES, WARPS, A)
             total = multiply(total, b, ring, stage, 1)
-            weights = advanced(weights, STEP, SCALE_STEP, 2)
-            words, others, scales = read_tiles(weights, always & (column + 2 < columns), 1, 0)
+            m0 = read_pair(
+                q + AHEAD, pairs, columns, address, room, next_address, next_room, tile, word_at, scale_at, 0,
+                E8M0_SCALES,
+            )  # fmt: skip
+            c0 = n0 if AHEAD == 2 else m0
             total = hopper.warpgroup_mma_wait(4, deps=(total,))
-            a = operands(next_words, next_scales, 0, E8M0_SCALES, WARPS, A)
+            a = operands(c1[0], c1[2], 0, E8M0_SCALES, WARPS, A)
             done = stage
             stage, phase = next_stage(stage, phase, STAGES)
             mbarrier.wait(ready.index(stage), phase)
@@ -381,45 +439,59 @@ def multiply_items(
             total = hopper.warpgroup_mma_wait(4, deps=(total,))
             mbarrier.arrive(free.index(done), count=1)
             if HALF == 0:
-                mbarrier.arrive(go, count=1, pred=(i == gl.program_id(0)) & (column == 0))
-            b = operands(next_others, next_scales, 1, E8M0_SCALES, WARPS, A)
+                mbarrier.arrive(go, count=1, pred=(i == gl.program_id(0)) & (q == 0))
+            b = operands(c1[1], c1[2], 1, E8M0_SCALES, WARPS, A)
             total = multiply(total, b, ring, stage, 1)
-            weights = advanced(weights, STEP, SCALE_STEP, 2)
-            next_words, next_others, next_scales = read_tiles(weights, always & (column + 3 < columns), 1, 0)
+            m1 = read_pair(
+                q + AHEAD, pairs, columns, address, room, next_address, next_room, tile, word_at, scale_at, 1,
+                E8M0_SCALES,
+            )  # fmt: skip
+            c1 = n1 if AHEAD == 2 else m1
+            if AHEAD == 2:
+                n0 = m0
+                n1 = m1
             total = hopper.warpgroup_mma_wait(4, deps=(total,))
-            a = operands(words, scales, 0, E8M0_SCALES, WARPS, A)
+            a = operands(c0[0], c0[2], 0, E8M0_SCALES, WARPS, A)
             total = hopper.warpgroup_mma_wait(0, deps=(total,))
             mbarrier.arrive(free.index(stage), count=1)
             stage, phase = next_stage(stage, phase, STAGES)
         v = total * (RESCALE * scale)
+        out = (row_block * 2 + HALF) * OUTPUTS
         if HAS_BIAS:
             r = gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, ACC))
             row = out + r
             if APART:
                 row = out + r % 32 + (r // 32) * (N // 2)
-            elif INTERLEAVED:
+            elif GATED:
                 row = 2 * out + r
             v = v + gl.load(bias_ptr + expert * N + row, mask=row < N, other=0.0).to(gl.float32)[:, None]
-        store_item(
-            v, staging, pair_ptr, y_ptr, first, end, out, n_out, FUNCTION, GATED, INTERLEAVED, ALPHA, LIMIT, SHIFT
-        )
+        store_item(v, staging, numbers, y_ptr, first, end, out, n_out, GATING)
         i += gl.num_programs(0)
-        block, expert = expert_of(i, expert_ptr, row_blocks, blocks)
+        page = next_page
+        expert = next_expert
+        row_block = next_block
+        first = next_first
+        end = next_end
+        address = next_address
+        room = next_room
+        next_page = later_page
+        next_expert = later_expert
+        next_block, next_first, next_end = item_of(i + gl.num_programs(0), later_span, later_place, row_blocks, TOKENS)
+        next_address, next_room = tiles_of(
+            next_page, next_block, row_tiles, columns * (4 * WORDS), tile_offset, HALF, STEP
+        )
+        next_room = gl.where(next_expert >= 0, next_room, 0)
 
 
-@gluon.jit(do_not_specialize=["E", "N", "blocks", "row_blocks", "columns", "n_out"])
+@gluon.jit(do_not_specialize=["N", "blocks", "row_blocks", "columns", "n_out"])
 def grouped_kernel(
-    address_ptr,
-    expert_ptr,
-    first_ptr,
-    offset_ptr,
+    table_ptr,
     pair_ptr,
     bias_ptr,
     y_ptr,
     x_desc,
     tile_offset,
     scale_offset,
-    E,
     N,
     blocks,
     row_blocks,
@@ -428,6 +500,7 @@ def grouped_kernel(
     TOKENS: gl.constexpr,
     BOX: gl.constexpr,
     STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
     E8M0_SCALES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     FUNCTION: gl.constexpr,
@@ -439,13 +512,18 @@ def grouped_kernel(
 ):
     """y [P, n_out]: for each pair the gate of its expert's W x + bias [E, N], by programs of WARPS warps.
 
-    x_desc: what `gather_kernel` gives, in boxes [BOX, COLUMNS], 128-byte swizzle. pair, offset, expert, first: see
-    `pairs.Groups`, of blocks of TOKENS. Matrices begin tile_offset bytes behind an address, their scales scale_offset.
+    x_desc: what `gather_kernel` gives, in boxes [BOX, COLUMNS], 128-byte swizzle. table: its, of blocks of up to TOKENS
+    pairs. pair: `pairs.Groups.order`. Matrices begin tile_offset bytes behind an address, their scales scale_offset.
+    AHEAD: 2 only if there are more than two columns of tiles.
     """
-    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    CHUNK: gl.constexpr = chunk_of(TOKENS)
+    GATING: gl.constexpr = (FUNCTION, GATED, INTERLEAVED, ALPHA, LIMIT, SHIFT)
+    STAGED: gl.constexpr = gl.float32 if GATED else y_ptr.dtype.element_ty
+    WIDE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    SWIZZLE: gl.constexpr = WIDE if STAGED == gl.float32 else x_desc.layout
     ring = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, TOKENS, COLUMNS], x_desc.layout)
-    lower = gl.allocate_shared_memory(gl.float32, [CHUNK, ROWS // 2], SWIZZLED)
-    upper = gl.allocate_shared_memory(gl.float32, [CHUNK, ROWS // 2], SWIZZLED)
+    lower = gl.allocate_shared_memory(STAGED, [CHUNK, ROWS // 2], SWIZZLE)
+    upper = gl.allocate_shared_memory(STAGED, [CHUNK, ROWS // 2], SWIZZLE)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     go = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -459,98 +537,25 @@ def grouped_kernel(
             (
                 multiply_items,
                 (
-                    ring,
-                    ready,
-                    free,
-                    go,
-                    lower,
-                    address_ptr,
-                    expert_ptr,
-                    first_ptr,
-                    offset_ptr,
-                    pair_ptr,
-                    bias_ptr,
-                    y_ptr,
-                    tile_offset,
-                    scale_offset,
-                    E,
-                    N,
-                    blocks,
-                    row_blocks,
-                    columns,
-                    n_out,
-                    0,
-                    TOKENS,
-                    STAGES,
-                    E8M0_SCALES,
-                    HAS_BIAS,
-                    FUNCTION,
-                    GATED,
-                    INTERLEAVED,
-                    ALPHA,
-                    LIMIT,
-                    SHIFT,
+                    ring, ready, free, go, lower, table_ptr, pair_ptr, bias_ptr, y_ptr, tile_offset, scale_offset, N,
+                    blocks, row_blocks, columns, n_out, 0, TOKENS, STAGES, AHEAD, E8M0_SCALES, HAS_BIAS, GATING,
                 ),
             ),
             (
                 multiply_items,
                 (
-                    ring,
-                    ready,
-                    free,
-                    go,
-                    upper,
-                    address_ptr,
-                    expert_ptr,
-                    first_ptr,
-                    offset_ptr,
-                    pair_ptr,
-                    bias_ptr,
-                    y_ptr,
-                    tile_offset,
-                    scale_offset,
-                    E,
-                    N,
-                    blocks,
-                    row_blocks,
-                    columns,
-                    n_out,
-                    1,
-                    TOKENS,
-                    STAGES,
-                    E8M0_SCALES,
-                    HAS_BIAS,
-                    FUNCTION,
-                    GATED,
-                    INTERLEAVED,
-                    ALPHA,
-                    LIMIT,
-                    SHIFT,
+                    ring, ready, free, go, upper, table_ptr, pair_ptr, bias_ptr, y_ptr, tile_offset, scale_offset, N,
+                    blocks, row_blocks, columns, n_out, 1, TOKENS, STAGES, AHEAD, E8M0_SCALES, HAS_BIAS, GATING,
                 ),
             ),
             (
                 copy_activations,
-                (
-                    x_desc,
-                    ring,
-                    ready,
-                    free,
-                    expert_ptr,
-                    first_ptr,
-                    offset_ptr,
-                    E,
-                    blocks,
-                    row_blocks,
-                    columns,
-                    TOKENS,
-                    BOX,
-                    STAGES,
-                ),
+                (x_desc, ring, ready, free, table_ptr, blocks, row_blocks, columns, TOKENS, BOX, STAGES),
             ),
         ],
         [WARPS, 1],
         [240, 24],
-    )
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["E", "n"])

@@ -17,15 +17,17 @@ from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
 from vbrt.kernels.cuda.e2m1.tiles import COLUMNS, FORMATS, TILES
 from vbrt.kernels.cuda.experts.pairs import Groups, group_pairs
-from vbrt.kernels.cuda.launch_table import GroupedLaunch
+from vbrt.kernels.cuda.launch_table import grouped_for, grouped_stages
 from vbrt.kernels.cuda.launcher import Launcher
 from vbrt.kernels.experts import ExpertPages, Gate, addresses_of, apply_gate
 
-__all__ = ["products", "weighted_sums"]
+__all__ = ["down", "products", "up", "weighted_sums"]
 
 _NO_GATE = Gate("none", gated=False)
 _WARPS, _ROWS, _OUTPUT_ROWS = 4, 128, 16
 _GATHER_WARPS, _SUM_COUNT = 2, 1024
+#: numbers of an entry of the table; columns of tiles that the kernel takes together
+_ENTRY, _PAIR = 4, 2
 
 
 class _Kernels(NamedTuple):
@@ -50,27 +52,52 @@ def _kernels() -> _Kernels:
     return _Kernels(*(Launcher(kernel, dependent=True) for kernel in kernels), describe)
 
 
+def up(
+    x_TH: Tensor, ids_Tk: Tensor, pages: ExpertPages, *, part: str, gate: Gate | None, bias_EN: Tensor | None
+) -> Tensor:
+    """Return what `kernels.experts.experts_up` does. The pairs as they are sorted wait for `down` of the same ids."""
+    groups = _sorted(ids_Tk, pages)
+    ids_Tk._vb_groups = groups, _version(ids_Tk)  # type: ignore[attr-defined]  # as long as the ids live
+    return products(x_TH, groups, pages, part=part, gate=gate, bias_EN=bias_EN)
+
+
+def down(
+    h_PI: Tensor, ids_Tk: Tensor, weights_Tk: Tensor | None, pages: ExpertPages, *, part: str, bias_EN: Tensor | None
+) -> Tensor:
+    """Return what `kernels.experts.experts_down` does."""
+    groups = _taken(ids_Tk, pages) or _sorted(ids_Tk, pages)
+    rows = products(h_PI, groups, pages, part=part, gate=None, bias_EN=bias_EN)
+    return rows if weights_Tk is None else weighted_sums(rows, ids_Tk, weights_Tk, pages.experts)
+
+
+def _sorted(ids_Tk: Tensor, pages: ExpertPages) -> Groups:
+    return group_pairs(ids_Tk, pages.experts, grouped_for(ids_Tk.numel(), pages.experts))
+
+
+def _taken(ids_Tk: Tensor, pages: ExpertPages) -> Groups | None:
+    """Return what `up` has left, once, if these are still the same pairs and as many experts."""
+    groups, version = ids_Tk.__dict__.pop("_vb_groups", (None, None))
+    fits = groups is not None and len(groups.offsets) == pages.experts + 2 and version == _version(ids_Tk)
+    return groups if fits else None
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
 def products(
-    x_MK: Tensor,
-    ids_Tk: Tensor,
-    pages: ExpertPages,
-    *,
-    part: str,
-    gate: Gate | None,
-    bias_EN: Tensor | None,
-    config: GroupedLaunch,
+    x_MK: Tensor, groups: Groups, pages: ExpertPages, *, part: str, gate: Gate | None, bias_EN: Tensor | None
 ) -> Tensor:
     """Return the gate of W x + b for each pair, [P, N] or, gated, [P, N / 2]; zero rows for sentinels.
 
-    Row p // (P / M) of x is that of pair p.
+    Row p // (P / M) of x is that of pair p. Raises KernelError for an x of another width.
     """
-    n, k = pages.shapes[part]
+    (n, k), pairs = pages.shapes[part], len(groups.order)
     if x_MK.shape[1] != k:
         raise KernelError(f"experts, part {part!r}: x has shape {tuple(x_MK.shape)}; expected (..., {k})")
-    if not ids_Tk.numel():
+    if not pairs:
         return x_MK.new_empty(0, n if gate is None else gate.columns(n))
-    groups = group_pairs(ids_Tk, pages.experts, config.tokens)
-    call = _Call(x_MK, groups, pages, part, config)
+    call = _Call(x_MK, groups, pages, part)
     fused = SUMMANDS[x_MK.dtype] == 1 and _fuses(gate, n)
     y_PN = call.run(gate if fused and gate is not None else _NO_GATE, bias_EN)
     return y_PN.to(x_MK.dtype) if fused or gate is None else apply_gate(y_PN, gate).to(x_MK.dtype)
@@ -88,7 +115,6 @@ class _Call(NamedTuple):
     groups: Groups
     pages: ExpertPages
     part: str
-    config: GroupedLaunch
 
     def run(self, gate: Gate, bias_EN: Tensor | None) -> Tensor:
         """Return [P, n_out] in x's dtype, or in fp32 if x is split into summands."""
@@ -96,60 +122,68 @@ class _Call(NamedTuple):
         summands, n_out = SUMMANDS[self.x_MK.dtype], gate.columns(n)
         if summands == 1:
             y_PN = self.x_MK.new_empty(pairs, n_out)
-            self._multiply(self._gathered(y_PN, summands), y_PN, gate, bias_EN)
+            self._multiply(*self._gathered(y_PN, summands), y_PN, gate, bias_EN)
             return y_PN
         y_SPN = self.x_MK.new_zeros(summands, pairs, n_out, dtype=torch.float32)
-        x_SPK = self._gathered(None, summands).view(summands, pairs, -1)
-        for x_PK, y_PN in zip(x_SPK, y_SPN, strict=True):
-            self._multiply(x_PK, y_PN, gate, bias_EN)
+        x_RK, table = self._gathered(None, summands)
+        for x_PK, y_PN in zip(x_RK.view(summands, pairs, -1), y_SPN, strict=True):
+            self._multiply(x_PK, table, y_PN, gate, bias_EN)
             bias_EN = None
         return y_SPN.sum(0)
 
-    def _gathered(self, y_PN: Tensor | None, summands: int) -> Tensor:
-        """Return the sorted pairs' rows as the kernel reads them, [S * P, K]; clear the rows of y of sentinels."""
-        x, (order, offsets, *_), k = self.x_MK, self.groups, self.x_MK.shape[1]
-        pairs, columns = len(order), -(-k // COLUMNS)
+    def _gathered(self, y_PN: Tensor | None, summands: int) -> tuple[Tensor, Tensor]:
+        """Return the sorted pairs' rows as the kernel reads them, [S * P, K], and the table of its items.
+
+        Clears the rows of y of sentinels.
+        """
+        x, groups, (_, k), device = self.x_MK, self.groups, self.x_MK.shape, self.x_MK.device
+        pairs, blocks, columns = len(groups.order), len(groups.experts), -(-k // COLUMNS)
         o = x.new_empty(summands * pairs, COLUMNS * columns, dtype=torch.bfloat16)
+        table = groups.order.new_empty(blocks, _ENTRY, dtype=torch.int64)
+        sorted_pairs = groups.order, groups.offsets, groups.experts, groups.firsts
         repeats, experts = pairs // x.shape[0], self.pages.experts
         _kernels().gather(
-            x.device.index,
+            device.index,
             (pairs, -(-columns // (8 * _GATHER_WARPS))),
-            (x, order, offsets, o, o if y_PN is None else y_PN),
-            (pairs, x.shape[0], k, repeats, experts, columns, 0 if y_PN is None else y_PN.shape[1], *x.stride()),
+            (x, *sorted_pairs, addresses_of(self.pages, device), table, o, o if y_PN is None else y_PN),
+            (
+                pairs,
+                x.shape[0],
+                k,
+                repeats,
+                experts,
+                blocks,
+                columns,
+                0 if y_PN is None else y_PN.shape[1],
+                *x.stride(),
+            ),
             warps=_GATHER_WARPS,
             specialized=(x.dtype, k, repeats, experts, *x.stride()),
             SUMMANDS=summands,
             CLEARS=y_PN is not None,
+            TOKENS=groups.block,
             WARPS=_GATHER_WARPS,
         )
-        return o
+        return o, table
 
-    def _multiply(self, x_PK: Tensor, y_PN: Tensor, gate: Gate, bias_EN: Tensor | None) -> None:
-        pages, groups, tokens, device = self.pages, self.groups, self.config.tokens, y_PN.device
+    def _multiply(self, x_PK: Tensor, table: Tensor, y_PN: Tensor, gate: Gate, bias_EN: Tensor | None) -> None:
+        """Fill y with the gate of W x + b of each pair."""
+        pages, tokens, device = self.pages, self.groups.block, y_PN.device
         n, offsets, n_out = pages.shapes[self.part][0], pages.offsets(self.part), y_PN.shape[1]
-        tables = addresses_of(pages, device), groups.experts, groups.firsts, groups.offsets, groups.order
         row_blocks, columns = -(-n_out // (_ROWS // 2 if gate.gated else _ROWS)), x_PK.shape[1] // COLUMNS
         bias_or_y, box = y_PN if bias_EN is None else bias_EN.contiguous(), min(64, tokens)
+        matrices = offsets[TILES], offsets["tensor_scale"]
         _kernels().multiply(
             device.index,
             (devices.gpu(device.index).processors, 1),
-            (*tables, bias_or_y, y_PN),
-            (
-                _kernels().describe(x_PK, box),
-                offsets[TILES],
-                offsets["tensor_scale"],
-                pages.experts,
-                n,
-                len(groups.experts),
-                row_blocks,
-                columns,
-                n_out,
-            ),
+            (table, self.groups.order, bias_or_y, y_PN),
+            (_kernels().describe(x_PK, box), *matrices, n, len(table), row_blocks, columns, n_out),
             warps=_WARPS,
-            specialized=(offsets[TILES], offsets["tensor_scale"], y_PN.dtype, bias_or_y.dtype),
+            specialized=(*matrices, y_PN.dtype, bias_or_y.dtype),
             TOKENS=tokens,
             BOX=box,
-            STAGES=self.config.stages,
+            STAGES=grouped_stages(tokens),
+            AHEAD=2 if columns > _PAIR else 1,
             E8M0_SCALES=FORMATS[pages.format].e8m0_scales,
             HAS_BIAS=bias_EN is not None,
             FUNCTION=gate.function,

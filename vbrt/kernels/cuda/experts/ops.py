@@ -22,7 +22,7 @@ from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
 from vbrt.kernels.cuda.e2m1.linear import decode_weight
 from vbrt.kernels.cuda.e2m1.tiles import TILES
 from vbrt.kernels.cuda.experts import decoded, few, many
-from vbrt.kernels.cuda.launch_table import WIDE, are_few, grouped_for
+from vbrt.kernels.cuda.launch_table import WIDE, are_few
 from vbrt.kernels.experts import ExpertPages, Gate
 
 __all__ = ["back", "down", "route", "takes_addresses", "up", "weigh_and_sum"]
@@ -64,8 +64,7 @@ def up(
     if way == "few":
         return few.up(x_TH, ids_Tk, pages, part, gate, bias_EN)
     if way == "grouped":
-        config = grouped_for(ids_Tk.numel(), pages.experts)
-        return many.products(x_TH, ids_Tk, pages, part=part, gate=gate, bias_EN=bias_EN, config=config)
+        return many.up(x_TH, ids_Tk, pages, part=part, gate=gate, bias_EN=bias_EN)
     if way == "decoded":
         return decoded.products(x_TH, ids_Tk, pages, part=part, gate=gate, bias_EN=bias_EN)
     return experts.experts_up(x_TH, ids_Tk, pages, part=part, gate=gate, bias_EN=bias_EN, decode=decode_weight)
@@ -84,10 +83,10 @@ def down(
     way = route(h_PI, ids_Tk.numel(), pages, part)
     if way == "few":
         return few.down(h_PI, ids_Tk, weights_Tk, pages, part, bias_EN)
+    if way == "grouped":
+        return many.down(h_PI, ids_Tk, weights_Tk, pages, part=part, bias_EN=bias_EN)
     rows = up(h_PI, ids_Tk.reshape(-1, 1), pages, part=part, bias_EN=bias_EN)
-    if weights_Tk is None:
-        return rows
-    return weigh_and_sum(rows, ids_Tk, weights_Tk, pages.experts)
+    return rows if weights_Tk is None else weigh_and_sum(rows, ids_Tk, weights_Tk, pages.experts)
 
 
 def weigh_and_sum(rows_PH: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, count: int) -> Tensor:

@@ -15,7 +15,7 @@ from vbrt.kernels.cuda.launcher import Launcher
 __all__ = ["Groups", "group_pairs", "most_blocks"]
 
 #: pairs up to which each is compared with all, in one launch; beyond that spans are counted first
-_FEW_PAIRS = 4096
+_FEW_PAIRS = 2048
 _WARPS, _RANKED, _SPAN, _PART = 4, 32, 256, 32
 
 
