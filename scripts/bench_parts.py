@@ -140,7 +140,7 @@ def ssd_passive() -> dict:
     return ssd()
 
 
-ENVIRONMENT = {"ssd-passive": {"OMP_WAIT_POLICY": "passive"}}
+ENVIRONMENT = {name: {"OMP_WAIT_POLICY": "passive"} for name in ("ssd-passive", "experts")}
 
 
 def memory() -> dict:

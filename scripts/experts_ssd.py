@@ -80,7 +80,11 @@ def half_on_ssd(preset: str, layers: int, folder: str):
 
 
 def experts(formats: tuple[str, ...] = tuple(PRESETS), layers: int = 6) -> dict:
-    """A Qwen3-MoE of 1 GB, one token with half of the pages in memory, beside accelerate's disk_offload."""
+    """A Qwen3-MoE of 1 GB, one token with half of the pages in memory, beside accelerate's disk_offload.
+
+    Tokens are random: no expert comes again but by chance. OMP_WAIT_POLICY is passive. Cold: nothing of any file is in
+    the page cache as a token begins.
+    """
     import torch
     from accelerate import disk_offload
 
