@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 
 import vbrt
@@ -82,6 +83,48 @@ def test_a_forward_leases_the_experts_of_its_tokens_only():
     layer(x, torch.tensor([[1, 5], [5, 1], [1, 5]]), torch.rand(3, 2))
     touched = {key for key, page in vb.stack.pages.items() if page.hits + page.misses}
     assert touched == {f"{NAME}#coarse.1", f"{NAME}#coarse.5"}
+
+
+@pytest.mark.parametrize("experts", IMPLEMENTATIONS)
+@torch.no_grad()
+def test_autocast_casts_what_it_casts_in_the_plain_module(experts):
+    plain, vb = qwen3_moe(dtype=torch.float32, experts=experts), wrap(qwen3_moe(dtype=torch.float32, experts=experts))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(vb(TOKENS).logits, plain(TOKENS).logits)
+
+
+def test_experts_that_are_asked_to_train_leave_the_tiers():
+    vb = wrap(qwen3_moe(), "exact")
+    vb.materialize()
+    layer = _experts(vb.model)
+    weights = layer.gate_up_proj.clone(), layer.down_proj.clone()
+    with pytest.warns(UserWarning, match=f"{NAME} left the tiers to train"):
+        layer.requires_grad_(True)
+    assert type(layer).__name__ == "Qwen3MoeExperts"
+    assert layer.gate_up_proj.requires_grad and layer.down_proj.requires_grad
+    assert torch.equal(layer.gate_up_proj, weights[0]) and torch.equal(layer.down_proj, weights[1])
+
+
+@torch.no_grad()
+def test_tracers_see_the_plain_module_on_decoded_experts():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    vb = wrap(qwen3_moe(), "exact")
+    vb.materialize()
+    layer, ids = _experts(vb.model), torch.tensor([[0, 1], [2, 3], [1, 5]])
+    x, weights = torch.randn(3, 64, dtype=torch.bfloat16), torch.rand(3, 2, dtype=torch.bfloat16)
+    y = layer(x, ids, weights)
+    assert torch.equal(make_fx(lambda x, w: layer(x, ids, w))(x, weights)(x, weights), y)
+    assert torch.equal(torch.func.vmap(lambda w: layer(x, ids, w))(weights[None])[0], y)
+
+
+@torch.no_grad()
+def test_what_would_compute_the_weights_of_something_else_is_refused_by_name():
+    vb = wrap(qwen3_moe(), "exact")
+    logits = vb(TOKENS).logits
+    with pytest.raises(WrapError, match=rf"{NAME}: gate_up_proj_orig cannot take the place"):
+        torch.nn.utils.prune.l1_unstructured(_experts(vb.model), "gate_up_proj", 0.3)
+    assert torch.equal(vb(TOKENS).logits, logits)
 
 
 @matrix(format=("dense", "nvfp4"), experts=IMPLEMENTATIONS)

@@ -89,11 +89,12 @@ def _grouped_mm(x_SK: Tensor, bank: Any, offs: Any = None, **others: Any) -> Any
     """`torch.nn.functional.grouped_mm` as torch computes it on a CPU: a product for each group of rows."""
     if type(x_SK) is Bank or not isinstance(bank, Bank) or offs is None or any(v is not None for v in others.values()):
         return NotImplemented
-    ends, parts, start = offs.tolist(), [], 0
-    for place, end in enumerate(ends):
-        if end > start:
-            parts.append(torch.mm(x_SK[start:end], bank.one(place)))
-        start = end
+    parts, start = [], 0
+    with torch.autocast("cpu", enabled=False):  # which leaves grouped products alone
+        for place, end in enumerate(offs.tolist()):
+            if end > start:
+                parts.append(torch.mm(x_SK[start:end], bank.one(place)))
+            start = end
     if start < len(x_SK):  # rows of no group: torch leaves them as they come
         parts.append(x_SK.new_zeros(len(x_SK) - start, bank.shape[2]))
     return torch.cat(parts) if parts else x_SK.new_zeros(0, bank.shape[2])

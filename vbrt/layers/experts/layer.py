@@ -299,11 +299,13 @@ class VBExperts(SwappedLayer):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """As of the plain module, with the temporaries in the place of its weights; models that the layer is in list
         what is a parameter only, and so does `recurse=False`."""
-        names = self._vb_handle.spec.parameters
-        if self.materialized and recurse:
-            for name in names:
-                yield f"{prefix}.{name}" if prefix else name, self._weight(name)
-        yield from nn.Module.named_parameters(self, prefix, recurse, remove_duplicate)
+        head, listed = f"{prefix}." if prefix else "", set()
+        for name in self._vb_handle.spec.parameters if self.materialized and recurse else ():
+            listed.add(head + name)
+            yield head + name, getattr(self, name)  # of a plain module, if the first was asked to train
+        for name, parameter in nn.Module.named_parameters(self, prefix, recurse, remove_duplicate):
+            if name not in listed:
+                yield name, parameter
 
     def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:
         self.notice_writes()
