@@ -137,13 +137,23 @@ def test_tiles_of_the_persistent_kernel_fill_the_gpu_or_others_serve():
 
 
 def test_routed_experts_of_few_tokens_have_the_launches_that_they_were_measured_with():
-    qwen, mixtral = (128, 8), (8, 2)  # experts, experts a token
-    up, down = {1: (1, 1, 8, 1), 16: (1, 1, 4, 1), 64: (1, 1, 4, 1)}, {16: (2, 1, 4, 1), 64: (2, 1, 4, 1)}
-    assert {t: rows_for(t * qwen[1], qwen[0], 48, 2) for t in up} == up
-    assert {t: rows_for(t * qwen[1], qwen[0], 128, 1) for t in down} == down
-    up, down = {1: (1, 1, 4, 1), 16: (1, 1, 4, 1), 64: (1, 4, 4, 1)}, {16: (2, 1, 4, 1), 64: (2, 2, 4, 1)}
-    assert {t: rows_for(t * mixtral[1], mixtral[0], 896, 2) for t in up} == up
-    assert {t: rows_for(t * mixtral[1], mixtral[0], 256, 1) for t in down} == down
+    measured = {  # (pairs, experts, row tiles, columns, matrices)
+        "qwen3 up": {
+            (8, 128, 48, 16, 2): (1, 1, 8),
+            (128, 128, 48, 16, 2): (1, 1, 4),
+            (512, 128, 48, 16, 2): (1, 1, 4),
+        },
+        "qwen3 down": {(128, 128, 128, 6, 1): (2, 1, 2), (512, 128, 128, 6, 1): (2, 1, 2)},
+        "gpt-oss up": {
+            (4, 32, 360, 23, 1): (2, 1, 4),
+            (64, 32, 360, 23, 1): (2, 1, 4),
+            (256, 32, 360, 23, 1): (2, 2, 4),
+        },
+        "mixtral up": {(2, 8, 896, 32, 2): (1, 1, 4), (32, 8, 896, 32, 2): (1, 1, 4), (128, 8, 896, 32, 2): (1, 4, 4)},
+        "mixtral down": {(32, 8, 256, 112, 1): (2, 1, 8), (128, 8, 256, 112, 1): (2, 2, 4)},
+    }
+    for cases in measured.values():
+        assert {case: rows_for(*case) for case in cases} == cases
     assert [token_for(8, 6), token_for(4, 23), token_for(2, 112)] == [(8, 1, 16, 1), (4, 1, 16, 1), (2, 2, 16, 2)]
     assert [pairs_are_alone(*case) for case in ((1, 2, 8), (4, 32, 128), (5, 40, 128), (2, 4, 8))] == [1, 1, 0, 0]
 

@@ -84,19 +84,18 @@ class PersistentLaunch(NamedTuple):
 
 
 class RowsLaunch(NamedTuple):
-    """The kernel of routed experts for few tokens: `row_tiles` of a matrix, 8 * `groups` pairs and `k_warps` a program.
-
-    ahead: tiles of a warp that are read before they are used.
-    """
+    """The kernel of routed experts for few tokens: `row_tiles` of a matrix and 8 * `groups` pairs a program."""
 
     row_tiles: int
     groups: int
     k_warps: int
-    ahead: int = 1
 
 
 class TokenLaunch(NamedTuple):
-    """The kernel that sums over the experts of a token: `side_by_side` of them at a time share the `k_warps`."""
+    """The kernel that sums over the experts of a token: `side_by_side` of them at a time share the `k_warps`.
+
+    ahead: tiles of a warp that are read before they are used.
+    """
 
     side_by_side: int
     row_tiles: int
@@ -341,8 +340,10 @@ _FEW_PAIRS = 16
 _ALONE = 0.25
 #: mean pairs of an expert up to which programs take 8, then 16 of them at a time
 _ONE_GROUP, _TWO_GROUPS = 6, 12
-#: programs up to which eight warps are faster than four; columns of a warp from which two row tiles at a time are
-_FEW_PROGRAMS, _LONG_SHARE = 512, 10
+#: programs up to which eight warps are faster than four; columns up to which two are, and from which eight are
+_FEW_PROGRAMS, _SHORT_ROWS, _LONG_ROWS = 512, 8, 64
+#: columns of a warp from which two row tiles of it are faster than one
+_LONG_SHARE = 10
 
 
 def are_few(pairs: int, experts: int) -> bool:
@@ -355,12 +356,16 @@ def pairs_are_alone(tokens: int, pairs: int, experts: int) -> bool:
     return tokens == 1 or pairs <= _ALONE * experts
 
 
-def rows_for(pairs: int, experts: int, row_tiles: int, matrices: int) -> RowsLaunch:
+def rows_for(pairs: int, experts: int, row_tiles: int, columns: int, matrices: int) -> RowsLaunch:
     """The configuration for rows of pairs, of each of which a program multiplies row tiles of one matrix or of two."""
     mean, rows = pairs / experts, 2 // matrices  # a program's accumulators are as many
     groups = 1 if mean <= _ONE_GROUP else 2 if mean <= _TWO_GROUPS or matrices == 1 else 4
     programs = -(-row_tiles // rows) * min(pairs, experts)
-    return RowsLaunch(rows, groups, 8 if programs <= _FEW_PROGRAMS else 4)
+    if programs <= _FEW_PROGRAMS:
+        return RowsLaunch(rows, groups, 8)
+    if columns <= _SHORT_ROWS:
+        return RowsLaunch(rows, groups, 2)
+    return RowsLaunch(rows, groups, 8 if columns >= _LONG_ROWS and groups == 1 else 4)
 
 
 def token_for(k: int, columns: int) -> TokenLaunch:

@@ -19,7 +19,6 @@ ROWS = {
     "ROW_TILES": 1,
     "TOKEN_GROUPS": 1,
     "K_WARPS": 8,
-    "AHEAD": 1,
     "SUMMANDS": 1,
     "E8M0_SCALES": False,
     "HAS_BIAS": False,

@@ -141,7 +141,7 @@ def allow_launch_after():
 @gluon.constexpr_function
 def out_layout(K_WARPS):
     """[COUNT, 32, 4] sums, one a thread."""
-    return gl.BlockedLayout([1, 1, 1], [1, 8, 4], [K_WARPS // 4, 4, 1], [2, 1, 0])
+    return gl.BlockedLayout([1, 1, 1], [1, 8, 4], [max(1, K_WARPS // 4), min(4, K_WARPS), 1], [2, 1, 0])
 
 
 @gluon.constexpr_function

@@ -161,7 +161,7 @@ def _rows(
     if y_PN.numel() == 0:
         return
     row_tiles = -(-matrix.n // gating.matrices // ROWS)
-    launch = rows_for(ids_Tk.numel(), matrix.experts, row_tiles, gating.matrices)
+    launch = rows_for(ids_Tk.numel(), matrix.experts, row_tiles, matrix.columns, gating.matrices)
     ids, x_SMK = ids_Tk.contiguous(), _summands(x_MK)
     device, grouped = x_MK.device.index, not _are_alone(ids_Tk, matrix.experts)
     groups = group_pairs(ids, matrix.experts, 8 * launch.groups) if grouped else Groups(ids, ids, ids, ids, 1)
@@ -182,7 +182,6 @@ def _rows(
         ROW_TILES=launch.row_tiles,
         TOKEN_GROUPS=launch.groups if grouped else 1,
         K_WARPS=launch.k_warps,
-        AHEAD=launch.ahead,
         SUMMANDS=len(x_SMK),
         E8M0_SCALES=matrix.e8m0_scales,
         HAS_BIAS=bias is not None,

@@ -52,24 +52,34 @@ __all__ = ["rows_kernel", "split_kernel", "sum_kernel", "token_kernel"]
 
 
 @gluon.jit
-def pointers_of_tiles(address, row_tile, behind, column, columns, ROW_TILES: gl.constexpr, E8M0_SCALES: gl.constexpr):
-    """To each of ROW_TILES tiles from row_tile on, in each thread's column; from `behind` on to the last one before.
+def pointers_of_tiles(
+    address,
+    row_tile,
+    row_tiles,
+    column,
+    columns,
+    MATRICES: gl.constexpr,
+    ROW_TILES: gl.constexpr,
+    E8M0_SCALES: gl.constexpr,
+):
+    """To ROW_TILES tiles from row_tile on of each of MATRICES matrices of row_tiles, in each thread's column.
 
-    address: of the first tile of the matrix, or one for each thread [threads].
+    address: of the first tile of the first matrix, or one for each thread [threads].
     """
     WORDS: gl.constexpr = 272 if E8M0_SCALES else 288
     base = address.to(gl.pointer_type(gl.int32))
     out = ()
-    for r in gl.static_range(ROW_TILES):
-        out = out + (base + (gl.minimum(row_tile + r, behind - 1) * columns + column) * WORDS,)
+    for m in gl.static_range(MATRICES):
+        for r in gl.static_range(ROW_TILES):
+            out = out + (base + ((row_tile + r + m * row_tiles) * columns + column) * WORDS,)
     return out
 
 
 @gluon.jit
-def moved(pointers, STEP: gl.constexpr, COUNT: gl.constexpr):
+def moved(pointers, step, COUNT: gl.constexpr):
     out = ()
     for i in gl.static_range(COUNT):
-        out = out + (pointers[i] + STEP,)
+        out = out + (pointers[i] + step,)
     return out
 
 
@@ -83,20 +93,35 @@ def rest(tiles, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def read_weights(pointers, wanted, lane, LAYOUT: gl.constexpr, COUNT: gl.constexpr, E8M0_SCALES: gl.constexpr):
-    """(first words, second words, scale bytes) of each of COUNT tiles, zeros where they are not wanted."""
+def read_weights(
+    pointers,
+    wanted,
+    rows_left,
+    lane,
+    LAYOUT: gl.constexpr,
+    MATRICES: gl.constexpr,
+    ROW_TILES: gl.constexpr,
+    E8M0_SCALES: gl.constexpr,
+):
+    """(first words, second words, scale bytes) of each tile, zeros where they are not wanted.
+
+    rows_left: row tiles of each matrix from the first of ROW_TILES on.
+    """
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     out = ()
-    for i in gl.static_range(COUNT):
+    for i in gl.static_range(MATRICES * ROW_TILES):
         # addresses are known at run time only, so the compiler has to be told that tiles begin at 16 bytes
         words = gl.multiple_of(pointers[i] + lane * 4, 16)[:, None] + four
-        first = gl.load(words, mask=wanted[:, None], other=0, cache_modifier=".cg")
-        second = gl.load(words + 128, mask=wanted[:, None], other=0, cache_modifier=".cg")
+        there = wanted
+        if ROW_TILES > 1:
+            there = wanted & (i % ROW_TILES < rows_left)
+        first = gl.load(words, mask=there[:, None], other=0, cache_modifier=".cg")
+        second = gl.load(words + 128, mask=there[:, None], other=0, cache_modifier=".cg")
         if E8M0_SCALES:
             scale_ptr = (pointers[i] + 256).to(gl.pointer_type(gl.int16)) + lane
         else:
             scale_ptr = pointers[i] + (256 + lane)
-        out = out + (first, second, gl.load(scale_ptr, mask=wanted, other=0).to(gl.int32))
+        out = out + (first, second, gl.load(scale_ptr, mask=there, other=0).to(gl.int32))
     return out
 
 
@@ -251,7 +276,6 @@ def rows_program(
     ROW_TILES: gl.constexpr,
     TOKEN_GROUPS: gl.constexpr,
     K_WARPS: gl.constexpr,
-    AHEAD: gl.constexpr,
     SUMMANDS: gl.constexpr,
     E8M0_SCALES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
@@ -267,6 +291,7 @@ def rows_program(
     STEP: gl.constexpr = (272 if E8M0_SCALES else 288) * K_WARPS
     COUNT: gl.constexpr = TOKEN_GROUPS * ROW_TILES
     TILES: gl.constexpr = MATRICES * ROW_TILES
+    DTYPE: gl.constexpr = y_ptr.dtype.element_ty
     thread = gl.arange(0, 32 * K_WARPS, layout=gl.SliceLayout(1, LAYOUT))
     lane = thread % 32
     column = thread // 32
@@ -274,39 +299,29 @@ def rows_program(
     address = gl.load(address_ptr + expert, mask=there, other=0)
     stop = gl.where(there, columns, 0)
     rows = N // MATRICES
-    half = (rows + 15) // 16
-    weights = ()
-    for m in gl.static_range(MATRICES):
-        weights = weights + pointers_of_tiles(
-            address + tile_offset,
-            gl.program_id(0) * ROW_TILES + m * half,
-            half * (m + 1),
-            column,
-            columns,
-            ROW_TILES,
-            E8M0_SCALES,
-        )
-    tiles = ()
-    for d in gl.static_range(AHEAD):
-        tiles = tiles + read_weights(weights, column + d * K_WARPS < stop, lane, LAYOUT, TILES, E8M0_SCALES)
-        weights = moved(weights, STEP, TILES)
-    scale = gl.load((address + scale_offset).to(gl.pointer_type(gl.float32)), mask=there, other=0.0)
+    row_tiles = (rows + 15) // 16
+    row_tile = gl.program_id(0) * ROW_TILES
+    rows_left = row_tiles - row_tile
+    weights = pointers_of_tiles(
+        address + tile_offset, row_tile, row_tiles, column, columns, MATRICES, ROW_TILES, E8M0_SCALES
+    )
+    tiles = read_weights(weights, column < stop, rows_left, lane, LAYOUT, MATRICES, ROW_TILES, E8M0_SCALES)
+    scale = gl.load((address + scale_offset).to(gl.pointer_type(gl.float32)), mask=there, other=0.0) * RESCALE
 
     x_words = x_ptr.to(gl.pointer_type(gl.int32))
     xs = ()
-    rows_there = ()
+    has_row = ()
     for n in gl.static_range(TOKEN_GROUPS):
-        slot = n * 8 + lane // 4
-        wanted = (slot < count) & there
-        pair = first + slot
+        own = n * 8 + lane // 4
+        wanted = (own < count) & there
+        own = first + own
         if GROUPED:
-            pair = gl.load(order_ptr + pair, mask=wanted, other=0)
-        x_row = x_words + (pair // pairs_per_row).to(gl.int64) * (x_stride // 2) + (lane % 4) * 16
+            own = gl.load(order_ptr + own, mask=wanted, other=0)
+        x_row = x_words + (own // pairs_per_row).to(gl.int64) * (x_stride // 2) + (lane % 4) * 16
         for s in gl.static_range(SUMMANDS):
             xs = xs + (x_row + s * (x_plane // 2),)
-            rows_there = rows_there + (wanted,)
-
-    # where results go, read before the loop so that nobody waits for it behind it
+            has_row = has_row + (wanted,)
+    # what is added to the results is read before the loop, so that nobody waits for it behind it
     row, slot = places(gl.program_id(0), ROW_TILES, COUNT, out_layout(K_WARPS))
     biases = ()
     if HAS_BIAS:
@@ -315,36 +330,36 @@ def rows_program(
             biases = biases + (gl.load(at, mask=(row < rows) & there, other=0.0),)
 
     sums = ()
-    for _ in gl.static_range(MATRICES * COUNT):
+    for _sum in gl.static_range(MATRICES * COUNT):
         sums = sums + (gl.zeros((32 * K_WARPS, 4), gl.float32, layout=LAYOUT),)
-    for _ in range((stop + K_WARPS - 1) // K_WARPS):
-        read = read_weights(weights, column + AHEAD * K_WARPS < stop, lane, LAYOUT, TILES, E8M0_SCALES)
+    for _step in range((stop + K_WARPS - 1) // K_WARPS):
         weights = moved(weights, STEP, TILES)
-        sums = added_products(
-            sums, tiles, xs, column, rows_there, lane, K, LAYOUT, TILES, TOKEN_GROUPS, SUMMANDS, E8M0_SCALES
+        ahead = read_weights(
+            weights, column + K_WARPS < stop, rows_left, lane, LAYOUT, MATRICES, ROW_TILES, E8M0_SCALES
         )
-        tiles = rest(tiles, 3 * TILES, 3 * TILES * (AHEAD - 1)) + read
+        sums = added_products(
+            sums, tiles, xs, column, has_row, lane, K, LAYOUT, TILES, TOKEN_GROUPS, SUMMANDS, E8M0_SCALES
+        )
+        tiles = ahead
         column = column + K_WARPS
     if DEPENDENT:
         allow_launch_after()
 
-    v = results(sums, 0, ROW_TILES, TOKEN_GROUPS, K_WARPS) * (RESCALE * scale)
+    v = results(sums, 0, ROW_TILES, TOKEN_GROUPS, K_WARPS) * scale
     if HAS_BIAS:
         v = v + biases[0].to(gl.float32)
-    DTYPE: gl.constexpr = y_ptr.dtype.element_ty
     if GATING == "halves":
-        other = results(sums, ROW_TILES, ROW_TILES, TOKEN_GROUPS, K_WARPS) * (RESCALE * scale)
+        other = results(sums, ROW_TILES, ROW_TILES, TOKEN_GROUPS, K_WARPS) * scale
         if HAS_BIAS:
             other = other + biases[1].to(gl.float32)
         v = gated_product(v, other, FUNCTION, ALPHA, LIMIT, SHIFT, DTYPE)
     elif GATING == "interleaved":
-        v, other = neighbours(v, COUNT, K_WARPS)
-        v = gated_product(v, other, FUNCTION, ALPHA, LIMIT, SHIFT, DTYPE)
+        even, odd = neighbours(v, COUNT, K_WARPS)
+        v = gated_product(even, odd, FUNCTION, ALPHA, LIMIT, SHIFT, DTYPE)
         row, slot = places_of_neighbours(gl.program_id(0), ROW_TILES, COUNT, K_WARPS)
-        rows = rows // 2
     elif FUNCTION != "none":
         v = gate_function(v, FUNCTION, 1.0, DTYPE)
-    keep = (row < rows) & (slot < count)
+    keep = (row < (rows // 2 if GATING == "interleaved" else rows)) & (slot < count)
     pair = first + slot
     if GROUPED:
         pair = gl.load(order_ptr + pair, mask=keep, other=0)
@@ -424,7 +439,6 @@ def rows_kernel(
     ROW_TILES: gl.constexpr,
     TOKEN_GROUPS: gl.constexpr,
     K_WARPS: gl.constexpr,
-    AHEAD: gl.constexpr,
     SUMMANDS: gl.constexpr,
     E8M0_SCALES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
@@ -471,7 +485,6 @@ def rows_kernel(
                 ROW_TILES,
                 TOKEN_GROUPS,
                 K_WARPS,
-                AHEAD,
                 SUMMANDS,
                 E8M0_SCALES,
                 HAS_BIAS,
@@ -507,7 +520,6 @@ def rows_kernel(
             ROW_TILES,
             TOKEN_GROUPS,
             K_WARPS,
-            AHEAD,
             SUMMANDS,
             E8M0_SCALES,
             HAS_BIAS,
@@ -565,6 +577,8 @@ def token_kernel(
     j = thread // 32 % SIDE_BY_SIDE
     begin = thread // (32 * SIDE_BY_SIDE)
     token = gl.program_id(1)
+    row_tile = gl.program_id(0) * ROW_TILES
+    rows_left = (N + 15) // 16 - row_tile
     x_words = x_ptr.to(gl.pointer_type(gl.int32))
     totals = ()
     for _t in gl.static_range(ROW_TILES):
@@ -579,11 +593,13 @@ def token_kernel(
         stop = gl.where(there, columns, 0)
         column = begin
         weights = pointers_of_tiles(
-            address + tile_offset, gl.program_id(0) * ROW_TILES, (N + 15) // 16, column, columns, ROW_TILES, E8M0_SCALES
+            address + tile_offset, row_tile, (N + 15) // 16, column, columns, 1, ROW_TILES, E8M0_SCALES
         )
         tiles = ()
         for d in gl.static_range(AHEAD):
-            tiles = tiles + read_weights(weights, column + d * TURN < stop, lane, LAYOUT, ROW_TILES, E8M0_SCALES)
+            tiles = tiles + read_weights(
+                weights, column + d * TURN < stop, rows_left, lane, LAYOUT, 1, ROW_TILES, E8M0_SCALES
+            )
             weights = moved(weights, STEP, ROW_TILES)
         factor = gl.load((address + scale_offset).to(gl.pointer_type(gl.float32)), mask=there, other=0.0) * RESCALE
         if DEPENDENT and WEIGHTS_FIRST:
@@ -599,7 +615,9 @@ def token_kernel(
         for _s in gl.static_range(ROW_TILES):
             sums = sums + (gl.zeros((32 * K_WARPS, 4), gl.float32, layout=LAYOUT),)
         for _step in range((columns + TURN - 1) // TURN):
-            read = read_weights(weights, column + AHEAD * TURN < stop, lane, LAYOUT, ROW_TILES, E8M0_SCALES)
+            read = read_weights(
+                weights, column + AHEAD * TURN < stop, rows_left, lane, LAYOUT, 1, ROW_TILES, E8M0_SCALES
+            )
             weights = moved(weights, STEP, ROW_TILES)
             sums = added_products(sums, tiles, xs, column, wanted, lane, K, LAYOUT, ROW_TILES, 1, SUMMANDS, E8M0_SCALES)
             tiles = rest(tiles, 3 * ROW_TILES, 3 * ROW_TILES * (AHEAD - 1)) + read
