@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from vbrt.cli.expert_tables import ExpertReport
 from vbrt.cli.options import add_command, add_config, config_of, integration
 from vbrt.cli.plan_tables import print_plan
 from vbrt.cli.screen import console_for_stdout, working
@@ -14,6 +15,7 @@ from vbrt.config import DEFAULT_PRESET, Machine, VBConfig, load_config, parse_bu
 from vbrt.errors import ConfigError, VBError
 from vbrt.residency.needs import tier_needs
 from vbrt.residency.plan import Plan
+from vbrt.residency.token_cost import LINK_GB_PER_S
 
 __all__ = ["add"]
 
@@ -29,7 +31,8 @@ def add(commands: Any) -> None:
         examples="  vbrt plan ./Llama-3.1-8B\n"
         "  vbrt plan ./config.json --config exact --gpu-memory 24GiB --ram 64GiB\n"
         "  vbrt plan ./Llama-3.1-8B --set weights.format=nf4 --set tiers.gpu.budget=4GiB\n"
-        "  vbrt plan ./Mixtral-8x7B --gpu-memory none --ram 32GiB --ssd 500GiB\n",
+        "  vbrt plan ./Mixtral-8x7B --gpu-memory none --ram 32GiB --ssd 500GiB\n"
+        "  vbrt plan ./Qwen3-30B-A3B --gpu-memory 8GiB --link 50 --routing qwen.routing\n",
     )
     parser.add_argument(
         "model", metavar="MODEL_DIR|HF_CONFIG", type=Path, help="a transformers model directory, or a config.json"
@@ -39,6 +42,13 @@ def add(commands: Any) -> None:
     machine.add_argument("--gpu-memory", metavar="SIZE", help='free memory of its GPU, e.g. 8GiB; "none" for no GPU')
     machine.add_argument("--ram", metavar="SIZE", help="its free host memory")
     machine.add_argument("--ssd", metavar="SIZE", help="free space on its drive; switches the ssd tier on")
+    machine.add_argument(
+        "--link", metavar="GB/s", help=f"from host memory to its GPU (default {LINK_GB_PER_S['cpu']:.0f})"
+    )
+    machine.add_argument("--drive", metavar="GB/s", help=f"from its drive (default {LINK_GB_PER_S['ssd']:.0f})")
+    parser.add_argument(
+        "--routing", metavar="FILE", type=Path, help="a file of vb.record_routing: hit rates of routed experts"
+    )
     parser.add_argument("--json", action="store_true", help="the whole plan as JSON, layer by layer")
 
 
@@ -51,6 +61,7 @@ def _plan(args: argparse.Namespace) -> int:
         flag: _size(getattr(args, flag.lstrip("-").replace("-", "_")), flag)
         for flag in ("--gpu-memory", "--ram", "--ssd")
     }
+    rates = {**LINK_GB_PER_S, **_rate(args.link, "--link"), **_rate(args.drive, "--drive")}
     with working("importing torch and transformers") as say:
         huggingface = integration("huggingface")
         from vbrt.model.machine import this_machine
@@ -66,13 +77,18 @@ def _plan(args: argparse.Namespace) -> int:
             if plan is None:
                 raise
     needs = tier_needs(plan, machine)
+    experts = ExpertReport.of(plan, rates, args.routing)
     if args.json:
         head = {"model": type(model).__name__, "config": config.to_dict(), "machine": asdict(machine)}
         tiers = [{**asdict(need), "fits": need.fits} for need in needs]
-        print(json.dumps({**head, "needs": tiers, **plan.to_dict()}, indent=2))
+        routed = {} if experts is None else {"experts": experts.to_dict()}
+        print(json.dumps({**head, "needs": tiers, **routed, **plan.to_dict()}, indent=2))
     else:
         title = f"{type(model).__name__}, config {args.config or DEFAULT_PRESET}"
-        print_plan(console_for_stdout(), title, plan, needs, refusal)
+        console = console_for_stdout()
+        print_plan(console, title, plan, needs, refusal)
+        if experts is not None:
+            experts.print(console)
     return 0 if all(need.fits for need in needs) else 1
 
 
@@ -99,6 +115,19 @@ def _size(text: str | None, flag: str) -> int | None:
     if budget.kind != "bytes":
         raise VBError(f"{flag} {text}: {expected}")
     return int(budget.amount)
+
+
+def _rate(text: str | None, flag: str) -> dict[str, float]:
+    """GB/s on the command line, by the tier that they come from; empty where it was not given."""
+    if text is None:
+        return {}
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise VBError(f"{flag} {text}: expected gigabytes a second, such as 50")
+    return {"cpu" if flag == "--link" else "ssd": rate}
 
 
 def _machine(machine: Machine, sizes: dict[str, int | None]) -> Machine:

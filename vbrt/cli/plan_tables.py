@@ -33,7 +33,7 @@ def print_plan(console: Console, title: str, plan: Plan, needs: list[TierNeed], 
 
 
 def _swap_table(plan: Plan) -> Table:
-    groups = _grouped(plan.swaps, lambda s: (_pattern(s.name), s.shape, s.dtype, s.format, s.note))
+    groups = _grouped(plan.swaps, lambda s: (_pattern(s.name), s.experts, s.shape, s.dtype, s.format, s.note))
     labels = [label_of([swap.name for swap in swaps]) for swaps in groups]
     prefix = common_prefix(labels)
     head = f"swapped in {prefix[:-1]}" if prefix else "swapped"
@@ -49,7 +49,7 @@ def _swap_table(plan: Plan) -> Table:
             table,
             label.removeprefix(prefix),
             str(len(swaps)),
-            "{} x {}".format(*swaps[0].shape),
+            " x ".join(map(str, (swaps[0].experts, *swaps[0].shape) if swaps[0].experts else swaps[0].shape)),
             format_bytes(dense),
             format_bytes(pages),
             where,

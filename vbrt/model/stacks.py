@@ -2,23 +2,21 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from vbrt.config import VBConfig
 from vbrt.config.tiers import TIERS
-from vbrt.errors import ConfigError
 from vbrt.model.machine import ssd_directory
 from vbrt.residency.custom import PolicyFactory
 from vbrt.residency.division import auto_prefetch, auto_scan
 from vbrt.residency.expert_room import largest_pages
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.policy import Policy
-from vbrt.residency.routing import plan_layers
 from vbrt.residency.routing_file import read_routing
 from vbrt.residency.simulate import best_scope, make_policy
+from vbrt.residency.token_cost import fitted
 from vbrt.tiers import Level, MemoryTier, SsdTier, Tier, TierStack
 
 __all__ = ["attach_stores", "build_stack", "policy_kind"]
@@ -86,15 +84,8 @@ def _scope(plan: Plan, config: VBConfig, room: int) -> str:
     policy = config.policy
     if policy.scope != "auto" or policy.routing is None:
         return "layer" if policy.scope == "auto" else policy.scope
-    routing, layers = read_routing(policy.routing), {layer.name: layer for layer in plan_layers(plan)}
-    missing = next((layer for layer in routing.layers if layer.name not in layers), None)
-    if missing is not None or not routing.layers:
-        what = f"it has {missing.name}" if missing else "it has no layer"
-        raise ConfigError(
-            f"{config.source}: policy.routing = {policy.routing}: {what}, this model has {', '.join(list(layers)[:2])} "
-            "and so on; record the routing of this model"
-        )
-    return best_scope(replace(routing, layers=tuple(layers[layer.name] for layer in routing.layers)), room)
+    source = f"{config.source}: policy.routing = {policy.routing}"
+    return best_scope(fitted(read_routing(policy.routing), plan, source=source), room)
 
 
 def attach_stores(stack: TierStack, config: VBConfig, budgets: Mapping[str, int]) -> None:

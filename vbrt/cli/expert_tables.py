@@ -1,0 +1,100 @@
+"""What `vbrt plan` says of routed experts: the bytes of a cold token, and tokens a second at hit rates."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from rich.console import Console
+from rich.table import Table
+
+from vbrt.cli.screen import add_row, table_of
+from vbrt.errors import ConfigError
+from vbrt.residency.plan import Plan, format_bytes
+from vbrt.residency.routing_file import read_routing
+from vbrt.residency.token_cost import HIT_RATES, TokenCost, fitted, simulated_hits, token_cost
+
+__all__ = ["ExpertReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertReport:
+    """The cost of a token, the rates of links that are assumed, and hit rates: assumed ones, and simulated ones by
+    policy."""
+
+    tier: str
+    cost: TokenCost
+    gb_per_s: Mapping[str, float]
+    simulated: Mapping[str, float]
+
+    @classmethod
+    def of(cls, plan: Plan, gb_per_s: Mapping[str, float], routing: Path | None) -> Self | None:
+        """Make the report of a plan; None for a model without routed experts in the tiers.
+
+        Raises:
+            ArgumentError: the file of the routing cannot be read.
+            ConfigError: it is the routing of other layers.
+        """
+        cost = token_cost(plan)
+        if cost is None:
+            if routing is not None:
+                raise ConfigError(f"--routing {routing}: no layer of routed experts goes into the tiers of this model")
+            return None
+        simulated = {}
+        if routing is not None:
+            recorded = fitted(read_routing(routing), plan, source=f"--routing {routing}")
+            simulated = simulated_hits(recorded, cost.room_bytes) if cost.cold_bytes else {}
+        return cls(plan.compute_tier, cost, gb_per_s, simulated)
+
+    def to_dict(self) -> dict:
+        """Plain data for JSON."""
+        cost, rates = self.cost, self.gb_per_s
+        hits = {f"{rate:g}": rate for rate in HIT_RATES} | dict(self.simulated)
+        return {
+            "token_bytes": cost.experts_bytes,
+            "cold_token_bytes": sum(cost.cold_bytes.values()),
+            "streamed_bytes": sum(cost.streamed_bytes.values()),
+            "room_bytes": cost.room_bytes,
+            "assumed_gb_per_s": dict(rates),
+            "simulated_hit_rates": dict(self.simulated),
+            "tokens_per_s": {name: cost.tokens_per_s(rate, rates) for name, rate in hits.items() if cost.cold_bytes},
+        }
+
+    def print(self, console: Console) -> None:
+        """Print it for people."""
+        cost = self.cost
+        console.print()
+        if not cost.cold_bytes:
+            console.print(
+                f"A token needs {format_bytes(cost.experts_bytes)} of experts; all live in the {self.tier} tier."
+            )
+            return
+        share = min(1.0, cost.room_bytes / cost.all_bytes)
+        console.print(
+            f"A token needs {format_bytes(cost.experts_bytes)} of experts; the first one loads "
+            f"{format_bytes(sum(cost.cold_bytes.values()))} of them. The {self.tier} tier has room for {share:.0%} of "
+            f"the {format_bytes(cost.all_bytes)} that live below it."
+        )
+        if cost.streamed_bytes:
+            streamed = format_bytes(sum(cost.streamed_bytes.values()))
+            console.print(f"Every token also loads {streamed} of other layers, which that tier has no room for.")
+        console.print()
+        console.print(self._table())
+        links = " and ".join(f"{self.gb_per_s[home]:g} GB/s from the {home} tier" for home in self._homes())
+        console.print(f"By the links alone, with {links}; computing comes on top.")
+
+    def _homes(self) -> list[str]:
+        return [home for home in self.gb_per_s if home in self.cost.cold_bytes or home in self.cost.streamed_bytes]
+
+    def _table(self) -> Table:
+        table = table_of("hit rate of experts", ">loads a token", ">tokens/s at most")
+        rows = {f"{rate:.0%}": rate for rate in HIT_RATES}
+        rows |= {f"{rate:.1%} simulated: {policy}": rate for policy, rate in self.simulated.items()}
+        for name, rate in rows.items():
+            loaded = self.cost.loaded_bytes(rate) + sum(self.cost.streamed_bytes.values())
+            add_row(table, name, format_bytes(loaded), _rounded(self.cost.tokens_per_s(rate, self.gb_per_s)))
+        return table
+
+
+def _rounded(rate: float) -> str:
+    return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"

@@ -1,0 +1,112 @@
+"""What one token of a model with routed experts costs on the links to the computing tier."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from vbrt.errors import ConfigError
+from vbrt.residency.plan import Plan
+from vbrt.residency.routing import Routing, plan_layers
+from vbrt.residency.simulate import simulate
+
+__all__ = ["HIT_RATES", "LINK_GB_PER_S", "TokenCost", "fitted", "simulated_hits", "token_cost"]
+
+#: hit rates that `vbrt plan` shows
+HIT_RATES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99)
+#: assumed rates of links by the tier they come from: PCIe 4.0 x16 (5.0 has about twice that), and an NVMe drive
+LINK_GB_PER_S = {"cpu": 25.0, "ssd": 3.0}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCost:
+    """The cost of one token on links.
+
+    Attributes:
+        experts_bytes: bytes of the experts that a token goes to, in all layers.
+        cold_bytes: those of them that are not at home in the computing tier, by home: what a token loads into an empty
+            cache.
+        streamed_bytes: pages of other layers that live below the computing tier and do not fit into what it keeps
+            beside one layer's experts, by home: what every token loads.
+        room_bytes: of the computing tier, for copies of experts.
+        all_bytes: of the experts that are not at home in the computing tier.
+    """
+
+    experts_bytes: int
+    cold_bytes: Mapping[str, int]
+    streamed_bytes: Mapping[str, int]
+    room_bytes: int
+    all_bytes: int
+
+    def loaded_bytes(self, hit_rate: float) -> float:
+        """Bytes of experts that a token loads at a hit rate."""
+        return (1 - hit_rate) * sum(self.cold_bytes.values())
+
+    def tokens_per_s(self, hit_rate: float, gb_per_s: Mapping[str, float] = LINK_GB_PER_S) -> float:
+        """Tokens a second at a hit rate by the links alone, one copy after another, computing not counted."""
+        seconds = sum((1 - hit_rate) * nbytes / gb_per_s[home] for home, nbytes in self.cold_bytes.items())
+        seconds += sum(nbytes / gb_per_s[home] for home, nbytes in self.streamed_bytes.items())
+        return 1e9 / seconds if seconds else float("inf")
+
+
+def token_cost(plan: Plan) -> TokenCost | None:
+    """Return the cost of a token of a plan, or None for a model without routed experts in the tiers."""
+    if not plan.routed or plan.mode == "train":
+        return None
+    top = plan.compute_tier
+    cold: dict[str, float] = {}
+    every: dict[str, int] = {}
+    for swap in plan.swaps:
+        for page in swap.leased if not swap.experts else swap.pages:
+            share = swap.top_k / swap.experts if swap.experts else 1
+            held = cold if swap.experts else every
+            held[page.home] = held.get(page.home, 0) + page.nbytes * share
+    room = plan.budgets[top] - plan.home_bytes(top)
+    elsewhere = sum(nbytes for home, nbytes in every.items() if home != top)
+    one_layer = max(sum(page.nbytes for page in swap.leased) for swap in plan.routed)
+    kept = max(0, min(elsewhere, room - one_layer))
+    streamed = {
+        home: round(nbytes * (elsewhere - kept) / elsewhere)
+        for home, nbytes in every.items()
+        if home != top and elsewhere > kept
+    }
+    return TokenCost(
+        round(sum(cold.values())),
+        {home: round(nbytes) for home, nbytes in cold.items() if home != top},
+        streamed,
+        room - kept,
+        sum(page.nbytes for swap in plan.routed for page in swap.pages if page.home != top),
+    )
+
+
+def fitted(routing: Routing, plan: Plan, *, source: str) -> Routing:
+    """Return a recorded routing with the page sizes of a plan.
+
+    Raises:
+        ConfigError: it is the routing of other layers; the error begins with `source`.
+    """
+    layers = {layer.name: layer for layer in plan_layers(plan)}
+    strange = next((one for one in routing.layers if _differs(one, layers.get(one.name))), None)
+    if strange is not None or not routing.layers:
+        has = f"{strange.name} with {strange.experts} experts" if strange else "no layer"
+        own = next(iter(layers.values()), None)
+        here = f"{own.name} with {own.experts} experts and so on" if own else "no routed experts in the tiers"
+        raise ConfigError(f"{source}: it has {has}, this model has {here}; record the routing of this model")
+    return replace(routing, layers=tuple(layers[one.name] for one in routing.layers))
+
+
+def _differs(recorded: object, own: object) -> bool:
+    return own is None or recorded.experts != own.experts
+
+
+def simulated_hits(routing: Routing, room_bytes: int) -> dict[str, float]:
+    """Return the hit rates of decoding, from an empty cache, by policy: "lru", and "experts" with both scopes."""
+    found = {}
+    for name, kind, scope in (
+        ("lru", "lru", "layer"),
+        ("experts, by layer", "experts", "layer"),
+        ("experts, by model", "experts", "model"),
+    ):
+        phases = simulate(kind, routing, room_bytes, scope=scope).phases
+        decoding = [counts for phase, counts in phases.items() if phase != "prompt"] or list(phases.values())
+        hits, misses = sum(c.hits for c in decoding), sum(c.misses for c in decoding)
+        found[name] = hits / (hits + misses) if hits + misses else 0.0
+    return found
