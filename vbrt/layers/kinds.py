@@ -36,6 +36,7 @@ class Kind:
             dimensions; "" where they lie along a dimension of their own.
         base: of routed experts, the class in `file` that the class in the place of this one is made from.
         every: True if each forward goes through all experts.
+        ragged: True if the parameters after the first may stack fewer matrices: the last experts have none of them.
         parts: the names in pages of the matrices that each of the parameters stacks (`vbrt.formats.experts`).
         refuse: returns why a module of this class stays as it is, or None.
         rounds_before_bias: True if the class rounds the product to its dtype before it adds the bias.
@@ -52,6 +53,7 @@ class Kind:
     count: str = ""
     base: str = "VBExperts"
     every: bool = False
+    ragged: bool = False
     parts: tuple[str, ...] = ()
     modes: tuple[str, ...] = ("infer", "train")
     refuse: Callable[[nn.Module], str | None] = lambda module: None
@@ -143,7 +145,16 @@ _RECORDS = (
     _experts("UngatedExperts", ("up_proj", "down_proj")),
     _experts("TransposedUngatedExperts", ("up_proj", "down_proj"), transposed=True),
     _special("Step3p7Experts", "step3p7", _UP_DOWN),
+    _special("LongcatFlashExperts", "longcat_flash", _UP_DOWN, base="VBZeroExperts", ragged=True),
     _special("Llama4TextExperts", "llama4", _UP_DOWN, transposed=True, base="VBSortedExperts"),
+    _special(
+        "DbrxExpertGLU",
+        "dbrx",
+        {"w1": "gate", "v1": "up", "w2": "down"},
+        turned=("w2",),
+        count="moe_num_experts",
+        base="VBGivenExperts",
+    ),
     _special("JetMoeParallelExperts", "jetmoe", {"weight": "up"}, base="VBParallelExperts"),
     _special(
         "InklingSharedExperts",

@@ -211,7 +211,8 @@ def _refusal(held: Held, module: nn.Module, survey: _Survey) -> str | None:
 def _why_kept_experts(module: nn.Module, kind: Kind) -> str | None:
     weights = [module._parameters[name] for name in kind.parameters]
     sites = kind.sites("", module)
-    facts = zip((site.matrices for site in sites), weights, strict=True)
+    counts = [sites[0].matrices if kind.ragged else site.matrices for site in sites]
+    facts = zip(counts, weights, strict=True)
     if len({(matrices, weight.dtype, weight.requires_grad) for matrices, weight in facts}) > 1:
         return f"{', '.join(kind.parameters)} differ in the number of experts, in dtype or in requires_grad"
     return None

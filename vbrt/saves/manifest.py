@@ -412,13 +412,15 @@ def _check_routed(manifest: Manifest) -> None:
             held.setdefault(layer.site.module, []).append(layer)
     for module, layers in held.items():
         kinds = {layer.site.kind for layer in layers}
-        alike = {(x.site.matrices, x.stored_dtype, x.dtype, x.format, x.fine, len(x.sites)) for x in layers}
+        ragged = KINDS[layers[0].site.kind].ragged
+        matrices = {layer.site.matrices for layer in layers if not ragged}
+        alike = {(x.stored_dtype, x.dtype, x.format, x.fine, len(x.sites)) for x in layers}
         found = sorted(layer.site.parameter for layer in layers)
         if len(kinds) > 1 or found != sorted(KINDS[layers[0].site.kind].parameters):
             raise _Damaged(
                 f"layers has {', '.join(found)} of the experts {_shown(module)}, and not what they consist of"
             )
-        if len(alike) > 1 or layers[0].sites[1:]:
+        if len(alike) > 1 or len(matrices) > 1 or layers[0].sites[1:]:
             raise _Damaged(f"layers has {', '.join(found)} of the experts {_shown(module)} held in different ways")
 
 

@@ -171,7 +171,7 @@ def _layer_parts(layer: SavedLayer, handle: Handle) -> Iterator[_Part]:
     if not isinstance(handle, Experts):
         yield _layer_part(layer, handle)
         return
-    for expert in range(handle.spec.experts):
+    for expert in range(layer.site.matrices):
         yield _expert_part(layer, handle, expert)
 
 

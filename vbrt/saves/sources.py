@@ -236,7 +236,9 @@ class SavedModel:
         """See `Source`: as they were encoded."""
         layers = {part: self._layers[site.name] for part, site in zip(handle.spec.parts, _sites(swap), strict=True)}
         for expert in range(swap.experts):
-            yield handle.from_encoded({part: self._encoded(layer, expert) for part, layer in layers.items()})
+            yield handle.from_encoded(
+                {part: self._encoded(layer, expert) for part, layer in layers.items() if expert < layer.site.matrices}
+            )
 
     def _encoded(self, layer: SavedLayer, matrix: int | None = None) -> dict[str, dict[str, torch.Tensor]]:
         """Read the planes of a weight, or of one of its matrices, as they were encoded."""

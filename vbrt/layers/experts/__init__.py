@@ -5,14 +5,22 @@ from vbrt.layers.experts.gates import gate_of
 from vbrt.layers.experts.handle import ExpertsHandle
 from vbrt.layers.experts.layer import VBExperts
 from vbrt.layers.experts.spec import ExpertsSpec
-from vbrt.layers.experts.special import VBParallelExperts, VBSharedExperts, VBSortedExperts
+from vbrt.layers.experts.special import (
+    VBGivenExperts,
+    VBParallelExperts,
+    VBSharedExperts,
+    VBSortedExperts,
+    VBZeroExperts,
+)
 
 __all__ = [
     "ExpertsHandle",
     "ExpertsSpec",
     "VBExperts",
+    "VBGivenExperts",
     "VBParallelExperts",
     "VBSharedExperts",
     "VBSortedExperts",
+    "VBZeroExperts",
     "gate_of",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Bank"]
+__all__ = ["FACTS", "Bank"]
 
 
 class Bank(Tensor):
@@ -48,7 +48,7 @@ class Bank(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _FACTS:
+            if func in FACTS:
                 return func(*args)
             found = _READS[func](*args, **kwargs or {}) if func in _READS else NotImplemented
             if found is NotImplemented:
@@ -101,7 +101,7 @@ def _grouped_mm(x_SK: Tensor, bank: Any, offs: Any = None, **others: Any) -> Any
 
 
 #: what is asked of a tensor without its content
-_FACTS = {
+FACTS = {
     *(
         getattr(Tensor, name).__get__
         for name in ("shape", "dtype", "device", "is_cuda", "is_cpu", "requires_grad", "ndim")

@@ -73,7 +73,7 @@ def run_experts(layer: "VBExperts", routed: Routed) -> Tensor:
     chunks = list(chunks_of(handle, touched, scan=scan, precision=precision))
     if scan or len(chunks) > 1:
         handle.announce(touched, precision)
-    if len(chunks) == 1 and (lossless or not scan):
+    if len(chunks) == 1 and (lossless or not scan) and not compute.only_in_turn:
         with handle.lease(chunks[0], precision) as leased:
             return compute.whole(leased)
     if compute.in_order:
@@ -132,7 +132,7 @@ class _Library:
     def __init__(self, layer: "VBExperts", routed: Routed) -> None:
         self.layer, self.routed, self.handle = layer, routed, layer.handle
         self.name, self.forward = implementation_of(layer)
-        self.in_order = self.name is None
+        self.in_order, self.only_in_turn = self.name is None, getattr(layer, "only_in_turn", False)
         self.rows: Tensor | None = None
 
     def _view(self, leased: "Leased") -> ExpertsView:
@@ -254,7 +254,7 @@ class _Kernels:
     in one chunk as in many.
     """
 
-    in_order = False
+    in_order = only_in_turn = False
 
     def __init__(self, layer: "VBExperts", routed: Routed) -> None:
         self.layer, self.handle, self.ops = layer, layer.handle, layer.handle.ops_of_pass()
@@ -273,7 +273,7 @@ class _Kernels:
             y = self.ops.sum(self._rows(x, ids_Tk, None, pages), ids_Tk, weights_Tk, pages.experts)
         else:
             y = self._rows(x, ids_Tk, weights_Tk, pages)
-        return y.to(self.dtype)
+        return self._complete(y)
 
     def resident(self, pages: ExpertPages, *, scan: bool) -> Tensor:
         """All experts, where all pages are on the GPU: as where they are not, bit for bit."""
@@ -317,8 +317,12 @@ class _Kernels:
 
     def result(self) -> Tensor:
         """The output after the last chunk."""
-        y = self.ops.sum(self.rows, self.routed.ids, self.routed.weights, self.handle.spec.experts)
-        return y.to(self.dtype)
+        return self._complete(self.ops.sum(self.rows, self.routed.ids, self.routed.weights, self.handle.spec.experts))
+
+    def _complete(self, y_TH: Tensor) -> Tensor:
+        """With what the layer adds beside its experts."""
+        beside = getattr(type(self.layer), "beside_experts", None)
+        return (y_TH if beside is None else y_TH + beside(self.layer, self.routed)).to(self.dtype)
 
 
 def _has_norm(module: Any) -> bool:

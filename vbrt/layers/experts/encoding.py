@@ -53,7 +53,14 @@ class EncodedExperts:
         return [slice(first, min(first + count, experts)) for first in range(0, experts, count)]
 
     def _part_of(self, step: slice) -> dict[str, Tensor]:
-        return {part: weight[step] for part, weight in self._weights.items()}
+        return {part: _some(weight, step) for part, weight in self._weights.items()}
+
+
+def _some(weight: Tensor, step: slice) -> Tensor:
+    """Return some matrices of a part, and zeros for experts beyond those that it has any of."""
+    some = weight[step]
+    missing = step.stop - step.start - len(some)
+    return torch.cat([some, some.new_zeros(missing, *weight.shape[1:])]) if missing else some
 
 
 class _Given(NamedTuple):

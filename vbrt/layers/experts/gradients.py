@@ -37,7 +37,12 @@ def forward_experts(layer: "VBExperts", *args: Any) -> Tensor:
     if torch.is_grad_enabled():
         kept = kept_parameters(layer)
         if routed.x.requires_grad or routed.weights.requires_grad or any(p.requires_grad for p in kept.values()):
-            return _Recomputed.apply(layer, tuple(kept), routed.ids, routed.x, routed.weights, *kept.values())
+            y = _Recomputed.apply(layer, tuple(kept), routed.ids, routed.x, routed.weights, *kept.values())
+            beside = getattr(type(layer), "beside_experts", None)
+            if beside is None:
+                return y
+            added = beside(layer, routed)  # is in y: only its gradient counts
+            return y + (added - added.detach())
     with torch.no_grad():
         return run_experts(layer, routed)
 

@@ -194,11 +194,22 @@ class ExpertsHandle:
     def split(self, weights: Mapping[str, torch.Tensor]) -> "Iterable[Planes]":
         """The planes of each expert, encoded as they are asked for; `weights`: [E, ...] by part, as the module keeps
         them. Iterating raises FormatError."""
-        return EncodedExperts(self, weights)
+        shapes = {part: one.site.matrix_shape for part, one in self.spec.parts.items()}
+        return EncodedExperts(self, {part: w.reshape(-1, *shapes[part]) for part, w in weights.items()})
 
     def from_encoded(self, planes: Mapping[str, Mapping[str, dict[str, torch.Tensor]]]) -> Planes:
-        """The joint planes of one expert, from encoded tensors by part and name of the plane."""
-        return join_planes({part: self.encoders[part].from_encoded(encoded) for part, encoded in planes.items()})
+        """The joint planes of one expert, from encoded tensors by part and name of the plane; zeros where it has none
+        of a part."""
+        return join_planes(
+            {
+                part: self.encoders[part].from_encoded(planes[part]) if part in planes else self._zeros(part)
+                for part in self.spec.parts
+            }
+        )
+
+    def _zeros(self, part: str) -> Planes:
+        one = self.spec.parts[part]
+        return self.encoders[part].split(torch.zeros(one.site.matrix_shape, dtype=one.dtype, device=self.device))
 
     def encoded_part(
         self, part: str, layout: PageLayout, fields: Mapping[str, torch.Tensor]
@@ -395,12 +406,12 @@ class ExpertsHandle:
         """A parameter, decoded, as the module keeps it: a temporary that shares memory with nothing."""
         self.weight_reads += 1
         part, spec = self.spec.part_of(parameter), self.spec
-        shape = spec.sites[spec.parameters.index(parameter)].kept_shape
-        out = torch.empty(shape, dtype=self.dtype, device=self.device)
-        for expert in range(spec.experts):  # one at a time: the budget may have room for no more
+        site = spec.sites[spec.parameters.index(parameter)]
+        out = torch.empty((site.matrices, *site.matrix_shape), dtype=self.dtype, device=self.device)
+        for expert in range(site.matrices):  # one at a time: the budget may have room for no more
             with self.lease([expert]) as leased:
                 out[expert].copy_(self.matrix(part, leased.fields(0)))
-        return out
+        return out.view(site.kept_shape)
 
     # -- copies -------------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ def implementation_of(layer: nn.Module) -> tuple[str | None, Callable[..., Tenso
     which adds experts to the sum in their order."""
     plain, own = type(layer).plain_class(), getattr(type(layer), "own_rows", None)
     if own is not None:
-        return "rows", own
+        return getattr(type(layer), "own_name", "rows"), own
     name = getattr(getattr(layer, "config", None), "_experts_implementation", None)
     library = sys.modules.get("transformers.integrations.moe")
     known = library is not None and name in library.ALL_EXPERTS_FUNCTIONS

@@ -60,7 +60,7 @@ class ExpertsSpec:
     @property
     def experts(self) -> int:
         """E."""
-        return self.site.matrices
+        return max(site.matrices for site in self.sites)
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ class ExpertsSpec:
                 f"{self.name}.{parameter}: the new weight has shape {tuple(weight.shape)}; expected {site.kept_shape}"
             )
         one = self.parts[self.part_of(parameter)]
-        one.check(weight[0])
+        one.check(weight.detach().reshape(-1, *site.matrix_shape)[0])
 
     def refuse(self, parameter: str, what: str) -> None:
         """Raise WrapError for an operation that weights in the tiers do not support."""

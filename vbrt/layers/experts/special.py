@@ -4,10 +4,12 @@ Each class here turns the call of its module into that one, [T, H], [T, k], [T, 
 
     own_rows(view, x, ids, weights): as the module computes them, on a view of it with some of its experts
     rows_of_pages(layer, ops, routed, pages): by the ops on pages
+    beside_experts(layer, routed): what is added to them
 
 Legend: T tokens, k experts a token, E experts, H hidden, N outputs.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,12 +24,14 @@ from vbrt.layers.compute import pass_precision
 from vbrt.layers.experts.compute import Routed, plain_forward
 from vbrt.layers.experts.gates import act_gate
 from vbrt.layers.experts.layer import VBExperts
+from vbrt.layers.experts.lending import temporary_of
 from vbrt.layers.experts.library import ExpertsView
+from vbrt.layers.experts.unread import Unread
 
 if TYPE_CHECKING:
     from vbrt.layers.experts.handle import ExpertOps
 
-__all__ = ["VBParallelExperts", "VBSharedExperts", "VBSortedExperts"]
+__all__ = ["VBGivenExperts", "VBParallelExperts", "VBSharedExperts", "VBSortedExperts", "VBZeroExperts"]
 
 
 class _VBCalledOtherwise(VBExperts):
@@ -79,6 +83,30 @@ class VBSortedExperts(_VBCalledOtherwise):
         return out_TH
 
 
+class VBZeroExperts(_VBCalledOtherwise):
+    """LongCat Flash: ids behind those of the experts give the token itself.
+
+    Everybody else sees such an id as a sentinel: it is moved behind all for which there is a matrix.
+    """
+
+    _apply_gate, own_name, only_in_turn = act_gate, None, True
+
+    def _routed(self, x_TH: Tensor, ids_Tk: Tensor, weights_Tk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x_TH, ids_Tk + self.zero_expert_num * (ids_Tk >= self.num_routed_experts), weights_Tk
+
+    @staticmethod
+    def own_rows(view: Any, x_TH: Tensor, ids_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+        """The module's own sums, over ids as it knows them."""
+        module = getattr(view, "_layer", view)
+        ids_Tk = ids_Tk - module.zero_expert_num * (ids_Tk >= module.total_experts)
+        return type(module).plain_class().forward(view, x_TH, ids_Tk, weights_Tk)
+
+    def beside_experts(self, routed: Routed) -> Tensor:
+        """The tokens themselves, weighed."""
+        weights_T1 = routed.weights.masked_fill(routed.ids < self.total_experts, 0.0).sum(dim=1, keepdim=True)
+        return routed.x * weights_T1
+
+
 class VBParallelExperts(_VBCalledOtherwise):
     """JetMoE: one matrix an expert; rows come sorted by expert, with the number of each expert's."""
 
@@ -103,6 +131,58 @@ class VBParallelExperts(_VBCalledOtherwise):
     def rows_of_pages(layer: VBExperts, ops: "ExpertOps", routed: Routed, pages: ExpertPages) -> Tensor:
         """The products of all rows."""
         return ops.up(routed.x, routed.ids, pages)
+
+
+class VBGivenExperts(VBExperts):
+    """DBRX: another module picks the matrices of an expert out of the parameters, and gives them back with its rows."""
+
+    def _weight(self, name: str) -> Tensor:
+        handle = self._vb_handle
+        if not self.materialized or is_compiling() or temporary_of(handle, name) is not None:
+            return super()._weight(name)
+        return Unread.of(handle, name, handle.spec.sites[handle.spec.parameters.index(name)].kept_shape)
+
+    @torch.compiler.disable
+    def _vb_forward(self, x_TH: Tensor, *matrices: Tensor) -> Tensor:
+        expert = self._picked(matrices)
+        if not self.materialized and not self._given():
+            self.materialize_()
+        if expert is None or not isinstance(self, VBExperts):
+            contents = (m.content() if isinstance(m, Unread) else m for m in matrices)
+            plain = type(self).plain_class() if isinstance(self, VBExperts) else type(self)
+            return plain.forward(self, x_TH, *contents)
+        ids_T1 = torch.full((len(x_TH), 1), expert, dtype=torch.int64, device=x_TH.device)
+        return super()._vb_forward(x_TH, ids_T1, x_TH.new_ones(len(x_TH), 1))
+
+    def _picked(self, matrices: Sequence[Tensor]) -> int | None:
+        """Return the expert whose matrices these are; None if they are no expert's."""
+        sites, picked = self._vb_handle.spec.sites, set()
+        for site, matrix in zip(sites, matrices, strict=True):
+            held = self._parameters[site.parameter]
+            if isinstance(matrix, Unread):
+                picked.add(matrix.expert if matrix.handle is self._vb_handle else None)
+            elif held is not None and matrix.shape == site.matrix_shape and held.is_contiguous():
+                offset = (matrix.data_ptr() - held.data_ptr()) // held.element_size()
+                expert, rest = divmod(offset, matrix.numel())
+                picked.add(expert if not rest and 0 <= expert < site.matrices else None)
+            else:
+                picked.add(None)
+        return picked.pop() if len(picked) == 1 else None
+
+    @staticmethod
+    def own_rows(view: Any, x_TH: Tensor, ids_T1: Tensor, weights_T1: Tensor) -> Tensor:
+        """The rows of one expert, to which all go."""
+        module, expert = getattr(view, "_layer", view), int(ids_T1[0, 0])
+        names, shapes = zip(*((site.parameter, site.matrix_shape) for site in module.handle.spec.sites), strict=True)
+        weights = (getattr(view, name) for name in names)
+        matrices = [w[expert] if w.dim() == 3 else w.view(-1, *s)[expert] for w, s in zip(weights, shapes, strict=True)]
+        return type(module).plain_class().forward(view, x_TH, *matrices)
+
+    @staticmethod
+    def rows_of_pages(layer: VBExperts, ops: "ExpertOps", routed: Routed, pages: ExpertPages) -> Tensor:
+        """The same for any ids."""
+        gate_PI, value_PI = (ops.up(routed.x, routed.ids, pages, part=part) for part in ("gate", "up"))
+        return ops.down(layer.activation_fn(gate_PI) * value_PI, routed.ids, routed.weights, pages)
 
 
 class VBSharedExperts(VBExperts):
