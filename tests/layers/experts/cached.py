@@ -59,7 +59,7 @@ def counts(cache):
     """(hits, misses) of each page that has any, by key."""
     found = {}
     for name, of_layer in cache.counts().items():
-        rows = zip(cache._keys[name], of_layer.hits.tolist(), of_layer.misses.tolist(), strict=True)
+        rows = zip(cache.keys[name], of_layer.hits.tolist(), of_layer.misses.tolist(), strict=True)
         found |= {key: (hits, misses) for key, hits, misses in rows if hits or misses}
     return found
 

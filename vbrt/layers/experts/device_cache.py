@@ -60,6 +60,7 @@ class DeviceCache:
 
     Attributes:
         layers: their names; `lease` takes the number of one.
+        keys, scope: as given.
         capacity_bytes: what the arena takes.
 
     Raises:
@@ -71,12 +72,12 @@ class DeviceCache:
     def __init__(
         self, stack: TierStack, layers: Mapping[str, Sequence[str]], capacity_bytes: int, *, scope: str = "layer"
     ) -> None:
-        self._stack, self._keys, self._scope = stack, {name: tuple(keys) for name, keys in layers.items()}, scope
+        self._stack, self.keys, self.scope = stack, {name: tuple(keys) for name, keys in layers.items()}, scope
         self.layers = tuple(layers)
         self._lock = threading.RLock()
         self._stream: torch.cuda.Stream | None = None
         self._captured = self._deciding = self._leased = False
-        self._page_bytes = {name: _page_bytes(stack, name, keys) for name, keys in self._keys.items()}
+        self._page_bytes = {name: _page_bytes(stack, name, keys) for name, keys in self.keys.items()}
         self._arena: Arena | None = None
         self._reserve(capacity_bytes)
 
@@ -86,11 +87,12 @@ class DeviceCache:
     def __reduce__(self):
         raise TierError("a device cache cannot be pickled; make another one for the layers that were unpickled")
 
+    @torch.inference_mode(False)  # tables of a pass in inference mode are written by passes outside of it
     def _reserve(self, capacity_bytes: int) -> None:
         """Make the arena and its tables."""
         layers, pools = self._rooms(capacity_bytes)
         nbytes = sum(pool.slots * pool.page_bytes for pool in pools)
-        sources = [key for keys in self._keys.values() for key in keys]
+        sources = [key for keys in self.keys.values() for key in keys]
         arena = Arena(self._stack, f"{sources[0]}#cache", sources, nbytes)
         tables = ResidentTables(layers, pools, arena.memory, arena.addresses, one=ONE)
         if arena.memory.is_cuda:
@@ -98,7 +100,7 @@ class DeviceCache:
         self._arena, self._tables, self.capacity_bytes = arena, tables, nbytes
 
     def _rooms(self, capacity_bytes: int) -> tuple[list[Experts], list[PoolRoom]]:
-        by_layer = self._scope == "layer"
+        by_layer = self.scope == "layer"
         if not by_layer and len(set(self._page_bytes.values())) > 1:
             raise TierError(
                 f"{self.layers[0]}: layers have pages of {len(set(self._page_bytes.values()))} sizes; a device cache "
@@ -107,15 +109,16 @@ class DeviceCache:
         room = ExpertRoom(by_layer=by_layer, layers=self._page_bytes)
         room.resize(capacity_bytes)
         shares = room.shares() if by_layer else {self.layers[0]: capacity_bytes}
-        experts = {name: len(keys) for name, keys in self._keys.items()}
+        experts = {name: len(keys) for name, keys in self.keys.items()}
         most = experts if by_layer else {self.layers[0]: sum(experts.values())}
-        layers = len(self._keys) if not by_layer else 1
+        layers = len(self.keys) if not by_layer else 1
         pools = [_pool(name, share, self._page_bytes[name], most[name], layers) for name, share in shares.items()]
         return [Experts(count, i if by_layer else 0) for i, count in enumerate(experts.values())], pools
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
-    def _slots(self, layer: int) -> int:
+    def slots(self, layer: int) -> int:
+        """Return how many slots the layer's pool has."""
         tables = self._tables
         return tables.pools[tables.layers[layer].pool].slots
 
@@ -140,7 +143,7 @@ class DeviceCache:
         if not self.fits(layer, ids_Tk):
             raise TierError(
                 f"{self.layers[layer]}: {ids_Tk.numel()} routed ids may name more experts than the "
-                f"{self._slots(layer)} slots of its cache; scan them, or raise the cache's bytes"
+                f"{self.slots(layer)} slots of its cache; scan them, or raise the cache's bytes"
             )
         with self._entered(layer):
             yield self._lease(layer, ids_Tk, scan=False)
@@ -156,7 +159,7 @@ class DeviceCache:
 
         Each pair (token, expert) is in one part: `lease_part` it, and add the rows of its pairs.
         """
-        count, slots = self._tables.layers[layer].count, self._slots(layer)
+        count, slots = self._tables.layers[layer].count, self.slots(layer)
         if count <= slots:
             return [Part(ids_Tk)]
         starts = range(0, count, slots)
@@ -210,20 +213,20 @@ class DeviceCache:
     def counts(self) -> dict[str, DeviceCounts]:
         """Return what each layer has counted; waits for the device."""
         hits, misses = self._tables.counts()
-        sizes = [len(keys) for keys in self._keys.values()]
-        rows = zip(self._keys, hits.split(sizes), misses.split(sizes), strict=True)
+        sizes = [len(keys) for keys in self.keys.values()]
+        rows = zip(self.keys, hits.split(sizes), misses.split(sizes), strict=True)
         return {name: DeviceCounts(h, m, int(m.sum()) * self._page_bytes[name]) for name, h, m in rows}
 
     def resident(self) -> frozenset[str]:
         """Return the keys of resident pages; waits for the device."""
-        keys = [key for keys in self._keys.values() for key in keys]
+        keys = [key for keys in self.keys.values() for key in keys]
         return frozenset(key for key, slot in zip(keys, self._tables.resident().tolist(), strict=True) if slot >= 0)
 
     def resident_counts(self) -> dict[str, int]:
         """Return how many pages of each layer are resident; waits for the device."""
-        sizes = [len(keys) for keys in self._keys.values()]
+        sizes = [len(keys) for keys in self.keys.values()]
         parts = (self._tables.resident() >= 0).split(sizes)
-        return {name: int(part.sum()) for name, part in zip(self._keys, parts, strict=True)}
+        return {name: int(part.sum()) for name, part in zip(self.keys, parts, strict=True)}
 
     def resize(self, capacity_bytes: int) -> None:
         """Take another part of the budget. Nothing is resident then; scores and counts stay.
@@ -251,6 +254,10 @@ class DeviceCache:
     def recorded(self) -> bool:
         """True if a CUDA graph has recorded where the slots lie."""
         return self._captured
+
+    def forget_graphs(self) -> None:
+        """Take the caller's word that no graph that has recorded the slots is replayed any more."""
+        self._captured = False
 
     def check_not_recorded(self) -> None:
         """Raise TierError if a CUDA graph has recorded where the slots lie."""

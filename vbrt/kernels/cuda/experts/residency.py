@@ -23,7 +23,7 @@ _PAGE_ROWS, _HITS = 6, 4  # see resolve_triton
 _CLOCKS = (0, 0, 0, -1, 1, 0, 0, 0)  # whole rows of 64 bytes
 _IDS = 1024  # routed ids that are looked at together
 _LANES = 256  # table entries for each warp of the program that decides
-_BLOCK, _PROGRAMS, _WARPS = 2048, 264, 4  # int64 that a program copies at a time; two programs a multiprocessor
+_BLOCK, _PROGRAMS, _WARPS = 1024, 264, 4  # int64 that a program copies at a time; two programs a multiprocessor
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,332 @@
+"""Decode with routed experts, batch 1, a CUDA graph a step; write benchmarks/results/experts-decode-<gpu>.json.
+
+A model of Qwen3-30B-A3B's shape with random weights: in bf16 and in 4 bits all on the GPU, and then with a share of the
+expert pages there, the others page-locked in host memory, where the GPU decides which experts stay and fetches what is
+missing. Experts are routed to by a generated trace with published reuse (`vbrt.residency.routing`); routers compute, but
+what they say is replaced. The limit of a step is that of the resident one and the missing bytes at 50 GB/s.
+
+    python3 scripts/experts_decode.py [--layers 48] [--shares 50 25 10] [--out results.json]
+"""
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # after the checkout is on the path
+from torch import Tensor, nn
+
+import vbrt
+from scripts.measuring import machine
+from vbrt.layers import handles_in
+from vbrt.layers.experts import ExpertsHandle
+from vbrt.residency.experts import ExpertsPolicy
+from vbrt.residency.routing import Routed, RoutedLayer, Routing, generate_routing
+from vbrt.residency.simulate import simulate
+
+CACHE_TOKENS = 1024
+LINK_BYTES_S = 50e9
+WARM, COUNTED = 64, 128
+SHAPE = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+
+
+def build(layers: int, device: torch.device, **shape: int) -> nn.Module:
+    """Return a random bf16 model of the shape, on the device."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(**SHAPE | shape, num_hidden_layers=layers, norm_topk_prob=True, tie_word_embeddings=False)
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            return Qwen3MoeForCausalLM(config).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(default)
+
+
+class Trace:
+    """Routing that a model follows: a token's row is put where every router's hook reads it.
+
+    Attributes:
+        rows: [tokens, layers, 1, k], the experts of each token.
+        done: the tokens whose routing a model has followed, in order.
+    """
+
+    def __init__(self, routing: Routing, device: torch.device) -> None:
+        chosen = [list(record.tokens[0]) for record in routing.records if isinstance(record, Routed)]
+        self.routing, self.done = routing, []
+        self.rows = torch.tensor(chosen, device=device).view(routing.tokens, len(routing.layers), 1, -1)
+        self._now = self.rows[0].clone()
+
+    def lead(self, model: nn.Module) -> None:
+        """Have the model's routers name the trace's experts, with the scores that they find."""
+        for layer, block in enumerate(model.model.layers):
+            ids = self._now[layer]
+            block.mlp.gate.register_forward_hook(lambda module, args, out, ids=ids: (out[0], out[1], ids))
+
+    def turn(self, token: int) -> None:
+        """Put a token's routing in place."""
+        self._now.copy_(self.rows[token])
+        self.done.append(token)
+
+
+class Decoder:
+    """Steps of one token on a static cache."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        from transformers import StaticCache
+
+        self._model = model
+        config = getattr(model, "model", model).config if isinstance(model, vbrt.VBModelWrapper) else model.config
+        self._cache = StaticCache(config=config, max_cache_len=CACHE_TOKENS)
+        self._token = torch.ones(1, 1, dtype=torch.int64, device=device)
+        self._position = torch.zeros(1, dtype=torch.int64, device=device)
+        self.logits: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Compute one token, at the same place each time."""
+        self.logits = self._model(
+            input_ids=self._token,
+            position_ids=self._position[None],
+            cache_position=self._position,
+            past_key_values=self._cache,
+            use_cache=True,
+        ).logits
+
+    def recorded(self, warm: Callable[[], None]) -> Callable[[], None]:
+        """Return a step as a CUDA graph; `step` itself where there is no GPU."""
+        for _ in range(3):
+            warm()
+            self.step()
+        if self._token.device.type != "cuda":
+            return self.step
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step()
+        return graph.replay
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run over the trace has shown: seconds a token, and the accesses of a token that hit and missed."""
+
+    seconds: float
+    hits: float = 0.0
+    misses: float = 0.0
+    bytes_in: float = 0.0
+
+
+def decode(model: nn.Module, trace: Trace) -> Run:
+    """Decode along the trace: WARM tokens, then COUNTED ones by the clock, nobody waiting in between."""
+    device, tokens = trace.rows.device, iter(range(len(trace.rows)))
+    decoder = Decoder(model, device)
+    replay = decoder.recorded(lambda: trace.turn(next(tokens)))
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            trace.turn(next(tokens))
+            replay()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    run(WARM)
+    before, start = counts_of(model), time.perf_counter()
+    run(COUNTED)
+    seconds = (time.perf_counter() - start) / COUNTED
+    if not bool(decoder.logits.isfinite().all()):
+        raise RuntimeError("the model's logits are not finite")
+    return Run(seconds, *((after - early) / COUNTED for after, early in zip(counts_of(model), before, strict=True)))
+
+
+def counts_of(model: nn.Module) -> tuple[int, int, int]:
+    """Hits, misses and bytes of all device caches of a wrapped model; zeros without one."""
+    found = [counts for cache in device_caches(model) for counts in cache.counts().values()]
+    return (
+        sum(int(c.hits.sum()) for c in found),
+        sum(int(c.misses.sum()) for c in found),
+        sum(c.bytes_in for c in found),
+    )
+
+
+def device_caches(model: nn.Module) -> list:
+    """The device caches of a wrapped model: none where the host decides."""
+    if not isinstance(model, vbrt.VBModelWrapper):
+        return []
+    return list({id(h.cache.cache): h.cache.cache for h in expert_handles(model) if h.cache is not None}.values())
+
+
+def expert_handles(vb: vbrt.VBModelWrapper) -> list[ExpertsHandle]:
+    return [handle for handle in handles_in(vb.stack) if isinstance(handle, ExpertsHandle)]
+
+
+# -- a share of the pages on the GPU ----------------------------------------------------------------------------------
+
+
+def put_below(vb: vbrt.VBModelWrapper) -> None:
+    """Have the experts live in host memory, and all other pages on the GPU."""
+    experts = {key for handle in expert_handles(vb) for key in handle.keys}
+    vb.stack.rehome({key: "cpu" if key in experts else "gpu" for key in vb.stack.pages})
+
+
+def forget_graphs(vb: vbrt.VBModelWrapper) -> None:
+    """Pages may move again: the graphs that were recorded are gone."""
+    vb.stack.ledger.captured = False
+    for cache in device_caches(vb):
+        cache.forget_graphs()
+
+
+def budget_of(vb: vbrt.VBModelWrapper, share: float) -> int:
+    """Bytes for the pages of other layers, a share of the experts, and one lease of them."""
+    handles = expert_handles(vb)
+    experts = sum(page.nbytes for handle in handles for page in handle.pages)
+    own = {page.key for handle in handles for page in handle.pages}
+    others = sum(page.nbytes for key, page in vb.stack.pages.items() if key not in own and not page.put)
+    lease = max(sum(page.nbytes for page in handle.pages[: handle.spec.top_k]) for handle in handles)
+    return others + int(share * experts) + lease
+
+
+def expected(vb: vbrt.VBModelWrapper, trace: Trace) -> tuple[int, int]:
+    """Hits and misses of the policy in Python, on the routing that the model has followed."""
+    (cache,) = device_caches(vb)
+    sizes = {page.key: page.nbytes for handle in expert_handles(vb) for page in handle.pages}
+    leases = []
+    for token in trace.done:
+        ids = trace.rows[token, :, 0].tolist()
+        leases += [
+            tuple(cache.keys[name][e] for e in sorted(chosen)) for name, chosen in zip(cache.layers, ids, strict=True)
+        ]
+    layers = {keys[0].rpartition(".")[0]: sizes[keys[0]] for keys in cache.keys.values()}
+    policy = ExpertsPolicy(cache.capacity_bytes, prefetch=0, scope=cache.scope, layers=layers)
+    counts = simulate(policy, leases, cache.capacity_bytes, sizes=sizes)
+    return counts.hits.total(), counts.misses.total()
+
+
+def limit_seconds(resident_s: float, bytes_in: float) -> float:
+    """Seconds of a step whose missing bytes come at the link's speed, behind each other."""
+    return resident_s + bytes_in / LINK_BYTES_S
+
+
+def cached_row(vb: vbrt.VBModelWrapper, trace: Trace, share: float, resident: Run) -> dict[str, object]:
+    """Decode with a share of the expert pages on the GPU."""
+    forget_graphs(vb)
+    vb.set_budget("gpu", budget_of(vb, share))
+    trace.done.clear()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    run = decode(vb, trace)
+    stats = vb.stats()
+    kept = sum(p.nbytes for p in vb.model.parameters()) + sum(b.nbytes for b in vb.model.buffers())
+    budget = stats.tiers[stats.compute_tier].budget_bytes
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    row = {
+        "case": f"{share:.0%} of the expert pages",
+        "decides": sorted({handle.decides for handle in expert_handles(vb)}),
+        "ms": run.seconds * 1e3,
+        "tokens_s": 1 / run.seconds,
+        "hit_rate": run.hits / max(1e-9, run.hits + run.misses),
+        "missed_mb": run.bytes_in / 1e6,
+        "of_limit": limit_seconds(resident.seconds, run.bytes_in) / run.seconds,
+        "over_resident": run.seconds / resident.seconds,
+        "peak_gb": peak / 1e9,
+        "budget_gb": budget / 1e9,
+        "beyond_budget_and_kept_gb": (peak - budget - kept) / 1e9,
+        "fallbacks": list(stats.fallbacks),
+    }
+    if device_caches(vb):
+        hits, misses, _ = counts_of(vb)
+        row |= {"slots": device_caches(vb)[0].slots(0)}
+        row |= {"counts_are_simulated": (hits, misses) == expected(vb, trace)}
+    return row
+
+
+def routing_of(model: nn.Module, tokens: int) -> Routing:
+    config = model.config
+    layers = [
+        RoutedLayer(f"model.layers.{n}.mlp.experts", config.num_experts, config.num_experts_per_tok)
+        for n in range(config.num_hidden_layers)
+    ]
+    return generate_routing(layers, tokens=tokens, phase="decode")
+
+
+def rows(layers: int, shares: Sequence[float], device: torch.device, *, gpu: str = "24GiB", **shape: int):
+    """Yield the row of each case."""
+    start = time.perf_counter()
+    model = build(layers, device, **shape)
+    trace = Trace(routing_of(model, WARM + COUNTED + 3), device)
+    trace.lead(model)
+    model.config._experts_implementation = "batched_mm"
+    note("built", start)
+    bf16 = decode(model, trace)
+    yield {"case": "bf16, resident", "ms": bf16.seconds * 1e3, "tokens_s": 1 / bf16.seconds}
+    note("bf16", start)
+    top = "gpu" if device.type == "cuda" else "cpu"
+    tiers = {top: {"budget": gpu}} | ({"cpu": {"budget": "40GiB"}} if top == "gpu" else {})
+    vb = vbrt.wrap(model, "fp4", policy={"kind": "experts"}, tiers=tiers).materialize()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    note("encoded", start)
+    resident = decode(vb, trace)
+    speedup = bf16.seconds / resident.seconds
+    yield {
+        "case": "4 bits, resident",
+        "ms": resident.seconds * 1e3,
+        "tokens_s": 1 / resident.seconds,
+        "over_bf16": speedup,
+    }
+    forget_graphs(vb)
+    if device.type == "cuda" and shares:
+        put_below(vb)
+        note("put below", start)
+    for share in shares:
+        yield cached_row(vb, trace, share, resident)
+        note(f"{share:.0%}", start)
+    vb.close()
+
+
+def note(what: str, start: float) -> None:
+    """Minutes go by between figures."""
+    print(f"# {what}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+
+
+def say(row: dict[str, object]) -> None:
+    print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--shares", type=float, nargs="*", default=[50, 25, 10], help="percent of the expert pages")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    done = []
+    for row in rows(args.layers, [share / 100 for share in args.shares], torch.device("cuda", 0)):
+        say(row)
+        done.append(row)
+    name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+    out = args.out or ROOT / "benchmarks" / "results" / f"experts-decode-{name}.json"
+    out.write_text(json.dumps({"machine": machine(), "layers": args.layers, "rows": done}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

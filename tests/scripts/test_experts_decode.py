@@ -1,0 +1,48 @@
+"""The benchmark of decoding with routed experts: routing by a trace, its limit, and rows on a tiny model."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from scripts import experts_decode
+from scripts.experts_decode import Trace, build, limit_seconds, routing_of, rows
+
+CPU = torch.device("cpu")
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+def test_a_model_follows_the_trace_whatever_its_routers_say():
+    model, seen = build(2, CPU, **TINY), []
+    trace = Trace(routing_of(model, 5), CPU)
+    trace.lead(model)
+    for layer, block in enumerate(model.model.layers):
+        block.mlp.experts.register_forward_pre_hook(lambda module, args, n=layer: seen.append((n, args[1].tolist())))
+    for token in (3, 1):
+        trace.turn(token)
+        model(input_ids=torch.ones(1, 1, dtype=torch.int64))
+    assert seen == [(layer, trace.rows[token, layer].tolist()) for token in (3, 1) for layer in range(2)]
+    assert trace.done == [3, 1] and trace.rows.shape == (5, 2, 1, 2)
+    assert trace.rows[3].tolist() != trace.rows[1].tolist()
+
+
+def test_the_limit_is_the_resident_step_and_the_missing_bytes_at_50_gb_s():
+    assert limit_seconds(0.002, 1e8) == pytest.approx(0.004)
+
+
+def test_a_tiny_model_has_rows(monkeypatch):
+    monkeypatch.setattr(experts_decode, "WARM", 1)
+    monkeypatch.setattr(experts_decode, "COUNTED", 2)
+    done = list(rows(2, [], CPU, gpu="1GiB", **TINY))
+    assert [row["case"] for row in done] == ["bf16, resident", "4 bits, resident"]
+    assert all(row["ms"] > 0 and row["tokens_s"] == pytest.approx(1e3 / row["ms"]) for row in done)
