@@ -2,7 +2,7 @@
 
 A model of Qwen3-30B-A3B's shape with random weights: in bf16 and in 4 bits all on the GPU, and then with a share of the
 expert pages there, the others page-locked in host memory, where the GPU decides which experts stay and fetches what is
-missing. Experts are routed to by a generated trace with published reuse (`vbrt.residency.routing`); routers compute, but
+missing. Experts are routed to by a generated trace with published reuse; routers compute, but
 what they say is replaced. The limit of a step is that of the resident one and the missing bytes at 50 GB/s.
 
     python3 scripts/experts_decode.py [--layers 48] [--shares 50 25 10] [--out results.json]
