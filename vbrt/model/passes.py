@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from vbrt.kernels.watched import unwatched
+from vbrt.model.adapters import check_adapters
 from vbrt.model.machine import release_host_memory
 from vbrt.model.phase import BACKWARD, inferred_phase, phase_name
 from vbrt.residency.policy import FORWARD
@@ -42,6 +43,8 @@ class PassHook:
                 if not self._rest_is_moved:
                     move_rest_(model, self.stack.device)
                     self._rest_is_moved = True
+        if "peft_config" in model.__dict__:
+            check_adapters(model, self.attachment.layers)
         passes = self.attachment.passes
         if passes == 1:
             release_host_memory()  # dense weights were freed one by one during the first pass
