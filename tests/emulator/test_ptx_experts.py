@@ -62,6 +62,22 @@ def test_many_tokens(gate, format, case, gpu, monkeypatch):  # noqa: F811
     assert gpu == ["gather_kernel", "grouped_kernel"]
 
 
+def test_a_gate_whose_halves_do_not_begin_at_tiles_is_applied_behind_and_nothing_hides_what_is_no_number(
+    gpu,  # noqa: F811
+    monkeypatch,
+):
+    pages, weights = expert_pages("nvfp4", {"up": (24, 136)}, E, tiled=True)
+    monkeypatch.setattr(Machine, "pages", pages.pages)
+    ids, _ = routing(4, 1, E)
+    x = torch.randn(4, 136).bfloat16()
+    x[2, 3] = float("nan")
+    groups = many.group_pairs(ids, E, 32)
+    for gate in (Gate("silu"), Gate("silu", interleaved=True, limit=7.0), Gate("relu", gated=False)):
+        y = many.products(x, groups, pages, part="up", gate=gate, bias_EN=None)
+        assert y[2].isnan().all()
+        assert error(y[[0, 1, 3]], exact_rows(x, ids, weights["up"], gate)[[0, 1, 3]]) < 1e-2
+
+
 def test_fp16_is_a_sum_of_bf16_and_rows_are_added_in_fp32(gpu, monkeypatch):  # noqa: F811
     pages, weights = expert_pages("nvfp4", {"down": (40, 136)}, E, tiled=True)
     monkeypatch.setattr(Machine, "pages", pages.pages)

@@ -23,8 +23,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from vbrt.kernels.cuda.e2m1.narrow_gluon import RESCALE, activate, allow_launch_after, wait_for_launch_before
+from vbrt.kernels.cuda.e2m1.narrow_gluon import RESCALE, allow_launch_after, wait_for_launch_before
 from vbrt.kernels.cuda.e2m1.wide_gluon import operands
+from vbrt.kernels.cuda.experts.few_gluon import gate_function, gated_product
 from vbrt.kernels.cuda.private_api import renamed
 
 __all__ = ["gather_kernel", "grouped_kernel", "sum_kernel"]
@@ -240,19 +241,6 @@ def halves(v):
     return gl.permute(gl.reshape(v, (v.shape[0], 2, v.shape[1] // 2)), (0, 2, 1)).split()
 
 
-@gluon.jit
-def gated(v, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, DTYPE: gl.constexpr):
-    """The function of a gate, see `kernels.experts.GATES`."""
-    if FUNCTION == "relu2":
-        v = activate(v, "relu", DTYPE)
-        v = v * v
-    elif ALPHA != 1.0:  # v sigmoid(alpha v)
-        v = activate(v * ALPHA, "silu", DTYPE) * (1.0 / ALPHA)
-    else:
-        v = activate(v, FUNCTION, DTYPE)
-    return v
-
-
 @gluon.constexpr_function
 def chunk_of(TOKENS):
     """Pairs whose sums a warpgroup stores at a time."""
@@ -302,13 +290,10 @@ def store_chunk(v, staging, pair, y_ptr, out, n_out, GATING: gl.constexpr):
             g, u = gl.reshape(w, (w.shape[0], 32, 2)).split()
         else:
             g, u = gl.permute(gl.reshape(w, (w.shape[0], 2, 32)), (0, 2, 1)).split()
-        if LIMIT is not None:
-            g = gl.minimum(g, LIMIT)
-            u = gl.minimum(gl.maximum(u, -LIMIT), LIMIT)
-        o = gated(g, FUNCTION, ALPHA, DTYPE) * (u + SHIFT)
+        o = gated_product(g, u, FUNCTION, ALPHA, LIMIT, SHIFT, DTYPE)
         o = gl.convert_layout(o.to(DTYPE), STORED, assert_trivial=True)
     else:
-        staging.permute((1, 0)).store(gated(v, FUNCTION, 1.0, DTYPE).to(DTYPE))
+        staging.permute((1, 0)).store(gate_function(v, FUNCTION, 1.0, DTYPE).to(DTYPE))
         o = staging.load(STORED)
     n = out + gl.arange(0, o.shape[1], layout=gl.SliceLayout(0, STORED))
     at = pair.to(gl.int64)[:, None] * n_out + n[None, :]
