@@ -5,13 +5,14 @@ the GPU's budget has left. A new budget, or new weights, end it; the next pass m
 the host goes on deciding, and `stats().fallbacks` says why.
 """
 
+import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from vbrt.errors import TierError
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.experts.deciding import CachedLayer
-from vbrt.layers.experts.device_cache import DeviceCache, DeviceCounts
+from vbrt.layers.experts.device_cache import DeviceCache, DeviceCounts, DeviceTotals
 from vbrt.tiers import Page, TierStack
 from vbrt.tiers.tally import Tally
 
@@ -35,7 +36,8 @@ class ExpertCache:
         self._stack = stack
         self._cache: DeviceCache | None = None
         self._handles: dict[str, ExpertsHandle] = {}  # by name, in the order of the cache's layers
-        self._told: dict[str, DeviceCounts] = {}  # what tallies of layers have been told of
+        self._lock = threading.Lock()  # of what has been told
+        self._told: dict[str, DeviceTotals] = {}  # what tallies of layers have been told of
         self._told_pages: dict[str, DeviceCounts] = {}  # what pages have been told of
         self._tried: object = None
         self.fallbacks: list[str] = []
@@ -73,7 +75,7 @@ class ExpertCache:
             self.fallbacks = [f"the host decides which experts are resident: {error}"]
             return
         self._handles = served
-        self._told = self._told_pages = self._cache.counts()
+        self._told, self._told_pages = self._cache.totals(), self._cache.counts()
         for number, handle in enumerate(served.values()):
             handle.decide_by(CachedLayer(self._cache, number, handle.form()))
 
@@ -87,20 +89,20 @@ class ExpertCache:
 
     def settle(self, *, each: bool = False) -> None:
         """Have the tallies of layers count what the device has counted, with `each` their pages, too; waits for it."""
-        cache = self._cache
-        if cache is None:
-            return
-        link = f"{self._stack.names[1]}>{self._stack.names[0]}"
-        found, resident = cache.counts(), cache.resident_counts()
-        for name, counts in found.items():
+        with self._lock:
+            if self._cache is not None:
+                self._settle(self._cache, each=each)
+
+    def _settle(self, cache: DeviceCache, *, each: bool) -> None:
+        link, before, self._told = f"{self._stack.names[1]}>{self._stack.names[0]}", self._told, cache.totals()
+        for name, of in self._told.items():
             handle = self._handles[name]
-            handle.resident, before, pages = resident[name], self._told[name], handle.pages
-            hits, misses = int((counts.hits - before.hits).sum()), int((counts.misses - before.misses).sum())
-            _count(pages[0].tally, (hits, misses), pages[0].nbytes, link)
-            if each:
-                _count_each(pages, counts, self._told_pages[name], link)
-        self._told = found
-        self._told_pages = found if each else self._told_pages
+            handle.resident, page = of.resident, handle.pages[0]
+            _count(page.tally, (of.hits - before[name].hits, of.misses - before[name].misses), page.nbytes, link)
+        if each:
+            told, self._told_pages = self._told_pages, cache.counts()
+            for name, counts in self._told_pages.items():
+                _count_each(self._handles[name].pages, counts, told[name], link)
 
     def close(self) -> None:
         """End the cache; the host decides again. Idempotent.

@@ -20,6 +20,7 @@ come: the next lease empties the cache first.
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from vbrt.residency.expert_room import ExpertRoom
 from vbrt.tiers import TierStack
 from vbrt.tiers.arena import Arena
 
-__all__ = ["DeviceCache", "DeviceCounts", "Part"]
+__all__ = ["DeviceCache", "DeviceCounts", "DeviceTotals", "Part"]
 
 
 class DeviceCounts(NamedTuple):
@@ -41,6 +42,14 @@ class DeviceCounts(NamedTuple):
     hits: Tensor
     misses: Tensor
     bytes_in: int
+
+
+class DeviceTotals(NamedTuple):
+    """What the experts of a layer have counted together, and how many of their pages are resident."""
+
+    hits: int = 0
+    misses: int = 0
+    resident: int = 0
 
 
 class Part(NamedTuple):
@@ -222,11 +231,12 @@ class DeviceCache:
         keys = [key for keys in self.keys.values() for key in keys]
         return frozenset(key for key, slot in zip(keys, self._tables.resident().tolist(), strict=True) if slot >= 0)
 
-    def resident_counts(self) -> dict[str, int]:
-        """Return how many pages of each layer are resident; waits for the device."""
-        sizes = [len(keys) for keys in self.keys.values()]
-        parts = (self._tables.resident() >= 0).split(sizes)
-        return {name: int(part.sum()) for name, part in zip(self.keys, parts, strict=True)}
+    def totals(self) -> dict[str, DeviceTotals]:
+        """Return the sums of each layer, in a few steps for all of them; waits for the device."""
+        rows = torch.cat((self._tables.counts(), (self._tables.resident() >= 0).long().unsqueeze(0)))
+        ends = torch.tensor([0, *accumulate(map(len, self.keys.values()))], dtype=torch.int64, device="cpu")
+        sums = torch.nn.functional.pad(rows.cumsum(1), (1, 0))[:, ends].diff(dim=1)
+        return {name: DeviceTotals(*of) for name, of in zip(self.keys, sums.t().tolist(), strict=True)}
 
     def resize(self, capacity_bytes: int) -> None:
         """Take another part of the budget. Nothing is resident then; scores and counts stay.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["EncodedExperts", "join_planes"]
 
 #: bytes of dense weights that are encoded together, by the type of the device; scratch is about three times that
-_STEP_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
+_STEP_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
 
 
 class EncodedExperts:
