@@ -11,6 +11,7 @@ import functools
 from typing import NamedTuple
 
 __all__ = [
+    "MOST_FEW_PAIRS",
     "PERSISTENT_ROWS",
     "PERSISTENT_TOKENS",
     "PERSISTENT_WARPS",
@@ -336,6 +337,8 @@ def grouped_stages(block: int) -> int:
 
 #: mean pairs of an expert up to which the kernels of routed experts for few tokens are the fastest
 _FEW_PAIRS = 16
+#: pairs that they take at all: each needs a row in fp32
+MOST_FEW_PAIRS = 1 << 14
 #: pairs are not sorted by expert where there are at most this share of the experts: two of them hardly ever have one
 _ALONE = 0.25
 #: mean pairs of an expert up to which programs take 8, then 16 of them at a time

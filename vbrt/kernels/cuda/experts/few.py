@@ -228,7 +228,7 @@ def _sum(rows_PH: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, experts: int, y_TH
     dependent, ids, weights = devices.launches_dependents(device), ids_Tk.contiguous(), weights_Tk.contiguous()
     _kernels(dependent).sum(
         device,
-        (-(-n // _SUM_SPAN), tokens),
+        (tokens, -(-n // _SUM_SPAN)),
         (rows_PH, ids, weights, y_TH),
         (experts, n, k),
         warps=_SUM_WARPS,

@@ -646,13 +646,13 @@ def token_kernel(
 def sum_kernel(
     row_ptr, id_ptr, weight_ptr, y_ptr, E, N, k, WARPS: gl.constexpr, SPAN: gl.constexpr, DEPENDENT: gl.constexpr
 ):
-    """y [T, N] = the weighted sum of the k rows of each token, in their order; grid (ceil(N / SPAN), T)."""
+    """y [T, N] = the weighted sum of the k rows of each token, in their order; grid (T, ceil(N / SPAN))."""
     if DEPENDENT:
         wait_for_launch_before()
         allow_launch_after()
     LAYOUT: gl.constexpr = gl.BlockedLayout([SPAN // (32 * WARPS)], [32], [WARPS], [0])
-    at = gl.program_id(0) * SPAN + gl.arange(0, SPAN, layout=LAYOUT)
-    token = gl.program_id(1)
+    at = gl.program_id(1) * SPAN + gl.arange(0, SPAN, layout=LAYOUT)
+    token = gl.program_id(0)
     v = gl.zeros((SPAN,), gl.float32, layout=LAYOUT)
     for i in range(k):
         pair = token * k + i

@@ -8,7 +8,7 @@ knows, so a pass can be recorded in a CUDA graph.
 | in tile order, few pairs of an expert | bf16, fp16, fp32 | "few": `few`, which walks along experts or pairs |
 | in tile order, on sm_90 | bf16, fp16, fp32 | "grouped": `many`, a fused kernel on pairs sorted by expert |
 | in tile order, on other GPUs | bf16 | "decoded": weights decoded to scratch memory, then torch's grouped matmul |
-| in tile order, on other GPUs | fp16, fp32 | "few" |
+| in tile order, on other GPUs | fp16, fp32, as many pairs as have room | "few" |
 | others | any | "reference": one expert after the other, decoded by a kernel; waits for the device |
 """
 
@@ -22,7 +22,7 @@ from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
 from vbrt.kernels.cuda.e2m1.linear import decode_weight
 from vbrt.kernels.cuda.e2m1.tiles import TILES
 from vbrt.kernels.cuda.experts import decoded, few, many
-from vbrt.kernels.cuda.launch_table import WIDE, are_few
+from vbrt.kernels.cuda.launch_table import MOST_FEW_PAIRS, WIDE, are_few
 from vbrt.kernels.experts import ExpertPages, Gate
 
 __all__ = ["back", "down", "route", "takes_addresses", "up", "weigh_and_sum"]
@@ -41,7 +41,7 @@ def route(x_MK: Tensor, pairs: int, pages: ExpertPages, part: str) -> str:
         return "grouped"
     if decoded.serves(x_MK, pages, part):
         return "decoded"
-    return "few" if served else "reference"
+    return "few" if served and pairs <= MOST_FEW_PAIRS else "reference"
 
 
 def takes_addresses(layout: PageLayout, device: torch.device) -> bool:
