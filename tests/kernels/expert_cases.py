@@ -6,6 +6,7 @@ from vbrt.formats import get_format
 from vbrt.formats.experts import join_fields, join_layouts
 from vbrt.formats.page import pack
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
+from vbrt.kernels.cuda.experts.pairs import Groups, most_blocks
 from vbrt.kernels.experts import ExpertPages, apply_gate
 
 
@@ -61,3 +62,15 @@ def exact_rows(x, ids, weights_ENK, gate, bias=None):
         at = torch.where(ids_P == expert)[0]
         rows[at] = x[at // repeats].double() @ weight.T + (0 if bias is None else bias[expert].double())
     return rows if gate is None else apply_gate(rows, gate)
+
+
+def grouped_pairs(ids_Tk, experts, block):
+    """`pairs.group_pairs` in plain torch."""
+    ids = ids_Tk.flatten()
+    group = torch.where((ids >= 0) & (ids < experts), ids, experts)
+    counts = group.bincount(minlength=experts + 1)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    blocks = [(e, at) for e in range(experts + 1) for at in range(offsets[e], offsets[e + 1], block)]
+    room = most_blocks(len(ids), experts, block) - len(blocks)
+    of, first = zip(*blocks, *[(-1, 0)] * room, strict=True)
+    return Groups(group.argsort(stable=True).int(), offsets.int(), *torch.tensor([of, first]).int(), block)

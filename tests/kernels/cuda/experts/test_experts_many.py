@@ -1,19 +1,20 @@
 """Routed experts of many tokens: which way a product takes, and on a GPU what it computes."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.kernels.cuda.gpu_cases import error, poison
-from tests.kernels.expert_cases import exact_rows, expert_pages, routing
+from tests.kernels.expert_cases import exact_rows, expert_pages, grouped_pairs, routing
 from tests.matrix import matrix
 from vbrt.kernels import resolve
 from vbrt.kernels.cuda.e2m1.linear import decode_weight
 from vbrt.kernels.cuda.experts import decoded, many, ops
 from vbrt.kernels.cuda.experts.pairs import Groups
 from vbrt.kernels.cuda.launch_table import grouped_for, grouped_stages
-from vbrt.kernels.experts import Gate, weigh_and_sum
+from vbrt.kernels.experts import Gate, part_planes, weigh_and_sum
 from vbrt.kernels.experts_grad import experts_back
 
 GATES = {
@@ -68,6 +69,52 @@ def test_pages_without_tiles_and_tensors_of_the_cpu_go_through_the_reference():
         y = ops.down(x.repeat_interleave(2, 0), ids, weights, pages, part="up")
         want = weigh_and_sum(exact_rows(x, ids, matrices["up"], None), ids, weights, 2)
         assert error(y, want) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("major", "dtype", "pairs", "way"),
+    [
+        (9, torch.bfloat16, 32, "few"),
+        (8, torch.bfloat16, 32, "few"),
+        (9, torch.bfloat16, 400, "grouped"),
+        (9, torch.float32, 400, "grouped"),
+        (8, torch.bfloat16, 400, "decoded"),
+        (10, torch.bfloat16, 400, "decoded"),
+        (8, torch.float16, 400, "few"),
+        (9, torch.float64, 400, "reference"),
+        (7, torch.bfloat16, 400, "reference"),
+    ],
+)
+def test_the_way_follows_from_what_the_host_knows(major, dtype, pairs, way, monkeypatch):
+    pages, _ = expert_pages("nvfp4", {"up": (32, 64)}, 2, tiled=True)
+    monkeypatch.setattr(ops.devices, "major", lambda index: major)
+    x = SimpleNamespace(is_cuda=True, dtype=dtype, device=torch.device("cuda", 0))
+    assert ops.route(x, pairs, pages, "up") == way
+
+
+@pytest.mark.parametrize("experts_at_a_time", [7, 3])
+def test_decoded_products_of_experts_in_turns(experts_at_a_time, monkeypatch):
+    pages, weights = expert_pages("nvfp4", {"up": (48, 136)}, 7, tiled=True, missing=(3,))
+
+    def decode(pages, part, groups, first, count):
+        held = [e for e in range(first, first + count) if pages.pages[e] is not None]
+        w = torch.full((count, 48, 136), 1e9, dtype=torch.bfloat16)  # what nobody has pairs of may be anything
+        for expert in held:
+            w[expert - first] = decode_weight(part_planes(pages, expert, part))
+        return w
+
+    monkeypatch.setattr(decoded, "group_pairs", grouped_pairs)
+    monkeypatch.setattr(decoded, "_decode", decode)
+    monkeypatch.setattr(decoded, "_SCRATCH_BYTES", 2 * 48 * 136 * experts_at_a_time)
+    ids, _ = routing(30, 2, 7, sentinels=9)
+    ids[ids == 3] = 4
+    x, bias = torch.randn(30, 136).bfloat16(), torch.randn(7, 48).bfloat16()
+    for gate in (GATES["silu"], None):
+        y = decoded.products(x, ids, pages, part="up", gate=gate, bias_EN=bias)
+        assert error(y, exact_rows(x, ids, weights["up"], gate, bias)) < 1e-2
+    dy = torch.randn(60, 48).bfloat16()
+    want = experts_back(dy, ids, pages, decode=decode_weight)
+    assert error(decoded.back(dy, ids, pages, part="up"), want.double()) < 1e-2
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
