@@ -24,6 +24,7 @@ os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
 TIMEOUT_SECONDS = 180
 PASS_SHARE = 0.99
+CHECKS = ("dense-ssd", "exact-bf16", "generate", "experts", "one-token", "one-token-bf16", "4-bit", "save")
 READY, UNWRAPPED_DONE = "ready", "unwrapped done"
 
 
@@ -169,12 +170,17 @@ def report(found: list[dict], seconds: float) -> dict:
             if why != "ok" and not why.startswith("n/a"):
                 print(f"MISS {r['kind']:9} {r['name']:36} {check}: {why}")
     counts = {}
-    for check in ("dense-ssd", "exact-bf16", "generate"):
+    for check in CHECKS:
         verdicts = [r["verdicts"][check] for r in by["pass"] + by["miss"] if check in r["verdicts"]]
         counted = [v for v in verdicts if not v.startswith("n/a")]
         ok, without = counted.count("ok"), len(verdicts) - len(counted)
         counts[check] = {"ok": ok, "of": len(counted), "not_applicable": without}
-        print(f"{check:10} {ok}/{len(counted)} ({without} cannot do it unwrapped)")
+        print(f"{check:14} {ok}/{len(counted)} ({without} cannot do it unwrapped)")
+    routed = [r for r in by["pass"] + by["miss"] if r.get("stacked")]
+    if routed:
+        print("modules of routed experts swapped, of those that there are:")
+        for r in routed:
+            print(f"  {r['kind']:9} {r['name']:36} {r['experts']}/{r['stacked']} {', '.join(r['classes'])}")
     share = len(by["pass"]) / ran if ran else 0.0
     empty = [r["name"] for r in by["pass"] if not r.get("swapped")]
     print(f"{len(empty)} of those that pass hold no layer that is swapped: {', '.join(empty) or '-'}")
@@ -188,13 +194,15 @@ def report(found: list[dict], seconds: float) -> dict:
         "unbuilt": len(by["unbuilt"]),
         "without_swaps": empty,
         "checks": counts,
+        "routed": len(routed),
         "seconds": round(seconds),
     }
 
 
-def choose(kind: str, only: list[str], sample: int) -> list[tuple[str, str]]:
-    """The jobs: (kind, name), evenly spread when a sample is asked for."""
+def choose(kind: str, only: list[str], sample: int, *, routed: bool) -> list[tuple[str, str]]:
+    """The jobs: (kind, name), evenly spread when a sample is asked for; `routed`: of models that may have experts."""
     from tests.zoo import zoo
+    from tests.zoo.experts import may_route
 
     kinds = zoo.KINDS if kind == "all" else (kind,)
     jobs = []
@@ -202,7 +210,7 @@ def choose(kind: str, only: list[str], sample: int) -> list[tuple[str, str]]:
         names = zoo.names(k)
         if not names:
             print(f"{k}: does not import here, skipped", file=sys.stderr)
-        jobs += [(k, n) for n in names if not only or n in only]
+        jobs += [(k, n) for n in names if (not only or n in only) and (not routed or may_route(k, n))]
     unknown = [n for n in only if n not in {name for _, name in jobs}]
     if unknown:
         raise SystemExit(f"--only {unknown[0]}: no {kind} architecture of that name")
@@ -213,12 +221,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", default="all", choices=("causal", "base", "timm", "diffusers", "all"))
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these model types only")
+    parser.add_argument("--routed", action="store_true", help="only models that may have routed experts")
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="N of them, evenly spread")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="worker processes, one thread each")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every result there")
     args = parser.parse_args()
     begin, found = time.monotonic(), []
-    jobs = choose(args.kind, args.only, args.sample)
+    jobs = choose(args.kind, args.only, args.sample, routed=args.routed)
     with tempfile.TemporaryDirectory(prefix="vbrt-sweep-") as directory, progress(len(jobs)) as tick:
         for result in results(jobs, max(1, args.jobs), directory):
             found.append(result)

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from tests.zoo import zoo
 from tests.zoo.bits import difference, generate, reason_of
-from tests.zoo.routed import check_routed, stacked_modules
+from tests.zoo.routed import ROUTED_CHECKS, check_routed, stacked_modules
 from vbrt import load_config, make_plan, wrap
 
 __all__ = ["CHECKS", "Result", "check", "difference"]
 
-CHECKS = ("dense-ssd", "exact-bf16", "generate")
+CHECKS = ("dense-ssd", "exact-bf16", "generate", "experts", *ROUTED_CHECKS)
 #: every layer is swapped, the smallest and the head too, and every table
 _ALL = {"min_parameters": 0, "keep_head": False, "embeddings": True}
 
@@ -29,7 +29,7 @@ _ALL = {"min_parameters": 0, "keep_head": False, "embeddings": True}
 class Result:
     """One architecture: `reason` why it does not run unwrapped ("" when it does), and a verdict for each check.
 
-    `stacked` counts the modules that stack the matrices of experts, `experts` those of them that are swapped.
+    `stacked` counts the modules that stack the matrices of experts, of these classes, `experts` those that are swapped.
     A verdict is "ok", "n/a: why" where the unwrapped model cannot do it either, or what went wrong.
     """
 
@@ -40,6 +40,7 @@ class Result:
     swapped: int = 0
     experts: int = 0
     stacked: int = 0
+    classes: tuple[str, ...] = ()
     parameters: int = 0
     misses: int = 0
     seconds: float = 0.0
@@ -76,7 +77,9 @@ def check(kind: str, name: str, directory: Path, *, unwrapped_done: Callable[[],
     except zoo.Unbuildable as e:
         result.reason = str(e)
         return result
-    result.stacked = len(stacked_modules(model))
+    modules = dict(model.named_modules())
+    stacked = stacked_modules(model)
+    result.stacked, result.classes = len(stacked), tuple(sorted({type(modules[n]).__name__ for n in stacked}))
     result.parameters = sum(p.numel() for p in model.parameters())
     expected = zoo.forward(model, inputs)
     if gap := difference(expected, zoo.forward(model, inputs)):
@@ -97,6 +100,8 @@ def check(kind: str, name: str, directory: Path, *, unwrapped_done: Callable[[],
     except Exception as e:  # noqa: BLE001 - the same, for the wrapped model
         result.verdicts.setdefault("dense-ssd", reason_of(e))
     if result.stacked:
+        swapped = f"{result.experts} of {result.stacked} modules of experts are swapped"
+        result.verdicts["experts"] = "ok" if result.experts == result.stacked else swapped
         result.verdicts |= check_routed(kind, name, directory, model, inputs)
     if kind == "causal":
         result.verdicts.setdefault("generate", f"n/a: {no_tokens}" if tokens is None else "not reached")

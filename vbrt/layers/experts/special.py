@@ -99,6 +99,10 @@ class VBZeroExperts(_VBCalledOtherwise):
         """The module's own sums, over ids as it knows them."""
         module = getattr(view, "_layer", view)
         ids_Tk = ids_Tk - module.zero_expert_num * (ids_Tk >= module.total_experts)
+        if ids_Tk.shape[1] == 1:  # which the module does not take: the token itself, times zero
+            ids_Tk = torch.cat([ids_Tk, torch.full_like(ids_Tk, module.total_experts)], dim=1)
+            weights_Tk = torch.cat([weights_Tk, torch.zeros_like(weights_Tk)], dim=1)
+            view = ExpertsView(view, {"total_experts": module.total_experts + 1}, None)
         return type(module).plain_class().forward(view, x_TH, ids_Tk, weights_Tk)
 
     def beside_experts(self, routed: Routed) -> Tensor:
@@ -137,6 +141,7 @@ class VBGivenExperts(VBExperts):
     """DBRX: another module picks the matrices of an expert out of the parameters, and gives them back with its rows."""
 
     def _weight(self, name: str) -> Tensor:
+        self.notice_writes()
         handle = self._vb_handle
         if not self.materialized or is_compiling() or temporary_of(handle, name) is not None:
             return super()._weight(name)
