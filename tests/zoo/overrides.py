@@ -243,6 +243,13 @@ SAMPLE: tuple[tuple[str, str], ...] = (
     ("causal", "gemma"),
     ("causal", "mamba"),  # dt_proj.weight is read, never called
     ("causal", "mixtral"),  # routed experts as 3-D parameters
+    ("causal", "gpt_oss"),  # transposed, interleaved, with biases
+    ("causal", "llama4_text"),  # experts that are given all tokens
+    ("causal", "jetmoe"),  # in attention, too
+    ("causal", "dbrx"),  # in two dimensions, read by another module
+    ("causal", "longcat_flash"),  # ids that are no expert's
+    ("base", "muse_spark_text"),  # a norm behind each expert
+    ("base", "step3p7"),
     ("causal", "qwen2_moe"),
     ("causal", "deepseek_v3"),  # latent attention, grouped routing
     ("causal", "nemotron_h"),
