@@ -5,6 +5,7 @@ from pathlib import Path
 
 from scripts.bench_parts import PARTS
 from scripts.plots import Labels, line_plot
+from scripts.routing_tables import routing_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -49,6 +50,8 @@ def tables() -> str:
         out += stream_table(path)
     for path in sorted(RESULTS.glob("training-*.json")):
         out += train_table(path)
+    for path in sorted(RESULTS.glob("routing-*.json")):
+        out += routing_table(path)
     for path in sorted(RESULTS.glob("experts-decode-*.json")):
         out += decode_table(path)
     return "\n".join(out)

@@ -1,0 +1,52 @@
+"""The part of docs/benchmarks.md on recorded routing, from benchmarks/results/routing-lm.json."""
+
+import json
+from pathlib import Path
+
+RUNS = {
+    "balanced": "trained with load balancing",
+    "free": "trained without",
+    "generated": "`generate_routing`, the published reuse",
+}
+
+
+def routing_table(path: Path) -> list[str]:
+    """Reuse and hit rates of recorded routing, from `scripts/routing.py`."""
+    result = json.loads(path.read_text())
+    what = (
+        f"Which experts {result['tokens']:,} bytes of held-out text go to in the language model of docs/accuracy.md: "
+        f"{result['layers']} layers, {result['top_k']} of {result['experts']} experts for each byte, decoded one by "
+        "one; the same of a twin that was trained without load balancing; and made-up routing of the same layers. A "
+        "byte is less than a token: larger models are said to reuse more (45 % at the next token, 80 % within eight "
+        "for Qwen3-30B-A3B)."
+    )
+    reuse = (
+        f"Reuse: the share of selections that the next byte makes too, or one of the next {result['within']}; the "
+        "share that the busiest tenth of a layer's experts has; experts with any. From the first layer to the last."
+    )
+    hits = (
+        "Hit rates by `vbrt.simulate`, of leases of one byte in one layer, in room for a share of all pages, shared by "
+        "all layers (LRU; scope model) or divided among them (scope layer)."
+    )
+    return ["## routing", "", what, "", reuse, "", *_reuse_rows(result), "", hits, "", *_hit_rows(result), ""]
+
+
+def _reuse_rows(result: dict) -> list[str]:
+    head = ["| routing | next | within | busiest tenth | experts used |", "| --- " * 5 + "|"]
+    rows = []
+    for name, what in RUNS.items():
+        layers = result["runs"][name]["reuse"]
+        shares = (" ".join(f"{100 * layer[key]:.0f}" for layer in layers) for key in ("next", "within", "busiest"))
+        used = " ".join(str(layer["used"]) for layer in layers)
+        rows.append(f"| {what} | {' | '.join(f'{share} %' for share in shares)} | {used} |")
+    return [*head, *rows]
+
+
+def _hit_rows(result: dict) -> list[str]:
+    shares = [f"{100 * share:.0f} %" for share in result["shares"]]
+    head = [f"| routing | policy | {' | '.join(shares)} |", "| --- " * (2 + len(shares)) + "|"]
+    return head + [
+        f"| {what} | {policy} | {' | '.join(f'{rate:.3f}' for rate in rates)} |"
+        for name, what in RUNS.items()
+        for policy, rates in result["runs"][name]["hits"].items()
+    ]
