@@ -107,3 +107,15 @@ def test_a_copy_of_the_model_shares_the_counts_of_pages_and_has_its_own_of_routi
         twin(PROMPT)
     one, other = (of.stats().layers[NAMES[0]] for of in (vb, twin))
     assert one.hits == other.hits and (one.experts.scans, other.experts.scans) == (1, 1)
+
+
+def test_a_timeline_counts_what_is_encoded_inside_and_leaves_out_what_has_left_the_tiers(tmp_path):
+    vb = vbrt.wrap(qwen3_moe(), config("nvfp4"))
+    with torch.no_grad():
+        with vb.timeline(tmp_path / "first.html") as recording:
+            vb(PROMPT)
+        assert [sum(layer.hits) > 0 for layer in recording.timeline.experts] == [True, True]
+        with vb.timeline(tmp_path / "last.html") as recording:
+            vb(PROMPT)
+            vb.unwrap()
+    assert recording.timeline.experts == () and "Routed experts" not in (tmp_path / "last.html").read_text("utf-8")

@@ -21,6 +21,7 @@ from vbrt.model.registry import Registry
 from vbrt.model.runtime import Runtime
 from vbrt.model.snapshot import expert_counts, layer_stats, own_phases, stack_fallbacks, tier_stats
 from vbrt.report.drawing import check_timeline_path, write_timeline
+from vbrt.report.experts import ExpertCounts
 from vbrt.report.heat import heat_between
 from vbrt.report.routing import RoutingRecorder
 from vbrt.report.stats import Stats
@@ -247,8 +248,7 @@ class Attachment:
 def _recorded(attachment: Attachment, model: nn.Module, path: Path) -> Iterator[Recorder]:
     recorder = Recorder(attachment.stack.device, attachment.stack.guard)
     layers = attachment.layers
-    attachment.expert_cache.settle(each=True)
-    before = expert_counts(attachment.stack, layers)
+    before = _settled_counts(attachment, layers)
     recorder.start()
     hooks = []
     try:
@@ -258,14 +258,17 @@ def _recorded(attachment: Attachment, model: nn.Module, path: Path) -> Iterator[
     finally:
         for hook in hooks:
             hook.remove()
-        timeline = recorder.stop()
-        attachment.expert_cache.settle(each=True)
-        after = expert_counts(attachment.stack, layers)
-        timeline = recorder.timeline = replace(
-            timeline, experts=tuple(heat_between(name, before[name], after[name]) for name in before)
-        )
+        timeline, after = recorder.stop(), _settled_counts(attachment, layers)
+        heat = tuple(heat_between(name, before.get(name), counts) for name, counts in after.items())
+        timeline = recorder.timeline = replace(timeline, experts=heat)
         attachment.timed = _of_model(timeline.totals, attachment.prefix)
         write_timeline(timeline, path)
+
+
+def _settled_counts(attachment: Attachment, layers: Mapping[str, SwappedLayer]) -> dict[str, ExpertCounts]:
+    """The counters of each expert, by layer, those of the device included."""
+    attachment.expert_cache.settle(each=True)
+    return expert_counts(attachment.stack, layers)
 
 
 @contextlib.contextmanager

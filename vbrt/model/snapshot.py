@@ -64,12 +64,13 @@ def _experts_of(stack: TierStack, family: Family, layer: VBExperts, *, each: boo
 
 
 def expert_counts(stack: TierStack, layers: Mapping[str, SwappedLayer]) -> dict[str, ExpertCounts]:
-    """Return the counters of each expert, by layer, of those layers that have routed experts."""
+    """Return the counters of each expert, by layer, of those layers that have pages of routed experts."""
     found = {}
     for name, layer in layers.items():
         if isinstance(layer, VBExperts):
             family = stack.ledger.census().family(layer.handle.keys)
-            found[name] = _expert_counts(family, layer.handle.routing)
+            if family.pages:
+                found[name] = _expert_counts(family, layer.handle.routing)
     return found
 
 

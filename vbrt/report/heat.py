@@ -36,9 +36,9 @@ class LayerHeat:
         return tuple(map(sum, zip(self.hits, self.misses, strict=True)))
 
 
-def heat_between(layer: str, before: ExpertCounts, after: ExpertCounts) -> LayerHeat:
-    """Return what was counted from one moment to another; counts that began anew in between are taken whole."""
-    same = all(map(int.__le__, before.hits + before.misses, after.hits + after.misses))
+def heat_between(layer: str, before: ExpertCounts | None, after: ExpertCounts) -> LayerHeat:
+    """Return what was counted from one moment to another; counts that began in between are taken whole."""
+    same = before is not None and all(map(int.__le__, before.hits + before.misses, after.hits + after.misses))
     hits = tuple(map(int.__sub__, after.hits, before.hits)) if same else after.hits
     return LayerHeat(layer, hits, tuple(map(int.__sub__, after.misses, before.misses)) if same else after.misses)
 
