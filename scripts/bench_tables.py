@@ -165,9 +165,9 @@ def decode_table(path: Path) -> list[str]:
     where, rows = result["machine"], result["rows"]
     what = (
         f"A model of Qwen3-30B-A3B's shape ({result['layers']} layers, random weights), batch 1, one CUDA graph a "
-        "step, eager kernels. Experts are routed to by a generated trace with the published reuse. The limit of a step "
-        "is the resident one and the missing bytes at 50 GB/s. Hits and misses are those of `vbrt.simulate` on the "
-        "trace."
+        f"step, {'torch.compile' if result['compiled'] else 'eager kernels'}. Experts are routed to by a generated "
+        "trace with the published reuse. The limit of a step is the resident one and the missing bytes at 50 GB/s. "
+        "Hits and misses are those of `vbrt.simulate` on the same trace."
     )
     out = [
         f"## decoding with routed experts, {where['gpu']}",

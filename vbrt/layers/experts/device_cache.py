@@ -70,6 +70,7 @@ class DeviceCache:
     Attributes:
         layers: their names; `lease` takes the number of one.
         keys, scope: as given.
+        recorded: True once a CUDA graph knows where the slots lie; whoever drops all such graphs may clear it.
         capacity_bytes: what the arena takes.
 
     Raises:
@@ -85,7 +86,7 @@ class DeviceCache:
         self.layers = tuple(layers)
         self._lock = threading.RLock()
         self._stream: torch.cuda.Stream | None = None
-        self._captured = self._deciding = self._leased = False
+        self.recorded = self._deciding = self._leased = False
         self._page_bytes = {name: _page_bytes(stack, name, keys) for name, keys in self.keys.items()}
         self._arena: Arena | None = None
         self._reserve(capacity_bytes)
@@ -205,7 +206,7 @@ class DeviceCache:
                 raise TierError(
                     f"{self.layers[0]}: its cache was interrupted; run a pass before recording a CUDA graph"
                 )
-            self._captured = self._stack.ledger.captured = True
+            self.recorded = self._stack.ledger.captured = True
             return
         stream = torch.cuda.current_stream(device)
         if self._stream is not None and stream != self._stream:
@@ -238,40 +239,9 @@ class DeviceCache:
         sums = torch.nn.functional.pad(rows.cumsum(1), (1, 0))[:, ends].diff(dim=1)
         return {name: DeviceTotals(*of) for name, of in zip(self.keys, sums.t().tolist(), strict=True)}
 
-    def resize(self, capacity_bytes: int) -> None:
-        """Take another part of the budget. Nothing is resident then; scores and counts stay.
-
-        Raises:
-            TierError: a CUDA graph has recorded where the slots lie, or there is no room; the cache is as it was then,
-                and empty.
-        """
-        with self._lock:
-            self._check_open(0)
-            self.check_not_recorded()
-            self._rooms(capacity_bytes)  # raises before anything changes
-            before, known = self.capacity_bytes, self._tables
-            self._close()
-            try:
-                self._reserve(capacity_bytes)
-            except TierError:
-                self._reserve(before)
-                raise
-            finally:
-                if self._arena is not None:
-                    self._tables.take_over(known)
-
-    @property
-    def recorded(self) -> bool:
-        """True if a CUDA graph has recorded where the slots lie."""
-        return self._captured
-
-    def forget_graphs(self) -> None:
-        """Take the caller's word that no graph that has recorded the slots is replayed any more."""
-        self._captured = False
-
     def check_not_recorded(self) -> None:
         """Raise TierError if a CUDA graph has recorded where the slots lie."""
-        if self._captured:
+        if self.recorded:
             raise TierError(
                 f"{self.layers[0]}: a CUDA graph has recorded where the slots of its cache lie; choose the budget "
                 "of the GPU before the capture"
@@ -280,13 +250,10 @@ class DeviceCache:
     def close(self) -> None:
         """Give the room back, and let the pages move again. Idempotent."""
         with self._lock:
-            self._close()
-
-    def _close(self) -> None:
-        arena = self._arena
-        if arena is not None:
-            arena.close()
-            self._arena = None
+            arena = self._arena
+            if arena is not None:
+                arena.close()
+                self._arena = None
 
 
 def _page_bytes(stack: TierStack, name: str, keys: Sequence[str]) -> int:

@@ -85,11 +85,6 @@ class ResidentTables:
         for column, start in enumerate(_CLOCKS[2:], 2):
             self._all_clocks[:, column] = start
 
-    def take_over(self, other: "ResidentTables") -> None:
-        """Take scores, times and counts from tables of the same layers."""
-        self._pages[1:].copy_(other._pages[1:])
-        self._all_clocks[:, :2].copy_(other._all_clocks[:, :2])
-
     def fits(self, layer: int, ids: Tensor) -> bool:
         """True if the pool has a slot for each expert that so many ids may name."""
         experts = self.layers[layer]
