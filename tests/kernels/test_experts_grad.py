@@ -86,6 +86,14 @@ def test_second_derivatives_are_those_of_a_linear_function():
     torch.testing.assert_close(twice, ExpertsProduct.apply(again, None, ids, up, True))
 
 
+def test_a_bias_gets_nothing_from_sentinels():
+    pages, _ = expert_pages("dense", {"up": (INNER, H)}, E, dtype=torch.float32)
+    ids, _ = routing(8, 3, E, sentinels=9)
+    bias = torch.zeros(E, INNER, requires_grad=True)
+    ExpertsProduct.apply(torch.randn(8, H), bias, ids, frozen(pages, "up", []), False).sum().backward()
+    assert torch.equal(bias.grad[:, 0], ids.flatten().bincount(minlength=E)[:E].float())
+
+
 @pytest.mark.parametrize("op", ["experts_up", "experts_down", "experts_back"])
 def test_every_format_has_routed_experts_on_a_gpu_and_everywhere(op):
     known = {(kernel.backend, f) for kernel in KERNELS if kernel.op == op for f in kernel.formats or [None]}
