@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vbrt.residency.expert_pool import HALF, ONE, WINDOW_PART
-from vbrt.residency.expert_room import largest_pages, split_key
+from vbrt.residency.expert_pool import HALF, ONE, WINDOW_PART, ExpertPage, Pool
+from vbrt.residency.expert_room import ExpertRoom, largest_pages, split_key
 from vbrt.residency.experts import ExpertsPolicy
 from vbrt.residency.simulate import PASS, Announce, make_policy, simulate
 
@@ -148,6 +148,45 @@ def test_a_lease_of_a_scan_takes_a_sixth_of_the_room_at_most():
     assert len(policy.ahead()) == 5
     assert ExpertsPolicy(6000, prefetch=2, scan=32, layers={"layer0.experts#coarse": 2}).scan_pages == 32
     assert ExpertsPolicy(4, prefetch=0, layers={"layer0.experts#coarse": 2}).scan_pages == 1
+
+
+def test_a_scan_moves_no_clock():
+    """After it the page that was used three times is still worth more than those that were used once later."""
+    decode = tokens(*[[0]] * 3, *[[e] for e in range(1, 8)])
+    passing = [key_of((0, e)) for e in range(20, 120)]
+    trace = [*decode, Announce(tuple(passing)), *((key,) for key in passing), *tokens([10], [11], [12])]
+    policy = ExpertsPolicy(8)
+    simulate(policy, trace, 8)
+    assert key_of((0, 0)) in policy.resident()
+
+
+def test_a_page_that_waits_for_its_scan_is_not_evicted_for_another():
+    policy = ExpertsPolicy(12, prefetch=2, scope="model")
+    simulate(policy, tokens(*[[e] for e in range(12)]), 12)
+    policy.announce({key_of((1, 0)): 1, key_of((1, 1)): 1})
+    staged = [decision.key for decision in policy.ahead()]
+    assert len(staged) == 2
+    assert not {*policy.access(key_of((0, 20)), 1).evict} & {*staged}
+
+
+def test_a_scan_that_evicts_from_the_main_part_promotes_the_oldest_newcomer_not_its_own_page():
+    pool = Pool()
+    pool.share = 4
+    old, new, scanned = (ExpertPage(name, pool, (0, n), 1) for n, name in enumerate(("old", "new", "scanned")))
+    for page in (old, new):
+        pool.insert(page, scanned=False)
+    pool.evict(old)
+    pool.insert(scanned, scanned=True)
+    assert list(pool.window) == ["scanned"] and new.place == "main"
+
+
+def test_shares_are_whole_slots_and_the_first_layers_have_the_rest():
+    room = ExpertRoom(by_layer=True, layers={"a#c": 2, "a#f": 3, "b#c": 2, "b#f": 3})
+    pages = [room.page(f"{layer}.0", size) for layer, size in (("a#c", 2), ("a#f", 3), ("b#c", 2), ("b#f", 3))]
+    room.resize(27)
+    assert [page.pool.share for page in pages] == [6, 9, 6, 6]
+    room.resize(-3)
+    assert [page.pool.share for page in pages] == [0, 0, 0, 0]
 
 
 def test_an_announcement_ends_with_the_pass_and_with_the_next_one():

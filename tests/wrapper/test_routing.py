@@ -140,3 +140,21 @@ def test_a_smaller_budget_sends_experts_down_before_what_every_pass_needs(tmp_pa
         vb.set_budget("cpu", every + 16 * token)
         assert not any(page.home for page in pages.values())
         assert torch.equal(generate(vb), expected)
+
+
+def test_a_model_with_experts_that_joins_others_brings_their_policy(tmp_path):
+    first, x = mlp(), torch.ones(2, 64)
+    with torch.no_grad():
+        expected = first(x), qwen3_moe()(TOKENS).logits
+    pages = sum(p.nbytes for p in first.parameters()) // 2
+    tiers = {"gpu": {"enabled": False}, "cpu": {"budget": pages}, "ssd": {"enabled": True, "path": str(tmp_path)}}
+    settings = {"weights": {"format": "dense", "min_parameters": 0}, "tiers": tiers}
+    for kind, joined in (("auto", "experts"), ("scheduled", "scheduled")):
+        with vbrt.wrap(mlp(), settings, policy={"kind": kind}) as vb:
+            assert vb.stack.levels[0].policy.kind == "scheduled"
+            assert torch.equal(vb(x), expected[0])
+            with vbrt.wrap(qwen3_moe(), "dense", weights={"min_parameters": 0}, runtime=vb.runtime) as moe:
+                assert moe.stack.levels[0].policy.kind == joined
+                with torch.no_grad():
+                    assert torch.equal(moe(TOKENS).logits, expected[1]) and torch.equal(vb(x), expected[0])
+                assert vb.stats().tiers["cpu"].peak_bytes <= pages

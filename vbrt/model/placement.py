@@ -1,7 +1,7 @@
 """Where the pages of models live that share a runtime: one plan for all of them."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,11 @@ from vbrt.config.tiers import TIERS
 from vbrt.errors import TierError
 from vbrt.layers import WeightHandle
 from vbrt.model.registry import Registry
+from vbrt.residency.division import auto_scan
+from vbrt.residency.expert_room import largest_pages
 from vbrt.residency.plan import Beside, PageSpec, leased_pages, place
+from vbrt.residency.scheduled import ScheduledPolicy
+from vbrt.residency.simulate import make_policy
 
 if TYPE_CHECKING:
     from vbrt.model.runtime import Runtime
@@ -57,9 +61,23 @@ def place_pages(runtime: "Runtime") -> None:
     for registry in found:
         registry.assign_homes(homes)
     runtime.stack.rehome(homes)
+    _suit_policies(runtime, layers)
     _widen_leases(runtime, max((len(leased_pages(layer)) for layer in layers), default=1))
     for registry in found:
         registry.forget_ready()
+
+
+def _suit_policies(runtime: "Runtime", layers: Sequence[tuple[PageSpec, ...]]) -> None:
+    """Where policy.kind = "auto" came to "scheduled" and a model with routed experts joins, take their policy."""
+    experts = {page.key: page.nbytes for layer in layers for page in layer if page.top_k}
+    if runtime.settings.policy.kind != "auto" or not experts:
+        return
+    for level in runtime.stack.levels:
+        old = level.policy
+        if isinstance(old, ScheduledPolicy):
+            options = {"prefetch": old.prefetch, "group": old.group, "layers": largest_pages(experts)}
+            scan = auto_scan(max(experts.values()))
+            runtime.stack.ledger.replace_policy(level, make_policy("experts", old.capacity_bytes, scan=scan, **options))
 
 
 def _widen_leases(runtime: "Runtime", pages: int) -> None:

@@ -81,7 +81,7 @@ class ExpertsPolicy:
         """The pages that a lease of a scan should take: the next ones as many find room then, and decoding keeps most
         of its own."""
         largest = self._experts.largest_bytes
-        return max(1, min(self._scan, self.capacity_bytes // (_SCAN_PART * largest))) if largest else max(1, self._scan)
+        return max(1, min(self._scan, self.capacity_bytes // (_SCAN_PART * largest))) if largest else 1
 
     @property
     def group(self) -> int:
@@ -103,7 +103,7 @@ class ExpertsPolicy:
 
     def announce(self, pages: Mapping[str, int]) -> None:
         """Note the pages, with their bytes, that the next leases take once each, in this order."""
-        self._upcoming = {key: size for key, size in pages.items() if split_key(key)}
+        self._upcoming = {key: size for key, size in pages.items() if self._experts.page(key, size)}
         self._staged.clear()
 
     def access(self, key: str, size: int, busy: Collection[str] = ()) -> Decision | None:
@@ -114,12 +114,16 @@ class ExpertsPolicy:
         scanned = key in self._upcoming
         if not scanned:
             page.pool.tick(self._lease)
-        decision = self._demand(page, busy, scanned=scanned)
-        if decision is None:
-            return None
+        if page.place:  # most accesses
+            decision = Decision(key, not page.unused, (), page.unused)
+        else:
+            decision = self._demand(page, busy, scanned=scanned)
+            if decision is None:
+                return None
         page.unused = False
         self._lease_bytes += size
-        self._widest_bytes = max(self._widest_bytes, self._lease_bytes)
+        if self._lease_bytes > self._widest_bytes:
+            self._widest_bytes = self._lease_bytes
         if scanned:
             del self._upcoming[key]
             self._staged.discard(key)
@@ -159,8 +163,7 @@ class ExpertsPolicy:
     # -- experts ------------------------------------------------------------------------------------------------------
 
     def _demand(self, page: ExpertPage, busy: Collection[str], *, scanned: bool) -> Decision | None:
-        if page.place:
-            return Decision(page.key, not page.unused, prefetched=page.unused)
+        """Decide on a page that is not resident."""
         experts, given = self._experts, ()
         lacking = experts.lacks(page.size, busy)
         if lacking:

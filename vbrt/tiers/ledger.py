@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vbrt.errors import TierError
+from vbrt.residency.policy import Policy
 from vbrt.tiers.guard import Guard
 from vbrt.tiers.protocol import Tier
 from vbrt.tiers.slots import Claim, Level, Page
@@ -68,6 +69,15 @@ class Ledger:
             level.evict_copies()
         self.guard.deciding = False
         self.guard.ring()
+
+    def replace_policy(self, level: Level, policy: Policy) -> None:
+        """Have another policy decide on a tier's copies; those that are there are evicted, once nobody uses them."""
+        with self.guard.entered:
+            self.begin()
+            level.policy = policy
+            level.evict_copies()
+            self.guard.deciding = False
+            self.guard.ring()
 
     def attach(self, tier: Level | Tier) -> None:
         """Add a tier below the others; a bare one keeps no copies."""
