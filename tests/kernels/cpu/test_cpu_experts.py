@@ -74,7 +74,7 @@ def rows(x, ids, pages, part, bias=None):
 @built
 @matrix(
     gate=GATES, format=cpu_experts.FORMATS, tokens=[1, 3, 9, 40], dtype=list(BOUND), biased=[False, True],
-    hidden=[16, 70, 2064],
+    hidden=[16, 70, 2064, 4200],
 )  # fmt: skip
 def test_up_is_as_close_to_float64_as_the_dtype_allows(gate, format, tokens, dtype, biased, hidden):
     pages = bank(format, hidden=hidden, experts=5)
@@ -207,6 +207,13 @@ def test_no_pairs_give_empty_results(shape):
     assert cpu_experts.experts_up(torch.randn(shape[0], 70), ids, pages).shape == (0, 44)
     y = cpu_experts.experts_down(torch.randn(0, 22), ids, torch.zeros(shape), pages)
     assert torch.equal(y, torch.zeros(shape[0], 70))
+
+
+@pytest.mark.parametrize("format", cpu_experts.FORMATS)
+def test_the_values_of_scale_bytes_are_numbers_of_16_bits(format):
+    """The C code for AVX-512 looks up their upper halves."""
+    values = get_format(format)._byte_values(CPU)
+    assert torch.equal(values.bfloat16().float().nan_to_num(7.0), values.nan_to_num(7.0))
 
 
 @built

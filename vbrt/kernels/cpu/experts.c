@@ -1,7 +1,7 @@
 /* Products of tokens with the 4-bit matrices of routed experts, for few tokens an expert: decoded in registers and
  * multiplied there, gated before they are stored. Compiled by build.py.
  *
- * weight = level[code] * (value[scale byte] * unit), both products rounded to fp32: the bits of the reference.
+ * weight = level[code] * (value[scale byte] * unit); a scale may be multiplied with a sum of level[code] * x instead.
  * Two codes share a byte, the even column in the low nibble. A block has 16, 32 or 64 columns.
  * Each result is computed by one thread, in an order that depends on the matrix alone: neither on the number of threads
  * nor on the other tokens.
@@ -10,14 +10,31 @@
 #include <math.h>
 #include <stdlib.h>
 #include "numbers.h"
-#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define WIDE 1
+#elif defined(__AVX2__) && defined(__FMA__)
+#define HALF 1
+#endif
+#if defined(WIDE) || defined(HALF)
 #include <immintrin.h>
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-#define SPAN 32      /* columns whose inputs lie together: 16 of even columns, then 16 of odd ones, as decoding gives them */
+/* Inputs lie in spans of columns, in the order in which decoding gives weights. */
+#ifdef WIDE
+/* The codes of 128 columns are 16 words of eight; shifted by 4 j bits their lowest four bits are the codes of columns j,
+ * 8 + j, 16 + j, ... A block's weights are in whole words, so a word has one scale. */
+#define SPAN 128
+#define WORD 8
+#define PLACE(k) ((k) % WORD * 16 + (k) % SPAN / WORD)
+#else
+/* The codes of 32 columns are 16 bytes: even columns, then odd ones. */
+#define SPAN 32
+#define PLACE(k) ((k) % 2 * 16 + (k) % SPAN / 2)
+#endif
 #define CHUNK 32     /* results that a thread takes at a time */
 #define TOKENS 4     /* tokens that share one decoding of a row */
+#define TILE 4096    /* columns whose scales are looked up at a time */
 
 enum { FP32, BF16, FP16 };
 enum { NONE, RELU, RELU2, GELU, GELU_TANH, SILU };
@@ -63,51 +80,75 @@ static inline void store(void *to, int type, int64_t at, float value) {
 typedef struct {
     const uint8_t *codes[2], *scales[2];  /* by row */
     const float *levels;  /* [16] */
-    const float *table;  /* [256]: value * unit */
+#ifdef WIDE
+    const uint16_t *halves;  /* [256] by scale byte: the upper halves of values, which have few significant bits */
+    float unit;
+#else
+    const float *values;  /* [256] by scale byte: value * unit */
+#endif
     const float *x[TOKENS];  /* in spans */
     int64_t columns;
 } Dots;
 
-#ifdef __AVX512F__
+#ifdef WIDE
 
-INLINE __m512 scales_of(const Dots *d, int r, int64_t k, int block, int second) {
-    const uint8_t *scales = d->scales[r] + k / block;
-    const __m512 one = _mm512_set1_ps(d->table[*scales]);
-    if (block != 16) return one;
-    return second ? _mm512_mask_broadcastss_ps(one, 0xFF00, _mm_load_ss(d->table + scales[1]))
-                  : _mm512_maskz_mov_ps(0x00FF, one);
-}
-
-INLINE void add_span(const Dots *d, __m128i bytes, int r, int64_t k, int tokens, int block, int second,
-                     __m512 (*sum)[2]) {
-    const __m512 levels = _mm512_loadu_ps(d->levels), scale = scales_of(d, r, k, block, second);
-    const __m512i code = _mm512_cvtepu8_epi32(bytes);
-    /* vpermps looks at the lowest four bits of an index only */
-    const __m512 even = _mm512_mul_ps(_mm512_permutexvar_ps(code, levels), scale);
-    const __m512 odd = _mm512_mul_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(code, 4), levels), scale);
-    for (int m = 0; m < tokens; m++) {
-        sum[m][0] = _mm512_fmadd_ps(even, _mm512_loadu_ps(d->x[m] + k), sum[m][0]);
-        sum[m][1] = _mm512_fmadd_ps(odd, _mm512_loadu_ps(d->x[m] + k + 16), sum[m][1]);
+/* out [count, rounded up to 32] = value * unit of `count` scale bytes */
+INLINE void look_up(const uint8_t *bytes, int64_t count, const __m512i *table, float unit, float *out) {
+    for (int64_t i = 0; i < count; i += 32) {
+        const __mmask32 here = count - i >= 32 ? ~0u : (1u << (count - i)) - 1;
+        const __m512i byte = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(here, bytes + i));
+        const __mmask32 bit6 = _mm512_test_epi16_mask(byte, _mm512_set1_epi16(64));
+        const __mmask32 bit7 = _mm512_test_epi16_mask(byte, _mm512_set1_epi16(128));
+        __m512i quarter[4];
+        for (int q = 0; q < 4; q++) quarter[q] = _mm512_permutex2var_epi16(table[2 * q], byte, table[2 * q + 1]);
+        const __m512i low = _mm512_mask_mov_epi16(quarter[0], bit6, quarter[1]);
+        const __m512i high = _mm512_mask_mov_epi16(quarter[2], bit6, quarter[3]);
+        const __m512i half = _mm512_mask_mov_epi16(low, bit7, high);
+        const __m256i first = _mm512_castsi512_si256(half), second = _mm512_extracti64x4_epi64(half, 1);
+        const __m512 one = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(first), 16));
+        const __m512 two = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16));
+        _mm512_storeu_ps(out + i, _mm512_mul_ps(one, _mm512_set1_ps(unit)));
+        _mm512_storeu_ps(out + i + 16, _mm512_mul_ps(two, _mm512_set1_ps(unit)));
     }
 }
 
 INLINE void dots(const Dots *d, int rows, int tokens, int block, float *sums) {
-    __m512 sum[2][TOKENS][2];
+    const __m512i iota = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i block_of = _mm512_srli_epi32(iota, block == 16 ? 1 : block == 32 ? 2 : 3);
+    const __m512 levels = _mm512_loadu_ps(d->levels);
+    __m512i table[8];
+    __m512 sum[2][TOKENS], level[WORD];
+    float scales[2][TILE / 16 + 32];
+    for (int i = 0; i < 8; i++) table[i] = _mm512_loadu_si512(d->halves + 32 * i);
     for (int r = 0; r < rows; r++)
-        for (int m = 0; m < tokens; m++) sum[r][m][0] = sum[r][m][1] = _mm512_setzero_ps();
-    int64_t k = 0;
-    for (; k + SPAN <= d->columns; k += SPAN)
-        for (int r = 0; r < rows; r++)
-            add_span(d, _mm_loadu_si128((const __m128i *)(d->codes[r] + k / 2)), r, k, tokens, block, 1, sum[r]);
-    if (k < d->columns)  /* half a span: one block of 16 */
-        for (int r = 0; r < rows; r++)
-            add_span(d, _mm_loadl_epi64((const __m128i *)(d->codes[r] + k / 2)), r, k, tokens, block, 0, sum[r]);
+        for (int m = 0; m < tokens; m++) sum[r][m] = _mm512_setzero_ps();
+    for (int64_t first = 0; first < d->columns; first += TILE) {
+        const int64_t columns = d->columns - first < TILE ? d->columns - first : TILE;
+        for (int r = 0; r < rows; r++) look_up(d->scales[r] + first / block, columns / block, table, d->unit, scales[r]);
+        for (int64_t k = 0; k < columns; k += SPAN) {
+            const int64_t left = columns - k;
+            const __mmask16 words = left >= SPAN ? 0xFFFF : (1 << left / WORD) - 1;
+            for (int r = 0; r < rows; r++) {
+                const __m512i codes = _mm512_maskz_loadu_epi32(words, d->codes[r] + (first + k) / 2);
+                const __m512 scale = _mm512_permutexvar_ps(block_of, _mm512_loadu_ps(scales[r] + k / block));
+                /* vpermps looks at the lowest four bits of an index only */
+                for (int j = 0; j < WORD; j++)
+                    level[j] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4 * j), levels);
+                for (int m = 0; m < tokens; m++) {
+                    const float *x = d->x[m] + first + k;
+                    __m512 part = _mm512_mul_ps(level[0], _mm512_loadu_ps(x));
+                    for (int j = 1; j < WORD; j++)
+                        part = _mm512_fmadd_ps(level[j], _mm512_loadu_ps(x + 16 * j), part);
+                    sum[r][m] = _mm512_fmadd_ps(part, scale, sum[r][m]);
+                }
+            }
+        }
+    }
     for (int r = 0; r < rows; r++)
-        for (int m = 0; m < tokens; m++)
-            sums[r * TOKENS + m] = _mm512_reduce_add_ps(_mm512_add_ps(sum[r][m][0], sum[r][m][1]));
+        for (int m = 0; m < tokens; m++) sums[r * TOKENS + m] = _mm512_reduce_add_ps(sum[r][m]);
 }
 
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif defined(HALF)
 
 /* levels of the lowest four bits of each index */
 INLINE __m256 levels_of(__m256i code, __m256 low, __m256 high) {
@@ -128,7 +169,7 @@ INLINE void dots(const Dots *d, int rows, int tokens, int block, float *sums) {
         for (int m = 0; m < tokens; m++) sum[m][0] = sum[m][1] = _mm256_setzero_ps();
         for (int64_t k = 0; k < d->columns; k += SPAN / 2) {
             const __m256i code = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(d->codes[r] + k / 2)));
-            const __m256 scale = _mm256_set1_ps(d->table[d->scales[r][k / block]]);
+            const __m256 scale = _mm256_set1_ps(d->values[d->scales[r][k / block]]);
             const __m256 even = _mm256_mul_ps(levels_of(code, low, high), scale);
             const __m256 odd = _mm256_mul_ps(levels_of(_mm256_srli_epi32(code, 4), low, high), scale);
             const int64_t at = k / SPAN * SPAN + (k / 16 & 1) * 8;
@@ -148,7 +189,7 @@ INLINE void dots(const Dots *d, int rows, int tokens, int block, float *sums) {
         float sum[TOKENS][16] = {{0}}, weight[16];
         for (int64_t k = 0; k < d->columns; k += SPAN / 2) {
             const uint8_t *codes = d->codes[r] + k / 2;
-            const float scale = d->table[d->scales[r][k / block]];
+            const float scale = d->values[d->scales[r][k / block]];
             const int64_t at = k / SPAN * SPAN + (k / 16 & 1) * 8;
             for (int j = 0; j < 8; j++) {
                 weight[j] = d->levels[codes[j] & 15] * scale;
@@ -246,7 +287,7 @@ static void spread(const Task *t, const Plan *plan) {
         const int64_t whole = t->inputs / SPAN * SPAN;
         memset(to + whole, 0, (plan->span_columns - whole) * sizeof *to);
         for (int64_t k = 0; k < t->inputs; k++)
-            to[k / SPAN * SPAN + (k & 1) * 16 + k % SPAN / 2] = load(t->x, t->x_type, r * t->inputs + k);
+            to[k / SPAN * SPAN + PLACE(k)] = load(t->x, t->x_type, r * t->inputs + k);
     }
 }
 
@@ -256,10 +297,18 @@ static void multiply(const Bank *b, const Gate *g, const Task *t, const Plan *pl
     const uint8_t *page = b->pages[group->expert];
     const int pair_of_rows = g->gated;  /* a gate and its value */
     const int64_t half = b->rows / 2, results = pair_of_rows ? half : b->rows;
-    float unit = 1, table[256], sums[2 * TOKENS];
+    float unit = 1, sums[2 * TOKENS];
     if (b->unit >= 0) memcpy(&unit, page + b->unit, 4);
+#ifdef WIDE
+    uint16_t table[256];
+    for (int i = 0; i < 256; i++) table[i] = (uint16_t)bf16_bits(b->values[i]);
+    Dots d = {.halves = table, .unit = unit};
+#else
+    float table[256];
     for (int i = 0; i < 256; i++) table[i] = b->values[i] * unit;
-    Dots d = {.levels = b->levels + b->level_step * group->expert, .table = table, .columns = b->columns};
+    Dots d = {.values = table};
+#endif
+    d.levels = b->levels + b->level_step * group->expert, d.columns = b->columns;
     for (int64_t n = first; n < last; n += pair_of_rows ? 1 : 2) {
         const int count = pair_of_rows || n + 1 < last ? 2 : 1;
         const int64_t row[2] = {pair_of_rows && g->interleaved ? 2 * n : n,
@@ -340,7 +389,7 @@ void vbrt_experts_sum(const char *rows, const int64_t *ids, const float *weights
 
 /* the most pairs of an expert for which vbrt_experts_product beats decoding its matrix and a matmul */
 int vbrt_experts_most(void) {
-#ifdef __AVX512F__
+#ifdef WIDE
     return 16;
 #else
     return 4;
