@@ -69,6 +69,24 @@ def test_hits_misses_residents_and_bytes_are_those_of_the_policy_for_long(seed):
     assert int(evicted[0]) > 100 and int(evicted[1]) > 100
 
 
+def test_a_scan_leaves_the_pages_that_are_used_most():
+    assert interpreted("""
+        residency._PROGRAMS = 1
+        experts = Experts(torch.device("cpu"), (12,), (1,))
+        cache, ids = experts.cache(6), torch.tensor([[3, 5, 8]])
+        for _ in range(4):
+            with cache.lease(0, ids):
+                pass
+        parts = cache.scan(0, torch.arange(12).view(4, 3))
+        named = [sorted(set(part.ids.flatten().tolist()) - {-1}) for part in parts]
+        print(named == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]])
+        for part in parts:
+            with cache.lease_part(0, part) as addresses:
+                check(experts, 0, part.ids, addresses)
+        print(set(experts.keys(0, ids)) <= cache.resident())
+    """) == ["True", "True"]
+
+
 def test_an_interrupted_lease_empties_the_cache_and_no_wrong_byte_is_read():
     assert interpreted("""
         residency._PROGRAMS = 1

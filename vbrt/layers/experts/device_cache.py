@@ -167,13 +167,14 @@ class DeviceCache:
     def scan(self, layer: int, ids_Tk: Tensor) -> list[Part]:
         """Cut a pass that uses more experts than there are slots into parts, by expert; nothing waits for the device.
 
-        Each pair (token, expert) is in one part: `lease_part` it, and add the rows of its pairs.
+        Each pair (token, expert) is in one part: `lease_part` it, and add the rows of its pairs. A part takes half of
+        the slots at most: the pages in the others, those that decoding needs most, stay.
         """
         count, slots = self._tables.layers[layer].count, self.slots(layer)
         if count <= slots:
             return [Part(ids_Tk)]
-        starts = range(0, count, slots)
-        return [Part(ids_Tk.where((ids_Tk >= first) & (ids_Tk < first + slots), -1)) for first in starts]
+        step = max(1, slots // 2)
+        return [Part(ids_Tk.where((ids_Tk >= first) & (ids_Tk < first + step), -1)) for first in range(0, count, step)]
 
     @contextlib.contextmanager
     def _entered(self, layer: int) -> Iterator[None]:
