@@ -121,8 +121,7 @@ def _special(name: str, model: str, parts: dict[str, str], **others: Any) -> Kin
         tuple(parts),
         routed=True,
         parts=tuple(parts.values()),
-        modes=("infer",),
-        **others,
+        **{"modes": ("infer",), **others},
     )
 
 
@@ -144,7 +143,7 @@ _RECORDS = (
     _experts("TransposedExperts", ("gate_up_proj", "down_proj"), transposed=True),
     _experts("UngatedExperts", ("up_proj", "down_proj")),
     _experts("TransposedUngatedExperts", ("up_proj", "down_proj"), transposed=True),
-    _special("Step3p7Experts", "step3p7", _UP_DOWN),
+    _special("Step3p7Experts", "step3p7", _UP_DOWN, modes=("infer", "train")),
     _special("LongcatFlashExperts", "longcat_flash", _UP_DOWN, base="VBZeroExperts", ragged=True),
     _special("Llama4TextExperts", "llama4", _UP_DOWN, transposed=True, base="VBSortedExperts"),
     _special(

@@ -390,6 +390,9 @@ def _account_rest(survey: _Survey, swaps: list[Swap], refused: dict[str, Skip]) 
 
 def _why_kept(module: nn.Module, own: dict[str, nn.Parameter], config: VBConfig) -> str:
     kind = type(module).__name__
+    known = kind_of(module)
+    if known is not None and known.routed and config.mode not in known.modes:
+        return f'{kind}: its experts ({", ".join(own)}) stay dense in mode = "{config.mode}"'
     experts = [n for n, p in own.items() if p.dim() == 3 and p.shape[0] > 1]  # [1, ...]: position embeddings
     if experts and not type(module).__module__.startswith("torch.nn."):
         names = ", ".join(experts)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from vbrt.errors import TierError
+from vbrt.layers import KINDS
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.experts.deciding import CachedLayer
 from vbrt.layers.experts.device_cache import DeviceCache, DeviceCounts, DeviceTotals
@@ -53,6 +54,7 @@ class ExpertCache:
         if changes == self._tried or (self._cache is not None and self._cache.recorded):
             return
         handles = [layer.handle for layer in layers if isinstance(layer.handle, ExpertsHandle)]
+        handles = [handle for handle in handles if not KINDS[handle.spec.site.kind].every]  # which nobody chooses among
         if not handles or not all(handle.keys for handle in handles):
             return
         self.close()

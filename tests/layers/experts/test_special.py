@@ -84,6 +84,21 @@ def test_copies_pickles_and_saves_compute_the_same(name: str, tmp_path: Path) ->
         vb.close()
 
 
+@pytest.mark.parametrize("name", SPECIAL)
+def test_experts_that_cannot_train_in_4_bits_say_so(name: str) -> None:
+    model = Holder(special_module(name)).requires_grad_().train()
+    config = {
+        "mode": "train",
+        "weights": {"format": "nvfp4", "min_parameters": 0},
+        "tiers": {"gpu": {"enabled": False}},
+    }
+    plan = vbrt.make_plan(model, vbrt.load_config(config))
+    if name == "Step3p7Experts":
+        assert [swap.name for swap in plan.swaps] == ["experts.gate_up_proj"]
+    else:
+        assert any('stay dense in mode = "train"' in skip.reason for skip in plan.skipped.values())
+
+
 def test_llama4_leases_only_the_experts_that_tokens_are_routed_to(tmp_path: Path) -> None:
     model = Holder(special_module("Llama4TextExperts")).eval()
     with torch.no_grad(), vbrt.wrap(model, settings(model, "dense", tmp_path)) as vb:
