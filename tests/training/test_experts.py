@@ -13,7 +13,7 @@ import vbrt
 from tests.matrix import matrix
 from tests.models import TOKENS, qwen3_moe
 from tests.training.reference import FOUR_BIT, counts, rounded, steps, wrap
-from tests.zoo.experts import DECORATED, experts_module, routed
+from tests.zoo.experts import DECORATED, SPECIAL, called, experts_module, routed, special_module
 from vbrt.errors import WrapError
 from vbrt.training import TrainedExperts
 
@@ -267,6 +267,52 @@ def test_transforms_of_torch_func_see_the_rounded_weights():
     x, ids, weights = routed(plain)
     got = torch.func.grad(lambda x: layer(x, ids, weights).square().sum())(x)
     torch.testing.assert_close(got, gradients(layer, (x, ids, weights))["x"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", DECORATED)
+def test_every_class_of_experts_has_the_gradients_at_the_rounded_weights(name):
+    layer, plain = pair(name, "nvfp4")
+    args = routed(plain)
+    assert_close(gradients(layer, args), gradients(StraightThrough(plain, "nvfp4"), args))
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+@pytest.mark.parametrize("format", ["nvfp4", "dense"])
+def test_experts_that_are_called_otherwise_train_too(name, format, tmp_path):
+    plain = special_module(name).requires_grad_().train()
+    vb = wrap(Holder(copy.deepcopy(plain)), format)
+    args, found = called(name, 6), []
+    if name == "DbrxExperts":
+        assert "stay dense in mode" in vb.plan.skipped["experts.mlp"].reason
+        return
+    layer = vb.model.experts
+    assert isinstance(layer, TrainedExperts)
+    names = set(layer.trained_parameters)
+    with torch.no_grad():
+        layer(*args)
+        for name, stack in layer.handle.stacks.items() if format != "dense" else ():
+            plain.get_parameter(name).copy_(stack.stacked_as_before(getattr(layer, name), torch.float32))
+    for module in (layer, plain):
+        floats = [a.clone().requires_grad_() for a in args if _is_float(a)]
+        given = iter(floats)
+        y = module(*(next(given) if _is_float(a) else a for a in args))
+        y.square().sum().backward()
+        found.append(
+            [y.detach(), *(a.grad for a in floats), *(p.grad for n, p in module.named_parameters() if n in names)]
+        )
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    vb.save(tmp_path)
+    assert vbrt.load(tmp_path, Holder(special_module(name_of(plain))), tiers={"gpu": {"enabled": False}}).plan.swaps
+
+
+def name_of(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _is_float(argument: object) -> bool:
+    return isinstance(argument, torch.Tensor) and argument.is_floating_point()
 
 
 @matrix(name=["Qwen3MoeExperts", "GptOssExperts", "MuseSparkExperts"], format=["nvfp4", "dense"], at_most=3)

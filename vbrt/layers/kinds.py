@@ -121,7 +121,7 @@ def _special(name: str, model: str, parts: dict[str, str], **others: Any) -> Kin
         tuple(parts),
         routed=True,
         parts=tuple(parts.values()),
-        **{"modes": ("infer",), **others},
+        **others,
     )
 
 
@@ -143,7 +143,7 @@ _RECORDS = (
     _experts("TransposedExperts", ("gate_up_proj", "down_proj"), transposed=True),
     _experts("UngatedExperts", ("up_proj", "down_proj")),
     _experts("TransposedUngatedExperts", ("up_proj", "down_proj"), transposed=True),
-    _special("Step3p7Experts", "step3p7", _UP_DOWN, modes=("infer", "train")),
+    _special("Step3p7Experts", "step3p7", _UP_DOWN),
     _special("LongcatFlashExperts", "longcat_flash", _UP_DOWN, base="VBZeroExperts", ragged=True),
     _special("Llama4TextExperts", "llama4", _UP_DOWN, transposed=True, base="VBSortedExperts"),
     _special(
@@ -153,6 +153,7 @@ _RECORDS = (
         turned=("w2",),
         count="moe_num_experts",
         base="VBGivenExperts",
+        modes=("infer",),
     ),
     _special("JetMoeParallelExperts", "jetmoe", {"weight": "up"}, base="VBParallelExperts"),
     _special(

@@ -66,24 +66,23 @@ class TrainedExperts(SwappedLayer):
 
     def _trained_forward(self, *args: Any) -> Tensor:
         """The module's own forward under `dense`, else the same on rounded weights."""
-        handle = self._vb_handle
-        if not is_compiling():
-            handle.forwards += 1
+        handle, plain = self._vb_handle, type(self).plain_class()
         if handle.spec.dense:
-            return type(self).plain_class().forward(self, *args)
-        x, ids, weights = args
+            handle.forwards += not is_compiling()
+            return plain.forward(self, *args)
+        if is_compiling() and not hasattr(plain.forward, "__wrapped__"):  # called with what no operator takes
+            return _uncompiled(self, *args)
+        handle.forwards += not is_compiling()
         named = dict(nn.Module.named_parameters(self))
-        cast = _cast_of(x, self._parameters[handle.spec.parameters[0]].dtype)
+        cast = _cast_of(args[0], self._parameters[handle.spec.parameters[0]].dtype)
         if is_compiling():
-            return torch.ops.vbrt.trained_experts(
-                x, ids, weights, list(named.values()), handle.token, cast, self.training
-            )
+            return torch.ops.vbrt.trained_experts(list(args), list(named.values()), handle.token, cast, self.training)
         if is_recorded():
             self._check_recorder()
-            return type(self).plain_class().forward(self, *args)  # fake tensors: values do not count
+            return plain.forward(self, *args)  # fake tensors: values do not count
         if is_transformed():
             return compute(self, args, self._transformed(cast), cast)
-        return _StraightThrough.apply(self, tuple(named), cast, ids, x, weights, *named.values())
+        return _StraightThrough.apply(self, tuple(named), cast, len(args), *args, *named.values())
 
     def _check_recorder(self) -> None:
         """Raise WrapError for a tracer that would keep the weights as they are rounded now, as constants."""
@@ -208,6 +207,11 @@ def trained_experts_class(plain: type[nn.Module]) -> type[TrainedExperts]:
     return type(f"Trained{plain.__name__}", (TrainedExperts, plain), members)
 
 
+@torch.compiler.disable
+def _uncompiled(layer: TrainedExperts, *args: Any) -> Tensor:
+    return layer._trained_forward(*args)
+
+
 def _new_layer(plain: type[nn.Module]) -> TrainedExperts:
     return trained_experts_class(plain).__new__(trained_experts_class(plain))
 
@@ -222,32 +226,32 @@ def _cast_of(x: Tensor, dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def compute(layer: TrainedExperts, args: Sequence[Tensor], held: Mapping[str, Tensor], cast: torch.dtype) -> Tensor:
-    """Return the output [T, H] for x, ids and routing weights, with `held` in the place of parameters.
+def compute(layer: TrainedExperts, args: Sequence[Any], held: Mapping[str, Tensor], cast: torch.dtype) -> Tensor:
+    """Return the output for what the module is called with, with `held` in the place of parameters.
 
     Args:
-        cast: the dtype to compute in, where it is not that of x.
+        cast: the dtype to compute in, where it is not that of the first argument, the hidden states.
     """
-    x, ids, weights = args
+    x, *rest = args
     _, forward = implementation_of(layer)
-    return forward(ExpertsView(layer, held, None), x.to(cast), ids, weights).to(x.dtype)
+    return forward(ExpertsView(layer, held, None), x.to(cast), *rest).to(x.dtype)
 
 
 def gradients(
-    layer: TrainedExperts, args: Sequence[Tensor], held: Mapping[str, Tensor], cast: torch.dtype, dy: Tensor
+    layer: TrainedExperts, args: Sequence[Any], held: Mapping[str, Tensor], cast: torch.dtype, dy: Tensor
 ) -> list[Tensor | None]:
-    """Return the gradients of x, routing weights and what is in the place of parameters; None where none is needed."""
-    again = torch.is_grad_enabled()
-    x, _, weights = args
-    wanted = [tensor for tensor in (x, weights, *held.values()) if tensor.requires_grad]
+    """Return the gradients of the arguments and of what is in the place of parameters; None where none is needed."""
+    again, inputs = torch.is_grad_enabled(), (*args, *held.values())
+    wanted = [value for value in inputs if _has_gradient(value)]
     with torch.enable_grad():
         y = compute(layer, args, held, cast)
     found = iter(torch.autograd.grad(y, wanted, dy, create_graph=again, allow_unused=True))
-    grads = [next(found) if tensor.requires_grad else None for tensor in (x, weights, *held.values())]
-    return [
-        torch.zeros_like(tensor) if grad is None and tensor.requires_grad else grad
-        for grad, tensor in zip(grads, (x, weights, *held.values()), strict=True)
-    ]
+    grads = ((next(found) if _has_gradient(value) else None, value) for value in inputs)
+    return [torch.zeros_like(value) if grad is None and _has_gradient(value) else grad for grad, value in grads]
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,41 +284,32 @@ class _StraightThrough(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        layer: TrainedExperts,
-        names: tuple[str, ...],
-        cast: torch.dtype,
-        ids: Tensor,
-        x: Tensor,
-        weights: Tensor,
-        *parameters: Tensor,
+        ctx: Any, layer: TrainedExperts, names: tuple[str, ...], cast: torch.dtype, count: int, *inputs: Any
     ) -> Tensor:
+        args, parameters = inputs[:count], inputs[count:]
         stacks, held = layer.handle.stacks, dict(zip(names, parameters, strict=True))
         rounded = {name: s.stacked(held[name], cast, training=layer.training) for name, s in stacks.items()}
         snapshots = {name: stack.snapshot(held[name]) for name, stack in stacks.items()}
         # not saved tensors: hooks that offload those would copy the weights
         ctx.seen = _Seen(layer, layer.handle.spec.name, stacks, names, parameters, snapshots)
-        ctx.cast, ctx.autocast = cast, autocast_of(x.device.type)
-        ctx.save_for_backward(ids, x, weights)
-        return compute(layer, (x, ids, weights), _by_name(held) | rounded, cast)
+        ctx.cast, ctx.autocast = cast, autocast_of(args[0].device.type)
+        ctx.others = tuple(None if isinstance(arg, Tensor) else arg for arg in args)
+        ctx.save_for_backward(*(arg if isinstance(arg, Tensor) else None for arg in args))
+        return compute(layer, args, _by_name(held) | rounded, cast)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        ids, x, weights = ctx.saved_tensors
-        seen, again, needed = ctx.seen, torch.is_grad_enabled(), ctx.needs_input_grad[4:]
+        seen, again, needed = ctx.seen, torch.is_grad_enabled(), ctx.needs_input_grad[4 + len(ctx.others) :]
         seen.check()
+        args = [other if t is None else t for t, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
         if not again:
-            x, weights = (tensor.detach().requires_grad_(tensor.requires_grad) for tensor in (x, weights))
+            args = [t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t for t in args]
         with ctx.autocast:
-            held = _held_again(seen, ctx.cast, needed[2:], again=again)
-            grads = gradients(seen.layer, (x, ids, weights), held, ctx.cast, dy)
-        by_name = dict(zip(held, grads[2:], strict=True))
-        kept = (by_name[n] if need else None for n, need in zip(seen.names, needed[2:], strict=True))
-        found = (
-            None if grad is None else grad.to(parameter.dtype)
-            for grad, parameter in zip(kept, seen.parameters, strict=True)
-        )
-        return None, None, None, None, grads[0], grads[1], *found
+            held = _held_again(seen, ctx.cast, needed, again=again)
+            grads = gradients(seen.layer, args, held, ctx.cast, dy)
+        found = zip(grads[len(args) :], seen.parameters, needed, strict=True)
+        kept = (grad.to(parameter.dtype) if need else None for grad, parameter, need in found)
+        return None, None, None, None, *grads[: len(args)], *kept
 
 
 def _by_name(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -40,58 +40,61 @@ _TAGS = (torch.Tag.cudagraph_unsafe,)  # what it computes depends on counters th
 
 @torch.library.custom_op("vbrt::trained_experts", mutates_args=(), tags=_TAGS)
 def _trained_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, parameters: list[Tensor], token: Tensor, cast: torch.dtype, training: bool
+    args: list[Tensor], parameters: list[Tensor], token: Tensor, cast: torch.dtype, training: bool
 ) -> Tensor:
-    """The output [T, H] of the module that `token` names, on its rounded weights."""
+    """The output of the module that `token` names, for x, ids and routing weights, on its rounded weights."""
     layer = _layer_of(token)
     layer.handle.forwards += 1
-    return compute(layer, (x, ids, weights), _held(layer, parameters, cast, training=training), cast)
+    return compute(layer, args, _held(layer, parameters, cast, training=training), cast)
 
 
 @_trained_experts.register_fake
-def _(x, ids, weights, parameters, token, cast, training):
-    return torch.empty_like(x)
+def _(args, parameters, token, cast, training):
+    return torch.empty_like(args[0])
 
 
 # not a custom_op: those run where autograd sees nothing
 library.define(
-    "trained_experts_backward(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensor[] parameters, Tensor token, "
-    "ScalarType cast) -> Tensor[]",
+    "trained_experts_backward(Tensor dy, Tensor[] args, Tensor[] parameters, Tensor token, ScalarType cast) "
+    "-> Tensor[]",
     tags=_TAGS,
 )
 
 
 @torch.library.impl(library, "trained_experts_backward", "CompositeExplicitAutograd")
 def _trained_experts_backward(
-    dy: Tensor, x: Tensor, ids: Tensor, weights: Tensor, parameters: list[Tensor], token: Tensor, cast: torch.dtype
+    dy: Tensor, args: list[Tensor], parameters: list[Tensor], token: Tensor, cast: torch.dtype
 ) -> list[Tensor]:
-    """The gradients of x, the routing weights and the parameters."""
+    """The gradients of the arguments and the parameters; zeros for ids."""
     layer = _layer_of(token)
     own = dict(nn.Module.named_parameters(layer))
     held = _held(layer, [p.detach() for p in parameters], cast, training=None)
     for name in held:
         held[name] = own[name] if "." in name else held[name].requires_grad_(own[name].requires_grad)
-    x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
-    found = gradients(layer, (x, ids, weights), held, cast, dy)
-    like = (x, weights, *parameters)
-    return [torch.zeros_like(t) if g is None else g.to(t.dtype) for g, t in zip(found, like, strict=True)]
+    args = [arg.detach().requires_grad_(arg.is_floating_point()) for arg in args]
+    found = gradients(layer, args, held, cast, dy)
+    return [
+        torch.zeros_like(t) if g is None else g.to(t.dtype) for g, t in zip(found, (*args, *parameters), strict=True)
+    ]
 
 
 @torch.library.register_fake("vbrt::trained_experts_backward", lib=library)
-def _(dy, x, ids, weights, parameters, token, cast):
-    return [torch.empty_like(t) for t in (x, weights, *parameters)]
+def _(dy, args, parameters, token, cast):
+    return [torch.empty_like(t) for t in (*args, *parameters)]
 
 
 def _keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    x, ids, weights, parameters, token, ctx.cast, _ = inputs
-    ctx.save_for_backward(x, ids, weights, token, *parameters)
+    args, parameters, token, ctx.cast, _ = inputs
+    ctx.count = len(args)
+    ctx.save_for_backward(token, *args, *parameters)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    x, ids, weights, token, *parameters = ctx.saved_tensors
-    op = torch.ops.vbrt.trained_experts_backward
-    dx, dweights, *found = op(dy, x, ids, weights, parameters, token, ctx.cast)
-    return dx, None, dweights, found, None, None, None
+    token, *inputs = ctx.saved_tensors
+    args, parameters = inputs[: ctx.count], inputs[ctx.count :]
+    found = torch.ops.vbrt.trained_experts_backward(dy, args, parameters, token, ctx.cast)
+    dargs = [grad if arg.is_floating_point() else None for grad, arg in zip(found, args, strict=False)]
+    return dargs, found[ctx.count :], None, None, None
 
 
 _trained_experts.register_autograd(_backward, setup_context=_keep)

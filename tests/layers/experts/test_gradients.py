@@ -77,6 +77,15 @@ def test_gradients_are_those_of_the_plain_module(name, format, implementation, a
     assert_close(gradients(layer, args), gradients(plain, args), 1e-5 if format == "dense" else 1e-3)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", DECORATED)
+def test_every_class_of_experts_has_the_gradients_of_the_plain_module(name):
+    for format in ("dense", "nvfp4"):
+        layer, plain = pair(name, format)
+        args = routed(plain)
+        assert_close(gradients(layer, args), gradients(plain, args), 1e-5 if format == "dense" else 2e-3)
+
+
 @matrix(name=["Qwen3MoeExperts", "GptOssExperts"], format=["exact", "dense"], implementation=["eager", "grouped_mm"])
 def test_gradients_of_bf16_weights_are_those_of_the_plain_module_under_autocast_too(name, format, implementation):
     layer, plain = pair(name, format, implementation=implementation, dtype=torch.bfloat16)
