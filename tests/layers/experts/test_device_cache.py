@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from tests.layers.experts.cached import PAGE, Experts, counts, routing, simulated
+from tests.tiers.stacks import within
+from tests.torture.interrupting import interrupted
 from vbrt.errors import TierError
 from vbrt.layers.experts.device_cache import DeviceCache
 from vbrt.residency.experts import ExpertsPolicy
@@ -176,6 +178,33 @@ def test_one_lease_at_a_time(monkeypatch):
         events.append("first")
     thread.join(10)
     assert events == ["leased", "first", "leased", "second"]
+
+
+@pytest.mark.usefixtures("pinned")
+def test_ctrl_c_anywhere_leaves_a_cache_that_leases(monkeypatch):
+    cache, ids, events = Experts(CPU, (8,), (1,)).cache(4), torch.tensor([[1]]), []
+    monkeypatch.setattr(
+        cache._tables, "lease", lambda layer, ids, scan: events.append("begun") or events.append("done")
+    )
+    monkeypatch.setattr(cache._tables, "forget", lambda: events.append("forgot"))
+
+    def work():
+        with cache.lease(0, ids):
+            pass
+
+    at, hit, forgotten = 0, True, 0
+    while hit:
+        at, events[:] = at + 1, []
+        hit = interrupted(at, work)
+        begun, done = "begun" in events, "done" in events
+        events.clear()
+        within(10, work)  # in another thread: the lock is free
+        work()
+        if begun and not done:
+            assert events[0] == "forgot"
+        forgotten += "forgot" in events
+        assert events.count("forgot") <= 1
+    assert forgotten and at > 10
 
 
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
