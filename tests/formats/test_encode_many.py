@@ -6,6 +6,7 @@ import torch
 from tests.matrix import matrix
 from vbrt.errors import FormatError
 from vbrt.formats import FORMATS, get_format
+from vbrt.formats.blocks import power_of_two_scale
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -64,3 +65,20 @@ def test_one_value_that_cannot_be_encoded_refuses_them_all(bad):
         list(get_format("nvfp4").encode_many(w_ENK))
     with pytest.raises(FormatError, match="float64"):
         list(get_format("nvfp4").encode_many(w_ENK.double()))
+
+
+def test_the_scale_of_a_matrix_is_the_least_power_of_two_that_reaches_its_largest_weight():
+    patterns = torch.randint(0, 0x7F800000, (2000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    sevens = [7 * 2.0**k for k in range(-140, 125)]
+    beside = [x * (1 + step * 2.0**-23) for x in sevens for step in (-1, 1)]
+    for largest in (0.0, *patterns.view(torch.float32).tolist(), *sevens, *beside):
+        scale = power_of_two_scale(largest)
+        assert scale in (2.0**k for k in range(-126, 128))
+        assert largest <= 448 * scale or scale == 2.0**127
+        assert largest > 448 * scale / 2 or scale == 2.0**-126
+
+
+def test_equal_layouts_are_one_object():
+    fmt = get_format("nvfp4")
+    assert fmt.layout((16, 64), torch.float32) is fmt.layout((16, 64), torch.bfloat16)
+    assert fmt.layout((16, 64), torch.float32) != fmt.layout((32, 64), torch.float32)

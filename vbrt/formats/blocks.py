@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from math import frexp
 from typing import NamedTuple
 
 import torch
@@ -342,10 +343,10 @@ def power_of_two_scale(largest: float) -> float:
 
     A power of two keeps level * scale * S exact: E4M3 has 4 significant bits, E2M1 has 2, bf16 holds 8.
     """
-    exponent = -126
-    while exponent < 127 and largest > E4M3_MAX * 2.0**exponent:
-        exponent += 1
-    return 2.0**exponent
+    if not largest:
+        return 2.0**-126
+    mantissa, exponent = frexp(largest / E4M3_MAX)  # exact where it decides: 448 = 7 * 2^6, and weights have 24 bits
+    return 2.0 ** min(127, max(-126, exponent - (mantissa == 0.5)))
 
 
 def encode_tile(device: torch.device) -> int:

@@ -7,6 +7,7 @@ O_DIRECT wants), so a page moves between tiers in one copy and its fields are re
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -119,13 +120,18 @@ def _align(nbytes: int, to: int) -> int:
 
 
 def build_layout(format: str, plane: str, fields: Iterable[tuple[str, str, tuple[int, ...]]]) -> PageLayout:
-    """Lay (name, dtype, shape) fields out in the given order."""
+    """Lay (name, dtype, shape) fields out in the given order. Equal arguments give the same layout."""
+    return _built(format, plane, tuple((name, dtype, tuple(shape)) for name, dtype, shape in fields))
+
+
+@lru_cache(maxsize=1024)  # thousands of pages of experts have one layout
+def _built(format: str, plane: str, fields: tuple[tuple[str, str, tuple[int, ...]], ...]) -> PageLayout:
     placed: list[Field] = []
     end = 0
     for name, dtype, shape in fields:
         if dtype not in DTYPES:
             raise FormatError(f"page field {name!r}: dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
-        placed.append(Field(name, dtype, tuple(shape), _align(end, FIELD_ALIGN)))
+        placed.append(Field(name, dtype, shape, _align(end, FIELD_ALIGN)))
         end = placed[-1].offset + placed[-1].nbytes
     return PageLayout(format, plane, tuple(placed), _align(end, PAGE_ALIGN))
 
@@ -169,9 +175,11 @@ def pack(tensors: Mapping[str, Tensor], layout: PageLayout, out: Tensor) -> Tens
                 f"expected {view.dtype} {f.shape}"
             )
         view.copy_(source.detach())
-        out[end : f.offset].zero_()
+        if f.offset > end:
+            out[end : f.offset].zero_()
         end = f.offset + f.nbytes
-    out[end:].zero_()
+    if layout.nbytes > end:
+        out[end:].zero_()
     return out
 
 
