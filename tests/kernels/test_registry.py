@@ -56,7 +56,7 @@ def test_an_op_of_a_layer_is_registered_once_for_each_backend_and_format(op):
         (
             "convolution",
             "auto",
-            "'convolution'; expected one of decode_weight, experts_back, experts_down, experts_sum, experts_up, linear",
+            "'convolution'; expected one of decode_weight, experts_down, experts_sum, experts_up, linear",
         ),
         ("nothing_registered", "triton", "nothing_registered"),
         ("linear", "triton", "op 'linear': no 'triton' implementation for device 'cpu'"),
@@ -151,3 +151,10 @@ def test_a_user_who_insists_on_kernels_that_cannot_run_hears_it_at_wrap():
     options = {"weights": {"keep_head": False}, "tiers": {"gpu": {"enabled": False}}}
     with pytest.raises(KernelError, match="no 'triton' implementation for device 'cpu'"):
         vbrt.wrap(model, compute={"backend": "triton"}, **options)
+
+
+@pytest.mark.parametrize("op", ["experts_up", "experts_down", "experts_sum"])
+def test_routed_experts_of_every_format_run_everywhere(op):
+    known = {(kernel.backend, f) for kernel in KERNELS if kernel.op == op for f in kernel.formats or [None]}
+    assert ("reference", None) in known
+    assert op == "experts_sum" or ("triton", None) in known

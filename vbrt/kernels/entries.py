@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vbrt.kernels import experts, experts_grad, reference
+from vbrt.kernels import experts, reference
 from vbrt.kernels.cpu import build as cpu_build
 from vbrt.kernels.cpu import experts as cpu_experts
 from vbrt.kernels.cpu import linear as cpu_linear
@@ -62,11 +62,7 @@ _tables = functools.partial(_triton, formats=table_linear.FORMATS, runs_unpacked
 
 def _decoding(record: Callable[..., Kernel], decode: Callable[..., Any]) -> tuple[Kernel, ...]:
     """The ops of routed experts on matrices that `decode` restores, one expert after the other."""
-    functions = {
-        "experts_up": experts.experts_up,
-        "experts_down": experts.experts_down,
-        "experts_back": experts_grad.experts_back,
-    }
+    functions = {"experts_up": experts.experts_up, "experts_down": experts.experts_down}
     return tuple(record(op, run=functools.partial(run, decode=decode)) for op, run in functions.items())
 
 
@@ -95,7 +91,6 @@ KERNELS = (
     *_decoding(_tables, table_linear.decode_weight),
     _tiled("experts_up", run=experts_ops.up, by_address=experts_ops.takes_addresses),
     _tiled("experts_down", run=experts_ops.down),
-    _tiled("experts_back", run=experts_ops.back),
     _reference("experts_sum", run=experts.weigh_and_sum),
     _built_experts("experts_sum", run=cpu_experts.weigh_and_sum),
     _tiled("experts_sum", run=experts_ops.weigh_and_sum),

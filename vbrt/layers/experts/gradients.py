@@ -3,8 +3,8 @@
 Nothing of the weights' size is kept. The backward pass leases the pages again, in chunks as a scan does, and computes
 what each chunk adds once more, by the implementation that the module's config names, on decoded weights.
 
-The road not taken: products of pages that know their derivative (`vbrt.kernels.experts_grad`). They save the first
-product of the second forward, and know neither the gates nor the norms that modules bring along.
+The road not taken: products of pages that know their derivative. They save the first product of the second forward,
+and know neither the gates nor the norms that modules bring along.
 
 Legend: T tokens, k experts a token, P = T k pairs, H hidden.
 """

@@ -1,6 +1,5 @@
 """Routed experts of many tokens: which way a product takes, and on a GPU what it computes."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,6 @@ from vbrt.kernels.cuda.experts import decoded, many, ops
 from vbrt.kernels.cuda.experts.pairs import Groups
 from vbrt.kernels.cuda.launch_table import grouped_for, grouped_stages
 from vbrt.kernels.experts import Gate, part_planes, weigh_and_sum
-from vbrt.kernels.experts_grad import experts_back
 
 GATES = {
     "silu": Gate("silu"),
@@ -112,9 +110,6 @@ def test_decoded_products_of_experts_in_turns(experts_at_a_time, monkeypatch):
     for gate in (GATES["silu"], None):
         y = decoded.products(x, ids, pages, part="up", gate=gate, bias_EN=bias)
         assert error(y, exact_rows(x, ids, weights["up"], gate, bias)) < 1e-2
-    dy = torch.randn(60, 48).bfloat16()
-    want = experts_back(dy, ids, pages, decode=decode_weight)
-    assert error(decoded.back(dy, ids, pages, part="up"), want.double()) < 1e-2
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
@@ -164,15 +159,9 @@ def test_a_layer_matches_float64_in_any_dtype(dtype, format):
     assert not rows[(ids == 6).view(-1)].any()
 
 
-def on_cpu(dy, ids, pages):
-    """The transposed products by the reference."""
-    pages = replace(pages, pages=[None if page is None else page.cpu() for page in pages.pages])
-    return experts_back(dy.cpu(), ids.cpu(), pages, decode=decode_weight)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("scratch", [1 << 30, 300 << 10])
-def test_decoded_products_and_their_transposes_match_float64(scratch, monkeypatch):
+def test_decoded_products_match_float64(scratch, monkeypatch):
     monkeypatch.setattr(decoded, "_SCRATCH_BYTES", scratch)
     pages, weights = expert_pages("nvfp4", {"up": (192, 520)}, 7, tiled=True, device="cuda", missing=(3,))
     ids, _ = routing(100, 2, 7, device="cuda", sentinels=9)
@@ -180,8 +169,6 @@ def test_decoded_products_and_their_transposes_match_float64(scratch, monkeypatc
     x, bias = torch.randn(100, 520, device="cuda").bfloat16(), torch.randn(7, 192, device="cuda").bfloat16()
     y = decoded.products(x, ids, pages, part="up", gate=GATES["silu"], bias_EN=bias)
     assert error(y, exact_rows(x, ids, weights["up"], GATES["silu"], bias)) < 1e-2
-    dy = torch.randn(200, 192, device="cuda").bfloat16()
-    assert error(ops.back(dy, ids, pages), on_cpu(dy, ids, pages).double().cuda()) < 1e-2
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Routed experts by decoded weights and torch's grouped matmul: backward passes, and GPUs without a fused kernel.
+"""Routed experts by decoded weights and torch's grouped matmul: for GPUs without a fused kernel.
 
 The matrices of all experts that have pairs are decoded into scratch memory, where the addresses say that they are, so
 that nothing waits for the device. bf16 only, and rows of whole units of 16 bytes; `serves` says so.
@@ -18,7 +18,7 @@ from vbrt.kernels.cuda.experts.pairs import Groups, group_pairs
 from vbrt.kernels.cuda.launcher import Launcher
 from vbrt.kernels.experts import ExpertPages, Gate, addresses_of, apply_gate
 
-__all__ = ["back", "products", "serves"]
+__all__ = ["products", "serves"]
 
 #: bytes of decoded weights at a time; more experts than fit are multiplied in turns, each of which repeats work
 _SCRATCH_BYTES = 1 << 30
@@ -35,20 +35,13 @@ def products(
 ) -> Tensor:
     """Return what `many.products` does."""
     groups = group_pairs(ids_Tk, pages.experts, _BLOCK)
-    rows = _multiply(x_MK[groups.order // (ids_Tk.numel() // max(1, len(x_MK)))], groups, pages, part, back=False)
+    rows = _multiply(x_MK[groups.order // (ids_Tk.numel() // max(1, len(x_MK)))], groups, pages, part)
     y_PN = _unsorted(rows, groups, pages.experts)
     if bias_EN is not None:
         ids_P = ids_Tk.reshape(-1).long()
         routed = (ids_P >= 0) & (ids_P < pages.experts)
         y_PN += torch.where(routed[:, None], bias_EN[torch.where(routed, ids_P, 0)], 0)
     return y_PN if gate is None else apply_gate(y_PN, gate)
-
-
-def back(dy_PN: Tensor, ids_Tk: Tensor, pages: ExpertPages, *, part: str) -> Tensor:
-    """Return what `experts_grad.experts_back` does."""
-    groups = group_pairs(ids_Tk, pages.experts, _BLOCK)
-    dx_PK = _unsorted(_multiply(dy_PN[groups.order], groups, pages, part, back=True), groups, pages.experts)
-    return dx_PK if ids_Tk.shape[1] == 1 else dx_PK.view(*ids_Tk.shape, -1).float().sum(dim=1).to(dy_PN.dtype)
 
 
 def _unsorted(rows_PN: Tensor, groups: Groups, experts: int) -> Tensor:
@@ -62,8 +55,8 @@ def _places(rows_PN: Tensor) -> Tensor:
     return torch.arange(len(rows_PN), dtype=torch.int32, device=rows_PN.device)
 
 
-def _multiply(x_PK: Tensor, groups: Groups, pages: ExpertPages, part: str, *, back: bool) -> Tensor:
-    """Return x W, or with `back` dy W, of sorted pairs; anything for sentinels.
+def _multiply(x_PK: Tensor, groups: Groups, pages: ExpertPages, part: str) -> Tensor:
+    """Return x W of sorted pairs; anything for sentinels.
 
     A grouped matmul begins at the first row, so a turn repeats the rows of the experts before it, of which nothing is
     kept.
@@ -75,7 +68,7 @@ def _multiply(x_PK: Tensor, groups: Groups, pages: ExpertPages, part: str, *, ba
         count = min(step, pages.experts - first)
         w_GNK = _decode(pages, part, groups, first, count)
         ends = groups.offsets[first + 1 : first + count + 1]
-        rows = F.grouped_mm(x_PK, w_GNK if back else w_GNK.mT, offs=ends)
+        rows = F.grouped_mm(x_PK, w_GNK.mT, offs=ends)
         y = rows if y is None else torch.where((place >= groups.offsets[first])[:, None], rows, y)
         del w_GNK, rows  # their memory is the next turn's
     return y

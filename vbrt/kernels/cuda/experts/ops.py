@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vbrt.formats.page import PageLayout
-from vbrt.kernels import experts, experts_grad
+from vbrt.kernels import experts
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
 from vbrt.kernels.cuda.e2m1.linear import decode_weight
@@ -25,7 +25,7 @@ from vbrt.kernels.cuda.experts import decoded, few, many
 from vbrt.kernels.cuda.launch_table import MOST_FEW_PAIRS, WIDE, are_few
 from vbrt.kernels.experts import ExpertPages, Gate
 
-__all__ = ["back", "down", "route", "takes_addresses", "up", "weigh_and_sum"]
+__all__ = ["down", "route", "takes_addresses", "up", "weigh_and_sum"]
 
 
 def route(x_MK: Tensor, pairs: int, pages: ExpertPages, part: str) -> str:
@@ -94,11 +94,3 @@ def weigh_and_sum(rows_PH: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, count: in
     if rows_PH.is_cuda and rows_PH.dtype in SUMMANDS and devices.major(rows_PH.device.index) in WIDE:
         return many.weighted_sums(rows_PH.contiguous(), ids_Tk, weights_Tk, count)
     return experts.weigh_and_sum(rows_PH, ids_Tk, weights_Tk, count)
-
-
-def back(dy_PN: Tensor, ids_Tk: Tensor, pages: ExpertPages, *, part: str = "up") -> Tensor:
-    """Return what `experts_grad.experts_back` does."""
-    served = route(dy_PN, ids_Tk.numel(), pages, part) != "reference" and decoded.serves(dy_PN, pages, part)
-    if served and ids_Tk.numel() and dy_PN.dtype is torch.bfloat16:
-        return decoded.back(dy_PN, ids_Tk, pages, part=part)
-    return experts_grad.experts_back(dy_PN, ids_Tk, pages, part=part, decode=decode_weight)
