@@ -127,7 +127,7 @@ def _check_dense(
     vb = wrap(model, "dense", weights=_ALL, tiers=tiers)
     with vb:
         result.swapped = len(vb.plan.swaps)
-        result.experts = sum(bool(swap.experts) for swap in vb.plan.swaps)
+        result.experts = sum(len(swap.modules) for swap in vb.plan.swaps if swap.experts)
         gaps = [difference(expected, zoo.forward(vb, inputs)) for _ in range(2)]
         gap = next((f"forward {i + 1}: {g}" for i, g in enumerate(gaps) if g), "")
         if tokens is not None and not gap:

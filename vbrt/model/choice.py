@@ -95,17 +95,29 @@ class _Survey:
 
     def refusal_of_tied(self, site: Held, held_as: list[Held]) -> str | None:
         """Return why a weight stays because of what else is on its storage; `held_as`: all that is."""
-        routed = kind_of(self.candidates[site]).routed
+        if kind_of(self.candidates[site]).routed:
+            return self._refusal_of_tied_experts(site[0], held_as)
         for other in held_as:
             if other == site:
                 continue
             name = ".".join(other)
-            if routed:
-                return f"shares storage with {name}; routed experts are held once for each module"
             if other not in self.candidates or self.reasons[other]:
                 return f"shares storage with {name}, which stays dense"
             if not _same_view(self.candidates[site], site[1], self.candidates[other], other[1]):
                 return f"shares storage with {name} in another layout"
+        return None
+
+    def _refusal_of_tied_experts(self, name: str, held_as: list[Held]) -> str | None:
+        """Return why experts stay that share weights: tied modules share all parameters, each under the same name."""
+        kind, module = kind_of(self.modules[name]), self.modules[name]
+        others = {held_by for held_by, _ in held_as} - {name}
+        own = {n: _storage_key(p) for n, p in module.named_parameters()}
+        for other in sorted(others):
+            theirs = {n: _storage_key(p) for n, p in self.modules[other].named_parameters()}
+            if own != theirs or kind_of(self.modules[other]) is not kind or self.config.mode == "train":
+                return f"shares storage with {other}, which is not the same layer of experts, or trains"
+            if why := self.reasons.get((other, kind.parameters[0]), "stays dense"):
+                return f"shares storage with {other}: {why}"
         return None
 
     def serves_rows(self, held: Held) -> bool:
@@ -324,16 +336,15 @@ def _swap(sites: list[WeightSite], weight: torch.Tensor, survey: _Survey) -> Swa
     if fine == "exact" and weight.dtype not in (torch.bfloat16, torch.float16):
         format, fine = "dense", "none"
     dtype = str(weight.dtype).removeprefix("torch.")
-    routed = KINDS[sites[0].kind].routed
-    others = tuple(sites[1:])
+    routed, count = KINDS[sites[0].kind].routed, len(KINDS[sites[0].kind].parameters)
     return Swap(
         site=sites[0],
-        tied=() if routed else others,
-        parts=others if routed else (),
+        tied=tuple(sites[count::count] if routed else sites[1:]),
+        parts=tuple(sites[1:count]) if routed else (),
         experts=sites[0].matrices if routed else 0,
         top_k=top_k_of(sites[0], survey.modules) if routed else 0,
         dtype=dtype,
-        dense_bytes=sum(site.parameters for site in sites) * weight.itemsize if routed else nbytes_of(weight),
+        dense_bytes=sum(site.parameters for site in sites[:count]) * weight.itemsize if routed else nbytes_of(weight),
         format=format,
         fine=fine,
         note=_note(sites[0], dtype, format, config) or _note_on_head(sites, survey),

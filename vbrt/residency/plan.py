@@ -42,7 +42,8 @@ class Swap:
 
     Attributes:
         site: where the weight is in the model; its first site, where several are tied.
-        tied: the other sites of the same weight.
+        tied: the other sites of the same weight; of routed experts, those of the first parameter of other modules that
+            hold all the same parameters.
         parts: the other parameters of a module of routed experts, whose matrices are in the same pages.
         dtype: of the weight, by torch's name.
         experts, top_k: of routed experts, how many the layer has and how many a token goes to; else 0. Such a swap has
@@ -74,12 +75,13 @@ class Swap:
     @property
     def modules(self) -> dict[str, str]:
         """The names of the VB layers that it makes, and the modules that become them."""
-        return {self.name: self.site.module} if self.experts else {site.name: site.module for site in self.sites}
+        held_by = (self.site, *self.tied) if self.experts else self.sites
+        return {site.module if self.experts else site.name: site.module for site in held_by}
 
     @property
     def aliases(self) -> tuple[str, ...]:
         """The names of the other sites."""
-        return tuple(site.name for site in self.tied)
+        return tuple(site.module if self.experts else site.name for site in self.tied)
 
     @property
     def kind(self) -> str:

@@ -411,16 +411,17 @@ def _check_routed(manifest: Manifest) -> None:
         if KINDS[layer.site.kind].routed:
             held.setdefault(layer.site.module, []).append(layer)
     for module, layers in held.items():
-        kinds = {layer.site.kind for layer in layers}
+        kinds = {site.kind for layer in layers for site in layer.sites}
         ragged = KINDS[layers[0].site.kind].ragged
         matrices = {layer.site.matrices for layer in layers if not ragged}
-        alike = {(x.stored_dtype, x.dtype, x.format, x.fine, len(x.sites)) for x in layers}
+        held_by = {tuple((site.module, site.parameter == x.site.parameter) for site in x.sites) for x in layers}
+        alike = {(x.stored_dtype, x.dtype, x.format, x.fine) for x in layers}
         found = sorted(layer.site.parameter for layer in layers)
         if len(kinds) > 1 or found != sorted(KINDS[layers[0].site.kind].parameters):
             raise _Damaged(
                 f"layers has {', '.join(found)} of the experts {_shown(module)}, and not what they consist of"
             )
-        if len(alike) > 1 or len(matrices) > 1 or layers[0].sites[1:]:
+        if any(len(of_all) > 1 for of_all in (alike, matrices, held_by)):
             raise _Damaged(f"layers has {', '.join(found)} of the experts {_shown(module)} held in different ways")
 
 

@@ -228,21 +228,21 @@ def _find_layers(model: nn.Module) -> list[tuple[SavedLayer, Handle]]:
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, SwappedLayer):
             sites.setdefault(module.handle, []).append(site_of(name or ROOT, module))
-    return [
-        (layer, handle)
-        for handle, held in sites.items()
-        for layer in (
-            _saved_experts(handle, held[0]) if isinstance(handle, Experts) else [_saved_layer(handle, tuple(held))]
-        )
-    ]
+    return [(layer, handle) for handle, held in sites.items() for layer in _saved_layers(handle, tuple(held))]
 
 
-def _saved_experts(handle: Experts, first: WeightSite) -> Iterator[SavedLayer]:
-    """Yield an entry for each parameter of a module of routed experts."""
+def _saved_layers(handle: Handle, sites: tuple[WeightSite, ...]) -> Iterable[SavedLayer]:
+    if isinstance(handle, Experts):
+        return _saved_experts(handle, [site.module for site in sites])
+    return [_saved_layer(handle, sites)]
+
+
+def _saved_experts(handle: Experts, modules: list[str]) -> Iterator[SavedLayer]:
+    """Yield an entry for each parameter of a module of routed experts, or of several that share them."""
     for part, site in zip(handle.spec.parts, handle.spec.sites, strict=True):
         layouts = handle.encoded_layouts(part, 0)
         yield SavedLayer(
-            sites=(replace(site, module=first.module),),
+            sites=tuple(replace(site, module=module) for module in modules),
             stored_dtype=text_of(handle.spec.dtype),
             dtype=text_of(handle.dtype),
             format=handle.spec.format,

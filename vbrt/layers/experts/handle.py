@@ -89,10 +89,11 @@ class ExpertsHandle:
     Attributes:
         dtype: what the layer computes in and shows to the outside.
         trainable: True if the dense parameters had requires_grad.
-        layers: the live layers that share these weights: one, or copies that are being made.
+        layers: the live layers that share these weights.
         own: the dense parameters of the layer, by name, while they count.
         lent: the temporaries that reading a parameter has given, by name; writes to them change the weights.
         written: the content of temporaries that died after a write, by name, until it is taken over.
+        released: the dense parameters, by name, while some of the layers that are tied are plain again.
         keys: pages in the stack, expert by expert; none before `store` and after `retire`.
         generation: counts the weights that this handle has held before.
         token: names handle and generation in graphs.
@@ -114,6 +115,7 @@ class ExpertsHandle:
         self.own: dict[str, weakref.ref[torch.Tensor]] = {}
         self.lent: dict[str, weakref.ref[torch.Tensor]] = {}
         self.written: dict[str, torch.Tensor] = {}
+        self.released: dict[str, nn.Parameter] = {}
         self.keys: tuple[str, ...] = ()
         self.pages: tuple[Page, ...] = ()
         self.owner: Owner | None = None

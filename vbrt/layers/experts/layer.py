@@ -88,8 +88,9 @@ class VBExperts(SwappedLayer):
         self._parameters.update(dict.fromkeys(self._vb_handle.spec.parameters))
         self._vb_handle.own = {}
 
-    def become_shell_(self, weights: Mapping[str, nn.Parameter]) -> None:
-        """Hold new dense parameters until the next forward; those that are not given are the decoded ones."""
+    def become_shell_(self, weights: Mapping[str, nn.Parameter], *, alone: bool = False) -> None:
+        """Hold new dense parameters until the next forward, with all layers that are tied, or `alone`; those that are
+        not given are the decoded ones."""
         handle = self._vb_handle
         for name, weight in weights.items():
             handle.spec.check(name, weight)
@@ -99,11 +100,12 @@ class VBExperts(SwappedLayer):
             heir.forwards, heir.weight_reads, heir.routing = handle.forwards, handle.weight_reads, handle.routing
             heir.trainable = handle.trainable
             heir.retype(next(iter(dense.values())).dtype)
-            self._parameters.update(dense)
-            self.__dict__["_vb_handle"] = heir
-            handle.layers.discard(self)
-            heir.layers.add(self)
-            self._own_held()
+            for layer in [self] if alone else list(handle.layers):
+                layer._parameters.update(dense)
+                layer.__dict__["_vb_handle"] = heir
+                handle.layers.discard(layer)
+                heir.layers.add(layer)
+                layer._own_held()
 
     def _dense_of(self, name: str, given: nn.Parameter | None) -> nn.Parameter:
         if given is not None:
@@ -132,7 +134,8 @@ class VBExperts(SwappedLayer):
             trained = handle.trainable
             by_part = dict(zip(handle.spec.parts, weights.values(), strict=True))
             handle.store(handle.split({part: weight.detach() for part, weight in by_part.items()}))
-            self.forget_dense_()
+            for layer in list(handle.layers):
+                layer.forget_dense_()
             for weight in weights.values():
                 page_out(weight)
         if self.training and trained and torch.is_grad_enabled():
@@ -144,7 +147,8 @@ class VBExperts(SwappedLayer):
         the call before was interrupted: it is the first parameter."""
         self.notice_writes()
         names, handle = self._vb_handle.spec.parameters, self._vb_handle
-        dense = {name: self._dense_of(name, weight if name == names[0] else None) for name in names}
+        dense = handle.released or {name: self._dense_of(name, weight if name == names[0] else None) for name in names}
+        handle.released = dense if len(handle.layers) > 1 else {}  # for the layers that are tied
         for parameter in dense.values():
             parameter.requires_grad_(handle.trainable)
         self._parameters.update(dense)
@@ -156,8 +160,9 @@ class VBExperts(SwappedLayer):
         self.notice_writes()
         handle = self._vb_handle
         dense = {name: self._dense_of(name, (weights or {}).get(name)) for name in handle.spec.parameters}
-        self._parameters.update(dense)
-        self._become_plain()
+        for layer in list(handle.layers):
+            layer._parameters.update(dense)
+            layer._become_plain()
         for parameter in dense.values():
             parameter.requires_grad_()
         handle.retire()
@@ -221,7 +226,8 @@ class VBExperts(SwappedLayer):
             raise TypeError(f"{handle.spec.name}.{name}: expected a tensor, got {type(value).__name__}")
         elif value is not temporary_of(handle, name):
             is_parameter = isinstance(value, nn.Parameter)
-            self.become_shell_({name: value if is_parameter else nn.Parameter(value.detach(), requires_grad=False)})
+            weight = value if is_parameter else nn.Parameter(value.detach(), requires_grad=False)
+            self.become_shell_({name: weight}, alone=True)
 
     def __delattr__(self, name: str) -> None:
         spec = self._vb_handle.spec
@@ -241,7 +247,7 @@ class VBExperts(SwappedLayer):
         """
         handle = self.__dict__.get("_vb_handle")
         if handle is not None and param is not None and name in handle.spec.parameters:
-            self.become_shell_({name: param})
+            self.become_shell_({name: param}, alone=True)
             return
         if (
             handle is not None
