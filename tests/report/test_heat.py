@@ -142,3 +142,5 @@ def test_a_lease_of_several_experts_is_named_by_their_numbers():
     keys = [f"{layer}#coarse.3", f"{layer}#fine.3", f"{layer}#coarse.17", "model.layers.0.q_proj#coarse"]
     assert page_names(keys) == f"{layer}#coarse.3,17 + {layer}#fine.3 + model.layers.0.q_proj#coarse"
     assert Span(COMPUTE, page_names(keys), 0, 1).layer == layer
+    scan = [f"{layer}#coarse.{e}" for e in (*range(5, 100), 101, 103, 104)]
+    assert page_names(scan) == f"{layer}#coarse.5-99,101,103-104" and page_names(()) == ""

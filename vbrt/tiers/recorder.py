@@ -8,7 +8,8 @@ taken while the device was idle, aligns them to some ten microseconds.
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import torch
 
@@ -117,13 +118,21 @@ class Recorder:
 
 
 def page_names(keys: Sequence[str]) -> str:
-    """Return the keys of a lease as one text; those of a layer's experts, which differ in a number, by the numbers."""
-    groups: dict[str, list[str]] = {}
+    """Return the keys of a lease as one text; those of a layer's experts, which differ in a number, by the numbers,
+    such as "experts#coarse.0-7,12"."""
+    groups: dict[str, list[int]] = {}
     for key in keys:
         head, dot, last = key.rpartition(".")
         routed = "#" in head and last.isdecimal()
-        groups.setdefault(head + dot if routed else key, []).extend([last] if routed else [])
-    return " + ".join(head + ",".join(numbers) for head, numbers in groups.items())
+        groups.setdefault(head + dot if routed else key, []).extend([int(last)] if routed else [])
+    return " + ".join(head + ",".join(_runs(numbers)) for head, numbers in groups.items())
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[str]:
+    """Yield runs of consecutive numbers."""
+    for _, run in groupby(enumerate(numbers), lambda place: place[1] - place[0]):
+        first, *_, last = [number for _, number in run] * 2
+        yield str(first) if first == last else f"{first}-{last}"
 
 
 class LeaseNote:
