@@ -47,12 +47,12 @@ def bank(format, *, experts=6, hidden=70, inner=22, dtype=torch.float32):
     return ExpertPages(format, dtype, shapes, layout, pages)
 
 
-def routed(pages, tokens, k, *, sentinels=True):
-    """Ids and routing weights; some are sentinels."""
+def routed(pages, tokens, k):
+    """Ids and routing weights; some are sentinels, but not all."""
     ids = torch.randint(0, pages.experts, (tokens, k))
-    if sentinels:
-        ids[torch.rand(ids.shape) < 0.2] = pages.experts
-        ids[torch.rand(ids.shape) < 0.1] = -1
+    ids[torch.rand(ids.shape) < 0.2] = pages.experts
+    ids[torch.rand(ids.shape) < 0.1] = -1
+    ids[0, 0] = 0
     return ids, torch.rand(tokens, k)
 
 
@@ -72,15 +72,12 @@ def rows(x, ids, pages, part, bias=None):
 
 
 @built
-@matrix(
-    gate=GATES, format=cpu_experts.FORMATS, tokens=[1, 3, 9, 40], dtype=list(BOUND), biased=[False, True],
-    hidden=[16, 70, 2064, 4200],
-)  # fmt: skip
-def test_up_is_as_close_to_float64_as_the_dtype_allows(gate, format, tokens, dtype, biased, hidden):
+@matrix(gate=GATES, format=cpu_experts.FORMATS, tokens=[1, 9, 40], dtype=list(BOUND), hidden=[16, 70, 4200])
+def test_up_is_as_close_to_float64_as_the_dtype_allows(gate, format, tokens, dtype, hidden):
     pages = bank(format, hidden=hidden, experts=5)
     ids, _ = routed(pages, tokens, 3)
     x = (torch.randn(tokens, hidden) / math.sqrt(hidden)).to(dtype)
-    bias = torch.randn(5, 44).to(dtype) if biased else None
+    bias = torch.randn(5, 44).to(dtype) if tokens > 1 else None
     v = rows(x, ids, pages, "up", bias)
     want = v if gate is None else apply_gate(v, gate)
     want[(ids.view(-1) < 0) | (ids.view(-1) >= 5)] = 0
