@@ -226,6 +226,15 @@ def test_other_layers_stay_where_they_fit_beside_a_lease_of_experts():
     assert simulate("experts", leases * 10, 2).misses.total() >= 40  # what one lease takes is enough
 
 
+def test_busy_pages_of_other_layers_are_not_evicted_for_experts():
+    policy = ExpertsPolicy(3)
+    for key in ("a", "b", "c"):
+        policy.access(key, 1)
+    assert policy.access(key_of((0, 0)), 2, busy=("a", "b", key_of((0, 0)))) is None
+    assert set(policy.resident()) == {"a", "b", "c"} and policy.resident_bytes == 3
+    assert policy.access(key_of((0, 0)), 2, busy=("b", key_of((0, 0)))).evict == ("a", "c")
+
+
 def test_leases_that_are_wider_than_a_share_borrow_and_give_back():
     told = {f"layer{i}.experts#coarse": 1 for i in range(4)}
     policy = ExpertsPolicy(16, layers=told)

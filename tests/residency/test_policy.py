@@ -1,7 +1,9 @@
 """What every policy keeps to: its room, its books, busy pages, pages that are gone."""
 
+from itertools import chain
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.residency.traces import ExpertLoad, Workload, expert_loads, policy_of, workloads
@@ -81,6 +83,40 @@ def test_a_policy_of_experts_that_loses_room_gives_pages_up_and_goes_on(load, ro
     assert policy.resident() == () and policy.resident_bytes == 0
     policy.resize(load.room)
     replay(policy, load)
+
+
+@settings(max_examples=15)
+@given(st.randoms(use_true_random=False), st.sampled_from(KINDS), st.integers(5, 12))
+def test_a_lease_that_fits_beside_those_that_are_held_always_gets_its_pages(random, kind, room):
+    """What the stack relies on: it counts the room of pages in use, and asks the policy only where a lease fits."""
+    names = [*(f"layer{i % 2}.experts#coarse.{i}" for i in range(6)), *(f"page{i}" for i in range(5))]
+    sizes = {name: random.randint(1, 3) for name in names}
+    policy = make_policy(kind, room, prefetch=random.randint(0, 2), scope=random.choice(["layer", "model"]))
+    books: dict[str, int] = {}
+    held: list[list[str]] = []
+
+    def act(decision, busy):
+        assert not busy & {*decision.evict}
+        for key in decision.evict:
+            del books[key]
+        books.setdefault(decision.key, decision.charge)
+
+    for turn in range(60):
+        if turn % 9 == 0:
+            policy.begin_pass()
+        if kind == "experts" and turn % 7 == 0:
+            policy.announce({key: sizes[key] for key in random.sample(names, 4)})
+        lease = random.sample(names, 2) if turn % 4 else names[6 + turn % 5 :][:2]
+        busy = {*lease, *chain(*held)}
+        if sum(books.get(key, sizes[key]) for key in busy) > room:
+            held.clear()
+            continue
+        for key in lease:
+            act(policy.access(key, sizes[key], busy), busy)
+        for decision in policy.ahead(busy):
+            act(decision, busy)
+        held += [lease] * random.randint(0, 1)
+        assert sum(books.values()) == policy.resident_bytes <= room and set(books) == set(policy.resident())
 
 
 @given(workloads())

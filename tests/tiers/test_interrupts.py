@@ -15,7 +15,7 @@ from tests.tiers.stacks import CPU, UNIT, WatchedTier, add_all, assert_at_rest, 
 from tests.torture.interrupting import Interrupts, interrupted
 from vbrt.errors import TierError
 from vbrt.residency.lru import LRUPolicy
-from vbrt.residency.simulate import PASS, make_policy
+from vbrt.residency.simulate import PASS, Announce, make_policy
 from vbrt.tiers import Level, MemoryTier, SsdTier, TierStack
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
@@ -68,6 +68,21 @@ def test_ctrl_c_anywhere_loses_nothing(kind, warm, levels, quick_to_look):
         return stack
 
     interrupt_each(127, make, lambda stack: run(stack, one_pass), one_pass * 2)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_in_a_scan_through_experts_loses_nothing(quick_to_look):
+    keys = [f"layer.experts#coarse.{i}" for i in range(5)]
+    sizes = {key: 1 + i % 2 for i, key in enumerate(keys)} | {"page": 1}
+    one_pass = [PASS, ("page",), tuple(keys[1:3]), Announce(tuple(keys)), *((key,) for key in keys)]
+
+    def make(root):
+        near = Level(MemoryTier("near", CPU, 5 * UNIT), make_policy("experts", 5 * UNIT))
+        stack = add_all(TierStack([near, SsdTier(root, 1 << 40)], workers=1), sizes)
+        run(stack, one_pass)
+        return stack
+
+    interrupt_each(149, make, lambda stack: run(stack, one_pass), one_pass)
 
 
 @pytest.mark.parametrize("below", ["far", "ssd"])

@@ -164,6 +164,30 @@ def test_threads_through_three_levels(tmp_path, kind):
     stack.close()
 
 
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_threads_that_lease_experts_while_others_are_announced(tmp_path, scope):
+    sizes = {f"layer{i % 2}.experts#coarse.{i}": 1 + i % 3 for i in range(10)} | {"page0": 1, "page1": 2}
+    levels = [
+        Level(WatchedTier("near", 7), make_policy("experts", 7 * UNIT, scope=scope)),
+        Level(WatchedTier("far", 4), make_policy("experts", 4 * UNIT, scope=scope)),
+    ]
+    stack = add_all(TierStack([*levels, SlowSsd(tmp_path, 1 << 40, seed=4, most_ms=1)], workers=3), sizes)
+    done = threading.Event()
+
+    def announce():
+        while not done.wait(0.003):
+            stack.announce(list(sizes)[::2])
+
+    with in_background(announce):
+        try:
+            hammer(stack, sizes, 6)
+        finally:
+            done.set()
+    assert_at_rest(stack)
+    assert sum(page.prefetched for page in stack.pages.values()) > 0
+    stack.close()
+
+
 @pytest.mark.parametrize("levels", [1, 2])
 def test_threads_with_reads_that_fail_get_errors_for_their_own_pages_only(tmp_path, levels):
     tiers = [

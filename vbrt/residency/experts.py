@@ -208,6 +208,8 @@ class ExpertsPolicy:
             decision = others.access(key, size, busy)
             if decision is not None:
                 return decision
+        if key in others.resident():
+            return others.access(key, size, busy)
         needed = others.busy_bytes(busy) + size
         if needed + self._experts.busy_bytes(busy) > self.capacity_bytes:
             return None
