@@ -1,15 +1,18 @@
 """Gradients through frozen routed experts: those of the plain module that holds the decoded weights."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import vbrt
 from tests.matrix import matrix
-from tests.models import TOKENS, qwen3_moe, wrap
+from tests.models import TOKENS, config, qwen3_moe, wrap
 from tests.zoo.experts import DECORATED, experts_module, routed
+from vbrt.config import load_config
 from vbrt.errors import TierError
 from vbrt.layers.experts import VBExperts, compute
 
@@ -226,3 +229,30 @@ def _bf16_routing() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(3)
     x = torch.randn(4, 64, dtype=torch.bfloat16)
     return x, torch.rand(4, 8).topk(2).indices, torch.rand(4, 2, dtype=torch.bfloat16)
+
+
+def streamed(plain: nn.Module, path: Path) -> VBExperts:
+    """Dense experts at home on the ssd, with host memory for those of one token."""
+    settings = config("dense")
+    held = Holder(copy.deepcopy(plain))
+    budget = vbrt.make_plan(held, load_config(settings)).largest_layer_bytes
+    settings["tiers"] |= {"cpu": {"budget": budget}, "ssd": {"enabled": True, "path": str(path)}}
+    vb = vbrt.wrap(held, settings).materialize()
+    assert vb.plan.home_bytes("ssd") == vb.plan.page_bytes > 2 * budget
+    plain.__dict__["vb"] = vb
+    return vb.model.experts
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_gradients_of_streamed_experts_are_those_of_the_plain_module_any_number_of_times(implementation, tmp_path):
+    """A derivative of a derivative must not read a page that is another expert's by then."""
+    plain, found = experts_module("Qwen3MoeExperts", implementation=implementation), []
+    for module in (streamed(plain, tmp_path), plain):
+        x, ids, weights = routed(plain)
+        inputs = (x.requires_grad_(), weights.requires_grad_())
+        first = torch.autograd.grad(module(x, ids, weights).square().sum(), inputs, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), inputs)
+        found.append([*(g.detach() for g in first), *second])
+    for got, want in zip(*found, strict=True):
+        assert (got - want).norm() <= 1e-5 * want.norm()
+    plain.vb.close()

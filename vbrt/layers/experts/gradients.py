@@ -89,9 +89,9 @@ class _Recomputed(Function):
         touched = touched_experts(ids, handle.spec.experts)
         with precision(ctx.precision), ctx.autocast:
             for chunk in chunks_of(handle, touched, scan=True, precision=ctx.precision) if touched else ():
-                with handle.lease(chunk, ctx.precision) as leased, torch.enable_grad():
-                    y_PH, dy_PH = _rows(ctx, leased, Routed(inputs[0], ids, inputs[1]), inputs[2:], dy)
-                found = torch.autograd.grad(y_PH, wanted, dy_PH, create_graph=again, allow_unused=True)
+                with handle.lease(chunk, ctx.precision) as leased:  # matrices may be views of its pages
+                    y_PH, dy_PH = _rows(ctx, leased, ids, inputs, dy)
+                    found = torch.autograd.grad(y_PH, wanted, dy_PH, create_graph=again, allow_unused=True)
                 sums = [_sum(old, new) for old, new in zip(sums, found, strict=True)]
         grads = iter(torch.zeros_like(w) if g is None else g for g, w in zip(sums, wanted, strict=True))
         return None, None, None, *(next(grads) if need else None for need in needed)
@@ -101,18 +101,24 @@ def _sum(old: Tensor | None, new: Tensor | None) -> Tensor | None:
     return new if old is None else old if new is None else old + new
 
 
-def _rows(ctx: Any, leased: "Leased", routed: Routed, kept: Sequence[Tensor], dy: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what each pair of some experts adds to the output, weighed, [p, H], and the gradient of it."""
-    spec, own = ctx.handle.spec, dict(zip(ctx.names, kept, strict=True))
-    local_Tk = local_ids(routed.ids, spec.experts, list(leased.experts))
+def _rows(ctx: Any, leased: "Leased", ids: Tensor, inputs: Sequence[Tensor], dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what each pair of some experts adds to the output, weighed, [p, H], and the gradient of it.
+
+    Where gradients are enabled, for a later derivative, it holds no view of the leased pages.
+    """
+    spec, (x, weights, *kept) = ctx.handle.spec, inputs
+    held = {p: leased.weights(part) for p, part in zip(spec.parameters, spec.parts, strict=True)}
+    if torch.is_grad_enabled():
+        held = {name: weight.clone() for name, weight in held.items()}
+    local_Tk = local_ids(ids, spec.experts, list(leased.experts))
     pairs_P, k = pairs_of(local_Tk, len(leased.experts)), local_Tk.shape[1]
-    with torch.no_grad():
-        held = {p: leased.weights(part) for p, part in zip(spec.parameters, spec.parts, strict=True)}
-    view = ExpertsView(ctx.layer, held | _of_experts(own, leased.experts), None)
-    view.num_experts = len(leased.experts)
-    ids_P1, weights_P1 = local_Tk.reshape(-1, 1)[pairs_P], routed.weights.reshape(-1, 1)[pairs_P]
-    y_PH = ctx.implementation(view, routed.x[pairs_P // k], ids_P1, weights_P1)
-    return y_PH, dy[pairs_P // k].to(y_PH.dtype)
+    with torch.enable_grad():
+        held |= _of_experts(dict(zip(ctx.names, kept, strict=True)), leased.experts)
+        view = ExpertsView(ctx.layer, held, None)
+        view.num_experts = len(leased.experts)
+        x_PH, weights_P1 = x[pairs_P // k], weights.reshape(-1, 1)[pairs_P]
+        y_PH = ctx.implementation(view, x_PH, local_Tk.reshape(-1, 1)[pairs_P], weights_P1)
+        return y_PH, dy[pairs_P // k].to(y_PH.dtype)
 
 
 def _read_by_modules(ctx: Any, kept: Sequence[Tensor]) -> list[Tensor]:
