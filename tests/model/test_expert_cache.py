@@ -34,7 +34,7 @@ def cached():
     device = DeviceCache.__new__(DeviceCache)  # no arena: nothing is leased
     device._tables, device._page_bytes = Tables(), dict.fromkeys(SIZES, 40)
     device.keys = {name: tuple(f"{name}#coarse.{e}" for e in range(n)) for name, n in SIZES.items()}
-    cache = ExpertCache(SimpleNamespace(names=["gpu", "cpu"]))
+    cache = ExpertCache(SimpleNamespace(names=["gpu", "cpu"]), list)
     for name, experts in SIZES.items():
         tally = Tally()
         pages = [SimpleNamespace(nbytes=40, tally=tally, hits=0, misses=0, bytes_moved={}) for _ in range(experts)]
@@ -68,4 +68,4 @@ def test_tallies_are_told_what_is_new_and_pages_when_somebody_asks(cached):
 
 
 def test_without_a_device_cache_there_is_nothing_to_tell():
-    ExpertCache(SimpleNamespace(names=["gpu", "cpu"])).settle(each=True)
+    ExpertCache(SimpleNamespace(names=["gpu", "cpu"]), list).settle(each=True)

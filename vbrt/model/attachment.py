@@ -13,6 +13,7 @@ from torch import nn
 from vbrt.config import VBConfig, load_config
 from vbrt.errors import WrapError
 from vbrt.layers import SwappedLayer, VBLayer
+from vbrt.layers.experts import VBExperts
 from vbrt.model.expert_cache import ExpertCache
 from vbrt.model.machine import release_host_memory
 from vbrt.model.passes import PassHook, move_rest_, remove_pass_hooks
@@ -86,7 +87,10 @@ class Attachment:
         self._settings, self._plan = terms.settings, terms.plan
         self._model = weakref.ref(model)
         self.registry = Registry(layers, terms.plan, runtime.stack, terms.prefix)
-        self.expert_cache = ExpertCache(runtime.stack)
+        self.expert_cache = ExpertCache(runtime.stack, self.registry.layers_now)
+        for layer in layers.values():
+            if isinstance(layer, VBExperts):
+                layer.handle.ask_for_cache_with(self.expert_cache.follow)
         self.timed: TimelineTotals | None = None
         self.passes = 0
         self.closed = False

@@ -1,13 +1,15 @@
 """Has the GPU decide which of a model's routed experts are resident, where it can.
 
 Once all experts are encoded, those whose pages live in page-locked host memory get one device cache, which takes what
-the GPU's budget has left. A new budget, or new weights, end it; the next pass makes another. Where there can be none,
-the host goes on deciding, and `stats().fallbacks` says why.
+the GPU's budget has left. A new budget, or new weights, end it; the next forward of a layer makes another. Where there
+can be none, the host goes on deciding, and `stats().fallbacks` says why.
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
+
+import torch
 
 from vbrt.errors import TierError
 from vbrt.layers import KINDS
@@ -33,8 +35,8 @@ class ExpertCache:
         fallbacks: why the host decides; empty where it should, or does not.
     """
 
-    def __init__(self, stack: TierStack) -> None:
-        self._stack = stack
+    def __init__(self, stack: TierStack, layers: Callable[[], Iterable["SwappedLayer"]]) -> None:
+        self._stack, self._layers = stack, layers
         self._cache: DeviceCache | None = None
         self._handles: dict[str, ExpertsHandle] = {}  # by name, in the order of the cache's layers
         self._lock = threading.Lock()  # of what has been told
@@ -43,24 +45,23 @@ class ExpertCache:
         self._tried: object = None
         self.fallbacks: list[str] = []
 
-    def __deepcopy__(self, memo: dict) -> "ExpertCache":
-        return ExpertCache(self._stack)
+    def follow(self) -> None:
+        """Make the cache, or make it anew, if that has not been tried for the weights that the layers hold now.
 
-    def follow(self, layers: Iterable["SwappedLayer"]) -> None:
-        """Make the cache, or make it anew, if that has not been tried for the weights that the layers hold now."""
-        if self._stack.device.type != "cuda" or self._stack.levels[0].policy.kind != _POLICY:
+        Layers ask for it that have none, at each forward.
+        """
+        stack = self._stack
+        if stack.ledger.changes == self._tried or stack.levels[0].policy.kind != _POLICY:
             return
-        changes = self._stack.ledger.changes
-        if changes == self._tried or (self._cache is not None and self._cache.recorded):
+        if torch.cuda.is_current_stream_capturing() or (self._cache is not None and self._cache.recorded):
             return
-        handles = [layer.handle for layer in layers if isinstance(layer.handle, ExpertsHandle)]
-        handles = [handle for handle in handles if not KINDS[handle.spec.site.kind].every]  # which nobody chooses among
-        if not handles or not all(handle.keys for handle in handles):
-            return
-        self.close()
-        with self._stack.encoding:
-            self._make(handles)
-        self._tried = self._stack.ledger.changes
+        with stack.encoding:
+            handles = [layer.handle for layer in self._layers() if isinstance(layer.handle, ExpertsHandle)]
+            handles = [h for h in handles if not KINDS[h.spec.site.kind].every]  # which nobody chooses among
+            if stack.ledger.changes != self._tried and all(handle.keys for handle in handles):
+                self.close()
+                self._make(handles)
+                self._tried = stack.ledger.changes
 
     def _make(self, handles: list[ExpertsHandle]) -> None:
         moving = [handle for handle in handles if any(page.home for page in handle.pages)]
@@ -130,7 +131,7 @@ class ExpertCache:
             cache.close()
 
     def reset(self) -> None:
-        """End the cache, and make another at the next pass. Raises TierError: a CUDA graph has recorded it."""
+        """End the cache, and make another at the next forward. Raises TierError: a CUDA graph has recorded it."""
         self.close()
         self._tried = None
 

@@ -50,8 +50,6 @@ class PassHook:
             release_host_memory()  # dense weights were freed one by one during the first pass
         if passes and self.runtime.balance is not None:
             self.runtime.follow_free_memory()
-        if passes:
-            self.attachment.expert_cache.follow(self.attachment.layers.values())
         self.attachment.passes = passes + 1
         self._begin_pass(args, kwargs)
 

@@ -1,7 +1,7 @@
 """The VB layers of one model, by name: where their pages are, and how they become plain layers again."""
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -38,6 +38,10 @@ class Registry:
         """Return the swaps of the plan that are in effect, with the names of their layers: none after `release_`."""
         layers = self.layers
         return [(name, swap, layers[name]) for name, swap in self._swaps.items() if name in layers]
+
+    def layers_now(self) -> Iterable[SwappedLayer]:
+        """Return the layers, see `layers`."""
+        return self.layers.values()
 
     @property
     def handles(self) -> set[WeightHandle]:

@@ -30,6 +30,7 @@ from vbrt.layers.experts.routing import local_ids, pairs_of, touched_experts
 from vbrt.layers.experts.turns import InTurn
 
 if TYPE_CHECKING:
+    from vbrt.layers.experts.deciding import CachedLayer
     from vbrt.layers.experts.handle import ExpertsHandle, Leased
     from vbrt.layers.experts.layer import VBExperts
 
@@ -57,8 +58,9 @@ def run_experts(layer: "VBExperts", routed: Routed) -> Tensor:
         recorder.note(handle.spec.name, routed.ids.tolist())
     precision = pass_precision()
     scan = routed.ids.numel() >= handle.spec.experts
-    if handle.cache is not None and routed.x.device == handle.device and routed.x.dtype in BY_ADDRESS:
-        return _by_device(layer, routed, scan=scan)
+    cached = handle.cached()
+    if cached is not None and routed.x.device == handle.device and routed.x.dtype in BY_ADDRESS:
+        return _by_device(layer, routed, cached, scan=scan)
     pages = handle.resident_pages(routed.x.device) if precision == "full" else None
     if pages is not None:
         handle.routing.unlease()
@@ -84,15 +86,14 @@ def run_experts(layer: "VBExperts", routed: Routed) -> Tensor:
     return compute.result()
 
 
-def _by_device(layer: "VBExperts", routed: Routed, *, scan: bool) -> Tensor:
+def _by_device(layer: "VBExperts", routed: Routed, cached: "CachedLayer", *, scan: bool) -> Tensor:
     """`run_experts` where the device decides: nothing waits for it, and a graph may record what is launched."""
     handle, compute = layer.handle, _Kernels(layer, routed)
-    layer_cache = handle.cache
     handle.routing.decide(scan=scan)
-    if not scan and layer_cache.whole(routed.ids):
-        with layer_cache.lease(routed.ids) as addresses:
-            return compute.on_pages(layer_cache.at(addresses))
-    layer_cache.each_part(routed.ids, compute.add_rows)
+    if not scan and cached.whole(routed.ids):
+        with cached.lease(routed.ids) as addresses:
+            return compute.on_pages(cached.at(addresses))
+    cached.each_part(routed.ids, compute.add_rows)
     return compute.result()
 
 

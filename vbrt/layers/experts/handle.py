@@ -100,6 +100,7 @@ class ExpertsHandle:
         kernels: by part, chosen for spec and device; None until they are needed where building them takes time.
         routing: counts of what forwards have asked for.
         decides: who decides which pages move, "host" or "gpu".
+        follow: a method that may give the layer a cache, see `ask_for_cache_with`.
         cache: the layer's part of the model's device cache, where the GPU decides; None where the host does.
         resident: how many experts were in that cache when it was last asked.
     """
@@ -127,6 +128,7 @@ class ExpertsHandle:
         self.routing = RoutingCounts(spec.experts)
         self.ready: ExpertPages | None = None
         self.cache: CachedLayer | None = None
+        self.follow: weakref.WeakMethod | None = None
         self.resident = 0
         self._specify(spec)
         register_handle(self)
@@ -315,6 +317,18 @@ class ExpertsHandle:
         """Keep no views into pages: they may move."""
         self.ready = None
 
+    def ask_for_cache_with(self, follow: Callable[[], None]) -> None:
+        """Have forwards without a cache call a method that may give the layer one; kept weakly."""
+        self.follow = weakref.WeakMethod(follow)
+
+    def cached(self) -> CachedLayer | None:
+        """The layer's part of a device cache, asked for if there is none."""
+        if self.cache is None and self.follow is not None and self.device.type == "cuda":
+            follow = self.follow()
+            if follow is not None:
+                follow()
+        return self.cache
+
     def decide_by(self, cache: CachedLayer | None) -> None:
         """Have the device decide which experts are resident, by its cache; None: the host decides again."""
         self.cache, self.decides = cache, "host" if cache is None else "gpu"
@@ -422,6 +436,7 @@ class ExpertsHandle:
         clone = ExpertsHandle(self.spec, self.stack)
         clone.dtype, clone.generation, clone.trainable = self.dtype, self.generation, self.trainable
         clone.token = clone.token_at(self.generation)
+        clone.follow = self.follow
         return clone
 
     def __deepcopy__(self, memo: dict) -> "ExpertsHandle":
