@@ -85,6 +85,27 @@ def test_an_attribute_that_is_missing_or_wrong_is_refused(attribute, value):
         check_policy(policy)
 
 
+def test_a_policy_of_ones_own_may_listen_to_announcements_and_is_held_to_its_room():
+    class Listening(Fifo):
+        def announce(self, pages):
+            self.coming = dict(pages)
+
+        def ahead(self, busy=()):
+            coming, self.coming = getattr(self, "coming", {}), {}
+            return [self.access(key, size)._replace(prefetched=True) for key, size in coming.items()]
+
+    assert CheckedPolicy(Fifo(), 4).announce is None
+    policy = CheckedPolicy(Listening(), 4)
+    policy.announce({"a": 2, "b": 2})
+    assert [decision.key for decision in policy.ahead()] == ["a", "b"]
+    assert CheckedPolicy(Listening(), 3).announce is not None
+    greedy = CheckedPolicy(Listening(), 2)
+    greedy.policy.evict_for = lambda size, busy=(): ()
+    greedy.announce({"a": 2, "b": 2})
+    with pytest.raises(TierError, match="resident pages take 4 bytes of its capacity_bytes = 2"):
+        greedy.ahead()
+
+
 def test_each_tier_gets_a_policy_of_its_own_with_its_own_room():
     given = Fifo()
     for factory in (policy_factory(given), policy_factory(Fifo), policy_factory(lambda room: Fifo(room))):

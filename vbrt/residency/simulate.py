@@ -115,28 +115,45 @@ def simulate(
         policy = make_policy(policy, capacity_bytes, prefetch=prefetch, group=group, scope=scope, layers=layers)
     if isinstance(routing, Routing):
         trace = routing.leases(policy.capacity_bytes, at_once=getattr(policy, "scan_pages", 1))
-    counts, phase = Simulation(), FORWARD
+    run = _Run(policy, sizes)
     for item in trace:
+        run.take(item)
+    return run.counts
+
+
+class _Run:
+    """A policy on its way through a trace, as a stack would ask it."""
+
+    def __init__(self, policy: Policy, sizes: Mapping[str, int] | None) -> None:
+        self.policy, self.sizes = policy, sizes
+        self.counts, self.phase = Simulation(), FORWARD
+        self.announce = getattr(policy, "announce", None)
+
+    def take(self, item: Pass | Announce | str | tuple[str, ...]) -> None:
+        """Act on one item of the trace."""
         if isinstance(item, Pass):
-            phase = item.phase
-            policy.begin_pass(phase)
-            counts.phases.setdefault(phase, PhaseCounts()).passes += 1
-            continue
-        if isinstance(item, Announce):
-            announce = getattr(policy, "announce", None)
-            if announce is not None:
-                announce({key: 1 if sizes is None else sizes[key] for key in item.keys})
-                policy.ahead(())
-            continue
-        keys = item if isinstance(item, tuple) else (item,)
+            self.phase = item.phase
+            self.policy.begin_pass(self.phase)
+            self.counts.phases.setdefault(self.phase, PhaseCounts()).passes += 1
+        elif not isinstance(item, Announce):
+            self.lease(item if isinstance(item, tuple) else (item,))
+        elif self.announce is not None:
+            self.announce({key: self.size(key) for key in item.keys})
+            self.policy.ahead(())
+
+    def lease(self, keys: tuple[str, ...]) -> None:
+        """Lease pages. Raises ValueError: they do not fit."""
         for key in keys:
-            size = 1 if sizes is None else sizes[key]
-            decision = policy.access(key, size, keys)
+            size = self.size(key)
+            decision = self.policy.access(key, size, keys)
             if decision is None:
-                raise ValueError(f"{keys}: does not fit into {policy.capacity_bytes} bytes")
-            counts.count(decision, size, phase)
-        policy.ahead(keys)
-    return counts
+                raise ValueError(f"{keys}: does not fit into {self.policy.capacity_bytes} bytes")
+            self.counts.count(decision, size, self.phase)
+        self.policy.ahead(keys)
+
+    def size(self, key: str) -> int:
+        """Return the bytes of a page."""
+        return 1 if self.sizes is None else self.sizes[key]
 
 
 def best_scope(routing: Routing, capacity_bytes: int, *, prefetch: int = 2) -> str:

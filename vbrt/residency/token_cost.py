@@ -1,10 +1,10 @@
 """What one token of a model with routed experts costs on the links to the computing tier."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from vbrt.errors import ConfigError
-from vbrt.residency.plan import Plan
+from vbrt.residency.plan import PageSpec, Plan
 from vbrt.residency.routing import Routing, plan_layers
 from vbrt.residency.simulate import simulate
 
@@ -51,30 +51,29 @@ def token_cost(plan: Plan) -> TokenCost | None:
     """Return the cost of a token of a plan, or None for a model without routed experts in the tiers."""
     if not plan.routed or plan.mode == "train":
         return None
-    top = plan.compute_tier
-    cold: dict[str, float] = {}
-    every: dict[str, int] = {}
-    for swap in plan.swaps:
-        for page in swap.leased if not swap.experts else swap.pages:
-            share = swap.top_k / swap.experts if swap.experts else 1
-            held = cold if swap.experts else every
-            held[page.home] = held.get(page.home, 0) + page.nbytes * share
+    top, routed = plan.compute_tier, plan.routed
+    experts = _by_home((page, swap.top_k / swap.experts) for swap in routed for page in swap.pages)
+    every = _by_home((page, 1.0) for swap in plan.swaps if not swap.experts for page in swap.leased)
+    below = sum(nbytes for home, nbytes in every.items() if home != top)
     room = plan.budgets[top] - plan.home_bytes(top)
-    elsewhere = sum(nbytes for home, nbytes in every.items() if home != top)
-    one_layer = max(sum(page.nbytes for page in swap.leased) for swap in plan.routed)
-    kept = max(0, min(elsewhere, room - one_layer))
-    streamed = {
-        home: round(nbytes * (elsewhere - kept) / elsewhere)
-        for home, nbytes in every.items()
-        if home != top and elsewhere > kept
-    }
+    one_layer = max(sum(page.nbytes for page in swap.leased) for swap in routed)
+    kept = max(0, min(below, room - one_layer))
+    passing = 1 - kept / below if below else 0.0
     return TokenCost(
-        round(sum(cold.values())),
-        {home: round(nbytes) for home, nbytes in cold.items() if home != top},
-        streamed,
-        room - kept,
-        sum(page.nbytes for swap in plan.routed for page in swap.pages if page.home != top),
+        round(sum(experts.values())),
+        {home: round(nbytes) for home, nbytes in experts.items() if home != top},
+        {home: round(nbytes * passing) for home, nbytes in every.items() if home != top and passing},
+        room - round(kept),
+        sum(page.nbytes for swap in routed for page in swap.pages if page.home != top),
     )
+
+
+def _by_home(pages: Iterable[tuple[PageSpec, float]]) -> dict[str, float]:
+    """Return the bytes that a token takes of pages, by home, from its share of each."""
+    found: dict[str, float] = {}
+    for page, share in pages:
+        found[page.home] = found.get(page.home, 0.0) + page.nbytes * share
+    return found
 
 
 def fitted(routing: Routing, plan: Plan, *, source: str) -> Routing:
