@@ -31,8 +31,9 @@ from vbrt.layers.experts.turns import InTurn
 
 if TYPE_CHECKING:
     from vbrt.layers.experts.deciding import CachedLayer
-    from vbrt.layers.experts.handle import ExpertsHandle, Leased
+    from vbrt.layers.experts.handle import ExpertsHandle
     from vbrt.layers.experts.layer import VBExperts
+    from vbrt.layers.experts.leased import Leased
 
 __all__ = ["Routed", "chunks_of", "plain_forward", "run_experts"]
 

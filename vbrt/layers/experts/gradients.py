@@ -24,8 +24,8 @@ from vbrt.layers.experts.library import ExpertsView, implementation_of
 from vbrt.layers.experts.routing import local_ids, pairs_of, touched_experts
 
 if TYPE_CHECKING:
-    from vbrt.layers.experts.handle import Leased
     from vbrt.layers.experts.layer import VBExperts
+    from vbrt.layers.experts.leased import Leased
 
 __all__ = ["autocast_of", "forward_experts", "kept_parameters"]
 

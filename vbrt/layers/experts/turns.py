@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from vbrt.layers.experts.handle import ExpertsHandle, Leased
+    from vbrt.layers.experts.handle import ExpertsHandle
+    from vbrt.layers.experts.leased import Leased
 
 __all__ = ["InTurn"]
 
