@@ -254,6 +254,13 @@ def test_another_weight_starts_a_new_history_and_computed_ones_are_refused_by_na
         prune.random_unstructured(layer, "down_proj", 0.5)
 
 
+def test_routing_is_recorded_in_the_tiers_only(tmp_path):
+    vb = wrap(qwen3_moe(dtype=torch.float32))
+    with pytest.raises(WrapError, match=r'record_routing\(\): mode = "train" has no pages of experts'):
+        vb.record_routing(tmp_path / "routing")
+    assert not list(tmp_path.iterdir())
+
+
 def test_tracers_that_would_keep_the_rounded_weights_are_refused_by_name():
     layer, plain = pair("Qwen3MoeExperts", "nvfp4")
     with pytest.raises(WrapError, match="cannot record experts in training"):

@@ -11,6 +11,7 @@ from vbrt.errors import WrapError
 from vbrt.model.attachment import Attachment
 from vbrt.model.passes import move_rest_
 from vbrt.model.snapshot import trained_layer_stats
+from vbrt.report.routing import RoutingRecorder
 from vbrt.report.stats import LayerStats, Stats
 from vbrt.residency.plan import Swap
 from vbrt.tiers import Recorder
@@ -48,6 +49,13 @@ class TrainingAttachment(Attachment):
         raise WrapError(
             'timeline(): mode = "train" moves no weights, so there are no waits and copies to record; '
             "torch.profiler shows where a step's time goes"
+        )
+
+    def record_routing(self, path: str | PathLike) -> contextlib.AbstractContextManager[RoutingRecorder]:
+        """Raise WrapError: there are no pages that tokens could lease."""
+        raise WrapError(
+            'record_routing(): mode = "train" has no pages of experts whose use could be simulated; record with a '
+            "model in the tiers (vbrt.load of what vb.save writes, or wrap after unwrap())"
         )
 
     def stats(self, *, experts: bool = False) -> Stats:
