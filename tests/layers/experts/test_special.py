@@ -99,6 +99,18 @@ def test_experts_train_in_4_bits_or_say_that_they_cannot(name: str) -> None:
         assert any('stay dense in mode = "train"' in skip.reason for skip in plan.skipped.values())
 
 
+@pytest.mark.parametrize("name", ["LongcatFlashExperts", "Llama4TextExperts", "InklingSharedExperts"])
+def test_compiled_in_one_graph_they_compute_the_same(name: str) -> None:
+    model = Holder(special_module(name)).eval()
+    args = called(name, 5)
+    with torch.no_grad(), vbrt.wrap(model, settings(model, "dense")) as vb:
+        vb.materialize()
+        expected = model(*args)
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(*args), expected)
+        vb.unwrap()
+
+
 def test_llama4_leases_only_the_experts_that_tokens_are_routed_to(tmp_path: Path) -> None:
     model = Holder(special_module("Llama4TextExperts")).eval()
     with torch.no_grad(), vbrt.wrap(model, settings(model, "dense", tmp_path)) as vb:
