@@ -336,3 +336,19 @@ def test_compiled_experts_train_as_eager_ones(name, format):
     y.square().sum().backward()
     kept = {name: p.grad for name, p in layer.named_parameters()}
     assert_close({"y": y.detach(), "x": x.grad, "weights": weights.grad} | kept, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_model_of_routed_experts_learns_on_a_gpu(autocast):
+    model = qwen3_moe(dtype=torch.float32).train().cuda()
+    vb = vbrt.wrap(model, mode="train", weights={"format": "nvfp4", "min_parameters": 0})
+    optimizer, tokens, losses = torch.optim.AdamW(vb.parameters(), lr=3e-3, fused=True), TOKENS.cuda(), []
+    for _ in range(5):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss = vb(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.3 and counts(vb, NAME) == (4, 1)
