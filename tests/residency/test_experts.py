@@ -216,6 +216,13 @@ def test_a_page_that_is_gone_is_not_staged_and_its_layer_leaves_its_share_to_the
     assert len(policy.resident()) == 12
 
 
+@pytest.mark.parametrize("room", [3, 6, 9, 12])
+def test_a_model_without_experts_is_served_as_by_the_scheduled_policy(room):
+    passes = [PASS, *(f"page{i}" for i in range(11))] * 6
+    served, usual = (simulate(kind, passes, room) for kind in ("experts", "scheduled"))
+    assert served.hits == usual.hits and served.prefetched == usual.prefetched
+
+
 def test_other_layers_stay_where_they_fit_beside_a_lease_of_experts():
     leases = [PASS, ("attention#coarse",), ("mlp#coarse",), (key_of((0, 0)), key_of((0, 1))), ("head#coarse",)]
     counts = simulate("experts", leases * 10, 5)
