@@ -14,7 +14,6 @@ from scripts.toml_text import toml_text
 from vbrt.config import (
     BACKENDS,
     FINE_PLANES,
-    FORMATS,
     IO_MODES,
     POLICIES,
     SCOPES,
@@ -27,6 +26,7 @@ from vbrt.config import (
     TiersConfig,
     VBConfig,
     WeightsConfig,
+    chosen_formats,
 )
 
 budgets = st.sampled_from(["auto", "8GiB", "40%", "1.5 GB", 12345])
@@ -35,7 +35,7 @@ configs = st.builds(
     VBConfig,
     weights=st.builds(
         WeightsConfig,
-        format=st.sampled_from([name for name in FORMATS if name != "dense"]),
+        format=st.sampled_from([name for name in chosen_formats() if name != "dense"]),
         fine=st.sampled_from(FINE_PLANES),
         include=st.lists(names, min_size=1, max_size=3).map(tuple),
         exclude=st.lists(names, max_size=3).map(tuple),

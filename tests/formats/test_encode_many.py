@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tests.matrix import matrix
+from vbrt.config import chosen_formats
 from vbrt.errors import FormatError
-from vbrt.formats import FORMATS, get_format
+from vbrt.formats import get_format
 from vbrt.formats.blocks import power_of_two_scale
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,7 +22,7 @@ def weights(shape, dtype, *, octaves=8.0):
 
 
 @matrix(
-    name=tuple(FORMATS),
+    name=(*chosen_formats(), "levels32-float16"),
     shape=((1, 4, 64), (5, 7, 33), (9, 16, 128), (3, 20, 1030), (4, 1, 16)),
     dtype=DTYPES,
     octaves=(0.0, 8.0),

@@ -8,6 +8,7 @@ from vbrt.formats import FORMATS, blocks, get_format, new_page, pack, unpack
 from vbrt.formats.nf4 import NF4_LEVELS
 from vbrt.formats.rounding import E2M1_LEVELS, E2M1Rounding, TableRounding, least_error
 
+SCALE_BITS = {"float16": 16, "bfloat16": 16, "float32": 32}
 BLOCK_FORMATS = ("nvfp4", "mxfp4", "nf4", "quantile")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 E2M1_SIXTEEN = [6.0, 4.0, 3.0, 2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0, -0.0]
@@ -68,7 +69,9 @@ def test_quantile_decodes_bytes_by_its_own_levels():
 def test_layouts_hold_the_advertised_bits_a_weight():
     shape, size = (4096, 4096), 4096 * 4096
     bits = {name: get_format(name).layout(shape, torch.bfloat16).nbytes * 8 / size for name in FORMATS}
-    assert bits == pytest.approx({"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.125, "quantile": 4.125, "dense": 16}, abs=0.005)
+    levels = {f"levels{b}-{s}": 4 + size / b for b in (16, 32, 64, 128) for s, size in SCALE_BITS.items()}
+    own = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.125, "quantile": 4.125, "dense": 16}
+    assert bits == pytest.approx(own | levels, abs=0.005)
 
 
 def test_ue4m4_bytes_are_a_logarithmic_ladder_with_a_zero():

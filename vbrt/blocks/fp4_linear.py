@@ -25,8 +25,9 @@ from torch.compiler import is_compiling
 from torch.fx import Proxy
 
 from vbrt.blocks.page import PageForm, frozen_linear, frozen_weight
+from vbrt.config import FORMATS, chosen_formats
 from vbrt.errors import ArgumentError, FormatError, WrapError
-from vbrt.formats import FORMATS, PageLayout, get_format, new_page, pack, unpack
+from vbrt.formats import PageLayout, get_format, new_page, pack, unpack
 from vbrt.kernels.decoded import DecodedWeight
 from vbrt.kernels.product import Product, as_autocast
 from vbrt.kernels.reference import ACTIVATIONS, wants_grad
@@ -42,7 +43,7 @@ _DTYPES = {
 
 def _formats() -> tuple[str, ...]:
     """The formats that a layer can be frozen to."""
-    return tuple(name for name, record in FORMATS.items() if not record.lossless)
+    return tuple(name for name in chosen_formats() if not FORMATS[name].lossless)
 
 
 class FusedFP4Linear(nn.Linear):

@@ -2,7 +2,7 @@
 
 from vbrt.config.budgets import Budget, Machine, compute_tier, parse_budget, resolve_budget, resolve_budgets
 from vbrt.config.files import DEFAULT_PRESET, preset_names, preset_path
-from vbrt.config.formats import FORMATS, FormatRecord, formats_of
+from vbrt.config.formats import FORMATS, FormatRecord, chosen_formats, formats_of
 from vbrt.config.load import assign, load_config
 from vbrt.config.schema import (
     BACKENDS,
@@ -44,6 +44,7 @@ __all__ = [
     "VBConfig",
     "WeightsConfig",
     "assign",
+    "chosen_formats",
     "compute_tier",
     "formats_of",
     "load_config",

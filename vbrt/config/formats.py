@@ -6,7 +6,11 @@ the reference in plain torch; `kernels` names a family of kernels that knows its
 
 from dataclasses import dataclass
 
-__all__ = ["FORMATS", "FormatRecord", "formats_of"]
+__all__ = ["FORMATS", "LEVEL_BLOCKS", "LEVEL_SCALES", "FormatRecord", "chosen_formats", "formats_of"]
+
+#: block sizes and dtypes of block scales that weights of 16 levels are held with
+LEVEL_BLOCKS = (16, 32, 64, 128)
+LEVEL_SCALES = ("float16", "bfloat16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +21,13 @@ class FormatRecord:
         name: as users write it in `weights.format`.
         codec: "module:Class" of its encoder and decoder, a `vbrt.formats.Format`.
         block: weights along K that share a scale.
-        scales: how a block's scale is stored: "e4m3", "ue4m4", "e8m0"; None without scales.
-        kernels: the family of kernels that computes from its codes ("e2m1", "table"); None: the reference decodes them.
+        scales: how a block's scale is stored: "e4m3", "ue4m4", "e8m0" in a byte, or a dtype of `LEVEL_SCALES`; None
+            without scales.
+        kernels: the family of kernels that computes from its codes ("e2m1", "table", "levels"); None: the reference
+            decodes them.
         fitted: True if its codebook is fitted to each weight, which is costly enough to keep the fit.
         lossless: True if it stores the weight's own bytes, so that a fine plane could add nothing.
+        published: True if weights come to be in it by being read from published checkpoints: no config asks for it.
     """
 
     name: str
@@ -30,6 +37,7 @@ class FormatRecord:
     kernels: str | None = None
     fitted: bool = False
     lossless: bool = False
+    published: bool = False
 
 
 FORMATS: dict[str, FormatRecord] = {
@@ -42,8 +50,25 @@ FORMATS: dict[str, FormatRecord] = {
             "quantile", "vbrt.formats.quantile:Quantile", block=64, scales="ue4m4", kernels="table", fitted=True
         ),
         FormatRecord("dense", "vbrt.formats.dense:Dense", block=1, lossless=True),
+        *(
+            FormatRecord(
+                f"levels{block}-{scales}",
+                "vbrt.formats.levels:Levels",
+                block=block,
+                scales=scales,
+                kernels="levels",
+                published=True,
+            )
+            for block in LEVEL_BLOCKS
+            for scales in LEVEL_SCALES
+        ),
     )
 }
+
+
+def chosen_formats() -> tuple[str, ...]:
+    """Return the formats that a config may name."""
+    return tuple(name for name, record in FORMATS.items() if not record.published)
 
 
 def formats_of(*families: str) -> tuple[str, ...]:

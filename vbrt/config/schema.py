@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Literal, Self
 from vbrt.config.budgets import parse_budget
 from vbrt.config.checks import auto_or, choice, did_you_mean, directory, file, flag, patterns, whole, wrong
 from vbrt.config.files import read_toml
-from vbrt.config.formats import FORMATS
+from vbrt.config.formats import FORMATS, chosen_formats
 from vbrt.errors import ConfigError
 
 __all__ = [
@@ -60,7 +60,7 @@ BACKENDS = ("auto", "reference", "compiled", "triton")
 
 
 def _format(value: object, where: str) -> str:
-    return choice(*FORMATS)(value, where)
+    return choice(*chosen_formats())(value, where)
 
 
 def _budget(value: object, where: str) -> int | str:

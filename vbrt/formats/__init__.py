@@ -22,7 +22,17 @@ from vbrt.formats.page import (
     pack,
     unpack,
 )
-from vbrt.formats.published import repack_mxfp4, repack_nvfp4
+from vbrt.formats.published import (
+    Nested,
+    Repacked,
+    levels_format,
+    repack_bitsandbytes,
+    repack_compressed_int4,
+    repack_gguf,
+    repack_gptq,
+    repack_mxfp4,
+    repack_nvfp4,
+)
 from vbrt.formats.separation import Separation, SeparationCounters
 
 __all__ = [
@@ -33,7 +43,9 @@ __all__ = [
     "Field",
     "Format",
     "FormatRecord",
+    "Nested",
     "PageLayout",
+    "Repacked",
     "Separation",
     "SeparationCounters",
     "WeightPlanes",
@@ -41,9 +53,14 @@ __all__ = [
     "estimate_fine_bytes",
     "fine_layout",
     "get_format",
+    "levels_format",
     "merge_fine",
     "new_page",
     "pack",
+    "repack_bitsandbytes",
+    "repack_compressed_int4",
+    "repack_gguf",
+    "repack_gptq",
     "repack_mxfp4",
     "repack_nvfp4",
     "split_fine",

@@ -32,6 +32,7 @@ __all__ = [
     "power_of_two_scale",
     "quad_table",
     "unpack_codes",
+    "whole_blocks",
 ]
 
 E4M3_MAX = 448.0
@@ -106,7 +107,7 @@ class BlockFormat(Format):
 
         def encode(tile: tuple[slice, slice]) -> None:
             rows, columns = tile
-            x_RK = _whole_blocks(w_NK[rows, columns].float(), block)
+            x_RK = whole_blocks(w_NK[rows, columns].float(), block)
             x_bB = torch.empty(block, x_RK.numel() // block, dtype=torch.float32, device=x_RK.device)
             torch.mul(x_RK.reshape(-1, block).t(), 1 / known.unit, out=x_bB)
             rounding, scale_B, byte_B = self._search(x_bB, known, **extra)
@@ -259,7 +260,7 @@ class Frame:
         scale_NB = self.format._scales(self.tensors)
         divisor_NB = scale_NB.masked_fill(scale_NB == 0, 2.0**-126)  # all but zeros lie beyond a scale of zero
         for rows, columns in tiles((n, k), block, round_tile(w_NK.device)):
-            x_RK = _whole_blocks(w_NK[rows, columns].float(), block)
+            x_RK = whole_blocks(w_NK[rows, columns].float(), block)
             blocks = slice(columns.start // block, columns.start // block + x_RK.shape[1] // block)
             y_RBb = x_RK.reshape(len(x_RK), -1, block) / divisor_NB[rows, blocks].unsqueeze(-1)
             if clipped is not None:
@@ -277,7 +278,7 @@ class Frame:
         scale_NB, byte_NB = fmt._scales(self.tensors), scales.view(torch.uint8)
         amax_NB = torch.empty_like(scale_NB)
         for rows, columns in tiles((len(w_NK), w_NK.shape[1]), fmt.block, round_tile(w_NK.device)):
-            x_RK = _whole_blocks(w_NK[rows, columns].float(), fmt.block)
+            x_RK = whole_blocks(w_NK[rows, columns].float(), fmt.block)
             first = columns.start // fmt.block
             amax_NB[rows, first : first + x_RK.shape[1] // fmt.block] = _block_amax(x_RK, fmt.block)
         unit = self.tensors.get("tensor_scale", ones(w_NK.device))
@@ -292,7 +293,7 @@ class Frame:
         """The coarse plane of a weight under these scales: `decode` gives what `round` gives."""
         n, block = len(w_NK), self.format.block
         scale_NB = self.format._scales(self.tensors)
-        x_NBb = _whole_blocks(w_NK.float(), block).reshape(n, -1, block)
+        x_NBb = whole_blocks(w_NK.float(), block).reshape(n, -1, block)
         y_NBb = x_NBb / scale_NB.masked_fill(scale_NB == 0, 2.0**-126).unsqueeze(-1)
         code_bB = self._grid.codes(self._grid.nearest(y_NBb)).flatten(1).view(-1, block).t()
         return {"codes": pack_nibbles(code_bB).view(n, -1), **self.tensors}
@@ -388,7 +389,7 @@ def _for_each(
             pass
 
 
-def _whole_blocks(x_RK: Tensor, block: int) -> Tensor:
+def whole_blocks(x_RK: Tensor, block: int) -> Tensor:
     """x with zeros behind its columns, where those do not fill the last block; F.pad would copy in any case."""
     return F.pad(x_RK, (0, -x_RK.shape[1] % block)) if x_RK.shape[1] % block else x_RK
 

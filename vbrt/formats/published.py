@@ -1,15 +1,62 @@
-"""Published 4-bit checkpoints, repacked into vbrt's coarse planes without decoding them.
+"""Published 4-bit checkpoints, repacked into vbrt's coarse planes without decoding them: pure tensor functions.
 
-Both layouts already hold two codes a byte, low nibble first, as ours do: what changes is shapes and conventions. No
-reader of such checkpoints calls this yet; the tests hold it to the published layouts.
+`nvfp4` and `mxfp4` are the published formats themselves. The others are 16 levels under a scale for each group of
+weights along K (`vbrt.formats.levels`): codes get our order of nibbles, groups are cut into blocks of up to 128, and a
+scale is repeated for the blocks of its group. `levels_format` says from shapes alone which format that will be.
 """
+
+from math import gcd
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from vbrt.config.formats import FORMATS, LEVEL_BLOCKS, LEVEL_SCALES
 from vbrt.errors import FormatError
+from vbrt.formats.base import padded
+from vbrt.formats.blocks import unpack_codes
+from vbrt.formats.levels import INT4_LEVELS, IQ4_NL_LEVELS
 
-__all__ = ["repack_mxfp4", "repack_nvfp4"]
+__all__ = [
+    "GGUF_LEVELS",
+    "Nested",
+    "Repacked",
+    "levels_format",
+    "repack_bitsandbytes",
+    "repack_compressed_int4",
+    "repack_gguf",
+    "repack_gptq",
+    "repack_mxfp4",
+    "repack_nvfp4",
+]
+
+#: the types of GGUF that are 16 levels with an fp16 scale for 32 weights
+GGUF_LEVELS = {"Q4_0": INT4_LEVELS, "IQ4_NL": IQ4_NL_LEVELS}
+_STORED_ZERO = {"gptq": 7, "gptq_v2": 8}
+
+
+class Repacked(NamedTuple):
+    """A coarse plane made of a published weight.
+
+    Attributes:
+        format: the name of its format, one of `vbrt.config.FORMATS`.
+        shape: (N, K).
+        coarse: the tensors of the plane, as `get_format(format).layout(shape, dtype)` has them.
+    """
+
+    format: str
+    shape: tuple[int, int]
+    coarse: dict[str, Tensor]
+
+
+class Nested(NamedTuple):
+    """What bitsandbytes' double quantization adds to absmax in a byte each: `nested_absmax` fp32, `nested_quant_map`
+    fp32 [256], and of the quant state `nested_blocksize` and `nested_offset`."""
+
+    absmax: Tensor
+    quant_map: Tensor
+    blocksize: int
+    offset: float
 
 
 def repack_nvfp4(
@@ -65,6 +112,223 @@ def repack_mxfp4(blocks: Tensor, scales: Tensor) -> dict[str, Tensor]:
         "codes": blocks.detach().reshape(-1, groups * 16).contiguous(),
         "scales": scales.detach().reshape(-1, groups).contiguous(),
     }
+
+
+def levels_format(k: int, group: int, scales: torch.dtype, *, flat: bool = False) -> str:
+    """Return the format that holds rows of K weights with a scale for each `group` of them (-1: one a row).
+
+    flat: groups are counted through the whole weight and not from the start of each row, as bitsandbytes does.
+    Raises FormatError where groups do not consist of blocks of 16 weights or more, or scales have another dtype.
+    """
+    known = str(scales).removeprefix("torch.")
+    if known not in LEVEL_SCALES:
+        raise FormatError(f"block scales are {scales}; expected one of {', '.join(LEVEL_SCALES)}")
+    if group == -1 or (group >= k and not flat):
+        group = LEVEL_BLOCKS[-1]
+    within = gcd(group, k) if flat else group
+    blocks = [block for block in LEVEL_BLOCKS if within > 0 and within % block == 0]
+    if not blocks:
+        counted = "counted through the weight" if flat else "of each row"
+        raise FormatError(
+            f"groups of {group} weights {counted}, rows of {k}; expected groups made of blocks of 16 weights, "
+            "each inside a row: decode this weight to a dense one"
+        )
+    return f"levels{blocks[-1]}-{known}"
+
+
+def repack_bitsandbytes(
+    packed: Tensor,
+    absmax: Tensor,
+    quant_map: Tensor,
+    shape: tuple[int, int],
+    *,
+    blocksize: int = 64,
+    nested: Nested | None = None,
+) -> Repacked:
+    """The plane of a bitsandbytes NF4 or FP4 weight; block scales are fp32, decoded where they are quantized again.
+
+    packed: N K / 2 bytes, high nibble first, in any shape (a storage dtype of more bytes is seen as bytes); absmax fp32
+    (with `nested` uint8) for each `blocksize` weights of the flattened weight; quant_map fp32 [16]; shape (N, K) is the
+    quant state's. Decoded in the quant state's dtype it is bit for bit what `dequantize_4bit` gives.
+
+    Raises FormatError for tensors that do not fit together, scales that are not finite, or blocks across rows.
+    """
+    n, k = shape
+    codes = packed.detach().contiguous().view(torch.uint8).reshape(-1)
+    if codes.numel() * 2 != n * k or k % 2:
+        raise FormatError(f"bitsandbytes: {codes.numel()} bytes of codes; expected {n} x {k} / 2 of a weight {shape}")
+    scales = (absmax.float() if nested is None else _unnested(absmax, nested)).detach().reshape(-1)
+    if blocksize < 1 or scales.numel() != -(-n * k // blocksize):
+        raise FormatError(
+            f"bitsandbytes: {scales.numel()} scales; expected one for each {blocksize} of {n * k} weights"
+        )
+    format = levels_format(k, blocksize, torch.float32, flat=True)
+    block = _block(format)
+    spread = scales.repeat_interleave(blocksize // block)[: n * k // block].view(n, -1)
+    return _plane(format, shape, ((codes << 4) | (codes >> 4)).view(n, -1), spread, quant_map)
+
+
+def _unnested(absmax: Tensor, nested: Nested) -> Tensor:
+    """absmax fp32 of double quantization, by the steps of bitsandbytes' own `dequantize_4bit`."""
+    flat = absmax.detach().reshape(-1)
+    groups = -(-flat.numel() // nested.blocksize) if nested.blocksize > 0 else -1
+    if absmax.dtype != torch.uint8 or nested.quant_map.numel() != 256 or nested.absmax.numel() != groups:
+        raise FormatError(
+            f"bitsandbytes: absmax {absmax.dtype} {tuple(absmax.shape)} with {nested.absmax.numel()} nested scales for "
+            f"{nested.blocksize} each and a map of {nested.quant_map.numel()}; expected bytes, a scale a group, 256"
+        )
+    value = nested.quant_map.detach().float().reshape(-1).index_select(0, flat.to(torch.int32))
+    scale = nested.absmax.detach().float().reshape(-1).repeat_interleave(nested.blocksize)[: flat.numel()]
+    return value.mul_(scale).add_(torch.tensor(float(nested.offset), dtype=torch.float32, device=value.device))
+
+
+def repack_gptq(
+    qweight: Tensor,
+    scales: Tensor,
+    qzeros: Tensor | None = None,
+    g_idx: Tensor | None = None,
+    *,
+    group: int,
+    checkpoint_format: str = "gptq",
+) -> Repacked:
+    """The plane of a symmetric 4-bit weight as GPTQ and AutoRound (packing `auto_gptq`) store it.
+
+    qweight int32 [K/8, N], eight codes of a column a word, the first in the lowest bits; scales [G, N], G = K / group
+    rounded up (group -1: one a row); qzeros int32 [G, N/8], which say that each zero point is 8: as 7 where the file's
+    `checkpoint_format` is "gptq", as 8 where it is "gptq_v2". weight = (code - 8) * scale.
+
+    g_idx [K]: only that of groups in order. Raises FormatError for act-order (columns in another order than their
+    groups, which no kernel takes: decode those), zero points other than 8, or tensors that do not fit together.
+    """
+    k, n = 8 * qweight.shape[0], qweight.shape[-1]
+    if qweight.dtype != torch.int32 or qweight.ndim != 2 or scales.ndim != 2:
+        raise FormatError(
+            f"gptq: qweight {qweight.dtype} {tuple(qweight.shape)}, scales {tuple(scales.shape)}; "
+            "expected int32 [K/8, N] of 4 bits and [G, N]"
+        )
+    _check_order("gptq", g_idx, k, group)
+    _check_zeros(qzeros, scales, checkpoint_format)
+    codes = qweight.detach().t().contiguous().view(torch.uint8)
+    return _grouped("gptq", (n, k), codes, scales.detach().t(), group)
+
+
+def _check_zeros(qzeros: Tensor | None, scales: Tensor, checkpoint_format: str) -> None:
+    """Raise FormatError for zero points of GPTQ that are not all 8."""
+    if checkpoint_format not in _STORED_ZERO:
+        raise FormatError(f"gptq: checkpoint_format {checkpoint_format!r}; expected one of {', '.join(_STORED_ZERO)}")
+    if qzeros is None:
+        return
+    groups, n = scales.shape
+    if qzeros.dtype != torch.int32 or tuple(qzeros.shape) != (groups, -(-n // 8)):
+        raise FormatError(
+            f"gptq: qzeros {qzeros.dtype} {tuple(qzeros.shape)}; expected int32 {(groups, -(-n // 8))} beside "
+            f"scales of {tuple(scales.shape)}"
+        )
+    nibbles = unpack_codes(qzeros.detach().contiguous().view(torch.uint8), n)
+    if bool((nibbles != _STORED_ZERO[checkpoint_format]).any()):
+        raise FormatError(
+            f"gptq: zero points are not all 8, as those of symmetric weights are in {checkpoint_format!r} files; "
+            "decode this weight to a dense one"
+        )
+
+
+def repack_compressed_int4(
+    weight_packed: Tensor,
+    weight_scale: Tensor,
+    shape: tuple[int, int],
+    *,
+    group: int,
+    weight_g_idx: Tensor | None = None,
+) -> Repacked:
+    """The plane of a symmetric 4-bit weight of compressed-tensors' `pack-quantized`: weight = (code - 8) * scale.
+
+    weight_packed int32 [N, ceil(K/8)], the first code in the lowest bits; weight_scale [N, G] for groups, [N, 1] or [N]
+    for channels, one number for a tensor (group -1 for both); shape (N, K) is `weight_shape`. Decoded in the scales'
+    dtype it is bit for bit what compressed-tensors decompresses.
+
+    Raises FormatError for tensors that do not fit together, or a g_idx that is not in order.
+    """
+    n, k = shape
+    if weight_packed.dtype != torch.int32 or tuple(weight_packed.shape) != (n, -(-k // 8)):
+        raise FormatError(
+            f"pack-quantized: weight_packed {weight_packed.dtype} {tuple(weight_packed.shape)}; "
+            f"expected int32 {(n, -(-k // 8))} of a weight {(n, k)} in 4 bits"
+        )
+    _check_order("pack-quantized", weight_g_idx, k, group)
+    scale = weight_scale.detach()
+    scale_NG = scale.reshape(1, 1).expand(n, 1) if scale.numel() == 1 else scale.reshape(len(scale), -1)
+    return _grouped("pack-quantized", (n, k), weight_packed.detach().contiguous().view(torch.uint8), scale_NG, group)
+
+
+def repack_gguf(blocks: Tensor, shape: tuple[int, int], type: str) -> Repacked:
+    """The plane of a GGUF tensor of type "Q4_0" or "IQ4_NL": 18 bytes for 32 weights, an fp16 scale and 16 bytes whose
+    low nibbles are the first 16 weights.
+
+    blocks: N K / 32 * 18 bytes in any shape; shape (N, K), which is GGUF's dimensions from the last to the first.
+    Raises FormatError for another type, or a number of bytes that does not fit the shape.
+    """
+    if type not in GGUF_LEVELS:
+        raise FormatError(f"gguf: type {type!r}; expected one of {', '.join(GGUF_LEVELS)}")
+    n, k = shape
+    if blocks.dtype != torch.uint8 or k % 32 or blocks.numel() != n * k // 32 * 18:
+        raise FormatError(
+            f"gguf: {blocks.numel()} of {blocks.dtype} for a weight {(n, k)} of type {type}; expected 18 bytes for "
+            "each 32 weights of a row"
+        )
+    whole = blocks.detach().reshape(-1, 18)
+    scales = whole[:, :2].contiguous().view(torch.float16).view(n, -1)
+    low, high = whole[:, 2:] & 15, whole[:, 2:] >> 4
+    codes = torch.cat((low[:, 0::2] | low[:, 1::2] << 4, high[:, 0::2] | high[:, 1::2] << 4), dim=1).view(n, -1)
+    return _plane(levels_format(k, 32, torch.float16), shape, codes, scales, _table(GGUF_LEVELS[type], codes))
+
+
+def _check_order(source: str, g_idx: Tensor | None, k: int, group: int) -> None:
+    """Raise FormatError where columns do not lie in the order of their groups."""
+    if g_idx is None:
+        return
+    own = torch.arange(k, dtype=torch.int64, device=g_idx.device) // (k if group == -1 else max(1, group))
+    if g_idx.shape != own.shape or not torch.equal(g_idx.detach().long(), own):
+        raise FormatError(
+            f"{source}: g_idx has columns in another order than their groups (act-order, desc_act); decode this weight "
+            "to a dense one"
+        )
+
+
+def _grouped(source: str, shape: tuple[int, int], codes: Tensor, scale_NG: Tensor, group: int) -> Repacked:
+    """The plane of an int4 weight whose groups are counted from the start of each row; codes uint8 [N, >= K/2]."""
+    n, k = shape
+    width = k if group == -1 else group
+    groups = -(-k // width) if width > 0 else -1
+    if tuple(scale_NG.shape) != (n, groups):
+        raise FormatError(
+            f"{source}: scales of {tuple(scale_NG.shape)} rows and groups; expected {(n, groups)} of a weight {(n, k)} "
+            f"in groups of {group}"
+        )
+    format = levels_format(k, group, scale_NG.dtype)
+    block = _block(format)
+    each = -(-padded(k, block) // block) if groups == 1 else width // block
+    scales = scale_NG.repeat_interleave(each, dim=1)[:, : padded(k, block) // block]
+    half = padded(k, block) // 2
+    wide = torch.full((n, half), 0x88, dtype=torch.uint8, device=codes.device)  # 0x88: two zeros
+    wide[:, : (k + 1) // 2] = codes[:, : (k + 1) // 2]
+    return _plane(format, shape, wide, scales, _table(INT4_LEVELS, codes))
+
+
+def _plane(format: str, shape: tuple[int, int], codes: Tensor, scales: Tensor, levels: Tensor) -> Repacked:
+    levels = levels.detach().float().reshape(-1).contiguous()
+    if levels.numel() != 16 or not torch.isfinite(levels).all():
+        raise FormatError(f"{format}: {levels.numel()} levels; expected 16 finite numbers")
+    if not torch.isfinite(scales).all():
+        raise FormatError(f"{format}: block scales hold NaN or Inf; expected finite numbers")
+    return Repacked(format, shape, {"codes": codes.contiguous(), "scales": scales.contiguous(), "levels": levels})
+
+
+def _block(format: str) -> int:
+    return FORMATS[format].block
+
+
+def _table(levels: tuple[float, ...], like: Tensor) -> Tensor:
+    return torch.tensor(levels, dtype=torch.float32, device=like.device)
 
 
 def _check_bytes(format: str, codes: Tensor, scales: Tensor, ranks: tuple[bool, bool]) -> None:

@@ -1,0 +1,110 @@
+"""`levels16-float16` to `levels128-float32`: any sixteen levels and 16- or 32-bit block scales, as published.
+
+    weight = level[code] * scale of its block        the product rounded to fp32, then to the weight's dtype
+
+It holds what other libraries store, bit for bit and without decoding it: bitsandbytes' NF4 and FP4, symmetric int4 of
+GPTQ, AutoRound and compressed-tensors, GGUF's Q4_0 and IQ4_NL (`vbrt.formats.published` repacks them). The name of a
+format says the block and the dtype of its scales, so a page's layout depends on the weight's shape alone: 4 bits a
+weight and 0.125 (128, 16 bits) to 2 (16, 32 bits) for scales.
+
+Encoding is for weights that are assigned to such a layer afterwards; no config asks for these formats.
+"""
+
+import torch
+from torch import Tensor
+
+from vbrt.config.formats import FormatRecord
+from vbrt.errors import FormatError
+from vbrt.formats.base import Format, check_weight, padded, tiles
+from vbrt.formats.blocks import constant_levels, decode_blocks, encode_tile, pack_nibbles, quad_table, whole_blocks
+from vbrt.formats.nf4 import NF4_LEVELS
+from vbrt.formats.page import DTYPES, PageLayout, build_layout
+from vbrt.formats.rounding import TableRounding, least_error
+
+__all__ = ["FP4_LEVELS", "INT4_LEVELS", "IQ4_NL_LEVELS", "Levels"]
+
+#: two's complement with an offset of 8: GPTQ, AutoRound, compressed-tensors, GGUF's Q4_0
+INT4_LEVELS = tuple(float(code - 8) for code in range(16))
+#: bitsandbytes' `get_4bit_type("fp4")`: E2M1 with a subnormal of 1/16, divided by 12; bit 3 is the sign
+_FP4 = tuple(magnitude / 12 for magnitude in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
+FP4_LEVELS = _FP4 + tuple(-magnitude for magnitude in _FP4)
+#: ggml's `kvalues_iq4nl`
+IQ4_NL_LEVELS = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)))
+
+_TABLES = (INT4_LEVELS, NF4_LEVELS, FP4_LEVELS, IQ4_NL_LEVELS)
+_SAMPLE = 1 << 14  # weights that the choice of a table looks at
+_LEAST = 2.0**-100  # what weights are divided by at least: smaller ones are rounded to nothing
+
+
+class Levels(Format):
+    """Fields: codes uint8 [N, Kp/2], low nibble first; scales [N, Kp/block] in the dtype of the record, of either sign;
+    levels float32 [16] by code."""
+
+    def __init__(self, record: FormatRecord) -> None:
+        super().__init__(record)
+        self.scale_dtype = DTYPES[record.scales]
+
+    def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> PageLayout:
+        """See `Format.layout`."""
+        n, kp = shape[0], padded(shape[1], self.block)
+        scales = ("scales", self.record.scales, (n, kp // self.block))
+        return build_layout(
+            self.name, "coarse", [("codes", "uint8", (n, kp // 2)), scales, ("levels", "float32", (16,))]
+        )
+
+    def decode(self, tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """See `Format.decode`."""
+        return decode_blocks(tensors["codes"], tensors["scales"].float(), quad_table(tensors["levels"]), shape, dtype)
+
+    @torch.no_grad()
+    def encode(self, w_NK: Tensor, levels: Tensor | None = None) -> dict[str, Tensor]:
+        """See `Format.encode`. Of the scales under which a block's largest weight is one of the levels, the one of
+        least squared error is taken. levels fp32 [16]; default: of the published tables the one that loses least.
+
+        Raises FormatError too where the scales' dtype does not reach the largest weight.
+        """
+        amax = check_weight(w_NK, self.name)
+        if levels is None:
+            levels = self._best_table(w_NK)
+        reach = float(levels.abs().max()) * torch.finfo(self.scale_dtype).max
+        if amax > reach:
+            raise FormatError(
+                f"{self.name}: the largest weight is {amax:g}; {self.record.scales} scales reach {reach:g}"
+            )
+        n, kp, block = len(w_NK), padded(w_NK.shape[1], self.block), self.block
+        codes = torch.empty(n, kp // 2, dtype=torch.uint8, device=w_NK.device)
+        scales = torch.empty(n, kp // block, dtype=self.scale_dtype, device=w_NK.device)
+        for rows, columns in tiles((n, w_NK.shape[1]), block, encode_tile(w_NK.device)):
+            x_RK = whole_blocks(w_NK[rows, columns].float(), block)
+            first, last = columns.start, columns.start + x_RK.shape[1]
+            code_bB, scale_B = self._encode(
+                x_RK.reshape(-1, block).t().contiguous(), levels, torch.finfo(w_NK.dtype).max
+            )
+            codes[rows, first // 2 : last // 2] = pack_nibbles(code_bB).view(len(x_RK), -1)
+            scales[rows, first // block : last // block] = scale_B.view(len(x_RK), -1)
+        return {"codes": codes, "scales": scales, "levels": levels}
+
+    def _encode(self, x_bB: Tensor, levels: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+        """(codes fp32 [b, B], scales [B]) of blocks whose decoded weights must not exceed `limit`."""
+        top = float(levels.abs().max())
+        largest_1B = x_bB.gather(0, x_bB.abs().argmax(0, keepdim=True))
+        scale_CB = largest_1B / levels[levels != 0].unsqueeze(1)
+        reach = min(torch.finfo(self.scale_dtype).max, limit / top)
+        scale_CB = scale_CB.clamp_(-reach, reach).to(self.scale_dtype)
+        divisor_CB = scale_CB.float() * top
+        divisor_CB.masked_fill_(divisor_CB.abs() < _LEAST, _LEAST)
+        unit = levels / top
+        rounding = TableRounding(x_bB, unit, TableRounding.cells(unit))
+        pick_1B = least_error(rounding, divisor_CB).unsqueeze(0).long()
+        return rounding.codes(divisor_CB.gather(0, pick_1B).squeeze(0)), scale_CB.gather(0, pick_1B).squeeze(0)
+
+    def _best_table(self, w_NK: Tensor) -> Tensor:
+        """Return the published levels under which some rows of a weight lose least."""
+        sample = w_NK[:: -(-w_NK.numel() // _SAMPLE), : max(self.block, _SAMPLE)].contiguous()
+        errors = []
+        for table in _TABLES:
+            plane = self.encode(sample, constant_levels(table, w_NK.device))
+            errors.append(
+                (self.decode(plane, tuple(sample.shape), torch.float32) - sample.float()).double().square().sum()
+            )
+        return constant_levels(_TABLES[int(torch.stack(errors).argmin())], w_NK.device).clone()
