@@ -106,9 +106,9 @@ def experts(formats: tuple[str, ...] = tuple(PRESETS), layers: int = 6) -> dict:
             {
                 "model": name,
                 "ms a token": warm[name] * 1e3,
-                "of accelerate": warm["accelerate"] / warm[name],
+                "accelerate / it": warm["accelerate"] / warm[name],
                 "cold ms": cold[name] * 1e3,
-                "cold, of accelerate": cold["accelerate"] / cold[name],
+                "cold, accelerate / it": cold["accelerate"] / cold[name],
                 "same bits": torch.equal(first[name], first["all in memory"]),
                 **wrapped_figures(models[name] if name in formats else None, ready.get(name)),
             }
@@ -116,7 +116,12 @@ def experts(formats: tuple[str, ...] = tuple(PRESETS), layers: int = 6) -> dict:
         ]
         for name in formats:
             models[name].close()
-    return {"parameters": sum(p.numel() for p in plain.parameters()), "threads": torch.get_num_threads(), "rows": rows}
+    return {
+        "parameters": sum(p.numel() for p in plain.parameters()),
+        "threads": torch.get_num_threads(),
+        "load average of the machine": os.getloadavg()[0],
+        "rows": rows,
+    }
 
 
 def wrapped_figures(vb, ready_s: float | None) -> dict:
