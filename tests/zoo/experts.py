@@ -11,6 +11,8 @@ import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING
 
+from tests.zoo.inputs import tree
+
 __all__ = [
     "DECORATED",
     "EXPERTS",
@@ -54,12 +56,19 @@ SPECIAL = {
 }
 
 
+_FOLDERS = {module.split(".")[2] for module in DECORATED.values()} | set(SPECIAL.values())
+
+
 def may_route(kind: str, name: str) -> bool:
-    """True if a model of that type may have routed experts: some class of its file has."""
+    """True if a model of that type may have routed experts: some class of its file has, or of those of its parts."""
     if kind not in ("causal", "base"):
         return False
-    folder = CONFIG_MAPPING[name].__module__.split(".")[2]
-    return folder in SPECIAL.values() or any(f".{folder}." in module for module in DECORATED.values())
+    try:
+        configs = list(tree(CONFIG_MAPPING[name]()))
+    except Exception:  # noqa: BLE001 - a config without defaults raises anything: of its own file, then
+        configs = []
+    modules = {CONFIG_MAPPING[name].__module__, *(type(config).__module__ for config in configs)}
+    return not _FOLDERS.isdisjoint(module.split(".")[2] for module in modules if module.startswith("transformers."))
 
 
 def _config(act: str, implementation: str) -> SimpleNamespace:

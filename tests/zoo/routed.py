@@ -72,11 +72,12 @@ def _one_token(
     model: nn.Module, inputs: Mapping[str, Any], format: str, directory: Path, *, generates: bool = False
 ) -> str:
     """Each implementation of experts gives its own bits, with room for one token."""
-    before = {id(m): m.config._experts_implementation for m in model.modules() if hasattr(m, "has_gate")}
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "has_gate")}.values()
+    before = [config._experts_implementation for config in configs]
     settings = _settings(model, format, directory)
     for implementation in IMPLEMENTATIONS if before else ("own",):
-        if before:
-            model.set_experts_implementation(implementation)
+        for config in configs:
+            config._experts_implementation = implementation
         expected = zoo.forward(model, inputs)
         tokens = _tokens(model, inputs) if generates else {}
         with vbrt.wrap(model, settings) as vb:
@@ -84,6 +85,8 @@ def _one_token(
             vb.unwrap()
         if gap:
             return f"{implementation}: {gap}"
+    for config, implementation in zip(configs, before, strict=True):
+        config._experts_implementation = implementation
     return ""
 
 
