@@ -13,6 +13,8 @@ vb.save("saved")             # planes as they are; vbrt.load("saved", model) fil
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from vbrt.integrations.registering import register_all
+
 __version__ = "0.1.0"
 
 _NAMES = {
@@ -29,6 +31,7 @@ _NAMES = {
         "VBError",
         "WrapError",
     ),
+    "integrations.transformers_quantizer": ("QuantizationConfig",),
     "kernels.cuda.e2m1.tuning": ("tune",),
     "kernels.cuda.graph_pass": ("compile_options",),
     "layers": ("VBLinear",),
@@ -39,6 +42,7 @@ _NAMES = {
     "residency.routing_file": ("read_routing",),
     "residency.simulate": ("simulate",),
     "wrapper.load": ("load",),
+    "wrapper.of": ("of",),
     "wrapper.watch": ("watch_nonfinite",),
     "wrapper.wrap": ("wrap",),
     "wrapper.wrapper": ("VBModelWrapper",),
@@ -61,6 +65,7 @@ if TYPE_CHECKING:
         VBError,
         WrapError,
     )
+    from vbrt.integrations.transformers_quantizer import QuantizationConfig
     from vbrt.kernels.cuda.e2m1.tuning import tune
     from vbrt.kernels.cuda.graph_pass import compile_options
     from vbrt.layers import VBLinear
@@ -71,6 +76,7 @@ if TYPE_CHECKING:
     from vbrt.residency.routing_file import read_routing
     from vbrt.residency.simulate import simulate
     from vbrt.wrapper.load import load
+    from vbrt.wrapper.of import of
     from vbrt.wrapper.watch import watch_nonfinite
     from vbrt.wrapper.wrap import wrap
     from vbrt.wrapper.wrapper import VBModelWrapper
@@ -82,3 +88,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'vbrt' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(f"vbrt.{_HOMES[name]}"), name)
     return value
+
+
+register_all()

@@ -21,7 +21,7 @@ from vbrt.residency.site import ROOT
 from vbrt.tiers import TierStack
 from vbrt.training import TrainedExpertsWeight, TrainedWeight, trained_class
 
-__all__ = ["Attempt", "attach", "plan_for"]
+__all__ = ["Attempt", "attach", "attach_held", "make_handles", "plan_for"]
 
 
 def plan_for(
@@ -87,7 +87,18 @@ def _attach(model: nn.Module, runtime: Runtime, terms: Terms) -> Attachment:
     if terms.settings.mode == "train":
         weights = [_trained(swap, terms) for swap in terms.plan.swaps]
         return TrainingAttachment(model, runtime, terms, _swap_layers_(model, terms.plan, weights, trained_class))
-    handles = [_handle(swap, terms, runtime.stack) for swap in terms.plan.swaps]
+    return attach_held(model, runtime, terms, make_handles(terms, runtime.stack))
+
+
+def make_handles(terms: Terms, stack: TierStack) -> list[WeightHandle | ExpertsHandle]:
+    """Return an empty handle for each weight that a plan swaps, in its order."""
+    return [_handle(swap, terms, stack) for swap in terms.plan.swaps]
+
+
+def attach_held(
+    model: nn.Module, runtime: Runtime, terms: Terms, handles: Sequence[WeightHandle | ExpertsHandle]
+) -> Attachment:
+    """Swap a model's layers in place, with handles from `make_handles`, which may hold weights already."""
     return Attachment(model, runtime, terms, _swap_layers_(model, terms.plan, handles, Kind.layer_class))
 
 
@@ -150,7 +161,7 @@ class Attempt:
 def _swap_layers_(
     model: nn.Module,
     plan: Plan,
-    handles: list[WeightHandle] | list[TrainedWeight],
+    handles: Sequence[WeightHandle | ExpertsHandle | TrainedWeight | TrainedExpertsWeight],
     class_of: Callable[[Kind], type[SwappedLayer]],
 ) -> dict[str, SwappedLayer]:
     modules = dict(model.named_modules())

@@ -33,6 +33,7 @@ __all__ = [
     "SavedLayer",
     "SavedTensor",
     "content_digest",
+    "parse_manifest",
     "read_manifest",
     "read_manifest_bytes",
     "text_of",
@@ -212,9 +213,16 @@ def read_manifest(directory: Path) -> Manifest:
     """Return the manifest of a directory. Raises CheckpointError, with file and entry, for anything that is not one."""
     path = directory / MANIFEST
     try:
-        data = json.loads(read_manifest_bytes(directory).decode(), object_pairs_hook=_object, parse_constant=_constant)
+        content = read_manifest_bytes(directory)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {describe_os_error(error)}") from error
+    return parse_manifest(path, content)
+
+
+def parse_manifest(path: Path, content: bytes) -> Manifest:
+    """Return the manifest in `content`, which was read from `path`. Raises CheckpointError as `read_manifest` does."""
+    try:
+        data = json.loads(content.decode(), object_pairs_hook=_object, parse_constant=_constant)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged: not valid JSON ({error})") from error
     if not isinstance(data, dict) or data.get("kind") != _KIND:

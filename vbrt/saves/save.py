@@ -39,7 +39,7 @@ from vbrt.saves.manifest import (
 from vbrt.saves.tensorfile import TensorInfo, TensorWriter
 from vbrt.training import TrainedExpertsWeight, TrainedWeight
 
-__all__ = ["save_attached"]
+__all__ = ["find_kept", "find_layers", "layer_parts", "save_attached"]
 
 Experts = ExpertsHandle | TrainedExpertsWeight
 Handle = WeightHandle | TrainedWeight | Experts
@@ -70,8 +70,8 @@ def _save(model: nn.Module, config: VBConfig, directory: Path) -> Path:
         directory = expanded(directory)
     except OSError as error:
         raise CheckpointError(f"{error.filename}: the model cannot be saved there: {error.strerror}") from error
-    layers, kept = _find_layers(model), _find_kept(model)
-    parts = [part for layer, handle in layers for part in _layer_parts(layer, handle)]
+    layers, kept = find_layers(model), find_kept(model)
+    parts = [part for layer, handle in layers for part in layer_parts(layer, handle)]
     parts += [_kept_part(entry, tensor) for entry, tensor in kept]
     _check_unique(info.name for part in parts for info in part.tensors)
     token = secrets.token_hex(4)
@@ -166,7 +166,7 @@ def _shards(parts: Iterable[_Part]) -> list[list[_Part]]:
     return shards
 
 
-def _layer_parts(layer: SavedLayer, handle: Handle) -> Iterator[_Part]:
+def layer_parts(layer: SavedLayer, handle: Handle) -> Iterator[_Part]:
     """Yield what is written of a weight at a time: of routed experts, one matrix."""
     if not isinstance(handle, Experts):
         yield _layer_part(layer, handle)
@@ -222,7 +222,7 @@ def _kept_part(entry: KeptTensor, tensor: torch.Tensor) -> _Part:
 # -- what a model holds -----------------------------------------------------------------------------------------------
 
 
-def _find_layers(model: nn.Module) -> list[tuple[SavedLayer, Handle]]:
+def find_layers(model: nn.Module) -> list[tuple[SavedLayer, Handle]]:
     """Return the weights that are in planes, in the order of the model, with all names of their modules."""
     sites: dict[Handle, list[WeightSite]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -266,7 +266,7 @@ def _saved_layer(handle: Handle, sites: tuple[WeightSite, ...]) -> SavedLayer:
     )
 
 
-def _find_kept(model: nn.Module) -> list[tuple[KeptTensor, torch.Tensor]]:
+def find_kept(model: nn.Module) -> list[tuple[KeptTensor, torch.Tensor]]:
     found: dict[int, tuple[list[str], str, torch.Tensor]] = {}
     for name, kind, tensor in _named_tensors(model):
         if isinstance(tensor, nn.parameter.UninitializedTensorMixin):

@@ -1,6 +1,7 @@
 """Files that a model is loaded from: what `vb.save` wrote, or a safetensors checkpoint of the dense model."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -121,21 +122,31 @@ def _shard_names(index: Path) -> list[str]:
 
 
 class SavedModel:
-    """A directory that `vb.save` wrote."""
+    """A directory that `vb.save` wrote, or planes that another library has put into files of its own.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        manifest: by default that of the directory.
+        files: by the names that the manifest has for them; they may hold other tensors, too.
+    """
+
+    def __init__(
+        self, path: Path, manifest: Manifest | None = None, files: Mapping[str, TensorFile] | None = None
+    ) -> None:
         self.path = path
-        self._manifest: Manifest = read_manifest(path)
+        self._manifest: Manifest = read_manifest(path) if manifest is None else manifest
         names = sorted({tensor.file for tensor in self._manifest.tensors.values()})
-        files = {name: TensorFile(path / name) for name in names}
+        own = files is None
+        files = {name: TensorFile(path / name) for name in names} if files is None else files
         self._files = {name: files[tensor.file] for name, tensor in self._manifest.tensors.items()}
         self._layers = {site.name: layer for layer in self._manifest.layers for site in layer.sites}
         self._kept = {name: entry for entry in self._manifest.kept for name in entry.names}
         self._check_files(files)
+        if own:
+            self._check_no_others(files)
         self._check_entries()
 
     def _check_files(self, files: Mapping[str, TensorFile]) -> None:
-        """Check that the files have the tensors of the manifest and no others, of its dtypes and shapes."""
+        """Check that the files have the tensors of the manifest, of its dtypes and shapes."""
         for name, saved in self._manifest.tensors.items():
             info = files[saved.file].tensors.get(name)
             if info is None:
@@ -146,6 +157,8 @@ class SavedModel:
                     files[saved.file].path,
                     f"{name} is {_described(*here)}, saved was {_described(saved.dtype, saved.shape)}",
                 )
+
+    def _check_no_others(self, files: Mapping[str, TensorFile]) -> None:
         for file in files.values():
             for name in file.tensors:
                 if self._files.get(name) is not file:
@@ -193,7 +206,7 @@ class SavedModel:
             set(self._kept) | {site.tensor for layer in self._manifest.layers for site in layer.sites},
             optional={n for n, entry in self._kept.items() if entry.kind == "non-persistent buffer"},
         )
-        self._check_fit(model)
+        self.check_fit(model)
         modules = {name or ROOT: module for name, module in model.named_modules(remove_duplicate=False)}
         for layer in self._manifest.layers:
             old = modules[layer.site.module]._parameters[layer.site.parameter]
@@ -205,7 +218,7 @@ class SavedModel:
                 dtype = self._info(entry.name).dtype
                 assign_(model, entry.names, partial(on_meta, dtype=dtype, trains=entry.trainable))
 
-    def _check_fit(self, model: nn.Module) -> None:
+    def check_fit(self, model: nn.Module) -> None:
         """Raise CheckpointError where layers or kept tensors have another kind or shape in the model."""
         modules = {name or ROOT: module for name, module in model.named_modules(remove_duplicate=False)}
         sites = [site for layer in self._manifest.layers for site in layer.sites]
@@ -259,6 +272,14 @@ class SavedModel:
                 path = self._files[layer.file_tensor("fine", "low", matrix)].path
                 raise _damaged(path, f"{layer.site.name}: {error}") from error
         return planes
+
+    def plane_patterns(self) -> set[str]:
+        """Return regular expressions that find the names of planes' tensors which are no names of parameters."""
+        return {
+            rf"(^|\.){re.escape(layer.site.parameter)}{re.escape(name).replace('0', '[0-9]+', 1)}$"
+            for layer in self._manifest.layers
+            for name in _beyond(layer)
+        }
 
     def computes_in(self, swap: Swap, handle: WeightHandle | ExpertsHandle) -> torch.dtype:
         """See `Source`."""
@@ -374,6 +395,14 @@ def _swap(layer: SavedLayer, modules: Mapping[str, nn.Module]) -> Swap:
         format=layer.format,
         fine="exact" if layer.fine else "none",
     )
+
+
+def _beyond(layer: SavedLayer) -> set[str]:
+    """Return what the names of the tensors of a layer's first matrix have behind the name of the weight."""
+    names = (
+        layer.file_tensor(plane, field, layer.matrices[0]) for plane in layer.planes for field in layer.planes[plane]
+    )
+    return {name.removeprefix(layer.site.tensor) for name in names} - {""}
 
 
 def _routed_swaps(layers: Iterable[SavedLayer], modules: Mapping[str, nn.Module]) -> Iterator[Swap]:

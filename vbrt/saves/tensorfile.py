@@ -158,6 +158,7 @@ class TensorFile:
 
     Attributes:
         tensors: name -> what the header says.
+        metadata: the header's other entries, as their writer chose them.
 
     Raises:
         CheckpointError: missing, unreadable, truncated, or nothing that the safetensors library takes; always with the
@@ -169,7 +170,7 @@ class TensorFile:
         self._mapping: torch.UntypedStorage | None = None
         try:
             with open(open_regular(path), "rb", buffering=0) as file:
-                self._first, self.tensors = _header(file.fileno())
+                self._first, self.tensors, self.metadata = _header(file.fileno())
         except FileNotFoundError:
             raise CheckpointError(f"{path}: no such file, and the checkpoint needs it; it is incomplete") from None
         except OSError as error:
@@ -226,8 +227,8 @@ def _mapped(path: Path) -> torch.UntypedStorage:
         os.close(fd)
 
 
-def _header(fd: int) -> tuple[int, dict[str, TensorInfo]]:
-    """Return the offset of the first tensor and the header's entries."""
+def _header(fd: int) -> tuple[int, dict[str, TensorInfo], dict[str, str]]:
+    """Return the offset of the first tensor, the header's entries and its metadata."""
     size = os.fstat(fd).st_size
     head = bytearray(_LENGTH.size)
     read_into(fd, [memoryview(head)], 0)
@@ -238,10 +239,10 @@ def _header(fd: int) -> tuple[int, dict[str, TensorInfo]]:
         raise ValueError(f"a header of {nbytes} bytes; vbrt reads up to {_MAX_HEADER_BYTES}: save it in several files")
     head += bytes(nbytes)
     read_into(fd, [memoryview(head)[_LENGTH.size :]], _LENGTH.size)
-    return len(head), _parsed(head, size)
+    return len(head), *_parsed(head, size)
 
 
-def _parsed(head: bytearray, size: int) -> dict[str, TensorInfo]:
+def _parsed(head: bytearray, size: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     fd = os.memfd_create("safetensors header")
     try:
         write_at(fd, head, 0)
@@ -252,7 +253,7 @@ def _parsed(head: bytearray, size: int) -> dict[str, TensorInfo]:
                 part = file.get_slice(name)
                 infos[name] = _info(name, part.get_dtype(), part.get_shape(), end)
                 end = infos[name].end
-        return infos
+            return infos, dict(file.metadata() or {})
     finally:
         os.close(fd)
 

@@ -4,7 +4,8 @@ On a GPU the weights of the next experts are on their way while those before are
 written nothing else waits.
 """
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,10 +17,36 @@ from vbrt.layers.encoding import Planes
 if TYPE_CHECKING:
     from vbrt.layers.experts.handle import ExpertsHandle
 
-__all__ = ["EncodedExperts", "join_planes"]
+__all__ = ["EncodedExperts", "MatricesOnDemand", "join_planes"]
 
 #: bytes of dense weights that are encoded together, by the type of the device; scratch is about three times that
 _STEP_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
+
+
+class MatricesOnDemand:
+    """The matrices of a part [E, ...], each read when it is asked for: a slice of it stacks only those in the slice.
+
+    Args:
+        read: returns the matrix of an expert on the CPU, as the module keeps it, of `shape[1:]` and `dtype`; may be
+            called again.
+        shape: of all matrices, stacked.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, read: Callable[[int], Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._read, self.shape, self.dtype = read, shape, dtype
+        self.nbytes = math.prod(shape) * dtype.itemsize
+
+    def is_contiguous(self) -> bool:
+        """True: so are its slices."""
+        return True
+
+    def __getitem__(self, some: slice) -> Tensor:
+        made = torch.empty((len(range(self.shape[0])[some]), *self.shape[1:]), dtype=self.dtype, device=self.device)
+        for place, expert in enumerate(range(self.shape[0])[some]):
+            made[place].copy_(self._read(expert))
+        return made
 
 
 class EncodedExperts:
@@ -29,7 +56,7 @@ class EncodedExperts:
         weights: by part, [E, ...] as the module keeps them.
     """
 
-    def __init__(self, handle: "ExpertsHandle", weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, handle: "ExpertsHandle", weights: Mapping[str, Tensor | MatricesOnDemand]) -> None:
         self._handle, self._weights = handle, weights
 
     def __iter__(self) -> Iterator[Planes]:
@@ -56,7 +83,7 @@ class EncodedExperts:
         return {part: _some(weight, step) for part, weight in self._weights.items()}
 
 
-def _some(weight: Tensor, step: slice) -> Tensor:
+def _some(weight: Tensor | MatricesOnDemand, step: slice) -> Tensor:
     """Return some matrices of a part, and zeros for experts beyond those that it has any of."""
     some = weight[step]
     missing = step.stop - step.start - len(some)
@@ -83,7 +110,7 @@ def _as_they_are(weights: dict[str, Tensor]) -> _Given:
     return _Given(weights)
 
 
-def _has_to_move(handle: "ExpertsHandle", weights: Mapping[str, Tensor]) -> bool:
+def _has_to_move(handle: "ExpertsHandle", weights: Mapping[str, Tensor | MatricesOnDemand]) -> bool:
     """True if the weights lie in host memory, in a form that can be copied to the GPU as it is."""
     return handle.device.type == "cuda" and all(
         weight.device.type == "cpu" and weight.is_contiguous() and weight.dtype is handle.spec.dtype

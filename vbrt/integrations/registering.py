@@ -1,0 +1,73 @@
+"""What vbrt registers with libraries once they are imported; nothing here imports a library, torch, or much of vbrt."""
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+__all__ = ["Deferred", "register_all", "when_imported"]
+
+
+class Deferred:
+    """Stands for a class until it is called or asked for an attribute, which imports its module."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self._module, self._name = module, name
+
+    def _get(self) -> Any:
+        return getattr(importlib.import_module(self._module), self._name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._get()(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._get(), name)
+
+
+class _Watch:
+    """Calls an action with a module when that has been imported, as Python imports it otherwise."""
+
+    def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
+        self.name, self.action = name, action
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of the module, with a loader that calls the action afterwards; None for any other module."""
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            load, act = spec.loader.exec_module, self.action
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                act(module)
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
+    """Call `action` with a module: now if it is imported already, else when it will be."""
+    module = sys.modules.get(name)
+    if module is None:
+        sys.meta_path.insert(0, _Watch(name, action))
+    else:
+        action(module)
+
+
+def register_all() -> None:
+    """Register vbrt's quantizers with the libraries that have an interface for them."""
+    when_imported("transformers.quantizers.auto", _with_transformers)
+
+
+def _with_transformers(auto: ModuleType) -> None:
+    here = "vbrt.integrations.transformers_quantizer"
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault("vbrt", Deferred(here, "QuantizationConfig"))
+    auto.AUTO_QUANTIZER_MAPPING.setdefault("vbrt", Deferred(here, "VBQuantizer"))

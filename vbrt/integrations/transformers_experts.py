@@ -1,0 +1,80 @@
+"""Experts one by one: transformers stacks the matrices of a layer's experts as it reads them, this reads each alone.
+
+A converter of a checkpoint that has experts apart begins with `MergeModulelist(dim=0)`; what follows works on each
+matrix of the stack alone. So the same operations on the tensors of one expert give that expert's matrix.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter, WeightTransform
+
+from vbrt.layers.experts.encoding import MatricesOnDemand
+
+__all__ = ["by_expert"]
+
+
+class _ByExpert(WeightConverter):
+    """A converter that hands the matrices of experts over as readers, where they go into pages."""
+
+    __slots__ = ()
+
+    def convert(
+        self, layer_name: str, model: Any = None, config: Any = None, hf_quantizer: Any = None, loading_info: Any = None
+    ):
+        """Return the tensors that are not in pages. See `WeightConverter.convert`."""
+        filling = getattr(hf_quantizer, "filling", None)
+        jobs = self.collected_tensors
+        if filling is None or not filling.takes_matrices(layer_name) or not _is_deferred(jobs):
+            return super().convert(layer_name, model, config, hf_quantizer, loading_info)
+        shape = filling.shape_of(layer_name)
+        if {len(per_expert) for per_expert in jobs.values()} != {shape[0]}:
+            return super().convert(layer_name, model, config, hf_quantizer, loading_info)
+        jobs = dict(jobs)
+        self.collected_tensors.clear()
+        read = partial(self._matrix, jobs, {"full_layer_name": layer_name, "model": model, "config": config})
+        first = read(0)
+        matrices = MatricesOnDemand(lambda expert: read(expert).reshape(shape[1:]), shape, first.dtype)
+        hf_quantizer.put(model, layer_name, matrices, loading_info.missing_keys)
+        return {}
+
+    @torch.no_grad()
+    def _matrix(self, jobs: dict[str, list[Callable[[], torch.Tensor]]], given: dict[str, Any], expert: int):
+        """Read the tensors of one expert; return its matrix."""
+        found: dict[str, Any] = {pattern: [per_expert[expert]()] for pattern, per_expert in jobs.items()}
+        for operation in self.operations:
+            found = operation.convert(
+                found, source_patterns=self.source_patterns, target_patterns=self.target_patterns, **given
+            )
+        (made,) = found.values()
+        return (made[0] if isinstance(made, list) else made)[0]
+
+
+def _is_deferred(jobs: dict[str, list]) -> bool:
+    return all(callable(job) for per_expert in jobs.values() for job in per_expert)
+
+
+def by_expert(conversion: WeightTransform) -> WeightTransform:
+    """Return a conversion that reads experts one by one, where this one stacks them; else the same."""
+    if type(conversion) is not WeightConverter or len(conversion.target_patterns) != 1:
+        return conversion
+    first, *others = conversion.operations
+    if type(first) is not MergeModulelist or first.dim != 0 or not all(map(_keeps_experts_apart, others)):
+        return conversion
+    made = _ByExpert(
+        conversion._original_source_patterns,
+        conversion._original_target_patterns,
+        operations=conversion.operations,
+        force_cpu=conversion.force_cpu,
+    )
+    made.scope_prefix, made.base_model_prefix = conversion.scope_prefix, conversion.base_model_prefix
+    return made
+
+
+def _keeps_experts_apart(operation: Any) -> bool:
+    """True if an operation on a stack of matrices does to each what it would do to that alone."""
+    if type(operation) is Concatenate:
+        return operation.dim > 0
+    return type(operation) is Transpose and 0 not in (operation.dim0, operation.dim1)

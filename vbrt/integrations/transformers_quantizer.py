@@ -1,0 +1,292 @@
+"""transformers' `from_pretrained` into planes: a quantizer that encodes tensors as they are read.
+
+    config = vbrt.QuantizationConfig("exact", tiers={"cpu": {"budget": "8GiB"}})
+    model = AutoModelForCausalLM.from_pretrained("path", quantization_config=config)
+    vb = vbrt.of(model)  # stats, set_budget, timeline, save, unwrap
+
+The model stays a plain one on the meta device while transformers loads it: `vbrt.saves.filling` puts its weights into
+pages, one after the other, and swaps the layers when the rest is there. Importing this module imports transformers.
+"""
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps, build_glob_alternation
+from transformers.quantizers import HfQuantizer, auto
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from vbrt.config import VBConfig, load_config
+from vbrt.errors import ConfigError, VBError, WrapError
+from vbrt.integrations.transformers_experts import by_expert
+from vbrt.model.attach import attach
+from vbrt.saves.embedded import embedded_tensors, open_embedded
+from vbrt.saves.filling import Filling
+from vbrt.saves.sources import SavedModel
+from vbrt.wrapper.of import of
+from vbrt.wrapper.wrap import user_policy, warn_of_plan
+
+__all__ = ["QuantizationConfig", "VBQuantizer"]
+
+_METHOD = "vbrt"
+_STORED = ("planes", "dense")
+
+
+class QuantizationConfig(QuantizationConfigMixin):
+    """How `from_pretrained` of transformers wraps a model that it loads; `quantization_config=` takes one.
+
+    Args:
+        config: as `vbrt.wrap` takes it: a preset ("fp4", the default, "exact", ...), a TOML file, a dict, a VBConfig.
+        stored: what `save_pretrained` writes: "planes", which only vbrt reads, or "dense" weights, which any reader
+            loads. With mode = "train", always the dense weights.
+        **overrides: sections of the config, as for `vbrt.wrap`; `policy=` also takes a policy of your own.
+
+    Attributes:
+        settings: the config that these make; of a loaded model, the one that it was wrapped with.
+        named: what was given: config, overrides, and a factory of policies or None.
+
+    A directory that `save_pretrained` wrote keeps its config: `from_pretrained` without one takes that, and what is
+    named then is merged into it, as by `vbrt.load`.
+
+    Raises ConfigError: as `vbrt.wrap`; or `stored` is something else.
+    """
+
+    def __init__(
+        self,
+        config: VBConfig | Mapping[str, Any] | str | PathLike | None = None,
+        *,
+        stored: str = "planes",
+        **overrides: Any,
+    ) -> None:
+        if stored not in _STORED:
+            raise ConfigError(f"QuantizationConfig: stored = {stored!r}; expected one of {', '.join(_STORED)}")
+        self.quant_method, self.stored = _METHOD, stored
+        policy = user_policy(overrides, None)
+        self.named = config, overrides, policy
+        self.settings = load_config(config, **overrides)
+
+    @classmethod
+    def from_dict(
+        cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
+    ) -> "QuantizationConfig | tuple[QuantizationConfig, dict[str, Any]]":
+        """Return what `to_dict` gave as a config. Raises ConfigError: a key that has no meaning here, named."""
+        known = {"quant_method", "stored", "config"}
+        unknown = sorted(config_dict.keys() - known)
+        if unknown or not isinstance(config_dict.get("config", {}), Mapping):
+            raise ConfigError(
+                f"quantization_config of config.json: {unknown[0] if unknown else 'config'!r} is not as "
+                f"save_pretrained() writes it; expected {', '.join(sorted(known))}, which a newer vbrt may extend"
+            )
+        made = cls(
+            VBConfig.from_dict(config_dict.get("config", {}), source="config.json"), stored=config_dict["stored"]
+        )
+        return (made, kwargs) if return_unused_kwargs else made
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what config.json has of it."""
+        return {"quant_method": _METHOD, "stored": self.stored, "config": self.settings.to_dict()}
+
+    def __iter__(self):
+        yield from self.to_dict().items()
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """Return what counts when a directory has a config of its own: all that was asked for."""
+        return {"named": self.named}
+
+    def over(self, saved: VBConfig) -> VBConfig:
+        """Return the config of a save with what was asked for instead."""
+        config, overrides, _ = self.named
+        return load_config(saved if config is None else config, **overrides)
+
+
+# so that a config that is named for a directory that has one is merged into it, and not dropped
+auto.LOADING_ATTRIBUTES_CONFIG_TYPES = (*auto.LOADING_ATTRIBUTES_CONFIG_TYPES, QuantizationConfig)
+
+
+class _Encode(ConversionOps):
+    """Hands tensors to the filling; those that it does not take go on to the model."""
+
+    def __init__(self, quantizer: "VBQuantizer") -> None:
+        self._quantizer = quantizer
+
+    def __deepcopy__(self, memo: dict) -> "_Encode":
+        return self
+
+    def convert(
+        self, input_dict: dict[str, Any], *, model: nn.Module, missing_keys: set[str], **kwargs: Any
+    ) -> dict[str, Any]:
+        """Return the tensors that are not in pages."""
+        left = {}
+        for name in list(input_dict):
+            given = input_dict.pop(name)
+            weight = given[0] if isinstance(given, list) else given
+            if not self._quantizer.put(model, name, weight, missing_keys):
+                left[name] = given
+        return left
+
+
+class VBQuantizer(HfQuantizer):
+    """Encodes the weights of a model while transformers loads it, and attaches it to a runtime. See `HfQuantizer`.
+
+    Attributes:
+        filling: the model's planes while it is loaded; None before, afterwards, and with mode = "train".
+    """
+
+    requires_calibration = False
+
+    def __init__(self, quantization_config: QuantizationConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._holds_planes = self.pre_quantized and quantization_config.stored == "planes"
+        self.pre_quantized = False  # tensors are read one after the other, by this thread
+        self._files: list[Path] = []
+        self._dtype: torch.dtype | None = None
+        self._error: Exception | None = None
+        self.filling: Filling | None = None
+
+    # -- before it is loaded ------------------------------------------------------------------------------------------
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Raise ConfigError for a map of devices that says where weights live: that is what tiers say."""
+        places = set(map(str, device_map.values() if isinstance(device_map, Mapping) else [device_map or "auto"]))
+        gpu = self.quantization_config.settings.tiers.gpu.enabled and torch.cuda.is_available()
+        here = {"cuda", "cuda:0", "0", "auto", "balanced", "sequential", "balanced_low_0"} if gpu else {"cpu", "auto"}
+        if places - here or len(places) > 1:
+            raise ConfigError(
+                f"device_map={device_map!r}: weights of a wrapped model are not placed by a map, tiers do that: leave "
+                'it out and give budgets, tiers={"gpu": {"budget": "6GiB"}, "cpu": {...}, "ssd": {"enabled": True, '
+                '"path": ...}}, or tiers={"gpu": {"enabled": False}} to compute on the CPU'
+            )
+
+    def update_device_map(self, device_map: Any) -> None:
+        """Return None: what is not swapped moves when everything is read."""
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, dtype: torch.dtype | None = None, checkpoint_files: Any = None, **kwargs: Any
+    ) -> PreTrainedModel:
+        self._dtype, self._files = dtype, [Path(file) for file in checkpoint_files or ()]
+        return model
+
+    def update_weight_conversions(self, weight_conversions: list, model: PreTrainedModel) -> list:
+        """Plan the model, which is complete by now; have experts read one by one."""
+        config = self.quantization_config
+        saved = self._saved()
+        asked, overrides, policy = config.named
+        config.settings = config.over(config.settings) if saved is None else saved.config(asked, overrides)
+        if config.settings.mode == "train":
+            _ignore_(model, {r"(^|[._])separation$"})  # a history of scales is that of a run, and begins anew
+            return weight_conversions
+        _use_dtypes_of_files_(model, self._dtype)
+        model.tie_weights()
+        self.filling = Filling(model, config.settings, policy, saved)
+        if saved is not None:
+            _ignore_(model, saved.plane_patterns())
+        warn_of_plan(self.filling.plan, "from_pretrained", stacklevel=5)
+        return [] if self._holds_planes else [by_expert(conversion) for conversion in weight_conversions]
+
+    def _saved(self) -> SavedModel | None:
+        return open_embedded(self._files) if self._holds_planes else None
+
+    # -- while it is loaded -------------------------------------------------------------------------------------------
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """True if a weight goes into pages as it is read, in the dtype that transformers reads it in."""
+        if self.filling is None or not self.filling.takes(param_name):
+            return False
+        return self._holds_planes or model.get_parameter(param_name).dtype in (self._dtype, torch.float32)
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """Return the operation that takes what is read."""
+        return _Encode(self)
+
+    def put(self, model: nn.Module, name: str, weight: Any, missing: set[str]) -> bool:
+        """Put a weight into pages, matrices of experts included; False for one that is the model's. What goes wrong is
+        raised when transformers is done: it would only report an error of a conversion."""
+        filling = self.filling
+        if filling is None or not filling.takes(name):
+            return False
+        if self._error is None:
+            try:
+                filling.take(name, weight) if isinstance(weight, torch.Tensor) else filling.take_matrices(name, weight)
+            except VBError as error:
+                self._error = error
+        missing.discard(name)
+        model.get_parameter(name)._is_hf_initialized = True  # or it would be drawn anew
+        return True
+
+    # -- afterwards ---------------------------------------------------------------------------------------------------
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        filling, self.filling = self.filling, None
+        model.__dict__.pop("_keys_to_ignore_on_load_unexpected", None)
+        try:
+            if self._error is not None:
+                raise self._error
+            if filling is None:
+                attach(model, self.quantization_config.settings, policy=self.quantization_config.named[2])
+            else:
+                filling.finish(model)
+        except BaseException:
+            if filling is not None:
+                filling.close()
+            raise
+        return model
+
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> nn.Module:
+        return of(model).unwrap().to(dtype)
+
+    def is_serializable(self) -> bool:
+        """True: see `QuantizationConfig.stored`."""
+        return True
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor] | None, dict]:
+        """Return what `save_pretrained` writes: planes, or None for the dense weights; and the files' metadata."""
+        config = model.config.quantization_config
+        if getattr(model, "_hf_peft_config_loaded", False):
+            return None, {}  # adapters only
+        try:
+            vb = of(model)
+            vb._attachment.check_open("save_pretrained")
+        except WrapError:
+            self.remove_quantization_config(model)  # unwrapped: a plain model again
+            return None, {}
+        if config.stored == "dense" or config.settings.mode == "train":
+            config.stored = "dense"
+            return None, {}
+        model._weight_conversions = []  # planes have the names of the model, so does the rest
+        return embedded_tensors(vb._attachment)
+
+    @property
+    def is_trainable(self) -> bool:
+        """True: adapters train on frozen planes, and mode = "train" trains the weights."""
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """True if the weights themselves train."""
+        return self.quantization_config.settings.mode == "train"
+
+    @property
+    def is_compileable(self) -> bool:
+        """True."""
+        return True
+
+
+def _ignore_(model: PreTrainedModel, patterns: set[str]) -> None:
+    """Until the model is loaded, have transformers say nothing of names of tensors that it does not know."""
+    model._keys_to_ignore_on_load_unexpected = patterns.union(model._keys_to_ignore_on_load_unexpected or ())
+
+
+def _use_dtypes_of_files_(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
+    """Give parameters that transformers keeps in fp32 that dtype now, while they are on the meta device."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    pattern, groups, _ = build_glob_alternation(list(plan))
+    for name, parameter in model.named_parameters():
+        found = pattern.search(name)
+        if found is not None:
+            parameter.data = parameter.data.to(plan[groups[found.lastgroup]])

@@ -1,0 +1,43 @@
+"""`vbrt.of`: the wrapper of a model that came wrapped from another library."""
+
+from torch import nn
+
+from vbrt.errors import WrapError
+from vbrt.model.attachment import Attachment
+from vbrt.model.passes import PassHook
+from vbrt.wrapper.wrap import facade_of
+from vbrt.wrapper.wrapper import VBModelWrapper
+
+__all__ = ["of"]
+
+
+def _is_of(attachment: Attachment, model: nn.Module) -> bool:
+    try:
+        return attachment.model is model
+    except WrapError:  # its model is gone
+        return False
+
+
+def of(model: nn.Module) -> VBModelWrapper:
+    """Return the wrapper of a wrapped model: stats, budgets, timeline, save, unwrap.
+
+    Args:
+        model: from `from_pretrained` with a `vbrt.QuantizationConfig`, `vb.model`, or a module that has one of these
+            in it, such as a model with adapters. A wrapper is returned as it is.
+
+    Raises WrapError: no wrapped model in it, or it was unwrapped.
+    """
+    if isinstance(model, VBModelWrapper):
+        return model
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        hook = next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, PassHook)), None)
+        if hook is None or hook.attachment is None:
+            continue
+        attachment = hook.attachment
+        if not _is_of(attachment, module):  # a deep copy has the hook of the model that it was made of
+            attachment = attachment.seed().attach_to(module)
+        return facade_of(module, attachment)
+    raise WrapError(
+        f"of() got {type(model).__name__}; expected a model that is wrapped: by vbrt.wrap(), vbrt.load(), or "
+        "from_pretrained(..., quantization_config=vbrt.QuantizationConfig(...))"
+    )
