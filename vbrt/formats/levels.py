@@ -16,7 +16,15 @@ from torch import Tensor
 from vbrt.config.formats import FormatRecord
 from vbrt.errors import FormatError
 from vbrt.formats.base import Format, check_weight, padded, tiles
-from vbrt.formats.blocks import constant_levels, decode_blocks, encode_tile, pack_nibbles, quad_table, whole_blocks
+from vbrt.formats.blocks import (
+    constant_levels,
+    decode_blocks,
+    encode_tile,
+    ones,
+    pack_nibbles,
+    quad_table,
+    whole_blocks,
+)
 from vbrt.formats.nf4 import NF4_LEVELS
 from vbrt.formats.page import DTYPES, PageLayout, build_layout
 from vbrt.formats.rounding import TableRounding, least_error
@@ -55,6 +63,11 @@ class Levels(Format):
     def decode(self, tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """See `Format.decode`."""
         return decode_blocks(tensors["codes"], tensors["scales"].float(), quad_table(tensors["levels"]), shape, dtype)
+
+    def tables(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """See `BlockFormat.tables`: the levels, no values of scale bytes, and 1."""
+        device = tensors["levels"].device
+        return tensors["levels"], torch.empty(0, dtype=torch.float32, device=device), ones(device)
 
     @torch.no_grad()
     def encode(self, w_NK: Tensor, levels: Tensor | None = None) -> dict[str, Tensor]:

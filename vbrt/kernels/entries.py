@@ -38,7 +38,7 @@ _reference = functools.partial(Kernel, backend="reference", runs_unpacked=True)
 _compiled = functools.partial(Kernel, backend="compiled", devices=("cpu",))
 _built = functools.partial(
     _compiled,
-    formats=(*cpu_linear.FORMATS, EXACT),
+    formats=(*cpu_linear.FORMATS, *cpu_linear.LEVELS, EXACT),
     rank=1,
     refusal=cpu_build.refusal,
     builds=True,
@@ -53,6 +53,7 @@ _built_experts = functools.partial(
     builds=True,
     runs_unpacked=True,
 )
+_built_levels = functools.partial(_built, formats=cpu_linear.LEVELS)
 _triton = functools.partial(
     Kernel, backend="triton", devices=("cuda",), rank=1, refusal=_no_triton, reads_resident_planes=True
 )
@@ -87,6 +88,7 @@ KERNELS = (
     _tables("decode_weight", run=table_linear.decode_weight),
     _tables("linear", run=table_linear.linear, prepare=table_linear.prepare),
     *_decoding(_reference, reference.decode_weight),
+    *_decoding(_built_levels, cpu_linear.decode_weight),
     *_decoding(_triton, e2m1_linear.decode_weight),
     *_decoding(_tables, table_linear.decode_weight),
     _tiled("experts_up", run=experts_ops.up, by_address=experts_ops.takes_addresses),

@@ -19,6 +19,7 @@ from vbrt.kernels.cpu import linear as cpu_linear
 CPU = torch.device("cpu")
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 3e-3}
 WHY = build.refusal(CPU)
+NAMES = (*cpu_linear.FORMATS, "levels16-float16", "levels32-bfloat16", "levels64-float32", "levels128-float16")
 built = pytest.mark.skipif(WHY is not None, reason=str(WHY))
 
 
@@ -26,6 +27,8 @@ def case(name, shape, dtype=torch.float32):
     """(planes, the weight they stand for in float64)."""
     fmt = get_format(name)
     coarse = fmt.encode(torch.randn(shape) * 0.03)
+    if "scales" in coarse and coarse["scales"].dtype is torch.float16:
+        coarse["scales"].view(-1)[:2] = torch.tensor([-6e-8, 6.1e-5][: coarse["scales"].numel()])  # denormal
     if "tensor_scale" in coarse:
         coarse["tensor_scale"] *= 1.2345  # published checkpoints: not a power of two
     return WeightPlanes(name, shape, dtype, coarse), fmt.decode(coarse, shape, torch.float64)
@@ -33,7 +36,7 @@ def case(name, shape, dtype=torch.float32):
 
 @built
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
-@matrix(tokens=[1, 3, 16, 70], shape=[(1, 1), (7, 50), (24, 200), (130, 4112), (64, 2048)], name=cpu_linear.FORMATS)
+@matrix(tokens=[1, 3, 16, 70], shape=[(1, 1), (7, 50), (24, 200), (130, 4112), (64, 2048)], name=NAMES)
 def test_any_shape_is_as_close_as_the_dtype_allows(name, shape, tokens, dtype):
     planes, w = case(name, shape, dtype)
     x, bias = torch.randn(tokens, shape[1]).to(dtype), torch.randn(shape[0]).to(dtype)
@@ -69,7 +72,7 @@ def test_any_strides_and_leading_dimensions_will_do(x):
 @built
 @pytest.mark.parametrize("dtype", [*BOUND, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (7, 50), (130, 4112), (3000, 512)], ids=str)
-@pytest.mark.parametrize("name", cpu_linear.FORMATS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_decoded_weight_has_the_bits_of_the_reference(name, shape, dtype):
     planes, _ = case(name, shape, dtype)
     assert torch.equal(cpu_linear.decode_weight(planes), reference.decode_weight(planes))
@@ -185,7 +188,7 @@ def test_what_cannot_be_computed_is_refused(message):
 
 
 @built
-@pytest.mark.parametrize("name", cpu_linear.FORMATS)
+@pytest.mark.parametrize("name", NAMES)
 def test_auto_takes_the_compiled_kernels_on_pages_as_they_are(name):
     for op in ("linear", "decode_weight"):
         for backend, expected in (("auto", "compiled"), ("compiled", "compiled"), ("reference", "reference")):

@@ -34,7 +34,7 @@ class Weight(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "levels", "values", "unit")),
-        *((name, ctypes.c_int64) for name in ("rows", "columns", "block")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "block", "scale_type")),
     )
 
 

@@ -1,8 +1,9 @@
 /* 4-bit weights on a CPU: decode rows to fp32 in cache, and multiply them there; with a fine plane, restore the original
  * weight. Compiled by cpu_linear.py.
  *
- * weight = level[code] * (value[scale byte] * unit), both products rounded to fp32: the bits of the reference.
- * Two codes share a byte, the even column in the low nibble. A block has 16, 32 or 64 columns.
+ * weight = level[code] * (value[scale byte] * unit), both products rounded to fp32: the bits of the reference; or
+ * level[code] * scale, where scales have 16 or 32 bits. Those have no fine plane.
+ * Two codes share a byte, the even column in the low nibble. A block has 16, 32, 64 or 128 columns.
  * Legend: M tokens, N outputs, K inputs padded to the block.
  */
 #include "numbers.h"
@@ -10,10 +11,13 @@
 #include <immintrin.h>
 #endif
 
+enum { BYTE, FP16, BF16, FP32 };
+static const int SCALE_BYTES[] = {1, 2, 2, 4};
+
 typedef struct {
-    const uint8_t *codes, *scales;  /* [N, K/2], [N, K/block] */
-    const float *levels, *values, *unit;  /* [16], [256], [1] */
-    int64_t rows, columns, block;
+    const uint8_t *codes, *scales;  /* [N, K/2], [N, K/block] of scale_type */
+    const float *levels, *values, *unit;  /* [16], [256], [1]; the last two for bytes only */
+    int64_t rows, columns, block, scale_type;
 } Weight;
 
 #define TILE 2048  /* columns that are decoded at a time: 8 KiB of fp32, beside as much of x in a 32 KiB L1 */
@@ -27,17 +31,30 @@ static void fill_pairs(const float *levels, Pair *pairs) {
     for (int byte = 0; byte < 256; byte++) pairs[byte] = (Pair){levels[byte & 15], levels[byte >> 4]};
 }
 
-/* `columns` weights, whole blocks of them */
-static void decode(const Weight *w, const Pair *pairs, const uint8_t *codes, const uint8_t *scales, int64_t columns,
-                   float *out) {
-    const float unit = *w->unit;
+static inline float scale_at(const Weight *w, const uint8_t *at, int type, float unit) {
+    uint16_t word;
+    float scale;
+    if (type == BYTE) return w->values[*at] * unit;
+    if (type == FP32) {
+        memcpy(&scale, at, 4);
+        return scale;
+    }
+    memcpy(&word, at, 2);
+    return type == FP16 ? fp16_value(word) : bf16_value(word);
+}
+
+/* `columns` weights, whole blocks of them; `type` is a constant once it is inlined */
+static inline __attribute__((always_inline)) void decode_as(const Weight *w, const Pair *pairs, const uint8_t *codes,
+                                                            const uint8_t *scales, int64_t columns, float *out,
+                                                            int type) {
+    const float unit = type == BYTE ? *w->unit : 1;
 #ifdef __AVX512F__
     const __m512 levels = _mm512_loadu_ps(w->levels);
     const __m512i shifts = _mm512_set1_epi64((int64_t)4 << 32);
     (void)pairs;
 #endif
-    for (int64_t first = 0; first < columns; first += w->block, scales++) {
-        const float scale = w->values[*scales] * unit;
+    for (int64_t first = 0; first < columns; first += w->block, scales += SCALE_BYTES[type]) {
+        const float scale = scale_at(w, scales, type, unit);
         for (int64_t k = first; k < first + w->block; k += 16, codes += 8) {
 #ifdef __AVX512F__
             __m128i bytes = _mm_loadl_epi64((const __m128i *)codes);
@@ -52,6 +69,17 @@ static void decode(const Weight *w, const Pair *pairs, const uint8_t *codes, con
             memcpy(out + k, &level, sizeof level);
 #endif
         }
+    }
+}
+
+/* `columns` weights that begin with number `at` of the weight, the start of a block */
+static void decode(const Weight *w, const Pair *pairs, int64_t at, int64_t columns, float *out) {
+    const uint8_t *codes = w->codes + at / 2, *scales = w->scales + at / w->block * SCALE_BYTES[w->scale_type];
+    switch (w->scale_type) {
+        case BYTE: decode_as(w, pairs, codes, scales, columns, out, BYTE); break;
+        case FP16: decode_as(w, pairs, codes, scales, columns, out, FP16); break;
+        case BF16: decode_as(w, pairs, codes, scales, columns, out, BF16); break;
+        default: decode_as(w, pairs, codes, scales, columns, out, FP32);
     }
 }
 
@@ -95,7 +123,7 @@ void vbrt_linear(const Weight *w, const float *x, int64_t tokens, float *y, int 
         for (int64_t m = 0; m < tokens; m++) y[m * w->rows + n] = 0;
         for (int64_t first = 0; first < k; first += TILE) {
             const int64_t columns = k - first < TILE ? k - first : TILE, at = n * k + first;
-            decode(w, pairs, w->codes + at / 2, w->scales + at / w->block, columns, tile);
+            decode(w, pairs, at, columns, tile);
             int64_t m = 0;
             for (; m + TOKENS <= tokens; m += TOKENS)
                 dots(tile, x + m * k + first, k, columns, TOKENS, y + m * w->rows + n, w->rows);
@@ -110,8 +138,7 @@ void vbrt_decode(const Weight *w, int64_t first, int64_t last, float *out, int t
     Pair pairs[256];
     fill_pairs(w->levels, pairs);
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t n = first; n < last; n++)
-        decode(w, pairs, w->codes + n * k / 2, w->scales + n * k / w->block, k, out + (n - first) * k);
+    for (int64_t n = first; n < last; n++) decode(w, pairs, n * k, k, out + (n - first) * k);
 }
 
 /* -- the fine plane: see formats/fine.py -------------------------------------------------------------------------- */

@@ -24,14 +24,28 @@ from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.base import padded
 from vbrt.formats.blocks import BlockFormat, decode_tile
 from vbrt.formats.fine import SPAN, WIDTH
+from vbrt.formats.levels import Levels
 from vbrt.kernels import reference
 from vbrt.kernels.cpu import recycle
 from vbrt.kernels.cpu.build import Fine, Weight, library
 
-__all__ = ["FORMATS", "decode_to", "decode_turned", "decode_weight", "fused_tokens", "linear", "route", "slow_dtypes"]
+__all__ = [
+    "FORMATS",
+    "LEVELS",
+    "decode_to",
+    "decode_turned",
+    "decode_weight",
+    "fused_tokens",
+    "linear",
+    "route",
+    "slow_dtypes",
+]
 
 #: 4-bit codes of 16 levels, and a byte of scale for a block
 FORMATS = formats_of("e2m1", "table")
+#: the same with scales of 16 or 32 bits, which have no fine plane
+LEVELS = formats_of("levels")
+_SCALE_TYPES = {"float16": 1, "bfloat16": 2, "float32": 3}  # of linear.c; 0: bytes
 _THREAD_WORK = 1 << 16  # products that are worth a thread
 _TILE_WEIGHTS = 1 << 22  # 16 MiB of fp32: enough rows for a matmul at full speed, less than the weight in 16 bits
 _GROUP = 32  # GROUP of linear.c
@@ -45,7 +59,8 @@ def fused_tokens() -> int:
 
 
 def _served(planes: WeightPlanes) -> bool:
-    if planes.format not in FORMATS or "codes" not in planes.coarse:
+    known = planes.format in FORMATS or (planes.format in LEVELS and planes.fine is None)
+    if not known or "codes" not in planes.coarse:
         return False
     return _are_plain(planes.coarse) and (planes.fine is None or (planes.dtype in WIDTH and _are_plain(planes.fine)))
 
@@ -197,11 +212,12 @@ class _Borrowed:
 
     def __init__(self, planes: WeightPlanes) -> None:
         fmt = get_format(planes.format)
-        assert isinstance(fmt, BlockFormat)  # FORMATS are; for the type checker
+        assert isinstance(fmt, BlockFormat | Levels)  # for the type checker
         codes, scales = planes.coarse["codes"], planes.coarse["scales"]
         self._tensors = (codes, scales, *fmt.tables(planes.coarse))
         pointers = (tensor.data_ptr() for tensor in self._tensors)
-        self._weight = Weight(*pointers, planes.shape[0], 2 * codes.shape[1], fmt.block)
+        scale_type = _SCALE_TYPES.get(fmt.record.scales or "", 0)
+        self._weight = Weight(*pointers, planes.shape[0], 2 * codes.shape[1], fmt.block, scale_type)
 
     def __enter__(self) -> Weight:
         return self._weight
