@@ -39,7 +39,7 @@ from vbrt.saves.manifest import (
 from vbrt.saves.tensorfile import TensorInfo, TensorWriter
 from vbrt.training import TrainedExpertsWeight, TrainedWeight
 
-__all__ = ["find_kept", "find_layers", "layer_parts", "save_attached"]
+__all__ = ["find_kept", "find_layers", "layer_parts", "remove_files", "save_attached", "sync_in_place"]
 
 Experts = ExpertsHandle | TrainedExpertsWeight
 Handle = WeightHandle | TrainedWeight | Experts
@@ -80,16 +80,16 @@ def _save(model: nn.Module, config: VBConfig, directory: Path) -> Path:
         manifest = Manifest(config.to_dict(), tuple(e for e, _ in layers), tuple(e for e, _ in kept), tensors)
         write_file(directory / MANIFEST, to_json(manifest))
     except OSError as error:
-        _remove(directory, lambda name: token in name or name.endswith(".tmp"))
+        remove_files(directory, lambda name: token in name or name.endswith(".tmp"))
         raise CheckpointError(
             f"{error.filename or directory}: the model cannot be saved to {directory}: "
             f"{describe_os_error(error)}; a save that was there is as it was"
         ) from error
     except BaseException:
-        _remove(directory, lambda name: token in name or name.endswith(".tmp"))
+        remove_files(directory, lambda name: token in name or name.endswith(".tmp"))
         raise
-    _sync_in_place(directory)
-    _remove(directory, lambda name: token not in name and name != MANIFEST)
+    sync_in_place(directory)
+    remove_files(directory, lambda name: token not in name and name != MANIFEST)
     return directory
 
 
@@ -104,7 +104,7 @@ def _write_shards(directory: Path, token: str, parts: list[_Part]) -> dict[str, 
     return tensors
 
 
-def _sync_in_place(directory: Path) -> None:
+def sync_in_place(directory: Path) -> None:
     """Make the manifest's new name last. Raises CheckpointError: the files of the save before stay then, because a
     power cut may bring back its manifest."""
     try:
@@ -137,7 +137,7 @@ def _saved(file: str, info: TensorInfo, digest: str) -> SavedTensor:
     return SavedTensor(file, digest, text_of(info.dtype), info.shape)
 
 
-def _remove(directory: Path, unwanted: Callable[[str], bool]) -> None:
+def remove_files(directory: Path, unwanted: Callable[[str], bool]) -> None:
     """Remove files of saves by name, except those of the save that is in place."""
     try:
         in_place = read_manifest_bytes(directory)
@@ -267,6 +267,8 @@ def _saved_layer(handle: Handle, sites: tuple[WeightSite, ...]) -> SavedLayer:
 
 
 def find_kept(model: nn.Module) -> list[tuple[KeptTensor, torch.Tensor]]:
+    """Return the parameters and buffers that are not in planes, with all their names. Raises CheckpointError for those
+    without values."""
     found: dict[int, tuple[list[str], str, torch.Tensor]] = {}
     for name, kind, tensor in _named_tensors(model):
         if isinstance(tensor, nn.parameter.UninitializedTensorMixin):

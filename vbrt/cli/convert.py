@@ -1,0 +1,60 @@
+"""`vbrt convert`: a checkpoint into a save of planes, weight by weight; interrupted, it goes on where it stopped."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from vbrt.cli.options import add_command, add_config, config_of, integration
+from vbrt.cli.screen import Bar, complain, working
+from vbrt.residency.plan import format_bytes
+
+__all__ = ["add"]
+
+
+def add(commands: Any) -> None:
+    """Add `vbrt convert` to the subparsers `commands` of the command line."""
+    parser = add_command(
+        commands,
+        "convert",
+        _convert,
+        help="write the planes of a checkpoint, for vbrt run, chat and load to start from",
+        text="Weights are\nread, encoded and written one after the other; the model is never in memory as a whole. "
+        "Interrupted\nor out of room, the same command goes on with the file at which it stopped. Tokenizer and config "
+        "are\ncopied along.",
+        examples="  vbrt convert ./Llama-3.1-8B ./Llama-3.1-8B-exact --config exact\n"
+        "  vbrt convert ./Qwen3-30B-A3B /nvme/qwen-fp4\n"
+        "  vbrt run /nvme/qwen-fp4 'The sea is'\n",
+    )
+    parser.add_argument("model", metavar="MODEL_DIR", type=Path, help="a directory with config and weights")
+    parser.add_argument("out", metavar="OUT", type=Path, help="a new directory, or that of an interrupted conversion")
+    add_config(parser)
+    parser.add_argument(
+        "--overwrite", action="store_true", help="begin anew, and replace a save that is there once this one is whole"
+    )
+
+
+def _convert(args: argparse.Namespace) -> int:
+    config = config_of(args)
+    with working("importing torch and transformers") as say:
+        huggingface = integration("huggingface")
+        from vbrt.saves.convert import convert
+        from vbrt.saves.sources import open_source
+
+        say(f"reading {args.model}")
+        model = huggingface.meta_model(args.model)
+        source = open_source(args.model)
+        is_asked = args.config is not None or args.settings
+        config = source.config(config if is_asked else None, {})
+    start = time.perf_counter()
+    try:
+        with Bar("converting") as bar:
+            out = convert(source, model, config, args.out, report=bar, overwrite=args.overwrite)
+    except KeyboardInterrupt:
+        complain("note", f"what is finished stays in {args.out}; the same command goes on from there")
+        raise
+    written = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    seconds = time.perf_counter() - start
+    sys.stdout.write(f"{out}: {format_bytes(written)} of weights in {seconds:.1f} s; vbrt run {out} 'The sea is'\n")
+    return 0

@@ -1,0 +1,169 @@
+"""From files to a save, without the model: weights are read, encoded and written one after the other.
+
+What is written is what `vb.save` writes of the model that `vbrt.load` makes of the same files, in smaller files. Memory
+holds one weight and the planes of one of those files; of routed experts, what `Source.experts_of` reads at a time.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from vbrt.config import VBConfig
+from vbrt.errors import CheckpointError, ConfigError, describe_os_error
+from vbrt.host.files import expanded, read_bounded, sync_directory, write_file
+from vbrt.model.machine import release_host_memory
+from vbrt.saves.journal import Journal, open_journal
+from vbrt.saves.manifest import MANIFEST, Manifest, SavedTensor, text_of, to_json
+from vbrt.saves.pieces import Piece, Pieces
+from vbrt.saves.save import remove_files, sync_in_place
+from vbrt.saves.sources import Source
+from vbrt.saves.tensorfile import TensorInfo, TensorWriter
+
+__all__ = ["convert"]
+
+#: of dense weights that become one file; its planes are in memory until it is written
+_FILE_BYTES = 128 << 20
+_MAX_FILES = 256
+_MAX_COPY_BYTES = 256 << 20
+#: files beside the weights that a model of transformers needs, and what its licence asks to be kept
+_COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+_COPIED_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
+_WEIGHT_FILES = (".safetensors", ".gguf", ".bin")
+
+Report = Callable[[int, int, str], object]
+"""Called with bytes of dense weights that are done, those of the whole model, and the name of what comes next."""
+
+
+def convert(
+    source: Source,
+    model: nn.Module,
+    config: VBConfig,
+    directory: str | PathLike,
+    *,
+    report: Report = lambda done, total, name: None,
+    overwrite: bool = False,
+) -> Path:
+    """Write the model of a source as a save; what was interrupted goes on with the file at which it stopped.
+
+    Args:
+        source: see `open_source`; `config` is what it makes of the user's.
+        model: the architecture, on the meta device; it is used up.
+        directory: new, empty, or that of an interrupted conversion of the same files under the same config.
+        overwrite: begin anew in any other; a save that is there stays until the new one is complete.
+
+    Raises:
+        CheckpointError: files are missing, damaged or of another model; the directory holds something else or cannot be
+            written. What is finished stays for the next call.
+        ConfigError: `mode = "train"`.
+        FormatError: a weight holds NaN or Inf.
+    """
+    if config.mode == "train":
+        raise ConfigError(f'{config.source}: mode = "train"; a conversion writes the planes of an inference model')
+    directory = _target(Path(directory), source)
+    pieces = Pieces(source, model, config)
+    files = _divided(list(pieces))
+    head = {"vbrt": sys.modules["vbrt"].__version__, "source": _fingerprint(source.path), "config": config.to_dict()}
+    try:
+        journal = open_journal(directory, {**head, "files": len(files)}, overwrite=overwrite)
+        remove_files(directory, lambda name: name.endswith(".tmp") or _is_foreign(name, journal.token))
+        tensors = _write_files(files, journal, report)
+        _copy_files(source.path, directory)
+        manifest = Manifest(config.to_dict(), tuple(pieces.layers), tuple(pieces.kept), tensors)
+        write_file(directory / MANIFEST, to_json(manifest))
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or directory}: the conversion cannot go on: {describe_os_error(error)}; what is finished "
+            f"stays in {directory}, and the same call goes on from there"
+        ) from error
+    sync_in_place(directory)
+    remove_files(directory, lambda name: _is_foreign(name, journal.token))
+    journal.remove()
+    return directory
+
+
+def _is_foreign(name: str, token: str) -> bool:
+    """True for the files of another save or conversion."""
+    return token not in name and name != MANIFEST
+
+
+def _target(directory: Path, source: Source) -> Path:
+    try:
+        directory = expanded(directory)
+        is_own = directory.exists() and directory.resolve() == source.path.resolve()
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: nothing can be written there: {describe_os_error(error)}") from error
+    if is_own:
+        raise CheckpointError(f"{directory}: is what is converted; name another directory")
+    return directory
+
+
+def _fingerprint(path: Path) -> list[list[Any]]:
+    """Return what changes with a source's files: the name, bytes and time of those that count."""
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    counted = [file for file in files if file.suffix in _WEIGHT_FILES or file.name in ("config.json", MANIFEST)]
+    found = [(file.name, file.stat()) for file in counted]
+    return [[str(path.resolve())], *([name, stat.st_size, stat.st_mtime_ns] for name, stat in found)]
+
+
+def _divided(pieces: list[Piece]) -> list[list[Piece]]:
+    """Distribute pieces over files, in their order."""
+    limit = max(_FILE_BYTES, sum(piece.nbytes for piece in pieces) // _MAX_FILES)
+    files, room = [], 0
+    for piece in pieces:
+        if not files or piece.nbytes > room:
+            files.append([])
+            room = limit
+        files[-1].append(piece)
+        room -= piece.nbytes
+    return files
+
+
+def _write_files(files: list[list[Piece]], journal: Journal, report: Report) -> dict[str, SavedTensor]:
+    """Write the files that are not finished; return where each tensor is."""
+    done, total = 0, sum(piece.nbytes for pieces in files for piece in pieces)
+    tensors: dict[str, SavedTensor] = {}
+    for number, pieces in enumerate(files, 1):
+        name = f"vbrt-{journal.token}-{number:05d}-of-{len(files):05d}.safetensors"
+        if name not in journal.done:
+            made = {}
+            for piece in pieces:
+                report(done, total, piece.name)
+                made |= piece.tensors()
+                done += piece.nbytes
+            journal.add(name, _write_file(journal.path.with_name(name), made))
+            del made
+            release_host_memory()
+        else:
+            done += sum(piece.nbytes for piece in pieces)
+        _check_new(tensors, journal.done[name])
+        tensors |= journal.done[name]
+    report(total, total, "")
+    sync_directory(journal.path.parent)
+    return tensors
+
+
+def _write_file(path: Path, made: Mapping[str, Any]) -> dict[str, SavedTensor]:
+    infos = [TensorInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in made.items()]
+    with TensorWriter(path, infos) as writer:
+        return {
+            info.name: SavedTensor(path.name, writer.write(info.name, made[info.name]), text_of(info.dtype), info.shape)
+            for info in infos
+        }
+
+
+def _check_new(tensors: Mapping[str, SavedTensor], names: Iterable[str]) -> None:
+    twice = next((name for name in names if name in tensors), None)
+    if twice is not None:
+        raise CheckpointError(f"{twice}: a parameter or buffer has the name of a plane's tensor; rename it")
+
+
+def _copy_files(path: Path, directory: Path) -> None:
+    """Copy what belongs to a model beside its weights: config, tokenizer, templates, licence. Raises OSError."""
+    for file in sorted(path.iterdir()) if path.is_dir() else ():
+        is_wanted = file.suffix in _COPIED or file.stem.upper() in _COPIED_NAMES
+        if is_wanted and file.is_file() and file.name != MANIFEST and not file.name.endswith(".index.json"):
+            write_file(directory / file.name, read_bounded(file, _MAX_COPY_BYTES))
