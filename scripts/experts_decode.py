@@ -174,7 +174,13 @@ def device_caches(model: nn.Module) -> list:
     """The device caches of a wrapped model: none where the host decides."""
     if not isinstance(model, vbrt.VBModelWrapper):
         return []
-    return list({id(h.cache.cache): h.cache.cache for h in expert_handles(model) if h.cache is not None}.values())
+    return list(
+        {
+            id(h.deciding.cache.cache): h.deciding.cache.cache
+            for h in expert_handles(model)
+            if h.deciding.cache is not None
+        }.values()
+    )
 
 
 def expert_handles(vb: vbrt.VBModelWrapper) -> list[ExpertsHandle]:
@@ -245,7 +251,7 @@ def cached_row(
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     row = {
         "case": f"{share:.0%} of the expert pages",
-        "decides": sorted({handle.decides for handle in expert_handles(vb)}),
+        "decides": sorted({handle.deciding.by for handle in expert_handles(vb)}),
         "ms": run.seconds * 1e3,
         "tokens_s": 1 / run.seconds,
         "hit_rate": run.hits / max(1e-9, run.hits + run.misses),

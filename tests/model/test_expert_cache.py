@@ -38,7 +38,7 @@ def cached():
     for name, experts in SIZES.items():
         tally = Tally()
         pages = [SimpleNamespace(nbytes=40, tally=tally, hits=0, misses=0, bytes_moved={}) for _ in range(experts)]
-        cache._handles[name] = SimpleNamespace(pages=pages, resident=0)
+        cache._handles[name] = SimpleNamespace(pages=pages, deciding=SimpleNamespace(resident=0))
     cache._cache, cache._told, cache._told_pages = device, device.totals(), device.counts()
     return cache, device._tables
 
@@ -56,7 +56,10 @@ def test_tallies_are_told_what_is_new_and_pages_when_somebody_asks(cached):
     for _ in range(2):  # the second time there is nothing new
         cache.settle()
         assert [(h.pages[0].tally.hits, h.pages[0].tally.misses) for h in (first, second)] == [(1, 2), (1, 2)]
-        assert first.pages[0].tally.bytes_moved == {"cpu>gpu": 80} and (first.resident, second.resident) == (2, 2)
+        assert first.pages[0].tally.bytes_moved == {"cpu>gpu": 80} and (
+            first.deciding.resident,
+            second.deciding.resident,
+        ) == (2, 2)
     assert [page.misses for page in first.pages] == [0] * 5
     lease(tables, 1, hit=False)
     cache.settle(each=True)

@@ -10,7 +10,6 @@ planes), `ties.py` (the layers and their dense parameters), `lending.py` (the te
 
 import contextlib
 import functools
-import secrets
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,6 @@ import torch
 from torch import nn
 
 from vbrt.config import FORMATS
-from vbrt.errors import TierError, WrapError
 from vbrt.formats.base import WeightPlanes
 from vbrt.formats.page import PageLayout, new_page, pack, unpack
 from vbrt.formats.separation import Separation
@@ -29,6 +27,7 @@ from vbrt.kernels import resolves_late
 from vbrt.layers.compute import decoded_weight, precision_notes
 from vbrt.layers.encoding import Encoder, Planes, strides_of
 from vbrt.layers.graphs import GraphTiles, show_to_graphs
+from vbrt.layers.paged import PagesHandle
 from vbrt.layers.pickling import from_pickle, to_pickle
 from vbrt.layers.selection import Kernels, choose_kernels, coarse_kernels, refusals, vendor_refusal
 from vbrt.layers.spec import HandleSpec
@@ -41,7 +40,7 @@ __all__ = ["WeightHandle", "find_handle", "handles_in", "register_handle"]
 _handles: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()  # experts' handles too
 
 
-class WeightHandle:
+class WeightHandle(PagesHandle):
     """Planes of one weight in a stack. Counters are integers.
 
     Attributes:
@@ -54,9 +53,6 @@ class WeightHandle:
         written: the content of a temporary that died after a write, until it is taken over.
         source: which dense parameter the pages were made of, and in which state, if of one.
         strides: of the module's weight, where it is not contiguous.
-        keys: pages in the stack; none before `store` and after `retire`.
-        generation: counts the weights that this handle has held before.
-        token: names handle and generation in graphs.
         kernels: chosen for the spec and device; None until they are needed where building them takes time.
         kernel: the name of the backend that runs.
         shows_planes: whether compiled graphs may hold planes that never move.
@@ -66,9 +62,8 @@ class WeightHandle:
     """
 
     def __init__(self, spec: HandleSpec, stack: TierStack) -> None:
-        self.stack = stack
+        super().__init__(stack)
         self.dtype = spec.dtype
-        self.device, self.device_name = stack.device, str(stack.device)
         self.trainable = self.tied = False
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.own_weights: tuple[weakref.ref[torch.Tensor], ...] = ()
@@ -77,13 +72,6 @@ class WeightHandle:
         self.written: torch.Tensor | None = None
         self.source: tuple[object, ...] | None = None
         self.strides: tuple[int, ...] | None = None
-        self.keys: tuple[str, ...] = ()
-        self.pages: tuple[Page, ...] = ()
-        self.owner: Owner | None = None
-        self.forwards = self.weight_reads = self.generation = 0
-        self.id = secrets.randbits(63)  # random, so that a graph of another process never names a handle of this one
-        self.token = self.token_at(0)
-        self.fallbacks: list[str] = []
         self.separation = Separation(spec.levels, spec.refresh_every) if FORMATS[spec.format].fitted else None
         self.kernel, self.shows_planes = "reference", False
         self.ready: WeightPlanes | None = None
@@ -92,10 +80,6 @@ class WeightHandle:
         self.graph_tiles: GraphTiles | None = None
         self._specify(spec)
         register_handle(self)
-
-    def token_at(self, generation: int) -> torch.Tensor:
-        """A tensor, and not constants, so that layers share one compiled graph."""
-        return torch.tensor([self.id, generation], dtype=torch.int64, device="cpu")
 
     # -- how the weight is held ---------------------------------------------------------------------------------------
 
@@ -200,37 +184,15 @@ class WeightHandle:
         """Have planes that are stored from now on live in these tiers."""
         self.spec = replace(self.spec, homes={page.plane: home for page, home in homes.items()})
 
-    def retire(self) -> None:
-        """Retire the pages; the handle is empty again."""
-        owner, generation = self.owner, self.generation + (self.owner is not None)
-        token = self.token_at(generation)
-        retired, claims = self.stack.retired, () if owner is None else (owner.claim,)
-        # no call from here on: Ctrl-C finds pages that are owned, or an empty handle
-        retired += claims
-        self.keys, self.pages, self.owner, self.generation, self.token = (), (), None, generation, token
-        self.forget_ready()
-
     def forget_ready(self) -> None:
         """Keep no views into pages: they may move."""
         self.ready = self.resident = None
         show_to_graphs(self, None)
 
-    def still(self, generation: int) -> "WeightHandle":
-        """The handle. Raises WrapError if its weight is not that generation's any more."""
-        if self.keys and self.generation != generation:
-            raise WrapError(
-                f"{self.spec.name}: its weight was loaded anew between forward and backward; run the forward again"
-            )
-        return self
-
     def lease(self, precision: str = "full") -> Lease | PagesAtHome:
         """Lease the planes of a precision, "full" or "coarse"; those of a table that is read by rows are copied
         from where they live. Raises TierError when there are none any more."""
-        if not self.keys:
-            raise TierError(
-                f"{self.spec.name}: its pages are gone, the model was closed; wrap it again, or call "
-                "unwrap() instead of close() to keep the weights"
-            )
+        self.check_pages()
         keys = self.keys if precision == "full" else self.keys[:1]
         return PagesAtHome(self.stack, keys) if self.spec.by_rows else self.stack.lease(keys)
 

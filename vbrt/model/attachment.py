@@ -90,7 +90,7 @@ class Attachment:
         self.expert_cache = ExpertCache(runtime.stack, self.registry.layers_now)
         for layer in layers.values():
             if isinstance(layer, VBExperts):
-                layer.handle.ask_for_cache_with(self.expert_cache.follow)
+                layer.handle.deciding.ask_with(self.expert_cache.follow)
         self.timed: TimelineTotals | None = None
         self.passes = 0
         self.closed = False

@@ -14,7 +14,7 @@ import torch
 from vbrt.errors import TierError
 from vbrt.layers import KINDS
 from vbrt.layers.experts import ExpertsHandle
-from vbrt.layers.experts.deciding import CachedLayer
+from vbrt.layers.experts.deciding import CachedLayer, why_host
 from vbrt.layers.experts.device_cache import DeviceCache, DeviceCounts, DeviceTotals
 from vbrt.tiers import Page, TierStack
 from vbrt.tiers.tally import Tally
@@ -65,7 +65,7 @@ class ExpertCache:
 
     def _make(self, handles: list[ExpertsHandle]) -> None:
         moving = [handle for handle in handles if any(page.home for page in handle.pages)]
-        refusals = {handle: handle.why_host() for handle in moving}
+        refusals = {handle: why_host(handle) for handle in moving}
         served = {handle.spec.name: handle for handle, why in refusals.items() if not why}
         self.fallbacks = [f"the host decides which experts are resident: {why}" for why in refusals.values() if why][:1]
         if not served:
@@ -80,7 +80,7 @@ class ExpertCache:
         self._handles = served
         self._told, self._told_pages = self._cache.totals(), self._cache.counts()
         for number, handle in enumerate(served.values()):
-            handle.decide_by(CachedLayer(self._cache, number, handle.form()))
+            handle.deciding.cache = CachedLayer(self._cache, number, handle.form([None] * handle.spec.experts))
 
     def _room(self, served: dict[str, ExpertsHandle]) -> int:
         """The bytes of the GPU's budget that no other page needs."""
@@ -100,7 +100,7 @@ class ExpertCache:
         link, before, self._told = f"{self._stack.names[1]}>{self._stack.names[0]}", self._told, cache.totals()
         for name, of in self._told.items():
             handle = self._handles[name]
-            handle.resident, page = of.resident, handle.pages[0]
+            handle.deciding.resident, page = of.resident, handle.pages[0]
             _count(page.tally, (of.hits - before[name].hits, of.misses - before[name].misses), page.nbytes, link)
         if each:
             told, self._told_pages = self._told_pages, cache.counts()
@@ -120,7 +120,7 @@ class ExpertCache:
             cache.check_not_recorded()
             self.settle(each=True)
         for handle in self._handles.values():
-            handle.decide_by(None)
+            handle.deciding.cache = None
         self._cache, self._handles = None, {}
         cache.close()
 

@@ -59,8 +59,8 @@ def _is_resident(stack: TierStack, family: Family) -> bool:
 
 def _experts_of(stack: TierStack, family: Family, layer: VBExperts, *, each: bool) -> ExpertsStats:
     handle = layer.handle
-    found = experts_stats(stack, family, handle.routing, decides=handle.decides, each=each)
-    return found if handle.cache is None else replace(found, resident=handle.resident)
+    found = experts_stats(stack, family, handle.routing, decides=handle.deciding.by, each=each)
+    return found if handle.deciding.cache is None else replace(found, resident=handle.deciding.resident)
 
 
 def expert_counts(stack: TierStack, layers: Mapping[str, SwappedLayer]) -> dict[str, ExpertCounts]:

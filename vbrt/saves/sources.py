@@ -249,7 +249,7 @@ class SavedModel:
         """See `Source`: as they were encoded."""
         layers = {part: self._layers[site.name] for part, site in zip(handle.spec.parts, _sites(swap), strict=True)}
         for expert in range(swap.experts):
-            yield handle.from_encoded(
+            yield handle.coder.from_encoded(
                 {part: self._encoded(layer, expert) for part, layer in layers.items() if expert < layer.site.matrices}
             )
 

@@ -15,7 +15,7 @@ NAME = "model.layers.0.mlp.experts"
 
 def encoder_of(format: str, part: str, dtype: torch.dtype = torch.bfloat16):
     vb = wrap(qwen3_moe(dtype=dtype), format)
-    return vb.model.get_submodule(NAME).handle.encoders[part]
+    return vb.model.get_submodule(NAME).handle.coder.encoders[part]
 
 
 def weights_of(encoder, count: int) -> torch.Tensor:
@@ -95,5 +95,5 @@ def test_experts_that_are_copied_to_the_gpu_meanwhile_have_the_same_planes(monke
     handle = vb.model.get_submodule(NAME).handle
     weights = {"up": model.get_submodule(NAME).gate_up_proj, "down": model.get_submodule(NAME).down_proj}
     for expert, planes in enumerate(handle.split(weights)):
-        alone = {part: handle.encoders[part].split(weight[expert]) for part, weight in weights.items()}
+        alone = {part: handle.coder.encoders[part].split(weight[expert]) for part, weight in weights.items()}
         assert_same(planes, encoding.join_planes(alone))

@@ -25,6 +25,7 @@ from vbrt.kernels.experts import ExpertPages, Gate
 from vbrt.kernels.product import as_autocast
 from vbrt.layers.compute import pass_precision
 from vbrt.layers.experts.gates import gate_of, own_gate
+from vbrt.layers.experts.leased import resident_pages
 from vbrt.layers.experts.library import ExpertsView, implementation_of
 from vbrt.layers.experts.routing import local_ids, pairs_of, touched_experts
 from vbrt.layers.experts.turns import InTurn
@@ -59,10 +60,10 @@ def run_experts(layer: "VBExperts", routed: Routed) -> Tensor:
         recorder.note(handle.spec.name, routed.ids.tolist())
     precision = pass_precision()
     scan = routed.ids.numel() >= handle.spec.experts
-    cached = handle.cached()
+    cached = handle.deciding.asked() if routed.x.is_cuda else None
     if cached is not None and routed.x.device == handle.device and routed.x.dtype in BY_ADDRESS:
         return _by_device(layer, routed, cached, scan=scan)
-    pages = handle.resident_pages(routed.x.device) if precision == "full" else None
+    pages = resident_pages(handle, routed.x.device) if precision == "full" else None
     if pages is not None:
         handle.routing.unlease()
         return _Kernels(layer, routed).resident(pages, scan=scan)
@@ -74,8 +75,8 @@ def run_experts(layer: "VBExperts", routed: Routed) -> Tensor:
     lossless = handle.spec.lossless and not (handle.spec.fine and precision == "coarse")
     compute = _Library(layer, routed) if lossless else _Kernels(layer, routed)
     chunks = list(chunks_of(handle, touched, scan=scan, precision=precision))
-    if scan or len(chunks) > 1:
-        handle.announce(touched, precision)
+    if (scan or len(chunks) > 1) and not handle.stack.at_rest:
+        handle.stack.announce(handle.keys_of(touched, precision))
     if len(chunks) == 1 and (lossless or not scan) and not compute.only_in_turn:
         with handle.lease(chunks[0], precision) as leased:
             return compute.whole(leased)
@@ -259,7 +260,7 @@ class _Kernels:
     in_order = only_in_turn = False
 
     def __init__(self, layer: "VBExperts", routed: Routed) -> None:
-        self.layer, self.handle, self.ops = layer, layer.handle, layer.handle.ops_of_pass()
+        self.layer, self.handle, self.ops = layer, layer.handle, layer.handle.coder.ops_of_pass()
         self.routed = Routed(as_autocast(routed.x), routed.ids, routed.weights)
         self.dtype = routed.x.dtype
         self.rows: Tensor | None = None

@@ -1,15 +1,20 @@
-"""Where the device decides which experts are resident: a layer's forward on its part of a `DeviceCache`."""
+"""Who decides which experts are resident: the host by leases, or the device, by a layer's part of a `DeviceCache`."""
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
+from vbrt.kernels import resolve
 from vbrt.kernels.experts import ExpertPages
 from vbrt.layers.experts.device_cache import DeviceCache
 
-__all__ = ["CachedLayer"]
+if TYPE_CHECKING:
+    from vbrt.layers.experts.handle import ExpertsHandle
+
+__all__ = ["CachedLayer", "Deciding", "why_host"]
 
 
 class CachedLayer(NamedTuple):
@@ -43,3 +48,46 @@ class CachedLayer(NamedTuple):
         """Return the pages at the addresses that a lease gives."""
         form = self.form
         return ExpertPages(form.format, form.dtype, form.shapes, form.layout, form.pages, addresses)
+
+
+class Deciding:
+    """Who decides for one layer.
+
+    Attributes:
+        cache: the layer's part of the model's device cache, where the GPU decides; None where the host does.
+        resident: how many experts were in that cache when it was last asked.
+        follow: a method, held weakly, that may give the layer a cache.
+    """
+
+    def __init__(self) -> None:
+        self.cache: CachedLayer | None = None
+        self.resident = 0
+        self.follow: weakref.WeakMethod | None = None
+
+    @property
+    def by(self) -> str:
+        """ "host" or "gpu"."""
+        return "host" if self.cache is None else "gpu"
+
+    def ask_with(self, follow: Callable[[], None]) -> None:
+        """Have forwards without a cache call a method that may give the layer one."""
+        self.follow = weakref.WeakMethod(follow)
+
+    def asked(self) -> CachedLayer | None:
+        """Return the layer's part of a cache; ask for one if there is none."""
+        if self.cache is None and self.follow is not None:
+            follow = self.follow()
+            if follow is not None:
+                follow()
+        return self.cache
+
+
+def why_host(handle: "ExpertsHandle") -> str:
+    """Return why the device cannot decide which experts are resident; "" if it can."""
+    name, spec = handle.spec.name, handle.spec.first
+    if handle.planes > 1 or spec.lossless:
+        return f"{name}: held as {spec.label}; the GPU fetches experts of one 4-bit plane by itself"
+    kernel = resolve("experts_up", spec.backend, handle.device, spec.format)
+    if not kernel.by_address(handle.pages[0].layout, handle.device):
+        return f"{name}: the {kernel.backend} kernels of {spec.label} do not take pages by address here"
+    return ""

@@ -66,7 +66,7 @@ class EncodedExperts:
         given = upload(self._part_of(steps[0]))
         for step, following in zip(steps, [*steps[1:], None], strict=True):
             weights = given.take()
-            made = {part: handle.encoders[part].split_many(w, step.start) for part, w in weights.items()}
+            made = {part: handle.coder.encoders[part].split_many(w, step.start) for part, w in weights.items()}
             del weights
             if following is not None:
                 given = upload(self._part_of(following))

@@ -216,7 +216,7 @@ class VBSharedExperts(VBExperts):
             return type(self).plain_class().forward(ExpertsView(self, held, None), hidden, gammas)
 
     def _by_pages(self, hidden: Tensor, gammas: Tensor, pages: ExpertPages) -> Tensor:
-        ops, x_TH = self._vb_handle.ops_of_pass(), as_autocast(hidden.reshape(-1, hidden.shape[-1]))
+        ops, x_TH = self._vb_handle.coder.ops_of_pass(), as_autocast(hidden.reshape(-1, hidden.shape[-1]))
         experts = torch.arange(pages.experts, dtype=torch.int64, device=x_TH.device)
         ids_TE = experts.expand(len(x_TH), -1).contiguous()
         gate_PI, value_PI = (ops.up(x_TH, ids_TE, pages, part=part) for part in ("gate", "up"))

@@ -44,7 +44,7 @@ class InTurn:
             self._lease.close()
             chunk = self._chunk_of.get(expert, (expert,))
             self._leased = self._lease.enter_context(self.handle.lease(chunk, self._precision))
-        return self.handle.matrix(part, self._leased.fields(self._leased.experts.index(expert)))
+        return self._leased.matrix(part, self._leased.experts.index(expert))
 
     def stack(self, part: str) -> "_Stack":
         """Return what a forward may index in the place of the parameter."""

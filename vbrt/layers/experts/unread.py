@@ -47,7 +47,7 @@ class Unread(Tensor):
         handle = self.handle
         if self.expert is not None:
             with handle.lease([self.expert]) as leased:
-                return handle.matrix(handle.spec.part_of(self.parameter), leased.fields(0)).clone()
+                return leased.matrix(handle.spec.part_of(self.parameter), 0).clone()
         if self.read is None:
             self.read = lend(handle, self.parameter)
         site = handle.spec.sites[handle.spec.parameters.index(self.parameter)]

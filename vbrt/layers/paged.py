@@ -1,0 +1,75 @@
+"""PagesHandle: what handles of weights share, whatever the number of their pages."""
+
+import secrets
+from typing import Any, Self
+
+import torch
+
+from vbrt.errors import TierError, WrapError
+from vbrt.tiers import Owner, Page, TierStack
+
+__all__ = ["PagesHandle"]
+
+
+class PagesHandle:
+    """Pages of one weight, or of the weights of one module, in a stack. It begins empty.
+
+    Attributes:
+        keys: pages in the stack; none before `store` and after `retire`.
+        generation: counts the weights that this handle has held before.
+        id: random, so that a graph of another process never names a handle of this one.
+        token: names handle and generation in graphs.
+    """
+
+    spec: Any
+    _what = "its weight was"  # for errors
+
+    def __init__(self, stack: TierStack) -> None:
+        self.stack = stack
+        self.device, self.device_name = stack.device, str(stack.device)
+        self.keys: tuple[str, ...] = ()
+        self.pages: tuple[Page, ...] = ()
+        self.owner: Owner | None = None
+        self.forwards = self.weight_reads = self.generation = 0
+        self.id = secrets.randbits(63)
+        self.token = self.token_at(0)
+        self.fallbacks: list[str] = []
+
+    @property
+    def name(self) -> str:
+        """The name of the weight, or of the module whose weights these are."""
+        return self.spec.name
+
+    def token_at(self, generation: int) -> torch.Tensor:
+        """A tensor, and not constants, so that layers share one compiled graph."""
+        return torch.tensor([self.id, generation], dtype=torch.int64, device="cpu")
+
+    def retire(self) -> None:
+        """Retire the pages; the handle is empty again."""
+        owner, generation = self.owner, self.generation + (self.owner is not None)
+        token = self.token_at(generation)
+        retired, claims = self.stack.retired, () if owner is None else (owner.claim,)
+        # no call from here on: Ctrl-C finds pages that are owned, or an empty handle
+        retired += claims
+        self.keys, self.pages, self.owner, self.generation, self.token = (), (), None, generation, token
+        self.forget_ready()
+
+    def forget_ready(self) -> None:
+        """Keep no views into pages: they may move."""
+        raise NotImplementedError
+
+    def still(self, generation: int) -> Self:
+        """The handle. Raises WrapError if its weights are not that generation's any more."""
+        if self.keys and self.generation != generation:
+            raise WrapError(
+                f"{self.name}: {self._what} loaded anew between forward and backward; run the forward again"
+            )
+        return self
+
+    def check_pages(self) -> None:
+        """Raise TierError if there are no pages any more."""
+        if not self.keys:
+            raise TierError(
+                f"{self.name}: its pages are gone, the model was closed; wrap it again, or call "
+                "unwrap() instead of close() to keep the weights"
+            )
