@@ -203,6 +203,9 @@ class VBSharedExperts(VBExperts):
                 return self(hidden, gammas)
         if not self.materialized or not is_bare(hidden):
             return plain_forward(self, hidden, gammas)
+        return self._by_lease(hidden, gammas)
+
+    def _by_lease(self, hidden: Tensor, gammas: Tensor) -> Tensor:
         handle, precision = self._vb_handle, pass_precision()
         handle.forwards += 1
         handle.routing.scan(range(handle.spec.experts))
