@@ -25,10 +25,11 @@ os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
 TIMEOUT_SECONDS = 180
 PASS_SHARE = 0.99
 CHECKS = ("dense-ssd", "exact-bf16", "generate", "experts", "one-token", "one-token-bf16", "4-bit", "save")
+LOADING_CHECKS = ("from-pretrained", "planes-again", "dense-again")
 READY, UNWRAPPED_DONE = "ready", "unwrapped done"
 
 
-def work(pipe: Connection, directory: str) -> None:
+def work(pipe: Connection, directory: str, loading: bool) -> None:
     """A worker: takes (kind, name), says when the unwrapped model is done, answers a Result as a dict.
 
     One thread, so that sums have one order.
@@ -38,7 +39,9 @@ def work(pipe: Connection, directory: str) -> None:
     import transformers
 
     from tests.zoo.checks import check
+    from tests.zoo.loading import check_loading
 
+    run = check_loading if loading else check
     torch.set_num_threads(1)
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # models print
@@ -47,7 +50,7 @@ def work(pipe: Connection, directory: str) -> None:
         kind, name = pipe.recv()
         start = time.perf_counter()
         with tempfile.TemporaryDirectory(dir=directory) as pages:
-            result = check(kind, name, Path(pages), unwrapped_done=lambda: pipe.send(UNWRAPPED_DONE))
+            result = run(kind, name, Path(pages), unwrapped_done=lambda: pipe.send(UNWRAPPED_DONE))
         result.seconds = round(time.perf_counter() - start, 2)
         pipe.send(result.to_dict())
 
@@ -64,19 +67,19 @@ class Worker:
     ours: bool = False  # past the unwrapped model: what goes wrong now is a miss
 
 
-def start(directory: str) -> Worker:
+def start(directory: str, loading: bool) -> Worker:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=work, args=(theirs, directory), daemon=True)
+    process = context.Process(target=work, args=(theirs, directory, loading), daemon=True)
     process.start()
     theirs.close()
     return Worker(process, ours)
 
 
-def results(jobs: list[tuple[str, str]], workers: int, directory: str) -> Iterator[dict]:
+def results(jobs: list[tuple[str, str]], workers: int, directory: str, *, loading: bool) -> Iterator[dict]:
     """The results as they come. A crashed or hung worker is replaced; its job is a miss if it was wrapped by then."""
     queue = list(reversed(jobs))
-    pool = [start(directory) for _ in range(min(workers, len(jobs)))]
+    pool = [start(directory, loading) for _ in range(min(workers, len(jobs)))]
     try:
         while pool:
             wait([w.pipe for w in pool], timeout=1.0)
@@ -109,7 +112,7 @@ def results(jobs: list[tuple[str, str]], workers: int, directory: str) -> Iterat
                         "verdicts": {"process": lost} if worker.ours else {},
                     }
                     if queue:
-                        pool.append(start(directory))
+                        pool.append(start(directory, loading))
                 elif worker.ready and worker.job is None:
                     if not queue:
                         worker.process.kill()
@@ -170,9 +173,11 @@ def report(found: list[dict], seconds: float) -> dict:
             if why != "ok" and not why.startswith("n/a"):
                 print(f"MISS {r['kind']:9} {r['name']:36} {check}: {why}")
     counts = {}
-    for check in CHECKS:
+    for check in (*CHECKS, *LOADING_CHECKS):
         verdicts = [r["verdicts"][check] for r in by["pass"] + by["miss"] if check in r["verdicts"]]
         counted = [v for v in verdicts if not v.startswith("n/a")]
+        if not verdicts:
+            continue
         ok, without = counted.count("ok"), len(verdicts) - len(counted)
         counts[check] = {"ok": ok, "of": len(counted), "not_applicable": without}
         print(f"{check:14} {ok}/{len(counted)} ({without} cannot do it unwrapped)")
@@ -222,6 +227,7 @@ def main() -> int:
     parser.add_argument("--kind", default="all", choices=("causal", "base", "timm", "diffusers", "all"))
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these model types only")
     parser.add_argument("--routed", action="store_true", help="only models that may have routed experts")
+    parser.add_argument("--loading", action="store_true", help="read each by from_pretrained into planes instead")
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="N of them, evenly spread")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="worker processes, one thread each")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every result there")
@@ -229,7 +235,7 @@ def main() -> int:
     begin, found = time.monotonic(), []
     jobs = choose(args.kind, args.only, args.sample, routed=args.routed)
     with tempfile.TemporaryDirectory(prefix="vbrt-sweep-") as directory, progress(len(jobs)) as tick:
-        for result in results(jobs, max(1, args.jobs), directory):
+        for result in results(jobs, max(1, args.jobs), directory, loading=args.loading):
             found.append(result)
             tick(result)
     summary = report(found, time.monotonic() - begin)

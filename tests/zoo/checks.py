@@ -18,11 +18,11 @@ from tests.zoo.bits import difference, generate, reason_of
 from tests.zoo.routed import ROUTED_CHECKS, check_routed, stacked_modules
 from vbrt import load_config, make_plan, wrap
 
-__all__ = ["CHECKS", "Result", "check", "difference"]
+__all__ = ["ALL", "CHECKS", "Result", "check", "difference"]
 
 CHECKS = ("dense-ssd", "exact-bf16", "generate", "experts", *ROUTED_CHECKS)
 #: every layer is swapped, the smallest and the head too, and every table
-_ALL = {"min_parameters": 0, "keep_head": False, "embeddings": True}
+ALL = {"min_parameters": 0, "keep_head": False, "embeddings": True}
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Result:
 
 def _half(model: nn.Module) -> tuple[int, int]:
     """A cpu budget for about half of the pages, and at least the largest; and the bytes of all pages."""
-    plan = make_plan(model, load_config("dense", weights=_ALL))
+    plan = make_plan(model, load_config("dense", weights=ALL))
     return max(plan.page_bytes // 2, plan.largest_layer_bytes), plan.page_bytes
 
 
@@ -124,7 +124,7 @@ def _check_dense(
     """fp32, half of the pages in the cpu tier, all of them on the ssd: twice forward, generate, and back."""
     budget, total = _half(model)
     tiers = {"cpu": {"budget": budget}, "ssd": {"enabled": True, "path": str(directory)}} if total else {}
-    vb = wrap(model, "dense", weights=_ALL, tiers=tiers)
+    vb = wrap(model, "dense", weights=ALL, tiers=tiers)
     with vb:
         result.swapped = len(vb.plan.swaps)
         result.experts = sum(len(swap.modules) for swap in vb.plan.swaps if swap.experts)
@@ -155,7 +155,7 @@ def _check_exact(kind: str, name: str) -> str:
     expected = zoo.forward(model, inputs)
     if gap := difference(expected, zoo.forward(model, inputs)):
         return f"n/a: does not repeat itself unwrapped in bf16: {gap}"
-    with wrap(model, "exact", weights=_ALL) as vb:
+    with wrap(model, "exact", weights=ALL) as vb:
         gaps = [difference(expected, zoo.forward(vb, inputs)) for _ in range(2)]
         gaps.append(difference(expected, zoo.forward(vb.unwrap(), inputs)))
     return next((f"pass {i + 1}: {g}" for i, g in enumerate(gaps) if g), "ok")

@@ -1,0 +1,70 @@
+"""What must hold for every architecture that is read by `from_pretrained` into planes: the plain load's outputs, bit for
+bit, as it is read from a checkpoint and again from what it wrote itself.
+
+`check_loading(kind, name, directory)` is what `scripts/sweep --loading` runs on all causal language models, and
+`tests/integrations/test_transformers_loading.py` on a sample.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.zoo import zoo
+from tests.zoo.bits import difference, reason_of
+from tests.zoo.checks import ALL, Result
+from vbrt import QuantizationConfig, of
+
+__all__ = ["LOADING_CHECKS", "check_loading"]
+
+LOADING_CHECKS = ("from-pretrained", "planes-again", "dense-again")
+
+
+def check_loading(
+    kind: str, name: str, directory: Path, *, unwrapped_done: Callable[[], None] = lambda: None
+) -> Result:
+    """Save a model, load it plainly and into planes, and compare; save that, load it again, and compare.
+
+    See `tests.zoo.checks.check` for the arguments.
+    """
+    result = Result(kind, name)
+    try:
+        model, inputs = zoo.build(kind, name, dtype=torch.bfloat16)
+        model.save_pretrained(directory / "plain")
+        plain = _load(type(model), directory / "plain")
+        expected = zoo.forward(plain, inputs)
+        gap = difference(expected, zoo.forward(_load(type(model), directory / "plain"), inputs))
+    except Exception as e:  # noqa: BLE001 - whatever the plain model raises is the reason that is reported
+        result.reason = reason_of(e)
+        return result
+    if gap or not expected:
+        result.reason = f"does not repeat itself when it is loaded plainly: {gap}" if gap else "no tensor in its output"
+        return result
+    unwrapped_done()
+    result.parameters = sum(p.numel() for p in plain.parameters())
+    source = directory / "plain"
+    for check, stored in zip(LOADING_CHECKS, ("planes", "planes", "dense"), strict=True):
+        config = None if check == "planes-again" else QuantizationConfig("exact", weights=ALL, stored=stored)
+        try:
+            loaded = _load(type(model), source, quantization_config=config)
+            result.swapped = len(of(loaded).plan.swaps)
+            gap = difference(expected, zoo.forward(loaded, inputs))
+            if check == "from-pretrained":
+                loaded.save_pretrained(directory / "planes")
+            elif check == "dense-again":
+                loaded.save_pretrained(directory / "dense")
+                gap = gap or difference(expected, zoo.forward(_load(type(model), directory / "dense"), inputs))
+        except Exception as e:  # noqa: BLE001 - reported as this check's verdict
+            gap = reason_of(e)
+        result.verdicts[check] = gap or "ok"
+        source = directory / "planes" if check == "from-pretrained" and not gap else directory / "plain"
+        if check == "from-pretrained" and gap:
+            break
+    return result
+
+
+def _load(model_class: type[nn.Module], directory: Path, **kwargs: Any) -> nn.Module:
+    torch.manual_seed(0)  # of weights that no checkpoint has
+    return model_class.from_pretrained(directory, dtype="auto", **kwargs).eval()
