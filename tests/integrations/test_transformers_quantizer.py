@@ -63,6 +63,14 @@ def test_a_model_is_wrapped_as_it_is_read_and_read_again_as_it_was_saved(name, s
     assert vbrt.of(named).plan.budgets["cpu"] == 64 << 20
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_no_weight_that_is_swapped_waits_for_the_others(name, tmp_path, monkeypatch):
+    MODELS[name]().save_pretrained(tmp_path)
+    for kind in (vbrt.layers.VBLayer, vbrt.layers.experts.VBExperts):
+        monkeypatch.setattr(kind, "materialize_", None)  # which encodes what is left when everything is read
+    assert all(layer.materialized for layer in vbrt.of(load(tmp_path, "exact")).registry.values())
+
+
 def test_planes_that_were_saved_are_not_encoded_again(saved, tmp_path, monkeypatch):
     load(saved[0], "fp4").save_pretrained(tmp_path)
     expected = load(saved[0], "fp4")(IDS).logits

@@ -143,7 +143,7 @@ class VBQuantizer(HfQuantizer):
         self._holds_planes = self.pre_quantized and quantization_config.stored == "planes"
         self.pre_quantized = False  # tensors are read one after the other, by this thread
         self._files: list[Path] = []
-        self._dtype: torch.dtype | None = None
+        self._read_in: dict[str, torch.dtype] = {}
         self._error: Exception | None = None
         self.filling: Filling | None = None
 
@@ -165,9 +165,9 @@ class VBQuantizer(HfQuantizer):
         """Return None: what is not swapped moves when everything is read."""
 
     def _process_model_before_weight_loading(
-        self, model: PreTrainedModel, dtype: torch.dtype | None = None, checkpoint_files: Any = None, **kwargs: Any
+        self, model: PreTrainedModel, checkpoint_files: Any = None, **kwargs: Any
     ) -> PreTrainedModel:
-        self._dtype, self._files = dtype, [Path(file) for file in checkpoint_files or ()]
+        self._files = [Path(file) for file in checkpoint_files or ()]
         return model
 
     def update_weight_conversions(self, weight_conversions: list, model: PreTrainedModel) -> list:
@@ -179,7 +179,10 @@ class VBQuantizer(HfQuantizer):
         if config.settings.mode == "train":
             _ignore_(model, {r"(^|[._])separation$"})  # a history of scales is that of a run, and begins anew
             return weight_conversions
-        _use_dtypes_of_files_(model, self._dtype)
+        self._read_in = _dtypes_read_in(model)
+        for name, parameter in model.named_parameters():
+            if name in self._read_in:
+                parameter.data = parameter.data.to(self._read_in[name])
         model.tie_weights()
         self.filling = Filling(model, config.settings, policy, saved)
         if saved is not None:
@@ -196,7 +199,7 @@ class VBQuantizer(HfQuantizer):
         """True if a weight goes into pages as it is read, in the dtype that transformers reads it in."""
         if self.filling is None or not self.filling.takes(param_name):
             return False
-        return self._holds_planes or model.get_parameter(param_name).dtype in (self._dtype, torch.float32)
+        return self._holds_planes or param_name in self._read_in
 
     def get_quantize_ops(self) -> ConversionOps:
         """Return the operation that takes what is read."""
@@ -280,13 +283,17 @@ def _ignore_(model: PreTrainedModel, patterns: set[str]) -> None:
     model._keys_to_ignore_on_load_unexpected = patterns.union(model._keys_to_ignore_on_load_unexpected or ())
 
 
-def _use_dtypes_of_files_(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
-    """Give parameters that transformers keeps in fp32 that dtype now, while they are on the meta device."""
+def _dtypes_read_in(model: PreTrainedModel) -> dict[str, torch.dtype]:
+    """Return the dtypes in which transformers reads parameters that a quantizer takes, by name. Those of which the
+    model's class has made others are not in it: such weights are read in the dtype of the model and would lose bits."""
+    dtype = model.config.dtype
     plan = model._get_dtype_plan(dtype)
-    if not plan:
-        return
-    pattern, groups, _ = build_glob_alternation(list(plan))
-    for name, parameter in model.named_parameters():
-        found = pattern.search(name)
-        if found is not None:
-            parameter.data = parameter.data.to(plan[groups[found.lastgroup]])
+    pattern, groups, _ = build_glob_alternation(list(plan)) if plan else (None, {}, None)
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        match = pattern.search(name) if pattern is not None else None
+        if match is not None:
+            found[name] = plan[groups[match.lastgroup]]
+        elif parameter.dtype is dtype:
+            found[name] = dtype
+    return found
