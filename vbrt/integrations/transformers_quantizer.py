@@ -34,6 +34,22 @@ __all__ = ["QuantizationConfig", "VBQuantizer"]
 
 _METHOD = "vbrt"
 _STORED = ("planes", "dense")
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+_KEYS = ("quant_method", "stored", "dtypes", "config")
+
+
+def _is_entry(key: str, value: Any) -> bool:
+    """True if config.json may have this."""
+    if key == "dtypes":
+        known = {str(dtype).removeprefix("torch.") for dtype in _DTYPES}
+        return (
+            isinstance(value, list) and len(value) in (0, 2) and all(isinstance(v, str) and v in known for v in value)
+        )
+    if key == "config":
+        return isinstance(value, Mapping)
+    return key in _KEYS and isinstance(value, str)
 
 
 class QuantizationConfig(QuantizationConfigMixin):
@@ -48,9 +64,12 @@ class QuantizationConfig(QuantizationConfigMixin):
     Attributes:
         settings: the config that these make; of a loaded model, the one that it was wrapped with.
         named: what was given: config, overrides, and a factory of policies or None.
+        dtypes: of a save, the dtype that config.json has, which is that of the first parameter that is not swapped, and
+            that of the model, where these differ.
 
-    A directory that `save_pretrained` wrote keeps its config: `from_pretrained` without one takes that, and what is
-    named then is merged into it, as by `vbrt.load`.
+    A directory that `save_pretrained` wrote keeps its config: after `import vbrt`, `from_pretrained` without one takes
+    that, and what is named then is merged into it, as by `vbrt.load`. Without vbrt, transformers loads dense weights
+    with a warning, and refuses planes for their sizes.
 
     Raises ConfigError: as `vbrt.wrap`; or `stored` is something else.
     """
@@ -67,6 +86,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         self.quant_method, self.stored = _METHOD, stored
         policy = user_policy(overrides, None)
         self.named = config, overrides, policy
+        self.dtypes: tuple[str, ...] = ()
         self.settings = load_config(config, **overrides)
 
     @classmethod
@@ -74,21 +94,20 @@ class QuantizationConfig(QuantizationConfigMixin):
         cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
     ) -> "QuantizationConfig | tuple[QuantizationConfig, dict[str, Any]]":
         """Return what `to_dict` gave as a config. Raises ConfigError: a key that has no meaning here, named."""
-        known = {"quant_method", "stored", "config"}
-        unknown = sorted(config_dict.keys() - known)
-        if unknown or not isinstance(config_dict.get("config", {}), Mapping):
+        wrong = next((key for key in {*_KEYS, *config_dict} if not _is_entry(key, config_dict.get(key))), None)
+        if wrong is not None:
             raise ConfigError(
-                f"quantization_config of config.json: {unknown[0] if unknown else 'config'!r} is not as "
-                f"save_pretrained() writes it; expected {', '.join(sorted(known))}, which a newer vbrt may extend"
+                f"quantization_config of config.json: {wrong} = {config_dict.get(wrong)!r} is not as save_pretrained() "
+                f"writes it; expected {', '.join(_KEYS)}; a newer vbrt may read it"
             )
-        made = cls(
-            VBConfig.from_dict(config_dict.get("config", {}), source="config.json"), stored=config_dict["stored"]
-        )
+        made = cls(VBConfig.from_dict(config_dict["config"], source="config.json"), stored=config_dict["stored"])
+        made.dtypes = tuple(config_dict["dtypes"])
         return (made, kwargs) if return_unused_kwargs else made
 
     def to_dict(self) -> dict[str, Any]:
         """Return what config.json has of it."""
-        return {"quant_method": _METHOD, "stored": self.stored, "config": self.settings.to_dict()}
+        values = _METHOD, self.stored, list(self.dtypes), self.settings.to_dict()
+        return dict(zip(_KEYS, values, strict=True))
 
     def __iter__(self):
         yield from self.to_dict().items()
@@ -144,6 +163,7 @@ class VBQuantizer(HfQuantizer):
         self.pre_quantized = False  # tensors are read one after the other, by this thread
         self._files: list[Path] = []
         self._read_in: dict[str, torch.dtype] = {}
+        self._dtypes: tuple[torch.dtype, torch.dtype] | None = None  # of a loaded model: the seen one, and its own
         self._error: Exception | None = None
         self.filling: Filling | None = None
 
@@ -160,6 +180,11 @@ class VBQuantizer(HfQuantizer):
                 'it out and give budgets, tiers={"gpu": {"budget": "6GiB"}, "cpu": {...}, "ssd": {"enabled": True, '
                 '"path": ...}}, or tiers={"gpu": {"enabled": False}} to compute on the CPU'
             )
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the model where a save has another in its config.json: see `QuantizationConfig`."""
+        seen, own = self.quantization_config.dtypes or (None, None)
+        return getattr(torch, own) if str(dtype) == f"torch.{seen}" else dtype
 
     def update_device_map(self, device_map: Any) -> None:
         """Return None: what is not swapped moves when everything is read."""
@@ -232,10 +257,14 @@ class VBQuantizer(HfQuantizer):
                 attach(model, self.quantization_config.settings, policy=self.quantization_config.named[2])
             else:
                 filling.finish(model)
+            self._dtypes = model.dtype, model.config.dtype
         except BaseException:
             if filling is not None:
                 filling.close()
             raise
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):  # some compute otherwise then, for layers that have no `weight`
+                vars(module.config).pop("_is_quantized", None)
         return model
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> nn.Module:
@@ -256,6 +285,10 @@ class VBQuantizer(HfQuantizer):
         except WrapError:
             self.remove_quantization_config(model)  # unwrapped: a plain model again
             return None, {}
+        seen, own = self._dtypes or (None, None)
+        config.dtypes = (
+            tuple(str(d).removeprefix("torch.") for d in (seen, own)) if model.dtype is seen is not own else ()
+        )
         if config.stored == "dense" or config.settings.mode == "train":
             config.stored = "dense"
             return None, {}
