@@ -11,7 +11,9 @@ from tests.formats.published_weights import BITSANDBYTES, COMPRESSED, FILE, MAKE
 from vbrt.errors import FormatError
 from vbrt.formats import (
     Nested,
+    cut_blocks,
     get_format,
+    join_rows,
     levels_format,
     new_page,
     pack,
@@ -155,3 +157,16 @@ LEVELS = torch.linspace(-1, 1, 16)
 def test_tensors_that_do_not_fit_are_refused(repack, message):
     with pytest.raises(FormatError, match=message):
         repack()
+
+
+def test_parts_of_other_blocks_are_joined_with_their_bits():
+    parts = [repack_gptq(*gptq(16, 200, group)[:2], group=group) for group in (128, 32)]
+    joined = join_rows(parts)
+    assert (joined.format, joined.shape) == ("levels32-float16", (32, 200))
+    one, two = (get_format(part.format).decode(part.coarse, part.shape, torch.float16) for part in parts)
+    decoded = get_format(joined.format).decode(joined.coarse, joined.shape, torch.float16)
+    assert torch.equal(decoded, torch.cat((one, two)))
+    with pytest.raises(FormatError, match="one dtype of scales"):
+        join_rows([parts[0], repack_gguf(torch.zeros(4 * 8 * 18, dtype=torch.uint8), (4, 256), "IQ4_NL")])
+    with pytest.raises(FormatError, match=r"blocks of 64; expected .*, at most 32"):
+        cut_blocks(parts[1], 64)

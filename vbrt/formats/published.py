@@ -5,6 +5,7 @@ weights along K (`vbrt.formats.levels`): codes get our order of nibbles, groups 
 scale is repeated for the blocks of its group. `levels_format` says from shapes alone which format that will be.
 """
 
+from collections.abc import Sequence
 from math import gcd
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ __all__ = [
     "GGUF_LEVELS",
     "Nested",
     "Repacked",
+    "cut_blocks",
+    "join_rows",
     "levels_format",
     "repack_bitsandbytes",
     "repack_compressed_int4",
@@ -280,6 +283,39 @@ def repack_gguf(blocks: Tensor, shape: tuple[int, int], type: str) -> Repacked:
     low, high = whole[:, 2:] & 15, whole[:, 2:] >> 4
     codes = torch.cat((low[:, 0::2] | low[:, 1::2] << 4, high[:, 0::2] | high[:, 1::2] << 4), dim=1).view(n, -1)
     return _plane(levels_format(k, 32, torch.float16), shape, codes, scales, _table(GGUF_LEVELS[type], codes))
+
+
+def cut_blocks(made: Repacked, block: int) -> Repacked:
+    """The same weights in blocks of `block`, a divisor of theirs: for parts that are to be of one format.
+
+    Raises FormatError for another block.
+    """
+    own = _block(made.format)
+    if block not in LEVEL_BLOCKS or block > own:
+        raise FormatError(f"{made.format}: cut into blocks of {block}; expected one of {LEVEL_BLOCKS}, at most {own}")
+    k = made.shape[1]
+    columns = padded(k, block)
+    scales = made.coarse["scales"].repeat_interleave(own // block, dim=1)[:, : columns // block].contiguous()
+    codes = made.coarse["codes"][:, : columns // 2].contiguous()
+    format = levels_format(k, block, scales.dtype)
+    return Repacked(format, made.shape, {"codes": codes, "scales": scales, "levels": made.coarse["levels"]})
+
+
+def join_rows(parts: Sequence[Repacked]) -> Repacked:
+    """One weight of several of the same K, below each other, such as an expert's gate and up projections.
+
+    Blocks are cut to the smallest. Raises FormatError where K, levels or the scales' dtype differ.
+    """
+    block = min(_block(part.format) for part in parts)
+    cut = [cut_blocks(part, block) for part in parts]
+    levels = cut[0].coarse["levels"]
+    alike = {(part.format, part.shape[1]) for part in cut}
+    if len(alike) > 1 or not all(torch.equal(part.coarse["levels"], levels) for part in cut):
+        found = ", ".join(f"{part.format} {part.shape}" for part in cut)
+        raise FormatError(f"join: {found}; expected one K, one dtype of scales and the same sixteen levels")
+    fields = {name: torch.cat([part.coarse[name] for part in cut]) for name in ("codes", "scales")}
+    shape = (sum(part.shape[0] for part in cut), cut[0].shape[1])
+    return Repacked(cut[0].format, shape, {**fields, "levels": levels})
 
 
 def _check_order(source: str, g_idx: Tensor | None, k: int, group: int) -> None:
