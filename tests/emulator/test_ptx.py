@@ -210,13 +210,26 @@ def test_hundreds_of_tokens(case, copies, gpu):
     assert gpu == ["clear_kernel", "persistent_kernel"][0 if cut else 1 :]
 
 
-@matrix(name=table_linear.FORMATS, dtype=[torch.bfloat16, torch.float32])
-def test_tables(name, dtype, gpu, monkeypatch):
+TABLES = [(name, dtype, 200) for name, dtype in zip(table_linear.FORMATS, (torch.bfloat16, torch.float32), strict=True)]
+LEVELS = [
+    ("levels16-float16", torch.bfloat16, 200),
+    ("levels128-float32", torch.float32, 192),  # whole groups of 64 columns, the last of which is padding
+    *(
+        pytest.param(name, torch.float16, k, marks=pytest.mark.exhaustive)
+        for name in ("levels16-bfloat16", "levels32-float16", "levels64-float32", "levels128-bfloat16")
+        for k in (192, 200, 1304)
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "k"), [*TABLES, *LEVELS])
+def test_tables(name, dtype, k, gpu, monkeypatch):
+    """Also with rows that end within 64 columns, in the middle of the last blocks."""
     monkeypatch.setattr(table_linear, "_nf4_levels", lambda index: torch.tensor(table_linear.NF4_LEVELS))
-    coarse = get_format(name).encode(torch.randn(40, 200) * 0.03)
-    planes = WeightPlanes(name, (40, 200), dtype, coarse)
-    exact = get_format(name).decode(coarse, (40, 200), torch.float64)
-    x, bias = torch.randn(2, 5, 200).bfloat16()[0], torch.randn(40).bfloat16()
+    coarse = get_format(name).encode(torch.randn(40, k) * 0.03)
+    planes = WeightPlanes(name, (40, k), dtype, coarse)
+    exact = get_format(name).decode(coarse, (40, k), torch.float64)
+    x, bias = torch.randn(2, 5, k).bfloat16()[0], torch.randn(40).bfloat16()
     y = table_linear._multiply(x, planes, bias, "relu")
     assert error(y, (x.double() @ exact.T + bias.double()).relu()) < 3e-3
     assert torch.equal(table_linear._decode(planes, dtype), reference.decode_weight(planes))

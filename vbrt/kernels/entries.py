@@ -58,7 +58,7 @@ _triton = functools.partial(
     Kernel, backend="triton", devices=("cuda",), rank=1, refusal=_no_triton, reads_resident_planes=True
 )
 _tiled = functools.partial(_triton, formats=tuple(TILE_FORMATS), page_order=e2m1_linear.packing)
-_tables = functools.partial(_triton, formats=table_linear.FORMATS, runs_unpacked=True)
+_tables = functools.partial(_triton, formats=(*table_linear.FORMATS, *table_linear.LEVELS), runs_unpacked=True)
 
 
 def _decoding(record: Callable[..., Kernel], decode: Callable[..., Any]) -> tuple[Kernel, ...]:

@@ -10,6 +10,7 @@ from vbrt.kernels import KERNELS, reference, resolve
 from vbrt.kernels.cuda.table import linear as table_linear
 
 NAMES = table_linear.FORMATS
+LEVELS = ("levels16-float16", "levels32-float16", "levels64-float32", "levels128-bfloat16")
 
 
 def case(name, shape, dtype=torch.bfloat16, device="cuda"):
@@ -18,7 +19,7 @@ def case(name, shape, dtype=torch.bfloat16, device="cuda"):
     return WeightPlanes(name, shape, dtype, coarse), fmt.decode(coarse, shape, torch.float64)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *LEVELS])
 def test_without_a_gpu_tables_go_through_the_reference(name):
     planes, _ = case(name, (24, 200), torch.float32, "cpu")
     x = torch.randn(3, 200)
@@ -29,7 +30,7 @@ def test_without_a_gpu_tables_go_through_the_reference(name):
 
 def test_table_formats_keep_their_pages_as_they_are():
     (kernel,) = (kernel for kernel in KERNELS if kernel.run is table_linear.linear)
-    for name in NAMES:
+    for name in (*NAMES, *LEVELS):
         assert name in kernel.formats and kernel.runs_unpacked and kernel.page_order(name) is None
 
 
@@ -38,9 +39,9 @@ def test_the_table_decoder_compiles_with_wide_stores(capability, signed):
     pytest.importorskip("triton")
     from vbrt.kernels.cuda.table import decode_triton as table_triton
 
-    types = {"code_ptr": "*u8", "byte_ptr": "*u8", "level_ptr": "*fp32", "scale_ptr": "*fp32", "w_ptr": "*bf16"}
+    types = {"code_ptr": "*u8", "block_ptr": "*u8", "level_ptr": "*fp32", "scale_ptr": "*fp32", "w_ptr": "*bf16"}
     types |= dict.fromkeys(("N", "K", "blocks"), "i32")
-    constants = {"ROWS": 1, "BLOCKS": 64, "SIGNED": signed}
+    constants = {"ROWS": 1, "BLOCKS": 64, "BLOCK": 64, "SIGNED": signed}
     binary = compiled(
         table_triton.decode_kernel, types, constants, capability, aligned=("code_ptr", "w_ptr", "K"), gluon=False
     )
@@ -55,7 +56,7 @@ def test_the_fused_table_kernel_compiles(capability, signed):
     types = {
         "x_ptr": "*bf16",
         "code_ptr": "*i32",
-        "byte_ptr": "*u8",
+        "block_ptr": "*u8",
         "level_ptr": "*fp32",
         "scale_ptr": "*fp32",
         "bias_ptr": "*bf16",
@@ -68,6 +69,7 @@ def test_the_fused_table_kernel_compiles(capability, signed):
         "TOKEN_GROUPS": 2,
         "K_WARPS": 8,
         "UNROLL": 2,
+        "BLOCK": 64,
         "SIGNED": signed,
         "K_TAIL": True,
         "ACTIVATION": "gelu",
@@ -83,7 +85,7 @@ def test_the_fused_table_kernel_compiles(capability, signed):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *LEVELS])
 def test_table_decoded_weights_are_the_references_bits(name, dtype):
     for shape in ((256, 512), (77, 2730), (300, 1000), (3, 20)):
         planes, _ = case(name, shape, dtype)
@@ -93,7 +95,7 @@ def test_table_decoded_weights_are_the_references_bits(name, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(200, 416), (256, 512), (77, 2730), (1024, 4096), (4160, 1024)], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *LEVELS])
 def test_table_linear_matches_float64(name, shape):
     planes, weight = case(name, shape)
     for tokens in (1, 3, 8, 9, 16, 21, 32, 33, 300):
@@ -121,7 +123,7 @@ def test_table_linear_refuses_what_makes_no_sense():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *LEVELS])
 def test_table_gradients_graphs_and_compile(name):
     planes, weight = case(name, (256, 512))
     x = torch.randn(4, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -138,7 +140,7 @@ def test_table_gradients_graphs_and_compile(name):
         assert torch.equal(got, want)
         assert all(torch.equal(table_linear.linear(x, planes, None, "gelu"), want) for _ in range(10))
         coarse = planes.coarse
-        args = (coarse["codes"], coarse["scales"], coarse.get("levels"), coarse["tensor_scale"])
+        args = (coarse["codes"], coarse["scales"], coarse.get("levels"), coarse.get("tensor_scale"))
         torch.library.opcheck(torch.ops.vbrt.table_linear, (x.detach(), *args, None, "gelu"))
         torch.library.opcheck(torch.ops.vbrt.table_decode, (*args, 512, torch.bfloat16))
         run = torch.compile(lambda v: table_linear.linear(v, planes, None, "gelu"), fullgraph=True)
@@ -146,7 +148,7 @@ def test_table_gradients_graphs_and_compile(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *LEVELS])
 def test_a_gpu_resolves_table_formats_to_their_kernels(name):
     assert resolve("linear", "auto", torch.device("cuda"), name).run is table_linear.linear
     assert resolve("decode_weight", "auto", torch.device("cuda"), name).run is table_linear.decode_weight

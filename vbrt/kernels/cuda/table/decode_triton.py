@@ -1,7 +1,8 @@
-"""The GPU side of `linear`: nf4 and quantile weights decoded through a table of levels. Importing needs Triton.
+"""The GPU side of `linear`: weights decoded through a table of 16 levels. Importing needs Triton.
 
-A weight is level[code] * (scale * tensor scale), both products rounded to fp32, as the formats define it. The table is
-one cache line: a warp's lookups fall into it without conflicts, so the kernel stays bound by memory.
+A weight is level[code] * (scale * tensor scale), both products rounded to fp32, as the formats define it; scales of 16
+or 32 bits have no tensor scale. The table is one cache line: a warp's lookups fall into it without conflicts, so the
+kernel stays bound by memory.
 """
 
 import triton
@@ -21,7 +22,7 @@ def _level(level_ptr, code, SIGNED: tl.constexpr):
 @triton.jit
 def decode_kernel(
     code_ptr,
-    byte_ptr,
+    block_ptr,
     level_ptr,
     scale_ptr,
     w_ptr,
@@ -30,9 +31,10 @@ def decode_kernel(
     blocks,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
     SIGNED: tl.constexpr,
 ):
-    """w [N, K] in its own dtype from codes [N, blocks * 32] and UE4M4 scale bytes [N, blocks].
+    """w [N, K] in its own dtype from codes [N, blocks * BLOCK / 2] and block scales [N, blocks], UE4M4 bytes or floats.
 
     level: 16 entries, or with SIGNED 8 magnitudes, bit 3 of a code being the sign. Grid (row groups, block groups).
     """
@@ -40,12 +42,16 @@ def decode_kernel(
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[None, :, None]
     inside = (row < N) & (block < blocks)
     index = row.to(tl.int64) * blocks + block
-    byte = tl.load(code_ptr + (index * 32 + tl.arange(0, 32)[None, None, :]), mask=inside, other=0).to(tl.int32)
-    scale_byte = tl.load(byte_ptr + index, mask=inside, other=0).to(tl.int32)
-    scale = ((scale_byte + 1920) << 19).to(tl.float32, bitcast=True)  # 1920 = (127 - 7) << 4
-    scale = tl.where(scale_byte > 0, scale, 0.0) * tl.load(scale_ptr)
+    HALF: tl.constexpr = BLOCK // 2
+    byte = tl.load(code_ptr + (index * HALF + tl.arange(0, HALF)[None, None, :]), mask=inside, other=0).to(tl.int32)
+    if block_ptr.dtype.element_ty == tl.uint8:
+        scale_byte = tl.load(block_ptr + index, mask=inside, other=0).to(tl.int32)
+        scale = ((scale_byte + 1920) << 19).to(tl.float32, bitcast=True)  # 1920 = (127 - 7) << 4
+        scale = tl.where(scale_byte > 0, scale, 0.0) * tl.load(scale_ptr)
+    else:
+        scale = tl.load(block_ptr + index, mask=inside, other=0).to(tl.float32)
     low = (_level(level_ptr, byte & 15, SIGNED) * scale).to(w_ptr.dtype.element_ty)
     high = (_level(level_ptr, byte >> 4, SIGNED) * scale).to(w_ptr.dtype.element_ty)
-    w = tl.reshape(tl.join(low, high), (ROWS, BLOCKS, 64))
-    column = block * 64 + tl.arange(0, 64)[None, None, :]
+    w = tl.reshape(tl.join(low, high), (ROWS, BLOCKS, BLOCK))
+    column = block * BLOCK + tl.arange(0, BLOCK)[None, None, :]
     tl.store(w_ptr + (row.to(tl.int64) * K + column), w, mask=inside & (column < K))

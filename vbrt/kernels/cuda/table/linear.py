@@ -1,4 +1,7 @@
-"""Linear layers on `nf4` and `quantile` weights: the backend "triton" of the ops "linear" and "decode_weight".
+"""Linear layers on weights of 16 levels: the backend "triton" of the ops "linear" and "decode_weight".
+
+`nf4` and `quantile` have a byte of scale for 64 columns and a tensor scale; `levels…` scales of 16 or 32 bits for 16 to
+128 columns, and their 16 levels in the page. No GPU has run the kernels on those yet.
 
 Up to `FUSED_TOKENS` bf16 tokens one kernel looks the codes up, multiplies on the tensor cores and applies bias and
 activation; it rounds the levels to bf16 and applies the block scales to fp32 sums. Otherwise a kernel decodes the
@@ -23,14 +26,16 @@ from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.launch_table import launch_for
 from vbrt.kernels.cuda.launcher import cuda_op, rows_are_aligned
 
-__all__ = ["FORMATS", "FUSED_TOKENS", "decode_weight", "linear", "prepare", "route"]
+__all__ = ["FORMATS", "FUSED_TOKENS", "LEVELS", "decode_weight", "linear", "prepare", "route"]
 
-#: the formats that are decoded through a table
+#: the formats that are decoded through a table, with a byte of scale for a block
 FORMATS = formats_of("table")
+#: the same with scales of 16 or 32 bits
+LEVELS = formats_of("levels")
 #: the most tokens for the fused kernel: four groups of 8
 FUSED_TOKENS = 32
-_ROWS, _BLOCKS, _WARPS = 1, 64, 4
-_UNROLL = 2  # blocks of 64 columns that a warp of the fused kernel reads at a time
+_ROWS, _COLUMNS, _WARPS = 1, 4096, 4
+_UNROLL = 2  # groups of 64 columns that a warp of the fused kernel reads at a time
 
 
 @functools.cache
@@ -59,7 +64,7 @@ def prepare(device: torch.device) -> None:
 
 def _served(planes: WeightPlanes) -> bool:
     codes = planes.coarse.get("codes")
-    if planes.format not in FORMATS or planes.fine is not None or codes is None:
+    if planes.format not in (*FORMATS, *LEVELS) or planes.fine is not None or codes is None:
         return False
     return codes.is_cuda and devices.major(codes.device.index) >= devices.MIN_MAJOR
 
@@ -113,16 +118,29 @@ def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None, activation: 
     coarse = planes.coarse
     multiply = _linear_op if torch.compiler.is_compiling() else _fused
     codes, scales, levels = coarse["codes"], coarse["scales"], coarse.get("levels")
-    return multiply(x, codes, scales, levels, coarse["tensor_scale"], bias, activation)
+    return multiply(x, codes, scales, levels, coarse.get("tensor_scale"), bias, activation)
+
+
+def _table(levels: Tensor | None, device: torch.device) -> tuple[Tensor, bool]:
+    """(fp32 levels by code, whether they are 8 magnitudes and bit 3 of a code is the sign)."""
+    if levels is None:
+        return _nf4_levels(device.index), False
+    return levels, len(levels) == 8
 
 
 def _fused(
-    x: Tensor, codes: Tensor, scales: Tensor, levels: Tensor | None, scale: Tensor, bias: Tensor | None, activation: str
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    levels: Tensor | None,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    activation: str,
 ) -> Tensor:
-    signed = levels is not None
-    levels = levels if signed else _nf4_levels(codes.device.index)
+    levels, signed = _table(levels, codes.device)
     k = x.shape[-1]
     n, blocks = scales.shape
+    block = 2 * codes.shape[1] // blocks
     x_MK = x.reshape(-1, k)
     tokens = x_MK.shape[0]
     y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
@@ -130,14 +148,15 @@ def _fused(
         wide = x_MK.new_zeros(tokens, -(-k // 8) * 8)
         wide[:, :k] = x_MK
         x_MK, k = wide, wide.shape[1]
-    warps = launch_for("table", devices.major(codes.device.index), tokens, -(-n // 16), blocks).k_warps
+    groups = -(-blocks * block // 64)
+    warps = launch_for("table", devices.major(codes.device.index), tokens, -(-n // 16), groups).k_warps
     with torch.cuda.device(codes.device):
         _fused_kernels().linear_kernel[(-(-n // 16),)](
             x_MK,
             codes.view(torch.int32),
             scales,
             levels,
-            scale,
+            levels if scale is None else scale,
             x_MK if bias is None else bias.contiguous(),
             y,
             tokens,
@@ -149,8 +168,9 @@ def _fused(
             TOKEN_GROUPS=1 << max(0, (tokens - 1).bit_length() - 3),
             K_WARPS=warps,
             UNROLL=_UNROLL,
+            BLOCK=block,
             SIGNED=signed,
-            K_TAIL=k % 64 != 0,
+            K_TAIL=k != 64 * groups,
             ACTIVATION=activation,
             HAS_BIAS=bias is not None,
             num_warps=warps,
@@ -162,28 +182,30 @@ def _decode(planes: WeightPlanes, dtype: torch.dtype) -> Tensor:
     coarse = planes.coarse
     codes, scales, levels = coarse["codes"], coarse["scales"], coarse.get("levels")
     decode = _decode_op if torch.compiler.is_compiling() else _decode_table
-    return decode(codes, scales, levels, coarse["tensor_scale"], planes.shape[1], dtype)
+    return decode(codes, scales, levels, coarse.get("tensor_scale"), planes.shape[1], dtype)
 
 
 def _decode_table(
-    codes: Tensor, scales: Tensor, levels: Tensor | None, scale: Tensor, k: int, dtype: torch.dtype
+    codes: Tensor, scales: Tensor, levels: Tensor | None, scale: Tensor | None, k: int, dtype: torch.dtype
 ) -> Tensor:
-    signed = levels is not None
-    levels = levels if signed else _nf4_levels(codes.device.index)
+    levels, signed = _table(levels, codes.device)
     n, blocks = scales.shape
+    block = 2 * codes.shape[1] // blocks
+    wide = _COLUMNS // block
     w_NK = torch.empty(n, k, dtype=dtype, device=codes.device)
     with torch.cuda.device(codes.device):
-        _kernels().decode_kernel[(-(-n // _ROWS), -(-blocks // _BLOCKS))](
+        _kernels().decode_kernel[(-(-n // _ROWS), -(-blocks // wide))](
             codes,
             scales,
             levels,
-            scale,
+            levels if scale is None else scale,
             w_NK,
             n,
             k,
             blocks,
             ROWS=_ROWS,
-            BLOCKS=_BLOCKS,
+            BLOCKS=wide,
+            BLOCK=block,
             SIGNED=signed,
             num_warps=_WARPS,
         )
@@ -193,12 +215,12 @@ def _decode_table(
 _linear_op = cuda_op(
     "table_linear",
     _fused,
-    "(Tensor x, Tensor codes, Tensor scales, Tensor? levels, Tensor scale, Tensor? bias, str activation) -> Tensor",
+    "(Tensor x, Tensor codes, Tensor scales, Tensor? levels, Tensor? scale, Tensor? bias, str activation) -> Tensor",
     lambda x, codes, scales, levels, scale, bias, activation: x.new_empty(*x.shape[:-1], codes.shape[0]),
 )
 _decode_op = cuda_op(
     "table_decode",
     _decode_table,
-    "(Tensor codes, Tensor scales, Tensor? levels, Tensor scale, SymInt k, ScalarType dtype) -> Tensor",
+    "(Tensor codes, Tensor scales, Tensor? levels, Tensor? scale, SymInt k, ScalarType dtype) -> Tensor",
     lambda codes, scales, levels, scale, k, dtype: codes.new_empty(codes.shape[0], k, dtype=dtype),
 )

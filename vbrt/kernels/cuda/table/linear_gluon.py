@@ -1,8 +1,9 @@
 """The fused GPU kernel of `linear`: codes through a table into the matrix instruction. Importing needs Triton.
 
-It reads the plain coarse plane. Lane l = 4 g + t of a warp owns rows g and g + 8 and, of each block of 64 columns,
-those from 16 t on: 8 bytes of codes a row, which four `mma.sync.m16n8k16` take 4 columns at a time. So all columns of
-an instruction lie in one block, and its scale multiplies the sums of the block, not the weights.
+It reads the plain coarse plane, 64 columns at a time. Lane l = 4 g + t of a warp owns rows g and g + 8 and, of each
+group of 64 columns, those from 16 t on: 8 bytes of codes a row, which four `mma.sync.m16n8k16` take 4 columns at a
+time. So all columns of an instruction lie in one block, and its scale multiplies the sums, not the weights. Of blocks
+of 32 or 16 columns lane t owns 8 or 4: the four instructions then make two or four chains, each with its scale.
 
 The 16 levels, rounded to bf16, lie in eight registers as bytes. `prmt` looks up four codes at once among eight bytes:
 twice for the low and twice for the high bytes, bit 3 of the codes chooses between the two, and two more interleave
@@ -40,23 +41,29 @@ def _decode_assembly() -> str:
     return " ".join([*lines, "}"])
 
 
-def _multiply_assembly() -> str:
-    """$0..$3 = A ($4 + 4 * operand + instruction) times B ($20 + 2 * instruction, + 1), four instructions."""
-    lines, source = ["{ .reg .f32 z; mov.f32 z, 0f00000000;"], "z, z, z, z"
+def _multiply_assembly(chains: int) -> str:
+    """Four instructions in chains, each with sums of its own: the first $0..$3 = A, which come behind all sums, in the
+    order 4 * operand + instruction, times B, which come behind A: 2 * instruction, + 1."""
+    lines, each, base = ["{ .reg .f32 z; mov.f32 z, 0f00000000;"], 4 // chains, 4 * chains
     for i in range(4):
-        a = ", ".join(f"${4 + 4 * operand + i}" for operand in range(4))
+        sums = ", ".join(f"${4 * (i // each) + j}" for j in range(4))
+        source = sums if i % each else "z, z, z, z"
+        a = ", ".join(f"${base + 4 * operand + i}" for operand in range(4))
         lines.append(
-            f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$0, $1, $2, $3}}, {{{a}}}, "
-            f"{{${20 + 2 * i}, ${21 + 2 * i}}}, {{{source}}};"
+            f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{sums}}}, {{{a}}}, "
+            f"{{${base + 16 + 2 * i}, ${base + 17 + 2 * i}}}, {{{source}}};"
         )
-        source = "$0, $1, $2, $3"
     return " ".join([*lines, "}"])
 
 
 DECODE = gl.constexpr(_decode_assembly())
 DECODE_REGISTERS = gl.constexpr(",".join(["=&r"] * 16) + ",r" * 20)
-MULTIPLY = gl.constexpr(_multiply_assembly())
+MULTIPLY = gl.constexpr(_multiply_assembly(1))
 MULTIPLY_REGISTERS = gl.constexpr("=&f,=&f,=&f,=&f" + ",r" * 24)
+MULTIPLY_2 = gl.constexpr(_multiply_assembly(2))
+MULTIPLY_2_REGISTERS = gl.constexpr(",".join(["=&f"] * 8) + ",r" * 24)
+MULTIPLY_4 = gl.constexpr(_multiply_assembly(4))
+MULTIPLY_4_REGISTERS = gl.constexpr(",".join(["=&f"] * 16) + ",r" * 24)
 
 
 @gluon.jit
@@ -75,32 +82,118 @@ def level_bytes(level_ptr, first: gl.constexpr, SIGNED: gl.constexpr):
 
 
 @gluon.jit
-def load_blocks(code_ptr, byte_ptr, row, N, block, blocks, t, LAYOUT: gl.constexpr, UNROLL: gl.constexpr):
-    """For each of UNROLL blocks: codes of row and row + 8, scale bytes of row and row + 8; zeros outside."""
+def load_codes(code_ptr, row, group, blocks, t, wanted, LAYOUT: gl.constexpr, BLOCK: gl.constexpr):
+    """Of rows of blocks below 64 columns: the two words of codes that lane t owns of a group, [threads, 2]."""
     two = gl.arange(0, 2, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    if BLOCK == 32:
+        at = (row * (4 * blocks) + group * 8 + t)[:, None] + 4 * two
+        mask = wanted[:, None] & ((group * 2)[:, None] + two < blocks)
+        return gl.load(code_ptr + at, mask=mask, other=0, cache_modifier=".cg")
+    else:
+        halves = code_ptr.to(gl.pointer_type(gl.int16))
+        at = (row * (4 * blocks) + group * 16 + t)[:, None] + 8 * two
+        first = (group * 4)[:, None] + 2 * two
+        low = gl.load(halves + at, mask=wanted[:, None] & (first < blocks), other=0, cache_modifier=".cg")
+        mask = wanted[:, None] & (first + 1 < blocks)
+        high = gl.load(halves + at + 4, mask=mask, other=0, cache_modifier=".cg")
+        return (low.to(gl.int32) & 0xFFFF) | (high.to(gl.int32) << 16)
+
+
+@gluon.jit
+def load_scale(block_ptr, at, mask):
+    """A block scale as it is stored, a byte as a word; zero outside."""
+    stored = gl.load(block_ptr + at, mask=mask, other=0)
+    return stored.to(gl.int32) if block_ptr.dtype.element_ty == gl.uint8 else stored
+
+
+@gluon.jit
+def load_blocks(
+    code_ptr,
+    block_ptr,
+    row,
+    N,
+    group,
+    groups,
+    blocks,
+    t,
+    LAYOUT: gl.constexpr,
+    UNROLL: gl.constexpr,
+    BLOCK: gl.constexpr,
+):
+    """For each of UNROLL groups of 64 columns, of row and of row + 8: codes, then a scale for each chain; zeros
+    outside."""
+    two = gl.arange(0, 2, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    CHAINS: gl.constexpr = 64 // BLOCK if BLOCK < 64 else 1
     out = ()
     for j in gl.static_range(UNROLL):
         for half in gl.static_range(2):
-            wanted = (row + 8 * half < N) & (block + j < blocks)
-            index = (row + 8 * half) * blocks + block + j
-            at = gl.multiple_of((index * 8 + t * 2)[:, None], (2, 2)) + two
-            words = gl.load(code_ptr + at, mask=wanted[:, None], other=0, cache_modifier=".cg")
-            byte = gl.load(byte_ptr + index, mask=wanted, other=0).to(gl.int32)
-            out = out + (words, byte)
+            wanted = (row + 8 * half < N) & (group + j < groups)
+            if BLOCK >= 64:
+                index = (row + 8 * half) * groups + group + j
+                at = gl.multiple_of((index * 8 + t * 2)[:, None], (2, 2)) + two
+                words = gl.load(code_ptr + at, mask=wanted[:, None], other=0, cache_modifier=".cg")
+                out = out + (words, load_scale(block_ptr, index if BLOCK == 64 else index // (BLOCK // 64), wanted))
+            else:
+                own = row + 8 * half
+                out = out + (load_codes(code_ptr, own, group + j, blocks, t, wanted, LAYOUT, BLOCK),)
+                for chain in gl.static_range(CHAINS):
+                    block = (group + j) * CHAINS + chain
+                    out = out + (load_scale(block_ptr, own * blocks + block, wanted & (block < blocks)),)
     return out
 
 
 @gluon.jit
-def scale_of(byte):
-    """A UE4M4 byte as fp32, see vbrt.formats.blocks; 1920 = (127 - 7) << 4."""
-    return gl.where(byte > 0, ((byte + 1920) << 19).to(gl.float32, bitcast=True), 0.0)
+def scale_of(stored):
+    """A block scale as fp32: a float, or a UE4M4 byte, see vbrt.formats.blocks; 1920 = (127 - 7) << 4."""
+    if stored.dtype == gl.int32:
+        return gl.where(stored > 0, ((stored + 1920) << 19).to(gl.float32, bitcast=True), 0.0)
+    else:
+        return stored.to(gl.float32)
+
+
+@gluon.jit
+def multiplied(a, x, scales_g, scales_h, CHAINS: gl.constexpr):
+    """Sums of four instructions times the scales of their blocks: of row g, of row g + 8."""
+    if CHAINS == 1:
+        s = gl.inline_asm_elementwise(
+            MULTIPLY,
+            MULTIPLY_REGISTERS,
+            [a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], x[0], x[1], x[2], x[3]],
+            dtype=(gl.float32, gl.float32),
+            is_pure=True,
+            pack=2,
+        )
+    elif CHAINS == 2:
+        s = gl.inline_asm_elementwise(
+            MULTIPLY_2,
+            MULTIPLY_2_REGISTERS,
+            [a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], x[0], x[1], x[2], x[3]],
+            dtype=(gl.float32, gl.float32, gl.float32, gl.float32),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        s = gl.inline_asm_elementwise(
+            MULTIPLY_4,
+            MULTIPLY_4_REGISTERS,
+            [a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], x[0], x[1], x[2], x[3]],
+            dtype=(gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32),
+            is_pure=True,
+            pack=2,
+        )
+    upper = s[0] * scales_g[0]
+    lower = s[1] * scales_h[0]
+    for chain in gl.static_range(1, CHAINS):
+        upper += s[2 * chain] * scales_g[chain]
+        lower += s[2 * chain + 1] * scales_h[chain]
+    return upper, lower
 
 
 @gluon.jit(do_not_specialize=["M", "N", "blocks"])
 def linear_kernel(
     x_ptr,
     code_ptr,
-    byte_ptr,
+    block_ptr,
     level_ptr,
     scale_ptr,
     bias_ptr,
@@ -114,6 +207,7 @@ def linear_kernel(
     TOKEN_GROUPS: gl.constexpr,
     K_WARPS: gl.constexpr,
     UNROLL: gl.constexpr,
+    BLOCK: gl.constexpr,
     SIGNED: gl.constexpr,
     K_TAIL: gl.constexpr,
     ACTIVATION: gl.constexpr,
@@ -121,19 +215,30 @@ def linear_kernel(
 ):
     """y [M, N] = activation(x [M, K] @ w.T + bias), grid (ceil(N / 16),), K_WARPS warps that split K.
 
-    x is bf16, its rows 16-byte aligned; TOKEN_GROUPS groups of 8 tokens cover M. K_TAIL: K % 64 != 0.
+    x is bf16, its rows 16-byte aligned; TOKEN_GROUPS groups of 8 tokens cover M. K_TAIL: K ends before the
+    last group does.
+    block_ptr: scales [N, blocks] of BLOCK columns each, floats, or UE4M4 bytes, which scale_ptr's tensor scale is for.
     """
+    BYTES: gl.constexpr = block_ptr.dtype.element_ty == gl.uint8
+    CHAINS: gl.constexpr = 64 // BLOCK if BLOCK < 64 else 1
+    EACH: gl.constexpr = CHAINS + 1
+    if BLOCK > 64:
+        groups = blocks * (BLOCK // 64)
+    elif BLOCK < 64:
+        groups = (blocks + CHAINS - 1) // CHAINS
+    else:
+        groups = blocks
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [K_WARPS, 1], [1, 0])
     thread = gl.arange(0, 32 * K_WARPS, layout=gl.SliceLayout(1, LAYOUT))
     two = gl.arange(0, 2, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     lane = thread % 32
     t = lane % 4
     row = gl.program_id(0) * 16 + lane // 4
-    block = (thread // 32) * UNROLL
+    group = (thread // 32) * UNROLL
     x_words = x_ptr.to(gl.pointer_type(gl.int32))
     zero = gl.zeros((32 * K_WARPS, 2), gl.float32, layout=LAYOUT)
     blank = gl.zeros((32 * K_WARPS, 2), gl.int32, layout=LAYOUT)
-    tiles = load_blocks(code_ptr, byte_ptr, row, N, block, blocks, t, LAYOUT, UNROLL)
+    tiles = load_blocks(code_ptr, block_ptr, row, N, group, groups, blocks, t, LAYOUT, UNROLL, BLOCK)
     lows = ()
     highs = ()
     for quarter in gl.static_range(4):
@@ -145,15 +250,16 @@ def linear_kernel(
     for _ in gl.static_range(TOKEN_GROUPS):
         uppers = uppers + (zero,)
         lowers = lowers + (zero,)
-    for _ in range((blocks + K_WARPS * UNROLL - 1) // (K_WARPS * UNROLL)):
-        ahead = load_blocks(code_ptr, byte_ptr, row, N, block + K_WARPS * UNROLL, blocks, t, LAYOUT, UNROLL)
+    STEP: gl.constexpr = K_WARPS * UNROLL
+    for _ in range((groups + STEP - 1) // STEP):
+        ahead = load_blocks(code_ptr, block_ptr, row, N, group + STEP, groups, blocks, t, LAYOUT, UNROLL, BLOCK)
         for j in gl.static_range(UNROLL):
             a = gl.inline_asm_elementwise(
                 DECODE,
                 DECODE_REGISTERS,
                 [
-                    tiles[4 * j],
-                    tiles[4 * j + 2],
+                    tiles[2 * EACH * j],
+                    tiles[2 * EACH * j + EACH],
                     lows[0],
                     lows[1],
                     lows[2],
@@ -167,47 +273,46 @@ def linear_kernel(
                 is_pure=True,
                 pack=2,
             )
-            scale_g = scale_of(tiles[4 * j + 1])[:, None]
-            scale_h = scale_of(tiles[4 * j + 3])[:, None]
+            scales_g = ()
+            scales_h = ()
+            for chain in gl.static_range(CHAINS):
+                scales_g = scales_g + (scale_of(tiles[2 * EACH * j + 1 + chain])[:, None],)
+                scales_h = scales_h + (scale_of(tiles[2 * EACH * j + EACH + 1 + chain])[:, None],)
             added_uppers = ()
             added_lowers = ()
             for n in gl.static_range(TOKEN_GROUPS):
                 token = n * 8 + lane // 4
                 x = ()
                 for part in gl.static_range(4):
-                    offset = (block + j) * 32 + t * 8 + part * 2
-                    wanted = (token < M) & (block + j < blocks)
+                    offset = (group + j) * 32 + t * (8 // CHAINS) + part // (4 // CHAINS) * (32 // CHAINS)
+                    offset = offset + part % (4 // CHAINS) * 2
+                    wanted = (token < M) & (group + j < groups)
                     if K_TAIL:
                         wanted = wanted & (offset * 2 < K)
                     offset = offset + token * (x_stride // 2)
                     at = gl.multiple_of(offset[:, None], (2, 2)) + two
                     x = x + (gl.load(x_words + at, mask=wanted[:, None], other=0),)
-                upper, lower = gl.inline_asm_elementwise(
-                    MULTIPLY,
-                    MULTIPLY_REGISTERS,
-                    [a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], x[0], x[1], x[2], x[3]],
-                    dtype=(gl.float32, gl.float32),
-                    is_pure=True,
-                    pack=2,
-                )
-                added_uppers = added_uppers + (uppers[n] + upper * scale_g,)
-                added_lowers = added_lowers + (lowers[n] + lower * scale_h,)
+                upper, lower = multiplied(a, x, scales_g, scales_h, CHAINS)
+                added_uppers = added_uppers + (uppers[n] + upper,)
+                added_lowers = added_lowers + (lowers[n] + lower,)
             uppers = added_uppers
             lowers = added_lowers
         tiles = ahead
-        block = block + K_WARPS * UNROLL
+        group = group + STEP
     WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [K_WARPS, 1], [1, 0])
     sums = ()
     for n in gl.static_range(TOKEN_GROUPS):
         both = gl.permute(gl.join(uppers[n], lowers[n]), (0, 2, 1))  # [threads, row half, token]
         sums = sums + (gl.convert_layout(gl.reshape(both, (32 * K_WARPS, 4)), WIDE),)
     OUT: gl.constexpr = out_layout(K_WARPS)
-    group = gl.arange(0, TOKEN_GROUPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, OUT)))[:, None][:, :, None]
+    tokens = gl.arange(0, TOKEN_GROUPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, OUT)))[:, None][:, :, None]
     place = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :][:, :, None]
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, OUT)))[None, :][:, None, :]
     out_row = gl.program_id(0) * 16 + place // 4 + 8 * (four // 2)
-    out_token = group * 8 + 2 * (place % 4) + four % 2
-    v = sum_over_warps(sums, 0, TOKEN_GROUPS, K_WARPS) * gl.load(scale_ptr)
+    out_token = tokens * 8 + 2 * (place % 4) + four % 2
+    v = sum_over_warps(sums, 0, TOKEN_GROUPS, K_WARPS)
+    if BYTES:
+        v = v * gl.load(scale_ptr)
     keep = (out_row < N) & (out_token < M)
     if HAS_BIAS:
         v = v + gl.load(bias_ptr + out_row, mask=out_row < N, other=0.0).to(gl.float32)
