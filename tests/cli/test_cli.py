@@ -21,7 +21,7 @@ def test_version_and_help_need_no_torch():
         import sys
         from vbrt.cli.main import main
         for arguments in (["--version"], ["--help"], ["plan", "--help"], ["run", "--help"], ["stats", "--help"],
-                          ["tune", "--help"]):
+                          ["tune", "--help"], ["chat", "--help"], ["convert", "--help"]):
             try:
                 main(arguments)
             except SystemExit as end:

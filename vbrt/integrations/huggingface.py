@@ -1,8 +1,10 @@
-"""transformers: models from a directory or a config, offline, and text out of a wrapped one.
+"""transformers: models from a directory or a config, offline.
 
-    model = meta_model("path/to/config.json")            # no weights: for a plan
-    model, tokenizer = load_causal_lm("path/to/model")   # weights, for `vbrt.wrap`
-    reply = generate(vb, tokenizer, "Once upon a time", max_new_tokens=64)
+    model = meta_model("path/to/config.json")                 # no weights: for a plan
+    vb, tokenizer = load_wrapped("path/to/model", config)     # wrapped as it is read; the dense model never exists
+    model, tokenizer = load_causal_lm("path/to/model")        # dense, for `vbrt.wrap`
+
+`conversation.py` has the text that comes out of it.
 
 Nothing here reaches for the network, and no code that comes with a model is run. Importing this module imports
 transformers, which vbrt does not install. A model that cannot be loaded is a `VBError` with the first line of the
@@ -11,10 +13,8 @@ reason.
 
 import contextlib
 import json
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,19 +22,23 @@ import torch
 import transformers
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, TextStreamer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
+from vbrt.config import VBConfig
 from vbrt.errors import VBError, describe_os_error
 from vbrt.host.files import expanded, read_bounded
+from vbrt.integrations.transformers_quantizer import QuantizationConfig
+from vbrt.saves.manifest import MANIFEST
+from vbrt.wrapper.load import load
+from vbrt.wrapper.of import of
+from vbrt.wrapper.wrapper import VBModelWrapper
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from vbrt.wrapper.wrapper import VBModelWrapper
-
-__all__ = ["Reply", "generate", "load_causal_lm", "meta_model", "quiet"]
+__all__ = ["load_causal_lm", "load_wrapped", "meta_model", "quiet"]
 
 _MAX_CONFIG_BYTES = 16 << 20
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -164,6 +168,47 @@ def load_causal_lm(
     Raises:
         VBError: a part of the model is missing, named; or transformers cannot load it.
     """
+    path, _ = _checked(path)
+    tokenizer = _tokenizer(path)
+    return _pretrained(path, warn), tokenizer
+
+
+def load_wrapped(
+    path: Path,
+    config: VBConfig | None,
+    *,
+    warn: Callable[[str], object] = warnings.warn,
+    count: Callable[[int, int], object] | None = None,
+) -> tuple[VBModelWrapper, "PreTrainedTokenizerBase"]:
+    """Load the causal language model in a directory into planes, in eval mode, and its tokenizer.
+
+    Args:
+        path: a directory as `load_causal_lm` takes it; with planes in it, such as `vbrt convert` writes, they are read
+            as they are.
+        config: by default that of the planes in the directory, else "fp4".
+        warn: as for `load_causal_lm`.
+        count: called with the numbers of the tensor that is read next and of all tensors.
+
+    Raises:
+        VBError: as from `load_causal_lm`, `vbrt.load` and `vbrt.wrap`.
+    """
+    path, known = _checked(path)
+    tokenizer = _tokenizer(path)
+    if (path / MANIFEST).exists():
+        with quiet():
+            vb = load(path, meta_model(path).eval(), config)
+        if (path / "generation_config.json").exists():
+            with quiet(), _loading(f"{path}: transformers does not take its generation_config.json"):
+                vb.model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+        return vb, tokenizer
+    method = (getattr(known, "quantization_config", None) or {}).get("quant_method")
+    given = {} if method == "vbrt" and config is None else {"quantization_config": QuantizationConfig(config)}
+    with _counted(count):
+        return of(_pretrained(path, warn, **given)), tokenizer
+
+
+def _checked(path: Path) -> tuple[Path, PreTrainedConfig]:
+    """Return the directory of a causal language model, and its config. Raises VBError: parts are missing."""
     path, is_directory = _looked_at(path)
     if not is_directory:
         _config_file(path)  # names a missing one
@@ -171,18 +216,54 @@ def load_causal_lm(
     config = _config(_config_file(path))
     _check_causal(config, path)
     _check_regular(path)
-    _check_has(path, _WEIGHTS, "weights")
+    _check_has(path, (*_WEIGHTS, MANIFEST), "weights")
     _check_has(path, _TOKENIZERS, "tokenizer")
+    return path, config
+
+
+def _tokenizer(path: Path) -> "PreTrainedTokenizerBase":
     with quiet(), _loading(f"{path}: transformers cannot load it"):
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+def _pretrained(path: Path, warn: Callable[[str], object], **given: Any) -> nn.Module:
+    with quiet(), _loading(f"{path}: transformers cannot load it"):
         model, info = AutoModelForCausalLM.from_pretrained(
-            path, dtype="auto", local_files_only=True, trust_remote_code=False, output_loading_info=True
+            path, dtype="auto", local_files_only=True, trust_remote_code=False, output_loading_info=True, **given
         )
     missing = sorted(info["missing_keys"])
     if missing:
         shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         warn(f"{path}: {len(missing)} weights are not in the checkpoint and were drawn at random: {shown}")
-    return model.eval(), tokenizer
+    return model.eval()
+
+
+class _Counted:
+    """What transformers iterates over while it loads, in the place of a progress bar."""
+
+    def __init__(self, items: Iterable[Any], total: int, count: Callable[[int, int], object]) -> None:
+        self._items, self._total, self._count = items, total, count
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, item in enumerate(self._items, 1):
+            self._count(number, self._total)
+            yield item
+
+
+@contextlib.contextmanager
+def _counted(count: Callable[[int, int], object] | None) -> Iterator[None]:
+    """Have `count` called for each tensor that transformers loads in the block."""
+
+    def hook(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if count is None or options.get("desc") != "Loading weights" or not args:
+            return factory(*args, **options)
+        return _Counted(args[0], len(args[0]), count)
+
+    before = transformers_logging.set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(before)
 
 
 def _check_causal(config: PreTrainedConfig, path: Path) -> None:
@@ -223,70 +304,3 @@ def _loading(what: str) -> Iterator[None]:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         until = next((n for n, line in enumerate(lines) if not line.endswith(":")), 0)
         raise VBError(f"{what}: {' '.join(lines[: until + 1]) or type(error).__name__}") from error
-
-
-# -- text -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A generated text without its prompt, the tokens of both, and the seconds that it took."""
-
-    text: str
-    prompt_tokens: int
-    new_tokens: int
-    seconds: float
-
-
-class _Listener(TextStreamer):
-    """Pass text to a callback as words are complete."""
-
-    def __init__(self, tokenizer: Any, say: Callable[[str], object]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._say = say
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if text:
-            self._say(text)
-
-
-def generate(
-    vb: "VBModelWrapper",
-    tokenizer: "PreTrainedTokenizerBase",
-    prompt: str,
-    *,
-    max_new_tokens: int,
-    say: Callable[[str], object] | None = None,
-) -> Reply:
-    """Continue a prompt, greedily, so that two runs give the same text.
-
-    Args:
-        vb: a wrapped causal language model.
-        prompt: taken as it is, without a chat template.
-        max_new_tokens: 1 or more; the model may stop earlier.
-        say: called with pieces of the text as they are written.
-
-    Raises:
-        VBError: the prompt has no tokens, or tokens that the model does not know.
-    """
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    ids = inputs["input_ids"]
-    if ids.numel() == 0:
-        raise VBError("the prompt has no tokens; expected some text")
-    rows = vb.model.get_input_embeddings().num_embeddings
-    if int(ids.max()) >= rows:
-        raise VBError(
-            f"the tokenizer gives token {int(ids.max())}, the model knows {rows}: they do not belong together"
-        )
-    start = time.perf_counter()
-    with quiet(), torch.inference_mode():
-        out = vb.generate(
-            **inputs.to(vb.device),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            num_beams=1,
-            streamer=_Listener(tokenizer, say) if say else None,
-        )
-    new = out[0, ids.shape[1] :]
-    text = tokenizer.decode(new, skip_special_tokens=True)
-    return Reply(text, ids.shape[1], new.numel(), time.perf_counter() - start)

@@ -1,0 +1,112 @@
+"""`vbrt chat`: a conversation with a causal language model, line by line."""
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vbrt.cli.models import add_turn, asked_config, load_model, tokens_of, turn_of
+from vbrt.cli.options import add_command, add_config, integration
+from vbrt.cli.screen import complain, console_for_stdout, working
+from vbrt.cli.speaking import speaker_for
+from vbrt.cli.stats import keep_stats
+from vbrt.errors import VBError
+
+if TYPE_CHECKING:
+    from vbrt.integrations.conversation import Conversation, Turn
+    from vbrt.wrapper.wrapper import VBModelWrapper
+
+__all__ = ["add"]
+
+_HELP = "/reset forgets the conversation, /history shows it, /stats shows the counters, /exit or Ctrl-D ends"
+
+
+def add(commands: Any) -> None:
+    """Add `vbrt chat` to the subparsers `commands` of the command line."""
+    parser = add_command(
+        commands,
+        "chat",
+        _chat,
+        help="talk with a causal language model",
+        text="Lines from stdin; each is a turn, in the model's\nchat template, if it has one. Ctrl-C stops a reply, a "
+        f"second one ends the program.\n{_HELP}.",
+        examples="  vbrt chat ./Llama-3.1-8B-Instruct\n"
+        "  vbrt chat ./Llama-3.1-8B-Instruct --config exact --set tiers.gpu.budget=6GiB\n"
+        "  vbrt chat ./Llama-3.1-8B-exact --system 'You are brief.' --sample\n",
+    )
+    parser.add_argument("model", metavar="MODEL_DIR", type=Path, help="a directory with config, weights and tokenizer")
+    add_config(parser)
+    add_turn(parser, max_new_tokens=512)
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the first turn")
+
+
+def _chat(args: argparse.Namespace) -> int:
+    config = asked_config(args)
+    vb, tokenizer = load_model(args.model, config)
+    with vb:
+        conversation = integration("conversation").Conversation(vb, tokenizer, system=args.system)
+        if not conversation.templated:
+            complain("note", f"{args.model} has no chat template: the text so far is continued")
+        if sys.stdin.isatty():
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401 - arrow keys and earlier lines in input()
+            complain("note", _HELP)
+        try:
+            return _Session(vb, conversation, turn_of(args)).run()
+        finally:
+            keep_stats(vb.stats(experts=True))
+
+
+class _Session:
+    """Reads lines until there are no more, and answers each."""
+
+    def __init__(self, vb: "VBModelWrapper", conversation: "Conversation", turn: "Turn") -> None:
+        self._vb, self._conversation, self._turn = vb, conversation, turn
+        self._commands: dict[str, Callable[[], object]] = {
+            "/reset": conversation.reset,
+            "/history": self._show_history,
+            "/stats": lambda: console_for_stdout().print(vb.stats()),
+            "/help": lambda: complain("note", _HELP),
+        }
+
+    def run(self) -> int:
+        """Answer lines; return the exit code. Raises KeyboardInterrupt at the second Ctrl-C without a line between."""
+        stopped = False
+        while True:
+            try:
+                line = input("> " if sys.stdin.isatty() else "").strip()
+            except EOFError:
+                return 0
+            except KeyboardInterrupt:
+                if stopped:
+                    raise
+                stopped = True
+                sys.stdout.write("\n")
+                complain("note", "Ctrl-C once more ends; so does Ctrl-D")
+                continue
+            if line in ("/exit", "/quit"):
+                return 0
+            stopped = bool(line) and self._answer(line)
+
+    def _answer(self, line: str) -> bool:
+        """Carry out a command, or say the line; True if the reply was stopped."""
+        if line.startswith("/"):
+            command = self._commands.get(line)
+            command() if command else complain("error", f"{line}: no such command; {_HELP}")
+            return False
+        try:
+            with working("reading") as spinner, speaker_for(self._vb.stats, spinner, stoppable=True) as speaker:
+                reply = self._conversation.say(line, self._turn, speaker)
+        except VBError as error:
+            complain("error", error)
+            return False
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        complain("stopped" if reply.stopped else "note", tokens_of(reply))
+        return reply.stopped
+
+    def _show_history(self) -> None:
+        for turn in self._conversation.turns:
+            print(f"{turn['role']}: {turn['content']}")

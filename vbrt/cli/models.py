@@ -1,0 +1,71 @@
+"""What `vbrt run` and `vbrt chat` share: a model from a directory, and how it replies."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vbrt.cli.options import config_of, integration, positive
+from vbrt.cli.screen import complain, without_warnings_of_wrap, working
+from vbrt.config import VBConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from vbrt.integrations.conversation import Reply, Turn
+    from vbrt.wrapper.wrapper import VBModelWrapper
+
+__all__ = ["add_turn", "asked_config", "load_model", "tokens_of", "turn_of"]
+
+
+def add_turn(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
+    """Add --max-new-tokens and --sample."""
+    parser.add_argument(
+        "--max-new-tokens",
+        metavar="N",
+        type=positive,
+        default=max_new_tokens,
+        help=f"stop after N tokens ({max_new_tokens})",
+    )
+    parser.add_argument(
+        "--sample",
+        action="store_true",
+        help="draw tokens as the model's generation_config.json says, instead of greedily",
+    )
+
+
+def turn_of(args: argparse.Namespace) -> "Turn":
+    """Return how the model replies."""
+    return integration("conversation").Turn(args.max_new_tokens, args.sample)
+
+
+def asked_config(args: argparse.Namespace) -> VBConfig | None:
+    """Return the config that --config and --set name; None where neither is given."""
+    config = config_of(args)
+    return config if args.config is not None or args.settings else None
+
+
+def load_model(path: Path, config: VBConfig | None) -> "tuple[VBModelWrapper, PreTrainedTokenizerBase]":
+    """Load a model into planes and its tokenizer, with a spinner; what the plan warns of becomes lines."""
+    with working("importing torch and transformers") as say:
+        huggingface = integration("huggingface")
+        say(f"loading {path}")
+        with without_warnings_of_wrap():
+            vb, tokenizer = huggingface.load_wrapped(
+                path,
+                config,
+                warn=lambda text: complain("warning", text),
+                count=lambda number, total: say(f"loading {path}: {number} of {total} tensors"),
+            )
+        say("placing")
+        vb.materialize(progress=False)
+    for text in vb.plan.warnings:
+        complain("warning", text)
+    return vb, tokenizer
+
+
+def tokens_of(reply: "Reply") -> str:
+    """Return the sizes and speed of a reply, for people."""
+    rate = reply.new_tokens / reply.seconds if reply.seconds else 0.0
+    return (
+        f"{reply.prompt_tokens} tokens read, {reply.new_tokens} written in {reply.seconds:.1f} s: {rate:.1f} tokens/s"
+    )

@@ -1,0 +1,177 @@
+"""transformers: text out of a wrapped causal language model, in one turn or several.
+
+    conversation = Conversation(vb, tokenizer)
+    reply = conversation.say("What is the sea?", Turn(max_new_tokens=64), listener)
+
+Where the tokenizer has a chat template, a turn is a message of the user; else, or with `templated=False`, all text so
+far is continued. Importing this module imports transformers, which vbrt does not install.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
+
+from vbrt.errors import VBError
+from vbrt.integrations.huggingface import quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from vbrt.wrapper.wrapper import VBModelWrapper
+
+__all__ = ["Conversation", "Listener", "Reply", "Turn"]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """How a reply is made: at most so many tokens; greedily, or drawn as the model's generation config says."""
+
+    max_new_tokens: int = 64
+    sample: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A generated text without its prompt, the tokens of both, and the seconds that it took; `stopped`: by the
+    listener."""
+
+    text: str
+    prompt_tokens: int
+    new_tokens: int
+    seconds: float
+    stopped: bool = False
+
+
+class Listener(Protocol):
+    """Hears a reply while it is made."""
+
+    def text(self, piece: str) -> None:
+        """Take the next piece of the text, some words."""
+
+    def token(self) -> None:
+        """Take note of a new token."""
+
+    def stops(self) -> bool:
+        """True if the reply should end with the token before."""
+
+
+class _Silence:
+    def text(self, piece: str) -> None:
+        pass
+
+    def token(self) -> None:
+        pass
+
+    def stops(self) -> bool:
+        return False
+
+
+class _Streamer(TextStreamer):
+    """Passes text to a listener as words are complete."""
+
+    def __init__(self, tokenizer: Any, listener: Listener) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._listener, self._is_prompt = listener, True
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self._is_prompt:
+            self._listener.token()
+        self._is_prompt = False
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self._listener.text(text)
+
+
+class _Stop(StoppingCriteria):
+    def __init__(self, listener: Listener) -> None:
+        self._listener, self.stopped = listener, False
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        self.stopped = self._listener.stops()
+        return torch.full((input_ids.shape[0],), self.stopped, dtype=torch.bool, device=input_ids.device)
+
+
+class Conversation:
+    """Turns of a user and of a wrapped causal language model.
+
+    Attributes:
+        turns: what was said, as chat templates take it: dicts with "role" and "content".
+        templated: True if the tokenizer's chat template is used.
+    """
+
+    def __init__(
+        self,
+        vb: "VBModelWrapper",
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        templated: bool = True,
+        system: str | None = None,
+    ) -> None:
+        self._vb, self._tokenizer = vb, tokenizer
+        self.templated = templated and bool(tokenizer.chat_template)
+        self._begin = [{"role": "system", "content": system}] if system else []
+        self.turns: list[dict[str, str]] = list(self._begin)
+
+    def reset(self) -> None:
+        """Forget all turns but what the model was told at first."""
+        self.turns = list(self._begin)
+
+    def say(self, text: str, turn: Turn, listener: Listener | None = None) -> Reply:
+        """Say something; return the model's reply. Both become turns; an exception leaves the turns as they were.
+
+        Raises:
+            VBError: no tokens, or tokens that the model does not know; the chat template does not take the turns.
+        """
+        turns = [*self.turns, {"role": "user", "content": text}]
+        inputs = self._inputs(turns)
+        listener = listener or _Silence()
+        stop = _Stop(listener)
+        start = time.perf_counter()
+        with quiet(), torch.inference_mode():
+            out = self._vb.generate(
+                **inputs.to(self._vb.device),
+                max_new_tokens=turn.max_new_tokens,
+                do_sample=turn.sample,
+                num_beams=1,
+                streamer=_Streamer(self._tokenizer, listener),
+                stopping_criteria=StoppingCriteriaList([stop]),
+            )
+        seconds = time.perf_counter() - start
+        prompt_tokens = inputs["input_ids"].shape[1]
+        new = out[0, prompt_tokens:]
+        reply = self._tokenizer.decode(new, skip_special_tokens=True)
+        self.turns = [*turns, {"role": "assistant", "content": reply}]
+        return Reply(reply, prompt_tokens, new.numel(), seconds, stop.stopped)
+
+    def _inputs(self, turns: list[dict[str, str]]) -> Any:
+        inputs = self._templated(turns) if self.templated else self._plain(turns)
+        ids = inputs["input_ids"]
+        if ids.numel() == 0:
+            raise VBError("the prompt has no tokens; expected some text")
+        rows = self._vb.model.get_input_embeddings().num_embeddings
+        if int(ids.max()) >= rows:
+            raise VBError(
+                f"the tokenizer gives token {int(ids.max())}, the model knows {rows}: they do not belong together"
+            )
+        return inputs
+
+    def _plain(self, turns: list[dict[str, str]]) -> Any:
+        """Return the tokens of all turns as one text, a line for each turn of the user."""
+        parts = [turn["content"] + ("" if turn["role"] == "user" else "\n") for turn in turns]
+        return self._tokenizer("".join(parts), return_tensors="pt", return_token_type_ids=False)
+
+    def _templated(self, turns: list[dict[str, str]]) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(
+                turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        except Exception as error:  # a template is a program of whoever made the model
+            raise VBError(
+                f"the model's chat template does not take these turns: {str(error) or type(error).__name__}; "
+                "--raw continues the text as it is"
+            ) from error
