@@ -111,7 +111,7 @@ def _weight(swap: Swap, source: Source, model: nn.Module, where: _Where) -> "_We
     )
     if swap.experts:
         handle = ExpertsHandle(ExpertsSpec.of(swap, config), stack)
-        encoders = handle.encoders.values()
+        encoders = handle.coder.encoders.values()
     else:
         handle = WeightHandle(HandleSpec.of(swap, config), stack)
         encoders = [handle.encoder]
@@ -199,5 +199,5 @@ class _Experts:
             for layout, fields in planes
             for part, layer in self._parts.items()
             if expert < layer.site.matrices
-            for field, tensor in self._handle.encoded_part(part, layout, fields).items()
+            for field, tensor in self._handle.coder.encoded_part(part, layout, fields).items()
         }
