@@ -53,7 +53,6 @@ _built_experts = functools.partial(
     builds=True,
     runs_unpacked=True,
 )
-_built_levels = functools.partial(_built, formats=cpu_linear.LEVELS)
 _triton = functools.partial(
     Kernel, backend="triton", devices=("cuda",), rank=1, refusal=_no_triton, reads_resident_planes=True
 )
@@ -88,7 +87,6 @@ KERNELS = (
     _tables("decode_weight", run=table_linear.decode_weight),
     _tables("linear", run=table_linear.linear, prepare=table_linear.prepare),
     *_decoding(_reference, reference.decode_weight),
-    *_decoding(_built_levels, cpu_linear.decode_weight),
     *_decoding(_triton, e2m1_linear.decode_weight),
     *_decoding(_tables, table_linear.decode_weight),
     _tiled("experts_up", run=experts_ops.up, by_address=experts_ops.takes_addresses),

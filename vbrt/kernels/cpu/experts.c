@@ -1,8 +1,9 @@
 /* Products of tokens with the 4-bit matrices of routed experts, for few tokens an expert: decoded in registers and
  * multiplied there, gated before they are stored. Compiled by build.py.
  *
- * weight = level[code] * (value[scale byte] * unit); a scale may be multiplied with a sum of level[code] * x instead.
- * Two codes share a byte, the even column in the low nibble. A block has 16, 32 or 64 columns.
+ * weight = level[code] * (value[scale byte] * unit), or level[code] * scale where scales have 16 or 32 bits; a scale may
+ * be multiplied with a sum of level[code] * x instead.
+ * Two codes share a byte, the even column in the low nibble. A block has 16, 32, 64 or 128 columns.
  * Each result is computed by one thread, in an order that depends on the matrix alone: neither on the number of threads
  * nor on the other tokens.
  * Legend: T tokens, k experts a token, P = T k pairs, E experts, N rows, K columns padded to the block.
@@ -36,16 +37,17 @@
 #define TOKENS 4     /* tokens that share one decoding of a row */
 #define TILE 4096    /* columns whose scales are looked up at a time */
 
-enum { FP32, BF16, FP16 };
+enum { FP32, BF16, FP16, BYTE };
+static const int SCALE_BYTES[] = {4, 2, 2, 1};
 enum { NONE, RELU, RELU2, GELU, GELU_TANH, SILU };
 
 /* One matrix of each expert. */
 typedef struct {
     const uint8_t *const *pages;  /* [E] */
-    const float *levels, *values;  /* [E or 1, 16], [256] */
+    const float *levels, *values;  /* [E or 1, 16], [256]; values of bytes only */
     int64_t level_step;  /* 16 where each expert has levels of its own, else 0 */
     int64_t codes, scales, unit;  /* offsets in a page, in bytes; unit: -1 where it is 1 */
-    int64_t experts, rows, columns, block;
+    int64_t experts, rows, columns, block, scale_type;
 } Bank;
 
 typedef struct {
@@ -80,6 +82,7 @@ static inline void store(void *to, int type, int64_t at, float value) {
 typedef struct {
     const uint8_t *codes[2], *scales[2];  /* by row */
     const float *levels;  /* [16] */
+    int scale_type;
 #ifdef WIDE
     const uint16_t *halves;  /* [256] by scale byte: the upper halves of values, which have few significant bits */
     float unit;
@@ -112,19 +115,40 @@ INLINE void look_up(const uint8_t *bytes, int64_t count, const __m512i *table, f
     }
 }
 
+/* out [count, rounded up to 16] of `count` scales of 16 or 32 bits */
+static void convert(const uint8_t *scales, int64_t count, int type, float *out) {
+    for (int64_t i = 0; i < count; i += 16, scales += 16 * SCALE_BYTES[type]) {
+        const __mmask16 here = count - i >= 16 ? 0xFFFF : (1u << (count - i)) - 1;
+        __m512 value;
+        if (type == FP32) {
+            value = _mm512_maskz_loadu_ps(here, scales);
+        } else {
+            const __m256i half = _mm256_maskz_loadu_epi16(here, scales);
+            const __m512i upper = _mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+            value = type == BF16 ? _mm512_castsi512_ps(upper) : _mm512_cvtph_ps(half);
+        }
+        _mm512_storeu_ps(out + i, value);
+    }
+}
+
 INLINE void dots(const Dots *d, int rows, int tokens, int block, float *sums) {
     const __m512i iota = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i block_of = _mm512_srli_epi32(iota, block == 16 ? 1 : block == 32 ? 2 : 3);
+    const __m512i block_of = _mm512_srli_epi32(iota, block == 16 ? 1 : block == 32 ? 2 : block == 64 ? 3 : 4);
     const __m512 levels = _mm512_loadu_ps(d->levels);
     __m512i table[8];
     __m512 sum[2][TOKENS], level[WORD];
     float scales[2][TILE / 16 + 32];
     for (int i = 0; i < 8; i++) table[i] = _mm512_loadu_si512(d->halves + 32 * i);
+    const int type = d->scale_type;
     for (int r = 0; r < rows; r++)
         for (int m = 0; m < tokens; m++) sum[r][m] = _mm512_setzero_ps();
     for (int64_t first = 0; first < d->columns; first += TILE) {
         const int64_t columns = d->columns - first < TILE ? d->columns - first : TILE;
-        for (int r = 0; r < rows; r++) look_up(d->scales[r] + first / block, columns / block, table, d->unit, scales[r]);
+        for (int r = 0; r < rows; r++) {
+            const uint8_t *stored = d->scales[r] + first / block * SCALE_BYTES[type];
+            if (type == BYTE) look_up(stored, columns / block, table, d->unit, scales[r]);
+            else convert(stored, columns / block, type, scales[r]);
+        }
         for (int64_t k = 0; k < columns; k += SPAN) {
             const int64_t left = columns - k;
             const __mmask16 words = left >= SPAN ? 0xFFFF : (1 << left / WORD) - 1;
@@ -148,7 +172,13 @@ INLINE void dots(const Dots *d, int rows, int tokens, int block, float *sums) {
         for (int m = 0; m < tokens; m++) sums[r * TOKENS + m] = _mm512_reduce_add_ps(sum[r][m]);
 }
 
-#elif defined(HALF)
+#else
+
+INLINE float scale_at(const Dots *d, int r, int64_t block) {
+    return d->scale_type == BYTE ? d->values[d->scales[r][block]] : load(d->scales[r], d->scale_type, block);
+}
+
+#ifdef HALF
 
 /* levels of the lowest four bits of each index */
 INLINE __m256 levels_of(__m256i code, __m256 low, __m256 high) {
@@ -169,7 +199,7 @@ INLINE void dots(const Dots *d, int rows, int tokens, int block, float *sums) {
         for (int m = 0; m < tokens; m++) sum[m][0] = sum[m][1] = _mm256_setzero_ps();
         for (int64_t k = 0; k < d->columns; k += SPAN / 2) {
             const __m256i code = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(d->codes[r] + k / 2)));
-            const __m256 scale = _mm256_set1_ps(d->values[d->scales[r][k / block]]);
+            const __m256 scale = _mm256_set1_ps(scale_at(d, r, k / block));
             const __m256 even = _mm256_mul_ps(levels_of(code, low, high), scale);
             const __m256 odd = _mm256_mul_ps(levels_of(_mm256_srli_epi32(code, 4), low, high), scale);
             const int64_t at = k / SPAN * SPAN + (k / 16 & 1) * 8;
@@ -189,7 +219,7 @@ INLINE void dots(const Dots *d, int rows, int tokens, int block, float *sums) {
         float sum[TOKENS][16] = {{0}}, weight[16];
         for (int64_t k = 0; k < d->columns; k += SPAN / 2) {
             const uint8_t *codes = d->codes[r] + k / 2;
-            const float scale = d->values[d->scales[r][k / block]];
+            const float scale = scale_at(d, r, k / block);
             const int64_t at = k / SPAN * SPAN + (k / 16 & 1) * 8;
             for (int j = 0; j < 8; j++) {
                 weight[j] = d->levels[codes[j] & 15] * scale;
@@ -207,6 +237,7 @@ INLINE void dots(const Dots *d, int rows, int tokens, int block, float *sums) {
 }
 
 #endif
+#endif
 
 INLINE void dots_of_block(const Dots *d, int rows, int tokens, int block, float *sums) {
     if (tokens == 4) dots(d, rows, 4, block, sums);
@@ -218,11 +249,13 @@ static void dots_of_rows(const Dots *d, int rows, int tokens, int block, float *
     if (rows == 1) {
         if (block == 16) dots_of_block(d, 1, tokens, 16, sums);
         else if (block == 32) dots_of_block(d, 1, tokens, 32, sums);
-        else dots_of_block(d, 1, tokens, 64, sums);
+        else if (block == 64) dots_of_block(d, 1, tokens, 64, sums);
+        else dots_of_block(d, 1, tokens, 128, sums);
     } else {
         if (block == 16) dots_of_block(d, 2, tokens, 16, sums);
         else if (block == 32) dots_of_block(d, 2, tokens, 32, sums);
-        else dots_of_block(d, 2, tokens, 64, sums);
+        else if (block == 64) dots_of_block(d, 2, tokens, 64, sums);
+        else dots_of_block(d, 2, tokens, 128, sums);
     }
 }
 
@@ -301,14 +334,14 @@ static void multiply(const Bank *b, const Gate *g, const Task *t, const Plan *pl
     if (b->unit >= 0) memcpy(&unit, page + b->unit, 4);
 #ifdef WIDE
     uint16_t table[256];
-    for (int i = 0; i < 256; i++) table[i] = (uint16_t)bf16_bits(b->values[i]);
+    for (int i = 0; i < 256; i++) table[i] = b->scale_type == BYTE ? (uint16_t)bf16_bits(b->values[i]) : 0;
     Dots d = {.halves = table, .unit = unit};
 #else
     float table[256];
-    for (int i = 0; i < 256; i++) table[i] = b->values[i] * unit;
+    for (int i = 0; i < 256 && b->scale_type == BYTE; i++) table[i] = b->values[i] * unit;
     Dots d = {.values = table};
 #endif
-    d.levels = b->levels + b->level_step * group->expert, d.columns = b->columns;
+    d.levels = b->levels + b->level_step * group->expert, d.columns = b->columns, d.scale_type = (int)b->scale_type;
     for (int64_t n = first; n < last; n += pair_of_rows ? 1 : 2) {
         const int count = pair_of_rows || n + 1 < last ? 2 : 1;
         const int64_t row[2] = {pair_of_rows && g->interleaved ? 2 * n : n,
@@ -316,7 +349,7 @@ static void multiply(const Bank *b, const Gate *g, const Task *t, const Plan *pl
         float bias[2] = {0, 0};
         for (int r = 0; r < count; r++) {
             d.codes[r] = page + b->codes + row[r] * (b->columns / 2);
-            d.scales[r] = page + b->scales + row[r] * (b->columns / b->block);
+            d.scales[r] = page + b->scales + row[r] * (b->columns / b->block) * SCALE_BYTES[b->scale_type];
             if (t->bias) bias[r] = load(t->bias, t->bias_type, group->expert * b->rows + row[r]);
         }
         for (int64_t i = 0; i < group->count;) {

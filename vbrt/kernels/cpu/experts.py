@@ -25,6 +25,7 @@ from vbrt.errors import KernelError
 from vbrt.formats import get_format
 from vbrt.formats.base import padded
 from vbrt.formats.blocks import BlockFormat
+from vbrt.formats.levels import Levels
 from vbrt.kernels import experts as reference
 from vbrt.kernels.cpu import linear as cpu_linear
 from vbrt.kernels.cpu.build import Bank, Gating, Task, library
@@ -32,9 +33,10 @@ from vbrt.kernels.experts import ExpertPages, Gate, apply_gate, pairs_of_experts
 
 __all__ = ["FORMATS", "experts_down", "experts_up", "most_pairs", "weigh_and_sum"]
 
-FORMATS = cpu_linear.FORMATS
+FORMATS = (*cpu_linear.FORMATS, *cpu_linear.LEVELS)
 _THREAD_WORK = 1 << 16  # products that are worth a thread
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_SCALE_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}  # of experts.c, which is 3 for bytes
 _FUNCTIONS = {name: number for number, name in enumerate(("none", "relu", "relu2", "gelu", "gelu_tanh", "silu"))}
 _RAW = Gate("none", gated=False)
 
@@ -153,7 +155,7 @@ def _addresses(pages: ExpertPages, experts: Iterable[int]) -> ctypes.Array[ctype
 
 def _tables(pages: ExpertPages, part: str, experts: Iterable[int]) -> tuple[Tensor, Tensor]:
     """fp32 levels by code, [1, 16], or [E, 16] where each expert has its own, and values by scale byte, [256]."""
-    if not RECORDS[pages.format].fitted:
+    if "levels" not in pages.offsets(part):
         return _constant_tables(pages.format)
     levels_E16, fmt = torch.zeros(pages.experts, 16, dtype=torch.float32, device="cpu"), _block_format(pages.format)
     for expert in experts:
@@ -167,9 +169,9 @@ def _constant_tables(format: str) -> tuple[Tensor, Tensor]:
     return levels.view(1, 16), values
 
 
-def _block_format(format: str) -> BlockFormat:
+def _block_format(format: str) -> BlockFormat | Levels:
     fmt = get_format(format)
-    assert isinstance(fmt, BlockFormat)  # FORMATS are; for the type checker
+    assert isinstance(fmt, BlockFormat | Levels)  # FORMATS are; for the type checker
     return fmt
 
 
@@ -180,7 +182,7 @@ def _bank(pages: ExpertPages, part: str, tables: tuple[int, Tensor, Tensor]) -> 
     return Bank(
         addresses, levels.data_ptr(), values.data_ptr(), 16 if len(levels) > 1 else 0,
         offsets["codes"], offsets["scales"], offsets.get("tensor_scale", -1),
-        pages.experts, n, padded(k, block), block,
+        pages.experts, n, padded(k, block), block, _SCALE_TYPES.get(RECORDS[pages.format].scales or "", 3),
     )  # fmt: skip
 
 
