@@ -114,6 +114,7 @@ def loading(directory: Path, args: argparse.Namespace) -> dict:
 
     sampler = Sampler()
     sampler.sample()
+    config = vbrt.QuantizationConfig  # imports what is imported late
     before = dict(sampler.peak)
     sampler.start()
     with tempfile.TemporaryDirectory(dir=args.directory) as pages:

@@ -78,6 +78,25 @@ def test_planes_that_were_saved_are_not_encoded_again(saved, tmp_path, monkeypat
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits, expected)
 
 
+@pytest.mark.parametrize("stored", ["planes", "dense"])
+def test_a_model_that_is_larger_than_memory_is_saved_through_the_ssd_tier(stored, saved, tmp_path, monkeypatch):
+    pages = tmp_path / "pages"
+    tiers = {"cpu": {"budget": "16KiB"}, "ssd": {"enabled": True, "path": str(pages)}}
+    model = load(saved[0], "exact", tiers=tiers, stored=stored)
+    before = sorted(pages.iterdir())
+    monkeypatch.setattr("vbrt.saves.embedded._Collector", None)  # which copies into memory
+    monkeypatch.setattr(model, "state_dict", None)
+    model.save_pretrained(tmp_path / "wrapped")
+    assert sorted(pages.iterdir()) == before
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "wrapped")(IDS).logits, saved[1])
+
+
+def test_planes_do_not_train(saved, tmp_path):
+    load(saved[0], "fp4").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="holds planes, which do not train"):
+        load(tmp_path, mode="train")
+
+
 def test_experts_are_read_one_by_one_and_never_stacked(tmp_path, monkeypatch):
     qwen3_moe().save_pretrained(tmp_path)
     merged, read = [], []

@@ -24,10 +24,10 @@ from vbrt.config import VBConfig, load_config
 from vbrt.errors import ConfigError, VBError, WrapError
 from vbrt.integrations.transformers_experts import by_expert
 from vbrt.model.attach import attach
-from vbrt.saves.embedded import embedded_tensors, open_embedded
+from vbrt.saves.embedded import dense_tensors, embedded_tensors, open_embedded
 from vbrt.saves.filling import Filling
 from vbrt.saves.sources import SavedModel
-from vbrt.wrapper.of import of
+from vbrt.wrapper.of import attachment_of, of
 from vbrt.wrapper.wrap import user_policy, warn_of_plan
 
 __all__ = ["QuantizationConfig", "VBQuantizer"]
@@ -163,6 +163,7 @@ class VBQuantizer(HfQuantizer):
         self.pre_quantized = False  # tensors are read one after the other, by this thread
         self._files: list[Path] = []
         self._read_in: dict[str, torch.dtype] = {}
+        self._conversions: list | None = None  # of names and tensors, which saving the dense weights reverts
         self._dtypes: tuple[torch.dtype, torch.dtype] | None = None  # of a loaded model: the seen one, and its own
         self._error: Exception | None = None
         self.filling: Filling | None = None
@@ -202,6 +203,7 @@ class VBQuantizer(HfQuantizer):
         asked, overrides, policy = config.named
         config.settings = config.over(config.settings) if saved is None else saved.config(asked, overrides)
         if config.settings.mode == "train":
+            self._refuse_planes()
             _ignore_(model, {r"(^|[._])separation$"})  # a history of scales is that of a run, and begins anew
             return weight_conversions
         self._read_in = _dtypes_read_in(model)
@@ -214,6 +216,13 @@ class VBQuantizer(HfQuantizer):
             _ignore_(model, saved.plane_patterns())
         warn_of_plan(self.filling.plan, "from_pretrained", stacklevel=5)
         return [] if self._holds_planes else [by_expert(conversion) for conversion in weight_conversions]
+
+    def _refuse_planes(self) -> None:
+        if self._holds_planes:
+            raise ConfigError(
+                f'{self._files[0].parent}: holds planes, which do not train; mode = "train" needs dense weights: '
+                'those of the checkpoint that it was made of, or saved with stored="dense"'
+            )
 
     def _saved(self) -> SavedModel | None:
         return open_embedded(self._files) if self._holds_planes else None
@@ -258,6 +267,7 @@ class VBQuantizer(HfQuantizer):
             else:
                 filling.finish(model)
             self._dtypes = model.dtype, model.config.dtype
+            self._conversions = model._weight_conversions
         except BaseException:
             if filling is not None:
                 filling.close()
@@ -275,25 +285,32 @@ class VBQuantizer(HfQuantizer):
         return True
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor] | None, dict]:
-        """Return what `save_pretrained` writes: planes, or None for the dense weights; and the files' metadata."""
-        config = model.config.quantization_config
+        """Return what `save_pretrained` writes, planes or dense weights, and the files' metadata; None where that is
+        the model's own state dict. With an ssd tier, host memory holds one shard of `max_shard_size` at a time."""
         if getattr(model, "_hf_peft_config_loaded", False):
             return None, {}  # adapters only
+        model._weight_conversions = self._conversions
         try:
-            vb = of(model)
-            vb._attachment.check_open("save_pretrained")
+            attachment = attachment_of(model)
+            attachment.check_open("save_pretrained")
         except WrapError:
             self.remove_quantization_config(model)  # unwrapped: a plain model again
             return None, {}
-        seen, own = self._dtypes or (None, None)
-        config.dtypes = (
-            tuple(str(d).removeprefix("torch.") for d in (seen, own)) if model.dtype is seen is not own else ()
-        )
-        if config.stored == "dense" or config.settings.mode == "train":
+        config = model.config.quantization_config
+        config.dtypes = self._dtypes_to_save(model)
+        if config.settings.mode == "train":
             config.stored = "dense"
             return None, {}
+        if config.stored == "dense":
+            return dense_tensors(attachment), {}
         model._weight_conversions = []  # planes have the names of the model, so does the rest
-        return embedded_tensors(vb._attachment)
+        return embedded_tensors(attachment)
+
+    def _dtypes_to_save(self, model: PreTrainedModel) -> tuple[str, ...]:
+        seen, own = self._dtypes or (None, None)
+        if seen is own or model.dtype is not seen:
+            return ()
+        return str(seen).removeprefix("torch."), str(own).removeprefix("torch.")
 
     @property
     def is_trainable(self) -> bool:

@@ -5,27 +5,34 @@ same names, and a manifest of the layers. Where a plane does not have the weight
 whose shape no weight has, so that a reader that knows nothing of planes stops there instead of drawing a new weight.
 """
 
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from vbrt.errors import CheckpointError
+from vbrt.config import VBConfig
+from vbrt.errors import CheckpointError, describe_os_error
+from vbrt.layers import WeightHandle
+from vbrt.layers.experts import ExpertsHandle
 from vbrt.model.attachment import Attachment
-from vbrt.saves.manifest import Manifest, SavedTensor, parse_manifest, text_of, to_json
-from vbrt.saves.save import find_kept, find_layers, layer_parts
+from vbrt.model.machine import ssd_directory
+from vbrt.saves.manifest import Manifest, SavedLayer, SavedTensor, parse_manifest, text_of, to_json
+from vbrt.saves.save import Part, find_kept, find_layers, layer_parts
 from vbrt.saves.sources import SavedModel
-from vbrt.saves.tensorfile import TensorFile, digest
+from vbrt.saves.tensorfile import TensorFile, TensorInfo, TensorWriter, digest
 
-__all__ = ["METADATA_KEY", "embedded_tensors", "open_embedded"]
+__all__ = ["METADATA_KEY", "dense_tensors", "embedded_tensors", "open_embedded"]
 
 METADATA_KEY = "vbrt"
 _ANY_FILE = "vbrt-00000000-00001-of-00001.safetensors"  # the other library chooses the files
 
 
 class _Collector:
-    """Takes the place of a TensorWriter: keeps the tensors.
+    """Takes the place of a TensorWriter: keeps copies of the tensors.
 
     Attributes:
         tensors: in CPU memory, by name.
@@ -41,28 +48,70 @@ class _Collector:
 
 
 def embedded_tensors(attachment: Attachment) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return what files of an attached model hold, in CPU memory, and their metadata; every layer is encoded.
+    """Return what files of an attached model hold, as planes, and their metadata; every layer is encoded.
 
-    Tied tensors are there once, under the first of their names.
+    Tied tensors are there once, under the first of their names. Where there is an ssd tier, planes lie in a file in its
+    directory that has no name any more, and are mapped: host memory may have no room for them. Else they are copies.
 
     Raises:
         FormatError, TierError: a weight cannot be encoded, or a page cannot be read.
         WrapError: the planes are gone.
     """
     config, model = attachment.ready_to_save(), attachment.model
-    layers, collector, saved = find_layers(model), _Collector(), {}
-    for layer, handle in layers:
-        for part in layer_parts(layer, handle):
-            digests = part.write(collector)
-            for info in part.tensors:
-                saved[info.name] = SavedTensor(_ANY_FILE, digests[info.name], text_of(info.dtype), info.shape)
-    tensors = collector.tensors
+    layers = find_layers(model)
+    parts = [part for layer, handle in layers for part in layer_parts(layer, handle)]
+    tensors, digests = _collected(parts, config)
+    saved = {
+        info.name: SavedTensor(_ANY_FILE, digests[info.name], text_of(info.dtype), info.shape)
+        for part in parts
+        for info in part.tensors
+    }
     for layer, _ in layers:
         tensors.setdefault(layer.site.tensor, torch.zeros(1, dtype=torch.uint8, device="cpu"))
-    kept = ((entry, tensor) for entry, tensor in find_kept(model) if entry.kind != "non-persistent buffer")
-    tensors |= {entry.name: tensor.detach() for entry, tensor in kept}
     manifest = Manifest(config.to_dict(), tuple(layer for layer, _ in layers), (), saved)
-    return tensors, {METADATA_KEY: to_json(manifest).decode()}
+    return tensors | _kept(model), {METADATA_KEY: to_json(manifest).decode()}
+
+
+def dense_tensors(attachment: Attachment) -> dict[str, torch.Tensor]:
+    """Return the model's state dict, decoded weight by weight; the rest as for `embedded_tensors`."""
+    config, model = attachment.ready_to_save(), attachment.model
+    parts = [_decoded(layer, handle) for layer, handle in find_layers(model)]
+    return _collected(parts, config)[0] | _kept(model)
+
+
+def _decoded(layer: SavedLayer, handle: WeightHandle | ExpertsHandle) -> Part:
+    site, name = layer.site, layer.site.tensor
+    read = partial(handle.weight, site.parameter) if isinstance(handle, ExpertsHandle) else handle.weight
+    info = TensorInfo(name, handle.dtype, site.kept_shape)
+    return Part([info], lambda writer: {name: writer.write(name, read())})
+
+
+def _kept(model: nn.Module) -> dict[str, torch.Tensor]:
+    kept = ((entry, tensor) for entry, tensor in find_kept(model) if entry.kind != "non-persistent buffer")
+    return {entry.name: tensor.detach() for entry, tensor in kept}
+
+
+def _collected(parts: Iterable[Part], config: VBConfig) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors of the parts, and their digests."""
+    digests: dict[str, str] = {}
+    if not config.tiers.ssd.enabled:
+        collector = _Collector()
+        for part in parts:
+            digests |= part.write(collector)
+        return collector.tensors, digests
+    try:
+        with tempfile.TemporaryDirectory(prefix="vbrt-save-", dir=ssd_directory(config)) as directory:
+            path = Path(directory) / "planes.safetensors"
+            with TensorWriter(path, [info for part in parts for info in part.tensors]) as writer:
+                for part in parts:
+                    digests |= part.write(writer)
+            file = TensorFile(path)
+            return {name: file.map(name) for name in file.tensors}, digests
+    except OSError as error:
+        raise CheckpointError(
+            f"{ssd_directory(config)}: planes cannot be laid down there on their way into files: "
+            f"{describe_os_error(error)}"
+        ) from error
 
 
 def open_embedded(paths: Iterable[Path]) -> SavedModel:

@@ -51,7 +51,7 @@ _OURS = re.compile(rf"({SHARD.pattern}|{re.escape(MANIFEST)})((\.[0-9a-f]{{8}})?
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """Tensors that are written together, and the call that writes them and returns their digests."""
 
     tensors: list[TensorInfo]
@@ -93,7 +93,7 @@ def _save(model: nn.Module, config: VBConfig, directory: Path) -> Path:
     return directory
 
 
-def _write_shards(directory: Path, token: str, parts: list[_Part]) -> dict[str, SavedTensor]:
+def _write_shards(directory: Path, token: str, parts: list[Part]) -> dict[str, SavedTensor]:
     """Write the files of a save, all but the manifest; return where each tensor is."""
     directory.mkdir(parents=True, exist_ok=True)
     shards, tensors = _shards(parts), {}
@@ -125,7 +125,7 @@ def _check_unique(names: Iterable[str]) -> None:
         seen.add(name)
 
 
-def _write_shard(path: Path, parts: list[_Part]) -> list[tuple[TensorInfo, str]]:
+def _write_shard(path: Path, parts: list[Part]) -> list[tuple[TensorInfo, str]]:
     infos, digests = [info for part in parts for info in part.tensors], {}
     with TensorWriter(path, infos) as writer:
         for part in parts:
@@ -153,7 +153,7 @@ def remove_files(directory: Path, unwanted: Callable[[str], bool]) -> None:
         return
 
 
-def _shards(parts: Iterable[_Part]) -> list[list[_Part]]:
+def _shards(parts: Iterable[Part]) -> list[list[Part]]:
     """Distribute the parts over files of about `_SHARD_BYTES`; a part is never split."""
     shards, room = [], 0
     for part in parts:
@@ -166,7 +166,7 @@ def _shards(parts: Iterable[_Part]) -> list[list[_Part]]:
     return shards
 
 
-def layer_parts(layer: SavedLayer, handle: Handle) -> Iterator[_Part]:
+def layer_parts(layer: SavedLayer, handle: Handle) -> Iterator[Part]:
     """Yield what is written of a weight at a time: of routed experts, one matrix."""
     if not isinstance(handle, Experts):
         yield _layer_part(layer, handle)
@@ -175,7 +175,7 @@ def layer_parts(layer: SavedLayer, handle: Handle) -> Iterator[_Part]:
         yield _expert_part(layer, handle, expert)
 
 
-def _expert_part(layer: SavedLayer, handle: Experts, expert: int) -> _Part:
+def _expert_part(layer: SavedLayer, handle: Experts, expert: int) -> Part:
     part = handle.spec.part_of(layer.site.parameter)
     infos = [
         TensorInfo(layer.file_tensor(layout.plane, field.name, expert), getattr(torch, field.dtype), field.shape)
@@ -192,10 +192,10 @@ def _expert_part(layer: SavedLayer, handle: Experts, expert: int) -> _Part:
             }
             return {name: writer.write(name, tensor) for name, tensor in named.items()}
 
-    return _Part(infos, write)
+    return Part(infos, write)
 
 
-def _layer_part(layer: SavedLayer, handle: WeightHandle | TrainedWeight) -> _Part:
+def _layer_part(layer: SavedLayer, handle: WeightHandle | TrainedWeight) -> Part:
     infos = [
         TensorInfo(layer.file_tensor(layout.plane, field.name), getattr(torch, field.dtype), field.shape)
         for layout in handle.encoded_layouts()
@@ -211,12 +211,12 @@ def _layer_part(layer: SavedLayer, handle: WeightHandle | TrainedWeight) -> _Par
             }
             return {name: writer.write(name, tensor) for name, tensor in named.items()}
 
-    return _Part(infos, write)
+    return Part(infos, write)
 
 
-def _kept_part(entry: KeptTensor, tensor: torch.Tensor) -> _Part:
+def _kept_part(entry: KeptTensor, tensor: torch.Tensor) -> Part:
     info = TensorInfo(entry.name, tensor.dtype, tuple(tensor.shape))
-    return _Part([info], lambda writer: {entry.name: writer.write(entry.name, tensor)})
+    return Part([info], lambda writer: {entry.name: writer.write(entry.name, tensor)})
 
 
 # -- what a model holds -----------------------------------------------------------------------------------------------

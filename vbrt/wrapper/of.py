@@ -8,14 +8,7 @@ from vbrt.model.passes import PassHook
 from vbrt.wrapper.wrap import facade_of
 from vbrt.wrapper.wrapper import VBModelWrapper
 
-__all__ = ["of"]
-
-
-def _is_of(attachment: Attachment, model: nn.Module) -> bool:
-    try:
-        return attachment.model is model
-    except WrapError:  # its model is gone
-        return False
+__all__ = ["attachment_of", "of"]
 
 
 def of(model: nn.Module) -> VBModelWrapper:
@@ -29,15 +22,25 @@ def of(model: nn.Module) -> VBModelWrapper:
     """
     if isinstance(model, VBModelWrapper):
         return model
+    attachment = attachment_of(model)
+    return facade_of(attachment.model, attachment)
+
+
+def attachment_of(model: nn.Module) -> Attachment:
+    """Return the attachment of a wrapped model, or of the first in it. Raises WrapError as `of` does."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         hook = next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, PassHook)), None)
-        if hook is None or hook.attachment is None:
-            continue
-        attachment = hook.attachment
-        if not _is_of(attachment, module):  # a deep copy has the hook of the model that it was made of
-            attachment = attachment.seed().attach_to(module)
-        return facade_of(module, attachment)
+        if hook is not None and hook.attachment is not None:
+            attachment = hook.attachment  # a deep copy has the hook of the model that it was made of
+            return attachment if _is_of(attachment, module) else attachment.seed().attach_to(module)
     raise WrapError(
         f"of() got {type(model).__name__}; expected a model that is wrapped: by vbrt.wrap(), vbrt.load(), or "
         "from_pretrained(..., quantization_config=vbrt.QuantizationConfig(...))"
     )
+
+
+def _is_of(attachment: Attachment, model: nn.Module) -> bool:
+    try:
+        return attachment.model is model
+    except WrapError:  # its model is gone
+        return False
