@@ -1,6 +1,7 @@
 """`vbrt convert`: the same save as `vb.save`, without the model; it goes on where it stopped, and damages nothing."""
 
 import contextlib
+import json
 
 import pytest
 
@@ -123,3 +124,14 @@ def test_a_save_of_the_same_format_is_copied_and_one_of_another_is_refused(llama
     capsys.readouterr()
     assert cli.main(["convert", str(one), str(tmp_path / "three"), "--config", "nf4"]) == 2
     assert "a save keeps its format" in errors(capsys)
+
+
+def test_the_config_of_planes_says_nothing_of_how_the_weights_were_quantized_before(llama, tmp_path):
+    model, out = tmp_path / "model", tmp_path / "out"
+    model.mkdir()
+    for file in llama.iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "vbrt"}}))
+    assert cli.main(["convert", str(model), str(out)]) == 0
+    assert json.loads((out / "config.json").read_text()) == config

@@ -38,7 +38,7 @@ from vbrt.wrapper.wrapper import VBModelWrapper
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["load_causal_lm", "load_wrapped", "meta_model", "quiet"]
+__all__ = ["load_causal_lm", "load_wrapped", "meta_model", "quantization_method", "quiet"]
 
 _MAX_CONFIG_BYTES = 16 << 20
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -87,6 +87,16 @@ def meta_model(path: Path) -> nn.Module:
     with quiet(), torch.device("meta"), _loading(f"{file}: transformers cannot build this model"):
         make = _model_class(config, file)
         return make(config, dtype=dtype)
+
+
+def quantization_method(model: nn.Module) -> str:
+    """Return the method by which a model's checkpoint is quantized, as its config says; "" for a dense one."""
+    return _method(model.config)
+
+
+def _method(config: PreTrainedConfig) -> str:
+    given = getattr(config, "quantization_config", None) or {}
+    return str(given.get("quant_method", "") if isinstance(given, dict) else given.quant_method)
 
 
 def _config_file(path: Path) -> Path:
@@ -201,8 +211,7 @@ def load_wrapped(
             with quiet(), _loading(f"{path}: transformers does not take its generation_config.json"):
                 vb.model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
         return vb, tokenizer
-    method = (getattr(known, "quantization_config", None) or {}).get("quant_method")
-    given = {} if method == "vbrt" and config is None else {"quantization_config": QuantizationConfig(config)}
+    given = {} if _method(known) == "vbrt" and config is None else {"quantization_config": QuantizationConfig(config)}
     with _counted(count):
         return of(_pretrained(path, warn, **given)), tokenizer
 

@@ -4,6 +4,7 @@ What is written is what `vb.save` writes of the model that `vbrt.load` makes of 
 holds one weight and the planes of one of those files; of routed experts, what `Source.experts_of` reads at a time.
 """
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
@@ -166,4 +167,16 @@ def _copy_files(path: Path, directory: Path) -> None:
     for file in sorted(path.iterdir()) if path.is_dir() else ():
         is_wanted = file.suffix in _COPIED or file.stem.upper() in _COPIED_NAMES
         if is_wanted and file.is_file() and file.name != MANIFEST and not file.name.endswith(".index.json"):
-            write_file(directory / file.name, read_bounded(file, _MAX_COPY_BYTES))
+            content = read_bounded(file, _MAX_COPY_BYTES)
+            write_file(directory / file.name, _without_method(content) if file.name == "config.json" else content)
+
+
+def _without_method(config: bytes) -> bytes:
+    """Return a config.json that does not say how the weights were quantized: the planes are something else."""
+    try:
+        data = json.loads(config)
+    except ValueError:
+        return config
+    if not isinstance(data, dict) or data.pop("quantization_config", None) is None:
+        return config
+    return json.dumps(data, indent=2).encode()

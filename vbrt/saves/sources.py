@@ -38,7 +38,7 @@ from vbrt.saves.fit import (
 from vbrt.saves.manifest import MANIFEST, Manifest, SavedLayer, read_manifest, text_of
 from vbrt.saves.tensorfile import TensorFile, TensorInfo, digest
 
-__all__ = ["Source", "open_source"]
+__all__ = ["Source", "open_source", "weight_files"]
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MAX_INDEX_BYTES = 64 << 20
@@ -100,6 +100,15 @@ def open_source(path: Path) -> "SavedModel | DenseCheckpoint":
         f"{path}: neither {MANIFEST}, as vb.save() writes it, nor {_SINGLE} or {_INDEX} in it; "
         "expected a save or a safetensors checkpoint"
     )
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Return the safetensors files of what `open_source` has opened. Raises CheckpointError."""
+    if path.is_file():
+        return [path]
+    if (path / MANIFEST).exists():
+        return sorted({path / tensor.file for tensor in read_manifest(path).tensors.values()})
+    return [path / name for name in _shard_names(path / _INDEX)] if (path / _INDEX).exists() else [path / _SINGLE]
 
 
 def _shard_names(index: Path) -> list[str]:

@@ -1,0 +1,112 @@
+"""`vbrt inspect`: what a checkpoint is, and what it becomes under a config; reads nothing but headers."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from vbrt.cli.models import asked_config
+from vbrt.cli.options import add_command, add_config, integration
+from vbrt.cli.screen import add_footer, add_row, console_for_stdout, table_of, working
+from vbrt.residency.plan import format_bytes
+
+if TYPE_CHECKING:
+    from vbrt.saves.inspection import Inspection
+
+__all__ = ["add"]
+
+
+def add(commands: Any) -> None:
+    """Add `vbrt inspect` to the subparsers `commands` of the command line."""
+    parser = add_command(
+        commands,
+        "inspect",
+        _inspect,
+        help="show what a checkpoint is, and what it becomes under a config",
+        text="Only\nheaders are read. Exits with 1 if vbrt cannot load it.",
+        examples="  vbrt inspect ./Llama-3.1-8B\n  vbrt inspect ./Qwen3-30B-A3B --config exact --json\n",
+    )
+    parser.add_argument("model", metavar="MODEL_DIR", type=Path, help="a directory with config and safetensors files")
+    add_config(parser)
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    config = asked_config(args)
+    with working("importing torch and transformers") as say:
+        huggingface = integration("huggingface")
+        from vbrt.saves.inspection import inspect
+        from vbrt.saves.sources import open_source, weight_files
+
+        say(f"reading {args.model}")
+        model = huggingface.meta_model(args.model)
+        source = open_source(args.model)
+        config = source.config(config, {})
+        method = huggingface.quantization_method(model)
+        found = inspect(source, model, config, weight_files(source.path), method=method)
+    head = {
+        "model": type(model).__name__,
+        "model_type": model.config.model_type,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "quantization": method,
+    }
+    if args.json:
+        print(json.dumps({**head, "config": config.to_dict(), **found.to_dict()}, indent=2))
+    else:
+        _print(console_for_stdout(), head, config.source, found)
+    return 1 if found.refusal else 0
+
+
+def _print(console: Console, head: dict[str, Any], config: str, found: "Inspection") -> None:
+    dtypes = ", ".join(f"{format_bytes(nbytes)} {dtype}" for dtype, nbytes in found.dtypes.items())
+    console.print(f"{head['model']} ({head['model_type']}), {head['parameters'] / 1e6:,.1f} million parameters")
+    console.print(
+        f"{found.layout}: {found.files} files, {found.tensors} tensors, {format_bytes(found.nbytes)}: {dtypes}",
+        soft_wrap=True,
+    )
+    if found.refusal:
+        console.print(f"\nvbrt cannot load it: {found.refusal}", style="red", soft_wrap=True)
+        return
+    if found.layers:
+        console.print()
+        _print_layers(console, config, found)
+    if found.stays:
+        console.print()
+        table = table_of("stays as it is", ">modules", ">bytes", "why")
+        for stays in found.stays:
+            more = f" and {stays.modules - 1} more" if stays.modules > 1 else ""
+            add_row(table, stays.example + more, str(stays.modules), format_bytes(stays.nbytes), stays.reason)
+        console.print(table)
+    for note in found.notes:
+        console.print(f"note: {note}", soft_wrap=True)
+
+
+def _print_layers(console: Console, config: str, found: "Inspection") -> None:
+    table = table_of(f"under {config}", ">layers", ">experts", "is", ">bytes", "becomes", ">at most", "bits")
+    for layer in found.layers:
+        add_row(
+            table,
+            layer.kind,
+            str(layer.layers),
+            str(layer.experts or ""),
+            layer.dtype,
+            format_bytes(layer.dense_bytes),
+            layer.becomes,
+            format_bytes(layer.page_bytes),
+            "all" if layer.lossless else "rounded",
+        )
+    dense, pages = sum(x.dense_bytes for x in found.layers), sum(x.page_bytes for x in found.layers)
+    add_footer(
+        table,
+        "in all",
+        str(sum(x.layers for x in found.layers)),
+        "",
+        "",
+        format_bytes(dense),
+        "",
+        format_bytes(pages),
+        "",
+    )
+    console.print(table)
