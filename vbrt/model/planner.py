@@ -3,6 +3,7 @@
 Works on real models and on models built under `torch.device("meta")`, so that a plan needs no weights.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -194,10 +195,8 @@ def _homes(
 def _notes(
     swaps: tuple[Swap, ...], config: VBConfig, modules: dict[str, nn.Module], skipped: dict[str, Skip]
 ) -> tuple[str, ...]:
-    notes = []
-    dense = [swap for swap in swaps if swap.format != config.weights.format]
-    if dense:
-        notes.append(f"{len(dense)} layers: {dense[0].note}")
+    others = Counter(swap.note for swap in swaps if swap.format != config.weights.format and swap.note)
+    notes = [f"{count} layers: {note}" for note, count in others.items()]
     if not swaps:
         saves = " and saves no memory" if config.mode == "infer" else ""
         notes.append(f"nothing is swapped, the model stays as it is{saves}: {why_none(modules, skipped)}")

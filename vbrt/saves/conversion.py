@@ -11,33 +11,62 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from vbrt.errors import CheckpointError
-from vbrt.saves.tensorfile import TensorFile, TensorInfo
+from vbrt.saves.tensorfile import TensorInfo
 
-__all__ = ["Entry", "entries_for"]
+__all__ = ["Entry", "TensorSource", "entries_for"]
+
+
+class TensorSource(Protocol):
+    """Tensors of files by name: a `TensorFile`, or weights that files hold in a form of their own."""
+
+    path: Path
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """What is there, by name."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor in fresh CPU memory."""
+
+    def read_matrix(self, name: str, index: int) -> torch.Tensor:
+        """Return one part of a tensor along its first dimension."""
+
+    def map(self, name: str) -> torch.Tensor:
+        """Return a tensor, from a mapping of its file where that can be."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A tensor of a checkpoint under the model's name for it. `read` gives it in fresh CPU memory, `map` from a mapping
-    of its file where that can be."""
+    of its file where that can be.
+
+    Attributes:
+        matrix: reads one matrix of a stack alone; None where only all of them can be read.
+        rows: the names that the files have for it: for each matrix, those whose rows lie below each other in it; one
+            row for a tensor that is taken as it is. Empty where transformers does anything else with them.
+        sources: all names in the files that a conversion makes it of.
+    """
 
     info: TensorInfo
     read: Callable[[], torch.Tensor]
     map: Callable[[], torch.Tensor]
+    matrix: Callable[[int], torch.Tensor] | None = None
+    rows: tuple[tuple[str, ...], ...] = ()
+    sources: tuple[str, ...] = ()
 
 
-def entries_for(path: Path, model: nn.Module, files: Iterable[TensorFile]) -> dict[str, Entry]:
+def entries_for(path: Path, model: nn.Module, files: Iterable[TensorSource]) -> dict[str, Entry]:
     """Return the tensors by their names in the model; those that the model lacks, by the names that they would have.
 
     Raises CheckpointError: two tensors of one name, or a conversion that cannot be done.
     """
-    found: dict[str, TensorFile] = {}
+    found: dict[str, TensorSource] = {}
     for file in files:
         for name in file.tensors:
             if name in found:
@@ -52,8 +81,9 @@ def entries_for(path: Path, model: nn.Module, files: Iterable[TensorFile]) -> di
     return _converted(path, model, found, rules)
 
 
-def _plain(file: TensorFile, name: str) -> Entry:
-    return Entry(file.tensors[name], partial(file.read, name), partial(file.map, name))
+def _plain(file: TensorSource, name: str) -> Entry:
+    matrix = partial(file.read_matrix, name) if len(file.tensors[name].shape) == 3 else None
+    return Entry(file.tensors[name], partial(file.read, name), partial(file.map, name), matrix, ((name,),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +121,9 @@ def _rules_for(model: nn.Module) -> _Rules | None:
     )
 
 
+_STACKED = [("MergeModulelist", 0)]
+
+
 @dataclass(slots=True)
 class _Group:
     """Tensors that are converted together into one or more of the model's; `first` names one of those."""
@@ -99,29 +132,63 @@ class _Group:
     model: nn.Module
     first: str
     rule: Any
-    sources: list[tuple[str, str, TensorFile]] = field(default_factory=list)  # (pattern, name, file)
+    sources: list[tuple[str, str, TensorSource]] = field(default_factory=list)  # (pattern, name, file)
 
     def entries(self) -> dict[str, Entry]:
         """Return the tensors of the model that the conversion makes."""
-        out = self._convert(
-            lambda file, name: torch.empty(file.tensors[name].shape, dtype=file.tensors[name].dtype, device="meta")
-        )
+        out = self._convert(_outline, self.sources)
         return {name: self._entry(name, tensor) for name, tensor in out.items()}
 
     def _entry(self, name: str, like: torch.Tensor) -> Entry:
         read = partial(self._read, name, like)
-        return Entry(TensorInfo(name, like.dtype, tuple(like.shape)), read, read)
+        experts = self._experts(name, like)
+        return Entry(
+            TensorInfo(name, like.dtype, tuple(like.shape)),
+            read,
+            read,
+            partial(self._read_expert, name, experts) if experts else None,
+            self._rows(experts),
+            tuple(name for _, name, _ in self.sources),
+        )
+
+    def _experts(self, name: str, like: torch.Tensor) -> list[list[Any]]:
+        """Return the sources of each matrix of a stack; empty where they are not apart in the files."""
+        by_pattern: dict[str, list[Any]] = {}
+        for source in self.sources:
+            by_pattern.setdefault(source[0], []).append(source)
+        counts = {len(sources) for sources in by_pattern.values()}
+        if not merges_experts(self.rule.operations) or counts != {like.shape[0]}:
+            return []
+        experts = [list(sources) for sources in zip(*by_pattern.values(), strict=True)]
+        return experts if self._convert(_outline, experts[0])[name].shape == (1, *like.shape[1:]) else []
+
+    def _rows(self, experts: list[list[Any]]) -> tuple[tuple[str, ...], ...]:
+        """Return the names of `Entry.rows`, in the order of the rule."""
+        steps = [(type(step).__name__, getattr(step, "dim", None)) for step in self.rule.operations]
+        if steps == [("Concatenate", 0)]:
+            experts = [self.sources]
+        elif steps not in (_STACKED, [*_STACKED, ("Concatenate", 1)]):
+            return ()
+        order = {pattern: place for place, pattern in enumerate(self.rule.source_patterns)}
+        return tuple(
+            tuple(name for _, name, _ in sorted(sources, key=lambda source: order[source[0]])) for sources in experts
+        )
+
+    def _read_expert(self, name: str, experts: list[list[Any]], expert: int) -> torch.Tensor:
+        return self._convert(_value, experts[expert])[name][0]
 
     def _read(self, name: str, wanted: torch.Tensor) -> torch.Tensor:
-        tensor = self._convert(lambda file, source: file.read(source))[name]
+        tensor = self._convert(_value, self.sources)[name]
         if (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype):
             raise self._error(f"{name} is {tuple(tensor.shape)} of {tensor.dtype}")
         return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor.contiguous()
 
     @torch.no_grad()
-    def _convert(self, tensor_of: Callable[[TensorFile, str], torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _convert(
+        self, tensor_of: Callable[[TensorSource, str], torch.Tensor], sources: Iterable[tuple[str, str, TensorSource]]
+    ) -> dict[str, torch.Tensor]:
         rule = copy.deepcopy(self.rule)
-        for pattern, name, file in self.sources:
+        for pattern, name, file in sources:
             rule.add_tensor(self.first, name, pattern, tensor_of(file, name))
         try:
             out = rule.convert(self.first, model=self.model, config=self.model.config)
@@ -139,7 +206,28 @@ class _Group:
         )
 
 
-def _converted(path: Path, model: nn.Module, found: Mapping[str, TensorFile], rules: _Rules) -> dict[str, Entry]:
+def _outline(file: TensorSource, name: str) -> torch.Tensor:
+    return torch.empty(file.tensors[name].shape, dtype=file.tensors[name].dtype, device="meta")
+
+
+def _value(file: TensorSource, name: str) -> torch.Tensor:
+    return file.read(name)
+
+
+def merges_experts(operations: Iterable[Any]) -> bool:
+    """True if operations of transformers stack the matrices of experts and do to the stack what they would do to each
+    matrix alone."""
+    first, *others = operations
+    return (type(first).__name__, getattr(first, "dim", None)) == _STACKED[0] and all(map(_keeps_apart, others))
+
+
+def _keeps_apart(operation: Any) -> bool:
+    if type(operation).__name__ == "Concatenate":
+        return operation.dim > 0
+    return type(operation).__name__ == "Transpose" and 0 not in (operation.dim0, operation.dim1)
+
+
+def _converted(path: Path, model: nn.Module, found: Mapping[str, TensorSource], rules: _Rules) -> dict[str, Entry]:
     groups: dict[str, _Group] = {}
     origin: dict[str, str] = {}
     out: dict[str, Entry] = {}

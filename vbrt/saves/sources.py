@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,21 +25,12 @@ from vbrt.model.planner import make_plan
 from vbrt.residency.plan import Beside, Plan, Swap
 from vbrt.residency.site import ROOT, WeightSite
 from vbrt.saves.assign import assign_, on_meta, with_values
-from vbrt.saves.conversion import Entry, entries_for
-from vbrt.saves.fit import (
-    check_names,
-    has_fraction,
-    ignored_names,
-    misfit,
-    other_dtypes,
-    other_kinds,
-    other_shapes,
-    refuse_any,
-)
+from vbrt.saves.fit import check_names, has_fraction, misfit, other_kinds, other_shapes, refuse_any
 from vbrt.saves.manifest import MANIFEST, Manifest, SavedLayer, read_manifest, text_of
+from vbrt.saves.published import Description, checkpoint_of, describe_files
 from vbrt.saves.tensorfile import TensorFile, TensorInfo, digest
 
-__all__ = ["Source", "open_source", "weight_files"]
+__all__ = ["Source", "describe", "open_source", "weight_files"]
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MAX_INDEX_BYTES = 64 << 20
@@ -74,28 +66,55 @@ class Source(Protocol):
         """Assign all other parameters and buffers."""
 
 
-def open_source(path: Path) -> "SavedModel | DenseCheckpoint":
+def open_source(path: Path) -> Source:
+    """Return what a path is the files of. Raises CheckpointError."""
+    path = _looked_at(path)
+    if path.is_dir() and (path / MANIFEST).exists():
+        return SavedModel(path)
+    return checkpoint_of(path, _files_of(path))
+
+
+def describe(path: str | PathLike) -> Description:
+    """Say what a checkpoint is and what it will become, from the headers of its files; nothing is loaded.
+
+    Args:
+        path: a directory with safetensors files, or one such file. What `vb.save` wrote is described by its manifest.
+
+    Raises:
+        CheckpointError: files missing, damaged, or of a layout that vbrt does not read.
+    """
+    path = _looked_at(Path(path))
+    if path.is_dir() and (path / MANIFEST).exists():
+        raise CheckpointError(f"{path}: a save of vbrt, whose {MANIFEST} says what it is")
+    return describe_files(path, _files_of(path))
+
+
+def _looked_at(path: Path) -> Path:
+    """Return the path without "~". Raises CheckpointError where nobody may look, or nothing is there."""
     try:
         path = expanded(path)
-        kinds = {name: (path / name).exists() for name in (MANIFEST, _INDEX, _SINGLE)}
+        for name in (MANIFEST, _INDEX, _SINGLE):
+            (path / name).exists()
         is_file, is_directory = path.is_file(), path.is_dir()
     except OSError as error:
         raise CheckpointError(
             f"{error.filename}: cannot be read: {describe_os_error(error)}; expected a directory "
             f"that vb.save() wrote, or a checkpoint with {_SINGLE}"
         ) from error
-    if is_file and path.suffix == ".safetensors":
-        return DenseCheckpoint(path, [path])
-    if not is_directory:
+    if not is_directory and not (is_file and path.suffix == ".safetensors"):
         raise CheckpointError(
             f"{path}: no such directory; expected one that vb.save() wrote, or a checkpoint with {_SINGLE}"
         )
-    if kinds[MANIFEST]:
-        return SavedModel(path)
-    if kinds[_INDEX]:
-        return DenseCheckpoint(path, [path / name for name in _shard_names(path / _INDEX)])
-    if kinds[_SINGLE]:
-        return DenseCheckpoint(path, [path / _SINGLE])
+    return path
+
+
+def _files_of(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    if (path / _INDEX).exists():
+        return [path / name for name in _shard_names(path / _INDEX)]
+    if (path / _SINGLE).exists():
+        return [path / _SINGLE]
     raise CheckpointError(
         f"{path}: neither {MANIFEST}, as vb.save() writes it, nor {_SINGLE} or {_INDEX} in it; "
         "expected a save or a safetensors checkpoint"
@@ -108,7 +127,7 @@ def weight_files(path: Path) -> list[Path]:
         return [path]
     if (path / MANIFEST).exists():
         return sorted({path / tensor.file for tensor in read_manifest(path).tensors.values()})
-    return [path / name for name in _shard_names(path / _INDEX)] if (path / _INDEX).exists() else [path / _SINGLE]
+    return _files_of(path)
 
 
 def _shard_names(index: Path) -> list[str]:
@@ -317,80 +336,6 @@ def _for_this_machine(saved: VBConfig) -> VBConfig:
     """Return the config of a save without what it insisted on for the machine where it was made."""
     gpu = saved.tiers.gpu
     return replace(saved, tiers=replace(saved.tiers, gpu=replace(gpu, enabled=gpu.enabled and "auto")))
-
-
-class DenseCheckpoint:
-    """An ordinary safetensors checkpoint of a dense model."""
-
-    def __init__(self, path: Path, files: Iterable[Path]) -> None:
-        self.path = path
-        self._files = list(map(TensorFile, files))
-        self._found: dict[str, Entry] = {}  # by names of the model
-        self._entries: dict[str, str] = {}  # each name that the model has -> the one that was found, where tied
-
-    def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
-        """See `Source`."""
-        return load_config(config, **overrides)
-
-    def outline_(self, model: nn.Module) -> None:
-        """See `Source`."""
-        self._found = entries_for(self.path, model, self._files)
-        groups: dict[int, list[str]] = {}
-        for name, tensor in (
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        ):
-            groups.setdefault(id(tensor), []).append(name)
-        for names in groups.values():
-            entry = next((name for name in names if name in self._found), None)
-            if entry is not None:
-                self._entries.update(dict.fromkeys(names, entry))
-        known = self._found.keys() | self._entries.keys()
-        check_names(self.path, model, known, optional=ignored_names(model, self._found))
-        infos = {name: self._found[entry].info for name, entry in self._entries.items()}
-        refuse_any(self.path, "shapes do not fit", other_shapes(model, infos))
-        refuse_any(self.path, "dtypes do not fit", other_dtypes(model, infos))
-        done: set[int] = set()
-        for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-            if id(parameter) not in done:
-                done.add(id(parameter))
-                dtype = infos[name].dtype
-                assign_(model, groups[id(parameter)], partial(on_meta, dtype=dtype, trains=parameter.requires_grad))
-
-    def has(self, name: str) -> bool:
-        """See `Source`."""
-        return name in self._entries
-
-    def plan(self, model: nn.Module, config: VBConfig, beside: Beside | None) -> Plan:
-        """See `Source`."""
-        return make_plan(model, config, beside=beside)
-
-    def planes_of(self, swap: Swap, handle: WeightHandle) -> Planes:
-        """See `Source`: encoded now."""
-        return handle.split(self._read(swap.site.tensor))
-
-    def experts_of(self, swap: Swap, handle: ExpertsHandle) -> Iterable[Planes]:
-        """See `Source`: encoded one after the other."""
-        weights = {part: self._read(site.tensor) for part, site in zip(handle.spec.parts, _sites(swap), strict=True)}
-        return handle.split(weights)
-
-    def computes_in(self, swap: Swap, handle: WeightHandle | ExpertsHandle) -> torch.dtype:
-        """See `Source`."""
-        return handle.dtype
-
-    def fill_kept_(self, model: nn.Module, device: torch.device) -> None:
-        """See `Source`. Tied parameters get one value."""
-        groups: dict[str, list[str]] = {}
-        for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
-            if name in self._entries:
-                groups.setdefault(self._entries[name], []).append(name)
-        for entry, names in groups.items():
-            found = self._found[entry]
-            value = found.map() if device.type == "cpu" else found.read().to(device)
-            assign_(model, names, partial(with_values, value=value))
-
-    def _read(self, name: str) -> torch.Tensor:
-        return self._found[self._entries[name]].read()
 
 
 def _swap(layer: SavedLayer, modules: Mapping[str, nn.Module]) -> Swap:

@@ -16,7 +16,7 @@ import os
 import struct
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -187,7 +187,16 @@ class TensorFile:
 
     def read(self, name: str) -> torch.Tensor:
         """Return the tensor in fresh CPU memory. Raises CheckpointError when the file cannot be read."""
+        return self._read(name, self.tensors[name])
+
+    def read_matrix(self, name: str, index: int) -> torch.Tensor:
+        """Return one part of the tensor along its first dimension, in fresh CPU memory. Raises CheckpointError when the
+        file cannot be read."""
         info = self.tensors[name]
+        part = TensorInfo(name, info.dtype, info.shape[1:])
+        return self._read(name, replace(part, begin=info.begin + index * part.nbytes))
+
+    def _read(self, name: str, info: TensorInfo) -> torch.Tensor:
         out = torch.empty(info.nbytes, dtype=torch.uint8, device="cpu")
         try:
             with open(open_regular(self.path), "rb", buffering=0) as file:

@@ -1,0 +1,180 @@
+"""Tiny checkpoints in the layouts that others publish, packed here by their documentation, and what they decode to."""
+
+import json
+from dataclasses import dataclass
+
+import torch
+from safetensors.torch import save_file
+
+from vbrt.formats import get_format
+from vbrt.formats.levels import INT4_LEVELS
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+
+
+@dataclass(frozen=True)
+class Made:
+    """A weight in a layout: tensors by suffix of the module's name, and what it decodes to."""
+
+    tensors: dict
+    decoded: torch.Tensor
+
+
+def e2m1(packed):
+    """The values of bytes of two codes, the low nibble first."""
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    return E2M1[codes.long()]
+
+
+def nvfp4_parts(w):
+    plane = get_format("nvfp4").encode(w)
+    k = w.shape[1]
+    scales, scale = plane["scales"].float().repeat_interleave(16, 1), plane["tensor_scale"]
+    return plane["codes"][:, : k // 2].contiguous(), plane["scales"], scale, scales
+
+
+def modelopt(w):
+    codes, scales, scale, spread = nvfp4_parts(w)
+    decoded = (e2m1(codes) * (spread * scale)).to(w.dtype)
+    tensors = {".weight": codes, ".weight_scale": scales, ".weight_scale_2": scale[0], ".input_scale": scale[0]}
+    return Made(tensors, decoded)
+
+
+def compressed_nvfp4(w):
+    codes, scales, _, spread = nvfp4_parts(w)
+    scale = torch.tensor([384.0])
+    decoded = (e2m1(codes) * (spread * scale.reciprocal())).to(w.dtype)
+    return Made({".weight_packed": codes, ".weight_scale": scales, ".weight_global_scale": scale}, decoded)
+
+
+def compressed_mxfp4(w):
+    plane = get_format("mxfp4").encode(w)
+    spread = torch.exp2(plane["scales"].float() - 127).repeat_interleave(32, 1)
+    return Made(
+        {".weight_packed": plane["codes"], ".weight_scale": plane["scales"]},
+        (e2m1(plane["codes"]) * spread).to(w.dtype),
+    )
+
+
+def torchao(w):
+    codes, scales, scale, spread = nvfp4_parts(w)
+    n, groups = scales.shape
+    tiles = torch.zeros(-(-n // 128) * 128, -(-groups // 4) * 4, dtype=torch.uint8)
+    tiles[:n, :groups] = scales.view(torch.uint8)
+    tiles = tiles.view(len(tiles) // 128, 4, 32, -1, 4).permute(0, 3, 2, 1, 4).reshape(-1)
+    decoded = (e2m1(codes) * (spread * scale)).to(w.dtype)
+    blocked = tiles.view(torch.float8_e4m3fn)
+    return Made({"._weight_qdata": codes, "._weight_scale": blocked, "._weight_per_tensor_scale": scale[0]}, decoded)
+
+
+def int_codes(w, group=32):
+    """Codes 0 to 15 and scales in w's dtype for groups of a row."""
+    n, k = w.shape
+    grouped = w.float().view(n, -1, group)
+    scale = (grouped.abs().amax(-1) / 7.5).to(w.dtype)
+    codes = (grouped / scale.float().unsqueeze(-1)).round().clamp(-8, 7).to(torch.int32) + 8
+    return codes.view(n, k), scale
+
+
+def words(codes, dim, order=range(8)):
+    parts = codes.movedim(dim, -1).unflatten(-1, (-1, 8)).to(torch.int64)
+    packed = sum(parts[..., column] << 4 * place for place, column in enumerate(order))
+    packed = torch.where(packed >= 1 << 31, packed - (1 << 32), packed)
+    return packed.to(torch.int32).movedim(-1, dim).contiguous()
+
+
+def gptq(w, zero=7):
+    codes, scale = int_codes(w)
+    zeros = torch.full((scale.shape[1], len(w)), zero, dtype=torch.int32)
+    tensors = {".qweight": words(codes.t(), 0), ".scales": scale.t().contiguous(), ".qzeros": words(zeros, 1)}
+    tensors[".g_idx"] = torch.arange(w.shape[1], dtype=torch.int32) // 32
+    return Made(tensors, (codes - zero - 1) * scale.repeat_interleave(32, 1))
+
+
+def asymmetric_gptq(w):
+    return gptq(w, zero=4)
+
+
+def awq(w):
+    codes, scale = int_codes(w)
+    zeros = torch.arange(scale.shape[1] * len(w), dtype=torch.int32).view(-1, len(w)) % 16
+    tensors = {
+        ".qweight": words(codes.t(), 1, AWQ_ORDER),
+        ".scales": scale.t().contiguous(),
+        ".qzeros": words(zeros, 1, AWQ_ORDER),
+    }
+    spread = zeros.t().repeat_interleave(32, 1)
+    return Made(tensors, (codes - spread) * scale.repeat_interleave(32, 1))
+
+
+def compressed_int4(w):
+    codes, scale = int_codes(w)
+    shape = torch.tensor(w.shape, dtype=torch.int64)
+    tensors = {".weight_packed": words(codes, 1), ".weight_scale": scale, ".weight_shape": shape}
+    return Made(tensors, (codes - 8) * scale.repeat_interleave(32, 1))
+
+
+def bitsandbytes(w):
+    n, k = w.shape
+    grouped = w.float().view(-1, 64)
+    absmax, table = grouped.abs().amax(-1), torch.tensor(INT4_LEVELS) / 8
+    codes = ((grouped / absmax.unsqueeze(-1)).unsqueeze(-1) - table).abs().argmin(-1)
+    packed = codes.view(-1, 2)
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [n, k]}
+    tensors = {
+        ".weight": (packed[:, :1] << 4 | packed[:, 1:]).to(torch.uint8),
+        ".weight.absmax": absmax,
+        ".weight.quant_map": table,
+        ".weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }
+    return Made(tensors, (table[codes] * absmax.unsqueeze(-1)).view(n, k).bfloat16())
+
+
+def fp8_blocks(w):
+    scale = torch.rand(-(-w.shape[0] // 16), -(-w.shape[1] // 16)) + 0.5
+    spread = scale.repeat_interleave(16, 0).repeat_interleave(16, 1)[: w.shape[0], : w.shape[1]]
+    codes = w.to(torch.float8_e4m3fn)
+    return Made({".weight": codes, ".weight_scale_inv": scale}, (codes.float() * spread).to(w.dtype))
+
+
+def fp8_rows(w):
+    scale, codes = torch.rand(len(w), 1).bfloat16(), w.to(torch.float8_e4m3fn)
+    return Made({".weight": codes, ".weight_scale": scale}, (codes.float() * scale.float()).to(w.dtype))
+
+
+GROUPS = {"config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}}}
+#: layout -> (maker, quantization_config, format of its planes)
+LAYOUTS = {
+    "modelopt": (modelopt, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
+    "compressed nvfp4": (compressed_nvfp4, {"quant_method": "compressed-tensors"}, "nvfp4"),
+    "compressed mxfp4": (compressed_mxfp4, {"quant_method": "compressed-tensors"}, "mxfp4"),
+    "torchao": (torchao, {"quant_method": "torchao"}, "nvfp4"),
+    "bitsandbytes": (bitsandbytes, {"quant_method": "bitsandbytes", "load_in_4bit": True}, "levels64-float32"),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, "levels32-bfloat16"),
+    "compressed int4": (compressed_int4, {"quant_method": "compressed-tensors", **GROUPS}, "levels32-bfloat16"),
+    "asymmetric gptq": (asymmetric_gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}, ""),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32}, ""),
+    "fp8 blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [16, 16]}, ""),
+    "fp8 rows": (fp8_rows, {"quant_method": "compressed-tensors"}, ""),
+}
+
+
+def publish(directory, model, layout, names=lambda name: True):
+    """Write a model with its projections packed; return the state dict that the files decode to."""
+    make, scheme, _ = LAYOUTS[layout]
+    tensors, decoded, metadata = {}, {}, {"format": "pt"}
+    for name, value in model.state_dict().items():
+        if not name.endswith("_proj.weight") or not names(name):
+            tensors[name] = decoded[name] = value
+            continue
+        made, base = make(value), name.removesuffix(".weight")
+        tensors |= {base + suffix: tensor.contiguous().clone() for suffix, tensor in made.tensors.items()}
+        decoded[name] = made.decoded.to(value.dtype)
+        attributes = {"is_swizzled_scales": True, "orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}
+        metadata[name] = json.dumps({"_type": "NVFP4Tensor", "_data": attributes})
+    save_file(tensors, directory / "model.safetensors", metadata if layout == "torchao" else {"format": "pt"})
+    model.config.save_pretrained(directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16", "quantization_config": scheme}))
+    return decoded

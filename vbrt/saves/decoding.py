@@ -1,0 +1,134 @@
+"""Weights of published layouts that are none of vbrt's formats, decoded: pure tensor functions, in plain torch.
+
+Every function gives [N, K] as the layout's own library decodes it.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vbrt.errors import FormatError
+
+__all__ = ["decode_awq", "decode_compressed_ints", "decode_gptq", "scaled_blocks", "unswizzled"]
+
+Fields = Mapping[str, Tensor]
+#: the columns that the nibbles of a word of AWQ are, from the lowest
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+class _Outline(Protocol):
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    more: Mapping[str, Any]
+
+
+def _codes(words: Tensor, bits: int, dim: int) -> Tensor:
+    """Unpack int32 words along a dimension, the first code in the lowest bits."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device="cpu")
+    codes = words.movedim(dim, -1).unsqueeze(-1) >> shifts & ((1 << bits) - 1)
+    return codes.flatten(-2).movedim(-1, dim)
+
+
+def _places(count: int) -> Tensor:
+    return torch.arange(count, dtype=torch.int64, device="cpu")
+
+
+def _check(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise FormatError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}")
+
+
+def decode_gptq(t: Fields, outline: _Outline) -> Tensor:
+    """GPTQ: qweight int32 [K bits/32, N], scales [G, N], qzeros int32 [G, N bits/32] (less one in "gptq" files), g_idx
+    [K]: the group of each column. weight = (code - zero) * scale. Raises FormatError."""
+    n, k = outline.shape
+    bits, group = outline.more["bits"], outline.more["group"]
+    groups = len(t["scales"])
+    _check("scales", t["scales"], (groups, n))
+    index = _groups_of(t.get("g_idx"), k, group, groups)
+    if "qzeros" in t:
+        _check("qzeros", t["qzeros"], (groups, -(-n * bits // 32)))
+        stored_less = 1 if outline.more["checkpoint_format"] == "gptq" else 0
+        zeros = (_codes(t["qzeros"], bits, 1)[:, :n] + stored_less) & ((1 << bits) - 1)
+    else:
+        zeros = torch.full((groups, n), 1 << (bits - 1), dtype=torch.int32, device="cpu")
+    codes_KN = _codes(t["weight"], bits, 0)
+    return ((codes_KN - zeros[index]) * t["scales"][index]).t().contiguous()
+
+
+def _groups_of(g_idx: Tensor | None, k: int, group: int, groups: int) -> Tensor:
+    """The group of each column. Raises FormatError for one that is not there."""
+    index = _places(k) // (k if group < 1 else group) if g_idx is None else g_idx.long()
+    if tuple(index.shape) != (k,) or int(index.min()) < 0 or int(index.max()) >= groups:
+        raise FormatError(f"columns are of groups up to {int(index.max())}, and there are scales of {groups}")
+    return index
+
+
+def decode_awq(t: Fields, outline: _Outline) -> Tensor:
+    """AWQ ("gemm"): qweight int32 [K, N/8], scales [G, N], qzeros int32 [G, N/8], nibbles of a word in AWQ's order.
+    weight = (code - zero) * scale. Raises FormatError."""
+    n, k = outline.shape
+    group, groups = outline.more["group"], len(t["scales"])
+    _check("scales", t["scales"], (groups, n))
+    _check("qzeros", t["qzeros"], (groups, n // 8))
+    if group * groups != k:
+        raise FormatError(f"{groups} groups in rows of {k}; expected groups of one size")
+    codes, zeros = (_codes(t[name], 4, 1).view(-1, n // 8, 8) for name in ("weight", "qzeros"))
+    place = torch.tensor(_AWQ_ORDER, dtype=torch.int64, device="cpu").argsort()
+    codes_KN, zeros_GN = codes[..., place].reshape(k, n), zeros[..., place].reshape(groups, n)
+    spread = _places(k) // group
+    return ((codes_KN - zeros_GN[spread]) * t["scales"][spread]).t().contiguous()
+
+
+def decode_compressed_ints(t: Fields, outline: _Outline) -> Tensor:
+    """compressed-tensors' `pack-quantized`: weight_packed int32 [N, ceil(K bits/32)] of codes that are counted from the
+    middle, weight_scale [N, G], weight_zero_point int32 [ceil(N bits/32), G] or int8 [N, G], weight_g_idx [K].
+    weight = (code - zero) * scale. Raises FormatError."""
+    n, k = outline.shape
+    bits, group = outline.more["bits"], outline.more["group"]
+    middle = 1 << (bits - 1)
+    scale = t["scale"].reshape(1, 1).expand(n, 1) if t["scale"].numel() == 1 else t["scale"].reshape(n, -1)
+    index = _groups_of(t.get("g_idx"), k, group, scale.shape[1])
+    codes = _codes(t["weight"], bits, 1)[:, :k] - middle
+    zero = t.get("zero_point")
+    if zero is None:
+        return codes * scale[:, index]
+    zero = _codes(zero, bits, 0)[:n] - middle if zero.dtype == torch.int32 else zero.to(torch.int32)
+    zero = zero.reshape(-1, 1) if zero.ndim == 1 else zero
+    if zero.shape[1] != scale.shape[1] or zero.shape[0] not in (1, n):
+        raise FormatError(f"weight_zero_point {tuple(zero.shape)} beside scales of {tuple(scale.shape)}")
+    return (codes - zero.expand(n, -1)[:, index]).to(scale.dtype) * scale[:, index]
+
+
+def scaled_blocks(t: Fields, outline: _Outline) -> Tensor:
+    """A weight [N, K] of 8-bit floats times a scale for the whole, for each row, or for each block of rows and columns,
+    in fp32. Raises FormatError."""
+    scale, blocks = t["scale"].float(), outline.more["block"]
+    grid = scale.reshape(1, 1) if scale.numel() == 1 else scale.unsqueeze(1) if scale.ndim == 1 else scale
+    if grid.ndim != 2:
+        raise FormatError(f"a scale of shape {tuple(scale.shape)}; expected one, one for each row or for each block")
+    rows, columns = map(_blocks_of, outline.shape, grid.shape, blocks)
+    return t["weight"].float() * grid[rows][:, columns]
+
+
+def _blocks_of(size: int, count: int, block: int) -> Tensor:
+    """The block of each of `size` places in `count` blocks."""
+    each = size if count == 1 else 1 if count == size else block
+    if each < 1 or -(-size // each) != count:
+        raise FormatError(f"{count} scales for {size} rows or columns in blocks of {block}")
+    return _places(size) // each
+
+
+def unswizzled(scale: Tensor, n: int, groups: int) -> Tensor:
+    """Block scales [N, G] out of the order of cuBLAS: tiles of 128 rows and 4 groups, in each [32, 4, 4] bytes: rows
+    modulo 32, their quarter, groups. Raises FormatError.
+
+    Source: cuBLAS documentation, "1D block scaling factors layout".
+    """
+    down, across = -(-n // 128), -(-groups // 4)
+    if scale.numel() != down * across * 512:
+        raise FormatError(f"{scale.numel()} swizzled scales; expected {down * across * 512} for {n} rows of {groups}")
+    tiles = scale.reshape(down, across, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(down * 128, across * 4)[:n, :groups].contiguous()

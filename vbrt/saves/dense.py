@@ -1,0 +1,104 @@
+"""Safetensors checkpoints of dense models: every weight is read by the name that the model has for it, and encoded."""
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vbrt.config import VBConfig, load_config
+from vbrt.layers import WeightHandle
+from vbrt.layers.encoding import Planes
+from vbrt.layers.experts import ExpertsHandle
+from vbrt.layers.experts.encoding import EncodedExperts, MatricesOnDemand
+from vbrt.model.planner import make_plan
+from vbrt.residency.plan import Beside, Plan, Swap
+from vbrt.residency.site import WeightSite
+from vbrt.saves.assign import assign_, on_meta, with_values
+from vbrt.saves.conversion import Entry, TensorSource, entries_for
+from vbrt.saves.fit import check_names, ignored_names, other_dtypes, other_shapes, refuse_any
+
+__all__ = ["DenseCheckpoint"]
+
+
+class DenseCheckpoint:
+    """An ordinary safetensors checkpoint of a dense model."""
+
+    def __init__(self, path: Path, files: Iterable[TensorSource]) -> None:
+        self.path = path
+        self._files = list(files)
+        self._found: dict[str, Entry] = {}  # by names of the model
+        self._entries: dict[str, str] = {}  # each name that the model has -> the one that was found, where tied
+
+    def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
+        """See `Source`."""
+        return load_config(config, **overrides)
+
+    def outline_(self, model: nn.Module) -> None:
+        """See `Source`."""
+        self._found = entries_for(self.path, model, self._files)
+        groups: dict[int, list[str]] = {}
+        for name, tensor in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ):
+            groups.setdefault(id(tensor), []).append(name)
+        for names in groups.values():
+            entry = next((name for name in names if name in self._found), None)
+            if entry is not None:
+                self._entries.update(dict.fromkeys(names, entry))
+        known = self._found.keys() | self._entries.keys()
+        check_names(self.path, model, known, optional=ignored_names(model, self._found))
+        infos = {name: self._found[entry].info for name, entry in self._entries.items()}
+        refuse_any(self.path, "shapes do not fit", other_shapes(model, infos))
+        refuse_any(self.path, "dtypes do not fit", other_dtypes(model, infos))
+        done: set[int] = set()
+        for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+            if id(parameter) not in done:
+                done.add(id(parameter))
+                dtype = infos[name].dtype
+                assign_(model, groups[id(parameter)], partial(on_meta, dtype=dtype, trains=parameter.requires_grad))
+
+    def has(self, name: str) -> bool:
+        """See `Source`."""
+        return name in self._entries
+
+    def plan(self, model: nn.Module, config: VBConfig, beside: Beside | None) -> Plan:
+        """See `Source`."""
+        return make_plan(model, config, beside=beside)
+
+    def planes_of(self, swap: Swap, handle: WeightHandle) -> Planes:
+        """See `Source`: encoded now."""
+        return handle.split(self._read(swap.site.tensor))
+
+    def experts_of(self, swap: Swap, handle: ExpertsHandle) -> Iterable[Planes]:
+        """See `Source`: encoded one after the other, and read so where the files have them apart."""
+        sites = zip(handle.spec.parts, (swap.site, *swap.parts), strict=True)
+        return EncodedExperts(handle, {part: self._matrices(site) for part, site in sites})
+
+    def _matrices(self, site: WeightSite) -> torch.Tensor | MatricesOnDemand:
+        entry, shape = self._found[self._entries[site.tensor]], (site.matrices, *site.matrix_shape)
+        if entry.matrix is None:
+            return entry.read().reshape(shape)
+        read = entry.matrix
+        return MatricesOnDemand(lambda expert: read(expert).reshape(shape[1:]), shape, entry.info.dtype)
+
+    def computes_in(self, swap: Swap, handle: WeightHandle | ExpertsHandle) -> torch.dtype:
+        """See `Source`."""
+        return handle.dtype
+
+    def fill_kept_(self, model: nn.Module, device: torch.device) -> None:
+        """See `Source`. Tied parameters get one value."""
+        groups: dict[str, list[str]] = {}
+        for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+            if name in self._entries:
+                groups.setdefault(self._entries[name], []).append(name)
+        for entry, names in groups.items():
+            found = self._found[entry]
+            value = found.map() if device.type == "cpu" else found.read().to(device)
+            assign_(model, names, partial(with_values, value=value))
+
+    def _read(self, name: str) -> torch.Tensor:
+        return self._found[self._entries[name]].read()
