@@ -1,7 +1,8 @@
 """Weights in 16 levels, made by the libraries that publish them, with what each of them decodes them to.
 
 `python -m tests.formats.published_weights` writes tests/data/published/levels.safetensors anew. It needs bitsandbytes
-(made with 0.50.2, on a CPU), gguf (0.19.0) and compressed-tensors (0.20.0).
+(made with 0.50.2, on a CPU), gguf (0.19.0), compressed-tensors
+(0.20.0) and auto-round (0.16.1).
 """
 
 from pathlib import Path
@@ -24,6 +25,7 @@ COMPRESSED = {  # strategy, group, dtype, columns
     "tensor": ("tensor", None, torch.float32, COLUMNS),
 }
 GGUF = ("Q4_0", "IQ4_NL")
+AUTO_ROUND = {"gptq": "qlinear_torch_zp", "gptq_v2": "qlinear_torch"}  # packing auto_round:auto_gptq; auto_round
 
 
 def weight(shape, dtype=torch.float32):
@@ -72,9 +74,22 @@ def of_compressed_tensors(name):
     return {**state, "decoded": PackedQuantizationCompressor.decompress(dict(state), scheme)["weight"]}
 
 
+def of_auto_round(name):
+    from importlib import import_module
+
+    linear = torch.nn.Linear(64, 32, bias=False, dtype=torch.float16)
+    linear.weight.data = weight((32, 64), torch.float16)
+    made = import_module(f"auto_round_extension.torch.{AUTO_ROUND[name]}").QuantLinear(4, 32, 64, 32, False)
+    made.pack(linear, linear.weight.detach().view(32, -1, 32).abs().amax(-1) / 7.5, 8)
+    made.post_init()
+    files = {field: getattr(made, field) for field in ("qweight", "qzeros", "scales")}
+    return {**files, "decoded": made(torch.eye(64, dtype=torch.float16)).t()}
+
+
 MAKERS = {
     **{("bitsandbytes", name): of_bitsandbytes for name in BITSANDBYTES},
     **{("gguf", name): of_gguf for name in GGUF},
+    **{("auto_round", name): of_auto_round for name in AUTO_ROUND},
     **{("compressed_tensors", name): of_compressed_tensors for name in COMPRESSED},
 }
 

@@ -31,6 +31,8 @@ def committed():
 
 def repacked(library, name, files):
     """The plane of a weight as its library stores it."""
+    if library == "auto_round":
+        return repack_gptq(files["qweight"], files["scales"], files["qzeros"], group=32, checkpoint_format=name)
     if library == "gguf":
         return repack_gguf(files["blocks"], tuple(files["decoded"].shape), name)
     if library == "compressed_tensors":
@@ -70,7 +72,11 @@ def test_a_committed_weight_decodes_to_its_librarys_bits(library, name):
     made = check(library, name, files)
     scales = made.coarse["scales"].dtype
     flat = {"flat": True} if library == "bitsandbytes" else {}
-    group = {"gguf": 32, "bitsandbytes": BITSANDBYTES.get(name, (0, 0))[1]}.get(library) or COMPRESSED[name][1] or -1
+    group = (
+        {"gguf": 32, "auto_round": 32, "bitsandbytes": BITSANDBYTES.get(name, (0, 0))[1]}.get(library)
+        or COMPRESSED[name][1]
+        or -1
+    )
     assert made.format == levels_format(made.shape[1], group, scales, **flat)
 
 
@@ -146,6 +152,8 @@ LEVELS = torch.linspace(-1, 1, 16)
         (lambda: repack_bitsandbytes(BYTES, torch.ones(2), LEVELS[:8], (2, 64)), "8 levels"),
         (lambda: repack_bitsandbytes(BYTES, torch.ones(2), LEVELS, (16, 8)), "blocks of 16 weights"),
         (lambda: repack_bitsandbytes(BYTES, BYTES, LEVELS, (2, 64), nested=Nested(LEVELS, LEVELS, 256, 0.0)), "256"),
+        (lambda: repack_bitsandbytes(BYTES, torch.ones(2), LEVELS, (2, 8, 8)), "expected .N, K."),
+        (lambda: repack_gguf(BYTES, (0, 64), "Q4_0"), "at least one weight"),
         (lambda: repack_gguf(BYTES, (2, 64), "Q4_K"), "'Q4_K'; expected one of Q4_0, IQ4_NL"),
         (lambda: repack_gguf(BYTES, (2, 64), "Q4_0"), "18 bytes"),
         (lambda: repack_compressed_int4(BYTES, LEVELS, (2, 64), group=32), "expected int32 .2, 8."),

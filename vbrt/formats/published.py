@@ -156,7 +156,7 @@ def repack_bitsandbytes(
 
     Raises FormatError for tensors that do not fit together, scales that are not finite, or blocks across rows.
     """
-    n, k = shape
+    n, k = _rows("bitsandbytes", shape)
     codes = packed.detach().contiguous().view(torch.uint8).reshape(-1)
     if codes.numel() * 2 != n * k or k % 2:
         raise FormatError(f"bitsandbytes: {codes.numel()} bytes of codes; expected {n} x {k} / 2 of a weight {shape}")
@@ -169,6 +169,13 @@ def repack_bitsandbytes(
     block = _block(format)
     spread = scales.repeat_interleave(blocksize // block)[: n * k // block].view(n, -1)
     return _plane(format, shape, ((codes << 4) | (codes >> 4)).view(n, -1), spread, quant_map)
+
+
+def _rows(source: str, shape: Sequence[int]) -> tuple[int, int]:
+    """(N, K) of a weight's shape; raises FormatError for one that is no matrix with weights in it."""
+    if len(shape) != 2 or min(shape) < 1:
+        raise FormatError(f"{source}: a weight of shape {tuple(shape)}; expected (N, K) with at least one weight")
+    return shape[0], shape[1]
 
 
 def _unnested(absmax: Tensor, nested: Nested) -> Tensor:
@@ -198,12 +205,14 @@ def repack_gptq(
 
     qweight int32 [K/8, N], eight codes of a column a word, the first in the lowest bits; scales [G, N], G = K / group
     rounded up (group -1: one a row); qzeros int32 [G, N/8], which say that each zero point is 8: as 7 where the file's
-    `checkpoint_format` is "gptq", as 8 where it is "gptq_v2". weight = (code - 8) * scale.
+    `checkpoint_format` is "gptq", as 8 where it is "gptq_v2". weight = (code - 8) * scale. Of AutoRound's packings
+    "auto_round:auto_gptq" is the former, "auto_round" and "auto_round:gptqmodel" are the latter. Decoded in the scales'
+    dtype it is bit for bit what both libraries multiply with; in another dtype they round twice, this once.
 
     g_idx [K]: only that of groups in order. Raises FormatError for act-order (columns in another order than their
     groups, which no kernel takes: decode those), zero points other than 8, or tensors that do not fit together.
     """
-    k, n = 8 * qweight.shape[0], qweight.shape[-1]
+    k, n = (8 * qweight.shape[0], qweight.shape[-1]) if qweight.ndim else (0, 0)
     if qweight.dtype != torch.int32 or qweight.ndim != 2 or scales.ndim != 2:
         raise FormatError(
             f"gptq: qweight {qweight.dtype} {tuple(qweight.shape)}, scales {tuple(scales.shape)}; "
@@ -251,7 +260,7 @@ def repack_compressed_int4(
 
     Raises FormatError for tensors that do not fit together, or a g_idx that is not in order.
     """
-    n, k = shape
+    n, k = _rows("pack-quantized", shape)
     if weight_packed.dtype != torch.int32 or tuple(weight_packed.shape) != (n, -(-k // 8)):
         raise FormatError(
             f"pack-quantized: weight_packed {weight_packed.dtype} {tuple(weight_packed.shape)}; "
@@ -272,7 +281,7 @@ def repack_gguf(blocks: Tensor, shape: tuple[int, int], type: str) -> Repacked:
     """
     if type not in GGUF_LEVELS:
         raise FormatError(f"gguf: type {type!r}; expected one of {', '.join(GGUF_LEVELS)}")
-    n, k = shape
+    n, k = _rows("gguf", shape)
     if blocks.dtype != torch.uint8 or k % 32 or blocks.numel() != n * k // 32 * 18:
         raise FormatError(
             f"gguf: {blocks.numel()} of {blocks.dtype} for a weight {(n, k)} of type {type}; expected 18 bytes for "
