@@ -6,10 +6,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.cli.cases import errors
+from tests.saves.published_files import publish
 from vbrt.cli import main as cli
 from vbrt.saves.tensorfile import TensorFile
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture
@@ -65,3 +66,33 @@ def test_what_cannot_be_loaded_is_said_with_the_reason(llama, tmp_path, capsys):
     (tmp_path / "model.safetensors").write_bytes(b"\x08" + bytes(100))
     assert cli.main(["inspect", str(tmp_path)]) == 2
     assert "damaged, truncated, or not a safetensors file" in errors(capsys)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("layout", "becomes"), [("gptq", "levels32-bfloat16"), ("awq", "nvfp4+exact")])
+def test_published_weights_are_inspected_converted_and_run(llama, tmp_path, capsys, layout, becomes):
+    model, out = tmp_path / "model", tmp_path / "out"
+    model.mkdir()
+    for file in llama.iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    dense = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    decoded = publish(model, dense, layout)
+    capsys.readouterr()
+    assert cli.main(["inspect", str(model), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["method"] == layout and {layer["becomes"] for layer in found["layers"]} == {becomes}
+    assert "taken as" in found["notes"][0] or "decoded" in found["notes"][0]
+    assert cli.main(["inspect", str(model)]) == 0
+    assert "in the files" in capsys.readouterr().out
+    assert cli.main(["convert", str(model), str(out)]) == 0
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    capsys.readouterr()
+    dense.load_state_dict(decoded)
+    texts = []
+    for directory in (model, out):
+        assert cli.main(["run", str(directory), "the sea", "--max-new-tokens", "5", "--json"]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
+    inputs = tokenizer("the sea", return_tensors="pt", return_token_type_ids=False)
+    expected = dense.generate(**inputs, max_new_tokens=5, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert texts == [tokenizer.decode(expected, skip_special_tokens=True)] * 2

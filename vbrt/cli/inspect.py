@@ -38,19 +38,17 @@ def _inspect(args: argparse.Namespace) -> int:
     with working("importing torch and transformers") as say:
         huggingface = integration("huggingface")
         from vbrt.saves.inspection import inspect
-        from vbrt.saves.sources import open_source, weight_files
+        from vbrt.saves.sources import open_source
 
         say(f"reading {args.model}")
         model = huggingface.meta_model(args.model)
         source = open_source(args.model)
         config = source.config(config, {})
-        method = huggingface.quantization_method(model)
-        found = inspect(source, model, config, weight_files(source.path), method=method)
+        found = inspect(source, model, config)
     head = {
         "model": type(model).__name__,
         "model_type": model.config.model_type,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "quantization": method,
     }
     if args.json:
         print(json.dumps({**head, "config": config.to_dict(), **found.to_dict()}, indent=2))
@@ -66,6 +64,12 @@ def _print(console: Console, head: dict[str, Any], config: str, found: "Inspecti
         f"{found.layout}: {found.files} files, {found.tensors} tensors, {format_bytes(found.nbytes)}: {dtypes}",
         soft_wrap=True,
     )
+    if any(kind.becomes != "dense" for kind in found.weights):
+        console.print()
+        table = table_of("in the files", ">tensors", ">bytes", "becomes", "why")
+        for kind in found.weights:
+            add_row(table, kind.layout, str(kind.count), format_bytes(kind.nbytes), kind.becomes, kind.why)
+        console.print(table)
     if found.refusal:
         console.print(f"\nvbrt cannot load it: {found.refusal}", style="red", soft_wrap=True)
         return

@@ -38,7 +38,7 @@ from vbrt.wrapper.wrapper import VBModelWrapper
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["load_causal_lm", "load_wrapped", "meta_model", "quantization_method", "quiet"]
+__all__ = ["load_causal_lm", "load_wrapped", "meta_model", "quiet"]
 
 _MAX_CONFIG_BYTES = 16 << 20
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -87,11 +87,6 @@ def meta_model(path: Path) -> nn.Module:
     with quiet(), torch.device("meta"), _loading(f"{file}: transformers cannot build this model"):
         make = _model_class(config, file)
         return make(config, dtype=dtype)
-
-
-def quantization_method(model: nn.Module) -> str:
-    """Return the method by which a model's checkpoint is quantized, as its config says; "" for a dense one."""
-    return _method(model.config)
 
 
 def _method(config: PreTrainedConfig) -> str:
@@ -195,7 +190,8 @@ def load_wrapped(
     Args:
         path: a directory as `load_causal_lm` takes it; with planes in it, such as `vbrt convert` writes, they are read
             as they are.
-        config: by default that of the planes in the directory, else "fp4".
+        config: by default that of the planes in the directory, "exact" for weights that others have quantized, else
+            "fp4".
         warn: as for `load_causal_lm`.
         count: called with the numbers of the tensor that is read next and of all tensors.
 
@@ -204,14 +200,15 @@ def load_wrapped(
     """
     path, known = _checked(path)
     tokenizer = _tokenizer(path)
-    if (path / MANIFEST).exists():
+    method = _method(known)
+    if (path / MANIFEST).exists() or method not in ("", "vbrt"):  # planes, or weights that others have quantized
         with quiet():
             vb = load(path, meta_model(path).eval(), config)
         if (path / "generation_config.json").exists():
             with quiet(), _loading(f"{path}: transformers does not take its generation_config.json"):
                 vb.model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
         return vb, tokenizer
-    given = {} if _method(known) == "vbrt" and config is None else {"quantization_config": QuantizationConfig(config)}
+    given = {} if method == "vbrt" and config is None else {"quantization_config": QuantizationConfig(config)}
     with _counted(count):
         return of(_pretrained(path, warn, **given)), tokenizer
 

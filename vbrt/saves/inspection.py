@@ -1,8 +1,8 @@
 """What a checkpoint is and what it becomes under a config, from the headers of its files alone."""
 
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from vbrt.errors import CheckpointError
 from vbrt.residency.plan import Plan, Swap
 from vbrt.saves.manifest import MANIFEST, text_of
 from vbrt.saves.pieces import conversion_plan
-from vbrt.saves.sources import Source
+from vbrt.saves.published import WeightKind
+from vbrt.saves.sources import Source, describe, weight_files
 from vbrt.saves.tensorfile import TensorFile
 
 __all__ = ["Inspection", "KindOfLayer", "Stays", "inspect"]
@@ -51,6 +52,8 @@ class Inspection:
         layout: what wrote them.
         files, tensors, nbytes: how many there are, and bytes of all tensors.
         dtypes: bytes of the tensors of each dtype.
+        method: by which they are quantized; "" for dense ones.
+        weights: of a checkpoint, the weights that are held alike; none for planes of vbrt.
         layers, stays, notes: what becomes of the weights; empty where `refusal` is not.
         refusal: why they cannot be loaded.
     """
@@ -60,6 +63,8 @@ class Inspection:
     tensors: int
     nbytes: int
     dtypes: Mapping[str, int]
+    method: str = ""
+    weights: tuple[WeightKind, ...] = ()
     layers: tuple[KindOfLayer, ...] = ()
     stays: tuple[Stays, ...] = ()
     notes: tuple[str, ...] = ()
@@ -70,36 +75,41 @@ class Inspection:
         return asdict(self)
 
 
-def inspect(
-    source: Source, model: nn.Module, config: VBConfig, paths: Iterable[Path], *, method: str = ""
-) -> Inspection:
+def inspect(source: Source, model: nn.Module, config: VBConfig) -> Inspection:
     """Say what the files of a source are, and what they become.
 
     Args:
         model: the architecture, on the meta device; it is used up.
-        paths: the files; they may hold more than the source reads.
-        method: the `quant_method` of the model's config.
+
+    Raises:
+        CheckpointError: files that are damaged.
     """
-    files = [TensorFile(path) for path in paths]
-    infos = [info for file in files for info in file.tensors.values()]
-    dtypes: dict[str, int] = {}
-    for info in infos:
-        dtypes[text_of(info.dtype)] = dtypes.get(text_of(info.dtype), 0) + info.nbytes
-    ordered = dict(sorted(dtypes.items(), key=lambda item: -item[1]))
-    head = _layout(source, method), len(files), len(infos), sum(info.nbytes for info in infos), ordered
+    head = _held(source.path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the notes say it
             plan = conversion_plan(source, model, config)
     except CheckpointError as error:
-        return Inspection(*head, refusal=str(error))
-    return Inspection(*head, _layers(plan), _stays(plan), plan.notes if plan.swaps else plan.notes[-1:])
+        return replace(head, refusal=str(error))
+    notes = plan.notes if plan.swaps else plan.notes[-1:]
+    return replace(head, layers=_layers(plan), stays=_stays(plan), notes=notes)
 
 
-def _layout(source: Source, method: str) -> str:
-    if source.path.is_dir() and (source.path / MANIFEST).exists():
-        return "planes of vbrt"
-    return f"safetensors of {method}" if method else "safetensors of dense weights"
+def _held(path: Path) -> Inspection:
+    """Return what the files hold."""
+    files = [TensorFile(file) for file in weight_files(path)]
+    infos = [info for file in files for info in file.tensors.values()]
+    dtypes: dict[str, int] = {}
+    for info in infos:
+        dtypes[text_of(info.dtype)] = dtypes.get(text_of(info.dtype), 0) + info.nbytes
+    ordered = dict(sorted(dtypes.items(), key=lambda item: -item[1]))
+    made = Inspection("planes of vbrt", len(files), len(infos), sum(info.nbytes for info in infos), ordered)
+    if path.is_dir() and (path / MANIFEST).exists():
+        return made
+    found = describe(path)
+    packed = any(kind.becomes != "dense" for kind in found.kinds)
+    layout = f"safetensors of {found.method or 'quantized weights'}" if packed else "safetensors of dense weights"
+    return replace(made, layout=layout, method=found.method, weights=found.kinds)
 
 
 def _layers(plan: Plan) -> tuple[KindOfLayer, ...]:

@@ -123,9 +123,7 @@ def _files_of(path: Path) -> list[Path]:
 
 def weight_files(path: Path) -> list[Path]:
     """Return the safetensors files of what `open_source` has opened. Raises CheckpointError."""
-    if path.is_file():
-        return [path]
-    if (path / MANIFEST).exists():
+    if path.is_dir() and (path / MANIFEST).exists():
         return sorted({path / tensor.file for tensor in read_manifest(path).tensors.values()})
     return _files_of(path)
 
