@@ -43,6 +43,7 @@ _NAMES = {
     "residency.simulate": ("simulate",),
     "wrapper.load": ("load",),
     "wrapper.of": ("of",),
+    "wrapper.pipeline": ("VBPipelineWrapper",),
     "wrapper.watch": ("watch_nonfinite",),
     "wrapper.wrap": ("wrap",),
     "wrapper.wrapper": ("VBModelWrapper",),
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from vbrt.residency.simulate import simulate
     from vbrt.wrapper.load import load
     from vbrt.wrapper.of import of
+    from vbrt.wrapper.pipeline import VBPipelineWrapper
     from vbrt.wrapper.watch import watch_nonfinite
     from vbrt.wrapper.wrap import wrap
     from vbrt.wrapper.wrapper import VBModelWrapper

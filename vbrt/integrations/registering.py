@@ -7,6 +7,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from vbrt.integrations.pipelines import register_pipelines
+
 __all__ = ["Deferred", "register_all", "when_imported"]
 
 
@@ -65,6 +67,7 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
 def register_all() -> None:
     """Register vbrt's quantizers with the libraries that have an interface for them."""
     when_imported("transformers.quantizers.auto", _with_transformers)
+    register_pipelines()
 
 
 def _with_transformers(auto: ModuleType) -> None:

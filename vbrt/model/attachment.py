@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
-from pathlib import Path
 
 from torch import nn
 
@@ -18,12 +17,11 @@ from vbrt.model.expert_cache import ExpertCache
 from vbrt.model.machine import release_host_memory
 from vbrt.model.passes import PassHook, move_rest_, remove_pass_hooks
 from vbrt.model.phase import named_phase
+from vbrt.model.recording import recorded
 from vbrt.model.registry import Registry
 from vbrt.model.runtime import Runtime
-from vbrt.model.snapshot import expert_counts, layer_stats, own_phases, stack_fallbacks, tier_stats
-from vbrt.report.drawing import check_timeline_path, write_timeline
-from vbrt.report.experts import ExpertCounts
-from vbrt.report.heat import heat_between
+from vbrt.model.snapshot import layer_stats, own_phases, stack_fallbacks, tier_stats
+from vbrt.report.drawing import check_timeline_path
 from vbrt.report.routing import RoutingRecorder
 from vbrt.report.stats import Stats
 from vbrt.report.timeline import TimelineTotals
@@ -57,6 +55,7 @@ class Seed:
     terms: Terms
     modules: Mapping[str, str]
     timed: TimelineTotals | None
+    usual_phase: str | None
     closed: bool
 
     def attach_to(self, model: nn.Module) -> "Attachment":
@@ -65,6 +64,7 @@ class Seed:
         terms = replace(self.terms, name=self.runtime.free_name(self.terms.name))
         attachment = self.kind(model, self.runtime, terms, layers)
         attachment.timed, attachment.closed = self.timed, self.closed
+        attachment.usual_phase = self.usual_phase
         return attachment
 
 
@@ -79,6 +79,8 @@ class Attachment:
         closed: True once its planes are gone.
         passes: how many have begun.
         timed: totals of the last recording.
+        usual_phase: the phase of passes without gradients that the user does not name; None where it follows from their
+            inputs.
     """
 
     def __init__(self, model: nn.Module, runtime: Runtime, terms: Terms, layers: Mapping[str, SwappedLayer]) -> None:
@@ -92,6 +94,7 @@ class Attachment:
             if isinstance(layer, VBExperts):
                 layer.handle.deciding.ask_with(self.expert_cache.follow)
         self.timed: TimelineTotals | None = None
+        self.usual_phase: str | None = None
         self.passes = 0
         self.closed = False
         remove_pass_hooks(model)
@@ -211,7 +214,7 @@ class Attachment:
     def timeline(self, path: str | PathLike) -> contextlib.AbstractContextManager[Recorder]:
         """Record the passes that run in a `with` block. See `VBModelWrapper.timeline`."""
         self.check_open("timeline")
-        return _recorded(self, self.model, check_timeline_path(path))
+        return recorded((self,), check_timeline_path(path))
 
     def record_routing(self, path: str | PathLike) -> contextlib.AbstractContextManager[RoutingRecorder]:
         """Record which experts tokens go to in a `with` block. See `VBModelWrapper.record_routing`."""
@@ -245,34 +248,7 @@ class Attachment:
         """Return what a copy of the model is attached with."""
         holders = {name: module for swap in self._plan.swaps for name, module in swap.modules.items()}
         modules = {name: "" if module == ROOT else module for name, module in holders.items() if name in self.layers}
-        return Seed(type(self), self.runtime, self._terms, modules, self.timed, self.closed)
-
-
-@contextlib.contextmanager
-def _recorded(attachment: Attachment, model: nn.Module, path: Path) -> Iterator[Recorder]:
-    recorder = Recorder(attachment.stack.device, attachment.stack.guard)
-    layers = attachment.layers
-    before = _settled_counts(attachment, layers)
-    recorder.start()
-    hooks = []
-    try:
-        hooks.append(model.register_forward_pre_hook(recorder.begin_pass, prepend=True))
-        hooks.append(model.register_forward_hook(recorder.end_pass, always_call=True))
-        yield recorder
-    finally:
-        for hook in hooks:
-            hook.remove()
-        timeline, after = recorder.stop(), _settled_counts(attachment, layers)
-        heat = tuple(heat_between(name, before.get(name), counts) for name, counts in after.items())
-        timeline = recorder.timeline = replace(timeline, experts=heat)
-        attachment.timed = _of_model(timeline.totals, attachment.prefix)
-        write_timeline(timeline, path)
-
-
-def _settled_counts(attachment: Attachment, layers: Mapping[str, SwappedLayer]) -> dict[str, ExpertCounts]:
-    """The counters of each expert, by layer, those of the device included."""
-    attachment.expert_cache.settle(each=True)
-    return expert_counts(attachment.stack, layers)
+        return Seed(type(self), self.runtime, self._terms, modules, self.timed, self.usual_phase, self.closed)
 
 
 @contextlib.contextmanager
@@ -287,9 +263,3 @@ def _routed(guard: Guard, recorder: RoutingRecorder) -> Iterator[RoutingRecorder
     finally:
         guard.routing = None
         recorder.write()
-
-
-def _of_model(totals: TimelineTotals, prefix: str) -> TimelineTotals:
-    """The totals with the layers of one model, under the names that they have in it."""
-    layers = {name.removeprefix(prefix): layer for name, layer in totals.layers.items() if name.startswith(prefix)}
-    return replace(totals, layers=layers)

@@ -18,7 +18,7 @@ from vbrt.residency.policy import FORWARD
 if TYPE_CHECKING:
     from vbrt.model.attachment import Attachment
 
-__all__ = ["PassHook", "is_plain_data", "move_rest_", "remove_pass_hooks"]
+__all__ = ["EntryHook", "PassHook", "is_plain_data", "move_rest_", "pass_hook_of", "remove_pass_hooks"]
 
 
 class PassHook:
@@ -55,15 +55,44 @@ class PassHook:
 
     def _begin_pass(self, args: tuple, kwargs: dict[str, Any]) -> None:
         named, prefix = phase_name(self.attachment), self.attachment.prefix
-        phase = named or inferred_phase(args, kwargs)
+        phase = named or self._unnamed_phase(args, kwargs)
         backward = prefix + BACKWARD if named is None and phase == FORWARD else ""
         self.stack.begin_pass(prefix + phase, backward=backward)
+
+    def _unnamed_phase(self, args: tuple, kwargs: dict[str, Any]) -> str:
+        usual = None if torch.is_grad_enabled() else self.attachment.usual_phase
+        return usual or inferred_phase(args, kwargs)
 
     def __deepcopy__(self, memo: dict) -> "PassHook":
         return self
 
     def __reduce__(self):
         return PassHook, (None,)
+
+
+class EntryHook:
+    """Marks the begin of a pass at a method other than `forward`, such as the `decode` of an autoencoder.
+
+    accelerate's protocol of hooks: a library calls `pre_forward` with the model before such a method, and
+    `detach_hook` when the hook is removed.
+    """
+
+    def pre_forward(self, model: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
+        """Begin a pass; the arguments are returned as they came."""
+        hook = pass_hook_of(model)
+        if hook is not None:
+            hook(model, args, kwargs)
+        return args, kwargs
+
+    def detach_hook(self, model: nn.Module) -> nn.Module:
+        """Return the model, of which nothing was changed."""
+        return model
+
+
+def pass_hook_of(model: nn.Module) -> PassHook | None:
+    """Return the hook that ties a model to its place on a runtime; None for one that has none."""
+    hooks = (hook for hook in model._forward_pre_hooks.values() if isinstance(hook, PassHook))
+    return next((hook for hook in hooks if hook.attachment is not None), None)
 
 
 def move_rest_(model: nn.Module, device: torch.device) -> None:

@@ -4,8 +4,8 @@ from torch import nn
 
 from vbrt.errors import WrapError
 from vbrt.model.attachment import Attachment
-from vbrt.model.passes import PassHook
-from vbrt.wrapper.wrap import facade_of
+from vbrt.model.passes import pass_hook_of
+from vbrt.wrapper.facades import facade_of
 from vbrt.wrapper.wrapper import VBModelWrapper
 
 __all__ = ["attachment_of", "of"]
@@ -29,8 +29,8 @@ def of(model: nn.Module) -> VBModelWrapper:
 def attachment_of(model: nn.Module) -> Attachment:
     """Return the attachment of a wrapped model, or of the first in it. Raises WrapError as `of` does."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
-        hook = next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, PassHook)), None)
-        if hook is not None and hook.attachment is not None:
+        hook = pass_hook_of(module)
+        if hook is not None:
             attachment = hook.attachment  # a deep copy has the hook of the model that it was made of
             return attachment if _is_of(attachment, module) else attachment.seed().attach_to(module)
     raise WrapError(

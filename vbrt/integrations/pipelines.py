@@ -1,0 +1,64 @@
+"""Objects of other libraries that hold models: pipelines of diffusers and transformers. See `wrapper.holders`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vbrt.wrapper.holders import HolderKind, register_holder
+
+__all__ = ["register_pipelines"]
+
+_TIERS = (
+    "tiers do that: the models of a wrapped pipeline share one budget for each tier, give room to the one that runs, "
+    "and are fetched ahead of their use; see set_budget()"
+)
+
+
+_MOVING = ("AlignDevicesHook", "CpuOffload", "SequentialHook")
+
+
+def _components(pipeline: Any) -> Mapping[str, Any]:
+    """Return the components of a diffusers pipeline: models, schedulers, tokenizers, None."""
+    return pipeline.components
+
+
+def _moved_by(model: Any) -> str:
+    """Return what moves a model between devices: a hook of accelerate, or group offloading of diffusers."""
+    for module in model.modules():
+        hook = type(vars(module).get("_hf_hook")).__name__
+        if hook in _MOVING:
+            return f"{hook} of accelerate"
+        registry = vars(module).get("_diffusers_hook")
+        if registry is not None and registry.get_hook("group_offloading") is not None:
+            return "group offloading"
+    return ""
+
+
+def _attributes(pipeline: Any) -> Mapping[str, Any]:
+    return vars(pipeline)
+
+
+DIFFUSERS = HolderKind(
+    _components,
+    phases=(
+        ("transformer*", "step"),
+        ("unet*", "step"),
+        ("controlnet*", "step"),
+        ("prior*", "step"),
+        ("decoder*", "step"),
+        ("vae*", "image"),
+        ("vqvae*", "image"),
+    ),
+    refused=dict.fromkeys(
+        ("enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload"), _TIERS
+    ),
+    entry_hook="_hf_hook",
+    moved_by=_moved_by,
+)
+
+TRANSFORMERS = HolderKind(_attributes, moved_by=_moved_by, device="device")
+
+
+def register_pipelines() -> None:
+    """Register these classes; imports none of the libraries."""
+    register_holder("diffusers", "DiffusionPipeline", DIFFUSERS)
+    register_holder("transformers", "Pipeline", TRANSFORMERS)

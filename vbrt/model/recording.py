@@ -1,0 +1,61 @@
+"""Recordings of the passes of models on one runtime: `timeline` of a model or of a pipeline."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vbrt.model.snapshot import expert_counts
+from vbrt.report.drawing import write_timeline
+from vbrt.report.experts import ExpertCounts
+from vbrt.report.heat import heat_between
+from vbrt.report.timeline import TimelineTotals
+from vbrt.tiers import Recorder
+
+if TYPE_CHECKING:
+    from vbrt.model.attachment import Attachment
+
+__all__ = ["recorded"]
+
+
+@contextlib.contextmanager
+def recorded(attachments: Sequence["Attachment"], path: Path) -> Iterator[Recorder]:
+    """Record the passes of models of one runtime in this block, and write them to a file. See
+    `VBModelWrapper.timeline`."""
+    stack = attachments[0].stack
+    recorder = Recorder(stack.device, stack.guard)
+    before = _settled_counts(attachments)
+    recorder.start()
+    hooks = []
+    try:
+        for attachment in attachments:
+            hooks.append(attachment.model.register_forward_pre_hook(recorder.begin_pass, prepend=True))
+            hooks.append(attachment.model.register_forward_hook(recorder.end_pass, always_call=True))
+        yield recorder
+    finally:
+        for hook in hooks:
+            hook.remove()
+        timeline, after = recorder.stop(), _settled_counts(attachments)
+        heat = tuple(heat_between(name, before.get(name), counts) for name, counts in after.items())
+        timeline = recorder.timeline = replace(timeline, experts=heat)
+        for attachment in attachments:
+            attachment.timed = _of_model(timeline.totals, attachment.prefix)
+        write_timeline(timeline, path)
+
+
+def _settled_counts(attachments: Sequence["Attachment"]) -> dict[str, ExpertCounts]:
+    """Return the counters of each expert, by layer, those of the device included."""
+    found: dict[str, ExpertCounts] = {}
+    for attachment in attachments:
+        attachment.expert_cache.settle(each=True)
+        counts = expert_counts(attachment.stack, attachment.layers)
+        prefix = attachment.prefix if len(attachments) > 1 else ""
+        found |= {prefix + name: each for name, each in counts.items()}
+    return found
+
+
+def _of_model(totals: TimelineTotals, prefix: str) -> TimelineTotals:
+    """Return the totals with the layers of one model, under the names that they have in it."""
+    layers = {name.removeprefix(prefix): layer for name, layer in totals.layers.items() if name.startswith(prefix)}
+    return replace(totals, layers=layers)

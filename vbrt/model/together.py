@@ -1,0 +1,61 @@
+"""Several models onto one runtime, all or none: those of a pipeline."""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from vbrt.config import VBConfig
+from vbrt.errors import ConfigError
+from vbrt.model.attach import Attempt, attach, plan_for
+from vbrt.model.attachment import Attachment
+from vbrt.model.runtime import Runtime
+from vbrt.residency.custom import PolicyFactory
+from vbrt.residency.plan import Plan
+
+__all__ = ["attach_together"]
+
+
+def attach_together(
+    models: Mapping[str, nn.Module],
+    config: VBConfig,
+    *,
+    runtime: Runtime | None = None,
+    policy: PolicyFactory | None = None,
+) -> dict[str, Attachment]:
+    """Attach models to one runtime, each under its name; if one of them cannot be, all are as they were.
+
+    Args:
+        runtime: of other models, which these join; by default a new one.
+        policy: makes the policy of each tier of a new runtime; by default the one that the config names.
+
+    Raises:
+        ConfigError, TierError, WrapError: as `vbrt.wrap`; ConfigError also for mode = "train".
+    """
+    if config.mode == "train":
+        raise ConfigError(
+            f'{config.source}: mode = "train" for {", ".join(models)}: models on one runtime infer; wrap the one that '
+            "trains by itself"
+        )
+    attempts: list[Attempt] = []
+    built = None
+    try:
+        if runtime is None:
+            built = runtime = Runtime.of_plan(_leading_plan(models, config), config, policy)
+        attachments = {}
+        for name, model in models.items():
+            attempts.append(Attempt(model, runtime))
+            attachments[name] = attach(model, config, runtime=runtime, name=name)
+        return attachments
+    except BaseException:
+        for attempt in reversed(attempts):
+            attempt.undo()
+        if built is not None:
+            built.stack.close()
+        raise
+
+
+def _leading_plan(models: Mapping[str, nn.Module], config: VBConfig) -> Plan:
+    """Return the plan of the model that a runtime is built for: one with routed experts, else the one with the most
+    bytes to swap."""
+    plans = [plan_for(model, config) for model in models.values()]
+    return max(plans, key=lambda plan: (bool(plan.routed), plan.swapped_bytes))

@@ -1,0 +1,44 @@
+"""What the ways in share: the policy that was given, warnings of a plan, the wrapper of an attached model."""
+
+import warnings
+from typing import Any
+
+from torch import nn
+
+from vbrt.config import PolicyConfig
+from vbrt.errors import ConfigError
+from vbrt.model.attachment import Attachment
+from vbrt.model.runtime import Runtime
+from vbrt.model.trained import TrainingAttachment
+from vbrt.residency.custom import PolicyFactory, policy_factory, take_policy
+from vbrt.residency.plan import Plan
+from vbrt.wrapper.training import VBTrainingWrapper
+from vbrt.wrapper.wrapper import VBModelWrapper
+
+__all__ = ["facade_of", "user_policy", "warn_of_plan"]
+
+
+def user_policy(overrides: dict[str, Any], runtime: Runtime | None) -> PolicyFactory | None:
+    """Take a policy of the user's out of the overrides of a config, if there is one.
+
+    Raises:
+        ConfigError: it lacks a method, or the runtime has a policy.
+    """
+    given = take_policy(overrides, PolicyConfig)
+    if given is None:
+        return None
+    if runtime is not None:
+        raise ConfigError("policy=..., runtime=...: models on one runtime share its policy; leave one of them out")
+    return policy_factory(given)
+
+
+def facade_of(model: nn.Module, attachment: Attachment) -> VBModelWrapper:
+    """Return the wrapper of a model that is attached to a runtime."""
+    kind = VBTrainingWrapper if isinstance(attachment, TrainingAttachment) else VBModelWrapper
+    return kind(model, attachment)
+
+
+def warn_of_plan(plan: Plan, caller: str, *, stacklevel: int) -> None:
+    """Warn of what a user should hear who does not look at the plan."""
+    for text in plan.warnings:
+        warnings.warn(f"{caller}: {text} (all reasons: plan.skipped)", stacklevel=stacklevel)

@@ -1,0 +1,59 @@
+"""Classes of objects of other libraries that hold models: records by which `vbrt.wrap` takes a pipeline.
+
+Integrations register them under the library and the name of a base class, so that an object is recognised without
+its library. Pure Python: a record says where the models are, and what must not be called once they are wrapped.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+__all__ = ["HolderKind", "holder_kind_of", "register_holder"]
+
+
+@dataclass(frozen=True, slots=True)
+class HolderKind:
+    """How the models of a class of objects are found, and run.
+
+    Attributes:
+        parts: returns the named parts of an object; those that are modules are its models.
+        phases: (pattern of names, phase) for models whose passes under `no_grad` are none of a language model.
+        refused: method -> what to do instead.
+        entry_hook: the attribute of a model on which the library calls `pre_forward(model)` before methods other than
+            `forward`; "" if there is none.
+        moved_by: returns what moves a model between devices already; "" for nothing.
+        device: the attribute that says where the object puts inputs; "" if it asks its models.
+    """
+
+    parts: Callable[[Any], Mapping[str, Any]]
+    phases: tuple[tuple[str, str], ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    entry_hook: str = ""
+    moved_by: Callable[[Any], str] = lambda model: ""
+    device: str = ""
+
+    def phase_of(self, name: str) -> str | None:
+        """Return the phase of a model's passes, or None where it follows from their inputs."""
+        return next((phase for pattern, phase in self.phases if fnmatchcase(name, pattern)), None)
+
+
+def _attributes(holder: object) -> dict[str, Any]:
+    return dict(getattr(holder, "__dict__", {}))
+
+
+#: of an object that no library has a record for: the models are its attributes
+UNKNOWN = HolderKind(_attributes)
+
+_KINDS: dict[tuple[str, str], HolderKind] = {}
+
+
+def register_holder(library: str, class_name: str, kind: HolderKind) -> None:
+    """Have `vbrt.wrap` take objects of this class of a library, and of classes derived from it."""
+    _KINDS[library, class_name] = kind
+
+
+def holder_kind_of(holder: object) -> HolderKind:
+    """Return the record of an object's class, or `UNKNOWN`."""
+    bases = ((base.__module__.split(".")[0], base.__name__) for base in type(holder).__mro__)
+    return next((_KINDS[base] for base in bases if base in _KINDS), UNKNOWN)

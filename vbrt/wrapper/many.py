@@ -1,0 +1,100 @@
+"""Wraps an object that holds models: finds them, and puts them onto one runtime."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from vbrt.config import load_config
+from vbrt.errors import WrapError
+from vbrt.layers import SwappedLayer
+from vbrt.model.attachment import Attachment
+from vbrt.model.passes import pass_hook_of
+from vbrt.model.runtime import Runtime
+from vbrt.model.sharing import shared_config
+from vbrt.model.together import attach_together
+from vbrt.residency.plan import Plan
+from vbrt.wrapper.facades import user_policy, warn_of_plan
+from vbrt.wrapper.holders import UNKNOWN, HolderKind, holder_kind_of
+from vbrt.wrapper.pipeline import VBPipelineWrapper
+from vbrt.wrapper.wrapper import VBModelWrapper
+
+__all__ = ["wrap_holder"]
+
+
+def wrap_holder(holder: object, config: Any, runtime: Runtime | None, overrides: dict[str, Any]) -> VBPipelineWrapper:
+    """Wrap all models of an object; the arguments are those of `vbrt.wrap`, and so is what is raised."""
+    kind = holder_kind_of(holder)
+    models = _models_of(holder, kind)
+    there = {name: hook.attachment for name, model in models.items() if (hook := pass_hook_of(model)) is not None}
+    runtime = _runtime_of(there, runtime)
+    policy = user_policy(overrides, runtime)
+    asked = load_config(config, **overrides)
+    if runtime is not None:
+        asked = shared_config(asked, runtime, config, overrides)
+    new = {name: model for name, model in models.items() if name not in there}
+    joined = attach_together(new, asked, runtime=runtime, policy=policy) if new else {}
+    try:
+        _warn_of_plans({name: attachment.plan for name, attachment in joined.items()})
+        attachments = {name: (there | joined)[name] for name in models}
+        runtime = next(iter(attachments.values())).runtime
+        return VBPipelineWrapper(holder, kind, runtime, attachments)
+    except BaseException:  # a warning that is an error; Ctrl-C
+        for attachment in joined.values():
+            attachment.detach()
+        raise
+
+
+def _models_of(holder: object, kind: HolderKind) -> dict[str, nn.Module]:
+    """Return the models of an object, each once. Raises WrapError: none, not one only, or one that is wrapped or moved
+    by somebody else."""
+    parts = {name: part for name, part in kind.parts(holder).items() if isinstance(part, nn.Module)}
+    models = {name: part.model if isinstance(part, VBModelWrapper) else part for name, part in parts.items()}
+    first = {id(model): name for name, model in reversed(models.items())}
+    models = {name: model for name, model in models.items() if first[id(model)] == name}
+    what = type(holder).__name__
+    if not models:
+        raise WrapError(
+            f"wrap() got {what}, which has no torch.nn.Module among its attributes; expected a module, or an "
+            "object that holds one"
+        )
+    if kind is UNKNOWN and len(models) > 1:
+        ways = ", ".join(f".{name} ({type(model).__name__})" for name, model in models.items())
+        raise WrapError(
+            f"wrap() got {what}, which holds {len(models)} modules: {ways}; wrap the one that is meant, and "
+            "others with runtime=vb.runtime, which shares the tiers"
+        )
+    for name, model in models.items():
+        moved_by = kind.moved_by(model)
+        if moved_by:
+            raise WrapError(
+                f"{what}.{name}: {moved_by} moves this model already, and tiers do that; remove it first, for "
+                "a diffusers pipeline by remove_all_hooks(), or load the pipeline again without"
+            )
+        if pass_hook_of(model) is None and any(isinstance(module, SwappedLayer) for module in model.modules()):
+            raise WrapError(f"{what}.{name}: a part of this model is wrapped already; unwrap() that first")
+    return models
+
+
+def _runtime_of(there: Mapping[str, Attachment], runtime: Runtime | None) -> Runtime | None:
+    """Return the runtime for all models of an object: that of those which are wrapped already, if there are any.
+
+    Raises WrapError: these have different ones, or others than the one that was given.
+    """
+    for name, attachment in there.items():
+        if runtime is None:
+            runtime = attachment.runtime
+        elif attachment.runtime is not runtime:
+            raise WrapError(
+                f"wrap(): .{name} is wrapped already, with tiers of its own; unwrap() it first, and the models of a "
+                "pipeline share theirs"
+            )
+    return runtime
+
+
+def _warn_of_plans(plans: Mapping[str, Plan]) -> None:
+    """Warn of what stays outside the tiers and is more than a tenth of all models together."""
+    total = sum(plan.dense_bytes for plan in plans.values())
+    for name, plan in plans.items():
+        if plan.kept_bytes * 10 > total:
+            warn_of_plan(plan, f"vbrt.wrap: {name}", stacklevel=5)

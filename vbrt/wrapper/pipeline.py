@@ -1,0 +1,179 @@
+"""The façade of an object that holds models, such as a diffusers pipeline: their tiers, and all of the object."""
+
+import contextlib
+import functools
+import types
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from vbrt.errors import WrapError
+from vbrt.model.attachment import Attachment
+from vbrt.model.passes import EntryHook, move_rest_
+from vbrt.model.recording import recorded
+from vbrt.model.runtime import Runtime
+from vbrt.report.drawing import check_timeline_path
+from vbrt.report.stats import Stats
+from vbrt.tiers import Recorder, TierStack
+from vbrt.wrapper.facades import facade_of
+from vbrt.wrapper.holders import HolderKind
+from vbrt.wrapper.wrapper import VBModelWrapper
+
+__all__ = ["VBPipelineWrapper"]
+
+_OWN = ("pipeline", "runtime", "_kind", "_attachments")
+_ENTRIES = ("encode", "decode")
+
+
+class VBPipelineWrapper:
+    """A wrapped pipeline: call it, or use anything of the pipeline, as before; attributes set on it are the pipeline's.
+
+    Its models are swapped in place and share one runtime: one budget for each tier. The page keys, phases and rows of
+    statistics of each begin with its name in the pipeline, such as "transformer/".
+
+    Attributes:
+        pipeline: the object itself, for `isinstance`; what it calls is what the wrapper calls.
+        runtime: stack, budgets and balance of all its models.
+    """
+
+    def __init__(
+        self, pipeline: Any, kind: HolderKind, runtime: Runtime, attachments: Mapping[str, Attachment]
+    ) -> None:
+        self.__dict__.update(pipeline=pipeline, runtime=runtime, _kind=kind, _attachments=dict(attachments))
+        for name, attachment in attachments.items():
+            attachment.usual_phase = kind.phase_of(name)
+            _add_entry_hook(attachment.model, kind)
+        if kind.device:
+            setattr(pipeline, kind.device, runtime.stack.device)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the pipeline."""
+        for attachment in self._attachments.values():
+            attachment.check_open("call")
+            move_rest_(attachment.model, self.runtime.stack.device)  # where the pipeline looks for its device
+        return self.pipeline(*args, **kwargs)
+
+    # -- everything of the pipeline -----------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        pipeline = self.__dict__.get("pipeline")
+        if pipeline is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(pipeline, name)
+        if name in self._kind.refused and not all(a.closed for a in self._attachments.values()):
+            raise WrapError(f"{type(pipeline).__name__}.{name}: {self._kind.refused[name]}")
+        is_own = isinstance(value, types.MethodType) and value.__self__ is pipeline
+        return self._returning_self(value) if is_own else value
+
+    def _returning_self(self, method: types.MethodType) -> Any:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            return self if result is self.pipeline else result
+
+        return call
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        attachment = self._attachments.get(name)
+        if name in _OWN or name in type(self).__dict__:
+            raise WrapError(f"vb.{name} belongs to the wrapper; an attribute of the pipeline is vb.pipeline.{name}")
+        if attachment is not None and attachment.alive and value is not attachment.model:
+            raise WrapError(f"vb.{name} is a wrapped model, whose pages this pipeline's tiers hold: unwrap() first")
+        setattr(self.pipeline, name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.pipeline)})
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        raise WrapError(
+            f"copies and pickles of a wrapped {type(self.pipeline).__name__} are not made: copy its models, or write "
+            "them with save_pretrained()"
+        )
+
+    # -- its models ---------------------------------------------------------------------------------------------------
+
+    @property
+    def models(self) -> Mapping[str, VBModelWrapper]:
+        """Name -> wrapper of each model, with a plan, statistics and a registry of its own."""
+        wrapped = {name: facade_of(a.model, a) for name, a in self._attachments.items() if a.alive}
+        return MappingProxyType(wrapped)
+
+    @property
+    def stack(self) -> TierStack:
+        """The stack of the runtime."""
+        return self.runtime.stack
+
+    @property
+    def lossless(self) -> bool:
+        """True if every swapped weight of every model is held bit for bit."""
+        return all(attachment.lossless for attachment in self._attachments.values())
+
+    def materialize(self, *, progress: bool | None = None) -> "VBPipelineWrapper":
+        """Encode every layer of every model now. See `VBModelWrapper.materialize`."""
+        for attachment in self._attachments.values():
+            attachment.materialize(progress=progress)
+        return self
+
+    def set_budget(self, tier: str, budget: int | str) -> int:
+        """Change the budget of a tier, which all models share; returns bytes. See `VBModelWrapper.set_budget`."""
+        return self.runtime.set_budget(tier, budget)
+
+    def stats(self, *, experts: bool = False) -> Stats:
+        """Return a frozen snapshot of the counters of all models on the runtime."""
+        return self.runtime.stats(experts=experts)
+
+    @contextlib.contextmanager
+    def phase(self, name: str, *, precision: str | None = None) -> Iterator[None]:
+        """Name the passes of all its models that begin in a `with` block. See `VBModelWrapper.phase`."""
+        with contextlib.ExitStack() as blocks:
+            for attachment in self._attachments.values():
+                blocks.enter_context(attachment.phase(name, precision))
+            yield
+
+    def timeline(self, path: str | PathLike) -> contextlib.AbstractContextManager[Recorder]:
+        """Record the passes of all its models in a `with` block, and write them to a file. See
+        `VBModelWrapper.timeline`."""
+        for attachment in self._attachments.values():
+            attachment.check_open("timeline")
+        return recorded(tuple(self._attachments.values()), check_timeline_path(path))
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def unwrap(self) -> Any:
+        """Turn the models back into dense ones, in place; return the pipeline. See `VBModelWrapper.unwrap`.
+
+        If a page cannot be read, the models that are left stay wrapped, and it can be called again.
+
+        Raises:
+            TierError: a page cannot be read.
+        """
+        for attachment in self._attachments.values():
+            if attachment.alive:
+                _remove_entry_hook(attachment.detach(), self._kind)
+        return self.pipeline
+
+    def close(self) -> None:
+        """Free the pages of its models; weights that live in the tiers are lost. Idempotent."""
+        for attachment in self._attachments.values():
+            attachment.close()
+
+    def __enter__(self) -> "VBPipelineWrapper":
+        for attachment in self._attachments.values():
+            attachment.check_open("with")
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _add_entry_hook(model: nn.Module, kind: HolderKind) -> None:
+    if kind.entry_hook and any(hasattr(model, method) for method in _ENTRIES):
+        setattr(model, kind.entry_hook, EntryHook())
+
+
+def _remove_entry_hook(model: nn.Module, kind: HolderKind) -> None:
+    if isinstance(model.__dict__.get(kind.entry_hook), EntryHook):
+        delattr(model, kind.entry_hook)
