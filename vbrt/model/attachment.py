@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 
@@ -55,7 +55,6 @@ class Seed:
     terms: Terms
     modules: Mapping[str, str]
     timed: TimelineTotals | None
-    usual_phase: str | None
     closed: bool
 
     def attach_to(self, model: nn.Module) -> "Attachment":
@@ -64,7 +63,6 @@ class Seed:
         terms = replace(self.terms, name=self.runtime.free_name(self.terms.name))
         attachment = self.kind(model, self.runtime, terms, layers)
         attachment.timed, attachment.closed = self.timed, self.closed
-        attachment.usual_phase = self.usual_phase
         return attachment
 
 
@@ -79,8 +77,7 @@ class Attachment:
         closed: True once its planes are gone.
         passes: how many have begun.
         timed: totals of the last recording.
-        usual_phase: the phase of passes without gradients that the user does not name; None where it follows from their
-            inputs.
+        name_phase: gives passes without gradients their phase, from the one that their inputs tell; None to take that.
     """
 
     def __init__(self, model: nn.Module, runtime: Runtime, terms: Terms, layers: Mapping[str, SwappedLayer]) -> None:
@@ -94,7 +91,7 @@ class Attachment:
             if isinstance(layer, VBExperts):
                 layer.handle.deciding.ask_with(self.expert_cache.follow)
         self.timed: TimelineTotals | None = None
-        self.usual_phase: str | None = None
+        self.name_phase: Callable[[str], str] | None = None
         self.passes = 0
         self.closed = False
         remove_pass_hooks(model)
@@ -248,7 +245,7 @@ class Attachment:
         """Return what a copy of the model is attached with."""
         holders = {name: module for swap in self._plan.swaps for name, module in swap.modules.items()}
         modules = {name: "" if module == ROOT else module for name, module in holders.items() if name in self.layers}
-        return Seed(type(self), self.runtime, self._terms, modules, self.timed, self.usual_phase, self.closed)
+        return Seed(type(self), self.runtime, self._terms, modules, self.timed, self.closed)
 
 
 @contextlib.contextmanager

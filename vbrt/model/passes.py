@@ -60,8 +60,8 @@ class PassHook:
         self.stack.begin_pass(prefix + phase, backward=backward)
 
     def _unnamed_phase(self, args: tuple, kwargs: dict[str, Any]) -> str:
-        usual = None if torch.is_grad_enabled() else self.attachment.usual_phase
-        return usual or inferred_phase(args, kwargs)
+        phase, name_phase = inferred_phase(args, kwargs), self.attachment.name_phase
+        return phase if name_phase is None or torch.is_grad_enabled() else name_phase(phase)
 
     def __deepcopy__(self, memo: dict) -> "PassHook":
         return self

@@ -19,7 +19,7 @@ from vbrt.report.drawing import check_timeline_path
 from vbrt.report.stats import Stats
 from vbrt.tiers import Recorder, TierStack
 from vbrt.wrapper.facades import facade_of
-from vbrt.wrapper.holders import HolderKind
+from vbrt.wrapper.holders import CallPhases, HolderKind
 from vbrt.wrapper.wrapper import VBModelWrapper
 
 __all__ = ["VBPipelineWrapper"]
@@ -43,8 +43,9 @@ class VBPipelineWrapper:
         self, pipeline: Any, kind: HolderKind, runtime: Runtime, attachments: Mapping[str, Attachment]
     ) -> None:
         self.__dict__.update(pipeline=pipeline, runtime=runtime, _kind=kind, _attachments=dict(attachments))
+        phases = CallPhases(kind)
         for name, attachment in attachments.items():
-            attachment.usual_phase = kind.phase_of(name)
+            attachment.name_phase = functools.partial(phases.name, name)
             _add_entry_hook(attachment.model, kind)
         if kind.device:
             setattr(pipeline, kind.device, runtime.stack.device)
