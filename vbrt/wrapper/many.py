@@ -16,6 +16,7 @@ from vbrt.model.together import attach_together
 from vbrt.residency.plan import Plan
 from vbrt.wrapper.facades import user_policy, warn_of_plan
 from vbrt.wrapper.holders import UNKNOWN, HolderKind, holder_kind_of
+from vbrt.wrapper.of import attachment_of
 from vbrt.wrapper.pipeline import VBPipelineWrapper
 from vbrt.wrapper.wrapper import VBModelWrapper
 
@@ -26,7 +27,9 @@ def wrap_holder(holder: object, config: Any, runtime: Runtime | None, overrides:
     """Wrap all models of an object; the arguments are those of `vbrt.wrap`, and so is what is raised."""
     kind = holder_kind_of(holder)
     models = _models_of(holder, kind)
-    there = {name: hook.attachment for name, model in models.items() if (hook := pass_hook_of(model)) is not None}
+    there = {name: attachment_of(model) for name, model in models.items() if pass_hook_of(model) is not None}
+    for attachment in there.values():
+        attachment.check_open("wrap")
     runtime = _runtime_of(there, runtime)
     policy = user_policy(overrides, runtime)
     asked = load_config(config, **overrides)
