@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from vbrt.wrapper.holders import HolderKind, register_holder
+from vbrt.wrapper.holders import HolderKind
 
-__all__ = ["register_pipelines"]
+__all__ = ["DIFFUSERS", "TRANSFORMERS"]
 
 _TIERS = (
     "tiers do that: the models of a wrapped pipeline share one budget for each tier, give room to the one that runs, "
@@ -56,9 +56,3 @@ DIFFUSERS = HolderKind(
 )
 
 TRANSFORMERS = HolderKind(_attributes, moved_by=_moved_by, device="device")
-
-
-def register_pipelines() -> None:
-    """Register these classes; imports none of the libraries."""
-    register_holder("diffusers", "DiffusionPipeline", DIFFUSERS)
-    register_holder("transformers", "Pipeline", TRANSFORMERS)

@@ -7,7 +7,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from vbrt.integrations.pipelines import register_pipelines
+from vbrt.wrapper.registered import register_holder
 
 __all__ = ["Deferred", "register_all", "when_imported"]
 
@@ -65,9 +65,11 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
 
 
 def register_all() -> None:
-    """Register vbrt's quantizers with the libraries that have an interface for them."""
+    """Register vbrt's quantizers with the libraries that have an interface for them, and classes that `wrap` takes."""
     when_imported("transformers.quantizers.auto", _with_transformers)
-    register_pipelines()
+    kinds = "vbrt.integrations.pipelines"
+    register_holder("diffusers", "DiffusionPipeline", Deferred(kinds, "DIFFUSERS"))
+    register_holder("transformers", "Pipeline", Deferred(kinds, "TRANSFORMERS"))
 
 
 def _with_transformers(auto: ModuleType) -> None:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-__all__ = ["CallPhases", "HolderKind", "holder_kind_of", "register_holder"]
+from vbrt.wrapper.registered import HOLDERS
+
+__all__ = ["CallPhases", "HolderKind", "holder_kind_of"]
 
 
 _MOST_RUNS = 4  # that have phases of their own: policies remember a few phases only
@@ -74,15 +76,8 @@ def _attributes(holder: object) -> dict[str, Any]:
 #: of an object that no library has a record for: the models are its attributes
 UNKNOWN = HolderKind(_attributes)
 
-_KINDS: dict[tuple[str, str], HolderKind] = {}
-
-
-def register_holder(library: str, class_name: str, kind: HolderKind) -> None:
-    """Have `vbrt.wrap` take objects of this class of a library, and of classes derived from it."""
-    _KINDS[library, class_name] = kind
-
 
 def holder_kind_of(holder: object) -> HolderKind:
     """Return the record of an object's class, or `UNKNOWN`."""
     bases = ((base.__module__.split(".")[0], base.__name__) for base in type(holder).__mro__)
-    return next((_KINDS[base] for base in bases if base in _KINDS), UNKNOWN)
+    return next((HOLDERS[base] for base in bases if base in HOLDERS), UNKNOWN)
