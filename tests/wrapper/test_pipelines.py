@@ -111,6 +111,8 @@ def test_a_wrapped_pipeline_is_the_pipeline_but_for_what_tiers_do():
         vb.transformer = mlp()
     with pytest.raises(WrapError, match=r"vb\.runtime belongs to the wrapper"):
         vb.runtime = None
+    with pytest.raises(WrapError, match="wrapped already"):
+        vbrt.wrap(vb)
     with pytest.raises(WrapError, match="copies and pickles"):
         copy.copy(vb)
     assert not hasattr(vb, "unheard_of") and not hasattr(vb, "_all_hooks")
@@ -198,7 +200,7 @@ def test_the_one_module_of_any_object_is_found_and_of_several_it_is_said_which()
         assert torch.equal(vb(x), want) and list(vb.models) == ["model"] and vb.name == "engine"
     with pytest.raises(WrapError, match=r"Engine, which holds 2 modules: \.model \(Sequential\), \.draft \(Linear\)"):
         vbrt.wrap(Engine(model=mlp(), draft=nn.Linear(2, 2)))
-    with pytest.raises(WrapError, match=r"Engine, which has no torch\.nn\.Module among its attributes"):
+    with pytest.raises(WrapError, match=r"Engine; expected a torch\.nn\.Module, or an object that has one"):
         vbrt.wrap(Engine())
     with pytest.raises(WrapError, match=r"wrap\(\) got int"):
         vbrt.wrap(3)

@@ -25,6 +25,8 @@ __all__ = ["wrap_holder"]
 
 def wrap_holder(holder: object, config: Any, runtime: Runtime | None, overrides: dict[str, Any]) -> VBPipelineWrapper:
     """Wrap all models of an object; the arguments are those of `vbrt.wrap`, and so is what is raised."""
+    if isinstance(holder, VBPipelineWrapper):
+        raise WrapError("the pipeline is wrapped already; unwrap() it first")
     kind = holder_kind_of(holder)
     models = _models_of(holder, kind)
     there = {name: attachment_of(model) for name, model in models.items() if pass_hook_of(model) is not None}
@@ -58,8 +60,7 @@ def _models_of(holder: object, kind: HolderKind) -> dict[str, nn.Module]:
     what = type(holder).__name__
     if not models:
         raise WrapError(
-            f"wrap() got {what}, which has no torch.nn.Module among its attributes; expected a module, or an "
-            "object that holds one"
+            f"wrap() got {what}; expected a torch.nn.Module, or an object that has one among its attributes"
         )
     if kind is UNKNOWN and len(models) > 1:
         ways = ", ".join(f".{name} ({type(model).__name__})" for name, model in models.items())
