@@ -213,13 +213,14 @@ def formats() -> dict:
     """Signal-to-noise of each coarse plane on N(0, 1), its bits, and its speed on this machine."""
     import torch
 
-    from vbrt.formats import FORMATS, get_format
+    from vbrt.config import FORMATS, chosen_formats
+    from vbrt.formats import get_format
     from vbrt.formats.separation import Separation
 
     torch.manual_seed(0)
     weight = torch.randn(2048, 4096)
     rows = []
-    for name in FORMATS:
+    for name in chosen_formats():
         if FORMATS[name].lossless:
             continue
         format = get_format(name)

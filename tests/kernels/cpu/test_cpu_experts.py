@@ -21,7 +21,6 @@ from vbrt.kernels.experts import ExpertPages, Gate, apply_gate, part_planes
 CPU = torch.device("cpu")
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 2e-3}
 WHY = build.refusal(CPU, "experts")
-NAMES = (*cpu_linear.FORMATS, "levels16-float32", "levels32-float16", "levels64-bfloat16", "levels128-float16")
 built = pytest.mark.skipif(WHY is not None, reason=str(WHY))
 GATES = {
     "none": None,
@@ -74,7 +73,7 @@ def rows(x, ids, pages, part, bias=None):
 
 
 @built
-@matrix(gate=GATES, format=NAMES, tokens=[1, 9, 40], dtype=list(BOUND), hidden=[16, 70, 4200])
+@matrix(gate=GATES, format=cpu_linear.FORMATS, tokens=[1, 9, 40], dtype=list(BOUND), hidden=[16, 70, 4200])
 def test_up_is_as_close_to_float64_as_the_dtype_allows(gate, format, tokens, dtype, hidden):
     pages = bank(format, hidden=hidden, experts=5)
     ids, _ = routed(pages, tokens, 3)
@@ -89,7 +88,9 @@ def test_up_is_as_close_to_float64_as_the_dtype_allows(gate, format, tokens, dty
 
 
 @built
-@matrix(format=NAMES, tokens=[1, 2, 6, 40], dtype=list(BOUND), biased=[False, True], weighted=[True, False])
+@matrix(
+    format=cpu_linear.FORMATS, tokens=[1, 2, 6, 40], dtype=list(BOUND), biased=[False, True], weighted=[True, False]
+)
 def test_down_sums_each_tokens_experts(format, tokens, dtype, biased, weighted):
     pages = bank(format, inner=300)
     ids, weights = routed(pages, tokens, 4)
@@ -156,7 +157,7 @@ def test_experts_of_few_and_of_many_tokens_meet_in_one_call(spare):
 
 
 @built
-@matrix(flags=[("-march=x86-64-v3",), ()], format=NAMES, tokens=[1, 7])
+@matrix(flags=[("-march=x86-64-v3",), ()], format=cpu_linear.FORMATS, tokens=[1, 7])
 def test_older_cpus_compute_the_same(flags, format, tokens, older_library, monkeypatch):
     monkeypatch.setattr(cpu_experts, "library", lambda source: older_library(source, flags))
     pages = bank(format, hidden=144)
@@ -219,7 +220,7 @@ def test_every_function_of_a_gate_has_its_number_in_c():
 
 
 @built
-@pytest.mark.parametrize("format", NAMES)
+@pytest.mark.parametrize("format", cpu_linear.FORMATS)
 def test_auto_takes_the_compiled_experts(format):
     for op in ("experts_up", "experts_down"):
         assert resolve(op, "auto", CPU, format).backend == "compiled"

@@ -19,7 +19,6 @@ from vbrt.kernels.cpu import linear as cpu_linear
 CPU = torch.device("cpu")
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 3e-3}
 WHY = build.refusal(CPU)
-NAMES = (*cpu_linear.FORMATS, "levels16-float16", "levels32-bfloat16", "levels64-float32", "levels128-float16")
 built = pytest.mark.skipif(WHY is not None, reason=str(WHY))
 
 
@@ -36,7 +35,7 @@ def case(name, shape, dtype=torch.float32):
 
 @built
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
-@matrix(tokens=[1, 3, 16, 70], shape=[(1, 1), (7, 50), (24, 200), (130, 4112), (64, 2048)], name=NAMES)
+@matrix(tokens=[1, 3, 16, 70], shape=[(1, 1), (7, 50), (24, 200), (130, 4112), (64, 2048)], name=cpu_linear.FORMATS)
 def test_any_shape_is_as_close_as_the_dtype_allows(name, shape, tokens, dtype):
     planes, w = case(name, shape, dtype)
     x, bias = torch.randn(tokens, shape[1]).to(dtype), torch.randn(shape[0]).to(dtype)
@@ -72,10 +71,22 @@ def test_any_strides_and_leading_dimensions_will_do(x):
 @built
 @pytest.mark.parametrize("dtype", [*BOUND, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (7, 50), (130, 4112), (3000, 512)], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cpu_linear.FORMATS)
 def test_the_decoded_weight_has_the_bits_of_the_reference(name, shape, dtype):
     planes, _ = case(name, shape, dtype)
     assert torch.equal(cpu_linear.decode_weight(planes), reference.decode_weight(planes))
+
+
+@built
+@pytest.mark.parametrize("name", cpu_linear.LEVELS)
+def test_any_sixteen_levels_with_scales_of_16_or_32_bits_will_do(name):
+    for shape, tokens in (((7, 50), 1), ((33, 412), 3), ((5, 2200), 40)):
+        planes, w = case(name, shape, torch.bfloat16)
+        assert torch.equal(cpu_linear.decode_weight(planes), reference.decode_weight(planes))
+        x = torch.randn(tokens, shape[1])
+        assert cpu_linear.route(x, planes) == ("decode+matmul" if tokens > 16 else "fused")
+        assert error(cpu_linear.linear(x, planes), F.linear(x.double(), w)) <= 1e-5
+    assert resolve("linear", "auto", CPU, name).run is cpu_linear.linear
 
 
 @built
@@ -188,7 +199,7 @@ def test_what_cannot_be_computed_is_refused(message):
 
 
 @built
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cpu_linear.FORMATS)
 def test_auto_takes_the_compiled_kernels_on_pages_as_they_are(name):
     for op in ("linear", "decode_weight"):
         for backend, expected in (("auto", "compiled"), ("compiled", "compiled"), ("reference", "reference")):
