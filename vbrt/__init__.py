@@ -31,6 +31,7 @@ _NAMES = {
         "VBError",
         "WrapError",
     ),
+    "integrations.pretrained": ("from_pretrained",),
     "integrations.transformers_quantizer": ("QuantizationConfig",),
     "kernels.cuda.e2m1.tuning": ("tune",),
     "kernels.cuda.graph_pass": ("compile_options",),
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
         VBError,
         WrapError,
     )
+    from vbrt.integrations.pretrained import from_pretrained
     from vbrt.integrations.transformers_quantizer import QuantizationConfig
     from vbrt.kernels.cuda.e2m1.tuning import tune
     from vbrt.kernels.cuda.graph_pass import compile_options

@@ -1,14 +1,18 @@
 """Checkpoints in the layouts that others publish: logits are those of the decoded weights, bit for bit."""
 
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import vbrt
-from tests.saves.published_files import LAYOUTS, publish
+from tests.saves.published_files import LAYOUTS, compressed_mxfp4, publish
 from vbrt.errors import CheckpointError
+from vbrt.layers.experts import ExpertsHandle, encoding
+from vbrt.saves.sources import describe
+from vbrt.saves.tensorfile import TensorFile
 
 transformers = pytest.importorskip("transformers")
 QUIET = {"weights": {"min_parameters": 0}, "tiers": {"gpu": {"enabled": False}}, "compute": {"backend": "reference"}}
@@ -19,7 +23,9 @@ SIZES |= {"vocab_size": 64, "num_hidden_layers": 1}
 def llama(meta=False):
     torch.manual_seed(0)
     with torch.device("meta" if meta else "cpu"):
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).bfloat16().eval()
+        return transformers.LlamaForCausalLM._from_config(
+            transformers.LlamaConfig(**SIZES), dtype=torch.bfloat16
+        ).eval()
 
 
 @torch.no_grad()
@@ -52,6 +58,79 @@ def test_what_a_checkpoint_left_dense_stays_dense(tmp_path):
     formats = {swap.name.split(".")[3]: swap.format for swap in vb.plan.swaps}
     assert formats == {"self_attn": "dense", "mlp": "nvfp4"}
     assert torch.equal(logits(vb), logits(model))
+    assert "4 layers: not quantized in the checkpoint: held dense" in vb.plan.notes
+    vb.close()
+
+
+def mixtral(meta=False):
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
+    with torch.device("meta" if meta else "cpu"):
+        return transformers.MixtralForCausalLM(config).bfloat16().eval()
+
+
+def test_experts_that_transformers_saved_one_by_one_are_read_one_by_one(tmp_path, monkeypatch):
+    model = mixtral()
+    model.save_pretrained(tmp_path)
+    read, handed = [], []
+    monkeypatch.setattr(
+        TensorFile, "read", lambda self, name, plain=TensorFile.read: read.append(name) or plain(self, name)
+    )
+    store = ExpertsHandle.store
+    monkeypatch.setattr(
+        ExpertsHandle, "store", lambda self, planes: store(self, (handed.append(len(read)) or p for p in planes))
+    )
+    monkeypatch.setitem(encoding._STEP_BYTES, "cpu", 1)
+    vb = loaded(tmp_path, mixtral(meta=True), "exact")
+    assert torch.equal(logits(vb), logits(model))
+    assert [after - before for before, after in pairwise(handed)] == [3, 3, 0], (
+        "three matrices an expert, the next one ahead"
+    )
+    vb.close()
+
+
+def test_experts_packed_one_by_one_become_one_page_each(tmp_path):
+    model = mixtral()
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    model.save_pretrained(plain)
+    tensors, decoded = {}, load_file(plain / "model.safetensors")
+    for name, value in decoded.items():
+        if ".experts." not in name:
+            tensors[name] = value
+            continue
+        made = compressed_mxfp4(value)
+        tensors |= {name.removesuffix(".weight") + suffix: tensor for suffix, tensor in made.tensors.items()}
+        decoded[name] = made.decoded
+    packed.mkdir()
+    save_file(tensors, packed / "model.safetensors", {"format": "pt"})
+    save_file(decoded, plain / "model.safetensors", {"format": "pt"})
+    vb, dense = loaded(packed, mixtral(meta=True)), loaded(plain, mixtral(meta=True), "dense")
+    assert [swap.format for swap in vb.plan.routed] == ["mxfp4"]
+    assert torch.equal(logits(vb), logits(dense))
+    for each in (vb, dense):
+        each.close()
+
+
+def test_stacked_experts_of_gpt_oss_keep_their_blocks(tmp_path):
+    config = transformers.GptOssConfig(**SIZES, head_dim=32, num_local_experts=4, num_experts_per_tok=2)
+    with torch.device("meta"):
+        model = transformers.GptOssForCausalLM(config).bfloat16().eval()
+    generator, tensors, decoded = torch.Generator().manual_seed(0), {}, {}
+    for name, like in model.state_dict().items():
+        value = (torch.randn(like.shape, generator=generator) * 0.05).bfloat16()
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            tensors[name] = value
+            continue
+        made = [compressed_mxfp4(matrix.t().contiguous()) for matrix in value]
+        packed, scales = (torch.stack([each.tensors[k] for each in made]) for k in (".weight_packed", ".weight_scale"))
+        tensors |= {f"{name}_blocks": packed.unflatten(-1, (-1, 16)), f"{name}_scales": scales}
+        decoded[name] = torch.stack([each.decoded.t() for each in made])
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    vb = loaded(tmp_path, model)
+    assert [swap.format for swap in vb.plan.routed] == ["mxfp4"]
+    state = vb.state_dict()
+    assert len(decoded) == 2
+    assert all(torch.equal(state[name], value) for name, value in decoded.items())
     vb.close()
 
 
@@ -75,3 +154,20 @@ def test_damaged_parts_of_a_weight_are_refused_by_name(tmp_path, change, message
     with pytest.raises(CheckpointError, match=f"gate_proj.*{message}|{message}.*gate_proj"):
         loaded(tmp_path, model)
     assert all(before[name] is parameter for name, parameter in model.named_parameters())
+
+
+def test_describe_says_what_weights_are_and_become_from_headers(tmp_path):
+    publish(tmp_path, llama(), "awq", names=lambda name: "mlp" in name)
+    said = describe(tmp_path)
+    kinds = {(kind.layout, kind.becomes): kind.count for kind in said.kinds}
+    assert (said.method, kinds) == ("awq", {("AWQ", "decoded"): 3, ("bfloat16", "dense"): 9})
+    assert said.nbytes == sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
+
+
+def test_quantized_tensors_of_no_known_layout_are_refused(tmp_path):
+    publish(tmp_path, llama(), "modelopt")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "a.weight_packed": torch.zeros(2, dtype=torch.int64)}, file)
+    with pytest.raises(CheckpointError, match=r"no layout that vbrt reads.*a\.weight_packed"):
+        describe(tmp_path)

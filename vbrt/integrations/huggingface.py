@@ -38,9 +38,10 @@ from vbrt.wrapper.wrapper import VBModelWrapper
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["load_causal_lm", "load_wrapped", "meta_model", "quiet"]
+__all__ = ["load_causal_lm", "load_wrapped", "loading", "meta_model", "method_of", "quiet"]
 
 _MAX_CONFIG_BYTES = 16 << 20
+_MODELOPT = "hf_quant_config.json"  # of weights that ModelOpt has quantized
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _TOKENIZERS = (
     "tokenizer.json",
@@ -84,12 +85,13 @@ def meta_model(path: Path) -> nn.Module:
     file = _config_file(path)
     config = _config(file)
     dtype = config.dtype or _dtype_of_weights(file.parent) or torch.float32
-    with quiet(), torch.device("meta"), _loading(f"{file}: transformers cannot build this model"):
+    with quiet(), torch.device("meta"), loading(f"{file}: transformers cannot build this model"):
         make = _model_class(config, file)
         return make(config, dtype=dtype)
 
 
-def _method(config: PreTrainedConfig) -> str:
+def method_of(config: PreTrainedConfig) -> str:
+    """Return the method by which a model's checkpoint is quantized, as its config says; "" for a dense one."""
     given = getattr(config, "quantization_config", None) or {}
     return str(given.get("quant_method", "") if isinstance(given, dict) else given.quant_method)
 
@@ -129,7 +131,7 @@ def _config(file: Path) -> PreTrainedConfig:
         raise VBError(f"{file}: not valid JSON ({error}); expected the config.json of a model") from error
     if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
         raise VBError(f'{file}: no "model_type" in it; expected the config.json of a transformers model')
-    with quiet(), _loading(f"{file}: transformers {transformers.__version__} does not take this config"):
+    with quiet(), loading(f"{file}: transformers {transformers.__version__} does not take this config"):
         return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
 
 
@@ -150,7 +152,7 @@ def _model_class(config: PreTrainedConfig, file: Path) -> Callable[..., nn.Modul
 def _dtype_of_weights(directory: Path) -> torch.dtype | None:
     """Return the dtype of the first floating tensor in a directory's safetensors, as `from_pretrained` does."""
     for file in sorted(directory.glob("*.safetensors")):
-        with _loading(f"{file}: cannot be read"), safe_open(file, "pt") as tensors:
+        with loading(f"{file}: cannot be read"), safe_open(file, "pt") as tensors:
             for name in tensors.keys():
                 part = tensors.get_slice(name)
                 if part.get_shape() and part[:0].dtype.is_floating_point:
@@ -200,12 +202,13 @@ def load_wrapped(
     """
     path, known = _checked(path)
     tokenizer = _tokenizer(path)
-    method = _method(known)
-    if (path / MANIFEST).exists() or method not in ("", "vbrt"):  # planes, or weights that others have quantized
+    method = method_of(known)
+    others = method not in ("", "vbrt") or (path / _MODELOPT).exists()
+    if others or (path / MANIFEST).exists():
         with quiet():
             vb = load(path, meta_model(path).eval(), config)
         if (path / "generation_config.json").exists():
-            with quiet(), _loading(f"{path}: transformers does not take its generation_config.json"):
+            with quiet(), loading(f"{path}: transformers does not take its generation_config.json"):
                 vb.model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
         return vb, tokenizer
     given = {} if method == "vbrt" and config is None else {"quantization_config": QuantizationConfig(config)}
@@ -228,12 +231,12 @@ def _checked(path: Path) -> tuple[Path, PreTrainedConfig]:
 
 
 def _tokenizer(path: Path) -> "PreTrainedTokenizerBase":
-    with quiet(), _loading(f"{path}: transformers cannot load it"):
+    with quiet(), loading(f"{path}: transformers cannot load it"):
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
 def _pretrained(path: Path, warn: Callable[[str], object], **given: Any) -> nn.Module:
-    with quiet(), _loading(f"{path}: transformers cannot load it"):
+    with quiet(), loading(f"{path}: transformers cannot load it"):
         model, info = AutoModelForCausalLM.from_pretrained(
             path, dtype="auto", local_files_only=True, trust_remote_code=False, output_loading_info=True, **given
         )
@@ -300,7 +303,7 @@ def _check_regular(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _loading(what: str) -> Iterator[None]:
+def loading(what: str) -> Iterator[None]:
     """Turn what transformers raises in the block into a VBError: `what`, and the first lines of the reason."""
     try:
         yield

@@ -187,7 +187,7 @@ def _as_saved(swaps: list[Swap], saved: Sequence[Swap], refused: dict[str, Skip]
         del refused[name]
     others = {site.module for swap in swaps for site in swap.sites} - names
     refused.update((name, Skip(0, "it was not swapped when the model was saved")) for name in others)
-    return [replace(swap, note=_note(swap.site, swap.dtype, swap.format, config)) for swap in saved]
+    return [replace(swap, note=swap.note or _note(swap.site, swap.dtype, swap.format, config)) for swap in saved]
 
 
 def _same_view(one: nn.Module, parameter: str, other: nn.Module, other_parameter: str) -> bool:

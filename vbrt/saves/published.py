@@ -66,10 +66,10 @@ class PublishedCheckpoint(DenseCheckpoint):
 
     def _held(self, swap: Swap) -> Swap:
         if swap.name in self._formats:
-            return replace(swap, format=self._formats[swap.name], fine="none")
+            return replace(swap, format=self._formats[swap.name], fine="none", note="")
         if any(self._weights_of(site) for site in (swap.site, *swap.parts)):
             return swap
-        return replace(swap, format="dense", fine="none")
+        return replace(swap, format="dense", fine="none", note="not quantized in the checkpoint: held dense")
 
     def _format_of(self, swap: Swap) -> str:
         """Return the format of planes for all matrices of a swap; "" where they must be decoded."""

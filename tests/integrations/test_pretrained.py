@@ -1,0 +1,51 @@
+"""vbrt.from_pretrained: a directory of transformers into a wrapped model."""
+
+import json
+
+import pytest
+import torch
+
+import vbrt
+from tests.saves.published_files import publish
+from tests.saves.test_published import QUIET, llama, logits
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_a_dense_checkpoint_comes_back_wrapped_and_bit_equal(tmp_path):
+    model = llama()
+    model.generation_config.max_new_tokens = 3
+    model.save_pretrained(tmp_path)
+    with vbrt.from_pretrained(tmp_path, "exact", **QUIET) as vb:
+        assert torch.equal(logits(vb), logits(model))
+        assert vb.model.generation_config.max_new_tokens == 3
+        assert not vb.training
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "gptq"])
+def test_a_published_checkpoint_is_wrapped_without_naming_its_layout(tmp_path, layout):
+    model = llama()
+    model.load_state_dict(publish(tmp_path, model, layout))
+    with vbrt.from_pretrained(tmp_path, **QUIET) as vb:
+        assert torch.equal(logits(vb), logits(model))
+        assert not hasattr(vb.model.config, "quantization_config")
+
+
+def test_planes_come_back_however_they_were_saved(tmp_path):
+    model = llama()
+    model.load_state_dict(publish(tmp_path, model, "modelopt"))
+    with vbrt.from_pretrained(tmp_path, **QUIET) as vb:
+        expected = logits(vb)
+        vb.save(tmp_path / "saved")
+        vb.model.config.save_pretrained(tmp_path / "saved")
+    with vbrt.from_pretrained(tmp_path / "saved") as vb:
+        assert torch.equal(logits(vb), expected)
+        assert {swap.format for swap in vb.plan.swaps} == {"nvfp4"}
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path):
+    with pytest.raises(vbrt.VBError, match=r"config\.json"):
+        vbrt.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(vbrt.CheckpointError, match=r"model\.safetensors"):
+        vbrt.from_pretrained(tmp_path)
