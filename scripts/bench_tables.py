@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from scripts.bench_parts import PARTS
+from scripts.load_peak import load_table
 from scripts.plots import Labels, line_plot
 from scripts.routing_tables import routing_table
 
@@ -42,6 +43,8 @@ def tables() -> str:
         versions = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
         named = f"{where['cpu']}, {where['cores']} cores, {versions}, Python {where['python']}, commit"
         out += [f"{named} {where['commit']}.", ""]
+    for path in sorted(RESULTS.glob("load-peak-*.json")):
+        out += load_table(path)
     for path in sorted(RESULTS.glob("kernels-*.json")):
         out += kernel_table(path)
     for path in sorted(RESULTS.glob("experts-nvidia-*.json")):

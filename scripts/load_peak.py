@@ -185,6 +185,40 @@ def main() -> None:
     args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def load_table(path: Path) -> list[str]:
+    """Return the section of docs/benchmarks.md for a result."""
+    result = json.loads(path.read_text())
+    load, encode, ratios, where = result["loading"], result["encoding"], result["over_encoding"], result["machine"]
+    rows = (
+        ("weights in layers", load["dense_bytes"]),
+        ("pages", load["page_bytes"]),
+        ("budget of host memory", load["budget_bytes"]),
+        ("largest layer", load["largest_layer_bytes"]),
+        ("held with everything imported", load["imported"]["held"]),
+        ("**held at most while loading**", load["peak"]["held"]),
+        ("budget + largest layer × 3 + 400 MB", load["allowed_bytes"]),
+        ("held at most, with the first token", load["peak_with_a_token"]["held"]),
+        ("mapped from files at most, apart", load["peak"]["mapped"]),
+    )
+    versions = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
+    what = f"A Llama with random bf16 weights, into `{result['format']}` with an ssd tier, {result['threads']} threads."
+    seconds = f"Loading takes {load['seconds']:.1f} s, encoding the same weights in memory {encode['seconds']:.1f} s"
+    return [
+        "## loading a checkpoint through `from_pretrained`",
+        "",
+        f"{what} Held: resident memory without what is mapped from files; tiers are in it.",
+        "",
+        "| what | MB |",
+        "| --- | --- |",
+        *(f"| {what} | {nbytes / 1e6:,.0f} |" for what, nbytes in rows),
+        "",
+        f"{seconds}: {ratios['seconds']:.2f} times as long, {ratios['cpu_seconds']:.2f} times in CPU time.",
+        "",
+        f"{where['cpu']}, {where['cores']} cores, {versions}, Python {where['python']}, commit {where['commit']}.",
+        "",
+    ]
+
+
 def checkpoint_of(args: argparse.Namespace) -> Path:
     """Return the directory of the checkpoint."""
     return args.directory / f"llama-{args.gb:g}gb"

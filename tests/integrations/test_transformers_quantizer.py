@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from transformers.core_model_loading import MergeModulelist  # noqa: E402
 from transformers.trainer_utils import validate_quantization_for_training  # noqa: E402
 
+from vbrt.integrations.transformers_quantizer import VBQuantizer  # noqa: E402
+
 IDS = torch.arange(3, 15)[None]
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
 
@@ -131,6 +133,14 @@ def test_a_map_of_devices_is_refused_because_tiers_do_that(saved):
         AutoModelForCausalLM.from_pretrained(
             saved[0], device_map={"model": "cpu", "lm_head": "disk"}, quantization_config=vbrt.QuantizationConfig()
         )
+
+
+def test_a_model_over_several_processes_is_refused():
+    model = llama()
+    model.config.distributed_config = object()
+    quantizer = VBQuantizer(vbrt.QuantizationConfig(), pre_quantized=False)
+    with pytest.raises(ConfigError, match="over several processes"):
+        quantizer.preprocess_model(model, checkpoint_files=[])
 
 
 def test_a_weight_that_cannot_be_encoded_is_named(tmp_path):

@@ -194,6 +194,11 @@ class VBQuantizer(HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: Any = None, **kwargs: Any
     ) -> PreTrainedModel:
         self._files = [Path(file) for file in checkpoint_files or ()]
+        if getattr(model.config, "distributed_config", None) is not None:
+            raise ConfigError(
+                "from_pretrained: the model is split over several processes, and tiers are those of one: "
+                "leave distributed_config and tp_plan out"
+            )
         return model
 
     def update_weight_conversions(self, weight_conversions: list, model: PreTrainedModel) -> list:
