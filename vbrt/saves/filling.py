@@ -72,6 +72,10 @@ class Filling:
         """True if the weight of this name goes into pages as it is read."""
         return name in self._targets
 
+    def handle_of(self, name: str) -> WeightHandle | ExpertsHandle:
+        """Return what holds the pages of a weight that is taken."""
+        return self._targets[name][1]
+
     def take(self, name: str, weight: torch.Tensor) -> None:
         """Encode a weight and store it in pages. A part of routed experts waits for the other parts; of planes that
         are saved, `weight` says only that it is their turn.
