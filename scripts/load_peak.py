@@ -82,7 +82,7 @@ def make_checkpoint(directory: Path, gigabytes: float) -> None:
 
 
 def encoding(directory: Path, args: argparse.Namespace) -> dict:
-    """Load it, and encode a copy of each weight once more when it is in its pages: the two take turns, so that what else
+    """Load it, and encode a copy of each weight when it is in its pages: the two take turns, so that what else
     the machine does meets both. Seconds of loading are without those of the copies."""
     from transformers import AutoModelForCausalLM
 

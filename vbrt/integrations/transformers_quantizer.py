@@ -26,7 +26,7 @@ from vbrt.integrations.transformers_experts import by_expert
 from vbrt.model.attach import attach
 from vbrt.saves.embedded import dense_tensors, embedded_tensors, open_embedded
 from vbrt.saves.filling import Filling
-from vbrt.saves.sources import SavedModel
+from vbrt.saves.sources import SavedModel, for_this_machine
 from vbrt.wrapper.of import attachment_of, of
 from vbrt.wrapper.wrap import user_policy, warn_of_plan
 
@@ -117,9 +117,9 @@ class QuantizationConfig(QuantizationConfigMixin):
         return {"named": self.named}
 
     def over(self, saved: VBConfig) -> VBConfig:
-        """Return the config of a save with what was asked for instead."""
+        """Return the config of a save, for this machine, with what was asked for instead."""
         config, overrides, _ = self.named
-        return load_config(saved if config is None else config, **overrides)
+        return load_config(for_this_machine(saved) if config is None else config, **overrides)
 
 
 # so that a config that is named for a directory that has one is merged into it, and not dropped

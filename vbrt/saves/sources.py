@@ -30,7 +30,7 @@ from vbrt.saves.manifest import MANIFEST, Manifest, SavedLayer, read_manifest, t
 from vbrt.saves.published import Description, checkpoint_of, describe_files
 from vbrt.saves.tensorfile import TensorFile, TensorInfo, digest
 
-__all__ = ["Source", "describe", "open_source", "weight_files"]
+__all__ = ["SavedModel", "Source", "describe", "for_this_machine", "open_source", "weight_files"]
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MAX_INDEX_BYTES = 64 << 20
@@ -212,7 +212,7 @@ class SavedModel:
 
     def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
         """See `Source`. Weights stay what they were when the model was saved."""
-        saved = _for_this_machine(VBConfig.from_dict(self._manifest.config, source=str(self.path / MANIFEST)))
+        saved = for_this_machine(VBConfig.from_dict(self._manifest.config, source=str(self.path / MANIFEST)))
         asked = load_config(saved if config is None else config, **overrides)
         for key in ("format", "fine"):
             here, there = getattr(asked.weights, key), getattr(saved.weights, key)
@@ -330,7 +330,7 @@ class SavedModel:
         return tensor
 
 
-def _for_this_machine(saved: VBConfig) -> VBConfig:
+def for_this_machine(saved: VBConfig) -> VBConfig:
     """Return the config of a save without what it insisted on for the machine where it was made."""
     gpu = saved.tiers.gpu
     return replace(saved, tiers=replace(saved.tiers, gpu=replace(gpu, enabled=gpu.enabled and "auto")))
