@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vbrt.cli.models import add_turn, asked_config, load_model, tokens_of, turn_of
+from vbrt.cli.models import add_turn, load_model, tokens_of, turn_of
 from vbrt.cli.options import add_command, add_config, integration
 from vbrt.cli.screen import complain, console_for_stdout, working
 from vbrt.cli.speaking import speaker_for
@@ -43,8 +43,7 @@ def add(commands: Any) -> None:
 
 
 def _chat(args: argparse.Namespace) -> int:
-    config = asked_config(args)
-    vb, tokenizer = load_model(args.model, config)
+    vb, tokenizer = load_model(args)
     with vb:
         conversation = integration("conversation").Conversation(vb, tokenizer, system=args.system)
         if not conversation.templated:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vbrt.cli.models import settled_config
 from vbrt.cli.options import add_command, add_config, config_of, integration
 from vbrt.cli.screen import Bar, complain, working
 from vbrt.residency.plan import format_bytes
@@ -36,7 +37,7 @@ def add(commands: Any) -> None:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    config = config_of(args)
+    config_of(args)  # an error of it comes before anything takes time
     with working("importing torch and transformers") as say:
         huggingface = integration("huggingface")
         from vbrt.saves.convert import convert
@@ -45,8 +46,7 @@ def _convert(args: argparse.Namespace) -> int:
         say(f"reading {args.model}")
         model = huggingface.meta_model(args.model)
         source = open_source(args.model)
-        is_asked = args.config is not None or args.settings
-        config = source.config(config if is_asked else None, {})
+        config = source.config(settled_config(args), {})
     start = time.perf_counter()
     try:
         with Bar("converting") as bar:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from vbrt.cli.models import asked_config
-from vbrt.cli.options import add_command, add_config, integration
+from vbrt.cli.models import settled_config
+from vbrt.cli.options import add_command, add_config, config_of, integration
 from vbrt.cli.screen import add_footer, add_row, console_for_stdout, table_of, working
 from vbrt.residency.plan import format_bytes
 
@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    config = asked_config(args)
+    config_of(args)  # an error of it comes before anything takes time
     with working("importing torch and transformers") as say:
         huggingface = integration("huggingface")
         from vbrt.saves.inspection import inspect
@@ -43,7 +43,7 @@ def _inspect(args: argparse.Namespace) -> int:
         say(f"reading {args.model}")
         model = huggingface.meta_model(args.model)
         source = open_source(args.model)
-        config = source.config(config, {})
+        config = source.config(settled_config(args), {})
         found = inspect(source, model, config)
     head = {
         "model": type(model).__name__,

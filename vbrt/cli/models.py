@@ -1,12 +1,13 @@
 """What `vbrt run` and `vbrt chat` share: a model from a directory, and how it replies."""
 
 import argparse
-from pathlib import Path
+import contextlib
 from typing import TYPE_CHECKING
 
 from vbrt.cli.options import config_of, integration, positive
 from vbrt.cli.screen import complain, without_warnings_of_wrap, working
-from vbrt.config import VBConfig
+from vbrt.config import VBConfig, assign
+from vbrt.errors import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from vbrt.integrations.conversation import Reply, Turn
     from vbrt.wrapper.wrapper import VBModelWrapper
 
-__all__ = ["add_turn", "asked_config", "load_model", "tokens_of", "turn_of"]
+__all__ = ["add_turn", "asked_config", "load_model", "settled_config", "tokens_of", "turn_of"]
 
 
 def add_turn(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
@@ -44,10 +45,25 @@ def asked_config(args: argparse.Namespace) -> VBConfig | None:
     return config if args.config is not None or args.settings else None
 
 
-def load_model(path: Path, config: VBConfig | None) -> "tuple[VBModelWrapper, PreTrainedTokenizerBase]":
+def settled_config(args: argparse.Namespace) -> VBConfig | None:
+    """Return the same for the model of a directory: --set alone changes keys of the config that the directory has."""
+    asked = asked_config(args)
+    if args.config is not None or not args.settings:
+        return asked
+    from vbrt.saves.sources import open_source
+
+    with contextlib.suppress(CheckpointError):  # which is said when the model is loaded
+        return assign(open_source(args.model).config(None, {}), args.settings)
+    return asked
+
+
+def load_model(args: argparse.Namespace) -> "tuple[VBModelWrapper, PreTrainedTokenizerBase]":
     """Load a model into planes and its tokenizer, with a spinner; what the plan warns of becomes lines."""
+    config_of(args)  # an error of it comes before anything takes time
+    path = args.model
     with working("importing torch and transformers") as say:
         huggingface = integration("huggingface")
+        config = settled_config(args)
         say(f"loading {path}")
         with without_warnings_of_wrap():
             vb, tokenizer = huggingface.load_wrapped(

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vbrt.cli.models import add_turn, asked_config, load_model, tokens_of, turn_of
-from vbrt.cli.options import add_command, add_config, integration
+from vbrt.cli.models import add_turn, load_model, tokens_of, turn_of
+from vbrt.cli.options import add_command, add_config, config_of, integration
 from vbrt.cli.screen import console_for_stdout, working
 from vbrt.cli.speaking import Speaker, speaker_for
 from vbrt.cli.stats import keep_stats
@@ -49,13 +49,13 @@ def add(commands: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    config = asked_config(args)
+    config_of(args)  # an error of it comes before stdin is read
     prompt = sys.stdin.read().rstrip("\n") if args.prompt == "-" else args.prompt
     if not prompt:
         raise VBError("the prompt is empty; expected some text to continue")
     if args.timeline:
         check_timeline_path(args.timeline)  # before anything takes time
-    vb, tokenizer = load_model(args.model, config)
+    vb, tokenizer = load_model(args)
     with vb:
         conversation = integration("conversation").Conversation(vb, tokenizer, templated=not args.raw)
         before = "" if conversation.templated else prompt
