@@ -150,3 +150,29 @@ def test_lora_of_diffusers_is_loaded_fused_and_unloaded_as_on_the_plain_pipeline
         act(plain)
         act(vb)
         assert torch.equal(image(vb, 1), image(plain, 1))
+
+
+@needs_diffusers
+def test_from_pretrained_of_diffusers_reads_into_planes_and_reads_them_again(tmp_path):
+    import diffusers
+
+    pipeline = stable_diffusion_3()
+    want = image(pipeline)
+    pipeline.save_pretrained(tmp_path / "dense")
+    config = vbrt.QuantizationConfig("exact", **ALL)
+    mapping = diffusers.PipelineQuantizationConfig(quant_mapping={"transformer": config})
+    options = {"dtype": torch.bfloat16}
+    loaded = type(pipeline).from_pretrained(tmp_path / "dense", quantization_config=mapping, **options)
+    loaded.set_progress_bar_config(disable=True)
+    assert torch.equal(image(loaded), want) and vbrt.of(loaded.transformer).lossless
+    for stored in ("planes", "dense"):
+        config.stored = stored
+        loaded.save_pretrained(tmp_path / stored)
+        again = type(pipeline).from_pretrained(tmp_path / stored, **options)
+        again.set_progress_bar_config(disable=True)
+        assert torch.equal(image(again), want) and vbrt.of(again.transformer).settings.weights.fine == "exact"
+    kind, path = type(pipeline.transformer), tmp_path / "dense"
+    with pytest.raises(vbrt.ConfigError, match="tiers do that"):
+        kind.from_pretrained(path, subfolder="transformer", quantization_config=config, device_map={"": "cpu"})
+    vb = vbrt.wrap(loaded, weights=ALL["weights"])  # the other models join the transformer's tiers
+    assert torch.equal(image(vb), image(loaded)) and vb.runtime is vbrt.of(loaded.transformer).runtime

@@ -195,6 +195,8 @@ def test_a_library_is_told_of_vbrt_when_it_is_imported_later(tmp_path, monkeypat
     when_imported("some_library", lambda module: module.known.append("again"))
     assert some_library.known == ["vbrt", "again"]
     assert {"vbrt"} <= transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING.keys()
+    known = transformers.quantizers.auto.AUTO_QUANTIZATION_CONFIG_MAPPING["vbrt"]
+    assert isinstance(vbrt.QuantizationConfig(), known) and not isinstance(monkeypatch, known)
 
 
 def test_trainer_takes_models_whose_weights_train_and_adapters_on_others(saved, tmp_path):

@@ -24,6 +24,10 @@ class Deferred:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._get()(*args, **kwargs)
 
+    def __instancecheck__(self, instance: object) -> bool:
+        module = sys.modules.get(self._module)  # of a module that nobody has imported there are no instances
+        return module is not None and isinstance(instance, getattr(module, self._name))
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -67,6 +71,7 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
 def register_all() -> None:
     """Register vbrt's quantizers with the libraries that have an interface for them, and classes that `wrap` takes."""
     when_imported("transformers.quantizers.auto", _with_transformers)
+    when_imported("diffusers.quantizers.auto", _with_diffusers)
     kinds = "vbrt.integrations.pipelines"
     register_holder("diffusers", "DiffusionPipeline", Deferred(kinds, "DIFFUSERS"))
     register_holder("transformers", "Pipeline", Deferred(kinds, "TRANSFORMERS"))
@@ -76,3 +81,12 @@ def _with_transformers(auto: ModuleType) -> None:
     here = "vbrt.integrations.transformers_quantizer"
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault("vbrt", Deferred(here, "QuantizationConfig"))
     auto.AUTO_QUANTIZER_MAPPING.setdefault("vbrt", Deferred(here, "VBQuantizer"))
+
+
+def _with_diffusers(auto: ModuleType) -> None:
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(
+        "vbrt", Deferred("vbrt.integrations.transformers_quantizer", "QuantizationConfig")
+    )
+    auto.AUTO_QUANTIZER_MAPPING.setdefault(
+        "vbrt", Deferred("vbrt.integrations.diffusers_quantizer", "VBDiffusersQuantizer")
+    )

@@ -9,6 +9,7 @@ pages, one after the other, and swaps the layers when the rest is there. Importi
 """
 
 from collections.abc import Mapping
+from enum import Enum
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,14 @@ from vbrt.wrapper.wrap import user_policy, warn_of_plan
 __all__ = ["QuantizationConfig", "VBQuantizer"]
 
 _METHOD = "vbrt"
+
+
+class _Method(str, Enum):  # noqa: UP042 - str(...) of diffusers' and transformers' own
+    """The name of the method, of a type whose `value` diffusers asks for."""
+
+    VBRT = _METHOD
+
+
 _STORED = ("planes", "dense")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -83,7 +92,7 @@ class QuantizationConfig(QuantizationConfigMixin):
     ) -> None:
         if stored not in _STORED:
             raise ConfigError(f"QuantizationConfig: stored = {stored!r}; expected one of {', '.join(_STORED)}")
-        self.quant_method, self.stored = _METHOD, stored
+        self.quant_method, self.stored = _Method.VBRT, stored
         policy = user_policy(overrides, None)
         self.named = config, overrides, policy
         self.dtypes: tuple[str, ...] = ()

@@ -299,6 +299,11 @@ class SavedModel:
                 raise _damaged(path, f"{layer.site.name}: {error}") from error
         return planes
 
+    @property
+    def plane_names(self) -> frozenset[str]:
+        """The names of the tensors that planes are made of."""
+        return frozenset(self._manifest.tensors)
+
     def plane_patterns(self) -> set[str]:
         """Return regular expressions that find the names of planes' tensors which are no names of parameters."""
         return {
