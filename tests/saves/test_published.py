@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import vbrt
-from tests.saves.published_files import LAYOUTS, compressed_mxfp4, publish
+from tests.saves.published_files import LAYOUTS, bitsandbytes, compressed_mxfp4, publish
 from vbrt.errors import CheckpointError
 from vbrt.layers.experts import ExpertsHandle, encoding
 from vbrt.saves.sources import describe
@@ -132,6 +132,18 @@ def test_stacked_experts_of_gpt_oss_keep_their_blocks(tmp_path):
     assert len(decoded) == 2
     assert all(torch.equal(state[name], value) for name, value in decoded.items())
     vb.close()
+
+
+def test_blocks_of_bitsandbytes_that_go_on_in_the_next_row_are_decoded(tmp_path):
+    w = (torch.randn(64, 72, generator=torch.Generator().manual_seed(0)) * 0.05).bfloat16()
+    made = bitsandbytes(w)
+    save_file({f"0{suffix}": tensor for suffix, tensor in made.tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(72, 64, bias=False))
+    with pytest.warns(UserWarning, match="decoded and held as nvfp4\\+exact"):
+        vb = vbrt.load(tmp_path, model, **{**QUIET, "weights": {"min_parameters": 0, "keep_head": False}})
+    assert torch.equal(vb.unwrap()[0].weight, made.decoded)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from vbrt.errors import FormatError
 from vbrt.formats import get_format
 from vbrt.formats.published import (
     Nested,
+    Repacked,
     levels_format,
     repack_bitsandbytes,
     repack_compressed_int4,
@@ -183,12 +184,19 @@ def _torchao(t: Fields, outline: Outline) -> dict[str, Tensor]:
 # -- sixteen levels ---------------------------------------------------------------------------------------------------
 
 
+def _levels(k: int, group: int, scales: torch.dtype, *, flat: bool = False) -> tuple[str, str]:
+    """Return the format of rows of K weights in groups, or "" and why there is none."""
+    try:
+        return levels_format(k, group, scales, flat=flat), ""
+    except FormatError as error:
+        return "", str(error).partition(";")[0]
+
+
 def _outline_bitsandbytes(facts: Facts) -> Outline:
     state = _bitsandbytes_state(facts.small("state"))
     shape = _two(tuple(state["shape"]), "its weight")
-    return Outline(
-        shape, facts.dtype, levels_format(shape[1], state["blocksize"], torch.float32, flat=True), more=state
-    )
+    format, why = _levels(shape[1], state["blocksize"], torch.float32, flat=True)
+    return Outline(shape, facts.dtype, format, why=why, more=state)
 
 
 def _bitsandbytes_state(packed: Tensor) -> dict[str, Any]:
@@ -200,14 +208,26 @@ def _bitsandbytes_state(packed: Tensor) -> dict[str, Any]:
 
 
 def _bitsandbytes(t: Fields, outline: Outline) -> dict[str, Tensor]:
+    return _repacked_bitsandbytes(t, outline, outline.shape).coarse
+
+
+def _decode_bitsandbytes(t: Fields, outline: Outline) -> Tensor:
+    """Decode blocks that go on in the next row, as a weight with a row for each of them."""
+    (n, k), block = outline.shape, outline.more["blocksize"]
+    if n * k % block:
+        raise FormatError(f"{n} x {k} weights in blocks of {block}; expected whole blocks")
+    made = _repacked_bitsandbytes(t, outline, (n * k // block, block))
+    return get_format(made.format).decode(made.coarse, made.shape, outline.dtype).view(n, k)
+
+
+def _repacked_bitsandbytes(t: Fields, outline: Outline, shape: tuple[int, int]) -> Repacked:
     state, nested = outline.more, None
     if "nested_absmax" in t:
         offset = float(state.get("nested_offset", 0.0))
         nested = Nested(t["nested_absmax"], t["nested_quant_map"], int(state.get("nested_blocksize", 256)), offset)
-    made = repack_bitsandbytes(
-        t["weight"], t["absmax"], t["quant_map"], outline.shape, blocksize=state["blocksize"], nested=nested
+    return repack_bitsandbytes(
+        t["weight"], t["absmax"], t["quant_map"], shape, blocksize=state["blocksize"], nested=nested
     )
-    return made.coarse
 
 
 def _outline_gptq(facts: Facts) -> Outline:
@@ -223,7 +243,7 @@ def _outline_gptq(facts: Facts) -> Outline:
         "checkpoint_format": "gptq_v2" if facts.scheme.get("checkpoint_format") == "gptq_v2" else "gptq",
     }
     why = _why_not_gptq(facts, bits)
-    format = "" if why else levels_format(k, group, scales)
+    format, why = ("", why) if why else _levels(k, group, scales)
     return Outline((n, k), facts.dtype, format, why=why, more=more)
 
 
@@ -258,7 +278,7 @@ def _outline_compressed_ints(facts: Facts) -> Outline:
     why = f"pack-quantized in {bits} bits" if bits != 4 else ""
     why = why or ("pack-quantized with zero points" if "zero_point" in facts.infos else "")
     why = why or ("pack-quantized with columns in another order (actorder)" if "g_idx" in facts.infos else "")
-    format = "" if why else levels_format(k, group, facts.infos["scale"].dtype)
+    format, why = ("", why) if why else _levels(k, group, facts.infos["scale"].dtype)
     return Outline((n, k), facts.dtype, format, why=why, more={"bits": bits, "group": group})
 
 
@@ -352,6 +372,7 @@ LAYOUTS = (
             lambda f: True,
             _outline_bitsandbytes,
             _bitsandbytes,
+            _decode_bitsandbytes,
             optional=("nested_absmax", "nested_quant_map"),
         )
         for kind in ("nf4", "fp4")

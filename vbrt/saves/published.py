@@ -6,7 +6,7 @@ says; what the checkpoint itself has not quantized is held dense.
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from vbrt.config import VBConfig, load_config
 from vbrt.layers import WeightHandle
 from vbrt.layers.encoding import Planes
 from vbrt.layers.experts import ExpertsHandle
+from vbrt.layers.experts.encoding import ExpertsOnDemand
 from vbrt.model.choice import choose
 from vbrt.model.planner import make_plan
 from vbrt.residency.plan import Beside, Plan, Swap
@@ -103,16 +104,19 @@ class PublishedCheckpoint(DenseCheckpoint):
             return super().planes_of(swap, handle)
         return handle.encoder.from_encoded({"coarse": self._plane(swap.site, 0)})
 
-    def experts_of(self, swap: Swap, handle: ExpertsHandle) -> Iterator[Planes]:
+    def experts_of(self, swap: Swap, handle: ExpertsHandle) -> Iterable[Planes]:
         """See `Source`: as they are in the files, or encoded now; one expert at a time."""
         if swap.name not in self._formats:
-            yield from super().experts_of(swap, handle)
-            return
+            return super().experts_of(swap, handle)
         sites = dict(zip(handle.spec.parts, (swap.site, *swap.parts), strict=True))
-        for expert in range(swap.experts):
-            yield handle.coder.from_encoded(
-                {part: {"coarse": self._plane(site, expert)} for part, site in sites.items() if expert < site.matrices}
+
+        def make(expert: int) -> Planes:
+            held = {part: site for part, site in sites.items() if expert < site.matrices}
+            return handle.coder.from_encoded(
+                {part: {"coarse": self._plane(site, expert)} for part, site in held.items()}
             )
+
+        return ExpertsOnDemand(make, swap.experts)
 
     def _plane(self, site: WeightSite, matrix: int) -> dict[str, torch.Tensor]:
         rows = self._entry(site).rows

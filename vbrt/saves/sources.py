@@ -20,6 +20,7 @@ from vbrt.host.files import expanded, read_bounded
 from vbrt.layers import KINDS, WeightHandle
 from vbrt.layers.encoding import Planes
 from vbrt.layers.experts import ExpertsHandle
+from vbrt.layers.experts.encoding import ExpertsOnDemand
 from vbrt.layers.experts.routing import top_k_of
 from vbrt.model.planner import make_plan
 from vbrt.residency.plan import Beside, Plan, Swap
@@ -271,13 +272,15 @@ class SavedModel:
         """See `Source`: as they were encoded."""
         return handle.encoder.from_encoded(self._encoded(self._layers[swap.name]))
 
-    def experts_of(self, swap: Swap, handle: ExpertsHandle) -> Iterator[Planes]:
+    def experts_of(self, swap: Swap, handle: ExpertsHandle) -> Iterable[Planes]:
         """See `Source`: as they were encoded."""
         layers = {part: self._layers[site.name] for part, site in zip(handle.spec.parts, _sites(swap), strict=True)}
-        for expert in range(swap.experts):
-            yield handle.coder.from_encoded(
-                {part: self._encoded(layer, expert) for part, layer in layers.items() if expert < layer.site.matrices}
-            )
+
+        def make(expert: int) -> Planes:
+            held = {part: layer for part, layer in layers.items() if expert < layer.site.matrices}
+            return handle.coder.from_encoded({part: self._encoded(layer, expert) for part, layer in held.items()})
+
+        return ExpertsOnDemand(make, swap.experts)
 
     def _encoded(self, layer: SavedLayer, matrix: int | None = None) -> dict[str, dict[str, torch.Tensor]]:
         """Read the planes of a weight, or of one of its matrices, as they were encoded."""

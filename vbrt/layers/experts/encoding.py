@@ -17,7 +17,7 @@ from vbrt.layers.encoding import Planes
 if TYPE_CHECKING:
     from vbrt.layers.experts.handle import ExpertsHandle
 
-__all__ = ["EncodedExperts", "MatricesOnDemand", "join_planes"]
+__all__ = ["EncodedExperts", "ExpertsOnDemand", "MatricesOnDemand", "join_planes"]
 
 #: bytes of dense weights that are encoded together, by the type of the device; scratch is about three times that
 _STEP_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
@@ -47,6 +47,22 @@ class MatricesOnDemand:
         for place, expert in enumerate(range(self.shape[0])[some]):
             made[place].copy_(self._read(expert))
         return made
+
+
+class ExpertsOnDemand:
+    """The joint planes of all experts of a layer, in their order, made as they are asked for; may be iterated again, as
+    it is where pages turn out to need another order.
+
+    Args:
+        make: returns the joint planes of an expert.
+    """
+
+    def __init__(self, make: Callable[[int], Planes], experts: int) -> None:
+        self._make, self._experts = make, experts
+
+    def __iter__(self) -> Iterator[Planes]:
+        """Yield planes."""
+        return map(self._make, range(self._experts))
 
 
 class EncodedExperts:
