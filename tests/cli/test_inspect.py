@@ -51,6 +51,10 @@ def test_planes_are_what_they_are(llama, tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["layout"] == "planes of vbrt" and found["layers"][0]["becomes"] == "nvfp4+exact"
     assert found["dtypes"].keys() >= {"uint8", "bfloat16"}
+    budget = "tiers.cpu.budget=9MiB"  # alone, it changes the config of the planes
+    assert cli.main(["inspect", str(tmp_path / "out"), "--json", "--set", budget]) == 0
+    config = json.loads(capsys.readouterr().out)["config"]
+    assert config["weights"]["fine"] == "exact" and config["tiers"]["cpu"]["budget"] == "9MiB"
     assert cli.main(["inspect", str(tmp_path / "out"), "--config", "nf4"]) == 2
     assert "a save keeps its format" in errors(capsys)
 
