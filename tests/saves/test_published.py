@@ -5,9 +5,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import vbrt
+from tests.saves import fp4_weights
 from tests.saves.published_files import LAYOUTS, bitsandbytes, compressed_mxfp4, publish
 from vbrt.errors import CheckpointError
 from vbrt.layers.experts import ExpertsHandle, encoding
@@ -183,3 +185,19 @@ def test_quantized_tensors_of_no_known_layout_are_refused(tmp_path):
     save_file({**tensors, "a.weight_packed": torch.zeros(2, dtype=torch.int64)}, file)
     with pytest.raises(CheckpointError, match=r"no layout that vbrt reads.*a\.weight_packed"):
         describe(tmp_path)
+
+
+@pytest.mark.parametrize("name", fp4_weights.NAMES)
+def test_weights_of_the_libraries_themselves_decode_as_they_decode_them(tmp_path, name):
+    with safe_open(fp4_weights.FILE, "pt") as file:
+        tensors = {key.partition("/")[2]: file.get_tensor(key) for key in file.keys() if key.partition("/")[0] == name}
+        metadata = {"0.weight": file.metadata()[name]}
+    decoded = tensors.pop("decoded")
+    save_file(tensors, tmp_path / "model.safetensors", metadata if name.startswith("torchao") else None)
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(fp4_weights.COLUMNS, fp4_weights.ROWS, bias=False)).eval()
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    vb = loaded(tmp_path, model.bfloat16(), {"weights": {"fine": "exact", "keep_head": False}})
+    assert [swap.format for swap in vb.plan.swaps] == ["mxfp4" if name.endswith("mxfp4") else "nvfp4"]
+    assert not vb.plan.swaps[0].lossless
+    assert torch.equal(vb.unwrap()[0].weight, decoded)
