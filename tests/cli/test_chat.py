@@ -104,6 +104,9 @@ def test_planes_that_others_wrote_run_as_they_are(llama, tmp_path, monkeypatch, 
         planes = Stats.from_dict(reply["stats"]).layers["model.layers.0.mlp.up_proj"].plane_bytes
         assert planes.keys() == {"coarse", "fine"}
     capsys.readouterr()
+    for command in (["inspect", str(tmp_path / "two")], ["convert", str(tmp_path / "two"), str(tmp_path / "three")]):
+        assert cli.main(command) == 2
+        assert "written by save_pretrained() of a wrapped model" in errors(capsys)
     assert cli.main(["run", str(tmp_path / "one"), "the sea", "--config", "nf4"]) == 2
     assert "a save keeps its format" in errors(capsys)
 
