@@ -20,6 +20,8 @@ from vbrt.saves.tensorfile import TensorFile, TensorInfo
 __all__ = ["PackedFiles", "PackedWeight", "read_scheme"]
 
 _MAX_CONFIG_BYTES = 16 << 20
+#: what odd values in a config or in tensors end in, where nothing refuses them before
+_ODD = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 _HALVES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -54,7 +56,7 @@ class PackedWeight:
         """Return the coarse plane, of one matrix of a stack. Raises CheckpointError."""
         try:
             return self.layout.plane(self._fields(matrix), self.outline)
-        except (FormatError, RuntimeError) as error:
+        except (FormatError, *_ODD) as error:
             raise self._damaged(error) from error
 
     def decoded(self) -> Tensor:
@@ -73,7 +75,7 @@ class PackedWeight:
     def _decoded(self, matrix: int | None) -> Tensor:
         try:
             made = decoded(self.layout, self._fields(matrix), self.outline)
-        except (FormatError, RuntimeError, IndexError) as error:
+        except (FormatError, *_ODD) as error:
             raise self._damaged(error) from error
         return made.t().contiguous() if self.outline.transposed else made
 
@@ -142,7 +144,7 @@ class PackedFiles:
         first = next(iter(names.values()))
         try:
             outline = layout.outline(facts)
-        except (FormatError, ValueError, TypeError) as error:
+        except (FormatError, *_ODD) as error:
             raise CheckpointError(f"{self._found[first].path}: {first} ({layout.name}): {error}") from error
         weight = base + layout.weight
         if weight in self.weights or (weight in self._found and weight not in names.values()):
