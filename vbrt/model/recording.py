@@ -1,10 +1,12 @@
 """Recordings of the passes of models on one runtime: `timeline` of a model or of a pipeline."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from torch import nn
 
 from vbrt.model.snapshot import expert_counts
 from vbrt.report.drawing import write_timeline
@@ -19,19 +21,24 @@ if TYPE_CHECKING:
 __all__ = ["recorded"]
 
 
-@contextlib.contextmanager
-def recorded(attachments: Sequence["Attachment"], path: Path) -> Iterator[Recorder]:
-    """Record the passes of models of one runtime in this block, and write them to a file. See
+def recorded(attachments: Sequence["Attachment"], path: Path) -> contextlib.AbstractContextManager[Recorder]:
+    """Record the passes of models of one runtime in a block, and write them to a file; keep the models until then. See
     `VBModelWrapper.timeline`."""
+    return _recorded({attachment: attachment.model for attachment in attachments}, path)
+
+
+@contextlib.contextmanager
+def _recorded(models: Mapping["Attachment", nn.Module], path: Path) -> Iterator[Recorder]:
+    attachments = tuple(models)
     stack = attachments[0].stack
     recorder = Recorder(stack.device, stack.guard)
     before = _settled_counts(attachments)
     recorder.start()
     hooks = []
     try:
-        for attachment in attachments:
-            hooks.append(attachment.model.register_forward_pre_hook(recorder.begin_pass, prepend=True))
-            hooks.append(attachment.model.register_forward_hook(recorder.end_pass, always_call=True))
+        for model in models.values():
+            hooks.append(model.register_forward_pre_hook(recorder.begin_pass, prepend=True))
+            hooks.append(model.register_forward_hook(recorder.end_pass, always_call=True))
         yield recorder
     finally:
         for hook in hooks:
