@@ -139,9 +139,7 @@ class _Library:
         self.rows: Tensor | None = None
 
     def _view(self, leased: "Leased") -> ExpertsView:
-        spec = self.handle.spec
-        weights = {parameter: leased.weights(part) for parameter, part in zip(spec.parameters, spec.parts, strict=True)}
-        return ExpertsView(self.layer, weights, leased.experts)
+        return ExpertsView(self.layer, leased.parameters(), leased.experts)
 
     def _local(self, leased: "Leased") -> Tensor:
         return local_ids(self.routed.ids, self.handle.spec.experts, list(leased.experts))

@@ -107,7 +107,7 @@ def _rows(ctx: Any, leased: "Leased", ids: Tensor, inputs: Sequence[Tensor], dy:
     Where gradients are enabled, for a later derivative, it holds no view of the leased pages.
     """
     spec, (x, weights, *kept) = ctx.handle.spec, inputs
-    held = {p: leased.weights(part) for p, part in zip(spec.parameters, spec.parts, strict=True)}
+    held = leased.parameters()
     if torch.is_grad_enabled():
         held = {name: weight.clone() for name, weight in held.items()}
     local_Tk = local_ids(ids, spec.experts, list(leased.experts))

@@ -160,7 +160,7 @@ class ExpertsHandle(PagesHandle):
         """A parameter, decoded, as the module keeps it: a temporary that shares memory with nothing."""
         self.weight_reads += 1
         part, spec = self.spec.part_of(parameter), self.spec
-        site = spec.sites[spec.parameters.index(parameter)]
+        site = spec.site_of(parameter)
         out = torch.empty((site.matrices, *site.matrix_shape), dtype=self.dtype, device=self.device)
         for expert in range(site.matrices):  # one at a time: the budget may have room for no more
             with self.lease([expert]) as leased:

@@ -67,7 +67,7 @@ class VBExperts(ExpertsShell):
             return dense
         if is_compiling():
             handle = self._vb_handle
-            site = handle.spec.sites[handle.spec.parameters.index(name)]
+            site = handle.spec.site_of(name)
             return torch.ops.vbrt.expert_weight(
                 handle.token, name, list(site.kept_shape), handle.dtype, handle.device_name
             )

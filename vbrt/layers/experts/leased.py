@@ -42,6 +42,11 @@ class Leased:
             pages[expert] = self._lease.slots[position * self._planes].view
         return pages_of(handle, pages)
 
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Return the `weights` of every part, under the names of the module's parameters."""
+        spec = self._handle.spec
+        return {name: self.weights(part) for name, part in zip(spec.parameters, spec.parts, strict=True)}
+
     def weights(self, part: str) -> torch.Tensor:
         """Return the matrices of a part as the module keeps them, [n, ...], decoded: on a CPU where they lie, else a
         tensor of its own."""

@@ -107,6 +107,10 @@ class ExpertsSpec:
         """Bytes of the dense weights of all experts."""
         return sum(site.parameters for site in self.sites) * self.dtype.itemsize
 
+    def site_of(self, parameter: str) -> WeightSite:
+        """Return the site of a parameter."""
+        return self.sites[self.parameters.index(parameter)]
+
     def part_of(self, parameter: str) -> str:
         """Return the part that a parameter stacks."""
         return tuple(self.parts)[self.parameters.index(parameter)]
@@ -121,7 +125,7 @@ class ExpertsSpec:
 
     def check(self, parameter: str, weight: torch.Tensor) -> None:
         """Raise WrapError for a tensor that cannot take the place of a parameter."""
-        site = self.sites[self.parameters.index(parameter)]
+        site = self.site_of(parameter)
         if tuple(weight.shape) != site.kept_shape:
             raise WrapError(
                 f"{self.name}.{parameter}: the new weight has shape {tuple(weight.shape)}; expected {site.kept_shape}"

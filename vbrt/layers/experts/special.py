@@ -145,7 +145,7 @@ class VBGivenExperts(VBExperts):
         handle = self._vb_handle
         if not self.materialized or is_compiling() or temporary_of(handle, name) is not None:
             return super()._weight(name)
-        return Unread.of(handle, name, handle.spec.sites[handle.spec.parameters.index(name)].kept_shape)
+        return Unread.of(handle, name, handle.spec.site_of(name).kept_shape)
 
     @torch.compiler.disable
     def _vb_forward(self, x_TH: Tensor, *matrices: Tensor) -> Tensor:
@@ -214,8 +214,7 @@ class VBSharedExperts(VBExperts):
         with handle.lease(range(handle.spec.experts), precision) as leased:
             if not (lossless or differentiable):
                 return self._by_pages(hidden, gammas, leased.pages())
-            parts = zip(handle.spec.parameters, handle.spec.parts, strict=True)
-            held = {parameter: leased.weights(part) for parameter, part in parts}
+            held = leased.parameters()
             return type(self).plain_class().forward(ExpertsView(self, held, None), hidden, gammas)
 
     def _by_pages(self, hidden: Tensor, gammas: Tensor, pages: ExpertPages) -> Tensor:

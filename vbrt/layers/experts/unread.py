@@ -50,7 +50,7 @@ class Unread(Tensor):
                 return leased.matrix(handle.spec.part_of(self.parameter), 0).clone()
         if self.read is None:
             self.read = lend(handle, self.parameter)
-        site = handle.spec.sites[handle.spec.parameters.index(self.parameter)]
+        site = handle.spec.site_of(self.parameter)
         return self.read if tuple(self.shape) == site.kept_shape else self.read.view(self.shape)
 
     @classmethod
@@ -74,7 +74,7 @@ def _content(value: Any) -> Any:
 def _view(whole: Unread, *shape: Any) -> Unread | None:
     """The matrices of a whole parameter, stacked."""
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
-    site = whole.handle.spec.sites[whole.handle.spec.parameters.index(whole.parameter)]
+    site = whole.handle.spec.site_of(whole.parameter)
     stacked = (site.matrices, *site.matrix_shape)
     if whole.expert is None and tuple(sizes) in (stacked, (-1, *site.matrix_shape)):
         return Unread.of(whole.handle, whole.parameter, stacked)
