@@ -27,7 +27,8 @@ from vbrt.model.stacks import attach_stores, build_stack
 from vbrt.report.stats import LayerStats, Stats
 from vbrt.residency.custom import PolicyFactory
 from vbrt.residency.plan import Plan
-from vbrt.tiers import TierStack
+from vbrt.tiers import Recording, TierStack
+from vbrt.tiers.recording import refusal
 
 if TYPE_CHECKING:
     from vbrt.model.attachment import Attachment
@@ -138,6 +139,25 @@ class Runtime:
             phases=self.stack.phases(),
         )
 
+    # -- CUDA graphs --------------------------------------------------------------------------------------------------
+
+    def recordable(self, phase: str) -> str | None:
+        """Return why a CUDA graph cannot record a pass of a phase now; None if it can.
+
+        Args:
+            phase: as passes have it: with the prefix of the model's attachment, where that has one.
+        """
+        return "the runtime was closed with its last model" if self.stack.closed else refusal(self.stack, phase)
+
+    def recording(self, phase: str) -> Recording:
+        """Prepare the recording of a pass as a CUDA graph, right before its capture; see `vbrt.tiers.recording`.
+
+        Raises:
+            TierError: it cannot be recorded; the message says why.
+        """
+        self.check_open("recording")
+        return Recording(self.stack, phase)
+
     # -- budgets ------------------------------------------------------------------------------------------------------
 
     @property
@@ -198,33 +218,34 @@ class Runtime:
         """Lower the GPU budget where models have come to need memory, or raise it again: for `budget = "auto"`."""
         balance = self.balance
         if balance is not None and balance.active and balance.due():
-            self._follow(balance)
+            _follow(self, balance)
 
     def make_room(self) -> bool:
         """True if the GPU budget could be lowered after a model ran out of memory: its pass may be run again."""
         balance = self.balance
         if balance is None:
             return False
-        before = self._used_bytes
+        before = _used_bytes(self)
         balance.look_soon()
-        self._follow(balance)
+        _follow(self, balance)
         return self.budgets["gpu"] < before
 
-    def _follow(self, balance: GpuBalance) -> None:
-        used = self._used_bytes
-        nbytes = max(self.largest_layer_bytes, balance.wanted_now(used, self.page_bytes))
-        if nbytes == used:
-            return
-        config = load_config(self.settings, tiers={"gpu": {"budget": nbytes}})
-        try:
-            self._resize("gpu", config, keep_settings=True)  # still "auto"
-        except (ConfigError, TierError) as error:
-            balance.stop(error)
 
-    @property
-    def _used_bytes(self) -> int:
-        """The part of the GPU budget that pages can use: giving up what no page needs would free nothing."""
-        return min(self.budgets["gpu"], self.page_bytes)
+def _follow(runtime: Runtime, balance: GpuBalance) -> None:
+    used = _used_bytes(runtime)
+    nbytes = max(runtime.largest_layer_bytes, balance.wanted_now(used, runtime.page_bytes))
+    if nbytes == used:
+        return
+    config = load_config(runtime.settings, tiers={"gpu": {"budget": nbytes}})
+    try:
+        runtime._resize("gpu", config, keep_settings=True)  # still "auto"
+    except (ConfigError, TierError) as error:
+        balance.stop(error)
+
+
+def _used_bytes(runtime: Runtime) -> int:
+    """The part of the GPU budget that pages can use: giving up what no page needs would free nothing."""
+    return min(runtime.budgets["gpu"], runtime.page_bytes)
 
 
 def _with_tier(settings: VBConfig, config: VBConfig, tier: str) -> VBConfig:

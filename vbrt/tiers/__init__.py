@@ -4,6 +4,7 @@ from vbrt.tiers.lease import Lease
 from vbrt.tiers.memory import Buffer, MemoryTier
 from vbrt.tiers.protocol import Tier
 from vbrt.tiers.recorder import Recorder
+from vbrt.tiers.recording import Recording
 from vbrt.tiers.slots import Level, Owner, Page
 from vbrt.tiers.ssd import SsdTier
 from vbrt.tiers.stack import TierStack, detached_stack
@@ -17,6 +18,7 @@ __all__ = [
     "Owner",
     "Page",
     "Recorder",
+    "Recording",
     "SsdTier",
     "Tally",
     "Tier",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vbrt.report.routing import RoutingRecorder
     from vbrt.tiers.recorder import Recorder
+    from vbrt.tiers.recording import Recording
 
 __all__ = ["LOOK_SECONDS", "Guard"]
 
@@ -29,10 +30,11 @@ class Guard:
         deciding: True while decisions are being made; True at the beginning of the next one if Ctrl-C came in between.
         closed: True once the stack is closed.
         recorder: of a timeline, set under the lock; None without one.
+        recording: of a pass as a CUDA graph, while it is captured; None without one.
         routing: recorder of which experts tokens go to, set under the lock; None without one.
     """
 
-    __slots__ = ("bells", "closed", "deciding", "lock", "recorder", "routing")
+    __slots__ = ("bells", "closed", "deciding", "lock", "recorder", "recording", "routing")
 
     def __init__(self) -> None:
         self.closed = False
@@ -44,6 +46,7 @@ class Guard:
         self.bells: deque[LockType] = deque()
         self.deciding = False
         self.recorder: Recorder | None = None
+        self.recording: Recording | None = None
         self.routing: RoutingRecorder | None = None
 
     @property

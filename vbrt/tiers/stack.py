@@ -179,6 +179,9 @@ class TierStack:
         """
         if self.levels[0].stream is None or not torch.cuda.is_current_stream_capturing():
             return False
+        recording = self.guard.recording
+        if recording is not None and recording.mine:
+            return True
         if self.ledger.travellers or any(key in self.pages and self.pages[key].home for key in keys):
             raise TierError(
                 "a CUDA graph cannot record a pass whose pages move; give tiers.gpu.budget room for all "
