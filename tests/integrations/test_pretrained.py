@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import vbrt
 from tests.saves.published_files import publish
 from tests.saves.test_published import QUIET, llama, logits
+from vbrt.host import read_ahead
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -49,3 +51,20 @@ def test_a_directory_without_a_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(vbrt.CheckpointError, match=r"model\.safetensors"):
         vbrt.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("way", ["vbrt", "transformers"])
+def test_files_are_read_ahead_layer_by_layer(tmp_path, monkeypatch, way):
+    llama().save_pretrained(tmp_path)
+    read = []
+    monkeypatch.setattr(read_ahead.Crew, "give", lambda crew, work, piece: read.append(getattr(piece, "name", None)))
+    if way == "vbrt":
+        vbrt.from_pretrained(tmp_path, "exact", **QUIET).close()
+    else:
+        made = AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=vbrt.QuantizationConfig("exact", **QUIET)
+        )
+        vbrt.of(made).close()
+    names = [name for name in read if isinstance(name, str)]
+    assert names[0].startswith("model.layers.0.") and names[-1] == "model.norm.weight"
+    assert set(names) == set(llama().state_dict())

@@ -38,7 +38,7 @@ from vbrt.wrapper.wrapper import VBModelWrapper
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["load_causal_lm", "load_wrapped", "loading", "meta_model", "method_of", "quiet"]
+__all__ = ["load_causal_lm", "load_wrapped", "loading", "meta_model", "method_of", "model_config", "quiet"]
 
 _MAX_CONFIG_BYTES = 16 << 20
 _MODELOPT = "hf_quant_config.json"  # of weights that ModelOpt has quantized
@@ -88,6 +88,11 @@ def meta_model(path: Path) -> nn.Module:
     with quiet(), torch.device("meta"), loading(f"{file}: transformers cannot build this model"):
         make = _model_class(config, file)
         return make(config, dtype=dtype)
+
+
+def model_config(path: Path) -> PreTrainedConfig:
+    """Return the config of a directory or a config.json. Raises VBError as `meta_model`."""
+    return _config(_config_file(path))
 
 
 def method_of(config: PreTrainedConfig) -> str:

@@ -16,10 +16,12 @@ from transformers import GenerationConfig
 
 from vbrt.config import VBConfig
 from vbrt.errors import VBError
-from vbrt.integrations.huggingface import loading, meta_model, method_of, quiet
+from vbrt.integrations.huggingface import loading, meta_model, method_of, model_config, quiet
 from vbrt.integrations.transformers_quantizer import QuantizationConfig
 from vbrt.model.runtime import Runtime
-from vbrt.wrapper.load import load
+from vbrt.saves.ahead import reading_ahead
+from vbrt.saves.sources import open_source
+from vbrt.wrapper.load import load_from
 from vbrt.wrapper.of import of
 from vbrt.wrapper.wrapper import VBModelWrapper
 
@@ -54,12 +56,14 @@ def from_pretrained(
         VBError: a config.json that is missing, damaged, or of a model that transformers cannot build.
     """
     path = Path(directory).expanduser()
-    model = meta_model(path).eval()
-    if method_of(model.config) == _OWN:
-        return _of_planes(path, type(model), config, runtime, overrides)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # the layers are no longer those of the library that it names
-    vb = load(path, model, config, runtime=runtime, **overrides)
+    if method_of(model_config(path)) == _OWN:
+        return _of_planes(path, type(meta_model(path)), config, runtime, overrides)
+    source = open_source(path)
+    with reading_ahead(source.files):
+        model = meta_model(path).eval()
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config  # the layers are no longer those of the library that it names
+        vb = load_from(source, model, config, runtime=runtime, **overrides)
     if (path / "generation_config.json").exists() and hasattr(model, "generation_config"):
         with quiet(), loading(f"{path}: transformers does not take its generation_config.json"):
             model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)

@@ -37,6 +37,7 @@ class _ByExpert(WeightConverter):
         read = partial(self._matrix, jobs, {"full_layer_name": layer_name, "model": model, "config": config})
         first = read(0)
         matrices = MatricesOnDemand(lambda expert: read(expert).reshape(shape[1:]), shape, first.dtype)
+        hf_quantizer.note_use(self.source_patterns[0], [matrices])
         hf_quantizer.put(model, layer_name, matrices, loading_info.missing_keys)
         return {}
 

@@ -8,7 +8,8 @@ The model stays a plain one on the meta device while transformers loads it: `vbr
 pages, one after the other, and swaps the layers when the rest is there. Importing this module imports transformers.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from os import PathLike
 from pathlib import Path
@@ -22,12 +23,15 @@ from transformers.quantizers import HfQuantizer, auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from vbrt.config import VBConfig, load_config
-from vbrt.errors import ConfigError, VBError, WrapError
+from vbrt.errors import CheckpointError, ConfigError, VBError, WrapError
+from vbrt.host.read_ahead import ReadAhead
 from vbrt.integrations.transformers_experts import by_expert
 from vbrt.model.attach import attach
+from vbrt.saves.ahead import read_ahead
 from vbrt.saves.embedded import dense_tensors, embedded_tensors, open_embedded
 from vbrt.saves.filling import Filling
 from vbrt.saves.sources import SavedModel, for_this_machine
+from vbrt.saves.tensorfile import TensorFile
 from vbrt.wrapper.of import attachment_of, of
 from vbrt.wrapper.wrap import user_policy, warn_of_plan
 
@@ -145,10 +149,17 @@ class _Encode(ConversionOps):
         return self
 
     def convert(
-        self, input_dict: dict[str, Any], *, model: nn.Module, missing_keys: set[str], **kwargs: Any
+        self,
+        input_dict: dict[str, Any],
+        *,
+        model: nn.Module,
+        missing_keys: set[str],
+        source_patterns: list[str],
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """Return the tensors that are not in pages."""
         left = {}
+        self._quantizer.note_use(source_patterns[0], input_dict.values())
         for name in list(input_dict):
             given = input_dict.pop(name)
             weight = given[0] if isinstance(given, list) else given
@@ -175,6 +186,7 @@ class VBQuantizer(HfQuantizer):
         self._conversions: list | None = None  # of names and tensors, which saving the dense weights reverts
         self._dtypes: tuple[torch.dtype, torch.dtype] | None = None  # of a loaded model: the seen one, and its own
         self._error: Exception | None = None
+        self._ahead: ReadAhead | None = None
         self.filling: Filling | None = None
 
     # -- before it is loaded ------------------------------------------------------------------------------------------
@@ -208,6 +220,9 @@ class VBQuantizer(HfQuantizer):
                 "from_pretrained: the model is split over several processes, and tiers are those of one: "
                 "leave distributed_config and tp_plan out"
             )
+        if self._files and all(file.suffix == ".safetensors" for file in self._files):
+            with contextlib.suppress(CheckpointError):  # whoever reads the files says it
+                self._ahead = read_ahead(map(TensorFile, self._files))
         return model
 
     def update_weight_conversions(self, weight_conversions: list, model: PreTrainedModel) -> list:
@@ -253,6 +268,11 @@ class VBQuantizer(HfQuantizer):
         """Return the operation that takes what is read."""
         return _Encode(self)
 
+    def note_use(self, name: str, weights: Iterable[Any]) -> None:
+        """Note that weights which are made of a tensor of this name, or of tensors of this pattern, are used now."""
+        if self._ahead is not None:
+            self._ahead.used(name, sum((w[0] if isinstance(w, list) else w).nbytes for w in weights))
+
     def put(self, model: nn.Module, name: str, weight: Any, missing: set[str]) -> bool:
         """Put a weight into pages, matrices of experts included; False for one that is the model's. What goes wrong is
         raised when transformers is done: it would only report an error of a conversion."""
@@ -273,6 +293,7 @@ class VBQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         filling, self.filling = self.filling, None
         model.__dict__.pop("_keys_to_ignore_on_load_unexpected", None)
+        ahead, self._ahead = self._ahead, None
         try:
             if self._error is not None:
                 raise self._error
@@ -286,6 +307,9 @@ class VBQuantizer(HfQuantizer):
             if filling is not None:
                 filling.close()
             raise
+        finally:
+            if ahead is not None:
+                ahead.close()
         for module in model.modules():
             if isinstance(module, PreTrainedModel):  # some compute otherwise then, for layers that have no `weight`
                 vars(module.config).pop("_is_quantized", None)

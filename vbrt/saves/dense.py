@@ -19,6 +19,7 @@ from vbrt.residency.site import WeightSite
 from vbrt.saves.assign import assign_, on_meta, with_values
 from vbrt.saves.conversion import Entry, TensorSource, entries_for
 from vbrt.saves.fit import check_names, ignored_names, other_dtypes, other_shapes, refuse_any
+from vbrt.saves.tensorfile import TensorFile
 
 __all__ = ["DenseCheckpoint"]
 
@@ -29,6 +30,7 @@ class DenseCheckpoint:
     def __init__(self, path: Path, files: Iterable[TensorSource]) -> None:
         self.path = path
         self._files = list(files)
+        self.files = [file for file in self._files if isinstance(file, TensorFile)]
         self._found: dict[str, Entry] = {}  # by names of the model
         self._entries: dict[str, str] = {}  # each name that the model has -> the one that was found, where tied
 

@@ -4,6 +4,8 @@ Until the end the model is a plain one on the meta device, so that whatever the 
 missing weights finds what it expects. Weights go into pages as they come; what nobody hands over is encoded last.
 """
 
+import contextlib
+from collections import deque
 from collections.abc import Iterable
 
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 
 from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError
+from vbrt.host.crew import Crew
 from vbrt.host.mapped import page_out
 from vbrt.layers import WeightHandle
 from vbrt.layers.experts import ExpertsHandle
@@ -66,6 +69,8 @@ class Filling:
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)}
         self._parts: dict[str, dict[str, torch.Tensor | MatricesOnDemand]] = {}  # of experts that are not complete
         self._bytes = 0
+        self._mapped: deque[torch.Tensor] = deque()  # weights to be paged out, which takes long: nothing waits for it
+        self._crew = Crew(1)
         self.stored: set[str] = set()
 
     def takes(self, name: str) -> bool:
@@ -138,7 +143,9 @@ class Filling:
     def _finished(self, swap: Swap, weights: Iterable[torch.Tensor]) -> None:
         self.stored.update(site.tensor for site in (swap.site, *swap.parts))
         for weight in weights:
-            page_out(weight)
+            if not weight.untyped_storage().resizable():  # mapped, and no copy of torch's
+                self._mapped.append(weight)
+                self._crew.give(_page_out_one, self._mapped)
         self._bytes += swap.dense_bytes
         if self._bytes > _TRIM_BYTES:
             release_host_memory()
@@ -158,12 +165,21 @@ class Filling:
         for name in (name for swap in stored for name in swap.modules):
             layers[name].forget_dense_()
         attachment.materialize(progress=False)
+        self._crew.stop()
+        while self._mapped:
+            _page_out_one(self._mapped)
         release_host_memory()
         return attachment
 
     def close(self) -> None:
         """Free the pages of a model that could not be loaded."""
+        self._crew.stop()
         self.runtime.stack.close()
+
+
+def _page_out_one(weights: deque[torch.Tensor]) -> None:
+    with contextlib.suppress(IndexError):
+        page_out(weights.popleft())
 
 
 def _plan(model: nn.Module, config: VBConfig, saved: SavedModel | None) -> Plan:

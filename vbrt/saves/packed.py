@@ -94,6 +94,7 @@ class PackedFiles:
     """The tensors of a checkpoint, quantized weights among them.
 
     Attributes:
+        files: whose tensors they are.
         weights: the quantized ones, by the model's names or those that its conversions begin with.
         unused: names of tensors that nothing is made of.
 
@@ -103,8 +104,9 @@ class PackedFiles:
 
     def __init__(self, path: Path, files: Iterable[TensorFile], scheme: Mapping[str, Any], dtype: Any) -> None:
         self.path, self._scheme = path, scheme
+        self.files = list(files)
         self._found: dict[str, TensorFile] = {}
-        for file in files:
+        for file in self.files:
             for name in file.tensors:
                 if name in self._found:
                     raise CheckpointError(

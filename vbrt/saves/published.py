@@ -46,7 +46,7 @@ class PublishedCheckpoint(DenseCheckpoint):
 
     def __init__(self, path: Path, packed: PackedFiles) -> None:
         super().__init__(path, [packed])
-        self._packed = packed
+        self._packed, self.files = packed, packed.files
         self._formats: dict[str, str] = {}  # of swaps whose planes are taken as they are, by name
 
     def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:

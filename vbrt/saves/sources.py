@@ -38,9 +38,14 @@ _MAX_INDEX_BYTES = 64 << 20
 
 
 class Source(Protocol):
-    """Files that know a model."""
+    """Files that know a model.
+
+    Attributes:
+        files: the safetensors files among them, to be read ahead.
+    """
 
     path: Path
+    files: Iterable[TensorFile]
 
     def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
         """Return the config that the user asked for, checked against the files."""
@@ -164,6 +169,7 @@ class SavedModel:
         names = sorted({tensor.file for tensor in self._manifest.tensors.values()})
         own = files is None
         files = {name: TensorFile(path / name) for name in names} if files is None else files
+        self.files = list(files.values())
         self._files = {name: files[tensor.file] for name, tensor in self._manifest.tensors.items()}
         self._layers = {site.name: layer for layer in self._manifest.layers for site in layer.sites}
         self._kept = {name: entry for entry in self._manifest.kept for name in entry.names}

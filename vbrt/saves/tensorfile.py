@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from vbrt.errors import CheckpointError, describe_os_error
 from vbrt.host.files import open_regular, read_into, replacing, write_at
 from vbrt.host.memory import bytes_view
+from vbrt.host.read_ahead import ReadAhead, Span
 
 __all__ = ["TENSOR_DTYPES", "TensorFile", "TensorInfo", "TensorWriter", "digest"]
 
@@ -159,6 +160,7 @@ class TensorFile:
     Attributes:
         tensors: name -> what the header says.
         metadata: the header's other entries, as their writer chose them.
+        ahead: is told of what is read, while something reads ahead.
 
     Raises:
         CheckpointError: missing, unreadable, truncated, or nothing that the safetensors library takes; always with the
@@ -168,6 +170,7 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._mapping: torch.UntypedStorage | None = None
+        self.ahead: ReadAhead | None = None
         try:
             with open(open_regular(path), "rb", buffering=0) as file:
                 self._first, self.tensors, self.metadata = _header(file.fileno())
@@ -196,7 +199,17 @@ class TensorFile:
         part = TensorInfo(name, info.dtype, info.shape[1:])
         return self._read(name, replace(part, begin=info.begin + index * part.nbytes))
 
+    def span(self, name: str) -> Span:
+        """Return where in the file a tensor is."""
+        info = self.tensors[name]
+        return Span(name, self.path, self._first + info.begin, info.nbytes)
+
+    def _used(self, name: str, end: int) -> None:
+        if self.ahead is not None:
+            self.ahead.used(name, end - self.tensors[name].begin)
+
     def _read(self, name: str, info: TensorInfo) -> torch.Tensor:
+        self._used(name, info.end)
         out = torch.empty(info.nbytes, dtype=torch.uint8, device="cpu")
         try:
             with open(open_regular(self.path), "rb", buffering=0) as file:
@@ -216,6 +229,7 @@ class TensorFile:
         info, begin = self.tensors[name], self._first + self.tensors[name].begin
         if info.nbytes < _MAP_BYTES or begin % info.dtype.itemsize:
             return self.read(name)
+        self._used(name, info.end)
         try:
             if self._mapping is None:
                 self._mapping = _mapped(self.path)

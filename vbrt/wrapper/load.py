@@ -15,12 +15,13 @@ from vbrt.layers.shells import warn_of_training
 from vbrt.model.attach import Attempt
 from vbrt.model.runtime import Runtime
 from vbrt.model.sharing import shared_config
+from vbrt.saves.ahead import reading_ahead
 from vbrt.saves.load import load_attached
-from vbrt.saves.sources import open_source
+from vbrt.saves.sources import Source, open_source
 from vbrt.wrapper.wrap import facade_of, user_policy, warn_of_plan
 from vbrt.wrapper.wrapper import VBModelWrapper
 
-__all__ = ["load"]
+__all__ = ["load", "load_from"]
 
 
 def load(
@@ -63,6 +64,19 @@ def load(
     if any(isinstance(module, SwappedLayer) for module in model.modules()):
         raise WrapError('load(): the model is wrapped already; build a new one, under torch.device("meta") for one')
     source = open_source(Path(directory))
+    with reading_ahead(source.files):
+        return load_from(source, model, config, runtime=runtime, **overrides)
+
+
+def load_from(
+    source: Source,
+    model: nn.Module,
+    config: VBConfig | Mapping[str, Any] | str | PathLike | None,
+    *,
+    runtime: Runtime | None,
+    **overrides: Any,
+) -> VBModelWrapper:
+    """Wrap a model with weights of a source. See `load`."""
     policy = user_policy(overrides, runtime)
     asked = source.config(config, overrides)
     if runtime is not None:
@@ -70,10 +84,10 @@ def load(
     attempt = Attempt(model, runtime)
     try:
         attachment = load_attached(source, model, asked, runtime=runtime, policy=policy)
-        warn_of_plan(attachment.plan, "vbrt.load", stacklevel=3)
+        warn_of_plan(attachment.plan, "vbrt.load", stacklevel=4)
         layers = attachment.layers.values()
         if torch.is_grad_enabled() and any(layer.training and layer.handle.trainable for layer in layers):
-            warn_of_training(stacklevel=2)
+            warn_of_training(stacklevel=3)
         return facade_of(model, attachment)
     except BaseException:
         attempt.undo()

@@ -1,0 +1,39 @@
+"""Files of a checkpoint, read ahead of their use: layer after layer, then what is no layer's."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+
+from vbrt.host.read_ahead import ReadAhead
+from vbrt.saves.tensorfile import TensorFile
+
+__all__ = ["layers_first", "natural_key", "read_ahead", "reading_ahead"]
+
+
+def natural_key(name: str) -> list[tuple[int, int | str]]:
+    """Return what sorts names so that layer 2 comes before layer 10."""
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in name.split(".")]
+
+
+def layers_first(name: str) -> tuple[bool, list[tuple[int, int | str]]]:
+    """Return what sorts names as `vbrt.load` reads them, about: weights in layers, then embeddings and heads."""
+    return not any(part.isdecimal() for part in name.split(".")), natural_key(name)
+
+
+def read_ahead(files: Iterable[TensorFile], key: Callable[[str], object] = layers_first) -> ReadAhead:
+    """Begin to read the tensors of files, in the order of a key of their names; close it when they are loaded."""
+    found = sorted(((name, file) for file in files for name in file.tensors), key=lambda item: key(item[0]))
+    return ReadAhead(file.span(name) for name, file in found)
+
+
+@contextlib.contextmanager
+def reading_ahead(files: Iterable[TensorFile]) -> Iterator[None]:
+    """Read ahead of what is read from these files in the block."""
+    files = list(files)
+    with read_ahead(files) as ahead:
+        for file in files:
+            file.ahead = ahead
+        try:
+            yield
+        finally:
+            for file in files:
+                file.ahead = None
