@@ -191,23 +191,27 @@ def test_activations_are_as_exact_as_the_result_s_type(activation, dtype, gpu):
     assert fits[:-1].all() and y[0, -1].isnan()
 
 
-CASES = [
-    ("mxfp4", 70, 136, 640, True, "relu"),
-    ("nvfp4", 300, 200, 328, False, "silu"),
-    ("nvfp4", 300, 120, 520, True, "gelu"),
+CASES = [  # the launch, then (format, tokens, n, k, activation)
+    (PersistentLaunch(2, 96), ("mxfp4", 170, 136, 640, "relu")),
+    (PersistentLaunch(0, 256), ("nvfp4", 300, 200, 328, "silu")),
+    (PersistentLaunch(2, 256), ("nvfp4", 300, 120, 520, "gelu")),
+    (PersistentLaunch(4, 224, programs=4), ("nvfp4", 300, 200, 328, "gelu")),
+    (PersistentLaunch(1, 160), ("nvfp4", 70, 120, 520, "none")),
+    (PersistentLaunch(0, 128), ("mxfp4", 130, 200, 328, "silu")),
+    (PersistentLaunch(3, 32), ("nvfp4", 70, 120, 520, "relu")),
 ]
 
 
 @pytest.mark.parametrize("copies", [True, pytest.param(False, marks=pytest.mark.exhaustive)], indirect=True)
 @pytest.mark.parametrize("case", [CASES[0], *(pytest.param(case, marks=pytest.mark.exhaustive) for case in CASES[1:])])
 def test_hundreds_of_tokens(case, copies, gpu):
-    """Also with tiles that several programs share."""
-    name, tokens, n, k, cut, activation = case
+    """Also with tiles that several programs share, and in pieces."""
+    launch, (name, tokens, n, k, activation) = case
     planes, weight = tiled(name, (n, k), device="cpu")
     x, bias = torch.randn(tokens, k + 8).bfloat16()[:, :k], torch.randn(n).bfloat16()
-    y = launches.persistent(x, weight_of(planes), bias, activation, PersistentLaunch(2 if cut else 0))
+    y = launches.persistent(x, weight_of(planes), bias, activation, launch)
     assert error(y, reference.ACTIVATIONS[activation](x.double() @ weight.T + bias.double())) < 3e-3
-    assert gpu == ["clear_kernel", "persistent_kernel"][0 if cut else 1 :]
+    assert gpu == ["clear_kernel", "persistent_kernel"][0 if launch.cut else 1 :]
 
 
 TABLES = [(name, dtype, 200) for name, dtype in zip(table_linear.FORMATS, (torch.bfloat16, torch.float32), strict=True)]

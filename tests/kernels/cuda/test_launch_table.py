@@ -31,7 +31,8 @@ PROCESSORS = 132
 
 def label(choice):
     names = {Launch: "narrow", WideLaunch: "wide", PersistentLaunch: "persistent"}
-    return " ".join([names[type(choice)], *(str(int(v)) for v in choice)]) if choice else "decode"
+    fields = (choice.cut,) if choice and choice[1:] == (256, 0) else choice
+    return " ".join([names[type(choice)], *(str(int(v)) for v in fields)]) if choice else "decode"
 
 
 def chosen(kernel, major, tokens, summands, n, columns):

@@ -79,9 +79,14 @@ class WideLaunch(NamedTuple):
 
 
 class PersistentLaunch(NamedTuple):
-    """The kernel for the most tokens on sm_90. cut: tiles of the result that all programs share along K."""
+    """The kernel for the most tokens on sm_90, on tiles of 128 rows by `tokens` of the result.
+
+    cut: tiles that all programs share along K. programs: how many there are; 0 for as many as can run.
+    """
 
     cut: int
+    tokens: int = 256
+    programs: int = 0
 
 
 class RowsLaunch(NamedTuple):
@@ -291,9 +296,9 @@ def cut_tiles(tokens: int, n: int, columns: int, processors: int) -> int:
     return tiles if tiles < 2 * processors else tiles % processors + processors
 
 
-def persistent_tiles(tokens: int, n: int) -> int:
-    """The number of the persistent kernel's tiles in the result [tokens, n]."""
-    return -(-tokens // PERSISTENT_TOKENS) * -(-n // PERSISTENT_ROWS)
+def persistent_tiles(tokens: int, n: int, block: int = PERSISTENT_TOKENS) -> int:
+    """The number of the persistent kernel's tiles of so many tokens in the result [tokens, n]."""
+    return -(-tokens // block) * -(-n // PERSISTENT_ROWS)
 
 
 def _cut_pairs(tiles: int, processors: int) -> float:

@@ -16,7 +16,6 @@ from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1.tiles import COLUMNS, ROWS, TiledWeight
 from vbrt.kernels.cuda.launch_table import (
     PERSISTENT_ROWS,
-    PERSISTENT_TOKENS,
     PERSISTENT_WARPS,
     Launch,
     PersistentLaunch,
@@ -48,7 +47,7 @@ class _Wide(NamedTuple):
 class _Persistent(NamedTuple):
     clear: Launcher
     multiply: Launcher
-    describe: Any  # activations [M, K] -> their descriptor for the copy engine
+    describe: Any  # (activations [M, K], tokens of a tile) -> their descriptor for the copy engine
 
 
 @functools.cache
@@ -80,9 +79,10 @@ def _persistent() -> _Persistent:
 
     from vbrt.kernels.cuda.e2m1 import persistent_gluon as device
 
-    box, swizzle = [device.BOX.value, device.COLUMNS.value], NVMMASharedLayout(128, 16, 2)
+    swizzle = NVMMASharedLayout(128, 16, 2)
 
-    def describe(x_MK: Tensor) -> Any:
+    def describe(x_MK: Tensor, tokens: int) -> Any:
+        box = [device.box_of(tokens), device.COLUMNS.value]
         return TensorDescriptor(x_MK, list(x_MK.shape), list(x_MK.stride()), box, swizzle)
 
     kernels = device.clear_kernel, device.persistent_kernel
@@ -169,11 +169,13 @@ def persistent(
     x_MK = x_MK if rows_fit else _padded(x_MK)
     (tokens, _), device, n, columns = x_MK.shape, weight.tiles.device.index, weight.n, weight.tiles.shape[1]
     kernels, cut, processors = _persistent(), config.cut, devices.gpu(device).processors
-    programs = min(processors, cut * -(-columns // 2) if cut else persistent_tiles(tokens, n))
+    programs = min(
+        config.programs or processors, cut * -(-columns // 2) if cut else persistent_tiles(tokens, n, config.tokens)
+    )
     y_MN = x_MK.new_empty(tokens, n)
     sums, flags = y_MN, y_MN
     if cut:
-        sums = x_MK.new_empty(programs, PERSISTENT_ROWS * PERSISTENT_TOKENS, dtype=torch.float32)
+        sums = x_MK.new_empty(programs, PERSISTENT_ROWS * config.tokens, dtype=torch.float32)
         flags = x_MK.new_empty(1 << (2 * programs - 1).bit_length(), dtype=torch.int32)
         kernels.clear(device, (1, 1), (flags,), (), warps=1, COUNT=len(flags))
     bias_or_y = y_MN if bias is None else bias.contiguous()
@@ -181,9 +183,10 @@ def persistent(
         device,
         (programs, 1),
         (weight.tiles, weight.scale, bias_or_y, sums, flags, y_MN),
-        (kernels.describe(x_MK), tokens, n, columns, n, cut),
+        (kernels.describe(x_MK, config.tokens), tokens, n, columns, n, cut),
         warps=PERSISTENT_WARPS,
         specialized=(n, bias_or_y.dtype),
+        TOKENS=config.tokens,
         CUT_TILES=cut > 0,
         E8M0_SCALES=weight.e8m0_scales,
         ACTIVATION=activation,

@@ -1,9 +1,13 @@
 """The fused kernel for Hopper and hundreds to thousands of tokens: persistent, warp-specialized, no decoded weight.
 
-A program takes tiles of 128 rows of the result by 256 tokens until there are none left. Two warpgroups multiply 64 rows
-each: a warp decodes one tile of `tiles` into the register operand of `wgmma`, while the instructions before it run.
-One more warp has the copy engine (TMA) fill a ring in shared memory with activations as they lie, which both warpgroups
-read. The sums stay in registers, 128 a thread, and leave through shared memory.
+A program takes tiles of 128 rows of the result by TOKENS tokens until there are none left. Two warpgroups multiply 64
+rows each: a warp decodes one tile of `tiles` into the register operand of `wgmma`, while the instructions before it
+run. One more warp has the copy engine (TMA) fill a ring in shared memory with activations as they lie, which both
+warpgroups read. The sums stay in registers, up to 128 a thread, and leave through shared memory.
+
+TOKENS is a multiple of 32 up to 256, so that tiles fit most numbers of tokens with little padding. Tensors of the
+kernel language have powers of two as sizes, so other numbers are made of *pieces*, 192 = 128 + 64: each has sums, a
+ring and instructions of its own, which take the same register operand.
 
 Where whole tiles would leave multiprocessors idle in the last round, the first tiles are cut along K into one range for
 each program, all of one length (stream-K, Osama et al., arXiv:2301.03598). A program begins with the end of a tile,
@@ -18,6 +22,8 @@ being put in order by a kernel of its own, which at 2048 tokens and 14336 column
 The order of instructions matters. A warpgroup keeps at least four in flight but for once in two columns: were there
 any at the loop's end, ptxas would run out of registers for their results and put a wait behind every one.
 """
+
+# ruff: noqa: RUF005  # the kernel language has no starred expressions
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -39,19 +45,56 @@ from vbrt.kernels.cuda.e2m1.narrow_gluon import (
     wait_for_launch_before,
 )
 from vbrt.kernels.cuda.e2m1.wide_gluon import barrier, place_of_sums, register_operands
-from vbrt.kernels.cuda.launch_table import PERSISTENT_ROWS, PERSISTENT_TOKENS, PERSISTENT_WARPS
+from vbrt.kernels.cuda.launch_table import PERSISTENT_ROWS, PERSISTENT_WARPS
 from vbrt.kernels.cuda.private_api import renamed
 
-__all__ = ["BOX", "COLUMNS", "clear_kernel", "persistent_kernel"]
+__all__ = ["COLUMNS", "box_of", "clear_kernel", "persistent_kernel"]
 
 ROWS = gl.constexpr(PERSISTENT_ROWS)
-TOKENS = gl.constexpr(PERSISTENT_TOKENS)
-#: tokens and columns of activations that a copy takes; so many columns are a row of 128 bytes in shared memory
-BOX, COLUMNS = gl.constexpr(64), gl.constexpr(64)
-#: tiles' columns of activations in the ring, 64 KiB each
-STAGES = gl.constexpr(3)
+#: columns of activations that a copy takes: a row of 128 bytes in shared memory
+COLUMNS = gl.constexpr(64)
+#: bytes of shared memory for activations, and the most tiles' columns of them that are of use
+RING_BYTES, MOST_STAGES = gl.constexpr(204_800), gl.constexpr(8)
 #: of a warpgroup; a program has three, the third one for the warp that copies
 WARPS = gl.constexpr(PERSISTENT_WARPS)
+
+
+@gluon.constexpr_function
+def box_of(TOKENS):
+    """Tokens of activations that a copy takes."""
+    return 32 if TOKENS % 64 else 64
+
+
+@gluon.constexpr_function
+def pieces_of(TOKENS):
+    """The number of pieces of a tile."""
+    return TOKENS.bit_count()
+
+
+@gluon.constexpr_function
+def piece_tokens(TOKENS, piece):
+    """The tokens of a piece: the largest comes first."""
+    sizes = [size for size in (256, 128, 64, 32) if TOKENS & size]
+    return sizes[piece]
+
+
+@gluon.constexpr_function
+def piece_first(TOKENS, piece):
+    """The first token of a piece."""
+    sizes = [size for size in (256, 128, 64, 32) if TOKENS & size]
+    return sum(sizes[:piece])
+
+
+@gluon.constexpr_function
+def stages_of(TOKENS):
+    """Tiles' columns of activations in the ring, each of TOKENS * 128 bf16."""
+    return min(MOST_STAGES.value, RING_BYTES.value // (256 * TOKENS))
+
+
+@gluon.constexpr_function
+def sums_layout(TOKENS):
+    return gl.NVMMADistributedLayout([3, 0], [WARPS.value, 1], [16, TOKENS, 16])
+
 
 tma_load = renamed(tma, "async_load", "async_copy_global_to_shared")
 
@@ -125,16 +168,45 @@ def operands(words, lower, upper, lane, PART: gl.constexpr, E8M0_SCALES: gl.cons
 
 
 @gluon.jit
-def multiply(total, a, ring, stage, PART: gl.constexpr):
-    """Starts four instructions on what `operands` gives and a place of the ring."""
-    for s in gl.static_range(4):
-        b = ring.index(2 * stage + s // 2).slice(32 * (s % 2) + 16 * PART, 16, dim=1).permute((1, 0))
-        total = hopper.warpgroup_mma(a[s], b, total, is_async=True)
-    return total
+def zeros_of(TOKENS: gl.constexpr):
+    """No sums yet, [64 rows, tokens] for each piece."""
+    out = ()
+    for p in gl.static_range(pieces_of(TOKENS)):
+        out = out + (
+            gl.zeros((ROWS // 2, piece_tokens(TOKENS, p)), gl.float32, layout=sums_layout(piece_tokens(TOKENS, p))),
+        )
+    return out
 
 
 @gluon.jit
-def next_stage(stage, phase):
+def multiply(totals, a, rings, stage, PART: gl.constexpr):
+    """Starts four instructions a piece on what `operands` gives and a place of the rings."""
+    for s in gl.static_range(4):
+        out = ()
+        for p in gl.static_range(len(rings)):
+            b = rings[p].index(2 * stage + s // 2).slice(32 * (s % 2) + 16 * PART, 16, dim=1).permute((1, 0))
+            out = out + (hopper.warpgroup_mma(a[s], b, totals[p], is_async=True),)
+        totals = out
+    return totals
+
+
+@gluon.jit
+def wait_for_products(totals, LEFT: gl.constexpr):
+    """The sums once all instructions but the last LEFT of each piece have ended; the hardware counts to seven."""
+    COUNT: gl.constexpr = len(totals)
+    if COUNT == 1:
+        x = hopper.warpgroup_mma_wait(LEFT, deps=totals)
+        return (x,)
+    elif COUNT == 2:
+        x, y = hopper.warpgroup_mma_wait(min(7, 2 * LEFT), deps=totals)
+        return (x, y)
+    else:
+        x, y, z = hopper.warpgroup_mma_wait(min(7, 3 * LEFT), deps=totals)
+        return (x, y, z)
+
+
+@gluon.jit
+def next_stage(stage, phase, STAGES: gl.constexpr):
     """The place behind one of the ring, and the parity of its barriers' phase."""
     last = stage == STAGES - 1
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
@@ -147,13 +219,15 @@ def halves(v):
 
 
 @gluon.jit
-def store_tokens(v, staging, y_ptr, first_row, first_token, M, N, y_stride):
-    """y = v [64 rows, 64 tokens], through shared memory so that a token's rows are stored together."""
+def store_tokens(v, staging, y_ptr, first_row, first_token, M, N, y_stride, ACTIVATION: gl.constexpr):
+    """y = activation(v [64 rows, up to 64 tokens]), through shared memory: a token's rows are stored together."""
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    staging.permute((1, 0)).store(v)
-    out = staging.load(OUT)
+    SIZE: gl.constexpr = v.shape[1]
+    place = staging.slice(0, SIZE, dim=0)
+    place.permute((1, 0)).store(activate(v, ACTIVATION, y_ptr.dtype.element_ty).to(y_ptr.dtype.element_ty))
+    out = place.load(OUT)
     row = first_row + gl.arange(0, 64, layout=gl.SliceLayout(0, OUT))
-    m = first_token + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
+    m = first_token + gl.arange(0, SIZE, layout=gl.SliceLayout(1, OUT))
     at = m.to(gl.int64)[:, None] * y_stride + row[None, :]
     gl.store(y_ptr + at, out, mask=(row < N)[None, :] & (m < M)[:, None])
 
@@ -161,13 +235,13 @@ def store_tokens(v, staging, y_ptr, first_row, first_token, M, N, y_stride):
 @gluon.jit
 def store_half(v, staging, y_ptr, first_row, first_token, M, N, y_stride, ACTIVATION: gl.constexpr):
     """y = activation(v [64 rows, 128 tokens])."""
-    quarters = halves(activate(v, ACTIVATION, y_ptr.dtype.element_ty).to(y_ptr.dtype.element_ty))
+    quarters = halves(v)
     for i in gl.static_range(2):
-        store_tokens(quarters[i], staging, y_ptr, first_row, first_token + i * (TOKENS // 4), M, N, y_stride)
+        store_tokens(quarters[i], staging, y_ptr, first_row, first_token + i * 64, M, N, y_stride, ACTIVATION)
 
 
 @gluon.jit
-def store_tile(
+def store_piece(
     v,
     staging,
     bias_ptr,
@@ -179,20 +253,24 @@ def store_tile(
     y_stride,
     ACTIVATION: gl.constexpr,
     HAS_BIAS: gl.constexpr,
-    ACC: gl.constexpr,
 ):
-    """y = activation(v [64 rows, 256 tokens] + bias)."""
+    """y = activation(v [64 rows, tokens of a piece] + bias)."""
+    SIZE: gl.constexpr = v.shape[1]
     if HAS_BIAS:
-        row = first_row + gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, ACC))
+        row = first_row + gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, sums_layout(SIZE)))
         v = v + gl.load(bias_ptr + row, mask=row < N, other=0.0).to(gl.float32)[:, None]
-    here, last = halves(v)
-    HALF: gl.constexpr = TOKENS // 2
-    if ACTIVATION == "none" or ACTIVATION == "relu":
+    if SIZE <= 64:
+        store_tokens(v, staging, y_ptr, first_row, first_token, M, N, y_stride, ACTIVATION)
+    elif SIZE == 128:
+        store_half(v, staging, y_ptr, first_row, first_token, M, N, y_stride, ACTIVATION)
+    elif ACTIVATION == "none" or ACTIVATION == "relu":
+        here, last = halves(v)
         store_half(here, staging, y_ptr, first_row, first_token, M, N, y_stride, ACTIVATION)
-        store_half(last, staging, y_ptr, first_row, first_token + HALF, M, N, y_stride, ACTIVATION)
+        store_half(last, staging, y_ptr, first_row, first_token + 128, M, N, y_stride, ACTIVATION)
     else:  # more instructions, which take longer to fetch than to run twice
-        for i in range(gl.minimum((M - first_token + HALF - 1) // HALF, 2)):
-            store_half(here, staging, y_ptr, first_row, first_token + i * HALF, M, N, y_stride, ACTIVATION)
+        here, last = halves(v)
+        for i in range(gl.minimum((M - first_token + 127) // 128, 2)):
+            store_half(here, staging, y_ptr, first_row, first_token + i * 128, M, N, y_stride, ACTIVATION)
             here = last
 
 
@@ -222,26 +300,51 @@ def part_at(i, begin, end, cut, split, pairs):
 
 
 @gluon.jit
-def add_partial_sums(total, part_ptr, flag_ptr, behind, until, split, pairs, HALF: gl.constexpr, ACC: gl.constexpr):
-    """total and the sums that other programs have of pairs `behind` to `until`, once they are there."""
-    programs = gl.num_programs(0)
-    program = gl.program_id(0) - 1
-    while behind < until:
-        while gl.atomic_add(flag_ptr + (2 * program + HALF), 0, sem="acquire", scope="gpu") == 0:
-            pass
-        barrier()
-        total = total + gl.load(place_of_sums(part_ptr, 2 * program + HALF, ACC), cache_modifier=".cg")
-        _, behind = share_of(program, programs, split, pairs)
-        program = program - 1
-    return total
+def leave_partial_sums(totals, part_ptr, flag_ptr, HALF: gl.constexpr, TOKENS: gl.constexpr):
+    """Puts a program's sums where the one that has the tile's beginning finds them."""
+    place = 2 * gl.program_id(0) + HALF
+    own = part_ptr + place.to(gl.int64) * (ROWS // 2 * TOKENS)
+    for p in gl.static_range(pieces_of(TOKENS)):
+        gl.store(
+            place_of_sums(own + ROWS // 2 * piece_first(TOKENS, p), place * 0, sums_layout(piece_tokens(TOKENS, p))),
+            totals[p],
+        )
+    barrier()
+    gl.atomic_xchg(flag_ptr + place, 1, sem="release", scope="gpu")
 
 
 @gluon.jit
-def copy_activations(x_desc, ring, ready, free, M, columns, split, tiles, DEPENDENT: gl.constexpr):
+def add_partial_sums(totals, part_ptr, flag_ptr, behind, until, split, pairs, HALF: gl.constexpr, TOKENS: gl.constexpr):
+    """totals and the sums that other programs have of pairs `behind` to `until`, once they are there."""
+    programs = gl.num_programs(0)
+    program = gl.program_id(0) - 1
+    while behind < until:
+        place = 2 * program + HALF
+        while gl.atomic_add(flag_ptr + place, 0, sem="acquire", scope="gpu") == 0:
+            pass
+        barrier()
+        theirs = part_ptr + place.to(gl.int64) * (ROWS // 2 * TOKENS)
+        out = ()
+        for p in gl.static_range(pieces_of(TOKENS)):
+            pointers = place_of_sums(
+                theirs + ROWS // 2 * piece_first(TOKENS, p), place * 0, sums_layout(piece_tokens(TOKENS, p))
+            )
+            out = out + (totals[p] + gl.load(pointers, cache_modifier=".cg"),)
+        totals = out
+        _, behind = share_of(program, programs, split, pairs)
+        program = program - 1
+    return totals
+
+
+@gluon.jit
+def copy_activations(
+    x_desc, rings, ready, free, M, columns, split, tiles, TOKENS: gl.constexpr, DEPENDENT: gl.constexpr
+):
     """The warp that keeps the ring full, for an even number of columns; columns outside x are zeros.
 
     Boxes without a token are left out: the copy engine takes longer for what lies outside than for what is there.
     """
+    BOX: gl.constexpr = box_of(TOKENS)
     if DEPENDENT:
         wait_for_launch_before()
         allow_launch_after()
@@ -260,16 +363,18 @@ def copy_activations(x_desc, ring, ready, free, M, columns, split, tiles, DEPEND
             for count in gl.static_range(1, TOKENS // BOX + 1):
                 mbarrier.expect(bar, count * (2 * BOX * COLUMNS * 2), pred=boxes == count)
             for half in gl.static_range(2):
-                place = ring.index(2 * stage + half)
-                for box in gl.static_range(TOKENS // BOX):
-                    at = [token + box * BOX, (2 * column + half) * COLUMNS]
-                    tma_load(x_desc, at, bar, place.slice(box * BOX, BOX, dim=0), pred=box < boxes)
-            stage, phase = next_stage(stage, phase)
+                for p in gl.static_range(pieces_of(TOKENS)):
+                    place = rings[p].index(2 * stage + half)
+                    for box in gl.static_range(piece_tokens(TOKENS, p) // BOX):
+                        first = piece_first(TOKENS, p) + box * BOX
+                        at = [token + first, (2 * column + half) * COLUMNS]
+                        tma_load(x_desc, at, bar, place.slice(box * BOX, BOX, dim=0), pred=first // BOX < boxes)
+            stage, phase = next_stage(stage, phase, stages_of(TOKENS))
 
 
 @gluon.jit
 def multiply_tiles(
-    ring,
+    rings,
     ready,
     free,
     go,
@@ -287,6 +392,7 @@ def multiply_tiles(
     split,
     tiles,
     HALF: gl.constexpr,
+    TOKENS: gl.constexpr,
     CUT_TILES: gl.constexpr,
     E8M0_SCALES: gl.constexpr,
     ACTIVATION: gl.constexpr,
@@ -298,8 +404,7 @@ def multiply_tiles(
     The second one starts a column after the first, so that one stores its results while the other multiplies.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
-    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    A: gl.constexpr = gl.DotOperandLayout(0, sums_layout(piece_tokens(TOKENS, 0)), 2)
     STEP: gl.constexpr = 272 if E8M0_SCALES else 288
     SCALE_STEP: gl.constexpr = 2 * STEP if E8M0_SCALES else STEP  # scales of mxfp4 are read as 16 bits
     thread = gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(1, LAYOUT))
@@ -325,50 +430,50 @@ def multiply_tiles(
         next_first, next_second, next_scale = read_tiles(weights, always & (2 * first_pair + 1 < last), 1, 0)
         if DEPENDENT:
             wait_for_launch_before()  # before the first result is written
-        total = gl.zeros((ROWS // 2, TOKENS), gl.float32, layout=ACC)
+        totals = zeros_of(TOKENS)
         lower, upper = scales_of_both(scale, lane)
         a = operands(first, lower, upper, lane, 0, E8M0_SCALES, A)
         if HALF == 1:
             mbarrier.wait(go, 0, pred=i == 0)
         for column in range(2 * first_pair, 2 * last_pair, 2):
             mbarrier.wait(ready.index(stage), phase)
-            total = multiply(total, a, ring, stage, 0)
+            totals = multiply(totals, a, rings, stage, 0)
             b = operands(second, lower, upper, lane, 1, E8M0_SCALES, A)
-            total = multiply(total, b, ring, stage, 1)
+            totals = multiply(totals, b, rings, stage, 1)
             weights = advanced(weights, STEP, SCALE_STEP, 2)
             first, second, scale = read_tiles(weights, always & (column + 2 < last), 1, 0)
-            total = hopper.warpgroup_mma_wait(4, deps=(total,))
+            totals = wait_for_products(totals, 4)
             lower, upper = scales_of_both(next_scale, lane)
             a = operands(next_first, lower, upper, lane, 0, E8M0_SCALES, A)
             done = stage
-            stage, phase = next_stage(stage, phase)
+            stage, phase = next_stage(stage, phase, stages_of(TOKENS))
             mbarrier.wait(ready.index(stage), phase)
-            total = multiply(total, a, ring, stage, 0)
-            total = hopper.warpgroup_mma_wait(4, deps=(total,))
+            totals = multiply(totals, a, rings, stage, 0)
+            totals = wait_for_products(totals, 4)
             mbarrier.arrive(free.index(done), count=1)
             if HALF == 0:
                 mbarrier.arrive(go, count=1, pred=(i == 0) & (column == 2 * first_pair))
             b = operands(next_second, lower, upper, lane, 1, E8M0_SCALES, A)
-            total = multiply(total, b, ring, stage, 1)
+            totals = multiply(totals, b, rings, stage, 1)
             weights = advanced(weights, STEP, SCALE_STEP, 2)
             next_first, next_second, next_scale = read_tiles(weights, always & (column + 3 < last), 1, 0)
-            total = hopper.warpgroup_mma_wait(4, deps=(total,))
+            totals = wait_for_products(totals, 4)
             lower, upper = scales_of_both(scale, lane)
             a = operands(first, lower, upper, lane, 0, E8M0_SCALES, A)
-            total = hopper.warpgroup_mma_wait(0, deps=(total,))
+            totals = wait_for_products(totals, 0)
             mbarrier.arrive(free.index(stage), count=1)
-            stage, phase = next_stage(stage, phase)
+            stage, phase = next_stage(stage, phase, stages_of(TOKENS))
         if CUT_TILES and first_pair > 0:
-            gl.store(place_of_sums(part_ptr, 2 * gl.program_id(0) + HALF, ACC), total)
-            barrier()
-            gl.atomic_xchg(flag_ptr + (2 * gl.program_id(0) + HALF), 1, sem="release", scope="gpu")
+            leave_partial_sums(totals, part_ptr, flag_ptr, HALF, TOKENS)
         else:
             if CUT_TILES:
-                total = add_partial_sums(
-                    total, part_ptr, flag_ptr, tile * pairs + last_pair, (tile + 1) * pairs, split, pairs, HALF, ACC
+                totals = add_partial_sums(
+                    totals, part_ptr, flag_ptr, tile * pairs + last_pair, (tile + 1) * pairs, split, pairs, HALF, TOKENS
                 )
-            v = total * (RESCALE * tensor_scale)
-            store_tile(v, staging, bias_ptr, y_ptr, first_row, first_token, M, N, y_stride, ACTIVATION, HAS_BIAS, ACC)
+            for p in gl.static_range(pieces_of(TOKENS)):
+                v = totals[p] * (RESCALE * tensor_scale)
+                token = first_token + piece_first(TOKENS, p)
+                store_piece(v, staging, bias_ptr, y_ptr, first_row, token, M, N, y_stride, ACTIVATION, HAS_BIAS)
 
 
 @gluon.jit
@@ -394,6 +499,7 @@ def persistent_kernel(
     columns,
     y_stride,
     split,
+    TOKENS: gl.constexpr,
     CUT_TILES: gl.constexpr,
     E8M0_SCALES: gl.constexpr,
     ACTIVATION: gl.constexpr,
@@ -402,12 +508,17 @@ def persistent_kernel(
 ):
     """y [M, N] = activation(x [M, K] @ w.T * scale + bias) in bf16, by programs of WARPS warps.
 
-    x_desc: x in boxes [BOX, COLUMNS], rows 16-byte aligned, 128-byte swizzle. CUT_TILES: the first `split` tiles are
-    cut, by sums in part [programs, 2, 64 * 256] fp32 and flags [programs, 2], which are zero.
+    x_desc: x in boxes [box_of(TOKENS), COLUMNS], rows 16-byte aligned, 128-byte swizzle. CUT_TILES: the first `split`
+    tiles are cut, by sums in part [programs, 2, 64 * TOKENS] fp32 and flags [programs, 2], which are zero.
     No more programs than the GPU has multiprocessors, nor than tiles or, of those that are cut, pairs of columns.
     """
-    ring = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, TOKENS, COLUMNS], x_desc.layout)
-    staging = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [2, TOKENS // 4, ROWS // 2], x_desc.layout)
+    STAGES: gl.constexpr = stages_of(TOKENS)
+    rings = ()
+    for p in gl.static_range(pieces_of(TOKENS)):
+        rings = rings + (
+            gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, piece_tokens(TOKENS, p), COLUMNS], x_desc.layout),
+        )
+    staging = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [2, 64, ROWS // 2], x_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     go = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -422,7 +533,7 @@ def persistent_kernel(
             (
                 multiply_tiles,
                 (
-                    ring,
+                    rings,
                     ready,
                     free,
                     go,
@@ -440,6 +551,7 @@ def persistent_kernel(
                     split,
                     tiles,
                     0,
+                    TOKENS,
                     CUT_TILES,
                     E8M0_SCALES,
                     ACTIVATION,
@@ -450,7 +562,7 @@ def persistent_kernel(
             (
                 multiply_tiles,
                 (
-                    ring,
+                    rings,
                     ready,
                     free,
                     go,
@@ -468,6 +580,7 @@ def persistent_kernel(
                     split,
                     tiles,
                     1,
+                    TOKENS,
                     CUT_TILES,
                     E8M0_SCALES,
                     ACTIVATION,
@@ -475,7 +588,7 @@ def persistent_kernel(
                     DEPENDENT,
                 ),
             ),
-            (copy_activations, (x_desc, ring, ready, free, M, columns, split, tiles, DEPENDENT)),
+            (copy_activations, (x_desc, rings, ready, free, M, columns, split, tiles, TOKENS, DEPENDENT)),
         ],
         [WARPS, 1],
         [240, 24],
