@@ -16,8 +16,10 @@ A pass may ask for less precision:
         y = model(x)
 """
 
+import contextlib
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PRECISIONS",
+    "Products",
     "decoded_weight",
     "input_gradient",
     "kernels_of_pass",
@@ -48,7 +51,9 @@ __all__ = [
     "pass_precision",
     "precision",
     "precision_notes",
+    "products_by",
     "refuse_coarse",
+    "shared_product",
 ]
 
 # -- precision --------------------------------------------------------------------------------------------------------
@@ -56,8 +61,18 @@ __all__ = [
 PRECISIONS = ("full", "coarse")
 
 
+class Products(Protocol):
+    """Computes the products of a thread's passes in the place of `leased_linear`, as `lockstep` does."""
+
+    def product(
+        self, handle: "WeightHandle", kernels: Kernels, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x Wᵀ + bias."""
+
+
 class _Pass(threading.local):
     precision = "full"
+    products: Products | None = None
 
 
 _pass = _Pass()
@@ -215,6 +230,9 @@ def linear_as_cast(handle: "WeightHandle", x: torch.Tensor, bias: torch.Tensor |
 
 def leased_linear(handle: "WeightHandle", kernels: Kernels, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x Wᵀ + bias on planes that never move, where they are kept, or on leased ones."""
+    products = _pass.products
+    if products is not None:
+        return products.product(handle, kernels, x, bias)
     ready = handle.ready  # another thread may take it away
     if ready is not None and handle.stack.at_rest and x.device == handle.device:
         pages = handle.pages
@@ -225,6 +243,37 @@ def leased_linear(handle: "WeightHandle", kernels: Kernels, x: torch.Tensor, bia
         return linear_on_planes(handle, kernels, x, ready, bias)
     with handle.lease(kernels.precision) as tensors:
         return linear_on_planes(handle, kernels, x, _planes(handle, kernels, tensors, x.device), bias)
+
+
+@contextlib.contextmanager
+def products_by(products: Products | None) -> Iterator[None]:
+    """Have this thread's products computed by `products` within a `with` block (None: as ever)."""
+    before = _pass.products
+    _pass.products = products
+    try:
+        yield
+    finally:
+        _pass.products = before
+
+
+@contextlib.contextmanager
+def shared_product(
+    handle: "WeightHandle", kernels: Kernels, device: torch.device
+) -> Iterator[Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]]:
+    """Lease a weight once for several products; yields (x, bias) -> what `leased_linear` gives, bit for bit.
+
+    A lossless weight is restored once. The products may be computed in several threads.
+    """
+    with handle.lease(kernels.precision) as tensors:
+        planes = _planes(handle, kernels, tensors, device)
+        if not kernels.lossless:
+            yield lambda x, bias: linear_on_planes(handle, kernels, x, planes, bias)
+        elif kernels.spec.transposed:
+            weight = _weight_of(kernels, planes)
+            yield lambda x, bias: linear_on_weight(kernels.spec, x, weight, bias)
+        else:
+            dense = WeightPlanes("dense", planes.shape, planes.dtype, {"weight": kernels.decode(planes)})
+            yield lambda x, bias: linear_on_planes(handle, kernels, x, dense, bias)
 
 
 def linear_on_planes(

@@ -23,6 +23,7 @@ from vbrt.model.runtime import Runtime
 from vbrt.model.snapshot import layer_stats, own_phases, stack_fallbacks, tier_stats
 from vbrt.report.drawing import check_timeline_path
 from vbrt.report.routing import RoutingRecorder
+from vbrt.report.speculation import SpeculationCounts
 from vbrt.report.stats import Stats
 from vbrt.report.timeline import TimelineTotals
 from vbrt.residency.plan import Plan
@@ -77,6 +78,7 @@ class Attachment:
         closed: True once its planes are gone.
         passes: how many have begun.
         timed: totals of the last recording.
+        speculation: counters of `generate(speculate=...)`.
         name_phase: gives passes without gradients their phase, from the one that their inputs tell; None to take that.
     """
 
@@ -91,6 +93,7 @@ class Attachment:
             if isinstance(layer, VBExperts):
                 layer.handle.deciding.ask_with(self.expert_cache.follow)
         self.timed: TimelineTotals | None = None
+        self.speculation = SpeculationCounts()
         self.name_phase: Callable[[str], str] | None = None
         self.passes = 0
         self.closed = False
@@ -184,6 +187,7 @@ class Attachment:
         balance = self.runtime.balance
         fallbacks += balance.fallbacks if balance else []
         fallbacks += self.expert_cache.fallbacks
+        fallbacks += self.speculation.reasons
         return Stats(
             stack.levels[0].policy.kind,
             stack.names[0],
@@ -196,6 +200,7 @@ class Attachment:
             tuple(dict.fromkeys(fallbacks)),
             self.timed,
             own_phases(stack.phases(), self.prefix, [p for p in others if p not in ("", self.prefix)]),
+            self.speculation.stats(),
         )
 
     @property

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from vbrt.kernels.watched import unwatched
+from vbrt.layers.lockstep import is_following
 from vbrt.model.adapters import check_adapters
 from vbrt.model.machine import release_host_memory
 from vbrt.model.phase import BACKWARD, inferred_phase, phase_name
@@ -36,7 +37,7 @@ class PassHook:
         self._rest_is_moved = False
 
     def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or self.stack is None or self.stack.capturing():
+        if torch.compiler.is_compiling() or self.stack is None or self.stack.capturing() or is_following():
             return
         if not self._rest_is_moved:
             with self.stack.encoding:  # threads whose first passes meet: the others find it there

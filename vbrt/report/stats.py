@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, get_origin
 
 from vbrt.errors import ArgumentError, FormatError
 from vbrt.report.experts import ExpertCounts, ExpertsStats
+from vbrt.report.speculation import SpeculationStats
 from vbrt.report.table import table_lines
 from vbrt.report.timeline import TimelineTotals
 from vbrt.residency.counts import PhaseCounts
@@ -89,6 +90,7 @@ class Stats:
     device holds now of both (budgeted pages, shells that still hold their dense weight, kept parameters).
     `timeline` is what the last `vb.timeline` measured; None before the first. `policy` is "none" where weights train.
     `phases` counts the passes of each phase and their page leases; leases between two passes count for the first.
+    `speculation` counts the rounds of `generate(speculate=...)`; None before the first.
     """
 
     policy: str
@@ -102,6 +104,7 @@ class Stats:
     fallbacks: tuple[str, ...] = field(default=())
     timeline: TimelineTotals | None = None
     phases: Mapping[str, PhaseCounts] = field(default_factory=dict)
+    speculation: SpeculationStats | None = None
 
     @property
     def hits(self) -> int:
@@ -174,6 +177,7 @@ class Stats:
             "layers": layers,
             "timeline": asdict(self.timeline) if self.timeline else None,
             "phases": {phase: {**asdict(of), "hit_rate": of.hit_rate} for phase, of in self.phases.items()},
+            "speculation": self.speculation.to_dict() if self.speculation else None,
         }
 
     @classmethod
@@ -196,6 +200,7 @@ class Stats:
             }
         values["fallbacks"] = tuple(map(str, values["fallbacks"]))
         values["timeline"] = _part(TimelineTotals, data.get("timeline"), "stats.timeline")
+        values["speculation"] = _part(SpeculationStats, data.get("speculation"), "stats.speculation")
         return cls(**values)
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
@@ -251,7 +256,7 @@ def _values(cls: type, data: Mapping[str, Any], where: str) -> dict[str, Any]:
     return values
 
 
-def _part(kind: type[TimelineTotals] | type[ExpertsStats], data: Any, where: str) -> Any:
+def _part(kind: type[TimelineTotals] | type[ExpertsStats] | type[SpeculationStats], data: Any, where: str) -> Any:
     """Return a part of a snapshot that may be absent."""
     try:
         return None if data is None else kind.from_dict(data)

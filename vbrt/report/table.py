@@ -93,6 +93,8 @@ def _experts_columns(layers: "Collection[LayerStats]", tier: str) -> list[_Colum
 def _summary(stats: "Stats") -> list[str]:
     """Return the totals of tiers, phases and links, a line each."""
     lines = [*_tier_lines(stats), *_phase_lines(stats.phases), *_link_lines(stats)]
+    if stats.speculation:
+        lines.append(str(stats.speculation))
     if stats.timeline:
         recorded, waiting = f"{stats.timeline.recorded_us / 1e3:.1f} ms", _percent(stats.timeline.wait_share)
         lines.append(f"last timeline: {recorded}, {waiting} of them spent waiting")

@@ -1,0 +1,221 @@
+"""generate(speculate=...): the tokens and the logits of plain decoding, whatever stops it."""
+
+import warnings
+
+import pytest
+import torch
+
+from tests.matrix import matrix
+from tests.models import gpt2, llama, wrap, wrap_streamed
+from vbrt.errors import ArgumentError
+
+pytest.importorskip("transformers")
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+BF16 = torch.bfloat16
+GREEDY = {"do_sample": False}
+SAMPLED = {"do_sample": True, "temperature": 1.2, "top_k": 30, "repetition_penalty": 1.2, "seed": 5}
+TOKENS, K = 14, 5
+
+
+def mistral(window=8):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(6)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    return MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=window)).to(BF16).eval()
+
+
+def prompts(batch, length=9):
+    ids = torch.arange(3, 3 + batch * length).reshape(batch, length) % 120
+    mask = torch.ones_like(ids)
+    for row in range(1, batch):
+        mask[row, : 2 * row] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def run(vb, inputs, **kwargs):
+    settings = {"max_new_tokens": TOKENS, "pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
+    return vb.generate(**inputs, **{**settings, **kwargs})
+
+
+def assert_same(got, plain):
+    assert torch.equal(got.sequences, plain.sequences)
+    assert len(got.logits) == len(plain.logits) and all(map(torch.equal, got.logits, plain.logits))
+    assert got.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+
+
+@pytest.fixture(scope="module")
+def wrapped():
+    with wrap(llama(dtype=BF16), "exact") as vb:
+        yield vb
+
+
+@matrix(
+    model={"llama": lambda: llama(dtype=BF16), "gpt2": lambda: gpt2(dtype=BF16), "window": mistral},
+    how={"greedy": GREEDY, "sampled": SAMPLED},
+    batch=(1, 3),
+    k=(K, "auto"),
+)
+def test_tokens_and_logits_are_those_of_plain_decoding(model, how, batch, k):
+    with wrap(model(), "exact") as vb:
+        plain = run(vb, prompts(batch), **how)
+        got = run(vb, prompts(batch), **how, speculate=k)
+        assert_same(got, plain)
+        counted = vb.stats().speculation
+        assert counted.tokens == len(plain.logits) - 1 and counted.rounds < counted.tokens
+        assert 0 < counted.accepted <= counted.tried <= counted.drafted
+
+
+def test_greedy_tokens_are_those_of_the_dense_model_in_transformers(wrapped):
+    inputs = prompts(2)
+    plain = run(llama(dtype=BF16), inputs, **GREEDY)
+    assert_same(run(wrapped, inputs, **GREEDY, speculate=K), plain)
+
+
+def test_streamed_weights_are_read_once_a_round(tmp_path):
+    with wrap_streamed(llama(dtype=BF16), "exact", tmp_path) as vb:
+        plain = run(vb, prompts(1))
+        passes = vb.stats().phases["decode"]
+        a_pass = (passes.hits + passes.misses) / passes.passes
+        assert_same(run(vb, prompts(1), speculate=K), plain)
+        verify, counted = vb.stats().phases["verify"], vb.stats().speculation
+        assert verify.hits + verify.misses == a_pass * verify.passes and verify.passes <= counted.rounds
+        assert counted.link_bytes > 0 and counted.bytes_per_token < counted.link_bytes
+
+
+def test_what_stops_decoding_stops_it_at_the_same_token_within_a_draft(wrapped):
+    inputs = prompts(1)
+    tokens = run(wrapped, inputs).sequences[0, 9:].tolist()
+    for stop in (3, 4):
+        for settings in ({"eos_token_id": tokens[stop]}, {"max_new_tokens": stop}):
+            assert_same(run(wrapped, inputs, **settings, speculate=K), run(wrapped, inputs, **settings))
+    rows = prompts(3)
+    eos = run(wrapped, rows).sequences[1, 12].item()
+    assert_same(run(wrapped, rows, eos_token_id=eos, speculate=K), run(wrapped, rows, eos_token_id=eos))
+
+
+class Nudge(LogitsProcessor):
+    """Favours a token by the number of its calls, so it must not be called ahead."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __call__(self, input_ids, scores):
+        self.calls.append(input_ids.tolist())
+        return scores + torch.eye(128)[(7 * len(self.calls)) % 128]
+
+
+class After(StoppingCriteria):
+    """Stops after some calls."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls.append(input_ids.tolist())
+        return torch.full((len(input_ids),), len(self.calls) > 18)
+
+
+class Streamer:
+    def __init__(self):
+        self.put_values, self.ended = [], 0
+
+    def put(self, value):
+        self.put_values.append(value.tolist())
+
+    def end(self):
+        self.ended += 1
+
+
+def test_processors_criteria_and_streamers_are_called_as_plain_decoding_calls_them(wrapped):
+    results = []
+    for speculate in (False, K):
+        seen, streamer = [], Streamer()
+        extra = {"logits_processor": [Nudge(seen)], "stopping_criteria": StoppingCriteriaList([After(seen)])}
+        out = run(wrapped, prompts(1), **extra, streamer=streamer, speculate=speculate)
+        results.append((out.sequences.tolist(), seen, streamer.put_values, streamer.ended))
+    assert results[0] == results[1] and results[0][3] == 1
+
+
+def test_a_batch_whose_rows_accept_different_counts_keeps_what_a_row_has_right(wrapped):
+    rows = prompts(3)
+    before = wrapped.stats().speculation
+    assert_same(run(wrapped, rows, speculate=8, **SAMPLED), run(wrapped, rows, **SAMPLED))
+    counted = wrapped.stats().speculation
+    assert counted.rounds - (before.rounds if before else 0) < TOKENS - 1
+
+
+def test_distribution_draws_what_the_model_gives(wrapped):
+    torch.manual_seed(0)
+    batch, top = 600, 3
+    inputs = {"input_ids": prompts(1)["input_ids"].expand(batch, -1)}
+    how = {"do_sample": True, "top_k": top, "temperature": 3.0, "max_new_tokens": 3, "min_new_tokens": 3}
+    drawn = wrapped.generate(
+        **inputs, attention_mask=torch.ones_like(inputs["input_ids"]), pad_token_id=0, **how, speculate=2,
+        exactness="distribution",
+    )[:, 9:]  # fmt: skip
+    pairs, counts = torch.unique(drawn[:, :2], dim=0, return_counts=True)
+    statistic, cells = 0.0, 0
+    with torch.no_grad():
+        for first in pairs[:, 0].unique():
+            ids = torch.cat([inputs["input_ids"][:1], first.view(1, 1)], 1)
+            kept = (wrapped(ids).logits[0, -1].float() / 3.0).topk(top)
+            of_first = pairs[:, 0] == first
+            expected = kept.values.softmax(-1) * counts[of_first].sum()
+            got = [counts[of_first & (pairs[:, 1] == token)].sum() for token in kept.indices]
+            assert sum(got) == counts[of_first].sum()
+            statistic += sum(((g - e) ** 2 / e).item() for g, e in zip(got, expected, strict=True))
+            cells += top - 1
+    assert statistic < cells + 4 * (2 * cells) ** 0.5
+
+
+class Interrupting(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] == 13:
+            raise KeyboardInterrupt
+        return scores
+
+
+@pytest.mark.parametrize("where", ["processor", "row"])
+def test_ctrl_c_leaves_the_model_as_it_was(wrapped, where):
+    inputs, norm = prompts(1), wrapped.model.model.layers[1].mlp
+    plain, calls = run(wrapped, inputs), []
+
+    def interrupt(*args):
+        calls.append(args)
+        if len(calls) == 2 * K + 3:  # the draft's steps, then rows in lockstep
+            raise KeyboardInterrupt
+
+    hook = norm.register_forward_pre_hook(interrupt) if where == "row" else None
+    processors = LogitsProcessorList([Interrupting()] if where == "processor" else [])
+    with pytest.raises(KeyboardInterrupt):
+        run(wrapped, inputs, speculate=K, logits_processor=processors)
+    if hook:
+        hook.remove()
+    assert_same(run(wrapped, inputs, speculate=K), plain)
+
+
+def test_what_cannot_be_drafted_is_decoded_plainly_and_says_why_once():
+    with wrap(llama(), "nvfp4") as vb, pytest.warns(UserWarning, match="no weight has a fine plane"):
+        run(vb, prompts(1), speculate="auto")
+    with wrap(llama(dtype=BF16), "exact") as vb:
+        with pytest.warns(UserWarning, match="beam search does not decode token by token"):
+            run(vb, prompts(1), speculate="auto", num_beams=2)
+        plain = run(vb, prompts(1), cache_implementation="static")
+        with pytest.warns(UserWarning, match="its cache cannot be rewound: StaticCache"):
+            got = run(vb, prompts(1), speculate="auto", cache_implementation="static")
+        assert torch.equal(got.sequences, plain.sequences)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run(vb, prompts(1), speculate="auto", num_beams=2)
+        assert sum("speculate" in reason for reason in vb.stats().fallbacks) == 2
+
+
+def test_values_out_of_range_are_refused(wrapped):
+    for bad in ({"speculate": 0}, {"speculate": True}, {"speculate": 99}, {"exactness": "bits"}, {"seed": 0.5}):
+        with pytest.raises(ArgumentError, match=next(iter(bad))):
+            run(wrapped, prompts(1), **bad)
+    with pytest.raises(ArgumentError, match="seed = 3: beam search"):
+        run(wrapped, prompts(1), seed=3, num_beams=2)

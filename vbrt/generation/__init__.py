@@ -1,0 +1,3 @@
+"""Decoding: what `generate` does beside transformers."""
+
+__all__: list[str] = []

@@ -1,0 +1,52 @@
+"""Noise for sampling that depends on a seed, a row of the batch and a position only.
+
+Plain decoding, a draft and a verification that draw with it draw the same token from the same scores (Gumbel-max with
+common random numbers; Daliri, Musco and Suresh 2024, "Coupling without communication and drafter-invariant speculative
+decoding", arXiv 2408.07978). So sampled tokens can be drafted and verified like greedy ones, and the output is what
+sampling token by token with the same seed gives.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from vbrt.blocks.sampling import gumbel_max_sample
+
+__all__ = ["Noise", "greedy"]
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Draws tokens with Gumbel noise by (seed, row, position). One seed gives other noise on another device type."""
+
+    seed: int
+
+    def draw(self, scores: torch.Tensor, position: int) -> torch.Tensor:
+        """Return tokens int64 [B] for scores [B, V] (processed logits): a draw from softmax(scores) each.
+
+        `position`: of the token in the sequence, prompt and padding included. A row with nothing to draw gives -1.
+        """
+        generator = torch.Generator(scores.device)
+        tokens = []
+        for row, scores_V in enumerate(scores):
+            generator.manual_seed(mixed(self.seed, row, position))
+            tokens.append(gumbel_max_sample(scores_V, generator=generator, check=False))
+        return torch.stack(tokens)
+
+
+def greedy(scores: torch.Tensor, position: int) -> torch.Tensor:
+    """Return the tokens int64 [B] of the highest scores [B, V]."""
+    return torch.argmax(scores, dim=-1)
+
+
+def mixed(*numbers: int) -> int:
+    """Return 63 bits that depend on all of the numbers (SplitMix64; Steele, Lea and Flood 2014)."""
+    state = 0
+    for number in numbers:
+        state = (state ^ number) + 0x9E3779B97F4A7C15 & _MASK
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state >> 1

@@ -1,0 +1,91 @@
+"""How many tokens to draft: what has the most tokens a second, by what was measured so far.
+
+With an acceptance of a (the share of drafted tokens, up to the first wrong one, that verification confirms), a round of
+k drafts gives E(k) = (1 - a^(k + 1)) / (1 - a) tokens (Leviathan, Kalman, Matias 2023) in k d + v(k) seconds: d for a
+draft, v(k) = base + slope * k for the verification of k + 1 rows.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+__all__ = ["MOST", "Pace", "expected_tokens"]
+
+#: drafts a round at most
+MOST = 32
+_FIRST = (4, 8, 2)  # of the first rounds: three lengths, so that times can be fitted
+_MEMORY = 24  # rounds
+_PROBE = 64  # rounds without drafts until one is tried again
+
+
+@dataclass(slots=True)
+class Pace:
+    """Chooses the drafts of each round.
+
+    Attributes:
+        fixed: drafts of every round; None: by measurement.
+        k: the last choice.
+    """
+
+    fixed: int | None = None
+    k: int = 0
+    _right: float = 4.0  # before anything is known: four of five
+    _wrong: float = 1.0
+    _draft_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MEMORY))
+    _verify: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_MEMORY))
+    _rounds: int = 0
+    _idle: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        """The share of drafted tokens that are confirmed, up to the first wrong one; recent rounds count more."""
+        return self._right / (self._right + self._wrong)
+
+    def choose(self, room: int) -> int:
+        """Return how many tokens to draft, at most `room`."""
+        self.k = max(0, min(room, MOST, self._wanted()))
+        return self.k
+
+    def _wanted(self) -> int:
+        if self.fixed is not None:
+            return self.fixed
+        if self._rounds < len(_FIRST):
+            return _FIRST[self._rounds]
+        if self._idle >= _PROBE:
+            return _FIRST[0]
+        draft_s = sorted(self._draft_s)[len(self._draft_s) // 2]
+        base_s, slope_s = self._verify_line()
+        a = self.acceptance
+        return max(range(MOST + 1), key=lambda k: expected_tokens(a, k) / (k * (draft_s + slope_s) + base_s))
+
+    def _verify_line(self) -> tuple[float, float]:
+        """(base, slope) of the verification's seconds by the number of drafts: least squares, neither negative."""
+        count = len(self._verify)
+        mean_k = sum(k for k, _ in self._verify) / count
+        mean_s = sum(s for _, s in self._verify) / count
+        spread = sum((k - mean_k) ** 2 for k, _ in self._verify)
+        slope = sum((k - mean_k) * (s - mean_s) for k, s in self._verify) / spread if spread else 0.0
+        slope = min(max(slope, 0.0), mean_s / (mean_k + 1))
+        return max(mean_s - slope * mean_k, 1e-9), slope
+
+    def note(self, drafted: int, accepted: int, tried: int, seconds: tuple[float, float]) -> None:
+        """Learn from a round.
+
+        Args:
+            accepted, tried: drafts that were confirmed, of those that were looked at before the round ended.
+            seconds: of all drafts, and of the verification.
+        """
+        draft_s, verify_s = seconds
+        self._verify.append((drafted, verify_s))
+        self._idle = 0 if drafted else self._idle + 1
+        if not drafted:
+            return
+        self._rounds += 1
+        self._draft_s.append(draft_s / drafted)
+        keep = 0.98**tried
+        self._right = self._right * keep + accepted
+        self._wrong = self._wrong * keep + (tried - accepted)
+
+
+def expected_tokens(acceptance: float, k: int) -> float:
+    """Return how many tokens a round of k drafts gives on average."""
+    return k + 1 if acceptance >= 1 else (1 - acceptance ** (k + 1)) / (1 - acceptance)

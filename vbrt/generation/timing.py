@@ -1,0 +1,32 @@
+"""Times of what a device does, taken without waiting for it."""
+
+import time
+
+import torch
+
+__all__ = ["Marks"]
+
+
+class Marks:
+    """Moments of a device's work, in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._marks: list[float | torch.cuda.Event] = []
+
+    def mark(self) -> None:
+        """Note the moment when what was launched until now is done."""
+        if self._stream is None:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        self._marks.append(event)
+
+    def seconds(self) -> list[float]:
+        """Return the times between the marks; waits for the last one."""
+        if self._stream is None:
+            return [end - start for start, end in zip(self._marks, self._marks[1:], strict=False)]
+        self._marks[-1].synchronize()
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        return [start.elapsed_time(end) / 1000 for start, end in pairs]
