@@ -11,6 +11,7 @@ from vbrt.config.formats import FORMATS, FormatRecord
 from vbrt.errors import FormatError
 from vbrt.formats.base import Format, WeightPlanes
 from vbrt.formats.fine import estimate_fine_bytes, fine_layout, merge_fine, split_fine
+from vbrt.formats.ggml import repack_gguf
 from vbrt.formats.page import (
     FIELD_ALIGN,
     LAYOUT_VERSION,
@@ -30,7 +31,6 @@ from vbrt.formats.published import (
     levels_format,
     repack_bitsandbytes,
     repack_compressed_int4,
-    repack_gguf,
     repack_gptq,
     repack_mxfp4,
     repack_nvfp4,

@@ -16,25 +16,23 @@ from vbrt.config.formats import FORMATS, LEVEL_BLOCKS, LEVEL_SCALES
 from vbrt.errors import FormatError
 from vbrt.formats.base import padded
 from vbrt.formats.blocks import unpack_codes
-from vbrt.formats.levels import INT4_LEVELS, IQ4_NL_LEVELS
+from vbrt.formats.levels import INT4_LEVELS
 
 __all__ = [
-    "GGUF_LEVELS",
     "Nested",
     "Repacked",
     "cut_blocks",
     "join_rows",
     "levels_format",
+    "levels_plane",
+    "matrix_shape",
     "repack_bitsandbytes",
     "repack_compressed_int4",
-    "repack_gguf",
     "repack_gptq",
     "repack_mxfp4",
     "repack_nvfp4",
 ]
 
-#: the types of GGUF that are 16 levels with an fp16 scale for 32 weights
-GGUF_LEVELS = {"Q4_0": INT4_LEVELS, "IQ4_NL": IQ4_NL_LEVELS}
 _STORED_ZERO = {"gptq": 7, "gptq_v2": 8}
 
 
@@ -156,7 +154,7 @@ def repack_bitsandbytes(
 
     Raises FormatError for tensors that do not fit together, scales that are not finite, or blocks across rows.
     """
-    n, k = _rows("bitsandbytes", shape)
+    n, k = matrix_shape("bitsandbytes", shape)
     codes = packed.detach().contiguous().view(torch.uint8).reshape(-1)
     if codes.numel() * 2 != n * k or k % 2:
         raise FormatError(f"bitsandbytes: {codes.numel()} bytes of codes; expected {n} x {k} / 2 of a weight {shape}")
@@ -168,10 +166,10 @@ def repack_bitsandbytes(
     format = levels_format(k, blocksize, torch.float32, flat=True)
     block = _block(format)
     spread = scales.repeat_interleave(blocksize // block)[: n * k // block].view(n, -1)
-    return _plane(format, shape, ((codes << 4) | (codes >> 4)).view(n, -1), spread, quant_map)
+    return levels_plane(format, shape, ((codes << 4) | (codes >> 4)).view(n, -1), spread, quant_map)
 
 
-def _rows(source: str, shape: Sequence[int]) -> tuple[int, int]:
+def matrix_shape(source: str, shape: Sequence[int]) -> tuple[int, int]:
     """(N, K) of a weight's shape; raises FormatError for one that is no matrix with weights in it."""
     if len(shape) != 2 or min(shape) < 1:
         raise FormatError(f"{source}: a weight of shape {tuple(shape)}; expected (N, K) with at least one weight")
@@ -260,7 +258,7 @@ def repack_compressed_int4(
 
     Raises FormatError for tensors that do not fit together, or a g_idx that is not in order.
     """
-    n, k = _rows("pack-quantized", shape)
+    n, k = matrix_shape("pack-quantized", shape)
     if weight_packed.dtype != torch.int32 or tuple(weight_packed.shape) != (n, -(-k // 8)):
         raise FormatError(
             f"pack-quantized: weight_packed {weight_packed.dtype} {tuple(weight_packed.shape)}; "
@@ -270,28 +268,6 @@ def repack_compressed_int4(
     scale = weight_scale.detach()
     scale_NG = scale.reshape(1, 1).expand(n, 1) if scale.numel() == 1 else scale.reshape(len(scale), -1)
     return _grouped("pack-quantized", (n, k), weight_packed.detach().contiguous().view(torch.uint8), scale_NG, group)
-
-
-def repack_gguf(blocks: Tensor, shape: tuple[int, int], type: str) -> Repacked:
-    """The plane of a GGUF tensor of type "Q4_0" or "IQ4_NL": 18 bytes for 32 weights, an fp16 scale and 16 bytes whose
-    low nibbles are the first 16 weights.
-
-    blocks: N K / 32 * 18 bytes in any shape; shape (N, K), which is GGUF's dimensions from the last to the first.
-    Raises FormatError for another type, or a number of bytes that does not fit the shape.
-    """
-    if type not in GGUF_LEVELS:
-        raise FormatError(f"gguf: type {type!r}; expected one of {', '.join(GGUF_LEVELS)}")
-    n, k = _rows("gguf", shape)
-    if blocks.dtype != torch.uint8 or k % 32 or blocks.numel() != n * k // 32 * 18:
-        raise FormatError(
-            f"gguf: {blocks.numel()} of {blocks.dtype} for a weight {(n, k)} of type {type}; expected 18 bytes for "
-            "each 32 weights of a row"
-        )
-    whole = blocks.detach().reshape(-1, 18)
-    scales = whole[:, :2].contiguous().view(torch.float16).view(n, -1)
-    low, high = whole[:, 2:] & 15, whole[:, 2:] >> 4
-    codes = torch.cat((low[:, 0::2] | low[:, 1::2] << 4, high[:, 0::2] | high[:, 1::2] << 4), dim=1).view(n, -1)
-    return _plane(levels_format(k, 32, torch.float16), shape, codes, scales, _table(GGUF_LEVELS[type], codes))
 
 
 def cut_blocks(made: Repacked, block: int) -> Repacked:
@@ -356,10 +332,11 @@ def _grouped(source: str, shape: tuple[int, int], codes: Tensor, scale_NG: Tenso
     half = padded(k, block) // 2
     wide = torch.full((n, half), 0x88, dtype=torch.uint8, device=codes.device)  # 0x88: two zeros
     wide[:, : (k + 1) // 2] = codes[:, : (k + 1) // 2]
-    return _plane(format, shape, wide, scales, _table(INT4_LEVELS, codes))
+    return levels_plane(format, shape, wide, scales, _table(INT4_LEVELS, codes))
 
 
-def _plane(format: str, shape: tuple[int, int], codes: Tensor, scales: Tensor, levels: Tensor) -> Repacked:
+def levels_plane(format: str, shape: tuple[int, int], codes: Tensor, scales: Tensor, levels: Tensor) -> Repacked:
+    """Return the plane of codes, block scales and sixteen levels. Raises FormatError: a number that is not finite."""
     levels = levels.detach().float().reshape(-1).contiguous()
     if levels.numel() != 16 or not torch.isfinite(levels).all():
         raise FormatError(f"{format}: {levels.numel()} levels; expected 16 finite numbers")

@@ -29,8 +29,12 @@ from transformers.utils import logging as transformers_logging
 from vbrt.config import VBConfig
 from vbrt.errors import VBError, describe_os_error
 from vbrt.host.files import expanded, read_bounded
+from vbrt.integrations.gguf_models import TOKENIZERS, config_beside, gguf_config, gguf_dtype, gguf_tokenizer
 from vbrt.integrations.transformers_quantizer import QuantizationConfig
+from vbrt.saves.gguf import GGUFTensors
+from vbrt.saves.gguf_file import GGUF_SUFFIX
 from vbrt.saves.manifest import MANIFEST
+from vbrt.saves.sources import gguf_file
 from vbrt.wrapper.load import load
 from vbrt.wrapper.of import of
 from vbrt.wrapper.wrapper import VBModelWrapper
@@ -38,20 +42,21 @@ from vbrt.wrapper.wrapper import VBModelWrapper
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["load_causal_lm", "load_wrapped", "loading", "meta_model", "method_of", "model_config", "quiet"]
+__all__ = [
+    "gguf_at",
+    "load_causal_lm",
+    "load_wrapped",
+    "loading",
+    "meta_model",
+    "method_of",
+    "model_config",
+    "quiet",
+    "take_generation_config_",
+]
 
 _MAX_CONFIG_BYTES = 16 << 20
 _MODELOPT = "hf_quant_config.json"  # of weights that ModelOpt has quantized
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-_TOKENIZERS = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "tekken.json",
-    "sentencepiece.bpe.model",
-)
 
 
 @contextlib.contextmanager
@@ -73,18 +78,27 @@ def quiet() -> Iterator[None]:
 # -- models without weights -------------------------------------------------------------------------------------------
 
 
-def meta_model(path: Path) -> nn.Module:
-    """Build the model of a directory or a config.json on the meta device: shapes and dtypes, no weights.
+def meta_model(path: Path, dtype: torch.dtype | None = None) -> nn.Module:
+    """Build the model of a directory, a config.json or a GGUF file on the meta device: shapes and dtypes, no weights.
 
     The class is the config's first architecture that transformers knows, else what its auto classes make of it; the
-    dtype is the config's, else that of the weights beside it, else float32.
+    dtype is the one given, else the config's, else that of the weights beside it, else float32. The config of a GGUF
+    file is the one beside it, else made of its metadata.
 
     Raises:
         VBError: no such file, not a config, or one that this version of transformers cannot build.
     """
-    file = _config_file(path)
-    config = _config(file)
-    dtype = config.dtype or _dtype_of_weights(file.parent) or torch.float32
+    gguf = gguf_at(path)
+    file = _config_file(path) if gguf is None else config_beside(gguf)
+    if file is not None:
+        config = _config(file)
+        dtype = dtype or config.dtype or _dtype_of_weights(file.parent)
+    else:
+        tensors, file = GGUFTensors(gguf), gguf
+        with quiet(), loading(f"{gguf}: transformers {transformers.__version__} makes no config of its metadata"):
+            config = gguf_config(tensors)
+        dtype = dtype or gguf_dtype(tensors)
+    dtype = dtype or torch.float32
     with quiet(), torch.device("meta"), loading(f"{file}: transformers cannot build this model"):
         make = _model_class(config, file)
         return make(config, dtype=dtype)
@@ -93,6 +107,12 @@ def meta_model(path: Path) -> nn.Module:
 def model_config(path: Path) -> PreTrainedConfig:
     """Return the config of a directory or a config.json. Raises VBError as `meta_model`."""
     return _config(_config_file(path))
+
+
+def gguf_at(path: Path) -> Path | None:
+    """Return the GGUF file that a path stands for; None for any other model. Raises VBError: it cannot be read."""
+    path, is_directory = _looked_at(path)
+    return gguf_file(path) if is_directory or (path.suffix == GGUF_SUFFIX and path.exists()) else None
 
 
 def method_of(config: PreTrainedConfig) -> str:
@@ -196,7 +216,7 @@ def load_wrapped(
 
     Args:
         path: a directory as `load_causal_lm` takes it; with planes in it, such as `vbrt convert` writes, they are read
-            as they are.
+            as they are. Or a GGUF file.
         config: by default that of the planes in the directory, "exact" for weights that others have quantized, else
             "fp4".
         warn: as for `load_causal_lm`.
@@ -205,6 +225,9 @@ def load_wrapped(
     Raises:
         VBError: as from `load_causal_lm`, `vbrt.load` and `vbrt.wrap`.
     """
+    gguf = gguf_at(path)
+    if gguf is not None:
+        return _load_gguf(gguf, config)
     path, known = _checked(path)
     tokenizer = _tokenizer(path)
     method = method_of(known)
@@ -212,13 +235,33 @@ def load_wrapped(
     if others or (path / MANIFEST).exists():
         with quiet():
             vb = load(path, meta_model(path).eval(), config)
-        if (path / "generation_config.json").exists():
-            with quiet(), loading(f"{path}: transformers does not take its generation_config.json"):
-                vb.model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+        take_generation_config_(vb.model, path)
         return vb, tokenizer
     given = {} if method == "vbrt" and config is None else {"quantization_config": QuantizationConfig(config)}
     with _counted(count):
         return of(_pretrained(path, warn, **given)), tokenizer
+
+
+def _load_gguf(file: Path, config: VBConfig | None) -> tuple[VBModelWrapper, "PreTrainedTokenizerBase"]:
+    model = meta_model(file).eval()
+    _check_causal(model.config, file)
+    with quiet(), loading(f"{file}: transformers cannot make its tokenizer"):
+        tokenizer = gguf_tokenizer(file)
+    with quiet():
+        vb = load(file, model, config)
+    take_generation_config_(vb.model, file)
+    return vb, tokenizer
+
+
+def take_generation_config_(model: nn.Module, path: Path) -> None:
+    """Give a model the generation_config.json of its directory, or the one beside its GGUF file, if there is one.
+
+    Raises VBError: transformers does not take it.
+    """
+    directory = path if path.is_dir() else path.parent
+    if (directory / "generation_config.json").exists() and hasattr(model, "generation_config"):
+        with quiet(), loading(f"{directory}: transformers does not take its generation_config.json"):
+            model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
 
 
 def _checked(path: Path) -> tuple[Path, PreTrainedConfig]:
@@ -231,7 +274,7 @@ def _checked(path: Path) -> tuple[Path, PreTrainedConfig]:
     _check_causal(config, path)
     _check_regular(path)
     _check_has(path, (*_WEIGHTS, MANIFEST), "weights")
-    _check_has(path, _TOKENIZERS, "tokenizer")
+    _check_has(path, TOKENIZERS, "tokenizer")
     return path, config
 
 

@@ -12,11 +12,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig
+import torch
 
 from vbrt.config import VBConfig
-from vbrt.errors import VBError
-from vbrt.integrations.huggingface import loading, meta_model, method_of, model_config, quiet
+from vbrt.errors import ConfigError, VBError
+from vbrt.integrations.huggingface import gguf_at, loading, meta_model, method_of, model_config, take_generation_config_
 from vbrt.integrations.transformers_quantizer import QuantizationConfig
 from vbrt.model.runtime import Runtime
 from vbrt.saves.ahead import reading_ahead
@@ -35,38 +35,44 @@ def from_pretrained(
     config: VBConfig | Mapping[str, Any] | str | PathLike | None = None,
     *,
     runtime: Runtime | None = None,
+    dtype: torch.dtype | None = None,
     **overrides: Any,
 ) -> VBModelWrapper:
-    """Build the model of a directory, fill it from its files weight by weight, and return it wrapped, in eval mode.
+    """Build the model of a directory or a GGUF file, fill it weight by weight, and return it wrapped, in eval mode.
 
     Weights that others have quantized go into pages as they are where their layout is one of vbrt's formats; other
     layouts are decoded, one weight at a time, and `plan.notes` and a warning say so. What such a checkpoint has left
     dense stays dense.
 
     Args:
-        directory: with config.json, and safetensors files or what `vb.save` or `save_pretrained` wrote.
+        directory: with config.json, and safetensors files or what `vb.save` or `save_pretrained` wrote; or a GGUF file,
+            whose config is made of its metadata if no config.json lies beside it.
         config: as `vbrt.wrap` takes it; by default that of saved planes, "exact" for a checkpoint that others have
             quantized, and "fp4" for a dense one.
         runtime: `vb.runtime` of another model, which shares its tiers, budgets and policy.
+        dtype: of the model of a GGUF file, which names none: what is decoded is rounded to it. By default that of the
+            config beside the file; the file's own, if none of its weights are quantized; else float32.
         **overrides: sections of the config, merged key by key.
 
     Raises:
         CheckpointError: files missing, damaged, of another model, or of a layout that vbrt does not read.
-        ConfigError, FormatError, TierError: as from `vbrt.load`.
+        ConfigError: as from `vbrt.load`; or a dtype for files that have their own.
+        FormatError, TierError: as from `vbrt.load`.
         VBError: a config.json that is missing, damaged, or of a model that transformers cannot build.
     """
     path = Path(directory).expanduser()
-    if method_of(model_config(path)) == _OWN:
+    gguf = gguf_at(path)
+    if dtype is not None and gguf is None:
+        raise ConfigError(f"{path}: dtype={dtype}, and these files have dtypes of their own; leave it out")
+    if gguf is None and method_of(model_config(path)) == _OWN:
         return _of_planes(path, type(meta_model(path)), config, runtime, overrides)
     source = open_source(path)
     with reading_ahead(source.files):
-        model = meta_model(path).eval()
+        model = meta_model(path, dtype).eval()
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config  # the layers are no longer those of the library that it names
         vb = load_from(source, model, config, runtime=runtime, **overrides)
-    if (path / "generation_config.json").exists() and hasattr(model, "generation_config"):
-        with quiet(), loading(f"{path}: transformers does not take its generation_config.json"):
-            model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    take_generation_config_(model, path)
     return vb
 
 

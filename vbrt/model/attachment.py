@@ -180,7 +180,7 @@ class Attachment:
         stack, plan = self.stack, self.plan
         self.expert_cache.settle(each=experts)
         swapped = self.registry.swapped()  # other threads may encode, move and unwrap meanwhile
-        fallbacks = stack_fallbacks(stack)
+        fallbacks = [*plan.fallbacks, *stack_fallbacks(stack)]
         for _, _, layer in swapped:
             fallbacks += layer.handle.all_fallbacks()
         others = [other.prefix for other in self.runtime.attachments if other is not self]

@@ -156,7 +156,7 @@ class Plan:
 
     `budgets` are the resolved bytes of each tier that takes part, the computing tier first. With mode "train" there are
     no pages: the computing tier's budget is 0, and the swapped weights stay in its memory. `warnings`: what a user
-    should hear who does not look.
+    should hear who does not look. `fallbacks`: what is not held as the files have it, for `stats()`.
     """
 
     swaps: tuple[Swap, ...]
@@ -165,6 +165,7 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
     mode: str = "infer"
     warnings: tuple[str, ...] = ()
+    fallbacks: tuple[str, ...] = ()
 
     @property
     def compute_tier(self) -> str:

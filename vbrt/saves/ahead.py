@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
 from vbrt.host.read_ahead import ReadAhead
+from vbrt.saves.gguf_file import GGUFFile
 from vbrt.saves.tensorfile import TensorFile
 
 __all__ = ["layers_first", "natural_key", "read_ahead", "reading_ahead"]
@@ -19,14 +20,14 @@ def layers_first(name: str) -> tuple[bool, list[tuple[int, int | str]]]:
     return not any(part.isdecimal() for part in name.split(".")), natural_key(name)
 
 
-def read_ahead(files: Iterable[TensorFile], key: Callable[[str], object] = layers_first) -> ReadAhead:
+def read_ahead(files: Iterable[TensorFile | GGUFFile], key: Callable[[str], object] = layers_first) -> ReadAhead:
     """Begin to read the tensors of files, in the order of a key of their names; close it when they are loaded."""
     found = sorted(((name, file) for file in files for name in file.tensors), key=lambda item: key(item[0]))
     return ReadAhead(file.span(name) for name, file in found)
 
 
 @contextlib.contextmanager
-def reading_ahead(files: Iterable[TensorFile]) -> Iterator[None]:
+def reading_ahead(files: Iterable[TensorFile | GGUFFile]) -> Iterator[None]:
     """Read ahead of what is read from these files in the block."""
     files = list(files)
     with read_ahead(files) as ahead:

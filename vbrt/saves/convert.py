@@ -17,6 +17,7 @@ from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError, ConfigError, describe_os_error
 from vbrt.host.files import expanded, read_bounded, sync_directory, write_file
 from vbrt.model.machine import release_host_memory
+from vbrt.saves.gguf_file import shard_paths
 from vbrt.saves.journal import Journal, open_journal
 from vbrt.saves.manifest import MANIFEST, Manifest, SavedTensor, text_of, to_json
 from vbrt.saves.pieces import Piece, Pieces
@@ -104,7 +105,7 @@ def _target(directory: Path, source: Source) -> Path:
 
 def _fingerprint(path: Path) -> list[list[Any]]:
     """Return what changes with a source's files: the name, bytes and time of those that count."""
-    files = [path] if path.is_file() else sorted(path.iterdir())
+    files = sorted(path.iterdir()) if path.is_dir() else shard_paths(path)
     counted = [file for file in files if file.suffix in _WEIGHT_FILES or file.name in ("config.json", MANIFEST)]
     found = [(file.name, file.stat()) for file in counted]
     return [[str(path.resolve())], *([name, stat.st_size, stat.st_mtime_ns] for name, stat in found)]

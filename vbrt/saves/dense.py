@@ -1,6 +1,6 @@
-"""Safetensors checkpoints of dense models: every weight is read by the name that the model has for it, and encoded."""
+"""Checkpoints of dense models: every weight is read by the name that the model has for it, and encoded."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,26 @@ from vbrt.model.planner import make_plan
 from vbrt.residency.plan import Beside, Plan, Swap
 from vbrt.residency.site import WeightSite
 from vbrt.saves.assign import assign_, on_meta, with_values
-from vbrt.saves.conversion import Entry, TensorSource, entries_for
+from vbrt.saves.conversion import Entry
 from vbrt.saves.fit import check_names, ignored_names, other_dtypes, other_shapes, refuse_any
+from vbrt.saves.gguf_file import GGUFFile
 from vbrt.saves.tensorfile import TensorFile
 
 __all__ = ["DenseCheckpoint"]
 
 
 class DenseCheckpoint:
-    """An ordinary safetensors checkpoint of a dense model."""
+    """An ordinary checkpoint of a dense model.
 
-    def __init__(self, path: Path, files: Iterable[TensorSource]) -> None:
-        self.path = path
-        self._files = list(files)
-        self.files = [file for file in self._files if isinstance(file, TensorFile)]
+    Args:
+        files: those that the tensors are in, to be read ahead.
+        entries: finds the tensors of the files by the names that a model has for them.
+    """
+
+    def __init__(
+        self, path: Path, files: Iterable[TensorFile | GGUFFile], entries: Callable[[nn.Module], dict[str, Entry]]
+    ) -> None:
+        self.path, self.files, self._entries_for = path, list(files), entries
         self._found: dict[str, Entry] = {}  # by names of the model
         self._entries: dict[str, str] = {}  # each name that the model has -> the one that was found, where tied
 
@@ -40,7 +46,7 @@ class DenseCheckpoint:
 
     def outline_(self, model: nn.Module) -> None:
         """See `Source`."""
-        self._found = entries_for(self.path, model, self._files)
+        self._found = self._entries_for(model)
         groups: dict[int, list[str]] = {}
         for name, tensor in (
             *model.named_parameters(remove_duplicate=False),

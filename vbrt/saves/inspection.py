@@ -11,6 +11,7 @@ from torch import nn
 from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError
 from vbrt.residency.plan import Plan, Swap
+from vbrt.saves.gguf_file import GGUF_SUFFIX, GGUFFile, GGUFTensor
 from vbrt.saves.manifest import MANIFEST, text_of
 from vbrt.saves.pieces import conversion_plan
 from vbrt.saves.published import WeightKind
@@ -97,19 +98,20 @@ def inspect(source: Source, model: nn.Module, config: VBConfig) -> Inspection:
 
 def _held(path: Path) -> Inspection:
     """Return what the files hold."""
-    files = [TensorFile(file) for file in weight_files(path)]
+    files = [GGUFFile(file) if file.suffix == GGUF_SUFFIX else TensorFile(file) for file in weight_files(path)]
     infos = [info for file in files for info in file.tensors.values()]
     dtypes: dict[str, int] = {}
     for info in infos:
-        dtypes[text_of(info.dtype)] = dtypes.get(text_of(info.dtype), 0) + info.nbytes
+        held = info.type if isinstance(info, GGUFTensor) else text_of(info.dtype)
+        dtypes[held] = dtypes.get(held, 0) + info.nbytes
     ordered = dict(sorted(dtypes.items(), key=lambda item: -item[1]))
     made = Inspection("planes of vbrt", len(files), len(infos), sum(info.nbytes for info in infos), ordered)
     if path.is_dir() and (path / MANIFEST).exists():
         return made
     found = describe(path)
     packed = any(kind.becomes != "dense" for kind in found.kinds)
-    layout = f"safetensors of {found.method or 'quantized weights'}" if packed else "safetensors of dense weights"
-    return replace(made, layout=layout, method=found.method, weights=found.kinds)
+    what = (found.method or "quantized weights") if packed else "dense weights"
+    return replace(made, layout=f"{found.container} of {what}", method=found.method, weights=found.kinds)
 
 
 def _layers(plan: Plan) -> tuple[KindOfLayer, ...]:

@@ -96,7 +96,8 @@ class PackedFiles:
     Attributes:
         files: whose tensors they are.
         weights: the quantized ones, by the model's names or those that its conversions begin with.
-        unused: names of tensors that nothing is made of.
+        unused: names of tensors that nothing is made of, of this kind:
+        unused_kind: for users.
 
     Raises:
         CheckpointError: damaged, or of a layout that vbrt does not read.
@@ -121,6 +122,7 @@ class PackedFiles:
             self._find(layout)
         spare = (name for name in self._found if name not in self._taken and name.endswith(UNUSED))
         self.unused = tuple(spare) if self.weights else ()
+        self.unused_kind = "scales of activations and caches"
         self._check_rest()
 
     def _usual_dtype(self) -> torch.dtype:

@@ -6,10 +6,11 @@ says; what the checkpoint itself has not quantized is held dense.
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,8 +24,9 @@ from vbrt.model.choice import choose
 from vbrt.model.planner import make_plan
 from vbrt.residency.plan import Beside, Plan, Swap
 from vbrt.residency.site import WeightSite
-from vbrt.saves.conversion import Entry
+from vbrt.saves.conversion import Entry, entries_for
 from vbrt.saves.dense import DenseCheckpoint
+from vbrt.saves.gguf_file import GGUFFile
 from vbrt.saves.packed import PackedFiles, PackedWeight, read_scheme
 from vbrt.saves.tensorfile import TensorFile
 
@@ -38,15 +40,36 @@ def checkpoint_of(path: Path, files: list[Path]) -> "DenseCheckpoint":
     opened = list(map(TensorFile, files))
     scheme, dtype = read_scheme(path) if path.is_dir() else ({}, None)
     packed = PackedFiles(path, opened, scheme, dtype)
-    return PublishedCheckpoint(path, packed) if packed.weights else DenseCheckpoint(path, opened)
+    if not packed.weights:
+        return DenseCheckpoint(path, opened, partial(entries_for, path, files=opened))
+    return PublishedCheckpoint(path, packed, opened, partial(entries_for, path, files=[packed]))
+
+
+class QuantizedWeights(Protocol):
+    """Weights of a checkpoint that are quantized, and names of tensors, of some kind, that nothing is made of."""
+
+    weights: Mapping[str, PackedWeight]
+    unused: tuple[str, ...]
+    unused_kind: str
 
 
 class PublishedCheckpoint(DenseCheckpoint):
-    """A safetensors checkpoint with weights that another library has quantized."""
+    """A checkpoint with weights that another library has quantized.
 
-    def __init__(self, path: Path, packed: PackedFiles) -> None:
-        super().__init__(path, [packed])
-        self._packed, self.files = packed, packed.files
+    Args:
+        packed: the quantized weights, once the entries have been found.
+        files, entries: as for `DenseCheckpoint`; a weight of `packed` has the name that its entry has in `rows`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        packed: QuantizedWeights,
+        files: Iterable[TensorFile | GGUFFile],
+        entries: Callable[[nn.Module], dict[str, Entry]],
+    ) -> None:
+        super().__init__(path, files, entries)
+        self._packed = packed
         self._formats: dict[str, str] = {}  # of swaps whose planes are taken as they are, by name
 
     def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
@@ -60,10 +83,10 @@ class PublishedCheckpoint(DenseCheckpoint):
         swaps = [self._held(swap) for swap in chosen]
         plan = make_plan(model, config, saved=swaps, beside=beside)
         notes = tuple(self._notes(swaps))
-        lost = [note for note in notes if "decoded" in note]
+        lost = tuple(note for note in notes if "decoded" in note)
         for note in lost:
             warnings.warn(f"{self.path}: {note}", stacklevel=5)
-        return replace(plan, notes=(*plan.notes, *notes))
+        return replace(plan, notes=(*plan.notes, *notes), fallbacks=(*plan.fallbacks, *lost))
 
     def _held(self, swap: Swap) -> Swap:
         if swap.name in self._formats:
@@ -145,7 +168,7 @@ class PublishedCheckpoint(DenseCheckpoint):
         for (why, held), count in decoded.items():
             yield f"{count} layers: decoded and held as {held}: {why}"
         if unused := self._packed.unused:
-            yield f"{len(unused)} scales of activations and caches are not used, such as {unused[0]}"
+            yield f"{len(unused)} {self._packed.unused_kind} are not used, such as {unused[0]}"
 
 
 _APART = "its parts are quantized in ways that do not go together in one weight"
@@ -193,11 +216,13 @@ class Description:
         method: the `quant_method` of its config; "" for a dense one.
         kinds: its weights, the largest part first.
         unused: tensors that nothing is made of, such as scales of activations.
+        container: the kind of its files.
     """
 
     method: str
     kinds: tuple[WeightKind, ...]
     unused: int = 0
+    container: str = "safetensors"
 
     @property
     def nbytes(self) -> int:

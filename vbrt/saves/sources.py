@@ -1,4 +1,4 @@
-"""Files that a model is loaded from: what `vb.save` wrote, or a safetensors checkpoint of the dense model."""
+"""Files that a model is loaded from: what `vb.save` wrote, a safetensors checkpoint, or a GGUF file."""
 
 import json
 import re
@@ -26,14 +26,17 @@ from vbrt.model.planner import make_plan
 from vbrt.residency.plan import Beside, Plan, Swap
 from vbrt.residency.site import ROOT, WeightSite
 from vbrt.saves.assign import assign_, on_meta, with_values
-from vbrt.saves.fit import check_names, has_fraction, misfit, other_kinds, other_shapes, refuse_any
+from vbrt.saves.fit import check_names, first_names, has_fraction, misfit, other_kinds, other_shapes, refuse_any
+from vbrt.saves.gguf import describe_gguf, gguf_checkpoint
+from vbrt.saves.gguf_file import GGUF_SUFFIX, GGUFFile, shard_paths
 from vbrt.saves.manifest import MANIFEST, Manifest, SavedLayer, read_manifest, text_of
 from vbrt.saves.published import Description, checkpoint_of, describe_files
 from vbrt.saves.tensorfile import TensorFile, TensorInfo, digest
 
-__all__ = ["SavedModel", "Source", "describe", "for_this_machine", "open_source", "weight_files"]
+__all__ = ["SavedModel", "Source", "describe", "for_this_machine", "gguf_file", "open_source", "weight_files"]
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")  # not read here, but what a directory is then
 _MAX_INDEX_BYTES = 64 << 20
 
 
@@ -41,11 +44,11 @@ class Source(Protocol):
     """Files that know a model.
 
     Attributes:
-        files: the safetensors files among them, to be read ahead.
+        files: to be read ahead.
     """
 
     path: Path
-    files: Iterable[TensorFile]
+    files: Iterable[TensorFile | GGUFFile]
 
     def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
         """Return the config that the user asked for, checked against the files."""
@@ -77,14 +80,35 @@ def open_source(path: Path) -> Source:
     path = _looked_at(path)
     if path.is_dir() and (path / MANIFEST).exists():
         return SavedModel(path)
-    return checkpoint_of(path, _files_of(path))
+    file = gguf_file(path)
+    return checkpoint_of(path, _files_of(path)) if file is None else gguf_checkpoint(file)
+
+
+def gguf_file(path: str | PathLike) -> Path | None:
+    """Return the GGUF file that a path stands for, the first part of one that is split: a file, or the only one of a
+    directory without other weights; None for other checkpoints.
+
+    Raises CheckpointError: a path that cannot be read, or several such files in a directory.
+    """
+    path = _looked_at(Path(path))
+    if not path.is_dir():
+        return shard_paths(path)[0] if path.suffix == GGUF_SUFFIX else None
+    if any((path / name).exists() for name in (MANIFEST, _INDEX, _SINGLE, *_PICKLED)):
+        return None
+    firsts = sorted({shard_paths(file)[0] for file in path.glob(f"*{GGUF_SUFFIX}")})
+    if len(firsts) > 1:
+        raise CheckpointError(
+            f"{path}: {len(firsts)} GGUF files, such as {first_names([f.name for f in firsts])}; name one"
+        )
+    return firsts[0] if firsts else None
 
 
 def describe(path: str | PathLike) -> Description:
     """Say what a checkpoint is and what it will become, from the headers of its files; nothing is loaded.
 
     Args:
-        path: a directory with safetensors files, or one such file. What `vb.save` wrote is described by its manifest.
+        path: a directory with safetensors files or a GGUF file, or one such file. What `vb.save` wrote is described by
+            its manifest.
 
     Raises:
         CheckpointError: files missing, damaged, or of a layout that vbrt does not read.
@@ -92,7 +116,8 @@ def describe(path: str | PathLike) -> Description:
     path = _looked_at(Path(path))
     if path.is_dir() and (path / MANIFEST).exists():
         raise CheckpointError(f"{path}: a save of vbrt, whose {MANIFEST} says what it is")
-    return describe_files(path, _files_of(path))
+    file = gguf_file(path)
+    return describe_files(path, _files_of(path)) if file is None else describe_gguf(file)
 
 
 def _looked_at(path: Path) -> Path:
@@ -105,11 +130,11 @@ def _looked_at(path: Path) -> Path:
     except OSError as error:
         raise CheckpointError(
             f"{error.filename}: cannot be read: {describe_os_error(error)}; expected a directory "
-            f"that vb.save() wrote, or a checkpoint with {_SINGLE}"
+            f"that vb.save() wrote, a checkpoint with {_SINGLE}, or a GGUF file"
         ) from error
-    if not is_directory and not (is_file and path.suffix == ".safetensors"):
+    if not is_directory and not (is_file and path.suffix in (".safetensors", GGUF_SUFFIX)):
         raise CheckpointError(
-            f"{path}: no such directory; expected one that vb.save() wrote, or a checkpoint with {_SINGLE}"
+            f"{path}: no such directory; expected one that vb.save() wrote, a checkpoint with {_SINGLE}, or a GGUF file"
         )
     return path
 
@@ -123,15 +148,16 @@ def _files_of(path: Path) -> list[Path]:
         return [path / _SINGLE]
     raise CheckpointError(
         f"{path}: neither {MANIFEST}, as vb.save() writes it, nor {_SINGLE} or {_INDEX} in it; "
-        "expected a save or a safetensors checkpoint"
+        "expected a save, a safetensors checkpoint or a GGUF file"
     )
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the safetensors files of what `open_source` has opened. Raises CheckpointError."""
+    """Return the files with the weights of what `open_source` has opened. Raises CheckpointError."""
     if path.is_dir() and (path / MANIFEST).exists():
         return sorted({path / tensor.file for tensor in read_manifest(path).tensors.values()})
-    return _files_of(path)
+    file = gguf_file(path)
+    return _files_of(path) if file is None else shard_paths(file)
 
 
 def _shard_names(index: Path) -> list[str]:

@@ -1,0 +1,123 @@
+"""Blocks of GGUF files, repacked into vbrt's coarse planes without decoding them: pure tensor functions.
+
+A tensor of these types is a number of equal blocks along K, whose bytes hold scales and codes. `GGML_PLANES` has the
+types whose weights are level times scale, as formats of vbrt hold them; what has minima, zero points or codes of more
+bits is for readers to decode. Layouts: ggml-common.h and ggml-quants.c of ggml, and `gguf.quants` of its package.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vbrt.errors import FormatError
+from vbrt.formats.levels import INT4_LEVELS, IQ4_NL_LEVELS
+from vbrt.formats.published import Repacked, levels_plane, matrix_shape, repack_mxfp4
+
+__all__ = ["GGML_PLANES", "GGMLPlane", "repack_gguf"]
+
+
+@dataclass(frozen=True, slots=True)
+class GGMLPlane:
+    """How blocks of one type become a plane.
+
+    Attributes:
+        format: of the plane.
+        weights: in a block.
+        nbytes: of a block.
+        repack: the plane of all blocks [B, nbytes] of a weight of shape (N, K).
+    """
+
+    format: str
+    weights: int
+    nbytes: int
+    repack: Callable[[Tensor, tuple[int, int]], Repacked]
+
+
+def repack_gguf(blocks: Tensor, shape: tuple[int, int], type: str) -> Repacked:
+    """The plane of a GGUF tensor of one of the types of `GGML_PLANES`, such as "Q4_0".
+
+    blocks: the tensor's bytes, uint8 in any shape; shape (N, K), which is GGUF's dimensions from the last to the first.
+    Decoded it is bit for bit what `gguf.dequantize` gives, rounded once to the weight's dtype.
+
+    Raises FormatError for another type, a number of bytes that does not fit the shape, or scales that are not finite.
+    """
+    if type not in GGML_PLANES:
+        raise FormatError(f"gguf: type {type!r}; expected one of {', '.join(GGML_PLANES)}")
+    plane, (n, k) = GGML_PLANES[type], matrix_shape("gguf", shape)
+    wanted = n * k // plane.weights * plane.nbytes
+    if blocks.dtype != torch.uint8 or k % plane.weights or blocks.numel() != wanted:
+        raise FormatError(
+            f"gguf: {blocks.numel()} of {blocks.dtype} for a weight {(n, k)} of type {type}; expected {plane.nbytes} "
+            f"bytes for each {plane.weights} weights of a row"
+        )
+    return plane.repack(blocks.detach().reshape(-1, plane.nbytes), (n, k))
+
+
+def _sequential(packed: Tensor) -> Tensor:
+    """Return bytes [.., 16] of 32 codes in their order, where low nibbles were the first 16 and high ones the rest."""
+    low, high = packed & 15, packed >> 4
+    halves = [half[..., 0::2] | half[..., 1::2] << 4 for half in (low, high)]
+    return torch.cat(halves, dim=-1)
+
+
+def _half(two_bytes: Tensor) -> Tensor:
+    return two_bytes.contiguous().view(torch.float16)
+
+
+def _of_levels(levels: tuple[float, ...]) -> Callable[[Tensor, tuple[int, int]], Repacked]:
+    """Q4_0 and IQ4_NL: an fp16 scale and 16 bytes of codes for 32 weights."""
+
+    def repack(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
+        n = shape[0]
+        codes, scales = _sequential(blocks[:, 2:]).reshape(n, -1), _half(blocks[:, :2]).view(n, -1)
+        return levels_plane("levels32-float16", shape, codes, scales, _table(levels, blocks))
+
+    return repack
+
+
+def _iq4_xs(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
+    """256 weights: an fp16 scale d; for each 32 a scale of 6 bits less 32, its high bits (2 bytes), its low ones (4);
+    codes. d times such a scale has 17 bits, so it is exact in fp32."""
+    n = shape[0]
+    high = blocks[:, 2:4].contiguous().view(torch.int16).int()
+    high = high >> torch.arange(0, 16, 2, dtype=torch.int32, device=blocks.device) & 3
+    low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=-1).flatten(1)
+    scales = _half(blocks[:, :2]).float() * ((low | high << 4) - 32)
+    codes = _sequential(blocks[:, 8:].unflatten(1, (8, 16))).reshape(n, -1)
+    return levels_plane("levels32-float32", shape, codes, scales.view(n, -1), _table(IQ4_NL_LEVELS, blocks))
+
+
+def _q3_k(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
+    """256 weights: the third bits of all codes (32 bytes), the lower two (64), scales of 6 bits less 32 for each 16
+    weights (12), an fp16 scale d. weight = d * scale * (code - 4), which the levels -4 to 3 of int4 hold."""
+    device = blocks.device
+    shifts = torch.arange(8, dtype=torch.uint8, device=device).view(1, 8, 1)
+    third = (blocks[:, None, :32] >> shifts & 1).flatten(1)
+    pairs = blocks[:, 32:96].unflatten(1, (2, 1, 32)) >> 2 * shifts[:, :4].unsqueeze(1) & 3
+    codes = (pairs.flatten(1) | third << 2) + 4  # -4 to 3 are codes 4 to 11 of int4
+    packed = (codes[:, 0::2] | codes[:, 1::2] << 4).reshape(shape[0], -1)
+    low = torch.cat((blocks[:, 96:104] & 15, blocks[:, 96:104] >> 4), dim=1)
+    high = (blocks[:, None, 104:108] >> 2 * shifts[:, :4] & 3).flatten(1)
+    scales = _half(blocks[:, 108:]).float() * ((low | high << 4).int() - 32)
+    return levels_plane("levels16-float32", shape, packed, scales.view(shape[0], -1), _table(INT4_LEVELS, blocks))
+
+
+def _mxfp4(blocks: Tensor, shape: tuple[int, int]) -> Repacked:
+    """32 weights: an E8M0 scale and 16 bytes of codes."""
+    codes = _sequential(blocks[:, 1:]).view(shape[0], -1, 16)
+    return Repacked("mxfp4", shape, repack_mxfp4(codes, blocks[:, 0].reshape(shape[0], -1)))
+
+
+def _table(levels: tuple[float, ...], like: Tensor) -> Tensor:
+    return torch.tensor(levels, dtype=torch.float32, device=like.device)
+
+
+GGML_PLANES = {
+    "Q4_0": GGMLPlane("levels32-float16", 32, 18, _of_levels(INT4_LEVELS)),
+    "IQ4_NL": GGMLPlane("levels32-float16", 32, 18, _of_levels(IQ4_NL_LEVELS)),
+    "IQ4_XS": GGMLPlane("levels32-float32", 256, 136, _iq4_xs),
+    "Q3_K": GGMLPlane("levels16-float32", 256, 110, _q3_k),
+    "MXFP4": GGMLPlane("mxfp4", 32, 17, _mxfp4),
+}

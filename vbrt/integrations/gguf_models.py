@@ -1,0 +1,84 @@
+"""Config and tokenizer of a GGUF file: those that lie beside it, else what transformers makes of its metadata.
+
+The file's header is checked before transformers follows any count in it. Importing this module imports transformers.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+from vbrt.host.files import read_bounded
+from vbrt.saves.gguf import GGUFTensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["TOKENIZERS", "config_beside", "gguf_config", "gguf_dtype", "gguf_tokenizer"]
+
+_MAX_CONFIG_BYTES = 16 << 20
+#: files of which any makes a tokenizer
+TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+    "sentencepiece.bpe.model",
+)
+#: sizes in the metadata that transformers takes from the defaults of a config class, for most architectures
+_LEFT_OUT = {
+    "attention.key_length": "head_dim",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+#: architectures whose output layer is always the embedding
+_TIED = ("falcon", "bloom")
+
+
+def config_beside(file: Path) -> Path | None:
+    """Return the config.json beside a GGUF file, if it is one of a whole model: some have nothing but a model_type."""
+    path = file.parent / "config.json"
+    try:
+        data = json.loads(read_bounded(path, _MAX_CONFIG_BYTES).decode())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError):
+        return path  # whoever reads it says what is wrong
+    return path if isinstance(data, dict) and data.get("architectures") else None
+
+
+def gguf_config(tensors: GGUFTensors) -> PreTrainedConfig:
+    """Return the config that transformers makes of the metadata of a file whose header is checked."""
+    config = AutoConfig.from_pretrained(
+        tensors.path.parent, gguf_file=tensors.path.name, local_files_only=True, trust_remote_code=False
+    )
+    metadata, taken = tensors.files[0].metadata, GGUF_CONFIG_MAPPING.get(config.model_type, {})
+    for key, attribute in _LEFT_OUT.items():
+        value = metadata.get(f"{tensors.architecture}.{key}")
+        if isinstance(value, int) and key not in taken and hasattr(config, attribute):
+            setattr(config, attribute, value)
+    if tensors.architecture not in _TIED:  # transformers looks at the first part of a file only
+        config.tie_word_embeddings = "output.weight" not in tensors.infos
+    return config
+
+
+def gguf_dtype(tensors: GGUFTensors) -> torch.dtype:
+    """Return the dtype of a model whose config names none: the file's own where no weight is quantized, else float32,
+    as transformers has it."""
+    held = {info.type for info in tensors.infos.values()}
+    halves = [dtype for type, dtype in (("BF16", torch.bfloat16), ("F16", torch.float16)) if type in held]
+    return halves[0] if halves and not tensors.is_quantized else torch.float32
+
+
+def gguf_tokenizer(file: Path) -> "PreTrainedTokenizerBase":
+    """Return the tokenizer beside a GGUF file, or the one that transformers makes of its metadata."""
+    if any((file.parent / name).is_file() for name in TOKENIZERS):
+        given: dict[str, Any] = {}
+    else:
+        given = {"gguf_file": file.name}
+    return AutoTokenizer.from_pretrained(file.parent, local_files_only=True, trust_remote_code=False, **given)

@@ -1,0 +1,207 @@
+"""What the tensors of a GGUF file are to a model of transformers: names, and what was done to values and rows.
+
+llama.cpp has names of its own, and its converter does things to weights that a loader must undo: rows of Llama's query
+and key projections are in another order, norms of Gemma are one larger, an expert's gate and up projections lie in two
+tensors. Names and operations are transformers' own, those of `from_pretrained(gguf_file=...)`: `Recipe.run` applies
+them to values. What they do to rows is found by giving them numbered rows (`rows_of`): where rows come out whole, in
+any order, the bytes of quantized rows can be moved in the same way, without decoding them.
+"""
+
+import copy
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vbrt.errors import CheckpointError
+
+__all__ = ["Recipe", "RowOrder", "recipes_for", "rows_of"]
+
+_COLUMNS = 3  # of numbered rows: enough to tell a row from a column
+#: what operations end in that cannot be done to numbered rows, or to odd values
+_ODD = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a tensor of a model is made of tensors of a file.
+
+    Attributes:
+        name: the model's.
+        sources: names in the file.
+        run: makes the value of the sources' values, which have their shapes in the file.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    run: Callable[[Mapping[str, Tensor]], Tensor]
+
+
+def recipes_for(path: Path, architecture: str, model: nn.Module, names: Iterable[str]) -> dict[str, Recipe]:
+    """Return how the tensors of a model are made of those of a file, by the model's names.
+
+    Args:
+        path: for errors.
+        architecture: `general.architecture` of the file.
+        model: of transformers; it may be on the meta device.
+        names: of the file's tensors; those that nothing is made of are in no recipe.
+
+    Raises:
+        CheckpointError: no model of transformers, or an architecture that transformers does not know from GGUF.
+    """
+    library = sys.modules.get("transformers")
+    if library is None or not isinstance(model, library.PreTrainedModel):
+        raise CheckpointError(
+            f"{path}: GGUF has names of llama.cpp, which only transformers translates; expected one of its models, not "
+            f"{type(model).__name__}"
+        )
+    try:
+        rules = _newer_rules(architecture, model)
+        return _of_rules(rules, model, names) if rules else _of_processors(architecture, model, names)
+    except (NotImplementedError, *_ODD) as error:
+        raise CheckpointError(
+            f"{path}: transformers {library.__version__} does not read GGUF files of architecture {architecture!r} "
+            f"into a {type(model).__name__}: {str(error).partition(chr(10))[0]}"
+        ) from error
+
+
+# -- architectures whose conversions transformers has as rules --------------------------------------------------------
+
+
+def _newer_rules(architecture: str, model: nn.Module) -> list[Any] | None:
+    """Return the rules of an architecture; None where this version of transformers has none for it."""
+    try:
+        utils = importlib.import_module("transformers.integrations.gguf.utils")
+    except ImportError:
+        return None
+    known = utils.is_gguf_arch_supported(architecture)
+    return utils.get_gguf_conversion_mapping(architecture, model.config) if known else None
+
+
+def _of_rules(rules: list[Any], model: nn.Module, names: Iterable[str]) -> dict[str, Recipe]:
+    loading = importlib.import_module("transformers.core_model_loading")
+    renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    found: dict[str, list[tuple[str | None, str]]] = {}
+    known = model.state_dict(keep_vars=True)
+    for name in names:
+        new, pattern = loading.rename_source_key(name, renamings, converters)
+        if new in known:
+            found.setdefault(new, []).append((pattern, name))
+    return {
+        new: Recipe(new, tuple(name for _, name in sources), partial(_run_rule, by_pattern, model, new, sources))
+        for new, sources in found.items()
+    }
+
+
+def _run_rule(
+    by_pattern: Mapping[str, Any],
+    model: nn.Module,
+    new: str,
+    sources: list[tuple[str | None, str]],
+    values: Mapping[str, Tensor],
+) -> Tensor:
+    if sources[0][0] is None:
+        return values[sources[0][1]]
+    rule = copy.deepcopy(by_pattern[sources[0][0]])
+    for pattern, name in sources:
+        rule.add_tensor(new, name, pattern, values[name])
+    made = rule.convert(new, model=model, config=model.config)[new]
+    return made[0] if isinstance(made, list) else made
+
+
+# -- all others -------------------------------------------------------------------------------------------------------
+
+
+def _of_processors(architecture: str, model: nn.Module, names: Iterable[str]) -> dict[str, Recipe]:
+    legacy = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+    if _plain(architecture) not in map(_plain, legacy.GGUF_SUPPORTED_ARCHITECTURES):
+        raise ValueError(f"it knows {', '.join(sorted(legacy.GGUF_SUPPORTED_ARCHITECTURES))}")
+    make = legacy.TENSOR_PROCESSORS.get(architecture, legacy.TensorProcessor)
+    processor = make(config=model.config.to_dict())
+    names_of = legacy.get_gguf_hf_weights_map(model, processor, model_type=architecture)
+    found: dict[str, list[str]] = {}
+    for name in names:
+        new = names_of.get(name, names_of.get(name.removesuffix(".weight")))
+        if new is not None:
+            found.setdefault(new, []).append(name)
+    run = partial(_run_processor, processor, names_of)
+    return {new: Recipe(new, tuple(sources), partial(run, new)) for new, sources in found.items()}
+
+
+def _plain(architecture: str) -> str:
+    return architecture.replace("-", "").replace("_", "").lower()
+
+
+def _run_processor(processor: Any, names_of: Mapping[str, str], new: str, values: Mapping[str, Tensor]) -> Tensor:
+    numpy: ModuleType = importlib.import_module("numpy")
+    parsed: dict[str, dict[str, Any]] = {"tensors": {}}
+    for name, value in values.items():
+        with numpy.errstate(all="ignore"):
+            made = processor.process(
+                weights=value.numpy(), name=name, tensor_key_mapping=names_of, parsed_parameters=parsed
+            )
+        if made.name in names_of:
+            parsed["tensors"][names_of[made.name]] = made.weights
+    out = parsed["tensors"][new]
+    return out if isinstance(out, Tensor) else torch.from_numpy(numpy.ascontiguousarray(out))
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """Where the rows of a matrix come from, or those of a stack of matrices.
+
+    Attributes:
+        numbers: int64 [N] or [E, N]: for each row, the number of a row of the sources, counted through all of them.
+        transposed: True if the model has the rows as columns.
+    """
+
+    numbers: Tensor
+    transposed: bool = False
+
+
+def rows_of(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> RowOrder | None:
+    """Return what a recipe does to rows; None where it does anything else than to move them.
+
+    Args:
+        shapes: of the sources' weights, which must have two dimensions or more and rows of one length.
+    """
+    begin, probes = 0, {}
+    for name in recipe.sources:
+        lead = shapes[name][:-1]
+        numbers = torch.arange(begin * _COLUMNS, (begin + prod(lead)) * _COLUMNS, dtype=torch.int64, device="cpu")
+        probes[name] = numbers.view(*lead, _COLUMNS)
+        begin += prod(lead)
+    if any(len(shapes[name]) < 2 for name in probes) or len({shapes[name][-1] for name in probes}) != 1:
+        return None
+    try:
+        out = recipe.run(probes)
+    except _ODD:
+        return None
+    return next(filter(None, (_order(out, begin, turned) for turned in (False, True))), None)
+
+
+def _order(out: Tensor, count: int, transposed: bool) -> RowOrder | None:
+    """Return the order of numbered rows, if they all came out whole."""
+    if out.dtype != torch.int64 or out.ndim not in (2, 3) or out.numel() != count * _COLUMNS:
+        return None
+    rows = out.transpose(-1, -2) if transposed else out
+    if rows.shape[-1] != _COLUMNS:
+        return None
+    numbers = rows[..., 0] // _COLUMNS
+    columns = torch.arange(_COLUMNS, dtype=torch.int64, device="cpu")
+    whole = torch.equal(rows, (numbers * _COLUMNS).unsqueeze(-1) + columns)
+    each = torch.equal(numbers.flatten().sort().values, torch.arange(count, dtype=torch.int64, device="cpu"))
+    return RowOrder(numbers.contiguous(), transposed) if whole and each else None
