@@ -24,6 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from vbrt.config import VBConfig, load_config
 from vbrt.errors import CheckpointError, ConfigError, VBError, WrapError
+from vbrt.generation.generating import follow
 from vbrt.host.read_ahead import ReadAhead
 from vbrt.integrations.transformers_experts import by_expert
 from vbrt.model.attach import attach
@@ -298,9 +299,10 @@ class VBQuantizer(HfQuantizer):
             if self._error is not None:
                 raise self._error
             if filling is None:
-                attach(model, self.quantization_config.settings, policy=self.quantization_config.named[2])
+                attachment = attach(model, self.quantization_config.settings, policy=self.quantization_config.named[2])
             else:
-                filling.finish(model)
+                attachment = filling.finish(model)
+            follow(attachment, model)
             self._dtypes = model.dtype, model.config.dtype
             self._conversions = model._weight_conversions
         except BaseException:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
+from typing import Protocol
 
 from torch import nn
 
@@ -24,7 +25,7 @@ from vbrt.model.snapshot import layer_stats, own_phases, stack_fallbacks, tier_s
 from vbrt.report.drawing import check_timeline_path
 from vbrt.report.routing import RoutingRecorder
 from vbrt.report.speculation import SpeculationCounts
-from vbrt.report.stats import Stats
+from vbrt.report.stats import Stats, StepCounts
 from vbrt.report.timeline import TimelineTotals
 from vbrt.residency.plan import Plan
 from vbrt.residency.routing import plan_layers
@@ -33,7 +34,17 @@ from vbrt.residency.site import ROOT
 from vbrt.tiers import Recorder, TierStack
 from vbrt.tiers.guard import Guard
 
-__all__ = ["Attachment", "Terms"]
+__all__ = ["Attachment", "Follower", "Terms"]
+
+
+class Follower(Protocol):
+    """Something of a model's that lasts as long as its attachment: what records its decode steps."""
+
+    def counts(self) -> StepCounts:
+        """What the model's stats say of it."""
+
+    def end(self) -> None:
+        """Leave the model, and free what is held. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +90,7 @@ class Attachment:
         passes: how many have begun.
         timed: totals of the last recording.
         speculation: counters of `generate(speculate=...)`.
+        follower: records the decode steps of `generate`; None without one.
         name_phase: gives passes without gradients their phase, from the one that their inputs tell; None to take that.
     """
 
@@ -95,6 +107,7 @@ class Attachment:
         self.timed: TimelineTotals | None = None
         self.speculation = SpeculationCounts()
         self.name_phase: Callable[[str], str] | None = None
+        self.follower: Follower | None = None
         self.passes = 0
         self.closed = False
         remove_pass_hooks(model)
@@ -201,6 +214,7 @@ class Attachment:
             self.timed,
             own_phases(stack.phases(), self.prefix, [p for p in others if p not in ("", self.prefix)]),
             self.speculation.stats(),
+            StepCounts() if self.follower is None else self.follower.counts(),
         )
 
     @property
@@ -238,6 +252,8 @@ class Attachment:
     def close(self) -> None:
         """Free the pages of this model; the tiers too, if no other model or copy needs them. Idempotent."""
         self.closed = True
+        if self.follower is not None:
+            self.follower.end()
         self.expert_cache.end()
         own = self.registry.handles
         for handle in own:

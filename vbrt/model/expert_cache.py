@@ -107,6 +107,11 @@ class ExpertCache:
             for name, counts in self._told_pages.items():
                 _count_each(self._handles[name].pages, counts, told[name], link)
 
+    def forget_recording(self) -> None:
+        """Take a recording for gone: whoever made it replays it only while the pages are where they were."""
+        if self._cache is not None:
+            self._cache.recorded = False
+
     def close(self) -> None:
         """End the cache; the host decides again. Idempotent.
 

@@ -11,6 +11,7 @@ A hit is a lease of a page that moved no bytes. A page staged ahead of its use i
 """
 
 import io
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self, get_origin
@@ -25,7 +26,7 @@ from vbrt.residency.counts import PhaseCounts
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-__all__ = ["LayerStats", "Stats", "TierStats"]
+__all__ = ["LayerStats", "Stats", "StepCounts", "TierStats"]
 
 _STR_WIDTH = 132  # str() knows no terminal
 
@@ -83,6 +84,33 @@ class TierStats:
 
 
 @dataclass(frozen=True, slots=True)
+class StepCounts:
+    """Decode steps of `generate`: `captured` were replayed as CUDA graphs, `eager` ran the model's Python.
+
+    `recordings` graphs were made, in `record_us` microseconds; `reasons` counts eager steps by why they were.
+    """
+
+    captured: int = 0
+    eager: int = 0
+    recordings: int = 0
+    record_us: int = 0
+    reasons: Mapping[str, int] = field(default_factory=dict)
+
+    def __add__(self, other: "StepCounts") -> "StepCounts":
+        reasons = Counter(self.reasons) + Counter(other.reasons)
+        pairs = zip(self._numbers(), other._numbers(), strict=True)
+        return StepCounts(*(a + b for a, b in pairs), dict(reasons))
+
+    def _numbers(self) -> tuple[int, int, int, int]:
+        return self.captured, self.eager, self.recordings, self.record_us
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Read what `dataclasses.asdict` gives of it."""
+        return cls(**data)
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """A snapshot of a wrapped model; building it costs time in the number of VB layers only.
 
@@ -91,6 +119,7 @@ class Stats:
     `timeline` is what the last `vb.timeline` measured; None before the first. `policy` is "none" where weights train.
     `phases` counts the passes of each phase and their page leases; leases between two passes count for the first.
     `speculation` counts the rounds of `generate(speculate=...)`; None before the first.
+    `steps` counts the decode steps of `generate` on a GPU.
     """
 
     policy: str
@@ -105,6 +134,7 @@ class Stats:
     timeline: TimelineTotals | None = None
     phases: Mapping[str, PhaseCounts] = field(default_factory=dict)
     speculation: SpeculationStats | None = None
+    steps: StepCounts = field(default_factory=StepCounts)
 
     @property
     def hits(self) -> int:
@@ -178,6 +208,7 @@ class Stats:
             "timeline": asdict(self.timeline) if self.timeline else None,
             "phases": {phase: {**asdict(of), "hit_rate": of.hit_rate} for phase, of in self.phases.items()},
             "speculation": self.speculation.to_dict() if self.speculation else None,
+            "steps": asdict(self.steps),
         }
 
     @classmethod
@@ -199,6 +230,7 @@ class Stats:
                 for name, item in values[key].items()
             }
         values["fallbacks"] = tuple(map(str, values["fallbacks"]))
+        values["steps"] = _part(StepCounts, data.get("steps", {}), "stats.steps")
         values["timeline"] = _part(TimelineTotals, data.get("timeline"), "stats.timeline")
         values["speculation"] = _part(SpeculationStats, data.get("speculation"), "stats.speculation")
         return cls(**values)
@@ -256,7 +288,10 @@ def _values(cls: type, data: Mapping[str, Any], where: str) -> dict[str, Any]:
     return values
 
 
-def _part(kind: type[TimelineTotals] | type[ExpertsStats] | type[SpeculationStats], data: Any, where: str) -> Any:
+_Part = type[TimelineTotals] | type[ExpertsStats] | type[SpeculationStats] | type[StepCounts]
+
+
+def _part(kind: _Part, data: Any, where: str) -> Any:
     """Return a part of a snapshot that may be absent."""
     try:
         return None if data is None else kind.from_dict(data)

@@ -110,7 +110,17 @@ def _summary(stats: "Stats") -> list[str]:
         f"virtual capacity {stats.virtual_capacity:.2f}x: a model of {dense} with {held} on the computing device "
         f"({kept} not swapped)"
     )
-    return lines + [f"fallback: {reason}" for reason in stats.fallbacks]
+    return lines + _step_lines(stats) + [f"fallback: {reason}" for reason in stats.fallbacks]
+
+
+def _step_lines(stats: "Stats") -> list[str]:
+    steps = stats.steps
+    if not steps.captured + steps.eager:
+        return []
+    made = f"{steps.recordings} recordings in {steps.record_us / 1e3:.0f} ms"
+    return [f"decode steps: {steps.captured} captured, {steps.eager} eager; {made}"] + [
+        f"eager decode steps: {count} ({reason})" for reason, count in steps.reasons.items()
+    ]
 
 
 def _tier_lines(stats: "Stats") -> Iterator[str]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from vbrt.config import VBConfig
+from vbrt.generation.generating import follow
 from vbrt.layers import VBLayer
 from vbrt.model.attachment import Attachment
 from vbrt.model.passes import is_plain_data
@@ -38,6 +39,7 @@ class VBModelWrapper(Facade):
 
     def __init__(self, model: nn.Module, attachment: Attachment) -> None:
         super().__init__(model, runtime=attachment.runtime, stack=attachment.stack, _attachment=attachment)
+        follow(attachment, model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward.
@@ -229,4 +231,5 @@ class VBModelWrapper(Facade):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self.__dict__["_attachment"] = state["_attachment"].attach_to(self.model)
+        attachment = self.__dict__["_attachment"] = state["_attachment"].attach_to(self.model)
+        follow(attachment, self.model)

@@ -1,0 +1,211 @@
+"""`generate` of a wrapped model: transformers' own, with decode steps that may be recorded.
+
+    follow(attachment, model)      # the model's `generate`, and those of the models in it, from now on
+
+The loop stays transformers': sampling, processors, streamers, stopping criteria, beams and assistants are its code. For
+the length of a call the instance has a `forward` of ours in front of the class's (`steps.py`).
+"""
+
+import contextlib
+import functools
+import inspect
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from vbrt.generation.recorders import Recorder, recorder_for
+from vbrt.generation.steps import CUSTOM, Session, Steps
+from vbrt.model.phase import DECODE
+from vbrt.report.stats import StepCounts
+
+if TYPE_CHECKING:
+    from vbrt.model.attachment import Attachment
+
+__all__ = ["Followed", "Generating", "follow", "generating_modules", "limit_of"]
+
+
+class Generating:
+    """The `generate` of one model; an attribute of the instance, which it refers to weakly."""
+
+    def __init__(self, model: nn.Module, attachment: "Attachment | None") -> None:
+        self._model, self._attachment = weakref.ref(model), None if attachment is None else weakref.ref(attachment)
+        self._steps: Steps | None = None
+        functools.update_wrapper(self, type(model).generate)
+        self.__signature__ = inspect.signature(type(model).generate.__get__(model))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model()
+        generate = type(model).generate.__get__(model)
+        attachment = None if self._attachment is None else self._attachment()
+        if attachment is None or attachment.closed or self._recorder() is None:
+            return generate(*args, **kwargs)
+        if kwargs.get("custom_generate") is not None:
+            self.steps.note(CUSTOM)
+            return generate(*args, **kwargs)
+        mine = model.__dict__.get("forward")
+        if isinstance(mine, _Forward) and mine.here():  # a call within a call: assistants that are the model itself
+            with mine.nested():
+                return generate(*args, **kwargs)
+        with self.steps.session(limit_of(model, args, kwargs)) as session:
+            return _with_forward(model, session, generate, args, kwargs)
+
+    @property
+    def steps(self) -> Steps:
+        """The steps of all calls."""
+        if self._steps is None:
+            self._steps = Steps(self._model(), Terms(self._attachment(), self._recorder))
+        return self._steps
+
+    def _recorder(self) -> Recorder | None:
+        return recorder_for(self._attachment().stack.device)
+
+    def counts(self) -> StepCounts:
+        """What was captured, and what not."""
+        return StepCounts() if self._steps is None else self._steps.counts()
+
+    def end(self) -> None:
+        """Free what is recorded, and give the model its class's method back."""
+        if self._steps is not None:
+            self._steps.release()
+        model = self._model()
+        if model is not None and model.__dict__.get("generate") is self:
+            del model.__dict__["generate"]
+
+    # -- copies -------------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict) -> "Generating":
+        copied = memo.get(id(self._model()))
+        return Generating(self._model() if copied is None else copied, self._attachment and self._attachment())
+
+    def __reduce__(self) -> tuple:
+        return Generating, (self._model(), None)
+
+
+class _Forward:
+    """What stands in front of a class's forward for the length of a call of generate."""
+
+    def __init__(self, plain: Callable[..., Any], session: Session) -> None:
+        self._plain, self._session = plain, session
+        functools.update_wrapper(self, plain)
+        self.__signature__ = inspect.signature(plain)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._session.forward(self._plain, args, kwargs)
+
+    def here(self) -> bool:
+        """True if the call of generate is of this thread."""
+        return self._session.thread == threading.get_ident()
+
+    @contextlib.contextmanager
+    def nested(self) -> Iterator[None]:
+        """Run another call within the call: its forwards are plain."""
+        self._session.nested += 1
+        try:
+            yield
+        finally:
+            self._session.nested -= 1
+
+
+def _with_forward(
+    model: nn.Module, session: Session, generate: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    if "forward" in model.__dict__:  # a hook's or a compiler's, or that of another thread's call
+        return generate(*args, **kwargs)
+    model.__dict__["forward"] = _Forward(model.forward, session)
+    try:
+        return generate(*args, **kwargs)
+    finally:
+        del model.__dict__["forward"]
+
+
+def limit_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> int | None:
+    """Return the length at which a call of generate stops at the latest, if its arguments say so."""
+    given = [kwargs, kwargs.get("generation_config"), getattr(model, "generation_config", None)]
+    prompt = next((t for t in (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")) if torch.is_tensor(t)), None)
+    for source in given:
+        new, length = _read(source, "max_new_tokens"), _read(source, "max_length")
+        if isinstance(new, int) and not getattr(model.config, "is_encoder_decoder", False):
+            return None if prompt is None else prompt.shape[-1] + new
+        if isinstance(new, int) or isinstance(length, int):
+            return new if isinstance(new, int) else length
+    return None
+
+
+def _read(source: Any, name: str) -> Any:
+    return source.get(name) if isinstance(source, dict) else getattr(source, name, None)
+
+
+class Terms:
+    """What steps ask of a model's place on its runtime; see `vbrt.generation.steps.Terms`."""
+
+    def __init__(self, attachment: "Attachment", new_recorder: Callable[[], Recorder]) -> None:
+        self._attachment, self._stack, self.new_recorder = weakref.ref(attachment), attachment.stack, new_recorder
+        self._phase = attachment.prefix + DECODE
+
+    def moment(self) -> object:
+        """Return what must be as it was when a step was recorded."""
+        ledger, guard = self._stack.ledger, self._stack.guard
+        return ledger.changes, ledger.travellers, guard.recorder is None, guard.routing is None, guard.closed
+
+    def refusal(self) -> str:
+        """Return why no pass can be recorded now; "" if one can."""
+        guard, attachment = self._stack.guard, self._attachment()
+        if guard.routing is not None:
+            return "routing is being recorded"
+        if self._stack.device.type == "cuda":
+            return attachment.runtime.recordable(self._phase) or ""
+        return "a timeline is being recorded" if guard.recorder is not None else ""
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record a pass in the block. Pages may move afterwards: no recording is replayed from then on."""
+        attachment, ledger = self._attachment(), self._stack.ledger
+        if self._stack.device.type != "cuda":
+            yield
+            return
+        captured = ledger.captured
+        with attachment.runtime.recording(self._phase):
+            try:
+                yield
+            finally:
+                ledger.captured = captured
+                attachment.expert_cache.forget_recording()
+
+
+def generating_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that transformers can generate with: the model, or models in it."""
+    utils = sys.modules.get("transformers.generation.utils")  # a model of transformers has imported it
+    if utils is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, utils.GenerationMixin)]
+
+
+def follow(attachment: "Attachment", model: nn.Module) -> None:
+    """Put a `generate` of ours on the instances, until the attachment ends. Does nothing where that was done."""
+    if attachment.closed or attachment.follower is not None or attachment.settings.mode != "infer":
+        return
+    modules = generating_modules(model)
+    for module in modules:
+        module.__dict__["generate"] = Generating(module, attachment)
+    attachment.follower = Followed([module.__dict__["generate"] for module in modules])
+
+
+class Followed:
+    """The `generate` of all models in one attached model."""
+
+    def __init__(self, generating: list[Generating]) -> None:
+        self._generating = generating
+
+    def counts(self) -> StepCounts:
+        """What they captured together."""
+        return sum((each.counts() for each in self._generating), StepCounts())
+
+    def end(self) -> None:
+        """Leave the models as they were, without recordings. Idempotent."""
+        for each in self._generating:
+            each.end()

@@ -1,0 +1,109 @@
+"""Recorders: run a function once, keep what it launched, launch that again.
+
+    again = recorder.record(step)      # `step` reads and writes tensors that stay where they are
+    again()                            # the same kernels on the same addresses; none of step's Python runs
+
+`CudaRecorder` keeps a CUDA graph. Whatever has the two members of `Recorder` may take its place.
+"""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+
+__all__ = ["CudaRecorder", "Recorder", "recorder_for"]
+
+
+class Recorder(Protocol):
+    """Keeps what a function launches on the device."""
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Record a function and return what launches the same again.
+
+        `step` may run more than once meanwhile; it is not certain to have run when this returns.
+
+        Raises:
+            Exception: whatever `step` raises, or the device, where the function waits for it; nothing is kept then.
+        """
+
+    def release(self) -> None:
+        """Free what the recordings hold. Idempotent; recordings must not be launched any more."""
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share one pool of memory: they never run at one time, and results are copied out."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        self._stream: torch.cuda.Stream | None = None
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Run `step` once on a stream beside the current one, which compiles kernels and makes handles; capture it."""
+        stream = self._stream = self._stream or torch.cuda.Stream(self._device)
+        current = torch.cuda.current_stream(self._device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            step()
+            graph = self._capture(step)
+        current.wait_stream(stream)
+        self._graphs.append(graph)
+        return graph.replay
+
+    def _capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with _without_collections():  # a tensor that is collected meanwhile would be freed within the capture
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                step()
+            except BaseException:
+                self._give_up(graph)
+                raise
+            try:
+                graph.capture_end()
+            except BaseException:
+                self._recover()
+                raise
+        return graph
+
+    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture whose function has raised; the device may refuse to, since it waits for nothing meanwhile."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            self._recover()
+
+    def _recover(self) -> None:
+        """Undo what a capture that did not end leaves: torch's allocator and random numbers take it for running."""
+        index = self._device.index if self._device.index is not None else torch.cuda.current_device()
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+        empty = torch.cuda.CUDAGraph()
+        empty.capture_begin(capture_error_mode="thread_local")
+        empty.capture_end()
+
+    def release(self) -> None:
+        """Free the graphs and their pool, once the device has finished with them."""
+        if self._graphs:
+            torch.cuda.synchronize(self._device)
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """Return the recorder of a device; None where there is none."""
+    return CudaRecorder(device) if device.type == "cuda" else None

@@ -1,0 +1,487 @@
+"""transformers' caches with their tensors where a graph finds them: at the same addresses in every step.
+
+    statics = Statics(cache, room)     # memory for a cache of this form
+    statics.enter(cache)               # its layers keep their tensors there from now on
+    ...
+    leave(cache)                       # plain layers again
+
+A cache that has been entered stays the object that it was, and its layers count as layers of their class: whoever reads
+`layer.keys`, reorders beams or runs a forward eagerly sees what a `DynamicCache` shows. Only while
+`statics.recording` is true do layers behave as those of transformers' StaticCache: keys and values are the whole block,
+the new token is written at `statics.position`, which the device reads, and models mask what lies beyond it.
+
+| layer | what it becomes |
+| --- | --- |
+| keys and values that grow (full attention, sliding windows, chunks) | a part of a longer tensor, see `Growing` |
+| states of one size (linear attention, convolutions, cross attention) | copies at fixed addresses, see `Fixed` |
+| layers that hold nothing (shared keys and values) | stay, and refuse to begin (`Idle`) |
+
+A layer changes class in place, to one made of a mixin and its own class. What it does not know how to do (cropping,
+repeating rows) it does as a plain layer, which it becomes first.
+"""
+
+import contextlib
+import functools
+from abc import ABC
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vbrt.errors import VBError
+from vbrt.generation.spans import Span, room_for, span_of
+
+__all__ = [
+    "Fixed",
+    "Growing",
+    "NotRecordable",
+    "Statics",
+    "cache_form",
+    "is_entered",
+    "leave",
+    "length_of",
+    "room_wanted",
+    "why_not",
+]
+
+
+class NotRecordable(VBError):
+    """A decode step cannot be recorded; the text says why."""
+
+
+# -- layers -----------------------------------------------------------------------------------------------------------
+
+
+class _Static(ABC):  # as transformers' layers are, or Python would refuse to change their class
+    """What layers of a cache have in common whose tensors are in `Statics`."""
+
+    _vb_plain: type  # the class that the layer had
+
+    @property
+    def is_compileable(self) -> bool:
+        """True while a step is recorded: models then mask what a cache holds beyond its length."""
+        return self._vb_statics.recording
+
+    def leave_(self) -> None:
+        """Become a plain layer, with tensors of its own."""
+        raise NotImplementedError
+
+
+class Growing(_Static):
+    """A layer whose keys and values lie in longer tensors [B, H, room, D]: a mixin before DynamicLayer and its kin."""
+
+    def enter_(self, statics: "Statics", room: "Room", length: int) -> None:
+        """Copy what the layer holds, the last of `length` tokens, into the room."""
+        held = self.__dict__.pop("keys"), self.__dict__.pop("values")
+        self.__dict__.update(_vb_statics=statics, _vb_room=room, _vb_length=length)
+        room.fill(held, statics.span.first(self._vb_window), length)
+
+    def leave_(self) -> None:
+        keys, values, length = self.keys.clone(), self.values.clone(), self._vb_length
+        for name in ("_vb_statics", "_vb_room", "_vb_length"):
+            del self.__dict__[name]
+        self.__class__ = self._vb_plain
+        self.keys, self.values = keys, values
+        if hasattr(self, "cumulative_length"):
+            self.cumulative_length = length
+
+    @property
+    def _vb_window(self) -> int | None:
+        return self.__dict__.get("sliding_window")
+
+    def _held(self) -> slice:
+        """The places of the room that a plain layer would hold now."""
+        length, window = self._vb_length, self._vb_window
+        begin = 0 if window is None else max(0, length - window + 1)
+        return slice(begin - self._vb_room.first, length - self._vb_room.first)
+
+    @property
+    def keys(self) -> Tensor:
+        """What a plain layer holds: [B, H, tokens, D]."""
+        return self._vb_room.keys[:, :, self._held()]
+
+    @property
+    def values(self) -> Tensor:
+        """What a plain layer holds: [B, H, tokens, D]."""
+        return self._vb_room.values[:, :, self._held()]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append one token; return what the queries attend to, the whole block while a step is recorded."""
+        statics, room, tokens = self._vb_statics, self._vb_room, key_states.shape[-2]
+        if statics.recording:
+            return room.write(key_states, value_states, statics)
+        if tokens != 1 or self._vb_length + 1 > room.first + room.keys.shape[-2]:
+            self.leave_()
+            return self.update(key_states, value_states, *args, **kwargs)
+        held, at = self._held(), self._vb_length - room.first
+        room.keys[:, :, at : at + 1] = key_states
+        room.values[:, :, at : at + 1] = value_states
+        self._vb_length += 1
+        return room.keys[:, :, held.start : at + 1], room.values[:, :, held.start : at + 1]
+
+    def get_seq_length(self) -> Any:
+        """The tokens that the layer has seen; while a step is recorded, a tensor on the device."""
+        return self._vb_statics.position[0] if self._vb_statics.recording else self._vb_length
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Return how many places the next queries attend to, and the position of the first one."""
+        if self._vb_statics.recording:
+            return self._vb_statics.span.end - self._vb_room.first, self._vb_room.first
+        held = self._held()
+        return held.stop - held.start + query_length, held.start + self._vb_room.first
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Have each row continue another one: [B] int64."""
+        held, index = self._held(), beam_idx.to(self._vb_room.keys.device)
+        for tensor in (self._vb_room.keys, self._vb_room.values):
+            tensor[:, :, held] = tensor[:, :, held].index_select(0, index)
+        if "conv_states" in self.__dict__:  # of a layer that has both
+            _linear_layer().reorder_cache(self, beam_idx)
+
+
+class Idle(_Static):
+    """A layer that holds nothing, and will not begin to within a recorded step."""
+
+    def enter_(self, statics: "Statics") -> None:
+        self.__dict__["_vb_statics"] = statics
+
+    def leave_(self) -> None:
+        del self.__dict__["_vb_statics"]
+        self.__class__ = self._vb_plain
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Begin as a plain layer does; refused while a step is recorded."""
+        if self._vb_statics.recording:
+            raise NotRecordable("a layer of the cache begins to hold keys after the prompt")
+        self.leave_()
+        return self.update(*args, **kwargs)
+
+
+def _as_plain(name: str) -> Any:
+    def method(self: _Static, *args: Any, **kwargs: Any) -> Any:
+        self.leave_()
+        return getattr(self, name)(*args, **kwargs)
+
+    method.__name__, method.__doc__ = name, "As a plain layer, which this becomes."
+    return method
+
+
+for _name in ("crop", "batch_repeat_interleave", "batch_select_indices", "reset", "offload", "activate_past_recording"):
+    setattr(_Static, _name, _as_plain(_name))
+
+
+@functools.cache
+def _made(mixin: type[_Static], plain: type) -> type:
+    return type(f"{mixin.__name__}{plain.__name__}", (mixin, plain), {"_vb_plain": plain})
+
+
+def leave(cache: Any) -> None:
+    """Turn every layer of a cache into the plain one that it was, with tensors of its own."""
+    for layer in _layers(cache):
+        if isinstance(layer, _Static):
+            layer.leave_()
+        elif "_vb_fixed" in layer.__dict__:
+            layer.__dict__.pop("_vb_fixed").leave_()
+
+
+def is_entered(cache: Any) -> bool:
+    """True if layers of a cache keep their tensors in `Statics`."""
+    return any(isinstance(layer, _Static) or "_vb_fixed" in layer.__dict__ for layer in _layers(cache))
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+class Room:
+    """Memory of one layer that grows. Attributes: keys, values: [B, H, room, D]; first: the position of place 0."""
+
+    def __init__(self, keys: Tensor, values: Tensor, room: int) -> None:
+        self.keys, self.values, self.first = _longer(keys, room), _longer(values, room), 0
+
+    def fill(self, held: tuple[Tensor, Tensor], first: int, length: int) -> None:
+        """Hold the last of `length` tokens, with position `first` in place 0; what lies beyond is zero."""
+        self.first = first
+        begin, end = length - held[0].shape[-2] - first, length - first
+        for tensor, now in zip((self.keys, self.values), held, strict=True):
+            tensor[:, :, max(begin, 0) : end] = now[:, :, max(-begin, 0) :]
+            tensor[:, :, end:] = 0
+
+    def shift(self, first: int, length: int) -> None:
+        """Move what is held so that place 0 is position `first`, up to `length`."""
+        by, end = first - self.first, length - self.first
+        for tensor in (self.keys, self.values):
+            tensor[:, :, : end - by] = tensor[:, :, by:end].clone()
+        self.first = first
+
+    def write(self, keys: Tensor, values: Tensor, statics: "Statics") -> tuple[Tensor, Tensor]:
+        """Write one token where the device says, in a step that is recorded; return the block."""
+        at, size = statics.position - self.first if self.first else statics.position, statics.span.end - self.first
+        block_keys, block_values = self.keys[:, :, :size], self.values[:, :, :size]
+        block_keys.index_copy_(2, at, keys)
+        block_values.index_copy_(2, at, values)
+        return block_keys, block_values
+
+
+def _longer(tensor: Tensor, room: int) -> Tensor:
+    shape = (*tensor.shape[:2], room, tensor.shape[3])
+    return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)  # what is masked is multiplied, too: no NaN
+
+
+class Fixed:
+    """Tensors of a layer that keep their size, each with a copy at a fixed address.
+
+    A step may write into them or put others in their place: `settle` then copies these back, in the recorded step too.
+    """
+
+    def __init__(self, layer: Any, names: tuple[tuple[str, Any], ...]) -> None:
+        self._layer: Any = None
+        self._names = names
+        self.tensors = [torch.empty_like(_read(layer, name)) for name in names]
+
+    def enter_(self, layer: Any) -> None:
+        self._layer = layer
+        layer.__dict__["_vb_fixed"] = self
+        self.settle()
+
+    def settle(self) -> None:
+        """Have the layer hold the tensors at the fixed addresses, with what it holds now."""
+        for name, fixed in zip(self._names, self.tensors, strict=True):
+            now = _read(self._layer, name)
+            if now is not fixed:
+                fixed.copy_(now)
+                _write(self._layer, name, fixed)
+
+    def leave_(self) -> None:
+        """Give the layer tensors of its own."""
+        for name, fixed in zip(self._names, self.tensors, strict=True):
+            if _read(self._layer, name) is fixed:
+                _write(self._layer, name, fixed.clone())
+        self.forget()
+
+    def forget(self) -> None:
+        """Hold no layer."""
+        self._layer = None
+
+
+def _read(layer: Any, name: tuple[str, Any]) -> Tensor:
+    value = layer.__dict__[name[0]]
+    return value if name[1] is None else value[name[1]]
+
+
+def _write(layer: Any, name: tuple[str, Any], tensor: Tensor) -> None:
+    if name[1] is None:
+        layer.__dict__[name[0]] = tensor
+    else:
+        layer.__dict__[name[0]][name[1]] = tensor
+
+
+def _tensors_of(layer: Any) -> tuple[tuple[str, Any], ...]:
+    """Return the names of a layer's tensors: attributes, and items of dicts in attributes."""
+    found = []
+    for name, value in layer.__dict__.items():
+        if isinstance(value, Tensor):
+            found.append((name, None))
+        elif isinstance(value, dict):
+            found += [(name, key) for key, item in value.items() if isinstance(item, Tensor)]
+    return tuple(found)
+
+
+class Statics:
+    """Memory for a cache of one form, and where a recorded step reads and writes it.
+
+    Attributes:
+        room: tokens that growing layers have memory for.
+        span: the lengths that the steps recorded now serve.
+        position: int64 [1], the place of the new token, read by the device.
+        recording: whether layers behave as a static cache's.
+    """
+
+    @torch.inference_mode(False)  # what is made in inference mode could be written there only
+    def __init__(self, cache: Any, room: int) -> None:
+        self.room, self.recording = room, False
+        self.span, length = span_of(length_of(cache) or 0), length_of(cache)
+        device = next(_memory_of(cache)).device
+        self.position = torch.full((1,), length or 0, dtype=torch.int64, device=device)
+        self._rooms: dict[int, Room] = {}
+        self._fixed: dict[int, Fixed] = {}
+        for index, layer in enumerate(_layers(cache)):
+            self._add(cache, index, layer)
+
+    def _add(self, cache: Any, index: int, layer: Any) -> None:
+        grows = _grows(cache, layer)
+        names = tuple(name for name in _tensors_of(layer) if not (grows and name[0] in _OWN))
+        if grows:
+            window = layer.__dict__.get("sliding_window")
+            room = self.room if window is None else min(self.room, room_for_window(window, self.room))
+            self._rooms[index] = Room(layer.keys, layer.values, room)
+        if names and not _is_empty(layer):
+            self._fixed[index] = Fixed(layer, names)
+
+    def enter(self, cache: Any) -> None:
+        """Have the layers of a cache of this form keep their tensors here, and copy them."""
+        length = length_of(cache) or 0
+        self.span = span_of(length)
+        for index, layer in enumerate(_layers(cache)):
+            if index in self._fixed:
+                self._fixed[index].enter_(layer)
+            if index in self._rooms:
+                layer.__class__ = _made(Growing, type(layer))
+                layer.enter_(self, self._rooms[index], length)
+            elif index not in self._fixed and hasattr(layer, "keys"):
+                layer.__class__ = _made(Idle, type(layer))
+                layer.enter_(self)
+
+    def move_to(self, span: Span, cache: Any) -> None:
+        """Serve another block of lengths: layers with windows let go of what lies before them."""
+        self.span = span
+        for layer in _layers(cache):
+            if isinstance(layer, Growing) and layer._vb_room.first != span.first(layer._vb_window):
+                layer._vb_room.shift(span.first(layer._vb_window), layer._vb_length)
+
+    def settle(self) -> None:
+        """Have states that were put in the place of those at fixed addresses lie there again."""
+        for fixed in self._fixed.values():
+            fixed.settle()
+
+    def states(self) -> list[Tensor]:
+        """Return the tensors of one size, which a step may overwrite."""
+        return [tensor for fixed in self._fixed.values() for tensor in fixed.tensors]
+
+    @contextlib.contextmanager
+    def undone(self, cache: Any) -> Iterator[None]:
+        """Undo, on leaving, what steps in the block have done to the cache."""
+        self.settle()
+        growing = [layer for layer in _layers(cache) if isinstance(layer, Growing)]
+        lengths, states = [layer._vb_length for layer in growing], [state.clone() for state in self.states()]
+        try:
+            yield
+        finally:
+            self.settle()
+            for layer, length in zip(growing, lengths, strict=True):
+                layer._vb_length = length
+            for state, before in zip(self.states(), states, strict=True):
+                state.copy_(before)
+
+    def advance(self, cache: Any) -> None:
+        """Note that the device has appended a token."""
+        for layer in _layers(cache):
+            if isinstance(layer, Growing):
+                layer._vb_length += 1
+
+    def forget(self) -> None:
+        """Hold no layer of a cache."""
+        for fixed in self._fixed.values():
+            fixed.forget()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        tensors = [t for room in self._rooms.values() for t in (room.keys, room.values)] + self.states()
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+_OWN = ("keys", "values", "_sliding_window_tensor")  # of layers that grow; the last one is a constant
+
+
+def room_for_window(window: int, room: int) -> int:
+    """Return the places that a layer with a sliding window needs in a cache with room for so many tokens."""
+    span = span_of(room)
+    return window + 2 * (span.end - span.start)
+
+
+# -- what a cache is --------------------------------------------------------------------------------------------------
+
+
+def _halves(cache: Any) -> tuple[Any, ...]:
+    """Return the caches of self and of cross attention, or the only one."""
+    return (cache.self_attention_cache, cache.cross_attention_cache) if _is_pair(cache) else (cache,)
+
+
+def _is_pair(cache: Any) -> bool:
+    return hasattr(cache, "cross_attention_cache")
+
+
+def _layers(cache: Any) -> list[Any]:
+    return [layer for half in _halves(cache) for layer in half.layers]
+
+
+def _is_empty(layer: Any) -> bool:
+    return not getattr(layer, "is_initialized", True)
+
+
+@functools.cache
+def _linear_layer() -> type:
+    from transformers import cache_utils
+
+    return cache_utils.LinearAttentionLayer
+
+
+@functools.cache
+def _known_kinds() -> tuple[frozenset[type], frozenset[type]]:
+    """Return transformers' classes of layers that grow by a token, and of those that keep their size."""
+    from transformers import cache_utils
+
+    def named(*names: str) -> frozenset[type]:
+        return frozenset(kind for name in names if (kind := getattr(cache_utils, name, None)) is not None)
+
+    mixed = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
+    return named("DynamicLayer", "DynamicSlidingWindowLayer", *mixed), named("LinearAttentionLayer", "DummyLayer")
+
+
+def _plain(layer: Any) -> type:
+    return getattr(type(layer), "_vb_plain", type(layer))
+
+
+def _grows(cache: Any, layer: Any) -> bool:
+    """True for keys and values that a step appends to: not those of cross attention, and of layers that began."""
+    crossing = _is_pair(cache) and any(layer is other for other in cache.cross_attention_cache.layers)
+    return not crossing and _plain(layer) in _known_kinds()[0] and not _is_empty(layer)
+
+
+def why_not(cache: Any) -> str:
+    """Return why the steps on a cache cannot be recorded; "" if they can."""
+    if any(getattr(half, "offloading", False) for half in _halves(cache)):
+        return "the cache moves its layers to host memory"
+    for layer in _layers(cache):
+        if _plain(layer) not in frozenset.union(*_known_kinds()):
+            return f"layers of the cache are {type(layer).__name__}"
+        if getattr(layer, "record_past", False):
+            return "the cache keeps past states, to be cropped"
+    return "" if any(True for _ in _memory_of(cache)) else "the cache is empty"
+
+
+def length_of(cache: Any) -> int | None:
+    """Return how many tokens a cache has seen; None if none of its layers counts them."""
+    half = _halves(cache)[0]
+    lengths = {layer.get_seq_length() for layer in half.layers if _grows(cache, layer)}
+    if len(lengths) > 1:
+        raise NotRecordable("layers of the cache have seen different numbers of tokens")
+    return lengths.pop() if lengths else None
+
+
+def cache_form(cache: Any) -> tuple:
+    """Return what two caches have in common that can lie in the same memory, one after the other."""
+    form = []
+    for layer in _layers(cache):
+        grows = _grows(cache, layer)
+        rows = []
+        for name in _tensors_of(layer) if not isinstance(layer, Growing) else ():
+            tensor = _read(layer, name)
+            shape = (*tensor.shape[:2], -1, tensor.shape[3]) if grows and name[0] in _OWN[:2] else tuple(tensor.shape)
+            rows.append((name, shape, tensor.dtype, tensor.device))
+        form.append((_plain(layer), grows, layer.__dict__.get("sliding_window"), tuple(rows)))
+    return tuple(form)
+
+
+def _memory_of(cache: Any) -> Iterator[Tensor]:
+    """Yield tensors that hold what the cache has seen."""
+    for layer in _layers(cache):
+        for name in _tensors_of(layer):
+            if name[0] != _OWN[2] and _read(layer, name).numel():
+                yield _read(layer, name)
+
+
+def room_wanted(cache: Any, limit: int | None) -> int:
+    """Return for how many tokens `Statics` of a cache should have room."""
+    return room_for(length_of(cache) or 0, limit)

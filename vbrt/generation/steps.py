@@ -1,0 +1,401 @@
+"""Decode steps as recordings: what one call of generate runs in the place of the model's forward.
+
+    with steps.session(limit) as session:
+        session.forward(plain, args, kwargs)      # the prompt, and whatever is no decode step: `plain` itself
+
+A *step* is a forward on a filled cache with one new token a sequence. The first one moves the cache into `Statics`; it
+is recorded for the lengths of a block, and each later one loads the inputs, replays, and copies the results out.
+Recordings outlive the call: the next one with the same shapes replays at once.
+
+The first two replays of a kind of step are checked: the same step is computed eagerly, by the plain forward on the
+plain cache. Where the results differ by more than rounding, steps of this kind stay eager, and `stats()` says so: a model
+that keeps a count in Python, or that takes the size of a cache for its length, is found rather than believed.
+"""
+
+import inspect
+import threading
+import time
+import warnings
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from vbrt.generation.calls import Call, Results, cache_in, new_tokens, take_apart
+from vbrt.generation.fingerprint import fingerprint, why_eager
+from vbrt.generation.joined import joined
+from vbrt.generation.recorders import Recorder
+from vbrt.generation.spans import Span, span_of
+from vbrt.generation.static_cache import (
+    NotRecordable,
+    Statics,
+    cache_form,
+    is_entered,
+    leave,
+    length_of,
+    room_wanted,
+    why_not,
+)
+from vbrt.report.stats import StepCounts
+
+__all__ = ["CUSTOM", "Session", "Steps", "Terms"]
+
+#: caches of how many forms are kept from one call of generate to the next
+_KEPT = 2
+#: replays of one kind of step that are compared with eager ones
+_CHECKS = 2
+#: the largest difference, over the norm of the result, that is rounding
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
+_COARSE_ROUNDING = 0.06
+
+NO_CACHE = "there is no cache (use_cache=False)"
+SEVERAL = "several tokens a sequence in one forward, as assisted decoding verifies them"
+CUSTOM = "custom_generate decodes in its own way"
+#: reasons that follow from what was asked for; they are counted, and nobody is warned of them
+EXPECTED = (NO_CACHE, SEVERAL, CUSTOM)
+
+Plain = Callable[..., Any]
+
+
+class Recording:
+    """One recorded step: for inputs of one form and the lengths of one span."""
+
+    def __init__(self, plain: Plain, call: Call, statics: Statics, recorder: Recorder) -> None:
+        self.inputs = call.inputs(statics.span.end)
+        self._last: Call | None = None
+        self._results: Results | None = None
+        statics.position.fill_(call.length or 0)
+        run = joined(lambda *inputs: self._step(plain, call, statics, inputs), self.inputs)
+
+        def body() -> None:
+            tensors = run(*self.inputs)
+            self._results.put(tensors)
+
+        with statics.undone(call.cache):
+            self._replay = recorder.record(body)
+        self._results.drop_cache()
+
+    def _step(self, plain: Plain, call: Call, statics: Statics, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+        """Run the model's forward on tensors at fixed addresses."""
+        statics.recording = True
+        try:
+            out = plain(**call.kwargs(inputs))
+        finally:
+            statics.recording = False
+        statics.settle()
+        self._results = Results(out, call.cache)
+        return self._results.tensors
+
+    def replay(self, call: Call, statics: Statics) -> Any:
+        """Compute a step; return what the forward returns."""
+        statics.settle()  # rows may have been put in another order
+        call.load(self.inputs, self._last)
+        self._last = call
+        statics.position.fill_(call.length or 0)
+        self._replay()
+        statics.advance(call.cache)
+        return self._results.copied(call, self.inputs)
+
+    def forget_call(self) -> None:
+        """Keep nothing of the caller's."""
+        self._last = None
+
+
+class Kept:
+    """A cache's memory and the recordings on it."""
+
+    def __init__(self, cache: Any, limit: int | None, recorder: Recorder) -> None:
+        self.statics, self.recorder = Statics(cache, room_wanted(cache, limit)), recorder
+        self.recordings: dict[tuple[tuple, Span], Recording] = {}
+
+    def release(self) -> None:
+        """Free graphs and memory."""
+        self.recordings.clear()
+        self.recorder.release()
+
+
+class Terms(Protocol):
+    """What steps ask of a model's runtime."""
+
+    def new_recorder(self) -> Recorder:
+        """Return a recorder for the steps on one cache."""
+
+    def moment(self) -> object:
+        """Return what must be as it was when a step was recorded; it is asked before each step."""
+
+    def refusal(self) -> str:
+        """Return why no pass can be recorded now; "" if one can."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Record a pass in a `with` block."""
+
+
+class Steps:
+    """The decode steps of one model, over all calls of generate.
+
+    Args:
+        model: held weakly.
+        terms: what its runtime says.
+    """
+
+    def __init__(self, model: nn.Module, terms: Terms) -> None:
+        self._model, self._terms = weakref.ref(model), terms
+        self._kept: OrderedDict[tuple, Kept] = OrderedDict()
+        self._good_for: object = None  # the fingerprint and moment that the recordings were made under
+        self._checks: Counter[tuple] = Counter()
+        self._refused: dict[tuple, str] = {}
+        self._lock = threading.Lock()
+        self._warned: set[str] = set()
+        self.captured = self.recordings = self.record_us = 0
+        self.eager: Counter[str] = Counter()
+
+    # -- sessions -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def session(self, limit: int | None) -> Iterator["Session"]:
+        """Run a call of generate; the recordings are its own until it ends.
+
+        Args:
+            limit: the length at which it will stop, if that is known.
+        """
+        owns = self._lock.acquire(blocking=False)
+        why = self._why_not_now() if owns else "another thread generates with this model"
+        session = Session(self, limit, why)
+        try:
+            yield session
+        finally:
+            try:
+                session.end()
+            finally:
+                if owns:
+                    self._lock.release()
+
+    def _why_not_now(self) -> str:
+        """Return why nothing can be recorded in this call; forget recordings of a model that has changed since."""
+        model = self._model()
+        why = self._terms.refusal() or why_eager(model, [model])
+        if why:
+            return why
+        self._follow((fingerprint(model), self._terms.moment()))
+        return ""
+
+    def _follow(self, state: tuple) -> None:
+        if self._good_for != state:
+            self.release()
+            self._good_for = state
+
+    def still_good(self) -> bool:
+        """True if the recordings are of the model as it is, by what changes within a call."""
+        return self._good_for is not None and self._good_for[1] == self._terms.moment()
+
+    def renew(self) -> str:
+        """Forget recordings of pages that have moved; return why no others can be made, "" if they can."""
+        self.release()
+        return self._why_not_now()
+
+    # -- recordings ---------------------------------------------------------------------------------------------------
+
+    def kept_for(self, cache: Any, limit: int | None) -> Kept:
+        """Return memory and recordings for a cache, which is moved there."""
+        key, length = cache_form(cache), length_of(cache) or 0
+        kept = self._kept.pop(key, None)
+        if kept is not None and kept.statics.room < span_of(length).end:
+            kept.release()
+            kept = None
+        if kept is None:
+            while len(self._kept) >= _KEPT:
+                self._kept.popitem(last=False)[1].release()
+            kept = Kept(cache, limit, self._terms.new_recorder())
+        self._kept[key] = kept
+        kept.statics.enter(cache)
+        return kept
+
+    def recording(self, plain: Plain, call: Call, kept: Kept) -> Recording:
+        """Return the recording of a step, made now if there is none.
+
+        Raises:
+            NotRecordable: the step computes something else when it is recorded, or cannot be recorded.
+        """
+        key = call.form, kept.statics.span
+        if key not in kept.recordings:
+            kept.recordings[key] = self._made(plain, call, kept)
+        return kept.recordings[key]
+
+    def _made(self, plain: Plain, call: Call, kept: Kept) -> Recording:
+        if call.form in self._refused:
+            raise NotRecordable(self._refused[call.form])
+        begun = time.perf_counter_ns()
+        try:
+            with self._terms.recording():
+                recording = Recording(plain, call, kept.statics, kept.recorder)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            why = error if isinstance(error, NotRecordable) else f"{type(error).__name__}: {_first_line(error)}"
+            self._refused[call.form] = f"a step cannot be recorded: {why}"
+            raise NotRecordable(self._refused[call.form]) from error
+        self.recordings += 1
+        self.record_us += (time.perf_counter_ns() - begun) // 1000
+        return recording
+
+    def replayed(self, plain: Plain, call: Call, kept: Kept) -> Any:
+        """Compute a step by its recording, beside an eager one where it has not been compared often enough."""
+        recording = self.recording(plain, call, kept)
+        if self._checks[call.form] >= _CHECKS:
+            return recording.replay(call, kept.statics)
+        with kept.statics.undone(call.cache):
+            expected = plain(**call.kwargs(call.given()))
+        with kept.statics.undone(call.cache):
+            out = recording.replay(call, kept.statics)
+            error = _difference(out, expected)
+        if error:
+            self._refused[call.form] = f"a recorded step computes something else than an eager one: {error}"
+            raise NotRecordable(self._refused[call.form])
+        self._checks[call.form] += 1
+        return recording.replay(call, kept.statics)
+
+    def release(self) -> None:
+        """Free all graphs and caches; the next step makes others."""
+        while self._kept:
+            self._kept.popitem()[1].release()
+        self._good_for = None
+        self._checks.clear()
+        self._refused.clear()
+
+    # -- counts -------------------------------------------------------------------------------------------------------
+
+    def note(self, why: str) -> None:
+        """Count an eager step, and warn of its reason once."""
+        self.eager[why] += 1
+        if why not in self._warned and why not in EXPECTED:
+            self._warned.add(why)
+            warnings.warn(f"vbrt: generate runs its decode steps eagerly, not as CUDA graphs: {why}", stacklevel=2)
+
+    def counts(self) -> StepCounts:
+        """Return the counters."""
+        return StepCounts(self.captured, sum(self.eager.values()), self.recordings, self.record_us, dict(self.eager))
+
+
+class Session:
+    """One call of generate."""
+
+    def __init__(self, steps: Steps, limit: int | None, why_not: str) -> None:
+        self._steps, self._limit, self._why = steps, limit, why_not
+        self.thread = threading.get_ident()
+        self._kept: Kept | None = None
+        self._cache: weakref.ref[Any] | None = None
+        self._prompted, self._masks = False, None
+        self.nested = 0
+
+    def forward(self, plain: Plain, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Compute a forward: by a recording where it is a step that can be recorded."""
+        if self.nested or threading.get_ident() != self.thread or torch.compiler.is_compiling():
+            return plain(*args, **kwargs)
+        found = None if args else cache_in(kwargs)
+        if not self._prompted or (found is not None and not _holds_tokens(found[1])):
+            self._prompted = True
+            return plain(*args, **kwargs)
+        try:
+            call = self._call(plain, found, kwargs)
+            out = self._steps.replayed(plain, call, self._kept)
+        except NotRecordable as error:
+            return self._eager(str(error), found, plain, args, kwargs)
+        except torch.OutOfMemoryError as error:
+            why = f"no memory for it: {_first_line(error)}"
+        else:
+            self._steps.captured += 1
+            return out
+        self._steps.release()
+        self._why = why
+        return self._eager(why, found, plain, args, kwargs)
+
+    def _call(self, plain: Plain, found: tuple[str, Any] | None, kwargs: Mapping[str, Any]) -> Call:
+        """Take a step apart, with its cache where recordings find it. Raises NotRecordable."""
+        why = self._why_eager(found, kwargs)
+        if why:
+            raise NotRecordable(why)
+        name, cache = found
+        if not self._steps.still_good():
+            self._let_go(cache)
+            self._why = self._steps.renew()
+            if self._why:
+                raise NotRecordable(self._why)
+        if self._masks is None:
+            self._masks = "decoder_attention_mask" in inspect.signature(plain).parameters
+        call = take_apart(kwargs, name, length_of(cache), masks=self._masks)
+        self._place(cache, span_of(call.length or 0))
+        return call
+
+    def _why_eager(self, found: tuple[str, Any] | None, kwargs: Mapping[str, Any]) -> str:
+        if self._why:
+            return self._why
+        if torch.is_grad_enabled():
+            return "gradients are enabled"
+        if found is None:
+            return NO_CACHE
+        if new_tokens(kwargs) != 1:
+            return SEVERAL
+        if kwargs.get("output_attentions"):
+            return "output_attentions=True: attention weights are wanted"
+        return "" if is_entered(found[1]) else why_not(found[1])
+
+    def _place(self, cache: Any, span: Span) -> None:
+        """Have the cache lie in static memory that reaches to the end of a span."""
+        entered = self._cache is not None and self._cache() is cache and is_entered(cache)
+        if entered and self._kept.statics.room < span.end:
+            self._let_go(cache)
+            entered = False
+        if not entered:
+            self._kept, self._cache = self._steps.kept_for(cache, self._limit), weakref.ref(cache)
+        if self._kept.statics.span != span:
+            self._kept.statics.move_to(span, cache)
+
+    def _eager(self, why: str, found: tuple[str, Any] | None, plain: Plain, args: tuple, kwargs: Mapping) -> Any:
+        self._steps.note(why)
+        if found is not None:
+            self._let_go(found[1])
+        return plain(*args, **kwargs)
+
+    def _let_go(self, cache: Any) -> None:
+        if is_entered(cache):
+            leave(cache)
+        self._cache = None
+
+    def end(self) -> None:
+        """Give the cache tensors of its own, if somebody has kept it."""
+        cache = None if self._cache is None else self._cache()
+        if cache is not None:
+            self._let_go(cache)
+        if self._kept is not None:
+            self._kept.statics.forget()
+            for recording in self._kept.recordings.values():
+                recording.forget_call()
+        self._kept = self._cache = None
+
+
+def _holds_tokens(cache: Any) -> bool:
+    """True after a prompt: a layer of the cache holds something."""
+    return is_entered(cache) or why_not(cache) != "the cache is empty"
+
+
+def _difference(out: Any, expected: Any) -> str:
+    """Return how a result differs from the expected one by more than rounding; "" if it does not."""
+    for name, wanted in expected.items() if hasattr(expected, "items") else enumerate(expected):
+        got = out[name]
+        if not isinstance(wanted, Tensor) or not wanted.is_floating_point():
+            continue
+        if got.shape != wanted.shape:
+            return f"{name} has the shape {tuple(got.shape)}, not {tuple(wanted.shape)}"
+        scale = wanted.float().nan_to_num(0, 0, 0).norm()
+        error = float((got.float() - wanted.float()).nan_to_num(0, 0, 0).norm() / scale.clamp_min(1e-30))
+        if error > _ROUNDING.get(wanted.dtype, _COARSE_ROUNDING):
+            return f"{name} is {error:.1e} off"
+    return ""
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "")[:200]
