@@ -8,8 +8,8 @@ is recorded for the lengths of a block, and each later one loads the inputs, rep
 Recordings outlive the call: the next one with the same shapes replays at once.
 
 The first two replays of a kind of step are checked: the same step is computed eagerly, by the plain forward on the
-plain cache. Where the results differ by more than rounding, steps of this kind stay eager, and `stats()` says so: a model
-that keeps a count in Python, or that takes the size of a cache for its length, is found rather than believed.
+plain cache. Where the results differ by more than rounding, steps of this kind stay eager, and `stats()` says so: a
+model that keeps a count in Python, or that takes the size of a cache for its length, is found rather than believed.
 """
 
 import inspect
