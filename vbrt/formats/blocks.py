@@ -47,6 +47,10 @@ class Range(NamedTuple):
     unit: float
 
 
+Step = Callable[["BlockFormat", Tensor, Range], dict[str, Tensor]]
+"""Encodes a weight (N, K) of a known range."""
+
+
 class BlockFormat(Format):
     """4-bit codes with one scale byte a block of `block` columns. Subclasses say what they round to."""
 
@@ -82,17 +86,22 @@ class BlockFormat(Format):
         return Range(torch.finfo(dtype).max, power_of_two_scale(amax / self.low_top))
 
     @torch.no_grad()
-    def encode_many(self, w_ENK: Tensor) -> Iterator[EncodedGroup]:
+    def encode_many(self, w_ENK: Tensor, step: Step | None = None) -> Iterator[EncodedGroup]:
         """See `Format.encode_many`. Blocks know nothing of each other but the range of their matrix, so matrices of one
-        range are encoded as one. Waits for the device once."""
+        range are encoded as one. Waits for the device once.
+
+        Args:
+            step: encodes a weight (N, K) of a known range in place of this class, with the same bits.
+        """
         if self.record.fitted:  # levels of its own for each matrix
             yield from super().encode_many(w_ENK)
             return
+        step = step or type(self)._encode
         ranges = [self._range_of(amax, w_ENK.dtype) for amax in check_weights(w_ENK, self.name)]
         for known in dict.fromkeys(ranges):
             members = [at for at, own in enumerate(ranges) if own == known]
             chosen = w_ENK if len(members) == len(ranges) else w_ENK[members]
-            yield EncodedGroup(members, self._encode(chosen.reshape(-1, w_ENK.shape[-1]), known))
+            yield EncodedGroup(members, step(self, chosen.reshape(-1, w_ENK.shape[-1]), known))
 
     @torch.no_grad()
     def frame(self, w_NK: Tensor, **extra: Tensor) -> "Frame":
@@ -118,26 +127,32 @@ class BlockFormat(Format):
             scales[rows, first // block : last // block] = byte_B.view(x_RK.shape[0], -1)
 
         _for_each(encode, list(tiles((n, k), block, encode_tile(w_NK.device))), w_NK.device)
-        tensors = {"scales": scales.view(getattr(torch, self.scale_dtype)), **extra}
+        known_fields = self.range_fields(known, w_NK.device)
+        tensors = {"scales": scales.view(getattr(torch, self.scale_dtype)), **extra, **known_fields}
         return {"codes": codes, **tensors} if coded else tensors
+
+    def range_fields(self, known: Range, device: torch.device) -> dict[str, Tensor]:
+        """Return the fields of a coarse plane that follow from the weight's range alone."""
+        return {}
 
     def _search(self, x_bB: Tensor, known: Range, **extra: Tensor) -> tuple[Rounding, Tensor, Tensor]:
         """(how to round, scales [B], scale bytes [B]) for fp32 weights in units of known.unit."""
         amax_B = torch.maximum(x_bB.amax(0), -x_bB.amin(0))
         near_B = self._near_byte(amax_B / self.top)
         offset_C = torch.arange(self.offsets.start, self.offsets.stop, dtype=torch.int32, device=x_bB.device)
-        byte_CB = (near_B + offset_C.unsqueeze(1)).clamp_(*self._byte_bounds(known))
-        scale_CB = self._byte_values(x_bB.device).index_select(0, byte_CB.view(-1)).view_as(byte_CB)
+        byte_CB = (near_B + offset_C.unsqueeze(1)).clamp_(*self.byte_bounds(known))
+        scale_CB = self.byte_values(x_bB.device).index_select(0, byte_CB.view(-1)).view_as(byte_CB)
         rounding = self._rounding(x_bB, **extra)
         pick_1B = least_error(rounding, scale_CB).unsqueeze(0).long()
-        byte_B = self._stored_byte(byte_CB.gather(0, pick_1B).squeeze(0), amax_B, known)
+        shift, least = self.stored(known)
+        byte_B = byte_CB.gather(0, pick_1B).squeeze(0).add_(shift).mul_(amax_B > least).to(torch.uint8)
         return rounding, scale_CB.gather(0, pick_1B).squeeze(0), byte_B
 
     def tables(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return a kernel's tables: fp32 levels [16] by code, values [256] by scale byte, the tensor scale [1]."""
         device = tensors["codes"].device
         scale = tensors.get("tensor_scale")
-        return self._levels(tensors), self._byte_values(device), ones(device) if scale is None else scale
+        return self._levels(tensors), self.byte_values(device), ones(device) if scale is None else scale
 
     @abstractmethod
     def _levels(self, tensors: dict[str, Tensor]) -> Tensor:
@@ -160,16 +175,17 @@ class BlockFormat(Format):
         """The int32 byte whose value is nearest to a scale."""
 
     @abstractmethod
-    def _byte_bounds(self, known: Range) -> tuple[int, int]:
-        """The lowest and highest byte that may be used."""
+    def byte_bounds(self, known: Range) -> tuple[int, int]:
+        """Return the lowest and highest byte that may be used."""
 
     @abstractmethod
-    def _byte_values(self, device: torch.device) -> Tensor:
-        """fp32 [256]: the value of each byte, in units of known.unit."""
+    def byte_values(self, device: torch.device) -> Tensor:
+        """Return fp32 [256]: the value of each byte, in units of known.unit."""
 
     @abstractmethod
-    def _stored_byte(self, byte_B: Tensor, amax_B: Tensor, known: Range) -> Tensor:
-        """The uint8 that the page holds."""
+    def stored(self, known: Range) -> tuple[int, float]:
+        """Return what is added to a scale's byte in the page, and the largest magnitude of a block, in units of
+        known.unit, up to which zero is stored."""
 
 
 class TensorScaled(BlockFormat):
@@ -182,18 +198,19 @@ class TensorScaled(BlockFormat):
 
     extra: tuple[tuple[str, str, tuple[int, ...]], ...] = (("tensor_scale", "float32", (1,)),)
 
-    def _encode(self, w_NK: Tensor, known: Range, *, coded: bool = True, **extra: Tensor) -> dict[str, Tensor]:
-        tensors = super()._encode(w_NK, known, coded=coded, **extra)
-        return {**tensors, "tensor_scale": torch.full((1,), known.unit, dtype=torch.float32, device=w_NK.device)}
+    def range_fields(self, known: Range, device: torch.device) -> dict[str, Tensor]:
+        """Return the tensor scale, fp32 [1]."""
+        return {"tensor_scale": torch.full((1,), known.unit, dtype=torch.float32, device=device)}
 
-    def _byte_bounds(self, known: Range) -> tuple[int, int]:
-        values = self._byte_values(torch.device("cpu"))[: self.last_byte + 1]
+    def byte_bounds(self, known: Range) -> tuple[int, int]:
+        """See `BlockFormat.byte_bounds`."""
+        values = self.byte_values(torch.device("cpu"))[: self.last_byte + 1]
         return 1, max(1, int((values <= known.limit / known.unit / self.top).sum()) - 1)
 
-    def _stored_byte(self, byte_B: Tensor, amax_B: Tensor, known: Range) -> Tensor:
-        # under a quarter of the smallest scale every format's weights round to nothing or are not worth their codes
-        smallest = float(self._byte_values(torch.device("cpu"))[1])
-        return byte_B.mul_(amax_B > smallest / 4).to(torch.uint8)
+    def stored(self, known: Range) -> tuple[int, float]:
+        """See `BlockFormat.stored`: under a quarter of the smallest scale weights round to nothing in every format or
+        are not worth their codes."""
+        return 0, float(self.byte_values(torch.device("cpu"))[1]) / 4
 
     def _scales(self, tensors: dict[str, Tensor]) -> Tensor:
         """fp32 [N, Kp/block]."""
@@ -209,7 +226,8 @@ class E4M3Format(TensorScaled):
     def _near_byte(self, scale_B: Tensor) -> Tensor:
         return scale_B.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int32)
 
-    def _byte_values(self, device: torch.device) -> Tensor:
+    def byte_values(self, device: torch.device) -> Tensor:
+        """See `BlockFormat.byte_values`."""
         return e4m3_values(device)
 
 
@@ -227,7 +245,8 @@ class UE4M4Format(TensorScaled):
         # the byte is a run of the fp32 pattern's own bits, so adding half a step rounds
         return ((scale_B.view(torch.int32) + (1 << 18)) >> 19) - (self._EXPONENT << 4)
 
-    def _byte_values(self, device: torch.device) -> Tensor:
+    def byte_values(self, device: torch.device) -> Tensor:
+        """See `BlockFormat.byte_values`."""
         return ue4m4_values(device)
 
     def _scales(self, tensors: dict[str, Tensor]) -> Tensor:

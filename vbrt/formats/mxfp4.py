@@ -45,16 +45,19 @@ class MXFP4(BlockFormat):
         half_octave = 0x004AFB0D  # fp32 bits of 2^0.5 less those of 1, taken from 2: rounds to the nearest exponent
         return (scale_B.view(torch.int32) + half_octave) >> 23
 
-    def _byte_bounds(self, known: Range) -> tuple[int, int]:
+    def byte_bounds(self, known: Range) -> tuple[int, int]:
+        """See `BlockFormat.byte_bounds`."""
         shift = int(log2(known.unit))
         highest = int(log2(known.limit / known.unit / self.top) // 1) + _BIAS
         return max(_BIAS - _DEEPEST, -shift), min(highest, 254 - shift)
 
-    def _byte_values(self, device: torch.device) -> Tensor:
+    def byte_values(self, device: torch.device) -> Tensor:
+        """See `BlockFormat.byte_values`."""
         return powers_of_two(device)
 
-    def _stored_byte(self, byte_B: Tensor, amax_B: Tensor, known: Range) -> Tensor:
-        return byte_B.add_(int(log2(known.unit))).to(torch.uint8)
+    def stored(self, known: Range) -> tuple[int, float]:
+        """See `BlockFormat.stored`: zeros have a scale like all others."""
+        return int(log2(known.unit)), -1.0
 
     def decode(self, tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """See `Format.decode`."""

@@ -70,7 +70,7 @@ class Quantile(UE4M4Format):
         """The block scales [B, 1] that the encoder would choose."""
         known = Range(torch.finfo(torch.float32).max, 1.0)
         _, _, byte_B = self._search(a_Bb.t().contiguous(), known, levels=levels)
-        return self._byte_values(a_Bb.device).index_select(0, byte_B.int()).unsqueeze(1)
+        return self.byte_values(a_Bb.device).index_select(0, byte_B.int()).unsqueeze(1)
 
     def _levels(self, tensors: dict[str, Tensor]) -> Tensor:
         return _signed(tensors["levels"])

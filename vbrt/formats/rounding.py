@@ -8,7 +8,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["E2M1_LEVELS", "E2M1Grid", "E2M1Rounding", "Grid", "Rounding", "TableGrid", "TableRounding", "least_error"]
+__all__ = [
+    "E2M1_LEVELS",
+    "E2M1Grid",
+    "E2M1Rounding",
+    "Grid",
+    "Rounding",
+    "TableGrid",
+    "TableRounding",
+    "block_sum",
+    "least_error",
+]
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 #: the value of each 4-bit E2M1 code; bit 3 is the sign (OCP Microscaling Formats v1.0, section 5.3.3)
@@ -40,6 +50,19 @@ def least_error(rounding: Rounding, scale_CB: Tensor) -> Tensor:
     return rank_CB.amin(0).bitwise_and_(15)
 
 
+def block_sum(q_bB: Tensor, out: Tensor) -> None:
+    """Write the sum over each block into out [B]; q_bB is overwritten. b is a power of two.
+
+    The halves of a block are added, then the halves of the sums: an order that does not depend on device, shape or
+    threads, as that of torch.sum does.
+    """
+    half = len(q_bB) // 2
+    while half > 1:
+        q_bB[:half].add_(q_bB[half : 2 * half])
+        half //= 2
+    torch.add(q_bB[0], q_bB[1], out=out)
+
+
 class E2M1Rounding:
     """Rounding to {0, .5, 1, 1.5, 2, 3, 4, 6} and their negatives; beyond 6 saturates."""
 
@@ -54,8 +77,7 @@ class E2M1Rounding:
         y = torch.mul(self.a, 2.0**22 / scale_B, out=self._y)
         t = torch.clamp(y, min=2.0**22, out=self._t)
         q = torch.add(t, y, alpha=2.0**-22, out=self._q).sub_(t).clamp_(max=6.0)
-        q.sub_(y, alpha=2.0**-22).mul_(q)
-        torch.sum(q, 0, out=out)
+        block_sum(q.sub_(y, alpha=2.0**-22).mul_(q), out)
 
     def codes(self, scale_B: Tensor) -> Tensor:
         """See `Rounding`. Ties go to the even code, as in hardware, and the sign bit is kept for zeros too.
@@ -94,7 +116,7 @@ class TableRounding:
         y = torch.mul(self.x, half / scale_B).add_(half)
         index = y.clamp(0, self.CELLS - 1).to(torch.int32)
         y.view(-1).sub_(self._cells.index_select(0, index.view(-1)))
-        torch.sum(y.mul_(y), 0, out=out)
+        block_sum(y.mul_(y), out)
 
     def codes(self, scale_B: Tensor) -> Tensor:
         """See `Rounding`. A tie goes to the lower level."""

@@ -11,6 +11,7 @@ from vbrt.kernels.cpu import build as cpu_build
 from vbrt.kernels.cpu import experts as cpu_experts
 from vbrt.kernels.cpu import linear as cpu_linear
 from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda.e2m1 import encode as e2m1_encode
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS as TILE_FORMATS
 from vbrt.kernels.cuda.experts import ops as experts_ops
@@ -67,6 +68,10 @@ def _decoding(record: Callable[..., Kernel], decode: Callable[..., Any]) -> tupl
 
 
 KERNELS = (
+    _reference("encode_many", run=reference.encode_many),
+    _compiled("encode_many", run=reference.encode_many),
+    _triton("encode_many", run=reference.encode_many),
+    _tiled("encode_many", run=e2m1_encode.encode_many),
     _reference("decode_weight", run=reference.decode_weight),
     _reference("linear", run=reference.linear),
     _built("decode_weight", run=cpu_linear.decode_weight, turned=cpu_linear.decode_turned),

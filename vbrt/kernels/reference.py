@@ -3,7 +3,7 @@
 Legend: M tokens, N outputs, K inputs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes, get_format, merge_fine
+from vbrt.formats.base import EncodedGroup, Format
 
-__all__ = ["ACTIVATIONS", "WeightPlanes", "activate", "check", "decode_weight", "linear", "wants_grad"]
+__all__ = ["ACTIVATIONS", "WeightPlanes", "activate", "check", "decode_weight", "encode_many", "linear", "wants_grad"]
 
 #: what `linear` can apply to its result
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -23,6 +24,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
 }
+
+
+def encode_many(format: Format, w_ENK: Tensor) -> Iterator[EncodedGroup]:
+    """Yield the coarse planes of matrices of one shape, in groups. Raises FormatError for what cannot be encoded."""
+    return format.encode_many(w_ENK)
 
 
 def decode_weight(planes: WeightPlanes) -> Tensor:

@@ -11,7 +11,7 @@ from vbrt.formats.base import EncodedGroup
 from vbrt.formats.fine import fine_layout, split_fine
 from vbrt.formats.page import PageLayout
 from vbrt.formats.separation import Separation
-from vbrt.kernels import PageOrder
+from vbrt.kernels import PageOrder, resolve
 from vbrt.layers.spec import HandleSpec
 
 __all__ = ["Encoder", "Planes", "strides_of"]
@@ -35,6 +35,7 @@ class Encoder:
         self.spec, self.device, self.separation, self.fallbacks = spec, device, separation, fallbacks
         self.format = get_format(spec.format)
         self.packing: PageOrder | None = None
+        self._encode_many = resolve("encode_many", spec.backend, device, spec.format).run
 
     def split(self, weight: torch.Tensor, which: str = "") -> Planes:
         """The planes of a weight in the module's orientation; nothing is stored. `which`: of several, for errors.
@@ -69,7 +70,7 @@ class Encoder:
         spec = self.spec
         w_ENK = weights.transpose(1, 2).contiguous() if spec.transposed else weights
         found: dict[int, Planes] = {}
-        for group in self.format.encode_many(w_ENK):
+        for group in self._encode_many(self.format, w_ENK):
             coarse = list(group.planes(self.format.layout(spec.shape, spec.dtype)))
             for place, member in enumerate(group.members):
                 fine = split_fine(w_ENK[member], coarse[place], self.format) if spec.fine else None
@@ -95,12 +96,16 @@ class Encoder:
         if spec.dense:
             return [(self.format.layout(tuple(weight.shape), spec.dtype), self.format.encode(weight))]
         w_NK = weight.t().contiguous() if spec.transposed else weight
-        coarse = self.separation.encode(w_NK) if self.separation else self.format.encode(w_NK)
+        coarse = self.separation.encode(w_NK) if self.separation else self._encoded(w_NK)
         planes = [self._coarse_page(coarse)]
         if spec.fine:
             fine = split_fine(w_NK, coarse, self.format)
             planes.append((fine_layout(fine), fine))
         return planes
+
+    def _encoded(self, w_NK: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        (group,) = self._encode_many(self.format, w_NK.unsqueeze(0))
+        return group.coarse
 
     def _coarse_page(self, coarse: dict[str, torch.Tensor]) -> tuple[PageLayout, dict[str, torch.Tensor]]:
         """In the order that the kernel reads fastest, where it has one and that is exact."""

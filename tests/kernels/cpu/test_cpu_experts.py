@@ -210,7 +210,7 @@ def test_no_pairs_give_empty_results(shape):
 @pytest.mark.parametrize("format", cpu_linear.FORMATS)
 def test_the_values_of_scale_bytes_are_numbers_of_16_bits(format):
     """The C code for AVX-512 looks up their upper halves."""
-    values = get_format(format)._byte_values(CPU)
+    values = get_format(format).byte_values(CPU)
     assert torch.equal(values.bfloat16().float().nan_to_num(7.0), values.nan_to_num(7.0))
 
 

@@ -27,7 +27,9 @@ from vbrt.config import formats
 from vbrt.config.formats import FormatRecord
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes
+from vbrt.formats.blocks import powers_of_two
 from vbrt.formats.page import PageLayout, build_layout
+from vbrt.kernels.cuda.e2m1.encode import launch_pack
 
 __all__ = [
     "COLUMNS",
@@ -164,15 +166,24 @@ def pack_tiles(format: str, coarse: dict[str, Tensor], shape: tuple[int, int]) -
     rows, columns, words = tile_shape(format, shape)
     device = coarse["codes"].device
     tiles = torch.empty(rows, columns, words, dtype=torch.int32, device=device)
-    step = max(1, (1 << 22) // (columns * COLUMNS * ROWS))  # bounds the int32 temporaries
-    scales, scale = _stored_scales(format, coarse)
-    for first in range(0, rows, step):
-        part = slice(first * ROWS, min((first + step) * ROWS, shape[0]))
-        out = tiles[first : first + step]
-        out[..., :_CODE_WORDS] = _pack_codes(_padded(_nibbles(coarse["codes"][part]), len(out), columns, COLUMNS))
-        per_tile = COLUMNS // FORMATS[format].block
-        out[..., _CODE_WORDS:] = _pack_scales(_padded(scales[part], len(out), columns, per_tile), per_tile)
+    top = coarse["scales"].amax().view(1) if FORMATS[format].e8m0_scales else None
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            launch_pack(coarse["codes"], coarse["scales"].view(torch.uint8), tiles, top, _TOP_FIELD)
+    else:
+        _fill_tiles(tiles, coarse["codes"], _stored_scales(coarse["scales"], top), COLUMNS // FORMATS[format].block)
+    scale = coarse["tensor_scale"].to(torch.float32).reshape(1) if top is None else _power_of_two(top)
     return {TILES: tiles, "tensor_scale": scale}
+
+
+def _fill_tiles(tiles: Tensor, codes: Tensor, scales: Tensor, per_tile: int) -> None:
+    rows, columns, _ = tiles.shape
+    step = max(1, (1 << 22) // (columns * COLUMNS * ROWS))  # bounds the int32 temporaries
+    for first in range(0, rows, step):
+        part = slice(first * ROWS, min((first + step) * ROWS, len(codes)))
+        out = tiles[first : first + step]
+        out[..., :_CODE_WORDS] = _pack_codes(_padded(_nibbles(codes[part]), len(out), columns, COLUMNS))
+        out[..., _CODE_WORDS:] = _pack_scales(_padded(scales[part], len(out), columns, per_tile), per_tile)
 
 
 def unpack_tiles(format: str, tensors: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
@@ -191,14 +202,16 @@ def unpack_tiles(format: str, tensors: dict[str, Tensor], shape: tuple[int, int]
     return {"codes": codes, "scales": (byte_NB.to(torch.int32) - _TOP_FIELD + top).to(torch.uint8)}
 
 
-def _stored_scales(format: str, coarse: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """(Scale bytes uint8 [N, B] as tiles hold them, the fp32 [1] that they are multiplied with)."""
-    scales = coarse["scales"]
-    if not FORMATS[format].e8m0_scales:
-        return scales.view(torch.uint8), coarse["tensor_scale"].to(torch.float32).reshape(1)
-    top = int(scales.max())
-    scale = torch.tensor([2.0 ** (top - 127)], dtype=torch.float64, device="cpu").float().to(scales.device)
-    return (scales.to(torch.int32) - top + _TOP_FIELD).to(torch.uint8), scale
+def _stored_scales(scales: Tensor, top: Tensor | None) -> Tensor:
+    """Scale bytes uint8 [N, B] as tiles hold them; top: the largest of E8M0 ones [1]."""
+    if top is None:
+        return scales.view(torch.uint8)
+    return (scales.to(torch.int32) - top.to(torch.int32) + _TOP_FIELD).to(torch.uint8)
+
+
+def _power_of_two(byte_1: Tensor) -> Tensor:
+    """The value fp32 [1] of an E8M0 byte [1]."""
+    return powers_of_two(byte_1.device).index_select(0, byte_1.to(torch.int32))
 
 
 def _nibbles(codes: Tensor) -> Tensor:

@@ -1,0 +1,82 @@
+"""Encoding to E2M1 formats on a GPU: one kernel searches block scales and rounds, another puts codes into tiles."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from vbrt.formats.base import EncodedGroup, Format
+from vbrt.formats.blocks import BlockFormat, Range
+
+__all__ = ["encode_many", "launch_encode", "launch_pack"]
+
+_ROWS = 128  # blocks a program
+
+
+def encode_many(format: Format, w_ENK: Tensor) -> Iterator[EncodedGroup]:
+    """See `Format.encode_many`: the same bits, in one launch for the matrices of one range."""
+    return format.encode_many(w_ENK, step=_on_its_device)
+
+
+def _on_its_device(format: BlockFormat, w_NK: Tensor, known: Range) -> dict[str, Tensor]:
+    with torch.cuda.device(w_NK.device):
+        return launch_encode(format, w_NK, known)
+
+
+def launch_encode(format: BlockFormat, w_NK: Tensor, known: Range) -> dict[str, Tensor]:
+    """The coarse plane of a weight of a known range, on any device that Triton runs on."""
+    from vbrt.kernels.cuda.e2m1.encode_triton import encode_kernel
+
+    w_NK = w_NK.contiguous()
+    (n, k), block = w_NK.shape, format.block
+    blocks = -(-k // block)
+    codes = torch.empty(n, blocks * block // 2, dtype=torch.uint8, device=w_NK.device)
+    scales = torch.empty(n, blocks, dtype=torch.uint8, device=w_NK.device)
+    low, high = format.byte_bounds(known)
+    shift, least = format.stored(known)
+    encode_kernel[(-(-n * blocks // _ROWS),)](
+        w_NK,
+        format.byte_values(w_NK.device),
+        codes,
+        scales,
+        k,
+        blocks,
+        n * blocks,
+        1 / known.unit,
+        low,
+        high,
+        shift,
+        least,
+        ROWS=_ROWS,
+        BLOCK=block,
+        LEVELS=block.bit_length() - 1,
+        FIRST=format.offsets.start,
+        CANDIDATES=len(format.offsets),
+        E4M3=format.scale_dtype == "float8_e4m3fn",
+        enable_fp_fusion=False,  # the specification multiplies and adds in two steps
+    )
+    scales = scales.view(getattr(torch, format.scale_dtype))
+    return {"codes": codes, "scales": scales, **format.range_fields(known, w_NK.device)}
+
+
+def launch_pack(codes: Tensor, scales: Tensor, tiles: Tensor, top: Tensor | None, raised: int) -> None:
+    """Fill tiles int32 [I, U, words] from codes uint8 [N, Kp / 2] and scale bytes uint8 [N, B].
+
+    top: the largest scale byte [1], where bytes are stored less it plus `raised`; None: as they are.
+    """
+    from vbrt.kernels.cuda.e2m1.encode_triton import pack_kernel
+
+    rows, columns, words = tiles.shape
+    pack_kernel[(rows, columns)](
+        codes,
+        scales,
+        scales if top is None else top,
+        tiles,
+        len(codes),
+        codes.shape[1],
+        scales.shape[1],
+        columns,
+        WORDS=words,
+        PER_TILE=(words - 256) // 4,
+        RAISED=0 if top is None else raised,
+    )
