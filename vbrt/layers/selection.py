@@ -43,7 +43,8 @@ class Kernels:
         lossless: `spec.lossless`.
         linear, decode: the functions of `kernel` and of the one that restores the weight.
         decode_turned: the weight as [K, N].
-        packing: the order in which `linear` reads a coarse page fastest, or None: as the format encodes it.
+        packing: the order in which `linear` reads a coarse page fastest, or None: as the format encodes it. That of an
+            `exact` weight is for passes over the coarse plane alone; what restores the weight reads it, too.
         precision: "full", or "coarse" for the coarse plane alone of an `exact` weight: the planes that a lease takes.
     """
 
@@ -79,13 +80,14 @@ def choose_kernels(spec: HandleSpec, device: torch.device) -> Kernels:
     format = EXACT if spec.fine else spec.format
     kernel = resolve("linear", spec.backend, device, format, rounding=_rounding(spec, device))
     decode = resolve("decode_weight", spec.backend, device, format)
-    packing = None if spec.lossless or spec.by_rows else kernel.page_order(spec.format)
+    reads_order = kernel.merges(spec.format, spec.shape) if spec.fine else not spec.lossless
+    packing = kernel.page_order(spec.format) if reads_order and not spec.by_rows else None
     return Kernels(spec, spec.lossless, kernel, kernel.run, decode.run, decode.decode_turned, packing)
 
 
 def coarse_kernels(spec: HandleSpec, device: torch.device) -> Kernels:
-    """The kernels for the coarse plane alone of an `exact` weight, which lies as the format encodes it."""
-    return replace(choose_kernels(replace(spec, fine=False), device), packing=None, precision="coarse")
+    """The kernels for the coarse plane alone of an `exact` weight."""
+    return replace(choose_kernels(replace(spec, fine=False), device), precision="coarse")
 
 
 def planned_packing(spec: HandleSpec, device: torch.device) -> PageOrder | None:

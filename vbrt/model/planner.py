@@ -105,9 +105,10 @@ def _plane_bytes(swap: Swap, packing: PageOrder | None) -> dict[str, int]:
     nbytes = _joint_bytes(layout(site.matrix_shape if lossless else site.shape, dtype) for site in sites)
     if lossless:
         return {"dense": nbytes}
-    if swap.fine == "none":  # whether a weight fits the kernel's order, its values decide
-        packed = _joint_bytes(packing.layout(site.shape) for site in sites) if packing else 0
-        return {"coarse": max(nbytes, packed)}
+    if packing:  # whether a weight fits the kernel's order, its values decide
+        nbytes = max(nbytes, _joint_bytes(packing.layout(site.shape) for site in sites))
+    if swap.fine == "none":
+        return {"coarse": nbytes}
     fine = sum(int(estimate_fine_bytes(site.shape, dtype) * 1.1) for site in sites)
     return {"coarse": nbytes, "fine": -(-fine // PAGE_ALIGN) * PAGE_ALIGN + PAGE_ALIGN}
 

@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from tests.matrix import matrix
 from vbrt.formats import WeightPlanes, get_format, merge_fine, split_fine
 from vbrt.formats.fine import SPAN
 from vbrt.kernels import resolve
+from vbrt.kernels.cuda.e2m1.tiles import FORMATS as TILED
+from vbrt.kernels.cuda.e2m1.tiles import pack_tiles
 from vbrt.kernels.cuda.fine import merge
 
 FORMATS = ("nvfp4", "mxfp4", "nf4", "quantile")
@@ -18,6 +21,13 @@ FORMATS = ("nvfp4", "mxfp4", "nf4", "quantile")
 def planes_of(w, name):
     coarse = get_format(name).encode(w)
     return WeightPlanes(name, tuple(w.shape), w.dtype, coarse, split_fine(w, coarse, get_format(name)))
+
+
+def tiled(planes):
+    """The same weight with its coarse plane in the order of the fused kernels, where the format has one."""
+    if planes.format not in TILED:
+        return None
+    return replace(planes, coarse=pack_tiles(planes.format, planes.coarse, planes.shape))
 
 
 def test_starts_count_the_lists_entries_before_each_span():
@@ -42,16 +52,18 @@ def test_the_kernel_gives_every_bit_back_in_the_interpreter():
     pytest.importorskip("triton")
     code = """
         import torch
-        from tests.kernels.cuda.test_merge import FORMATS, planes_of
+        from tests.kernels.cuda.test_merge import FORMATS, TILED, planes_of, tiled
         from vbrt.kernels.cuda.fine import merge
         torch.manual_seed(0)
         for name in FORMATS:
             for dtype in (torch.bfloat16, torch.float16):
                 w = (torch.randn(33, 640) * torch.exp(3 * torch.randn(33, 1))).to(dtype)
                 w[0, :7], w[1, 5], w[2, 3], w[3, 0] = 0, -0.0, 1e-30, 6e-8
-                out = torch.full_like(w, float("nan"))
-                merge.launch(planes_of(w, name), out)
-                assert torch.equal(out.view(torch.int16), w.view(torch.int16)), (name, dtype)
+                planes = planes_of(w, name)
+                for planes in (planes, tiled(planes))[: 1 + (name in TILED)]:
+                    out = torch.full_like(w, float("nan"))
+                    merge.launch(planes, out)
+                    assert torch.equal(out.view(torch.int16), w.view(torch.int16)), (name, dtype)
         print("same bits")
     """
     done = subprocess.run(
@@ -64,15 +76,15 @@ def test_the_kernel_gives_every_bit_back_in_the_interpreter():
     assert done.stdout.strip() == "same bits", done.stderr
 
 
-@matrix(width=[8, 12], capability=[80, 100, 90, 120], at_most=2)
-def test_the_kernel_compiles(capability, width):
+@matrix(width=[8, 12], words=[0, 288], capability=[80, 100, 90, 120], at_most=3)
+def test_the_kernel_compiles(capability, width, words):
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
 
     from vbrt.kernels.cuda.fine.merge_triton import merge_kernel
 
     types = {
-        "code_ptr": "*u8",
+        "code_ptr": "*i32" if words else "*u8",
         "scale_ptr": "*u8",
         "tensor_scale_ptr": "*fp32",
         "level_ptr": "*fp32",
@@ -84,8 +96,9 @@ def test_the_kernel_compiles(capability, width):
         "start_ptr": "*i32",
         "out_ptr": "*i16",
         "total": "i32",
+        "columns": "i32",
     }
-    constants = {"SPAN": SPAN, "BLOCK": 16, "WIDE_CODES": 0x101, "WIDTH": width}
+    constants = {"SPAN": SPAN, "BLOCK": 16, "WIDE_CODES": 0x101, "WIDTH": width, "TILE_WORDS": words}
     source = triton.compiler.ASTSource(
         fn=merge_kernel, signature=types | dict.fromkeys(constants, "constexpr"), constexprs=constants
     )
@@ -112,6 +125,8 @@ def test_decode_on_a_gpu_gives_every_bit_back_without_a_synchronization(name, dt
     assert torch.equal(
         merge_fine(planes.coarse, planes.fine, get_format(name), shape, dtype).view(torch.int16), w.view(torch.int16)
     )
+    if name in TILED and merge.serves(planes):
+        assert torch.equal(decode(tiled(planes)).view(torch.int16), w.view(torch.int16))
     if merge.serves(planes):
         torch.cuda.set_sync_debug_mode("error")
         try:

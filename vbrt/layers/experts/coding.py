@@ -56,7 +56,7 @@ class ExpertsCoder:
         kernels = {part: choose_kernels(one, self.device) for part, one in self.spec.parts.items()}
         for part, chosen in kernels.items():
             chosen.kernel.prepare(self.device)
-            self.encoders[part].packing = chosen.packing
+            self.encoders[part].packing = None if self.spec.fine else chosen.packing  # no kernel takes them alone
         for reason in refusals(self.spec.first, self.device):
             if reason not in self.fallbacks:
                 self.fallbacks.append(reason)

@@ -17,6 +17,7 @@ tile 16 bits), hence the exclusive or in the last.
 Legend: N rows, K columns, I row tiles, U column tiles, B scale blocks a row.
 """
 
+import functools
 from math import prod
 from typing import NamedTuple
 
@@ -44,6 +45,7 @@ __all__ = [
     "pack_tiles",
     "page_of",
     "parts_of",
+    "relative_values",
     "tile_layout",
     "tile_shape",
     "tiled_weight",
@@ -111,6 +113,13 @@ def tile_layout(format: str, shape: tuple[int, int]) -> PageLayout:
     """The page of a coarse plane in tile order."""
     fields = [(TILES, "int32", tile_shape(format, shape)), ("tensor_scale", "float32", (1,))]
     return build_layout(format, "coarse", fields)
+
+
+@functools.cache
+def relative_values(device: torch.device) -> Tensor:
+    """What the bytes of E8M0 scales are worth as tiles hold them, times the tensor's scale: fp32 [256]."""
+    exponents = torch.arange(256, dtype=torch.float64, device="cpu") - _TOP_FIELD
+    return (2.0**exponents).float().to(device)
 
 
 def page_of(tiles: Tensor, scale: Tensor) -> Tensor:

@@ -1,10 +1,17 @@
-"""The original weight from its coarse and fine planes in one kernel on a GPU, without a synchronization."""
+"""The original weight from its coarse and fine planes in one kernel on a GPU, without a synchronization.
+
+The coarse plane may be in the order in which the format encodes it, or in that of the fused kernels (`e2m1/tiles.py`),
+so that drafts, which read it alone, are multiplied by those. A word of a tile has codes of two rows: it is read twice.
+"""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.fine import SPAN, WIDTH
+from vbrt.kernels.cuda.e2m1.tiles import FORMATS, TILES, is_tiled, relative_values
 
 __all__ = ["merge", "serves", "serves_shape"]
 
@@ -33,15 +40,11 @@ def launch(planes: WeightPlanes, out: Tensor) -> None:
     """`merge` into `out`, on any device that Triton runs on."""
     from vbrt.kernels.cuda.fine.merge_triton import merge_kernel
 
-    coarse, fine, fmt = planes.coarse, planes.fine, get_format(planes.format)
-    levels, values, tensor_scale = fmt.tables(coarse)
+    fine, fmt = planes.fine, get_format(planes.format)
+    coarse = _coarse(planes)
     total, width = out.numel(), WIDTH[planes.dtype]
     merge_kernel[(-(-total // SPAN),)](
-        coarse["codes"],
-        coarse["scales"].view(torch.uint8),
-        tensor_scale,
-        levels,
-        values,
+        *coarse.tensors,
         fine["low"],
         fine.get("nibbles", fine["low"]),
         fine["side"],
@@ -49,9 +52,29 @@ def launch(planes: WeightPlanes, out: Tensor) -> None:
         fine["starts"],
         out.view(torch.int16),
         total,
+        planes.shape[1],
         SPAN=SPAN,
         BLOCK=fmt.block,
         WIDE_CODES=sum(1 << code for code in fmt.wide_codes),
         WIDTH=width,
+        TILE_WORDS=coarse.tile_words,
         num_warps=8,
     )
+
+
+class _Coarse(NamedTuple):
+    """A coarse plane as the kernel takes it: codes, scales, tensor scale, levels, values of scale bytes."""
+
+    tensors: tuple[Tensor, ...]
+    tile_words: int
+
+
+def _coarse(planes: WeightPlanes) -> _Coarse:
+    coarse, fmt = planes.coarse, get_format(planes.format)
+    if not is_tiled(coarse):
+        levels, values, scale = fmt.tables(coarse)
+        return _Coarse((coarse["codes"], coarse["scales"].view(torch.uint8), scale, levels, values), 0)
+    tiles, of = coarse[TILES], FORMATS[planes.format]
+    levels, values, scale = fmt.tables({"codes": tiles, "tensor_scale": coarse["tensor_scale"]})
+    values = relative_values(tiles.device) if of.e8m0_scales else values
+    return _Coarse((tiles, tiles.view(torch.uint8), scale, levels, values), of.words)

@@ -20,24 +20,33 @@ def merge_kernel(
     start_ptr,
     out_ptr,
     total,
+    columns,
     SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE_CODES: tl.constexpr,
     WIDTH: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
 ):
     """int16 bit patterns of SPAN weights in a row of all `total`; grid (ceil(total / SPAN),).
 
     A block scale's byte is worth value_ptr[byte] * tensor scale; bit c of WIDE_CODES says that code c is wide. WIDTH 8
-    gives bf16, 12 gives fp16. start_ptr int32 [grid, 2]: entries of the two lists before each span.
+    gives bf16, 12 gives fp16. start_ptr int32 [grid, 2]: entries of the two lists before each span. TILE_WORDS: 0, or
+    the words of a tile where code_ptr (int32) and scale_ptr (uint8) both point to tiles of rows of `columns` weights.
     """
     GROUPS: tl.constexpr = SPAN // 16
     base = tl.program_id(0).to(tl.int64) * SPAN
     group = base + tl.arange(0, GROUPS) * 16
     at = group[:, None] + tl.arange(0, 16)[None, :]
     inside = at < total
-    byte = tl.load(code_ptr + (group[:, None] // 2 + tl.arange(0, 8)[None, :]), mask=group[:, None] < total, other=0)
-    code = tl.reshape(tl.join(byte & 15, byte >> 4), (GROUPS, 16)).to(tl.int32)
-    scale_byte = tl.load(scale_ptr + group // BLOCK, mask=group < total, other=0).to(tl.int32)
+    if TILE_WORDS == 0:
+        byte = tl.load(
+            code_ptr + (group[:, None] // 2 + tl.arange(0, 8)[None, :]), mask=group[:, None] < total, other=0
+        )
+        code = tl.reshape(tl.join(byte & 15, byte >> 4), (GROUPS, 16)).to(tl.int32)
+        scale_at = group // BLOCK
+    else:
+        code, scale_at = _tile_codes(code_ptr, group, group < total, columns, BLOCK, TILE_WORDS)
+    scale_byte = tl.load(scale_ptr + scale_at, mask=group < total, other=0).to(tl.int32)
     scale = tl.load(value_ptr + scale_byte) * tl.load(tensor_scale_ptr)
     near = _bits(tl.load(level_ptr + code) * scale[:, None], WIDTH)
 
@@ -62,6 +71,36 @@ def merge_kernel(
     delta = tl.where(wide, delta | (side << WIDTH), tl.where(escaped, escape, signed))
     word = _ordinal(_ordinal(near) + delta)
     tl.store(out_ptr + at, word.to(tl.int16), mask=inside)
+
+
+@triton.jit
+def _tile_codes(word_ptr, group, inside, columns, BLOCK: tl.constexpr, TILE_WORDS: tl.constexpr):
+    """Codes int32 [groups, 16] of the 16 weights in a row that begin at each of `group`, and where the bytes of their
+    scales are; see `e2m1/tiles.py` for the order of words and bits."""
+    row = group // columns
+    column = (group % columns).to(tl.int32)
+    tile = ((row // 16) * ((columns + 127) // 128) + column // 128) * TILE_WORDS
+    half, lane_row = (row % 16 // 8).to(tl.int32), (row % 8).to(tl.int32)
+    lane = column % 128 // 32
+    word_at = tile + (column % 32 // 16 * 128 + lane_row * 16 + lane * 4)
+    place = tl.arange(0, 4)[None, :]  # 4 columns each; the second half of the lanes has the pairs of words swapped
+    at = word_at[:, None] + (place ^ (lane // 2 * 2)[:, None])
+    word = tl.load(word_ptr + at, mask=inside[:, None], other=0).to(tl.uint32, bitcast=True)
+    low = half[:, None] == 0
+    first = tl.where(low, word << 2, word << 6)
+    second = tl.where(low, (word << 12) | (word >> 20), word ^ (word >> 8))
+    even = tl.join(_code(first), _code(second))
+    odd = tl.join(_code(first >> 16), _code(second >> 16))
+    code = tl.reshape(tl.join(even, odd), (group.shape[0], 16))
+    BLOCKS: tl.constexpr = 32 // BLOCK  # a lane's, of each of its two rows
+    scale_at = tile * 4 + 1024 + (((lane_row * 4 + lane) * 2 + half) * BLOCKS + column % 32 // BLOCK)
+    return code, scale_at
+
+
+@triton.jit
+def _code(pair):
+    """The code whose sign is bit 15 and whose magnitude is bits 8 to 6."""
+    return (((pair >> 12) & 8) | ((pair >> 6) & 7)).to(tl.int32)
 
 
 @triton.jit

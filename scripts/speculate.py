@@ -1,0 +1,237 @@
+"""Self-speculation: tokens a second with drafts and without, and whether the tokens are those of plain decoding.
+
+    python scripts/speculate.py                          # the committed language model, on any machine
+    python scripts/speculate.py --train 600              # a model of 32 M parameters, trained here for so many steps
+    python scripts/speculate.py --shape 8b               # a random model of the 8B shape: acceptance is forced
+
+Parts are independent: one that fails prints its traceback and leaves the others their figures. Writes JSON with --out.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # after the checkout is on the path
+from torch import nn
+
+import vbrt
+from scripts import committed
+from scripts.lm import LanguageModel, Shape, read_text
+from scripts.measuring import llama_8b, machine
+from vbrt.generation import generate as generating
+from vbrt.generation.sequences import Sequences
+
+TRAINED = Shape(layers=10, width=512, heads=8, context=512)
+PROMPT = 128
+MODES = {"tokens": ("tokens", "auto"), "distribution": ("distribution", "auto")}
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def as_gpt2(model: LanguageModel, dtype: torch.dtype) -> nn.Module:
+    """The byte language model as transformers' GPT-2, which has the same architecture."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape = model.shape
+    config = GPT2Config(
+        vocab_size=shape.vocabulary,
+        n_positions=shape.context,
+        n_embd=shape.width,
+        n_layer=shape.layers,
+        n_head=shape.heads,
+        activation_function="gelu",
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    plain = GPT2LMHeadModel(config)
+    plain.load_state_dict(gpt2_state(model), strict=False)
+    return plain.to(dtype).eval()
+
+
+def gpt2_state(model: LanguageModel) -> dict[str, torch.Tensor]:
+    """The weights of the byte language model under GPT-2's names and in its orientation."""
+    state = {"transformer.wte.weight": model.token.weight, "transformer.wpe.weight": model.position.weight}
+    state |= {f"transformer.ln_f.{name}": tensor for name, tensor in model.norm.named_parameters()}
+    for index, block in enumerate(model.blocks):
+        to, attention, width = f"transformer.h.{index}", block.attention, model.shape.width
+        joined = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+        state |= {
+            f"{to}.attn.c_attn.weight": joined.t(),
+            f"{to}.attn.c_attn.bias": joined.new_zeros(3 * width),
+            f"{to}.attn.c_proj.weight": attention.o_proj.weight.t(),
+            f"{to}.attn.c_proj.bias": joined.new_zeros(width),
+            f"{to}.mlp.c_fc.weight": block.up.weight.t(),
+            f"{to}.mlp.c_fc.bias": block.up.bias,
+            f"{to}.mlp.c_proj.weight": block.down.weight.t(),
+            f"{to}.mlp.c_proj.bias": block.down.bias,
+        }
+        state |= {f"{to}.ln_1.{name}": tensor for name, tensor in block.attention_norm.named_parameters()}
+        state |= {f"{to}.ln_2.{name}": tensor for name, tensor in block.mlp_norm.named_parameters()}
+    return {**state, "lm_head.weight": model.head.weight}
+
+
+def trained(steps: int, folder: Path) -> LanguageModel:
+    """A model of `TRAINED`'s shape after so many steps of scripts/train."""
+    numbers = {"layers": TRAINED.layers, "width": TRAINED.width, "heads": TRAINED.heads, "context": TRAINED.context}
+    options = [f"--{name}={value}" for name, value in {**numbers, "batch": 64, "steps": steps, "lr": 1e-3}.items()]
+    command = [sys.executable, "scripts/train.py", "small", *options, "--mixed-precision", "--use-flash-attn"]
+    subprocess.run([*command, f"--out={folder}"], cwd=ROOT, check=True, stdout=sys.stderr)
+    return committed.filled(LanguageModel(TRAINED), folder / "model.safetensors")
+
+
+def prompts_of(text: torch.Tensor, count: int) -> torch.Tensor:
+    """Prompts int64 [count, PROMPT] from places all over a text."""
+    starts = torch.linspace(0, len(text) - PROMPT - 1, count, dtype=torch.float64).long()
+    return torch.stack([text[start : start + PROMPT].long() for start in starts.tolist()])
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    out = run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start, out
+
+
+def counted(vb: vbrt.VBModelWrapper, run: Callable[[], Any]) -> tuple[float, Any, dict[str, Any]]:
+    """Seconds, result, and what was counted meanwhile."""
+    counts = vb._attachment.speculation
+    counts.totals.update({name: 0 for name in counts.totals if name != "exactness"})
+    seconds, out = timed(run)
+    stats = counts.stats()
+    return seconds, out, stats.to_dict() if stats else {}
+
+
+def language_model(model: LanguageModel, text: torch.Tensor, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A trained model: tokens with drafts beside tokens without, one prompt at a time and all in a batch."""
+    rows, device = [], "cuda" if torch.cuda.is_available() else "cpu"
+    vb = vbrt.wrap(as_gpt2(model, torch.bfloat16).to(device), "exact", weights={"min_parameters": 0}).materialize()
+    ids = prompts_of(text, args.prompts).to(device)
+    settings = {"max_new_tokens": args.tokens, "pad_token_id": 0}
+    for drawn, how in (("greedy", {"do_sample": False}), ("sampled", {"do_sample": True, "top_k": 0, "seed": 7})):
+        for name, batch in (("one prompt", ids[: args.singles].split(1)), ("batch", [ids])):
+
+            def run(parts: list[torch.Tensor] = batch, how: dict = how, **drafts: Any) -> list[torch.Tensor]:
+                return [vb.generate(p, attention_mask=torch.ones_like(p), **settings, **how, **drafts) for p in parts]
+
+            plain_s, plain = timed(run)
+            for exactness, k in MODES.values():
+                spent_s, got, counts = counted(vb, lambda e=exactness, k=k: run(speculate=k, exactness=e))
+                same = [int((a == b).all(-1).sum()) for a, b in zip(got, plain, strict=True)]
+                row = {"model": "trained", "drawn": drawn, "prompts": name, "exactness": exactness}
+                row |= {"same": sum(same), "of": sum(len(p) for p in plain), "plain_s": plain_s, "s": spent_s, **counts}
+                rows.append(row)
+                show(row)
+    vb.close()
+    return rows
+
+
+class Forced(Sequences):
+    """Sequences whose drafts are right with a given probability, whatever the logits say: for times."""
+
+    acceptance, dice = 0.9, random.Random(0)
+
+    def look(self, tokens: torch.Tensor, guessed: torch.Tensor | None = None) -> bool:
+        super().look(tokens, guessed)
+        return guessed is not None and self.dice.random() < self.acceptance
+
+
+def shape_8b(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The 8B shape with random weights: coarse planes on the GPU, fine ones streamed."""
+    rows, model = [], llama_8b(args.layers)
+    swapped = vbrt.make_plan(model, vbrt.load_config("fp4", weights={"keep_head": True}))
+    budget = swapped.page_bytes + (900 << 20)
+    seconds, vb = timed(
+        lambda: vbrt.wrap(model, "exact", weights={"keep_head": True}, tiers={"gpu": {"budget": budget}}).materialize()
+    )
+    print(f"# ready after {seconds:.0f} s", file=sys.stderr, flush=True)
+    ids = torch.randint(0, 1000, (1, PROMPT), generator=torch.Generator().manual_seed(1)).cuda()
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+    def run(tokens: int, **drafts: Any) -> torch.Tensor:
+        return vb.generate(ids, **settings, min_new_tokens=tokens, max_new_tokens=tokens, **drafts)
+
+    run(4)
+    first_s, _ = timed(lambda: run(1))
+    plain_s, plain = timed(lambda: run(25))
+    rows.append({"model": "8b", "what": "plain", "ms_a_token": 1e3 * (plain_s - first_s) / 24})
+    show(rows[-1])
+    _, got = timed(lambda: run(25, speculate=4))
+    rows.append({"model": "8b", "what": "tokens equal to plain, k = 4", "same": bool(torch.equal(got, plain))})
+    show(rows[-1])
+    generating.Sequences = Forced
+    try:
+        for acceptance in args.acceptance:
+            for exactness in ("tokens", "distribution"):
+                for k in (*args.k, "auto"):
+                    Forced.acceptance, Forced.dice = acceptance, random.Random(3)
+                    tokens = 48 if k != "auto" else 128
+                    spent_s, _, counts = counted(
+                        vb, lambda t=tokens, e=exactness, k=k: run(t, speculate=k, exactness=e)
+                    )
+                    row = {"model": "8b", "acceptance_forced": acceptance, "exactness": exactness, "drafts": k}
+                    row |= {"tokens_per_s": counts["tokens"] / (spent_s - first_s), **counts}
+                    rows.append(row)
+                    show(row)
+    finally:
+        generating.Sequences = Sequences
+    print(vb.stats().phases, file=sys.stderr)
+    vb.close()
+    return rows
+
+
+def show(row: dict[str, Any]) -> None:
+    text = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+    print(json.dumps(text), flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--train", type=int, metavar="STEPS", help="train a model here instead of the committed one")
+    parser.add_argument("--shape", choices=["8b"], help="the 8B shape, on a GPU, instead of a trained model")
+    parser.add_argument("--layers", type=int, default=32, help="of the 8B shape")
+    parser.add_argument("--prompts", type=int, default=50)
+    parser.add_argument("--singles", type=int, default=5, help="prompts that are also decoded one at a time")
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--acceptance", type=float, nargs="*", default=[0.9, 0.95])
+    parser.add_argument("--k", type=int, nargs="*", default=[8, 16], help="drafts a round, beside auto")
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    args = parser.parse_args(arguments)
+    warnings.simplefilter("ignore", UserWarning)
+    rows: list[dict[str, Any]] = []
+    failed = 0
+    try:
+        if args.shape:
+            rows = shape_8b(args)
+        elif args.train:
+            folder = (args.out.parent if args.out else Path("/tmp")) / "speculate-run"
+            rows = language_model(trained(args.train, folder), read_text(None, TRAINED.context).held_out, args)
+        else:
+            rows = language_model(committed.dense(), committed.held_out(), args)
+    except Exception:  # noqa: BLE001 (what was measured until then is kept)
+        traceback.print_exc()
+        failed = 1
+    if args.out:
+        args.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""generate(speculate=...) on a GPU: drafts by the fused kernel, verification on streamed weights."""
+
+import pytest
+import torch
+
+import vbrt
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.gpu
+
+
+def model():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(8)
+    sizes = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads)).to("cuda", torch.bfloat16).eval()
+
+
+def wrap(how):
+    config = vbrt.load_config("exact", weights={"min_parameters": 0})
+    page = max(swap.page_bytes for swap in vbrt.make_plan(model(), config).swaps)
+    budget = {} if how == "resident" else {"gpu": {"budget": 6 * page}}
+    return vbrt.wrap(model(), config, tiers=budget).materialize()
+
+
+@pytest.mark.parametrize("how", ["resident", "streamed"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_tokens_and_logits_on_a_gpu_are_those_of_plain_decoding(how, batch):
+    ids = torch.randint(3, 500, (batch, 20), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[1:, :3] = 0
+    settings = {"max_new_tokens": 24, "pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
+    with wrap(how) as vb:
+        for drawn in ({"do_sample": False}, {"do_sample": True, "seed": 4}):
+            plain = vb.generate(ids, attention_mask=mask, **settings, **drawn)
+            got = vb.generate(ids, attention_mask=mask, **settings, **drawn, speculate=5)
+            assert torch.equal(plain.sequences, got.sequences)
+            assert all(map(torch.equal, plain.logits, got.logits))
+        assert vb.stats().speculation.acceptance > 0.3
+
+
+def test_a_coarse_pass_runs_the_fused_kernel_on_pages_that_exact_passes_merge():
+    ids = torch.randint(3, 500, (1, 4), device="cuda")
+    with torch.no_grad():
+        want = model()(ids).logits
+    fp4 = vbrt.wrap(model(), "fp4", weights={"min_parameters": 0})
+    with wrap("resident") as vb, torch.no_grad():
+        assert torch.equal(vb(ids).logits, want)
+        with vb.phase("draft", precision="coarse"):
+            vb(ids)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+                draft = vb(ids).logits
+        assert torch.equal(draft, fp4(ids).logits)
+        kernels = {event.key for event in profiler.key_averages()}
+        assert any("linear_kernel" in name for name in kernels) and not any("decode" in name for name in kernels)
+    fp4.close()
