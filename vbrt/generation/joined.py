@@ -1,23 +1,229 @@
-"""What a captured step computes: the model's own operations, or fewer launches that compute the same."""
+"""A decode step with its small launches joined, without torch.compile.
 
-from collections.abc import Callable, Sequence
+    step = joined(lambda: model(ids, past_key_values=cache).logits, same_bits=False)
+    with torch.cuda.graph(graph):
+        logits = step()
 
+The step runs once, for real, while its operators are recorded (`vbrt/kernels/recorded.py`): some 40 µs each. What the
+record shows to be an RMS norm, a rotary embedding, attention of one query, a router or layers of one input is replaced
+by a launch of ours, each by a rule whose arithmetic and roundings are known. What comes out is called like the step,
+and reads and writes the very tensors that the step did.
+
+As a CUDA graph, it repeats what the step did that one time: what Python decided stays decided. Where the record cannot
+be what the step does, because a number in a tensor decided or because a check of the result failed, the step itself is
+what one gets, and the report says why.
+
+| pattern | same bits as eager | what it replaces |
+| --- | --- | --- |
+| in place | yes | arithmetic in place on temporaries, so that others see through it |
+| layers | no | 4-bit layers of one input, gated pairs, sums and norms between them: `kernels/cuda/joining.py` |
+| norms | no | RMS norms, with the residual sum in front |
+| rotary | yes | queries and keys, with the norms of heads where norms may be replaced |
+| cache | yes | the copies of keys and values into a static cache |
+| attention | no | of few queries to many keys |
+| routers | no | softmax, top-k, normalization |
+"""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["joined"]
+from vbrt.generation.join_attention import join_attention, join_cache_writes, join_rotary
+from vbrt.generation.join_norms import eager_forms, join_norms
+from vbrt.generation.join_routers import functional, join_routers
+from vbrt.generation.step_graph import Program, StepGraph
+from vbrt.kernels.cuda.joining import join_layers
+from vbrt.kernels.recorded import StepRecorder
+from vbrt.layers.compiled import FEW_TOKENS
+from vbrt.layers.compute import linear_without_grad
+from vbrt.layers.experts.gradients import forward_experts
 
-Step = Callable[..., Sequence[Tensor]]
+__all__ = ["PATTERNS", "JoinReport", "Joined", "joined"]
+
+_TOLERANCE = 0.1  # of the norm of what the step gave: rounding is a tenth of that, a wrong replacement ten times
 
 
-def joined(step: Step, example_inputs: Sequence[Tensor]) -> Step:
-    """Return a function that computes what a decode step computes, in fewer launches where that is possible.
+class Pattern(NamedTuple):
+    """What can be replaced.
+
+    Attributes:
+        name: by which it can be left out.
+        same_bits: True if what replaces it gives the bits of the eager kernels.
+        apply: changes a graph and counts what it did.
+    """
+
+    name: str
+    same_bits: bool
+    apply: Callable[[StepGraph], None]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinReport:
+    """What became of a step.
+
+    Attributes:
+        joined: pattern -> how often it was replaced.
+        kept: why something like a pattern was left alone -> how often.
+        operators: that the step ran, views included, and that the joined one runs.
+        seconds: recording, joining and checking, the step's own time included.
+        error: of the first output of floating point, relative to its norm; None: not compared.
+        refused: why the step itself is what runs; "" if the joined one does.
+    """
+
+    joined: Mapping[str, int] = field(default_factory=dict)
+    kept: Mapping[str, int] = field(default_factory=dict)
+    operators: tuple[int, int] = (0, 0)
+    seconds: float = 0.0
+    error: float | None = None
+    refused: str = ""
+
+
+class Joined:
+    """A step to be called in the place of another.
+
+    Attributes:
+        report: what was joined.
+        first: what the step gave while it was recorded.
+    """
+
+    def __init__(self, run: Callable[..., Any], report: JoinReport, first: Any) -> None:
+        self._run, self.report, self.first = run, report, first
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run it; inputs of the same shapes as the examples."""
+        with torch.no_grad():
+            return self._run(*inputs)
+
+
+def _join_layers(step: StepGraph) -> None:
+    """Show 4-bit layers whose planes never move as operators, and join them."""
+    for node in step.calls(linear_without_grad):
+        handle, x, bias = node.args
+        tiles, value = handle.graph_tiles, x.meta["val"]
+        if tiles is None:
+            continue
+        format, n, k, dtype, _ = tiles.form.split()
+        if value.numel() > FEW_TOKENS * int(k) or value.dtype != getattr(torch, dtype) or value.device != handle.device:
+            step.kept["a 4-bit layer of many tokens, or of another dtype"] += 1
+            continue
+        args = (x, step.constant(tiles.page), None, bias, format, int(n), "none")
+        step.replace(node, step.call(node, torch.ops.vbrt.fp4_linear.default, args, node.meta["val"]))
+        step.graph.erase_node(node)
+    join_layers(step.graph, eager_forms())
+    for name in ("fp4_linears", "fp4_gated", "fp4_residual", "normed_sum"):
+        count = len(step.calls(getattr(torch.ops.vbrt, name).default)) if hasattr(torch.ops.vbrt, name) else 0
+        if count:
+            step.joined[_LAYER_JOINS[name]] += count
+
+
+_LAYER_JOINS = {
+    "fp4_linears": "layers of one input",
+    "fp4_gated": "gated pair",
+    "fp4_residual": "layer, sum and norm",
+    "normed_sum": "sum and norm before layers",
+}
+
+#: in the order in which they are applied
+PATTERNS = (
+    Pattern("in place", True, functional),
+    Pattern("layers", False, _join_layers),
+    Pattern("norms", False, join_norms),
+    Pattern("rotary", True, join_rotary),
+    Pattern("cache", True, join_cache_writes),
+    Pattern("attention", False, join_attention),
+    Pattern("routers", False, join_routers),
+)
+
+
+def joined(
+    step: Callable[..., Any],
+    example_inputs: Sequence[Any] = (),
+    *,
+    same_bits: bool | None = None,
+    without: Collection[str] = (),
+    check: bool = True,
+) -> Joined:
+    """Run a step once and return it with its launches joined.
 
     Args:
-        step: takes tensors as `example_inputs`, returns tensors. It reads parameters, pages and a static KV cache that
-            stay where they are, and writes the cache in place; running it again with the same inputs writes the same.
-        example_inputs: the static inputs themselves; a trace must take shapes and dtypes from them only.
+        step: gives a tensor, or tuples, lists and dicts of them. What it reads besides its inputs it must find in the
+            same memory each time: parameters, caches, static inputs.
+        example_inputs: of the step; tensors among them may be others of the same shape at later calls.
+        same_bits: True: only what gives the bits of the eager kernels is replaced. None: so it is unless the step has
+            4-bit layers, which promise no bits.
+        without: names of patterns to leave alone.
+        check: run the joined step too and compare, from the same state: counters that the step advances are put back
+            before, and caches get the same entries once more.
 
-    Returns:
-        `step` itself where nothing can be joined.
+    Raises: whatever the step raises.
     """
-    return step
+    start = time.perf_counter()
+    with torch.no_grad(), StepRecorder() as recorder:
+        first = step(*example_inputs)
+    recorder.finish(first)
+    if recorder.refused:
+        return Joined(step, JoinReport(seconds=time.perf_counter() - start, refused=recorder.refused), first)
+    same_bits = not _has_rounded_layers(recorder) if same_bits is None else same_bits
+    graph = StepGraph(recorder, same_bits=same_bits)
+    before = len(recorder.graph.nodes) - len(recorder.given)
+    try:
+        program, error = _built(graph, recorder, example_inputs, without), None
+        if check:
+            error = _checked(program, recorder, example_inputs, first, same_bits=same_bits)
+    except _WrongError as wrong:
+        return Joined(step, JoinReport(seconds=time.perf_counter() - start, refused=str(wrong)), first)
+    report = JoinReport(
+        dict(graph.joined), dict(graph.kept), (before, len(program)), time.perf_counter() - start, error
+    )
+    return Joined(program, report, first)
+
+
+def _has_rounded_layers(recorder: StepRecorder) -> bool:
+    """True if a layer in 4 bits computes in the step."""
+    layers = recorder.graph.find_nodes(op="call_function", target=linear_without_grad)
+    experts = recorder.graph.find_nodes(op="call_function", target=forward_experts)
+    specs = [node.args[0].spec for node in layers] + [node.args[0].handle.spec for node in experts]
+    return any(not (spec.lossless or spec.fine) for spec in specs)
+
+
+class _WrongError(Exception):
+    """The joined step does not do what the step did."""
+
+
+def _built(graph: StepGraph, recorder: StepRecorder, inputs: Sequence[Any], without: Collection[str]) -> Program:
+    graph.drop_unused()
+    for pattern in PATTERNS:
+        if pattern.name not in without and (pattern.same_bits or not graph.same_bits):
+            pattern.apply(graph)
+            graph.drop_unused()
+    return Program(graph, inputs)
+
+
+def _checked(
+    program: Program, recorder: StepRecorder, inputs: Sequence[Any], first: Any, *, same_bits: bool
+) -> float | None:
+    """The error of the joined step's first output of floating point, from the state that the step began with."""
+    if recorder.random:
+        return None
+    for tensor, before in reversed(recorder.saved):
+        tensor.copy_(before)
+    with torch.no_grad():
+        got = program(*inputs)
+    pairs = zip(tree_leaves(got), tree_leaves(first), strict=True)
+    floats = [(a, b) for a, b in pairs if isinstance(b, Tensor) and b.is_floating_point()]
+    error = max((_error(a, b) for a, b in floats), default=None)
+    if error is not None and not (error == 0.0 if same_bits else error < _TOLERANCE):
+        raise _WrongError(f"the joined step's result differs from the step's by {error:.2g} of its norm")
+    return error
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    if torch.equal(got, want):
+        return 0.0
+    difference = (got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30)
+    return float(difference) if bool(difference.isfinite()) else float("inf")

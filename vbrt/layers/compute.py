@@ -29,6 +29,7 @@ from torch.compiler import is_compiling
 from vbrt.errors import ArgumentError, WrapError
 from vbrt.formats.base import WeightPlanes
 from vbrt.kernels.product import Product, as_autocast, whole
+from vbrt.kernels.recorded import recorder
 from vbrt.kernels.reference import wants_grad
 from vbrt.kernels.watched import dispatch_modes, is_bare, is_memory, is_tracing, is_watched, unwatched
 from vbrt.layers.fixed import keep_ready, requiring_grad
@@ -174,8 +175,11 @@ def _watched_linear(
     """`linear` for tracers, modes of the dispatcher and transforms of torch.func.
 
     Those that cannot look behind a function of autograd's get the very calls of the plain layer, on a weight that
-    an operator has decoded.
+    an operator has decoded. For a step that is being recorded the call is one piece.
     """
+    step = recorder()
+    if step is not None:
+        return step.leaf(linear_without_grad, handle, x, bias)
     if _sees_no_functions() or not (is_memory(x) or torch._C._functorch.is_functorch_wrapped_tensor(x)):
         return linear_on_weight(handle.spec, x, _weight_by_operator(handle, x.device), bias)
     snapshot = _Snapshot(handle, handle.generation, kernels)

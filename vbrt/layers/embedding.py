@@ -19,6 +19,7 @@ from torch.fx import Proxy
 from vbrt.formats import get_format
 from vbrt.formats.base import WeightPlanes
 from vbrt.formats.rows import Rows, by_chunks, coarse_rows, exact_rows
+from vbrt.kernels.recorded import recorder
 from vbrt.kernels.watched import dispatch_modes, is_memory, is_watched, traced_call, unwatched
 from vbrt.layers.base import VBLayer
 from vbrt.layers.compiled import refuse_given_in_graph
@@ -79,6 +80,9 @@ class VBEmbedding(VBLayer, nn.Embedding):
 
 def _lookup(handle: WeightHandle, ids: torch.Tensor) -> torch.Tensor:
     """Return the rows [..., K] of indices [...], counted as a forward."""
+    step = recorder()
+    if step is not None:
+        return step.leaf(_counted_rows, handle, ids)
     if is_watched() or not is_memory(ids):
         token = handle.token_at(handle.generation) if dispatch_modes() else handle.token
         return torch.ops.vbrt.rows(ids, token, handle.spec.shape[1], handle.dtype)

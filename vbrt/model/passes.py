@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from vbrt.kernels.recorded import recorder
 from vbrt.kernels.watched import unwatched
 from vbrt.layers.lockstep import is_following
 from vbrt.model.adapters import check_adapters
@@ -58,7 +59,16 @@ class PassHook:
         named, prefix = phase_name(self.attachment), self.attachment.prefix
         phase = named or self._unnamed_phase(args, kwargs)
         backward = prefix + BACKWARD if named is None and phase == FORWARD else ""
-        self.stack.begin_pass(prefix + phase, backward=backward)
+        step = recorder()
+        if step is None:
+            self.stack.begin_pass(prefix + phase, backward=backward)
+        else:
+            step.leaf(self._begin_again, prefix + phase, backward)
+
+    def _begin_again(self, phase: str, backward: str) -> None:
+        """Begin a pass as a recorded step repeats it: not where a CUDA graph records it in its turn."""
+        if not self.stack.capturing():
+            self.stack.begin_pass(phase, backward=backward)
 
     def _unnamed_phase(self, args: tuple, kwargs: dict[str, Any]) -> str:
         phase, name_phase = inferred_phase(args, kwargs), self.attachment.name_phase

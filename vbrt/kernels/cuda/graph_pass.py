@@ -2,15 +2,7 @@
 
     step = torch.compile(model, options=vbrt.compile_options("reduce-overhead"))
 
-A query, key and value projection, or a gate and an up projection, are layers of their own in a model; of a compiled
-graph their common input can be read off. One launch in place of two or three saves the gaps between them, and layers
-too short to fill a GPU fill it together. Holds for 4-bit layers that never move, without a bias, for up to 8 tokens:
-more tokens make a launch long enough not to care. A gate and an up projection that are read by activation(gate) * up
-alone become one launch that also multiplies, for as many tokens as that takes; it rounds once, where the graph rounded
-both results and the activation. A residual sum and its RMS norm in front of such layers become one launch, while which
-those layers load their first weights; for inductor's own kernel they would wait. With one token and a layer before the
-sum there is no launch at all: that layer adds the residual, multiplies by the norm's gain and computes sums of squares,
-from which the layers behind it get the norm's factor.
+`joining.py` has what is joined. For inductor's own kernel of a norm the layers behind it would wait.
 
 The graph has an activation or a norm as inductor's decompositions of this torch leave it, so it is compared with what
 they make of the same expression. The road not taken: a pass before decomposition, where `nn.SiLU` is one node but the
@@ -21,7 +13,6 @@ they are, is in a string of the layer, whose guard is kept.
 """
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,16 +22,14 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from vbrt.kernels.cuda import private_api
+from vbrt.kernels.cuda import joining, private_api
 from vbrt.kernels.cuda.e2m1 import joined, linear
-from vbrt.kernels.cuda.e2m1.joined import GATED_TOKENS, MOST_SIBLINGS, NORM_ROW, SIBLING_TOKENS, gates_in_one
-from vbrt.kernels.cuda.e2m1.tiles import ROWS
+from vbrt.kernels.cuda.joining import EPS, Forms, join_layers
 from vbrt.kernels.reference import ACTIVATIONS, activate
 
 __all__ = ["JoinSiblings", "compile_options"]
 
 _PLANES = "_vb_page"  # the attribute by which a layer holds planes that never move
-_EPS = 0.125  # stands for any number in what is traced
 
 
 def compile_options(mode: str = "default") -> dict[str, Any]:
@@ -64,55 +53,24 @@ class JoinSiblings(private_api.graph_pass_base()):  # type: ignore[misc]  # a cl
     """Replaces `vbrt::fp4_linear` calls on one x by `vbrt::fp4_gated`, or by `vbrt::fp4_linears` for up to three."""
 
     def __init__(self) -> None:
-        _gates(), _norms()  # traced here and not while a graph is being compiled
+        _forms()  # traced here and not while a graph is being compiled
 
     def __call__(self, graph: Graph) -> None:
-        products = graph.find_nodes(op="call_function", target=torch.ops.vbrt.fp4_linear.default)
-        for x in dict.fromkeys(node.args[0] for node in products):
-            _norm(graph, x)
-        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor):
-            _gate(graph, node)
-        place = {node: at for at, node in enumerate(graph.nodes)}
-        families: dict[Any, list[Node]] = {}
-        for node in graph.find_nodes(op="call_function", target=torch.ops.vbrt.fp4_linear.default):
-            x, _, scale, _, format, _, _ = node.args
-            if _can_join(node):
-                families.setdefault((x, scale is None, format), []).append(node)
-        for nodes in families.values():
-            # all are computed where the first one is, so their weights must be there by then
-            early = [n for n in nodes if all(place[t] < place[nodes[0]] for t in n.args[1:3] if t is not None)]
-            for at in range(0, len(early) - 1, MOST_SIBLINGS):
-                _join(graph, early[at : at + MOST_SIBLINGS])
-        for node in graph.find_nodes(op="call_function", target=torch.ops.vbrt.normed_sum.default):
-            _share(graph, node)
+        join_layers(graph, _forms())
         for op in {node.target for node in graph.nodes if getattr(node.target, "namespace", None) == "vbrt"}:
             private_api.never_lower(op)  # of what it has not traced
 
     def uuid(self) -> Any:
         """The pass's part of the key of cached graphs: the files that decide what is joined."""
-        return private_api.hash_of_files((__file__, linear.__file__, joined.__file__))
-
-
-def _tokens(node: Node) -> int:
-    """Of a product that can be joined with others; 0 for any other node, and if their number is not fixed."""
-    if node.target is not torch.ops.vbrt.fp4_linear.default:
-        return 0
-    x, _, _, bias, _, _, activation = node.args
-    k = _k(x)
-    tokens = x.meta["val"].numel() // k if isinstance(k, int) and k else None
-    return tokens if isinstance(tokens, int) and bias is None and activation == "none" else 0
-
-
-def _k(x: Node) -> Any:
-    """The columns of a layer's input."""
-    return x.meta["val"].shape[-1]
-
-
-def _can_join(node: Node) -> bool:
-    return 0 < _tokens(node) <= SIBLING_TOKENS
+        return private_api.hash_of_files((__file__, joining.__file__, linear.__file__, joined.__file__))
 
 
 @functools.cache
+def _forms() -> Forms:
+    """What inductor's decompositions of this torch make of activations and norms, for bf16."""
+    return Forms(_gates(), _norms())
+
+
 def _gates() -> dict[str, tuple[Node, Node]]:
     """Activation -> (its input, its result) in a graph as inductor decomposes it, for bf16."""
     y = torch.empty(1, 8, dtype=torch.bfloat16, device="cpu")
@@ -120,17 +78,16 @@ def _gates() -> dict[str, tuple[Node, Node]]:
     return {name: _traced(functools.partial(activate, activation=name), y) for name in names}
 
 
-@functools.cache
 def _norms() -> list[tuple[Node, Node, Node]]:
-    """(Input, gain, result) of an RMS norm with `_EPS` as torch has it, and as Hugging Face's models write it."""
+    """(Input, gain, result) of an RMS norm with `EPS` as torch has it, and as Hugging Face's models write it."""
 
     def written_out(x: Tensor, gain: Tensor) -> Tensor:
         wide = x.to(torch.float32)
-        return gain * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + _EPS)).to(x.dtype)
+        return gain * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
 
     gain = torch.empty(8, dtype=torch.bfloat16, device="cpu")
     shapes = ((1, 8), (1, 1, 8))  # the sum's dimension is counted from the front
-    forms = (lambda x, gain: F.rms_norm(x, gain.shape, gain, _EPS), written_out)
+    forms = (lambda x, gain: F.rms_norm(x, gain.shape, gain, EPS), written_out)
     return [_traced(form, gain.new_empty(shape), gain) for form in forms for shape in shapes]
 
 
@@ -140,150 +97,3 @@ def _traced(fn: Callable[..., Tensor], *inputs: Tensor) -> tuple[Node, ...]:
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add_.Scalar):
         node.target = torch.ops.aten.add.Scalar  # as functionalization, which has been there before, leaves it
     return *graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes
-
-
-def _matches(node: Any, traced: Node, found: dict[Any, Any]) -> bool:
-    """True if a node computes what a traced one does; fills `found` with the node of each traced one, and the number
-    in the place of `_EPS`."""
-    if not isinstance(node, Node):
-        return False
-    if traced in found:
-        return found[traced] is node
-    found[traced] = node
-    if traced.op == "placeholder":
-        return True
-    alike = node.target == traced.target and len(node.args) == len(traced.args) and node.kwargs == traced.kwargs
-    return alike and all(
-        _matches(ours, theirs, found) if isinstance(theirs, Node) else _same(ours, theirs, found)
-        for ours, theirs in zip(node.args, traced.args, strict=True)
-    )
-
-
-def _same(ours: Any, theirs: Any, found: dict[Any, Any]) -> bool:
-    if theirs == _EPS and isinstance(ours, float):
-        found[_EPS] = ours
-        return True
-    return ours == theirs
-
-
-def _norm(graph: Graph, y: Any) -> None:
-    """Replace a sum of two tensors and its RMS norm by one launch, if that is what `y` is."""
-    for given, gain, result in _norms():
-        found: dict[Any, Any] = {}
-        if not _matches(y, result, found):
-            continue
-        total, gain, eps = found.pop(given), found.pop(gain), found.pop(_EPS)
-        inner = set(found.values())
-        if _is_sum(total) and _is_gain(gain, total) and all(u in inner for n in inner - {y} for u in n.users):
-            with graph.inserting_before(total):
-                both = graph.call_function(torch.ops.vbrt.normed_sum.default, (*total.args, gain, eps))
-            both.meta["val"] = [total.meta["val"], y.meta["val"]]
-            _replace(graph, y, operator.getitem, (both, 1))
-            for node in reversed([node for node in graph.nodes if node in inner]):
-                graph.erase_node(node)
-            _replace(graph, total, operator.getitem, (both, 0))
-        return
-
-
-def _share(graph: Graph, both: Node) -> None:
-    """Have the layer before a sum and its norm compute them but for the norm's factor, which the layers behind apply.
-
-    Does so for one token, if one summand is a layer's result that nothing else reads, and only layers read y.
-    """
-    *summed, gain, eps = both.args
-    parts = {node.args[1]: node for node in both.users}
-    value, y = both.meta["val"][0], parts.get(1)
-    n = value.shape[-1]
-    if y is None or value.numel() != n or n % 8 or not all(_can_share(user, y) for user in y.users):
-        return
-    for layer, other in (summed, summed[::-1]):
-        if layer is not other and _tokens(layer) == 1 and len(layer.users) == 1 and layer.args[5] == n:
-            break
-    else:
-        return
-    x, tiles, scale, _, format, _, _ = layer.args
-    with graph.inserting_before(both):
-        made = graph.call_function(torch.ops.vbrt.fp4_residual.default, (x, tiles, scale, other, gain, format, n))
-        squares = graph.call_function(operator.getitem, (made, 2))
-    squares.meta["val"] = value.new_empty(-(-n // ROWS), dtype=torch.float32)
-    made.meta["val"] = [*both.meta["val"], squares.meta["val"]]
-    for user in list(y.users):
-        if user.target is torch.ops.vbrt.fp4_linear.default:
-            _join(graph, [user])
-    for user in list(y.users):
-        user.args = (*user.args, squares, eps)
-    both.replace_all_uses_with(made)
-    graph.erase_node(both)
-    graph.erase_node(layer)
-
-
-def _can_share(user: Node, y: Node) -> bool:
-    """True if it is a layer, or several, that can apply the factor of a norm to its x."""
-    several = user.target in (torch.ops.vbrt.fp4_linears.default, torch.ops.vbrt.fp4_gated.default)
-    return (several or _can_join(user)) and user.args[0] is y and user.all_input_nodes.count(y) == 1
-
-
-def _is_sum(node: Node) -> bool:
-    """True for a sum of two bf16 tensors of one shape, with few enough and short enough rows for the kernel."""
-    if node.target is not torch.ops.aten.add.Tensor or node.kwargs or not all(isinstance(a, Node) for a in node.args):
-        return False
-    value, *others = (n.meta["val"] for n in (node, *node.args))
-    alike = all(other.shape == value.shape and other.dtype is torch.bfloat16 for other in others)
-    k = value.shape[-1]
-    return alike and isinstance(value.numel(), int) and k <= NORM_ROW and 0 < value.numel() <= GATED_TOKENS * k
-
-
-def _is_gain(node: Node, total: Node) -> bool:
-    """True for a bf16 parameter, which is there wherever the launch is put."""
-    value = node.meta["val"]
-    fits = value.shape == total.meta["val"].shape[-1:] and value.is_contiguous()
-    return fits and node.op == "placeholder" and value.dtype is torch.bfloat16
-
-
-def _gate(graph: Graph, product: Node) -> None:
-    """Replace activation(gate) * up by one launch, if that is what `product` is."""
-    for first, up in (product.args, product.args[::-1]):
-        for name, (given, result) in _gates().items():
-            found: dict[Node, Node] = {}
-            if not isinstance(up, Node) or not _matches(first, result, found):
-                continue
-            gate, inner = found[given], {*found.values(), up}
-            if _are_gated(gate, up) and all(user is product or user in inner for n in inner for user in n.users):
-                x, *_, format, n, _ = gate.args
-                args = (x, _weights([gate, up]), format, n, name)
-                _replace(graph, product, torch.ops.vbrt.fp4_gated.default, args)
-                for node in reversed([node for node in graph.nodes if node in inner]):
-                    graph.erase_node(node)
-                return
-
-
-def _are_gated(gate: Node, up: Node) -> bool:
-    tokens = _tokens(gate)
-    if gate is up or not tokens or not _tokens(up):
-        return False
-    (x, _, scale, _, format, n, _), (other, _, other_scale, _, other_format, other_n, _) = gate.args, up.args
-    alike = (x, scale is None, format, n) == (other, other_scale is None, other_format, other_n)
-    return alike and gates_in_one(x.meta["val"].dtype, tokens, n, _k(x))
-
-
-def _weights(layers: Sequence[Node]) -> list[Node]:
-    """Their pages or, of layers that have them apart, the tiles and the scale of each."""
-    return [part for layer in layers for part in layer.args[1:3] if part is not None]
-
-
-def _replace(graph: Graph, node: Node, target: Any, args: tuple[Any, ...]) -> None:
-    with graph.inserting_before(node):
-        new = graph.call_function(target, args)
-    new.meta.update(node.meta)
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
-
-
-def _join(graph: Graph, siblings: list[Node]) -> None:
-    x, *_, format, _, _ = siblings[0].args
-    args = (x, _weights(siblings), format, [node.args[5] for node in siblings])
-    with graph.inserting_before(siblings[0]):
-        call = graph.call_function(torch.ops.vbrt.fp4_linears.default, args)
-        call.meta["val"] = [node.meta["val"] for node in siblings]
-    for at, node in enumerate(siblings):
-        _replace(graph, node, operator.getitem, (call, at))

@@ -15,6 +15,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from vbrt.errors import WrapError
+from vbrt.kernels.recorded import recorder
 from vbrt.kernels.watched import is_bare
 from vbrt.layers.experts.compute import plain_forward
 from vbrt.layers.experts.gradients import forward_experts
@@ -54,7 +55,8 @@ class VBExperts(ExpertsShell):
             if not isinstance(self, VBExperts):  # somebody has asked the shell to train
                 return self(*args)
         if not is_bare(x):
-            return plain_forward(self, *args)
+            step = recorder()
+            return plain_forward(self, *args) if step is None else step.leaf(forward_experts, self, *args)
         return forward_experts(self, *args)
 
     # -- the weights, as everybody else sees them ---------------------------------------------------------------------

@@ -1,0 +1,120 @@
+"""A recorded step as a graph that can be changed and run."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from vbrt.kernels.recorded import Form, StepRecorder, root_of
+
+__all__ = ["Program", "StepGraph"]
+
+
+class StepGraph:
+    """The graph of a step while joins change it.
+
+    Attributes:
+        graph, given, written: as of `StepRecorder`.
+        same_bits: True if only what gives the same bits may be put in place of anything.
+        joined: name of a pattern -> how often it was replaced.
+        kept: why something like a pattern stays as it is -> how often.
+    """
+
+    def __init__(self, recorder: StepRecorder, *, same_bits: bool) -> None:
+        self.graph: Graph = recorder.graph
+        self.given, self.written, self.same_bits = recorder.given, recorder.written, same_bits
+        self._give = recorder.give
+        self.joined: Counter[str] = Counter()
+        self.kept: Counter[str] = Counter()
+
+    def calls(self, *targets: Any) -> list[Node]:
+        """The nodes that call one of these operators or functions, in order."""
+        return [node for node in self.graph.nodes if node.op == "call_function" and node.target in targets]
+
+    def places(self) -> dict[Node, int]:
+        """Where each node stands in the order."""
+        return {node: at for at, node in enumerate(self.graph.nodes)}
+
+    def is_fixed(self, *nodes: Any) -> bool:
+        """True if nothing in the step writes to the memory of these results."""
+        return all(not isinstance(node, Node) or root_of(node) not in self.written for node in nodes)
+
+    def constant(self, tensor: Tensor) -> Node:
+        """A placeholder for a tensor that layers hold."""
+        return self._give(tensor)
+
+    def call(self, before: Node, function: Callable[..., Any], args: tuple, val: Any, *, effect: bool = False) -> Node:
+        """Put a call in front of a node; `val`: the Form of its result or a tuple of them."""
+        with self.graph.inserting_before(before):
+            node = self.graph.create_node("call_function", function, args, {})
+        node.meta.update(val=val, effect=effect)
+        return node
+
+    def item(self, of: Node, at: int) -> Node:
+        """A part of a call's result, right behind it."""
+        with self.graph.inserting_after(of):
+            node = self.graph.call_function(_item, (of, at))
+        node.meta["val"] = of.meta["val"][at]
+        return node
+
+    def replace(self, node: Node, other: Node) -> None:
+        """Have everything that reads a node read another one, of the same dtype and shape."""
+        ours, theirs = node.meta["val"], other.meta["val"]
+        if isinstance(ours, Form) and (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+            raise AssertionError(f"{node}: {ours} replaced by {theirs}")
+        node.replace_all_uses_with(other)
+
+    def drop_unused(self) -> None:
+        """Remove what has no effect and that nothing reads."""
+        for node in reversed(list(self.graph.nodes)):
+            if node.op == "call_function" and not node.users and not node.meta.get("effect"):
+                self.graph.erase_node(node)
+
+
+def _item(values: Sequence[Any], at: int) -> Any:
+    return values[at]
+
+
+class Program:
+    """Runs a graph: operator after operator, results dropped after their last use."""
+
+    def __init__(self, step: StepGraph, inputs: Sequence[Any]) -> None:
+        """inputs: tensors that a call may put others in the place of."""
+        nodes = list(step.graph.nodes)
+        self._given = {node: tensor for node, tensor in step.given.items() if node.users}
+        by_id = {id(tensor): node for node, tensor in self._given.items()}
+        self._inputs = [by_id.get(id(tensor)) for tensor in inputs]
+        self._steps = [node for node in nodes if node.op == "call_function"]
+        self._output = step.graph.output_node().args[0]
+        self._last = _last_uses(self._steps, self._output)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """The step's outputs."""
+        values = dict(self._given)
+        for node, tensor in zip(self._inputs, inputs, strict=True):
+            if node is not None:
+                values[node] = tensor
+        fetch = values.__getitem__
+        for node in self._steps:
+            values[node] = node.target(*map_arg(node.args, fetch), **map_arg(node.kwargs, fetch))
+            for done in self._last.get(node, ()):
+                del values[done]
+        return map_arg(self._output, fetch)
+
+
+def _last_uses(steps: Sequence[Node], output: Any) -> dict[Node, list[Node]]:
+    """Node -> the results that nothing reads after it."""
+    seen: set[Node] = set()
+    map_arg(output, seen.add)
+    last: dict[Node, list[Node]] = {}
+    for node in reversed(steps):
+        reads = [n for n in (*node.all_input_nodes, node) if n.op == "call_function" and n not in seen]
+        seen.update(reads)
+        last[node] = list(dict.fromkeys(reads))
+    return last

@@ -1,0 +1,199 @@
+"""Launches of what stands between the layers of a decode step: see `vbrt.kernels.step`, which is the specification."""
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda.launcher import Launcher
+
+if TYPE_CHECKING:
+    from vbrt.kernels.step import NormRule, Part, RouteRule
+
+__all__ = ["MOST_EXPERTS", "MOST_QUERIES", "NORM_ROW", "Store", "attend", "norm_rows", "rotate", "route"]
+
+NORM_ROW = 16384  # columns of a norm, which it keeps in registers
+MOST_EXPERTS = 1024
+MOST_QUERIES = 16  # that share their keys: the rows of one matrix instruction
+_KEYS = 32  # at a time
+_PROGRAMS = 2  # of attention for each multiprocessor, if there are keys enough
+
+
+class _Kernels(NamedTuple):
+    norm: Launcher
+    rotate: Launcher
+    route: Launcher
+    attend: Launcher
+    gather: Launcher
+
+
+@functools.cache
+def _kernels(dependent: bool) -> _Kernels:
+    from vbrt.kernels.cuda import step_triton as device
+
+    kernels = (
+        device.norm_kernel,
+        device.rotate_kernel,
+        device.route_kernel,
+        device.attend_kernel,
+        device.gather_kernel,
+    )
+    return _Kernels(*(Launcher(kernel, dependent=dependent) for kernel in kernels))
+
+
+class Store(NamedTuple):
+    """Where rotated keys and their values go: value [B, H, S, D]; caches [B, H, L, D]; places int64 [S]."""
+
+    value: Tensor
+    keys: Tensor
+    values: Tensor
+    at_S: Tensor
+
+
+def _power(count: int) -> int:
+    return 1 << max(0, count - 1).bit_length()
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """[M, K] whose rows are contiguous."""
+    x_MK = x.reshape(-1, x.shape[-1])
+    return x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
+
+
+def norm_rows(x: Tensor, other: Tensor | None, rule: "NormRule") -> tuple[Tensor, Tensor]:
+    """(x + other, or x; its norm), dense in memory."""
+    x_MK, device = _dense_rows(x), x.device.index
+    rows, k = x_MK.shape
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = x if other is None else torch.empty_like(y)
+    other_MK = x_MK if other is None else _dense_rows(other)
+    block, dependent = _power(k), devices.launches_dependents(device)
+    numbers = (float(rule.eps), float(rule.shift), k, x_MK.stride(0), other_MK.stride(0))
+    _kernels(dependent).norm(
+        device,
+        (rows, 1),
+        (x_MK, other_MK, x_MK if rule.gain is None else rule.gain, total, y),
+        numbers,
+        warps=max(1, min(16, block // 256)),
+        specialized=(x.dtype, *numbers),
+        BLOCK=block,
+        ADD=other is not None,
+        GAIN=rule.gain is not None,
+        ROUNDS=rule.rounds,
+        DEPENDENT=dependent,
+    )
+    return total, y
+
+
+def rotate(parts: Sequence["Part"], cos: Tensor, sin: Tensor, store: Store | None = None) -> list[Tensor]:
+    """The rotated parts, one or two; with `store` the queries alone, and keys and values in their caches."""
+    query, key = parts[0], parts[-1]
+    batch, heads, tokens, d = query.x.shape
+    outs = [_like_projection(part.x) for part in (parts[:1] if store else parts)]
+    q_out, k_out = outs[0], (store.keys if store else outs[-1])
+    k_heads = key.x.shape[1] if len(parts) > 1 else 0
+    value, v_out = (store.value, store.values) if store else (query.x, q_out)
+    norms = [part.norm for part in (query, key)]
+    first, device = norms[0], query.x.device.index
+    dependent = devices.launches_dependents(device)
+    strides = [n for t in (query.x, key.x, value) for n in t.stride()[:3]]
+    strides += [cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1)]
+    strides += [n for t in (q_out, k_out, v_out) for n in t.stride()[:3]]
+    eps = [float(norm.eps) if norm else 0.0 for norm in norms]
+    numbers = (*eps, float(first.shift) if first else 0.0, heads, k_heads, tokens, d, *strides)
+    gains = [norm.gain if norm else cos for norm in norms]
+    _kernels(dependent).rotate(
+        device,
+        (heads + k_heads * (2 if store else 1), batch * tokens),
+        (query.x, key.x, value, cos, sin, *gains, store.at_S if store else cos, q_out, k_out, v_out),
+        numbers,
+        warps=1,
+        specialized=(query.x.dtype, cos.dtype, *numbers),
+        BLOCK=_power(d // 2),
+        NORM=first is not None,
+        ROUNDS=first is not None and first.rounds,
+        STORE=store is not None,
+        DEPENDENT=dependent,
+    )
+    return outs
+
+
+def _like_projection(x: Tensor) -> Tensor:
+    """[B, H, S, D], in memory [B, S, H, D]."""
+    b, h, s, d = x.shape
+    return torch.empty(b, s, h, d, dtype=x.dtype, device=x.device).transpose(1, 2)
+
+
+def route(logits: Tensor, rule: "RouteRule") -> tuple[Tensor, Tensor]:
+    """(weights, ids) [T, k]."""
+    (tokens, experts), device = logits.shape, logits.device.index
+    weights = torch.empty(tokens, rule.k, dtype=rule.dtype, device=logits.device)
+    ids = torch.empty(tokens, rule.k, dtype=torch.int64, device=logits.device)
+    dependent, block = devices.launches_dependents(device), _power(experts)
+    numbers = (experts, logits.stride(0))
+    _kernels(dependent).route(
+        device,
+        (tokens, 1),
+        (logits, weights, ids),
+        numbers,
+        warps=max(1, min(4, block // 128)),
+        specialized=(logits.dtype, rule.dtype, *numbers),
+        K=rule.k,
+        BLOCK=block,
+        PLACES=_power(rule.k),
+        FIRST=rule.first,
+        RENORMALIZED=rule.renormalized,
+        DEPENDENT=dependent,
+    )
+    return weights, ids
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """[B, H, S, D], in memory [B, S, H, D] where H is a multiple of the groups, else as q."""
+    batch, heads, queries, d = q.shape
+    groups, length = k.shape[1], k.shape[2]
+    rows = heads // groups * queries  # that share keys: either H / G heads of one query, or the queries of one head
+    q_r = q.stride(1) if queries == 1 else q.stride(2)
+    q_g = q.stride(1) * (heads // groups)
+    device, dependent = q.device.index, devices.launches_dependents(q.device.index)
+    blocks = -(-length // _KEYS)
+    wanted = max(1, _PROGRAMS * devices.gpu(device).processors // (batch * groups))
+    span = -(-blocks // min(wanted, blocks)) * _KEYS
+    spans = -(-length // span)
+    parts = torch.empty(batch * groups, spans, rows, d, dtype=torch.float32, device=q.device)
+    stats = torch.empty(batch * groups, spans, 2, rows, dtype=torch.float32, device=q.device)
+    mask_b = mask.stride(0) if mask is not None and mask.shape[0] > 1 else 0
+    numbers = (float(scale), groups, rows, length, d, q.stride(0), q_g, q_r)
+    numbers = (*numbers, *k.stride()[:3], *v.stride()[:3], mask_b, span)
+    kernels = _kernels(dependent)
+    kernels.attend(
+        device,
+        (spans, batch * groups),
+        (q, k, v, q if mask is None else mask.view(torch.uint8), parts, stats),
+        numbers,
+        warps=4,
+        specialized=(q.dtype, *numbers),
+        ROWS=MOST_QUERIES,
+        KEYS=_KEYS,
+        COLUMNS=max(16, _power(d)),
+        MASKED=mask is not None,
+        DEPENDENT=dependent,
+    )
+    y = torch.empty(batch, heads, queries, d, dtype=q.dtype, device=q.device)
+    y_r = y.stride(1) if queries == 1 else y.stride(2)
+    numbers = (groups, rows, d, spans, y.stride(0), y.stride(1) * (heads // groups), y_r)
+    kernels.gather(
+        device,
+        (rows, batch * groups),
+        (parts, stats, y),
+        numbers,
+        warps=4,
+        specialized=(q.dtype, *numbers),
+        SPANS=_power(spans),
+        COLUMNS=max(16, _power(d)),
+        DEPENDENT=dependent,
+    )
+    return y

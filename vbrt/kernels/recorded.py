@@ -1,0 +1,292 @@
+"""Record what a function computes as a graph of torch's operators, while it computes it.
+
+    recorder = StepRecorder()
+    with recorder:
+        y = step()
+    recorder.finish(y)
+    recorder.graph          # torch.fx.Graph: a node for each operator that ran, in order
+
+Each tensor that the function did not make is a placeholder of the graph, bound to that very tensor: parameters,
+buffers, caches and inputs. Operators that write in place are recorded as they are. What must stay one piece is a
+*leaf*: a call of a Python function, which runs unseen and whose result is the node's. Layers of vbrt are leaves,
+because their kernels read memory by its address, and so is attention.
+
+The road not taken: `make_fx`, whose trace of a step takes ten times as long.
+"""
+
+import operator
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from vbrt.kernels.watched import dispatch_modes
+
+__all__ = ["Form", "StepRecorder", "form_of", "recorder", "root_of"]
+
+#: what runs as one piece, though torch takes it apart: kernels of attention are chosen by mask, dtype and layout
+LEAVES = {F.scaled_dot_product_attention}
+#: operators that give Python what it may know: nothing of the numbers in a tensor
+_METADATA = ("aten::sym_", "aten::is_same_size", "aten::size", "aten::stride")
+#: operators that may be repeated: they write the same to the same place
+_REPEATABLE = {torch.ops.aten.index_copy_.default, torch.ops.aten.index_put_.default}
+_DRAWS, _BY_DATA = torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What is known of a tensor without having it: what passes over graphs ask of `meta["val"]`."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Form":
+        """The form of a tensor."""
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.shape.numel()
+
+    def is_contiguous(self) -> bool:
+        """True if rows lie one behind the other."""
+        return self.strides == _dense_strides(self.shape)
+
+    def new_empty(self, *shape: int, dtype: torch.dtype | None = None) -> "Form":
+        """The form of a new tensor beside this one."""
+        return Form(torch.Size(shape), _dense_strides(shape), dtype or self.dtype, self.device)
+
+
+def _dense_strides(shape: Any) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
+
+
+def form_of(node: Node) -> Any:
+    """The Form of a node's result, or a tuple of them."""
+    return node.meta["val"]
+
+
+def root_of(node: Node) -> Node:
+    """The node whose memory a node's result shares; itself if it has its own."""
+    return node.meta.get("root", node)
+
+
+class _Kind(NamedTuple):
+    """What an operator does to its tensors, by its schema."""
+
+    writes: tuple[int | str, ...]  # arguments, by place or name
+    views: bool  # the result shares the memory of the first argument
+
+
+_KINDS: dict[Any, _Kind] = {}
+
+
+class StepRecorder(TorchDispatchMode):
+    """Records what runs within the `with`, once; what cannot be recorded runs all the same.
+
+    Attributes:
+        graph: a node for each operator. `node.meta`: "val", the Form of its result or a tuple of them; "root", see
+            `root_of`; "effect", True where it does more than give a result.
+        given: placeholder -> the tensor that it stands for.
+        written: roots that something has written to.
+        saved: tensors that were there before and what was in them, in the order in which they were first written to;
+            without those to which repeating the function writes the same.
+        random: True if something drew random numbers.
+        refused: why the graph is not what the function does; "" if it is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph, self.random, self.refused = Graph(), False, ""
+        self.given: dict[Node, Tensor] = {}
+        self.written: set[Node] = set()
+        self.saved: list[tuple[Tensor, Tensor]] = []
+        self._nodes: dict[int, tuple[weakref.ref, Node]] = {}
+        self._storages: dict[int, Node] = {}
+        self._last_given: Node | None = None
+        self._functions = _Leaves(self)
+
+    def __enter__(self) -> "StepRecorder":
+        if torch.is_grad_enabled():
+            self._refuse("derivatives are wanted: no torch.no_grad()")
+        if torch._C._is_any_autocast_enabled():
+            self._refuse("autocast is on")
+        self._functions.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        self._functions.__exit__(*args)
+
+    def finish(self, outputs: Any) -> None:
+        """End the graph; `outputs`: a tensor, or tuples, lists and dicts of them and of anything else."""
+        self.graph.output(self._argument(outputs))
+
+    def leaf(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function unseen and record the call: it runs again whenever the graph does."""
+        with _disable_current_modes():
+            out = function(*args, **kwargs)
+        if not self.refused:
+            self._note(function, args, kwargs, out).meta["effect"] = function not in LEAVES
+        return out
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and func._can_decompose():
+            with self:
+                return func.decompose(*args, **kwargs)
+        if self.refused:
+            return func(*args, **kwargs)
+        kind = _KINDS.get(func) or _kind(func)
+        if kind.writes:
+            return self._run_write(func, kind, args, kwargs)
+        out = func(*args, **kwargs)
+        if any(isinstance(part, Tensor) for part in _flat(out)):
+            self._note(func, args, kwargs, out, views=kind.views)
+        elif out is None:
+            self._call(func, args, kwargs).meta["effect"] = True
+        elif not func._schema.name.startswith(_METADATA):
+            self._refuse(f"{func} gives Python a number out of a tensor, which may decide what is computed")
+        return out
+
+    def _refuse(self, why: str) -> None:
+        self.refused = self.refused or why
+
+    # -- nodes --------------------------------------------------------------------------------------------------------
+
+    def node_of(self, tensor: Tensor) -> Node:
+        """The node whose result a tensor is; a placeholder for one that was there before."""
+        known = self._nodes.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            return known[1]
+        return self.give(tensor)
+
+    def give(self, tensor: Tensor) -> Node:
+        """A placeholder for a tensor, in front of everything that computes."""
+        behind = self._last_given or self.graph._root
+        with self.graph.inserting_after(behind):
+            node = self._last_given = self.graph.placeholder(f"given_{len(self.given)}")
+        self.given[node] = tensor
+        root = node
+        if tensor.layout is torch.strided and not tensor.is_meta:
+            root = self._storages.setdefault(tensor.untyped_storage()._cdata, node)
+        node.meta.update(val=Form.of(tensor), root=root)
+        self._remember(tensor, node)
+        return node
+
+    def _remember(self, tensor: Tensor, node: Node) -> None:
+        key, nodes = id(tensor), self._nodes
+
+        def forget(ref: weakref.ref) -> None:
+            if nodes.get(key, (None,))[0] is ref:
+                del nodes[key]
+
+        nodes[key] = weakref.ref(tensor, forget), node
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.node_of(value)
+        if type(value) in (list, tuple):
+            return type(value)([self._argument(item) for item in value])
+        return {k: self._argument(v) for k, v in value.items()} if type(value) is dict else value
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Node:
+        tags = getattr(func, "tags", ())
+        self.random = self.random or _DRAWS in tags
+        if _BY_DATA in tags and not _by_places(func, args):
+            self._refuse(f"{func}: the shape of its result depends on numbers in a tensor")
+        node = self.graph.create_node("call_function", func, self._argument(args), self._argument(kwargs))
+        node.meta["effect"] = _DRAWS in tags
+        return node
+
+    def _note(self, func: Any, args: tuple, kwargs: dict, out: Any, *, views: bool = False) -> Node:
+        node = self._call(func, args, kwargs)
+        root = root_of(node.all_input_nodes[0]) if views else node
+        if isinstance(out, Tensor):
+            node.meta.update(val=Form.of(out), root=root)
+            self._remember(out, node)
+            return node
+        parts = list(_flat(out))
+        if not all(part is None or isinstance(part, Tensor) for part in parts):
+            self._refuse(f"{func}: gives {type(out).__name__} to Python")
+            return node
+        node.meta.update(val=tuple(None if part is None else Form.of(part) for part in parts), root=root)
+        for at, part in enumerate(parts):
+            if part is not None:
+                item = self.graph.call_function(operator.getitem, (node, at))
+                item.meta.update(val=Form.of(part), root=root if views else item)
+                self._remember(part, item)
+        return node
+
+    def _run_write(self, func: Any, kind: _Kind, args: tuple, kwargs: dict) -> Any:
+        targets = [args[at] if isinstance(at, int) and at < len(args) else kwargs.get(at) for at in kind.writes]
+        tensors = [t for target in targets for t in _flat(target) if isinstance(t, Tensor)]
+        node = self._call(func, args, kwargs)
+        for tensor in tensors:
+            root = root_of(self.node_of(tensor))
+            self.written.add(root)
+            if root in self.given and func not in _REPEATABLE:
+                self.saved.append((tensor, tensor.clone()))
+        out = func(*args, **kwargs)
+        node.meta["effect"] = True
+        if isinstance(out, Tensor) and any(out is t for t in tensors):
+            node.meta.update(val=Form.of(out), root=root_of(self.node_of(out)))
+            self._remember(out, node)
+        elif not all(any(part is t for t in tensors) for part in _flat(out) if part is not None):
+            self._refuse(f"{func}: writes in place and gives other tensors")
+        return out
+
+
+def _by_places(func: Any, args: tuple) -> bool:
+    """True for an index of whole numbers, whose result has their shape; masks give as many rows as are true."""
+    masks = (torch.bool, torch.uint8)
+    return func is torch.ops.aten.index.Tensor and all(i is None or i.dtype not in masks for i in args[1])
+
+
+def _flat(out: Any) -> Iterator[Any]:
+    yield from out if isinstance(out, (list, tuple)) else (out,)
+
+
+def _kind(func: Any) -> _Kind:
+    """What an operator writes to; asked once for each."""
+    schema, writes = func._schema, []
+    for at, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            writes.append(argument.name if argument.kwarg_only else at)
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    kind = _KINDS[func] = _Kind(tuple(writes), views)
+    return kind
+
+
+class _Leaves(TorchFunctionMode):
+    """Makes a leaf of each call of LEAVES."""
+
+    def __init__(self, owner: StepRecorder) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in LEAVES and recorder() is self._owner:
+            return self._owner.leaf(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def recorder() -> StepRecorder | None:
+    """The recorder that sees what this thread computes, if it is the innermost mode; None otherwise."""
+    count = dispatch_modes()
+    mode = torch._C._get_dispatch_stack_at(count - 1) if count else None
+    return mode if isinstance(mode, StepRecorder) else None

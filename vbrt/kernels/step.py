@@ -1,0 +1,142 @@
+"""What stands between the layers of a decode step: norms, rotary embeddings, routers, attention of few queries.
+
+    normed(x, rule)                     an RMS norm
+    summed(x, other, rule)              a residual sum and its RMS norm
+    rotated(parts, cos, sin)            queries and keys, normed if asked for, rotated by their position
+    routed(logits, rule)                the experts of each token and their weights
+    attended(q, k, v, mask, scale)      attention of few queries to many keys
+
+The plain torch here is the specification; on a GPU each is one launch (`cuda/step_ops.py`), attention two. Where a rule
+names a rounding, the kernels round there too.
+
+Legend: B batch, S tokens, H heads, D columns of a head, K columns, T tokens in all, E experts, L keys.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vbrt.kernels.cuda import step_ops
+
+__all__ = ["NormRule", "Part", "RouteRule", "attended", "normed", "rotated", "rotated_into", "routed", "summed"]
+
+
+class NormRule(NamedTuple):
+    """An RMS norm: x / sqrt(mean(x²) + eps), and what it is multiplied by.
+
+    Attributes:
+        gain: [K], in x's dtype; None: nothing.
+        eps: below the root.
+        shift: is added to the gain, in fp32.
+        rounds: True if the quotient is rounded to x's dtype before it is multiplied by the gain.
+    """
+
+    gain: Tensor | None
+    eps: float
+    shift: float = 0.0
+    rounds: bool = True
+
+
+class Part(NamedTuple):
+    """Heads that are rotated: x [B, H, S, D], and the norm over each head in front, if there is one."""
+
+    x: Tensor
+    norm: NormRule | None = None
+
+
+class RouteRule(NamedTuple):
+    """How a router's logits [T, E] become k weights a token.
+
+    Attributes:
+        k: experts a token.
+        first: True: softmax over all experts, of which the k largest are taken; False: softmax over the k largest.
+        renormalized: True: the k weights are divided by their sum.
+        dtype: of the weights that are given; probabilities are fp32.
+    """
+
+    k: int
+    first: bool
+    renormalized: bool
+    dtype: torch.dtype
+
+
+def normed(x: Tensor, rule: NormRule) -> Tensor:
+    """x [..., K] -> its norm, in x's dtype."""
+    if x.is_cuda:
+        return step_ops.norm_rows(x, None, rule)[1]
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + rule.eps)
+    if rule.gain is None:
+        return wide.to(x.dtype)
+    if rule.rounds:
+        return (rule.gain if not rule.shift else rule.gain + rule.shift) * wide.to(x.dtype)
+    return (wide * (rule.gain.float() + rule.shift)).to(x.dtype)
+
+
+def summed(x: Tensor, other: Tensor, rule: NormRule) -> tuple[Tensor, Tensor]:
+    """(x + other, its norm)."""
+    if x.is_cuda:
+        return step_ops.norm_rows(x, other, rule)
+    total = x + other
+    return total, normed(total, rule)
+
+
+def rotated(parts: Sequence[Part], cos: Tensor, sin: Tensor) -> list[Tensor]:
+    """x cos + rotate_half(x) sin of each part, products and sum rounded to x's dtype; cos and sin [B or 1, S, D].
+
+    The results are [B, H, S, D], in memory [B, S, H, D].
+    """
+    if parts[0].x.is_cuda:
+        return step_ops.rotate(parts, cos, sin)
+    return [_rotated(part, cos.unsqueeze(1), sin.unsqueeze(1)) for part in parts]
+
+
+def _rotated(part: Part, cos: Tensor, sin: Tensor) -> Tensor:
+    x = part.x if part.norm is None else normed(part.x, part.norm)
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    y = x * cos + turned * sin
+    return y.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def rotated_into(
+    parts: Sequence[Part], cos: Tensor, sin: Tensor, value: Tensor, keys: Tensor, values: Tensor, at_S: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(rotated queries, keys, values): the rotated keys and `value` [B, H, S, D] are written into caches [B, H, L, D].
+
+    parts: queries and keys. at_S: int64 [S], the places in the caches.
+    """
+    if value.is_cuda:
+        return step_ops.rotate(parts, cos, sin, step_ops.Store(value, keys, values, at_S))[0], keys, values
+    query, key = rotated(parts, cos, sin)
+    keys.index_copy_(2, at_S, key)
+    values.index_copy_(2, at_S, value)
+    return query, keys, values
+
+
+def routed(logits: Tensor, rule: RouteRule) -> tuple[Tensor, Tensor]:
+    """(weights [T, k], ids int64 [T, k]), the largest first."""
+    if logits.is_cuda:
+        return step_ops.route(logits, rule)
+    if rule.first:
+        weights, ids = F.softmax(logits, dim=-1, dtype=torch.float32).topk(rule.k, dim=-1)
+    else:
+        weights, ids = logits.topk(rule.k, dim=-1)
+        weights = F.softmax(weights, dim=-1, dtype=torch.float32)
+    if rule.renormalized:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(rule.dtype), ids
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """softmax(q kᵀ scale + mask) v for q [B, H, S, D], k and v [B, G, L, D], H a multiple of G -> [B, H, S, D].
+
+    mask: bool (True: attend) [B or 1, 1, 1, L]; None: attend to all. A query that may attend to nothing gives zeros
+    on a GPU, and what torch gives on a CPU.
+    """
+    if q.is_cuda:
+        return step_ops.attend(q, k, v, mask, scale)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
