@@ -41,7 +41,7 @@ from vbrt.kernels.cuda.joining import join_layers
 from vbrt.kernels.recorded import StepRecorder
 from vbrt.layers.compiled import FEW_TOKENS
 from vbrt.layers.compute import linear_without_grad
-from vbrt.layers.experts.gradients import forward_experts
+from vbrt.layers.experts.layer import encoded_forward
 
 __all__ = ["PATTERNS", "JoinReport", "Joined", "joined"]
 
@@ -186,7 +186,7 @@ def joined(
 def _has_rounded_layers(recorder: StepRecorder) -> bool:
     """True if a layer in 4 bits computes in the step."""
     layers = recorder.graph.find_nodes(op="call_function", target=linear_without_grad)
-    experts = recorder.graph.find_nodes(op="call_function", target=forward_experts)
+    experts = recorder.graph.find_nodes(op="call_function", target=encoded_forward)
     specs = [node.args[0].spec for node in layers] + [node.args[0].handle.spec for node in experts]
     return any(not (spec.lossless or spec.fine) for spec in specs)
 

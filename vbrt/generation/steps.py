@@ -69,13 +69,14 @@ class Recording:
         self._last: Call | None = None
         self._results: Results | None = None
         statics.position.fill_(call.length or 0)
-        run = joined(lambda *inputs: self._step(plain, call, statics, inputs), self.inputs)
-
-        def body() -> None:
-            tensors = run(*self.inputs)
-            self._results.put(tensors)
-
         with statics.undone(call.cache):
+            run = joined(lambda *inputs: self._step(plain, call, statics, inputs), self.inputs)
+            self.report = run.report
+
+            def body() -> None:
+                tensors = run(*self.inputs)
+                self._results.put(tensors)
+
             self._replay = recorder.record(body)
         self._results.drop_cache()
 

@@ -23,7 +23,15 @@ from vbrt.layers.experts.handle import ExpertsHandle
 from vbrt.layers.experts.lending import lend, temporary_of
 from vbrt.layers.experts.shells import ExpertsShell
 
-__all__ = ["VBExperts", "experts_class"]
+__all__ = ["VBExperts", "encoded_forward", "experts_class"]
+
+
+def encoded_forward(layer: "VBExperts", *args: Any) -> torch.Tensor:
+    """The output of a layer whose weights are pages; for a step that is being recorded the call is one piece."""
+    if is_bare(args[0]):
+        return forward_experts(layer, *args)
+    step = recorder()
+    return plain_forward(layer, *args) if step is None else step.leaf(encoded_forward, layer, *args)
 
 
 class VBExperts(ExpertsShell):
@@ -44,7 +52,6 @@ class VBExperts(ExpertsShell):
 
     def _vb_forward(self, *args: Any) -> torch.Tensor:
         """The module's output, by its pages unless somebody has put other weights in their place."""
-        x = args[0]
         if is_compiling():
             return torch.ops.vbrt.experts(*args, self._vb_handle.token)
         self.notice_writes()
@@ -54,10 +61,7 @@ class VBExperts(ExpertsShell):
             self.materialize_()
             if not isinstance(self, VBExperts):  # somebody has asked the shell to train
                 return self(*args)
-        if not is_bare(x):
-            step = recorder()
-            return plain_forward(self, *args) if step is None else step.leaf(forward_experts, self, *args)
-        return forward_experts(self, *args)
+        return encoded_forward(self, *args)
 
     # -- the weights, as everybody else sees them ---------------------------------------------------------------------
 
