@@ -31,6 +31,7 @@ _NAMES = {
         "VBError",
         "WrapError",
     ),
+    "generation.kv_cache": ("KVCache",),
     "integrations.pretrained": ("from_pretrained",),
     "integrations.transformers_quantizer": ("QuantizationConfig",),
     "kernels.cuda.e2m1.tuning": ("tune",),
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
         VBError,
         WrapError,
     )
+    from vbrt.generation.kv_cache import KVCache
     from vbrt.integrations.pretrained import from_pretrained
     from vbrt.integrations.transformers_quantizer import QuantizationConfig
     from vbrt.kernels.cuda.e2m1.tuning import tune

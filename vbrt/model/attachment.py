@@ -215,6 +215,7 @@ class Attachment:
             own_phases(stack.phases(), self.prefix, [p for p in others if p not in ("", self.prefix)]),
             self.speculation.stats(),
             StepCounts() if self.follower is None else self.follower.counts(),
+            caches=self.runtime.cache_stats(),
         )
 
     @property

@@ -9,10 +9,11 @@ its plan, its layers and its passes, is an `Attachment`. The runtime refers to a
 as its model.
 """
 
+import contextlib
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from vbrt.config import VBConfig, load_config, resolve_budget
 from vbrt.config.tiers import TIERS
@@ -24,6 +25,7 @@ from vbrt.model.machine import this_machine, with_freed
 from vbrt.model.placement import use_freed_room
 from vbrt.model.snapshot import tier_stats
 from vbrt.model.stacks import attach_stores, build_stack
+from vbrt.report.caches import CacheStats
 from vbrt.report.stats import LayerStats, Stats
 from vbrt.residency.custom import PolicyFactory
 from vbrt.residency.plan import Plan
@@ -33,7 +35,23 @@ from vbrt.tiers.recording import refusal
 if TYPE_CHECKING:
     from vbrt.model.attachment import Attachment
 
-__all__ = ["Runtime"]
+__all__ = ["Runtime", "TieredCache"]
+
+
+class TieredCache(Protocol):
+    """A cache whose pages live in a runtime's tiers. `name`: in stats; `nbytes`: of its pages, in all tiers."""
+
+    name: str
+    nbytes: int
+
+    def movable(self) -> contextlib.AbstractContextManager[None]:
+        """Let a budget change move its pages in a `with` block."""
+
+    def stats(self) -> CacheStats:
+        """Return its counters."""
+
+    def close(self) -> None:
+        """Free its pages."""
 
 
 class Runtime:
@@ -44,6 +62,7 @@ class Runtime:
         settings: the config whose sections `tiers` and `policy` count; budgets as they were last asked for.
         budgets: bytes of each tier, the computing one first.
         balance: follows the GPU's free memory for `tiers.gpu.budget = "auto"`; None for any other budget.
+        caches: of keys and values, that live in the tiers beside the weights.
     """
 
     def __init__(self, stack: TierStack, settings: VBConfig, budgets: Mapping[str, int]) -> None:
@@ -51,6 +70,7 @@ class Runtime:
         self.balance: GpuBalance | None = None
         self._attachments: dict[str, weakref.ref[Attachment]] = {}  # by name
         self._dropped: weakref.WeakSet[WeightHandle] = weakref.WeakSet()  # handles of closed models
+        self.caches: weakref.WeakSet[TieredCache] = weakref.WeakSet()
 
     @classmethod
     def of_plan(cls, plan: Plan, config: VBConfig, policy: PolicyFactory | None = None) -> "Runtime":
@@ -98,6 +118,8 @@ class Runtime:
         """
         self.stack.retire_unowned()
         self._dropped.update(dropped)
+        for cache in [] if self.attachments else list(self.caches):
+            cache.close()
         others = self.attachments or self.stack.pages or not self._dropped.issuperset(handles_in(self.stack))
         if self.stack.closed or not others:
             self.stack.close()
@@ -137,7 +159,12 @@ class Runtime:
             tiers[top].held_bytes + sum(attachment.unpaged_bytes for attachment in attachments),
             tuple(dict.fromkeys(reason for part in parts for reason in part.fallbacks)),
             phases=self.stack.phases(),
+            caches=self.cache_stats(),
         )
+
+    def cache_stats(self) -> dict[str, CacheStats]:
+        """Return the counters of the caches, by name."""
+        return {cache.name: cache.stats() for cache in sorted(self.caches, key=lambda cache: cache.name)}
 
     # -- CUDA graphs --------------------------------------------------------------------------------------------------
 
@@ -162,9 +189,9 @@ class Runtime:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of all pages of all models, those that copies of a model share once."""
+        """Bytes of all pages of all models and caches, those that copies of a model share once."""
         pages = {page.key: page.nbytes for a in self.attachments for _, layer in a.registry.pages() for page in layer}
-        return sum(pages.values())
+        return sum(pages.values()) + sum(cache.nbytes for cache in list(self.caches))
 
     @property
     def largest_layer_bytes(self) -> int:
@@ -199,7 +226,10 @@ class Runtime:
         for attachment in attachments if TIERS[tier].memory else ():
             attachment.expert_cache.reset()  # raises where a graph has recorded it
         try:
-            self.stack.set_budget(tier, nbytes, largest)
+            with contextlib.ExitStack() as moving:
+                for cache in list(self.caches):
+                    moving.enter_context(cache.movable())
+                self.stack.set_budget(tier, nbytes, largest)
         finally:  # also when it was interrupted: pages may have moved, and the budget may hold already
             with self.stack.encoding:
                 if tier_stats(self.stack)[tier].budget_bytes == nbytes:

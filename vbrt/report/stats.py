@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self, get_origin
 
 from vbrt.errors import ArgumentError, FormatError
+from vbrt.report.caches import CacheStats
 from vbrt.report.experts import ExpertCounts, ExpertsStats
 from vbrt.report.speculation import SpeculationStats
 from vbrt.report.table import table_lines
@@ -120,6 +121,7 @@ class Stats:
     `phases` counts the passes of each phase and their page leases; leases between two passes count for the first.
     `speculation` counts the rounds of `generate(speculate=...)`; None before the first.
     `steps` counts the decode steps of `generate` on a GPU.
+    `caches`: of keys and values (`vbrt.KVCache`), whose bytes are in `tiers` too.
     """
 
     policy: str
@@ -135,6 +137,7 @@ class Stats:
     phases: Mapping[str, PhaseCounts] = field(default_factory=dict)
     speculation: SpeculationStats | None = None
     steps: StepCounts = field(default_factory=StepCounts)
+    caches: Mapping[str, CacheStats] = field(default_factory=dict)
 
     @property
     def hits(self) -> int:
@@ -209,6 +212,7 @@ class Stats:
             "phases": {phase: {**asdict(of), "hit_rate": of.hit_rate} for phase, of in self.phases.items()},
             "speculation": self.speculation.to_dict() if self.speculation else None,
             "steps": asdict(self.steps),
+            "caches": {name: asdict(of) for name, of in self.caches.items()},
         }
 
     @classmethod
@@ -219,12 +223,12 @@ class Stats:
             FormatError: a key is missing or of the wrong type, named.
         """
         data = _mapping(data, "stats")
-        values = _values(cls, {"phases": {}, **data}, "stats")
+        values = _values(cls, {"phases": {}, "caches": {}, **data}, "stats")
         values["layers"] = {
             name: LayerStats.read(_mapping(item, f"stats.layers.{name}"), f"stats.layers.{name}")
             for name, item in values["layers"].items()
         }
-        for key, part in (("tiers", TierStats), ("phases", PhaseCounts)):
+        for key, part in (("tiers", TierStats), ("phases", PhaseCounts), ("caches", CacheStats)):
             values[key] = {
                 name: part(**_values(part, _mapping(item, f"stats.{key}.{name}"), f"stats.{key}.{name}"))
                 for name, item in values[key].items()

@@ -92,7 +92,7 @@ def _experts_columns(layers: "Collection[LayerStats]", tier: str) -> list[_Colum
 
 def _summary(stats: "Stats") -> list[str]:
     """Return the totals of tiers, phases and links, a line each."""
-    lines = [*_tier_lines(stats), *_phase_lines(stats.phases), *_link_lines(stats)]
+    lines = [*_tier_lines(stats), *_phase_lines(stats.phases), *_link_lines(stats), *_cache_lines(stats)]
     if stats.speculation:
         lines.append(str(stats.speculation))
     if stats.timeline:
@@ -137,6 +137,17 @@ def _link_lines(stats: "Stats") -> Iterator[str]:
         if timed:
             line += f"; in the last timeline {timed.gb_per_s:.2f} GB/s, idle {_percent(1 - timed.busy_share)}"
         yield line
+
+
+def _cache_lines(stats: "Stats") -> Iterator[str]:
+    for name, of in stats.caches.items():
+        held = ", ".join(f"{format_bytes(nbytes)} in {tier}" for tier, nbytes in of.tier_bytes.items() if nbytes)
+        moved = ", ".join(f"{link} {format_bytes(nbytes)}" for link, nbytes in of.bytes_moved.items())
+        yield (
+            f"KV cache {name}: {of.tokens} tokens, {of.bits} bits, {_count(of.layers, 'layer', 'layers')}; "
+            f"{held or 'empty'}; {of.hits} hits, {of.misses} misses, ahead {_share(of.prefetched, of.misses)}; "
+            f"{moved or 'nothing moved'}; waited {of.wait_us / 1e3:.1f} ms"
+        )
 
 
 def _columns(stats: "Stats") -> list[_Column]:

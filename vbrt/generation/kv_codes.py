@@ -1,0 +1,218 @@
+"""How a page of a KV cache holds its tokens: as they are, or in 8 or 4 bits.
+
+A page holds the keys and values of `page` consecutive tokens of one attention layer, keys first:
+
+    16 bits        the bytes of keys [B, H, P, K] and values [B, H, P, V]
+    8 and 4 bits   codes uint8, the even column in the low nibble; then lows and steps, bfloat16, one of each a group
+
+In 8 and 4 bits x = low + code * step, computed in fp32 and rounded to the cache's dtype. A group of keys is one channel
+over 64 tokens, a group of values one token's 64 channels: channels of keys have offsets and outliers that all tokens
+share (Liu et al., KIVI, 2024). low is the group's least value rounded down, step reaches its largest, rounded up, so
+the error is at most half a step: (largest - low) / 30 or / 510 of the group's range, and bf16's rounding of the bounds.
+
+Legend: n pages, B sequences, H heads, P tokens a page, K and V channels of a key and a value.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vbrt.errors import ArgumentError
+
+__all__ = ["BITS", "KVShape", "PageCode", "page_code"]
+
+BITS = (16, 8, 4)
+_ALIGN_BYTES = 256
+_GROUP = 64
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What a page holds: sequences, heads, tokens a page, channels of a key and of a value, and their dtype."""
+
+    batch: int
+    heads: int
+    page: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Channels of a key and of a value."""
+        return self.key_dim, self.value_dim
+
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of a page's tokens as they are."""
+        return self.batch * self.heads * self.page * sum(self.dims) * self.dtype.itemsize
+
+
+class PageCode(Protocol):
+    """Tokens to pages and back.
+
+    Attributes:
+        shape: of what a page holds.
+        page_bytes: of one page, a multiple of 256.
+    """
+
+    shape: KVShape
+    page_bytes: int
+
+    def encode(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Return pages uint8 [n, page_bytes] of keys [B, H, n P, K] and values [B, H, n P, V]."""
+
+    def decode(self, pages: Tensor, out: tuple[Tensor, Tensor], rows: Tensor | None = None) -> None:
+        """Write the tokens of pages [n, page_bytes] into keys [R, H, n P, K] and values [R, H, n P, V], which may be
+        strided. `rows`, int64 [R], says which sequence each row is; by default all, in order."""
+
+
+def page_code(shape: KVShape, bits: int) -> PageCode:
+    """Return the code of pages of a shape.
+
+    Raises:
+        ArgumentError: 4 bits of an odd number of channels, or 8 or 4 bits of what is no floating-point number.
+    """
+    if bits == 16:
+        return _Plain(shape)
+    if not shape.dtype.is_floating_point or (bits == 4 and any(dim % 2 for dim in shape.dims)):
+        raise ArgumentError(
+            f"bits = {bits}: keys and values of {shape.dims} channels in {shape.dtype}; expected floating-point numbers"
+            f"{' and even numbers of channels' if bits == 4 else ''}; use bits = 16"
+        )
+    return _Affine(shape, bits)
+
+
+class _Parts:
+    """The fields of a page one after the other, each from a multiple of 256 bytes on: dtype and shape of each."""
+
+    def __init__(self, *fields: tuple[torch.dtype, tuple[int, ...]]) -> None:
+        self._fields, self._ends, end = fields, [], 0
+        for dtype, shape in fields:
+            end += dtype.itemsize * prod(shape)
+            self._ends.append(end)
+            end = -(-end // _ALIGN_BYTES) * _ALIGN_BYTES
+        self.nbytes = end
+
+    def views(self, pages: Tensor) -> list[Tensor]:
+        """Return the fields [n, *shape] of pages uint8 [n, nbytes]."""
+        found = []
+        for (dtype, shape), end in zip(self._fields, self._ends, strict=True):
+            part = pages[:, end - dtype.itemsize * prod(shape) : end]
+            found.append(part.view(dtype).unflatten(1, shape))
+        return found
+
+
+class _Plain:
+    """Keys and values as they are."""
+
+    def __init__(self, shape: KVShape) -> None:
+        self.shape = shape
+        self._parts = _Parts(*((shape.dtype, (shape.batch, shape.heads, shape.page, dim)) for dim in shape.dims))
+        self.page_bytes = self._parts.nbytes
+
+    def encode(self, keys: Tensor, values: Tensor) -> Tensor:
+        """See `PageCode.encode`."""
+        pages = _new_pages(keys, self)
+        for x, part in zip((keys, values), self._parts.views(pages), strict=True):
+            _wide(part).copy_(_wide(_by_page(x, self.shape.page)))
+        return pages
+
+    def decode(self, pages: Tensor, out: tuple[Tensor, Tensor], rows: Tensor | None = None) -> None:
+        """See `PageCode.decode`."""
+        for x, part in zip(out, self._parts.views(pages), strict=True):
+            part = part if rows is None else part.index_select(1, rows)
+            _wide(_by_page(x, self.shape.page)).copy_(_wide(part))
+
+
+class _Affine:
+    """Codes of 8 or 4 bits with a low and a step for each group."""
+
+    def __init__(self, shape: KVShape, bits: int) -> None:
+        self.shape, self.bits, self.top = shape, bits, (1 << bits) - 1
+        self.token_group, self.channel_group = _divisor(shape.page), _divisor(shape.value_dim)
+        head, pack = (shape.batch, shape.heads), 8 // bits
+        bounds_K = (torch.bfloat16, (2, *head, shape.page // self.token_group, shape.key_dim))
+        bounds_V = (torch.bfloat16, (2, *head, shape.page, shape.value_dim // self.channel_group))
+        codes = ((torch.uint8, (*head, shape.page, dim // pack)) for dim in shape.dims)
+        self._parts = _Parts(next(codes), bounds_K, next(codes), bounds_V)
+        self.page_bytes = self._parts.nbytes
+
+    def encode(self, keys: Tensor, values: Tensor) -> Tensor:
+        """See `PageCode.encode`."""
+        pages = _new_pages(keys, self)
+        codes_K, bounds_K, codes_V, bounds_V = self._parts.views(pages)
+        self._encode(self._key_groups(_by_page(keys, self.shape.page).float()), 4, codes_K, bounds_K)
+        self._encode(self._value_groups(_by_page(values, self.shape.page).float()), 5, codes_V, bounds_V)
+        return pages
+
+    def decode(self, pages: Tensor, out: tuple[Tensor, Tensor], rows: Tensor | None = None) -> None:
+        """See `PageCode.decode`."""
+        codes_K, bounds_K, codes_V, bounds_V = self._parts.views(pages)
+        keys, values = (_by_page(x, self.shape.page) for x in out)
+        self._decode(codes_K, bounds_K, 4, keys, rows)
+        self._decode(codes_V, bounds_V, 5, values, rows)
+
+    def _key_groups(self, x: Tensor) -> Tensor:
+        return x.unflatten(3, (-1, self.token_group))
+
+    def _value_groups(self, x: Tensor) -> Tensor:
+        return x.unflatten(4, (-1, self.channel_group))
+
+    def _encode(self, x: Tensor, along: int, codes: Tensor, bounds: Tensor) -> None:
+        """Write codes and bounds of x fp32, whose groups lie along a dimension."""
+        low = _rounded_down(x.amin(along))
+        step = _rounded_up((x.amax(along) - low) / self.top)
+        bounds[:, 0], bounds[:, 1] = low, step
+        divisor = torch.where(step > 0, step, 1).unsqueeze(along)
+        code = ((x - low.unsqueeze(along)) / divisor).round_().clamp_(0, self.top).to(torch.uint8)
+        code = code.flatten(along - 1, along)
+        codes.copy_(code if self.bits == 8 else code[..., ::2] | (code[..., 1::2] << 4))
+
+    def _decode(self, codes: Tensor, bounds: Tensor, along: int, out: Tensor, rows: Tensor | None) -> None:
+        if rows is not None:
+            codes, bounds = codes.index_select(1, rows), bounds.index_select(2, rows)
+        if self.bits == 4:
+            codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+        low, step = bounds.float().unbind(1)
+        group = self._key_groups if along == 4 else self._value_groups
+        x = torch.addcmul(low.unsqueeze(along), group(codes.float()), step.unsqueeze(along))
+        out.copy_(x.flatten(along - 1, along))
+
+
+def _new_pages(like: Tensor, code: PageCode) -> Tensor:
+    """Return pages for all tokens of a tensor, whose bytes between fields are zero, so that equal tokens give equal
+    bytes."""
+    pages = like.shape[2] // code.shape.page
+    return torch.zeros(pages, code.page_bytes, dtype=torch.uint8, device=like.device)
+
+
+def _by_page(x: Tensor, page: int) -> Tensor:
+    """Return [n, B, H, P, D], a view of x [B, H, n P, D]."""
+    return x.unflatten(2, (-1, page)).permute(2, 0, 1, 3, 4)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return a view in words of 8 bytes where rows are made of them: strided copies move words faster."""
+    whole = x.stride(-1) == 1 and x.shape[-1] * x.itemsize % 8 == 0 and x.data_ptr() % 8 == 0
+    strides = x.stride()[:-1]
+    return x.view(torch.int64) if whole and all(stride * x.itemsize % 8 == 0 for stride in strides) else x
+
+
+def _divisor(n: int) -> int:
+    """Return the largest divisor that is at most a group."""
+    return next(group for group in range(min(n, _GROUP), 0, -1) if n % group == 0)
+
+
+def _rounded_down(x: Tensor) -> Tensor:
+    """Return fp32 x as the next number of bfloat16 that is not above it."""
+    bits = x.contiguous().view(torch.int32)
+    return torch.where(x < 0, bits + 0xFFFF, bits).bitwise_and_(-65536).view(torch.float32)
+
+
+def _rounded_up(x: Tensor) -> Tensor:
+    """Return fp32 x, not negative, as the next number of bfloat16 that is not below it."""
+    return (x.contiguous().view(torch.int32) + 0xFFFF).bitwise_and_(-65536).view(torch.float32)

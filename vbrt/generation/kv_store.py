@@ -1,0 +1,378 @@
+"""Where the pages of a KV cache live: extents in the tiers of a runtime, under the budgets of the weights.
+
+An *extent* is room for up to 16 MiB of pages of one layer, side by side, and one page of the stack: so one copy moves
+many pages, at the link's speed. Pages are written into it once, as they are sealed, and never change. Its home is the
+computing tier while the layer's share of the room lasts, else the first tier below with room. Every layer has the same
+share, so the link has something to do all through a pass.
+
+Extents are *put*: no policy hears of them and no rehoming moves them, weights beside them are used as if they were not
+there. Their order of use is known without learning (layer by layer, oldest tokens first), so they come through a ring
+of their own (`kv_ring.py`). A budget change releases them for its length, and the stack moves them as any page.
+"""
+
+import contextlib
+import itertools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vbrt.errors import TierError
+from vbrt.formats.page import build_layout
+from vbrt.generation.kv_codes import PageCode
+from vbrt.generation.kv_ring import Ring
+from vbrt.tiers import Level, Owner, Page, Tally, TierStack
+
+__all__ = ["Extent", "KVStore", "Memory", "Sizes"]
+
+_EXTENT_BYTES = 16 << 20  # a link's full speed needs copies of this size
+_RING_SLOTS = 8
+_PASSING_PAGES = 4  # slots that weights pass through: two leased, two ahead
+_UNIT = 4096
+_names, _serials = itertools.count(1), itertools.count()
+
+
+class Memory:
+    """Bytes of one page of the stack that stay where they are while this object lives."""
+
+    __slots__ = ("__weakref__", "key", "owner", "page", "stack")
+
+    def __init__(self, stack: TierStack, key: str, home: str, nbytes: int, content: Tensor | None = None) -> None:
+        """Reserve `nbytes` in a tier, a store with their content. Raises TierError: no room, or an unwritten file."""
+        self.stack, self.key, self.owner = stack, key, Owner(stack)
+        layout = build_layout("dense", "kv", [("pages", "uint8", (nbytes,))])
+
+        def write(out: Tensor) -> None:
+            if content is not None:
+                out[: content.numel()].copy_(content.reshape(-1))
+                out[content.numel() :].zero_()
+
+        self.page: Page = stack.add(key, layout, home, write, self.owner)
+        self.page.passes = False
+        self.put()
+
+    def put(self) -> None:
+        """Have the page stay where it is, unless it is gone."""
+        with self.stack.guard.entered:
+            if self.stack.pages.get(self.key) is self.page and self.page.put is None:
+                self.stack.ledger.put(self.page, self.owner.claim)
+
+    def release(self) -> None:
+        """Let budget changes move the page; waits for the device."""
+        with self.stack.guard.entered:
+            if self.stack.pages.get(self.key) is self.page and self.page.put is not None:
+                self.stack.ledger.release_put(self.page)
+
+    @property
+    def level(self) -> Level:
+        """The tier where it lives. Raises TierError if the stack was closed."""
+        self.stack.ledger.check_open(self.key)
+        return self.stack.levels[self.page.home]
+
+    @property
+    def bytes(self) -> Tensor:
+        """Its bytes in a memory tier."""
+        return self.level.slots[self.key].view
+
+
+class Extent(Memory):
+    """Room for `capacity` pages of a layer, of which `filled` are written; they never change.
+
+    Attributes:
+        code: of the pages.
+        serial: the order in which extents were made.
+        shared: True once a copy of the cache has it: both go on in extents of their own.
+        written: when its last page has left the computing device; None where nothing has to be waited for.
+    """
+
+    __slots__ = ("capacity", "code", "filled", "serial", "shared", "written")
+
+    def __init__(
+        self, stack: TierStack, key: str, home: str, code: PageCode, capacity: int, content: Tensor | None = None
+    ) -> None:
+        self.code, self.capacity, self.shared = code, capacity, False
+        self.filled, self.written, self.serial = 0, None, next(_serials)
+        super().__init__(stack, key, home, capacity * code.page_bytes, content)
+        self.filled = 0 if content is None else capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the budget that it takes."""
+        return self.page.nbytes
+
+    def pages(self, count: int) -> Tensor:
+        """Return the first pages, uint8 [count, page_bytes], in a memory tier."""
+        return self.bytes[: count * self.code.page_bytes].view(count, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How a cache divides its room on the computing device, in bytes: each layer's share for extents, and the ring's
+    slots. `extent`: bytes of the largest extent."""
+
+    share: int
+    slots: int
+    extent: int
+
+
+class KVStore:
+    """The pages of one cache.
+
+    Args:
+        stack: of the model's runtime.
+        layers: how many keep pages.
+        room: bytes of the computing tier that the cache may take; None: what weights leave.
+        others: returns the stores of all caches on the runtime, this one's too.
+
+    Attributes:
+        name: in keys, stats and timelines.
+        tally: counts extents that were where kernels compute (hits), that came through the ring (misses), and the bytes
+            moved; on a link upwards, such as "gpu>cpu", those that were written.
+        extents: that live, by layer.
+    """
+
+    def __init__(
+        self, stack: TierStack, layers: int, *, room: int | None = None, others: Callable[[], "list[KVStore]"]
+    ) -> None:
+        self.stack, self.layers, self.room, self._others = stack, max(1, layers), room, others
+        self.name = f"kv{next(_names)}"
+        self.tally = Tally()
+        self.extents: defaultdict[int, weakref.WeakSet[Extent]] = defaultdict(weakref.WeakSet)
+        self.tails: weakref.WeakSet[Memory] = weakref.WeakSet()
+        self.order: Callable = lambda place: None  # what comes after a place; the cache sets it
+        self._sizes: Sizes | None = None  # until a budget changes
+        self._ring: Ring | None = None
+        self._serial, self._passing_bytes, self._tail_bytes, self._page_bytes = itertools.count(), 0, 0, 0
+        self._out = torch.cuda.Stream(stack.device) if stack.device.type == "cuda" else None
+
+    # -- room ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages, the ring's among them, in all tiers."""
+        extents = sum(extent.nbytes for layer in self.extents.values() for extent in layer)
+        ring = self._ring.nbytes if self._ring else 0
+        return extents + ring + sum(tail.page.nbytes for tail in self.tails)
+
+    def bytes_by_tier(self) -> dict[str, int]:
+        """Return the bytes of all pages in each tier."""
+        found = dict.fromkeys(self.stack.names, 0)
+        memories = [*itertools.chain(*self.extents.values()), *self.tails, *([self._ring.memory] if self._ring else [])]
+        for memory in memories:
+            found[self.stack.names[memory.page.home]] += memory.page.nbytes
+        return found
+
+    def tail(self, nbytes: int, page_bytes: int) -> Memory:
+        """Reserve a layer's open pages on the computing device. Raises TierError: the budget has no room for them."""
+        if nbytes > self._tail_bytes or page_bytes > self._page_bytes:
+            self._tail_bytes, self._page_bytes = max(self._tail_bytes, nbytes), max(self._page_bytes, page_bytes)
+            self._sizes = None
+        self._begin()
+        tail = Memory(self.stack, self._key("tail"), self.stack.names[0], nbytes)
+        self.tails.add(tail)
+        return tail
+
+    def _begin(self) -> None:
+        if self._sizes is None:
+            self._share()
+
+    def _key(self, what: str) -> str:
+        return f"{self.name}/{what}#{next(self._serial)}"
+
+    @property
+    def sizes(self) -> Sizes:
+        """How the room is divided. Raises TierError: there is too little."""
+        self._begin()
+        return self._sizes
+
+    def _share(self) -> None:
+        """Divide what weights leave of the computing device among the caches that have begun and name no room, equally;
+        those that have more move pages down."""
+        stores = [store for store in self._others() if store.room is None and store.tails and store is not self]
+        sharing = [] if self.room is not None else [self, *stores]
+        top = self.stack.levels[0]
+        travel = [page.nbytes for page in self.stack.pages.values() if page.passes and page.home and page.put is None]
+        passing = _PASSING_PAGES * max(travel, default=0)
+        free = top.free_bytes - passing + sum(store.bytes_by_tier()[top.tier.name] for store in sharing or [self])
+        for store in [*stores, self] if sharing else [self]:
+            store._passing_bytes = passing
+            room = free // len(sharing) if sharing else self.room
+            sizes = store._divided(room, free)
+            if store._sizes != sizes:
+                store._settle(sizes)
+
+    def _divided(self, room: int, free: int) -> Sizes:
+        """Divide room on the computing device, of which `free` bytes are there, among tails, ring and shares."""
+        layers, top = self.layers, self.stack.levels[0]
+        tails, page = layers * _whole(self._tail_bytes), self._page_bytes
+        ring = min(_RING_SLOTS * _EXTENT_BYTES, (room - tails) // 4) if len(self.stack.levels) > 1 else 0
+        extent = max(1, min(_EXTENT_BYTES, ring // _RING_SLOTS if ring > 0 else _EXTENT_BYTES) // page) * page
+        extent = max([extent, *(other.nbytes for other in itertools.chain(*self.extents.values()))])
+        slots = max(2, min(_RING_SLOTS, ring // _whole(extent))) if len(self.stack.levels) > 1 else 0
+        share = (room - tails - slots * _whole(extent)) // layers
+        if room > free or share < 0:
+            needed = tails + slots * _whole(extent)
+            raise TierError(
+                f"{self.name}: the KV cache needs {max(needed, self.room or 0)} bytes of tiers.{top.tier.name} (the "
+                f"last tokens of {layers} layers, slots that pages pass through, and its room); of the budget of "
+                f"{top.tier.capacity_bytes} bytes {max(min(room, free), 0)} are left for it: raise the budget with "
+                "vb.set_budget(), or ask for less room, smaller pages or a smaller batch"
+            )
+        return Sizes(share, slots, extent)
+
+    def _settle(self, sizes: Sizes) -> None:
+        """Take another division of the room: move pages down that have no place in it, and make the ring anew."""
+        self.forget_ring()
+        self._sizes = sizes
+        for layer, extents in self.extents.items():
+            here = sorted((extent for extent in extents if extent.page.home == 0), key=lambda extent: extent.serial)
+            left = sizes.share
+            for extent in here:
+                left -= extent.nbytes
+                if left < 0:
+                    self._move_down(layer, extent)
+        if sizes.slots:
+            slot = _whole(sizes.extent)
+            memory = Memory(self.stack, self._key("ring"), self.stack.names[0], sizes.slots * slot)
+            self._ring = Ring(memory, slot, self.tally, self.order)
+
+    def _move_down(self, layer: int, extent: Extent) -> None:
+        home = self._home(layer, extent.nbytes, below=True)
+        if home is None:
+            raise self._full(layer, extent.nbytes)
+        extent.release()
+        try:
+            self.stack.rehome({extent.key: home})
+        finally:
+            extent.put()
+
+    # -- extents ------------------------------------------------------------------------------------------------------
+
+    def extend(self, layer: int, code: PageCode, pages: Tensor, held: int) -> Extent:
+        """Return a new extent with the first of these pages, uint8 [n, page_bytes], at least one.
+
+        Args:
+            held: pages that the layer has already: the extent has room for as many to come.
+
+        Raises:
+            TierError: no tier has room, or a file cannot be written.
+        """
+        size = code.page_bytes
+        most = max(1, self.sizes.extent // size)
+        count = min(len(pages), most)
+        wanted = min(most, max(count, held))
+        for capacity in dict.fromkeys((wanted, count)):
+            home = self._home(layer, _whole(capacity * size))
+            if home is not None:
+                break
+        else:
+            raise self._full(layer, _whole(count * size))
+        level = self.stack.levels[self.stack.names.index(home)]
+        key = self._key(f"{layer}")
+        if level.tier.memory:
+            extent = Extent(self.stack, key, home, code, capacity)
+            self.extents[layer].add(extent)
+            self.write(extent, pages[:count])
+        else:
+            extent = Extent(self.stack, key, home, code, count, pages[:count])
+            self.extents[layer].add(extent)
+            self._count_written(level, extent.nbytes)
+        return extent
+
+    def write(self, extent: Extent, pages: Tensor) -> None:
+        """Add pages to an extent in a memory tier that has room for them; their bytes leave in the background."""
+        size, count = extent.code.page_bytes, len(pages)
+        level, slot = extent.level, extent.level.slots[extent.key]
+        out = slot.view[extent.filled * size : (extent.filled + count) * size].view(count, size)
+        if level.index and self._out is not None and slot.room.pinned:
+            recorder = self.stack.guard.recorder
+            self._out.wait_stream(torch.cuda.current_stream(self.stack.device))
+            began = None if recorder is None else recorder.mark_on(self._out)
+            with torch.cuda.stream(self._out):
+                out.copy_(pages, non_blocking=True)
+            pages.record_stream(self._out)
+            extent.written = slot.room.fence(self._out)
+            if recorder is not None:
+                link = f"{self.stack.names[0]}>{level.tier.name}"
+                recorder.note(link, extent.key, began, recorder.mark_on(self._out), pages.numel())
+        else:
+            out.copy_(pages)
+        if level.index:
+            self._count_written(level, pages.numel())
+        extent.filled += count
+
+    def _count_written(self, level: Level, nbytes: int) -> None:
+        link = f"{self.stack.names[0]}>{level.tier.name}"
+        self.tally.bytes_moved[link] = self.tally.bytes_moved.get(link, 0) + nbytes
+
+    def _home(self, layer: int, nbytes: int, *, below: bool = False) -> str | None:
+        """Return the first tier with room for an extent of a layer; `below`: of those below the computing one."""
+        top, *lower = self.stack.levels
+        on_top = sum(extent.nbytes for extent in self.extents[layer] if extent.page.home == 0)
+        if not below and on_top + nbytes <= self.sizes.share and nbytes <= top.free_bytes - self._passing_bytes:
+            return top.tier.name
+        for level in lower:
+            passing = self._passing_bytes if level.keeps_copies and level is not lower[-1] else 0
+            if nbytes + level.overhead_bytes <= level.free_bytes - passing:
+                return level.tier.name
+        return None
+
+    def _full(self, layer: int, nbytes: int) -> TierError:
+        rooms = (
+            f"tiers.{level.tier.name}.budget = {level.tier.capacity_bytes} has {max(level.free_bytes, 0)} free"
+            for level in self.stack.levels
+        )
+        lower = "" if any(not level.tier.memory for level in self.stack.levels) else ", enable tiers.ssd"
+        return TierError(
+            f"{self.name}: {nbytes} more bytes of keys and values of layer {layer} fit into no tier "
+            f"({', '.join(rooms)}); raise a budget with vb.set_budget(){lower}, use KVCache(bits=8) or 4, or a "
+            "shorter context"
+        )
+
+    @property
+    def ring(self) -> Ring:
+        """The ring that extents come through. Raises TierError: no room for it."""
+        if self._ring is None or self._sizes is None:
+            self._sizes = None
+            self._begin()
+        return self._ring
+
+    def forget_ring(self) -> None:
+        """Give the ring up; another one is made when it is needed. Idempotent."""
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.close()
+
+    # -- budget changes -----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def movable(self) -> Iterator[None]:
+        """Let the stack move extents in a `with` block, as a budget change does. Then the room is divided anew."""
+        extents = [extent for layer in self.extents.values() for extent in layer]
+        self.forget_ring()
+        try:
+            for extent in extents:
+                extent.release()
+                extent.written = None  # release has waited for the device
+            yield
+        finally:
+            for extent in extents:
+                extent.put()
+            self._sizes = None
+
+    def close(self) -> None:
+        """Free all pages now. Idempotent."""
+        self.forget_ring()
+        for memory in [*itertools.chain(*self.extents.values()), *self.tails]:
+            self.stack.retire(memory.owner)
+        self.extents.clear()
+        if not self.stack.closed:
+            self.stack.retire_unowned()
+
+
+def _whole(nbytes: int) -> int:
+    """Bytes of the page of a stack that holds so many."""
+    return -(-nbytes // _UNIT) * _UNIT
