@@ -96,17 +96,20 @@ def test_planes_that_others_wrote_run_as_they_are(llama, tmp_path, monkeypatch, 
     model = transformers.AutoModelForCausalLM.from_pretrained(llama, quantization_config=wrapped)
     model.save_pretrained(tmp_path / "two")
     transformers.AutoTokenizer.from_pretrained(llama).save_pretrained(tmp_path / "two")
+    assert cli.main(["convert", str(tmp_path / "two"), str(tmp_path / "three")]) == 0
     capsys.readouterr()
-    for directory in (tmp_path / "one", tmp_path / "two"):
+    for directory in (tmp_path / "one", tmp_path / "two", tmp_path / "three"):
         assert cli.main(["run", str(directory), "the sea", "--max-new-tokens", "6", "--json"]) == 0
         reply = json.loads(capsys.readouterr().out)
         assert reply["text"] == dense_reply(llama, "the sea", 6)
         planes = Stats.from_dict(reply["stats"]).layers["model.layers.0.mlp.up_proj"].plane_bytes
         assert planes.keys() == {"coarse", "fine"}
-    capsys.readouterr()
-    for command in (["inspect", str(tmp_path / "two")], ["convert", str(tmp_path / "two"), str(tmp_path / "three")]):
-        assert cli.main(command) == 2
-        assert "written by save_pretrained() of a wrapped model" in errors(capsys)
+    budget = ["--set", "tiers.cpu.budget=9MiB"]  # alone, it changes the config of the planes
+    for directory in (tmp_path / "one", tmp_path / "two", tmp_path / "three"):
+        assert cli.main(["inspect", str(directory), "--json", *budget]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["layout"], found["layers"][0]["becomes"]) == ("planes of vbrt", "nvfp4+exact")
+        assert found["config"]["tiers"]["cpu"]["budget"] == "9MiB" and not found["refusal"]
     assert cli.main(["run", str(tmp_path / "one"), "the sea", "--config", "nf4"]) == 2
     assert "a save keeps its format" in errors(capsys)
 

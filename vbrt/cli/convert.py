@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vbrt.cli.models import refuse_embedded, settled_config
+from vbrt.cli.models import settled_config
 from vbrt.cli.options import add_command, add_config, config_of, integration
 from vbrt.cli.screen import Bar, complain, working
 from vbrt.residency.plan import format_bytes
@@ -45,7 +45,6 @@ def _convert(args: argparse.Namespace) -> int:
 
         say(f"reading {args.model}")
         model = huggingface.meta_model(args.model)
-        refuse_embedded(args.model, model.config)
         source = open_source(args.model)
         config = source.config(settled_config(args), {})
     start = time.perf_counter()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from vbrt.cli.models import refuse_embedded, settled_config
+from vbrt.cli.models import settled_config
 from vbrt.cli.options import add_command, add_config, config_of, integration
 from vbrt.cli.screen import add_footer, add_row, console_for_stdout, table_of, working
 from vbrt.residency.plan import format_bytes
@@ -42,7 +42,6 @@ def _inspect(args: argparse.Namespace) -> int:
 
         say(f"reading {args.model}")
         model = huggingface.meta_model(args.model)
-        refuse_embedded(args.model, model.config)
         source = open_source(args.model)
         config = source.config(settled_config(args), {})
         found = inspect(source, model, config)

@@ -2,13 +2,12 @@
 
 import argparse
 import contextlib
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vbrt.cli.options import config_of, integration, positive
 from vbrt.cli.screen import complain, without_warnings_of_wrap, working
 from vbrt.config import VBConfig, assign
-from vbrt.errors import CheckpointError, VBError
+from vbrt.errors import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from vbrt.integrations.conversation import Reply, Turn
     from vbrt.wrapper.wrapper import VBModelWrapper
 
-__all__ = ["add_turn", "asked_config", "load_model", "refuse_embedded", "settled_config", "tokens_of", "turn_of"]
+__all__ = ["add_turn", "asked_config", "load_model", "settled_config", "tokens_of", "turn_of"]
 
 
 def add_turn(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
@@ -56,16 +55,6 @@ def settled_config(args: argparse.Namespace) -> VBConfig | None:
     with contextlib.suppress(CheckpointError):  # which is said when the model is loaded
         return assign(open_source(args.model).config(None, {}), args.settings)
     return asked
-
-
-def refuse_embedded(path: Path, model_config: Any) -> None:
-    """Raise VBError for files of `save_pretrained` that hold planes: their own config says what they are."""
-    given = getattr(model_config, "quantization_config", None)
-    if isinstance(given, dict) and (given.get("quant_method"), given.get("stored")) == ("vbrt", "planes"):
-        raise VBError(
-            f"{path}: written by save_pretrained() of a wrapped model; vbrt run, vbrt chat and from_pretrained() take "
-            "it as it is. Expected a checkpoint, or what vb.save() or vbrt convert wrote"
-        )
 
 
 def load_model(args: argparse.Namespace) -> "tuple[VBModelWrapper, PreTrainedTokenizerBase]":

@@ -19,7 +19,7 @@ from vbrt.errors import ConfigError, WrapError
 from vbrt.model.attachment import Attachment
 from vbrt.saves.embedded import dense_tensors, embedded_tensors, open_embedded
 from vbrt.saves.filling import Filling
-from vbrt.saves.sources import SavedModel
+from vbrt.saves.saved import SavedModel
 from vbrt.wrapper.facades import warn_of_plan
 from vbrt.wrapper.of import of
 

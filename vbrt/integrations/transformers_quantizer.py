@@ -31,7 +31,7 @@ from vbrt.model.attach import attach
 from vbrt.saves.ahead import read_ahead
 from vbrt.saves.embedded import dense_tensors, embedded_tensors, open_embedded
 from vbrt.saves.filling import Filling
-from vbrt.saves.sources import SavedModel, for_this_machine
+from vbrt.saves.saved import SavedModel, for_this_machine
 from vbrt.saves.tensorfile import TensorFile
 from vbrt.wrapper.of import attachment_of, of
 from vbrt.wrapper.wrap import user_policy, warn_of_plan

@@ -31,18 +31,23 @@ class DenseCheckpoint:
     Args:
         files: those that the tensors are in, to be read ahead.
         entries: finds the tensors of the files by the names that a model has for them.
+        named: the config that goes with the files, for those who name none.
     """
 
     def __init__(
-        self, path: Path, files: Iterable[TensorFile | GGUFFile], entries: Callable[[nn.Module], dict[str, Entry]]
+        self,
+        path: Path,
+        files: Iterable[TensorFile | GGUFFile],
+        entries: Callable[[nn.Module], dict[str, Entry]],
+        named: VBConfig | None = None,
     ) -> None:
-        self.path, self.files, self._entries_for = path, list(files), entries
+        self.path, self.files, self._entries_for, self._named = path, list(files), entries, named
         self._found: dict[str, Entry] = {}  # by names of the model
         self._entries: dict[str, str] = {}  # each name that the model has -> the one that was found, where tied
 
     def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
         """See `Source`."""
-        return load_config(config, **overrides)
+        return load_config(self._named if config is None else config, **overrides)
 
     def outline_(self, model: nn.Module) -> None:
         """See `Source`."""

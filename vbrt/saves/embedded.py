@@ -20,12 +20,21 @@ from vbrt.layers import WeightHandle
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.model.attachment import Attachment
 from vbrt.model.machine import ssd_directory
-from vbrt.saves.manifest import Manifest, SavedLayer, SavedTensor, parse_manifest, text_of, to_json
+from vbrt.saves.fit import ignored_names
+from vbrt.saves.manifest import KeptTensor, Manifest, SavedLayer, SavedTensor, parse_manifest, text_of, to_json
 from vbrt.saves.save import Part, find_kept, find_layers, layer_parts
-from vbrt.saves.sources import SavedModel
+from vbrt.saves.saved import SavedModel
 from vbrt.saves.tensorfile import TensorFile, TensorInfo, TensorWriter, digest
 
-__all__ = ["METADATA_KEY", "dense_tensors", "embedded_tensors", "open_embedded"]
+__all__ = [
+    "METADATA_KEY",
+    "EmbeddedModel",
+    "dense_tensors",
+    "embedded_model",
+    "embedded_tensors",
+    "has_planes",
+    "open_embedded",
+]
 
 METADATA_KEY = "vbrt"
 _ANY_FILE = "vbrt-00000000-00001-of-00001.safetensors"  # the other library chooses the files
@@ -114,12 +123,50 @@ def _collected(parts: Iterable[Part], config: VBConfig) -> tuple[dict[str, torch
         ) from error
 
 
-def open_embedded(paths: Iterable[Path]) -> SavedModel:
+class EmbeddedModel(SavedModel):
+    """Files that `save_pretrained` wrote for a wrapped model: planes, and all else under the model's names."""
+
+    def __init__(self, path: Path, manifest: Manifest, files: Mapping[str, TensorFile]) -> None:
+        super().__init__(path, manifest, files)
+        planes = {*manifest.tensors, *(site.tensor for layer in manifest.layers for site in layer.sites)}
+        self._rest = {name: file for file in self.files for name in file.tensors if name not in planes}
+        self._files |= self._rest
+
+    def outline_(self, model: nn.Module) -> None:
+        """See `Source`. Which tensors are parameters, and which of them are tied, is for the model to say."""
+        found: dict[int, tuple[list[str], str, bool]] = {}
+        parameters, buffers = (get(remove_duplicate=False) for get in (model.named_parameters, model.named_buffers))
+        for kind, named in (("parameter", parameters), ("buffer", buffers)):
+            for name, tensor in named:
+                found.setdefault(id(tensor), ([], kind, tensor.requires_grad))[0].append(name)
+        kept = [_kept_entry(*group, self._rest) for group in found.values() if self._rest.keys() & set(group[0])]
+        known = {name for entry in kept for name in entry.names}
+        others = self._rest.keys() - known - ignored_names(model, self._rest)
+        self._keep([*kept, *(KeptTensor(name, (), "buffer") for name in sorted(others))])  # refused by name
+        super().outline_(model)
+
+
+def _kept_entry(names: list[str], kind: str, trainable: bool, files: Mapping[str, TensorFile]) -> KeptTensor:
+    first = next(name for name in names if name in files)
+    return KeptTensor(first, tuple(name for name in names if name != first), kind, trainable)
+
+
+def has_planes(files: Iterable[TensorFile]) -> bool:
+    """True if `open_embedded` is for these files."""
+    return any(METADATA_KEY in file.metadata for file in files)
+
+
+def open_embedded(paths: Iterable[Path]) -> EmbeddedModel:
     """Return the planes in the files of a model, checked as those of a save are.
 
     Raises CheckpointError: no manifest in them, tensors missing, or anything damaged.
     """
-    files = {path.name: TensorFile(path) for path in paths}
+    return embedded_model(map(TensorFile, paths))
+
+
+def embedded_model(opened: Iterable[TensorFile]) -> EmbeddedModel:
+    """Return the same of files that are open."""
+    files = {file.path.name: file for file in opened}
     first = next(iter(files.values()))
     content = first.metadata.get(METADATA_KEY)
     if content is None:
@@ -129,7 +176,7 @@ def open_embedded(paths: Iterable[Path]) -> SavedModel:
         )
     manifest = parse_manifest(first.path, content.encode())
     where = {name: file for file, opened in files.items() for name in opened.tensors}
-    return SavedModel(first.path.parent, _in_files(manifest, where, first.path), files)
+    return EmbeddedModel(first.path.parent, _in_files(manifest, where, first.path), files)
 
 
 def _in_files(manifest: Manifest, where: Mapping[str, str], path: Path) -> Manifest:

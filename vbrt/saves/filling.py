@@ -25,7 +25,7 @@ from vbrt.model.runtime import Runtime
 from vbrt.residency.custom import PolicyFactory
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.site import ROOT, WeightSite
-from vbrt.saves.sources import SavedModel
+from vbrt.saves.saved import SavedModel
 
 __all__ = ["Filling"]
 

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -11,12 +10,12 @@ from torch import nn
 from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError
 from vbrt.residency.plan import Plan, Swap
-from vbrt.saves.gguf_file import GGUF_SUFFIX, GGUFFile, GGUFTensor
-from vbrt.saves.manifest import MANIFEST, text_of
+from vbrt.saves.gguf_file import GGUFTensor
+from vbrt.saves.manifest import text_of
 from vbrt.saves.pieces import conversion_plan
 from vbrt.saves.published import WeightKind
-from vbrt.saves.sources import Source, describe, weight_files
-from vbrt.saves.tensorfile import TensorFile
+from vbrt.saves.saved import SavedModel
+from vbrt.saves.sources import Source, describe
 
 __all__ = ["Inspection", "KindOfLayer", "Stays", "inspect"]
 
@@ -85,7 +84,7 @@ def inspect(source: Source, model: nn.Module, config: VBConfig) -> Inspection:
     Raises:
         CheckpointError: files that are damaged.
     """
-    head = _held(source.path)
+    head = _held(source)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the notes say it
@@ -96,9 +95,9 @@ def inspect(source: Source, model: nn.Module, config: VBConfig) -> Inspection:
     return replace(head, layers=_layers(plan), stays=_stays(plan), notes=notes)
 
 
-def _held(path: Path) -> Inspection:
+def _held(source: Source) -> Inspection:
     """Return what the files hold."""
-    files = [GGUFFile(file) if file.suffix == GGUF_SUFFIX else TensorFile(file) for file in weight_files(path)]
+    files = source.files
     infos = [info for file in files for info in file.tensors.values()]
     dtypes: dict[str, int] = {}
     for info in infos:
@@ -106,9 +105,9 @@ def _held(path: Path) -> Inspection:
         dtypes[held] = dtypes.get(held, 0) + info.nbytes
     ordered = dict(sorted(dtypes.items(), key=lambda item: -item[1]))
     made = Inspection("planes of vbrt", len(files), len(infos), sum(info.nbytes for info in infos), ordered)
-    if path.is_dir() and (path / MANIFEST).exists():
+    if isinstance(source, SavedModel):
         return made
-    found = describe(path)
+    found = describe(source.path)
     packed = any(kind.becomes != "dense" for kind in found.kinds)
     what = (found.method or "quantized weights") if packed else "dense weights"
     return replace(made, layout=f"{found.container} of {what}", method=found.method, weights=found.kinds)

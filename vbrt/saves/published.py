@@ -6,7 +6,7 @@ says; what the checkpoint itself has not quantized is held dense.
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from vbrt.saves.conversion import Entry, entries_for
 from vbrt.saves.dense import DenseCheckpoint
 from vbrt.saves.gguf_file import GGUFFile
 from vbrt.saves.packed import PackedFiles, PackedWeight, read_scheme
+from vbrt.saves.saved import for_this_machine
 from vbrt.saves.tensorfile import TensorFile
 
 __all__ = ["Description", "PublishedCheckpoint", "WeightKind", "checkpoint_of", "describe_files"]
@@ -35,14 +36,21 @@ __all__ = ["Description", "PublishedCheckpoint", "WeightKind", "checkpoint_of", 
 _DEFAULT = "exact"  # of what is decoded: no bit is lost that the checkpoint has
 
 
-def checkpoint_of(path: Path, files: list[Path]) -> "DenseCheckpoint":
+def checkpoint_of(path: Path, files: Sequence[TensorFile]) -> "DenseCheckpoint":
     """Return the source for a safetensors checkpoint. Raises CheckpointError."""
-    opened = list(map(TensorFile, files))
     scheme, dtype = read_scheme(path) if path.is_dir() else ({}, None)
-    packed = PackedFiles(path, opened, scheme, dtype)
+    packed = PackedFiles(path, files, scheme, dtype)
     if not packed.weights:
-        return DenseCheckpoint(path, opened, partial(entries_for, path, files=opened))
-    return PublishedCheckpoint(path, packed, opened, partial(entries_for, path, files=[packed]))
+        return DenseCheckpoint(path, files, partial(entries_for, path, files=files), _named_in(scheme))
+    return PublishedCheckpoint(path, packed, files, partial(entries_for, path, files=[packed]))
+
+
+def _named_in(scheme: Mapping[str, Any]) -> VBConfig | None:
+    """Return the config that a config.json names for dense weights, as `save_pretrained` writes it."""
+    config = scheme.get("config")
+    if scheme.get("quant_method") != "vbrt" or not isinstance(config, Mapping):
+        return None
+    return for_this_machine(VBConfig.from_dict(config, source="config.json"))
 
 
 class QuantizedWeights(Protocol):
@@ -230,10 +238,10 @@ class Description:
         return sum(kind.nbytes for kind in self.kinds)
 
 
-def describe_files(path: Path, files: list[Path]) -> Description:
+def describe_files(path: Path, files: Iterable[TensorFile]) -> Description:
     """Return what safetensors files hold, from their headers. Raises CheckpointError."""
     scheme, dtype = read_scheme(path) if path.is_dir() else ({}, None)
-    packed = PackedFiles(path, map(TensorFile, files), scheme, dtype)
+    packed = PackedFiles(path, files, scheme, dtype)
     counts: Counter[tuple[str, str, str]] = Counter()
     nbytes: Counter[tuple[str, str, str]] = Counter()
     for name, info in packed.tensors.items():
