@@ -171,8 +171,6 @@ def pickle_part(directory: Path, dice: random.Random) -> Part | None:
     """pytorch_model.bin of a model directory; the format has no digest of values, so names are compared."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
-
-        from vbrt.integrations.huggingface import load_causal_lm
     except ImportError:
         return None
     model = LlamaForCausalLM(
@@ -186,17 +184,15 @@ def pickle_part(directory: Path, dice: random.Random) -> Part | None:
         )
     )
     model.config.save_pretrained(directory)
-    (directory / "tokenizer.json").write_text(
-        '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, '
-        '"[UNK]": 1}, "unk_token": "[UNK]"}, "added_tokens": []}'
-    )
-    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     path = directory / "pytorch_model.bin"
     torch.save(model.state_dict(), path)
     data = path.read_bytes()
 
     def load() -> list[str]:
-        return sorted(load_causal_lm(directory, warn=lambda line: None)[0].state_dict())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with vbrt.from_pretrained(directory, "dense") as vb:
+                return sorted(vb.state_dict())
 
     def damages() -> Iterator[Damage]:
         while True:

@@ -62,15 +62,12 @@ def load_model(args: argparse.Namespace) -> "tuple[VBModelWrapper, PreTrainedTok
     config_of(args)  # an error of it comes before anything takes time
     path = args.model
     with working("importing torch and transformers") as say:
-        huggingface = integration("huggingface")
+        causal = integration("causal")
         config = settled_config(args)
         say(f"loading {path}")
         with without_warnings_of_wrap():
-            vb, tokenizer = huggingface.load_wrapped(
-                path,
-                config,
-                warn=lambda text: complain("warning", text),
-                count=lambda number, total: say(f"loading {path}: {number} of {total} tensors"),
+            vb, tokenizer = causal.load_wrapped(
+                path, config, count=lambda number, total: say(f"loading {path}: {number} of {total} weights")
             )
         say("placing")
         vb.materialize(progress=False)

@@ -40,9 +40,9 @@ def complain(kind: str, what: object) -> None:
 
 @contextlib.contextmanager
 def without_warnings_of_wrap() -> Iterator[None]:
-    """Silence the warnings of `vbrt.wrap` inside the block: the command says them in words of its own."""
+    """Silence the warnings of plans inside the block: the command says them in words of its own."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="vbrt.wrap: ")
+        warnings.filterwarnings("ignore", message=r"(vbrt\.wrap|vbrt\.load|from_pretrained): ")
         yield
 
 

@@ -7,27 +7,42 @@ Nothing here reaches for the network, and no code that comes with a model is run
 transformers.
 """
 
-from collections.abc import Mapping
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from vbrt.config import VBConfig
-from vbrt.errors import ConfigError, VBError
-from vbrt.integrations.huggingface import gguf_at, loading, meta_model, method_of, model_config, take_generation_config_
+from vbrt.errors import ConfigError
+from vbrt.integrations.huggingface import (
+    gguf_at,
+    loading,
+    meta_model,
+    method_of,
+    model_config,
+    quiet,
+    take_generation_config_,
+)
 from vbrt.integrations.transformers_quantizer import QuantizationConfig
 from vbrt.model.runtime import Runtime
 from vbrt.saves.ahead import reading_ahead
+from vbrt.saves.manifest import MANIFEST
 from vbrt.saves.sources import open_source
 from vbrt.wrapper.load import load_from
 from vbrt.wrapper.of import of
 from vbrt.wrapper.wrapper import VBModelWrapper
 
-__all__ = ["from_pretrained"]
+__all__ = ["WEIGHTS", "Reader", "from_pretrained"]
 
-_OWN = "vbrt"  # the quant_method of planes that `save_pretrained` has written
+_OWN = "vbrt"  # the quant_method of what `save_pretrained` has written
+_READ_HERE = (MANIFEST, "model.safetensors", "model.safetensors.index.json")
+#: the files of which a directory must have one
+WEIGHTS = (*_READ_HERE, "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def from_pretrained(
@@ -45,8 +60,9 @@ def from_pretrained(
     dense stays dense.
 
     Args:
-        directory: with config.json, and safetensors files or what `vb.save` or `save_pretrained` wrote; or a GGUF file,
-            whose config is made of its metadata if no config.json lies beside it.
+        directory: with config.json, and safetensors files or what `vb.save` or `save_pretrained` wrote, or pickled
+            weights (pytorch_model.bin), which transformers reads; or a GGUF file, whose config is made of its metadata
+            if no config.json lies beside it.
         config: as `vbrt.wrap` takes it; by default that of saved planes, "exact" for a checkpoint that others have
             quantized, and "fp4" for a dense one.
         runtime: `vb.runtime` of another model, which shares its tiers, budgets and policy.
@@ -60,29 +76,92 @@ def from_pretrained(
         FormatError, TierError: as from `vbrt.load`.
         VBError: a config.json that is missing, damaged, or of a model that transformers cannot build.
     """
-    path = Path(directory).expanduser()
-    gguf = gguf_at(path)
-    if dtype is not None and gguf is None:
-        raise ConfigError(f"{path}: dtype={dtype}, and these files have dtypes of their own; leave it out")
-    if gguf is None and method_of(model_config(path)) == _OWN:
-        return _of_planes(path, type(meta_model(path)), config, runtime, overrides)
-    source = open_source(path)
-    with reading_ahead(source.files):
-        model = meta_model(path, dtype).eval()
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config  # the layers are no longer those of the library that it names
-        vb = load_from(source, model, config, runtime=runtime, **overrides)
-    take_generation_config_(model, path)
-    return vb
+    return Reader(Path(directory).expanduser(), dtype).read(config, overrides, runtime=runtime)
 
 
-def _of_planes(path: Path, kind: type, config: Any, runtime: Runtime | None, overrides: Mapping[str, Any]):
-    """Load what `save_pretrained` of a wrapped model wrote."""
-    if runtime is not None:
-        raise VBError(
-            f"{path}: planes that save_pretrained() wrote get a runtime of their own; save the model with vb.save() "
-            "to load it into another's"
-        )
-    asked = {} if config is None and not overrides else {"quantization_config": QuantizationConfig(config, **overrides)}
-    with loading(f"{path}: transformers cannot load it"):
-        return of(kind.from_pretrained(path, dtype="auto", local_files_only=True, **asked).eval())
+class Reader:
+    """A directory or a GGUF file that becomes a wrapped model.
+
+    Args:
+        dtype: of the model of a GGUF file; see `from_pretrained`.
+        count: called with the numbers of the weight that is read next and of all weights.
+
+    Raises ConfigError: a dtype for files that have their own.
+    """
+
+    def __init__(
+        self, path: Path, dtype: torch.dtype | None = None, count: Callable[[int, int], object] | None = None
+    ) -> None:
+        self._path, self._dtype, self._count = path, dtype, count
+        self._is_gguf = gguf_at(path) is not None
+        if dtype is not None and not self._is_gguf:
+            raise ConfigError(f"{path}: dtype={dtype}, and these files have dtypes of their own; leave it out")
+
+    def read(
+        self,
+        config: VBConfig | Mapping[str, Any] | str | PathLike | None,
+        overrides: Mapping[str, Any] | None = None,
+        *,
+        runtime: Runtime | None = None,
+    ) -> VBModelWrapper:
+        """Return the model in eval mode. See `from_pretrained`."""
+        path, overrides = self._path, overrides or {}
+        is_own = not self._is_gguf and method_of(model_config(path)) == _OWN
+        if runtime is None and (is_own or _is_pickled(path)):
+            is_unnamed = is_own and config is None and not overrides  # then its own counts
+            return self._by_transformers(None if is_unnamed else QuantizationConfig(config, **overrides))
+        source = open_source(path)
+        with reading_ahead(source.files):
+            model = meta_model(path, self._dtype).eval()
+            if hasattr(model.config, "quantization_config"):
+                del model.config.quantization_config  # the layers are no longer those of the library that it names
+            vb = load_from(source, model, config, runtime=runtime, count=self._count, **overrides)
+        take_generation_config_(model, path)
+        return vb
+
+    def _by_transformers(self, asked: QuantizationConfig | None) -> VBModelWrapper:
+        """Have transformers read what says for itself how it is wrapped, or is pickled."""
+        kind, given = type(meta_model(self._path)), {} if asked is None else {"quantization_config": asked}
+        with quiet(), _counted(self._count), loading(f"{self._path}: transformers cannot load it"):
+            model, info = kind.from_pretrained(
+                self._path, dtype="auto", local_files_only=True, output_loading_info=True, **given
+            )
+        missing = sorted(info["missing_keys"])
+        if missing:
+            shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+            text = f"{self._path}: {len(missing)} weights are not in the checkpoint and were drawn at random: {shown}"
+            warnings.warn(text, stacklevel=4)
+        return of(model.eval())
+
+
+def _is_pickled(path: Path) -> bool:
+    """True for a directory whose weights only transformers reads."""
+    return not any((path / name).is_file() for name in _READ_HERE) and any((path / name).is_file() for name in WEIGHTS)
+
+
+class _Counted:
+    """What transformers iterates over while it loads, in the place of a progress bar."""
+
+    def __init__(self, items: Iterable[Any], total: int, count: Callable[[int, int], object]) -> None:
+        self._items, self._total, self._count = items, total, count
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, item in enumerate(self._items, 1):
+            self._count(number, self._total)
+            yield item
+
+
+@contextlib.contextmanager
+def _counted(count: Callable[[int, int], object] | None) -> Iterator[None]:
+    """Have `count` called for each tensor that transformers loads in the block."""
+
+    def hook(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if count is None or options.get("desc") != "Loading weights" or not args:
+            return factory(*args, **options)
+        return _Counted(args[0], len(args[0]), count)
+
+    before = transformers_logging.set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(before)

@@ -5,6 +5,8 @@ is made as for the model that was saved, and every value then comes from a file.
 back as it came, and other models on the runtime are as they were.
 """
 
+from collections.abc import Callable
+
 from torch import nn
 
 from vbrt.config import VBConfig
@@ -30,6 +32,7 @@ def load_attached(
     *,
     runtime: Runtime | None = None,
     policy: PolicyFactory | None = None,
+    count: Callable[[int, int], object] | None = None,
 ) -> Attachment:
     """Attach a model whose weights come from files; every layer is encoded. See `vbrt.load`.
 
@@ -37,6 +40,7 @@ def load_attached(
         source: see `open_source`; `config` is what it makes of the user's.
         runtime: of models that share their tiers with this one; by default a new one.
         policy: makes the policy of each tier of a new runtime; by default the one that the config names.
+        count: called with the numbers of the weight that is read next and of all weights that are swapped.
     """
     if config.mode == "train":
         raise ConfigError(
@@ -54,7 +58,7 @@ def load_attached(
         compute_buffers_(model, source.path, source.has)
         plan = source.plan(model, config, None if runtime is None else place_beside(runtime))
         attachment = attach(model, config, plan, runtime=runtime, policy=policy)
-        _fill_(attachment, source)
+        _fill_(attachment, source, count or (lambda number, total: None))
         attachment.materialize(progress=False)  # nothing is left to encode; what was not swapped goes to the device
         release_host_memory()
         return attachment
@@ -63,9 +67,10 @@ def load_attached(
         raise
 
 
-def _fill_(attachment: Attachment, source: Source) -> None:
+def _fill_(attachment: Attachment, source: Source, count: Callable[[int, int], object]) -> None:
     layers, read = attachment.layers, 0
-    for swap in attachment.plan.swaps:
+    for number, swap in enumerate(attachment.plan.swaps, 1):
+        count(number, len(attachment.plan.swaps))
         handle = layers[swap.name].handle
         handle.store(source.experts_of(swap, handle) if swap.experts else source.planes_of(swap, handle))
         read += swap.dense_bytes

@@ -1,6 +1,6 @@
 """`vbrt.load`: a wrapped model from files, without the dense model in memory."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -74,16 +74,18 @@ def load_from(
     config: VBConfig | Mapping[str, Any] | str | PathLike | None,
     *,
     runtime: Runtime | None,
+    count: Callable[[int, int], object] | None = None,
     **overrides: Any,
 ) -> VBModelWrapper:
-    """Wrap a model with weights of a source. See `load`."""
+    """Wrap a model with weights of a source. See `load`; `count` is called with the numbers of the weight that is read
+    next and of all weights."""
     policy = user_policy(overrides, runtime)
     asked = source.config(config, overrides)
     if runtime is not None:
         asked = shared_config(asked, runtime, config, overrides)
     attempt = Attempt(model, runtime)
     try:
-        attachment = load_attached(source, model, asked, runtime=runtime, policy=policy)
+        attachment = load_attached(source, model, asked, runtime=runtime, policy=policy, count=count)
         warn_of_plan(attachment.plan, "vbrt.load", stacklevel=4)
         layers = attachment.layers.values()
         if torch.is_grad_enabled() and any(layer.training and layer.handle.trainable for layer in layers):

@@ -1,0 +1,93 @@
+"""Causal language models with their tokenizers, from directories, for commands; `pretrained.py` says what is read."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import transformers
+from transformers import AutoTokenizer, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from vbrt.config import VBConfig
+from vbrt.errors import VBError
+from vbrt.integrations.gguf_models import TOKENIZERS, gguf_tokenizer
+from vbrt.integrations.huggingface import gguf_at, loading, looked_at, meta_model, model_config, quiet
+from vbrt.integrations.pretrained import WEIGHTS, Reader
+from vbrt.wrapper.wrapper import VBModelWrapper
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["load_wrapped"]
+
+
+def load_wrapped(
+    path: Path, config: VBConfig | None, *, count: Callable[[int, int], object] | None = None
+) -> tuple[VBModelWrapper, "PreTrainedTokenizerBase"]:
+    """Load the causal language model in a directory or a GGUF file as `vbrt.from_pretrained` does, and its tokenizer.
+
+    Args:
+        count: called with the numbers of the weight that is read next and of all weights.
+
+    Raises:
+        VBError: a part of the model is missing, named; as from `vbrt.from_pretrained`.
+    """
+    gguf = gguf_at(path)
+    path = _checked(path) if gguf is None else _checked_gguf(gguf)
+    tokenizer = _tokenizer(path) if gguf is None else _gguf_tokenizer(gguf)
+    return Reader(path, count=count).read(config), tokenizer
+
+
+def _checked(path: Path) -> Path:
+    """Return the directory of a causal language model. Raises VBError: parts are missing."""
+    path, is_directory = looked_at(path)
+    config = model_config(path)
+    if not is_directory:
+        raise VBError(f"{path}: not a directory; expected a model directory with weights and tokenizer")
+    _check_causal(config, path)
+    _check_regular(path)
+    _check_has(path, WEIGHTS, "weights")
+    _check_has(path, TOKENIZERS, "tokenizer")
+    return path
+
+
+def _checked_gguf(file: Path) -> Path:
+    _check_causal(meta_model(file).config, file)
+    return file
+
+
+def _gguf_tokenizer(file: Path) -> "PreTrainedTokenizerBase":
+    with quiet(), loading(f"{file}: transformers cannot make its tokenizer"):
+        return gguf_tokenizer(file)
+
+
+def _tokenizer(path: Path) -> "PreTrainedTokenizerBase":
+    with quiet(), loading(f"{path}: transformers cannot load it"):
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+def _check_causal(config: PreTrainedConfig, path: Path) -> None:
+    causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    named = config.architectures or []
+    if named and not causal.intersection(named):
+        raise VBError(
+            f"{path}: architectures = {named}; expected a causal language model, such as LlamaForCausalLM "
+            "(in Python, vbrt.wrap takes any module)"
+        )
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise VBError(
+            f"{path}: model_type = {config.model_type!r} has no causal language model in transformers "
+            f"{transformers.__version__}"
+        )
+
+
+def _check_has(path: Path, names: tuple[str, ...], what: str) -> None:
+    if not any((path / name).is_file() for name in names):
+        raise VBError(f"{path}: no {what} in this directory; expected one of {', '.join(names)}")
+
+
+def _check_regular(path: Path) -> None:
+    """Raise VBError for files that are not regular: opening a FIFO would never return."""
+    for file in sorted(path.iterdir()):
+        if file.is_fifo() or file.is_socket() or file.is_char_device() or file.is_block_device():
+            raise VBError(f"{file}: neither a file nor a directory; remove it from the model's directory")
