@@ -68,3 +68,32 @@ def test_files_are_read_ahead_layer_by_layer(tmp_path, monkeypatch, way):
     names = [name for name in read if isinstance(name, str)]
     assert names[0].startswith("model.layers.0.") and names[-1] == "model.norm.weight"
     assert set(names) == set(llama().state_dict())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_planes_that_save_pretrained_wrote_are_a_source_like_any_other(tmp_path, tied):
+    """Into the tiers of another model, and by `vbrt.load`; tied tables, in the tiers too, are one weight."""
+    config = {**QUIET, "weights": {"min_parameters": 0, "embeddings": tied, "keep_head": not tied}}
+    dense, saved = tmp_path / "dense", tmp_path / "saved"
+    model = llama(tie_word_embeddings=tied)
+    model.save_pretrained(dense)
+    made = AutoModelForCausalLM.from_pretrained(dense, quantization_config=vbrt.QuantizationConfig("exact", **config))
+    made.save_pretrained(saved)
+    with vbrt.of(made) as first, vbrt.from_pretrained(saved, runtime=first.runtime) as second:
+        assert torch.equal(logits(second), logits(model)) and second.runtime is first.runtime
+        assert len(second.plan.swaps) == len(first.plan.swaps)
+        assert {swap.format for swap in second.plan.swaps} == {"nvfp4"}
+    with torch.device("meta"):
+        empty = type(model)(model.config).eval()
+    with pytest.raises(vbrt.ConfigError, match="a save keeps its format"):
+        vbrt.load(saved, empty, "nf4")
+    with vbrt.load(saved, empty) as vb:
+        assert torch.equal(logits(vb), logits(model))
+
+
+def test_pickled_weights_are_read_by_transformers(tmp_path):
+    model = llama()
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with vbrt.from_pretrained(tmp_path, "exact", **QUIET) as vb:
+        assert torch.equal(logits(vb), logits(model))

@@ -22,11 +22,11 @@ SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "
 SIZES |= {"vocab_size": 64, "num_hidden_layers": 1}
 
 
-def llama(meta=False):
+def llama(meta=False, **sizes):
     torch.manual_seed(0)
     with torch.device("meta" if meta else "cpu"):
         return transformers.LlamaForCausalLM._from_config(
-            transformers.LlamaConfig(**SIZES), dtype=torch.bfloat16
+            transformers.LlamaConfig(**SIZES, **sizes), dtype=torch.bfloat16
         ).eval()
 
 
