@@ -199,13 +199,13 @@ class Followed:
     """The `generate` of all models in one attached model."""
 
     def __init__(self, generating: list[Generating]) -> None:
-        self._generating = generating
+        self.generating = generating
 
     def counts(self) -> StepCounts:
         """What they captured together."""
-        return sum((each.counts() for each in self._generating), StepCounts())
+        return sum((each.counts() for each in self.generating), StepCounts())
 
     def end(self) -> None:
         """Leave the models as they were, without recordings. Idempotent."""
-        for each in self._generating:
+        for each in self.generating:
             each.end()

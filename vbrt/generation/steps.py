@@ -62,7 +62,12 @@ Plain = Callable[..., Any]
 
 
 class Recording:
-    """One recorded step: for inputs of one form and the lengths of one span."""
+    """One recorded step: for inputs of one form and the lengths of one span.
+
+    Attributes:
+        inputs: tensors at fixed addresses.
+        again: launches the step once more, on what the inputs and the cache hold.
+    """
 
     def __init__(self, plain: Plain, call: Call, statics: Statics, recorder: Recorder) -> None:
         self.inputs = call.inputs(statics.span.end)
@@ -77,7 +82,7 @@ class Recording:
                 tensors = run(*self.inputs)
                 self._results.put(tensors)
 
-            self._replay = recorder.record(body)
+            self.again = recorder.record(body)
         self._results.drop_cache()
 
     def _step(self, plain: Plain, call: Call, statics: Statics, inputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -97,7 +102,7 @@ class Recording:
         call.load(self.inputs, self._last)
         self._last = call
         statics.position.fill_(call.length or 0)
-        self._replay()
+        self.again()
         statics.advance(call.cache)
         return self._results.copied(call, self.inputs)
 
@@ -188,6 +193,11 @@ class Steps:
         if self._good_for != state:
             self.release()
             self._good_for = state
+
+    @property
+    def kept(self) -> list[Kept]:
+        """What is kept, the last used at the end."""
+        return list(self._kept.values())
 
     def still_good(self) -> bool:
         """True if the recordings are of the model as it is, by what changes within a call."""

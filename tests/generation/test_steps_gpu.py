@@ -1,0 +1,95 @@
+"""Decode steps as CUDA graphs: tokens of eager generate, what cannot be captured, memory that is freed."""
+
+import copy
+import gc
+
+import pytest
+import torch
+
+import vbrt
+from tests.generation.families import FAMILIES, MASK, PROMPT, tiny
+
+transformers = pytest.importorskip("transformers")
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:vbrt.wrap")]
+
+
+def wrapped(model, preset: str = "dense") -> vbrt.VBModelWrapper:
+    return vbrt.wrap(model, preset, weights={"min_parameters": 0}, tiers={"gpu": {"budget": "1GiB"}})
+
+
+def generated(model, **kwargs):
+    torch.manual_seed(2)
+    given = {"attention_mask": MASK.cuda(), "max_new_tokens": 40, "return_dict_in_generate": True}
+    return model.generate(PROMPT.cuda(), output_logits=True, **given | {"do_sample": False} | kwargs)
+
+
+def same(vb, plain, **kwargs) -> None:
+    got, want = generated(vb, **kwargs), generated(plain, **kwargs)
+    assert torch.equal(got.sequences, want.sequences)
+    for one, other in zip(got.logits, want.logits, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_steps_give_the_tokens_of_eager_generate(family):
+    try:
+        model = tiny(family)
+    except (TypeError, AttributeError, ValueError) as error:  # another version of transformers
+        pytest.skip(f"{family}: {error}")
+    plain = copy.deepcopy(model).cuda()
+    vb = wrapped(model)
+    for call in ({}, {"do_sample": True}, {"num_beams": 3}):
+        same(vb, plain, **call)
+    steps = vb.stats().steps
+    assert (steps.captured, steps.eager) == (3 * 39, 0), steps.reasons
+
+
+def test_a_step_that_waits_for_the_device_stays_eager_and_sampling_goes_on():
+    model = tiny("llama").cuda()
+    plain = copy.deepcopy(model)
+    for each in (model, plain):
+        layer = each.model.layers[1].mlp
+        forward = type(layer).forward
+
+        class Waiting(type(layer)):
+            def forward(self, x, forward=forward):
+                assert x.sum().item() == x.sum().item()
+                return forward(self, x)
+
+        layer.__class__ = Waiting
+    vb = wrapped(model)
+    with pytest.warns(UserWarning, match="cannot be recorded"):
+        same(vb, plain, do_sample=True)
+    assert vb.stats().steps.captured == 0
+    torch.cuda.empty_cache()
+    same(vb, plain, do_sample=True)
+    other = wrapped(copy.deepcopy(tiny("gpt2")))
+    generated(other)
+    assert other.stats().steps.captured == 39
+
+
+def test_fp4_steps_are_captured_and_follow_a_new_weight():
+    model = tiny("llama").to(torch.bfloat16).cuda()
+    vb = wrapped(model, "fp4")
+    first, again = generated(vb), generated(vb)
+    assert torch.equal(first.sequences, again.sequences)
+    steps = vb.stats().steps
+    assert steps.eager == 0, steps.reasons
+    state = {name: -tensor for name, tensor in vb.state_dict().items()}
+    vb.load_state_dict(state)
+    after = generated(vb)
+    assert not torch.equal(after.logits[5], first.logits[5])
+    assert vb.stats().steps.eager == 0
+
+
+def test_graphs_and_caches_are_freed_with_the_model():
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    vb = wrapped(tiny("llama"))
+    generated(vb)
+    vb.close()
+    del vb
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() <= before + 64 * 2**20  # cuBLAS keeps a workspace for the stream
