@@ -58,8 +58,7 @@ def timed(model, batch: int, *, new: int = NEW, warm: bool = True) -> dict[str, 
     """Milliseconds of a token after the first, and of the first; of the first call too, which records."""
     begun = time.perf_counter()
     first_call = Clock()
-    if warm:
-        generate(model, batch, clock=first_call)
+    generate(model, batch, NEW if warm else 4, clock=first_call)
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.synchronize()
     start = time.perf_counter()
