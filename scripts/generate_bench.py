@@ -110,6 +110,7 @@ def replayed_ms(replay: Callable[[], object], times: int = 60) -> float:
     return statistics.median(rounds)
 
 
+@torch.no_grad()
 def recorded_ms(vb) -> float | None:
     """Milliseconds of the last recording, replayed with nobody waiting in between."""
     kept = [kept for each in vb._attachment.follower.generating for kept in each.steps.kept]
