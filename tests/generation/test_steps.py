@@ -1,29 +1,24 @@
 """Decode steps by recordings: the tokens of transformers' generate, whatever the model, the cache and the call."""
 
+import threading
+import warnings
+
 import pytest
 import torch
 
 import vbrt
 from tests import models
-from tests.generation.families import FAMILIES, generated, tiny
-from tests.generation.tape import TapeRecorder
+from tests.generation.families import FAMILIES, MASK, PROMPT, generated, tiny
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.filterwarnings("ignore:vbrt.wrap")
+pytestmark = [pytest.mark.filterwarnings("ignore:vbrt.wrap"), pytest.mark.usefixtures("tapes")]
 
 
-@pytest.fixture(autouse=True)
-def tape(monkeypatch):
-    """Record on the CPU, in blocks of 8 tokens."""
-    monkeypatch.setattr("vbrt.generation.generating.recorder_for", lambda device: TapeRecorder())
-    monkeypatch.setattr("vbrt.generation.spans.BLOCK", 8)
+def wrapped(family: str = "llama") -> vbrt.VBModelWrapper:
+    return models.wrap(tiny(family))
 
 
-def wrapped(family: str = "llama", format: str = "dense") -> vbrt.VBModelWrapper:
-    return models.wrap(tiny(family), format)
-
-
-def same(vb: vbrt.VBModelWrapper, plain, **kwargs) -> None:
+def same(vb, plain, **kwargs) -> None:
     """The wrapped model generates what the plain one does, and its logits are equal but for the order of sums."""
     want, got = generated(plain, **kwargs), generated(vb, **kwargs)
     assert torch.equal(got.sequences, want.sequences)
@@ -31,10 +26,201 @@ def same(vb: vbrt.VBModelWrapper, plain, **kwargs) -> None:
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
+def steps(vb) -> tuple[int, int]:
+    counts = vb.stats().steps
+    return counts.captured, counts.eager
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recorded_steps_give_the_tokens_of_transformers_generate(family):
     vb, plain = wrapped(family), tiny(family)
     same(vb, plain, do_sample=True)
     same(vb, plain, num_beams=2)
-    steps = vb.stats().steps
-    assert (steps.captured, steps.eager) == (2 * 13, 0), steps.reasons
+    assert steps(vb) == (2 * 13, 0), vb.stats().steps.reasons
+
+
+def test_a_second_call_replays_what_the_first_one_recorded():
+    vb = wrapped()
+    first = generated(vb)
+    made = vb.stats().steps.recordings
+    assert torch.equal(generated(vb).sequences, first.sequences)
+    assert vb.stats().steps.recordings == made == 3  # lengths 5 to 17 lie in three blocks of 8
+
+
+def test_streamers_processors_and_criteria_are_asked_at_every_step():
+    class Streamer(transformers.generation.streamers.BaseStreamer):
+        def __init__(self):
+            self.got = []
+
+        def put(self, value):
+            self.got.append(value.tolist())
+
+        def end(self):
+            self.got.append("end")
+
+    def only_even(ids, scores):
+        return scores.index_fill(1, torch.arange(1, 97, 2), -torch.inf)
+
+    def ten(ids, scores, **kwargs):
+        return torch.full((len(ids),), ids.shape[1] >= 15)
+
+    got = []
+    for model in (tiny("llama"), wrapped()):
+        streamer = Streamer()
+        kwargs = {"logits_processor": [only_even], "stopping_criteria": [ten], "streamer": streamer}
+        got.append((generated(model, **kwargs).sequences.tolist(), streamer.got))
+    assert got[0] == got[1]
+    assert len(got[1][0][0]) == 15
+
+
+def test_a_cache_that_the_caller_keeps_is_transformers_own_and_goes_on():
+    """What comes back holds tensors of its own, and a second turn of a chat continues on it."""
+    turns = []
+    for model in (tiny("gemma3"), wrapped("gemma3")):
+        first = model.generate(PROMPT[1:], max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
+        cache = first.past_key_values
+        held = [layer.keys.clone() for layer in cache.layers]
+        model.generate(PROMPT[1:] + 1, max_new_tokens=12, do_sample=False)  # runs on the memory of the first one
+        assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, held, strict=True))
+        assert {type(layer).__module__ for layer in cache.layers} == {"transformers.cache_utils"}
+        ids = torch.cat((first.sequences, PROMPT[1:]), dim=1)
+        again = model.generate(ids, past_key_values=cache, max_new_tokens=9, do_sample=False)
+        turns.append((first.sequences.tolist(), again.tolist()))
+    assert turns[0] == turns[1]
+
+
+def test_assisted_decoding_records_what_the_assistant_does():
+    plain, helper = tiny("llama"), wrapped()
+    want = plain.generate(PROMPT[1:], max_new_tokens=14, do_sample=False)
+    vb = wrapped()
+    got = vb.generate(PROMPT[1:], max_new_tokens=14, do_sample=False, assistant_model=helper.model)
+    assert torch.equal(got, want)
+    assert sum(steps(vb)) > 0
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "why"),
+    [
+        ({"output_attentions": True}, "attention weights are wanted"),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"cache_implementation": "static"}, "layers of the cache are StaticLayer"),
+    ],
+)
+def test_what_cannot_be_recorded_stays_eager_and_is_counted_with_its_reason(kwargs, why):
+    vb, plain = wrapped(), tiny("llama")
+    plain.set_attn_implementation("eager")
+    vb.set_attn_implementation("eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        same(vb, plain, **kwargs)
+    counts = vb.stats().steps
+    assert (counts.captured, counts.eager) == (0, 13)
+    assert [reason for reason in counts.reasons if why in reason]
+    assert why in str(vb.stats())
+
+
+def test_the_reason_is_warned_of_once():
+    vb = wrapped()
+    vb.model.model.layers[1].register_forward_hook(lambda module, args, out: None)
+    with pytest.warns(UserWarning, match=r"model\.layers\.1 has a hook .*, which a graph does not call"):
+        generated(vb)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generated(vb)
+    assert steps(vb) == (0, 26)
+
+
+def test_a_hook_of_the_whole_model_runs_around_every_recorded_step():
+    vb, seen = wrapped(), []
+    vb.register_forward_hook(lambda module, args, out: seen.append(out.logits.shape))
+    generated(vb)
+    assert steps(vb) == (13, 0)
+    assert len(seen) == 14
+
+
+def test_a_model_that_counts_in_python_is_found_and_stays_eager():
+    """Its recording would repeat the number of the step that was recorded."""
+
+    def counting(model):
+        class Counting(type(model.model.norm)):
+            def forward(self, x):
+                self._steps = getattr(self, "_steps", [0])
+                self._steps[0] += 1
+                return super().forward(x) * (1 + self._steps[0] % 3)
+
+        model.model.norm.__class__ = Counting
+        return model
+
+    vb = models.wrap(counting(tiny("llama")))
+    with pytest.warns(UserWarning, match="computes something else than an eager one"):
+        generated(vb)
+    assert steps(vb)[0] <= 1
+
+
+def test_a_step_that_waits_for_the_device_stays_eager():
+    class Waiting(torch.nn.Module):
+        def forward(self, x):
+            return x * (1 if x.sum().item() > 0 else 1.5)
+
+    vb, plain = wrapped(), tiny("llama")
+    for model in (vb.model, plain):
+        model.model.layers[0].input_layernorm = torch.nn.Sequential(model.model.layers[0].input_layernorm, Waiting())
+    with pytest.warns(UserWarning, match="a step cannot be recorded"):
+        same(vb, plain)
+    assert steps(vb) == (0, 13)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_an_interrupted_recording_leaves_the_model_usable(error, monkeypatch):
+    vb, plain = wrapped(), tiny("llama")
+    record = "tests.generation.tape.TapeRecorder.record"
+
+    def failing(self, step):
+        step()
+        raise error("now")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(record, failing)
+        if error is KeyboardInterrupt:
+            with pytest.raises(KeyboardInterrupt):
+                generated(vb)
+        else:
+            with pytest.warns(UserWarning, match="no memory for it"):
+                same(vb, plain)
+    assert "forward" not in vars(vb.model)
+    same(vb, plain)
+
+
+def test_a_changed_model_is_recorded_again():
+    """Weights, plain attributes and config: what a recording has read in Python or by address."""
+    vb, plain = wrapped(), tiny("llama")
+    same(vb, plain)
+    for model in (vb.model, plain):
+        model.load_state_dict({name: 1.5 * tensor for name, tensor in model.state_dict().items()})
+    same(vb, plain)
+    for model in (vb.model, plain):
+        model.model.layers[0].self_attn.scaling = 0.1
+    same(vb, plain)
+    for model in (vb.model, plain):
+        model.lm_head = torch.nn.Linear(32, 97, bias=False).requires_grad_(False)
+        torch.nn.init.ones_(model.lm_head.weight)
+    same(vb, plain)
+    assert steps(vb)[1] == 0
+
+
+def test_two_threads_may_generate_at_one_time():
+    vb, plain, got = wrapped(), tiny("llama"), {}
+    want = plain.generate(PROMPT, attention_mask=MASK, max_new_tokens=14, do_sample=False)
+
+    def work(name):
+        got[name] = vb.generate(PROMPT, attention_mask=MASK, max_new_tokens=14, do_sample=False)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(torch.equal(tokens, want) for tokens in got.values())
+    assert len(got) == 3

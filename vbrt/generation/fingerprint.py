@@ -17,6 +17,7 @@ __all__ = ["fingerprint", "why_eager"]
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_DIFFERENT_IN_TRAINING = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 _OURS = ("vbrt.", "transformers.")  # whose hooks launch the same in every step
 
 
@@ -90,7 +91,7 @@ def why_eager(model: nn.Module, own: Iterable[nn.Module]) -> str:
 
 
 def _why_module(module: nn.Module, *, inside: bool) -> str:
-    if module.training:
+    if module.training and (not inside or isinstance(module, _DIFFERENT_IN_TRAINING)):
         return "is in training mode"
     if inside and "forward" in module.__dict__:
         return "has a forward of its own on the instance, as accelerate's hooks and compilers put there"

@@ -1,0 +1,85 @@
+"""The `generate` on a model's instance: where it is, what it looks like, how it goes."""
+
+import copy
+import gc
+import inspect
+import pickle
+import weakref
+
+import pytest
+import torch
+
+from tests import models
+from tests.generation.families import PROMPT, tiny
+from vbrt.report.stats import StepCounts
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:vbrt.wrap")
+
+
+def tokens(model) -> list:
+    return model.generate(PROMPT[1:], max_new_tokens=6, do_sample=False).tolist()
+
+
+def test_without_a_gpu_generate_is_transformers_own():
+    plain, vb = tiny("llama"), models.wrap(tiny("llama"))
+    assert tokens(vb) == tokens(vb.model) == tokens(plain)
+    assert vb.stats().steps == StepCounts()
+    assert inspect.signature(vb.model.generate) == inspect.signature(plain.generate)
+
+
+def test_unwrap_and_close_leave_nothing_on_the_instance():
+    model = tiny("llama")
+    vb = models.wrap(model)
+    assert "generate" in vars(model)
+    vb.unwrap()
+    assert "generate" not in vars(model)
+    models.wrap(model).close()
+    assert "generate" not in vars(model)
+
+
+def test_copies_and_pickles_generate_by_themselves(tapes):
+    vb = models.wrap(tiny("llama"))
+    want = tokens(vb)
+    copied = copy.deepcopy(vb)
+    bare = copy.deepcopy(vb.model)
+    assert tokens(copied) == tokens(bare) == tokens(pickle.loads(pickle.dumps(vb.model))) == want
+    assert copied.stats().steps.captured == 5
+    vb.close()
+    assert tokens(copied) == want
+
+
+def test_a_model_that_nobody_holds_is_freed_at_once(tapes):
+    vb = models.wrap(tiny("llama"))
+    tokens(vb)
+    assert any(tape.made for tape in tapes)
+    gone = weakref.ref(vb.model)
+    gc.disable()
+    try:
+        del vb
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_recordings_end_with_the_wrapper(tapes):
+    vb = models.wrap(tiny("llama"))
+    tokens(vb)
+    vb.unwrap()
+    assert not any(tape.made for tape in tapes)
+
+
+def test_models_in_a_model_generate_by_recordings_too(tapes):
+    """PEFT's models, and pipelines of models, call the generate of a model within."""
+
+    class Holder(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.language_model = tiny("llama")
+
+        def forward(self, ids):
+            return self.language_model(ids)
+
+    vb = models.wrap(Holder())
+    assert tokens(vb.language_model) == tokens(tiny("llama"))
+    assert vb.stats().steps.captured == 5
