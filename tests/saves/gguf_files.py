@@ -118,9 +118,9 @@ def write(path, model, architecture, type_of, *, tokens=True, more=()):
 
 def add_tokens(writer, count):
     """A vocabulary of single bytes."""
-    alphabet = [chr(number) for number in range(33, 33 + count - 2)]
+    alphabet = [chr(number) for number in range(33, 33 + count - 3)]
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*alphabet, "Ġ", "<|end|>"])
+    writer.add_token_list([*alphabet, "!!", "Ġ", "<|end|>"])
     writer.add_token_types([1] * (count - 1) + [3])
     writer.add_token_merges(["! !"])
     writer.add_eos_token_id(count - 1)

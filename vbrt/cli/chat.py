@@ -36,7 +36,9 @@ def add(commands: Any) -> None:
         "  vbrt chat ./Llama-3.1-8B-Instruct --config exact --set tiers.gpu.budget=6GiB\n"
         "  vbrt chat ./Llama-3.1-8B-exact --system 'You are brief.' --sample\n",
     )
-    parser.add_argument("model", metavar="MODEL_DIR", type=Path, help="a directory with config, weights and tokenizer")
+    parser.add_argument(
+        "model", metavar="MODEL", type=Path, help="a directory with config, weights and tokenizer, or a GGUF file"
+    )
     add_config(parser)
     add_turn(parser, max_new_tokens=512)
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the first turn")

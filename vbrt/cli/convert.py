@@ -8,7 +8,7 @@ from typing import Any
 
 from vbrt.cli.models import settled_config
 from vbrt.cli.options import add_command, add_config, config_of, integration
-from vbrt.cli.screen import Bar, complain, working
+from vbrt.cli.screen import Bar, complain, warnings_as_lines, working
 from vbrt.residency.plan import format_bytes
 
 __all__ = ["add"]
@@ -26,9 +26,10 @@ def add(commands: Any) -> None:
         "are\ncopied along.",
         examples="  vbrt convert ./Llama-3.1-8B ./Llama-3.1-8B-exact --config exact\n"
         "  vbrt convert ./Qwen3-30B-A3B /nvme/qwen-fp4\n"
+        "  vbrt convert ./Llama-3.1-8B-Q4_0.gguf ./Llama-3.1-8B-q4\n"
         "  vbrt run /nvme/qwen-fp4 'The sea is'\n",
     )
-    parser.add_argument("model", metavar="MODEL_DIR", type=Path, help="a directory with config and weights")
+    parser.add_argument("model", metavar="MODEL", type=Path, help="a directory with config and weights, or a GGUF file")
     parser.add_argument("out", metavar="OUT", type=Path, help="a new directory, or that of an interrupted conversion")
     add_config(parser)
     parser.add_argument(
@@ -47,10 +48,11 @@ def _convert(args: argparse.Namespace) -> int:
         model = huggingface.meta_model(args.model)
         source = open_source(args.model)
         config = source.config(settled_config(args), {})
+        companions = integration("causal").companions_of(args.model, model.config)
     start = time.perf_counter()
     try:
-        with Bar("converting") as bar:
-            out = convert(source, model, config, args.out, report=bar, overwrite=args.overwrite)
+        with warnings_as_lines(), Bar("converting") as bar:
+            out = convert(source, model, config, args.out, report=bar, overwrite=args.overwrite, complete=companions)
     except KeyboardInterrupt:
         complain("note", f"what is finished stays in {args.out}; the same command goes on from there")
         raise

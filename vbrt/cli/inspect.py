@@ -26,9 +26,12 @@ def add(commands: Any) -> None:
         _inspect,
         help="show what a checkpoint is, and what it becomes under a config",
         text="Only\nheaders are read. Exits with 1 if vbrt cannot load it.",
-        examples="  vbrt inspect ./Llama-3.1-8B\n  vbrt inspect ./Qwen3-30B-A3B --config exact --json\n",
+        examples="  vbrt inspect ./Llama-3.1-8B\n  vbrt inspect ./Llama-3.1-8B-Q4_0.gguf\n"
+        "  vbrt inspect ./Qwen3-30B-A3B --config exact --json\n",
     )
-    parser.add_argument("model", metavar="MODEL_DIR", type=Path, help="a directory with config and safetensors files")
+    parser.add_argument(
+        "model", metavar="MODEL", type=Path, help="a directory with config and safetensors files, or a GGUF file"
+    )
     add_config(parser)
     parser.add_argument("--json", action="store_true", help="as JSON")
 

@@ -37,7 +37,9 @@ def add(commands: Any) -> None:
         '  vbrt run ./Qwen3-30B-A3B "The sea is" --timeline run.html\n'
         "  echo The sea is | vbrt run ./Llama-3.1-8B - --json\n",
     )
-    parser.add_argument("model", metavar="MODEL_DIR", type=Path, help="a directory with config, weights and tokenizer")
+    parser.add_argument(
+        "model", metavar="MODEL", type=Path, help="a directory with config, weights and tokenizer, or a GGUF file"
+    )
     parser.add_argument("prompt", help='the text to continue; "-" reads it from stdin')
     add_config(parser)
     add_turn(parser, max_new_tokens=64)

@@ -10,6 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from vbrt.config import VBConfig
 from vbrt.errors import VBError
+from vbrt.host.files import read_bounded, write_file
 from vbrt.integrations.gguf_models import TOKENIZERS, gguf_tokenizer
 from vbrt.integrations.huggingface import gguf_at, loading, looked_at, meta_model, model_config, quiet
 from vbrt.integrations.pretrained import WEIGHTS, Reader
@@ -18,7 +19,10 @@ from vbrt.wrapper.wrapper import VBModelWrapper
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["load_wrapped"]
+__all__ = ["companions_of", "load_wrapped"]
+
+_GENERATION = "generation_config.json"
+_MAX_CONFIG_BYTES = 16 << 20
 
 
 def load_wrapped(
@@ -36,6 +40,25 @@ def load_wrapped(
     path = _checked(path) if gguf is None else _checked_gguf(gguf)
     tokenizer = _tokenizer(path) if gguf is None else _gguf_tokenizer(gguf)
     return Reader(path, count=count).read(config), tokenizer
+
+
+def companions_of(path: Path, config: PreTrainedConfig) -> Callable[[Path], None]:
+    """Return what writes config and tokenizer of a GGUF file into a directory; those of other models are files.
+
+    Raises VBError: transformers makes no tokenizer of it.
+    """
+    gguf = gguf_at(path)
+    if gguf is None:
+        return lambda directory: None
+    tokenizer, beside = _gguf_tokenizer(gguf), gguf.parent / _GENERATION
+
+    def write(directory: Path) -> None:
+        config.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        if beside.exists():
+            write_file(directory / _GENERATION, read_bounded(beside, _MAX_CONFIG_BYTES))
+
+    return write
 
 
 def _checked(path: Path) -> Path:

@@ -36,6 +36,7 @@ _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _COPIED_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 _WEIGHT_FILES = (".safetensors", ".gguf", ".bin")
 
+Complete = Callable[[Path], object]
 Report = Callable[[int, int, str], object]
 """Called with bytes of dense weights that are done, those of the whole model, and the name of what comes next."""
 
@@ -48,6 +49,7 @@ def convert(
     *,
     report: Report = lambda done, total, name: None,
     overwrite: bool = False,
+    complete: Complete = lambda directory: None,
 ) -> Path:
     """Write the model of a source as a save; what was interrupted goes on with the file at which it stopped.
 
@@ -56,6 +58,8 @@ def convert(
         model: the architecture, on the meta device; it is used up.
         directory: new, empty, or that of an interrupted conversion of the same files under the same config.
         overwrite: begin anew in any other; a save that is there stays until the new one is complete.
+        complete: is called when all weights are written, to add what a model needs beside them and its files do not
+            have as files of their own.
 
     Raises:
         CheckpointError: files are missing, damaged or of another model; the directory holds something else or cannot be
@@ -74,6 +78,7 @@ def convert(
         remove_files(directory, lambda name: name.endswith(".tmp") or _is_foreign(name, journal.token))
         tensors = _write_files(files, journal, report)
         _copy_files(source.path, directory)
+        complete(directory)
         manifest = Manifest(config.to_dict(), tuple(pieces.layers), tuple(pieces.kept), tensors)
         write_file(directory / MANIFEST, to_json(manifest))
     except OSError as error:
