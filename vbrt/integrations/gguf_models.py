@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
@@ -17,7 +16,7 @@ from vbrt.saves.gguf import GGUFTensors
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TOKENIZERS", "config_beside", "gguf_config", "gguf_dtype", "gguf_tokenizer"]
+__all__ = ["TOKENIZERS", "config_beside", "gguf_config", "gguf_tokenizer"]
 
 _MAX_CONFIG_BYTES = 16 << 20
 #: files of which any makes a tokenizer
@@ -65,14 +64,6 @@ def gguf_config(tensors: GGUFTensors) -> PreTrainedConfig:
     if tensors.architecture not in _TIED:  # transformers looks at the first part of a file only
         config.tie_word_embeddings = "output.weight" not in tensors.infos
     return config
-
-
-def gguf_dtype(tensors: GGUFTensors) -> torch.dtype:
-    """Return the dtype of a model whose config names none: the file's own where no weight is quantized, else float32,
-    as transformers has it."""
-    held = {info.type for info in tensors.infos.values()}
-    halves = [dtype for type, dtype in (("BF16", torch.bfloat16), ("F16", torch.float16)) if type in held]
-    return halves[0] if halves and not tensors.is_quantized else torch.float32
 
 
 def gguf_tokenizer(file: Path) -> "PreTrainedTokenizerBase":

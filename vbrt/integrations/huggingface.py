@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from vbrt.errors import VBError, describe_os_error
 from vbrt.host.files import expanded, read_bounded
-from vbrt.integrations.gguf_models import config_beside, gguf_config, gguf_dtype
+from vbrt.integrations.gguf_models import config_beside, gguf_config
 from vbrt.saves.gguf import GGUFTensors
 from vbrt.saves.gguf_file import GGUF_SUFFIX
 from vbrt.saves.sources import gguf_file
@@ -82,7 +82,7 @@ def meta_model(path: Path, dtype: torch.dtype | None = None) -> nn.Module:
         tensors, file = GGUFTensors(gguf), gguf
         with quiet(), loading(f"{gguf}: transformers {transformers.__version__} makes no config of its metadata"):
             config = gguf_config(tensors)
-        dtype = dtype or gguf_dtype(tensors)
+        dtype = dtype or tensors.dtype
     dtype = dtype or torch.float32
     with quiet(), torch.device("meta"), loading(f"{file}: transformers cannot build this model"):
         make = _model_class(config, file)

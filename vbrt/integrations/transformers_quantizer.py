@@ -29,8 +29,10 @@ from vbrt.host.read_ahead import ReadAhead
 from vbrt.integrations.transformers_experts import by_expert
 from vbrt.model.attach import attach
 from vbrt.saves.ahead import read_ahead
+from vbrt.saves.dense import DenseCheckpoint
 from vbrt.saves.embedded import dense_tensors, embedded_tensors, open_embedded
 from vbrt.saves.filling import Filling
+from vbrt.saves.gguf import GGUFTensors, gguf_checkpoint
 from vbrt.saves.saved import SavedModel, for_this_machine
 from vbrt.saves.tensorfile import TensorFile
 from vbrt.wrapper.of import attachment_of, of
@@ -38,13 +40,19 @@ from vbrt.wrapper.wrap import user_policy, warn_of_plan
 
 __all__ = ["QuantizationConfig", "VBQuantizer"]
 
-_METHOD = "vbrt"
+_METHOD, _GGUF = "vbrt", "gguf"
 
 
 class _Method(str, Enum):  # noqa: UP042 - str(...) of diffusers' and transformers' own
     """The name of the method, of a type whose `value` diffusers asks for."""
 
     VBRT = _METHOD
+
+    def __ne__(self, other: object) -> bool:
+        """False for "gguf", too: transformers hands such files only to quantizers whose method is no other."""
+        return str.__ne__(self, other) and other != _GGUF
+
+    __hash__ = str.__hash__
 
 
 _STORED = ("planes", "dense")
@@ -169,6 +177,16 @@ class _Encode(ConversionOps):
         return left
 
 
+class _Lazy:
+    """A tensor of a GGUF file, read when transformers asks for its values."""
+
+    def __init__(self, quantizer: "VBQuantizer", name: str) -> None:
+        self._quantizer, self._name = quantizer, name
+
+    def __getitem__(self, places: object) -> torch.Tensor:
+        return self._quantizer.read_gguf(self._name)
+
+
 class VBQuantizer(HfQuantizer):
     """Encodes the weights of a model while transformers loads it, and attaches it to a runtime. See `HfQuantizer`.
 
@@ -183,7 +201,10 @@ class VBQuantizer(HfQuantizer):
         self._holds_planes = self.pre_quantized and quantization_config.stored == "planes"
         self.pre_quantized = False  # tensors are read one after the other, by this thread
         self._files: list[Path] = []
+        self._gguf: DenseCheckpoint | None = None
+        self._gguf_dtype = torch.float32
         self._read_in: dict[str, torch.dtype] = {}
+        self._given: list = []  # conversions of other files of the model, where a GGUF file needs none
         self._conversions: list | None = None  # of names and tensors, which saving the dense weights reverts
         self._dtypes: tuple[torch.dtype, torch.dtype] | None = None  # of a loaded model: the seen one, and its own
         self._error: Exception | None = None
@@ -204,8 +225,16 @@ class VBQuantizer(HfQuantizer):
                 '"path": ...}}, or tiers={"gpu": {"enabled": False}} to compute on the CPU'
             )
 
-    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the model where a save has another in its config.json: see `QuantizationConfig`."""
+    def read_header(self, gguf_file: str) -> None:
+        """Take a GGUF file as what the weights come from. Raises CheckpointError: it is damaged."""
+        tensors = GGUFTensors(Path(gguf_file))
+        self._gguf, self._gguf_dtype = gguf_checkpoint(tensors), tensors.dtype
+
+    def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
+        """Return the dtype of the model where a save has another in its config.json: see `QuantizationConfig`; for a
+        GGUF file and dtype="auto", the file's."""
+        if dtype is None and self._gguf is not None:
+            return self._gguf_dtype
         seen, own = self.quantization_config.dtypes or (None, None)
         return getattr(torch, own) if str(dtype) == f"torch.{seen}" else dtype
 
@@ -226,26 +255,44 @@ class VBQuantizer(HfQuantizer):
                 self._ahead = read_ahead(map(TensorFile, self._files))
         return model
 
+    def get_state_dict(self, checkpoint_file: str, model: PreTrainedModel) -> dict[str, "_Lazy"]:
+        """Return the tensors of a GGUF file by the model's names, to be read one by one."""
+        model.tie_weights()
+        self._gguf.outline_(model)
+        self._ahead = read_ahead(self._gguf.files)
+        for file in self._gguf.files:
+            file.ahead = self._ahead
+        return {name: _Lazy(self, name) for name in self._gguf.names}
+
+    def read_gguf(self, name: str) -> torch.Tensor:
+        """Return a tensor of a GGUF file; of one that goes into pages, whose planes are read then, a marker."""
+        if self.filling is not None and self.filling.takes(name):
+            return torch.zeros(1, dtype=torch.uint8, device="cpu")
+        return self._gguf.read(name)
+
     def update_weight_conversions(self, weight_conversions: list, model: PreTrainedModel) -> list:
         """Plan the model, which is complete by now; have experts read one by one."""
         config = self.quantization_config
-        saved = self._saved()
+        saved, self._given = self._saved(model), weight_conversions
         asked, overrides, policy = config.named
-        config.settings = config.over(config.settings) if saved is None else saved.config(asked, overrides)
+        if saved is None or config.settings.mode == "train":
+            config.settings = config.over(config.settings)
+        else:
+            config.settings = saved.config(asked, overrides)
         if config.settings.mode == "train":
             self._refuse_planes()
             _ignore_(model, {r"(^|[._])separation$"})  # a history of scales is that of a run, and begins anew
-            return weight_conversions
+            return weight_conversions if self._gguf is None else []
         self._read_in = _dtypes_read_in(model)
         for name, parameter in model.named_parameters():
             if name in self._read_in:
                 parameter.data = parameter.data.to(self._read_in[name])
         model.tie_weights()
         self.filling = Filling(model, config.settings, policy, saved)
-        if saved is not None:
+        if self._holds_planes:
             _ignore_(model, saved.plane_patterns())
         warn_of_plan(self.filling.plan, "from_pretrained", stacklevel=5)
-        return [] if self._holds_planes else [by_expert(conversion) for conversion in weight_conversions]
+        return [] if saved is not None else [by_expert(conversion) for conversion in weight_conversions]
 
     def _refuse_planes(self) -> None:
         if self._holds_planes:
@@ -254,8 +301,13 @@ class VBQuantizer(HfQuantizer):
                 'those of the checkpoint that it was made of, or saved with stored="dense"'
             )
 
-    def _saved(self) -> SavedModel | None:
-        return open_embedded(self._files) if self._holds_planes else None
+    def _saved(self, model: PreTrainedModel) -> SavedModel | DenseCheckpoint | None:
+        """Return what makes the planes, if they are not encoded from tensors that transformers reads."""
+        if not self._holds_planes:
+            return self._gguf
+        saved = open_embedded(self._files)
+        saved.check_fit(model)
+        return saved
 
     # -- while it is loaded -------------------------------------------------------------------------------------------
 
@@ -263,7 +315,7 @@ class VBQuantizer(HfQuantizer):
         """True if a weight goes into pages as it is read, in the dtype that transformers reads it in."""
         if self.filling is None or not self.filling.takes(param_name):
             return False
-        return self._holds_planes or param_name in self._read_in
+        return self._holds_planes or self._gguf is not None or param_name in self._read_in
 
     def get_quantize_ops(self) -> ConversionOps:
         """Return the operation that takes what is read."""
@@ -304,7 +356,7 @@ class VBQuantizer(HfQuantizer):
                 attachment = filling.finish(model)
             follow(attachment, model)
             self._dtypes = model.dtype, model.config.dtype
-            self._conversions = model._weight_conversions
+            self._conversions = model._weight_conversions if self._gguf is None else self._given
         except BaseException:
             if filling is not None:
                 filling.close()

@@ -74,6 +74,15 @@ class DenseCheckpoint:
                 dtype = infos[name].dtype
                 assign_(model, groups[id(parameter)], partial(on_meta, dtype=dtype, trains=parameter.requires_grad))
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model's names of all tensors that were found, of tied ones the first."""
+        return tuple(dict.fromkeys(self._entries.values()))
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor by one of its names in the model, in fresh CPU memory. Raises CheckpointError."""
+        return self._found[self._entries[name]].read()
+
     def has(self, name: str) -> bool:
         """See `Source`."""
         return name in self._entries
@@ -84,7 +93,7 @@ class DenseCheckpoint:
 
     def planes_of(self, swap: Swap, handle: WeightHandle) -> Planes:
         """See `Source`: encoded now."""
-        return handle.split(self._read(swap.site.tensor))
+        return handle.split(self.read(swap.site.tensor))
 
     def experts_of(self, swap: Swap, handle: ExpertsHandle) -> Iterable[Planes]:
         """See `Source`: encoded one after the other, and read so where the files have them apart."""
@@ -112,6 +121,3 @@ class DenseCheckpoint:
             found = self._found[entry]
             value = found.map() if device.type == "cpu" else found.read().to(device)
             assign_(model, names, partial(with_values, value=value))
-
-    def _read(self, name: str) -> torch.Tensor:
-        return self._found[self._entries[name]].read()

@@ -25,7 +25,7 @@ from vbrt.model.runtime import Runtime
 from vbrt.residency.custom import PolicyFactory
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.site import ROOT, WeightSite
-from vbrt.saves.saved import SavedModel
+from vbrt.saves.sources import Source
 
 __all__ = ["Filling"]
 
@@ -41,19 +41,18 @@ class Filling:
         model: on the meta device, in the dtypes that its weights will have, tied as they will be.
         config: for `mode = "infer"`.
         policy: makes the policy of each tier; by default the one that the config names.
-        saved: planes to fill it with, instead of weights to encode.
+        saved: makes the plan and the planes, instead of weights to encode; it is of this model.
 
     Attributes:
         plan: what is done to the model.
         stored: the names of parameters whose weights are in pages.
 
     Raises:
-        CheckpointError: `saved` is of another model.
         ConfigError, TierError, WrapError: as `vbrt.wrap`.
     """
 
     def __init__(
-        self, model: nn.Module, config: VBConfig, policy: PolicyFactory | None = None, saved: SavedModel | None = None
+        self, model: nn.Module, config: VBConfig, policy: PolicyFactory | None = None, saved: Source | None = None
     ) -> None:
         self._saved = saved
         self.plan = _plan(model, config, saved)
@@ -182,12 +181,9 @@ def _page_out_one(weights: deque[torch.Tensor]) -> None:
         page_out(weights.popleft())
 
 
-def _plan(model: nn.Module, config: VBConfig, saved: SavedModel | None) -> Plan:
+def _plan(model: nn.Module, config: VBConfig, saved: Source | None) -> Plan:
     check_ssd_directory(config)
-    if saved is None:
-        return plan_for(model, config)
-    saved.check_fit(model)
-    return saved.plan(model, config, None)
+    return plan_for(model, config) if saved is None else saved.plan(model, config, None)
 
 
 def _check_ties(model: nn.Module, plan: Plan) -> None:

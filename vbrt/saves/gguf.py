@@ -37,9 +37,8 @@ _CHUNK = 1 << 22  # weights that are decoded at a time
 _COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight", ".attn_rot_embd.weight")
 
 
-def gguf_checkpoint(path: Path) -> DenseCheckpoint:
-    """Return the source for a GGUF file. Raises CheckpointError."""
-    tensors = GGUFTensors(path)
+def gguf_checkpoint(tensors: "GGUFTensors") -> DenseCheckpoint:
+    """Return the source for the tensors of a GGUF file."""
     if not tensors.is_quantized:
         return DenseCheckpoint(tensors.path, tensors.files, tensors.entries)
     return PublishedCheckpoint(tensors.path, tensors, tensors.files, tensors.entries)
@@ -101,6 +100,14 @@ class GGUFTensors:
     def is_quantized(self) -> bool:
         """True if some weights are in blocks."""
         return any(info.type not in _PLAIN for info in self.infos.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of a model whose config names none: the file's own where no weight is quantized, else float32, as
+        transformers has it."""
+        held = {info.type for info in self.infos.values()}
+        halves = [_PLAIN[type] for type in ("BF16", "F16") if type in held]
+        return halves[0] if halves and not self.is_quantized else torch.float32
 
     def entries(self, model: nn.Module) -> dict[str, Entry]:
         """Return the tensors by their names in a model, in the dtypes that it has. Raises CheckpointError."""

@@ -18,7 +18,7 @@ from vbrt.layers.experts import ExpertsHandle
 from vbrt.residency.plan import Beside, Plan, Swap
 from vbrt.saves.embedded import embedded_model, has_planes
 from vbrt.saves.fit import first_names
-from vbrt.saves.gguf import describe_gguf, gguf_checkpoint
+from vbrt.saves.gguf import GGUFTensors, describe_gguf, gguf_checkpoint
 from vbrt.saves.gguf_file import GGUF_SUFFIX, GGUFFile, shard_paths
 from vbrt.saves.manifest import MANIFEST
 from vbrt.saves.published import Description, checkpoint_of, describe_files
@@ -74,7 +74,7 @@ def open_source(path: Path) -> Source:
         return SavedModel(path)
     file = gguf_file(path)
     if file is not None:
-        return gguf_checkpoint(file)
+        return gguf_checkpoint(GGUFTensors(file))
     files = list(map(TensorFile, _files_of(path)))
     return embedded_model(files) if has_planes(files) else checkpoint_of(path, files)
 
