@@ -5,8 +5,10 @@ import warnings
 import pytest
 import torch
 
+import vbrt
+from tests.generation.tape import TapeRecorder
 from tests.matrix import matrix
-from tests.models import gpt2, llama, wrap, wrap_streamed
+from tests.models import config, gpt2, llama, wrap, wrap_streamed
 from vbrt.errors import ArgumentError
 
 pytest.importorskip("transformers")
@@ -211,6 +213,23 @@ def test_what_cannot_be_drafted_is_decoded_plainly_and_says_why_once():
             warnings.simplefilter("error")
             run(vb, prompts(1), speculate="auto", num_beams=2)
         assert sum("speculate" in reason for reason in vb.stats().fallbacks) == 2
+
+
+def test_drafts_are_recorded_and_tokens_stay_those_of_plain_decoding(monkeypatch):
+    monkeypatch.setattr("vbrt.generation.generating.recorder_for", lambda device: TapeRecorder())
+    monkeypatch.setattr("vbrt.layers.compute.is_bare", lambda x: True)  # a tape watches, as no CUDA graph does
+    monkeypatch.setattr("vbrt.layers.compute.is_watched", lambda: False)
+    settings = config("exact") | {"compute": {"backend": "reference"}}  # of which a tape sees every operation
+    with vbrt.wrap(llama(dtype=BF16), settings) as vb:
+        for _ in range(2):
+            want = run(llama(dtype=BF16), prompts(2))
+            got = vb.model.generate(
+                **prompts(2), max_new_tokens=TOKENS, pad_token_id=0, return_dict_in_generate=True, output_logits=True,
+                speculate=3,
+            )  # fmt: skip
+            assert_same(got, want)
+        steps, counted = vb.stats().steps, vb.stats().speculation
+        assert steps.recordings == 1 and steps.captured == counted.drafted - 2, steps.reasons  # a first one each
 
 
 def test_values_out_of_range_are_refused(wrapped):

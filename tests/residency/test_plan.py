@@ -235,3 +235,22 @@ def test_a_plan_adds_up_and_is_plain_data():
 )
 def test_bytes_are_written_for_people(nbytes, text):
     assert format_bytes(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("room", "coarse", "fine"),
+    [
+        ({"gpu": 18, "cpu": 100}, {"gpu"}, {"gpu"}),
+        ({"gpu": 14, "cpu": 100}, {"gpu"}, {"cpu"}),  # four fine pages beside the coarse ones
+        ({"gpu": 13, "cpu": 100}, {"cpu"}, {"cpu"}),
+        ({"gpu": 14, "cpu": 8, "ssd": 100}, {"gpu"}, {"ssd"}),
+        ({"gpu": 14, "cpu": 12}, {"gpu"}, {"cpu"}),  # the coarse ones take no host memory
+    ],
+)
+def test_coarse_planes_of_exact_weights_live_on_top_where_fine_ones_can_pass_beside_them(room, coarse, fine):
+    model = [
+        [PageSpec(f"layer{n}#coarse", "coarse", PAGE), PageSpec(f"layer{n}#fine", "fine", 2 * PAGE)] for n in range(6)
+    ]
+    homes = place(model, budgets(**room), source="x")
+    assert {home for key, home in homes.items() if "coarse" in key} == coarse
+    assert {home for key, home in homes.items() if "fine" in key} == fine

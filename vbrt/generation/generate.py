@@ -2,9 +2,9 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import torch
 
@@ -21,13 +21,16 @@ __all__ = ["Speculation", "generate"]
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How a call of `generate` drafts and draws.
+    """Arguments of `generate` of a wrapped model beside transformers' own.
 
     Attributes:
-        speculate: "auto", a number of drafts, or False.
-        exactness: "tokens" or "distribution".
-        seed: of the noise that sampled tokens are drawn with; None: drawn from torch's default generator where drafts
-            are wanted, else transformers' own sampling.
+        speculate: "auto" or a number: draft that many tokens with the coarse planes of `exact` weights, and verify them
+            in one pass over the exact ones; where that cannot be, a warning and `stats().fallbacks` say why. False: do
+            not.
+        exactness: "tokens": tokens and logits are, bit for bit, those of decoding one token at a time, eagerly.
+            "distribution": all drafts are verified at once, which is faster and rounds otherwise.
+        seed: sampled tokens are drawn with noise by seed, row and position, the same with drafts and without. None:
+            with drafts one is drawn from torch's default generator, without them transformers samples.
     """
 
     speculate: str | int | bool = False
@@ -44,40 +47,46 @@ class Speculation:
         if self.seed is not None and type(self.seed) is not int:
             raise ArgumentError(f"generate: seed = {self.seed!r}; expected a whole number or None")
 
+    @classmethod
+    def taken(cls, kwargs: dict[str, Any]) -> tuple[Self, dict[str, Any]]:
+        """Return what the arguments of a call of generate say of it, and the others. Raises ArgumentError."""
+        names = {of.name for of in fields(cls)}
+        own = {name: value for name, value in kwargs.items() if name in names}
+        return cls(**own), {name: value for name, value in kwargs.items() if name not in names}
+
     @property
     def asked(self) -> bool:
         """True if there is something to do that transformers does not do."""
         return self.speculate is not False or self.seed is not None
 
 
-def generate(attachment: Attachment, how: Speculation, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return what `model.generate(*args, **kwargs)` returns, decoded as `how` says.
+def generate(
+    model: Any, attachment: Attachment, how: Speculation, plain: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """Return what `plain(*args, **kwargs)` returns, the model's own `generate`, decoded as `how` says.
 
     Where drafts are asked for and cannot be had, a warning and `stats().fallbacks` say why.
 
     Raises:
         ArgumentError: a seed for a call that draws no tokens one by one, such as beam search.
     """
-    attachment.check_open("generate")
-    model = attachment.model
-    if not how.asked:
-        return model.generate(*args, **kwargs)
     config, _ = model._prepare_generation_config(kwargs.get("generation_config"), **kwargs)
     refusal = _refusal(model, config, kwargs)
     if refusal is not None:
         if how.seed is not None:
             raise ArgumentError(f"generate: seed = {how.seed}: {refusal}; use torch.manual_seed")
         announce(attachment.speculation, refusal)
-        return model.generate(*args, **kwargs)
+        return plain(*args, **kwargs)
     if how.speculate is not False and not _can_draft(attachment):
         announce(attachment.speculation, "no weight has a fine plane, so there is no coarser one to draft with")
         if how.seed is None:
-            return model.generate(*args, **kwargs)
-        how = Speculation(False, how.exactness, how.seed)
+            return plain(*args, **kwargs)
+        how = replace(how, speculate=False)
     kwargs = dict(kwargs)
     criteria = _with_stop_strings(kwargs)
     method = _Method(attachment, how, kwargs.get("streamer"))
-    return model.generate(*args, custom_generate=method, stopping_criteria=criteria, **kwargs)
+    own = type(model).generate.__get__(model)
+    return own(*args, custom_generate=method, stopping_criteria=criteria, **kwargs)
 
 
 def _refusal(model: Any, config: Any, kwargs: dict[str, Any]) -> str | None:

@@ -18,9 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from vbrt.errors import WrapError
+from vbrt.generation.generate import Speculation
+from vbrt.generation.generate import generate as speculating
 from vbrt.generation.recorders import Recorder, recorder_for
 from vbrt.generation.steps import CUSTOM, Session, Steps
-from vbrt.model.phase import DECODE
+from vbrt.model.phase import DECODE, phase_name
 from vbrt.report.stats import StepCounts
 
 if TYPE_CHECKING:
@@ -39,6 +42,20 @@ class Generating:
         self.__signature__ = inspect.signature(type(model).generate.__get__(model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        how, kwargs = Speculation.taken(kwargs)
+        if how.asked:
+            return speculating(self._model(), self._attached(how), how, self._plainly, args, kwargs)
+        return self._plainly(*args, **kwargs)
+
+    def _attached(self, how: Speculation) -> "Attachment":
+        attachment = None if self._attachment is None else self._attachment()
+        if attachment is None:
+            raise WrapError(f"generate: {how}: this copy of the model has no runtime; wrap it, or leave that out")
+        attachment.check_open("generate")
+        return attachment
+
+    def _plainly(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own decoding, with steps that may be recorded."""
         model = self._model()
         generate = type(model).generate.__get__(model)
         attachment = None if self._attachment is None else self._attachment()
@@ -53,6 +70,18 @@ class Generating:
                 return generate(*args, **kwargs)
         with self.steps.session(limit_of(model, args, kwargs)) as session:
             return _with_forward(model, session, generate, args, kwargs)
+
+    @contextlib.contextmanager
+    def drafting(self, limit: int) -> Iterator[Callable[[Callable[[], Any]], Any]]:
+        """Run a call whose drafts may be recorded; yields what runs a function of passes by recordings.
+
+        To be entered in the phase and precision of the drafts. `limit`: tokens of a sequence at most.
+        """
+        if self._recorder() is None:
+            yield lambda run: run()
+            return
+        with self.steps.session(limit) as session:
+            yield lambda run: _with_forward(self._model(), session, run, (), {})
 
     @property
     def steps(self) -> Steps:
@@ -145,7 +174,11 @@ class Terms:
 
     def __init__(self, attachment: "Attachment", new_recorder: Callable[[], Recorder]) -> None:
         self._attachment, self._stack, self.new_recorder = weakref.ref(attachment), attachment.stack, new_recorder
-        self._phase = attachment.prefix + DECODE
+
+    @property
+    def _phase(self) -> str:
+        attachment = self._attachment()
+        return attachment.prefix + (phase_name(attachment) or DECODE)
 
     def moment(self) -> object:
         """Return what must be as it was when a step was recorded."""

@@ -19,8 +19,9 @@ in the next round.
 import contextlib
 import functools
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,7 @@ class Decoding:
         exactness: "tokens" or "distribution".
         counts: of the model, for its statistics; added to.
         limit: tokens of a sequence at most.
+        run_drafts: runs a function that runs the passes of drafts, by recordings where there are some.
     """
 
     model: Any
@@ -57,6 +59,12 @@ class Decoding:
     exactness: str
     counts: SpeculationCounts
     limit: int
+    run_drafts: Callable[[Callable[[], Any]], Any] | None = None
+
+    def drafting(self) -> AbstractContextManager[Callable[[Callable[[], Any]], Any]]:
+        """Return a context manager that gives `run_drafts`."""
+        following = getattr(self.model.__dict__.get("generate"), "drafting", None)
+        return contextlib.nullcontext(lambda run: run()) if following is None else following(self.limit)
 
     def step(self, ids: torch.Tensor, tokens: int, kwargs: dict[str, Any]) -> Any:
         """Run a pass over the last tokens of `ids`."""
@@ -93,8 +101,12 @@ def speculate(decoding: Decoding, sequences: Sequences, outputs: Any, kwargs: di
         return _plainly(decoding, sequences, kwargs)
     cache.activate_past_recording()
     hint = None
-    while not sequences.finished:
-        kwargs, hint = _round(decoding, sequences, kwargs, hint)
+    with contextlib.ExitStack() as opened:
+        with decoding.attachment.phase(DRAFT, "coarse"):
+            run = opened.enter_context(decoding.drafting())
+        decoding = replace(decoding, run_drafts=run)
+        while not sequences.finished:
+            kwargs, hint = _round(decoding, sequences, kwargs, hint)
     for layer in cache.layers:
         if hasattr(layer, "record_past"):
             layer.record_past = False  # as transformers leaves a cache
@@ -143,7 +155,7 @@ def _round(
     cache, marks = kwargs["past_key_values"], Marks(sequences.ids.device)
     marks.mark()
     k = decoding.pace.choose(decoding.limit - sequences.length - 1)
-    draft = _draft(decoding, sequences, kwargs, k, hint)
+    draft = decoding.run_drafts(functools.partial(_draft, decoding, sequences, kwargs, k, hint))
     marks.mark()
     cache.crop(-k)
     rows, outputs = (_rows_in_step if decoding.exactness == "tokens" else _rows_at_once)(decoding, draft)

@@ -238,6 +238,10 @@ class Plan:
         }
 
 
+#: layers' fine planes that must have room beside the coarse ones: the one that computes, and those that are fetched
+_PASSING = 4
+
+
 def place(layers: Sequence[Sequence[PageSpec]], budgets: Mapping[str, int], *, source: str) -> dict[str, str]:
     """Return the home of each page: the first tier, from the computing one down, that holds them all.
 
@@ -245,7 +249,9 @@ def place(layers: Sequence[Sequence[PageSpec]], budgets: Mapping[str, int], *, s
     keeping room for one layer to pass through.
 
     Where not everything fits into the computing tier and there are routed experts, the pages that every pass needs live
-    in that tier, if they fit there beside one token's experts, and only the others are placed in this manner.
+    in that tier, if they fit there beside one token's experts, and only the others are placed in this manner. Without
+    experts it is the coarse planes of exact weights that live there, if they fit beside some layers that pass through:
+    a draft takes them alone, so that it moves nothing.
 
     Args:
         layers: the pages of each layer, in the order of the model.
@@ -263,12 +269,23 @@ def place(layers: Sequence[Sequence[PageSpec]], budgets: Mapping[str, int], *, s
     tiers = list(budgets)
     top = tiers[0] if tiers else ""
     homes: dict[str, str] = {}
-    if routed and len(tiers) > 1 and sum(every.values()) + routed <= budgets[top] < sum(sizes.values()):
-        homes = dict.fromkeys(every, top)  # what every pass needs; what is left of the tier is the experts' cache
+    beside = routed
+    if not routed:  # of exact weights: fine planes pass through a ring
+        every = _coarse_of_exact(layers, top)
+        beside = _PASSING * max((page.nbytes for page in pages.values()), default=0)
+    if every and beside and len(tiers) > 1 and sum(every.values()) + beside <= budgets[top] < sum(sizes.values()):
+        homes = dict.fromkeys(every, top)  # what is left of the tier is the experts' cache, or the ring
         budgets = {**budgets, top: budgets[top] - sum(every.values())}
         sizes = {key: size for key, size in sizes.items() if key not in homes}
         layers = [[page for page in layer if page.key not in homes] for layer in layers]
     return homes | _place(sizes, [layer for layer in layers if layer], budgets, source)
+
+
+def _coarse_of_exact(layers: Sequence[Sequence[PageSpec]], top: str) -> dict[str, int]:
+    """Return what the coarse pages that have a fine one cost in the computing tier, by key."""
+    exact = [layer for layer in layers if len({page.plane for page in layer}) > 1]
+    first = [layer[0] for layer in exact if not layer[0].by_rows]
+    return {page.key: _cost(page.nbytes, top) for page in first}
 
 
 def _place(

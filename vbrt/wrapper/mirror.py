@@ -178,8 +178,6 @@ def _class_for(base: type[Facade], model_class: type[nn.Module], described: type
     """Make a subclass of a façade's class with the members that are looked up on a model's class."""
     members = {name: _passed_on(name) for name in (*_PROTOCOLS, *_PASSED_ON) if hasattr(model_class, name)}
     members["forward"] = _with_signature(base.forward, described.forward)
-    if hasattr(model_class, "generate"):
-        members["generate"] = base._generate
     members["__module__"] = base.__module__
     return type(f"Wrapped{model_class.__name__}", (base,), members)
 

@@ -20,7 +20,6 @@ from vbrt.report.stats import Stats
 from vbrt.residency.plan import Plan
 from vbrt.saves.save import save_attached
 from vbrt.tiers import Recorder
-from vbrt.wrapper.generating import generate
 from vbrt.wrapper.mirror import Facade
 
 __all__ = ["VBModelWrapper"]
@@ -57,8 +56,6 @@ class VBModelWrapper(Facade):
                 why = str(error)  # the error itself holds the tensors of the pass
             if not self.runtime.make_room():
                 raise torch.OutOfMemoryError(why)
-
-    _generate = generate  # of models that can
 
     @property
     def settings(self) -> VBConfig:
