@@ -9,32 +9,10 @@ from vbrt.generation.step_graph import StepGraph
 from vbrt.kernels.cuda.step_ops import MOST_EXPERTS
 from vbrt.kernels.step import RouteRule, routed
 
-__all__ = ["functional", "join_routers"]
+__all__ = ["join_routers"]
 
 _aten = torch.ops.aten
-_IN_PLACE = {
-    _aten.div_.Tensor: _aten.div.Tensor,
-    _aten.mul_.Tensor: _aten.mul.Tensor,
-    _aten.add_.Tensor: _aten.add.Tensor,
-}
 _MOST_CHOSEN = 32
-
-
-def functional(step: StepGraph) -> None:
-    """Have arithmetic in place on the step's own temporaries, which nothing else refers to, give a new tensor."""
-    shared: dict[Node, list[Node]] = {}
-    for node in step.graph.nodes:
-        if node.op == "call_function" and "root" in node.meta:
-            shared.setdefault(node.meta["root"], []).append(node)
-    for root, nodes in shared.items():
-        if root not in step.written or root in step.given or len(nodes) != 2 or nodes[0] is not root:
-            continue
-        write = nodes[1]
-        values = {n.meta["val"].dtype for n in write.all_input_nodes}
-        if write.target in _IN_PLACE and write.args[0] is root and values == {write.meta["val"].dtype}:
-            write.target = _IN_PLACE[write.target]
-            write.meta.update(root=write, effect=False)
-            step.written.discard(root)
 
 
 def join_routers(step: StepGraph) -> None:

@@ -15,7 +15,8 @@ what one gets, and the report says why.
 
 | pattern | same bits as eager | what it replaces |
 | --- | --- | --- |
-| in place | yes | arithmetic in place on temporaries, so that others see through it |
+| plain | yes | arithmetic in place on temporaries, casts that say more than they do: so that others see through it |
+| repeated | yes | what is computed several times from the same |
 | layers | no | 4-bit layers of one input, gated pairs, sums and norms between them: `kernels/cuda/joining.py` |
 | norms | no | RMS norms, with the residual sum in front |
 | rotary | yes | queries and keys, with the norms of heads where norms may be replaced |
@@ -35,7 +36,8 @@ from torch.utils._pytree import tree_leaves
 
 from vbrt.generation.join_attention import join_attention, join_cache_writes, join_rotary
 from vbrt.generation.join_norms import eager_forms, join_norms
-from vbrt.generation.join_routers import functional, join_routers
+from vbrt.generation.join_plain import join_repeated, say_plainly
+from vbrt.generation.join_routers import join_routers
 from vbrt.generation.step_graph import Program, StepGraph
 from vbrt.kernels.cuda.joining import join_layers
 from vbrt.kernels.recorded import StepRecorder
@@ -130,7 +132,8 @@ _LAYER_JOINS = {
 
 #: in the order in which they are applied
 PATTERNS = (
-    Pattern("in place", True, functional),
+    Pattern("plain", True, say_plainly),
+    Pattern("repeated", True, join_repeated),
     Pattern("layers", False, _join_layers),
     Pattern("norms", False, join_norms),
     Pattern("rotary", True, join_rotary),
