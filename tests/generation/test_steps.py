@@ -37,6 +37,10 @@ def test_recorded_steps_give_the_tokens_of_transformers_generate(family):
     same(vb, plain, do_sample=True)
     same(vb, plain, num_beams=2)
     assert steps(vb) == (2 * 13, 0), vb.stats().steps.reasons
+    if family == "llama":
+        counts = vb.stats().steps
+        assert counts.joined["rotary"] == 2 * counts.recordings and not counts.unjoined
+        assert "joined in recordings: " in str(vb.stats())
 
 
 def test_a_second_call_replays_what_the_first_one_recorded():

@@ -84,6 +84,11 @@ class JoinReport:
     error: float | None = None
     refused: str = ""
 
+    @property
+    def unjoined(self) -> Mapping[str, int]:
+        """What was left as it is -> how often; the whole step, if it was."""
+        return {f"the step: {self.refused}": 1} if self.refused else self.kept
+
 
 class Joined:
     """A step to be called in the place of another.

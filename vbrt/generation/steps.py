@@ -158,6 +158,8 @@ class Steps:
         self._warned: set[str] = set()
         self.captured = self.recordings = self.record_us = 0
         self.eager: Counter[str] = Counter()
+        self.joined: Counter[str] = Counter()
+        self.unjoined: Counter[str] = Counter()
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 
@@ -250,6 +252,8 @@ class Steps:
             self._refused[call.form] = f"a step cannot be recorded: {why}"
             raise NotRecordable(self._refused[call.form]) from error
         self.recordings += 1
+        self.joined.update(recording.report.joined)
+        self.unjoined.update(recording.report.unjoined)
         self.record_us += (time.perf_counter_ns() - begun) // 1000
         return recording
 
@@ -288,7 +292,8 @@ class Steps:
 
     def counts(self) -> StepCounts:
         """Return the counters."""
-        return StepCounts(self.captured, sum(self.eager.values()), self.recordings, self.record_us, dict(self.eager))
+        numbers = self.captured, sum(self.eager.values()), self.recordings, self.record_us
+        return StepCounts(*numbers, dict(self.eager), dict(self.joined), dict(self.unjoined))
 
 
 class Session:

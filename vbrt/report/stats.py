@@ -88,7 +88,8 @@ class TierStats:
 class StepCounts:
     """Decode steps of `generate`: `captured` were replayed as CUDA graphs, `eager` ran the model's Python.
 
-    `recordings` graphs were made, in `record_us` microseconds; `reasons` counts eager steps by why they were.
+    `recordings` graphs were made, in `record_us` microseconds; `reasons` counts eager steps by why they were. `joined`
+    counts, over all recordings, what became one launch, and `unjoined` what looked like it and did not, by the reason.
     """
 
     captured: int = 0
@@ -96,14 +97,19 @@ class StepCounts:
     recordings: int = 0
     record_us: int = 0
     reasons: Mapping[str, int] = field(default_factory=dict)
+    joined: Mapping[str, int] = field(default_factory=dict)
+    unjoined: Mapping[str, int] = field(default_factory=dict)
 
     def __add__(self, other: "StepCounts") -> "StepCounts":
-        reasons = Counter(self.reasons) + Counter(other.reasons)
-        pairs = zip(self._numbers(), other._numbers(), strict=True)
-        return StepCounts(*(a + b for a, b in pairs), dict(reasons))
+        numbers = (a + b for a, b in zip(self._numbers(), other._numbers(), strict=True))
+        counts = (dict(Counter(a) + Counter(b)) for a, b in zip(self._counts(), other._counts(), strict=True))
+        return StepCounts(*numbers, *counts)
 
     def _numbers(self) -> tuple[int, int, int, int]:
         return self.captured, self.eager, self.recordings, self.record_us
+
+    def _counts(self) -> tuple[Mapping[str, int], ...]:
+        return self.reasons, self.joined, self.unjoined
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:

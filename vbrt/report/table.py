@@ -118,9 +118,11 @@ def _step_lines(stats: "Stats") -> list[str]:
     if not steps.captured + steps.eager:
         return []
     made = f"{steps.recordings} recordings in {steps.record_us / 1e3:.0f} ms"
-    return [f"decode steps: {steps.captured} captured, {steps.eager} eager; {made}"] + [
-        f"eager decode steps: {count} ({reason})" for reason, count in steps.reasons.items()
-    ]
+    lines = [f"decode steps: {steps.captured} captured, {steps.eager} eager; {made}"]
+    lines += [f"eager decode steps: {count} ({reason})" for reason, count in steps.reasons.items()]
+    if steps.joined:
+        lines.append("joined in recordings: " + ", ".join(f"{n} {what}" for what, n in steps.joined.items()))
+    return lines + [f"not joined: {count} ({reason})" for reason, count in steps.unjoined.items()]
 
 
 def _tier_lines(stats: "Stats") -> Iterator[str]:
