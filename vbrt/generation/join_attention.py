@@ -138,39 +138,44 @@ def _turned(step: StepGraph, rotary: _Rotary, x: Node) -> Node:
 def join_cache_writes(step: StepGraph) -> None:
     """Have the call that rotates keys write them into the cache, and the values beside them."""
     for call in step.calls(rotated):
+        places = step.places()
         items = {node.args[1]: node for node in call.users}
         key, query = items.get(1), items.get(0)
         if key is None or query is None or len(call.args[0]) != 2:
             continue
-        writes = _writes_of(step, key)
+        writes = _writes_of(key, places)
         if writes is None:
             step.kept["rotated keys that go elsewhere than into a static cache"] += 1
             continue
-        _write_behind(step, call, (query, key), writes)
+        _write_behind(step, call, (query, key), writes, places)
 
 
-def _writes_of(step: StepGraph, key: Node) -> tuple[Node, Node] | None:
+def _writes_of(key: Node, places: dict[Node, int]) -> tuple[Node, Node] | None:
     """The nodes that copy rotated keys and their values to the same places of two caches."""
     (write, *more) = [*key.users, None]
     if more != [None] or not _is_call(write, _aten.index_copy_.default) or write.args[1] != 2:
         return None
-    at = write.args[2]
-    others = [
-        node
-        for node in at.users
-        if _is_call(node, _aten.index_copy_.default) and node is not write and node.args[1:3] == (2, at)
-    ]
-    values = [node for node in others if node.args[3].meta["val"].shape == key.meta["val"].shape]
-    if len(values) != 1 or values[0].args[3].meta["val"].strides[-1] != 1:
+    values = _copy_behind(write, places)
+    if values is None or values.args[3].meta["val"].shape != key.meta["val"].shape:
         return None
-    caches = [node.args[0].meta["val"] for node in (write, values[0])]
+    if values.args[3].meta["val"].strides[-1] != 1:
+        return None
+    caches = [node.args[0].meta["val"] for node in (write, values)]
     alike = all(c.strides[-1] == 1 and c.dtype == key.meta["val"].dtype for c in caches)
-    return (write, values[0]) if alike and root_of(write) is not root_of(values[0]) else None
+    return (write, values) if alike and root_of(write) is not root_of(values) else None
 
 
-def _write_behind(step: StepGraph, call: Node, items: tuple[Node, Node], writes: tuple[Node, Node]) -> None:
+def _copy_behind(write: Node, places: dict[Node, int]) -> Node | None:
+    """The next node that copies something to the same places of a cache; layers may share what says which."""
+    at = write.args[2]
+    copies = [n for n in at.users if _is_call(n, write.target) and n.args[1:3] == (2, at) and places[n] > places[write]]
+    return min(copies, key=places.__getitem__, default=None)
+
+
+def _write_behind(
+    step: StepGraph, call: Node, items: tuple[Node, Node], writes: tuple[Node, Node], places: dict[Node, int]
+) -> None:
     """Move a rotation to where the later of the two copies is, if nothing reads any of them before."""
-    places = step.places()
     first, last = sorted(writes, key=places.__getitem__)
     query, _ = items
     key_write, value_write = writes
