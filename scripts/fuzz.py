@@ -31,11 +31,13 @@ import vbrt
 from scripts.fuzz_damage import HOSTILE, Damage, Part, bent, encoded, keeping, planted, read, with_other_node, writing
 from scripts.fuzz_models import (
     bits,
+    embedded_part,
     fine_part,
     header_damages,
     header_part,
     index_part,
     manifest_part,
+    of_experts,
     old_manifest_part,
     sealed_manifest,
     shard_part,
@@ -207,11 +209,15 @@ PARTS = {
     "header": (20, header_part),
     "shard": (14, shard_part),
     "planes": (6, fine_part),
+    "embedded": (8, embedded_part),
     "index": (6, index_part),
     "page": (10, page_part),
     "checkpoint": (14, checkpoint_part),
     "config": (10, config_part),
     "pickle": (1, pickle_part),
+    "experts-manifest": (8, of_experts(manifest_part)),
+    "experts-header": (6, of_experts(header_part)),
+    "experts-planes": (4, of_experts(fine_part)),
 }
 #: by name: the weight of its share in all inputs, and what makes it
 

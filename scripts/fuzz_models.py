@@ -4,6 +4,7 @@ import copy
 import json
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch import nn
 
 import vbrt
 from scripts.fuzz_damage import Damage, Part, bent, encoded, keeping, mixed, planted, read, with_other_node, writing
+from vbrt.saves.embedded import embedded_tensors
 from vbrt.saves.manifest import content_digest
 from vbrt.saves.tensorfile import digest
+from vbrt.wrapper.of import attachment_of
 
 
 class Net(nn.Module):
@@ -33,12 +36,45 @@ class Net(nn.Module):
         return self.norm(self.down(self.again(self.up(x)))) * self.scale.sum()
 
 
-def on_meta() -> nn.Module:
+class Routed(nn.Module):
+    """Routed experts of transformers, and their router."""
+
+    def __init__(self) -> None:
+        from transformers import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+        super().__init__()
+        torch.manual_seed(0)
+        config = Qwen3MoeConfig(hidden_size=32, moe_intermediate_size=32, num_experts=3, num_experts_per_tok=2)
+        self.router, self.experts = nn.Linear(32, 3, bias=False), Qwen3MoeExperts(config)
+        for parameter in self.experts.parameters():
+            nn.init.normal_(parameter, std=0.02)
+        self.register_buffer("scale", torch.full((3,), 2.0), persistent=False)
+
+
+Makes = Callable[[], nn.Module]
+
+
+def on_meta(make: Makes = Net) -> nn.Module:
     """The architecture, and values of its own for what a checkpoint does not hold."""
     with torch.device("meta"):
-        model = Net().eval()
+        model = make().eval()
     model.scale = torch.zeros(3)
     return model
+
+
+def of_experts(part: Callable[..., Part]) -> Callable[..., Part | None]:
+    """The same part of a model with routed experts; none without transformers."""
+
+    def make(directory: Path, dice: random.Random) -> Part | None:
+        try:
+            Routed()
+        except ImportError:
+            return None
+        made = part(directory, dice, Routed)
+        return replace(made, name=f"{made.name}, routed experts")
+
+    return make
 
 
 def bits(tensor: torch.Tensor) -> tuple:
@@ -60,15 +96,15 @@ def content(vb: Any) -> dict[str, Any]:
         return values
 
 
-def loading(directory: Path, **overrides: Any) -> Callable[[], dict[str, Any]]:
+def loading(directory: Path, make: Makes = Net, **overrides: Any) -> Callable[[], dict[str, Any]]:
     """The call that loads it."""
-    return lambda: content(vbrt.load(directory, on_meta(), **overrides))
+    return lambda: content(vbrt.load(directory, on_meta(make), **overrides))
 
 
-def saved(directory: Path) -> None:
+def saved(directory: Path, make: Makes = Net) -> None:
     """A save of the model."""
     weights = {"format": "nvfp4", "fine": "exact", "min_parameters": 0, "keep_head": False}
-    with vbrt.wrap(Net().bfloat16().eval(), weights=weights, tiers={"cpu": {"budget": "64MiB"}}) as vb:
+    with vbrt.wrap(make().bfloat16().eval(), weights=weights, tiers={"cpu": {"budget": "64MiB"}}) as vb:
         vb.save(directory)
 
 
@@ -79,17 +115,17 @@ def sealed_manifest(tree: Any) -> Any:
     return tree
 
 
-def manifest_part(directory: Path, dice: random.Random) -> Part:
+def manifest_part(directory: Path, dice: random.Random, make: Makes = Net) -> Part:
     """vbrt.json of a save."""
-    saved(directory)
+    saved(directory, make)
     path = directory / "vbrt.json"
     return Part(
         "manifest",
         directory,
         keeping(directory),
         mixed(path, dice, json.loads(path.read_bytes()), sealed_manifest),
-        loading(directory),
-        loading(directory)(),
+        loading(directory, make),
+        loading(directory, make)(),
         lambda what: "sealed" in what,
     )
 
@@ -141,13 +177,13 @@ def header_damages(path: Path, dice: random.Random) -> Iterator[Damage]:
             yield writing(path, what, len(text).to_bytes(8, "little") + text + data[end:])
 
 
-def header_part(directory: Path, dice: random.Random) -> Part:
+def header_part(directory: Path, dice: random.Random, make: Makes = Net) -> Part:
     """The header of a checkpoint of the dense model, which has no digests."""
     directory.mkdir()
-    state = Net().state_dict()
-    del state["again.weight"]
+    state = make().state_dict()
+    state.pop("again.weight", None)
     save_file(state, directory / "model.safetensors", {"format": "pt"})
-    load = loading(directory, config="dense", weights={"min_parameters": 0, "keep_head": False})
+    load = loading(directory, make, config="dense", weights={"min_parameters": 0, "keep_head": False})
     return Part(
         "header", directory, keeping(directory), header_damages(directory / "model.safetensors", dice), load, load()
     )
@@ -166,9 +202,9 @@ def shard_part(directory: Path, dice: random.Random) -> Part:
     return Part("file of a save", directory, keeping(directory), both(), loading(directory), loading(directory)())
 
 
-def fine_part(directory: Path, dice: random.Random) -> Part:
+def fine_part(directory: Path, dice: random.Random, make: Makes = Net) -> Part:
     """Planes of a save with other bytes under digests that are right."""
-    saved(directory)
+    saved(directory, make)
     (path,) = directory.glob("*.safetensors")
     tensors, tree = read(path), json.loads((directory / "vbrt.json").read_bytes())
     names = [name for name in tensors if tensors[name].numel()]
@@ -192,7 +228,27 @@ def fine_part(directory: Path, dice: random.Random) -> Part:
             yield f"sealed, {name}: {what}", write
 
     return Part(
-        "planes", directory, keeping(directory), damages(), loading(directory), loading(directory)(), lambda what: True
+        "planes",
+        directory,
+        keeping(directory),
+        damages(),
+        loading(directory, make),
+        loading(directory, make)(),
+        lambda what: True,
+    )
+
+
+def embedded_part(directory: Path, dice: random.Random) -> Part:
+    """Planes as `save_pretrained` writes them: the manifest is in the header, and only planes have digests."""
+    directory.mkdir()
+    path = directory / "model.safetensors"
+    weights = {"format": "nvfp4", "fine": "exact", "min_parameters": 0, "keep_head": False}
+    with vbrt.wrap(Net().bfloat16().eval(), weights=weights, tiers={"cpu": {"budget": "64MiB"}}) as vb:
+        tensors, metadata = embedded_tensors(attachment_of(vb.materialize().model))
+        save_file(tensors, path, metadata)
+    load = loading(directory)
+    return Part(
+        "planes of another library's files", directory, keeping(directory), header_damages(path, dice), load, load()
     )
 
 

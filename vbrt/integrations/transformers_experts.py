@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter, WeightTransform
+from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from vbrt.layers.experts.encoding import MatricesOnDemand
+from vbrt.saves.conversion import merges_experts
 
 __all__ = ["by_expert"]
 
@@ -61,8 +62,7 @@ def by_expert(conversion: WeightTransform) -> WeightTransform:
     """Return a conversion that reads experts one by one, where this one stacks them; else the same."""
     if type(conversion) is not WeightConverter or len(conversion.target_patterns) != 1:
         return conversion
-    first, *others = conversion.operations
-    if type(first) is not MergeModulelist or first.dim != 0 or not all(map(_keeps_experts_apart, others)):
+    if not merges_experts(conversion.operations):
         return conversion
     made = _ByExpert(
         conversion._original_source_patterns,
@@ -72,10 +72,3 @@ def by_expert(conversion: WeightTransform) -> WeightTransform:
     )
     made.scope_prefix, made.base_model_prefix = conversion.scope_prefix, conversion.base_model_prefix
     return made
-
-
-def _keeps_experts_apart(operation: Any) -> bool:
-    """True if an operation on a stack of matrices does to each what it would do to that alone."""
-    if type(operation) is Concatenate:
-        return operation.dim > 0
-    return type(operation) is Transpose and 0 not in (operation.dim0, operation.dim1)

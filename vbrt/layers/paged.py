@@ -34,6 +34,17 @@ class PagesHandle:
         self.id = secrets.randbits(63)
         self.token = self.token_at(0)
         self.fallbacks: list[str] = []
+        self._streams: tuple[int, tuple[Page, ...], bool] = (-1, (), False)
+
+    @property
+    def streams(self) -> bool:
+        """True if any page lives below the computing tier; walked anew only after some were added, moved or retired."""
+        changes, pages, streams = self._streams
+        if changes != self.stack.ledger.changes or pages is not self.pages:
+            changes, pages = self.stack.ledger.changes, self.pages
+            streams = any(page.home for page in pages)
+            self._streams = changes, pages, streams
+        return streams
 
     @property
     def name(self) -> str:

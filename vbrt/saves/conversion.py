@@ -7,7 +7,7 @@ at a time, when its value is wanted, and to meta tensors before, to know its sha
 import copy
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import nn
 from vbrt.errors import CheckpointError
 from vbrt.saves.tensorfile import TensorInfo
 
-__all__ = ["Entry", "TensorSource", "entries_for"]
+__all__ = ["Entry", "TensorSource", "entries_for", "merges_experts"]
 
 
 class TensorSource(Protocol):
@@ -214,10 +214,10 @@ def _value(file: TensorSource, name: str) -> torch.Tensor:
     return file.read(name)
 
 
-def merges_experts(operations: Iterable[Any]) -> bool:
+def merges_experts(operations: Sequence[Any]) -> bool:
     """True if operations of transformers stack the matrices of experts and do to the stack what they would do to each
     matrix alone."""
-    first, *others = operations
+    first, *others = operations or [None]
     return (type(first).__name__, getattr(first, "dim", None)) == _STACKED[0] and all(map(_keeps_apart, others))
 
 

@@ -115,9 +115,9 @@ class Homes:
         slot.state = State.READY
         slots[page.key] = slot
         ledger.travellers += (home > 0) - (known and page.home > 0)
-        ledger.changes += 1
         page.home, page.bytes_moved = home, moved
         ledger.pages[page.key] = page
+        ledger.changes += 1  # last: what somebody keeps by an earlier number is looked up again
 
     def _evict_old_home(self, page: Page) -> None:
         """Take the page out of the tier where it lived before, with the copies that nobody has begun to make there."""

@@ -234,3 +234,27 @@ def test_a_save_is_loaded_without_the_dense_model(tmp_path, format):
     loaded = vbrt.load(tmp_path, model, tiers={"gpu": {"enabled": False}})
     assert torch.equal(loaded(TOKENS).logits, logits)
     assert [swap.name for swap in loaded.plan.swaps] == [swap.name for swap in vb.plan.swaps]
+
+
+class _Counted(tuple):
+    """Pages, and how often somebody walked them."""
+
+    walks = 0
+
+    def __iter__(self):
+        _Counted.walks += 1
+        return super().__iter__()
+
+
+@torch.no_grad()
+def test_a_pass_walks_no_pages_until_some_have_moved(tmp_path, monkeypatch):
+    vb = _streamed(qwen3_moe(), "nvfp4", tmp_path)
+    vb.materialize()
+    handle = _experts(vb.model).handle
+    handle.pages = _Counted(handle.pages)
+    monkeypatch.setattr(_Counted, "walks", 0)
+    assert handle.streams and handle.streams and _Counted.walks == 1
+    vb.set_budget("cpu", "1GiB")  # all of them live there now
+    walked = _Counted.walks
+    assert not handle.streams and not handle.streams and _Counted.walks == walked + 1
+    vb.close()

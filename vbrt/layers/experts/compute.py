@@ -117,7 +117,7 @@ def _experts_at_once(handle: "ExpertsHandle", *, scan: bool) -> int:
     decoded = max(1, spec.weight_bytes // spec.experts)
     at_once = max(1, _CHUNK_BYTES // decoded) if spec.lossless else spec.experts
     moving = [page.nbytes for page in handle.pages[: handle.planes]] if handle.pages else []
-    if not any(page.home for page in handle.pages):
+    if not handle.streams:
         return max(at_once, spec.top_k)
     policy = stack.levels[0].policy
     room = policy.capacity_bytes // max(1, sum(moving))
