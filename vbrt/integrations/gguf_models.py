@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from vbrt.host.files import read_bounded
+from vbrt.integrations.gguf_rope import scale_rope_
 from vbrt.saves.gguf import GGUFTensors
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def gguf_config(tensors: GGUFTensors) -> PreTrainedConfig:
         value = metadata.get(f"{tensors.architecture}.{key}")
         if isinstance(value, int) and key not in taken and hasattr(config, attribute):
             setattr(config, attribute, value)
+    scale_rope_(config, tensors)
     if tensors.architecture not in _TIED:  # transformers looks at the first part of a file only
         config.tie_word_embeddings = "output.weight" not in tensors.infos
     return config

@@ -26,6 +26,7 @@ from vbrt.config import VBConfig, load_config
 from vbrt.errors import CheckpointError, ConfigError, VBError, WrapError
 from vbrt.generation.generating import follow
 from vbrt.host.read_ahead import ReadAhead
+from vbrt.integrations.gguf_rope import check_rope
 from vbrt.integrations.transformers_experts import by_expert
 from vbrt.model.attach import attach
 from vbrt.saves.ahead import read_ahead
@@ -202,7 +203,7 @@ class VBQuantizer(HfQuantizer):
         self.pre_quantized = False  # tensors are read one after the other, by this thread
         self._files: list[Path] = []
         self._gguf: DenseCheckpoint | None = None
-        self._gguf_dtype = torch.float32
+        self._tensors: GGUFTensors | None = None
         self._read_in: dict[str, torch.dtype] = {}
         self._given: list = []  # conversions of other files of the model, where a GGUF file needs none
         self._conversions: list | None = None  # of names and tensors, which saving the dense weights reverts
@@ -227,14 +228,14 @@ class VBQuantizer(HfQuantizer):
 
     def read_header(self, gguf_file: str) -> None:
         """Take a GGUF file as what the weights come from. Raises CheckpointError: it is damaged."""
-        tensors = GGUFTensors(Path(gguf_file))
-        self._gguf, self._gguf_dtype = gguf_checkpoint(tensors), tensors.dtype
+        self._tensors = GGUFTensors(Path(gguf_file))
+        self._gguf = gguf_checkpoint(self._tensors)
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """Return the dtype of the model where a save has another in its config.json: see `QuantizationConfig`; for a
         GGUF file and dtype="auto", the file's."""
         if dtype is None and self._gguf is not None:
-            return self._gguf_dtype
+            return self._tensors.dtype
         seen, own = self.quantization_config.dtypes or (None, None)
         return getattr(torch, own) if str(dtype) == f"torch.{seen}" else dtype
 
@@ -257,6 +258,7 @@ class VBQuantizer(HfQuantizer):
 
     def get_state_dict(self, checkpoint_file: str, model: PreTrainedModel) -> dict[str, "_Lazy"]:
         """Return the tensors of a GGUF file by the model's names, to be read one by one."""
+        check_rope(model.config, self._tensors)
         model.tie_weights()
         self._gguf.outline_(model)
         self._ahead = read_ahead(self._gguf.files)

@@ -1,0 +1,104 @@
+"""Scaled rotary frequencies of GGUF files, which transformers leaves out of the config that it makes of metadata.
+
+Without them every position beyond the first is another one than in training, and nothing says so. Metadata name
+"linear" and "yarn" with their factors. Llama 3's scaling is a tensor of factors, one a frequency, from which its four
+parameters are found by trying; what no config describes is refused.
+"""
+
+import copy
+from math import pi
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from vbrt.errors import CheckpointError
+from vbrt.saves.gguf import GGUFTensors
+
+__all__ = ["check_rope", "scale_rope_"]
+
+_FACTORS = "rope_freqs.weight"
+_LONG = ("rope_factors_long.weight", "rope_factors_short.weight")
+_LENGTHS = (8192, 4096, 16384, 32768)  # that a model was trained for; Llama 3's is the first
+_LOW, _HIGH = 1.0, 4.0  # Llama 3's, by llama.cpp's converter and Meta's code
+#: metadata behind "<architecture>.rope.scaling." and what a config calls them
+_YARN = {
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+    "yarn_attn_factor": "attention_factor",
+    "original_context_length": "original_max_position_embeddings",
+}
+
+
+def scale_rope_(config: PreTrainedConfig, tensors: GGUFTensors) -> None:
+    """Give a config the scaling of rotary frequencies that its file has.
+
+    Raises CheckpointError: factors or a scaling that no config of transformers describes.
+    """
+    parameters = getattr(config, "rope_parameters", None)
+    if not isinstance(parameters, dict):
+        return
+    parameters = parameters.get("full_attention", parameters)  # layers with a window are not scaled
+    if parameters.get("rope_type", "default") != "default":
+        return
+    metadata = tensors.files[0].metadata
+    begin = f"{tensors.architecture}.rope.scaling."
+    said = {key.removeprefix(begin): value for key, value in metadata.items() if key.startswith(begin)}
+    kind, factor = said.get("type", "none"), said.get("factor", 1.0)
+    if _FACTORS in tensors.infos:
+        parameters.update(_of_factors(config, parameters, tensors))
+    elif kind == "linear":
+        parameters.update(rope_type="linear", factor=factor)
+    elif kind == "yarn":
+        more = {name: said[key] for key, name in _YARN.items() if key in said}
+        parameters.update(rope_type="yarn", factor=factor, **more)
+    elif kind != "none" or any(name in tensors.infos for name in _LONG):
+        raise _unknown(tensors, f"rope.scaling.type = {kind!r}, with factors in {' and '.join(_LONG)}")
+
+
+def check_rope(config: PreTrainedConfig, tensors: GGUFTensors) -> None:
+    """Raise CheckpointError where a config lacks the scaling that a file has."""
+    scaled = copy.deepcopy(config)
+    scale_rope_(scaled, tensors)
+    if getattr(scaled, "rope_parameters", None) != getattr(config, "rope_parameters", None):
+        raise CheckpointError(
+            f"{tensors.path}: its rotary frequencies are scaled, and the config that transformers made of its metadata "
+            f"does not say so; pass config= with rope_parameters = {scaled.rope_parameters}, or use "
+            "vbrt.from_pretrained, which takes them from the file"
+        )
+
+
+def _of_factors(config: PreTrainedConfig, parameters: dict[str, Any], tensors: GGUFTensors) -> dict[str, Any]:
+    """Return the parameters of Llama 3's scaling that give the factors of a file; none where all are 1."""
+    factors = tensors.decoded_rows(_FACTORS, 0, 1).flatten()
+    largest = float(factors.max())
+    if bool((factors == 1).all()):
+        return {}
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if len(factors) == head // 2:
+        for length in _LENGTHS:
+            if torch.allclose(_llama3(parameters["rope_theta"], head, largest, length), factors, rtol=1e-4):
+                return {
+                    "rope_type": "llama3",
+                    "factor": largest,
+                    "low_freq_factor": _LOW,
+                    "high_freq_factor": _HIGH,
+                    "original_max_position_embeddings": length,
+                }
+    raise _unknown(tensors, f"{_FACTORS}, with factors up to {largest:g} that are not those of Llama 3")
+
+
+def _llama3(theta: float, head: int, factor: float, length: int) -> Tensor:
+    """What Llama 3 divides each frequency by: 1 for short waves, `factor` for long ones, and between them a mixture."""
+    even = torch.arange(0, head, 2, dtype=torch.float32, device="cpu")
+    waves = 2 * pi * theta ** (even / head)
+    part = (length / waves - _LOW) / (_HIGH - _LOW)
+    mixed = 1 / ((1 - part) / factor + part)
+    return torch.where(waves < length / _HIGH, 1.0, torch.where(waves > length / _LOW, factor, mixed))
+
+
+def _unknown(tensors: GGUFTensors, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{tensors.path}: {what}: transformers makes no config of that; put the model's config.json beside the file"
+    )
