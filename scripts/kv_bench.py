@@ -166,7 +166,9 @@ def main() -> None:
         limit = max(row.get("link_ms", 0.0), resident)
         rows.append(row | {"bits": bits, "room_bytes": room, "limit_ms": limit, "of_limit": limit / row.get("ms", 1e9)})
     rows.append(bench.measure("KVCache, 16 bits, all in GPU memory", lambda: vbrt.KVCache(bench.vb)))
-    rows.append(bench.measure("transformers' offloading cache", lambda: DynamicCache(offloading=True)))
+    rows.append(
+        bench.measure("transformers' offloading cache", lambda: DynamicCache(config=bench.vb.config, offloading=True))
+    )
     shape = {"layers": layers, "tokens": tokens, "heads": HEADS, "dim": DIM, "batch": BATCH}
     device = torch.cuda.get_device_name().lower().replace(" ", "-")
     options.out.mkdir(parents=True, exist_ok=True)

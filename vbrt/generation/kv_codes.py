@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import ArgumentError
+from vbrt.kernels.cuda import kv_decode
 
 __all__ = ["BITS", "KVShape", "PageCode", "page_code"]
 
@@ -152,6 +153,10 @@ class _Affine:
     def decode(self, pages: Tensor, out: tuple[Tensor, Tensor], rows: Tensor | None = None) -> None:
         """See `PageCode.decode`."""
         codes_K, bounds_K, codes_V, bounds_V = self._parts.views(pages)
+        if kv_decode.serves(pages) and all(x.stride(2) == x.shape[3] and x.stride(3) == 1 for x in out):
+            kv_decode.decode(codes_K, bounds_K, kv_decode.Groups(self.token_group, 1, self.bits), out[0], rows)
+            kv_decode.decode(codes_V, bounds_V, kv_decode.Groups(1, self.channel_group, self.bits), out[1], rows)
+            return
         keys, values = (_by_page(x, self.shape.page) for x in out)
         self._decode(codes_K, bounds_K, 4, keys, rows)
         self._decode(codes_V, bounds_V, 5, values, rows)
