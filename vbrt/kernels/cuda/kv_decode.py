@@ -3,7 +3,6 @@
 import functools
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from vbrt.kernels.cuda.devices import available
