@@ -21,6 +21,7 @@ from torch import nn
 from vbrt.errors import WrapError
 from vbrt.generation.generate import Speculation
 from vbrt.generation.generate import generate as speculating
+from vbrt.generation.kv_asked import with_asked_cache
 from vbrt.generation.recorders import Recorder, recorder_for
 from vbrt.generation.steps import CUSTOM, Session, Steps
 from vbrt.model.phase import DECODE, phase_name
@@ -42,7 +43,7 @@ class Generating:
         self.__signature__ = inspect.signature(type(model).generate.__get__(model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        how, kwargs = Speculation.taken(kwargs)
+        how, kwargs = Speculation.taken(with_asked_cache(self._model(), kwargs))
         if how.asked:
             return speculating(self._model(), self._attached(how), how, self._plainly, args, kwargs)
         return self._plainly(*args, **kwargs)

@@ -11,6 +11,7 @@ windows shorter than the tail.
 
 import contextlib
 import copy
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -232,6 +233,7 @@ class KVCache(DynamicCache):
 
     Attributes:
         store: the pages.
+        fallbacks: sentences for users: which layers hold their tokens elsewhere.
 
     Raises:
         ArgumentError: an argument that is none of these.
@@ -264,6 +266,7 @@ class KVCache(DynamicCache):
         self.bits, self.page, self._runtime = bits, page, attachment.runtime
         self.store = KVStore(self._runtime.stack, len(paged), room=_bytes(room), others=_others(self._runtime))
         Cache.__init__(self, layers=[self._layer(layer, paged) for layer in plain])
+        self.fallbacks = _announced(self.plain_layers, self.layers)
         self._begin()
 
     def _layer(self, plain: CacheLayerMixin, paged: list[CacheLayerMixin]) -> CacheLayerMixin:
@@ -397,6 +400,17 @@ def _attachment_of(vb: nn.Module) -> Attachment:
         if hook is not None:
             return hook.attachment
     raise WrapError(f"KVCache({type(vb).__name__}): expected a model that is wrapped, such as vbrt.wrap(model)")
+
+
+def _announced(plain: dict[int, str], layers: list[CacheLayerMixin]) -> list[str]:
+    """Warn of layers that keep all their tokens outside of the tiers; return what was said."""
+    found = [n for n in plain if isinstance(layers[n], CacheLayerMixin) and not getattr(layers[n], "is_sliding", False)]
+    if not found:
+        return []
+    kinds, numbers = sorted({plain[n] for n in found}), ", ".join(map(str, found))
+    reason = f"KVCache: layers {numbers} ({', '.join(kinds)}) stay transformers' own, on the device and in no budget"
+    warnings.warn(reason, stacklevel=3)
+    return [reason]
 
 
 def _is_paged(layer: CacheLayerMixin, page: int) -> bool:

@@ -15,7 +15,6 @@ import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,14 +23,12 @@ from vbrt.errors import TierError
 from vbrt.formats.page import build_layout
 from vbrt.generation.kv_codes import PageCode
 from vbrt.generation.kv_ring import Ring
+from vbrt.generation.kv_room import Needs, Sizes, whole
 from vbrt.tiers import Level, Owner, Page, Tally, TierStack
 
-__all__ = ["Extent", "KVStore", "Memory", "Sizes"]
+__all__ = ["Extent", "KVStore", "Memory"]
 
-_EXTENT_BYTES = 16 << 20  # a link's full speed needs copies of this size
-_RING_SLOTS = 8
 _PASSING_PAGES = 4  # slots that weights pass through: two leased, two ahead
-_UNIT = 4096
 _names, _serials = itertools.count(1), itertools.count()
 
 
@@ -108,16 +105,6 @@ class Extent(Memory):
         return self.bytes[: count * self.code.page_bytes].view(count, -1)
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """How a cache divides its room on the computing device, in bytes: each layer's share for extents, and the ring's
-    slots. `extent`: bytes of the largest extent."""
-
-    share: int
-    slots: int
-    extent: int
-
-
 class KVStore:
     """The pages of one cache.
 
@@ -145,6 +132,7 @@ class KVStore:
         self.order: Callable = lambda place: None  # what comes after a place; the cache sets it
         self._sizes: Sizes | None = None  # until a budget changes
         self._ring: Ring | None = None
+        self._peers = 0  # that the room was divided with
         self._serial, self._passing_bytes, self._tail_bytes, self._page_bytes = itertools.count(), 0, 0, 0
         self._out = torch.cuda.Stream(stack.device) if stack.device.type == "cuda" else None
 
@@ -170,14 +158,11 @@ class KVStore:
         if nbytes > self._tail_bytes or page_bytes > self._page_bytes:
             self._tail_bytes, self._page_bytes = max(self._tail_bytes, nbytes), max(self._page_bytes, page_bytes)
             self._sizes = None
-        self._begin()
+        if self._sizes is None:
+            self._share()
         tail = Memory(self.stack, self._key("tail"), self.stack.names[0], nbytes)
         self.tails.add(tail)
         return tail
-
-    def _begin(self) -> None:
-        if self._sizes is None:
-            self._share()
 
     def _key(self, what: str) -> str:
         return f"{self.name}/{what}#{next(self._serial)}"
@@ -185,62 +170,67 @@ class KVStore:
     @property
     def sizes(self) -> Sizes:
         """How the room is divided. Raises TierError: there is too little."""
-        self._begin()
+        if self._sizes is None:
+            self._share()
         return self._sizes
 
     def _share(self) -> None:
         """Divide what weights leave of the computing device among the caches that have begun and name no room, equally;
         those that have more move pages down."""
-        stores = [store for store in self._others() if store.room is None and store.tails and store is not self]
+        stores = self._sharing()
         sharing = [] if self.room is not None else [self, *stores]
         top = self.stack.levels[0]
         travel = [page.nbytes for page in self.stack.pages.values() if page.passes and page.home and page.put is None]
         passing = _PASSING_PAGES * max(travel, default=0)
         free = top.free_bytes - passing + sum(store.bytes_by_tier()[top.tier.name] for store in sharing or [self])
         for store in [*stores, self] if sharing else [self]:
-            store._passing_bytes = passing
+            store._passing_bytes, store._peers = passing, len(stores)
             room = free // len(sharing) if sharing else self.room
             sizes = store._divided(room, free)
             if store._sizes != sizes:
                 store._settle(sizes)
 
+    def _sharing(self) -> "list[KVStore]":
+        """Return the other caches that have begun and name no room."""
+        return [store for store in self._others() if store.room is None and store.tails and store is not self]
+
     def _divided(self, room: int, free: int) -> Sizes:
         """Divide room on the computing device, of which `free` bytes are there, among tails, ring and shares."""
-        layers, top = self.layers, self.stack.levels[0]
-        tails, page = layers * _whole(self._tail_bytes), self._page_bytes
-        ring = min(_RING_SLOTS * _EXTENT_BYTES, (room - tails) // 4) if len(self.stack.levels) > 1 else 0
-        extent = max(1, min(_EXTENT_BYTES, ring // _RING_SLOTS if ring > 0 else _EXTENT_BYTES) // page) * page
-        extent = max([extent, *(other.nbytes for other in itertools.chain(*self.extents.values()))])
-        slots = max(2, min(_RING_SLOTS, ring // _whole(extent))) if len(self.stack.levels) > 1 else 0
-        share = (room - tails - slots * _whole(extent)) // layers
-        if room > free or share < 0:
-            needed = tails + slots * _whole(extent)
+        needs = Needs(self.layers, self._tail_bytes, self._page_bytes, ring=len(self.stack.levels) > 1)
+        held = max((extent.nbytes for extent in itertools.chain(*self.extents.values())), default=0)
+        sizes = needs.divide(room, held)
+        if room > free or sizes.share < 0:
+            top = self.stack.levels[0].tier
             raise TierError(
-                f"{self.name}: the KV cache needs {max(needed, self.room or 0)} bytes of tiers.{top.tier.name} (the "
-                f"last tokens of {layers} layers, slots that pages pass through, and its room); of the budget of "
-                f"{top.tier.capacity_bytes} bytes {max(min(room, free), 0)} are left for it: raise the budget with "
-                "vb.set_budget(), or ask for less room, smaller pages or a smaller batch"
+                f"{self.name}: the KV cache needs {max(needs.fixed(sizes), self.room or 0)} bytes of tiers.{top.name} "
+                f"(the last tokens of {self.layers} layers, slots that pages pass through, and its room); of the "
+                f"budget of {top.capacity_bytes} bytes {max(min(room, free), 0)} are left for it: raise the budget "
+                "with vb.set_budget(), or ask for less room, smaller pages or a smaller batch"
             )
-        return Sizes(share, slots, extent)
+        return sizes
 
     def _settle(self, sizes: Sizes) -> None:
-        """Take another division of the room: move pages down that have no place in it, and make the ring anew."""
+        """Take another division of the room: make the ring anew, and move extents, the newest of each layer down where
+        they have no place any more, the oldest up where there is room."""
         self.forget_ring()
         self._sizes = sizes
         for layer, extents in self.extents.items():
-            here = sorted((extent for extent in extents if extent.page.home == 0), key=lambda extent: extent.serial)
             left = sizes.share
-            for extent in here:
+            for extent in sorted(extents, key=lambda extent: extent.serial):
                 left -= extent.nbytes
-                if left < 0:
-                    self._move_down(layer, extent)
+                if left < 0 and extent.page.home == 0:
+                    self._move(extent, self._home(layer, extent.nbytes, below=True), layer)
         if sizes.slots:
-            slot = _whole(sizes.extent)
+            slot = whole(sizes.extent)
             memory = Memory(self.stack, self._key("ring"), self.stack.names[0], sizes.slots * slot)
             self._ring = Ring(memory, slot, self.tally, self.order)
+        top = self.stack.names[0]
+        for layer, extents in self.extents.items():
+            for extent in sorted(extents, key=lambda extent: extent.serial):
+                if extent.page.home and self._home(layer, extent.nbytes) == top:
+                    self._move(extent, top, layer)
 
-    def _move_down(self, layer: int, extent: Extent) -> None:
-        home = self._home(layer, extent.nbytes, below=True)
+    def _move(self, extent: Extent, home: str | None, layer: int) -> None:
         if home is None:
             raise self._full(layer, extent.nbytes)
         extent.release()
@@ -260,16 +250,18 @@ class KVStore:
         Raises:
             TierError: no tier has room, or a file cannot be written.
         """
+        if self._peers != len(self._sharing()):  # another cache has gone, and left its room
+            self._sizes = None
         size = code.page_bytes
         most = max(1, self.sizes.extent // size)
         count = min(len(pages), most)
         wanted = min(most, max(count, held))
         for capacity in dict.fromkeys((wanted, count)):
-            home = self._home(layer, _whole(capacity * size))
+            home = self._home(layer, whole(capacity * size))
             if home is not None:
                 break
         else:
-            raise self._full(layer, _whole(count * size))
+            raise self._full(layer, whole(count * size))
         level = self.stack.levels[self.stack.names.index(home)]
         key = self._key(f"{layer}")
         if level.tier.memory:
@@ -336,8 +328,8 @@ class KVStore:
     def ring(self) -> Ring:
         """The ring that extents come through. Raises TierError: no room for it."""
         if self._ring is None or self._sizes is None:
-            self._sizes = None
-            self._begin()
+            self._sizes = None  # so that the ring is made, whatever they were
+            self._share()
         return self._ring
 
     def forget_ring(self) -> None:
@@ -371,8 +363,3 @@ class KVStore:
         self.extents.clear()
         if not self.stack.closed:
             self.stack.retire_unowned()
-
-
-def _whole(nbytes: int) -> int:
-    """Bytes of the page of a stack that holds so many."""
-    return -(-nbytes // _UNIT) * _UNIT

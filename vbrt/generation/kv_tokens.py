@@ -159,16 +159,11 @@ class LayerTokens:
         for number, part in enumerate(held.parts):
             end = begin + part.used * self.page
             if end > first:
-                with self._pages(number, part) as pages:
+                with _pages(self, number, part) as pages:
                     skip = max(0, first - begin)
                     at = _decode(part, pages, skip, out, at)
             begin = end
         return at
-
-    def _pages(self, number: int, part: Part) -> "_Resident | _Streamed":
-        if part.extent.level.index == 0:
-            return _Resident(self.store, part)
-        return _Streamed(self.store, (self.layer, number), part)
 
     def _pieces(self, new: Pair | None, last: int) -> Iterator[Pair]:
         """Yield the `last` tokens of the tail page by page, then the new ones."""
@@ -300,7 +295,7 @@ class LayerTokens:
         """Write a sealed page into a slot of the tail."""
         for place, part in enumerate(held.parts):
             if number < part.used:
-                with self._pages(place, part) as pages:
+                with _pages(self, place, part) as pages:
                     out = tuple(x[slot] for x in held.tail.pair)
                     part.extent.code.decode(pages[number : number + 1], out, part.rows)
                 return
@@ -335,6 +330,13 @@ class LayerTokens:
         tail = Tail(other.store, held.code.shape, held.code.page_bytes)
         tail.rows.copy_(held.tail.rows)
         other.held = replace(held, tail=tail)
+
+
+def _pages(layer: LayerTokens, number: int, part: Part) -> "_Resident | _Streamed":
+    """Return the pages of a layer's part of this number, for one `with` block."""
+    if part.extent.level.index == 0:
+        return _Resident(layer.store, part)
+    return _Streamed(layer.store, (layer.layer, number), part)
 
 
 class _Resident:

@@ -14,6 +14,7 @@ from vbrt.config import VBConfig, load_config
 from vbrt.errors import WrapError
 from vbrt.layers import SwappedLayer, VBLayer
 from vbrt.layers.experts import VBExperts
+from vbrt.model.caches import cache_stats
 from vbrt.model.expert_cache import ExpertCache
 from vbrt.model.machine import release_host_memory
 from vbrt.model.passes import PassHook, move_rest_, remove_pass_hooks
@@ -200,6 +201,7 @@ class Attachment:
         balance = self.runtime.balance
         fallbacks += balance.fallbacks if balance else []
         fallbacks += self.expert_cache.fallbacks
+        fallbacks += [reason for cache in list(self.runtime.caches) for reason in cache.fallbacks]
         fallbacks += self.speculation.reasons
         return Stats(
             stack.levels[0].policy.kind,
@@ -215,7 +217,7 @@ class Attachment:
             own_phases(stack.phases(), self.prefix, [p for p in others if p not in ("", self.prefix)]),
             self.speculation.stats(),
             StepCounts() if self.follower is None else self.follower.counts(),
-            caches=self.runtime.cache_stats(),
+            caches=cache_stats(self.runtime.caches),
         )
 
     @property

@@ -13,7 +13,7 @@ import contextlib
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from vbrt.config import VBConfig, load_config, resolve_budget
 from vbrt.config.tiers import TIERS
@@ -21,11 +21,11 @@ from vbrt.errors import ConfigError, TierError, WrapError
 from vbrt.kernels.cpu import recycle
 from vbrt.layers import WeightHandle, handles_in
 from vbrt.model.balance import GpuBalance
+from vbrt.model.caches import TieredCache, cache_stats
 from vbrt.model.machine import this_machine, with_freed
 from vbrt.model.placement import use_freed_room
 from vbrt.model.snapshot import tier_stats
 from vbrt.model.stacks import attach_stores, build_stack
-from vbrt.report.caches import CacheStats
 from vbrt.report.stats import LayerStats, Stats
 from vbrt.residency.custom import PolicyFactory
 from vbrt.residency.plan import Plan
@@ -35,23 +35,7 @@ from vbrt.tiers.recording import refusal
 if TYPE_CHECKING:
     from vbrt.model.attachment import Attachment
 
-__all__ = ["Runtime", "TieredCache"]
-
-
-class TieredCache(Protocol):
-    """A cache whose pages live in a runtime's tiers. `name`: in stats; `nbytes`: of its pages, in all tiers."""
-
-    name: str
-    nbytes: int
-
-    def movable(self) -> contextlib.AbstractContextManager[None]:
-        """Let a budget change move its pages in a `with` block."""
-
-    def stats(self) -> CacheStats:
-        """Return its counters."""
-
-    def close(self) -> None:
-        """Free its pages."""
+__all__ = ["Runtime"]
 
 
 class Runtime:
@@ -159,12 +143,8 @@ class Runtime:
             tiers[top].held_bytes + sum(attachment.unpaged_bytes for attachment in attachments),
             tuple(dict.fromkeys(reason for part in parts for reason in part.fallbacks)),
             phases=self.stack.phases(),
-            caches=self.cache_stats(),
+            caches=cache_stats(self.caches),
         )
-
-    def cache_stats(self) -> dict[str, CacheStats]:
-        """Return the counters of the caches, by name."""
-        return {cache.name: cache.stats() for cache in sorted(self.caches, key=lambda cache: cache.name)}
 
     # -- CUDA graphs --------------------------------------------------------------------------------------------------
 

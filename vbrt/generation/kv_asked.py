@@ -1,0 +1,21 @@
+"""`generate(cache_implementation="vbrt")`: a cache in the tiers, by the argument that transformers has for its own."""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+__all__ = ["with_asked_cache"]
+
+_NAME = "vbrt"
+
+
+def with_asked_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `generate`, with a `vbrt.KVCache` where they ask for one; `cache_config`, a dict, has its
+    options."""
+    if kwargs.get("cache_implementation") != _NAME:
+        return dict(kwargs)
+    rest = {name: value for name, value in kwargs.items() if name not in ("cache_implementation", "cache_config")}
+    made = importlib.import_module("vbrt.generation.kv_cache")  # needs transformers, which a model that generates is of
+    return {**rest, "past_key_values": made.KVCache(model, **(kwargs.get("cache_config") or {}))}
