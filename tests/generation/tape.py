@@ -5,6 +5,7 @@ same memory each time, and cannot record what waits for a result (`item`, `nonze
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -44,12 +45,12 @@ class TapeRecorder:
     def __init__(self) -> None:
         self.made: list[Tape] = []
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+    def record(self, step: Callable[[], None], within: Callable[[], AbstractContextManager]) -> Tape:
         tape = Tape()
-        with tape, mock.patch("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: True):
+        with within(), tape, mock.patch("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: True):
             step()
         self.made.append(tape)
-        return tape.replay
+        return tape
 
     def release(self) -> None:
         for tape in self.made:

@@ -179,7 +179,7 @@ def test_an_interrupted_recording_leaves_the_model_usable(error, monkeypatch):
     vb, plain = wrapped(), tiny("llama")
     record = "tests.generation.tape.TapeRecorder.record"
 
-    def failing(self, step):
+    def failing(self, step, within):
         step()
         raise error("now")
 

@@ -24,6 +24,8 @@ from vbrt.generation.generate import generate as speculating
 from vbrt.generation.kv_asked import with_asked_cache
 from vbrt.generation.recorders import Recorder, recorder_for
 from vbrt.generation.steps import CUSTOM, Session, Steps
+from vbrt.kernels.recorded import recorder
+from vbrt.layers import WeightHandle
 from vbrt.model.phase import DECODE, phase_name
 from vbrt.report.stats import StepCounts
 
@@ -120,25 +122,25 @@ class _Forward:
     """What stands in front of a class's forward for the length of a call of generate."""
 
     def __init__(self, plain: Callable[..., Any], session: Session) -> None:
-        self._plain, self._session = plain, session
+        self._plain, self.session = plain, session
         functools.update_wrapper(self, plain)
         self.__signature__ = inspect.signature(plain)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._session.forward(self._plain, args, kwargs)
+        return self.session.forward(self._plain, args, kwargs)
 
     def here(self) -> bool:
         """True if the call of generate is of this thread."""
-        return self._session.thread == threading.get_ident()
+        return self.session.thread == threading.get_ident()
 
     @contextlib.contextmanager
     def nested(self) -> Iterator[None]:
         """Run another call within the call: its forwards are plain."""
-        self._session.nested += 1
+        self.session.nested += 1
         try:
             yield
         finally:
-            self._session.nested -= 1
+            self.session.nested -= 1
 
 
 def _with_forward(
@@ -178,13 +180,23 @@ class Terms:
 
     @property
     def _phase(self) -> str:
+        """The phase of a decode step now."""
         attachment = self._attachment()
-        return attachment.prefix + (phase_name(attachment) or DECODE)
+        named = phase_name(attachment)
+        inferred = DECODE if attachment.name_phase is None else attachment.name_phase(DECODE)
+        return attachment.prefix + (named or inferred)
 
     def moment(self) -> object:
         """Return what must be as it was when a step was recorded."""
         ledger, guard = self._stack.ledger, self._stack.guard
-        return ledger.changes, ledger.travellers, guard.recorder is None, guard.routing is None, guard.closed
+        return (
+            self._phase,
+            ledger.changes,
+            ledger.travellers,
+            guard.recorder is None,
+            guard.routing is None,
+            guard.closed,
+        )
 
     def refusal(self) -> str:
         """Return why no pass can be recorded now; "" if one can."""
@@ -195,20 +207,41 @@ class Terms:
             return attachment.runtime.recordable(self._phase) or ""
         return "a timeline is being recorded" if guard.recorder is not None else ""
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record a pass in the block. Pages may move afterwards: no recording is replayed from then on."""
-        attachment, ledger = self._attachment(), self._stack.ledger
+    def begin_pass(self) -> None:
+        """Begin a pass that is not replayed; noted by who records the step's operations."""
+        step = recorder()
+        if step is None:
+            self._begin()
+        else:
+            step.leaf(self._begin)
+
+    def _begin(self) -> None:
+        if not self._stack.capturing():
+            self._stack.begin_pass(self._phase)
+
+    def recorded(self, recorder: Recorder, body: Callable[[], None]) -> Callable[[], bool]:
+        """Record a pass and return what replays it: False, with nothing done, once pages have moved."""
         if self._stack.device.type != "cuda":
-            yield
-            return
+            tape = recorder.record(body, contextlib.nullcontext)
+            return lambda: (tape.replay(), True)[1]
+        ledger, attachment, passes = self._stack.ledger, self._attachment(), []
+
+        def within() -> Any:
+            passes.append(attachment.runtime.recording(self._phase))
+            return passes[0]
+
         captured = ledger.captured
-        with attachment.runtime.recording(self._phase):
-            try:
-                yield
-            finally:
-                ledger.captured = captured
-                attachment.expert_cache.forget_recording()
+        try:
+            graph = recorder.record(body, within)
+        finally:
+            ledger.captured = captured
+            attachment.expert_cache.forget_recording()
+        return functools.partial(passes[0].replay, graph)
+
+    def handles(self) -> list[Any]:
+        """Return what counts forwards, and has pages that count hits: not experts, which count by token."""
+        handles = [] if self._stack.ledger.travellers else self._attachment().registry.handles
+        return [handle for handle in handles if isinstance(handle, WeightHandle) and not handle.spec.by_rows]
 
 
 def generating_modules(model: nn.Module) -> list[nn.Module]:
@@ -234,6 +267,11 @@ class Followed:
 
     def __init__(self, generating: list[Generating]) -> None:
         self.generating = generating
+
+    def defer(self, model: nn.Module, begin: Callable[[], None]) -> bool:
+        """Have a call of generate begin the pass that a forward of the model is, if this thread is in one."""
+        forward = model.__dict__.get("forward")
+        return isinstance(forward, _Forward) and forward.session.defer(begin)
 
     def counts(self) -> StepCounts:
         """What they captured together."""

@@ -1,7 +1,7 @@
-"""Recorders: run a function once, keep what it launched, launch that again.
+"""Recorders: run a function, keep what it launches, launch that again.
 
-    again = recorder.record(step)      # `step` reads and writes tensors that stay where they are
-    again()                            # the same kernels on the same addresses; none of step's Python runs
+    tape = recorder.record(step, within)   # `step` reads and writes tensors that stay where they are
+    tape.replay()                          # the same kernels on the same addresses; none of step's Python runs
 
 `CudaRecorder` keeps a CUDA graph. Whatever has the two members of `Recorder` may take its place.
 """
@@ -9,27 +9,37 @@
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 
-__all__ = ["CudaRecorder", "Recorder", "recorder_for"]
+__all__ = ["CudaRecorder", "Recorder", "Tape", "recorder_for"]
+
+
+class Tape(Protocol):
+    """What was launched."""
+
+    def replay(self) -> None:
+        """Launch it again, on the current stream."""
 
 
 class Recorder(Protocol):
     """Keeps what a function launches on the device."""
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Record a function and return what launches the same again.
+    def record(self, step: Callable[[], None], within: Callable[[], AbstractContextManager]) -> Tape:
+        """Record a function.
 
-        `step` may run more than once meanwhile; it is not certain to have run when this returns.
+        Args:
+            step: may run more than once; it is not certain to have run when this returns.
+            within: gives a context manager, entered once, for the run that is recorded.
 
         Raises:
-            Exception: whatever `step` raises, or the device, where the function waits for it; nothing is kept then.
+            Exception: whatever they raise, or the device, where the function waits for it; nothing is kept then.
         """
 
     def release(self) -> None:
-        """Free what the recordings hold. Idempotent; recordings must not be launched any more."""
+        """Free what the tapes hold. Idempotent; they must not be replayed any more."""
 
 
 class CudaRecorder:
@@ -40,17 +50,20 @@ class CudaRecorder:
         self._stream: torch.cuda.Stream | None = None
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+    def record(self, step: Callable[[], None], within: Callable[[], AbstractContextManager]) -> torch.cuda.CUDAGraph:
         """Run `step` once on a stream beside the current one, which compiles kernels and makes handles; capture it."""
         stream = self._stream = self._stream or torch.cuda.Stream(self._device)
         current = torch.cuda.current_stream(self._device)
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            step()
-            graph = self._capture(step)
-        current.wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                step()
+                with within():
+                    graph = self._capture(step)
+        finally:
+            current.wait_stream(stream)
         self._graphs.append(graph)
-        return graph.replay
+        return graph
 
     def _capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

@@ -19,7 +19,7 @@ import warnings
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -61,15 +61,47 @@ EXPECTED = (NO_CACHE, SEVERAL, CUSTOM)
 Plain = Callable[..., Any]
 
 
+class PagesMoved(NotRecordable):
+    """A recording knows pages that are not any more where they were."""
+
+
+class Counted:
+    """What one pass adds to the counters of layers and pages, for passes that are replayed."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+        self._added: list[tuple[Any, str, int]] = []
+
+    @contextmanager
+    def during(self, handles: list[Any]) -> Iterator[None]:
+        """Note what the block adds."""
+        counters = [(handle, "forwards") for handle in handles]
+        counters += [(page, "hits") for handle in handles for page in handle.pages]
+        before = [getattr(of, name) for of, name in counters]
+        yield
+        after = [getattr(of, name) for of, name in counters]
+        added = [(*counter, b - a) for counter, a, b in zip(counters, before, after, strict=True) if b != a]
+        self._added = added or self._added
+
+    def settle(self) -> None:
+        """Add what the replays since the last time would have added."""
+        passes, self.passes = self.passes, 0
+        for of, name, more in self._added:
+            setattr(of, name, getattr(of, name) + passes * more)
+
+
 class Recording:
     """One recorded step: for inputs of one form and the lengths of one span.
 
     Attributes:
         inputs: tensors at fixed addresses.
-        again: launches the step once more, on what the inputs and the cache hold.
+        again: launches the step once more, on what the inputs and the cache hold; False, and nothing done, where pages
+            are not any more where they were.
+        report: what was joined.
     """
 
-    def __init__(self, plain: Plain, call: Call, statics: Statics, recorder: Recorder) -> None:
+    def __init__(self, plain: Plain, call: Call, kept: "Kept", terms: "Terms") -> None:
+        statics, self._terms, self._counted = kept.statics, terms, Counted()
         self.inputs = call.inputs(statics.span.end)
         self._last: Call | None = None
         self._results: Results | None = None
@@ -82,14 +114,16 @@ class Recording:
                 tensors = run(*self.inputs)
                 self._results.put(tensors)
 
-            self.again = recorder.record(body)
+            self.again = terms.recorded(kept.recorder, body)
         self._results.drop_cache()
 
     def _step(self, plain: Plain, call: Call, statics: Statics, inputs: tuple[Tensor, ...]) -> list[Tensor]:
         """Run the model's forward on tensors at fixed addresses."""
+        self._terms.begin_pass()
         statics.recording = True
         try:
-            out = plain(**call.kwargs(inputs))
+            with self._counted.during(self._terms.handles()):
+                out = plain(**call.kwargs(inputs))
         finally:
             statics.recording = False
         statics.settle()
@@ -97,18 +131,21 @@ class Recording:
         return self._results.tensors
 
     def replay(self, call: Call, statics: Statics) -> Any:
-        """Compute a step; return what the forward returns."""
+        """Compute a step; return what the forward returns. Raises PagesMoved, with nothing done."""
         statics.settle()  # rows may have been put in another order
         call.load(self.inputs, self._last)
         self._last = call
         statics.position.fill_(call.length or 0)
-        self.again()
+        if not self.again():
+            raise PagesMoved("pages have moved since the step was recorded")
+        self._counted.passes += 1
         statics.advance(call.cache)
         return self._results.copied(call, self.inputs)
 
-    def forget_call(self) -> None:
-        """Keep nothing of the caller's."""
+    def end_call(self) -> None:
+        """Keep nothing of the caller's, and have layers and pages count what was replayed."""
         self._last = None
+        self._counted.settle()
 
 
 class Kept:
@@ -136,8 +173,14 @@ class Terms(Protocol):
     def refusal(self) -> str:
         """Return why no pass can be recorded now; "" if one can."""
 
-    def recording(self) -> AbstractContextManager[None]:
-        """Record a pass in a `with` block."""
+    def begin_pass(self) -> None:
+        """Begin a pass that is not replayed."""
+
+    def recorded(self, recorder: Recorder, body: Callable[[], None]) -> Callable[[], bool]:
+        """Record a pass and return what replays it: False, with nothing done, once that must not be."""
+
+    def handles(self) -> list[Any]:
+        """Return what counts forwards, and has pages that count hits."""
 
 
 class Steps:
@@ -243,8 +286,7 @@ class Steps:
             raise NotRecordable(self._refused[call.form])
         begun = time.perf_counter_ns()
         try:
-            with self._terms.recording():
-                recording = Recording(plain, call, kept.statics, kept.recorder)
+            recording = Recording(plain, call, kept, self._terms)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -262,6 +304,7 @@ class Steps:
         recording = self.recording(plain, call, kept)
         if self._checks[call.form] >= _CHECKS:
             return recording.replay(call, kept.statics)
+        self._terms.begin_pass()
         with kept.statics.undone(call.cache):
             expected = plain(**call.kwargs(call.given()))
         with kept.statics.undone(call.cache):
@@ -305,7 +348,15 @@ class Session:
         self._kept: Kept | None = None
         self._cache: weakref.ref[Any] | None = None
         self._prompted, self._masks = False, None
+        self._begin: Callable[[], None] | None = None
         self.nested = 0
+
+    def defer(self, begin: Callable[[], None]) -> bool:
+        """Have the next forward of this call begin its pass, unless it is replayed. False: it is another's forward."""
+        if self.nested or threading.get_ident() != self.thread or torch.compiler.is_compiling():
+            return False
+        self._begin = begin
+        return True
 
     def forward(self, plain: Plain, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Compute a forward: by a recording where it is a step that can be recorded."""
@@ -314,10 +365,9 @@ class Session:
         found = None if args else cache_in(kwargs)
         if not self._prompted or (found is not None and not _holds_tokens(found[1])):
             self._prompted = True
-            return plain(*args, **kwargs)
+            return self._plainly(plain, args, kwargs)
         try:
-            call = self._call(plain, found, kwargs)
-            out = self._steps.replayed(plain, call, self._kept)
+            out = self._step(plain, found, kwargs)
         except NotRecordable as error:
             return self._eager(str(error), found, plain, args, kwargs)
         except torch.OutOfMemoryError as error:
@@ -328,6 +378,15 @@ class Session:
         self._steps.release()
         self._why = why
         return self._eager(why, found, plain, args, kwargs)
+
+    def _step(self, plain: Plain, found: tuple[str, Any] | None, kwargs: Mapping[str, Any]) -> Any:
+        """Compute a step by its recording, made again where pages have moved. Raises NotRecordable."""
+        try:
+            return self._steps.replayed(plain, self._call(plain, found, kwargs), self._kept)
+        except PagesMoved:
+            self._let_go(found[1])
+            self._why = self._steps.renew()
+        return self._steps.replayed(plain, self._call(plain, found, kwargs), self._kept)
 
     def _call(self, plain: Plain, found: tuple[str, Any] | None, kwargs: Mapping[str, Any]) -> Call:
         """Take a step apart, with its cache where recordings find it. Raises NotRecordable."""
@@ -374,6 +433,12 @@ class Session:
         self._steps.note(why)
         if found is not None:
             self._let_go(found[1])
+        return self._plainly(plain, args, kwargs)
+
+    def _plainly(self, plain: Plain, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        begin, self._begin = self._begin, None
+        if begin is not None:
+            begin()
         return plain(*args, **kwargs)
 
     def _let_go(self, cache: Any) -> None:
@@ -389,7 +454,7 @@ class Session:
         if self._kept is not None:
             self._kept.statics.forget()
             for recording in self._kept.recordings.values():
-                recording.forget_call()
+                recording.end_call()
         self._kept = self._cache = None
 
 

@@ -44,6 +44,9 @@ class Follower(Protocol):
     def counts(self) -> StepCounts:
         """What the model's stats say of it."""
 
+    def defer(self, model: nn.Module, begin: Callable[[], None]) -> bool:
+        """Take over to begin the pass that a forward of the model is; False to leave that to the caller."""
+
     def end(self) -> None:
         """Leave the model, and free what is held. Idempotent."""
 

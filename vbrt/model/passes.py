@@ -4,6 +4,7 @@ The hook is also where a model keeps its runtime alive: model -> hook -> attachm
 to the model weakly, so a model that nobody holds is freed at once, with its pages.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,7 +54,9 @@ class PassHook:
         if passes and self.runtime.balance is not None:
             self.runtime.follow_free_memory()
         self.attachment.passes = passes + 1
-        self._begin_pass(args, kwargs)
+        begin, follower = partial(self._begin_pass, args, kwargs), self.attachment.follower
+        if follower is None or not follower.defer(model, begin):
+            begin()
 
     def _begin_pass(self, args: tuple, kwargs: dict[str, Any]) -> None:
         named, prefix = phase_name(self.attachment), self.attachment.prefix
