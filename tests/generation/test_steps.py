@@ -9,6 +9,7 @@ import torch
 import vbrt
 from tests import models
 from tests.generation.families import FAMILIES, MASK, PROMPT, generated, tiny
+from tests.matrix import matrix
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore:vbrt.wrap"), pytest.mark.usefixtures("tapes")]
@@ -31,12 +32,11 @@ def steps(vb) -> tuple[int, int]:
     return counts.captured, counts.eager
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_recorded_steps_give_the_tokens_of_transformers_generate(family):
+@matrix(family=list(FAMILIES), call={"sampled": {"do_sample": True}, "beams": {"num_beams": 2}})
+def test_recorded_steps_give_the_tokens_of_transformers_generate(family, call):
     vb, plain = wrapped(family), tiny(family)
-    same(vb, plain, do_sample=True)
-    same(vb, plain, num_beams=2)
-    assert steps(vb) == (2 * 13, 0), vb.stats().steps.reasons
+    same(vb, plain, **call)
+    assert steps(vb) == (13, 0), vb.stats().steps.reasons
     if family == "llama":
         counts = vb.stats().steps
         assert counts.joined["rotary"] == 2 * counts.recordings and not counts.unjoined
