@@ -12,7 +12,8 @@ from vbrt.errors import ArgumentError
 from vbrt.generation.noise import Noise, greedy
 from vbrt.generation.pace import MOST, Pace
 from vbrt.generation.sequences import Sequences
-from vbrt.generation.speculation import EXACTNESS, Decoding, announce, speculate
+from vbrt.generation.speculation import EXACTNESS, speculate
+from vbrt.generation.verifying import Decoding, announce
 from vbrt.layers import VBLayer
 from vbrt.model.attachment import Attachment
 

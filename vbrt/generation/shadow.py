@@ -14,7 +14,7 @@ import torch
 
 from vbrt.errors import WrapError
 
-__all__ = ["shadow_of", "shadow_refusal"]
+__all__ = ["layer_ahead", "shadow_of", "shadow_refusal"]
 
 #: layers of transformers whose whole state is keys, values and what `update` computes from their shapes
 _KNOWN = ("DynamicLayer", "DynamicSlidingWindowLayer")
@@ -36,11 +36,12 @@ def shadow_refusal(cache: Any) -> str | None:
 def shadow_of(cache: Any, tokens: int) -> Any:
     """Return the cache as it will be once `tokens` more have been written to each of its layers."""
     shadow = copy.copy(cache)
-    shadow.layers = [_layer_ahead(layer, tokens) for layer in cache.layers]
+    shadow.layers = [layer_ahead(layer, tokens) for layer in cache.layers]
     return shadow
 
 
-def _layer_ahead(layer: Any, tokens: int) -> Any:
+def layer_ahead(layer: Any, tokens: int) -> Any:
+    """Return a layer of a cache as it will be once `tokens` more have been written to it."""
     ahead = copy.copy(layer)
     ahead.keys, ahead.values = (_without_contents(tensor) for tensor in (layer.keys, layer.values))
     keys, values = (tensor[:, :, :1].expand(-1, -1, tokens, -1) for tensor in (ahead.keys, ahead.values))

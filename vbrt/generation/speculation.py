@@ -7,7 +7,7 @@ token by then. So each round gives between 1 and k + 1 tokens for one read of th
 
 | exactness | k + 1 rows are verified by | the tokens are |
 | --- | --- | --- |
-| "tokens" | k + 1 passes of one token in lockstep (`layers/lockstep.py`) | bit for bit those of plain decoding |
+| "tokens" | sums for each token alone (`verifying.py`) | bit for bit those of plain decoding |
 | "distribution" | one pass of k + 1 tokens, whose sums may be rounded otherwise | of the same distribution |
 
 Sampling draws with noise by seed, row and position (`noise.py`), so a draft is confirmed if it is the very token that
@@ -18,67 +18,21 @@ in the next round.
 
 import contextlib
 import functools
-import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from vbrt.generation.pace import Pace
 from vbrt.generation.sequences import Sequences
-from vbrt.generation.shadow import shadow_of, shadow_refusal
+from vbrt.generation.shadow import shadow_refusal
 from vbrt.generation.timing import Marks
-from vbrt.layers.lockstep import in_lockstep
-from vbrt.model.attachment import Attachment
-from vbrt.report.speculation import SpeculationCounts
+from vbrt.generation.verifying import Decoding, Draft, announce, verified
 
-__all__ = ["EXACTNESS", "Decoding", "announce", "speculate"]
+__all__ = ["EXACTNESS", "speculate"]
 
 EXACTNESS = ("tokens", "distribution")
 DRAFT, VERIFY = "draft", "verify"
-
-
-@dataclass(frozen=True, slots=True)
-class Decoding:
-    """What a call of `generate` decodes with.
-
-    Attributes:
-        model: of transformers; its layers are those of `attachment`.
-        pace: how many tokens to draft.
-        exactness: "tokens" or "distribution".
-        counts: of the model, for its statistics; added to.
-        limit: tokens of a sequence at most.
-        run_drafts: runs a function that runs the passes of drafts, by recordings where there are some.
-    """
-
-    model: Any
-    attachment: Attachment
-    pace: Pace
-    exactness: str
-    counts: SpeculationCounts
-    limit: int
-    run_drafts: Callable[[Callable[[], Any]], Any] | None = None
-
-    def drafting(self) -> AbstractContextManager[Callable[[Callable[[], Any]], Any]]:
-        """Return a context manager that gives `run_drafts`."""
-        following = getattr(self.model.__dict__.get("generate"), "drafting", None)
-        return contextlib.nullcontext(lambda run: run()) if following is None else following(self.limit)
-
-    def step(self, ids: torch.Tensor, tokens: int, kwargs: dict[str, Any]) -> Any:
-        """Run a pass over the last tokens of `ids`."""
-        return self.model(**self.inputs(ids, tokens, kwargs), return_dict=True)
-
-    def inputs(self, ids: torch.Tensor, tokens: int, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a pass over the last tokens of `ids`."""
-        return self.model.prepare_inputs_for_generation(ids, next_sequence_length=tokens, **kwargs)
-
-    def after(self, outputs: Any, kwargs: dict[str, Any], cache: Any = None) -> dict[str, Any]:
-        """Return the arguments of the pass after one token more; `cache`: in the place of the one in `outputs`."""
-        encoder_decoder = self.model.config.is_encoder_decoder
-        updated = self.model._update_model_kwargs_for_generation(outputs, dict(kwargs), encoder_decoder)
-        return updated if cache is None else {**updated, "past_key_values": cache}
 
 
 def speculate(decoding: Decoding, sequences: Sequences, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -113,14 +67,6 @@ def speculate(decoding: Decoding, sequences: Sequences, outputs: Any, kwargs: di
     return kwargs
 
 
-def announce(counts: SpeculationCounts, reason: str) -> None:
-    """Say once, in a warning and in `stats().fallbacks`, why drafts were asked for and the model decodes without."""
-    text = f"generate: speculate: {reason}; decoded one token at a time"
-    if text not in counts.reasons:
-        counts.reasons.append(text)
-        warnings.warn(text, stacklevel=3)
-
-
 def _plainly(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any]) -> dict[str, Any]:
     while not sequences.finished:
         outputs = decoding.step(sequences.ids, 1 if kwargs.get("use_cache") else None, kwargs)
@@ -136,18 +82,6 @@ class _Hint(NamedTuple):
     known: torch.Tensor
 
 
-class _Draft(NamedTuple):
-    """Sequences with their drafts behind them, and the arguments of the pass over each last token, k + 1 of them."""
-
-    start: int
-    ids: torch.Tensor
-    kwargs: list[dict[str, Any]]
-
-    @property
-    def k(self) -> int:
-        return len(self.kwargs) - 1
-
-
 def _round(
     decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any], hint: _Hint | None
 ) -> tuple[dict[str, Any], _Hint | None]:
@@ -158,7 +92,8 @@ def _round(
     draft = decoding.run_drafts(functools.partial(_draft, decoding, sequences, kwargs, k, hint))
     marks.mark()
     cache.crop(-k)
-    rows, outputs = (_rows_in_step if decoding.exactness == "tokens" else _rows_at_once)(decoding, draft)
+    with decoding.attachment.phase(VERIFY, None) if k else contextlib.nullcontext():
+        rows, outputs = verified(decoding, draft)
     marks.mark()
     taken, right = _take(sequences, draft, rows)
     cache.crop(taken - k - 1)
@@ -170,7 +105,7 @@ def _round(
     return decoding.after(outputs[min(taken, len(outputs)) - 1], draft.kwargs[taken - 1], cache), ahead
 
 
-def _draft(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any], k: int, hint: _Hint | None) -> _Draft:
+def _draft(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any], k: int, hint: _Hint | None) -> Draft:
     ids, passes, cache = sequences.ids, [kwargs], kwargs["past_key_values"]
     with decoding.attachment.phase(DRAFT, "coarse"):
         for place in range(k):
@@ -180,33 +115,10 @@ def _draft(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any], k: 
                 tokens = torch.where(hint.known[:, place], hint.tokens[:, place], tokens)
             ids = torch.cat([ids, tokens[:, None]], dim=-1)
             passes.append(decoding.after(outputs, passes[-1], cache))
-    return _Draft(sequences.length, ids, passes)
+    return Draft(sequences.length, ids, passes)
 
 
-def _rows_in_step(decoding: Decoding, draft: _Draft) -> tuple[list[torch.Tensor], list[Any]]:
-    """Verify by passes of one token in lockstep: logits [B, V] after each token, and the outputs."""
-    calls = []
-    for row, kwargs in enumerate(draft.kwargs):
-        cache = kwargs["past_key_values"]
-        own = {**kwargs, "past_key_values": shadow_of(cache, row)} if row else kwargs
-        inputs = decoding.inputs(draft.ids[:, : draft.start + row], 1, own)
-        calls.append(functools.partial(decoding.model, **inputs, return_dict=True))
-    with decoding.attachment.phase(VERIFY, None) if draft.k else contextlib.nullcontext():
-        outputs = in_lockstep(calls)
-    return [each.logits[:, -1] for each in outputs], outputs
-
-
-def _rows_at_once(decoding: Decoding, draft: _Draft) -> tuple[list[torch.Tensor], list[Any]]:
-    """Verify by one pass over all rows."""
-    rows, kwargs = draft.k + 1, draft.kwargs[-1]
-    if "logits_to_keep" in kwargs:
-        kwargs = {**kwargs, "logits_to_keep": rows}
-    with decoding.attachment.phase(VERIFY, None) if draft.k else contextlib.nullcontext():
-        outputs = decoding.step(draft.ids, rows, kwargs)
-    return list(outputs.logits[:, -rows:].unbind(1)), [outputs]
-
-
-def _take(sequences: Sequences, draft: _Draft, rows: Sequence[torch.Tensor]) -> tuple[int, bool]:
+def _take(sequences: Sequences, draft: Draft, rows: Sequence[torch.Tensor]) -> tuple[int, bool]:
     """Take tokens up to the first wrong draft. Returns how many, and whether the last one was a right draft."""
     for row, logits_BV in enumerate(rows):
         tokens = sequences.append(logits_BV)
@@ -216,7 +128,7 @@ def _take(sequences: Sequences, draft: _Draft, rows: Sequence[torch.Tensor]) -> 
     return row + 1, right
 
 
-def _ahead(sequences: Sequences, draft: _Draft, rows: Sequence[torch.Tensor], taken: int) -> _Hint:
+def _ahead(sequences: Sequences, draft: Draft, rows: Sequence[torch.Tensor], taken: int) -> _Hint:
     """What rows of a batch have right beyond the tokens that all have taken, by the logits of the verification."""
     known = sequences.ids[:, -1] == draft.ids[:, draft.start + taken - 1]
     tokens, knowns = [], []
