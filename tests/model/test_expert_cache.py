@@ -8,6 +8,7 @@ import torch
 
 from vbrt.layers.experts.device_cache import DeviceCache
 from vbrt.model.expert_cache import ExpertCache
+from vbrt.residency.counts import RoutingCounts
 from vbrt.tiers import Tally
 
 SIZES = {"layers.0": 5, "layers.1": 3}
@@ -20,6 +21,10 @@ class Tables:
         pages = sum(SIZES.values())
         self.hits, self.misses = torch.zeros(2, pages, dtype=torch.int64)
         self.slots = torch.full((pages,), -1, dtype=torch.int64)
+        self.of_layers = torch.zeros(len(SIZES), 5, dtype=torch.int64)
+
+    def routed(self):
+        return self.of_layers.clone()
 
     def counts(self):
         return torch.stack((self.hits, self.misses))
@@ -38,7 +43,9 @@ def cached():
     for name, experts in SIZES.items():
         tally = Tally()
         pages = [SimpleNamespace(nbytes=40, tally=tally, hits=0, misses=0, bytes_moved={}) for _ in range(experts)]
-        cache._handles[name] = SimpleNamespace(pages=pages, deciding=SimpleNamespace(resident=0))
+        deciding, spec = SimpleNamespace(resident=0), SimpleNamespace(top_k=2)
+        routing = RoutingCounts(experts)
+        cache._handles[name] = SimpleNamespace(pages=pages, deciding=deciding, spec=spec, routing=routing)
     cache._cache, cache._told, cache._told_pages = device, device.totals(), device.counts()
     return cache, device._tables
 
@@ -68,6 +75,16 @@ def test_tallies_are_told_what_is_new_and_pages_when_somebody_asks(cached):
     for handle in (first, second):
         tally = handle.pages[0].tally
         assert (tally.hits, tally.misses) == tuple(sum(getattr(p, n) for p in handle.pages) for n in ("hits", "misses"))
+
+
+def test_touched_and_reused_experts_are_told_once(cached):
+    cache, tables = cached
+    tables.of_layers[1] = torch.tensor([3, 8, 5, 4, 1])  # leases, ids, experts touched, right after a lease, again
+    for _ in range(2):
+        cache.settle()
+    of = cache._handles["layers.1"].routing
+    assert (of.cached, of.tokens, of.touched, of.compared, of.reused) == (3, 4, 5, 4, 1)
+    assert cache._handles["layers.0"].routing.cached == 0
 
 
 def test_without_a_device_cache_there_is_nothing_to_tell():

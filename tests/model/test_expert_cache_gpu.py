@@ -60,10 +60,14 @@ def test_a_decode_step_is_one_graph_that_follows_its_routing():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         logits = vb.model(token, use_cache=False).logits
+    before = vb.stats().layers[NAME].experts
     for tokens, expected in zip(steps[1:], want[1:], strict=True):
         token.copy_(tokens)
         graph.replay()
         assert torch.equal(logits, expected)
+    after = vb.stats().layers[NAME].experts
+    assert after.cached - before.cached == len(steps) - 1 and after.tokens > before.tokens
+    assert before.compared < after.compared and 0 < after.reuse < 1 < after.touched_a_token
     with pytest.raises(vbrt.errors.TierError, match="a CUDA graph has recorded"):
         vb.set_budget("gpu", vb.plan.budgets["gpu"] + (1 << 20))
 

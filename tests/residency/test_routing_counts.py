@@ -34,12 +34,14 @@ def test_a_pass_without_leases_is_no_previous_token():
     assert counts.last == [3, 3, 0, 0]
 
 
-def test_a_pass_in_which_the_device_decides_has_no_tokens_to_divide_by():
+def test_passes_that_the_device_has_counted_are_added_and_are_no_previous_token():
     counts = RoutingCounts(4)
-    counts.decide(scan=True)
-    counts.decide(scan=False)
+    counts.decode([0, 1], 1)
+    counts.scan_unseen()
+    counts.add(2, 2, 4, compared=2, reused=1)
     counts.decode([0], 1)
-    assert (counts.scans, counts.cached, counts.tokens, counts.touched, counts.compared) == (1, 2, 1, 1, 0)
+    assert (counts.scans, counts.cached, counts.tokens, counts.touched) == (1, 4, 4, 7)
+    assert (counts.compared, counts.reused) == (2, 1)
 
 
 def test_the_last_use_of_an_expert_is_the_number_of_the_pass():

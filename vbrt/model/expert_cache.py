@@ -5,6 +5,7 @@ the GPU's budget has left. A new budget, or new weights, end it; the next forwar
 can be none, the host goes on deciding, and `stats().fallbacks` says why.
 """
 
+import operator
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -101,7 +102,10 @@ class ExpertCache:
         for name, of in self._told.items():
             handle = self._handles[name]
             handle.deciding.resident, page = of.resident, handle.pages[0]
-            _count(page.tally, (of.hits - before[name].hits, of.misses - before[name].misses), page.nbytes, link)
+            more = DeviceTotals(*map(operator.sub, of, before[name]))
+            _count(page.tally, (more.hits, more.misses), page.nbytes, link)
+            tokens = more.named // handle.spec.top_k
+            handle.routing.add(more.leases, tokens, more.touched, compared=more.compared, reused=more.reused)
         if each:
             told, self._told_pages = self._told_pages, cache.counts()
             for name, counts in self._told_pages.items():

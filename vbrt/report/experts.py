@@ -79,7 +79,7 @@ class ExpertsStats:
         scans, cached: passes that took all pages in order, as long prompts do, and passes that took the pages of the
             experts they touched out of the cache, as decoding does.
         unleased: passes on a GPU where all pages live: they take no lease, and nobody looks which experts they touch.
-        tokens, touched: of cached passes in which the host decides: tokens, and experts touched, each once a pass.
+        tokens, touched: of cached passes: their tokens, and the experts touched, each once a pass.
         compared, reused: experts touched by a cached pass right after another one, and those that the other one had
             touched, too.
         each: the experts one by one, if they were asked for.

@@ -29,8 +29,7 @@ class RoutingCounts:
         scans: passes that took the layer's pages in order, as long prompts do.
         cached: passes that took the pages of the experts they touched, as decoding does.
         unleased: passes on a GPU where all pages live: they take no lease, and nobody looks which experts they touch.
-        tokens, touched: of cached passes in which the host decides: their tokens, and the experts they touched (each
-            once a pass).
+        tokens, touched: of cached passes: their tokens, and the experts they touched (each once a pass).
         compared, reused: experts touched by a cached pass right after another one, and those of them that the other
             one had touched, too.
         last: by expert, the number of the last pass that touched it; 0: none has. Passes are counted from 1.
@@ -53,11 +52,19 @@ class RoutingCounts:
         self.unleased += 1
         self._decoding = False
 
-    def decide(self, *, scan: bool) -> None:
-        """Count a pass in which the device decides: it counts the experts, and nobody here looks at them."""
-        self.scans += scan
-        self.cached += not scan
+    def scan_unseen(self) -> None:
+        """Count a pass through the layer's pages in order of which the device alone knows the experts."""
+        self.scans += 1
         self._decoding = False
+
+    def add(self, cached: int, tokens: int, touched: int, *, compared: int, reused: int) -> None:
+        """Count passes from the cache that the device has counted: in them it decides, and nobody here sees the experts."""
+        self.cached += cached
+        self.tokens += tokens
+        self.touched += touched
+        self.compared += compared
+        self.reused += reused
+        self._decoding = self._decoding and not cached
 
     def scan(self, experts: Sequence[int]) -> None:
         """Count a pass through the layer's pages in order, and the experts that tokens went to."""

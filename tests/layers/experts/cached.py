@@ -8,6 +8,7 @@ import torch
 from vbrt.formats.page import build_layout
 from vbrt.kernels.cuda.experts import residency
 from vbrt.layers.experts.device_cache import DeviceCache
+from vbrt.residency.counts import RoutingCounts
 from vbrt.residency.experts import ExpertsPolicy
 from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.simulate import Announce, simulate
@@ -76,6 +77,7 @@ def compare(seed, counts_of_layers, pages, slots, scope, leases, k=3):
     residency._PROGRAMS = 1
     choose, experts = random.Random(seed), Experts(torch.device("cpu"), counts_of_layers, pages)
     cache, trace = experts.cache(slots, scope=scope), []
+    of_layers = [RoutingCounts(count) for count in counts_of_layers]
     largest = {f"{name}.experts#coarse": experts.sizes[keys[0]] for name, keys in experts.layers.items()}
     for _ in range(leases):
         layer = choose.randrange(len(counts_of_layers))
@@ -83,9 +85,12 @@ def compare(seed, counts_of_layers, pages, slots, scope, leases, k=3):
         ids = routing(choose, counts_of_layers[layer], tokens, k, dtype)
         if cache.fits(layer, ids) and choose.random() < 0.85:
             trace.append(experts.keys(layer, ids))
+            named = ids[(ids >= 0) & (ids < counts_of_layers[layer])]
+            of_layers[layer].decode(named.unique().tolist(), len(named))
             with cache.lease(layer, ids) as addresses:
                 check(experts, layer, ids, addresses)
         else:
+            of_layers[layer].scan_unseen()
             for part in cache.scan(layer, ids):
                 trace += [Announce(experts.keys(layer, part.ids)), experts.keys(layer, part.ids)]
                 with cache.lease_part(layer, part) as addresses:
@@ -94,6 +99,8 @@ def compare(seed, counts_of_layers, pages, slots, scope, leases, k=3):
     want, resident = simulated(policy, [item for item in trace if item], experts.sizes)
     assert counts(cache) == want, (seed, counts(cache), want)
     assert cache.resident() == resident, (seed, cache.resident() ^ resident)
+    for total, c in zip(cache.totals().values(), of_layers, strict=True):
+        assert total[3:] == (c.cached, c.tokens, c.touched, c.compared, c.reused), (seed, total, c.compared, c.reused)
     evictions = sum(misses for _, misses in want.values()) - len(resident)
     cache.close()
     experts.stack.close()

@@ -91,10 +91,10 @@ def run_experts(layer: "VBExperts", routed: Routed) -> Tensor:
 def _by_device(layer: "VBExperts", routed: Routed, cached: "CachedLayer", *, scan: bool) -> Tensor:
     """`run_experts` where the device decides: nothing waits for it, and a graph may record what is launched."""
     handle, compute = layer.handle, _Kernels(layer, routed)
-    handle.routing.decide(scan=scan)
     if not scan and cached.whole(routed.ids):
-        with cached.lease(routed.ids) as addresses:
+        with cached.lease(routed.ids) as addresses:  # which the device counts, in graphs that are replayed too
             return compute.on_pages(cached.at(addresses))
+    handle.routing.scan_unseen()
     cached.each_part(routed.ids, compute.add_rows)
     return compute.result()
 

@@ -45,11 +45,21 @@ class DeviceCounts(NamedTuple):
 
 
 class DeviceTotals(NamedTuple):
-    """What the experts of a layer have counted together, and how many of their pages are resident."""
+    """What the experts of a layer have counted together, and how many of their pages are resident.
+
+    Attributes:
+        leases, named, touched, compared, reused: but for scans: their number, ids that named experts, experts touched, and
+            of those the ones touched by a lease right after another one, and by that one, too.
+    """
 
     hits: int = 0
     misses: int = 0
     resident: int = 0
+    leases: int = 0
+    named: int = 0
+    touched: int = 0
+    compared: int = 0
+    reused: int = 0
 
 
 class Part(NamedTuple):
@@ -238,7 +248,8 @@ class DeviceCache:
         rows = torch.cat((self._tables.counts(), (self._tables.resident() >= 0).long().unsqueeze(0)))
         ends = torch.tensor([0, *accumulate(map(len, self.keys.values()))], dtype=torch.int64, device="cpu")
         sums = torch.nn.functional.pad(rows.cumsum(1), (1, 0))[:, ends].diff(dim=1)
-        return {name: DeviceTotals(*of) for name, of in zip(self.keys, sums.t().tolist(), strict=True)}
+        of_layers = torch.cat((sums.t(), self._tables.routed()), dim=1).tolist()
+        return {name: DeviceTotals(*of) for name, of in zip(self.keys, of_layers, strict=True)}
 
     def check_not_recorded(self) -> None:
         """Raise TierError if a CUDA graph has recorded where the slots lie."""

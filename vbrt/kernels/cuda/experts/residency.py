@@ -21,6 +21,7 @@ __all__ = ["Experts", "PoolRoom", "ResidentTables"]
 
 _PAGE_ROWS, _HITS = 6, 4  # see resolve_triton
 _CLOCKS = (0, 0, 0, -1, 1, 0, 0, 0)  # whole rows of 64 bytes
+_ROUTED = 8
 _IDS = 1024  # routed ids that are looked at together
 _LANES = 256  # table entries for each warp of the program that decides
 _BLOCK, _PROGRAMS, _WARPS = 1024, 264, 4  # int64 that a program copies at a time; two programs a multiprocessor
@@ -73,6 +74,8 @@ class ResidentTables:
         self._pages, self._slots = table(_PAGE_ROWS, len(sources)), table(2, self._first_slot[-1])
         self._all_clocks = table(len(pools), len(_CLOCKS))
         self._clocks = list(self._all_clocks)
+        self._all_routed = table(len(layers), _ROUTED)
+        self._routed = list(self._all_routed)
         self._addresses = [table(layer.count) for layer in layers]
         self._fetch = table(1 + 2 * max(_power_of_two(layer.count) for layer in layers))
         self.forget()
@@ -113,6 +116,7 @@ class ResidentTables:
             addresses,
             self._fetch,
             arena,
+            self._routed[layer],
         )
         _launch("resolve")(
             1,
@@ -144,6 +148,12 @@ class ResidentTables:
     def counts(self) -> Tensor:
         """Return hits and misses of each page, int64 [2, pages] on the CPU; waits for the device."""
         return self._pages[_HITS : _HITS + 2].cpu()
+
+    def routed(self) -> Tensor:
+        """Return what leases but for scans have counted in each layer, int64 [layers, 5] on the CPU: their number, ids
+        that named experts, experts touched, and of those the ones touched right after another lease, and by that one,
+        too; waits for the device."""
+        return self._all_routed[:, 1:6].cpu()
 
     def resident(self) -> Tensor:
         """Return the slot of each page within its pool, int64 [pages] on the CPU, or -1; waits for the device."""

@@ -7,6 +7,8 @@ runs it too. The tables are int64:
                         last, scans included; hits; misses
     slots [2, slots]    of each slot: its page or -1; its place in the window's queue, 0 in the main part
     clocks [8]          of a pool: the time; leases, scans included; slots in use; the places at either end of the queue
+    routed [8]          of a layer: its last lease, or 0 after a scan; leases but for scans; ids they named; experts that
+                        they touched; of those, the ones touched right after another lease; and touched by that one, too
 """
 
 import triton
@@ -28,6 +30,24 @@ def _value(score, last, now, epoch):
 def _least(value, mask):
     """The least of the values for which `mask` holds."""
     return tl.min(tl.where(mask, value, _NONE))
+
+
+@triton.jit
+def _count_routed(routed_ptr, routed, before, lease, named, SCAN: tl.constexpr):
+    """Count a lease in the layer's row; `before`: the lease that routed to each expert before this one."""
+    if SCAN:
+        tl.store(routed_ptr, 0)
+    else:
+        last = tl.load(routed_ptr)
+        touched = tl.sum(routed.to(tl.int64))
+        again = tl.sum((routed & (before == last)).to(tl.int64))
+        tl.store(routed_ptr, lease)
+        tl.store(routed_ptr + 1, tl.load(routed_ptr + 1) + 1)
+        tl.store(routed_ptr + 2, tl.load(routed_ptr + 2) + named)
+        tl.store(routed_ptr + 3, tl.load(routed_ptr + 3) + touched)
+        if last > 0:
+            tl.store(routed_ptr + 4, tl.load(routed_ptr + 4) + touched)
+            tl.store(routed_ptr + 5, tl.load(routed_ptr + 5) + again)
 
 
 @triton.jit(
@@ -53,6 +73,7 @@ def resolve_kernel(
     address_ptr,
     fetch_ptr,
     arena_ptr,
+    routed_ptr,
     P,
     experts,
     first_page,
@@ -83,14 +104,19 @@ def resolve_kernel(
     if not SCAN:
         now += 1
     lease_ptr = page_ptr + 3 * pages
+    e = tl.arange(0, EXPERTS).to(tl.int64)
+    page = first_page + e
+    before = tl.load(lease_ptr + page, mask=e < experts, other=0)
+    tl.debug_barrier()
+    named = 0
     for at in range(0, P, IDS):
         i = at + tl.arange(0, IDS)
         id = tl.load(id_ptr + i, mask=i < P, other=-1).to(tl.int64)
-        tl.store(lease_ptr + first_page + id, tl.zeros_like(id) + lease, mask=(id >= 0) & (id < experts))
+        known = (id >= 0) & (id < experts)
+        tl.store(lease_ptr + first_page + id, tl.zeros_like(id) + lease, mask=known)
+        named += tl.sum(known.to(tl.int32))
     tl.debug_barrier()
 
-    e = tl.arange(0, EXPERTS).to(tl.int64)
-    page = first_page + e
     place_ptr = page_ptr + page
     routed = tl.load(lease_ptr + page, mask=e < experts, other=0) == lease
     place = tl.load(place_ptr, mask=routed, other=0)
@@ -102,6 +128,7 @@ def resolve_kernel(
     tl.store(clock_ptr + 1, lease)
     tl.store(clock_ptr, now, mask=tl.max(routed.to(tl.int32)) > 0)
 
+    _count_routed(routed_ptr, routed, before, lease, named, SCAN)
     score = tl.load(place_ptr + pages, mask=routed, other=0)
     last = tl.load(place_ptr + 2 * pages, mask=routed, other=0)
     if not SCAN:
