@@ -58,7 +58,7 @@ class RoutingCounts:
         self._decoding = False
 
     def add(self, cached: int, tokens: int, touched: int, *, compared: int, reused: int) -> None:
-        """Count passes from the cache that the device has counted: in them it decides, and nobody here sees the experts."""
+        """Count passes from the cache that the device has counted: it decides, and nobody here sees the experts."""
         self.cached += cached
         self.tokens += tokens
         self.touched += touched

@@ -6,7 +6,17 @@ from tests.kernels.cuda.gpu_cases import compiled
 from tests.matrix import matrix
 from vbrt.kernels.cuda.experts.residency import _BLOCK, _PROGRAMS, _WARPS, _power_of_two, _starts
 
-POINTERS = ("id_ptr", "page_ptr", "slot_ptr", "clock_ptr", "source_ptr", "address_ptr", "fetch_ptr", "arena_ptr", "routed_ptr")
+POINTERS = (
+    "id_ptr",
+    "page_ptr",
+    "slot_ptr",
+    "clock_ptr",
+    "source_ptr",
+    "address_ptr",
+    "fetch_ptr",
+    "arena_ptr",
+    "routed_ptr",
+)
 NUMBERS = "P experts first_page pages first_slot slots all_slots page_bytes window epoch"
 
 
