@@ -48,8 +48,8 @@ class DeviceTotals(NamedTuple):
     """What the experts of a layer have counted together, and how many of their pages are resident.
 
     Attributes:
-        leases, named, touched, compared, reused: but for scans: their number, ids that named experts, experts touched, and
-            of those the ones touched by a lease right after another one, and by that one, too.
+        leases, named, touched, compared, reused: but for scans: their number, ids that named experts, experts touched,
+            and of those the ones touched by a lease right after another one, and by that one, too.
     """
 
     hits: int = 0

@@ -7,8 +7,8 @@ runs it too. The tables are int64:
                         last, scans included; hits; misses
     slots [2, slots]    of each slot: its page or -1; its place in the window's queue, 0 in the main part
     clocks [8]          of a pool: the time; leases, scans included; slots in use; the places at either end of the queue
-    routed [8]          of a layer: its last lease, or 0 after a scan; leases but for scans; ids they named; experts that
-                        they touched; of those, the ones touched right after another lease; and touched by that one, too
+    routed [8]          of a layer: its last lease, or 0 after a scan; leases but for scans; ids that they named; experts
+                        that they touched; of those, the ones touched right after another lease; and by that one, too
 """
 
 import triton
