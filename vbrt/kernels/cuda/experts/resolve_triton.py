@@ -6,8 +6,8 @@ runs it too. The tables are int64:
     pages [6, pages]    of each page: its slot or -1; score; the time of its last lease; the lease that routed to it
                         last, scans included; hits; misses
     slots [2, slots]    of each slot: its page or -1; its place in the window's queue, 0 in the main part
-    clocks [8]          of a pool: the time; leases, scans included; slots in use; the places at either end of the queue
-    routed [8]          of a layer: its last lease, or 0 after a scan; leases but for scans; ids that they named; experts
+    clocks [8]          of a pool: the time; leases, scans included; slots in use; the queue's places at either end
+    routed [8]          of a layer: its last lease, or 0 after a scan; leases but for scans; ids they named; experts
                         that they touched; of those, the ones touched right after another lease; and by that one, too
 """
 
