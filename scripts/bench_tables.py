@@ -162,13 +162,16 @@ def stream_table(path: Path) -> list[str]:
     return [*out, "", f"{named}, Python {where['python']}, commit {where['commit']}.", ""]
 
 
+_HOW = {"eager": "eager kernels", "compiled": "torch.compile", "joined": "joined as `generate` joins its steps"}
+
+
 def decode_table(path: Path) -> list[str]:
     """Decoding with routed experts, from `scripts/experts_decode.py`."""
     result = json.loads(path.read_text())
     where, rows = result["machine"], result["rows"]
     what = (
         f"A model of Qwen3-30B-A3B's shape ({result['layers']} layers, random weights), batch 1, one CUDA graph a "
-        f"step, {'torch.compile' if result['compiled'] else 'eager kernels'}. Experts are routed to by a generated "
+        f"step, {_HOW[result['how']]}. Experts are routed to by a generated "
         "trace with the published reuse. The limit of a step is the resident one and the missing bytes at 50 GB/s. "
         "Hits and misses are those of `vbrt.simulate` on the same trace."
     )

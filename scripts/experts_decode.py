@@ -5,7 +5,7 @@ expert pages there, the others page-locked in host memory, where the GPU decides
 missing. Experts are routed to by a generated trace with published reuse; routers compute, but
 what they say is replaced. The limit of a step is that of the resident one and the missing bytes at 50 GB/s.
 
-    python3 scripts/experts_decode.py [--layers 48] [--shares 50 25 10] [--compiled] [--out results.json]
+    python3 scripts/experts_decode.py [--layers 48] [--shares 50 25 10] [--how joined] [--out results.json]
 """
 
 import argparse
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import vbrt
 from scripts.measuring import machine
+from vbrt.generation.joined import joined
 from vbrt.layers import handles_in
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.residency.experts import ExpertsPolicy
@@ -87,24 +88,32 @@ class Trace:
         self._now.copy_(self.rows[token])
         self.done.append(token)
 
+    def follows(self, leases: int) -> None:
+        """Take note that so many leases of each layer have followed the trace: a step that is joined runs twice."""
+        self.done += self.done[-1:] * (leases - len(self.done))
+
 
 class Decoder:
     """Steps of one token on a static cache."""
 
-    def __init__(self, model: nn.Module, device: torch.device, *, compiled: bool) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, *, how: str) -> None:
         from transformers import StaticCache
 
-        self._model, self._compiled = model, compiled
+        self._model, self._how = model, how
         config = getattr(model, "model", model).config if isinstance(model, vbrt.VBModelWrapper) else model.config
         self._cache = StaticCache(config=config, max_cache_len=CACHE_TOKENS)
         self._token = torch.ones(1, 1, dtype=torch.int64, device=device)
         self._position = torch.zeros(1, dtype=torch.int64, device=device)
         self.logits: Tensor | None = None
+        self._compute: Callable[[], Tensor] = self._forward
 
-    @torch.no_grad()
     def step(self) -> None:
         """Compute one token, at the same place each time."""
-        self.logits = self._model(
+        self.logits = self._compute()
+
+    @torch.no_grad()
+    def _forward(self) -> Tensor:
+        return self._model(
             input_ids=self._token,
             position_ids=self._position[None],
             cache_position=self._position,
@@ -117,8 +126,13 @@ class Decoder:
         for turn in range(3):
             warm()
             self.step()
-            if self._compiled and turn == 0:  # an eager pass comes first: it gives the experts their cache
+            if turn == 0 and self._how == "compiled":  # an eager pass comes first: it gives the experts their cache
                 self._model = torch.compile(self._model, options=vbrt.compile_options(), dynamic=False)
+        if self._how == "joined":
+            warm()
+            self._compute = joined(self._forward, same_bits=False)
+            if self._compute.report.refused:
+                raise RuntimeError(f"the step is not joined: {self._compute.report.refused}")
         if self._token.device.type != "cuda":
             return self.step
         torch.cuda.synchronize()
@@ -138,11 +152,13 @@ class Run:
     bytes_in: float = 0.0
 
 
-def decode(model: nn.Module, trace: Trace, *, compiled: bool = False) -> Run:
+def decode(model: nn.Module, trace: Trace, *, how: str) -> Run:
     """Decode along the trace: WARM tokens, then COUNTED ones by the clock, nobody waiting in between."""
     device, tokens = trace.rows.device, iter(range(len(trace.rows)))
-    decoder = Decoder(model, device, compiled=compiled)
+    decoder = Decoder(model, device, how=how)
     replay = decoder.recorded(lambda: trace.turn(next(tokens)))
+    if device_caches(model):
+        trace.follows(device_caches(model)[0].totals()[device_caches(model)[0].layers[0]].leases)
 
     def run(count: int) -> None:
         for _ in range(count):
@@ -234,9 +250,7 @@ def limit_seconds(resident_s: float, bytes_in: float) -> float:
     return resident_s + bytes_in / LINK_BYTES_S
 
 
-def cached_row(
-    vb: vbrt.VBModelWrapper, trace: Trace, share: float, resident: Run, *, compiled: bool
-) -> dict[str, object]:
+def cached_row(vb: vbrt.VBModelWrapper, trace: Trace, share: float, resident: Run, *, how: str) -> dict[str, object]:
     """Decode with a share of the expert pages on the GPU."""
     forget_graphs(vb)
     vb.set_budget("gpu", budget_of(vb, share))
@@ -244,7 +258,7 @@ def cached_row(
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    run = decode(vb, trace, compiled=compiled)
+    run = decode(vb, trace, how=how)
     stats = vb.stats()
     kept = sum(p.nbytes for p in vb.model.parameters()) + sum(b.nbytes for b in vb.model.buffers())
     budget = stats.tiers[stats.compute_tier].budget_bytes
@@ -280,44 +294,39 @@ def routing_of(model: nn.Module, tokens: int) -> Routing:
 
 
 def rows(
-    layers: int,
-    shares: Sequence[float],
-    device: torch.device,
-    *,
-    gpu: str = "24GiB",
-    compiled: bool = False,
-    **shape: int,
+    layers: int, shares: Sequence[float], device: torch.device, *, gpu: str = "24GiB", how: str = "eager", **shape: int
 ) -> Iterator[dict[str, object]]:
     """Yield the row of each case."""
     start = time.perf_counter()
     model = build(layers, device, **shape)
-    trace = Trace(routing_of(model, WARM + COUNTED + 3), device)
+    trace = Trace(routing_of(model, WARM + COUNTED + 4), device)
     trace.lead(model)
     model.config._experts_implementation = "batched_mm"
     note("built", start)
-    bf16 = decode(model, trace, compiled=compiled)
-    yield {"case": "bf16, resident", "ms": bf16.seconds * 1e3, "tokens_s": 1 / bf16.seconds}
-    note("bf16", start)
+    runs = {}
+    for way in dict.fromkeys(("eager", how)):
+        runs[way] = decode(model, trace, how=way)
+        yield {"case": f"bf16, resident, {way}", "ms": runs[way].seconds * 1e3, "tokens_s": 1 / runs[way].seconds}
+        note(f"bf16, {way}", start)
     top = "gpu" if device.type == "cuda" else "cpu"
     tiers = {top: {"budget": gpu}} | ({"cpu": {"budget": "40GiB"}} if top == "gpu" else {})
     vb = vbrt.wrap(model, "fp4", policy={"kind": "experts"}, tiers=tiers).materialize()
     if device.type == "cuda":
         torch.cuda.synchronize()
     note("encoded", start)
-    resident = decode(vb, trace, compiled=compiled)
-    speedup = bf16.seconds / resident.seconds
+    resident = decode(vb, trace, how=how)
     yield {
-        "case": "4 bits, resident",
+        "case": f"4 bits, resident, {how}",
         "ms": resident.seconds * 1e3,
         "tokens_s": 1 / resident.seconds,
-        "over_bf16": speedup,
+        "over_bf16": {way: run.seconds / resident.seconds for way, run in runs.items()},
     }
     forget_graphs(vb)
     if device.type == "cuda" and shares:
         put_below(vb)
         note("put below", start)
     for share in shares:
-        yield cached_row(vb, trace, share, resident, compiled=compiled)
+        yield cached_row(vb, trace, share, resident, how=how)
         note(f"{share:.0%}", start)
     vb.close()
 
@@ -335,19 +344,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--shares", type=float, nargs="*", default=[50, 25, 10], help="percent of the expert pages")
-    parser.add_argument("--compiled", action="store_true", help="by torch.compile, which takes minutes")
+    parser.add_argument(
+        "--how", choices=("joined", "eager", "compiled"), default="joined", help="compiled takes minutes"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     done = []
     shares = [share / 100 for share in args.shares]
-    for row in rows(args.layers, shares, torch.device("cuda", 0), compiled=args.compiled):
+    for row in rows(args.layers, shares, torch.device("cuda", 0), how=args.how):
         say(row)
         done.append(row)
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
     out = args.out or ROOT / "benchmarks" / "results" / f"experts-decode-{name}.json"
     out.write_text(
-        json.dumps({"machine": machine(), "layers": args.layers, "compiled": args.compiled, "rows": done}, indent=1)
-        + "\n"
+        json.dumps({"machine": machine(), "layers": args.layers, "how": args.how, "rows": done}, indent=1) + "\n"
     )
 
 

@@ -43,6 +43,10 @@ def test_the_limit_is_the_resident_step_and_the_missing_bytes_at_50_gb_s():
 def test_a_tiny_model_has_rows(monkeypatch):
     monkeypatch.setattr(experts_decode, "WARM", 1)
     monkeypatch.setattr(experts_decode, "COUNTED", 2)
-    done = list(rows(2, [], CPU, gpu="1GiB", **TINY))
-    assert [row["case"] for row in done] == ["bf16, resident", "4 bits, resident"]
+    done = list(rows(2, [], CPU, gpu="1GiB", how="joined", **TINY))
+    assert [row["case"] for row in done] == [
+        "bf16, resident, eager",
+        "bf16, resident, joined",
+        "4 bits, resident, joined",
+    ]
     assert all(row["ms"] > 0 and row["tokens_s"] == pytest.approx(1e3 / row["ms"]) for row in done)
