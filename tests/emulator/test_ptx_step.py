@@ -38,6 +38,16 @@ def test_queries_and_keys_are_rotated_to_the_bits_of_torch(gpu):  # noqa: F811
     )
 
 
+def test_columns_that_are_not_rotated_are_copied(gpu):  # noqa: F811
+    query, key, value = (heads(1, 2, 2, 40) for _ in range(3))
+    cos, sin = (torch.randn(1, 2, 24).bfloat16() for _ in range(2))
+    caches = [torch.zeros(1, 2, 5, 40).bfloat16() for _ in range(4)]
+    parts, at = [Part(query), Part(key)], torch.tensor([1, 4])
+    (got,) = step_ops.rotate(parts, cos, sin, step_ops.Store(value, *caches[:2], at))
+    want, *_ = step.rotated_into(parts, cos, sin, value, *caches[2:], at)
+    assert torch.equal(got, want) and torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
+
+
 def test_heads_are_normed_and_rotated_into_a_cache(gpu):  # noqa: F811
     query, key, value = heads(2, 1, 4, 32), heads(2, 1, 2, 32), heads(2, 1, 2, 32)
     cos, sin = (torch.randn(1, 1, 32).bfloat16() for _ in range(2))

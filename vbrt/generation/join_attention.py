@@ -35,7 +35,7 @@ def join_rotary(step: StepGraph) -> None:
     """Replace x cos + rotate_half(x) sin of queries and keys by one call, which norms heads in front of it too."""
     found, places = defaultdict(list), step.places()
     for node in step.calls(_aten.add.Tensor):
-        rotary = next(_rotaries(node), None)
+        rotary = _whole(next(_rotaries(node), None))
         if rotary is not None and _is_rotary(step, rotary):
             found[rotary.cos, rotary.sin].append(rotary)
     for rotaries in found.values():
@@ -58,6 +58,22 @@ def _rotaries(node: Node) -> Iterator[_Rotary]:
             for half, sin in (turned.args, turned.args[::-1]):
                 if _turns(half, x) and all(_is_call(a, _aten.unsqueeze.default) and a.args[1] == 1 for a in (cos, sin)):
                     yield _Rotary(node, x, cos.args[0], sin.args[0])
+
+
+def _whole(rotary: _Rotary | None) -> _Rotary | None:
+    """The rotary embedding with the columns of the head that it leaves alone, if there are such."""
+    if rotary is None or len(rotary.y.users) != 1:
+        return rotary
+    (y,), d, last = rotary.y.users, rotary.x.meta["val"].shape[-1], len(rotary.x.meta["val"].shape) - 1
+    is_part = _is_call(rotary.x, _aten.slice.Tensor) and rotary.x.args[1:] == (last, 0, d)
+    head = rotary.x.args[0] if is_part else rotary.x  # torch makes no slice of all columns
+    if not _is_call(y, _aten.cat.default) or y.args[1:] not in ((-1,), (last,)):
+        return rotary
+    parts = y.args[0]
+    rest = parts[1] if len(parts) == 2 and parts[0] is rotary.y else None
+    if not _is_call(rest, _aten.slice.Tensor) or rest.args[:3] != (head, last, d):
+        return rotary
+    return rotary._replace(y=y, x=head) if y.meta["val"].shape == head.meta["val"].shape else rotary
 
 
 def _is_call(node: Any, target: Any) -> bool:
@@ -84,7 +100,8 @@ def _is_rotary(step: StepGraph, rotary: _Rotary) -> bool:
     if len(x.shape) != 4 or cos.shape != sin.shape or cos.strides != sin.strides or len(cos.shape) != 3:
         return False
     batch, _, tokens, d = x.shape
-    alike = cos.dtype == x.dtype == sin.dtype == y.dtype and cos.shape[1:] == (tokens, d) and d % 2 == 0
+    turned = cos.shape[-1]
+    alike = cos.dtype == x.dtype == sin.dtype == y.dtype and cos.shape[1] == tokens and turned % 2 == 0 < turned <= d
     dense = x.strides[-1] == cos.strides[-1] == 1 and cos.shape[0] in (1, batch)
     return alike and dense and d <= _MOST_COLUMNS and step.is_fixed(rotary.x, rotary.cos, rotary.sin, rotary.y)
 
@@ -115,6 +132,8 @@ def _with_norms(step: StepGraph, pair: list[_Rotary]) -> tuple[Part, ...] | None
             return None
         norm = turned.args[0]
         if norm.target is not normed or len(norm.users) > 1 or norm.args[1].gain is None:
+            return None
+        if rotary.cos.meta["val"].shape[-1] != turned.meta["val"].shape[-1]:
             return None
         rules.append((norm.args[0], norm.args[1]))
     if len({(rule.shift, rule.rounds) for _, rule in rules}) > 1 or any(

@@ -87,6 +87,7 @@ def summed(x: Tensor, other: Tensor, rule: NormRule) -> tuple[Tensor, Tensor]:
 def rotated(parts: Sequence[Part], cos: Tensor, sin: Tensor) -> list[Tensor]:
     """x cos + rotate_half(x) sin of each part, products and sum rounded to x's dtype; cos and sin [B or 1, S, D].
 
+    Where these have fewer columns than x, the rest of x stays as it is; no norm then.
     The results are [B, H, S, D], in memory [B, S, H, D].
     """
     if parts[0].x.is_cuda:
@@ -96,9 +97,10 @@ def rotated(parts: Sequence[Part], cos: Tensor, sin: Tensor) -> list[Tensor]:
 
 def _rotated(part: Part, cos: Tensor, sin: Tensor) -> Tensor:
     x = part.x if part.norm is None else normed(part.x, part.norm)
+    x, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    y = x * cos + turned * sin
+    y = torch.cat((x * cos + turned * sin, rest), dim=-1)
     return y.transpose(1, 2).contiguous().transpose(1, 2)
 
 

@@ -103,7 +103,8 @@ def rotate(parts: Sequence["Part"], cos: Tensor, sin: Tensor, store: Store | Non
     strides += [cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1)]
     strides += [n for t in (q_out, k_out, v_out) for n in t.stride()[:3]]
     eps = [float(norm.eps) if norm else 0.0 for norm in norms]
-    numbers = (*eps, float(first.shift) if first else 0.0, heads, k_heads, tokens, d, *strides)
+    turned = cos.shape[-1]
+    numbers = (*eps, float(first.shift) if first else 0.0, heads, k_heads, tokens, turned, d - turned, *strides)
     gains = [norm.gain if norm else cos for norm in norms]
     _kernels(dependent).rotate(
         device,
@@ -112,7 +113,8 @@ def rotate(parts: Sequence["Part"], cos: Tensor, sin: Tensor, store: Store | Non
         numbers,
         warps=1,
         specialized=(query.x.dtype, cos.dtype, *numbers),
-        BLOCK=_power(d // 2),
+        BLOCK=_power(turned // 2),
+        REST=_power(d - turned) if d > turned else 0,
         NORM=first is not None,
         ROUNDS=first is not None and first.rounds,
         STORE=store is not None,

@@ -75,6 +75,12 @@ def _product(a, b, like):
 
 
 @triton.jit
+def _copy(source, target, count, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(target + at, tl.load(source + at, mask=at < count), mask=at < count)
+
+
+@triton.jit
 def rotate_kernel(
     q_ptr,
     k_ptr,
@@ -94,6 +100,7 @@ def rotate_kernel(
     k_heads,
     S,
     D,
+    rest,
     q_b,
     q_h,
     q_s,
@@ -115,14 +122,16 @@ def rotate_kernel(
     vo_h,
     vo_s,
     BLOCK: tl.constexpr,
+    REST: tl.constexpr,
     NORM: tl.constexpr,
     ROUNDS: tl.constexpr,
     STORE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Rotate a head of queries or keys; with STORE keys and values go to their place in a cache.
+    """Rotate the first D columns of a head of queries or keys; with STORE keys and values go to their place in a cache.
 
-    Grid (q_heads + k_heads, and as many again as k_heads with STORE, B * S). BLOCK: of half a head.
+    Grid (q_heads + k_heads, and as many again as k_heads with STORE, B * S). BLOCK, REST: at least half of D, and the
+    rest of the columns; powers of two, or 0.
     """
     head = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
@@ -141,6 +150,8 @@ def rotate_kernel(
         target = v_out_ptr + b * vo_b + h * vo_h + place * vo_s
         tl.store(target + at, tl.load(source + at, mask=inside), mask=inside)
         tl.store(target + half + at, tl.load(source + half + at, mask=inside), mask=inside)
+        if REST:
+            _copy(source + D, target + D, rest, REST)
     else:
         is_query = head < q_heads
         h = (tl.where(is_query, head, head - q_heads)).to(tl.int64)
@@ -172,6 +183,8 @@ def rotate_kernel(
         y2 = _product(x2, cos2, q_out_ptr) + _product(x1, sin2, q_out_ptr)
         tl.store(target + at, y1.to(q_out_ptr.dtype.element_ty), mask=inside)
         tl.store(target + half + at, y2.to(q_out_ptr.dtype.element_ty), mask=inside)
+        if REST:
+            _copy(source + D, target + D, rest, REST)
 
 
 @triton.jit
