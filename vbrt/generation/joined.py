@@ -25,8 +25,10 @@ what one gets, and the report says why.
 | routers | no | softmax, top-k, normalization |
 """
 
+import contextlib
+import gc
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -170,6 +172,18 @@ def joined(
 
     Raises: whatever the step raises.
     """
+    with _without_collections():
+        return _joined(step, example_inputs, same_bits, without, check=check)
+
+
+def _joined(
+    step: Callable[..., Any],
+    example_inputs: Sequence[Any],
+    same_bits: bool | None,
+    without: Collection[str],
+    *,
+    check: bool,
+) -> Joined:
     start = time.perf_counter()
     with torch.no_grad(), StepRecorder() as recorder:
         first = step(*example_inputs)
@@ -189,6 +203,18 @@ def joined(
         dict(graph.joined), dict(graph.kept), (before, len(program)), time.perf_counter() - start, error
     )
     return Joined(program, report, first)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Put off collections of cyclic garbage: thousands of nodes would cause several, longer than the record takes."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _has_rounded_layers(recorder: StepRecorder) -> bool:

@@ -209,7 +209,9 @@ class StepRecorder(TorchDispatchMode):
         self.random = self.random or _DRAWS in tags
         if _BY_DATA in tags and not _by_places(func, args):
             self._refuse(f"{func}: the shape of its result depends on numbers in a tensor")
-        node = self.graph.create_node("call_function", func, self._argument(args), self._argument(kwargs))
+        given = self._argument(args), self._argument(kwargs)  # placeholders come first
+        node = self.graph.create_node("call_function", func, name=f"call{len(self.graph.nodes)}")
+        node.args, node.kwargs = given  # not above, where torch 2.13 looks through them for symbols
         node.meta["effect"] = _DRAWS in tags
         return node
 
