@@ -309,7 +309,7 @@ class Steps:
             expected = plain(**call.kwargs(call.given()))
         with kept.statics.undone(call.cache):
             out = recording.replay(call, kept.statics)
-            error = _difference(out, expected)
+            error = _difference(out, expected, joined=recording.report.error or 0.0)
         if error:
             self._refused[call.form] = f"a recorded step computes something else than an eager one: {error}"
             raise NotRecordable(self._refused[call.form])
@@ -463,8 +463,11 @@ def _holds_tokens(cache: Any) -> bool:
     return is_entered(cache) or why_not(cache) != "the cache is empty"
 
 
-def _difference(out: Any, expected: Any) -> str:
-    """Return how a result differs from the expected one by more than rounding; "" if it does not."""
+def _difference(out: Any, expected: Any, *, joined: float) -> str:
+    """Return how a result differs from the expected one by more than rounding; "" if it does not.
+
+    joined: how far rounding elsewhere took the joined step from the step itself, at one place.
+    """
     for name, wanted in expected.items() if hasattr(expected, "items") else enumerate(expected):
         got = out[name]
         if not isinstance(wanted, Tensor) or not wanted.is_floating_point():
@@ -473,7 +476,7 @@ def _difference(out: Any, expected: Any) -> str:
             return f"{name} has the shape {tuple(got.shape)}, not {tuple(wanted.shape)}"
         scale = wanted.float().nan_to_num(0, 0, 0).norm()
         error = float((got.float() - wanted.float()).nan_to_num(0, 0, 0).norm() / scale.clamp_min(1e-30))
-        if error > _ROUNDING.get(wanted.dtype, _COARSE_ROUNDING):
+        if error > max(2 * joined, _ROUNDING.get(wanted.dtype, _COARSE_ROUNDING)):
             return f"{name} is {error:.1e} off"
     return ""
 
