@@ -303,6 +303,7 @@ class Statics:
         self.span, length = span_of(length_of(cache) or 0), length_of(cache)
         device = next(_memory_of(cache)).device
         self.position = torch.full((1,), length or 0, dtype=torch.int64, device=device)
+        self._growing: list[Any] = []
         self._rooms: dict[int, Room] = {}
         self._fixed: dict[int, Fixed] = {}
         for index, layer in enumerate(_layers(cache)):
@@ -320,6 +321,7 @@ class Statics:
 
     def enter(self, cache: Any) -> None:
         """Have the layers of a cache of this form keep their tensors here, and copy them."""
+        self.forget()
         length = length_of(cache) or 0
         self.span = span_of(length)
         for index, layer in enumerate(_layers(cache)):
@@ -328,15 +330,25 @@ class Statics:
             if index in self._rooms:
                 layer.__class__ = _made(Growing, type(layer))
                 layer.enter_(self, self._rooms[index], length)
+                self._growing.append(layer)
             elif index not in self._fixed and hasattr(layer, "keys"):
                 layer.__class__ = _made(Idle, type(layer))
                 layer.enter_(self)
 
-    def move_to(self, span: Span, cache: Any) -> None:
+    def holds_all(self) -> bool:
+        """True if every growing layer of the cache that was entered is here still."""
+        return all(layer.__dict__.get("_vb_statics") is self for layer in self._growing)
+
+    @property
+    def length(self) -> int | None:
+        """The tokens that the cache has seen; None if no layer counts them."""
+        return self._growing[0]._vb_length if self._growing else None
+
+    def move_to(self, span: Span) -> None:
         """Serve another block of lengths: layers with windows let go of what lies before them."""
         self.span = span
-        for layer in _layers(cache):
-            if isinstance(layer, Growing) and layer._vb_room.first != span.first(layer._vb_window):
+        for layer in self._growing:
+            if layer._vb_room.first != span.first(layer._vb_window):
                 layer._vb_room.shift(span.first(layer._vb_window), layer._vb_length)
 
     def settle(self) -> None:
@@ -349,10 +361,10 @@ class Statics:
         return [tensor for fixed in self._fixed.values() for tensor in fixed.tensors]
 
     @contextlib.contextmanager
-    def undone(self, cache: Any) -> Iterator[None]:
+    def undone(self) -> Iterator[None]:
         """Undo, on leaving, what steps in the block have done to the cache."""
         self.settle()
-        growing = [layer for layer in _layers(cache) if isinstance(layer, Growing)]
+        growing = list(self._growing)
         lengths, states = [layer._vb_length for layer in growing], [state.clone() for state in self.states()]
         try:
             yield
@@ -363,14 +375,14 @@ class Statics:
             for state, before in zip(self.states(), states, strict=True):
                 state.copy_(before)
 
-    def advance(self, cache: Any) -> None:
+    def advance(self) -> None:
         """Note that the device has appended a token."""
-        for layer in _layers(cache):
-            if isinstance(layer, Growing):
-                layer._vb_length += 1
+        for layer in self._growing:
+            layer._vb_length += 1
 
     def forget(self) -> None:
         """Hold no layer of a cache."""
+        self._growing.clear()
         for fixed in self._fixed.values():
             fixed.forget()
 

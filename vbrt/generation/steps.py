@@ -106,7 +106,7 @@ class Recording:
         self._last: Call | None = None
         self._results: Results | None = None
         statics.position.fill_(call.length or 0)
-        with statics.undone(call.cache):
+        with statics.undone():
             run = joined(lambda *inputs: self._step(plain, call, statics, inputs), self.inputs)
             self.report = run.report
 
@@ -139,7 +139,7 @@ class Recording:
         if not self.again():
             raise PagesMoved("pages have moved since the step was recorded")
         self._counted.passes += 1
-        statics.advance(call.cache)
+        statics.advance()
         return self._results.copied(call, self.inputs)
 
     def end_call(self) -> None:
@@ -157,6 +157,8 @@ class Kept:
 
     def release(self) -> None:
         """Free graphs and memory."""
+        for recording in self.recordings.values():
+            recording.end_call()
         self.recordings.clear()
         self.recorder.release()
 
@@ -305,9 +307,9 @@ class Steps:
         if self._checks[call.form] >= _CHECKS:
             return recording.replay(call, kept.statics)
         self._terms.begin_pass()
-        with kept.statics.undone(call.cache):
+        with kept.statics.undone():
             expected = plain(**call.kwargs(call.given()))
-        with kept.statics.undone(call.cache):
+        with kept.statics.undone():
             out = recording.replay(call, kept.statics)
             error = _difference(out, expected, joined=recording.report.error or 0.0)
         if error:
@@ -401,7 +403,8 @@ class Session:
                 raise NotRecordable(self._why)
         if self._masks is None:
             self._masks = "decoder_attention_mask" in inspect.signature(plain).parameters
-        call = take_apart(kwargs, name, length_of(cache), masks=self._masks)
+        length = self._kept.statics.length if self._holds(cache) else length_of(cache)
+        call = take_apart(kwargs, name, length, masks=self._masks)
         self._place(cache, span_of(call.length or 0))
         return call
 
@@ -420,14 +423,15 @@ class Session:
 
     def _place(self, cache: Any, span: Span) -> None:
         """Have the cache lie in static memory that reaches to the end of a span."""
-        entered = self._cache is not None and self._cache() is cache and is_entered(cache)
-        if entered and self._kept.statics.room < span.end:
+        if not self._holds(cache) or self._kept.statics.room < span.end:
             self._let_go(cache)
-            entered = False
-        if not entered:
             self._kept, self._cache = self._steps.kept_for(cache, self._limit), weakref.ref(cache)
         if self._kept.statics.span != span:
-            self._kept.statics.move_to(span, cache)
+            self._kept.statics.move_to(span)
+
+    def _holds(self, cache: Any) -> bool:
+        """True if the cache lies in static memory, all of it."""
+        return self._cache is not None and self._cache() is cache and self._kept.statics.holds_all()
 
     def _eager(self, why: str, found: tuple[str, Any] | None, plain: Plain, args: tuple, kwargs: Mapping) -> Any:
         self._steps.note(why)
