@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,8 @@ class Call:
     form: tuple
     _spec: TreeSpec
     _leaves: list[Any]
+    _kwargs: Mapping[str, Any]
+    _places: Mapping[str, int]
 
     def inputs(self, end: int) -> list[Tensor]:
         """Return copies of the tensors that keep their addresses, the mask first, widened to `end` columns."""
@@ -66,13 +68,53 @@ class Call:
 
     def load(self, inputs: Sequence[Tensor], before: "Call | None") -> None:
         """Copy the tensors to their addresses, but those that the call before had and nobody has written to."""
+        fixed = list(inputs)
         if self.mask is not None:
-            inputs[0][:, : self.mask.shape[1]].copy_(self.mask)
-            inputs[0][:, self.mask.shape[1] :].zero_()
-            inputs = inputs[1:]
-        for place, (fixed, now) in enumerate(zip(inputs, self.tensors, strict=True)):
-            if before is None or before.tensors[place] is not now or _version(now) != before.versions[place]:
-                fixed.copy_(now)
+            self._load_mask(fixed.pop(0), before)
+        changed = [
+            place
+            for place, now in enumerate(self.tensors)
+            if before is None or before.tensors[place] is not now or _version(now) != before.versions[place]
+        ]
+        if changed:  # in one launch, where they are of one dtype
+            torch._foreach_copy_([fixed[place] for place in changed], [self.tensors[place] for place in changed])
+
+    def _load_mask(self, fixed: Tensor, before: "Call | None") -> None:
+        columns = self.mask.shape[1]
+        fixed[:, :columns].copy_(self.mask)
+        if before is None or before.mask.shape[1] > columns:
+            fixed[:, columns:].zero_()
+
+    def next(self, kwargs: Mapping[str, Any], length: int | None) -> "Call | None":
+        """Return the call after this one; None if more has changed than the contents of tensors."""
+        if len(kwargs) != len(self._kwargs) or pass_precision() != self.form[0]:
+            return None
+        tensors = list(self.tensors)
+        for name, value in kwargs.items():
+            was = self._kwargs.get(name, kwargs)
+            if value is was or name == self.mask_name:
+                continue
+            place = self._places.get(name)
+            if place is None:
+                if type(value) is not type(was) or type(value) not in _CONSTANTS or value != was:
+                    return None
+            elif not _alike(value, tensors[place]):
+                return None
+            else:
+                tensors[place] = value
+        mask = self._next_mask(kwargs)
+        if mask is not None and length is None:
+            length = mask.shape[1] - 1
+        if mask is not None and (mask.shape[1] != length + 1 or mask.dtype is not self.mask.dtype):
+            return None
+        return replace(
+            self, length=length, mask=mask, tensors=tensors, versions=list(map(_version, tensors)), _kwargs=kwargs
+        )
+
+    def _next_mask(self, kwargs: Mapping[str, Any]) -> Tensor | None:
+        if self.mask is None or self.mask_name in kwargs:
+            return kwargs.get(self.mask_name) if self.mask is not None else None
+        return torch.nn.functional.pad(self.mask, (0, 1), value=1)  # it was made for a forward that gets none
 
     def kwargs(self, inputs: Sequence[Tensor]) -> dict[str, Any]:
         """Return the arguments of the forward with other tensors: those of `inputs`, in its order."""
@@ -112,7 +154,11 @@ def take_apart(kwargs: Mapping[str, Any], cache_name: str, length: int | None, *
     of_mask = None if mask is None else (mask.dtype, mask.device, mask.shape[0])
     form = (pass_precision(), spec, cache_name, mask_name, of_mask, tuple(map(_form, leaves)))
     versions = list(map(_version, tensors))
-    return Call(cache_name, kwargs[cache_name], length, mask_name, mask, tensors, versions, form, spec, leaves)
+    at = {id(tensor): place for place, tensor in enumerate(tensors)}
+    places = {name: at[id(value)] for name, value in rest.items() if isinstance(value, Tensor)}
+    return Call(
+        cache_name, kwargs[cache_name], length, mask_name, mask, tensors, versions, form, spec, leaves, kwargs, places
+    )
 
 
 def _growing_mask(kwargs: Mapping[str, Any], length: int | None) -> str | None:
@@ -125,6 +171,15 @@ def _growing_mask(kwargs: Mapping[str, Any], length: int | None) -> str | None:
     if mask.ndim != 2:
         raise NotRecordable(f"{name} has {mask.ndim} dimensions")
     return name if length is None or mask.shape[1] == length + 1 else None
+
+
+def _alike(tensor: Any, other: Tensor) -> bool:
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.shape == other.shape
+        and tensor.dtype is other.dtype
+        and tensor.device == other.device
+    )
 
 
 def _version(tensor: Tensor) -> float:

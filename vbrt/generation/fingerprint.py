@@ -15,7 +15,7 @@ from vbrt.layers import SwappedLayer, VBLayer
 
 __all__ = ["fingerprint", "why_eager"]
 
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+_PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _DIFFERENT_IN_TRAINING = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 _OURS = ("vbrt.", "transformers.")  # whose hooks launch the same in every step
@@ -47,11 +47,12 @@ _OTHER = object()
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, _PLAIN):
+    kind = type(value)
+    if kind in _PLAIN:
         return value
-    if type(value) in (list, tuple) and len(value) <= 64:
-        return tuple(item if isinstance(item, _PLAIN) else id(item) for item in value)
-    if type(value) is dict and len(value) <= 64 and all(isinstance(item, _PLAIN) for item in value.values()):
+    if kind in (list, tuple) and len(value) <= 64:
+        return tuple(item if type(item) in _PLAIN else id(item) for item in value)
+    if kind is dict and len(value) <= 64 and all(type(item) in _PLAIN for item in value.values()):
         return tuple(value.items())
     return _OTHER
 

@@ -26,6 +26,7 @@ from vbrt.generation.recorders import Recorder, recorder_for
 from vbrt.generation.steps import CUSTOM, Session, Steps
 from vbrt.kernels.recorded import recorder
 from vbrt.layers import WeightHandle
+from vbrt.model.passes import move_rest_
 from vbrt.model.phase import DECODE, phase_name
 from vbrt.report.stats import StepCounts
 
@@ -71,6 +72,7 @@ class Generating:
         if isinstance(mine, _Forward) and mine.here():  # a call within a call: assistants that are the model itself
             with mine.nested():
                 return generate(*args, **kwargs)
+        move_rest_(model, attachment.stack.device)  # before transformers asks where the model is
         with self.steps.session(limit_of(model, args, kwargs)) as session:
             return _with_forward(model, session, generate, args, kwargs)
 

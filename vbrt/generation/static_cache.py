@@ -304,6 +304,7 @@ class Statics:
         device = next(_memory_of(cache)).device
         self.position = torch.full((1,), length or 0, dtype=torch.int64, device=device)
         self._growing: list[Any] = []
+        self._at: int | None = None  # what `position` holds, if that is known
         self._rooms: dict[int, Room] = {}
         self._fixed: dict[int, Fixed] = {}
         for index, layer in enumerate(_layers(cache)):
@@ -334,6 +335,12 @@ class Statics:
             elif index not in self._fixed and hasattr(layer, "keys"):
                 layer.__class__ = _made(Idle, type(layer))
                 layer.enter_(self)
+
+    def put_at(self, position: int) -> None:
+        """Have the device write the next token at a position; a replay leaves it behind its own."""
+        if self._at != position:
+            self.position.fill_(position)
+        self._at = None  # until the step has run
 
     def holds_all(self) -> bool:
         """True if every growing layer of the cache that was entered is here still."""
@@ -370,15 +377,17 @@ class Statics:
             yield
         finally:
             self.settle()
+            self._at = None
             for layer, length in zip(growing, lengths, strict=True):
                 layer._vb_length = length
             for state, before in zip(self.states(), states, strict=True):
                 state.copy_(before)
 
-    def advance(self) -> None:
-        """Note that the device has appended a token."""
+    def advance(self, position: int) -> None:
+        """Note that the device has appended a token, and where."""
         for layer in self._growing:
             layer._vb_length += 1
+        self._at = position + 1
 
     def forget(self) -> None:
         """Hold no layer of a cache."""

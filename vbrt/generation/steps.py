@@ -105,7 +105,7 @@ class Recording:
         self.inputs = call.inputs(statics.span.end)
         self._last: Call | None = None
         self._results: Results | None = None
-        statics.position.fill_(call.length or 0)
+        statics.put_at(call.length or 0)
         with statics.undone():
             run = joined(lambda *inputs: self._step(plain, call, statics, inputs), self.inputs)
             self.report = run.report
@@ -113,6 +113,7 @@ class Recording:
             def body() -> None:
                 tensors = run(*self.inputs)
                 self._results.put(tensors)
+                statics.position.add_(1)  # for the next replay
 
             self.again = terms.recorded(kept.recorder, body)
         self._results.drop_cache()
@@ -135,11 +136,11 @@ class Recording:
         statics.settle()  # rows may have been put in another order
         call.load(self.inputs, self._last)
         self._last = call
-        statics.position.fill_(call.length or 0)
+        statics.put_at(call.length or 0)
         if not self.again():
             raise PagesMoved("pages have moved since the step was recorded")
         self._counted.passes += 1
-        statics.advance()
+        statics.advance(call.length or 0)
         return self._results.copied(call, self.inputs)
 
     def end_call(self) -> None:
@@ -301,11 +302,11 @@ class Steps:
         self.record_us += (time.perf_counter_ns() - begun) // 1000
         return recording
 
-    def replayed(self, plain: Plain, call: Call, kept: Kept) -> Any:
+    def replayed(self, plain: Plain, call: Call, kept: Kept) -> tuple[Any, Recording]:
         """Compute a step by its recording, beside an eager one where it has not been compared often enough."""
         recording = self.recording(plain, call, kept)
-        if self._checks[call.form] >= _CHECKS:
-            return recording.replay(call, kept.statics)
+        if self.is_checked(call):
+            return recording.replay(call, kept.statics), recording
         self._terms.begin_pass()
         with kept.statics.undone():
             expected = plain(**call.kwargs(call.given()))
@@ -316,7 +317,11 @@ class Steps:
             self._refused[call.form] = f"a recorded step computes something else than an eager one: {error}"
             raise NotRecordable(self._refused[call.form])
         self._checks[call.form] += 1
-        return recording.replay(call, kept.statics)
+        return recording.replay(call, kept.statics), recording
+
+    def is_checked(self, call: Call) -> bool:
+        """True if steps like this one have been compared with eager ones."""
+        return self._checks[call.form] >= _CHECKS
 
     def release(self) -> None:
         """Free all graphs and caches; the next step makes others."""
@@ -351,6 +356,8 @@ class Session:
         self._cache: weakref.ref[Any] | None = None
         self._prompted, self._masks = False, None
         self._begin: Callable[[], None] | None = None
+        self._last: Call | None = None  # a step, and its recording, that the next one may be like
+        self._recording: Recording | None = None
         self.nested = 0
 
     def defer(self, begin: Callable[[], None]) -> bool:
@@ -384,11 +391,33 @@ class Session:
     def _step(self, plain: Plain, found: tuple[str, Any] | None, kwargs: Mapping[str, Any]) -> Any:
         """Compute a step by its recording, made again where pages have moved. Raises NotRecordable."""
         try:
-            return self._steps.replayed(plain, self._call(plain, found, kwargs), self._kept)
+            call = self._next(found, kwargs)
+            if call is not None:
+                return self._recording.replay(call, self._kept.statics)
+            return self._first(plain, found, kwargs)
         except PagesMoved:
             self._let_go(found[1])
             self._why = self._steps.renew()
-        return self._steps.replayed(plain, self._call(plain, found, kwargs), self._kept)
+        return self._first(plain, found, kwargs)
+
+    def _next(self, found: tuple[str, Any] | None, kwargs: Mapping[str, Any]) -> Call | None:
+        """Return a step that the last one's recording serves; None if it may need another."""
+        last, self._last = self._last, None
+        if last is None or found is None or torch.is_grad_enabled():
+            return None
+        if not self._steps.still_good() or not self._holds(found[1]):
+            return None
+        call, span = last.next(kwargs, self._kept.statics.length), self._kept.statics.span
+        if call is None or not span.start <= (call.length or 0) < span.end:
+            return None
+        self._last = call
+        return call
+
+    def _first(self, plain: Plain, found: tuple[str, Any] | None, kwargs: Mapping[str, Any]) -> Any:
+        call = self._call(plain, found, kwargs)
+        out, self._recording = self._steps.replayed(plain, call, self._kept)
+        self._last = call if self._steps.is_checked(call) else None
+        return out
 
     def _call(self, plain: Plain, found: tuple[str, Any] | None, kwargs: Mapping[str, Any]) -> Call:
         """Take a step apart, with its cache where recordings find it. Raises NotRecordable."""
@@ -459,7 +488,7 @@ class Session:
             self._kept.statics.forget()
             for recording in self._kept.recordings.values():
                 recording.end_call()
-        self._kept = self._cache = None
+        self._kept = self._cache = self._last = self._recording = None
 
 
 def _holds_tokens(cache: Any) -> bool:
