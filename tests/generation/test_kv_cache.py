@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import threading
+import time
 
 import pytest
 import torch
@@ -160,6 +162,25 @@ def test_budgets_change_while_it_is_used_and_two_caches_share_the_room(tmp_path)
                 assert bool(vb.stats().caches[one.name].tier_bytes["ssd"]) == (step == 8)
         for cache in (one, two):
             assert torch.equal(torch.cat(cache.tokens, 1), wanted[:, PROMPT:])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_threads_decode_with_caches_of_their_own_while_budgets_change(tmp_path):
+    model = model_of("llama")
+    wanted, found = generated(model).sequences, {}
+    with wrapped(model, tmp_path, budget="1MiB") as vb:
+
+        def work(name: int) -> None:
+            found[name] = generated(vb.model, past_key_values=vbrt.KVCache(vb, page=4)).sequences
+
+        threads = [threading.Thread(target=work, args=(name,)) for name in range(3)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            for budget in ("600KiB", "1MiB"):
+                vb.set_budget("cpu", budget)
+                time.sleep(0.02)
+        assert len(found) == 3 and all(torch.equal(tokens, wanted) for tokens in found.values())
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

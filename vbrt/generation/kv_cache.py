@@ -11,6 +11,7 @@ windows shorter than the tail.
 
 import contextlib
 import copy
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -73,7 +74,8 @@ class KVLayer(CacheLayerMixin):
         """All keys that the next tokens see, gathered; reading `values` next costs nothing more."""
         if not self.is_initialized:
             return None
-        keys, self._values = self.tokens.read()
+        with self._lock:
+            keys, self._values = self.tokens.read()
         return keys
 
     @property
@@ -82,7 +84,10 @@ class KVLayer(CacheLayerMixin):
         if not self.is_initialized:
             return None
         values, self._values = self._values, None
-        return self.tokens.read()[1] if values is None else values
+        if values is None:
+            with self._lock:
+                values = self.tokens.read()[1]
+        return values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Reserve the tail for tensors of these shapes."""
@@ -98,7 +103,13 @@ class KVLayer(CacheLayerMixin):
         """
         self._check(key_states, value_states)
         self._values = None
-        return self.tokens.append(key_states.detach(), value_states.detach())
+        with self._lock:
+            return self.tokens.append(key_states.detach(), value_states.detach())
+
+    @property
+    def _lock(self) -> threading.RLock:
+        """Held while pages are used: no budget change and no other cache moves them meanwhile."""
+        return self.tokens.store.stack.encoding
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
         name = f"{self.tokens.store.name}, layer {self.tokens.layer}"
@@ -150,7 +161,8 @@ class KVLayer(CacheLayerMixin):
             raise ArgumentError(f"crop({tokens_to_remove}): expected a negative number, of tokens to remove")
         self._values = None
         if tokens_to_remove and self.is_initialized:
-            self.tokens.crop(-tokens_to_remove)
+            with self._lock:
+                self.tokens.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Have the sequences be those of these numbers."""
@@ -169,7 +181,8 @@ class KVLayer(CacheLayerMixin):
     def _select(self, rows: Tensor) -> None:
         self._values = None
         if self.get_seq_length():
-            self.tokens.select(rows)
+            with self._lock:
+                self.tokens.select(rows)
 
 
 class KVSlidingLayer(KVLayer):
@@ -358,7 +371,8 @@ class KVCache(DynamicCache):
             return copy.deepcopy(layer, memo)
         old = layer.tokens
         tokens = LayerTokens(self.store, old.layer, bits=old.bits, page=old.page, window=old.window)
-        old.copy_to(tokens)
+        with self.store.stack.encoding:
+            old.copy_to(tokens)
         return type(layer)(tokens)
 
     def __reduce_ex__(self, protocol: int) -> Any:

@@ -13,8 +13,8 @@ of their own (`kv_ring.py`). A budget change releases them for its length, and t
 import contextlib
 import itertools
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -105,6 +105,26 @@ class Extent(Memory):
         return self.bytes[: count * self.code.page_bytes].view(count, -1)
 
 
+M = TypeVar("M", bound=Memory)
+
+
+class Alive(Generic[M]):
+    """Those of the added that are alive. May be walked while other threads add."""
+
+    def __init__(self) -> None:
+        self._refs: weakref.WeakValueDictionary[str, M] = weakref.WeakValueDictionary()
+
+    def add(self, memory: M) -> None:
+        """Add one."""
+        self._refs[memory.key] = memory
+
+    def __iter__(self) -> Iterator[M]:
+        return (memory for ref in self._refs.valuerefs() if (memory := ref()) is not None)
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+
 class KVStore:
     """The pages of one cache.
 
@@ -127,8 +147,8 @@ class KVStore:
         self.stack, self.layers, self.room, self._others = stack, max(1, layers), room, others
         self.name = f"kv{next(_names)}"
         self.tally = Tally()
-        self.extents: defaultdict[int, weakref.WeakSet[Extent]] = defaultdict(weakref.WeakSet)
-        self.tails: weakref.WeakSet[Memory] = weakref.WeakSet()
+        self.extents = {layer: Alive[Extent]() for layer in range(self.layers)}
+        self.tails = Alive[Memory]()
         self.order: Callable = lambda place: None  # what comes after a place; the cache sets it
         self._sizes: Sizes | None = None  # until a budget changes
         self._ring: Ring | None = None
@@ -343,23 +363,23 @@ class KVStore:
     @contextlib.contextmanager
     def movable(self) -> Iterator[None]:
         """Let the stack move extents in a `with` block, as a budget change does. Then the room is divided anew."""
-        extents = [extent for layer in self.extents.values() for extent in layer]
-        self.forget_ring()
-        try:
-            for extent in extents:
-                extent.release()
-                extent.written = None  # release has waited for the device
-            yield
-        finally:
-            for extent in extents:
-                extent.put()
-            self._sizes = None
+        with self.stack.encoding:
+            extents = [extent for layer in self.extents.values() for extent in layer]
+            self.forget_ring()
+            try:
+                for extent in extents:
+                    extent.release()
+                    extent.written = None  # release has waited for the device
+                yield
+            finally:
+                for extent in extents:
+                    extent.put()
+                self._sizes = None
 
     def close(self) -> None:
         """Free all pages now. Idempotent."""
         self.forget_ring()
         for memory in [*itertools.chain(*self.extents.values()), *self.tails]:
             self.stack.retire(memory.owner)
-        self.extents.clear()
         if not self.stack.closed:
             self.stack.retire_unowned()
