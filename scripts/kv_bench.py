@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +31,22 @@ CHUNK = 16384
 HEADS, DIM, BATCH = 8, 128, 1
 
 
-def pairs(layer: int, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the keys and values of a layer in chunks, the same for every cache."""
-    generator = torch.Generator("cuda").manual_seed(layer)
-    for begin in range(0, tokens, CHUNK):
-        shape = (2, BATCH, HEADS, min(CHUNK, tokens - begin), DIM)
-        yield torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16).unbind(0)
+def pair(layer: int, begin: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values of a chunk of a layer, the same for every cache; channels of keys have offsets."""
+    generator = torch.Generator("cuda").manual_seed(layer * 1000 + begin // CHUNK)
+    shape = (2, BATCH, HEADS, min(CHUNK, tokens - begin), DIM)
+    keys, values = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16).unbind(0)
+    offsets = torch.randn(DIM, generator=torch.Generator("cuda").manual_seed(layer), device="cuda")
+    return keys + offsets.to(keys.dtype), values
 
 
 def fill(cache: Any, layers: int, tokens: int) -> float:
-    """Give a cache its context; return the seconds."""
+    """Give a cache its context, as a prompt in chunks does; return the seconds."""
     torch.cuda.synchronize()
     start = time.perf_counter()
-    for layer in range(layers):
-        for keys, values in pairs(layer, tokens):
-            cache.update(keys, values, layer)
+    for begin in range(0, tokens, CHUNK):
+        for layer in range(layers):
+            cache.update(*pair(layer, begin, tokens), layer)
     torch.cuda.synchronize()
     return time.perf_counter() - start
 
@@ -73,8 +74,8 @@ def steps(run: Callable[[], Any], times: int, warm: int = 3) -> dict[str, float]
 class Bench:
     """One model, and caches of one context after the other."""
 
-    def __init__(self, layers: int, tokens: int, times: int) -> None:
-        self.layers, self.tokens, self.times = layers, tokens, times
+    def __init__(self, layers: int, tokens: int, times: int, profile: bool) -> None:
+        self.layers, self.tokens, self.times, self.profile = layers, tokens, times, profile
         self.wanted: torch.Tensor | None = None
         start = time.perf_counter()
         model = llama_8b(layers)
@@ -100,6 +101,8 @@ class Bench:
             row |= steps(lambda: self._step(cache), self.times)
             row["peak_bytes"] = torch.cuda.max_memory_allocated() - before
             row |= self._compared(logits) | self._streamed(cache)
+            if self.profile:
+                self._profiled(name, cache)
         except Exception as error:  # noqa: BLE001 - one row less
             traceback.print_exc()
             row["failed"] = f"{type(error).__name__}: {error}"
@@ -109,6 +112,14 @@ class Bench:
     def _step(self, cache: Any) -> torch.Tensor:
         with torch.no_grad():
             return self.vb(input_ids=self.ids, past_key_values=cache, use_cache=True).logits
+
+    def _profiled(self, name: str, cache: Any) -> None:
+        with torch.profiler.profile(activities=list(torch.profiler.ProfilerActivity)) as profile:
+            self._step(cache)
+            torch.cuda.synchronize()
+        print(f"{name}, one step:")
+        table = profile.key_averages().table(sort_by="self_device_time_total", row_limit=9, max_name_column_width=60)
+        print("\n".join(line[:250] for line in table.splitlines()), flush=True)
 
     def _compared(self, logits: torch.Tensor) -> dict[str, Any]:
         if self.wanted is None:
@@ -134,7 +145,12 @@ class Bench:
             layer.tokens.read()
         torch.cuda.synchronize()
         read_ms = 1e3 * (time.perf_counter() - start)
+        keys, values = (x[:, :, :CHUNK].float() for x in cache.layers[0].tokens.read())
+        exact = [x.float() for x in pair(0, 0, self.tokens)]
+        errors = [float((a - b).norm() / b.norm()) for a, b in zip((keys, values), exact, strict=True)]
         return {
+            "key_error": errors[0],
+            "value_error": errors[1],
             "streamed_bytes": moved,
             "link_ms": moved / LINK_GB_PER_S / 1e6,
             "read_ms": read_ms,
@@ -153,11 +169,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=49152)
     parser.add_argument("--times", type=int, default=12)
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one step of each cache")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("error: scripts/kv_bench.py measures a GPU, and torch finds no CUDA device here")
     layers, tokens = options.layers, options.tokens
-    bench = Bench(layers, tokens, options.times)
+    bench = Bench(layers, tokens, options.times, options.profile)
     rows = [bench.measure("DynamicCache in GPU memory", DynamicCache)]
     resident = rows[0].get("ms", 0.0)
     for bits in (16, 8, 4):
@@ -178,7 +195,8 @@ def main() -> None:
         print(
             f"{row['cache']:38} {row.get('ms', 0):8.1f} ms a token, host {row.get('host_ms', 0):6.1f}, limit "
             f"{row.get('limit_ms', 0):6.1f} ({row.get('of_limit', 0):.2f}), read {row.get('read_ms', 0):6.1f}, "
-            f"equal {row.get('equal')}, error {row.get('error', 0):.1e}{row.get('failed', '')}"
+            f"equal {row.get('equal')}, keys {row.get('key_error', 0):.1e}, values {row.get('value_error', 0):.1e}"
+            f"{row.get('failed', '')}"
         )
 
 

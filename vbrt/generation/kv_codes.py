@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import ArgumentError
-from vbrt.kernels.cuda import kv_decode
+from vbrt.kernels.cuda import kv_pages
 
 __all__ = ["BITS", "KVShape", "PageCode", "page_code"]
 
@@ -124,7 +124,10 @@ class _Plain:
 
     def decode(self, pages: Tensor, out: tuple[Tensor, Tensor], rows: Tensor | None = None) -> None:
         """See `PageCode.decode`."""
+        fast = kv_pages.serves(pages, out)
         for x, part in zip(out, self._parts.views(pages), strict=True):
+            if fast and kv_pages.copy(part, x, rows):
+                continue
             part = part if rows is None else part.index_select(1, rows)
             _wide(_by_page(x, self.shape.page)).copy_(_wide(part))
 
@@ -153,9 +156,9 @@ class _Affine:
     def decode(self, pages: Tensor, out: tuple[Tensor, Tensor], rows: Tensor | None = None) -> None:
         """See `PageCode.decode`."""
         codes_K, bounds_K, codes_V, bounds_V = self._parts.views(pages)
-        if kv_decode.serves(pages) and all(x.stride(2) == x.shape[3] and x.stride(3) == 1 for x in out):
-            kv_decode.decode(codes_K, bounds_K, kv_decode.Groups(self.token_group, 1, self.bits), out[0], rows)
-            kv_decode.decode(codes_V, bounds_V, kv_decode.Groups(1, self.channel_group, self.bits), out[1], rows)
+        if kv_pages.serves(pages, out):
+            kv_pages.decode(codes_K, bounds_K, kv_pages.Groups(self.token_group, 1, self.bits), out[0], rows)
+            kv_pages.decode(codes_V, bounds_V, kv_pages.Groups(1, self.channel_group, self.bits), out[1], rows)
             return
         keys, values = (_by_page(x, self.shape.page) for x in out)
         self._decode(codes_K, bounds_K, 4, keys, rows)

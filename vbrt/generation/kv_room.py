@@ -5,8 +5,8 @@ from dataclasses import dataclass
 __all__ = ["Needs", "Sizes", "whole"]
 
 _EXTENT_BYTES = 16 << 20  # a link's full speed needs copies of this size
-_RING_SLOTS = 8
-_RING_PART = 4  # of the room, at most
+_FEWEST_SLOTS, _MOST_SLOTS = 8, 32
+_RING_PART = 8  # of the room, at most: where a third of all pages has its home there, two layers' others
 _UNIT = 4096
 
 
@@ -34,11 +34,11 @@ class Needs:
         Args:
             held: bytes of the largest extent that is there already: a slot holds it.
         """
-        ring = min(_RING_SLOTS * _EXTENT_BYTES, (room - self._tails) // _RING_PART) if self.ring else 0
-        slot = min(_EXTENT_BYTES, ring // _RING_SLOTS if ring > 0 else _EXTENT_BYTES)
+        ring = min(_MOST_SLOTS * _EXTENT_BYTES, (room - self._tails) // _RING_PART) if self.ring else 0
+        slot = min(_EXTENT_BYTES, ring // _FEWEST_SLOTS if ring > 0 else _EXTENT_BYTES)
         extent = max(1, slot // self.page_bytes) * self.page_bytes
         extent = max(extent, held)
-        slots = max(2, min(_RING_SLOTS, ring // whole(extent))) if self.ring else 0
+        slots = max(2, min(_MOST_SLOTS, ring // whole(extent))) if self.ring else 0
         return Sizes((room - self._tails - slots * whole(extent)) // self.layers, slots, extent)
 
     def fixed(self, sizes: Sizes) -> int:

@@ -1,0 +1,131 @@
+"""Pages of a KV cache are copied or decoded in one kernel on a GPU, right to where keys or values are wanted."""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vbrt.kernels.cuda.devices import available
+from vbrt.kernels.cuda.launcher import Launcher
+
+__all__ = ["Groups", "Launchers", "copy", "decode", "serves"]
+
+_BLOCK_VALUES = 4096
+_BLOCK_WORDS = 1024
+_WORD_BYTES = 8
+
+
+class Groups(NamedTuple):
+    """Tokens and channels that share their bounds, one of them 1, and the bits of a code."""
+
+    tokens: int
+    channels: int
+    bits: int
+
+
+class Launchers(NamedTuple):
+    """What launches the kernels."""
+
+    copy: Any
+    decode: Any
+
+
+def serves(pages: Tensor, out: tuple[Tensor, Tensor]) -> bool:
+    """True if pages are where Triton runs, and tokens [R, H, T, D] lie behind each other in the result."""
+    return pages.is_cuda and available() and all(x.stride(2) == x.shape[3] and x.stride(3) == 1 for x in out)
+
+
+def copy(part: Tensor, out: Tensor, rows: Tensor | None, launchers: Launchers | None = None) -> bool:
+    """Copy keys or values of pages; False if they are not made of words of 8 bytes.
+
+    Args:
+        part: [n, B, H, P, D], a page's own values side by side, the n pages at any distance.
+        out: [R, H, n P, D]; tokens behind each other, rows and heads at any distance.
+        rows: int64 [R], the sequence of each row; None: R = B, all in order.
+        launchers: other than this device's.
+    """
+    pages, _, heads, tokens, channels = part.shape
+    row, head, distance = (stride * part.itemsize for stride in (out.stride(0), out.stride(1), part.stride(0)))
+    nbytes = tokens * channels * part.itemsize
+    addresses = part.data_ptr() | out.data_ptr()
+    if (addresses | row | head | distance | nbytes) % _WORD_BYTES:
+        return False
+    words, paired = nbytes // _WORD_BYTES, (addresses | row | head | distance | nbytes) % (2 * _WORD_BYTES) == 0
+    block = min(_BLOCK_WORDS, 1 << (words - 1).bit_length())
+    _launch(
+        (launchers or _launchers()).copy,
+        (-(-words // block) * pages, out.shape[0] * heads),
+        (_as_words(part), part if rows is None else rows, _as_words(out)),
+        (heads, row // _WORD_BYTES, head // _WORD_BYTES),
+        (),
+        PAGE_WORDS=distance // _WORD_BYTES,
+        WORDS=words,
+        PAIRED=paired,
+        ROWS=rows is not None,
+        BLOCK=block,
+    )
+    return True
+
+
+def decode(
+    codes: Tensor, bounds: Tensor, groups: Groups, out: Tensor, rows: Tensor | None, launchers: Launchers | None = None
+) -> None:
+    """Write low + code * step, rounded from fp32 to its dtype, into `out`.
+
+    Args:
+        codes: uint8 [n, B, H, P, D * bits / 8], the n pages at any distance.
+        bounds: bf16 [n, 2, B, H, P / groups.tokens, D / groups.channels], likewise: lows, then steps.
+        out, rows, launchers: see `copy`.
+    """
+    pages, batch, heads, tokens, _ = codes.shape
+    channels = out.shape[3]
+    members = groups.channels if groups.channels > 1 else channels
+    width = 1 << (members - 1).bit_length()
+    block = _tokens_of_a_program(tokens, groups.tokens, width)
+    _launch(
+        (launchers or _launchers()).decode,
+        (-(-tokens // block) * pages, out.shape[0] * heads * (channels // members)),
+        (codes, bounds, bounds if rows is None else rows, out),
+        (batch, heads, out.stride(0), out.stride(1)),
+        (out.dtype,),
+        PAGE_BYTES=codes.stride(0),
+        TOKENS=tokens,
+        CHANNELS=channels,
+        TOKEN_GROUP=groups.tokens,
+        CHANNEL_GROUP=groups.channels,
+        BITS=groups.bits,
+        ROWS=rows is not None,
+        BLOCK=block,
+        WIDTH=width,
+    )
+
+
+def _tokens_of_a_program(tokens: int, group: int, width: int) -> int:
+    """Return a power of two: of one group of tokens, where they are grouped."""
+    most = max(1, _BLOCK_VALUES // width)
+    if group == 1:
+        return min(most, 1 << (tokens - 1).bit_length())
+    return min(most, group & -group)
+
+
+def _as_words(x: Tensor) -> Tensor:
+    """Return the memory that x spans as int64."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    begin, words = x.storage_offset() * x.itemsize // _WORD_BYTES, -(-span * x.itemsize // _WORD_BYTES)
+    return torch.empty(0, dtype=torch.int64, device=x.device).set_(x.untyped_storage(), begin, (words,), (1,))
+
+
+def _launch(
+    launch: Any, grid: tuple[int, int], tensors: tuple, numbers: tuple, special: tuple, **constants: Any
+) -> None:
+    out = tensors[-1]
+    wide = max(numbers) >= 1 << 31
+    launch(out.device.index or 0, grid, tensors, numbers, warps=4, specialized=(*special, wide), **constants)
+
+
+@functools.cache
+def _launchers() -> Launchers:
+    from vbrt.kernels.cuda import kv_pages_triton as device
+
+    return Launchers(Launcher(device.copy_kernel), Launcher(device.decode_kernel))
