@@ -10,7 +10,7 @@ from vbrt.kernels.cuda import kv_pages
 pytest.importorskip("triton.experimental.gluon")
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("bits", [16, pytest.param(8, marks=pytest.mark.exhaustive), 4])
 def test_pages_are_copied_and_decoded_as_torch_does(bits, gpu):  # noqa: F811
     kv_pages._launchers.cache_clear()
     code = page_code(KVShape(2, 1, 64, 32, 64, torch.bfloat16), bits)
