@@ -74,6 +74,7 @@ _OTHERS = {
     "histc",
     "bincount",
 }
+_WATCHED = _SUMS | _PRODUCTS | _OTHERS
 _KNOWN = {"sdpa", "eager"}
 
 
@@ -153,6 +154,8 @@ class _Sums(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name not in _WATCHED:
+            return func(*args, **kwargs)
         if name in _SUMS:
             x = args[0] if args else kwargs.get("input")
             if self._has_tokens(x):

@@ -272,12 +272,11 @@ def shared_product(
         planes = _planes(handle, kernels, tensors, device)
         if not kernels.lossless:
             yield lambda x, bias: linear_on_planes(handle, kernels, x, planes, bias)
-        elif kernels.spec.transposed:
-            weight = _weight_of(kernels, planes)
-            yield lambda x, bias: linear_on_weight(kernels.spec, x, weight, bias)
-        else:
-            dense = WeightPlanes("dense", planes.shape, planes.dtype, {"weight": kernels.decode(planes)})
-            yield lambda x, bias: linear_on_planes(handle, kernels, x, dense, bias)
+            return
+        weight = _weight_of(kernels, planes)
+        if handle.trainable and not kernels.spec.transposed:
+            weight = requiring_grad(weight)
+        yield lambda x, bias: linear_on_weight(kernels.spec, x, weight, bias)
 
 
 def linear_on_planes(
