@@ -8,7 +8,10 @@ Parts are independent: one that fails prints its traceback and leaves the others
 """
 
 import argparse
+import cProfile
+import dataclasses
 import json
+import pstats
 import random
 import subprocess
 import sys
@@ -174,7 +177,9 @@ def shape_8b(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows.append({"model": "8b", "what": "plain", "ms_a_token": 1e3 * (plain_s - first_s) / 24})
     show(rows[-1])
     _, got = timed(lambda: run(25, speculate=4))
-    rows.append({"model": "8b", "what": "tokens equal to plain, k = 4", "same": bool(torch.equal(got, plain))})
+    steps, fallbacks = vb.stats().steps, list(vb.stats().fallbacks)
+    row = {"model": "8b", "what": "tokens equal to plain, k = 4", "same": bool(torch.equal(got, plain))}
+    rows.append({**row, "steps": dataclasses.asdict(steps), "fallbacks": fallbacks})
     show(rows[-1])
     generating.Sequences = Forced
     try:
@@ -187,12 +192,16 @@ def shape_8b(args: argparse.Namespace) -> list[dict[str, Any]]:
                         vb, lambda t=tokens, e=exactness, k=k: run(t, speculate=k, exactness=e)
                     )
                     row = {"model": "8b", "acceptance_forced": acceptance, "exactness": exactness, "drafts": k}
-                    row |= {"tokens_per_s": counts["tokens"] / (spent_s - first_s), **counts}
+                    row |= {"tokens_per_s": counts["tokens"] / (spent_s - first_s)}
+                    row |= {"draft_ms": counts["draft_us"] / 1e3 / max(1, counts["drafted"])}
+                    row |= {"verify_ms": counts["verify_us"] / 1e3 / counts["rounds"], **counts}
                     rows.append(row)
                     show(row)
     finally:
         generating.Sequences = Sequences
     print(vb.stats().phases, file=sys.stderr)
+    if args.profile:
+        profiled(lambda: run(24, speculate=16))
     vb.close()
     return rows
 
@@ -200,6 +209,13 @@ def shape_8b(args: argparse.Namespace) -> list[dict[str, Any]]:
 def show(row: dict[str, Any]) -> None:
     text = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
     print(json.dumps(text), flush=True)
+
+
+def profiled(run: Callable[[], Any]) -> None:
+    """Print where the host's time goes."""
+    profiler = cProfile.Profile()
+    profiler.runcall(run)
+    pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(25)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -212,6 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--acceptance", type=float, nargs="*", default=[0.9, 0.95])
     parser.add_argument("--k", type=int, nargs="*", default=[8, 16], help="drafts a round, beside auto")
+    parser.add_argument("--profile", action="store_true", help="print where the host's time goes, of the 8B shape")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args(arguments)
     warnings.simplefilter("ignore", UserWarning)

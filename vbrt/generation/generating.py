@@ -26,6 +26,7 @@ from vbrt.generation.recorders import Recorder, recorder_for
 from vbrt.generation.steps import CUSTOM, Session, Steps
 from vbrt.kernels.recorded import recorder
 from vbrt.layers import WeightHandle
+from vbrt.layers.compute import pass_precision
 from vbrt.model.passes import move_rest_
 from vbrt.model.phase import DECODE, phase_name
 from vbrt.report.stats import StepCounts
@@ -188,6 +189,15 @@ class Terms:
         inferred = DECODE if attachment.name_phase is None else attachment.name_phase(DECODE)
         return attachment.prefix + (named or inferred)
 
+    def _keys(self) -> list[str] | None:
+        """The pages that a coarse pass takes; None for other passes."""
+        if pass_precision() != "coarse":
+            return None
+        handles = self._attachment().registry.handles
+        if not all(isinstance(handle, WeightHandle) and handle.keys for handle in handles):
+            return None
+        return [key for handle in handles for key in (handle.keys[:1] if handle.spec.fine else handle.keys)]
+
     def moment(self) -> object:
         """Return what must be as it was when a step was recorded."""
         ledger, guard = self._stack.ledger, self._stack.guard
@@ -206,7 +216,7 @@ class Terms:
         if guard.routing is not None:
             return "routing is being recorded"
         if self._stack.device.type == "cuda":
-            return attachment.runtime.recordable(self._phase) or ""
+            return attachment.runtime.recordable(self._phase, self._keys()) or ""
         return "a timeline is being recorded" if guard.recorder is not None else ""
 
     def begin_pass(self) -> None:
@@ -229,7 +239,7 @@ class Terms:
         ledger, attachment, passes = self._stack.ledger, self._attachment(), []
 
         def within() -> Any:
-            passes.append(attachment.runtime.recording(self._phase))
+            passes.append(attachment.runtime.recording(self._phase, self._keys()))
             return passes[0]
 
         captured = ledger.captured

@@ -11,7 +11,7 @@ as its model.
 
 import contextlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -148,22 +148,23 @@ class Runtime:
 
     # -- CUDA graphs --------------------------------------------------------------------------------------------------
 
-    def recordable(self, phase: str) -> str | None:
+    def recordable(self, phase: str, keys: Collection[str] | None = None) -> str | None:
         """Return why a CUDA graph cannot record a pass of a phase now; None if it can.
 
         Args:
             phase: as passes have it: with the prefix of the model's attachment, where that has one.
+            keys: of the pages that its passes take, where that is known.
         """
-        return "the runtime was closed with its last model" if self.stack.closed else refusal(self.stack, phase)
+        return "the runtime was closed with its last model" if self.stack.closed else refusal(self.stack, phase, keys)
 
-    def recording(self, phase: str) -> Recording:
+    def recording(self, phase: str, keys: Collection[str] | None = None) -> Recording:
         """Prepare the recording of a pass as a CUDA graph, right before its capture; see `vbrt.tiers.recording`.
 
         Raises:
             TierError: it cannot be recorded; the message says why.
         """
         self.check_open("recording")
-        return Recording(self.stack, phase)
+        return Recording(self.stack, phase, keys)
 
     # -- budgets ------------------------------------------------------------------------------------------------------
 

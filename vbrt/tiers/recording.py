@@ -12,6 +12,7 @@ rehomed or retired, a weight that is loaded anew end the recording, and `replay`
 """
 
 import threading
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,15 +25,16 @@ if TYPE_CHECKING:
 __all__ = ["Recording", "refusal"]
 
 
-def refusal(stack: "TierStack", phase: str) -> str | None:
-    """Return why a CUDA graph cannot record a pass of a phase now; None if it can."""
+def refusal(stack: "TierStack", phase: str, keys: Collection[str] | None = None) -> str | None:
+    """Return why a CUDA graph cannot record a pass of a phase now; None if it can. `keys`: of the pages that it takes,
+    where that is known."""
     if stack.closed:
         return "the model was closed"
     if stack.levels[0].stream is None:
         return f"tiers.{stack.names[0]} computes on {stack.device}, which has no CUDA graphs"
     if stack.guard.recorder is not None:
         return "a timeline is being recorded"
-    if stack.ledger.travellers:
+    if stack.ledger.travellers if keys is None else any(stack.pages[key].home for key in keys):
         nbytes = sum(page.nbytes for page in stack.pages.values())
         return f"pages move: tiers.{stack.names[0]}.budget has no room for all of them ({nbytes} bytes)"
     return None
@@ -45,11 +47,11 @@ class Recording:
         ended: why the graph must not be replayed any more; "" while it may.
     """
 
-    def __init__(self, stack: "TierStack", phase: str) -> None:
+    def __init__(self, stack: "TierStack", phase: str, keys: Collection[str] | None = None) -> None:
         """Prepare a recording of the phase's passes. Raises TierError with the reason why it cannot be recorded."""
         with stack.guard.entered:
             stack.decider.catch_up()
-            reason = refusal(stack, phase)
+            reason = refusal(stack, phase, keys)
             if reason is not None:
                 raise TierError(f"a CUDA graph cannot record a pass of phase {phase}: {reason}")
             self._changes = stack.ledger.changes
