@@ -26,6 +26,7 @@ import vbrt
 from scripts.experts_decode import build as build_moe
 from scripts.measuring import machine
 from vbrt.generation.joined import PATTERNS, Joined, joined
+from vbrt.kernels.recorded import StepRecorder
 
 CACHE_TOKENS, PROMPT = 1024, 128
 LLAMA = {
@@ -130,6 +131,8 @@ def joined_row(name: str, decoding: Decoding, **options: Any) -> tuple[dict[str,
     graph, seconds = captured(step)
     report = step.report
     row = {"case": name, "ms": replay_ms(graph, decoding), "join_s": report.seconds, "capture_s": seconds}
+    calls = getattr(step.run, "calls", dict)()
+    row |= {"calls": {name: count for name, count in calls.items() if count >= 8}}
     row |= {"error": report.error, "joined": report.joined, "kept": report.kept, "operators": report.operators}
     return row | {"refused": report.refused}, graph
 
@@ -159,6 +162,42 @@ def compared(name: str, decoding: Decoding, *, each: bool, profile: bool) -> Ite
             yield {k: without[k] for k in keep} | {"cost_ms": without["ms"] - row["ms"]}
 
 
+def truth(layers: int) -> Iterator[dict[str, Any]]:
+    """How far eager and joined steps in bf16 are from the same step in fp32."""
+    model = build_llama(layers)
+    decoding = Decoding(model, model.config, 1)
+    with torch.no_grad():
+        eager = decoding.step().float()
+    decoding.rewind()
+    run = joined(decoding.step, same_bits=False)
+    decoding.rewind()
+    own = run().float()
+    del run, decoding
+    model.float()
+    with torch.no_grad():
+        exact = Decoding(model, model.config, 1).step()
+    errors = {name: float((y - exact).norm() / exact.norm()) for name, y in (("eager", eager), ("joined", own))}
+    yield {"case": f"8B shape, {layers} layers, bf16 against fp32", **errors}
+
+
+def seconds_of(decoding: Decoding) -> dict[str, float]:
+    """Seconds of a joined step's parts, after kernels have been compiled: the eager step, its record, joins, check."""
+    found = {}
+    for name, options in (("all", {}), ("without check", {"check": False})):
+        decoding.rewind()
+        torch.cuda.synchronize()
+        found[name] = joined(decoding.step, same_bits=False, **options).report.seconds
+    decoding.rewind()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    with torch.no_grad(), StepRecorder():
+        decoding.step()
+    found["record"] = time.perf_counter() - start
+    start = time.perf_counter()
+    decoding.step()
+    return found | {"step": time.perf_counter() - start}
+
+
 def llama(layers: int) -> Iterator[dict[str, Any]]:
     model = build_llama(layers)
     decoding = Decoding(model, model.config, 1)
@@ -166,7 +205,9 @@ def llama(layers: int) -> Iterator[dict[str, Any]]:
     same, _ = joined_row("8B bf16, batch 1: joined, same bits", decoding, same_bits=True)
     yield same
     vb = vbrt.wrap(model, "fp4").materialize()
-    yield from compared("8B fp4, batch 1", Decoding(vb, model.config, 1), each=True, profile=True)
+    decoding = Decoding(vb, model.config, 1)
+    yield from compared("8B fp4, batch 1", decoding, each=True, profile=True)
+    yield {"case": "8B fp4, batch 1: seconds of joining", **seconds_of(decoding)}
     yield from compared("8B fp4, batch 16", Decoding(vb, model.config, 16), each=False, profile=True)
     vb.close()
 
@@ -208,6 +249,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     parts = {
+        "truth": functools.partial(truth, args.layers),
         "bits": bits,
         "llama": functools.partial(llama, args.layers),
         "moe": functools.partial(moe, args.moe_layers),

@@ -41,6 +41,7 @@ from vbrt.generation.join_norms import eager_forms, join_norms
 from vbrt.generation.join_plain import join_repeated, say_plainly
 from vbrt.generation.join_routers import join_routers
 from vbrt.generation.step_graph import Program, StepGraph
+from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.joining import join_layers
 from vbrt.kernels.recorded import StepRecorder
 from vbrt.layers.compiled import FEW_TOKENS
@@ -59,11 +60,13 @@ class Pattern(NamedTuple):
         name: by which it can be left out.
         same_bits: True if what replaces it gives the bits of the eager kernels.
         apply: changes a graph and counts what it did.
+        launches: True if what it puts in needs Triton on a GPU.
     """
 
     name: str
     same_bits: bool
     apply: Callable[[StepGraph], None]
+    launches: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +99,18 @@ class Joined:
     """A step to be called in the place of another.
 
     Attributes:
+        run: a `Program`, or the step itself.
         report: what was joined.
         first: what the step gave while it was recorded.
     """
 
     def __init__(self, run: Callable[..., Any], report: JoinReport, first: Any) -> None:
-        self._run, self.report, self.first = run, report, first
+        self.run, self.report, self.first = run, report, first
 
     def __call__(self, *inputs: Any) -> Any:
         """Run it; inputs of the same shapes as the examples."""
         with torch.no_grad():
-            return self._run(*inputs)
+            return self.run(*inputs)
 
 
 def _join_layers(step: StepGraph) -> None:
@@ -139,8 +143,8 @@ _LAYER_JOINS = {
 
 #: in the order in which they are applied
 PATTERNS = (
-    Pattern("plain", True, say_plainly),
-    Pattern("repeated", True, join_repeated),
+    Pattern("plain", True, say_plainly, launches=False),
+    Pattern("repeated", True, join_repeated, launches=False),
     Pattern("layers", False, _join_layers),
     Pattern("norms", False, join_norms),
     Pattern("rotary", True, join_rotary),
@@ -231,11 +235,23 @@ class _WrongError(Exception):
 
 def _built(graph: StepGraph, recorder: StepRecorder, inputs: Sequence[Any], without: Collection[str]) -> Program:
     graph.drop_unused()
+    launches = _has_kernels(graph)
     for pattern in PATTERNS:
+        if pattern.launches and not launches:
+            continue
         if pattern.name not in without and (pattern.same_bits or not graph.same_bits):
             pattern.apply(graph)
             graph.drop_unused()
     return Program(graph, inputs)
+
+
+def _has_kernels(graph: StepGraph) -> bool:
+    """True if launches of ours run where the step does; plain torch stands in for them on a CPU."""
+    found = {tensor.device for tensor in graph.given.values() if tensor.is_cuda}
+    if all(devices.available() and devices.major(device.index) >= devices.MIN_MAJOR for device in found):
+        return True
+    graph.kept["everything: kernels need Triton, and a GPU of compute capability 8.0 or newer"] += 1
+    return False
 
 
 def _checked(

@@ -94,6 +94,10 @@ class Program:
     def __len__(self) -> int:
         return len(self._steps)
 
+    def calls(self) -> Counter[str]:
+        """What is called how often."""
+        return Counter(getattr(node.target, "__name__", str(node.target)) for node in self._steps)
+
     def __call__(self, *inputs: Any) -> Any:
         """The step's outputs."""
         values = dict(self._given)

@@ -20,6 +20,8 @@ MOST_EXPERTS = 1024
 MOST_QUERIES = 16  # that share their keys: the rows of one matrix instruction
 _KEYS = 32  # at a time
 _PROGRAMS = 2  # of attention for each multiprocessor, if there are keys enough
+_BLOCKS = 4  # of keys that a program goes through, unless there are more than MOST_SPANS of them
+_MOST_SPANS = 64
 
 
 class _Kernels(NamedTuple):
@@ -153,6 +155,14 @@ def route(logits: Tensor, rule: "RouteRule") -> tuple[Tensor, Tensor]:
     return weights, ids
 
 
+def _span(length: int, pairs: int, processors: int) -> int:
+    """Keys of one program: few enough that all multiprocessors have some, and that masked ones are passed at once."""
+    blocks = -(-length // _KEYS)
+    programs = max(1, _PROGRAMS * processors // pairs)
+    few = min(_BLOCKS, -(-blocks // programs))
+    return max(few, -(-blocks // _MOST_SPANS)) * _KEYS
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """[B, H, S, D], in memory [B, S, H, D] where H is a multiple of the groups, else as q."""
     batch, heads, queries, d = q.shape
@@ -161,9 +171,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     q_r = q.stride(1) if queries == 1 else q.stride(2)
     q_g = q.stride(1) * (heads // groups)
     device, dependent = q.device.index, devices.launches_dependents(q.device.index)
-    blocks = -(-length // _KEYS)
-    wanted = max(1, _PROGRAMS * devices.gpu(device).processors // (batch * groups))
-    span = -(-blocks // min(wanted, blocks)) * _KEYS
+    span = _span(length, batch * groups, devices.gpu(device).processors)
     spans = -(-length // span)
     parts = torch.empty(batch * groups, spans, rows, d, dtype=torch.float32, device=q.device)
     stats = torch.empty(batch * groups, spans, 2, rows, dtype=torch.float32, device=q.device)
