@@ -21,7 +21,7 @@ def model():
 def wrap(how):
     config = vbrt.load_config("exact", weights={"min_parameters": 0})
     page = max(swap.page_bytes for swap in vbrt.make_plan(model(), config).swaps)
-    budget = {} if how == "resident" else {"gpu": {"budget": 6 * page}}
+    budget = {} if how == "resident" else {"gpu": {"budget": 9 * page}}  # coarse planes, and fine ones that pass
     return vbrt.wrap(model(), config, tiers=budget).materialize()
 
 
@@ -38,7 +38,10 @@ def test_tokens_and_logits_on_a_gpu_are_those_of_plain_decoding(how, batch):
             got = vb.generate(ids, attention_mask=mask, **settings, **drawn, speculate=5)
             assert torch.equal(plain.sequences, got.sequences)
             assert all(map(torch.equal, plain.logits, got.logits))
-        assert vb.stats().speculation.acceptance > 0.3
+        stats = vb.stats()
+        assert stats.speculation.acceptance > 0.3 and stats.steps.captured > 0, stats.steps.reasons
+        if how == "streamed":
+            assert vb.plan.home_bytes("cpu") > 0 and all("/" in layer.home for layer in stats.layers.values())
 
 
 def test_a_coarse_pass_runs_the_fused_kernel_on_pages_that_exact_passes_merge():
