@@ -45,7 +45,7 @@ class Clock:
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def generate(model, batch: int, new: int = NEW, clock: Clock | None = None) -> torch.Tensor:
+def generate(model, batch: int, new: int, clock: Clock | None = None) -> torch.Tensor:
     torch.manual_seed(3)
     ids = torch.randint(10, 1000, (batch, PROMPT), device="cuda")
     criteria = {} if clock is None else {"stopping_criteria": [clock]}
@@ -54,11 +54,11 @@ def generate(model, batch: int, new: int = NEW, clock: Clock | None = None) -> t
     )
 
 
-def timed(model, batch: int, *, new: int = NEW, warm: bool = True) -> dict[str, float]:
+def timed(model, batch: int, new: int, *, warm: bool = True) -> dict[str, float]:
     """Milliseconds of a token after the first, and of the first; of the first call too, which records."""
     begun = time.perf_counter()
     first_call = Clock()
-    generate(model, batch, NEW if warm else 4, clock=first_call)
+    generate(model, batch, new if warm else 4, clock=first_call)
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -69,7 +69,7 @@ def timed(model, batch: int, *, new: int = NEW, warm: bool = True) -> dict[str, 
     generate(model, batch, 1)
     torch.cuda.synchronize()
     prompt = time.perf_counter() - start
-    row = {"ms": (whole - prompt) / (new - 1) * 1e3, "first_ms": prompt * 1e3}
+    row = {"ms": (whole - prompt) / (new - 1) * 1e3, "first_ms": prompt * 1e3, "whole_ms": whole * 1e3}
     if warm:
         row["first_call_first_ms"] = (first_call.moments[0] - begun) * 1e3
         row["first_call_longest_ms"] = max(b - a for a, b in pairwise(first_call.moments)) * 1e3
@@ -118,9 +118,9 @@ def recorded_ms(vb) -> float | None:
     return replayed_ms(recordings[-1].again) if recordings else None
 
 
-def wrapped_row(vb, batch: int) -> dict[str, object]:
+def wrapped_row(vb, batch: int, new: int) -> dict[str, object]:
     before = vb.stats().steps
-    row = timed(vb, batch)
+    row = timed(vb, batch, new)
     steps = vb.stats().steps
     row |= {"captured": steps.captured - before.captured, "eager": steps.eager - before.eager}
     row |= {"recordings": steps.recordings - before.recordings, "reasons": list(steps.reasons)}
@@ -186,17 +186,17 @@ class Bench:
     def plain(self, model) -> None:
         for batch in self.args.batches:
             if "eager" in self.args.parts:
-                self.row("bf16, eager", batch, lambda b=batch: timed(model, b, warm=False))
+                self.row("bf16, eager", batch, lambda b=batch: timed(model, b, self.args.new, warm=False))
             if "hand" in self.args.parts:
                 self.row("bf16, captured by hand", batch, lambda b=batch: by_hand(model, b))
 
     def each(self, vb, case: str) -> None:
         for batch in self.args.batches:
-            self.row(case, batch, lambda b=batch: wrapped_row(vb, b))
+            self.row(case, batch, lambda b=batch: wrapped_row(vb, b, self.args.new))
 
     def exact(self, model) -> None:
         vb = vbrt.wrap(model, "exact", tiers={"gpu": {"budget": self.args.exact_budget}}).materialize(progress=False)
-        self.row("exact", 1, lambda: wrapped_row(vb, 1))
+        self.row("exact", 1, lambda: wrapped_row(vb, 1, self.args.new))
         vb.close()
 
     def fp4(self, model) -> None:
@@ -222,12 +222,13 @@ class Bench:
 
     def share(self, vb, share: int, pages: list[int]) -> dict[str, object]:
         vb.set_budget("gpu", int(sum(pages) * share / 100))
-        return wrapped_row(vb, 1)
+        return wrapped_row(vb, 1, self.args.new)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--new", type=int, default=NEW, help="tokens to generate")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 16])
     parser.add_argument("--shares", type=int, nargs="*", default=[10, 20, 30, 40, 50, 60, 70, 80, 90])
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)

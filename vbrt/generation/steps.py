@@ -217,8 +217,7 @@ class Steps:
             limit: the length at which it will stop, if that is known.
         """
         owns = self._lock.acquire(blocking=False)
-        why = self._why_not_now() if owns else "another thread generates with this model"
-        session = Session(self, limit, why)
+        session = Session(self, limit, None if owns else "another thread generates with this model")
         try:
             yield session
         finally:
@@ -228,7 +227,7 @@ class Steps:
                 if owns:
                     self._lock.release()
 
-    def _why_not_now(self) -> str:
+    def why_not_now(self) -> str:
         """Return why nothing can be recorded in this call; forget recordings of a model that has changed since."""
         model = self._model()
         why = self._terms.refusal() or why_eager(model, [model])
@@ -254,7 +253,7 @@ class Steps:
     def renew(self) -> str:
         """Forget recordings of pages that have moved; return why no others can be made, "" if they can."""
         self.release()
-        return self._why_not_now()
+        return self.why_not_now()
 
     # -- recordings ---------------------------------------------------------------------------------------------------
 
@@ -349,7 +348,7 @@ class Steps:
 class Session:
     """One call of generate."""
 
-    def __init__(self, steps: Steps, limit: int | None, why_not: str) -> None:
+    def __init__(self, steps: Steps, limit: int | None, why_not: str | None) -> None:
         self._steps, self._limit, self._why = steps, limit, why_not
         self.thread = threading.get_ident()
         self._kept: Kept | None = None
@@ -374,7 +373,9 @@ class Session:
         found = None if args else cache_in(kwargs)
         if not self._prompted or (found is not None and not _holds_tokens(found[1])):
             self._prompted = True
-            return self._plainly(plain, args, kwargs)
+            out = self._plainly(plain, args, kwargs)
+            self._look()  # while the device computes the prompt
+            return out
         try:
             out = self._step(plain, found, kwargs)
         except NotRecordable as error:
@@ -437,7 +438,13 @@ class Session:
         self._place(cache, span_of(call.length or 0))
         return call
 
+    def _look(self) -> None:
+        """Look at the model, once: whether steps can be recorded, and whether recordings are of it as it is now."""
+        if self._why is None:
+            self._why = self._steps.why_not_now()
+
     def _why_eager(self, found: tuple[str, Any] | None, kwargs: Mapping[str, Any]) -> str:
+        self._look()
         if self._why:
             return self._why
         if torch.is_grad_enabled():
