@@ -26,6 +26,11 @@ MODELS = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
         {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32, "attention.key_length": 32},
     ),
+    "lfm2": (  # one of those that transformers has newer rules for
+        "Lfm2Config",
+        {"layer_types": ["conv", "full_attention"], "head_dim": 16, "block_auto_adjust_ff_dim": False},
+        {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 2]},
+    ),
     "gemma2": ("Gemma2Config", {"sliding_window": 16}, {"attention.key_length": 32, "attention.sliding_window": 16}),
 }
 PLAIN = (Type.F32, Type.F16, Type.BF16)
@@ -68,6 +73,8 @@ def as_in_files(architecture, name, value, config):
     if architecture == "llama" and ("attn_q." in name or "attn_k." in name):
         heads = config.num_attention_heads if "attn_q." in name else config.num_key_value_heads
         return permuted(value, heads)
+    if name.endswith("shortconv.conv.weight"):
+        return value[:, 0]
     return value + 1 if architecture == "gemma2" and "norm" in name else value
 
 
@@ -82,7 +89,7 @@ def tensors_of(model, architecture):
         value = state[new]
         if name.endswith(("_gate_exps", "_up_exps")):
             value = np.split(value, 2, axis=1)["_up_" in name]
-        name = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
+        name = name if name.endswith((".weight", ".bias", "ssm_a", "ssm_d")) else f"{name}.weight"
         yield name, np.ascontiguousarray(as_in_files(architecture, name, value, model.config))
 
 
@@ -94,11 +101,11 @@ def write(path, model, architecture, type_of, *, tokens=True, more=()):
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", None) or config.norm_eps)
     writer.add_rope_freq_base(10000.0)
-    for key, value in MODELS[architecture][2].items():
-        writer.add_uint32(f"{architecture}.{key}", value)
+    for key, value in ({"attention.head_count_kv": config.num_key_value_heads} | MODELS[architecture][2]).items():
+        add = writer.add_array if isinstance(value, list) else writer.add_uint32
+        add(f"{architecture}.{key}", value)
     writer.add_vocab_size(config.vocab_size)
     if tokens:
         add_tokens(writer, config.vocab_size)

@@ -20,7 +20,7 @@ QUIET = {"weights": {"min_parameters": 0}, "tiers": {"gpu": {"enabled": False}},
 
 def mixed(*types):
     """Attention in the first type, the rest in the last."""
-    return lambda name: types[0] if "attn" in name else types[-1]
+    return lambda name: Type.F32 if "conv.conv" in name else types[0] if "attn" in name else types[-1]
 
 
 @torch.no_grad()
@@ -51,6 +51,7 @@ def reference(path, model, dtype):
         ("qwen3moe", (Type.MXFP4, Type.Q4_0), {"mxfp4", "levels32-float16"}),
         ("qwen3moe", (Type.F32, Type.Q8_0), {"dense"}),
         ("gemma2", (Type.Q4_0, Type.F32), {"levels32-float16", "dense"}),
+        ("lfm2", (Type.Q4_0,), {"levels32-float16"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -5,7 +5,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from vbrt.cli.options import config_of, integration, positive
-from vbrt.cli.screen import complain, without_warnings_of_wrap, working
+from vbrt.cli.screen import complain, warnings_as_lines, without_warnings_of_wrap, working
 from vbrt.config import VBConfig, assign
 from vbrt.errors import CheckpointError
 
@@ -65,7 +65,7 @@ def load_model(args: argparse.Namespace) -> "tuple[VBModelWrapper, PreTrainedTok
         causal = integration("causal")
         config = settled_config(args)
         say(f"loading {path}")
-        with without_warnings_of_wrap():
+        with without_warnings_of_wrap(), warnings_as_lines():
             vb, tokenizer = causal.load_wrapped(
                 path, config, count=lambda number, total: say(f"loading {path}: {number} of {total} weights")
             )

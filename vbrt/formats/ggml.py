@@ -57,9 +57,11 @@ def repack_gguf(blocks: Tensor, shape: tuple[int, int], type: str) -> Repacked:
 
 def _sequential(packed: Tensor) -> Tensor:
     """Return bytes [.., 16] of 32 codes in their order, where low nibbles were the first 16 and high ones the rest."""
-    low, high = packed & 15, packed >> 4
-    halves = [half[..., 0::2] | half[..., 1::2] << 4 for half in (low, high)]
-    return torch.cat(halves, dim=-1)
+    pairs = packed.clone(memory_format=torch.contiguous_format).view(torch.int16)  # two neighbours of either half
+    out = torch.empty(packed.shape, dtype=torch.uint8, device=packed.device)
+    out[..., :8] = pairs & 0x0F | pairs >> 4 & 0xF0
+    out[..., 8:] = pairs >> 4 & 0x0F | pairs >> 8 & 0xF0
+    return out
 
 
 def _half(two_bytes: Tensor) -> Tensor:

@@ -3,7 +3,10 @@
 The file's header is checked before transformers follows any count in it. Importing this module imports transformers.
 """
 
+import importlib
 import json
+import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +16,7 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from vbrt.host.files import read_bounded
 from vbrt.integrations.gguf_rope import scale_rope_
 from vbrt.saves.gguf import GGUFTensors
+from vbrt.saves.gguf_file import ArrayOf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,10 +58,11 @@ def config_beside(file: Path) -> Path | None:
 
 def gguf_config(tensors: GGUFTensors) -> PreTrainedConfig:
     """Return the config that transformers makes of the metadata of a file whose header is checked."""
-    config = AutoConfig.from_pretrained(
-        tensors.path.parent, gguf_file=tensors.path.name, local_files_only=True, trust_remote_code=False
-    )
-    metadata, taken = tensors.files[0].metadata, GGUF_CONFIG_MAPPING.get(config.model_type, {})
+    config = _config_of(tensors)
+    metadata, taken = tensors.files[0].metadata, _taken(config, tensors)
+    vocabulary, size = metadata.get("tokenizer.ggml.tokens"), f"{tensors.architecture}.vocab_size"
+    if isinstance(vocabulary, ArrayOf) and not ("vocab_size" in taken and size in metadata):
+        config.vocab_size = vocabulary.count
     for key, attribute in _LEFT_OUT.items():
         value = metadata.get(f"{tensors.architecture}.{key}")
         if isinstance(value, int) and key not in taken and hasattr(config, attribute):
@@ -66,6 +71,35 @@ def gguf_config(tensors: GGUFTensors) -> PreTrainedConfig:
     if tensors.architecture not in _TIED:  # transformers looks at the first part of a file only
         config.tie_word_embeddings = "output.weight" not in tensors.infos
     return config
+
+
+def _config_of(tensors: GGUFTensors) -> PreTrainedConfig:
+    """Have transformers make a config. For most architectures it takes seconds for the vocabulary, of which it wants
+    nothing but the length, so it gets a file without one."""
+    path = tensors.path
+    if tensors.architecture in _newer_architectures():
+        return _config_in(path)
+    with tempfile.TemporaryDirectory(prefix="vbrt-gguf-") as directory:
+        short = Path(directory) / path.name
+        short.write_bytes(tensors.files[0].without_vocabulary(tensors.infos))
+        return _config_in(short)
+
+
+def _config_in(path: Path) -> PreTrainedConfig:
+    return AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False)
+
+
+def _newer_architectures() -> Collection[str]:
+    try:
+        return importlib.import_module("transformers.integrations.gguf").GGUF_CONFIG_ARCHS
+    except (ImportError, AttributeError):
+        return ()
+
+
+def _taken(config: PreTrainedConfig, tensors: GGUFTensors) -> Collection[str]:
+    """Return the keys of the metadata that transformers makes a config of."""
+    names = (config.model_type, config.model_type.removesuffix("_text"), tensors.architecture)
+    return next((GGUF_CONFIG_MAPPING[name] for name in names if name in GGUF_CONFIG_MAPPING), ())
 
 
 def gguf_tokenizer(file: Path) -> "PreTrainedTokenizerBase":

@@ -5,6 +5,7 @@ have. What is decoded is `gguf.dequantize` of a few rows at a time, rounded once
 """
 
 import importlib
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from itertools import accumulate
 from math import prod
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +33,9 @@ __all__ = ["GGUFTensors", "describe_gguf", "gguf_checkpoint"]
 
 #: types whose values torch has
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_MIXED = "transformers does more to it than to move rows"
 _UNKNOWN = "no format of vbrt has such blocks"
+_NUMBER = re.compile(r"\d+")
 _CHUNK = 1 << 22  # weights that are decoded at a time
 #: what a model of transformers has in its config or computes, if it has it at all
 _COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight", ".attn_rot_embd.weight")
@@ -73,7 +77,8 @@ class GGUFTensors:
     Attributes:
         path: of the first part.
         architecture: the family of models, as llama.cpp calls it.
-        weights: after `entries`, the quantized ones by the model's names.
+        weights: after `entries`, the quantized ones by the model's names; by those of the file where values are made of
+            them that are no longer rows.
         unused: after `entries`, names of tensors that nothing is made of, of this kind:
         unused_kind: for users.
 
@@ -85,7 +90,8 @@ class GGUFTensors:
         self.path = self.files[0].path
         self.architecture = self.files[0].text("general.architecture")
         self._where = {name: file for file in self.files for name in file.tensors}
-        self.weights: dict[str, GGUFWeight] = {}
+        self.weights: dict[str, GGUFWeight | _Whole] = {}
+        self._orders: dict[Any, RowOrder | None] = {}
         self.unused: tuple[str, ...] = ()
         self.unused_kind = "tensors of rotary frequencies, which the model computes itself,"
         for type in {info.type for info in self.infos.values()} - {*_PLAIN, *GGML_PLANES}:
@@ -122,15 +128,16 @@ class GGUFTensors:
                 f"{type(model).__name__}: {', '.join(others[:3])}"
             )
         likes = model.state_dict(keep_vars=True)
-        self.weights = {}
+        self.weights, self._orders = {}, {}
         return {name: self._entry(recipe, likes[name]) for name, recipe in recipes.items()}
 
     def _entry(self, recipe: Recipe, like: Tensor) -> Entry:
         infos = {name: self.infos[name] for name in recipe.sources}
-        order = rows_of(recipe, {name: info.shape for name, info in infos.items()})
+        order = self._order_of(recipe)
         if order is None:
             shape = tuple(like.shape) if sum(map(_count, infos.values())) == like.numel() else _only(infos).shape
             read = partial(self._converted, recipe, like.dtype, shape)
+            self.weights |= {name: _Whole(info, like) for name, info in infos.items() if info.type not in _PLAIN}
             return Entry(TensorInfo(recipe.name, like.dtype, shape), read, read, None, (), recipe.sources)
         weight = GGUFWeight(self, recipe, order, like.dtype)
         if any(info.type not in _PLAIN for info in infos.values()):
@@ -138,6 +145,14 @@ class GGUFTensors:
         info = TensorInfo(recipe.name, like.dtype, weight.shape)
         matrix = weight.matrix if weight.outline.matrices else None
         return Entry(info, weight.decoded, weight.decoded, matrix, ((recipe.name,),), recipe.sources)
+
+    def _order_of(self, recipe: Recipe) -> RowOrder | None:
+        """Return what a recipe does to rows; those of the same weight in other layers do the same."""
+        shapes = {name: self.infos[name].shape for name in recipe.sources}
+        key = tuple((_NUMBER.sub("#", name), shapes.get(name)) for name in (recipe.name, *recipe.sources))
+        if key not in self._orders:
+            self._orders[key] = rows_of(recipe, shapes)
+        return self._orders[key]
 
     def _converted(self, recipe: Recipe, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """Decode the sources of a tensor as a whole, and let transformers do to them what it does."""
@@ -186,6 +201,16 @@ def _decoded(rows: Tensor, type: str) -> Tensor:
         return torch.from_numpy(library.dequantize(rows.numpy(), library.GGMLQuantizationType[type]))
 
 
+class _Whole:
+    """A quantized weight to which transformers does more than to move rows: it is decoded as a whole."""
+
+    def __init__(self, info: GGUFTensor, like: Tensor) -> None:
+        self.layout = _Named(f"GGUF {info.type}")
+        self.outline = Outline(
+            info.shape, like.dtype, why=f"{self.layout.name}: transformers does more to it than to move rows"
+        )
+
+
 class GGUFWeight:
     """A weight of a model whose rows are those of tensors of a file: what a `PackedWeight` is to safetensors.
 
@@ -227,9 +252,13 @@ class GGUFWeight:
         """Return the coarse plane, of one matrix of a stack. Raises CheckpointError."""
         numbers = self._order.numbers if matrix is None else self._order.numbers[matrix]
         info = self._parts[0][0]
-        out = torch.empty(len(numbers), info.row_nbytes, dtype=torch.uint8, device="cpu")
-        for _, places, rows in self._gathered(numbers):
-            out[places] = rows
+        parts = [(places, rows) for _, places, rows in self._gathered(numbers)]
+        if len(parts) == 1:
+            ((_, out),) = parts
+        else:
+            out = torch.empty(len(numbers), info.row_nbytes, dtype=torch.uint8, device="cpu")
+            for places, rows in parts:
+                out[places] = rows
         try:
             return repack_gguf(out, self.outline.shape, info.type).coarse
         except FormatError as error:
@@ -266,4 +295,5 @@ class GGUFWeight:
             own = numbers[places] - begin
             first, last = int(own.min()), int(own.max())
             rows = self._tensors.read_rows(info.name, first, last + 1 - first)
-            yield info, places, rows[own - first]
+            in_order = len(own) == len(rows) and bool((own.diff() == 1).all())
+            yield info, places, rows if in_order else rows[own - first]

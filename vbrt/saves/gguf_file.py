@@ -13,7 +13,7 @@ import importlib
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from math import prod
@@ -28,7 +28,7 @@ from vbrt.host.files import open_regular, read_into
 from vbrt.host.memory import bytes_view
 from vbrt.host.read_ahead import ReadAhead, Span
 
-__all__ = ["GGUF_SUFFIX", "GGUFFile", "GGUFTensor", "gguf_library", "open_shards", "shard_paths"]
+__all__ = ["GGUF_SUFFIX", "ArrayOf", "GGUFFile", "GGUFTensor", "gguf_library", "open_shards", "shard_paths"]
 
 GGUF_SUFFIX = ".gguf"
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
@@ -45,7 +45,7 @@ _SCALARS = {
     }.items()
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
-_ALIGNMENT = "general.alignment"
+_ALIGNMENT, _TOKENIZER = "general.alignment", "tokenizer."
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
@@ -87,6 +87,13 @@ class GGUFTensor:
         return self.rows * self.row_nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class ArrayOf:
+    """In the place of an array in the metadata: how many values it has."""
+
+    count: int
+
+
 class _Header:
     """Reads a file from its beginning; never beyond its end. Raises ValueError where something does not fit."""
 
@@ -117,7 +124,7 @@ class _Header:
         return self._head[begin : begin + nbytes].decode()
 
     def value(self) -> Any:
-        """Return a value of the metadata; None in the place of an array, which is only checked."""
+        """Return a value of the metadata; of an array, which is only checked, how long it is."""
         kind = self.number(_U32)
         if kind == _ARRAY:
             return self._array()
@@ -130,7 +137,7 @@ class _Header:
             raise ValueError(f"a value of type {kind}, which there is none of")
         return self.number(_SCALARS[kind])
 
-    def _array(self) -> None:
+    def _array(self) -> "ArrayOf":
         kind, count = self.number(_U32), self.number(_U64)
         if kind in _SCALARS:
             self._take(count * _SCALARS[kind].size)
@@ -141,6 +148,10 @@ class _Header:
             self.at -= 8 * count
             for _ in range(count):
                 self._take(self.number(_U64))
+        return ArrayOf(count)
+
+    def bytes_since(self, begin: int) -> bytes:
+        return bytes(self._head[begin : self.at])
 
     def shape(self) -> tuple[int, ...]:
         count = self.number(_U32)
@@ -156,7 +167,7 @@ class GGUFFile:
     """A GGUF file; opened for each read, so that any number of them takes no descriptors.
 
     Attributes:
-        metadata: keys and values, with None in the place of arrays.
+        metadata: keys and values, with `ArrayOf` in the place of arrays.
         tensors: name -> what the header says, in the order of their bytes.
         ahead: is told of what is read, while something reads ahead.
 
@@ -172,7 +183,7 @@ class GGUFFile:
         try:
             with open(open_regular(path), "rb", buffering=0) as file:
                 header = _Header(file.fileno())
-                self.metadata, entries = _parsed(header)
+                self.metadata, self._values, entries = _parsed(header)
                 self.tensors = dict(_placed(header, entries, self._alignment(), library))
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {describe_os_error(error)}") from error
@@ -191,6 +202,16 @@ class GGUFFile:
         if not isinstance(value, str) or not value:
             raise CheckpointError(f"{self.path}: {key} = {value!r} in its metadata; expected a text")
         return value
+
+    def without_vocabulary(self, names: Iterable[str]) -> bytes:
+        """Return a GGUF file with the metadata but for the tokenizer's arrays, and a number for each of these tensors."""
+        kept = [packed for packed in self._values.values() if packed]
+        entries = [
+            _packed_text(name) + struct.pack("<IQIQ", 1, 1, 0, self._alignment() * place)
+            for place, name in enumerate(names)
+        ]
+        head = _MAGIC + struct.pack("<IQQ", _VERSIONS[-1], len(entries), len(kept)) + b"".join((*kept, *entries))
+        return head + bytes(_aligned(len(head), self._alignment()) - len(head) + self._alignment() * len(entries))
 
     def span(self, name: str) -> Span:
         """Return where in the file a tensor is."""
@@ -212,11 +233,12 @@ class GGUFFile:
         return out
 
 
+_Values = dict[str, bytes]  # keys and values as they are in the file; empty for arrays of the tokenizer
 _Entries = list[tuple[str, tuple[int, ...], int, int]]  # name, shape, type, offset
 
 
-def _parsed(header: _Header) -> tuple[dict[str, Any], _Entries]:
-    """Return the metadata and the entries of tensors."""
+def _parsed(header: _Header) -> tuple[dict[str, Any], _Values, _Entries]:
+    """Return the metadata, read and as they are, and the entries of tensors."""
     magic = bytes(header.number(struct.Struct("<B")) for _ in _MAGIC)
     version = header.number(_U32)
     if magic != _MAGIC:
@@ -228,12 +250,20 @@ def _parsed(header: _Header) -> tuple[dict[str, Any], _Entries]:
     if tensors * _LEAST_ENTRY + values * _LEAST_VALUE > header.size:
         raise ValueError(f"{tensors} tensors and {values} values of metadata in {header.size} bytes")
     metadata: dict[str, Any] = {}
+    packed: _Values = {}
     for _ in range(values):
-        key = header.text()
+        begin, key = header.at, header.text()
         if key in metadata:
             raise ValueError(f"{key} is there twice")
         metadata[key] = header.value()
-    return metadata, [_entry(header) for _ in range(tensors)]
+        is_long = key.startswith(_TOKENIZER) and isinstance(metadata[key], ArrayOf)
+        packed[key] = b"" if is_long else header.bytes_since(begin)
+    return metadata, packed, [_entry(header) for _ in range(tensors)]
+
+
+def _packed_text(text: str) -> bytes:
+    packed = text.encode()
+    return _U64.pack(len(packed)) + packed
 
 
 def _entry(header: _Header) -> tuple[str, tuple[int, ...], int, int]:

@@ -25,7 +25,8 @@ from vbrt.errors import CheckpointError
 
 __all__ = ["Recipe", "RowOrder", "recipes_for", "rows_of"]
 
-_COLUMNS = 3  # of numbered rows: enough to tell a row from a column
+_COLUMNS = 3  # of numbered rows, at least: enough to tell a row from a column
+_NUMBERS, _MAX_NUMBERS = 1 << 24, 1 << 26  # in numbered rows, as a rule and where nothing less serves
 #: what operations end in that cannot be done to numbered rows, or to odd values
 _ODD = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 
@@ -128,7 +129,7 @@ def _of_processors(architecture: str, model: nn.Module, names: Iterable[str]) ->
         raise ValueError(f"it knows {', '.join(sorted(legacy.GGUF_SUPPORTED_ARCHITECTURES))}")
     make = legacy.TENSOR_PROCESSORS.get(architecture, legacy.TensorProcessor)
     processor = make(config=model.config.to_dict())
-    names_of = legacy.get_gguf_hf_weights_map(model, processor, model_type=architecture)
+    names_of = legacy.get_gguf_hf_weights_map(_Named(model), processor, model_type=architecture)
     found: dict[str, list[str]] = {}
     for name in names:
         new = names_of.get(name, names_of.get(name.removesuffix(".weight")))
@@ -136,6 +137,20 @@ def _of_processors(architecture: str, model: nn.Module, names: Iterable[str]) ->
             found.setdefault(new, []).append(name)
     run = partial(_run_processor, processor, names_of)
     return {new: Recipe(new, tuple(sources), partial(run, new)) for new, sources in found.items()}
+
+
+class _Named:
+    """What transformers' translation of names asks a model for. It goes through all modules and takes long for each,
+    but finds no names beyond those of the model and of its children, which are a base model and a head."""
+
+    def __init__(self, module: nn.Module, depth: int = 1) -> None:
+        self._module, self._depth, self.config = module, depth, getattr(module, "config", None)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self._module.state_dict(keep_vars=True)
+
+    def named_children(self) -> list[tuple[str, "_Named"]]:
+        return [(name, _Named(child, 0)) for name, child in self._module.named_children()] if self._depth else []
 
 
 def _plain(architecture: str) -> str:
@@ -178,30 +193,44 @@ def rows_of(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> RowOrder |
     Args:
         shapes: of the sources' weights, which must have two dimensions or more and rows of one length.
     """
+    lengths = {shapes[name][-1] for name in recipe.sources}
+    if len(lengths) != 1 or any(len(shapes[name]) < 2 for name in recipe.sources):
+        return None
+    (length,) = lengths
+    count = sum(prod(shapes[name][:-1]) for name in recipe.sources)
+    columns = min(length, max(_COLUMNS, _NUMBERS // count))
+    found = _numbered(recipe, shapes, columns)
+    if found is None and columns < length and count * length <= _MAX_NUMBERS:  # it may know how long rows are
+        found = _numbered(recipe, shapes, length)
+    return found
+
+
+def _numbered(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], columns: int) -> RowOrder | None:
+    """Apply a recipe to numbered rows of so many columns."""
     begin, probes = 0, {}
     for name in recipe.sources:
         lead = shapes[name][:-1]
-        numbers = torch.arange(begin * _COLUMNS, (begin + prod(lead)) * _COLUMNS, dtype=torch.int64, device="cpu")
-        probes[name] = numbers.view(*lead, _COLUMNS)
+        numbers = torch.arange(begin * columns, (begin + prod(lead)) * columns, dtype=torch.int32, device="cpu")
+        probes[name] = numbers.view(*lead, columns)
         begin += prod(lead)
-    if any(len(shapes[name]) < 2 for name in probes) or len({shapes[name][-1] for name in probes}) != 1:
-        return None
     try:
         out = recipe.run(probes)
     except _ODD:
         return None
-    return next(filter(None, (_order(out, begin, turned) for turned in (False, True))), None)
+    turns = (_order(out, (begin, columns), transposed) for transposed in (False, True))
+    return next(filter(None, turns), None)
 
 
-def _order(out: Tensor, count: int, transposed: bool) -> RowOrder | None:
+def _order(out: Tensor, rows_columns: tuple[int, int], transposed: bool) -> RowOrder | None:
     """Return the order of numbered rows, if they all came out whole."""
-    if out.dtype != torch.int64 or out.ndim not in (2, 3) or out.numel() != count * _COLUMNS:
+    count, width = rows_columns
+    if out.dtype != torch.int32 or out.ndim not in (2, 3) or out.numel() != count * width:
         return None
     rows = out.transpose(-1, -2) if transposed else out
-    if rows.shape[-1] != _COLUMNS:
+    if rows.shape[-1] != width:
         return None
-    numbers = rows[..., 0] // _COLUMNS
-    columns = torch.arange(_COLUMNS, dtype=torch.int64, device="cpu")
-    whole = torch.equal(rows, (numbers * _COLUMNS).unsqueeze(-1) + columns)
-    each = torch.equal(numbers.flatten().sort().values, torch.arange(count, dtype=torch.int64, device="cpu"))
-    return RowOrder(numbers.contiguous(), transposed) if whole and each else None
+    numbers = rows[..., 0] // width
+    columns = torch.arange(width, dtype=torch.int32, device="cpu")
+    whole = torch.equal(rows - columns, (numbers * width).unsqueeze(-1).expand(rows.shape))
+    each = torch.equal(numbers.flatten().sort().values, torch.arange(count, dtype=torch.int32, device="cpu"))
+    return RowOrder(numbers.long(), transposed) if whole and each else None
