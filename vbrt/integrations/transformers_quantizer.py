@@ -19,21 +19,19 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, build_glob_alternation
-from transformers.quantizers import HfQuantizer, auto
+from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from vbrt.config import VBConfig, load_config
 from vbrt.errors import CheckpointError, ConfigError, VBError, WrapError
 from vbrt.generation.generating import follow
-from vbrt.host.read_ahead import ReadAhead
-from vbrt.integrations.gguf_rope import check_rope
+from vbrt.integrations.gguf_quantizer import TakesGGUF
 from vbrt.integrations.transformers_experts import by_expert
 from vbrt.model.attach import attach
 from vbrt.saves.ahead import read_ahead
 from vbrt.saves.dense import DenseCheckpoint
 from vbrt.saves.embedded import dense_tensors, embedded_tensors, open_embedded
 from vbrt.saves.filling import Filling
-from vbrt.saves.gguf import GGUFTensors, gguf_checkpoint
 from vbrt.saves.saved import SavedModel, for_this_machine
 from vbrt.saves.tensorfile import TensorFile
 from vbrt.wrapper.of import attachment_of, of
@@ -178,17 +176,7 @@ class _Encode(ConversionOps):
         return left
 
 
-class _Lazy:
-    """A tensor of a GGUF file, read when transformers asks for its values."""
-
-    def __init__(self, quantizer: "VBQuantizer", name: str) -> None:
-        self._quantizer, self._name = quantizer, name
-
-    def __getitem__(self, places: object) -> torch.Tensor:
-        return self._quantizer.read_gguf(self._name)
-
-
-class VBQuantizer(HfQuantizer):
+class VBQuantizer(TakesGGUF):
     """Encodes the weights of a model while transformers loads it, and attaches it to a runtime. See `HfQuantizer`.
 
     Attributes:
@@ -202,15 +190,11 @@ class VBQuantizer(HfQuantizer):
         self._holds_planes = self.pre_quantized and quantization_config.stored == "planes"
         self.pre_quantized = False  # tensors are read one after the other, by this thread
         self._files: list[Path] = []
-        self._gguf: DenseCheckpoint | None = None
-        self._tensors: GGUFTensors | None = None
         self._read_in: dict[str, torch.dtype] = {}
         self._given: list = []  # conversions of other files of the model, where a GGUF file needs none
         self._conversions: list | None = None  # of names and tensors, which saving the dense weights reverts
         self._dtypes: tuple[torch.dtype, torch.dtype] | None = None  # of a loaded model: the seen one, and its own
         self._error: Exception | None = None
-        self._ahead: ReadAhead | None = None
-        self.filling: Filling | None = None
 
     # -- before it is loaded ------------------------------------------------------------------------------------------
 
@@ -226,16 +210,10 @@ class VBQuantizer(HfQuantizer):
                 '"path": ...}}, or tiers={"gpu": {"enabled": False}} to compute on the CPU'
             )
 
-    def read_header(self, gguf_file: str) -> None:
-        """Take a GGUF file as what the weights come from. Raises CheckpointError: it is damaged."""
-        self._tensors = GGUFTensors(Path(gguf_file))
-        self._gguf = gguf_checkpoint(self._tensors)
-
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """Return the dtype of the model where a save has another in its config.json: see `QuantizationConfig`; for a
         GGUF file and dtype="auto", the file's."""
-        if dtype is None and self._gguf is not None:
-            return self._tensors.dtype
+        dtype = super().update_dtype(dtype)
         seen, own = self.quantization_config.dtypes or (None, None)
         return getattr(torch, own) if str(dtype) == f"torch.{seen}" else dtype
 
@@ -253,24 +231,8 @@ class VBQuantizer(HfQuantizer):
             )
         if self._files and all(file.suffix == ".safetensors" for file in self._files):
             with contextlib.suppress(CheckpointError):  # whoever reads the files says it
-                self._ahead = read_ahead(map(TensorFile, self._files))
+                self.ahead = read_ahead(map(TensorFile, self._files))
         return model
-
-    def get_state_dict(self, checkpoint_file: str, model: PreTrainedModel) -> dict[str, "_Lazy"]:
-        """Return the tensors of a GGUF file by the model's names, to be read one by one."""
-        check_rope(model.config, self._tensors)
-        model.tie_weights()
-        self._gguf.outline_(model)
-        self._ahead = read_ahead(self._gguf.files)
-        for file in self._gguf.files:
-            file.ahead = self._ahead
-        return {name: _Lazy(self, name) for name in self._gguf.names}
-
-    def read_gguf(self, name: str) -> torch.Tensor:
-        """Return a tensor of a GGUF file; of one that goes into pages, whose planes are read then, a marker."""
-        if self.filling is not None and self.filling.takes(name):
-            return torch.zeros(1, dtype=torch.uint8, device="cpu")
-        return self._gguf.read(name)
 
     def update_weight_conversions(self, weight_conversions: list, model: PreTrainedModel) -> list:
         """Plan the model, which is complete by now; have experts read one by one."""
@@ -284,7 +246,7 @@ class VBQuantizer(HfQuantizer):
         if config.settings.mode == "train":
             self._refuse_planes()
             _ignore_(model, {r"(^|[._])separation$"})  # a history of scales is that of a run, and begins anew
-            return weight_conversions if self._gguf is None else []
+            return weight_conversions if self.gguf is None else []
         self._read_in = _dtypes_read_in(model)
         for name, parameter in model.named_parameters():
             if name in self._read_in:
@@ -306,7 +268,7 @@ class VBQuantizer(HfQuantizer):
     def _saved(self, model: PreTrainedModel) -> SavedModel | DenseCheckpoint | None:
         """Return what makes the planes, if they are not encoded from tensors that transformers reads."""
         if not self._holds_planes:
-            return self._gguf
+            return self.gguf
         saved = open_embedded(self._files)
         saved.check_fit(model)
         return saved
@@ -317,7 +279,7 @@ class VBQuantizer(HfQuantizer):
         """True if a weight goes into pages as it is read, in the dtype that transformers reads it in."""
         if self.filling is None or not self.filling.takes(param_name):
             return False
-        return self._holds_planes or self._gguf is not None or param_name in self._read_in
+        return self._holds_planes or self.gguf is not None or param_name in self._read_in
 
     def get_quantize_ops(self) -> ConversionOps:
         """Return the operation that takes what is read."""
@@ -325,8 +287,8 @@ class VBQuantizer(HfQuantizer):
 
     def note_use(self, name: str, weights: Iterable[Any]) -> None:
         """Note that weights which are made of a tensor of this name, or of tensors of this pattern, are used now."""
-        if self._ahead is not None:
-            self._ahead.used(name, sum((w[0] if isinstance(w, list) else w).nbytes for w in weights))
+        if self.ahead is not None:
+            self.ahead.used(name, sum((w[0] if isinstance(w, list) else w).nbytes for w in weights))
 
     def put(self, model: nn.Module, name: str, weight: Any, missing: set[str]) -> bool:
         """Put a weight into pages, matrices of experts included; False for one that is the model's. What goes wrong is
@@ -348,7 +310,7 @@ class VBQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         filling, self.filling = self.filling, None
         model.__dict__.pop("_keys_to_ignore_on_load_unexpected", None)
-        ahead, self._ahead = self._ahead, None
+        ahead, self.ahead = self.ahead, None
         try:
             if self._error is not None:
                 raise self._error
@@ -358,7 +320,7 @@ class VBQuantizer(HfQuantizer):
                 attachment = filling.finish(model)
             follow(attachment, model)
             self._dtypes = model.dtype, model.config.dtype
-            self._conversions = model._weight_conversions if self._gguf is None else self._given
+            self._conversions = model._weight_conversions if self.gguf is None else self._given
         except BaseException:
             if filling is not None:
                 filling.close()

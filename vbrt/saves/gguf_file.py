@@ -204,7 +204,7 @@ class GGUFFile:
         return value
 
     def without_vocabulary(self, names: Iterable[str]) -> bytes:
-        """Return a GGUF file with the metadata but for the tokenizer's arrays, and a number for each of these tensors."""
+        """Return a GGUF file of the metadata, less arrays of the tokenizer, and a number for each of these names."""
         kept = [packed for packed in self._values.values() if packed]
         entries = [
             _packed_text(name) + struct.pack("<IQIQ", 1, 1, 0, self._alignment() * place)
