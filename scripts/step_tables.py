@@ -1,0 +1,44 @@
+"""The section of docs/benchmarks.md on joined decode steps, from the results of `scripts/step_bench.py`."""
+
+import json
+from pathlib import Path
+
+__all__ = ["step_table"]
+
+
+def step_table(path: Path) -> list[str]:
+    """Milliseconds of captured steps as they are and joined, and what each pattern gives."""
+    result = json.loads(path.read_text())
+    where, rows = result["machine"], result["rows"]
+    what = (
+        "Decode steps with random weights and transformers' static cache of 1,024 places, a CUDA graph each: as the model "
+        "computes them, and joined by `vbrt.generation.joined`. The error is that of the logits beside the eager step's, "
+        "over their norm; seconds are those of recording, joining and checking once kernels have been compiled."
+    )
+    out = [
+        f"## joined steps, {where['gpu']}",
+        "",
+        what,
+        "",
+        "| step | ms | as it is / joined | error | s |",
+        "| --- " * 5 + "|",
+    ]
+    for row in rows:
+        if "ms" in row and "cost_ms" not in row:
+            error, seconds = row.get("error"), row.get("join_s")
+            numbers = [f"{row['ms']:.2f}", _number(row.get("speedup"), 2), _number(error, 3), _number(seconds, 2)]
+            out.append(f"| {row['case']} | {' | '.join(numbers)} |")
+    out += ["", "| left out | ms more |", "| --- | --- |"]
+    out += [f"| {row['case']} | {row['cost_ms']:.2f} |" for row in rows if "cost_ms" in row]
+    out += ["", *(_sentence(row) for row in rows if "eager" in row or "both joined" in row), ""]
+    named = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
+    return [*out, f"{named}, Python {where['python']}, commit {where['commit']}.", ""]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def _sentence(row: dict) -> str:
+    figures = ", ".join(f"{name} {value:.3g}" for name, value in row.items() if isinstance(value, float))
+    return f"- {row['case']}: {figures}"
