@@ -7,7 +7,7 @@ from scripts.bench_parts import PARTS
 from scripts.load_peak import load_table
 from scripts.plots import Labels, line_plot
 from scripts.routing_tables import routing_table
-from scripts.step_tables import step_table
+from scripts.step_tables import joined_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -59,7 +59,7 @@ def tables() -> str:
     for path in sorted(RESULTS.glob("experts-decode-*.json")):
         out += decode_table(path)
     for path in sorted(RESULTS.glob("step-*.json")):
-        out += step_table(path)
+        out += joined_table(path)
     return "\n".join(out)
 
 

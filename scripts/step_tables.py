@@ -3,17 +3,17 @@
 import json
 from pathlib import Path
 
-__all__ = ["step_table"]
+__all__ = ["joined_table"]
 
 
-def step_table(path: Path) -> list[str]:
+def joined_table(path: Path) -> list[str]:
     """Milliseconds of captured steps as they are and joined, and what each pattern gives."""
     result = json.loads(path.read_text())
     where, rows = result["machine"], result["rows"]
     what = (
-        "Decode steps with random weights and transformers' static cache of 1,024 places, a CUDA graph each: as the model "
-        "computes them, and joined by `vbrt.generation.joined`. The error is that of the logits beside the eager step's, "
-        "over their norm; seconds are those of recording, joining and checking once kernels have been compiled."
+        "Decode steps with random weights and transformers' static cache of 1,024 places, a CUDA graph each: as the "
+        "model computes them, and joined by `vbrt.generation.joined`. The error is that of the logits beside the eager "
+        "step's, over their norm; seconds are those of recording, joining and checking once kernels are compiled."
     )
     out = [
         f"## joined steps, {where['gpu']}",
