@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from vbrt.generation.static_cache import NotRecordable
+from vbrt.generation.caches import NotRecordable
 from vbrt.layers.compute import pass_precision
 
 __all__ = ["Call", "Results", "cache_in", "new_tokens", "take_apart"]

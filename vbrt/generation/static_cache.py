@@ -29,25 +29,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vbrt.errors import VBError
-from vbrt.generation.spans import Span, room_for, span_of
+from vbrt.generation.caches import (
+    OWN,
+    NotRecordable,
+    grows,
+    is_empty,
+    layers_of,
+    length_of,
+    linear_layer,
+    memory_of,
+    read,
+    tensors_of,
+    write_to,
+)
+from vbrt.generation.spans import Span, span_of
 
-__all__ = [
-    "Fixed",
-    "Growing",
-    "NotRecordable",
-    "Statics",
-    "cache_form",
-    "is_entered",
-    "leave",
-    "length_of",
-    "room_wanted",
-    "why_not",
-]
-
-
-class NotRecordable(VBError):
-    """A decode step cannot be recorded; the text says why."""
+__all__ = ["Fixed", "Growing", "Room", "Statics", "is_entered", "leave"]
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------
@@ -137,7 +134,7 @@ class Growing(_Static):
         for tensor in (self._vb_room.keys, self._vb_room.values):
             tensor[:, :, held] = tensor[:, :, held].index_select(0, index)
         if "conv_states" in self.__dict__:  # of a layer that has both
-            _linear_layer().reorder_cache(self, beam_idx)
+            linear_layer().reorder_cache(self, beam_idx)
 
 
 class Idle(_Static):
@@ -178,7 +175,7 @@ def _made(mixin: type[_Static], plain: type) -> type:
 
 def leave(cache: Any) -> None:
     """Turn every layer of a cache into the plain one that it was, with tensors of its own."""
-    for layer in _layers(cache):
+    for layer in layers_of(cache):
         if isinstance(layer, _Static):
             layer.leave_()
         elif "_vb_fixed" in layer.__dict__:
@@ -187,7 +184,7 @@ def leave(cache: Any) -> None:
 
 def is_entered(cache: Any) -> bool:
     """True if layers of a cache keep their tensors in `Statics`."""
-    return any(isinstance(layer, _Static) or "_vb_fixed" in layer.__dict__ for layer in _layers(cache))
+    return any(isinstance(layer, _Static) or "_vb_fixed" in layer.__dict__ for layer in layers_of(cache))
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -237,7 +234,7 @@ class Fixed:
     def __init__(self, layer: Any, names: tuple[tuple[str, Any], ...]) -> None:
         self._layer: Any = None
         self._names = names
-        self.tensors = [torch.empty_like(_read(layer, name)) for name in names]
+        self.tensors = [torch.empty_like(read(layer, name)) for name in names]
 
     def enter_(self, layer: Any) -> None:
         self._layer = layer
@@ -247,44 +244,21 @@ class Fixed:
     def settle(self) -> None:
         """Have the layer hold the tensors at the fixed addresses, with what it holds now."""
         for name, fixed in zip(self._names, self.tensors, strict=True):
-            now = _read(self._layer, name)
+            now = read(self._layer, name)
             if now is not fixed:
                 fixed.copy_(now)
-                _write(self._layer, name, fixed)
+                write_to(self._layer, name, fixed)
 
     def leave_(self) -> None:
         """Give the layer tensors of its own."""
         for name, fixed in zip(self._names, self.tensors, strict=True):
-            if _read(self._layer, name) is fixed:
-                _write(self._layer, name, fixed.clone())
+            if read(self._layer, name) is fixed:
+                write_to(self._layer, name, fixed.clone())
         self.forget()
 
     def forget(self) -> None:
         """Hold no layer."""
         self._layer = None
-
-
-def _read(layer: Any, name: tuple[str, Any]) -> Tensor:
-    value = layer.__dict__[name[0]]
-    return value if name[1] is None else value[name[1]]
-
-
-def _write(layer: Any, name: tuple[str, Any], tensor: Tensor) -> None:
-    if name[1] is None:
-        layer.__dict__[name[0]] = tensor
-    else:
-        layer.__dict__[name[0]][name[1]] = tensor
-
-
-def _tensors_of(layer: Any) -> tuple[tuple[str, Any], ...]:
-    """Return the names of a layer's tensors: attributes, and items of dicts in attributes."""
-    found = []
-    for name, value in layer.__dict__.items():
-        if isinstance(value, Tensor):
-            found.append((name, None))
-        elif isinstance(value, dict):
-            found += [(name, key) for key, item in value.items() if isinstance(item, Tensor)]
-    return tuple(found)
 
 
 class Statics:
@@ -301,23 +275,23 @@ class Statics:
     def __init__(self, cache: Any, room: int) -> None:
         self.room, self.recording = room, False
         self.span, length = span_of(length_of(cache) or 0), length_of(cache)
-        device = next(_memory_of(cache)).device
+        device = next(memory_of(cache)).device
         self.position = torch.full((1,), length or 0, dtype=torch.int64, device=device)
         self._growing: list[Any] = []
         self._at: int | None = None  # what `position` holds, if that is known
         self._rooms: dict[int, Room] = {}
         self._fixed: dict[int, Fixed] = {}
-        for index, layer in enumerate(_layers(cache)):
+        for index, layer in enumerate(layers_of(cache)):
             self._add(cache, index, layer)
 
     def _add(self, cache: Any, index: int, layer: Any) -> None:
-        grows = _grows(cache, layer)
-        names = tuple(name for name in _tensors_of(layer) if not (grows and name[0] in _OWN))
-        if grows:
+        growing = grows(cache, layer)
+        names = tuple(name for name in tensors_of(layer) if not (growing and name[0] in OWN))
+        if growing:
             window = layer.__dict__.get("sliding_window")
             room = self.room if window is None else min(self.room, room_for_window(window, self.room))
             self._rooms[index] = Room(layer.keys, layer.values, room)
-        if names and not _is_empty(layer):
+        if names and not is_empty(layer):
             self._fixed[index] = Fixed(layer, names)
 
     def enter(self, cache: Any) -> None:
@@ -325,7 +299,7 @@ class Statics:
         self.forget()
         length = length_of(cache) or 0
         self.span = span_of(length)
-        for index, layer in enumerate(_layers(cache)):
+        for index, layer in enumerate(layers_of(cache)):
             if index in self._fixed:
                 self._fixed[index].enter_(layer)
             if index in self._rooms:
@@ -402,107 +376,7 @@ class Statics:
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
-_OWN = ("keys", "values", "_sliding_window_tensor")  # of layers that grow; the last one is a constant
-
-
 def room_for_window(window: int, room: int) -> int:
     """Return the places that a layer with a sliding window needs in a cache with room for so many tokens."""
     span = span_of(room)
     return window + 2 * (span.end - span.start)
-
-
-# -- what a cache is --------------------------------------------------------------------------------------------------
-
-
-def _halves(cache: Any) -> tuple[Any, ...]:
-    """Return the caches of self and of cross attention, or the only one."""
-    return (cache.self_attention_cache, cache.cross_attention_cache) if _is_pair(cache) else (cache,)
-
-
-def _is_pair(cache: Any) -> bool:
-    return hasattr(cache, "cross_attention_cache")
-
-
-def _layers(cache: Any) -> list[Any]:
-    return [layer for half in _halves(cache) for layer in half.layers]
-
-
-def _is_empty(layer: Any) -> bool:
-    return not getattr(layer, "is_initialized", True)
-
-
-@functools.cache
-def _linear_layer() -> type:
-    from transformers import cache_utils
-
-    return cache_utils.LinearAttentionLayer
-
-
-@functools.cache
-def _known_kinds() -> tuple[frozenset[type], frozenset[type]]:
-    """Return transformers' classes of layers that grow by a token, and of those that keep their size."""
-    from transformers import cache_utils
-
-    def named(*names: str) -> frozenset[type]:
-        return frozenset(kind for name in names if (kind := getattr(cache_utils, name, None)) is not None)
-
-    mixed = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
-    return named("DynamicLayer", "DynamicSlidingWindowLayer", *mixed), named("LinearAttentionLayer", "DummyLayer")
-
-
-def _plain(layer: Any) -> type:
-    return getattr(type(layer), "_vb_plain", type(layer))
-
-
-def _grows(cache: Any, layer: Any) -> bool:
-    """True for keys and values that a step appends to: not those of cross attention, and of layers that began."""
-    crossing = _is_pair(cache) and any(layer is other for other in cache.cross_attention_cache.layers)
-    return not crossing and _plain(layer) in _known_kinds()[0] and not _is_empty(layer)
-
-
-def why_not(cache: Any) -> str:
-    """Return why the steps on a cache cannot be recorded; "" if they can."""
-    if any(getattr(half, "offloading", False) for half in _halves(cache)):
-        return "the cache moves its layers to host memory"
-    for layer in _layers(cache):
-        if _plain(layer) not in frozenset.union(*_known_kinds()):
-            return f"layers of the cache are {type(layer).__name__}"
-        if getattr(layer, "record_past", False):
-            return "the cache keeps past states, to be cropped"
-    return "" if any(True for _ in _memory_of(cache)) else "the cache is empty"
-
-
-def length_of(cache: Any) -> int | None:
-    """Return how many tokens a cache has seen; None if none of its layers counts them."""
-    half = _halves(cache)[0]
-    lengths = {layer.get_seq_length() for layer in half.layers if _grows(cache, layer)}
-    if len(lengths) > 1:
-        raise NotRecordable("layers of the cache have seen different numbers of tokens")
-    return lengths.pop() if lengths else None
-
-
-def cache_form(cache: Any) -> tuple:
-    """Return what two caches have in common that can lie in the same memory, one after the other."""
-    form = []
-    for layer in _layers(cache):
-        grows = _grows(cache, layer)
-        rows = []
-        for name in _tensors_of(layer) if not isinstance(layer, Growing) else ():
-            tensor = _read(layer, name)
-            shape = (*tensor.shape[:2], -1, tensor.shape[3]) if grows and name[0] in _OWN[:2] else tuple(tensor.shape)
-            rows.append((name, shape, tensor.dtype, tensor.device))
-        form.append((_plain(layer), grows, layer.__dict__.get("sliding_window"), tuple(rows)))
-    return tuple(form)
-
-
-def _memory_of(cache: Any) -> Iterator[Tensor]:
-    """Yield tensors that hold what the cache has seen."""
-    for layer in _layers(cache):
-        for name in _tensors_of(layer):
-            if name[0] != _OWN[2] and _read(layer, name).numel():
-                yield _read(layer, name)
-
-
-def room_wanted(cache: Any, limit: int | None) -> int:
-    """Return for how many tokens `Statics` of a cache should have room."""
-    return room_for(length_of(cache) or 0, limit)

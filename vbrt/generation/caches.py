@@ -1,0 +1,151 @@
+"""transformers' caches: what their layers hold, and which of them can be recorded."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from vbrt.errors import VBError
+from vbrt.generation.spans import room_for
+
+__all__ = [
+    "OWN",
+    "NotRecordable",
+    "cache_form",
+    "grows",
+    "is_empty",
+    "layers_of",
+    "length_of",
+    "linear_layer",
+    "memory_of",
+    "read",
+    "room_wanted",
+    "tensors_of",
+    "why_not",
+    "write_to",
+]
+
+#: tensors of layers that grow; the last one is a constant
+OWN = ("keys", "values", "_sliding_window_tensor")
+
+
+class NotRecordable(VBError):
+    """A decode step cannot be recorded; the text says why."""
+
+
+def _halves(cache: Any) -> tuple[Any, ...]:
+    """Return the caches of self and of cross attention, or the only one."""
+    return (cache.self_attention_cache, cache.cross_attention_cache) if _is_pair(cache) else (cache,)
+
+
+def _is_pair(cache: Any) -> bool:
+    return hasattr(cache, "cross_attention_cache")
+
+
+def layers_of(cache: Any) -> list[Any]:
+    return [layer for half in _halves(cache) for layer in half.layers]
+
+
+def is_empty(layer: Any) -> bool:
+    return not getattr(layer, "is_initialized", True)
+
+
+@functools.cache
+def linear_layer() -> type:
+    from transformers import cache_utils
+
+    return cache_utils.LinearAttentionLayer
+
+
+@functools.cache
+def _known_kinds() -> tuple[frozenset[type], frozenset[type]]:
+    """Return transformers' classes of layers that grow by a token, and of those that keep their size."""
+    from transformers import cache_utils
+
+    def named(*names: str) -> frozenset[type]:
+        return frozenset(kind for name in names if (kind := getattr(cache_utils, name, None)) is not None)
+
+    mixed = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
+    return named("DynamicLayer", "DynamicSlidingWindowLayer", *mixed), named("LinearAttentionLayer", "DummyLayer")
+
+
+def _plain(layer: Any) -> type:
+    return getattr(type(layer), "_vb_plain", type(layer))
+
+
+def grows(cache: Any, layer: Any) -> bool:
+    """True for keys and values that a step appends to: not those of cross attention, and of layers that began."""
+    crossing = _is_pair(cache) and any(layer is other for other in cache.cross_attention_cache.layers)
+    return not crossing and _plain(layer) in _known_kinds()[0] and not is_empty(layer)
+
+
+def why_not(cache: Any) -> str:
+    """Return why the steps on a cache cannot be recorded; "" if they can."""
+    if any(getattr(half, "offloading", False) for half in _halves(cache)):
+        return "the cache moves its layers to host memory"
+    for layer in layers_of(cache):
+        if _plain(layer) not in frozenset.union(*_known_kinds()):
+            return f"layers of the cache are {type(layer).__name__}"
+        if getattr(layer, "record_past", False):
+            return "the cache keeps past states, to be cropped"
+    return "" if any(True for _ in memory_of(cache)) else "the cache is empty"
+
+
+def length_of(cache: Any) -> int | None:
+    """Return how many tokens a cache has seen; None if none of its layers counts them."""
+    half = _halves(cache)[0]
+    lengths = {layer.get_seq_length() for layer in half.layers if grows(cache, layer)}
+    if len(lengths) > 1:
+        raise NotRecordable("layers of the cache have seen different numbers of tokens")
+    return lengths.pop() if lengths else None
+
+
+def cache_form(cache: Any) -> tuple:
+    """Return what two caches have in common that can lie in the same memory, one after the other."""
+    form = []
+    for layer in layers_of(cache):
+        growing = grows(cache, layer)
+        rows = []
+        for name in tensors_of(layer):
+            tensor = read(layer, name)
+            shape = (*tensor.shape[:2], -1, tensor.shape[3]) if growing and name[0] in OWN[:2] else tuple(tensor.shape)
+            rows.append((name, shape, tensor.dtype, tensor.device))
+        form.append((_plain(layer), growing, layer.__dict__.get("sliding_window"), tuple(rows)))
+    return tuple(form)
+
+
+def memory_of(cache: Any) -> Iterator[Tensor]:
+    """Yield tensors that hold what the cache has seen."""
+    for layer in layers_of(cache):
+        for name in tensors_of(layer):
+            if name[0] != OWN[2] and read(layer, name).numel():
+                yield read(layer, name)
+
+
+def room_wanted(cache: Any, limit: int | None) -> int:
+    """Return for how many tokens `Statics` of a cache should have room."""
+    return room_for(length_of(cache) or 0, limit)
+
+
+def read(layer: Any, name: tuple[str, Any]) -> Tensor:
+    value = layer.__dict__[name[0]]
+    return value if name[1] is None else value[name[1]]
+
+
+def write_to(layer: Any, name: tuple[str, Any], tensor: Tensor) -> None:
+    if name[1] is None:
+        layer.__dict__[name[0]] = tensor
+    else:
+        layer.__dict__[name[0]][name[1]] = tensor
+
+
+def tensors_of(layer: Any) -> tuple[tuple[str, Any], ...]:
+    """Return the names of a layer's tensors: attributes, and items of dicts in attributes."""
+    found = []
+    for name, value in layer.__dict__.items():
+        if isinstance(value, Tensor):
+            found.append((name, None))
+        elif isinstance(value, dict):
+            found += [(name, key) for key, item in value.items() if isinstance(item, Tensor)]
+    return tuple(found)

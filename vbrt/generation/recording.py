@@ -1,0 +1,143 @@
+"""Recorded decode steps: one for each form of inputs and block of lengths, on the memory of one cache."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from vbrt.generation.caches import NotRecordable, room_wanted
+from vbrt.generation.calls import Call, Results
+from vbrt.generation.joined import joined
+from vbrt.generation.recorders import Recorder
+from vbrt.generation.spans import Span
+from vbrt.generation.static_cache import Statics
+
+__all__ = ["Counted", "Kept", "PagesMoved", "Recording", "Terms"]
+
+Plain = Callable[..., Any]
+
+
+class Terms(Protocol):
+    """What steps ask of a model's runtime."""
+
+    def new_recorder(self) -> Recorder:
+        """Return a recorder for the steps on one cache."""
+
+    def moment(self) -> object:
+        """Return what must be as it was when a step was recorded; it is asked before each step."""
+
+    def refusal(self) -> str:
+        """Return why no pass can be recorded now; "" if one can."""
+
+    def begin_pass(self) -> None:
+        """Begin a pass that is not replayed."""
+
+    def recorded(self, recorder: Recorder, body: Callable[[], None]) -> Callable[[], bool]:
+        """Record a pass and return what replays it: False, with nothing done, once that must not be."""
+
+    def handles(self) -> list[Any]:
+        """Return what counts forwards, and has pages that count hits."""
+
+
+class PagesMoved(NotRecordable):
+    """A recording knows pages that are not any more where they were."""
+
+
+class Counted:
+    """What one pass adds to the counters of layers and pages, for passes that are replayed."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+        self._added: list[tuple[Any, str, int]] = []
+
+    @contextmanager
+    def during(self, handles: list[Any]) -> Iterator[None]:
+        """Note what the block adds."""
+        counters = [(handle, "forwards") for handle in handles]
+        counters += [(page, "hits") for handle in handles for page in handle.pages]
+        before = [getattr(of, name) for of, name in counters]
+        yield
+        after = [getattr(of, name) for of, name in counters]
+        added = [(*counter, b - a) for counter, a, b in zip(counters, before, after, strict=True) if b != a]
+        self._added = added or self._added
+
+    def settle(self) -> None:
+        """Add what the replays since the last time would have added."""
+        passes, self.passes = self.passes, 0
+        for of, name, more in self._added:
+            setattr(of, name, getattr(of, name) + passes * more)
+
+
+class Recording:
+    """One recorded step: for inputs of one form and the lengths of one span.
+
+    Attributes:
+        inputs: tensors at fixed addresses.
+        again: launches the step once more, on what the inputs and the cache hold; False, and nothing done, where pages
+            are not any more where they were.
+        report: what was joined.
+    """
+
+    def __init__(self, plain: Plain, call: Call, kept: "Kept", terms: Terms) -> None:
+        statics, self._terms, self._counted = kept.statics, terms, Counted()
+        self.inputs = call.inputs(statics.span.end)
+        self._last: Call | None = None
+        self._results: Results | None = None
+        statics.put_at(call.length or 0)
+        with statics.undone():
+            run = joined(lambda *inputs: self._step(plain, call, statics, inputs), self.inputs)
+            self.report = run.report
+
+            def body() -> None:
+                tensors = run(*self.inputs)
+                self._results.put(tensors)
+                statics.position.add_(1)  # for the next replay
+
+            self.again = terms.recorded(kept.recorder, body)
+        self._results.drop_cache()
+
+    def _step(self, plain: Plain, call: Call, statics: Statics, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+        """Run the model's forward on tensors at fixed addresses."""
+        self._terms.begin_pass()
+        statics.recording = True
+        try:
+            with self._counted.during(self._terms.handles()):
+                out = plain(**call.kwargs(inputs))
+        finally:
+            statics.recording = False
+        statics.settle()
+        self._results = Results(out, call.cache)
+        return self._results.tensors
+
+    def replay(self, call: Call, statics: Statics) -> Any:
+        """Compute a step; return what the forward returns. Raises PagesMoved, with nothing done."""
+        statics.settle()  # rows may have been put in another order
+        call.load(self.inputs, self._last)
+        self._last = call
+        statics.put_at(call.length or 0)
+        if not self.again():
+            raise PagesMoved("pages have moved since the step was recorded")
+        self._counted.passes += 1
+        statics.advance(call.length or 0)
+        return self._results.copied(call, self.inputs)
+
+    def end_call(self) -> None:
+        """Keep nothing of the caller's, and have layers and pages count what was replayed."""
+        self._last = None
+        self._counted.settle()
+
+
+class Kept:
+    """A cache's memory and the recordings on it."""
+
+    def __init__(self, cache: Any, limit: int | None, recorder: Recorder) -> None:
+        self.statics, self.recorder = Statics(cache, room_wanted(cache, limit)), recorder
+        self.recordings: dict[tuple[tuple, Span], Recording] = {}
+
+    def release(self) -> None:
+        """Free graphs and memory."""
+        for recording in self.recordings.values():
+            recording.end_call()
+        self.recordings.clear()
+        self.recorder.release()
