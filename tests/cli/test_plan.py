@@ -8,8 +8,8 @@ import pytest
 import vbrt
 from tests.cli.cases import errors
 from vbrt.cli import main as cli
-from vbrt.cli.plan_tables import label_of
 from vbrt.config import Machine, load_config
+from vbrt.residency.names import label_of
 from vbrt.residency.needs import tier_needs
 from vbrt.residency.plan import PageSpec, Plan, Skip, Swap
 from vbrt.residency.site import WeightSite

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from tests.cli.cases import errors, some_stats
 from vbrt.cli import main as cli
@@ -48,7 +47,9 @@ def test_stats_shows_a_given_file_as_table_and_as_json(tmp_path, capsys):
     for data in (stats.to_dict(), {"text": "...", "stats": stats.to_dict()}):
         (tmp_path / "saved.json").write_text(json.dumps(data))
         assert cli.main(["stats", str(tmp_path / "saved.json")]) == 0
-        assert capsys.readouterr().out.rstrip() == str(stats)
+        assert capsys.readouterr().out.rstrip() == stats.table(width=132)
+        assert cli.main(["stats", "--each", str(tmp_path / "saved.json")]) == 0
+        assert capsys.readouterr().out.rstrip() == stats.table(width=132, each=True)
         assert cli.main(["stats", "--json", str(tmp_path / "saved.json")]) == 0
         assert json.loads(capsys.readouterr().out) == stats.to_dict()
 
@@ -78,10 +79,7 @@ def test_stats_that_cannot_be_kept_cost_a_warning(tmp_path, monkeypatch, capsys)
 
 
 def _shown(stats: Stats, width: int) -> list[str]:
-    console = Console(width=width, color_system=None)
-    with console.capture() as capture:
-        console.print(stats)
-    return capture.get().splitlines()
+    return stats.table(width=width, each=True).splitlines()
 
 
 def test_the_table_has_one_line_a_layer_at_80_columns_and_says_once_what_is_the_same():

@@ -28,7 +28,7 @@ def with_experts(each=None):
 
 
 def test_layers_of_routed_experts_have_a_table_of_their_own():
-    lines = str(with_experts()).splitlines()
+    lines = with_experts().table(width=132, each=True).splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("routed experts"))
     assert lines[start] == "routed experts · decides host"
     head, _, first, second, _, total = lines[start + 1 : start + 7]

@@ -2,10 +2,12 @@
 
 import io
 import time
+from dataclasses import fields
 
 import pytest
 from rich.console import Console
 
+from vbrt.report.groups import by_kind
 from vbrt.report.stats import LayerStats, Stats, TierStats
 
 
@@ -43,15 +45,15 @@ def printed(stats, width):
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 132])
 def test_a_table_stays_within_the_width_and_names_every_layer(width):
     stats = snapshot(12)
-    lines = printed(stats, width)
-    assert max(map(len, lines)) <= width
+    lines = stats.table(width=width, each=True).splitlines()
+    assert max(map(len, [*lines, *printed(stats, width)])) <= width
     text = "".join(line[:width].split("  ")[0] for line in lines)  # the first column, folded names put together
     assert all(name.removeprefix("model.layers.") in text or name in text for name in stats.layers)
     assert any(line.startswith("12 layers") for line in lines)
 
 
 def test_a_wide_table_has_every_column_aligned():
-    lines = str(snapshot(3)).splitlines()
+    lines = snapshot(3).table(width=132, each=True).splitlines()
     head, rule, *rows = lines[1:6]
     assert head.split() == ["layer", "home", "size", "hits", "misses", "hit", "rate", "ahead", "moved", "wait", "ms"]
     name, *cells = rows[1].split()
@@ -63,6 +65,25 @@ def test_a_wide_table_has_every_column_aligned():
 def test_a_table_of_many_layers_does_not_keep_anyone_waiting():
     stats = snapshot(10_000)
     start = time.process_time()
-    text = str(stats)
+    text = stats.table(each=True)
     assert time.process_time() - start < 2.5
     assert len(text.splitlines()) > 10_000
+
+
+def test_layers_of_one_kind_are_one_row_the_longest_wait_first():
+    stats = snapshot(16)  # every second layer has another home
+    lines = [line for line in stats.table(width=132).splitlines() if "up_proj" in line]
+    assert ["experts.1,3,5,7.up_proj × 8" in lines[0], "experts.0,2,4,6.up_proj × 8" in lines[1]] == [True, True]
+    each = stats.layers.values()
+    kinds = by_kind(stats)
+    assert len(kinds.layers) == 2 and (kinds.hits, kinds.misses) == (stats.hits, stats.misses)
+    assert kinds.bytes_moved == stats.bytes_moved and kinds.wait_us == stats.wait_us
+    assert all(of.forwards == 6 for of in kinds.layers.values())
+    assert sum(of.plane_bytes["coarse"] for of in kinds.layers.values()) == sum(of.plane_bytes["coarse"] for of in each)
+    assert any(line.startswith("16 layers") for line in str(stats).splitlines())
+
+
+def test_a_notebook_shows_the_table_with_its_characters_escaped():
+    stats = snapshot(1)
+    odd = Stats("<script>", *(getattr(stats, f.name) for f in fields(Stats)[1:]))
+    assert "<pre>" in odd._repr_html_() and "&lt;script&gt;" in odd._repr_html_()

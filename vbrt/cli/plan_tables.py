@@ -1,17 +1,16 @@
 """The tables of `vbrt plan`."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 from rich.console import Console
 from rich.table import Table
 
 from vbrt.cli.screen import add_footer, add_row, table_of
 from vbrt.errors import ConfigError
+from vbrt.residency.names import common_prefix, grouped, label_of, pattern_of
 from vbrt.residency.needs import TierNeed
 from vbrt.residency.plan import Plan, format_bytes
+from vbrt.residency.plan_text import picture_lines
 
-__all__ = ["common_prefix", "label_of", "print_plan"]
+__all__ = ["print_plan"]
 
 
 def print_plan(console: Console, title: str, plan: Plan, needs: list[TierNeed], refusal: ConfigError | None) -> None:
@@ -21,6 +20,9 @@ def print_plan(console: Console, title: str, plan: Plan, needs: list[TierNeed], 
     console.print(f"{title}: {what}, computing on the {plan.compute_tier}")
     for note in plan.notes if plan.swaps else plan.notes[:-1]:
         console.print(f"note: {note}")
+    console.print()
+    for line in picture_lines(plan, console.width):
+        console.print(line, highlight=False, soft_wrap=True)
     tables = [_swap_table(plan)] if plan.swaps else []
     tables += [_skip_table(plan)] if plan.skipped else []
     for table in (*tables, _need_table(needs)):
@@ -33,7 +35,7 @@ def print_plan(console: Console, title: str, plan: Plan, needs: list[TierNeed], 
 
 
 def _swap_table(plan: Plan) -> Table:
-    groups = _grouped(plan.swaps, lambda s: (_pattern(s.name), s.experts, s.shape, s.dtype, s.format, s.note))
+    groups = grouped(plan.swaps, lambda s: (pattern_of(s.name), s.experts, s.shape, s.dtype, s.format, s.note))
     labels = [label_of([swap.name for swap in swaps]) for swaps in groups]
     prefix = common_prefix(labels)
     head = f"swapped in {prefix[:-1]}" if prefix else "swapped"
@@ -76,8 +78,8 @@ def _swap_table(plan: Plan) -> Table:
 def _skip_table(plan: Plan) -> Table:
     table = table_of("stays as it is", ">modules", ">bytes", "why")
     skips = sorted(plan.skipped.items(), key=lambda item: -item[1].nbytes)
-    for group in sorted(_grouped(skips, lambda item: item[1].reason), key=lambda g: -sum(skip.nbytes for _, skip in g)):
-        labels = [label_of([name for name, _ in part]) for part in _grouped(group, lambda item: _pattern(item[0]))]
+    for group in sorted(grouped(skips, lambda item: item[1].reason), key=lambda g: -sum(skip.nbytes for _, skip in g)):
+        labels = [label_of([name for name, _ in part]) for part in grouped(group, lambda item: pattern_of(item[0]))]
         shown = "\n".join(labels[:3]) + (f"\nand {len(labels) - 3} more like these" if len(labels) > 3 else "")
         add_row(table, shown, str(len(group)), format_bytes(sum(skip.nbytes for _, skip in group)), group[0][1].reason)
     add_footer(table, "in all", str(len(skips)), format_bytes(plan.kept_bytes), "")
@@ -133,39 +135,3 @@ def _print_verdict(console: Console, plan: Plan, needs: list[TierNeed]) -> None:
                 f"tiers.{need.tier}.budget to less than {format_bytes(spare)}.",
                 style="yellow",
             )
-
-
-def common_prefix(names: Sequence[str]) -> str:
-    """The leading parts that all dotted names share, with a dot at the end; "" for fewer than two names."""
-    prefix = ""
-    for level in zip(*(name.split(".")[:-1] for name in names), strict=False):
-        if len(names) < 2 or len(set(level)) > 1:
-            break
-        prefix += f"{level[0]}."
-    return prefix
-
-
-def _grouped(items: Sequence[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
-    groups: dict[Any, list[Any]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return list(groups.values())
-
-
-def _pattern(name: str) -> str:
-    """A module name without its numbers: layers of one kind share it."""
-    return ".".join("#" if part.isdigit() else part for part in name.split("."))
-
-
-def label_of(names: Sequence[str]) -> str:
-    """One name for modules of one pattern: model.layers.0-31.mlp.up_proj."""
-    parts = []
-    for values in zip(*(name.split(".") for name in names), strict=True):
-        numbers = sorted({int(value) for value in values if value.isdigit()})
-        if len(numbers) < 2:
-            parts.append(values[0])
-        elif numbers[-1] - numbers[0] + 1 == len(numbers):
-            parts.append(f"{numbers[0]}-{numbers[-1]}")
-        else:
-            parts.append(",".join(map(str, numbers)) if len(numbers) < 5 else f"{numbers[0]}..{numbers[-1]}")
-    return ".".join(parts)

@@ -34,6 +34,7 @@ def add(commands: Any) -> None:
         help="JSON of Stats.to_dict() or of `vbrt run --json`; default: that of the last run",
     )
     parser.add_argument("--experts", metavar="LAYER", help="the routed experts of a layer, a row for each")
+    parser.add_argument("--each", action="store_true", help="a row for every layer instead of one for each kind")
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
@@ -54,7 +55,8 @@ def _stats(args: argparse.Namespace) -> int:
     elif args.json:
         print(json.dumps(stats.to_dict(), indent=2))
     else:
-        console_for_stdout().print(stats)
+        console = console_for_stdout()
+        console.print(stats.table(width=console.width, each=args.each), markup=False, highlight=False, soft_wrap=True)
     return 0
 
 

@@ -1,6 +1,7 @@
 """Counters of a wrapped model: a frozen snapshot of integers.
 
-    print(vb.stats())                  # a table
+    print(vb.stats())                  # a table: a row for each kind of layer, the longest wait first
+    print(vb.stats().table(each=True)) # every layer
     vb.stats().to_dict()               # plain data, for JSON; Stats.from_dict takes it back
     vb.stats().layers["fc1"].hit_rate
     vb.stats(experts=True).experts("model.layers.0.mlp.experts")   # hits, misses, bytes and last use of each expert
@@ -10,9 +11,10 @@ A hit is a lease of a page that moved no bytes. A page staged ahead of its use i
 (`vb.timeline`), of which `timeline` has the last recording's totals.
 """
 
+import html
 import io
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self, get_origin
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerStats", "Stats", "StepCounts", "TierStats"]
 
-_STR_WIDTH = 132  # str() knows no terminal
+_STR_WIDTH = 100  # str() knows no terminal
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,21 +249,33 @@ class Stats:
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         """Print as rich does: a table as wide as the terminal allows, and the totals below it."""
-        from rich.segment import Segment
-        from rich.text import Text
-
-        for line, style in table_lines(self, options.max_width):
-            if style:
-                yield Text(line, "bold" if style == "bold" else "")  # a long line goes on in the next
-            else:
-                yield Segment(f"{line}\n")
+        yield from _rendered(table_lines(self, options.max_width))
 
     def __str__(self) -> str:
-        from rich.console import Console
+        return self.table()
+
+    def table(self, *, width: int = _STR_WIDTH, each: bool = False) -> str:
+        """Return the snapshot as text: with `each` a row for every layer instead of one for each kind."""
+        from rich.console import Console, Group
 
         out = io.StringIO()
-        Console(file=out, width=_STR_WIDTH, color_system=None).print(self)
+        Console(file=out, width=width, color_system=None).print(Group(*_rendered(table_lines(self, width, each=each))))
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.table(width=120))}</pre>"
+
+
+def _rendered(lines: "Iterable[tuple[str, str]]") -> "RenderResult":
+    """Yield lines and their styles as rich prints them."""
+    from rich.segment import Segment
+    from rich.text import Text
+
+    for line, style in lines:
+        if style:
+            yield Text(line, "bold" if style == "bold" else "")  # a long line goes on in the next
+        else:
+            yield Segment(f"{line}\n")
 
 
 # -- reading a snapshot -----------------------------------------------------------------------------------------------

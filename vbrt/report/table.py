@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from vbrt.report.groups import by_kind
 from vbrt.report.timeline import LayerTotals
 from vbrt.residency.counts import PhaseCounts
 from vbrt.residency.plan import format_bytes
@@ -35,20 +36,22 @@ class _Column:
         return max(len(line) for cell in (self.head, self.total, *self.cells) for line in cell.split("\n"))
 
 
-def table_lines(stats: "Stats", width: int) -> Iterator[tuple[str, str]]:
+def table_lines(stats: "Stats", width: int, *, each: bool = False) -> Iterator[tuple[str, str]]:
     """Yield the lines of a snapshot with their styles, "" for plain ones.
 
     Args:
         width: of the terminal, in characters.
+        each: a row for every layer, instead of one for each kind, the longest wait first.
     """
-    columns, shared = _hoist(_columns(stats))
-    names, prefix = _names(tuple(stats.layers), columns, width)
+    shown = stats if each else by_kind(stats)
+    columns, shared = _hoist(_columns(shown))
+    names, prefix = _names(tuple(shown.layers), len(stats.layers), columns, width)
     shared += [f"names begin with {prefix}"] if prefix else []
     title = "vbrt, training" if stats.policy == "none" else f"vbrt, {stats.policy} policy"
     yield " · ".join((title, _count(stats.passes, "pass", "passes"), *shared)), "title"
     if stats.layers:
         yield from _styled(_table(names, columns, width))
-    yield from _experts_lines(stats, width)
+    yield from _experts_lines(shown, sum(of.experts is not None for of in stats.layers.values()), width)
     yield from ((line, "text") for line in _summary(stats))
 
 
@@ -59,13 +62,13 @@ def _styled(table: Sequence[str]) -> Iterator[tuple[str, str]]:
     yield foot, "bold"
 
 
-def _experts_lines(stats: "Stats", width: int) -> Iterator[tuple[str, str]]:
-    """Yield a table of the layers of routed experts, if there are any."""
+def _experts_lines(stats: "Stats", count: int, width: int) -> Iterator[tuple[str, str]]:
+    """Yield a table of the layers of routed experts, `count` in all, if there are any."""
     layers = {name: layer for name, layer in stats.layers.items() if layer.experts is not None}
     if not layers:
         return
     columns, shared = _hoist(_experts_columns(layers.values(), stats.compute_tier))
-    names, prefix = _names(tuple(layers), columns, width)
+    names, prefix = _names(tuple(layers), count, columns, width)
     shared += [f"names begin with {prefix}"] if prefix else []
     yield " · ".join(("routed experts", *shared)), "title"
     yield from _styled(_table(names, columns, width))
@@ -204,9 +207,10 @@ def _hoist(columns: list[_Column]) -> tuple[list[_Column], list[str]]:
     return [column for column in columns if column not in same], [f"{column.head} {column.cells[0]}" for column in same]
 
 
-def _names(names: tuple[str, ...], columns: list[_Column], width: int) -> tuple[_Column, str]:
-    """Return the column of layer names and the prefix that was stripped from all of them to save space."""
-    full = _Column("layer", names, _count(len(names), "layer", "layers"), text=True)
+def _names(names: tuple[str, ...], count: int, columns: list[_Column], width: int) -> tuple[_Column, str]:
+    """Return the column of layer names, of `count` layers in all, and the prefix that was stripped from all of them to
+    save space."""
+    full = _Column("layer", names, _count(count, "layer", "layers"), text=True)
     if _total_width([full, *columns]) <= width:
         return full, ""
     prefix = ""

@@ -4,6 +4,7 @@
 reads a model (`choice.py`, `planner.py`), `place` decides here what fits where.
 """
 
+import html
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -11,7 +12,9 @@ from vbrt.config.formats import FORMATS
 from vbrt.config.tiers import TIERS
 from vbrt.errors import ConfigError
 from vbrt.residency.division import spread
+from vbrt.residency.plan_text import plan_lines
 from vbrt.residency.site import WeightSite
+from vbrt.residency.sizes import format_bytes
 
 __all__ = ["Beside", "PageSpec", "Plan", "Skip", "Swap", "format_bytes", "leased_pages", "place"]
 
@@ -166,6 +169,17 @@ class Plan:
     mode: str = "infer"
     warnings: tuple[str, ...] = ()
     fallbacks: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return a picture of where the bytes go, and a line for each kind of layer."""
+        return self.table()
+
+    def table(self, *, width: int = 80, each: bool = False) -> str:
+        """Return the plan as text: with `each` a line for every layer instead of one for each kind."""
+        return "\n".join(plan_lines(self, width, each=each))
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.table(width=120))}</pre>"
 
     @property
     def compute_tier(self) -> str:
@@ -349,12 +363,3 @@ def _check_passage(
                 f"layer's pages ({largest[0].key}{token}: {lease} bytes); give it at least that, better "
                 f"three times that, or exclude the layer in weights.exclude"
             )
-
-
-def format_bytes(nbytes: float) -> str:
-    """Return a number of bytes as text: 1.5 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"

@@ -1,0 +1,71 @@
+"""Layers of one kind as one: what a person reads first."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING
+
+from vbrt.report.experts import ExpertsStats
+from vbrt.report.timeline import LayerTotals, TimelineTotals
+from vbrt.residency.names import grouped, label_of, pattern_of
+
+if TYPE_CHECKING:
+    from vbrt.report.stats import LayerStats, Stats
+
+__all__ = ["by_kind"]
+
+_SUMMED = ("weight_reads", "hits", "misses", "prefetched", "wait_us", "separation_hits", "separation_refreshes")
+_BY_NAME = ("plane_bytes", "bytes_moved")
+
+
+def by_kind(stats: "Stats") -> "Stats":
+    """Return a snapshot in which layers that differ in a number of their name only are one, the longest wait first.
+
+    Counts, bytes and waits are sums; forwards and the share of clipped weights are the largest of the group.
+    """
+    groups = grouped(list(stats.layers.items()), _kind)
+    groups.sort(key=lambda of: -sum(layer.wait_us for _, layer in of))
+    layers, timed = {}, {}
+    for of in groups:
+        names = [name for name, _ in of]
+        label = names[0] if len(of) == 1 else f"{label_of(names)} × {len(of)}"
+        layers[label] = of[0][1] if len(of) == 1 else _together([layer for _, layer in of])
+        timed |= _timed(label, names, stats.timeline)
+    timeline = stats.timeline and replace(stats.timeline, layers=timed)
+    return replace(stats, layers=layers, timeline=timeline)
+
+
+def _kind(item: tuple[str, "LayerStats"]) -> tuple:
+    name, layer = item
+    return pattern_of(name), layer.format, layer.kernel, layer.home, layer.materialized, layer.experts is None
+
+
+def _together(layers: Sequence["LayerStats"]) -> "LayerStats":
+    sums = {name: sum(getattr(layer, name) for layer in layers) for name in _SUMMED}
+    by_name = {name: _sums(getattr(layer, name) for layer in layers) for name in _BY_NAME}
+    largest = {name: max(getattr(layer, name) for layer in layers) for name in ("forwards", "clipped_share")}
+    experts = _experts([layer.experts for layer in layers if layer.experts is not None])
+    return replace(layers[0], resident=all(x.resident for x in layers), experts=experts, **sums, **by_name, **largest)
+
+
+def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for of in counts:
+        total.update(of)
+    return dict(total)
+
+
+def _experts(layers: Sequence[ExpertsStats]) -> ExpertsStats | None:
+    if not layers:
+        return None
+    numbers = [f.name for f in fields(ExpertsStats) if f.name not in ("decides", "each")]
+    decides = "/".join(sorted({of.decides for of in layers}))
+    return ExpertsStats(**{n: sum(getattr(of, n) for of in layers) for n in numbers}, decides=decides)
+
+
+def _timed(label: str, names: Sequence[str], timeline: TimelineTotals | None) -> dict[str, LayerTotals]:
+    found = [timeline.layers[name] for name in names if name in timeline.layers] if timeline else []
+    if not found:
+        return {}
+    moved = _sums(of.bytes_moved for of in found)
+    return {label: LayerTotals(sum(of.compute_us for of in found), sum(of.wait_us for of in found), moved)}

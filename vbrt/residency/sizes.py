@@ -1,0 +1,12 @@
+"""Numbers of bytes as text."""
+
+__all__ = ["format_bytes"]
+
+
+def format_bytes(nbytes: float) -> str:
+    """Return a number of bytes as text: 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
