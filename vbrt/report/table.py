@@ -51,7 +51,7 @@ def table_lines(stats: "Stats", width: int, *, each: bool = False) -> Iterator[t
     yield " · ".join((title, _count(stats.passes, "pass", "passes"), *shared)), "title"
     if stats.layers:
         yield from _styled(_table(names, columns, width))
-    yield from _experts_lines(shown, sum(of.experts is not None for of in stats.layers.values()), width)
+    yield from _experts_lines(stats, width)
     yield from ((line, "text") for line in _summary(stats))
 
 
@@ -62,13 +62,13 @@ def _styled(table: Sequence[str]) -> Iterator[tuple[str, str]]:
     yield foot, "bold"
 
 
-def _experts_lines(stats: "Stats", count: int, width: int) -> Iterator[tuple[str, str]]:
-    """Yield a table of the layers of routed experts, `count` in all, if there are any."""
+def _experts_lines(stats: "Stats", width: int) -> Iterator[tuple[str, str]]:
+    """Yield a table of the layers of routed experts, if there are any: each has a row, as no two are alike."""
     layers = {name: layer for name, layer in stats.layers.items() if layer.experts is not None}
     if not layers:
         return
     columns, shared = _hoist(_experts_columns(layers.values(), stats.compute_tier))
-    names, prefix = _names(tuple(layers), count, columns, width)
+    names, prefix = _names(tuple(layers), len(layers), columns, width)
     shared += [f"names begin with {prefix}"] if prefix else []
     yield " · ".join(("routed experts", *shared)), "title"
     yield from _styled(_table(names, columns, width))
