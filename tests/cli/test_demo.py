@@ -54,10 +54,10 @@ def test_the_command_prints_measured_facts_and_keeps_the_stats(result, monkeypat
     assert f"8 of {len(minilm.QUERIES)} queries find the same best sentence and the same three best" in out
     assert f"mean {result.cosines.mean():.4f}" in out
     assert "40.5 MiB dense; 5.8 MiB as pages in files, at most 2.9 MiB of them in memory" in out
-    assert str(result.stats).splitlines()[-1] in out
+    assert result.stats.table(width=132).splitlines()[-1] in out
     assert cli.main(["stats"]) == 0
     lines = [line.rstrip() for line in capsys.readouterr().out.rstrip().splitlines()]
-    assert lines == [line.rstrip() for line in str(result.stats).splitlines()]
+    assert lines == [line.rstrip() for line in result.stats.table(width=132).splitlines()]
 
 
 def test_a_changed_result_is_said_and_exits_with_1(result, monkeypatch, capsys):
