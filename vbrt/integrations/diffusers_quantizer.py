@@ -75,11 +75,8 @@ class VBDiffusersQuantizer(DiffusersQuantizer):
         return self._saved is not None and self._filling is not None and self._filling.takes(name)
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        config = self.quantization_config
-        asked, overrides, policy = config.named
-        if self._saved is not None:
-            config.settings = self._saved.config(asked, overrides)
-        self._filling = Filling(model, config.settings, policy, self._saved)
+        self.quantization_config.settle(self._saved)
+        self._filling = self.quantization_config.filling(model, self._saved)
         warn_of_plan(self._filling.plan, "from_pretrained", stacklevel=6)
 
     # -- while it is loaded -------------------------------------------------------------------------------------------

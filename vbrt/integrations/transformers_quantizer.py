@@ -9,6 +9,7 @@ pages, one after the other, and swaps the layers when the rest is there. Importi
 """
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from os import PathLike
@@ -28,6 +29,8 @@ from vbrt.generation.generating import follow
 from vbrt.integrations.gguf_quantizer import TakesGGUF
 from vbrt.integrations.transformers_experts import by_expert
 from vbrt.model.attach import attach
+from vbrt.model.runtime import Runtime
+from vbrt.model.sharing import shared_config
 from vbrt.saves.ahead import read_ahead
 from vbrt.saves.dense import DenseCheckpoint
 from vbrt.saves.embedded import dense_tensors, embedded_tensors, open_embedded
@@ -73,6 +76,29 @@ def _is_entry(key: str, value: Any) -> bool:
     return key in _KEYS and isinstance(value, str)
 
 
+class Sharing:
+    """The runtime that models share which are loaded with one config; copies of the config share it, too."""
+
+    def __init__(self, runtime: Runtime | str) -> None:
+        if not isinstance(runtime, Runtime) and runtime != "shared":
+            raise ConfigError(f'QuantizationConfig: runtime = {runtime!r}; expected vb.runtime of a model, or "shared"')
+        self._given = runtime if isinstance(runtime, Runtime) else None
+        self._last: weakref.ref[Runtime] | None = None
+
+    def __deepcopy__(self, memo: dict) -> "Sharing":
+        return self
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """The one that was given, or that of the last model, if there is one still."""
+        last = self._given or (self._last and self._last())
+        return last if self._given is not None or (last is not None and not last.stack.closed) else None
+
+    @runtime.setter
+    def runtime(self, runtime: Runtime) -> None:
+        self._last = weakref.ref(runtime)
+
+
 class QuantizationConfig(QuantizationConfigMixin):
     """How `from_pretrained` of transformers wraps a model that it loads; `quantization_config=` takes one.
 
@@ -80,6 +106,8 @@ class QuantizationConfig(QuantizationConfigMixin):
         config: as `vbrt.wrap` takes it: a preset ("fp4", the default, "exact", ...), a TOML file, a dict, a VBConfig.
         stored: what `save_pretrained` writes: "planes", which only vbrt reads, or "dense" weights, which any reader
             loads. With mode = "train", always the dense weights.
+        runtime: `vb.runtime` of another model, which shares its tiers, budgets and policy; or "shared": all models that
+            are loaded with this object share one, as components of a pipeline do.
         **overrides: sections of the config, as for `vbrt.wrap`; `policy=` also takes a policy of your own.
 
     Attributes:
@@ -100,12 +128,14 @@ class QuantizationConfig(QuantizationConfigMixin):
         config: VBConfig | Mapping[str, Any] | str | PathLike | None = None,
         *,
         stored: str = "planes",
+        runtime: Runtime | str | None = None,
         **overrides: Any,
     ) -> None:
         if stored not in _STORED:
             raise ConfigError(f"QuantizationConfig: stored = {stored!r}; expected one of {', '.join(_STORED)}")
         self.quant_method, self.stored = _Method.VBRT, stored
-        policy = user_policy(overrides, None)
+        self.sharing = None if runtime is None else Sharing(runtime)
+        policy = user_policy(overrides, runtime if isinstance(runtime, Runtime) else None)
         self.named = config, overrides, policy
         self.dtypes: tuple[str, ...] = ()
         self.settings = load_config(config, **overrides)
@@ -135,12 +165,36 @@ class QuantizationConfig(QuantizationConfigMixin):
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """Return what counts when a directory has a config of its own: all that was asked for."""
-        return {"named": self.named}
+        return {"named": self.named, "sharing": self.sharing}
 
     def over(self, saved: VBConfig) -> VBConfig:
         """Return the config of a save, for this machine, with what was asked for instead."""
         config, overrides, _ = self.named
         return load_config(for_this_machine(saved) if config is None else config, **overrides)
+
+    def settle(self, saved: Any = None) -> None:
+        """Make the settings those of a model that is read now.
+
+        Args:
+            saved: files that have a config of their own; by default weights are encoded.
+
+        Raises:
+            ConfigError: they do not go together, or not with the runtime that the model joins.
+        """
+        config, overrides, _ = self.named
+        self.settings = self.over(self.settings) if saved is None else saved.config(config, overrides)
+        runtime = None if self.sharing is None else self.sharing.runtime
+        if runtime is not None:
+            self.settings = shared_config(self.settings, runtime, config, overrides)
+
+    def filling(self, model: nn.Module, saved: Any = None) -> Filling:
+        """Return the planes of a model, which is on the meta device, on their way into the runtime that it gets."""
+        runtime = None if self.sharing is None else self.sharing.runtime
+        policy = self.named[2] if runtime is None else None
+        made = Filling(model, self.settings, policy, saved, runtime=runtime)
+        if self.sharing is not None:
+            self.sharing.runtime = made.runtime
+        return made
 
 
 # so that a config that is named for a directory that has one is merged into it, and not dropped
@@ -190,6 +244,7 @@ class VBQuantizer(TakesGGUF):
         self._holds_planes = self.pre_quantized and quantization_config.stored == "planes"
         self.pre_quantized = False  # tensors are read one after the other, by this thread
         self._files: list[Path] = []
+        self._model: PreTrainedModel | None = None  # until its conversions are known
         self._read_in: dict[str, torch.dtype] = {}
         self._given: list = []  # conversions of other files of the model, where a GGUF file needs none
         self._conversions: list | None = None  # of names and tensors, which saving the dense weights reverts
@@ -223,7 +278,7 @@ class VBQuantizer(TakesGGUF):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Any = None, **kwargs: Any
     ) -> PreTrainedModel:
-        self._files = [Path(file) for file in checkpoint_files or ()]
+        self._files, self._model = [Path(file) for file in checkpoint_files or ()], model
         if getattr(model.config, "distributed_config", None) is not None:
             raise ConfigError(
                 "from_pretrained: the model is split over several processes, and tiers are those of one: "
@@ -234,15 +289,12 @@ class VBQuantizer(TakesGGUF):
                 self.ahead = read_ahead(map(TensorFile, self._files))
         return model
 
-    def update_weight_conversions(self, weight_conversions: list, model: PreTrainedModel) -> list:
-        """Plan the model, which is complete by now; have experts read one by one."""
+    def update_weight_conversions(self, weight_conversions: list, model: PreTrainedModel | None = None) -> list:
+        """Plan the model, which is complete by now; have experts read one by one. Older versions do not name it."""
+        model, self._model = model or self._model, None
         config = self.quantization_config
         saved, self._given = self._saved(model), weight_conversions
-        asked, overrides, policy = config.named
-        if saved is None or config.settings.mode == "train":
-            config.settings = config.over(config.settings)
-        else:
-            config.settings = saved.config(asked, overrides)
+        config.settle(None if config.settings.mode == "train" else saved)
         if config.settings.mode == "train":
             self._refuse_planes()
             _ignore_(model, {r"(^|[._])separation$"})  # a history of scales is that of a run, and begins anew
@@ -252,7 +304,7 @@ class VBQuantizer(TakesGGUF):
             if name in self._read_in:
                 parameter.data = parameter.data.to(self._read_in[name])
         model.tie_weights()
-        self.filling = Filling(model, config.settings, policy, saved)
+        self.filling = config.filling(model, saved)
         if self._holds_planes:
             _ignore_(model, saved.plane_patterns())
         warn_of_plan(self.filling.plan, "from_pretrained", stacklevel=5)

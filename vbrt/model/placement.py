@@ -18,7 +18,7 @@ from vbrt.residency.simulate import make_policy
 if TYPE_CHECKING:
     from vbrt.model.runtime import Runtime
 
-__all__ = ["current_homes", "place_beside", "place_pages", "restore_homes", "use_freed_room"]
+__all__ = ["Homes", "current_homes", "place_beside", "place_pages", "restore_homes", "use_freed_room"]
 
 _BESIDE = "beside: "  # no key of a plan begins so
 

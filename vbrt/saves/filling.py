@@ -21,6 +21,7 @@ from vbrt.layers.experts.encoding import EncodedExperts, MatricesOnDemand
 from vbrt.model.attach import attach_held, make_handles, plan_for
 from vbrt.model.attachment import Attachment, Terms
 from vbrt.model.machine import check_ssd_directory, release_host_memory
+from vbrt.model.placement import Homes, current_homes, place_beside, place_pages, restore_homes
 from vbrt.model.runtime import Runtime
 from vbrt.residency.custom import PolicyFactory
 from vbrt.residency.plan import Plan, Swap
@@ -33,15 +34,16 @@ _TRIM_BYTES = 8 << 20
 
 
 class Filling:
-    """The planes of a model on their way into a runtime of its own.
+    """The planes of a model on their way into a runtime.
 
     A weight that several modules share is not taken: whether they do is known when everything is loaded.
 
     Args:
         model: on the meta device, in the dtypes that its weights will have, tied as they will be.
-        config: for `mode = "infer"`.
-        policy: makes the policy of each tier; by default the one that the config names.
+        config: for `mode = "infer"`; where there is a runtime, what `shared_config` makes of it.
+        policy: makes the policy of each tier of a new runtime; by default the one that the config names.
         saved: makes the plan and the planes, instead of weights to encode; it is of this model.
+        runtime: of models that share their tiers with this one; by default a new one.
 
     Attributes:
         plan: what is done to the model.
@@ -52,12 +54,21 @@ class Filling:
     """
 
     def __init__(
-        self, model: nn.Module, config: VBConfig, policy: PolicyFactory | None = None, saved: Source | None = None
+        self,
+        model: nn.Module,
+        config: VBConfig,
+        policy: PolicyFactory | None = None,
+        saved: Source | None = None,
+        *,
+        runtime: Runtime | None = None,
     ) -> None:
-        self._saved = saved
-        self.plan = _plan(model, config, saved)
-        self.runtime = Runtime.of_plan(self.plan, config, policy)
-        self._terms = Terms(config, self.plan, type(model).__name__)
+        self._saved, self._joins, name = saved, runtime is not None, type(model).__name__
+        if runtime is not None:
+            runtime.check_open("from_pretrained")
+            name = runtime.free_name(name)
+        self.plan = _plan(model, config, saved, runtime)
+        self.runtime = Runtime.of_plan(self.plan, config, policy) if runtime is None else runtime
+        self._terms = Terms(config, self.plan, name, f"{name}/" if self._joins else "")
         self._handles = make_handles(self._terms, self.runtime.stack)
         self._targets = {
             site.tensor: (swap, handle, site)
@@ -158,7 +169,11 @@ class Filling:
             FormatError, TierError: as `VBModelWrapper.materialize`.
         """
         _check_ties(model, self.plan)
-        attachment = attach_held(model, self.runtime, self._terms, self._handles)
+        homes = current_homes(self.runtime)
+        with self.runtime.stack.encoding:
+            attachment = attach_held(model, self.runtime, self._terms, self._handles)
+            if self._joins:
+                _place(self.runtime, attachment, homes)
         layers = attachment.layers
         stored = (swap for swap in self.plan.swaps if swap.site.tensor in self.stored)
         for name in (name for swap in stored for name in swap.modules):
@@ -173,7 +188,22 @@ class Filling:
     def close(self) -> None:
         """Free the pages of a model that could not be loaded."""
         self._crew.stop()
-        self.runtime.stack.close()
+        if not self._joins:
+            self.runtime.stack.close()
+            return
+        for handle in self._handles:
+            handle.retire()
+        self.runtime.stack.retire_unowned()
+
+
+def _place(runtime: Runtime, attachment: Attachment, homes: Homes) -> None:
+    """Give the pages of all models their homes; if that fails, those of the others stay where they were."""
+    try:
+        place_pages(runtime)
+    except BaseException:
+        attachment.close()
+        restore_homes(runtime, homes)
+        raise
 
 
 def _page_out_one(weights: deque[torch.Tensor]) -> None:
@@ -181,9 +211,12 @@ def _page_out_one(weights: deque[torch.Tensor]) -> None:
         page_out(weights.popleft())
 
 
-def _plan(model: nn.Module, config: VBConfig, saved: Source | None) -> Plan:
-    check_ssd_directory(config)
-    return plan_for(model, config) if saved is None else saved.plan(model, config, None)
+def _plan(model: nn.Module, config: VBConfig, saved: Source | None, runtime: Runtime | None) -> Plan:
+    if saved is None:
+        return plan_for(model, config, runtime)
+    if runtime is None:
+        check_ssd_directory(config)
+    return saved.plan(model, config, None if runtime is None else place_beside(runtime))
 
 
 def _check_ties(model: nn.Module, plan: Plan) -> None:
