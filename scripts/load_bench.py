@@ -2,15 +2,17 @@
 benchmarks/results/load-<device>.json.
 
 Two checkpoints of a Llama of the 8B shape are made from random weights, where there are none: one in bf16, one in NVFP4
-as ModelOpt writes it. Then, with the files out of the page cache, each in a process of its own:
+as ModelOpt writes it. Then, with the files out of the page cache, each in a process forked from one that has imported
+everything and knows nothing of the GPU yet:
 
-    drive      the same files, read with O_DIRECT by one thread and by four; the better one counts
+    drive      the same files, read with O_DIRECT by four threads
     encoder    weights in host memory into pages, nothing read: pageable and, beside a GPU, page-locked
-    load       `from_pretrained` to a first token; after imports, and after a context of the GPU
-    first      the same in the first process of all, in which kernels are compiled
+    first      `from_pretrained` to a first token, where kernels have yet to be compiled
+    load       the same in a process that finds them compiled; the GPU's context is there when the clock starts
     unread     the same, with nothing read ahead
+    profile    the same under cProfile, whose report lies beside the results
 
-    python3 scripts/load_bench.py [--layers 32] [--directory DIR] [--parts make,drive,...] [--out results.json]
+    python3 scripts/load_bench.py [--layers 32 32] [--directory DIR] [--parts make,drive,...] [--out results.json]
 """
 
 import argparse
@@ -22,7 +24,6 @@ import math
 import mmap
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import threading
@@ -42,6 +43,13 @@ SIZES = {
         "num_key_value_heads": 8,
         "vocab_size": 128256,
     },
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 1024,
+    },
     "1b": {
         "hidden_size": 2048,
         "intermediate_size": 5632,
@@ -58,10 +66,11 @@ KINDS = ("bf16", "nvfp4")
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def config_of(args: argparse.Namespace):
+def config_of(args: argparse.Namespace, kind: str):
     from transformers import LlamaConfig
 
-    config = LlamaConfig(**SIZES[args.size], num_hidden_layers=args.layers, dtype="bfloat16", tie_word_embeddings=False)
+    layers = args.layers[KINDS.index(kind)]
+    config = LlamaConfig(**SIZES[args.size], num_hidden_layers=layers, dtype="bfloat16", tie_word_embeddings=False)
     config.architectures = ["LlamaForCausalLM"]
     return config
 
@@ -74,12 +83,12 @@ def make(args: argparse.Namespace) -> dict:
     from vbrt.saves.tensorfile import TensorInfo
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = config_of(args)
-    with torch.device("meta"):
-        infos = [TensorInfo(n, torch.bfloat16, tuple(p.shape)) for n, p in LlamaForCausalLM(config).named_parameters()]
     found = {}
     for kind in KINDS:
-        directory = args.directory / kind
+        directory, config = args.directory / kind, config_of(args, kind)
+        with torch.device("meta"):
+            shapes = {name: tuple(p.shape) for name, p in LlamaForCausalLM(config).named_parameters()}
+        infos = [TensorInfo(name, torch.bfloat16, shape) for name, shape in shapes.items()]
         if not (directory / "config.json").exists():
             start = time.perf_counter()
             nbytes = _write(directory, infos, kind, device)
@@ -178,16 +187,14 @@ def _mapping(fd: int) -> mmap.mmap:
 
 
 def drive(args: argparse.Namespace) -> dict:
-    """Read the files of each checkpoint with O_DIRECT; seconds and rate of the better of one thread and four."""
+    """Read the files of each checkpoint with O_DIRECT; return seconds and rate."""
     found = {}
     for kind in KINDS:
         files = sorted((args.directory / kind).glob("*.safetensors"))
         nbytes = sum(file.stat().st_size for file in files)
         found[f"{kind}_cached_before"] = drop(args.directory / kind)
-        rates = {threads: _read_rate(files, threads) for threads in (1, 4)}
-        found[f"{kind}_gb"] = nbytes / 1e9
-        found[f"{kind}_gb_per_s"] = {str(threads): rate / 1e9 for threads, rate in rates.items()}
-        found[f"{kind}_seconds"] = nbytes / max(rates.values())
+        rate = _read_rate(files, 4)
+        found |= {f"{kind}_gb": nbytes / 1e9, f"{kind}_gb_per_s": rate / 1e9, f"{kind}_seconds": nbytes / rate}
     return found
 
 
@@ -229,7 +236,7 @@ def encoder(args: argparse.Namespace) -> dict:
     from vbrt.saves.filling import Filling
 
     with torch.device("meta"):
-        model = LlamaForCausalLM(config_of(args)).to(torch.bfloat16).eval()
+        model = LlamaForCausalLM(config_of(args, "bf16")).to(torch.bfloat16).eval()
     filling = Filling(model, vbrt.load_config(args.format))
     names = [swap.site.tensor for swap in filling.plan.swaps]
     shapes = {name: tuple(model.get_parameter(name).shape) for name in names}
@@ -291,18 +298,12 @@ def _steps(filling, name: str, weights: dict, shapes: dict) -> dict:
 
 
 def load(args: argparse.Namespace) -> dict:
-    """Load one checkpoint to a first token in this fresh process; see `main` for what is told apart."""
-    marks = {"start": args.began, "process": time.time()}
+    """Load one checkpoint to a first token in this process; see `main` for what is told apart."""
     import torch
-    import transformers
 
     import vbrt
-    import vbrt.integrations.pretrained  # what is imported late
 
-    _ = vbrt.QuantizationConfig
-    transformers.logging.disable_progress_bar()
-    _ = transformers.LlamaForCausalLM, transformers.AutoModelForCausalLM
-    marks["imports"] = time.time()
+    marks = {"start": time.time()}
     if torch.cuda.is_available():
         torch.ones(1, device="cuda").item()
     marks["device"] = time.time()
@@ -310,6 +311,8 @@ def load(args: argparse.Namespace) -> dict:
         from vbrt.host import read_ahead
 
         read_ahead._WINDOW_BYTES = (0, 0)
+    phases: dict[str, float] = {}
+    _time_phases(phases)
     with _profiled(args.profile):
         directory = args.directory / args.kind
         if args.kind == "bf16":
@@ -330,10 +333,41 @@ def load(args: argparse.Namespace) -> dict:
     return {
         **{f"{name}_seconds": seconds for name, seconds in spans.items()},
         "seconds": marks["token"] - marks["device"],
+        "phases": phases,
         "token": token,
         "held_gb": {tier: info.held_bytes / 1e9 for tier, info in stats.tiers.items()},
         "fallbacks": list(stats.fallbacks),
     }
+
+
+def _time_phases(into: dict[str, float]) -> None:
+    """Have the seconds of what loading consists of be added up, those within others in both."""
+    from vbrt.integrations import pretrained
+    from vbrt.saves import dense, filling, load, published
+    from vbrt.wrapper import load as wrapper_load
+
+    def timed(where: object, name: str) -> None:
+        act = getattr(where, name)
+
+        def run(*given: object, **named: object) -> object:
+            start = time.perf_counter()
+            try:
+                return act(*given, **named)
+            finally:
+                into[name] = into.get(name, 0.0) + time.perf_counter() - start
+
+        setattr(where, name, run)
+
+    for where, names in (
+        (filling.Filling, ("__init__", "take", "finish")),
+        (pretrained, ("meta_model", "open_source")),
+        (wrapper_load, ("load_attached",)),
+        (load, ("attach", "_fill_")),
+        (published.PublishedCheckpoint, ("plan", "planes_of")),
+        (dense.DenseCheckpoint, ("outline_", "fill_kept_")),
+    ):
+        for name in names:
+            timed(where, name)
 
 
 @contextlib.contextmanager
@@ -356,31 +390,63 @@ def _profiled(path: Path | None) -> Iterator[None]:
 # -- all of it --------------------------------------------------------------------------------------------------------
 
 
+def import_all() -> float:
+    """Import what loading needs, but wake no GPU; return seconds."""
+    start = time.perf_counter()
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # that does not wake it
+    import transformers
+
+    import vbrt.integrations.pretrained  # what is imported late
+    from vbrt.saves import filling
+
+    transformers.logging.disable_progress_bar()
+    _ = transformers.LlamaForCausalLM, transformers.AutoModelForCausalLM, vbrt.QuantizationConfig, filling
+    return time.perf_counter() - start
+
+
 def alone(part: str, args: argparse.Namespace, **given: object) -> dict:
-    """Run one part in a process of its own; what it raises is its result."""
-    flags = ["--work", part, "--size", args.size, "--layers", str(args.layers), "--format", args.format]
-    flags += ["--directory", str(args.directory), "--began", repr(time.time())]
-    for name, value in given.items():
-        flags += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    done = subprocess.run([sys.executable, __file__, *flags], capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {"error": done.stderr[-3000:]}
-    return json.loads(done.stdout.splitlines()[-1])
+    """Run one part in a forked process; what it raises is its result."""
+    there, here = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            made = PARTS[part](argparse.Namespace(**{**vars(args), **given}))
+        except BaseException:  # noqa: BLE001 - the parent prints it
+            made = {"error": traceback.format_exc()}
+        with open(here, "w") as file:
+            json.dump(made, file)
+        sys.stderr.flush()
+        os._exit(0)
+    os.close(here)
+    with open(there) as file:
+        text = file.read()
+    os.waitpid(pid, 0)
+    return json.loads(text) if text else {"error": "the process died"}
 
 
-def loads(args: argparse.Namespace, parts: set[str]) -> dict:
+def about(args: argparse.Namespace) -> dict:
+    """Return what machine this is."""
+    from scripts.measuring import machine
+
+    return machine()
+
+
+def loads(args: argparse.Namespace, parts: set[str]) -> Iterator[tuple[str, dict]]:
     """Load each checkpoint as often as the parts say."""
-    found = {}
-    for kind in KINDS:
-        for turn in (t for t in ("first", "load", "unread", "profile") if t in parts):
+    for turn in (t for t in ("first", "load", "unread", "profile") if t in parts):
+        for kind in KINDS if time.perf_counter() < args.until else ():
             cached = drop(args.directory / kind)
-            given = {"unread": True} if turn == "unread" else {}
-            if turn == "profile":
-                given = {"profile": args.out.with_name(f"{args.out.stem}-{kind}.profile")}
-            found[f"{kind}_{turn}"] = made = alone("load", args, kind=kind, **given)
-            made["cached_before"] = cached
-            print(f"{kind} {turn}: {json.dumps(made)}", flush=True)
-    return found
+            profile = args.out.with_name(f"{args.out.stem}-{kind}.profile") if turn == "profile" else None
+            made = alone("load", args, kind=kind, unread=turn == "unread", profile=profile)
+            yield f"{kind}_{turn}", made | {"cached_before": cached}
+
+
+def results(args: argparse.Namespace, parts: set[str]) -> Iterator[tuple[str, dict]]:
+    """Yield the name and the result of each part."""
+    for part in ("make", "drive", "encoder"):
+        if part in parts:
+            yield part, alone(part, args)
+    yield from loads(args, parts)
 
 
 def table(found: dict) -> Iterator[str]:
@@ -390,7 +456,7 @@ def table(found: dict) -> Iterator[str]:
         read = limits.get(f"{kind}_seconds", math.nan)
         encode = encoded.get("pageable_seconds", math.nan) if kind == "bf16" else 0.0
         for turn in ("first", "load", "unread"):
-            made = found.get("loads", {}).get(f"{kind}_{turn}", {})
+            made = found.get(f"{kind}_{turn}", {})
             if "seconds" in made:
                 ratio = made["seconds"] / max(read, encode)
                 yield (
@@ -402,47 +468,32 @@ def table(found: dict) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--layers", type=int, nargs=2, default=(32, 32), help="of the checkpoint in bf16, and in NVFP4")
     parser.add_argument("--size", choices=list(SIZES), default="8b")
     parser.add_argument("--format", default="fp4", help="a preset, for the bf16 checkpoint")
     parser.add_argument("--parts", default="make,drive,encoder,first,load,unread")
     parser.add_argument("--directory", type=Path, help="for the checkpoints; by default one that is removed")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--work", choices=("make", "encoder", "load"), help=argparse.SUPPRESS)
-    parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)
-    parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--profile", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--unread", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further load after so many")
     args = parser.parse_args()
-    if args.work:
-        print(json.dumps({"make": make, "encoder": encoder, "load": load}[args.work](args)))
-        return
-    from scripts.measuring import machine
-
-    about = machine()
-    name = re.sub(r"[^a-z0-9]+", "-", (about["gpu"] or "cpu").lower()).strip("-")
+    args.until = time.perf_counter() + args.seconds
+    imports = import_all()
+    machine = alone("about", args)
+    name = re.sub(r"[^a-z0-9]+", "-", (machine.get("gpu") or "cpu").lower()).strip("-")
     args.out = args.out or ROOT / "benchmarks" / "results" / f"load-{name}.json"
     parts = set(args.parts.split(","))
-    found: dict = {"machine": about, "layers": args.layers, "size": args.size, "format": args.format}
+    found: dict = {"machine": machine, "layers": args.layers, "size": args.size, "format": args.format}
+    found["imports_seconds"] = imports
     with tempfile.TemporaryDirectory(dir=args.directory) as temporary:
         args.directory = args.directory or Path(temporary)
-        for part in ("make", "drive", "encoder", "loads"):
-            if part != "loads" and part not in parts:
-                continue
-            start = time.perf_counter()
-            try:
-                found[part] = {
-                    "make": lambda: alone("make", args),
-                    "drive": lambda: drive(args),
-                    "encoder": lambda: alone("encoder", args),
-                    "loads": lambda: loads(args, parts),
-                }[part]()
-            except Exception:  # noqa: BLE001 - a figure less, and the others all the same
-                found[part] = {"error": traceback.format_exc()}
-            print(f"{part} ({time.perf_counter() - start:.1f} s): {json.dumps(found[part])}", flush=True)
+        for name, made in results(args, parts):
+            print(f"{name}: {json.dumps(made)}", flush=True)
+            found[name] = made
             args.out.write_text(json.dumps(found, indent=1) + "\n")
     print("\n".join(table(found)))
 
+
+PARTS = {"about": about, "make": make, "drive": drive, "encoder": encoder, "load": load}
 
 if __name__ == "__main__":
     main()
