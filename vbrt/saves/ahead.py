@@ -1,4 +1,4 @@
-"""Files of a checkpoint, read ahead of their use: layer after layer, then what is no layer's."""
+"""Files of a checkpoint, read ahead of their use: what is no layer's, and layer after layer."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -7,7 +7,7 @@ from vbrt.host.read_ahead import ReadAhead
 from vbrt.saves.gguf_file import GGUFFile
 from vbrt.saves.tensorfile import TensorFile
 
-__all__ = ["layers_first", "natural_key", "read_ahead", "reading_ahead"]
+__all__ = ["layers_first", "layers_last", "natural_key", "read_ahead", "reading_ahead"]
 
 
 def natural_key(name: str) -> list[tuple[int, int | str]]:
@@ -15,9 +15,18 @@ def natural_key(name: str) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdecimal() else (1, part) for part in name.split(".")]
 
 
+def _is_in_layer(name: str) -> bool:
+    return any(part.isdecimal() for part in name.split("."))
+
+
 def layers_first(name: str) -> tuple[bool, list[tuple[int, int | str]]]:
-    """Return what sorts names as `vbrt.load` reads them, about: weights in layers, then embeddings and heads."""
-    return not any(part.isdecimal() for part in name.split(".")), natural_key(name)
+    """Return what sorts names as transformers uses them, about: embeddings and heads stay mapped until the end."""
+    return not _is_in_layer(name), natural_key(name)
+
+
+def layers_last(name: str) -> tuple[bool, list[tuple[int, int | str]]]:
+    """Return what sorts names as `vbrt.load` reads them, about."""
+    return _is_in_layer(name), natural_key(name)
 
 
 def read_ahead(files: Iterable[TensorFile | GGUFFile], key: Callable[[str], object] = layers_first) -> ReadAhead:
@@ -30,7 +39,7 @@ def read_ahead(files: Iterable[TensorFile | GGUFFile], key: Callable[[str], obje
 def reading_ahead(files: Iterable[TensorFile | GGUFFile]) -> Iterator[None]:
     """Read ahead of what is read from these files in the block."""
     files = list(files)
-    with read_ahead(files) as ahead:
+    with read_ahead(files, layers_last) as ahead:
         for file in files:
             file.ahead = ahead
         try:

@@ -69,6 +69,12 @@ def load_attached(
 
 def _fill_(attachment: Attachment, source: Source, count: Callable[[int, int], object]) -> None:
     layers, read = attachment.layers, 0
+    for swap in attachment.plan.swaps:
+        for name in swap.modules:
+            layers[name].forget_dense_()
+    source.fill_kept_(
+        attachment.model, attachment.stack.device
+    )  # first: they are large, and nothing is left to do then
     for number, swap in enumerate(attachment.plan.swaps, 1):
         count(number, len(attachment.plan.swaps))
         handle = layers[swap.name].handle
@@ -77,10 +83,6 @@ def _fill_(attachment: Attachment, source: Source, count: Callable[[int, int], o
         if read > _TRIM_BYTES:  # or the C library keeps what weights leave between the pages: as much as all of them
             release_host_memory()
             read = 0
-    for swap in attachment.plan.swaps:
-        for name in swap.modules:
-            layers[name].forget_dense_()
-    source.fill_kept_(attachment.model, attachment.stack.device)
     for swap in attachment.plan.swaps:
         handle = layers[swap.name].handle
         handle.retype(source.computes_in(swap, handle))
