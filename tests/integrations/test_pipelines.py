@@ -176,3 +176,27 @@ def test_from_pretrained_of_diffusers_reads_into_planes_and_reads_them_again(tmp
         kind.from_pretrained(path, subfolder="transformer", quantization_config=config, device_map={"": "cpu"})
     vb = vbrt.wrap(loaded, weights=ALL["weights"])  # the other models join the transformer's tiers
     assert torch.equal(image(vb), image(loaded)) and vb.runtime is vbrt.of(loaded.transformer).runtime
+
+
+@needs_diffusers
+def test_several_components_of_one_mapping_share_their_tiers_and_the_others_join_them(tmp_path):
+    import diffusers
+
+    pipeline = stable_diffusion_3()
+    want = image(pipeline)
+    pipeline.save_pretrained(tmp_path)
+    names = ("transformer", "text_encoder", "text_encoder_3")
+    for runtime in (None, "shared"):
+        config = vbrt.QuantizationConfig("exact", **ALL, runtime=runtime)
+        mapping = diffusers.PipelineQuantizationConfig(quant_mapping=dict.fromkeys(names, config))
+        loaded = type(pipeline).from_pretrained(tmp_path, quantization_config=mapping, dtype=torch.bfloat16)
+        loaded.set_progress_bar_config(disable=True)
+        assert torch.equal(image(loaded), want)
+        runtimes = {vbrt.of(getattr(loaded, name)).runtime for name in names}
+        assert len(runtimes) == (3 if runtime is None else 1)
+        if runtime is None:
+            with pytest.raises(vbrt.WrapError, match='runtime="shared"'):
+                vbrt.wrap(loaded, "exact", **ALL)
+        else:
+            vb = vbrt.wrap(loaded, weights={**ALL["weights"], "format": "nvfp4", "fine": "exact"})
+            assert torch.equal(image(vb), want) and vb.runtime in runtimes

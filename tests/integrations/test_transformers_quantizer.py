@@ -220,3 +220,39 @@ def test_a_copy_of_a_wrapped_model_has_a_wrapper_of_its_own(saved):
     vbrt.of(model).close()
     assert vbrt.of(copied).model is copied
     assert torch.equal(copied(IDS).logits, saved[1])
+
+
+def test_models_that_are_loaded_with_one_config_share_a_runtime_if_it_says_so(saved, tmp_path):
+    path, expected = saved
+    tiers = {"cpu": {"budget": "64MiB"}, "ssd": {"enabled": True, "path": str(tmp_path / "pages")}}
+    config = vbrt.QuantizationConfig("exact", tiers=tiers, runtime="shared")
+    first, second = (AutoModelForCausalLM.from_pretrained(path, quantization_config=config) for _ in range(2))
+    one, two = vbrt.of(first), vbrt.of(second)
+    assert two.runtime is one.runtime and len(one.runtime.attachments) == 2
+    one.set_budget("cpu", max(one.plan.largest_layer_bytes, two.plan.largest_layer_bytes))
+    assert torch.equal(first(IDS).logits, expected) and torch.equal(second(IDS).logits, expected)
+    one.close()
+    assert torch.equal(second(IDS).logits, expected)
+    joined = vbrt.QuantizationConfig("exact", runtime=two.runtime)
+    third = AutoModelForCausalLM.from_pretrained(path, quantization_config=joined)
+    assert vbrt.of(third).runtime is two.runtime and torch.equal(third(IDS).logits, expected)
+    third.save_pretrained(tmp_path / "planes")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "planes", quantization_config=joined)
+    assert vbrt.of(again).runtime is two.runtime and torch.equal(again(IDS).logits, expected)
+    with pytest.raises(vbrt.ConfigError, match="models on one runtime share its tiers"):
+        load(path, "exact", runtime=two.runtime, tiers={"cpu": {"budget": "1GiB"}})
+    with pytest.raises(vbrt.ConfigError, match="runtime = 3"):
+        vbrt.QuantizationConfig("exact", runtime=3)
+
+
+def test_a_model_that_cannot_join_leaves_the_others_and_their_tiers_as_they_were(saved, tmp_path):
+    path, expected = saved
+    first = load(path, "exact")
+    vb, broken = vbrt.of(first), llama()
+    broken.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
+    broken.save_pretrained(tmp_path / "broken")
+    pages = set(vb.stack.pages)
+    with pytest.raises(vbrt.FormatError, match=r"layers\.1\.mlp\.up_proj"):
+        load(tmp_path / "broken", "exact", runtime=vb.runtime)
+    assert set(vb.stack.pages) == pages and len(vb.runtime.attachments) == 1
+    assert torch.equal(first(IDS).logits, expected)

@@ -90,8 +90,8 @@ def _runtime_of(there: Mapping[str, Attachment], runtime: Runtime | None) -> Run
             runtime = attachment.runtime
         elif attachment.runtime is not runtime:
             raise WrapError(
-                f"wrap(): .{name} is wrapped already, with tiers of its own; unwrap() it first, and the models of a "
-                "pipeline share theirs"
+                f"wrap(): .{name} is wrapped already, with tiers of its own; the models of a pipeline share theirs: "
+                'unwrap() it first, or load all with one QuantizationConfig(..., runtime="shared")'
             )
     return runtime
 
