@@ -71,6 +71,17 @@ def test_tokens_and_logits_are_those_of_plain_decoding(model, how, batch, k):
         assert 0 < counted.accepted <= counted.tried <= counted.drafted
 
 
+@pytest.mark.parametrize("model", [lambda: llama(dtype=BF16), mistral], ids=["full", "window"])
+def test_keys_in_the_tiers_are_drafted_on_and_rewound(model):
+    with wrap(model(), "exact") as vb:
+        plain = run(vb, prompts(2))
+        got = run(vb, prompts(2), past_key_values=vbrt.KVCache(vb, page=4), speculate=K)
+        assert_same(got, plain)
+        assert vb.stats().speculation.rounds < TOKENS - 1 and not vb.stats().fallbacks
+        with pytest.warns(UserWarning, match="its cache rounds to 8 bits what it holds"):
+            run(vb, prompts(2), past_key_values=vbrt.KVCache(vb, page=4, bits=8), speculate=K)
+
+
 def test_passes_in_lockstep_verify_what_no_pass_can_token_by_token(monkeypatch):
     with wrap(qwen3_moe(), "exact") as vb:
         plain = run(vb, prompts(2))

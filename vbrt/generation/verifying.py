@@ -106,7 +106,7 @@ def verified(decoding: Decoding, draft: Draft) -> Rows:
     if known.wrong or draft.k in known.refused:
         return in_step(decoding, draft)
     cache = draft.kwargs[0]["past_key_values"]
-    before = _contents(cache)
+    before, tokens = cache.get_seq_length(), draft.k + 1
     try:
         rows = token_by_token(decoding, draft)
     except torch.OutOfMemoryError:
@@ -117,16 +117,16 @@ def verified(decoding: Decoding, draft: Draft) -> Rows:
     else:
         if known.checks[batch] >= _CHECKS:
             return rows
-        got = _contents(cache)
-        _restore(cache, before)
+        got = [*rows.logits, *_written(cache, tokens)]
+        _rewind(cache, before)
         exact = in_step(decoding, draft)
-        if all(map(torch.equal, rows.logits, exact.logits)) and _same(got, _contents(cache)):
+        if all(map(torch.equal, got, [*exact.logits, *_written(cache, tokens)])):
             known.checks[batch] += 1
             return exact
         known.wrong = True
         why = "a pass verified token by token gives other bits than passes of one token"
     announce(decoding.counts, why, "verified in lockstep")
-    _restore(cache, before)
+    _rewind(cache, before)
     return in_step(decoding, draft)
 
 
@@ -178,19 +178,15 @@ def token_by_token(decoding: Decoding, draft: Draft) -> Rows:
 # -- the cache as it was ----------------------------------------------------------------------------------------------
 
 
-def _contents(cache: Any) -> list[dict[str, Any]]:
-    """What the layers of a cache hold: they replace tensors, and write into none."""
-    return [dict(layer.__dict__) for layer in cache.layers]
+def _rewind(cache: Any, length: int) -> None:
+    """Take back what a pass has written, or a part of one that has failed."""
+    for layer in cache.layers:
+        layer.crop(length - layer.get_seq_length())
 
 
-def _restore(cache: Any, contents: list[dict[str, Any]]) -> None:
-    for layer, held in zip(cache.layers, contents, strict=True):
-        layer.__dict__.clear()
-        layer.__dict__.update(held)
-
-
-def _same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
-    return all(torch.equal(a[name], b[name]) for a, b in zip(one, other, strict=True) for name in ("keys", "values"))
+def _written(cache: Any, tokens: int) -> list[torch.Tensor]:
+    """The keys and values of the last tokens."""
+    return [of[:, :, -tokens:].clone() for layer in cache.layers for of in (layer.keys, layer.values)]
 
 
 def announce(counts: SpeculationCounts, reason: str, instead: str = "decoded one token at a time") -> None:
