@@ -15,10 +15,11 @@ import pstats
 import random
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,10 @@ from scripts.lm import LanguageModel, Shape, read_text
 from scripts.measuring import llama_8b, machine
 from vbrt.generation import generate as generating
 from vbrt.generation.sequences import Sequences
+from vbrt.generation.speculation import EXACTNESS
 
 TRAINED = Shape(layers=10, width=512, heads=8, context=512)
 PROMPT = 128
-MODES = {"tokens": ("tokens", "auto"), "distribution": ("distribution", "auto")}
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -122,28 +123,29 @@ def counted(vb: vbrt.VBModelWrapper, run: Callable[[], Any]) -> tuple[float, Any
     return seconds, out, stats.to_dict() if stats else {}
 
 
-def language_model(model: LanguageModel, text: torch.Tensor, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A trained model: tokens with drafts beside tokens without, one prompt at a time and all in a batch."""
-    rows, device = [], "cuda" if torch.cuda.is_available() else "cpu"
+def language_model(model: LanguageModel, text: torch.Tensor, args: argparse.Namespace, rows: "Rows") -> None:
+    """A trained model: tokens with drafts beside tokens without, one prompt at a time and all in batches."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     vb = vbrt.wrap(as_gpt2(model, torch.bfloat16).to(device), "exact", weights={"min_parameters": 0}).materialize()
     ids = prompts_of(text, args.prompts).to(device)
     settings = {"max_new_tokens": args.tokens, "pad_token_id": 0}
+    groups = (("one prompt", ids[: args.singles].split(1), EXACTNESS), ("batch", ids.split(args.batch), EXACTNESS[:1]))
     for drawn, how in (("greedy", {"do_sample": False}), ("sampled", {"do_sample": True, "top_k": 0, "seed": 7})):
-        for name, batch in (("one prompt", ids[: args.singles].split(1)), ("batch", [ids])):
+        for name, parts, modes in groups:
 
-            def run(parts: list[torch.Tensor] = batch, how: dict = how, **drafts: Any) -> list[torch.Tensor]:
-                return [vb.generate(p, attention_mask=torch.ones_like(p), **settings, **how, **drafts) for p in parts]
+            def run(parts: Sequence[torch.Tensor] = parts, how: dict = how, **drafts: Any) -> list[torch.Tensor]:
+                masked = [(part, torch.ones_like(part)) for part in parts]
+                return [vb.generate(p, attention_mask=m, **settings, **how, **drafts) for p, m in masked]
 
             plain_s, plain = timed(run)
-            for exactness, k in MODES.values():
-                spent_s, got, counts = counted(vb, lambda e=exactness, k=k: run(speculate=k, exactness=e))
-                same = [int((a == b).all(-1).sum()) for a, b in zip(got, plain, strict=True)]
-                row = {"model": "trained", "drawn": drawn, "prompts": name, "exactness": exactness}
-                row |= {"same": sum(same), "of": sum(len(p) for p in plain), "plain_s": plain_s, "s": spent_s, **counts}
-                rows.append(row)
-                show(row)
+            for exactness in modes:
+                spent_s, got, counts = counted(vb, lambda e=exactness, run=run: run(speculate="auto", exactness=e))
+                same = sum(int((a == b).all(-1).sum()) for a, b in zip(got, plain, strict=True))
+                row = {"model": f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f} M", "drawn": drawn}
+                row |= {"prompts": name, "batch": len(parts[0]), "exactness": exactness, "new_tokens": args.tokens}
+                rows.add({**row, "same": same, "of": sum(map(len, plain)), "plain_s": plain_s, "s": spent_s, **counts})
+    print(list(vb.stats().fallbacks), vb.stats().steps, file=sys.stderr)
     vb.close()
-    return rows
 
 
 class Forced(Sequences):
@@ -156,14 +158,12 @@ class Forced(Sequences):
         return guessed is not None and self.dice.random() < self.acceptance
 
 
-def shape_8b(args: argparse.Namespace) -> list[dict[str, Any]]:
+def shape_8b(args: argparse.Namespace, rows: "Rows") -> None:
     """The 8B shape with random weights: coarse planes on the GPU, fine ones streamed."""
-    rows, model = [], llama_8b(args.layers)
+    model = llama_8b(args.layers)
     swapped = vbrt.make_plan(model, vbrt.load_config("fp4", weights={"keep_head": True}))
-    budget = swapped.page_bytes + (900 << 20)
-    seconds, vb = timed(
-        lambda: vbrt.wrap(model, "exact", weights={"keep_head": True}, tiers={"gpu": {"budget": budget}}).materialize()
-    )
+    tiers = {"gpu": {"budget": swapped.page_bytes + (900 << 20)}}
+    seconds, vb = timed(lambda: vbrt.wrap(model, "exact", weights={"keep_head": True}, tiers=tiers).materialize())
     print(f"# ready after {seconds:.0f} s", file=sys.stderr, flush=True)
     ids = torch.randint(0, 1000, (1, PROMPT), generator=torch.Generator().manual_seed(1)).cuda()
     settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -173,42 +173,57 @@ def shape_8b(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     run(4)
     first_s, _ = timed(lambda: run(1))
-    plain_s, plain = timed(lambda: run(25))
-    rows.append({"model": "8b", "what": "plain", "ms_a_token": 1e3 * (plain_s - first_s) / 24})
-    show(rows[-1])
-    _, got = timed(lambda: run(25, speculate=4))
-    steps, fallbacks = vb.stats().steps, list(vb.stats().fallbacks)
+    plain_s, plain = timed(lambda: run(17))
+    rows.add({"model": "8b", "what": "plain", "ms_a_token": 1e3 * (plain_s - first_s) / 16})
+    _, got = timed(lambda: run(17, speculate=4))
     row = {"model": "8b", "what": "tokens equal to plain, k = 4", "same": bool(torch.equal(got, plain))}
-    rows.append({**row, "steps": dataclasses.asdict(steps), "fallbacks": fallbacks})
-    show(rows[-1])
+    rows.add({**row, "steps": dataclasses.asdict(vb.stats().steps), "fallbacks": list(vb.stats().fallbacks)})
     generating.Sequences = Forced
     try:
         for acceptance in args.acceptance:
-            for exactness in ("tokens", "distribution"):
+            for exactness in EXACTNESS:
                 for k in (*args.k, "auto"):
-                    Forced.acceptance, Forced.dice = acceptance, random.Random(3)
-                    tokens = 48 if k != "auto" else 128
-                    spent_s, _, counts = counted(
-                        vb, lambda t=tokens, e=exactness, k=k: run(t, speculate=k, exactness=e)
-                    )
-                    row = {"model": "8b", "acceptance_forced": acceptance, "exactness": exactness, "drafts": k}
-                    row |= {"tokens_per_s": counts["tokens"] / (spent_s - first_s)}
-                    row |= {"draft_ms": counts["draft_us"] / 1e3 / max(1, counts["drafted"])}
-                    row |= {"verify_ms": counts["verify_us"] / 1e3 / counts["rounds"], **counts}
-                    rows.append(row)
-                    show(row)
+                    rows.add(forced(vb, run, first_s, (acceptance, exactness, k)))
     finally:
         generating.Sequences = Sequences
     print(vb.stats().phases, file=sys.stderr)
     if args.profile:
         profiled(lambda: run(24, speculate=16))
     vb.close()
-    return rows
 
 
-def show(row: dict[str, Any]) -> None:
-    text = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
-    print(json.dumps(text), flush=True)
+def forced(
+    vb: vbrt.VBModelWrapper, run: Callable[..., torch.Tensor], first_s: float, case: tuple[float, str, int | str]
+) -> dict[str, Any]:
+    """A row: tokens a second after the first token, where drafts are right with a given probability."""
+    Forced.acceptance, exactness, k = case
+    Forced.dice = random.Random(3)
+    tokens = 97 if k == "auto" else 49
+    spent_s, _, counts = counted(vb, lambda: run(tokens, speculate=k, exactness=exactness))
+    return {
+        "model": "8b",
+        "acceptance_forced": Forced.acceptance,
+        "exactness": exactness,
+        "drafts": k,
+        "tokens_per_s": counts["tokens"] / (spent_s - first_s),
+        "draft_ms": counts["draft_us"] / 1e3 / max(1, counts["drafted"]),
+        "verify_ms": counts["verify_us"] / 1e3 / counts["rounds"],
+        **counts,
+    }
+
+
+class Rows:
+    """What was measured, printed and written as it comes: a run that is killed leaves what it has."""
+
+    def __init__(self, out: Path | None) -> None:
+        self._out, self.rows = out, []
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        text = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+        print(json.dumps(text), flush=True)
+        if self._out:
+            self._out.write_text(json.dumps({"machine": machine(), "rows": self.rows}, indent=1) + "\n")
 
 
 def profiled(run: Callable[[], Any]) -> None:
@@ -225,6 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=32, help="of the 8B shape")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--singles", type=int, default=5, help="prompts that are also decoded one at a time")
+    parser.add_argument("--batch", type=int, default=25, help="prompts of a batch")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--acceptance", type=float, nargs="*", default=[0.9, 0.95])
     parser.add_argument("--k", type=int, nargs="*", default=[8, 16], help="drafts a round, beside auto")
@@ -232,22 +248,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args(arguments)
     warnings.simplefilter("ignore", UserWarning)
-    rows: list[dict[str, Any]] = []
-    failed = 0
+    rows = Rows(args.out)
     try:
         if args.shape:
-            rows = shape_8b(args)
+            shape_8b(args, rows)
         elif args.train:
-            folder = (args.out.parent if args.out else Path("/tmp")) / "speculate-run"
-            rows = language_model(trained(args.train, folder), read_text(None, TRAINED.context).held_out, args)
+            with tempfile.TemporaryDirectory() as folder:
+                model = trained(args.train, Path(folder))
+            language_model(model, read_text(None, TRAINED.context).held_out, args, rows)
         else:
-            rows = language_model(committed.dense(), committed.held_out(), args)
+            language_model(committed.dense(), committed.held_out(), args, rows)
     except Exception:  # noqa: BLE001 (what was measured until then is kept)
         traceback.print_exc()
-        failed = 1
-    if args.out:
-        args.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
-    return failed
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
@@ -131,6 +132,9 @@ def _with_stop_strings(kwargs: dict[str, Any]) -> Any:
     return criteria
 
 
+_paces: "weakref.WeakKeyDictionary[Attachment, dict[tuple[int, str], Pace]]" = weakref.WeakKeyDictionary()
+
+
 class _Method:
     """A decoding method as transformers calls it, with everything prepared.
 
@@ -158,7 +162,7 @@ class _Method:
         decoding = Decoding(
             model,
             self._attachment,
-            Pace({False: 0, "auto": None}.get(self._how.speculate, self._how.speculate)),
+            self._pace(len(input_ids)),
             self._how.exactness,
             counts,
             generation_config.max_length,
@@ -168,6 +172,12 @@ class _Method:
             model_kwargs = speculate(decoding, sequences, outputs, model_kwargs)
         sequences.end()
         return _result(sequences, model_kwargs, generation_config)
+
+    def _pace(self, batch: int) -> Pace:
+        """What "auto" has learned in earlier calls goes on."""
+        if self._how.speculate != "auto":
+            return Pace(int(self._how.speculate))
+        return _paces.setdefault(self._attachment, {}).setdefault((batch, self._how.exactness), Pace())
 
     def _noise(self) -> Noise:
         seed = self._how.seed

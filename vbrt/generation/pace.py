@@ -67,20 +67,21 @@ class Pace:
         slope = min(max(slope, 0.0), mean_s / (mean_k + 1))
         return max(mean_s - slope * mean_k, 1e-9), slope
 
-    def note(self, drafted: int, accepted: int, tried: int, seconds: tuple[float, float]) -> None:
+    def note(self, drafted: int, accepted: int, tried: int, seconds: tuple[float, float] | None) -> None:
         """Learn from a round.
 
         Args:
             accepted, tried: drafts that were confirmed, of those that were looked at before the round ended.
-            seconds: of all drafts, and of the verification.
+            seconds: of all drafts, and of the verification; None of a round that also did something else.
         """
-        draft_s, verify_s = seconds
-        self._verify.append((drafted, verify_s))
         self._idle = 0 if drafted else self._idle + 1
+        if seconds is not None:
+            self._verify.append((drafted, seconds[1]))
         if not drafted:
             return
-        self._rounds += 1
-        self._draft_s.append(draft_s / drafted)
+        if seconds is not None:
+            self._rounds += 1
+            self._draft_s.append(seconds[0] / drafted)
         keep = 0.98**tried
         self._right = self._right * keep + accepted
         self._wrong = self._wrong * keep + (tried - accepted)

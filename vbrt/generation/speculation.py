@@ -93,16 +93,16 @@ def _round(
     marks.mark()
     cache.crop(-k)
     with decoding.attachment.phase(VERIFY, None) if k else contextlib.nullcontext():
-        rows, outputs = verified(decoding, draft)
+        rows = verified(decoding, draft)
     marks.mark()
-    taken, right = _take(sequences, draft, rows)
+    taken, right = _take(sequences, draft, rows.logits)
     cache.crop(taken - k - 1)
     draft_s, verify_s = marks.seconds()
     confirmed = taken if right else taken - 1
-    decoding.pace.note(k, min(confirmed, k), min(taken, k), (draft_s, verify_s))
+    decoding.pace.note(k, min(confirmed, k), min(taken, k), None if rows.compared else (draft_s, verify_s))
     decoding.counts.note(k, min(confirmed, k), taken, (draft_s, verify_s))
-    ahead = _ahead(sequences, draft, rows, taken) if len(sequences.ids) > 1 and taken <= k else None
-    return decoding.after(outputs[min(taken, len(outputs)) - 1], draft.kwargs[taken - 1], cache), ahead
+    ahead = _ahead(sequences, draft, rows.logits, taken) if len(sequences.ids) > 1 and taken <= k else None
+    return decoding.after(rows.outputs[min(taken, len(rows.outputs)) - 1], draft.kwargs[taken - 1], cache), ahead
 
 
 def _draft(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any], k: int, hint: _Hint | None) -> Draft:

@@ -90,10 +90,12 @@ class Draft(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Logits [B, V] after the last token and after each draft; outputs of the passes, one or as many."""
+    """Logits [B, V] after the last token and after each draft; outputs of the passes, one or as many; `compared`: True
+    if they were computed in two ways."""
 
     logits: list[torch.Tensor]
     outputs: list[Any]
+    compared: bool = False
 
 
 def verified(decoding: Decoding, draft: Draft) -> Rows:
@@ -122,12 +124,12 @@ def verified(decoding: Decoding, draft: Draft) -> Rows:
         exact = in_step(decoding, draft)
         if all(map(torch.equal, got, [*exact.logits, *_written(cache, tokens)])):
             known.checks[batch] += 1
-            return exact
+            return exact._replace(compared=True)
         known.wrong = True
         why = "a pass verified token by token gives other bits than passes of one token"
     announce(decoding.counts, why, "verified in lockstep")
     _rewind(cache, before)
-    return in_step(decoding, draft)
+    return in_step(decoding, draft)._replace(compared=True)
 
 
 @dataclass(slots=True)
