@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from scripts.bench_parts import PARTS
+from scripts.kv_tables import kv_table
 from scripts.load_peak import load_table
 from scripts.plots import Labels, line_plot
 from scripts.routing_tables import routing_table
@@ -60,6 +61,8 @@ def tables() -> str:
         out += decode_table(path)
     for path in sorted(RESULTS.glob("step-*.json")):
         out += joined_table(path)
+    for path in sorted(RESULTS.glob("kv-*.json")):
+        out += kv_table(path)
     return "\n".join(out)
 
 
