@@ -89,6 +89,7 @@ class Bench:
     def measure(self, name: str, make: Callable[[], Any]) -> dict[str, Any]:
         """Fill a cache, decode with it; what fails is in the log and in the row."""
         gc.collect()
+        self.vb.stack.retire_unowned()  # pages of the cache before
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         row: dict[str, Any] = {"cache": name}
@@ -163,6 +164,21 @@ def kv_bytes(layers: int, tokens: int, bits: float) -> int:
     return int(layers * 2 * HEADS * DIM * BATCH * tokens * bits / 8)
 
 
+def rows_of(bench: Bench) -> list[dict[str, Any]]:
+    """Measure one cache after the other."""
+    rows = [bench.measure("DynamicCache in GPU memory", DynamicCache)]
+    resident = rows[0].get("ms", 0.0)
+    for bits in (16, 8, 4):
+        room = kv_bytes(bench.layers, bench.tokens, bits + (0.5 if bits < 16 else 0)) // 3
+        row = bench.measure(f"KVCache, {bits} bits", lambda b=bits, r=room: vbrt.KVCache(bench.vb, bits=b, room=r))
+        limit = max(row.get("link_ms", 0.0), resident)
+        rows.append(row | {"bits": bits, "room_bytes": room, "limit_ms": limit, "of_limit": limit / row.get("ms", 1e9)})
+    rows.append(bench.measure("KVCache, 16 bits, all in GPU memory", lambda: vbrt.KVCache(bench.vb)))
+    config = bench.vb.config
+    rows.append(bench.measure("transformers' offloading cache", lambda: DynamicCache(config=config, offloading=True)))
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
@@ -175,22 +191,12 @@ def main() -> None:
         sys.exit("error: scripts/kv_bench.py measures a GPU, and torch finds no CUDA device here")
     layers, tokens = options.layers, options.tokens
     bench = Bench(layers, tokens, options.times, options.profile)
-    rows = [bench.measure("DynamicCache in GPU memory", DynamicCache)]
-    resident = rows[0].get("ms", 0.0)
-    for bits in (16, 8, 4):
-        room = kv_bytes(layers, tokens, bits + (0.5 if bits < 16 else 0)) // 3
-        row = bench.measure(f"KVCache, {bits} bits", lambda b=bits, r=room: vbrt.KVCache(bench.vb, bits=b, room=r))
-        limit = max(row.get("link_ms", 0.0), resident)
-        rows.append(row | {"bits": bits, "room_bytes": room, "limit_ms": limit, "of_limit": limit / row.get("ms", 1e9)})
-    rows.append(bench.measure("KVCache, 16 bits, all in GPU memory", lambda: vbrt.KVCache(bench.vb)))
-    rows.append(
-        bench.measure("transformers' offloading cache", lambda: DynamicCache(config=bench.vb.config, offloading=True))
-    )
     shape = {"layers": layers, "tokens": tokens, "heads": HEADS, "dim": DIM, "batch": BATCH}
+    result = {"machine": machine(), **shape, "link_gb_per_s": LINK_GB_PER_S, "rows": rows_of(bench)}
     device = torch.cuda.get_device_name().lower().replace(" ", "-")
     options.out.mkdir(parents=True, exist_ok=True)
-    result = {"machine": machine(), **shape, "link_gb_per_s": LINK_GB_PER_S, "rows": rows}
     (options.out / f"kv-{device}.json").write_text(json.dumps(result, indent=1) + "\n")
+    rows = result["rows"]
     for row in rows:
         print(
             f"{row['cache']:38} {row.get('ms', 0):8.1f} ms a token, host {row.get('host_ms', 0):6.1f}, limit "
