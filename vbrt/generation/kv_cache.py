@@ -143,8 +143,7 @@ class KVLayer(CacheLayerMixin):
     def offload(self) -> None:
         """Do nothing: tiers do that."""
 
-    def prefetch(self) -> None:
-        """Do nothing: tiers do that."""
+    prefetch = offload
 
     def reset(self) -> None:
         """Forget all tokens; their pages are freed."""
@@ -164,13 +163,11 @@ class KVLayer(CacheLayerMixin):
             with self._lock:
                 self.tokens.crop(-tokens_to_remove)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Have the sequences be those of these numbers."""
-        self._select(beam_idx)
-
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences of these numbers, or those that a mask holds True for."""
+        """Have the sequences be those of these numbers, in this order, or those that a mask holds True for."""
         self._select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+
+    reorder_cache = batch_select_indices
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Have each sequence `repeats` times."""

@@ -35,7 +35,7 @@ class Needs:
             held: bytes of the largest extent that is there already: a slot holds it.
         """
         ring = min(_MOST_SLOTS * _EXTENT_BYTES, (room - self._tails) // _RING_PART) if self.ring else 0
-        slot = min(_EXTENT_BYTES, ring // _FEWEST_SLOTS if ring > 0 else _EXTENT_BYTES)
+        slot = min(_EXTENT_BYTES, ring // _FEWEST_SLOTS) if self.ring else _EXTENT_BYTES
         extent = max(1, slot // self.page_bytes) * self.page_bytes
         extent = max(extent, held)
         slots = max(2, min(_MOST_SLOTS, ring // whole(extent))) if self.ring else 0
@@ -47,7 +47,7 @@ class Needs:
 
     @property
     def _tails(self) -> int:
-        return self.layers * whole(self.tail_bytes)
+        return (self.layers + 1) * whole(self.tail_bytes)  # while a batch changes a layer has two
 
 
 def whole(nbytes: int) -> int:

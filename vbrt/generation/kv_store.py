@@ -165,6 +165,11 @@ class KVStore:
         ring = self._ring.nbytes if self._ring else 0
         return extents + ring + sum(tail.page.nbytes for tail in self.tails)
 
+    @property
+    def unused_bytes(self) -> int:
+        """Bytes of the room that was asked for which the cache has not taken yet."""
+        return 0 if self.room is None else max(0, self.room - self.bytes_by_tier()[self.stack.names[0]])
+
     def bytes_by_tier(self) -> dict[str, int]:
         """Return the bytes of all pages in each tier."""
         found = dict.fromkeys(self.stack.names, 0)
@@ -203,12 +208,16 @@ class KVStore:
         travel = [page.nbytes for page in self.stack.pages.values() if page.passes and page.home and page.put is None]
         passing = _PASSING_PAGES * max(travel, default=0)
         free = top.free_bytes - passing + sum(store.bytes_by_tier()[top.tier.name] for store in sharing or [self])
-        for store in [*stores, self] if sharing else [self]:
+        free -= sum(store.unused_bytes for store in self._others() if store.tails and store is not self)
+        changed = []
+        for store in sharing or [self]:
             store._passing_bytes, store._peers = passing, len(stores)
-            room = free // len(sharing) if sharing else self.room
-            sizes = store._divided(room, free)
+            sizes = store._divided(free // len(sharing) if sharing else self.room, free)
             if store._sizes != sizes:
-                store._settle(sizes)
+                store._shrink(sizes)
+                changed.append(store)
+        for store in changed:
+            store._grow()
 
     def _sharing(self) -> "list[KVStore]":
         """Return the other caches that have begun and name no room."""
@@ -229,9 +238,9 @@ class KVStore:
             )
         return sizes
 
-    def _settle(self, sizes: Sizes) -> None:
-        """Take another division of the room: make the ring anew, and move extents, the newest of each layer down where
-        they have no place any more, the oldest up where there is room."""
+    def _shrink(self, sizes: Sizes) -> None:
+        """Take another division of the room: give the ring up, and move each layer's newest extents down, where they
+        have no place any more."""
         self.forget_ring()
         self._sizes = sizes
         for layer, extents in self.extents.items():
@@ -240,11 +249,14 @@ class KVStore:
                 left -= extent.nbytes
                 if left < 0 and extent.page.home == 0:
                     self._move(extent, self._home(layer, extent.nbytes, below=True), layer)
+
+    def _grow(self) -> None:
+        """Make the ring of the division, and move the oldest extents up, where there is room for them."""
+        sizes, top = self._sizes, self.stack.names[0]
         if sizes.slots:
             slot = whole(sizes.extent)
-            memory = Memory(self.stack, self._key("ring"), self.stack.names[0], sizes.slots * slot)
+            memory = Memory(self.stack, self._key("ring"), top, sizes.slots * slot)
             self._ring = Ring(memory, slot, self.tally, self.order)
-        top = self.stack.names[0]
         for layer, extents in self.extents.items():
             for extent in sorted(extents, key=lambda extent: extent.serial):
                 if extent.page.home and self._home(layer, extent.nbytes) == top:
@@ -252,7 +264,7 @@ class KVStore:
 
     def _move(self, extent: Extent, home: str | None, layer: int) -> None:
         if home is None:
-            raise self._full(layer, extent.nbytes)
+            raise _full(self, layer, extent.nbytes)
         extent.release()
         try:
             self.stack.rehome({extent.key: home})
@@ -281,7 +293,7 @@ class KVStore:
             if home is not None:
                 break
         else:
-            raise self._full(layer, whole(count * size))
+            raise _full(self, layer, whole(count * size))
         level = self.stack.levels[self.stack.names.index(home)]
         key = self._key(f"{layer}")
         if level.tier.memory:
@@ -291,7 +303,7 @@ class KVStore:
         else:
             extent = Extent(self.stack, key, home, code, count, pages[:count])
             self.extents[layer].add(extent)
-            self._count_written(level, extent.nbytes)
+            _count_written(self, level, extent.nbytes)
         return extent
 
     def write(self, extent: Extent, pages: Tensor) -> None:
@@ -313,12 +325,8 @@ class KVStore:
         else:
             out.copy_(pages)
         if level.index:
-            self._count_written(level, pages.numel())
+            _count_written(self, level, pages.numel())
         extent.filled += count
-
-    def _count_written(self, level: Level, nbytes: int) -> None:
-        link = f"{self.stack.names[0]}>{level.tier.name}"
-        self.tally.bytes_moved[link] = self.tally.bytes_moved.get(link, 0) + nbytes
 
     def _home(self, layer: int, nbytes: int, *, below: bool = False) -> str | None:
         """Return the first tier with room for an extent of a layer; `below`: of those below the computing one."""
@@ -331,18 +339,6 @@ class KVStore:
             if nbytes + level.overhead_bytes <= level.free_bytes - passing:
                 return level.tier.name
         return None
-
-    def _full(self, layer: int, nbytes: int) -> TierError:
-        rooms = (
-            f"tiers.{level.tier.name}.budget = {level.tier.capacity_bytes} has {max(level.free_bytes, 0)} free"
-            for level in self.stack.levels
-        )
-        lower = "" if any(not level.tier.memory for level in self.stack.levels) else ", enable tiers.ssd"
-        return TierError(
-            f"{self.name}: {nbytes} more bytes of keys and values of layer {layer} fit into no tier "
-            f"({', '.join(rooms)}); raise a budget with vb.set_budget(){lower}, use KVCache(bits=8) or 4, or a "
-            "shorter context"
-        )
 
     @property
     def ring(self) -> Ring:
@@ -383,3 +379,22 @@ class KVStore:
             self.stack.retire(memory.owner)
         if not self.stack.closed:
             self.stack.retire_unowned()
+
+
+def _full(store: KVStore, layer: int, nbytes: int) -> TierError:
+    """What is raised where no tier has room for an extent."""
+    rooms = (
+        f"tiers.{level.tier.name}.budget = {level.tier.capacity_bytes} has {max(level.free_bytes, 0)} free"
+        for level in store.stack.levels
+    )
+    lower = "" if any(not level.tier.memory for level in store.stack.levels) else ", enable tiers.ssd"
+    return TierError(
+        f"{store.name}: {nbytes} more bytes of keys and values of layer {layer} fit into no tier "
+        f"({', '.join(rooms)}); raise a budget with vb.set_budget(){lower}, use KVCache(bits=8) or 4, or a "
+        "shorter context"
+    )
+
+
+def _count_written(store: KVStore, level: Level, nbytes: int) -> None:
+    link, moved = f"{store.stack.names[0]}>{level.tier.name}", store.tally.bytes_moved
+    moved[link] = moved.get(link, 0) + nbytes
