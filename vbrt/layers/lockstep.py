@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vbrt.errors import WrapError
 from vbrt.layers.compute import products_by, shared_product
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ def in_lockstep(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     """Run calls of one model in step; return what they return, in order.
 
     An exception of a call ends all of them and is raised here; so is Ctrl-C, once the calls have ended.
+
+    Raises:
+        WrapError: a call uses other weights than the first one, or in another order.
     """
     if len(calls) == 1:
         return [calls[0]()]
@@ -165,6 +169,11 @@ class _Row:
         if group.error is not None:
             raise _Abandoned
         if group.of != (handle, kernels, x.device):
+            if self is not group.alive[0]:
+                raise WrapError(
+                    f"{handle.name}: passes in lockstep use other weights than the first of them: tokens of this model "
+                    "take ways of their own; use speculate=False"
+                )
             group.lease(handle, kernels, x.device)
         y = group.product(x, bias)
         if self is group.alive[-1]:
