@@ -8,6 +8,7 @@ import torch
 
 import vbrt
 from tests.generation.families import FAMILIES, MASK, PROMPT, tiny
+from tests.matrix import matrix
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:vbrt.wrap")]
@@ -30,42 +31,14 @@ def same(vb, plain, **kwargs) -> None:
         torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_captured_steps_give_the_tokens_of_eager_generate(family):
-    try:
-        model = tiny(family)
-    except (TypeError, AttributeError, ValueError) as error:  # another version of transformers
-        pytest.skip(f"{family}: {error}")
+@matrix(family=list(FAMILIES), call={"sampled": {"do_sample": True}, "beams": {"num_beams": 3}})
+def test_captured_steps_give_the_tokens_of_eager_generate(family, call):
+    model = tiny(family)
     plain = copy.deepcopy(model).cuda()
     vb = wrapped(model)
-    for call in ({"do_sample": True}, {"num_beams": 3}):
-        same(vb, plain, **call)
+    same(vb, plain, **call)
     steps = vb.stats().steps
-    assert (steps.captured, steps.eager) == (2 * 11, 0), steps.reasons
-
-
-def test_a_step_that_waits_for_the_device_stays_eager_and_sampling_goes_on():
-    model = tiny("llama").cuda()
-    plain = copy.deepcopy(model)
-    for each in (model, plain):
-        layer = each.model.layers[1].mlp
-        forward = type(layer).forward
-
-        class Waiting(type(layer)):
-            def forward(self, x, forward=forward):
-                assert x.sum().item() == x.sum().item()
-                return forward(self, x)
-
-        layer.__class__ = Waiting
-    vb = wrapped(model)
-    with pytest.warns(UserWarning, match="cannot be recorded"):
-        same(vb, plain, do_sample=True)
-    assert vb.stats().steps.captured == 0
-    torch.cuda.empty_cache()
-    same(vb, plain, do_sample=True)
-    other = wrapped(copy.deepcopy(tiny("gpt2")))
-    generated(other)
-    assert other.stats().steps.captured == 11
+    assert (steps.captured, steps.eager) == (11, 0), steps.reasons
 
 
 def test_fp4_steps_are_captured_and_follow_a_new_weight():
@@ -93,3 +66,27 @@ def test_graphs_and_caches_are_freed_with_the_model():
     gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_allocated() <= before + 64 * 2**20  # cuBLAS keeps a workspace for the stream
+
+
+def test_a_step_that_waits_for_the_device_stays_eager_and_sampling_goes_on():
+    model = tiny("llama").cuda()
+    plain = copy.deepcopy(model)
+    for each in (model, plain):
+        layer = each.model.layers[1].mlp
+        forward = type(layer).forward
+
+        class Waiting(type(layer)):
+            def forward(self, x, forward=forward):
+                assert x.sum().item() == x.sum().item()
+                return forward(self, x)
+
+        layer.__class__ = Waiting
+    vb = wrapped(model)
+    with pytest.warns(UserWarning, match="cannot be recorded"):
+        same(vb, plain, do_sample=True)
+    assert vb.stats().steps.captured == 0
+    torch.cuda.empty_cache()
+    same(vb, plain, do_sample=True)
+    other = wrapped(copy.deepcopy(tiny("gpt2")))
+    generated(other)
+    assert other.stats().steps.captured == 11
