@@ -186,7 +186,7 @@ class Bench:
     def plain(self, model) -> None:
         for batch in self.args.batches:
             if "eager" in self.args.parts:
-                self.row("bf16, eager", batch, lambda b=batch: timed(model, b, self.args.new, warm=False))
+                self.row("bf16, eager", batch, lambda b=batch: timed(model, b, min(48, self.args.new), warm=False))
             if "hand" in self.args.parts:
                 self.row("bf16, captured by hand", batch, lambda b=batch: by_hand(model, b))
 
