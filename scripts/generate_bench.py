@@ -190,9 +190,9 @@ class Bench:
             if "hand" in self.args.parts:
                 self.row("bf16, captured by hand", batch, lambda b=batch: by_hand(model, b))
 
-    def each(self, vb, case: str) -> None:
+    def each(self, vb, case: str, most: int = 1 << 20) -> None:
         for batch in self.args.batches:
-            self.row(case, batch, lambda b=batch: wrapped_row(vb, b, self.args.new))
+            self.row(case, batch, lambda b=batch: wrapped_row(vb, b, min(most, self.args.new)))
 
     def exact(self, model) -> None:
         vb = vbrt.wrap(model, "exact", tiers={"gpu": {"budget": self.args.exact_budget}}).materialize(progress=False)
@@ -206,7 +206,7 @@ class Bench:
             self.each(vb, "fp4")
         if "unrecorded" in self.args.parts:
             with unrecorded():
-                self.each(vb, "fp4, unrecorded")
+                self.each(vb, "fp4, unrecorded", 32)
         if "shares" in self.args.parts:
             self.shares(vb)
         vb.close()
