@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from scripts.bench_parts import PARTS
+from scripts.generate_tables import generate_table
 from scripts.kv_tables import kv_table
 from scripts.load_peak import load_table
 from scripts.plots import Labels, line_plot
@@ -61,6 +62,8 @@ def tables() -> str:
         out += decode_table(path)
     for path in sorted(RESULTS.glob("step-*.json")):
         out += joined_table(path)
+    for path in sorted(RESULTS.glob("generate-*.json")):
+        out += generate_table(path, DOCS)
     for path in sorted(RESULTS.glob("kv-*.json")):
         out += kv_table(path)
     return "\n".join(out)

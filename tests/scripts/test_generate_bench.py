@@ -1,0 +1,57 @@
+"""The benchmark of generate: rows of a tiny model, a case that fails, the table and the plot."""
+
+import argparse
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from scripts import generate_bench
+from scripts.generate_bench import Bench, wrapped_row
+from scripts.generate_tables import curves, generate_table
+from tests import models
+from tests.generation.families import tiny
+from tests.generation.tape import TapeRecorder
+
+MACHINE = {"gpu": "a GPU", "versions": {"torch": "2"}, "python": "3", "commit": "abc"}
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    monkeypatch.setattr(generate_bench, "PROMPT", 6)
+    for name, value in (("synchronize", None), ("reset_peak_memory_stats", None), ("max_memory_allocated", 5)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(generate_bench, "prompt", lambda batch: torch.full((batch, 6), 7))
+
+
+def test_a_tiny_model_has_rows(without_gpu, monkeypatch):
+    monkeypatch.setattr("vbrt.generation.generating.recorder_for", lambda device: TapeRecorder())
+    row = wrapped_row(models.wrap(tiny("llama")), 2, 5)
+    assert row["captured"] == 2 * 4 and row["eager"] == 0
+    assert row["ms"] > 0 and row["replay_ms"] > 0 and row["first_call_longest_ms"] > 0
+
+
+def test_a_case_that_fails_leaves_its_error_and_the_others_run(capsys):
+    bench = Bench(argparse.Namespace())
+    bench.row("bad", 1, lambda: {}["ms"])
+    bench.row("good", 1, lambda: {"ms": 2.0})
+    assert [row.get("error", row.get("ms")) for row in bench.rows] == ["KeyError: 'ms'", 2.0]
+    assert '"case": "good"' in capsys.readouterr().out
+
+
+def test_the_table_has_every_case_and_the_plot_every_share(tmp_path):
+    rows = [
+        {"case": "fp4", "batch": 1, "ms": 2.5, "replay_ms": 2.0, "captured": 127, "eager": 0, "record_ms": 300.0},
+        {"case": "fp4, 50 %", "batch": 1, "ms": 40.0, "share": 50, "limit_ms": 36.0},
+        {"case": "failed", "batch": 1, "error": "x"},
+    ]
+    path = tmp_path / "generate-gpu.json"
+    path.write_text(json.dumps({"machine": MACHINE, "layers": 32, "rows": rows}))
+    pytest.importorskip("matplotlib")
+    lines = generate_table(path, tmp_path / "docs.md")
+    assert "| fp4 | 1 | 2.50 | 2.00 | – | 300 | 127 of 127 | – |" in lines
+    assert "failed" not in "".join(lines)
+    assert (tmp_path / "generate-gpu.svg").exists()
+    assert curves(rows)["measured"] == {50: 40.0}
