@@ -121,7 +121,8 @@ class _Pass:
 
     def __init__(self, cache: Any, tokens: int) -> None:
         self.cache, self.tokens = cache, tokens
-        self.kept: dict[bool, list[tuple[int, int]]] = {}
+        length = cache.get_seq_length()
+        self.kept = {False: [(length + 1 + token, 0) for token in range(tokens)]}
         for layer in cache.layers:
             if layer.is_sliding not in self.kept:
                 ahead = [layer, *(layer_ahead(layer, token) for token in range(1, tokens))]
