@@ -165,6 +165,20 @@ def test_budgets_change_while_it_is_used_and_two_caches_share_the_room(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+def test_weights_give_way_to_the_room_that_a_cache_names(tmp_path):
+    model = model_of("llama")
+    with wrapped(model, tmp_path, budget="120KiB") as vb:
+        with pytest.raises(TierError, match="name a room"):
+            generated(vb, past_key_values=vbrt.KVCache(vb, page=4))
+        cache = vbrt.KVCache(vb, page=4, room="48KiB")
+        assert_same(generated(vb, past_key_values=cache), generated(model))
+        homes = {layer.home for layer in vb.stats().layers.values()}
+        assert homes == {"cpu", "ssd"}
+        tier = vb.stats().tiers["cpu"]
+        assert tier.held_bytes <= tier.peak_bytes <= tier.budget_bytes
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_threads_decode_with_caches_of_their_own_while_budgets_change(tmp_path):
     model = model_of("llama")
     wanted, found = generated(model).sequences, {}

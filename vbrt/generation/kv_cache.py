@@ -14,7 +14,7 @@ import copy
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from vbrt.generation.kv_ring import Place
 from vbrt.generation.kv_store import Extent, KVStore
 from vbrt.generation.kv_tokens import TAIL_PAGES, LayerTokens
 from vbrt.model.attachment import Attachment
+from vbrt.model.caches import give_way
 from vbrt.model.passes import pass_hook_of
 from vbrt.model.runtime import Runtime
 from vbrt.report.caches import CacheStats
@@ -239,7 +240,8 @@ class KVCache(DynamicCache):
         vb: what `vbrt.wrap`, `load` or `from_pretrained` returned, or the model in it.
         bits: of a value in a sealed page: 16 (as it is), 8 or 4, see `vbrt.generation.kv_codes` for the error.
         page: tokens a page. Between one and two pages of the last tokens are always kept as they are.
-        room: of the computing tier that the cache may take, in bytes or as "4GiB"; default: what weights leave.
+        room: of the computing tier that the cache takes, in bytes or as "4GiB": weights give way to it. By default what
+            pages that live there leave, but for slots that others pass through.
 
     Attributes:
         store: the pages.
@@ -274,7 +276,7 @@ class KVCache(DynamicCache):
         plain = DynamicCache(config=config.get_text_config(decoder=True)).layers
         paged = [layer for layer in plain if _is_paged(layer, page)]
         self.bits, self.page, self._runtime = bits, page, attachment.runtime
-        self.store = KVStore(self._runtime.stack, len(paged), room=_bytes(room), others=_others(self._runtime))
+        self.store = _store(self._runtime, len(paged), _bytes(room))
         Cache.__init__(self, layers=[self._layer(layer, paged) for layer in plain])
         self.fallbacks = _announced(self.plain_layers, self.layers)
         self._begin()
@@ -357,7 +359,7 @@ class KVCache(DynamicCache):
         copied = Cache.__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("layers", "store")})
-        copied.store = KVStore(self.store.stack, self.store.layers, room=self.store.room, others=_others(self._runtime))
+        copied.store = _store(self._runtime, self.store.layers, self.store.room)
         copied.layers = [copied._copied(layer, memo) for layer in self.layers]
         copied._begin()
         return copied
@@ -378,14 +380,14 @@ class KVCache(DynamicCache):
         )
 
 
-def _others(runtime: Runtime) -> Callable[[], list[KVStore]]:
-    """Return a function that returns the stores of a runtime; it opens the tiers that are opened on demand."""
+def _store(runtime: Runtime, layers: int, room: int | None) -> KVStore:
+    """Return the store of a cache on a runtime."""
 
     def stores() -> list[KVStore]:
         runtime.open_stores()
-        return [cache.store for cache in runtime.caches]
+        return [cache.store for cache in list(runtime.caches)]
 
-    return stores
+    return KVStore(runtime.stack, layers, room=room, others=stores, give_way=partial(give_way, runtime))
 
 
 def _bytes(room: int | str | None) -> int | None:

@@ -133,6 +133,7 @@ class KVStore:
         layers: how many keep pages.
         room: bytes of the computing tier that the cache may take; None: what weights leave.
         others: returns the stores of all caches on the runtime, this one's too.
+        give_way: has weights leave so many bytes to a cache that names its room.
 
     Attributes:
         name: in keys, stats and timelines.
@@ -142,9 +143,16 @@ class KVStore:
     """
 
     def __init__(
-        self, stack: TierStack, layers: int, *, room: int | None = None, others: Callable[[], "list[KVStore]"]
+        self,
+        stack: TierStack,
+        layers: int,
+        *,
+        room: int | None = None,
+        others: Callable[[], "list[KVStore]"],
+        give_way: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         self.stack, self.layers, self.room, self._others = stack, max(1, layers), room, others
+        self._give_way = give_way
         self.name = f"kv{next(_names)}"
         self.tally = Tally()
         self.extents = {layer: Alive[Extent]() for layer in range(self.layers)}
@@ -164,11 +172,6 @@ class KVStore:
         extents = sum(extent.nbytes for layer in self.extents.values() for extent in layer)
         ring = self._ring.nbytes if self._ring else 0
         return extents + ring + sum(tail.page.nbytes for tail in self.tails)
-
-    @property
-    def unused_bytes(self) -> int:
-        """Bytes of the room that was asked for which the cache has not taken yet."""
-        return 0 if self.room is None else max(0, self.room - self.bytes_by_tier()[self.stack.names[0]])
 
     def bytes_by_tier(self) -> dict[str, int]:
         """Return the bytes of all pages in each tier."""
@@ -204,11 +207,10 @@ class KVStore:
         those that have more move pages down."""
         stores = self._sharing()
         sharing = [] if self.room is not None else [self, *stores]
-        top = self.stack.levels[0]
-        travel = [page.nbytes for page in self.stack.pages.values() if page.passes and page.home and page.put is None]
-        passing = _PASSING_PAGES * max(travel, default=0)
-        free = top.free_bytes - passing + sum(store.bytes_by_tier()[top.tier.name] for store in sharing or [self])
-        free -= sum(store.unused_bytes for store in self._others() if store.tails and store is not self)
+        passing, free = self._left(sharing or [self])
+        if self.room is not None and self.room > free:
+            self._give_way(self.room - free)
+            passing, free = self._left([self])
         changed = []
         for store in sharing or [self]:
             store._passing_bytes, store._peers = passing, len(stores)
@@ -218,6 +220,14 @@ class KVStore:
                 changed.append(store)
         for store in changed:
             store._grow()
+
+    def _left(self, stores: "list[KVStore]") -> tuple[int, int]:
+        """Return the bytes of slots that weights pass through, and what is left for some caches beside those slots, the
+        pages that live on the computing device and the room of other caches."""
+        top, pages = self.stack.levels[0], self.stack.pages.values()
+        passing = _PASSING_PAGES * max((p.nbytes for p in pages if p.passes and p.home and p.put is None), default=0)
+        free = top.free_bytes - passing + sum(store.bytes_by_tier()[top.tier.name] for store in stores)
+        return passing, free - sum(_unused(store) for store in self._others() if store.tails and store is not self)
 
     def _sharing(self) -> "list[KVStore]":
         """Return the other caches that have begun and name no room."""
@@ -234,7 +244,7 @@ class KVStore:
                 f"{self.name}: the KV cache needs {max(needs.fixed(sizes), self.room or 0)} bytes of tiers.{top.name} "
                 f"(the last tokens of {self.layers} layers, slots that pages pass through, and its room); of the "
                 f"budget of {top.capacity_bytes} bytes {max(min(room, free), 0)} are left for it: raise the budget "
-                "with vb.set_budget(), or ask for less room, smaller pages or a smaller batch"
+                "with vb.set_budget(), name a room, which weights give way to, or take smaller pages or a smaller batch"
             )
         return sizes
 
@@ -379,6 +389,11 @@ class KVStore:
             self.stack.retire(memory.owner)
         if not self.stack.closed:
             self.stack.retire_unowned()
+
+
+def _unused(store: KVStore) -> int:
+    """Bytes of the room that a cache names which it has not taken yet."""
+    return 0 if store.room is None else max(0, store.room - store.bytes_by_tier()[store.stack.names[0]])
 
 
 def _full(store: KVStore, layer: int, nbytes: int) -> TierError:
