@@ -96,6 +96,11 @@ def asymmetric_gptq(w):
     return gptq(w, zero=4)
 
 
+def auto_round(w):
+    """GPTQ with zero points as they are, not less one."""
+    return Made(gptq(w, zero=8).tensors, gptq(w).decoded)
+
+
 def awq(w):
     codes, scale = int_codes(w)
     zeros = torch.arange(scale.shape[1] * len(w), dtype=torch.int32).view(-1, len(w)) % 16
@@ -152,6 +157,17 @@ LAYOUTS = {
     "torchao": (torchao, {"quant_method": "torchao"}, "nvfp4"),
     "bitsandbytes": (bitsandbytes, {"quant_method": "bitsandbytes", "load_in_4bit": True}, "levels64-float32"),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, "levels32-bfloat16"),
+    "auto-round": (
+        auto_round,
+        {
+            "quant_method": "auto-round",
+            "bits": 4,
+            "group_size": 32,
+            "sym": True,
+            "packing_format": "auto_round:gptqmodel",
+        },
+        "levels32-bfloat16",
+    ),
     "compressed int4": (compressed_int4, {"quant_method": "compressed-tensors", **GROUPS}, "levels32-bfloat16"),
     "asymmetric gptq": (asymmetric_gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}, ""),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32}, ""),

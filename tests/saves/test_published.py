@@ -1,5 +1,6 @@
 """Checkpoints in the layouts that others publish: logits are those of the decoded weights, bit for bit."""
 
+import json
 import warnings
 from itertools import pairwise
 
@@ -9,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import vbrt
-from tests.saves import fp4_weights
+from tests.saves import fp4_weights, published_models
 from tests.saves.published_files import LAYOUTS, bitsandbytes, compressed_mxfp4, publish
 from vbrt.errors import CheckpointError
 from vbrt.layers.experts import ExpertsHandle, encoding
@@ -185,6 +186,23 @@ def test_quantized_tensors_of_no_known_layout_are_refused(tmp_path):
     save_file({**tensors, "a.weight_packed": torch.zeros(2, dtype=torch.int64)}, file)
     with pytest.raises(CheckpointError, match=r"no layout that vbrt reads.*a\.weight_packed"):
         describe(tmp_path)
+
+
+@pytest.mark.parametrize("name", published_models.MODELS)
+def test_models_that_libraries_wrote_compute_with_the_weights_that_they_decode(name):
+    directory, (formats, dtype) = published_models.DIRECTORY / name, published_models.MODELS[name]
+    vb = vbrt.from_pretrained(directory, **QUIET)
+    assert {swap.format for swap in vb.plan.swaps} == formats and len(vb.plan.swaps) == 7
+    state = vb.state_dict()
+    digests = json.loads((directory / "decoded.json").read_text())
+    assert {key: published_models.digest_of(state[key]) for key in digests} == digests
+    assert {value.dtype for value in state.values()} == {dtype}
+    plain = transformers.LlamaForCausalLM._from_config(vb.model.config, dtype=dtype).eval()
+    plain.load_state_dict(state)
+    assert torch.equal(logits(vb), logits(plain))
+    cast = "5 tensors become torch.float16, the dtype of the config, such as lm_head.weight"
+    assert (cast in vb.plan.notes) == (name == "auto-round")
+    vb.close()
 
 
 @pytest.mark.parametrize("name", fp4_weights.NAMES)

@@ -79,8 +79,7 @@ class GGUFTensors:
         architecture: the family of models, as llama.cpp calls it.
         weights: after `entries`, the quantized ones by the model's names; by those of the file where values are made of
             them that are no longer rows.
-        unused: after `entries`, names of tensors that nothing is made of, of this kind:
-        unused_kind: for users.
+        unused: after `entries`, names of tensors that nothing is made of.
 
     Raises CheckpointError: as `open_shards`, no architecture, or types that nothing decodes.
     """
@@ -93,7 +92,6 @@ class GGUFTensors:
         self.weights: dict[str, GGUFWeight | _Whole] = {}
         self._orders: dict[Any, RowOrder | None] = {}
         self.unused: tuple[str, ...] = ()
-        self.unused_kind = "tensors of rotary frequencies, which the model computes itself,"
         for type in {info.type for info in self.infos.values()} - {*_PLAIN, *GGML_PLANES}:
             _check_decodes(self.path, type)
 
@@ -101,6 +99,13 @@ class GGUFTensors:
     def infos(self) -> dict[str, GGUFTensor]:
         """What the headers say, by names of the file."""
         return {name: file.tensors[name] for name, file in self._where.items()}
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is done to tensors that are not quantized, for users."""
+        if not self.unused:
+            return ()
+        return (f"{len(self.unused)} tensors of rotary frequencies are the config's to say, such as {self.unused[0]}",)
 
     @property
     def is_quantized(self) -> bool:

@@ -230,6 +230,10 @@ def _repacked_bitsandbytes(t: Fields, outline: Outline, shape: tuple[int, int]) 
     )
 
 
+#: packings of AutoRound whose zero points are stored as they are, as `auto_round.inference.backend` has them
+_AUTO_ROUND_V2 = ("auto_round", "auto_round:gptqmodel")
+
+
 def _outline_gptq(facts: Facts) -> Outline:
     words, n = _two(facts.shape("weight"), "its qweight")
     bits = int(facts.scheme.get("bits", 4))
@@ -237,14 +241,16 @@ def _outline_gptq(facts: Facts) -> Outline:
         raise FormatError(f"GPTQ in {bits} bits; vbrt reads 2, 4 and 8: load it with its own library")
     k, scales = words * 32 // bits, facts.infos["scales"].dtype
     group = int(facts.scheme.get("group_size", -1))
-    more = {
-        "bits": bits,
-        "group": group,
-        "checkpoint_format": "gptq_v2" if facts.scheme.get("checkpoint_format") == "gptq_v2" else "gptq",
-    }
+    more = {"bits": bits, "group": group, "checkpoint_format": _zeros_of_gptq(facts.scheme)}
     why = _why_not_gptq(facts, bits)
     format, why = ("", why) if why else _levels(k, group, scales)
     return Outline((n, k), facts.dtype, format, why=why, more=more)
+
+
+def _zeros_of_gptq(scheme: Mapping[str, Any]) -> str:
+    """Return how zero points are stored: less one ("gptq"), or as they are ("gptq_v2"), as AutoRound may call it."""
+    as_they_are = scheme.get("checkpoint_format") == "gptq_v2"
+    return "gptq_v2" if as_they_are or scheme.get("packing_format") in _AUTO_ROUND_V2 else "gptq"
 
 
 def _why_not_gptq(facts: Facts, bits: int) -> str:

@@ -4,7 +4,7 @@ decoded when it is read. What else there is to know of it, such as its planes, i
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -96,8 +96,7 @@ class PackedFiles:
     Attributes:
         files: whose tensors they are.
         weights: the quantized ones, by the model's names or those that its conversions begin with.
-        unused: names of tensors that nothing is made of, of this kind:
-        unused_kind: for users.
+        unused: names of tensors that nothing is made of.
 
     Raises:
         CheckpointError: damaged, or of a layout that vbrt does not read.
@@ -115,15 +114,25 @@ class PackedFiles:
                         "the one that does not belong to this checkpoint"
                     )
                 self._found[name] = file
-        self._dtype = dtype or self._usual_dtype()
+        self._dtype, self._named = dtype or self._usual_dtype(), dtype
         self.weights: dict[str, PackedWeight] = {}
         self._taken: set[str] = set()
         for layout in LAYOUTS:
             self._find(layout)
         spare = (name for name in self._found if name not in self._taken and name.endswith(UNUSED))
         self.unused = tuple(spare) if self.weights else ()
-        self.unused_kind = "scales of activations and caches"
         self._check_rest()
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is done to tensors that are not quantized, for users."""
+        plain = [name for name in self.tensors if name not in self.weights]
+        cast = [name for name in plain if self._found[name].tensors[name].dtype is not self.tensors[name].dtype]
+        kinds = (
+            (self.unused, "scales of activations and caches are not used"),
+            (cast, f"tensors become {self._named}, the dtype of the config"),
+        )
+        return tuple(f"{len(names)} {what}, such as {names[0]}" for names, what in kinds if names)
 
     def _usual_dtype(self) -> torch.dtype:
         counts = Counter(file.tensors[name].dtype for name, file in self._found.items())
@@ -184,20 +193,32 @@ class PackedFiles:
         """What is there, quantized weights as what they are decoded to."""
         out = {name: TensorInfo(name, w.outline.dtype, w.shape) for name, w in self.weights.items()}
         dropped = self._taken.union(self.unused)
-        return out | {name: file.tensors[name] for name, file in self._found.items() if name not in dropped}
+        others = {name: file.tensors[name] for name, file in self._found.items() if name not in dropped}
+        return out | {name: replace(info, dtype=self._dtype_of(info)) for name, info in others.items()}
+
+    def _dtype_of(self, info: TensorInfo) -> torch.dtype:
+        """Return the dtype of a tensor that is not quantized: the config's for halves, which a library may have left in
+        another one than that in which the quantized weights compute."""
+        cast = self.weights and self._named is not None and info.dtype in (torch.bfloat16, torch.float16)
+        return self._named if cast else info.dtype
 
     def read(self, name: str) -> Tensor:
         """Return a tensor in fresh CPU memory, decoded. Raises CheckpointError."""
-        return self.weights[name].decoded() if name in self.weights else self._found[name].read(name)
+        if name in self.weights:
+            return self.weights[name].decoded()
+        return self._found[name].read(name).to(self.tensors[name].dtype)
 
     def read_matrix(self, name: str, index: int) -> Tensor:
         """Return one matrix of a stack, decoded. Raises CheckpointError."""
-        weight = self.weights.get(name)
-        return self._found[name].read_matrix(name, index) if weight is None else weight.matrix(index)
+        if name in self.weights:
+            return self.weights[name].matrix(index)
+        return self._found[name].read_matrix(name, index).to(self.tensors[name].dtype)
 
     def map(self, name: str) -> Tensor:
         """Return a tensor, decoded or from a mapping of its file. Raises CheckpointError."""
-        return self.weights[name].decoded() if name in self.weights else self._found[name].map(name)
+        if name in self.weights:
+            return self.weights[name].decoded()
+        return self._found[name].map(name).to(self.tensors[name].dtype)
 
 
 #: what the names of quantized weights end with; where no layout takes such a tensor, it would be lost

@@ -54,11 +54,13 @@ def _named_in(scheme: Mapping[str, Any]) -> VBConfig | None:
 
 
 class QuantizedWeights(Protocol):
-    """Weights of a checkpoint that are quantized, and names of tensors, of some kind, that nothing is made of."""
+    """Weights of a checkpoint that are quantized, and what users should know of its other tensors."""
 
     weights: Mapping[str, PackedWeight]
-    unused: tuple[str, ...]
-    unused_kind: str
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is done to tensors that are not quantized."""
 
 
 class PublishedCheckpoint(DenseCheckpoint):
@@ -175,8 +177,7 @@ class PublishedCheckpoint(DenseCheckpoint):
             yield f"{count} layers: {layout}, taken as {format} bit for bit"
         for (why, held), count in decoded.items():
             yield f"{count} layers: decoded and held as {held}: {why}"
-        if unused := self._packed.unused:
-            yield f"{len(unused)} {self._packed.unused_kind} are not used, such as {unused[0]}"
+        yield from self._packed.remarks
 
 
 _APART = "its parts are quantized in ways that do not go together in one weight"
