@@ -126,6 +126,14 @@ def test_a_counter_that_the_step_advances_is_put_back_for_the_check():
     assert run()[:3].tolist() == [2, 4, 0] and count == 2
 
 
+def test_a_tensor_that_python_makes_is_a_new_one_each_time():
+    def step():
+        return torch.tensor([3.0, 4.0]).add_(torch.ones(2))
+
+    run = joined(step)
+    assert [run().tolist() for _ in range(2)] == [[4, 5]] * 2 and run.first.tolist() == [4, 5]
+
+
 REFUSED = {
     "a number": (lambda x: x * 2 if x.sum() > 0 else x, "number out of a tensor"),
     "a shape": (lambda x: x[x > 0], "shape"),

@@ -31,12 +31,13 @@ from vbrt.kernels.watched import dispatch_modes
 
 __all__ = ["Form", "StepRecorder", "form_of", "recorder", "root_of"]
 
+_aten = torch.ops.aten
 #: what runs as one piece, though torch takes it apart: kernels of attention are chosen by mask, dtype and layout
 LEAVES = {F.scaled_dot_product_attention}
 #: operators that give Python what it may know: nothing of the numbers in a tensor
 _METADATA = ("aten::sym_", "aten::is_same_size", "aten::size", "aten::stride")
 #: operators that may be repeated: they write the same to the same place
-_REPEATABLE = {torch.ops.aten.index_copy_.default, torch.ops.aten.index_put_.default}
+_REPEATABLE = {_aten.index_copy_.default, _aten.index_put_.default}
 _DRAWS, _BY_DATA = torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape
 
 
@@ -155,6 +156,8 @@ class StepRecorder(TorchDispatchMode):
         if kind.writes:
             return self._run_write(func, kind, args, kwargs)
         out = func(*args, **kwargs)
+        if func is _aten.lift_fresh.default:  # of torch.tensor(...): a new tensor each time, which may be written to
+            func, kind, args = _aten.clone.default, _Kind((), views=False), (args[0].clone(),)
         if any(isinstance(part, Tensor) for part in _flat(out)):
             self._note(func, args, kwargs, out, views=kind.views)
         elif out is None:
@@ -256,7 +259,7 @@ class StepRecorder(TorchDispatchMode):
 def _by_places(func: Any, args: tuple) -> bool:
     """True for an index of whole numbers, whose result has their shape; masks give as many rows as are true."""
     masks = (torch.bool, torch.uint8)
-    return func is torch.ops.aten.index.Tensor and all(i is None or i.dtype not in masks for i in args[1])
+    return func is _aten.index.Tensor and all(i is None or i.dtype not in masks for i in args[1])
 
 
 def _flat(out: Any) -> Iterator[Any]:
