@@ -198,6 +198,11 @@ class Terms:
             return None
         return [key for handle in handles for key in (handle.keys[:1] if handle.spec.fine else handle.keys)]
 
+    @property
+    def joins(self) -> bool:
+        """True if recorded steps may round in other places than eager ones."""
+        return self._attachment().settings.compute.joins
+
     def moment(self) -> object:
         """Return what must be as it was when a step was recorded."""
         ledger, guard = self._stack.ledger, self._stack.guard

@@ -1,5 +1,6 @@
 """Recorded decode steps: one for each form of inputs and block of lengths, on the memory of one cache."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -19,7 +20,13 @@ Plain = Callable[..., Any]
 
 
 class Terms(Protocol):
-    """What steps ask of a model's runtime."""
+    """What steps ask of a model's runtime.
+
+    Attributes:
+        joins: True if recorded steps of 4-bit models may round in other places than eager ones.
+    """
+
+    joins: bool
 
     def new_recorder(self) -> Recorder:
         """Return a recorder for the steps on one cache."""
@@ -86,7 +93,8 @@ class Recording:
         self._results: Results | None = None
         statics.put_at(call.length or 0)
         with statics.undone():
-            run = joined(lambda *inputs: self._step(plain, call, statics, inputs), self.inputs)
+            step = functools.partial(self._step, plain, call, statics)
+            run = joined(lambda *inputs: step(inputs), self.inputs, same_bits=None if terms.joins else True)
             self.report = run.report
 
             def body() -> None:
