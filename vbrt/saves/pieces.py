@@ -1,6 +1,7 @@
 """A model's weights as the tensors of a save, a piece at a time: a weight, some experts of a layer, a kept parameter.
 
-Nothing is attached: weights are encoded by handles without pages, in the order in which formats encode.
+Nothing is attached: weights are encoded by handles without pages, in the order in which formats encode, on a GPU where
+the config allows one.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -52,8 +53,13 @@ def conversion_plan(source: Source, model: nn.Module, config: VBConfig) -> Plan:
     return source.plan(model, _here(config), Beside({"cpu": 1 << 62}, ()))
 
 
+def _device(config: VBConfig) -> torch.device:
+    """Return the device that encodes: every one gives the same planes."""
+    return torch.device("cuda" if config.tiers.gpu.enabled and torch.cuda.is_available() else "cpu")
+
+
 def _here(config: VBConfig) -> VBConfig:
-    """Return the config to encode by: on the CPU, and without kernels, which nothing is computed by."""
+    """Return the config to plan by: for a CPU, and without kernels, which nothing is computed by."""
     tiers = replace(config.tiers, gpu=replace(config.tiers.gpu, enabled=False, budget="auto"))
     return replace(config, tiers=tiers, compute=replace(config.compute, backend="reference"))
 
@@ -67,11 +73,11 @@ class Pieces:
     """
 
     def __init__(self, source: Source, model: nn.Module, config: VBConfig) -> None:
-        plan, stack = conversion_plan(source, model, config), detached_stack()
-        names = _names_of(model)
-        weights = [_weight(swap, source, model, (_here(config), stack, names)) for swap in plan.swaps]
+        plan, stack = conversion_plan(source, model, config), detached_stack(_device(config))
+        names, held = _names_of(model), config if stack.device.type == "cuda" else _here(config)
+        weights = [_weight(swap, source, model, (held, stack, names)) for swap in plan.swaps]
         _forget_(model, plan)
-        source.fill_kept_(model, stack.device)
+        source.fill_kept_(model, torch.device("cpu"))
         kept = find_kept(model)
         self.layers: list[SavedLayer] = [layer for weight in weights for layer in weight.layers]
         self.kept: list[KeptTensor] = [entry for entry, _ in kept]

@@ -224,6 +224,7 @@ class TierStack:
         self._homes.after_fork()
 
 
-def detached_stack() -> TierStack:
-    """Return a stack of CPU memory without a budget, for layers that were unpickled apart from their model."""
-    return TierStack([MemoryTier("cpu", torch.device("cpu"), 1 << 62)])
+def detached_stack(device: torch.device | str = "cpu") -> TierStack:
+    """Return a stack of one device's memory without a budget, for layers that are apart from a model."""
+    device = torch.device(device)
+    return TierStack([MemoryTier("gpu" if device.type == "cuda" else "cpu", device, 1 << 62)])
