@@ -11,7 +11,7 @@ from vbrt.saves.manifest import read_manifest
 from vbrt.saves.sources import open_source
 
 pytest.importorskip("transformers")
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
 SIZES |= {"num_hidden_layers": 1, "intermediate_size": 384}
