@@ -43,6 +43,13 @@ SIZES = {
         "num_key_value_heads": 8,
         "vocab_size": 128256,
     },
+    "8b-32k": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+    },
     "tiny": {
         "hidden_size": 256,
         "intermediate_size": 512,
@@ -443,10 +450,12 @@ def loads(args: argparse.Namespace, parts: set[str]) -> Iterator[tuple[str, dict
 
 def results(args: argparse.Namespace, parts: set[str]) -> Iterator[tuple[str, dict]]:
     """Yield the name and the result of each part."""
-    for part in ("make", "drive", "encoder"):
+    for part in ("make", "drive"):
         if part in parts:
             yield part, alone(part, args)
     yield from loads(args, parts)
+    if "encoder" in parts:
+        yield "encoder", alone("encoder", args)
 
 
 def table(found: dict) -> Iterator[str]:

@@ -27,7 +27,7 @@ def llama(meta=False, **sizes):
     torch.manual_seed(0)
     with torch.device("meta" if meta else "cpu"):
         return transformers.LlamaForCausalLM._from_config(
-            transformers.LlamaConfig(**SIZES, **sizes), dtype=torch.bfloat16
+            transformers.LlamaConfig(**{**SIZES, **sizes}), dtype=torch.bfloat16
         ).eval()
 
 

@@ -55,7 +55,8 @@ def conversion_plan(source: Source, model: nn.Module, config: VBConfig) -> Plan:
 
 def _device(config: VBConfig) -> torch.device:
     """Return the device that encodes: every one gives the same planes."""
-    return torch.device("cuda" if config.tiers.gpu.enabled and torch.cuda.is_available() else "cpu")
+    gpu = config.tiers.gpu.enabled and torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
 
 
 def _here(config: VBConfig) -> VBConfig:
