@@ -47,6 +47,16 @@ def test_run_speaks_from_the_file_and_from_what_convert_makes_of_it(file, tmp_pa
     assert formats[0] == formats[1] and len(formats[0]) == 14
 
 
+def test_the_dtype_of_the_model_is_ones_choice(file, llama, capsys):
+    assert cli.main(["inspect", str(file), "--json", *SETTINGS, "--dtype", "bfloat16"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {layer["dtype"] for layer in found["layers"]} == {"bfloat16"}
+    assert {layer["becomes"] for layer in found["layers"]} == {"levels32-float16", "nvfp4+exact"}
+    for command in ("inspect", "chat"):
+        assert cli.main([command, str(llama), "--dtype", "float16"]) == 2
+        assert "these files have dtypes of their own; leave it out" in errors(capsys)
+
+
 def test_damage_is_an_error_with_the_path(file, tmp_path, capsys):
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(file.read_bytes()[:-40])

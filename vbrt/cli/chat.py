@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vbrt.cli.models import add_turn, load_model, tokens_of, turn_of
+from vbrt.cli.models import add_dtype, add_turn, load_model, tokens_of, turn_of
 from vbrt.cli.options import add_command, add_config, integration
 from vbrt.cli.screen import complain, console_for_stdout, working
 from vbrt.cli.speaking import speaker_for
@@ -40,6 +40,7 @@ def add(commands: Any) -> None:
         "model", metavar="MODEL", type=Path, help="a directory with config, weights and tokenizer, or a GGUF file"
     )
     add_config(parser)
+    add_dtype(parser)
     add_turn(parser, max_new_tokens=512)
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the first turn")
 

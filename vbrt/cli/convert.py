@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vbrt.cli.models import settled_config
+from vbrt.cli.models import add_dtype, dtype_of, settled_config
 from vbrt.cli.options import add_command, add_config, config_of, integration
 from vbrt.cli.screen import Bar, complain, warnings_as_lines, working
 from vbrt.residency.plan import format_bytes
@@ -32,6 +32,7 @@ def add(commands: Any) -> None:
     parser.add_argument("model", metavar="MODEL", type=Path, help="a directory with config and weights, or a GGUF file")
     parser.add_argument("out", metavar="OUT", type=Path, help="a new directory, or that of an interrupted conversion")
     add_config(parser)
+    add_dtype(parser)
     parser.add_argument(
         "--overwrite", action="store_true", help="begin anew, and replace a save that is there once this one is whole"
     )
@@ -45,7 +46,7 @@ def _convert(args: argparse.Namespace) -> int:
         from vbrt.saves.sources import open_source
 
         say(f"reading {args.model}")
-        model = huggingface.meta_model(args.model)
+        model = huggingface.meta_model(args.model, dtype_of(args))
         source = open_source(args.model)
         config = source.config(settled_config(args), {})
         companions = integration("causal").companions_of(args.model, model.config)

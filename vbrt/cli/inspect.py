@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from vbrt.cli.models import settled_config
+from vbrt.cli.models import add_dtype, dtype_of, settled_config
 from vbrt.cli.options import add_command, add_config, config_of, integration
 from vbrt.cli.screen import add_footer, add_row, console_for_stdout, table_of, working
 from vbrt.residency.plan import format_bytes
@@ -33,6 +33,7 @@ def add(commands: Any) -> None:
         "model", metavar="MODEL", type=Path, help="a directory with config and safetensors files, or a GGUF file"
     )
     add_config(parser)
+    add_dtype(parser)
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
@@ -44,7 +45,7 @@ def _inspect(args: argparse.Namespace) -> int:
         from vbrt.saves.sources import open_source
 
         say(f"reading {args.model}")
-        model = huggingface.meta_model(args.model)
+        model = huggingface.meta_model(args.model, dtype_of(args))
         source = open_source(args.model)
         config = source.config(settled_config(args), {})
         found = inspect(source, model, config)

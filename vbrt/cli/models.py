@@ -10,12 +10,13 @@ from vbrt.config import VBConfig, assign
 from vbrt.errors import CheckpointError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
     from vbrt.integrations.conversation import Reply, Turn
     from vbrt.wrapper.wrapper import VBModelWrapper
 
-__all__ = ["add_turn", "asked_config", "load_model", "settled_config", "tokens_of", "turn_of"]
+__all__ = ["add_dtype", "add_turn", "asked_config", "dtype_of", "load_model", "settled_config", "tokens_of", "turn_of"]
 
 
 def add_turn(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
@@ -32,6 +33,22 @@ def add_turn(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
         action="store_true",
         help="draw tokens as the model's generation_config.json says, instead of greedily",
     )
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """Add --dtype."""
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="of a GGUF file, which names none: what the model computes in (float32; bfloat16 is fastest on a GPU)",
+    )
+
+
+def dtype_of(args: argparse.Namespace) -> "torch.dtype | None":
+    """Return the dtype that --dtype names."""
+    import torch
+
+    return None if args.dtype is None else getattr(torch, args.dtype)
 
 
 def turn_of(args: argparse.Namespace) -> "Turn":
@@ -67,7 +84,10 @@ def load_model(args: argparse.Namespace) -> "tuple[VBModelWrapper, PreTrainedTok
         say(f"loading {path}")
         with without_warnings_of_wrap(), warnings_as_lines():
             vb, tokenizer = causal.load_wrapped(
-                path, config, count=lambda number, total: say(f"loading {path}: {number} of {total} weights")
+                path,
+                config,
+                dtype=dtype_of(args),
+                count=lambda number, total: say(f"loading {path}: {number} of {total} weights"),
             )
         say("placing")
         vb.materialize(progress=False)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vbrt.cli.models import add_turn, load_model, tokens_of, turn_of
+from vbrt.cli.models import add_dtype, add_turn, load_model, tokens_of, turn_of
 from vbrt.cli.options import add_command, add_config, config_of, integration
 from vbrt.cli.screen import console_for_stdout, working
 from vbrt.cli.speaking import Speaker, speaker_for
@@ -42,6 +42,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("prompt", help='the text to continue; "-" reads it from stdin')
     add_config(parser)
+    add_dtype(parser)
     add_turn(parser, max_new_tokens=64)
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     parser.add_argument(

@@ -23,7 +23,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from vbrt.errors import VBError, describe_os_error
+from vbrt.errors import ConfigError, VBError, describe_os_error
 from vbrt.host.files import expanded, read_bounded
 from vbrt.integrations.gguf_models import config_beside, gguf_config
 from vbrt.saves.gguf import GGUFTensors
@@ -37,6 +37,7 @@ __all__ = [
     "meta_model",
     "method_of",
     "model_config",
+    "no_dtype",
     "quiet",
     "take_generation_config_",
 ]
@@ -71,9 +72,12 @@ def meta_model(path: Path, dtype: torch.dtype | None = None) -> nn.Module:
     file is the one beside it, else made of its metadata.
 
     Raises:
+        ConfigError: a dtype for other files than GGUF, which have their own.
         VBError: no such file, not a config, or one that this version of transformers cannot build.
     """
     gguf = gguf_at(path)
+    if dtype is not None and gguf is None:
+        raise no_dtype(path, dtype)
     file = _config_file(path) if gguf is None else config_beside(gguf)
     if file is not None:
         config = _config(file)
@@ -87,6 +91,11 @@ def meta_model(path: Path, dtype: torch.dtype | None = None) -> nn.Module:
     with quiet(), torch.device("meta"), loading(f"{file}: transformers cannot build this model"):
         make = _model_class(config, file)
         return make(config, dtype=dtype)
+
+
+def no_dtype(path: Path, dtype: torch.dtype) -> ConfigError:
+    """Return the error for a dtype that is named for files which have their own."""
+    return ConfigError(f"{path}: dtype={dtype}, and these files have dtypes of their own; leave it out")
 
 
 def model_config(path: Path) -> PreTrainedConfig:

@@ -18,13 +18,13 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from vbrt.config import VBConfig
-from vbrt.errors import ConfigError
 from vbrt.integrations.huggingface import (
     gguf_at,
     loading,
     meta_model,
     method_of,
     model_config,
+    no_dtype,
     quiet,
     take_generation_config_,
 )
@@ -95,7 +95,7 @@ class Reader:
         self._path, self._dtype, self._count = path, dtype, count
         self._is_gguf = gguf_at(path) is not None
         if dtype is not None and not self._is_gguf:
-            raise ConfigError(f"{path}: dtype={dtype}, and these files have dtypes of their own; leave it out")
+            raise no_dtype(path, dtype)
 
     def read(
         self,

@@ -73,6 +73,7 @@ def convert(
     pieces = Pieces(source, model, config)
     files = _divided(list(pieces))
     head = {"vbrt": sys.modules["vbrt"].__version__, "source": _fingerprint(source.path), "config": config.to_dict()}
+    head["dtypes"] = sorted({str(parameter.dtype) for parameter in model.parameters()})
     try:
         journal = open_journal(directory, {**head, "files": len(files)}, overwrite=overwrite)
         remove_files(directory, lambda name: name.endswith(".tmp") or _is_foreign(name, journal.token))
