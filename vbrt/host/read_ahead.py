@@ -82,7 +82,10 @@ class ReadAhead:
 
 def _window_bytes() -> int:
     least, most = _WINDOW_BYTES
-    return min(most, max(least, psutil.virtual_memory().available // _WINDOW_SHARE))
+    try:
+        return min(most, max(least, psutil.virtual_memory().available // _WINDOW_SHARE))
+    except OSError:  # no descriptor left to ask with; who needs one says so
+        return least
 
 
 def _pieces(spans: Iterable[Span]) -> Iterator[Span]:
