@@ -301,3 +301,13 @@ def test_no_warning_in_a_whole_life():
         vb = wrap(llama(), "nvfp4")
         vb.generate(TOKENS, max_new_tokens=3, do_sample=False)
         vb.unwrap()
+
+
+def test_metrics_are_the_counters_of_now():
+    vb = wrap(mlp(), "nvfp4")
+    with torch.no_grad():
+        vb(torch.randn(2, 64))
+        before = vb.metrics()
+        vb(torch.randn(2, 64))
+    assert vb.metrics() == vb.stats().metrics() != before
+    assert 'vbrt_passes_total{phase="prompt"} 1' in before and 'vbrt_passes_total{phase="prompt"} 2' in vb.metrics()

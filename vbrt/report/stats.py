@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, get_origin
 from vbrt.errors import ArgumentError, FormatError
 from vbrt.report.caches import CacheStats
 from vbrt.report.experts import ExpertCounts, ExpertsStats
+from vbrt.report.metrics import metrics_lines
 from vbrt.report.speculation import SpeculationStats
 from vbrt.report.table import table_lines
 from vbrt.report.timeline import TimelineTotals
@@ -261,6 +262,10 @@ class Stats:
         out = io.StringIO()
         Console(file=out, width=width, color_system=None).print(Group(*_rendered(table_lines(self, width, each=each))))
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+    def metrics(self) -> str:
+        """Return the snapshot as OpenMetrics text; see `vbrt.report.metrics`."""
+        return "\n".join(metrics_lines(self)) + "\n"
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(self.table(width=120))}</pre>"

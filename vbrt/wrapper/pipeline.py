@@ -16,6 +16,7 @@ from vbrt.model.passes import EntryHook, move_rest_
 from vbrt.model.recording import recorded
 from vbrt.model.runtime import Runtime
 from vbrt.report.drawing import check_timeline_path
+from vbrt.report.metrics import Scraped
 from vbrt.report.stats import Stats
 from vbrt.tiers import Recorder, TierStack
 from vbrt.wrapper.facades import facade_of
@@ -28,7 +29,7 @@ _OWN = ("pipeline", "runtime", "_kind", "_attachments")
 _ENTRIES = ("encode", "decode")
 
 
-class VBPipelineWrapper:
+class VBPipelineWrapper(Scraped):
     """A wrapped pipeline: call it, or use anything of the pipeline, as before; attributes set on it are the pipeline's.
 
     Its models are swapped in place and share one runtime: one budget for each tier. The page keys, phases and rows of

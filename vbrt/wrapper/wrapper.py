@@ -15,6 +15,7 @@ from vbrt.generation.generating import follow
 from vbrt.layers import VBLayer
 from vbrt.model.attachment import Attachment
 from vbrt.model.passes import is_plain_data
+from vbrt.report.metrics import Scraped
 from vbrt.report.routing import RoutingRecorder
 from vbrt.report.stats import Stats
 from vbrt.residency.plan import Plan
@@ -25,7 +26,7 @@ from vbrt.wrapper.mirror import Facade
 __all__ = ["VBModelWrapper"]
 
 
-class VBModelWrapper(Facade):
+class VBModelWrapper(Facade, Scraped):
     """A wrapped model: call it, or use anything of the model, as before; attributes set on it are the model's.
 
     Attributes:
