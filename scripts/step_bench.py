@@ -212,14 +212,14 @@ def llama(layers: int) -> Iterator[dict[str, Any]]:
     vb.close()
 
 
-def moe(layers: int) -> Iterator[dict[str, Any]]:
+def moe(layers: int, *, brief: bool) -> Iterator[dict[str, Any]]:
     model = build_moe(layers, torch.device("cuda"))
     model.config._experts_implementation = "batched_mm"
     config, name = model.config, f"Qwen3-30B-A3B, {layers} layers"
-    rows = list(compared(f"{name}, bf16", Decoding(model, config, 1), each=False, profile=True))
+    rows = list(compared(f"{name}, bf16", Decoding(model, config, 1), each=False, profile=not brief))
     yield from rows
     vb = vbrt.wrap(model, "fp4", policy={"kind": "experts"}, tiers={"gpu": {"budget": "24GiB"}}).materialize()
-    own = list(compared(f"{name}, fp4", Decoding(vb, config, 1), each=True, profile=True))
+    own = list(compared(f"{name}, fp4", Decoding(vb, config, 1), each=not brief, profile=not brief))
     yield from own
     ms = {row["case"].partition(": ")[2]: row["ms"] for row in rows if "ms" in row}
     joined_ms = next(row["ms"] for row in own if row["case"].endswith(": joined"))
@@ -246,13 +246,14 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["bits", "llama", "moe"])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--moe-layers", type=int, default=48)
+    parser.add_argument("--brief", action="store_true", help="routed experts without profiles and single patterns")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     parts = {
         "truth": functools.partial(truth, args.layers),
         "bits": bits,
         "llama": functools.partial(llama, args.layers),
-        "moe": functools.partial(moe, args.moe_layers),
+        "moe": functools.partial(moe, args.moe_layers, brief=args.brief),
     }
     rows, failed, start = [], [], time.perf_counter()
     for name in args.parts:
