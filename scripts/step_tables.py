@@ -5,6 +5,9 @@ from pathlib import Path
 
 __all__ = ["joined_table"]
 
+#: what rows have that are no times of steps
+_SENTENCES = {"eager", "both joined", "record"}
+
 
 def joined_table(path: Path) -> list[str]:
     """Milliseconds of captured steps as they are and joined, and what each pattern gives."""
@@ -30,7 +33,12 @@ def joined_table(path: Path) -> list[str]:
             out.append(f"| {row['case']} | {' | '.join(numbers)} |")
     out += ["", "| left out | ms more |", "| --- | --- |"]
     out += [f"| {row['case']} | {row['cost_ms']:.2f} |" for row in rows if "cost_ms" in row]
-    out += ["", *(_sentence(row) for row in rows if "eager" in row or "both joined" in row), ""]
+    out += ["", *(_sentence(row) for row in rows if _SENTENCES & row.keys()), ""]
+    for row in rows:
+        if "top" in row and "joined" in row["case"]:
+            out += [f"{row['case']}:", "", "| kernel | launches a step | µs a step |", "| --- " * 3 + "|"]
+            out += [f"| {name} | {count} | {us:.0f} |" for name, count, us in row["top"]]
+            out += ["", "Kernels that wait for the one before them are counted from their early start.", ""]
     named = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
     return [*out, f"{named}, Python {where['python']}, commit {where['commit']}.", ""]
 
