@@ -26,6 +26,11 @@ MODELS = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
         {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32, "attention.key_length": 32},
     ),
+    "gpt-oss": (
+        "GptOssConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": 16},
+        {},
+    ),
     "lfm2": (  # one of those that transformers has newer rules for
         "Lfm2Config",
         {"layer_types": ["conv", "full_attention"], "head_dim": 16, "block_auto_adjust_ff_dim": False},
@@ -73,6 +78,8 @@ def as_in_files(architecture, name, value, config):
     if architecture == "llama" and ("attn_q." in name or "attn_k." in name):
         heads = config.num_attention_heads if "attn_q." in name else config.num_key_value_heads
         return permuted(value, heads)
+    if architecture == "gpt-oss" and name.endswith("down_exps.weight"):
+        return value.swapaxes(1, 2)
     if name.endswith("shortconv.conv.weight"):
         return value[:, 0]
     return value + 1 if architecture == "gemma2" and "norm" in name else value

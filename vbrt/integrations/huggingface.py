@@ -84,7 +84,8 @@ def meta_model(path: Path, dtype: torch.dtype | None = None) -> nn.Module:
         dtype = dtype or config.dtype or _dtype_of_weights(file.parent)
     else:
         tensors, file = GGUFTensors(gguf), gguf
-        with quiet(), loading(f"{gguf}: transformers {transformers.__version__} makes no config of its metadata"):
+        what = f"transformers {transformers.__version__} makes no config of its metadata"
+        with quiet(), loading(f"{gguf}: {what}; the model's config.json beside the file would do"):
             config = gguf_config(tensors)
         dtype = dtype or tensors.dtype
     dtype = dtype or torch.float32

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from vbrt.errors import CheckpointError
+from vbrt.saves.gguf_experts import expert_sources
 
 __all__ = ["Recipe", "RowOrder", "recipes_for", "rows_of"]
 
@@ -64,9 +65,11 @@ def recipes_for(path: Path, architecture: str, model: nn.Module, names: Iterable
             f"{path}: GGUF has names of llama.cpp, which only transformers translates; expected one of its models, not "
             f"{type(model).__name__}"
         )
+    names = list(names)
     try:
         rules = _newer_rules(architecture, model)
-        return _of_rules(rules, model, names) if rules else _of_processors(architecture, model, names)
+        found = _of_rules(rules, model, names) if rules else _of_processors(architecture, model, names)
+        return found | {made[0]: Recipe(*made) for made in expert_sources(model, names)}
     except (NotImplementedError, *_ODD) as error:
         raise CheckpointError(
             f"{path}: transformers {library.__version__} does not read GGUF files of architecture {architecture!r} "
@@ -132,11 +135,16 @@ def _of_processors(architecture: str, model: nn.Module, names: Iterable[str]) ->
     names_of = legacy.get_gguf_hf_weights_map(_Named(model), processor, model_type=architecture)
     found: dict[str, list[str]] = {}
     for name in names:
-        new = names_of.get(name, names_of.get(name.removesuffix(".weight")))
+        new = _translated(names_of, name)
         if new is not None:
             found.setdefault(new, []).append(name)
     run = partial(_run_processor, processor, names_of)
     return {new: Recipe(new, tuple(sources), partial(run, new)) for new, sources in found.items()}
+
+
+def _translated(names_of: Mapping[str, str], name: str) -> str | None:
+    """Return the model's name; of parameters that are no layer's weight, transformers has the file's without ending."""
+    return names_of.get(name, names_of.get(name.removesuffix(".weight")))
 
 
 class _Named:
@@ -165,8 +173,8 @@ def _run_processor(processor: Any, names_of: Mapping[str, str], new: str, values
             made = processor.process(
                 weights=value.numpy(), name=name, tensor_key_mapping=names_of, parsed_parameters=parsed
             )
-        if made.name in names_of:
-            parsed["tensors"][names_of[made.name]] = made.weights
+        if made.name is not None and (known := _translated(names_of, made.name)) is not None:
+            parsed["tensors"][known] = made.weights
     out = parsed["tensors"][new]
     return out if isinstance(out, Tensor) else torch.from_numpy(numpy.ascontiguousarray(out))
 

@@ -1,0 +1,56 @@
+"""Routed experts whose class holds them otherwise than GGUF files: transposed, gates between values, as gpt-oss does.
+
+Files have three stacks of a layer, [E, N, K] for gates, values ("up") and the way down, and perhaps a bias for each.
+transformers turns them into a model's parameters for classes that hold [E, 2 N, K], gates first. Other classes say how
+they hold them (`is_transposed`, `is_concatenated`).
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["expert_sources"]
+
+_NAME = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|bias)$")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+Run = Callable[[Mapping[str, Tensor]], Tensor]
+
+
+def expert_sources(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...], Run]]:
+    """Yield the parameters of such experts: the model's name, those of the file, and what makes the value of theirs."""
+    found: dict[tuple[str, str, str], str] = {}
+    for name in names:
+        if match := _NAME.match(name):
+            found[match.groups()] = name
+    for path, module in model.named_modules() if found else ():
+        layer = _LAYER.search(path)
+        if layer is not None and getattr(module, "is_transposed", False):
+            yield from _of_module(path, module, layer[1], found)
+
+
+def _of_module(
+    path: str, module: Any, layer: str, found: Mapping[tuple[str, str, str], str]
+) -> Iterator[tuple[str, tuple[str, ...], Run]]:
+    for kind, ending in (("weight", ""), ("bias", "_bias")):
+        gate, up, down = (found.get((layer, part, kind)) for part in ("gate", "up", "down"))
+        turn = kind == "weight"
+        if gate and up:
+            join = partial(_joined, gate, up, concatenated=module.is_concatenated, turn=turn)
+            yield f"{path}.gate_up_proj{ending}", (gate, up), join
+        if down:
+            yield f"{path}.down_proj{ending}", (down,), partial(_turned, down, turn=turn)
+
+
+def _turned(name: str, values: Mapping[str, Tensor], *, turn: bool) -> Tensor:
+    return values[name].transpose(1, 2) if turn else values[name]
+
+
+def _joined(gate: str, up: str, values: Mapping[str, Tensor], *, concatenated: bool, turn: bool) -> Tensor:
+    parts = values[gate], values[up]
+    rows = torch.cat(parts, dim=1) if concatenated else torch.stack(parts, dim=2).flatten(1, 2)
+    return rows.transpose(1, 2) if turn else rows
