@@ -10,6 +10,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import vbrt
 from tests.models import config, gpt2, mlp, wrap, wrap_streamed
 from vbrt.errors import ArgumentError, WrapError
+from vbrt.kernels.cuda.e2m1.linear import Packing
+from vbrt.kernels.cuda.e2m1.tiles import parts_of
+from vbrt.layers.compiled import tiles_of_pass
 from vbrt.layers.compute import precision
 
 
@@ -153,3 +156,22 @@ def test_a_block_in_a_compiled_function_is_not_compiled_into_full_precision(exac
     got = torch.compile(Draft(), backend="eager")(x)
     with precision("coarse"):
         assert torch.equal(got, exact(x))
+
+
+def test_a_recorded_coarse_pass_may_hold_coarse_tiles_that_live_in_the_top_tier(tmp_path):
+    for streamed in (False, True):
+        model = mlp(dtype=torch.bfloat16)
+        with wrap_streamed(model, "exact", tmp_path) if streamed else wrap(model, "exact") as vb:
+            handle = next(iter(vb.registry.values())).handle
+            handle.take_kernels()
+            handle.encoder.packing = Packing("nvfp4")  # as beside a GPU
+            vb.materialize()
+            assert tiles_of_pass(handle) is None
+            with precision("coarse"):
+                held = tiles_of_pass(handle)
+            assert (held is None) == bool(handle.pages[0].home)
+            if held is not None:
+                tiles, scale = parts_of(held.page, "nvfp4", (64, 64))
+                stored = vb.stack.levels[0].slots[handle.keys[0]].tensors
+                assert torch.equal(tiles, stored["mma_tiles_v1"]) and torch.equal(scale, stored["tensor_scale"])
+                assert held.form == "nvfp4 64 64 bfloat16 cpu"

@@ -44,7 +44,7 @@ from vbrt.generation.step_graph import Program, StepGraph
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.joining import join_layers
 from vbrt.kernels.recorded import StepRecorder
-from vbrt.layers.compiled import FEW_TOKENS
+from vbrt.layers.compiled import FEW_TOKENS, tiles_of_pass
 from vbrt.layers.compute import linear_without_grad
 from vbrt.layers.experts.layer import encoded_forward
 
@@ -117,7 +117,7 @@ def _join_layers(step: StepGraph) -> None:
     """Show 4-bit layers whose planes never move as operators, and join them."""
     for node in step.calls(linear_without_grad):
         handle, x, bias = node.args
-        tiles, value = handle.graph_tiles, x.meta["val"]
+        tiles, value = tiles_of_pass(handle), x.meta["val"]
         if tiles is None:
             continue
         format, n, k, dtype, _ = tiles.form.split()

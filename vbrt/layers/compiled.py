@@ -1,18 +1,23 @@
 """A VB layer's forward as torch.compile sees it."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from vbrt.errors import WrapError
+from vbrt.kernels import TILES, page_of
 from vbrt.kernels.product import as_autocast
 from vbrt.kernels.reference import wants_grad
 from vbrt.layers.base import VBLayer
-from vbrt.layers.graphs import graph_planes
+from vbrt.layers.compute import pass_precision
+from vbrt.layers.graphs import GraphForm, GraphTiles, graph_planes
 from vbrt.layers.ties import owns
 
-__all__ = ["compiled_linear", "refuse_given_in_graph"]
+if TYPE_CHECKING:
+    from vbrt.layers.weight import WeightHandle
+
+__all__ = ["compiled_linear", "refuse_given_in_graph", "tiles_of_pass"]
 
 FEW_TOKENS = 16  # on every GPU and for every dtype this many go to the fused kernel
 
@@ -39,6 +44,20 @@ def compiled_linear(layer: VBLayer, x: torch.Tensor, bias: torch.Tensor | None) 
         if planes is not None and x.dtype == handle.dtype and x.device == handle.stack.device:
             return handle.kernels.linear(x, planes, bias)
     return torch.ops.vbrt.linear(x, bias, handle.token, handle.spec.shape[0], cast, wants_grad(x, bias))
+
+
+def tiles_of_pass(handle: "WeightHandle") -> GraphTiles | None:
+    """The tiles that a recorded pass of this thread's precision may hold: those that a compiled graph may, or, of an
+    `exact` weight in a coarse pass, its coarse page's where that lives in the top tier. None: the pass leases."""
+    if not handle.spec.fine or pass_precision() == "full":
+        return handle.graph_tiles
+    page = handle.pages[0] if handle.pages else None
+    slot = handle.stack.levels[0].slots.get(handle.keys[0]) if page is not None and not page.home else None
+    if slot is None or TILES not in slot.tensors or handle.dtype is not handle.spec.dtype:
+        return None
+    tiles, scale = slot.tensors[TILES], slot.tensors["tensor_scale"]
+    form = GraphForm(handle.spec.format, *handle.spec.shape, handle.dtype, str(tiles.device))
+    return GraphTiles(page_of(tiles, scale), form.encode())
 
 
 def refuse_given_in_graph(layer: VBLayer) -> None:
