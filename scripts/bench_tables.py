@@ -10,6 +10,7 @@ from scripts.load_peak import load_table
 from scripts.plots import Labels, line_plot
 from scripts.routing_tables import routing_table
 from scripts.step_tables import joined_table
+from scripts.valley_tables import valley_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -50,6 +51,8 @@ def tables() -> str:
         out += load_table(path)
     for path in sorted(RESULTS.glob("kernels-*.json")):
         out += kernel_table(path)
+    for path in sorted(RESULTS.glob("valley-*.json")):
+        out += valley_table(path)
     for path in sorted(RESULTS.glob("experts-nvidia-*.json")):
         out += experts_table(path)
     for path in sorted(RESULTS.glob("stream-*.json"), key=lambda path: len(path.name)):

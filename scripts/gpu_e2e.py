@@ -29,7 +29,7 @@ PROMPT, CALLS, ROUNDS, CACHE, ROWS = 64, 40, 7, 512, 24
 #: group -> what its kernels' names have, the first that matches
 GROUPS = {
     "attention": r"fmha|flash|sdpa|attention|softmax",
-    "linear": r"^(linear|residual|siblings|gated|order|wgmma|reduce|pad|clear|persistent)_kernel|"
+    "linear": r"^(linear|residual|siblings|gated|order|wgmma|reduce|pad|persistent)_kernel|"
     r"gemv|gemm|nvjet|cutlass|splitK|cublas",
     "the rest": r"",
 }

@@ -10,6 +10,7 @@ from tests.kernels.cuda.gpu_cases import error, tiled
 from tests.matrix import matrix
 from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes, get_format
+from vbrt.formats.nf4 import NF4_LEVELS
 from vbrt.kernels import reference
 from vbrt.kernels.cuda import devices, launcher
 from vbrt.kernels.cuda.e2m1 import joined, launches
@@ -209,9 +210,22 @@ def test_hundreds_of_tokens(case, copies, gpu):
     launch, (name, tokens, n, k, activation) = case
     planes, weight = tiled(name, (n, k), device="cpu")
     x, bias = torch.randn(tokens, k + 8).bfloat16()[:, :k], torch.randn(n).bfloat16()
-    y = launches.persistent(x, weight_of(planes), bias, activation, launch)
+    y = launches.persistent(x, launches.codes_of(weight_of(planes)), bias, activation, launch)
     assert error(y, reference.ACTIVATIONS[activation](x.double() @ weight.T + bias.double())) < 3e-3
-    assert gpu == ["clear_kernel", "persistent_kernel"][0 if launch.cut else 1 :]
+    assert gpu == ["persistent_kernel"]
+
+
+@matrix(name=table_linear.FORMATS, k=[520, 328], launch=[PersistentLaunch(0, 64), PersistentLaunch(2, 160)])
+def test_hundreds_of_tokens_through_a_table(name, k, launch, gpu, monkeypatch):
+    monkeypatch.setattr(table_linear, "_nf4_levels", lambda index: torch.tensor(NF4_LEVELS))
+    weight, format = torch.randn(200, k) * 0.03, get_format(name)
+    planes = WeightPlanes(name, (200, k), torch.bfloat16, format.encode(weight))
+    x, bias = torch.randn(100, k).bfloat16(), torch.randn(200).bfloat16()
+    monkeypatch.setattr(table_linear, "table_for", lambda gpu, tokens, n, columns: launch)
+    y = table_linear._multiply(x, planes, bias, "silu")
+    exact = format.decode(planes.coarse, (200, k), torch.float64)
+    assert error(y, reference.ACTIVATIONS["silu"](x.double() @ exact.T + bias.double())) < 4e-3
+    assert gpu == ["persistent_kernel"]
 
 
 TABLES = [(name, dtype, 200) for name, dtype in zip(table_linear.FORMATS, (torch.bfloat16, torch.float32), strict=True)]

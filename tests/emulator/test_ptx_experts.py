@@ -10,6 +10,7 @@ from tests.kernels.expert_cases import exact_rows, expert_pages, grouped_pairs, 
 from tests.matrix import matrix
 from vbrt.kernels.cuda.e2m1.linear import decode_weight
 from vbrt.kernels.cuda.experts import decoded, many
+from vbrt.kernels.cuda.experts.sums import weighted_sums
 from vbrt.kernels.experts import Gate, part_planes, weigh_and_sum
 
 pytest.importorskip("triton.experimental.gluon")
@@ -75,7 +76,7 @@ def test_fp16_is_a_sum_of_bf16_and_rows_are_added_in_fp32(gpu, monkeypatch):  # 
     rows = many.down(h, ids, None, pages, part="down", bias_EN=None)
     assert error(rows, exact_rows(h, ids.view(-1, 1), weights["down"], None)) < 1e-3
     rows[(ids == E).view(-1)] = float("nan")
-    y = many.weighted_sums(rows, ids, shares, E)
+    y = weighted_sums(rows, ids, shares, E)
     torch.testing.assert_close(y, weigh_and_sum(rows.nan_to_num(), ids, shares, E))
     assert gpu == ["gather_kernel", "grouped_kernel", "grouped_kernel", "sum_kernel"]
 

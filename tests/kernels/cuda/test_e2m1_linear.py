@@ -121,9 +121,10 @@ def test_tiles_of_the_persistent_kernel_that_are_cut(name, shape, monkeypatch):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("for sm_90")
     planes, _, weight = case(name, shape)
-    for tokens, cut in itertools.product((3, 130, 700, 2049), (1, 2)):
-        tiles = -(-tokens // 256) * -(-shape[0] // 128)
-        monkeypatch.setattr(e2m1_linear, "choose", lambda *_, number=tiles // cut: PersistentLaunch(number))
+    for (tokens, block), cut in itertools.product(((3, 32), (130, 96), (700, 256), (700, 224), (2049, 160)), (1, 2)):
+        tiles = -(-tokens // block) * -(-shape[0] // 128)
+        launch = PersistentLaunch(tiles // cut, block)
+        monkeypatch.setattr(e2m1_linear, "choose", lambda *_, launch=launch: launch)
         x = torch.randn(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
         bias = torch.randn(shape[0], device="cuda", dtype=torch.bfloat16)
         poison()

@@ -12,13 +12,15 @@ from vbrt.kernels.cuda.launch_table import (
     Launch,
     PersistentLaunch,
     WideLaunch,
+    _persistent_times,
     choose,
-    cut_tiles,
     fused_limit,
     launch_for,
     pairs_are_alone,
-    persists,
+    persistent_for,
+    persistent_tiles,
     rows_for,
+    table_for,
     token_for,
     wide_for,
 )
@@ -31,8 +33,7 @@ PROCESSORS = 132
 
 def label(choice):
     names = {Launch: "narrow", WideLaunch: "wide", PersistentLaunch: "persistent"}
-    fields = (choice.cut,) if choice and choice[1:] == (256, 0) else choice
-    return " ".join([names[type(choice)], *(str(int(v)) for v in fields)]) if choice else "decode"
+    return " ".join([names[type(choice)], *(str(int(v)) for v in choice)]) if choice else "decode"
 
 
 def chosen(kernel, major, tokens, summands, n, columns):
@@ -78,12 +79,38 @@ def test_a_table_ends_with_a_rule_for_every_shape_and_refuses_more_tokens(kernel
             launch_for(kernel, 9, most + 1, 1, 1)
 
 
-def test_tiles_are_cut_where_the_last_round_would_be_short():
-    assert cut_tiles(256, 14336, 32, 132) == 0  # 112 tiles: 20 multiprocessors idle for a short time
-    assert cut_tiles(1024, 14336, 32, 132) == 448 % 132 + 132  # a whole round and what is left
-    assert cut_tiles(512, 4096, 112, 132) == 64  # every one, by two programs or three
-    assert cut_tiles(2048, 4096, 32, 128) == 0  # two full rounds
-    assert cut_tiles(3072, 6144, 112, 132) == 0  # activations that would be read from memory by each program
+SHAPES = [(1024, 8), (1040, 9), (3072, 6), (4096, 32), (4096, 112), (6144, 32), (14336, 32), (28672, 64)]
+COUNTS = (1, 17, 65, 100, 128, 200, 300, 777, 1000, 2048, 4096)
+
+
+def test_every_launch_of_the_persistent_kernel_is_one_that_it_can_run():
+    for processors, (n, columns), tokens in itertools.product((132, 114, 78), SHAPES, COUNTS):
+        launches = [launch for _, launch in _persistent_times(processors, tokens, n, columns, 1.0)]
+        assert len({launch.tokens for launch in launches}) == min(8, -(-tokens // 32))
+        for cut, block, programs in launches:
+            tiles, pairs = persistent_tiles(tokens, n, block), -(-columns // 2)
+            assert block % 32 == 0 and 32 <= block <= 256 and 0 <= cut <= tiles
+            if programs:  # each tile by as many of them, each with a range of K
+                assert cut == tiles and programs % tiles == 0 and 2 * tiles <= programs <= processors
+                assert programs // tiles <= pairs
+
+
+def test_tiles_of_the_persistent_kernel_fit_the_tokens():
+    gpu = Gpu(9, PROCESSORS)
+    for (n, columns), tokens in itertools.product(SHAPES, range(256, 1025, 37)):
+        launch = persistent_for(gpu, tokens, n, columns)
+        if launch is not None:
+            padded = -(-tokens // launch.tokens) * launch.tokens
+            assert padded <= 1.34 * tokens, (n, columns, tokens, launch)
+
+
+def test_the_persistent_kernel_is_for_its_gpus_and_numbers_of_tokens():
+    assert persistent_for(Gpu(9, PROCESSORS), 4096, 14336, 32) is not None
+    assert persistent_for(Gpu(9, PROCESSORS), 4097, 14336, 32) is None
+    assert persistent_for(Gpu(9, PROCESSORS), 0, 14336, 32) is None
+    assert not any(persistent_for(Gpu(major, PROCESSORS), 2048, 4096, 32) for major in (8, 10, 12))
+    assert table_for(Gpu(9, PROCESSORS), 100, 13824, 40) is not None
+    assert table_for(Gpu(9, PROCESSORS), 4096, 6144, 32) is None  # decoding is a small part then
 
 
 @pytest.mark.parametrize(
@@ -112,29 +139,6 @@ def test_at_sixteen_tokens_all_programs_run_at_the_same_time():
     for n, k, rows, most in ((14336, 4096, 2, 4), (18944, 3584, 4, 3), (24576, 3584, 4, 3), (27648, 5120, 4, 4)):
         assert wide_for(9, 16, n // 16, k // 128) is None
         assert launch_for("linear", 9, 16, n // 16, k // 128).row_tiles == rows and n / 16 / rows <= 132 * most
-
-
-def test_tiles_of_the_persistent_kernel_fill_the_gpu_or_others_serve():
-    for tokens, n, k, wanted in (
-        (256, 14336, 4096, True),
-        (256, 4096, 4096, False),
-        (256, 4096, 14336, False),
-        (384, 28672, 8192, False),
-        (512, 14336, 4096, True),
-        (512, 4096, 4096, False),
-        (512, 4096, 14336, True),
-        (768, 6144, 4096, True),
-        (1024, 4096, 4096, True),
-        (1536, 4096, 2736, False),
-        (2048, 4096, 4096, True),
-        (2048, 28672, 8192, True),
-        (4096, 14336, 4096, True),
-        (8192, 14336, 4096, False),
-        (1, 1, 1, False),
-        (0, 4096, 4096, False),
-    ):
-        assert persists(9, tokens, n, k // 128) == wanted, (tokens, n, k)
-    assert not any(persists(major, 2048, 4096, 32) for major in (8, 10, 12))
 
 
 def test_routed_experts_of_few_tokens_have_the_launches_that_they_were_measured_with():

@@ -8,12 +8,13 @@ Legend: a row tile is 16 outputs, a column 128 inputs, a pair two columns.
 """
 
 import functools
+import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 __all__ = [
     "MOST_FEW_PAIRS",
     "PERSISTENT_ROWS",
-    "PERSISTENT_TOKENS",
     "PERSISTENT_WARPS",
     "RULES",
     "WIDE",
@@ -27,15 +28,15 @@ __all__ = [
     "WideLaunch",
     "are_few",
     "choose",
-    "cut_tiles",
     "fused_limit",
     "grouped_for",
     "grouped_stages",
     "launch_for",
     "pairs_are_alone",
+    "persistent_for",
     "persistent_tiles",
-    "persists",
     "rows_for",
+    "table_for",
     "token_for",
     "wide_for",
 ]
@@ -172,10 +173,10 @@ RULES: dict[str, dict[int, tuple[Rule, ...]]] = {
 }
 _DEFAULT_MAJOR = 9
 
-#: tokens times summands up to which one of the kernels for few tokens multiplies, whatever the GPU
-_NARROW_TOKENS = 16
 #: compute capability major -> (fewest, most) tokens of the kernel with `warpgroup_mma`, which only sm_90 has
 WIDE: dict[int, tuple[int, int]] = {9: (17, 512)}
+#: tokens up to which the same kernel was the fastest everywhere
+_WIDE_ALONE = 64
 #: fewest tokens of rows of so many columns and more, by the same kernel, where it has few programs that split them or,
 #: with sixteen warps, one for most multiprocessors
 _WIDE_LONG, _LONG, _FEW_ROWS, _MANY_ROWS = 9, 64, 512, (1584, 2112)
@@ -185,29 +186,36 @@ _PROCESSORS = 132
 #: of all splits together, up to which programs reduce partial sums themselves; on an H200 with 256 that took 9 % longer
 #: than one more launch
 _OWN_REDUCTION_TOKENS = 128
-#: rows and tokens of a tile of the persistent kernel, and warps of one of its warpgroups
-PERSISTENT_ROWS, PERSISTENT_TOKENS, PERSISTENT_WARPS = 128, 256, 4
+#: rows of a tile of the persistent kernel, and warps of one of its warpgroups
+PERSISTENT_ROWS, PERSISTENT_WARPS = 128, 4
 #: from here on decoding costs next to nothing beside the vendor's matmul, and that was the faster by 1 to 2 %
 _PERSISTENT_MOST = 4096
-#: what a launch takes beside its tiles and, on top, with tiles that are cut, in times of a tile's two columns (2.3 us)
-_LAUNCH_PAIRS, _CUT_PAIRS = 2.5, 5
+#: The rest are estimates in microseconds, fitted to 512 shapes and numbers of tokens on an H200; they are off by 6 %
+#: (root mean square), the vendor's matmul by 9 %.
+#: tokens of a tile of the persistent kernel -> two of its columns: up to 128 decoding takes most of it
+_PAIR_US = {32: 1.19, 64: 1.66, 96: 1.71, 128: 1.87, 160: 2.13, 192: 2.28, 224: 2.62, 256: 2.63}
+#: the same for codes that are looked up in a table, over that
+_TABLE_WORK = 1.22
 #: bytes of activations that stay in the second-level cache while programs read different columns of them
 _CUT_BYTES = 48 << 20
-#: the wide kernel in the same unit: two columns of a program with eight or sixteen warps, and what a launch takes
-_WIDE_PAIRS, _WIDE_LAUNCH_PAIRS = {8: 0.7, 16: 1.25}, 1.5
-#: the vendor's matmul as a multiple of the tiles' share, and the tokens that decoding takes as long as
-_MATMUL_PAIRS, _DECODE_TOKENS = 1.16, 232
+#: the wide kernel: two columns of a program of so many warps with 128 tokens
+_WIDE_US = {4: 0.865, 8: 1.48, 16: 2.8}
+#: the vendor's matmul: tiles (tokens, rows) that it may take
+_MATMUL_TILES = ((64, 64), (64, 128), (128, 128), (128, 256), (256, 128))
 
 
 @functools.lru_cache(maxsize=4096)  # each call asks
 def choose(gpu: Gpu, tokens: int, summands: int, n: int, columns: int) -> Choice:
     """The kernel that multiplies `tokens` tokens, each a sum of so many bf16 summands, by a weight of n rows."""
     rows, row_tiles = tokens * summands, -(-n // 16)
-    if rows > _NARROW_TOKENS:
-        if summands == 1 and persists(gpu.major, tokens, n, columns):
-            return PersistentLaunch(cut_tiles(tokens, n, columns, gpu.processors))
-        if rows > fused_limit(gpu.major):
+    if rows > _WIDE_ALONE and summands == 1 and gpu.major in WIDE:
+        launch = persistent_for(gpu, tokens, n, columns)
+        if launch is not None:
+            return launch
+        if _matmul_us(gpu, tokens, n, columns) < _wide_us(gpu, tokens, n, columns):
             return None
+    if rows > fused_limit(gpu.major):
+        return None
     return wide_for(gpu.major, rows, row_tiles, columns) or launch_for("linear", gpu.major, rows, row_tiles, columns)
 
 
@@ -261,49 +269,79 @@ def wide_for(major: int, tokens: int, row_tiles: int, columns: int) -> WideLaunc
     return WideLaunch(block, warps, splits, ring)
 
 
-def persists(major: int, tokens: int, n: int, columns: int) -> bool:
-    """True if the persistent kernel is the fastest for a weight of n rows.
+@functools.lru_cache(maxsize=4096)
+def persistent_for(gpu: Gpu, tokens: int, n: int, columns: int) -> PersistentLaunch | None:
+    """The fastest launch of the persistent kernel for a weight of n rows, or None where another kernel is faster.
 
-    Compares estimates of the time that each kernel takes, fitted to measurements of seven shapes at 128 to 4096 tokens.
+    Compares estimates of the time that each kernel takes, fitted to measurements.
     """
-    if major not in WIDE or not 0 < tokens <= _PERSISTENT_MOST:
-        return False
-    tiles, pairs = persistent_tiles(tokens, n), -(-columns // 2)
-    if cut_tiles(tokens, n, columns, _PROCESSORS):
-        own = tiles / _PROCESSORS * pairs + _cut_pairs(tiles, _PROCESSORS)
-    else:
-        own = -(-tiles // _PROCESSORS) * pairs
-    own += _LAUNCH_PAIRS
-    wide = wide_for(major, tokens, -(-n // 16), columns)
-    if wide is not None:
-        programs = -(-n // (16 * wide.warps)) * -(-tokens // wide.tokens) * wide.splits
-        rounds = -(-programs // _PROCESSORS)
-        by = _WIDE_PAIRS.get(wide.warps, 0)  # the others have few tokens
-        return 1.08 * own <= rounds * pairs / wide.splits * by + _WIDE_LAUNCH_PAIRS
-    share = (tokens + _DECODE_TOKENS) * n / (_PROCESSORS * PERSISTENT_ROWS * PERSISTENT_TOKENS)
-    return tokens > WIDE[major][1] and own <= _MATMUL_PAIRS * share * pairs
+    us, launch = _fastest(gpu, tokens, n, columns, 1.0)
+    return launch if us <= min(_wide_us(gpu, tokens, n, columns), _matmul_us(gpu, tokens, n, columns)) else None
 
 
-def cut_tiles(tokens: int, n: int, columns: int, processors: int) -> int:
-    """The number of the persistent kernel's tiles that are cut, so that all programs share them along K.
-
-    0 if whole tiles leave multiprocessors idle for less time than adding up partial sums takes.
-    """
-    tiles, pairs = persistent_tiles(tokens, n), -(-columns // 2)
-    idle = (-(-tiles // processors) - tiles / processors) * pairs
-    if idle < _cut_pairs(tiles, processors) or tokens * columns * 256 > _CUT_BYTES:
-        return 0
-    return tiles if tiles < 2 * processors else tiles % processors + processors
+@functools.lru_cache(maxsize=4096)
+def table_for(gpu: Gpu, tokens: int, n: int, columns: int) -> PersistentLaunch | None:
+    """As `persistent_for`, for codes that stand for entries of a table."""
+    us, launch = _fastest(gpu, tokens, n, columns, _TABLE_WORK)
+    return launch if us <= _matmul_us(gpu, tokens, n, columns) else None
 
 
-def persistent_tiles(tokens: int, n: int, block: int = PERSISTENT_TOKENS) -> int:
+def _fastest(gpu: Gpu, tokens: int, n: int, columns: int, work: float) -> tuple[float, PersistentLaunch | None]:
+    """(Microseconds, launch) of the persistent kernel where a column takes `work` times as long as one of tiles."""
+    if gpu.major not in WIDE or not 0 < tokens <= _PERSISTENT_MOST:
+        return math.inf, None
+    return min(_persistent_times(gpu.processors, tokens, n, columns, work))
+
+
+def _persistent_times(
+    processors: int, tokens: int, n: int, columns: int, work: float
+) -> Iterator[tuple[float, PersistentLaunch]]:
+    """(Microseconds, launch) of the persistent kernel with tiles of each number of tokens."""
+    pairs = -(-columns // 2)
+    for block, tile_us in _PAIR_US.items():
+        pair_us = work * tile_us
+        if block >= tokens + 32:
+            break
+        tiles = persistent_tiles(tokens, n, block)
+        rounds = -(-tiles // processors)
+        store_us = 0.4 + 0.012 * max(0, block - 128)
+        yield 1.9 + rounds * (pairs * pair_us + store_us), PersistentLaunch(0, block)
+        if tokens * columns * 256 > _CUT_BYTES:
+            continue
+        parts = min(processors // tiles, pairs)
+        if parts > 1:  # each tile by as many programs
+            sums_us = parts * (0.2 + 0.005 * block)
+            launch = PersistentLaunch(tiles, block, tiles * parts)
+            yield 2.5 + 0.012 * block + -(-pairs // parts) * pair_us + sums_us, launch
+        if 2 * tiles > processors:
+            us = 3.2 + 0.02 * block + tiles / processors * pairs * pair_us + 0.9 * processors / tiles
+            yield us, PersistentLaunch(tiles if rounds <= 2 else tiles % processors + processors, block)
+
+
+def _wide_us(gpu: Gpu, tokens: int, n: int, columns: int) -> float:
+    """Microseconds of the wide kernel with blocks of 128 tokens; infinite where it is not used."""
+    wide = wide_for(gpu.major, tokens, -(-n // 16), columns)
+    if wide is None or wide.tokens < 128:
+        return math.inf
+    programs = -(-n // (16 * wide.warps)) * -(-tokens // wide.tokens) * wide.splits
+    rounds, pairs = -(-programs // gpu.processors), columns / 2 / wide.splits
+    sums_us = 0.3 + 2e-6 * wide.splits * tokens * n if wide.splits > 1 else 0.0
+    return 3.2 + rounds * pairs * _WIDE_US[wide.warps] + 9e-5 * tokens * columns + sums_us
+
+
+def _matmul_us(gpu: Gpu, tokens: int, n: int, columns: int) -> float:
+    """Microseconds of decoding and the vendor's matmul, which is taken for the best of its tiles."""
+    k = 128 * columns
+    rounds = ((-(-tokens // m) * -(-n // rows), m * rows) for m, rows in _MATMUL_TILES)
+    largest = min(-(-tiles // gpu.processors) * size for tiles, size in rounds)
+    math_us = 0.327e-6 * k * (0.83 * largest + 0.17 * tokens * n / gpu.processors)
+    bytes_us = 2 / 3.87e6 * (n * k + tokens * k + tokens * n)
+    return 3.8 + max(math_us, bytes_us) + 0.62e-6 * n * k
+
+
+def persistent_tiles(tokens: int, n: int, block: int) -> int:
     """The number of the persistent kernel's tiles of so many tokens in the result [tokens, n]."""
     return -(-tokens // block) * -(-n // PERSISTENT_ROWS)
-
-
-def _cut_pairs(tiles: int, processors: int) -> float:
-    """The cost of cutting, in pairs: more for a tile that more programs share."""
-    return _CUT_PAIRS + processors / tiles
 
 
 def _wide_warps(block: int, blocks: int, row_tiles: int, columns: int) -> int:

@@ -7,6 +7,8 @@ Legend: M tokens, N outputs, K inputs, S summands.
 """
 
 import functools
+import itertools
+import secrets
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +26,24 @@ from vbrt.kernels.cuda.launch_table import (
 )
 from vbrt.kernels.cuda.launcher import Launcher, pairs_are_aligned, rows_are_aligned
 
-__all__ = ["SUMMANDS", "carries_pointers", "decode", "narrow", "persistent", "readable", "reduce", "wide"]
+__all__ = [
+    "SUMMANDS",
+    "Codes",
+    "carries_pointers",
+    "codes_of",
+    "decode",
+    "narrow",
+    "persistent",
+    "readable",
+    "reduce",
+    "wide",
+]
 
 #: dtype -> bf16 summands that hold all its bits
 SUMMANDS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _DECODE_WARPS = 4
 _PAD_WARPS, _PAD_SPAN, _REDUCE_WARPS = 4, 1024, 4
+_TICKETS = itertools.count(1 << 61 | secrets.randbits(61))  # of calls, see `persistent_gluon`
 _ORDER_MANY = 16384  # tokens times columns from which a program of the ordering kernel has two warps
 
 
@@ -45,7 +59,6 @@ class _Wide(NamedTuple):
 
 
 class _Persistent(NamedTuple):
-    clear: Launcher
     multiply: Launcher
     describe: Any  # (activations [M, K], tokens of a tile) -> their descriptor for the copy engine
 
@@ -85,8 +98,7 @@ def _persistent() -> _Persistent:
         box = [device.box_of(tokens), device.COLUMNS.value]
         return TensorDescriptor(x_MK, list(x_MK.shape), list(x_MK.stride()), box, swizzle)
 
-    kernels = device.clear_kernel, device.persistent_kernel
-    return _Persistent(*(Launcher(kernel, dependent=True) for kernel in kernels), describe)
+    return _Persistent(Launcher(device.persistent_kernel, dependent=True), describe)
 
 
 # -- activations ------------------------------------------------------------------------------------------------------
@@ -161,34 +173,54 @@ def narrow(x_MK: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, ac
     )
 
 
-def persistent(
-    x_MK: Tensor, weight: TiledWeight, bias: Tensor | None, activation: str, config: PersistentLaunch
-) -> Tensor:
-    """activation(x @ w.T + bias) in one launch, or in two if tiles are cut; x in bf16."""
+class Codes(NamedTuple):
+    """A weight (n, k) as the persistent kernel takes it.
+
+    kind: "e4m3", "e8m0" (of the scales in tiles), "table" or "magnitudes". words: codes, int32, in tile order or, for
+    the latter two, as their format has them. scale: of all of it, fp32 [1]. columns: of 128. For a table also scales,
+    one byte for 64 columns, [n, blocks], and levels, fp32 [16] or, where bit 3 of a code is a sign, [8].
+    """
+
+    words: Tensor
+    kind: str
+    scale: Tensor
+    n: int
+    columns: int
+    scales: Tensor
+    levels: Tensor
+    blocks: int = 0
+
+
+def codes_of(weight: TiledWeight) -> Codes:
+    """A weight in tile order."""
+    tiles, kind = weight.tiles, "e8m0" if weight.e8m0_scales else "e4m3"
+    return Codes(tiles, kind, weight.scale, weight.n, tiles.shape[1], weight.scale, weight.scale)
+
+
+def persistent(x_MK: Tensor, weight: Codes, bias: Tensor | None, activation: str, config: PersistentLaunch) -> Tensor:
+    """activation(x @ w.T + bias) in one launch; x in bf16."""
     rows_fit = rows_are_aligned(x_MK) and x_MK.stride(0) >= x_MK.shape[1]  # as the copy engine wants them
     x_MK = x_MK if rows_fit else _padded(x_MK)
-    (tokens, _), device, n, columns = x_MK.shape, weight.tiles.device.index, weight.n, weight.tiles.shape[1]
+    (tokens, _), device, n, columns = x_MK.shape, weight.words.device.index, weight.n, weight.columns
     kernels, cut, processors = _persistent(), config.cut, devices.gpu(device).processors
-    programs = min(
-        config.programs or processors, cut * -(-columns // 2) if cut else persistent_tiles(tokens, n, config.tokens)
-    )
+    most = cut * -(-columns // 2) if cut else persistent_tiles(tokens, n, config.tokens)
+    programs = min(config.programs or processors, most)
     y_MN = x_MK.new_empty(tokens, n)
     sums, flags = y_MN, y_MN
     if cut:
         sums = x_MK.new_empty(programs, PERSISTENT_ROWS * config.tokens, dtype=torch.float32)
-        flags = x_MK.new_empty(1 << (2 * programs - 1).bit_length(), dtype=torch.int32)
-        kernels.clear(device, (1, 1), (flags,), (), warps=1, COUNT=len(flags))
+        flags = x_MK.new_empty(2 * programs, dtype=torch.int64)
     bias_or_y = y_MN if bias is None else bias.contiguous()
     kernels.multiply(
         device,
         (programs, 1),
-        (weight.tiles, weight.scale, bias_or_y, sums, flags, y_MN),
-        (kernels.describe(x_MK, config.tokens), tokens, n, columns, n, cut),
+        (weight.words, weight.scales, weight.levels, weight.scale, bias_or_y, sums, flags, y_MN),
+        (kernels.describe(x_MK, config.tokens), tokens, n, columns, weight.blocks, n, cut, next(_TICKETS)),
         warps=PERSISTENT_WARPS,
         specialized=(n, bias_or_y.dtype),
         TOKENS=config.tokens,
         CUT_TILES=cut > 0,
-        E8M0_SCALES=weight.e8m0_scales,
+        CODES=weight.kind,
         ACTIVATION=activation,
         HAS_BIAS=bias is not None,
         DEPENDENT=True,

@@ -1,7 +1,7 @@
 """Which kernel multiplies by a weight in tile order: the backend "triton" of the ops "linear" and "decode_weight".
 
-Up to some hundred tokens, or thousands where `launch_table.persists`, a kernel reads 4-bit tiles, multiplies on the
-tensor cores and applies bias and activation. Beyond that the weight is decoded to the activations' dtype and the
+Up to thousands of tokens a kernel reads 4-bit tiles, multiplies on the tensor cores and applies bias and activation;
+`launch_table.choose` says which. Where none is the fastest the weight is decoded to the activations' dtype and the
 vendor's matmul multiplies. Weights that are not in tile order (another format, a plain coarse plane) and GPUs older
 than sm_80 go through the reference: decode, then matmul. `route` names the kernel of a call.
 
@@ -72,7 +72,7 @@ def multiply(x: Tensor, weight: TiledWeight, bias: Tensor | None, activation: st
     if type(choice) is WideLaunch:
         y = launches.wide(x_MK, weight, bias, activation, choice)
     elif type(choice) is PersistentLaunch:
-        y = launches.persistent(x_MK, weight, bias, activation, choice)
+        y = launches.persistent(x_MK, launches.codes_of(weight), bias, activation, choice)
     else:
         y = reference.activate(_decode_and_multiply(x_MK, weight, bias), activation)
     return y.view(*x.shape[:-1], weight.n)

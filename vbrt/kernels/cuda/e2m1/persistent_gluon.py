@@ -12,7 +12,9 @@ ring and instructions of its own, which take the same register operand.
 Where whole tiles would leave multiprocessors idle in the last round, the first tiles are cut along K into one range for
 each program, all of one length (stream-K, Osama et al., arXiv:2301.03598). A program begins with the end of a tile,
 whose sums it leaves in memory, and the one that has the tile's beginning has that last, when the others are there. Sums
-are added in a fixed order. Programs wait only for such as the GPU starts before them.
+are added in a fixed order. Programs wait only for such as the GPU starts before them. That sums are there is said by
+the call's *ticket*, 64 bits that no other call has, so flags need no launch that clears them; whoever has read them
+does.
 
 The tiles' order of columns suits the kernel for few tokens, where a lane t of four reads 32 adjacent columns. Here the
 instruction wants columns 8 m + 2 t and 8 m + 2 t + 1 from it, so the four lanes exchange: words first (the half of
@@ -47,8 +49,15 @@ from vbrt.kernels.cuda.e2m1.narrow_gluon import (
 from vbrt.kernels.cuda.e2m1.wide_gluon import barrier, place_of_sums, register_operands
 from vbrt.kernels.cuda.launch_table import PERSISTENT_ROWS, PERSISTENT_WARPS
 from vbrt.kernels.cuda.private_api import renamed
+from vbrt.kernels.cuda.table.operands_gluon import (
+    level_words,
+    scale_pairs,
+    table_column,
+    table_operands,
+    table_pointers,
+)
 
-__all__ = ["COLUMNS", "box_of", "clear_kernel", "persistent_kernel"]
+__all__ = ["COLUMNS", "box_of", "persistent_kernel"]
 
 ROWS = gl.constexpr(PERSISTENT_ROWS)
 #: columns of activations that a copy takes: a row of 128 bytes in shared memory
@@ -165,6 +174,52 @@ def operands(words, lower, upper, lane, PART: gl.constexpr, E8M0_SCALES: gl.cons
         pack=4,
     )
     return register_operands(o, WARPS, A)
+
+
+@gluon.constexpr_function
+def is_table(CODES):
+    """True if codes stand for entries of a table: of 16 levels, or of eight magnitudes with a sign in bit 3."""
+    return CODES in ("table", "magnitudes")
+
+
+@gluon.jit
+def weight_pointers(
+    tile_ptr, block_ptr, row_tile, N, column, columns, blocks, lane, LAYOUT: gl.constexpr, CODES: gl.constexpr
+):
+    """Where a warp's tile of 16 rows and 128 columns is."""
+    if is_table(CODES):
+        return table_pointers(tile_ptr, block_ptr, row_tile, N, column, blocks, lane, LAYOUT)
+    else:
+        return tile_pointers(tile_ptr, row_tile, (N + 15) // 16, column, columns, lane, LAYOUT, 1, CODES == "e8m0")
+
+
+@gluon.jit
+def read_column(pointers, wanted, column, blocks, lane, LAYOUT: gl.constexpr, CODES: gl.constexpr):
+    """(words of a warp's tile, more of them, scales) as they are stored, and pointers to the next tile."""
+    if is_table(CODES):
+        return table_column(pointers, wanted, column, blocks, lane, LAYOUT)
+    else:
+        STEP: gl.constexpr = 272 if CODES == "e8m0" else 288
+        SCALE_STEP: gl.constexpr = 2 * STEP if CODES == "e8m0" else STEP  # scales of mxfp4 are read as 16 bits
+        return read_tiles(pointers, wanted, 1, 0), advanced(pointers, STEP, SCALE_STEP, 2)
+
+
+@gluon.jit
+def scales_of(raw, lane, CODES: gl.constexpr):
+    """The scales of a column as `operands_of` takes them."""
+    if is_table(CODES):
+        return (scale_pairs(raw[2]),)
+    else:
+        return scales_of_both(raw[2], lane)
+
+
+@gluon.jit
+def operands_of(raw, scales, levels, lane, PART: gl.constexpr, CODES: gl.constexpr, A: gl.constexpr):
+    """Four [64, 16] weights: of each 32 columns the first 16 or, with PART 1, the others."""
+    if is_table(CODES):
+        return table_operands(raw, scales[0], levels, lane, PART, WARPS, A)
+    else:
+        return operands(raw[PART], scales[0], scales[1], lane, PART, CODES == "e8m0", A)
 
 
 @gluon.jit
@@ -300,7 +355,7 @@ def part_at(i, begin, end, cut, split, pairs):
 
 
 @gluon.jit
-def leave_partial_sums(totals, part_ptr, flag_ptr, HALF: gl.constexpr, TOKENS: gl.constexpr):
+def leave_partial_sums(totals, part_ptr, flag_ptr, ticket, HALF: gl.constexpr, TOKENS: gl.constexpr):
     """Puts a program's sums where the one that has the tile's beginning finds them."""
     place = 2 * gl.program_id(0) + HALF
     own = part_ptr + place.to(gl.int64) * (ROWS // 2 * TOKENS)
@@ -310,17 +365,19 @@ def leave_partial_sums(totals, part_ptr, flag_ptr, HALF: gl.constexpr, TOKENS: g
             totals[p],
         )
     barrier()
-    gl.atomic_xchg(flag_ptr + place, 1, sem="release", scope="gpu")
+    gl.atomic_xchg(flag_ptr + place, ticket, sem="release", scope="gpu")
 
 
 @gluon.jit
-def add_partial_sums(totals, part_ptr, flag_ptr, behind, until, split, pairs, HALF: gl.constexpr, TOKENS: gl.constexpr):
+def add_partial_sums(
+    totals, part_ptr, flag_ptr, ticket, behind, until, split, pairs, HALF: gl.constexpr, TOKENS: gl.constexpr
+):
     """totals and the sums that other programs have of pairs `behind` to `until`, once they are there."""
     programs = gl.num_programs(0)
     program = gl.program_id(0) - 1
     while behind < until:
         place = 2 * program + HALF
-        while gl.atomic_add(flag_ptr + place, 0, sem="acquire", scope="gpu") == 0:
+        while gl.atomic_add(flag_ptr + place, ticket * 0, sem="acquire", scope="gpu") != ticket:
             pass
         barrier()
         theirs = part_ptr + place.to(gl.int64) * (ROWS // 2 * TOKENS)
@@ -331,6 +388,7 @@ def add_partial_sums(totals, part_ptr, flag_ptr, behind, until, split, pairs, HA
             )
             out = out + (totals[p] + gl.load(pointers, cache_modifier=".cg"),)
         totals = out
+        gl.store(flag_ptr + place, ticket * 0)  # for the next replay of a graph, which has the same ticket
         _, behind = share_of(program, programs, split, pairs)
         program = program - 1
     return totals
@@ -380,6 +438,8 @@ def multiply_tiles(
     go,
     staging,
     tile_ptr,
+    block_ptr,
+    level_ptr,
     scale_ptr,
     bias_ptr,
     part_ptr,
@@ -388,13 +448,15 @@ def multiply_tiles(
     M,
     N,
     columns,
+    blocks,
     y_stride,
     split,
+    ticket,
     tiles,
     HALF: gl.constexpr,
     TOKENS: gl.constexpr,
     CUT_TILES: gl.constexpr,
-    E8M0_SCALES: gl.constexpr,
+    CODES: gl.constexpr,
     ACTIVATION: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     DEPENDENT: gl.constexpr,
@@ -405,15 +467,13 @@ def multiply_tiles(
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     A: gl.constexpr = gl.DotOperandLayout(0, sums_layout(piece_tokens(TOKENS, 0)), 2)
-    STEP: gl.constexpr = 272 if E8M0_SCALES else 288
-    SCALE_STEP: gl.constexpr = 2 * STEP if E8M0_SCALES else STEP  # scales of mxfp4 are read as 16 bits
     thread = gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(1, LAYOUT))
     lane = thread % 32
     always = thread >= 0
-    row_tiles = (N + 15) // 16
     token_blocks = (M + TOKENS - 1) // TOKENS
     pairs = (columns + 1) // 2
-    tensor_scale = gl.load(scale_ptr)
+    factor = gl.load(scale_ptr) * (1.0 if is_table(CODES) else RESCALE)
+    levels = level_words(level_ptr, CODES == "magnitudes", LAYOUT) if is_table(CODES) else ()
     begin, end, cut, parts = parts_of(split, pairs, tiles)
     stage = 0
     phase = 0
@@ -422,29 +482,29 @@ def multiply_tiles(
         first_token = (tile % token_blocks) * TOKENS  # neighbours share their weights in the second-level cache
         first_row = tile // token_blocks * ROWS + HALF * (ROWS // 2)
         last = gl.minimum(2 * last_pair, columns)
-        weights = tile_pointers(
-            tile_ptr, first_row // 16 + thread // 32, row_tiles, 2 * first_pair, columns, lane, LAYOUT, 1, E8M0_SCALES
+        weights = weight_pointers(
+            tile_ptr, block_ptr, first_row // 16 + thread // 32, N, 2 * first_pair, columns, blocks, lane, LAYOUT, CODES
         )
-        first, second, scale = read_tiles(weights, always, 1, 0)
-        weights = advanced(weights, STEP, SCALE_STEP, 2)
-        next_first, next_second, next_scale = read_tiles(weights, always & (2 * first_pair + 1 < last), 1, 0)
+        raw, weights = read_column(weights, always, 2 * first_pair, blocks, lane, LAYOUT, CODES)
+        wanted = always & (2 * first_pair + 1 < last)
+        next_raw, weights = read_column(weights, wanted, 2 * first_pair + 1, blocks, lane, LAYOUT, CODES)
         if DEPENDENT:
             wait_for_launch_before()  # before the first result is written
         totals = zeros_of(TOKENS)
-        lower, upper = scales_of_both(scale, lane)
-        a = operands(first, lower, upper, lane, 0, E8M0_SCALES, A)
+        scales = scales_of(raw, lane, CODES)
+        a = operands_of(raw, scales, levels, lane, 0, CODES, A)
         if HALF == 1:
             mbarrier.wait(go, 0, pred=i == 0)
         for column in range(2 * first_pair, 2 * last_pair, 2):
             mbarrier.wait(ready.index(stage), phase)
             totals = multiply(totals, a, rings, stage, 0)
-            b = operands(second, lower, upper, lane, 1, E8M0_SCALES, A)
+            b = operands_of(raw, scales, levels, lane, 1, CODES, A)
             totals = multiply(totals, b, rings, stage, 1)
-            weights = advanced(weights, STEP, SCALE_STEP, 2)
-            first, second, scale = read_tiles(weights, always & (column + 2 < last), 1, 0)
+            wanted = always & (column + 2 < last)
+            raw, weights = read_column(weights, wanted, column + 2, blocks, lane, LAYOUT, CODES)
             totals = wait_for_products(totals, 4)
-            lower, upper = scales_of_both(next_scale, lane)
-            a = operands(next_first, lower, upper, lane, 0, E8M0_SCALES, A)
+            scales = scales_of(next_raw, lane, CODES)
+            a = operands_of(next_raw, scales, levels, lane, 0, CODES, A)
             done = stage
             stage, phase = next_stage(stage, phase, stages_of(TOKENS))
             mbarrier.wait(ready.index(stage), phase)
@@ -453,41 +513,35 @@ def multiply_tiles(
             mbarrier.arrive(free.index(done), count=1)
             if HALF == 0:
                 mbarrier.arrive(go, count=1, pred=(i == 0) & (column == 2 * first_pair))
-            b = operands(next_second, lower, upper, lane, 1, E8M0_SCALES, A)
+            b = operands_of(next_raw, scales, levels, lane, 1, CODES, A)
             totals = multiply(totals, b, rings, stage, 1)
-            weights = advanced(weights, STEP, SCALE_STEP, 2)
-            next_first, next_second, next_scale = read_tiles(weights, always & (column + 3 < last), 1, 0)
+            wanted = always & (column + 3 < last)
+            next_raw, weights = read_column(weights, wanted, column + 3, blocks, lane, LAYOUT, CODES)
             totals = wait_for_products(totals, 4)
-            lower, upper = scales_of_both(scale, lane)
-            a = operands(first, lower, upper, lane, 0, E8M0_SCALES, A)
+            scales = scales_of(raw, lane, CODES)
+            a = operands_of(raw, scales, levels, lane, 0, CODES, A)
             totals = wait_for_products(totals, 0)
             mbarrier.arrive(free.index(stage), count=1)
             stage, phase = next_stage(stage, phase, stages_of(TOKENS))
         if CUT_TILES and first_pair > 0:
-            leave_partial_sums(totals, part_ptr, flag_ptr, HALF, TOKENS)
+            leave_partial_sums(totals, part_ptr, flag_ptr, ticket, HALF, TOKENS)
         else:
             if CUT_TILES:
+                until = (tile + 1) * pairs
                 totals = add_partial_sums(
-                    totals, part_ptr, flag_ptr, tile * pairs + last_pair, (tile + 1) * pairs, split, pairs, HALF, TOKENS
+                    totals, part_ptr, flag_ptr, ticket, tile * pairs + last_pair, until, split, pairs, HALF, TOKENS
                 )
             for p in gl.static_range(pieces_of(TOKENS)):
-                v = totals[p] * (RESCALE * tensor_scale)
+                v = totals[p] * factor
                 token = first_token + piece_first(TOKENS, p)
                 store_piece(v, staging, bias_ptr, y_ptr, first_row, token, M, N, y_stride, ACTIVATION, HAS_BIAS)
 
 
-@gluon.jit
-def clear_kernel(flag_ptr, COUNT: gl.constexpr):
-    """Zeros for `persistent_kernel`'s flags, as a dependent launch of one warp."""
-    at = gl.arange(0, COUNT, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    allow_launch_after()
-    wait_for_launch_before()
-    gl.store(flag_ptr + at, at * 0)
-
-
-@gluon.jit(do_not_specialize=["M", "columns", "split"])
+@gluon.jit(do_not_specialize=["M", "columns", "blocks", "split", "ticket"])
 def persistent_kernel(
     tile_ptr,
+    block_ptr,
+    level_ptr,
     scale_ptr,
     bias_ptr,
     part_ptr,
@@ -497,11 +551,13 @@ def persistent_kernel(
     M,
     N,
     columns,
+    blocks,
     y_stride,
     split,
+    ticket,
     TOKENS: gl.constexpr,
     CUT_TILES: gl.constexpr,
-    E8M0_SCALES: gl.constexpr,
+    CODES: gl.constexpr,
     ACTIVATION: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     DEPENDENT: gl.constexpr,
@@ -509,7 +565,8 @@ def persistent_kernel(
     """y [M, N] = activation(x [M, K] @ w.T * scale + bias) in bf16, by programs of WARPS warps.
 
     x_desc: x in boxes [box_of(TOKENS), COLUMNS], rows 16-byte aligned, 128-byte swizzle. CUT_TILES: the first `split`
-    tiles are cut, by sums in part [programs, 2, 64 * TOKENS] fp32 and flags [programs, 2], which are zero.
+    tiles are cut, by sums in part [programs, 2, 64 * TOKENS] fp32 and flags [programs, 2] int64, which may be anything
+    but the ticket.
     No more programs than the GPU has multiprocessors, nor than tiles or, of those that are cut, pairs of columns.
     """
     STAGES: gl.constexpr = stages_of(TOKENS)
@@ -539,6 +596,8 @@ def persistent_kernel(
                     go,
                     staging.index(0),
                     tile_ptr,
+                    block_ptr,
+                    level_ptr,
                     scale_ptr,
                     bias_ptr,
                     part_ptr,
@@ -547,13 +606,15 @@ def persistent_kernel(
                     M,
                     N,
                     columns,
+                    blocks,
                     y_stride,
                     split,
+                    ticket,
                     tiles,
                     0,
                     TOKENS,
                     CUT_TILES,
-                    E8M0_SCALES,
+                    CODES,
                     ACTIVATION,
                     HAS_BIAS,
                     DEPENDENT,
@@ -568,6 +629,8 @@ def persistent_kernel(
                     go,
                     staging.index(1),
                     tile_ptr,
+                    block_ptr,
+                    level_ptr,
                     scale_ptr,
                     bias_ptr,
                     part_ptr,
@@ -576,13 +639,15 @@ def persistent_kernel(
                     M,
                     N,
                     columns,
+                    blocks,
                     y_stride,
                     split,
+                    ticket,
                     tiles,
                     1,
                     TOKENS,
                     CUT_TILES,
-                    E8M0_SCALES,
+                    CODES,
                     ACTIVATION,
                     HAS_BIAS,
                     DEPENDENT,

@@ -18,13 +18,14 @@ from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
 from vbrt.kernels.cuda.e2m1.tiles import COLUMNS, FORMATS, ROWS, TILES
 from vbrt.kernels.cuda.experts.pairs import Groups, group_pairs
+from vbrt.kernels.cuda.experts.sums import weighted_sums
 from vbrt.kernels.cuda.launch_table import pairs_are_alone, rows_for, token_for
 from vbrt.kernels.cuda.launcher import Launcher, rows_are_aligned
 from vbrt.kernels.experts import ExpertPages, Gate, addresses_of, apply_gate
 
 __all__ = ["down", "up"]
 
-_SPLIT_WARPS, _SPLIT_SPAN, _SUM_WARPS, _SUM_SPAN = 4, 1024, 4, 512
+_SPLIT_WARPS, _SPLIT_SPAN = 4, 1024
 
 
 class _Matrix(NamedTuple):
@@ -71,7 +72,6 @@ _PLAIN = _Gating("none", 1, Gate("none", gated=False))
 class _Kernels(NamedTuple):
     rows: Launcher
     token: Launcher
-    sum: Launcher
     split: Launcher
 
 
@@ -79,7 +79,7 @@ class _Kernels(NamedTuple):
 def _kernels(dependent: bool) -> _Kernels:
     from vbrt.kernels.cuda.experts import few_gluon as device
 
-    kernels = device.rows_kernel, device.token_kernel, device.sum_kernel, device.split_kernel
+    kernels = device.rows_kernel, device.token_kernel, device.split_kernel
     return _Kernels(*(Launcher(kernel, dependent=dependent) for kernel in kernels))
 
 
@@ -116,14 +116,14 @@ def down(
         y_PH = h_PI.new_empty(ids_Tk.numel(), matrix.n)
         _rows(h_PI, ids_Tk, matrix, _PLAIN, bias_EN, y_PH, 1)
         return y_PH
-    y_TH = h_PI.new_empty(ids_Tk.shape[0], matrix.n)
     if _are_alone(ids_Tk, matrix.experts):
+        y_TH = h_PI.new_empty(ids_Tk.shape[0], matrix.n)
         _tokens(h_PI, ids_Tk, weights_Tk, matrix, bias_EN, y_TH)
-    elif y_TH.numel():
-        rows_PH = h_PI.new_empty(ids_Tk.numel(), matrix.n, dtype=torch.float32)
+        return y_TH
+    rows_PH = h_PI.new_empty(ids_Tk.numel(), matrix.n, dtype=torch.float32)
+    if rows_PH.numel():
         _rows(h_PI, ids_Tk, matrix, _PLAIN, bias_EN, rows_PH, 1)
-        _sum(rows_PH, ids_Tk, weights_Tk, matrix.experts, y_TH)
-    return y_TH
+    return weighted_sums(rows_PH, ids_Tk, weights_Tk, matrix.experts, h_PI.dtype)
 
 
 def _matrix(x_MK: Tensor, pages: ExpertPages, part: str) -> _Matrix:
@@ -220,23 +220,6 @@ def _tokens(
         WEIGHTS_FIRST=ids is ids_Tk,
         DEPENDENT=dependent,
     )  # fmt: skip
-
-
-def _sum(rows_PH: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, experts: int, y_TH: Tensor) -> None:
-    """Fill y with the weighted sums of the rows of each token."""
-    (tokens, k), n, device = ids_Tk.shape, y_TH.shape[1], y_TH.device.index
-    dependent, ids, weights = devices.launches_dependents(device), ids_Tk.contiguous(), weights_Tk.contiguous()
-    _kernels(dependent).sum(
-        device,
-        (tokens, -(-n // _SUM_SPAN)),
-        (rows_PH, ids, weights, y_TH),
-        (experts, n, k),
-        warps=_SUM_WARPS,
-        specialized=(ids.dtype, weights.dtype, y_TH.dtype),
-        WARPS=_SUM_WARPS,
-        SPAN=_SUM_SPAN,
-        DEPENDENT=dependent,
-    )
 
 
 def _summands(x_MK: Tensor) -> Tensor:

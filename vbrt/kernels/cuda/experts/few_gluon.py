@@ -45,7 +45,7 @@ from vbrt.kernels.cuda.e2m1.narrow_gluon import (
     wait_for_launch_before,
 )
 
-__all__ = ["rows_kernel", "split_kernel", "sum_kernel", "token_kernel"]
+__all__ = ["rows_kernel", "split_kernel", "token_kernel"]
 
 
 # -- where weights and activations are ---------------------------------------------------------------------------------
@@ -640,27 +640,6 @@ def token_kernel(
             bias = gl.load(bias_ptr + expert.to(gl.int64) * N + row, mask=keep & routed, other=0.0)
             v = v + weight * bias.to(gl.float32)
     gl.store(y_ptr + token.to(gl.int64) * y_stride + row, v.to(y_ptr.dtype.element_ty), mask=keep)
-
-
-@gluon.jit(do_not_specialize=["E", "N", "k"])
-def sum_kernel(
-    row_ptr, id_ptr, weight_ptr, y_ptr, E, N, k, WARPS: gl.constexpr, SPAN: gl.constexpr, DEPENDENT: gl.constexpr
-):
-    """y [T, N] = the weighted sum of the k rows of each token, in their order; grid (T, ceil(N / SPAN))."""
-    if DEPENDENT:
-        wait_for_launch_before()
-        allow_launch_after()
-    LAYOUT: gl.constexpr = gl.BlockedLayout([SPAN // (32 * WARPS)], [32], [WARPS], [0])
-    at = gl.program_id(1) * SPAN + gl.arange(0, SPAN, layout=LAYOUT)
-    token = gl.program_id(0)
-    v = gl.zeros((SPAN,), gl.float32, layout=LAYOUT)
-    for i in range(k):
-        pair = token * k + i
-        expert = gl.load(id_ptr + pair).to(gl.int32)
-        routed = (expert >= 0) & (expert < E)
-        weight = gl.load(weight_ptr + pair, mask=routed, other=0.0).to(gl.float32)
-        v = v + weight * gl.load(row_ptr + pair.to(gl.int64) * N + at, mask=(at < N) & routed, other=0.0)
-    gl.store(y_ptr + token.to(gl.int64) * N + at, v.to(y_ptr.dtype.element_ty), mask=at < N)
 
 
 # -- activations -------------------------------------------------------------------------------------------------------

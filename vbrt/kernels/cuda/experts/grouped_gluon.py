@@ -28,7 +28,7 @@ from vbrt.kernels.cuda.e2m1.wide_gluon import operands
 from vbrt.kernels.cuda.experts.few_gluon import gate_function, gated_product
 from vbrt.kernels.cuda.private_api import renamed
 
-__all__ = ["gather_kernel", "grouped_kernel", "sum_kernel"]
+__all__ = ["gather_kernel", "grouped_kernel"]
 
 #: rows of a matrix in an item
 ROWS = gl.constexpr(128)
@@ -541,27 +541,3 @@ def grouped_kernel(
         [WARPS, 1],
         [240, 24],
     )  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=["E", "n"])
-def sum_kernel(
-    rows_ptr, id_ptr, weight_ptr, y_ptr, E, n, K_EXPERTS: gl.constexpr, COUNT: gl.constexpr, WARPS: gl.constexpr
-):
-    """y [T, n]: the sum in fp32 of each token's K_EXPERTS rows [P, n] times weight [P], in their order.
-
-    Sentinels add nothing, whatever their rows hold. Grid (T, ceil(n / COUNT)).
-    """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
-    t = gl.program_id(0)
-    at = gl.program_id(1) * COUNT + gl.arange(0, COUNT, layout=LAYOUT)
-    allow_launch_after()
-    wait_for_launch_before()
-    total = gl.zeros([COUNT], gl.float32, layout=LAYOUT)
-    for j in gl.static_range(K_EXPERTS):
-        pair = t * K_EXPERTS + j
-        expert = gl.load(id_ptr + pair)
-        routed = (expert >= 0) & (expert < E)
-        weight = gl.load(weight_ptr + pair, mask=routed, other=0.0).to(gl.float32)
-        row = gl.load(rows_ptr + pair.to(gl.int64) * n + at, mask=(at < n) & routed, other=0.0)
-        total = total + row.to(gl.float32) * weight
-    gl.store(y_ptr + t.to(gl.int64) * n + at, total.to(y_ptr.dtype.element_ty), mask=at < n)

@@ -17,15 +17,16 @@ from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
 from vbrt.kernels.cuda.e2m1.tiles import COLUMNS, FORMATS, TILES
 from vbrt.kernels.cuda.experts.pairs import Groups, group_pairs
+from vbrt.kernels.cuda.experts.sums import weighted_sums
 from vbrt.kernels.cuda.launch_table import grouped_for, grouped_stages
 from vbrt.kernels.cuda.launcher import Launcher
 from vbrt.kernels.experts import ExpertPages, Gate, addresses_of, apply_gate
 
-__all__ = ["down", "products", "up", "weighted_sums"]
+__all__ = ["down", "products", "up"]
 
 _NO_GATE = Gate("none", gated=False)
 _WARPS, _ROWS, _OUTPUT_ROWS = 4, 128, 16
-_GATHER_WARPS, _SUM_COUNT = 2, 1024
+_GATHER_WARPS = 2
 #: numbers of an entry of the table; columns of tiles that the kernel takes together
 _ENTRY, _PAIR = 4, 2
 
@@ -33,7 +34,6 @@ _ENTRY, _PAIR = 4, 2
 class _Kernels(NamedTuple):
     gather: Launcher
     multiply: Launcher
-    sum: Launcher
     describe: Any  # (matrix, pairs a box) -> its descriptor for the copy engine
 
 
@@ -48,7 +48,7 @@ def _kernels() -> _Kernels:
         swizzle = NVMMASharedLayout(128, 16, 2)
         return TensorDescriptor(x_RK, list(x_RK.shape), list(x_RK.stride()), [box, device.COLUMNS.value], swizzle)
 
-    kernels = device.gather_kernel, device.grouped_kernel, device.sum_kernel
+    kernels = device.gather_kernel, device.grouped_kernel
     return _Kernels(*(Launcher(kernel, dependent=True) for kernel in kernels), describe)
 
 
@@ -193,23 +193,3 @@ class _Call(NamedTuple):
             LIMIT=gate.limit,
             SHIFT=gate.shift,
         )
-
-
-def weighted_sums(rows_PH: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, experts: int) -> Tensor:
-    """Return the sum over each token's experts, [T, H] in the rows' dtype, in fp32 and in the order of `ids_Tk`."""
-    (tokens, k), n = ids_Tk.shape, rows_PH.shape[1]
-    y_TH = rows_PH.new_empty(tokens, n)
-    if tokens:
-        ids, weights = ids_Tk.contiguous(), weights_Tk.contiguous()
-        _kernels().sum(
-            y_TH.device.index,
-            (tokens, -(-n // _SUM_COUNT)),
-            (rows_PH, ids, weights, y_TH),
-            (experts, n),
-            warps=_WARPS,
-            specialized=(rows_PH.dtype, ids.dtype, weights.dtype),
-            K_EXPERTS=k,
-            COUNT=_SUM_COUNT,
-            WARPS=_WARPS,
-        )
-    return y_TH

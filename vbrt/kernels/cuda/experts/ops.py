@@ -22,6 +22,7 @@ from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
 from vbrt.kernels.cuda.e2m1.linear import decode_weight
 from vbrt.kernels.cuda.e2m1.tiles import TILES
 from vbrt.kernels.cuda.experts import decoded, few, many
+from vbrt.kernels.cuda.experts.sums import weighted_sums
 from vbrt.kernels.cuda.launch_table import MOST_FEW_PAIRS, WIDE, are_few
 from vbrt.kernels.experts import ExpertPages, Gate
 
@@ -92,5 +93,5 @@ def down(
 def weigh_and_sum(rows_PH: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, count: int) -> Tensor:
     """Return what `experts.weigh_and_sum` does."""
     if rows_PH.is_cuda and rows_PH.dtype in SUMMANDS and devices.major(rows_PH.device.index) in WIDE:
-        return many.weighted_sums(rows_PH.contiguous(), ids_Tk, weights_Tk, count)
+        return weighted_sums(rows_PH.contiguous(), ids_Tk, weights_Tk, count)
     return experts.weigh_and_sum(rows_PH, ids_Tk, weights_Tk, count)

@@ -4,9 +4,11 @@
 128 columns, and their 16 levels in the page. No GPU has run the kernels on those yet.
 
 Up to `FUSED_TOKENS` bf16 tokens one kernel looks the codes up, multiplies on the tensor cores and applies bias and
-activation; it rounds the levels to bf16 and applies the block scales to fp32 sums. Otherwise a kernel decodes the
-weight to the activations' dtype and the vendor's matmul multiplies. What neither serves (CPU tensors, a fine plane,
-GPUs older than sm_80) goes through the reference. Pages hold the plain coarse plane.
+activation; it rounds the levels to bf16 and applies the block scales to fp32 sums. On sm_90 `e2m1/persistent_gluon`
+does so for more tokens of `nf4` and `quantile` where it is the fastest, see `launch_table.table_for`; it rounds
+level times scale to bf16. Otherwise a kernel decodes the weight to the activations' dtype and the vendor's matmul
+multiplies. What neither serves (CPU tensors, a fine plane, GPUs older than sm_80) goes through the reference. Pages
+hold the plain coarse plane.
 
 Legend: M tokens, N outputs, K inputs.
 """
@@ -23,7 +25,8 @@ from vbrt.formats import WeightPlanes
 from vbrt.formats.nf4 import NF4_LEVELS
 from vbrt.kernels import reference
 from vbrt.kernels.cuda import devices
-from vbrt.kernels.cuda.launch_table import launch_for
+from vbrt.kernels.cuda.e2m1 import launches
+from vbrt.kernels.cuda.launch_table import PersistentLaunch, launch_for, table_for
 from vbrt.kernels.cuda.launcher import cuda_op, rows_are_aligned
 
 __all__ = ["FORMATS", "FUSED_TOKENS", "LEVELS", "decode_weight", "linear", "prepare", "route"]
@@ -70,11 +73,23 @@ def _served(planes: WeightPlanes) -> bool:
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
-    """Name the kernel of a call: "fused", "decode+matmul" (decoded by a kernel) or "reference"."""
+    """Name the kernel of a call: "fused", "persistent", "decode+matmul" (decoded by a kernel) or "reference"."""
     if not (_served(planes) and x.is_cuda):
         return "reference"
-    few = x.dtype is torch.bfloat16 and 0 < x.numel() <= FUSED_TOKENS * x.shape[-1]
-    return "fused" if few else "decode+matmul"
+    if x.dtype is not torch.bfloat16 or x.numel() == 0:
+        return "decode+matmul"
+    tokens = x.numel() // x.shape[-1]
+    if tokens <= FUSED_TOKENS:
+        return "fused"
+    return "persistent" if _launch_of(tokens, planes.coarse["scales"]) else "decode+matmul"
+
+
+def _launch_of(tokens: int, scales: Tensor) -> PersistentLaunch | None:
+    """The launch for more tokens than `FUSED_TOKENS` in bf16, or None: decode, then the vendor's matmul."""
+    if scales.dtype is not torch.uint8:
+        return None
+    n, blocks = scales.shape
+    return table_for(devices.gpu(scales.device.index), tokens, n, -(-blocks // 2))
 
 
 def decode_weight(planes: WeightPlanes) -> Tensor:
@@ -87,18 +102,15 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
 
     Raises KernelError for an activation that the reference does not know, or an x whose last dimension is not K.
     """
-    way = route(x, planes)
-    if way == "reference":
+    if not (_served(planes) and x.is_cuda):
         return reference.linear(x, planes, bias, activation)
     reference.check(x, planes, activation)
     if reference.wants_grad(x, bias):
         y = _Product.apply(x, planes)
-        y = y if bias is None else y + bias
-    elif way == "fused":
+        return reference.activate(y if bias is None else y + bias, activation)
+    if x.dtype is torch.bfloat16 and x.numel() > 0:
         return _multiply(x, planes, bias, activation)
-    else:
-        y = F.linear(x, _decode(planes, x.dtype), bias)
-    return reference.activate(y, activation)
+    return reference.activate(F.linear(x, _decode(planes, x.dtype), bias), activation)
 
 
 class _Product(torch.autograd.Function):
@@ -116,7 +128,7 @@ class _Product(torch.autograd.Function):
 
 def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None, activation: str) -> Tensor:
     coarse = planes.coarse
-    multiply = _linear_op if torch.compiler.is_compiling() else _fused
+    multiply = _linear_op if torch.compiler.is_compiling() else _product
     codes, scales, levels = coarse["codes"], coarse["scales"], coarse.get("levels")
     return multiply(x, codes, scales, levels, coarse.get("tensor_scale"), bias, activation)
 
@@ -126,6 +138,34 @@ def _table(levels: Tensor | None, device: torch.device) -> tuple[Tensor, bool]:
     if levels is None:
         return _nf4_levels(device.index), False
     return levels, len(levels) == 8
+
+
+def _product(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    levels: Tensor | None,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """activation(x @ w.T + bias) for any number of tokens in bf16, by the kernel that `route` names."""
+    tokens, k = x.numel() // x.shape[-1], x.shape[-1]
+    if tokens <= FUSED_TOKENS:
+        return _fused(x, codes, scales, levels, scale, bias, activation)
+    launch = _launch_of(tokens, scales)
+    if launch is None:
+        w_NK = _decode_table(codes, scales, levels, scale, k, x.dtype)
+        return reference.activate(F.linear(x, w_NK, bias), activation)
+    weight = _codes_of(codes, scales, levels, scale)
+    return launches.persistent(x.reshape(-1, k), weight, bias, activation, launch).view(*x.shape[:-1], weight.n)
+
+
+def _codes_of(codes: Tensor, scales: Tensor, levels: Tensor | None, scale: Tensor | None) -> launches.Codes:
+    """A weight with byte scales, as the persistent kernel takes it."""
+    (n, blocks), (table, signed) = scales.shape, _table(levels, codes.device)
+    kind, words = "magnitudes" if signed else "table", codes.view(torch.int32)
+    return launches.Codes(words, kind, scale, n, -(-blocks // 2), scales, table, blocks)
 
 
 def _fused(
@@ -214,7 +254,7 @@ def _decode_table(
 
 _linear_op = cuda_op(
     "table_linear",
-    _fused,
+    _product,
     "(Tensor x, Tensor codes, Tensor scales, Tensor? levels, Tensor? scale, Tensor? bias, str activation) -> Tensor",
     lambda x, codes, scales, levels, scale, bias, activation: x.new_empty(*x.shape[:-1], codes.shape[0]),
 )

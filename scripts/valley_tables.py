@@ -1,0 +1,33 @@
+"""The table of `scripts/valley_bench.py`'s results in docs/benchmarks.md."""
+
+import json
+from pathlib import Path
+
+WHAT = (
+    "Time of cuBLAS in bf16 over that of the 4-bit layer, at shapes (K→N) and numbers of tokens that the launch table "
+    "does not name. Weights, also the 4-bit ones, rotate past the second-level cache; CUDA graphs that take turns."
+)
+
+
+def valley_table(path: Path) -> list[str]:
+    """Ratios of each shape and number of tokens, a table a format."""
+    result = json.loads(path.read_text())
+    named = ", ".join(f"{k} {v}" for k, v in result["versions"].items() if v)
+    out = [f"## fused layers at 65 to 4096 tokens, {result['gpu']}", "", WHAT, ""]
+    for format, figures in result["summary"].items():
+        rows = [row for row in result["rows"] if row["format"] == format]
+        tokens = sorted({row["m"] for row in rows})
+        shapes = sorted({(row["k"], row["n"]) for row in rows})
+        ratios = {(row["k"], row["n"], row["m"]): row["ratio"] for row in rows}
+        out += [
+            (
+                f"`{format}`: {figures['points']} points, lowest {figures['lowest']:.2f}, geometric mean "
+                f"{figures['geometric_mean']:.3f}, largest relative error {figures['largest_error']:.1e}."
+            ),
+            "",
+            f"| shape | {' | '.join(map(str, tokens))} |",
+            "| --- " * (len(tokens) + 1) + "|",
+            *(f"| {k}→{n} | {' | '.join(f'{ratios[k, n, m]:.2f}' for m in tokens)} |" for k, n in shapes),
+            "",
+        ]
+    return [*out, f"{named}, CUDA {result['cuda']}, commit {result['commit']}.", ""]

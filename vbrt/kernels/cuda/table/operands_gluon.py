@@ -1,0 +1,128 @@
+"""Operands of `wgmma` from codes that stand for entries of a table of 16 levels: for `e2m1/persistent_gluon`.
+
+It reads the plain coarse plane. Of 128 columns lane t of four has 32 t and those that follow, of rows g and g + 8: four
+words of codes each. The instruction wants columns 2 t, 2 t + 1 and 8 + 2 t, 9 + 2 t of each sixteen: one byte of a
+word, so the four lanes exchange bytes before they are looked up, two words at a time. Levels are rounded to bf16, block
+scales of one byte fit it, and the products are rounded again.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from vbrt.kernels.cuda.e2m1.wide_gluon import register_operands
+from vbrt.kernels.cuda.table.linear_gluon import level_bytes
+
+__all__ = ["level_words", "scale_pairs", "table_column", "table_operands", "table_pointers"]
+
+_SELECTORS = {  # of prmt in lanes where a bit of t is not set, and where it is
+    "sa": ("high", 0x7632, 0x5410),  # what goes to lane t ^ 2: bytes of two words that are for it
+    "va": ("high", 0x5410, 0x3254),  # own bytes and those that came, of the first word by lane,
+    "vb": ("high", 0x7610, 0x3276),  # and of the second one
+    "sb": ("odd", 0x7531, 0x6420),  # the same between t and t ^ 1
+    "ua": ("odd", 0x5240, 0x3514),
+    "ub": ("odd", 0x7260, 0x3716),
+}
+
+
+def _look_up(source: str, outs: list[str], scales: tuple[str, str]) -> list[str]:
+    """Instructions from a word of codes to four pairs of bf16 times the first scale, and from the third on the second.
+
+    Levels' low bytes lie in $24 to $27, high bytes in $28 to $31.
+    """
+    lines = [f"and.b32 s, {source}, 0x77777777; shr.u32 q, {source}, 1; and.b32 q, q, 0x44444444;"]
+    for half in range(2):
+        if half:
+            lines.append("shr.u32 s, s, 16; shr.u32 q, q, 16;")
+        lines += [
+            "prmt.b32 a, $24, $25, s; prmt.b32 b, $26, $27, s; or.b32 d, q, 0x3210; prmt.b32 a, a, b, d;",
+            "prmt.b32 b, $28, $29, s; prmt.b32 c, $30, $31, s; prmt.b32 b, b, c, d;",
+            f"prmt.b32 {outs[2 * half]}, a, b, 0x5140; prmt.b32 {outs[2 * half + 1]}, a, b, 0x7362;",
+        ]
+    return lines + [f"fma.rn.bf16x2 {out}, {out}, {scales[i // 2]}, z;" for i, out in enumerate(outs)]
+
+
+def _operand_assembly(part: int) -> str:
+    """Words $16 to $19 of row g and $20 to $23 of row g + 8 of lane $36 to four A operands in $0..$15.
+
+    Scales of row g's two blocks are in $32, $33, those of row g + 8 in $34, $35. Operand s has lane s's columns.
+    """
+    lines = [
+        "{ .reg .b32 t, z, s, q, a, b, c, d, r, v0, v1, u0, u1, sa, va, vb, sb, ua, ub; .reg .pred high, odd;",
+        "mov.b32 z, 0x80008000; and.b32 t, $36, 2; setp.ne.u32 high, t, 0; and.b32 t, $36, 1; setp.ne.u32 odd, t, 0;",
+        *(f"selp.b32 {name}, {there}, {here}, {bit};" for name, (bit, here, there) in _SELECTORS.items()),
+    ]
+    for row in range(2):
+        first, second = (f"${16 + 4 * row + 2 * part + half}" for half in range(2))
+        lines += [
+            f"prmt.b32 s, {first}, {second}, sa; shfl.sync.bfly.b32 r, s, 2, 31, -1;",
+            f"prmt.b32 v0, {first}, r, va; prmt.b32 v1, {second}, r, vb;",
+            "prmt.b32 s, v0, v1, sb; shfl.sync.bfly.b32 r, s, 1, 31, -1;",
+            "prmt.b32 u0, v0, r, ua; prmt.b32 u1, v1, r, ub;",
+        ]
+        scales = f"${32 + 2 * row}", f"${33 + 2 * row}"
+        for half in range(2):
+            lines += _look_up(f"u{half}", [f"${4 * s + 2 * half + row}" for s in range(4)], scales)
+    return " ".join([*lines, "}"])
+
+
+PARTS_0 = gl.constexpr(_operand_assembly(0))
+PARTS_1 = gl.constexpr(_operand_assembly(1))
+REGISTERS = gl.constexpr(",".join(["=&r"] * 16) + ",r" * 24)
+
+
+@gluon.jit
+def level_words(level_ptr, SIGNED: gl.constexpr, LAYOUT: gl.constexpr):
+    """(low bytes, high bytes) of 16 levels in bf16, four in each of a lane's four words."""
+    four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    lows = gl.zeros((LAYOUT.warps_per_cta[0] * 32, 4), gl.int32, layout=LAYOUT)
+    highs = lows
+    for i in gl.static_range(4):
+        low, high = level_bytes(level_ptr, 4 * i, SIGNED)
+        lows = gl.where(four == i, low, lows)
+        highs = gl.where(four == i, high, highs)
+    return lows, highs
+
+
+@gluon.jit
+def table_pointers(code_ptr, block_ptr, row_tile, N, column, blocks, lane, LAYOUT: gl.constexpr):
+    """Where codes of rows g and g + 8 are and where their four scales, of a column; behind the last row that one's."""
+    four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    g = gl.minimum(row_tile * 16 + lane // 4, N - 1)
+    h = gl.minimum(row_tile * 16 + lane // 4 + 8, N - 1)
+    at = column * 16 + lane % 4 * 4
+    upper = code_ptr + (gl.multiple_of((g * (8 * blocks) + at)[:, None], (4, 4)) + four)
+    lower = code_ptr + (gl.multiple_of((h * (8 * blocks) + at)[:, None], (4, 4)) + four)
+    rows = gl.where(four < 2, g[:, None], h[:, None])
+    return upper, lower, block_ptr + (rows * blocks + 2 * column + four % 2)
+
+
+@gluon.jit
+def table_column(pointers, wanted, column, blocks, lane, LAYOUT: gl.constexpr):
+    """(codes of row g, of row g + 8, scales) of a column of 128, zeros outside; and pointers to the next one."""
+    four = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    inside = (wanted & (2 * column + lane % 4 // 2 < blocks))[:, None]
+    upper = gl.load(pointers[0], mask=inside, other=0, cache_modifier=".cg")
+    lower = gl.load(pointers[1], mask=inside, other=0, cache_modifier=".cg")
+    with_scale = wanted[:, None] & (2 * column + four % 2 < blocks)
+    scale = gl.load(pointers[2], mask=with_scale, other=0).to(gl.int32)
+    return (upper, lower, scale), (pointers[0] + 16, pointers[1] + 16, pointers[2] + 2)
+
+
+@gluon.jit
+def scale_pairs(stored):
+    """UE4M4 bytes as bf16, twice a word; 1920 = (127 - 7) << 4."""
+    return gl.where(stored > 0, ((stored + 1920) << 3) * 0x10001, 0)
+
+
+@gluon.jit
+def table_operands(raw, scales, levels, lane, PART: gl.constexpr, WARPS: gl.constexpr, A: gl.constexpr):
+    """Four [64, 16] weights over the tensor scale: of each 32 columns the first 16 or, with PART 1, the others."""
+    o = gl.inline_asm_elementwise(
+        PARTS_0 if PART == 0 else PARTS_1,
+        REGISTERS,
+        [raw[0], raw[1], levels[0], levels[1], scales, lane[:, None]],
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        is_pure=False,
+        pack=4,
+    )
+    return register_operands(o, WARPS, A)
