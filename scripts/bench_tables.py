@@ -8,6 +8,7 @@ from scripts.generate_tables import generate_table
 from scripts.kv_tables import kv_table
 from scripts.load_peak import load_table
 from scripts.plots import Labels, line_plot
+from scripts.programme_tables import programme_table
 from scripts.routing_tables import routing_table
 from scripts.step_tables import joined_table
 from scripts.valley_tables import valley_table
@@ -57,6 +58,8 @@ def tables() -> str:
         out += experts_table(path)
     for path in sorted(RESULTS.glob("stream-*.json"), key=lambda path: len(path.name)):
         out += stream_table(path)
+    for path in sorted(RESULTS.glob("programme-*.json")):
+        out += programme_table(path, DOCS)
     for path in sorted(RESULTS.glob("training-*.json")):
         out += train_table(path)
     for path in sorted(RESULTS.glob("routing-*.json")):

@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # after the checkout is on the path
 
+from tests.tiers import test_programme_ends
 from tests.torture import lives, torture
 from tests.torture.interrupting import Interrupts, interrupted, interrupted_anywhere
 
@@ -119,10 +120,27 @@ def threads(options: argparse.Namespace) -> int:
     return failures
 
 
+def programmes(options: argparse.Namespace) -> int:
+    """Ctrl-C at every place of runs of programmes, and of what ends them."""
+    failures = 0
+    for work in test_programme_ends.WORKS:
+        at, going, bad = 0, [True], 0
+        while going[-1] and at < (options.count or sys.maxsize):
+            at += 1
+            what = partial(test_programme_ends.interrupt, work, at)
+            bad += failed(f"programmes, {work}, {at}", lambda what=what, going=going: going.append(what()))
+        print(f"programmes, {work}: {at} places, {bad} failed", flush=True)
+        failures += bad
+    return failures
+
+
+PARTS = {"interrupts": interrupts, "timers": timers, "kills": kills, "threads": threads, "programmes": programmes}
+
+
 def main() -> int:
     """See scripts/torture."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=("interrupts", "timers", "kills", "threads"))
+    parser.add_argument("part", choices=tuple(PARTS))
     parser.add_argument("--count", type=int, help="places of each operation, timers, or kills")
     parser.add_argument("--seconds", type=float, default=600, help="of threads")
     parser.add_argument(
@@ -135,8 +153,7 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     sys.unraisablehook = lambda unraisable: None  # Ctrl-C in a __del__ is only printed
     torch.set_num_threads(1)  # no thread but the library's own, and a fork finds none
-    parts = {"interrupts": interrupts, "timers": timers, "kills": kills, "threads": threads}
-    return min(1, parts[options.part](options))
+    return min(1, PARTS[options.part](options))
 
 
 if __name__ == "__main__":

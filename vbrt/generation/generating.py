@@ -247,9 +247,14 @@ class Terms:
             passes.append(attachment.runtime.recording(self._phase, self._keys()))
             return passes[0]
 
+        def step() -> None:
+            body()
+            if passes:
+                passes[0].end()  # the copies of a streamed pass end within the capture
+
         captured = ledger.captured
         try:
-            graph = recorder.record(body, within)
+            graph = recorder.record(step, within)
         finally:
             ledger.captured = captured
             attachment.expert_cache.forget_recording()
@@ -257,7 +262,7 @@ class Terms:
 
     def handles(self) -> list[Any]:
         """Return what counts forwards, and has pages that count hits: not experts, which count by token."""
-        handles = [] if self._stack.ledger.travellers else self._attachment().registry.handles
+        handles = self._attachment().registry.handles
         return [handle for handle in handles if isinstance(handle, WeightHandle) and not handle.spec.by_rows]
 
 

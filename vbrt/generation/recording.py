@@ -62,7 +62,8 @@ class Counted:
     def during(self, handles: list[Any]) -> Iterator[None]:
         """Note what the block adds."""
         counters = [(handle, "forwards") for handle in handles]
-        counters += [(page, "hits") for handle in handles for page in handle.pages]
+        still = [handle for handle in handles if not handle.stack.ledger.travellers]  # else replays count pages
+        counters += [(page, "hits") for handle in still for page in handle.pages]
         before = [getattr(of, name) for of, name in counters]
         yield
         after = [getattr(of, name) for of, name in counters]

@@ -35,6 +35,7 @@ from vbrt.kernels.watched import dispatch_modes, is_bare, is_memory, is_tracing,
 from vbrt.layers.fixed import keep_ready, requiring_grad
 from vbrt.layers.selection import Kernels
 from vbrt.layers.spec import HandleSpec
+from vbrt.tiers import LeasedTensors
 
 if TYPE_CHECKING:
     from vbrt.layers.weight import WeightHandle
@@ -338,6 +339,9 @@ def _planes(
     handle: "WeightHandle", kernels: Kernels, tensors: list[dict[str, torch.Tensor]], device: torch.device
 ) -> WeightPlanes:
     """Leased tensors as kernels take them, on the device of x."""
+    again = type(tensors) is LeasedTensors and device == handle.device
+    if again and tensors.planes is not None and tensors.planes[:2] == (handle.id, handle.dtype):
+        return tensors.planes[2]
     spec = kernels.spec
     if device != handle.device:
         _note_foreign(handle, device)
@@ -351,6 +355,8 @@ def _planes(
     if dtype is handle.dtype:
         if device == handle.device and kernels.precision == "full":
             keep_ready(handle, planes, tensors)
+        if again:
+            tensors.planes = handle.id, dtype, planes
         return planes
     return WeightPlanes("dense", shape, handle.dtype, {"weight": kernels.decode(planes).to(handle.dtype)})
 

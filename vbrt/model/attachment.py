@@ -221,6 +221,7 @@ class Attachment:
             self.speculation.stats(),
             StepCounts() if self.follower is None else self.follower.counts(),
             caches=cache_stats(self.runtime.caches),
+            leases=stack.ledger.programmes.told(),
         )
 
     @property

@@ -143,6 +143,7 @@ class Runtime:
             tiers[top].held_bytes + sum(attachment.unpaged_bytes for attachment in attachments),
             tuple(dict.fromkeys(reason for part in parts for reason in part.fallbacks)),
             phases=self.stack.phases(),
+            leases=self.stack.ledger.programmes.told(),
             caches=cache_stats(self.caches),
         )
 

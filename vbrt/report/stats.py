@@ -131,6 +131,7 @@ class Stats:
     `speculation` counts the rounds of `generate(speculate=...)`; None before the first.
     `steps` counts the decode steps of `generate` on a GPU.
     `caches`: of keys and values (`vbrt.KVCache`), whose bytes are in `tiers` too.
+    `leases` says who decides them where pages move: a programme, or the policy one by one, and why.
     """
 
     policy: str
@@ -147,6 +148,7 @@ class Stats:
     speculation: SpeculationStats | None = None
     steps: StepCounts = field(default_factory=StepCounts)
     caches: Mapping[str, CacheStats] = field(default_factory=dict)
+    leases: str = ""
 
     @property
     def hits(self) -> int:
@@ -222,6 +224,7 @@ class Stats:
             "speculation": self.speculation.to_dict() if self.speculation else None,
             "steps": asdict(self.steps),
             "caches": {name: asdict(of) for name, of in self.caches.items()},
+            "leases": self.leases,
         }
 
     @classmethod
@@ -232,7 +235,7 @@ class Stats:
             FormatError: a key is missing or of the wrong type, named.
         """
         data = _mapping(data, "stats")
-        values = _values(cls, {"phases": {}, "caches": {}, **data}, "stats")
+        values = _values(cls, {"phases": {}, "caches": {}, "leases": "", **data}, "stats")
         values["layers"] = {
             name: LayerStats.read(_mapping(item, f"stats.layers.{name}"), f"stats.layers.{name}")
             for name, item in values["layers"].items()

@@ -96,6 +96,8 @@ def _experts_columns(layers: "Collection[LayerStats]", tier: str) -> list[_Colum
 def _summary(stats: "Stats") -> list[str]:
     """Return the totals of tiers, phases and links, a line each."""
     lines = [*_tier_lines(stats), *_phase_lines(stats.phases), *_link_lines(stats), *_cache_lines(stats)]
+    if stats.leases:
+        lines.append(f"leases: {stats.leases}")
     if stats.speculation:
         lines.append(str(stats.speculation))
     if stats.timeline:

@@ -60,6 +60,12 @@ class PassRecord:
         self._interval, self._since_mark = since if whole else 0, 0
         self._marked = True
 
+    def add_all(self, order: Order) -> None:
+        """Add the accesses of a whole order."""
+        self._since_mark += len(order.keys)
+        self.keys += order.keys
+        self.distinct.update(order.places)
+
     def take(self) -> tuple[str, ...]:
         """Return the accesses and begin an empty record."""
         keys, self.keys = tuple(self.keys), []

@@ -140,6 +140,21 @@ class Course:
         return late
 
     @property
+    def knows_order(self) -> bool:
+        """True if the phase of the pass under way has an order of its own."""
+        return not self._guessed and bool(self.order.keys)
+
+    def outlook(self) -> tuple:
+        """Return where the pass under way is, and what is expected of it and after it."""
+        following = tuple(order.keys for order in self._following())
+        return self.order.keys, self._cursor, self._guessed, self.streams, following
+
+    def finish(self) -> Order:
+        """Move the cursor to the end of the order of the pass under way; return the order."""
+        self._cursor = len(self.order.keys)
+        return self.order
+
+    @property
     def finished(self) -> bool:
         """True if the pass under way is at the end of its order, or has none."""
         return not self._cursor % max(1, len(self.order.keys))

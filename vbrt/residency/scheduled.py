@@ -12,6 +12,7 @@ from collections.abc import Collection, Generator, Iterable
 from itertools import chain
 
 from vbrt.residency.division import Division, Room, divide
+from vbrt.residency.foresight import Foresight
 from vbrt.residency.order import PassRecord
 from vbrt.residency.phases import Course
 from vbrt.residency.policy import FORWARD, Decision, PolicyBase
@@ -78,12 +79,16 @@ class ScheduledPolicy(PolicyBase):
         capacity_bytes: room for pages, in bytes.
         prefetch: pages staged ahead of their use, at most.
         group: pages that one lease takes together (2 when coarse and fine planes are separate pages).
+
+    Attributes:
+        foresight: tells what the policy is going to decide.
     """
 
     kind = "scheduled"
 
     def __init__(self, capacity_bytes: int, *, prefetch: int = 2, group: int = 1) -> None:
         self.prefetch, self.group = prefetch, group
+        self.foresight = Foresight(self)
         super().__init__(capacity_bytes)
 
     def reset(self) -> None:

@@ -1,6 +1,6 @@
 """Where pages live: tiers (memories and stores), and the stack that moves pages between them."""
 
-from vbrt.tiers.lease import Lease
+from vbrt.tiers.lease import Lease, LeasedTensors
 from vbrt.tiers.memory import Buffer, MemoryTier
 from vbrt.tiers.protocol import Tier
 from vbrt.tiers.recorder import Recorder
@@ -13,6 +13,7 @@ from vbrt.tiers.tally import Tally
 __all__ = [
     "Buffer",
     "Lease",
+    "LeasedTensors",
     "Level",
     "MemoryTier",
     "Owner",

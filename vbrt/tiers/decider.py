@@ -20,7 +20,8 @@ from vbrt.tiers.guard import LOOK_SECONDS
 from vbrt.tiers.lease import Lease
 from vbrt.tiers.ledger import Ledger
 from vbrt.tiers.mover import Mover
-from vbrt.tiers.passes import Passes
+from vbrt.tiers.passes import Passes, in_backward
+from vbrt.tiers.programmes import Programmes
 from vbrt.tiers.slots import Level, Page, Slot, State
 
 __all__ = ["Decider"]
@@ -35,21 +36,29 @@ class Decider:
         self._ledger, self._mover, self._guard = ledger, mover, ledger.guard
         self._levels, self._pages, self._top = ledger.levels, ledger.pages, ledger.levels[0]
         self._passes = Passes(ledger)
+        self._programmes = ledger.programmes = Programmes(ledger, mover, self._passes)
 
     # -- passes, pages that go ----------------------------------------------------------------------------------------
 
     def begin_pass(self, phase: str, *, backward: str) -> None:
         """Tell every policy that the next lease starts a new pass over the model, of the named phase."""
         with self._guard.entered:
+            running = self._ledger.running
+            if running is not None and running.begin_pass(phase, backward):
+                return
             self.catch_up()
             self._ledger.begin()
-            self._begin_pass(phase, backward)
+            self.begin_pass_alone(phase, backward, may_run=True)
             self._guard.deciding = False
 
-    def _begin_pass(self, phase: str, backward: str = "") -> None:
+    def begin_pass_alone(self, phase: str, backward: str = "", *, may_run: bool = False) -> None:
+        """Tell every policy that a pass begins; call it under the lock, with `guard.deciding` set. `may_run`: whether a
+        programme may begin with it."""
+        before = self._passes.phase
         self._passes.begin(phase, backward=backward)
         for level in self._ledger.copying:
             level.policy.begin_pass(phase)
+        self._programmes.begin_pass(before, may_run=may_run)
 
     def phases(self) -> dict[str, PhaseCounts]:
         """Return the counts of each phase."""
@@ -108,12 +117,14 @@ class Decider:
                 if ledger.retired or ledger.lost:
                     self.catch_up()
                 pages = [self._page(key) for key in lease.keys]
-                if guard.deciding:
-                    ledger.recover()
+                if guard.deciding or ledger.running is not None:
+                    ledger.begin()
+                    guard.deciding = False
                 if self._has_room(pages) or (self._evict_whole_slots(pages) and self._has_room(pages)):
                     guard.deciding = True
-                    if self._passes.backward and _in_backward():
-                        self._begin_pass(self._passes.backward)
+                    if self._passes.backward and in_backward():
+                        self.begin_pass_alone(self._passes.backward)
+                    self._programmes.note(lease.keys)
                     self._admit(lease, pages)
                     if len(self._levels) > 1:
                         self._look_ahead(self._ledger.copying)
@@ -299,8 +310,3 @@ class Decider:
                 slot = self._place(level, page, decision)
                 if slot.state is State.QUEUED:
                     self._mover.stage(slot)
-
-
-def _in_backward() -> bool:
-    """True if autograd's engine runs this thread's computation."""
-    return torch._C._current_graph_task_id() != -1

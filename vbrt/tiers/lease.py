@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vbrt.tiers.programme_run import LeasedTensors, ProgrammeRun
 from vbrt.tiers.recorder import LeaseNote
 from vbrt.tiers.slots import Borrower, Slot, State
 
 if TYPE_CHECKING:
     from vbrt.tiers.stack import TierStack
 
-__all__ = ["Lease"]
+__all__ = ["Lease", "LeasedTensors"]
 
 
 class Lease:
@@ -19,13 +20,22 @@ class Lease:
 
     slots: Sequence[Slot] = ()
     note: LeaseNote | None = None
+    run: ProgrammeRun | None = None
 
     def __init__(self, stack: "TierStack", keys: Sequence[str]) -> None:
         self.stack, self.keys = stack, keys
 
     def __enter__(self) -> list[dict[str, torch.Tensor]]:
         stack = self.stack
-        stack.capturing(self.keys)
+        running = stack.ledger.running
+        if running is not None:
+            tensors = running.lease(self)
+            if tensors is not None:
+                return tensors
+        if stack.capturing(self.keys) and running is not None:
+            tensors = running.lease(self)  # if it is the first one that is recorded
+            if tensors is not None:
+                return tensors
         recorder = stack.guard.recorder
         if recorder is not None:
             self.note = recorder.lease(self.keys)
@@ -46,6 +56,9 @@ class Lease:
             raise
 
     def __exit__(self, *exc_info: object) -> None:
+        run = self.run
+        if run is not None and self._released_by(run):
+            return
         if self.note is not None:
             self.note.done()
         if self.slots:
@@ -55,6 +68,14 @@ class Lease:
                 self.stack.decider.release(self)
                 raise
 
+    def _released_by(self, run: ProgrammeRun) -> bool:
+        try:
+            return run.release(self)
+        except BaseException:  # as below
+            if run.out is self:
+                run.out = self.run = None
+            raise
+
     def __del__(self) -> None:
-        if self.slots:  # Ctrl-C came between entering and the `with`, or before the exit began
+        if self.slots or self.run is not None:  # Ctrl-C came between entering and the `with`, or before the exit began
             self.stack.ledger.lost.append(self)

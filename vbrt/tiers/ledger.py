@@ -17,6 +17,8 @@ from vbrt.tiers.tally import Census
 
 if TYPE_CHECKING:
     from vbrt.tiers.lease import Lease
+    from vbrt.tiers.programme_run import ProgrammeRun
+    from vbrt.tiers.programmes import Programmes
 
 __all__ = ["Ledger"]
 
@@ -34,6 +36,8 @@ class Ledger:
         retired: claims of owners that were retired or collected; pages lose them at the next access.
         lost: leases that were collected before they were released.
         captured: True once a CUDA graph knows where pages lie.
+        running: the programme at work, or None; see `programme_run`.
+        programmes: begins and ends its run; a stack sets it.
         encoding: one weight is encoded, and one page is given a home, at a time.
     """
 
@@ -50,6 +54,8 @@ class Ledger:
         self.retired: deque[Claim] = deque()
         self.lost: deque[Lease] = deque()
         self.captured = False
+        self.running: ProgrammeRun | None = None
+        self.programmes: Programmes | None = None
         self.encoding = threading.RLock()
 
     @property
@@ -62,9 +68,13 @@ class Ledger:
         if self.guard.deciding:
             self.recover()
         self.guard.deciding = True
+        if self.running is not None:
+            self.programmes.end()
 
     def recover(self) -> None:
         """After an interrupted decision: reset the policies, and evict every copy as soon as it is not in use."""
+        if self.running is not None:
+            self.programmes.drop()
         for level in self.levels:
             level.evict_copies()
         self.guard.deciding = False
@@ -125,6 +135,6 @@ class Ledger:
     def after_fork(self) -> None:
         """Keep, in a forked child, what is there: pages in memory and files, without threads and what they moved."""
         self.guard.reset()
-        self.encoding = threading.RLock()
+        self.running, self.encoding = None, threading.RLock()
         for level in self.levels:
             level.after_fork()

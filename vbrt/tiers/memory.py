@@ -99,6 +99,14 @@ class MemoryTier:
         if buffer not in cached:
             cached += [buffer]  # not append(): Ctrl-C may come when a call returns, and the caller would not know
 
+    def caches(self, buffer: Buffer) -> bool:
+        """True if a freed buffer waits for the next page of its size."""
+        return buffer in self._cached.get(buffer.nbytes, ())
+
+    def take(self, buffer: Buffer) -> None:
+        """Take this buffer, which is cached."""
+        self._cached[buffer.nbytes].remove(buffer)
+
     def trim(self, held_bytes: int = 0) -> None:
         """Give cached buffers back to the system until at most `held_bytes` are held, or no buffer is cached."""
         while self.held_bytes > held_bytes and self._trim_one():

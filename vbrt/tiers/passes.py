@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+import torch
+
 from vbrt.residency.counts import PhaseCounts
 from vbrt.residency.policy import FORWARD
 from vbrt.tiers.ledger import Ledger
 from vbrt.tiers.slots import Page
 
-__all__ = ["Passes"]
+__all__ = ["Passes", "in_backward"]
 
 
 class Passes:
@@ -57,3 +59,8 @@ class Passes:
 
     def _new_hits(self) -> int:
         return self._retired_hits + sum([one.hits for one in self._ledger.census().counted]) - self._earlier_hits
+
+
+def in_backward() -> bool:
+    """True if autograd's engine runs this thread's computation."""
+    return torch._C._current_graph_task_id() != -1

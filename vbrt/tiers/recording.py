@@ -2,7 +2,7 @@
 
     reason = refusal(stack, "decode")              # None: a graph can record a pass of this phase
     recording = Recording(stack, "decode")         # right before the capture; may move pages
-    with torch.cuda.graph(graph), recording:       # what this thread leases now is recorded
+    with torch.cuda.graph(graph), recording:       # what this thread leases in a capture is recorded
         model(ids)
     while recording.replay(graph):                 # False once pages have moved: record again
         ...
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vbrt.errors import TierError
+from vbrt.tiers.programme_graph import RecordedRun, run_to_record
 
 if TYPE_CHECKING:
     from vbrt.tiers.stack import TierStack
@@ -34,40 +35,66 @@ def refusal(stack: "TierStack", phase: str, keys: Collection[str] | None = None)
         return f"tiers.{stack.names[0]} computes on {stack.device}, which has no CUDA graphs"
     if stack.guard.recorder is not None:
         return "a timeline is being recorded"
-    if stack.ledger.travellers if keys is None else any(stack.pages[key].home for key in keys):
-        nbytes = sum(page.nbytes for page in stack.pages.values())
-        return f"pages move: tiers.{stack.names[0]}.budget has no room for all of them ({nbytes} bytes)"
-    return None
+    moves = stack.ledger.travellers if keys is None else any(stack.pages[key].home for key in keys)
+    return stack.ledger.programmes.refusal() if moves else None
 
 
 class Recording:
-    """A pass that a CUDA graph records, and its replays.
-
-    Attributes:
-        ended: why the graph must not be replayed any more; "" while it may.
-    """
+    """A pass that a CUDA graph records, and its replays."""
 
     def __init__(self, stack: "TierStack", phase: str, keys: Collection[str] | None = None) -> None:
         """Prepare a recording of the phase's passes. Raises TierError with the reason why it cannot be recorded."""
         with stack.guard.entered:
             stack.decider.catch_up()
             reason = refusal(stack, phase, keys)
-            if reason is not None:
-                raise TierError(f"a CUDA graph cannot record a pass of phase {phase}: {reason}")
-            self._changes = stack.ledger.changes
-        self._stack, self._phase = stack, phase
-        self.ended = ""
+            stays = keys is not None and not any(stack.pages[key].home for key in keys)
+        if reason is not None:
+            raise TierError(f"a CUDA graph cannot record a pass of phase {phase}: {reason}")
+        self._stack, self._phase, self._ended = stack, phase, ""
+        run = None if stays else run_to_record(stack, phase)
+        self._streamed = None if run is None else RecordedRun(stack, run)
+        self._changes, self._thread, self._begun = stack.ledger.changes, 0, False
+
+    @property
+    def ended(self) -> str:
+        """Why the graph must not be replayed any more; "" while it may."""
+        return self._ended or ("" if self._streamed is None else self._streamed.ended)
 
     def __enter__(self) -> "Recording":
         guard = self._stack.guard
         if guard.recording is not None:
             raise TierError("another pass of this model is being recorded; leave that `with` block first")
         self._thread = threading.get_ident()
+        self._begun = False
         guard.recording = self
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def begin(self) -> bool:
+        """Have what this thread leases from now on be recorded, by the capture of its stream; False if that has been
+        done. Raises TierError: a pass has begun since the recording was prepared."""
+        if self._begun:
+            return False
+        if self._streamed is not None:
+            self._streamed.begin()
+        self._begun = True
+        return True
+
+    def end(self) -> None:
+        """Have the pass that is recorded end: to be called in the capture, where the `with` block ends after it.
+
+        Raises:
+            TierError: the pass took fewer pages than its order has.
+        """
+        if self._begun and self._streamed is not None:
+            self._begun = False
+            self._streamed.end(completed=True)
+
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         self._stack.guard.recording = None
+        if kind is None:
+            self.end()
+        elif self._begun and self._streamed is not None:
+            self._streamed.end(completed=False)
 
     @property
     def mine(self) -> bool:
@@ -81,10 +108,13 @@ class Recording:
         with stack.guard.entered:
             if stack.retired or stack.ledger.lost:
                 stack.decider.catch_up()
-            if not self.ended and (stack.closed or stack.ledger.changes != self._changes):
-                self.ended = "the model was closed" if stack.closed else "pages have moved since the recording"
-            if self.ended:
+            if self._streamed is None and not self._ended and stack.ledger.changes != self._changes:
+                self._ended = "pages have moved since the recording"
+            self._ended = self._ended or ("the model was closed" if stack.closed else "")
+            if self._ended:
                 return False
+        if self._streamed is not None:
+            return self._streamed.replay(graph, self._phase)
         stack.begin_pass(self._phase)
         graph.replay()
         return True

@@ -24,7 +24,7 @@ from vbrt.tiers.protocol import Room, Tier
 from vbrt.tiers.relay import Relay
 from vbrt.tiers.tally import Tally
 
-__all__ = ["Borrower", "Claim", "Level", "Owner", "Page", "Slot", "State"]
+__all__ = ["Borrower", "Claim", "Level", "Owner", "Page", "Slot", "State", "slot_below"]
 
 
 class State(Enum):
@@ -75,6 +75,10 @@ class Claim(weakref.ref):
 
 class _Retiring(Protocol):
     retired: deque[Claim]
+
+
+class _Books(Protocol):
+    levels: "list[Level]"
 
 
 class Owner:
@@ -301,3 +305,12 @@ class Level:
             slot.holders.clear()
             self.home_bytes += slot.charge
         self.tier.after_fork([slot.room for slot in self.slots.values()])
+
+
+def slot_below(ledger: "_Books", page: Page) -> Slot | None:
+    """Return the slot that a page's bytes come from in one copy to the top tier: its home in memory, with no tier
+    between that keeps copies; also of a page that lives on top. None if they come in another way."""
+    between = ledger.levels[1 : page.home]
+    if any(level.keeps_copies for level in between) or not ledger.levels[page.home].tier.memory:
+        return None
+    return ledger.levels[page.home].slots[page.key]

@@ -180,9 +180,18 @@ class TierStack:
         if self.levels[0].stream is None or not torch.cuda.is_current_stream_capturing():
             return False
         recording = self.guard.recording
-        if recording is not None and recording.mine:
+        recorded = recording is not None and recording.mine
+        if recorded and recording.begin():
             return True
-        if self.ledger.travellers or any(key in self.pages and self.pages[key].home for key in keys):
+        moving = [key for key in keys if key in self.pages and self.pages[key].home]
+        if recorded and moving:
+            raise TierError(
+                f"{moving[0]}: the pass that a CUDA graph records leases it where the last pass of its phase took "
+                "another page; run the phase once more and record it again"
+            )
+        if recorded:
+            return True
+        if self.ledger.travellers or moving:
             raise TierError(
                 "a CUDA graph cannot record a pass whose pages move; give tiers.gpu.budget room for all "
                 f"pages ({sum(page.nbytes for page in self.pages.values())} bytes), or record parts of the "

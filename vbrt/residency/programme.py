@@ -1,0 +1,265 @@
+"""Programmes: what a round of passes that recurs does with the room of a tier, worked out once.
+
+Once a policy's state has come back after a round of passes, the next round is known: which page each lease finds, which
+pages stay, which come through the ring. A programme says it for each lease: where its pages are, and which copies
+begin when it has been released. It puts each page that passes through into a fixed slot of the ring, the same in every
+round, so that the end of a round leaves what its beginning finds; that is what a CUDA graph needs.
+
+Hits and misses are the policy's own, so counts are those of `simulate`. Copies begin as soon as their slot is free,
+which may be somewhat earlier or later than the policy would have had them.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from vbrt.residency.foresight import Foresight, Residents
+
+if TYPE_CHECKING:
+    from vbrt.residency.scheduled import ScheduledPolicy
+
+__all__ = ["Access", "Load", "PassOrder", "Programme", "Segment", "Step", "compile_programme"]
+
+RESIDENT = -1  # in the place of a slot: the page stays in the tier
+
+
+class PassOrder(NamedTuple):
+    """A pass: its phase, and the keys of each of its leases."""
+
+    phase: str
+    leases: tuple[tuple[str, ...], ...]
+
+
+class Access(NamedTuple):
+    """A page of a lease: the slot of the ring that it is in, RESIDENT if it stays, and how it counts."""
+
+    key: str
+    slot: int
+    hit: bool
+    prefetched: bool
+
+
+class Load(NamedTuple):
+    """A copy of a page into a slot of the ring."""
+
+    key: str
+    slot: int
+
+
+class Step(NamedTuple):
+    """A lease: its pages, and the copies that begin once it has been released, in the order of their use."""
+
+    keys: tuple[str, ...]
+    accesses: tuple[Access, ...]
+    loads: tuple[Load, ...]
+
+
+class Segment(NamedTuple):
+    """A pass of the round: steps from `start` to `end`, the policy's state before it and its residents after it."""
+
+    start: int
+    end: int
+    state: tuple
+    after: Residents
+
+
+@dataclass(frozen=True, slots=True)
+class Programme:
+    """A round of passes.
+
+    Attributes:
+        steps: the leases of all passes.
+        segments: the passes.
+        slots, slot_bytes: of the ring.
+        begin: what the ring holds when the round begins, and when it ends; in the order of use.
+        head: copies that begin with the round.
+        before: the policy's residents when the round begins.
+    """
+
+    steps: tuple[Step, ...]
+    segments: tuple[Segment, ...]
+    slots: int
+    slot_bytes: int
+    begin: tuple[Load, ...]
+    head: tuple[Load, ...]
+    before: Residents
+
+
+@dataclass(slots=True, eq=False)
+class _Stay:
+    """A page's time in the ring, and its uses: positions of leases, beyond the round's length in the next round."""
+
+    key: str
+    uses: list[int] = field(default_factory=list)
+    slot: int = RESIDENT
+    crosses: bool = False  # whether the page is there when a round begins
+
+
+class _Trial:
+    """Runs a copy of a policy through a round, and notes what passes through the ring."""
+
+    def __init__(self, policy: "ScheduledPolicy", sizes: Mapping[str, int]) -> None:
+        self.policy, self.sizes, self.length = copy.deepcopy(policy), sizes, 0
+        self.stays: list[_Stay] = []
+        self.accesses: list[list[tuple[str, _Stay | None, bool, bool]]] = []
+        self.pinned = set(policy.foresight.pinned)
+        self.found = {key: _Stay(key) for key in policy.foresight.residents().keys}
+        self.live = dict(self.found)
+
+    def run(self, leases: Sequence[tuple[str, ...]]) -> bool:
+        """Take the leases of a pass; False if one is not what a ring is for."""
+        return all(map(self._lease, leases))
+
+    def _lease(self, keys: tuple[str, ...]) -> bool:
+        policy, sizes, slot_bytes = self.policy, self.sizes, self.policy.foresight.slot_bytes
+        busy = {key for key in keys if key in sizes}
+        noted: list[tuple[str, _Stay | None, bool, bool]] = []
+        for key in keys:
+            if key not in busy:
+                noted.append((key, None, True, False))  # it lives in the tier
+                continue
+            decision = policy.access(key, sizes[key], busy)
+            if decision is None or (decision.charge and decision.charge != slot_bytes):
+                return False
+            stay = None if key in self.pinned else self._stay_of(key, decision.evict)
+            if stay is not None:
+                stay.uses.append(self.length)
+            noted.append((key, stay, decision.hit, decision.prefetched))
+        for decision in policy.ahead(busy):
+            if decision.charge != slot_bytes:
+                return False
+            self._stay_of(decision.key, decision.evict)
+        self.accesses.append(noted)
+        self.length += 1
+        return True
+
+    def _stay_of(self, key: str, evicted: Sequence[str]) -> _Stay:
+        for victim in evicted:
+            self.live.pop(victim, None)
+            self.pinned.discard(victim)
+        stay = self.live.get(key)
+        if stay is None:
+            stay = self.live[key] = _Stay(key)
+            self.stays.append(stay)
+        return stay
+
+    def close(self) -> list[_Stay]:
+        """Join what the round ends with to what it began with; return the stays that never end."""
+        forever = []
+        for key, stay in self.live.items():
+            found = self.found[key]
+            if found is stay:
+                forever += [stay] if stay.uses else []
+            elif found.uses:
+                stay.uses += [use + self.length for use in found.uses]
+                stay.crosses = found.crosses = True
+        return forever
+
+
+def compile_programme(
+    policy: "ScheduledPolicy", passes: Sequence[PassOrder], sizes: Mapping[str, int]
+) -> Programme | None:
+    """Work out the programme of a round, or return None where there is none: the policy's state does not come back, or
+    pages do not pass through slots of one size.
+
+    Args:
+        policy: at the beginning of the first pass; stays as it is.
+        passes: the round; the first pass has begun.
+        sizes: bytes of the pages that come from below; the others live in the tier.
+    """
+    foresight = policy.foresight
+    if not foresight.steady:
+        return None
+    trial, segments = _Trial(policy, sizes), []
+    for number, one in enumerate(passes):
+        if number:
+            trial.policy.begin_pass(one.phase)
+        start, state = trial.length, trial.policy.foresight.state()
+        if not trial.policy.foresight.steady or not trial.run(one.leases):
+            return None
+        segments.append(Segment(start, trial.length, state, trial.policy.foresight.residents()))
+    trial.policy.begin_pass(passes[0].phase)
+    if trial.policy.foresight.state() != segments[0].state:
+        return None
+    return _laid_out(trial, passes, tuple(segments), foresight)
+
+
+def _laid_out(
+    trial: _Trial, passes: Sequence[PassOrder], segments: tuple[Segment, ...], foresight: Foresight
+) -> Programme | None:
+    """Give every stay its slot, and every copy its moment."""
+    forever = trial.close()
+    stays = [stay for stay in trial.stays if stay.uses]
+    slot_bytes, before = foresight.slot_bytes, foresight.residents()
+    free_bytes = (
+        trial.policy.capacity_bytes - before.resident_bytes + sum(c for _, c in (*before.staged, *before.fresh))
+    )
+    slots = min(free_bytes // slot_bytes if slot_bytes else 0, len(stays) + len(forever))
+    loads = _Slots(slots, trial.length, [stay for stay in stays if stay.crosses], forever).loads(stays)
+    if loads is None:
+        return None
+    for stay in trial.found.values():
+        if stay.crosses:
+            stay.slot = trial.live[stay.key].slot
+    begin = sorted((stay for stay in trial.found.values() if stay.uses), key=lambda stay: stay.uses[0])
+    leases = [keys for one in passes for keys in one.leases]
+    steps = (
+        Step(keys, tuple(_access(noted) for noted in trial.accesses[at]), tuple(loads.get(at, ())))
+        for at, keys in enumerate(leases)
+    )
+    return Programme(
+        steps=tuple(steps),
+        segments=segments,
+        slots=slots,
+        slot_bytes=slot_bytes,
+        begin=tuple(Load(stay.key, stay.slot) for stay in begin),
+        head=tuple(loads.get(-1, ())),
+        before=before,
+    )
+
+
+def _access(noted: tuple[str, _Stay | None, bool, bool]) -> Access:
+    key, stay, hit, prefetched = noted
+    return Access(key, RESIDENT if stay is None else stay.slot, hit, prefetched)
+
+
+class _Slots:
+    """The slots of a ring while stays are given theirs."""
+
+    def __init__(self, slots: int, length: int, crossing: Sequence[_Stay], forever: Sequence[_Stay]) -> None:
+        """crossing: stays that begin in one round and are used in the next one; they keep the slots that they have at
+        its beginning. forever: stays that never end."""
+        self._length = length
+        self._last_use = [-1] * slots  # of the page in each slot
+        self._claimed = [2 * length] * slots  # from that use on a crossing stay has the slot
+        self._fits = len(crossing) + len(forever) <= slots
+        for slot, stay in enumerate([*crossing, *forever][:slots]):
+            stay.slot = slot
+            self._last_use[slot] = stay.uses[-1] - length if stay.crosses else 2 * length
+            self._claimed[slot] = stay.uses[0]
+
+    def loads(self, stays: Sequence[_Stay]) -> dict[int, list[Load]] | None:
+        """Give every stay a slot; return the copies by the lease that they follow (-1: they begin the round), or None
+        if there are too few slots."""
+        loads: dict[int, list[Load]] = {}
+        begins = -1
+        for stay in sorted(stays, key=lambda stay: stay.uses[0]):
+            slot = stay.slot if stay.crosses else self._free_slot(stay)
+            if not self._fits or slot is None or self._last_use[slot] >= stay.uses[0]:
+                return None
+            begins = max(begins, self._last_use[slot])  # copies begin in the order of their use
+            if begins >= min(stay.uses[0], self._length):
+                return None
+            stay.slot, self._last_use[slot] = slot, stay.uses[-1]
+            loads.setdefault(begins, []).append(Load(stay.key, slot))
+        return loads
+
+    def _free_slot(self, stay: _Stay) -> int | None:
+        """Return the slot that has been free for longest, of those that are free for the whole stay."""
+        return min(self._candidates(stay), key=lambda slot: self._last_use[slot], default=None)
+
+    def _candidates(self, stay: _Stay) -> Iterator[int]:
+        for slot, last_use in enumerate(self._last_use):
+            if last_use < stay.uses[0] and stay.uses[-1] < self._claimed[slot]:
+                yield slot
