@@ -35,35 +35,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+_1B = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 8}
+_TINY = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES = {
-    "8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
-    "8b-32k": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 32000,
-    },
-    "tiny": {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 1024,
-    },
-    "1b": {
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "vocab_size": 32000,
-    },
+    "8b": _8B | {"vocab_size": 128256},
+    "8b-32k": _8B | {"vocab_size": 32000},
+    "1b": _1B | {"vocab_size": 32000},
+    "tiny": _TINY | {"vocab_size": 1024},
 }
 FILE_BYTES = 4 << 30  # of a shard
 READ_BYTES = 16 << 20

@@ -25,7 +25,7 @@ os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
 TIMEOUT_SECONDS = 180
 PASS_SHARE = 0.99
 CHECKS = ("dense-ssd", "exact-bf16", "generate", "experts", "one-token", "one-token-bf16", "4-bit", "save")
-LOADING_CHECKS = ("from-pretrained", "planes-again", "dense-again")
+LOADING_CHECKS = ("from-pretrained", "planes-again", "dense-again", "by-vbrt", "planes-by-vbrt")
 READY, UNWRAPPED_DONE = "ready", "unwrapped done"
 
 

@@ -37,6 +37,15 @@ def test_files_are_read_in_pieces_up_to_a_window_ahead(pieces, tmp_path):
         assert pieces[4:] == [("w2", 2000 + 8 * MIB, 8 * MIB)]
 
 
+def test_tensors_that_lie_behind_each_other_are_read_together(pieces, tmp_path):
+    sizes, at, file = (3, 700, 2 * MIB, 5), 0, []
+    for number, nbytes in enumerate(sizes):
+        file.append(Span(f"w{number}", tmp_path / "file", at, nbytes))
+        at += nbytes + (9 if number == 2 else 0)
+    with ReadAhead(file):
+        assert pieces == [("w0", 0, 2 * MIB + 703), ("w3", at - 5, 5)]
+
+
 def test_what_was_used_before_its_turn_is_not_read_any_more(pieces, tmp_path):
     with ReadAhead(spans(tmp_path, 16, 16, 16, 16)) as ahead:
         ahead.used("w2", 16 * MIB)
