@@ -57,3 +57,26 @@ def test_layers_in_4_bits_are_joined_and_captured():
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, atol=0.02 * float(b.abs().max()), rtol=0.05)
     vb.close()
+
+
+def test_numbers_that_python_makes_are_constants_of_the_graph():
+    x, graph = torch.ones(3), torch.cuda.CUDAGraph()
+
+    def step():
+        scale = torch.tensor([1.0, 2.0, 3.0], device="cpu")
+        return x * (scale + 1).to("cuda")
+
+    run = joined(step, (x,))
+    run(x)
+    with torch.cuda.graph(graph):
+        y = run(x)
+    torch.full((1 << 20,), float("nan"))
+    x.fill_(2)
+    graph.replay()
+    assert y.tolist() == [4, 6, 8] and "_to_copy.default" not in run.run.calls()
+
+
+def test_what_the_host_changes_is_copied_and_not_a_constant():
+    x = torch.ones(3, device="cpu")
+    run = joined(lambda x: x.to("cuda") * 2, (x,))
+    assert run(x + 1).tolist() == [4, 4, 4]

@@ -24,6 +24,15 @@ def say_plainly(step: StepGraph) -> None:
     """Drop other names of a tensor, what casts say of layout and device, and arithmetic in place on temporaries."""
     for node in step.calls(_aten.alias.default, _aten.detach.default):
         node.replace_all_uses_with(node.args[0])
+    for node in step.calls(_aten.clone.default):
+        (constant, *_), shown = node.args, step.graph.output_node() in node.users
+        if (
+            constant.op == "placeholder"
+            and constant.meta.get("constant")
+            and step.is_fixed(node, constant)
+            and not shown
+        ):
+            node.replace_all_uses_with(constant)
     for node in step.calls(_aten._to_copy.default):
         same = _DEFAULTS | {"device": node.args[0].meta["val"].device}
         node.kwargs = {k: v for k, v in node.kwargs.items() if v is not None and (k not in same or v != same[k])}

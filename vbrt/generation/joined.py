@@ -96,7 +96,7 @@ class JoinReport:
 
 
 class Joined:
-    """A step to be called in the place of another.
+    """A step to be called in the place of another; a CUDA graph of it reads constants that live as long as this does.
 
     Attributes:
         run: a `Program`, or the step itself.
@@ -189,7 +189,7 @@ def _joined(
     check: bool,
 ) -> Joined:
     start = time.perf_counter()
-    with torch.no_grad(), StepRecorder() as recorder:
+    with torch.no_grad(), StepRecorder(example_inputs) as recorder:
         first = step(*example_inputs)
     recorder.finish(first)
     if recorder.refused:

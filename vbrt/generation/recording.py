@@ -96,7 +96,7 @@ class Recording:
         with statics.undone():
             step = functools.partial(self._step, plain, call, statics)
             run = joined(lambda *inputs: step(inputs), self.inputs, same_bits=None if terms.joins else True)
-            self.report = run.report
+            self.report, self._run = run.report, run  # which holds constants that the graph reads
 
             def body() -> None:
                 tensors = run(*self.inputs)

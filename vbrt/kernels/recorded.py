@@ -16,7 +16,7 @@ The road not taken: `make_fx`, which takes twenty times as long for the same nod
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -101,7 +101,8 @@ class StepRecorder(TorchDispatchMode):
 
     Attributes:
         graph: a node for each operator. `node.meta`: "val", the Form of its result or a tuple of them; "root", see
-            `root_of`; "effect", True where it does more than give a result.
+            `root_of`; "effect", True where it does more than give a result; "constant", True for numbers in host
+            memory that no input has a part in: where they go to a device they stay what they are.
         given: placeholder -> the tensor that it stands for.
         written: roots that something has written to.
         saved: tensors that were there before and what was in them, in the order in which they were first written to;
@@ -110,8 +111,10 @@ class StepRecorder(TorchDispatchMode):
         refused: why the graph is not what the function does; "" if it is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: Iterable[Any] = ()) -> None:
+        """inputs: tensors that are others, or hold other numbers, when what is recorded runs again."""
         super().__init__()
+        self._inputs = {id(tensor) for tensor in inputs}
         self.graph, self.random, self.refused = Graph(), False, ""
         self.given: dict[Node, Tensor] = {}
         self.written: set[Node] = set()
@@ -156,8 +159,8 @@ class StepRecorder(TorchDispatchMode):
         if kind.writes:
             return self._run_write(func, kind, args, kwargs)
         out = func(*args, **kwargs)
-        if func is _aten.lift_fresh.default:  # of torch.tensor(...): a new tensor each time, which may be written to
-            func, kind, args = _aten.clone.default, _Kind((), views=False), (args[0].clone(),)
+        if func is _aten.lift_fresh.default or (func is _aten._to_copy.default and self._leaves_host(args[0], out)):
+            func, kind, args, kwargs = _aten.clone.default, _Kind((), views=False), (self._constant(out),), {}
         if any(isinstance(part, Tensor) for part in _flat(out)):
             self._note(func, args, kwargs, out, views=kind.views)
         elif out is None:
@@ -165,6 +168,19 @@ class StepRecorder(TorchDispatchMode):
         elif not func._schema.name.startswith(_METADATA):
             self._refuse(f"{func} gives Python a number out of a tensor, which may decide what is computed")
         return out
+
+    def _leaves_host(self, given: Tensor, out: Tensor) -> bool:
+        """True if numbers that Python made are copied to a device; a CUDA graph would find their memory free."""
+        if given.device.type != "cpu" or out.device.type == "cpu":
+            return False
+        node = self.node_of(given)
+        return node.meta.get("constant", False) and root_of(node) not in self.written
+
+    def _constant(self, tensor: Tensor) -> Tensor:
+        """A copy of numbers that are the same each time, as a placeholder; each run gets a copy, to write to."""
+        kept = tensor.clone()
+        self.give(kept).meta["constant"] = True
+        return kept
 
     def _refuse(self, why: str) -> None:
         self.refused = self.refused or why
@@ -187,7 +203,8 @@ class StepRecorder(TorchDispatchMode):
         root = node
         if tensor.layout is torch.strided and not tensor.is_meta:
             root = self._storages.setdefault(tensor.untyped_storage()._cdata, node)
-        node.meta.update(val=Form.of(tensor), root=root)
+        is_host = tensor.device.type == "cpu" and id(tensor) not in self._inputs
+        node.meta.update(val=Form.of(tensor), root=root, constant=is_host)
         self._remember(tensor, node)
         return node
 
@@ -223,6 +240,8 @@ class StepRecorder(TorchDispatchMode):
         root = root_of(node.all_input_nodes[0]) if views else node
         if isinstance(out, Tensor):
             node.meta.update(val=Form.of(out), root=root)
+            if out.device.type == "cpu":
+                node.meta["constant"] = all(n.meta.get("constant") for n in node.all_input_nodes)
             self._remember(out, node)
             return node
         parts = list(_flat(out))
