@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 
 import vbrt
 from scripts.fuzz_damage import HOSTILE, Damage, Part, bent, encoded, keeping, planted, read, with_other_node, writing
+from scripts.fuzz_gguf import gguf_part
 from scripts.fuzz_models import (
     bits,
     embedded_part,
@@ -215,6 +216,7 @@ PARTS = {
     "checkpoint": (14, checkpoint_part),
     "config": (10, config_part),
     "pickle": (1, pickle_part),
+    "gguf": (8, gguf_part),
     "experts-manifest": (8, of_experts(manifest_part)),
     "experts-header": (6, of_experts(header_part)),
     "experts-planes": (4, of_experts(fine_part)),
