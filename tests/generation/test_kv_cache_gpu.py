@@ -5,9 +5,13 @@ import copy
 import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.cache_utils import DynamicLayer
 
 import vbrt
+from tests.generation.kv_stacks import layers_of
+from vbrt.generation.kv_cache import KVLayer
 from vbrt.generation.kv_codes import KVShape, page_code
+from vbrt.tiers import Level, MemoryTier, TierStack
 
 pytestmark = pytest.mark.gpu
 
@@ -94,3 +98,23 @@ def test_a_budget_change_moves_pages_between_passes(model):
                 vb.set_budget("gpu", ("7MiB", "9MiB", "64MiB")[step // 20])
             found.append(vb(found[-1].argmax(-1), past_key_values=cache).logits)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_large_extents_come_and_go_as_they_were(tmp_path):
+    """Without a model in between: the link, the ring and the kernels as fast as they are."""
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    stack = TierStack(
+        [Level(MemoryTier("gpu", gpu, 1 << 30)), Level(MemoryTier("cpu", torch.device("cpu"), 1 << 30, pinned=True))]
+    )
+    layers = [KVLayer(layer) for layer in layers_of(stack, 4, room=192 << 20, page=256)]
+    plain = [DynamicLayer() for _ in layers]
+    for count in (6000, 6000, 6000, *[1] * 12, 300, *[1] * 12):
+        results = []
+        for layer, other in zip(layers, plain, strict=True):  # nothing waits within a pass
+            new = torch.randn(2, 1, 8, count, 128, device=gpu).bfloat16().unbind(0)
+            results.append((layer.update(*new), other.update(*new)))
+        assert all(torch.equal(a, b) for pairs in results for a, b in zip(*pairs, strict=True))
+    parts = layers[0].tokens.held.parts
+    assert {part.extent.page.home for part in parts} == {0, 1}
+    assert max(part.used for part in parts) > 1
+    stack.close()
