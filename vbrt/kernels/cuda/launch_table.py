@@ -313,8 +313,9 @@ def _persistent_times(
             sums_us = parts * (0.2 + 0.005 * block)
             launch = PersistentLaunch(tiles, block, tiles * parts)
             yield 2.5 + 0.012 * block + -(-pairs // parts) * pair_us + sums_us, launch
-        if 2 * tiles > processors:
-            us = 3.2 + 0.02 * block + tiles / processors * pairs * pair_us + 0.9 * processors / tiles
+        if 2 * tiles > processors and tiles % processors:
+            share = tiles / processors
+            us = 3.2 + 0.015 * block + share * (pairs * pair_us + store_us) + 0.9 / share
             yield us, PersistentLaunch(tiles if rounds <= 2 else tiles % processors + processors, block)
 
 
