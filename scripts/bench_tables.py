@@ -56,6 +56,8 @@ def tables() -> str:
         out += valley_table(path)
     for path in sorted(RESULTS.glob("experts-nvidia-*.json")):
         out += experts_table(path)
+    for path in sorted(RESULTS.glob("experts-ready-*.json")):
+        out += ready_table(path)
     for path in sorted(RESULTS.glob("stream-*.json"), key=lambda path: len(path.name)):
         out += stream_table(path)
     for path in sorted(RESULTS.glob("programme-*.json")):
@@ -103,6 +105,35 @@ def experts_table(path: Path) -> list[str]:
         *(f"| {layer} | {' | '.join(cells)} |" for layer, cells in lines.items()),
         "",
         f"{named}, CUDA {result['cuda']}, commit {result['commit']}.",
+        "",
+    ]
+
+
+def ready_table(path: Path) -> list[str]:
+    """How long a model with routed experts takes until it is ready, from `scripts/experts_ready.py`."""
+    result = json.loads(path.read_text())
+    where = result["machine"]
+    named = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
+    what = (
+        f"{result['layers']} layers of Qwen3-30B-A3B's shape, random bf16 weights in pageable host memory, wrapped and "
+        "encoded to nvfp4: from the call of `wrap` until all pages are there. The first row of a process compiles "
+        "kernels; pages in host memory are page-locked as they are made."
+    )
+    rows = [
+        f"| {row['home']} | {row['turn'] + 1} | {row['dense_gb']:.1f} | {row['seconds']:.2f} | "
+        f"{row['dense_gb_per_s']:.2f} |"
+        for row in result["rows"]
+    ]
+    return [
+        f"## experts ready, {where['gpu']}",
+        "",
+        what,
+        "",
+        "| pages live on | turn | dense GB | seconds | dense GB/s |",
+        "| --- " * 5 + "|",
+        *rows,
+        "",
+        f"{named}, Python {where['python']}, commit {where['commit']}.",
         "",
     ]
 
