@@ -55,6 +55,21 @@ def test_fp4_steps_are_captured_and_follow_a_new_weight():
     assert vb.stats().steps.eager == 0
 
 
+@pytest.mark.parametrize("share", [0.4, 0.7])
+def test_steps_whose_pages_move_are_captured_with_their_copies(share):
+    model = tiny("llama")
+    plain = copy.deepcopy(model).cuda()
+    pages = vbrt.make_plan(model, vbrt.load_config("dense", weights={"min_parameters": 0})).page_bytes
+    vb = vbrt.wrap(model, "dense", weights={"min_parameters": 0}, tiers={"gpu": {"budget": int(pages * share)}})
+    same(vb, plain)
+    same(vb, plain, do_sample=True)
+    steps = vb.stats().steps
+    assert (steps.captured, steps.eager) == (22, 0), steps.reasons
+    vb.set_budget("gpu", int(pages * 0.55))
+    same(vb, plain)
+    assert vb.stats().steps.captured == 33, vb.stats().steps.reasons
+
+
 def test_graphs_and_caches_are_freed_with_the_model():
     gc.collect()
     torch.cuda.synchronize()
