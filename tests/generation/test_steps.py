@@ -59,6 +59,19 @@ def test_a_second_call_replays_what_the_first_one_recorded():
     assert vb.stats().steps.recordings == made == 3  # lengths 5 to 17 lie in three blocks of 8
 
 
+def test_layers_and_pages_count_what_is_replayed():
+    """After the first call, which records, each token is one forward and one hit of every layer."""
+    vb = wrapped()
+    generated(vb)
+    before = vb.stats()
+    generated(vb)
+    after = vb.stats()
+    assert after.steps.captured - before.steps.captured == 13
+    for name, layer in after.layers.items():
+        assert layer.forwards - before.layers[name].forwards == 14
+        assert layer.hits - before.layers[name].hits == 14
+
+
 def test_streamers_processors_and_criteria_are_asked_at_every_step():
     class Streamer(transformers.generation.streamers.BaseStreamer):
         def __init__(self):

@@ -60,7 +60,7 @@ class _Static(ABC):  # as transformers' layers are, or Python would refuse to ch
         """True while a step is recorded: models then mask what a cache holds beyond its length."""
         return self._vb_statics.recording
 
-    def leave_(self) -> None:
+    def leave_(self, *, copied: bool = True) -> None:
         """Become a plain layer, with tensors of its own."""
         raise NotImplementedError
 
@@ -74,8 +74,10 @@ class Growing(_Static):
         self.__dict__.update(_vb_statics=statics, _vb_room=room, _vb_length=length)
         room.fill(held, statics.span.first(self._vb_window), length)
 
-    def leave_(self) -> None:
-        keys, values, length = self.keys.clone(), self.values.clone(), self._vb_length
+    def leave_(self, *, copied: bool = True) -> None:
+        keys, values, length = self.keys, self.values, self._vb_length
+        if copied:
+            keys, values = keys.clone(), values.clone()
         for name in ("_vb_statics", "_vb_room", "_vb_length"):
             del self.__dict__[name]
         self.__class__ = self._vb_plain
@@ -143,7 +145,7 @@ class Idle(_Static):
     def enter_(self, statics: "Statics") -> None:
         self.__dict__["_vb_statics"] = statics
 
-    def leave_(self) -> None:
+    def leave_(self, *, copied: bool = True) -> None:
         del self.__dict__["_vb_statics"]
         self.__class__ = self._vb_plain
 
@@ -173,13 +175,17 @@ def _made(mixin: type[_Static], plain: type) -> type:
     return type(f"{mixin.__name__}{plain.__name__}", (mixin, plain), {"_vb_plain": plain})
 
 
-def leave(cache: Any) -> None:
-    """Turn every layer of a cache into the plain one that it was, with tensors of its own."""
+def leave(cache: Any, *, copied: bool = True) -> None:
+    """Turn every layer of a cache into the plain one that it was, with tensors of its own.
+
+    Args:
+        copied: False to let it have those of `Statics`, which nobody must use any more.
+    """
     for layer in layers_of(cache):
         if isinstance(layer, _Static):
-            layer.leave_()
+            layer.leave_(copied=copied)
         elif "_vb_fixed" in layer.__dict__:
-            layer.__dict__.pop("_vb_fixed").leave_()
+            layer.__dict__.pop("_vb_fixed").leave_(copied=copied)
 
 
 def is_entered(cache: Any) -> bool:
@@ -249,10 +255,10 @@ class Fixed:
                 fixed.copy_(now)
                 write_to(self._layer, name, fixed)
 
-    def leave_(self) -> None:
+    def leave_(self, *, copied: bool = True) -> None:
         """Give the layer tensors of its own."""
         for name, fixed in zip(self._names, self.tensors, strict=True):
-            if read(self._layer, name) is fixed:
+            if copied and read(self._layer, name) is fixed:
                 write_to(self._layer, name, fixed.clone())
         self.forget()
 

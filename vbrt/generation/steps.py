@@ -239,9 +239,7 @@ class Session:
         found = None if args else cache_in(kwargs)
         if not self._prompted or (found is not None and not _holds_tokens(found[1])):
             self._prompted = True
-            out = self._plainly(plain, args, kwargs)
-            self._look()  # while the device computes the prompt
-            return out
+            return self._prompt(plain, args, kwargs)
         try:
             out = self._step(plain, found, kwargs)
         except NotRecordable as error:
@@ -251,6 +249,7 @@ class Session:
         else:
             self._steps.captured += 1
             return out
+        self._let_go(found[1], copied=False)  # its memory is its own once the recordings are gone
         self._steps.release()
         self._why = why
         return self._eager(why, found, plain, args, kwargs)
@@ -341,15 +340,24 @@ class Session:
             self._let_go(found[1])
         return self._plainly(plain, args, kwargs)
 
+    def _prompt(self, plain: Plain, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        try:
+            out = self._plainly(plain, args, kwargs)
+        except torch.OutOfMemoryError:
+            self._steps.release()  # the next call has that much more
+            raise
+        self._look()  # while the device computes the prompt
+        return out
+
     def _plainly(self, plain: Plain, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         begin, self._begin = self._begin, None
         if begin is not None:
             begin()
         return plain(*args, **kwargs)
 
-    def _let_go(self, cache: Any) -> None:
+    def _let_go(self, cache: Any, *, copied: bool = True) -> None:
         if is_entered(cache):
-            leave(cache)
+            leave(cache, copied=copied)
         self._cache = None
 
     def end(self) -> None:
