@@ -7,7 +7,6 @@ same memory each time, and cannot record what waits for a result (`item`, `nonze
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,7 +46,7 @@ class TapeRecorder:
 
     def record(self, step: Callable[[], None], within: Callable[[], AbstractContextManager]) -> Tape:
         tape = Tape()
-        with within(), tape, mock.patch("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: True):
+        with within(), tape:
             step()
         self.made.append(tape)
         return tape

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from vbrt.generation.join_attention import join_attention, join_cache_writes, join_rotary
@@ -43,7 +44,7 @@ from vbrt.generation.join_routers import join_routers
 from vbrt.generation.step_graph import Program, StepGraph
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.joining import join_layers
-from vbrt.kernels.recorded import StepRecorder
+from vbrt.kernels.recorded import Form, StepRecorder, form_of
 from vbrt.layers.compiled import FEW_TOKENS, tiles_of_pass
 from vbrt.layers.compute import linear_without_grad
 from vbrt.layers.experts.layer import encoded_forward
@@ -80,6 +81,9 @@ class JoinReport:
         seconds: recording, joining and checking, the step's own time included.
         error: of the first output of floating point, relative to its norm; None: not compared.
         refused: why the step itself is what runs; "" if the joined one does.
+        from_host: what a CUDA graph would read of host memory in every replay, where it is gone by then; "" if
+            nothing. For a step that runs as it is that is not known: numbers that Python makes tensors of are copied,
+            too, and only a joined step has them as constants.
     """
 
     joined: Mapping[str, int] = field(default_factory=dict)
@@ -88,6 +92,7 @@ class JoinReport:
     seconds: float = 0.0
     error: float | None = None
     refused: str = ""
+    from_host: str = ""
 
     @property
     def unjoined(self) -> Mapping[str, int]:
@@ -193,7 +198,9 @@ def _joined(
         first = step(*example_inputs)
     recorder.finish(first)
     if recorder.refused:
-        return Joined(step, JoinReport(seconds=time.perf_counter() - start, refused=recorder.refused), first)
+        seconds, why = time.perf_counter() - start, recorder.refused
+        return Joined(step, JoinReport(seconds=seconds, refused=why, from_host=why), first)
+    from_host = _from_host(recorder)
     same_bits = not _has_rounded_layers(recorder) if same_bits is None else same_bits
     graph = StepGraph(recorder, same_bits=same_bits)
     before = len(recorder.graph.nodes) - len(recorder.given)
@@ -202,11 +209,39 @@ def _joined(
         if check:
             error = _checked(program, recorder, example_inputs, first, same_bits=same_bits)
     except _WrongError as wrong:
-        return Joined(step, JoinReport(seconds=time.perf_counter() - start, refused=str(wrong)), first)
-    report = JoinReport(
-        dict(graph.joined), dict(graph.kept), (before, len(program)), time.perf_counter() - start, error
-    )
+        seconds, why = time.perf_counter() - start, str(wrong)
+        return Joined(step, JoinReport(seconds=seconds, refused=why, from_host=from_host or why), first)
+    seconds, counts = time.perf_counter() - start, (before, len(program))
+    report = JoinReport(dict(graph.joined), dict(graph.kept), counts, seconds, error, from_host=from_host)
     return Joined(program, report, first)
+
+
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+
+
+def _from_host(recorder: StepRecorder) -> str:
+    """What copies from host memory to the device, which a CUDA graph would do again from an address that is free."""
+    for node in recorder.graph.nodes:
+        if any(form.device.type == "cuda" for form in _forms(node)) and any(map(_is_copied, _reads(node))):
+            return f"{node.target} copies from host memory"
+    return ""
+
+
+def _reads(node: Node) -> Iterator[tuple[Node, Form]]:
+    return ((node, form) for read in node.all_input_nodes for form in _forms(read))
+
+
+def _is_copied(read: tuple[Node, Form]) -> bool:
+    """False for a number that a launch takes for an argument."""
+    node, form = read
+    return form.device.type == "cpu" and (form.numel() > 1 or node.target in _COPIES)
+
+
+def _forms(node: Node) -> list[Form]:
+    """The forms of a node's results; none for what gives no tensors."""
+    forms = form_of(node) if "val" in node.meta else None
+    parts = [forms] if forms is None or isinstance(forms, Form) else list(forms)
+    return [part for part in parts if part is not None]
 
 
 @contextlib.contextmanager

@@ -1,6 +1,8 @@
 """Recorded decode steps: one for each form of inputs and block of lengths, on the memory of one cache."""
 
 import functools
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -47,34 +49,62 @@ class Terms(Protocol):
         """Return what counts forwards, and has pages that count hits."""
 
 
+class _Captured(threading.local):
+    now = False
+
+
+_captured = _Captured()
+
+
+@contextmanager
+def as_captured() -> Iterator[None]:
+    """Have transformers take the block, in this thread, for one that a CUDA graph captures: it then reads no masks."""
+    utils = sys.modules["transformers.utils.import_utils"]
+    asked = getattr(utils, "is_cuda_stream_capturing", None)
+    if asked is not None and not hasattr(asked, "vbrt"):
+        utils.is_cuda_stream_capturing = _or_captured(asked)
+    before, _captured.now = _captured.now, True
+    try:
+        yield
+    finally:
+        _captured.now = before
+
+
+def _or_captured(asked: Callable[[], bool]) -> Callable[[], bool]:
+    @functools.wraps(asked)
+    def is_cuda_stream_capturing() -> bool:
+        return _captured.now or asked()
+
+    is_cuda_stream_capturing.vbrt = True
+    return is_cuda_stream_capturing
+
+
 class PagesMoved(NotRecordable):
     """A recording knows pages that are not any more where they were."""
 
 
 class Counted:
-    """What one pass adds to the counters of layers and pages, for passes that are replayed."""
+    """What one pass adds to the counters of layers and of pages that never move, for passes that are replayed."""
 
     def __init__(self) -> None:
         self.passes = 0
-        self._added: list[tuple[Any, str, int]] = []
+        self._added: list[tuple[Any, int]] = []
 
     @contextmanager
     def during(self, handles: list[Any]) -> Iterator[None]:
-        """Note what the block adds."""
-        counters = [(handle, "forwards") for handle in handles]
-        still = [handle for handle in handles if not handle.stack.ledger.travellers]  # else replays count pages
-        counters += [(page, "hits") for handle in still for page in handle.pages]
-        before = [getattr(of, name) for of, name in counters]
+        """Note which layers the block runs."""
+        before = [handle.forwards for handle in handles]
         yield
-        after = [getattr(of, name) for of, name in counters]
-        added = [(*counter, b - a) for counter, a, b in zip(counters, before, after, strict=True) if b != a]
-        self._added = added or self._added
+        added = [(handle, handle.forwards - old) for handle, old in zip(handles, before, strict=True)]
+        self._added = [(handle, more) for handle, more in added if more] or self._added
 
     def settle(self) -> None:
-        """Add what the replays since the last time would have added."""
+        """Count the replays since the last time."""
         passes, self.passes = self.passes, 0
-        for of, name, more in self._added:
-            setattr(of, name, getattr(of, name) + passes * more)
+        for handle, more in self._added:
+            handle.forwards += passes * more
+            for page in handle.pages if not handle.stack.ledger.travellers else ():  # else replays count pages
+                page.hits += passes * more
 
 
 class Recording:
@@ -96,7 +126,10 @@ class Recording:
         with statics.undone():
             step = functools.partial(self._step, plain, call, statics)
             run = joined(lambda *inputs: step(inputs), self.inputs, same_bits=None if terms.joins else True)
-            self.report, self._run = run.report, run  # which holds constants that the graph reads
+            self.report = run.report
+            if run.report.from_host:
+                raise NotRecordable(run.report.from_host)
+            self._run, run.first = run, None  # which holds constants that the graph reads
 
             def body() -> None:
                 tensors = run(*self.inputs)
@@ -111,7 +144,7 @@ class Recording:
         self._terms.begin_pass()
         statics.recording = True
         try:
-            with self._counted.during(self._terms.handles()):
+            with self._counted.during(self._terms.handles()), as_captured():
                 out = plain(**call.kwargs(inputs))
         finally:
             statics.recording = False
