@@ -51,6 +51,7 @@ def test_steps_in_4_bits_are_joined_unless_the_config_says_no(joins):
     generated(vb)
     counts = vb.stats().steps
     assert (counts.captured, counts.eager) == (13, 0) and ("attention" in counts.joined) is joins
+    assert counts.recordings == (1 if joins else 3)  # joined attention passes over masked places: blocks of 32, not 8
 
 
 def test_a_second_call_replays_what_the_first_one_recorded():

@@ -203,6 +203,11 @@ class Terms:
         """True if recorded steps may round in other places than eager ones."""
         return self._attachment().settings.compute.joins
 
+    @property
+    def passes_masks(self) -> bool:
+        """True if attention of recorded steps passes over masked places: that of 4-bit models is joined."""
+        return self.joins and not self._attachment().lossless
+
     def moment(self) -> object:
         """Return what must be as it was when a step was recorded."""
         ledger, guard = self._stack.ledger, self._stack.guard

@@ -26,9 +26,11 @@ class Terms(Protocol):
 
     Attributes:
         joins: True if recorded steps of 4-bit models may round in other places than eager ones.
+        passes_masks: True if attention of recorded steps passes over masked places: it is joined.
     """
 
     joins: bool
+    passes_masks: bool
 
     def new_recorder(self) -> Recorder:
         """Return a recorder for the steps on one cache."""
@@ -173,8 +175,8 @@ class Recording:
 class Kept:
     """A cache's memory and the recordings on it."""
 
-    def __init__(self, cache: Any, limit: int | None, recorder: Recorder) -> None:
-        self.statics, self.recorder = Statics(cache, room_wanted(cache, limit)), recorder
+    def __init__(self, cache: Any, limit: int | None, recorder: Recorder, *, wide: bool = False) -> None:
+        self.statics, self.recorder = Statics(cache, room_wanted(cache, limit), wide=wide), recorder
         self.recordings: dict[tuple[tuple, Span], Recording] = {}
 
     def release(self) -> None:

@@ -25,9 +25,13 @@ class Span(NamedTuple):
         return max(0, (self.start - window + 1) // step * step)
 
 
-def span_of(length: int) -> Span:
-    """Return the block that a length lies in, of BLOCK tokens, or of an eighth of the length between BLOCK and MOST."""
+def span_of(length: int, *, wide: bool = False) -> Span:
+    """Return the block that a length lies in, of BLOCK tokens, or of an eighth of the length between BLOCK and MOST.
+
+    wide: blocks of four times BLOCK at least, for steps that pass over masked places.
+    """
     step = max(BLOCK, min(MOST, 1 << max(0, length.bit_length() - 4)))
+    step = max(step, 4 * BLOCK) if wide else step
     start = length // step * step
     return Span(start, start + step)
 

@@ -278,9 +278,11 @@ class Statics:
     """
 
     @torch.inference_mode(False)  # what is made in inference mode could be written there only
-    def __init__(self, cache: Any, room: int) -> None:
-        self.room, self.recording = room, False
-        self.span, length = span_of(length_of(cache) or 0), length_of(cache)
+    def __init__(self, cache: Any, room: int, *, wide: bool = False) -> None:
+        """wide: steps pass over masked places, so one recording may serve more lengths; not where windows move."""
+        self.room, self.recording, length = room, False, length_of(cache)
+        self._wide = wide and not any(layer.__dict__.get("sliding_window") for layer in layers_of(cache))
+        self.span = self.span_at(length or 0)
         device = next(memory_of(cache)).device
         self.position = torch.full((1,), length or 0, dtype=torch.int64, device=device)
         self._growing: list[Any] = []
@@ -304,7 +306,7 @@ class Statics:
         """Have the layers of a cache of this form keep their tensors here, and copy them."""
         self.forget()
         length = length_of(cache) or 0
-        self.span = span_of(length)
+        self.span = self.span_at(length)
         for index, layer in enumerate(layers_of(cache)):
             if index in self._fixed:
                 self._fixed[index].enter_(layer)
@@ -330,6 +332,11 @@ class Statics:
     def length(self) -> int | None:
         """The tokens that the cache has seen; None if no layer counts them."""
         return self._growing[0]._vb_length if self._growing else None
+
+    def span_at(self, length: int) -> Span:
+        """Return the lengths that a step recorded at this one serves, as far as there is room."""
+        span = span_of(length, wide=self._wide)
+        return Span(span.start, min(span.end, self.room)) if self._wide else span
 
     def move_to(self, span: Span) -> None:
         """Serve another block of lengths: layers with windows let go of what lies before them."""

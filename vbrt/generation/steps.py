@@ -29,7 +29,7 @@ from vbrt.generation.caches import NotRecordable, cache_form, length_of, why_not
 from vbrt.generation.calls import Call, cache_in, new_tokens, take_apart
 from vbrt.generation.fingerprint import fingerprint, why_eager
 from vbrt.generation.recording import Kept, PagesMoved, Recording, Terms
-from vbrt.generation.spans import Span, span_of
+from vbrt.generation.spans import span_of
 from vbrt.generation.static_cache import is_entered, leave
 from vbrt.report.stats import StepCounts
 
@@ -133,7 +133,7 @@ class Steps:
         if kept is None:
             while len(self._kept) >= _KEPT:
                 self._kept.popitem(last=False)[1].release()
-            kept = Kept(cache, limit, self._terms.new_recorder())
+            kept = Kept(cache, limit, self._terms.new_recorder(), wide=self._terms.passes_masks)
         self._kept[key] = kept
         kept.statics.enter(cache)
         return kept
@@ -300,7 +300,7 @@ class Session:
             self._masks = "decoder_attention_mask" in inspect.signature(plain).parameters
         length = self._kept.statics.length if self._holds(cache) else length_of(cache)
         call = take_apart(kwargs, name, length, masks=self._masks)
-        self._place(cache, span_of(call.length or 0))
+        self._place(cache, call.length or 0)
         return call
 
     def _look(self) -> None:
@@ -322,13 +322,14 @@ class Session:
             return "output_attentions=True: attention weights are wanted"
         return "" if is_entered(found[1]) else why_not(found[1])
 
-    def _place(self, cache: Any, span: Span) -> None:
-        """Have the cache lie in static memory that reaches to the end of a span."""
-        if not self._holds(cache) or self._kept.statics.room < span.end:
+    def _place(self, cache: Any, length: int) -> None:
+        """Have the cache lie in static memory that reaches to the end of the span of a length."""
+        if not self._holds(cache) or self._kept.statics.room < span_of(length).end:
             self._let_go(cache)
             self._kept, self._cache = self._steps.kept_for(cache, self._limit), weakref.ref(cache)
-        if self._kept.statics.span != span:
-            self._kept.statics.move_to(span)
+        statics = self._kept.statics
+        if statics.span != statics.span_at(length):
+            statics.move_to(statics.span_at(length))
 
     def _holds(self, cache: Any) -> bool:
         """True if the cache lies in static memory, all of it."""
