@@ -73,6 +73,7 @@ class Ring:
         self.memory, self._tally, self._order = memory, tally, order
         self._views = memory.bytes.view(-1, slot_bytes).unbind(0)
         self._stack = memory.stack
+        self._room = memory.level.slots[memory.key].room
         self._stream = torch.cuda.Stream(self._stack.device) if self._stack.device.type == "cuda" else None
         self._used: list[torch.cuda.Event | None] = [None] * len(self._views)  # when kernels have read a slot
         self._staging: dict[int, Tensor] = {}  # page-locked, for files, by slot
@@ -233,6 +234,9 @@ class Ring:
         else:
             self._stack.levels[0].relay.copy(target.view(-1), origin, stream)
         load.arrived = source.room.fence(stream)
+        self._room.fences[stream.cuda_stream] = (
+            load.arrived
+        )  # the slots are not freed before, if nobody closes the ring
         self._note(level, load, began, None if recorder is None else recorder.mark_on(stream))
 
     def _wait_for_slot(self, load: Load) -> None:
