@@ -49,7 +49,9 @@ class Generating:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         how, kwargs = Speculation.taken(with_asked_cache(self._model(), kwargs))
         if how.asked:
-            return speculating(self._model(), self._attached(how), how, self._plainly, args, kwargs)
+            attachment = self._attached(how)
+            move_rest_(self._model(), attachment.stack.device)  # before transformers asks where the model is
+            return speculating(self._model(), attachment, how, self._plainly, args, kwargs)
         return self._plainly(*args, **kwargs)
 
     def _attached(self, how: Speculation) -> "Attachment":

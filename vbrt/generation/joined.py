@@ -46,7 +46,7 @@ from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.joining import join_layers
 from vbrt.kernels.recorded import Form, StepRecorder, form_of
 from vbrt.layers.compiled import FEW_TOKENS, tiles_of_pass
-from vbrt.layers.compute import linear_without_grad
+from vbrt.layers.compute import kernels_of_pass, linear_without_grad
 from vbrt.layers.experts.layer import encoded_forward
 
 __all__ = ["PATTERNS", "JoinReport", "Joined", "joined"]
@@ -257,10 +257,10 @@ def _without_collections() -> Iterator[None]:
 
 
 def _has_rounded_layers(recorder: StepRecorder) -> bool:
-    """True if a layer in 4 bits computes in the step."""
+    """True if a layer in 4 bits computes in the step; of `exact` weights it does in a coarse pass."""
     layers = recorder.graph.find_nodes(op="call_function", target=linear_without_grad)
     experts = recorder.graph.find_nodes(op="call_function", target=encoded_forward)
-    specs = [node.args[0].spec for node in layers] + [node.args[0].handle.spec for node in experts]
+    specs = [kernels_of_pass(node.args[0]).spec for node in layers] + [node.args[0].handle.spec for node in experts]
     return any(not (spec.lossless or spec.fine) for spec in specs)
 
 
