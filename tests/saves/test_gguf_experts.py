@@ -1,4 +1,4 @@
-"""Experts of gpt-oss in GGUF files: MXFP4 blocks become pages as they are, gates between values, transposed."""
+"""Experts that transformers alone does not read from GGUF files: of gpt-oss, and of Mixtral."""
 
 import pytest
 import torch
@@ -51,4 +51,27 @@ def test_experts_of_gpt_oss_keep_their_blocks(tmp_path):
     with torch.no_grad():
         tokens = torch.arange(8).view(1, 8)
         assert torch.allclose(vb(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-5)
+    vb.close()
+
+
+def test_experts_of_mixtral_are_those_of_a_llama_with_stacks(tmp_path):
+    path, model = tmp_path / "model.gguf", model_of("mixtral")
+    state, more = model.state_dict(), []
+    for layer in (0, 1):
+        base = f"model.layers.{layer}.mlp.experts"
+        for part, rows in zip(("gate", "up"), state[f"{base}.gate_up_proj"].chunk(2, dim=1), strict=True):
+            more.append((f"blk.{layer}.ffn_{part}_exps.weight", rows.contiguous().numpy()))
+    decoded = write(path, model, "llama", lambda name: Type.Q4_0 if "exps" in name else Type.F32, more=more)
+    for layer in (0, 1):
+        gate, up, down = (
+            torch.from_numpy(decoded[f"blk.{layer}.ffn_{part}_exps.weight"]) for part in ("gate", "up", "down")
+        )
+        base = f"model.layers.{layer}.mlp.experts"
+        state |= {f"{base}.gate_up_proj": torch.cat((gate, up), 1), f"{base}.down_proj": down}
+    model.config.architectures = ["MixtralForCausalLM"]
+    model.config.save_pretrained(tmp_path)
+    vb = vbrt.from_pretrained(path, "dense", **QUIET)
+    assert [swap.format for swap in vb.plan.routed] == ["levels32-float16", "levels32-float16"]
+    mine = vb.state_dict()
+    assert all(torch.equal(mine[name], value) for name, value in state.items())
     vb.close()

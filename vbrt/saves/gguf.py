@@ -130,7 +130,8 @@ class GGUFTensors:
             others = sorted(set(left).difference(self.unused))
             raise CheckpointError(
                 f"{self.path}: {len(others)} tensors of it ({self.architecture}) have no place in a "
-                f"{type(model).__name__}: {', '.join(others[:3])}"
+                f"{type(model).__name__}: {', '.join(others[:3])}; expected a file of this model, or beside the file "
+                "the config.json of the model that it is of"
             )
         likes = model.state_dict(keep_vars=True)
         self.weights, self._orders = {}, {}

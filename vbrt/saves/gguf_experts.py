@@ -1,8 +1,8 @@
-"""Routed experts whose class holds them otherwise than GGUF files: transposed, gates between values, as gpt-oss does.
+"""Routed experts of GGUF files: stacks of a layer, [E, N, K] for gates, values ("up") and the way down, and biases.
 
-Files have three stacks of a layer, [E, N, K] for gates, values ("up") and the way down, and perhaps a bias for each.
-transformers turns them into a model's parameters for classes that hold [E, 2 N, K], gates first. Other classes say how
-they hold them (`is_transposed`, `is_concatenated`).
+transformers' classes hold gates and values in one parameter, and say how (`is_transposed`, `is_concatenated`): most as
+[E, 2 N, K], gates first; gpt-oss transposed, gates between values. transformers' own reading knows some architectures
+of the first kind.
 """
 
 import re
@@ -22,14 +22,14 @@ Run = Callable[[Mapping[str, Tensor]], Tensor]
 
 
 def expert_sources(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...], Run]]:
-    """Yield the parameters of such experts: the model's name, those of the file, and what makes the value of theirs."""
+    """Yield the parameters of experts: the model's name, those of the file, and what makes the value of theirs."""
     found: dict[tuple[str, str, str], str] = {}
     for name in names:
         if match := _NAME.match(name):
             found[match.groups()] = name
     for path, module in model.named_modules() if found else ():
         layer = _LAYER.search(path)
-        if layer is not None and getattr(module, "is_transposed", False):
+        if layer is not None and hasattr(module, "is_transposed"):
             yield from _of_module(path, module, layer[1], found)
 
 
@@ -38,7 +38,7 @@ def _of_module(
 ) -> Iterator[tuple[str, tuple[str, ...], Run]]:
     for kind, ending in (("weight", ""), ("bias", "_bias")):
         gate, up, down = (found.get((layer, part, kind)) for part in ("gate", "up", "down"))
-        turn = kind == "weight"
+        turn = module.is_transposed and kind == "weight"
         if gate and up:
             join = partial(_joined, gate, up, concatenated=module.is_concatenated, turn=turn)
             yield f"{path}.gate_up_proj{ending}", (gate, up), join
