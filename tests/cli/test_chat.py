@@ -110,6 +110,8 @@ def test_planes_that_others_wrote_run_as_they_are(llama, tmp_path, monkeypatch, 
         found = json.loads(capsys.readouterr().out)
         assert (found["layout"], found["layers"][0]["becomes"]) == ("planes of vbrt", "nvfp4+exact")
         assert found["config"]["tiers"]["cpu"]["budget"] == "9MiB" and not found["refusal"]
+    assert cli.main(["inspect", str(tmp_path / "two")]) == 0
+    assert "model.safetensors" in "".join(capsys.readouterr().out.split())  # where its config is, however it is wrapped
     assert cli.main(["run", str(tmp_path / "one"), "the sea", "--config", "nf4"]) == 2
     assert "a save keeps its format" in errors(capsys)
 

@@ -60,7 +60,7 @@ def test_files_are_read_ahead_layer_by_layer(tmp_path, monkeypatch, way):
     monkeypatch.setattr(read_ahead, "_joined", iter)  # or neighbours would be one read
     monkeypatch.setattr(read_ahead.Crew, "give", lambda crew, work, piece: read.append(getattr(piece, "name", None)))
     if way == "vbrt":
-        vbrt.from_pretrained(tmp_path, "exact", **QUIET).close()
+        vbrt.load(tmp_path, llama(meta=True), "exact", **QUIET).close()
     else:
         made = AutoModelForCausalLM.from_pretrained(
             tmp_path, quantization_config=vbrt.QuantizationConfig("exact", **QUIET)

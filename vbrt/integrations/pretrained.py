@@ -8,7 +8,6 @@ transformers.
 """
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from vbrt.config import VBConfig
+from vbrt.errors import CheckpointError
 from vbrt.integrations.huggingface import (
     gguf_at,
     loading,
@@ -31,6 +31,8 @@ from vbrt.integrations.huggingface import (
 from vbrt.integrations.transformers_quantizer import QuantizationConfig
 from vbrt.model.runtime import Runtime
 from vbrt.saves.ahead import reading_ahead
+from vbrt.saves.dense import DenseCheckpoint
+from vbrt.saves.fit import first_names
 from vbrt.saves.manifest import MANIFEST
 from vbrt.saves.sources import open_source
 from vbrt.wrapper.load import load_from
@@ -107,10 +109,12 @@ class Reader:
         """Return the model in eval mode. See `from_pretrained`."""
         path, overrides = self._path, overrides or {}
         is_own = not self._is_gguf and method_of(model_config(path)) == _OWN
-        if runtime is None and (is_own or _is_pickled(path)):
-            is_unnamed = is_own and config is None and not overrides  # then its own counts
-            return self._by_transformers(None if is_unnamed else QuantizationConfig(config, **overrides))
-        source = open_source(path)
+        source = None if is_own or _is_pickled(path) else open_source(path)
+        if source is None or (type(source) is DenseCheckpoint and not self._is_gguf):
+            is_named = not is_own or any(given is not None for given in (config, runtime)) or overrides
+            return self._by_transformers(
+                QuantizationConfig(config, runtime=runtime, **overrides) if is_named else None  # then its own counts
+            )
         with reading_ahead(source.files):
             model = meta_model(path, self._dtype).eval()
             if hasattr(model.config, "quantization_config"):
@@ -120,18 +124,21 @@ class Reader:
         return vb
 
     def _by_transformers(self, asked: QuantizationConfig | None) -> VBModelWrapper:
-        """Have transformers read what says for itself how it is wrapped, or is pickled."""
+        """Have transformers read dense weights, and what says for itself how it is wrapped: classes have dtypes and
+        buffers of their own, of which only transformers knows."""
         kind, given = type(meta_model(self._path)), {} if asked is None else {"quantization_config": asked}
         with quiet(), _counted(self._count), loading(f"{self._path}: transformers cannot load it"):
             model, info = kind.from_pretrained(
                 self._path, dtype="auto", local_files_only=True, output_loading_info=True, **given
             )
-        missing = sorted(info["missing_keys"])
+        vb, missing = of(model.eval()), sorted(info["missing_keys"])
         if missing:
-            shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-            text = f"{self._path}: {len(missing)} weights are not in the checkpoint and were drawn at random: {shown}"
-            warnings.warn(text, stacklevel=4)
-        return of(model.eval())
+            vb.close()
+            raise CheckpointError(
+                f"{self._path}: not of this model: {len(missing)} weights that the model has are missing: "
+                f"{first_names(missing)}"
+            )
+        return vb
 
 
 def _is_pickled(path: Path) -> bool:

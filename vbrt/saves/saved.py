@@ -45,6 +45,7 @@ class SavedModel:
         self._manifest: Manifest = read_manifest(path) if manifest is None else manifest
         names = sorted({tensor.file for tensor in self._manifest.tensors.values()})
         own = files is None
+        self._said_in = path / MANIFEST if own else next(iter(files.values())).path  # for errors: where the manifest is
         files = {name: TensorFile(path / name) for name in names} if files is None else files
         self.files = list(files.values())
         self._files = {name: files[tensor.file] for name, tensor in self._manifest.tensors.items()}
@@ -87,20 +88,18 @@ class SavedModel:
                         info = self._info(layer.file_tensor(plane, field, matrix))
                         if not _is_like(info, *wanted):
                             raise _damaged(
-                                self.path / MANIFEST,
+                                self._said_in,
                                 f"layers[{number}] asks for {_described(*wanted)}, and "
                                 f"{info.name} is {_described(text_of(info.dtype), info.shape)}",
                             )
         for number, entry in enumerate(self._manifest.kept):
             dtype = self._info(entry.name).dtype
             if entry.trainable and not has_fraction(dtype):
-                raise _damaged(
-                    self.path / MANIFEST, f"kept[{number}].trainable = true, and {entry.name} is {text_of(dtype)}"
-                )
+                raise _damaged(self._said_in, f"kept[{number}].trainable = true, and {entry.name} is {text_of(dtype)}")
 
     def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
         """See `Source`. Weights stay what they were when the model was saved."""
-        saved = for_this_machine(VBConfig.from_dict(self._manifest.config, source=str(self.path / MANIFEST)))
+        saved = for_this_machine(VBConfig.from_dict(self._manifest.config, source=str(self._said_in)))
         asked = load_config(saved if config is None else config, **overrides)
         for key in ("format", "fine"):
             here, there = getattr(asked.weights, key), getattr(saved.weights, key)
