@@ -124,7 +124,7 @@ def check_weights(w_ENK: Tensor, format: str) -> list[float]:
     """The largest magnitude of each of several weights; raises FormatError for one that cannot be encoded."""
     if w_ENK.dtype not in _DTYPES or w_ENK.ndim != 3 or not w_ENK.numel():
         return [check_weight(w_NK, format) for w_NK in w_ENK]  # says what is wrong
-    ends = torch.stack([end for w_NK in w_ENK for end in torch.aminmax(w_NK)]).tolist()  # waits once
+    ends = torch.stack([end.float() for w_NK in w_ENK for end in torch.aminmax(w_NK)]).tolist()  # waits once
     amax_E = [max(-low, high) for low, high in zip(ends[::2], ends[1::2], strict=True)]
     for w_NK, amax in zip(w_ENK, amax_E, strict=True):
         if not amax < float("inf"):
