@@ -83,3 +83,26 @@ def test_models_in_a_model_generate_by_recordings_too(tapes):
     vb = models.wrap(Holder())
     assert tokens(vb.language_model) == tokens(tiny("llama"))
     assert vb.stats().steps.captured == 5
+
+
+def test_adapters_that_are_switched_off_or_scaled_are_recorded_again(tapes):
+    peft = pytest.importorskip("peft")
+
+    def adapted(model):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.1)
+        return peft.get_peft_model(model, config).eval()
+
+    def generated(model):
+        return model.generate(input_ids=PROMPT[1:], max_new_tokens=6, do_sample=False).tolist()
+
+    vb = models.wrap(tiny("llama"))
+    plain, mine = adapted(tiny("llama")), adapted(vb.model)
+    assert generated(mine) == generated(plain)
+    with plain.disable_adapter(), mine.disable_adapter():
+        assert generated(mine) == generated(plain)
+    for model in (plain, mine):
+        model.base_model.model.model.layers[0].self_attn.q_proj.scaling["default"] = 9.0
+    assert generated(mine) == generated(plain)
+    steps = vb.stats().steps
+    assert (steps.captured, steps.eager, steps.recordings) == (15, 0, 3)
