@@ -105,4 +105,5 @@ def test_adapters_that_are_switched_off_or_scaled_are_recorded_again(tapes):
         model.base_model.model.model.layers[0].self_attn.q_proj.scaling["default"] = 9.0
     assert generated(mine) == generated(plain)
     steps = vb.stats().steps
-    assert (steps.captured, steps.eager, steps.recordings) == (15, 0, 3)
+    assert (steps.captured, steps.eager) == (15, 0)
+    assert steps.recordings == 6  # two blocks of lengths, three times
