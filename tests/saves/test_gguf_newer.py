@@ -1,4 +1,4 @@
-"""Architectures that transformers has newer rules for: Qwen3.5, whose rows and columns are in another order in files."""
+"""Architectures that transformers has newer rules for: Qwen3.5, whose rows and columns files have in another order."""
 
 import numpy as np
 import pytest
