@@ -10,6 +10,7 @@ from scripts.load_peak import load_table
 from scripts.plots import Labels, line_plot
 from scripts.programme_tables import programme_table
 from scripts.routing_tables import routing_table
+from scripts.speculation_tables import speculation_table
 from scripts.step_tables import joined_table
 from scripts.valley_tables import valley_table
 
@@ -72,6 +73,8 @@ def tables() -> str:
         out += joined_table(path)
     for path in sorted(RESULTS.glob("generate-*.json")):
         out += generate_table(path, DOCS)
+    for path in sorted(RESULTS.glob("speculation-*.json")):
+        out += speculation_table(path)
     for path in sorted(RESULTS.glob("kv-*.json")):
         out += kv_table(path)
     return "\n".join(out)
