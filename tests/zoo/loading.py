@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.zoo import zoo
 from tests.zoo.bits import difference, reason_of
 from tests.zoo.checks import ALL, Result
-from vbrt import QuantizationConfig, from_pretrained, load, of
+from vbrt import QuantizationConfig, load, of
 from vbrt.integrations.huggingface import meta_model
 
 __all__ = ["LOADING_CHECKS", "check_loading"]
@@ -71,10 +71,8 @@ def check_loading(
 def _by_vbrt(directory: Path, inputs: Mapping[str, Any], expected: Mapping[str, Tensor]) -> str:
     """Load a checkpoint, or planes that `save_pretrained` wrote, as `vbrt.load` does; return what differs."""
     try:
-        if directory.name == "plain":
-            vb = from_pretrained(directory, "exact", weights=ALL)
-        else:
-            vb = load(directory, meta_model(directory).eval())
+        config = {"weights": ALL | {"fine": "exact"}} if directory.name == "plain" else {}
+        vb = load(directory, meta_model(directory).eval(), **config)
         with vb:
             return difference(expected, zoo.forward(vb, inputs))
     except Exception as e:  # noqa: BLE001 - reported as this check's verdict

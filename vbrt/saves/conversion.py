@@ -19,7 +19,7 @@ from torch import nn
 from vbrt.errors import CheckpointError
 from vbrt.saves.tensorfile import TensorInfo
 
-__all__ = ["Entry", "TensorSource", "entries_for", "merges_experts"]
+__all__ = ["Entry", "TensorSource", "entries_for", "merges_experts", "own_dtypes"]
 
 
 class TensorSource(Protocol):
@@ -250,3 +250,29 @@ def _check_new(path: Path, origin: dict[str, str], new: str, name: str) -> None:
     if new in origin:
         raise CheckpointError(f"{path}: {origin[new]} and {name} are both {new} for this model; expected one of them")
     origin[new] = name
+
+
+def own_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtypes of parameters that a model of transformers keeps in one of their own, by name.
+
+    Args:
+        model: as it is built, before any dtype of a file is taken.
+        dtype: of most weights in the files.
+    """
+    library = sys.modules.get("transformers")
+    if library is None or not isinstance(model, library.PreTrainedModel) or not hasattr(model, "_get_dtype_plan"):
+        return {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in parameters.values():
+        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    usual = max(sizes, key=lambda held: sizes[held], default=dtype)
+    plan = model._get_dtype_plan(dtype)
+    loading = importlib.import_module("transformers.core_model_loading")
+    pattern, groups, _ = loading.build_glob_alternation(list(plan)) if plan else (None, {}, None)
+    found = {name: p.dtype for name, p in parameters.items() if p.dtype is not usual and p.dtype.is_floating_point}
+    for name in parameters if pattern is not None else ():
+        match = pattern.search(name)
+        if match is not None:
+            found[name] = plan[groups[match.lastgroup]]
+    return found

@@ -17,10 +17,10 @@ from vbrt.model.planner import make_plan
 from vbrt.residency.plan import Beside, Plan, Swap
 from vbrt.residency.site import WeightSite
 from vbrt.saves.assign import assign_, on_meta, with_values
-from vbrt.saves.conversion import Entry
+from vbrt.saves.conversion import Entry, own_dtypes
 from vbrt.saves.fit import check_names, ignored_names, other_dtypes, other_shapes, refuse_any
 from vbrt.saves.gguf_file import GGUFFile
-from vbrt.saves.tensorfile import TensorFile
+from vbrt.saves.tensorfile import TensorFile, TensorInfo
 
 __all__ = ["DenseCheckpoint"]
 
@@ -67,11 +67,12 @@ class DenseCheckpoint:
         infos = {name: self._found[entry].info for name, entry in self._entries.items()}
         refuse_any(self.path, "shapes do not fit", other_shapes(model, infos))
         refuse_any(self.path, "dtypes do not fit", other_dtypes(model, infos))
+        own = own_dtypes(model, _usual(infos.values()))
         done: set[int] = set()
         for name, parameter in list(model.named_parameters(remove_duplicate=False)):
             if id(parameter) not in done:
                 done.add(id(parameter))
-                dtype = infos[name].dtype
+                dtype = own.get(name, infos[name].dtype)
                 assign_(model, groups[id(parameter)], partial(on_meta, dtype=dtype, trains=parameter.requires_grad))
 
     @property
@@ -120,4 +121,17 @@ class DenseCheckpoint:
         for entry, names in groups.items():
             found = self._found[entry]
             value = found.map() if device.type == "cpu" else found.read().to(device)
-            assign_(model, names, partial(with_values, value=value))
+            assign_(model, names, partial(_with_values, value=value))
+
+
+def _with_values(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return the values as what they stand for; a parameter has the dtype that it was outlined with."""
+    return with_values(old, value.to(old.dtype) if isinstance(old, nn.Parameter) else value)
+
+
+def _usual(infos: Iterable[TensorInfo]) -> torch.dtype:
+    """Return the dtype of most bytes."""
+    sizes: dict[torch.dtype, int] = {}
+    for info in infos:
+        sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)

@@ -34,8 +34,9 @@ def load(
 ) -> VBModelWrapper:
     """Wrap a model with weights from files: what `vb.save` wrote, or a safetensors checkpoint of the dense model.
 
-    Every parameter and buffer comes from the files, in the files' dtypes. Of a save nothing is encoded again; of a
-    checkpoint one weight at a time is read and encoded. The model's mode (train, eval) stays.
+    Every parameter and buffer comes from the files, in the files' dtypes, but for those that a class of transformers
+    keeps in float32. Of a save nothing is encoded again; of a checkpoint one weight at a time is read and encoded. The
+    model's mode (train, eval) stays.
 
     Where the CPU computes, large weights of a checkpoint that are not swapped stay mapped from its files, as
     `from_pretrained` leaves them: the system may drop them from memory and read them again, writes stay in this
