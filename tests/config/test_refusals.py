@@ -69,6 +69,7 @@ WRONG_VALUES = [
     ("mode", True, 'true; expected "infer" or "train"'),
     ("compute.fp8", "e4m3", '"e4m3"; expected true or false'),
     ("compute.fp4", 1, "1; expected true or false"),
+    ("compute.captures", 2, "2; expected true or false"),
     ("compute.joins", "no", '"no"; expected true or false'),
 ]
 

@@ -159,6 +159,29 @@ def test_what_cannot_be_recorded_stays_eager_and_is_counted_with_its_reason(kwar
     assert why in str(vb.stats())
 
 
+def test_a_config_keeps_steps_eager_and_every_bit():
+    plain = tiny("llama")
+    settings = models.config("dense") | {"compute": {"captures": False}}
+    vb = vbrt.wrap(tiny("llama"), settings)
+    want, got = generated(plain), generated(vb)
+    assert all(torch.equal(a, b) for a, b in zip(got.logits, want.logits, strict=True))
+    assert vb.stats().steps.reasons == {"compute.captures = false": 13}
+
+
+@pytest.mark.parametrize("mode", ["inference", "autocast"])
+def test_modes_of_torch_are_those_of_eager_steps(mode):
+    vb, plain = wrapped(), tiny("llama")
+    same(vb, plain)
+    modes = {"inference": torch.inference_mode, "autocast": lambda: torch.autocast("cpu", torch.bfloat16)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with modes[mode]():
+            want, got = generated(plain), generated(vb)
+    assert torch.equal(want.sequences, got.sequences)
+    assert steps(vb) == ((26, 0) if mode == "inference" else (13, 13))
+    same(vb, plain)
+
+
 def test_the_reason_is_warned_of_once():
     vb = wrapped()
     vb.model.model.layers[1].register_forward_hook(lambda module, args, out: None)

@@ -229,6 +229,7 @@ class ComputeConfig(_Section):
     fp8: multiply many tokens at a time in FP8 where the GPU can, which rounds activations to 3 bits of mantissa.
     fp4: experimental, never run on a GPU that has it: the same in FP4, which rounds activations to 1 bit of mantissa.
     With both, FP8 is for GPUs without FP4.
+    captures: `generate` records its decode steps as CUDA graphs; false: each runs the model's Python.
     joins: recorded decode steps of 4-bit models may round in other places than eager ones, to take fewer launches.
     """
 
@@ -237,6 +238,7 @@ class ComputeConfig(_Section):
     backend: str = _opt("auto", choice(*BACKENDS))
     fp8: bool = _opt(False, flag)
     fp4: bool = _opt(False, flag)
+    captures: bool = _opt(True, flag)
     joins: bool = _opt(True, flag)
 
 

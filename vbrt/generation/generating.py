@@ -23,7 +23,7 @@ from vbrt.generation.generate import Speculation
 from vbrt.generation.generate import generate as speculating
 from vbrt.generation.kv_asked import with_asked_cache
 from vbrt.generation.recorders import Recorder, recorder_for
-from vbrt.generation.steps import CUSTOM, Session, Steps
+from vbrt.generation.steps import CUSTOM, OFF, Session, Steps
 from vbrt.kernels.recorded import recorder
 from vbrt.layers import WeightHandle
 from vbrt.layers.compute import pass_precision
@@ -225,6 +225,8 @@ class Terms:
     def refusal(self) -> str:
         """Return why no pass can be recorded now; "" if one can."""
         guard, attachment = self._stack.guard, self._attachment()
+        if not attachment.settings.compute.captures:
+            return OFF
         if guard.routing is not None:
             return "routing is being recorded"
         if self._stack.device.type == "cuda":

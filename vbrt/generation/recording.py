@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from vbrt.generation.caches import NotRecordable, room_wanted
@@ -119,6 +120,8 @@ class Recording:
         report: what was joined.
     """
 
+    @torch.inference_mode(False)  # tensors of inference mode could be written there only
+    @torch.no_grad()
     def __init__(self, plain: Plain, call: Call, kept: "Kept", terms: Terms) -> None:
         statics, self._terms, self._counted = kept.statics, terms, Counted()
         self.inputs = call.inputs(statics.span.end)

@@ -33,7 +33,7 @@ from vbrt.generation.spans import span_of
 from vbrt.generation.static_cache import is_entered, leave
 from vbrt.report.stats import StepCounts
 
-__all__ = ["CUSTOM", "Session", "Steps"]
+__all__ = ["CUSTOM", "OFF", "Session", "Steps"]
 
 #: caches of how many forms are kept from one call of generate to the next
 _KEPT = 2
@@ -45,9 +45,10 @@ _COARSE_ROUNDING = 0.06
 
 NO_CACHE = "there is no cache (use_cache=False)"
 SEVERAL = "several tokens a sequence in one forward, as assisted decoding verifies them"
+OFF = "compute.captures = false"
 CUSTOM = "custom_generate decodes in its own way"
 #: reasons that follow from what was asked for; they are counted, and nobody is warned of them
-EXPECTED = (NO_CACHE, SEVERAL, CUSTOM)
+EXPECTED = (NO_CACHE, SEVERAL, CUSTOM, OFF)
 
 Plain = Callable[..., Any]
 
