@@ -26,6 +26,7 @@ def generate_table(path: Path, docs: Path) -> list[str]:
         "",
         what,
         "",
+        *([result["note"], ""] if result.get("note") else []),
         "| case | batch | ms a token | replay ms | first token ms | recording ms | steps captured | GPU peak GB |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         *map(_row, rows),
