@@ -60,18 +60,18 @@ def test_layers_in_4_bits_are_joined_and_captured():
 
 
 def test_numbers_that_python_makes_are_constants_of_the_graph():
-    x, graph = torch.ones(3), torch.cuda.CUDAGraph()
+    given, graph = torch.ones(3), torch.cuda.CUDAGraph()
 
-    def step():
+    def step(x):
         scale = torch.tensor([1.0, 2.0, 3.0], device="cpu")
         return x * (scale + 1).to("cuda")
 
-    run = joined(step, (x,))
-    run(x)
+    run = joined(step, (given,))
+    run(given)
     with torch.cuda.graph(graph):
-        y = run(x)
+        y = run(given)
     torch.full((1 << 20,), float("nan"))
-    x.fill_(2)
+    given.fill_(2)
     graph.replay()
     assert y.tolist() == [4, 6, 8] and "_to_copy.default" not in run.run.calls()
 
