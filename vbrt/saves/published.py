@@ -155,6 +155,8 @@ class PublishedCheckpoint(DenseCheckpoint):
         rows = self._entry(site).rows
         weights = [self._packed.weights[name] for name in rows[matrix if len(rows) > 1 else 0]]
         planes = [weight.plane(matrix if weight.outline.matrices else None) for weight in weights]
+        if len(planes) == 1:  # a copy of it would take as long as reading it
+            return planes[0]
         once = {name for name in planes[0] if name in ("tensor_scale", "levels")}
         return {
             name: tensor if name in once else torch.cat([plane[name] for plane in planes])
