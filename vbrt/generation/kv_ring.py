@@ -234,9 +234,7 @@ class Ring:
         else:
             self._stack.levels[0].relay.copy(target.view(-1), origin, stream)
         load.arrived = source.room.fence(stream)
-        self._room.fences[stream.cuda_stream] = (
-            load.arrived
-        )  # the slots are not freed before, if nobody closes the ring
+        self._room.fences[stream.cuda_stream] = load.arrived  # a ring that is collected is freed after it
         self._note(level, load, began, None if recorder is None else recorder.mark_on(stream))
 
     def _wait_for_slot(self, load: Load) -> None:
