@@ -75,7 +75,7 @@ def tables() -> str:
         out += generate_table(path, DOCS)
     for path in sorted(RESULTS.glob("speculation-*.json")):
         out += speculation_table(path)
-    for path in sorted(RESULTS.glob("kv-*.json")):
+    for path in sorted(RESULTS.glob("kv-*.json"), key=lambda path: len(path.name)):
         out += kv_table(path)
     return "\n".join(out)
 

@@ -18,7 +18,7 @@ def kv_table(path: Path) -> list[str]:
         "for the bytes that come over the link. Errors are those of keys and values, relative, the exact ones included."
     )
     return [
-        f"## KV cache in the tiers, {where['gpu']}",
+        f"## KV cache in the tiers, {result['layers']} layers, {where['gpu']}",
         "",
         what,
         "",
@@ -37,7 +37,7 @@ def _row(row: dict) -> str:
         return f"| {row['cache']} | {row['failed']} | – | – | – | – | – |"
     link = f"{row['link_ms']:.1f}" if row.get("link_ms") else "–"
     limit = f"{row['of_limit']:.2f}" if "of_limit" in row else "–"
-    logits = "bit for bit" if row["equal"] else "rounded"
+    logits = "bit for bit" if row["equal"] else f"{row['error']:.1e} off"
     errors = f"{row['key_error']:.1e}, {row['value_error']:.1e}" if row.get("value_error") else "–"
     return (
         f"| {row['cache']} | {row['ms']:.1f} | {link} | {limit} | {logits} | {errors} | {row['peak_bytes'] / 1e9:.2f} |"
