@@ -7,6 +7,7 @@ from scripts.bench_parts import PARTS
 from scripts.generate_tables import generate_table
 from scripts.kv_tables import kv_table
 from scripts.load_peak import load_table
+from scripts.load_tables import load_section
 from scripts.plots import Labels, line_plot
 from scripts.programme_tables import programme_table
 from scripts.routing_tables import routing_table
@@ -51,6 +52,8 @@ def tables() -> str:
         out += [f"{named} {where['commit']}.", ""]
     for path in sorted(RESULTS.glob("load-peak-*.json")):
         out += load_table(path)
+    for path in sorted(RESULTS.glob("load-nvidia-*.json")):
+        out += load_section(path)
     for path in sorted(RESULTS.glob("kernels-*.json")):
         out += kernel_table(path)
     for path in sorted(RESULTS.glob("valley-*.json")):
