@@ -12,6 +12,7 @@ from torch import nn
 import vbrt
 from vbrt.errors import FormatError, TierError
 from vbrt.formats import get_format
+from vbrt.kernels import reference
 from vbrt.kernels.cuda.e2m1.linear import packing
 from vbrt.kernels.cuda.e2m1.tiles import is_tiled, unpack_tiles
 from vbrt.kernels.registry import _REGISTRY
@@ -110,27 +111,29 @@ def test_a_tied_table_has_one_set_of_pages_for_its_rows_and_for_the_heads_produc
         assert torch.equal(vb(IDS), model(IDS)) and len(vb.stack.pages) == 4
 
 
+@pytest.mark.parametrize("fine", ["none", "exact"])
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
-def test_rows_are_found_in_the_order_that_a_heads_kernel_wants(format, monkeypatch):
-    """As on a GPU, whose kernel decodes tiles of 16 rows."""
-    expected = wrapped(({"format": format}, torch.bfloat16), tied=True).model.embed(IDS)
+def test_rows_are_found_in_the_order_that_a_heads_kernel_wants(format, fine, monkeypatch):
+    """As on a GPU, whose kernel decodes tiles of 16 rows and merges them with a fine plane."""
+    holding = ({"format": format, "fine": fine}, torch.bfloat16)
+    expected = wrapped(holding, tied=True).model.embed(IDS)
 
     def decode(planes):
         coarse = planes.coarse
         if is_tiled(coarse):
             coarse = unpack_tiles(format, coarse, planes.shape)
-        return get_format(format).decode(coarse, planes.shape, planes.dtype)
+        return reference.decode_weight(replace(planes, coarse=coarse))
 
     for op, changes in (("linear", {"page_order": packing, "builds": False}), ("decode_weight", {"run": decode})):
         for key, kernel in list(_REGISTRY[op].items()):
             monkeypatch.setitem(_REGISTRY[op], key, replace(kernel, **changes))
-    vb = wrapped(({"format": format}, torch.bfloat16), tied=True)
+    vb = wrapped(holding, tied=True)
     assert torch.equal(vb.model.embed(IDS), expected)
-    with vb.registry["embed"].handle.lease() as (page,):
+    with vb.registry["embed"].handle.lease() as (page, *_):
         assert is_tiled(page)
-    alone = wrapped(({"format": format}, torch.bfloat16))  # no kernel multiplies it: in the format's own order
+    alone = wrapped(holding)  # no kernel multiplies it: in the format's own order
     assert torch.equal(alone.model.embed(IDS), expected)
-    with alone.registry["embed"].handle.lease() as (page,):
+    with alone.registry["embed"].handle.lease() as (page, *_):
         assert "codes" in page
 
 

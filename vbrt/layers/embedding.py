@@ -135,12 +135,30 @@ def _rows(handle: WeightHandle, kernels: Kernels, index_T: torch.Tensor) -> torc
         return pages[0].take("weight", index_T)
     if spec.fine:
         coarse, fine = map(_rows_of, pages)
-        return exact_rows(coarse, fine, get_format(spec.format), spec.shape, spec.dtype, index_T)
+        return exact_rows(_as_encoded(kernels, coarse), fine, get_format(spec.format), spec.shape, spec.dtype, index_T)
     return _coarse(handle, kernels, pages[0], index_T)
 
 
 def _rows_of(page: PageRows) -> Rows:
     return Rows(page.page.layout, page.take)
+
+
+def _as_encoded(kernels: Kernels, rows: Rows) -> Rows:
+    """Return a coarse plane as its format encodes it, whose page may be in a kernel's order: each row is one of the
+    several of an entry."""
+    if not kernels.packs(rows.layout):
+        return rows
+    spec, order = kernels.spec, kernels.packing
+
+    def take(field: str, index_T: torch.Tensor) -> torch.Tensor:
+        entries = coarse_rows(rows, index_T // order.rows)
+        found = order.unpack(entries, (order.rows * len(index_T), spec.shape[1]))[field]
+        if found.dim() == 1:  # once for all rows
+            return found
+        plain = found.view(torch.uint8).view(len(index_T), order.rows, -1)
+        return plain[_each(index_T), index_T % order.rows].view(found.dtype)
+
+    return Rows(get_format(spec.format).layout(spec.shape, spec.dtype), take)
 
 
 def _coarse(handle: WeightHandle, kernels: Kernels, page: PageRows, index_T: torch.Tensor) -> torch.Tensor:
