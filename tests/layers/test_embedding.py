@@ -11,7 +11,6 @@ from torch import nn
 
 import vbrt
 from vbrt.errors import FormatError, TierError
-from vbrt.formats import get_format
 from vbrt.kernels import reference
 from vbrt.kernels.cuda.e2m1.linear import packing
 from vbrt.kernels.cuda.e2m1.tiles import is_tiled, unpack_tiles
