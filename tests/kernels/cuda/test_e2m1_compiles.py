@@ -226,19 +226,21 @@ def test_the_persistent_kernel_keeps_instructions_in_flight(name, bias, tokens, 
 
     types = {
         "tile_ptr": "*i32",
+        "block_ptr": "*fp32",
+        "level_ptr": "*fp32",
         "scale_ptr": "*fp32",
         "bias_ptr": "*bf16",
         "part_ptr": "*fp32",
-        "flag_ptr": "*i32",
+        "flag_ptr": "*i64",
         "y_ptr": "*bf16",
         "x_desc": f"tensordesc<bf16[{persistent_gluon.box_of(tokens)}, 64],{NVMMASharedLayout(128, 16, 2)!r}>",
-        **dict.fromkeys(("M", "N", "columns", "y_stride", "split"), "i32"),
+        **dict.fromkeys(("M", "N", "columns", "blocks", "y_stride", "split", "ticket"), "i32"),
     }
     activation = "gelu" if bias else "none"
     constants = {
         "TOKENS": tokens,
         "CUT_TILES": not bias,
-        "E8M0_SCALES": name == "mxfp4",
+        "CODES": "e8m0" if name == "mxfp4" else "e4m3",
         "ACTIVATION": activation,
         "HAS_BIAS": bias,
         "DEPENDENT": True,
