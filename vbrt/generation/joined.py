@@ -25,8 +25,6 @@ what one gets, and the report says why.
 | routers | no | softmax, top-k, normalization |
 """
 
-import contextlib
-import gc
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +39,7 @@ from vbrt.generation.join_attention import join_attention, join_cache_writes, jo
 from vbrt.generation.join_norms import eager_forms, join_norms
 from vbrt.generation.join_plain import join_repeated, say_plainly
 from vbrt.generation.join_routers import join_routers
+from vbrt.generation.recorders import without_collections
 from vbrt.generation.step_graph import Program, StepGraph
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.joining import join_layers
@@ -181,7 +180,7 @@ def joined(
 
     Raises: whatever the step raises.
     """
-    with _without_collections():
+    with without_collections():
         return _joined(step, example_inputs, same_bits, without, check=check)
 
 
@@ -242,18 +241,6 @@ def _forms(node: Node) -> list[Form]:
     forms = form_of(node) if "val" in node.meta else None
     parts = [forms] if forms is None or isinstance(forms, Form) else list(forms)
     return [part for part in parts if part is not None]
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Put off collections of cyclic garbage: thousands of nodes would cause several, longer than the record takes."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _has_rounded_layers(recorder: StepRecorder) -> bool:

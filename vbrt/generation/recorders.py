@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["CudaRecorder", "Recorder", "Tape", "recorder_for"]
+__all__ = ["CudaRecorder", "Recorder", "Tape", "recorder_for", "without_collections"]
 
 
 class Tape(Protocol):
@@ -67,7 +67,7 @@ class CudaRecorder:
 
     def _capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with _without_collections():  # a tensor that is collected meanwhile would be freed within the capture
+        with without_collections():  # a tensor that is collected meanwhile would be freed within the capture
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 step()
@@ -107,7 +107,8 @@ class CudaRecorder:
 
 
 @contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
+def without_collections() -> Iterator[None]:
+    """Put off collections of cyclic garbage."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -12,7 +12,7 @@ from vbrt.residency.names import grouped, label_of, pattern_of
 if TYPE_CHECKING:
     from vbrt.report.stats import LayerStats, Stats
 
-__all__ = ["by_kind"]
+__all__ = ["by_kind", "sums_by_name"]
 
 _SUMMED = ("weight_reads", "hits", "misses", "prefetched", "wait_us", "separation_hits", "separation_refreshes")
 _BY_NAME = ("plane_bytes", "bytes_moved")
@@ -42,13 +42,14 @@ def _kind(item: tuple[str, "LayerStats"]) -> tuple:
 
 def _together(layers: Sequence["LayerStats"]) -> "LayerStats":
     sums = {name: sum(getattr(layer, name) for layer in layers) for name in _SUMMED}
-    by_name = {name: _sums(getattr(layer, name) for layer in layers) for name in _BY_NAME}
+    by_name = {name: sums_by_name(getattr(layer, name) for layer in layers) for name in _BY_NAME}
     largest = {name: max(getattr(layer, name) for layer in layers) for name in ("forwards", "clipped_share")}
     experts = _experts([layer.experts for layer in layers if layer.experts is not None])
     return replace(layers[0], resident=all(x.resident for x in layers), experts=experts, **sums, **by_name, **largest)
 
 
-def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+def sums_by_name(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return the sum of each name's counts."""
     total: Counter[str] = Counter()
     for of in counts:
         total.update(of)
@@ -67,5 +68,5 @@ def _timed(label: str, names: Sequence[str], timeline: TimelineTotals | None) ->
     found = [timeline.layers[name] for name in names if name in timeline.layers] if timeline else []
     if not found:
         return {}
-    moved = _sums(of.bytes_moved for of in found)
+    moved = sums_by_name(of.bytes_moved for of in found)
     return {label: LayerTotals(sum(of.compute_us for of in found), sum(of.wait_us for of in found), moved)}

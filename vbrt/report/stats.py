@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, get_origin
 from vbrt.errors import ArgumentError, FormatError
 from vbrt.report.caches import CacheStats
 from vbrt.report.experts import ExpertCounts, ExpertsStats
+from vbrt.report.groups import sums_by_name
 from vbrt.report.metrics import metrics_lines
 from vbrt.report.speculation import SpeculationStats
 from vbrt.report.table import table_lines
@@ -174,11 +175,7 @@ class Stats:
     @property
     def bytes_moved(self) -> dict[str, int]:
         """Bytes by link, such as {"ssd>cpu": 123}."""
-        total: dict[str, int] = {}
-        for layer in self.layers.values():
-            for link, nbytes in layer.bytes_moved.items():
-                total[link] = total.get(link, 0) + nbytes
-        return total
+        return sums_by_name(layer.bytes_moved for layer in self.layers.values())
 
     @property
     def virtual_capacity(self) -> float:
