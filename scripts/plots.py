@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 # text stays text, and the same figures give the same bytes
-_STYLE = {"svg.fonttype": "none", "svg.hashsalt": "vbrt", "font.family": "sans-serif", "axes.grid": True}
+STYLE = {"svg.fonttype": "none", "svg.hashsalt": "vbrt", "font.family": "sans-serif", "axes.grid": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Labels:
 
 def line_plot(path: Path, curves: Mapping[str, Mapping[float, float]], labels: Labels) -> None:
     """Draw a line for each curve of x -> y, from zero on, and write it to `path`."""
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 4.2), layout="constrained")
         axes = figure.subplots()
         for name, curve in curves.items():
