@@ -1,0 +1,66 @@
+"""The README's stories on tiny shapes, and the picture's bench as far as no GPU is needed."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from scripts import memory_bench, stories, story_models
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def told(monkeypatch, tmp_path, story, *given):
+    """What a story writes."""
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", ["stories.py", story, *given, "--out", str(out)])
+    stories.main()
+    return json.loads(out.read_text())[story]
+
+
+def test_a_shape_has_the_same_random_weights_each_time_and_loads_without_the_dense_model():
+    with story_models.wrapped("tiny", "exact") as one, story_models.wrapped("tiny", "fp4") as other:
+        assert one.lossless and {layer.format for layer in other.stats().layers.values()} == {"nvfp4"}
+        first, second = one.state_dict(), other.state_dict()
+    assert torch.equal(first["lm_head.weight"], second["lm_head.weight"])
+    drawn = first["model.layers.1.mlp.up_proj.weight"].float()
+    assert drawn.std().item() == pytest.approx(0.02, rel=0.05)
+    assert not torch.equal(first["model.layers.0.mlp.up_proj.weight"].float(), drawn)
+
+
+def test_half_of_the_experts_hit_more_than_an_eighth(monkeypatch, tmp_path):
+    given = ("--shape", "tiny-experts", "--new", "3", "--shares", "50", "12.5")
+    few, many = told(monkeypatch, tmp_path, "experts", *given)["shares"]
+    assert (few["percent"], many["percent"]) == (12.5, 50) and few["hit_rate"] < many["hit_rate"] < 1
+    assert few["ms"] > 0 and few["decides"] == ["host"]
+
+
+def test_adapters_learn_on_a_shape(monkeypatch, tmp_path):
+    pytest.importorskip("peft")
+    row = told(monkeypatch, tmp_path, "lora", "--shape", "tiny", "--steps", "3", "--length", "16")
+    assert row["last_loss"] < row["first_loss"] and row["trained_parameters"] == 7168 and row["step_s"] > 0
+
+
+def test_a_gpu_too_small_for_what_stays_dense_is_refused_with_the_reason(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: type("", (), {"total_memory": 1 << 37}))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share: None)
+    args = stories.options().parse_args(["generate", "--shape", "qwen3-32b", "--gpu-memory", "5GB", "--spare", "1.8GB"])
+    args.where = args.shape
+    room = stories.Room(args)
+    room.device = torch.device("cuda")
+    with pytest.raises(SystemExit, match=r"too small: what stays dense, --spare and CUDA take 5\.2 GiB"):
+        room.tiers()
+
+
+def test_the_picture_has_a_line_for_each_case_and_the_same_bytes_each_time(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [{"case": case, "peak_gb": n + 1.0, "ms": 2.0 + n} for n, case in enumerate(memory_bench.PARTS)]
+    rows.append({"case": "fp4", "error": "as it failed"})
+    for name in ("one.svg", "two.svg"):
+        memory_bench.draw({"machine": {"gpu": "NVIDIA H200"}, "rows": rows}, tmp_path / name)
+    drawn = (tmp_path / "one.svg").read_bytes()
+    assert drawn == (tmp_path / "two.svg").read_bytes()
+    assert all(f">{name}</text>".encode() in drawn for name, _ in memory_bench.DRAWN.values())
