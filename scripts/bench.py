@@ -20,11 +20,13 @@ DOCS = ROOT / "docs" / "benchmarks.md"
 from scripts.bench_parts import ENVIRONMENT, PARTS
 from scripts.bench_tables import tables
 from scripts.measuring import machine
+from vbrt.report.progress import Progress
 
 
-def measure(name: str) -> None:
+def measure(name: str, work: Progress) -> None:
     """One part in a fresh process: memory and caches of one do not touch the next."""
-    print(f"{name}: {PARTS[name].__doc__.splitlines()[0]}", flush=True)
+    with work.paused():
+        print(f"{name}: {PARTS[name].__doc__.splitlines()[0]}", flush=True)
     done = subprocess.run(
         [sys.executable, __file__, "--here", name],
         cwd=ROOT,
@@ -38,7 +40,13 @@ def measure(name: str) -> None:
     result = json.loads(done.stdout.splitlines()[-1])
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
-    for key, value in result["figures"].items():
+    with work.paused():
+        show(result["figures"])
+
+
+def show(figures: dict) -> None:
+    """Print a part's figures."""
+    for key, value in figures.items():
         print(f"  {key}: {value:.4g}" if isinstance(value, float) else f"  {key}: {value}")
 
 
@@ -53,8 +61,12 @@ def main() -> None:
         print(json.dumps({"machine": machine(), "figures": figures}))
         return
     if not args.tables:
-        for name in args.parts or PARTS:
-            measure(name)
+        parts = args.parts or list(PARTS)
+        with Progress("bench", len(parts), unit="parts") as work:
+            for name in parts:
+                work.at(name)
+                measure(name, work)
+                work.done()
     DOCS.parent.mkdir(exist_ok=True)
     DOCS.write_text(tables())
 

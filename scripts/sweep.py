@@ -5,7 +5,6 @@ unwrapped pass every check, 2 when nothing ran.
 """
 
 import argparse
-import contextlib
 import json
 import multiprocessing
 import os
@@ -20,6 +19,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from vbrt.report.progress import Progress
+
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
 TIMEOUT_SECONDS = 180
@@ -125,34 +127,6 @@ def results(jobs: list[tuple[str, str]], workers: int, directory: str, *, loadin
             worker.process.kill()
 
 
-@contextlib.contextmanager
-def progress(total: int):
-    """A function to call with each result: a bar on a terminal, a line for every fiftieth elsewhere."""
-    if sys.stderr.isatty():
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (
-            TextColumn("sweep"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-        )
-        with Progress(*columns, transient=True) as bar:
-            task = bar.add_task("", total=total)
-            yield lambda r: bar.update(task, advance=1, description=f"{r['kind']} {r['name']}")
-        return
-    done = 0
-
-    def line(result: dict) -> None:
-        nonlocal done
-        done += 1
-        if done % 50 == 0:
-            print(f"{done}/{total}", file=sys.stderr, flush=True)
-
-    yield line
-
-
 def verdict(result: dict) -> str:
     """ "unbuilt", "pass" or "miss"."""
     if result["reason"]:
@@ -234,10 +208,12 @@ def main() -> int:
     args = parser.parse_args()
     begin, found = time.monotonic(), []
     jobs = choose(args.kind, args.only, args.sample, routed=args.routed)
-    with tempfile.TemporaryDirectory(prefix="vbrt-sweep-") as directory, progress(len(jobs)) as tick:
+    bar = Progress("sweep", len(jobs), unit="models")
+    with tempfile.TemporaryDirectory(prefix="vbrt-sweep-") as directory, bar:
         for result in results(jobs, max(1, args.jobs), directory, loading=args.loading):
             found.append(result)
-            tick(result)
+            bar.at(f"{result['kind']} {result['name']}")
+            bar.done()
     summary = report(found, time.monotonic() - begin)
     if args.json:
         args.json.write_text(json.dumps({**summary, "results": found}, indent=1) + "\n")

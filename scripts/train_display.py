@@ -5,46 +5,39 @@ from typing import Any
 
 import psutil
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from vbrt.report.progress import Progress
 from vbrt.residency.plan import format_bytes
 
 
 class Display:
-    """A bar on a terminal; elsewhere plain lines without control codes."""
+    """A bar on a terminal; elsewhere a plain line for each step, with what is left."""
 
     def __init__(self, first: int, steps: int) -> None:
-        self._terminal = sys.stdout.isatty()
-        columns = (
-            TextColumn("step {task.completed:.0f} of {task.total:.0f}"),
-            BarColumn(20),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[now]}"),
-        )
-        self._bar = Progress(*columns, console=Console(), disable=not self._terminal)
-        self._task = self._bar.add_task("", total=steps, completed=first, now="")
+        self._terminal, self._at = sys.stderr.isatty(), first
+        self._work = Progress("training", steps, unit="steps", show=self._terminal)
+        self._work.skip(first)
 
     def __enter__(self) -> "Display":
-        self._bar.start()
+        self._work.__enter__()
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._bar.stop()
+    def __exit__(self, *exc_info: Any) -> None:
+        self._work.__exit__(*exc_info)
 
     def step(self, record: dict[str, Any], speed: dict[str, Any]) -> None:
         """What a log line says."""
+        self._work.done(record["step"] - self._at)
+        self._at = record["step"]
         memory = ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in speed["memory_bytes"].items())
         now = f"loss {record['loss']:.4f}  {speed['tokens_per_s']:,.0f} tokens/s  {memory}"
-        self._bar.update(self._task, completed=record["step"], now=now)
+        self._work.at(now)
         if not self._terminal:
-            print(f"step {record['step']}  {now}", flush=True)
+            print(f"step {record['step']}  {now}  {self._work.look().left}".rstrip(), flush=True)
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        if self._terminal:
-            self._bar.console.print(text, markup=False, highlight=False)
-        else:
+        with self._work.paused():
             print(text, flush=True)
 
 

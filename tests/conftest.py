@@ -13,6 +13,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads warn about every f
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool of compiling processes would import torch, too
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # what the CPU can, its compiler can: found out by compiling
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the core that another worker needs
+os.environ["VBRT_PROGRESS"] = "0"  # what is slow on a busy machine says nothing of its own on stderr
 os.environ.pop("COLUMNS", None)  # the width of what is printed, which pytest-xdist sets
 
 import pytest

@@ -165,22 +165,6 @@ def test_materialize_encodes_everything_once(wrapped):
     assert set(vb.stack.pages) == pages
 
 
-def test_a_progress_bar_names_the_large_layers_and_is_silent_away_from_a_terminal(capsys, monkeypatch):
-    monkeypatch.setattr("vbrt.report.progress._LARGE_BYTES", 16000)
-    wrap(mlp()).materialize()
-    assert capsys.readouterr() == ("", "")
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    vb, shown = wrap(mlp(depth=3)), threading.Event()
-    threading.Timer(0.5, shown.set).start()
-    store = vb.model[4].handle.store
-    vb.model[4].handle.store = lambda planes: (shown.wait(5), store(planes))
-    vb.materialize(progress=True)
-    out, err = capsys.readouterr()
-    assert out == "" and "4 (16.0 KiB)" in err and "2/3" in err
-
-
 def test_stats_count_every_lease_and_every_byte(wrapped):
     vb, _, x = wrapped
     for _ in range(5):

@@ -8,7 +8,7 @@ from typing import Any
 
 from vbrt.cli.models import add_dtype, dtype_of, settled_config
 from vbrt.cli.options import add_command, add_config, config_of, integration
-from vbrt.cli.screen import Bar, complain, warnings_as_lines, working
+from vbrt.cli.screen import complain, warnings_as_lines, working
 from vbrt.residency.plan import format_bytes
 
 __all__ = ["add"]
@@ -52,8 +52,8 @@ def _convert(args: argparse.Namespace) -> int:
         companions = integration("causal").companions_of(args.model, model.config)
     start = time.perf_counter()
     try:
-        with warnings_as_lines(), Bar("converting") as bar:
-            out = convert(source, model, config, args.out, report=bar, overwrite=args.overwrite, complete=companions)
+        with warnings_as_lines():
+            out = convert(source, model, config, args.out, overwrite=args.overwrite, complete=companions)
     except KeyboardInterrupt:
         complain("note", f"what is finished stays in {args.out}; the same command goes on from there")
         raise

@@ -75,22 +75,16 @@ def settled_config(args: argparse.Namespace) -> VBConfig | None:
 
 
 def load_model(args: argparse.Namespace) -> "tuple[VBModelWrapper, PreTrainedTokenizerBase]":
-    """Load a model into planes and its tokenizer, with a spinner; what the plan warns of becomes lines."""
+    """Load a model into planes and its tokenizer; what the plan warns of becomes lines."""
     config_of(args)  # an error of it comes before anything takes time
     path = args.model
     with working("importing torch and transformers") as say:
         causal = integration("causal")
         config = settled_config(args)
-        say(f"loading {path}")
+        say.stop()  # loading has a bar of its own
         with without_warnings_of_wrap(), warnings_as_lines():
-            vb, tokenizer = causal.load_wrapped(
-                path,
-                config,
-                dtype=dtype_of(args),
-                count=lambda number, total: say(f"loading {path}: {number} of {total} weights"),
-            )
-        say("placing")
-        vb.materialize(progress=False)
+            vb, tokenizer = causal.load_wrapped(path, config, dtype=dtype_of(args))
+        vb.materialize()
     for text in vb.plan.warnings:
         complain("warning", text)
     return vb, tokenizer

@@ -3,20 +3,15 @@
 import contextlib
 import os
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from vbrt.residency.plan import format_bytes
-
 __all__ = [
-    "Bar",
     "Spinner",
     "add_footer",
     "add_row",
@@ -90,44 +85,6 @@ def working(text: str) -> Iterator[Spinner]:
         yield spinner
     finally:
         spinner.stop()
-
-
-_LINE_S = 10.0  # between lines of progress where there is no terminal
-
-
-class Bar:
-    """Progress in bytes on stderr, with the name of what comes next: a bar on a terminal, else a line now and then."""
-
-    def __init__(self, what: str) -> None:
-        self._what, self._said = what, time.monotonic()
-        self._bar = None
-        if sys.stderr.isatty():
-            columns = (
-                BarColumn(),
-                DownloadColumn(binary_units=True),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[at]}"),
-            )
-            console = Console(stderr=True, markup=False, highlight=False)
-            self._bar = Progress(TextColumn("{task.description}"), *columns, console=console, transient=True)
-            self._task = self._bar.add_task(what, total=None, at="")
-
-    def __call__(self, done: int, total: int, name: str) -> None:
-        """Show how many bytes are done, of how many, and what comes next."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total, at=name)
-        elif time.monotonic() - self._said >= _LINE_S:
-            self._said = time.monotonic()
-            complain(self._what, f"{format_bytes(done)} of {format_bytes(total)}, {name}")
-
-    def __enter__(self) -> "Bar":
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
 
 def table_of(*heads: str) -> Table:

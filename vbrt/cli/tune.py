@@ -6,11 +6,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from vbrt.cli.options import add_command, add_config, config_of, integration, number, numbers
-from vbrt.cli.screen import Spinner, add_row, console_for_stdout, table_of, warnings_as_lines, working
+from vbrt.cli.screen import add_row, console_for_stdout, table_of, warnings_as_lines, working
 from vbrt.errors import VBError
 
 if TYPE_CHECKING:
-    from vbrt.kernels.cuda.e2m1.tuning import Case, Found
+    from vbrt.kernels.cuda.e2m1.tuning import Found
     from vbrt.kernels.cuda.launch_table import Launch
 
 __all__ = ["add"]
@@ -70,30 +70,22 @@ def _tune(args: argparse.Namespace) -> int:
 
         say(f"reading {args.model}")
         plan = make_plan(huggingface.meta_model(args.model), config)
-        rows = _TuneRows(tuning.cases(plan, tokens=args.tokens, device=args.device), say)
+        say.stop()
+        rows = _TuneRows(len(tuning.cases(plan, tokens=args.tokens, device=args.device)))
         try:
             tuning.tune(plan, tokens=args.tokens, device=args.device, report=rows)
         finally:  # an interrupted search keeps what it has found
-            say.stop()
             rows.end(tuning.tuning_file(args.device))
     return 0
 
 
 class _TuneRows:
-    """Writes a line for each result as it comes, and beside the spinner what is timed next."""
+    """Writes a line for each result as it comes."""
 
-    def __init__(self, todo: "list[Case]", spinner: "Spinner") -> None:
-        self._todo, self._spinner, self._console, self._done = todo, spinner, console_for_stdout(), 0
-        self._announce()
-
-    def _announce(self) -> None:
-        if self._done < len(self._todo):
-            case = self._todo[self._done]
-            what = f"{case.n} x {case.k}, {case.tokens} token{'s' if case.tokens > 1 else ''}"
-            self._spinner(f"timing {what} ({self._done + 1} of {len(self._todo)})")
+    def __init__(self, todo: int) -> None:
+        self._todo, self._console, self._done = todo, console_for_stdout(), 0
 
     def __call__(self, found: "Found") -> None:
-        self._spinner.stop()  # or the line would be printed into it
         if not self._done:
             self._line("out x in", "format", "tokens", "table", "µs", "found", "µs", "gain")
         case, same = found.case, found.launch == found.table
@@ -108,12 +100,10 @@ class _TuneRows:
             "" if same else f"{100 * (found.table_us / found.us - 1):.1f} %",
         )
         self._done += 1
-        self._announce()
-        self._spinner.start()
 
     def end(self, path: Path) -> None:
         if self._done:
-            self._console.print(f"\n{self._done} of {len(self._todo)} kept in {path}", soft_wrap=True)
+            self._console.print(f"\n{self._done} of {self._todo} kept in {path}", soft_wrap=True)
 
     def _line(self, *cells: object) -> None:
         self._console.print(_TUNE_LINE.format(*cells).rstrip(), soft_wrap=True)

@@ -27,17 +27,12 @@ _MAX_CONFIG_BYTES = 16 << 20
 
 
 def load_wrapped(
-    path: Path,
-    config: VBConfig | None,
-    *,
-    dtype: torch.dtype | None = None,
-    count: Callable[[int, int], object] | None = None,
+    path: Path, config: VBConfig | None, *, dtype: torch.dtype | None = None
 ) -> tuple[VBModelWrapper, "PreTrainedTokenizerBase"]:
     """Load the causal language model in a directory or a GGUF file as `vbrt.from_pretrained` does, and its tokenizer.
 
     Args:
         dtype: of the model of a GGUF file; see `vbrt.from_pretrained`.
-        count: called with the numbers of the weight that is read next and of all weights.
 
     Raises:
         VBError: a part of the model is missing, named; as from `vbrt.from_pretrained`.
@@ -45,7 +40,7 @@ def load_wrapped(
     gguf = gguf_at(path)
     path = _checked(path) if gguf is None else _checked_gguf(gguf)
     tokenizer = _tokenizer(path) if gguf is None else _gguf_tokenizer(gguf)
-    return Reader(path, dtype, count).read(config), tokenizer
+    return Reader(path, dtype).read(config), tokenizer
 
 
 def companions_of(path: Path, config: PreTrainedConfig) -> Callable[[Path], None]:

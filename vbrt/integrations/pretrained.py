@@ -8,7 +8,7 @@ transformers.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from vbrt.integrations.huggingface import (
 )
 from vbrt.integrations.transformers_quantizer import QuantizationConfig
 from vbrt.model.runtime import Runtime
+from vbrt.report.progress import Progress
 from vbrt.saves.ahead import reading_ahead
 from vbrt.saves.dense import DenseCheckpoint
 from vbrt.saves.fit import first_names
@@ -53,6 +54,7 @@ def from_pretrained(
     *,
     runtime: Runtime | None = None,
     dtype: torch.dtype | None = None,
+    progress: bool | None = None,
     **overrides: Any,
 ) -> VBModelWrapper:
     """Build the model of a directory or a GGUF file, fill it weight by weight, and return it wrapped, in eval mode.
@@ -70,6 +72,7 @@ def from_pretrained(
         runtime: `vb.runtime` of another model, which shares its tiers, budgets and policy.
         dtype: of the model of a GGUF file, which names none: what is decoded is rounded to it. By default that of the
             config beside the file; the file's own, if none of its weights are quantized; else float32.
+        progress: as for `vbrt.load`.
         **overrides: sections of the config, merged key by key.
 
     Raises:
@@ -78,7 +81,7 @@ def from_pretrained(
         FormatError, TierError: as from `vbrt.load`.
         VBError: a config.json that is missing, damaged, or of a model that transformers cannot build.
     """
-    return Reader(Path(directory).expanduser(), dtype).read(config, overrides, runtime=runtime)
+    return Reader(Path(directory).expanduser(), dtype, progress=progress).read(config, overrides, runtime=runtime)
 
 
 class Reader:
@@ -86,15 +89,13 @@ class Reader:
 
     Args:
         dtype: of the model of a GGUF file; see `from_pretrained`.
-        count: called with the numbers of the weight that is read next and of all weights.
+        progress: as for `vbrt.load`.
 
     Raises ConfigError: a dtype for files that have their own.
     """
 
-    def __init__(
-        self, path: Path, dtype: torch.dtype | None = None, count: Callable[[int, int], object] | None = None
-    ) -> None:
-        self._path, self._dtype, self._count = path, dtype, count
+    def __init__(self, path: Path, dtype: torch.dtype | None = None, *, progress: bool | None = None) -> None:
+        self._path, self._dtype, self._progress = path, dtype, progress
         self._is_gguf = gguf_at(path) is not None
         if dtype is not None and not self._is_gguf:
             raise no_dtype(path, dtype)
@@ -119,7 +120,7 @@ class Reader:
             model = meta_model(path, self._dtype).eval()
             if hasattr(model.config, "quantization_config"):
                 del model.config.quantization_config  # the layers are no longer those of the library that it names
-            vb = load_from(source, model, config, runtime=runtime, count=self._count, **overrides)
+            vb = load_from(source, model, config, runtime=runtime, progress=self._progress, **overrides)
         take_generation_config_(model, path)
         return vb
 
@@ -127,7 +128,7 @@ class Reader:
         """Have transformers read dense weights, and what says for itself how it is wrapped: classes have dtypes and
         buffers of their own, of which only transformers knows."""
         kind, given = type(meta_model(self._path)), {} if asked is None else {"quantization_config": asked}
-        with quiet(), _counted(self._count), loading(f"{self._path}: transformers cannot load it"):
+        with quiet(), _counted(self._progress), loading(f"{self._path}: transformers cannot load it"):
             model, info = kind.from_pretrained(
                 self._path, dtype="auto", local_files_only=True, output_loading_info=True, **given
             )
@@ -146,26 +147,19 @@ def _is_pickled(path: Path) -> bool:
     return not any((path / name).is_file() for name in _READ_HERE) and any((path / name).is_file() for name in WEIGHTS)
 
 
-class _Counted:
-    """What transformers iterates over while it loads, in the place of a progress bar."""
-
-    def __init__(self, items: Iterable[Any], total: int, count: Callable[[int, int], object]) -> None:
-        self._items, self._total, self._count = items, total, count
-
-    def __iter__(self) -> Iterator[Any]:
-        for number, item in enumerate(self._items, 1):
-            self._count(number, self._total)
-            yield item
-
-
 @contextlib.contextmanager
-def _counted(count: Callable[[int, int], object] | None) -> Iterator[None]:
-    """Have `count` called for each tensor that transformers loads in the block."""
+def _counted(progress: bool | None) -> Iterator[None]:
+    """Show how many tensors transformers has loaded in the block, in the place of its own bar."""
+
+    def items(given: Collection[Any]) -> Iterator[Any]:
+        with Progress("loading", len(given), unit="weights", show=progress) as work:
+            for item in given:
+                yield item
+                work.done()
 
     def hook(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        if count is None or options.get("desc") != "Loading weights" or not args:
-            return factory(*args, **options)
-        return _Counted(args[0], len(args[0]), count)
+        is_loading = options.get("desc") == "Loading weights" and args
+        return items(args[0]) if is_loading else factory(*args, **options)
 
     before = transformers_logging.set_tqdm_hook(hook)
     try:

@@ -1,7 +1,6 @@
 """One model on a runtime: its plan, its VB layers, its passes, and the way back to a dense model."""
 
 import contextlib
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -172,7 +171,7 @@ class Attachment:
 
     def materialize(self, *, progress: bool | None = None) -> None:
         """Encode every layer now. See `VBModelWrapper.materialize`."""
-        encoded = self.registry.materialize_(progress=sys.stderr.isatty() if progress is None else progress)
+        encoded = self.registry.materialize_(progress=progress)
         move_rest_(self.model, self.stack.device)
         if encoded:
             release_host_memory()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import nn
 
 from vbrt.layers import SwappedLayer, VBLayer, WeightHandle, strip
-from vbrt.report.progress import with_progress
+from vbrt.report.progress import Progress
 from vbrt.residency.plan import PageSpec, Plan, Swap
 from vbrt.tiers import TierStack
 
@@ -79,23 +79,30 @@ class Registry:
         top = self._stack.levels[0].slots
         return sum(page.nbytes for _, pages in self.pages() for page in pages if page.key in top)
 
-    def materialize_(self, *, progress: bool) -> bool:
+    def materialize_(self, *, progress: bool | None = None) -> bool:
         """Encode every layer that is not encoded yet; False if there was none."""
         layers = self.layers
         for layer in layers.values():
             layer.keep_given_()
         waiting = {name: layer for name, layer in layers.items() if not layer.materialized}
-        for layer in with_progress("encoding", waiting, _dense_bytes, show=progress):
-            layer.materialize_()
+        with Progress("encoding", sum(map(_dense_bytes, waiting.values())), show=progress) as work:
+            for name, layer in waiting.items():
+                work.at(name)
+                layer.materialize_()
+                work.done(_dense_bytes(layer))
         return bool(waiting)
 
     def release_(self) -> None:
         """Turn every layer back into a plain one with its dense weight, one at a time; what is interrupted goes on with
         the next call."""
-        for name, layer in [(name, ref()) for name, ref in self._layers.items()]:
-            if layer is not None:
-                self._release_one_(layer)
-            del self._layers[name]
+        with Progress("decoding", sum(map(_dense_bytes, self.layers.values()))) as work:
+            for name, layer in [(name, ref()) for name, ref in self._layers.items()]:
+                work.at(name)
+                nbytes = _dense_bytes(layer) if isinstance(layer, SwappedLayer) else 0
+                if layer is not None:
+                    self._release_one_(layer)
+                del self._layers[name]
+                work.done(nbytes)
         for handle in self._dense:  # again, if Ctrl-C came in between
             handle.retire()
         self._dense.clear()

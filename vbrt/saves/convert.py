@@ -17,6 +17,7 @@ from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError, ConfigError, describe_os_error
 from vbrt.host.files import expanded, read_bounded, sync_directory, write_file
 from vbrt.model.machine import release_host_memory
+from vbrt.report.progress import Progress
 from vbrt.saves.gguf_file import shard_paths
 from vbrt.saves.journal import Journal, open_journal
 from vbrt.saves.manifest import MANIFEST, Manifest, SavedTensor, text_of, to_json
@@ -37,8 +38,6 @@ _COPIED_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 _WEIGHT_FILES = (".safetensors", ".gguf", ".bin")
 
 Complete = Callable[[Path], object]
-Report = Callable[[int, int, str], object]
-"""Called with bytes of dense weights that are done, those of the whole model, and the name of what comes next."""
 
 
 def convert(
@@ -47,7 +46,7 @@ def convert(
     config: VBConfig,
     directory: str | PathLike,
     *,
-    report: Report = lambda done, total, name: None,
+    progress: bool | None = None,
     overwrite: bool = False,
     complete: Complete = lambda directory: None,
 ) -> Path:
@@ -57,6 +56,7 @@ def convert(
         source: see `open_source`; `config` is what it makes of the user's.
         model: the architecture, on the meta device; it is used up.
         directory: new, empty, or that of an interrupted conversion of the same files under the same config.
+        progress: as for `VBModelWrapper.materialize`.
         overwrite: begin anew in any other; a save that is there stays until the new one is complete.
         complete: is called when all weights are written, to add what a model needs beside them and its files do not
             have as files of their own.
@@ -77,7 +77,8 @@ def convert(
     try:
         journal = open_journal(directory, {**head, "files": len(files)}, overwrite=overwrite)
         remove_files(directory, lambda name: name.endswith(".tmp") or _is_foreign(name, journal.token))
-        tensors = _write_files(files, journal, report)
+        with Progress("converting", sum(piece.nbytes for file in files for piece in file), show=progress) as work:
+            tensors = _write_files(files, journal, work)
         _copy_files(source.path, directory)
         complete(directory)
         manifest = Manifest(config.to_dict(), tuple(pieces.layers), tuple(pieces.kept), tensors)
@@ -130,26 +131,24 @@ def _divided(pieces: list[Piece]) -> list[list[Piece]]:
     return files
 
 
-def _write_files(files: list[list[Piece]], journal: Journal, report: Report) -> dict[str, SavedTensor]:
+def _write_files(files: list[list[Piece]], journal: Journal, work: Progress) -> dict[str, SavedTensor]:
     """Write the files that are not finished; return where each tensor is."""
-    done, total = 0, sum(piece.nbytes for pieces in files for piece in pieces)
     tensors: dict[str, SavedTensor] = {}
     for number, pieces in enumerate(files, 1):
         name = f"vbrt-{journal.token}-{number:05d}-of-{len(files):05d}.safetensors"
         if name not in journal.done:
             made = {}
             for piece in pieces:
-                report(done, total, piece.name)
+                work.at(piece.name)
                 made |= piece.tensors()
-                done += piece.nbytes
+                work.done(piece.nbytes)
             journal.add(name, _write_file(journal.path.with_name(name), made))
             del made
             release_host_memory()
         else:
-            done += sum(piece.nbytes for piece in pieces)
+            work.skip(sum(piece.nbytes for piece in pieces))
         _check_new(tensors, journal.done[name])
         tensors |= journal.done[name]
-    report(total, total, "")
     sync_directory(journal.path.parent)
     return tensors
 

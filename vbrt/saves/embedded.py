@@ -20,9 +20,10 @@ from vbrt.layers import WeightHandle
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.model.attachment import Attachment
 from vbrt.model.machine import ssd_directory
+from vbrt.report.progress import Progress
 from vbrt.saves.fit import ignored_names
 from vbrt.saves.manifest import KeptTensor, Manifest, SavedLayer, SavedTensor, parse_manifest, text_of, to_json
-from vbrt.saves.save import Part, find_kept, find_layers, layer_parts
+from vbrt.saves.save import Part, find_kept, find_layers, layer_parts, write_parts
 from vbrt.saves.saved import SavedModel
 from vbrt.saves.tensorfile import TensorFile, TensorInfo, TensorWriter, digest
 
@@ -69,7 +70,8 @@ def embedded_tensors(attachment: Attachment) -> tuple[dict[str, torch.Tensor], d
     config, model = attachment.ready_to_save(), attachment.model
     layers = find_layers(model)
     parts = [part for layer, handle in layers for part in layer_parts(layer, handle)]
-    tensors, digests = _collected(parts, config)
+    with Progress("saving", sum(part.nbytes for part in parts)) as work:
+        tensors, digests = _collected(parts, config, work)
     saved = {
         info.name: SavedTensor(_ANY_FILE, digests[info.name], text_of(info.dtype), info.shape)
         for part in parts
@@ -85,7 +87,8 @@ def dense_tensors(attachment: Attachment) -> dict[str, torch.Tensor]:
     """Return the model's state dict, decoded weight by weight; the rest as for `embedded_tensors`."""
     config, model = attachment.ready_to_save(), attachment.model
     parts = [_decoded(layer, handle) for layer, handle in find_layers(model)]
-    return _collected(parts, config)[0] | _kept(model)
+    with Progress("decoding", sum(part.nbytes for part in parts)) as work:
+        return _collected(parts, config, work)[0] | _kept(model)
 
 
 def _decoded(layer: SavedLayer, handle: WeightHandle | ExpertsHandle) -> Part:
@@ -100,20 +103,18 @@ def _kept(model: nn.Module) -> dict[str, torch.Tensor]:
     return {entry.name: tensor.detach() for entry, tensor in kept}
 
 
-def _collected(parts: Iterable[Part], config: VBConfig) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _collected(
+    parts: Iterable[Part], config: VBConfig, work: Progress
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors of the parts, and their digests."""
-    digests: dict[str, str] = {}
     if not config.tiers.ssd.enabled:
         collector = _Collector()
-        for part in parts:
-            digests |= part.write(collector)
-        return collector.tensors, digests
+        return collector.tensors, write_parts(parts, collector, work)
     try:
         with tempfile.TemporaryDirectory(prefix="vbrt-save-", dir=ssd_directory(config)) as directory:
             path = Path(directory) / "planes.safetensors"
             with TensorWriter(path, [info for part in parts for info in part.tensors]) as writer:
-                for part in parts:
-                    digests |= part.write(writer)
+                digests = write_parts(parts, writer, work)
             file = TensorFile(path)
             return {name: file.map(name) for name in file.tensors}, digests
     except OSError as error:

@@ -5,8 +5,6 @@ is made as for the model that was saved, and every value then comes from a file.
 back as it came, and other models on the runtime are as they were.
 """
 
-from collections.abc import Callable
-
 from torch import nn
 
 from vbrt.config import VBConfig
@@ -16,6 +14,7 @@ from vbrt.model.attachment import Attachment
 from vbrt.model.machine import check_ssd_directory, release_host_memory
 from vbrt.model.placement import place_beside
 from vbrt.model.runtime import Runtime
+from vbrt.report.progress import Progress
 from vbrt.residency.custom import PolicyFactory
 from vbrt.saves.assign import compute_buffers_
 from vbrt.saves.sources import Source
@@ -32,7 +31,7 @@ def load_attached(
     *,
     runtime: Runtime | None = None,
     policy: PolicyFactory | None = None,
-    count: Callable[[int, int], object] | None = None,
+    progress: bool | None = None,
 ) -> Attachment:
     """Attach a model whose weights come from files; every layer is encoded. See `vbrt.load`.
 
@@ -40,7 +39,7 @@ def load_attached(
         source: see `open_source`; `config` is what it makes of the user's.
         runtime: of models that share their tiers with this one; by default a new one.
         policy: makes the policy of each tier of a new runtime; by default the one that the config names.
-        count: called with the numbers of the weight that is read next and of all weights that are swapped.
+        progress: as for `VBModelWrapper.materialize`.
     """
     if config.mode == "train":
         raise ConfigError(
@@ -58,7 +57,7 @@ def load_attached(
         compute_buffers_(model, source.path, source.has)
         plan = source.plan(model, config, None if runtime is None else place_beside(runtime))
         attachment = attach(model, config, plan, runtime=runtime, policy=policy)
-        _fill_(attachment, source, count or (lambda number, total: None))
+        _fill_(attachment, source, progress=progress)
         attachment.materialize(progress=False)  # nothing is left to encode; what was not swapped goes to the device
         release_host_memory()
         return attachment
@@ -67,22 +66,28 @@ def load_attached(
         raise
 
 
-def _fill_(attachment: Attachment, source: Source, count: Callable[[int, int], object]) -> None:
-    layers, read = attachment.layers, 0
-    for swap in attachment.plan.swaps:
+def _fill_(attachment: Attachment, source: Source, *, progress: bool | None) -> None:
+    layers, plan = attachment.layers, attachment.plan
+    for swap in plan.swaps:
         for name in swap.modules:
             layers[name].forget_dense_()
-    source.fill_kept_(
-        attachment.model, attachment.stack.device
-    )  # first: they are large, and nothing is left to do then
-    for number, swap in enumerate(attachment.plan.swaps, 1):
-        count(number, len(attachment.plan.swaps))
+    with Progress("loading", plan.kept_bytes + plan.swapped_bytes, show=progress) as work:
+        source.fill_kept_(attachment.model, attachment.stack.device)  # first: they are large, and nothing is left then
+        work.done(plan.kept_bytes)
+        _store_planes(attachment, source, work)
+    for swap in plan.swaps:
+        handle = layers[swap.name].handle
+        handle.retype(source.computes_in(swap, handle))
+
+
+def _store_planes(attachment: Attachment, source: Source, work: Progress) -> None:
+    layers, read = attachment.layers, 0
+    for swap in attachment.plan.swaps:
+        work.at(swap.name)
         handle = layers[swap.name].handle
         handle.store(source.experts_of(swap, handle) if swap.experts else source.planes_of(swap, handle))
+        work.done(swap.dense_bytes)
         read += swap.dense_bytes
         if read > _TRIM_BYTES:  # or the C library keeps what weights leave between the pages: as much as all of them
             release_host_memory()
             read = 0
-    for swap in attachment.plan.swaps:
-        handle = layers[swap.name].handle
-        handle.retype(source.computes_in(swap, handle))

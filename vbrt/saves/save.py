@@ -24,6 +24,7 @@ from vbrt.host.files import expanded, sync_directory, write_file
 from vbrt.layers import SwappedLayer, WeightHandle, site_of
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.model.attachment import Attachment
+from vbrt.report.progress import Progress
 from vbrt.residency.site import ROOT, WeightSite
 from vbrt.saves.manifest import (
     MANIFEST,
@@ -39,7 +40,7 @@ from vbrt.saves.manifest import (
 from vbrt.saves.tensorfile import TensorInfo, TensorWriter
 from vbrt.training import TrainedExpertsWeight, TrainedWeight
 
-__all__ = ["find_kept", "find_layers", "layer_parts", "remove_files", "save_attached", "sync_in_place"]
+__all__ = ["find_kept", "find_layers", "layer_parts", "remove_files", "save_attached", "sync_in_place", "write_parts"]
 
 Experts = ExpertsHandle | TrainedExpertsWeight
 Handle = WeightHandle | TrainedWeight | Experts
@@ -57,14 +58,19 @@ class Part:
     tensors: list[TensorInfo]
     write: Callable[[TensorWriter], dict[str, str]]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(info.nbytes for info in self.tensors)
 
-def save_attached(attachment: Attachment, directory: str | PathLike) -> Path:
+
+def save_attached(attachment: Attachment, directory: str | PathLike, *, progress: bool | None = None) -> Path:
     """Write a model that is attached to a runtime. See `VBModelWrapper.save`."""
     config = attachment.ready_to_save()
-    return _save(attachment.model, config, Path(directory))
+    return _save(attachment.model, config, Path(directory), progress=progress)
 
 
-def _save(model: nn.Module, config: VBConfig, directory: Path) -> Path:
+def _save(model: nn.Module, config: VBConfig, directory: Path, *, progress: bool | None) -> Path:
     """Write a model whose VB layers are all encoded."""
     try:
         directory = expanded(directory)
@@ -76,7 +82,8 @@ def _save(model: nn.Module, config: VBConfig, directory: Path) -> Path:
     _check_unique(info.name for part in parts for info in part.tensors)
     token = secrets.token_hex(4)
     try:
-        tensors = _write_shards(directory, token, parts)
+        with Progress("saving", sum(part.nbytes for part in parts), show=progress) as work:
+            tensors = _write_shards(directory, token, parts, work)
         manifest = Manifest(config.to_dict(), tuple(e for e, _ in layers), tuple(e for e, _ in kept), tensors)
         write_file(directory / MANIFEST, to_json(manifest))
     except OSError as error:
@@ -93,13 +100,15 @@ def _save(model: nn.Module, config: VBConfig, directory: Path) -> Path:
     return directory
 
 
-def _write_shards(directory: Path, token: str, parts: list[Part]) -> dict[str, SavedTensor]:
+def _write_shards(directory: Path, token: str, parts: list[Part], work: Progress) -> dict[str, SavedTensor]:
     """Write the files of a save, all but the manifest; return where each tensor is."""
     directory.mkdir(parents=True, exist_ok=True)
     shards, tensors = _shards(parts), {}
     for number, shard in enumerate(shards, 1):
         name = f"vbrt-{token}-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors |= {info.name: _saved(name, info, digest) for info, digest in _write_shard(directory / name, shard)}
+        tensors |= {
+            info.name: _saved(name, info, digest) for info, digest in _write_shard(directory / name, shard, work)
+        }
     sync_directory(directory)
     return tensors
 
@@ -125,11 +134,20 @@ def _check_unique(names: Iterable[str]) -> None:
         seen.add(name)
 
 
-def _write_shard(path: Path, parts: list[Part]) -> list[tuple[TensorInfo, str]]:
-    infos, digests = [info for part in parts for info in part.tensors], {}
+def write_parts(parts: Iterable[Part], writer: TensorWriter, work: Progress) -> dict[str, str]:
+    """Write parts one after the other; return the digests of their tensors."""
+    digests: dict[str, str] = {}
+    for part in parts:
+        work.at(part.tensors[0].name)
+        digests |= part.write(writer)
+        work.done(part.nbytes)
+    return digests
+
+
+def _write_shard(path: Path, parts: list[Part], work: Progress) -> list[tuple[TensorInfo, str]]:
+    infos = [info for part in parts for info in part.tensors]
     with TensorWriter(path, infos) as writer:
-        for part in parts:
-            digests |= part.write(writer)
+        digests = write_parts(parts, writer, work)
     return [(info, digests[info.name]) for info in infos]
 
 
@@ -157,12 +175,11 @@ def _shards(parts: Iterable[Part]) -> list[list[Part]]:
     """Distribute the parts over files of about `_SHARD_BYTES`; a part is never split."""
     shards, room = [], 0
     for part in parts:
-        nbytes = sum(info.nbytes for info in part.tensors)
-        if not shards or nbytes > room:
+        if not shards or part.nbytes > room:
             shards.append([])
             room = _SHARD_BYTES
         shards[-1].append(part)
-        room -= nbytes
+        room -= part.nbytes
     return shards
 
 

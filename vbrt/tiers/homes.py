@@ -15,6 +15,7 @@ import torch
 
 from vbrt.errors import TierError
 from vbrt.formats.page import PageLayout
+from vbrt.report.progress import Progress
 from vbrt.residency.division import spread
 from vbrt.residency.expert_room import split_key
 from vbrt.tiers.decider import Decider
@@ -164,8 +165,7 @@ class Homes:
                     "cannot move; choose the budget before the capture, or wrap the model again"
                 )
             level.copies_bytes = level.tier.capacity_bytes  # pages that are rehomed make room for those that pass
-            for page, home in moves:
-                self._rehome(page, home)
+            self._rehome_all(moves)
             with self._guard.entered:
                 ledger.begin()
                 level.resize(nbytes)
@@ -196,8 +196,7 @@ class Homes:
                 raise TierError(f"{put.key}: {_PUT}")
             for level in ledger.levels:
                 level.copies_bytes = level.tier.capacity_bytes
-            for page, home in sorted(moves, key=_deepest_first):
-                self._rehome(page, home)
+            self._rehome_all(sorted(moves, key=_deepest_first))
             with self._guard.entered:
                 self._decider.catch_up()
                 ledger.begin()
@@ -205,6 +204,13 @@ class Homes:
                     level.resize(level.tier.capacity_bytes)
                 self._guard.deciding = False
                 self._guard.ring()
+
+    def _rehome_all(self, moves: Sequence[tuple[Page, int]]) -> None:
+        with Progress("moving pages", sum(page.nbytes for page, _ in moves)) as work:
+            for page, home in moves:
+                work.at(page.key)
+                self._rehome(page, home)
+                work.done(page.nbytes)
 
     def _rehome_on_top(self) -> None:
         """Where the top tier has room for every page, have all of them live there from now on."""
@@ -215,8 +221,7 @@ class Homes:
             nbytes = sum(page.nbytes for page in ledger.pages.values() if page.home == 0 or page.put is None)
         if nbytes > ledger.levels[0].tier.capacity_bytes:
             return
-        for page in below:
-            self._rehome(page, 0)
+        self._rehome_all([(page, 0) for page in below])
         with self._guard.entered:
             self._decider.catch_up()
 

@@ -1,6 +1,6 @@
 """`vbrt.load`: a wrapped model from files, without the dense model in memory."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ def load(
     config: VBConfig | Mapping[str, Any] | str | PathLike | None = None,
     *,
     runtime: Runtime | None = None,
+    progress: bool | None = None,
     **overrides: Any,
 ) -> VBModelWrapper:
     """Wrap a model with weights from files: what `vb.save` wrote, or a safetensors checkpoint of the dense model.
@@ -50,6 +51,8 @@ def load(
         config: as `vbrt.wrap` takes it; by default that of the save, or "fp4" for a checkpoint. A save keeps its
             formats and its choice of layers.
         runtime: `vb.runtime` of another model, which shares its tiers, budgets and policy, as for `vbrt.wrap`.
+        progress: False: show nothing. By default loading that takes more than a second shows how far it is, on stderr,
+            unless the environment has VBRT_PROGRESS=0.
         **overrides: sections of the config, merged key by key: `tiers={"gpu": {"budget": "6GiB"}}`; `policy=` also
             takes a policy of your own, as for `vbrt.wrap`.
 
@@ -66,7 +69,7 @@ def load(
         raise WrapError('load(): the model is wrapped already; build a new one, under torch.device("meta") for one')
     source = open_source(Path(directory))
     with reading_ahead(source.files):
-        return load_from(source, model, config, runtime=runtime, **overrides)
+        return load_from(source, model, config, runtime=runtime, progress=progress, **overrides)
 
 
 def load_from(
@@ -75,18 +78,17 @@ def load_from(
     config: VBConfig | Mapping[str, Any] | str | PathLike | None,
     *,
     runtime: Runtime | None,
-    count: Callable[[int, int], object] | None = None,
+    progress: bool | None = None,
     **overrides: Any,
 ) -> VBModelWrapper:
-    """Wrap a model with weights of a source. See `load`; `count` is called with the numbers of the weight that is read
-    next and of all weights."""
+    """Wrap a model with weights of a source. See `load`."""
     policy = user_policy(overrides, runtime)
     asked = source.config(config, overrides)
     if runtime is not None:
         asked = shared_config(asked, runtime, config, overrides)
     attempt = Attempt(model, runtime)
     try:
-        attachment = load_attached(source, model, asked, runtime=runtime, policy=policy, count=count)
+        attachment = load_attached(source, model, asked, runtime=runtime, policy=policy, progress=progress)
         warn_of_plan(attachment.plan, "vbrt.load", stacklevel=4)
         layers = attachment.layers.values()
         if torch.is_grad_enabled() and any(layer.training and layer.handle.trainable for layer in layers):

@@ -18,7 +18,7 @@ class VBTrainingWrapper(VBModelWrapper):
     beside each weight (`*.separation`), so that a run that is taken up again is the same run.
     """
 
-    def save(self, directory: str | PathLike) -> Path:
+    def save(self, directory: str | PathLike, *, progress: bool | None = None) -> Path:
         """Write the weights as the forward rounds them now, as planes, into a directory: `vbrt.load` makes an inference
         model of it. To continue training later, save `state_dict()` instead: planes lack the weights' last bits.
 
@@ -27,7 +27,7 @@ class VBTrainingWrapper(VBModelWrapper):
             FormatError: a weight holds NaN or Inf.
             WrapError: the wrapper was unwrapped.
         """
-        return super().save(directory)
+        return super().save(directory, progress=progress)
 
     def unwrap(self) -> nn.Module:
         """Turn the model back into a plain one, in place, with the very parameters that trained, and close the wrapper:

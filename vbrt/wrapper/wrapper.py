@@ -82,7 +82,8 @@ class VBModelWrapper(Facade, Scraped):
         """Encode every layer now instead of on its first forward; a second call does nothing.
 
         Args:
-            progress: show a progress bar naming the large layers; by default on a terminal only.
+            progress: False: show nothing. By default what takes more than a second shows how far it is, on stderr,
+                unless the environment has VBRT_PROGRESS=0.
 
         Raises:
             FormatError: a weight holds NaN or Inf, named. Layers before it are encoded, the model stays usable.
@@ -171,11 +172,14 @@ class VBModelWrapper(Facade, Scraped):
         """
         return self._attachment.record_routing(path)
 
-    def save(self, directory: str | PathLike) -> Path:
+    def save(self, directory: str | PathLike, *, progress: bool | None = None) -> Path:
         """Write the planes, all other tensors and the config into a directory, for `vbrt.load`.
 
         The directory has safetensors files and `vbrt.json`; one layer is in memory at a time. Layers that are not
         encoded yet are encoded. A save that is there already is replaced once the new one is complete.
+
+        Args:
+            progress: as for `materialize`.
 
         Returns:
             The directory.
@@ -185,7 +189,7 @@ class VBModelWrapper(Facade, Scraped):
             FormatError, TierError: a weight cannot be encoded, or a page cannot be read.
             WrapError: the wrapper was closed or unwrapped.
         """
-        return save_attached(self._attachment, directory)
+        return save_attached(self._attachment, directory, progress=progress)
 
     @property
     def lossless(self) -> bool:

@@ -21,6 +21,7 @@ from vbrt.kernels.cuda.e2m1 import kept, launches
 from vbrt.kernels.cuda.e2m1.kept import CANDIDATES, tuned, tuning_file
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS, TiledWeight, tile_shape
 from vbrt.kernels.cuda.launch_table import Launch, launch_for, wide_for
+from vbrt.report.progress import Progress
 from vbrt.residency.plan import Plan
 
 __all__ = ["Case", "Found", "cases", "check", "graph_us", "tune", "tuned", "tuning_file"]
@@ -104,15 +105,20 @@ def tune(
     found, identity, major = dict(tuned(device)), kept.identity(device), devices.major(device)
     path = kept.write(found, identity)  # a folder that cannot be written is refused before anything is timed
     shape, timer = None, None
-    for case in todo:
-        if shape != (case.n, case.k, case.format):
-            timer = None  # its weights go before the next ones come
-            shape, timer = (case.n, case.k, case.format), _timer(case.n, case.k, case.format, device)
-        result = _fastest(case, launch_for("linear", major, case.tokens, *case.key[1:]), partial(timer, case.tokens))
-        found[case.key] = result.launch
-        kept.write(found, identity)
-        if report is not None:
-            report(result)
+    with Progress("tuning", len(todo), unit="shapes") as work:
+        for case in todo:
+            work.at(f"{case.n} x {case.k}, {case.tokens} token{'s' if case.tokens > 1 else ''}")
+            if shape != (case.n, case.k, case.format):
+                timer = None  # its weights go before the next ones come
+                shape, timer = (case.n, case.k, case.format), _timer(case.n, case.k, case.format, device)
+            table = launch_for("linear", major, case.tokens, *case.key[1:])
+            result = _fastest(case, table, partial(timer, case.tokens))
+            found[case.key] = result.launch
+            kept.write(found, identity)
+            work.done()
+            if report is not None:
+                with work.paused():  # it may write to the terminal
+                    report(result)
     return path
 
 

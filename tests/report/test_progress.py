@@ -1,0 +1,154 @@
+"""What is shown of work that takes long, on a terminal, in a notebook, in a file; the one estimate of what is left."""
+
+import sys
+import threading
+import time
+import types
+
+import pytest
+
+from tests.models import mlp, wrap
+from vbrt.report import progress
+from vbrt.report.progress import Eta, Progress, format_seconds
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """What takes more than 10 ms is shown, 20 ms apart."""
+    monkeypatch.setattr(progress, "_SILENT_S", 0.01)
+    monkeypatch.setattr(progress, "_LINE_S", 0.02)
+    monkeypatch.setattr(progress._Bar, "every_s", 0.01)
+    monkeypatch.delenv("VBRT_PROGRESS")
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def until(seen, capsys, work):
+    """Return what stderr has got once it has `seen`, while the work is at a weight that takes long."""
+    err = ""
+    for _ in range(500):
+        time.sleep(0.01)
+        err += capsys.readouterr().err
+        if seen in err:
+            return err
+    raise AssertionError(f"{seen!r} is not in {err!r}")
+
+
+def test_the_estimate_is_the_mean_at_first_follows_the_speed_and_grows_when_work_stalls():
+    eta = Eta(1000, now=0.0)
+    assert eta.left_s(5.0) is None
+    for second in range(1, 11):
+        eta.note(10, float(second))
+    assert eta.left_s(10.0) == pytest.approx(90.0)
+    assert eta.left_s(11.0) > eta.left_s(10.0)
+    for second in range(11, 61):
+        eta.note(1, float(second))
+    assert 850 / 2.5 < eta.left_s(60.0) < 850  # it is slower now, and the estimate has nearly come to that
+    eta = Eta(1000, now=0.0)
+    eta.skip(900)
+    eta.note(10, 1.0)
+    assert eta.left_s(1.0) == pytest.approx(9.0) and eta.share == 0.91
+
+
+def test_times_are_short():
+    shown = [format_seconds(s) for s in (0.44, 9.96, 99, 100, 200.4, 3900, 100_000)]
+    assert shown == ["0.4 s", "10 s", "99 s", "1 min 40 s", "3 min 20 s", "1 h 05 min", "27 h 47 min"]
+
+
+def test_off_a_terminal_there_are_lines_with_percent_and_a_last_one_with_the_time(capsys):
+    with Progress("loading", 4 << 20) as work:
+        work.at("layers.0")
+        work.done(1 << 20)
+        err = until("25 %", capsys, work)
+    assert err.splitlines()[-1].startswith("vbrt: loading: 25 %, 1.0 MiB of 4.0 MiB, ") and "left, layers.0" in err
+    assert capsys.readouterr().err.startswith("vbrt: loading: 4.0 MiB in 0.") and "\x1b" not in err
+
+
+def test_on_a_terminal_there_is_one_bar_with_the_name_which_is_gone_at_the_end(capsys, terminal):
+    with Progress("saving", 100, unit="weights") as work:
+        work.at("layers.[red].0")
+        work.done(42)
+        err = until("42 %", capsys, work)
+        assert "saving" in err and "42 of 100 weights" in err and "layers.[red].0" in err
+        with work.paused():
+            print("a result")
+    out, err = capsys.readouterr()
+    assert out == "a result\n" and err.rstrip().endswith("\x1b[2K") and "\n\n" not in err
+
+
+def test_in_a_notebook_one_line_is_written_again(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+    monkeypatch.setattr(progress._OneLine, "every_s", 0.01)
+    with Progress("loading", 10, unit="weights") as work:
+        until("\rloading: 0 %", capsys, work)
+        work.done(5)
+        until("\rloading: 50 %", capsys, work)
+    assert capsys.readouterr().err.endswith("\n")
+
+
+def test_nothing_is_shown_of_quick_work_of_work_within_work_or_where_it_is_unwanted(capsys, monkeypatch):
+    def slowly(show=None):
+        with Progress("inner", 10, show=show):
+            time.sleep(0.03)
+
+    slowly(show=False)
+    monkeypatch.setenv("VBRT_PROGRESS", "0")
+    slowly()
+    monkeypatch.delenv("VBRT_PROGRESS")
+    with Progress("nothing", 0):
+        time.sleep(0.03)
+    assert capsys.readouterr().err == ""
+    with Progress("outer", 10):
+        slowly()
+        slowly(show=True)
+    assert "inner" not in capsys.readouterr().err
+    slowly()
+    assert "inner" in capsys.readouterr().err  # the outer one has ended
+
+
+def test_an_error_and_an_interrupt_leave_no_thread_and_no_last_line(capsys):
+    for error in (KeyboardInterrupt(), ValueError()):
+        with pytest.raises(type(error)), Progress("loading", 10) as work:
+            until("loading: 0 %", capsys, work)
+            raise error
+        assert "in 0." not in capsys.readouterr().err
+    assert not [thread for thread in threading.enumerate() if thread.name == "vbrt-progress"]
+
+
+def test_work_whose_end_was_interrupted_stops_drawing(capsys):
+    work = Progress("loading", 10).__enter__()
+    until("loading: 0 %", capsys, work)
+    thread = work._thread
+    del work
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_encoding_saving_loading_and_decoding_show_themselves(tmp_path, capsys, monkeypatch):
+    import torch
+
+    import vbrt
+
+    seen = []
+
+    class Seen(Progress):
+        def __exit__(self, *error):
+            seen.append((self._what, self._eta.finished == self._eta.total, self._show))
+            super().__exit__(*error)
+
+    for module in ("vbrt.model.registry", "vbrt.saves.save", "vbrt.saves.load", "vbrt.tiers.homes"):
+        monkeypatch.setattr(f"{module}.Progress", Seen)
+    vb = wrap(mlp())
+    vb.save(tmp_path / "saved")
+    vb.unwrap()
+    assert seen == [("encoding", True, True), ("saving", True, True), ("decoding", True, True)]
+    seen.clear()
+    with torch.device("meta"):
+        model = mlp()
+    vb = vbrt.load(tmp_path / "saved", model, progress=False)
+    assert ("loading", True, False) in seen and all(full for _, full, _ in seen)
