@@ -108,12 +108,12 @@ def test_a_step_that_waits_for_the_device_stays_eager_and_sampling_goes_on():
     plain = copy.deepcopy(model)
     for each in (model, plain):
         layer = each.model.layers[1].mlp
-        forward = type(layer).forward
+        plain_forward = type(layer).forward
 
         class Waiting(type(layer)):
-            def forward(self, x, forward=forward):
+            def forward(self, x, then=plain_forward):
                 assert x.sum().item() == x.sum().item()
-                return forward(self, x)
+                return then(self, x)
 
         layer.__class__ = Waiting
     vb = wrapped(model)

@@ -11,6 +11,7 @@ from torch import nn
 import vbrt
 from tests.kernels.cuda.test_fp4_scaled import emulated
 from tests.models import mlp
+from vbrt.formats import get_format
 from vbrt.kernels import fp4_refusal
 from vbrt.kernels.cuda.rounded import fp4 as fp4_scaled
 from vbrt.layers import selection
@@ -58,6 +59,14 @@ def twin(vb):
     return plain
 
 
+def assert_same(y, want, format):
+    """Bit for bit, where a layer computes as nn.Linear does; kernels of 4-bit weights add in another order."""
+    if format == "nvfp4":
+        assert (y - want).float().norm() < 5e-3 * want.float().norm()
+    else:
+        assert torch.equal(y, want)
+
+
 def test_outputs_and_gradients_are_those_of_a_dense_layer(format, how):
     vb = wrap(model(), format, how).materialize()
     got = []
@@ -67,8 +76,9 @@ def test_outputs_and_gradients_are_those_of_a_dense_layer(format, how):
         y.float().square().sum().backward()
         got.append((y, x.grad))
     for y, grad in got[:2]:
-        assert torch.equal(y, got[2][0])
-        torch.testing.assert_close(grad, got[2][1])
+        assert_same(y, got[2][0], format)
+        assert (grad - got[2][1]).float().norm() < 1e-2 * grad.float().norm()
+    assert torch.equal(got[0][0], got[1][0])
     assert torch.equal(got[0][0], model().cuda()(inputs())) or format == "nvfp4"
 
 
@@ -76,13 +86,18 @@ def test_weights_are_read_assigned_and_loaded_on_the_device(format, how):
     vb, x = wrap(model(), format, how), inputs()
     vb(x)
     layer = vb.model[0]
-    assert layer.weight.device == x.device and torch.equal(F.linear(x, layer.weight, layer.bias), layer(x))
+    assert layer.weight.device == x.device
+    assert_same(layer(x), F.linear(x, layer.weight, layer.bias), format)
     layer.weight = torch.eye(WIDTH, dtype=torch.bfloat16)
     assert torch.equal(layer(x), x + layer.bias)
     layer.weight.data = 2 * torch.eye(WIDTH, dtype=torch.bfloat16, device="cuda")
     torch.testing.assert_close(layer(x), 2 * x + layer.bias)
     vb.load_state_dict(model().state_dict())
-    assert torch.equal(vb(x), twin(vb)(x))
+    assert_same(vb(x), twin(vb)(x), format)
+    want = model()[0].weight
+    if format == "nvfp4":  # as a CPU encodes it
+        want = get_format(format).decode(get_format(format).encode(want), want.shape, want.dtype)
+    assert torch.equal(layer.weight.cpu(), want)
 
 
 def test_copies_pickles_and_unwrap_leave_the_device_right(format, how):
@@ -96,7 +111,7 @@ def test_copies_pickles_and_unwrap_leave_the_device_right(format, how):
     assert torch.equal(unpickled.model[0].weight, vb.model[0].weight.cpu())
     plain = vb.unwrap()
     assert {p.device.type for p in plain.parameters()} == {"cuda"} and type(plain[0]) is nn.Linear
-    assert torch.equal(plain(x), y)
+    assert_same(plain(x), y, format)
 
 
 @pytest.mark.parametrize("options", [{}, {"backend": "aot_eager"}], ids=str)

@@ -52,10 +52,14 @@ def test_programmes_and_graphs_of_them_give_the_bits_of_the_resident_model(prese
         assert torch.equal(vb(x), want)
     assert vb.stack.ledger.running is not None, vb.stack.ledger.programmes.reason
     graph, recording, out = capture(vb, x)
-    before = vb.stats().phases["decode"]
+    first = vb.stats().phases["decode"]
     for turn in range(9):
+        if turn and turn % 3 == 0 and not recording.replay(graph):
+            assert "it has moved since the recording" in recording.ended  # the other order took its room
+            graph, recording, out = capture(vb, x)
+        before = vb.stats().phases["decode"]
         out.zero_()
-        assert recording.replay(graph)
+        assert recording.replay(graph), recording.ended
         assert torch.equal(out, want)
         if turn % 3 == 1:
             assert torch.equal(vb(x), want)
@@ -67,9 +71,9 @@ def test_programmes_and_graphs_of_them_give_the_bits_of_the_resident_model(prese
                 torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
                 assert torch.equal(vb(x), want)
                 torch.cuda.current_stream().synchronize()
-    after = vb.stats().phases["decode"]
-    assert after.passes - before.passes == 9 + 3 + 3
-    assert after.prefetched > before.prefetched
+        after = vb.stats().phases["decode"]
+        assert after.passes - before.passes == (1, 2, 2)[turn % 3]
+    assert after.prefetched > first.prefetched
     vb.close()
 
 

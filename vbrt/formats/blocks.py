@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vbrt.formats.base import EncodedGroup, Format, check_weight, check_weights, padded, tiles
 from vbrt.formats.page import PageLayout, build_layout
-from vbrt.formats.rounding import Grid, Rounding, least_error
+from vbrt.formats.rounding import Grid, Rounding, divided, least_error
 
 __all__ = [
     "BlockFormat",
@@ -138,7 +138,7 @@ class BlockFormat(Format):
     def _search(self, x_bB: Tensor, known: Range, **extra: Tensor) -> tuple[Rounding, Tensor, Tensor]:
         """(how to round, scales [B], scale bytes [B]) for fp32 weights in units of known.unit."""
         amax_B = torch.maximum(x_bB.amax(0), -x_bB.amin(0))
-        near_B = self._near_byte(amax_B / self.top)
+        near_B = self._near_byte(divided(amax_B, self.top))
         offset_C = torch.arange(self.offsets.start, self.offsets.stop, dtype=torch.int32, device=x_bB.device)
         byte_CB = (near_B + offset_C.unsqueeze(1)).clamp_(*self.byte_bounds(known))
         scale_CB = self.byte_values(x_bB.device).index_select(0, byte_CB.view(-1)).view_as(byte_CB)
@@ -302,7 +302,7 @@ class Frame:
             amax_NB[rows, first : first + x_RK.shape[1] // fmt.block] = _block_amax(x_RK, fmt.block)
         unit = self.tensors.get("tensor_scale", ones(w_NK.device))
         largest = torch.finfo(w_NK.dtype).max / fmt.top / 2  # whatever the scale is rounded to, weights stay finite
-        near_NB = fmt._near_byte((amax_NB / fmt.top).clamp_(max=largest) / unit).clamp_(1, fmt.last_byte)
+        near_NB = fmt._near_byte(divided(amax_NB, fmt.top).clamp_(max=largest) / unit).clamp_(1, fmt.last_byte)
         wider_NB = torch.maximum(near_NB, byte_NB).to(torch.uint8)
         wider_NB = torch.where(amax_NB > scale_NB * (_OUTGROWN * fmt.top), wider_NB, byte_NB)
         return Frame(fmt, {**self.tensors, "scales": wider_NB.view(scales.dtype)}, self._grid)

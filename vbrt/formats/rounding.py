@@ -17,12 +17,19 @@ __all__ = [
     "TableGrid",
     "TableRounding",
     "block_sum",
+    "divided",
     "least_error",
 ]
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 #: the value of each 4-bit E2M1 code; bit 3 is the sign (OCP Microscaling Formats v1.0, section 5.3.3)
 E2M1_LEVELS = _MAGNITUDES + tuple(-m for m in _MAGNITUDES)
+
+
+def divided(x: Tensor, divisor: float) -> Tensor:
+    """Return x / divisor, rounded once, on every device: torch divides by a number on a GPU by multiplying with its
+    reciprocal, which rounds twice."""
+    return x / x.new_full((), divisor)
 
 
 class Rounding(Protocol):

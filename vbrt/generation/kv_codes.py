@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import ArgumentError
+from vbrt.formats.rounding import divided
 from vbrt.kernels.cuda import kv_pages
 
 __all__ = ["BITS", "KVShape", "PageCode", "page_code"]
@@ -173,7 +174,7 @@ class _Affine:
     def _encode(self, x: Tensor, along: int, codes: Tensor, bounds: Tensor) -> None:
         """Write codes and bounds of x fp32, whose groups lie along a dimension."""
         low = _rounded_down(x.amin(along))
-        step = _rounded_up((x.amax(along) - low) / self.top)
+        step = _rounded_up(divided(x.amax(along) - low, self.top))
         bounds[:, 0], bounds[:, 1] = low, step
         divisor = torch.where(step > 0, step, 1).unsqueeze(along)
         code = ((x - low.unsqueeze(along)) / divisor).round_().clamp_(0, self.top).to(torch.uint8)
