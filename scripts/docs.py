@@ -1,0 +1,43 @@
+"""Build the documentation with mkdocs, strictly, and check that no page loads anything from elsewhere."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SITE = ROOT / "build" / "site"
+#: what a browser fetches by itself when it shows a page; links that a person may follow are not among it
+_LOADS = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=["']?((?:https?:)?//[^"'\s>]+)""")
+_NOT_LOADED = re.compile(r"""<link\b[^>]*\brel=["']?(?:canonical|prev|next|alternate)\b""")
+
+
+def foreign(page: str) -> list[str]:
+    """Return the addresses on other hosts that a page would load."""
+    return [match[1] for match in _LOADS.finditer(page) if not _NOT_LOADED.match(match[0])]
+
+
+def main(argv: list[str]) -> int:
+    if importlib.util.find_spec("mkdocs") is None:
+        print(f"docs: {sys.executable} has no mkdocs; pip install -e '.[docs]'", file=sys.stderr)
+        return 1
+    command = [sys.executable, "-m", "mkdocs", *(argv or ["build", "--clean", "--quiet"])]
+    start = time.monotonic()
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # a banner about versions to come
+    if code := subprocess.run(command, cwd=ROOT, env=quiet).returncode:
+        print("docs: not built; the lines above say why", file=sys.stderr)
+        return code
+    if argv:
+        return 0
+    pages = sorted(SITE.rglob("*.html"))
+    wrong = [f"{page.relative_to(SITE)}: loads {url}" for page in pages for url in foreign(page.read_text("utf-8"))]
+    print("\n".join(wrong), file=sys.stderr, end="\n" if wrong else "")
+    print(f"docs: {len(pages)} pages in {SITE.relative_to(ROOT)}, built in {time.monotonic() - start:.1f} s")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

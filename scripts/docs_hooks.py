@@ -1,0 +1,29 @@
+"""What the site of mkdocs.yml has beside the files in docs/: the help of every command, from its own parser."""
+
+import argparse
+import os
+from typing import Any
+
+from vbrt.cli.main import COMMANDS
+
+_HELP_GOES_HERE = "<!-- help of every command"
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Return the page's text, with the commands' help where a comment asks for it."""
+    before, mark, after = markdown.partition(_HELP_GOES_HERE)
+    return before + commands_help() + after.partition("-->")[2] if mark else markdown
+
+
+def commands_help() -> str:
+    """Return a section of Markdown for each command."""
+    os.environ |= {"COLUMNS": "96", "NO_COLOR": "1"}  # what argparse wraps and colours by
+    parser = argparse.ArgumentParser(prog="vbrt")
+    commands = parser.add_subparsers()
+    for command in COMMANDS:
+        command.add(commands)
+    return "\n\n".join(_section(name, command) for name, command in sorted(commands.choices.items()))
+
+
+def _section(name: str, command: argparse.ArgumentParser) -> str:
+    return f"## vbrt {name}\n\n```text\n{command.format_help()}```"

@@ -1,0 +1,51 @@
+"""What a page finds when it runs: tiny models under the names that it uses, in the working directory.
+
+Each function is named by the comment `<!-- setup: name -->` of a page, is given the directories of a random Llama and a
+random Qwen3-MoE of two layers, and returns the names that the first block of the page takes for granted.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.saves.published_files import publish
+
+__all__ = ["SETUPS"]
+
+
+def nothing(llama: Path, qwen: Path) -> dict[str, Any]:
+    """The page has all it needs."""
+    return {}
+
+
+def models(llama: Path, qwen: Path) -> dict[str, Any]:
+    """Directories by the names of well-known models."""
+    for name, directory in {"Llama-3.1-8B": llama, "Llama-3.1-8B-Instruct": llama, "Qwen3-30B-A3B": qwen}.items():
+        Path(name).symlink_to(directory)
+    return {}
+
+
+def published(llama: Path, qwen: Path) -> dict[str, Any]:
+    """The same, and checkpoints in 4 bits that others have written."""
+    from transformers import AutoModelForCausalLM
+
+    dense = AutoModelForCausalLM.from_pretrained(llama)
+    for name, layout in {"Llama-nf4": "bitsandbytes", "Llama-NVFP4": "modelopt", "Llama-GPTQ": "gptq"}.items():
+        shutil.copytree(llama, name)  # with its tokenizer
+        publish(Path(name), dense, layout)
+    return models(llama, qwen)
+
+
+def training(llama: Path, qwen: Path) -> dict[str, Any]:
+    """The same, and rows of tokens to train on."""
+    rows = [{"input_ids": torch.arange(at, at + 8) % 64, "labels": torch.arange(at, at + 8) % 64} for at in range(8)]
+    return {**models(llama, qwen), "rows": rows}
+
+
+#: by the names that pages ask for
+SETUPS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
+    setup.__name__: setup for setup in (nothing, models, published, training)
+}

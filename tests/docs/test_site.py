@@ -1,0 +1,51 @@
+"""The site: every public name and every key of a config has its place; a page that loads from elsewhere is found."""
+
+import json
+import re
+from collections import Counter
+from dataclasses import fields, is_dataclass
+
+import vbrt
+from scripts.docs import foreign
+from scripts.docs_hooks import commands_help
+from tests.docs.pages import ROOT
+from vbrt.cli.main import COMMANDS
+from vbrt.config import VBConfig
+
+
+def defaults(section, prefix=""):
+    """Key -> default, of all keys that a user sets."""
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if is_dataclass(value):
+            yield from defaults(value, f"{prefix}{field.name}.")
+        elif field.name != "source":
+            yield prefix + field.name, value
+
+
+def test_every_public_name_is_in_the_reference_once():
+    pages = "".join(path.read_text("utf-8") for path in (ROOT / "docs" / "reference").glob("*.md"))
+    there = Counter(re.findall(r"^::: vbrt\.(\w+)$", pages, re.M))
+    assert there == Counter(set(vbrt.__all__) - {"__version__"})
+
+
+def test_every_key_of_a_config_is_in_the_table_with_its_default():
+    page = (ROOT / "docs" / "configuration.md").read_text("utf-8")
+    rows = re.findall(r"^\| `([\w.]+)` \|[^|]*\| (?:`(.*?)`)? ?\|", page, re.M)
+    table = {key: json.loads(default) if default else None for key, default in rows}
+    assert table == {key: list(value) if isinstance(value, tuple) else value for key, value in defaults(VBConfig())}
+
+
+def test_the_help_of_every_command_is_on_the_page():
+    page = commands_help()
+    assert all(f"## vbrt {command.__name__.rpartition('.')[2]}\n" in page for command in COMMANDS)
+    assert "--gpu-memory SIZE" in page and "\x1b" not in page
+
+
+def test_what_a_page_would_load_from_elsewhere_is_found():
+    page = (
+        '<a href="https://x.org"><script src="https://x.org/a.js"></script><link rel=canonical href="https://x.org/">'
+    )
+    assert foreign(page) == ["https://x.org/a.js"]
+    assert foreign('<img src="plot.svg"><link rel="stylesheet" href="../site.css">') == []
+    assert foreign('<link rel="stylesheet" href="//fonts.org/a.css">') == ["//fonts.org/a.css"]
