@@ -1,15 +1,20 @@
 """Milliseconds a token of `generate`, as a user types it, on the shape of an 8B model; writes JSON.
 
-Random weights, made on the GPU; greedy, a prompt of 128 tokens, 128 new ones. Cases: eager bf16, one bf16 step captured
-by hand on transformers' StaticCache, the wrapped model with everything resident (`dense`, `fp4`), with recording of
-steps left out, with shares of the fp4 pages on the GPU, and `exact`. Where pages come over the link, the limit of a
-token is the larger of its bytes at the link's rate, measured here, and the resident step.
+Random weights, made on the GPU; greedy, a prompt of 128 tokens, 128 new ones. Cases: peers (eager bf16, transformers'
+static cache without compilation, bitsandbytes NF4, one bf16 step captured by hand on transformers' StaticCache), the
+wrapped model with everything resident (`dense`, `fp4`), with `compute.captures = false`, and with shares of the pages on
+the GPU (`fp4`, `exact`). Where pages come over the link, the limit of a token is the larger of its bytes at the link's
+rate, measured here, and the resident step.
 
     python3 scripts/generate_bench.py [--batches 1 16] [--shares 10 50 90] [--parts hand dense fp4] [--out results.json]
+
+Rows are added to those that a results file of the same commit has.
 """
 
 import argparse
 import contextlib
+import copy
+import gc
 import json
 import re
 import statistics
@@ -19,7 +24,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -30,7 +34,7 @@ import vbrt
 from scripts.measuring import llama_8b, machine
 
 PROMPT, NEW = 128, 128
-PARTS = ("eager", "hand", "dense", "fp4", "unrecorded", "shares", "exact")
+PARTS = ("eager", "static", "nf4", "hand", "dense", "fp4", "unrecorded", "shares", "exact")
 
 
 class Clock:
@@ -54,34 +58,48 @@ def prompt(batch: int) -> torch.Tensor:
     return torch.randint(10, 1000, (batch, PROMPT), device="cuda")
 
 
-def generate(model, batch: int, new: int, clock: Clock | None = None) -> torch.Tensor:
+def generate(model, batch: int, new: int, clock: Clock | None = None, **options: object) -> torch.Tensor:
     ids = prompt(batch)
     criteria = {} if clock is None else {"stopping_criteria": [clock]}
-    return model.generate(
-        ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, use_cache=True, **criteria
-    )
+    lengths = {"max_new_tokens": new, "min_new_tokens": new}
+    return model.generate(ids, **lengths, do_sample=False, pad_token_id=0, use_cache=True, **criteria, **options)
 
 
-def timed(model, batch: int, new: int, *, warm: bool = True) -> dict[str, float]:
-    """Milliseconds of a token after the first, of the whole call for each token, and of a call for one; and of the
-    first call, which records, its first token and its longest one."""
+def timed(model, batch: int, new: int, *, warm: int = 4, **options: object) -> dict[str, float]:
+    """Milliseconds of a token after the first, of the whole call for each token, and of a call for one; and of a first
+    call of `warm` tokens, in which recordings are made, its first token and its longest one."""
     begun, first_call, clock = time.perf_counter(), Clock(), Clock()
-    generate(model, batch, new if warm else 4, clock=first_call)
+    generate(model, batch, warm, clock=first_call, **options)
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.synchronize()
     start = time.perf_counter()
-    generate(model, batch, new, clock=clock)
+    generate(model, batch, new, clock=clock, **options)
     torch.cuda.synchronize()
     whole = time.perf_counter() - start
     start = time.perf_counter()
-    generate(model, batch, 1)
+    generate(model, batch, 1, **options)
     torch.cuda.synchronize()
     first = time.perf_counter() - start
-    row = {"ms": clock.ms, "call_ms": whole / new * 1e3, "first_ms": first * 1e3}
-    if warm:
-        row["first_call_first_ms"] = (first_call.moments[0] - begun) * 1e3
-        row["first_call_longest_ms"] = max(b - a for a, b in pairwise(first_call.moments)) * 1e3
+    row = {"new": new, "ms": clock.ms, "call_ms": whole / new * 1e3, "first_ms": first * 1e3}
+    row["first_call_first_ms"] = (first_call.moments[0] - begun) * 1e3
+    row["first_call_longest_ms"] = max(b - a for a, b in pairwise(first_call.moments)) * 1e3
     return row | {"peak_gb": torch.cuda.max_memory_allocated() / 1e9}
+
+
+def as_nf4(model):
+    """Return a copy with its layers in NF4 by bitsandbytes, all but the head."""
+    import bitsandbytes
+
+    model = copy.deepcopy(model)
+    for parent in list(model.model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is torch.nn.Linear:
+                form = {"compute_dtype": torch.bfloat16, "quant_type": "nf4", "device": "meta"}
+                layer = bitsandbytes.nn.Linear4bit(child.in_features, child.out_features, bias=False, **form)
+                weight = bitsandbytes.nn.Params4bit(child.weight.data, requires_grad=False, quant_type="nf4")
+                layer.weight = weight.to("cuda")
+                setattr(parent, name, layer)
+    return model
 
 
 @torch.no_grad()
@@ -133,21 +151,32 @@ def recorded_ms(vb) -> float | None:
     return replayed_ms(again)
 
 
-def wrapped_row(vb, batch: int, new: int) -> dict[str, object]:
+def wrapped_row(vb, batch: int, new: int, *, warm: int | None = None) -> dict[str, object]:
     before = vb.stats().steps
-    row = timed(vb, batch, new)
+    row = timed(vb, batch, new, warm=new if warm is None else warm)
     steps = vb.stats().steps
     row |= {"captured": steps.captured - before.captured, "eager": steps.eager - before.eager}
-    row |= {"recordings": steps.recordings - before.recordings, "reasons": list(steps.reasons)}
+    reasons = [why for why, count in steps.reasons.items() if count > before.reasons.get(why, 0)]
+    row |= {"recordings": steps.recordings - before.recordings, "reasons": reasons}
     row |= {"record_ms": (steps.record_us - before.record_us) / 1e3}
-    alone = recorded_ms(vb)
+    alone = recorded_ms(vb) if row["captured"] else None
     return row if alone is None else row | {"replay_ms": alone}
 
 
 @contextlib.contextmanager
-def unrecorded() -> Iterator[None]:
-    with mock.patch("vbrt.generation.generating.recorder_for", lambda device: None):
+def unrecorded(vb) -> Iterator[None]:
+    """Have the model, encoded as it is, run with `compute.captures = false`."""
+    attachment = vb._attachment
+    before = attachment._settings
+    attachment._settings = vbrt.load_config(before, compute={"captures": False})
+    try:
         yield
+    finally:
+        attachment._settings = before
+
+
+def moved_bytes(vb) -> int:
+    return sum(sum(page.bytes_moved.values()) for page in vb.stack.pages.values())
 
 
 def link_gb_s() -> float:
@@ -187,57 +216,75 @@ class Bench:
     def run(self) -> None:
         parts = self.args.parts
         model = llama_8b(self.args.layers)
-        self.plain(model)
+        self.peers(model)
         if "dense" in parts:
-            vb = vbrt.wrap(model, "dense", tiers={"gpu": {"budget": "40GiB"}})
-            self.each(vb, "dense")
-            model = vb.unwrap()
+            vb = vbrt.wrap(copy.deepcopy(model), "dense", tiers={"gpu": {"budget": "40GiB"}}).materialize()
+            self.each("dense", lambda batch: wrapped_row(vb, batch, self.args.new))
+            vb.close()
+            del vb
+        if {"fp4", "unrecorded", "shares"} & set(parts):
+            self.fp4(copy.deepcopy(model) if "exact" in parts else model)
         if "exact" in parts:
             self.exact(model)
-            model = llama_8b(self.args.layers)
-        if {"fp4", "unrecorded", "shares"} & set(parts):
-            self.fp4(model)
 
-    def plain(self, model) -> None:
+    def each(self, case: str, measure: Callable[[int], dict[str, object]]) -> None:
         for batch in self.args.batches:
-            if "eager" in self.args.parts:
-                self.row("bf16, eager", batch, lambda b=batch: timed(model, b, min(48, self.args.new), warm=False))
-            if "hand" in self.args.parts:
-                self.row("bf16, captured by hand", batch, lambda b=batch: by_hand(model, b))
+            self.row(case, batch, lambda b=batch: measure(b))
+        gc.collect()
+        torch.cuda.empty_cache()
 
-    def each(self, vb, case: str, most: int = 1 << 20) -> None:
-        for batch in self.args.batches:
-            self.row(case, batch, lambda b=batch: wrapped_row(vb, b, min(most, self.args.new)))
+    def peers(self, model) -> None:
+        parts, new = self.args.parts, self.args.new
+        if "eager" in parts:
+            self.each("bf16, eager", lambda batch: timed(model, batch, new))
+        if "static" in parts:
+            options = {"cache_implementation": "static", "disable_compile": True}
+            self.each("bf16, static cache, eager", lambda batch: timed(model, batch, new, **options))
+        if "nf4" in parts:
+            made = []
+            self.row("bitsandbytes NF4, made", 0, lambda: {"made": len(made.append(as_nf4(model)) or made)})
+            if made:
+                self.each("bitsandbytes NF4, eager", lambda batch: timed(made[0], batch, new))
+        if "hand" in parts:
+            self.each("bf16, captured by hand", lambda batch: by_hand(model, batch))
 
     def exact(self, model) -> None:
-        vb = vbrt.wrap(model, "exact", tiers={"gpu": {"budget": self.args.exact_budget}}).materialize(progress=False)
-        self.row("exact", 1, lambda: wrapped_row(vb, 1, self.args.new))
+        """Coarse planes and a ring on the GPU, and shares of all pages."""
+        vb = vbrt.wrap(model, "exact", tiers={"gpu": {"budget": "24GiB"}}).materialize(progress=False)
+        self.row("exact", 1, lambda: wrapped_row(vb, 1, min(self.args.new, 32), warm=8))
+        self.shares(vb, "exact", self.args.exact_shares, 12)
         vb.close()
 
     def fp4(self, model) -> None:
         vb = vbrt.wrap(model, "fp4", tiers={"gpu": {"budget": "24GiB"}}).materialize(progress=False)
         torch.cuda.synchronize()
         if "fp4" in self.args.parts:
-            self.each(vb, "fp4")
+            self.each("fp4", lambda batch: wrapped_row(vb, batch, self.args.new))
         if "unrecorded" in self.args.parts:
-            with unrecorded():
-                self.each(vb, "fp4, unrecorded", 32)
+            with unrecorded(vb):
+                self.each("fp4, compute.captures = false", lambda b: wrapped_row(vb, b, self.args.new, warm=4))
         if "shares" in self.args.parts:
-            self.shares(vb)
+            self.shares(vb, "fp4", self.args.shares, 48)
         vb.close()
 
-    def shares(self, vb) -> None:
+    def shares(self, vb, case: str, shares: list[int], new: int) -> None:
+        """Rows by the percent of the pages' bytes that tiers.gpu has, with their limits."""
+        if "fp4" not in self.args.parts and case == "fp4":
+            self.row(case, 1, lambda: wrapped_row(vb, 1, 32))
+        resident = next((row.get("replay_ms") for row in self.rows if row["case"] == case), 0.0) or 0.0
         rate, pages = link_gb_s(), [page.nbytes for page in vb.stack.pages.values()]
-        resident = next((row.get("replay_ms") for row in self.rows if row["case"] == "fp4"), 0.0) or 0.0
-        vb.stack.rehome(dict.fromkeys(vb.stack.pages, "cpu"))
-        for share in self.args.shares:
-            row = self.row(f"fp4, {share} % of the pages", 1, lambda s=share: self.share(vb, s, pages))
+        for share in sorted(shares, reverse=True):
+            row = self.row(f"{case}, {share} % of the pages", 1, lambda s=share: self.share(vb, s, pages, new))
             link = sum(pages) * (1 - share / 100) / rate / 1e6
-            row |= {"link_ms": link, "link_gb_s": rate, "limit_ms": max(link, resident), "share": share}
+            row |= {"link_ms": link, "link_gb_s": rate, "limit_ms": max(link, resident), "share": share, "held": case}
+            row["moved_ms"] = row.get("moved_bytes", 0) / rate / 1e6
 
-    def share(self, vb, share: int, pages: list[int]) -> dict[str, object]:
+    def share(self, vb, share: int, pages: list[int], new: int) -> dict[str, object]:
         vb.set_budget("gpu", int(sum(pages) * share / 100))
-        return wrapped_row(vb, 1, self.args.new)
+        row = wrapped_row(vb, 1, new, warm=6)
+        before = moved_bytes(vb)
+        generate(vb, 1, 6)
+        return row | {"moved_bytes": (moved_bytes(vb) - before) / 6}
 
 
 def main() -> None:
@@ -247,7 +294,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 16])
     parser.add_argument("--shares", type=int, nargs="*", default=[10, 20, 30, 40, 50, 60, 70, 80, 90])
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--exact-budget", default="5GiB", help="of the GPU, for `exact`: room for the coarse planes")
+    parser.add_argument("--exact-shares", type=int, nargs="*", default=[10, 30, 50, 70, 90])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     bench = Bench(args)
@@ -256,7 +303,15 @@ def main() -> None:
     try:
         bench.run()
     finally:
-        out.write_text(json.dumps({"machine": machine(), "layers": args.layers, "rows": bench.rows}, indent=1) + "\n")
+        add_rows(out, {"machine": machine(), "layers": args.layers}, bench.rows)
+
+
+def add_rows(path: Path, about: dict[str, object], rows: list[dict[str, object]]) -> None:
+    """Write rows to a results file, behind those that it has of the same commit."""
+    before = json.loads(path.read_text()) if path.exists() else {}
+    same = before.get("machine", {}).get("commit") == about["machine"]["commit"]
+    kept = [row for row in before.get("rows", []) if same and row["case"] not in {new["case"] for new in rows}]
+    path.write_text(json.dumps(about | {"rows": [*kept, *rows]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def machine() -> dict:
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     versions = {}
-    for package in ("torch", "transformers", "accelerate"):
+    for package in ("torch", "transformers", "accelerate", "bitsandbytes"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
