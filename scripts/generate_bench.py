@@ -2,9 +2,9 @@
 
 Random weights, made on the GPU; greedy, a prompt of 128 tokens, 128 new ones. Cases: peers (eager bf16, transformers'
 static cache without compilation, bitsandbytes NF4, one bf16 step captured by hand on transformers' StaticCache), the
-wrapped model with everything resident (`dense`, `fp4`), with `compute.captures = false`, and with shares of the pages on
-the GPU (`fp4`, `exact`). Where pages come over the link, the limit of a token is the larger of its bytes at the link's
-rate, measured here, and the resident step.
+wrapped model with everything resident (`dense`, `fp4`), with `compute.captures = false`, and with shares of the pages
+on the GPU (`fp4`, `exact`). Where pages come over the link, the limit of a token is the larger of its bytes at the
+link's rate, measured here, and the resident step.
 
     python3 scripts/generate_bench.py [--batches 1 16] [--shares 10 50 90] [--parts hand dense fp4] [--out results.json]
 

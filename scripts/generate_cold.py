@@ -92,7 +92,7 @@ def measured(case: str, layers: int) -> dict[str, object]:
 
 @contextlib.contextmanager
 def compilations() -> Iterator[list[tuple[str, float, float]]]:
-    """Yield a list that gets name, milliseconds and end of each kernel that Triton compiles, or reads from its cache."""
+    """Yield a list that gets name, milliseconds and end of each kernel that Triton compiles, or reads from disk."""
     from triton import knobs
 
     found: list[tuple[str, float, float]] = []

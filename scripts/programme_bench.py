@@ -1,10 +1,11 @@
 """Streamed passes of a Llama-3-8B-shaped model: decided lease by lease, by a programme, and as one CUDA graph.
 
-    python scripts/programme_bench.py [check] [decode] [generate] [exact] [lora] [dense] [--layers 32] [--out FILE]
+    python scripts/programme_bench.py [check] [decode] [lease] [generate] [exact] [lora] [dense] [--out FILE]
 
 - check: a small model's logits are the same bits whichever way it runs, budgets and prompts in between.
 - decode: `fp4`, one token, with 10 to 90 % of the pages' bytes for tiers.gpu, beside the link and the resident step;
   the host's microseconds a lease.
+- lease: the host's microseconds of one by a programme, with torch's calls and with the CUDA runtime's own.
 - generate: `vb.generate` with all pages on the GPU, and with half of them.
 - exact: one token, fine planes streamed.
 - lora: a step of adapters on 2,048 tokens, planes on the GPU, or in host memory.
@@ -21,7 +22,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -224,6 +227,23 @@ def decode(options: argparse.Namespace) -> dict:
     return result
 
 
+def lease(options: argparse.Namespace) -> dict:
+    """Half of the pages, eager; all of the host's time for a lease, and for one of a page that stays."""
+    vb, result = wrapped(options), {}
+    step, rewind = decoder(vb.model)
+    for turn, name in enumerate(("torch", "direct", "torch", "direct")):
+        with mock.patch("vbrt.tiers.stream_link._runtime", lambda: None) if name == "torch" else nullcontext():
+            vb.set_budget("gpu", vb.plan.page_bytes * (49 + turn) // 100)  # another programme, and so another link
+            for _ in range(6):
+                rewind()
+                step()
+        result[f"{name}_{turn}_us"] = lease_us(step)
+        result[f"{name}_{turn}_ms"], result[f"{name}_{turn}_host_ms"] = median_ms(step, 3, warm=1)
+        ring = vb.stack.ledger.running and type(vb.stack.ledger.running.ring.link).__name__
+        result[f"{name}_{turn}_link"] = ring or vb.stack.ledger.programmes.reason
+    return result
+
+
 def generate(options: argparse.Namespace) -> dict:
     """Tokens and milliseconds a token of `vb.generate`, with all pages on the GPU and with half of them."""
     vb = wrapped(options)
@@ -358,7 +378,8 @@ def layer_us(layers: dict[str, nn.Module]) -> dict[str, float]:
 
 
 def main() -> None:
-    parts = {"check": check, "decode": decode, "generate": generate, "exact": exact, "lora": lora, "dense": dense}
+    parts = {"check": check, "decode": decode, "lease": lease, "generate": generate, "exact": exact, "lora": lora}
+    parts["dense"] = dense
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", choices=[*parts, []], default=[])
     parser.add_argument("--layers", type=int, default=32)

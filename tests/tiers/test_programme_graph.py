@@ -26,14 +26,14 @@ class Graph:
             ]
             for step in run.programme.steps
         ]
-        self.copies = [[(copy.target, copy.source) for copy in bound.loads] for bound in run.steps[:-1]]
+        self.copies = [[copy.start for copy in bound.loads] for bound in run.steps[:-1]]
 
     def replay(self) -> None:
         for reads, copies in zip(self.reads, self.copies, strict=True):
             for memory, key in reads:
                 assert torch.equal(memory[: SIZES[key] * UNIT], content(key, SIZES[key])), key
-            for target, source in copies:
-                target.copy_(source)
+            for start in copies:
+                start()
 
 
 def recorded(stack: TierStack, monkeypatch) -> tuple[RecordedRun, Graph]:
@@ -42,7 +42,7 @@ def recorded(stack: TierStack, monkeypatch) -> tuple[RecordedRun, Graph]:
     recording, graph = RecordedRun(stack, found), Graph(stack, found)
     recording.begin()
     with monkeypatch.context() as patch:
-        patch.setattr(found.ring.link, "copy", lambda *copy: None)
+        patch.setattr(found.ring, "start", lambda copies, counted: None)
         for keys in LEASES:
             with stack.lease(keys):
                 pass

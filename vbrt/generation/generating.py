@@ -27,6 +27,7 @@ from vbrt.generation.steps import CUSTOM, OFF, Session, Steps
 from vbrt.kernels.recorded import recorder
 from vbrt.layers import WeightHandle
 from vbrt.layers.compute import pass_precision
+from vbrt.layers.experts import ExpertsHandle, why_waits
 from vbrt.model.passes import move_rest_
 from vbrt.model.phase import DECODE, phase_name
 from vbrt.report.stats import StepCounts
@@ -230,7 +231,8 @@ class Terms:
         if guard.routing is not None:
             return "routing is being recorded"
         if self._stack.device.type == "cuda":
-            return attachment.runtime.recordable(self._phase, self._keys()) or ""
+            waits = (why_waits(handle) for handle in attachment.registry.handles if isinstance(handle, ExpertsHandle))
+            return next(filter(None, waits), "") or attachment.runtime.recordable(self._phase, self._keys()) or ""
         return "a timeline is being recorded" if guard.recorder is not None else ""
 
     def begin_pass(self) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping
 
 from vbrt.residency.expert_pool import ExpertPage
 from vbrt.residency.expert_room import ExpertRoom, split_key
+from vbrt.residency.foresight import Foresight
 from vbrt.residency.policy import FORWARD, Decision
 from vbrt.residency.scheduled import ScheduledPolicy
 
@@ -91,6 +92,14 @@ class ExpertsPolicy:
     @group.setter
     def group(self, pages: int) -> None:
         self._others.group = pages
+
+    @property
+    def foresight(self) -> Foresight | None:
+        """Tells what will be decided on pages of other layers; None while experts share the room with them, or the
+        room between both is still to change."""
+        shared = self._experts.resident_bytes or self._upcoming
+        changes = self._others.capacity_bytes < self._wanted_by_others()
+        return None if shared or changes else self._others.foresight
 
     # -- the protocol -------------------------------------------------------------------------------------------------
 

@@ -34,47 +34,51 @@ class Residents(NamedTuple):
 
 
 class Foresight:
-    """Looks into a policy at the beginning of a pass, and lets whole passes be skipped."""
+    """Looks into a policy at the beginning of a pass, and lets whole passes be skipped.
+
+    Attributes:
+        policy: which may decide on a part of the pages only, within another one.
+    """
 
     def __init__(self, policy: "ScheduledPolicy") -> None:
-        self._policy = policy
+        self.policy = policy
 
     @property
     def steady(self) -> bool:
         """True at the beginning of a pass whose order is known, while no division of the room is being tried out."""
-        policy = self._policy
+        policy = self.policy
         return not policy._record.keys and policy._rings.trial is None and policy._course.knows_order
 
     @property
     def pinned(self) -> tuple[str, ...]:
         """Pages that stay resident."""
-        return tuple(self._policy._pages.pinned)
+        return tuple(self.policy._pages.pinned)
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of each slot that the other pages pass through; 0 if every page takes its own bytes."""
-        return self._policy._division.slot_bytes
+        return self.policy._division.slot_bytes
 
     def room(self) -> tuple:
         """Return the room, how it is divided, and the pages that stay."""
-        policy = self._policy
+        policy = self.policy
         return policy.capacity_bytes, policy._division, tuple(policy._pages.pinned)
 
     def state(self) -> tuple:
         """Return all that the decisions of the pass depend on, beside its accesses; the room comes first."""
-        policy = self._policy
+        policy = self.policy
         return *self.room(), self.residents(), frozenset(policy._gone), policy._course.outlook()
 
     def residents(self) -> Residents:
         """Return the resident pages beside the pins."""
-        policy, pages = self._policy, self._policy._pages
+        policy, pages = self.policy, self.policy._pages
         return Residents(
             tuple(pages.staged.items()), tuple(pages.fresh.items()), frozenset(pages.unused), policy.resident_bytes
         )
 
     def assume(self, residents: Residents) -> None:
         """Take these pages, in the place of those beside the pins, for resident."""
-        policy, pages = self._policy, self._policy._pages
+        policy, pages = self.policy, self.policy._pages
         for known, now in ((pages.staged, residents.staged), (pages.fresh, residents.fresh)):
             known.clear()
             known.update(now)
@@ -84,6 +88,6 @@ class Foresight:
 
     def skip_pass(self, after: Residents) -> None:
         """Note that all accesses of the pass have happened, in its order. `after`: what was resident after them."""
-        policy = self._policy
+        policy = self.policy
         policy._record.add_all(policy._course.finish())
         self.assume(after)

@@ -156,7 +156,7 @@ class RecordedRun:
             guard.deciding = False
         ring = [ref() for ref in self._ring]
         self.ended = self._why_not(ring)
-        own, passing = {id(buffer) for buffer in ring}, run.policy.foresight.residents().keys
+        own, passing = {id(buffer) for buffer in ring}, run.foresight.residents().keys
         holding = [slot for key, slot in level.slots.items() if key in passing or id(slot.room) in own]
         busy = [slot for slot in holding if slot.holders or slot.state is not State.READY]
         for holder in (holder for slot in busy for holder in slot.holders):
@@ -187,5 +187,5 @@ class RecordedRun:
 
     def _has_its_room(self) -> bool:
         """True if the policy divides its room as it did when the programme was worked out."""
-        policy = self._run.policy
-        return policy is self._level.policy and policy.foresight.room() == self._run.programme.segments[0].state[:3]
+        run = self._run
+        return run.policy is self._level.policy and run.foresight.room() == run.programme.segments[0].state[:3]

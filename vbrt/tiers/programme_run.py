@@ -83,6 +83,7 @@ class ProgrammeRun:
         self._ledger, self._mover, self._passes, self._guard = ledger, mover, passes, ledger.guard
         self._level = ledger.levels[0]
         self.policy = self._level.policy
+        self.foresight = self.policy.foresight  # which a policy of more than one part has at times only
         self.ring = Ring(ledger, programme.slots, programme.slot_bytes)
         self.steps: list[Bound | None] = []  # None ends a pass
         self._segment = self.at = 0
@@ -146,7 +147,7 @@ class ProgrammeRun:
             else:
                 self._level.evict(slot.page.key)
         ring.take_cached(buffers)
-        self.policy.foresight.assume(programme.before)
+        self.foresight.assume(programme.before)
         ring.settle()
         ring.start(ring.copies([load for load in programme.begin if ring.keys[load.slot] != load.key]))
         self.bind()
@@ -257,14 +258,14 @@ class ProgrammeRun:
         if finished and not self.expected:
             self._tell_policy()
         elif finished:
-            self.policy.foresight.skip_pass(self.programme.segments[self._segment].after)
+            self.foresight.skip_pass(self.programme.segments[self._segment].after)
         if finished:
             self.passed(self._segment)
         self._passes.begin(phase, backward=backward)
         for level in self._ledger.copying:
             level.policy.begin_pass(phase)
         self._segment, self.at = following, _start_of(self.programme, following)
-        self.expected = self.policy.foresight.state() == self.programme.segments[following].state
+        self.expected = self.foresight.state() == self.programme.segments[following].state
         if finished and following == 0:
             self.ring.start(self.ring.copies(self.programme.head))
         self._guard.deciding = False

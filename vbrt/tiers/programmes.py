@@ -140,15 +140,14 @@ class Programmes:
 
     def _programme(self, round_: tuple[PassOrder, ...], sizes: Mapping[str, int]) -> Programme | None:
         """Return the programme of a round from the policy's state, known or worked out now."""
-        policy = self._ledger.levels[0].policy
-        foresight = policy.foresight
+        foresight = self._ledger.levels[0].policy.foresight
         if not foresight.steady:
             return None
         state = foresight.state()
         for known, programme in self._known:
             if programme.segments[0].state == state and [p.leases for p in known] == [p.leases for p in round_]:
                 return programme
-        programme = compile_programme(policy, round_, sizes)
+        programme = compile_programme(foresight.policy, round_, sizes)
         if programme is not None:
             self._known.append((round_, programme))
         return programme

@@ -1,6 +1,7 @@
 """Routed experts: modules that keep the matrices of many experts as a few parameters, in the tiers."""
 
 from vbrt.layers.experts import ops as ops
+from vbrt.layers.experts.deciding import why_waits
 from vbrt.layers.experts.gates import gate_of
 from vbrt.layers.experts.handle import ExpertsHandle
 from vbrt.layers.experts.layer import VBExperts
@@ -23,4 +24,5 @@ __all__ = [
     "VBSortedExperts",
     "VBZeroExperts",
     "gate_of",
+    "why_waits",
 ]

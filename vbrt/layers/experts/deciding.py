@@ -9,12 +9,13 @@ from torch import Tensor
 
 from vbrt.kernels import resolve
 from vbrt.kernels.experts import ExpertPages
+from vbrt.layers.compute import pass_precision
 from vbrt.layers.experts.device_cache import DeviceCache
 
 if TYPE_CHECKING:
     from vbrt.layers.experts.handle import ExpertsHandle
 
-__all__ = ["CachedLayer", "Deciding", "why_host"]
+__all__ = ["CachedLayer", "Deciding", "why_host", "why_waits"]
 
 
 class CachedLayer(NamedTuple):
@@ -91,3 +92,13 @@ def why_host(handle: "ExpertsHandle") -> str:
     if not kernel.by_address(handle.pages[0].layout, handle.device):
         return f"{name}: the {kernel.backend} kernels of {spec.label} do not take pages by address here"
     return ""
+
+
+def why_waits(handle: "ExpertsHandle") -> str:
+    """Return why a pass waits for the device, to hear which experts tokens are sent to; "" if it does not."""
+    name, label = handle.spec.name, handle.spec.first.label
+    if handle.deciding.cache is not None:
+        return ""
+    if handle.spec.lossless or pass_precision() == "coarse":
+        return f"{name}: held as {label}: the host leases the experts that tokens are sent to"
+    return f"{name}: its pages move, and the host decides which" if handle.streams else ""

@@ -1,0 +1,283 @@
+"""The copies of a programme's ring on a GPU's copy stream.
+
+Before the first copy that follows a lease, the copy stream waits for what the computing stream has been given up to
+then; a lease waits for the copies of its pages. Under the capture of a CUDA graph the same calls make the copies a part
+of the graph.
+
+A page costs five calls: the copy, and each stream notes where it is and waits for the other. `DirectLink` makes them by
+the CUDA runtime's own functions, with arguments that were put together when the programme began: torch's take two to
+four times as long, for looking at the tensors anew each time.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from vbrt.tiers.memory import Buffer
+
+__all__ = ["HostLink", "StreamLink", "link_of"]
+
+# none of these functions are there without CUDA; leases ask them each time
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+_set_stream = getattr(torch._C, "_cuda_setStream", None)
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
+
+Started = Callable[[], object]
+
+
+class HostLink:
+    """Copies on the host, at once."""
+
+    def follows(self) -> bool:
+        """True if the caller computes where the link has been told; always here."""
+        return True
+
+    def follow(self) -> None:
+        """Have copies wait for what the caller's stream computes, and that for the copies."""
+
+    def wait(self, slot: int) -> None:
+        """Have the computing stream wait for the page in a slot."""
+
+    def take(self, slot: int, event: torch.cuda.Event | None) -> None:
+        """Take over a slot whose page arrives with an event."""
+
+    def wait_for(self, buffer: Buffer) -> None:
+        """Have copies and kernels wait for whoever used a buffer before."""
+
+    def wait_for_copies(self) -> None:
+        """Have kernels wait for all copies so far: those of pages that stay."""
+
+    def computed(self) -> None:
+        """Have the next copies wait for what the computing stream has been given."""
+
+    def copying(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> Started:
+        """Return what copies a page into a slot, each time that it is called."""
+        return functools.partial(target.copy_, source)
+
+    def arrived(self, slot: int) -> None:
+        """Return the event of the last copy into a slot, if there was one."""
+
+    def fence(self, ring: Sequence[Buffer | None], read: Iterable[Buffer], sources: Iterable[Buffer]) -> None:
+        """Keep buffers from being overwritten before what uses them now is done.
+
+        Args:
+            ring: by slot; None for one that somebody else has by now.
+            read: that kernels read.
+            sources: that copies read.
+        """
+
+    def synchronize(self) -> None:
+        """Wait for copies and kernels."""
+
+    def begin_capture(self) -> None:
+        """Have the calls that follow be recorded by the capture of the current stream, until `end_capture`."""
+
+    def join(self) -> None:
+        """Make the end of the last copy a part of what is captured."""
+
+    def end_capture(self) -> None:
+        """Go on as before the capture, if there is one."""
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Replay a graph on the current stream, which takes the pages in all slots and leaves others there."""
+        graph.replay()
+
+
+class StreamLink(HostLink):
+    """Copies on a stream, in order.
+
+    Attributes:
+        compute: the stream that kernels run on.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, slots: int) -> None:
+        self._stream, self._device = stream, stream.device
+        self._index, self._on_link = stream.device_index, _name(stream)
+        self._arrived: list[torch.cuda.Event | None] = [None] * slots
+        self._own = [torch.cuda.Event() for _ in range(slots)]
+        self._done = torch.cuda.Event()
+        self._outside: tuple | None = None
+        self.follow()
+
+    def follows(self) -> bool:
+        return _raw_stream(self._index) == self._raw and _is_capturing() is self._capturing
+
+    def follow(self) -> None:
+        self.compute = torch.cuda.current_stream(self._device)
+        self._on_compute = _name(self.compute)
+        self._raw = self.compute.cuda_stream
+        self._capturing = torch.cuda.is_current_stream_capturing()
+
+    def wait(self, slot: int) -> None:
+        event = self._arrived[slot]
+        if event is not None:
+            event.wait(self.compute)
+
+    def take(self, slot: int, event: torch.cuda.Event | None) -> None:
+        self._arrived[slot] = event
+
+    def wait_for(self, buffer: Buffer) -> None:
+        for fence in buffer.fences.values():
+            self._stream.wait_event(fence)
+            self.compute.wait_event(fence)
+
+    def wait_for_copies(self) -> None:
+        self.compute.wait_stream(self._stream)
+
+    def computed(self) -> None:
+        self._done.record(self.compute)
+        self._done.wait(self._stream)
+
+    def copying(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> Started:
+        return functools.partial(self._copy, slot, target, source)
+
+    def _copy(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> None:
+        event = self._arrived[slot] = self._own[slot]
+        _set_stream(*self._on_link)
+        try:
+            target.copy_(source, True)  # without blocking
+        finally:
+            _set_stream(*self._on_compute)
+        event.record(self._stream)
+
+    def arrived(self, slot: int) -> torch.cuda.Event | None:
+        return self._arrived[slot]
+
+    def fence(self, ring: Sequence[Buffer | None], read: Iterable[Buffer], sources: Iterable[Buffer]) -> None:
+        computed, copied = self.compute.record_event(), self._stream.record_event()
+        on, copies = self.compute.cuda_stream, self._stream.cuda_stream
+        for buffer in ring:
+            if buffer is not None:
+                buffer.fences[on], buffer.fences[copies] = computed, copied
+        for buffer in read:
+            buffer.fences[on] = computed
+        for buffer in sources:
+            buffer.fences[copies] = copied
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    # -- CUDA graphs --------------------------------------------------------------------------------------------------
+
+    def begin_capture(self) -> None:
+        self._outside = self.compute, self._on_compute, self._raw, self._arrived, self._own, self._done
+        self._own, self._done = [torch.cuda.Event() for _ in self._own], torch.cuda.Event()
+        self._arrived = [None] * len(self._own)
+        self.follow()
+
+    def join(self) -> None:
+        if any(event is not None for event in self._arrived):
+            self.compute.wait_stream(self._stream)
+
+    def end_capture(self) -> None:
+        if self._outside is not None:
+            self.compute, self._on_compute, self._raw, self._arrived, self._own, self._done = self._outside
+            self._capturing, self._outside = False, None
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        if not self.follows():
+            before = self.compute
+            self.follow()
+            self.compute.wait_stream(before)
+        for slot in range(len(self._arrived)):
+            self.wait(slot)
+        graph.replay()
+        self._arrived = [self.compute.record_event()] * len(self._arrived)
+
+
+class DirectLink(StreamLink):
+    """A `StreamLink` that calls the CUDA runtime itself, but for what a capture records."""
+
+    def __init__(self, stream: torch.cuda.Stream, slots: int, runtime: ctypes.CDLL) -> None:
+        self._runtime, self._calls = runtime, None
+        super().__init__(stream, slots)
+        for event in (*self._own, self._done):
+            event.record(stream)  # which makes it: torch's events begin with nothing
+        self._events = [ctypes.c_void_p(event.cuda_event) for event in self._own]
+        self._done_event, self._copies = ctypes.c_void_p(self._done.cuda_event), ctypes.c_void_p(stream.cuda_stream)
+        record, wait = runtime.cudaEventRecord, runtime.cudaStreamWaitEvent
+        self._note = [functools.partial(record, event, self._copies) for event in self._events]
+        self._hold = functools.partial(wait, self._copies, self._done_event, _NO_FLAGS)
+        self._prepare()
+
+    def follow(self) -> None:
+        super().follow()
+        if self._outside is None and self._calls is not None:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Put the arguments of the computing stream's calls together."""
+        compute, runtime = ctypes.c_void_p(self._raw), self._runtime
+        waits = [functools.partial(runtime.cudaStreamWaitEvent, compute, event, _NO_FLAGS) for event in self._events]
+        self._calls = functools.partial(runtime.cudaEventRecord, self._done_event, compute), waits
+
+    def _is_direct(self) -> bool:
+        """True unless torch's own calls are wanted: in a capture, and where another device is the current one, whose
+        default stream would be meant."""
+        return self._outside is None and _current_device() == self._index
+
+    def wait(self, slot: int) -> None:
+        event = self._arrived[slot]
+        if event is self._own[slot] and self._is_direct():
+            _check(self._calls[1][slot]())
+        elif event is not None:
+            event.wait(self.compute)
+
+    def computed(self) -> None:
+        if self._is_direct():
+            _check(self._calls[0]() or self._hold())
+        else:
+            super().computed()
+
+    def copying(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> Started:
+        start = functools.partial(
+            self._runtime.cudaMemcpyAsync,
+            ctypes.c_void_p(target.data_ptr()),
+            ctypes.c_void_p(source.data_ptr()),
+            ctypes.c_size_t(target.nbytes),
+            _HOST_TO_DEVICE,
+            self._copies,
+        )
+        return functools.partial(self._copy_directly, slot, start, (target, source))
+
+    def _copy_directly(self, slot: int, start: Callable[[], int], tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
+        if self._is_direct():
+            self._arrived[slot] = self._own[slot]
+            _check(start() or self._note[slot]())
+        else:
+            self._copy(slot, *tensors)
+
+
+_NO_FLAGS, _HOST_TO_DEVICE = ctypes.c_uint(0), ctypes.c_int(1)
+
+
+def _check(code: int) -> None:
+    """Raise what torch raises for an error of the CUDA runtime."""
+    if code:
+        torch.cuda.check_error(code)
+
+
+@functools.cache
+def _runtime() -> ctypes.CDLL | None:
+    """Return the CUDA runtime that torch has loaded; None where it has none of its own to be called."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    try:
+        return ctypes.CDLL(f"libcudart.so.{major}") if major else None
+    except OSError:
+        return None  # torch's own calls do the same
+
+
+def link_of(stream: torch.cuda.Stream | None, slots: int) -> HostLink:
+    """Return the link of a ring of so many slots into a tier whose copies run on a stream; None: on the host."""
+    if stream is None:
+        return HostLink()
+    runtime = _runtime()
+    return StreamLink(stream, slots) if runtime is None else DirectLink(stream, slots, runtime)
+
+
+def _name(stream: torch.cuda.Stream) -> tuple[int, int, int]:
+    """Return what torch tells a stream by."""
+    return stream.stream_id, stream.device_index, stream.device_type
