@@ -36,6 +36,7 @@ from torch import nn
 import vbrt
 from scripts.measuring import llama_8b, machine
 from scripts.stream import link_bytes_s, training_step
+from vbrt.layers import VBLinear
 from vbrt.tiers import Lease
 
 DEVICE, CACHE = "cuda", 256
@@ -339,20 +340,21 @@ def dense(options: argparse.Namespace) -> dict:
     plain = llama_8b(options.layers)
     vb = vbrt.wrap(copy.deepcopy(plain), "dense", weights={"keep_head": True}).materialize()
     ids = torch.zeros(1, 1, dtype=torch.long, device=DEVICE)
-    models = {"unwrapped": plain, "wrapped": vb.model, "unhooked": vb.model}
+    models = {"unwrapped": plain, "wrapped": vb.model, "unhooked": vb.model, "bare": vb.model}
     spans: dict[str, list[float]] = {f"{name}{part}": [] for name in models for part in ("_ms", "_host_ms")}
     hooks = vb.model._forward_pre_hooks
     with torch.no_grad():
-        for turn in range(28):
+        for turn in range(40):
             for name, model in models.items():
                 kept = dict(hooks)
-                if name == "unhooked":
+                if name in ("unhooked", "bare"):
                     hooks.clear()
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                model(input_ids=ids, use_cache=False)
-                host = time.perf_counter()
-                torch.cuda.synchronize()
+                with mock.patch.object(VBLinear, "forward", bare) if name == "bare" else nullcontext():
+                    torch.cuda.synchronize()
+                    start = time.perf_counter()
+                    model(input_ids=ids, use_cache=False)
+                    host = time.perf_counter()
+                    torch.cuda.synchronize()
                 if turn >= 4:
                     spans[f"{name}_ms"].append((time.perf_counter() - start) * 1e3)
                     spans[f"{name}_host_ms"].append((host - start) * 1e3)
@@ -362,6 +364,11 @@ def dense(options: argparse.Namespace) -> dict:
     result = {name: statistics.median(taken) for name, taken in spans.items()} | calls
     vb.close()
     return result | {"ratio": result["wrapped_ms"] / result["unwrapped_ms"]}
+
+
+def bare(layer: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    """A layer's product on its page, and nothing else: the least that a layer of ours could do."""
+    return F.linear(input, layer._vb_handle.resident, None)
 
 
 def layer_us(layers: dict[str, nn.Module]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from vbrt.residency.plan import format_bytes
 __all__ = ["GpuBalance"]
 
 _LOOK_SECONDS = 0.1  # between looks at the GPU's free memory, at least
+_LOOKS = 500  # a look takes one part in so many of the time, at most
 
 
 class GpuBalance:
@@ -36,7 +37,13 @@ class GpuBalance:
 
     def wanted_now(self, budget_bytes: int, page_bytes: int) -> int:
         """Return the budget that memory allows now, at most all pages."""
-        self._next_look = time.monotonic() + _LOOK_SECONDS
+        begun = time.monotonic()
+        wanted_bytes = self._wanted_at(budget_bytes, page_bytes)
+        now = time.monotonic()
+        self._next_look = now + max(_LOOK_SECONDS, _LOOKS * (now - begun))
+        return wanted_bytes
+
+    def _wanted_at(self, budget_bytes: int, page_bytes: int) -> int:
         wanted, free = min(self.wanted_bytes, page_bytes), torch.cuda.mem_get_info()[0]
         ran_out = _times_out_of_memory() > self._ran_out
         if budget_bytes >= wanted and free >= self.margin_bytes // 2 and not ran_out:
