@@ -96,3 +96,14 @@ def test_counts_under_programmes_are_simulated_counts_and_contents_are_right(loa
     assert_at_rest(stack)
     stack.close()
     assert stack.levels[0].tier.held_bytes == 0
+
+
+def test_layers_beside_experts_of_which_the_device_decides_have_a_programme():
+    """The policy `experts` then decides on them alone; a lease of an expert's page ends that."""
+    expert = "mlp.experts#coarse.0"
+    stack = stack_of(SIZES | {expert: 1}, 14, make_policy("experts", 14 * UNIT))
+    run(stack, [Pass("decode"), *LEASES] * 12)
+    assert run(stack, [Pass("decode"), *LEASES] * 3) == 3 * len(LEASES), stack.ledger.programmes.reason
+    assert run(stack, [Pass("decode"), *LEASES, (expert,)] * 6) < 2 * len(LEASES)
+    assert "policy experts cannot tell" in stack.ledger.programmes.reason
+    assert_at_rest(stack)
