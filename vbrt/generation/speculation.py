@@ -28,6 +28,7 @@ from vbrt.generation.sequences import Sequences
 from vbrt.generation.shadow import shadow_refusal
 from vbrt.generation.timing import Marks
 from vbrt.generation.verifying import Decoding, Draft, announce, verified
+from vbrt.report.timeline import ROUND
 
 __all__ = ["EXACTNESS", "speculate"]
 
@@ -87,6 +88,8 @@ def _round(
 ) -> tuple[dict[str, Any], _Hint | None]:
     """Draft, verify, take what is right. Returns the next pass's arguments, and what is known beyond."""
     cache, marks = kwargs["past_key_values"], Marks(sequences.ids.device)
+    recorder = decoding.attachment.stack.guard.recorder
+    began = None if recorder is None else recorder.mark()
     marks.mark()
     k = decoding.pace.choose(decoding.limit - sequences.length - 1)
     draft = decoding.run_drafts(functools.partial(_draft, decoding, sequences, kwargs, k, hint))
@@ -101,6 +104,8 @@ def _round(
     confirmed = taken if right else taken - 1
     decoding.pace.note(k, min(confirmed, k), min(taken, k), None if rows.compared else (draft_s, verify_s))
     decoding.counts.note(k, min(confirmed, k), taken, (draft_s, verify_s))
+    if recorder is not None:
+        recorder.note(ROUND, f"{taken} tokens, {min(confirmed, k)} of {k} drafts right", began, recorder.mark())
     ahead = _ahead(sequences, draft, rows.logits, taken) if len(sequences.ids) > 1 and taken <= k else None
     return decoding.after(rows.outputs[min(taken, len(rows.outputs)) - 1], draft.kwargs[taken - 1], cache), ahead
 

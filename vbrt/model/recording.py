@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
+from vbrt.model.ran import what_ran
 from vbrt.model.snapshot import expert_counts
 from vbrt.report.drawing import write_timeline
 from vbrt.report.experts import ExpertCounts
@@ -39,13 +44,15 @@ def _recorded(models: Mapping["Attachment", nn.Module], path: Path) -> Iterator[
         for model in models.values():
             hooks.append(model.register_forward_pre_hook(recorder.begin_pass, prepend=True))
             hooks.append(model.register_forward_hook(recorder.end_pass, always_call=True))
+        hooks.append(register_optimizer_step_pre_hook(recorder.begin_step))
+        hooks.append(register_optimizer_step_post_hook(recorder.end_step))
         yield recorder
     finally:
         for hook in hooks:
             hook.remove()
         timeline, after = recorder.stop(), _settled_counts(attachments)
         heat = tuple(heat_between(name, before.get(name), counts) for name, counts in after.items())
-        timeline = recorder.timeline = replace(timeline, experts=heat)
+        timeline = recorder.timeline = replace(timeline, experts=heat, ran=what_ran(attachments))
         for attachment in attachments:
             attachment.timed = _of_model(timeline.totals, attachment.prefix)
         write_timeline(timeline, path)

@@ -1,102 +1,113 @@
-"""A timeline as a page for a browser; `timeline.html` is its template."""
+"""A timeline as a page for a browser: one file, which asks for no other.
 
-from collections.abc import Iterable, Iterator, Sequence
+The page is `assets/timeline.html` with its style, its scripts and uPlot (MIT, `assets/uplot-*/LICENSE`) put in, and the
+recording as JSON. Times are whole tenths of microseconds, a start as the step from the one before, and pages are named
+once, so that a span takes some ten characters.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
 from html import escape
 from importlib.resources import files
+from itertools import chain, pairwise
 from string import Template
+from typing import Any
 
-from vbrt.report.chrome import span_details
-from vbrt.report.heat import expert_maps
-from vbrt.report.timeline import Span, Timeline, TimelineTotals
+from vbrt.report.gaps import IDLE, MODEL, WaitParts, gaps, shares, wait_parts
+from vbrt.report.timeline import WAIT, Span, Timeline
 from vbrt.residency.plan import format_bytes
 
-__all__ = ["html_page"]
+__all__ = ["html_page", "page_data"]
 
-_LABEL_PX, _LANE_PX, _AXIS_PX = 110, 26, 22
-_TICKS = 10
+_UPLOT = "uplot-1.6.32"
+_SCRIPTS = ("data.js", "lanes.js", "charts.js", "tables.js", "experts.js", "page.js")
+_PER_US = 10
 
 
 def html_page(timeline: Timeline) -> str:
-    """Return one page with everything in it: totals, the rows as SVG, heat maps of experts, a table of the layers."""
+    """Return one page with everything in it."""
+    data = page_data(timeline)
     totals = timeline.totals
-    template = Template((files("vbrt.report") / "timeline.html").read_text("utf-8"))
-    return template.substitute(
-        recorded=f"{totals.recorded_us / 1e3:.3f}",
-        waiting=f"{100 * totals.wait_share:.1f}",
-        links="\n".join(_links(totals)),
-        rows=_svg(timeline),
-        experts=expert_maps(timeline.experts),
-        layers="\n".join(_layers(totals)),
-    )
-
-
-def _links(totals: TimelineTotals) -> Iterator[str]:
-    yield from _html_table(
-        ("link", "bytes", "GB/s while busy", "busy ms", "idle"),
-        [
-            (
-                name,
-                format_bytes(link.nbytes),
-                f"{link.gb_per_s:.2f}",
-                f"{link.busy_us / 1e3:.3f}",
-                f"{100 * (1 - link.busy_share):.1f} %",
+    return Template(_asset("timeline.html")).substitute(
+        _assets(),
+        recorded=f"{totals.recorded_us / 1e3:.1f} ms",
+        waiting=f"{100 * totals.wait_share:.1f} %",
+        links=escape(
+            ", ".join(
+                f"{name} moved {format_bytes(link.nbytes)} at {link.gb_per_s:.1f} GB/s"
+                for name, link in totals.links.items()
             )
-            for name, link in totals.links.items()
-        ],
+            or "no link moved anything"
+        ),
+        data=_in_script(json.dumps(data, separators=(",", ":"))),
     )
 
 
-def _layers(totals: TimelineTotals) -> Iterator[str]:
-    links = list(totals.links)
-    yield from _html_table(
-        ("layer", "compute ms", "wait ms", *links),
-        [
-            (
-                name,
-                f"{layer.compute_us / 1e3:.3f}",
-                f"{layer.wait_us / 1e3:.3f}",
-                *(format_bytes(layer.bytes_moved.get(link, 0)) for link in links),
-            )
-            for name, layer in totals.layers.items()
-        ],
-    )
+@cache
+def _assets() -> Mapping[str, str]:
+    return {
+        "style": _asset(f"{_UPLOT}/uPlot.min.css") + _asset("timeline.css"),
+        "licence": _asset(f"{_UPLOT}/LICENSE"),
+        "uplot": _asset(f"{_UPLOT}/uPlot.iife.min.js"),
+        "scripts": "\n".join(f"<script>\n{_asset(name)}</script>" for name in _SCRIPTS),
+    }
 
 
-def _html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    yield "<table><tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"
-    for row in rows:
-        yield "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
-    yield "</table>"
+def _asset(name: str) -> str:
+    return files("vbrt.report").joinpath("assets", name).read_text("utf-8")
 
 
-def _svg(timeline: Timeline) -> str:
-    lanes = timeline.lanes()
-    start = min((span.start_us for span in timeline.spans), default=0.0)
-    span_us = max((span.end_us for span in timeline.spans), default=0.0) - start
-    width = min(20_000, max(1_200, 12 * max(len(spans) for _, spans in lanes)))
-    scale = width / max(span_us, 1e-9)
-    height = _AXIS_PX + _LANE_PX * len(lanes)
-    parts = [f'<div class="rows"><svg width="{_LABEL_PX + width + 60}" height="{height}">']
-    parts += _grid(span_us, width, height)
-    for i, (name, spans) in enumerate(lanes):
-        y = _AXIS_PX + i * _LANE_PX
-        parts.append(f'<text x="6" y="{y + 16}">{escape(name)}</text>')
-        parts += [_rect(span, _LABEL_PX + (span.start_us - start) * scale, y + 3, span.us * scale) for span in spans]
-    return "\n".join((*parts, "</svg></div>"))
+def _in_script(text: str) -> str:
+    """Return JSON that neither ends the element around it nor begins a comment, whatever a layer is called."""
+    for letter in "<>&":
+        text = text.replace(letter, f"\\u{ord(letter):04x}")
+    return text
 
 
-def _grid(span_us: float, width: int, height: int) -> Iterator[str]:
-    for tick in range(_TICKS + 1):
-        x = _LABEL_PX + width * tick / _TICKS
-        yield f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{_AXIS_PX}" y2="{height}"/>'
-        yield f'<text x="{x:.1f}" y="15">{span_us * tick / _TICKS / 1e3:.3f} ms</text>'
+def page_data(timeline: Timeline) -> dict[str, Any]:
+    """Return what the page shows, as plain data; times are in tenths of microseconds from the first span on."""
+    parts, rest = wait_parts(timeline), gaps(timeline)
+    origin = min((span.start_us for span in timeline.spans), default=0.0)
+    why = {id(span): part for span, part in zip(_waits(timeline), parts, strict=True)}
+    lanes = [*timeline.lanes(), *([("rest", rest)] if rest else [])]
+    items: dict[tuple[str, int], int] = {}
+    totals = timeline.totals
+    return {
+        "perUs": _PER_US,
+        "lanes": [_lane(name, spans, origin, items, why) for name, spans in lanes],
+        "items": list(items),
+        "window": [round((moment - origin) * _PER_US) for moment in timeline.window],
+        "shares": {kind: round(us * _PER_US) for kind, us in shares(timeline, parts, rest).items()},
+        "waitShare": totals.wait_share,
+        "links": {name: asdict(link) for name, link in totals.links.items()},
+        "layers": [[name, one.compute_us, one.wait_us, dict(one.bytes_moved)] for name, one in totals.layers.items()],
+        "experts": [asdict(layer) for layer in timeline.experts],
+        "ran": asdict(timeline.ran) if timeline.ran else None,
+    }
 
 
-def _rect(span: Span, x: float, y: int, width: float) -> str:
-    css = "link" if ">" in span.row else span.row
-    rate = f", {format_bytes(span.nbytes)} at {span_details(span)['GB/s']:.2f} GB/s" if ">" in span.row else ""
-    title = f"{span.row} {span.page}: {span.us / 1e3:.3f} ms{rate}"
-    return (
-        f'<rect class="{css}" x="{x:.2f}" y="{y}" width="{max(width, 0.5):.2f}" height="{_LANE_PX - 6}">'
-        f"<title>{escape(title)}</title></rect>"
-    )
+def _waits(timeline: Timeline) -> list[Span]:
+    return [span for span in timeline.spans if span.row == WAIT]
+
+
+def _lane(
+    name: str,
+    spans: Sequence[Span],
+    origin: float,
+    items: dict[tuple[str, int], int],
+    why: Mapping[int, WaitParts],
+) -> dict[str, Any]:
+    starts = [round((span.start_us - origin) * _PER_US) for span in spans]
+    ends = [round((span.end_us - origin) * _PER_US) for span in spans]
+    lane = {
+        "name": name,
+        "row": "rest" if spans and spans[0].row in (MODEL, IDLE) else spans[0].row if spans else name,
+        "starts": [after - before for before, after in pairwise(chain([0], starts))],
+        "lengths": [end - start for start, end in zip(starts, ends, strict=True)],
+        "items": [items.setdefault((span.page, span.nbytes), len(items)) for span in spans],
+    }
+    if lane["row"] == WAIT:
+        lane["why"] = [[round(us * _PER_US) for us in column] for column in zip(*(why[id(s)] for s in spans), strict=True)]
+    return lane

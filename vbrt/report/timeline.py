@@ -7,7 +7,7 @@
 
 Recorded time runs from the first pass or lease to the end of the last one; time between passes is part of it. A link
 may be busy beyond it, with pages that the next pass will need: their bytes count, its share does not grow by them.
-`vbrt.report.drawing` writes timelines into files.
+`vbrt.report.gaps` says what waits waited for, `vbrt.report.drawing` writes timelines into files.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,15 +16,34 @@ from functools import cached_property
 from typing import Self
 
 from vbrt.report.heat import LayerHeat
+from vbrt.report.ran import Ran
 
-__all__ = ["COMPUTE", "PASS", "WAIT", "LayerTotals", "LinkTotals", "Span", "Timeline", "TimelineTotals"]
+__all__ = [
+    "COMPUTE",
+    "OPTIMIZER",
+    "PASS",
+    "ROUND",
+    "WAIT",
+    "LayerTotals",
+    "LinkTotals",
+    "Span",
+    "Timeline",
+    "TimelineTotals",
+]
 
-PASS, COMPUTE, WAIT = "pass", "compute", "wait"
+PASS, ROUND, OPTIMIZER, COMPUTE, WAIT = "pass", "round", "optimizer", "compute", "wait"
+_NAMED = (PASS, ROUND, OPTIMIZER)  # rows whose spans have a name of their own, and no page
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Work of a row (a pass, compute, wait, or a link such as "cpu>gpu") for a page, in microseconds."""
+    """Work of a row for a page, in microseconds.
+
+    Attributes:
+        row: a pass, a round of speculation, an optimizer's step, compute, wait, or a link such as "cpu>gpu".
+        page: or pages of a lease, joined by " + "; the name of a pass (its phase), round or optimizer.
+        nbytes: that a link moved, or of the pages that were leased.
+    """
 
     row: str
     page: str
@@ -84,15 +103,17 @@ class TimelineTotals:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A recording: spans in the order of their starts, and what the experts of each layer that has any counted."""
+    """A recording: spans in the order of their starts, what the experts of each layer that has any counted, and what
+    ran."""
 
     spans: tuple[Span, ...]
     experts: tuple[LayerHeat, ...] = ()
+    ran: Ran | None = None
 
     @cached_property
     def window(self) -> tuple[float, float]:
         """The recorded time: start and end in microseconds."""
-        own = [span for span in self.spans if span.row in (PASS, COMPUTE, WAIT)]
+        own = [span for span in self.spans if ">" not in span.row]
         if not own:
             return 0.0, 0.0
         return min(span.start_us for span in own), max(span.end_us for span in own)
@@ -125,9 +146,10 @@ class Timeline:
         return self.totals.wait_share
 
     def _rows(self) -> list[str]:
-        """Passes, compute and waits, then the links, the one nearest to the computing device first."""
-        links = {span.row for span in self.spans} - {PASS, COMPUTE, WAIT}
-        return [PASS, COMPUTE, WAIT, *sorted(links)]
+        """Passes, rounds and optimizers if there are any, compute, waits, the links nearest to the computing device."""
+        found = {span.row for span in self.spans}
+        rare = [row for row in (ROUND, OPTIMIZER) if row in found]
+        return [PASS, *rare, COMPUTE, WAIT, *sorted(row for row in found if ">" in row)]
 
     def _link(self, row: str) -> LinkTotals:
         spans, (start, end) = [span for span in self.spans if span.row == row], self.window
@@ -143,7 +165,7 @@ class Timeline:
         times: dict[str, dict[str, float]] = {}
         moved: dict[str, dict[str, int]] = {}
         for span in self.spans:
-            if span.row == PASS:
+            if span.row in _NAMED:
                 continue
             took = times.setdefault(span.layer, {})
             took[span.row] = took.get(span.row, 0.0) + span.us

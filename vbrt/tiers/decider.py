@@ -56,6 +56,8 @@ class Decider:
         programme may begin with it."""
         before = self._passes.phase
         self._passes.begin(phase, backward=backward)
+        if self._guard.recorder is not None:
+            self._guard.recorder.name_pass(phase)
         for level in self._ledger.copying:
             level.policy.begin_pass(phase)
         self._programmes.begin_pass(before, may_run=may_run)

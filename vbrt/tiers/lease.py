@@ -49,7 +49,7 @@ class Lease:
                 if slot.arrived is not None:
                     torch.cuda.current_stream(slot.level.tier.device).wait_event(slot.arrived)
             if self.note is not None:
-                self.note.arrived()
+                self.note.arrived(sum(slot.page.nbytes for slot in self.slots))
             return [slot.tensors for slot in self.slots]
         except BaseException:
             stack.decider.release(self)

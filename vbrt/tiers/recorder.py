@@ -14,7 +14,7 @@ from itertools import groupby
 import torch
 
 from vbrt.errors import WrapError
-from vbrt.report.timeline import COMPUTE, PASS, WAIT, Span, Timeline
+from vbrt.report.timeline import COMPUTE, OPTIMIZER, PASS, WAIT, Span, Timeline
 from vbrt.tiers.guard import Guard
 
 __all__ = ["LeaseNote", "Mark", "Recorder", "page_names"]
@@ -38,7 +38,9 @@ class Recorder:
         self.timeline: Timeline | None = None
         self._guard, self._device = guard, device if device.type == "cuda" else None
         self._notes: list[tuple[str, str, Mark, Mark, int]] = []  # only appended to: one step for threads
-        self._passes: defaultdict[int, list[Mark]] = defaultdict(list)  # that have begun, by thread
+        self._passes: defaultdict[int, list[_Pass]] = defaultdict(list)  # that have begun, by thread
+        self._steps: defaultdict[int, list[Mark]] = defaultdict(list)  # of optimizers, by thread
+        self._led: dict[int, _Pass] = {}  # passes without a forward: they last as long as their leases, by thread
         self._origin_ns, self._origin = 0, None
 
     def __deepcopy__(self, memo: dict) -> "Recorder":
@@ -69,6 +71,8 @@ class Recorder:
     def stop(self) -> Timeline:
         """Stop, wait for the device, and work out all times."""
         self._guard.recorder = None
+        for led in list(self._led.values()):
+            self._note_led(led)
         notes = list(self._notes)  # before the synchronization: every event in it has passed then
         if self._device is not None:
             torch.cuda.synchronize(self._device)
@@ -108,13 +112,47 @@ class Recorder:
     def begin_pass(self, model: torch.nn.Module, args: tuple) -> None:
         """A forward pre-hook of the model."""
         if not torch.compiler.is_compiling():
-            self._passes[threading.get_ident()].append(self.mark())
+            self._passes[threading.get_ident()].append(_Pass(self.mark()))
+
+    def name_pass(self, phase: str) -> None:
+        """Take the phase of the pass that begins; one without a forward, such as a backward pass, lasts as long as its
+        leases."""
+        thread = threading.get_ident()
+        begun, led = self._passes[thread], self._led.pop(thread, None)
+        if led is not None:
+            self._note_led(led)
+        if begun and begun[-1].phase == PASS:
+            begun[-1].phase = phase
+        elif not begun:
+            self._led[thread] = _Pass(self.mark(), phase)
 
     def end_pass(self, model: torch.nn.Module, args: tuple, output: object) -> None:
         """A forward hook of the model."""
         begun = [] if torch.compiler.is_compiling() else self._passes[threading.get_ident()]
         if begun:
-            self.note(PASS, PASS, begun.pop(), self.mark())
+            one = begun.pop()
+            self.note(PASS, one.phase, one.start, self.mark())
+
+    def leased(self, end: Mark) -> None:
+        """Extend the pass of this thread that has no forward."""
+        led = self._led.get(threading.get_ident())
+        if led is not None:
+            led.end = end
+
+    def _note_led(self, led: "_Pass") -> None:
+        if led.end is not None:
+            self.note(PASS, led.phase, led.start, led.end)
+
+    def begin_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        """A hook before each step of an optimizer."""
+        self._steps[threading.get_ident()].append(self.mark())
+
+    def end_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        """A hook after each step of an optimizer."""
+        begun = self._steps[threading.get_ident()]
+        if begun:
+            tensors = sum(len(group["params"]) for group in optimizer.param_groups)
+            self.note(OPTIMIZER, f"{type(optimizer).__name__}, {tensors} tensors", begun.pop(), self.mark())
 
 
 def page_names(keys: Sequence[str]) -> str:
@@ -135,24 +173,35 @@ def _runs(numbers: Sequence[int]) -> Iterator[str]:
         yield str(first) if first == last else f"{first}-{last}"
 
 
+class _Pass:
+    """A pass that has begun; `end`: of its last lease so far, where it has no forward."""
+
+    __slots__ = ("end", "phase", "start")
+
+    def __init__(self, start: Mark, phase: str = PASS) -> None:
+        self.start, self.phase, self.end = start, phase, None
+
+
 class LeaseNote:
     """The two spans of one lease: until its pages are there, and until it is released."""
 
-    __slots__ = ("_mark", "_page", "_recorder")
+    __slots__ = ("_mark", "_nbytes", "_page", "_recorder")
 
     def __init__(self, recorder: Recorder, page: str) -> None:
-        self._recorder, self._page = recorder, page
+        self._recorder, self._page, self._nbytes = recorder, page, 0
         self._mark = recorder.mark()
 
-    def arrived(self) -> None:
-        """End the wait: the pages are there."""
+    def arrived(self, nbytes: int) -> None:
+        """End the wait: the pages are there, of so many bytes together."""
+        self._nbytes = nbytes
         self._next(WAIT)
 
     def done(self) -> None:
         """End the computing: the host has asked for all of it."""
         self._next(COMPUTE)
+        self._recorder.leased(self._mark)
 
     def _next(self, row: str) -> None:
         now = self._recorder.mark()
-        self._recorder.note(row, self._page, self._mark, now)
+        self._recorder.note(row, self._page, self._mark, now, self._nbytes)
         self._mark = now

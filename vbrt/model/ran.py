@@ -1,0 +1,87 @@
+"""What a recording is of: the models, their config, the machine, the versions."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from vbrt.report.ran import Ran
+from vbrt.residency.plan import format_bytes
+
+if TYPE_CHECKING:
+    from vbrt.model.attachment import Attachment
+
+__all__ = ["what_ran"]
+
+_ROOT = Path(__file__).resolve().parent.parent.parent
+_PACKAGES = ("vbrt", "torch", "triton", "transformers")
+_GIT_SECONDS = 2.0
+
+
+def what_ran(attachments: Sequence["Attachment"]) -> Ran:
+    """Return what models of one runtime are, and where they run."""
+    settings = attachments[0].settings
+    return Ran(
+        tuple(map(_model, attachments)),
+        settings.source,
+        settings.to_dict(),
+        _machine(attachments[0].stack.device),
+        _versions(),
+        _commit(),
+        datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _model(attachment: "Attachment") -> str:
+    plan = attachment.plan
+    formats = sorted({swap.format for swap in plan.swaps})
+    own = f"{attachment.name}: " if attachment.prefix else ""
+    return (
+        f"{own}{type(attachment.model).__name__}, {format_bytes(plan.dense_bytes)} dense, "
+        f"{len(plan.swaps)} layers in {', '.join(formats) or 'no format'}"
+    )
+
+
+def _machine(device: torch.device) -> str:
+    parts = [f"{_cpu_name()}, {os.cpu_count()} cores, {format_bytes(psutil.virtual_memory().total)}"]
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(device)
+        parts.insert(0, f"{gpu.name}, {format_bytes(gpu.total_memory)}")
+    return " · ".join(parts)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:  # not Linux
+        return platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit() -> str | None:
+    """Return the commit of the checkout that vbrt is imported from; None without one, or without git."""
+    if not (_ROOT / ".git").exists():
+        return None
+    command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_GIT_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
