@@ -8,6 +8,7 @@ The shape is an 8B model's, with random weights made on the GPU; `--tiny` is a m
 import argparse
 import contextlib
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,7 +50,7 @@ def wrapped(model: nn.Module, preset: str, tier: str) -> vbrt.VBModelWrapper:
     pages = sum(swap.page_bytes for swap in vbrt.make_plan(model, vbrt.load_config(preset)).swaps)
     tiers = {tier: {"budget": int(SHARE * pages)}}
     if tier == "cpu":
-        tiers["ssd"] = {"enabled": True}
+        tiers["ssd"] = {"enabled": True, "path": tempfile.mkdtemp()}
     return vbrt.wrap(model, preset, tiers=tiers).materialize()
 
 
