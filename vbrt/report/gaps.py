@@ -83,9 +83,7 @@ def wait_parts(timeline: Timeline) -> list[WaitParts]:
         moves[copy.page].append(copy)
     drive = Intervals((copy.start_us, copy.end_us) for copy in copies if _from_files(copy))
     link = Intervals((copy.start_us, copy.end_us) for copy in copies if not _from_files(copy))
-    return [
-        _parts(wait, _own(wait, moves), (drive, link)) for wait in timeline.spans if wait.row == WAIT
-    ]
+    return [_parts(wait, _own(wait, moves), (drive, link)) for wait in timeline.spans if wait.row == WAIT]
 
 
 def _from_files(copy: Span) -> bool:
@@ -106,7 +104,7 @@ def pages_of(name: str) -> list[str]:
     """Return the keys of a lease's name, see `vbrt.tiers.recorder.page_names`: "a#coarse.0-1" is two pages."""
     keys = []
     for part in name.split(" + "):
-        head, dot, numbers = part.rpartition(".")
+        head, _, numbers = part.rpartition(".")
         if "#" in head and numbers[:1].isdecimal():
             keys += [f"{head}.{number}" for run in numbers.split(",") for number in _numbers(run)]
         else:

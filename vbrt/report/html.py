@@ -93,11 +93,7 @@ def _waits(timeline: Timeline) -> list[Span]:
 
 
 def _lane(
-    name: str,
-    spans: Sequence[Span],
-    origin: float,
-    items: dict[tuple[str, int], int],
-    why: Mapping[int, WaitParts],
+    name: str, spans: Sequence[Span], origin: float, items: dict[tuple[str, int], int], why: Mapping[int, WaitParts]
 ) -> dict[str, Any]:
     starts = [round((span.start_us - origin) * _PER_US) for span in spans]
     ends = [round((span.end_us - origin) * _PER_US) for span in spans]
@@ -109,5 +105,7 @@ def _lane(
         "items": [items.setdefault((span.page, span.nbytes), len(items)) for span in spans],
     }
     if lane["row"] == WAIT:
-        lane["why"] = [[round(us * _PER_US) for us in column] for column in zip(*(why[id(s)] for s in spans), strict=True)]
+        lane["why"] = [
+            [round(us * _PER_US) for us in column] for column in zip(*(why[id(s)] for s in spans), strict=True)
+        ]
     return lane

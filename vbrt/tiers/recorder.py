@@ -152,7 +152,8 @@ class Recorder:
         begun = self._steps[threading.get_ident()]
         if begun:
             tensors = sum(len(group["params"]) for group in optimizer.param_groups)
-            self.note(OPTIMIZER, f"{type(optimizer).__name__}, {tensors} tensors", begun.pop(), self.mark())
+            name = f"{type(optimizer).__name__}, {tensors} tensor{'s' * (tensors != 1)}"
+            self.note(OPTIMIZER, name, begun.pop(), self.mark())
 
 
 def page_names(keys: Sequence[str]) -> str:

@@ -55,7 +55,8 @@ function overviewData() {
     for (const lane of vb.lanes) if (lane.row === row) binned(lane, min, max, i => lane.end[i] - lane.start[i], sums);
     return Array.from(sums, us => Math.min(100, 100 * us / step));
   };
-  return [Array.from({ length: BINS }, (_, i) => min + i * step), bins("compute"), bins("wait")];
+  const compute = bins("compute"), both = bins("wait").map((wait, i) => Math.min(100, wait + compute[i])); // stacked
+  return [Array.from({ length: BINS }, (_, i) => min + i * step), both, compute];
 }
 
 vb.linkNames = Object.keys(vb.data.links);
@@ -78,7 +79,7 @@ vb.rateColour = i => RATE_STROKES[i % RATE_STROKES.length];
 function newOverview(width) {
   const share = colour => ({ stroke: () => colours[colour], fill: () => colours[colour], paths: stepped, points: { show: false } });
   return new uPlot({
-    width, height: 64, padding, legend: { show: false }, series: [{}, share("compute"), share("wait-link")],
+    width, height: 64, padding, legend: { show: false }, series: [{}, share("wait-link"), share("compute")],
     scales: { x: timeScale(() => vb.extent), y: { range: [0, 100] } },
     axes: [timeAxis(true), sideAxis({ splits: () => [50], values: () => ["compute, waits"] })],
     cursor: quietCursor({ x: false, drag: { x: true, y: false, setScale: false } }),
@@ -159,12 +160,13 @@ function redrawNow() {
   const [min, max] = vb.view, { overview, plot, rates } = vb.charts;
   plot.setScale("x", { min, max });
   if (rates) rates.setData(rateData());
-  const left = overview.valToPos(min, "x"), width = overview.valToPos(max, "x") - left;
+  const left = overview.valToPos(min, "x"), whole = min === vb.extent[0] && max === vb.extent[1];
+  const width = whole ? 0 : overview.valToPos(max, "x") - left;
   overview.selecting = true;
   overview.setSelect({ left, top: 0, width, height: overview.over.clientHeight }, false);
   overview.selecting = false;
   const app = document.getElementById("lanes").dataset;
-  app.from = min, app.to = max;
+  app.from = min, app.to = max, app.drawn = vb.drawn;
   document.getElementById("shown").textContent = vb.time(max - min) + " from " + vb.time(min) + " on";
   vb.viewChanged();
 }

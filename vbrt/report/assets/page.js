@@ -33,6 +33,8 @@ const KINDS = [
   ["idle", "idle", "nothing to do", "between two passes: what the caller does"],
 ];
 
+const WAITS = { link: 1, drive: 1, host: 1 };
+
 function showShares() {
   const shares = vb.data.shares, whole = Math.max(KINDS.reduce((sum, [kind]) => sum + shares[kind], 0), 1);
   for (const [kind, colour, name, meaning] of KINDS) {
@@ -51,7 +53,7 @@ function showLegend() {
   if (has("round")) keys.push(["round", "round of speculation"]);
   if (has("optimizer")) keys.push(["optimizer", "optimizer"]);
   keys.push(["compute", "compute"]);
-  if (has("wait")) keys.push(["wait-link", "wait for the link"], ["wait-drive", "for the drive"], ["wait-host", "for the host"]);
+  for (const [kind, colour, name] of KINDS) if (kind in WAITS && vb.data.shares[kind] > 0) keys.push([colour, name]);
   if (vb.linkNames.length) keys.push(["copy", "copy over a link"]);
   if (has("rest")) keys.push(["model", "rest of the model"], ["idle", "nothing to do"]);
   $("legend").append(...keys.map(([colour, name]) => vb.el("li", {}, vb.key(colour), name)));
