@@ -1,4 +1,4 @@
-"""The command `vbrt`: chat, convert, demo, inspect, plan, run, stats, tune.
+"""The command `vbrt`: chat, convert, demo, inspect, plan, run, stats, top, tune.
 
 Results go to stdout, everything else (progress, warnings, errors) to stderr. Exit codes: 0 done; 1 done, and the answer
 is no (the demo's results changed, the plan does not fit); 2 a wrong command, file or config; 130 interrupted.
@@ -11,14 +11,14 @@ import sys
 from collections.abc import Sequence
 
 from vbrt import __version__
-from vbrt.cli import chat, convert, demo, inspect, plan, run, stats, tune
+from vbrt.cli import chat, convert, demo, inspect, plan, run, stats, top, tune
 from vbrt.cli.screen import complain
 from vbrt.errors import VBError
 
 __all__ = ["COMMANDS", "main"]
 
 #: each is one file with a function `add`, which adds the command to the parser
-COMMANDS = (chat, convert, demo, inspect, plan, run, stats, tune)
+COMMANDS = (chat, convert, demo, inspect, plan, run, stats, top, tune)
 _EXAMPLES = """examples:
   vbrt demo                                          search with a trained model, streamed from files
   vbrt plan ./Llama-3.1-8B --gpu-memory 8GiB         what would be swapped, and what it takes
@@ -27,6 +27,7 @@ _EXAMPLES = """examples:
   vbrt convert ./Llama-3.1-8B ./exact --config exact write its planes, without ever holding the model
   vbrt inspect ./Llama-3.1-8B --config exact         what a checkpoint is, and what it becomes
   vbrt stats --json                                  the counters of the last run
+  vbrt top                                           what a running process does: tiers, hits, links, tokens/s
   vbrt tune ./Llama-3.1-8B                           look for faster launches on this machine's GPU
 """
 

@@ -169,7 +169,8 @@ class _Method:
         )
         with _link_bytes(self._attachment):
             outputs = model._prefill(input_ids, generation_config, model_kwargs)
-            model_kwargs = speculate(decoding, sequences, outputs, model_kwargs)
+            with self._attachment.work.counted_elsewhere():
+                model_kwargs = speculate(decoding, sequences, outputs, model_kwargs)
         sequences.end()
         return _result(sequences, model_kwargs, generation_config)
 

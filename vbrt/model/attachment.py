@@ -22,6 +22,7 @@ from vbrt.model.recording import recorded
 from vbrt.model.registry import Registry
 from vbrt.model.runtime import Runtime
 from vbrt.model.snapshot import layer_stats, own_phases, stack_fallbacks, tier_stats
+from vbrt.model.work import Work
 from vbrt.report.drawing import check_timeline_path
 from vbrt.report.routing import RoutingRecorder
 from vbrt.report.speculation import SpeculationCounts
@@ -91,6 +92,7 @@ class Attachment:
         prefix: see `Terms`.
         closed: True once its planes are gone.
         passes: how many have begun.
+        work: what they computed.
         timed: totals of the last recording.
         speculation: counters of `generate(speculate=...)`.
         follower: records the decode steps of `generate`; None without one.
@@ -111,7 +113,7 @@ class Attachment:
         self.speculation = SpeculationCounts()
         self.name_phase: Callable[[str], str] | None = None
         self.follower: Follower | None = None
-        self.passes = 0
+        self.passes, self.work = 0, Work()
         self.closed = False
         remove_pass_hooks(model)
         self._hook = model.register_forward_pre_hook(PassHook(self), with_kwargs=True)

@@ -54,6 +54,7 @@ class PassHook:
         if passes and self.runtime.balance is not None:
             self.runtime.follow_free_memory()
         self.attachment.passes = passes + 1
+        self.attachment.work.note(args, kwargs)
         begin, follower = partial(self._begin_pass, args, kwargs), self.attachment.follower
         if follower is None or not follower.defer(model, begin):
             begin()

@@ -12,7 +12,7 @@ from vbrt.errors import ArgumentError
 from vbrt.layers.compute import precision as precision_of_passes
 from vbrt.residency.policy import FORWARD
 
-__all__ = ["BACKWARD", "DECODE", "PROMPT", "inferred_phase", "named_phase", "phase_name"]
+__all__ = ["BACKWARD", "DECODE", "PROMPT", "first_input", "inferred_phase", "named_phase", "phase_name"]
 
 PROMPT, DECODE, BACKWARD = "prompt", "decode", "backward"
 
@@ -52,14 +52,17 @@ def inferred_phase(args: tuple, kwargs: Mapping[str, Any]) -> str:
 def _new_tokens(args: tuple, kwargs: Mapping[str, Any]) -> int:
     """Return the tokens of a sequence in the first input: the last dimension of ids, else the last but one; rows of a
     matrix."""
-    first = args[0] if args and not kwargs else _first_input(args, kwargs)
+    first = first_input(args, kwargs)
     if not isinstance(first, torch.Tensor):
         return 0
     features = 1 if first.is_floating_point() else 0
     return first.size(-1 - features) if first.ndim > features else 1
 
 
-def _first_input(args: tuple, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+def first_input(args: tuple, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the tensor that a forward computes on: tokens where it has some; None if there is no tensor."""
+    if args and not kwargs and isinstance(args[0], torch.Tensor):
+        return args[0]
     named = (kwargs.get(name) for name in _FIRST)
     given = (kwargs.get("decoder_input_ids"), *args, *named, *kwargs.values())
     return next((value for value in given if isinstance(value, torch.Tensor)), None)

@@ -22,6 +22,7 @@ from vbrt.kernels.cpu import recycle
 from vbrt.layers import WeightHandle, handles_in
 from vbrt.model.balance import GpuBalance
 from vbrt.model.caches import TieredCache, cache_stats
+from vbrt.model.live import know
 from vbrt.model.machine import this_machine, with_freed
 from vbrt.model.placement import use_freed_room
 from vbrt.model.snapshot import tier_stats
@@ -55,6 +56,7 @@ class Runtime:
         self._attachments: dict[str, weakref.ref[Attachment]] = {}  # by name
         self._dropped: weakref.WeakSet[WeightHandle] = weakref.WeakSet()  # handles of closed models
         self.caches: weakref.WeakSet[TieredCache] = weakref.WeakSet()
+        know(self)
 
     @classmethod
     def of_plan(cls, plan: Plan, config: VBConfig, policy: PolicyFactory | None = None) -> "Runtime":

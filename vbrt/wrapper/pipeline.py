@@ -21,6 +21,7 @@ from vbrt.report.stats import Stats
 from vbrt.tiers import Recorder, TierStack
 from vbrt.wrapper.facades import facade_of
 from vbrt.wrapper.holders import CallPhases, HolderKind
+from vbrt.wrapper.live import Watched
 from vbrt.wrapper.wrapper import VBModelWrapper
 
 __all__ = ["VBPipelineWrapper"]
@@ -29,7 +30,7 @@ _OWN = ("pipeline", "runtime", "_kind", "_attachments")
 _ENTRIES = ("encode", "decode")
 
 
-class VBPipelineWrapper(Scraped):
+class VBPipelineWrapper(Scraped, Watched):
     """A wrapped pipeline: call it, or use anything of the pipeline, as before; attributes set on it are the pipeline's.
 
     Its models are swapped in place and share one runtime: one budget for each tier. The page keys, phases and rows of
@@ -47,6 +48,7 @@ class VBPipelineWrapper(Scraped):
         phases = CallPhases(kind)
         for name, attachment in attachments.items():
             attachment.name_phase = functools.partial(phases.name, name)
+            attachment.work.part = kind.phase_of(name) or ""
             _add_entry_hook(attachment.model, kind)
         if kind.device:
             setattr(pipeline, kind.device, runtime.stack.device)

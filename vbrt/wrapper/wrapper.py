@@ -21,12 +21,13 @@ from vbrt.report.stats import Stats
 from vbrt.residency.plan import Plan
 from vbrt.saves.save import save_attached
 from vbrt.tiers import Recorder
+from vbrt.wrapper.live import Watched
 from vbrt.wrapper.mirror import Facade
 
 __all__ = ["VBModelWrapper"]
 
 
-class VBModelWrapper(Facade, Scraped):
+class VBModelWrapper(Facade, Scraped, Watched):
     """A wrapped model: call it, or use anything of the model, as before; attributes set on it are the model's.
 
     Attributes:

@@ -1,0 +1,57 @@
+"""`with vb.live():` in this process."""
+
+import os
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.models import mlp, wrap
+from vbrt.errors import ArgumentError, TierError
+from vbrt.host import offer
+from vbrt.wrapper import live
+
+
+def test_off_a_terminal_there_are_lines_on_stderr_the_last_one_at_the_end(capsys, monkeypatch):
+    monkeypatch.setattr(live, "_LINE_S", 0.01)
+    vb = wrap(mlp())
+    with vb.live(every_s=0.01), torch.no_grad():
+        vb(torch.randn(1, 64))
+        time.sleep(0.05)
+        print("an output")
+    out, err = capsys.readouterr()
+    assert out == "an output\n" and "\x1b" not in err
+    lines = err.splitlines()
+    assert len(lines) > 2 and all(line.startswith(f"vbrt: process {os.getpid()} · Sequential") for line in lines)
+    assert "passes/s" in lines[-1]
+
+
+def test_on_a_terminal_there_is_a_frame_and_ctrl_c_leaves_the_cursor(capsys, monkeypatch):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    stdout, vb = sys.stdout, wrap(mlp())
+    with pytest.raises(KeyboardInterrupt), vb.live(every_s=0.01):
+        time.sleep(0.05)
+        raise KeyboardInterrupt
+    out, err = capsys.readouterr()
+    assert out == "" and "Sequential · scheduled policy" in err and err.rindex("\x1b[?25h") > err.rindex("\x1b[?25l")
+    assert sys.stdout is stdout
+    assert not [thread for thread in threading.enumerate() if thread.name == "vbrt-live"]
+
+
+def test_offered_it_shows_nothing_and_answers_for_the_block_only(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(offer, "directories", lambda: [tmp_path / "offers"])
+    vb = wrap(mlp())
+    with vb.live(offer=True):
+        with vb.live(offer=True):
+            pass
+        assert b'"Sequential"' in offer.ask(os.getpid())
+    assert not offer.pids() and capsys.readouterr() == ("", "")
+    with pytest.raises(ArgumentError, match="live: every_s = 0; expected seconds"):
+        vb.live(every_s=0)
+    monkeypatch.setattr(offer, "directories", lambda: [tmp_path / "missing" / "offers"])
+    with pytest.raises(TierError, match="cannot be offered to vbrt top"), vb.live(offer=True):
+        pass

@@ -1,0 +1,205 @@
+"""`vbrt top`: what a running process does with its tiers, in the terminal.
+
+A process answers when it was started with VBRT_TOP=1, or while it is inside `with vb.live(offer=True):`. It is a choice
+of whoever runs the process, so there is no key for it in configs, which come with other people's checkpoints. Neither
+torch nor the model is touched by asking.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from vbrt.cli.options import add_command
+from vbrt.cli.screen import complain
+from vbrt.errors import VBError
+from vbrt.host import offer
+from vbrt.report.live import History, LiveSample
+from vbrt.report.live_screen import LiveScreen
+from vbrt.report.live_view import plain_line
+
+__all__ = ["add"]
+
+_LINE_S = 1.0  # between lines in a pipe
+_HOW = "start it with VBRT_TOP=1 in its environment, or run it inside `with vb.live(offer=True):`"
+
+
+def add(commands: Any) -> None:
+    """Add `vbrt top` to the subparsers `commands` of the command line."""
+    parser = add_command(
+        commands,
+        "top",
+        _top,
+        help="watch a running process: tiers, hit rates, links, waits, tokens a second",
+        text="A process\nanswers if it was started with VBRT_TOP=1 in its environment, or inside\n"
+        "`with vb.live(offer=True):`. Into a pipe it writes a line a second.",
+        examples="  VBRT_TOP=1 vbrt run ./Llama-3.1-8B 'The sea is'     in one terminal\n"
+        "  vbrt top                                            in another\n"
+        "  vbrt top 12345\n"
+        "  vbrt top Llama --once\n",
+    )
+    parser.add_argument(
+        "process", metavar="PID|NAME", nargs="?", help="its number, or a part of its command or of a model's class"
+    )
+    parser.add_argument("--every", metavar="SECONDS", type=_seconds, default=0.5, help="between two looks (0.5)")
+    parser.add_argument("--once", action="store_true", help="one look, and no more")
+    parser.add_argument("--json", action="store_true", help="one sample of plain counters as JSON")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected seconds, 0.1 to 3600")
+    return seconds
+
+
+def _top(args: argparse.Namespace) -> int:
+    pid = _chosen(args.process)
+    history = History()
+    history.add(_look(pid))
+    if args.json:
+        print(json.dumps(history.last.to_dict(), indent=2))
+        return 0
+    if args.once:
+        time.sleep(args.every)  # speeds need two looks
+        history.add(_look(pid))
+        _Once().show(history)
+        return 0
+    with contextlib.suppress(KeyboardInterrupt), _ends_cleanly():
+        _watch(pid, history, args.every)
+    return 0
+
+
+def _watch(pid: int, history: History, every_s: float) -> None:
+    """Show a process until it ends, or Ctrl-C."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    is_screen = console.is_terminal and not console.is_dumb_terminal
+    screen = LiveScreen(console, alone=True) if is_screen else _Lines()
+    wait_s, name = every_s if is_screen else max(_LINE_S, every_s), history.last.command
+    try:
+        while True:
+            screen.show(history)
+            time.sleep(wait_s)
+            try:
+                history.add(_sample(pid))
+            except TimeoutError:
+                continue  # it is busy, or stopped: the last frame stays
+            except ProcessLookupError:
+                break
+    finally:
+        screen.end()
+    complain("note", f"process {pid} ({name}) has ended, or offers itself no more")
+
+
+@contextlib.contextmanager
+def _ends_cleanly() -> Iterator[None]:
+    """Have SIGTERM and a closed terminal end the block as Ctrl-C does, so that the terminal is left as it was."""
+    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+class _Lines:
+    def show(self, history: History) -> None:
+        print(plain_line(history), flush=True)
+
+    def end(self) -> None:
+        pass
+
+
+class _Once(_Lines):
+    def show(self, history: History) -> None:
+        console = Console(highlight=False, markup=False, emoji=False)
+        if not console.is_terminal:
+            super().show(history)
+            return
+        LiveScreen(console).print(history)
+
+
+# -- which process ----------------------------------------------------------------------------------------------------
+
+
+def _chosen(wanted: str | None) -> int:
+    """Return the process that is meant. Raises VBError: there is none, or several and nobody to choose."""
+    if wanted is not None and wanted.isascii() and wanted.isdigit():
+        return int(wanted)
+    offered = {}
+    for pid in offer.pids():
+        with contextlib.suppress(OSError, VBError):
+            offered[pid] = _sample(pid)
+    found = {pid: of for pid, of in offered.items() if wanted is None or _is_called(of, wanted)}
+    if len(found) == 1:
+        return next(iter(found))
+    rows = [f"{pid:>8}  {', '.join(of.names) or 'no model'}  ({of.command})" for pid, of in (found or offered).items()]
+    if not offered:
+        raise VBError(f"no process of this user offers itself to vbrt top; {_HOW}")
+    if not found:
+        raise VBError(f"no process that offers itself is called {wanted!r}; there is {'; '.join(map(str.strip, rows))}")
+    return _ask_which(list(found), rows)
+
+
+def _is_called(sample: LiveSample, wanted: str) -> bool:
+    return any(wanted.lower() in name.lower() for name in (sample.command, *sample.names))
+
+
+def _ask_which(pids: list[int], rows: list[str]) -> int:
+    print("\n".join(rows), file=sys.stderr)
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise VBError(f"{len(pids)} processes offer themselves; name one of them: vbrt top {pids[0]}")
+    print("which one? ", end="", file=sys.stderr, flush=True)
+    answer = sys.stdin.readline().strip() or str(pids[0])
+    if not answer.isdigit() or int(answer) not in pids:
+        raise VBError(f"{answer!r}; expected one of {', '.join(map(str, pids))}")
+    return int(answer)
+
+
+def _look(pid: int) -> LiveSample:
+    """Return a sample of a process that has just been chosen. Raises VBError in words for people."""
+    try:
+        return _sample(pid)
+    except ProcessLookupError as error:
+        raise VBError(_why_not(pid)) from error
+    except TimeoutError as error:
+        raise VBError(f"process {pid} does not answer: it is stopped, or busy in one long call; try again") from error
+    except OSError as error:
+        raise VBError(f"process {pid} cannot be asked: {error.strerror or error}") from error
+
+
+def _sample(pid: int) -> LiveSample:
+    """Return a sample. Raises OSError, and VBError where it is none."""
+    try:
+        data = json.loads(offer.ask(pid))
+    except ValueError as error:
+        raise VBError(f"process {pid}: what it answers is not JSON ({error}); is it vbrt?") from error
+    if isinstance(data, dict) and "error" in data:
+        raise VBError(f"process {pid}: it could not take a sample of itself: {data['error']}")
+    return LiveSample.from_dict(data)
+
+
+def _why_not(pid: int) -> str:
+    """Say why a process cannot be watched."""
+    try:
+        owner = Path(f"/proc/{pid}").stat().st_uid
+    except OSError:
+        return f"there is no process {pid}"
+    if owner != os.getuid():
+        return f"process {pid} belongs to another user ({owner}); run vbrt top as that user"
+    return f"process {pid} does not offer itself to vbrt top; {_HOW}"

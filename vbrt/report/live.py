@@ -1,0 +1,192 @@
+"""What a running process says of itself while it runs: a sample of plain counters, and what happens between two.
+
+    vbrt top                # another process's, on a terminal
+    with vb.live():         # this one's
+        vb.generate(...)
+
+A sample is taken by a thread that knows nothing of what the model does at that moment. So it has only what can be read
+without a lock and without the device: a CUDA graph may be recorded meanwhile, which a wait for the device would break.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from vbrt.errors import FormatError
+
+__all__ = ["VERSION", "History", "LiveSample", "Rates", "RuntimeNow", "TierNow"]
+
+VERSION = 1  # of what `to_dict` makes
+_WINDOW_S = 10.0  # that speeds are taken over: images may be far apart
+_SHORT_S = 2.0  # that bytes, hits and waits are taken over
+
+
+@dataclass(frozen=True, slots=True)
+class TierNow:
+    """One tier, in bytes, and the pages that are in it."""
+
+    held_bytes: int
+    budget_bytes: int
+    peak_bytes: int
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeNow:
+    """The models on one runtime, and their tiers.
+
+    Attributes:
+        models: name -> passes that have begun.
+        policy: that decides; "none" where weights train.
+        tiers: the computing one first.
+        moved: bytes by link, such as "cpu>gpu", since the beginning.
+        hits, misses, prefetched: page leases since the beginning; those that were staged ahead are misses, too.
+        wait_us: what forwards have waited for pages, on the host.
+        waits: of that, by kind of layer ("layers.#.mlp.up_proj").
+        work: what was computed, by unit: "tokens written", "tokens read", "tokens trained", "images", "steps".
+        caches: bytes of caches of keys and values, by name.
+        leases: who decides them, in words.
+        unseen: layers of routed experts whose hits the GPU counts, which are not in these numbers.
+    """
+
+    models: Mapping[str, int]
+    policy: str
+    tiers: Mapping[str, TierNow]
+    moved: Mapping[str, int]
+    hits: int
+    misses: int
+    prefetched: int
+    wait_us: int
+    waits: Mapping[str, int]
+    work: Mapping[str, int]
+    caches: Mapping[str, int] = field(default_factory=dict)
+    leases: str = ""
+    unseen: int = 0
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> Self:
+        """Read what `dataclasses.asdict` makes of it."""
+        tiers = {name: TierNow(**tier) for name, tier in data["tiers"].items()}
+        return cls(**{**data, "tiers": tiers})
+
+
+@dataclass(frozen=True, slots=True)
+class LiveSample:
+    """A process at one moment.
+
+    Attributes:
+        pid, command: of the process.
+        up_s: seconds since vbrt was imported there, by a steady clock.
+        runtimes: those that are open.
+    """
+
+    pid: int
+    command: str
+    up_s: float
+    runtimes: tuple[RuntimeNow, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all models."""
+        return [name for runtime in self.runtimes for name in runtime.models]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {"version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        """Read what `to_dict` made. Raises FormatError: it is something else, or of another version of vbrt."""
+        try:
+            version = data["version"]
+            if version == VERSION:
+                runtimes = tuple(map(RuntimeNow.read, data["runtimes"]))
+                return cls(int(data["pid"]), str(data["command"]), float(data["up_s"]), runtimes)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"a live sample: {data!r:.80}; expected what LiveSample.to_dict() makes") from error
+        raise FormatError(
+            f"a live sample of version {version}; this vbrt reads version {VERSION}: use the same for both"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What happens in a second, on one runtime.
+
+    Attributes:
+        bytes_per_s: by link.
+        leases_per_s: of pages.
+        hit_rate, ahead: the shares of leases that moved nothing, and of those that were staged ahead; None without any.
+        wait_share: of the time, spent waiting for pages; more than 1 where several threads wait. None after one sample,
+            when there are no speeds either.
+        waits: the same by kind of layer, the longest first.
+        work_per_s: by unit; without units of which there never were any.
+        passes_per_s: by model.
+    """
+
+    bytes_per_s: Mapping[str, float]
+    leases_per_s: float
+    hit_rate: float | None
+    ahead: float | None
+    wait_share: float | None
+    waits: Mapping[str, float]
+    work_per_s: Mapping[str, float]
+    passes_per_s: Mapping[str, float]
+
+
+class History:
+    """The last samples of one process, and the speeds between them."""
+
+    def __init__(self) -> None:
+        self._samples: deque[LiveSample] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._samples)
+
+    @property
+    def last(self) -> LiveSample:
+        """The latest sample."""
+        return self._samples[-1]
+
+    def add(self, sample: LiveSample) -> None:
+        """Take one more; what is older than the window goes. Runtimes that come or go begin a new history."""
+        samples = self._samples
+        if samples and (samples[-1].pid, len(samples[-1].runtimes)) != (sample.pid, len(sample.runtimes)):
+            samples.clear()
+        samples.append(sample)
+        while len(samples) > 2 and samples[1].up_s <= sample.up_s - _WINDOW_S:
+            samples.popleft()
+
+    def rates(self, number: int) -> Rates:
+        """Return the speeds of the runtime of this number."""
+        now, long = self.last, self._samples[0]
+        short = next((s for s in reversed(self._samples) if s.up_s <= now.up_s - _SHORT_S), long)
+        return _rates(
+            (short.runtimes[number], now.up_s - short.up_s),
+            (long.runtimes[number], now.up_s - long.up_s),
+            now.runtimes[number],
+        )
+
+
+def _rates(short: tuple[RuntimeNow, float], long: tuple[RuntimeNow, float], now: RuntimeNow) -> Rates:
+    (before, seconds), (earlier, longer) = short, long
+    hits, misses = (max(0, getattr(now, name) - getattr(before, name)) for name in ("hits", "misses"))
+    ahead, leases = max(0, now.prefetched - before.prefetched), hits + misses
+    waits = _per_s(now.waits, before.waits, seconds * 1e6)
+    longest = dict(sorted(((name, share) for name, share in waits.items() if share > 0), key=lambda item: -item[1]))
+    return Rates(
+        bytes_per_s=_per_s(now.moved, before.moved, seconds),
+        leases_per_s=leases / seconds if seconds else 0.0,
+        hit_rate=hits / leases if leases else None,
+        ahead=min(ahead, misses) / leases if leases else None,
+        wait_share=max(0, now.wait_us - before.wait_us) / (seconds * 1e6) if seconds else None,
+        waits=longest,
+        work_per_s=_per_s({unit: count for unit, count in now.work.items() if count}, earlier.work, longer),
+        passes_per_s=_per_s(now.models, earlier.models, longer),
+    )
+
+
+def _per_s(now: Mapping[str, int], before: Mapping[str, int], seconds: float) -> dict[str, float]:
+    """Return how much more there is a second: counts of layers that are gone take nothing away."""
+    return {name: max(0, count - before.get(name, 0)) / seconds for name, count in now.items() if seconds}
