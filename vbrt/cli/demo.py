@@ -1,22 +1,37 @@
-"""`vbrt demo`: search with a trained sentence encoder, dense and wrapped, and compare."""
+"""`vbrt demo`: a model run whole, and in a quarter of its memory by accelerate and by vbrt; then trained weights."""
 
 import argparse
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import contextlib
+import importlib.util
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from vbrt.cli.options import add_command, add_config, config_of, integration
-from vbrt.cli.screen import add_row, console_for_stdout, table_of, without_warnings_of_wrap, working
+from vbrt.cli.demo_search import print_search
+from vbrt.cli.demo_workers import Worker
+from vbrt.cli.options import add_command, add_config, integration, positive
+from vbrt.cli.screen import add_row, complain, console_for_stdout, table_of, without_warnings_of_wrap
 from vbrt.cli.stats import keep_stats
+from vbrt.config import VBConfig, assign, load_config
+from vbrt.errors import VBError
+from vbrt.report.progress import Progress
+from vbrt.report.stats import Stats
 from vbrt.residency.plan import format_bytes
 
-if TYPE_CHECKING:
-    from vbrt.integrations.minilm import DemoResult
-
 __all__ = ["add"]
+
+_CHECKOUT = Path(__file__).resolve().parent.parent.parent
+_TRAINED = _CHECKOUT / "tests" / "data" / "lm" / "run.json"
+_WHOLE, _PEER, _OURS = "whole", "accelerate", "vbrt"
+_SHARE = 4  # a quarter of the model
+_PAGES = 0.8  # of that for pages, the rest for everything else
+_ROOM = 2.2  # files of the model and of pages, in sizes of the model
+_CONTINUED = 60  # bytes that the trained model writes
 
 
 def add(commands: Any) -> None:
@@ -25,66 +40,245 @@ def add(commands: Any) -> None:
         commands,
         "demo",
         _demo,
-        help="search with a trained sentence encoder, dense and wrapped, and compare",
-        text="The pages of the\nwrapped model lie in temporary files, memory may hold half of them. Exits with 1 if a "
-        "search result changed.",
-        examples="  vbrt demo\n  vbrt demo --config nf4\n",
+        help="run a model in a quarter of its memory, beside the plain model and accelerate's offloading",
+        text="Each runs in a\nprocess of its own; memory is what that process takes for the model. The files are "
+        "temporary. Exits\nwith 1 if a result that should be the same is not.",
+        examples="  vbrt demo\n  vbrt demo --gb 4 --directory /mnt/nvme\n  vbrt demo --config fp4\n",
     )
-    add_config(parser)
+    parser.add_argument("--gb", type=_size, default=1.0, help="size of the model (default: 1)")
+    parser.add_argument("--tokens", type=positive, default=12, help="tokens to generate (default: 12)")
+    parser.add_argument("--directory", metavar="DIR", help="for temporary files (default: the system's)")
+    add_config(parser, "cpu-ssd, on a GPU exact: both keep every bit")
+
+
+def _size(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < 1e4:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r}; expected GB, such as 1 or 0.5")
+
+
+@dataclass(slots=True)
+class _Shown:
+    """What the processes have found."""
+
+    device: str
+    threads: int
+    model: dict[str, int]
+    runs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    trained: dict[str, Any] | None = None
+
+    @property
+    def quarter(self) -> int:
+        """Bytes that the offloaded and the wrapped model may take."""
+        return self.model["bytes"] // _SHARE
+
+    def same(self, run: str) -> bool:
+        """True if a run computed the bits of the whole model."""
+        return self.runs[run]["digest"] == self.runs[_WHOLE]["digest"]
+
+    def memory(self, run: str) -> int:
+        """Return the bytes that count: of the GPU if it computes."""
+        return self.runs[run]["peak"]["gpu" if self.device == "cuda" else "resident"]
 
 
 def _demo(args: argparse.Namespace) -> int:
-    config = config_of(args)
-    with working("importing torch and transformers") as say:
-        minilm = integration("minilm")
-        with without_warnings_of_wrap():  # the stats say how much is not swapped
-            result = minilm.run_demo(config, say=say, progress=False)
+    named = load_config(args.config) if args.config or args.settings else None
+    config = assign(named, args.settings) if named is not None else None
+    _check_packages()
+    with _scratch(args) as scratch:
+        shown = _run(args, config, scratch)
     console = console_for_stdout()
-    _print_search(console, minilm.QUERIES, minilm.SENTENCES, result)
-    console.print(result.stats)
-    keep_stats(result.stats)
-    return 1 if result.changed else 0
+    failed = _print_runs(console, shown, config)
+    stats = Stats.from_dict(shown.runs[_OURS]["stats"])
+    console.print(f"\nwhat each tier did\n{stats.table(width=console.width)}", soft_wrap=True)
+    keep_stats(stats)
+    return int(_print_real(console, shown, config) or failed)
 
 
-def _print_search(console: Console, queries: Sequence[str], sentences: Sequence[str], result: "DemoResult") -> None:
-    table = table_of("query, and the best sentence for it", ">dense", ">wrapped", "top 3")
-    found = zip(result.dense.results(), result.wrapped.results(), strict=True)
-    reordered = 0
-    for query, (dense, wrapped) in enumerate(found):
-        same = query not in result.changed
-        reordered += same and dense != wrapped
-        add_row(table, queries[query], "", "", "CHANGED" if not same else "same" if dense == wrapped else "reordered")
-        add_row(
-            table,
-            f"  {sentences[dense[0]]}",
-            f"{result.dense.score(query, dense[0]):.3f}",
-            f"{result.wrapped.score(query, dense[0]):.3f}",
-            "",
-        )
-        if wrapped[0] != dense[0]:
-            add_row(
-                table,
-                f"  {sentences[wrapped[0]]}",
-                f"{result.dense.score(query, wrapped[0]):.3f}",
-                f"{result.wrapped.score(query, wrapped[0]):.3f}",
-                "now best",
-            )
+def _check_packages() -> None:
+    if importlib.util.find_spec("transformers") is None:
+        raise VBError("this command needs transformers; pip install 'vbrt[hf]'")
+
+
+@contextlib.contextmanager
+def _scratch(args: argparse.Namespace) -> Iterator[Path]:
+    """Make a directory for the files of the model and the pages. Raises VBError: no such place, or too little room."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="vbrt-demo-", dir=args.directory) as directory:
+            free, need = shutil.disk_usage(directory).free, _ROOM * args.gb * 1e9
+            if free < need:
+                raise VBError(
+                    f"{directory}: {format_bytes(free)} free, the demo needs {format_bytes(need)}; "
+                    "name another --directory, or a smaller model by --gb"
+                )
+            yield Path(directory)
+    except OSError as error:
+        raise VBError(f"{error.filename or args.directory}: {error.strerror}; name another --directory") from error
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+
+
+def _run(args: argparse.Namespace, config: VBConfig | None, scratch: Path) -> _Shown:
+    """Have each process do its part, one after the other; they import side by side before."""
+    absent = {} if importlib.util.find_spec("accelerate") else {_PEER: "not installed: pip install accelerate"}
+    acts = ["make", _WHOLE, *([] if absent else [_PEER]), _OURS, *(["trained"] if _TRAINED.exists() else [])]
+    with contextlib.ExitStack() as stack, Progress("demo", len(acts), unit="steps") as work:
+        workers = {act: stack.enter_context(Worker(act)) for act in acts}
+
+        def ask(act: str, what: str, **asked: Any) -> Any:
+            work.at(what)
+            workers[act].ready()
+            found = workers[act].ask(**asked)
+            work.done()
+            return found
+
+        work.at(f"writing a model of {args.gb:g} GB")
+        about = workers["make"].ready()
+        model = str(scratch / "model")
+        shown = _Shown(**about, model=workers["make"].ask(directory=model, gigabytes=args.gb), absent=absent)
+        work.done()
+        given = {"directory": model, "tokens": args.tokens}
+        shown.runs[_WHOLE] = ask(_WHOLE, "the whole model", **given)
+        if not absent:
+            with _left_out(shown):
+                offload = {"budget": shown.quarter, "scratch": str(scratch / "offload")}
+                shown.runs[_PEER] = ask(_PEER, "accelerate", **given, **offload)
+        ours = _config(config, shown, scratch / "pages")
+        shown.runs[_OURS] = ask(_OURS, "vbrt", **given, config=ours.to_dict())
+        if "trained" in workers:
+            shown.trained = ask("trained", "trained weights", checkout=str(_CHECKOUT), count=_CONTINUED)
+    return shown
+
+
+@contextlib.contextmanager
+def _left_out(shown: _Shown) -> Iterator[None]:
+    """The peer may fail; the table then says how."""
+    try:
+        yield
+    except VBError as error:
+        shown.absent[_PEER] = str(error)
+
+
+def _config(config: VBConfig | None, shown: _Shown, pages: Path) -> VBConfig:
+    """Return the config with room for a quarter of the model where it computes, all else below."""
+    budget = int(_PAGES * shown.quarter)
+    if shown.device == "cuda":
+        tiers = {"gpu": {"enabled": True, "budget": budget}, "cpu": {"enabled": True}, "ssd": {"enabled": False}}
+        config = config or load_config("exact", compute={"captures": False})  # recorded steps round otherwise
+    else:
+        tiers = {
+            "gpu": {"enabled": False},
+            "cpu": {"enabled": True, "budget": budget, "pinned": False},
+            "ssd": {"enabled": True, "budget": "auto", "path": str(pages)},
+        }
+    return load_config(config or "cpu-ssd", tiers=tiers)
+
+
+# -- printing ---------------------------------------------------------------------------------------------------------
+
+
+def _print_runs(console: Console, shown: _Shown, config: VBConfig | None) -> bool:
+    """Print a row for each way to run the model, and what follows; return True if bits that must agree do not."""
+    size, count = format_bytes(shown.model["bytes"]), shown.model["parameters"] / 1e6
+    where = "on the GPU" if shown.device == "cuda" else f"by {shown.threads} threads"
+    console.print(f"a Llama of {size}, {count:.0f} M random weights, one token after the other {where}\n")
+    memory = "GPU memory" if shown.device == "cuda" else "memory"
+    table = table_of("", f">{memory}", ">of it mapped", ">load s", ">ms a token", "logits")
+    for run, name in _names(shown).items():
+        if run in shown.absent:
+            add_row(table, name, "–", "–", "–", "–", shown.absent[run])
+        else:
+            _add_run(table, name, shown, run)
     console.print(table)
+    lossless = config is None or config.weights.format == "dense" or config.weights.fine == "exact"
+    failed = lossless and not shown.same(_OURS)
+    console.print(f"\n{_verdict(shown)}", style="bold red" if failed else "bold green", soft_wrap=True)
+    if shown.device != "cuda":
+        console.print(
+            "memory: the most that was resident for the model. What is mapped from its files the system may drop\n"
+            "and read again; files that were just written are read from the system's cache, not from the drive.",
+            soft_wrap=True,
+        )
+    return failed
+
+
+def _names(shown: _Shown) -> dict[str, str]:
+    quarter = format_bytes(shown.quarter)
+    return {_WHOLE: "the whole model", _PEER: f"accelerate, {quarter}", _OURS: f"vbrt, {quarter}"}
+
+
+def _add_run(table: Any, name: str, shown: _Shown, run: str) -> None:
+    found = shown.runs[run]
+    digest = found["digest"][:12]
+    bits = digest if run == _WHOLE else f"{digest}, {'the same bits' if shown.same(run) else 'other bits'}"
+    mapped = format_bytes(found["peak"]["mapped"]) if shown.device != "cuda" else "–"
+    times = (f"{found['load_s']:.1f}", f"{found['token_s'] * 1e3:.0f}")
+    add_row(table, name, format_bytes(shown.memory(run)), mapped, *times, bits)
+
+
+def _verdict(shown: _Shown) -> str:
+    """Say what vbrt takes of the memory and the time of the others, whichever is less."""
+    ours, whole = shown.runs[_OURS], shown.runs[_WHOLE]
+    share = shown.memory(_OURS) / max(1, shown.memory(_WHOLE))
+    bits = "bit for bit" if shown.same(_OURS) else _agreeing(ours["tokens"], whole["tokens"])
+    slower = ours["token_s"] / whole["token_s"]
+    text = f"vbrt: {share:.0%} of the memory, the same answer {bits}, {slower:.1f} times the time of the whole model"
+    if not shown.same(_OURS):
+        text = text.replace("the same answer ", "")
+    if _PEER in shown.runs:
+        gain = shown.runs[_PEER]["token_s"] / ours["token_s"]
+        text += f"; accelerate takes {gain:.1f} times as long as vbrt"
+        text += "" if gain >= 1 else ": less, on this machine"
+    return text
+
+
+def _agreeing(one: list[int], other: list[int]) -> str:
+    same = next((at for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+    return f"other bits, the first {same} of {len(one)} tokens the same"
+
+
+def _print_real(console: Console, shown: _Shown, config: VBConfig | None) -> bool:
+    """Print what trained weights give: the language model of a checkout, else the sentence encoder that pip has."""
+    if shown.trained is not None:
+        return _print_trained(console, shown.trained)
+    try:
+        minilm = integration("minilm")
+        with without_warnings_of_wrap():
+            result = minilm.run_demo(config or load_config(None), say=lambda text: None, progress=False)
+    except VBError as error:
+        complain("note", f"no trained weights: {error}")
+        return False
     console.print()
-    unchanged = len(queries) - len(result.changed)
-    verdict = f"{unchanged} of {len(queries)} queries find the same best sentence and the same three best"
-    verdict += f" ({reordered} in another order)" if reordered else ""
-    cosines, dense, wrapped = result.cosines, result.dense, result.wrapped
-    sizes = [result.linear_bytes, result.page_bytes, result.memory_bytes, dense.process_bytes, wrapped.process_bytes]
-    linear, pages, held, before, after = map(format_bytes, sizes)
-    count = len(result.stats.layers)
-    memory = f"{count} linear layers: {linear} dense; {pages} as pages in files, at most {held} of them in memory"
-    process = f"{before} of memory with the dense model, {after} with the wrapped one (libraries and all)"
-    seconds = f"{dense.seconds:.2f} s dense, {wrapped.seconds:.2f} s wrapped, for all sentences and queries"
-    facts = Table.grid(padding=(0, 2))
-    add_row(facts, "model", f"{result.model}, {len(sentences)} sentences, {len(queries)} queries")
-    facts.add_row("search", Text(verdict, style="bold red" if result.changed else "bold green"))
-    add_row(facts, "embeddings", f"cosine with the dense ones: mean {cosines.mean():.4f}, lowest {cosines.min():.4f}")
-    for name, fact in (("weights", memory), ("process", process), ("time", seconds), ("", "")):
-        add_row(facts, name, fact)
-    console.print(facts)
+    print_search(console, minilm.QUERIES, minilm.SENTENCES, result)
+    return bool(result.changed)
+
+
+def _print_trained(console: Console, trained: dict[str, Any]) -> bool:
+    """Print what the trained model writes, and how far the wrapped ones write the same."""
+    texts = trained["texts"]
+    plain = texts["plain"]
+    console.print(
+        f"\ntrained weights: a language model of {trained['parameters'] / 1e6:.1f} M parameters goes on with\n"
+    )
+    for line in plain["text"].splitlines():
+        console.print(f"    {line}", soft_wrap=True)
+    console.print()
+    for preset, found in texts.items():
+        if preset != "plain":
+            console.print(f"{preset:6s} {_compared(found, plain)}", soft_wrap=True)
+    return texts["exact"]["digest"] != plain["digest"]
+
+
+def _compared(found: dict[str, str], plain: dict[str, str]) -> str:
+    text, other = found["text"], plain["text"]
+    if found["digest"] == plain["digest"]:
+        return "the same text, and the same bits of all logits"
+    if text == other:
+        return "the same text, with other bits"
+    same = next(
+        (at for at, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(map(len, (text, other)))
+    )
+    return f"the same first {same} of {len(other)} characters, and then: {text[same:]!r}"

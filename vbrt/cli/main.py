@@ -20,7 +20,7 @@ __all__ = ["COMMANDS", "main"]
 #: each is one file with a function `add`, which adds the command to the parser
 COMMANDS = (chat, convert, demo, inspect, plan, run, stats, top, tune)
 _EXAMPLES = """examples:
-  vbrt demo                                          search with a trained model, streamed from files
+  vbrt demo                                          a model in a quarter of its memory, beside accelerate
   vbrt plan ./Llama-3.1-8B --gpu-memory 8GiB         what would be swapped, and what it takes
   vbrt run ./Llama-3.1-8B "The sea is"               wrap, generate, show hit rates
   vbrt chat ./Llama-3.1-8B-Instruct                  talk with it, in several turns

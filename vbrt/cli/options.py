@@ -27,10 +27,11 @@ def add_command(
     return parser
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
-    """Add --config and --set."""
+def add_config(parser: argparse.ArgumentParser, default: str = "fp4") -> None:
+    """Add --config and --set; `default` is for the help."""
+    presets = ", ".join(preset_names())
     parser.add_argument(
-        "--config", metavar="PRESET|FILE", help=f"a preset ({', '.join(preset_names())}) or a TOML file; default: fp4"
+        "--config", metavar="PRESET|FILE", help=f"a preset ({presets}) or a TOML file; default: {default}"
     )
     parser.add_argument(
         "--set",

@@ -218,7 +218,7 @@ def _vbrt(asked: dict[str, Any]) -> Outcome:
 
 # -- real weights -----------------------------------------------------------------------------------------------------
 
-_TRAINED = ("exact", "fp4")
+_PRESETS = ("exact", "fp4")
 _BEGINS = b"    def __init__(self, "
 
 
@@ -232,7 +232,7 @@ def trained(checkout: Path, count: int) -> dict[str, Any]:
     model = committed.dense(torch.bfloat16)
     texts = {"plain": _continued(model, count)}
     half = {"gpu": {"enabled": False}}
-    for preset in _TRAINED:
+    for preset in _PRESETS:
         with wrap(committed.dense(torch.bfloat16), preset, tiers=half, weights={"keep_head": True}) as vb:
             texts[preset] = _continued(vb, count)
     return {"parameters": sum(p.numel() for p in model.parameters()), "texts": texts}

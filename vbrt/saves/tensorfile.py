@@ -57,6 +57,7 @@ _DTYPES = {
 TENSOR_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH = struct.Struct("<Q")
+_ALIGN = 64  # of the first tensor: products of weights that are mapped take the path that weights in memory take
 _MAX_HEADER_BYTES = 32 << 20  # of 250,000 tensors; the library, whose limit is 100 MB, takes ten times that in memory
 _MAX_DIMENSIONS = 64
 _MAP_BYTES = 1 << 20  # smaller tensors are read: that a page of them is missing would cost more than they take
@@ -119,7 +120,7 @@ class TensorWriter:
             }
             end = placed.end
         text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
+        text += b" " * (-(len(text) + _LENGTH.size) % _ALIGN)
         self._head, self._missing = _LENGTH.pack(len(text)) + text, set(self._infos)
 
     def __enter__(self) -> "TensorWriter":
