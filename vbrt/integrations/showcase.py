@@ -108,14 +108,14 @@ def make(directory: Path, config: LlamaConfig) -> dict[str, int]:
 
 def _weights(infos: list[TensorInfo]) -> Iterator[Tensor]:
     """Yield norms of ones, and matrices by a seed: numbers are drawn once, which is most of the time that it takes."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.empty(_DRAWN).normal_(0, _STD, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(0)
+    drawn = torch.empty(_DRAWN, dtype=torch.float32, device="cpu").normal_(0, _STD, generator=generator)
     for info in infos:
         count = info.nbytes // info.dtype.itemsize
         if len(info.shape) == 1:
-            yield torch.ones(info.shape, dtype=info.dtype)
+            yield torch.ones(info.shape, dtype=info.dtype, device="cpu")
             continue
-        start = int(torch.randint(_DRAWN, (1,), generator=generator))
+        start = int(torch.randint(_DRAWN, (1,), generator=generator, dtype=torch.int64, device="cpu"))
         turned = drawn.roll(-start).to(info.dtype)
         yield turned.repeat(-(-count // _DRAWN))[:count].view(info.shape)
 
@@ -176,7 +176,8 @@ def _run(asked: dict[str, Any], load: Callable[[], nn.Module]) -> tuple[Outcome,
     model = load()
     loaded = time.perf_counter() - start
     device = _device(asked)
-    ids = torch.randint(1, _VOCABULARY, (1, _PROMPT), generator=torch.Generator().manual_seed(1)).to(device)
+    generator = torch.Generator("cpu").manual_seed(1)
+    ids = torch.randint(1, _VOCABULARY, (1, _PROMPT), generator=generator, dtype=torch.int64, device="cpu").to(device)
     how = {"do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
     for count in (2, asked["tokens"]):
         clock = _Clock()
@@ -240,7 +241,7 @@ def trained(checkout: Path, count: int) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _continued(model: Callable[..., Tensor], count: int) -> dict[str, str]:
-    ids, digest = torch.tensor([list(_BEGINS)]), hashlib.sha256()
+    ids, digest = torch.tensor([list(_BEGINS)], dtype=torch.int64, device="cpu"), hashlib.sha256()
     for _ in range(count):
         logits = model(ids, last=True)[0, -1].float()
         digest.update(logits.numpy().tobytes())
