@@ -32,7 +32,7 @@ def html_page(timeline: Timeline) -> str:
     totals = timeline.totals
     return Template(_asset("timeline.html")).substitute(
         _assets(),
-        recorded=f"{totals.recorded_us / 1e3:.1f} ms",
+        recorded=f"{us / 1e6:.2f} s" if (us := totals.recorded_us) >= 1e6 else f"{us / 1e3:.1f} ms",
         waiting=f"{100 * totals.wait_share:.1f} %",
         links=escape(
             ", ".join(

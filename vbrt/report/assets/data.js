@@ -37,11 +37,10 @@ vb.time = function (us) {
   return Number(value.toFixed(digits)) + " " + name;
 };
 
-// Ticks of one axis share their unit and their digits: 0.5 ms, 1.0 ms, 1.5 ms.
+// Ticks of one axis share a unit, that of their step, and their digits: 0.5 ms, 1.0 ms, 1.5 ms.
 vb.ticks = function (values) {
   const step = values.length > 1 ? values[1] - values[0] : Math.abs(values[0]) || 1;
-  const most = Math.max(...values.map(Math.abs), step);
-  const [unit, name] = UNITS.find(([least]) => most >= least) || UNITS[2];
+  const [unit, name] = UNITS.find(([least]) => 10 * step >= least) || UNITS[2];
   const digits = Math.max(0, Math.ceil(-Math.log10(step / unit) - 1e-6));
   return values.map(value => (value / unit).toFixed(digits) + " " + name);
 };
