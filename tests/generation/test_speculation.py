@@ -269,3 +269,17 @@ def test_values_out_of_range_are_refused(wrapped):
             run(wrapped, prompts(1), **bad)
     with pytest.raises(ArgumentError, match="seed = 3: beam search"):
         run(wrapped, prompts(1), seed=3, num_beams=2)
+
+
+def test_a_timeline_has_each_round_with_its_drafts_and_verification_inside(wrapped, tmp_path):
+    before = wrapped.stats().speculation
+    with wrapped.timeline(tmp_path / "out.html") as recording:
+        run(wrapped, prompts(1), speculate=3, exactness="distribution", **GREEDY)
+    counts = wrapped.stats().speculation
+    of = {row: [span for span in recording.timeline.spans if span.row == row] for row in ("round", "pass")}
+    assert len(of["round"]) == counts.rounds - (before.rounds if before else 0) > 0
+    taken = [int(span.page.split()[0]) for span in of["round"]]
+    assert sum(taken) == counts.tokens - (before.tokens if before else 0)
+    passes = [[p.page for p in of["pass"] if r.start_us <= p.start_us and p.end_us <= r.end_us] for r in of["round"]]
+    want = [int(span.page.split(" of ")[1].split()[0]) for span in of["round"]]  # drafts; a round of none only verifies
+    assert passes == [["draft"] * k + ["verify" if k else "decode"] for k in want] and want[0] == 3
