@@ -50,7 +50,7 @@ def wrapped(model: nn.Module, preset: str, tier: str) -> vbrt.VBModelWrapper:
     pages = sum(swap.page_bytes for swap in vbrt.make_plan(model, vbrt.load_config(preset)).swaps)
     tiers = {tier: {"budget": int(SHARE * pages)}}
     if tier == "cpu":
-        tiers["ssd"] = {"enabled": True, "path": tempfile.mkdtemp()}
+        tiers["ssd"] = {"enabled": True, "path": tempfile.gettempdir()}
     return vbrt.wrap(model, preset, tiers=tiers).materialize()
 
 
