@@ -1,7 +1,7 @@
 "use strict";
 // Three charts on one axis of time: all of the recording, the spans in view, and the speed of each link in view.
 
-const LEFT_PX = 128, RIGHT_PX = 16, BINS = 400, LEAST_US = 0.5;
+const LEFT_PX = 128, RIGHT_PX = 26, BINS = 400, LEAST_US = 0.5;
 const STEPS = Array.from({ length: 13 }, (_, power) => [1, 2, 5].map(step => step * 10 ** (power - 2))).flat();
 
 let colours = {}, fontInk = "";

@@ -66,7 +66,7 @@ vb.drawLanes = function (u, colours, ink) {
     let column = -1, filled = 0, longest = -1, code = 0, lit = true;
     function flush() {
       if (column < 0) return;
-      ctx.globalAlpha = (lit ? 1 : 0.12) * Math.min(1, 0.3 + 0.7 * filled);
+      ctx.globalAlpha = (lit ? 1 : 0.18) * Math.min(1, 0.3 + 0.7 * filled);
       ctx.fillStyle = colours[code];
       ctx.fillRect(column, top, 1, tall);
       column = -1;
@@ -87,7 +87,7 @@ vb.drawLanes = function (u, colours, ink) {
       }
       flush();
       const from = Math.max(left, bbox.left - 2), to = Math.min(left + wide, bbox.left + bbox.width + 2);
-      ctx.globalAlpha = isLit ? 1 : 0.12;
+      ctx.globalAlpha = isLit ? 1 : 0.18;
       ctx.fillStyle = colours[lane.code[i]];
       ctx.fillRect(from, top, Math.max(1, to - from - (to - from > 4 * ratio ? ratio / 2 : 0)), tall);
       drawn++;
