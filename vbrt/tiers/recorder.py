@@ -40,7 +40,7 @@ class Recorder:
         self._notes: list[tuple[str, str, Mark, Mark, int]] = []  # only appended to: one step for threads
         self._passes: defaultdict[int, list[_Pass]] = defaultdict(list)  # that have begun, by thread
         self._steps: defaultdict[int, list[Mark]] = defaultdict(list)  # of optimizers, by thread
-        self._led: dict[int, _Pass] = {}  # passes without a forward: they last as long as their leases, by thread
+        self._by_leases: dict[int, _Pass] = {}  # passes without a forward: they last as long as their leases, by thread
         self._origin_ns, self._origin = 0, None
 
     def __deepcopy__(self, memo: dict) -> "Recorder":
@@ -71,8 +71,8 @@ class Recorder:
     def stop(self) -> Timeline:
         """Stop, wait for the device, and work out all times."""
         self._guard.recorder = None
-        for led in list(self._led.values()):
-            self._note_led(led)
+        for one in list(self._by_leases.values()):
+            self._note_by_leases(one)
         notes = list(self._notes)  # before the synchronization: every event in it has passed then
         if self._device is not None:
             torch.cuda.synchronize(self._device)
@@ -118,13 +118,13 @@ class Recorder:
         """Take the phase of the pass that begins; one without a forward, such as a backward pass, lasts as long as its
         leases."""
         thread = threading.get_ident()
-        begun, led = self._passes[thread], self._led.pop(thread, None)
-        if led is not None:
-            self._note_led(led)
+        begun, one = self._passes[thread], self._by_leases.pop(thread, None)
+        if one is not None:
+            self._note_by_leases(one)
         if begun and begun[-1].phase == PASS:
             begun[-1].phase = phase
         elif not begun:
-            self._led[thread] = _Pass(self.mark(), phase)
+            self._by_leases[thread] = _Pass(self.mark(), phase)
 
     def end_pass(self, model: torch.nn.Module, args: tuple, output: object) -> None:
         """A forward hook of the model."""
@@ -133,15 +133,15 @@ class Recorder:
             one = begun.pop()
             self.note(PASS, one.phase, one.start, self.mark())
 
-    def leased(self, end: Mark) -> None:
+    def lease_ended(self, end: Mark) -> None:
         """Extend the pass of this thread that has no forward."""
-        led = self._led.get(threading.get_ident())
-        if led is not None:
-            led.end = end
+        one = self._by_leases.get(threading.get_ident())
+        if one is not None:
+            one.end = end
 
-    def _note_led(self, led: "_Pass") -> None:
-        if led.end is not None:
-            self.note(PASS, led.phase, led.start, led.end)
+    def _note_by_leases(self, one: "_Pass") -> None:
+        if one.end is not None:
+            self.note(PASS, one.phase, one.start, one.end)
 
     def begin_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """A hook before each step of an optimizer."""
@@ -200,7 +200,7 @@ class LeaseNote:
     def done(self) -> None:
         """End the computing: the host has asked for all of it."""
         self._next(COMPUTE)
-        self._recorder.leased(self._mark)
+        self._recorder.lease_ended(self._mark)
 
     def _next(self, row: str) -> None:
         now = self._recorder.mark()
