@@ -7,14 +7,16 @@ that the page uses. Its blocks share one scope and one working directory, and ru
     ```sh        commands of vbrt run, in this process; others are looked up: is there such a script, such an option?
     ```toml      is taken for a config
     ```json      is parsed
-    ```py        lines of other libraries, or to be filled in: parsed only
+    ```py        lines of other libraries: parsed only
     ```text      what somebody sees: nothing to try
 
 A comment in the line above a fence says what differs, and why: `<!-- gpu: why -->` runs on a GPU only,
-`<!-- parsed: why -->` not at all. A page without a setup has nothing that runs, and may have no block of Python.
+`<!-- parsed: why -->` not at all, `<!-- needs: package -->` where there is that package. A page without a setup has
+nothing that runs, and may have no block of Python.
 """
 
 import ast
+import importlib.util
 import json
 import re
 import shlex
@@ -34,7 +36,7 @@ PAGES = {
     str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }  # fmt: skip
 _SETUP = re.compile(r"^<!-- setup: (\w+) -->$", re.M)
-_FENCE = re.compile(r"(?:^<!-- (gpu|parsed): ([^\n]+) -->\n)?^( *)```(\w*)[^\n]*\n(.*?)^\3```$", re.M | re.S)
+_FENCE = re.compile(r"(?:^<!-- (gpu|parsed|needs): ([^\n]+) -->\n)?^( *)```(\w*)[^\n]*\n(.*?)^\3```$", re.M | re.S)
 _INDENTED = re.compile(r"(?<=\n\n)((?:    \S[^\n]*\n(?:    [^\n]*\n)*)+)")
 _PROGRAMS = ("cd", "curl", "git", "pip", "python", "llama-cli", "echo", "kill", "ssh", "scripts/", "examples/")
 
@@ -44,8 +46,8 @@ class Block:
     """A fenced block.
 
     Attributes:
-        mark: "gpu", "parsed", or "" for a block that runs anywhere.
-        why: the reason of the mark.
+        mark: "gpu", "parsed", "needs", or "" for a block that runs anywhere.
+        why: the reason of the mark, or the package.
         line: of the page, where its text begins.
     """
 
@@ -54,6 +56,12 @@ class Block:
     line: int
     mark: str = ""
     why: str = ""
+
+    def can_run(self, gpu: bool) -> bool:
+        """True where there is what it needs."""
+        if self.mark == "needs":
+            return importlib.util.find_spec(self.why) is not None
+        return self.mark != "parsed" and (gpu or self.mark != "gpu")
 
 
 class Page:
@@ -85,7 +93,7 @@ class Page:
     def run(self, scope: dict[str, Any], *, gpu: bool) -> None:
         """Try all blocks, in the working directory; what needs a GPU only if there is one."""
         for block in self.blocks:
-            runs = self.setup is not None and block.mark != "parsed" and (gpu or block.mark != "gpu")
+            runs = self.setup is not None and block.can_run(gpu)
             match block.language:
                 case "python" | "py":
                     self._python(block, scope if runs and block.language == "python" else None)
@@ -118,6 +126,8 @@ class Page:
                 cli._parser().parse_args(command[1:])  # exits with 2 for options that are not there
         elif command[0].startswith("scripts/"):
             _check_script(command, where)
+        elif command[0] == "python" and command[1].endswith(".py"):
+            assert (ROOT / command[1]).exists(), f"{where}: there is no {command[1]}"
         else:
             assert command[0].startswith(_PROGRAMS), f"{where}: {command[0]}: what is this? see tests/docs/pages.py"
 

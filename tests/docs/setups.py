@@ -4,13 +4,16 @@ Each function is named by the comment `<!-- setup: name -->` of a page, is given
 random Qwen3-MoE of two layers, and returns the names that the first block of the page takes for granted.
 """
 
+import importlib.util
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from tests.integrations.test_pipelines import stable_diffusion_3
 from tests.saves.published_files import publish
 
 __all__ = ["SETUPS"]
@@ -36,16 +39,28 @@ def published(llama: Path, qwen: Path) -> dict[str, Any]:
     for name, layout in {"Llama-nf4": "bitsandbytes", "Llama-NVFP4": "modelopt", "Llama-GPTQ": "gptq"}.items():
         shutil.copytree(llama, name)  # with its tokenizer
         publish(Path(name), dense, layout)
+    if importlib.util.find_spec("gguf"):
+        from tests.saves.gguf_files import Type, model_of, write
+
+        write(Path("Llama-3.1-8B-Q4_0.gguf"), model_of("llama"), "llama", lambda name: Type.Q4_0)
     return models(llama, qwen)
 
 
-def training(llama: Path, qwen: Path) -> dict[str, Any]:
+def adapters(llama: Path, qwen: Path) -> dict[str, Any]:
     """The same, and rows of tokens to train on."""
+    pytest.importorskip("peft")
     rows = [{"input_ids": torch.arange(at, at + 8) % 64, "labels": torch.arange(at, at + 8) % 64} for at in range(8)]
     return {**models(llama, qwen), "rows": rows}
 
 
+def pipeline(llama: Path, qwen: Path) -> dict[str, Any]:
+    """A tiny pipeline of diffusers, if it is installed."""
+    if importlib.util.find_spec("diffusers"):
+        stable_diffusion_3().save_pretrained("sd3")
+    return {}
+
+
 #: by the names that pages ask for
 SETUPS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
-    setup.__name__: setup for setup in (nothing, models, published, training)
+    setup.__name__: setup for setup in (nothing, models, published, adapters, pipeline)
 }
