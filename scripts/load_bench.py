@@ -10,6 +10,8 @@ everything and knows nothing of the GPU yet:
     first      `from_pretrained` to a first token, where kernels have yet to be compiled
     load       the same in a process that finds them compiled; the GPU's context is there when the clock starts
     unread     the same, with nothing read ahead
+    cached     the same with the files in the page cache: what is left is the loader's own time
+    convert    `vbrt convert` of the files into a save, on the GPU where there is one
     profile    the same under cProfile, whose report lies beside the results
 
     python3 scripts/load_bench.py [--layers 32 32] [--directory DIR] [--parts make,drive,...] [--out results.json]
@@ -24,6 +26,7 @@ import math
 import mmap
 import os
 import re
+import shutil
 import sys
 import tempfile
 import threading
@@ -184,11 +187,13 @@ def drive(args: argparse.Namespace) -> dict:
     return found
 
 
-def _read_rate(files: list[Path], threads: int) -> float:
-    """Return bytes a second."""
+def _read_rate(files: list[Path], threads: int, gigabytes: float = math.inf) -> float:
+    """Return bytes a second, of about so many gigabytes."""
     opened = [os.open(file, os.O_RDONLY | os.O_DIRECT) for file in files]
     pieces = iter(
-        [(fd, at) for fd, file in zip(opened, files, strict=True) for at in range(0, file.stat().st_size, READ_BYTES)]
+        [(fd, at) for fd, file in zip(opened, files, strict=True) for at in range(0, file.stat().st_size, READ_BYTES)][
+            : math.ceil(min(gigabytes * 1e9, 1e15) / READ_BYTES)
+        ]
     )
     lock, got = threading.Lock(), [0] * threads
 
@@ -419,12 +424,48 @@ def about(args: argparse.Namespace) -> dict:
 
 def loads(args: argparse.Namespace, parts: set[str]) -> Iterator[tuple[str, dict]]:
     """Load each checkpoint as often as the parts say."""
-    for turn in (t for t in ("first", "load", "unread", "profile") if t in parts):
+    for turn in (t for t in ("first", "load", "cached", "unread", "profile", "convert") if t in parts):
         for kind in KINDS if time.perf_counter() < args.until else ():
-            cached = drop(args.directory / kind)
+            files = sorted((args.directory / kind).glob("*.safetensors"))
+            gigabytes = sum(file.stat().st_size for file in files) / 1e9
+            if turn == "cached":
+                _warm(files)
+                before = {"cached_before": cached_share(args.directory / kind)}
+            else:
+                before = {"cached_before": drop(args.directory / kind), "drive_gb_per_s": _read_rate(files, 4, 1) / 1e9}
             profile = args.out.with_name(f"{args.out.stem}-{kind}.profile") if turn == "profile" else None
-            made = alone("load", args, kind=kind, unread=turn == "unread", profile=profile)
-            yield f"{kind}_{turn}", made | {"cached_before": cached}
+            part = "convert" if turn == "convert" else "load"
+            made = alone(part, args, kind=kind, unread=turn == "unread", profile=profile)
+            yield f"{kind}_{turn}", made | before | {"gb": gigabytes}
+
+
+def _warm(files: list[Path]) -> None:
+    """Read files into the page cache."""
+    scratch = bytearray(READ_BYTES)
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(scratch):
+                pass
+
+
+def convert(args: argparse.Namespace) -> dict:
+    """Write a checkpoint's planes as a save, without the model."""
+    import torch
+
+    from vbrt.cli.main import main as command
+
+    if torch.cuda.is_available():
+        torch.ones(1, device="cuda").item()
+    out = args.directory / f"{args.kind}-converted"
+    start = time.perf_counter()
+    with contextlib.redirect_stdout(sys.stderr):
+        status = command(["convert", str(args.directory / args.kind), str(out), "--config", args.format])
+    seconds = time.perf_counter() - start
+    if status:
+        raise RuntimeError(f"vbrt convert ended with {status}")
+    written = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    shutil.rmtree(out)
+    return {"seconds": seconds, "written_gb": written / 1e9}
 
 
 def results(args: argparse.Namespace, parts: set[str]) -> Iterator[tuple[str, dict]]:
@@ -443,15 +484,20 @@ def table(found: dict) -> Iterator[str]:
     for kind in KINDS:
         read = limits.get(f"{kind}_seconds", math.nan)
         encode = encoded.get("pageable_seconds", math.nan) if kind == "bf16" else 0.0
-        for turn in ("first", "load", "unread"):
+        for turn in ("first", "load", "unread", "cached"):
             made = found.get(f"{kind}_{turn}", {})
-            if "seconds" in made:
-                ratio = made["seconds"] / max(read, encode)
-                yield (
-                    f"{kind:6s}{turn:8s}drive {read:6.2f} s  encoder {encode:6.2f} s  "
-                    f"loaded {made['loaded_seconds']:6.2f} s  token {made['token_seconds']:5.2f} s  "
-                    f"in all {made['seconds']:6.2f} s = {ratio:.2f} of the larger"
-                )
+            if "seconds" not in made:
+                continue
+            now = made["gb"] / made["drive_gb_per_s"] if "drive_gb_per_s" in made else math.nan
+            yield (
+                f"{kind:6s}{turn:8s}drive {read:6.2f} s, just before {now:6.2f}  encoder {encode:6.2f} s  "
+                f"loaded {made['loaded_seconds']:6.2f} s  token {made['token_seconds']:5.2f} s  in all "
+                f"{made['seconds']:6.2f} s = {made['seconds'] / max(read, encode):.2f} of the larger, "
+                f"{made['loaded_seconds'] / made['gb']:.3f} s/GB"
+            )
+        if "seconds" in found.get(f"{kind}_convert", {}):
+            made = found[f"{kind}_convert"]
+            yield f"{kind:6s}convert {made['seconds']:6.2f} s for {made['gb']:.2f} GB, {made['written_gb']:.2f} written"
 
 
 def main() -> None:
@@ -481,7 +527,7 @@ def main() -> None:
     print("\n".join(table(found)))
 
 
-PARTS = {"about": about, "make": make, "drive": drive, "encoder": encoder, "load": load}
+PARTS = {"about": about, "make": make, "drive": drive, "encoder": encoder, "load": load, "convert": convert}
 
 if __name__ == "__main__":
     main()
