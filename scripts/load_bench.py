@@ -10,6 +10,7 @@ everything and knows nothing of the GPU yet:
     first      `from_pretrained` to a first token, where kernels have yet to be compiled
     load       the same in a process that finds them compiled; the GPU's context is there when the clock starts
     unread     the same, with nothing read ahead
+    heap       the same, with weights on their way to the GPU in fresh host memory
     cached     the same with the files in the page cache: what is left is the loader's own time
     convert    `vbrt convert` of the files into a save, on the GPU where there is one
     profile    the same under cProfile, whose report lies beside the results
@@ -302,6 +303,11 @@ def load(args: argparse.Namespace) -> dict:
         from vbrt.host import read_ahead
 
         read_ahead._WINDOW_BYTES = (0, 0)
+    if args.heap:
+        from vbrt.saves import landing
+        from vbrt.saves import load as loading
+
+        landing.on_device = loading.on_device = lambda stack: landing.Landing(stack.device, landing.fresh)
     phases: dict[str, float] = {}
     _time_phases(phases)
     with _profiled(args.profile):
@@ -424,7 +430,7 @@ def about(args: argparse.Namespace) -> dict:
 
 def loads(args: argparse.Namespace, parts: set[str]) -> Iterator[tuple[str, dict]]:
     """Load each checkpoint as often as the parts say."""
-    for turn in (t for t in ("first", "load", "cached", "unread", "profile", "convert") if t in parts):
+    for turn in (t for t in ("first", "load", "cached", "heap", "unread", "profile", "convert") if t in parts):
         for kind in KINDS if time.perf_counter() < args.until else ():
             files = sorted((args.directory / kind).glob("*.safetensors"))
             gigabytes = sum(file.stat().st_size for file in files) / 1e9
@@ -435,7 +441,7 @@ def loads(args: argparse.Namespace, parts: set[str]) -> Iterator[tuple[str, dict
                 before = {"cached_before": drop(args.directory / kind), "drive_gb_per_s": _read_rate(files, 4, 1) / 1e9}
             profile = args.out.with_name(f"{args.out.stem}-{kind}.profile") if turn == "profile" else None
             part = "convert" if turn == "convert" else "load"
-            made = alone(part, args, kind=kind, unread=turn == "unread", profile=profile)
+            made = alone(part, args, kind=kind, unread=turn == "unread", heap=turn == "heap", profile=profile)
             yield f"{kind}_{turn}", made | before | {"gb": gigabytes}
 
 
@@ -484,7 +490,7 @@ def table(found: dict) -> Iterator[str]:
     for kind in KINDS:
         read = limits.get(f"{kind}_seconds", math.nan)
         encode = encoded.get("pageable_seconds", math.nan) if kind == "bf16" else 0.0
-        for turn in ("first", "load", "unread", "cached"):
+        for turn in ("first", "load", "heap", "unread", "cached"):
             made = found.get(f"{kind}_{turn}", {})
             if "seconds" not in made:
                 continue

@@ -81,14 +81,15 @@ def repack_nvfp4(
         )
     if ((scales & 0x7F) == 0x7F).any():
         raise FormatError("nvfp4: block scales hold NaN (byte 0x7F or 0xFF); expected finite E4M3 values")
-    scale = torch.as_tensor(global_scale, dtype=torch.float32, device=weight_packed.device).reshape(-1)
+    own = global_scale.device if isinstance(global_scale, Tensor) else "cpu"  # where looking at it waits for nothing
+    scale = torch.as_tensor(global_scale, dtype=torch.float32, device=own).reshape(-1)
     if scale.numel() != 1 or not (torch.isfinite(scale) & (scale > 0)).all():
         raise FormatError(f"nvfp4: global scale {scale.tolist()}; expected one positive finite number")
     tensor_scale = scale.reciprocal() if divide else scale.clone()
     return {
         "codes": weight_packed.detach().contiguous(),
         "scales": scales.detach().contiguous().view(torch.float8_e4m3fn),
-        "tensor_scale": tensor_scale,
+        "tensor_scale": tensor_scale.to(weight_packed.device),
     }
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from vbrt.errors import CheckpointError
+from vbrt.saves.landing import Fill, fresh
 from vbrt.saves.tensorfile import TensorInfo
 
 __all__ = ["Entry", "TensorSource", "entries_for", "merges_experts", "own_dtypes"]
@@ -31,8 +32,8 @@ class TensorSource(Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]:
         """What is there, by name."""
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return a tensor in fresh CPU memory."""
+    def read(self, name: str, fill: Fill = fresh) -> torch.Tensor:
+        """Return a tensor where `fill` puts it, or in CPU memory."""
 
     def read_matrix(self, name: str, index: int) -> torch.Tensor:
         """Return one part of a tensor along its first dimension."""
@@ -47,6 +48,7 @@ class Entry:
     of its file where that can be.
 
     Attributes:
+        land: as `read`, where a `Fill` puts it; None where it must be in CPU memory first.
         matrix: reads one matrix of a stack alone; None where only all of them can be read.
         rows: the names that the files have for it: for each matrix, those whose rows lie below each other in it; one
             row for a tensor that is taken as it is. Empty where transformers does anything else with them.
@@ -59,6 +61,7 @@ class Entry:
     matrix: Callable[[int], torch.Tensor] | None = None
     rows: tuple[tuple[str, ...], ...] = ()
     sources: tuple[str, ...] = ()
+    land: Callable[[Fill], torch.Tensor] | None = None
 
 
 def entries_for(path: Path, model: nn.Module, files: Iterable[TensorSource]) -> dict[str, Entry]:
@@ -83,7 +86,8 @@ def entries_for(path: Path, model: nn.Module, files: Iterable[TensorSource]) -> 
 
 def _plain(file: TensorSource, name: str) -> Entry:
     matrix = partial(file.read_matrix, name) if len(file.tensors[name].shape) == 3 else None
-    return Entry(file.tensors[name], partial(file.read, name), partial(file.map, name), matrix, ((name,),))
+    read = partial(file.read, name)
+    return Entry(file.tensors[name], read, partial(file.map, name), matrix, ((name,),), land=read)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from vbrt.saves.assign import assign_, on_meta, with_values
 from vbrt.saves.conversion import Entry, own_dtypes
 from vbrt.saves.fit import check_names, ignored_names, other_dtypes, other_shapes, refuse_any
 from vbrt.saves.gguf_file import GGUFFile
+from vbrt.saves.landing import HOST, Landing
 from vbrt.saves.tensorfile import TensorFile, TensorInfo
 
 __all__ = ["DenseCheckpoint"]
@@ -112,16 +113,20 @@ class DenseCheckpoint:
         """See `Source`."""
         return handle.dtype
 
-    def fill_kept_(self, model: nn.Module, device: torch.device) -> None:
+    def fill_kept_(self, model: nn.Module, landing: Landing) -> None:
         """See `Source`. Tied parameters get one value."""
         groups: dict[str, list[str]] = {}
         for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
             if name in self._entries:
                 groups.setdefault(self._entries[name], []).append(name)
         for entry, names in groups.items():
-            found = self._found[entry]
-            value = found.map() if device.type == "cpu" else found.read().to(device)
-            assign_(model, names, partial(_with_values, value=value))
+            assign_(model, names, partial(_with_values, value=_landed(self._found[entry], landing)))
+
+
+def _landed(entry: Entry, landing: Landing) -> torch.Tensor:
+    if landing is HOST:
+        return entry.map()
+    return (entry.read() if entry.land is None else entry.land(landing.fill)).to(landing.device)
 
 
 def _with_values(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

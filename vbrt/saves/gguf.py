@@ -25,6 +25,7 @@ from vbrt.saves.conversion import Entry
 from vbrt.saves.dense import DenseCheckpoint
 from vbrt.saves.gguf_file import GGUFTensor, gguf_library, open_shards
 from vbrt.saves.gguf_rules import Recipe, RowOrder, recipes_for, rows_of
+from vbrt.saves.landing import Fill, fresh
 from vbrt.saves.layouts import Outline
 from vbrt.saves.published import Description, PublishedCheckpoint, WeightKind
 from vbrt.saves.tensorfile import TensorInfo
@@ -254,8 +255,9 @@ class GGUFWeight:
         one = self.outline.shape[::-1] if self.outline.transposed else self.outline.shape
         return (self.outline.matrices, *one) if self.outline.matrices else one
 
-    def plane(self, matrix: int | None = None) -> dict[str, Tensor]:
-        """Return the coarse plane, of one matrix of a stack. Raises CheckpointError."""
+    def plane(self, matrix: int | None = None, fill: Fill = fresh) -> dict[str, Tensor]:
+        """Return the coarse plane, of one matrix of a stack, in CPU memory, where its rows are put in order. Raises
+        CheckpointError."""
         numbers = self._order.numbers if matrix is None else self._order.numbers[matrix]
         info = self._parts[0][0]
         parts = [(places, rows) for _, places, rows in self._gathered(numbers)]

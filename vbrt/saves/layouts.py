@@ -114,6 +114,7 @@ class Layout:
         outline: what the weight is. Raises FormatError.
         plane: the coarse plane of one matrix. Raises FormatError.
         decode: one matrix [N, K], for weights without planes.
+        as_it_is: True if the plane has the bytes of the files, on whichever device they are.
     """
 
     name: str
@@ -124,6 +125,7 @@ class Layout:
     decode: Callable[[Fields, Outline], Tensor] | None = None
     optional: tuple[str, ...] = ()
     weight: str = ".weight"
+    as_it_is: bool = False
 
 
 def decoded(layout: Layout, tensors: Fields, outline: Outline) -> Tensor:
@@ -333,6 +335,7 @@ LAYOUTS = (
         lambda f: f.is_of("weight", *_BYTES) and f.is_of("scale", *_E4M3),
         _outline_nvfp4,
         lambda t, o: repack_nvfp4(t["weight"], t["scale"], t["global"], divide=False),
+        as_it_is=True,
     ),
     Layout(
         "compressed-tensors nvfp4-pack-quantized",
@@ -340,6 +343,7 @@ LAYOUTS = (
         lambda f: f.is_of("weight", *_BYTES) and f.is_of("scale", *_E4M3),
         _outline_nvfp4,
         lambda t, o: repack_nvfp4(t["weight"], t["scale"], t["global"], divide=True),
+        as_it_is=True,
     ),
     Layout(
         "compressed-tensors mxfp4-pack-quantized",
@@ -347,6 +351,7 @@ LAYOUTS = (
         lambda f: f.is_of("weight", *_BYTES) and f.is_of("scale", torch.uint8, torch.float8_e8m0fnu),
         _outline_mxfp4,
         _compressed_mxfp4,
+        as_it_is=True,
     ),
     Layout(
         "gpt-oss MXFP4",
@@ -355,6 +360,7 @@ LAYOUTS = (
         _outline_gpt_oss,
         lambda t, o: repack_mxfp4(t["blocks"], t["scales"]),
         weight="",
+        as_it_is=True,
     ),
     Layout(
         "torchao NVFP4",
@@ -363,6 +369,7 @@ LAYOUTS = (
         _outline_torchao,
         _torchao,
         optional=("global",),
+        as_it_is=True,
     ),
     *(
         Layout(

@@ -17,6 +17,7 @@ from vbrt.model.runtime import Runtime
 from vbrt.report.progress import Progress
 from vbrt.residency.custom import PolicyFactory
 from vbrt.saves.assign import compute_buffers_
+from vbrt.saves.landing import on_device
 from vbrt.saves.sources import Source
 
 __all__ = ["load_attached"]
@@ -72,7 +73,9 @@ def _fill_(attachment: Attachment, source: Source, *, progress: bool | None) -> 
         for name in swap.modules:
             layers[name].forget_dense_()
     with Progress("loading", plan.kept_bytes + plan.swapped_bytes, show=progress) as work:
-        source.fill_kept_(attachment.model, attachment.stack.device)  # first: they are large, and nothing is left then
+        source.fill_kept_(
+            attachment.model, on_device(attachment.stack)
+        )  # first: they are large, and nothing is left then
         work.done(plan.kept_bytes)
         _store_planes(attachment, source, work)
     for swap in plan.swaps:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vbrt.errors import CheckpointError, FormatError, describe_os_error
 from vbrt.host.files import read_bounded
+from vbrt.saves.landing import Fill, fresh
 from vbrt.saves.layouts import LAYOUTS, UNUSED, Facts, Layout, Outline, decoded
 from vbrt.saves.tensorfile import TensorFile, TensorInfo
 
@@ -52,10 +53,11 @@ class PackedWeight:
         one = outline.shape[::-1] if outline.transposed else outline.shape
         return (outline.matrices, *one) if outline.matrices else one
 
-    def plane(self, matrix: int | None = None) -> dict[str, Tensor]:
-        """Return the coarse plane, of one matrix of a stack. Raises CheckpointError."""
+    def plane(self, matrix: int | None = None, fill: Fill = fresh) -> dict[str, Tensor]:
+        """Return the coarse plane, of one matrix of a stack; codes and scales lie where `fill` puts them if the layout
+        is made of bytes as they are. Raises CheckpointError."""
         try:
-            return self.layout.plane(self._fields(matrix), self.outline)
+            return self.layout.plane(self._fields(matrix, fill if self.layout.as_it_is else fresh), self.outline)
         except (FormatError, *_ODD) as error:
             raise self._damaged(error) from error
 
@@ -74,16 +76,17 @@ class PackedWeight:
 
     def _decoded(self, matrix: int | None) -> Tensor:
         try:
-            made = decoded(self.layout, self._fields(matrix), self.outline)
+            made = decoded(self.layout, self._fields(matrix, fresh), self.outline)
         except (FormatError, *_ODD) as error:
             raise self._damaged(error) from error
         return made.t().contiguous() if self.outline.transposed else made
 
-    def _fields(self, matrix: int | None) -> dict[str, Tensor]:
-        return {
-            field: file.read(name) if matrix is None else file.read_matrix(name, matrix)
-            for field, (file, name) in self.files.items()
-        }
+    def _fields(self, matrix: int | None, fill: Fill) -> dict[str, Tensor]:
+        def read(file: TensorFile, name: str) -> Tensor:
+            to = fill if len(file.tensors[name].shape) > 1 else fresh  # a number is looked at here
+            return file.read(name, to) if matrix is None else file.read_matrix(name, matrix, to)
+
+        return {field: read(file, name) for field, (file, name) in self.files.items()}
 
     def _damaged(self, error: Exception) -> CheckpointError:
         (file, name), *_ = self.files.values()
@@ -202,11 +205,11 @@ class PackedFiles:
         cast = self.weights and self._named is not None and info.dtype in (torch.bfloat16, torch.float16)
         return self._named if cast else info.dtype
 
-    def read(self, name: str) -> Tensor:
-        """Return a tensor in fresh CPU memory, decoded. Raises CheckpointError."""
+    def read(self, name: str, fill: Fill = fresh) -> Tensor:
+        """Return a tensor, decoded, or where `fill` puts it. Raises CheckpointError."""
         if name in self.weights:
             return self.weights[name].decoded()
-        return self._found[name].read(name).to(self.tensors[name].dtype)
+        return self._found[name].read(name, fill).to(self.tensors[name].dtype)
 
     def read_matrix(self, name: str, index: int) -> Tensor:
         """Return one matrix of a stack, decoded. Raises CheckpointError."""

@@ -20,6 +20,7 @@ from vbrt.layers.experts import ExpertsHandle, ExpertsSpec
 from vbrt.residency.plan import Beside, Plan, Swap
 from vbrt.residency.site import ROOT, WeightSite
 from vbrt.saves.assign import compute_buffers_
+from vbrt.saves.landing import HOST
 from vbrt.saves.manifest import KeptTensor, SavedLayer, text_of
 from vbrt.saves.save import find_kept
 from vbrt.saves.sources import Source
@@ -78,7 +79,7 @@ class Pieces:
         names, held = _names_of(model), config if stack.device.type == "cuda" else _here(config)
         weights = [_weight(swap, source, model, (held, stack, names)) for swap in plan.swaps]
         _forget_(model, plan)
-        source.fill_kept_(model, torch.device("cpu"))
+        source.fill_kept_(model, HOST)
         kept = find_kept(model)
         self.layers: list[SavedLayer] = [layer for weight in weights for layer in weight.layers]
         self.kept: list[KeptTensor] = [entry for entry, _ in kept]

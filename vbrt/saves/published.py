@@ -27,6 +27,7 @@ from vbrt.residency.site import WeightSite
 from vbrt.saves.conversion import Entry, entries_for
 from vbrt.saves.dense import DenseCheckpoint
 from vbrt.saves.gguf_file import GGUFFile
+from vbrt.saves.landing import Fill, for_encoder
 from vbrt.saves.packed import PackedFiles, PackedWeight, read_scheme
 from vbrt.saves.saved import for_this_machine
 from vbrt.saves.tensorfile import TensorFile
@@ -135,26 +136,29 @@ class PublishedCheckpoint(DenseCheckpoint):
         """See `Source`: as they are in the files, or encoded now."""
         if swap.name not in self._formats:
             return super().planes_of(swap, handle)
-        return handle.encoder.from_encoded({"coarse": self._plane(swap.site, 0)})
+        fill = for_encoder(handle.encoder, handle.stack)
+        return handle.encoder.from_encoded({"coarse": self._plane(swap.site, 0, fill)})
 
     def experts_of(self, swap: Swap, handle: ExpertsHandle) -> Iterable[Planes]:
         """See `Source`: as they are in the files, or encoded now; one expert at a time."""
         if swap.name not in self._formats:
             return super().experts_of(swap, handle)
         sites = dict(zip(handle.spec.parts, (swap.site, *swap.parts), strict=True))
+        encoders = handle.coder.encoders
 
         def make(expert: int) -> Planes:
             held = {part: site for part, site in sites.items() if expert < site.matrices}
+            fills = {part: for_encoder(encoders[part], handle.stack) for part in held}
             return handle.coder.from_encoded(
-                {part: {"coarse": self._plane(site, expert)} for part, site in held.items()}
+                {part: {"coarse": self._plane(site, expert, fills[part])} for part, site in held.items()}
             )
 
         return ExpertsOnDemand(make, swap.experts)
 
-    def _plane(self, site: WeightSite, matrix: int) -> dict[str, torch.Tensor]:
+    def _plane(self, site: WeightSite, matrix: int, fill: Fill) -> dict[str, torch.Tensor]:
         rows = self._entry(site).rows
         weights = [self._packed.weights[name] for name in rows[matrix if len(rows) > 1 else 0]]
-        planes = [weight.plane(matrix if weight.outline.matrices else None) for weight in weights]
+        planes = [weight.plane(matrix if weight.outline.matrices else None, fill) for weight in weights]
         if len(planes) == 1:  # a copy of it would take as long as reading it
             return planes[0]
         once = {name for name in planes[0] if name in ("tensor_scale", "levels")}

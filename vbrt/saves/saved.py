@@ -24,6 +24,7 @@ from vbrt.residency.plan import Beside, Plan, Swap
 from vbrt.residency.site import ROOT, WeightSite
 from vbrt.saves.assign import assign_, on_meta, with_values
 from vbrt.saves.fit import check_names, has_fraction, misfit, other_kinds, other_shapes, refuse_any
+from vbrt.saves.landing import Landing
 from vbrt.saves.manifest import MANIFEST, KeptTensor, Manifest, SavedLayer, read_manifest, text_of
 from vbrt.saves.tensorfile import TensorFile, TensorInfo, digest
 
@@ -205,13 +206,13 @@ class SavedModel:
         """See `Source`."""
         return getattr(torch, self._layers[swap.site.name].dtype)
 
-    def fill_kept_(self, model: nn.Module, device: torch.device) -> None:
+    def fill_kept_(self, model: nn.Module, landing: Landing) -> None:
         """See `Source`."""
         known = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         for entry in dict.fromkeys(self._kept.values()):
             names = entry.names if entry.kind == "parameter" else known.intersection(entry.names)
             if names:
-                value = self._read(entry.name).to(device)
+                value = self._read(entry.name).to(landing.device)
                 assign_(model, names, partial(with_values, value=value))
 
     def _info(self, name: str) -> TensorInfo:

@@ -20,6 +20,7 @@ from vbrt.saves.embedded import embedded_model, has_planes
 from vbrt.saves.fit import first_names
 from vbrt.saves.gguf import GGUFTensors, describe_gguf, gguf_checkpoint
 from vbrt.saves.gguf_file import GGUF_SUFFIX, GGUFFile, shard_paths
+from vbrt.saves.landing import Landing
 from vbrt.saves.manifest import MANIFEST
 from vbrt.saves.published import Description, checkpoint_of, describe_files
 from vbrt.saves.saved import SavedModel
@@ -63,8 +64,8 @@ class Source(Protocol):
     def computes_in(self, swap: Swap, handle: WeightHandle | ExpertsHandle) -> torch.dtype:
         """Return the dtype that the layers of a weight compute in."""
 
-    def fill_kept_(self, model: nn.Module, device: torch.device) -> None:
-        """Assign all other parameters and buffers."""
+    def fill_kept_(self, model: nn.Module, landing: Landing) -> None:
+        """Assign all other parameters and buffers, on the landing's device."""
 
 
 def open_source(path: Path) -> Source:

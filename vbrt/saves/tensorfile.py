@@ -29,6 +29,7 @@ from vbrt.errors import CheckpointError, describe_os_error
 from vbrt.host.files import open_regular, read_into, replacing, write_at
 from vbrt.host.memory import bytes_view
 from vbrt.host.read_ahead import ReadAhead, Span
+from vbrt.saves.landing import Fill, fresh
 
 __all__ = ["TENSOR_DTYPES", "TensorFile", "TensorInfo", "TensorWriter", "digest"]
 
@@ -189,16 +190,16 @@ class TensorFile:
                 f"{path}: damaged, truncated, or not a safetensors file: {error}; copy it again"
             ) from error
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return the tensor in fresh CPU memory. Raises CheckpointError when the file cannot be read."""
-        return self._read(name, self.tensors[name])
+    def read(self, name: str, fill: Fill = fresh) -> torch.Tensor:
+        """Return the tensor, in CPU memory unless `fill` says otherwise. Raises CheckpointError when the file cannot be
+        read."""
+        return self._read(name, self.tensors[name], fill)
 
-    def read_matrix(self, name: str, index: int) -> torch.Tensor:
-        """Return one part of the tensor along its first dimension, in fresh CPU memory. Raises CheckpointError when the
-        file cannot be read."""
+    def read_matrix(self, name: str, index: int, fill: Fill = fresh) -> torch.Tensor:
+        """Return one part of the tensor along its first dimension; see `read`."""
         info = self.tensors[name]
         part = TensorInfo(name, info.dtype, info.shape[1:])
-        return self._read(name, replace(part, begin=info.begin + index * part.nbytes))
+        return self._read(name, replace(part, begin=info.begin + index * part.nbytes), fill)
 
     def span(self, name: str) -> Span:
         """Return where in the file a tensor is."""
@@ -209,12 +210,13 @@ class TensorFile:
         if self.ahead is not None:
             self.ahead.used(name, end - self.tensors[name].begin)
 
-    def _read(self, name: str, info: TensorInfo) -> torch.Tensor:
+    def _read(self, name: str, info: TensorInfo, fill: Fill) -> torch.Tensor:
         self._used(name, info.end)
-        out = torch.empty(info.nbytes, dtype=torch.uint8, device="cpu")
+        begin = self._first + info.begin
         try:
             with open(open_regular(self.path), "rb", buffering=0) as file:
-                read_into(file.fileno(), [_view(out)], self._first + info.begin)
+                fd = file.fileno()
+                out = fill(info.nbytes, lambda part, at: read_into(fd, [_view(part)], begin + at))
         except (OSError, EOFError) as error:
             why = describe_os_error(error) if isinstance(error, OSError) else "truncated"
             raise CheckpointError(f"{self.path}: {name} cannot be read: {why}") from error

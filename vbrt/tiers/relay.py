@@ -1,17 +1,25 @@
 """From pageable host memory to a GPU through a little that is page-locked.
 
 A copy out of pageable memory runs at a sixth of the link's speed and holds up the thread that asks for it. Through a
-relay the host fills one chunk while the link carries the other.
+relay the host fills one chunk while the link carries the other. What fills a chunk may be a file: then its bytes are in
+no other host memory, where each would take a page fault first.
 """
 
 import threading
 import warnings
+from collections.abc import Callable
 
 import torch
 
-__all__ = ["Relay"]
+__all__ = ["Read", "Relay"]
 
 _CHUNK_BYTES = 8 << 20
+
+Read = Callable[[torch.Tensor, int], object]
+"""Fills uint8 host memory with the bytes from a place on."""
+
+
+_Chunk = tuple[torch.Tensor, torch.cuda.Event]
 
 
 class Relay:
@@ -31,17 +39,23 @@ class Relay:
             with torch.cuda.stream(stream):
                 target.copy_(origin)
             return
-        for at in range(0, origin.numel(), _CHUNK_BYTES):
-            chunk, sent = chunks[at // _CHUNK_BYTES % 2]
-            part = origin[at : at + _CHUNK_BYTES]
-            sent.synchronize()
-            chunk[: part.numel()].copy_(part)
-            with torch.cuda.stream(stream):
-                target[at : at + part.numel()].copy_(chunk[: part.numel()], non_blocking=True)
-                sent.record()
+        _send(target, lambda part, at: part.copy_(origin[at : at + part.numel()]), stream, chunks)
+
+    def filled(self, nbytes: int, read: Read, device: torch.device) -> torch.Tensor:
+        """Return uint8 [nbytes] on a GPU with the bytes that `read` gives, for what the current stream does from now
+        on. What `read` raises is raised."""
+        target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        chunks = self._chunks()
+        if chunks:
+            _send(target, read, torch.cuda.current_stream(device), chunks)
+        else:
+            whole = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            read(whole, 0)
+            target.copy_(whole)
+        return target
 
     @torch.inference_mode(False)  # the next copy may come outside of it
-    def _chunks(self) -> list[tuple[torch.Tensor, torch.cuda.Event]]:
+    def _chunks(self) -> list[_Chunk]:
         if not hasattr(self._mine, "chunks"):
             try:
                 self._mine.chunks = [
@@ -61,3 +75,15 @@ class Relay:
         if reason not in self._fallbacks:
             self._fallbacks.append(reason)
             warnings.warn(reason, stacklevel=2)
+
+
+def _send(target: torch.Tensor, read: Read, stream: torch.cuda.Stream, chunks: list[_Chunk]) -> None:
+    """Send what `read` gives, chunk by chunk."""
+    for at in range(0, target.numel(), _CHUNK_BYTES):
+        chunk, sent = chunks[at // _CHUNK_BYTES % 2]
+        part = target[at : at + _CHUNK_BYTES]
+        sent.synchronize()
+        read(chunk[: part.numel()], at)
+        with torch.cuda.stream(stream):
+            part.copy_(chunk[: part.numel()], non_blocking=True)
+            sent.record()
