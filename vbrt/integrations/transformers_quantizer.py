@@ -145,11 +145,12 @@ class QuantizationConfig(QuantizationConfigMixin):
         cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
     ) -> "QuantizationConfig | tuple[QuantizationConfig, dict[str, Any]]":
         """Return what `to_dict` gave as a config. Raises ConfigError: a key that has no meaning here, named."""
-        wrong = next((key for key in {*_KEYS, *config_dict} if not _is_entry(key, config_dict.get(key))), None)
+        wrong = next((key for key in (*config_dict, *_KEYS) if not _is_entry(key, config_dict.get(key))), None)
         if wrong is not None:
             raise ConfigError(
                 f"quantization_config of config.json: {wrong} = {config_dict.get(wrong)!r} is not as save_pretrained() "
-                f"writes it; expected {', '.join(_KEYS)}; a newer vbrt may read it"
+                f"writes it; expected {', '.join(_KEYS)}; a newer vbrt may read it. A dict that is passed to "
+                'from_pretrained must be such a one, too: pass quantization_config=vbrt.QuantizationConfig("exact")'
             )
         made = cls(VBConfig.from_dict(config_dict["config"], source="config.json"), stored=config_dict["stored"])
         made.dtypes = tuple(config_dict["dtypes"])
