@@ -10,7 +10,7 @@ everything and knows nothing of the GPU yet:
     first      `from_pretrained` to a first token, where kernels have yet to be compiled
     load       the same in a process that finds them compiled; the GPU's context is there when the clock starts
     unread     the same, with nothing read ahead
-    heap       the same, with weights on their way to the GPU in fresh host memory
+    heap       the same (of NVFP4), with weights on their way to the GPU in fresh host memory
     cached     the same with the files in the page cache: what is left is the loader's own time
     convert    `vbrt convert` of the files into a save, on the GPU where there is one
     profile    the same under cProfile, whose report lies beside the results
@@ -430,15 +430,19 @@ def about(args: argparse.Namespace) -> dict:
 
 def loads(args: argparse.Namespace, parts: set[str]) -> Iterator[tuple[str, dict]]:
     """Load each checkpoint as often as the parts say."""
-    for turn in (t for t in ("first", "load", "cached", "heap", "unread", "profile", "convert") if t in parts):
-        for kind in KINDS if time.perf_counter() < args.until else ():
+    for turn in (t for t in ("first", "load", "cached", "convert", "heap", "unread", "profile") if t in parts):
+        for kind in KINDS[turn == "heap" :] if time.perf_counter() < args.until else ():
             files = sorted((args.directory / kind).glob("*.safetensors"))
             gigabytes = sum(file.stat().st_size for file in files) / 1e9
+            whole = math.inf if turn == "load" else 1.0
             if turn == "cached":
                 _warm(files)
                 before = {"cached_before": cached_share(args.directory / kind)}
             else:
-                before = {"cached_before": drop(args.directory / kind), "drive_gb_per_s": _read_rate(files, 4, 1) / 1e9}
+                before = {
+                    "cached_before": drop(args.directory / kind),
+                    "drive_gb_per_s": _read_rate(files, 4, whole) / 1e9,
+                }
             profile = args.out.with_name(f"{args.out.stem}-{kind}.profile") if turn == "profile" else None
             part = "convert" if turn == "convert" else "load"
             made = alone(part, args, kind=kind, unread=turn == "unread", heap=turn == "heap", profile=profile)

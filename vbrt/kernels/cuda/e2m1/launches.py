@@ -7,6 +7,7 @@ Legend: M tokens, N outputs, K inputs, S summands.
 """
 
 import functools
+import importlib
 import itertools
 import secrets
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ __all__ = [
     "carries_pointers",
     "codes_of",
     "decode",
+    "import_device_code",
     "narrow",
     "persistent",
     "readable",
@@ -61,6 +63,13 @@ class _Wide(NamedTuple):
 class _Persistent(NamedTuple):
     multiply: Launcher
     describe: Any  # (activations [M, K], tokens of a tile) -> their descriptor for the copy engine
+
+
+@functools.cache
+def import_device_code() -> None:
+    """Import the kernel for few tokens ahead of its first launch, which takes a tenth of a second, if it can be had."""
+    if devices.available():
+        importlib.import_module("vbrt.kernels.cuda.e2m1.narrow_gluon")
 
 
 @functools.cache

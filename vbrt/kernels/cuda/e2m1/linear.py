@@ -273,6 +273,7 @@ class Packing:
         tensors = pack_tiles(self.format, coarse, shape)
         if tensors[TILES].is_cuda:  # a launch after the one that wrote them, see narrow_gluon
             torch.zeros(1, dtype=torch.float32, device=tensors[TILES].device)
+            launches.import_device_code()  # a loader waits for its drive, the first forward for nothing
         return tensors
 
     def unpack(self, tensors: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
