@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import load_bench
+from scripts import load_bench, load_files
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,10 +16,10 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_checkpoint_that_was_read_is_cached_and_its_rate_known(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(bytes(3 << 20))
-    load_bench.drop(tmp_path)
+    load_files.drop(tmp_path)
     file.read_bytes()
-    assert load_bench.cached_share(tmp_path) == 1.0
-    assert load_bench._read_rate([file], 2) > 0
+    assert load_files.cached_share(tmp_path) == 1.0
+    assert load_files.read_rate([file], 2) > 0
 
 
 def test_what_a_part_raises_is_its_result(monkeypatch):
