@@ -1,8 +1,11 @@
-"""The page of a timeline in a browser: Chromium without a window, driven by playwright."""
+"""The page of a timeline in Chromium without a window, driven by playwright; its trace in the parser of DevTools."""
+
+import json
 
 import pytest
 
 from scripts.chromium import FLAGS, find_chromium
+from vbrt.report.chrome import chrome_trace
 from vbrt.report.heat import LayerHeat
 from vbrt.report.html import html_page
 from vbrt.report.ran import Ran
@@ -144,3 +147,29 @@ def test_a_page_has_round_ticks_experts_both_themes_and_a_note_without_scripts(p
     plain.goto(path.as_uri())
     assert "switched off here" in plain.inner_text("body") and "cpu>gpu moved" in plain.inner_text("noscript")
     assert not plain.is_visible("#app")
+
+
+#: reads a trace as the Performance panel does; the rows of each thread: name, spans, their time in microseconds
+READ_TRACE = """async text => {
+  const { TraceModel } = await import("devtools://devtools/bundled/models/trace/trace.js");
+  const model = TraceModel.Model.createWithAllHandlers();
+  await model.parse(JSON.parse(text).traceEvents, { isFreshRecording: false, metadata: {} });
+  const processes = [...model.parsedTrace(0).data.Renderer.processes.values()];
+  return processes.flatMap(one => [...one.threads.values()]).map(thread => [
+    thread.name, thread.entries.length, thread.entries.reduce((sum, entry) => sum + entry.dur, 0)]);
+}"""
+
+
+def test_devtools_reads_every_span_of_a_trace_in_its_row(browser):
+    page = browser.new_page()
+    try:
+        page.goto("devtools://devtools/bundled/models/trace/trace.js", wait_until="commit")
+    except playwright.Error:
+        pytest.skip("this Chromium brings no DevTools, or keeps its parser of traces elsewhere")
+    timeline = Timeline(recording().spans[:300])
+    read = {name: (count, us) for name, count, us in page.evaluate(READ_TRACE, json.dumps(chrome_trace(timeline)))}
+    page.close()
+    for name, spans in timeline.lanes():
+        count, us = read[name]
+        assert count == len(spans) and us == pytest.approx(sum(span.us for span in spans), abs=0.01)
+    assert set(read) == {name for name, _ in timeline.lanes()} | {"gaps"}
