@@ -23,7 +23,9 @@ from vbrt.generation.generate import Speculation
 from vbrt.generation.generate import generate as speculating
 from vbrt.generation.kv_asked import with_asked_cache
 from vbrt.generation.recorders import Recorder, recorder_for
+from vbrt.generation.static_cache import Statics
 from vbrt.generation.steps import CUSTOM, OFF, Session, Steps
+from vbrt.generation.verifying import Passes
 from vbrt.kernels.recorded import recorder
 from vbrt.layers import WeightHandle
 from vbrt.layers.compute import pass_precision
@@ -35,7 +37,7 @@ from vbrt.report.stats import StepCounts
 if TYPE_CHECKING:
     from vbrt.model.attachment import Attachment
 
-__all__ = ["Followed", "Generating", "follow", "generating_modules", "limit_of"]
+__all__ = ["Followed", "Generating", "Recordable", "follow", "generating_modules", "limit_of"]
 
 
 class Generating:
@@ -81,16 +83,22 @@ class Generating:
             return _with_forward(model, session, generate, args, kwargs)
 
     @contextlib.contextmanager
-    def drafting(self, limit: int) -> Iterator[Callable[[Callable[[], Any]], Any]]:
-        """Run a call whose drafts may be recorded; yields what runs a function of passes by recordings.
+    def passes(self, limit: int) -> Iterator["Passes"]:
+        """Run a call of passes of one phase and precision, behind a prompt, that may be recorded.
 
-        To be entered in the phase and precision of the drafts. `limit`: tokens of a sequence at most.
+        To be entered in that phase and precision.
+        `limit`: tokens of a sequence at most.
         """
         if self._recorder() is None:
-            yield lambda run: run()
+            yield Passes()
             return
         with self.steps.session(limit) as session:
-            yield lambda run: _with_forward(self._model(), session, run, (), {})
+            session.prompted = True
+            yield Recordable(self._model(), session)
+
+    def refusal(self) -> str:
+        """Return why steps of the current phase and precision are not recorded; "" if they are."""
+        return "the device has no graphs" if self._recorder() is None else self.steps.refusal()
 
     @property
     def steps(self) -> Steps:
@@ -159,6 +167,21 @@ def _with_forward(
         return generate(*args, **kwargs)
     finally:
         del model.__dict__["forward"]
+
+
+class Recordable(Passes):
+    """Passes that are replayed where they can be recorded."""
+
+    def __init__(self, model: nn.Module, session: Session) -> None:
+        self._model, self._session = model, session
+
+    def run(self, passes: Callable[[], Any]) -> Any:
+        """Run a function that runs passes."""
+        return _with_forward(self._model, self._session, passes, (), {})
+
+    def placed(self, cache: Any) -> Statics:
+        """Have a cache lie where recorded steps find it. Raises NotRecordable."""
+        return self._session.placed(cache)
 
 
 def limit_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> int | None:

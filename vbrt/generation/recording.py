@@ -3,7 +3,7 @@
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from vbrt.generation.caches import NotRecordable, room_wanted
-from vbrt.generation.calls import Call, Results
+from vbrt.generation.calls import Call, Results, cache_in, take_apart
 from vbrt.generation.joined import joined
 from vbrt.generation.recorders import Recorder
 from vbrt.generation.spans import Span
 from vbrt.generation.static_cache import Statics
 
-__all__ = ["Counted", "Kept", "PagesMoved", "Recording", "Terms"]
+__all__ = ["Counted", "Kept", "PagesMoved", "Recording", "Terms", "computed_as_recorded"]
 
 Plain = Callable[..., Any]
 
@@ -173,6 +173,18 @@ class Recording:
         """Keep nothing of the caller's, and have layers and pages count what was replayed."""
         self._last = None
         self._counted.settle()
+
+
+def computed_as_recorded(plain: Plain, kwargs: Mapping[str, Any], statics: Statics) -> Any:
+    """Compute a step on a cache that lies in `statics` with the kernels of a recorded one; record nothing.
+
+    Raises:
+        NotRecordable: an argument is neither a tensor nor a constant.
+    """
+    call = take_apart(kwargs, cache_in(kwargs)[0], statics.length)
+    inputs = call.inputs(statics.span.end)
+    with statics.as_recorded(), as_captured():
+        return plain(**call.kwargs(inputs))
 
 
 class Kept:

@@ -19,16 +19,19 @@ it compares it with those first. What it does not know it refuses (`NotByToken`)
 """
 
 import contextlib
+import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from vbrt.errors import VBError
+from vbrt.generation.agreement import first_that_agrees, form_of
 from vbrt.generation.shadow import layer_ahead
+from vbrt.generation.static_cache import Statics
 from vbrt.layers.compute import products_by, shared_product
 
 __all__ = ["NotByToken", "one_by_one"]
@@ -91,22 +94,24 @@ _names: dict[int, str] = {}  # of configs that have ours in the place of their a
 
 
 @contextlib.contextmanager
-def one_by_one(model: Any, cache: Any, rows: int, tokens: int) -> Iterator[None]:
+def one_by_one(model: Any, cache: Any, shape: tuple[int, int], statics: Statics | None = None) -> Iterator[None]:
     """Compute each token of passes in a `with` block as a pass of one token would.
 
     Args:
         model: of transformers; its attention goes by transformers' interface.
         cache: of the pass, with layers as `shadow.shadow_refusal` wants them.
-        rows, tokens: sequences, and tokens of each, in the pass.
+        shape: sequences, and tokens of each, in the pass.
+        statics: where the cache lies, to compute what recorded steps compute: these attend to a block of it, masked.
+            None: what eager steps compute.
 
     Raises:
         NotByToken: (also in the block) something cannot be computed so.
     """
     _register()
-    here = _Pass(cache, tokens)
+    here = _Pass(cache, shape[1], statics)
     before, _here.now = _here.now, here
     try:
-        with _attention_of(model), products_by(here), _Sums(rows, tokens):
+        with _attention_of(model), products_by(here), _Sums(*shape):
             yield
     finally:
         _here.now = before
@@ -119,8 +124,14 @@ class _Pass:
         kept: by whether layers have a sliding window: for each token, how many keys a pass of it alone attends to.
     """
 
-    def __init__(self, cache: Any, tokens: int) -> None:
-        self.cache, self.tokens = cache, tokens
+    def __init__(self, cache: Any, tokens: int, statics: Statics | None) -> None:
+        self.cache, self.tokens, self.statics = cache, tokens, statics
+        self.kept: dict[bool, list[tuple[int, int]]] = {}
+        if statics is None:
+            self._see_keys()
+
+    def _see_keys(self) -> None:
+        cache, tokens = self.cache, self.tokens
         length = cache.get_seq_length()
         self.kept = {False: [(length + 1 + token, 0) for token in range(tokens)]}
         for layer in cache.layers:
@@ -133,12 +144,26 @@ class _Pass:
         ends = [length - self.tokens + 1 + token for token in range(self.tokens)]
         return [slice(end - kept, end) for end, (kept, _) in zip(ends, self.kept[sliding], strict=True)]
 
+    def block(self, *, sliding: bool) -> tuple[int, int]:
+        """Return how many places recorded steps attend to, and the position of the first."""
+        for layer in self.cache.layers:
+            if layer.is_sliding is sliding:
+                return self.statics.span.end - layer.first, layer.first
+        raise NotByToken("a mask for a window that no layer of the cache has")
+
     def product(self, handle: Any, kernels: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x Wᵀ + bias for x [B, T, K], a token at a time, on one lease."""
         if x.dim() != 3 or x.shape[1] != self.tokens:
             raise NotByToken(f"{handle.name} gets tokens that are not a dimension of their own")
-        with shared_product(handle, kernels, x.device) as product, torch._C.DisableTorchFunction():
-            return torch.cat([product(one, bias) for one in _each(x)], 1)
+        with torch._C.DisableTorchFunction(), shared_product(handle, kernels, x.device) as product:
+            ways = [functools.partial(product, x, bias)]
+            form = "linear", form_of(x), form_of(product.weight), form_of(bias), kernels.precision
+            return first_that_agrees(form, ways, functools.partial(_cat_by_token, product, (x, bias), {}))
+
+
+def _cat_by_token(func: Callable, args: tuple, kwargs: dict, place: int = 1) -> torch.Tensor:
+    """Call a function with each token of its first argument."""
+    return torch.cat([func(one, *args[1:], **kwargs) for one in _each(args[0], place)], place)
 
 
 def _each(x: torch.Tensor, place: int = 1) -> list[torch.Tensor]:
@@ -160,14 +185,22 @@ class _Sums(TorchFunctionMode):
         if name in _SUMS:
             x = args[0] if args else kwargs.get("input")
             if self._has_tokens(x):
-                place = self._place(x, name)
-                return torch.cat([func(one, *args[1:], **kwargs) for one in _each(x, place)], place)
+                return self._summed(func, args, kwargs)
         elif name in _PRODUCTS:
             if args[0].shape[-1] != 1 and any(map(self._has_tokens, args)):
                 raise NotByToken(f"{name} of two tensors outside of attention")
         elif name in _OTHERS and any(map(self._has_tokens, args)):
             raise NotByToken(name)
         return func(*args, **kwargs)
+
+    def _summed(self, func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
+        """A sum of each token, in one launch where that gives the same bits."""
+        if not args:
+            raise NotByToken(f"{func.__name__} of an argument by name")
+        place = self._place(args[0], func.__name__)
+        form = func.__name__, place, *map(form_of, args), *((name, form_of(kwargs[name])) for name in sorted(kwargs))
+        ways = [functools.partial(func, *args, **kwargs)]
+        return first_that_agrees(form, ways, functools.partial(_cat_by_token, func, args, kwargs, place))
 
     def _has_tokens(self, x: Any) -> bool:
         summed = isinstance(x, torch.Tensor) and x.is_floating_point()  # sums of whole numbers are exact
@@ -214,7 +247,9 @@ def _register() -> None:
 
 
 class _Masks(list):
-    """The mask of each token, as a pass of one token has it."""
+    """The mask of each token, as a pass of one token has it. Attributes: added: as numbers to add to the scores."""
+
+    added: Sequence[torch.Tensor] = ()
 
 
 def _masks(*args: Any, **kwargs: Any) -> Any:
@@ -228,6 +263,8 @@ def _masks(*args: Any, **kwargs: Any) -> Any:
     if args or kwargs["q_length"] != here.tokens:
         raise NotByToken(f"a mask of {kwargs.get('q_length')} queries")
     sliding = kwargs.get("local_size") is not None
+    if here.statics is not None:
+        return _masks_of_block(make, here, kwargs, sliding=sliding)
     if sliding not in here.kept:
         raise NotByToken("a mask for a window that no layer of the cache has")
     masks = _Masks()
@@ -240,6 +277,23 @@ def _masks(*args: Any, **kwargs: Any) -> Any:
     return masks
 
 
+def _masks_of_block(make: Callable[..., Any], here: _Pass, kwargs: dict[str, Any], *, sliding: bool) -> _Masks:
+    """Make masks as recorded steps have them: of all places of a block."""
+    size, first = here.block(sliding=sliding)
+    own = {"kv_length": size, "kv_offset": first, "allow_is_causal_skip": False}
+    padding = kwargs.get("attention_mask")
+    if padding is not None:
+        own["attention_mask"] = torch.nn.functional.pad(padding, (0, first + size - padding.shape[1]))
+    whole = make(**{**kwargs, **own})
+    masks = _Masks(_each(whole, 2))
+    masks.added = masks if whole.dtype is not torch.bool else _each(_as_numbers(whole, kwargs["dtype"]), 2)
+    return masks
+
+
+def _as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
 def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
     """Attend as the model would, one query at a time."""
     here, attend = _here.now, _attention_named(_names[id(module.config)], module)
@@ -248,12 +302,63 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
     if type(attention_mask) is not _Masks or query.shape[2] != here.tokens:
         raise NotByToken(f"{type(module).__name__} attends with a mask of its own")
     layer = here.cache.layers[module.layer_idx]
-    outputs = []
     with torch._C.DisableTorchFunction():
-        for token, held in enumerate(here.slices(key.shape[2], sliding=layer.is_sliding)):
-            of_token = query[:, :, token : token + 1], key[:, :, held], value[:, :, held]
-            outputs.append(attend(module, *of_token, attention_mask[token], **kwargs)[0])
-        return torch.cat(outputs, 1), None
+        if here.statics is None:
+            pairs, ways = _keys_until(here, layer, key, value), []
+        else:
+            block = _block_of(layer, key)
+            pairs = [block] * here.tokens
+            ways = [functools.partial(_over_one_block, attend, module, query, block, attention_mask, kwargs)]
+        form = "attention", type(module), form_of(query), form_of(pairs[0][0]), form_of(attention_mask[0])
+        return first_that_agrees(
+            form, ways, functools.partial(_by_query, attend, module, query, pairs, attention_mask, kwargs)
+        ), None
+
+
+def _by_query(
+    attend: Callable, module: Any, query: torch.Tensor, pairs: Sequence[tuple], masks: Sequence[Any], kwargs: dict
+) -> torch.Tensor:
+    queries = query.split(1, 2)
+    return torch.cat(
+        [attend(module, q, *pair, mask, **kwargs)[0] for q, pair, mask in zip(queries, pairs, masks, strict=True)], 1
+    )
+
+
+def _over_one_block(
+    attend: Callable, module: Any, query: torch.Tensor, block: tuple, masks: "_Masks", kwargs: dict
+) -> torch.Tensor:
+    """`_by_query` with keys and values repeated for the heads, and masks made numbers, once instead of each time."""
+    groups = query.shape[1] // block[0].shape[1]
+    if groups > 1:
+        block = tuple(of.repeat_interleave(groups, 1) for of in block)
+        module = _Repeated(module)
+    return _by_query(attend, module, query, [block] * len(masks), masks.added, kwargs)
+
+
+class _Repeated:
+    """An attention module whose keys are there for each head of the queries."""
+
+    num_key_value_groups = 1
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _keys_until(here: _Pass, layer: Any, key: Any, value: Any) -> list[tuple[Any, Any]]:
+    """The keys and values that each token attends to, up to its own."""
+    slices = here.slices(key.shape[2], sliding=layer.is_sliding)
+    return [(key[:, :, held], value[:, :, held]) for held in slices]
+
+
+def _block_of(layer: Any, key: Any) -> tuple[Any, Any]:
+    """The keys and values that each token attends to as a recorded step does."""
+    block = layer.block()
+    if key.untyped_storage().data_ptr() != block[0].untyped_storage().data_ptr():
+        raise NotByToken(f"{type(layer).__name__}: the model attends to other keys than its cache holds")
+    return block
 
 
 def _attention_named(name: str, module: Any) -> Callable[..., Any]:

@@ -24,10 +24,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vbrt.generation.caches import NotRecordable
 from vbrt.generation.sequences import Sequences
 from vbrt.generation.shadow import shadow_refusal
+from vbrt.generation.static_cache import leave
 from vbrt.generation.timing import Marks
-from vbrt.generation.verifying import Decoding, Draft, announce, verified
+from vbrt.generation.verifying import Decoding, Draft, announce, can_verify, verified
 from vbrt.report.timeline import ROUND
 
 __all__ = ["EXACTNESS", "speculate"]
@@ -47,25 +49,16 @@ def speculate(decoding: Decoding, sequences: Sequences, outputs: Any, kwargs: di
     """
     kwargs = decoding.after(outputs, kwargs)
     sequences.look(sequences.append(outputs.logits[:, -1]))
-    if decoding.pace.fixed == 0:
-        return _plainly(decoding, sequences, kwargs)
     cache = kwargs.get("past_key_values")
-    refusal = shadow_refusal(cache)
+    refusal = shadow_refusal(cache) if decoding.pace.fixed != 0 else None
     if refusal is not None:
         announce(decoding.counts, refusal)
-        return _plainly(decoding, sequences, kwargs)
-    cache.activate_past_recording()
-    hint = None
-    with contextlib.ExitStack() as opened:
-        with decoding.attachment.phase(DRAFT, "coarse"):
-            run = opened.enter_context(decoding.drafting())
-        decoding = replace(decoding, run_drafts=run)
-        while not sequences.finished:
-            kwargs, hint = _round(decoding, sequences, kwargs, hint)
-    for layer in cache.layers:
-        if hasattr(layer, "record_past"):
-            layer.record_past = False  # as transformers leaves a cache
-    return kwargs
+    elif decoding.pace.fixed != 0:
+        kwargs = _in_rounds(decoding, sequences, kwargs)
+    if sequences.finished:
+        return kwargs
+    with decoding.recordable() as passes:
+        return passes.run(functools.partial(_plainly, decoding, sequences, kwargs))
 
 
 def _plainly(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -74,6 +67,30 @@ def _plainly(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any]) -
         kwargs = decoding.after(outputs, kwargs)
         sequences.look(sequences.append(outputs.logits[:, -1]))
     return kwargs
+
+
+def _in_rounds(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Decode in rounds, until all sequences are finished or drafts are of no use."""
+    cache, hint, recorded = kwargs["past_key_values"], None, decoding.is_recorded()
+    with contextlib.ExitStack() as opened:
+        with decoding.attachment.phase(DRAFT, "coarse"):
+            decoding = replace(decoding, passes=opened.enter_context(decoding.recordable()))
+            decoding = _placed(decoding, cache) if recorded else decoding
+        if decoding.statics is None:
+            cache.activate_past_recording()
+        while not sequences.finished and can_verify(decoding, None):
+            kwargs, hint = _round(decoding, sequences, kwargs, hint)
+    for layer in cache.layers:
+        if hasattr(layer, "record_past"):
+            layer.record_past = False  # as transformers leaves a cache
+    return kwargs
+
+
+def _placed(decoding: Decoding, cache: Any) -> Decoding:
+    """Have the cache lie where recorded steps find it, if steps on it can be recorded."""
+    with contextlib.suppress(NotRecordable):
+        return replace(decoding, statics=decoding.passes.placed(cache))
+    return decoding
 
 
 class _Hint(NamedTuple):
@@ -91,9 +108,15 @@ def _round(
     recorder = decoding.attachment.stack.guard.recorder
     began = None if recorder is None else recorder.mark()
     marks.mark()
-    k = decoding.pace.choose(decoding.limit - sequences.length - 1)
-    draft = decoding.run_drafts(functools.partial(_draft, decoding, sequences, kwargs, k, hint))
+    k = decoding.pace.choose(_reach(decoding, sequences, cache))
+    while k and not can_verify(decoding, k):
+        k -= 1
+    draft = decoding.passes.run(functools.partial(_draft, decoding, sequences, kwargs, k, hint))
     marks.mark()
+    if decoding.statics is None:
+        leave(cache)
+    else:  # again, if drafts were eager
+        decoding = replace(decoding, statics=decoding.passes.placed(cache))
     cache.crop(-k)
     with decoding.attachment.phase(VERIFY, None) if k else contextlib.nullcontext():
         rows = verified(decoding, draft)
@@ -108,6 +131,16 @@ def _round(
         recorder.note(ROUND, f"{taken} tokens, {min(confirmed, k)} of {k} drafts right", began, recorder.mark())
     ahead = _ahead(sequences, draft, rows.logits, taken) if len(sequences.ids) > 1 and taken <= k else None
     return decoding.after(rows.outputs[min(taken, len(rows.outputs)) - 1], draft.kwargs[taken - 1], cache), ahead
+
+
+def _reach(decoding: Decoding, sequences: Sequences, cache: Any) -> int:
+    """Return how many tokens can be drafted: all rows that are verified attend to the block of the first."""
+    room = decoding.limit - sequences.length - 1
+    if decoding.statics is None:
+        return room
+    with decoding.attachment.phase(DRAFT, "coarse"):
+        span = decoding.passes.placed(cache).span
+    return min(room, span.end - sequences.length)
 
 
 def _draft(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any], k: int, hint: _Hint | None) -> Draft:

@@ -106,18 +106,38 @@ class Growing(_Static):
         return self._vb_room.values[:, :, self._held()]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append one token; return what the queries attend to, the whole block while a step is recorded."""
+        """Append tokens; return what the queries attend to, the whole block while a step is recorded."""
         statics, room, tokens = self._vb_statics, self._vb_room, key_states.shape[-2]
         if statics.recording:
             return room.write(key_states, value_states, statics)
-        if tokens != 1 or self._vb_length + 1 > room.first + room.keys.shape[-2]:
+        if self._vb_length + tokens > room.first + room.keys.shape[-2]:
             self.leave_()
             return self.update(key_states, value_states, *args, **kwargs)
         held, at = self._held(), self._vb_length - room.first
-        room.keys[:, :, at : at + 1] = key_states
-        room.values[:, :, at : at + 1] = value_states
-        self._vb_length += 1
-        return room.keys[:, :, held.start : at + 1], room.values[:, :, held.start : at + 1]
+        room.keys[:, :, at : at + tokens] = key_states
+        room.values[:, :, at : at + tokens] = value_states
+        self._vb_length += tokens
+        return room.keys[:, :, held.start : at + tokens], room.values[:, :, held.start : at + tokens]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last -`tokens_to_remove` tokens; as a plain layer where an earlier window is wanted."""
+        length, window = max(0, self._vb_length + tokens_to_remove), self._vb_window
+        gone = window is not None and length < self._vb_statics.span.start
+        if tokens_to_remove > 0 or gone or "conv_states" in self.__dict__:
+            self.leave_()
+            self.crop(tokens_to_remove)
+        else:
+            self._vb_length = length
+
+    @property
+    def first(self) -> int:
+        """The position of the first place of `block`."""
+        return self._vb_room.first
+
+    def block(self) -> tuple[Tensor, Tensor]:
+        """Return all places that a step recorded for this span attends to, keys and values [B, H, places, D]."""
+        size = self._vb_statics.span.end - self._vb_room.first
+        return self._vb_room.keys[:, :, :size], self._vb_room.values[:, :, :size]
 
     def get_seq_length(self) -> Any:
         """The tokens that the layer has seen; while a step is recorded, a tensor on the device."""
@@ -166,8 +186,9 @@ def _as_plain(name: str) -> Any:
     return method
 
 
-for _name in ("crop", "batch_repeat_interleave", "batch_select_indices", "reset", "offload", "activate_past_recording"):
+for _name in ("batch_repeat_interleave", "batch_select_indices", "reset", "offload", "activate_past_recording"):
     setattr(_Static, _name, _as_plain(_name))
+Idle.crop = _as_plain("crop")
 
 
 @functools.cache
@@ -375,6 +396,20 @@ class Statics:
         for layer in self._growing:
             layer._vb_length += 1
         self._at = position + 1
+
+    @contextlib.contextmanager
+    def as_recorded(self) -> Iterator[None]:
+        """Have layers behave, in the block, as while a step is recorded; the step in it appends a token."""
+        length = self.length
+        self.put_at(length or 0)
+        self.recording = True
+        try:
+            yield
+        finally:
+            self.recording = False
+        self.settle()
+        self.advance(length or 0)
+        self._at = None  # the device's position has not moved
 
     def forget(self) -> None:
         """Hold no layer of a cache."""

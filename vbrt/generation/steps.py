@@ -30,7 +30,7 @@ from vbrt.generation.calls import Call, cache_in, new_tokens, take_apart
 from vbrt.generation.fingerprint import fingerprint, why_eager
 from vbrt.generation.recording import Kept, PagesMoved, Recording, Terms
 from vbrt.generation.spans import span_of
-from vbrt.generation.static_cache import is_entered, leave
+from vbrt.generation.static_cache import Statics, is_entered, leave
 from vbrt.report.stats import StepCounts
 
 __all__ = ["CUSTOM", "OFF", "Session", "Steps"]
@@ -94,13 +94,17 @@ class Steps:
                 if owns:
                     self._lock.release()
 
+    def refusal(self) -> str:
+        """Return why no pass of this phase and precision can be recorded; "" if one can."""
+        model = self._model()
+        return self._terms.refusal() or why_eager(model, [model])
+
     def why_not_now(self) -> str:
         """Return why nothing can be recorded in this call; forget recordings of a model that has changed since."""
-        model = self._model()
-        why = self._terms.refusal() or why_eager(model, [model])
+        why = self.refusal()
         if why:
             return why
-        self._follow((fingerprint(model), self._terms.moment()))
+        self._follow((fingerprint(self._model()), self._terms.moment()))
         return ""
 
     def _follow(self, state: tuple) -> None:
@@ -220,7 +224,7 @@ class Session:
         self.thread = threading.get_ident()
         self._kept: Kept | None = None
         self._cache: weakref.ref[Any] | None = None
-        self._prompted, self._masks = False, None
+        self.prompted, self._masks = False, None  # whether the prompt has been computed
         self._begin: Callable[[], None] | None = None
         self._last: Call | None = None  # a step, and its recording, that the next one may be like
         self._recording: Recording | None = None
@@ -238,8 +242,8 @@ class Session:
         if self.nested or threading.get_ident() != self.thread or torch.compiler.is_compiling():
             return plain(*args, **kwargs)
         found = None if args else cache_in(kwargs)
-        if not self._prompted or (found is not None and not _holds_tokens(found[1])):
-            self._prompted = True
+        if not self.prompted or (found is not None and not _holds_tokens(found[1])):
+            self.prompted = True
             return self._prompt(plain, args, kwargs)
         try:
             out = self._step(plain, found, kwargs)
@@ -331,6 +335,17 @@ class Session:
         statics = self._kept.statics
         if statics.span != statics.span_at(length):
             statics.move_to(statics.span_at(length))
+            self._last = None  # its recording is of another span
+
+    def placed(self, cache: Any) -> Statics:
+        """Have a cache lie where recorded steps find it. Raises NotRecordable."""
+        self._look()
+        why = self._why or ("" if is_entered(cache) else why_not(cache))
+        if why:
+            raise NotRecordable(why)
+        length = self._kept.statics.length if self._holds(cache) else length_of(cache)
+        self._place(cache, length or 0)
+        return self._kept.statics
 
     def _holds(self, cache: Any) -> bool:
         """True if the cache lies in static memory, all of it."""

@@ -15,24 +15,40 @@ import functools
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+from vbrt.generation.caches import NotRecordable
 from vbrt.generation.pace import Pace
+from vbrt.generation.recording import computed_as_recorded
 from vbrt.generation.rowwise import one_by_one
 from vbrt.generation.shadow import shadow_of
+from vbrt.generation.static_cache import Statics
 from vbrt.layers.lockstep import in_lockstep
 from vbrt.model.attachment import Attachment
 from vbrt.report.speculation import SpeculationCounts
 
-__all__ = ["Decoding", "Draft", "Rows", "announce", "verified"]
+__all__ = ["Decoding", "Draft", "Passes", "Rows", "announce", "can_verify", "verified"]
 
 _CHECKS = 2  # rounds of a batch size that are computed by both
+_COMPARED = 4  # rows of such a round that are computed by steps as they are recorded
 _TOKENS = "tokens"
+
+
+class Passes:
+    """Runs functions that run passes of one phase and precision; these are not recorded."""
+
+    def run(self, passes: Callable[[], Any]) -> Any:
+        """Run a function."""
+        return passes()
+
+    def placed(self, cache: Any) -> Statics:
+        """Have a cache lie where recorded steps find it. Raises NotRecordable."""
+        raise NotRecordable(f"steps on {type(cache).__name__} are not recorded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +61,8 @@ class Decoding:
         exactness: "tokens" or "distribution".
         counts: of the model, for its statistics; added to.
         limit: tokens of a sequence at most.
-        run_drafts: runs a function that runs the passes of drafts, by recordings where there are some.
+        passes: run the drafts.
+        statics: where the cache lies, if plain decoding replays recorded steps; None if it is eager.
     """
 
     model: Any
@@ -54,12 +71,18 @@ class Decoding:
     exactness: str
     counts: SpeculationCounts
     limit: int
-    run_drafts: Callable[[Callable[[], Any]], Any] | None = None
+    passes: Passes | None = None
+    statics: Statics | None = None
 
-    def drafting(self) -> AbstractContextManager[Callable[[Callable[[], Any]], Any]]:
-        """Return a context manager that gives `run_drafts`."""
-        following = getattr(self.model.__dict__.get("generate"), "drafting", None)
-        return contextlib.nullcontext(lambda run: run()) if following is None else following(self.limit)
+    def recordable(self) -> AbstractContextManager[Passes]:
+        """Return a context manager that gives `passes` of the current phase and precision."""
+        own = getattr(self.model.__dict__.get("generate"), "passes", None)
+        return contextlib.nullcontext(Passes()) if own is None else own(self.limit)
+
+    def is_recorded(self) -> bool:
+        """True if steps of the current phase and precision are recorded."""
+        why = getattr(self.model.__dict__.get("generate"), "refusal", None)
+        return why is not None and not why()
 
     def step(self, ids: torch.Tensor, tokens: int, kwargs: dict[str, Any]) -> Any:
         """Run a pass over the last tokens of `ids`."""
@@ -88,6 +111,11 @@ class Draft(NamedTuple):
         """How many tokens were drafted."""
         return len(self.kwargs) - 1
 
+    @property
+    def cache(self) -> Any:
+        """The call's cache."""
+        return self.kwargs[0]["past_key_values"]
+
 
 class Rows(NamedTuple):
     """Logits [B, V] after the last token and after each draft; outputs of the passes, one or as many; `compared`: True
@@ -100,15 +128,18 @@ class Rows(NamedTuple):
 
 def verified(decoding: Decoding, draft: Draft) -> Rows:
     """Compute the rows of a draft exactly; the cache holds all of them afterwards."""
+    if draft.k and decoding.exactness != _TOKENS:
+        with _without_plans(draft.ids.device):
+            return in_one_pass(decoding, draft)
+    if decoding.statics is not None:
+        return _as_recorded(decoding, draft)
     if not draft.k:
         return in_step(decoding, draft)
-    if decoding.exactness != _TOKENS:
-        return in_one_pass(decoding, draft)
-    known, batch = _known.setdefault(decoding.attachment, _Known()), len(draft.ids)
+    known, batch = _known_of(decoding), len(draft.ids)
     if known.wrong or draft.k in known.refused:
         return in_step(decoding, draft)
-    cache = draft.kwargs[0]["past_key_values"]
-    before, tokens = cache.get_seq_length(), draft.k + 1
+    cache, tokens = draft.cache, draft.k + 1
+    before = cache.get_seq_length()
     try:
         rows = token_by_token(decoding, draft)
     except torch.OutOfMemoryError:
@@ -132,22 +163,65 @@ def verified(decoding: Decoding, draft: Draft) -> Rows:
     return in_step(decoding, draft)._replace(compared=True)
 
 
+def _as_recorded(decoding: Decoding, draft: Draft) -> Rows:
+    """Compute the rows with the bits of recorded steps."""
+    known, batch, tokens = _known_of(decoding), len(draft.ids), draft.k + 1
+    if not draft.k or draft.k in known.refused or known.unlike_recorded:
+        return one_at_a_time(decoding, draft, tokens)
+    before, wanted, few = decoding.statics.length, None, min(tokens, _COMPARED)
+    if known.recorded_checks[batch] < _CHECKS:
+        wanted = one_at_a_time(decoding, draft, few).logits + _stored(draft, before, few)
+        _rewind(draft.cache, before)
+    try:
+        rows = token_by_token(decoding, draft)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 (models that cannot take its masks say so in many ways)
+        known.refused.add(draft.k)
+        why = f"a pass cannot be verified token by token: {type(error).__name__}: {error}"
+    else:
+        if wanted is None:
+            return rows
+        if all(map(torch.equal, rows.logits[:few] + _stored(draft, before, few), wanted)):
+            known.recorded_checks[batch] += 1
+            return rows._replace(compared=True)
+        known.unlike_recorded = True
+        why = "a pass verified token by token gives other bits than recorded steps"
+    announce(decoding.counts, why)
+    _rewind(draft.cache, before)
+    return one_at_a_time(decoding, draft, tokens)._replace(compared=True)
+
+
 @dataclass(slots=True)
 class _Known:
     """What is known of `token_by_token` for a model.
 
     Attributes:
-        checks: rounds in which it was right, by batch size.
-        refused: numbers of rows for which it does not serve.
-        wrong: True if it has given other bits.
+        checks, recorded_checks: rounds in which it was right, by batch size: compared with passes in lockstep, and with
+            recorded steps.
+        refused: numbers of drafts for which it does not serve.
+        wrong, unlike_recorded: True if it has given other bits than these.
     """
 
     checks: Counter[int] = field(default_factory=Counter)
+    recorded_checks: Counter[int] = field(default_factory=Counter)
     refused: set[int] = field(default_factory=set)
     wrong: bool = False
+    unlike_recorded: bool = False
 
 
-_known: "weakref.WeakKeyDictionary[Attachment, _Known]" = weakref.WeakKeyDictionary()
+_all_known: "weakref.WeakKeyDictionary[Attachment, _Known]" = weakref.WeakKeyDictionary()
+
+
+def _known_of(decoding: Decoding) -> _Known:
+    return _all_known.setdefault(decoding.attachment, _Known())
+
+
+def can_verify(decoding: Decoding, k: int | None) -> bool:
+    """True unless k drafts would be verified one after the other, which takes as long as decoding does."""
+    known = _known_of(decoding)
+    slow = decoding.statics is not None and decoding.exactness == _TOKENS
+    return not (slow and (known.unlike_recorded or k in known.refused))
 
 
 def in_step(decoding: Decoding, draft: Draft) -> Rows:
@@ -162,6 +236,15 @@ def in_step(decoding: Decoding, draft: Draft) -> Rows:
     return Rows([each.logits[:, -1] for each in outputs], outputs)
 
 
+def one_at_a_time(decoding: Decoding, draft: Draft, rows: int) -> Rows:
+    """Compute the first rows by passes of one token, one after the other, with the kernels of recorded steps."""
+    outputs = []
+    for row, kwargs in enumerate(draft.kwargs[:rows]):
+        inputs = decoding.inputs(draft.ids[:, : draft.start + row], 1, kwargs)
+        outputs.append(computed_as_recorded(decoding.model, {**inputs, "return_dict": True}, decoding.statics))
+    return Rows([each.logits[:, -1] for each in outputs], outputs)
+
+
 def in_one_pass(decoding: Decoding, draft: Draft) -> Rows:
     """Compute the rows by one pass."""
     rows, kwargs = draft.k + 1, draft.kwargs[-1]
@@ -173,7 +256,7 @@ def in_one_pass(decoding: Decoding, draft: Draft) -> Rows:
 
 def token_by_token(decoding: Decoding, draft: Draft) -> Rows:
     """Compute the rows by one pass that sums for each token alone. Raises NotByToken, and whatever the model does."""
-    with one_by_one(decoding.model, draft.kwargs[0]["past_key_values"], len(draft.ids), draft.k + 1):
+    with one_by_one(decoding.model, draft.cache, (len(draft.ids), draft.k + 1), decoding.statics):
         return in_one_pass(decoding, draft)
 
 
@@ -189,6 +272,28 @@ def _rewind(cache: Any, length: int) -> None:
 def _written(cache: Any, tokens: int) -> list[torch.Tensor]:
     """The keys and values of the last tokens."""
     return [of[:, :, -tokens:].clone() for layer in cache.layers for of in (layer.keys, layer.values)]
+
+
+def _stored(draft: Draft, start: int, tokens: int) -> list[torch.Tensor]:
+    """The keys and values of tokens from position `start` on, of a cache that lies where recorded steps find it."""
+    found = []
+    for layer in draft.cache.layers:
+        places = slice(start - layer.first, start - layer.first + tokens)
+        found += [of[:, :, places].clone() for of in layer.block()]
+    return found
+
+
+@contextlib.contextmanager
+def _without_plans(device: torch.device) -> Iterator[None]:
+    """Have attention in the block computed by other kernels than cuDNN's, which the host plans anew for each length."""
+    if device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
+        yield
+        return
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def announce(counts: SpeculationCounts, reason: str, instead: str = "decoded one token at a time") -> None:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PRECISIONS",
     "Products",
+    "SharedProduct",
     "decoded_weight",
     "input_gradient",
     "kernels_of_pass",
@@ -261,23 +262,36 @@ def products_by(products: Products | None) -> Iterator[None]:
         _pass.products = before
 
 
+class SharedProduct(NamedTuple):
+    """A weight that is leased for several products; (x, bias) -> what `leased_linear` gives, bit for bit.
+
+    Attributes:
+        weight: as the module keeps it; None where kernels multiply with planes.
+    """
+
+    of: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+    weight: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x Wᵀ + bias."""
+        return self.of(x, bias)
+
+
 @contextlib.contextmanager
-def shared_product(
-    handle: "WeightHandle", kernels: Kernels, device: torch.device
-) -> Iterator[Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]]:
-    """Lease a weight once for several products; yields (x, bias) -> what `leased_linear` gives, bit for bit.
+def shared_product(handle: "WeightHandle", kernels: Kernels, device: torch.device) -> Iterator[SharedProduct]:
+    """Lease a weight once for several products.
 
     A lossless weight is restored once. The products may be computed in several threads.
     """
     with handle.lease(kernels.precision) as tensors:
         planes = _planes(handle, kernels, tensors, device)
         if not kernels.lossless:
-            yield lambda x, bias: linear_on_planes(handle, kernels, x, planes, bias)
+            yield SharedProduct(lambda x, bias: linear_on_planes(handle, kernels, x, planes, bias), None)
             return
         weight = _weight_of(kernels, planes)
         if handle.trainable and not kernels.spec.transposed:
             weight = requiring_grad(weight)
-        yield lambda x, bias: linear_on_weight(kernels.spec, x, weight, bias)
+        yield SharedProduct(lambda x, bias: linear_on_weight(kernels.spec, x, weight, bias), weight)
 
 
 def linear_on_planes(

@@ -1,0 +1,34 @@
+"""One launch in the place of several: only where it has given their bits."""
+
+import pytest
+import torch
+
+from vbrt.generation import agreement
+
+
+@pytest.mark.parametrize(
+    ("values", "called"),
+    [
+        ([1.0], "certain 0 certain 0 0 0"),
+        ([2.0, 1.0], "certain 0 certain 1 certain 1 1"),
+        ([2.0, 3.0], "certain 0 certain 1 certain certain"),
+    ],
+)
+def test_a_way_is_trusted_after_enough_numbers_and_never_again_after_a_wrong_one(monkeypatch, values, called):
+    monkeypatch.setattr(agreement, "_agreed", {})
+    monkeypatch.setattr(agreement, "_ENOUGH", 6)
+    calls = []
+
+    def way(name, value):
+        return lambda: (calls.append(name), torch.full((3,), value))[1]
+
+    ways = [way(str(place), value) for place, value in enumerate(values)]
+    for _ in range(4):
+        assert torch.equal(agreement.first_that_agrees(("product",), ways, way("certain", 1.0)), torch.ones(3))
+    assert calls == called.split()
+
+
+def test_forms_differ_where_shapes_types_or_strides_do():
+    x = torch.ones(4, 4)
+    forms = {agreement.form_of(each) for each in (x, x[:2], x.half(), x[:, ::2], x[::2, :2], None, -1)}
+    assert len(forms) == 7 and agreement.form_of(x) == agreement.form_of(x + 1)
