@@ -200,13 +200,15 @@ def main() -> None:
     if args.plot:
         draw(committed(), PICTURE)
         return
-    done = []
+    name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+    out = args.out or RESULTS / f"memory-{name}.json"
+    done = json.loads(out.read_text())["rows"] if out.exists() else []
+    done = [row for row in done if row["case"] not in args.parts]
+    about = {"machine": machine(), "layers": args.layers}
     for row in rows(args.parts, args.layers):
         print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
         done.append(row)
-    name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
-    out = args.out or RESULTS / f"memory-{name}.json"
-    out.write_text(json.dumps({"machine": machine(), "layers": args.layers, "rows": done}, indent=1) + "\n")
+        out.write_text(json.dumps(about | {"rows": done}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

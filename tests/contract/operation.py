@@ -37,11 +37,11 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Documented:
-    """Where the result differs as README says: `holds(result, plain result)`; `readme` are words from there."""
+    """Where the result differs as docs/wrapping.md says: `holds(result, plain result)`; `words` are quoted from there."""
 
     where: Mapping[str, Any]
     note: str
-    readme: str
+    words: str
     holds: Callable[[Any, Any], bool]
 
     def __str__(self) -> str:

@@ -22,7 +22,7 @@ mode = "train".
 - **same**: what the plain layer with the same weights gives. Values, gradients, dtypes, shapes and errors are compared,
   and those of the next call after the operation; bit for bit for `dense` and `exact`, for 4 bits up to the order in
   which a kernel adds. Where it says **same up to rounding**, the order may be another in all formats.
-- **differs**: on purpose, as the README says, in the words that are quoted.
+- **differs**: on purpose, as [What a wrapper is](wrapping.md) says, in the words that are quoted.
 - **refused**: an exception of `vbrt.errors` names the layer, what came, and what would do; the model stays as it was.
   `RuntimeError` and `ValueError` are torch's own, and as loud.
 
@@ -39,10 +39,10 @@ def table(operations: Mapping[str, Operation]) -> str:
             f"## {group}\n\n| operation | shell | materialized | trained | tests |\n| --- | --- | --- | --- | --- |"
         )
         parts[-1] += "".join(f"\n{_row(op)}" for op in operations.values() if op.group == group) + "\n"
-    notes = {rule.readme: rule.note for op in operations.values() for rule in op.rules if isinstance(rule, Documented)}
+    notes = {rule.words: rule.note for op in operations.values() for rule in op.rules if isinstance(rule, Documented)}
     if notes:
         parts.append(
-            "## Differences, in the README's words\n\n"
+            "## Differences, in the words of [What a wrapper is](wrapping.md)\n\n"
             + "\n".join(f"- {note}: “{words}”" for words, note in notes.items())
             + "\n"
         )

@@ -60,7 +60,13 @@ def pipeline(llama: Path, qwen: Path) -> dict[str, Any]:
     return {}
 
 
+def readme(llama: Path, qwen: Path) -> dict[str, Any]:
+    """The same, with the models of README's stories."""
+    Path("Qwen3-32B").symlink_to(llama)
+    return adapters(llama, qwen)
+
+
 #: by the names that pages ask for
 SETUPS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
-    setup.__name__: setup for setup in (nothing, models, published, adapters, pipeline)
+    setup.__name__: setup for setup in (nothing, models, published, adapters, pipeline, readme)
 }

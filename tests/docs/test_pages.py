@@ -13,9 +13,6 @@ from tests.docs.pages import PAGES, Page
 from tests.docs.setups import SETUPS
 
 _WITH_GPU_BLOCKS = [name for name in PAGES if any(block.mark == "gpu" for block in Page(name).blocks)]
-#: pages whose blocks cannot run as they are written
-_PARSED_ONLY = ("README.md",)
-
 pytestmark = pytest.mark.filterwarnings("ignore:.*not swapped", "ignore:.*decoded")
 
 
@@ -63,7 +60,7 @@ _THEN = {"docs/experts.md": shows_experts, "docs/migrating.md": decodes_what_bit
 def test_the_blocks_of_a_page_run_one_after_the_other(run, name, capsys):
     page = Page(name)
     has_python = any(block.language == "python" for block in page.blocks)
-    assert page.setup or not has_python or name in _PARSED_ONLY, "no `<!-- setup: name -->`, see tests/docs/pages.py"
+    assert page.setup or not has_python, "no `<!-- setup: name -->`, see tests/docs/pages.py"
     scope = run(name)
     if name in _THEN:
         _THEN[name](scope, capsys.readouterr().out)
