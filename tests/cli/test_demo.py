@@ -1,6 +1,7 @@
 """The demo: what it measures is right, it argues with that, and it says so when a result has changed."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,17 +50,17 @@ def test_no_file_is_left(result):
     assert not Path(result.config.tiers.ssd.path).exists()
 
 
-class Inside(demo_workers.Worker):
-    """A worker in this process, whose answers go through JSON as those of others do."""
+class Inside(demo_workers.Workers):
+    """Does everything in this process; answers go through JSON as those of others do."""
 
-    def __init__(self, act):
-        self._act = act
+    def __init__(self):
+        pass
 
     def ready(self):
         return {"device": "cpu", "threads": 1}
 
-    def ask(self, **asked):
-        return json.loads(json.dumps(showcase.answer({"act": self._act, "device": "cpu", **asked})))
+    def ask(self, act, **asked):
+        return json.loads(json.dumps(showcase.answer({"act": act, "device": "cpu", **asked})))
 
     def close(self):
         pass
@@ -70,7 +71,7 @@ def inside(monkeypatch):
     """The demo in this process, with a tiny model."""
     tiny = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     monkeypatch.setitem(showcase.SIZES, "cpu", tiny)
-    monkeypatch.setattr(demo, "Worker", Inside)
+    monkeypatch.setattr(demo, "Workers", Inside)
     monkeypatch.setattr(demo, "_CONTINUED", 2)
 
 
@@ -104,28 +105,40 @@ def test_other_bits_under_a_lossless_preset_are_said_and_exit_with_1(inside, mon
     assert (
         "other bits, the first 3 of 3 tokens the same" in out and "the process for 'accelerate' ended: as it may" in out
     )
-    assert cli.main([*SMALL, "--config", "fp4"]) == 0  # which promises none
 
 
 def _refusing(ask):
-    def asked(worker, **given):
+    def asked(workers, act, **given):
         try:
-            return ask(worker, **given)
+            return ask(workers, act, **given)
         except ZeroDivisionError:
-            raise VBError("the process for 'accelerate' ended: as it may") from None
+            raise VBError(f"the process for {act!r} ended: as it may") from None
 
     return asked
 
 
 def test_a_process_that_fails_says_why_and_ctrl_c_leaves_none(monkeypatch):
     monkeypatch.setattr(demo_workers, "_MODULE", "no.such.module")
-    with demo_workers.Worker("whole") as worker, pytest.raises(VBError, match=r"for .whole. ended: .*no"):
-        worker.ready()
+    with demo_workers.Workers() as workers, pytest.raises(VBError, match=r"the demo's process ended: .*no"):
+        workers.ready()
     monkeypatch.setattr(demo_workers, "_MODULE", "code")  # which waits for lines
-    with pytest.raises(KeyboardInterrupt), demo_workers.Worker("whole") as waiting:
+    with pytest.raises(KeyboardInterrupt), demo_workers.Workers() as waiting:
         assert waiting._process.poll() is None
         raise KeyboardInterrupt
     assert waiting._process.poll() == -9
+
+
+def test_each_question_has_a_process_of_its_own_whose_end_is_told(monkeypatch, capfd):
+    acts = {"pid": lambda asked: os.getpid(), "die": lambda asked: os.kill(os.getpid(), 9)}
+    for name, act in acts.items():
+        monkeypatch.setitem(showcase.ACTS, name, act)
+    lines = [json.dumps({"act": act}) + "\n" for act in ("pid", "pid", "die", "none")]
+    monkeypatch.setattr("sys.stdin", iter(lines))
+    showcase.main()
+    _, one, other, killed, unknown = map(json.loads, capfd.readouterr().out.splitlines())
+    assert len({one["answer"], other["answer"], os.getpid()}) == 3
+    assert killed == {"error": "signal 9; the system was out of memory, it seems"}
+    assert unknown == {"error": "KeyError: 'none'"}
 
 
 def test_what_the_demo_lacks_is_named(inside, monkeypatch, tmp_path, capsys):

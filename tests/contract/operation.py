@@ -37,7 +37,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Documented:
-    """Where the result differs as docs/wrapping.md says: `holds(result, plain result)`; `words` are quoted from there."""
+    """Where the result differs as docs/wrapping.md says, in these words: `holds(result, plain result)`."""
 
     where: Mapping[str, Any]
     note: str

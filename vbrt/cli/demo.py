@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from vbrt.cli.demo_search import print_search
-from vbrt.cli.demo_workers import Worker
+from vbrt.cli.demo_workers import Workers
 from vbrt.cli.options import add_command, add_config, integration, positive
 from vbrt.cli.screen import add_row, complain, console_for_stdout, table_of, without_warnings_of_wrap
 from vbrt.cli.stats import keep_stats
@@ -122,25 +122,23 @@ def _scratch(args: argparse.Namespace) -> Iterator[Path]:
 
 
 def _run(args: argparse.Namespace, config: VBConfig | None, scratch: Path) -> _Shown:
-    """Have each process do its part, one after the other; they import side by side before."""
+    """Have a process for each part do it, one after the other."""
     absent = {} if importlib.util.find_spec("accelerate") else {_PEER: "not installed: pip install accelerate"}
-    acts = ["make", _WHOLE, *([] if absent else [_PEER]), _OURS, *(["trained"] if _TRAINED.exists() else [])]
-    with contextlib.ExitStack() as stack, Progress("demo", len(acts), unit="steps") as work:
-        workers = {act: stack.enter_context(Worker(act)) for act in acts}
+    has_trained = _TRAINED.exists()
+    steps = 3 + (not absent) + has_trained
+    with Workers() as workers, Progress("demo", steps, unit="steps") as work:
 
         def ask(act: str, what: str, **asked: Any) -> Any:
             work.at(what)
-            workers[act].ready()
-            found = workers[act].ask(**asked)
+            found = workers.ask(act, **asked)
             work.done()
             return found
 
-        work.at(f"writing a model of {args.gb:g} GB")
-        about = workers["make"].ready()
-        model = str(scratch / "model")
-        shown = _Shown(**about, model=workers["make"].ask(directory=model, gigabytes=args.gb), absent=absent)
-        work.done()
-        given = {"directory": model, "tokens": args.tokens}
+        work.at("importing torch and transformers")
+        about = workers.ready()
+        given = {"directory": str(scratch / "model"), "tokens": args.tokens}
+        made = ask("make", f"writing a model of {args.gb:g} GB", **given, gigabytes=args.gb)
+        shown = _Shown(**about, model=made, absent=absent)
         shown.runs[_WHOLE] = ask(_WHOLE, "the whole model", **given)
         if not absent:
             with _left_out(shown):
@@ -148,7 +146,7 @@ def _run(args: argparse.Namespace, config: VBConfig | None, scratch: Path) -> _S
                 shown.runs[_PEER] = ask(_PEER, "accelerate", **given, **offload)
         ours = _config(config, shown, scratch / "pages")
         shown.runs[_OURS] = ask(_OURS, "vbrt", **given, config=ours.to_dict())
-        if "trained" in workers:
+        if has_trained:
             shown.trained = ask("trained", "trained weights", checkout=str(_CHECKOUT), count=_CONTINUED)
     return shown
 

@@ -1,7 +1,8 @@
-"""Processes that `vbrt demo` asks, one question each, so that each one's memory is that of one way to run a model."""
+"""The process that `vbrt demo` asks, which has another one run for each question: each one's memory is its own."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -10,23 +11,20 @@ from typing import Any
 
 from vbrt.errors import VBError
 
-__all__ = ["Worker"]
+__all__ = ["Workers"]
 
 _ROOT = Path(__file__).resolve().parent.parent.parent  # of the checkout, or site-packages
 _MODULE = "vbrt.integrations.showcase"
 
 
-class Worker:
-    """A process that imports torch and transformers, and then waits for its question.
+class Workers:
+    """A process that imports torch and transformers once, and forks for each question.
 
-    Ctrl-C does not reach it: who has it ends it, by `close` or a `with` block.
-
-    Args:
-        act: what it will be asked to do, also for errors.
+    Ctrl-C does not reach it: who has it ends it and its forks, by `close` or a `with` block.
     """
 
-    def __init__(self, act: str) -> None:
-        self._act, self._said = act, tempfile.TemporaryFile("w+")
+    def __init__(self) -> None:
+        self._said = tempfile.TemporaryFile("w+")
         paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "ignore"}
         waits = {"OMP_WAIT_POLICY": "passive"}  # threads that spin for work take the cores from those that read pages
@@ -47,14 +45,15 @@ class Worker:
         """
         return self._read()
 
-    def ask(self, **asked: Any) -> Any:
-        """Ask, once, wait for the answer and the end of the process, and return it. Raises VBError."""
+    def ask(self, act: str, **asked: Any) -> Any:
+        """Have a process of its own do something, and return its answer. Raises VBError: it failed, and how."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"act": self._act, **asked}) + "\n")
+        self._process.stdin.write(json.dumps({"act": act, **asked}) + "\n")
         self._process.stdin.flush()
-        answer = self._read()
-        self._process.wait()
-        return answer
+        found = self._read()
+        if "error" in found:
+            raise VBError(f"the process for {act!r} ended: {found['error']}")
+        return found["answer"]
 
     def _read(self) -> Any:
         assert self._process.stdout is not None
@@ -62,25 +61,20 @@ class Worker:
         if line:
             return json.loads(line)
         code = self._process.wait()
-        raise VBError(f"the process for {self._act!r} ended: {self._last_words(code)}")
-
-    def _last_words(self, code: int) -> str:
-        if code < 0:
-            return f"signal {-code}" + ("; the system was out of memory, it seems" if code == -9 else "")
         self._said.seek(0)
         lines = [line.strip() for line in self._said if line.strip()]
-        return lines[-1] if lines else f"exit code {code}"
+        raise VBError(f"the demo's process ended: {lines[-1] if lines else f'exit code {code}'}")
 
     def close(self) -> None:
-        """End the process; idempotent."""
+        """End the process and its forks; idempotent."""
         if self._process.poll() is None:
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._said):
             if stream is not None:
                 stream.close()
 
-    def __enter__(self) -> "Worker":
+    def __enter__(self) -> "Workers":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,11 +1,12 @@
 """What `vbrt demo` compares: one model, run whole, offloaded by accelerate, and wrapped, each in a process of its own.
 
-The parent asks, one JSON line on stdin; the process answers with one on stdout, after a line that says it is ready, so
-that the seconds of importing torch and transformers are over for all before the first one begins:
+A process that has imported torch and transformers, which takes seconds, and done nothing else reads questions, one JSON
+line on stdin each, forks a process for each of them, and that one writes a line to stdout:
 
-    {"act": "make", "directory": ..., "gigabytes": 1.0}               -> {"bytes": ..., "parameters": ...}
-    {"act": "whole" | "accelerate" | "vbrt", "directory": ..., ...}   -> see `Outcome`
-    {"act": "trained", "checkout": ...}                               -> see `trained`
+    {"act": "make", "directory": ..., "gigabytes": 1.0}               -> {"answer": {"bytes": ..., "parameters": ...}}
+    {"act": "whole" | "accelerate" | "vbrt", "directory": ..., ...}   -> {"answer": see `Outcome`}
+    {"act": "trained", "checkout": ...}                               -> {"answer": see `trained`}
+    what fails                                                        -> {"error": what happened}
 
 The model is a Llama with random weights by a seed, written as safetensors files without ever being held: fp32 where
 the CPU computes, which every CPU multiplies fast, and bf16 on a GPU. Importing this module imports transformers.
@@ -15,14 +16,17 @@ import gc
 import hashlib
 import importlib
 import json
+import os
+import signal
 import statistics
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -276,12 +280,31 @@ def answer(asked: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Say that everything is imported and which device computes, read one question, answer it."""
-    device = _device({})
-    print(json.dumps({"device": device.type, "threads": torch.get_num_threads()}), flush=True)
-    line = sys.stdin.readline()
-    if line:  # else the parent has no question
-        print(json.dumps(answer(json.loads(line))), flush=True)
+    """Say that everything is imported and which device computes; answer questions until there are no more."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # which wakes no GPU: a fork could not use it then
+    print(json.dumps({"device": _device({}).type, "threads": torch.get_num_threads()}), flush=True)
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            _answer_and_end(json.loads(line))
+        _, status = os.waitpid(pid, 0)
+        if os.WIFSIGNALED(status):
+            print(json.dumps({"error": _killed(os.WTERMSIG(status))}), flush=True)
+
+
+def _answer_and_end(asked: dict[str, Any]) -> NoReturn:
+    try:
+        said = {"answer": answer(asked)}
+    except BaseException as error:  # noqa: BLE001 - the parent says it
+        traceback.print_exc()
+        said = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(said), flush=True)
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _killed(number: int) -> str:
+    return f"signal {number}" + ("; the system was out of memory, it seems" if number == signal.SIGKILL else "")
 
 
 if __name__ == "__main__":
