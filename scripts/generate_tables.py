@@ -7,7 +7,14 @@ from scripts.plots import Labels, line_plot
 
 __all__ = ["curves", "generate_table"]
 
-_LABELS = Labels("generate, 8B shape, fp4, batch 1", "pages on the GPU, %", "ms a token")
+_LABELS = Labels("generate, 8B shape, batch 1", "bytes of the pages that the GPU may hold, %", "ms a token")
+_WHAT = (
+    "greedy, a prompt of 128 tokens, 128 new ones, as a user types it, in one run. First: the call with one new token, "
+    "once everything is warm. Replay: the recorded step alone, nobody waiting in between; what is missing to ms is "
+    "transformers' loop. Recording: all of it, compilation of kernels included, comparisons with eager steps apart."
+)
+_COLUMNS = (("ms", 2), ("replay_ms", 2), ("first_ms", 1), ("record_ms", 0), ("peak_gb", 1))
+_COLD = (("first_ms", 0), ("compiled_first", 0), ("compiled_first_ms", 0), ("compiled_later", 0))
 
 
 def generate_table(path: Path, docs: Path) -> list[str]:
@@ -15,49 +22,77 @@ def generate_table(path: Path, docs: Path) -> list[str]:
     result = json.loads(path.read_text())
     where, rows = result["machine"], [row for row in result["rows"] if "ms" in row]
     named = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
-    what = (
-        f"A Llama of the 8B shape ({result['layers']} layers, random weights), greedy, a prompt of 128 tokens, up to "
-        "128 new ones, as a user types it. First: the call with one new token. Replay: the recorded step alone, nobody "
-        "waiting in between; what is missing to ms is transformers' loop. Recording: all of it, comparisons with eager "
-        "steps apart."
-    )
+    shares, cold = [row for row in rows if "share" in row], [row for row in result["rows"] if "compiled_first" in row]
     out = [
         f"## generate, {where['gpu']}",
         "",
-        what,
+        f"A Llama of the 8B shape ({result['layers']} layers, random weights), {_WHAT}",
         "",
         *([result["note"], ""] if result.get("note") else []),
         "| case | batch | ms a token | replay ms | first token ms | recording ms | steps captured | GPU peak GB |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        *map(_row, rows),
+        *(_row(row) for row in rows if "share" not in row),
         "",
     ]
-    drawn = curves(rows)
-    if drawn:
+    if shares:
         name = f"{path.stem}.svg"
-        line_plot(docs.parent / name, drawn, _LABELS)
-        out += ["One token against the pages on the GPU, beside the larger of link and resident step:", ""]
-        out += [f"![ms a token against the budget]({name})", ""]
-    return [*out, f"{named}, Python {where['python']}, commit {where['commit']}.", ""]
+        line_plot(docs.parent / name, curves(rows), _LABELS)
+        out += [*_share_table(shares), f"![ms a token against the budget]({name})", ""]
+    return [
+        *out,
+        *(_cold_table(cold) if cold else []),
+        f"{named}, Python {where['python']}, commit {where['commit']}.",
+        "",
+    ]
+
+
+def _shown(row: dict, columns: tuple[tuple[str, int], ...]) -> list[str]:
+    return [f"{row[name]:.{digits}f}" if row.get(name) is not None else "–" for name, digits in columns]
 
 
 def _row(row: dict) -> str:
     steps = row.get("captured", 0) + row.get("eager", 0)
     captured = f"{row['captured']} of {steps}" if steps else "–"
-    shown = [f"{row[name]:.{digits}f}" if row.get(name) else "–" for name, digits in _COLUMNS]
-    ms, replay, first, record, peak = shown
+    ms, replay, first, record, peak = _shown(row | {"record_ms": row.get("record_ms") or None}, _COLUMNS)
     return f"| {row['case']} | {row['batch']} | {ms} | {replay} | {first} | {record} | {captured} | {peak} |"
 
 
-_COLUMNS = (("ms", 2), ("replay_ms", 2), ("first_ms", 1), ("record_ms", 0), ("peak_gb", 1))
+_SHARES = (
+    "With a share of the pages' bytes for tiers.gpu, the ring that the others pass through included. The limit is the "
+    "larger of the bytes beyond the share at the link's rate and the resident step; the ring costs what is between these "
+    "bytes and those that move."
+)
+
+
+def _share_table(shares: list[dict]) -> list[str]:
+    lines = [
+        _SHARES,
+        "",
+        "| held as | share % | ms a token | limit ms | moved bytes, at the link's rate, ms | ms over 1.1 × limit + 1 |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in shares:
+        bound = 1.1 * row["limit_ms"] + 1
+        figures = f"{row['ms']:.1f} | {row['limit_ms']:.1f} | {row.get('moved_ms', 0.0):.1f} | {row['ms'] / bound:.2f}"
+        lines.append(f"| {row['held']} | {row['share']} | {figures} |")
+    return [*lines, ""]
+
+
+def _cold_table(cold: list[dict]) -> list[str]:
+    lines = [
+        "A process that has computed nothing, its weights encoded and on the GPU; a call of 12 tokens.",
+        "",
+        "| process | first token ms | kernels loaded before it | compiling or reading them ms | kernels after it |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    return [*lines, *(f"| {row['case'][6:]} | {' | '.join(_shown(row, _COLD))} |" for row in cold), ""]
 
 
 def curves(rows: list[dict]) -> dict[str, dict[float, float]]:
     """Measured and limit, by percent of the pages; empty where no shares were measured."""
-    shares = [row for row in rows if "share" in row]
-    if not shares:
-        return {}
-    return {
-        "measured": {row["share"]: row["ms"] for row in shares},
-        "larger of link and resident step": {row["share"]: row["limit_ms"] for row in shares},
-    }
+    found: dict[str, dict[float, float]] = {}
+    for row in rows:
+        if "share" in row:
+            found.setdefault(row["held"], {})[row["share"]] = row["ms"]
+            found.setdefault(f"{row['held']}: larger of link and resident step", {})[row["share"]] = row["limit_ms"]
+    return found
