@@ -59,8 +59,8 @@ def _row(row: dict) -> str:
 
 _SHARES = (
     "With a share of the pages' bytes for tiers.gpu, the ring that the others pass through included. The limit is the "
-    "larger of the bytes beyond the share at the link's rate and the resident step; the ring costs what is between these "
-    "bytes and those that move."
+    "larger of the bytes beyond the share at the link's rate and the resident step; the ring takes the rest of "
+    "the bytes that move."
 )
 
 

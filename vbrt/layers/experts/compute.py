@@ -3,6 +3,7 @@
 | weights | how |
 | --- | --- |
 | `dense`, `exact` | the experts implementation that the model's config names, on the leased experts: its very bits |
+| `dense`, few tokens, all pages on the GPU | the same, on experts that the device gathers: see `gathered.py` |
 | 4 bits | the ops `experts_up` and `experts_down` on the leased pages |
 | tracers, transforms, weights that somebody has put in their place | the module's own forward on decoded temporaries |
 
@@ -21,10 +22,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from vbrt.errors import TierError
 from vbrt.kernels.experts import ExpertPages, Gate
 from vbrt.kernels.product import as_autocast
 from vbrt.layers.compute import pass_precision
 from vbrt.layers.experts.gates import gate_of, own_gate
+from vbrt.layers.experts.gathered import fits_gathered, gathered, may_gather
 from vbrt.layers.experts.leased import resident_pages
 from vbrt.layers.experts.library import ExpertsView, implementation_of
 from vbrt.layers.experts.routing import local_ids, pairs_of, touched_experts
@@ -64,9 +67,14 @@ def run_experts(layer: "VBExperts", routed: Routed) -> Tensor:
     if cached is not None and routed.x.device == handle.device and routed.x.dtype in BY_ADDRESS:
         return _by_device(layer, routed, cached, scan=scan)
     pages = resident_pages(handle, routed.x.device) if precision == "full" else None
-    if pages is not None:
+    if pages is not None and not handle.spec.dense:
         handle.routing.unlease()
         return _Kernels(layer, routed).resident(pages, scan=scan)
+    if pages is not None and fits_gathered(handle, routed.ids) and may_gather(handle):
+        handle.routing.unlease()
+        return gathered(layer, routed, pages)
+    if routed.ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise TierError(f"{handle.spec.name}: the host leases its experts, and cannot hear which in a CUDA graph")
     touched = touched_experts(routed.ids, handle.spec.experts)
     if scan:
         handle.routing.scan(touched)

@@ -11,6 +11,7 @@ from vbrt.kernels import resolve
 from vbrt.kernels.experts import ExpertPages
 from vbrt.layers.compute import pass_precision
 from vbrt.layers.experts.device_cache import DeviceCache
+from vbrt.layers.experts.gathered import may_gather
 
 if TYPE_CHECKING:
     from vbrt.layers.experts.handle import ExpertsHandle
@@ -97,7 +98,7 @@ def why_host(handle: "ExpertsHandle") -> str:
 def why_waits(handle: "ExpertsHandle") -> str:
     """Return why a pass waits for the device, to hear which experts tokens are sent to; "" if it does not."""
     name, label = handle.spec.name, handle.spec.first.label
-    if handle.deciding.cache is not None:
+    if handle.deciding.cache is not None or may_gather(handle):
         return ""
     if handle.spec.lossless or pass_precision() == "coarse":
         return f"{name}: held as {label}: the host leases the experts that tokens are sent to"

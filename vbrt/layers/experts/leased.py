@@ -71,7 +71,7 @@ def pages_of(handle: "ExpertsHandle", pages: list[torch.Tensor | None]) -> Exper
 def resident_pages(handle: "ExpertsHandle", device: torch.device) -> ExpertPages | None:
     """The pages of all experts, where all live on the GPU that computes and none is moving, for use without a lease
     and without knowing which are touched. Else None."""
-    if device.type != "cuda" or handle.spec.lossless or not handle.stack.at_rest or device != handle.device:
+    if device.type != "cuda" or handle.spec.fine or not handle.stack.at_rest or device != handle.device:
         return None
     handle.stack.capturing()
     ready = handle.ready

@@ -13,7 +13,7 @@ __all__ = ["ExpertsView", "implementation_of"]
 class ExpertsView:
     """A module of experts as its implementation reads it, with some of its experts only."""
 
-    def __init__(self, layer: nn.Module, weights: Mapping[str, Tensor], experts: Sequence[int] | None) -> None:
+    def __init__(self, layer: nn.Module, weights: Mapping[str, Tensor], experts: Sequence[int] | Tensor | None) -> None:
         self.__dict__.update(weights)
         self._layer = layer
         if experts is None:
@@ -21,8 +21,9 @@ class ExpertsView:
         self.num_experts = len(experts)
         for name, parameter in layer._parameters.items():  # biases: one row an expert
             if parameter is not None and name not in weights:
-                index = torch.tensor(experts, dtype=torch.int64, device="cpu").to(parameter.device)
-                self.__dict__[name] = parameter[index]
+                if not isinstance(experts, Tensor):
+                    experts = torch.tensor(experts, dtype=torch.int64, device="cpu").to(parameter.device)
+                self.__dict__[name] = parameter[experts]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)

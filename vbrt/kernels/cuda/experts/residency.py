@@ -17,7 +17,7 @@ from torch import Tensor
 from vbrt.formats.page import PAGE_ALIGN
 from vbrt.kernels.cuda.launcher import Launcher
 
-__all__ = ["Experts", "PoolRoom", "ResidentTables"]
+__all__ = ["Experts", "PoolRoom", "ResidentTables", "gather_pages"]
 
 _PAGE_ROWS, _HITS = 6, 4  # see resolve_triton
 _CLOCKS = (0, 0, 0, -1, 1, 0, 0, 0)  # whole rows of 64 bytes
@@ -158,6 +158,25 @@ class ResidentTables:
     def resident(self) -> Tensor:
         """Return the slot of each page within its pool, int64 [pages] on the CPU, or -1; waits for the device."""
         return self._pages[0].cpu()
+
+
+def gather_pages(addresses: Tensor, experts: Tensor, page_bytes: int) -> Tensor:
+    """Copy pages together, in one launch that nobody waits for: uint8 [P, page_bytes] on the device.
+
+    Args:
+        addresses: of the page of each expert, int64 [E], in memory that the device can read.
+        experts: int64 [P], within 0 .. E - 1.
+        page_bytes: of each page, a multiple of 4096.
+    """
+    count = len(experts)
+    out = torch.empty((count, page_bytes), dtype=torch.uint8, device=experts.device)
+    places = torch.arange(count, dtype=torch.int64, device=experts.device)
+    targets = places * page_bytes + out.data_ptr()
+    table = torch.cat((torch.full_like(targets[:1], count), addresses[experts], targets))
+    constants = {"EXPERTS": count, "BLOCK": _BLOCK, "PROGRAMS": _PROGRAMS}
+    words = out.view(-1).view(torch.int64)
+    _launch("fetch")(_PROGRAMS, (table, words), (page_bytes // PAGE_ALIGN,), warps=_WARPS, **constants)
+    return out
 
 
 class _Launch:
