@@ -1,11 +1,14 @@
 """Recorded steps with joined launches: the same results, by fewer operators, or the step itself and a reason."""
 
+import itertools
+
 import pytest
 import torch
 
 import vbrt
 from tests.matrix import matrix
-from vbrt.generation.joined import joined
+from vbrt.generation.joined import PATTERNS, Pattern, joined
+from vbrt.kernels.recorded import recorder
 
 transformers = pytest.importorskip("transformers")
 
@@ -156,6 +159,33 @@ def test_memory_that_is_written_out_of_sight_is_found_by_the_check():
 
     run = joined(step)
     assert "differs" in run.report.refused and run().tolist() == [1, 2, 3, 4]
+
+
+def test_a_step_that_loses_bits_runs_as_it_is_by_its_record(monkeypatch):
+    def spoil(step):
+        for node in step.calls(torch.ops.aten.mul.Tensor):
+            node.target = torch.ops.aten.add.Tensor
+
+    patterns = (*PATTERNS, Pattern("spoiling", True, spoil, launches=False))
+    monkeypatch.setattr("vbrt.generation.joined.PATTERNS", patterns)
+    monkeypatch.setattr("vbrt.generation.joined._ALL", frozenset(p.name for p in patterns))
+    state = torch.zeros(3)
+    run = joined(lambda x: state.add_(1) * x, (torch.full((3,), 3.0),))
+    assert not run.report.refused and "differs" in str(run.report.unjoined) and state[0] == 1
+    assert torch.equal(run(torch.full((3,), 5.0)), torch.full((3,), 10.0))
+
+
+def test_a_step_without_bits_of_its_own_is_joined_within_what_they_vary():
+    count = itertools.count()
+
+    def drawn():
+        return torch.ones(3) * (1 + 1e-6 * next(count))
+
+    def step():
+        return (drawn() if recorder() is None else recorder().leaf(drawn)) + 1
+
+    run = joined(step, same_bits=True)
+    assert not run.report.refused and "from run to run" in str(run.report.kept)
 
 
 def test_derivatives_and_autocast_are_refused():

@@ -12,6 +12,8 @@ from vbrt.layers.shells import become_shell, empty_weight
 
 __all__ = ["VBLinear"]
 
+_is_grad_enabled = torch.is_grad_enabled
+
 
 class VBLinear(VBLayer, nn.Linear):
     """nn.Linear with its weight in a tier stack. Made by `vbrt.wrap`, not by hand."""
@@ -27,17 +29,14 @@ class VBLinear(VBLayer, nn.Linear):
             return compiled_linear(self, input, self._parameters["bias"])
         handle, parameters = self._vb_handle, self._parameters
         weight = handle.resident
-        if (
-            weight is not None
-            and parameters["weight"] is None
-            and handle.stack.at_rest
-            and not torch.is_grad_enabled()
-            and input.is_cuda is weight.is_cuda
-            and not (dispatch_modes() or is_tracing())
-        ):  # these would keep the very tensor, which is a page's
-            handle.forwards += 1  # the short way: no more Python than nn.Linear's own
-            handle.page.hits += 1  # no call in between: one step for threads that share an interpreter lock
-            return F.linear(input, weight, parameters["bias"])
+        if weight is not None and parameters["weight"] is None and input.is_cuda is weight.is_cuda:
+            ledger = handle.stack.ledger  # what `at_rest` says, without a call
+            moving = ledger.travellers or ledger.retired or ledger.lost or ledger.guard.recorder
+            if not (moving or _is_grad_enabled() or dispatch_modes() or is_tracing()):
+                # the short way, with little more Python than nn.Linear's; modes would keep the very tensor, a page's
+                handle.forwards += 1
+                handle.page.hits += 1  # no call in between: one step for threads that share an interpreter lock
+                return F.linear(input, weight, parameters["bias"])
         return self._product(input, parameters["bias"])
 
     def reset_parameters(self) -> None:

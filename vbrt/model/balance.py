@@ -12,6 +12,7 @@ from vbrt.residency.plan import format_bytes
 __all__ = ["GpuBalance"]
 
 _LOOK_SECONDS = 0.1  # between looks at the GPU's free memory, at least
+_LONGEST = 2.0
 _LOOKS = 500  # a look takes one part in so many of the time, at most
 
 
@@ -32,18 +33,11 @@ class GpuBalance:
         self._ran_out = _times_out_of_memory()
 
     def due(self) -> bool:
-        """True if it is time for another look, which takes some tenths of a millisecond."""
+        """True if it is time for another look, which takes about a millisecond."""
         return time.monotonic() >= self._next_look
 
     def wanted_now(self, budget_bytes: int, page_bytes: int) -> int:
         """Return the budget that memory allows now, at most all pages."""
-        begun = time.monotonic()
-        wanted_bytes = self._wanted_at(budget_bytes, page_bytes)
-        now = time.monotonic()
-        self._next_look = now + max(_LOOK_SECONDS, _LOOKS * (now - begun))
-        return wanted_bytes
-
-    def _wanted_at(self, budget_bytes: int, page_bytes: int) -> int:
         wanted, free = min(self.wanted_bytes, page_bytes), torch.cuda.mem_get_info()[0]
         ran_out = _times_out_of_memory() > self._ran_out
         if budget_bytes >= wanted and free >= self.margin_bytes // 2 and not ran_out:
@@ -52,6 +46,10 @@ class GpuBalance:
         if ran_out:
             return self._after_running_out(budget_bytes, free)
         return rebalanced(budget_bytes, wanted, free, self.margin_bytes)
+
+    def looked(self, seconds: float) -> None:
+        """Note that a look has taken so long; the next one is due after a time that it does not weigh in."""
+        self._next_look = time.monotonic() + max(_LOOK_SECONDS, min(_LOOKS * seconds, _LONGEST))
 
     def look_soon(self) -> None:
         """Make the next look due."""

@@ -10,6 +10,7 @@ as its model.
 """
 
 import contextlib
+import time
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -246,8 +247,9 @@ class Runtime:
 
 
 def _follow(runtime: Runtime, balance: GpuBalance) -> None:
-    used = _used_bytes(runtime)
+    begun, used = time.monotonic(), _used_bytes(runtime)
     nbytes = max(runtime.largest_layer_bytes, balance.wanted_now(used, runtime.page_bytes))
+    balance.looked(time.monotonic() - begun)
     if nbytes == used:
         return
     config = load_config(runtime.settings, tiers={"gpu": {"budget": nbytes}})

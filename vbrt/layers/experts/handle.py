@@ -81,6 +81,8 @@ class ExpertsHandle(PagesHandle):
 
     def retype(self, dtype: torch.dtype) -> None:
         """Follow a cast of the layer: the dtype to compute in and show, and, while empty, to store."""
+        if dtype is self.dtype:
+            return  # a graph may read the table of addresses that `ready` has
         self.dtype = dtype
         self.forget_ready()
         if not self.keys and dtype is not self.spec.dtype:
