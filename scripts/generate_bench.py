@@ -67,7 +67,7 @@ def generate(model, batch: int, new: int, clock: Clock | None = None, **options:
 
 def timed(model, batch: int, new: int, *, warm: int = 4, **options: object) -> dict[str, float]:
     """Milliseconds of a token after the first, of the whole call for each token, and of a call for one; of a first call
-    of `warm` tokens, in which recordings are made, its first token and its longest one; and the CPU's share of the time:
+    of `warm` tokens, in which recordings are made, its first token and its longest one; and the CPU's share of time:
     above 1, other threads of the process compete for the interpreter."""
     begun, first_call, clock = time.perf_counter(), Clock(), Clock()
     generate(model, batch, warm, clock=first_call, **options)
