@@ -201,6 +201,18 @@ def test_fp4_rounds_long_inputs_where_it_is_served_and_is_announced_elsewhere(mo
         assert torch.equal(run(x), layer(x))
 
 
+def test_a_large_weight_in_host_memory_comes_through_the_relay_as_it_is(monkeypatch):
+    monkeypatch.setattr("vbrt.layers.encoding._UPLOADED_BYTES", 1)
+    monkeypatch.setattr("vbrt.tiers.relay._CHUNK_BYTES", 1000)  # several chunks and a rest
+    vb = wrap(model(), "exact").materialize()
+    relay = vb.stack.levels[0].relay
+    assert relay._mine.chunks
+    for layer, plain in zip(vb.model, model(), strict=True):
+        if isinstance(plain, nn.Linear):
+            assert torch.equal(layer.weight.cpu(), plain.weight)
+    vb.close()
+
+
 def test_input_on_another_device_runs_and_is_announced():
     vb = wrap(model(), "nvfp4").materialize()
     layer = vb.model[0]

@@ -13,8 +13,12 @@ from vbrt.formats.page import PageLayout
 from vbrt.formats.separation import Separation
 from vbrt.kernels import PageOrder, resolve
 from vbrt.layers.spec import HandleSpec
+from vbrt.tiers import Level
 
-__all__ = ["Encoder", "Planes", "strides_of"]
+__all__ = ["Encoder", "Planes", "strides_of", "uploaded"]
+
+_UPLOADED_BYTES = 1 << 20
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 Planes = Sequence[tuple[PageLayout, Mapping[str, torch.Tensor]]]
 """Planes of a weight on their way into pages, or out of them."""
@@ -146,6 +150,19 @@ class Encoder:
 
     def _is_packed(self, layout: PageLayout) -> bool:
         return self.packing is not None and layout == self.packing.layout(self.spec.shape)
+
+
+def uploaded(weight: torch.Tensor, level: Level) -> torch.Tensor:
+    """Return a large weight in pageable host memory on the GPU of a level, through its relay; any other as it is."""
+    if level.stream is None or weight.device.type != "cpu" or weight.nbytes < _UPLOADED_BYTES:
+        return weight
+    if type(weight) not in _PLAIN or weight.is_pinned() or not weight.is_contiguous():
+        return weight
+    origin = weight.detach().view(-1).view(torch.uint8)
+    there = level.relay.filled(
+        weight.nbytes, lambda part, at: part.copy_(origin[at : at + part.numel()]), level.tier.device
+    )
+    return there.view(weight.dtype).view(weight.shape)
 
 
 def strides_of(weight: torch.Tensor) -> tuple[int, ...] | None:

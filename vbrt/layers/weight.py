@@ -25,7 +25,7 @@ from vbrt.formats.page import PageLayout, new_page, pack, unpack
 from vbrt.formats.separation import Separation
 from vbrt.kernels import resolves_late
 from vbrt.layers.compute import decoded_weight, precision_notes
-from vbrt.layers.encoding import Encoder, Planes, strides_of
+from vbrt.layers.encoding import Encoder, Planes, strides_of, uploaded
 from vbrt.layers.graphs import GraphTiles, show_to_graphs
 from vbrt.layers.paged import PagesHandle
 from vbrt.layers.pickling import from_pickle, to_pickle
@@ -128,7 +128,7 @@ class WeightHandle(PagesHandle):
 
     def split(self, weight: torch.Tensor) -> Planes:
         """The planes of a weight in the module's orientation; nothing is stored. Raises FormatError."""
-        planes = self.encoder.split(weight)
+        planes = self.encoder.split(uploaded(weight, self.stack.levels[0]))
         self.strides = None if self.spec.transposed else strides_of(weight)
         return planes
 
