@@ -31,7 +31,14 @@ class Work:
 
     def note(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Count a pass that begins with these arguments."""
-        first = None if self._elsewhere else first_input(args, kwargs)
+        if self._elsewhere:
+            return
+        ids = kwargs.get("input_ids")
+        if ids is not None and "decoder_input_ids" not in kwargs and not self.part:  # decode steps: in a microsecond
+            shape = ids.shape
+            self._note_tokens(ids.numel(), shape[-1] if len(shape) > 1 else 1)
+            return
+        first = first_input(args, kwargs)
         if first is None or not first.ndim:
             return
         if self.part == "step":
