@@ -147,6 +147,17 @@ def sample_us(vb: vbrt.VBModelWrapper) -> dict[str, float]:
     return {"sample_us": statistics.median(looks) * 1e6, "count_a_pass_us": note * 1e6}
 
 
+def share_of_a_core(vb: vbrt.VBModelWrapper, seconds: float = 4.0) -> dict[str, float]:
+    """Return what watching takes of one core of the watched process, in percent, while that does nothing else."""
+    shares = {}
+    for case, watched in CASES.items():
+        with watched(vb):
+            begun, used = time.perf_counter(), time.process_time()
+            time.sleep(seconds)
+            shares[case] = 100 * (time.process_time() - used) / (time.perf_counter() - begun)
+    return shares
+
+
 def measure(args: argparse.Namespace) -> dict[str, object]:
     figures: dict[str, object] = {}
     cuda = torch.cuda.is_available()
@@ -158,6 +169,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         ms_a_token(vb, args.new)  # whatever is made once is made
         figures["resident"] = in_turns(vb, args.rounds, args.new)
         figures |= sample_us(vb)
+        figures["percent of a core"] = share_of_a_core(vb)
         if cuda:
             pages = sum(page.nbytes for page in vb.stack.pages.values())
             vb.close()

@@ -105,6 +105,19 @@ def test_who_does_not_read_stops_nobody(monkeypatch):
     large.stop()
 
 
+def test_a_process_that_ends_while_it_answers_is_no_answer():
+    def serve(ready):
+        mine = Offer(lambda: os._exit(0))
+        ready()
+        time.sleep(30)
+        mine.stop()
+
+    pid = forked(serve)
+    with pytest.raises(ConnectionResetError):
+        ask(pid)
+    os.waitpid(pid, 0)
+
+
 def test_a_stopped_process_is_a_timeout(monkeypatch):
     def serve(ready):
         mine = Offer(lambda: b"")

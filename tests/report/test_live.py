@@ -73,7 +73,7 @@ def test_speeds_forget_what_is_long_ago_and_counts_that_go_back_are_no_speed():
     assert rates.bytes_per_s == {"cpu>gpu": 0.0} and rates.leases_per_s == 0 and rates.wait_share == 0
     assert len(stalled._samples) < 15
     stalled.add(sample(61.0))  # no runtime any more: a new history
-    assert stalled.last.runtimes == () and "no model is wrapped yet" in plain_line(stalled)
+    assert stalled.last.runtimes == () and "no model is wrapped" in plain_line(stalled)
 
 
 def test_a_frame_fits_the_terminal_and_says_what_there_is():

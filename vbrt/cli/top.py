@@ -93,8 +93,8 @@ def _watch(pid: int, history: History, every_s: float) -> None:
             time.sleep(wait_s)
             try:
                 history.add(_sample(pid))
-            except TimeoutError:
-                continue  # it is busy, or stopped: the last frame stays
+            except (ConnectionError, TimeoutError):
+                continue  # it is busy or stopped, or the next look finds that it has ended
             except ProcessLookupError:
                 break
     finally:

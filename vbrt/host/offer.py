@@ -26,6 +26,7 @@ _SUFFIX = ".top"
 _SEND_S = 1.0  # for an answer to be read, while others wait
 _TIMEOUT_S = 2.5  # for an answer to come
 _MAX_BYTES = 64 << 20
+_END = b"\0"  # an answer without it is one whose process has ended meanwhile
 
 
 def directories() -> list[Path]:
@@ -137,7 +138,7 @@ def _serve(listener: socket.socket, answer: Callable[[], bytes]) -> None:
             return
         with connection, contextlib.suppress(OSError):  # who asked has gone, or does not read
             connection.settimeout(_SEND_S)
-            connection.sendall(answer())
+            connection.sendall(answer() + _END)
 
 
 def _end(listener: socket.socket, path: Path, pid: int) -> None:
@@ -173,6 +174,7 @@ def ask(pid: int) -> bytes:
 
     Raises:
         ProcessLookupError: nobody listens: it has ended, or offers nothing. Its socket is removed.
+        ConnectionError: it has ended meanwhile.
         TimeoutError: it is there and does not answer.
         OSError: the socket cannot be used, such as another user's.
     """
@@ -200,6 +202,8 @@ def _asked(path: Path) -> bytes:
                 answer += more
                 if len(answer) > _MAX_BYTES:
                     raise OSError(errno.EFBIG, f"more than {_MAX_BYTES} bytes", str(path))
-            return bytes(answer)
+            if not answer.endswith(_END):
+                raise ConnectionResetError(errno.ECONNRESET, "it hung up", str(path))
+            return bytes(answer[: -len(_END)])
     finally:
         os.close(fd)

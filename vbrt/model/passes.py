@@ -14,8 +14,10 @@ from vbrt.kernels.recorded import recorder
 from vbrt.kernels.watched import unwatched
 from vbrt.layers.lockstep import is_following
 from vbrt.model.adapters import check_adapters
+from vbrt.model.first_pass import show_encoding
 from vbrt.model.machine import release_host_memory
 from vbrt.model.phase import BACKWARD, inferred_phase, phase_name
+from vbrt.report.progress import wanted
 from vbrt.residency.policy import FORWARD
 
 if TYPE_CHECKING:
@@ -49,6 +51,8 @@ class PassHook:
         if "peft_config" in model.__dict__:
             check_adapters(model, self.attachment.layers)
         passes = self.attachment.passes
+        if not passes and wanted():
+            show_encoding(model, self.attachment.registry)
         if passes == 1:
             release_host_memory()  # dense weights were freed one by one during the first pass
         if passes and self.runtime.balance is not None:

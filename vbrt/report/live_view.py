@@ -37,7 +37,7 @@ def _lines(history: History, width: int) -> Iterator[tuple[str, str]]:
     sample = history.last
     yield f"vbrt · process {sample.pid} · {format_seconds(sample.up_s)} · {sample.command}", "bold"
     if not sample.runtimes:
-        yield "no model is wrapped yet", ""
+        yield "no model is wrapped", ""
     for number, runtime in enumerate(sample.runtimes):
         yield "", ""
         yield from _runtime_lines(runtime, history.rates(number), width)
@@ -80,7 +80,7 @@ def plain_line(history: History) -> str:
         parts += [] if rates.hit_rate is None else [f"hits {_percent(rates.hit_rate)}"]
         parts += [f"{link} {_gb(speed)}" for link, speed in rates.bytes_per_s.items()]
         parts += [] if rates.wait_share is None else [f"waiting {_percent(rates.wait_share)}"]
-    return " · ".join(filter(None, parts)) if sample.runtimes else f"{parts[0]} · no model is wrapped yet"
+    return " · ".join(filter(None, parts)) if sample.runtimes else f"{parts[0]} · no model is wrapped"
 
 
 # -- one runtime ------------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def _lease_lines(now: RuntimeNow, rates: Rates) -> Iterator[tuple[str, str]]:
             "",
         )
     elif every:
-        yield f"{'hits':<{_LABEL}} {_percent(now.hits / every):>12}   of {every:,} leases so far, none now", ""
+        yield f"{'hits':<{_LABEL}} {_percent(now.hits / every):>12}   of {every:,} leases so far", ""
     if now.unseen:
         layers = "1 layer" if now.unseen == 1 else f"{now.unseen} layers"
         yield f"{'':<{_LABEL}} without {layers} of experts, whose hits the GPU counts (vb.stats() has them)", "dim"

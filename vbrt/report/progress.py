@@ -29,14 +29,16 @@ from vbrt.residency.sizes import format_bytes
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Eta", "Progress", "format_seconds"]
+__all__ = ["Eta", "Progress", "format_seconds", "screen_taken", "wanted"]
 
 _SILENT_S = 1.0  # what takes less is not shown
 _LINE_S = 5.0  # between plain lines, at first; they become rarer, to one a minute
 _LONGEST_LINE_S = 60.0
 _MEMORY_S = 30.0  # work that is this old counts 1/e of what is done now
+_STALLED_S = 10.0  # until work that is measured is taken for abandoned, and the bar goes
 _OFF = ("0", "off", "false", "no")
 
+_takers: list[object] = []  # of the screen: a live view, into which a bar would draw
 _current = threading.local()  # the outermost work of each thread: what happens within is a part of it
 
 
@@ -105,11 +107,20 @@ class Progress:
         what: a word or two: "loading".
         total: bytes, or whatever `unit` names in the plural; nothing is shown of 0.
         show: False: nothing is shown; None: unless the environment has VBRT_PROGRESS=0.
+        measure: returns what is done so far, for work that nobody counts; it is called by the thread that draws.
     """
 
-    def __init__(self, what: str, total: int, *, unit: str = "bytes", show: bool | None = None) -> None:
-        self._what, self._unit, self._show = what, unit, _wanted(show) and total > 0
-        self._begun = time.monotonic()
+    def __init__(
+        self,
+        what: str,
+        total: int,
+        *,
+        unit: str = "bytes",
+        show: bool | None = None,
+        measure: Callable[[], int] | None = None,
+    ) -> None:
+        self._what, self._unit, self._show, self._measure = what, unit, wanted(show) and total > 0, measure
+        self._begun = self._moved = time.monotonic()
         self._eta = Eta(total, self._begun)
         self._at = ""
         self._painter = _Painter(self)
@@ -137,6 +148,10 @@ class Progress:
     def look(self) -> Look:
         """Return what there is to show now."""
         eta = self._eta
+        more = 0 if self._measure is None else self._measure() - eta.finished
+        if more:
+            self.done(more)
+            self._moved = time.monotonic()
         left = eta.left_s(time.monotonic())
         done = self._amount(eta.finished) if self._unit == "bytes" else str(eta.finished)
         amount, soon = f"{done} of {self._amount(eta.total)}", "" if left is None else f"{format_seconds(left)} left"
@@ -145,8 +160,13 @@ class Progress:
     def _amount(self, units: int) -> str:
         return format_bytes(units) if self._unit == "bytes" else f"{units} {self._unit}"
 
+    @property
+    def stalls(self) -> bool:
+        """True if work that is measured has not gone on for a while: it may have ended by Ctrl-C."""
+        return self._measure is not None and time.monotonic() - self._moved > _STALLED_S
+
     def __enter__(self) -> Self:
-        self._begun = self._eta.since = time.monotonic()
+        self._begun = self._moved = self._eta.since = time.monotonic()
         outer = getattr(_current, "work", None)
         is_inner = outer is not None and outer() is not None and not outer().ended
         if self._show and not is_inner:
@@ -172,8 +192,20 @@ class Progress:
         return self._painter.ended.is_set()
 
 
-def _wanted(show: bool | None) -> bool:
+def wanted(show: bool | None = None) -> bool:
+    """True if work is to be shown, by what a caller says or, with None, the environment."""
     return os.environ.get("VBRT_PROGRESS", "").strip().lower() not in _OFF if show is None else show
+
+
+@contextlib.contextmanager
+def screen_taken() -> Iterator[None]:
+    """Draw no bar while a `with` block has the screen."""
+    taker = object()
+    _takers.append(taker)
+    try:
+        yield
+    finally:
+        _takers.remove(taker)
 
 
 def format_seconds(seconds: float) -> str:
@@ -217,12 +249,15 @@ class _Painter:
         while not self.ended.wait(wait_s):
             work = self._work()
             with self.drawing:
-                if work is None:
+                look = None if work is None else work.look()
+                if look is None or look.share >= 1 or _takers or work.stalls:
                     self.hide()
-                    return
+                    if look is None or look.share >= 1:
+                        return
+                    continue
                 if self._display is None:
                     self._display = _display()
-                if not _done(self._display.draw, work.look()):
+                if not _done(self._display.draw, look):
                     return
             wait_s = self._display.every_s
             del work

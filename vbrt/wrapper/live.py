@@ -11,6 +11,7 @@ from vbrt.model.live import offer, sample, withdraw
 from vbrt.report.live import History
 from vbrt.report.live_screen import LiveScreen
 from vbrt.report.live_view import plain_line
+from vbrt.report.progress import screen_taken
 
 if TYPE_CHECKING:
     from vbrt.model.runtime import Runtime
@@ -82,16 +83,18 @@ class Live:
         console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         is_screen = console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
         screen, every_s = (LiveScreen(console), self._every_s) if is_screen else (_Lines(), max(_LINE_S, self._every_s))
-        history = History()
-        try:
-            while True:
-                ends = self._ended.wait(every_s if history else 0)
-                history.add(sample(self._runtime))
-                screen.show(history)
-                if ends:
-                    return
-        finally:
-            screen.end()
+        with screen_taken() if is_screen else contextlib.nullcontext():
+            try:
+                self._show(screen, every_s)
+            finally:
+                screen.end()
+
+    def _show(self, screen: "LiveScreen | _Lines", every_s: float) -> None:
+        history, ends = History(), False
+        while not ends:
+            ends = self._ended.wait(every_s if history else 0)
+            history.add(sample(self._runtime))
+            screen.show(history)
 
 
 class _Lines:
