@@ -135,7 +135,10 @@ def rows_of_text(where: str, length: int, count: int) -> list[dict[str, torch.Te
 
 def lora(args: argparse.Namespace) -> dict:
     """Train adapters with transformers' Trainer."""
-    from peft import LoraConfig
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise SystemExit(f"this story needs peft ({error}); pip install '.[all]'") from error
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Ends(TrainerCallback):

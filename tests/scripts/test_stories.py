@@ -1,7 +1,9 @@
 """The README's stories on tiny shapes, and the picture's bench as far as no GPU is needed."""
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 from scripts import memory_bench, stories, story_models
+from tests.cli.conftest import llama  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -64,3 +67,27 @@ def test_the_picture_has_a_line_for_each_case_and_the_same_bytes_each_time(tmp_p
     drawn = (tmp_path / "one.svg").read_bytes()
     assert drawn == (tmp_path / "two.svg").read_bytes()
     assert all(f">{name}</text>".encode() in drawn for name, _ in memory_bench.DRAWN.values())
+
+
+README = (Path(stories.__file__).parent.parent / "README.md").read_text("utf-8")
+
+
+def story(heading):
+    """The text of README below a heading."""
+    return re.split(r"^##", README.split(heading, 1)[1], maxsplit=1, flags=re.M)[0]
+
+
+def test_readme_has_the_figures_that_are_committed():
+    rows = json.loads((memory_bench.RESULTS / "stories-nvidia-h200.json").read_text())
+    one, adapters = rows["generate"], rows["lora"]
+    text = story("### A 32B model on a 12 GB GPU")
+    assert f"**{one['ms']:.0f} ms a token**" in text and f"{one['device_gb']:.1f} GB in all" in text
+    assert f"{one['tokens_s']:.1f} tokens a second" in text and one["device_gb"] < 12
+    text = story("### LoRA on it")
+    assert f"**{adapters['step_s']:.2f} s a step**" in text and f"{adapters['device_gb']:.1f} GB of the device" in text
+    assert f"of {adapters['tokens_a_step']} tokens" in text and adapters["device_gb"] < 12
+
+
+def test_a_directory_of_a_model_has_a_story_too(llama, monkeypatch, tmp_path):  # noqa: F811
+    row = told(monkeypatch, tmp_path, "generate", str(llama), "--new", "3")
+    assert row["model"] == llama.name and row["ms"] > 0 and row["pages_gb"] > 0
