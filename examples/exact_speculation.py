@@ -14,7 +14,7 @@ import torch
 import vbrt
 
 vb = vbrt.wrap(small.language_model(), "exact")  # tiers={"gpu": {"budget": "8GiB"}} for a large model
-prompt = small.encode(small.PROMPT)
+prompt = small.encode(small.PROMPT).to(vb.device)
 how = {"max_new_tokens": 64, "pad_token_id": 0, "attention_mask": torch.ones_like(prompt)}
 
 

@@ -19,7 +19,8 @@ held_out = torch.stack([row["input_ids"] for row in small.rows(4, 128, start=4_0
 @torch.no_grad()
 def loss_of(model) -> float:
     """Return the mean loss a byte on text that no step here has seen."""
-    return model(input_ids=held_out, labels=held_out).loss.item()
+    ids = held_out.to(model.device)
+    return model(input_ids=ids, labels=ids).loss.item()
 
 
 print(f"dense, before: {loss_of(model):.4f}")
@@ -29,7 +30,8 @@ vb = vbrt.wrap(model, "train", weights={"format": "mxfp4"})  # "nvfp4" is the de
 print(f"in 4 bits, before: {loss_of(vb):.4f}")
 optimizer = torch.optim.AdamW(vb.parameters(), lr=2e-5)
 for step, row in enumerate(small.rows(24, 128)):
-    loss = vb(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss
+    ids = row["input_ids"][None].to(vb.device)
+    loss = vb(input_ids=ids, labels=ids).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -32,7 +32,7 @@ def work(rank: int, world: int, meeting: str) -> None:
     """What each process does."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
-    vb = vbrt.wrap(small.language_model(), "fp4")
+    vb = vbrt.wrap(small.language_model(), "fp4", tiers={"gpu": {"enabled": False}})  # gloo is for CPUs
     answer(vb, rank, world)
     adapt(vb, rank, world)
     vb.close()
