@@ -1,16 +1,16 @@
-"""Every message with which vbrt raises an error on purpose, in docs/troubleshooting.md, under the topic it belongs to.
+"""Every message with which vbrt raises an error on purpose, under its topic of docs/troubleshooting.md.
 
-    python scripts/docs_errors.py      write the lists of the page again
+    python scripts/docs_errors.py                 messages that belong to no topic: none, and tests see to that
+    python scripts/docs_errors.py "fit into"      messages with these words, and their topics
 
-A topic is a section of the page. It says cause and remedy in words, and has a comment with a regular expression:
+A topic is a section of the page. It says cause and remedy in words, and ends with a comment that has a regular
+expression, in whose place the site has the list:
 
     <!-- messages: ConfigError config/ -->
-    ... the list, written here ...
-    <!-- end -->
 
 A message belongs to the first topic whose expression is found in "Class module: message", such as "ConfigError
 config/files: …: no such file; expected a TOML file". `…` stands for what is known only when it happens. The messages
-come from the source, so that tests find those that are on no list.
+come from the source.
 """
 
 import ast
@@ -27,7 +27,7 @@ from vbrt import errors
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
 CLASSES = tuple(name for name in errors.__all__ if name.endswith("Error"))
-_TOPIC = re.compile(r"(<!-- messages: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.S)
+_TOPIC = re.compile(r"<!-- messages: ([^\n]+) -->")
 _LONGEST = 400
 
 
@@ -90,16 +90,20 @@ def _pattern(node: ast.expr) -> str:
     return "…"
 
 
-def with_lists(page: str, found: list[Message]) -> tuple[str, list[Message]]:
-    """Return the page with each topic's messages listed in it, and the messages that belong to no topic."""
-    left = list(found)
+def by_topic(page: str, found: list[Message]) -> tuple[dict[str, list[Message]], list[Message]]:
+    """Return the messages of each topic of a page, by its expression, and those that belong to none."""
+    topics: dict[str, list[Message]] = {expression: [] for expression in _TOPIC.findall(page)}
+    left = []
+    for message in found:
+        mine = next((topic for topic in topics if re.search(topic, str(message))), None)
+        (left if mine is None else topics[mine]).append(message)
+    return topics, left
 
-    def listed(match: re.Match[str]) -> str:
-        mine = [message for message in left if re.search(match[2], str(message))]
-        left[:] = [message for message in left if message not in mine]
-        return match[1] + "\n" + "".join(_rows(mine)) + "\n" + match[4]
 
-    return _TOPIC.sub(listed, page), left
+def with_lists(page: str) -> str:
+    """Return the page with a list of messages in the place of each topic's expression."""
+    topics, _ = by_topic(page, messages())
+    return _TOPIC.sub(lambda match: "".join(_rows(topics[match[1]])), page)
 
 
 def _rows(found: list[Message]) -> Iterator[str]:
@@ -113,14 +117,17 @@ def _rows(found: list[Message]) -> Iterator[str]:
         yield f"- {raised}: {ticks}{line}{ticks}\n"
 
 
-def main() -> int:
-    """Write the page again; 1 if a message belongs to no topic."""
-    page, left = with_lists(PAGE.read_text("utf-8"), messages())
-    PAGE.write_text(page, "utf-8")
+def main(words: str = "") -> int:
+    """Print the messages with these words and their topics, or those without a topic; 1 if there are some of these."""
+    page = PAGE.read_text("utf-8")
+    topics, left = by_topic(page, messages())
+    for title, expression in re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?" + _TOPIC.pattern, page, re.M | re.S):
+        shown = [f"  {message}" for message in topics[expression] if words and words in message.text]
+        print(*([title, *shown] if shown else []), sep="\n", end="\n" if shown else "")
     for message in left:
         print(f"no topic of {PAGE.name} for: {message}", file=sys.stderr)
     return 1 if left else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:2]))

@@ -1,16 +1,24 @@
-"""What the site of mkdocs.yml has beside the files in docs/: the help of every command, from its own parser."""
+"""What the site of mkdocs.yml has beside the files in docs/: the help of every command, the messages of all errors."""
 
 import argparse
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from scripts.docs_errors import PAGE, with_lists
 from vbrt.cli.main import COMMANDS
 
 _HELP_GOES_HERE = "<!-- help of every command"
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Return the page's text, with the commands' help where a comment asks for it."""
+    """Return the page's text, with the commands' help or messages of errors where comments ask for them."""
+    if page.file.src_uri == PAGE.name:
+        return with_lists(markdown)
     before, mark, after = markdown.partition(_HELP_GOES_HERE)
     return before + commands_help() + after.partition("-->")[2] if mark else markdown
 
