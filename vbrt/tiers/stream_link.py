@@ -189,10 +189,11 @@ class StreamLink(HostLink):
 
 
 class DirectLink(StreamLink):
-    """A `StreamLink` that calls the CUDA runtime itself, but for what a capture records."""
+    """A `StreamLink` that calls the CUDA runtime itself: not for what a capture records, and not where another device is
+    the current one, whose default stream would be meant."""
 
     def __init__(self, stream: torch.cuda.Stream, slots: int, runtime: ctypes.CDLL) -> None:
-        self._runtime, self._calls = runtime, None
+        self._runtime, self._direct, self._waits = runtime, False, None
         super().__init__(stream, slots)
         for event in (*self._own, self._done):
             event.record(stream)  # which makes it: torch's events begin with nothing
@@ -205,32 +206,37 @@ class DirectLink(StreamLink):
 
     def follow(self) -> None:
         super().follow()
-        if self._outside is None and self._calls is not None:
+        self._direct = False  # until somebody asks whether it `follows`
+        if self._outside is None and self._waits is not None:
             self._prepare()
 
     def _prepare(self) -> None:
         """Put the arguments of the computing stream's calls together."""
         compute, runtime = ctypes.c_void_p(self._raw), self._runtime
         waits = [functools.partial(runtime.cudaStreamWaitEvent, compute, event, _NO_FLAGS) for event in self._events]
-        self._calls = functools.partial(runtime.cudaEventRecord, self._done_event, compute), waits
+        self._note_done, self._waits = functools.partial(runtime.cudaEventRecord, self._done_event, compute), waits
 
-    def _is_direct(self) -> bool:
-        """True unless torch's own calls are wanted: in a capture, and where another device is the current one, whose
-        default stream would be meant."""
-        return self._outside is None and _current_device() == self._index
+    def follows(self) -> bool:
+        self._direct = self._outside is None and _current_device() == self._index
+        return _raw_stream(self._index) == self._raw and _is_capturing() is self._capturing
 
     def wait(self, slot: int) -> None:
         event = self._arrived[slot]
-        if event is self._own[slot] and self._is_direct():
-            _check(self._calls[1][slot]())
+        if self._direct and event is self._own[slot]:
+            code = self._waits[slot]()
+            if code:
+                torch.cuda.check_error(code)
         elif event is not None:
             event.wait(self.compute)
 
     def computed(self) -> None:
-        if self._is_direct():
-            _check(self._calls[0]() or self._hold())
-        else:
+        self._direct = self._outside is None and _current_device() == self._index
+        if not self._direct:
             super().computed()
+            return
+        code = self._note_done() or self._hold()
+        if code:
+            torch.cuda.check_error(code)
 
     def copying(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> Started:
         start = functools.partial(
@@ -244,20 +250,16 @@ class DirectLink(StreamLink):
         return functools.partial(self._copy_directly, slot, start, (target, source))
 
     def _copy_directly(self, slot: int, start: Callable[[], int], tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
-        if self._is_direct():
-            self._arrived[slot] = self._own[slot]
-            _check(start() or self._note[slot]())
-        else:
+        if not self._direct:
             self._copy(slot, *tensors)
+            return
+        self._arrived[slot] = self._own[slot]
+        code = start() or self._note[slot]()
+        if code:
+            torch.cuda.check_error(code)
 
 
 _NO_FLAGS, _HOST_TO_DEVICE = ctypes.c_uint(0), ctypes.c_int(1)
-
-
-def _check(code: int) -> None:
-    """Raise what torch raises for an error of the CUDA runtime."""
-    if code:
-        torch.cuda.check_error(code)
 
 
 @functools.cache
