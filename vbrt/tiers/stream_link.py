@@ -189,8 +189,8 @@ class StreamLink(HostLink):
 
 
 class DirectLink(StreamLink):
-    """A `StreamLink` that calls the CUDA runtime itself: not for what a capture records, and not where another device is
-    the current one, whose default stream would be meant."""
+    """A `StreamLink` that calls the CUDA runtime itself; torch does it for what a capture records, and where another
+    device is the current one, whose default stream would be meant."""
 
     def __init__(self, stream: torch.cuda.Stream, slots: int, runtime: ctypes.CDLL) -> None:
         self._runtime, self._direct, self._waits = runtime, False, None
