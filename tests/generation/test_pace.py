@@ -40,6 +40,17 @@ def test_drafts_that_cost_as_much_as_they_save_are_left_out_and_tried_again():
     assert chosen[:2] == [4, 8] and chosen.count(0) > 200 and 4 in chosen[10:]
 
 
+@pytest.mark.parametrize(("plain_s", "drafts"), [(0.002, 4), (0.1, 200)])
+def test_recorded_steps_are_timed_by_themselves_and_taken_where_they_are_faster(plain_s, drafts):
+    pace, chosen = Pace(tries_plain=True), []
+    for _ in range(250):
+        chosen.append(pace.choose(100))
+        slow = 1.0 if chosen.count(0) <= 3 else plain_s  # which are recorded
+        pace.note(chosen[-1], chosen[-1], chosen[-1], (0, slow) if not chosen[-1] else (chosen[-1] * 0.01, 0.02))
+    assert chosen[3:9] == [0] * 6 and sum(k > 0 for k in chosen) >= drafts
+    assert (chosen.count(0) > 200) == (drafts == 4)
+
+
 def test_a_fixed_number_is_kept_but_for_the_room():
     pace = Pace(fixed=7)
     assert [pace.choose(room) for room in (100, 5, 0, -1)] == [7, 5, 0, 0]

@@ -2,7 +2,8 @@
 
 With an acceptance of a (the share of drafted tokens, up to the first wrong one, that verification confirms), a round of
 k drafts gives E(k) = (1 - a^(k + 1)) / (1 - a) tokens (Leviathan, Kalman, Matias 2023) in k d + v(k) seconds: d for a
-draft, v(k) = base + slope * k for the verification of k + 1 rows.
+draft, v(k) = base + slope * k for the verification of k + 1 rows. Plain decoding is tried, too, where its steps are
+recorded and wait for no link: they then may take a fraction of v(0).
 """
 
 from collections import deque
@@ -15,6 +16,7 @@ MOST = 32
 _FIRST = (4, 8, 2)  # of the first rounds: three lengths, so that times can be fitted
 _MEMORY = 24  # rounds
 _PROBE = 64  # rounds without drafts until one is tried again
+_SLOW, _PLAIN = 3, 6  # plain steps that are recorded and compared first; and those that are tried in all
 
 
 @dataclass(slots=True)
@@ -24,14 +26,18 @@ class Pace:
     Attributes:
         fixed: drafts of every round; None: by measurement.
         k: the last choice.
+        tries_plain: whether a round without drafts is a recorded step, whose time says nothing of verification.
     """
 
     fixed: int | None = None
     k: int = 0
+    tries_plain: bool = False
     _right: float = 4.0  # before anything is known: four of five
     _wrong: float = 1.0
     _draft_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MEMORY))
     _verify: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_MEMORY))
+    _plain_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MEMORY))
+    _tried: int = 0
     _rounds: int = 0
     _idle: int = 0
 
@@ -50,12 +56,18 @@ class Pace:
             return self.fixed
         if self._rounds < len(_FIRST):
             return _FIRST[self._rounds]
+        if self.tries_plain and self._tried < _PLAIN:
+            return 0
         if self._idle >= _PROBE:
             return _FIRST[0]
         draft_s = sorted(self._draft_s)[len(self._draft_s) // 2]
         base_s, slope_s = self._verify_line()
-        a = self.acceptance
-        return max(range(MOST + 1), key=lambda k: expected_tokens(a, k) / (k * (draft_s + slope_s) + base_s))
+        plain_s = sorted(self._plain_s)[len(self._plain_s) // 2] if self.tries_plain and self._plain_s else base_s
+
+        def pace(k: int) -> float:
+            return expected_tokens(self.acceptance, k) / (k * (draft_s + slope_s) + base_s if k else plain_s)
+
+        return max(range(MOST + 1), key=pace)
 
     def _verify_line(self) -> tuple[float, float]:
         """(base, slope) of the verification's seconds by the number of drafts: least squares, neither negative."""
@@ -75,6 +87,11 @@ class Pace:
             seconds: of all drafts, and of the verification; None of a round that also did something else.
         """
         self._idle = 0 if drafted else self._idle + 1
+        if not drafted and self.tries_plain:
+            self._tried += 1
+            if seconds is not None and self._tried > _SLOW:
+                self._plain_s.append(sum(seconds))
+            return
         if seconds is not None:
             self._verify.append((drafted, seconds[1]))
         if not drafted:

@@ -19,6 +19,7 @@ in the next round.
 import contextlib
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -78,6 +79,8 @@ def _in_rounds(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any])
             decoding = _placed(decoding, cache) if recorded else decoding
         if decoding.statics is None:
             cache.activate_past_recording()
+        elif decoding.pace.fixed is None:
+            decoding.pace.tries_plain = not decoding.attachment.stack.ledger.travellers
         while not sequences.finished and can_verify(decoding, None):
             kwargs, hint = _round(decoding, sequences, kwargs, hint)
     for layer in cache.layers:
@@ -118,7 +121,7 @@ def _round(
     else:  # again, if drafts were eager
         decoding = replace(decoding, statics=decoding.passes.placed(cache))
     cache.crop(-k)
-    with decoding.attachment.phase(VERIFY, None) if k else contextlib.nullcontext():
+    with _phase_of_rows(decoding, k):
         rows = verified(decoding, draft)
     marks.mark()
     taken, right = _take(sequences, draft, rows.logits)
@@ -131,6 +134,13 @@ def _round(
         recorder.note(ROUND, f"{taken} tokens, {min(confirmed, k)} of {k} drafts right", began, recorder.mark())
     ahead = _ahead(sequences, draft, rows.logits, taken) if len(sequences.ids) > 1 and taken <= k else None
     return decoding.after(rows.outputs[min(taken, len(rows.outputs)) - 1], draft.kwargs[taken - 1], cache), ahead
+
+
+def _phase_of_rows(decoding: Decoding, k: int) -> AbstractContextManager:
+    """The phase of the passes that verify k drafts: recorded steps are in that of the other recordings."""
+    if k:
+        return decoding.attachment.phase(VERIFY, None)
+    return decoding.attachment.phase(DRAFT, None) if decoding.replays_plain(k) else contextlib.nullcontext()
 
 
 def _reach(decoding: Decoding, sequences: Sequences, cache: Any) -> int:

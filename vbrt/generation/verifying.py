@@ -79,6 +79,10 @@ class Decoding:
         own = getattr(self.model.__dict__.get("generate"), "passes", None)
         return contextlib.nullcontext(Passes()) if own is None else own(self.limit)
 
+    def replays_plain(self, k: int) -> bool:
+        """True if a round of k drafts is a recorded step of plain decoding."""
+        return k == 0 and self.statics is not None and self.pace.tries_plain
+
     def is_recorded(self) -> bool:
         """True if steps of the current phase and precision are recorded."""
         why = getattr(self.model.__dict__.get("generate"), "refusal", None)
@@ -132,7 +136,7 @@ def verified(decoding: Decoding, draft: Draft) -> Rows:
         with _without_plans(draft.ids.device):
             return in_one_pass(decoding, draft)
     if decoding.statics is not None:
-        return _as_recorded(decoding, draft)
+        return _by_recording(decoding, draft) if decoding.replays_plain(draft.k) else _as_recorded(decoding, draft)
     if not draft.k:
         return in_step(decoding, draft)
     known, batch = _known_of(decoding), len(draft.ids)
@@ -234,6 +238,12 @@ def in_step(decoding: Decoding, draft: Draft) -> Rows:
         calls.append(functools.partial(decoding.model, **inputs, return_dict=True))
     outputs = in_lockstep(calls)
     return Rows([each.logits[:, -1] for each in outputs], outputs)
+
+
+def _by_recording(decoding: Decoding, draft: Draft) -> Rows:
+    """Compute the only row by a recorded step."""
+    outputs = decoding.passes.run(functools.partial(decoding.step, draft.ids, 1, draft.kwargs[0]))
+    return Rows([outputs.logits[:, -1]], [outputs])
 
 
 def one_at_a_time(decoding: Decoding, draft: Draft, rows: int) -> Rows:
