@@ -11,7 +11,9 @@ compute each number for itself, on all tokens at once:
 | --- | --- |
 | VB layers | one lease, and the weight is restored once; then the product of each token |
 | other products, norms, means, softmax | a mode of torch's functions finds them and runs them on slices |
-| attention | the model's own function: one query, the keys up to its token, the mask of a pass of one token |
+| attention | the model's own function: one query, the keys and the mask that a pass of one token would have |
+
+Where one launch for all tokens gives the bits of a launch for each, it takes their place (`agreement.py`).
 
 Compared with passes in lockstep (`layers/lockstep.py`), of which the model sees nothing, this saves the host the Python
 of all passes but one. Compared with a pass over all tokens it is exact as long as nothing else sums: whoever uses
