@@ -29,8 +29,8 @@ class Speculation:
         speculate: "auto" or a number: draft that many tokens with the coarse planes of `exact` weights, and verify them
             in one pass over the exact ones; where that cannot be, a warning and `stats().fallbacks` say why. False: do
             not.
-        exactness: "tokens": tokens and logits are, bit for bit, those of decoding one token at a time, by recorded steps
-            where `generate` records them and by eager ones elsewhere.
+        exactness: "tokens": tokens and logits are, bit for bit, those of decoding one token at a time: by
+            recorded steps where `generate` records them, and by eager ones elsewhere.
             "distribution": all drafts are verified at once, which is faster and rounds otherwise.
         seed: sampled tokens are drawn with noise by seed, row and position, the same with drafts and without. None:
             with drafts one is drawn from torch's default generator, without them transformers samples.

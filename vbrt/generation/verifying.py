@@ -4,15 +4,16 @@
 | --- | --- | --- |
 | `in_one_pass` | one pass over all of them | those of a pass of that length |
 | `token_by_token` | one pass that sums for each token alone (`rowwise.py`) | those of plain decoding: compared |
-| `one_at_a_time` | a pass for each, with the kernels that recorded steps launch | those of recorded steps, by construction |
+| `one_at_a_time` | a pass for each, with the kernels of recorded steps | those of recorded steps, by construction |
 | `in_step` | a pass for each, in lockstep (`layers/lockstep.py`) | those of eager steps, by construction |
 
 Plain decoding replays recorded steps where `generate` can record them. The cache then lies where these find it
 (`static_cache.py`), and rows attend to the whole block, masked, as they do: the same kernels, and shapes that stay the
 same from round to round. Elsewhere plain decoding is eager, and rows attend to the keys until their own.
 
-The first rounds of `token_by_token` are computed in the other way, too. Where a bit differs, or where it refuses a model,
-`in_step` serves that model from then on, or plain decoding where steps are recorded; `stats().fallbacks` has the reason.
+The first rounds of `token_by_token` are computed in the other way, too. Where a bit differs, or where it refuses a
+model, `in_step` serves that model from then on, or plain decoding where steps are recorded; `stats().fallbacks` has the
+reason.
 """
 
 import contextlib
