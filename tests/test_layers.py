@@ -18,7 +18,7 @@ LINES = (
     (2, ("kernels",)),
     (2, ("tiers",)),
     (3, ("blocks", "layers", "training")),
-    (4, ("model", "saves", "generation", "distributed", "wrapper")),
+    (4, ("model", "estimation", "saves", "generation", "distributed", "wrapper")),
     (5, ("integrations", "cli", "__main__")),
 )
 #: pure Python, importable without torch

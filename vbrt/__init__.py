@@ -31,6 +31,9 @@ _NAMES = {
         "VBError",
         "WrapError",
     ),
+    "estimation.estimate": ("estimate",),
+    "estimation.report": ("Estimate",),
+    "estimation.task": ("Task",),
     "generation.kv_cache": ("KVCache",),
     "integrations.pretrained": ("from_pretrained",),
     "integrations.transformers_quantizer": ("QuantizationConfig",),
@@ -68,6 +71,9 @@ if TYPE_CHECKING:
         VBError,
         WrapError,
     )
+    from vbrt.estimation.estimate import estimate
+    from vbrt.estimation.report import Estimate
+    from vbrt.estimation.task import Task
     from vbrt.generation.kv_cache import KVCache
     from vbrt.integrations.pretrained import from_pretrained
     from vbrt.integrations.transformers_quantizer import QuantizationConfig

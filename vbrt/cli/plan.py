@@ -3,15 +3,16 @@
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from vbrt.cli.expert_tables import ExpertReport
+from vbrt.cli.machine import add_machine, machine_of
 from vbrt.cli.options import add_command, add_config, config_of, integration
 from vbrt.cli.plan_tables import print_plan
 from vbrt.cli.screen import console_for_stdout, working
-from vbrt.config import DEFAULT_PRESET, Machine, VBConfig, load_config, parse_budget
+from vbrt.config import DEFAULT_PRESET, Machine, VBConfig
 from vbrt.errors import ConfigError, VBError
 from vbrt.residency.needs import tier_needs
 from vbrt.residency.plan import Plan
@@ -38,10 +39,7 @@ def add(commands: Any) -> None:
         "model", metavar="MODEL_DIR|HF_CONFIG", type=Path, help="a transformers model directory, or a config.json"
     )
     add_config(parser)
-    machine = parser.add_argument_group("another machine than this one")
-    machine.add_argument("--gpu-memory", metavar="SIZE", help='free memory of its GPU, e.g. 8GiB; "none" for no GPU')
-    machine.add_argument("--ram", metavar="SIZE", help="its free host memory")
-    machine.add_argument("--ssd", metavar="SIZE", help="free space on its drive; switches the ssd tier on")
+    machine = add_machine(parser)
     machine.add_argument(
         "--link", metavar="GB/s", help=f"from host memory to its GPU (default {LINK_GB_PER_S['cpu']:.0f})"
     )
@@ -54,22 +52,14 @@ def add(commands: Any) -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     config = config_of(args)
-    if args.ssd is not None:
-        path = config.tiers.ssd.path or "~/.cache/vbrt/pages"
-        config = load_config(config, tiers={"ssd": {"enabled": True, "path": path}})
-    sizes = {
-        flag: _size(getattr(args, flag.lstrip("-").replace("-", "_")), flag)
-        for flag in ("--gpu-memory", "--ram", "--ssd")
-    }
     rates = {**LINK_GB_PER_S, **_rate(args.link, "--link"), **_rate(args.drive, "--drive")}
     with working("importing torch and transformers") as say:
         huggingface = integration("huggingface")
-        from vbrt.model.machine import this_machine
         from vbrt.model.planner import make_plan
 
         say(f"reading {args.model}")
         model = huggingface.meta_model(args.model)
-        machine = _machine(this_machine(config), sizes)
+        machine, config = machine_of(args, config)
         try:
             plan, refusal = make_plan(model, config, machine), None
         except ConfigError as error:
@@ -101,22 +91,6 @@ def _too_large(make_plan: Callable[..., Plan], model: Any, config: VBConfig, mac
     return None if all(need.fits for need in tier_needs(plan, machine)) else plan
 
 
-def _size(text: str | None, flag: str) -> int | None:
-    """Bytes of a size on the command line; 0 for "none", None where it was not given."""
-    if text is None:
-        return None
-    if text == "none" and flag == "--gpu-memory":
-        return 0
-    expected = "expected bytes, or a size such as 8GiB" + (', or "none"' if flag == "--gpu-memory" else "")
-    try:
-        budget = parse_budget(int(text) if text.isdecimal() else text, where=flag)
-    except ConfigError as error:
-        raise VBError(f"{flag} {text}: {expected}") from error
-    if budget.kind != "bytes":
-        raise VBError(f"{flag} {text}: {expected}")
-    return int(budget.amount)
-
-
 def _rate(text: str | None, flag: str) -> dict[str, float]:
     """GB/s on the command line, by the tier that they come from; empty where it was not given."""
     if text is None:
@@ -128,14 +102,3 @@ def _rate(text: str | None, flag: str) -> dict[str, float]:
     if not 0 < rate < float("inf"):
         raise VBError(f"{flag} {text}: expected gigabytes a second, such as 50")
     return {"cpu" if flag == "--link" else "ssd": rate}
-
-
-def _machine(machine: Machine, sizes: dict[str, int | None]) -> Machine:
-    gpu, ram, ssd = sizes["--gpu-memory"], sizes["--ram"], sizes["--ssd"]
-    if gpu is not None:
-        machine = replace(machine, gpu_total_bytes=gpu or None, gpu_free_bytes=gpu or None)
-    if ram is not None:
-        machine = replace(machine, cpu_total_bytes=ram, cpu_available_bytes=ram)
-    if ssd is not None:
-        machine = replace(machine, ssd_free_bytes=ssd)
-    return machine

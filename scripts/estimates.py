@@ -1,0 +1,396 @@
+"""Estimates beside what a GPU measures: whole families of models, each task; benchmarks/results/estimates-<gpu>.json.
+
+    python scripts/estimates.py                     on a GPU
+    python scripts/estimates.py --committed         the estimates of what other scripts have measured and committed
+    python scripts/estimates.py --table             the same and the GPU's, as the table of docs/howto/estimating.md
+
+Models are random, of their families' classes, with a billion or so parameters. Each case starts with an empty
+allocator; the figure is `torch.cuda.max_memory_allocated()`, cuBLAS's workspace with it.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # after the checkout is on the path
+import transformers
+from torch import nn
+
+import vbrt
+from scripts.lm import LanguageModel, Shape
+from scripts.measuring import machine
+from vbrt.config import Machine
+from vbrt.estimation.estimate import lora_model
+from vbrt.estimation.inputs import inputs_of
+from vbrt.estimation.task import Task
+
+_H200 = Machine(140 << 30, 139 << 30, 128 << 30, 120 << 30)
+_RESULTS = ROOT / "benchmarks" / "results"
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def _causal(config: Any, dtype: torch.dtype) -> nn.Module:
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _llama(dtype: torch.dtype) -> nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        tie_word_embeddings=True,
+    )
+    return _causal(config, dtype)
+
+
+def _gpt2(dtype: torch.dtype) -> nn.Module:
+    return _causal(transformers.GPT2Config(n_embd=1280, n_layer=36, n_head=20), dtype)  # GPT-2 large
+
+
+def _t5(dtype: torch.dtype) -> nn.Module:
+    config = transformers.T5Config(d_model=1024, d_ff=4096, num_layers=24, num_heads=16, d_kv=64)  # T5 large
+    return transformers.T5ForConditionalGeneration._from_config(config, dtype=dtype)
+
+
+def _vit(dtype: torch.dtype) -> nn.Module:
+    config = transformers.ViTConfig(
+        hidden_size=1280, num_hidden_layers=32, num_attention_heads=16, intermediate_size=5120, patch_size=14
+    )
+    return transformers.ViTForImageClassification._from_config(config, dtype=dtype)
+
+
+def _mamba(dtype: torch.dtype) -> nn.Module:
+    return _causal(transformers.MambaConfig(hidden_size=1536, num_hidden_layers=24), dtype)
+
+
+def _gemma(dtype: torch.dtype) -> nn.Module:
+    config = transformers.Gemma3TextConfig(  # Gemma 3 1B: five layers in six see 512 tokens
+        hidden_size=1152,
+        intermediate_size=6912,
+        num_hidden_layers=26,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        sliding_window=512,
+        vocab_size=262144,
+    )
+    return _causal(config, dtype)
+
+
+def _qwen_moe(dtype: torch.dtype) -> nn.Module:
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=1024,
+        intermediate_size=2048,
+        moe_intermediate_size=512,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        num_experts=64,
+        num_experts_per_tok=8,
+        vocab_size=32000,
+    )
+    return _causal(config, dtype)
+
+
+def _unet(dtype: torch.dtype) -> nn.Module:
+    from diffusers import UNet2DConditionModel
+
+    return UNet2DConditionModel(sample_size=64, cross_attention_dim=768).to(dtype)  # Stable Diffusion 1.5
+
+
+_FAMILIES: dict[str, Callable[[torch.dtype], nn.Module]] = {
+    "Llama 1B": _llama,
+    "GPT-2 large": _gpt2,
+    "T5 large": _t5,
+    "ViT huge": _vit,
+    "Mamba": _mamba,
+    "Gemma 3 1B": _gemma,
+    "Qwen3-MoE": _qwen_moe,
+    "UNet of SD 1.5": _unet,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A family, a task, and how the model is wrapped: None: not at all."""
+
+    family: str
+    task: Task
+    config: str | None = None
+    gpu: str | None = None  # tiers.gpu.budget
+    dtype: torch.dtype = torch.bfloat16
+    mode: str = "infer"
+
+    @property
+    def name(self) -> str:
+        how = f"{self.config}{'' if self.mode == 'infer' else ' ' + self.mode}{', gpu ' + self.gpu if self.gpu else ''}"
+        extras = [f"LoRA {self.task.lora}"] if self.task.lora else []
+        extras += [name for name in ("checkpointing", "mixed") if getattr(self.task, name)]
+        sizes = f"{self.task.batch} × {self.task.context}"
+        return ", ".join([self.family, self.task.kind, sizes, how if self.config else "unwrapped", *extras])
+
+    def vbconfig(self) -> Any:
+        if self.config is None:
+            return None
+        tiers = {"gpu": {"budget": self.gpu}} if self.gpu else {}
+        return vbrt.load_config(self.config, tiers=tiers, mode=self.mode)
+
+
+def cases() -> Iterator[Case]:
+    """What is measured, the tellings first."""
+    decode, prefill, train = "decode", "prefill", "train"
+    yield Case("Llama 1B", Task(decode, 8, 4096, 64))
+    yield Case("Llama 1B", Task(decode, 8, 4096, 64), "fp4")
+    yield Case("Llama 1B", Task(decode, 1, 1024, 64), "fp4", "300MiB")
+    yield Case("Llama 1B", Task(prefill, 1, 2048), "exact", "1GiB")
+    yield Case("Llama 1B", Task(prefill, 4, 2048), "fp4")
+    yield Case("Llama 1B", Task(train, 2, 1024))
+    yield Case("Llama 1B", Task(train, 2, 1024, mixed=True, checkpointing=True), dtype=torch.float32)
+    yield Case("Llama 1B", Task(train, 2, 1024, lora=16), "fp4")
+    yield Case("Llama 1B", Task(train, 2, 1024, optimizer="SGD"))
+    yield Case("GPT-2 large", Task(decode, 4, 768, 64))
+    yield Case("GPT-2 large", Task(prefill, 4, 1024), "fp4")
+    yield Case("GPT-2 large", Task(train, 2, 1024, mixed=True), dtype=torch.float32)
+    yield Case("T5 large", Task(prefill, 8, 512))
+    yield Case("T5 large", Task(prefill, 8, 512), "fp4")
+    yield Case("T5 large", Task(train, 4, 256))
+    yield Case("ViT huge", Task(prefill, 64))
+    yield Case("ViT huge", Task(prefill, 64), "fp4")
+    yield Case("ViT huge", Task(train, 16))
+    yield Case("UNet of SD 1.5", Task(prefill, 4))
+    yield Case("UNet of SD 1.5", Task(prefill, 4), "fp4")
+    yield Case("Mamba", Task(prefill, 2, 64))
+    yield Case("Mamba", Task(prefill, 2, 64), "fp4")
+    yield Case("Qwen3-MoE", Task(prefill, 1, 1024))
+    yield Case("Qwen3-MoE", Task(decode, 4, 512, 64), "fp4")
+    yield Case("Gemma 3 1B", Task(decode, 4, 2048, 64))
+    yield Case("Gemma 3 1B", Task(prefill, 1, 2048), "fp4")
+    yield Case("Gemma 3 1B", Task(train, 1, 1024))
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure(case: Case) -> int:
+    """Run a case on the GPU; return the most bytes that torch's allocator had given out."""
+    torch._C._cuda_clearCublasWorkspaces()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = _FAMILIES[case.family](case.dtype)
+    if case.task.lora:
+        model = lora_model(model, case.task.lora, device="cuda")
+    model = model.train() if case.task.trains else model.eval()
+    config = case.vbconfig()
+    if config is not None:
+        model = vbrt.wrap(model, config).materialize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    _run(model, case.task)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _run(model: Any, task: Task) -> None:
+    plain = getattr(model, "model", model) if isinstance(model, vbrt.VBModelWrapper) else model
+    inputs = inputs_of(plain, task, device="cuda")
+    if task.kind == "decode":
+        more = {"max_new_tokens": task.new, "min_new_tokens": task.new, "do_sample": False, "pad_token_id": 0}
+        model.generate(**inputs, **more)
+    elif task.kind == "prefill":
+        how = {"use_cache": False} if "input_ids" in inputs else {}
+        with torch.no_grad():
+            model(**inputs, **how)
+    else:
+        _train(model, inputs, task)
+
+
+def _train(model: Any, inputs: dict[str, Any], task: Task) -> None:
+    if task.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    optimizer = getattr(torch.optim, task.optimizer)((p for p in model.parameters() if p.requires_grad), lr=1e-4)
+    labels = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+    for _ in range(2):
+        with torch.autocast("cuda", torch.bfloat16, enabled=task.mixed):
+            if labels is None:
+                loss = model(**inputs).logits.float().sum()
+            else:
+                loss = model(**inputs, labels=labels, use_cache=False).loss
+        loss.backward()
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def estimated(case: Case, on: Machine) -> Any:
+    """Return the estimate of a case."""
+    with torch.device("meta"):
+        model = _FAMILIES[case.family](case.dtype)
+    return vbrt.estimate(model, case.task, case.vbconfig(), machine=on)
+
+
+def on_gpu(seconds: float) -> list[dict]:
+    """Measure case after case until the time is over; a case that fails is a row that says so."""
+    rows, end = [], time.monotonic() + seconds
+    for case in cases():
+        if time.monotonic() > end:
+            print(f"not reached: {case.name}")
+            continue
+        try:
+            start = time.perf_counter()
+            found = estimated(case, _H200)
+            taken, peak = time.perf_counter() - start, measure(case)
+        except Exception as error:  # noqa: BLE001 - one case does not lose the others; it is printed and in the results
+            traceback.print_exc()
+            rows.append({"case": case.name, "error": f"{type(error).__name__}: {error}"[:300]})
+            continue
+        row = {"case": case.name, "estimated_bytes": found.peak_bytes, "peak_bytes": peak, "seconds": taken}
+        rows.append(row | {"error": None, "off": found.peak_bytes / peak - 1})
+        details = ", ".join(f"{r.name} {r.nbytes / 1e6:.0f}" for r in found.rows if r.nbytes > 1e5)
+        print(
+            f"{case.name:<60}{found.peak_bytes / 1e9:8.3f}{peak / 1e9:8.3f} {100 * rows[-1]['off']:+6.1f} %  {details}"
+        )
+    return rows
+
+
+# -- what is committed ------------------------------------------------------------------------------------------------
+
+
+def _llama_8b_meta() -> nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    )
+    with torch.device("meta"):
+        return _causal(config, torch.bfloat16)
+
+
+def _last_logits(model: nn.Module) -> Any:
+    return model(input_ids=torch.zeros(1, 2048, dtype=torch.long), use_cache=False, logits_to_keep=1)
+
+
+def streaming() -> Iterator[dict]:
+    """Yield the estimate of each committed row of streaming, beside it."""
+    model, task = _llama_8b_meta(), Task("prefill", 1, 2048, step=_last_logits)
+    for row in json.loads((_RESULTS / "stream-nvidia-h200.json").read_text())["rows"]:
+        preset = row["case"].partition("-")[0]
+        if "gpu_peak_bytes" not in row or preset not in ("dense", "exact", "fp4"):
+            continue
+        tiers = {"gpu": {"budget": row["gpu_budget_bytes"]}} if row["gpu_budget_bytes"] else {}
+        config = vbrt.load_config(preset, weights={"keep_head": True}, tiers=tiers)
+        found = vbrt.estimate(model, task, config, machine=_H200).peak_bytes
+        yield _row(f"8B, 2048 tokens: {row['case']}", found, row["gpu_peak_bytes"])
+
+
+def training() -> Iterator[dict]:
+    """Yield the estimate of each committed row of training and inference of the 355 M model, beside it.
+
+    What is committed for training leaves out what was there before: cuBLAS's workspace.
+    """
+    committed = json.loads((_RESULTS / "training-nvidia-h200.json").read_text())
+    shape = Shape(**committed["shape"])
+    for kind in ("training", "inference"):
+        for row in committed[kind]:
+            name = row["case"]
+            fused = "fused" in name or "flash" in name
+            with torch.device("meta"):
+                model = LanguageModel(
+                    shape, attention="sdpa" if fused else "plain", checkpointing="checkpointing" in name
+                )
+            found = _estimate_355m(model, name, kind, shape)
+            workspace = sum(r.nbytes for r in found.rows if r.name == "workspace") if kind == "training" else 0
+            yield _row(f"355M, {kind}: {name}", found.peak_bytes - workspace, row["peak_bytes"])
+
+
+def _estimate_355m(model: nn.Module, name: str, kind: str, shape: Shape) -> Any:
+    if kind == "training":
+        config = vbrt.load_config("fp4", mode="train") if "FP4" in name else None
+
+        def step(model: nn.Module) -> torch.Tensor:
+            ids = torch.zeros(4, shape.context + 1, dtype=torch.long)
+            return model(ids[:, :-1], ids[:, 1:])
+
+        return vbrt.estimate(model, Task("train", mixed="bf16" in name, step=step), config, machine=_H200)
+    model = model if "fp32" in name else model.bfloat16()
+    budget = {"gpu": {"budget": _quarter(model)}} if "quarter" in name else {}
+    config = vbrt.load_config("fp4", tiers=budget) if "FP4" in name else None
+
+    def forward(model: nn.Module) -> torch.Tensor:
+        return model(torch.zeros(4, shape.context, dtype=torch.long), last=True)
+
+    return vbrt.estimate(model, Task("prefill", step=forward), config, machine=_H200)
+
+
+def _quarter(model: nn.Module) -> int:
+    return vbrt.make_plan(model, vbrt.load_config("fp4"), _H200).page_bytes // 4
+
+
+def _row(name: str, estimated: int, peak: int) -> dict:
+    return {"case": name, "estimated_bytes": estimated, "peak_bytes": peak, "off": estimated / peak - 1, "error": None}
+
+
+_PAGE = ROOT / "docs" / "howto" / "estimating.md"
+
+
+def write_table() -> None:
+    """Put the tables of all that is measured between the marks of the page."""
+    file = _RESULTS / "estimates-nvidia-h200.json"
+    measured = json.loads(file.read_text()) if file.exists() else {"rows": []}
+    lines = ["| case | estimated | measured | off |", "| --- | --- | --- | --- |"]
+    for row in (*(row for row in measured["rows"] if not row["error"]), *streaming(), *training()):
+        figures = (
+            f"{row['estimated_bytes'] / 1e9:.3f} GB | {row['peak_bytes'] / 1e9:.3f} GB | {100 * row['off']:+.1f} %"
+        )
+        lines.append(f"| {row['case']} | {figures} |")
+    text = _PAGE.read_text()
+    before, begin, rest = text.partition("<!-- estimates:begin -->\n")
+    _, end, after = rest.partition("<!-- estimates:end -->")
+    _PAGE.write_text(before + begin + "\n" + "\n".join(lines) + "\n\n" + end + after)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--committed", action="store_true", help="no GPU: beside what other scripts have committed")
+    parser.add_argument("--table", action="store_true", help="no GPU: write the table of the docs")
+    parser.add_argument("--seconds", type=float, default=600.0, help="begin no case after this")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    if args.committed:
+        for row in (*streaming(), *training()):
+            print(
+                f"{row['case']:<76}{row['estimated_bytes'] / 1e9:8.3f}{row['peak_bytes'] / 1e9:8.3f}"
+                f" {100 * row['off']:+6.2f} %"
+            )
+        return
+    if args.table:
+        write_table()
+        return
+    rows = on_gpu(args.seconds)
+    out = args.out or _RESULTS / "estimates-nvidia-h200.json"
+    out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

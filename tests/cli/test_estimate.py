@@ -1,0 +1,23 @@
+"""`vbrt estimate`: where memory goes, from a config alone."""
+
+import json
+
+import pytest
+
+from vbrt.cli import main as cli
+
+pytest.importorskip("transformers")
+
+
+def test_the_command_says_where_memory_goes_and_what_is_missing(config_json, capsys):
+    arguments = ["estimate", str(config_json), "--gpu-memory", "1GiB", "--ram", "16GiB"]
+    assert cli.main([*arguments, "--config", "none"]) == 1
+    out = capsys.readouterr().out
+    assert "parameters" in out and "KV cache" in out and "DOES NOT FIT: the gpu lacks" in out
+    assert max(map(len, out.splitlines())) <= 132
+    assert cli.main([*arguments, "--json", "--set", "tiers.gpu.budget=200MiB"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["fits"] and told["tiers"]["gpu"] == told["peak_bytes"] == sum(
+        row["nbytes"] for row in told["rows"] if row["tier"] == "gpu"
+    )
+    assert {row["source"] for row in told["rows"]} == {"counted", "traced"}

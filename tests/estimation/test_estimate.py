@@ -1,0 +1,178 @@
+"""`vbrt.estimate`: figures beside what torch allocates, one code path with plan and runtime, and wrong use."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import vbrt
+from tests.models import config, wrap
+from vbrt.config import Machine, load_config
+from vbrt.errors import ArgumentError, VBError, WrapError
+from vbrt.estimation.options import with_and_without
+
+transformers = pytest.importorskip("transformers")
+
+GiB = 1 << 30
+ON = Machine(None, None, 32 * GiB, 32 * GiB)
+
+
+def model_of(layers: int = 5) -> nn.Module:
+    settings = transformers.LlamaConfig(
+        hidden_size=128,
+        intermediate_size=1024,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(settings).eval()
+
+
+def allocated(run: Callable[[], object]) -> int:
+    """The most bytes that lived at once, of all that torch allocated."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        run()
+    now = peak = 0
+    for event in record.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+def step_bytes(found: vbrt.Estimate) -> int:
+    return sum(row.nbytes for row in found.rows if row.source == "traced")
+
+
+IDS = torch.ones(2, 256, dtype=torch.long)
+
+
+def forward(model: nn.Module) -> object:
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False)
+
+
+class Hungry(nn.Module):
+    """A module that holds a further 4 MB while it runs."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scratch = x.new_empty(1 << 20)
+        return self.inner(x) + scratch[0] * 0
+
+
+def test_a_pass_is_estimated_as_torch_allocates_it_and_a_further_allocation_shows():
+    model, task = model_of(), {"batch": 2, "context": 256}
+    estimated = step_bytes(vbrt.estimate(model, "prefill", None, machine=ON, **task))
+    assert estimated == pytest.approx(allocated(lambda: forward(model)), rel=0.01)
+    for layer in model.model.layers:
+        layer.mlp.up_proj = Hungry(layer.mlp.up_proj)
+    more = step_bytes(vbrt.estimate(model, "prefill", None, machine=ON, **task))
+    assert more == pytest.approx(allocated(lambda: forward(model)), rel=0.01)
+    assert more - estimated > 2 << 20
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_a_training_step_is_estimated_as_torch_allocates_it(optimizer):
+    model = model_of()
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+
+    def train() -> None:
+        steps = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-4, foreach=True)
+        for _ in range(2):
+            model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+            steps.step()
+            steps.zero_grad()
+
+    found = vbrt.estimate(model, "train", None, machine=ON, batch=2, context=256, optimizer=optimizer)
+    assert step_bytes(found) == pytest.approx(allocated(train), rel=0.02)
+    assert found.peak_bytes == pytest.approx(step_bytes(found) + weights, rel=0.001)
+
+
+def test_a_few_blocks_of_each_kind_tell_what_all_take():
+    settings = transformers.Gemma3TextConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=14, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=64, sliding_window=64, vocab_size=256, layer_types=["sliding_attention", "full_attention"] * 7,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(settings)
+    asked = {"batch": 2, "context": 200, "new": 56}
+    found = vbrt.estimate(model, "decode", None, machine=ON, **asked)
+    cache = transformers.DynamicCache(config=settings)
+    with torch.no_grad():
+        model(input_ids=torch.ones(2, 255, dtype=torch.long), past_key_values=cache, use_cache=True)
+        model(input_ids=torch.ones(2, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
+    held = sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.keys, layer.values))
+    rows = {row.name: row.nbytes for row in found.rows}
+    full = 14 * 2 * 2 * 256 * 64 * 4
+    assert held < 0.7 * full  # half of the layers keep 64 tokens of 256
+    assert rows["KV cache"] == pytest.approx(held, rel=0.05)
+
+
+def test_estimate_plan_and_runtime_count_the_same_pages():
+    model = model_of()
+    found = vbrt.estimate(model, "prefill", config("nvfp4"), machine=ON, batch=2, context=256)
+    vb = wrap(model, "nvfp4").materialize(progress=False)
+    assert found.plan.to_dict()["swaps"] == vb.plan.to_dict()["swaps"]
+    rows = {row.name: row.nbytes for row in found.rows}
+    held = vb.stats().tiers["cpu"].held_bytes
+    assert held <= rows["pages"] <= 1.02 * held
+    assert rows["not swapped"] == vb.plan.kept_bytes
+
+
+def test_options_show_what_each_saves():
+    task = vbrt.Task("train", batch=2, context=256, lora=4)
+    found = {option.name: option for option in with_and_without(model_of(3), task, None, ON)}
+    assert set(found) >= {"4-bit weights", "flash attention", "checkpointing", "bf16 autocast"}
+    for name in ("flash attention", "checkpointing"):
+        assert found[name].having < found[name].without, name
+    assert "saves" in str(found["checkpointing"])
+
+
+@pytest.mark.parametrize(
+    ("task", "sizes", "said"),
+    [
+        ("dream", {}, "expected one of 'decode'"),
+        ("decode", {"batch": 0}, "batch = 0; expected a whole number of at least 1"),
+        ("decode", {"widht": 3}, "no such size of a task"),
+        ("train", {"optimizer": "Adamant"}, "optimizer = 'Adamant'; expected a class of torch.optim"),
+    ],
+)
+def test_wrong_tasks_are_named(task, sizes, said):
+    with pytest.raises(ArgumentError, match=said):
+        vbrt.estimate(model_of(3), task, None, machine=ON, **sizes)
+
+
+def test_models_that_cannot_be_estimated_say_what_would_do():
+    with pytest.raises(ArgumentError, match=r"Linear: nothing says what its forward takes; give .*step="):
+        vbrt.estimate(nn.Linear(64, 64), "prefill", None, machine=ON)
+    looked = lambda model: model(torch.ones(3, 64)).sum().item()  # noqa: E731 - a value that no fake tensor has
+    with pytest.raises(VBError, match="Linear cannot be traced without weights"):
+        vbrt.estimate(nn.Linear(64, 64), "prefill", None, machine=ON, step=looked)
+    found = vbrt.estimate(nn.Linear(64, 64), "prefill", None, machine=ON, step=lambda model: model(torch.ones(3, 64)))
+    assert {row.name: row.nbytes for row in found.rows}["parameters"] == 4 * (64 * 64 + 64)
+    with pytest.raises(WrapError, match="before it is wrapped"):
+        vbrt.estimate(wrap(model_of(3), "nvfp4").model, "prefill")
+
+
+@pytest.mark.exhaustive
+def test_estimates_hold_against_every_committed_peak():
+    from scripts.estimates import streaming, training
+
+    rows = [*streaming(), *training()]
+    assert len(rows) >= 20
+    assert [row for row in rows if not -0.02 <= row["off"] <= 0.05] == []
+
+
+def test_estimates_hold_against_committed_peaks_of_streaming():
+    from scripts.estimates import streaming
+
+    rows = [row for _, row in zip(range(3), streaming(), strict=False)]
+    assert [row for row in rows if not -0.02 <= row["off"] <= 0.05] == []
+    assert load_config("fp4").mode == "infer"

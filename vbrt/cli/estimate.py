@@ -1,0 +1,90 @@
+"""`vbrt estimate`: the memory that a model takes for a task, without weights."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vbrt.cli.machine import add_machine, machine_of
+from vbrt.cli.options import add_command, add_config, config_of, integration, number, positive
+from vbrt.cli.screen import console_for_stdout, working
+from vbrt.config import load_config
+
+if TYPE_CHECKING:
+    from vbrt.estimation.task import Task
+
+__all__ = ["add"]
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Add `vbrt estimate` to the subparsers `commands` of the command line."""
+    parser = add_command(
+        commands,
+        "estimate",
+        _estimate,
+        help="say what memory a model takes for a task, and where",
+        text="No weights\nare needed, and nothing is loaded. Exits with 1 if it does not fit.",
+        examples="  vbrt estimate ./Llama-3.1-8B --context 8192\n"
+        "  vbrt estimate ./config.json --task train --batch 4 --context 2048 --config none --options\n"
+        "  vbrt estimate ./Qwen3-32B --config fp4 --gpu-memory 12GiB --ram 64GiB\n"
+        "  vbrt estimate ./Llama-3.1-8B --task train --lora 16 --checkpointing --gpu-memory 24GiB\n",
+    )
+    parser.add_argument(
+        "model", metavar="MODEL_DIR|HF_CONFIG", type=Path, help="a transformers model directory, or a config.json"
+    )
+    add_task(parser)
+    add_config(parser)
+    add_machine(parser)
+    parser.add_argument("--options", action="store_true", help="also with and without each option: what each saves")
+    parser.add_argument("--json", action="store_true", help="all figures as JSON")
+
+
+def add_task(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what is done with the model."""
+    task = parser.add_argument_group("the task")
+    task.add_argument("--task", choices=("decode", "prefill", "train"), default="decode", help="(default decode)")
+    task.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences, or images, at once (1)")
+    task.add_argument("--context", type=positive, default=2048, metavar="N", help="tokens of each (2048)")
+    task.add_argument("--new", type=positive, default=128, metavar="N", help="tokens that decode adds (128)")
+    train = parser.add_argument_group("training")
+    train.add_argument("--optimizer", default="AdamW", metavar="CLASS", help="of torch.optim (AdamW)")
+    train.add_argument("--lora", type=number, default=0, metavar="RANK", help="PEFT's adapters on all linear layers")
+    train.add_argument("--checkpointing", action="store_true", help="blocks compute again for the backward pass")
+    train.add_argument("--mixed", action="store_true", help="fp32 parameters under bf16 autocast")
+    train.add_argument("--attention", choices=("flash", "math"), default="flash", help="(flash)")
+
+
+def task_of(args: argparse.Namespace) -> "Task":
+    """Return the task that the options say."""
+    from vbrt.estimation.task import Task
+
+    names = ("batch", "context", "new", "optimizer", "lora", "checkpointing", "mixed", "attention")
+    return Task(args.task, **{name: getattr(args, name) for name in names})
+
+
+def _estimate(args: argparse.Namespace) -> int:
+    plain = args.config == "none"
+    config = None if plain else config_of(args)
+    with working("importing torch and transformers") as say:
+        huggingface = integration("huggingface")
+        from vbrt.estimation.estimate import estimate
+        from vbrt.estimation.options import with_and_without
+
+        say(f"reading {args.model}")
+        model, task = huggingface.meta_model(args.model), task_of(args)
+        if task.trains and task.mixed:
+            model = model.float()
+        machine, config = machine_of(args, config or load_config("fp4"))
+        config = None if plain else config
+        say(f"tracing a {task.kind} of {type(model).__name__}")
+        found = estimate(model, task, config, machine=machine)
+        options = with_and_without(model, task, config, machine) if args.options else ()
+    if args.json:
+        known = {"options": [option.to_dict() for option in options]} if options else {}
+        print(json.dumps({**found.to_dict(), **known}, indent=2))
+    else:
+        console = console_for_stdout()
+        console.print(found.table(width=console.width), soft_wrap=True)
+        for option in options:
+            console.print(str(option), soft_wrap=True)
+    return 0 if found.fits else 1

@@ -1,0 +1,62 @@
+"""Options that name another machine than this one: its memory, for commands that plan."""
+
+import argparse
+from dataclasses import replace
+
+from vbrt.config import Machine, VBConfig, load_config, parse_budget
+from vbrt.errors import ConfigError, VBError
+
+__all__ = ["add_machine", "machine_of"]
+
+
+def add_machine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add --gpu-memory, --ram and --ssd; return their group."""
+    machine = parser.add_argument_group("another machine than this one")
+    machine.add_argument("--gpu-memory", metavar="SIZE", help='free memory of its GPU, e.g. 8GiB; "none" for no GPU')
+    machine.add_argument("--ram", metavar="SIZE", help="its free host memory")
+    machine.add_argument("--ssd", metavar="SIZE", help="free space on its drive; switches the ssd tier on")
+    return machine
+
+
+def machine_of(args: argparse.Namespace, config: VBConfig) -> tuple[Machine, VBConfig]:
+    """Return the machine that the options say, and the config with an ssd tier if it has a drive.
+
+    Raises VBError: a size that is none.
+    """
+    from vbrt.model.machine import this_machine
+
+    sizes = {
+        flag: _size(getattr(args, flag.lstrip("-").replace("-", "_")), flag)
+        for flag in ("--gpu-memory", "--ram", "--ssd")
+    }
+    if args.ssd is not None:
+        path = config.tiers.ssd.path or "~/.cache/vbrt/pages"
+        config = load_config(config, tiers={"ssd": {"enabled": True, "path": path}})
+    return _machine(this_machine(config), sizes), config
+
+
+def _size(text: str | None, flag: str) -> int | None:
+    """Bytes of a size on the command line; 0 for "none", None where it was not given."""
+    if text is None:
+        return None
+    if text == "none" and flag == "--gpu-memory":
+        return 0
+    expected = "expected bytes, or a size such as 8GiB" + (', or "none"' if flag == "--gpu-memory" else "")
+    try:
+        budget = parse_budget(int(text) if text.isdecimal() else text, where=flag)
+    except ConfigError as error:
+        raise VBError(f"{flag} {text}: {expected}") from error
+    if budget.kind != "bytes":
+        raise VBError(f"{flag} {text}: {expected}")
+    return int(budget.amount)
+
+
+def _machine(machine: Machine, sizes: dict[str, int | None]) -> Machine:
+    gpu, ram, ssd = sizes["--gpu-memory"], sizes["--ram"], sizes["--ssd"]
+    if gpu is not None:
+        machine = replace(machine, gpu_total_bytes=gpu or None, gpu_free_bytes=gpu or None)
+    if ram is not None:
+        machine = replace(machine, cpu_total_bytes=ram, cpu_available_bytes=ram)
+    if ssd is not None:
+        machine = replace(machine, ssd_free_bytes=ssd)
+    return machine

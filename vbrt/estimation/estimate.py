@@ -1,0 +1,123 @@
+"""`vbrt.estimate`: the memory that a model takes for a task, before anything of it is loaded.
+
+Weights are counted: the plan that wrapping would follow says which pages lie where. Everything else is traced: the
+model runs on tensors without values (`trace.py`), with a few of its equal blocks; their differences tell the rest.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from vbrt.config import Machine, VBConfig, load_config
+from vbrt.errors import ArgumentError, ConfigError, WrapError
+from vbrt.estimation.blocks import meta_copy
+from vbrt.estimation.report import Estimate, Row
+from vbrt.estimation.rows import stages, step_rows, weight_rows, workspace_bytes
+from vbrt.estimation.task import Task
+from vbrt.estimation.whole import whole_trace
+from vbrt.layers import SwappedLayer
+from vbrt.model.machine import this_machine
+from vbrt.model.planner import make_plan
+from vbrt.residency.plan import Plan
+
+__all__ = ["estimate", "lora_model"]
+
+
+def estimate(
+    model: nn.Module,
+    task: str | Task = "decode",
+    config: VBConfig | Mapping[str, Any] | str | os.PathLike | None = "fp4",
+    *,
+    machine: Machine | None = None,
+    **sizes: Any,
+) -> Estimate:
+    """Estimate the memory that a model takes for a task on a machine, before it is loaded.
+
+    Args:
+        model: as built under `torch.device("meta")`, or any other; it is not run and not changed.
+        task: "decode", "prefill" or "train", or a `Task`; `sizes` are its other attributes: `batch=8, context=4096`.
+        config: as for `vbrt.wrap`; None: the model as it is, unwrapped.
+        machine: its memory (default: this machine's).
+
+    Returns:
+        The rows, by tier, each with the source of its figure, and the largest moments of a step.
+
+    Raises:
+        ArgumentError: the task has an impossible value, or nothing says what the model's forward takes.
+        ConfigError: the config is wrong; or budgets are impossible for this model.
+        VBError: the model cannot run without values; the reason, and what would do.
+        WrapError: the model is wrapped.
+    """
+    task = _task(task, sizes)
+    wrapped = next((name for name, module in model.named_modules() if isinstance(module, SwappedLayer)), None)
+    if wrapped is not None:
+        raise WrapError(f"{wrapped or 'the model'} is a VB layer already; estimate a model before it is wrapped")
+    bare = meta_copy(model)
+    if task.lora:
+        bare = lora_model(bare, task.lora)
+    asked = None if config is None else load_config(config)
+    machine = machine or this_machine(asked or load_config("fp4"))
+    plan = None if asked is None else _plan(bare, asked, machine)
+    if task.trains and plan is not None and plan.mode == "infer":
+        _freeze(bare, plan)
+    traced = whole_trace(bare, task, plan)
+    tier = _compute_tier(plan, machine)
+    rows = [*weight_rows(bare, plan, tier), *step_rows(traced, task, tier)]
+    if tier == "gpu":
+        rows.append(Row("workspace", tier, workspace_bytes(bare, task, plan), "counted", "of cuBLAS"))
+    steady = sum(row.nbytes for row in rows if row.tier == tier and row.source == "counted")
+    moments = tuple((stage, steady + nbytes) for stage, nbytes in stages(traced).items())
+    return Estimate(type(model).__name__, task, asked, machine, tier, tuple(rows), moments, plan)
+
+
+def _compute_tier(plan: Plan | None, machine: Machine) -> str:
+    if plan is not None:
+        return plan.compute_tier
+    return "cpu" if machine.gpu_total_bytes is None else "gpu"
+
+
+def _plan(model: nn.Module, config: VBConfig, machine: Machine) -> Plan:
+    """Return the plan that wrapping would follow; where it would refuse, one that shows what is missing."""
+    try:
+        return make_plan(model, config, machine)
+    except ConfigError:
+        return make_plan(model, config, machine, charge_kept=False)
+
+
+def lora_model(model: nn.Module, rank: int, *, device: str = "meta") -> nn.Module:
+    """Return a model with PEFT's adapters on all linear layers but the head, which are made on a device.
+
+    Raises ArgumentError: peft is not installed, or it finds nothing to adapt.
+    """
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        raise ArgumentError(f"lora = {rank} needs peft ({error}); pip install peft") from error
+    how = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    try:
+        return peft.get_peft_model(model, how, low_cpu_mem_usage=device == "meta")
+    except ValueError as error:
+        raise ArgumentError(f"lora = {rank}: peft has nothing to adapt in {type(model).__name__}: {error}") from error
+
+
+def _task(task: str | Task, sizes: Mapping[str, Any]) -> Task:
+    if isinstance(task, Task):
+        return task.but(**sizes) if sizes else task
+    unknown = sorted(set(sizes) - {f for f in Task.__dataclass_fields__ if f != "kind"})
+    if unknown:
+        known = ", ".join(f for f in Task.__dataclass_fields__ if f != "kind")
+        raise ArgumentError(f"estimate(..., {unknown[0]}=...): no such size of a task; there are {known}")
+    return Task(task, **sizes)
+
+
+def _freeze(model: nn.Module, plan: Plan) -> None:
+    """What is swapped does not train."""
+    for swap in plan.swaps:
+        for site in swap.sites:
+            _parameter(model, site.module, site.parameter).requires_grad_(False)
+
+
+def _parameter(model: nn.Module, module: str, name: str) -> nn.Parameter:
+    return model.get_submodule(module).get_parameter(name)

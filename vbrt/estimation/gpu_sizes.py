@@ -1,0 +1,147 @@
+"""What operators allocate on a GPU, on fake tensors, where those of a machine without one allocate something else.
+
+Attention: torch's fused kernels keep no scores, the definition keeps all; fake tensors would take the CPU's kernels, or
+fall back to the definition where those refuse. Autocast: softmax and norms compute in fp32 on a GPU. Layers that train
+in 4 bits keep no rounded weight. Sizes of fused attention are those of FlashAttention-2 as torch calls it
+(aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp): results and one fp32 a row; backward an fp32 copy of
+the queries' gradient, and where heads share keys, gradients of keys and values for every head.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Container, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+__all__ = ["gpu_sizes"]
+
+_ROWS = 128  # of a block; sizes are rounded up to it
+
+
+class _Fused(torch.autograd.Function):
+    """softmax(q kᵀ) v as far as memory sees it; q [B, H, S, D], k and v [B, Hk, T, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads, rows = q.shape[-3:-1]  # results lie as [B, S, H, D] do: side by side for the projection that follows
+        out = q.new_empty((*q.shape[:-3], rows, heads, v.shape[-1])).transpose(-3, -2)
+        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, _, _ = ctx.saved_tensors
+        grad = grad.contiguous()
+        rows = -(-q.shape[-2] // _ROWS) * _ROWS
+        _sums = q.new_empty((*q.shape[:-2], rows, q.shape[-1]), dtype=torch.float32)
+        _row = q.new_empty((*q.shape[:-2], rows), dtype=torch.float32)
+        dq = torch.empty_like(q)
+        shared = q.ndim == 4 and q.shape[1] != k.shape[1]
+        _every = [x.new_empty((x.shape[0], q.shape[1], *x.shape[2:])) for x in (k, v) if shared]
+        return dq, torch.empty_like(k), torch.empty_like(v)
+
+
+class _Rounded(torch.autograd.Function):
+    """x [..., K] times a weight [N, K] that is rounded anew in each pass: what layers in training keep and make."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        rounded = weight.to(x.dtype, copy=True)
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ rounded.t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        (x,) = ctx.saved_tensors
+        dx = dy @ ctx.weight.to(dy.dtype, copy=True)
+        dw = dy.flatten(0, -2).t() @ x.flatten(0, -2)
+        return dx, dw.to(ctx.weight.dtype)
+
+
+def _rounded_linear(linear: Callable[..., Tensor], weights: Container[int]) -> Callable[..., Tensor]:
+    def sized(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if id(weight) not in weights:
+            return linear(input, weight, bias)
+        if torch.is_autocast_enabled("cpu"):
+            input = input.to(torch.get_autocast_dtype("cpu"))
+        product = _Rounded.apply(input, weight)
+        return product if bias is None else product + bias.to(product.dtype)
+
+    return sized
+
+
+def _sized_attention(plain: Callable[..., Tensor], kernel: str) -> Callable[..., Tensor]:
+    def sized(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not isinstance(query, FakeTensor):
+            return plain(query, key, value, *args, **kwargs)
+        if kernel == "flash" and query.ndim >= 3:
+            return _Fused.apply(query, key, value)
+        with sdpa_kernel(SDPBackend.MATH):
+            return plain(query, key, value, *args, **kwargs)
+
+    return sized
+
+
+def _in_fp32(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function that computes in fp32 under autocast, as torch's list for GPUs has it."""
+
+    def sized(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(input, FakeTensor) and torch.is_autocast_enabled("cpu"):
+            input = input.float()
+        return plain(input, *args, **kwargs)
+
+    return sized
+
+
+#: functions that autocast runs in fp32 on a GPU and leaves in 16 bits on a CPU, and that models are made of
+_FP32 = tuple(
+    (owner, name)
+    for owner, names in (
+        (torch, ("softmax", "log_softmax", "pow", "rsqrt", "exp", "log", "sum", "cumsum", "logsumexp")),
+        (torch.Tensor, ("softmax", "log_softmax", "pow", "__pow__", "rsqrt", "exp", "log", "sum", "cumsum")),
+        (F, ("softmax", "log_softmax", "softplus", "layer_norm", "group_norm", "mse_loss")),
+    )
+    for name in names
+)
+
+
+def _of_transformers() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Sequences are not packed, which transformers would look up in values; without them it makes a mask."""
+    masks = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    plain = getattr(masks, name, None)
+    if plain is None:
+        return []
+    return [(masks, name, lambda ids, *args: None if isinstance(ids, FakeTensor) else plain(ids, *args))]
+
+
+@contextlib.contextmanager
+def gpu_sizes(kernel: str, rounded: Container[int] = ()) -> Iterator[None]:
+    """While entered, operators on fake tensors allocate what they allocate on a GPU.
+
+    The functions themselves are replaced, not a mode of torch's functions entered: such modes are off in a backward
+    pass, where checkpointed blocks run again. Real tensors, of other threads, get torch's own functions.
+
+    Args:
+        kernel: of attention: "flash" or "math".
+        rounded: ids of weights that train in 4 bits.
+    """
+    changes = [(F, "scaled_dot_product_attention", _sized_attention(F.scaled_dot_product_attention, kernel))]
+    changes += [(F, "linear", _rounded_linear(F.linear, rounded))] if rounded else []
+    changes += [(owner, name, _in_fp32(getattr(owner, name))) for owner, name in _FP32]
+    changes += _of_transformers()
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    for owner, name, function in changes:
+        setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for owner, name, function in before:
+            setattr(owner, name, function)

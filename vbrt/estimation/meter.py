@@ -1,0 +1,115 @@
+"""Bytes that live while a model runs on fake tensors: nothing is computed, every allocation is counted.
+
+    meter = Meter()
+    with FakeTensorMode(), meter:
+        model(ids)
+    meter.peaks["forward"].total          # bytes
+
+The method is that of torch.distributed._tools.MemTracker: each result's storage counts from the operator that made it
+until Python and autograd have let go of it.
+"""
+
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["GRANULE", "Meter", "Moment"]
+
+#: bytes of which torch's CUDA allocator makes every allocation a multiple
+GRANULE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The bytes that lived at the largest moment of a phase: all, and by what they are."""
+
+    total: int = 0
+    by_kind: dict[str, int] = field(default_factory=dict)
+
+
+class Meter(TorchDispatchMode):
+    """Counts the bytes of the storages that operators make while it is entered.
+
+    Attributes:
+        phase: what runs now; who drives the model sets it.
+        kind: what storages that are made now are.
+        peaks: the largest moment of each phase.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = self.kind = ""
+        self.peaks: dict[str, Moment] = {}
+        self.live: Counter[str] = Counter()
+        self._total = 0
+        self._held: dict[int, tuple[str, int]] = {}  # of each storage that lives
+        self._watches: dict[int, Any] = {}
+        self._unseen: set[int] = set()
+
+    @property
+    def total(self) -> int:
+        """Bytes that live now."""
+        return self._total
+
+    def leave_out(self, tensors: Any) -> None:
+        """Do not count these tensors: parameters and whatever else was there before."""
+        for tensor in tensors:
+            self._unseen.add(tensor.untyped_storage()._cdata)
+
+    def name(self, tensor: Tensor, kind: str) -> None:
+        """Say what a tensor's storage is, if it is counted."""
+        key = tensor.untyped_storage()._cdata
+        before, nbytes = self._held.get(key, (kind, 0))
+        if before != kind:
+            self._held[key] = (kind, nbytes)
+            self.live[before] -= nbytes
+            self.live[kind] += nbytes
+
+    def rename(self, before: str, kind: str) -> None:
+        """Say what all that is of one kind has become."""
+        for key, (old, nbytes) in self._held.items():
+            if old == before:
+                self._held[key] = (kind, nbytes)
+        self.live[kind] += self.live.pop(before, 0)
+
+    def note(self) -> None:
+        """Compare this moment with the largest of the phase."""
+        if self._total > self.peaks.get(self.phase, _NOTHING).total:
+            self.peaks[self.phase] = Moment(self._total, {kind: n for kind, n in self.live.items() if n})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator and count the storages that it made."""
+        result = func(*args, **(kwargs or {}))
+        grown = False
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                grown |= self._add(leaf)
+        if grown:
+            self.note()
+        return result
+
+    def _add(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._held or key in self._unseen:
+            return False
+        nbytes = -(-storage.nbytes() // GRANULE) * GRANULE
+        self._held[key] = (self.kind, nbytes)
+        self._watches[key] = weakref.ref(storage, lambda _, key=key: self._drop(key))
+        self.live[self.kind] += nbytes
+        self._total += nbytes
+        return True
+
+    def _drop(self, key: int) -> None:
+        kind, nbytes = self._held.pop(key)
+        del self._watches[key]
+        self.live[kind] -= nbytes
+        self._total -= nbytes
+
+
+_NOTHING = Moment()

@@ -1,0 +1,129 @@
+"""An estimate as data, as text and as JSON."""
+
+import html
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vbrt.config import Machine, VBConfig
+from vbrt.estimation.task import Task
+from vbrt.residency.plan import Plan
+from vbrt.residency.sizes import format_bytes
+
+__all__ = ["Estimate", "Row"]
+
+_BAR = 40
+#: what is in a device's memory and in no figure of torch's allocator
+_CONTEXT = "CUDA's context and loaded kernels, 0.4 to 0.6 GiB, come on top; torch's allocator does not count them"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Bytes of one thing in one tier, and where the figure is from: "counted" or "traced"."""
+
+    name: str
+    tier: str
+    nbytes: int
+    source: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a model takes for a task.
+
+    Attributes:
+        model: its class.
+        config: of the wrapper; None: unwrapped.
+        compute_tier: the tier of what computes: "gpu" or "cpu".
+        rows: by tier, at the largest moment of a step.
+        moments: the stages of a step and the bytes of each one's largest moment, in the memory of what computes.
+        plan: what wrapping would do; None: unwrapped.
+    """
+
+    model: str
+    task: Task
+    config: VBConfig | None
+    machine: Machine
+    compute_tier: str
+    rows: tuple[Row, ...]
+    moments: tuple[tuple[str, int], ...]
+    plan: Plan | None
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Bytes by tier, at the largest moment."""
+        totals: dict[str, int] = {}
+        for row in self.rows:
+            totals[row.tier] = totals.get(row.tier, 0) + row.nbytes
+        return totals
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes in the memory of what computes, at the largest moment: `torch.cuda.max_memory_allocated()` on a GPU."""
+        return self.tiers[self.compute_tier]
+
+    @property
+    def missing(self) -> dict[str, int]:
+        """Bytes that each tier of the machine lacks; empty if everything fits."""
+        has = {
+            "gpu": self.machine.gpu_free_bytes,
+            "cpu": self.machine.cpu_available_bytes,
+            "ssd": self.machine.ssd_free_bytes,
+        }
+        return {t: n - has[t] for t, n in self.tiers.items() if has[t] is not None and n > has[t]}
+
+    @property
+    def fits(self) -> bool:
+        """True if every tier of the machine has room."""
+        return not self.missing
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        task = {key: value for key, value in asdict(self.task).items() if key != "step"}
+        return {
+            "model": self.model,
+            "task": task,
+            "config": None if self.config is None else self.config.to_dict(),
+            "machine": asdict(self.machine),
+            "peak_bytes": self.peak_bytes,
+            "tiers": self.tiers,
+            "fits": self.fits,
+            "missing": self.missing,
+            "rows": [asdict(row) for row in self.rows],
+            "moments": dict(self.moments),
+        }
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.table(width=120))}</pre>"
+
+    def table(self, *, width: int = 80) -> str:
+        """Return rows and a bar for each stage of a step, as text."""
+        return "\n".join(_lines(self, width))
+
+
+def _lines(estimate: Estimate, width: int) -> Iterator[str]:
+    task = estimate.task
+    how = "unwrapped" if estimate.config is None else estimate.config.source
+    yield f"{estimate.model}, {how}: {task.kind}, batch {task.batch}, context {task.context}"
+    for tier, total in estimate.tiers.items():
+        yield ""
+        yield f"{tier:<28}{format_bytes(total):>10}"
+        for row in sorted((r for r in estimate.rows if r.tier == tier and r.nbytes), key=lambda r: -r.nbytes):
+            yield f"  {row.name:<26}{format_bytes(row.nbytes):>10}  {row.source}{', ' if row.note else ''}{row.note}"
+    yield ""
+    yield f"largest moments of a {'step' if task.trains else 'call'}, in the {estimate.compute_tier} memory"
+    longest = max(nbytes for _, nbytes in estimate.moments)
+    room = max(8, min(_BAR, width - 28))
+    for stage, nbytes in estimate.moments:
+        yield f"  {stage:<12}{'█' * max(1, round(room * nbytes / longest)):<{room}}  {format_bytes(nbytes)}"
+    yield ""
+    for tier, nbytes in estimate.missing.items():
+        yield f"DOES NOT FIT: the {tier} lacks {format_bytes(nbytes)}."
+    if estimate.fits:
+        yield "It fits."
+    if estimate.compute_tier == "gpu":
+        yield f"{_CONTEXT}."

@@ -1,0 +1,89 @@
+"""The rows of an estimate: weights as the plan has them, and what a step adds at its largest moment."""
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from vbrt.config.tiers import TIERS
+from vbrt.estimation.report import Row
+from vbrt.estimation.task import Task
+from vbrt.estimation.trace import Trace
+from vbrt.residency.plan import Plan
+
+__all__ = ["stages", "step_rows", "weight_rows", "workspace_bytes"]
+
+_WORKSPACE = 32 << 20  # of cuBLAS, and of cuBLASLt, on one stream of sm_90: ATen/cuda/CUDABlas.cpp
+#: what of all that lasts is there in a stage
+_THERE = {
+    "prompt": ("KV cache",),
+    "step": ("KV cache",),
+    "pass": ("outputs",),
+    "forward": ("optimizer", "activations"),
+    "backward": ("optimizer", "activations", "gradients"),
+    "optimizer": ("optimizer", "gradients"),
+}
+
+
+def weight_rows(model: nn.Module, plan: Plan | None, tier: str) -> list[Row]:
+    """Return what weights and buffers take, in each tier; `tier` is that of what computes."""
+    parameters = {id(p): p.numel() * p.element_size() for p in model.parameters()}
+    buffers = {id(b): b.numel() * b.element_size() for b in model.buffers()}
+    if plan is None:
+        rows = [Row("parameters", tier, sum(parameters.values()), "counted", "all, as the model has them")]
+    else:
+        rows = [*_page_rows(plan), Row("not swapped", tier, plan.unbudgeted_bytes, "counted", "parameters")]
+    return [*rows, Row("buffers", tier, sum(buffers.values()), "counted")]
+
+
+def _page_rows(plan: Plan) -> Iterator[Row]:
+    tiers = list(plan.budgets)
+    for depth, tier in enumerate(tiers):
+        pages = [page for swap in plan.swaps for page in swap.pages if page.home == tier]
+        home = sum(page.nbytes + TIERS[tier].overhead_bytes for page in pages)
+        below = sum(plan.home_bytes(lower) for lower in tiers[depth + 1 :])
+        held = min(plan.budgets[tier], home + below) if below else home
+        share = f"{100 * home / max(1, plan.page_bytes):.0f} % live here"
+        if held:
+            yield Row("pages", tier, held, "counted", share + (", others pass through" if below else ""))
+
+
+def workspace_bytes(model: nn.Module, task: Task, plan: Plan | None) -> int:
+    """Return the bytes of cuBLAS's workspaces: one, one of cuBLASLt for products with a bias, one of recorded steps."""
+    biased = any(getattr(module, "bias", None) is not None for module in model.modules() if hasattr(module, "weight"))
+    recorded = task.kind == "decode" and plan is not None
+    return _WORKSPACE * (1 + biased + recorded)
+
+
+def step_rows(traced: Trace, task: Task, tier: str) -> list[Row]:
+    """Return what a step adds: what lives on beside weights, and what comes and goes at its largest moment."""
+    tokens = f"{task.batch} × {task.context + task.new if task.kind == 'decode' else task.context} tokens"
+    notes = {
+        "KV cache": f"{tokens}, by the model's own cache",
+        "activations": "kept from the forward to the backward pass",
+        "gradients": "of what trains",
+        "optimizer": f"state of {task.optimizer}",
+        "outputs": "what the pass returns",
+    }
+    lasting = _at_peak(traced)
+    rows = [Row(name, tier, nbytes, "traced", notes[name]) for name, nbytes in lasting.items()]
+    stage, peak = max(stages(traced).items(), key=lambda item: item[1])
+    return [*rows, Row("temporaries", tier, peak - sum(lasting.values()), "traced", f"at the largest moment: {stage}")]
+
+
+def stages(traced: Trace) -> dict[str, int]:
+    """Return the stages of a step, and the bytes of the largest moment of each."""
+    found: dict[str, int] = {}
+    for phase, nbytes in traced.peaks.items():
+        stage = phase.partition(":")[0]
+        found[stage] = max(found.get(stage, 0), nbytes)
+    return found
+
+
+def _at_peak(traced: Trace) -> Mapping[str, int]:
+    """Return what of all that lasts is there at the largest moment."""
+    stage, left = max(stages(traced).items(), key=lambda item: item[1])
+    found = {}
+    for name in _THERE[stage]:
+        found[name] = min(left, traced.rows.get(name, 0))
+        left -= found[name]
+    return found

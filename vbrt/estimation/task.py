@@ -1,0 +1,65 @@
+"""What is asked: a task, its sizes, and how the model is run for it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vbrt.errors import ArgumentError
+
+__all__ = ["ATTENTION", "CHECKPOINTS", "TASKS", "Task"]
+
+TASKS = ("decode", "prefill", "train")
+ATTENTION = ("flash", "math")
+CHECKPOINTS = (False, True)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A task and what decides its memory.
+
+    Attributes:
+        kind: "decode": a prompt, then a token at a time with a KV cache; "prefill": one pass over all tokens, and its
+            outputs; "train": forward, backward and an optimizer's step.
+        batch: sequences, or images, at once.
+        context: tokens of each, of the prompt with "decode".
+        new: tokens that "decode" adds.
+        optimizer: a class of torch.optim, by name.
+        checkpointing: blocks keep their inputs alone, and compute again for the backward pass.
+        mixed: bf16 autocast over fp32 parameters.
+        attention: "flash": torch's fused kernels; "math": the definition, with all scores.
+        lora: rank of PEFT's adapters on all linear layers; 0: what requires a gradient trains.
+        step: run instead of what the model's config suggests: takes the model, returns outputs, with "train" the loss.
+
+    Raises:
+        ArgumentError: a value that is none of these.
+    """
+
+    kind: str = "decode"
+    batch: int = 1
+    context: int = 2048
+    new: int = 128
+    optimizer: str = "AdamW"
+    checkpointing: bool = False
+    mixed: bool = False
+    attention: str = "flash"
+    lora: int = 0
+    step: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name, among in (("kind", TASKS), ("attention", ATTENTION), ("checkpointing", CHECKPOINTS)):
+            if getattr(self, name) not in among:
+                known = ", ".join(map(repr, among))
+                raise ArgumentError(f"{name} = {getattr(self, name)!r}; expected one of {known}")
+        for name, least in (("batch", 1), ("context", 1), ("new", 1), ("lora", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ArgumentError(f"{name} = {value!r}; expected a whole number of at least {least}")
+
+    @property
+    def trains(self) -> bool:
+        """True if there is a backward pass."""
+        return self.kind == "train"
+
+    def but(self, **changes: Any) -> "Task":
+        """Return the task with other values."""
+        return replace(self, **changes)

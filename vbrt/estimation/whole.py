@@ -1,0 +1,68 @@
+"""The trace of a whole model, from those of a few blocks of each kind."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from vbrt.estimation.blocks import Stack, stacks_of
+from vbrt.estimation.task import Task
+from vbrt.estimation.trace import Trace, trace
+from vbrt.residency.plan import Plan
+
+__all__ = ["whole_trace"]
+
+_TRACED = 3  # blocks of each kind that are traced (the first differ); one more of each tells what a block adds
+_BLOCK = 256  # tokens by which the cache of captured decoding grows, see vbrt.generation.spans
+
+
+def whole_trace(model: nn.Module, task: Task, plan: Plan | None) -> Trace:
+    """Return the trace of a model on the meta device, with the KV cache as it will be after the last token."""
+    rounded = _rounded_of(plan)
+    stacks = stacks_of(model)
+    least = {stack.name: {kind: min(n, _TRACED) for kind, n in stack.count.items()} for stack in stacks}
+    base = total = trace(model, task, _chosen(stacks, least), rounded)
+    for stack in stacks:
+        for kind, count in stack.count.items():
+            if count > _TRACED:
+                more = least | {stack.name: least[stack.name] | {kind: _TRACED + 1}}
+                other = trace(model, task, _chosen(stacks, more), rounded)
+                total = _further(total, base, other, count - _TRACED)
+    return _grown(total, task, by_blocks=plan is not None)
+
+
+def _further(total: Trace, base: Trace, other: Trace, times: int) -> Trace:
+    """Add the difference between two traces some times."""
+
+    def added(to: Mapping[str, int], before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+        return {key: n + times * (after.get(key, before[key]) - before[key]) for key, n in to.items()}
+
+    growth = total.growth + times * (other.growth - base.growth)
+    return Trace(added(total.peaks, base.peaks, other.peaks), added(total.rows, base.rows, other.rows), growth)
+
+
+def _grown(traced: Trace, task: Task, *, by_blocks: bool) -> Trace:
+    """Return the trace with a KV cache of all tokens that come; that of recorded steps has whole blocks."""
+    if task.kind != "decode":
+        return traced
+    tokens = task.context + task.new
+    tokens = -(-tokens // _BLOCK) * _BLOCK if by_blocks else tokens
+    further = traced.growth * max(0, tokens - task.context - 2)
+    steps = {phase: n + further * phase.startswith("step") for phase, n in traced.peaks.items()}
+    rows = dict(traced.rows) | {"KV cache": traced.rows["KV cache"] + further}
+    return replace(traced, peaks=steps, rows=rows)
+
+
+def _chosen(stacks: Iterable[Stack], counts: Mapping[str, dict[int, int]]) -> dict[str, tuple[Stack, list[int]]]:
+    return {stack.name: (stack, stack.chosen(counts[stack.name])) for stack in stacks}
+
+
+def _rounded_of(plan: Plan | None) -> Callable[[nn.Module], list[Tensor]]:
+    """Return which weights of a copy with fewer blocks train in 4 bits: those of the shapes that are swapped."""
+    shapes = {swap.shape for swap in plan.swaps} if plan is not None and plan.mode == "train" else set()
+
+    def rounded(model: nn.Module) -> list[Tensor]:
+        linear = (module for module in model.modules() if isinstance(module, nn.Linear))
+        return [module.weight for module in linear if tuple(module.weight.shape) in shapes]
+
+    return rounded
