@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 EVERYWHERE = ("pyproject.toml", "tests/conftest.py", "tests/cost.py", "tests/matrix.py")
 FRONT_DOOR = "vbrt/__init__.py"  # names everything, so that importing it tells nothing
-ROOMS = {"configs": "config"}  # folders that are another room's
+ROOMS = {"configs": "config", "docs": "docs", "examples": "docs"}  # folders that are another room's
 
 
 def git(*arguments: str) -> str | None:

@@ -14,6 +14,7 @@ SOURCES = {
     "vbrt/kernels/cuda/e2m1/linear.py": "",
     "scripts/storm.py": "import vbrt.tiers.stack",
     "tests/conftest.py": "",
+    "tests/docs/test_examples.py": "",
     "tests/tiers/test_ssd.py": "from vbrt.tiers.ssd import Disk",
     "tests/kernels/cuda/test_linear.py": "",
     "tests/kernels/test_reference.py": "",
@@ -29,6 +30,8 @@ SOURCES = {
         ("README.md", {}),
         ("tests/config/test_config.py", {"tests/config/test_config.py": "edited"}),
         ("configs/fp4.toml", {"tests/config/test_config.py": "configs/fp4.toml is edited"}),
+        ("examples/moe.py", {"tests/docs/test_examples.py": "examples/moe.py is edited"}),
+        ("docs/howto/lora.md", {"tests/docs/test_examples.py": "docs/howto/lora.md is edited"}),
         (
             "vbrt/kernels/cuda/e2m1/linear.py",
             {"tests/kernels/cuda/test_linear.py": "vbrt/kernels/cuda/e2m1/linear.py is edited"},
