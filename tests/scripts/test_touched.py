@@ -103,4 +103,4 @@ def test_a_clone_of_one_commit_that_cannot_fetch_has_every_file_touched(clone, m
     touched.main([])
     said = capsys.readouterr()
     assert said.err == "touched: this clone has one commit and cannot fetch another: every test file counts\n"
-    assert len(said.out.splitlines()) == 6
+    assert len(said.out.splitlines()) == 7
