@@ -23,10 +23,12 @@ def _plain(rows: list[dict]) -> list[str]:
     plain = next((row["ms_a_token"] for row in rows if "ms_a_token" in row), None)
     if plain is None:
         return []
+    equal = [row for row in rows if str(row.get("what", "")).startswith("tokens equal")]
+    tokens = f"{sum(row['same'] for row in equal)} of {len(equal)} runs with drafts gave the tokens of plain decoding."
     what = (
         "A random model of the 8B shape, prompt of 128 tokens: coarse planes on the GPU, fine ones streamed from host "
-        f"memory. Without drafts: {plain:.1f} ms a token, {1000 / plain:.1f} tokens/s. With drafts that are right with "
-        "a forced probability:"
+        f"memory. Without drafts: {plain:.1f} ms a token, {1000 / plain:.1f} tokens/s. "
+        f"{tokens} With drafts that are right with a forced probability:"
     )
     return [what, ""]
 
@@ -55,16 +57,10 @@ def _forced(rows: list[dict]) -> list[str]:
 def _trained(rows: list[dict]) -> list[str]:
     if not rows:
         return []
-    names = (
-        "parameters",
-        "drawn",
-        "batch",
-        "exactness",
-        "tokens each",
-        "same as plain",
-        "acceptance",
-        "tokens a round",
-    )
+    timed = all("drafts" in row for row in rows)
+    names = ("parameters", "drawn", "batch", "exactness", "tokens each", "same as plain", "acceptance")
+    names += ("tokens a round",)
+    names += ("drafts", "tokens/s plain", "tokens/s") if timed else ()
     values = (
         [
             row["model"],
@@ -75,10 +71,16 @@ def _trained(rows: list[dict]) -> list[str]:
             f"{row['same']} of {row['of']}",
             "-" if row["acceptance"] is None else f"{row['acceptance']:.3f}",
             f"{row['tokens_per_round']:.2f}",
+            *([str(row["drafts"]), _rate(row, "plain_s"), _rate(row, "s")] if timed else []),
         ]
         for row in rows
     )
     return ["A trained byte model, in bf16:", "", *_grid(names, values)]
+
+
+def _rate(row: dict, seconds: str) -> str:
+    """Tokens a second of all prompts."""
+    return f"{row['of'] * row['new_tokens'] / row[seconds]:.0f}"
 
 
 def _grid(names: tuple[str, ...], values: object) -> list[str]:

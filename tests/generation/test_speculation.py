@@ -10,6 +10,7 @@ import vbrt
 from tests.matrix import matrix
 from tests.models import gpt2, llama, qwen3_moe, wrap, wrap_streamed
 from vbrt.errors import ArgumentError
+from vbrt.generation.rowwise import NotByToken
 from vbrt.generation.verifying import in_one_pass
 
 pytest.importorskip("transformers")
@@ -279,6 +280,23 @@ def test_tokens_and_logits_are_those_of_recorded_steps_where_plain_decoding_repl
         assert (
             run(vb, prompts(2), **how, speculate=3, exactness="distribution").sequences.shape == plain.sequences.shape
         )
+
+
+def test_recorded_steps_one_after_the_other_verify_what_no_pass_can_token_by_token(recorded, monkeypatch):
+    def refuse(*args):
+        raise NotByToken("einsum")
+
+    def off_by_a_bit(decoding, draft):
+        rows = in_one_pass(decoding, draft)
+        return rows._replace(logits=[logits.nextafter(torch.ones_like(logits)) for logits in rows.logits])
+
+    for instead, said in ((refuse, "NotByToken: einsum"), (off_by_a_bit, "gives other bits than recorded steps")):
+        monkeypatch.setattr("vbrt.generation.verifying.token_by_token", instead)
+        with wrap(llama(dtype=BF16), "exact") as vb:
+            plain = run(vb, prompts(1))
+            with pytest.warns(UserWarning, match=said):
+                assert_same(run(vb, prompts(1), speculate=2), plain)
+            assert sum(said in reason for reason in vb.stats().fallbacks) >= 1
 
 
 def test_values_out_of_range_are_refused(wrapped):
