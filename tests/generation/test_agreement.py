@@ -22,10 +22,12 @@ def test_a_way_is_trusted_after_enough_numbers_and_never_again_after_a_wrong_one
     def way(name, value):
         return lambda: (calls.append(name), torch.full((3,), value))[1]
 
+    before = agreement.comparisons()
     ways = [way(str(place), value) for place, value in enumerate(values)]
     for _ in range(4):
         assert torch.equal(agreement.first_that_agrees(("product",), ways, way("certain", 1.0)), torch.ones(3))
     assert calls == called.split()
+    assert agreement.comparisons() - before == len(calls) - 4
 
 
 def test_forms_differ_where_shapes_types_or_strides_do():

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vbrt.generation.agreement import comparisons
 from vbrt.generation.caches import NotRecordable
 from vbrt.generation.pace import Pace
 from vbrt.generation.recording import computed_as_recorded
@@ -272,8 +273,10 @@ def in_one_pass(decoding: Decoding, draft: Draft) -> Rows:
 
 def token_by_token(decoding: Decoding, draft: Draft) -> Rows:
     """Compute the rows by one pass that sums for each token alone. Raises NotByToken, and whatever the model does."""
+    before = comparisons()
     with one_by_one(decoding.model, draft.cache, (len(draft.ids), draft.k + 1), decoding.statics):
-        return in_one_pass(decoding, draft)
+        rows = in_one_pass(decoding, draft)
+    return rows._replace(compared=comparisons() > before)
 
 
 # -- the cache as it was ----------------------------------------------------------------------------------------------
