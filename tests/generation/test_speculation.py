@@ -10,6 +10,7 @@ import vbrt
 from tests.matrix import matrix
 from tests.models import gpt2, llama, qwen3_moe, wrap, wrap_streamed
 from vbrt.errors import ArgumentError
+from vbrt.generation.recording import Recording
 from vbrt.generation.rowwise import NotByToken
 from vbrt.generation.verifying import in_one_pass
 
@@ -265,8 +266,9 @@ def recorded(monkeypatch):
     monkeypatch.setattr("vbrt.generation.spans.BLOCK", 8)
 
 
-@pytest.mark.parametrize("model", [lambda: llama(dtype=BF16), mistral], ids=["full", "window"])
-@pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("model", "how"), [(lambda: llama(dtype=BF16), GREEDY), (mistral, SAMPLED)], ids=["full", "window, sampled"]
+)
 def test_tokens_and_logits_are_those_of_recorded_steps_where_plain_decoding_replays_them(recorded, model, how):
     with wrap(model(), "exact") as vb:
         plain = run(vb, prompts(2), **how)
@@ -297,6 +299,23 @@ def test_recorded_steps_one_after_the_other_verify_what_no_pass_can_token_by_tok
             with pytest.warns(UserWarning, match=said):
                 assert_same(run(vb, prompts(1), speculate=2), plain)
             assert sum(said in reason for reason in vb.stats().fallbacks) >= 1
+
+
+def test_a_call_whose_steps_cannot_be_recorded_any_more_goes_on_plainly(recorded, monkeypatch):
+    with wrap(llama(dtype=BF16), "exact") as vb:
+        plain, replays = run(vb, prompts(1)), []
+        replay = Recording.replay
+
+        def out_of_memory(self, call, statics):
+            replays.append(call)
+            if len(replays) == 7:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return replay(self, call, statics)
+
+        monkeypatch.setattr(Recording, "replay", out_of_memory)
+        with pytest.warns(UserWarning, match="speculate: no memory for it: CUDA out of memory; decoded one token"):
+            got = run(vb, prompts(1), speculate=2)
+        assert torch.equal(got.sequences, plain.sequences)
 
 
 def test_values_out_of_range_are_refused(wrapped):

@@ -81,8 +81,12 @@ def _in_rounds(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any])
             cache.activate_past_recording()
         elif decoding.pace.fixed is None:
             decoding.pace.tries_plain = not decoding.attachment.stack.ledger.travellers
-        while not sequences.finished and can_verify(decoding, None):
-            kwargs, hint = _round(decoding, sequences, kwargs, hint)
+        try:
+            while not sequences.finished and can_verify(decoding, None):
+                kwargs, hint = _round(decoding, sequences, kwargs, hint)
+        except NotRecordable as error:  # before a token was taken: no memory for graphs any more, say
+            announce(decoding.counts, str(error))
+            cache.crop(sequences.length - 1 - cache.get_seq_length())
     for layer in cache.layers:
         if hasattr(layer, "record_past"):
             layer.record_past = False  # as transformers leaves a cache
