@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from tests.models import mlp, wrap
+from tests.models import mlp, wrap, wrap_streamed
 from vbrt.report import progress
 from vbrt.report.progress import Eta, Progress, format_seconds
 
@@ -147,6 +147,11 @@ def test_encoding_saving_loading_and_decoding_show_themselves(tmp_path, capsys, 
     vb.save(tmp_path / "saved")
     vb.unwrap()
     assert seen == [("encoding", True, True), ("saving", True, True), ("decoding", True, True)]
+    seen.clear()
+    vb = wrap_streamed(mlp(), "dense", tmp_path).materialize()
+    vb.set_budget("cpu", "1GiB")
+    assert seen[0] == ("encoding", True, True) and ("moving pages", True, True) in seen[1:]
+    vb.close()
     seen.clear()
     with torch.device("meta"):
         model = mlp()

@@ -11,6 +11,7 @@ import vbrt
 from tests.models import config, mlp
 from vbrt.errors import ConfigError, WrapError
 from vbrt.layers import VBLinear
+from vbrt.model.live import runtime_now
 from vbrt.wrapper.holders import CallPhases, holder_kind_of
 
 PAGE = 16384  # of a dense layer of `mlp`
@@ -94,6 +95,9 @@ def test_text_encoders_give_way_to_the_model_that_takes_the_steps(tmp_path):
         "vae/image",
     }
     assert phases["transformer/step"].misses <= 3 * 4 and phases["vae/image"].passes == 3  # of 3 * 16
+    now = runtime_now(vb.runtime)
+    assert (now.work["steps"], now.models["transformer"]) == (phases["transformer/step"].passes,) * 2
+    assert now.work["decodes"] == 3 and now.work["images"] == now.work["tokens written"] == 0
     assert vb.stats().tiers["cpu"].peak_bytes <= 6 * PAGE and len(vb.stats().layers) == 10
     assert all(model.runtime is vb.runtime for model in vb.models.values()) and len(vb.models) == 4
     vb.close()

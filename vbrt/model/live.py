@@ -158,4 +158,5 @@ def _work(attachments: "tuple[Attachment, ...]") -> dict[str, int]:
         "tokens trained": sum(work.trained for work in works),
         "images": sum(work.images for work in works),
         "steps": sum(work.steps for work in works),
+        "decodes": sum(work.decodes for work in works),
     }

@@ -19,36 +19,36 @@ class Work:
         written: new tokens, of passes without gradients with one token a sequence.
         read: tokens of prompts.
         trained: tokens of passes with gradients.
-        images: inputs [N, C, H, W], or what a pipeline's decoder makes.
-        steps: of a pipeline's denoiser.
+        images: inputs [N, C, H, W].
+        steps, decodes: passes of a pipeline's denoiser and of its decoder, whose inputs libraries do not show.
     """
 
-    __slots__ = ("_elsewhere", "images", "part", "read", "steps", "trained", "written")
+    __slots__ = ("_elsewhere", "decodes", "images", "part", "read", "steps", "trained", "written")
 
     def __init__(self) -> None:
         self.part, self._elsewhere = "", False
-        self.written = self.read = self.trained = self.images = self.steps = 0
+        self.written = self.read = self.trained = self.images = self.steps = self.decodes = 0
 
     def note(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Count a pass that begins with these arguments."""
         if self._elsewhere:
             return
+        if self.part in ("step", "image"):
+            self.steps += self.part == "step"
+            self.decodes += self.part == "image"
+            return
         ids = kwargs.get("input_ids")
-        if ids is not None and "decoder_input_ids" not in kwargs and not self.part:  # decode steps: in a microsecond
-            shape = ids.shape
-            self._note_tokens(ids.numel(), shape[-1] if len(shape) > 1 else 1)
+        is_given = isinstance(ids, torch.Tensor) and "decoder_input_ids" not in kwargs
+        first = ids if is_given else first_input(args, kwargs)  # most passes are decode steps
+        shape = () if first is None else first.shape
+        if len(shape) < 2:
             return
-        first = first_input(args, kwargs)
-        if first is None or not first.ndim:
-            return
-        if self.part == "step":
-            self.steps += 1
-        elif self.part == "image" or (first.ndim == 4 and first.is_floating_point()):
-            self.images += first.size(0)
-        elif not first.is_floating_point():
-            self._note_tokens(first.numel(), first.size(-1) if first.ndim > 1 else 1)
+        if is_given or not first.is_floating_point():
+            self._note_tokens(first.numel(), shape[-1])
         elif first is kwargs.get("inputs_embeds"):
-            self._note_tokens(first.size(0) * first.size(1), first.size(1))
+            self._note_tokens(shape[0] * shape[1], shape[1])
+        elif len(shape) == 4:
+            self.images += shape[0]
 
     def _note_tokens(self, tokens: int, a_sequence: int) -> None:
         if torch.is_grad_enabled():

@@ -44,7 +44,8 @@ class RuntimeNow:
         hits, misses, prefetched: page leases since the beginning; those that were staged ahead are misses, too.
         wait_us: what forwards have waited for pages, on the host.
         waits: of that, by kind of layer ("layers.#.mlp.up_proj").
-        work: what was computed, by unit: "tokens written", "tokens read", "tokens trained", "images", "steps".
+        work: what was computed, by unit: "tokens written", "tokens read", "tokens trained", "images", "steps" and
+            "decodes" of pipelines.
         caches: bytes of caches of keys and values, by name.
         leases: who decides them, in words.
         unseen: layers of routed experts whose hits the GPU counts, which are not in these numbers.
@@ -99,7 +100,7 @@ class LiveSample:
     def from_dict(cls, data: Any) -> Self:
         """Read what `to_dict` made. Raises FormatError: it is something else, or of another version of vbrt."""
         try:
-            version = data["version"]
+            version, data = data["version"], _printable(data)
             if version == VERSION:
                 runtimes = tuple(map(RuntimeNow.read, data["runtimes"]))
                 return cls(int(data["pid"]), str(data["command"]), float(data["up_s"]), runtimes)
@@ -108,6 +109,15 @@ class LiveSample:
         raise FormatError(
             f"a live sample of version {version}; this vbrt reads version {VERSION}: use the same for both"
         )
+
+
+def _printable(data: Any) -> Any:
+    """Return plain data without control characters: another process may name its models as it likes."""
+    if isinstance(data, str):
+        return "".join(c if c.isprintable() else "?" for c in data)
+    if isinstance(data, dict):
+        return {_printable(key): _printable(value) for key, value in data.items()}
+    return [_printable(value) for value in data] if isinstance(data, list) else data
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,6 @@ def _wait_lines(now: RuntimeNow, rates: Rates) -> Iterator[tuple[str, str]]:
 
 
 def _cut(line: str, width: int) -> str:
-    line = "".join(c if c.isprintable() else "?" for c in line)  # names come from another process
     return line if len(line) <= width else f"{line[: width - 1]}…"
 
 

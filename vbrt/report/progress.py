@@ -302,7 +302,8 @@ class _Bar:
 
         name = Column(no_wrap=True, overflow="ellipsis", ratio=1)
         texts = [TextColumn(f"{{task.fields[{field}]}}", markup=False) for field in ("percent", "amount", "left")]
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(20), *texts)
+        bar = BarColumn(20 if console.width >= 100 else 10)
+        columns = (TextColumn("{task.description}", markup=False), bar, *texts)
         self._bar = Progress(
             *columns,
             TextColumn("{task.fields[at]}", markup=False, table_column=name),
