@@ -2,7 +2,6 @@
 
 import os
 import sys
-import threading
 import time
 
 import pytest
@@ -33,13 +32,13 @@ def test_on_a_terminal_there_is_a_frame_and_ctrl_c_leaves_the_cursor(capsys, mon
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     stdout, vb = sys.stdout, wrap(mlp())
-    with pytest.raises(KeyboardInterrupt), vb.live(every_s=0.01):
+    live = vb.live(every_s=0.01)
+    with pytest.raises(KeyboardInterrupt), live:
         time.sleep(0.05)
         raise KeyboardInterrupt
     out, err = capsys.readouterr()
     assert out == "" and "Sequential · scheduled policy" in err and err.rindex("\x1b[?25h") > err.rindex("\x1b[?25l")
-    assert sys.stdout is stdout
-    assert not [thread for thread in threading.enumerate() if thread.name == "vbrt-live"]
+    assert sys.stdout is stdout and not live._ticker.running
 
 
 def test_offered_it_shows_nothing_and_answers_for_the_block_only(capsys, tmp_path, monkeypatch):

@@ -15,8 +15,8 @@ import os
 import socket
 import stat
 import tempfile
-import threading
 import weakref
+from _thread import start_new_thread
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -56,12 +56,11 @@ class Offer:
     """
 
     def __init__(self, answer: Callable[[], bytes]) -> None:
-        self._answer, self._pid = answer, os.getpid()
-        self._socket, self.path = _listening(f"{self._pid}{_SUFFIX}")
-        self._finalizer = weakref.finalize(self, _end, self._socket, self.path, self._pid)
-        listener, answer = self._socket, self._answer
-        threading.Thread(target=_serve, args=(listener, answer), name="vbrt-offer", daemon=True).start()
+        pid = os.getpid()
+        self._socket, self.path = _listening(f"{pid}{_SUFFIX}")
+        self._finalizer = weakref.finalize(self, _end, self._socket, self.path, pid)
         _offers.add(self)
+        start_new_thread(_serve, (self._socket, answer))  # in one call into C, for the sake of Ctrl-C
 
     def stop(self) -> None:
         """Answer nobody any more; idempotent."""

@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
+from vbrt.host.ticker import Ticker
 from vbrt.residency.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -108,6 +109,9 @@ class Progress:
         total: bytes, or whatever `unit` names in the plural; nothing is shown of 0.
         show: False: nothing is shown; None: unless the environment has VBRT_PROGRESS=0.
         measure: returns what is done so far, for work that nobody counts; it is called by the thread that draws.
+
+    Attributes:
+        ended: True after the `with` block.
     """
 
     def __init__(
@@ -122,9 +126,9 @@ class Progress:
         self._what, self._unit, self._show, self._measure = what, unit, wanted(show) and total > 0, measure
         self._begun = self._moved = time.monotonic()
         self._eta = Eta(total, self._begun)
-        self._at = ""
-        self._painter = _Painter(self)
-        self._thread: threading.Thread | None = None
+        self._at, self.ended = "", False
+        self._painter = _Painter()
+        self._ticker = Ticker(self, self._painter.draw, self._painter.hide)
 
     def at(self, name: str) -> None:
         """Name what is done next."""
@@ -171,25 +175,15 @@ class Progress:
         is_inner = outer is not None and outer() is not None and not outer().ended
         if self._show and not is_inner:
             _current.work = weakref.ref(self)
-            self._thread = threading.Thread(target=self._painter.run, name="vbrt-progress", daemon=True)
-            try:
-                self._thread.start()
-            except BaseException:  # Ctrl-C
-                self._painter.ended.set()
-                raise
+            with contextlib.suppress(RuntimeError):  # no more threads: the work is done without
+                self._ticker.start(_SILENT_S)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._painter.ended.set()
-        if self._thread is not None:
-            self._thread.join()
-            took = format_seconds(time.monotonic() - self._begun)
-            self._painter.end("" if kind else f"{self._what}: {self._amount(self._eta.total)} in {took}")
-
-    @property
-    def ended(self) -> bool:
-        """True after the `with` block."""
-        return self._painter.ended.is_set()
+        self.ended = True
+        self._ticker.stop()
+        took = format_seconds(time.monotonic() - self._begun)
+        self._painter.end("" if kind else f"{self._what}: {self._amount(self._eta.total)} in {took}")
 
 
 def wanted(show: bool | None = None) -> bool:
@@ -236,34 +230,28 @@ class _Display(Protocol):
 
 
 class _Painter:
-    """Draws work, which it refers to weakly: Ctrl-C may come before a `with` block is entered, or as it is left."""
+    """Draws work, in a thread."""
 
-    def __init__(self, work: Progress) -> None:
-        self._work = weakref.ref(work)
-        self.ended, self.drawing = threading.Event(), threading.Lock()
+    def __init__(self) -> None:
+        self.drawing = threading.Lock()
         self._display: _Display | None = None  # made once there is something to show
 
-    def run(self) -> None:
-        """Draw until the work has ended, or is gone."""
-        wait_s = _SILENT_S
-        while not self.ended.wait(wait_s):
-            work = self._work()
-            with self.drawing:
-                look = None if work is None else work.look()
-                if look is None or look.share >= 1 or _takers or work.stalls:
-                    self.hide()
-                    if look is None or look.share >= 1:
-                        return
-                    continue
-                if self._display is None:
-                    self._display = _display()
-                if not _done(self._display.draw, look):
-                    return
-            wait_s = self._display.every_s
-            del work
+    def draw(self, work: Progress) -> float | None:
+        """Draw once; return the seconds until the next time, None for never."""
+        with self.drawing:
+            look = work.look()
+            if look.share >= 1:
+                self.hide()
+                return None
+            if _takers or work.stalls:
+                self.hide()
+                return _SILENT_S
+            if self._display is None:
+                self._display = _display()
+            return self._display.every_s if _done(self._display.draw, look) else None
 
     def hide(self) -> None:
-        """Take it from the screen until it is drawn again; under the lock `drawing`."""
+        """Take it from the screen until it is drawn again; by the thread, or under the lock `drawing`."""
         if self._display is not None:
             _done(self._display.hide)
 

@@ -2,11 +2,11 @@
 
 import contextlib
 import sys
-import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from vbrt.errors import ArgumentError, TierError
+from vbrt.host.ticker import Ticker
 from vbrt.model.live import offer, sample, withdraw
 from vbrt.report.live import History
 from vbrt.report.live_screen import LiveScreen
@@ -62,39 +62,54 @@ class Live:
     """Shows a runtime while a `with` block runs."""
 
     def __init__(self, runtime: "Runtime", every_s: float) -> None:
-        self._runtime, self._every_s = runtime, every_s
-        self._ended, self._thread = threading.Event(), None
+        self._view = _View(runtime, every_s)
+        self._ticker = Ticker(self, self._view.tick, self._view.end)
 
     def __enter__(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="vbrt-live", daemon=True)
-        try:
-            self._thread.start()
-        except BaseException:  # Ctrl-C
-            self._ended.set()
-            raise
+        self._ticker.start(0.0)
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
+        self._ticker.stop()
+        self._view.end()
 
-    def _run(self) -> None:
+
+class _View:
+    """What is shown, by the thread until that has ended."""
+
+    def __init__(self, runtime: "Runtime", every_s: float) -> None:
+        self._runtime, self._every_s, self._history = runtime, every_s, History()
+        self._screen: LiveScreen | _Lines | None = None
+        self._taken = contextlib.ExitStack()
+
+    def tick(self, _: Live) -> float:
+        """Show a sample; return the seconds until the next."""
+        if self._screen is None:
+            self._begin()
+        self._history.add(sample(self._runtime))
+        self._screen.show(self._history)
+        return self._every_s
+
+    def _begin(self) -> None:
         from rich.console import Console
 
         console = Console(stderr=True, highlight=False, markup=False, emoji=False)
-        is_screen = console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
-        screen, every_s = (LiveScreen(console), self._every_s) if is_screen else (_Lines(), max(_LINE_S, self._every_s))
-        with screen_taken() if is_screen else contextlib.nullcontext():
-            try:
-                self._show(screen, every_s)
-            finally:
-                screen.end()
+        if console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter:
+            self._taken.enter_context(screen_taken())
+            self._screen = LiveScreen(console)
+        else:
+            self._every_s = max(_LINE_S, self._every_s)
+            self._screen = _Lines()
 
-    def _show(self, screen: "LiveScreen | _Lines", every_s: float) -> None:
-        history, ends = History(), False
-        while not ends:
-            ends = self._ended.wait(every_s if history else 0)
-            history.add(sample(self._runtime))
-            screen.show(history)
+    def end(self) -> None:
+        """Show the last sample, and leave the terminal as it was."""
+        if self._screen is None:
+            return
+        try:
+            self._history.add(sample(self._runtime))
+            self._screen.show(self._history)
+        finally:
+            self._screen.end()
+            self._taken.close()
 
 
 class _Lines:
