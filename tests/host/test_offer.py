@@ -127,6 +127,7 @@ def test_a_stopped_process_is_a_timeout(monkeypatch):
 
     pid = forked(serve)
     os.kill(pid, signal.SIGSTOP)
+    os.waitpid(pid, os.WUNTRACED)  # it has stopped
     monkeypatch.setattr(offer, "_TIMEOUT_S", 0.05)
     try:
         with pytest.raises(TimeoutError):
