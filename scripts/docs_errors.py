@@ -17,6 +17,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,6 +43,7 @@ class Message(NamedTuple):
         return f"{self.raised} {self.module}: {self.text}"
 
 
+@cache
 def messages(source: Path = ROOT / "vbrt") -> list[Message]:
     """Return all messages in the modules below a directory, sorted; names are looked up in their function."""
     found = set()

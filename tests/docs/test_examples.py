@@ -11,8 +11,8 @@ import pytest
 from tests.docs.pages import ROOT
 
 EXAMPLES = ROOT / "examples"
-#: how many CPU seconds they take decides; the others are exhaustive
-_SHORT = ("llm_budget", "moe")
+#: the sample of the default run, by CPU seconds; the others are exhaustive
+_SHORT = ("moe",)
 _NEEDS = {"diffusers_pipeline": "diffusers", "lora_trainer": "peft", "several_gpus": "peft"}
 _NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "small")
 
