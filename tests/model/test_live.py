@@ -1,6 +1,7 @@
 """Samples of this process: right, and taken without a lock and without the device."""
 
 import threading
+import time
 import warnings
 
 import pytest
@@ -138,6 +139,23 @@ def test_models_of_one_runtime_are_told_apart(tmp_path):
     assert live.runtime_now(first.runtime).models == {"Sequential": 0, "Sequential-2": 1}
 
 
+def test_samples_that_take_long_are_given_again(monkeypatch):
+    taken, slow = [], live.sample
+
+    def sample():
+        taken.append(1)
+        time.sleep(0.002)
+        return slow()
+
+    monkeypatch.setattr(live, "sample", sample)
+    monkeypatch.setattr(live._offered, "again", 0.0)
+    assert live._answer() == live._answer() == live._answer() and len(taken) == 1
+    assert live._offered.again > time.monotonic() + 0.05
+    live._offered.again = time.monotonic()
+    live._answer()
+    assert len(taken) == 2
+
+
 def test_the_environment_has_a_process_offer_itself_and_says_where_it_cannot(own_directory, tmp_path, monkeypatch):
     import json
     import os
@@ -147,6 +165,7 @@ def test_the_environment_has_a_process_offer_itself_and_says_where_it_cannot(own
     try:
         found = LiveSample.from_dict(json.loads(offers.ask(os.getpid())))
         assert "Sequential" in found.names
+        live._offered.again = 0.0
         monkeypatch.setattr(live, "sample", lambda: 1 / 0)
         assert json.loads(offers.ask(os.getpid()))["error"] == "ZeroDivisionError: division by zero"
     finally:

@@ -2,12 +2,13 @@
 
 import contextlib
 import sys
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from vbrt.errors import ArgumentError, TierError
 from vbrt.host.ticker import Ticker
-from vbrt.model.live import offer, sample, withdraw
+from vbrt.model.live import REST, offer, sample, withdraw
 from vbrt.report.live import History
 from vbrt.report.live_screen import LiveScreen
 from vbrt.report.live_view import plain_line
@@ -85,9 +86,10 @@ class _View:
         """Show a sample; return the seconds until the next."""
         if self._screen is None:
             self._begin()
+        begun = time.thread_time()
         self._history.add(sample(self._runtime))
         self._screen.show(self._history)
-        return self._every_s
+        return max(self._every_s, REST * (time.thread_time() - begun))
 
     def _begin(self) -> None:
         from rich.console import Console
