@@ -5,7 +5,10 @@ import re
 from collections import Counter
 from dataclasses import fields, is_dataclass
 
+import pytest
+
 import vbrt
+from scripts import docs
 from scripts.docs import foreign
 from scripts.docs_hooks import commands_help
 from tests.docs.pages import ROOT
@@ -49,3 +52,22 @@ def test_what_a_page_would_load_from_elsewhere_is_found():
     assert foreign(page) == ["https://x.org/a.js"]
     assert foreign('<img src="plot.svg"><link rel="stylesheet" href="../site.css">') == []
     assert foreign('<link rel="stylesheet" href="//fonts.org/a.css">') == ["//fonts.org/a.css"]
+
+
+@pytest.mark.parametrize(
+    ("text", "theme", "said"),
+    [
+        ("[home](index.md)", "{name: mkdocs, highlightjs: false}", ""),
+        ("[nowhere](b.md)", "{name: mkdocs, highlightjs: false}", "'b.md'"),
+        ("[home](index.md)", "mkdocs", "index.html: loads https://"),
+    ],
+)
+def test_a_broken_link_and_what_is_loaded_from_elsewhere_fail(tmp_path, monkeypatch, capsys, text, theme, said):
+    pytest.importorskip("mkdocs")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(text)
+    (tmp_path / "mkdocs.yml").write_text(f"site_name: a\nsite_dir: build/site\nstrict: true\ntheme: {theme}\n")
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    monkeypatch.setattr(docs, "SITE", tmp_path / "build" / "site")
+    assert docs.main([]) == bool(said)
+    assert said in capsys.readouterr().err

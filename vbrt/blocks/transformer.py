@@ -18,7 +18,8 @@ class OptimizedTransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + down(gelu(up(norm(x)))), as in GPT-2 (Radford et al. 2019, section 2.3).
 
     Args:
-        d_model, n_heads: of the attention, whose projections have no bias.
+        d_model: width of the attention, whose projections have no bias.
+        n_heads: of the attention; they divide `d_model`.
         d_ff: width between `up` and `down`.
         dropout: of attention weights and of what both halves add, while training.
         use_fp4: all six projections are FusedFP4Linear: they train dense, and `vbrt.quantize` freezes them.
