@@ -6,6 +6,7 @@ from pathlib import Path
 from scripts.bench_parts import PARTS
 from scripts.generate_tables import generate_table
 from scripts.kv_tables import kv_table
+from scripts.live_tables import live_table
 from scripts.load_peak import load_table
 from scripts.load_tables import load_section
 from scripts.plots import Labels, line_plot
@@ -54,6 +55,8 @@ def tables() -> str:
         out += load_table(path)
     for path in sorted(RESULTS.glob("load-nvidia-*.json")):
         out += load_section(path)
+    for path in sorted(RESULTS.glob("live-*.json")):
+        out += live_table(path)
     for path in sorted(RESULTS.glob("kernels-*.json")):
         out += kernel_table(path)
     for path in sorted(RESULTS.glob("valley-*.json")):

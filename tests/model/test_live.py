@@ -81,13 +81,14 @@ def test_samples_are_taken_while_layers_are_encoded_and_retired():
         while not stop.is_set():
             try:
                 taken.append(live.sample())
+                time.sleep(0)
             except Exception as error:  # noqa: BLE001 - whatever it is, the test fails of it
                 errors.append(error)
 
     thread = threading.Thread(target=look)
     thread.start()
-    for _ in range(5):
-        vb = wrap(mlp(depth=12), "nvfp4").materialize()
+    for _ in range(2):
+        vb = wrap(mlp(depth=8), "nvfp4").materialize()
         vb.unwrap()
     stop.set()
     thread.join()

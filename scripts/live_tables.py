@@ -1,0 +1,48 @@
+"""The section of docs/benchmarks.md that scripts/live_cost.py measures."""
+
+import json
+from pathlib import Path
+
+_WHAT = (
+    "`generate` on the 8B shape in `fp4`, while nobody looks, while another process asks twice a second as `vbrt top` "
+    "does, and while `vb.live()` draws; in turns, medians; the spread is that of one case. The core is one of the "
+    "watched process, which does nothing else meanwhile (scripts/live_cost.py)."
+)
+
+
+def live_table(path: Path) -> list[str]:
+    """Return the section of docs/benchmarks.md for a result."""
+    found = json.loads(path.read_text())
+    figures, where = found["figures"], found["machine"]
+    parts = {name: of for name, of in figures.items() if isinstance(of, dict) and "ms_a_token" in str(of)}
+    cores = figures["percent of a core"]
+    head = " | ".join(f"{name}: ms a token | more | spread" for name in parts)
+    versions = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
+    return [
+        f"## what watching costs, {where['gpu'] or 'CPU'}",
+        "",
+        _WHAT,
+        "",
+        f"| | {head} | of a core |",
+        "| --- | " + " | ".join(["---"] * (3 * len(parts) + 1)) + " |",
+        *(_row(case, [of[case] for of in parts.values()], cores[case]) for case in cores),
+        "",
+        _told(figures),
+        "",
+        f"{where['cpu']}, {where['cores']} cores, {versions}, Python {where['python']}, commit {where['commit']}.",
+        "",
+    ]
+
+
+def _told(figures: dict) -> str:
+    meanwhile = figures["recorded meanwhile"]
+    return (
+        f"A sample takes {figures['sample_us']:.0f} µs, counting what a pass computes {figures['count_a_pass_us']:.1f} "
+        f"µs. {meanwhile['samples']:,} samples without a pause during the first {meanwhile['captured']} captured steps: "
+        f"{meanwhile['recordings']} recordings, {len(meanwhile['errors'])} errors."
+    )
+
+
+def _row(case: str, rows: list[dict[str, float]], core: float) -> str:
+    cells = [f"{row['ms_a_token']:.3f} | {row['more_percent']:+.2f} % | {row['spread_percent']:.1f} %" for row in rows]
+    return f"| {case} | {' | '.join(cells)} | {core:.2f} % |"
