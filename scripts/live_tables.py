@@ -38,7 +38,7 @@ def _told(figures: dict) -> str:
     meanwhile = figures["recorded meanwhile"]
     return (
         f"A sample takes {figures['sample_us']:.0f} µs, counting what a pass computes {figures['count_a_pass_us']:.1f} "
-        f"µs. {meanwhile['samples']:,} samples without a pause during the first {meanwhile['captured']} captured steps: "
+        f"µs. {meanwhile['samples']:,} samples without a pause beside {meanwhile['captured']} captured steps: "
         f"{meanwhile['recordings']} recordings, {len(meanwhile['errors'])} errors."
     )
 

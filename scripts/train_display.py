@@ -33,7 +33,9 @@ class Display:
         now = f"loss {record['loss']:.4f}  {speed['tokens_per_s']:,.0f} tokens/s  {memory}"
         self._work.at(now)
         if not self._terminal:
-            print(f"step {record['step']}  {now}  {self._work.look().left}".rstrip(), flush=True)
+            look = self._work.look()
+            left = ", ".join(filter(None, (f"{100 * look.share:.0f} %", look.left)))
+            print(f"step {record['step']}  {now}  {left}", flush=True)
 
     def say(self, text: str) -> None:
         """A line that stays."""
