@@ -109,8 +109,8 @@ def write(name: str, svg: str) -> None:
     (FOLDER / name).write_text(without_fonts(svg), "utf-8")
 
 
-#: name on the command line -> what makes the picture
-PICTURES: dict[str, Callable[[], None]] = {one.__name__: one for one in (plan, stats, live, timeline)}
+#: name on the command line -> what makes the picture; the timeline first, which names the commit and whether files differ
+PICTURES: dict[str, Callable[[], None]] = {one.__name__: one for one in (timeline, plan, stats, live)}
 
 
 def main() -> int:
