@@ -109,7 +109,7 @@ def write(name: str, svg: str) -> None:
     (FOLDER / name).write_text(without_fonts(svg), "utf-8")
 
 
-#: name on the command line -> what makes the picture; the timeline first, which names the commit and whether files differ
+#: name on the command line -> what makes the picture; the timeline names the commit, and whether files differ, so first
 PICTURES: dict[str, Callable[[], None]] = {one.__name__: one for one in (timeline, plan, stats, live)}
 
 
