@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+import vbrt
 from tests.models import mlp, wrap
 from vbrt.report import progress
 
@@ -41,6 +42,12 @@ def test_the_first_forward_shows_how_much_is_encoded_and_later_ones_show_nothing
     with torch.no_grad():
         vb(x)
     assert capsys.readouterr().err == ""
+
+
+def test_a_model_that_trains_has_nothing_to_encode(capsys):
+    vb = vbrt.wrap(mlp().train(), "train", weights={"min_parameters": 0}, tiers={"gpu": {"enabled": False}})
+    vb(torch.randn(1, 64)).sum().backward()
+    assert capsys.readouterr().err == "" and not vb.model._forward_hooks
 
 
 def test_an_interrupted_first_forward_leaves_a_model_that_can_be_copied_and_goes_on(capsys, monkeypatch):
