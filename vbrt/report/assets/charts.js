@@ -160,8 +160,8 @@ function redrawNow() {
   const [min, max] = vb.view, { overview, plot, rates } = vb.charts;
   plot.setScale("x", { min, max });
   if (rates) rates.setData(rateData());
-  const left = overview.valToPos(min, "x"), whole = min === vb.extent[0] && max === vb.extent[1];
-  const width = whole ? 0 : overview.valToPos(max, "x") - left;
+  const whole = min === vb.extent[0] && max === vb.extent[1], left = whole ? -9 : overview.valToPos(min, "x");
+  const width = whole ? 0 : overview.valToPos(max, "x") - left; // of all of it nothing is marked
   overview.selecting = true;
   overview.setSelect({ left, top: 0, width, height: overview.over.clientHeight }, false);
   overview.selecting = false;
