@@ -31,10 +31,12 @@ sys.path.insert(0, str(ROOT))
 import torch  # after the checkout is on the path
 
 import vbrt
+from scripts.experts_decode import build
 from scripts.measuring import llama_8b, machine
 
 PROMPT, NEW = 128, 128
-PARTS = ("eager", "static", "nf4", "hand", "dense", "fp4", "unrecorded", "shares", "exact")
+PARTS = ("eager", "static", "nf4", "hand", "dense", "fp4", "unrecorded", "shares", "exact", "experts")
+OF_8B = frozenset(PARTS) - {"experts"}
 
 
 class Clock:
@@ -216,6 +218,10 @@ class Bench:
 
     def run(self) -> None:
         parts = self.args.parts
+        if "experts" in parts:
+            self.experts()
+        if not OF_8B & set(parts):
+            return
         model = llama_8b(self.args.layers)
         if set(PARTS[:4]) & set(parts):
             self.peers(model)
@@ -228,6 +234,22 @@ class Bench:
             self.fp4(copy.deepcopy(model) if "exact" in parts else model)
         if "exact" in parts:
             self.exact(model)
+
+    def experts(self) -> None:
+        """Twelve layers of Qwen3-30B-A3B's shape, batch 1; random weights route each token anew."""
+        model, name = build(12, torch.device("cuda")), "12 layers of Qwen3-30B-A3B"
+        self.row(f"{name}: bf16, eager", 1, lambda: timed(model, 1, self.args.new, warm=self.args.new))
+        vb = vbrt.wrap(copy.deepcopy(model), "dense", tiers={"gpu": {"budget": "60GiB"}}).materialize(progress=False)
+        self.row(f"{name}: dense", 1, lambda: wrapped_row(vb, 1, self.args.new))
+        vb.close()
+        policy, tiers = {"kind": "experts"}, {"gpu": {"budget": "24GiB"}}
+        vb = vbrt.wrap(model, "fp4", policy=policy, tiers=tiers).materialize(progress=False)
+        self.row(f"{name}: fp4", 1, lambda: wrapped_row(vb, 1, self.args.new))
+        vb.set_budget("gpu", vb.plan.page_bytes // 2)
+        self.row(f"{name}: fp4, half of the pages", 1, lambda: wrapped_row(vb, 1, self.args.new, warm=16))
+        vb.close()
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def each(self, case: str, measure: Callable[[int], dict[str, object]]) -> None:
         for batch in self.args.batches:
