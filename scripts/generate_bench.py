@@ -17,6 +17,7 @@ import copy
 import gc
 import json
 import re
+import signal
 import statistics
 import sys
 import time
@@ -324,6 +325,7 @@ def main() -> None:
     bench = Bench(args)
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
     out = args.out or ROOT / "benchmarks" / "results" / f"generate-{name}.json"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped: what was measured is written"))
     try:
         bench.run()
     finally:
