@@ -57,8 +57,14 @@ class Lease:
 
     def __exit__(self, *exc_info: object) -> None:
         run = self.run
-        if run is not None and self._released_by(run):
-            return
+        if run is not None:
+            try:
+                if run.release(self):
+                    return
+            except BaseException:  # as below
+                if run.out is self:
+                    run.out = self.run = None
+                raise
         if self.note is not None:
             self.note.done()
         if self.slots:
@@ -67,14 +73,6 @@ class Lease:
             except BaseException:  # Ctrl-C, and whoever keeps its frames keeps this lease
                 self.stack.decider.release(self)
                 raise
-
-    def _released_by(self, run: ProgrammeRun) -> bool:
-        try:
-            return run.release(self)
-        except BaseException:  # as below
-            if run.out is self:
-                run.out = self.run = None
-            raise
 
     def __del__(self) -> None:
         if self.slots or self.run is not None:  # Ctrl-C came between entering and the `with`, or before the exit began
