@@ -224,13 +224,14 @@ class Bench:
         if not OF_8B & set(parts):
             return
         model = llama_8b(self.args.layers)
-        if set(PARTS[:4]) & set(parts):
-            self.peers(model)
+        self.peers(model)
         if "dense" in parts:
             vb = vbrt.wrap(copy.deepcopy(model), "dense", tiers={"gpu": {"budget": "40GiB"}}).materialize()
             self.each("dense", lambda batch: wrapped_row(vb, batch, self.args.new))
             vb.close()
             del vb
+        if "eager" in parts:  # a whole call first: the allocator grows with it
+            self.each("bf16, eager", lambda batch: timed(model, batch, self.args.new, warm=self.args.new))
         if {"fp4", "unrecorded", "shares"} & set(parts):
             self.fp4(copy.deepcopy(model) if "exact" in parts else model)
         if "exact" in parts:
@@ -270,8 +271,6 @@ class Bench:
                 self.each("bitsandbytes NF4, eager", lambda batch: timed(made[0], batch, new))
         if "hand" in parts:
             self.each("bf16, captured by hand", lambda batch: by_hand(model, batch))
-        if "eager" in parts:
-            self.each("bf16, eager", lambda batch: timed(model, batch, new, warm=new))  # the allocator grows with it
 
     def exact(self, model) -> None:
         """Coarse planes and a ring on the GPU, and shares of all pages."""
