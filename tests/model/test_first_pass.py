@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import vbrt
-from tests.models import mlp, wrap
+from tests.models import TOKENS, mlp, qwen3_moe, wrap
 from vbrt.report import progress
 
 
@@ -45,9 +45,11 @@ def test_the_first_forward_shows_how_much_is_encoded_and_later_ones_show_nothing
 
 
 def test_a_model_that_trains_has_nothing_to_encode(capsys):
-    vb = vbrt.wrap(mlp().train(), "train", weights={"min_parameters": 0}, tiers={"gpu": {"enabled": False}})
+    settings = {"weights": {"min_parameters": 0}, "tiers": {"gpu": {"enabled": False}}}
+    vb, routed = vbrt.wrap(mlp().train(), "train", **settings), vbrt.wrap(qwen3_moe().train(), "train", **settings)
     vb(torch.randn(1, 64)).sum().backward()
-    assert capsys.readouterr().err == "" and not vb.model._forward_hooks
+    routed(TOKENS)
+    assert capsys.readouterr().err == "" and not vb.model._forward_hooks and not routed.model._forward_hooks
 
 
 def test_an_interrupted_first_forward_leaves_a_model_that_can_be_copied_and_goes_on(capsys, monkeypatch):

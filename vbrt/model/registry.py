@@ -71,7 +71,9 @@ class Registry:
             handle.forget_ready()
 
     def shell_bytes(self) -> int:
-        """Bytes of dense weights that are not encoded yet."""
+        """Bytes of dense weights that are not encoded yet; 0 where they train and never will be."""
+        if self._plan.mode == "train":
+            return 0
         return sum(swap.dense_bytes for _, swap, layer in self.swapped() if not layer.materialized)
 
     def resident_bytes(self) -> int:

@@ -36,7 +36,6 @@ class TrainedLayer(SwappedLayer):
 
     _vb_handle: TrainedWeight
     _rounds_before_bias = False  # see `Kind.rounds_before_bias`
-    materialized = True  # nothing is left to encode: each forward rounds
 
     @classmethod
     def adopt_(cls, module: nn.Module, handle: TrainedWeight) -> "TrainedLayer":
