@@ -140,15 +140,17 @@ def language_model(model: LanguageModel, text: torch.Tensor, args: argparse.Name
         (singles, EXACTNESS[:1], "auto"),
         (singles, EXACTNESS[1:], "auto"),
     )
-    for drawn, how in (("greedy", {"do_sample": False}), ("sampled", {"do_sample": True, "top_k": 0, "seed": 7})):
-        for parts, (exactness,), k in groups:
+    draws = (("greedy", {"do_sample": False}), ("sampled", {"do_sample": True, "top_k": 0, "seed": 7}))
+    for parts, (exactness,), k in groups:
+        for drawn, how in draws:
 
-            def run(parts: Sequence[torch.Tensor] = parts, how: dict = how, **drafts: Any) -> list[torch.Tensor]:
+            def run(parts: Sequence[torch.Tensor] = parts, how: dict = how, **others: Any) -> list[torch.Tensor]:
                 masked = [(part, torch.ones_like(part)) for part in parts]
-                return [vb.generate(p, attention_mask=m, **settings, **how, **drafts) for p, m in masked]
+                return [vb.generate(p, attention_mask=m, **{**settings, **how, **others}) for p, m in masked]
 
             drafts = {"speculate": k, "exactness": exactness}
-            run(parts[:1]), run(parts[:1], **drafts)  # so that nothing is compiled in what is timed
+            run(parts[:1], max_new_tokens=8)  # so that nothing is compiled in what is timed
+            run(parts[:1], max_new_tokens=8, **drafts)
             plain_s, plain = timed(run)
             spent_s, got, counts = counted(vb, lambda run=run, drafts=drafts: run(**drafts))
             same = sum(int((a == b).all(-1).sum()) for a, b in zip(got, plain, strict=True))

@@ -13,6 +13,7 @@ __all__ = ["MOST", "Pace", "expected_tokens"]
 
 #: drafts a round at most
 MOST = 32
+_CHOICES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, MOST)  # few: verification learns what agrees for each by itself
 _FIRST = (4, 8, 2)  # of the first rounds: three lengths, so that times can be fitted
 _MEMORY = 24  # rounds
 _PROBE = 64  # rounds without drafts until one is tried again
@@ -48,7 +49,8 @@ class Pace:
 
     def choose(self, room: int) -> int:
         """Return how many tokens to draft, at most `room`."""
-        self.k = max(0, min(room, MOST, self._wanted()))
+        wanted, room = self._wanted(), max(0, min(room, MOST))
+        self.k = min(room, wanted) if self.fixed is not None else max(k for k in _CHOICES if k <= min(room, wanted))
         return self.k
 
     def _wanted(self) -> int:
@@ -67,7 +69,7 @@ class Pace:
         def pace(k: int) -> float:
             return expected_tokens(self.acceptance, k) / (k * (draft_s + slope_s) + base_s if k else plain_s)
 
-        return max(range(MOST + 1), key=pace)
+        return max(_CHOICES, key=pace)
 
     def _verify_line(self) -> tuple[float, float]:
         """(base, slope) of the verification's seconds by the number of drafts: least squares, neither negative."""

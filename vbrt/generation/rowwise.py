@@ -320,7 +320,7 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
 def _by_query(
     attend: Callable, module: Any, query: torch.Tensor, pairs: Sequence[tuple], masks: Sequence[Any], kwargs: dict
 ) -> torch.Tensor:
-    queries = query.split(1, 2)
+    queries = _each(query, 2)
     return torch.cat(
         [attend(module, q, *pair, mask, **kwargs)[0] for q, pair, mask in zip(queries, pairs, masks, strict=True)], 1
     )
