@@ -11,7 +11,8 @@ def speculation_table(path: Path) -> list[str]:
     result = json.loads(path.read_text())
     where, rows = result["machine"], result["rows"]
     named = where["gpu"] or f"{where['cpu']}, {where['cores']} cores"
-    out = [f"## self-speculation, {named}", "", *([f"{result['note']}.", ""] if "note" in result else [])]
+    kind = "a trained model" if any("drawn" in row for row in rows) else "8B shape"
+    out = [f"## self-speculation, {kind}, {named}", "", *([f"{result['note']}.", ""] if "note" in result else [])]
     out += _plain(rows)
     out += _forced([row for row in rows if "acceptance_forced" in row])
     out += _trained([row for row in rows if "drawn" in row])
