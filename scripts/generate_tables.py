@@ -60,20 +60,21 @@ def _row(row: dict) -> str:
 _SHARES = (
     "With a share of the pages' bytes for tiers.gpu, the ring that the others pass through included. The limit is the "
     "larger of the bytes beyond the share at the link's rate and the resident step; the ring takes the rest of "
-    "the bytes that move."
+    "the bytes that move. The bound is 1.1 times the larger, and 1 ms; by what moves, or beyond the share. New tokens: "
 )
 
 
 def _share_table(shares: list[dict]) -> list[str]:
     lines = [
-        _SHARES,
+        f"{_SHARES}{', '.join(sorted({str(row['new']) for row in shares}))}.",
         "",
-        "| held as | share % | ms a token | limit ms | moved bytes, at the link's rate, ms | ms over 1.1 × limit + 1 |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| held as | share % | ms a token | limit ms | moved bytes over the link, ms | of the bound | by what moves |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in shares:
-        bound = 1.1 * row["limit_ms"] + 1
-        figures = f"{row['ms']:.1f} | {row['limit_ms']:.1f} | {row.get('moved_ms', 0.0):.1f} | {row['ms'] / bound:.2f}"
+        ms, limit, moved = row["ms"], row["limit_ms"], row["moved_ms"]
+        bounds = 1.1 * limit + 1, 1.1 * max(limit, moved) + 1
+        figures = f"{ms:.1f} | {limit:.1f} | {moved:.1f} | {ms / bounds[0]:.2f} | {ms / bounds[1]:.2f}"
         lines.append(f"| {row['held']} | {row['share']} | {figures} |")
     return [*lines, ""]
 

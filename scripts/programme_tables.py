@@ -99,8 +99,9 @@ def _lora(of: dict) -> list[str]:
 def _dense(of: dict) -> list[str]:
     what = (
         f"`dense`, all resident, one token, eager, taking turns with the unwrapped model: {of['wrapped_ms']:.2f} ms "
-        f"against {of['unwrapped_ms']:.2f} ({of['ratio']:.3f}×). With nothing but the product on each page: "
-        f"{of['bare_ms']:.2f}; so what is left is not Python around it, and differs from run to run."
+        f"against {of['unwrapped_ms']:.2f} ({of['ratio']:.3f}×). Without the hook that marks passes: "
+        f"{of['unhooked_ms']:.2f}; with nothing but the product on each page: {of['bare_ms']:.2f}. The host varies by "
+        "more than what is between these."
     )
     return [what]
 

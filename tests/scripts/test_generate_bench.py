@@ -44,7 +44,16 @@ def test_a_case_that_fails_leaves_its_error_and_the_others_run(capsys):
 def test_the_table_has_every_case_and_the_plot_every_share(tmp_path):
     rows = [
         {"case": "fp4", "batch": 1, "ms": 2.5, "replay_ms": 2.0, "captured": 127, "eager": 0, "record_ms": 300.0},
-        {"case": "fp4, 50 %", "batch": 1, "ms": 40.6, "share": 50, "limit_ms": 36.0, "held": "fp4", "moved_ms": 37.0},
+        {
+            "case": "fp4, 50 %",
+            "batch": 1,
+            "ms": 40.6,
+            "share": 50,
+            "limit_ms": 36.0,
+            "held": "fp4",
+            "moved_ms": 37.0,
+            "new": 32,
+        },
         {"case": "cold: fp4", "first_ms": 950.0, "compiled_first": 4, "compiled_first_ms": 300.0, "compiled_later": 9},
         {"case": "failed", "batch": 1, "error": "x"},
     ]
@@ -55,5 +64,5 @@ def test_the_table_has_every_case_and_the_plot_every_share(tmp_path):
     assert "| fp4 | 1 | 2.50 | 2.00 | – | 300 | 127 of 127 | – |" in lines
     assert "failed" not in "".join(lines)
     assert (tmp_path / "generate-gpu.svg").exists()
-    assert "| fp4 | 50 | 40.6 | 36.0 | 37.0 | 1.00 |" in lines and "| fp4 | 950 | 4 | 300 | 9 |" in lines
+    assert "| fp4 | 50 | 40.6 | 36.0 | 37.0 | 1.00 | 0.97 |" in lines and "| fp4 | 950 | 4 | 300 | 9 |" in lines
     assert curves(rows)["fp4"] == {50: 40.6}
