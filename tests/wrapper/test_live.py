@@ -18,9 +18,15 @@ def test_off_a_terminal_there_are_lines_on_stderr_the_last_one_at_the_end(capsys
     vb = wrap(mlp())
     with vb.live(every_s=0.01), torch.no_grad():
         vb(torch.randn(1, 64))
-        time.sleep(0.05)
         print("an output")
-    out, err = capsys.readouterr()
+        out, err = "", ""
+        for _ in range(500):
+            time.sleep(0.01)
+            more = capsys.readouterr()
+            out, err = out + more.out, err + more.err
+            if err.count("\n") == 2:
+                break
+    err += capsys.readouterr().err
     assert out == "an output\n" and "\x1b" not in err
     lines = err.splitlines()
     assert len(lines) > 2 and all(line.startswith(f"vbrt: process {os.getpid()} · Sequential") for line in lines)

@@ -84,12 +84,14 @@ class _View:
 
     def tick(self, _: Live) -> float:
         """Show a sample; return the seconds until the next."""
-        if self._screen is None:
+        is_first = self._screen is None
+        if is_first:
             self._begin()
         begun = time.thread_time()
         self._history.add(sample(self._runtime))
         self._screen.show(self._history)
-        return max(self._every_s, REST * (time.thread_time() - begun))
+        spent = 0.0 if is_first else time.thread_time() - begun  # the first one has imported what draws
+        return max(self._every_s, REST * spent)
 
     def _begin(self) -> None:
         from rich.console import Console
