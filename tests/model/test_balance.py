@@ -1,0 +1,21 @@
+"""When the budget "auto" looks at the GPU's free memory."""
+
+from types import SimpleNamespace
+
+import torch
+
+from vbrt.model import balance
+
+
+def test_a_long_look_is_followed_by_a_longer_wait(monkeypatch):
+    clock = SimpleNamespace(now=5.0)
+    monkeypatch.setattr(balance, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda: {"num_ooms": 0})
+    of = balance.GpuBalance(1 << 30)
+    assert of.due()
+    for seconds, wait in ((0.0, 0.1), (0.001, 0.5), (1.0, 2.0)):
+        of.looked(seconds)
+        clock.now += wait - 0.01
+        assert not of.due()
+        clock.now += 0.02
+        assert of.due()
