@@ -125,6 +125,7 @@ def recorded_meanwhile(vb: vbrt.VBModelWrapper) -> dict[str, object]:
             try:
                 sample(vb.runtime)
                 taken[0] += 1
+                time.sleep(0.0005)  # or the interpreter would do nothing else
             except Exception as error:  # noqa: BLE001 - it is reported
                 errors.append(repr(error))
 
@@ -147,7 +148,7 @@ def sample_us(vb: vbrt.VBModelWrapper) -> dict[str, float]:
     return {"sample_us": statistics.median(looks) * 1e6, "count_a_pass_us": note * 1e6}
 
 
-def share_of_a_core(vb: vbrt.VBModelWrapper, seconds: float = 4.0) -> dict[str, float]:
+def share_of_a_core(vb: vbrt.VBModelWrapper, seconds: float = 2.0) -> dict[str, float]:
     """Return what watching takes of one core of the watched process, in percent, while that does nothing else."""
     shares = {}
     for case, watched in CASES.items():
@@ -158,27 +159,26 @@ def share_of_a_core(vb: vbrt.VBModelWrapper, seconds: float = 4.0) -> dict[str, 
     return shares
 
 
-def measure(args: argparse.Namespace) -> dict[str, object]:
-    figures: dict[str, object] = {}
+def measure(args: argparse.Namespace, figures: dict[str, object]) -> Iterator[None]:
+    """Add figures, part by part."""
     cuda = torch.cuda.is_available()
     model = llama_8b(args.layers) if cuda else small()
     budget = {"gpu": {"budget": "24GiB"} if cuda else {"enabled": False}}
     vb = vbrt.wrap(model, "fp4", tiers=budget, weights={"min_parameters": 0}).materialize(progress=False)
-    with torch.no_grad():
-        figures["recorded meanwhile"] = recorded_meanwhile(vb)
-        ms_a_token(vb, args.new)  # whatever is made once is made
-        figures["resident"] = in_turns(vb, args.rounds, args.new)
-        figures |= sample_us(vb)
-        figures["percent of a core"] = share_of_a_core(vb)
-        if cuda:
-            pages = sum(page.nbytes for page in vb.stack.pages.values())
-            vb.close()
-            del vb, model
-            model = llama_8b(args.layers)
-            vb = vbrt.wrap(model, "fp4", tiers={"gpu": {"budget": pages // 2}}).materialize(progress=False)
-            ms_a_token(vb, 30)
-            figures["half of the pages on the GPU"] = in_turns(vb, max(2, args.rounds // 2), max(20, args.new // 15))
-    return figures
+    figures["recorded meanwhile"] = recorded_meanwhile(vb)
+    figures |= sample_us(vb)
+    figures["percent of a core"] = share_of_a_core(vb)
+    yield
+    ms_a_token(vb, args.new)  # whatever is made once is made
+    figures["resident"] = in_turns(vb, args.rounds, args.new)
+    yield
+    if cuda:
+        pages = sum(page.nbytes for page in vb.stack.pages.values())
+        vb.stack.rehome(dict.fromkeys(vb.stack.pages, "cpu"))
+        vb.set_budget("gpu", pages // 2)
+        ms_a_token(vb, 30)
+        figures["half of the pages on the GPU"] = in_turns(vb, max(2, args.rounds // 2), max(20, args.new // 15))
+        yield
 
 
 def main() -> None:
@@ -188,9 +188,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    figures = measure(args)
-    if args.out:
-        args.out.write_text(json.dumps({"machine": machine(), "figures": figures}, indent=1) + "\n")
+    figures: dict[str, object] = {}
+    begun = time.perf_counter()
+    for _ in measure(args, figures):
+        print(f"after {time.perf_counter() - begun:.1f} s", flush=True)
+        if args.out:
+            args.out.write_text(json.dumps({"machine": machine(), "figures": figures}, indent=1) + "\n")
     for name, of in figures.items():
         rows = of if isinstance(of, dict) else {}
         if all(isinstance(row, dict) for row in rows.values()) and rows:
