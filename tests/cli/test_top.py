@@ -187,3 +187,23 @@ def test_of_several_processes_one_is_chosen(capsys, monkeypatch):
         monkeypatch.setattr(sys.stdin, "readline", lambda: "7\n")
         assert cli.main(["top", "--json"]) == 2
         assert f"'7'; expected one of {first}, {second}" in capsys.readouterr().err
+
+
+def test_a_dumb_terminal_and_one_that_knows_ascii_only_get_lines(monkeypatch):
+    with running() as pid:
+        environment = os.environ | {"TERM": "dumb", "PYTHONIOENCODING": "ascii", "NO_COLOR": "1"}
+        seen = b""
+        top_pid, terminal = pty.fork()
+        if not top_pid:
+            try:
+                os.environ.update(environment)
+                sys.stdout = open(1, "w", encoding="ascii", closefd=False)
+                cli.main(["top", str(pid), "--every", "0.1"])
+            finally:
+                os._exit(1)
+        while seen.count(b"passes/s") < 2:
+            seen += os.read(terminal, 1 << 16)
+        os.kill(top_pid, signal.SIGKILL)
+        os.waitpid(top_pid, 0)
+        os.close(terminal)
+    assert b"\x1b" not in seen and seen.startswith(f"process {pid} ? Sequential ? ".encode())

@@ -119,7 +119,8 @@ def _interrupt(*_: object) -> None:
 
 class _Lines:
     def show(self, history: History) -> None:
-        print(plain_line(history), flush=True)
+        encoding = sys.stdout.encoding or "utf-8"
+        print(plain_line(history).encode(encoding, "replace").decode(encoding), flush=True)
 
     def end(self) -> None:
         pass
