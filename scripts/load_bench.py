@@ -264,7 +264,7 @@ def about(args: argparse.Namespace) -> dict:
 
 def loads(args: argparse.Namespace, parts: set[str]) -> Iterator[tuple[str, dict]]:
     """Load each checkpoint as often as the parts say."""
-    for turn in (t for t in ("first", "load", "cached", "convert", "heap", "unread", "profile") if t in parts):
+    for turn in (t for t in ("first", "cached", "load", "convert", "heap", "unread", "profile") if t in parts):
         for kind in KINDS[turn == "heap" :] if time.perf_counter() < args.until else ():
             files = sorted((args.directory / kind).glob("*.safetensors"))
             gigabytes = sum(file.stat().st_size for file in files) / 1e9
@@ -308,9 +308,9 @@ def results(args: argparse.Namespace, parts: set[str]) -> Iterator[tuple[str, di
     for part in ("make", "drive"):
         if part in parts:
             yield part, alone(part, args)
-    yield from loads(args, parts)
     if "encoder" in parts:
         yield "encoder", alone("encoder", args)
+    yield from loads(args, parts)
 
 
 def table(found: dict) -> Iterator[str]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.models import wrap
-from vbrt.host.mapped import page_out
+from vbrt.host.mapped import page_out, populate
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="madvise(MADV_PAGEOUT) is Linux's")
 MiB = 1 << 20
@@ -94,3 +94,13 @@ def test_what_is_not_mapped_from_a_file_is_left_alone(tmp_path):
         torch.empty(0),
     ):
         assert page_out(other) == 0
+
+
+def test_a_mapped_weight_is_mapped_as_a_whole_and_one_on_the_heap_is_left(tmp_path):
+    path = tmp_path / "weight"
+    path.write_bytes(os.urandom(3 * MiB))
+    mapped = torch.from_file(str(path), shared=False, size=3 * MiB, dtype=torch.uint8)[5 : 2 * MiB]
+    if populate(mapped):  # Linux 5.14
+        assert resident(path) >= 2 * MiB
+    assert bytes(mapped.numpy()) == path.read_bytes()[5 : 2 * MiB]
+    assert not populate(torch.zeros(3 * MiB, dtype=torch.uint8))

@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["page_out"]
+__all__ = ["page_out", "populate"]
 
-_MADV_PAGEOUT = 21  # Linux 5.4; Python's mmap has no name for it
+_MADV_PAGEOUT, _MADV_POPULATE_READ = 21, 22  # Linux 5.4, 5.14; Python's mmap has no names for them
 _NO_FILES = (b"/dev/", b"/memfd:", b"/SYSV")  # shared memory, which has no file to come back from but swap
 
 
@@ -36,6 +36,15 @@ def page_out(weight: torch.Tensor) -> int:
     if end <= first or not _is_mapped_file(first, end):
         return 0
     return end - first if _madvise()(first, end - first, _MADV_PAGEOUT) == 0 else 0
+
+
+def populate(weight: torch.Tensor) -> bool:
+    """Map the pages of a contiguous weight that is mapped from a file all at once, ahead of a read from end to end: a
+    page fault for every few of them takes longer than the read. False where the system cannot; nothing is lost then."""
+    if sys.platform != "linux" or weight.device.type != "cpu" or weight.untyped_storage().resizable():
+        return False
+    first = weight.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    return _madvise()(first, weight.data_ptr() + weight.nbytes - first, _MADV_POPULATE_READ) == 0
 
 
 def _is_mapped_file(first: int, end: int) -> bool:

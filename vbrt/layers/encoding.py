@@ -11,6 +11,7 @@ from vbrt.formats.base import EncodedGroup
 from vbrt.formats.fine import fine_layout, split_fine
 from vbrt.formats.page import PageLayout
 from vbrt.formats.separation import Separation
+from vbrt.host.mapped import populate
 from vbrt.kernels import PageOrder, resolve
 from vbrt.layers.spec import HandleSpec
 from vbrt.tiers import Level
@@ -158,6 +159,7 @@ def uploaded(weight: torch.Tensor, level: Level) -> torch.Tensor:
         return weight
     if type(weight) not in _PLAIN or weight.is_pinned() or not weight.is_contiguous():
         return weight
+    populate(weight)
     origin = weight.detach().view(-1).view(torch.uint8)
     there = level.relay.filled(
         weight.nbytes, lambda part, at: part.copy_(origin[at : at + part.numel()]), level.tier.device
