@@ -12,10 +12,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 import torch.nn.functional as F
 
-from scripts.gpu_timing import BF16, CUDA, Shape, error, machine, plain, planes_of, say, side_by_side
+from scripts.gpu_timing import BF16, CUDA, Shape, error, machine, plain, planes_of, say
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.host.files import write_file
 from vbrt.kernels import resolve
@@ -49,7 +49,7 @@ SHAPES: tuple[Shape, ...] = (
 )
 TOKENS = (65, 72, 90, 100, 120, 136, 160, 200, 240, 300, 320, 400, 500, 640, 777, 1000, 1500, 2000, 3000, 4096)
 ROTATED_BYTES = 120 << 20  # of 4-bit weights
-FEWEST, FEWEST_CALLS = 3, 4
+FEWEST, FEWEST_CALLS, REPEATS = 3, 4, 7
 
 
 def choice_of(shape: Shape, tokens: int) -> Choice:
@@ -64,7 +64,8 @@ def kinds(formats: tuple[str, ...], shapes: tuple[Shape, ...]) -> list[tuple[str
         for shape in shapes:
             for tokens in TOKENS:
                 choice = choice_of(shape, tokens)
-                kernel = (choice.tokens, choice.cut > 0) if isinstance(choice, PersistentLaunch) else choice
+                cuts = choice.cut > 0 if isinstance(choice, PersistentLaunch) else None
+                kernel = choice if cuts is None else (choice.tokens, cuts, choice.ordered)
                 cases.setdefault((format, kernel), (format, shape, tokens))
     return list(cases.values())
 
@@ -92,6 +93,43 @@ def multiply(x: torch.Tensor, planes: WeightPlanes) -> torch.Tensor:
     return resolve("linear", "auto", CUDA, planes.format).run(x, planes)
 
 
+class Recorder:
+    """Records graphs into one pool of memory: `torch.cuda.graph` empties caches each time, which takes longer than all
+    that is timed."""
+
+    def __init__(self) -> None:
+        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        kept = torch.zeros(1, device=CUDA)
+        self._kept = self.record([partial(kept.add_, 1)])  # the pool lives as long as one of its graphs
+
+    def record(self, calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            calls[0]()
+            torch.cuda.synchronize()
+            graph.capture_begin(pool=self._pool)
+            try:
+                for call in calls:
+                    call()
+            finally:
+                graph.capture_end()
+        torch.cuda.synchronize()
+        return graph
+
+    def side_by_side(self, *sets: list[Callable[[], object]]) -> list[float]:
+        """For each set of calls the median microseconds of one; the graphs of the sets take turns."""
+        graphs, times = [self.record(calls) for calls in sets], [[] for _ in sets]
+        for _ in range(REPEATS):
+            for graph, own in zip(graphs, times, strict=True):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                graph.replay()
+                end.record()
+                torch.cuda.synchronize()
+                own.append(start.elapsed_time(end) * 1e3)
+        return [median(own) / len(calls) for own, calls in zip(times, sets, strict=True)]
+
+
 def copies_of(planes: WeightPlanes, count: int) -> list[WeightPlanes]:
     """The same planes in other memory."""
     others = ({name: tensor.clone() for name, tensor in planes.coarse.items()} for _ in range(count - 1))
@@ -106,7 +144,7 @@ def route(x: torch.Tensor, planes: WeightPlanes) -> str:
     return str(choice_of((k, n), x.shape[0]) or "decode+matmul")
 
 
-def rows_of(format: str, shape: Shape) -> Iterator[dict[str, object]]:
+def rows_of(format: str, shape: Shape, recorder: Recorder) -> Iterator[dict[str, object]]:
     """A row for each number of tokens."""
     k, n = shape
     dense = torch.randn(n, k, device=CUDA, dtype=BF16) * 0.02
@@ -119,7 +157,7 @@ def rows_of(format: str, shape: Shape) -> Iterator[dict[str, object]]:
         y = multiply(x, planes)
         used = max(FEWEST_CALLS, count) if m * n * k < 1 << 34 else FEWEST_CALLS
         theirs = [partial(F.linear, x, w) for w in weights[:used]]
-        bf16, us = side_by_side(theirs, [partial(multiply, x, p) for p in every[:used]], repeats=7)
+        bf16, us = recorder.side_by_side(theirs, [partial(multiply, x, p) for p in every[:used]])
         yield {
             "format": format,
             "k": k,
@@ -162,11 +200,11 @@ def main() -> None:
     formats, shapes = tuple(options.formats.split(",")), SHAPES[: options.shapes]
     compile_ahead(formats, shapes)
     gc.freeze()  # recording a graph collects garbage
-    result, rows = machine(), []
+    result, rows, recorder = machine(), [], Recorder()
     path = options.out / f"valley-{torch.cuda.get_device_name().lower().replace(' ', '-')}.json"
     for format in formats:
         for shape in shapes:
-            for row in rows_of(format, shape):
+            for row in rows_of(format, shape, recorder):
                 say(row)
                 rows.append(row)
             torch.cuda.empty_cache()

@@ -200,6 +200,8 @@ CASES = [  # the launch, then (format, tokens, n, k, activation)
     (PersistentLaunch(1, 160), ("nvfp4", 70, 120, 520, "none")),
     (PersistentLaunch(0, 128), ("mxfp4", 130, 200, 328, "silu")),
     (PersistentLaunch(3, 32), ("nvfp4", 70, 120, 520, "relu")),
+    (PersistentLaunch(1, 96, ordered=True), ("nvfp4", 70, 120, 330, "none")),
+    (PersistentLaunch(0, 128, ordered=True), ("mxfp4", 130, 200, 328, "silu")),
 ]
 
 
@@ -212,7 +214,7 @@ def test_hundreds_of_tokens(case, copies, gpu):
     x, bias = torch.randn(tokens, k + 8).bfloat16()[:, :k], torch.randn(n).bfloat16()
     y = launches.persistent(x, launches.codes_of(weight_of(planes)), bias, activation, launch)
     assert error(y, reference.ACTIVATIONS[activation](x.double() @ weight.T + bias.double())) < 3e-3
-    assert gpu == ["persistent_kernel"]
+    assert gpu == ["order_kernel", "persistent_kernel"][not launch.ordered :]
 
 
 @matrix(name=table_linear.FORMATS, k=[520, 328], launch=[PersistentLaunch(0, 64), PersistentLaunch(2, 160)])

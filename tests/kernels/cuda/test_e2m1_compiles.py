@@ -213,11 +213,17 @@ def test_the_hopper_kernel_compiles_to_warpgroup_instructions(name, tokens, row_
 
 
 @pytest.mark.parametrize(
-    ("name", "bias", "tokens", "pieces"),
-    [("nvfp4", False, 256, 1), ("mxfp4", True, 256, 1), ("nvfp4", False, 192, 2), ("nvfp4", False, 224, 3)],
+    ("name", "bias", "tokens", "pieces", "ordered"),
+    [
+        ("nvfp4", False, 256, 1, False),
+        ("mxfp4", True, 256, 1, False),
+        ("nvfp4", False, 192, 2, False),
+        ("nvfp4", False, 224, 3, False),
+        ("nvfp4", False, 192, 2, True),
+    ],
 )
 @pytest.mark.exhaustive  # each takes ten seconds; the emulator runs the kernel by default
-def test_the_persistent_kernel_keeps_instructions_in_flight(name, bias, tokens, pieces, tmp_path):
+def test_the_persistent_kernel_keeps_instructions_in_flight(name, bias, tokens, pieces, ordered, tmp_path):
     pytest.importorskip("triton.experimental.gluon")
     import triton
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -241,6 +247,7 @@ def test_the_persistent_kernel_keeps_instructions_in_flight(name, bias, tokens, 
         "TOKENS": tokens,
         "CUT_TILES": not bias,
         "CODES": "e8m0" if name == "mxfp4" else "e4m3",
+        "ORDERED": ordered,
         "ACTIVATION": activation,
         "HAS_BIAS": bias,
         "DEPENDENT": True,

@@ -96,7 +96,8 @@ def test_carried_pointers_match_float64(name, shape):
 @pytest.mark.parametrize("shape", [(16896, 2048), (16890, 1032), (33000, 392), (33792, 2730)], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_persistent_kernel_matches_float64(name, shape, monkeypatch):
-    monkeypatch.setattr(e2m1_linear, "choose", lambda *_: PersistentLaunch(0, 192 if name == "mxfp4" else 256))
+    launch = PersistentLaunch(0, 192, ordered=True) if name == "mxfp4" else PersistentLaunch(0, 256)
+    monkeypatch.setattr(e2m1_linear, "choose", lambda *_: launch)
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("for sm_90")
     planes, _, weight = case(name, shape)
@@ -124,7 +125,7 @@ def test_tiles_of_the_persistent_kernel_that_are_cut(name, shape, monkeypatch):
     planes, _, weight = case(name, shape)
     for (tokens, block), cut in itertools.product(((3, 32), (130, 96), (700, 256), (700, 224), (2049, 160)), (1, 2)):
         tiles = -(-tokens // block) * -(-shape[0] // 128)
-        launch = PersistentLaunch(tiles // cut, block)
+        launch = PersistentLaunch(tiles // cut, block, ordered=block < 256)
         monkeypatch.setattr(e2m1_linear, "choose", lambda *_, launch=launch: launch)
         x = torch.randn(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
         bias = torch.randn(shape[0], device="cuda", dtype=torch.bfloat16)

@@ -13,11 +13,11 @@ from vbrt.kernels.cuda.launch_table import (
     PersistentLaunch,
     WideLaunch,
     _persistent_times,
+    _wide_times,
     choose,
     fused_limit,
     launch_for,
     pairs_are_alone,
-    persistent_for,
     persistent_tiles,
     rows_for,
     table_for,
@@ -85,9 +85,10 @@ COUNTS = (1, 17, 65, 100, 128, 200, 300, 777, 1000, 2048, 4096)
 
 def test_every_launch_of_the_persistent_kernel_is_one_that_it_can_run():
     for processors, (n, columns), tokens in itertools.product((132, 114, 78), SHAPES, COUNTS):
-        launches = [launch for _, launch in _persistent_times(processors, tokens, n, columns, 1.0)]
+        launches = [launch for _, launch in _persistent_times(Gpu(9, processors), tokens, n, columns, True)]
         assert len({launch.tokens for launch in launches}) == min(8, -(-tokens // 32))
-        for cut, block, programs in launches:
+        for cut, block, programs, ordered in launches:
+            assert ordered
             tiles, pairs = persistent_tiles(tokens, n, block), -(-columns // 2)
             assert block % 32 == 0 and 32 <= block <= 256 and 0 <= cut <= tiles
             if programs:  # each tile by as many of them, each with a range of K
@@ -95,20 +96,32 @@ def test_every_launch_of_the_persistent_kernel_is_one_that_it_can_run():
                 assert programs // tiles <= pairs
 
 
+def test_every_launch_of_the_wide_kernel_is_one_that_it_can_run():
+    for processors, (n, columns), tokens in itertools.product((132, 78), SHAPES, COUNTS):
+        for _, wide in _wide_times(Gpu(9, processors), tokens, n, columns):
+            assert 3 <= wide.ring and wide.ring * (wide.warps * 32 * 36 + wide.tokens * 256) <= 227 << 10
+            programs = -(-n // (16 * wide.warps)) * -(-tokens // wide.tokens)
+            assert programs * wide.splits <= processors or wide[1:3] == (16, 1)
+            assert 2 * wide.splits <= columns or wide.splits == 1
+    assert not list(_wide_times(Gpu(9, PROCESSORS), 513, 4096, 32))
+
+
 def test_tiles_of_the_persistent_kernel_fit_the_tokens():
     gpu = Gpu(9, PROCESSORS)
     for (n, columns), tokens in itertools.product(SHAPES, range(256, 1025, 37)):
-        launch = persistent_for(gpu, tokens, n, columns)
-        if launch is not None:
+        launch = choose(gpu, tokens, 1, n, columns)
+        if isinstance(launch, PersistentLaunch):
             padded = -(-tokens // launch.tokens) * launch.tokens
             assert padded <= 1.34 * tokens, (n, columns, tokens, launch)
 
 
 def test_the_persistent_kernel_is_for_its_gpus_and_numbers_of_tokens():
-    assert persistent_for(Gpu(9, PROCESSORS), 4096, 14336, 32) is not None
-    assert persistent_for(Gpu(9, PROCESSORS), 4097, 14336, 32) is None
-    assert persistent_for(Gpu(9, PROCESSORS), 0, 14336, 32) is None
-    assert not any(persistent_for(Gpu(major, PROCESSORS), 2048, 4096, 32) for major in (8, 10, 12))
+    def is_persistent(major, tokens, n):
+        return isinstance(choose(Gpu(major, PROCESSORS), tokens, 1, n, 32), PersistentLaunch)
+
+    assert is_persistent(9, 4096, 14336) and not is_persistent(9, 4097, 14336) and not is_persistent(9, 0, 14336)
+    assert not any(is_persistent(major, 2048, 4096) for major in (8, 10, 12))
+    assert table_for(Gpu(9, PROCESSORS), 0, 14336, 32) is None
     assert table_for(Gpu(9, PROCESSORS), 100, 13824, 40) is not None
     assert table_for(Gpu(9, PROCESSORS), 4096, 6144, 32) is None  # decoding is a small part then
 

@@ -33,7 +33,6 @@ __all__ = [
     "grouped_stages",
     "launch_for",
     "pairs_are_alone",
-    "persistent_for",
     "persistent_tiles",
     "rows_for",
     "table_for",
@@ -82,12 +81,14 @@ class WideLaunch(NamedTuple):
 class PersistentLaunch(NamedTuple):
     """The kernel for the most tokens on sm_90, on tiles of 128 rows by `tokens` of the result.
 
-    cut: tiles that all programs share along K. programs: how many there are; 0 for as many as can run.
+    cut: tiles that all programs share along K. programs: how many there are; 0 for as many as can run. ordered: a
+    launch before it puts the activations in the order of the tiles' columns, so that codes are decoded as they lie.
     """
 
     cut: int
     tokens: int = 256
     programs: int = 0
+    ordered: bool = False
 
 
 class RowsLaunch(NamedTuple):
@@ -190,16 +191,27 @@ _OWN_REDUCTION_TOKENS = 128
 PERSISTENT_ROWS, PERSISTENT_WARPS = 128, 4
 #: from here on decoding costs next to nothing beside the vendor's matmul, and that was the faster by 1 to 2 %
 _PERSISTENT_MOST = 4096
-#: The rest are estimates in microseconds, fitted to 512 shapes and numbers of tokens on an H200; they are off by 6 %
-#: (root mean square), the vendor's matmul by 9 %.
-#: tokens of a tile of the persistent kernel -> two of its columns: up to 128 decoding takes most of it
-_PAIR_US = {32: 1.19, 64: 1.66, 96: 1.71, 128: 1.87, 160: 2.13, 192: 2.28, 224: 2.62, 256: 2.63}
+#: The rest are estimates in microseconds, fitted to 3800 launches of 32 shapes on an H200; they are off by 6 %
+#: (root mean square).
+#: tokens of a tile of the persistent kernel -> two of its columns, with activations as they are and in the tiles' order
+_PAIR_US = {
+    32: (1.2, 1.11),
+    64: (1.59, 1.23),
+    96: (1.71, 1.65),
+    128: (1.85, 1.52),
+    160: (2.14, 1.84),
+    192: (2.29, 2.08),
+    224: (2.8, 2.63),
+    256: (2.72, 2.82),
+}
+#: putting activations in that order: a launch, and for each token and column
+_ORDER_US = (0.5, 1e-4)
 #: the same for codes that are looked up in a table, over that
-_TABLE_WORK = 1.22
+_TABLE_WORK = 1.27
 #: bytes of activations that stay in the second-level cache while programs read different columns of them
 _CUT_BYTES = 48 << 20
-#: the wide kernel: two columns of a program of so many warps with 128 tokens
-_WIDE_US = {4: 0.865, 8: 1.48, 16: 2.8}
+#: the wide kernel: a column of a program of so many tokens and warps
+_WIDE_US = {(64, 4): 0.3, (64, 8): 0.49, (128, 4): 0.46, (128, 8): 0.725, (128, 16): 1.425}
 #: the vendor's matmul: tiles (tokens, rows) that it may take
 _MATMUL_TILES = ((64, 64), (64, 128), (128, 128), (128, 256), (256, 128))
 
@@ -209,11 +221,7 @@ def choose(gpu: Gpu, tokens: int, summands: int, n: int, columns: int) -> Choice
     """The kernel that multiplies `tokens` tokens, each a sum of so many bf16 summands, by a weight of n rows."""
     rows, row_tiles = tokens * summands, -(-n // 16)
     if rows > _WIDE_ALONE and summands == 1 and gpu.major in WIDE:
-        launch = persistent_for(gpu, tokens, n, columns)
-        if launch is not None:
-            return launch
-        if _matmul_us(gpu, tokens, n, columns) < _wide_us(gpu, tokens, n, columns):
-            return None
+        return _fastest(gpu, tokens, n, columns)
     if rows > fused_limit(gpu.major):
         return None
     return wide_for(gpu.major, rows, row_tiles, columns) or launch_for("linear", gpu.major, rows, row_tiles, columns)
@@ -269,65 +277,80 @@ def wide_for(major: int, tokens: int, row_tiles: int, columns: int) -> WideLaunc
     return WideLaunch(block, warps, splits, ring)
 
 
-@functools.lru_cache(maxsize=4096)
-def persistent_for(gpu: Gpu, tokens: int, n: int, columns: int) -> PersistentLaunch | None:
-    """The fastest launch of the persistent kernel for a weight of n rows, or None where another kernel is faster.
-
-    Compares estimates of the time that each kernel takes, fitted to measurements.
-    """
-    us, launch = _fastest(gpu, tokens, n, columns, 1.0)
-    return launch if us <= min(_wide_us(gpu, tokens, n, columns), _matmul_us(gpu, tokens, n, columns)) else None
+def _fastest(gpu: Gpu, tokens: int, n: int, columns: int) -> Choice:
+    """The launch with the least estimated time of all that can multiply more tokens than `_WIDE_ALONE` in bf16."""
+    launches: list[tuple[float, Choice]] = [(_matmul_us(gpu, tokens, n, columns), None)]
+    launches += _wide_times(gpu, tokens, n, columns)
+    launches += _persistent_times(gpu, tokens, n, columns, False)
+    launches += _persistent_times(gpu, tokens, n, columns, True)
+    return min(launches, key=lambda launch: launch[0])[1]
 
 
 @functools.lru_cache(maxsize=4096)
 def table_for(gpu: Gpu, tokens: int, n: int, columns: int) -> PersistentLaunch | None:
-    """As `persistent_for`, for codes that stand for entries of a table."""
-    us, launch = _fastest(gpu, tokens, n, columns, _TABLE_WORK)
+    """The fastest launch of the persistent kernel for codes that stand for entries of a table and a weight of n rows,
+    or None where decoding and the vendor's matmul are faster."""
+    launches = [*_persistent_times(gpu, tokens, n, columns, False, _TABLE_WORK), (math.inf, None)]
+    us, launch = min(launches, key=lambda launch: launch[0])
     return launch if us <= _matmul_us(gpu, tokens, n, columns) else None
 
 
-def _fastest(gpu: Gpu, tokens: int, n: int, columns: int, work: float) -> tuple[float, PersistentLaunch | None]:
-    """(Microseconds, launch) of the persistent kernel where a column takes `work` times as long as one of tiles."""
-    if gpu.major not in WIDE or not 0 < tokens <= _PERSISTENT_MOST:
-        return math.inf, None
-    return min(_persistent_times(gpu.processors, tokens, n, columns, work))
-
-
 def _persistent_times(
-    processors: int, tokens: int, n: int, columns: int, work: float
+    gpu: Gpu, tokens: int, n: int, columns: int, ordered: bool, work: float = 1.0
 ) -> Iterator[tuple[float, PersistentLaunch]]:
-    """(Microseconds, launch) of the persistent kernel with tiles of each number of tokens."""
-    pairs = -(-columns // 2)
-    for block, tile_us in _PAIR_US.items():
-        pair_us = work * tile_us
+    """(Microseconds, launch) of the persistent kernel with tiles of each number of tokens.
+
+    work: time of a column over that of one in tiles.
+    """
+    if gpu.major not in WIDE or not 0 < tokens <= _PERSISTENT_MOST:
+        return
+    order_us = _ORDER_US[0] + _ORDER_US[1] * tokens * columns if ordered else 0.0
+    for block, pair_us in _PAIR_US.items():
         if block >= tokens + 32:
             break
-        tiles = persistent_tiles(tokens, n, block)
-        rounds = -(-tiles // processors)
-        store_us = 0.4 + 0.012 * max(0, block - 128)
-        yield 1.9 + rounds * (pairs * pair_us + store_us), PersistentLaunch(0, block)
-        if tokens * columns * 256 > _CUT_BYTES:
-            continue
-        parts = min(processors // tiles, pairs)
-        if parts > 1:  # each tile by as many programs
-            sums_us = parts * (0.2 + 0.005 * block)
-            launch = PersistentLaunch(tiles, block, tiles * parts)
-            yield 2.5 + 0.012 * block + -(-pairs // parts) * pair_us + sums_us, launch
-        if 2 * tiles > processors and tiles % processors:
-            share = tiles / processors
-            us = 3.2 + 0.015 * block + share * (pairs * pair_us + store_us) + 0.9 / share
-            yield us, PersistentLaunch(tiles if rounds <= 2 else tiles % processors + processors, block)
+        for us, cut, programs in _cuts(gpu.processors, tokens, n, columns, block, work * pair_us[ordered]):
+            yield us + order_us, PersistentLaunch(cut, block, programs, ordered)
 
 
-def _wide_us(gpu: Gpu, tokens: int, n: int, columns: int) -> float:
-    """Microseconds of the wide kernel with blocks of 128 tokens; infinite where it is not used."""
-    wide = wide_for(gpu.major, tokens, -(-n // 16), columns)
-    if wide is None or wide.tokens < 128:
-        return math.inf
-    programs = -(-n // (16 * wide.warps)) * -(-tokens // wide.tokens) * wide.splits
-    rounds, pairs = -(-programs // gpu.processors), columns / 2 / wide.splits
-    sums_us = 0.3 + 2e-6 * wide.splits * tokens * n if wide.splits > 1 else 0.0
-    return 3.2 + rounds * pairs * _WIDE_US[wide.warps] + 9e-5 * tokens * columns + sums_us
+def _cuts(
+    processors: int, tokens: int, n: int, columns: int, block: int, pair_us: float
+) -> Iterator[tuple[float, int, int]]:
+    """(Microseconds, tiles that are cut, programs) for tiles of `block` tokens."""
+    pairs = -(-columns // 2)
+    tiles = persistent_tiles(tokens, n, block)
+    rounds, share = -(-tiles // processors), tiles / processors
+    yield 1.75 + rounds * (0.74 + 0.0036 * max(0, block - 128) + pairs * pair_us), 0, 0
+    if tokens * columns * 256 > _CUT_BYTES:
+        return
+    parts = min(processors // tiles, pairs)
+    if parts > 1:  # each tile by as many programs
+        yield (
+            2.75 + 0.0042 * block + parts * (0.22 + 0.0054 * block) + -(-pairs // parts) * pair_us,
+            tiles,
+            tiles * parts,
+        )
+    # up to 128 tokens the wide kernel was faster than tiles whose parts are unequal
+    if 2 * tiles > processors and tiles % processors and (rounds > 1 or tokens > 128):
+        sums_us = 4 + 0.025 * block if rounds == 1 else 2.7 + 0.0275 * block + 0.06 * share * pairs
+        yield sums_us + share * pairs * pair_us, tiles if rounds <= 2 else tiles % processors + processors, 0
+
+
+def _wide_times(gpu: Gpu, tokens: int, n: int, columns: int) -> Iterator[tuple[float, WideLaunch]]:
+    """(Microseconds, launch) of the wide kernel with 64 or 128 tokens a program."""
+    if tokens > WIDE[gpu.major][1]:
+        return
+    for (block, warps), column_us in _WIDE_US.items():
+        programs = -(-n // (16 * warps)) * -(-tokens // block)
+        for splits in (1, 2) if block == 64 else (1, 2, 4, 8):
+            all_run = splits * programs <= gpu.processors
+            if not (all_run or (warps == 16 and splits == 1)) or (splits > 1 and columns < 2 * splits):
+                break
+            span = -(-columns // splits)
+            ring = 4 if warps == 16 else min(_RINGS[block], key=lambda size: -span % size)
+            launch = WideLaunch(block, warps, splits, ring)
+            sums_us = 2.6 if launch.reduces_itself else 0.2 + 2.35e-6 * splits * tokens * n if splits > 1 else 0.0
+            rounds = -(-splits * programs // gpu.processors)
+            yield 0.9 + rounds * (2.26 + span * column_us) + sums_us, launch
 
 
 def _matmul_us(gpu: Gpu, tokens: int, n: int, columns: int) -> float:

@@ -207,10 +207,9 @@ def codes_of(weight: TiledWeight) -> Codes:
 
 
 def persistent(x_MK: Tensor, weight: Codes, bias: Tensor | None, activation: str, config: PersistentLaunch) -> Tensor:
-    """activation(x @ w.T + bias) in one launch; x in bf16."""
-    rows_fit = rows_are_aligned(x_MK) and x_MK.stride(0) >= x_MK.shape[1]  # as the copy engine wants them
-    x_MK = x_MK if rows_fit else _padded(x_MK)
-    (tokens, _), device, n, columns = x_MK.shape, weight.words.device.index, weight.n, weight.columns
+    """activation(x @ w.T + bias) in one launch, or two if one puts the activations in order; x in bf16."""
+    tokens, device, n, columns = x_MK.shape[0], weight.words.device.index, weight.n, weight.columns
+    x_MK = _ordered(x_MK, columns, config.tokens, device) if config.ordered else _for_copies(x_MK)
     kernels, cut, processors = _persistent(), config.cut, devices.gpu(device).processors
     most = cut * -(-columns // 2) if cut else persistent_tiles(tokens, n, config.tokens)
     programs = min(config.programs or processors, most)
@@ -230,11 +229,28 @@ def persistent(x_MK: Tensor, weight: Codes, bias: Tensor | None, activation: str
         TOKENS=config.tokens,
         CUT_TILES=cut > 0,
         CODES=weight.kind,
+        ORDERED=config.ordered,
         ACTIVATION=activation,
         HAS_BIAS=bias is not None,
         DEPENDENT=True,
     )
     return y_MN
+
+
+def _for_copies(x_MK: Tensor) -> Tensor:
+    """x in rows as the copy engine wants them."""
+    rows_fit = rows_are_aligned(x_MK) and x_MK.stride(0) >= x_MK.shape[1]
+    return x_MK if rows_fit else _padded(x_MK)
+
+
+def _ordered(x_MK: Tensor, columns: int, block: int, device: int) -> Tensor:
+    """bf16 x with its columns in the tiles' order, zeros behind K, and memory for a block of tokens at least.
+
+    What lies behind the last token is read and never stored: the copy engine takes longer for rows that are not there.
+    """
+    o_MK = x_MK.new_empty(max(block, x_MK.shape[0]), COLUMNS * columns)
+    _order(x_MK, o_MK, _Partials(1, o_MK, 0, o_MK), device)
+    return o_MK
 
 
 class _Partials(NamedTuple):

@@ -18,8 +18,9 @@ does.
 
 The tiles' order of columns suits the kernel for few tokens, where a lane t of four reads 32 adjacent columns. Here the
 instruction wants columns 8 m + 2 t and 8 m + 2 t + 1 from it, so the four lanes exchange: words first (the half of
-eight columns that holds them), then decoded pairs. That costs a hundred instructions a tile, and spares activations
-being put in order by a kernel of its own, which at 2048 tokens and 14336 columns took a tenth of the time.
+eight columns that holds them), then decoded pairs. That costs a hundred instructions a tile. With ORDERED activations
+come in the tiles' order, from a launch before this one, and nothing is exchanged: faster by as much as decoding is of
+the time, so for tiles of few tokens. At 2048 tokens and 14336 columns that launch took a tenth of the time.
 
 The order of instructions matters. A warpgroup keeps at least four in flight but for once in two columns: were there
 any at the loop's end, ptxas would run out of registers for their results and put a wait behind every one.
@@ -47,6 +48,7 @@ from vbrt.kernels.cuda.e2m1.narrow_gluon import (
     wait_for_launch_before,
 )
 from vbrt.kernels.cuda.e2m1.wide_gluon import barrier, place_of_sums, register_operands
+from vbrt.kernels.cuda.e2m1.wide_gluon import operands as operands_as_they_lie
 from vbrt.kernels.cuda.launch_table import PERSISTENT_ROWS, PERSISTENT_WARPS
 from vbrt.kernels.cuda.private_api import renamed
 from vbrt.kernels.cuda.table.operands_gluon import (
@@ -103,6 +105,12 @@ def stages_of(TOKENS):
 @gluon.constexpr_function
 def sums_layout(TOKENS):
     return gl.NVMMADistributedLayout([3, 0], [WARPS.value, 1], [16, TOKENS, 16])
+
+
+@gluon.constexpr_function
+def first_column(instruction, PART, ORDERED):
+    """Of the 128 columns of activations in the ring, the first of the 16 that an instruction multiplies."""
+    return 64 * PART + 16 * instruction if ORDERED else 32 * instruction + 16 * PART
 
 
 tma_load = renamed(tma, "async_load", "async_copy_global_to_shared")
@@ -205,19 +213,25 @@ def read_column(pointers, wanted, column, blocks, lane, LAYOUT: gl.constexpr, CO
 
 
 @gluon.jit
-def scales_of(raw, lane, CODES: gl.constexpr):
+def scales_of(raw, lane, CODES: gl.constexpr, ORDERED: gl.constexpr):
     """The scales of a column as `operands_of` takes them."""
     if is_table(CODES):
         return (scale_pairs(raw[2]),)
+    elif ORDERED:
+        return (raw[2],)
     else:
         return scales_of_both(raw[2], lane)
 
 
 @gluon.jit
-def operands_of(raw, scales, levels, lane, PART: gl.constexpr, CODES: gl.constexpr, A: gl.constexpr):
+def operands_of(
+    raw, scales, levels, lane, PART: gl.constexpr, CODES: gl.constexpr, ORDERED: gl.constexpr, A: gl.constexpr
+):
     """Four [64, 16] weights: of each 32 columns the first 16 or, with PART 1, the others."""
     if is_table(CODES):
         return table_operands(raw, scales[0], levels, lane, PART, WARPS, A)
+    elif ORDERED:
+        return operands_as_they_lie(raw[PART], scales[0], PART, CODES == "e8m0", WARPS, A)
     else:
         return operands(raw[PART], scales[0], scales[1], lane, PART, CODES == "e8m0", A)
 
@@ -234,12 +248,13 @@ def zeros_of(TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def multiply(totals, a, rings, stage, PART: gl.constexpr):
-    """Starts four instructions a piece on what `operands` gives and a place of the rings."""
+def multiply(totals, a, rings, stage, PART: gl.constexpr, ORDERED: gl.constexpr):
+    """Starts four instructions a piece on what `operands_of` gives and a place of the rings."""
     for s in gl.static_range(4):
         out = ()
         for p in gl.static_range(len(rings)):
-            b = rings[p].index(2 * stage + s // 2).slice(32 * (s % 2) + 16 * PART, 16, dim=1).permute((1, 0))
+            half = rings[p].index(2 * stage + first_column(s, PART, ORDERED) // 64)
+            b = half.slice(first_column(s, PART, ORDERED) % 64, 16, dim=1).permute((1, 0))
             out = out + (hopper.warpgroup_mma(a[s], b, totals[p], is_async=True),)
         totals = out
     return totals
@@ -274,7 +289,7 @@ def halves(v):
 
 
 @gluon.jit
-def store_tokens(v, staging, y_ptr, first_row, first_token, M, N, y_stride, ACTIVATION: gl.constexpr):
+def store_tokens(v, staging, y_ptr, first_row, first_token, own_token, M, N, y_stride, ACTIVATION: gl.constexpr):
     """y = activation(v [64 rows, up to 64 tokens]), through shared memory: a token's rows are stored together."""
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     SIZE: gl.constexpr = v.shape[1]
@@ -284,15 +299,17 @@ def store_tokens(v, staging, y_ptr, first_row, first_token, M, N, y_stride, ACTI
     row = first_row + gl.arange(0, 64, layout=gl.SliceLayout(0, OUT))
     m = first_token + gl.arange(0, SIZE, layout=gl.SliceLayout(1, OUT))
     at = m.to(gl.int64)[:, None] * y_stride + row[None, :]
-    gl.store(y_ptr + at, out, mask=(row < N)[None, :] & (m < M)[:, None])
+    gl.store(y_ptr + at, out, mask=(row < N)[None, :] & ((m >= own_token) & (m < M))[:, None])
 
 
 @gluon.jit
-def store_half(v, staging, y_ptr, first_row, first_token, M, N, y_stride, ACTIVATION: gl.constexpr):
+def store_half(v, staging, y_ptr, first_row, first_token, own_token, M, N, y_stride, ACTIVATION: gl.constexpr):
     """y = activation(v [64 rows, 128 tokens])."""
     quarters = halves(v)
     for i in gl.static_range(2):
-        store_tokens(quarters[i], staging, y_ptr, first_row, first_token + i * 64, M, N, y_stride, ACTIVATION)
+        store_tokens(
+            quarters[i], staging, y_ptr, first_row, first_token + i * 64, own_token, M, N, y_stride, ACTIVATION
+        )
 
 
 @gluon.jit
@@ -303,6 +320,7 @@ def store_piece(
     y_ptr,
     first_row,
     first_token,
+    own_token,
     M,
     N,
     y_stride,
@@ -315,17 +333,17 @@ def store_piece(
         row = first_row + gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, sums_layout(SIZE)))
         v = v + gl.load(bias_ptr + row, mask=row < N, other=0.0).to(gl.float32)[:, None]
     if SIZE <= 64:
-        store_tokens(v, staging, y_ptr, first_row, first_token, M, N, y_stride, ACTIVATION)
+        store_tokens(v, staging, y_ptr, first_row, first_token, own_token, M, N, y_stride, ACTIVATION)
     elif SIZE == 128:
-        store_half(v, staging, y_ptr, first_row, first_token, M, N, y_stride, ACTIVATION)
+        store_half(v, staging, y_ptr, first_row, first_token, own_token, M, N, y_stride, ACTIVATION)
     elif ACTIVATION == "none" or ACTIVATION == "relu":
         here, last = halves(v)
-        store_half(here, staging, y_ptr, first_row, first_token, M, N, y_stride, ACTIVATION)
-        store_half(last, staging, y_ptr, first_row, first_token + 128, M, N, y_stride, ACTIVATION)
+        store_half(here, staging, y_ptr, first_row, first_token, own_token, M, N, y_stride, ACTIVATION)
+        store_half(last, staging, y_ptr, first_row, first_token + 128, own_token, M, N, y_stride, ACTIVATION)
     else:  # more instructions, which take longer to fetch than to run twice
         here, last = halves(v)
         for i in range(gl.minimum((M - first_token + 127) // 128, 2)):
-            store_half(here, staging, y_ptr, first_row, first_token + i * 128, M, N, y_stride, ACTIVATION)
+            store_half(here, staging, y_ptr, first_row, first_token + i * 128, own_token, M, N, y_stride, ACTIVATION)
             here = last
 
 
@@ -395,12 +413,19 @@ def add_partial_sums(
 
 
 @gluon.jit
+def tokens_of(block, M, TOKENS: gl.constexpr):
+    """(first token of a block, the first that is stored). The last block reaches back, where there are tokens before
+    it: the copy engine takes longer for what lies outside than for what is there."""
+    return gl.minimum(block * TOKENS, gl.maximum(M - TOKENS, 0)), block * TOKENS
+
+
+@gluon.jit
 def copy_activations(
     x_desc, rings, ready, free, M, columns, split, tiles, TOKENS: gl.constexpr, DEPENDENT: gl.constexpr
 ):
     """The warp that keeps the ring full, for an even number of columns; columns outside x are zeros.
 
-    Boxes without a token are left out: the copy engine takes longer for what lies outside than for what is there.
+    Boxes without a token are left out.
     """
     BOX: gl.constexpr = box_of(TOKENS)
     if DEPENDENT:
@@ -413,7 +438,7 @@ def copy_activations(
     phase = 0
     for i in range(parts):
         tile, first_pair, last_pair = part_at(i, begin, end, cut, split, pairs)
-        token = (tile % token_blocks) * TOKENS
+        token, _ = tokens_of(tile % token_blocks, M, TOKENS)
         boxes = gl.minimum((M - token + BOX - 1) // BOX, TOKENS // BOX)
         for column in range(2 * first_pair, 2 * last_pair):
             mbarrier.wait(free.index(stage), phase ^ 1)
@@ -457,6 +482,7 @@ def multiply_tiles(
     TOKENS: gl.constexpr,
     CUT_TILES: gl.constexpr,
     CODES: gl.constexpr,
+    ORDERED: gl.constexpr,
     ACTIVATION: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     DEPENDENT: gl.constexpr,
@@ -479,7 +505,8 @@ def multiply_tiles(
     phase = 0
     for i in range(parts):
         tile, first_pair, last_pair = part_at(i, begin, end, cut, split, pairs)
-        first_token = (tile % token_blocks) * TOKENS  # neighbours share their weights in the second-level cache
+        # neighbours share their weights in the second-level cache
+        first_token, own_token = tokens_of(tile % token_blocks, M, TOKENS)
         first_row = tile // token_blocks * ROWS + HALF * (ROWS // 2)
         last = gl.minimum(2 * last_pair, columns)
         weights = weight_pointers(
@@ -491,35 +518,35 @@ def multiply_tiles(
         if DEPENDENT:
             wait_for_launch_before()  # before the first result is written
         totals = zeros_of(TOKENS)
-        scales = scales_of(raw, lane, CODES)
-        a = operands_of(raw, scales, levels, lane, 0, CODES, A)
+        scales = scales_of(raw, lane, CODES, ORDERED)
+        a = operands_of(raw, scales, levels, lane, 0, CODES, ORDERED, A)
         if HALF == 1:
             mbarrier.wait(go, 0, pred=i == 0)
         for column in range(2 * first_pair, 2 * last_pair, 2):
             mbarrier.wait(ready.index(stage), phase)
-            totals = multiply(totals, a, rings, stage, 0)
-            b = operands_of(raw, scales, levels, lane, 1, CODES, A)
-            totals = multiply(totals, b, rings, stage, 1)
+            totals = multiply(totals, a, rings, stage, 0, ORDERED)
+            b = operands_of(raw, scales, levels, lane, 1, CODES, ORDERED, A)
+            totals = multiply(totals, b, rings, stage, 1, ORDERED)
             wanted = always & (column + 2 < last)
             raw, weights = read_column(weights, wanted, column + 2, blocks, lane, LAYOUT, CODES)
             totals = wait_for_products(totals, 4)
-            scales = scales_of(next_raw, lane, CODES)
-            a = operands_of(next_raw, scales, levels, lane, 0, CODES, A)
+            scales = scales_of(next_raw, lane, CODES, ORDERED)
+            a = operands_of(next_raw, scales, levels, lane, 0, CODES, ORDERED, A)
             done = stage
             stage, phase = next_stage(stage, phase, stages_of(TOKENS))
             mbarrier.wait(ready.index(stage), phase)
-            totals = multiply(totals, a, rings, stage, 0)
+            totals = multiply(totals, a, rings, stage, 0, ORDERED)
             totals = wait_for_products(totals, 4)
             mbarrier.arrive(free.index(done), count=1)
             if HALF == 0:
                 mbarrier.arrive(go, count=1, pred=(i == 0) & (column == 2 * first_pair))
-            b = operands_of(next_raw, scales, levels, lane, 1, CODES, A)
-            totals = multiply(totals, b, rings, stage, 1)
+            b = operands_of(next_raw, scales, levels, lane, 1, CODES, ORDERED, A)
+            totals = multiply(totals, b, rings, stage, 1, ORDERED)
             wanted = always & (column + 3 < last)
             next_raw, weights = read_column(weights, wanted, column + 3, blocks, lane, LAYOUT, CODES)
             totals = wait_for_products(totals, 4)
-            scales = scales_of(raw, lane, CODES)
-            a = operands_of(raw, scales, levels, lane, 0, CODES, A)
+            scales = scales_of(raw, lane, CODES, ORDERED)
+            a = operands_of(raw, scales, levels, lane, 0, CODES, ORDERED, A)
             totals = wait_for_products(totals, 0)
             mbarrier.arrive(free.index(stage), count=1)
             stage, phase = next_stage(stage, phase, stages_of(TOKENS))
@@ -534,7 +561,9 @@ def multiply_tiles(
             for p in gl.static_range(pieces_of(TOKENS)):
                 v = totals[p] * factor
                 token = first_token + piece_first(TOKENS, p)
-                store_piece(v, staging, bias_ptr, y_ptr, first_row, token, M, N, y_stride, ACTIVATION, HAS_BIAS)
+                store_piece(
+                    v, staging, bias_ptr, y_ptr, first_row, token, own_token, M, N, y_stride, ACTIVATION, HAS_BIAS
+                )
 
 
 @gluon.jit(do_not_specialize=["M", "columns", "blocks", "split", "ticket"])
@@ -558,13 +587,15 @@ def persistent_kernel(
     TOKENS: gl.constexpr,
     CUT_TILES: gl.constexpr,
     CODES: gl.constexpr,
+    ORDERED: gl.constexpr,
     ACTIVATION: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
     """y [M, N] = activation(x [M, K] @ w.T * scale + bias) in bf16, by programs of WARPS warps.
 
-    x_desc: x in boxes [box_of(TOKENS), COLUMNS], rows 16-byte aligned, 128-byte swizzle. CUT_TILES: the first `split`
+    x_desc: x in boxes [box_of(TOKENS), COLUMNS], rows 16-byte aligned, 128-byte swizzle. ORDERED: its columns are in the
+    order of the tiles, see `order_kernel`. CUT_TILES: the first `split`
     tiles are cut, by sums in part [programs, 2, 64 * TOKENS] fp32 and flags [programs, 2] int64, which may be anything
     but the ticket.
     No more programs than the GPU has multiprocessors, nor than tiles or, of those that are cut, pairs of columns.
@@ -615,6 +646,7 @@ def persistent_kernel(
                     TOKENS,
                     CUT_TILES,
                     CODES,
+                    ORDERED,
                     ACTIVATION,
                     HAS_BIAS,
                     DEPENDENT,
@@ -648,6 +680,7 @@ def persistent_kernel(
                     TOKENS,
                     CUT_TILES,
                     CODES,
+                    ORDERED,
                     ACTIVATION,
                     HAS_BIAS,
                     DEPENDENT,
