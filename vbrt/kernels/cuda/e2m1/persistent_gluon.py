@@ -594,10 +594,9 @@ def persistent_kernel(
 ):
     """y [M, N] = activation(x [M, K] @ w.T * scale + bias) in bf16, by programs of WARPS warps.
 
-    x_desc: x in boxes [box_of(TOKENS), COLUMNS], rows 16-byte aligned, 128-byte swizzle. ORDERED: its columns are in the
-    order of the tiles, see `order_kernel`. CUT_TILES: the first `split`
-    tiles are cut, by sums in part [programs, 2, 64 * TOKENS] fp32 and flags [programs, 2] int64, which may be anything
-    but the ticket.
+    x_desc: x in boxes [box_of(TOKENS), COLUMNS], rows 16-byte aligned, 128-byte swizzle. ORDERED: its columns are in
+    the order of the tiles, see `order_kernel`. CUT_TILES: the first `split` tiles are cut, by sums in part
+    [programs, 2, 64 * TOKENS] fp32 and flags [programs, 2] int64, which may be anything but the ticket.
     No more programs than the GPU has multiprocessors, nor than tiles or, of those that are cut, pairs of columns.
     """
     STAGES: gl.constexpr = stages_of(TOKENS)
