@@ -30,8 +30,8 @@ from scripts.measuring import llama_8b, machine
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "memory.svg"
 #: GB of the GPU's memory for pages of vbrt, and for weights of accelerate
-BUDGETS = {"fp4": (0.12, 1, 2, 3, 5), "exact": (0.6, 2.5, 5, 8), "accelerate": (4, 8, 12)}
-NEW = {"bf16": 24, "fp4": 32, "exact": 12, "bitsandbytes": 24, "accelerate": 4}
+BUDGETS = {"fp4": (0.12, 2, 5), "exact": (0.6, 5), "accelerate": (4, 8)}
+NEW = {"bf16": 12, "fp4": 12, "exact": 8, "bitsandbytes": 12, "accelerate": 3}
 
 
 def measured(model: nn.Module, new: int, *, warm: int | None = None) -> dict[str, float]:

@@ -29,7 +29,7 @@ _CHECKOUT = Path(__file__).resolve().parent.parent.parent
 _TRAINED = _CHECKOUT / "tests" / "data" / "lm" / "run.json"
 _WHOLE, _PEER, _OURS = "whole", "accelerate", "vbrt"
 _SHARE = 4  # a quarter of the model
-_PAGES = 0.8  # of that for pages, the rest for everything else
+_PAGES = {"cpu": 0.8, "cuda": 0.65}  # of that for pages, the rest for everything else: libraries' workspace on a GPU
 _ROOM = 2.2  # files of the model and of pages, in sizes of the model
 _CONTINUED = 60  # bytes that the trained model writes
 
@@ -162,7 +162,7 @@ def _left_out(shown: _Shown) -> Iterator[None]:
 
 def _config(config: VBConfig | None, shown: _Shown, pages: Path) -> VBConfig:
     """Return the config with room for a quarter of the model where it computes, all else below."""
-    budget = int(_PAGES * shown.quarter)
+    budget = int(_PAGES[shown.device] * shown.quarter)
     if shown.device == "cuda":
         tiers = {"gpu": {"enabled": True, "budget": budget}, "cpu": {"enabled": True}, "ssd": {"enabled": False}}
         config = config or load_config("exact", compute={"captures": False})  # recorded steps round otherwise
