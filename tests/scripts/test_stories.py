@@ -86,6 +86,11 @@ def test_readme_has_the_figures_that_are_committed():
     text = story("### LoRA on it")
     assert f"**{adapters['step_s']:.2f} s a step**" in text and f"{adapters['device_gb']:.1f} GB of the device" in text
     assert f"of {adapters['tokens_a_step']} tokens" in text and adapters["device_gb"] < 12
+    experts = json.loads((memory_bench.RESULTS / "experts-decode-nvidia-h200.json").read_text())["rows"]
+    few = {row["case"].split("%")[0]: row for row in experts if "%" in row["case"]}
+    text = story("### A mixture of experts from host memory")
+    assert f"**{few['25']['tokens_s']:.0f} and {few['10']['tokens_s']:.0f} tokens a second**" in text
+    assert f"({few['25']['peak_gb']:.1f} and {few['10']['peak_gb']:.1f} GB)" in text.replace("\n", " ")
 
 
 def test_a_directory_of_a_model_has_a_story_too(llama, monkeypatch, tmp_path):  # noqa: F811
