@@ -43,7 +43,7 @@ from scripts.fuzz_models import (
     sealed_manifest,
     shard_part,
 )
-from scripts.toml_text import toml_text
+from vbrt.config.toml_text import toml_text
 from scripts.train_files import Checkpoint, write_checkpoint
 from vbrt.config import preset_names
 from vbrt.errors import VBError

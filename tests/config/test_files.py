@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from scripts.toml_text import toml_text
+from vbrt.config.toml_text import toml_text
 from tests.config.words import BUDGET, refusal
 from vbrt.config import CpuTier, PolicyConfig, TiersConfig, VBConfig, assign, load_config, preset_names, preset_path
 

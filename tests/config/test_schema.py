@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.toml_text import toml_text
+from vbrt.config.toml_text import toml_text
 from vbrt.config import (
     BACKENDS,
     FINE_PLANES,

@@ -16,13 +16,14 @@ from vbrt.estimation.blocks import meta_copy
 from vbrt.estimation.report import Estimate, Row
 from vbrt.estimation.rows import stages, step_rows, weight_rows, workspace_bytes
 from vbrt.estimation.task import Task
+from vbrt.estimation.trace import Trace
 from vbrt.estimation.whole import whole_trace
 from vbrt.layers import SwappedLayer
 from vbrt.model.machine import this_machine
 from vbrt.model.planner import make_plan
 from vbrt.residency.plan import Plan
 
-__all__ = ["estimate", "lora_model"]
+__all__ = ["as_task", "bare_model", "estimate", "estimate_of", "lora_model"]
 
 
 def estimate(
@@ -50,26 +51,42 @@ def estimate(
         VBError: the model cannot run without values; the reason, and what would do.
         WrapError: the model is wrapped.
     """
-    task = _task(task, sizes)
+    task = as_task(task, sizes)
+    bare = bare_model(model, task)
+    asked = None if config is None else load_config(config)
+    machine = machine or this_machine(asked or load_config("fp4"))
+    plan = None if asked is None else _plan(bare, asked, machine)
+    return estimate_of(bare, task, asked, machine, plan)
+
+
+def bare_model(model: nn.Module, task: Task) -> nn.Module:
+    """Return a copy of a model without weights, with the adapters of the task. Raises WrapError: it is wrapped."""
     wrapped = next((name for name, module in model.named_modules() if isinstance(module, SwappedLayer)), None)
     if wrapped is not None:
         raise WrapError(f"{wrapped or 'the model'} is a VB layer already; estimate a model before it is wrapped")
     bare = meta_copy(model)
-    if task.lora:
-        bare = lora_model(bare, task.lora)
-    asked = None if config is None else load_config(config)
-    machine = machine or this_machine(asked or load_config("fp4"))
-    plan = None if asked is None else _plan(bare, asked, machine)
+    return lora_model(bare, task.lora) if task.lora else bare
+
+
+def estimate_of(
+    bare: nn.Module,
+    task: Task,
+    config: VBConfig | None,
+    machine: Machine,
+    plan: Plan | None,
+    traced: Trace | None = None,
+) -> Estimate:
+    """Return the estimate of a bare model under a plan; `traced`, if the same task was traced before."""
     if task.trains and plan is not None and plan.mode == "infer":
         _freeze(bare, plan)
-    traced = whole_trace(bare, task, plan)
+    traced = traced or whole_trace(bare, task, plan)
     tier = _compute_tier(plan, machine)
     rows = [*weight_rows(bare, plan, tier), *step_rows(traced, task, tier)]
     if tier == "gpu":
         rows.append(Row("workspace", tier, workspace_bytes(bare, task, plan), "counted", "of cuBLAS"))
     steady = sum(row.nbytes for row in rows if row.tier == tier and row.source == "counted")
     moments = tuple((stage, steady + nbytes) for stage, nbytes in stages(traced).items())
-    return Estimate(type(model).__name__, task, asked, machine, tier, tuple(rows), moments, plan)
+    return Estimate(type(bare).__name__, task, config, machine, tier, tuple(rows), moments, plan)
 
 
 def _compute_tier(plan: Plan | None, machine: Machine) -> str:
@@ -102,7 +119,8 @@ def lora_model(model: nn.Module, rank: int, *, device: str = "meta") -> nn.Modul
         raise ArgumentError(f"lora = {rank}: peft has nothing to adapt in {type(model).__name__}: {error}") from error
 
 
-def _task(task: str | Task, sizes: Mapping[str, Any]) -> Task:
+def as_task(task: str | Task, sizes: Mapping[str, Any]) -> Task:
+    """Return the task that is named, with its sizes. Raises ArgumentError: an impossible value."""
     if isinstance(task, Task):
         return task.but(**sizes) if sizes else task
     unknown = sorted(set(sizes) - {f for f in Task.__dataclass_fields__ if f != "kind"})

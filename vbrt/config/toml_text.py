@@ -1,10 +1,10 @@
-"""A config as TOML text: for damaging files (`scripts/fuzz`) and for tests; vbrt itself only reads TOML."""
+"""A config as TOML text, which `VBConfig.from_toml` reads back."""
 
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vbrt.config import VBConfig
+from vbrt.config.schema import VBConfig
 
 __all__ = ["toml_text"]
 

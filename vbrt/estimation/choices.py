@@ -1,0 +1,217 @@
+"""What `vbrt.advise` found: candidates, the best ones, and why the others are not."""
+
+import html
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from vbrt.config import Machine, VBConfig
+from vbrt.errors import ConfigError
+from vbrt.estimation.rates import Rates
+from vbrt.estimation.report import Estimate
+from vbrt.estimation.speed import Speed
+from vbrt.estimation.task import Task
+from vbrt.residency.sizes import format_bytes
+
+__all__ = ["Advice", "Choice"]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to run a task.
+
+    Attributes:
+        config: of the wrapper; None: unwrapped.
+        found: its memory; None if it cannot be planned, and `why`.
+        speed: its time; None if it does not fit.
+        missing: the tier that is too small, and by how many bytes.
+        longest: its task has the longest context that fits.
+    """
+
+    name: str
+    task: Task
+    config: VBConfig | None
+    found: Estimate | None = None
+    speed: Speed | None = None
+    missing: tuple[str, int] | None = None
+    why: str = ""
+    longest: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """True if the machine has the memory."""
+        return self.speed is not None
+
+    @property
+    def lossless(self) -> bool:
+        """True if results are the model's own, bit for bit."""
+        return self.found is None or self.found.plan is None or all(swap.lossless for swap in self.found.plan.swaps)
+
+    @property
+    def reason(self) -> str:
+        """Why it does not fit; "" if it does."""
+        if self.missing is not None:
+            return f"the {self.missing[0]} lacks {format_bytes(self.missing[1])}"
+        return self.why
+
+    def settings(self) -> tuple[str, ...]:
+        """Return the keys that differ from the preset, as --set takes them."""
+        if self.found is None or self.found.config is None:
+            return ()
+        config = self.found.config
+        tier = self.found.compute_tier
+        found = [f"tiers.{tier}.budget={getattr(config.tiers, tier).budget}"]
+        if config.tiers.ssd.enabled:
+            found += ["tiers.ssd.enabled=true", f"tiers.ssd.path={config.tiers.ssd.path}"]
+        return tuple(found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        speed = self.speed
+        return {
+            "name": self.name,
+            "fits": self.fits,
+            "lossless": self.lossless,
+            "context": self.task.context,
+            "batch": self.task.batch,
+            "tiers": None if self.found is None else self.found.tiers,
+            "ms": None if speed is None else speed.ms,
+            "tokens_s": None if speed is None else speed.tokens_s,
+            "bound": None if speed is None else speed.bound,
+            "settings": list(self.settings()),
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """All candidates for a goal, and which of them are worth it."""
+
+    model: str
+    goal: str
+    task: Task
+    machine: Machine
+    rates: Rates
+    choices: tuple[Choice, ...]
+
+    @property
+    def front(self) -> tuple[Choice, ...]:
+        """What fits and is beaten by nothing else in time, exactness and context (in training: in what trains, too)."""
+        fitting = [choice for choice in self.choices if choice.fits]
+        return tuple(c for c in fitting if not any(_beats(other, c) for other in fitting))
+
+    @property
+    def best(self) -> Choice:
+        """The first of the front for the goal. Raises ConfigError: nothing fits; by how much, and what would do."""
+        front = self.front
+        if self.goal == "exact":
+            front = tuple(choice for choice in front if choice.lossless)
+        if not front:
+            raise ConfigError(self._nothing())
+        if self.task.trains:
+            return front[0]  # they come with ever more given up
+        if self.goal == "longest":
+            return min(front, key=lambda c: (-c.task.context, c.speed.ms))
+        return min(front, key=lambda c: (c.speed.ms, not c.lossless))
+
+    def _nothing(self) -> str:
+        lacks = [c for c in self.choices if c.missing and (c.lossless or self.goal != "exact")]
+        if not lacks:
+            why = next((c.why for c in self.choices if c.why), "")
+            return f"{self.model}: no candidate can be planned: {why}"
+        least = min(lacks, key=lambda choice: choice.missing[1])
+        tier, nbytes = least.missing
+        remedy = "a shorter context or a smaller batch" if tier == "gpu" else "more host memory, or a drive (--ssd)"
+        return (
+            f"{self.model}: nothing fits; {least.name} comes nearest and lacks {format_bytes(nbytes)} of {tier} "
+            f"memory; {remedy} would do"
+        )
+
+    def command(self, model: str) -> str:
+        """Return the command line of the best choice, for a model's directory."""
+        best = self.best
+        if best.config is None:
+            return "# it fits as it is: no wrapper is needed"
+        settings = " ".join(f"--set {shlex.quote(setting)}" for setting in best.settings())
+        return f"vbrt run {shlex.quote(model)} --config {best.name.partition(' ')[0]} {settings}".rstrip()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        front = {id(choice) for choice in self.front}
+        rows = [choice.to_dict() | {"front": id(choice) in front} for choice in self.choices]
+        return {"model": self.model, "goal": self.goal, "choices": rows}
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def explain(self) -> str:
+        """Return the decision as sentences, with this machine's figures."""
+        return "\n".join(_reasons(self))
+
+
+def _beats(one: Choice, other: Choice) -> bool:
+    """True if a choice is no worse in everything and better in something."""
+    mine, its = _merits(one), _merits(other)
+    return all(a >= b for a, b in zip(mine, its, strict=True)) and mine != its
+
+
+def _merits(choice: Choice) -> tuple[float, ...]:
+    everything = not choice.task.lora  # all weights train
+    return (-choice.speed.ms, choice.lossless, choice.task.context, everything)
+
+
+def _lines(advice: Advice) -> Iterator[str]:
+    task, rates = advice.task, advice.rates
+    yield f"{advice.model}: {task.kind}, batch {task.batch}, context {task.context}, goal {advice.goal}"
+    yield (
+        f"rates of {rates.name}, {rates.source}: link {rates.link_gb_s:.0f} GB/s, memory {rates.memory_gb_s:.0f} GB/s, "
+        + (f"{rates.tflops:.0f} TFLOP/s, drive {rates.drive_gb_s:.1f} GB/s")
+    )
+    yield ""
+    yield f"  {'':<36}{'gpu':>10}{'cpu':>10}{'ms':>9}{'tokens/s':>10}  {'bits':<7}limit"
+    front = {id(choice) for choice in advice.front}
+    for choice in advice.choices:
+        yield _row(choice, "*" if id(choice) in front else " ")
+    yield ""
+    yield "* not beaten by another in time, exactness, context or what trains"
+
+
+def _row(choice: Choice, mark: str) -> str:
+    name = f"{choice.name}, {choice.task.context} tokens" if choice.longest else choice.name
+    tiers = {} if choice.found is None else choice.found.tiers
+    sizes = "".join(f"{format_bytes(tiers[tier]) if tier in tiers else '-':>10}" for tier in ("gpu", "cpu"))
+    if choice.speed is None:
+        return f"{mark} {name:<36}{sizes}  {choice.reason}"
+    bits = "its own" if choice.lossless else "4 bits"
+    speed = choice.speed
+    return f"{mark} {name:<36}{sizes}{speed.ms:>9.1f}{speed.tokens_s:>10.1f}  {bits:<7} {speed.bound}"
+
+
+def _reasons(advice: Advice) -> Iterator[str]:
+    """Yield a sentence for each candidate, in the order in which they give something up."""
+    try:
+        best: Choice | None = advice.best
+    except ConfigError:
+        best = None
+    for choice in advice.choices:
+        yield f"- {choice.name}: {_sentence(choice)}{' This is it.' if choice is best else ''}"
+    if best is None:
+        yield f"- {advice._nothing()}."
+
+
+def _sentence(choice: Choice) -> str:
+    if choice.speed is None:
+        return f"does not fit: {choice.reason}."
+    speed, found = choice.speed, choice.found
+    bits = "The model's own bits" if choice.lossless else "4-bit weights"
+    peak = f"{format_bytes(found.peak_bytes)} in the {found.compute_tier} memory"
+    what = {
+        "link": f"copies over the link take {speed.link_ms:.1f} ms and hide {speed.device_ms:.1f} ms of computing",
+        "device": f"reading and computing take {speed.device_ms:.1f} ms",
+        "host": f"launching takes {speed.host_ms:.1f} ms, the device {speed.device_ms:.1f}",
+    }[speed.bound]
+    return f"fits, {peak}. {bits}; {what}."

@@ -1,0 +1,165 @@
+"""How fast a machine is, in five figures: measured here in seconds, or from the data sheet of a GPU that is not here."""
+
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from vbrt.errors import ArgumentError
+from vbrt.host.files import read_bounded, write_file
+
+__all__ = ["SHEETS", "Rates", "data_sheet", "kept_rates", "measure_rates", "rates_file"]
+
+_MAX_BYTES = 1 << 16
+_PCIE4, _PCIE5 = 25.0, 55.0  # GB/s that page-locked copies reach over 16 lanes
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Rates of a machine.
+
+    Attributes:
+        name: of the GPU, or of the CPU on a machine without one.
+        link_gb_s: host memory to GPU, page-locked.
+        memory_gb_s: of the memory that kernels read.
+        tflops: of bf16 matrix products (fp32 on a CPU).
+        launch_us: host time of one operator.
+        drive_gb_s: sequential reads.
+        source: "measured here" or "data sheet".
+    """
+
+    name: str
+    link_gb_s: float
+    memory_gb_s: float
+    tflops: float
+    launch_us: float = 5.0
+    drive_gb_s: float = 3.0
+    source: str = "data sheet"
+
+
+#: memory GB/s and dense bf16 TFLOP/s with fp32 sums, as NVIDIA's data sheets have them; what the link reaches
+SHEETS = {
+    "H200": Rates("H200", _PCIE5, 4800, 989),
+    "H100": Rates("H100", _PCIE5, 3350, 989),
+    "A100": Rates("A100", _PCIE4, 2039, 312),
+    "L40S": Rates("L40S", _PCIE4, 864, 362),
+    "RTX 5090": Rates("RTX 5090", _PCIE5, 1792, 209),
+    "RTX 4090": Rates("RTX 4090", _PCIE4, 1008, 165),
+    "RTX 3090": Rates("RTX 3090", _PCIE4, 936, 71),
+}
+
+
+def data_sheet(name: str) -> Rates:
+    """Return the rates of a GPU by name, in any case. Raises ArgumentError: an unknown GPU; the known ones."""
+    wanted = name.lower().replace("nvidia", "").replace("geforce", "").strip()
+    found = next((rates for known, rates in SHEETS.items() if known.lower() == wanted), None)
+    if found is None:
+        raise ArgumentError(
+            f"no data sheet of a GPU {name!r}; there are {', '.join(SHEETS)}; on the machine itself, "
+            "`vbrt tune --machine` measures it"
+        )
+    return found
+
+
+def rates_file() -> Path:
+    """Return the file that keeps what `measure_rates` found; it need not exist."""
+    root = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (root if root.is_absolute() else Path("~/.cache").expanduser()) / "vbrt" / "machine.json"
+
+
+def kept_rates() -> Rates | None:
+    """Return what was measured on this machine, if its GPU is still the same."""
+    try:
+        found = Rates(**json.loads(read_bounded(rates_file(), _MAX_BYTES).decode()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return found if found.name == _name() else None
+
+
+def measure_rates(*, keep: bool = True) -> Rates:
+    """Measure this machine, in some seconds; keep the result for later processes.
+
+    Raises OSError: the result cannot be kept.
+    """
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if gpu else "cpu")
+    found = Rates(
+        _name(),
+        _link_gb_s() if gpu else 0.0,
+        _memory_gb_s(device),
+        _tflops(device),
+        _launch_us(device),
+        _drive_gb_s(),
+        "measured here",
+    )
+    if keep:
+        rates_file().parent.mkdir(parents=True, exist_ok=True)
+        write_file(rates_file(), json.dumps(asdict(found), indent=1).encode())
+    return found
+
+
+def _name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+
+
+def _best(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
+    """Return the least seconds of some runs, after one that warms up."""
+    spans = []
+    for _ in range(times + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        spans.append(time.perf_counter() - start)
+    return min(spans[1:])
+
+
+def _link_gb_s() -> float:
+    host = torch.empty(256 << 20, dtype=torch.uint8, device="cpu", pin_memory=True)
+    there = torch.empty_like(host, device="cuda")
+    return len(host) / _best(lambda: there.copy_(host, non_blocking=True), there.device) / 1e9
+
+
+def _memory_gb_s(device: torch.device) -> float:
+    one = torch.zeros(256 << 20, dtype=torch.uint8, device=device)
+    other = torch.empty_like(one)
+    return 2 * len(one) / _best(lambda: other.copy_(one), device) / 1e9
+
+
+def _tflops(device: torch.device) -> float:
+    n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    one = torch.randn(n, n, dtype=torch.float32, device=device).to(dtype)
+    return 2 * n**3 / _best(lambda: one @ one, device) / 1e12
+
+
+def _launch_us(device: torch.device) -> float:
+    one = torch.zeros(16, dtype=torch.float32, device=device)
+
+    def run() -> None:
+        for _ in range(500):
+            one.add_(1.0)
+
+    return 1e6 * _best(run, device) / 500
+
+
+def _drive_gb_s() -> float:
+    """Return what sequential reads of a new file give; where the file stays in memory, the system's rate for that."""
+    block = os.urandom(1 << 20) * 16
+    with tempfile.NamedTemporaryFile() as file:
+        for _ in range(16):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        for at in range(16):
+            os.pread(file.fileno(), len(block), at * len(block))
+        return 16 * len(block) / (time.perf_counter() - start) / 1e9
