@@ -43,9 +43,9 @@ from scripts.fuzz_models import (
     sealed_manifest,
     shard_part,
 )
-from vbrt.config.toml_text import toml_text
 from scripts.train_files import Checkpoint, write_checkpoint
 from vbrt.config import preset_names
+from vbrt.config.toml_text import toml_text
 from vbrt.errors import VBError
 from vbrt.saves.tensorfile import TensorFile
 from vbrt.tiers import MemoryTier, SsdTier

@@ -31,7 +31,11 @@ _NAMES = {
         "VBError",
         "WrapError",
     ),
+    "estimation.advise": ("advise",),
+    "estimation.batch": ("fit_batch",),
+    "estimation.choices": ("Advice", "Choice"),
     "estimation.estimate": ("estimate",),
+    "estimation.rates": ("Rates", "data_sheet", "measure_rates"),
     "estimation.report": ("Estimate",),
     "estimation.task": ("Task",),
     "generation.kv_cache": ("KVCache",),
@@ -71,7 +75,11 @@ if TYPE_CHECKING:
         VBError,
         WrapError,
     )
+    from vbrt.estimation.advise import advise
+    from vbrt.estimation.batch import fit_batch
+    from vbrt.estimation.choices import Advice, Choice
     from vbrt.estimation.estimate import estimate
+    from vbrt.estimation.rates import Rates, data_sheet, measure_rates
     from vbrt.estimation.report import Estimate
     from vbrt.estimation.task import Task
     from vbrt.generation.kv_cache import KVCache

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from vbrt.config.toml_text import toml_text
 from tests.config.words import BUDGET, refusal
 from vbrt.config import CpuTier, PolicyConfig, TiersConfig, VBConfig, assign, load_config, preset_names, preset_path
+from vbrt.config.toml_text import toml_text
 
 
 @pytest.mark.parametrize(

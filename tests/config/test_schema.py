@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vbrt.config.toml_text import toml_text
 from vbrt.config import (
     BACKENDS,
     FINE_PLANES,
@@ -28,6 +27,7 @@ from vbrt.config import (
     WeightsConfig,
     chosen_formats,
 )
+from vbrt.config.toml_text import toml_text
 
 budgets = st.sampled_from(["auto", "8GiB", "40%", "1.5 GB", 12345])
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)

@@ -28,7 +28,8 @@ def add(commands: Any) -> None:
         "R2 WK16 ahead: two tiles of rows a warp, 16 warps along K, the next tile is read ahead.",
         examples="  vbrt tune ./Llama-3.1-8B\n"
         "  vbrt tune ./config.json --tokens 4 --set weights.format=mxfp4\n"
-        "  vbrt tune --show\n",
+        "  vbrt tune --show\n"
+        "  vbrt tune --machine\n",
     )
     parser.add_argument(
         "model",
@@ -46,6 +47,7 @@ def add(commands: Any) -> None:
         help="numbers of tokens from 1 to 16; one stands for 1 to 8, one for 9 to 16 (1,16)",
     )
     parser.add_argument("--device", metavar="N", type=number, default=0, help="the CUDA device (0)")
+    parser.add_argument("--machine", action="store_true", help="measure this machine instead, for vbrt advise: seconds")
     parser.add_argument("--show", action="store_true", help="time nothing: what is kept for this GPU, and where")
 
 
@@ -53,6 +55,8 @@ _TUNE_LINE = "{:>14} {:6} {:>6} {:>13} {:>7} {:>13} {:>7} {:>6}"  # 79 columns
 
 
 def _tune(args: argparse.Namespace) -> int:
+    if args.machine:
+        return _measure_machine()
     config = config_of(args)
     if args.model is None and not args.show:
         raise VBError("tune: no model; expected a model directory or a config.json, or --show")
@@ -76,6 +80,21 @@ def _tune(args: argparse.Namespace) -> int:
             tuning.tune(plan, tokens=args.tokens, device=args.device, report=rows)
         finally:  # an interrupted search keeps what it has found
             rows.end(tuning.tuning_file(args.device))
+    return 0
+
+
+def _measure_machine() -> int:
+    with working("importing torch") as say:
+        from vbrt.estimation.rates import measure_rates, rates_file
+
+        say("measuring link, memory, products, launches and drive")
+        found = measure_rates()
+    console = console_for_stdout()
+    console.print(f"{found.name}: link {found.link_gb_s:.1f} GB/s, memory {found.memory_gb_s:.0f} GB/s")
+    console.print(
+        f"products {found.tflops:.2f} TFLOP/s, {found.launch_us:.1f} µs a launch, drive {found.drive_gb_s:.1f} GB/s"
+    )
+    console.print(f"kept in {rates_file()}", soft_wrap=True)
     return 0
 
 

@@ -1,7 +1,7 @@
 """`vbrt.advise`: which config, which budgets and which options of training, for a model, a task and a machine.
 
-Every candidate is planned and estimated as it would run (`estimate.py`) and timed (`speed.py`); what does not fit is kept
-with the reason. Nothing is loaded.
+Every candidate is planned and estimated as it would run (`estimate.py`) and timed (`speed.py`); what does not fit is
+kept with the reason. Nothing is loaded.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +22,7 @@ from vbrt.estimation.trace import Trace
 from vbrt.estimation.whole import whole_trace
 from vbrt.model.machine import this_machine
 from vbrt.model.planner import make_plan
+from vbrt.residency.plan import Plan
 
 __all__ = ["GOALS", "advise"]
 
@@ -30,6 +31,8 @@ _ROOM = 0.97  # of what is free, that a plan may fill: the rest is the allocator
 _PRESETS = ("dense", "exact", "fp4")
 _LONGEST = 1 << 20  # tokens of context that are tried, at most
 _LORA = 16
+_SLACK = 64 << 20  # slots of pages are aligned
+_SSD = {"ssd": {"enabled": True, "path": "~/.cache/vbrt/pages"}}
 
 
 def advise(
@@ -87,6 +90,8 @@ class _Asked:
         """Return a candidate with its memory and its time, or the reason why it cannot be."""
         try:
             found = self._estimate(task, config)
+        except _NoRoom as error:
+            return Choice(name, task, config, missing=(error.tier, error.nbytes))
         except ConfigError as error:
             return Choice(name, task, config, why=str(error))
         if found.missing:
@@ -101,15 +106,23 @@ class _Asked:
         plan = make_plan(bare, config, _endless(self.machine), charge_kept=False)
         found = self._found(bare, task, config, plan)
         beside = sum(r.nbytes for r in found.rows if r.tier == found.compute_tier and r.name != "pages")
-        config = _with_budget(config, self.machine, plan.compute_tier, beside, plan.page_bytes)
+        config = _with_budget(config, self.machine, plan, beside)
+        try:
+            found = self._planned(bare, task, config)
+        except ConfigError:
+            if not self.machine.ssd_free_bytes:
+                raise
+        if found.missing and self.machine.ssd_free_bytes:  # more than host memory takes
+            found = self._planned(bare, task, load_config(config, tiers=_SSD))
+        return found
+
+    def _planned(self, bare: nn.Module, task: Task, config: VBConfig) -> Estimate:
         return self._found(bare, task, config, make_plan(bare, config, self.machine, charge_kept=False))
 
     def _found(self, bare: nn.Module, task: Task, config: VBConfig | None, plan: Any) -> Estimate:
-        key = (task, plan is not None)
-        if plan is not None and plan.mode == "train":
+        if task.trains and not task.lora:  # what a plan freezes decides what is kept; PEFT freezes everything
             return estimate_of(bare, task, config, self.machine, plan)
-        if task.trains:  # what a plan freezes decides what is kept
-            return estimate_of(bare, task, config, self.machine, plan)
+        key = (task, plan is not None and not task.trains)
         if key not in self._traces:
             self._traces[key] = whole_trace(bare, task, plan)
         return estimate_of(bare, task, config, self.machine, plan, self._traces[key])
@@ -122,18 +135,22 @@ def _endless(machine: Machine) -> Machine:
     return Machine(gpu, gpu, much, much, machine.ssd_free_bytes)
 
 
-def _with_budget(config: VBConfig, machine: Machine, tier: str, beside: int, pages: int) -> VBConfig:
-    """Return the config with the budget that the rest of the task leaves to pages."""
+class _NoRoom(ConfigError):
+    """A tier cannot hold what a task takes beside pages, and one layer of those."""
+
+    def __init__(self, tier: str, nbytes: int) -> None:
+        super().__init__(f"the {tier} lacks {nbytes} bytes")
+        self.tier, self.nbytes = tier, nbytes
+
+
+def _with_budget(config: VBConfig, machine: Machine, plan: Plan, beside: int) -> VBConfig:
+    """Return the config with the budget that the rest of the task leaves to pages. Raises _NoRoom."""
+    tier = plan.compute_tier
     free = machine.gpu_free_bytes if tier == "gpu" else machine.cpu_available_bytes
     room = int(free * _ROOM) - beside
-    if room <= 0:
-        raise ConfigError(
-            f"{config.source}: without any page the {tier} lacks {-room / (1 << 30):.1f} GiB for what is not swapped, "
-            "caches and temporaries"
-        )
-    more = pages + (64 << 20)  # page-aligned slots
-    ssd = {"ssd": {"enabled": True, "path": "~/.cache/vbrt/pages"}} if machine.ssd_free_bytes else {}
-    return load_config(config, tiers={tier: {"budget": min(room, more)}, **ssd})
+    if room < plan.largest_layer_bytes:
+        raise _NoRoom(tier, plan.largest_layer_bytes - room)
+    return load_config(config, tiers={tier: {"budget": min(room, plan.page_bytes + _SLACK)}})
 
 
 # -- candidates -------------------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from vbrt.residency.sizes import format_bytes
 
 __all__ = ["Advice", "Choice"]
 
+_ALIKE = 1.1  # times that differ by less are the same, before they are measured
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -96,24 +98,31 @@ class Advice:
     choices: tuple[Choice, ...]
 
     @property
+    def fitting(self) -> tuple[Choice, ...]:
+        """What fits, and with goal "exact" gives the model's own bits."""
+        return tuple(c for c in self.choices if c.fits and (c.lossless or self.goal != "exact"))
+
+    @property
     def front(self) -> tuple[Choice, ...]:
-        """What fits and is beaten by nothing else in time, exactness and context (in training: in what trains, too)."""
-        fitting = [choice for choice in self.choices if choice.fits]
-        return tuple(c for c in fitting if not any(_beats(other, c) for other in fitting))
+        """What fits and is beaten by nothing else in time, memory, exactness and context (and in what trains)."""
+        return tuple(c for c in self.fitting if not any(_beats(other, c) for other in self.fitting))
 
     @property
     def best(self) -> Choice:
-        """The first of the front for the goal. Raises ConfigError: nothing fits; by how much, and what would do."""
-        front = self.front
-        if self.goal == "exact":
-            front = tuple(choice for choice in front if choice.lossless)
-        if not front:
+        """The first for the goal; of those that are within a tenth of the least time, the simplest.
+
+        Raises ConfigError: nothing fits; by how much, and what would do.
+        """
+        fitting = self.fitting
+        if not fitting:
             raise ConfigError(self._nothing())
         if self.task.trains:
-            return front[0]  # they come with ever more given up
+            return fitting[0]  # they come with ever more given up
         if self.goal == "longest":
-            return min(front, key=lambda c: (-c.task.context, c.speed.ms))
-        return min(front, key=lambda c: (c.speed.ms, not c.lossless))
+            most = max(choice.task.context for choice in fitting)
+            fitting = tuple(choice for choice in fitting if choice.task.context == most)
+        least = min(choice.speed.ms for choice in fitting)
+        return next(choice for choice in fitting if choice.speed.ms <= _ALIKE * least)
 
     def _nothing(self) -> str:
         lacks = [c for c in self.choices if c.missing and (c.lossless or self.goal != "exact")]
@@ -161,23 +170,21 @@ def _beats(one: Choice, other: Choice) -> bool:
 
 def _merits(choice: Choice) -> tuple[float, ...]:
     everything = not choice.task.lora  # all weights train
-    return (-choice.speed.ms, choice.lossless, choice.task.context, everything)
+    return (-choice.speed.ms, -choice.found.peak_bytes, choice.lossless, choice.task.context, everything)
 
 
 def _lines(advice: Advice) -> Iterator[str]:
     task, rates = advice.task, advice.rates
     yield f"{advice.model}: {task.kind}, batch {task.batch}, context {task.context}, goal {advice.goal}"
-    yield (
-        f"rates of {rates.name}, {rates.source}: link {rates.link_gb_s:.0f} GB/s, memory {rates.memory_gb_s:.0f} GB/s, "
-        + (f"{rates.tflops:.0f} TFLOP/s, drive {rates.drive_gb_s:.1f} GB/s")
-    )
+    link = f"link {rates.link_gb_s:.0f}, memory {rates.memory_gb_s:.0f}, drive {rates.drive_gb_s:.1f} GB/s"
+    yield f"{rates.name}, {rates.source}: {link}, {rates.tflops:.0f} TFLOP/s"
     yield ""
-    yield f"  {'':<36}{'gpu':>10}{'cpu':>10}{'ms':>9}{'tokens/s':>10}  {'bits':<7}limit"
+    yield f"  {'':<42}{'gpu':>10}{'cpu':>10}{'ms':>9}{'tokens/s':>10}  {'bits':<7}limit"
     front = {id(choice) for choice in advice.front}
     for choice in advice.choices:
         yield _row(choice, "*" if id(choice) in front else " ")
     yield ""
-    yield "* not beaten by another in time, exactness, context or what trains"
+    yield "* beaten by no other in time, memory, exactness, context and what trains"
 
 
 def _row(choice: Choice, mark: str) -> str:
@@ -185,10 +192,10 @@ def _row(choice: Choice, mark: str) -> str:
     tiers = {} if choice.found is None else choice.found.tiers
     sizes = "".join(f"{format_bytes(tiers[tier]) if tier in tiers else '-':>10}" for tier in ("gpu", "cpu"))
     if choice.speed is None:
-        return f"{mark} {name:<36}{sizes}  {choice.reason}"
+        return f"{mark} {name:<42}{sizes}  {choice.reason}"
     bits = "its own" if choice.lossless else "4 bits"
     speed = choice.speed
-    return f"{mark} {name:<36}{sizes}{speed.ms:>9.1f}{speed.tokens_s:>10.1f}  {bits:<7} {speed.bound}"
+    return f"{mark} {name:<42}{sizes}{speed.ms:>9.1f}{speed.tokens_s:>10.1f}  {bits:<7} {speed.bound}"
 
 
 def _reasons(advice: Advice) -> Iterator[str]:

@@ -83,7 +83,7 @@ def estimate_of(
     tier = _compute_tier(plan, machine)
     rows = [*weight_rows(bare, plan, tier), *step_rows(traced, task, tier)]
     if tier == "gpu":
-        rows.append(Row("workspace", tier, workspace_bytes(bare, task, plan), "counted", "of cuBLAS"))
+        rows.append(Row("workspace", tier, workspace_bytes(task, plan), "counted", "of cuBLAS"))
     steady = sum(row.nbytes for row in rows if row.tier == tier and row.source == "counted")
     moments = tuple((stage, steady + nbytes) for stage, nbytes in stages(traced).items())
     return Estimate(type(bare).__name__, task, config, machine, tier, tuple(rows), moments, plan)

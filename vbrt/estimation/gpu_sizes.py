@@ -77,10 +77,24 @@ def _rounded_linear(linear: Callable[..., Tensor], weights: Container[int]) -> C
     return sized
 
 
+def _biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout: float) -> Tensor:
+    """Attention with a bias: torch has no fused kernel for one that is learned, and computes by the definition."""
+    if q.shape[-3] != k.shape[-3]:
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], dim=-3) for x in (k, v))
+    if not torch.is_grad_enabled():  # as measured with T5: then scores are fp32
+        q, k, bias = q.float(), k.float(), bias.float()
+    weights = (q @ k.mT + bias).softmax(-1).to(v.dtype)
+    return F.dropout(weights, dropout) @ v if dropout else weights @ v
+
+
 def _sized_attention(plain: Callable[..., Tensor], kernel: str) -> Callable[..., Tensor]:
     def sized(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(query, FakeTensor):
             return plain(query, key, value, *args, **kwargs)
+        mask = kwargs.get("attn_mask", args[0] if args else None)
+        if kernel == "flash" and mask is not None and mask.is_floating_point():  # a bias, as T5 has it
+            dropout = kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)
+            return _biased(query, key, value, mask, dropout)
         if kernel == "flash" and query.ndim >= 3:
             return _Fused.apply(query, key, value)
         with sdpa_kernel(SDPBackend.MATH):

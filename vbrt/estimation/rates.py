@@ -1,4 +1,4 @@
-"""How fast a machine is, in five figures: measured here in seconds, or from the data sheet of a GPU that is not here."""
+"""How fast a machine is, in five figures: measured here, or from the data sheet of a GPU that is not here."""
 
 import json
 import os

@@ -12,7 +12,7 @@ from vbrt.residency.plan import Plan
 
 __all__ = ["stages", "step_rows", "weight_rows", "workspace_bytes"]
 
-_WORKSPACE = 32 << 20  # of cuBLAS, and of cuBLASLt, on one stream of sm_90: ATen/cuda/CUDABlas.cpp
+_WORKSPACE = 32 << 20  # of cuBLAS for a thread and a stream, on sm_90: ATen/cuda/CUDABlas.cpp
 #: what of all that lasts is there in a stage
 _THERE = {
     "prompt": ("KV cache",),
@@ -47,11 +47,10 @@ def _page_rows(plan: Plan) -> Iterator[Row]:
             yield Row("pages", tier, held, "counted", share + (", others pass through" if below else ""))
 
 
-def workspace_bytes(model: nn.Module, task: Task, plan: Plan | None) -> int:
-    """Return the bytes of cuBLAS's workspaces: one, one of cuBLASLt for products with a bias, one of recorded steps."""
-    biased = any(getattr(module, "bias", None) is not None for module in model.modules() if hasattr(module, "weight"))
+def workspace_bytes(task: Task, plan: Plan | None) -> int:
+    """Return the bytes of cuBLAS's workspaces: one, one of the thread of backward passes, one of recorded steps."""
     recorded = task.kind == "decode" and plan is not None
-    return _WORKSPACE * (1 + biased + recorded)
+    return _WORKSPACE * (1 + task.trains + recorded)
 
 
 def step_rows(traced: Trace, task: Task, tier: str) -> list[Row]:

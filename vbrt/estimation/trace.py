@@ -42,11 +42,13 @@ def trace(
     task: Task,
     chosen: Mapping[str, tuple[Stack, Sequence[int]]],
     rounded: Callable[[nn.Module], Iterable[Tensor]] = lambda model: (),
+    prepare: Callable[[nn.Module], None] = lambda model: None,
 ) -> Trace:
     """Run a task on a copy of a model without weights that has the chosen blocks of each stack only.
 
     Args:
         rounded: which weights of the copy train in 4 bits.
+        prepare: changes the copy before it runs.
 
     Raises:
         ArgumentError: nothing says what the model takes, or its outputs have no loss.
@@ -56,6 +58,7 @@ def trace(
     with _refusals(model), warnings.catch_warnings(), FakeTensorMode():
         warnings.simplefilter("ignore")  # of hooks and of what the model says to whom trains it
         _materialize(cut_model)
+        prepare(cut_model)
         run = _Run(cut_model, task)
         weights = {id(weight) for weight in rounded(cut_model)}
         with run.watching(chosen), gpu_sizes(task.attention, weights), run.meter:

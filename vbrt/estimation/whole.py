@@ -21,12 +21,13 @@ def whole_trace(model: nn.Module, task: Task, plan: Plan | None) -> Trace:
     rounded = _rounded_of(plan)
     stacks = stacks_of(model)
     least = {stack.name: {kind: min(n, _TRACED) for kind, n in stack.count.items()} for stack in stacks}
-    base = total = trace(model, task, _chosen(stacks, least), rounded)
+    prepare = _fused_experts(model, plan)
+    base = total = trace(model, task, _chosen(stacks, least), rounded, prepare)
     for stack in stacks:
         for kind, count in stack.count.items():
             if count > _TRACED:
                 more = least | {stack.name: least[stack.name] | {kind: _TRACED + 1}}
-                other = trace(model, task, _chosen(stacks, more), rounded)
+                other = trace(model, task, _chosen(stacks, more), rounded, prepare)
                 total = _further(total, base, other, count - _TRACED)
     return _grown(total, task, by_blocks=plan is not None)
 
@@ -66,3 +67,15 @@ def _rounded_of(plan: Plan | None) -> Callable[[nn.Module], list[Tensor]]:
         return [module.weight for module in linear if tuple(module.weight.shape) in shapes]
 
     return rounded
+
+
+def _fused_experts(model: nn.Module, plan: Plan | None) -> Callable[[nn.Module], None]:
+    """Return what gives swapped experts of a copy the sizes of vbrt's kernels: outputs, and nothing for each pair."""
+    kinds = {type(model.get_submodule(swap.site.module)) for swap in plan.routed} if plan is not None else set()
+
+    def prepare(model: nn.Module) -> None:
+        for module in model.modules():
+            if type(module) in kinds:
+                module.forward = lambda hidden_states, *args, **kwargs: hidden_states * 1
+
+    return prepare

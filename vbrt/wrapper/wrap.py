@@ -12,6 +12,7 @@ from torch import nn
 
 from vbrt.config import VBConfig, load_config
 from vbrt.errors import WrapError
+from vbrt.estimation.advise import advise
 from vbrt.model.attach import Attempt, attach, plan_for
 from vbrt.model.runtime import Runtime
 from vbrt.model.sharing import shared_config
@@ -46,7 +47,8 @@ def wrap(
         model: any nn.Module; changed in place (`unwrap` gives it back). Or an object that holds some: a pipeline of
             diffusers or transformers, whose models all go onto one runtime; any other with one module among its
             attributes.
-        config: a preset name ("fp4", the default, "exact", "dense", ...), a path to a TOML file, a dict, or a VBConfig.
+        config: a preset name ("fp4", the default, "exact", "dense", ...), a path to a TOML file, a dict, or a VBConfig;
+            "auto": the first answer of `vbrt.advise` for this model and this machine.
         runtime: `vb.runtime` of another model: both share its tiers, its budgets and its policy from then on, each with
             weights in formats of its own.
         **overrides: sections of the config, merged key by key: `weights={"format": "nf4"}`, `tiers={"ssd": {...}}`,
@@ -73,7 +75,7 @@ def wrap(
     if isinstance(model, VBModelWrapper):
         raise WrapError("the model is wrapped already; unwrap() it first")
     policy = user_policy(overrides, runtime)
-    asked = load_config(config, **overrides)
+    asked = load_config(_advised(model) if config == "auto" else config, **overrides)
     if runtime is not None:
         asked = shared_config(asked, runtime, config, overrides)
     plan = plan_for(model, asked, runtime)
@@ -84,3 +86,8 @@ def wrap(
     except BaseException:  # Ctrl-C may come between the two
         attempt.undo()
         raise
+
+
+def _advised(model: nn.Module) -> VBConfig:
+    """Return the config of the first answer of `vbrt.advise`; that of a model which fits as it is, is "dense"."""
+    return advise(model).best.config or load_config("dense")

@@ -1,0 +1,31 @@
+"""`vbrt advise`: the table, the command, the TOML."""
+
+import json
+
+import pytest
+
+from vbrt.cli import main as cli
+from vbrt.config import load_config
+
+pytest.importorskip("transformers")
+
+
+def test_the_command_says_what_to_do_and_writes_it(config_json, tmp_path, capsys):
+    arguments = ["advise", str(config_json), "--gpu-memory", "1500MiB", "--ram", "16GiB", "--rates", "RTX 4090"]
+    file = tmp_path / "my.toml"
+    assert cli.main([*arguments, "--goal", "exact", "--context", "512", "--explain", "--write", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "unwrapped" in out and "the gpu lacks" in out and "This is it." in out
+    assert f"vbrt run {config_json} --config exact --set tiers.gpu.budget=" in out
+    written = load_config(file)
+    assert written.weights.fine == "exact" and f"tiers.gpu.budget={written.tiers.gpu.budget}" in out
+
+
+def test_nothing_that_fits_is_said_with_what_would_do(config_json, capsys):
+    arguments = ["advise", str(config_json), "--gpu-memory", "100MiB", "--ram", "200MiB", "--rates", "H200", "--json"]
+    assert cli.main(arguments) == 1
+    told = capsys.readouterr()
+    assert not any(choice["fits"] for choice in json.loads(told.out)["choices"])
+    assert "nothing fits" in told.err and "would do" in told.err
+    assert cli.main([*arguments[:-3], "--rates", "Voodoo 2"]) == 2
+    assert "no data sheet of a GPU 'Voodoo 2'" in capsys.readouterr().err

@@ -1,0 +1,150 @@
+"""`vbrt.advise`: what fits, how fast, and what is best for a goal; `wrap(model, "auto")`; `vbrt.fit_batch`."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import vbrt
+from vbrt.config import Machine
+from vbrt.errors import ArgumentError, ConfigError
+
+transformers = pytest.importorskip("transformers")
+
+MiB = 1 << 20
+RATES = vbrt.data_sheet("NVIDIA GeForce RTX 4090")
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    settings = transformers.LlamaConfig(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2,
+        vocab_size=4096,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
+
+
+def machine(gpu: int, cpu: int, ssd: int | None = None) -> Machine:
+    return Machine(gpu * MiB, gpu * MiB, cpu * MiB, cpu * MiB, None if ssd is None else ssd * MiB)
+
+
+def asked(model: nn.Module, goal: str, on: Machine, **sizes: int) -> vbrt.Advice:
+    return vbrt.advise(model, goal, machine=on, rates=RATES, **({"context": 256} | sizes))
+
+
+def test_a_model_that_fits_stays_on_the_gpu_with_its_own_bits_unless_less_may_be_faster(model):
+    exact = asked(model, "exact", machine(2000, 4000))
+    assert exact.best.lossless and list(exact.best.found.tiers) == ["gpu"]
+    fastest = asked(model, "fastest", machine(2000, 4000)).best
+    assert fastest.name == "fp4" and fastest.speed.ms < exact.best.speed.ms
+
+
+def test_what_does_not_fit_streams_within_the_memory_and_says_by_what_it_is_bound(model):
+    on = machine(200, 4000)
+    advice = asked(model, "exact", on)
+    best = advice.best
+    assert best.name == "exact" and best.speed.bound == "link"
+    assert best.found.peak_bytes <= on.gpu_free_bytes and not best.found.missing
+    plan = vbrt.make_plan(model, best.found.config, on)
+    assert plan.home_bytes("cpu") == best.found.plan.home_bytes("cpu") > 0
+    assert "This is it." in advice.explain() and "unwrapped: does not fit: the gpu lacks" in advice.explain()
+    assert advice.command("./m").startswith("vbrt run ./m --config exact --set tiers.gpu.budget=")
+
+
+def test_a_drive_is_used_where_host_memory_ends_and_only_there(model):
+    with pytest.raises(ConfigError, match="nothing fits"):
+        _ = asked(model, "exact", machine(200, 60)).best
+    with_drive = asked(model, "exact", machine(200, 60, 4000)).best
+    assert with_drive.found.config.tiers.ssd.enabled and with_drive.found.plan.home_bytes("ssd")
+    assert not asked(model, "exact", machine(200, 4000, 4000)).best.found.config.tiers.ssd.enabled
+
+
+def test_the_longest_context_is_the_last_that_fits(model):
+    on = machine(300, 4000)
+    best = asked(model, "longest", on).best
+    assert best.task.context > 256 and best.found.peak_bytes <= on.gpu_free_bytes
+    twice = best.task.but(context=2 * best.task.context)
+    budget = {"gpu": {"budget": best.found.plan.largest_layer_bytes * 2}}
+    assert not vbrt.estimate(model, twice, vbrt.load_config(best.name, tiers=budget), machine=on).fits
+
+
+def test_training_gives_up_no_more_than_it_must():
+    settings = transformers.LlamaConfig(
+        hidden_size=512, intermediate_size=2048, num_hidden_layers=3, num_attention_heads=4, vocab_size=512
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
+    advice = asked(model, "train", machine(4000, 4000), context=64)
+    assert advice.best.name == "all weights"
+    peaks = {choice.name: choice.found.peak_bytes for choice in advice.choices}
+    assert peaks["LoRA 16 on fp4"] < peaks["LoRA 16 on the plain model"] < peaks["all weights"]
+    room = (peaks["LoRA 16 on fp4"] >> 20) + 8
+    assert asked(model, "train", machine(room, 4000), context=64).best.name.startswith("LoRA 16 on")
+
+
+def test_the_front_holds_what_nothing_beats(model):
+    advice = asked(model, "fastest", machine(2000, 4000))
+    front = advice.front
+    assert {choice.name for choice in front} >= {"fp4"} and len(front) < len(advice.choices)
+    for choice in front:
+        assert not any(
+            other.speed.ms < choice.speed.ms
+            and other.lossless >= choice.lossless
+            and other.found.peak_bytes <= choice.found.peak_bytes
+            for other in advice.fitting
+        )
+    assert json.loads(json.dumps(advice.to_dict()))["choices"][0]["name"] == "unwrapped"
+
+
+def test_time_follows_the_link_where_it_decides(model):
+    slow = vbrt.advise(model, "exact", machine=machine(200, 4000), rates=replace(RATES, link_gb_s=5.0), context=256)
+    fast = vbrt.advise(model, "exact", machine=machine(200, 4000), rates=replace(RATES, link_gb_s=50.0), context=256)
+    assert slow.best.speed.ms > 5 * fast.best.speed.ms
+
+
+def test_wrong_goals_and_unknown_gpus_are_named(model):
+    with pytest.raises(ArgumentError, match="goal = 'cheapest'; expected one of 'fastest'"):
+        vbrt.advise(model, "cheapest")
+    with pytest.raises(ArgumentError, match="no data sheet of a GPU 'Voodoo 2'; there are H200"):
+        vbrt.data_sheet("Voodoo 2")
+
+
+def test_wrap_auto_takes_the_first_answer(monkeypatch):
+    from vbrt.estimation import advise
+
+    settings = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=128
+    )
+    model = transformers.LlamaForCausalLM(settings).eval()
+    monkeypatch.setattr(advise, "kept_rates", lambda: RATES)
+    wanted = vbrt.advise(model).best.config or vbrt.load_config("dense")
+    vb = vbrt.wrap(model, "auto")
+    assert {swap.format for swap in vb.plan.swaps} == {wanted.weights.format}
+    vb.unwrap()
+
+
+def test_fit_batch_finds_the_largest_that_fits_and_confirms_it():
+    weight = torch.randn(256, 256)
+    ran = []
+
+    def step(batch: int) -> None:
+        ran.append(batch)
+        (torch.ones(batch, 256) @ weight).relu().sum()
+
+    each = 256 * 4  # a row; two of three tensors live at once
+    found = vbrt.fit_batch(step, room_bytes=100 * 2 * each)
+    assert 95 <= found <= 100 and ran[-1] == found and len(ran) <= 6
+    with pytest.raises(ArgumentError, match="a batch of 1 does not fit"):
+        vbrt.fit_batch(step, room_bytes=each)
+
+
+def test_fit_batch_goes_down_where_the_estimate_was_too_high():
+    def step(batch: int) -> None:
+        if batch > 40:
+            raise torch.OutOfMemoryError("no")
+        torch.ones(batch, 1024).relu()
+
+    assert 30 <= vbrt.fit_batch(step, room_bytes=64 << 20) <= 40

@@ -1,0 +1,81 @@
+"""`vbrt advise`: which config and which options, for a model, a task and a machine."""
+
+import argparse
+import json
+from pathlib import Path
+
+from vbrt.cli.machine import add_machine, machine_of
+from vbrt.cli.options import add_command, integration, positive
+from vbrt.cli.screen import complain, console_for_stdout, working
+from vbrt.config import load_config
+from vbrt.config.toml_text import toml_text
+from vbrt.errors import ConfigError, VBError, describe_os_error
+from vbrt.host.files import write_file
+
+__all__ = ["add"]
+
+_GOALS = ("fastest", "exact", "longest", "train")
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Add `vbrt advise` to the subparsers `commands` of the command line."""
+    parser = add_command(
+        commands,
+        "advise",
+        _advise,
+        help="say how a model runs best on a machine: format, budgets, options",
+        text="Nothing\nis loaded. Exits with 1 if nothing fits.",
+        examples="  vbrt advise ./Llama-3.1-8B\n"
+        "  vbrt advise ./Qwen3-32B --gpu-memory 24GiB --ram 64GiB --rates 'RTX 4090'\n"
+        "  vbrt advise ./Llama-3.1-8B --goal exact --context 8192 --explain\n"
+        "  vbrt advise ./Llama-3.1-8B --goal train --batch 4 --write my.toml\n",
+    )
+    parser.add_argument(
+        "model", metavar="MODEL_DIR|HF_CONFIG", type=Path, help="a transformers model directory, or a config.json"
+    )
+    parser.add_argument("--goal", choices=_GOALS, default="fastest", help="(default fastest)")
+    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences at once (1)")
+    parser.add_argument("--context", type=positive, default=2048, metavar="N", help="tokens of each (2048)")
+    machine = add_machine(parser)
+    machine.add_argument("--rates", metavar="GPU", help="how fast it is: a GPU by name, by its data sheet")
+    parser.add_argument("--explain", action="store_true", help="each candidate: why, or why not")
+    parser.add_argument("--write", metavar="FILE", type=Path, help="the config as TOML")
+    parser.add_argument("--json", action="store_true", help="all candidates as JSON")
+
+
+def _advise(args: argparse.Namespace) -> int:
+    with working("importing torch and transformers") as say:
+        huggingface = integration("huggingface")
+        from vbrt.estimation.advise import advise
+        from vbrt.estimation.rates import data_sheet
+
+        rates = None if args.rates is None else data_sheet(args.rates)
+        say(f"reading {args.model}")
+        model = huggingface.meta_model(args.model)
+        machine, _ = machine_of(args, load_config("fp4"))
+        say("trying what there is")
+        advice = advise(model, args.goal, machine=machine, rates=rates, batch=args.batch, context=args.context)
+    if args.json:
+        print(json.dumps(advice.to_dict(), indent=2))
+    else:
+        console = console_for_stdout()
+        console.print(str(advice), soft_wrap=True)
+        if args.explain:
+            console.print(f"\n{advice.explain()}", soft_wrap=True)
+    try:
+        best = advice.best
+    except ConfigError as error:
+        complain("error", error)
+        return 1
+    if not args.json:
+        console.print(f"\n{best.name}: {advice.command(str(args.model))}", soft_wrap=True)
+    if args.write is not None:
+        _write(args.write, best.found.config or load_config("dense"))
+    return 0
+
+
+def _write(path: Path, config: object) -> None:
+    try:
+        write_file(path, toml_text(config).encode())
+    except OSError as error:
+        raise VBError(f"{path}: cannot be written: {describe_os_error(error)}") from error
