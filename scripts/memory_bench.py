@@ -1,7 +1,7 @@
 """Milliseconds a token against GPU memory, an 8B-shaped model: bf16, accelerate, bitsandbytes and vbrt; writes JSON.
 
 Random weights, made on the GPU; `generate` as a user types it: greedy, a prompt of 128 tokens. Each case is warmed by
-one call. `docs/memory.svg`, which the README shows, is drawn from the result by `--plot`.
+one call. `docs/memory.svg`, which the README shows, is drawn by `--plot` from committed results.
 
     python3 scripts/memory_bench.py [--parts bf16 fp4 exact bitsandbytes accelerate] [--out results.json]
     python3 scripts/memory_bench.py --plot
@@ -113,7 +113,7 @@ def accelerate(layers: int) -> Iterator[dict[str, object]]:
         places = infer_auto_device_map(
             model, max_memory={0: int(budget * 1e9), "cpu": 1 << 40}, no_split_module_classes=model._no_split_modules
         )
-        model = dispatch_model(model, places)
+        model = dispatch_model(model.to("cpu"), places)  # or what is offloaded stays on the GPU
         gc.collect()
         torch.cuda.empty_cache()
         yield {"budget_gb": budget} | measured(model, NEW["accelerate"], warm=1)
@@ -144,18 +144,45 @@ def rows(parts: list[str], layers: int) -> Iterator[dict[str, object]]:
 # -- the picture ------------------------------------------------------------------------------------------------------
 
 
-#: part -> what the picture calls it, and its marker
+#: what the picture calls a line, and its marker
 DRAWN = {
-    "accelerate": ("accelerate, bf16", "s"),
-    "exact": ("vbrt exact: every bit of bf16", "o"),
-    "bf16": ("bf16, all on the GPU", "D"),
-    "bitsandbytes": ("bitsandbytes NF4", "^"),
-    "fp4": ("vbrt fp4", "o"),
+    "accelerate, bf16 (one forward)": "s",
+    "vbrt exact: every bit of the weights": "o",
+    "bf16, all on the GPU": "D",
+    "bitsandbytes NF4": "^",
+    "vbrt fp4": "o",
 }
+_LAYERS_8B = 16.06  # GB of the bf16 model that lies beside bitsandbytes' in scripts/generate_bench.py
 
 
-def draw(result: dict, path: Path) -> None:
-    """Draw time against memory, both as they were measured."""
+def points(results: Path = RESULTS) -> dict[str, list[tuple[float, float]]]:
+    """Return (GB of GPU memory, ms a token) of each line, from what is committed of three benches on an H200.
+
+    accelerate: `scripts/stream.py`, one forward of one token (its peak has one of 2048 tokens in it); bf16 on a static
+    cache and bitsandbytes: `scripts/generate_bench.py`, without the bf16 model that lies beside; vbrt: this script.
+    """
+    own, peers, streamed = (
+        json.loads((results / f"{name}-nvidia-h200.json").read_text())["rows"]
+        for name in ("memory", "generate", "stream")
+    )
+    one = {row["case"]: row for row in peers if row.get("batch") == 1 and row.get("peak_gb")}
+    plain, nf4 = one["bf16, static cache, eager"], one["bitsandbytes NF4, eager"]
+    offloaded = [row for row in streamed if row["case"] in _OFFLOADED]
+    lines = (
+        [(row["gpu_peak_bytes"] / 1e9, row["T1_ms"]) for row in offloaded],
+        [(row["peak_gb"], row["ms"]) for row in own if row["case"] == "exact"],
+        [(plain["peak_gb"], plain["ms"])],
+        [(nf4["peak_gb"] - _LAYERS_8B, nf4["ms"])],
+        [(row["peak_gb"], row["ms"]) for row in own if row["case"] == "fp4"],
+    )
+    return {name: sorted(line) for name, line in zip(DRAWN, lines, strict=True)}
+
+
+_OFFLOADED = ("accelerate cpu_offload", "accelerate dispatch_model, half on the GPU")
+
+
+def draw(lines: dict[str, list[tuple[float, float]]], path: Path) -> None:
+    """Draw time against memory."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, FuncFormatter
@@ -165,14 +192,10 @@ def draw(result: dict, path: Path) -> None:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 4.2), layout="constrained")
         axes = figure.subplots()
-        for part, (name, marker) in DRAWN.items():
-            points = sorted(
-                (row["peak_gb"], row["ms"]) for row in result["rows"] if row["case"] == part and "ms" in row
-            )
-            if points:
-                axes.plot(*zip(*points, strict=True), marker=marker, label=name)
+        for name, line in lines.items():
+            axes.plot(*zip(*line, strict=True), marker=DRAWN[name], label=name)
         axes.set(
-            title=f"Llama-3-8B's shape on an {result['machine']['gpu']}, generate()",
+            title="Llama-3-8B's shape on an NVIDIA H200, one token at a time",
             xlabel="GPU memory, GB (peak)",
             ylabel="ms a token",
             xlim=(0, 18),
@@ -185,20 +208,15 @@ def draw(result: dict, path: Path) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
-def committed() -> dict:
-    """Return the result that is committed."""
-    return json.loads((RESULTS / "memory-nvidia-h200.json").read_text())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--plot", action="store_true", help="draw the picture from the committed result, no more")
+    parser.add_argument("--plot", action="store_true", help="draw the picture from committed results, no more")
     args = parser.parse_args()
     if args.plot:
-        draw(committed(), PICTURE)
+        draw(points(), PICTURE)
         return
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
     out = args.out or RESULTS / f"memory-{name}.json"

@@ -58,15 +58,16 @@ def test_a_gpu_too_small_for_what_stays_dense_is_refused_with_the_reason(monkeyp
         room.tiers()
 
 
-def test_the_picture_has_a_line_for_each_case_and_the_same_bytes_each_time(tmp_path):
+def test_the_picture_is_that_of_the_committed_results(tmp_path):
     pytest.importorskip("matplotlib")
-    rows = [{"case": case, "peak_gb": n + 1.0, "ms": 2.0 + n} for n, case in enumerate(memory_bench.PARTS)]
-    rows.append({"case": "fp4", "error": "as it failed"})
-    for name in ("one.svg", "two.svg"):
-        memory_bench.draw({"machine": {"gpu": "NVIDIA H200"}, "rows": rows}, tmp_path / name)
-    drawn = (tmp_path / "one.svg").read_bytes()
-    assert drawn == (tmp_path / "two.svg").read_bytes()
-    assert all(f">{name}</text>".encode() in drawn for name, _ in memory_bench.DRAWN.values())
+    lines = memory_bench.points()
+    memory_bench.draw(lines, tmp_path / "memory.svg")
+    drawn = (tmp_path / "memory.svg").read_text("utf-8")
+    assert all(f">{name}</text>" in drawn for name in memory_bench.DRAWN)
+    shown = memory_bench.PICTURE.read_text("utf-8")
+    assert re.findall(r'<path d="M [^"]*"', drawn) == re.findall(r'<path d="M [^"]*"', shown), "memory_bench.py --plot"
+    accelerate, exact, *_, fp4 = lines.values()
+    assert min(fp4)[0] < min(accelerate)[0] and min(exact)[1] < min(accelerate)[1]
 
 
 README = (Path(stories.__file__).parent.parent / "README.md").read_text("utf-8")
