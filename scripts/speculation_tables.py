@@ -70,8 +70,8 @@ def _trained(rows: list[dict]) -> list[str]:
             row["exactness"],
             str(row["new_tokens"]),
             f"{row['same']} of {row['of']}",
-            "-" if row["acceptance"] is None else f"{row['acceptance']:.3f}",
-            f"{row['tokens_per_round']:.2f}",
+            "-" if row.get("acceptance") is None else f"{row['acceptance']:.3f}",
+            f"{row['tokens_per_round']:.2f}" if "tokens_per_round" in row else "no drafts",
             *([str(row["drafts"]), _rate(row, "plain_s"), _rate(row, "s")] if timed else []),
         ]
         for row in rows

@@ -82,7 +82,7 @@ def _in_rounds(decoding: Decoding, sequences: Sequences, kwargs: dict[str, Any])
         elif decoding.pace.fixed is None:
             decoding.pace.tries_plain = not decoding.attachment.stack.ledger.travellers
         try:
-            while not sequences.finished and can_verify(decoding, None):
+            while not sequences.finished and can_verify(decoding, len(sequences.ids)):
                 kwargs, hint = _round(decoding, sequences, kwargs, hint)
         except NotRecordable as error:  # before a token was taken: no memory for graphs any more, say
             announce(decoding.counts, str(error))
@@ -116,7 +116,7 @@ def _round(
     began = None if recorder is None else recorder.mark()
     marks.mark()
     k = decoding.pace.choose(_reach(decoding, sequences, cache))
-    while k and not can_verify(decoding, k):
+    while k and not can_verify(decoding, len(sequences.ids), k):
         k -= 1
     draft = decoding.passes.run(functools.partial(_draft, decoding, sequences, kwargs, k, hint))
     marks.mark()

@@ -177,7 +177,7 @@ def verified(decoding: Decoding, draft: Draft) -> Rows:
 def _as_recorded(decoding: Decoding, draft: Draft) -> Rows:
     """Compute the rows with the bits of recorded steps."""
     known, batch, tokens = _known_of(decoding), len(draft.ids), draft.k + 1
-    if not draft.k or draft.k in known.refused or known.unlike_recorded:
+    if not draft.k or draft.k in known.refused or batch in known.unlike_recorded:
         return one_at_a_time(decoding, draft, tokens)
     before, wanted, few = decoding.statics.length, None, min(tokens, _COMPARED)
     if known.recorded_checks[batch] < _CHECKS:
@@ -196,7 +196,7 @@ def _as_recorded(decoding: Decoding, draft: Draft) -> Rows:
         if all(map(torch.equal, rows.logits[:few] + _stored(draft, before, few), wanted)):
             known.recorded_checks[batch] += 1
             return rows._replace(compared=True)
-        known.unlike_recorded = True
+        known.unlike_recorded.add(batch)
         why = "a pass verified token by token gives other bits than recorded steps"
     announce(decoding.counts, why)
     _rewind(draft.cache, before)
@@ -211,14 +211,15 @@ class _Known:
         checks, recorded_checks: rounds in which it was right, by batch size: compared with passes in lockstep, and with
             recorded steps.
         refused: numbers of drafts for which it does not serve.
-        wrong, unlike_recorded: True if it has given other bits than these.
+        wrong: True if it has given other bits than passes in lockstep.
+        unlike_recorded: batch sizes for which it has given other bits than recorded steps.
     """
 
     checks: Counter[int] = field(default_factory=Counter)
     recorded_checks: Counter[int] = field(default_factory=Counter)
     refused: set[int] = field(default_factory=set)
     wrong: bool = False
-    unlike_recorded: bool = False
+    unlike_recorded: set[int] = field(default_factory=set)
 
 
 _all_known: "weakref.WeakKeyDictionary[Attachment, _Known]" = weakref.WeakKeyDictionary()
@@ -228,11 +229,12 @@ def _known_of(decoding: Decoding) -> _Known:
     return _all_known.setdefault(decoding.attachment, _Known())
 
 
-def can_verify(decoding: Decoding, k: int | None) -> bool:
-    """True unless k drafts would be verified one after the other, which takes as long as decoding does."""
+def can_verify(decoding: Decoding, batch: int, k: int | None = None) -> bool:
+    """True unless k drafts (None: any number) of `batch` rows would be verified one after the other, which takes as
+    long as decoding does."""
     known = _known_of(decoding)
     slow = decoding.statics is not None and decoding.exactness == _TOKENS
-    return not (slow and (known.unlike_recorded or k in known.refused))
+    return not (slow and (batch in known.unlike_recorded or k in known.refused))
 
 
 def in_step(decoding: Decoding, draft: Draft) -> Rows:
