@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 _WHAT = (
-    "`generate` on the 8B shape in `fp4`, while nobody looks, while another process asks twice a second as `vbrt top` "
-    "does, and while `vb.live()` draws; in turns, medians; the spread is that of one case. The core is one of the "
-    "watched process, which does nothing else meanwhile (scripts/live_cost.py)."
+    "`generate` in `fp4` on {model}, while nobody looks, while another process asks twice a second as `vbrt top` does, "
+    "and while `vb.live()` draws; in turns, medians, ms of {clock}; the spread is that of one case. The core is one of "
+    "the watched process, which does nothing else meanwhile (scripts/live_cost.py)."
 )
+_GPU = {"model": "the 8B shape", "clock": "the clock"}
+_CPU = {"model": "a small Llama of 32 layers", "clock": "the process's cores, which a busy machine disturbs"}
 
 
 def live_table(path: Path) -> list[str]:
@@ -21,7 +23,7 @@ def live_table(path: Path) -> list[str]:
     return [
         f"## what watching costs, {where['gpu'] or 'CPU'}",
         "",
-        _WHAT,
+        _WHAT.format(**(_GPU if where["gpu"] else _CPU)),
         "",
         f"| | {head} | of a core |",
         "| --- | " + " | ".join(["---"] * (3 * len(parts) + 1)) + " |",
