@@ -38,9 +38,11 @@ def live_table(path: Path) -> list[str]:
 
 def _told(figures: dict) -> str:
     meanwhile = figures["recorded meanwhile"]
+    told = f"A sample takes {figures['sample_us']:.0f} µs, counting a pass {figures['count_a_pass_us']:.1f} µs."
+    if not meanwhile["captured"]:
+        return told
     return (
-        f"A sample takes {figures['sample_us']:.0f} µs, counting what a pass computes {figures['count_a_pass_us']:.1f} "
-        f"µs. {meanwhile['samples']:,} samples without a pause beside {meanwhile['captured']} captured steps: "
+        f"{told} {meanwhile['samples']:,} samples without a pause beside {meanwhile['captured']} captured steps: "
         f"{meanwhile['recordings']} recordings, {len(meanwhile['errors'])} errors."
     )
 
