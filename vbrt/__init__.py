@@ -35,6 +35,8 @@ _NAMES = {
     "estimation.batch": ("fit_batch",),
     "estimation.choices": ("Advice", "Choice"),
     "estimation.estimate": ("estimate",),
+    "estimation.precision": ("choose_precision",),
+    "estimation.precision_report": ("LayerPrecision", "Precision"),
     "estimation.rates": ("Rates", "data_sheet", "measure_rates"),
     "estimation.report": ("Estimate",),
     "estimation.task": ("Task",),
@@ -79,6 +81,8 @@ if TYPE_CHECKING:
     from vbrt.estimation.batch import fit_batch
     from vbrt.estimation.choices import Advice, Choice
     from vbrt.estimation.estimate import estimate
+    from vbrt.estimation.precision import choose_precision
+    from vbrt.estimation.precision_report import LayerPrecision, Precision
     from vbrt.estimation.rates import Rates, data_sheet, measure_rates
     from vbrt.estimation.report import Estimate
     from vbrt.estimation.task import Task

@@ -14,8 +14,12 @@ POLICY_KEYS = "expected one of kind, prefetch, scope, routing"
 DIRECTORY = 'expected a directory, e.g. "~/.cache/vbrt/pages"'
 
 WRONG_VALUES = [
-    ("weights.format", "fp4", '"fp4"; expected "nvfp4", "mxfp4", "nf4", "quantile" or "dense"; did you mean "nvfp4"?'),
-    ("weights.format", 4, '4; expected "nvfp4", "mxfp4", "nf4", "quantile" or "dense"'),
+    (
+        "weights.format",
+        "fp4",
+        '"fp4"; expected "nvfp4", "mxfp4", "nf4", "quantile", "dense" or "auto"; did you mean "nvfp4"?',
+    ),
+    ("weights.format", 4, '4; expected "nvfp4", "mxfp4", "nf4", "quantile", "dense" or "auto"'),
     ("weights.fine", True, 'true; expected "none" or "exact"'),
     ("weights.include", "*.mlp.*", f'"*.mlp.*"; {PATTERNS}'),
     ("weights.include", [], '[]; expected at least one pattern; ["*"] takes every layer'),
@@ -30,6 +34,9 @@ WRONG_VALUES = [
     ("weights.keep_head", "true", '"true"; expected true or false'),
     ("weights.keep_head", None, "None; expected true or false"),
     ("weights.embeddings", "yes", '"yes"; expected true or false'),
+    ("weights.formats", ["*"], '[\'*\']; expected a table of module name patterns, e.g. {"*.mlp.*" = "nvfp4"}'),
+    ("weights.budget", "5 bit/s", '"5 bit/s"; expected bits a weight, e.g. "5 bits", or bytes, e.g. "2GiB"'),
+    ("weights.budget", "5 bits", '"5 bits"; is read with format = "auto" only'),
     ("tiers.gpu.enabled", "no", '"no"; expected true or false, or "auto"'),
     ("tiers.gpu.budget", "8 Gigs", f'"8 Gigs"; {BUDGET}'),
     ("tiers.gpu.budget", "8G", f'"8G"; {BUDGET}'),
@@ -84,6 +91,22 @@ def test_a_routing_that_nobody_would_read_is_refused():
     assert VBConfig(policy=PolicyConfig("experts", routing="t")).policy.scope == "auto"
 
 
+def test_formats_by_layer_and_auto_are_refused_where_they_cannot_hold():
+    assert refused(weights={"formats": {"*.up": "fp8"}}).startswith(
+        'my.toml: weights.formats."*.up" = "fp8"; expected "nv'
+    )
+    assert refused(weights={"format": "dense", "formats": {"a": "exact"}}) == (
+        'my.toml: weights.formats.a = "exact"; set format to the 4-bit format of its coarse plane'
+    )
+    assert refused(mode="train", weights={"formats": {"a": "exact"}}).startswith(
+        'my.toml: mode = "train" with weights.formats.a = "exact"'
+    )
+    assert refused(weights={"format": "auto"}).startswith('my.toml: weights.format = "auto"; set budget too: bits a')
+    auto = {"format": "auto", "budget": "5 bits"}
+    assert "weights.fine" in refused(weights={**auto, "fine": "exact"})
+    assert refused(mode="train", weights=auto).startswith('my.toml: mode = "train" with weights.format = "auto"')
+
+
 def nested(dotted: str, value: object) -> dict:
     for name in reversed(dotted.split(".")):
         value = {name: value}
@@ -102,7 +125,8 @@ def test_every_key_has_a_refusal_in_the_table():
 
     tested = {key for key, _, _ in WRONG_VALUES}
     same_check = {"tiers.cpu.enabled", "tiers.ssd.enabled", "tiers.cpu.budget", "tiers.ssd.budget"}
-    assert set(keys(VBConfig().to_dict())) == tested | same_check
+    # an empty table has no keys
+    assert set(keys(VBConfig().to_dict())) | {"weights.formats"} == tested | same_check
 
 
 @pytest.mark.parametrize(

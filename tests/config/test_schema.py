@@ -42,6 +42,7 @@ configs = st.builds(
         min_parameters=st.integers(0, 2**40),
         keep_head=st.booleans(),
         embeddings=st.booleans(),
+        formats=st.dictionaries(names, st.sampled_from([*chosen_formats(), "exact"]), max_size=3),
     ),
     tiers=st.builds(
         TiersConfig,
@@ -66,7 +67,7 @@ configs = st.builds(
     separation=st.builds(SeparationConfig, levels=st.integers(2, 8), refresh_every=st.integers(1, 10**6)),
     compute=st.builds(ComputeConfig, backend=st.sampled_from(BACKENDS), fp8=st.booleans(), fp4=st.booleans()),
 )
-configs |= configs.map(lambda c: replace(c, mode="train", weights=replace(c.weights, fine="none")))
+configs |= configs.map(lambda c: replace(c, mode="train", weights=replace(c.weights, fine="none", formats=())))
 
 
 @given(configs)

@@ -191,7 +191,7 @@ def _print_runs(console: Console, shown: _Shown, config: VBConfig | None) -> boo
         else:
             _add_run(table, name, shown, run)
     console.print(table)
-    lossless = config is None or config.weights.format == "dense" or config.weights.fine == "exact"
+    lossless = config is None or config.weights.lossless
     failed = lossless and not shown.same(_OURS)
     console.print(f"\n{_verdict(shown)}", style="bold red" if failed else "bold green", soft_wrap=True)
     if shown.device != "cuda":

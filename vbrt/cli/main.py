@@ -1,4 +1,4 @@
-"""The command `vbrt`: advise, chat, convert, demo, estimate, inspect, plan, run, stats, top, tune.
+"""The command `vbrt`: advise, chat, convert, demo, estimate, inspect, plan, precision, run, stats, top, tune.
 
 Results go to stdout, everything else (progress, warnings, errors) to stderr. Exit codes: 0 done; 1 done, and the answer
 is no (the demo's results changed, the plan does not fit); 2 a wrong command, file or config; 130 interrupted.
@@ -11,19 +11,20 @@ import sys
 from collections.abc import Sequence
 
 from vbrt import __version__
-from vbrt.cli import advise, chat, convert, demo, estimate, inspect, plan, run, stats, top, tune
+from vbrt.cli import advise, chat, convert, demo, estimate, inspect, plan, precision, run, stats, top, tune
 from vbrt.cli.screen import complain
 from vbrt.errors import VBError
 
 __all__ = ["COMMANDS", "main"]
 
 #: each is one file with a function `add`, which adds the command to the parser
-COMMANDS = (advise, chat, convert, demo, estimate, inspect, plan, run, stats, top, tune)
+COMMANDS = (advise, chat, convert, demo, estimate, inspect, plan, precision, run, stats, top, tune)
 _EXAMPLES = """examples:
   vbrt demo                                          a model in a quarter of its memory, beside accelerate
   vbrt plan ./Llama-3.1-8B --gpu-memory 8GiB         what would be swapped, and what it takes
   vbrt estimate ./Llama-3.1-8B --context 8192        what memory a task takes, and where
   vbrt advise ./Llama-3.1-8B --gpu-memory 12GiB      format, budgets and options that suit a machine
+  vbrt precision ./Llama-3.1-8B --budget "6 bits"    which layers are lossless, which in 4 bits
   vbrt run ./Llama-3.1-8B "The sea is"               wrap, generate, show hit rates
   vbrt chat ./Llama-3.1-8B-Instruct                  talk with it, in several turns
   vbrt convert ./Llama-3.1-8B ./exact --config exact write its planes, without ever holding the model

@@ -1,6 +1,14 @@
 """Configs: the schema, files and presets, budgets of a machine."""
 
-from vbrt.config.budgets import Budget, Machine, compute_tier, parse_budget, resolve_budget, resolve_budgets
+from vbrt.config.budgets import (
+    Budget,
+    Machine,
+    compute_tier,
+    parse_budget,
+    parse_weights_budget,
+    resolve_budget,
+    resolve_budgets,
+)
 from vbrt.config.files import DEFAULT_PRESET, preset_names, preset_path
 from vbrt.config.formats import FORMATS, FormatRecord, chosen_formats, formats_of
 from vbrt.config.load import assign, load_config
@@ -49,6 +57,7 @@ __all__ = [
     "formats_of",
     "load_config",
     "parse_budget",
+    "parse_weights_budget",
     "preset_names",
     "preset_path",
     "resolve_budget",

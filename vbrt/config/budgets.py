@@ -14,7 +14,15 @@ from vbrt.errors import ConfigError
 if TYPE_CHECKING:
     from vbrt.config.schema import VBConfig
 
-__all__ = ["Budget", "Machine", "compute_tier", "parse_budget", "resolve_budget", "resolve_budgets"]
+__all__ = [
+    "Budget",
+    "Machine",
+    "compute_tier",
+    "parse_budget",
+    "parse_weights_budget",
+    "resolve_budget",
+    "resolve_budgets",
+]
 
 _BUDGET_EXPECTED = 'expected "auto", bytes, "8GiB" or "40%"'
 _UNIT_BYTES = {
@@ -30,14 +38,16 @@ _UNIT_BYTES = {
     "tib": 2**40,
 }
 _SIZE = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,19})?) ?([kmgt]?i?b)?", re.IGNORECASE)
+_BITS = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,9})?) ?bits?", re.IGNORECASE)
 _PERCENT = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,19})?) ?%")
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A parsed budget. amount: bytes (int) for kind "bytes", 0 < share <= 1 for "fraction", 0 for "auto"."""
+    """A parsed budget. amount: bytes (int) for kind "bytes", 0 < share <= 1 for "fraction", 0 for "auto", bits a weight
+    for "bits"."""
 
-    kind: Literal["auto", "bytes", "fraction"]
+    kind: Literal["auto", "bytes", "fraction", "bits"]
     amount: int | float = 0
 
 
@@ -71,6 +81,23 @@ def parse_budget(value: object, *, where: str) -> Budget:
     elif isinstance(value, int) and not isinstance(value, bool):
         return Budget("bytes", _bytes_in_range(value, value, where))
     raise wrong(where, value, _BUDGET_EXPECTED)
+
+
+def parse_weights_budget(value: object, *, where: str) -> Budget:
+    """Parse the room for all pages of a model: bits a weight ("5 bits", "4.75 bits") or bytes (2147483648, "2GiB").
+
+    where: what the ConfigError names, e.g. "my.toml: weights.budget".
+    """
+    expected = 'expected bits a weight, e.g. "5 bits", or bytes, e.g. "2GiB"'
+    if isinstance(value, str) and (match := _BITS.fullmatch(value)) and float(match[1]) > 0:
+        return Budget("bits", float(match[1]))
+    try:
+        parsed = parse_budget(value, where=where)
+    except ConfigError:
+        raise wrong(where, value, expected) from None
+    if parsed.kind != "bytes":
+        raise wrong(where, value, expected)
+    return parsed
 
 
 def _unit(text: str | None) -> int:

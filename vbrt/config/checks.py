@@ -7,7 +7,7 @@ weights.format".
 import difflib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from vbrt.errors import ConfigError
@@ -20,6 +20,7 @@ __all__ = [
     "directory",
     "file",
     "flag",
+    "pattern_table",
     "patterns",
     "quoted",
     "shown",
@@ -117,6 +118,21 @@ def patterns(value: object, where: str) -> tuple[str, ...]:
         if not isinstance(pattern, str) or not pattern:
             raise wrong(where, value, f"{expected}, not {shown(pattern)} in it")
     return tuple(value)
+
+
+def pattern_table(*names: str) -> Callable[[object, str], tuple[tuple[str, str], ...]]:
+    """Return a check for a table from module name patterns to the names, in order; a tuple of pairs is one too."""
+    check_name = choice(*names)
+
+    def check(value: object, where: str) -> tuple[tuple[str, str], ...]:
+        pairs = tuple(value.items()) if isinstance(value, Mapping) else value
+        if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            example = f'{{"*.mlp.*" = "{names[0]}"}}'
+            raise wrong(where, value, f"expected a table of module name patterns, e.g. {example}")
+        patterns([pattern for pattern, _ in pairs], where)
+        return tuple((pattern, check_name(name, f"{where}.{json.dumps(pattern)}")) for pattern, name in pairs)
+
+    return check
 
 
 def directory(value: object, where: str) -> str | None:

@@ -36,7 +36,8 @@ def load_config(
 def assign(config: VBConfig, assignments: Iterable[str]) -> VBConfig:
     """Return a config with the command line's `--set`: "tiers.gpu.budget=8GiB", "weights.exclude=['*.mlp.*']".
 
-    A value is read as TOML if it is a number, true, false, a quoted string or a list, and else taken as a string.
+    A value is read as TOML if it is a number, true, false, a quoted string, a list or a table, and else taken as a
+    string.
     Later ones win. Raises ConfigError, naming the settings, for what a file may not say either.
     """
     assignments = tuple(assignments)
@@ -60,8 +61,8 @@ def _assigned(text: str) -> Any:
         values = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         return text
-    is_one = len(values) == 1 and isinstance(values["value"], bool | int | float | str | list)
-    return values["value"] if is_one else text  # TOML also has dates and tables, no key takes one
+    is_one = len(values) == 1 and isinstance(values["value"], bool | int | float | str | list | dict)
+    return values["value"] if is_one else text  # TOML also has dates, no key takes one
 
 
 def _load(config: object) -> VBConfig:

@@ -23,11 +23,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from vbrt.config.budgets import parse_budget
-from vbrt.config.checks import auto_or, choice, did_you_mean, directory, file, flag, patterns, whole, wrong
+from vbrt.config.budgets import parse_budget, parse_weights_budget
+from vbrt.config.checks import (
+    auto_or,
+    choice,
+    did_you_mean,
+    directory,
+    file,
+    flag,
+    pattern_table,
+    patterns,
+    whole,
+    wrong,
+)
 from vbrt.config.files import read_toml
 from vbrt.config.formats import FORMATS, chosen_formats
 from vbrt.errors import ConfigError
@@ -60,7 +72,17 @@ BACKENDS = ("auto", "reference", "compiled", "triton")
 
 
 def _format(value: object, where: str) -> str:
-    return choice(*chosen_formats())(value, where)
+    return choice(*chosen_formats(), "auto")(value, where)
+
+
+def _held_as(value: object, where: str) -> tuple[tuple[str, str], ...]:
+    return pattern_table(*chosen_formats(), "exact")(value, where)
+
+
+def _weights_budget(value: object, where: str) -> int | str | None:
+    if value is not None:
+        parse_weights_budget(value, where=where)
+    return value  # type: ignore[return-value]  # parse_weights_budget raises on anything but int and str
 
 
 def _budget(value: object, where: str) -> int | str:
@@ -108,6 +130,9 @@ class WeightsConfig(_Section):
     include, exclude: fnmatch patterns on module names; a module is swapped if any of `include` and none of `exclude`
     matches. min_parameters: weights with fewer elements stay dense. keep_head: output heads stay dense.
     embeddings: lookup tables (nn.Embedding) go into the tiers too.
+    formats: what the weights of some modules become instead, by pattern: a format without fine plane, or "exact", which
+    is `format` with it. The last pattern that matches decides.
+    budget: with `format = "auto"`, the room for all pages, in bits a weight ("5 bits") or bytes ("2GiB").
     Raises ConfigError, also for `fine = "exact"` with `format = "dense"`, which has nothing to add to.
     """
 
@@ -120,14 +145,45 @@ class WeightsConfig(_Section):
     min_parameters: int = _opt(1024, whole(0))
     keep_head: bool = _opt(True, flag)
     embeddings: bool = _opt(False, flag)
+    formats: tuple[tuple[str, str], ...] = field(default=(), metadata={"check": _held_as, "plain": dict})
+    budget: int | str | None = _opt(None, _weights_budget)
+
+    def held_as(self, *names: str) -> tuple[str, str]:
+        """Return the format and the fine plane of a weight by all its names: of its modules, of its parameter."""
+        found = [held for pattern, held in self.formats if any(fnmatchcase(name, pattern) for name in names)]
+        if not found:
+            return self.format, self.fine
+        return (self.format, "exact") if found[-1] == "exact" else (found[-1], "none")
+
+    @property
+    def lossless(self) -> bool:
+        """True if every weight is held bit for bit."""
+        every = [(self.format, self.fine), *(self.held_as(pattern) for pattern, _ in self.formats)]
+        return all(fine == "exact" or (format != "auto" and FORMATS[format].lossless) for format, fine in every)
 
     @classmethod
     def _rule(cls, values: Mapping[str, Any], where: str) -> None:
+        cls._rule_of_auto(values, where)
+        exact = next((pattern for pattern, held in values["formats"] if held == "exact"), None)
+        if exact is not None and values["format"] == "dense":
+            raise wrong(f"{where}.formats.{exact}", "exact", "set format to the 4-bit format of its coarse plane")
         if not values["include"]:
             raise wrong(f"{where}.include", [], 'expected at least one pattern; ["*"] takes every layer')
-        if FORMATS[values["format"]].lossless and values["fine"] == "exact":
+        if values["format"] == "dense" and values["fine"] == "exact":
             already = f'format "{values["format"]}" is already exact'
             raise wrong(f"{where}.fine", "exact", f'{already}: set fine = "none", or choose a 4-bit format')
+
+    @classmethod
+    def _rule_of_auto(cls, values: Mapping[str, Any], where: str) -> None:
+        auto, budget = values["format"] == "auto", values["budget"]
+        if auto and values["fine"] == "exact":
+            raise wrong(f"{where}.fine", "exact", 'format = "auto" chooses which layers are exact: set fine = "none"')
+        if auto and budget is None:
+            raise wrong(
+                f"{where}.format", "auto", 'set budget too: bits a weight, e.g. "5 bits", or bytes, e.g. "2GiB"'
+            )
+        if budget is not None and not auto:
+            raise wrong(f"{where}.budget", budget, 'is read with format = "auto" only')
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,9 +350,14 @@ class VBConfig:
     def __post_init__(self) -> None:
         _check_sections(self)
         choice(*MODES)(self.mode, f"{type(self).__name__}(...): mode")
-        if self.mode == "train" and self.weights.fine == "exact":
+        if self.mode == "train" and self.weights.format == "auto":
+            expected = "it measures a model that does not train: name a format, or take the formats that it chose"
+            raise wrong(f'{self.source}: mode = "train" with weights.format', "auto", expected)
+        exact = ["fine"] if self.weights.fine == "exact" else []
+        exact += [f"formats.{pattern}" for pattern, held in self.weights.formats if held == "exact"]
+        if self.mode == "train" and exact:
             raise wrong(
-                f'{self.source}: mode = "train" with weights.fine',
+                f'{self.source}: mode = "train" with weights.{exact[0]}',
                 "exact",
                 'a weight that trains has no planes to be restored from: set weights.fine = "none" to train '
                 'through 4 bits, or weights.format = "dense" to train the exact weights',
@@ -359,7 +420,7 @@ def _table(d: object, known: Iterable[str], source: str, key: str) -> Mapping[st
 def plain(value: Any) -> Any:
     """Return sections as dicts and tuples as lists, all the way down."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+        return {f.name: f.metadata.get("plain", plain)(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     return list(value) if isinstance(value, tuple) else value

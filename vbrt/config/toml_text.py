@@ -1,12 +1,15 @@
 """A config as TOML text, which `VBConfig.from_toml` reads back."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vbrt.config.schema import VBConfig
 
 __all__ = ["toml_text"]
+
+_BARE = re.compile("[A-Za-z0-9_-]+")
 
 
 def toml_text(config: VBConfig) -> str:
@@ -20,10 +23,14 @@ def _tables(table: Mapping[str, Any], name: str) -> Iterable[str]:
         yield f"\n[{name}]"
     for key, value in values.items():
         if value is not None:  # TOML has no null: an absent key is the default, None
-            yield f"{key} = {_value(value)}"
+            yield f"{_key(key)} = {_value(value)}"
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _tables(value, f"{name}.{key}" if name else key)
+
+
+def _key(key: str) -> str:
+    return key if _BARE.fullmatch(key) else _value(key)
 
 
 def _value(value: Any) -> str:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import transformers
-from transformers import AutoTokenizer, PreTrainedConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from vbrt.config import VBConfig
@@ -20,7 +21,7 @@ from vbrt.wrapper.wrapper import VBModelWrapper
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["companions_of", "load_wrapped"]
+__all__ = ["companions_of", "load_dense", "load_wrapped"]
 
 _GENERATION = "generation_config.json"
 _MAX_CONFIG_BYTES = 16 << 20
@@ -41,6 +42,19 @@ def load_wrapped(
     path = _checked(path) if gguf is None else _checked_gguf(gguf)
     tokenizer = _tokenizer(path) if gguf is None else _gguf_tokenizer(gguf)
     return Reader(path, dtype).read(config), tokenizer
+
+
+def load_dense(path: Path) -> tuple[nn.Module, "PreTrainedTokenizerBase"]:
+    """Load the causal language model in a directory as transformers does, whole, in the dtype of its files, and its
+    tokenizer.
+
+    Raises:
+        VBError: a part of the model is missing, named; or transformers cannot load it.
+    """
+    path = _checked(path)
+    with quiet(), loading(f"{path}: transformers cannot load it"):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True, trust_remote_code=False)
+    return model.eval(), _tokenizer(path)
 
 
 def companions_of(path: Path, config: PreTrainedConfig) -> Callable[[Path], None]:

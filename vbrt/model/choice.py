@@ -5,7 +5,7 @@ go for all of them, or stay for all: a site that must stay keeps the others.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -16,6 +16,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from vbrt.config import FORMATS, VBConfig
+from vbrt.errors import ConfigError
 from vbrt.layers import KINDS, Kind, kind_of
 from vbrt.layers.experts.routing import top_k_of
 from vbrt.model.heads import find_heads
@@ -42,6 +43,12 @@ def choose(
 
     `saved`: the swaps of a saved model, which take the place of what the config would choose.
     """
+    if config.weights.format == "auto":
+        raise ConfigError(
+            f'{config.source}: weights.format = "auto" is settled by running the model with its weights, as '
+            "vbrt.wrap(model, ...), vbrt.choose_precision and `vbrt precision --write my.toml` do; "
+            "use the config that they return or write"
+        )
     survey = _Survey(named_modules(model), config)
     refused: dict[str, Skip] = {}
     swaps = _with_one_left(list(_swaps(survey, refused)), survey, refused)
@@ -187,7 +194,7 @@ def _as_saved(swaps: list[Swap], saved: Sequence[Swap], refused: dict[str, Skip]
         del refused[name]
     others = {site.module for swap in swaps for site in swap.sites} - names
     refused.update((name, Skip(0, "it was not swapped when the model was saved")) for name in others)
-    return [replace(swap, note=swap.note or _note(swap.site, swap.dtype, swap.format, config)) for swap in saved]
+    return [replace(swap, note=swap.note or _note_on(swap, config)) for swap in saved]
 
 
 def _same_view(one: nn.Module, parameter: str, other: nn.Module, other_parameter: str) -> bool:
@@ -266,10 +273,11 @@ def _why_kept_weight(held: Held, weight: nn.Parameter, survey: _Survey) -> str |
         return f"its {held[1]} has shape {tuple(weight.shape)}"
     if survey.config.mode == "infer" and survey.some_frozen and weight.requires_grad:
         return "it trains (requires_grad) while other layers are frozen; requires_grad_(False) lets it be swapped"
-    exact = FORMATS[wanted.format].lossless or wanted.fine == "exact"
+    format, fine = wanted.held_as(held[0], ".".join(held))
+    exact = FORMATS[format].lossless or fine == "exact"
     if weight.dtype not in _FLOATS and not (exact and weight.dtype is torch.float64):
         dtype = str(weight.dtype).removeprefix("torch.")
-        return f"its {held[1]} is {dtype}; {wanted.format} holds float32, bfloat16, float16"
+        return f"its {held[1]} is {dtype}; {format} holds float32, bfloat16, float16"
     return None
 
 
@@ -332,7 +340,7 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 
 def _swap(sites: list[WeightSite], weight: torch.Tensor, survey: _Survey) -> Swap:
     config = survey.config
-    format, fine = config.weights.format, config.weights.fine
+    format, fine = wanted = config.weights.held_as(*_names(sites))
     if fine == "exact" and weight.dtype not in (torch.bfloat16, torch.float16):
         format, fine = "dense", "none"
     dtype = str(weight.dtype).removeprefix("torch.")
@@ -347,7 +355,7 @@ def _swap(sites: list[WeightSite], weight: torch.Tensor, survey: _Survey) -> Swa
         dense_bytes=sum(site.parameters for site in sites[:count]) * weight.itemsize if routed else nbytes_of(weight),
         format=format,
         fine=fine,
-        note=_note(sites[0], dtype, format, config) or _note_on_head(sites, survey),
+        note=_note(sites[0], dtype, format, wanted[1]) or _note_on_head(sites, survey),
     )
 
 
@@ -363,9 +371,18 @@ def _is_asked_for(kind: Kind, config: VBConfig) -> bool:
     return config.mode in kind.modes and (config.weights.embeddings or not kind.by_rows)
 
 
-def _note(site: WeightSite, dtype: str, format: str, config: VBConfig) -> str:
-    """Return what a user should know of a swap, or an empty text."""
-    if FORMATS[format].lossless and config.weights.fine == "exact":
+def _names(sites: Iterable[WeightSite]) -> list[str]:
+    """Return the names by which `weights.formats` may call a weight."""
+    return [name for site in sites for name in dict.fromkeys((site.module, site.name))]
+
+
+def _note_on(swap: Swap, config: VBConfig) -> str:
+    return _note(swap.site, swap.dtype, swap.format, config.weights.held_as(*_names(swap.sites))[1])
+
+
+def _note(site: WeightSite, dtype: str, format: str, fine: str) -> str:
+    """Return what a user should know of a swap, or an empty text; `fine`: the plane that was asked for."""
+    if FORMATS[format].lossless and fine == "exact":
         return f"{dtype} has no fine plane: held dense, which is exact; bfloat16 halves it"
     if site.shape[1] % FORMATS[format].block:
         return f"in_features {site.shape[1]} padded to a multiple of {FORMATS[format].block}"

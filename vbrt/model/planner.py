@@ -6,6 +6,7 @@ Works on real models and on models built under `torch.device("meta")`, so that a
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ from vbrt.model.machine import this_machine
 from vbrt.residency.plan import Beside, PageSpec, Plan, Skip, Swap, format_bytes, place
 from vbrt.residency.site import ROOT
 
-__all__ = ["make_plan"]
+__all__ = ["make_plan", "swaps_with_pages"]
 
 _KEPT_SHARE = 10  # kept parameters of at least a tenth of the model are worth a warning
 
@@ -62,13 +63,21 @@ def make_plan(
         return _training_plan(tuple(swaps), config, machine, modules, skipped)
     left = _after_wrapping(model, config, machine, skipped, charge_kept=charge_kept)
     budgets, others = (_budgets(config, left), ()) if beside is None else (dict(beside.budgets), beside.layers)
-    device = torch.device("cuda" if "gpu" in budgets else "cpu")
-    layers = [_pages(swap, planned_packing(HandleSpec.of(swap, config), device)) for swap in swaps]
+    layers = [_pages_on(swap, config, "gpu" in budgets) for swap in swaps]
     homes = _homes([*others, *layers], budgets, config, skipped)
     placed = tuple(_placed(swap, pages, homes) for swap, pages in zip(swaps, layers, strict=True))
     notes = (*_idle_gpu(config, machine), *_notes(placed, config, modules, skipped))
     warnings = _kept_warning(placed, skipped, budgets, left) if placed else notes[-1:]
     return Plan(placed, skipped, budgets, notes, warnings=warnings)
+
+
+def swaps_with_pages(model: nn.Module, config: VBConfig) -> list[Swap]:
+    """Return the swaps of a model with their pages, which have no homes: no budget is looked at.
+
+    Raises ConfigError as `choose` does.
+    """
+    on_gpu = bool(config.tiers.gpu.enabled) and torch.cuda.is_available()
+    return [replace(swap, pages=_pages_on(swap, config, on_gpu)) for swap in choose(model, config)[0]]
 
 
 def _training_plan(
@@ -82,6 +91,11 @@ def _training_plan(
 
 
 # -- what it costs ----------------------------------------------------------------------------------------------------
+
+
+def _pages_on(swap: Swap, config: VBConfig, on_gpu: bool) -> tuple[PageSpec, ...]:
+    device = torch.device("cuda" if on_gpu else "cpu")
+    return _pages(swap, planned_packing(HandleSpec.of(swap, config), device))
 
 
 def _pages(swap: Swap, packing: PageOrder | None) -> tuple[PageSpec, ...]:
@@ -197,7 +211,10 @@ def _notes(
     swaps: tuple[Swap, ...], config: VBConfig, modules: dict[str, nn.Module], skipped: dict[str, Skip]
 ) -> tuple[str, ...]:
     others = Counter(swap.note for swap in swaps if swap.format != config.weights.format and swap.note)
+    names = [name for swap in swaps for site in swap.sites for name in (site.module, site.name)]
+    idle = [pattern for pattern, _ in config.weights.formats if not any(fnmatchcase(n, pattern) for n in names)]
     notes = [f"{count} layers: {note}" for note, count in others.items()]
+    notes += [f"weights.formats has {pattern!r}, which no swapped layer matches" for pattern in idle]
     if not swaps:
         saves = " and saves no memory" if config.mode == "infer" else ""
         notes.append(f"nothing is swapped, the model stays as it is{saves}: {why_none(modules, skipped)}")

@@ -102,7 +102,7 @@ class SavedModel:
         """See `Source`. Weights stay what they were when the model was saved."""
         saved = for_this_machine(VBConfig.from_dict(self._manifest.config, source=str(self._said_in)))
         asked = load_config(saved if config is None else config, **overrides)
-        for key in ("format", "fine"):
+        for key in ("format", "fine", "formats"):
             here, there = getattr(asked.weights, key), getattr(saved.weights, key)
             if here != there:
                 raise ConfigError(

@@ -13,6 +13,7 @@ from torch import nn
 from vbrt.config import VBConfig, load_config
 from vbrt.errors import WrapError
 from vbrt.estimation.advise import advise
+from vbrt.estimation.precision import settled
 from vbrt.model.attach import Attempt, attach, plan_for
 from vbrt.model.runtime import Runtime
 from vbrt.model.sharing import shared_config
@@ -78,6 +79,7 @@ def wrap(
     asked = load_config(_advised(model) if config == "auto" else config, **overrides)
     if runtime is not None:
         asked = shared_config(asked, runtime, config, overrides)
+    asked = settled(model, asked)
     plan = plan_for(model, asked, runtime)
     warn_of_plan(plan, "vbrt.wrap", stacklevel=3)
     attempt = Attempt(model, runtime)

@@ -1,0 +1,102 @@
+"""`vbrt precision`: which layers of a model are lossless within a budget, and which in 4 bits."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vbrt.cli.options import add_command, add_config, config_of, integration, positive
+from vbrt.cli.screen import console_for_stdout, working
+from vbrt.config import VBConfig, parse_weights_budget
+from vbrt.errors import VBError, describe_os_error
+from vbrt.host.files import read_bounded, write_file
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["add"]
+
+_MAX_TEXT_BYTES = 64 << 20
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Add `vbrt precision` to the subparsers `commands` of the command line."""
+    parser = add_command(
+        commands,
+        "precision",
+        _precision,
+        help="choose which layers are lossless and which in 4 bits, within a budget",
+        text="The model\nis loaded whole, on the GPU where there is one, and run once for each layer.",
+        examples='  vbrt precision ./Llama-3.1-8B --budget "6 bits"\n'
+        "  vbrt precision ./Llama-3.1-8B --budget 8GiB --text notes.txt --write my.toml\n"
+        "  vbrt run ./Llama-3.1-8B --config my.toml\n",
+    )
+    parser.add_argument("model", metavar="MODEL_DIR", type=Path, help="a transformers model directory")
+    parser.add_argument(
+        "--budget", metavar="SIZE", help='of all pages: bits a weight ("6 bits"), or bytes ("8GiB"); or weights.budget'
+    )
+    parser.add_argument("--text", type=Path, metavar="FILE", help="measure on this text (default: the model's own)")
+    parser.add_argument("--sequences", type=positive, default=8, metavar="N", help="of the text (8)")
+    parser.add_argument("--length", type=positive, default=512, metavar="N", help="tokens of each (512)")
+    parser.add_argument("--method", choices=("kl", "hessian"), default="kl", help="hessian is faster and rougher (kl)")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the config, with the reasons")
+    add_config(parser)
+
+
+def _precision(args: argparse.Namespace) -> int:
+    config = config_of(args)
+    _budget(args, config)
+    text = None if args.text is None else _text(args.text)
+    with working("importing torch and transformers") as say:
+        import torch
+
+        from vbrt.estimation.precision import choose_precision
+
+        causal = integration("causal")
+        say(f"loading {args.model}")
+        model, tokenizer = causal.load_dense(args.model)
+        if torch.cuda.is_available() and config.tiers.gpu.enabled:
+            model = _on_gpu(model)
+        say.stop()  # measuring has a bar of its own
+        sequences = None if text is None else _sequences(text, tokenizer, args)
+        choice = choose_precision(model, sequences, args.budget, config, method=args.method)
+    console_for_stdout().print(str(choice), soft_wrap=True, markup=False)
+    if args.write is not None:
+        try:
+            write_file(args.write, choice.to_toml().encode())
+        except OSError as error:
+            raise VBError(f"{args.write}: cannot be written: {describe_os_error(error)}") from error
+    return 0
+
+
+def _budget(args: argparse.Namespace, config: VBConfig) -> None:
+    """Check the budget before anything takes time."""
+    if args.budget is None and config.weights.budget is None:
+        raise VBError('no budget: give --budget, bits a weight, e.g. "6 bits", or bytes, e.g. "8GiB"')
+    parse_weights_budget(args.budget or config.weights.budget, where="--budget")
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_bounded(path, _MAX_TEXT_BYTES).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = describe_os_error(error) if isinstance(error, OSError) else "it is not UTF-8"
+        raise VBError(f"{path}: cannot be read: {reason}; expected a text file") from error
+
+
+def _sequences(text: str, tokenizer: "PreTrainedTokenizerBase", args: argparse.Namespace) -> "list[torch.Tensor]":
+    """Return the first sequences of a text, as token ids [1, S]; the last may be shorter."""
+    ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
+    return [part for part in ids.split(args.length, 1)[: args.sequences] if part.shape[1] > 1]
+
+
+def _on_gpu(model: "torch.nn.Module") -> "torch.nn.Module":
+    import torch
+
+    try:
+        return model.cuda()
+    except torch.OutOfMemoryError as error:
+        raise VBError(
+            "the model does not fit into the GPU's memory whole, and is measured whole; "
+            "--set tiers.gpu.enabled=false measures on the CPU"
+        ) from error

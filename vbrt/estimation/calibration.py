@@ -1,0 +1,148 @@
+"""Sequences that a model is measured on, and what its logits lose when a weight is rounded.
+
+A sequence is whatever the model's forward takes first, or a mapping of what it takes by name.
+Legend: N sequences, S positions, V vocabulary.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vbrt.errors import ArgumentError
+from vbrt.formats import get_format
+from vbrt.residency.plan import Swap
+from vbrt.residency.site import ROOT, WeightSite
+
+__all__ = [
+    "Sequences",
+    "batches_of",
+    "evaluating",
+    "kl_between",
+    "logits_of",
+    "own_samples",
+    "rounded",
+    "rounded_weight",
+]
+
+Sequences = Tensor | Iterable[Any]
+
+_BATCH = 8
+
+
+def batches_of(sequences: Sequences, device: torch.device) -> list[Any]:
+    """Return what the model is called with, on its device: rows of a tensor in batches, everything else one by one.
+
+    Raises ArgumentError: there are none, or a list of token ids stands where a list of sequences belongs.
+    """
+    if isinstance(sequences, Tensor):
+        rows = sequences if sequences.dim() > 1 else sequences[None]
+        batches: list[Any] = list(rows.split(_BATCH)) if rows.numel() else []
+    else:
+        batches = [_one(sequence) for sequence in sequences]
+    if not batches:
+        raise ArgumentError("sequences is empty; expected a tensor of token ids [N, S], or a list of sequences")
+    return [_moved(batch, device) for batch in batches]
+
+
+def _one(sequence: Any) -> Any:
+    if isinstance(sequence, int):
+        raise ArgumentError(f"sequences has the number {sequence}; expected sequences: put the ids into a list, [ids]")
+    if isinstance(sequence, Mapping):
+        return sequence
+    ids = sequence if isinstance(sequence, Tensor) else torch.tensor(sequence, dtype=torch.long, device="cpu")
+    return ids[None] if ids.dim() == 1 else ids
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Mapping):
+        return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
+    return batch.to(device)
+
+
+def logits_of(model: nn.Module, batch: Any) -> Tensor:
+    """Return the logits [..., V] of a batch. Raises ArgumentError: the model returns something else."""
+    with torch.no_grad():
+        found = model(**batch) if isinstance(batch, Mapping) else model(batch)
+    logits = found if isinstance(found, Tensor) else getattr(found, "logits", None)
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        what = type(found).__name__
+        raise ArgumentError(f"{type(model).__name__} returns {what}; expected logits, as a tensor or as `.logits`")
+    return logits
+
+
+def kl_between(model: nn.Module, batches: Sequence[Any], references: Sequence[Tensor]) -> float:
+    """Return the mean KL divergence of a model's outputs from reference logits, in nats a position."""
+    total, count = 0.0, 0
+    for batch, reference in zip(batches, references, strict=True):
+        for ours, theirs in zip(logits_of(model, batch), reference, strict=True):
+            p, q = theirs.float().log_softmax(-1), ours.float().log_softmax(-1)
+            total += F.kl_div(q, p, reduction="sum", log_target=True).item()
+        count += reference.numel() // reference.shape[-1]
+    return max(0.0, total / count)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within: no dropout. Afterwards each module trains if it did."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def rounded(model: nn.Module, swap: Swap, format: str) -> Iterator[None]:
+    """Within: the model has a weight as a format gives it back. Afterwards, also after Ctrl-C: its own tensors."""
+    sites = {id(_parameter(model, site)): site for site in swap.sites}
+    kept = [(_parameter(model, site), site) for site in sites.values()]
+    own = [parameter.data for parameter, _ in kept]
+    try:
+        for parameter, site in kept:
+            parameter.data = rounded_weight(parameter, site, format)
+        yield
+    finally:
+        for (parameter, _), data in zip(kept, own, strict=True):
+            parameter.data = data
+
+
+def _parameter(model: nn.Module, site: WeightSite) -> nn.Parameter:
+    module = model if site.module == ROOT else model.get_submodule(site.module)
+    return module._parameters[site.parameter]
+
+
+def rounded_weight(weight: Tensor, site: WeightSite, format: str) -> Tensor:
+    """Return a site's weight, in the module's layout, after its way through a format."""
+    codec, result = get_format(format), torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    matrices, results = (w.detach().reshape(site.matrices, *site.matrix_shape) for w in (weight, result))
+    for matrix, into in zip(matrices, results, strict=True):
+        w_NK = matrix.t().contiguous() if site.transposed else matrix.contiguous()
+        back = codec.decode(codec.encode(w_NK), tuple(w_NK.shape), weight.dtype)
+        into.copy_(back.t() if site.transposed else back)
+    return result
+
+
+def own_samples(model: nn.Module, device: torch.device, count: int = 8, length: int = 96) -> Tensor:
+    """Return token ids [N, S] that the model writes itself, each sequence from a random first token; always the same.
+
+    Raises ArgumentError: the model does not write tokens.
+    """
+    random = torch.Generator(device="cpu").manual_seed(0)
+    try:
+        vocabulary = logits_of(model, torch.zeros(1, 1, dtype=torch.long, device=device)).shape[-1]
+        ids = torch.randint(vocabulary, (count, 1), generator=random, dtype=torch.long, device="cpu")
+        while ids.shape[1] < length:
+            last = logits_of(model, ids.to(device))[:, -1].float().softmax(-1).cpu()
+            ids = torch.cat([ids, torch.multinomial(last, 1, generator=random)], 1)
+    except (ArgumentError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"{type(model).__name__} wrote no text of its own from token ids ({type(error).__name__}: {error}); "
+            "give `sequences`, what its forward takes"
+        ) from error
+    return ids

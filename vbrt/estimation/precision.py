@@ -1,0 +1,202 @@
+"""`vbrt.choose_precision`: which layers stay lossless within a budget, by what each costs in 4 bits.
+
+The loss of each layer in 4 bits is measured alone, the others as they are. Such losses add up, so that the layers with
+the most loss a byte are made lossless until the budget is spent; nothing has to be searched.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vbrt.config import VBConfig, load_config, parse_weights_budget
+from vbrt.errors import ArgumentError, ConfigError, WrapError
+from vbrt.estimation.calibration import (
+    Sequences,
+    batches_of,
+    evaluating,
+    kl_between,
+    logits_of,
+    own_samples,
+    rounded,
+    rounded_weight,
+)
+from vbrt.estimation.precision_report import LayerPrecision, Precision
+from vbrt.layers import KINDS, SwappedLayer
+from vbrt.model.choice import named_modules
+from vbrt.model.planner import swaps_with_pages
+from vbrt.report.progress import Progress
+from vbrt.residency.plan import Swap
+
+__all__ = ["METHODS", "choose_precision", "settled"]
+
+METHODS = ("kl", "hessian")
+_COARSE = "nvfp4"
+
+
+def choose_precision(
+    model: nn.Module,
+    sequences: Sequences | None = None,
+    budget: int | str | None = None,
+    config: Any = "fp4",
+    *,
+    method: str = "kl",
+    **overrides: Any,
+) -> Precision:
+    """Choose which layers of a model are held in 4 bits and which lossless, within a budget.
+
+    Args:
+        model: with its weights, not wrapped; it runs once for each layer, and is unchanged afterwards.
+        sequences: what it is measured on: token ids [N, S], or a list of sequences, or of mappings of what the forward
+            takes. A few of some hundred tokens will do. None: text that the model writes itself.
+        budget: of all pages: bits a weight ("5 bits") or bytes (2147483648, "2GiB"). Default: `weights.budget`.
+        config: as for `vbrt.wrap`: which weights are swapped, `weights.format` is the 4-bit format ("auto": nvfp4), and
+            layers that `weights.formats` names stay as it says. overrides: sections of it.
+        method: "kl" measures the KL divergence of the model's outputs; "hessian" multiplies squared errors of weights
+            by squared inputs, in one run of the model, for linear layers only.
+
+    Returns:
+        The choice: `.config` to wrap with, `.layers`, `.to_toml()`; printed, it explains itself.
+
+    Raises:
+        ArgumentError: sequences or method are wrong, or a layer is not one that the method knows.
+        ConfigError: the config or the budget is wrong, or too small for 4 bits: by how much.
+        WrapError: the model is wrapped, or has no weights to choose for.
+    """
+    config = load_config(config, **overrides)
+    where = "budget" if budget is not None else f"{config.source}: weights.budget"
+    room = parse_weights_budget(config.weights.budget if budget is None else budget, where=where)
+    if method not in METHODS:
+        raise ArgumentError(f'method = {method!r}; expected "kl" or "hessian"')
+    _check_model(model)
+    base = _coarse_config(config)
+    options = _options(model, base)
+    if not options:
+        raise WrapError(f"{type(model).__name__} has no layer to choose for: no weight is swapped into 4 bits")
+    device = next(model.parameters()).device
+    with evaluating(model):
+        batches = batches_of(own_samples(model, device) if sequences is None else sequences, device)
+        losses = _kl_losses(model, options, batches) if method == "kl" else _hessian_losses(model, options, batches)
+    layers = [replace(option, loss=loss) for option, loss in zip(options, losses, strict=True)]
+    others = [swap for swap in swaps_with_pages(model, base) if swap.name not in {layer.name for layer in layers}]
+    named = (sum(swap.page_bytes for swap in others), sum(map(_weights_of, others)))
+    return Precision(base, tuple(layers), method, 0, named, own=sequences is None).within(room)
+
+
+def settled(model: nn.Module, config: VBConfig) -> VBConfig:
+    """Return the config with the formats that `weights.format = "auto"` chooses on the model's own samples; any other
+    as it is."""
+    if config.weights.format != "auto":
+        return config
+    try:
+        return choose_precision(model, config=config).config
+    except ArgumentError as error:
+        raise ConfigError(
+            f'{config.source}: weights.format = "auto" measures text of the model\'s own: {error}: '
+            "vbrt.choose_precision(model, sequences).config"
+        ) from error
+
+
+def _check_model(model: nn.Module) -> None:
+    wrapped = next((name for name, module in model.named_modules() if isinstance(module, SwappedLayer)), None)
+    if wrapped is not None:
+        raise WrapError(f"{wrapped or 'the model'} is a VB layer already; choose the precision before it is wrapped")
+    meta = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if meta is not None:
+        raise WrapError(f"{meta} is on the meta device, without data; load the model first: its loss is measured")
+
+
+def _coarse_config(config: VBConfig) -> VBConfig:
+    """Return the config whose layers are all in 4 bits but for those that it names. Raises ConfigError."""
+    weights = config.weights
+    if weights.format == "dense" or config.mode == "train":
+        what = 'weights.format = "dense"' if weights.format == "dense" else 'mode = "train"'
+        raise ConfigError(f"{config.source}: {what}; expected a 4-bit format of a model that does not train")
+    format = _COARSE if weights.format == "auto" else weights.format
+    return replace(config, weights=replace(weights, format=format, fine="none", budget=None))
+
+
+# -- what there is to choose ------------------------------------------------------------------------------------------
+
+
+def _options(model: nn.Module, base: VBConfig) -> list[LayerPrecision]:
+    """Return the layers in 4 bits that the config does not name, with what they would take lossless."""
+    weights = base.weights
+    every = [("exact", replace(weights, fine="exact")), ("dense", replace(weights, format="dense"))]
+    lossless: dict[str, list[tuple[int, str]]] = {}
+    for held, chosen in every:
+        plain = tuple(pair for pair in chosen.formats if pair[1] != "exact")  # which format "dense" refuses
+        for swap in swaps_with_pages(model, replace(base, weights=replace(chosen, formats=plain))):
+            lossless.setdefault(swap.name, []).append((swap.page_bytes, held if swap.fine == "exact" else "dense"))
+    return [
+        LayerPrecision(swap, _weights_of(swap), swap.page_bytes, *min(lossless[swap.name]))
+        for swap in swaps_with_pages(model, base)
+        if not swap.lossless and not _is_named(swap, weights.formats)
+    ]
+
+
+def _is_named(swap: Swap, formats: Sequence[tuple[str, str]]) -> bool:
+    names = [name for site in swap.sites for name in (site.module, site.name)]
+    return any(fnmatchcase(name, pattern) for pattern, _ in formats for name in names)
+
+
+def _weights_of(swap: Swap) -> int:
+    return sum(site.parameters for site in (swap.site, *swap.parts))
+
+
+# -- what each costs --------------------------------------------------------------------------------------------------
+
+
+def _kl_losses(model: nn.Module, options: Sequence[LayerPrecision], batches: list[Any]) -> list[float]:
+    """Return the KL of each layer alone in 4 bits."""
+    references = [logits_of(model, batch) for batch in batches]
+    losses = []
+    with Progress("measuring layers in 4 bits", len(options), unit="layers") as work:
+        for option in options:
+            work.at(option.name)
+            with rounded(model, option.swap, option.swap.format):
+                losses.append(kl_between(model, batches, references))
+            work.done()
+    return losses
+
+
+def _hessian_losses(model: nn.Module, options: Sequence[LayerPrecision], batches: list[Any]) -> list[float]:
+    """Return Σ (mean input² · error²) of each layer: its output's squared error, inputs taken as uncorrelated."""
+    odd = next((o.name for o in options if KINDS[o.swap.kind].by_rows or KINDS[o.swap.kind].routed), None)
+    if odd is not None:
+        raise ArgumentError(f'{odd}: method = "hessian" knows linear layers only; method = "kl" measures any')
+    squares = _input_squares(model, options, batches)
+    losses = []
+    for option, square in zip(options, squares, strict=True):
+        site, weight = option.swap.site, model.get_parameter(option.swap.site.tensor).detach()
+        error = (rounded_weight(weight, site, option.swap.format).float() - weight.float()).square()
+        losses.append(float((error.t() if site.transposed else error).sum(0) @ square.to(error)))
+    return losses
+
+
+def _input_squares(model: nn.Module, options: Sequence[LayerPrecision], batches: list[Any]) -> list[Tensor]:
+    """Return the mean square of each input [K] of each layer; zeros for a layer that no forward calls."""
+    found = [[torch.zeros(option.swap.shape[1], dtype=torch.float64, device="cpu"), 0] for option in options]
+
+    def hook(at: int) -> Any:
+        def add(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if not args or not isinstance(args[0], Tensor) or args[0].shape[-1] != len(found[at][0]):
+                raise ArgumentError(f'{options[at].name}: not called with its inputs first; use method = "kl"')
+            x = args[0].detach().float().flatten(0, -2)
+            found[at][0] += x.square().sum(0).double().cpu()
+            found[at][1] += len(x)
+
+        return add
+
+    modules = named_modules(model)
+    hooks = [modules[o.swap.site.module].register_forward_pre_hook(hook(at)) for at, o in enumerate(options)]
+    try:
+        for batch in batches:
+            logits_of(model, batch)
+    finally:
+        for handle in hooks:
+            handle.remove()
+    return [total / max(1, count) for total, count in found]
