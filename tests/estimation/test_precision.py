@@ -139,6 +139,16 @@ def test_wrong_use_is_named(asked, error, words):
         vbrt.choose_precision(mlp(), **{"sequences": X, "budget": "8 bits", "config": config("nvfp4"), **asked})
 
 
+def test_nan_is_an_error_and_no_loss_of_nothing():
+    model = mlp()
+    with pytest.raises(ArgumentError, match="returns NaN or Inf for these sequences"):
+        vbrt.choose_precision(model, X * float("nan"), "15 bits", config("nvfp4"))
+    model[2].weight.data[0, 0] = float("nan")
+    with pytest.raises(vbrt.FormatError, match="^2: nvfp4: .* 1 NaN .*weights.exclude"):
+        with rounded(model, vbrt.make_plan(model, load_config(config("nvfp4"))).swaps[1], "nvfp4"):
+            pass
+
+
 def test_wrapped_models_and_models_without_data_are_refused():
     with pytest.raises(WrapError, match="VB layer already"):
         vbrt.choose_precision(wrap(mlp(), "dense").model, X, "8 bits")

@@ -4,15 +4,15 @@ A sequence is whatever the model's forward takes first, or a mapping of what it 
 Legend: N sequences, S positions, V vocabulary.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vbrt.errors import ArgumentError
+from vbrt.errors import ArgumentError, FormatError
 from vbrt.formats import get_format
 from vbrt.residency.plan import Swap
 from vbrt.residency.site import ROOT, WeightSite
@@ -75,13 +75,18 @@ def logits_of(model: nn.Module, batch: Any) -> Tensor:
 
 
 def kl_between(model: nn.Module, batches: Sequence[Any], references: Sequence[Tensor]) -> float:
-    """Return the mean KL divergence of a model's outputs from reference logits, in nats a position."""
+    """Return the mean KL divergence of a model's outputs from reference logits, in nats a position.
+
+    Raises ArgumentError: outputs are NaN or Inf.
+    """
     total, count = 0.0, 0
     for batch, reference in zip(batches, references, strict=True):
         for ours, theirs in zip(logits_of(model, batch), reference, strict=True):
             p, q = theirs.float().log_softmax(-1), ours.float().log_softmax(-1)
-            total += F.kl_div(q, p, reduction="sum", log_target=True).item()
+            total += (p.exp() * (p - q)).masked_fill(p.isneginf(), 0).sum().item()  # -inf: what the model rules out
         count += reference.numel() // reference.shape[-1]
+    if not math.isfinite(total):
+        raise ArgumentError(f"{type(model).__name__} returns NaN or Inf for these sequences: nothing can be measured")
     return max(0.0, total / count)
 
 
@@ -118,12 +123,16 @@ def _parameter(model: nn.Module, site: WeightSite) -> nn.Parameter:
 
 
 def rounded_weight(weight: Tensor, site: WeightSite, format: str) -> Tensor:
-    """Return a site's weight, in the module's layout, after its way through a format."""
+    """Return a site's weight, in the module's layout, after its way through a format. Raises FormatError: it is NaN or
+    Inf somewhere."""
     codec, result = get_format(format), torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     matrices, results = (w.detach().reshape(site.matrices, *site.matrix_shape) for w in (weight, result))
     for matrix, into in zip(matrices, results, strict=True):
         w_NK = matrix.t().contiguous() if site.transposed else matrix.contiguous()
-        back = codec.decode(codec.encode(w_NK), tuple(w_NK.shape), weight.dtype)
+        try:
+            back = codec.decode(codec.encode(w_NK), tuple(w_NK.shape), weight.dtype)
+        except FormatError as error:
+            raise FormatError(f"{site.name}: {error}; exclude the layer (weights.exclude) or repair it") from error
         into.copy_(back.t() if site.transposed else back)
     return result
 

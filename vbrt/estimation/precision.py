@@ -64,6 +64,7 @@ def choose_precision(
     Raises:
         ArgumentError: sequences or method are wrong, or a layer is not one that the method knows.
         ConfigError: the config or the budget is wrong, or too small for 4 bits: by how much.
+        FormatError: a weight is NaN or Inf somewhere.
         WrapError: the model is wrapped, or has no weights to choose for.
     """
     config = load_config(config, **overrides)
