@@ -144,7 +144,7 @@ def test_nan_is_an_error_and_no_loss_of_nothing():
     with pytest.raises(ArgumentError, match="returns NaN or Inf for these sequences"):
         vbrt.choose_precision(model, X * float("nan"), "15 bits", config("nvfp4"))
     model[2].weight.data[0, 0] = float("nan")
-    with pytest.raises(vbrt.FormatError, match="^2: nvfp4: .* 1 NaN .*weights.exclude"):
+    with pytest.raises(vbrt.FormatError, match=r"^2: nvfp4: .* 1 NaN .*weights.exclude"):
         with rounded(model, vbrt.make_plan(model, load_config(config("nvfp4"))).swaps[1], "nvfp4"):
             pass
 
