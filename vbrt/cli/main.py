@@ -1,4 +1,4 @@
-"""The command `vbrt`: advise, chat, convert, demo, estimate, inspect, plan, precision, run, stats, top, tune.
+"""The command `vbrt`: advise, bench, chat, convert, demo, estimate, inspect, plan, precision, run, stats, top, tune.
 
 Results go to stdout, everything else (progress, warnings, errors) to stderr. Exit codes: 0 done; 1 done, and the answer
 is no (the demo's results changed, the plan does not fit); 2 a wrong command, file or config; 130 interrupted.
@@ -11,14 +11,14 @@ import sys
 from collections.abc import Sequence
 
 from vbrt import __version__
-from vbrt.cli import advise, chat, convert, demo, estimate, inspect, plan, precision, run, stats, top, tune
+from vbrt.cli import advise, bench, chat, convert, demo, estimate, inspect, plan, precision, run, stats, top, tune
 from vbrt.cli.screen import complain
 from vbrt.errors import VBError
 
 __all__ = ["COMMANDS", "main"]
 
 #: each is one file with a function `add`, which adds the command to the parser
-COMMANDS = (advise, chat, convert, demo, estimate, inspect, plan, precision, run, stats, top, tune)
+COMMANDS = (advise, bench, chat, convert, demo, estimate, inspect, plan, precision, run, stats, top, tune)
 _EXAMPLES = """examples:
   vbrt demo                                          a model in a quarter of its memory, beside accelerate
   vbrt plan ./Llama-3.1-8B --gpu-memory 8GiB         what would be swapped, and what it takes

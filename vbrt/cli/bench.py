@@ -1,0 +1,142 @@
+"""`vbrt bench`: what attention kernels, torch.compile and options that save memory do on this machine, measured."""
+
+import argparse
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vbrt.cli.options import add_command, integration, numbers, positive
+from vbrt.cli.screen import add_row, console_for_stdout, table_of, working
+from vbrt.errors import VBError
+from vbrt.residency.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vbrt.estimation.lessons import Measured
+
+__all__ = ["add"]
+
+_WHY = 44  # characters of a reason in the table; --json has all
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Add `vbrt bench` to the subparsers `commands` of the command line."""
+    parser = add_command(
+        commands,
+        "bench",
+        _bench,
+        help="measure on this machine what attention kernels, torch.compile or memory options do",
+        text="Medians\nafter a call that warms up, synchronized; the first call apart.",
+        examples="  vbrt bench attention --lengths 512,2048,8192 --plot attention.svg\n"
+        "  vbrt bench compile ./Llama-3.2-1B --batch 4 --context 512\n"
+        "  vbrt bench memory ./config.json --batch 2 --context 256\n",
+    )
+    parser.add_argument("what", choices=("attention", "compile", "memory"))
+    parser.add_argument(
+        "model",
+        metavar="MODEL_DIR|HF_CONFIG",
+        type=Path,
+        nargs="?",
+        help="of compile and memory: its config; the weights are random (default: a Llama of 40 M parameters)",
+    )
+    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="(1)")
+    parser.add_argument("--context", type=positive, default=256, metavar="N", help="tokens of each (256)")
+    parser.add_argument("--lengths", type=numbers, default=(256, 1024), metavar="N,N", help="of attention (256,1024)")
+    parser.add_argument("--heads", type=positive, default=16, metavar="N", help="of attention (16)")
+    parser.add_argument("--width", type=positive, default=64, metavar="N", help="of a head (64)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--backward", action="store_true", help="of attention: with its backward pass")
+    parser.add_argument("--times", type=positive, default=7, metavar="N", help="measured calls (7)")
+    parser.add_argument("--json", action="store_true", help="the rows as JSON")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="the rows as bars, .svg or .png; needs matplotlib")
+
+
+def _bench(args: argparse.Namespace) -> int:
+    if args.plot is not None:
+        _plotting()
+    with working("importing torch") as say:
+        rows = []
+        for row in _rows(args):
+            say(f"measured {row.case}")
+            rows.append(row)
+    if args.json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+    else:
+        _show(rows)
+    if args.plot is not None:
+        _plot(rows, args.plot)
+    return 0
+
+
+def _rows(args: argparse.Namespace) -> "Iterable[Measured]":
+    import torch
+
+    from vbrt.estimation import lessons
+    from vbrt.estimation.task import Task
+
+    dtype = getattr(torch, args.dtype)
+    if args.what == "attention":
+        sizes = {"batch": args.batch, "heads": args.heads, "width": args.width, "times": args.times}
+        return lessons.attention(args.lengths, dtype=dtype, backward=args.backward, **sizes)
+    if args.what == "compile":
+        task = Task("prefill", args.batch, args.context)
+        return lessons.compiling(_model(args.model, dtype), task, times=args.times)
+    return lessons.memory(_model(args.model, torch.float32), Task("train", args.batch, args.context))
+
+
+def _model(path: Path | None, dtype: object) -> "nn.Module":
+    """Return a model with random weights on the device that measures."""
+    import torch
+
+    from vbrt.estimation.lessons import device
+
+    huggingface = integration("huggingface")
+    if path is not None:
+        model = huggingface.meta_model(path)
+    else:
+        import transformers
+
+        shape = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8192, **shape))
+    config = model.config
+    with torch.device(device()):
+        return type(model)(config).to(dtype)
+
+
+def _show(rows: "list[Measured]") -> None:
+    table = table_of("", ">ms", ">of the first", ">peak", ">first call")
+    known = next((row for row in rows if row.ms), None)
+    for row in rows:
+        if row.ms is None:
+            add_row(table, row.case, "-", "", "", f"not here: {row.why}"[:_WHY])
+        else:
+            of = f"{row.ms / known.ms:.2f}×"
+            add_row(table, row.case, f"{row.ms:.2f}", of, format_bytes(row.peak_bytes), f"{row.first_s:.2f} s")
+    console_for_stdout().print(table)
+
+
+def _plotting() -> None:
+    """Raise VBError: matplotlib is not there."""
+    try:
+        import matplotlib  # noqa: F401 - optional
+    except ModuleNotFoundError as error:
+        raise VBError("--plot needs matplotlib; pip install matplotlib") from error
+
+
+def _plot(rows: "list[Measured]", path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    rows = [row for row in rows if row.ms is not None]
+    figure = Figure(figsize=(7, 1 + 0.35 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    axes.barh([row.case for row in rows], [row.ms for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms, median")
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise VBError(f"{path}: the plot cannot be written: {error}") from error
