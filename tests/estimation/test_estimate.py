@@ -128,7 +128,7 @@ def test_estimate_plan_and_runtime_count_the_same_pages():
 
 def test_options_show_what_each_saves():
     task = vbrt.Task("train", batch=2, context=256, lora=4)
-    found = {option.name: option for option in with_and_without(model_of(3), task, None, ON)}
+    found = {option.name: option for option in with_and_without(model_of(2), task, None, ON)}
     assert set(found) >= {"4-bit weights", "flash attention", "checkpointing", "bf16 autocast"}
     for name in ("flash attention", "checkpointing"):
         assert found[name].having < found[name].without, name

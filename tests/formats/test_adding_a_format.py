@@ -65,7 +65,7 @@ def test_blocks_freeze_to_it():
 
 
 def test_it_is_listed_where_a_name_is_wrong():
-    with pytest.raises(ConfigError, match=r'"int5"; expected .*"dense" or "int4"; did you mean "int4"'):
+    with pytest.raises(ConfigError, match=r'"int5"; expected .*"dense", "int4" or "auto"; did you mean "int4"'):
         wrap(model(), weights={"format": "int5"})
 
 

@@ -62,5 +62,7 @@ def test_a_weight_beyond_the_scales_is_refused():
 
 
 def test_no_config_asks_for_them():
-    with pytest.raises(ConfigError, match=r'weights.format = "levels64-float16"; expected "nvfp4", .* or "dense"'):
+    with pytest.raises(
+        ConfigError, match=r'weights.format = "levels64-float16"; expected "nvfp4", .*"dense" or "auto"'
+    ):
         load_config("fp4", weights={"format": "levels64-float16"})
