@@ -10,11 +10,10 @@ from vbrt.cli.screen import complain, console_for_stdout, working
 from vbrt.config import load_config
 from vbrt.config.toml_text import toml_text
 from vbrt.errors import ConfigError, VBError, describe_os_error
+from vbrt.estimation.task import GOALS
 from vbrt.host.files import write_file
 
 __all__ = ["add"]
-
-_GOALS = ("fastest", "exact", "longest", "train")
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -33,7 +32,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "model", metavar="MODEL_DIR|HF_CONFIG", type=Path, help="a transformers model directory, or a config.json"
     )
-    parser.add_argument("--goal", choices=_GOALS, default="fastest", help="(default fastest)")
+    parser.add_argument("--goal", choices=GOALS, default="fastest", help="(default fastest)")
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences at once (1)")
     parser.add_argument("--context", type=positive, default=2048, metavar="N", help="tokens of each (2048)")
     machine = add_machine(parser)

@@ -17,16 +17,15 @@ from vbrt.estimation.estimate import as_task, bare_model, estimate_of
 from vbrt.estimation.rates import Rates, kept_rates, measure_rates
 from vbrt.estimation.report import Estimate
 from vbrt.estimation.speed import predict
-from vbrt.estimation.task import Task
+from vbrt.estimation.task import GOALS, Task
 from vbrt.estimation.trace import Trace
 from vbrt.estimation.whole import whole_trace
 from vbrt.model.machine import this_machine
 from vbrt.model.planner import make_plan
 from vbrt.residency.plan import Plan
 
-__all__ = ["GOALS", "advise"]
+__all__ = ["advise"]
 
-GOALS = ("fastest", "exact", "longest", "train")
 _ROOM = 0.97  # of what is free, that a plan may fill: the rest is the allocator's
 _PRESETS = ("dense", "exact", "fp4")
 _LONGEST = 1 << 20  # tokens of context that are tried, at most

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from vbrt.config import load_config
 from vbrt.errors import ArgumentError
 from vbrt.estimation.meter import Meter
+from vbrt.model.machine import this_machine
 
 __all__ = ["fit_batch"]
 
@@ -34,7 +36,7 @@ def fit_batch(step: Callable[[int], Any], *, room_bytes: int | None = None, at_m
     if room_bytes is None and not gpu:
         raise ArgumentError("fit_batch needs room_bytes on a machine without a GPU: host memory has no such limit")
     measure = _on_gpu if gpu else _on_cpu
-    room = int(_ROOM * _free_bytes()) if room_bytes is None else room_bytes
+    room = int(_ROOM * this_machine(load_config("fp4")).gpu_free_bytes) if room_bytes is None else room_bytes
     taken: dict[int, int] = {}
     for batch in _PROBES:
         peak = _peak(measure, step, batch)
@@ -92,9 +94,4 @@ def _on_cpu(step: Callable[[int], Any], batch: int) -> int:
     meter = Meter()
     with meter:
         step(batch)
-    return max(moment.total for moment in meter.peaks.values())
-
-
-def _free_bytes() -> int:
-    free, _ = torch.cuda.mem_get_info()
-    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return max(meter.peaks.values())

@@ -81,7 +81,7 @@ def estimate_of(
         _freeze(bare, plan)
     traced = traced or whole_trace(bare, task, plan)
     tier = _compute_tier(plan, machine)
-    rows = [*weight_rows(bare, plan, tier), *step_rows(traced, task, tier)]
+    rows = [*weight_rows(bare, plan, machine, tier), *step_rows(traced, task, tier)]
     if tier == "gpu":
         rows.append(Row("workspace", tier, workspace_bytes(task, plan), "counted", "of cuBLAS"))
     steady = sum(row.nbytes for row in rows if row.tier == tier and row.source == "counted")

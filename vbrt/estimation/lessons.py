@@ -174,4 +174,4 @@ def _peak(run: Callable[[], None]) -> int:
     meter = Meter()
     with meter:
         run()
-    return max((moment.total for moment in meter.peaks.values()), default=0)
+    return max(meter.peaks.values(), default=0)

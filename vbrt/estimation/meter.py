@@ -3,7 +3,7 @@
     meter = Meter()
     with FakeTensorMode(), meter:
         model(ids)
-    meter.peaks["forward"].total          # bytes
+    meter.peaks["forward"]          # bytes
 
 The method is that of torch.distributed._tools.MemTracker: each result's storage counts from the operator that made it
 until Python and autograd have let go of it.
@@ -11,25 +11,16 @@ until Python and autograd have let go of it.
 
 import weakref
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["GRANULE", "Meter", "Moment"]
+__all__ = ["GRANULE", "Meter"]
 
 #: bytes of which torch's CUDA allocator makes every allocation a multiple
 GRANULE = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """The bytes that lived at the largest moment of a phase: all, and by what they are."""
-
-    total: int = 0
-    by_kind: dict[str, int] = field(default_factory=dict)
 
 
 class Meter(TorchDispatchMode):
@@ -38,13 +29,13 @@ class Meter(TorchDispatchMode):
     Attributes:
         phase: what runs now; who drives the model sets it.
         kind: what storages that are made now are.
-        peaks: the largest moment of each phase.
+        peaks: bytes of the largest moment of each phase.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.phase = self.kind = ""
-        self.peaks: dict[str, Moment] = {}
+        self.peaks: dict[str, int] = {}
         self.live: Counter[str] = Counter()
         self._total = 0
         self._held: dict[int, tuple[str, int]] = {}  # of each storage that lives
@@ -70,17 +61,9 @@ class Meter(TorchDispatchMode):
             self.live[before] -= nbytes
             self.live[kind] += nbytes
 
-    def rename(self, before: str, kind: str) -> None:
-        """Say what all that is of one kind has become."""
-        for key, (old, nbytes) in self._held.items():
-            if old == before:
-                self._held[key] = (kind, nbytes)
-        self.live[kind] += self.live.pop(before, 0)
-
     def note(self) -> None:
         """Compare this moment with the largest of the phase."""
-        if self._total > self.peaks.get(self.phase, _NOTHING).total:
-            self.peaks[self.phase] = Moment(self._total, {kind: n for kind, n in self.live.items() if n})
+        self.peaks[self.phase] = max(self._total, self.peaks.get(self.phase, 0))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and count the storages that it made."""
@@ -110,6 +93,3 @@ class Meter(TorchDispatchMode):
         del self._watches[key]
         self.live[kind] -= nbytes
         self._total -= nbytes
-
-
-_NOTHING = Moment()

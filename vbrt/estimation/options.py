@@ -43,7 +43,7 @@ def with_and_without(
 ) -> tuple[Option, ...]:
     """Estimate a task with and without each option that it could have. Raises as `estimate`."""
     found = []
-    for name, (without, having) in _pairs(task, config).items():
+    for name, (without, having) in _each(task, config):
         try:
             peaks = [estimate(model, each, how, machine=machine).peak_bytes for each, how in (without, having)]
             found.append(Option(name, *peaks))
@@ -53,10 +53,6 @@ def with_and_without(
 
 
 _Case = tuple[Task, VBConfig | None]
-
-
-def _pairs(task: Task, config: VBConfig | None) -> dict[str, tuple[_Case, _Case]]:
-    return dict(_each(task, config))
 
 
 def _each(task: Task, config: VBConfig | None) -> Iterator[tuple[str, tuple[_Case, _Case]]]:

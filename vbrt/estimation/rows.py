@@ -4,10 +4,11 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from vbrt.config.tiers import TIERS
+from vbrt.config import Machine
 from vbrt.estimation.report import Row
 from vbrt.estimation.task import Task
 from vbrt.estimation.trace import Trace
+from vbrt.residency.needs import tier_needs
 from vbrt.residency.plan import Plan
 
 __all__ = ["stages", "step_rows", "weight_rows", "workspace_bytes"]
@@ -24,27 +25,24 @@ _THERE = {
 }
 
 
-def weight_rows(model: nn.Module, plan: Plan | None, tier: str) -> list[Row]:
+def weight_rows(model: nn.Module, plan: Plan | None, machine: Machine, tier: str) -> list[Row]:
     """Return what weights and buffers take, in each tier; `tier` is that of what computes."""
     parameters = {id(p): p.numel() * p.element_size() for p in model.parameters()}
     buffers = {id(b): b.numel() * b.element_size() for b in model.buffers()}
     if plan is None:
         rows = [Row("parameters", tier, sum(parameters.values()), "counted", "all, as the model has them")]
     else:
-        rows = [*_page_rows(plan), Row("not swapped", tier, plan.unbudgeted_bytes, "counted", "parameters")]
+        rows = [*_page_rows(plan, machine), Row("not swapped", tier, plan.unbudgeted_bytes, "counted", "parameters")]
     return [*rows, Row("buffers", tier, sum(buffers.values()), "counted")]
 
 
-def _page_rows(plan: Plan) -> Iterator[Row]:
-    tiers = list(plan.budgets)
-    for depth, tier in enumerate(tiers):
-        pages = [page for swap in plan.swaps for page in swap.pages if page.home == tier]
-        home = sum(page.nbytes + TIERS[tier].overhead_bytes for page in pages)
-        below = sum(plan.home_bytes(lower) for lower in tiers[depth + 1 :])
-        held = min(plan.budgets[tier], home + below) if below else home
-        share = f"{100 * home / max(1, plan.page_bytes):.0f} % live here"
+def _page_rows(plan: Plan, machine: Machine) -> Iterator[Row]:
+    for depth, need in enumerate(tier_needs(plan, machine)):
+        held = need.most_bytes - (plan.unbudgeted_bytes if depth == 0 else 0)
+        share = f"{100 * need.home_bytes / max(1, plan.page_bytes):.0f} % live here"
+        passing = held > need.home_bytes
         if held:
-            yield Row("pages", tier, held, "counted", share + (", others pass through" if below else ""))
+            yield Row("pages", need.tier, held, "counted", share + (", others pass through" if passing else ""))
 
 
 def workspace_bytes(task: Task, plan: Plan | None) -> int:

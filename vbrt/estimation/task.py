@@ -6,9 +6,10 @@ from typing import Any
 
 from vbrt.errors import ArgumentError
 
-__all__ = ["ATTENTION", "CHECKPOINTS", "TASKS", "Task"]
+__all__ = ["ATTENTION", "CHECKPOINTS", "GOALS", "TASKS", "Task"]
 
 TASKS = ("decode", "prefill", "train")
+GOALS = ("fastest", "exact", "longest", "train")  # of advice
 ATTENTION = ("flash", "math")
 CHECKPOINTS = (False, True)
 

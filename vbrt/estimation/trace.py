@@ -230,7 +230,7 @@ class _Run:
             return loss if loss is not None else sum(t.float().sum() for t in _tensors(outputs) if t.requires_grad)
 
     def _peaks(self) -> dict[str, int]:
-        return {phase: moment.total for phase, moment in self.meter.peaks.items()}
+        return dict(self.meter.peaks)
 
 
 def _kwargs(parameters: Mapping[str, inspect.Parameter]) -> bool:
