@@ -70,6 +70,12 @@ WRONG_VALUES = [
     ("policy.prefetch", 65, '65; expected a whole number from 0 to 64, or "auto"'),
     ("separation.levels", 1, "1; expected a whole number from 2 to 8"),
     ("separation.levels", 16, "16; expected a whole number from 2 to 8"),
+    (
+        "training.activations",
+        "some",
+        '"some"; expected "keep", "recompute", "offload" or bytes of device memory, e.g. "6GiB"',
+    ),
+    ("training.activations_host", "much", '"much"; expected "auto", bytes, "8GiB" or "40%"'),
     ("separation.refresh_every", 0, "0; expected a whole number, 1 or more"),
     ("compute.backend", "cuda", '"cuda"; expected "auto", "reference", "compiled" or "triton"'),
     ("mode", "training", '"training"; expected "infer" or "train"; did you mean "train"?'),
@@ -136,12 +142,15 @@ def test_every_key_has_a_refusal_in_the_table():
             {"wieghts": {}},
             (
                 'wieghts is not a known section; did you mean "weights"?; '
-                "expected one of weights, tiers, policy, separation, compute, mode"
+                "expected one of weights, tiers, policy, separation, training, compute, mode"
             ),
         ),
         (
             {"source": "x"},
-            "source is not a known section; expected one of weights, tiers, policy, separation, compute, mode",
+            (
+                "source is not a known section; expected one of weights, tiers, policy, separation, training, compute, "
+                "mode"
+            ),
         ),
         ({"tiers": {"hdd": {}}}, "tiers.hdd is not a known section; expected one of gpu, cpu, ssd"),
         (
@@ -188,7 +197,7 @@ def test_a_wrong_shape_is_refused_by_file_key_and_remedy(sections, words):
 
 
 def test_a_config_that_is_no_table_is_refused():
-    words = "my.toml = [1]; expected a table with the keys weights, tiers, policy, separation, compute, mode"
+    words = "my.toml = [1]; expected a table with the keys weights, tiers, policy, separation, training, compute, mode"
     assert refusal(VBConfig.from_dict, [1], source="my.toml") == words
 
 

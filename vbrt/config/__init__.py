@@ -26,6 +26,7 @@ from vbrt.config.schema import (
     SeparationConfig,
     SsdTier,
     TiersConfig,
+    TrainingConfig,
     VBConfig,
     WeightsConfig,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "SeparationConfig",
     "SsdTier",
     "TiersConfig",
+    "TrainingConfig",
     "VBConfig",
     "WeightsConfig",
     "assign",

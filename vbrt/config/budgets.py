@@ -18,6 +18,7 @@ __all__ = [
     "Budget",
     "Machine",
     "compute_tier",
+    "parse_activations",
     "parse_budget",
     "parse_weights_budget",
     "resolve_budget",
@@ -91,6 +92,23 @@ def parse_weights_budget(value: object, *, where: str) -> Budget:
     expected = 'expected bits a weight, e.g. "5 bits", or bytes, e.g. "2GiB"'
     if isinstance(value, str) and (match := _BITS.fullmatch(value)) and float(match[1]) > 0:
         return Budget("bits", float(match[1]))
+    try:
+        parsed = parse_budget(value, where=where)
+    except ConfigError:
+        raise wrong(where, value, expected) from None
+    if parsed.kind != "bytes":
+        raise wrong(where, value, expected)
+    return parsed
+
+
+def parse_activations(value: object, *, where: str) -> Budget | str:
+    """Parse what is kept of a pass for training: "keep", "recompute", "offload", or bytes of device memory ("6GiB").
+
+    where: what the ConfigError names, e.g. "my.toml: training.activations".
+    """
+    if value in ("keep", "recompute", "offload"):
+        return str(value)
+    expected = 'expected "keep", "recompute", "offload" or bytes of device memory, e.g. "6GiB"'
     try:
         parsed = parse_budget(value, where=where)
     except ConfigError:

@@ -6,6 +6,7 @@
     ├── tiers       gpu, cpu, ssd: on or off, and how many bytes each may hold
     ├── policy      what stays resident, and how far ahead pages are fetched
     ├── separation  the fitted codebook of the `quantile` format; in training the scales of every 4-bit format
+    ├── training    what is kept of a forward for its backward pass
     └── compute     which kernels run
 
 Every value is checked where it enters, so a `VBConfig` that exists is a valid one; only `resolve_budgets` needs to
@@ -27,7 +28,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from vbrt.config.budgets import parse_budget, parse_weights_budget
+from vbrt.config.budgets import parse_activations, parse_budget, parse_weights_budget
 from vbrt.config.checks import (
     auto_or,
     choice,
@@ -58,6 +59,7 @@ __all__ = [
     "SeparationConfig",
     "SsdTier",
     "TiersConfig",
+    "TrainingConfig",
     "VBConfig",
     "WeightsConfig",
     "plain",
@@ -88,6 +90,11 @@ def _weights_budget(value: object, where: str) -> int | str | None:
 def _budget(value: object, where: str) -> int | str:
     parse_budget(value, where=where)
     return value  # type: ignore[return-value]  # parse_budget raises on anything but int and str
+
+
+def _activations(value: object, where: str) -> int | str:
+    parse_activations(value, where=where)
+    return value  # type: ignore[return-value]  # parse_activations raises on anything but int and str
 
 
 def _opt(default: Any, check: Callable[[object, str], Any]) -> Any:
@@ -278,6 +285,22 @@ class SeparationConfig(_Section):
 
 
 @dataclass(frozen=True, slots=True)
+class TrainingConfig(_Section):
+    """What is kept of a model's repeated blocks from a forward until its backward pass; results are equal bit for bit.
+
+    activations: "keep" leaves that to autograd; "recompute" keeps the input of each block and computes the rest again;
+    "offload" has these inputs in page-locked host memory meanwhile; bytes, "6GiB": whichever of them fits into so much
+    device memory, for as many blocks as possible the faster one.
+    activations_host: room for offloaded inputs, as a tier's budget; "auto": half of the memory that is available.
+    """
+
+    _key: ClassVar[str] = "training"
+
+    activations: int | str = _opt("keep", _activations)
+    activations_host: int | str = _opt("auto", _budget)
+
+
+@dataclass(frozen=True, slots=True)
 class ComputeConfig(_Section):
     """Which kernels run: "auto" takes the fastest that the device has, "reference" is plain torch, "compiled" C for
     CPUs, built at its first use, and "triton" for GPUs.
@@ -343,6 +366,7 @@ class VBConfig:
     tiers: TiersConfig = _section(TiersConfig)
     policy: PolicyConfig = _section(PolicyConfig)
     separation: SeparationConfig = _section(SeparationConfig)
+    training: TrainingConfig = _section(TrainingConfig)
     compute: ComputeConfig = _section(ComputeConfig)
     mode: Literal["infer", "train"] = _opt("infer", choice(*MODES))
     source: str = field(default="defaults", compare=False)

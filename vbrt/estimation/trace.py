@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vbrt.errors import ArgumentError, VBError
-from vbrt.estimation.blocks import Stack, cut
+from vbrt.estimation.blocks import cut
 from vbrt.estimation.gpu_sizes import gpu_sizes
 from vbrt.estimation.inputs import inputs_of
 from vbrt.estimation.meter import Meter
 from vbrt.estimation.task import Task
+from vbrt.model.blocks import Stack
 
 __all__ = ["Trace", "trace"]
 

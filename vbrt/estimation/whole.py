@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from vbrt.estimation.blocks import Stack, stacks_of
 from vbrt.estimation.task import Task
 from vbrt.estimation.trace import Trace, trace
+from vbrt.model.blocks import Stack, stacks_of
 from vbrt.residency.plan import Plan
 
 __all__ = ["whole_trace"]

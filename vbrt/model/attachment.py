@@ -13,6 +13,7 @@ from vbrt.config import VBConfig, load_config
 from vbrt.errors import WrapError
 from vbrt.layers import SwappedLayer, VBLayer
 from vbrt.layers.experts import VBExperts
+from vbrt.model.activations import activations_of
 from vbrt.model.caches import cache_stats
 from vbrt.model.expert_cache import ExpertCache
 from vbrt.model.machine import release_host_memory
@@ -94,6 +95,7 @@ class Attachment:
         passes: how many have begun.
         work: what they computed.
         timed: totals of the last recording.
+        activations: what the model's blocks keep for the backward pass.
         speculation: counters of `generate(speculate=...)`.
         follower: records the decode steps of `generate`; None without one.
         name_phase: gives passes without gradients their phase, from the one that their inputs tell; None to take that.
@@ -114,6 +116,7 @@ class Attachment:
         self.name_phase: Callable[[str], str] | None = None
         self.follower: Follower | None = None
         self.passes, self.work = 0, Work()
+        self.activations = activations_of(model, terms.settings, runtime.stack.device)
         self.closed = False
         remove_pass_hooks(model)
         self._hook = model.register_forward_pre_hook(PassHook(self), with_kwargs=True)
@@ -206,7 +209,7 @@ class Attachment:
         fallbacks += balance.fallbacks if balance else []
         fallbacks += self.expert_cache.fallbacks
         fallbacks += [reason for cache in list(self.runtime.caches) for reason in cache.fallbacks]
-        fallbacks += self.speculation.reasons
+        fallbacks += self.speculation.reasons + self.activations.fallbacks
         return Stats(
             stack.levels[0].policy.kind,
             stack.names[0],
@@ -223,6 +226,7 @@ class Attachment:
             StepCounts() if self.follower is None else self.follower.counts(),
             caches=cache_stats(self.runtime.caches),
             leases=stack.ledger.programmes.told(),
+            activations=self.activations.stats(),
         )
 
     @property
@@ -260,6 +264,7 @@ class Attachment:
     def close(self) -> None:
         """Free the pages of this model; the tiers too, if no other model or copy needs them. Idempotent."""
         self.closed = True
+        self.activations.release_()
         if self.follower is not None:
             self.follower.end()
         self.expert_cache.end()

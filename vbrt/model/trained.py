@@ -66,7 +66,16 @@ class TrainingAttachment(Attachment):
         kept_for_scales = sum(stats.plane_bytes.get("scales", 0) for stats in layers.values())
         dense_bytes, kept_bytes = self._plan.dense_bytes, self._plan.kept_bytes
         return Stats(
-            "none", self.stack.names[0], self.passes, layers, {}, dense_bytes, kept_bytes, dense_bytes + kept_for_scales
+            "none",
+            self.stack.names[0],
+            self.passes,
+            layers,
+            {},
+            dense_bytes,
+            kept_bytes,
+            dense_bytes + kept_for_scales,
+            tuple(self.activations.fallbacks),
+            activations=self.activations.stats(),
         )
 
     def _layer_stats(self, swap: Swap, layer: TrainedLayer) -> LayerStats:
@@ -84,4 +93,5 @@ class TrainingAttachment(Attachment):
     def close(self) -> None:
         """Stop the empty stack: the weights are parameters, and the layers go on as they are. Idempotent."""
         self.closed = True
+        self.activations.release_()
         self.stack.close()

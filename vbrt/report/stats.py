@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self, get_origin
 
 from vbrt.errors import ArgumentError, FormatError
+from vbrt.report.activations import ActivationStats
 from vbrt.report.caches import CacheStats
 from vbrt.report.experts import ExpertCounts, ExpertsStats
 from vbrt.report.groups import sums_by_name
@@ -133,6 +134,7 @@ class Stats:
     `steps` counts the decode steps of `generate` on a GPU.
     `caches`: of keys and values (`vbrt.KVCache`), whose bytes are in `tiers` too.
     `leases` says who decides them where pages move: a programme, or the policy one by one, and why.
+    `activations`: what blocks keep for the backward pass; None where `training.activations` is "keep".
     """
 
     policy: str
@@ -150,6 +152,7 @@ class Stats:
     steps: StepCounts = field(default_factory=StepCounts)
     caches: Mapping[str, CacheStats] = field(default_factory=dict)
     leases: str = ""
+    activations: ActivationStats | None = None
 
     @property
     def hits(self) -> int:
@@ -222,6 +225,7 @@ class Stats:
             "steps": asdict(self.steps),
             "caches": {name: asdict(of) for name, of in self.caches.items()},
             "leases": self.leases,
+            "activations": asdict(self.activations) if self.activations else None,
         }
 
     @classmethod
@@ -245,6 +249,7 @@ class Stats:
         values["fallbacks"] = tuple(map(str, values["fallbacks"]))
         values["steps"] = _part(StepCounts, data.get("steps", {}), "stats.steps")
         values["timeline"] = _part(TimelineTotals, data.get("timeline"), "stats.timeline")
+        values["activations"] = _part(ActivationStats, data.get("activations"), "stats.activations")
         values["speculation"] = _part(SpeculationStats, data.get("speculation"), "stats.speculation")
         return cls(**values)
 
@@ -317,7 +322,7 @@ def _values(cls: type, data: Mapping[str, Any], where: str) -> dict[str, Any]:
     return values
 
 
-_Part = type[TimelineTotals] | type[ExpertsStats] | type[SpeculationStats] | type[StepCounts]
+_Part = type[ActivationStats] | type[TimelineTotals] | type[ExpertsStats] | type[SpeculationStats] | type[StepCounts]
 
 
 def _part(kind: _Part, data: Any, where: str) -> Any:

@@ -100,6 +100,8 @@ def _summary(stats: "Stats") -> list[str]:
         lines.append(f"leases: {stats.leases}")
     if stats.speculation:
         lines.append(str(stats.speculation))
+    if stats.activations:
+        lines.append(str(stats.activations))
     if stats.timeline:
         recorded, waiting = f"{stats.timeline.recorded_us / 1e3:.1f} ms", _percent(stats.timeline.wait_share)
         lines.append(f"last timeline: {recorded}, {waiting} of them spent waiting")

@@ -1,0 +1,41 @@
+"""The activations of a model's repeated blocks, as its config asks for them."""
+
+import torch
+from torch import nn
+
+from vbrt.config import Machine, VBConfig
+from vbrt.config.budgets import Budget, parse_activations, parse_budget
+from vbrt.model.blocks import stacks_of
+from vbrt.model.machine import this_machine
+from vbrt.residency.activations import KEEP, RECOMPUTE
+from vbrt.tiers import MemoryTier
+from vbrt.training.activations import Activations
+from vbrt.training.offload import CudaLink, Offload
+
+__all__ = ["activations_of"]
+
+_LEAST_BLOCKS = 2  # of a list
+
+
+def activations_of(model: nn.Module, config: VBConfig, device: torch.device) -> Activations:
+    """Return what decides over the activations of a model's blocks, which are changed in place unless all is kept."""
+    asked = parse_activations(config.training.activations, where="training.activations")
+    if asked == KEEP:
+        return Activations(KEEP, [], [], None)
+    blocks, kinds = list[nn.Module](), list[int]()
+    for stack in stacks_of(model, least=_LEAST_BLOCKS):
+        first = max(kinds, default=-1) + 1
+        blocks += model.get_submodule(stack.name)
+        kinds += [first + kind for kind in stack.kinds]
+    offload = None
+    if device.type == "cuda" and asked != RECOMPUTE and blocks:
+        room = _host_bytes(config, this_machine(config))
+        offload = Offload(CudaLink(device), MemoryTier("activations", torch.device("cpu"), room, pinned=True), device)
+    return Activations(asked if isinstance(asked, str) else int(asked.amount), blocks, kinds, offload)
+
+
+def _host_bytes(config: VBConfig, machine: Machine) -> int:
+    budget: Budget = parse_budget(config.training.activations_host, where="training.activations_host")
+    if budget.kind == "auto":
+        return machine.cpu_available_bytes // 2
+    return int(budget.amount if budget.kind == "bytes" else budget.amount * machine.cpu_total_bytes)

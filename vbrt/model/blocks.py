@@ -1,0 +1,72 @@
+"""Repeated blocks of a model: the lists of modules that make its depth.
+
+Blocks are of one kind if their class, their parameters' shapes and dtypes, and what their config says of each layer are
+equal.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Stack", "configs_of", "stacks_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A list of blocks: its name in the model, and the kind of each block as a number."""
+
+    name: str
+    kinds: tuple[int, ...]
+
+    @property
+    def count(self) -> dict[int, int]:
+        """How many blocks there are of each kind."""
+        return {kind: self.kinds.count(kind) for kind in dict.fromkeys(self.kinds)}
+
+    def chosen(self, count: dict[int, int]) -> list[int]:
+        """Return the first `count[kind]` indices of each kind, in order."""
+        left, chosen = dict(count), []
+        for index, kind in enumerate(self.kinds):
+            if left.get(kind, 0):
+                left[kind] -= 1
+                chosen.append(index)
+        return chosen
+
+
+def stacks_of(model: nn.Module, *, least: int = 4) -> list[Stack]:
+    """Return the outermost lists of at least so many blocks, with parameters, some of which are of one kind."""
+    found: list[Stack] = []
+    for name, module in model.named_modules():
+        inner = any(name.startswith(f"{stack.name}.") for stack in found)
+        if isinstance(module, nn.ModuleList) and len(module) >= least and not inner:
+            kinds = _kinds(model.get_submodule(name.rpartition(".")[0]), module)
+            if len(set(kinds)) < len(kinds) and any(True for _ in module.parameters()):
+                found.append(Stack(name, kinds))
+    return found
+
+
+def _kinds(owner: nn.Module, blocks: nn.ModuleList) -> tuple[int, ...]:
+    """Return a number for the kind of each block that a module holds."""
+    lists = [
+        value
+        for config in configs_of(owner)
+        for value in vars(config).values()
+        if isinstance(value, list | tuple) and len(value) == len(blocks)
+    ]
+    numbers: dict[Any, int] = {}
+    kinds = []
+    for index, block in enumerate(blocks):
+        parts = tuple((name, type(module).__name__) for name, module in block.named_modules())
+        shapes = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters())
+        said = tuple(repr(value[index]) for value in lists)
+        kinds.append(numbers.setdefault((parts, shapes, said), len(numbers)))
+    return tuple(kinds)
+
+
+def configs_of(owner: nn.Module) -> Iterator[Any]:
+    """Yield the config of a module that holds blocks, if it has one."""
+    config = getattr(owner, "config", None)
+    if hasattr(config, "to_dict") and hasattr(config, "__dict__"):
+        yield config

@@ -1,0 +1,239 @@
+"""Inputs of checkpointed blocks in host memory, from the forward to the backward pass.
+
+autograd asks `pack` for something to keep in the place of a block's input, and gives it to `unpack` when the backward
+pass comes to the block. In between the bytes are in page-locked memory: copied there on a stream of their own while the
+next blocks compute, and back, in reverse order, one block ahead of its use. Bytes come back as they went: results are
+the same bit for bit.
+
+What is on the device besides: two inputs on their way out, one on its way back.
+"""
+
+import threading
+import weakref
+from collections import deque
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vbrt.report.activations import ActivationStats
+from vbrt.tiers import Buffer, MemoryTier
+
+__all__ = ["CudaLink", "HostLink", "Offload"]
+
+_LEAST_BYTES = 1 << 16  # smaller tensors are not worth a copy
+_LEAVING = 2  # inputs whose copies may be under way while blocks go on to compute
+_WAITS = 4096  # measured waits that are not added up yet
+
+
+class Link(Protocol):
+    """Copies between a device and host memory, in the order in which they are asked for."""
+
+    def out(self, tensor: Tensor, buffer: Buffer) -> object:
+        """Begin to copy a tensor's bytes into a buffer; return what `wait` waits for."""
+
+    def back(self, buffer: Buffer, tensor: Tensor) -> object:
+        """Begin to copy a buffer's bytes into a tensor; return what `wait` waits for."""
+
+    def wait(self, done: object) -> None:
+        """Have what is computed from here on come after a copy."""
+
+    def drop(self, tensor: Tensor) -> None:
+        """Let go of a tensor that a copy may still use."""
+
+    def waited_us(self) -> int:
+        """Return the time that computing has waited in `wait`, so far as it is known."""
+
+
+class CudaLink:
+    """A stream of a CUDA device for the copies; computing waits for them by events, the host does not."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._waited_ms = 0.0
+
+    def out(self, tensor: Tensor, buffer: Buffer) -> torch.cuda.Event:
+        """Copy behind what was computed so far."""
+        return self._copy(_view(buffer, tensor), tensor, buffer)
+
+    def back(self, buffer: Buffer, tensor: Tensor) -> torch.cuda.Event:
+        """Copy behind what was computed so far, which may still use the memory of `tensor`."""
+        return self._copy(tensor, _view(buffer, tensor), buffer)
+
+    def _copy(self, to: Tensor, of: Tensor, buffer: Buffer) -> torch.cuda.Event:
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            to.copy_(of, non_blocking=True)
+        return buffer.fence(self.stream)
+
+    def wait(self, done: torch.cuda.Event) -> None:
+        """Have the current stream wait, and measure for how long."""
+        stream = torch.cuda.current_stream(self.stream.device)
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record(stream)
+        stream.wait_event(done)
+        after.record(stream)
+        self._waits.append((before, after))
+        if len(self._waits) > _WAITS:
+            self._add_up()
+
+    def drop(self, tensor: Tensor) -> None:
+        """Keep the memory from the allocator's hands until the copies are done."""
+        tensor.record_stream(self.stream)
+
+    def waited_us(self) -> int:
+        """Return the sum over the waits that are over."""
+        self._add_up()
+        return int(1000 * self._waited_ms)
+
+    def _add_up(self) -> None:
+        while self._waits and self._waits[0][1].query():
+            before, after = self._waits.popleft()
+            self._waited_ms += before.elapsed_time(after)
+
+
+class HostLink:
+    """Copies at once, from host memory to host memory: what the tests of a machine without a GPU run on."""
+
+    def out(self, tensor: Tensor, buffer: Buffer) -> bool:
+        """Copy now."""
+        _view(buffer, tensor).copy_(tensor)
+        return True
+
+    def back(self, buffer: Buffer, tensor: Tensor) -> bool:
+        """Copy now."""
+        tensor.copy_(_view(buffer, tensor))
+        return True
+
+    def wait(self, done: bool) -> None:
+        """Do nothing: the copy is done."""
+
+    def drop(self, tensor: Tensor) -> None:
+        """Do nothing: no copy is under way."""
+
+    def waited_us(self) -> int:
+        """Return 0."""
+        return 0
+
+
+class Parked:
+    """A tensor that autograd has given away: its bytes are in `buffer`, and in `tensor` while it is on the device.
+
+    `pending` is the copy, either way, that nobody has waited for yet.
+    """
+
+    __slots__ = ("__weakref__", "before", "buffer", "dtype", "owner", "pending", "shape", "tensor")
+
+    def __init__(self, owner: "Offload", tensor: Tensor, buffer: Buffer) -> None:
+        self.owner, self.tensor, self.buffer = owner, tensor, buffer
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.pending: object = owner.link.out(tensor, buffer)
+        self.before = owner.last  # the one that the backward pass asks for after this one
+
+    def __del__(self) -> None:
+        self.owner.free(self)
+
+
+class Offload:
+    """The hooks of autograd, and the memory behind them.
+
+    Args:
+        link: does the copies.
+        host: its capacity bounds what is offloaded; inputs that it has no room for stay on the device.
+        device: of the tensors that are offloaded.
+    """
+
+    def __init__(self, link: Link, host: MemoryTier, device: torch.device) -> None:
+        self.link, self.host, self.device = link, host, torch.empty(0, dtype=torch.uint8, device=device).device
+        self.fallbacks: list[str] = []
+        self.out_bytes = self.back_bytes = self.prefetched = self.late = 0
+        self.last: weakref.ref[Parked] | None = None
+        self._leaving: deque[weakref.ref[Parked]] = deque()
+        self._lock = threading.RLock()  # the backward pass runs in threads of autograd's; a collection may come inside
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Return the context in which autograd's tensors are offloaded."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    def counted(self, stats: dict) -> ActivationStats:
+        """Return the counters with others'."""
+        return ActivationStats(
+            **stats,
+            offloaded_bytes=self.out_bytes,
+            returned_bytes=self.back_bytes,
+            prefetched=self.prefetched,
+            late=self.late,
+            host_bytes=self.host.held_bytes,
+            host_peak_bytes=self.host.peak_bytes,
+            wait_us=self.link.waited_us(),
+        )
+
+    def pack(self, tensor: Tensor) -> "Parked | Tensor":
+        """Return what autograd keeps: the tensor itself where it is small, elsewhere, or there is no room for it."""
+        if tensor.device != self.device or tensor.nbytes < _LEAST_BYTES or not tensor.is_contiguous():
+            return tensor.detach()
+        tensor = tensor.detach()
+        with self._lock:
+            buffer = self.host.reserve(tensor.nbytes)
+            if buffer is None:
+                self._note_full(tensor)
+                return tensor
+            parked = Parked(self, tensor, buffer)
+            self.out_bytes += tensor.nbytes
+            self.last = weakref.ref(parked)
+            self._leaving.append(self.last)
+            while len(self._leaving) > _LEAVING:
+                self._leave(self._leaving.popleft()())
+        return parked
+
+    def unpack(self, kept: "Parked | Tensor") -> Tensor:
+        """Return the tensor, and have the one that is asked for next begin its way back."""
+        if not isinstance(kept, Parked):
+            return kept
+        with self._lock:
+            if kept.tensor is None:
+                self._fetch(kept)
+                self.late += 1
+            self._settle(kept)
+            tensor, kept.tensor = kept.tensor, None  # whoever asked has it, and its bytes are in the buffer
+            before = kept.before and kept.before()
+            if before is not None and before.tensor is None:
+                self._fetch(before)
+                self.prefetched += 1
+        return tensor
+
+    def free(self, parked: Parked) -> None:
+        """Take back the memory of a tensor that nobody will ask for any more."""
+        with self._lock:
+            if parked.pending is not None and parked.tensor is not None:
+                self.link.drop(parked.tensor)
+            self.host.free(parked.buffer, reuse=True)
+
+    def _leave(self, parked: Parked | None) -> None:
+        """Give the device's memory of a tensor back, behind its copy."""
+        if parked is not None and parked.tensor is not None:
+            self._settle(parked)
+            parked.tensor = None
+
+    def _settle(self, parked: Parked) -> None:
+        if parked.pending is not None:
+            self.link.wait(parked.pending)
+            parked.pending = None
+
+    def _fetch(self, parked: Parked) -> None:
+        tensor = torch.empty(parked.shape, dtype=parked.dtype, device=self.device)
+        parked.pending, parked.tensor = self.link.back(parked.buffer, tensor), tensor
+        self.back_bytes += tensor.nbytes
+
+    def _note_full(self, tensor: Tensor) -> None:
+        if not self.fallbacks:
+            self.fallbacks.append(
+                f"activations: training.activations_host ({self.host.capacity_bytes} bytes) has no room for one more "
+                f"input of {tensor.nbytes} bytes; it and those like it stay on the device"
+            )
+
+
+def _view(buffer: Buffer, like: Tensor) -> Tensor:
+    """Return a buffer as a tensor of the dtype and shape of another."""
+    return buffer.tensor.view(like.dtype).view(like.shape)
