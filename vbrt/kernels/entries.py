@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from vbrt.kernels import experts, reference
+from vbrt.kernels import experts, reference, update
 from vbrt.kernels.cpu import build as cpu_build
 from vbrt.kernels.cpu import experts as cpu_experts
 from vbrt.kernels.cpu import linear as cpu_linear
+from vbrt.kernels.cpu import update as cpu_update
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1 import encode as e2m1_encode
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
@@ -54,6 +55,7 @@ _built_experts = functools.partial(
     builds=True,
     runs_unpacked=True,
 )
+_built_update = functools.partial(_compiled, rank=1, refusal=cpu_update.refusal, builds=True)
 _triton = functools.partial(
     Kernel, backend="triton", devices=("cuda",), rank=1, refusal=_no_triton, reads_resident_planes=True
 )
@@ -99,6 +101,10 @@ KERNELS = (
     _reference("experts_sum", run=experts.weigh_and_sum),
     _built_experts("experts_sum", run=cpu_experts.weigh_and_sum),
     _tiled("experts_sum", run=experts_ops.weigh_and_sum),
+    _reference("update", run=update.update),
+    _reference("gradient_norm", run=update.gradient_norm),
+    _built_update("update", run=cpu_update.update),
+    _built_update("gradient_norm", run=cpu_update.gradient_norm),
 )
 
 for _kernel in KERNELS:

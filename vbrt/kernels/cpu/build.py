@@ -1,8 +1,9 @@
 """The C kernels for CPUs, built on the machine that runs them.
 
-The machine's C compiler builds `linear.c` or `experts.c` for this very CPU when an op of its is first resolved, once a
-process, in half a second: a library kept on disk would have to be trusted, and built again for each CPU that shares
-the disk. torch.compile of the reference takes seconds, and Python's headers. `refusal` says why it cannot be built.
+The machine's C compiler builds `linear.c`, `experts.c` or `update.c` for this very CPU when an op of its is first
+resolved, once a process, in half a second: a library kept on disk would have to be trusted, and built again for each
+CPU that shares the disk. torch.compile of the reference takes seconds, and Python's headers. `refusal` says why it
+cannot be built.
 """
 
 import contextlib
@@ -20,12 +21,14 @@ import torch
 
 from vbrt.errors import KernelError
 
-__all__ = ["Bank", "Fine", "Gating", "Task", "Weight", "library", "refusal"]
+__all__ = ["Bank", "Chunk", "Fine", "Gating", "Step", "Task", "Weight", "library", "refusal"]
 
 _HERE = Path(__file__).parent
 _COMPILERS = ("cc", "gcc", "clang")
 # in order of speed; not every compiler has OpenMP, whose threads are torch's own, or knows the CPU it runs on
 _FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ())
+# updates have torch's bits, which says itself where a product and a sum are rounded once; they ask for no errno
+_FLAGS_OF = {"update": ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")}
 _BUILD_LIMIT_S = 20
 
 
@@ -80,6 +83,27 @@ class Task(ctypes.Structure):
     )
 
 
+class Chunk(ctypes.Structure):
+    """`Chunk` of update.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("high", "low", "first", "second", "first_scales", "second_scales")),
+        *((name, ctypes.c_void_p) for name in ("peak", "gradient")),
+        ("count", ctypes.c_int64),
+    )
+
+
+class Step(ctypes.Structure):
+    """`Step` of update.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("rule", "gradient_type", "eight_bit", "decoupled")),
+        *((name, ctypes.c_int32) for name in ("maximize", "nesterov", "begins", "pad")),
+        *((name, ctypes.c_float) for name in ("divisor", "factor", "decay", "lerp", "beta1", "beta2")),
+        *((name, ctypes.c_float) for name in ("rest1", "rest2", "root", "epsilon", "rate")),
+    )
+
+
 def refusal(device: torch.device, source: str = "linear") -> str | None:
     """Why the compiled kernels cannot serve a device, or None. The first call for a CPU builds them."""
     if device.type != "cpu":
@@ -115,7 +139,8 @@ def _compiler() -> list[str]:
 def _compiled(command: list[str], source: str, library: Path) -> Path:
     for flags in _FLAGS:
         file = str(_HERE / f"{source}.c")
-        done = _run([*command, "-O3", "-w", "-shared", "-fPIC", *flags, file, "-lm", "-o", str(library)])
+        options = ["-O3", "-w", "-shared", "-fPIC", *flags, *_FLAGS_OF.get(source, ())]
+        done = _run([*command, *options, file, "-lm", "-o", str(library)])
         if done.returncode == 0 and library.exists():
             return library
     said = done.stderr.strip().splitlines() or [f"it made nothing, and ended with {done.returncode}"]
@@ -166,7 +191,17 @@ def _declare_experts(library: ctypes.CDLL) -> None:
     library.vbrt_experts_sum.restype = None
 
 
-_DECLARE = {"linear": _declare_linear, "experts": _declare_experts}
+def _declare_update(library: ctypes.CDLL) -> None:
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.vbrt_update.argtypes = (ctypes.POINTER(Chunk), ctypes.POINTER(Step))
+    library.vbrt_join.argtypes = (pointer, pointer, number, pointer)
+    library.vbrt_split.argtypes = (pointer, number, pointer, pointer)
+    library.vbrt_norm.argtypes = (pointer, ctypes.c_int32, number, ctypes.c_float)
+    library.vbrt_update.restype = library.vbrt_join.restype = library.vbrt_split.restype = None
+    library.vbrt_norm.restype = ctypes.c_float
+
+
+_DECLARE = {"linear": _declare_linear, "experts": _declare_experts, "update": _declare_update}
 
 
 def library(source: str = "linear") -> ctypes.CDLL:

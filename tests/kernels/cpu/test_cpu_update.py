@@ -1,0 +1,186 @@
+"""The update of halved weights in C: torch's bits; what no bit can show, by itself."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from vbrt.errors import ArgumentError
+from vbrt.kernels import resolve, update
+from vbrt.kernels.cpu import update as compiled
+from vbrt.kernels.update import BLOCK, Coded, Step
+
+CPU = torch.device("cpu")
+WHY = compiled.refusal(CPU)
+built = pytest.mark.skipif(WHY is not None, reason=str(WHY))
+ADAMW = Step("adam", 3, 1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True)
+SGD = Step("sgd", 2, 1e-2, 0.9, weight_decay=0.1)
+STEPS = {
+    "adamw": ADAMW,
+    "adamw first, scaled and clipped": dataclasses.replace(ADAMW, number=1, divisor=1000.0, factor=0.3),
+    "adamw up, far lerp, no decay": dataclasses.replace(ADAMW, beta1=0.4, weight_decay=0.0, maximize=True),
+    "adam": dataclasses.replace(ADAMW, decoupled=False, number=1000),
+    "adam, far lerp": dataclasses.replace(ADAMW, decoupled=False, beta1=0.4),
+    "sgd": SGD,
+    "sgd, first step": dataclasses.replace(SGD, number=1),
+    "sgd, nesterov": dataclasses.replace(SGD, nesterov=True, maximize=True),
+    "sgd, dampened": dataclasses.replace(SGD, dampening=0.1, weight_decay=0.0),
+    "lion": Step("lion", 2, 1e-3, 0.9, 0.99, weight_decay=0.1),
+    "lion, up": Step("lion", 2, 1e-3, 0.9, 0.99, maximize=True, factor=0.5),
+}
+
+
+def moments_of(step, count):
+    first, second, peak = torch.randn(count), torch.rand(count) * 1e-2, torch.rand(count) * 1e-2
+    return {"adam": {"first": first, "second": second, "peak": peak}}.get(step.rule, {"first": first})
+
+
+def bits(*tensors):
+    return [tensor.contiguous().view(torch.uint8) for tensor in tensors]
+
+
+def flat(moments):
+    return [part for m in moments.values() for part in (m if isinstance(m, Coded) else (m,))]
+
+
+def copied(moments):
+    return {name: Coded(*(p.clone() for p in m)) if isinstance(m, Coded) else m.clone() for name, m in moments.items()}
+
+
+def assert_same(step, moments, master, gradient):
+    """One step by the C code and by the reference, which is torch's own optimizer, give the same bits."""
+    results = []
+    for run in (compiled.update, update.update):
+        halves, own = update.split_master(master), copied(moments)
+        run(halves, own, gradient, step)
+        results.append(bits(*halves, *flat(own)))
+    assert all(map(torch.equal, *results))
+
+
+@built
+@pytest.mark.parametrize("dtype", update.GRADIENTS, ids=str)
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_a_step_has_the_bits_of_torchs_fused_optimizer_at_every_length(step, dtype):
+    for count in (*range(1, 20), 1023, 1024, 1025, 4 * 1024 + 7):
+        master, gradient = torch.randn(count), torch.randn(count).to(dtype)
+        moments = moments_of(step, count)
+        assert_same(step, moments, master, gradient)
+        assert_same(step, {k: m for k, m in moments.items() if k != "peak"}, master, gradient)
+        if step.rule == "sgd":
+            assert_same(dataclasses.replace(step, beta1=0.0, nesterov=False), {}, master, gradient)
+
+
+@built
+def test_numbers_at_the_edges_of_fp32_have_the_same_bits_too():
+    edges = torch.tensor([0.0, -0.0, 1e-45, -3e-39, 3.4e38, -3.4e38, 1.0, 65280.0])
+    master, gradient, first = (grid.flatten() for grid in torch.meshgrid(edges, edges, edges, indexing="ij"))
+    for step in STEPS.values():
+        moments = {"first": first, "second": first.abs()} if step.rule == "adam" else {"first": first}
+        assert_same(step, moments, master, gradient.bfloat16())
+
+
+@built
+def test_chunks_at_any_address_give_the_bits_of_the_whole():
+    count, memory = 5 * update.TILE + 3, torch.zeros(1 << 18, dtype=torch.uint8)
+    master, gradient = torch.randn(count), torch.randn(count)
+    whole, own = update.split_master(master), moments_of(ADAMW, count)
+    odd = update.Halves(
+        *(memory[at : at + 2 * count].view(h.dtype).copy_(h) for at, h in zip((2, 100_002), whole, strict=True))
+    )
+    parts = copied(own)
+    compiled.update(whole, own, gradient, ADAMW)
+    for at in (3 * update.TILE, 0, update.TILE):  # in any order
+        part = slice(at, {3 * update.TILE: None, 0: update.TILE, update.TILE: 3 * update.TILE}[at])
+        halves = update.Halves(*(half[part] for half in odd))
+        compiled.update(halves, {name: moment[part] for name, moment in parts.items()}, gradient[part], ADAMW)
+    assert all(map(torch.equal, bits(*whole, *flat(own)), bits(*odd, *flat(parts))))
+
+
+@built
+@pytest.mark.parametrize("module", [compiled, update], ids=["compiled", "reference"])
+def test_a_split_master_is_whole_again_and_its_high_half_is_the_nearest_bf16(module):
+    lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    bits = (torch.arange(1 << 16)[:, None] << 16 | lower).to(torch.int32).flatten()
+    master = bits.view(torch.float32)
+    halves = module.split_master(master)
+    again = module.join_master(*halves).view(torch.int32)
+    assert set((again ^ bits).tolist()) <= {0, 0x8000} and (bits[again != bits] & 0x7FFF8000 == 0x7FFF8000).all()
+    finite, tie = master.abs() < torch.finfo(torch.bfloat16).max, bits & 0xFFFF == 0x8000
+    assert torch.equal(halves.high[finite & ~tie], master[finite & ~tie].bfloat16())
+    assert halves.high[finite & tie].abs().gt(master[finite & tie].abs()).all()
+    signaling = (bits & 0x7FFFFFFF > 0x7F800000) & (bits & 0x7FFFFFFF < 0x7F808000)  # no arithmetic makes these
+    assert halves.high[master.isnan() & ~signaling].isnan().all()
+
+
+def spread(count):
+    """Numbers of all magnitudes that are in use, and a block of zeros."""
+    moment = torch.randn(count) * torch.logspace(-18, 3, count)
+    moment[BLOCK : 2 * BLOCK] = 0.0
+    return moment
+
+
+def test_first_moments_of_8_bits_are_as_close_as_said():
+    moment = spread(8 * BLOCK + 9)
+    coded = update.encode_first(moment)
+    decoded = update.decode_first(coded)
+    largest = coded.scales.repeat_interleave(BLOCK)[: moment.numel()]
+    near = moment.abs() < 0.01 * largest
+    assert ((decoded - moment).abs() <= torch.where(near, 0.0021, 0.0079) * largest).all()
+    assert torch.equal(update.encode_first(decoded).codes, coded.codes)
+
+
+def test_second_moments_of_8_bits_are_as_close_as_said_and_none_becomes_zero():
+    moment = spread(8 * BLOCK + 9).square()
+    coded = update.encode_second(moment)
+    decoded = update.decode_second(coded)
+    largest = coded.scales.repeat_interleave(BLOCK)[: moment.numel()].sqrt()
+    assert ((decoded.sqrt() - moment.sqrt()).abs() <= 0.00393 * largest).all()
+    assert torch.equal(decoded > 0, moment > 0)
+    assert torch.equal(update.encode_second(decoded).codes, coded.codes)
+
+
+@built
+@pytest.mark.parametrize("step", [ADAMW, SGD, STEPS["lion"]], ids=["adamw", "sgd", "lion"])
+def test_moments_of_8_bits_have_the_same_codes_and_scales(step):
+    count = 3 * 1024 + 300
+    first, second = spread(count), spread(count).square()
+    second[700], first[1500], first[2100] = torch.inf, -torch.nan, 1e-40
+    moments = {"first": update.encode_first(first), "second": update.encode_second(second)}
+    moments = moments if step.rule == "adam" else {"first": moments["first"]}
+    assert_same(step, moments, torch.randn(count), torch.randn(count) * 1e-3)
+    assert moments["first"].scales.isnan().sum() == 1
+
+
+@built
+def test_the_norm_of_a_gradient_has_the_bits_of_torchs():
+    for count in (*range(1, 20), 1000, 1024 * 5 + 6, 100_003):
+        for dtype in update.GRADIENTS:
+            gradient = torch.randn(count).to(dtype)
+            assert compiled.gradient_norm(gradient) == torch.linalg.vector_norm(gradient.float()).item()
+            assert compiled.gradient_norm(gradient, 0.1) == torch.linalg.vector_norm(gradient.float() * 0.1).item()
+
+
+@pytest.mark.parametrize("run", [compiled.update, update.update], ids=["compiled", "reference"])
+def test_what_an_update_cannot_take_is_refused_before_anything_changes(run):
+    halves, moments = update.split_master(torch.ones(4)), moments_of(ADAMW, 4)
+    for step, gradient in (
+        (Step("adagrad", 1, 0.1), torch.ones(4)),
+        (ADAMW, torch.ones(4).half()),
+        (ADAMW, torch.ones(3)),
+    ):
+        with pytest.raises(ArgumentError, match="expected"):
+            run(halves, moments, gradient, step)
+    with pytest.raises(ArgumentError, match="not contiguous"):
+        run(halves, moments, torch.ones(8)[::2], ADAMW)
+    assert torch.equal(update.join_master(*halves), torch.ones(4))
+
+
+@built
+def test_a_torch_with_other_bits_takes_the_reference(monkeypatch):
+    monkeypatch.setattr(update, "_RULES", update._RULES | {"sgd": lambda master, *_: master.add_(1.0)})
+    compiled.refusal.cache_clear()
+    try:
+        assert "other bits than torch" in compiled.refusal(CPU) and "(sgd)" in compiled.refusal(CPU)
+        assert resolve("update", "auto", CPU).backend == "reference"
+    finally:
+        compiled.refusal.cache_clear()

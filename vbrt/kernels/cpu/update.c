@@ -1,0 +1,258 @@
+/* One step of an optimizer on weights that lie in two halves, in one pass over memory. Compiled by build.py, without
+ * contraction: where a product and a sum are rounded once, it says so (fmaf).
+ *
+ * A weight is fp32, the master. Its bits, as an integer, plus HALF are two halves: the upper 16, a bf16 number that the
+ * model computes with (the master rounded half up), and the lower 16. They are the master again, bit for bit.
+ * Gradients are bf16 or fp32. Moments are fp32, or codes of 8 bits with one fp32 scale for each BLOCK of them.
+ *
+ * The order of operations is that of torch's fused optimizers on x86 (FusedAdamKernel.cpp, FusedSGDKernel.cpp), and so
+ * are the bits: of the vectors of LANES numbers, and of the numbers after the last whole vector, for which its compiler
+ * chose other products to fuse. Work is done in tiles that stay in the first cache, one loop for each thing that is done,
+ * which compilers turn into vectors. Who calls divides a weight into chunks of whole tiles: the bits are the same.
+ */
+#include <math.h>
+#include "numbers.h"
+
+#define INLINE static inline __attribute__((always_inline))
+#define TILE 1024
+#define BLOCK 256    /* moments that share a scale */
+#define LANES 8
+#define HALF 0x8000u
+#define SMALLEST 1.17549435e-38f  /* scales below it are 0: their inverse is not finite */
+
+enum { BF16, FP32 };
+enum { ADAM, SGD, LION };
+
+/* A chunk of one weight; what a rule does not have is NULL. */
+typedef struct {
+    uint16_t *high, *low;
+    void *first, *second;  /* fp32, or 8 bits */
+    float *first_scales, *second_scales;  /* one for each BLOCK; of moments of 8 bits only */
+    float *peak;  /* the largest second moments so far (AMSGrad) */
+    const void *gradient;
+    int64_t count;
+} Chunk;
+
+typedef struct {
+    int32_t rule, gradient_type, eight_bit, decoupled, maximize, nesterov, begins, pad;
+    float divisor, factor;  /* gradient = stored / divisor * factor; 1 for none */
+    float decay;  /* weight decay; decoupled: what the master is multiplied with. 0 and 1 for none */
+    float lerp, beta1, beta2, rest1, rest2;  /* rest: 1 - beta */
+    float root, epsilon, rate;  /* root of the second bias correction; rate: signed, of the step */
+} Step;
+
+INLINE float of_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+INLINE uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+/* -- masters and gradients */
+
+INLINE void join(const uint16_t *restrict high, const uint16_t *restrict low, int64_t n, float *restrict w) {
+    for (int64_t i = 0; i < n; i++) {
+        w[i] = of_bits(((uint32_t)high[i] << 16 | low[i]) - HALF);
+    }
+}
+
+/* A NaN that would have a zero as its upper half (its upper 17 bits but the sign are ones) loses the bit of HALF. */
+INLINE void split(const float *restrict w, int64_t n, uint16_t *restrict high, uint16_t *restrict low) {
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = bits_of(w[i]);
+        bits &= (bits & 0x7FFF8000) == 0x7FFF8000 ? 0xFFFF7FFF : 0xFFFFFFFF;
+        bits += HALF;
+        high[i] = (uint16_t)(bits >> 16);
+        low[i] = (uint16_t)bits;
+    }
+}
+
+INLINE void read_gradient(const Chunk *c, const Step *s, int64_t at, int64_t n, float *restrict g) {
+    if (s->gradient_type == BF16) {
+        const uint16_t *from = (const uint16_t *)c->gradient + at;
+        for (int64_t i = 0; i < n; i++) g[i] = bf16_value(from[i]);
+    } else {
+        memcpy(g, (const float *)c->gradient + at, n * sizeof(float));
+    }
+    if (s->divisor != 1) for (int64_t i = 0; i < n; i++) g[i] = g[i] / s->divisor;
+    if (s->factor != 1) for (int64_t i = 0; i < n; i++) g[i] = g[i] * s->factor;
+    if (s->maximize) for (int64_t i = 0; i < n; i++) g[i] = -g[i];
+}
+
+/* -- rules; the numbers from `body` on are those after the last whole vector */
+
+/* What a step divides by, of second moments. */
+INLINE float divisor(const Step *s, float second) { return sqrtf(second) / s->root + s->epsilon; }
+
+INLINE void adam(const Step *s, float *restrict w, float *restrict g, float *restrict m, float *restrict v,
+                 float *restrict peak, int64_t body, int64_t n) {
+    const float lerp = s->lerp, far = lerp - 1.0f, near = 1.0f - lerp;
+    const float kept = s->decoupled ? s->decay : 1.0f;
+    if (!s->decoupled && s->decay != 0) for (int64_t i = 0; i < n; i++) g[i] = fmaf(w[i], s->decay, g[i]);
+    if (fabsf(lerp) < 0.5f && !peak && n == body) {  /* nearly all tiles: the loops below as one */
+        for (int64_t i = 0; i < n; i++) {
+            m[i] = fmaf(lerp, g[i] - m[i], m[i]);
+            v[i] = fmaf(s->rest2 * g[i], g[i], v[i] * s->beta2);
+            w[i] = w[i] * kept + s->rate * m[i] / divisor(s, v[i]);
+        }
+        return;
+    }
+    if (fabsf(lerp) < 0.5f) for (int64_t i = 0; i < n; i++) m[i] = fmaf(lerp, g[i] - m[i], m[i]);
+    else {
+        for (int64_t i = 0; i < body; i++) m[i] = fmaf(far, g[i] - m[i], g[i]);
+        for (int64_t i = body; i < n; i++) m[i] = fmaf(-(g[i] - m[i]), near, g[i]);
+    }
+    for (int64_t i = 0; i < body; i++) v[i] = fmaf(s->rest2 * g[i], g[i], v[i] * s->beta2);
+    for (int64_t i = body; i < n; i++) v[i] = fmaf(v[i], s->beta2, s->rest2 * g[i] * g[i]);
+    if (peak) for (int64_t i = 0; i < n; i++) peak[i] = v[i] > peak[i] || v[i] != v[i] ? v[i] : peak[i];
+    const float *roots = peak ? peak : v;
+    for (int64_t i = 0; i < n; i++) w[i] = w[i] * kept + s->rate * m[i] / divisor(s, roots[i]);
+}
+
+INLINE void sgd(const Step *s, float *restrict w, float *restrict g, float *restrict m, int64_t body, int64_t n) {
+    if (s->decay != 0) for (int64_t i = 0; i < n; i++) g[i] = fmaf(w[i], s->decay, g[i]);
+    if (m) {
+        if (s->begins) memcpy(m, g, n * sizeof(float));
+        else {
+            for (int64_t i = 0; i < body; i++) m[i] = fmaf(g[i], s->rest1, m[i] * s->beta1);
+            for (int64_t i = body; i < n; i++) m[i] = fmaf(m[i], s->beta1, g[i] * s->rest1);
+        }
+        if (s->nesterov) for (int64_t i = 0; i < n; i++) g[i] = fmaf(m[i], s->beta1, g[i]);
+        else g = m;
+    }
+    for (int64_t i = 0; i < n; i++) w[i] = fmaf(g[i], s->rate, w[i]);
+}
+
+/* Chen et al., 2023, arXiv 2302.06675, algorithm 2; each product and sum rounded by itself. */
+INLINE void lion(const Step *s, float *restrict w, const float *restrict g, float *restrict m, int64_t n) {
+    if (s->decay != 1) for (int64_t i = 0; i < n; i++) w[i] = w[i] * s->decay;
+    for (int64_t i = 0; i < n; i++) {
+        const float c = m[i] * s->beta1 + g[i] * s->rest1;
+        const float sign = c > 0 ? 1.0f : c < 0 ? -1.0f : c != c ? c : 0.0f;
+        w[i] = w[i] + sign * s->rate;
+        m[i] = m[i] * s->beta2 + g[i] * s->rest2;
+    }
+}
+
+/* -- moments of 8 bits: companded, after FlashOptim (Gonzalez Ortiz et al., 2026, arXiv 2602.23349): x / (1 + |x|) for
+ * the first, the square root for the second, of numbers divided by the largest of their block. Differs: blocks of 256,
+ * and no positive second moment becomes 0, so that no step is divided by epsilon alone. A block with a number that is
+ * not finite becomes NaN. */
+
+INLINE float scale_of(const float *values, int64_t n, float *inverse) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const uint32_t bits = bits_of(values[i]) & 0x7FFFFFFF;
+        largest = bits > largest ? bits : largest;
+    }
+    float scale = of_bits(largest);
+    if (largest >= 0x7F800000) scale = of_bits(0x7FC00000);
+    else if (scale < SMALLEST) scale = 0;
+    *inverse = scale > 0 ? 1.0f / scale : 0.0f;
+    return scale;
+}
+
+/* To the nearest integer, ties to even; of numbers below 2^22. */
+INLINE float rounded(float x) { return x + 12582912.0f - 12582912.0f; }
+
+INLINE void decode_first(const int8_t *restrict codes, const float *scales, int64_t n, float *restrict m) {
+    for (int64_t b = 0; b < n; b += BLOCK) {
+        const int64_t end = n - b < BLOCK ? n : b + BLOCK;
+        const float scale = scales[b / BLOCK];
+        for (int64_t i = b; i < end; i++) {
+            const float code = codes[i];
+            m[i] = scale * (code / (254.0f - fabsf(code)));
+        }
+    }
+}
+
+INLINE void encode_first(const float *restrict m, int64_t n, int8_t *restrict codes, float *scales) {
+    for (int64_t b = 0; b < n; b += BLOCK) {
+        const int64_t end = n - b < BLOCK ? n : b + BLOCK;
+        float inverse;
+        const float scale = scales[b / BLOCK] = scale_of(m + b, end - b, &inverse);
+        if (!(scale > 0)) { memset(codes + b, 0, end - b); continue; }
+        for (int64_t i = b; i < end; i++) {
+            const float x = m[i] * inverse;
+            codes[i] = (int8_t)(int32_t)rounded(254.0f * x / (1.0f + fabsf(x)));
+        }
+    }
+}
+
+INLINE void decode_second(const uint8_t *restrict codes, const float *scales, int64_t n, float *restrict v) {
+    for (int64_t b = 0; b < n; b += BLOCK) {
+        const int64_t end = n - b < BLOCK ? n : b + BLOCK;
+        const float scale = scales[b / BLOCK];
+        for (int64_t i = b; i < end; i++) {
+            const float root = (float)codes[i] * (1.0f / 255.0f);
+            v[i] = root * root * scale;
+        }
+    }
+}
+
+INLINE void encode_second(const float *restrict v, int64_t n, uint8_t *restrict codes, float *scales) {
+    for (int64_t b = 0; b < n; b += BLOCK) {
+        const int64_t end = n - b < BLOCK ? n : b + BLOCK;
+        float inverse;
+        const float scale = scales[b / BLOCK] = scale_of(v + b, end - b, &inverse);
+        if (!(scale > 0)) { memset(codes + b, 0, end - b); continue; }
+        for (int64_t i = b; i < end; i++) {
+            const float code = rounded(sqrtf(v[i] * inverse) * 255.0f);
+            codes[i] = (uint8_t)(int32_t)(v[i] > 0 && code < 1 ? 1.0f : code);
+        }
+    }
+}
+
+/* -- a tile, a chunk */
+
+INLINE void step_tile(const Chunk *c, const Step *s, int64_t at, int64_t n) {
+    float w[TILE], g[TILE], m8[TILE], v8[TILE];
+    const int64_t body = n - n % LANES;
+    float *m = c->first ? (float *)c->first + at : 0, *v = c->second ? (float *)c->second + at : 0;
+    if (s->eight_bit && c->first) decode_first((int8_t *)c->first + at, c->first_scales + at / BLOCK, n, m = m8);
+    if (s->eight_bit && c->second) decode_second((uint8_t *)c->second + at, c->second_scales + at / BLOCK, n, v = v8);
+    read_gradient(c, s, at, n, g);
+    join(c->high + at, c->low + at, n, w);
+    if (s->rule == ADAM) adam(s, w, g, m, v, c->peak ? c->peak + at : 0, body, n);
+    else if (s->rule == SGD) sgd(s, w, g, m, body, n);
+    else lion(s, w, g, m, n);
+    split(w, n, c->high + at, c->low + at);
+    if (s->eight_bit && c->first) encode_first(m, n, (int8_t *)c->first + at, c->first_scales + at / BLOCK);
+    if (s->eight_bit && c->second) encode_second(v, n, (uint8_t *)c->second + at, c->second_scales + at / BLOCK);
+}
+
+void vbrt_update(const Chunk *chunk, const Step *step) {
+    for (int64_t at = 0; at < chunk->count; at += TILE)
+        step_tile(chunk, step, at, chunk->count - at < TILE ? chunk->count - at : TILE);
+}
+
+void vbrt_join(const uint16_t *high, const uint16_t *low, int64_t n, float *w) { join(high, low, n, w); }
+
+void vbrt_split(const float *w, int64_t n, uint16_t *high, uint16_t *low) { split(w, n, high, low); }
+
+/* The Euclidean norm of a gradient times a factor, in the order and with the bits of torch.linalg.vector_norm on x86:
+ * LANES sums in fp32, added from left to right, then the rest: fours of products, and single ones, whose sum is fused. */
+float vbrt_norm(const void *gradient, int32_t type, int64_t count, float factor) {
+    float sums[LANES] = {0}, g[TILE];
+    const Chunk chunk = {.gradient = gradient};
+    const Step step = {.gradient_type = type, .divisor = 1, .factor = factor};
+    float sum = 0;
+    for (int64_t at = 0; at < count || !at; at += TILE) {
+        const int64_t n = count - at < TILE ? count - at : TILE, body = n - n % LANES;
+        read_gradient(&chunk, &step, at, n, g);
+        for (int64_t i = 0; i < body; i += LANES)
+            for (int j = 0; j < LANES; j++) sums[j] += g[i + j] * g[i + j];
+        if (count - at > TILE) continue;
+        sum = sums[0];
+        for (int j = 1; j < LANES; j++) sum += sums[j];
+        const int64_t fours = body + (n - body) / 4 * 4;
+        for (int64_t i = body; i < fours; i++) sum += g[i] * g[i];
+        for (int64_t i = fours; i < n; i++) sum = fmaf(g[i], g[i], sum);
+    }
+    return sqrtf(sum);
+}

@@ -1,0 +1,114 @@
+"""Updates on a CPU in C: the backend "compiled" of the ops "update" and "gradient_norm".
+
+One pass over memory, with the bits of torch's fused optimizers. Those depend on how torch was compiled (which products
+are fused with sums), so the first call for a process compares a few thousand numbers with the reference, and refuses to
+serve where a bit differs. Calls hold no lock of Python's, and use one thread: callers divide a weight into chunks.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from vbrt.kernels import update as reference
+from vbrt.kernels.cpu import build
+from vbrt.kernels.update import TILE, Coded, Halves, Step
+
+__all__ = ["gradient_norm", "join_master", "refusal", "split_master", "update"]
+
+_RULES = {"adam": 0, "sgd": 1, "lion": 2}
+_TYPES = {torch.bfloat16: 0, torch.float32: 1}
+
+
+def update(halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tensor, step: Step) -> None:
+    """See `vbrt.kernels.update.update`."""
+    reference.check(halves, moments, gradient, step)
+    chunk = build.Chunk(
+        halves.high.data_ptr(), halves.low.data_ptr(), gradient=gradient.data_ptr(), count=halves.high.numel()
+    )
+    for name, moment in moments.items():
+        if isinstance(moment, Coded):
+            setattr(chunk, f"{name}_scales", moment.scales.data_ptr())
+            moment = moment.codes
+        setattr(chunk, name, moment.data_ptr())
+    eight_bit = any(isinstance(moment, Coded) for moment in moments.values())
+    build.library("update").vbrt_update(chunk, _step(step, _TYPES[gradient.dtype], eight_bit, bool(moments)))
+
+
+@functools.lru_cache(maxsize=64)
+def _step(step: Step, gradient_type: int, eight_bit: bool, has_moments: bool) -> build.Step:
+    """Return what C computes with: each number as torch's kernels round it to fp32."""
+    root = math.sqrt(1 - step.beta2**step.number) if step.rule == "adam" else 1.0
+    size = step.lr / (1 - step.beta1**step.number) if step.rule == "adam" else step.lr
+    rest1 = 1 - (step.dampening if step.rule == "sgd" else step.beta1)
+    decoupled = step.decoupled or step.rule == "lion"
+    return build.Step(
+        rule=_RULES[step.rule], gradient_type=gradient_type, eight_bit=eight_bit, decoupled=decoupled,
+        maximize=step.maximize, nesterov=step.nesterov, begins=step.number == 1,
+        divisor=step.divisor, factor=step.factor,
+        decay=1 - step.lr * step.weight_decay if decoupled else step.weight_decay,
+        lerp=1 - step.beta1, beta1=step.beta1, beta2=step.beta2, rest1=rest1, rest2=1 - step.beta2,
+        root=root, epsilon=step.epsilon, rate=-size,
+    )  # fmt: skip
+
+
+def gradient_norm(gradient: Tensor, factor: float = 1.0) -> float:
+    """See `vbrt.kernels.update.gradient_norm`."""
+    return build.library("update").vbrt_norm(gradient.data_ptr(), _TYPES[gradient.dtype], gradient.numel(), factor)
+
+
+def join_master(high: Tensor, low: Tensor) -> Tensor:
+    """See `vbrt.kernels.update.join_master`."""
+    master = torch.empty(high.shape, dtype=torch.float32, device="cpu")
+    build.library("update").vbrt_join(high.data_ptr(), low.data_ptr(), high.numel(), master.data_ptr())
+    return master
+
+
+def split_master(master: Tensor) -> Halves:
+    """See `vbrt.kernels.update.split_master`."""
+    master = master.contiguous()
+    halves = Halves(*(torch.empty(master.shape, dtype=d, device="cpu") for d in (torch.bfloat16, torch.int16)))
+    build.library("update").vbrt_split(master.data_ptr(), master.numel(), *(half.data_ptr() for half in halves))
+    return halves
+
+
+# -- the same bits
+
+
+@functools.cache
+def refusal(device: torch.device) -> str | None:
+    """Why the compiled update cannot serve a device, or None. The first call for a CPU builds it and compares bits."""
+    why = build.refusal(device, "update")
+    if why is not None:
+        return why
+    differs = next((step for step in _CASES if _differs(step)), None)
+    if differs is None:
+        return None
+    return f"the compiled update gives other bits than torch {torch.__version__} here ({differs.rule})"
+
+
+_CASES = (
+    Step("adam", 3, 1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True),
+    Step("adam", 2, 1e-3, 0.3, 0.99, 1e-6, 0.01, maximize=True),
+    Step("sgd", 2, 1e-2, 0.9, weight_decay=0.1, dampening=0.1, nesterov=True),
+    Step("lion", 2, 1e-3, 0.9, 0.99, weight_decay=0.1),
+)
+
+
+def _differs(step: Step) -> bool:
+    """True if any number of a weight of several tiles, with a rest, differs from the reference's."""
+    draws = torch.Generator().manual_seed(0)
+    master, gradient, first, second = torch.randn(
+        4, 4 * TILE + 7, generator=draws, dtype=torch.float32, device="cpu"
+    ).unbind()
+    results = []
+    for module in (update, reference.update):
+        halves = reference.split_master(master)
+        moments = {"first": first.clone(), "second": second.square()}
+        moments = {"first": moments["first"]} if step.rule != "adam" else moments
+        module(halves, moments, gradient, step)
+        results.append([t.view(torch.int16).clone() for t in (*halves, *moments.values())])
+    same = all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    return not same or gradient_norm(gradient) != reference.gradient_norm(gradient)

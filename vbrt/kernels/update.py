@@ -1,0 +1,258 @@
+"""One step of an optimizer on a weight in two halves: what is computed, in plain torch, which is the specification.
+
+    master (fp32) = high (bf16: what the model computes with) + low (16 bits), bit for bit
+    update(halves, moments, gradient, step)       # in place; any part of a weight whose length is a multiple of TILE
+
+Adam, AdamW and SGD are torch's own fused optimizers on the joined master; Lion is after its paper. Moments are fp32, or
+8 bits with a scale for each block. `vbrt.kernels.cpu.update` does the same in one pass over memory, with the same bits.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vbrt.errors import ArgumentError
+
+__all__ = [
+    "BLOCK",
+    "GRADIENTS",
+    "TILE",
+    "Coded",
+    "Halves",
+    "Step",
+    "decode_first",
+    "decode_second",
+    "encode_first",
+    "encode_second",
+    "gradient_norm",
+    "join_master",
+    "split_master",
+    "update",
+]
+
+TILE = 1024  #: parts of a weight begin at multiples of it
+BLOCK = 256  #: moments of 8 bits that share a scale
+GRADIENTS = (torch.bfloat16, torch.float32)
+_SMALLEST = torch.finfo(torch.float32).tiny
+
+
+class Halves(NamedTuple):
+    """A master weight: `high`, bf16 [n], and `low`, 16 bits [n]; contiguous, on the CPU."""
+
+    high: Tensor
+    low: Tensor
+
+
+class Coded(NamedTuple):
+    """Moments of 8 bits: `codes`, int8 or (second moments) uint8 [n], and `scales`, fp32 [ceil(n / 256)]."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step of a rule does, for the weights of one parameter group.
+
+    Attributes:
+        rule: "adam", "sgd" or "lion".
+        number: of the step, from 1.
+        lr, beta1, beta2, epsilon, weight_decay: of Adam and Lion; SGD's momentum is `beta1`.
+        dampening, nesterov: of SGD.
+        decoupled: weight decay acts on the weight (AdamW, Lion), not on the gradient.
+        maximize: go up.
+        divisor: what gradients are divided by first (of a loss that was scaled up).
+        factor: what they are multiplied with then (of clipping).
+    """
+
+    rule: str
+    number: int
+    lr: float
+    beta1: float = 0.0
+    beta2: float = 0.0
+    epsilon: float = 0.0
+    weight_decay: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    decoupled: bool = False
+    maximize: bool = False
+    divisor: float = 1.0
+    factor: float = 1.0
+
+
+# -- halves
+
+
+def split_master(master: Tensor) -> Halves:
+    """Split fp32 into the upper and the lower half of its bits plus 2^15, an integer: bf16, rounded half up, and int16.
+
+    Exact for every number; it differs from torch's cast to bf16 in ties only. A NaN that would have a zero as its high
+    half (its upper 17 bits but the sign are ones) loses the lowest of them.
+    """
+    bits = master.contiguous().view(torch.int32)
+    bits = torch.where(bits & 0x7FFF8000 == 0x7FFF8000, bits & ~0x8000, bits)
+    bits = bits + 0x8000
+    return Halves((bits >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16))
+
+
+def join_master(high: Tensor, low: Tensor) -> Tensor:
+    """Return the fp32 master of two halves."""
+    below = low.view(torch.int16).to(torch.int32) & 0xFFFF
+    return ((high.view(torch.int16).to(torch.int32) << 16) + below - 0x8000).view(torch.float32)
+
+
+# -- moments of 8 bits
+#
+# Companded, after FlashOptim (Gonzalez Ortiz et al., 2026, arXiv 2602.23349): x / (1 + |x|) for the first, the square
+# root for the second, of numbers divided by the largest of their block. It differs in that blocks have 256 numbers, and
+# that no positive second moment becomes 0: no step is divided by epsilon alone.
+
+
+def encode_first(moment: Tensor) -> Coded:
+    """Round first moments, fp32 [n], to 8 bits: by at most 0.0079 of the largest magnitude in a block, and by 0.002 of
+    it near 0. A block with a number that is not finite becomes NaN."""
+    x, scales = _scaled(moment)
+    codes = torch.round(254.0 * x / (1.0 + x.abs()))
+    return Coded(_packed(codes, scales, moment.numel(), torch.int8), scales)
+
+
+def decode_first(coded: Coded) -> Tensor:
+    """Return first moments, fp32 [n]."""
+    codes = _blocks(coded.codes.float())
+    return (coded.scales[:, None] * (codes / (254.0 - codes.abs()))).flatten()[: coded.codes.numel()]
+
+
+def encode_second(moment: Tensor) -> Coded:
+    """Round second moments, fp32 [n], none negative, to 8 bits: their roots by at most 0.002 of the largest root in a
+    block, and up by at most 0.0039 of it where they are smaller. A block with a number that is not finite becomes NaN.
+    """
+    x, scales = _scaled(moment)
+    codes = torch.round(x.sqrt() * 255.0)
+    codes = torch.where((_blocks(moment) > 0) & (codes < 1), torch.ones_like(codes), codes)
+    return Coded(_packed(codes, scales, moment.numel(), torch.uint8), scales)
+
+
+def decode_second(coded: Coded) -> Tensor:
+    """Return second moments, fp32 [n]."""
+    roots = _blocks(coded.codes.float()) * _fp32(1.0 / 255.0)
+    return (roots * roots * coded.scales[:, None]).flatten()[: coded.codes.numel()]
+
+
+def _blocks(values: Tensor) -> Tensor:
+    return torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+
+
+def _scaled(moment: Tensor) -> tuple[Tensor, Tensor]:
+    """Return blocks [b, 256] divided by their scales, and the scales [b]: the largest magnitude; 0 where it is below
+    the normal numbers, NaN where a number of the block is not finite."""
+    blocks = _blocks(moment)
+    scales = blocks.abs().amax(1)
+    scales = torch.where(scales.isfinite(), scales, torch.nan)
+    scales = torch.where(scales < _SMALLEST, 0.0, scales)
+    return blocks * torch.where(scales > 0, 1.0 / scales, 0.0)[:, None], scales
+
+
+def _packed(codes: Tensor, scales: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    return torch.where((scales > 0)[:, None], codes, 0.0).to(dtype).flatten()[:count]
+
+
+# -- the step
+
+
+def update(halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tensor, step: Step) -> None:
+    """Do one step in place.
+
+    Args:
+        halves: the weight, [n].
+        moments: by name, what the rule has of "first", "second" and "peak" (AMSGrad), each [n]; zeros before the first
+            step. "first" and "second" are fp32 or both of 8 bits.
+        gradient: bf16 or fp32 [n]; not changed.
+
+    Raises:
+        ArgumentError: a rule, dtype or length that it cannot take; nothing was changed.
+    """
+    check(halves, moments, gradient, step)
+    master, decoded = join_master(*halves), _decoded(moments)
+    scaled = gradient.detach().float().clone()
+    scaled = scaled if step.divisor == 1 else scaled / _fp32(step.divisor)
+    scaled = scaled if step.factor == 1 else scaled * _fp32(step.factor)
+    _RULES[step.rule](master, decoded, scaled, step)
+    high, low = split_master(master)
+    halves.high.copy_(high)
+    halves.low.view(torch.int16).copy_(low)
+    for name, moment in moments.items():
+        if isinstance(moment, Coded):
+            codes, scales = _ENCODE[name](decoded[name])
+            moment.codes.copy_(codes)
+            moment.scales.copy_(scales)
+
+
+def check(halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tensor, step: Step) -> None:
+    """Raise ArgumentError for what `update` cannot take."""
+    count = halves.high.numel()
+    if step.rule not in _RULES:
+        raise ArgumentError(f"an update by {step.rule!r}; expected one of {', '.join(sorted(_RULES))}")
+    if gradient.dtype not in GRADIENTS or gradient.numel() != count:
+        raise ArgumentError(
+            f"a gradient of {gradient.numel()} x {gradient.dtype} for {count} weights; expected as many, bf16 or fp32"
+        )
+    tensors = [*halves, gradient]
+    for moment in moments.values():
+        tensors += [*moment] if isinstance(moment, Coded) else [moment]
+    if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
+        raise ArgumentError("an update of tensors that are not contiguous or not on the CPU")
+
+
+def _fp32(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
+
+
+def _decoded(moments: Mapping[str, Tensor | Coded]) -> dict[str, Tensor]:
+    return {name: _DECODE[name](m) if isinstance(m, Coded) else m for name, m in moments.items()}
+
+
+def _adam(master: Tensor, moments: dict[str, Tensor], gradient: Tensor, step: Step) -> None:
+    fused = torch._fused_adamw_ if step.decoupled else torch._fused_adam_
+    peaks = [moments["peak"]] if "peak" in moments else []
+    lists = [master], [gradient], [moments["first"]], [moments["second"]], peaks
+    fused(
+        *lists, [_fp32(step.number)], lr=step.lr, beta1=step.beta1, beta2=step.beta2, weight_decay=step.weight_decay,
+        eps=step.epsilon, amsgrad=bool(peaks), maximize=step.maximize,
+    )  # fmt: skip
+
+
+def _sgd(master: Tensor, moments: dict[str, Tensor], gradient: Tensor, step: Step) -> None:
+    buffers = [moments["first"]] if "first" in moments else []
+    torch._fused_sgd_(
+        [master], [gradient], buffers, lr=step.lr, momentum=step.beta1, weight_decay=step.weight_decay,
+        dampening=step.dampening, nesterov=step.nesterov, maximize=step.maximize, is_first_step=step.number == 1,
+    )  # fmt: skip
+
+
+def _lion(master: Tensor, moments: dict[str, Tensor], gradient: Tensor, step: Step) -> None:
+    """Chen et al., 2023, arXiv 2302.06675, algorithm 2; each product and sum is rounded by itself."""
+    gradient = -gradient if step.maximize else gradient
+    first, products = (
+        moments["first"],
+        [_fp32(step.beta1), _fp32(1 - step.beta1), _fp32(step.beta2), _fp32(1 - step.beta2)],
+    )
+    if step.weight_decay:
+        master.mul_(_fp32(1 - step.lr * step.weight_decay))
+    direction = first * products[0] + gradient * products[1]
+    master.add_(direction.sign().where(direction == direction, direction) * _fp32(-step.lr))
+    first.copy_(first * products[2] + gradient * products[3])
+
+
+_RULES = {"adam": _adam, "sgd": _sgd, "lion": _lion}
+_DECODE = {"first": decode_first, "second": decode_second}
+_ENCODE = {"first": encode_first, "second": encode_second}
+
+
+def gradient_norm(gradient: Tensor, factor: float = 1.0) -> float:
+    """Return the Euclidean norm of a gradient times a factor: `torch.linalg.vector_norm` of it in fp32."""
+    scaled = gradient.detach().float()
+    scaled = scaled if factor == 1 else scaled * _fp32(factor)
+    return torch.linalg.vector_norm(scaled).item()
