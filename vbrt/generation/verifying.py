@@ -30,7 +30,7 @@ import torch
 
 from vbrt.generation.agreement import comparisons
 from vbrt.generation.caches import NotRecordable
-from vbrt.generation.pace import Pace
+from vbrt.generation.pace import MOST, Pace
 from vbrt.generation.recording import computed_as_recorded
 from vbrt.generation.rowwise import one_by_one
 from vbrt.generation.shadow import shadow_of
@@ -42,7 +42,6 @@ from vbrt.report.speculation import SpeculationCounts
 __all__ = ["Decoding", "Draft", "Passes", "Rows", "announce", "can_verify", "verified"]
 
 _CHECKS = 2  # rounds of a batch size that are computed by both
-_COMPARED = 4  # rows of such a round that are computed by steps as they are recorded
 _TOKENS = "tokens"
 
 
@@ -142,46 +141,35 @@ def verified(decoding: Decoding, draft: Draft) -> Rows:
     if draft.k and decoding.exactness != _TOKENS:
         with _without_plans(draft.ids.device):
             return in_one_pass(decoding, draft)
-    if decoding.statics is not None:
-        return _by_recording(decoding, draft) if decoding.replays_plain(draft.k) else _as_recorded(decoding, draft)
-    if not draft.k:
-        return in_step(decoding, draft)
-    known, batch = _known_of(decoding), len(draft.ids)
-    if known.wrong or draft.k in known.refused:
-        return in_step(decoding, draft)
-    cache, tokens = draft.cache, draft.k + 1
-    before = cache.get_seq_length()
-    try:
-        rows = token_by_token(decoding, draft)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 (models that cannot take its masks say so in many ways)
-        known.refused.add(draft.k)
-        why = f"a pass cannot be verified token by token: {type(error).__name__}: {error}"
-    else:
-        if known.checks[batch] >= _CHECKS:
-            return rows
-        got = [*rows.logits, *_written(cache, tokens)]
-        _rewind(cache, before)
-        exact = in_step(decoding, draft)
-        if all(map(torch.equal, got, [*exact.logits, *_written(cache, tokens)])):
-            known.checks[batch] += 1
-            return exact._replace(compared=True)
-        known.wrong = True
-        why = "a pass verified token by token gives other bits than passes of one token"
-    announce(decoding.counts, why, "verified in lockstep")
-    _rewind(cache, before)
-    return in_step(decoding, draft)._replace(compared=True)
+    if decoding.replays_plain(draft.k):
+        return _by_recording(decoding, draft)
+    return _as_decoded(decoding, draft, _AS_RECORDED if decoding.statics is not None else _IN_STEP)
 
 
-def _as_recorded(decoding: Decoding, draft: Draft) -> Rows:
-    """Compute the rows with the bits of recorded steps."""
+class _Certain(NamedTuple):
+    """Rows as plain decoding computes them.
+
+    Attributes:
+        rows: computes the first rows of a draft, at least as many as it is asked for.
+        few: rows of a round that are compared.
+        name: of the passes that it computes rows by.
+        instead: what happens where `token_by_token` does not give these bits.
+    """
+
+    rows: Callable[[Decoding, Draft, int], Rows]
+    few: int
+    name: str
+    instead: str
+
+
+def _as_decoded(decoding: Decoding, draft: Draft, certain: _Certain) -> Rows:
+    """Compute the rows with the bits of plain decoding: token by token where that gives them."""
     known, batch, tokens = _known_of(decoding), len(draft.ids), draft.k + 1
-    if not draft.k or draft.k in known.refused or batch in known.unlike_recorded:
-        return one_at_a_time(decoding, draft, tokens)
-    before, wanted, few = decoding.statics.length, None, min(tokens, _COMPARED)
-    if known.recorded_checks[batch] < _CHECKS:
-        wanted = one_at_a_time(decoding, draft, few).logits + _stored(draft, before, few)
+    if not draft.k or draft.k in known.refused or (certain.name, batch) in known.unlike:
+        return certain.rows(decoding, draft, tokens)
+    before, few, wanted = draft.cache.get_seq_length(), min(tokens, certain.few), None
+    if known.checks[certain.name, batch] < _CHECKS:
+        wanted = certain.rows(decoding, draft, few).logits[:few] + _entries(draft, before, few)
         _rewind(draft.cache, before)
     try:
         rows = token_by_token(decoding, draft)
@@ -193,14 +181,14 @@ def _as_recorded(decoding: Decoding, draft: Draft) -> Rows:
     else:
         if wanted is None:
             return rows
-        if all(map(torch.equal, rows.logits[:few] + _stored(draft, before, few), wanted)):
-            known.recorded_checks[batch] += 1
+        if all(map(torch.equal, rows.logits[:few] + _entries(draft, before, few), wanted)):
+            known.checks[certain.name, batch] += 1
             return rows._replace(compared=True)
-        known.unlike_recorded.add(batch)
-        why = "a pass verified token by token gives other bits than recorded steps"
-    announce(decoding.counts, why)
+        known.unlike.add((certain.name, batch))
+        why = f"a pass verified token by token gives other bits than {certain.name}"
+    announce(decoding.counts, why, certain.instead)
     _rewind(draft.cache, before)
-    return one_at_a_time(decoding, draft, tokens)._replace(compared=True)
+    return certain.rows(decoding, draft, tokens)._replace(compared=True)
 
 
 @dataclass(slots=True)
@@ -208,18 +196,14 @@ class _Known:
     """What is known of `token_by_token` for a model.
 
     Attributes:
-        checks, recorded_checks: rounds in which it was right, by batch size: compared with passes in lockstep, and with
-            recorded steps.
+        checks: rounds in which it was right, by what it was compared with and by batch size.
         refused: numbers of drafts for which it does not serve.
-        wrong: True if it has given other bits than passes in lockstep.
-        unlike_recorded: batch sizes for which it has given other bits than recorded steps.
+        unlike: what it has given other bits than, and at which batch size.
     """
 
-    checks: Counter[int] = field(default_factory=Counter)
-    recorded_checks: Counter[int] = field(default_factory=Counter)
+    checks: Counter[tuple[str, int]] = field(default_factory=Counter)
     refused: set[int] = field(default_factory=set)
-    wrong: bool = False
-    unlike_recorded: set[int] = field(default_factory=set)
+    unlike: set[tuple[str, int]] = field(default_factory=set)
 
 
 _all_known: "weakref.WeakKeyDictionary[Attachment, _Known]" = weakref.WeakKeyDictionary()
@@ -234,11 +218,11 @@ def can_verify(decoding: Decoding, batch: int, k: int | None = None) -> bool:
     long as decoding does."""
     known = _known_of(decoding)
     slow = decoding.statics is not None and decoding.exactness == _TOKENS
-    return not (slow and (batch in known.unlike_recorded or k in known.refused))
+    return not (slow and ((_AS_RECORDED.name, batch) in known.unlike or k in known.refused))
 
 
-def in_step(decoding: Decoding, draft: Draft) -> Rows:
-    """Compute the rows by passes of one token in lockstep."""
+def in_step(decoding: Decoding, draft: Draft, rows: int) -> Rows:
+    """Compute the rows, all of them, by passes of one token in lockstep."""
     calls = []
     for row, kwargs in enumerate(draft.kwargs):
         cache = kwargs["past_key_values"]
@@ -262,6 +246,10 @@ def one_at_a_time(decoding: Decoding, draft: Draft, rows: int) -> Rows:
         inputs = decoding.inputs(draft.ids[:, : draft.start + row], 1, kwargs)
         outputs.append(computed_as_recorded(decoding.model, {**inputs, "return_dict": True}, decoding.statics))
     return Rows([each.logits[:, -1] for each in outputs], outputs)
+
+
+_AS_RECORDED = _Certain(one_at_a_time, 4, "recorded steps", "decoded one token at a time")
+_IN_STEP = _Certain(in_step, MOST + 1, "passes of one token", "verified in lockstep")
 
 
 def in_one_pass(decoding: Decoding, draft: Draft) -> Rows:
@@ -290,17 +278,13 @@ def _rewind(cache: Any, length: int) -> None:
         layer.crop(length - layer.get_seq_length())
 
 
-def _written(cache: Any, tokens: int) -> list[torch.Tensor]:
-    """The keys and values of the last tokens."""
-    return [of[:, :, -tokens:].clone() for layer in cache.layers for of in (layer.keys, layer.values)]
-
-
-def _stored(draft: Draft, start: int, tokens: int) -> list[torch.Tensor]:
-    """The keys and values of tokens from position `start` on, of a cache that lies where recorded steps find it."""
+def _entries(draft: Draft, start: int, tokens: int) -> list[torch.Tensor]:
+    """The keys and values of tokens from position `start` on; of a cache that is not in `Statics`, of the last ones."""
     found = []
     for layer in draft.cache.layers:
-        places = slice(start - layer.first, start - layer.first + tokens)
-        found += [of[:, :, places].clone() for of in layer.block()]
+        block = layer.block() if hasattr(layer, "block") else (layer.keys[:, :, -tokens:], layer.values[:, :, -tokens:])
+        first = start - layer.first if hasattr(layer, "block") else 0
+        found += [of[:, :, first : first + tokens].clone() for of in block]
     return found
 
 
