@@ -38,7 +38,9 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
 
 
 def test_the_presets_are_these():
-    assert preset_names() == ("cpu-ssd", "dense", "exact", "fp4", "fp8", "lru", "mxfp4", "nf4", "quantile", "train")
+    assert preset_names() == (
+        *("cpu-ssd", "dense", "exact", "fp4", "fp8", "full", "lru", "mxfp4", "nf4", "quantile", "train"),
+    )
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -78,7 +80,7 @@ def test_the_presets_do_what_their_names_say():
 
 def test_an_unknown_preset_is_refused_with_the_nearest_name():
     assert refusal(load_config, "exakt") == (
-        '"exakt" is not a preset; did you mean "exact"?; expected "cpu-ssd", "dense", "exact", "fp4", "fp8", "lru", '
+        '"exakt" is not a preset; did you mean "exact"?; expected "cpu-ssd", "dense", "exact", "fp4", "fp8", "full", "lru", '
         '"mxfp4", "nf4", "quantile" or "train", or the path of a TOML file'
     )
 

@@ -1,7 +1,8 @@
 """The settings of a user: one frozen tree of dataclasses, read from TOML, dicts or preset names.
 
     VBConfig
-    ├── mode        "infer": frozen planes in tiers; "train": weights that an optimizer moves
+    ├── mode        "infer": frozen planes in tiers; "train": weights that an optimizer moves, through 4 bits;
+    │               "full": weights, gradients and optimizer state that train from the tiers
     ├── weights     which modules are swapped, in which format, with or without the fine plane
     ├── tiers       gpu, cpu, ssd: on or off, and how many bytes each may hold
     ├── policy      what stays resident, and how far ahead pages are fetched
@@ -65,7 +66,7 @@ __all__ = [
     "plain",
 ]
 
-MODES = ("infer", "train")
+MODES = ("infer", "train", "full")
 FINE_PLANES = ("none", "exact")
 POLICIES = ("auto", "scheduled", "lru", "experts")
 SCOPES = ("auto", "layer", "model")
@@ -358,7 +359,8 @@ class VBConfig:
     """All settings. `source` says where they came from, for messages; it is not compared.
 
     mode: "infer" holds weights as frozen planes in the tiers; "train" leaves them to an optimizer, on the computing
-    device, and rounds them to 4 bits in each forward (not for "dense").
+    device, and rounds them to 4 bits in each forward (not for "dense"); "full" holds weights that an optimizer updates
+    on the host, as pages of their bf16 halves, with the rest of their state in host memory or files.
     Raises ConfigError on construction for any value out of place, also for `fine = "exact"` in training.
     """
 
@@ -368,7 +370,7 @@ class VBConfig:
     separation: SeparationConfig = _section(SeparationConfig)
     training: TrainingConfig = _section(TrainingConfig)
     compute: ComputeConfig = _section(ComputeConfig)
-    mode: Literal["infer", "train"] = _opt("infer", choice(*MODES))
+    mode: Literal["infer", "train", "full"] = _opt("infer", choice(*MODES))
     source: str = field(default="defaults", compare=False)
 
     def __post_init__(self) -> None:
@@ -379,6 +381,12 @@ class VBConfig:
             raise wrong(f'{self.source}: mode = "train" with weights.format', "auto", expected)
         exact = ["fine"] if self.weights.fine == "exact" else []
         exact += [f"formats.{pattern}" for pattern, held in self.weights.formats if held == "exact"]
+        if self.mode == "full" and (self.weights.format != "dense" or self.weights.formats):
+            key, value = (
+                ("formats", dict(self.weights.formats)) if self.weights.formats else ("format", self.weights.format)
+            )
+            expected = 'the optimizer moves every bit: set weights.format = "dense" and no weights.formats'
+            raise wrong(f'{self.source}: mode = "full" with weights.{key}', value, expected)
         if self.mode == "train" and exact:
             raise wrong(
                 f'{self.source}: mode = "train" with weights.{exact[0]}',

@@ -55,7 +55,7 @@ class Kind:
     every: bool = False
     ragged: bool = False
     parts: tuple[str, ...] = ()
-    modes: tuple[str, ...] = ("infer", "train")
+    modes: tuple[str, ...] = ("infer", "train", "full")
     refuse: Callable[[nn.Module], str | None] = lambda module: None
     rounds_before_bias: bool = False
 
@@ -93,6 +93,9 @@ class Kind:
         return getattr(importlib.import_module(self.file), self.base if self.routed else f"VB{self.name}")
 
 
+_ROUTED_MODES = ("infer", "train")  # mode "full" keeps their parameters
+
+
 def _renormalizes(table: nn.Embedding) -> str | None:
     """Return why a table stays whose forward writes into it."""
     return None if table.max_norm is None else f"max_norm = {table.max_norm} rescales its rows as they are read"
@@ -108,12 +111,14 @@ def _experts(name: str, parameters: tuple[str, str], *, transposed: bool = False
         transposed=transposed,
         routed=True,
         parts=("up", "down"),
+        modes=_ROUTED_MODES,
     )
 
 
 def _special(name: str, model: str, parts: dict[str, str], **others: Any) -> Kind:
     """Return the record of a class of routed experts of transformers' `model` that nothing decorates; `parts`: by
     parameter."""
+    others.setdefault("modes", _ROUTED_MODES)
     return Kind(
         name,
         f"transformers.models.{model}.modeling_{model}",

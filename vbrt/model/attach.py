@@ -9,6 +9,7 @@ from vbrt.config import VBConfig
 from vbrt.layers import KINDS, HandleSpec, Kind, SwappedLayer, WeightHandle, strip
 from vbrt.layers.experts import ExpertsHandle, ExpertsSpec
 from vbrt.model.attachment import Attachment, Terms
+from vbrt.model.full import FullAttachment
 from vbrt.model.machine import check_ssd_directory
 from vbrt.model.passes import PassHook
 from vbrt.model.placement import current_homes, place_beside, place_pages, restore_homes
@@ -19,7 +20,7 @@ from vbrt.residency.custom import PolicyFactory
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.site import ROOT
 from vbrt.tiers import TierStack
-from vbrt.training import TrainedExpertsWeight, TrainedWeight, trained_class
+from vbrt.training import FullWeight, TrainedExpertsWeight, TrainedWeight, full_class, trained_class
 
 __all__ = ["Attempt", "attach", "attach_held", "make_handles", "plan_for"]
 
@@ -87,6 +88,9 @@ def _attach(model: nn.Module, runtime: Runtime, terms: Terms) -> Attachment:
     if terms.settings.mode == "train":
         weights = [_trained(swap, terms) for swap in terms.plan.swaps]
         return TrainingAttachment(model, runtime, terms, _swap_layers_(model, terms.plan, weights, trained_class))
+    if terms.settings.mode == "full":
+        held = [FullWeight(_spec(swap, terms), runtime.stack) for swap in terms.plan.swaps]
+        return FullAttachment(model, runtime, terms, _swap_layers_(model, terms.plan, held, full_class))
     return attach_held(model, runtime, terms, make_handles(terms, runtime.stack))
 
 
@@ -161,7 +165,7 @@ class Attempt:
 def _swap_layers_(
     model: nn.Module,
     plan: Plan,
-    handles: Sequence[WeightHandle | ExpertsHandle | TrainedWeight | TrainedExpertsWeight],
+    handles: Sequence[WeightHandle | ExpertsHandle | TrainedWeight | TrainedExpertsWeight | FullWeight],
     class_of: Callable[[Kind], type[SwappedLayer]],
 ) -> dict[str, SwappedLayer]:
     modules = dict(model.named_modules())

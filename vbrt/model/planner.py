@@ -63,12 +63,15 @@ def make_plan(
         return _training_plan(tuple(swaps), config, machine, modules, skipped)
     left = _after_wrapping(model, config, machine, skipped, charge_kept=charge_kept)
     budgets, others = (_budgets(config, left), ()) if beside is None else (dict(beside.budgets), beside.layers)
+    if config.mode == "full":
+        swaps = [replace(swap, dtype="bfloat16") for swap in swaps]  # of its page; see `vbrt/training/full.py`
     layers = [_pages_on(swap, config, "gpu" in budgets) for swap in swaps]
-    homes = _homes([*others, *layers], budgets, config, skipped)
+    rooms = budgets if config.mode != "full" else {name: room for name, room in budgets.items() if name != "gpu"}
+    homes = _homes([*others, *layers], rooms, config, skipped)
     placed = tuple(_placed(swap, pages, homes) for swap, pages in zip(swaps, layers, strict=True))
     notes = (*_idle_gpu(config, machine), *_notes(placed, config, modules, skipped))
     warnings = _kept_warning(placed, skipped, budgets, left) if placed else notes[-1:]
-    return Plan(placed, skipped, budgets, notes, warnings=warnings)
+    return Plan(placed, skipped, budgets, notes, config.mode, warnings=warnings)
 
 
 def swaps_with_pages(model: nn.Module, config: VBConfig) -> list[Swap]:

@@ -27,7 +27,7 @@ def shared_config(asked: VBConfig, runtime: Runtime, *given: Any) -> VBConfig:
     if not isinstance(runtime, Runtime):
         raise ArgumentError(f"runtime = {type(runtime).__name__}; expected `vb.runtime` of a wrapped model")
     settings = runtime.settings
-    if asked.mode != settings.mode or asked.mode == "train":
+    if asked.mode != settings.mode or asked.mode in ("train", "full"):
         raise ConfigError(
             f'{asked.source}: mode = "{asked.mode}" on a runtime with mode = "{settings.mode}": a runtime is shared by '
             "models that infer; weights that train are in no tier"

@@ -31,10 +31,10 @@ def attach_together(
     Raises:
         ConfigError, TierError, WrapError: as `vbrt.wrap`; ConfigError also for mode = "train".
     """
-    if config.mode == "train":
+    if config.mode != "infer":
         raise ConfigError(
-            f'{config.source}: mode = "train" for {", ".join(models)}: models on one runtime infer; wrap the one that '
-            "trains by itself"
+            f'{config.source}: mode = "{config.mode}" for {", ".join(models)}: models on one runtime infer; wrap '
+            "the one that trains by itself"
         )
     attempts: list[Attempt] = []
     built = None

@@ -122,7 +122,9 @@ class Decider:
                 if guard.deciding or ledger.running is not None:
                     ledger.begin()
                     guard.deciding = False
-                if self._has_room(pages) or (self._evict_whole_slots(pages) and self._has_room(pages)):
+                if any(page.due for page in pages):  # until they have been rewritten
+                    bell = guard.listen()
+                elif self._has_room(pages) or (self._evict_whole_slots(pages) and self._has_room(pages)):
                     guard.deciding = True
                     if self._passes.backward and in_backward():
                         self.begin_pass_alone(self._passes.backward)
@@ -132,8 +134,9 @@ class Decider:
                         self._look_ahead(self._ledger.copying)
                     guard.deciding = False
                     return
-                self._check_that_waiting_helps(pages)
-                bell = guard.listen()
+                else:
+                    self._check_that_waiting_helps(pages)
+                    bell = guard.listen()
             bell.acquire(timeout=LOOK_SECONDS)
 
     def announce(self, keys: Sequence[str]) -> None:

@@ -35,6 +35,7 @@ class Ledger:
         changes: how often a page was added, rehomed or retired.
         retired: claims of owners that were retired or collected; pages lose them at the next access.
         lost: leases that were collected before they were released.
+        rewrites: True once pages were rewritten where they live: leases are decided one by one then.
         captured: True once a CUDA graph knows where pages lie.
         running: the programme at work, or None; see `programme_run`.
         programmes: begins and ends its run; a stack sets it.
@@ -53,7 +54,7 @@ class Ledger:
         self._census = Census(self.pages, 0)
         self.retired: deque[Claim] = deque()
         self.lost: deque[Lease] = deque()
-        self.captured = False
+        self.captured = self.rewrites = False
         self.running: ProgrammeRun | None = None
         self.programmes: Programmes | None = None
         self.encoding = threading.RLock()

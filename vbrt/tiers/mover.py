@@ -22,6 +22,7 @@ from vbrt.host.crew import Crew
 from vbrt.host.memory import aligned
 from vbrt.tiers.guard import LOOK_SECONDS
 from vbrt.tiers.ledger import Ledger
+from vbrt.tiers.memory import Buffer
 from vbrt.tiers.slots import Slot, State
 
 __all__ = ["Mover", "Write"]
@@ -125,10 +126,12 @@ class Mover:
             if slot.source.state is not State.READY:
                 self._await(slot.source)
             self._reserve(slot)
+            self._begin_reading(slot)
             self._copy(slot)
         except BaseException as error:
             with guard.entered:
                 ledger.begin()
+                slot.page.readers.discard(slot)
                 level.cancel(slot, error)
                 guard.deciding = False
             raise
@@ -136,15 +139,29 @@ class Mover:
             ledger.begin()
             level.release_source(slot)
             slot.state = State.READY
+            slot.page.readers.discard(slot)
             if slot.doomed:
                 level.free(slot)
             guard.deciding = False
             guard.ring()
 
+    def _begin_reading(self, slot: Slot) -> None:
+        """Wait while the page is to be rewritten; it is not rewritten from then on until its bytes have been read."""
+        while True:
+            with self._guard.entered:
+                self._ledger.check_open(slot.page.key)
+                if not slot.page.due:
+                    slot.page.readers.add(slot)
+                    return
+                if slot.doomed and not slot.holders:
+                    raise TierError(f"{slot.page.key}: no longer wanted")
+                bell = self._guard.listen()
+            bell.acquire(timeout=LOOK_SECONDS)
+
     def _issue(self, slot: Slot) -> bool:
         """Start a copy to the GPU here and now, if nothing has to be waited for; a worker takes it otherwise."""
         source, level = slot.source, slot.level
-        if level.stream is None or source.state is not State.READY:
+        if level.stream is None or source.state is not State.READY or slot.page.due:
             return False
         if not (source.level.tier.memory and source.room.pinned):
             return False
@@ -241,25 +258,34 @@ class Mover:
         return f"{slot.source.level.tier.name}>{slot.level.tier.name}"
 
     def _copy_memory(self, slot: Slot, source: Slot) -> None:
-        stream, nbytes = slot.level.stream, slot.page.nbytes
-        target, origin = slot.view, source.view
+        self.copy_bytes(slot, source.view, source.room, self._link(slot))
+
+    def copy_bytes(self, slot: Slot, origin: torch.Tensor, room: Buffer, link: str = "refresh") -> None:
+        """Copy a page's bytes from a memory into a slot, on the stream of the slot's tier if it has one.
+
+        Args:
+            origin: uint8, in `room`.
+            link: what a timeline calls the copy.
+        """
+        stream, nbytes, target = slot.level.stream, slot.page.nbytes, slot.view
         recorder = self._guard.recorder
         if stream is None:
             began = None if recorder is None else recorder.mark_on(None)
+            slot.room.synchronize()
             target.copy_(origin)
             if recorder is not None:
-                recorder.note(self._link(slot), slot.page.key, began, recorder.mark_on(None), nbytes)
+                recorder.note(link, slot.page.key, began, recorder.mark_on(None), nbytes)
             return
         for fence in slot.room.fences.values():  # kernels that still read this buffer
             stream.wait_event(fence)
         slot.room.fences.clear()
         began = None if recorder is None else recorder.mark_on(stream)
-        if source.room.pinned:
+        if room.pinned:
             with torch.cuda.stream(stream):
                 target.copy_(origin, non_blocking=True)
         else:
             slot.level.relay.copy(target, origin, stream)
-        slot.arrived = source.room.fence(stream)  # the source is not refilled before its copy has left
+        slot.arrived = room.fence(stream)  # the source is not refilled before its copy has left
         slot.room.fences[stream.cuda_stream] = slot.arrived  # and this one not reused before it has arrived
         if recorder is not None:
-            recorder.note(self._link(slot), slot.page.key, began, recorder.mark_on(stream), nbytes)
+            recorder.note(link, slot.page.key, began, recorder.mark_on(stream), nbytes)

@@ -56,6 +56,9 @@ class Programmes:
         self._end_pass(before)
         if not (may_run and self.enabled):
             return
+        if self._ledger.rewrites:
+            self.reason = "pages are rewritten where they live"
+            return
         if self._wait:
             self._wait -= 1
         elif self._ledger.travellers and self._ledger.guard.recorder is None:

@@ -45,6 +45,8 @@ class Page:
         passes: False if only rows of it are read, where it lives: it needs no slot in the tiers above.
         tally: of its layer, which counts what the page counts; None where a layer has a page or two.
         put: the claim of an owner whose kernels read the page where it lies: it is not rehomed while the claim holds.
+        due: rewrites that are expected; while there are any, no lease and no copy of the page begins.
+        readers: slots that threads are copying the page into.
     """
 
     key: str
@@ -54,6 +56,8 @@ class Page:
     owners: "set[Claim]" = field(default_factory=set)
     tally: Tally | None = None
     put: "Claim | None" = None
+    due: int = 0
+    readers: "set[Slot]" = field(default_factory=set)
     hits: int = 0
     misses: int = 0
     prefetched: int = 0

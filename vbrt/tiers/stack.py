@@ -27,6 +27,7 @@ from vbrt.tiers.ledger import Ledger
 from vbrt.tiers.memory import MemoryTier
 from vbrt.tiers.mover import Mover, Write
 from vbrt.tiers.protocol import Tier
+from vbrt.tiers.rewriting import Rewriter
 from vbrt.tiers.slots import Level, Owner, Page
 
 __all__ = ["TierStack", "detached_stack"]
@@ -47,6 +48,7 @@ class TierStack:
         retired: claims of retired owners, which pages lose at the next access; may be appended to.
         guard: the lock, and the recorder of a timeline.
         announce: tells which pages the next leases take, see `Decider.announce`.
+        rewriter: gives pages other bytes where they live, see `rewriting.py`.
     """
 
     def __init__(self, tiers: Sequence[Level | Tier], *, workers: int = 2, share_cores: bool = False) -> None:
@@ -57,6 +59,7 @@ class TierStack:
         self.decider = Decider(ledger, self.mover)
         self.announce = self.decider.announce
         self._homes = Homes(ledger, self.mover, self.decider)
+        self.rewriter = Rewriter(ledger, self.mover)
         follow(self)
 
     def __deepcopy__(self, memo: dict) -> "TierStack":

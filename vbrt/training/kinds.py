@@ -1,7 +1,8 @@
 """The classes in training of every kind of layer, made from the kind's record (`vbrt/layers/kinds.py`).
 
-`TrainedConv1D` and the like are attributes of this module, made when they are first asked for, so that pickles find
-them and the packages that define their plain classes stay optional.
+`TrainedConv1D` and the like (weights stay parameters) and `FullConv1D` and the like (weights live in the tiers) are
+attributes of this module, made when they are first asked for, so that pickles find them and the packages that define
+their plain classes stay optional.
 """
 
 import functools
@@ -12,11 +13,12 @@ from torch import Tensor
 
 from vbrt.layers.kinds import KINDS, Kind
 from vbrt.training.expert_layers import TrainedExperts
+from vbrt.training.full_layers import FullLayer, FullLinear
 from vbrt.training.layers import TrainedLayer, TrainedLinear
 
-__all__ = ["trained_class"]
+__all__ = ["full_class", "trained_class"]
 
-_PREFIX = "Trained"
+_PREFIX, _FULL_PREFIX = "Trained", "Full"
 
 
 @functools.cache
@@ -38,22 +40,40 @@ def trained_class(kind: Kind) -> type[TrainedLayer] | type[TrainedExperts]:
     return type(name, (base, plain), members)
 
 
-def _forward_like(plain: type) -> Any:
+@functools.cache
+def full_class(kind: Kind) -> type[FullLayer]:
+    """The class that takes the place of a kind's own where weights train from the tiers."""
+    plain = kind.layer_class().plain_class()
+    if plain is FullLinear.plain_class():
+        return FullLinear
+    base = FullLinear if issubclass(plain, FullLinear.plain_class()) else FullLayer
+    name = f"{_FULL_PREFIX}{kind.name}"
+    members = {
+        "__module__": __name__,
+        "__doc__": f"{kind.name} that trains from the tiers.",
+        "forward": _forward_like(plain, "_full_forward"),
+        "_rounds_before_bias": kind.rounds_before_bias,
+    }
+    return type(name, (base, plain), members)
+
+
+def _forward_like(plain: type, does: str = "_trained_forward") -> Any:
     """A forward that takes its input as the plain class does, by the same keyword too."""
     signature = inspect.signature(plain.forward)
     name = list(signature.parameters)[1]
 
-    def forward(self: TrainedLayer, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self: TrainedLayer | FullLayer, *args: Any, **kwargs: Any) -> Tensor:
         if kwargs or len(args) != 1:
             args = (signature.bind(self, *args, **kwargs).arguments[name],)
-        return self._trained_forward(*args)
+        return getattr(self, does)(*args)
 
     forward.__signature__ = signature  # type: ignore[attr-defined]  # functions take attributes
     return forward
 
 
-def __getattr__(name: str) -> type[TrainedLayer]:
-    kind = KINDS.get(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
-    if kind is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return trained_class(kind)
+def __getattr__(name: str) -> type[TrainedLayer] | type[FullLayer]:
+    for prefix, class_of in ((_PREFIX, trained_class), (_FULL_PREFIX, full_class)):
+        kind = KINDS.get(name.removeprefix(prefix)) if name.startswith(prefix) else None
+        if kind is not None:
+            return class_of(kind)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,10 +8,12 @@ from torch import nn
 from vbrt.config import PolicyConfig
 from vbrt.errors import ConfigError
 from vbrt.model.attachment import Attachment
+from vbrt.model.full import FullAttachment
 from vbrt.model.runtime import Runtime
 from vbrt.model.trained import TrainingAttachment
 from vbrt.residency.custom import PolicyFactory, policy_factory, take_policy
 from vbrt.residency.plan import Plan
+from vbrt.wrapper.full import VBFullWrapper
 from vbrt.wrapper.training import VBTrainingWrapper
 from vbrt.wrapper.wrapper import VBModelWrapper
 
@@ -34,8 +36,8 @@ def user_policy(overrides: dict[str, Any], runtime: Runtime | None) -> PolicyFac
 
 def facade_of(model: nn.Module, attachment: Attachment) -> VBModelWrapper:
     """Return the wrapper of a model that is attached to a runtime."""
-    kind = VBTrainingWrapper if isinstance(attachment, TrainingAttachment) else VBModelWrapper
-    return kind(model, attachment)
+    kinds = {TrainingAttachment: VBTrainingWrapper, FullAttachment: VBFullWrapper}
+    return kinds.get(type(attachment), VBModelWrapper)(model, attachment)
 
 
 def warn_of_plan(plan: Plan, caller: str, *, stacklevel: int) -> None:

@@ -18,6 +18,7 @@ from vbrt.model.attach import Attempt, attach, plan_for
 from vbrt.model.runtime import Runtime
 from vbrt.model.sharing import shared_config
 from vbrt.wrapper.facades import facade_of, user_policy, warn_of_plan
+from vbrt.wrapper.full import VBFullWrapper, take_optimizer_of
 from vbrt.wrapper.many import wrap_holder
 from vbrt.wrapper.pipeline import VBPipelineWrapper
 from vbrt.wrapper.wrapper import VBModelWrapper
@@ -55,6 +56,8 @@ def wrap(
         **overrides: sections of the config, merged key by key: `weights={"format": "nf4"}`, `tiers={"ssd": {...}}`,
             `mode="train"`. `policy=` also takes a policy of your own (`vbrt.residency.policy.Policy`): an object, of
             which each tier gets a copy, or a factory such as its class, called with each tier's room in bytes.
+            `optimizer=` for mode = "full": a torch optimizer over the model's parameters, taken over in place, or a
+            function of parameters that returns one.
 
     Returns:
         The wrapper. Everything of the model is reachable through it; `vb.model` is the same model, swapped. With
@@ -75,8 +78,10 @@ def wrap(
         return wrap_holder(model, config, runtime, overrides)
     if isinstance(model, VBModelWrapper):
         raise WrapError("the model is wrapped already; unwrap() it first")
-    policy = user_policy(overrides, runtime)
+    policy, optimizer = user_policy(overrides, runtime), take_optimizer_of(overrides)
     asked = load_config(_advised(model) if config == "auto" else config, **overrides)
+    if optimizer is not None and asked.mode != "full":
+        raise WrapError(f'optimizer=...: mode = "{asked.mode}" leaves optimizers alone; mode = "full" takes one over')
     if runtime is not None:
         asked = shared_config(asked, runtime, config, overrides)
     asked = settled(model, asked)
@@ -84,9 +89,23 @@ def wrap(
     warn_of_plan(plan, "vbrt.wrap", stacklevel=3)
     attempt = Attempt(model, runtime)
     try:
-        return facade_of(model, attach(model, asked, plan, runtime=runtime, policy=policy))
+        vb = facade_of(model, attach(model, asked, plan, runtime=runtime, policy=policy))
+        if isinstance(vb, VBFullWrapper):
+            _begin_training(vb, optimizer)
+        return vb
     except BaseException:  # Ctrl-C may come between the two
         attempt.undo()
+        raise
+
+
+def _begin_training(vb: VBFullWrapper, optimizer: Any) -> None:
+    """Take the weights into the tiers and the optimizer over; undone if that fails."""
+    try:
+        vb.materialize()
+        if optimizer is not None:
+            vb.take_optimizer(optimizer)
+    except BaseException:
+        vb.unwrap()
         raise
 
 

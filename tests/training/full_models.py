@@ -1,0 +1,84 @@
+"""Small models that train from the tiers, and the same trained resident: what mode "full" must equal, bit for bit."""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vbrt.training.update import split_master
+
+WIDTH, TOKENS = 64, 50
+
+
+class Tiny(nn.Module):
+    """A residual stack on an embedding; `tied`: the last two of its layers have one weight."""
+
+    def __init__(self, layers: int = 4, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+        if tied:
+            self.layers[-1].weight = self.layers[-2].weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + F.relu(layer(x))
+        return self.head(self.norm(x))
+
+
+class _HalfUp(torch.autograd.Function):
+    """The bf16 half of an fp32 weight, as pages hold it; the gradient goes straight through, as that of a cast."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor) -> Tensor:
+        return split_master(weight)[0]
+
+    @staticmethod
+    def backward(ctx, dw: Tensor) -> Tensor:
+        return dw.float()
+
+
+class ResidentLinear(nn.Linear):
+    """nn.Linear that casts its weight under autocast as `split_master` does: other than torch in exact ties only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
+        return F.linear(x.to(torch.bfloat16), _HalfUp.apply(self.weight), bias)
+
+
+def resident(model: nn.Module) -> nn.Module:
+    """A copy of a model in fp32 that trains resident with the very arithmetic of mode "full" under autocast."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = ResidentLinear
+    return model
+
+
+def batches(count: int, *, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+    """Random tokens and targets."""
+    draw = torch.Generator().manual_seed(seed)
+    return [tuple(torch.randint(TOKENS, (2, 4, 16), generator=draw)) for _ in range(count)]
+
+
+def loss_of(model: nn.Module, ids: Tensor, target: Tensor) -> Tensor:
+    """The loss of a batch under bf16 autocast."""
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(ids)
+    return F.cross_entropy(logits.float().flatten(0, 1), target.flatten())
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5) -> list[float]:
+    """The losses of some steps."""
+    losses = []
+    for ids, target in batches(steps):
+        loss = loss_of(model, ids, target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

@@ -1,0 +1,164 @@
+"""Rewrites pages where they live, and brings the copies above up to date.
+
+A weight that trains is a page like any other: forwards lease it, policies keep and stage copies of it. After a step its
+bytes are others. So a page that is expected to be rewritten is *due*: from then on no lease of it begins, and no copy
+of it either, until it has been rewritten; what has begun before is waited for. Copies above the home are refreshed in
+their slots: policies notice nothing, and what `simulate` counts is what the stack counts.
+
+    rewriter.expect(keys)                       # at the end of a step, for all of its pages
+    with rewriter.rewriting(key) as page:       # uint8 on the CPU: the page's bytes as they are, to be changed in place
+        ...
+
+Why waiting ends: whoever rewrites waits for leases and copies that have begun, and those wait for no page that is due.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterator
+
+import torch
+
+from vbrt.errors import TierError
+from vbrt.host.memory import aligned
+from vbrt.tiers.guard import LOOK_SECONDS
+from vbrt.tiers.ledger import Ledger
+from vbrt.tiers.memory import Buffer
+from vbrt.tiers.mover import Mover
+from vbrt.tiers.slots import Borrower, Level, Page, Slot, State
+
+__all__ = ["Rewriter"]
+
+
+class Rewriter:
+    """Rewrites pages of one stack. Any thread may call it; one page is rewritten at a time.
+
+    Attributes:
+        refreshed_bytes: copied into slots above the homes because a page was rewritten.
+    """
+
+    def __init__(self, ledger: Ledger, mover: Mover) -> None:
+        self._ledger, self._mover, self._guard = ledger, mover, ledger.guard
+        self.refreshed_bytes = 0
+
+    def expect(self, keys: Collection[str]) -> None:
+        """Have leases and copies of these pages wait until each was rewritten, or is not expected any more. A page may
+        be expected several times over."""
+        with self._guard.entered:
+            self._ledger.begin()  # a programme copies without asking
+            self._ledger.rewrites = True
+            for key in keys:
+                self._page(key).due += 1
+            self._guard.deciding = False
+
+    def forgo(self, keys: Collection[str]) -> None:
+        """Expect one rewrite less of these pages; they stay as they are."""
+        with self._guard.entered:
+            for key in keys:
+                page = self._ledger.pages.get(key)
+                if page is not None and page.due:
+                    page.due -= 1
+            self._guard.ring()
+
+    @contextlib.contextmanager
+    def rewriting(self, key: str) -> Iterator[torch.Tensor]:
+        """Yield the page's bytes (uint8, CPU) as they are at home; what they are at the end of the block is the page.
+
+        In a memory they are the page itself, so that a block that raises leaves what it has written. A store gets a new
+        page at the end, in the place of the old one, which stays if the block raises or the new one cannot be written.
+
+        Raises:
+            TierError: the page is gone, or cannot be read or written.
+        """
+        self.expect((key,))
+        try:
+            with self._ledger.encoding:  # the page keeps its home
+                page = self._begin(key)
+                home = self._ledger.levels[page.home].slots[key]
+                if home.level.tier.memory:
+                    yield from self._in_place(home)
+                else:
+                    yield from self._anew(home)
+        finally:
+            self.forgo((key,))
+
+    def _begin(self, key: str) -> Page:
+        """Wait until nobody uses the page: who begins later waits for its rewriting."""
+        while True:
+            with self._guard.entered:
+                page = self._page(key)
+                if not (self._is_leased(page) or any(slot.state is State.LOADING for slot in page.readers)):
+                    return page
+                bell = self._guard.listen()
+            bell.acquire(timeout=LOOK_SECONDS)
+
+    def _page(self, key: str) -> Page:
+        self._ledger.check_open(key)
+        page = self._ledger.pages.get(key)
+        if page is None:
+            raise TierError(f"{key}: the page was retired; its weight was loaded anew, or the model closed")
+        return page
+
+    def _is_leased(self, page: Page) -> bool:
+        slots = (level.slots.get(page.key) for level in self._ledger.levels)
+        return any(isinstance(holder, Borrower) for slot in slots if slot is not None for holder in slot.holders)
+
+    def _in_place(self, home: Slot) -> Iterator[torch.Tensor]:
+        home.room.synchronize()  # copies that have begun have left
+        try:
+            yield home.view
+        finally:
+            self._refresh(home, home.view, home.room)
+
+    def _anew(self, home: Slot) -> Iterator[torch.Tensor]:
+        tier, page = home.level.tier, home.page
+        staging = aligned(page.nbytes)
+        tier.get(home.room, staging, key=page.key)
+        yield staging
+        new = self._reserve(home)
+        try:
+            tier.put(new, staging, key=page.key, layout=page.layout.to_dict())
+        except BaseException:
+            with self._guard.entered:
+                tier.free(new, reuse=False)
+            raise
+        with self._guard.entered:
+            home.room, old = new, home.room  # no call in between
+            tier.free(old, reuse=False)
+        self._refresh(home, staging, Buffer(staging))
+
+    def _reserve(self, home: Slot) -> object:
+        with self._guard.entered:
+            tier = home.level.tier
+            room = tier.reserve(home.charge)
+            if room is None:
+                raise TierError(
+                    f"{home.page.key}: {home.charge} bytes do not fit into tiers.{tier.name}.budget = "
+                    f"{tier.capacity_bytes} beside the page that they replace; raise the budget by that"
+                )
+            return room
+
+    # -- copies -------------------------------------------------------------------------------------------------------
+
+    def _refresh(self, home: Slot, source: torch.Tensor, room: Buffer) -> None:
+        """Copy the new bytes into the copies above the home, the lowest first."""
+        for level in reversed(self._ledger.levels[: home.level.index]):
+            holder = Borrower()
+            copy = self._hold(level, home.page.key, holder)
+            if copy is None:
+                continue
+            try:
+                self._mover.copy_bytes(copy, source, room)
+                self.refreshed_bytes += home.page.nbytes
+            finally:
+                with self._guard.entered:
+                    level.release(copy, holder)
+            if level.stream is None:
+                source, room = copy.view, copy.room
+
+    def _hold(self, level: Level, key: str, holder: Borrower) -> Slot | None:
+        """Hold the copy of a page in a tier, if there is one with bytes in it."""
+        with self._guard.entered:
+            copy = level.slots.get(key)
+            if copy is None or copy.state is not State.READY:
+                return None
+            copy.holders.add(holder)
+            return copy

@@ -1,0 +1,175 @@
+"""FullWeight: one weight that trains from the tiers, with everything that belongs to it.
+
+The high half (bf16) is a page of the stack: forwards, recomputation and backward lease it as they lease any page. The
+low half, the moments and the gradient stay on the host (`update.py`). Forwards compute with the high half, so a model
+in fp32 runs under bf16 autocast.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from vbrt.errors import FormatError, WrapError
+from vbrt.formats import get_format
+from vbrt.formats.page import pack, unpack
+from vbrt.layers.paged import PagesHandle
+from vbrt.layers.spec import HandleSpec
+from vbrt.residency.plan import PageSpec
+from vbrt.tiers import Lease, Owner, TierStack
+from vbrt.training.gradients import Gradient
+from vbrt.training.streamed import StreamedParameter
+from vbrt.training.update import Updater, WeightState, split_master
+
+__all__ = ["FullWeight"]
+
+
+class FullWeight(PagesHandle):
+    """One weight in training from the tiers; shared by all layers that are tied to it.
+
+    Attributes:
+        parameter: the object that optimizers hold.
+        dtype: of the parameter.
+        state: halves, moments and steps; None before `store`.
+        gradient: on the host.
+        updater: updates the weight; None before an optimizer was taken.
+        anchor: an input that makes autograd call the layers' backward.
+        layers: the live layers that hold the weight.
+    """
+
+    kernel, separation = "reference", None
+    tied = False
+
+    def __init__(self, spec: HandleSpec, stack: TierStack) -> None:
+        super().__init__(stack)
+        self.spec = spec
+        self.dtype = spec.dtype
+        self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.parameter: StreamedParameter | None = None
+        self.state: WeightState | None = None
+        self.gradient = Gradient(self.dtype)
+        self.updater: Updater | None = None
+        self.anchor = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
+        self.homes: Mapping[str, str] | None = spec.homes
+
+    @property
+    def trainable(self) -> bool:
+        """True if the parameter requires grad."""
+        return self.parameter is None or self.parameter.requires_grad
+
+    # -- pages --------------------------------------------------------------------------------------------------------
+
+    def store(self, parameter: nn.Parameter) -> None:
+        """Take a parameter's values into pages; the object stays, without values.
+
+        Raises:
+            FormatError: it has no data.
+            TierError: the pages do not fit or cannot be written; the parameter is as it was.
+        """
+        if parameter.is_meta:
+            raise FormatError(f"{self.name}: its weight is on the meta device, without data; load it first")
+        values = parameter.detach()
+        high, low = split_master(values.to("cpu", torch.float32))
+        layout = get_format("dense").layout(tuple(high.shape), torch.bfloat16)
+        owner = Owner(self.stack)
+        home = self.spec.home("dense", self.stack.names[-1])
+        key = self.spec.site.page_key("dense")
+        page = self.stack.add(key, layout, home, functools.partial(_fill, {"weight": high}, layout), owner)
+        self.dtype = self.gradient.dtype = parameter.dtype
+        self.gradient.put(parameter.grad)
+        # no call from here on that may fail
+        self.state = WeightState(self.name, _High(self), low)
+        self.owner, self.pages, self.keys = owner, (page,), (key,)
+        self.parameter = StreamedParameter.become_(parameter, self)
+
+    def master(self) -> Tensor:
+        """Return a copy of the fp32 weight, in the module's orientation, after its update."""
+        self.settle()
+        return self.state.master()
+
+    def load(self, values: Tensor) -> None:
+        """Take other values, of the same shape; moments stay. Raises WrapError for another shape."""
+        if tuple(values.shape) != tuple(self.state.low.shape):
+            raise WrapError(
+                f"{self.name}: the new weight has shape {tuple(values.shape)}; expected {tuple(self.state.low.shape)}"
+            )
+        self.settle()
+        new_high, new_low = split_master(values.detach().to("cpu", torch.float32))
+        with self.state.high.rewriting() as high:
+            high.copy_(new_high)
+            self.state.low.copy_(new_low)
+
+    def give_back(self) -> None:
+        """Give the parameter its values back, the fp32 master, and its gradient. Idempotent."""
+        parameter = self.parameter
+        if parameter is None:
+            return
+        gradient, master = self.gradient.tensor(), self.master()
+        parameter.restore_(master.to(parameter.device))
+        self.parameter = None  # no call in between that may fail
+        if gradient is not None:
+            parameter.grad = gradient.to(parameter.device, parameter.dtype)
+
+    def assign_homes(self, homes: Mapping[PageSpec, str]) -> None:
+        """Do nothing: pages are stored as a model is wrapped."""
+
+    def forget_ready(self) -> None:
+        """Do nothing: there are no views of pages outside of leases."""
+
+    def all_fallbacks(self) -> list[str]:
+        """What is done otherwise than asked."""
+        return self.fallbacks
+
+    def settle(self) -> None:
+        """Wait for the weight's update. Raises what went wrong in it."""
+        if self.updater is not None:
+            self.updater.wait(self.state)
+
+    @contextlib.contextmanager
+    def lease(self) -> Iterator[Tensor]:
+        """Lease the high half in the computing tier, in the module's orientation, once it is up to date.
+
+        Raises TierError as `TierStack.lease`, and what went wrong in the weight's update.
+        """
+        self.check_pages()
+        self.settle()
+        with Lease(self.stack, self.keys) as (tensors,):
+            yield tensors["weight"]
+
+    # -- computing ----------------------------------------------------------------------------------------------------
+
+    def check_dtype(self, x: Tensor) -> None:
+        """Raise WrapError for an input that would need the whole fp32 weight."""
+        if x.dtype is not torch.bfloat16:
+            raise WrapError(
+                f'{self.name}: its input is {x.dtype}; mode = "full" computes with the bf16 halves of weights: run '
+                "the forward under torch.autocast(device, torch.bfloat16), or wrap model.to(torch.bfloat16)"
+            )
+
+
+def _fill(tensors: Mapping[str, Tensor], layout, out: Tensor) -> None:
+    pack(tensors, layout, out)
+
+
+class _High:
+    """The page of a weight's high half, as the update sees it."""
+
+    def __init__(self, weight: FullWeight) -> None:
+        self._weight = weakref.ref(weight)
+
+    @contextlib.contextmanager
+    def rewriting(self) -> Iterator[Tensor]:
+        """Yield the high half at home (bf16, CPU), to be changed in place."""
+        weight = self._weight()
+        weight.check_pages()
+        (page,) = weight.pages
+        with weight.stack.rewriter.rewriting(page.key) as whole:
+            yield unpack(whole, page.layout)["weight"]
+
+    def expect(self) -> None:
+        """Have leases wait until the page was rewritten once."""
+        weight = self._weight()
+        weight.stack.rewriter.expect(weight.keys)

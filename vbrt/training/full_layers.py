@@ -1,0 +1,211 @@
+"""Layers whose weight trains from the tiers: forward and backward lease its high half, gradients leave as they arise.
+
+Nothing of the weight's size stays in the computing tier but what the policy keeps there and one gradient. The backward
+pass leases the page again, so it refuses a weight that was updated after the forward.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from vbrt.errors import WrapError
+from vbrt.kernels.product import as_autocast, sum_rows, whole
+from vbrt.layers.swapped import SwappedLayer
+from vbrt.training.full import FullWeight
+
+__all__ = ["FullLayer", "FullLinear"]
+
+
+class FullLayer(SwappedLayer):
+    """Common part of layers that train from the tiers; a mixin in front of the class of the module that was swapped."""
+
+    _vb_handle: FullWeight
+    _rounds_before_bias = False  # see `Kind.rounds_before_bias`
+
+    @classmethod
+    def adopt_(cls, module: nn.Module, handle: FullWeight) -> "FullLayer":
+        """Turn `module` into a layer in place; its parameter keeps its values until `materialize_`."""
+        module.__class__ = cls
+        module.__dict__["_vb_handle"] = handle
+        handle.layers.add(module)
+        return module
+
+    @property
+    def handle(self) -> FullWeight:
+        """The weight in the tiers."""
+        return self._vb_handle
+
+    @property
+    def materialized(self) -> bool:
+        """True once the weight is in the tiers."""
+        return bool(self._vb_handle.keys)
+
+    @property
+    def trained_parameters(self) -> tuple[str, ...]:
+        """The name of the parameter that trains."""
+        return (self._vb_handle.spec.site.parameter,)
+
+    def materialize_(self) -> None:
+        """Take the weight into the tiers, if that is not done."""
+        handle = self._vb_handle
+        with handle.stack.encoding:
+            if not handle.keys:
+                handle.store(self.dense)
+
+    def keep_given_(self) -> None:
+        """Do nothing: no other weight was given to the layer."""
+
+    def notice_writes(self) -> None:
+        """Do nothing: the weight cannot be written to."""
+
+    def weight_now(self) -> Tensor:
+        """Return a copy of the fp32 weight as it is now, in the module's orientation."""
+        return self._vb_handle.master()
+
+    def release_(self, dense: nn.Parameter | None = None) -> nn.Module:
+        """Turn the layer back, in place, into the module it was, with its own parameter object, in fp32."""
+        self._vb_handle.give_back()
+        self._become_plain()
+        return self
+
+    @torch.compiler.disable  # a graph breaks here: the weight is leased when the layer runs
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., K] -> [..., N] with the high half."""
+        handle = self._vb_handle
+        x, bias = as_autocast(x), as_autocast(bias)
+        handle.forwards += 1
+        handle.check_dtype(x)
+        if not torch.is_grad_enabled():
+            return _multiply(handle, x, bias)
+        return _Streamed.apply(x, bias, handle.anchor if handle.trainable else None, handle)
+
+    def _full_forward(self, x: Tensor) -> Tensor:
+        """The forward of every kind."""
+        if not self._vb_handle.keys:
+            self.materialize_()
+        bias = self._parameters["bias"]
+        if not self._rounds_before_bias:
+            return self._product(x, bias)
+        product = self._product(x, None)
+        return product if bias is None else product + bias
+
+    # -- nn.Module's walks --------------------------------------------------------------------------------------------
+
+    def _apply(self, fn, recurse: bool = True):
+        """As nn.Module's, for everything but the weight, which lives in the tiers."""
+        name = self._vb_handle.spec.site.parameter
+        if not self.materialized:
+            return super()._apply(fn, recurse)
+        parameter = self._parameters.pop(name)
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._parameters = {name: parameter, **self._parameters}
+        return self
+
+    def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:
+        name = self._vb_handle.spec.site.parameter
+        if not self.materialized:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            return
+        destination[f"{prefix}{name}"] = self.weight_now()
+        parameter = self._parameters.pop(name)
+        try:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+        finally:
+            self._parameters = {name: parameter, **self._parameters}
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        handle = self._vb_handle
+        name = handle.spec.site.parameter
+        key = f"{prefix}{name}"
+        if not self.materialized:
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )
+            return
+        if key in state_dict:
+            try:
+                handle.load(state_dict[key])
+            except WrapError as error:
+                error_msgs.append(str(error))
+        elif strict:
+            missing_keys.append(key)
+        parameter = self._parameters.pop(name)
+        try:
+            rest = {k: value for k, value in state_dict.items() if k != key}
+            super()._load_from_state_dict(
+                rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )
+        finally:
+            self._parameters = {name: parameter, **self._parameters}
+
+
+class FullLinear(FullLayer, nn.Linear):
+    """nn.Linear that trains from the tiers. Made by `vbrt.wrap(model, "full", optimizer=...)`, not by hand."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., in_features] -> [..., out_features]; gradients flow to input, weight and bias.
+
+        Raises:
+            TierError: a page cannot be read, or the weight's last update failed.
+            WrapError: the input is not bf16 (after autocast); (in the backward pass) the weight was updated after the
+                forward.
+        """
+        return self._full_forward(input)
+
+    def extra_repr(self) -> str:
+        """nn.Linear's, and how it is held."""
+        return f"{super().extra_repr()}, trains from the tiers"
+
+
+def _multiply(handle: FullWeight, x: Tensor, bias: Tensor | None) -> Tensor:
+    """The very call of the plain layer, on the high half."""
+    with handle.lease() as weight:
+        if not handle.spec.transposed:
+            weight = weight.detach().requires_grad_(handle.trainable)  # torch folds dimensions by that
+            return F.linear(x, weight, bias)
+        if bias is None:
+            return x.matmul(weight)
+        return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
+
+
+class _Streamed(Function):
+    """y = x Wᵀ + b, whose gradient of W goes to the weight's handle. `anchor`: None for a frozen weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, anchor: Tensor | None, handle: FullWeight) -> Tensor:
+        ctx.save_for_backward(None if anchor is None else x)
+        ctx.handle, ctx.steps = handle, handle.state.steps
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return whole(_multiply(handle, x, bias))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        handle = ctx.handle
+        dx = dbias = None
+        if ctx.needs_input_grad[0]:
+            with handle.lease() as weight:
+                _check_same(ctx)
+                dx = dy.matmul(weight.t() if handle.spec.transposed else weight)
+        if ctx.needs_input_grad[2]:
+            dy_MN, x_MK = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+            handle.gradient.add_(x_MK.t() @ dy_MN if handle.spec.transposed else dy_MN.t() @ x_MK)
+        if ctx.needs_input_grad[1]:
+            dbias = sum_rows(dy).to(ctx.bias_dtype)
+        return dx, dbias, None, None
+
+
+def _check_same(ctx: Any) -> None:
+    if ctx.handle.state.steps != ctx.steps:
+        raise WrapError(
+            f"{ctx.handle.name}: its weight was updated between forward and backward; run the forward again"
+        )

@@ -1,0 +1,131 @@
+"""Takes a user's optimizer over for weights in the tiers, in place.
+
+The object stays: loops, schedulers, `Trainer` and state dicts hold it. Its class becomes a subclass, as layers' classes
+do, whose `step` runs the optimizer's own step for the parameters that stayed and submits the others to the updater.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from vbrt.errors import WrapError
+from vbrt.training.full import FullWeight
+from vbrt.training.streamed import StreamedParameter
+from vbrt.training.update import Updater, rule_for
+
+__all__ = ["StreamedOptimizer", "release_optimizer", "take_optimizer"]
+
+
+class StreamedOptimizer(torch.optim.Optimizer):
+    """Common part of optimizers that were taken over; a mixin in front of torch's class."""
+
+    _vb_updater: Updater
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do the optimizer's step: parameters that stayed now, weights in the tiers in the background.
+
+        Raises:
+            TierError, WrapError: an earlier update of a weight failed; nothing is updated by this call then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._vb_updater.finish()
+        streamed = list(_streamed(self))
+        _hide(streamed, hidden=True)
+        try:
+            super().step()
+        finally:
+            _hide(streamed, hidden=False)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter, StreamedParameter):
+                    weight = parameter.weight
+                    gradient = weight.gradient.take()
+                    if gradient is not None and parameter.requires_grad:
+                        self._vb_updater.submit(weight.state, gradient, group)
+        return loss
+
+
+def take_optimizer(optimizer: torch.optim.Optimizer, weights: Iterable[FullWeight]) -> Updater:
+    """Have an optimizer update weights in the tiers, in place.
+
+    Raises:
+        WrapError: its class has no rule, or it lacks a weight that trains: named.
+    """
+    rule = rule_for(optimizer)
+    weights = list(weights)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [weight.name for weight in weights if weight.trainable and id(weight.parameter) not in held]
+    if missing:
+        raise WrapError(
+            f"{missing[0]}: it trains, and no param group of the optimizer has it ({len(missing)} weights in all); add "
+            "it to a group, or requires_grad_(False)"
+        )
+    plain = type(optimizer)
+    updater = Updater(rule)
+    for weight in weights:
+        weight.updater = updater
+        _take_state(optimizer, weight)
+    optimizer.__dict__["_vb_updater"] = updater
+    optimizer.__class__ = _class_for(plain)
+    if "step" in optimizer.__dict__:  # a scheduler has wrapped it
+        optimizer.__dict__["step"] = _counted(optimizer)
+    return updater
+
+
+def release_optimizer(optimizer: torch.optim.Optimizer, weights: Iterable[FullWeight]) -> None:
+    """Turn an optimizer back, in place; the moments of the weights become its state."""
+    for weight in weights:
+        state = weight.state
+        if state is not None and weight.parameter is not None and (state.moments or state.steps):
+            moments = {name: moment.to(weight.parameter.device) for name, moment in state.moments.items()}
+            optimizer.state[weight.parameter] = {
+                "step": torch.tensor(float(state.steps), dtype=torch.float32, device="cpu"),
+                **moments,
+            }
+    if isinstance(optimizer, StreamedOptimizer):
+        optimizer.__class__ = type(optimizer).__mro__[2]
+        optimizer.__dict__.pop("_vb_updater", None)
+        if "step" in optimizer.__dict__:
+            optimizer.__dict__["step"] = _counted(optimizer)
+
+
+def _take_state(optimizer: torch.optim.Optimizer, weight: FullWeight) -> None:
+    """Take the moments that an optimizer has of a weight, where it has made steps before."""
+    state = optimizer.state.pop(weight.parameter, None)
+    if state:
+        weight.state.steps = int(state.get("step", 0))
+        moments = {name: state[name] for name in weight.updater.rule.moments if state.get(name) is not None}
+        weight.state.moments = {name: moment.detach().to("cpu", torch.float32) for name, moment in moments.items()}
+
+
+@functools.cache
+def _class_for(plain: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    return type(f"Streamed{plain.__name__}", (StreamedOptimizer, plain), {"__module__": __name__})
+
+
+def _counted(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """The step of an instance, as schedulers count it."""
+
+    @functools.wraps(type(optimizer).step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True
+        return type(optimizer).step(optimizer, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True
+    return step
+
+
+def _streamed(optimizer: torch.optim.Optimizer) -> Iterable[StreamedParameter]:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return (parameter for parameter in parameters if isinstance(parameter, StreamedParameter))
+
+
+def _hide(parameters: Iterable[nn.Parameter], *, hidden: bool) -> None:
+    for parameter in parameters:
+        parameter.weight.gradient.hidden = hidden

@@ -1,0 +1,84 @@
+"""The façade of a model that trains from the tiers."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vbrt.errors import WrapError
+from vbrt.model.full import FullAttachment
+from vbrt.wrapper.wrapper import VBModelWrapper
+
+__all__ = ["VBFullWrapper", "take_optimizer_of"]
+
+Optimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class VBFullWrapper(VBModelWrapper):
+    """A model whose weights, gradients and optimizer state live in the tiers: `wrap` with mode = "full".
+
+    `parameters()` are the model's own objects; those of weights in the tiers have no values, only `grad`, on the host.
+    `state_dict()` has fp32 masters. The optimizer that was given to `wrap` updates all of them.
+    """
+
+    _attachment: FullAttachment
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, the object that was given. Raises WrapError before there is one."""
+        return self._attachment.need("optimizer")
+
+    def take_optimizer(self, optimizer: Optimizer) -> torch.optim.Optimizer:
+        """Have an optimizer over `parameters()` update the weights from now on; returns it.
+
+        Raises:
+            WrapError: its class cannot update in chunks, it lacks a weight that trains, or there is one already.
+        """
+        made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(self.model.parameters())
+        self._attachment.take(made)
+        return made
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do the optimizer's step; weights in the tiers are updated while the next forward runs, which waits for a
+        layer's update before the layer.
+
+        Raises:
+            TierError, WrapError: an update failed, this one or the last.
+        """
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of all parameters, or set them to zero."""
+        self.model.zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; return what it was. It waits for all gradients.
+
+        The same as torch.nn.utils.clip_grad_norm_(vb.parameters(), max_norm, norm_type).
+        """
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+
+    def settle(self) -> None:
+        """Wait until all updates are done. Raises TierError for one that failed."""
+        self._attachment.settle()
+
+    def unwrap(self) -> nn.Module:
+        """Turn the model back into a plain one, in place, with its own parameter objects and their fp32 masters, and
+        close the wrapper. The optimizer goes on as the plain one that it was, with its moments."""
+        return super().unwrap()
+
+
+def take_optimizer_of(overrides: dict[str, Any]) -> Optimizer | None:
+    """Take `optimizer` out of the arguments of `vbrt.wrap`.
+
+    Raises:
+        WrapError: it is neither an optimizer nor makes one.
+    """
+    given = overrides.pop("optimizer", None)
+    if given is not None and not isinstance(given, torch.optim.Optimizer) and not callable(given):
+        raise WrapError(
+            f"optimizer = {type(given).__name__}; expected a torch.optim.Optimizer over the model's parameters, or a "
+            "function of parameters that returns one"
+        )
+    return given
