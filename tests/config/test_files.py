@@ -80,8 +80,8 @@ def test_the_presets_do_what_their_names_say():
 
 def test_an_unknown_preset_is_refused_with_the_nearest_name():
     assert refusal(load_config, "exakt") == (
-        '"exakt" is not a preset; did you mean "exact"?; expected "cpu-ssd", "dense", "exact", "fp4", "fp8", "full", "lru", '
-        '"mxfp4", "nf4", "quantile" or "train", or the path of a TOML file'
+        '"exakt" is not a preset; did you mean "exact"?; expected "cpu-ssd", "dense", "exact", "fp4", "fp8", "full", '
+        '"lru", "mxfp4", "nf4", "quantile" or "train", or the path of a TOML file'
     )
 
 
