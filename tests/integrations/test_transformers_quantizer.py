@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,11 +136,12 @@ def test_a_map_of_devices_is_refused_because_tiers_do_that(saved):
         )
 
 
-def test_a_model_over_several_processes_is_refused():
+@pytest.mark.parametrize("size", ["fsdp_size", "pp_size"])
+def test_a_model_that_is_split_otherwise_than_by_a_tensor_parallel_plan_is_refused(size):
     model = llama()
-    model.config.distributed_config = object()
+    model.config.distributed_config = SimpleNamespace(tp_size=2, **{size: 2})
     quantizer = VBQuantizer(vbrt.QuantizationConfig(), pre_quantized=False)
-    with pytest.raises(ConfigError, match="over several processes"):
+    with pytest.raises(ConfigError, match=f"distributed_config has {size} = 2"):
         quantizer.preprocess_model(model, checkpoint_files=[])
 
 

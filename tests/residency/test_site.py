@@ -2,7 +2,7 @@
 
 import pytest
 
-from vbrt.residency.site import ROOT, Shard, WeightSite
+from vbrt.residency.site import EXPERTS, ROOT, Shard, WeightSite
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,13 @@ def test_each_matrix_of_a_site_can_have_a_page():
 @pytest.mark.parametrize(("dim", "whole"), [(0, (384, 64)), (1, (96, 256))])
 def test_a_shard_is_a_part_of_each_matrix(dim, whole):
     assert WeightSite("up", (96, 64), shard=Shard(dim, index=1, count=4)).whole_shape == whole
+
+
+def test_ranks_hold_the_ranges_that_torch_cuts_the_last_ones_less():
+    ten = Shard(0, index=0, count=4, whole=10)
+    assert [ten.spans(3, rank) for rank in range(4)] == [[(0, 3)], [(3, 6)], [(6, 9)], [(9, 10)]]
+    packed = Shard(0, index=1, count=2, whole=8, parts=2)
+    assert packed.spans(4) == [(2, 4), (6, 8)], "half of gate, then half of up"
+    assert WeightSite("x", (4, 64), shard=packed).whole_shape == (8, 64)
+    experts = WeightSite("x", (8, 8), matrices=3, shard=Shard(EXPERTS, 1, 2, whole=6))
+    assert experts.whole_matrices == 6 and experts.whole_shape == (8, 8)

@@ -82,8 +82,11 @@ class Format(ABC):
         Raises FormatError for another dtype or rank, an empty weight, or NaN/Inf (saying how many).
         """
 
-    def encode_many(self, w_ENK: Tensor) -> Iterator[EncodedGroup]:
+    def encode_many(self, w_ENK: Tensor, amax_E: Sequence[float] | None = None) -> Iterator[EncodedGroup]:
         """Encode matrices of one shape, with the bits that `encode` gives each of them. Together they take fewer steps.
+
+        Args:
+            amax_E: the largest magnitudes of the matrices that these are parts of; by default their own.
 
         Raises FormatError as `encode` does.
         """

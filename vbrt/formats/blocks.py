@@ -86,18 +86,22 @@ class BlockFormat(Format):
         return Range(torch.finfo(dtype).max, power_of_two_scale(amax / self.low_top))
 
     @torch.no_grad()
-    def encode_many(self, w_ENK: Tensor, step: Step | None = None) -> Iterator[EncodedGroup]:
+    def encode_many(
+        self, w_ENK: Tensor, amax_E: Sequence[float] | None = None, step: Step | None = None
+    ) -> Iterator[EncodedGroup]:
         """See `Format.encode_many`. Blocks know nothing of each other but the range of their matrix, so matrices of one
         range are encoded as one. Waits for the device once.
 
         Args:
+            amax_E: see `Format.encode_many`.
             step: encodes a weight (N, K) of a known range in place of this class, with the same bits.
         """
         if self.record.fitted:  # levels of its own for each matrix
             yield from super().encode_many(w_ENK)
             return
         step = step or type(self)._encode
-        ranges = [self._range_of(amax, w_ENK.dtype) for amax in check_weights(w_ENK, self.name)]
+        own_E = check_weights(w_ENK, self.name)
+        ranges = [self._range_of(amax, w_ENK.dtype) for amax in (own_E if amax_E is None else amax_E)]
         for known in dict.fromkeys(ranges):
             members = [at for at, own in enumerate(ranges) if own == known]
             chosen = w_ENK if len(members) == len(ranges) else w_ENK[members]

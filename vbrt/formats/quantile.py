@@ -34,9 +34,10 @@ class Quantile(UE4M4Format):
     offsets = range(-3, 3)
 
     @torch.no_grad()
-    def encode(self, w_NK: Tensor, levels: Tensor | None = None) -> dict[str, Tensor]:
-        """See `Format.encode`. `levels` (fp32 [8], of an earlier `fit`) saves the fit."""
-        known = self._range(w_NK)
+    def encode(self, w_NK: Tensor, levels: Tensor | None = None, amax: float | None = None) -> dict[str, Tensor]:
+        """See `Format.encode`. `levels` (fp32 [8], of an earlier `fit`) saves the fit; `amax` is the largest magnitude
+        of the weight that this is a part of."""
+        known = self._range(w_NK) if amax is None else self._range_of(amax, w_NK.dtype)
         return self._encode(w_NK, known, levels=self.fit(w_NK) if levels is None else levels)
 
     def frame(self, w_NK: Tensor, levels: Tensor | None = None) -> Frame:

@@ -71,6 +71,20 @@ class Separation:
                 return tensors
         return self._refresh(w_NK)
 
+    @torch.no_grad()
+    def encode_part(self, part: Tensor, w_NK: Tensor, amax: float) -> dict[str, Tensor]:
+        """The coarse plane of a part of a weight under a codebook that is fitted to the weight, each time anew: every
+        process that holds a part finds the same. `amax`: the largest magnitude of the weight.
+
+        Raises FormatError as `Quantile.encode` does.
+        """
+        codebook = self._format.fit(w_NK, self._count)
+        tensors = self._format.encode(part, codebook, amax)
+        self._counters = SeparationCounters(
+            self._counters.hits, self._counters.refreshes + 1, self._format.clipped_share(part, tensors)
+        )
+        return tensors
+
     def _due(self, w_NK: Tensor) -> bool:
         return self._forwards >= self._refresh_every and identity(w_NK) != self._fitted_on
 

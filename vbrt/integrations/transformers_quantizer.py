@@ -10,8 +10,9 @@ pages, one after the other, and swaps the layers when the rest is there. Importi
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,10 @@ class VBQuantizer(TakesGGUF):
         self._conversions: list | None = None  # of names and tensors, which saving the dense weights reverts
         self._dtypes: tuple[torch.dtype, torch.dtype] | None = None  # of a loaded model: the seen one, and its own
         self._error: Exception | None = None
+        self._begin: Callable[[PreTrainedModel], None] | None = (
+            None  # of a filling that waits for the model to be split
+        )
+        self._is_split = False
 
     # -- before it is loaded ------------------------------------------------------------------------------------------
 
@@ -259,6 +264,7 @@ class VBQuantizer(TakesGGUF):
         places = set(map(str, device_map.values() if isinstance(device_map, Mapping) else [device_map or "auto"]))
         gpu = self.quantization_config.settings.tiers.gpu.enabled and torch.cuda.is_available()
         here = {"cuda", "cuda:0", "0", "auto", "balanced", "sequential", "balanced_low_0"} if gpu else {"cpu", "auto"}
+        here |= {f"cuda:{torch.cuda.current_device()}"} if gpu else set()
         if places - here or len(places) > 1:
             raise ConfigError(
                 f"device_map={device_map!r}: weights of a wrapped model are not placed by a map, tiers do that: leave "
@@ -280,11 +286,7 @@ class VBQuantizer(TakesGGUF):
         self, model: PreTrainedModel, checkpoint_files: Any = None, **kwargs: Any
     ) -> PreTrainedModel:
         self._files, self._model = [Path(file) for file in checkpoint_files or ()], model
-        if getattr(model.config, "distributed_config", None) is not None:
-            raise ConfigError(
-                "from_pretrained: the model is split over several processes, and tiers are those of one: "
-                "leave distributed_config and tp_plan out"
-            )
+        self._is_split = _is_split(getattr(model.config, "distributed_config", None))
         if self._files and all(file.suffix == ".safetensors" for file in self._files):
             with contextlib.suppress(CheckpointError):  # whoever reads the files says it
                 self.ahead = read_ahead(map(TensorFile, self._files))
@@ -305,11 +307,18 @@ class VBQuantizer(TakesGGUF):
             if name in self._read_in:
                 parameter.data = parameter.data.to(self._read_in[name])
         model.tie_weights()
-        self.filling = config.filling(model, saved)
         if self._holds_planes:
             _ignore_(model, saved.plane_patterns())
-        warn_of_plan(self.filling.plan, "from_pretrained", stacklevel=5)
+        self._begin = partial(self._begin_filling, saved)
+        if not self._is_split:
+            self._begin(model)
         return [] if saved is not None else [by_expert(conversion) for conversion in weight_conversions]
+
+    def _begin_filling(self, saved: Any, model: PreTrainedModel) -> None:
+        """Plan the model; one that transformers splits over ranks is split by now, and this rank's part is planned."""
+        self._begin = None
+        self.filling = self.quantization_config.filling(model, saved)
+        warn_of_plan(self.filling.plan, "from_pretrained", stacklevel=6)
 
     def _refuse_planes(self) -> None:
         if self._holds_planes:
@@ -330,6 +339,8 @@ class VBQuantizer(TakesGGUF):
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """True if a weight goes into pages as it is read, in the dtype that transformers reads it in."""
+        if self._begin is not None:
+            self._begin(model)
         if self.filling is None or not self.filling.takes(param_name):
             return False
         return self._holds_planes or self.gguf is not None or param_name in self._read_in
@@ -435,6 +446,20 @@ class VBQuantizer(TakesGGUF):
     def is_compileable(self) -> bool:
         """True."""
         return True
+
+
+def _is_split(distributed: Any) -> bool:
+    """True if transformers splits the model over processes. Raises ConfigError for a way that leaves no rank whole
+    parts of weights."""
+    for size in ("fsdp_size", "pp_size"):
+        count = getattr(distributed, size, None) or 1
+        if count > 1:
+            raise ConfigError(
+                f"from_pretrained: distributed_config has {size} = {count}; weights in the tiers are split by a tensor "
+                "or expert parallel plan (tp_size, ep_size) only. For FSDP2 load the model on each rank, "
+                "materialize(), and fully_shard() what is left"
+            )
+    return distributed is not None
 
 
 def _ignore_(model: PreTrainedModel, patterns: set[str]) -> None:

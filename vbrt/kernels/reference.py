@@ -3,7 +3,7 @@
 Legend: M tokens, N outputs, K inputs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -26,9 +26,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def encode_many(format: Format, w_ENK: Tensor) -> Iterator[EncodedGroup]:
-    """Yield the coarse planes of matrices of one shape, in groups. Raises FormatError for what cannot be encoded."""
-    return format.encode_many(w_ENK)
+def encode_many(format: Format, w_ENK: Tensor, amax_E: Sequence[float] | None = None) -> Iterator[EncodedGroup]:
+    """Yield the coarse planes of matrices of one shape, in groups; `amax_E`: see `Format.encode_many`. Raises
+    FormatError for what cannot be encoded."""
+    return format.encode_many(w_ENK, amax_E)
 
 
 def decode_weight(planes: WeightPlanes) -> Tensor:

@@ -15,8 +15,10 @@ from torch.fx import Proxy
 
 from vbrt.errors import WrapError
 from vbrt.kernels.watched import traced_call
+from vbrt.layers.bound import rebind_
 from vbrt.layers.compute import linear, linear_on_weight
 from vbrt.layers.lending import handle_with, is_lent, lend, notice_writes, released_parameter
+from vbrt.layers.shards import as_whole, local_of, take_local_
 from vbrt.layers.shells import (
     become_shell,
     given_weight,
@@ -48,7 +50,9 @@ class VBLayer(SwappedLayer):
     @classmethod
     def adopt_(cls, module: nn.Module, handle: WeightHandle) -> "VBLayer":
         """Turn `module` into a VB layer in place; nothing is encoded yet."""
+        take_local_(module, ("weight",))
         module.__class__ = cls
+        rebind_(module, type(module))
         module.__dict__["_vb_handle"] = handle
         handle.trainable = module._parameters["weight"].requires_grad
         tie(handle, module)
@@ -229,7 +233,8 @@ class VBLayer(SwappedLayer):
     def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:
         self.notice_writes()
         if self.materialized:
-            destination[prefix + "weight"] = self.weight if keep_vars else self._vb_handle.weight()
+            weight = self.weight if keep_vars else self._vb_handle.weight()
+            destination[prefix + "weight"] = as_whole(self, "weight", weight)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
@@ -246,7 +251,7 @@ class VBLayer(SwappedLayer):
         )  # its hooks see the weight, and may change it
         if key in unexpected_keys:  # for want of a parameter to take it
             unexpected_keys.remove(key)
-        weight = state_dict.get(key)
+        weight = local_of(state_dict.get(key))
         if weight is None:
             if strict:
                 missing_keys.append(key)

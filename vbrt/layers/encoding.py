@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from math import isfinite
 
 import torch
 
@@ -13,7 +14,9 @@ from vbrt.formats.page import PageLayout
 from vbrt.formats.separation import Separation
 from vbrt.host.mapped import populate
 from vbrt.kernels import PageOrder, resolve
+from vbrt.layers.shards import agreed_amax, gathered
 from vbrt.layers.spec import HandleSpec
+from vbrt.residency.site import EXPERTS
 from vbrt.tiers import Level
 
 __all__ = ["Encoder", "Planes", "strides_of", "uploaded"]
@@ -75,7 +78,7 @@ class Encoder:
         spec = self.spec
         w_ENK = weights.transpose(1, 2).contiguous() if spec.transposed else weights
         found: dict[int, Planes] = {}
-        for group in self._encode_many(self.format, w_ENK):
+        for group in self._encode_many(self.format, w_ENK, self._amax(w_ENK)):
             coarse = list(group.planes(self.format.layout(spec.shape, spec.dtype)))
             for place, member in enumerate(group.members):
                 fine = split_fine(w_ENK[member], coarse[place], self.format) if spec.fine else None
@@ -101,7 +104,7 @@ class Encoder:
         if spec.dense:
             return [(self.format.layout(tuple(weight.shape), spec.dtype), self.format.encode(weight))]
         w_NK = weight.t().contiguous() if spec.transposed else weight
-        coarse = self.separation.encode(w_NK) if self.separation else self._encoded(w_NK)
+        coarse = self._fitted(w_NK) if self.separation else self._encoded(w_NK)
         planes = [self._coarse_page(coarse)]
         if spec.fine:
             fine = split_fine(w_NK, coarse, self.format)
@@ -109,8 +112,27 @@ class Encoder:
         return planes
 
     def _encoded(self, w_NK: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        (group,) = self._encode_many(self.format, w_NK.unsqueeze(0))
+        w_ENK = w_NK.unsqueeze(0)
+        (group,) = self._encode_many(self.format, w_ENK, self._amax(w_ENK))
         return group.coarse
+
+    def _amax(self, w_ENK: torch.Tensor) -> list[float] | None:
+        """The largest magnitudes of the matrices that these are parts of; None where they are whole."""
+        shard = self.spec.site.shard
+        if shard is None or shard.dim == EXPERTS:
+            return None
+        amax_E = agreed_amax(w_ENK, shard)
+        if not all(map(isfinite, amax_E)) and bool(w_ENK.isfinite().all()):
+            raise FormatError(f"{self.format.name}: another rank's part of the weight holds NaN or Inf")
+        return amax_E
+
+    def _fitted(self, w_NK: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """The plane under a codebook that is fitted to the whole weight, whatever part of it this process holds."""
+        shard = self.spec.site.shard
+        if shard is None or shard.dim == EXPERTS:
+            return self.separation.encode(w_NK)
+        (amax,) = self._amax(w_NK.unsqueeze(0))
+        return self.separation.encode_part(w_NK, gathered(w_NK, shard), amax)
 
     def _coarse_page(self, coarse: dict[str, torch.Tensor]) -> tuple[PageLayout, dict[str, torch.Tensor]]:
         """In the order that the kernel reads fastest, where it has one and that is exact."""

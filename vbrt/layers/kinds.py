@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from vbrt.layers.shards import local_of, matrix_shard
 from vbrt.layers.swapped import SwappedLayer
 from vbrt.residency.site import WeightSite
 
@@ -31,6 +32,7 @@ class Kind:
         turned: the parameters that are kept as [inputs, outputs] where the others are not.
         by_rows: True for lookup tables: a forward reads some rows of the weight.
         modes: the modes that a layer of this kind is swapped in.
+        splits: True if its weights may be DTensors, of which each rank holds a part.
         routed: True if the parameters stack the matrices of routed experts, which go into the tiers together.
         count: the attribute of a module that says how many matrices a parameter holds one below the other, in two
             dimensions; "" where they lie along a dimension of their own.
@@ -55,7 +57,12 @@ class Kind:
     every: bool = False
     ragged: bool = False
     parts: tuple[str, ...] = ()
+<<<<<<< HEAD
     modes: tuple[str, ...] = ("infer", "train", "full")
+=======
+    modes: tuple[str, ...] = ("infer", "train")
+    splits: bool = False
+>>>>>>> 03207f7 (Layers whose weights are split over ranks: parts of DTensors in the tiers, tensor scales agreed between ranks)
     refuse: Callable[[nn.Module], str | None] = lambda module: None
     rounds_before_bias: bool = False
 
@@ -78,11 +85,13 @@ class Kind:
         return tuple(self._site(name, module, parameter) for parameter in self.parameters)
 
     def _site(self, name: str, module: nn.Module, parameter: str) -> WeightSite:
-        *stacked, rows, columns = module._parameters[parameter].shape
+        weight, transposed = module._parameters[parameter], self.keeps_transposed(parameter)
+        *stacked, rows, columns = local_of(weight).shape
         matrices = getattr(module, self.count) if self.count else stacked[0] if stacked else 1
-        rows, transposed = rows // matrices if self.count else rows, self.keeps_transposed(parameter)
+        rows = rows // matrices if self.count else rows
         shape = (columns, rows) if transposed else (rows, columns)
-        return WeightSite(name, shape, parameter, self.name, matrices, transposed, stacked=self.stacked)
+        shard = matrix_shard(weight, stacked=self.stacked, transposed=transposed)
+        return WeightSite(name, shape, parameter, self.name, matrices, transposed, shard, self.stacked)
 
     def outputs(self, module: nn.Module) -> int:
         """Return the number of outputs of a layer of this kind."""
@@ -110,6 +119,7 @@ def _experts(name: str, parameters: tuple[str, str], *, transposed: bool = False
         parameters,
         transposed=transposed,
         routed=True,
+        splits=True,
         parts=("up", "down"),
         modes=_ROUTED_MODES,
     )
@@ -132,7 +142,7 @@ def _special(name: str, model: str, parts: dict[str, str], **others: Any) -> Kin
 
 _UP_DOWN = {"gate_up_proj": "up", "down_proj": "down"}
 _RECORDS = (
-    Kind("Linear", "torch.nn.modules.linear", "vbrt.layers"),
+    Kind("Linear", "torch.nn.modules.linear", "vbrt.layers", splits=True),
     Kind("Conv1D", "transformers.pytorch_utils", "vbrt.layers.conv1d", transposed=True),
     Kind("EsmFoldLinear", "transformers.models.esm.modeling_esmfold", "vbrt.layers.esmfold"),
     Kind("FalconLinear", "transformers.models.falcon.modeling_falcon", "vbrt.layers.falcon", rounds_before_bias=True),

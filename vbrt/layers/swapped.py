@@ -12,6 +12,8 @@ from typing import Any
 from torch import nn
 
 from vbrt.errors import WrapError
+from vbrt.layers.bound import rebind_
+from vbrt.layers.shards import restore_sharded_
 
 __all__ = ["SwappedLayer", "strip"]
 
@@ -72,5 +74,9 @@ def strip(module: nn.Module) -> None:
     handle = module.__dict__.get("_vb_handle")
     if handle is not None:
         handle.layers.discard(module)
+    if "_vb_shardings" in module.__dict__:
+        restore_sharded_(module)
+    if "forward" in module.__dict__:
+        rebind_(module, module.plain_class() if isinstance(module, SwappedLayer) else type(module))
     for name in [name for name in module.__dict__ if name.startswith("_vb_")]:
         module.__dict__.pop(name, None)

@@ -8,6 +8,7 @@ from torch import nn
 from vbrt.config import VBConfig
 from vbrt.layers import KINDS, HandleSpec, Kind, SwappedLayer, WeightHandle, strip
 from vbrt.layers.experts import ExpertsHandle, ExpertsSpec
+from vbrt.layers.sharded import sharded_class
 from vbrt.model.attachment import Attachment, Terms
 from vbrt.model.full import FullAttachment
 from vbrt.model.machine import check_ssd_directory
@@ -174,5 +175,5 @@ def _swap_layers_(
         kinds = {site.module: site.kind for site in swap.sites}
         for name, held_by in swap.modules.items():
             module = modules["" if held_by == ROOT else held_by]
-            layers[name] = class_of(KINDS[kinds[held_by]]).adopt_(module, handle)
+            layers[name] = sharded_class(class_of(KINDS[kinds[held_by]]), module).adopt_(module, handle)
     return layers

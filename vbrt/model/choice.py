@@ -18,7 +18,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from vbrt.config import FORMATS, VBConfig
 from vbrt.errors import ConfigError
 from vbrt.layers import KINDS, Kind, kind_of
+from vbrt.layers.bound import is_wrapped_by_plan
 from vbrt.layers.experts.routing import top_k_of
+from vbrt.layers.shards import is_sharded, local_of, shard_refusal
 from vbrt.model.heads import find_heads
 from vbrt.residency.plan import Skip, Swap
 from vbrt.residency.site import ROOT, WeightSite
@@ -91,7 +93,7 @@ class _Survey:
     def some_frozen(self) -> bool:
         """True if any candidate does not train: of those that multiply, since position tables are often constants."""
         layers = ((name, module) for (_, name), module in self.candidates.items() if not kind_of(module).by_rows)
-        weights = (module._parameters.get(name) for name, module in layers)
+        weights = (local_of(module._parameters.get(name)) for name, module in layers)
         return any(weight is not None and not weight.requires_grad for weight in weights)
 
     @cached_property
@@ -118,9 +120,9 @@ class _Survey:
         """Return why experts stay that share weights: tied modules share all parameters, each under the same name."""
         kind, module = kind_of(self.modules[name]), self.modules[name]
         others = {held_by for held_by, _ in held_as} - {name}
-        own = {n: _storage_key(p) for n, p in module.named_parameters()}
+        own = {n: _storage_key(local_of(p)) for n, p in module.named_parameters()}
         for other in sorted(others):
-            theirs = {n: _storage_key(p) for n, p in self.modules[other].named_parameters()}
+            theirs = {n: _storage_key(local_of(p)) for n, p in self.modules[other].named_parameters()}
             if own != theirs or kind_of(self.modules[other]) is not kind or self.config.mode == "train":
                 return f"shares storage with {other}, which is not the same layer of experts, or trains"
             if why := self.reasons.get((other, kind.parameters[0]), "stays dense"):
@@ -130,7 +132,7 @@ class _Survey:
     def serves_rows(self, held: Held) -> bool:
         """True if a lookup table that goes into the tiers has this weight too."""
         weight = self.candidates[held]._parameters.get(held[1])
-        held_as = [] if weight is None else self.holders[_storage_key(weight)]
+        held_as = [] if weight is None else self.holders[_storage_key(local_of(weight))]
         return any(other in self.candidates and kind_of(self.candidates[other]).by_rows for other in held_as)
 
     def site(self, held: Held) -> WeightSite:
@@ -147,7 +149,7 @@ class _Survey:
     def all_held_as(self, held: Held) -> list[Held]:
         """Return the parameters and buffers on the storages of a candidate and of the parameters that go with it,
         without the latter."""
-        weights = [self.modules[held[0]]._parameters.get(site.parameter) for site in self.sites(held)]
+        weights = [local_of(self.modules[held[0]]._parameters.get(site.parameter)) for site in self.sites(held)]
         own = {(held[0], site.parameter) for site in self.sites(held)[1:]}
         return [h for w in weights if w is not None for h in self.holders[_storage_key(w)] if h not in own]
 
@@ -158,7 +160,7 @@ def _swaps(survey: _Survey, refused: dict[str, Skip]) -> Iterator[Swap]:
     for held, module in survey.candidates.items():
         if held in done:
             continue
-        weight = module._parameters.get(held[1])
+        weight = local_of(module._parameters.get(held[1]))
         held_as = [held] if weight is None else survey.all_held_as(held)
         tied = [other for other in held_as if other in survey.candidates]
         reasons = {other: survey.refusal_of_tied(other, held_as) or survey.reasons[other] for other in tied}
@@ -198,7 +200,7 @@ def _as_saved(swaps: list[Swap], saved: Sequence[Swap], refused: dict[str, Skip]
 
 
 def _same_view(one: nn.Module, parameter: str, other: nn.Module, other_parameter: str) -> bool:
-    a, b = one._parameters[parameter], other._parameters[other_parameter]
+    a, b = local_of(one._parameters[parameter]), local_of(other._parameters[other_parameter])
     same_order = kind_of(one).transposed == kind_of(other).transposed
     return same_order and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
@@ -217,18 +219,26 @@ def _refusal(held: Held, module: nn.Module, survey: _Survey) -> str | None:
     weight = module._parameters.get(held[1])
     if weight is None:
         return _why_no_parameter(module, held[1])
-    if type(weight) is not nn.Parameter:
+    if type(weight) is not nn.Parameter and not (is_sharded(weight) and kind.splits):
         return f"its {held[1]} is a {type(weight).__name__}, not a plain Parameter"
+    weight, why_whole = local_of(weight), _why_not_in_parts(weight, survey.config)
     return (
-        _unwanted(held[0], survey.config)
+        why_whole
+        or _unwanted(held[0], survey.config)
         or _why_kept_head(held, module, survey)
         or _why_kept_module(module)
         or _why_kept_weight(held, weight, survey)
     )
 
 
+def _why_not_in_parts(weight: nn.Parameter, config: VBConfig) -> str | None:
+    if is_sharded(weight) and config.mode == "train":
+        return 'it is a DTensor, and mode = "train" takes whole weights: wrap the model before it is split over ranks'
+    return shard_refusal(weight)
+
+
 def _why_kept_experts(module: nn.Module, kind: Kind) -> str | None:
-    weights = [module._parameters[name] for name in kind.parameters]
+    weights = [local_of(module._parameters[name]) for name in kind.parameters]
     sites = kind.sites("", module)
     counts = [sites[0].matrices if kind.ragged else site.matrices for site in sites]
     facts = zip(counts, weights, strict=True)
@@ -260,7 +270,7 @@ def _why_kept_head(held: Held, module: nn.Module, survey: _Survey) -> str | None
 
 
 def _why_kept_module(module: nn.Module) -> str | None:
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ and not is_wrapped_by_plan(module):
         return "its forward was replaced on the instance (accelerate's hooks do: remove_hook_from_submodules first)"
     return kind_of(module).refuse(module)
 
@@ -289,7 +299,7 @@ def _tensors(modules: dict[str, nn.Module]) -> Iterator[tuple[Held, torch.Tensor
     for name, module in modules.items():
         for held, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and not _uninitialized(tensor):
-                yield (name, held), tensor
+                yield (name, held), local_of(tensor)
 
 
 def _overlaps(modules: dict[str, nn.Module]) -> dict[Held, str]:
@@ -331,7 +341,8 @@ def _uninitialized(tensor: torch.Tensor) -> bool:
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's elements; 0 before it has a shape."""
+    """Return the bytes of the elements of a tensor that this process holds; 0 before it has a shape."""
+    tensor = local_of(tensor)
     return 0 if _uninitialized(tensor) else tensor.numel() * tensor.element_size()
 
 
@@ -399,11 +410,11 @@ def _account_rest(survey: _Survey, swaps: list[Swap], refused: dict[str, Skip]) 
     """
     modules, sites = survey.modules, [site for swap in swaps for site in swap.sites]
     swapped = {site.module for site in sites}
-    seen = {_storage_key(modules[site.module]._parameters[site.parameter]) for site in sites}
+    seen = {_storage_key(local_of(modules[site.module]._parameters[site.parameter])) for site in sites}
     rest = dict(refused)
     for name in sorted(modules, key=lambda name: name in refused):
         module = modules[name]
-        own = {n: p for n, p in module._parameters.items() if p is not None}
+        own = {n: local_of(p) for n, p in module._parameters.items() if p is not None}
         if any(map(_uninitialized, own.values())):
             rest[name] = Skip(0, f"{type(module).__name__} before its first call: run the model once, then wrap it")
             continue

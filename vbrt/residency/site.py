@@ -7,18 +7,44 @@ matrices as experts. Tied weights have one site for each module that holds them.
 from dataclasses import dataclass
 from math import prod
 
-__all__ = ["ROOT", "Shard", "WeightSite"]
+__all__ = ["EXPERTS", "ROOT", "Shard", "WeightSite"]
 
 ROOT = "(root)"  # the name of the model itself among its modules
+EXPERTS = -1  # `Shard.dim` of ranks that hold some of the matrices each
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of each matrix that one rank of a group holds: part `index` of `count` along `dim` of (N, K)."""
+    """The part of a weight that one rank of a group holds: part `index` of `count` along `dim`.
+
+    Attributes:
+        dim: 0 for N, 1 for K of each matrix; `EXPERTS` where ranks hold whole matrices.
+        whole: the size of that dimension over all ranks; 0 where all ranks hold equally much.
+        parts: how many matrices of one size lie one behind the other along `dim`, each of which is cut for itself: 2
+            for gate and up in one weight.
+        group: the name of the ranks' process group.
+    """
 
     dim: int
     index: int
     count: int
+    whole: int = 0
+    parts: int = 1
+    group: str = ""
+
+    def spans(self, size: int, index: int | None = None) -> list[tuple[int, int]]:
+        """Return the ranges (begin, end) of the whole dimension that a rank holds, in the order in which it does, as
+        `torch.distributed.tensor` cuts: the last ranks may hold less, or nothing.
+
+        Args:
+            size: what this rank holds of the dimension.
+            index: of the rank in the group; by default this one's.
+        """
+        index = self.index if index is None else index
+        part = (self.whole or size * self.count) // self.parts
+        chunk = -(-part // self.count)
+        begin, end = min(part, index * chunk), min(part, (index + 1) * chunk)
+        return [(at * part + begin, at * part + end) for at in range(self.parts) if end > begin]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +99,16 @@ class WeightSite:
         """(N, K) of each matrix over all ranks."""
         if self.shard is None:
             return self.shape
-        n, k = (size * (self.shard.count if dim == self.shard.dim else 1) for dim, size in enumerate(self.shape))
+        of_all = self.shard.whole or self.shape[self.shard.dim] * self.shard.count
+        n, k = (of_all if dim == self.shard.dim else size for dim, size in enumerate(self.shape))
         return n, k
+
+    @property
+    def whole_matrices(self) -> int:
+        """The number of matrices over all ranks."""
+        if self.shard is None or self.shard.dim != EXPERTS:
+            return self.matrices
+        return self.shard.whole or self.matrices * self.shard.count
 
     @property
     def parameters(self) -> int:

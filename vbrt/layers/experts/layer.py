@@ -17,11 +17,13 @@ from torch.compiler import is_compiling
 from vbrt.errors import WrapError
 from vbrt.kernels.recorded import recorder
 from vbrt.kernels.watched import is_bare
+from vbrt.layers.bound import rebind_
 from vbrt.layers.experts.compute import plain_forward
 from vbrt.layers.experts.gradients import forward_experts
 from vbrt.layers.experts.handle import ExpertsHandle
 from vbrt.layers.experts.lending import lend, temporary_of
 from vbrt.layers.experts.shells import ExpertsShell
+from vbrt.layers.shards import as_whole, local_of, take_local_
 
 __all__ = ["VBExperts", "encoded_forward", "experts_class"]
 
@@ -41,7 +43,9 @@ class VBExperts(ExpertsShell):
     def adopt_(cls, module: nn.Module, handle: ExpertsHandle) -> "VBExperts":
         """Turn `module` into a VB layer in place; nothing is encoded yet."""
         parameters = handle.spec.parameters
+        take_local_(module, parameters)
         module.__class__ = experts_class(cls, type(module), parameters)
+        rebind_(module, type(module))
         module.__dict__["_vb_handle"] = handle
         handle.trainable = module._parameters[parameters[0]].requires_grad
         handle.layers.add(module)
@@ -178,7 +182,8 @@ class VBExperts(ExpertsShell):
         self.notice_writes()
         if self.materialized:
             for name in self._vb_handle.spec.parameters:
-                destination[prefix + name] = self._weight(name) if keep_vars else self._vb_handle.weight(name)
+                weight = self._weight(name) if keep_vars else self._vb_handle.weight(name)
+                destination[prefix + name] = as_whole(self, name, weight)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
@@ -195,7 +200,7 @@ class VBExperts(ExpertsShell):
             key = prefix + site.parameter
             if key in unexpected_keys:  # for want of a parameter to take it
                 unexpected_keys.remove(key)
-            weight = state_dict.get(key)
+            weight = local_of(state_dict.get(key))
             if weight is None:
                 if strict:
                     missing_keys.append(key)

@@ -1,6 +1,6 @@
 """Encoding to E2M1 formats on a GPU: one kernel searches block scales and rounds, another puts codes into tiles."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ __all__ = ["encode_many", "launch_encode", "launch_pack"]
 _ROWS = 128  # blocks a program
 
 
-def encode_many(format: Format, w_ENK: Tensor) -> Iterator[EncodedGroup]:
+def encode_many(format: Format, w_ENK: Tensor, amax_E: Sequence[float] | None = None) -> Iterator[EncodedGroup]:
     """See `Format.encode_many`: the same bits, in one launch for the matrices of one range."""
-    return format.encode_many(w_ENK, step=_on_its_device)
+    return format.encode_many(w_ENK, amax_E, step=_on_its_device)
 
 
 def _on_its_device(format: BlockFormat, w_NK: Tensor, known: Range) -> dict[str, Tensor]:

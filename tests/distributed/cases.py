@@ -1,0 +1,137 @@
+"""What ranks are asked to do: functions of tests that run on each of them, by name."""
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import vbrt
+from tests.models import config
+
+TOKENS = torch.arange(3, 15).reshape(1, 12)
+#: how torch's styles cut a Llama
+PLAN = {
+    "self_attn.q_proj": "colwise",
+    "self_attn.k_proj": "colwise",
+    "self_attn.v_proj": "colwise",
+    "self_attn.o_proj": "rowwise",
+    "mlp.gate_proj": "colwise",
+    "mlp.up_proj": "colwise",
+    "mlp.down_proj": "rowwise",
+}
+STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+
+
+def llama(dtype: torch.dtype = torch.bfloat16, *, bias: bool = True, **sizes: Any) -> nn.Module:
+    """A Llama of 2 layers whose columns 4 ranks can cut at whole blocks of every format, the same on every rank."""
+    torch.manual_seed(3)
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 64,
+        **sizes,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**sizes, attention_bias=bias, mlp_bias=bias)).to(dtype).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def mesh() -> Any:
+    """All ranks in a row."""
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def parallel(model: nn.Module) -> nn.Module:
+    """Cut a Llama by torch's own styles."""
+    ranks = mesh()
+    for layer in model.model.layers:
+        parallelize_module(layer, ranks, {name: STYLES[style]() for name, style in PLAN.items()})
+    return model
+
+
+def same_as_unwrapped(format: str, dtype: str = "bfloat16") -> dict[str, Any]:
+    """Compare the logits of a wrapped model with those of the same plan unwrapped, of the weights that planes hold."""
+    model = llama(getattr(torch, dtype))
+    plain = parallel(copy.deepcopy(model))
+    vb = vbrt.wrap(parallel(copy.deepcopy(model)), config(format))
+    with torch.no_grad():
+        got = vb(TOKENS).logits
+        if not vb.lossless:
+            load_decoded_(plain, format, model)
+        want = plain(TOKENS).logits
+    with torch.enable_grad():
+        again = vb(TOKENS).logits.detach()
+    reads = weight_reads(vb)
+    close, grad = (float((one - want).abs().max() / want.abs().max()) for one in (got, again))
+    site = vb.registry["model.layers.0.mlp.down_proj"].handle.spec.site
+    given_back = vb.unwrap()
+    with torch.no_grad():
+        after = given_back(TOKENS).logits
+    return {
+        "swapped": len(vb.plan.swaps),
+        "equal": torch.equal(got, want),
+        "error": close,
+        "error_with_grad": grad,
+        "reads": reads,
+        "shard": (site.shape, site.shard.dim, site.shard.index, site.shard.count, site.whole_shape),
+        "unwrapped": torch.equal(after, want),
+        "types": {type(p).__name__ for p in given_back.model.layers.parameters()},
+    }
+
+
+def weight_reads(vb: vbrt.VBModelWrapper) -> tuple[int, int]:
+    """The least forwards of a layer, and all the weights that were decoded for others."""
+    handles = [layer.handle for layer in vb.registry.values()]
+    return min(handle.forwards for handle in handles), sum(handle.weight_reads for handle in handles)
+
+
+def load_decoded_(plain: nn.Module, format: str, model: nn.Module) -> None:
+    """Give a parallel model the weights that one process decodes of the planes of the whole model."""
+    whole = vbrt.wrap(copy.deepcopy(model), config(format))
+    whole.materialize()
+    decoded = whole.state_dict()
+    whole.close()
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            if isinstance(parameter, torch.distributed.tensor.DTensor):
+                cut = torch.distributed.tensor.distribute_tensor(
+                    decoded[name], parameter.device_mesh, parameter.placements
+                )
+                parameter._local_tensor.copy_(cut._local_tensor)
+
+
+def loaded_like_unwrapped(path: str, format: str, plan: Any = "auto", **sizes: int) -> dict[str, Any]:
+    """Compare the logits of a model that transformers loads into planes on each rank with those of the same plan."""
+    from transformers import AutoModelForCausalLM, DistributedConfig
+
+    count = dist.get_world_size()
+
+    def load(**options: Any) -> nn.Module:
+        distributed = DistributedConfig(tp_plan=plan, **({"tp_size": count} | sizes))
+        return AutoModelForCausalLM.from_pretrained(path, distributed_config=distributed, **options).eval()
+
+    plain = load()
+    model = load(quantization_config=vbrt.QuantizationConfig(config(format)))
+    vb = vbrt.of(model)
+    with torch.no_grad():
+        want, got = plain(TOKENS).logits, model(TOKENS).logits
+    sites = {swap.name: (swap.site.shape, swap.site.whole_shape) for swap in vb.plan.swaps}
+    return {
+        "equal": torch.equal(got, want),
+        "error": float((got - want).abs().max() / want.abs().max()),
+        "sites": sites,
+        "reads": weight_reads(vb),
+        "tokens": model.generate(TOKENS, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()
+        == plain.generate(TOKENS, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist(),
+    }

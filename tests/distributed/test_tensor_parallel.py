@@ -1,0 +1,65 @@
+"""Models that a parallel plan splits over ranks: each rank's pages are its parts, and outputs are those of the plan."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import cases
+from tests.distributed.ranks import Ranks
+from tests.models import qwen3_moe
+
+BLOCKED = ("nvfp4", "mxfp4", "nf4", "quantile")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models")
+    cases.llama().save_pretrained(path / "llama")
+    qwen3_moe().save_pretrained(path / "moe")
+    return path
+
+
+def check_parallel(results: list[dict], shape: tuple[int, int], *, exact: bool) -> None:
+    count = len(results)
+    assert [r["shard"] for r in results] == [
+        ((shape[0], shape[1] // count), 1, rank, count, shape) for rank in range(count)
+    ]
+    for r in results:
+        assert r["swapped"] == 14 and r["unwrapped"] and r["types"] == {"Parameter", "DTensor"}
+        assert r["reads"] == (2, 0), "no layer decodes its weight for somebody else's product"
+        assert r["equal"] or not exact
+        assert r["error"] < 1e-6 and r["error_with_grad"] < (0.02 if exact else 1e-6)
+
+
+@pytest.mark.parametrize("format", ["exact", "dense"])
+def test_lossless_outputs_are_bit_for_bit_those_of_the_same_plan_unwrapped(two_ranks: Ranks, format: str):
+    check_parallel(two_ranks(cases.same_as_unwrapped, format=format), (256, 512), exact=True)
+
+
+@pytest.mark.parametrize("format", BLOCKED)
+def test_four_bits_on_ranks_decode_to_the_parts_of_what_one_process_decodes(two_ranks: Ranks, format: str):
+    results = two_ranks(cases.same_as_unwrapped, format=format, dtype="float32")
+    check_parallel(results, (256, 512), exact=False)
+
+
+@pytest.mark.parametrize("format", ["exact", "nvfp4", "quantile"])
+def test_four_ranks_hold_a_quarter_each(four_ranks: Ranks, format: str):
+    dtype = "bfloat16" if format == "exact" else "float32"
+    results = four_ranks(cases.same_as_unwrapped, format=format, dtype=dtype)
+    check_parallel(results, (256, 512), exact=format == "exact")
+
+
+@pytest.mark.parametrize("model", ["llama", "moe"])
+def test_transformers_loads_a_split_model_into_planes_with_the_plans_own_outputs(
+    two_ranks: Ranks, saved: Path, model: str
+):
+    for r in two_ranks(cases.loaded_like_unwrapped, path=str(saved / model), format="exact"):
+        assert r["equal"] and r["tokens"] and r["reads"][1] == 0 and r["reads"][0] == 1
+        part, whole = r["sites"]["model.layers.0.self_attn.q_proj"]
+        assert part == (whole[0] // 2, whole[1])
+
+
+def test_experts_are_spread_over_ranks_whole(two_ranks: Ranks, saved: Path):
+    for r in two_ranks(cases.loaded_like_unwrapped, path=str(saved / "moe"), format="dense", ep_size=2):
+        assert r["equal"] and r["tokens"] and r["reads"][1] == 0 and r["reads"][0] == 1
+        assert r["sites"]["model.layers.0.mlp.experts"] == ((64, 64), (64, 64))

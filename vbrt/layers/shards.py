@@ -1,0 +1,200 @@
+"""Weights of which this process holds a part: DTensors in a model, plain local parameters in the tiers.
+
+`torch.distributed.tensor` cuts a weight as a parallel plan says, and keeps each rank's part as a plain tensor. A layer
+in the tiers holds that part alone: kernels see local shapes, and what is done between ranks (gather, all-reduce) stays
+with the plan's own hooks. When the layer becomes plain again, its part becomes the DTensor that it was.
+
+Whoever wants a model's parts to decode to what the whole weight decodes to needs facts about the whole: its largest
+magnitude (`agreed_amax`), which decides a tensor scale, and for fitted codebooks all of it (`gathered`).
+
+The road not taken: a DTensor subclass of encoded planes, as other libraries have. Its dispatcher costs more than a
+kernel at batch 1, and no operator but the product is ever called on planes.
+"""
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from vbrt.errors import WrapError
+from vbrt.residency.site import EXPERTS, Shard
+
+__all__ = [
+    "Sharding",
+    "agreed_amax",
+    "as_whole",
+    "gathered",
+    "group_of",
+    "is_sharded",
+    "local_of",
+    "matrix_shard",
+    "restore_sharded_",
+    "shard_refusal",
+    "take_local_",
+]
+
+_LOCAL = "_vb_local"  # of a DTensor: the parameter that its part is
+_groups: dict[str, Any] = {}  # process groups of shards, by name
+
+
+def is_sharded(tensor: object) -> bool:
+    """True for a DTensor: a tensor that several processes hold, each in part or whole."""
+    loaded = sys.modules.get("torch.distributed.tensor")  # nobody has made one before it is imported
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
+
+
+def local_of(tensor: Any) -> Any:
+    """Return the part of a DTensor that this process holds, as a parameter where it is one, always the same; and
+    anything else as it is."""
+    if not is_sharded(tensor):
+        return tensor
+    if not isinstance(tensor, nn.Parameter):
+        return tensor._local_tensor
+    local, kept = tensor._local_tensor, tensor.__dict__.get(_LOCAL)
+    if kept is None or kept.dtype is not local.dtype or kept.device != local.device or not _on_same(kept, local):
+        kept = tensor.__dict__[_LOCAL] = nn.Parameter(local, requires_grad=tensor.requires_grad)
+    return kept
+
+
+def _on_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.is_meta or one.data_ptr() == other.data_ptr()
+
+
+class Sharding(NamedTuple):
+    """How a DTensor is spread over ranks: what makes one of this rank's part."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Any) -> "Sharding":
+        """Return that of a DTensor."""
+        return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tuple(tensor.stride()))
+
+    @property
+    def dim(self) -> int | None:
+        """The dimension that is cut, from 0 on; None where every rank holds all."""
+        cut = [_dim_of(placement, len(self.shape)) for placement in self.placements if not placement.is_replicate()]
+        return cut[0] if cut else None
+
+    def whole(self, local: torch.Tensor) -> Any:
+        """Return the DTensor of which `local` is this rank's part."""
+        make = sys.modules["torch.distributed.tensor"].DTensor.from_local
+        return make(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride)
+
+
+def _dim_of(placement: Any, ndim: int) -> int:
+    return placement.dim % ndim
+
+
+def shard_refusal(tensor: Any) -> str | None:
+    """Return why a DTensor cannot go into the tiers; None for one that can, and for plain tensors."""
+    if not is_sharded(tensor):
+        return None
+    cut = [placement for placement in tensor.placements if not placement.is_replicate()]
+    if len(cut) > 1:
+        return f"it is cut along {len(cut)} dimensions of its mesh, {tuple(tensor.placements)}"
+    if any(placement.is_partial() for placement in cut):
+        return "it is a partial sum, of which no rank has the values"
+    if not tensor._local_tensor.numel():
+        return "this rank holds nothing of it: there are more ranks than it can be cut for"
+    return None
+
+
+def matrix_shard(tensor: Any, *, stacked: bool, transposed: bool) -> Shard | None:
+    """Return which part of each matrix of a DTensor this process holds; None for all of it, and for plain tensors.
+
+    Args:
+        stacked: True if its matrices lie along a dimension in front.
+        transposed: True if it keeps each matrix as [K, N].
+    """
+    if not is_sharded(tensor):
+        return None
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            continue
+        dim = _dim_of(placement, tensor.dim()) - stacked
+        dim = EXPERTS if dim < 0 else 1 - dim if transposed else dim
+        mesh, group = tensor.device_mesh, tensor.device_mesh.get_group(mesh_dim)
+        _groups[group.group_name] = group
+        return Shard(
+            dim=dim,
+            index=mesh.get_local_rank(mesh_dim),
+            count=mesh.size(mesh_dim),
+            whole=tensor.shape[_dim_of(placement, tensor.dim())],
+            parts=getattr(placement, "split_factor", 1),
+            group=group.group_name,
+        )
+    return None
+
+
+def group_of(shard: Shard) -> Any:
+    """Return the process group of the ranks that hold the parts. Raises WrapError: it is of another process."""
+    group = _groups.get(shard.group)
+    if group is None:
+        raise WrapError(
+            f"process group {shard.group!r}: not of this process; a layer whose weight is split over ranks cannot be "
+            "encoded in another process than the one that wrapped it"
+        )
+    return group
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+def take_local_(module: nn.Module, parameters: tuple[str, ...]) -> None:
+    """Put local parameters in the place of a module's DTensors."""
+    held = {name: module._parameters[name] for name in parameters}
+    shardings = {name: Sharding.of(tensor) for name, tensor in held.items() if is_sharded(tensor)}
+    if shardings:
+        module.__dict__["_vb_shardings"] = shardings
+        module._parameters.update((name, local_of(held[name])) for name in shardings)
+
+
+def restore_sharded_(module: nn.Module) -> None:
+    """Put DTensors back in the place of what a module holds of them by now."""
+    for name, sharding in module.__dict__.get("_vb_shardings", {}).items():
+        local = module._parameters.get(name)
+        if local is not None and not is_sharded(local):
+            whole = sharding.whole(local.detach())
+            module._parameters[name] = nn.Parameter(whole, requires_grad=local.requires_grad)
+
+
+def as_whole(module: nn.Module, name: str, local: torch.Tensor) -> Any:
+    """Return a parameter of a module as the DTensor that it is part of; a plain one as it is."""
+    sharding = module.__dict__.get("_vb_shardings", {}).get(name)
+    return local if sharding is None or is_sharded(local) else sharding.whole(local)
+
+
+# -- what all ranks know ----------------------------------------------------------------------------------------------
+
+
+def agreed_amax(w_ENK: torch.Tensor, shard: Shard) -> list[float]:
+    """Return the largest magnitude of each matrix over all ranks: every rank calls it at the same point. NaN and Inf on
+    any rank are inf."""
+    ends = torch.stack([torch.stack(torch.aminmax(w_NK)).abs().amax() for w_NK in w_ENK]).float()
+    amax_E = torch.where(ends.isfinite(), ends, float("inf"))
+    dist.all_reduce(amax_E, dist.ReduceOp.MAX, group=group_of(shard))
+    return amax_E.tolist()
+
+
+def gathered(w_NK: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """Return the whole matrix, of which this rank has `w_NK`: every rank calls it at the same point."""
+    dim, size = shard.dim, w_NK.shape[shard.dim]
+    held = [shard.spans(size, index) for index in range(shard.count)]
+    most = max(sum(end - begin for begin, end in spans) for spans in held)
+    padded = w_NK.new_zeros([most if at == dim else extent for at, extent in enumerate(w_NK.shape)])
+    padded.narrow(dim, 0, size).copy_(w_NK)
+    parts = [torch.empty_like(padded) for _ in held]
+    dist.all_gather(parts, padded, group=group_of(shard))
+    whole = w_NK.new_empty([shard.whole if at == dim else extent for at, extent in enumerate(w_NK.shape)])
+    for part, spans in zip(parts, held, strict=True):
+        at = 0
+        for begin, end in spans:
+            whole.narrow(dim, begin, end - begin).copy_(part.narrow(dim, at, end - begin))
+            at += end - begin
+    return whole
