@@ -57,12 +57,8 @@ class Kind:
     every: bool = False
     ragged: bool = False
     parts: tuple[str, ...] = ()
-<<<<<<< HEAD
     modes: tuple[str, ...] = ("infer", "train", "full")
-=======
-    modes: tuple[str, ...] = ("infer", "train")
     splits: bool = False
->>>>>>> 03207f7 (Layers whose weights are split over ranks: parts of DTensors in the tiers, tensor scales agreed between ranks)
     refuse: Callable[[nn.Module], str | None] = lambda module: None
     rounds_before_bias: bool = False
 

@@ -232,8 +232,8 @@ def _refusal(held: Held, module: nn.Module, survey: _Survey) -> str | None:
 
 
 def _why_not_in_parts(weight: nn.Parameter, config: VBConfig) -> str | None:
-    if is_sharded(weight) and config.mode == "train":
-        return 'it is a DTensor, and mode = "train" takes whole weights: wrap the model before it is split over ranks'
+    if is_sharded(weight) and config.mode != "infer":
+        return f'it is a DTensor, and mode = "{config.mode}" takes whole weights: wrap before the model is split over ranks'
     return shard_refusal(weight)
 
 
