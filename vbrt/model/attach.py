@@ -22,6 +22,7 @@ from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.site import ROOT
 from vbrt.tiers import TierStack
 from vbrt.training import FullWeight, TrainedExpertsWeight, TrainedWeight, full_class, trained_class
+from vbrt.training.gradients import Outlet
 
 __all__ = ["Attempt", "attach", "attach_held", "make_handles", "plan_for"]
 
@@ -90,8 +91,9 @@ def _attach(model: nn.Module, runtime: Runtime, terms: Terms) -> Attachment:
         weights = [_trained(swap, terms) for swap in terms.plan.swaps]
         return TrainingAttachment(model, runtime, terms, _swap_layers_(model, terms.plan, weights, trained_class))
     if terms.settings.mode == "full":
-        held = [FullWeight(_spec(swap, terms), runtime.stack) for swap in terms.plan.swaps]
-        return FullAttachment(model, runtime, terms, _swap_layers_(model, terms.plan, held, full_class))
+        outlet = Outlet(runtime.stack.device, max((swap.site.parameters for swap in terms.plan.swaps), default=0))
+        held = [FullWeight(_spec(swap, terms), runtime.stack, outlet) for swap in terms.plan.swaps]
+        return FullAttachment(model, runtime, terms, _swap_layers_(model, terms.plan, held, full_class), outlet)
     return attach_held(model, runtime, terms, make_handles(terms, runtime.stack))
 
 

@@ -1,15 +1,18 @@
 """A model that trains from the tiers, on a runtime."""
 
 import contextlib
+from collections.abc import Mapping
 from os import PathLike
 
 import torch
 from torch import nn
 
 from vbrt.errors import WrapError
-from vbrt.model.attachment import Attachment, Seed
+from vbrt.model.attachment import Attachment, Seed, Terms
+from vbrt.model.runtime import Runtime
 from vbrt.report.routing import RoutingRecorder
-from vbrt.training import FullWeight
+from vbrt.training import FullLayer, FullWeight
+from vbrt.training.gradients import Outlet
 from vbrt.training.optimizers import release_optimizer, take_optimizer
 from vbrt.training.update import Updater
 
@@ -24,8 +27,13 @@ class FullAttachment(Attachment):
         updater: of its weights.
     """
 
-    optimizer: torch.optim.Optimizer | None = None
-    updater: Updater | None = None
+    def __init__(
+        self, model: nn.Module, runtime: Runtime, terms: Terms, layers: Mapping[str, FullLayer], outlet: Outlet
+    ) -> None:
+        super().__init__(model, runtime, terms, layers)
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.updater: Updater | None = None
+        self._outlet = outlet
 
     @property
     def weights(self) -> list[FullWeight]:
@@ -77,6 +85,11 @@ class FullAttachment(Attachment):
         self._hook.remove()
         self.close()
         return self.model
+
+    def close(self) -> None:
+        """Free the pages of this model and stop its threads. Idempotent."""
+        self._outlet.close()
+        super().close()
 
     def seed(self) -> Seed:
         """Raise WrapError: a copy would train the same pages."""

@@ -20,7 +20,7 @@ from vbrt.layers.paged import PagesHandle
 from vbrt.layers.spec import HandleSpec
 from vbrt.residency.plan import PageSpec
 from vbrt.tiers import Lease, Owner, TierStack
-from vbrt.training.gradients import Gradient
+from vbrt.training.gradients import Gradient, Outlet
 from vbrt.training.streamed import StreamedParameter
 from vbrt.training.update import Updater, WeightState, split_master
 
@@ -35,6 +35,7 @@ class FullWeight(PagesHandle):
         dtype: of the parameter.
         state: halves, moments and steps; None before `store`.
         gradient: on the host.
+        outlet: through which it leaves the computing device.
         updater: updates the weight; None before an optimizer was taken.
         anchor: an input that makes autograd call the layers' backward.
         layers: the live layers that hold the weight.
@@ -43,17 +44,18 @@ class FullWeight(PagesHandle):
     kernel, separation = "reference", None
     tied = False
 
-    def __init__(self, spec: HandleSpec, stack: TierStack) -> None:
+    def __init__(self, spec: HandleSpec, stack: TierStack, outlet: Outlet) -> None:
         super().__init__(stack)
         self.spec = spec
         self.dtype = spec.dtype
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.parameter: StreamedParameter | None = None
         self.state: WeightState | None = None
-        self.gradient = Gradient(self.dtype)
+        self.gradient = Gradient(self.name, stack, self.dtype)
+        self.outlet = outlet
         self.updater: Updater | None = None
         self.anchor = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
-        self.homes: Mapping[str, str] | None = spec.homes
+        self._device_before = torch.device("cpu")
 
     @property
     def trainable(self) -> bool:
@@ -79,6 +81,7 @@ class FullWeight(PagesHandle):
         key = self.spec.site.page_key("dense")
         page = self.stack.add(key, layout, home, functools.partial(_fill, {"weight": high}, layout), owner)
         self.dtype = self.gradient.dtype = parameter.dtype
+        self._device_before = parameter.device
         self.gradient.put(parameter.grad)
         # no call from here on that may fail
         self.state = WeightState(self.name, _High(self), low)
@@ -108,7 +111,7 @@ class FullWeight(PagesHandle):
         if parameter is None:
             return
         gradient, master = self.gradient.tensor(), self.master()
-        parameter.restore_(master.to(parameter.device))
+        parameter.restore_(master.to(self._device_before))
         self.parameter = None  # no call in between that may fail
         if gradient is not None:
             parameter.grad = gradient.to(parameter.device, parameter.dtype)

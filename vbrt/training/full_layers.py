@@ -198,7 +198,8 @@ class _Streamed(Function):
                 dx = dy.matmul(weight.t() if handle.spec.transposed else weight)
         if ctx.needs_input_grad[2]:
             dy_MN, x_MK = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-            handle.gradient.add_(x_MK.t() @ dy_MN if handle.spec.transposed else dy_MN.t() @ x_MK)
+            one, two = (x_MK, dy_MN) if handle.spec.transposed else (dy_MN, x_MK)
+            handle.outlet.send(handle.gradient, handle.spec.weight_shape, lambda out: torch.mm(one.t(), two, out=out))
         if ctx.needs_input_grad[1]:
             dbias = sum_rows(dy).to(ctx.bias_dtype)
         return dx, dbias, None, None

@@ -1,50 +1,243 @@
-"""The gradient of a streamed weight, on the host from the moment that it arises.
+"""Gradients of weights in the tiers: on the host from the moment that they arise.
 
 Gradients are summed as autograd sums them: in the parameter's dtype, in the order in which they arise. The first one of
-a step is kept in the dtype that it was computed in, which holds the same values.
+a step stays in bf16, in which it was computed: that holds the same values.
+
+On a GPU a gradient is computed into one of two buffers, and leaves on a stream of its own while the next one is
+computed: the first of a step goes straight into its page in host memory, others into a staging buffer, from which a
+thread adds them. The device waits for a buffer where it must, the host does not.
 """
+
+import queue
+import threading
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-__all__ = ["Gradient"]
+from vbrt.errors import TierError
+from vbrt.formats.page import PageLayout, build_layout, unpack
+from vbrt.host.memory import PinError, map_memory, pin
+from vbrt.tiers import Owner, TierStack
+from vbrt.tiers.slots import Page
+
+__all__ = ["Gradient", "Outlet"]
+
+_BUFFERS = 2  # on the GPU: one is computed into while the other leaves
+_STAGING = 2  # on the host: for gradients that are added
+
+Compute = Callable[[Tensor], object]
+"""Computes a gradient into the tensor that it is given."""
 
 
 class Gradient:
-    """One weight's gradient.
+    """One weight's gradient, in a page of host memory.
 
-    Args:
+    Attributes:
         dtype: of the parameter.
+        hidden: from the optimizer's own step.
+        arrivals: gradients since the last step.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, name: str, stack: TierStack, dtype: torch.dtype) -> None:
+        self.name, self.dtype, self.hidden = name, dtype, False
+        self.arrivals = 0
+        self._stack, self._owner = stack, Owner(stack)
+        self._pages: dict[torch.dtype, Page] = {}
         self._sum: Tensor | None = None
-        self.hidden = False  # from the optimizer's own step
+        self._event: torch.cuda.Event | None = None
+        self._adding: list[threading.Event] = []
+        self._error: BaseException | None = None
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return the host memory of the gradient in a dtype; it is kept for further steps.
+
+        Raises TierError if the cpu tier has no room for it.
+        """
+        page = self._pages.get(dtype)
+        if page is None:
+            text = str(dtype).removeprefix("torch.")
+            layout = build_layout("dense", "gradient", [("gradient", text, tuple(shape))])
+            page = self._pages[dtype] = self._added(f"{self.name}#gradient.{text}", layout)
+        slot = self._stack.ledger.levels[page.home].slots[page.key]
+        return unpack(slot.view, page.layout)["gradient"]
+
+    def _added(self, key: str, layout: PageLayout) -> Page:
+        page = self._stack.add(key, layout, "cpu", lambda out: None, self._owner)
+        page.passes = False
+        return page
+
+    # -- arriving -----------------------------------------------------------------------------------------------------
+
+    @property
+    def empty(self) -> bool:
+        """True if there is none yet."""
+        return self._sum is None
+
+    def begin_(self, shape: tuple[int, ...]) -> Tensor:
+        """Return the memory that the first gradient of a step is written into; it counts from now on."""
+        self._sum, self.arrivals = self.room(shape, torch.bfloat16), self.arrivals + 1
+        return self._sum
+
+    def arrives(self, event: torch.cuda.Event | None) -> None:
+        """Note when what `begin_` returned is there."""
+        self._event = event
 
     def add_(self, dw: Tensor) -> None:
-        """Add what one backward pass has computed, in the module's orientation."""
-        arrived = dw.detach().to("cpu")
-        if self._sum is None:
-            self._sum = arrived
-        else:
-            self._sum = self._whole().add_(arrived)
+        """Add a further gradient, which is on the host."""
+        self._synchronize()
+        self._sum = self._whole().add_(dw)
+        self.arrivals += 1
+
+    def adding(self) -> threading.Event:
+        """Note that a gradient is on its way that a thread will add; it sets the event then."""
+        event = threading.Event()
+        self._adding.append(event)
+        return event
+
+    def failed(self, error: BaseException) -> None:
+        """Note that a gradient could not be added."""
+        self._error = error
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def _synchronize(self) -> None:
+        event, self._event = self._event, None
+        if event is not None:
+            event.synchronize()
 
     def _whole(self) -> Tensor:
-        return self._sum.to(self.dtype)
+        if self._sum.dtype is self.dtype:
+            return self._sum
+        return self.room(tuple(self._sum.shape), self.dtype).copy_(self._sum)
+
+    def wait(self) -> None:
+        """Return when all that has arisen is on the host, and added. Raises TierError if that failed."""
+        for event in self._adding:
+            event.wait()
+        self._adding = []
+        self._synchronize()
+        error, self._error = self._error, None
+        if error is not None:
+            self._sum = None
+            raise TierError(f"{self.name}: its gradient could not be added ({error}); drop all gradients") from error
 
     def tensor(self) -> Tensor | None:
         """Return the sum in the parameter's dtype; writes to it count."""
         if self.hidden or self._sum is None:
             return None
+        self.wait()
         self._sum = self._whole()
         return self._sum
 
     def put(self, value: Tensor | None) -> None:
         """Replace the sum."""
-        self._sum = None if value is None else value.detach().to("cpu", self.dtype)
+        self.wait()
+        if value is None:
+            self._sum, self.arrivals = None, 0
+        else:
+            self._sum = self.room(tuple(value.shape), self.dtype).copy_(value.detach())
 
     def take(self) -> Tensor | None:
-        """Return the sum as it is and keep none; any dtype that holds its values."""
-        taken, self._sum = self._sum, None
+        """Return the sum as it is and keep none; any dtype that holds its values. It is valid until the next one."""
+        self.wait()
+        taken, self._sum, self.arrivals = self._sum, None, 0
         return taken
+
+
+class Outlet:
+    """Where gradients leave the computing device; of one model.
+
+    Args:
+        largest: elements of the largest gradient.
+    """
+
+    def __init__(self, device: torch.device, largest: int) -> None:
+        self._device, self._largest = device, largest
+        self._next = 0
+        self._buffers: list[Tensor] = []
+        self._left: list[torch.cuda.Event | None] = [None] * _BUFFERS
+        self._stream: torch.cuda.Stream | None = None
+        self._staging: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def send(self, gradient: Gradient, shape: tuple[int, ...], compute: Compute) -> None:
+        """Compute a gradient (bf16) and have it added to a weight's."""
+        if self._device.type != "cuda":
+            self._add_here(gradient, shape, compute)
+            return
+        if not self._buffers:
+            self._open()
+        place, self._next = self._next, (self._next + 1) % _BUFFERS
+        current = torch.cuda.current_stream(self._device)
+        left = self._left[place]
+        if left is not None:
+            current.wait_event(left)
+        elements = shape[0] * shape[1]
+        dw = self._buffers[place][:elements].view(shape)
+        compute(dw)
+        self._stream.wait_event(current.record_event())
+        if gradient.empty:
+            target = gradient.begin_(shape)
+            self._left[place] = self._copied(target, dw)
+            gradient.arrives(self._left[place])
+        else:
+            staging = self._staging.get()
+            target = staging[:elements].view(shape)
+            event = self._left[place] = self._copied(target, dw)
+            self._waiting.put(partial(self._add, gradient, target, staging, event, gradient.adding()))
+
+    @staticmethod
+    def _add_here(gradient: Gradient, shape: tuple[int, ...], compute: Compute) -> None:
+        if gradient.empty:
+            compute(gradient.begin_(shape))
+        else:
+            further = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
+            compute(further)
+            gradient.add_(further)
+
+    def _copied(self, target: Tensor, dw: Tensor) -> torch.cuda.Event:
+        with torch.cuda.stream(self._stream):
+            target.copy_(dw, non_blocking=True)
+            return self._stream.record_event()
+
+    def _open(self) -> None:
+        self._stream = torch.cuda.Stream(self._device)
+        self._buffers = [torch.empty(self._largest, dtype=torch.bfloat16, device=self._device) for _ in range(_BUFFERS)]
+        for _ in range(_STAGING):
+            staging = map_memory(2 * self._largest).view(torch.bfloat16)
+            try:
+                pin(staging, staging)
+            except PinError:
+                pass  # the copy holds the host up then; the cpu tier has said so
+            self._staging.put(staging)
+        self._thread = threading.Thread(target=_work, args=(self._waiting,), name="vbrt-gradients", daemon=True)
+        self._thread.start()
+
+    def _add(
+        self, gradient: Gradient, target: Tensor, staging: Tensor, event: torch.cuda.Event, added: threading.Event
+    ) -> None:
+        try:
+            event.synchronize()
+            gradient.add_(target)
+        except BaseException as error:  # noqa: BLE001 - raised by whoever reads the gradient
+            gradient.failed(error)
+        finally:
+            self._staging.put(staging)
+            added.set()
+
+    def close(self) -> None:
+        """Stop the thread. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._waiting.put(None)
+            thread.join()
+
+
+def _work(waiting: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    while (task := waiting.get()) is not None:
+        task()

@@ -40,9 +40,10 @@ class StreamedParameter(nn.Parameter):
 
     @classmethod
     def become_(cls, parameter: nn.Parameter, weight: "FullWeight") -> "StreamedParameter":
-        """Take a parameter's values away: a single element stands for all of them."""
-        empty = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-        parameter.data, parameter.grad = empty, None
+        """Take a parameter's values away: a single element on the computing device stands for all of them."""
+        empty = torch.full((), float("nan"), dtype=parameter.dtype, device=weight.device).expand(parameter.shape)
+        parameter.grad = None
+        parameter.data = empty
         parameter.__dict__[_WEIGHT] = weakref.ref(weight)
         parameter.__class__ = cls
         return parameter
