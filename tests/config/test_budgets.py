@@ -113,3 +113,14 @@ def test_a_budget_never_exceeds_what_the_machine_has(budget, total, free_share):
     machine = Machine(total, int(total * free_share), total, int(total * free_share))
     config = with_budgets(gpu={"budget": budget}, cpu={"budget": budget})
     assert all(0 <= nbytes <= total for nbytes in resolve_budgets(config, machine).values())
+
+
+def test_a_peer_tier_has_the_memory_of_each_neighbour():
+    several = replace(MACHINE, peers=3, peer_total_bytes=80 * GIB, peer_free_bytes=60 * GIB)
+
+    def budget(machine: Machine, **peer) -> int | None:
+        return resolve_budgets(load_config(tiers={"peer": peer}), machine).get("peer")
+
+    assert budget(several) is None and budget(MACHINE, enabled="auto") is None
+    assert budget(several, enabled=True) == 3 * 54 * GIB and budget(several, enabled="auto", budget="1GiB") == 3 * GIB
+    assert "sees no other GPU" in refusal(budget, MACHINE, enabled=True)

@@ -48,6 +48,17 @@ def test_everything_lives_in_the_first_tier_that_holds_it_all():
     assert set(place(model, budgets(cpu=3, ssd=9), source="x").values()) == {"ssd"}
 
 
+def test_neighbours_memory_fills_before_host_memory_is_asked():
+    model = layers(*[1] * 20)
+    both = place(model, budgets(gpu=12, peer=12), source="x")
+    assert (held(both, model, "peer"), held(both, model, "gpu")) == (12 * PAGE, 8 * PAGE)
+    three = place(model, budgets(gpu=8, peer=6, cpu=100, ssd=100), source="x")
+    assert [held(three, model, tier) // PAGE for tier in ("gpu", "peer", "cpu")] == [4, 6, 10]  # four pages may pass
+    assert set(place(model, budgets(gpu=20, peer=12, cpu=100), source="x").values()) == {"gpu"}
+    with pytest.raises(ConfigError, match=r"the pages take .* the tiers hold gpu .* \+ peer"):
+        place(model, budgets(gpu=4, peer=12), source="x")
+
+
 def test_files_cost_their_headers():
     model = layers(2, 2)
     assert set(place(model, budgets(cpu=3, ssd=6), source="x").values()) == {"ssd"}

@@ -54,13 +54,18 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Memory available on a machine, in bytes. gpu: None without a device; ssd: None where no ssd tier is asked for."""
+    """Memory available on a machine, in bytes. gpu: None without a device; ssd: None where no ssd tier is asked for.
+    peers: the number of other GPUs that a peer tier may use; peer_total_bytes, peer_free_bytes: of the smallest of
+    them."""
 
     gpu_total_bytes: int | None
     gpu_free_bytes: int | None
     cpu_total_bytes: int
     cpu_available_bytes: int
     ssd_free_bytes: int | None = None
+    peers: int = 0
+    peer_total_bytes: int = 0
+    peer_free_bytes: int = 0
 
 
 def parse_budget(value: object, *, where: str) -> Budget:
@@ -134,11 +139,14 @@ def resolve_budgets(config: VBConfig, machine: Machine) -> dict[str, int]:
     """Return the bytes of each tier that is enabled and exists here, by name, fastest first.
 
     "auto" is 90 % of the free device memory, 80 % of the available host memory, 90 % of the free space of the drive.
-    A percentage counts from the total (of the drive: from the free space). Raises ConfigError for more than the
-    machine has, for an ssd path whose free space is unknown, and as `compute_tier`.
+    A percentage counts from the total (of the drive: from the free space). What the peer tier has is that of one GPU
+    times their number. Raises ConfigError for more than the machine has, for an ssd path whose free space is unknown,
+    for a peer tier that is insisted on where there is no other GPU, and as `compute_tier`.
     """
     tiers = config.tiers
-    here = {"gpu": compute_tier(config, machine) == "gpu", "cpu": tiers.cpu.enabled, "ssd": tiers.ssd.enabled}
+    on_gpu = compute_tier(config, machine) == "gpu"
+    here = {"gpu": on_gpu, "peer": _has_peers(config, machine) and on_gpu}
+    here |= {"cpu": tiers.cpu.enabled, "ssd": tiers.ssd.enabled}
     return {name: resolve_budget(config, machine, name) for name, is_here in here.items() if is_here}
 
 
@@ -163,10 +171,22 @@ def compute_tier(config: VBConfig, machine: Machine) -> str:
     return "gpu" if tiers.gpu.enabled and has_gpu else "cpu"
 
 
+def _has_peers(config: VBConfig, machine: Machine) -> bool:
+    if config.tiers.peer.enabled is True and not machine.peers:
+        raise wrong(
+            f"{config.source}: tiers.peer.enabled",
+            True,
+            'this process sees no other GPU that the computing one may use; "auto" goes without',
+        )
+    return bool(config.tiers.peer.enabled and machine.peers)
+
+
 def resolve_budget(config: VBConfig, machine: Machine, name: str) -> int:
     """Return the bytes of one tier that is enabled and exists here, whatever the others ask for."""
     total, free = _room(config, machine, name)
-    return _resolved(getattr(config.tiers, name).budget, name, total, free, f"{config.source}: tiers.{name}.budget")
+    devices = machine.peers if name == "peer" else 1
+    where = f"{config.source}: tiers.{name}.budget"
+    return devices * _resolved(getattr(config.tiers, name).budget, name, total, free, where)
 
 
 def _room(config: VBConfig, machine: Machine, name: str) -> tuple[int, int]:
@@ -174,6 +194,8 @@ def _room(config: VBConfig, machine: Machine, name: str) -> tuple[int, int]:
     if name == "gpu":
         total, free = machine.gpu_total_bytes, machine.gpu_free_bytes
         return total, total if free is None else free
+    if name == "peer":
+        return machine.peer_total_bytes, machine.peer_free_bytes
     if name == "cpu":
         return machine.cpu_total_bytes, machine.cpu_available_bytes
     if machine.ssd_free_bytes is None:

@@ -20,6 +20,7 @@ __all__ = [
     "directory",
     "file",
     "flag",
+    "gpus",
     "pattern_table",
     "patterns",
     "quoted",
@@ -93,6 +94,14 @@ def whole(low: int, high: int = MAX_INT) -> Callable[[object, str], int]:
         return value
 
     return check
+
+
+def gpus(value: object, where: str) -> tuple[int, ...]:
+    """Check for a list of different GPUs, by the numbers that torch gives them."""
+    good = isinstance(value, list | tuple) and all(type(index) is int and 0 <= index < 1024 for index in value)
+    if not good or not value or len(set(value)) < len(value):
+        raise wrong(where, value, "expected a list of different GPUs by their numbers, e.g. [0, 1]")
+    return tuple(value)
 
 
 def auto_or(check: Callable[[object, str], Any]) -> Callable[[object, str], Any]:

@@ -4,7 +4,7 @@
     ├── mode        "infer": frozen planes in tiers; "train": weights that an optimizer moves, through 4 bits;
     │               "full": weights, gradients and optimizer state that train from the tiers
     ├── weights     which modules are swapped, in which format, with or without the fine plane
-    ├── tiers       gpu, cpu, ssd: on or off, and how many bytes each may hold
+    ├── tiers       gpu, peer, cpu, ssd: on or off, and how many bytes each may hold
     ├── policy      what stays resident, and how far ahead pages are fetched
     ├── separation  the fitted codebook of the `quantile` format; in training the scales of every 4-bit format
     ├── training    what is kept of a forward for its backward pass
@@ -37,6 +37,7 @@ from vbrt.config.checks import (
     directory,
     file,
     flag,
+    gpus,
     pattern_table,
     patterns,
     whole,
@@ -56,6 +57,7 @@ __all__ = [
     "ComputeConfig",
     "CpuTier",
     "GpuTier",
+    "PeerTier",
     "PolicyConfig",
     "SeparationConfig",
     "SsdTier",
@@ -96,6 +98,12 @@ def _budget(value: object, where: str) -> int | str:
 def _activations(value: object, where: str) -> int | str:
     parse_activations(value, where=where)
     return value  # type: ignore[return-value]  # parse_activations raises on anything but int and str
+
+
+def _links(value: object, where: str) -> tuple[int, ...] | str:
+    if isinstance(value, str):
+        return choice("own", "auto")(value, where)
+    return gpus(value, where)
 
 
 def _opt(default: Any, check: Callable[[object, str], Any]) -> Any:
@@ -199,12 +207,31 @@ class GpuTier(_Section):
     """Device memory. enabled: "auto" uses a GPU where there is one, true insists on it.
 
     budget: "auto", bytes, "8GiB" or "40%" of the device; without a GPU it says nothing.
+    links: the GPUs over whose links pages come from host memory: "own", only the computing one's; "auto", also those of
+    all GPUs of this process that it reaches directly, which take a part of each page and hand it on; or their numbers.
     """
 
     _key: ClassVar[str] = "tiers.gpu"
 
     enabled: bool | Literal["auto"] = _opt("auto", auto_or(flag))
     budget: int | str = _opt("auto", _budget)
+    links: tuple[int, ...] | Literal["own", "auto"] = _opt("own", _links)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTier(_Section):
+    """Memory of this machine's other GPUs, where pages live beyond the computing one's budget. Off unless asked for.
+
+    enabled: "auto" uses other GPUs where there are any, true insists on one.
+    budget: of each of them: "auto", bytes, "8GiB" or "40%" of the smallest.
+    devices: their numbers, or "auto": all but the computing one.
+    """
+
+    _key: ClassVar[str] = "tiers.peer"
+
+    enabled: bool | Literal["auto"] = _opt(False, auto_or(flag))
+    budget: int | str = _opt("auto", _budget)
+    devices: tuple[int, ...] | Literal["auto"] = _opt("auto", auto_or(gpus))
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +365,7 @@ class TiersConfig:
     """The places where pages may live. Raises ConfigError when neither gpu nor cpu is enabled: ssd cannot compute."""
 
     gpu: GpuTier = _section(GpuTier)
+    peer: PeerTier = _section(PeerTier)
     cpu: CpuTier = _section(CpuTier)
     ssd: SsdTier = _section(SsdTier)
 

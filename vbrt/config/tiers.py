@@ -20,16 +20,21 @@ class TierRecord:
         auto_percent: the share of what is free that `budget = "auto"` takes; the rest is for activations, the
             allocator and other programs.
         overhead_bytes: what a page costs there beside its own bytes.
+        passes: True if pages from further down are copied into it on their way up; False: they pass by it.
+        fills: True if it takes what it has room for before a tier below is asked to hold all pages.
     """
 
     memory: bool
     auto_percent: int
     overhead_bytes: int = 0
+    passes: bool = True
+    fills: bool = False
 
 
 TIERS = {
     "gpu": TierRecord(memory=True, auto_percent=90),
+    "peer": TierRecord(memory=True, auto_percent=90, passes=False, fills=True),
     "cpu": TierRecord(memory=True, auto_percent=80),
-    "ssd": TierRecord(memory=False, auto_percent=90, overhead_bytes=4096),  # the header of a page file
+    "ssd": TierRecord(memory=False, auto_percent=90, overhead_bytes=4096, passes=False),  # the header of a page file
 }
 """By name, the computing one first."""

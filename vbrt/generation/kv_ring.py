@@ -228,7 +228,7 @@ class Ring:
             stream.wait_event(load.extent.written)
         began = None if recorder is None else recorder.mark_on(stream)
         origin = source.view[: target.numel()]
-        if source.room.pinned:
+        if source.room.asynchronous:
             with torch.cuda.stream(stream):
                 target.view(-1).copy_(origin, non_blocking=True)
         else:

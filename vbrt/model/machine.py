@@ -9,12 +9,20 @@ import psutil
 import torch
 
 from vbrt.config import Machine, VBConfig
-from vbrt.errors import TierError, describe_os_error
+from vbrt.errors import ConfigError, TierError, describe_os_error
 from vbrt.host.memory import trim_heap
 from vbrt.kernels.cpu import recycle
 from vbrt.tiers import SsdTier
 
-__all__ = ["check_ssd_directory", "release_host_memory", "ssd_directory", "this_machine", "with_freed"]
+__all__ = [
+    "check_ssd_directory",
+    "link_gpus",
+    "peer_gpus",
+    "release_host_memory",
+    "ssd_directory",
+    "this_machine",
+    "with_freed",
+]
 
 
 def this_machine(config: VBConfig) -> Machine:
@@ -29,22 +37,74 @@ def this_machine(config: VBConfig) -> Machine:
             f"this machine: the system does not say what memory and disks it has "
             f"({describe_os_error(error)}: {error.filename}); try again once that is mended"
         ) from error
-    gpu_free, gpu_total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (None, None)
-    if gpu_free is not None:
-        gpu_free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    gpu_free, gpu_total = _gpu_memory() if torch.cuda.is_available() else (None, None)
+    peers = [_gpu_memory(peer) for peer in peer_gpus(config)]
     return Machine(
         gpu_total_bytes=gpu_total,
         gpu_free_bytes=gpu_free,
         cpu_total_bytes=memory.total,
         cpu_available_bytes=memory.available,
         ssd_free_bytes=ssd_free,
+        peers=len(peers),
+        peer_total_bytes=min((total for _, total in peers), default=0),
+        peer_free_bytes=min((free for free, _ in peers), default=0),
     )
+
+
+def _gpu_memory(*index: int) -> tuple[int, int]:
+    """Return (free, total) of a GPU, by default the current one, in bytes; what torch has reserved and does not use is
+    free."""
+    free, total = torch.cuda.mem_get_info(*index)
+    return free + torch.cuda.memory_reserved(*index) - torch.cuda.memory_allocated(*index), total
+
+
+def peer_gpus(config: VBConfig) -> tuple[int, ...]:
+    """Return the GPUs that a peer tier keeps pages on: none unless `tiers.peer` is enabled.
+
+    Raises ConfigError: a GPU that is named is not there, or is the computing one.
+    """
+    peer = config.tiers.peer
+    if not (peer.enabled and config.tiers.gpu.enabled and torch.cuda.is_available()):
+        return ()
+    return _others(peer.devices, f"{config.source}: tiers.peer.devices")
+
+
+def link_gpus(config: VBConfig) -> tuple[int, ...]:
+    """Return the GPUs, beside the computing one, whose links pages are copied over.
+
+    Raises ConfigError: a GPU that is named is not there, or cannot reach the computing one directly.
+    """
+    links = config.tiers.gpu.links
+    if links == "own":
+        return ()
+    own, where = torch.cuda.current_device(), f"{config.source}: tiers.gpu.links"
+    if links != "auto":
+        links = tuple(index for index in links if index != own)
+    others = _others(links, where) if links else ()
+    reached = tuple(index for index in others if torch.cuda.can_device_access_peer(index, own))
+    if links != "auto" and reached != others:
+        raise ConfigError(f"{where} = {list(links)}; cuda:{own} cannot be reached directly from all of them")
+    return reached
+
+
+def _others(devices: tuple[int, ...] | str, where: str) -> tuple[int, ...]:
+    """Return GPUs other than the current one: all, or those that are named."""
+    own, count = torch.cuda.current_device(), torch.cuda.device_count()
+    if devices == "auto":
+        return tuple(index for index in range(count) if index != own)
+    wrong = next((index for index in devices if index >= count or index == own), None)
+    if wrong is not None:
+        why = "it is the computing one" if wrong == own else f"this process sees {count} GPUs"
+        raise ConfigError(f"{where} = {list(devices)}; cuda:{wrong} cannot be one of them: {why}")
+    return devices
 
 
 def with_freed(machine: Machine, tier: str, nbytes: int) -> Machine:
     """Return the machine as if `nbytes` that a tier holds were free."""
     if tier == "gpu":
         return replace(machine, gpu_free_bytes=machine.gpu_free_bytes + nbytes)
+    if tier == "peer":
+        return replace(machine, peer_free_bytes=machine.peer_free_bytes + nbytes // max(1, machine.peers))
     if tier == "cpu":
         return replace(machine, cpu_available_bytes=machine.cpu_available_bytes + nbytes)
     return replace(machine, ssd_free_bytes=machine.ssd_free_bytes + nbytes)

@@ -202,7 +202,7 @@ class Runtime:
         machine = with_freed(this_machine(config), tier, tier_stats(self.stack)[tier].held_bytes)
         nbytes = resolve_budget(config, machine, tier)
         largest = self.largest_layer_bytes
-        if TIERS[tier].memory and nbytes < largest:
+        if TIERS[tier].passes and nbytes < largest:
             raise ConfigError(
                 f"{config.source}: tiers.{tier}.budget = {nbytes} bytes is smaller than the largest "
                 f"layer's pages ({largest} bytes); give it at least that"

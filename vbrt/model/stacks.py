@@ -8,7 +8,7 @@ import torch
 
 from vbrt.config import VBConfig
 from vbrt.config.tiers import TIERS
-from vbrt.model.machine import ssd_directory
+from vbrt.model.machine import link_gpus, peer_gpus, ssd_directory
 from vbrt.residency.custom import PolicyFactory
 from vbrt.residency.division import auto_prefetch, auto_scan
 from vbrt.residency.expert_room import largest_pages
@@ -17,7 +17,8 @@ from vbrt.residency.policy import Policy
 from vbrt.residency.routing_file import read_routing
 from vbrt.residency.simulate import best_scope, make_policy
 from vbrt.residency.token_cost import fitted
-from vbrt.tiers import Level, MemoryTier, SsdTier, Tier, TierStack
+from vbrt.tiers import Level, MemoryTier, PeerTier, SsdTier, Tier, TierStack
+from vbrt.tiers.lanes import open_lanes
 
 __all__ = ["attach_stores", "build_stack", "policy_kind"]
 
@@ -36,7 +37,10 @@ def build_stack(plan: Plan, config: VBConfig, policy: PolicyFactory | None = Non
         for name, budget in plan.budgets.items()
         if TIERS[name].memory
     ]
-    workers = min(4, max(level.policy.prefetch for level in levels)) or 1
+    if plan.compute_tier == "gpu":
+        top = levels[0]
+        top.lanes = open_lanes(top.stream, link_gpus(config), top.tier.fallbacks)
+    workers = min(4, max(level.policy.prefetch for level in levels if level.keeps_copies)) or 1
     stack = TierStack(levels, workers=workers, share_cores=plan.compute_tier == "cpu")
     try:
         if any(plan.home_bytes(name) for name in plan.budgets if not TIERS[name].memory):
@@ -47,13 +51,18 @@ def build_stack(plan: Plan, config: VBConfig, policy: PolicyFactory | None = Non
     return stack
 
 
-def _tier(name: str, budget: int, plan: Plan, config: VBConfig) -> MemoryTier:
-    device = torch.device("cuda", torch.cuda.current_device()) if name == "gpu" else torch.device("cpu")
+def _tier(name: str, budget: int, plan: Plan, config: VBConfig) -> MemoryTier | PeerTier:
+    own = torch.device("cuda", torch.cuda.current_device()) if plan.compute_tier == "gpu" else None
+    if name == "peer":
+        return PeerTier([torch.device("cuda", index) for index in peer_gpus(config)], budget, computing=own)
+    device = own if name == "gpu" else torch.device("cpu")
     pinned = name == "cpu" and plan.compute_tier == "gpu" and config.tiers.cpu.pinned
     return MemoryTier(name, device, budget, pinned=pinned)
 
 
-def _policy(name: str, budget: int, plan: Plan, config: VBConfig, policy: PolicyFactory | None) -> Policy:
+def _policy(name: str, budget: int, plan: Plan, config: VBConfig, policy: PolicyFactory | None) -> Policy | None:
+    if not TIERS[name].passes:
+        return None
     room = budget - plan.home_bytes(name)
     if policy is not None:
         return policy(room)

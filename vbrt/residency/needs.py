@@ -34,14 +34,15 @@ class TierNeed:
 
 def tier_needs(plan: Plan, machine: Machine) -> list[TierNeed]:
     """Return the need of each tier that takes part, the computing one first."""
-    has = {"gpu": machine.gpu_free_bytes, "cpu": machine.cpu_available_bytes, "ssd": machine.ssd_free_bytes}
+    has = {"gpu": machine.gpu_free_bytes, "peer": machine.peers * machine.peer_free_bytes}
+    has |= {"cpu": machine.cpu_available_bytes, "ssd": machine.ssd_free_bytes}
     largest = plan.largest_layer_bytes
     needs = []
     tiers = list(plan.budgets)
     for depth, tier in enumerate(tiers):
         pages = [page for swap in plan.swaps for page in swap.pages if page.home == tier]
         home = sum(page.nbytes + TIERS[tier].overhead_bytes for page in pages)
-        below = sum(plan.home_bytes(lower) for lower in tiers[depth + 1 :])
+        below = TIERS[tier].passes * sum(plan.home_bytes(lower) for lower in tiers[depth + 1 :])
         kept = plan.unbudgeted_bytes if depth == 0 else 0
         needs.append(
             TierNeed(

@@ -260,7 +260,9 @@ def place(layers: Sequence[Sequence[PageSpec]], budgets: Mapping[str, int], *, s
     """Return the home of each page: the first tier, from the computing one down, that holds them all.
 
     Where no single tier does, the last tier takes what fits, evenly spread, and the tiers above take the rest, each
-    keeping room for one layer to pass through.
+    keeping room for one layer to pass through. A tier that `fills` (the neighbours' memory) comes first: it takes what
+    fits, evenly spread, the computing tier what it holds beside some layers that pass through, and only what is left
+    goes further down.
 
     Where not everything fits into the computing tier and there are routed experts, the pages that every pass needs live
     in that tier, if they fit there beside one token's experts, and only the others are placed in this manner. Without
@@ -292,7 +294,7 @@ def place(layers: Sequence[Sequence[PageSpec]], budgets: Mapping[str, int], *, s
         budgets = {**budgets, top: budgets[top] - sum(every.values())}
         sizes = {key: size for key, size in sizes.items() if key not in homes}
         layers = [[page for page in layer if page.key not in homes] for layer in layers]
-    return homes | _place(sizes, [layer for layer in layers if layer], budgets, source)
+    return homes | _place_filling(sizes, [layer for layer in layers if layer], budgets, source)
 
 
 def _coarse_of_exact(layers: Sequence[Sequence[PageSpec]], top: str) -> dict[str, int]:
@@ -300,6 +302,30 @@ def _coarse_of_exact(layers: Sequence[Sequence[PageSpec]], top: str) -> dict[str
     exact = [layer for layer in layers if len({page.plane for page in layer}) > 1]
     first = [layer[0] for layer in exact if not layer[0].by_rows]
     return {page.key: _cost(page.nbytes, top) for page in first}
+
+
+def _place_filling(
+    sizes: Mapping[str, int], layers: Sequence[Sequence[PageSpec]], budgets: Mapping[str, int], source: str
+) -> dict[str, str]:
+    """`_place`, where tiers that fill, and the computing tier, take what fits before tiers below them are asked."""
+    filling = [tier for tier in budgets if TIERS[tier].fills]
+    top, *below = [tier for tier in budgets if tier not in filling] or [""]
+    if not filling or sum(_cost(size, top) for size in sizes.values()) <= budgets[top]:
+        return _place(sizes, layers, {tier: budgets[tier] for tier in budgets if tier not in filling}, source)
+    lease = max(map(_lease_bytes, layers), default=0)
+    _check_passage([top], budgets, lease, layers, source)
+    cached = below and any(page.top_k for layer in layers for page in layer)  # the computing tier is the experts' cache
+    passing = max(lease, min(_PASSING * max(sizes.values()), budgets[top] // 2)) if below else lease
+    rooms = {tier: budgets[tier] for tier in filling} | ({} if cached else {top: budgets[top] - passing})
+    homes: dict[str, str] = {}
+    for tier, room in rooms.items():
+        left = {key: _cost(size, tier) for key, size in sizes.items() if key not in homes}
+        homes |= dict.fromkeys(spread(list(left), left, room), tier)
+    left = {key: size for key, size in sizes.items() if key not in homes}
+    if left and not below:
+        raise _too_small(sizes, budgets, source)
+    passed = [tuple(page for page in layer if page.key in left) for layer in layers]
+    return homes | _place(left, [layer for layer in passed if layer], {tier: budgets[tier] for tier in below}, source)
 
 
 def _place(
@@ -321,13 +347,16 @@ def _place(
             homes[key] = tier
         left = [key for key in left if key not in homes]
     if left:
-        have = " + ".join(f"{tier} {format_bytes(budgets[tier])}" for tier in tiers)
-        raise ConfigError(
-            f"{source}: the pages take {format_bytes(sum(sizes.values()))}, the tiers hold {have}; raise "
-            "tiers.*.budget, enable a further tier (tiers.ssd with a path), or choose a smaller "
-            "weights.format"
-        )
+        raise _too_small(sizes, budgets, source)
     return homes
+
+
+def _too_small(sizes: Mapping[str, int], budgets: Mapping[str, int], source: str) -> ConfigError:
+    have = " + ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in budgets.items())
+    return ConfigError(
+        f"{source}: the pages take {format_bytes(sum(sizes.values()))}, the tiers hold {have}; raise tiers.*.budget, "
+        "enable a further tier (tiers.ssd with a path), or choose a smaller weights.format"
+    )
 
 
 def leased_pages(pages: Sequence[PageSpec]) -> tuple[PageSpec, ...]:

@@ -2,6 +2,7 @@
 
 from vbrt.tiers.lease import Lease, LeasedTensors
 from vbrt.tiers.memory import Buffer, MemoryTier
+from vbrt.tiers.peer import PeerTier
 from vbrt.tiers.protocol import Tier
 from vbrt.tiers.recorder import Recorder
 from vbrt.tiers.recording import Recording
@@ -18,6 +19,7 @@ __all__ = [
     "MemoryTier",
     "Owner",
     "Page",
+    "PeerTier",
     "Recorder",
     "Recording",
     "SsdTier",

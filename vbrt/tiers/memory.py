@@ -16,12 +16,13 @@ __all__ = ["Buffer", "MemoryTier"]
 class Buffer:
     """Memory for one page: a uint8 tensor of its bytes, and the CUDA events after which it may be overwritten."""
 
-    __slots__ = ("__weakref__", "fences", "tensor", "unpin")
+    __slots__ = ("__weakref__", "fences", "part", "tensor", "unpin")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.fences: dict[int, torch.cuda.Event] = {}  # by stream: a later event stands for the earlier ones
         self.unpin: weakref.finalize | None = None
+        self.part: MemoryTier | None = None  # whose it is, in a tier of several devices
 
     @property
     def nbytes(self) -> int:
@@ -30,8 +31,13 @@ class Buffer:
 
     @property
     def pinned(self) -> bool:
-        """True if it is page-locked: copies to a GPU do not block the thread that asks for them."""
+        """True if it is page-locked host memory, which kernels can read by address too."""
         return self.unpin is not None
+
+    @property
+    def asynchronous(self) -> bool:
+        """True if copies to a GPU do not block the thread that asks for them: page-locked, or a GPU's memory."""
+        return self.unpin is not None or self.tensor.is_cuda
 
     def synchronize(self) -> None:
         """Wait for the copies and kernels that still use this memory."""

@@ -163,7 +163,7 @@ class Mover:
         source, level = slot.source, slot.level
         if level.stream is None or source.state is not State.READY or slot.page.due:
             return False
-        if not (source.level.tier.memory and source.room.pinned):
+        if not (source.level.tier.memory and source.room.asynchronous):
             return False
         try:
             slot.loader, slot.state = threading.get_ident(), State.LOADING
@@ -208,7 +208,7 @@ class Mover:
         self._reserve(slot)
         self._fill(slot, write)
         if slot.level.stream is not None:
-            torch.cuda.current_stream(slot.level.tier.device).synchronize()  # once a page: its leases wait for nothing
+            torch.cuda.current_stream(slot.view.device).synchronize()  # once a page: its leases wait for nothing
 
     def _fill(self, slot: Slot, write: Write) -> None:
         tier, page = slot.level.tier, slot.page
@@ -276,11 +276,16 @@ class Mover:
             if recorder is not None:
                 recorder.note(link, slot.page.key, began, recorder.mark_on(None), nbytes)
             return
+        lanes = slot.level.lanes
         for fence in slot.room.fences.values():  # kernels that still read this buffer
             stream.wait_event(fence)
+            if lanes is not None:
+                lanes.wait(fence)
         slot.room.fences.clear()
         began = None if recorder is None else recorder.mark_on(stream)
-        if room.pinned:
+        if lanes is not None and room.pinned and lanes.take(origin):
+            lanes.copy(lanes.parts(target, origin))
+        elif room.asynchronous:
             with torch.cuda.stream(stream):
                 target.copy_(origin, non_blocking=True)
         else:

@@ -41,7 +41,7 @@ class Ring:
         self.buffers: list[Buffer | None] = [None] * slots
         self.keys = [""] * slots
         stream = self._level.stream
-        self.link = link_of(stream, slots)
+        self.link = link_of(stream, slots, self._level.lanes)
 
     # -- buffers ------------------------------------------------------------------------------------------------------
 

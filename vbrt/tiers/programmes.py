@@ -111,7 +111,7 @@ class Programmes:
             if source is None:
                 self.reason = f"{key}: it does not come up in one copy from memory"
                 return {}
-            if stream is not None and page.home and not source.room.pinned:
+            if stream is not None and page.home and not source.room.asynchronous:
                 self.reason = f"{key}: its host memory is not page-locked"
                 return {}
             if page.tally is not None:

@@ -20,6 +20,7 @@ from vbrt.formats.page import PageLayout
 from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.policy import Policy
 from vbrt.tiers.guard import Guard
+from vbrt.tiers.lanes import Lanes
 from vbrt.tiers.protocol import Room, Tier
 from vbrt.tiers.relay import Relay
 from vbrt.tiers.tally import Tally
@@ -174,6 +175,7 @@ class Level:
         self.pending: dict[Slot, None] = {}  # decided and without room yet, earliest first
         self.stream = torch.cuda.Stream(tier.device) if tier.device.type == "cuda" else None
         self.relay = Relay(tier.fallbacks)  # for pages in host memory that is not page-locked
+        self.lanes: Lanes | None = None  # where pages come over the links of several GPUs
         self._fit()
 
     # -- room ---------------------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from vbrt.tiers.device_copy import copying, cuda_runtime
+from vbrt.tiers.lanes import Lanes, Parts
 from vbrt.tiers.memory import Buffer
 
 __all__ = ["HostLink", "StreamLink", "link_of"]
@@ -239,14 +241,9 @@ class DirectLink(StreamLink):
             torch.cuda.check_error(code)
 
     def copying(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> Started:
-        start = functools.partial(
-            self._runtime.cudaMemcpyAsync,
-            ctypes.c_void_p(target.data_ptr()),
-            ctypes.c_void_p(source.data_ptr()),
-            ctypes.c_size_t(target.nbytes),
-            _HOST_TO_DEVICE,
-            self._copies,
-        )
+        start = copying(self._runtime, target, source, self._stream)
+        if source.is_cuda:
+            return functools.partial(self._copy_from_peer, slot, start, (target, source))
         return functools.partial(self._copy_directly, slot, start, (target, source))
 
     def _copy_directly(self, slot: int, start: Callable[[], int], tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -258,26 +255,72 @@ class DirectLink(StreamLink):
         if code:
             torch.cuda.check_error(code)
 
-
-_NO_FLAGS, _HOST_TO_DEVICE = ctypes.c_uint(0), ctypes.c_int(1)
-
-
-@functools.cache
-def _runtime() -> ctypes.CDLL | None:
-    """Return the CUDA runtime that torch has loaded; None where it has none of its own to be called."""
-    major = (torch.version.cuda or "").partition(".")[0]
-    try:
-        return ctypes.CDLL(f"libcudart.so.{major}") if major else None
-    except OSError:
-        return None  # torch's own calls do the same
+    def _copy_from_peer(self, slot: int, start: Callable[[], int], tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Copy from another GPU's memory, also under a capture; `tensors` are kept as long as the copy may be made."""
+        event = self._arrived[slot] = self._own[slot]
+        code = start()
+        if code:
+            torch.cuda.check_error(code)
+        event.record(self._stream)
 
 
-def link_of(stream: torch.cuda.Stream | None, slots: int) -> HostLink:
-    """Return the link of a ring of so many slots into a tier whose copies run on a stream; None: on the host."""
+_NO_FLAGS = ctypes.c_uint(0)
+
+
+class LaneLink(DirectLink):
+    """A `DirectLink` whose copies of large pages from host memory are made in parts, over the links of several GPUs."""
+
+    def __init__(self, stream: torch.cuda.Stream, slots: int, runtime: ctypes.CDLL, lanes: Lanes) -> None:
+        self._lanes = lanes
+        super().__init__(stream, slots, runtime)
+
+    def wait_for(self, buffer: Buffer) -> None:
+        super().wait_for(buffer)
+        for fence in buffer.fences.values():
+            self._lanes.wait(fence)
+
+    def computed(self) -> None:
+        super().computed()
+        self._lanes.wait(self._done)
+
+    def copying(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> Started:
+        if not self._lanes.take(source):
+            return super().copying(slot, target, source)
+        return functools.partial(self._copy_in_parts, slot, self._lanes.parts(target, source))
+
+    def _copy_in_parts(self, slot: int, parts: Parts) -> None:
+        event = self._arrived[slot] = self._own[slot]
+        self._lanes.copy(parts)
+        event.record(self._stream)
+
+    def begin_capture(self) -> None:
+        super().begin_capture()
+        self._lanes.begin_capture()
+
+    def join(self) -> None:
+        self._lanes.join()
+        super().join()
+
+    def end_capture(self) -> None:
+        super().end_capture()
+        self._lanes.end_capture()
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        super().replay(graph)
+        self._lanes.follow(self._arrived[0])
+
+
+def link_of(stream: torch.cuda.Stream | None, slots: int, lanes: Lanes | None = None) -> HostLink:
+    """Return the link of a ring of so many slots into a tier whose copies run on a stream; None: on the host.
+
+    lanes: where pages come over the links of several GPUs.
+    """
     if stream is None:
         return HostLink()
-    runtime = _runtime()
-    return StreamLink(stream, slots) if runtime is None else DirectLink(stream, slots, runtime)
+    runtime = cuda_runtime()
+    if runtime is None:
+        return StreamLink(stream, slots)
+    return DirectLink(stream, slots, runtime) if lanes is None else LaneLink(stream, slots, runtime, lanes)
 
 
 def _name(stream: torch.cuda.Stream) -> tuple[int, int, int]:

@@ -1,0 +1,44 @@
+"""The neighbours' memory as a tier, with host memory in its place."""
+
+import pytest
+import torch
+
+from tests.tiers.stacks import UNIT, WatchedTier, add_all, assert_at_rest, run
+from vbrt.errors import TierError
+from vbrt.residency.simulate import PASS, make_policy
+from vbrt.tiers import Level, PeerTier, TierStack
+
+CPU = torch.device("cpu")
+SIZES = {f"page{i}": 1 for i in range(9)}
+ONE_PASS = [PASS, *((key,) for key in SIZES)]
+
+
+def stack_of(peer_units: int) -> TierStack:
+    top = Level(WatchedTier("gpu", 4), make_policy("scheduled", 4 * UNIT))
+    return TierStack([top, PeerTier([CPU, CPU], peer_units * UNIT), Level(WatchedTier("cpu", 9))])
+
+
+def test_pages_of_two_neighbours_come_up_past_the_tier_below_and_stay_within_each_share():
+    stack = add_all(stack_of(6), SIZES, {key: "peer" if i % 3 else "cpu" for i, key in enumerate(SIZES)})
+    run(stack, ONE_PASS * 5)
+    assert stack.ledger.running is not None, stack.ledger.programmes.reason
+    peer = stack.levels[1].tier
+    assert [part.held_bytes for part in peer.parts] == [3 * UNIT, 3 * UNIT] and peer.peak_bytes == 6 * UNIT
+    moved = {link for page in stack.pages.values() for link, nbytes in page.bytes_moved.items() if nbytes}
+    assert moved == {"peer>gpu", "cpu>gpu"}
+    stack.set_budget("peer", 2 * UNIT)
+    run(stack, ONE_PASS * 2)
+    assert [part.held_bytes for part in peer.parts] == [UNIT, UNIT] and peer.peak_bytes == 2 * UNIT
+    assert_at_rest(stack)
+    stack.close()
+    assert peer.held_bytes == 0
+
+
+def test_a_page_that_no_single_neighbour_has_room_for_is_an_error_and_not_a_wait():
+    tier = PeerTier([CPU, CPU], 6 * UNIT)
+    rooms = [tier.reserve(2 * UNIT), tier.reserve(2 * UNIT)]
+    with pytest.raises(TierError, match="none has room for a page of 8192 bytes"):
+        tier.reserve(2 * UNIT)
+    assert tier.reserve(3 * UNIT) is None
+    tier.free(rooms[0], reuse=False)
+    assert tier.reserve(2 * UNIT) is not None and tier.held_bytes == tier.used_bytes == 4 * UNIT

@@ -1,0 +1,53 @@
+"""Copies to a GPU by the CUDA runtime's own call, on a stream of any device.
+
+torch's copies between two GPUs run on the source's current stream, which a CUDA graph cannot record where that is the
+default one. The runtime's run on the stream that they are given, of whichever device, also while that is recorded.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["DEFAULT", "HOST_TO_DEVICE", "copying", "cuda_runtime", "reach"]
+
+HOST_TO_DEVICE, DEFAULT = ctypes.c_int(1), ctypes.c_int(4)  # the second lets addresses tell
+
+
+@functools.cache
+def cuda_runtime() -> ctypes.CDLL | None:
+    """Return the CUDA runtime that torch has loaded; None where it has none of its own to be called."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    try:
+        return ctypes.CDLL(f"libcudart.so.{major}") if major else None
+    except OSError:
+        return None  # torch's own calls do the same, but for what this file says
+
+
+def copying(
+    runtime: ctypes.CDLL, target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream
+) -> Callable[[], int]:
+    """Return what queues a copy of all bytes of `source` on a stream each time that it is called, and returns CUDA's
+    error code; both tensors must live as long as the copies."""
+    return functools.partial(
+        runtime.cudaMemcpyAsync,
+        ctypes.c_void_p(target.data_ptr()),
+        ctypes.c_void_p(source.data_ptr()),
+        ctypes.c_size_t(target.nbytes),
+        DEFAULT if source.is_cuda else HOST_TO_DEVICE,
+        ctypes.c_void_p(stream.cuda_stream),
+    )
+
+
+def reach(own: torch.device, other: torch.device) -> str:
+    """Have two GPUs copy directly to each other; return why they cannot, "" if they can."""
+    for one, two in ((own, other), (other, own)):
+        if not torch.cuda.can_device_access_peer(one, two):
+            return f"{one} cannot reach the memory of {two} directly, copies go through host memory"
+        _byte(one).copy_(_byte(two))  # torch enables the access
+    return ""
+
+
+def _byte(device: torch.device) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.uint8, device=device)
