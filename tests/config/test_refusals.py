@@ -11,6 +11,7 @@ from vbrt.errors import ConfigError, VBError
 OFF = f"{BUDGET}; to switch a tier off set enabled = false"
 PATTERNS = 'expected a list of module name patterns, e.g. ["model.layers.*", "*.mlp.*"]'
 POLICY_KEYS = "expected one of kind, prefetch, scope, routing"
+GPUS = "expected a list of different GPUs by their numbers, e.g. [0, 1]"
 DIRECTORY = 'expected a directory, e.g. "~/.cache/vbrt/pages"'
 
 WRONG_VALUES = [
@@ -56,6 +57,12 @@ WRONG_VALUES = [
     ("tiers.gpu.budget", "9999999999TiB", f'"9999999999TiB"; {BUDGET}, and no more than the machine has'),
     ("tiers.gpu.budget", "0%", '"0%"; expected more than 0% and at most 100%'),
     ("tiers.gpu.budget", "100.1%", '"100.1%"; expected more than 0% and at most 100%'),
+    ("tiers.gpu.links", "all", '"all"; expected "own" or "auto"'),
+    ("tiers.peer.budget", "much", f'"much"; {BUDGET}'),
+    ("tiers.gpu.links", [0, 0], f"[0, 0]; {GPUS}"),
+    ("tiers.peer.enabled", 1, '1; expected true or false, or "auto"'),
+    ("tiers.peer.devices", [], f'[]; {GPUS}, or "auto"'),
+    ("tiers.peer.devices", ["cuda:1"], f"['cuda:1']; {GPUS}, or \"auto\""),
     ("tiers.cpu.pinned", 0, "0; expected true or false"),
     ("tiers.ssd.path", 3, f"3; {DIRECTORY}"),
     ("tiers.ssd.path", " ", f'" "; {DIRECTORY}'),
@@ -152,16 +159,16 @@ def test_every_key_has_a_refusal_in_the_table():
                 "mode"
             ),
         ),
-        ({"tiers": {"hdd": {}}}, "tiers.hdd is not a known section; expected one of gpu, cpu, ssd"),
+        ({"tiers": {"hdd": {}}}, "tiers.hdd is not a known section; expected one of gpu, peer, cpu, ssd"),
         (
             {"tiers": {"gpu": {"bugdet": 1}}},
-            'tiers.gpu.bugdet is not a known key; did you mean "budget"?; expected one of enabled, budget',
+            'tiers.gpu.bugdet is not a known key; did you mean "budget"?; expected one of enabled, budget, links',
         ),
         ({"policy": {"PREFETCH": 1}}, f'policy.PREFETCH is not a known key; did you mean "prefetch"?; {POLICY_KEYS}'),
         ({"policy": {3: 1}}, f"policy.3 is not a known key; {POLICY_KEYS}"),
         ({"policy": "lru"}, 'policy = "lru"; expected a table with the keys kind, prefetch, scope, routing'),
-        ({"tiers": [1]}, "tiers = [1]; expected a table with the keys gpu, cpu, ssd"),
-        ({"tiers": {"gpu": True}}, "tiers.gpu = true; expected a table with the keys enabled, budget"),
+        ({"tiers": [1]}, "tiers = [1]; expected a table with the keys gpu, peer, cpu, ssd"),
+        ({"tiers": {"gpu": True}}, "tiers.gpu = true; expected a table with the keys enabled, budget, links"),
         (
             {"tiers": {"ssd": {"enabled": True}}},
             (
