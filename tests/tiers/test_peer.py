@@ -21,7 +21,6 @@ def stack_of(peer_units: int) -> TierStack:
 def test_pages_of_two_neighbours_come_up_past_the_tier_below_and_stay_within_each_share():
     stack = add_all(stack_of(6), SIZES, {key: "peer" if i % 3 else "cpu" for i, key in enumerate(SIZES)})
     run(stack, ONE_PASS * 5)
-    assert stack.ledger.running is not None, stack.ledger.programmes.reason
     peer = stack.levels[1].tier
     assert [part.held_bytes for part in peer.parts] == [3 * UNIT, 3 * UNIT] and peer.peak_bytes == 6 * UNIT
     moved = {link for page in stack.pages.values() for link, nbytes in page.bytes_moved.items() if nbytes}
