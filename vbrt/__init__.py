@@ -52,6 +52,8 @@ _NAMES = {
     "residency.routing": ("generate_routing",),
     "residency.routing_file": ("read_routing",),
     "residency.simulate": ("simulate",),
+    "saves.checkpoint": ("TrainingCheckpoint", "read_checkpoint"),
+    "wrapper.full": ("VBFullWrapper",),
     "wrapper.load": ("load",),
     "wrapper.of": ("of",),
     "wrapper.pipeline": ("VBPipelineWrapper",),
@@ -98,6 +100,8 @@ if TYPE_CHECKING:
     from vbrt.residency.routing import generate_routing
     from vbrt.residency.routing_file import read_routing
     from vbrt.residency.simulate import simulate
+    from vbrt.saves.checkpoint import TrainingCheckpoint, read_checkpoint
+    from vbrt.wrapper.full import VBFullWrapper
     from vbrt.wrapper.load import load
     from vbrt.wrapper.of import of
     from vbrt.wrapper.pipeline import VBPipelineWrapper

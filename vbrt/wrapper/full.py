@@ -1,6 +1,8 @@
 """The façade of a model that trains from the tiers."""
 
 from collections.abc import Callable, Iterable
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 
 from vbrt.errors import WrapError
 from vbrt.model.full import FullAttachment
+from vbrt.saves.training import load_training, save_training
 from vbrt.wrapper.wrapper import VBModelWrapper
 
 __all__ = ["VBFullWrapper", "take_optimizer_of"]
@@ -62,6 +65,42 @@ class VBFullWrapper(VBModelWrapper):
     def settle(self) -> None:
         """Wait until all updates are done. Raises TierError for one that failed."""
         self._attachment.settle()
+
+    def save_checkpoint(self, directory: str | PathLike, *, extra: Any = None, progress: bool | None = None) -> Path:
+        """Write all that the next step depends on into a directory, in the place of the checkpoint that it holds.
+
+        Weights, moments, steps, buffers and the groups' settings, one weight in memory at a time, after all updates. A
+        process that is killed and a disk that is full leave the checkpoint before. Gradients are not saved: call it
+        between steps. Generators, schedulers and counters are the caller's, in `extra`.
+
+        Args:
+            extra: state dicts and other plain data with tensors, such as `{"schedule": scheduler.state_dict(),
+                "random": torch.get_rng_state()}`.
+            progress: as for `materialize`.
+
+        Returns:
+            The directory; `load_checkpoint` takes it under any tiers, `vbrt.read_checkpoint` for plain torch.
+
+        Raises:
+            CheckpointError: it cannot be written, or the disk is full: names the path; training may go on.
+            TierError: an update failed, or a page cannot be read.
+            WrapError: there is no optimizer, or the wrapper was closed.
+        """
+        return save_training(self._attachment, directory, extra, progress=progress)
+
+    def load_checkpoint(self, directory: str | PathLike, *, progress: bool | None = None) -> Any:
+        """Be where `save_checkpoint` was called: the next steps have the same bits, whatever the tiers.
+
+        Returns:
+            What was given as `extra`.
+
+        Raises:
+            CheckpointError: there is none; it is damaged (weights before the damage are loaded then: load another one);
+                or it is of another model or optimizer, and nothing was loaded.
+            TierError: a page cannot be written.
+            WrapError: there is no optimizer, or the wrapper was closed.
+        """
+        return load_training(self._attachment, directory, progress=progress)
 
     def unwrap(self) -> nn.Module:
         """Turn the model back into a plain one, in place, with its own parameter objects and their fp32 masters, and

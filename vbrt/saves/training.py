@@ -1,0 +1,155 @@
+"""A model that trains from the tiers, written to a checkpoint and put back where a checkpoint was written."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vbrt.errors import CheckpointError
+from vbrt.model.full import FullAttachment
+from vbrt.report.progress import Progress
+from vbrt.saves.checkpoint import Piece, SavedCheckpoint, write_checkpoint
+from vbrt.saves.tensorfile import TensorInfo
+from vbrt.training.full import FullWeight
+from vbrt.training.streamed import StreamedParameter
+
+__all__ = ["load_training", "save_training"]
+
+
+def save_training(attachment: FullAttachment, directory: str | PathLike, extra: Any, *, progress: bool | None) -> Path:
+    """Write a checkpoint. See `VBFullWrapper.save_checkpoint`."""
+    optimizer = attachment.need("save_checkpoint")
+    attachment.settle()
+    numbers, groups = _numbered(optimizer)
+    model, moments, pieces = [], dict[int, dict[str, Any]](), list[Piece]()
+    for names, tensor in _held(attachment.model):
+        if not isinstance(tensor, StreamedParameter):
+            model.append({"names": names, "value": tensor.detach()})
+            continue
+        own, piece = _weight(tensor.weight, names[0], numbers.get(id(tensor)))
+        model.append({"names": names, "value": piece.tensors[0]})
+        pieces.append(piece)
+        if own is not None:
+            moments[numbers[id(tensor)]] = own
+    for parameter, own in optimizer.state.items():
+        if not isinstance(parameter, StreamedParameter):
+            moments[numbers[id(parameter)]] = dict(own)
+    state = {
+        "class": attachment.updater.rule.optimizer.__name__,
+        "model": model,
+        "optimizer": {"state": dict(sorted(moments.items())), "param_groups": groups},
+        "extra": extra,
+    }
+    return write_checkpoint(directory, state, pieces, progress=progress)
+
+
+def _numbered(optimizer: torch.optim.Optimizer) -> tuple[dict[int, int], list[dict[str, Any]]]:
+    """Return each parameter's number, by its id, and the groups with numbers for parameters, as torch has them."""
+    numbers: dict[int, int] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            numbers.setdefault(id(parameter), len(numbers))
+        own = {key: value for key, value in group.items() if key != "params"}
+        groups.append(own | {"params": [numbers[id(parameter)] for parameter in group["params"]]})
+    return numbers, groups
+
+
+def _held(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
+    """Yield each parameter and each buffer of the state dict once, with all its names."""
+    found: dict[int, tuple[list[str], Tensor]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        buffers = {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
+        for name, tensor in (*module._parameters.items(), *buffers.items()):
+            if tensor is not None:
+                found.setdefault(id(tensor), ([], tensor))[0].append(prefix + name)
+    yield from found.values()
+
+
+def _weight(weight: FullWeight, name: str, number: int | None) -> tuple[dict[str, Any] | None, Piece]:
+    """Return what the optimizer's state says of a weight, and the piece that writes it: the fp32 weight first."""
+    state, shape = weight.state, tuple(weight.state.low.shape)
+    infos = [TensorInfo(f"model.{name}", torch.float32, shape)]
+    if number is None or not (state.steps or state.moments):
+        return None, Piece(tuple(infos), lambda: {infos[0].name: weight.master()})
+    own: dict[str, Any] = {"step": torch.tensor(float(state.steps), dtype=torch.float32, device="cpu")}
+    for key, moment in state.moments.items():
+        infos.append(TensorInfo(f"optimizer.{number}.{key}", moment.dtype, tuple(moment.shape)))
+        own[key] = infos[-1]
+    return own, Piece(tuple(infos), partial(_tensors, weight, tuple(infos)))
+
+
+def _tensors(weight: FullWeight, infos: tuple[TensorInfo, ...]) -> Mapping[str, Tensor]:
+    values = (weight.master(), *weight.state.moments.values())
+    return {info.name: value for info, value in zip(infos, values, strict=True)}
+
+
+# -- back -------------------------------------------------------------------------------------------------------------
+
+
+def load_training(attachment: FullAttachment, directory: str | PathLike, *, progress: bool | None) -> Any:
+    """Be where a checkpoint was written. See `VBFullWrapper.load_checkpoint`."""
+    optimizer, saved = attachment.need("load_checkpoint"), SavedCheckpoint(directory)
+    attachment.settle()
+    here = {name: (names, tensor) for names, tensor in _held(attachment.model) for name in names}
+    _check(saved, attachment, here)
+    numbers, _ = _numbered(optimizer)
+    state = saved.state["optimizer"]["state"]
+    with Progress("loading", sum(entry["value"].nbytes for entry in saved.state["model"]), show=progress) as work:
+        for entry in saved.state["model"]:
+            work.at(entry["names"][0])
+            _, tensor = here[entry["names"][0]]
+            if isinstance(tensor, StreamedParameter):
+                _fill(tensor.weight, saved, entry["value"], state.get(numbers.get(id(tensor))))
+            else:
+                tensor.data.copy_(saved.read(entry["value"]))
+            work.done(entry["value"].nbytes)
+    _fill_optimizer(optimizer, saved, numbers)
+    return saved.filled(saved.state["extra"])
+
+
+def _check(saved: SavedCheckpoint, attachment: FullAttachment, here: Mapping[str, tuple[list[str], Tensor]]) -> None:
+    """Raise CheckpointError for a checkpoint of another model or another optimizer, before anything changes."""
+    theirs = {name: entry["value"] for entry in saved.state["model"] for name in entry["names"]}
+    for name in (*here, *theirs):
+        if name not in theirs or name not in here:
+            raise _other(saved, f"{name} is {'there' if name in theirs else 'here'} only")
+        if tuple(here[name][1].shape) != theirs[name].shape:
+            raise _other(saved, f"{name} has shape {theirs[name].shape} there and {tuple(here[name][1].shape)} here")
+    rule, groups = attachment.updater.rule.optimizer.__name__, attachment.optimizer.param_groups
+    if saved.state["class"] != rule:
+        raise _other(saved, f"its optimizer is {saved.state['class']}, and {rule} here")
+    sizes = [len(group["params"]) for group in saved.state["optimizer"]["param_groups"]]
+    if sizes != [len(group["params"]) for group in groups]:
+        raise _other(saved, f"its optimizer's groups have {sizes} parameters, other than here")
+
+
+def _other(saved: SavedCheckpoint, what: str) -> CheckpointError:
+    return CheckpointError(f"{saved.directory}: a checkpoint of another training: {what}; nothing was loaded")
+
+
+def _fill(weight: FullWeight, saved: SavedCheckpoint, values: TensorInfo, own: Mapping[str, Any] | None) -> None:
+    weight.load(saved.read(values))
+    weight.state.steps = 0 if own is None else int(saved.filled(own["step"]))
+    rest = {} if own is None else {key: value for key, value in own.items() if key != "step"}
+    weight.state.moments = {key: saved.filled(value) for key, value in rest.items()}
+
+
+def _fill_optimizer(optimizer: torch.optim.Optimizer, saved: SavedCheckpoint, numbers: Mapping[int, int]) -> None:
+    """Have torch take the state of the parameters that stayed, and the groups' settings."""
+    streamed = {
+        numbers[id(parameter)] for parameter in _parameters(optimizer) if isinstance(parameter, StreamedParameter)
+    }
+    state = saved.state["optimizer"]["state"]
+    kept = {number: saved.filled(own) for number, own in state.items() if number not in streamed}
+    groups = saved.filled(saved.state["optimizer"]["param_groups"])
+    torch.optim.Optimizer.load_state_dict(optimizer, {"state": kept, "param_groups": groups})
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
