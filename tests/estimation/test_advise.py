@@ -1,6 +1,7 @@
 """`vbrt.advise`: what fits, how fast, and what is best for a goal; `wrap(model, "auto")`; `vbrt.fit_batch`."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,11 +11,29 @@ from torch import nn
 import vbrt
 from vbrt.config import Machine
 from vbrt.errors import ArgumentError, ConfigError
+from vbrt.estimation import candidates
+from vbrt.estimation.whole import whole_trace
 
 transformers = pytest.importorskip("transformers")
 
 MiB = 1 << 20
 RATES = vbrt.data_sheet("NVIDIA GeForce RTX 4090")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def traces() -> Iterator[None]:
+    """Trace each task of a model once for all tests: machines differ, traces do not."""
+    known: dict = {}
+
+    def once(bare: nn.Module, task: vbrt.Task, plan: object) -> object:
+        key = bare.config.hidden_size, bare.dtype, task, plan is None
+        if key not in known:
+            known[key] = whole_trace(bare, task, plan)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(candidates, "whole_trace", once)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +111,25 @@ def test_the_front_holds_what_nothing_beats(model):
     for choice in front:
         assert not any(
             other.speed.ms < choice.speed.ms
+            and other.speed.tokens_s >= choice.speed.tokens_s
             and other.lossless >= choice.lossless
             and other.found.peak_bytes <= choice.found.peak_bytes
             for other in advice.fitting
         )
     assert json.loads(json.dumps(advice.to_dict()))["choices"][0]["name"] == "unwrapped"
+
+
+def test_fewer_pages_and_larger_batches_are_among_the_candidates(model):
+    on = machine(400, 4000)
+    advice = asked(model, "fastest", on)
+    found = {choice.name: choice for choice in advice.choices}
+    resident, passing = found["fp4"], found["fp4, pages pass through"]
+    assert passing.found.peak_bytes < resident.found.peak_bytes and passing.speed.ms > resident.speed.ms
+    assert {id(resident), id(passing)} <= {id(choice) for choice in advice.front}
+    wide = asked(model, "throughput", on).best
+    assert wide.task.batch > 1 and wide.speed.tokens_s > resident.speed.tokens_s
+    assert wide.found.peak_bytes <= on.gpu_free_bytes
+    assert advice.best.task.batch == 1
 
 
 def test_time_follows_the_link_where_it_decides(model):
@@ -122,8 +155,9 @@ def test_wrap_auto_takes_the_first_answer(monkeypatch):
     monkeypatch.setattr(advise, "kept_rates", lambda: RATES)
     wanted = vbrt.advise(model).best.config or vbrt.load_config("dense")
     vb = vbrt.wrap(model, "auto")
-    assert {swap.format for swap in vb.plan.swaps} == {wanted.weights.format}
-    vb.unwrap()
+    assert [swap.format for swap in vb.plan.swaps] == [
+        swap.format for swap in vbrt.make_plan(vb.unwrap(), wanted).swaps
+    ]
 
 
 def test_fit_batch_finds_the_largest_that_fits_and_confirms_it():

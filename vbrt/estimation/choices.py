@@ -16,7 +16,7 @@ from vbrt.residency.sizes import format_bytes
 
 __all__ = ["Advice", "Choice"]
 
-_ALIKE = 1.1  # times that differ by less are the same, before they are measured
+_ALIKE = 1.05  # times that differ by less are the same, before they are measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,9 @@ class Choice:
     """One way to run a task.
 
     Attributes:
-        config: of the wrapper; None: unwrapped.
+        config: of the wrapper, with its budgets; None: unwrapped.
+        preset: what the config is made from.
+        share: of its pages that the computing device may hold; None: all that fit.
         found: its memory; None if it cannot be planned, and `why`.
         speed: its time; None if it does not fit.
         missing: the tier that is too small, and by how many bytes.
@@ -39,6 +41,8 @@ class Choice:
     missing: tuple[str, int] | None = None
     why: str = ""
     longest: bool = False
+    preset: str | None = None
+    share: float | None = None
 
     @property
     def fits(self) -> bool:
@@ -73,6 +77,7 @@ class Choice:
         speed = self.speed
         return {
             "name": self.name,
+            "preset": self.preset,
             "fits": self.fits,
             "lossless": self.lossless,
             "context": self.task.context,
@@ -121,8 +126,12 @@ class Advice:
         if self.goal == "longest":
             most = max(choice.task.context for choice in fitting)
             fitting = tuple(choice for choice in fitting if choice.task.context == most)
-        least = min(choice.speed.ms for choice in fitting)
-        return next(choice for choice in fitting if choice.speed.ms <= _ALIKE * least)
+        if self.goal == "throughput":
+            most = max(choice.speed.tokens_s for choice in fitting)
+            return next(choice for choice in fitting if choice.speed.tokens_s * _ALIKE >= most)
+        asked = [choice for choice in fitting if choice.task.batch == self.task.batch]
+        least = min(choice.speed.ms for choice in asked)
+        return next(choice for choice in asked if choice.speed.ms <= _ALIKE * least)
 
     def _nothing(self) -> str:
         lacks = [c for c in self.choices if c.missing and (c.lossless or self.goal != "exact")]
@@ -138,12 +147,14 @@ class Advice:
         )
 
     def command(self, model: str) -> str:
-        """Return the command line of the best choice, for a model's directory."""
+        """Return what to do for the best choice: a command line, with a model's directory; Python, where it trains."""
         best = self.best
+        if self.task.trains:
+            return "; ".join(_steps(best))
         if best.config is None:
             return "# it fits as it is: no wrapper is needed"
         settings = " ".join(f"--set {shlex.quote(setting)}" for setting in best.settings())
-        return f"vbrt run {shlex.quote(model)} --config {best.name.partition(' ')[0]} {settings}".rstrip()
+        return f"vbrt run {shlex.quote(model)} --config {best.preset} {settings}".rstrip()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -162,6 +173,23 @@ class Advice:
         return "\n".join(_reasons(self))
 
 
+def _steps(choice: Choice) -> Iterator[str]:
+    """Yield the lines of Python that make a model train as a choice says."""
+    task, config = choice.task, choice.found.config
+    if task.lora:
+        yield f'model = get_peft_model(model, LoraConfig(r={task.lora}, target_modules="all-linear"))'
+    if config is not None:
+        tier = choice.found.compute_tier
+        tiers = {tier: {"budget": getattr(config.tiers, tier).budget}}
+        yield f'model = vbrt.wrap(model, "{choice.preset}", tiers={tiers})'
+    if task.checkpointing:
+        yield 'model.gradient_checkpointing_enable({"use_reentrant": False})'
+    if task.mixed:
+        yield "with torch.autocast(model.device.type, torch.bfloat16): loss = model(**batch).loss"
+    if not (task.lora or config or task.checkpointing or task.mixed):
+        yield "# it trains as it is: no wrapper is needed"
+
+
 def _beats(one: Choice, other: Choice) -> bool:
     """True if a choice is no worse in everything and better in something."""
     mine, its = _merits(one), _merits(other)
@@ -170,7 +198,8 @@ def _beats(one: Choice, other: Choice) -> bool:
 
 def _merits(choice: Choice) -> tuple[float, ...]:
     everything = not choice.task.lora  # all weights train
-    return (-choice.speed.ms, -choice.found.peak_bytes, choice.lossless, choice.task.context, everything)
+    speed = choice.speed
+    return (-speed.ms, speed.tokens_s, -choice.found.peak_bytes, choice.lossless, choice.task.context, everything)
 
 
 def _lines(advice: Advice) -> Iterator[str]:
@@ -182,9 +211,11 @@ def _lines(advice: Advice) -> Iterator[str]:
     yield f"  {'':<42}{'gpu':>10}{'cpu':>10}{'ms':>9}{'tokens/s':>10}  {'bits':<7}limit"
     front = {id(choice) for choice in advice.front}
     for choice in advice.choices:
-        yield _row(choice, "*" if id(choice) in front else " ")
+        varied = choice.share is not None or choice.task.batch != task.batch
+        if id(choice) in front or not varied:
+            yield _row(choice, "*" if id(choice) in front else " ")
     yield ""
-    yield "* beaten by no other in time, memory, exactness, context and what trains"
+    yield "* beaten by no other in time, tokens a second, memory, exactness, context and what trains"
 
 
 def _row(choice: Choice, mark: str) -> str:

@@ -11,16 +11,22 @@ from torch import nn
 
 from vbrt.estimation.rates import Rates
 from vbrt.estimation.report import Estimate
-from vbrt.residency.plan import Plan
+from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.token_cost import token_cost
 
 __all__ = ["Speed", "predict"]
 
-_READS = 0.60  # of the rate of copies, that products of one token reach
+_READS = 0.57  # of the rate of copies, at which products of one token read dense weights
+_READS_PACKED = 0.75  # and 4-bit ones
+_READS_CACHE = 0.25  # and attention keys and values
+_MERGED_BYTES = 21  # of copies, that take as long as it takes to restore a weight from two planes and multiply by it
 _MATMUL = 0.65  # of the rate of large products, over a whole pass
-_LAUNCH_US = 2.0  # that a kernel of a recorded step takes at least
-_KERNELS = 1.7  # for each swapped weight of a recorded step
-_OPERATORS = 13  # for each swapped weight of an eager pass
+_STEP_MS = 0.45  # of `generate` itself, for each token: it chooses one and looks whether it is the last
+_LAUNCH_US = 1.0  # that a weight's kernels take at least, in a recorded step
+_OPERATORS = 13  # for each weight of an eager pass
+_GENERATED = 2.0  # times as many in steps of `generate`, whose cache grows
+_FINE_MARGIN = 1.1  # by which plans take fine planes for larger than they are
+_LEASES = 18  # operators that take as long as a lease of pages that pass through
 _HITS = 0.8  # of routed experts, where no routing was recorded
 
 
@@ -50,37 +56,46 @@ def predict(model: nn.Module, found: Estimate, rates: Rates) -> Speed:
     """Predict a step of an estimated task: one token a sequence with "decode", else the whole batch."""
     task, plan = found.task, found.plan
     tokens = task.batch if task.kind == "decode" else task.batch * task.context
-    read, products = _weights(model, plan)
+    read_s, products = _weights(model, plan, rates)
     cache = sum(row.nbytes for row in found.rows if row.name == "KV cache")
     passes = 1 if not task.trains else 3 if plan is None and not task.lora else 2
     flops = 2 * products * tokens * (passes + (task.trains and task.checkpointing))
-    memory = (read * passes + cache) / (_READS * rates.memory_gb_s * 1e9)
+    memory = read_s * passes + cache / (_READS_CACHE * rates.memory_gb_s * 1e9)
     compute = flops / (_MATMUL * rates.tflops * 1e12)
     weights = len(plan.swaps) if plan is not None else sum(isinstance(m, nn.Linear) for m in model.modules())
-    recorded = task.kind == "decode" and plan is not None and plan.compute_tier == "gpu"
-    launches = weights * (_KERNELS * _LAUNCH_US if recorded else 0.0)
-    host = 0.0 if recorded else weights * _OPERATORS * passes * rates.launch_us
-    link = _link_s(plan, rates) * min(passes, 2)
-    device_ms = 1e3 * max(memory, compute) + 1e-3 * launches
-    return Speed(max(1e3 * link, device_ms, 1e-3 * host), 1e3 * link, device_ms, 1e-3 * host, tokens)
+    decodes = task.kind == "decode"
+    recorded = decodes and plan is not None and plan.compute_tier == "gpu"
+    device_ms = 1e3 * max(memory, compute) + (1e-3 * weights * _LAUNCH_US + _STEP_MS if recorded else 0.0)
+    link = 1e3 * _link_s(plan, rates) * min(passes, 2)
+    operators = _OPERATORS * passes * (_GENERATED if decodes else 1.0) + (_LEASES * passes if link else 0.0)
+    host = 0.0 if recorded else 1e-3 * weights * operators * rates.launch_us
+    return Speed(max(link, device_ms, host), link, device_ms, host, tokens)
 
 
-def _weights(model: nn.Module, plan: Plan | None) -> tuple[int, int]:
-    """Return the bytes that a pass reads of weights, and the elements that it multiplies by."""
+def _weights(model: nn.Module, plan: Plan | None, rates: Rates) -> tuple[float, int]:
+    """Return the seconds in which a pass reads its weights, and the elements that it multiplies by."""
     swapped = {site.module for swap in plan.swaps for site in swap.sites} if plan is not None else set()
-    read = elements = 0
+    read, elements, rate = 0.0, 0, 1e9 * rates.memory_gb_s
     for name, module in model.named_modules():
         if name in swapped or isinstance(module, nn.Embedding):
             continue
         for parameter in module.parameters(recurse=False):
-            read += parameter.numel() * parameter.element_size()
+            read += parameter.numel() * parameter.element_size() / (_READS * rate)
             elements += parameter.numel()
     for swap in plan.swaps if plan is not None else ():
         share = swap.top_k / swap.experts if swap.experts else 1.0
-        read += round(sum(page.nbytes for page in swap.pages) * share)
-        out, width = swap.shape
-        elements += round(out * width * (swap.experts or 1) * share)
+        of_swap = swap.shape[0] * swap.shape[1] * (swap.experts or 1) * share
+        read += _read_bytes(swap, of_swap, share) / rate
+        elements += round(of_swap)
     return read, elements
+
+
+def _read_bytes(swap: Swap, elements: float, share: float) -> float:
+    """Return the bytes of copies that take as long as it takes to read a swapped weight."""
+    if swap.fine == "exact":
+        return _MERGED_BYTES * elements
+    reads = _READS if swap.lossless else _READS_PACKED
+    return sum(page.nbytes for page in swap.pages) * share / reads
 
 
 def _link_s(plan: Plan | None, rates: Rates) -> float:
@@ -92,8 +107,20 @@ def _link_s(plan: Plan | None, rates: Rates) -> float:
     if cost is not None:
         return 1 / cost.tokens_per_s(_HITS, by_tier)
     top = plan.compute_tier
-    below = {tier: plan.home_bytes(tier) for tier in plan.budgets if tier != top}
+    below = {tier: _bytes_at(plan, tier) for tier in plan.budgets if tier != top}
     total = sum(below.values())
-    room = max(0, plan.budgets[top] - plan.home_bytes(top) - 2 * plan.largest_layer_bytes)
+    room = max(0, plan.budgets[top] - plan.home_bytes(top) - _passing_bytes(plan))
     passing = max(0.0, 1 - room / total) if total else 0.0
     return sum(nbytes * passing / (by_tier[tier] * 1e9) for tier, nbytes in below.items())
+
+
+def _passing_bytes(plan: Plan) -> int:
+    """Return the bytes that pass through at any time: the largest layer, and two that come behind it."""
+    layers = sorted(sum(page.nbytes for page in swap.leased) for swap in plan.swaps)
+    return layers[-1] + 2 * layers[3 * len(layers) // 4] if layers else 0
+
+
+def _bytes_at(plan: Plan, tier: str) -> float:
+    """Return the bytes of the pages at home in a tier, as large as they will be."""
+    pages = (page for swap in plan.swaps for page in swap.pages if page.home == tier and not page.by_rows)
+    return sum(page.nbytes / (_FINE_MARGIN if page.plane == "fine" else 1.0) for page in pages)

@@ -9,7 +9,7 @@ from vbrt.errors import ArgumentError
 __all__ = ["ATTENTION", "CHECKPOINTS", "GOALS", "TASKS", "Task"]
 
 TASKS = ("decode", "prefill", "train")
-GOALS = ("fastest", "exact", "longest", "train")  # of advice
+GOALS = ("fastest", "exact", "throughput", "longest", "train")  # of advice
 ATTENTION = ("flash", "math")
 CHECKPOINTS = (False, True)
 

@@ -1,0 +1,249 @@
+"""The ways to run a task that advice compares, each planned, estimated and timed.
+
+Formats, shares of the pages that the computing device holds, batches, contexts, checkpointing, autocast, adapters. A
+model is traced once for each task; budgets and shares are then arithmetic.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from vbrt.config import Machine, VBConfig, load_config
+from vbrt.errors import ConfigError
+from vbrt.estimation.choices import Choice
+from vbrt.estimation.estimate import bare_model, estimate_of
+from vbrt.estimation.rates import Rates
+from vbrt.estimation.report import Estimate
+from vbrt.estimation.speed import predict
+from vbrt.estimation.task import Task
+from vbrt.estimation.trace import Trace
+from vbrt.estimation.whole import whole_trace
+from vbrt.model.planner import make_plan
+from vbrt.residency.plan import Plan
+
+__all__ = ["Asked", "candidates"]
+
+_ROOM = 0.97  # of what is free, that a plan may fill: the rest is the allocator's
+_PRESETS = ("dense", "exact", "fp4")
+_SHARES = (0.75, 0.5, 0.25, 0.0)  # of the pages, on the computing device; 0: those that pass through
+_PASSING = 3  # of the largest layer: what passes through has room for the one that computes and those that come
+_LONGEST = 1 << 20  # tokens of context that are tried, at most
+_WIDEST = 256  # sequences that are tried, at most
+_WORTH = 1.1  # times the tokens a second, that a larger batch must give
+_LORA = 16
+_SLACK = 64 << 20  # slots of pages are aligned
+_SSD = {"ssd": {"enabled": True, "path": "~/.cache/vbrt/pages"}}
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A way to run a task: a preset (None: unwrapped), what of its pages the computing device may hold (None: as much
+    as fits), and how a person calls it."""
+
+    task: Task
+    preset: str | None = None
+    share: float | None = None
+    said: str = ""
+
+    @property
+    def config(self) -> VBConfig | None:
+        return None if self.preset is None else load_config(self.preset)
+
+    @property
+    def name(self) -> str:
+        return self.said or self.preset or "unwrapped"
+
+
+@dataclass
+class Asked:
+    """A model and a machine; traces are made once for each task."""
+
+    model: nn.Module
+    machine: Machine
+    rates: Rates
+
+    def __post_init__(self) -> None:
+        self._bare: dict[int, nn.Module] = {}
+        self._traces: dict[tuple[Task, bool], Trace] = {}
+
+    def bare(self, task: Task) -> nn.Module:
+        """Return the model without weights, with the task's adapters."""
+        if task.lora not in self._bare:
+            self._bare[task.lora] = bare_model(self.model, task)
+        return self._bare[task.lora]
+
+    def choice(self, way: _Way) -> Choice:
+        """Return a candidate with its memory and its time, or the reason why it cannot be."""
+        found = Choice(way.name, way.task, way.config, preset=way.preset, share=way.share)
+        try:
+            estimate = self._estimate(way)
+        except _NoRoom as error:
+            return replace(found, missing=(error.tier, error.nbytes))
+        except ConfigError as error:
+            return replace(found, why=str(error))
+        found = replace(found, config=estimate.config)
+        if estimate.missing:
+            return replace(found, found=estimate, missing=next(iter(estimate.missing.items())))
+        return replace(found, found=estimate, speed=predict(self.bare(way.task), estimate, self.rates))
+
+    def beside(self, way: _Way) -> tuple[Plan | None, int]:
+        """Return the plan on a machine with room for anything, and the bytes that the task takes beside pages."""
+        bare, config, much = self.bare(way.task), way.config, _endless(self.machine)
+        plan = None if config is None else make_plan(bare, config, much, charge_kept=False)
+        found = self._found(bare, way.task, config, plan)
+        return plan, sum(r.nbytes for r in found.rows if r.tier == found.compute_tier and r.name != "pages")
+
+    def room(self) -> tuple[str, int]:
+        """Return the tier that computes, and the bytes of it that may be filled."""
+        gpu = self.machine.gpu_free_bytes
+        return ("cpu", int(self.machine.cpu_available_bytes * _ROOM)) if gpu is None else ("gpu", int(gpu * _ROOM))
+
+    def _estimate(self, way: _Way) -> Estimate:
+        bare, config = self.bare(way.task), way.config
+        if config is None:
+            return self._found(bare, way.task, None, None)
+        plan, beside = self.beside(way)
+        config = self._with_budget(config, plan, beside, way.share)
+        try:
+            found = self._planned(bare, way.task, config)
+        except ConfigError:
+            if not self.machine.ssd_free_bytes:
+                raise
+            found = None
+        if self.machine.ssd_free_bytes and (found is None or found.missing):  # more than host memory takes
+            found = self._planned(bare, way.task, load_config(config, tiers=_SSD))
+        return found
+
+    def _with_budget(self, config: VBConfig, plan: Plan, beside: int, share: float | None) -> VBConfig:
+        """Return the config with the budget that the rest of the task leaves to pages. Raises _NoRoom."""
+        (tier, room), largest = self.room(), plan.largest_layer_bytes
+        budget = min(room - beside, plan.page_bytes + _SLACK)
+        if budget < largest:
+            raise _NoRoom(tier, largest - budget)
+        if share is not None:
+            budget = min(budget, max(int(share * plan.page_bytes), _PASSING * largest))
+        return load_config(config, tiers={plan.compute_tier: {"budget": budget}})
+
+    def _planned(self, bare: nn.Module, task: Task, config: VBConfig) -> Estimate:
+        return self._found(bare, task, config, make_plan(bare, config, self.machine, charge_kept=False))
+
+    def _found(self, bare: nn.Module, task: Task, config: VBConfig | None, plan: Any) -> Estimate:
+        if task.trains and not task.lora and plan is not None:  # what it freezes decides what is kept; PEFT freezes all
+            return estimate_of(bare, task, config, self.machine, plan)
+        key = (task, plan is not None and not task.trains)
+        if key not in self._traces:
+            self._traces[key] = whole_trace(bare, task, plan)
+        return estimate_of(bare, task, config, self.machine, plan, self._traces[key])
+
+
+def _endless(machine: Machine) -> Machine:
+    """Return the machine with room for anything: for what a task takes beside pages."""
+    much = 1 << 50
+    gpu = None if machine.gpu_total_bytes is None else much
+    return Machine(gpu, gpu, much, much, machine.ssd_free_bytes)
+
+
+class _NoRoom(ConfigError):
+    """A tier cannot hold what a task takes beside pages, and one layer of those."""
+
+    def __init__(self, tier: str, nbytes: int) -> None:
+        super().__init__(f"the {tier} lacks {nbytes} bytes")
+        self.tier, self.nbytes = tier, nbytes
+
+
+# -- the walk ---------------------------------------------------------------------------------------------------------
+
+
+def candidates(asked: Asked, task: Task, *, longest: bool = False) -> Iterator[Choice]:
+    """Yield the ways to run a task, those first that give up least.
+
+    With `longest` each at the most context that fits; else also with fewer pages on the device, and in larger batches
+    (in training only the first that fits).
+    """
+    answered = False
+    for way in _trained(asked.model, task) if task.trains else _run(task):
+        choice = asked.choice(way)
+        if longest and choice.fits:
+            yield _longest(asked, choice, way)
+            continue
+        yield choice
+        if choice.fits and not longest:
+            yield from _with_less(asked, choice, way)
+            if not (answered and task.trains):
+                yield from _wider(asked, choice, way)
+            answered = True
+
+
+def _run(task: Task) -> Iterator[_Way]:
+    """Yield inference as it is, and with each preset."""
+    for preset in (None, *_PRESETS):
+        yield _Way(task, preset)
+
+
+def _trained(model: nn.Module, task: Task) -> Iterator[_Way]:
+    """Yield training with ever more given up: everything trains, then adapters, on ever smaller weights."""
+    tasks = list(_options(model, task))
+    for word, each in tasks:
+        yield _Way(each, said=f"all weights{word}")
+    rank = task.lora or _LORA
+    for preset in (None, *_PRESETS):
+        for word, each in tasks:
+            yield _Way(each.but(lora=rank), preset, said=f"LoRA {rank} on {preset or 'the plain model'}{word}")
+
+
+def _options(model: nn.Module, task: Task) -> Iterator[tuple[str, Task]]:
+    """Yield the options of training that a model has: words for them, and the task with them."""
+    fp32 = any(p.dtype == torch.float32 for p in model.parameters())
+    for mixed in (False, True) if fp32 and not task.mixed else (task.mixed,):
+        for saves in (False, True) if hasattr(model, "gradient_checkpointing_enable") else (False,):
+            word = (", bf16 autocast" if mixed else "") + (", checkpointing" if saves else "")
+            yield word, task.but(mixed=mixed, checkpointing=saves or task.checkpointing)
+
+
+def _with_less(asked: Asked, choice: Choice, way: _Way) -> Iterator[Choice]:
+    """Yield a way with ever fewer pages on the computing device: less memory, more time."""
+    plan = choice.found.plan
+    if plan is None or way.task.trains:
+        return
+    most = min(1.0, plan.budgets[plan.compute_tier] / max(1, plan.page_bytes))
+    for share in _SHARES:
+        words = f"{100 * share:.0f} % of the pages" if share else "pages pass through"
+        if share < most - 0.1:
+            less = asked.choice(replace(way, share=share, said=f"{way.name}, {words}"))
+            if less.fits and less.found.peak_bytes < choice.found.peak_bytes:
+                yield less
+
+
+def _wider(asked: Asked, choice: Choice, way: _Way) -> Iterator[Choice]:
+    """Yield a way in the largest batches that fit, with all pages on the device and with those that pass through."""
+    batch, before = way.task.batch, choice
+    plan, one = asked.beside(way)
+    _, two = asked.beside(replace(way, task=way.task.but(batch=2 * batch)))
+    each, room = max(1, (two - one) // batch), asked.room()[1]
+    pages = (0,) if plan is None else (plan.page_bytes + _SLACK, _PASSING * plan.largest_layer_bytes)
+    for taken in pages:
+        most = batch + max(0, room - taken - one) // each
+        wide = min(_WIDEST, most) // batch
+        wide = batch << max(0, wide.bit_length() - 1)
+        while wide > before.task.batch:
+            found = asked.choice(replace(way, task=way.task.but(batch=wide), said=f"{way.name}, batch {wide}"))
+            if found.fits:
+                if found.speed.tokens_s >= _WORTH * before.speed.tokens_s:
+                    yield found
+                    before = found
+                break
+            wide //= 2
+
+
+def _longest(asked: Asked, choice: Choice, way: _Way) -> Choice:
+    """Return a choice at the largest context, in doublings, that fits."""
+    context = way.task.context * 2
+    while context <= _LONGEST:
+        further = asked.choice(replace(way, task=way.task.but(context=context)))
+        if not further.fits:
+            break
+        choice, context = further, context * 2
+    return replace(choice, longest=True)
