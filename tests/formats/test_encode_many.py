@@ -83,3 +83,22 @@ def test_equal_layouts_are_one_object():
     fmt = get_format("nvfp4")
     assert fmt.layout((16, 64), torch.float32) is fmt.layout((16, 64), torch.bfloat16)
     assert fmt.layout((16, 64), torch.float32) != fmt.layout((32, 64), torch.float32)
+
+
+@pytest.mark.parametrize("name", [name for name in chosen_formats() if name != "dense"])
+def test_scales_that_are_searched_by_squares_of_inputs_lose_less_of_the_output_and_each_expert_has_its_own(name):
+    generator = torch.Generator().manual_seed(2)
+    w_ENK = torch.randn(3, 16, 200, generator=generator) * torch.tensor([1.0, 1.0, 9.0]).view(3, 1, 1)
+    squares_EK = torch.randn(3, 200, generator=generator).exp2().square()
+    fmt, errors = get_format(name), []
+    layout = fmt.layout((16, 200), torch.float32)
+    for squares in (None, squares_EK):
+        total = 0.0
+        for group in fmt.encode_many(w_ENK, squares):
+            for at, plane in zip(group.members, group.planes(layout), strict=True):
+                alone = fmt.encode(w_ENK[at], None if squares is None else squares[at])
+                assert all(torch.equal(plane[k].view(torch.uint8), alone[k].view(torch.uint8)) for k in alone)
+                error = fmt.decode(plane, (16, 200), torch.float32) - w_ENK[at]
+                total += float((error.square() * squares_EK[at] / w_ENK[at].square().mean()).sum())
+        errors.append(total)
+    assert errors[1] < 0.995 * errors[0]

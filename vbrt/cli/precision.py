@@ -26,7 +26,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         "precision",
         _precision,
         help="choose which layers are lossless and which in 4 bits, within a budget",
-        text="The model\nis loaded whole, on the GPU where there is one, and run once for each layer.",
+        text="The model\nis loaded into host memory, and runs once for each layer, on the GPU where there is one.",
         examples='  vbrt precision ./Llama-3.1-8B --budget "6 bits"\n'
         "  vbrt precision ./Llama-3.1-8B --budget 8GiB --text notes.txt --write my.toml\n"
         "  vbrt run ./Llama-3.1-8B --config my.toml\n",
@@ -48,15 +48,11 @@ def _precision(args: argparse.Namespace) -> int:
     _budget(args, config)
     text = None if args.text is None else _text(args.text)
     with working("importing torch and transformers") as say:
-        import torch
-
         from vbrt.estimation.precision import choose_precision
 
         causal = integration("causal")
         say(f"loading {args.model}")
         model, tokenizer = causal.load_dense(args.model)
-        if torch.cuda.is_available() and config.tiers.gpu.enabled:
-            model = _on_gpu(model)
         say.stop()  # measuring has a bar of its own
         sequences = None if text is None else _sequences(text, tokenizer, args)
         choice = choose_precision(model, sequences, args.budget, config, method=args.method)
@@ -88,15 +84,3 @@ def _sequences(text: str, tokenizer: "PreTrainedTokenizerBase", args: argparse.N
     """Return the first sequences of a text, as token ids [1, S]; the last may be shorter."""
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
     return [part for part in ids.split(args.length, 1)[: args.sequences] if part.shape[1] > 1]
-
-
-def _on_gpu(model: "torch.nn.Module") -> "torch.nn.Module":
-    import torch
-
-    try:
-        return model.cuda()
-    except torch.OutOfMemoryError as error:
-        raise VBError(
-            "the model does not fit into the GPU's memory whole, and is measured whole; "
-            "--set tiers.gpu.enabled=false measures on the CPU"
-        ) from error

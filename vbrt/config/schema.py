@@ -53,6 +53,7 @@ __all__ = [
     "IO_MODES",
     "MODES",
     "POLICIES",
+    "SAMPLES",
     "SCOPES",
     "ComputeConfig",
     "CpuTier",
@@ -74,6 +75,8 @@ POLICIES = ("auto", "scheduled", "lru", "experts")
 SCOPES = ("auto", "layer", "model")
 IO_MODES = ("auto", "direct", "buffered")
 BACKENDS = ("auto", "reference", "compiled", "triton")
+#: `weights.calibrate` for text that the model writes itself
+SAMPLES = "samples"
 
 
 def _format(value: object, where: str) -> str:
@@ -149,6 +152,8 @@ class WeightsConfig(_Section):
     formats: what the weights of some modules become instead, by pattern: a format without fine plane, or "exact", which
     is `format` with it. The last pattern that matches decides.
     budget: with `format = "auto"`, the room for all pages, in bits a weight ("5 bits") or bytes ("2GiB").
+    calibrate: a file of text or token ids (.json), or "samples" for text that the model writes itself. The model runs
+    on it once, and block scales of 4-bit formats are searched by the inputs that meet each weight.
     Raises ConfigError, also for `fine = "exact"` with `format = "dense"`, which has nothing to add to.
     """
 
@@ -163,6 +168,7 @@ class WeightsConfig(_Section):
     embeddings: bool = _opt(False, flag)
     formats: tuple[tuple[str, str], ...] = field(default=(), metadata={"check": _held_as, "plain": dict})
     budget: int | str | None = _opt(None, _weights_budget)
+    calibrate: str | None = _opt(None, file)
 
     def held_as(self, *names: str) -> tuple[str, str]:
         """Return the format and the fine plane of a weight by all its names: of its modules, of its parameter."""
@@ -183,6 +189,10 @@ class WeightsConfig(_Section):
         exact = next((pattern for pattern, held in values["formats"] if held == "exact"), None)
         if exact is not None and values["format"] == "dense":
             raise wrong(f"{where}.formats.{exact}", "exact", "set format to the 4-bit format of its coarse plane")
+        every = {values["format"], *(held for _, held in values["formats"])}
+        if values["calibrate"] is not None and every == {"dense"}:
+            expected = "no weight is encoded: name a 4-bit format, or leave it out"
+            raise wrong(f"{where}.calibrate", values["calibrate"], expected)
         if not values["include"]:
             raise wrong(f"{where}.include", [], 'expected at least one pattern; ["*"] takes every layer')
         if values["format"] == "dense" and values["fine"] == "exact":
@@ -407,6 +417,9 @@ class VBConfig:
         if self.mode == "train" and self.weights.format == "auto":
             expected = "it measures a model that does not train: name a format, or take the formats that it chose"
             raise wrong(f'{self.source}: mode = "train" with weights.format', "auto", expected)
+        if self.mode == "train" and self.weights.calibrate is not None:
+            expected = "weights that train are rounded anew in each step: leave it out"
+            raise wrong(f'{self.source}: mode = "train" with weights.calibrate', self.weights.calibrate, expected)
         exact = ["fine"] if self.weights.fine == "exact" else []
         exact += [f"formats.{pattern}" for pattern, held in self.weights.formats if held == "exact"]
         if self.mode == "full" and (self.weights.format != "dense" or self.weights.formats):

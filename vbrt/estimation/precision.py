@@ -4,7 +4,8 @@ The loss of each layer in 4 bits is measured alone, the others as they are. Such
 the most loss a byte are made lossless until the budget is spent; nothing has to be searched.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -25,9 +26,12 @@ from vbrt.estimation.calibration import (
     rounded_weight,
 )
 from vbrt.estimation.precision_report import LayerPrecision, Precision
+from vbrt.estimation.squares import input_squares
+from vbrt.estimation.streamed import lent
+from vbrt.estimation.texts import Text, text_of
 from vbrt.layers import KINDS, SwappedLayer
 from vbrt.model.choice import named_modules
-from vbrt.model.planner import swaps_with_pages
+from vbrt.model.planner import make_plan, swaps_with_pages
 from vbrt.report.progress import Progress
 from vbrt.residency.plan import Swap
 
@@ -49,7 +53,8 @@ def choose_precision(
     """Choose which layers of a model are held in 4 bits and which lossless, within a budget.
 
     Args:
-        model: with its weights, not wrapped; it runs once for each layer, and is unchanged afterwards.
+        model: with its weights, not wrapped; it runs once for each layer, and is unchanged afterwards. From host
+            memory, too, it runs on the GPU that the config computes on, with as many weights there as its budget holds.
         sequences: what it is measured on: token ids [N, S], or a list of sequences, or of mappings of what the forward
             takes. A few of some hundred tokens will do. None: text that the model writes itself.
         budget: of all pages: bits a weight ("5 bits") or bytes (2147483648, "2GiB"). Default: `weights.budget`.
@@ -77,10 +82,14 @@ def choose_precision(
     options = _options(model, base)
     if not options:
         raise WrapError(f"{type(model).__name__} has no layer to choose for: no weight is swapped into 4 bits")
-    device = next(model.parameters()).device
-    with evaluating(model):
+    text = None if base.weights.calibrate is None else text_of(model, base)
+    with evaluating(model), _placed(model, base, options) as device:
+        if text is not None:
+            options = _weighed(model, options, text, device)
+            sequences = text.ids and [row[None] for ids in text.ids for row in ids] if sequences is None else sequences
         batches = batches_of(own_samples(model, device) if sequences is None else sequences, device)
-        losses = _kl_losses(model, options, batches) if method == "kl" else _hessian_losses(model, options, batches)
+        measure = _kl_losses if method == "kl" else _hessian_losses
+        losses = measure(model, options, batches, device)
     layers = [replace(option, loss=loss) for option, loss in zip(options, losses, strict=True)]
     others = [swap for swap in swaps_with_pages(model, base) if swap.name not in {layer.name for layer in layers}]
     named = (sum(swap.page_bytes for swap in others), sum(map(_weights_of, others)))
@@ -110,6 +119,28 @@ def _check_model(model: nn.Module) -> None:
         raise WrapError(f"{meta} is on the meta device, without data; load the model first: its loss is measured")
 
 
+@contextmanager
+def _placed(model: nn.Module, base: VBConfig, options: Sequence[LayerPrecision]) -> Iterator[torch.device]:
+    """Within: the model runs on the returned device: the GPU that would compute, whose budget is kept, or where it
+    lies."""
+    lies = next(model.parameters()).device
+    if lies.type != "cpu" or not base.tiers.gpu.enabled or not torch.cuda.is_available():
+        yield lies
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
+    budgeted = [model.get_parameter(site.tensor) for option in options for site in option.swap.sites]
+    with lent(model, device, make_plan(model, base).budgets["gpu"], budgeted):
+        yield device
+
+
+def _weighed(
+    model: nn.Module, options: Sequence[LayerPrecision], text: Text, device: torch.device
+) -> list[LayerPrecision]:
+    """Return the layers with what errors are weighed by as they are rounded."""
+    found = input_squares(model, [option.swap for option in options], text, device=device)
+    return [replace(o, swap=replace(o.swap, squares=found.get(o.name, ()))) for o in options]
+
+
 def _coarse_config(config: VBConfig) -> VBConfig:
     """Return the config whose layers are all in 4 bits but for those that it names. Raises ConfigError."""
     weights = config.weights
@@ -126,7 +157,7 @@ def _coarse_config(config: VBConfig) -> VBConfig:
 def _options(model: nn.Module, base: VBConfig) -> list[LayerPrecision]:
     """Return the layers in 4 bits that the config does not name, with what they would take lossless."""
     weights = base.weights
-    every = [("exact", replace(weights, fine="exact")), ("dense", replace(weights, format="dense"))]
+    every = [("exact", replace(weights, fine="exact")), ("dense", replace(weights, format="dense", calibrate=None))]
     lossless: dict[str, list[tuple[int, str]]] = {}
     for held, chosen in every:
         plain = tuple(pair for pair in chosen.formats if pair[1] != "exact")  # which format "dense" refuses
@@ -151,20 +182,24 @@ def _weights_of(swap: Swap) -> int:
 # -- what each costs --------------------------------------------------------------------------------------------------
 
 
-def _kl_losses(model: nn.Module, options: Sequence[LayerPrecision], batches: list[Any]) -> list[float]:
+def _kl_losses(
+    model: nn.Module, options: Sequence[LayerPrecision], batches: list[Any], device: torch.device
+) -> list[float]:
     """Return the KL of each layer alone in 4 bits."""
     references = [logits_of(model, batch) for batch in batches]
     losses = []
     with Progress("measuring layers in 4 bits", len(options), unit="layers") as work:
         for option in options:
             work.at(option.name)
-            with rounded(model, option.swap, option.swap.format):
+            with rounded(model, option.swap, option.swap.format, device):
                 losses.append(kl_between(model, batches, references))
             work.done()
     return losses
 
 
-def _hessian_losses(model: nn.Module, options: Sequence[LayerPrecision], batches: list[Any]) -> list[float]:
+def _hessian_losses(
+    model: nn.Module, options: Sequence[LayerPrecision], batches: list[Any], device: torch.device
+) -> list[float]:
     """Return Σ (mean input² · error²) of each layer: its output's squared error, inputs taken as uncorrelated."""
     odd = next((o.name for o in options if KINDS[o.swap.kind].by_rows or KINDS[o.swap.kind].routed), None)
     if odd is not None:
@@ -172,8 +207,10 @@ def _hessian_losses(model: nn.Module, options: Sequence[LayerPrecision], batches
     squares = _input_squares(model, options, batches)
     losses = []
     for option, square in zip(options, squares, strict=True):
-        site, weight = option.swap.site, model.get_parameter(option.swap.site.tensor).detach()
-        error = (rounded_weight(weight, site, option.swap.format).float() - weight.float()).square()
+        site, weight = option.swap.site, model.get_parameter(option.swap.site.tensor).detach().to(device)
+        error = (
+            rounded_weight(weight, site, option.swap.format, *option.swap.squares).float() - weight.float()
+        ).square()
         losses.append(float((error.t() if site.transposed else error).sum(0) @ square.to(error)))
     return losses
 

@@ -76,22 +76,28 @@ class Format(ABC):
         self.name, self.block = record.name, record.block
 
     @abstractmethod
-    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
+    def encode(self, w_NK: Tensor, squares: Tensor | None = None) -> dict[str, Tensor]:
         """The coarse plane of a finite fp32, bf16 or fp16 weight, on its device; K is padded with zeros inside.
+
+        squares: the mean square of each input, fp32 [K], positive and about 1: squared errors are multiplied by it
+            where a scale is searched. Formats that search none do not look at it.
 
         Raises FormatError for another dtype or rank, an empty weight, or NaN/Inf (saying how many).
         """
 
-    def encode_many(self, w_ENK: Tensor, amax_E: Sequence[float] | None = None) -> Iterator[EncodedGroup]:
+    def encode_many(
+        self, w_ENK: Tensor, amax_E: Sequence[float] | None = None, squares: Tensor | None = None
+    ) -> Iterator[EncodedGroup]:
         """Encode matrices of one shape, with the bits that `encode` gives each of them. Together they take fewer steps.
 
         Args:
             amax_E: the largest magnitudes of the matrices that these are parts of; by default their own.
+            squares: [E, K], as `encode` takes them for each.
 
         Raises FormatError as `encode` does.
         """
         for at, w_NK in enumerate(w_ENK):
-            yield EncodedGroup((at,), self.encode(w_NK))
+            yield EncodedGroup((at,), self.encode(w_NK) if squares is None else self.encode(w_NK, squares[at]))
 
     @abstractmethod
     def decode(self, tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

@@ -47,8 +47,8 @@ class Range(NamedTuple):
     unit: float
 
 
-Step = Callable[["BlockFormat", Tensor, Range], dict[str, Tensor]]
-"""Encodes a weight (N, K) of a known range."""
+Step = Callable[["BlockFormat", Tensor, Range, Tensor | None], dict[str, Tensor]]
+"""Encodes a weight (N, K) of a known range; by squares (G, K), if given, of which each serves N / G rows."""
 
 
 class BlockFormat(Format):
@@ -75,9 +75,9 @@ class BlockFormat(Format):
         return build_layout(self.name, "coarse", fields)
 
     @torch.no_grad()
-    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
+    def encode(self, w_NK: Tensor, squares: Tensor | None = None) -> dict[str, Tensor]:
         """See `Format.encode`. Extra memory: a few MiB on a CPU, whatever the weight's size."""
-        return self._encode(w_NK, self._range(w_NK))
+        return self._encode(w_NK, self._range(w_NK), None if squares is None else squares[None])
 
     def _range(self, w_NK: Tensor) -> Range:
         return self._range_of(check_weight(w_NK, self.name), w_NK.dtype)
@@ -87,7 +87,11 @@ class BlockFormat(Format):
 
     @torch.no_grad()
     def encode_many(
-        self, w_ENK: Tensor, amax_E: Sequence[float] | None = None, step: Step | None = None
+        self,
+        w_ENK: Tensor,
+        amax_E: Sequence[float] | None = None,
+        squares: Tensor | None = None,
+        step: Step | None = None,
     ) -> Iterator[EncodedGroup]:
         """See `Format.encode_many`. Blocks know nothing of each other but the range of their matrix, so matrices of one
         range are encoded as one. Waits for the device once.
@@ -97,22 +101,26 @@ class BlockFormat(Format):
             step: encodes a weight (N, K) of a known range in place of this class, with the same bits.
         """
         if self.record.fitted:  # levels of its own for each matrix
-            yield from super().encode_many(w_ENK)
+            yield from super().encode_many(w_ENK, squares=squares)
             return
         step = step or type(self)._encode
         own_E = check_weights(w_ENK, self.name)
         ranges = [self._range_of(amax, w_ENK.dtype) for amax in (own_E if amax_E is None else amax_E)]
         for known in dict.fromkeys(ranges):
             members = [at for at, own in enumerate(ranges) if own == known]
-            chosen = w_ENK if len(members) == len(ranges) else w_ENK[members]
-            yield EncodedGroup(members, step(self, chosen.reshape(-1, w_ENK.shape[-1]), known))
+            every = len(members) == len(ranges)
+            chosen = w_ENK if every else w_ENK[members]
+            theirs = squares if every or squares is None else squares[members]
+            yield EncodedGroup(members, step(self, chosen.reshape(-1, w_ENK.shape[-1]), known, theirs))
 
     @torch.no_grad()
     def frame(self, w_NK: Tensor, **extra: Tensor) -> "Frame":
         """The scales that `encode` would choose for a weight; raises what that raises."""
         return Frame(self, self._encode(w_NK, self._range(w_NK), coded=False, **extra))
 
-    def _encode(self, w_NK: Tensor, known: Range, *, coded: bool = True, **extra: Tensor) -> dict[str, Tensor]:
+    def _encode(
+        self, w_NK: Tensor, known: Range, squares: Tensor | None = None, *, coded: bool = True, **extra: Tensor
+    ) -> dict[str, Tensor]:
         n, k = w_NK.shape
         kp, block = padded(k, self.block), self.block
         codes = torch.empty(n, kp // 2 if coded else 0, dtype=torch.uint8, device=w_NK.device)
@@ -123,7 +131,8 @@ class BlockFormat(Format):
             x_RK = whole_blocks(w_NK[rows, columns].float(), block)
             x_bB = torch.empty(block, x_RK.numel() // block, dtype=torch.float32, device=x_RK.device)
             torch.mul(x_RK.reshape(-1, block).t(), 1 / known.unit, out=x_bB)
-            rounding, scale_B, byte_B = self._search(x_bB, known, **extra)
+            m_bB = None if squares is None else of_tile(squares, rows, columns, n, block)
+            rounding, scale_B, byte_B = self._search(x_bB, known, m_bB, **extra)
             first, last = columns.start, columns.start + x_RK.shape[1]
             if coded:
                 code_bB = rounding.codes(scale_B)
@@ -139,14 +148,16 @@ class BlockFormat(Format):
         """Return the fields of a coarse plane that follow from the weight's range alone."""
         return {}
 
-    def _search(self, x_bB: Tensor, known: Range, **extra: Tensor) -> tuple[Rounding, Tensor, Tensor]:
+    def _search(
+        self, x_bB: Tensor, known: Range, m_bB: Tensor | None = None, **extra: Tensor
+    ) -> tuple[Rounding, Tensor, Tensor]:
         """(how to round, scales [B], scale bytes [B]) for fp32 weights in units of known.unit."""
         amax_B = torch.maximum(x_bB.amax(0), -x_bB.amin(0))
         near_B = self._near_byte(divided(amax_B, self.top))
         offset_C = torch.arange(self.offsets.start, self.offsets.stop, dtype=torch.int32, device=x_bB.device)
         byte_CB = (near_B + offset_C.unsqueeze(1)).clamp_(*self.byte_bounds(known))
         scale_CB = self.byte_values(x_bB.device).index_select(0, byte_CB.view(-1)).view_as(byte_CB)
-        rounding = self._rounding(x_bB, **extra)
+        rounding = self._rounding(x_bB, m_bB, **extra)
         pick_1B = least_error(rounding, scale_CB).unsqueeze(0).long()
         shift, least = self.stored(known)
         byte_B = byte_CB.gather(0, pick_1B).squeeze(0).add_(shift).mul_(amax_B > least).to(torch.uint8)
@@ -171,8 +182,8 @@ class BlockFormat(Format):
         """Return the grid that weights, in units of their scale, are rounded to."""
 
     @abstractmethod
-    def _rounding(self, x_bB: Tensor, **extra: Tensor) -> Rounding:
-        """Return the rounding of a tile."""
+    def _rounding(self, x_bB: Tensor, m_bB: Tensor | None = None, **extra: Tensor) -> Rounding:
+        """Return the rounding of a tile, errors multiplied by m_bB."""
 
     @abstractmethod
     def _near_byte(self, scale_B: Tensor) -> Tensor:
@@ -320,6 +331,16 @@ class Frame:
         y_NBb = x_NBb / scale_NB.masked_fill(scale_NB == 0, 2.0**-126).unsqueeze(-1)
         code_bB = self._grid.codes(self._grid.nearest(y_NBb)).flatten(1).view(-1, block).t()
         return {"codes": pack_nibbles(code_bB).view(n, -1), **self.tensors}
+
+
+def of_tile(squares: Tensor, rows: slice, columns: slice, n: int, block: int) -> Tensor:
+    """Return the mean squares of inputs that meet the weights of a tile, as [b, B]; squares (G, K) serve N / G rows
+    each."""
+    high, own = rows.stop - rows.start, whole_blocks(squares[:, columns], block)
+    if len(own) > 1:
+        row = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=squares.device)
+        own = own.index_select(0, row // (n // len(own)))
+    return own.expand(high, -1).reshape(-1, block).t().contiguous()
 
 
 def _block_amax(x_RK: Tensor, block: int) -> Tensor:

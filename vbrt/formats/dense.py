@@ -12,7 +12,7 @@ __all__ = ["Dense"]
 class Dense(Format):
     """The weight itself, in its own dtype; nothing is checked or changed, NaN included."""
 
-    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
+    def encode(self, w_NK: Tensor, squares: Tensor | None = None) -> dict[str, Tensor]:
         """The detached weight, not copied."""
         return {"weight": w_NK.detach()}
 

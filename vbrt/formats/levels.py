@@ -20,6 +20,7 @@ from vbrt.formats.blocks import (
     constant_levels,
     decode_blocks,
     encode_tile,
+    of_tile,
     ones,
     pack_nibbles,
     quad_table,
@@ -70,7 +71,7 @@ class Levels(Format):
         return tensors["levels"], torch.empty(0, dtype=torch.float32, device=device), ones(device)
 
     @torch.no_grad()
-    def encode(self, w_NK: Tensor, levels: Tensor | None = None) -> dict[str, Tensor]:
+    def encode(self, w_NK: Tensor, squares: Tensor | None = None, levels: Tensor | None = None) -> dict[str, Tensor]:
         """See `Format.encode`. Of the scales under which a block's largest weight is one of the levels, the one of
         least squared error is taken. levels fp32 [16]; default: of the published tables the one that loses least.
 
@@ -90,14 +91,14 @@ class Levels(Format):
         for rows, columns in tiles((n, w_NK.shape[1]), block, encode_tile(w_NK.device)):
             x_RK = whole_blocks(w_NK[rows, columns].float(), block)
             first, last = columns.start, columns.start + x_RK.shape[1]
-            code_bB, scale_B = self._encode(
-                x_RK.reshape(-1, block).t().contiguous(), levels, torch.finfo(w_NK.dtype).max
-            )
+            m_bB = None if squares is None else of_tile(squares[None], rows, columns, n, block)
+            x_bB, limit = x_RK.reshape(-1, block).t().contiguous(), torch.finfo(w_NK.dtype).max
+            code_bB, scale_B = self._encode(x_bB, levels, limit, m_bB)
             codes[rows, first // 2 : last // 2] = pack_nibbles(code_bB).view(len(x_RK), -1)
             scales[rows, first // block : last // block] = scale_B.view(len(x_RK), -1)
         return {"codes": codes, "scales": scales, "levels": levels}
 
-    def _encode(self, x_bB: Tensor, levels: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    def _encode(self, x_bB: Tensor, levels: Tensor, limit: float, m_bB: Tensor | None) -> tuple[Tensor, Tensor]:
         """(codes fp32 [b, B], scales [B]) of blocks whose decoded weights must not exceed `limit`."""
         top = float(levels.abs().max())
         largest_1B = x_bB.gather(0, x_bB.abs().argmax(0, keepdim=True))
@@ -107,7 +108,7 @@ class Levels(Format):
         divisor_CB = scale_CB.float() * top
         divisor_CB.masked_fill_(divisor_CB.abs() < _LEAST, _LEAST)
         unit = levels / top
-        rounding = TableRounding(x_bB, unit, TableRounding.cells(unit))
+        rounding = TableRounding(x_bB, unit, TableRounding.cells(unit), m_bB)
         pick_1B = least_error(rounding, divisor_CB).unsqueeze(0).long()
         return rounding.codes(divisor_CB.gather(0, pick_1B).squeeze(0)), scale_CB.gather(0, pick_1B).squeeze(0)
 
@@ -116,7 +117,7 @@ class Levels(Format):
         sample = w_NK[:: -(-w_NK.numel() // _SAMPLE), : max(self.block, _SAMPLE)].contiguous()
         errors = []
         for table in _TABLES:
-            plane = self.encode(sample, constant_levels(table, w_NK.device))
+            plane = self.encode(sample, levels=constant_levels(table, w_NK.device))
             errors.append(
                 (self.decode(plane, tuple(sample.shape), torch.float32) - sample.float()).double().square().sum()
             )

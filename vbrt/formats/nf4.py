@@ -45,8 +45,8 @@ class NF4(UE4M4Format):
     def _levels(self, tensors: dict[str, Tensor]) -> Tensor:
         return constant_levels(NF4_LEVELS, tensors["codes"].device)
 
-    def _rounding(self, x_bB: Tensor, **extra: Tensor) -> Rounding:
-        return TableRounding(x_bB, *_tables(x_bB.device))
+    def _rounding(self, x_bB: Tensor, m_bB: Tensor | None = None, **extra: Tensor) -> Rounding:
+        return TableRounding(x_bB, *_tables(x_bB.device), m_bB)
 
     def _grid(self, tensors: dict[str, Tensor]) -> Grid:
         return _constant_grid(tensors["scales"].device)

@@ -29,8 +29,8 @@ class NVFP4(E4M3Format):
     def _levels(self, tensors: dict[str, Tensor]) -> Tensor:
         return constant_levels(E2M1_LEVELS, tensors["codes"].device)
 
-    def _rounding(self, x_bB: Tensor, **extra: Tensor) -> Rounding:
-        return E2M1Rounding(x_bB)
+    def _rounding(self, x_bB: Tensor, m_bB: Tensor | None = None, **extra: Tensor) -> Rounding:
+        return E2M1Rounding(x_bB, m_bB)
 
     def _grid(self, tensors: dict[str, Tensor]) -> Grid:
         return E2M1Grid()

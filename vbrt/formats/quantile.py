@@ -34,11 +34,18 @@ class Quantile(UE4M4Format):
     offsets = range(-3, 3)
 
     @torch.no_grad()
-    def encode(self, w_NK: Tensor, levels: Tensor | None = None, amax: float | None = None) -> dict[str, Tensor]:
-        """See `Format.encode`. `levels` (fp32 [8], of an earlier `fit`) saves the fit; `amax` is the largest magnitude
-        of the weight that this is a part of."""
+    def encode(
+        self,
+        w_NK: Tensor,
+        squares: Tensor | None = None,
+        levels: Tensor | None = None,
+        amax: float | None = None,
+    ) -> dict[str, Tensor]:
+        """See `Format.encode`. `levels` (fp32 [8], of an earlier `fit`) saves the fit, which looks at no squares; `amax`
+        is the largest magnitude of the weight that this is a part of."""
         known = self._range(w_NK) if amax is None else self._range_of(amax, w_NK.dtype)
-        return self._encode(w_NK, known, levels=self.fit(w_NK) if levels is None else levels)
+        levels = self.fit(w_NK) if levels is None else levels
+        return self._encode(w_NK, known, None if squares is None else squares[None], levels=levels)
 
     def frame(self, w_NK: Tensor, levels: Tensor | None = None) -> Frame:
         """See `BlockFormat.frame`; `levels` as in `encode`."""
@@ -76,9 +83,9 @@ class Quantile(UE4M4Format):
     def _levels(self, tensors: dict[str, Tensor]) -> Tensor:
         return _signed(tensors["levels"])
 
-    def _rounding(self, x_bB: Tensor, **extra: Tensor) -> Rounding:
+    def _rounding(self, x_bB: Tensor, m_bB: Tensor | None = None, **extra: Tensor) -> Rounding:
         level_16 = _signed(extra["levels"])
-        return TableRounding(x_bB, level_16, TableRounding.cells(level_16))
+        return TableRounding(x_bB, level_16, TableRounding.cells(level_16), m_bB)
 
     def _grid(self, tensors: dict[str, Tensor]) -> Grid:
         return TableGrid(_signed(tensors["levels"]))

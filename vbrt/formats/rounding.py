@@ -1,6 +1,8 @@
 """Rounding weights to the 16 levels of a format, and the search for the block scale that rounds best.
 
 Legend: b weights a block, B blocks, C candidate scales. Everything is [b, B], so that a block's scale is a row vector.
+m_bB, where given, multiplies the squared errors of weights: the mean square of the input that meets each, so that the
+sums estimate the squared error of the layer's output.
 """
 
 from typing import Protocol
@@ -36,7 +38,7 @@ class Rounding(Protocol):
     """A tile of weights x_bB that can be rounded under any scale."""
 
     def squared_error(self, scale_B: Tensor, out: Tensor) -> None:
-        """Write the sum over each block of (x / scale - level)^2, up to one constant factor, into out [B]."""
+        """Write the sum over each block of m (x / scale - level)^2, up to one constant factor, into out [B]."""
 
     def codes(self, scale_B: Tensor) -> Tensor:
         """The nearest codes of x / scale, as fp32 0..15 [b, B]."""
@@ -73,8 +75,8 @@ def block_sum(q_bB: Tensor, out: Tensor) -> None:
 class E2M1Rounding:
     """Rounding to {0, .5, 1, 1.5, 2, 3, 4, 6} and their negatives; beyond 6 saturates."""
 
-    def __init__(self, x_bB: Tensor) -> None:
-        self.x, self.a = x_bB, x_bB.abs()
+    def __init__(self, x_bB: Tensor, m_bB: Tensor | None = None) -> None:
+        self.x, self.a, self._m = x_bB, x_bB.abs(), m_bB
         self._y, self._t, self._q = (torch.empty_like(x_bB) for _ in range(3))
 
     def squared_error(self, scale_B: Tensor, out: Tensor) -> None:
@@ -84,7 +86,8 @@ class E2M1Rounding:
         y = torch.mul(self.a, 2.0**22 / scale_B, out=self._y)
         t = torch.clamp(y, min=2.0**22, out=self._t)
         q = torch.add(t, y, alpha=2.0**-22, out=self._q).sub_(t).clamp_(max=6.0)
-        block_sum(q.sub_(y, alpha=2.0**-22).mul_(q), out)
+        q.sub_(y, alpha=2.0**-22).mul_(q)
+        block_sum(q if self._m is None else q.mul_(self._m), out)
 
     def codes(self, scale_B: Tensor) -> Tensor:
         """See `Rounding`. Ties go to the even code, as in hardware, and the sign bit is kept for zeros too.
@@ -107,8 +110,8 @@ class TableRounding:
 
     CELLS = 4096
 
-    def __init__(self, x_bB: Tensor, level_16: Tensor, cells: Tensor) -> None:
-        self.x, self._level_16, self._cells = x_bB, level_16, cells
+    def __init__(self, x_bB: Tensor, level_16: Tensor, cells: Tensor, m_bB: Tensor | None = None) -> None:
+        self.x, self._level_16, self._cells, self._m = x_bB, level_16, cells, m_bB
 
     @classmethod
     def cells(cls, level_16: Tensor) -> Tensor:
@@ -123,7 +126,8 @@ class TableRounding:
         y = torch.mul(self.x, half / scale_B).add_(half)
         index = y.clamp(0, self.CELLS - 1).to(torch.int32)
         y.view(-1).sub_(self._cells.index_select(0, index.view(-1)))
-        block_sum(y.mul_(y), out)
+        y.mul_(y)
+        block_sum(y if self._m is None else y.mul_(self._m), out)
 
     def codes(self, scale_B: Tensor) -> Tensor:
         """See `Rounding`. A tie goes to the lower level."""

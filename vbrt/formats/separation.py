@@ -57,19 +57,20 @@ class Separation:
         self._forwards += 1
 
     @torch.no_grad()
-    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
-        """The coarse plane of a weight under the cached codebook, after refreshing that if it is due.
+    def encode(self, w_NK: Tensor, squares: Tensor | None = None) -> dict[str, Tensor]:
+        """The coarse plane of a weight under the cached codebook, after refreshing that if it is due; `squares` as for
+        `Format.encode`.
 
         Raises FormatError as `Quantile.encode` does; the cached codebook then stays as it was.
         """
         if self._codebook is not None and not self._due(w_NK):
-            tensors = self._format.encode(w_NK, self._codebook.to(w_NK.device))
+            tensors = self._format.encode(w_NK, squares, self._codebook.to(w_NK.device))
             share = self._format.clipped_share(w_NK, tensors)
             if share <= clipping_bound(self._accepted_share):
                 c = self._counters
                 self._counters = SeparationCounters(c.hits + 1, c.refreshes, share)
                 return tensors
-        return self._refresh(w_NK)
+        return self._refresh(w_NK, squares)
 
     @torch.no_grad()
     def encode_part(self, part: Tensor, w_NK: Tensor, amax: float) -> dict[str, Tensor]:
@@ -79,7 +80,7 @@ class Separation:
         Raises FormatError as `Quantile.encode` does.
         """
         codebook = self._format.fit(w_NK, self._count)
-        tensors = self._format.encode(part, codebook, amax)
+        tensors = self._format.encode(part, levels=codebook, amax=amax)
         self._counters = SeparationCounters(
             self._counters.hits, self._counters.refreshes + 1, self._format.clipped_share(part, tensors)
         )
@@ -88,9 +89,9 @@ class Separation:
     def _due(self, w_NK: Tensor) -> bool:
         return self._forwards >= self._refresh_every and identity(w_NK) != self._fitted_on
 
-    def _refresh(self, w_NK: Tensor) -> dict[str, Tensor]:
+    def _refresh(self, w_NK: Tensor, squares: Tensor | None) -> dict[str, Tensor]:
         codebook = self._format.fit(w_NK, self._count)
-        tensors = self._format.encode(w_NK, codebook)
+        tensors = self._format.encode(w_NK, squares, codebook)
         share = self._format.clipped_share(w_NK, tensors)
         self._codebook, self._fitted_on, self._forwards = codebook, identity(w_NK), 0
         self._accepted_share = share

@@ -185,6 +185,12 @@ class QuantizationConfig(QuantizationConfigMixin):
         """
         config, overrides, _ = self.named
         self.settings = self.over(self.settings) if saved is None else saved.config(config, overrides)
+        if saved is None and self.settings.weights.calibrate is not None:
+            raise ConfigError(
+                f'{self.settings.source}: weights.calibrate = "{self.settings.weights.calibrate}": the model has to '
+                "run before its weights are encoded, and from_pretrained of transformers encodes them as it reads: use "
+                "vbrt.from_pretrained or vbrt.wrap"
+            )
         runtime = None if self.sharing is None else self.sharing.runtime
         if runtime is not None:
             self.settings = shared_config(self.settings, runtime, config, overrides)

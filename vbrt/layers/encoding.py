@@ -45,20 +45,21 @@ class Encoder:
         self.packing: PageOrder | None = None
         self._encode_many = resolve("encode_many", spec.backend, device, spec.format).run
 
-    def split(self, weight: torch.Tensor, which: str = "") -> Planes:
-        """The planes of a weight in the module's orientation; nothing is stored. `which`: of several, for errors.
+    def split(self, weight: torch.Tensor, expert: int | None = None) -> Planes:
+        """The planes of a weight in the module's orientation; nothing is stored. `expert`: whose it is.
 
         Raises:
             FormatError: NaN, Inf, or a weight without data, with the layer's name.
         """
-        name = f"{self.spec.name}{which}"
+        name = self.spec.name if expert is None else f"{self.spec.name}[{expert}]"
         if weight.is_meta:
             raise FormatError(
                 f"{name}: its weight is on the meta device, without data; load it first "
                 "(load_state_dict(..., assign=True))"
             )
         try:
-            return self._split(weight.detach().to(self.device, self.spec.dtype))
+            squares = self._squares(slice(expert or 0, (expert or 0) + 1))
+            return self._split(weight.detach().to(self.device, self.spec.dtype), squares)
         except FormatError as error:
             raise FormatError(f"{name}: {error}; exclude the layer (weights.exclude) or repair it") from error
 
@@ -71,14 +72,19 @@ class Encoder:
         """
         if not (weights.is_meta or self.spec.dense or self.separation):
             with contextlib.suppress(FormatError):  # which is raised below, by the expert's name
-                return self._split_many(weights.detach().to(self.device, self.spec.dtype))
-        return [self.split(weight, f"[{expert}]") for expert, weight in enumerate(weights, first)]
+                squares = self._squares(slice(first, first + len(weights)))
+                return self._split_many(weights.detach().to(self.device, self.spec.dtype), squares)
+        return [self.split(weight, expert) for expert, weight in enumerate(weights, first)]
 
-    def _split_many(self, weights: torch.Tensor) -> list[Planes]:
+    def _squares(self, matrices: slice) -> torch.Tensor | None:
+        """The mean squares of the inputs of some matrices [E, K], on the device."""
+        return None if self.spec.squares is None else self.spec.squares[matrices].to(self.device)
+
+    def _split_many(self, weights: torch.Tensor, squares: torch.Tensor | None) -> list[Planes]:
         spec = self.spec
         w_ENK = weights.transpose(1, 2).contiguous() if spec.transposed else weights
         found: dict[int, Planes] = {}
-        for group in self._encode_many(self.format, w_ENK, self._amax(w_ENK)):
+        for group in self._encode_many(self.format, w_ENK, self._amax(w_ENK), squares):
             coarse = list(group.planes(self.format.layout(spec.shape, spec.dtype)))
             for place, member in enumerate(group.members):
                 fine = split_fine(w_ENK[member], coarse[place], self.format) if spec.fine else None
@@ -99,21 +105,21 @@ class Encoder:
                 return [(layout, plane) for plane in EncodedGroup(group.members, tensors).planes(layout)]
         return [self._coarse_page(plane) for plane in coarse]
 
-    def _split(self, weight: torch.Tensor) -> Planes:
+    def _split(self, weight: torch.Tensor, squares: torch.Tensor | None) -> Planes:
         spec = self.spec
         if spec.dense:
             return [(self.format.layout(tuple(weight.shape), spec.dtype), self.format.encode(weight))]
         w_NK = weight.t().contiguous() if spec.transposed else weight
-        coarse = self._fitted(w_NK) if self.separation else self._encoded(w_NK)
+        coarse = self._fitted(w_NK, squares) if self.separation else self._encoded(w_NK, squares)
         planes = [self._coarse_page(coarse)]
         if spec.fine:
             fine = split_fine(w_NK, coarse, self.format)
             planes.append((fine_layout(fine), fine))
         return planes
 
-    def _encoded(self, w_NK: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    def _encoded(self, w_NK: torch.Tensor, squares: torch.Tensor | None) -> Mapping[str, torch.Tensor]:
         w_ENK = w_NK.unsqueeze(0)
-        (group,) = self._encode_many(self.format, w_ENK, self._amax(w_ENK))
+        (group,) = self._encode_many(self.format, w_ENK, self._amax(w_ENK), squares)
         return group.coarse
 
     def _amax(self, w_ENK: torch.Tensor) -> list[float] | None:
@@ -126,11 +132,11 @@ class Encoder:
             raise FormatError(f"{self.format.name}: another rank's part of the weight holds NaN or Inf")
         return amax_E
 
-    def _fitted(self, w_NK: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    def _fitted(self, w_NK: torch.Tensor, squares: torch.Tensor | None) -> Mapping[str, torch.Tensor]:
         """The plane under a codebook that is fitted to the whole weight, whatever part of it this process holds."""
         shard = self.spec.site.shard
         if shard is None or shard.dim == EXPERTS:
-            return self.separation.encode(w_NK)
+            return self.separation.encode(w_NK, None if squares is None else squares[0])
         (amax,) = self._amax(w_NK.unsqueeze(0))
         return self.separation.encode_part(w_NK, gathered(w_NK, shard), amax)
 

@@ -1,7 +1,7 @@
 """Describes one weight: its shape, its format, where its planes live, and what the module may ask of it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -24,6 +24,7 @@ class HandleSpec:
         site: where the weight is in the model; the first one, where several are tied.
         dtype: of the stored weight.
         by_rows: True for a table of which forwards read rows, where its pages live.
+        squares: fp32 [matrices, K]: see `Swap.squares`; None: errors of all weights count alike.
         homes: the tier of each plane.
     """
 
@@ -38,6 +39,7 @@ class HandleSpec:
     homes: Mapping[str, str] | None = None
     levels: int = 8
     refresh_every: int = 100
+    squares: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, swap: Swap, config: VBConfig) -> "HandleSpec":
@@ -54,6 +56,7 @@ class HandleSpec:
             homes={page.plane: page.home for page in swap.pages},
             levels=config.separation.levels,
             refresh_every=config.separation.refresh_every,
+            squares=swap.squares[0] if swap.squares else None,
         )
 
     @property
@@ -83,8 +86,9 @@ class HandleSpec:
 
     @property
     def label(self) -> str:
-        """The format as statistics print it: "nvfp4", or "nvfp4+exact" with a fine plane."""
-        return f"{self.format}+exact" if self.fine else self.format
+        """The format as statistics print it: "nvfp4", "nvfp4+exact" with a fine plane, "nvfp4, calibrated"."""
+        how = ", calibrated" if self.squares is not None and not self.dense else ""
+        return f"{self.format}{'+exact' if self.fine else ''}{how}"
 
     @property
     def weight_shape(self) -> tuple[int, int]:

@@ -7,6 +7,7 @@ reads a model (`choice.py`, `planner.py`), `place` decides here what fits where.
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from vbrt.config.formats import FORMATS
 from vbrt.config.tiers import TIERS
@@ -51,6 +52,8 @@ class Swap:
         dtype: of the weight, by torch's name.
         experts, top_k: of routed experts, how many the layer has and how many a token goes to; else 0. Such a swap has
             a page for each plane of each expert.
+        squares: the mean squares of inputs that errors are weighed by as the weight is encoded, for the site and each
+            of the parts: a tensor [matrices, K], about 1. Empty: not weighed. A plan does not look at them.
     """
 
     site: WeightSite
@@ -64,6 +67,7 @@ class Swap:
     note: str = ""
     experts: int = 0
     top_k: int = 0
+    squares: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def sites(self) -> tuple[WeightSite, ...]:

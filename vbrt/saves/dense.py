@@ -93,6 +93,14 @@ class DenseCheckpoint:
         """See `Source`."""
         return make_plan(model, config, beside=beside)
 
+    def encodes(self, swap: Swap) -> bool:
+        """See `Source`."""
+        return True
+
+    def dense(self, swap: Swap, site: WeightSite) -> torch.Tensor:
+        """See `Source`."""
+        return self.read(site.tensor).to(getattr(torch, swap.dtype)).reshape(site.kept_shape)
+
     def planes_of(self, swap: Swap, handle: WeightHandle) -> Planes:
         """See `Source`: encoded now."""
         return handle.split(self.read(swap.site.tensor))

@@ -17,6 +17,7 @@ from vbrt.model.runtime import Runtime
 from vbrt.report.progress import Progress
 from vbrt.residency.custom import PolicyFactory
 from vbrt.saves.assign import compute_buffers_
+from vbrt.saves.calibrated import calibrated
 from vbrt.saves.landing import on_device
 from vbrt.saves.sources import Source
 
@@ -57,6 +58,7 @@ def load_attached(
         source.outline_(model)
         compute_buffers_(model, source.path, source.has)
         plan = source.plan(model, config, None if runtime is None else place_beside(runtime))
+        plan = calibrated(source, model, plan, config)
         attachment = attach(model, config, plan, runtime=runtime, policy=policy)
         _fill_(attachment, source, progress=progress)
         attachment.materialize(progress=False)  # nothing is left to encode; what was not swapped goes to the device

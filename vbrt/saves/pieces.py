@@ -20,6 +20,7 @@ from vbrt.layers.experts import ExpertsHandle, ExpertsSpec
 from vbrt.residency.plan import Beside, Plan, Swap
 from vbrt.residency.site import ROOT, WeightSite
 from vbrt.saves.assign import compute_buffers_
+from vbrt.saves.calibrated import calibrated
 from vbrt.saves.landing import HOST
 from vbrt.saves.manifest import KeptTensor, SavedLayer, text_of
 from vbrt.saves.save import find_kept
@@ -76,6 +77,7 @@ class Pieces:
 
     def __init__(self, source: Source, model: nn.Module, config: VBConfig) -> None:
         plan, stack = conversion_plan(source, model, config), detached_stack(_device(config))
+        plan = calibrated(source, model, plan, config, stack.device)
         names, held = _names_of(model), config if stack.device.type == "cuda" else _here(config)
         weights = [_weight(swap, source, model, (held, stack, names)) for swap in plan.swaps]
         _forget_(model, plan)

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from vbrt.config import VBConfig, load_config
+from vbrt.config import FORMATS, VBConfig, load_config
+from vbrt.errors import ConfigError
 from vbrt.layers import WeightHandle
 from vbrt.layers.encoding import Planes
 from vbrt.layers.experts import ExpertsHandle
@@ -92,12 +93,21 @@ class PublishedCheckpoint(DenseCheckpoint):
         chosen, _ = choose(model, config)
         self._formats = {swap.name: format for swap in chosen if (format := self._format_of(swap))}
         swaps = [self._held(swap) for swap in chosen]
+        if config.weights.calibrate is not None and not any(map(self._is_searched, swaps)):
+            raise ConfigError(
+                f'{config.source}: weights.calibrate = "{config.weights.calibrate}": {self.path} has weights in 4 bits '
+                "already, which are taken as they are: leave it out, or load a checkpoint of the dense model"
+            )
         plan = make_plan(model, config, saved=swaps, beside=beside)
         notes = tuple(self._notes(swaps))
         lost = tuple(note for note in notes if "decoded" in note)
         for note in lost:
             warnings.warn(f"{self.path}: {note}", stacklevel=5)
         return replace(plan, notes=(*plan.notes, *notes), fallbacks=(*plan.fallbacks, *lost))
+
+    def _is_searched(self, swap: Swap) -> bool:
+        """True if block scales of a weight are searched as it is loaded."""
+        return self.encodes(swap) and not FORMATS[swap.format].lossless
 
     def _held(self, swap: Swap) -> Swap:
         if swap.name in self._formats:
@@ -131,6 +141,10 @@ class PublishedCheckpoint(DenseCheckpoint):
         entry = self._entry(site)
         names = [name for row in entry.rows for name in row] or entry.sources
         return [self._packed.weights[name] for name in names if name in self._packed.weights]
+
+    def encodes(self, swap: Swap) -> bool:
+        """See `Source`."""
+        return swap.name not in self._formats
 
     def planes_of(self, swap: Swap, handle: WeightHandle) -> Planes:
         """See `Source`: as they are in the files, or encoded now."""

@@ -110,6 +110,12 @@ class SavedModel:
                     f"{there!r}; a save keeps its format: pass what should differ as overrides, or "
                     "load a checkpoint of the dense model"
                 )
+        text = asked.weights.calibrate
+        if text not in (None, saved.weights.calibrate):
+            raise ConfigError(
+                f'{asked.source}: weights.calibrate = "{text}", and {self.path} has planes, of which nothing is '
+                "encoded again: load a checkpoint of the dense model"
+            )
         return replace(asked, weights=saved.weights)
 
     def outline_(self, model: nn.Module) -> None:
@@ -154,6 +160,14 @@ class SavedModel:
         places = {name: place for place, name in enumerate(modules)}
         saved.sort(key=lambda swap: places[swap.site.module])
         return make_plan(model, config, saved=saved, beside=beside)
+
+    def encodes(self, swap: Swap) -> bool:
+        """See `Source`."""
+        return False
+
+    def dense(self, swap: Swap, site: WeightSite) -> torch.Tensor:
+        """See `Source`: there are planes only."""
+        raise CheckpointError(f"{self.path}: {site.name} was saved as planes; expected a checkpoint of the dense model")
 
     def planes_of(self, swap: Swap, handle: WeightHandle) -> Planes:
         """See `Source`: as they were encoded."""

@@ -14,6 +14,7 @@ from vbrt.config import VBConfig, load_config
 from vbrt.errors import WrapError
 from vbrt.estimation.advise import advise
 from vbrt.estimation.precision import settled
+from vbrt.estimation.squares import with_squares
 from vbrt.model.attach import Attempt, attach, plan_for
 from vbrt.model.runtime import Runtime
 from vbrt.model.sharing import shared_config
@@ -85,7 +86,7 @@ def wrap(
     if runtime is not None:
         asked = shared_config(asked, runtime, config, overrides)
     asked = settled(model, asked)
-    plan = plan_for(model, asked, runtime)
+    plan = with_squares(model, plan_for(model, asked, runtime), asked)
     warn_of_plan(plan, "vbrt.wrap", stacklevel=3)
     attempt = Attempt(model, runtime)
     try:

@@ -34,7 +34,9 @@ def as_bytes(tensors):
 def check_encoder(name, dtype, shape):
     w, fmt = weight(shape, dtype), get_format(name)
     known = fmt._range(w)
-    torch.testing.assert_close(as_bytes(launch_encode(fmt, w, known)), as_bytes(fmt._encode(w, known)), rtol=0, atol=0)
+    for squares in (None, torch.rand(1, shape[1]) + 0.05, torch.randn(shape[0], shape[1]).square() + 0.05):
+        given, expected = launch_encode(fmt, w, known, squares), fmt._encode(w, known, squares)
+        torch.testing.assert_close(as_bytes(given), as_bytes(expected), rtol=0, atol=0)
 
 
 def check_tiles(name, shape):
@@ -72,9 +74,9 @@ def test_the_kernel_that_encodes_compiles(capability, block):
 
     types = {"w_ptr": "*bf16", "value_ptr": "*fp32", "code_ptr": "*u8", "byte_ptr": "*u8"}
     types |= dict.fromkeys(("K", "blocks", "total", "low", "high", "shift"), "i32")
-    types |= {"per_unit": "fp32", "least": "fp32"}
+    types |= {"per_unit": "fp32", "least": "fp32", "square_ptr": "*fp32", "rows_each": "i32"}
     constants = {"ROWS": 128, "BLOCK": block, "LEVELS": block.bit_length() - 1, "FIRST": -2}
-    constants |= {"CANDIDATES": 9, "E4M3": block == 16}
+    constants |= {"CANDIDATES": 9, "E4M3": block == 16, "WEIGHED": block == 16}
     assert "div.rn.f32" in compiled(encode_kernel, types, constants, capability, gluon=False).asm["ptx"]
 
 
@@ -96,8 +98,10 @@ def test_the_kernel_that_packs_compiles(capability, raised):
 def test_a_gpu_encodes_to_the_bits_that_a_cpu_gives(name, dtype, shape):
     torch.manual_seed(0)
     w_ENK = torch.stack([weight(shape, dtype), weight(shape, dtype, 0.0)])
-    expected = list(reference.encode_many(get_format(name), w_ENK))
-    given = list(resolve("encode_many", "auto", torch.device("cuda"), name)(get_format(name), w_ENK.cuda()))
+    squares, fmt = torch.randn(2, shape[1]).exp2().square(), get_format(name)
+    encode = resolve("encode_many", "auto", torch.device("cuda"), name)
+    expected = [*reference.encode_many(fmt, w_ENK), *reference.encode_many(fmt, w_ENK, squares)]
+    given = [*encode(fmt, w_ENK.cuda()), *encode(fmt, w_ENK.cuda(), squares.cuda())]
     for one, other in zip(given, expected, strict=True):
         assert one.members == other.members
         torch.testing.assert_close(as_bytes(one.coarse), as_bytes(other.coarse), rtol=0, atol=0)

@@ -13,18 +13,20 @@ __all__ = ["encode_many", "launch_encode", "launch_pack"]
 _ROWS = 128  # blocks a program
 
 
-def encode_many(format: Format, w_ENK: Tensor, amax_E: Sequence[float] | None = None) -> Iterator[EncodedGroup]:
+def encode_many(
+    format: Format, w_ENK: Tensor, amax_E: Sequence[float] | None = None, squares: Tensor | None = None
+) -> Iterator[EncodedGroup]:
     """See `Format.encode_many`: the same bits, in one launch for the matrices of one range."""
-    return format.encode_many(w_ENK, amax_E, step=_on_its_device)
+    return format.encode_many(w_ENK, amax_E, squares, step=_on_its_device)
 
 
-def _on_its_device(format: BlockFormat, w_NK: Tensor, known: Range) -> dict[str, Tensor]:
+def _on_its_device(format: BlockFormat, w_NK: Tensor, known: Range, squares: Tensor | None) -> dict[str, Tensor]:
     with torch.cuda.device(w_NK.device):
-        return launch_encode(format, w_NK, known)
+        return launch_encode(format, w_NK, known, squares)
 
 
-def launch_encode(format: BlockFormat, w_NK: Tensor, known: Range) -> dict[str, Tensor]:
-    """The coarse plane of a weight of a known range, on any device that Triton runs on."""
+def launch_encode(format: BlockFormat, w_NK: Tensor, known: Range, squares: Tensor | None = None) -> dict[str, Tensor]:
+    """The coarse plane of a weight of a known range, on any device that Triton runs on; squares as `Step` has them."""
     from vbrt.kernels.cuda.e2m1.encode_triton import encode_kernel
 
     w_NK = w_NK.contiguous()
@@ -34,6 +36,7 @@ def launch_encode(format: BlockFormat, w_NK: Tensor, known: Range) -> dict[str, 
     scales = torch.empty(n, blocks, dtype=torch.uint8, device=w_NK.device)
     low, high = format.byte_bounds(known)
     shift, least = format.stored(known)
+    squares = None if squares is None else squares.float().contiguous()
     encode_kernel[(-(-n * blocks // _ROWS),)](
         w_NK,
         format.byte_values(w_NK.device),
@@ -47,12 +50,15 @@ def launch_encode(format: BlockFormat, w_NK: Tensor, known: Range) -> dict[str, 
         high,
         shift,
         least,
+        w_NK if squares is None else squares,
+        n if squares is None else n // len(squares),
         ROWS=_ROWS,
         BLOCK=block,
         LEVELS=block.bit_length() - 1,
         FIRST=format.offsets.start,
         CANDIDATES=len(format.offsets),
         E4M3=format.scale_dtype == "float8_e4m3fn",
+        WEIGHED=squares is not None,
         enable_fp_fusion=False,  # the specification multiplies and adds in two steps
     )
     scales = scales.view(getattr(torch, format.scale_dtype))

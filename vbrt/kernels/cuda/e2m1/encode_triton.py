@@ -38,12 +38,15 @@ def encode_kernel(
     high,
     shift,
     least,
+    square_ptr,
+    rows_each,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     LEVELS: tl.constexpr,
     FIRST: tl.constexpr,
     CANDIDATES: tl.constexpr,
     E4M3: tl.constexpr,
+    WEIGHED: tl.constexpr,
 ):
     """Codes uint8 [total, BLOCK / 2] and scale bytes uint8 [total] of the blocks of w [N, K], BLOCK = 2^LEVELS
     columns each; grid (ceil(total / ROWS),).
@@ -51,6 +54,7 @@ def encode_kernel(
     A row has `blocks` blocks; columns beyond K are zeros. A weight times per_unit, a power of two, is encoded. A byte
     from low to high is worth value_ptr[byte]; the candidates are FIRST and following, counted from the one nearest to
     the largest magnitude over 6. Stored is the byte plus shift, or zero where that magnitude is not above `least`.
+    With WEIGHED the squared errors of a row are multiplied by square_ptr[row // rows_each, K].
     The arithmetic is that of `BlockFormat._search` with `E2M1Rounding`, operation by operation.
     """
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -59,6 +63,10 @@ def encode_kernel(
     at = (block // blocks)[:, None] * K + column
     x = tl.load(w_ptr + at, mask=there[:, None] & (column < K), other=0.0).to(tl.float32) * per_unit
     a = tl.abs(x)
+    m = a
+    if WEIGHED:
+        own = (block // blocks // rows_each)[:, None] * K + column
+        m = tl.load(square_ptr + own, mask=there[:, None] & (column < K), other=0.0)
     amax = tl.max(a, 1)
     over_top = tl.div_rn(amax, tl.full((ROWS,), 6.0, tl.float32))
     if E4M3:
@@ -75,7 +83,10 @@ def encode_kernel(
         t = tl.maximum(y, 4194304.0)
         small = y * (1.0 / 4194304.0)
         q = tl.minimum((t + small) - t, 6.0) - small
-        error = _block_sum(q * q, ROWS, LEVELS) * scale * scale
+        q = q * q
+        if WEIGHED:
+            q = q * m
+        error = _block_sum(q, ROWS, LEVELS) * scale * scale
         rank = (error.to(tl.int32, bitcast=True) & -16) | candidate
         chosen = tl.where(rank < best, byte, chosen)
         best = tl.minimum(best, rank)
