@@ -38,6 +38,7 @@ WRONG_VALUES = [
     ("weights.formats", ["*"], '[\'*\']; expected a table of module name patterns, e.g. {"*.mlp.*" = "nvfp4"}'),
     ("weights.budget", "5 bit/s", '"5 bit/s"; expected bits a weight, e.g. "5 bits", or bytes, e.g. "2GiB"'),
     ("weights.budget", "5 bits", '"5 bits"; is read with format = "auto" only'),
+    ("weights.calibrate", True, 'true; expected a file of text or token ids, e.g. "notes.txt", or "samples"'),
     ("tiers.gpu.enabled", "no", '"no"; expected true or false, or "auto"'),
     ("tiers.gpu.budget", "8 Gigs", f'"8 Gigs"; {BUDGET}'),
     ("tiers.gpu.budget", "8G", f'"8G"; {BUDGET}'),

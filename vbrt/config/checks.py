@@ -25,6 +25,7 @@ __all__ = [
     "patterns",
     "quoted",
     "shown",
+    "text",
     "whole",
     "wrong",
 ]
@@ -152,6 +153,11 @@ def directory(value: object, where: str) -> str | None:
 def file(value: object, where: str) -> str | None:
     """Check for the path of a file or None; expand "~"."""
     return _path(value, where, 'a file, e.g. "~/qwen.routing"')
+
+
+def text(value: object, where: str) -> str | None:
+    """Check for the path of a text, a word that stands for one, or None; expand "~"."""
+    return _path(value, where, 'a file of text or token ids, e.g. "notes.txt", or "samples"')
 
 
 def _path(value: object, where: str, what: str) -> str | None:

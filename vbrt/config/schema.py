@@ -40,6 +40,7 @@ from vbrt.config.checks import (
     gpus,
     pattern_table,
     patterns,
+    text,
     whole,
     wrong,
 )
@@ -168,7 +169,7 @@ class WeightsConfig(_Section):
     embeddings: bool = _opt(False, flag)
     formats: tuple[tuple[str, str], ...] = field(default=(), metadata={"check": _held_as, "plain": dict})
     budget: int | str | None = _opt(None, _weights_budget)
-    calibrate: str | None = _opt(None, file)
+    calibrate: str | None = _opt(None, text)
 
     def held_as(self, *names: str) -> tuple[str, str]:
         """Return the format and the fine plane of a weight by all its names: of its modules, of its parameter."""
