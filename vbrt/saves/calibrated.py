@@ -12,6 +12,7 @@ from vbrt.config import VBConfig
 from vbrt.estimation.squares import with_squares
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.site import ROOT, WeightSite
+from vbrt.saves.dense import DenseCheckpoint
 from vbrt.saves.landing import HOST
 from vbrt.saves.sources import Source
 
@@ -33,9 +34,9 @@ def calibrated(
         CheckpointError: a file is damaged.
         ConfigError: as `with_squares`.
     """
-    encoded = [swap for swap in plan.swaps if source.encodes(swap)]
-    if config.weights.calibrate is None or not encoded:
-        return plan
+    if config.weights.calibrate is None or not isinstance(source, DenseCheckpoint):
+        return plan  # planes are taken as they are
+    encoded = tuple(filter(source.encodes, plan.swaps))
     readers = {
         (site.module, site.parameter): partial(source.dense, swap, site)
         for swap in plan.swaps
@@ -45,7 +46,7 @@ def calibrated(
     with _without_swapped(model, plan):
         source.fill_kept_(model, HOST)
         found = with_squares(
-            model, replace(plan, swaps=tuple(encoded)), config, readers, directory=str(directory), device=device
+            model, replace(plan, swaps=encoded), config, readers, directory=str(directory), device=device
         )
     by_name = {swap.name: swap for swap in found.swaps}
     return replace(found, swaps=tuple(by_name.get(swap.name, swap) for swap in plan.swaps))

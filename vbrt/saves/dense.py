@@ -94,11 +94,11 @@ class DenseCheckpoint:
         return make_plan(model, config, beside=beside)
 
     def encodes(self, swap: Swap) -> bool:
-        """See `Source`."""
+        """True if the planes of a weight are not in the files, but encoded as it is loaded."""
         return True
 
     def dense(self, swap: Swap, site: WeightSite) -> torch.Tensor:
-        """See `Source`."""
+        """Return the parameter at one of a swap's sites, in the dtype of the swap. Raises CheckpointError."""
         return self.read(site.tensor).to(getattr(torch, swap.dtype)).reshape(site.kept_shape)
 
     def planes_of(self, swap: Swap, handle: WeightHandle) -> Planes:

@@ -143,7 +143,7 @@ class PublishedCheckpoint(DenseCheckpoint):
         return [self._packed.weights[name] for name in names if name in self._packed.weights]
 
     def encodes(self, swap: Swap) -> bool:
-        """See `Source`."""
+        """See `DenseCheckpoint.encodes`."""
         return swap.name not in self._formats
 
     def planes_of(self, swap: Swap, handle: WeightHandle) -> Planes:

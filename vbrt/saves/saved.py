@@ -161,14 +161,6 @@ class SavedModel:
         saved.sort(key=lambda swap: places[swap.site.module])
         return make_plan(model, config, saved=saved, beside=beside)
 
-    def encodes(self, swap: Swap) -> bool:
-        """See `Source`."""
-        return False
-
-    def dense(self, swap: Swap, site: WeightSite) -> torch.Tensor:
-        """See `Source`: there are planes only."""
-        raise CheckpointError(f"{self.path}: {site.name} was saved as planes; expected a checkpoint of the dense model")
-
     def planes_of(self, swap: Swap, handle: WeightHandle) -> Planes:
         """See `Source`: as they were encoded."""
         return handle.encoder.from_encoded(self._encoded(self._layers[swap.name]))

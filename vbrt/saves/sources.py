@@ -16,7 +16,6 @@ from vbrt.layers import WeightHandle
 from vbrt.layers.encoding import Planes
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.residency.plan import Beside, Plan, Swap
-from vbrt.residency.site import WeightSite
 from vbrt.saves.embedded import embedded_model, has_planes
 from vbrt.saves.fit import first_names
 from vbrt.saves.gguf import GGUFTensors, describe_gguf, gguf_checkpoint
@@ -55,12 +54,6 @@ class Source(Protocol):
 
     def plan(self, model: nn.Module, config: VBConfig, beside: Beside | None) -> Plan:
         """Return the plan for the outlined model, beside the models on the runtime that it will share."""
-
-    def encodes(self, swap: Swap) -> bool:
-        """True if the planes of a weight are not in the files, but encoded as it is loaded."""
-
-    def dense(self, swap: Swap, site: WeightSite) -> torch.Tensor:
-        """Return the parameter at one of a swap's sites, in the dtype of the swap. Raises CheckpointError."""
 
     def planes_of(self, swap: Swap, handle: WeightHandle) -> Planes:
         """Return the planes of a weight, to be stored by its handle."""
