@@ -94,7 +94,7 @@ def test_scales_that_are_searched_by_squares_of_inputs_lose_less_of_the_output_a
     layout = fmt.layout((16, 200), torch.float32)
     for squares in (None, squares_EK):
         total = 0.0
-        for group in fmt.encode_many(w_ENK, squares):
+        for group in fmt.encode_many(w_ENK, squares=squares):
             for at, plane in zip(group.members, group.planes(layout), strict=True):
                 alone = fmt.encode(w_ENK[at], None if squares is None else squares[at])
                 assert all(torch.equal(plane[k].view(torch.uint8), alone[k].view(torch.uint8)) for k in alone)

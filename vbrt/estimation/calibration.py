@@ -138,7 +138,7 @@ def rounded_weight(weight: Tensor, site: WeightSite, format: str, squares: Tenso
     for matrix, into, own in zip(matrices, results, theirs, strict=True):
         w_NK = matrix.t().contiguous() if site.transposed else matrix.contiguous()
         try:
-            (group,) = encode(codec, w_NK[None], None if own is None else own[None])
+            (group,) = encode(codec, w_NK[None], squares=None if own is None else own[None])
             back = codec.decode(group.coarse, tuple(w_NK.shape), weight.dtype)
         except FormatError as error:
             raise FormatError(f"{site.name}: {error}; exclude the layer (weights.exclude) or repair it") from error

@@ -67,6 +67,13 @@ def with_squares(
     """
     if config.weights.calibrate is None or not any(map(_is_weighed, plan.swaps)):
         return plan
+    cut = next((swap.name for swap in plan.swaps if swap.site.shard is not None), None)
+    if cut is not None:
+        raise ConfigError(
+            f'{config.source}: weights.calibrate = "{config.weights.calibrate}": this process holds a part of {cut}, and '
+            "blocks have to have the scales of the whole weight: calibrate in one process, as vbrt convert does, and load "
+            "what it saves"
+        )
     device = _device_of(plan) if device is None else device
     text = text_of(model, config, directory)
     found = input_squares(model, [swap for swap in plan.swaps if _is_weighed(swap)], text, readers, device)

@@ -35,11 +35,7 @@ class Quantile(UE4M4Format):
 
     @torch.no_grad()
     def encode(
-        self,
-        w_NK: Tensor,
-        squares: Tensor | None = None,
-        levels: Tensor | None = None,
-        amax: float | None = None,
+        self, w_NK: Tensor, squares: Tensor | None = None, levels: Tensor | None = None, amax: float | None = None
     ) -> dict[str, Tensor]:
         """See `Format.encode`. `levels` (fp32 [8], of an earlier `fit`) saves the fit, which looks at no squares; `amax`
         is the largest magnitude of the weight that this is a part of."""

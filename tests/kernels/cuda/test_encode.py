@@ -100,8 +100,8 @@ def test_a_gpu_encodes_to_the_bits_that_a_cpu_gives(name, dtype, shape):
     w_ENK = torch.stack([weight(shape, dtype), weight(shape, dtype, 0.0)])
     squares, fmt = torch.randn(2, shape[1]).exp2().square(), get_format(name)
     encode = resolve("encode_many", "auto", torch.device("cuda"), name)
-    expected = [*reference.encode_many(fmt, w_ENK), *reference.encode_many(fmt, w_ENK, squares)]
-    given = [*encode(fmt, w_ENK.cuda()), *encode(fmt, w_ENK.cuda(), squares.cuda())]
+    expected = [*reference.encode_many(fmt, w_ENK), *reference.encode_many(fmt, w_ENK, squares=squares)]
+    given = [*encode(fmt, w_ENK.cuda()), *encode(fmt, w_ENK.cuda(), squares=squares.cuda())]
     for one, other in zip(given, expected, strict=True):
         assert one.members == other.members
         torch.testing.assert_close(as_bytes(one.coarse), as_bytes(other.coarse), rtol=0, atol=0)
