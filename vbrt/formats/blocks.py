@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vbrt.formats.base import EncodedGroup, Format, check_weight, check_weights, padded, tiles
 from vbrt.formats.page import PageLayout, build_layout
-from vbrt.formats.rounding import Grid, Rounding, divided, least_error
+from vbrt.formats.rounding import Grid, Rounding, divided, least_error, of_tile
 
 __all__ = [
     "BlockFormat",
@@ -331,16 +331,6 @@ class Frame:
         y_NBb = x_NBb / scale_NB.masked_fill(scale_NB == 0, 2.0**-126).unsqueeze(-1)
         code_bB = self._grid.codes(self._grid.nearest(y_NBb)).flatten(1).view(-1, block).t()
         return {"codes": pack_nibbles(code_bB).view(n, -1), **self.tensors}
-
-
-def of_tile(squares: Tensor, rows: slice, columns: slice, n: int, block: int) -> Tensor:
-    """Return the mean squares of inputs that meet the weights of a tile, as [b, B]; squares (G, K) serve N / G rows
-    each."""
-    high, own = rows.stop - rows.start, whole_blocks(squares[:, columns], block)
-    if len(own) > 1:
-        row = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=squares.device)
-        own = own.index_select(0, row // (n // len(own)))
-    return own.expand(high, -1).reshape(-1, block).t().contiguous()
 
 
 def _block_amax(x_RK: Tensor, block: int) -> Tensor:

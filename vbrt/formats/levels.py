@@ -20,7 +20,6 @@ from vbrt.formats.blocks import (
     constant_levels,
     decode_blocks,
     encode_tile,
-    of_tile,
     ones,
     pack_nibbles,
     quad_table,
@@ -28,7 +27,7 @@ from vbrt.formats.blocks import (
 )
 from vbrt.formats.nf4 import NF4_LEVELS
 from vbrt.formats.page import DTYPES, PageLayout, build_layout
-from vbrt.formats.rounding import TableRounding, least_error
+from vbrt.formats.rounding import TableRounding, least_error, of_tile
 
 __all__ = ["FP4_LEVELS", "INT4_LEVELS", "IQ4_NL_LEVELS", "Levels"]
 

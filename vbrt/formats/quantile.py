@@ -37,8 +37,8 @@ class Quantile(UE4M4Format):
     def encode(
         self, w_NK: Tensor, squares: Tensor | None = None, levels: Tensor | None = None, amax: float | None = None
     ) -> dict[str, Tensor]:
-        """See `Format.encode`. `levels` (fp32 [8], of an earlier `fit`) saves the fit, which looks at no squares; `amax`
-        is the largest magnitude of the weight that this is a part of."""
+        """See `Format.encode`. `levels` (fp32 [8], of an earlier `fit`) saves the fit, which looks at no squares;
+        `amax` is the largest magnitude of the weight that this is a part of."""
         known = self._range(w_NK) if amax is None else self._range_of(amax, w_NK.dtype)
         levels = self.fit(w_NK) if levels is None else levels
         return self._encode(w_NK, known, None if squares is None else squares[None], levels=levels)

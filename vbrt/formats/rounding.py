@@ -8,6 +8,7 @@ sums estimate the squared error of the layer's output.
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "block_sum",
     "divided",
     "least_error",
+    "of_tile",
 ]
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -70,6 +72,17 @@ def block_sum(q_bB: Tensor, out: Tensor) -> None:
         q_bB[:half].add_(q_bB[half : 2 * half])
         half //= 2
     torch.add(q_bB[0], q_bB[1], out=out)
+
+
+def of_tile(squares: Tensor, rows: slice, columns: slice, n: int, block: int) -> Tensor:
+    """Return the mean squares of the inputs that meet the weights of a tile of a weight with n rows, as m_bB; squares
+    (G, K) serve N / G rows each."""
+    own = squares[:, columns]
+    own = F.pad(own, (0, -own.shape[1] % block))
+    if len(own) > 1:
+        row = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=squares.device)
+        own = own.index_select(0, row // (n // len(own)))
+    return own.expand(rows.stop - rows.start, -1).reshape(-1, block).t().contiguous()
 
 
 class E2M1Rounding:

@@ -29,8 +29,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def encode_many(
     format: Format, w_ENK: Tensor, amax_E: Sequence[float] | None = None, squares: Tensor | None = None
 ) -> Iterator[EncodedGroup]:
-    """Yield the coarse planes of matrices of one shape, in groups; `amax_E`, `squares`: see `Format.encode_many`. Raises
-    FormatError for what cannot be encoded."""
+    """Yield the coarse planes of matrices of one shape, in groups; `amax_E`, `squares`: see `Format.encode_many`.
+
+    Raises FormatError for what cannot be encoded."""
     return format.encode_many(w_ENK, amax_E, squares)
 
 
