@@ -71,8 +71,8 @@ def with_squares(
     if cut is not None:
         raise ConfigError(
             f'{config.source}: weights.calibrate = "{config.weights.calibrate}": this process holds a part of {cut}, '
-            "and blocks have to have the scales of the whole weight: calibrate in one process, as vbrt convert does, and "
-            "load what it saves"
+            "and blocks have to have the scales of the whole weight: calibrate in one process, as vbrt convert does, "
+            "and load what it saves"
         )
     device = _device_of(plan) if device is None else device
     text = text_of(model, config, directory)
