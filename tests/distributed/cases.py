@@ -12,6 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import vbrt
 from tests.models import config
+from vbrt.generation.joined import joined
+from vbrt.generation.recording import as_captured
 
 TOKENS = torch.arange(3, 15).reshape(1, 12)
 #: how torch's styles cut a Llama
@@ -135,3 +137,21 @@ def loaded_like_unwrapped(path: str, format: str, plan: Any = "auto", **sizes: i
         "tokens": model.generate(TOKENS, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()
         == plain.generate(TOKENS, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist(),
     }
+
+
+def recorded_like_eager(path: str) -> dict[str, Any]:
+    """Record a step of a split model, run the record on other tokens, and compare with the step itself."""
+    from transformers import AutoModelForCausalLM, DistributedConfig
+
+    whole_table = {"model.embed_tokens": "replicate"}  # torch looks up in a table that is cut by DTensor's operators
+    model = AutoModelForCausalLM.from_pretrained(
+        path,
+        distributed_config=DistributedConfig(tp_size=dist.get_world_size(), tp_plan=whole_table),
+        quantization_config=vbrt.QuantizationConfig(config("nvfp4")),
+    ).eval()
+    ids = TOKENS.clone()
+    with torch.no_grad(), as_captured():
+        step = joined(lambda ids: model(ids, use_cache=False).logits, (ids,), same_bits=True)
+        ids.copy_(TOKENS.flip(1))
+        got, want = step(ids), model(ids, use_cache=False).logits
+    return {"equal": torch.equal(got, want), "refused": step.report.refused}

@@ -63,3 +63,8 @@ def test_experts_are_spread_over_ranks_whole(two_ranks: Ranks, saved: Path):
     for r in two_ranks(cases.loaded_like_unwrapped, path=str(saved / "moe"), format="dense", ep_size=2):
         assert r["equal"] and r["tokens"] and r["reads"][1] == 0 and r["reads"][0] == 1
         assert r["sites"]["model.layers.0.mlp.experts"] == ((64, 64), (64, 64))
+
+
+def test_a_step_is_recorded_with_its_sums_over_ranks_as_calls_that_run_again(two_ranks: Ranks, saved: Path):
+    for r in two_ranks(cases.recorded_like_eager, path=str(saved / "llama")):
+        assert r == {"equal": True, "refused": ""}

@@ -18,6 +18,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -91,6 +92,7 @@ class _Kind(NamedTuple):
 
     writes: tuple[int | str, ...]  # arguments, by place or name
     views: bool  # the result shares the memory of the first argument
+    collective: bool = False  # it sends tensors to other processes
 
 
 _KINDS: dict[Any, _Kind] = {}
@@ -153,9 +155,13 @@ class StepRecorder(TorchDispatchMode):
         if torch.is_inference_mode_enabled() and func._can_decompose():
             with self:
                 return func.decompose(*args, **kwargs)
+        if any(cls.__name__ == "DTensor" for cls in types):
+            self._refuse(f"{func} of a DTensor, of which torch computes this rank's part out of sight")
         if self.refused:
             return func(*args, **kwargs)
         kind = _KINDS.get(func) or _kind(func)
+        if kind.collective:
+            return self._run_collective(func, args, kwargs)
         if kind.writes:
             return self._run_write(func, kind, args, kwargs)
         out = func(*args, **kwargs)
@@ -256,6 +262,23 @@ class StepRecorder(TorchDispatchMode):
                 self._remember(part, item)
         return node
 
+    def _run_collective(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Run what sends tensors to other processes: a sum over ranks is recorded as a call that gives its tensor."""
+        if func.overloadpacket is not torch.ops.c10d.allreduce_ or len(args[0]) != 1:
+            self._refuse(f"{func}: sends tensors to other processes")
+            return func(*args, **kwargs)
+        (tensor,), before = args[0], self.node_of(args[0][0])
+        if root_of(before) is not before or before in self.given:  # others may see what is written there
+            self.written.add(root_of(before))
+            if root_of(before) in self.given:
+                self.saved.append((tensor, tensor.clone()))
+        again = partial(_reduced, func=func, rest=args[1:], kwargs=kwargs)
+        node = self.graph.create_node("call_function", again, (before,), name=f"reduced{len(self.graph.nodes)}")
+        node.meta.update(effect=True, val=Form.of(tensor), root=node)
+        out = func(*args, **kwargs)
+        self._remember(tensor, node)
+        return out
+
     def _run_write(self, func: Any, kind: _Kind, args: tuple, kwargs: dict) -> Any:
         targets = [args[at] if isinstance(at, int) and at < len(args) else kwargs.get(at) for at in kind.writes]
         tensors = [t for target in targets for t in _flat(target) if isinstance(t, Tensor)]
@@ -275,6 +298,13 @@ class StepRecorder(TorchDispatchMode):
         return out
 
 
+def _reduced(tensor: Tensor, func: Any, rest: tuple, kwargs: dict) -> Tensor:
+    """Sum a tensor over ranks, in place."""
+    _, work = func([tensor], *rest, **kwargs)
+    work.wait()
+    return tensor
+
+
 def _by_places(func: Any, args: tuple) -> bool:
     """True for an index of whole numbers, whose result has their shape; masks give as many rows as are true."""
     masks = (torch.bool, torch.uint8)
@@ -292,7 +322,7 @@ def _kind(func: Any) -> _Kind:
         if argument.alias_info is not None and argument.alias_info.is_write:
             writes.append(argument.name if argument.kwarg_only else at)
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    kind = _KINDS[func] = _Kind(tuple(writes), views)
+    kind = _KINDS[func] = _Kind(tuple(writes), views, collective=schema.name.startswith("c10d::"))
     return kind
 
 
