@@ -15,6 +15,7 @@ from vbrt.report.progress import Progress
 from vbrt.saves.checkpoint import Piece, SavedCheckpoint, write_checkpoint
 from vbrt.saves.tensorfile import TensorInfo
 from vbrt.training.full import FullWeight
+from vbrt.training.optimizer_state import moments_of, numbered, put_moments
 from vbrt.training.streamed import StreamedParameter
 
 __all__ = ["load_training", "save_training"]
@@ -24,7 +25,7 @@ def save_training(attachment: FullAttachment, directory: str | PathLike, extra: 
     """Write a checkpoint. See `VBFullWrapper.save_checkpoint`."""
     optimizer = attachment.need("save_checkpoint")
     attachment.settle()
-    numbers, groups = _numbered(optimizer)
+    numbers = numbered(optimizer)
     model, moments, pieces = [], dict[int, dict[str, Any]](), list[Piece]()
     for names, tensor in _held(attachment.model):
         if not isinstance(tensor, StreamedParameter):
@@ -41,22 +42,15 @@ def save_training(attachment: FullAttachment, directory: str | PathLike, extra: 
     state = {
         "class": attachment.updater.rule.optimizer.__name__,
         "model": model,
-        "optimizer": {"state": dict(sorted(moments.items())), "param_groups": groups},
+        "optimizer": {"state": dict(sorted(moments.items())), "param_groups": _groups(optimizer, numbers)},
         "extra": extra,
     }
     return write_checkpoint(directory, state, pieces, progress=progress)
 
 
-def _numbered(optimizer: torch.optim.Optimizer) -> tuple[dict[int, int], list[dict[str, Any]]]:
-    """Return each parameter's number, by its id, and the groups with numbers for parameters, as torch has them."""
-    numbers: dict[int, int] = {}
-    groups = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            numbers.setdefault(id(parameter), len(numbers))
-        own = {key: value for key, value in group.items() if key != "params"}
-        groups.append(own | {"params": [numbers[id(parameter)] for parameter in group["params"]]})
-    return numbers, groups
+def _groups(optimizer: torch.optim.Optimizer, numbers: Mapping[int, int]) -> list[dict[str, Any]]:
+    """Return the groups with numbers in the place of parameters, as torch has them."""
+    return [{**group, "params": [numbers[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
 
 
 def _held(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
@@ -73,20 +67,19 @@ def _held(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
 
 def _weight(weight: FullWeight, name: str, number: int | None) -> tuple[dict[str, Any] | None, Piece]:
     """Return what the optimizer's state says of a weight, and the piece that writes it: the fp32 weight first."""
-    state, shape = weight.state, tuple(weight.state.low.shape)
-    infos = [TensorInfo(f"model.{name}", torch.float32, shape)]
-    if number is None or not (state.steps or state.moments):
-        return None, Piece(tuple(infos), lambda: {infos[0].name: weight.master()})
-    own: dict[str, Any] = {"step": torch.tensor(float(state.steps), dtype=torch.float32, device="cpu")}
-    for key, moment in state.moments.items():
-        infos.append(TensorInfo(f"optimizer.{number}.{key}", moment.dtype, tuple(moment.shape)))
-        own[key] = infos[-1]
-    return own, Piece(tuple(infos), partial(_tensors, weight, tuple(infos)))
+    whole = TensorInfo(f"model.{name}", torch.float32, tuple(weight.state.low.shape))
+    own = {} if number is None else moments_of(weight)
+    found: dict[str, Any] = {}
+    for key, value in own.items():
+        small = value.ndim == 0  # the number of steps
+        found[key] = value if small else TensorInfo(f"optimizer.{number}.{key}", value.dtype, tuple(value.shape))
+    infos = (whole, *(info for info in found.values() if isinstance(info, TensorInfo)))
+    return found or None, Piece(infos, partial(_tensors, weight, whole.name, found))
 
 
-def _tensors(weight: FullWeight, infos: tuple[TensorInfo, ...]) -> Mapping[str, Tensor]:
-    values = (weight.master(), *weight.state.moments.values())
-    return {info.name: value for info, value in zip(infos, values, strict=True)}
+def _tensors(weight: FullWeight, name: str, found: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    own = moments_of(weight) if found else {}
+    return {name: weight.master()} | {info.name: own[key] for key, info in found.items() if key != "step"}
 
 
 # -- back -------------------------------------------------------------------------------------------------------------
@@ -98,7 +91,7 @@ def load_training(attachment: FullAttachment, directory: str | PathLike, *, prog
     attachment.settle()
     here = {name: (names, tensor) for names, tensor in _held(attachment.model) for name in names}
     _check(saved, attachment, here)
-    numbers, _ = _numbered(optimizer)
+    numbers = numbered(optimizer)
     state = saved.state["optimizer"]["state"]
     with Progress("loading", sum(entry["value"].nbytes for entry in saved.state["model"]), show=progress) as work:
         for entry in saved.state["model"]:
@@ -135,9 +128,7 @@ def _other(saved: SavedCheckpoint, what: str) -> CheckpointError:
 
 def _fill(weight: FullWeight, saved: SavedCheckpoint, values: TensorInfo, own: Mapping[str, Any] | None) -> None:
     weight.load(saved.read(values))
-    weight.state.steps = 0 if own is None else int(saved.filled(own["step"]))
-    rest = {} if own is None else {key: value for key, value in own.items() if key != "step"}
-    weight.state.moments = {key: saved.filled(value) for key, value in rest.items()}
+    put_moments(weight, {} if own is None else saved.filled(dict(own)))
 
 
 def _fill_optimizer(optimizer: torch.optim.Optimizer, saved: SavedCheckpoint, numbers: Mapping[int, int]) -> None:

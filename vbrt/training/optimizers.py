@@ -13,6 +13,7 @@ from torch import nn
 
 from vbrt.errors import WrapError
 from vbrt.training.full import FullWeight
+from vbrt.training.optimizer_state import load_state, state_with_moments
 from vbrt.training.streamed import StreamedParameter
 from vbrt.training.update import Updater, rule_for
 
@@ -49,6 +50,17 @@ class StreamedOptimizer(torch.optim.Optimizer):
                     if gradient is not None and parameter.requires_grad:
                         self._vb_updater.submit(weight.state, gradient, group)
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict of the plain optimizer, after all updates; moments of weights in the tiers are those on
+        the host, not copies."""
+        self._vb_updater.finish()
+        return state_with_moments(self, super().state_dict)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state dict of this optimizer or of a plain one of its class."""
+        self._vb_updater.finish()
+        load_state(self, state_dict, super().load_state_dict)
 
 
 def take_optimizer(optimizer: torch.optim.Optimizer, weights: Iterable[FullWeight]) -> Updater:

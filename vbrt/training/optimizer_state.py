@@ -1,0 +1,76 @@
+"""The state dict of an optimizer that was taken over: the plain one's, with the moments of weights in the tiers."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vbrt.training.full import FullWeight
+from vbrt.training.streamed import StreamedParameter
+
+__all__ = ["load_state", "moments_of", "numbered", "put_moments", "state_with_moments"]
+
+
+def numbered(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """Return each parameter's number in a state dict, by the parameter's id."""
+    numbers: dict[int, int] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            numbers.setdefault(id(parameter), len(numbers))
+    return numbers
+
+
+def moments_of(weight: FullWeight) -> dict[str, Tensor]:
+    """Return what a plain optimizer would hold of a weight, on the host: no copies; empty before the first step."""
+    state = weight.state
+    if not (state.steps or state.moments):
+        return {}
+    return {"step": torch.tensor(float(state.steps), dtype=torch.float32, device="cpu"), **state.moments}
+
+
+def put_moments(weight: FullWeight, own: Mapping[str, Any]) -> None:
+    """Have a weight go on from the state that a plain optimizer would hold; its update must be done."""
+    weight.state.steps = int(own.get("step", 0))
+    weight.state.moments = {
+        name: own[name].detach().to("cpu", torch.float32, copy=True)
+        for name in weight.updater.rule.moments
+        if own.get(name) is not None
+    }
+
+
+def state_with_moments(optimizer: torch.optim.Optimizer, made: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what `made` returns while the optimizer holds the moments of weights in the tiers.
+
+    Args:
+        made: torch's `state_dict` of the optimizer.
+    """
+    streamed = list(_streamed(optimizer))
+    try:
+        for parameter in streamed:
+            own = moments_of(parameter.weight)
+            if own:
+                optimizer.state[parameter] = own
+        return made()
+    finally:
+        for parameter in streamed:
+            optimizer.state.pop(parameter, None)
+
+
+def load_state(
+    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], load: Callable[[dict[str, Any]], None]
+) -> None:
+    """Load a state dict: `load`, torch's, gets what is of parameters that stayed, and the groups."""
+    numbers, groups = numbered(optimizer), state_dict["param_groups"]
+    theirs = [number for group in groups for number in group["params"]]
+    names = dict(zip(numbers.values(), dict.fromkeys(theirs), strict=False))  # torch refuses groups of other sizes
+    weights = {names.get(numbers[id(parameter)]): parameter.weight for parameter in _streamed(optimizer)}
+    state = state_dict["state"]
+    load({**state_dict, "state": {name: own for name, own in state.items() if name not in weights}})
+    for name, weight in weights.items():
+        put_moments(weight, state.get(name, {}))
+
+
+def _streamed(optimizer: torch.optim.Optimizer) -> Iterator[StreamedParameter]:
+    parameters: Iterator[nn.Parameter] = (p for group in optimizer.param_groups for p in group["params"])
+    return (parameter for parameter in parameters if isinstance(parameter, StreamedParameter))
