@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import vbrt
-from tests.training.full_models import Tiny, resident, train
+from tests.training.full_models import Tiny, batches, loss_of, resident, train
 from vbrt.training.update import join_master, split_master
 
 STEPS = 4
@@ -64,3 +64,79 @@ def test_an_optimizer_without_a_rule_is_refused_by_name():
         vbrt.wrap(model, "full", optimizer=torch.optim.Adagrad(model.parameters()))
     assert type(model.layers[0]) is torch.nn.Linear
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def small_tiers(tmp_path, pages: float) -> dict:
+    """Room for some of Tiny's 8 KiB pages in memory, the others in files."""
+    return {"cpu": {"budget": int(pages * 8192)}, "ssd": {"enabled": True, "path": str(tmp_path), "budget": "1MiB"}}
+
+
+def in_pieces(model, optimizer) -> list[float]:
+    """Three steps of two pieces each, with clipped gradients."""
+    losses = []
+    for step in range(3):
+        for ids, target in batches(2, seed=step):
+            loss = loss_of(model, ids, target)
+            loss.backward()
+            losses.append(loss.item())
+        losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_gradients_are_added_and_clipped_as_resident():
+    assert_same_training(Tiny(), run=in_pieces)
+
+
+@pytest.mark.parametrize("pages", [3, 6.5])
+def test_pages_in_files_train_as_resident(tmp_path, pages):
+    stats = assert_same_training(Tiny(), small_tiers(tmp_path, pages))
+    assert stats.tiers["ssd"].home_pages and stats.tiers["cpu"].peak_bytes <= stats.tiers["cpu"].budget_bytes
+
+
+def groups(parameters) -> torch.optim.Optimizer:
+    every = list(parameters)
+    split = [{"params": every[:5], "weight_decay": 0.1}, {"params": every[5:], "lr": 3e-3, "weight_decay": 0.0}]
+    return torch.optim.AdamW(split, lr=1e-2, fused=True)
+
+
+def test_groups_have_learning_rates_and_weight_decays_of_their_own():
+    assert_same_training(Tiny(), make=groups)
+
+
+def scheduled(model, optimizer) -> list[float]:
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
+    losses = train(model, optimizer, 2)
+    schedule.step()
+    return losses + train(model, optimizer, 2)
+
+
+@pytest.mark.parametrize("run", [train, scheduled])
+def test_tied_weights_train_as_one(run):
+    model = Tiny(tied=True)
+    assert_same_training(model, run=run)
+    assert model.layers[-1].weight is model.layers[-2].weight
+
+
+def test_frozen_weights_stay():
+    model = Tiny()
+    for parameter in model.layers[1].parameters():
+        parameter.requires_grad_(False)
+    assert_same_training(model, make=lambda every: adamw([p for p in every if p.requires_grad]))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_blocks_that_are_computed_again_train_as_resident(reentrant):
+    class Recomputed(Tiny):
+        def forward(self, ids):
+            x = self.embed(ids)
+            for layer in self.layers:
+                x = x + torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
+            return self.head(self.norm(x))
+
+    assert_same_training(Recomputed())
+
+
+def test_sgd_with_momentum_trains_as_resident():
+    assert_same_training(Tiny(), make=lambda every: torch.optim.SGD(every, lr=0.1, momentum=0.9, fused=True))

@@ -25,6 +25,7 @@ from vbrt.model.choice import choose, named_modules, nbytes_of, why_none
 from vbrt.model.machine import this_machine
 from vbrt.residency.plan import Beside, PageSpec, Plan, Skip, Swap, format_bytes, place
 from vbrt.residency.site import ROOT
+from vbrt.residency.training import with_state
 
 __all__ = ["make_plan", "swaps_with_pages"]
 
@@ -68,6 +69,8 @@ def make_plan(
     layers = [_pages_on(swap, config, "gpu" in budgets) for swap in swaps]
     rooms = budgets if config.mode != "full" else {name: room for name, room in budgets.items() if name != "gpu"}
     homes = _homes([*others, *layers], rooms, config, skipped)
+    if config.mode == "full":
+        layers, homes = with_state(swaps, layers, homes, rooms, source=config.source)
     placed = tuple(_placed(swap, pages, homes) for swap, pages in zip(swaps, layers, strict=True))
     notes = (*_idle_gpu(config, machine), *_notes(placed, config, modules, skipped))
     warnings = _kept_warning(placed, skipped, budgets, left) if placed else notes[-1:]

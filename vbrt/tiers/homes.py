@@ -14,11 +14,11 @@ from functools import partial
 import torch
 
 from vbrt.errors import TierError
-from vbrt.formats.page import PageLayout
 from vbrt.report.progress import Progress
 from vbrt.residency.division import spread
 from vbrt.residency.expert_room import split_key
 from vbrt.tiers.decider import Decider
+from vbrt.tiers.guard import LOOK_SECONDS
 from vbrt.tiers.ledger import Ledger
 from vbrt.tiers.mover import Mover, Write
 from vbrt.tiers.slots import Level, Owner, Page, Slot, State
@@ -49,10 +49,9 @@ class Homes:
         """Forget, in a forked child, the page that a thread of the parent was giving a home."""
         self._arrival = None
 
-    def add(self, key: str, layout: PageLayout, home: str, write: Write, owner: Owner) -> Page:
-        """Store a new page; see TierStack.add."""
-        ledger = self._ledger
-        page = Page(key, layout, ledger.names.index(home), tally=owner.tally)
+    def add(self, page: Page, write: Write, owner: Owner) -> Page:
+        """Store a new page in its home; see TierStack.add."""
+        ledger, key = self._ledger, page.key
         page.bytes_moved = ledger.links(page.home)
         page.owners.add(owner.claim)
         with ledger.encoding:
@@ -142,6 +141,7 @@ class Homes:
             ledger.begin()  # evicts its old home, if that was interrupted
             if ledger.pages.get(page.key) is not page or page.home != arrival.home:
                 slot.level.cancel(slot, TierError(f"{page.key}: it did not get there"))
+            page.readers.discard(slot)
             self._guard.deciding = False
             self._arrival = None
             self._guard.ring()
@@ -215,6 +215,8 @@ class Homes:
     def _rehome_on_top(self) -> None:
         """Where the top tier has room for every page, have all of them live there from now on."""
         ledger = self._ledger
+        if ledger.rewrites:
+            return  # what is rewritten by the host stays in its memory
         with self._guard.entered:
             self._decider.catch_up()
             below = [page for page in ledger.pages.values() if page.home > 0 and page.put is None]
@@ -295,9 +297,15 @@ class Homes:
 
     def _read_home(self, page: Page, target: torch.Tensor) -> None:
         """Copy a page from where it lives; return when that is done."""
-        with self._guard.entered:
-            self._ledger.check_open(page.key)
-            source = self._ledger.levels[page.home].slots[page.key]
+        while True:
+            with self._guard.entered:
+                self._ledger.check_open(page.key)
+                if not page.writer:
+                    page.readers.add(self._arrival.slot)  # not rewritten before the page is declared to live there
+                    source = self._ledger.levels[page.home].slots[page.key]
+                    break
+                bell = self._guard.listen()
+            bell.acquire(timeout=LOOK_SECONDS)
         self._mover.read(source, target)
 
     def share(self, owner: Owner, page: Page) -> bool:

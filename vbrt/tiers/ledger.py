@@ -35,7 +35,7 @@ class Ledger:
         changes: how often a page was added, rehomed or retired.
         retired: claims of owners that were retired or collected; pages lose them at the next access.
         lost: leases that were collected before they were released.
-        rewrites: True once pages were rewritten where they live: leases are decided one by one then.
+        rewrites: True if pages are rewritten where they live: leases are decided one by one, and pages stay at home.
         captured: True once a CUDA graph knows where pages lie.
         running: the programme at work, or None; see `programme_run`.
         programmes: begins and ends its run; a stack sets it.

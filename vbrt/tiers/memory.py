@@ -80,8 +80,9 @@ class MemoryTier:
         """Bytes of the buffers that are in use; the rest of `held_bytes` waits for the next page of its size."""
         return self.held_bytes - sum(nbytes * len(buffers) for nbytes, buffers in self._cached.items())
 
-    def reserve(self, nbytes: int, *, reserved_bytes: int = 0) -> Buffer | None:
-        """Return a buffer of exactly `nbytes`, or None while the budget has no room for it beside `reserved_bytes`."""
+    def reserve(self, nbytes: int, *, reserved_bytes: int = 0, pinned: bool = True) -> Buffer | None:
+        """Return a buffer of exactly `nbytes`, or None while the budget has no room for it beside `reserved_bytes`.
+        `pinned`: False for one that need not be page-locked."""
         if self.used_bytes + reserved_bytes + nbytes > self.capacity_bytes:
             return None
         cached = self._cached[nbytes]
@@ -91,6 +92,8 @@ class MemoryTier:
             return buffer
         self.trim(self.capacity_bytes - nbytes)
         buffer = self._new(nbytes)
+        if pinned and self.pinned:
+            self._pin(buffer)
         self.peak_bytes = max(self.peak_bytes, self.held_bytes + nbytes)
         self.held_bytes += nbytes
         return buffer
@@ -159,8 +162,6 @@ class MemoryTier:
                 f"tier {self.name}: the system refused {nbytes} bytes ({error}); "
                 f"lower tiers.{self.name}.budget ({self.capacity_bytes})"
             ) from error
-        if self.pinned:
-            self._pin(buffer)
         return buffer
 
     def _pin(self, buffer: Buffer) -> None:

@@ -196,7 +196,8 @@ class Mover:
     def _try_reserve(self, slot: Slot) -> bool:
         level = slot.level
         earlier = takewhile(lambda other: other is not slot, level.pending)
-        slot.room = level.tier.reserve(slot.charge, reserved_bytes=sum(e.charge for e in earlier))
+        options = {} if slot.page.pinned or not level.tier.memory else {"pinned": False}
+        slot.room = level.tier.reserve(slot.charge, reserved_bytes=sum(e.charge for e in earlier), **options)
         if slot.room is not None:
             del level.pending[slot]
         return slot.room is not None

@@ -13,6 +13,7 @@ Why waiting ends: whoever rewrites waits for leases and copies that have begun, 
 """
 
 import contextlib
+import threading
 from collections.abc import Collection, Iterator
 
 import torch
@@ -39,12 +40,19 @@ class Rewriter:
         self._ledger, self._mover, self._guard = ledger, mover, ledger.guard
         self.refreshed_bytes = 0
 
+    def prepare(self) -> None:
+        """Note that pages of this stack are going to be rewritten, before the first pass: no programme is made, and
+        pages do not make the computing tier their home."""
+        with self._guard.entered:
+            self._ledger.begin()
+            self._ledger.rewrites = True
+            self._guard.deciding = False
+
     def expect(self, keys: Collection[str]) -> None:
         """Have leases and copies of these pages wait until each was rewritten, or is not expected any more. A page may
         be expected several times over."""
         with self._guard.entered:
-            self._ledger.begin()  # a programme copies without asking
-            self._ledger.rewrites = True
+            self._ledger.begin()
             for key in keys:
                 self._page(key).due += 1
             self._guard.deciding = False
@@ -59,8 +67,13 @@ class Rewriter:
             self._guard.ring()
 
     @contextlib.contextmanager
-    def rewriting(self, key: str) -> Iterator[torch.Tensor]:
+    def rewriting(self, key: str, *, fresh: bool = False) -> Iterator[torch.Tensor]:
         """Yield the page's bytes (uint8, CPU) as they are at home; what they are at the end of the block is the page.
+
+        Several threads may rewrite pages at a time, each one of its own.
+
+        Args:
+            fresh: all bytes are about to be written: those of a store are not read, and are anything.
 
         In a memory they are the page itself, so that a block that raises leaves what it has written. A store gets a new
         page at the end, in the place of the old one, which stays if the block raises or the new one cannot be written.
@@ -69,15 +82,17 @@ class Rewriter:
             TierError: the page is gone, or cannot be read or written.
         """
         self.expect((key,))
+        page = None
         try:
-            with self._ledger.encoding:  # the page keeps its home
-                page = self._begin(key)
-                home = self._ledger.levels[page.home].slots[key]
-                if home.level.tier.memory:
-                    yield from self._in_place(home)
-                else:
-                    yield from self._anew(home)
+            page = self._begin(key)
+            home = self._ledger.levels[page.home].slots[key]
+            if home.level.tier.memory:
+                yield from self._in_place(home)
+            else:
+                yield from self._anew(home, fresh=fresh)
         finally:
+            if page is not None:
+                page.writer = 0
             self.forgo((key,))
 
     def _begin(self, key: str) -> Page:
@@ -85,7 +100,8 @@ class Rewriter:
         while True:
             with self._guard.entered:
                 page = self._page(key)
-                if not (self._is_leased(page) or any(slot.state is State.LOADING for slot in page.readers)):
+                if not (self._is_leased(page) or self._is_busy(page)):
+                    page.writer = threading.get_ident()
                     return page
                 bell = self._guard.listen()
             bell.acquire(timeout=LOOK_SECONDS)
@@ -96,6 +112,11 @@ class Rewriter:
         if page is None:
             raise TierError(f"{key}: the page was retired; its weight was loaded anew, or the model closed")
         return page
+
+    @staticmethod
+    def _is_busy(page: Page) -> bool:
+        copied = any(slot.state is State.LOADING for slot in page.readers)
+        return copied or page.writer not in (0, threading.get_ident())  # its own: Ctrl-C came at the end of a block
 
     def _is_leased(self, page: Page) -> bool:
         slots = (level.slots.get(page.key) for level in self._ledger.levels)
@@ -108,10 +129,11 @@ class Rewriter:
         finally:
             self._refresh(home, home.view, home.room)
 
-    def _anew(self, home: Slot) -> Iterator[torch.Tensor]:
+    def _anew(self, home: Slot, *, fresh: bool) -> Iterator[torch.Tensor]:
         tier, page = home.level.tier, home.page
         staging = aligned(page.nbytes)
-        tier.get(home.room, staging, key=page.key)
+        if not fresh:
+            tier.get(home.room, staging, key=page.key)
         yield staging
         new = self._reserve(home)
         try:

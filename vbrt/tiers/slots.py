@@ -46,8 +46,10 @@ class Page:
         passes: False if only rows of it are read, where it lives: it needs no slot in the tiers above.
         tally: of its layer, which counts what the page counts; None where a layer has a page or two.
         put: the claim of an owner whose kernels read the page where it lies: it is not rehomed while the claim holds.
+        pinned: whether its host memory is page-locked, where a tier's is.
         due: rewrites that are expected; while there are any, no lease and no copy of the page begins.
         readers: slots that threads are copying the page into.
+        writer: the thread that rewrites the page now; 0 without one.
     """
 
     key: str
@@ -57,7 +59,9 @@ class Page:
     owners: "set[Claim]" = field(default_factory=set)
     tally: Tally | None = None
     put: "Claim | None" = None
+    pinned: bool = True
     due: int = 0
+    writer: int = 0
     readers: "set[Slot]" = field(default_factory=set)
     hits: int = 0
     misses: int = 0

@@ -92,14 +92,18 @@ class TierStack:
 
     # -- pages --------------------------------------------------------------------------------------------------------
 
-    def add(self, key: str, layout: PageLayout, home: str, write: Write, owner: Owner) -> Page:
+    def add(self, key: str, layout: PageLayout, home: str, write: Write, owner: Owner, *, local: bool = False) -> Page:
         """Store a new page in its home; `write` writes the page's bytes into the uint8 tensor it is given.
+
+        Args:
+            local: the page is used where it lives, by the host: it passes through no tier and is not page-locked.
 
         Raises:
             TierError: no room within the budget, the ssd cannot be written, the key is taken, or the stack was closed;
                 nothing of the page stays behind.
         """
-        return self._homes.add(key, layout, home, write, owner)
+        page = Page(key, layout, self.names.index(home), passes=not local, pinned=not local, tally=owner.tally)
+        return self._homes.add(page, write, owner)
 
     def share(self, keys: Collection[str]) -> Owner:
         """Return one more owner of these pages."""

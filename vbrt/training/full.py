@@ -51,7 +51,7 @@ class FullWeight(PagesHandle):
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.parameter: StreamedParameter | None = None
         self.state: WeightState | None = None
-        self.gradient = Gradient(self.name, stack, self.dtype)
+        self.gradient = Gradient(self.name, stack, self.dtype, spec.home("gradient", stack.names[-1]))
         self.outlet = outlet
         self.updater: Updater | None = None
         self.anchor = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
@@ -73,6 +73,7 @@ class FullWeight(PagesHandle):
         """
         if parameter.is_meta:
             raise FormatError(f"{self.name}: its weight is on the meta device, without data; load it first")
+        self.stack.rewriter.prepare()
         values = parameter.detach()
         high, low = split_master(values.to("cpu", torch.float32))
         layout = get_format("dense").layout(tuple(high.shape), torch.bfloat16)

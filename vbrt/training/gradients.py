@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import TierError
-from vbrt.formats.page import PageLayout, build_layout, unpack
+from vbrt.formats.page import build_layout, unpack
 from vbrt.host.memory import PinError, map_memory, pin
 from vbrt.tiers import Owner, TierStack
 from vbrt.tiers.slots import Page
@@ -32,7 +32,12 @@ Compute = Callable[[Tensor], object]
 
 
 class Gradient:
-    """One weight's gradient, in a page of host memory.
+    """One weight's gradient, in a page of host memory or of a file.
+
+    A sum in a file that is read, or written to, by `tensor` is in memory until it is taken, outside of all budgets.
+
+    Args:
+        home: the tier that the page lives in.
 
     Attributes:
         dtype: of the parameter.
@@ -40,46 +45,71 @@ class Gradient:
         arrivals: gradients since the last step.
     """
 
-    def __init__(self, name: str, stack: TierStack, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, stack: TierStack, dtype: torch.dtype, home: str) -> None:
         self.name, self.dtype, self.hidden = name, dtype, False
         self.arrivals = 0
-        self._stack, self._owner = stack, Owner(stack)
+        self._stack, self._home, self._owner = stack, home, Owner(stack)
         self._pages: dict[torch.dtype, Page] = {}
+        self._shape: tuple[int, ...] = ()
         self._sum: Tensor | None = None
+        self._filed: Page | None = None
         self._event: torch.cuda.Event | None = None
         self._adding: list[threading.Event] = []
         self._error: BaseException | None = None
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the host memory of the gradient in a dtype; it is kept for further steps.
-
-        Raises TierError if the cpu tier has no room for it.
-        """
+    def _page(self, dtype: torch.dtype) -> Page:
+        """Return the page of the gradient in a dtype; it is kept for further steps. Raises TierError for no room."""
         page = self._pages.get(dtype)
         if page is None:
             text = str(dtype).removeprefix("torch.")
-            layout = build_layout("dense", "gradient", [("gradient", text, tuple(shape))])
-            page = self._pages[dtype] = self._added(f"{self.name}#gradient.{text}", layout)
-        slot = self._stack.ledger.levels[page.home].slots[page.key]
-        return unpack(slot.view, page.layout)["gradient"]
-
-    def _added(self, key: str, layout: PageLayout) -> Page:
-        page = self._stack.add(key, layout, "cpu", lambda out: None, self._owner)
-        page.passes = False
+            layout = build_layout("dense", "gradient", [("gradient", text, self._shape)])
+            key = f"{self.name}#gradient.{text}"
+            page = self._pages[dtype] = self._stack.add(key, layout, self._home, lambda out: None, self._owner)
+            page.passes = False
         return page
+
+    def _room(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the host memory of the gradient in a dtype; None if it lives in a file."""
+        page = self._page(dtype)
+        slot = self._stack.ledger.levels[page.home].slots[page.key]
+        return unpack(slot.view, page.layout)["gradient"] if slot.level.tier.memory else None
+
+    def _put_down(self, value: Tensor) -> None:
+        """Hold a value in the page of its dtype."""
+        room = self._room(value.dtype)
+        if room is not None:
+            self._sum = room if room.data_ptr() == value.data_ptr() else room.copy_(value)
+            return
+        page = self._page(value.dtype)
+        with self._stack.rewriter.rewriting(page.key, fresh=True) as whole:
+            unpack(whole, page.layout)["gradient"].copy_(value)
+        self._sum, self._filed = None, page
+
+    def _lifted(self) -> Tensor:
+        """Return the sum, from its file if it lies in one."""
+        if self._sum is not None:
+            return self._sum
+        page = self._filed
+        with self._stack.rewriter.rewriting(page.key) as whole:
+            return unpack(whole, page.layout)["gradient"].clone()
 
     # -- arriving -----------------------------------------------------------------------------------------------------
 
     @property
     def empty(self) -> bool:
         """True if there is none yet."""
-        return self._sum is None
+        return self._sum is None and self._filed is None
 
-    def begin_(self, shape: tuple[int, ...]) -> Tensor:
-        """Return the memory that the first gradient of a step is written into; it counts from now on."""
-        self._sum, self.arrivals = self.room(shape, torch.bfloat16), self.arrivals + 1
+    def begin_(self, shape: tuple[int, ...]) -> Tensor | None:
+        """Return the memory that the first gradient of a step may be written into; it counts from now on. None if it
+        is not the first, or lives in a file: `add_` takes it."""
+        self._shape = shape
+        if self._adding or not self.empty:
+            return None
+        self._sum = self._room(torch.bfloat16)
+        self.arrivals += self._sum is not None
         return self._sum
 
     def arrives(self, event: torch.cuda.Event | None) -> None:
@@ -87,9 +117,9 @@ class Gradient:
         self._event = event
 
     def add_(self, dw: Tensor) -> None:
-        """Add a further gradient, which is on the host."""
+        """Add a gradient, which is on the host."""
         self._synchronize()
-        self._sum = self._whole().add_(dw)
+        self._put_down(dw if self.empty else self._lifted().to(self.dtype).add_(dw))
         self.arrivals += 1
 
     def adding(self) -> threading.Event:
@@ -109,11 +139,6 @@ class Gradient:
         if event is not None:
             event.synchronize()
 
-    def _whole(self) -> Tensor:
-        if self._sum.dtype is self.dtype:
-            return self._sum
-        return self.room(tuple(self._sum.shape), self.dtype).copy_(self._sum)
-
     def wait(self) -> None:
         """Return when all that has arisen is on the host, and added. Raises TierError if that failed."""
         for event in self._adding:
@@ -122,29 +147,36 @@ class Gradient:
         self._synchronize()
         error, self._error = self._error, None
         if error is not None:
-            self._sum = None
+            self._sum = self._filed = None
             raise TierError(f"{self.name}: its gradient could not be added ({error}); drop all gradients") from error
 
     def tensor(self) -> Tensor | None:
         """Return the sum in the parameter's dtype; writes to it count."""
-        if self.hidden or self._sum is None:
-            return None
         self.wait()
-        self._sum = self._whole()
-        return self._sum
+        if self.hidden or self.empty:
+            return None
+        sum = self._lifted()
+        if sum.dtype is not self.dtype:
+            room = self._room(self.dtype)
+            sum = sum.to(self.dtype) if room is None else room.copy_(sum)
+        self._sum, self._filed = sum, None
+        return sum
 
     def put(self, value: Tensor | None) -> None:
         """Replace the sum."""
         self.wait()
-        if value is None:
-            self._sum, self.arrivals = None, 0
-        else:
-            self._sum = self.room(tuple(value.shape), self.dtype).copy_(value.detach())
+        self._sum = self._filed = None
+        self.arrivals = 0
+        if value is not None:
+            self._shape = tuple(value.shape)
+            self._put_down(value.detach().to("cpu", self.dtype))
 
     def take(self) -> Tensor | None:
         """Return the sum as it is and keep none; any dtype that holds its values. It is valid until the next one."""
         self.wait()
-        taken, self._sum, self.arrivals = self._sum, None, 0
+        taken = None if self.empty else self._lifted()
+        self._sum = self._filed = None
+        self.arrivals = 0
         return taken
 
 
@@ -181,8 +213,8 @@ class Outlet:
         dw = self._buffers[place][:elements].view(shape)
         compute(dw)
         self._stream.wait_event(current.record_event())
-        if gradient.empty:
-            target = gradient.begin_(shape)
+        target = gradient.begin_(shape)
+        if target is not None:
             self._left[place] = self._copied(target, dw)
             gradient.arrives(self._left[place])
         else:
@@ -193,8 +225,9 @@ class Outlet:
 
     @staticmethod
     def _add_here(gradient: Gradient, shape: tuple[int, ...], compute: Compute) -> None:
-        if gradient.empty:
-            compute(gradient.begin_(shape))
+        first = gradient.begin_(shape)
+        if first is not None:
+            compute(first)
         else:
             further = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
             compute(further)

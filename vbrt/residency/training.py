@@ -1,0 +1,84 @@
+"""Where the state of weights that train from the tiers lives: gradients of a step, and what only the update needs, the
+low halves of the weights and the optimizer's moments, beside the bf16 halves that forwards lease.
+
+The halves that are leased are placed first, as any pages are, then gradients, then the rest: what is used more often is
+nearer. None of it is ever on a GPU.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from vbrt.config.tiers import TIERS
+from vbrt.errors import ConfigError
+from vbrt.residency.division import spread
+from vbrt.residency.plan import PageSpec, Swap
+from vbrt.residency.sizes import format_bytes
+
+__all__ = ["GRADIENT", "STATE", "with_state"]
+
+GRADIENT, STATE = "gradient", "state"  # planes
+_BYTES = {GRADIENT: 2, STATE: 10}  # a weight: of gradients in bf16; of a 16-bit half and two moments in fp32
+_PASSING = 3  # leased halves for which host memory keeps room where some of them live below it
+_REPLACED = 2  # pages of a store that are there twice while they are rewritten
+
+Homes = dict[str, str]
+
+
+def with_state(
+    swaps: Sequence[Swap],
+    layers: Sequence[tuple[PageSpec, ...]],
+    homes: Mapping[str, str],
+    budgets: Mapping[str, int],
+    *,
+    source: str,
+) -> tuple[list[tuple[PageSpec, ...]], Homes]:
+    """Return the pages of each weight with those of its state, and the home of each.
+
+    Args:
+        layers: the pages that are leased, by weight.
+        homes: of these.
+        budgets: of the host's tiers.
+
+    Raises:
+        ConfigError: the tiers are too small.
+    """
+    page = {page.key: page for layer in layers for page in layer}
+    state = {plane: [_page(swap, plane) for swap in swaps] for plane in _BYTES}
+    left = {tier: room - sum(_cost(page[k], tier) for k in page if homes[k] == tier) for tier, room in budgets.items()}
+    largest = max((p.nbytes for p in page.values()), default=0)
+    first, last = next(iter(budgets)), list(budgets)[-1]
+    if first != last:
+        left[first] -= _PASSING * largest * any(homes[key] != first for key in page)
+        left[last] -= _REPLACED * max((p.nbytes for p in state[STATE]), default=0)
+    homes = dict(homes)
+    for pages in state.values():
+        homes |= _placed(pages, left, source)
+    return [(*layer, *(state[plane][at] for plane in state)) for at, layer in enumerate(layers)], homes
+
+
+def _page(swap: Swap, plane: str) -> PageSpec:
+    nbytes = -(-swap.site.parameters * _BYTES[plane] // 4096) * 4096
+    return PageSpec(swap.site.page_key(plane), plane, nbytes, by_rows=True)
+
+
+def _placed(pages: Sequence[PageSpec], left: dict[str, int], source: str) -> Homes:
+    """Return the homes of pages of one plane: each tier down takes what fits, evenly spread; `left` follows."""
+    homes: Homes = {}
+    waiting = {page.key: page for page in pages}
+    for tier in left:
+        sizes = {key: _cost(page, tier) for key, page in waiting.items()}
+        for key in spread(list(sizes), sizes, max(0, left[tier])):
+            homes[key] = tier
+            left[tier] -= sizes[key]
+            del waiting[key]
+    if waiting:
+        short = sum(page.nbytes for page in waiting.values())
+        raise ConfigError(
+            f"{source}: {format_bytes(short)} of {pages[0].plane} pages of weights in training find no room in "
+            f"{' + '.join(left)}; raise tiers.cpu.budget, enable tiers.ssd with a path, or train fewer layers "
+            "(requires_grad_(False))"
+        )
+    return homes
+
+
+def _cost(page: PageSpec, tier: str) -> int:
+    return page.nbytes + TIERS[tier].overhead_bytes
