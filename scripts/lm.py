@@ -125,12 +125,13 @@ class LanguageModel(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What costs or saves memory while training; `attention` is a key of ATTENTIONS."""
+    """What costs or saves memory while training; `attention` is a key of ATTENTIONS. `full`: all state in the tiers."""
 
     attention: str = "plain"
     mixed_precision: bool = False
     checkpointing: bool = False
     fp4: bool = False
+    full: bool = False
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager:
         """The context of a forward: bf16 where torch's autocast has it, weights stay fp32."""

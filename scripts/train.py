@@ -7,6 +7,9 @@ end `model.safetensors`. The same command starts it, goes on with it, and does n
 Same bits, because each step depends on nothing but the checkpoint: batches follow from the seed and the step,
 generators are saved and restored, and torch is held to its deterministic kernels.
 
+With `--vb-full` weights, gradients and the optimizer's state live in the tiers of vbrt, for models larger than the GPU,
+and the checkpoint is a folder, `checkpoint`.
+
 With `--experts` the model is transformers' Qwen3-MoE, and the run's folder with its `config.json` a checkpoint of it.
 
 A model that trained in 4 bits leaves `planes` too, what its forward computed with, for `vbrt.load`.
@@ -32,6 +35,7 @@ from torch import Tensor, nn
 from scripts.lm import Options, Text, Windows, build, loss_of, make_optimizer, read_text
 from scripts.train_display import Display, memory_bytes
 from scripts.train_files import Checkpoint, JsonLines, claimed, difference, write_checkpoint, write_tensors
+from scripts.train_full import FOLDER, FullCheckpoint, checkpoint_in, wrapped
 from scripts.train_memory import estimate_bytes, free_bytes, ladder_table, measure, rungs
 from scripts.train_options import (
     PRESETS,
@@ -75,6 +79,11 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "random": self.random(),
         }
+
+    def save(self, out: Path) -> Path:
+        """Write a checkpoint into the folder of the run; return where. Raises CheckpointError."""
+        write_checkpoint(out / "checkpoint.safetensors", self.state())
+        return out / "checkpoint.safetensors"
 
     def restore(self, saved: Checkpoint) -> None:
         """Be where a checkpoint was written. Raises CheckpointError: it is not one of this training."""
@@ -171,7 +180,7 @@ class Trainer:
 
     def plain(self) -> nn.Module:
         """The model, without what wraps it."""
-        return self.model.model if self.config.options.fp4 else self.model
+        return self.model.model if self.config.options.fp4 or self.config.options.full else self.model
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Of a batch, in nats a byte."""
@@ -213,6 +222,43 @@ class Trainer:
         return f"all layers' outputs are finite, and the gradients that are not are of {', '.join(bad[-3:]) or 'none'}"
 
 
+class FullTrainer(Trainer):
+    """A model in the tiers, its optimizer, and how far they are."""
+
+    def __init__(self, config: Config, device: torch.device, init: Path | None = None) -> None:
+        built = replace(config, options=replace(config.options, checkpointing=False))
+        super().__init__(built, torch.device("cpu"))
+        self.config, self.device = config, device
+        if init:
+            self.start_from(init)
+        self.model = wrapped(self.model, self.optimizer, device, checkpointing=config.options.checkpointing)
+
+    def state(self) -> dict[str, Any]:
+        """What the checkpoint of the model does not have."""
+        return {
+            "config": asdict(self.config),
+            "step": self.step,
+            "losses": self.losses,
+            "log_bytes": self.log_bytes,
+            "random": self.random(),
+        }
+
+    def save(self, out: Path) -> Path:
+        """Write a checkpoint into the folder of the run, one weight at a time."""
+        return self.model.save_checkpoint(out / FOLDER, extra=self.state(), progress=False)
+
+    def restore(self, saved: FullCheckpoint) -> None:
+        """Be where a checkpoint was written."""
+        state = self.model.load_checkpoint(saved.path, progress=False)
+        self.step, self.losses, self.log_bytes = state["step"], state["losses"], state["log_bytes"]
+        self.set_random(state["random"])
+
+    def weights(self) -> dict[str, Tensor]:
+        """The fp32 weights by name, tied ones once."""
+        names = {name for name, _ in self.model.named_parameters()}
+        return {name: value for name, value in self.model.state_dict().items() if name in names}
+
+
 def train(trainer: Trainer, text: Text, out: Path, *, log_every: int, checkpoint_every: int) -> None:
     """From where the trainer is to the end of its config."""
     config, device = trainer.config, trainer.device
@@ -243,7 +289,7 @@ def train(trainer: Trainer, text: Text, out: Path, *, log_every: int, checkpoint
                 log.write({"step": step, "held_out_loss": loss, "held_out_perplexity": math.exp(loss)})
                 display.say(f"step {step}  held-out loss {loss:.4f}, perplexity a byte {math.exp(loss):.4f}")
                 trainer.log_bytes = log.sync()
-                write_checkpoint(out / "checkpoint.safetensors", trainer.state())
+                trainer.save(out)
                 began, since = time.perf_counter(), step
 
 
@@ -267,8 +313,7 @@ def run(args: argparse.Namespace) -> None:
 
 def go_on(args: argparse.Namespace, config: Config, text: Text, device: torch.device, out: Path) -> None:
     """Begin the run of a folder, or go on with it, to its end. Raises VBError."""
-    path = out / "checkpoint.safetensors"
-    saved = Checkpoint(path) if path.exists() else None
+    saved = checkpoint_in(out)
     began_as = saved_config(saved, config) if saved else None
     if args.vb_auto and saved:
         config = replace(config, options=Options(**began_as["options"]))
@@ -278,13 +323,12 @@ def go_on(args: argparse.Namespace, config: Config, text: Text, device: torch.de
         config = replace(config, options=options)
         print("--vb-auto turned on " + "\n                and ".join(reasons))
     if saved:
-        check_same(began_as, config, path)
+        check_same(began_as, config, saved.path)
     check_fits(config, device, free_bytes(device))
-    trainer = Trainer(config, device)
+    trainer = begun(config, device, None if saved else args.init)
     if saved:
         trainer.restore(saved)
-    elif args.init:
-        trainer.start_from(args.init)
+    path = saved.path if saved else None
     del saved
     shape = config.shape
     print(
@@ -308,6 +352,16 @@ def go_on(args: argparse.Namespace, config: Config, text: Text, device: torch.de
         trainer.plain().config.to_json_file(out / "config.json")
     if config.options.fp4 and not (out / "planes" / "vbrt.json").exists():
         trainer.model.save(out / "planes")
+
+
+def begun(config: Config, device: torch.device, init: Path | None) -> Trainer:
+    """The trainer that a config asks for, with the weights of a file if one is given. Raises VBError."""
+    if config.options.full:
+        return FullTrainer(config, device, init)
+    trainer = Trainer(config, device)
+    if init:
+        trainer.start_from(init)
+    return trainer
 
 
 def main(arguments: list[str] | None = None) -> None:

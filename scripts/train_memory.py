@@ -26,9 +26,11 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from scripts.lm import Options, Shape, build, make_optimizer
+from scripts.train_full import wrapped
 from vbrt.residency.plan import format_bytes
 
 STEPS = 3  # the second is the first with the optimizer's state in memory
+_PASSING = 8  # of the largest weights, with their gradients, that are on the GPU at a time
 GPU_STEPS = 6  # they are short, and their time is asked for too
 
 
@@ -73,11 +75,23 @@ def estimate_bytes(case: Case) -> int:
     scores = tokens * shape.heads * shape.context * (4 if shape.experts else e) if options.attention == "plain" else 0
     widest = shape.active * (d + 2 * shape.inner) if shape.experts else 4 * d
     backward = tokens * 2 * e * widest + scores  # in the block at hand
+    inputs = (shape.layers + 1) * 4 * d * tokens
     if options.checkpointing:
-        activations = (shape.layers + 1) * 4 * d * tokens + max(loss, kept + backward)
+        activations = inputs + max(loss, kept + backward)
     else:
         activations = shape.layers * kept + max(loss, backward)
+    if options.full:
+        return _full_bytes(case, activations - (inputs if options.checkpointing and case.device != "cpu" else 0))
     return 12 * shape.parameters + max(4 * shape.parameters, casts + activations)
+
+
+def _full_bytes(case: Case, activations: int) -> int:
+    """The peak with all state in the tiers: on a GPU what stays there and what passes through; on a CPU all of it."""
+    shape, d = case.shape, case.shape.width
+    stays = shape.vocabulary * d + shape.context * d + shape.layers * 9 * d  # tables, norms and biases, in fp32
+    if case.device == "cpu":
+        return 16 * stays + 14 * (shape.parameters - stays) + activations
+    return 16 * stays + _PASSING * 2 * 4 * d * d + activations
 
 
 def _kept_a_token(case: Case) -> int:
@@ -135,6 +149,8 @@ def rungs(case: Case) -> Iterator[tuple[str, Case]]:
         "+ gradient checkpointing": {"checkpointing": True},
         "+ fp4 weights": {"fp4": True},
     }
+    if case.device != "cpu":  # whose memory is the tier that the state would go to
+        steps["instead, all state in the tiers"] = {"fp4": False, "full": True}
     for name, change in steps.items():
         options = replace(options, **change)
         yield name, replace(case, options=options)
@@ -188,8 +204,10 @@ def _steps(case: Case, steps: int) -> float:
     """Some steps as scripts/train takes them; the median seconds of all but the first."""
     device, spans = torch.device(case.device), []
     torch.manual_seed(0)
-    model = build(case.shape, case.options, device, dropout=case.dropout)
+    model = build(case.shape, case.options, torch.device("cpu") if case.options.full else device, dropout=case.dropout)
     optimizer = make_optimizer(model, 1e-4)
+    if case.options.full:
+        model = wrapped(model, optimizer, device, checkpointing=case.options.checkpointing)
     ids = torch.randint(case.shape.vocabulary, (case.batch, case.shape.context + 1), device=device)
     for _ in range(steps):
         start = time.perf_counter()

@@ -30,6 +30,8 @@ PRESETS = {
     "small": Preset(Shape(layers=7, width=256, heads=4, context=512), batch=64, steps=4000, lr=2e-3),
     "medium": Preset(Shape(layers=24, width=1024, heads=16, context=1024), batch=8, steps=20_000, lr=3e-4),
     "large": Preset(Shape(layers=36, width=1280, heads=20, context=1024), batch=8, steps=40_000, lr=2.5e-4),
+    "xl": Preset(Shape(layers=48, width=1600, heads=25, context=1024), batch=16, steps=60_000, lr=2e-4),
+    "7b": Preset(Shape(layers=34, width=4096, heads=32, context=2048), batch=16, steps=100_000, lr=1.2e-4),
 }
 
 
@@ -76,6 +78,11 @@ def parse(arguments: list[str] | None, summary: str) -> argparse.Namespace:
     memory.add_argument("--use-flash-attn", action="store_true", help="attention without its S × S scores")
     memory.add_argument("--gradient-checkpointing", action="store_true", help="compute blocks again, keep their inputs")
     memory.add_argument("--use-fp4", action="store_true", help="train through NVFP4 weights (quantization-aware)")
+    memory.add_argument(
+        "--vb-full",
+        action="store_true",
+        help="weights, gradients and optimizer state in host memory, streamed through the GPU (with --mixed-precision)",
+    )
     memory.add_argument(
         "--vb-auto",
         action="store_true",
@@ -128,8 +135,14 @@ def make_config(args: argparse.Namespace, text: Text) -> Config:
     lr = preset.lr if args.lr is None else args.lr
     if not 0 < lr < math.inf or not 0 <= args.dropout < 1:
         raise ArgumentError(f"--lr {lr} --dropout {args.dropout}: expected lr > 0 and 0 <= dropout < 1")
+    if args.vb_full and args.use_fp4:
+        raise ArgumentError("--vb-full --use-fp4: weights in the tiers train in full precision; take one of them")
     options = Options(
-        "vbrt" if args.use_flash_attn else "plain", args.mixed_precision, args.gradient_checkpointing, args.use_fp4
+        "vbrt" if args.use_flash_attn else "plain",
+        args.mixed_precision or args.vb_full,
+        args.gradient_checkpointing,
+        args.use_fp4,
+        args.vb_full,
     )
     init = str(args.init.resolve()) if args.init else None
     balance = args.balance if shape.experts else 0.0
@@ -169,6 +182,12 @@ def auto_options(config: Config, device: torch.device, free: int) -> tuple[Optio
                 f"{flag}: about {format_bytes(needed)} without it, and {format_bytes(room)} is nine tenths "
                 "of what is free"
             )
+    needed = estimate_bytes(replace(config, options=options).case(device))
+    if needed > room and device.type == "cuda" and not (options.full or options.fp4):
+        options = replace(options, full=True, mixed_precision=True)
+        reasons.append(
+            f"--vb-full: about {format_bytes(needed)} without it; weights, gradients and moments in host memory"
+        )
     return options, reasons
 
 
@@ -197,8 +216,10 @@ def saved_config(saved: Checkpoint, config: Config) -> dict[str, Any]:
 
 
 def _fill_in(config: dict[str, Any]) -> None:
-    """Give the config of a checkpoint from before there were experts what says that there are none."""
+    """Give the config of a checkpoint from before there were experts, or --vb-full, what says that there are none."""
     config.setdefault("balance", 0.0)
+    if isinstance(config.get("options"), dict):
+        config["options"].setdefault("full", False)
     if isinstance(config.get("shape"), dict):
         for name in ("experts", "active", "inner"):
             config["shape"].setdefault(name, 0)

@@ -63,6 +63,19 @@ def test_training_in_four_bits_goes_on_with_the_scales_it_had(text, tmp_path):
     assert loss == pytest.approx(lines(out)[-1]["held_out_loss"], rel=1e-3)
 
 
+def test_training_from_the_tiers_goes_on_with_the_same_bits(text, tmp_path):
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    finish(text, whole, "--vb-full", "--steps", "12")
+    process = start(text, out, "--vb-full", "--steps", "12")
+    wait_for(process, (out / "checkpoint" / "vbrt-checkpoint.json").exists)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    finish(text, out, "--vb-full", "--steps", "12", "--gradient-checkpointing")
+    for name in ("log.jsonl", "model.safetensors"):
+        assert (out / name).read_bytes() == (whole / name).read_bytes(), name
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "more",
