@@ -59,6 +59,30 @@ def resident(model: nn.Module) -> nn.Module:
     return model
 
 
+class Masters:
+    """Updates a model in bf16 by an optimizer on fp32 masters of all parameters: what mode "full" does, resident."""
+
+    def __init__(self, model: nn.Module, make) -> None:
+        own = list(model.parameters())
+        masters = [nn.Parameter(p.detach().float(), requires_grad=p.requires_grad) for p in own]
+        self.pairs = list(zip(own, masters, strict=True))
+        self.inner = make(masters)
+
+    def step(self) -> None:
+        """Update the masters, and round them half up."""
+        for parameter, master in self.pairs:
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        self.inner.step()
+        with torch.no_grad():
+            for parameter, master in self.pairs:
+                parameter.copy_(split_master(master.detach())[0])
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        for parameter, _ in self.pairs:
+            parameter.grad = None
+
+
 def batches(count: int, *, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
     """Random tokens and targets."""
     draw = torch.Generator().manual_seed(seed)

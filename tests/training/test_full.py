@@ -1,10 +1,12 @@
 """Mode "full": weights that train from the tiers end as those that train resident, bit for bit."""
 
+import copy
+
 import pytest
 import torch
 
 import vbrt
-from tests.training.full_models import Tiny, batches, loss_of, resident, train
+from tests.training.full_models import Masters, Tiny, batches, loss_of, resident, train
 from vbrt.training.update import join_master, split_master
 
 STEPS = 4
@@ -140,3 +142,29 @@ def test_blocks_that_are_computed_again_train_as_resident(reentrant):
 
 def test_sgd_with_momentum_trains_as_resident():
     assert_same_training(Tiny(), make=lambda every: torch.optim.SGD(every, lr=0.1, momentum=0.9, fused=True))
+
+
+def in_bf16(model, optimizer) -> list[float]:
+    """Two pieces a step, without autocast."""
+    losses = []
+    for step in range(4):
+        for ids, target in batches(2, seed=step):
+            loss = torch.nn.functional.cross_entropy(model(ids).float().flatten(0, 1), target.flatten())
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_in_bf16_trains_as_with_resident_masters(tied):
+    model = Tiny(tied=tied).to(torch.bfloat16)
+    twin = copy.deepcopy(model)
+    by = Masters(twin, adamw)
+    vb = vbrt.wrap(model, "full", optimizer=adamw)
+    expected = in_bf16(twin, by)
+    assert in_bf16(vb, vb.optimizer) == expected
+    vb.unwrap()
+    for parameter, (_, master) in zip(model.parameters(), by.pairs, strict=True):
+        assert parameter.dtype is torch.float32 and torch.equal(parameter, master)

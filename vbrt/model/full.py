@@ -13,6 +13,7 @@ from vbrt.model.runtime import Runtime
 from vbrt.report.routing import RoutingRecorder
 from vbrt.training import FullLayer, FullWeight
 from vbrt.training.gradients import Outlet
+from vbrt.training.kept import widen_kept
 from vbrt.training.optimizers import release_optimizer, take_optimizer
 from vbrt.training.update import Updater
 
@@ -79,6 +80,7 @@ class FullAttachment(Attachment):
         close."""
         self.settle()
         if self.optimizer is not None:
+            widen_kept(self.optimizer)
             release_optimizer(self.optimizer, self.weights)
             self.optimizer = None
         self.registry.release_()

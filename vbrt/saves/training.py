@@ -15,6 +15,7 @@ from vbrt.report.progress import Progress
 from vbrt.saves.checkpoint import Piece, SavedCheckpoint, write_checkpoint
 from vbrt.saves.tensorfile import TensorInfo
 from vbrt.training.full import FullWeight
+from vbrt.training.kept import load_kept
 from vbrt.training.optimizer_state import moments_of, numbered, put_moments
 from vbrt.training.streamed import StreamedParameter
 
@@ -139,7 +140,7 @@ def _fill_optimizer(optimizer: torch.optim.Optimizer, saved: SavedCheckpoint, nu
     state = saved.state["optimizer"]["state"]
     kept = {number: saved.filled(own) for number, own in state.items() if number not in streamed}
     groups = saved.filled(saved.state["optimizer"]["param_groups"])
-    torch.optim.Optimizer.load_state_dict(optimizer, {"state": kept, "param_groups": groups})
+    load_kept(optimizer, {"state": kept, "param_groups": groups})
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:

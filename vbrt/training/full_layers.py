@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from vbrt.errors import WrapError
 from vbrt.kernels.product import as_autocast, sum_rows, whole
 from vbrt.layers.swapped import SwappedLayer
+from vbrt.tiers.passes import in_backward
 from vbrt.training.full import FullWeight
 
 __all__ = ["FullLayer", "FullLinear"]
@@ -78,6 +79,7 @@ class FullLayer(SwappedLayer):
         handle = self._vb_handle
         x, bias = as_autocast(x), as_autocast(bias)
         handle.forwards += 1
+        handle.gradient.expected += not in_backward()  # computed again there
         handle.check_dtype(x)
         if not torch.is_grad_enabled():
             return _multiply(handle, x, bias)

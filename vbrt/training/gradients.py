@@ -1,7 +1,8 @@
 """Gradients of weights in the tiers: on the host from the moment that they arise.
 
-Gradients are summed as autograd sums them: in the parameter's dtype, in the order in which they arise. The first one of
-a step stays in bf16, in which it was computed: that holds the same values.
+Gradients are summed as autograd sums them, in the parameter's dtype: those of one backward pass with each other first,
+in the order in which they arise, then with those of earlier passes. The first one of a step stays in bf16, in which it
+was computed: that holds the same values.
 
 On a GPU a gradient is computed into one of two buffers, and leaves on a stream of its own while the next one is
 computed: the first of a step goes straight into its page in host memory, others into a staging buffer, from which a
@@ -12,6 +13,7 @@ import queue
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +33,13 @@ Compute = Callable[[Tensor], object]
 """Computes a gradient into the tensor that it is given."""
 
 
+class Arising(NamedTuple):
+    """A gradient on its way: the number of autograd's pass, and whether it is the last one that is expected in it."""
+
+    number: int
+    last: bool
+
+
 class Gradient:
     """One weight's gradient, in a page of host memory or of a file.
 
@@ -43,6 +52,7 @@ class Gradient:
         dtype: of the parameter.
         hidden: from the optimizer's own step.
         arrivals: gradients since the last step.
+        expected: forwards since then whose gradients have not arisen yet.
     """
 
     def __init__(self, name: str, stack: TierStack, dtype: torch.dtype, home: str) -> None:
@@ -51,6 +61,9 @@ class Gradient:
         self._stack, self._home, self._owner = stack, home, Owner(stack)
         self._pages: dict[torch.dtype, Page] = {}
         self._shape: tuple[int, ...] = ()
+        self.expected = 0
+        self._pass = -1
+        self._of_pass: Tensor | None = None  # what is not added to the sum of earlier passes yet
         self._sum: Tensor | None = None
         self._filed: Page | None = None
         self._event: torch.cuda.Event | None = None
@@ -102,25 +115,46 @@ class Gradient:
         """True if there is none yet."""
         return self._sum is None and self._filed is None
 
-    def begin_(self, shape: tuple[int, ...]) -> Tensor | None:
+    def begin_(self, shape: tuple[int, ...], arising: "Arising") -> Tensor | None:
         """Return the memory that the first gradient of a step may be written into; it counts from now on. None if it
         is not the first, or lives in a file: `add_` takes it."""
         self._shape = shape
         if self._adding or not self.empty:
             return None
         self._sum = self._room(torch.bfloat16)
-        self.arrivals += self._sum is not None
+        if self._sum is not None:
+            self._pass = arising.number
+            self.arrivals += 1
         return self._sum
 
     def arrives(self, event: torch.cuda.Event | None) -> None:
         """Note when what `begin_` returned is there."""
         self._event = event
 
-    def add_(self, dw: Tensor) -> None:
+    def arising(self) -> "Arising":
+        """Return what is known of a gradient that arises now, in autograd's thread."""
+        self.expected -= 1
+        return Arising(torch._C._current_graph_task_id(), self.expected < 1)
+
+    def add_(self, dw: Tensor, arising: "Arising") -> None:
         """Add a gradient, which is on the host."""
         self._synchronize()
-        self._put_down(dw if self.empty else self._lifted().to(self.dtype).add_(dw))
         self.arrivals += 1
+        if arising.number == self._pass and self._of_pass is not None:
+            self._of_pass = self._of_pass.to(self.dtype).add_(dw)
+            return
+        self._fold()
+        if self.empty or arising.number == self._pass or arising.last:
+            self._put_down(dw if self.empty else self._lifted().to(self.dtype).add_(dw))
+        else:
+            self._of_pass = dw.clone()
+        self._pass = arising.number
+
+    def _fold(self) -> None:
+        """Add what one pass has summed up to what earlier ones have."""
+        of_pass, self._of_pass = self._of_pass, None
+        if of_pass is not None:
+            self._put_down(self._lifted().to(self.dtype).add_(of_pass))
 
     def adding(self) -> threading.Event:
         """Note that a gradient is on its way that a thread will add; it sets the event then."""
@@ -147,7 +181,7 @@ class Gradient:
         self._synchronize()
         error, self._error = self._error, None
         if error is not None:
-            self._sum = self._filed = None
+            self._sum = self._filed = self._of_pass = None
             raise TierError(f"{self.name}: its gradient could not be added ({error}); drop all gradients") from error
 
     def tensor(self) -> Tensor | None:
@@ -155,6 +189,7 @@ class Gradient:
         self.wait()
         if self.hidden or self.empty:
             return None
+        self._fold()
         sum = self._lifted()
         if sum.dtype is not self.dtype:
             room = self._room(self.dtype)
@@ -165,8 +200,7 @@ class Gradient:
     def put(self, value: Tensor | None) -> None:
         """Replace the sum."""
         self.wait()
-        self._sum = self._filed = None
-        self.arrivals = 0
+        self._forget()
         if value is not None:
             self._shape = tuple(value.shape)
             self._put_down(value.detach().to("cpu", self.dtype))
@@ -174,10 +208,15 @@ class Gradient:
     def take(self) -> Tensor | None:
         """Return the sum as it is and keep none; any dtype that holds its values. It is valid until the next one."""
         self.wait()
+        self._fold()
         taken = None if self.empty else self._lifted()
-        self._sum = self._filed = None
-        self.arrivals = 0
+        self._forget()
         return taken
+
+    def _forget(self) -> None:
+        self._sum = self._filed = self._of_pass = None
+        self.arrivals = self.expected = 0
+        self._pass = -1
 
 
 class Outlet:
@@ -204,6 +243,7 @@ class Outlet:
             return
         if not self._buffers:
             self._open()
+        arising = gradient.arising()
         place, self._next = self._next, (self._next + 1) % _BUFFERS
         current = torch.cuda.current_stream(self._device)
         left = self._left[place]
@@ -213,7 +253,7 @@ class Outlet:
         dw = self._buffers[place][:elements].view(shape)
         compute(dw)
         self._stream.wait_event(current.record_event())
-        target = gradient.begin_(shape)
+        target = gradient.begin_(shape, arising)
         if target is not None:
             self._left[place] = self._copied(target, dw)
             gradient.arrives(self._left[place])
@@ -221,17 +261,19 @@ class Outlet:
             staging = self._staging.get()
             target = staging[:elements].view(shape)
             event = self._left[place] = self._copied(target, dw)
-            self._waiting.put(partial(self._add, gradient, target, staging, event, gradient.adding()))
+            add = partial(gradient.add_, target, arising)
+            self._waiting.put(partial(self._add, gradient, add, staging, event, gradient.adding()))
 
     @staticmethod
     def _add_here(gradient: Gradient, shape: tuple[int, ...], compute: Compute) -> None:
-        first = gradient.begin_(shape)
+        arising = gradient.arising()
+        first = gradient.begin_(shape, arising)
         if first is not None:
             compute(first)
         else:
             further = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
             compute(further)
-            gradient.add_(further)
+            gradient.add_(further, arising)
 
     def _copied(self, target: Tensor, dw: Tensor) -> torch.cuda.Event:
         with torch.cuda.stream(self._stream):
@@ -252,11 +294,16 @@ class Outlet:
         self._thread.start()
 
     def _add(
-        self, gradient: Gradient, target: Tensor, staging: Tensor, event: torch.cuda.Event, added: threading.Event
+        self,
+        gradient: Gradient,
+        add: Callable[[], None],
+        staging: Tensor,
+        event: torch.cuda.Event,
+        added: threading.Event,
     ) -> None:
         try:
             event.synchronize()
-            gradient.add_(target)
+            add()
         except BaseException as error:  # noqa: BLE001 - raised by whoever reads the gradient
             gradient.failed(error)
         finally:

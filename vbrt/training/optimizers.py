@@ -6,6 +6,7 @@ do, whose `step` runs the optimizer's own step for the parameters that stayed an
 
 import functools
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from vbrt.errors import WrapError
 from vbrt.training.full import FullWeight
+from vbrt.training.kept import check_kept, load_kept, masters
 from vbrt.training.optimizer_state import load_state, state_with_moments
 from vbrt.training.streamed import StreamedParameter
 from vbrt.training.update import Updater, rule_for
@@ -39,7 +41,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         streamed = list(_streamed(self))
         _hide(streamed, hidden=True)
         try:
-            super().step()
+            with masters(self):
+                super().step()
         finally:
             _hide(streamed, hidden=False)
         for group in self.param_groups:
@@ -60,7 +63,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state dict of this optimizer or of a plain one of its class."""
         self._vb_updater.finish()
-        load_state(self, state_dict, super().load_state_dict)
+        load_state(self, state_dict, partial(load_kept, self))
 
 
 def take_optimizer(optimizer: torch.optim.Optimizer, weights: Iterable[FullWeight]) -> Updater:
@@ -70,6 +73,7 @@ def take_optimizer(optimizer: torch.optim.Optimizer, weights: Iterable[FullWeigh
         WrapError: its class has no rule, or it lacks a weight that trains: named.
     """
     rule = rule_for(optimizer)
+    check_kept(optimizer)
     weights = list(weights)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     missing = [weight.name for weight in weights if weight.trainable and id(weight.parameter) not in held]
