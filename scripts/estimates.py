@@ -275,7 +275,7 @@ def on_gpu(seconds: float) -> list[dict]:
 # -- what is committed ------------------------------------------------------------------------------------------------
 
 
-def _llama_8b_meta() -> nn.Module:
+def llama_8b_meta() -> nn.Module:
     config = transformers.LlamaConfig(
         hidden_size=4096,
         intermediate_size=14336,
@@ -288,13 +288,13 @@ def _llama_8b_meta() -> nn.Module:
         return _causal(config, torch.bfloat16)
 
 
-def _last_logits(model: nn.Module) -> Any:
+def last_logits(model: nn.Module) -> Any:
     return model(input_ids=torch.zeros(1, 2048, dtype=torch.long), use_cache=False, logits_to_keep=1)
 
 
 def streaming() -> Iterator[dict]:
     """Yield the estimate of each committed row of streaming, beside it."""
-    model, task = _llama_8b_meta(), Task("prefill", 1, 2048, step=_last_logits)
+    model, task = llama_8b_meta(), Task("prefill", 1, 2048, step=last_logits)
     for row in json.loads((_RESULTS / "stream-nvidia-h200.json").read_text())["rows"]:
         preset = row["case"].partition("-")[0]
         if "gpu_peak_bytes" not in row or preset not in ("dense", "exact", "fp4"):
@@ -321,13 +321,13 @@ def training() -> Iterator[dict]:
                 model = LanguageModel(
                     shape, attention="sdpa" if fused else "plain", checkpointing="checkpointing" in name
                 )
-            found = _estimate_355m(model, name, kind, shape)
+            found = estimated_355m(model, name, kind, shape)
             workspace = sum(r.nbytes for r in found.rows if r.name == "workspace")
             estimated = found.peak_bytes + (-workspace if kind == "training" else workspace)
             yield _row(f"355M, {kind}: {name}", estimated, row["peak_bytes"])
 
 
-def _estimate_355m(model: nn.Module, name: str, kind: str, shape: Shape) -> Any:
+def estimated_355m(model: nn.Module, name: str, kind: str, shape: Shape) -> Any:
     if kind == "training":
         config = vbrt.load_config("fp4", mode="train") if "FP4" in name else None
 

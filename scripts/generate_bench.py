@@ -34,6 +34,7 @@ import torch  # after the checkout is on the path
 import vbrt
 from scripts.experts_decode import build
 from scripts.measuring import llama_8b, machine
+from vbrt.estimation.rates import link_gb_s
 
 PROMPT, NEW = 128, 128
 PARTS = ("eager", "static", "nf4", "hand", "dense", "fp4", "unrecorded", "shares", "exact", "experts")
@@ -181,21 +182,6 @@ def unrecorded(vb) -> Iterator[None]:
 
 def moved_bytes(vb) -> int:
     return sum(sum(page.bytes_moved.values()) for page in vb.stack.pages.values())
-
-
-def link_gb_s() -> float:
-    """The rate of copies of 64 MiB from page-locked memory."""
-    host, device = (
-        torch.empty(1 << 26, dtype=torch.uint8, pin_memory=True),
-        torch.empty(1 << 26, dtype=torch.uint8, device="cuda"),
-    )
-    device.copy_(host, non_blocking=True)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(16):
-        device.copy_(host, non_blocking=True)
-    torch.cuda.synchronize()
-    return 16 * host.numel() / (time.perf_counter() - start) / 1e9
 
 
 class Bench:

@@ -35,7 +35,8 @@ from torch import nn
 
 import vbrt
 from scripts.measuring import llama_8b, machine
-from scripts.stream import link_bytes_s, training_step
+from scripts.stream import training_step
+from vbrt.estimation.rates import link_gb_s
 from vbrt.layers import VBLinear
 from vbrt.tiers import Lease
 
@@ -192,7 +193,7 @@ def wrapped(options: argparse.Namespace) -> vbrt.VBModelWrapper:
 
 def decode(options: argparse.Namespace) -> dict:
     """A table over the budget."""
-    link, vb = link_bytes_s(), wrapped(options)
+    link, vb = 1e9 * link_gb_s(), wrapped(options)
     pages, (step, rewind) = vb.plan.page_bytes, decoder(vb.model)
     vb.set_budget("gpu", int(pages * 1.1))
     eager, _ = median_ms(step, 4)
@@ -285,7 +286,7 @@ def generate(options: argparse.Namespace) -> dict:
 
 def exact(options: argparse.Namespace) -> dict:
     """Coarse planes on the GPU, fine ones through 900 MiB."""
-    link, model = link_bytes_s(), llama_8b(options.layers)
+    link, model = 1e9 * link_gb_s(), llama_8b(options.layers)
     coarse = vbrt.make_plan(model, vbrt.load_config("fp4", weights={"keep_head": True})).page_bytes
     tiers = {"gpu": {"budget": coarse + (900 << 20)}}
     vb = vbrt.wrap(model, "exact", weights={"keep_head": True}, tiers=tiers).materialize()
@@ -320,7 +321,7 @@ class Adapted(nn.Module):
 
 def lora(options: argparse.Namespace) -> dict:
     """Steps with planes on the GPU, and in host memory: decided lease by lease, and by a programme."""
-    link, vb = link_bytes_s(), wrapped(options)
+    link, vb = 1e9 * link_gb_s(), wrapped(options)
     options.shared = None  # changed from here on
     model, pages = vb.model.requires_grad_(False).train(), vb.plan.page_bytes
     vb.set_budget("gpu", int(pages * 1.1))

@@ -25,24 +25,10 @@ from torch import nn
 
 import vbrt
 from scripts.measuring import llama_8b, machine
+from vbrt.estimation.rates import link_gb_s
 
 TOKENS = (1, 2048)
 DEVICE = "cuda"
-
-
-def link_bytes_s() -> float:
-    """Pinned host-to-device bytes a second, in copies of 64 MiB."""
-    host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(64 << 20, dtype=torch.uint8, device=DEVICE)
-    best = 0.0
-    for _ in range(3):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for at in range(0, len(host), len(device)):
-            device.copy_(host[at : at + len(device)], non_blocking=True)
-        torch.cuda.synchronize()
-        best = max(best, len(host) / (time.perf_counter() - start))
-    return best
 
 
 def drive_bytes_s(directory: str) -> float:
@@ -140,7 +126,7 @@ class Bench:
         torch.cuda.empty_cache()
         plan = self.plan("dense")
         self.swapped_bytes, self.page_bytes = plan.swapped_bytes, plan.page_bytes
-        self.link_bytes_s = link_bytes_s()
+        self.link_bytes_s = 1e9 * link_gb_s()
         self.limit_ms = 1e3 * self.swapped_bytes / self.link_bytes_s
 
     def plan(self, preset: str) -> vbrt.Plan:

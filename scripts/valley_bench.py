@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from statistics import geometric_mean, median
+from statistics import geometric_mean
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -29,6 +29,7 @@ from vbrt.host.files import write_file
 from vbrt.kernels import resolve
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
+from vbrt.kernels.cuda.e2m1.tuning import replays_us
 from vbrt.kernels.cuda.launch_table import Choice, PersistentLaunch, choose
 from vbrt.kernels.cuda.table import linear as table_linear
 
@@ -118,16 +119,8 @@ class Recorder:
 
     def side_by_side(self, *sets: list[Callable[[], object]]) -> list[float]:
         """For each set of calls the median microseconds of one; the graphs of the sets take turns."""
-        graphs, times = [self.record(calls) for calls in sets], [[] for _ in sets]
-        for _ in range(REPEATS):
-            for graph, own in zip(graphs, times, strict=True):
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                graph.replay()
-                end.record()
-                torch.cuda.synchronize()
-                own.append(start.elapsed_time(end) * 1e3)
-        return [median(own) / len(calls) for own, calls in zip(times, sets, strict=True)]
+        taken = replays_us([self.record(calls) for calls in sets], repeats=REPEATS)
+        return [span / len(calls) for span, calls in zip(taken, sets, strict=True)]
 
 
 def copies_of(planes: WeightPlanes, count: int) -> list[WeightPlanes]:

@@ -5,6 +5,8 @@ import json
 import pytest
 
 from vbrt.cli import main as cli
+from vbrt.cli.pictures import bars
+from vbrt.errors import VBError
 
 pytest.importorskip("transformers")
 
@@ -21,3 +23,14 @@ def test_the_command_says_where_memory_goes_and_what_is_missing(config_json, cap
         row["nbytes"] for row in told["rows"] if row["tier"] == "gpu"
     )
     assert {row["source"] for row in told["rows"]} == {"counted", "traced"}
+
+
+def test_where_memory_goes_is_a_picture(config_json, tmp_path):
+    pytest.importorskip("matplotlib")
+    arguments = ["estimate", str(config_json), "--gpu-memory", "1GiB", "--ram", "16GiB", "--context", "64", "--options"]
+    assert cli.main([*arguments, "--set", "tiers.gpu.budget=200MiB", "--plot", str(tmp_path / "where.svg")]) == 0
+    drawn = (tmp_path / "where.svg").read_text()
+    for said in ("prompt", "KV cache", "not swapped", "flash attention: without"):
+        assert f">{said}<" in drawn, said
+    with pytest.raises(VBError, match="the plot cannot be written"):
+        bars(tmp_path / "no" / "where.svg", [("", {"a": {"b": 1.0}})], "GiB")

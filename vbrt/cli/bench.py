@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vbrt.cli.options import add_command, integration, numbers, positive
+from vbrt.cli.pictures import bars, require_matplotlib
 from vbrt.cli.screen import add_row, console_for_stdout, table_of, working
-from vbrt.errors import VBError
 from vbrt.residency.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def _bench(args: argparse.Namespace) -> int:
     if args.plot is not None:
-        _plotting()
+        require_matplotlib()
     with working("importing torch") as say:
         rows = []
         for row in _rows(args):
@@ -119,24 +119,5 @@ def _show(rows: "list[Measured]") -> None:
     console_for_stdout().print(table)
 
 
-def _plotting() -> None:
-    """Raise VBError: matplotlib is not there."""
-    try:
-        import matplotlib  # noqa: F401 - optional
-    except ModuleNotFoundError as error:
-        raise VBError("--plot needs matplotlib; pip install matplotlib") from error
-
-
 def _plot(rows: "list[Measured]", path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    rows = [row for row in rows if row.ms is not None]
-    figure = Figure(figsize=(7, 1 + 0.35 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    axes.barh([row.case for row in rows], [row.ms for row in rows])
-    axes.invert_yaxis()
-    axes.set_xlabel("ms, median")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise VBError(f"{path}: the plot cannot be written: {error}") from error
+    bars(path, [("", {row.case: {"ms": row.ms} for row in rows if row.ms is not None})], "ms, median")

@@ -2,18 +2,24 @@
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vbrt.cli.machine import add_machine, machine_of
 from vbrt.cli.options import add_command, add_config, config_of, integration, number, positive
+from vbrt.cli.pictures import Bars, bars, require_matplotlib
 from vbrt.cli.screen import console_for_stdout, working
 from vbrt.config import load_config
 
 if TYPE_CHECKING:
+    from vbrt.estimation.options import Option
+    from vbrt.estimation.report import Estimate
     from vbrt.estimation.task import Task
 
 __all__ = ["add"]
+
+_GIB = 1 << 30
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -36,6 +42,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     add_config(parser)
     add_machine(parser)
     parser.add_argument("--options", action="store_true", help="also with and without each option: what each saves")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="where memory goes, .svg or .png; needs matplotlib")
     parser.add_argument("--json", action="store_true", help="all figures as JSON")
 
 
@@ -63,6 +70,8 @@ def task_of(args: argparse.Namespace) -> "Task":
 
 
 def _estimate(args: argparse.Namespace) -> int:
+    if args.plot is not None:
+        require_matplotlib()  # before the work
     plain = args.config == "none"
     config = None if plain else config_of(args)
     with working("importing torch and transformers") as say:
@@ -87,4 +96,18 @@ def _estimate(args: argparse.Namespace) -> int:
         console.print(found.table(width=console.width), soft_wrap=True)
         for option in options:
             console.print(str(option), soft_wrap=True)
+    if args.plot is not None:
+        bars(args.plot, _panels(found, options), "GiB")
     return 0 if found.fits else 1
+
+
+def _panels(found: "Estimate", options: "Sequence[Option]") -> list[tuple[str, Bars]]:
+    """Return the stages of a step, each with what it is made of, and each option without and with it."""
+    step = "step" if found.task.trains else "call"
+    stages = {stage: {k: n / _GIB for k, n in parts.items() if n} for stage, parts in found.parts.items()}
+    panels = [(f"largest moments of a {step}, in the {found.compute_tier} memory", stages)]
+    had = [option for option in options if option.having is not None]
+    if had:
+        pairs = ((f"{o.name}: {word}", n) for o in had for word, n in (("without", o.without), ("with", o.having)))
+        panels.append(("peak without and with each option", {label: {"peak": n / _GIB} for label, n in pairs}))
+    return panels

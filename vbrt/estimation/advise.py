@@ -42,7 +42,7 @@ def advise(
 
     Raises:
         ArgumentError: an unknown goal, or an impossible size.
-        VBError: as `vbrt.estimate`.
+        WrapError: the model is wrapped.
     """
     if goal not in GOALS:
         raise ArgumentError(f"goal = {goal!r}; expected one of {', '.join(map(repr, GOALS))}")

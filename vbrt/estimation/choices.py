@@ -140,10 +140,11 @@ class Advice:
             return f"{self.model}: no candidate can be planned: {why}"
         least = min(lacks, key=lambda choice: choice.missing[1])
         tier, nbytes = least.missing
-        remedy = "a shorter context or a smaller batch" if tier == "gpu" else "more host memory, or a drive (--ssd)"
+        has = self.machine.gpu_free_bytes if tier == "gpu" else self.machine.cpu_available_bytes
+        remedy = "a shorter context or a smaller batch" if tier == "gpu" else "a drive (--ssd)"
         return (
             f"{self.model}: nothing fits; {least.name} comes nearest and lacks {format_bytes(nbytes)} of {tier} "
-            f"memory; {remedy} would do"
+            f"memory; {format_bytes((has or 0) + nbytes)}, or {remedy}, would do"
         )
 
     def command(self, model: str) -> str:
@@ -206,6 +207,9 @@ def _lines(advice: Advice) -> Iterator[str]:
     task, rates = advice.task, advice.rates
     yield f"{advice.model}: {task.kind}, batch {task.batch}, context {task.context}, goal {advice.goal}"
     link = f"link {rates.link_gb_s:.0f}, memory {rates.memory_gb_s:.0f}, drive {rates.drive_gb_s:.1f} GB/s"
+    refused = next((choice.found.refused for choice in advice.choices if choice.found and choice.found.refused), "")
+    if refused:
+        yield f"NOT TRACED, weights alone are counted: {refused}"
     yield f"{rates.name}, {rates.source}: {link}, {rates.tflops:.0f} TFLOP/s"
     yield ""
     yield f"  {'':<42}{'gpu':>10}{'cpu':>10}{'ms':>9}{'tokens/s':>10}  {'bits':<7}limit"

@@ -14,7 +14,7 @@ from vbrt.config import Machine, VBConfig, load_config
 from vbrt.errors import ArgumentError, ConfigError, WrapError
 from vbrt.estimation.blocks import meta_copy
 from vbrt.estimation.report import Estimate, Row
-from vbrt.estimation.rows import stages, step_rows, weight_rows, workspace_bytes
+from vbrt.estimation.rows import parts, stages, step_rows, weight_rows, workspace_bytes
 from vbrt.estimation.task import Task
 from vbrt.estimation.trace import Trace
 from vbrt.estimation.whole import whole_trace
@@ -43,12 +43,12 @@ def estimate(
         machine: its memory (default: this machine's).
 
     Returns:
-        The rows, by tier, each with the source of its figure, and the largest moments of a step.
+        The rows, by tier, each with the source of its figure, and the largest moments of a step. Of a model that
+        cannot run without values, weights and pages alone, with a warning and `refused`.
 
     Raises:
         ArgumentError: the task has an impossible value, or nothing says what the model's forward takes.
         ConfigError: the config is wrong; or budgets are impossible for this model.
-        VBError: the model cannot run without values; the reason, and what would do.
         WrapError: the model is wrapped.
     """
     task = as_task(task, sizes)
@@ -84,9 +84,11 @@ def estimate_of(
     rows = [*weight_rows(bare, plan, machine, tier), *step_rows(traced, task, tier)]
     if tier == "gpu":
         rows.append(Row("workspace", tier, workspace_bytes(task, plan), "counted", "of cuBLAS"))
-    steady = sum(row.nbytes for row in rows if row.tier == tier and row.source == "counted")
-    moments = tuple((stage, steady + nbytes) for stage, nbytes in stages(traced).items())
-    return Estimate(type(bare).__name__, task, config, machine, tier, tuple(rows), moments, plan)
+    steady = {row.name: row.nbytes for row in rows if row.tier == tier and row.source == "counted"}
+    made = {stage: {**steady, **parts(traced, stage)} for stage in stages(traced)}
+    moments = tuple((stage, sum(held.values())) for stage, held in made.items())
+    name, more = type(bare).__name__, (traced.refused, made, traced.work)
+    return Estimate(name, task, config, machine, tier, tuple(rows), moments, plan, *more)
 
 
 def _compute_tier(plan: Plan | None, machine: Machine) -> str:

@@ -18,16 +18,20 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from vbrt.estimation.meter import Meter
+
 __all__ = ["gpu_sizes"]
 
 _ROWS = 128  # of a block; sizes are rounded up to it
 
 
 class _Fused(torch.autograd.Function):
-    """softmax(q kᵀ) v as far as memory sees it; q [B, H, S, D], k and v [B, Hk, T, D]."""
+    """softmax(q kᵀ) v as far as memory sees it; q [B, H, S, D], k and v [B, Hk, T, D]; `meter` counts its products."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, meter: Meter, causal: bool) -> Tensor:
+        ctx.meter, ctx.flops = meter, 4 * q.numel() * k.shape[-2] // (2 if causal else 1)
+        meter.add_flops(q.dtype, ctx.flops)
         heads, rows = q.shape[-3:-1]  # results lie as [B, S, H, D] do: side by side for the projection that follows
         out = q.new_empty((*q.shape[:-3], rows, heads, v.shape[-1])).transpose(-3, -2)
         lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
@@ -35,8 +39,9 @@ class _Fused(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, _, _ = ctx.saved_tensors
+        ctx.meter.add_flops(q.dtype, 5 * ctx.flops // 2)  # five products, two of them once more
         grad = grad.contiguous()
         rows = -(-q.shape[-2] // _ROWS) * _ROWS
         _sums = q.new_empty((*q.shape[:-2], rows, q.shape[-1]), dtype=torch.float32)
@@ -44,7 +49,7 @@ class _Fused(torch.autograd.Function):
         dq = torch.empty_like(q)
         shared = q.ndim == 4 and q.shape[1] != k.shape[1]
         _every = [x.new_empty((x.shape[0], q.shape[1], *x.shape[2:])) for x in (k, v) if shared]
-        return dq, torch.empty_like(k), torch.empty_like(v)
+        return dq, torch.empty_like(k), torch.empty_like(v), None, None
 
 
 class _Rounded(torch.autograd.Function):
@@ -87,7 +92,7 @@ def _biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout: float) -> Te
     return F.dropout(weights, dropout) @ v if dropout else weights @ v
 
 
-def _sized_attention(plain: Callable[..., Tensor], kernel: str) -> Callable[..., Tensor]:
+def _sized_attention(plain: Callable[..., Tensor], kernel: str, meter: Meter) -> Callable[..., Tensor]:
     def sized(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(query, FakeTensor):
             return plain(query, key, value, *args, **kwargs)
@@ -96,7 +101,7 @@ def _sized_attention(plain: Callable[..., Tensor], kernel: str) -> Callable[...,
             dropout = kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)
             return _biased(query, key, value, mask, dropout)
         if kernel == "flash" and query.ndim >= 3:
-            return _Fused.apply(query, key, value)
+            return _Fused.apply(query, key, value, meter, kwargs.get("is_causal", False))
         with sdpa_kernel(SDPBackend.MATH):
             return plain(query, key, value, *args, **kwargs)
 
@@ -137,7 +142,7 @@ def _of_transformers() -> list[tuple[Any, str, Callable[..., Any]]]:
 
 
 @contextlib.contextmanager
-def gpu_sizes(kernel: str, rounded: Container[int] = ()) -> Iterator[None]:
+def gpu_sizes(kernel: str, rounded: Container[int], meter: Meter) -> Iterator[None]:
     """While entered, operators on fake tensors allocate what they allocate on a GPU.
 
     The functions themselves are replaced, not a mode of torch's functions entered: such modes are off in a backward
@@ -146,8 +151,9 @@ def gpu_sizes(kernel: str, rounded: Container[int] = ()) -> Iterator[None]:
     Args:
         kernel: of attention: "flash" or "math".
         rounded: ids of weights that train in 4 bits.
+        meter: counts the products of fused attention, which no operator shows.
     """
-    changes = [(F, "scaled_dot_product_attention", _sized_attention(F.scaled_dot_product_attention, kernel))]
+    changes = [(F, "scaled_dot_product_attention", _sized_attention(F.scaled_dot_product_attention, kernel, meter))]
     changes += [(F, "linear", _rounded_linear(F.linear, rounded))] if rounded else []
     changes += [(owner, name, _in_fp32(getattr(owner, name))) for owner, name in _FP32]
     changes += _of_transformers()

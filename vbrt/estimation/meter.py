@@ -13,11 +13,19 @@ import weakref
 from collections import Counter
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 __all__ = ["GRANULE", "Meter"]
+
+_ATEN = torch.ops.aten
+#: what runs no kernel, or one of no size
+_FREE = {_ATEN.empty, _ATEN.empty_like, _ATEN.new_empty, _ATEN.empty_strided, _ATEN.detach, _ATEN._unsafe_view}
+#: what reads no more of its inputs than it returns
+_PICKS = {_ATEN.embedding, _ATEN.index, _ATEN.index_select, _ATEN.gather, _ATEN.embedding_dense_backward}
 
 #: bytes of which torch's CUDA allocator makes every allocation a multiple
 GRANULE = 512
@@ -30,6 +38,8 @@ class Meter(TorchDispatchMode):
         phase: what runs now; who drives the model sets it.
         kind: what storages that are made now are.
         peaks: bytes of the largest moment of each phase.
+        work: what ran: "operators", the bytes that they read and wrote ("moved"), and of products the floating-point
+            operations by dtype ("flops bfloat16").
     """
 
     def __init__(self) -> None:
@@ -37,6 +47,7 @@ class Meter(TorchDispatchMode):
         self.phase = self.kind = ""
         self.peaks: dict[str, int] = {}
         self.live: Counter[str] = Counter()
+        self.work: Counter[str] = Counter()
         self._total = 0
         self._held: dict[int, tuple[str, int]] = {}  # of each storage that lives
         self._watches: dict[int, Any] = {}
@@ -66,8 +77,10 @@ class Meter(TorchDispatchMode):
         self.peaks[self.phase] = max(self._total, self.peaks.get(self.phase, 0))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator and count the storages that it made."""
+        """Run an operator; count its work and the storages that it made."""
         result = func(*args, **(kwargs or {}))
+        if not (func.is_view or func.namespace == "prim" or func.overloadpacket in _FREE):
+            self._count(func.overloadpacket, args, kwargs or {}, result)
         grown = False
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -75,6 +88,20 @@ class Meter(TorchDispatchMode):
         if grown:
             self.note()
         return result
+
+    def _count(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Add an operator to what ran."""
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.work["operators"] += 1
+        if operator in flop_registry and made:
+            self.add_flops(made[0].dtype, flop_registry[operator](*args, **kwargs, out_val=result))
+            return
+        read = made if operator in _PICKS else [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        self.work["moved"] += sum(tensor.numel() * tensor.element_size() for tensor in (*read, *made))
+
+    def add_flops(self, dtype: torch.dtype, flops: int) -> None:
+        """Add floating-point operations of products that no operator shows."""
+        self.work[f"flops {str(dtype).removeprefix('torch.')}"] += flops
 
     def _add(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()

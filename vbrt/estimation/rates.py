@@ -1,4 +1,4 @@
-"""How fast a machine is, in five figures: measured here, or from the data sheet of a GPU that is not here."""
+"""How fast a machine is, in six figures: measured here, or from the data sheet of a GPU that is not here."""
 
 import json
 import os
@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from vbrt.errors import ArgumentError
-from vbrt.host.files import read_bounded, write_file
+from vbrt.host.files import cache_folder, read_bounded, write_file
 
-__all__ = ["SHEETS", "Rates", "data_sheet", "kept_rates", "measure_rates", "rates_file"]
+__all__ = ["SHEETS", "Rates", "data_sheet", "kept_rates", "link_gb_s", "measure_rates", "rates_file"]
 
 _MAX_BYTES = 1 << 16
 _PCIE4, _PCIE5 = 25.0, 55.0  # GB/s that page-locked copies reach over 16 lanes
@@ -32,6 +32,7 @@ class Rates:
         launch_us: host time of one operator.
         drive_gb_s: sequential reads.
         source: "measured here" or "data sheet".
+        fp32_tflops: of fp32 matrix products.
     """
 
     name: str
@@ -41,17 +42,22 @@ class Rates:
     launch_us: float = 5.0
     drive_gb_s: float = 3.0
     source: str = "data sheet"
+    fp32_tflops: float = 0.0
+
+    def flops_of(self, dtype: str) -> float:
+        """Return the floating-point operations a second of products of a dtype, by torch's name."""
+        return 1e12 * (self.fp32_tflops or self.tflops if dtype == "float32" else self.tflops)
 
 
-#: memory GB/s and dense bf16 TFLOP/s with fp32 sums, as NVIDIA's data sheets have them; what the link reaches
+#: memory GB/s, dense bf16 TFLOP/s with fp32 sums, fp32 TFLOP/s, by NVIDIA's data sheets; what the link reaches
 SHEETS = {
-    "H200": Rates("H200", _PCIE5, 4800, 989),
-    "H100": Rates("H100", _PCIE5, 3350, 989),
-    "A100": Rates("A100", _PCIE4, 2039, 312),
-    "L40S": Rates("L40S", _PCIE4, 864, 362),
-    "RTX 5090": Rates("RTX 5090", _PCIE5, 1792, 209),
-    "RTX 4090": Rates("RTX 4090", _PCIE4, 1008, 165),
-    "RTX 3090": Rates("RTX 3090", _PCIE4, 936, 71),
+    "H200": Rates("H200", _PCIE5, 4800, 989, fp32_tflops=67),
+    "H100": Rates("H100", _PCIE5, 3350, 989, fp32_tflops=67),
+    "A100": Rates("A100", _PCIE4, 2039, 312, fp32_tflops=19.5),
+    "L40S": Rates("L40S", _PCIE4, 864, 362, fp32_tflops=91.6),
+    "RTX 5090": Rates("RTX 5090", _PCIE5, 1792, 209, fp32_tflops=104.8),
+    "RTX 4090": Rates("RTX 4090", _PCIE4, 1008, 165, fp32_tflops=82.6),
+    "RTX 3090": Rates("RTX 3090", _PCIE4, 936, 71, fp32_tflops=35.6),
 }
 
 
@@ -69,8 +75,7 @@ def data_sheet(name: str) -> Rates:
 
 def rates_file() -> Path:
     """Return the file that keeps what `measure_rates` found; it need not exist."""
-    root = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (root if root.is_absolute() else Path("~/.cache").expanduser()) / "vbrt" / "machine.json"
+    return cache_folder() / "machine.json"
 
 
 def kept_rates() -> Rates | None:
@@ -91,12 +96,13 @@ def measure_rates(*, keep: bool = True) -> Rates:
     device = torch.device("cuda" if gpu else "cpu")
     found = Rates(
         _name(),
-        _link_gb_s() if gpu else 0.0,
+        link_gb_s() if gpu else 0.0,
         _memory_gb_s(device),
-        _tflops(device),
+        _tflops(device, 8192, torch.bfloat16) if gpu else _tflops(device, 1024, torch.float32),
         _launch_us(device),
         _drive_gb_s(),
         "measured here",
+        _tflops(device, 4096, torch.float32) if gpu else 0.0,
     )
     if keep:
         rates_file().parent.mkdir(parents=True, exist_ok=True)
@@ -122,10 +128,16 @@ def _best(run: Callable[[], object], device: torch.device, times: int = 5) -> fl
     return min(spans[1:])
 
 
-def _link_gb_s() -> float:
-    host = torch.empty(256 << 20, dtype=torch.uint8, device="cpu", pin_memory=True)
-    there = torch.empty_like(host, device="cuda")
-    return len(host) / _best(lambda: there.copy_(host, non_blocking=True), there.device) / 1e9
+def link_gb_s() -> float:
+    """Return the GB/s of copies of 64 MiB from page-locked memory to the GPU."""
+    host = torch.empty(1 << 30, dtype=torch.uint8, device="cpu", pin_memory=True)
+    there = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+
+    def run() -> None:
+        for part in host.split(len(there)):
+            there.copy_(part, non_blocking=True)
+
+    return len(host) / _best(run, there.device, times=3) / 1e9
 
 
 def _memory_gb_s(device: torch.device) -> float:
@@ -134,8 +146,7 @@ def _memory_gb_s(device: torch.device) -> float:
     return 2 * len(one) / _best(lambda: other.copy_(one), device) / 1e9
 
 
-def _tflops(device: torch.device) -> float:
-    n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+def _tflops(device: torch.device, n: int, dtype: torch.dtype) -> float:
     one = torch.randn(n, n, dtype=torch.float32, device=device).to(dtype)
     return 2 * n**3 / _best(lambda: one @ one, device) / 1e12
 

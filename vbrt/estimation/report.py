@@ -1,8 +1,8 @@
 """An estimate as data, as text and as JSON."""
 
 import html
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from vbrt.config import Machine, VBConfig
@@ -39,6 +39,9 @@ class Estimate:
         rows: by tier, at the largest moment of a step.
         moments: the stages of a step and the bytes of each one's largest moment, in the memory of what computes.
         plan: what wrapping would do; None: unwrapped.
+        refused: why nothing could be traced, so that weights and pages alone are counted; "": everything is.
+        parts: of each stage, what its largest moment is made of: rows that are always there, what lasts, temporaries.
+        work: what runs in a step of the plain model, as `Meter.work` has it.
     """
 
     model: str
@@ -49,6 +52,9 @@ class Estimate:
     rows: tuple[Row, ...]
     moments: tuple[tuple[str, int], ...]
     plan: Plan | None
+    refused: str = ""
+    parts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    work: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def tiers(self) -> dict[str, int]:
@@ -91,7 +97,9 @@ class Estimate:
             "fits": self.fits,
             "missing": self.missing,
             "rows": [asdict(row) for row in self.rows],
+            "refused": self.refused,
             "moments": dict(self.moments),
+            "parts": {stage: dict(parts) for stage, parts in self.parts.items()},
         }
 
     def __str__(self) -> str:
@@ -123,7 +131,9 @@ def _lines(estimate: Estimate, width: int) -> Iterator[str]:
     yield ""
     for tier, nbytes in estimate.missing.items():
         yield f"DOES NOT FIT: the {tier} lacks {format_bytes(nbytes)}."
-    if estimate.fits:
+    if estimate.refused:
+        yield f"NOT TRACED, weights alone are counted: {estimate.refused}."
+    elif estimate.fits:
         yield "It fits."
     if estimate.compute_tier == "gpu":
         yield f"{_CONTEXT}."

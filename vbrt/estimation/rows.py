@@ -11,7 +11,7 @@ from vbrt.estimation.trace import Trace
 from vbrt.residency.needs import tier_needs
 from vbrt.residency.plan import Plan
 
-__all__ = ["stages", "step_rows", "weight_rows", "workspace_bytes"]
+__all__ = ["parts", "stages", "step_rows", "weight_rows", "workspace_bytes"]
 
 _WORKSPACE = 32 << 20  # of cuBLAS for a thread and a stream, on sm_90: ATen/cuda/CUDABlas.cpp
 #: what of all that lasts is there in a stage
@@ -61,10 +61,10 @@ def step_rows(traced: Trace, task: Task, tier: str) -> list[Row]:
         "optimizer": f"state of {task.optimizer}",
         "outputs": "what the pass returns",
     }
-    lasting = _at_peak(traced)
-    rows = [Row(name, tier, nbytes, "traced", notes[name]) for name, nbytes in lasting.items()]
-    stage, peak = max(stages(traced).items(), key=lambda item: item[1])
-    return [*rows, Row("temporaries", tier, peak - sum(lasting.values()), "traced", f"at the largest moment: {stage}")]
+    stage = max(stages(traced).items(), key=lambda item: item[1])[0]
+    *lasting, (word, temporary) = parts(traced, stage).items()
+    rows = [Row(name, tier, nbytes, "traced", notes[name]) for name, nbytes in lasting]
+    return [*rows, Row(word, tier, temporary, "traced", f"at the largest moment: {stage}")]
 
 
 def stages(traced: Trace) -> dict[str, int]:
@@ -76,11 +76,10 @@ def stages(traced: Trace) -> dict[str, int]:
     return found
 
 
-def _at_peak(traced: Trace) -> Mapping[str, int]:
-    """Return what of all that lasts is there at the largest moment."""
-    stage, left = max(stages(traced).items(), key=lambda item: item[1])
-    found = {}
+def parts(traced: Trace, stage: str) -> Mapping[str, int]:
+    """Return what is there at the largest moment of a stage: of all that lasts, and temporaries, which come last."""
+    left, found = stages(traced)[stage], {}
     for name in _THERE[stage]:
         found[name] = min(left, traced.rows.get(name, 0))
         left -= found[name]
-    return found
+    return found | {"temporaries": left}

@@ -1,18 +1,22 @@
-"""Milliseconds of a step, predicted from a plan and the rates of a machine.
+"""Milliseconds of a step, predicted from a plan, from what was traced, and from the rates of a machine.
 
-A step takes as long as the slowest of three that run side by side: copies over the links, what the device reads or
-computes, and the host that launches it where no graph does. The shares of a peak that kernels reach are those measured
-on an H200 (docs/benchmarks.md).
+A step takes as long as the slowest of three that run side by side: copies over the links, what the device reads and
+computes, and the host that launches it where no graph does. What runs is traced (`Meter.work`); weights are read as the
+plan holds them. The shares of a peak that kernels reach are those measured on an H200 (docs/benchmarks.md).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import nn
 
+from vbrt.config import load_config
 from vbrt.estimation.rates import Rates
 from vbrt.estimation.report import Estimate
+from vbrt.model.choice import choose
 from vbrt.residency.plan import Plan, Swap
-from vbrt.residency.token_cost import token_cost
+from vbrt.residency.token_cost import TokenCost, token_cost
 
 __all__ = ["Speed", "predict"]
 
@@ -20,14 +24,18 @@ _READS = 0.57  # of the rate of copies, at which products of one token read dens
 _READS_PACKED = 0.75  # and 4-bit ones
 _READS_CACHE = 0.25  # and attention keys and values
 _MERGED_BYTES = 21  # of copies, that take as long as it takes to restore a weight from two planes and multiply by it
-_MATMUL = 0.65  # of the rate of large products, over a whole pass
+_MATMUL = 0.90  # of the rate of large products, over a whole pass
+_MATMUL_TRAIN = 0.65  # and in 16 bits over a pass and its backward pass
+_PACKED = 0.93  # of that, by 4-bit weights
+_MOVES = 0.52  # of the rate of copies, at which all other operators read and write
+_ROUNDED_BYTES = 240  # of copies, that take as long as it takes to round a weight that trains in 4 bits, in each pass
 _STEP_MS = 0.45  # of `generate` itself, for each token: it chooses one and looks whether it is the last
 _LAUNCH_US = 1.0  # that a weight's kernels take at least, in a recorded step
-_OPERATORS = 13  # for each weight of an eager pass
-_GENERATED = 2.0  # times as many in steps of `generate`, whose cache grows
+_OPERATOR = {"prefill": 2.7, "decode": 5.0, "train": 1.6}  # bare launches that an operator takes, with Python around it
+_LEASES = 18  # bare launches that take as long as a lease of pages that pass through
 _FINE_MARGIN = 1.1  # by which plans take fine planes for larger than they are
-_LEASES = 18  # operators that take as long as a lease of pages that pass through
-_HITS = 0.8  # of routed experts, where no routing was recorded
+#: share of a layer's experts that are resident -> of those that a token goes to; with reuse as published routing has it
+_HITS = ((0.0, 0.0), (0.1, 0.6), (0.25, 0.8), (0.5, 0.89), (1.0, 1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,62 +64,114 @@ def predict(model: nn.Module, found: Estimate, rates: Rates) -> Speed:
     """Predict a step of an estimated task: one token a sequence with "decode", else the whole batch."""
     task, plan = found.task, found.plan
     tokens = task.batch if task.kind == "decode" else task.batch * task.context
-    read_s, products = _weights(model, plan, rates)
-    cache = sum(row.nbytes for row in found.rows if row.name == "KV cache")
-    passes = 1 if not task.trains else 3 if plan is None and not task.lora else 2
-    flops = 2 * products * tokens * (passes + (task.trains and task.checkpointing))
-    memory = read_s * passes + cache / (_READS_CACHE * rates.memory_gb_s * 1e9)
-    compute = flops / (_MATMUL * rates.tflops * 1e12)
-    weights = len(plan.swaps) if plan is not None else sum(isinstance(m, nn.Linear) for m in model.modules())
-    decodes = task.kind == "decode"
-    recorded = decodes and plan is not None and plan.compute_tier == "gpu"
-    device_ms = 1e3 * max(memory, compute) + (1e-3 * weights * _LAUNCH_US + _STEP_MS if recorded else 0.0)
-    link = 1e3 * _link_s(plan, rates) * min(passes, 2)
-    operators = _OPERATORS * passes * (_GENERATED if decodes else 1.0) + (_LEASES * passes if link else 0.0)
-    host = 0.0 if recorded else 1e-3 * weights * operators * rates.launch_us
-    return Speed(max(link, device_ms, host), link, device_ms, host, tokens)
+    passes = (
+        1 if not task.trains else 3 + task.checkpointing if plan is None and not task.lora else 2 + task.checkpointing
+    )
+    link = 1e3 * _link_s(plan, rates, tokens) * min(passes, 2)
+    recorded = task.kind == "decode" and plan is not None and plan.compute_tier == "gpu"
+    device = 1e3 * _device_s(model, found, rates, tokens, passes)
+    host = 0.0
+    if recorded:
+        device += 1e-3 * _LAUNCH_US * len(plan.swaps) + _STEP_MS
+    else:
+        launches = found.work.get("operators", 0) * _OPERATOR[task.kind]
+        launches += len(plan.swaps) * _LEASES * passes if plan is not None and link else 0
+        host = 1e-3 * launches * rates.launch_us
+    return Speed(max(link, device, host), link, device, host, tokens)
 
 
-def _weights(model: nn.Module, plan: Plan | None, rates: Rates) -> tuple[float, int]:
-    """Return the seconds in which a pass reads its weights, and the elements that it multiplies by."""
-    swapped = {site.module for swap in plan.swaps for site in swap.sites} if plan is not None else set()
-    read, elements, rate = 0.0, 0, 1e9 * rates.memory_gb_s
-    for name, module in model.named_modules():
-        if name in swapped or isinstance(module, nn.Embedding):
-            continue
-        for parameter in module.parameters(recurse=False):
-            read += parameter.numel() * parameter.element_size() / (_READS * rate)
-            elements += parameter.numel()
-    for swap in plan.swaps if plan is not None else ():
-        share = swap.top_k / swap.experts if swap.experts else 1.0
-        of_swap = swap.shape[0] * swap.shape[1] * (swap.experts or 1) * share
-        read += _read_bytes(swap, of_swap, share) / rate
-        elements += round(of_swap)
-    return read, elements
+# -- the device -------------------------------------------------------------------------------------------------------
 
 
-def _read_bytes(swap: Swap, elements: float, share: float) -> float:
-    """Return the bytes of copies that take as long as it takes to read a swapped weight."""
+def _device_s(model: nn.Module, found: Estimate, rates: Rates, tokens: int, passes: int) -> float:
+    """Return the seconds in which the device reads its weights and computes."""
+    task, plan, rate = found.task, found.plan, 1e9 * rates.memory_gb_s
+    swaps = plan.swaps if plan is not None else _routed(model)
+    packed = plan is not None and any(not swap.lossless for swap in plan.swaps)
+    products = sum(n / _flops_s(rates, dtype, task.trains) for dtype, n in _flops(found))
+    experts = sum(_elements(swap, 1) for swap in swaps if swap.experts)  # whose products no trace has
+    products += 2 * tokens * passes * experts / _flops_s(rates, "bfloat16", task.trains)
+    read = _kept_bytes(model, swaps) / _READS + sum(_read_bytes(swap, tokens) for swap in swaps)
+    merged = sum(_MERGED_BYTES * _elements(swap, tokens) for swap in swaps if swap.fine == "exact")
+    if plan is not None and plan.mode == "train":
+        merged = sum(_ROUNDED_BYTES * _elements(swap, tokens) for swap in swaps) * (2 + task.checkpointing) / passes
+    moved = 0 if task.kind == "decode" and plan is not None else found.work.get("moved", 0) / _MOVES
+    cache = sum(row.nbytes for row in found.rows if row.name == "KV cache") / _READS_CACHE
+    computing = products / (_PACKED if packed else 1.0)
+    return max(read * passes / rate, computing) + (merged * passes + moved + cache) / rate
+
+
+def _flops_s(rates: Rates, dtype: str, trains: bool) -> float:
+    """Return the floating-point operations a second that products of a dtype reach over a whole step."""
+    return rates.flops_of(dtype) * (_MATMUL_TRAIN if trains and dtype != "float32" else _MATMUL)
+
+
+def _flops(found: Estimate) -> Iterable[tuple[str, int]]:
+    """Yield dtypes and the floating-point operations of products in them."""
+    return ((name.partition(" ")[2], n) for name, n in found.work.items() if name.startswith("flops"))
+
+
+def _routed(model: nn.Module) -> tuple[Swap, ...]:
+    """Return the routed experts of a model that is not wrapped, as the planner finds them."""
+    return tuple(swap for swap in choose(model, load_config("dense"))[0] if swap.experts)
+
+
+def _kept_bytes(model: nn.Module, swaps: Iterable[Swap]) -> int:
+    """Return the bytes of the parameters that a pass reads as they are: all but those of swaps and lookup tables."""
+    swapped = {site.module for swap in swaps for site in swap.sites}
+    modules = ((name, module) for name, module in model.named_modules() if name not in swapped)
+    kept = (module for _, module in modules if not isinstance(module, nn.Embedding))
+    return sum(p.numel() * p.element_size() for module in kept for p in module.parameters(recurse=False))
+
+
+def _touched(swap: Swap, tokens: int) -> float:
+    """Return the share of a layer's experts that some of the tokens go to; 1 without experts."""
+    return 1 - (1 - swap.top_k / swap.experts) ** tokens if swap.experts else 1.0
+
+
+def _elements(swap: Swap, tokens: int) -> float:
+    """Return how many weights some of the tokens are multiplied by."""
+    matrices = sum(site.shape[0] * site.shape[1] for site in (swap.site, *swap.parts)) * max(1, swap.experts)
+    return matrices * _touched(swap, tokens)
+
+
+def _read_bytes(swap: Swap, tokens: int) -> float:
+    """Return the bytes of copies that take as long as it takes to read a swapped weight; merging it is apart."""
     if swap.fine == "exact":
-        return _MERGED_BYTES * elements
-    reads = _READS if swap.lossless else _READS_PACKED
-    return sum(page.nbytes for page in swap.pages) * share / reads
+        return 0.0
+    held = sum(page.nbytes for page in swap.pages) or swap.dense_bytes
+    return held * _touched(swap, tokens) / (_READS if swap.lossless else _READS_PACKED)
 
 
-def _link_s(plan: Plan | None, rates: Rates) -> float:
+# -- the links --------------------------------------------------------------------------------------------------------
+
+
+def _link_s(plan: Plan | None, rates: Rates, tokens: int) -> float:
     """Return the seconds of the copies of one pass."""
-    if plan is None or plan.mode == "train" or len(plan.budgets) == 1:
+    if plan is None or plan.mode != "infer" or len(plan.budgets) == 1:
         return 0.0
     by_tier = {"cpu": rates.link_gb_s or float("inf"), "ssd": rates.drive_gb_s}
     cost = token_cost(plan)
     if cost is not None:
-        return 1 / cost.tokens_per_s(_HITS, by_tier)
-    top = plan.compute_tier
-    below = {tier: _bytes_at(plan, tier) for tier in plan.budgets if tier != top}
-    total = sum(below.values())
-    room = max(0, plan.budgets[top] - plan.home_bytes(top) - _passing_bytes(plan))
-    passing = max(0.0, 1 - room / total) if total else 0.0
-    return sum(nbytes * passing / (by_tier[tier] * 1e9) for tier, nbytes in below.items())
+        hits, touched = _hit_rate(plan, cost, tokens), max(_touched(swap, tokens) for swap in plan.routed)
+        share = max(swap.top_k / swap.experts for swap in plan.routed)
+        loaded = {tier: nbytes * touched / share * (1 - hits) for tier, nbytes in cost.cold_bytes.items()}
+        moved = {tier: loaded.get(tier, 0) + cost.streamed_bytes.get(tier, 0) for tier in by_tier}
+    else:
+        top = plan.compute_tier
+        below = {tier: _bytes_at(plan, tier) for tier in plan.budgets if tier != top}
+        total = sum(below.values())
+        room = max(0, plan.budgets[top] - plan.home_bytes(top) - _passing_bytes(plan))
+        moved = {tier: nbytes * max(0.0, 1 - room / total) for tier, nbytes in below.items() if total}
+    return sum(nbytes / (by_tier[tier] * 1e9) for tier, nbytes in moved.items())
+
+
+def _hit_rate(plan: Plan, cost: TokenCost, tokens: int) -> float:
+    """Return the share of the experts wanted that are resident: with many tokens that of all, else more by reuse."""
+    resident = min(1.0, cost.room_bytes / max(1, cost.all_bytes))
+    (low, at_low), (high, at_high) = next(pair for pair in pairwise(_HITS) if pair[1][0] >= resident)
+    reused = at_low + (at_high - at_low) * (resident - low) / (high - low)
+    return resident + (reused - resident) * (1 - max(_touched(swap, tokens) for swap in plan.routed))
 
 
 def _passing_bytes(plan: Plan) -> int:

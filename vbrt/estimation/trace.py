@@ -5,7 +5,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,11 @@ from vbrt.estimation.meter import Meter
 from vbrt.estimation.task import Task
 from vbrt.model.blocks import Stack
 
-__all__ = ["Trace", "trace"]
+__all__ = ["Trace", "Untraceable", "trace"]
+
+
+class Untraceable(VBError):
+    """A model cannot run on tensors without values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +35,15 @@ class Trace:
         peaks: of everything but parameters, by phase.
         rows: what lives for longer than an operator: "KV cache", "activations", "outputs", "gradients", "optimizer".
         growth: of the KV cache, for a token more; it has two tokens beside the prompt's.
+        work: what runs in a step (with "decode" of one token), as `Meter.work` has it.
+        refused: why nothing could be traced; "": it was.
     """
 
     peaks: Mapping[str, int]
     rows: Mapping[str, int]
     growth: int = 0
+    work: Mapping[str, int] = field(default_factory=dict)
+    refused: str = ""
 
 
 def trace(
@@ -53,7 +61,7 @@ def trace(
 
     Raises:
         ArgumentError: nothing says what the model takes, or its outputs have no loss.
-        VBError: it cannot run on fake tensors; the first line of the reason.
+        Untraceable: it cannot run on fake tensors; the first line of the reason.
     """
     cut_model = cut(copy.deepcopy(model), {name: indices for name, (_, indices) in chosen.items()})
     with _refusals(model), warnings.catch_warnings(), FakeTensorMode():
@@ -62,7 +70,7 @@ def trace(
         prepare(cut_model)
         run = _Run(cut_model, task)
         weights = {id(weight) for weight in rounded(cut_model)}
-        with run.watching(chosen), gpu_sizes(task.attention, weights), run.meter:
+        with run.watching(chosen), gpu_sizes(task.attention, weights, run.meter), run.meter:
             return run.train() if task.trains else run.infer()
 
 
@@ -74,7 +82,7 @@ def _refusals(model: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise VBError(
+        raise Untraceable(
             f"{type(model).__name__} cannot be traced without weights: {type(error).__name__}: {reason[0]}; give "
             "estimate(..., step=...), a function of the model that runs it once"
         ) from error
@@ -158,7 +166,7 @@ class _Run:
                 once = self._one_token(cache)  # a window lets go of what it has left behind
                 rows["KV cache"] = self._one_token(cache)
                 growth = rows["KV cache"] - once
-            return Trace(self._peaks(), rows, growth)
+            return Trace(self._peaks(), rows, growth, dict(self.meter.work))
 
     def _how(self) -> dict[str, Any]:
         known = inspect.signature(self.model.forward).parameters
@@ -179,6 +187,7 @@ class _Run:
     def _one_token(self, cache: Any) -> int:
         """Run a step of one token; return the bytes of the cache after it."""
         self._begin("step", "temporaries")
+        self.meter.work.clear()
         inputs = inputs_of(self.model, self.task, tokens=1)
         inputs = {k: v for k, v in inputs.items() if k != "input_ids" or "decoder_input_ids" not in inputs}
         name = "past_key_values" if hasattr(cache, "get_seq_length") else "cache_params"
@@ -203,6 +212,7 @@ class _Run:
         for turn in range(2):
             if turn:
                 meter.peaks.clear()
+                meter.work.clear()
             self._begin("forward", "activations")
             loss = self._loss()
             rows["activations"] = meter.live["activations"]
@@ -214,7 +224,7 @@ class _Run:
             optimizer.step()
             rows["optimizer"] = meter.live["optimizer"]
             optimizer.zero_grad()
-        return Trace(self._peaks(), rows)
+        return Trace(self._peaks(), rows, work=dict(meter.work))
 
     def _loss(self) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.task.mixed):

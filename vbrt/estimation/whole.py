@@ -1,23 +1,38 @@
 """The trace of a whole model, from those of a few blocks of each kind."""
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from torch import Tensor, nn
 
 from vbrt.estimation.task import Task
-from vbrt.estimation.trace import Trace, trace
+from vbrt.estimation.trace import Trace, Untraceable, trace
 from vbrt.model.blocks import Stack, stacks_of
 from vbrt.residency.plan import Plan
 
-__all__ = ["whole_trace"]
+__all__ = ["STAGES", "whole_trace"]
 
 _TRACED = 3  # blocks of each kind that are traced (the first differ); one more of each tells what a block adds
+#: stages of a step, by task
+STAGES = {"decode": ("prompt", "step"), "prefill": ("pass",), "train": ("forward", "backward", "optimizer")}
 _BLOCK = 256  # tokens by which the cache of captured decoding grows, see vbrt.generation.spans
 
 
 def whole_trace(model: nn.Module, task: Task, plan: Plan | None) -> Trace:
-    """Return the trace of a model on the meta device, with the KV cache as it will be after the last token."""
+    """Return the trace of a model on the meta device, with the KV cache as it will be after the last token.
+
+    Of a model that cannot run without values it is an empty one, with the reason and a warning.
+    """
+    try:
+        return _traced(model, task, plan)
+    except Untraceable as error:
+        warnings.warn(f"{error}; until then weights and pages alone are counted", stacklevel=2)
+        stages = STAGES[task.kind]
+        return Trace(dict.fromkeys(stages, 0), {}, refused=str(error))
+
+
+def _traced(model: nn.Module, task: Task, plan: Plan | None) -> Trace:
     rounded = _rounded_of(plan)
     stacks = stacks_of(model)
     least = {stack.name: {kind: min(n, _TRACED) for kind, n in stack.count.items()} for stack in stacks}
@@ -38,8 +53,10 @@ def _further(total: Trace, base: Trace, other: Trace, times: int) -> Trace:
     def added(to: Mapping[str, int], before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
         return {key: n + times * (after.get(key, before[key]) - before[key]) for key, n in to.items()}
 
+    work = added(total.work, base.work, other.work)
+
     growth = total.growth + times * (other.growth - base.growth)
-    return Trace(added(total.peaks, base.peaks, other.peaks), added(total.rows, base.rows, other.rows), growth)
+    return Trace(added(total.peaks, base.peaks, other.peaks), added(total.rows, base.rows, other.rows), growth, work)
 
 
 def _grown(traced: Trace, task: Task, *, by_blocks: bool) -> Trace:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = [
+    "cache_folder",
     "expanded",
     "open_regular",
     "read_bounded",
@@ -43,6 +44,14 @@ def expanded(path: str | os.PathLike[str]) -> Path:
         return Path(path).expanduser()
     except (RuntimeError, ValueError) as error:  # RuntimeError: no such user; ValueError: half a surrogate pair
         raise OSError(errno.EINVAL, f"no file can have this name ({error})", repr(os.fspath(path))) from error
+
+
+def cache_folder() -> Path:
+    """Return the folder that keeps what vbrt has measured: below $XDG_CACHE_HOME or ~/.cache; it need not exist."""
+    root = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not root.is_absolute():  # unset, or to be ignored, says the XDG base directory specification
+        root = Path("~/.cache").expanduser()
+    return root / "vbrt"
 
 
 def open_regular(

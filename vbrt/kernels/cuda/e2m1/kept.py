@@ -6,7 +6,6 @@ announced and ignored.
 
 import functools
 import json
-import os
 import re
 import warnings
 from collections.abc import Iterable
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from vbrt.errors import VBError, describe_os_error
-from vbrt.host.files import read_bounded, write_file
+from vbrt.host.files import cache_folder, read_bounded, write_file
 from vbrt.kernels.cuda.launch_table import Launch
 
 __all__ = ["CANDIDATES", "KERNELS", "Launches", "identity", "tuned", "tuning_file", "tuning_path", "write"]
@@ -34,11 +33,8 @@ Launches = dict[tuple[int, int, int], Launch]
 
 def tuning_path(gpu: str, triton: str) -> Path:
     """The file of the configurations for a GPU and a version of Triton: below $XDG_CACHE_HOME or ~/.cache."""
-    root = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not root.is_absolute():  # unset, or to be ignored, says the XDG base directory specification
-        root = Path("~/.cache").expanduser()
     name = re.sub(r"[^a-z0-9.]+", "-", f"{gpu} triton {triton} v{KERNELS}".lower())
-    return root / "vbrt" / "tuning" / f"{name}.json"
+    return cache_folder() / "tuning" / f"{name}.json"
 
 
 def tuning_file(device: int) -> Path:

@@ -24,7 +24,7 @@ from vbrt.kernels.cuda.launch_table import Launch, launch_for, wide_for
 from vbrt.report.progress import Progress
 from vbrt.residency.plan import Plan
 
-__all__ = ["Case", "Found", "cases", "check", "graph_us", "tune", "tuned", "tuning_file"]
+__all__ = ["Case", "Found", "cases", "check", "graph_us", "replays_us", "tune", "tuned", "tuning_file"]
 
 _BEYOND_CACHE = 300 << 20  # bytes of weights, so that they come from memory
 _GAIN = 0.97  # of the table's time; less of a difference is noise
@@ -162,8 +162,13 @@ def _timer(n: int, k: int, format: str, device: int) -> Callable[[int, Launch], 
 
 
 def graph_us(*sets: Callable[[], None], repeats: int = 9) -> list[float]:
-    """Median time of a graph of each set of calls. The graphs take turns: clocks and heat are the same for all."""
-    graphs, times = [_recorded(calls) for calls in sets], [[] for _ in sets]
+    """Median time of a graph of each set of calls."""
+    return replays_us([_recorded(calls) for calls in sets], repeats=repeats)
+
+
+def replays_us(graphs: Sequence[torch.cuda.CUDAGraph], *, repeats: int = 9) -> list[float]:
+    """Median time of a replay of each graph. The graphs take turns: clocks and heat are the same for all."""
+    times: list[list[float]] = [[] for _ in graphs]
     for _ in range(repeats):
         for graph, own in zip(graphs, times, strict=True):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
