@@ -1,12 +1,14 @@
 """Several GPUs of one host, one process: pages over borrowed links, and pages in a neighbour's memory.
 
     python scripts/links_bench.py [raw] [links] [peer] [--layers N] [--out FILE]
+    torchrun --nproc-per-node=2 scripts/links_bench.py shared [--layers N] [--out FILE]
 
 - raw: pinned host memory to the first GPU over its own link, over two at once, and between the GPUs.
 - links: `exact` with nearly all pages streamed, over the own link and with the neighbour's; one token eager and as a
   CUDA graph, 2,048 tokens.
 - peer: pages on two GPUs, each with 1/1.8 of their bytes, beside all of them on one: a token as a graph, 2,048 tokens;
   the rate of copies from the neighbour beside a plain copy.
+- shared: ranks that each keep a part of the pages, all at once; beside one rank alone with all of them.
 
 A part that fails is in the result as its error; the others are measured.
 """
@@ -14,6 +16,7 @@ A part that fails is in the result as its error; the others are measured.
 import argparse
 import gc
 import json
+import os
 import statistics
 import sys
 import time
@@ -90,8 +93,8 @@ def raw(options: argparse.Namespace) -> dict:
     return {f"{name}_gb_s": rate(repeat(starts, page, 24)) for name, starts in ways.items()}
 
 
-def prompt(model: nn.Module, tokens: int) -> Callable[[], torch.Tensor]:
-    ids = torch.randint(0, 1000, (1, tokens), generator=torch.Generator().manual_seed(tokens)).to(OWN)
+def prompt(model: nn.Module, tokens: int, device: torch.device = OWN) -> Callable[[], torch.Tensor]:
+    ids = torch.randint(0, 1000, (1, tokens), generator=torch.Generator().manual_seed(tokens)).to(device)
 
     def step() -> torch.Tensor:
         with torch.no_grad():
@@ -100,11 +103,13 @@ def prompt(model: nn.Module, tokens: int) -> Callable[[], torch.Tensor]:
     return step
 
 
-def times_of(vb: vbrt.VBModelWrapper, graph: bool = True) -> tuple[dict, dict[str, torch.Tensor]]:
+def times_of(
+    vb: vbrt.VBModelWrapper, *, graph: bool = True, device: torch.device = OWN
+) -> tuple[dict, dict[str, torch.Tensor]]:
     """Milliseconds and outputs: one token eager and as a graph, 2,048 tokens."""
     row, out = {}, {}
     for tokens in (1, 2048):
-        step = prompt(vb.model, tokens)
+        step = prompt(vb.model, tokens, device)
         out[f"T{tokens}"] = step().clone()
         row[f"T{tokens}_ms"], row[f"T{tokens}_host_ms"] = median_ms(step, 4, warm=4)
         row[f"T{tokens}_leases"] = vb.stats().leases
@@ -182,22 +187,58 @@ def peer(options: argparse.Namespace) -> dict:
     return result
 
 
+def shared(options: argparse.Namespace) -> dict:
+    """`exact` on every rank at once, with parts of the pages on each; then with all pages on each, rank 0 alone."""
+    import torch.distributed as dist
+
+    rank = int(os.environ["LOCAL_RANK"])
+    own = torch.device("cuda", rank)
+    torch.cuda.set_device(own)
+    dist.init_process_group("nccl", device_id=own)
+    rows, outs, result = {}, {}, {}
+    for name in ("shared", "alone"):
+        tiers = {"gpu": {"budget": RING}, "cpu": {"shared": name == "shared"}}
+        if name == "shared" or rank == 0:
+            vb = vbrt.wrap(llama_8b(options.layers), "exact", weights={"keep_head": True}, tiers=tiers).materialize()
+            rows[name], outs[name] = times_of(vb, device=own)
+            result[f"{name}_host_bytes"] = getattr(
+                vb.stack.levels[1].tier, "own_bytes", vb.stack.levels[1].tier.held_bytes
+            )
+            vb.close()
+            del vb
+            gc.collect()
+            torch.cuda.empty_cache()
+        dist.barrier()
+    every: list = [None] * dist.get_world_size()
+    dist.all_gather_object(every, rows["shared"])
+    if rank == 0:
+        result |= {"ranks": every, "alone": rows["alone"], "same": same(outs["shared"], outs["alone"])}
+        result["gain_of_each_rank"] = {
+            key: [rows["alone"][key] / row[key] for row in every]
+            for key in ("T1_ms", "T2048_ms", "graph_ms")
+            if all(key in row for row in [rows["alone"], *every])
+        }
+    dist.destroy_process_group()
+    return result
+
+
 def moved(vb: vbrt.VBModelWrapper) -> int:
     return sum(sum(page.bytes_moved.values()) for page in vb.stack.pages.values())
 
 
-PARTS = {"raw": raw, "links": links, "peer": peer}
+PARTS = {"raw": raw, "links": links, "peer": peer, "shared": shared}
 
 
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help="some of raw, links, peer; by default all")
+    parser.add_argument("parts", nargs="*", help="some of raw, links, peer (by default these), or shared")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     result: dict = {"machine": machine() | {"gpus": torch.cuda.device_count()}, "layers": options.layers}
-    for name in options.parts or PARTS:
+    first = os.environ.get("RANK", "0") == "0"
+    for name in options.parts or ("raw", "links", "peer"):
         start = time.perf_counter()
         try:
             result[name] = PARTS[name](options)
@@ -205,10 +246,11 @@ def main() -> None:
             traceback.print_exc()
             result[name] = {"error": f"{type(error).__name__}: {error}"}
         result[name]["took_s"] = time.perf_counter() - start
-        print(name, json.dumps(result[name], indent=1), flush=True)
+        if first:
+            print(name, json.dumps(result[name], indent=1), flush=True)
         gc.collect()
         torch.cuda.empty_cache()
-        if options.out:
+        if options.out and first:
             options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

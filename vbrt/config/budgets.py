@@ -56,7 +56,7 @@ class Budget:
 class Machine:
     """Memory available on a machine, in bytes. gpu: None without a device; ssd: None where no ssd tier is asked for.
     peers: the number of other GPUs that a peer tier may use; peer_total_bytes, peer_free_bytes: of the smallest of
-    them."""
+    them. sharers: the ranks that share pages in host memory; sharers_here: those of them on this machine."""
 
     gpu_total_bytes: int | None
     gpu_free_bytes: int | None
@@ -66,6 +66,8 @@ class Machine:
     peers: int = 0
     peer_total_bytes: int = 0
     peer_free_bytes: int = 0
+    sharers: int = 1
+    sharers_here: int = 1
 
 
 def parse_budget(value: object, *, where: str) -> Budget:
@@ -140,11 +142,14 @@ def resolve_budgets(config: VBConfig, machine: Machine) -> dict[str, int]:
 
     "auto" is 90 % of the free device memory, 80 % of the available host memory, 90 % of the free space of the drive.
     A percentage counts from the total (of the drive: from the free space). What the peer tier has is that of one GPU
-    times their number. Raises ConfigError for more than the machine has, for an ssd path whose free space is unknown,
-    for a peer tier that is insisted on where there is no other GPU, and as `compute_tier`.
+    times their number; of host memory that ranks share, that of one rank times theirs. Raises ConfigError for more than
+    the machine has, for an ssd path whose free space is unknown, for a peer tier that is insisted on where there is no
+    other GPU, for shared host memory where the CPU computes, and as `compute_tier`.
     """
     tiers = config.tiers
     on_gpu = compute_tier(config, machine) == "gpu"
+    if tiers.cpu.shared and not on_gpu:
+        raise wrong(f"{config.source}: tiers.cpu.shared", True, "ranks gather pages on GPUs, and here the cpu computes")
     here = {"gpu": on_gpu, "peer": _has_peers(config, machine) and on_gpu}
     here |= {"cpu": tiers.cpu.enabled, "ssd": tiers.ssd.enabled}
     return {name: resolve_budget(config, machine, name) for name, is_here in here.items() if is_here}
@@ -184,9 +189,9 @@ def _has_peers(config: VBConfig, machine: Machine) -> bool:
 def resolve_budget(config: VBConfig, machine: Machine, name: str) -> int:
     """Return the bytes of one tier that is enabled and exists here, whatever the others ask for."""
     total, free = _room(config, machine, name)
-    devices = machine.peers if name == "peer" else 1
+    shares = {"peer": machine.peers, "cpu": machine.sharers}.get(name, 1)
     where = f"{config.source}: tiers.{name}.budget"
-    return devices * _resolved(getattr(config.tiers, name).budget, name, total, free, where)
+    return shares * _resolved(getattr(config.tiers, name).budget, name, total, free, where)
 
 
 def _room(config: VBConfig, machine: Machine, name: str) -> tuple[int, int]:
@@ -197,7 +202,7 @@ def _room(config: VBConfig, machine: Machine, name: str) -> tuple[int, int]:
     if name == "peer":
         return machine.peer_total_bytes, machine.peer_free_bytes
     if name == "cpu":
-        return machine.cpu_total_bytes, machine.cpu_available_bytes
+        return machine.cpu_total_bytes // machine.sharers_here, machine.cpu_available_bytes // machine.sharers_here
     if machine.ssd_free_bytes is None:
         raise wrong(
             f"{config.source}: tiers.ssd.path",

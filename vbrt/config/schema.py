@@ -248,13 +248,17 @@ class PeerTier(_Section):
 @dataclass(frozen=True, slots=True)
 class CpuTier(_Section):
     """Host memory. pinned: page-locked where CUDA is there, so that copies to the device run in the background. Memory
-    that is not is copied through a small relay that is, which takes a core."""
+    that is not is copied through a small relay that is, which takes a core.
+
+    shared: the ranks of torch.distributed's process group, which hold the same weights, keep an equal part of each page
+    each, and gather pages on their GPUs. budget: of each rank."""
 
     _key: ClassVar[str] = "tiers.cpu"
 
     enabled: bool = _opt(True, flag)
     budget: int | str = _opt("auto", _budget)
     pinned: bool = _opt(True, flag)
+    shared: bool = _opt(False, flag)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from vbrt.model.activations import activations_of
 from vbrt.model.caches import cache_stats
 from vbrt.model.expert_cache import ExpertCache
 from vbrt.model.machine import release_host_memory
-from vbrt.model.passes import PassHook, move_rest_, remove_pass_hooks
+from vbrt.model.passes import PassEndHook, PassHook, move_rest_, remove_pass_hooks
 from vbrt.model.phase import named_phase
 from vbrt.model.recording import recorded
 from vbrt.model.registry import Registry
@@ -120,6 +120,8 @@ class Attachment:
         self.closed = False
         remove_pass_hooks(model)
         self._hook = model.register_forward_pre_hook(PassHook(self), with_kwargs=True)
+        if runtime.stack.together:
+            model.register_forward_hook(PassEndHook(runtime.stack))
         runtime.add(self)
 
     # -- what it is ---------------------------------------------------------------------------------------------------

@@ -1,24 +1,28 @@
 """The machine under a model: its memory and drives in bytes, and whether the ssd tier's directory can be used."""
 
 import contextlib
+import functools
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from vbrt.config import Machine, VBConfig
 from vbrt.errors import ConfigError, TierError, describe_os_error
 from vbrt.host.memory import trim_heap
 from vbrt.kernels.cpu import recycle
 from vbrt.tiers import SsdTier
+from vbrt.tiers.sharers import Sharers
 
 __all__ = [
     "check_ssd_directory",
     "link_gpus",
     "peer_gpus",
     "release_host_memory",
+    "sharers_of",
     "ssd_directory",
     "this_machine",
     "with_freed",
@@ -39,7 +43,7 @@ def this_machine(config: VBConfig) -> Machine:
         ) from error
     gpu_free, gpu_total = _gpu_memory() if torch.cuda.is_available() else (None, None)
     peers = [_gpu_memory(peer) for peer in peer_gpus(config)]
-    return Machine(
+    machine = Machine(
         gpu_total_bytes=gpu_total,
         gpu_free_bytes=gpu_free,
         cpu_total_bytes=memory.total,
@@ -49,6 +53,30 @@ def this_machine(config: VBConfig) -> Machine:
         peer_total_bytes=min((total for _, total in peers), default=0),
         peer_free_bytes=min((free for free, _ in peers), default=0),
     )
+    return _agreed(machine, sharers_of(config)) if config.tiers.cpu.shared and gpu_total is not None else machine
+
+
+def _agreed(machine: Machine, sharers: Sharers) -> Machine:
+    """Return a machine with the memory that every rank has, so that all make one plan."""
+    known = {name: value for name, value in asdict(machine).items() if value is not None}
+    least = dict(zip(known, sharers.least(list(known.values())), strict=True))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", sharers.size))  # torchrun says so
+    return replace(machine, **least | {"sharers": sharers.size, "sharers_here": max(1, min(here, sharers.size))})
+
+
+def sharers_of(config: VBConfig) -> Sharers:
+    """Return the ranks that share host memory under a config. Raises ConfigError: there is no process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(
+            f"{config.source}: tiers.cpu.shared = true; there is no process group: start the ranks with torchrun and "
+            "call torch.distributed.init_process_group first"
+        )
+    return _sharers(dist.group.WORLD)
+
+
+@functools.lru_cache(maxsize=1)
+def _sharers(group: object) -> Sharers:
+    return Sharers(group)
 
 
 def _gpu_memory(*index: int) -> tuple[int, int]:

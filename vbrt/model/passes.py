@@ -22,8 +22,9 @@ from vbrt.residency.policy import FORWARD
 
 if TYPE_CHECKING:
     from vbrt.model.attachment import Attachment
+    from vbrt.tiers import TierStack
 
-__all__ = ["EntryHook", "PassHook", "is_plain_data", "move_rest_", "pass_hook_of", "remove_pass_hooks"]
+__all__ = ["EntryHook", "PassEndHook", "PassHook", "is_plain_data", "move_rest_", "pass_hook_of", "remove_pass_hooks"]
 
 
 class PassHook:
@@ -89,6 +90,24 @@ class PassHook:
         return PassHook, (None,)
 
 
+class PassEndHook:
+    """A forward hook of a model whose pages ranks bring together: verifies them before anybody has the output."""
+
+    def __init__(self, stack: "TierStack") -> None:
+        self.stack: TierStack | None = stack
+
+    def __call__(self, model: nn.Module, args: tuple, output: Any) -> None:
+        """Raise TierError, on all ranks, if a rank had other pages or is gone."""
+        if self.stack is not None and not torch.compiler.is_compiling() and not self.stack.recording_graph:
+            self.stack.check()
+
+    def __deepcopy__(self, memo: dict) -> "PassEndHook":
+        return self
+
+    def __reduce__(self):
+        return PassEndHook, (None,)
+
+
 class EntryHook:
     """Marks the begin of a pass at a method other than `forward`, such as the `decode` of an autoencoder.
 
@@ -128,6 +147,9 @@ def remove_pass_hooks(model: nn.Module) -> None:
         if isinstance(hook, PassHook):
             del model._forward_pre_hooks[hook_id]
             model._forward_pre_hooks_with_kwargs.pop(hook_id, None)
+    for hook_id, hook in list(model._forward_hooks.items()):
+        if isinstance(hook, PassEndHook):
+            del model._forward_hooks[hook_id]
 
 
 def is_plain_data(value: Any) -> bool:

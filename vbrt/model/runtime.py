@@ -67,7 +67,8 @@ class Runtime:
             TierError: the ssd tier's directory cannot be used.
         """
         runtime = cls(build_stack(plan, config, policy), config, plan.budgets)
-        if "gpu" in plan.budgets and config.tiers.gpu.budget == "auto" and plan.page_bytes:
+        follows = config.tiers.gpu.budget == "auto" and not config.tiers.cpu.shared  # budgets of ranks stay equal
+        if "gpu" in plan.budgets and follows and plan.page_bytes:
             runtime.balance = GpuBalance(plan.budgets["gpu"])
         return runtime
 
@@ -189,7 +190,7 @@ class Runtime:
         config = load_config(self.settings, tiers={tier: {"budget": budget}})
         nbytes = self._resize(tier, config, keep_settings=False)
         if tier == "gpu":
-            self.balance = GpuBalance(nbytes) if budget == "auto" else None
+            self.balance = GpuBalance(nbytes) if budget == "auto" and not config.tiers.cpu.shared else None
         return nbytes
 
     def _resize(self, tier: str, config: VBConfig, *, keep_settings: bool) -> int:

@@ -8,7 +8,8 @@ import torch
 
 from vbrt.config import VBConfig
 from vbrt.config.tiers import TIERS
-from vbrt.model.machine import link_gpus, peer_gpus, ssd_directory
+from vbrt.errors import ConfigError
+from vbrt.model.machine import link_gpus, peer_gpus, sharers_of, ssd_directory
 from vbrt.residency.custom import PolicyFactory
 from vbrt.residency.division import auto_prefetch, auto_scan
 from vbrt.residency.expert_room import largest_pages
@@ -19,6 +20,7 @@ from vbrt.residency.simulate import best_scope, make_policy
 from vbrt.residency.token_cost import fitted
 from vbrt.tiers import Level, MemoryTier, PeerTier, SsdTier, Tier, TierStack
 from vbrt.tiers.lanes import open_lanes
+from vbrt.tiers.shared import SharedTier
 
 __all__ = ["attach_stores", "build_stack", "policy_kind"]
 
@@ -38,8 +40,7 @@ def build_stack(plan: Plan, config: VBConfig, policy: PolicyFactory | None = Non
         if TIERS[name].memory
     ]
     if plan.compute_tier == "gpu":
-        top = levels[0]
-        top.lanes = open_lanes(top.stream, link_gpus(config), top.tier.fallbacks)
+        _open_lanes(levels, config)
     workers = min(4, max(level.policy.prefetch for level in levels if level.keeps_copies)) or 1
     stack = TierStack(levels, workers=workers, share_cores=plan.compute_tier == "cpu")
     try:
@@ -51,17 +52,43 @@ def build_stack(plan: Plan, config: VBConfig, policy: PolicyFactory | None = Non
     return stack
 
 
-def _tier(name: str, budget: int, plan: Plan, config: VBConfig) -> MemoryTier | PeerTier:
+def _open_lanes(levels: Sequence[Level], config: VBConfig) -> None:
+    """Have pages come to the GPU over several links, as a config says."""
+    top = levels[0]
+    shared = next((level.tier for level in levels if isinstance(level.tier, SharedTier)), None)
+    if shared is None:
+        top.lanes = open_lanes(top.stream, link_gpus(config), top.tier.fallbacks)
+        return
+    if config.tiers.gpu.links != "own":
+        top.tier.fallbacks.append("tiers.gpu.links: with tiers.cpu.shared every rank's pages come over its own link")
+    shared.gathering.use(top.stream)
+    top.lanes = shared.gathering
+
+
+def _shared_tier(plan: Plan, config: VBConfig, budget: int) -> SharedTier:
+    """Raises ConfigError: pages that ranks do not take in one order."""
+    apart = next((swap for swap in plan.swaps if swap.experts or swap.by_rows), None)
+    if apart is not None:
+        raise ConfigError(
+            f"{config.source}: tiers.cpu.shared = true; {apart.name} is read as each rank's own tokens need it, and "
+            "ranks that share pages take them together: exclude it (weights.exclude), or set shared = false"
+        )
+    return SharedTier(sharers_of(config), budget, pinned=config.tiers.cpu.pinned)
+
+
+def _tier(name: str, budget: int, plan: Plan, config: VBConfig) -> MemoryTier | PeerTier | SharedTier:
     own = torch.device("cuda", torch.cuda.current_device()) if plan.compute_tier == "gpu" else None
     if name == "peer":
         return PeerTier([torch.device("cuda", index) for index in peer_gpus(config)], budget, computing=own)
+    if name == "cpu" and config.tiers.cpu.shared:
+        return _shared_tier(plan, config, budget)
     device = own if name == "gpu" else torch.device("cpu")
     pinned = name == "cpu" and plan.compute_tier == "gpu" and config.tiers.cpu.pinned
     return MemoryTier(name, device, budget, pinned=pinned)
 
 
 def _policy(name: str, budget: int, plan: Plan, config: VBConfig, policy: PolicyFactory | None) -> Policy | None:
-    if not TIERS[name].passes:
+    if not TIERS[name].passes or (name == "cpu" and config.tiers.cpu.shared):
         return None
     room = budget - plan.home_bytes(name)
     if policy is not None:

@@ -59,9 +59,9 @@ class Mover:
     def stage(self, slot: Slot) -> None:
         """Have a QUEUED slot filled ahead of its use, by this thread where nothing has to be waited for. Call it under
         the lock."""
-        if self._issue(slot):
-            return
-        source = slot.source
+        source, lanes = slot.source, slot.level.lanes
+        if self._issue(slot) or (lanes is not None and lanes.together and lanes.take(source)):
+            return  # what ranks bring together waits for its lease otherwise: workers have no order
         if self._share_cores and source.level.tier.reads_ahead and source.room is not None:
             self._workers.give(source.level.tier.read_ahead, source.room)
         else:
@@ -163,7 +163,7 @@ class Mover:
         source, level = slot.source, slot.level
         if level.stream is None or source.state is not State.READY or slot.page.due:
             return False
-        if not (source.level.tier.memory and source.room.asynchronous):
+        if not (source.level.tier.memory or level.brings(source)) or not source.room.asynchronous:
             return False
         try:
             slot.loader, slot.state = threading.get_ident(), State.LOADING
@@ -236,7 +236,7 @@ class Mover:
 
     def _copy(self, slot: Slot) -> None:
         source = slot.source
-        if slot.level.tier.memory and source.level.tier.memory:
+        if slot.level.tier.memory and (source.level.tier.memory or slot.level.brings(source)):
             self._copy_memory(slot, source)
             slot.tensors = unpack(slot.view, slot.page.layout)
         else:
@@ -259,7 +259,26 @@ class Mover:
         return f"{slot.source.level.tier.name}>{slot.level.tier.name}"
 
     def _copy_memory(self, slot: Slot, source: Slot) -> None:
-        self.copy_bytes(slot, source.view, source.room, self._link(slot))
+        if slot.level.brings(source):
+            self._bring(slot, source)
+        else:
+            self.copy_bytes(slot, source.view, source.room, self._link(slot))
+
+    def _bring(self, slot: Slot, source: Slot) -> None:
+        """Have the lanes of a slot's level bring its page."""
+        level, recorder = slot.level, self._guard.recorder
+        stream = level.stream
+        for fence in slot.room.fences.values():  # kernels that still read this buffer
+            stream.wait_event(fence)
+            level.lanes.wait(fence)
+        slot.room.fences.clear()
+        began = None if recorder is None else recorder.mark_on(stream)
+        level.lanes.copy(level.lanes.parts(slot.view, source))
+        if stream is not None:
+            slot.arrived = source.room.fence(stream)
+            slot.room.fences[stream.cuda_stream] = slot.arrived
+        if recorder is not None:
+            recorder.note(self._link(slot), slot.page.key, began, recorder.mark_on(stream), slot.page.nbytes)
 
     def copy_bytes(self, slot: Slot, origin: torch.Tensor, room: Buffer, link: str = "refresh") -> None:
         """Copy a page's bytes from a memory into a slot, on the stream of the slot's tier if it has one.
@@ -277,16 +296,11 @@ class Mover:
             if recorder is not None:
                 recorder.note(link, slot.page.key, began, recorder.mark_on(None), nbytes)
             return
-        lanes = slot.level.lanes
         for fence in slot.room.fences.values():  # kernels that still read this buffer
             stream.wait_event(fence)
-            if lanes is not None:
-                lanes.wait(fence)
         slot.room.fences.clear()
         began = None if recorder is None else recorder.mark_on(stream)
-        if lanes is not None and room.pinned and lanes.take(origin):
-            lanes.copy(lanes.parts(target, origin))
-        elif room.asynchronous:
+        if room.asynchronous:
             with torch.cuda.stream(stream):
                 target.copy_(origin, non_blocking=True)
         else:

@@ -115,7 +115,7 @@ class Ring:
     def _copy(self, load: Load) -> Copy:
         page = self._ledger.pages[load.key]
         source, target = slot_below(self._ledger, page), self.buffers[load.slot].tensor[: page.nbytes]
-        start = self.link.copying(load.slot, target, source.view)
+        start = self.link.bringing(load.slot, target, source)
         return Copy(load, page, start, f"{source.level.tier.name}>{self._level.tier.name}")
 
     def start(self, copies: Sequence[Copy], *, counted: bool = True) -> None:

@@ -20,7 +20,7 @@ from vbrt.formats.page import PageLayout
 from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.policy import Policy
 from vbrt.tiers.guard import Guard
-from vbrt.tiers.lanes import Lanes
+from vbrt.tiers.lanes import Carrier
 from vbrt.tiers.protocol import Room, Tier
 from vbrt.tiers.relay import Relay
 from vbrt.tiers.tally import Tally
@@ -179,7 +179,7 @@ class Level:
         self.pending: dict[Slot, None] = {}  # decided and without room yet, earliest first
         self.stream = torch.cuda.Stream(tier.device) if tier.device.type == "cuda" else None
         self.relay = Relay(tier.fallbacks)  # for pages in host memory that is not page-locked
-        self.lanes: Lanes | None = None  # where pages come over the links of several GPUs
+        self.lanes: Carrier | None = None  # where pages come over the links of several GPUs
         self._fit()
 
     # -- room ---------------------------------------------------------------------------------------------------------
@@ -188,6 +188,10 @@ class Level:
     def free_bytes(self) -> int:
         """Bytes in which pages can still be given a home; copies that are there are evicted for them."""
         return self.tier.capacity_bytes - self.tier.stuck_bytes - self.home_bytes
+
+    def brings(self, source: Slot) -> bool:
+        """True if lanes bring the page of a slot below into this level."""
+        return self.lanes is not None and self.lanes.take(source)
 
     def resize(self, nbytes: int) -> None:
         """Take another budget, in which the pages that live here fit, and evict the copies that do not."""
@@ -318,9 +322,11 @@ class Level:
 
 
 def slot_below(ledger: "_Books", page: Page) -> Slot | None:
-    """Return the slot that a page's bytes come from in one copy to the top tier: its home in memory, with no tier
-    between that keeps copies; also of a page that lives on top. None if they come in another way."""
-    between = ledger.levels[1 : page.home]
-    if any(level.keeps_copies for level in between) or not ledger.levels[page.home].tier.memory:
+    """Return the slot that a page's bytes come from in one step to the top tier: its home in memory, or in a store that
+    lanes bring it from, with no tier between that keeps copies; also of a page that lives on top. None if they come in
+    another way."""
+    between, home = ledger.levels[1 : page.home], ledger.levels[page.home]
+    slot = home.slots[page.key]
+    if any(level.keeps_copies for level in between) or not (home.tier.memory or ledger.levels[0].brings(slot)):
         return None
-    return ledger.levels[page.home].slots[page.key]
+    return slot

@@ -12,12 +12,16 @@ a lease: most of what is left is the driver's time for the copy.
 import ctypes
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vbrt.tiers.device_copy import copying, cuda_runtime
-from vbrt.tiers.lanes import Lanes, Parts
+from vbrt.tiers.lanes import Carrier
 from vbrt.tiers.memory import Buffer
+
+if TYPE_CHECKING:
+    from vbrt.tiers.slots import Slot
 
 __all__ = ["HostLink", "StreamLink", "link_of"]
 
@@ -58,6 +62,10 @@ class HostLink:
     def copying(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> Started:
         """Return what copies a page into a slot, each time that it is called."""
         return functools.partial(target.copy_, source)
+
+    def bringing(self, slot: int, target: torch.Tensor, source: "Slot") -> Started:
+        """Return what brings the page of a slot below into a slot, each time that it is called."""
+        return self.copying(slot, target, source.view)
 
     def arrived(self, slot: int) -> None:
         """Return the event of the last copy into a slot, if there was one."""
@@ -268,10 +276,10 @@ _NO_FLAGS = ctypes.c_uint(0)
 
 
 class LaneLink(DirectLink):
-    """A `DirectLink` whose copies of large pages from host memory are made in parts, over the links of several GPUs."""
+    """A `DirectLink` some of whose pages come over lanes: in parts, over the links of several GPUs."""
 
-    def __init__(self, stream: torch.cuda.Stream, slots: int, runtime: ctypes.CDLL, lanes: Lanes) -> None:
-        self._lanes = lanes
+    def __init__(self, stream: torch.cuda.Stream, slots: int, runtime: ctypes.CDLL, lanes: Carrier) -> None:
+        self._lanes, self._recorded = lanes, ()
         super().__init__(stream, slots, runtime)
 
     def wait_for(self, buffer: Buffer) -> None:
@@ -283,12 +291,12 @@ class LaneLink(DirectLink):
         super().computed()
         self._lanes.wait(self._done)
 
-    def copying(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> Started:
+    def bringing(self, slot: int, target: torch.Tensor, source: "Slot") -> Started:
         if not self._lanes.take(source):
-            return super().copying(slot, target, source)
-        return functools.partial(self._copy_in_parts, slot, self._lanes.parts(target, source))
+            return super().bringing(slot, target, source)
+        return functools.partial(self._bring, slot, self._lanes.parts(target, source))
 
-    def _copy_in_parts(self, slot: int, parts: Parts) -> None:
+    def _bring(self, slot: int, parts: Any) -> None:
         event = self._arrived[slot] = self._own[slot]
         self._lanes.copy(parts)
         event.record(self._stream)
@@ -303,20 +311,32 @@ class LaneLink(DirectLink):
 
     def end_capture(self) -> None:
         super().end_capture()
-        self._lanes.end_capture()
+        self._recorded = self._lanes.end_capture() or self._recorded
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> None:
         super().replay(graph)
-        self._lanes.follow(self._arrived[0])
+        self._lanes.follow(self._arrived[0], self._recorded)
 
 
-def link_of(stream: torch.cuda.Stream | None, slots: int, lanes: Lanes | None = None) -> HostLink:
+class HostLaneLink(HostLink):
+    """A `HostLink` some of whose pages come over lanes."""
+
+    def __init__(self, lanes: Carrier) -> None:
+        self._lanes = lanes
+
+    def bringing(self, slot: int, target: torch.Tensor, source: "Slot") -> Started:
+        if not self._lanes.take(source):
+            return super().bringing(slot, target, source)
+        return functools.partial(self._lanes.copy, self._lanes.parts(target, source))
+
+
+def link_of(stream: torch.cuda.Stream | None, slots: int, lanes: Carrier | None = None) -> HostLink:
     """Return the link of a ring of so many slots into a tier whose copies run on a stream; None: on the host.
 
     lanes: where pages come over the links of several GPUs.
     """
     if stream is None:
-        return HostLink()
+        return HostLink() if lanes is None else HostLaneLink(lanes)
     runtime = cuda_runtime()
     if runtime is None:
         return StreamLink(stream, slots)

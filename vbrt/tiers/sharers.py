@@ -1,0 +1,61 @@
+"""The ranks that share pages: who they are, and what they tell each other beside the pages."""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vbrt.errors import TierError
+
+__all__ = ["Sharers"]
+
+
+class Sharers:
+    """The ranks of a process group that hold the same weights.
+
+    What goes through GPUs takes the group's own backend, what the hosts tell each other a Gloo group beside it.
+
+    Args:
+        group: of `torch.distributed`.
+    """
+
+    def __init__(self, group: "dist.ProcessGroup") -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.hosts = group
+        if dist.get_backend(group) != "gloo":
+            ranks = dist.get_process_group_ranks(group)
+            self.hosts = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, timeout=_timeout(group))
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        """Return the least of each value over all ranks."""
+        return [min(column) for column in zip(*self.exchange(values, "what memory there is"), strict=True)]
+
+    def exchange(self, values: Sequence[int], what: str) -> list[list[int]]:
+        """Return the whole numbers of every rank, by rank. Raises TierError: a rank is gone or does not answer."""
+        own = torch.tensor(list(values), dtype=torch.int64, device="cpu")
+        every = torch.empty(self.size * len(own), dtype=torch.int64, device="cpu")
+        self.together(what, lambda: dist.all_gather_into_tensor(every, own, group=self.hosts))
+        return every.view(self.size, -1).tolist()
+
+    def tell(self, value: Any, what: str) -> list[Any]:
+        """Return an object of every rank, by rank. Raises TierError: a rank is gone or does not answer."""
+        every: list[Any] = [None] * self.size
+        self.together(what, lambda: dist.all_gather_object(every, value, group=self.hosts))
+        return every
+
+    def together(self, what: str, act: Callable[[], object]) -> None:
+        """Do what all ranks do together. Raises TierError: a rank is gone or does not answer."""
+        try:
+            act()
+        except RuntimeError as error:  # torch's errors of backends are of this class
+            raise TierError(
+                f"tiers.cpu.shared, rank {self.rank} of {self.size}: {what} could not be shared, a rank has ended or "
+                f"does not answer ({str(error).splitlines()[0]}); end all ranks and start them again"
+            ) from error
+
+
+def _timeout(group: "dist.ProcessGroup") -> timedelta | None:
+    return getattr(group._get_backend(torch.device("cuda")).options, "_timeout", None)
