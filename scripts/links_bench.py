@@ -1,7 +1,7 @@
 """Several GPUs of one host, one process: pages over borrowed links, and pages in a neighbour's memory.
 
     python scripts/links_bench.py [raw] [links] [peer] [--layers N] [--out FILE]
-    torchrun --nproc-per-node=2 scripts/links_bench.py shared [--layers N] [--out FILE]
+    python -m torch.distributed.run --nproc-per-node=2 scripts/links_bench.py shared [--layers N] [--out FILE]
 
 - raw: pinned host memory to the first GPU over its own link, over two at once, and between the GPUs.
 - links: `exact` with nearly all pages streamed, over the own link and with the neighbour's; one token eager and as a

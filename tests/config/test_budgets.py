@@ -124,3 +124,12 @@ def test_a_peer_tier_has_the_memory_of_each_neighbour():
     assert budget(several) is None and budget(MACHINE, enabled="auto") is None
     assert budget(several, enabled=True) == 3 * 54 * GIB and budget(several, enabled="auto", budget="1GiB") == 3 * GIB
     assert "sees no other GPU" in refusal(budget, MACHINE, enabled=True)
+
+
+def test_host_memory_that_ranks_share_is_that_of_each_times_their_number():
+    four = replace(MACHINE, sharers=4, sharers_here=2)
+    shared = {"shared": True}
+    assert resolve_budgets(load_config(tiers={"cpu": shared}), four)["cpu"] == 4 * 20 * GIB
+    assert resolve_budgets(load_config(tiers={"cpu": {**shared, "budget": "3GiB"}}), four)["cpu"] == 12 * GIB
+    without = replace(MACHINE, gpu_total_bytes=None)
+    assert "here the cpu computes" in refusal(resolve_budgets, load_config(tiers={"cpu": shared}), without)
