@@ -158,6 +158,20 @@ def in_bf16(model, optimizer) -> list[float]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
+def test_tables_in_bf16_are_in_the_tiers(tied, tmp_path):
+    model = Tiny().to(torch.bfloat16)
+    if tied:
+        model.head.weight = model.embed.weight
+    twin = copy.deepcopy(model)
+    by = Masters(twin, adamw)
+    vb = vbrt.wrap(model, "full", optimizer=adamw, tiers=small_tiers(tmp_path, 6.5))
+    assert "embed" in vb.registry and ("head" in vb.registry)
+    expected = in_bf16(twin, by)
+    assert in_bf16(vb, vb.optimizer) == expected
+    assert all(torch.equal(p, m) for p, (_, m) in zip(vb.unwrap().parameters(), by.pairs, strict=True))
+
+
+@pytest.mark.parametrize("tied", [False, True])
 def test_a_model_in_bf16_trains_as_with_resident_masters(tied):
     model = Tiny(tied=tied).to(torch.bfloat16)
     twin = copy.deepcopy(model)

@@ -147,7 +147,7 @@ _RECORDS = (
         "torch.nn.modules.sparse",
         "vbrt.layers.embedding",
         by_rows=True,
-        modes=("infer",),
+        modes=("infer", "full"),
         refuse=_renormalizes,
     ),
     _experts("Experts", ("gate_up_proj", "down_proj")),

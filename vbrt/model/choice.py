@@ -283,6 +283,9 @@ def _why_kept_weight(held: Held, weight: nn.Parameter, survey: _Survey) -> str |
         return f"its {held[1]} has shape {tuple(weight.shape)}"
     if survey.config.mode == "infer" and survey.some_frozen and weight.requires_grad:
         return "it trains (requires_grad) while other layers are frozen; requires_grad_(False) lets it be swapped"
+    if survey.config.mode == "full" and kind_of(survey.modules[held[0]]).by_rows and weight.dtype != torch.bfloat16:
+        dtype = str(weight.dtype).removeprefix("torch.")
+        return f'its rows are looked up in {dtype}, and mode = "full" has tables in bf16: model.to(torch.bfloat16)'
     format, fine = wanted.held_as(held[0], ".".join(held))
     exact = FORMATS[format].lossless or fine == "exact"
     if weight.dtype not in _FLOATS and not (exact and weight.dtype is torch.float64):

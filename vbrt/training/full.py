@@ -84,6 +84,7 @@ class FullWeight(PagesHandle):
         self.dtype = self.gradient.dtype = parameter.dtype
         self._device_before = parameter.device
         self.gradient.put(parameter.grad)
+        page.passes = not self.spec.by_rows
         # no call from here on that may fail
         self.state = WeightState(self.name, _High(self), low)
         self.owner, self.pages, self.keys = owner, (page,), (key,)

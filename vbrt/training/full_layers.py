@@ -18,7 +18,7 @@ from vbrt.layers.swapped import SwappedLayer
 from vbrt.tiers.passes import in_backward
 from vbrt.training.full import FullWeight
 
-__all__ = ["FullLayer", "FullLinear"]
+__all__ = ["FullLayer", "FullLinear", "check_same"]
 
 
 class FullLayer(SwappedLayer):
@@ -196,7 +196,7 @@ class _Streamed(Function):
         dx = dbias = None
         if ctx.needs_input_grad[0]:
             with handle.lease() as weight:
-                _check_same(ctx)
+                check_same(ctx)
                 dx = dy.matmul(weight.t() if handle.spec.transposed else weight)
         if ctx.needs_input_grad[2]:
             dy_MN, x_MK = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
@@ -207,7 +207,8 @@ class _Streamed(Function):
         return dx, dbias, None, None
 
 
-def _check_same(ctx: Any) -> None:
+def check_same(ctx: Any) -> None:
+    """Raise WrapError if the weight of a backward pass was updated after its forward."""
     if ctx.handle.state.steps != ctx.steps:
         raise WrapError(
             f"{ctx.handle.name}: its weight was updated between forward and backward; run the forward again"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vbrt.layers.kinds import KINDS, Kind
 from vbrt.training.expert_layers import TrainedExperts
+from vbrt.training.full_embedding import FullEmbedding
 from vbrt.training.full_layers import FullLayer, FullLinear
 from vbrt.training.layers import TrainedLayer, TrainedLinear
 
@@ -44,8 +45,9 @@ def trained_class(kind: Kind) -> type[TrainedLayer] | type[TrainedExperts]:
 def full_class(kind: Kind) -> type[FullLayer]:
     """The class that takes the place of a kind's own where weights train from the tiers."""
     plain = kind.layer_class().plain_class()
-    if plain is FullLinear.plain_class():
-        return FullLinear
+    for made in (FullLinear, FullEmbedding):
+        if plain is made.plain_class():
+            return made
     base = FullLinear if issubclass(plain, FullLinear.plain_class()) else FullLayer
     name = f"{_FULL_PREFIX}{kind.name}"
     members = {
