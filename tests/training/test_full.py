@@ -7,7 +7,6 @@ import torch
 
 import vbrt
 from tests.training.full_models import Masters, Tiny, batches, loss_of, resident, train
-from vbrt.training.update import join_master, split_master
 
 STEPS = 4
 
@@ -26,16 +25,6 @@ def assert_same_training(model, tiers=None, make=adamw, run=train):
         for name, value in twin.state_dict().items():
             assert torch.equal(value, found[name]), name
         return vb.stats()
-
-
-def test_every_bit_of_a_master_is_in_its_halves():
-    bits = torch.randint(-(2**31), 2**31 - 1, (4096,), dtype=torch.int32)
-    bits[:6] = torch.tensor([0, -1, 0x7FFFFFFF, -0x80000000, 0x3F808000, 0x3F818000], dtype=torch.int64).to(torch.int32)
-    master = bits.view(torch.float32)
-    high, low = split_master(master)
-    assert torch.equal(join_master(high, low).view(torch.int32), bits)
-    finite = master[master.isfinite() & (master.abs() < 3e38)]
-    assert ((split_master(finite)[0].float() - finite).abs() <= (finite.bfloat16().float() - finite).abs()).all()
 
 
 def test_a_model_trains_as_resident():

@@ -175,9 +175,9 @@ def _on(device: torch.device, op: str = "linear") -> list[Kernel]:
     return [k for k in _REGISTRY.get(op, {}).values() if k.devices and k.is_for(device)]
 
 
-def kernel_refusal(device: torch.device) -> str | None:
-    """Why no implementation but the reference serves a device that some were written for, or None."""
-    refusals = [kernel.refusal(device) for kernel in _on(device) if kernel.rank > 0]
+def kernel_refusal(device: torch.device, op: str = "linear") -> str | None:
+    """Why no implementation of an op but the reference serves a device that some were written for, or None."""
+    refusals = [kernel.refusal(device) for kernel in _on(device, op) if kernel.rank > 0]
     return refusals[0] if refusals and all(refusals) else None
 
 

@@ -1,13 +1,14 @@
 """One step of an optimizer on a weight in two halves: what is computed, in plain torch, which is the specification.
 
     master (fp32) = high (bf16: what the model computes with) + low (16 bits), bit for bit
-    update(halves, moments, gradient, step)       # in place; any part of a weight whose length is a multiple of TILE
+    part = update(halves, moments, gradient, step)
+    part(0, TILE), part(TILE, n)                  # in place, in parts that begin at multiples of TILE: the same bits
 
 Adam, AdamW and SGD are torch's own fused optimizers on the joined master; Lion is after its paper. Moments are fp32, or
 8 bits with a scale for each block. `vbrt.kernels.cpu.update` does the same in one pass over memory, with the same bits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ __all__ = [
     "TILE",
     "Coded",
     "Halves",
+    "Part",
     "Step",
     "decode_first",
     "decode_second",
@@ -33,8 +35,9 @@ __all__ = [
     "update",
 ]
 
-TILE = 1024  #: parts of a weight begin at multiples of it
+TILE = 1024  #: parts of a weight begin at multiples of it, and end there or with the weight
 BLOCK = 256  #: moments of 8 bits that share a scale
+Part = Callable[[int, int], None]
 GRADIENTS = (torch.bfloat16, torch.float32)
 _SMALLEST = torch.finfo(torch.float32).tiny
 
@@ -162,8 +165,10 @@ def _packed(codes: Tensor, scales: Tensor, count: int, dtype: torch.dtype) -> Te
 # -- the step
 
 
-def update(halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tensor, step: Step) -> None:
-    """Do one step in place.
+def update(halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tensor, step: Step) -> Part:
+    """Return a function of (begin, end) that does one step in place for that part of a weight.
+
+    Parts begin at multiples of `TILE` and end there or with the weight. Threads may do them side by side.
 
     Args:
         halves: the weight, [n].
@@ -175,6 +180,21 @@ def update(halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tens
         ArgumentError: a rule, dtype or length that it cannot take; nothing was changed.
     """
     check(halves, moments, gradient, step)
+
+    def part(begin: int, end: int) -> None:
+        own = {name: _part(moment, begin, end) for name, moment in moments.items()}
+        _update(Halves(*(half[begin:end] for half in halves)), own, gradient[begin:end], step)
+
+    return part
+
+
+def _part(moment: Tensor | Coded, begin: int, end: int) -> Tensor | Coded:
+    if not isinstance(moment, Coded):
+        return moment[begin:end]
+    return Coded(moment.codes[begin:end], moment.scales[begin // BLOCK : -(-end // BLOCK)])
+
+
+def _update(halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tensor, step: Step) -> None:
     master, decoded = join_master(*halves), _decoded(moments)
     scaled = gradient.detach().float().clone()
     scaled = scaled if step.divisor == 1 else scaled / _fp32(step.divisor)

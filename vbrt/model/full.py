@@ -91,6 +91,8 @@ class FullAttachment(Attachment):
     def close(self) -> None:
         """Free the pages of this model and stop its threads. Idempotent."""
         self._outlet.close()
+        if self.updater is not None:
+            self.updater.close()
         super().close()
 
     def seed(self) -> Seed:

@@ -64,6 +64,11 @@ class FullWeight(PagesHandle):
 
     # -- pages --------------------------------------------------------------------------------------------------------
 
+    def retire(self) -> None:
+        """Retire the pages, those of state and gradient too; the handle is empty again."""
+        super().retire()
+        self.gradient.retire()
+
     def store(self, parameter: nn.Parameter) -> None:
         """Take a parameter's values into pages; the object stays, without values.
 
@@ -86,7 +91,7 @@ class FullWeight(PagesHandle):
         self.gradient.put(parameter.grad)
         page.passes = not self.spec.by_rows
         # no call from here on that may fail
-        self.state = WeightState(self.name, _High(self), low)
+        self.state = WeightState.of(self.name, _High(self), low)
         self.owner, self.pages, self.keys = owner, (page,), (key,)
         self.parameter = StreamedParameter.become_(parameter, self)
 
@@ -97,15 +102,13 @@ class FullWeight(PagesHandle):
 
     def load(self, values: Tensor) -> None:
         """Take other values, of the same shape; moments stay. Raises WrapError for another shape."""
-        if tuple(values.shape) != tuple(self.state.low.shape):
-            raise WrapError(
-                f"{self.name}: the new weight has shape {tuple(values.shape)}; expected {tuple(self.state.low.shape)}"
-            )
+        if tuple(values.shape) != self.state.shape:
+            raise WrapError(f"{self.name}: the new weight has shape {tuple(values.shape)}; expected {self.state.shape}")
         self.settle()
         new_high, new_low = split_master(values.detach().to("cpu", torch.float32))
         with self.state.high.rewriting() as high:
             high.copy_(new_high)
-            self.state.low.copy_(new_low)
+            self.state.set_low(new_low)
 
     def give_back(self) -> None:
         """Give the parameter its values back, the fp32 master, and its gradient. Idempotent."""

@@ -108,6 +108,11 @@ class Gradient:
         with self._stack.rewriter.rewriting(page.key) as whole:
             return unpack(whole, page.layout)["gradient"].clone()
 
+    def retire(self) -> None:
+        """Retire the pages of the gradient, which is gone. Idempotent."""
+        self._stack.retire(self._owner)
+        self._pages, self._sum, self._owner = {}, None, Owner(self._stack)
+
     # -- arriving -----------------------------------------------------------------------------------------------------
 
     @property

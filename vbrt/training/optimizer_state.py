@@ -24,7 +24,7 @@ def numbered(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 def moments_of(weight: FullWeight) -> dict[str, Tensor]:
     """Return what a plain optimizer would hold of a weight, on the host: no copies; empty before the first step."""
     state = weight.state
-    if not (state.steps or state.moments):
+    if not (state.steps or state.has_moments):
         return {}
     return {"step": torch.tensor(float(state.steps), dtype=torch.float32, device="cpu"), **state.moments}
 
@@ -34,7 +34,7 @@ def put_moments(weight: FullWeight, own: Mapping[str, Any]) -> None:
     weight.state.steps = int(own.get("step", 0))
     weight.state.moments = {
         name: own[name].detach().to("cpu", torch.float32, copy=True)
-        for name in weight.updater.rule.moments
+        for name in weight.state.kinds
         if own.get(name) is not None
     }
 

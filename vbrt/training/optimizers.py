@@ -17,7 +17,7 @@ from vbrt.training.full import FullWeight
 from vbrt.training.kept import check_kept, load_kept, masters
 from vbrt.training.optimizer_state import load_state, state_with_moments
 from vbrt.training.streamed import StreamedParameter
-from vbrt.training.update import Updater, rule_for
+from vbrt.training.update import Rule, Updater, rule_for
 
 __all__ = ["StreamedOptimizer", "release_optimizer", "take_optimizer"]
 
@@ -31,14 +31,17 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Do the optimizer's step: parameters that stayed now, weights in the tiers in the background.
 
         Raises:
-            TierError, WrapError: an earlier update of a weight failed; nothing is updated by this call then.
+            TierError: an earlier update of a weight failed: nothing is updated by this call. The next one completes
+                that step first; where no weight in the tiers has a new gradient, that is all that it does.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._vb_updater.finish()
+        completed = self._vb_updater.finish()
         streamed = list(_streamed(self))
+        if completed and all(parameter.weight.gradient.empty for parameter in streamed):
+            return loss  # the step that had failed is what was asked for again
         _hide(streamed, hidden=True)
         try:
             with masters(self):
@@ -71,6 +74,7 @@ def take_optimizer(optimizer: torch.optim.Optimizer, weights: Iterable[FullWeigh
 
     Raises:
         WrapError: its class has no rule, or it lacks a weight that trains: named.
+        TierError: the state of the weights does not fit into the tiers.
     """
     rule = rule_for(optimizer)
     check_kept(optimizer)
@@ -84,6 +88,7 @@ def take_optimizer(optimizer: torch.optim.Optimizer, weights: Iterable[FullWeigh
         )
     plain = type(optimizer)
     updater = Updater(rule)
+    _place(optimizer, weights, rule)
     for weight in weights:
         weight.updater = updater
         _take_state(optimizer, weight)
@@ -98,7 +103,7 @@ def release_optimizer(optimizer: torch.optim.Optimizer, weights: Iterable[FullWe
     """Turn an optimizer back, in place; the moments of the weights become its state."""
     for weight in weights:
         state = weight.state
-        if state is not None and weight.parameter is not None and (state.moments or state.steps):
+        if state is not None and weight.parameter is not None and (state.has_moments or state.steps):
             moments = {name: moment.to(weight.parameter.device) for name, moment in state.moments.items()}
             optimizer.state[weight.parameter] = {
                 "step": torch.tensor(float(state.steps), dtype=torch.float32, device="cpu"),
@@ -116,8 +121,18 @@ def _take_state(optimizer: torch.optim.Optimizer, weight: FullWeight) -> None:
     state = optimizer.state.pop(weight.parameter, None)
     if state:
         weight.state.steps = int(state.get("step", 0))
-        moments = {name: state[name] for name in weight.updater.rule.moments if state.get(name) is not None}
+        moments = {name: state[name] for name in weight.state.kinds if state.get(name) is not None}
         weight.state.moments = {name: moment.detach().to("cpu", torch.float32) for name, moment in moments.items()}
+
+
+def _place(optimizer: torch.optim.Optimizer, weights: list[FullWeight], rule: Rule) -> None:
+    """Give the masters' low halves and the moments of weights that train their place in the tiers."""
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    for weight in weights:
+        group = groups.get(id(weight.parameter))
+        if group is not None:
+            home = weight.spec.home("state", weight.stack.names[-1])
+            weight.state.place((weight.stack, weight.owner), rule.moments(group), home, eight_bit=False)
 
 
 @functools.cache

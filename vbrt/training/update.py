@@ -1,159 +1,301 @@
-"""The update of weights that are trained from host memory: join, step, split.
+"""The update of weights that train from host memory: join, step, split, in the background.
 
 A weight's fp32 master is two halves. The high half is a page that forwards compute with; the low half and the moments
-stay on the host. `split_master` rounds half up, so that 16 bits are enough for the low half whatever the value; torch's
-cast rounds ties to even, and differs in exact ties only.
-
-The interface between the layers and the update:
+stay on the host, in memory or in files.
 
 | name | what |
 | --- | --- |
 | `split_master(w) -> hi, lo`, `join_master(hi, lo) -> w` | inverse of each other, bit for bit |
-| `WeightState` | one weight: its high half's page, low half, moments, number of steps |
+| `WeightState` | one weight: its high half's page, low half, moments, number of updates |
 | `Rule` | how an optimizer's class updates; `rule_for(optimizer)` refuses one without a record, by name |
-| `Updater.submit(state, grad, group)` | update a weight, now or in the background; `wait(state)`, `finish()` |
+| `Updater.submit(state, grad, group)` | begin a weight's update; `wait(state)`, `finish()` |
 
-`HighPage` is what a state needs of the page: `rewriting()` yields the high half at home, to be changed in place;
-`expect()` has leases wait until then.
+A step that fails is completed: what went wrong in an update is raised by whoever waits for it, and who waits again has
+it tried again. Each update keeps its gradient until the weight is stored, so nothing is updated twice, and nothing is
+lost by a full disk or a failed read. A weight whose update has not been stored is not computed with.
 """
 
+import atexit
 import contextlib
-import inspect
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+import os
+import time
+import weakref
+from _thread import allocate_lock
+from collections.abc import Callable, Mapping
+from queue import Empty, SimpleQueue
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vbrt.errors import WrapError
+from vbrt.errors import TierError
+from vbrt.host.crew import Crew
+from vbrt.kernels import kernel_refusal, resolve
+from vbrt.kernels.update import GRADIENTS, Halves, Step, join_master, split_master
+from vbrt.training.update_pages import STAGED
+from vbrt.training.update_parts import Helpers, cores
+from vbrt.training.update_rules import Rule, Scaling, rule_for
+from vbrt.training.update_state import HighPage, WeightState
 
-__all__ = ["HighPage", "Rule", "Updater", "WeightState", "join_master", "rule_for", "split_master"]
+__all__ = ["HighPage", "Rule", "Scaling", "Updater", "WeightState", "join_master", "rule_for", "split_master"]
 
-_HALF = 0x8000
-
-
-def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Split fp32 into its high half (bf16, rounded half up) and the 16 bits that are left (int16), of the same shape.
-
-    NaN stays NaN for every NaN that arithmetic makes; the bits come back whatever they are.
-    """
-    bits = master.contiguous().view(torch.int32) + _HALF
-    high = (bits >> 16).to(torch.int16).view(torch.bfloat16)
-    return high, bits.to(torch.int16)
-
-
-def join_master(high: Tensor, low: Tensor) -> Tensor:
-    """Return the fp32 values that `split_master` split."""
-    bits = high.contiguous().view(torch.int16).to(torch.int32) << 16
-    return (bits + (low.to(torch.int32) & 0xFFFF) - _HALF).view(torch.float32)
-
-
-class HighPage(Protocol):
-    """The page of a weight's high half."""
-
-    def rewriting(self) -> contextlib.AbstractContextManager[Tensor]:
-        """Yield the high half (bf16, the module's shape, on the CPU), to be changed in place."""
-
-    def expect(self) -> None:
-        """Have leases of the page wait until it was rewritten once."""
-
-
-@dataclass(eq=False)
-class WeightState:
-    """What the update needs of one weight.
-
-    Attributes:
-        name: for errors.
-        high: its page.
-        low: int16, of the weight's shape, on the CPU.
-        moments: fp32 by the names of torch's optimizer state, on the CPU; empty before the first step.
-        steps: updates so far.
-    """
-
-    name: str
-    high: HighPage
-    low: Tensor
-    moments: dict[str, Tensor] = field(default_factory=dict)
-    steps: int = 0
-
-    def master(self) -> Tensor:
-        """Return a copy of the fp32 weight; the state must not be waiting for an update."""
-        with self.high.rewriting() as high:
-            return join_master(high, self.low)
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """How an optimizer's class updates one weight.
-
-    Attributes:
-        optimizer: torch's class, which is the reference.
-        options: keywords for it beyond the group's.
-        moments: the tensors of its state.
-    """
-
-    optimizer: type[torch.optim.Optimizer]
-    moments: tuple[str, ...]
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def update_(self, state: WeightState, grad: Tensor, group: Mapping[str, Any]) -> None:
-        """Update a weight in place by a gradient of its shape, with the hyperparameters of a param group."""
-        with state.high.rewriting() as high:
-            master = nn.Parameter(join_master(high, state.low))
-            master.grad = grad.to(torch.float32)
-            takes = inspect.signature(self.optimizer).parameters
-            own = {name: value for name, value in group.items() if name != "params" and name in takes}
-            step = self.optimizer([master], **{**own, **self.options})
-            if state.moments:
-                step.state[master] = {
-                    "step": torch.tensor(float(state.steps), dtype=torch.float32, device="cpu"),
-                    **state.moments,
-                }
-            step.step()
-            state.moments = {name: step.state[master][name] for name in self.moments if name in step.state[master]}
-            new_high, new_low = split_master(master.detach())
-            high.copy_(new_high)
-            state.low.copy_(new_low)
-        state.steps += 1
-
-
-_FUSED = {"fused": True, "foreach": None}
-_RULES = (
-    Rule(torch.optim.AdamW, ("exp_avg", "exp_avg_sq"), _FUSED),
-    Rule(torch.optim.Adam, ("exp_avg", "exp_avg_sq"), _FUSED),
-    Rule(torch.optim.SGD, ("momentum_buffer",), _FUSED),
-)
-
-
-def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
-    """Return the rule of an optimizer's class. Raises WrapError for a class that has none."""
-    for rule in _RULES:
-        if type(optimizer) is rule.optimizer:
-            return rule
-    known = ", ".join(rule.optimizer.__name__ for rule in _RULES)
-    raise WrapError(
-        f'{type(optimizer).__name__}: mode = "full" updates weights where they live, in chunks, which it can do for '
-        f"{known}; take one of these, or train resident"
-    )
+_LOOK_SECONDS = 0.02  # a thread that waits looks this often, in case nobody rang
 
 
 class Updater:
-    """Updates weights; here at once, in the thread that submits."""
+    """Updates weights in the background, one at a time and by all threads, in the order in which they are submitted.
 
-    def __init__(self, rule: Rule) -> None:
-        self.rule = rule
+    The bits depend neither on the number of threads nor on the order. What lives in files is read ahead and written
+    behind. Where something goes wrong, what comes after it waits.
 
-    def submit(self, state: WeightState, grad: Tensor, group: Mapping[str, Any]) -> None:
-        """Update a weight by its gradient, now or in the background."""
-        self.rule.update_(state, grad, group)
+    Args:
+        rule: how.
+        threads: that work on a weight; by default as many as the process has cores.
+
+    Attributes:
+        kernel: what computes.
+        fallbacks: what is done otherwise than asked.
+    """
+
+    def __init__(self, rule: Rule, *, threads: int | None = None) -> None:
+        self.rule, device = rule, torch.device("cpu")
+        self.kernel = resolve("update", "auto", device)
+        self.fallbacks = []
+        if self.kernel.backend == "reference":
+            why = kernel_refusal(device, "update")
+            self.fallbacks = [f"updates of weights: {why}; they run in plain torch, many times slower"]
+        self._threads = threads or cores()
+        self._open: dict[int, _Update] = {}  # by the state's id, in the order of submission
+        self._begin()
+        _updaters.add(self)
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self.helpers = Helpers(self._threads)
+        self._loading, self._computing, self._storing = self._stages = _Stage(), _Stage(), _Stage()
+        self._places: SimpleQueue[object] = SimpleQueue()  # in memory, for states that live in files
+        for place in range(1, STAGED + 1):
+            self._places.put(place)
+
+    # -- whoever wants an update --------------------------------------------------------------------------------------
+
+    def submit(
+        self, state: WeightState, grad: Tensor, group: Mapping[str, Any], scaling: Scaling | None = None
+    ) -> None:
+        """Begin a weight's update by its gradient (bf16 or fp32, of its shape), which must stay as it is until then.
+
+        Settings are those that the group has now.
+
+        Raises:
+            TierError: an update before it failed.
+        """
+        self.wait(state)
+        number = state.steps + 1
+        resumed = self.rule.resumes and number == 1 and state.has_moments
+        step = self.rule.step(group, number + resumed, scaling or Scaling())
+        update = _Update(state, _readable(grad), step)
+        self._open[id(state)] = update
+        state.steps, state.has_moments = number, True  # no call in between
+        self._give(update)
 
     def wait(self, state: WeightState) -> None:
-        """Return when the weight's update is done. Raises what went wrong in it."""
+        """Return when a weight's update is stored.
 
-    def finish(self) -> None:
-        """Return when all updates are done. Raises what went wrong in them."""
+        Raises:
+            TierError: it failed, or one before it; who waits again has it tried again.
+        """
+        update = self._open.get(id(state))
+        if update is not None:
+            self._try_again()
+            self._wait(update)
 
-    def states(self) -> Iterable[WeightState]:
-        """Return those that wait to be updated."""
-        return ()
+    def finish(self) -> bool:
+        """Return when all updates are stored; True if one of them had failed before. Raises TierError as `wait`."""
+        tried = self._try_again()
+        for update in list(self._open.values()):
+            self._wait(update)
+        return tried
+
+    def close(self) -> None:
+        """End the threads; what has not begun is not done. Idempotent."""
+        for stage in self._stages:
+            stage.closed = True
+        for stage in self._stages:
+            stage.crew.stop()
+        self.helpers.stop()
+
+    def _try_again(self) -> bool:
+        """Have the stages that were heard to fail try again; True if there were any."""
+        heard = [stage for stage in self._stages if stage.heard]
+        for stage in heard:
+            stage.failure, stage.heard = None, False  # no call in between
+        return bool(heard)
+
+    def _wait(self, update: "_Update") -> None:
+        while not update.ended:
+            if not update.given or self._pid != os.getpid():  # Ctrl-C came in `submit`; a child has no threads
+                self._give(update)
+            for stage in self._stages:
+                if stage.failure is not None and not stage.heard:
+                    failed, error = stage.failure
+                    stage.heard = True
+                    raise TierError(
+                        f"{failed.state.name}: its update could not be completed ({error}); nothing is lost: "
+                        "remove the cause, and step() or settle() goes on from there"
+                    ) from error
+            with contextlib.suppress(Empty):
+                update.bell.get(timeout=_LOOK_SECONDS)
+
+    # -- stages, each a thread -----------------------------------------------------------------------------------------
+
+    def _give(self, update: "_Update") -> None:
+        """Hand an update over, again if need be: what has been done of it is not done twice."""
+        if self._pid != os.getpid():
+            self._begin()
+        if not update.state.memory.in_memory:
+            update.loads = True
+            self._loading.give(update, self._load)
+        self._computing.give(update, self._compute)
+        update.given = True
+
+    def _load(self, update: "_Update") -> None:
+        """Read a state from its file, when there is room in memory for it."""
+        if update.staging is None and not (update.computed or update.ended):
+            if update.place is None:
+                update.place = self._loading.take(self._places)
+            update.staging = update.state.memory.read()
+        update.loaded.release()
+
+    def _compute(self, update: "_Update") -> None:
+        """Update a weight, all threads together. Its high half is stored here."""
+        if update.ended or update.stores:
+            return
+        if update.loads and update.staging is None:
+            self._computing.take(update.loaded)
+        with update.state.high.rewriting() as high:
+            update.run(high.view(-1), self.kernel.run, self.helpers)
+        if update.staging is None:
+            self._end(update)
+        else:
+            update.stores = True
+            self._storing.give(update, self._store)
+
+    def _store(self, update: "_Update") -> None:
+        """Write a state into its file."""
+        update.state.memory.write(update.staging)
+        update.staging = None
+        if update.place is not None:
+            self._places.put(update.place)
+        self._end(update)
+
+    def _end(self, update: "_Update") -> None:
+        if self._open.get(id(update.state)) is update:
+            del self._open[id(update.state)]
+        update.gradient = update.high = None
+        update.ended = True
+        update.bell.release()
+
+
+def _readable(gradient: Tensor) -> Tensor:
+    gradient = gradient.detach().reshape(-1)
+    return gradient if gradient.dtype in GRADIENTS else gradient.float()
+
+
+class _Update:
+    """One weight's update, and how far it has got."""
+
+    def __init__(self, state: WeightState, gradient: Tensor, step: Step) -> None:
+        self.state, self.step = state, step
+        self.gradient: Tensor | None = gradient
+        self.staging: Tensor | None = None  # the state of a weight that lives in a file
+        self.high: Tensor | None = None  # as it was computed
+        self.place: object = None  # in memory, of the staging
+        self.given = self.loads = self.torn = self.computed = self.stores = self.ended = False
+        self.loaded, self.bell = _Bell(), _Bell()
+
+    def run(self, high: Tensor, kernel: Callable[..., Any], helpers: Helpers) -> None:
+        """Do one step; or, if it was done and could not be stored, give the high half again."""
+        state = self.state
+        if self.computed:
+            high.copy_(self.high)
+            return
+        if self.torn:
+            raise TierError("it ended half way; load a checkpoint")
+        if self.staging is None and not state.memory.in_memory:  # a budget has changed since it was handed over
+            self.staging = state.memory.read()
+        fields = state.memory.views() if self.staging is None else state.memory.fields_of(self.staging)
+        part = kernel(Halves(high, fields["low"]), state.moments_in(fields), self.gradient, self.step)
+        self.torn = True
+        helpers.run(high.numel(), part)
+        self.high, self.computed, self.torn = high, True, False
+
+
+class _Bell:
+    """Rings once, for one thread; who waits looks again now and then."""
+
+    def __init__(self) -> None:
+        self._lock = allocate_lock()
+        self._lock.acquire()
+
+    def release(self) -> None:
+        """Ring."""
+        if self._lock.locked():
+            self._lock.release()
+
+    def get(self, timeout: float) -> object:
+        """Return once it rings. Raises Empty if it does not within `timeout` seconds."""
+        if not self._lock.acquire(timeout=timeout):
+            raise Empty
+        return self
+
+
+class _Stage:
+    """A thread that does one part of updates, in order; what fails is tried again when it is said so.
+
+    Attributes:
+        failure: what it is at, and what went wrong; it waits until this is None.
+        heard: True once somebody was told.
+        closed: True if it is to end.
+    """
+
+    def __init__(self) -> None:
+        self.crew = Crew(1)
+        self.failure: tuple[_Update, Exception] | None = None
+        self.heard = self.closed = False
+
+    def give(self, update: _Update, work: Callable[[_Update], None]) -> None:
+        """Have a part of an update done."""
+        self.crew.give(self._do, update, work)
+
+    def _do(self, update: _Update, work: Callable[[_Update], None]) -> None:
+        while not self.closed:
+            try:
+                work(update)
+                return
+            except _Closed:
+                return
+            except Exception as error:  # noqa: BLE001 - raised by who waits
+                self.failure = update, error
+            while self.failure is not None and not self.closed:
+                time.sleep(_LOOK_SECONDS)
+
+    def take(self, queue: Any) -> object:
+        """Return what a queue or a bell gives."""
+        while not self.closed:
+            with contextlib.suppress(Empty):
+                return queue.get(timeout=_LOOK_SECONDS)
+        raise _Closed
+
+
+class _Closed(Exception):
+    """The stage is to end."""
+
+
+_updaters: "weakref.WeakSet[Updater]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End threads that wait for somebody to try again, before those of crews are waited for."""
+    for updater in list(_updaters):
+        updater.close()

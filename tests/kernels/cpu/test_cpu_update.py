@@ -52,7 +52,7 @@ def assert_same(step, moments, master, gradient):
     results = []
     for run in (compiled.update, update.update):
         halves, own = update.split_master(master), copied(moments)
-        run(halves, own, gradient, step)
+        run(halves, own, gradient, step)(0, master.numel())
         results.append(bits(*halves, *flat(own)))
     assert all(map(torch.equal, *results))
 
@@ -80,7 +80,8 @@ def test_numbers_at_the_edges_of_fp32_have_the_same_bits_too():
 
 
 @built
-def test_chunks_at_any_address_give_the_bits_of_the_whole():
+@pytest.mark.parametrize("run", [compiled.update, update.update], ids=["compiled", "reference"])
+def test_parts_at_any_address_give_the_bits_of_the_whole(run):
     count, memory = 5 * update.TILE + 3, torch.zeros(1 << 18, dtype=torch.uint8)
     master, gradient = torch.randn(count), torch.randn(count)
     whole, own = update.split_master(master), moments_of(ADAMW, count)
@@ -88,11 +89,10 @@ def test_chunks_at_any_address_give_the_bits_of_the_whole():
         *(memory[at : at + 2 * count].view(h.dtype).copy_(h) for at, h in zip((2, 100_002), whole, strict=True))
     )
     parts = copied(own)
-    compiled.update(whole, own, gradient, ADAMW)
-    for at in (3 * update.TILE, 0, update.TILE):  # in any order
-        part = slice(at, {3 * update.TILE: None, 0: update.TILE, update.TILE: 3 * update.TILE}[at])
-        halves = update.Halves(*(half[part] for half in odd))
-        compiled.update(halves, {name: moment[part] for name, moment in parts.items()}, gradient[part], ADAMW)
+    run(whole, own, gradient, ADAMW)(0, count)
+    part = run(odd, parts, gradient, ADAMW)
+    for begin, end in ((3 * update.TILE, count), (0, update.TILE), (update.TILE, 3 * update.TILE)):
+        part(begin, end)
     assert all(map(torch.equal, bits(*whole, *flat(own)), bits(*odd, *flat(parts))))
 
 

@@ -21,7 +21,7 @@ import torch
 
 from vbrt.errors import KernelError
 
-__all__ = ["Bank", "Chunk", "Fine", "Gating", "Step", "Task", "Weight", "library", "refusal"]
+__all__ = ["Bank", "Fine", "Gating", "HalvedWeight", "Step", "Task", "Weight", "library", "refusal"]
 
 _HERE = Path(__file__).parent
 _COMPILERS = ("cc", "gcc", "clang")
@@ -83,13 +83,12 @@ class Task(ctypes.Structure):
     )
 
 
-class Chunk(ctypes.Structure):
-    """`Chunk` of update.c."""
+class HalvedWeight(ctypes.Structure):
+    """`Weight` of update.c."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("high", "low", "first", "second", "first_scales", "second_scales")),
         *((name, ctypes.c_void_p) for name in ("peak", "gradient")),
-        ("count", ctypes.c_int64),
     )
 
 
@@ -193,7 +192,7 @@ def _declare_experts(library: ctypes.CDLL) -> None:
 
 def _declare_update(library: ctypes.CDLL) -> None:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    library.vbrt_update.argtypes = (ctypes.POINTER(Chunk), ctypes.POINTER(Step))
+    library.vbrt_update.argtypes = (ctypes.POINTER(HalvedWeight), ctypes.POINTER(Step), number, number)
     library.vbrt_join.argtypes = (pointer, pointer, number, pointer)
     library.vbrt_split.argtypes = (pointer, number, pointer, pointer)
     library.vbrt_norm.argtypes = (pointer, ctypes.c_int32, number, ctypes.c_float)

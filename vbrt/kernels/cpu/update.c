@@ -8,7 +8,7 @@
  * The order of operations is that of torch's fused optimizers on x86 (FusedAdamKernel.cpp, FusedSGDKernel.cpp), and so
  * are the bits: of the vectors of LANES numbers, and of the numbers after the last whole vector, for which its compiler
  * chose other products to fuse. Work is done in tiles that stay in the first cache, one loop for each thing that is done,
- * which compilers turn into vectors. Who calls divides a weight into chunks of whole tiles: the bits are the same.
+ * which compilers turn into vectors. Who calls divides a weight into parts of whole tiles: the bits are the same.
  */
 #include <math.h>
 #include "numbers.h"
@@ -23,15 +23,14 @@
 enum { BF16, FP32 };
 enum { ADAM, SGD, LION };
 
-/* A chunk of one weight; what a rule does not have is NULL. */
+/* What a rule does not have is NULL. */
 typedef struct {
     uint16_t *high, *low;
     void *first, *second;  /* fp32, or 8 bits */
     float *first_scales, *second_scales;  /* one for each BLOCK; of moments of 8 bits only */
     float *peak;  /* the largest second moments so far (AMSGrad) */
     const void *gradient;
-    int64_t count;
-} Chunk;
+} Weight;
 
 typedef struct {
     int32_t rule, gradient_type, eight_bit, decoupled, maximize, nesterov, begins, pad;
@@ -72,7 +71,7 @@ INLINE void split(const float *restrict w, int64_t n, uint16_t *restrict high, u
     }
 }
 
-INLINE void read_gradient(const Chunk *c, const Step *s, int64_t at, int64_t n, float *restrict g) {
+INLINE void read_gradient(const Weight *c, const Step *s, int64_t at, int64_t n, float *restrict g) {
     if (s->gradient_type == BF16) {
         const uint16_t *from = (const uint16_t *)c->gradient + at;
         for (int64_t i = 0; i < n; i++) g[i] = bf16_value(from[i]);
@@ -208,9 +207,9 @@ INLINE void encode_second(const float *restrict v, int64_t n, uint8_t *restrict 
     }
 }
 
-/* -- a tile, a chunk */
+/* -- a tile, a part of a weight */
 
-INLINE void step_tile(const Chunk *c, const Step *s, int64_t at, int64_t n) {
+INLINE void step_tile(const Weight *c, const Step *s, int64_t at, int64_t n) {
     float w[TILE], g[TILE], m8[TILE], v8[TILE];
     const int64_t body = n - n % LANES;
     float *m = c->first ? (float *)c->first + at : 0, *v = c->second ? (float *)c->second + at : 0;
@@ -226,9 +225,9 @@ INLINE void step_tile(const Chunk *c, const Step *s, int64_t at, int64_t n) {
     if (s->eight_bit && c->second) encode_second(v, n, (uint8_t *)c->second + at, c->second_scales + at / BLOCK);
 }
 
-void vbrt_update(const Chunk *chunk, const Step *step) {
-    for (int64_t at = 0; at < chunk->count; at += TILE)
-        step_tile(chunk, step, at, chunk->count - at < TILE ? chunk->count - at : TILE);
+/* Of the weights from `begin`, a multiple of TILE, to `end`, another one or the last. */
+void vbrt_update(const Weight *weight, const Step *step, int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; at += TILE) step_tile(weight, step, at, end - at < TILE ? end - at : TILE);
 }
 
 void vbrt_join(const uint16_t *high, const uint16_t *low, int64_t n, float *w) { join(high, low, n, w); }
@@ -239,12 +238,12 @@ void vbrt_split(const float *w, int64_t n, uint16_t *high, uint16_t *low) { spli
  * LANES sums in fp32, added from left to right, then the rest: fours of products, and single ones, whose sum is fused. */
 float vbrt_norm(const void *gradient, int32_t type, int64_t count, float factor) {
     float sums[LANES] = {0}, g[TILE];
-    const Chunk chunk = {.gradient = gradient};
+    const Weight weight = {.gradient = gradient};
     const Step step = {.gradient_type = type, .divisor = 1, .factor = factor};
     float sum = 0;
     for (int64_t at = 0; at < count || !at; at += TILE) {
         const int64_t n = count - at < TILE ? count - at : TILE, body = n - n % LANES;
-        read_gradient(&chunk, &step, at, n, g);
+        read_gradient(&weight, &step, at, n, g);
         for (int64_t i = 0; i < body; i += LANES)
             for (int j = 0; j < LANES; j++) sums[j] += g[i + j] * g[i + j];
         if (count - at > TILE) continue;

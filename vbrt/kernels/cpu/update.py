@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vbrt.kernels import update as reference
 from vbrt.kernels.cpu import build
-from vbrt.kernels.update import TILE, Coded, Halves, Step
+from vbrt.kernels.update import TILE, Coded, Halves, Part, Step
 
 __all__ = ["gradient_norm", "join_master", "refusal", "split_master", "update"]
 
@@ -22,23 +22,28 @@ _RULES = {"adam": 0, "sgd": 1, "lion": 2}
 _TYPES = {torch.bfloat16: 0, torch.float32: 1}
 
 
-def update(halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tensor, step: Step) -> None:
+def update(halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tensor, step: Step) -> Part:
     """See `vbrt.kernels.update.update`."""
     reference.check(halves, moments, gradient, step)
-    chunk = build.Chunk(
-        halves.high.data_ptr(), halves.low.data_ptr(), gradient=gradient.data_ptr(), count=halves.high.numel()
-    )
+    weight = build.HalvedWeight(halves.high.data_ptr(), halves.low.data_ptr(), gradient=gradient.data_ptr())
     for name, moment in moments.items():
         if isinstance(moment, Coded):
-            setattr(chunk, f"{name}_scales", moment.scales.data_ptr())
+            setattr(weight, f"{name}_scales", moment.scales.data_ptr())
             moment = moment.codes
-        setattr(chunk, name, moment.data_ptr())
+        setattr(weight, name, moment.data_ptr())
     eight_bit = any(isinstance(moment, Coded) for moment in moments.values())
-    build.library("update").vbrt_update(chunk, _step(step, _TYPES[gradient.dtype], eight_bit, bool(moments)))
+    run, own = build.library("update").vbrt_update, _step(step, _TYPES[gradient.dtype], eight_bit)
+    held = halves, moments, gradient  # as long as the addresses are in use
+
+    def part(begin: int, end: int) -> None:
+        run(weight, own, begin, end)
+        assert held
+
+    return part
 
 
 @functools.lru_cache(maxsize=64)
-def _step(step: Step, gradient_type: int, eight_bit: bool, has_moments: bool) -> build.Step:
+def _step(step: Step, gradient_type: int, eight_bit: bool) -> build.Step:
     """Return what C computes with: each number as torch's kernels round it to fp32."""
     root = math.sqrt(1 - step.beta2**step.number) if step.rule == "adam" else 1.0
     size = step.lr / (1 - step.beta1**step.number) if step.rule == "adam" else step.lr
@@ -108,7 +113,7 @@ def _differs(step: Step) -> bool:
         halves = reference.split_master(master)
         moments = {"first": first.clone(), "second": second.square()}
         moments = {"first": moments["first"]} if step.rule != "adam" else moments
-        module(halves, moments, gradient, step)
+        module(halves, moments, gradient, step)(0, master.numel())
         results.append([t.view(torch.int16).clone() for t in (*halves, *moments.values())])
     same = all(torch.equal(*pair) for pair in zip(*results, strict=True))
     return not same or gradient_norm(gradient) != reference.gradient_norm(gradient)

@@ -1,0 +1,156 @@
+"""How fast weights are updated on the CPU: in one pass over halves, beside torch's fused AdamW on the same numbers.
+
+    python -m scripts.update_bench [--parameters 67108864] [--threads 1 2] [--out FILE]
+
+Reports, for each number of threads, parameters and bytes a second (those that an update has to read and write), beside
+what memory gives to an in-place sum of two arrays. First the bits of all rules are compared with torch's.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from scripts.measuring import interleaved, machine, seconds
+from vbrt.kernels import update as reference
+from vbrt.kernels.cpu import update as compiled
+from vbrt.kernels.update import Halves, Step
+from vbrt.training.update_parts import Helpers, cores
+
+ADAMW = Step("adam", 10, 1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True)
+SGD = Step("sgd", 10, 1e-3, 0.9, weight_decay=0.01)
+LION = Step("lion", 10, 1e-4, 0.9, 0.99, weight_decay=0.1)
+HALVES = 2 * (2 + 2)  # bytes a parameter, read and written
+
+
+def normal(count: int, scale: float) -> Tensor:
+    """Numbers of one tile, over and over: drawing as many as are updated would take longer than the measurement."""
+    drawn = torch.randn(1 << 16, dtype=torch.float32) * scale
+    return drawn.repeat(-(-count // drawn.numel()))[:count]
+
+
+class Arrays:
+    """What is updated: halves and moments of one weight, and the fp32 master of the same numbers."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.master = normal(count, 0.02)
+        self.halves = Halves(*reference.split_master(self.master))
+        self.first, self.second = normal(count, 1e-4), normal(count, 1e-4).square()
+        self.coded = {"first": reference.encode_first(self.first), "second": reference.encode_second(self.second)}
+        self.gradient = normal(count, 1e-3).bfloat16()
+        self.whole = self.gradient.float()
+        self.steps = torch.tensor(10.0)
+
+    def ours(self, step: Step, helpers: Helpers, moments: dict, gradient: Tensor) -> Callable[[], None]:
+        def run() -> None:
+            helpers.run(self.count, compiled.update(self.halves, moments, gradient, step))
+
+        return run
+
+    def torchs(self) -> None:
+        self._fused(self.master)
+
+    def _fused(self, master: Tensor) -> None:
+        torch._fused_adamw_(
+            [master], [self.whole], [self.first], [self.second], [], [self.steps], lr=1e-3, beta1=0.9, beta2=0.999,
+            weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    def joined(self) -> None:
+        """Join, torch's step, split: the plain way."""
+        master = reference.join_master(*self.halves)
+        self._fused(master)
+        for half, new in zip(self.halves, reference.split_master(master), strict=True):
+            half.copy_(new)
+
+    def added(self) -> None:
+        """What memory gives: 12 bytes a parameter, of which 4 are written to where they were read."""
+        self.master.add_(self.whole)
+
+
+def cases(arrays: Arrays, helpers: Helpers) -> dict[str, tuple[Callable[[], None], float]]:
+    """Return by name what is timed, and the bytes a parameter that it has to move."""
+    both, first = {"first": arrays.first, "second": arrays.second}, {"first": arrays.first}
+    coded = arrays.coded
+    scales = 2 * 4 / reference.BLOCK
+    bf16, fp32 = arrays.gradient, arrays.whole
+    return {
+        "memory": (arrays.added, 12),
+        "AdamW, bf16 gradient": (arrays.ours(ADAMW, helpers, both, bf16), HALVES + 16 + 2),
+        "AdamW, fp32 gradient": (arrays.ours(ADAMW, helpers, both, fp32), HALVES + 16 + 4),
+        "AdamW, 8-bit moments": (arrays.ours(ADAMW, helpers, coded, bf16), HALVES + 2 * (2 + scales) + 2),
+        "SGD, momentum": (arrays.ours(SGD, helpers, first, bf16), HALVES + 8 + 2),
+        "Lion": (arrays.ours(LION, helpers, first, bf16), HALVES + 8 + 2),
+        "Lion, 8-bit moment": (arrays.ours(LION, helpers, {"first": coded["first"]}, bf16), HALVES + 2 + scales + 2),
+        "torch AdamW(fused=True)": (arrays.torchs, 8 + 16 + 4),
+    }
+
+
+def norms(arrays: Arrays, helpers: Helpers, weights: int = 32) -> Callable[[], None]:
+    """The norms of a gradient, as of so many weights."""
+    parts = [lambda part=part: compiled.gradient_norm(part) for part in arrays.gradient.chunk(weights)]
+    return lambda: helpers.each(parts)
+
+
+def measure(arrays: Arrays, threads: int, times: int) -> dict[str, dict[str, float]]:
+    torch.set_num_threads(threads)
+    helpers = Helpers(threads)
+    known = cases(arrays, helpers) | {"gradient norms": (norms(arrays, helpers), 2)}
+    taken = interleaved({name: run for name, (run, _) in known.items()}, times=times, warm=1)
+    helpers.stop()
+    taken["join, torch, split"] = seconds(arrays.joined)
+    known["join, torch, split"] = arrays.joined, 28
+    return {
+        name: {"parameters_s": arrays.count / span, "bytes_s": arrays.count / span * known[name][1]}
+        for name, span in taken.items()
+    }
+
+
+def same_bits() -> dict[str, bool]:
+    """Compare a step of each rule with torch's own, at lengths with all rests."""
+    same = {}
+    for name, step in (("AdamW", ADAMW), ("SGD", SGD), ("Lion", LION)):
+        same[name] = all(_same(step, count) for count in (*range(1, 40), 100_003))
+    return same
+
+
+def _same(step: Step, count: int) -> bool:
+    master, gradient, first, second = torch.randn(4, count).unbind()
+    results = []
+    for module in (compiled, reference):
+        halves, moments = reference.split_master(master), {"first": first.clone(), "second": second.square()}
+        moments = moments if step.rule == "adam" else {"first": moments["first"]}
+        module.update(halves, moments, gradient, step)(0, count)
+        results += [[part.view(torch.int16) for part in (*halves, *moments.values())]]
+    return all(map(torch.equal, *results))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parameters", type=int, default=1 << 26)
+    parser.add_argument("--threads", type=int, nargs="*", default=[cores()])
+    parser.add_argument("--times", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    refused = compiled.refusal(torch.device("cpu"))
+    result = {
+        "machine": machine(), "refused": refused, "same bits as torch": same_bits() if refused is None else {},
+        "parameters": options.parameters, "threads": {},
+    }  # fmt: skip
+    print(f"refused: {refused}; same bits: {result['same bits as torch']}")
+    arrays = Arrays(options.parameters)
+    for threads in options.threads:
+        figures = result["threads"][threads] = measure(arrays, threads, options.times)
+        for name, one in figures.items():
+            rates = f"{one['parameters_s'] / 1e9:7.2f} G parameters/s {one['bytes_s'] / 1e9:7.1f} GB/s"
+            print(f"{threads:3} threads  {name:26}{rates}")
+        if options.out:
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Updates in the background: any optimizer that has a rule, any home of its state, and what happens when one fails."""
+
+import errno
+import functools
+import itertools
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import vbrt
+from tests.training.full_models import Tiny, batches, loss_of, resident, train
+from vbrt.tiers import ssd
+from vbrt.training.lion import Lion
+from vbrt.training.update_parts import Helpers
+
+KIB = 1024
+LAYERS = 12
+#: room for all high halves and gradients, and for some of the rest of the state, in host memory
+HALF = 2 * (LAYERS + 1) * 8 * KIB + (4 * 8 + 3 * 40 + 6 * 40) * KIB
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+def grouped(parameters):
+    """Two groups with settings of their own."""
+    parameters = list(parameters)
+    return torch.optim.AdamW(
+        [{"params": parameters[::2], "weight_decay": 0.3}, {"params": parameters[1::2], "lr": 3e-3}],
+        lr=1e-2,
+        fused=True,
+    )
+
+
+OPTIMIZERS = {
+    "AdamW, two groups": grouped,
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1, fused=True),
+    "AMSGrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, fused=True),
+    "SGD, Nesterov": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.01, fused=True),
+    "SGD, dampened, up": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, dampening=0.1, maximize=True, fused=True),
+    "Lion": lambda p: Lion(p, lr=1e-3, weight_decay=0.1),
+}
+
+
+def partly_in_files(tmp_path: Path, budget: int = HALF) -> dict:
+    return {"cpu": {"budget": budget}, "ssd": {"enabled": True, "path": str(tmp_path)}}
+
+
+def assert_same(vb, twin):
+    found = vb.state_dict()
+    for name, value in twin.state_dict().items():
+        assert torch.equal(value, found[name]), name
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_every_rule_trains_as_its_optimizer_does_resident(make):
+    model = Tiny()
+    twin = resident(model)
+    with vbrt.wrap(model, "full", optimizer=make(model.parameters())) as vb:
+        assert train(vb, vb.optimizer) == train(twin, make(twin.parameters()))
+        assert_same(vb, twin)
+
+
+def test_state_that_lives_partly_in_files_trains_with_the_same_bits(tmp_path):
+    model = Tiny(LAYERS)
+    twin = resident(model)
+    with vbrt.wrap(model, "full", optimizer=adamw(model.parameters()), tiers=partly_in_files(tmp_path)) as vb:
+        assert train(vb, vb.optimizer) == train(twin, adamw(twin.parameters()))
+        homes = [layer.handle.state.memory.in_memory for layer in vb.model.layers]
+        assert_same(vb, twin)
+        assert any(homes) and not all(homes)
+        files = list(tmp_path.glob("run-*/*state*.page"))
+        assert len(files) == homes.count(False) + (not vb.model.head.handle.state.memory.in_memory)
+
+
+class Broken:
+    """A drive that fails `times` times, from the `skip`th access to a state on."""
+
+    def __init__(self, skip, times):
+        self.skip, self.times = skip, times
+
+    def __call__(self, real):
+        def access(tier, room, page, *, key, **options):
+            if key.endswith("#state"):
+                self.skip -= 1
+                if self.skip < 0 < self.times:
+                    self.times -= 1
+                    raise vbrt.TierError(f"{key}: no") from OSError(errno.ENOSPC, "No space left on device")
+            return real(tier, room, page, key=key, **options)
+
+        return access
+
+
+@pytest.mark.parametrize("operation", ["get", "put"])
+@pytest.mark.parametrize("where", ["forward", "settle"])
+def test_a_step_that_fails_is_completed_by_who_tries_again(tmp_path, monkeypatch, operation, where):
+    model = Tiny(LAYERS)
+    twin = resident(model)
+    theirs, losses = adamw(twin.parameters()), []
+    with vbrt.wrap(model, "full", optimizer=adamw(model.parameters()), tiers=partly_in_files(tmp_path)) as vb:
+        for at, (ids, target) in enumerate(batches(4)):
+            loss_of(vb, ids, target).backward()
+            if at == 1:
+                broken = Broken(1, 2)
+                monkeypatch.setattr(ssd.SsdTier, operation, broken(getattr(ssd.SsdTier, operation)))
+            vb.step()
+            vb.zero_grad()
+            if at == 1:
+                act = vb.settle if where == "settle" else functools.partial(loss_of, vb, ids, target)
+                for _ in range(2):
+                    with pytest.raises(vbrt.TierError, match=r"layers\.\d+.*: its update could not be completed"):
+                        act()
+                act()
+                assert broken.times == 0
+        for ids, target in batches(4):
+            loss = loss_of(twin, ids, target)
+            loss.backward()
+            theirs.step()
+            theirs.zero_grad()
+            losses.append(loss)
+        assert_same(vb, twin)
+
+
+def test_a_step_that_is_repeated_after_a_failure_does_only_what_is_missing(tmp_path, monkeypatch):
+    model = Tiny(LAYERS)
+    twin = resident(model)
+    theirs = adamw(twin.parameters())
+    with vbrt.wrap(model, "full", optimizer=adamw(model.parameters()), tiers=partly_in_files(tmp_path)) as vb:
+        ((ids, target),) = batches(1)
+        for one in (vb, twin):
+            loss_of(one, ids, target).backward()
+        monkeypatch.setattr(ssd.SsdTier, "put", Broken(1, 1)(ssd.SsdTier.put))
+        vb.step()
+        with pytest.raises(vbrt.TierError):
+            vb.settle()
+        vb.step()  # the gradients of what stays on the device are still there
+        vb.settle()
+        theirs.step()
+        assert_same(vb, twin)
+
+
+def test_a_failure_that_stays_keeps_nobody_from_closing(tmp_path, monkeypatch):
+    model = Tiny(LAYERS)
+    vb = vbrt.wrap(model, "full", optimizer=adamw(model.parameters()), tiers=partly_in_files(tmp_path))
+    ((ids, target),) = batches(1)
+    loss_of(vb, ids, target).backward()
+    monkeypatch.setattr(ssd.SsdTier, "put", Broken(0, 1000)(ssd.SsdTier.put))
+    vb.step()
+    with pytest.raises(vbrt.TierError):
+        vb.settle()
+    vb.close()
+    assert not list(tmp_path.glob("run-*/*.page"))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_parts_cover_a_weight_once_and_the_first_error_is_raised(threads):
+    helpers, done, lock = Helpers(threads), [], threading.Lock()
+
+    def part(begin, end):
+        with lock:
+            done.append((begin, end))
+
+    for count in (1, 64 * KIB, 64 * KIB + 1, 700 * KIB + 3):
+        done.clear()
+        helpers.run(count, part)
+        done.sort()
+        assert done[0][0] == 0 and done[-1][1] == count
+        assert all(a[1] == b[0] and b[0] % KIB == 0 for a, b in itertools.pairwise(done))
+    works = [lambda at=at: part(at, at) for at in range(20)]
+    done.clear()
+    helpers.each(works)
+    assert sorted(done) == [(at, at) for at in range(20)]
+    with pytest.raises(ZeroDivisionError):
+        helpers.run(700 * KIB, lambda begin, end: 1 // (begin - begin))
+    helpers.stop()

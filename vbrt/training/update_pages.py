@@ -1,0 +1,121 @@
+"""Where the state of a weight lies that only the update needs: a page of host memory, or of a file.
+
+The computing device never sees it. In a memory it is updated in place. In a file it is read ahead into staging memory,
+verified; updated there; and written behind as a new file, which takes the old one's place once it is there as a whole.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from vbrt.errors import TierError
+from vbrt.formats.page import PageLayout, build_layout, unpack
+from vbrt.host.memory import aligned
+from vbrt.tiers import Owner, TierStack
+from vbrt.tiers.slots import Slot
+
+__all__ = ["STAGED", "Fields", "StatePage", "state_layout"]
+
+STAGED = 3  # pages of files that are in memory at a time: one comes, one is updated, one goes
+
+Fields = dict[str, Tensor]
+
+
+def state_layout(fields: Mapping[str, tuple[str, int]]) -> PageLayout:
+    """Return the page of fields by name: dtype and numbers of each."""
+    return build_layout("dense", "state", [(name, dtype, (count,)) for name, (dtype, count) in fields.items()])
+
+
+class StatePage:
+    """The page of one weight's state; it goes with its owner.
+
+    Args:
+        stack: its tiers.
+        owner: the weight's.
+        key: names it.
+        home: the tier that it lives in first; budgets that change may give it another one.
+        values: to begin with, by name; zeros for the others.
+
+    Raises:
+        TierError: no room, or it cannot be written.
+    """
+
+    def __init__(self, stack: TierStack, owner: Owner, key: str, layout: PageLayout, home: str, values: Fields) -> None:
+        self._ledger = stack.ledger
+
+        def write(out: Tensor) -> None:
+            out.zero_()
+            views = unpack(out, layout)
+            for name, value in values.items():
+                views[name].copy_(value)
+
+        self._page = stack.add(key, layout, home, write, owner)
+        self._page.passes = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the page."""
+        return self._page.nbytes
+
+    @property
+    def home(self) -> Slot:
+        """Its slot in the tier that it lives in; call it with `encoding` held, or where no budget changes."""
+        self._ledger.check_open(self._page.key)
+        return self._ledger.levels[self._page.home].slots[self._page.key]
+
+    @property
+    def in_memory(self) -> bool:
+        """True if it lives in a memory."""
+        return self.home.level.tier.memory
+
+    def views(self) -> Fields:
+        """Return its fields where they lie, in a memory; valid while `encoding` is held or no budget changes."""
+        return unpack(self.home.view, self._page.layout)
+
+    def fields_of(self, staging: Tensor) -> Fields:
+        """Return the fields of what `read` has returned."""
+        return unpack(staging, self._page.layout)
+
+    def read(self) -> Tensor:
+        """Return a copy of its bytes, from wherever it lives; verified if that is a file. Raises TierError."""
+        home, staging = self.home, aligned(self._page.nbytes)
+        if home.level.tier.memory:
+            return staging.copy_(home.view)
+        home.level.tier.get(home.room, staging, key=self._page.key)
+        return staging
+
+    def write(self, staging: Tensor) -> None:
+        """Replace its bytes. In a file, the old ones stay until the new ones are there. Raises TierError."""
+        while not self._wrote(self.home, staging):
+            pass  # a budget has changed meanwhile: it lives elsewhere
+
+    def _wrote(self, home: Slot, staging: Tensor) -> bool:
+        tier = home.level.tier
+        if tier.memory:
+            with self._ledger.encoding:
+                if self.home is home:
+                    home.view.copy_(staging)
+                return self.home is home
+        new = self._reserved(home)
+        try:
+            tier.put(new, staging, key=self._page.key, layout=self._page.layout.to_dict())
+            with self._ledger.encoding:
+                stays = self.home is home
+                with self._ledger.guard.entered:
+                    if stays:
+                        home.room, new = new, home.room  # no call in between
+            return stays
+        finally:
+            with self._ledger.guard.entered:
+                tier.free(new, reuse=False)  # the old one, or the new one where it did not get there
+
+    def _reserved(self, home: Slot) -> object:
+        with self._ledger.guard.entered:
+            tier = home.level.tier
+            room = tier.reserve(home.charge)
+        if room is None:
+            raise TierError(
+                f"{self._page.key}: {home.charge} bytes do not fit into tiers.{tier.name}.budget = "
+                f"{tier.capacity_bytes} beside the page that they replace; raise the budget by that"
+            )
+        return room

@@ -1,0 +1,165 @@
+"""WeightState: what the update needs of one weight, in memory or in a file."""
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vbrt.errors import WrapError
+from vbrt.formats.page import PageLayout
+from vbrt.kernels.update import BLOCK, Coded, decode_first, decode_second, encode_first, encode_second, join_master
+from vbrt.tiers import Owner, TierStack
+from vbrt.training.update_pages import Fields, StatePage, state_layout
+
+__all__ = ["HighPage", "Plain", "WeightState"]
+
+_CODES = {"first": "int8", "second": "uint8"}
+_DECODE, _ENCODE = {"first": decode_first, "second": decode_second}, {"first": encode_first, "second": encode_second}
+
+
+class HighPage(Protocol):
+    """The page of a weight's high half."""
+
+    def rewriting(self) -> contextlib.AbstractContextManager[Tensor]:
+        """Yield the high half (bf16, the module's shape, on the CPU), to be changed in place."""
+
+
+class Plain:
+    """State in tensors of its own: of a weight that no optimizer updates yet, and of none in the tiers."""
+
+    in_memory = True
+
+    def __init__(self, fields: Fields) -> None:
+        self._fields = fields
+        self.nbytes = sum(value.nbytes for value in fields.values())
+
+    def views(self) -> Fields:
+        """Return its fields."""
+        return self._fields
+
+
+@dataclass(eq=False)
+class WeightState:
+    """What the update needs of one weight.
+
+    Attributes:
+        name: for errors.
+        high: the page of its high half.
+        shape: of the weight.
+        memory: where the low half and the moments lie.
+        kinds: what kernels call each moment, by its name in torch's optimizer state.
+        eight_bit: True if moments have 8 bits.
+        steps: updates that were begun.
+        has_moments: True once an update has filled them, or they were set.
+    """
+
+    name: str
+    high: HighPage
+    shape: tuple[int, ...]
+    memory: Plain | StatePage
+    kinds: dict[str, str] = field(default_factory=dict)
+    eight_bit: bool = False
+    steps: int = 0
+    has_moments: bool = False
+
+    @classmethod
+    def of(cls, name: str, high: HighPage, low: Tensor) -> "WeightState":
+        """Return the state of a weight that no optimizer updates yet."""
+        return cls(name, high, tuple(low.shape), Plain({"low": low.contiguous().view(-1)}))
+
+    # -- layout -------------------------------------------------------------------------------------------------------
+
+    def layout(self, kinds: Mapping[str, str], *, eight_bit: bool) -> PageLayout:
+        """Return the page of the state with these moments.
+
+        Raises WrapError for a moment that has no form of 8 bits.
+        """
+        count, fields = self._count, {"low": ("int16", self._count)}
+        for name, kind in kinds.items():
+            if not eight_bit:
+                fields[kind] = ("float32", count)
+            elif kind in _CODES:
+                fields[kind] = (_CODES[kind], count)
+                fields[f"{kind}_scales"] = ("float32", -(-count // BLOCK))
+            else:
+                raise WrapError(f"{self.name}: {name} has no form of 8 bits; take moments in fp32, or no amsgrad")
+        return state_layout(fields)
+
+    def place(self, tiers: tuple[TierStack, Owner], kinds: Mapping[str, str], home: str, *, eight_bit: bool) -> None:
+        """Move the state into a page, with zeros for moments. Raises TierError as `StatePage`."""
+        layout, low = self.layout(kinds, eight_bit=eight_bit), {"low": self._fields()["low"]}
+        page = StatePage(*tiers, f"{self.name}#state", layout, home, low)
+        self.memory, self.kinds, self.eight_bit = page, dict(kinds), eight_bit
+
+    @property
+    def _count(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def _fields(self) -> Fields:
+        """Return the fields where they lie, or copies from a file."""
+        memory = self.memory
+        return memory.views() if memory.in_memory else memory.fields_of(memory.read())
+
+    def moments_in(self, fields: Fields) -> dict[str, Tensor | Coded]:
+        """Return moments by the names that kernels have for them."""
+        kinds = self.kinds.values()
+        if not self.eight_bit:
+            return {kind: fields[kind] for kind in kinds}
+        return {kind: Coded(fields[kind], fields[f"{kind}_scales"]) for kind in kinds}
+
+    @property
+    def low(self) -> Tensor:
+        """The low half, int16 in the weight's shape; a copy where it lies in a file."""
+        return self._fields()["low"].view(self.shape)
+
+    def set_low(self, low: Tensor) -> None:
+        """Replace the low half. Raises TierError."""
+        self._change({"low": low.reshape(-1)})
+
+    @property
+    def moments(self) -> dict[str, Tensor]:
+        """The moments by their names in torch's optimizer state, fp32 in the weight's shape; empty before the first
+        update. Copies, but for fp32 in memory."""
+        if not self.has_moments:
+            return {}
+        held = self.moments_in(self._fields())
+        whole = {kind: _DECODE[kind](m) if isinstance(m, Coded) else m for kind, m in held.items()}
+        return {name: whole[kind].view(self.shape) for name, kind in self.kinds.items()}
+
+    @moments.setter
+    def moments(self, moments: Mapping[str, Tensor]) -> None:
+        values: Fields = {}
+        for name, kind in self.kinds.items():
+            moment = (
+                moments[name].reshape(-1).float()
+                if name in moments
+                else torch.zeros(self._count, device="cpu", dtype=torch.float32)
+            )
+            if self.eight_bit:
+                values[kind], values[f"{kind}_scales"] = _ENCODE[kind](moment)
+            else:
+                values[kind] = moment
+        self._change(values)
+        self.has_moments = bool(moments)
+
+    def _change(self, values: Fields) -> None:
+        memory = self.memory
+        staging = None if memory.in_memory else memory.read()
+        fields = memory.views() if staging is None else memory.fields_of(staging)
+        for name, value in values.items():
+            fields[name].copy_(value)
+        if staging is not None:
+            memory.write(staging)
+
+    def master(self) -> Tensor:
+        """Return a copy of the fp32 weight; no update of it may be under way."""
+        with self.high.rewriting() as high:
+            return join_master(high, self.low)
