@@ -1,8 +1,12 @@
 """Training of models larger than the GPU: vbrt's mode "full" beside resident training and beside its peers.
 
-Each part is a process of its own (`--part`), adds its figures to `full-<gpu>.json` under --out, and says what failed:
+Each measurement is a process of its own; a part adds its figures to `full-<gpu>.json` under --out, or what failed:
 
     peers     1.5 B parameters, 16 k tokens a step: resident, torchao, FSDP2, DeepSpeed: peak memory, tokens/s
+    full      the same from the tiers, with activations computed again, and offloaded on a small GPU
+    large     8 B on 24 GB: 4 k, 16 k and 32 k tokens a step, beside link, update and compute, each by itself
+    largest   13 B on 24 GB, ten steps
+    bits      350 M for 100 steps, and the same resident: losses and weights, bit for bit
 """
 
 import argparse
@@ -10,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -23,64 +28,109 @@ import torch  # after the checkout is on the path
 
 from scripts.full_models import SHAPES, batch, measured
 from scripts.full_peers import PEERS
+from scripts.full_runs import CONTEXT, RUNS, limited
 from scripts.measuring import machine
 
-CONTEXT = 2048
+K = 1024
 
 
-def limited(gigabytes: float | None) -> None:
-    """Make the GPU as small as that, CUDA's own memory aside."""
-    if gigabytes is not None:
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(gigabytes * 1e9 / total)
-
-
-def peer(name: str, tokens: int, steps: int, limit: float | None) -> dict:
+def peer(options: argparse.Namespace) -> None:
     """Measure one peer in this process."""
-    limited(limit)
-    start = time.perf_counter()
-    shape = SHAPES["1.5b"]
-    model, step = PEERS[name](shape)
-    ready = time.perf_counter() - start
-    ids = batch(shape, tokens, CONTEXT)
-    found = measured(lambda: step(ids), steps=steps)
-    del model
-    return {"tokens_per_s": tokens / found["seconds"], "ready_s": round(ready, 1), **found}
+    limited(options.limit)
+    start, shape = time.perf_counter(), SHAPES[options.shape]
+    _, step = PEERS[options.way](shape)
+    ready, ids = time.perf_counter() - start, batch(shape, options.tokens, CONTEXT)
+    found = measured(lambda: step(ids), steps=options.steps)
+    print(json.dumps({"tokens_per_s": options.tokens / found["seconds"], "ready_s": round(ready, 1), **found}))
+
+
+ALL = {"peer": peer, **RUNS}
+DEFAULTS = {
+    "shape": "1.5b",
+    "tokens": 16 * K,
+    "steps": 3,
+    "parts": 1,
+    "limit": None,
+    "activations": "recompute",
+    "training": {},
+}
+
+
+def in_process(run: str, seconds: float, **given: object) -> dict:
+    """Do one run in a process of its own; what went wrong is in the row, too, beside what was known by then."""
+    settings = {**DEFAULTS, **given}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        command = [sys.executable, __file__, "--run", json.dumps({"run": run, **settings})]
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        process = subprocess.Popen(command, stdout=out, stderr=errors, env={**os.environ, "PYTHONPATH": path})
+        try:
+            code: object = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            code = f"not done within {seconds:.0f} s"
+        out.seek(0)
+        lines = [line for line in out.read().splitlines() if line.startswith("{")]
+        errors.seek(0)
+        said = errors.read().strip()
+    found = json.loads(lines[-1]) if lines else {}
+    if code:
+        sys.stderr.write(said[-3000:] + "\n")
+        found["failed"] = code if isinstance(code, str) else (said.splitlines() or ["no word"])[-1][:300]
+    return {**{key: settings[key] for key in ("shape", "tokens", "limit", "activations")}, **found}
+
+
+def shown(row: dict) -> dict:
+    """Print a row, and return it."""
+    print(json.dumps({k: v for k, v in row.items() if k not in ("resident", "full")})[:900], flush=True)
+    return row
 
 
 def peers(options: argparse.Namespace) -> list[dict]:
-    """Measure each peer in a process of its own; a row each."""
-    rows = []
-    for name in options.only or PEERS:
-        row = {"way": name, "tokens": options.tokens, "limit_gb": options.limit}
-        rows.append(row | _in_process(["--peer", name], options))
-        print(json.dumps(rows[-1])[:400], flush=True)
-    return rows
+    """Measure each peer; a row each."""
+    return [shown({"way": name, **in_process("peer", options.seconds, way=name)}) for name in options.only or PEERS]
 
 
-def _in_process(arguments: list[str], options: argparse.Namespace) -> dict:
-    """Run this script again for one measurement; what went wrong is a row, too."""
-    shared = ["--tokens", str(options.tokens), "--steps", str(options.steps)]
-    if options.limit is not None:
-        shared += ["--limit", str(options.limit)]
-    try:
-        done = subprocess.run(
-            [sys.executable, __file__, *arguments, *shared],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=options.seconds,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-        )
-    except subprocess.TimeoutExpired:
-        return {"failed": f"not done within {options.seconds} s"}
-    if done.returncode:
-        sys.stderr.write(done.stderr[-3000:])
-        return {"failed": (done.stderr.strip().splitlines() or ["no word"])[-1][:300]}
-    return json.loads(done.stdout.splitlines()[-1])
+def full(options: argparse.Namespace) -> list[dict]:
+    """Measure the model of `peers` from the tiers."""
+    given = {"training": options.training}
+    return [
+        shown({"way": "vbrt, recomputed", **in_process("steps", options.seconds, **given)}),
+        shown(
+            {
+                "way": "vbrt, offloaded, small GPU",
+                **in_process("steps", options.seconds, activations="offload", limit=10.0, **given),
+            }
+        ),
+    ]
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], object]] = {"peers": peers}
+def large(options: argparse.Namespace) -> dict:
+    """Measure the 8 B shape."""
+    sizes = {"sizes": [4 * K, 16 * K, 32 * K], "at_once": 16 * K, "steps": 2}
+    given = {"shape": "8b", "limit": 24.0, "activations": "offload", "training": options.training, **sizes}
+    return shown(in_process("large", options.seconds, **given))
+
+
+def largest(options: argparse.Namespace) -> dict:
+    """Measure the largest model."""
+    given = {"shape": options.shape, "limit": 24.0, "steps": options.steps, "tokens": 8 * K}
+    return shown(in_process("largest", options.seconds, training=options.training, **given))
+
+
+def bits(options: argparse.Namespace) -> dict:
+    """Compare two trainings bit for bit."""
+    given = {"shape": "350m", "tokens": K, "steps": 100, "training": options.training}
+    return shown(in_process("bits", options.seconds, **given))
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], object]] = {
+    "peers": peers,
+    "full": full,
+    "large": large,
+    "largest": largest,
+    "bits": bits,
+}
 
 
 def add(out: Path, part: str, found: object) -> None:
@@ -97,18 +147,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--part", action="append", choices=list(PARTS), default=[])
-    parser.add_argument("--peer", choices=list(PEERS), help="measure this one here, and print it")
+    parser.add_argument("--run", type=json.loads, help="one measurement, here: for this script's own processes")
     parser.add_argument("--only", action="append", help="of the peers")
-    parser.add_argument("--tokens", type=int, default=16384, help="a step")
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--limit", type=float, help="GB of GPU memory")
-    parser.add_argument("--seconds", type=float, default=60, help="that one measurement may take")
+    parser.add_argument("--shape", default="13b", choices=list(SHAPES), help="of the largest model")
+    parser.add_argument("--steps", type=int, default=10, help="of the largest model")
+    parser.add_argument("--training", type=json.loads, default={}, help="more keys of [training], as JSON")
+    parser.add_argument("--seconds", type=float, default=100, help="that one measurement may take")
     options = parser.parse_args()
+    if options.run:
+        ALL[options.run["run"]](argparse.Namespace(**options.run))
+        return
     if not torch.cuda.is_available():
         sys.exit("error: scripts/full_bench.py measures a GPU, and torch finds no CUDA device here")
-    if options.peer:
-        print(json.dumps(peer(options.peer, options.tokens, options.steps, options.limit)))
-        return
     for part in options.part or PARTS:
         try:
             add(options.out, part, PARTS[part](options))

@@ -1,5 +1,6 @@
 """Models and steps of `scripts/full_bench.py`: Llamas of random weights that return their loss."""
 
+import contextlib
 import gc
 import statistics
 import time
@@ -11,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-CHUNK = 4096  # tokens whose logits are in memory at once
+CHUNK = 2048  # tokens whose logits are in memory at once
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the latter to try a script
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class Llama:
 
 
 SHAPES = {
+    "tiny": Llama(layers=4, width=128, inner=256, heads=4, kv_heads=2, vocabulary=256),
     "350m": Llama(layers=24, width=1024, inner=2816, heads=16, kv_heads=16, vocabulary=32000),
     "1.5b": Llama(layers=28, width=2048, inner=5632, heads=16, kv_heads=16, vocabulary=32000),
     "8b": Llama(layers=32, width=4096, inner=14336, heads=32, kv_heads=8, vocabulary=128256),
@@ -85,42 +88,61 @@ def draw_(model: nn.Module) -> nn.Module:
     return model
 
 
-def made(shape: Llama, device: str, *, recompute: bool) -> Trainee:
-    """Return a model with fp32 weights on a device."""
-    with torch.device(device):
-        return draw_(Trainee(shape, recompute=recompute)).train()
+def made(shape: Llama, *, recompute: bool, dtype: torch.dtype = torch.float32) -> Trainee:
+    """Return a model of random weights, drawn on the device."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(DEVICE), no_init_weights():
+            return draw_(Trainee(shape, recompute=recompute)).train()
+    finally:
+        torch.set_default_dtype(default)
 
 
 def batch(shape: Llama, tokens: int, context: int, seed: int = 0) -> Tensor:
-    """Return ids [tokens / context, context] on the GPU."""
-    dice = torch.Generator(device="cuda").manual_seed(seed)
-    return torch.randint(shape.vocabulary, (tokens // context, context), device="cuda", generator=dice)
+    """Return ids [tokens / context, context]."""
+    dice = torch.Generator(device=DEVICE).manual_seed(seed)
+    return torch.randint(shape.vocabulary, (tokens // context, context), device=DEVICE, generator=dice)
+
+
+def no_init_weights() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which transformers leaves weights as they are: they are drawn afterwards."""
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:
+        from transformers.modeling_utils import no_init_weights
+    return no_init_weights()
+
+
+def waited() -> None:
+    """Wait for the GPU."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
 def measured(step: Callable[[], object], *, steps: int, warm: int = 2) -> dict:
     """Return seconds a step (the median), each of them, and the peak of the allocator in these steps."""
     for _ in range(warm):
         step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    waited()
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     spans = []
     for _ in range(steps):
         start = time.perf_counter()
         step()
-        torch.cuda.synchronize()
+        waited()
         spans.append(time.perf_counter() - start)
-    return {
-        "seconds": statistics.median(spans),
-        "each": [round(span, 4) for span in spans],
-        "peak_bytes": torch.cuda.max_memory_allocated(),
-        "reserved_bytes": torch.cuda.max_memory_reserved(),
-    }
+    found = {"seconds": statistics.median(spans), "each": [round(span, 4) for span in spans]}
+    if DEVICE == "cuda":
+        found |= {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
+    return found
 
 
-def passed(model: nn.Module, ids: Tensor) -> Tensor:
-    """One forward under bf16 autocast, and its backward; the loss."""
-    with torch.autocast("cuda", torch.bfloat16):
-        loss = model(ids)
+def passed(model: nn.Module, ids: Tensor, factor: float = 1.0) -> Tensor:
+    """Do one forward under bf16 autocast, and its backward; return the loss, times a factor."""
+    with torch.autocast(DEVICE, torch.bfloat16):
+        loss = factor * model(ids)
     loss.backward()
     return loss.detach()
 
@@ -128,4 +150,5 @@ def passed(model: nn.Module, ids: Tensor) -> Tensor:
 def emptied() -> None:
     """Give memory back before the next measurement."""
     gc.collect()
-    torch.cuda.empty_cache()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()

@@ -17,14 +17,14 @@ LR = 1e-4
 
 def resident(shape: Llama) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     """All on the GPU: torch's fused AdamW there."""
-    model = made(shape, "cuda", recompute=True)
+    model = made(shape, recompute=True)
     optimizer = torch.optim.AdamW(model.parameters(), LR, fused=True)
     return model, _step(model, optimizer)
 
 
 def resident_kept(shape: Llama) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     """All on the GPU, and all activations kept."""
-    model = made(shape, "cuda", recompute=False)
+    model = made(shape, recompute=False)
     return model, _step(model, torch.optim.AdamW(model.parameters(), LR, fused=True))
 
 
@@ -32,7 +32,7 @@ def torchao(shape: Llama) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     """torchao's CPUOffloadOptimizer: weights on the GPU, gradients leave as they arise, AdamW on the CPU."""
     from torchao.optim import CPUOffloadOptimizer
 
-    model = made(shape, "cuda", recompute=True)
+    model = made(shape, recompute=True)
     optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=True, lr=LR, fused=True)
     return model, _step(model, optimizer)
 
@@ -43,7 +43,7 @@ def fsdp2(shape: Llama) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    model = made(shape, "cuda", recompute=True)
+    model = made(shape, recompute=True)
     how = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32), "offload_policy": CPUOffloadPolicy()}
     for block in model.llama.model.layers:
         fully_shard(block, **how)
@@ -56,7 +56,7 @@ def deepspeed(shape: Llama) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     """DeepSpeed's ZeRO-Offload, where it is installed and its CPU Adam compiles."""
     import deepspeed as library
 
-    model = made(shape, "cuda", recompute=True)
+    model = made(shape, recompute=True)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},

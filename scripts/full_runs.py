@@ -1,0 +1,242 @@
+"""mode "full" in `full_bench.py`: models that train from the tiers, and what a step cannot be faster than.
+
+    link     the bytes that a step streamed to the GPU, at the rate of a copy from page-locked memory
+    update   the optimizer's step by itself
+    compute  forward and backward of the same model with all weights on the GPU
+
+Each function prints a line of JSON for each thing that it found out, the last of which has everything.
+"""
+
+import argparse
+import hashlib
+import json
+import time
+from typing import Any
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import vbrt
+from scripts.full_models import DEVICE, SHAPES, Trainee, batch, emptied, made, measured, passed, waited
+from vbrt.training.update import split_master
+
+__all__ = ["RUNS", "limited"]
+
+LR, CONTEXT = 1e-4, 2048
+_SLOTS = 10  # of the largest page, on the GPU
+
+
+def limited(gigabytes: float | None) -> None:
+    """Make the GPU as small as that for torch's allocator."""
+    if gigabytes is not None and DEVICE == "cuda":
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(gigabytes * 1e9 / total)
+
+
+def wrapped(model: Trainee, *, slots: int = _SLOTS, **training: Any) -> vbrt.VBFullWrapper:
+    """Return a model in the tiers, with AdamW; the GPU holds a ring of pages, tables and norms."""
+    optimizer = torch.optim.AdamW(model.parameters(), LR, fused=True)
+    blocks = [p.numel() for name, p in model.named_parameters() if "layers." in name]
+    tiers = {"gpu": {"budget": slots * 2 * max(blocks)}} if DEVICE == "cuda" else {"gpu": {"enabled": False}}
+    return vbrt.wrap(model, "full", optimizer=optimizer, tiers=tiers, training=training, weights={"keep_head": True})
+
+
+def trained(vb: vbrt.VBFullWrapper, ids: Tensor, *, parts: int = 1) -> Tensor:
+    """Do one step, in so many passes over parts of the batch; return its loss."""
+    total = torch.zeros((), device=ids.device)
+    for part in ids.chunk(parts):
+        total += passed(vb, part, 1 / parts)
+    vb.step()
+    vb.zero_grad()
+    return total
+
+
+def compute_seconds(model: nn.Module, ids: Tensor) -> float:
+    """Return the seconds of forward and backward with all weights on the GPU."""
+
+    def both() -> None:
+        passed(model, ids)
+        model.zero_grad()
+
+    return measured(both, steps=2, warm=1)["seconds"]
+
+
+def apart(vb: vbrt.VBFullWrapper, ids: Tensor) -> dict:
+    """Return what a step's update takes by itself, the bytes that it streams, and how fast a link carries them."""
+    vb.settle()
+    before = vb.stats().bytes_moved
+    passed(vb, ids)
+    waited()
+    after = vb.stats().bytes_moved
+    start = time.perf_counter()
+    vb.step()
+    vb.settle()
+    update = time.perf_counter() - start
+    vb.zero_grad()
+    moved = {link: nbytes - before.get(link, 0) for link, nbytes in after.items()}
+    rate = link_rate()
+    return {
+        "update_s": update,
+        "moved_bytes": moved,
+        "link_bytes_per_s": rate,
+        "link_s": moved.get("cpu>gpu", 0) / rate,
+    }
+
+
+def link_rate(nbytes: int = 1 << 28) -> float:
+    """Return bytes a second of copies from page-locked memory to the GPU."""
+    source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=DEVICE == "cuda")
+    target, spans = torch.empty(nbytes, dtype=torch.uint8, device=DEVICE), []
+    for _ in range(6):
+        start = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        waited()
+        spans.append(time.perf_counter() - start)
+    return nbytes / min(spans)
+
+
+def told(found: dict) -> dict:
+    """Print what is known so far: whoever started this has it if the rest takes too long."""
+    print(json.dumps(found), flush=True)
+    return found
+
+
+def about(vb: vbrt.VBFullWrapper) -> dict:
+    """Return what a model says of itself."""
+    stats = vb.stats()
+    tiers = {name: tier.held_bytes for name, tier in stats.tiers.items()}
+    host = psutil.Process().memory_info().rss
+    return {
+        "host_bytes": host,
+        "tier_bytes": tiers,
+        "activations": str(stats.activations),
+        "fallbacks": list(stats.fallbacks),
+    }
+
+
+# -- what the parts run ------------------------------------------------------------------------------------------------
+
+
+def steps_of(options: argparse.Namespace) -> None:
+    """Make a model of fp32 weights, limit the GPU, and train it for some steps."""
+    start, shape = time.perf_counter(), SHAPES[options.shape]
+    vb = wrapped(made(shape, recompute=False), activations=options.activations, **options.training)
+    emptied()
+    limited(options.limit)
+    found = {"ready_s": round(time.perf_counter() - start, 1)}
+    ids = batch(shape, options.tokens, CONTEXT)
+    found |= measured(lambda: trained(vb, ids, parts=options.parts), steps=options.steps)
+    told(found | {"tokens_per_s": options.tokens / found["seconds"]} | about(vb))
+    told(found | {"tokens_per_s": options.tokens / found["seconds"]} | apart(vb, ids) | about(vb))
+
+
+def large(options: argparse.Namespace) -> None:
+    """Compute resident first, then train the same model from the tiers on a small GPU, at several sizes of a step."""
+    start, shape = time.perf_counter(), SHAPES[options.shape]
+    model = made(shape, recompute=True, dtype=torch.bfloat16)
+    found: dict[str, Any] = {"parameters": shape.parameters, "compute_s": {}, "rows": []}
+    for tokens in options.sizes:
+        found["compute_s"][tokens] = compute_seconds(model, batch(shape, min(tokens, 16384), CONTEXT))
+        found["compute_s"][tokens] *= max(1, tokens // 16384)
+    emptied()
+    model.llama.gradient_checkpointing_disable()
+    told(found | {"resident_ready_s": round(time.perf_counter() - start, 1)})
+    start = time.perf_counter()
+    vb = wrapped(model, activations=options.activations, **options.training)
+    emptied()
+    limited(options.limit)
+    found |= {"wrap_s": round(time.perf_counter() - start, 1), "limit_gb": options.limit} | about(vb)
+    told(found)
+    for tokens in options.sizes:
+        ids, parts = batch(shape, tokens, CONTEXT), max(1, tokens // options.at_once)
+        row = {"tokens": tokens, "parts": parts}
+        row |= measured(lambda: trained(vb, ids, parts=parts), steps=options.steps, warm=1)  # noqa: B023
+        found["rows"].append(row | {"tokens_per_s": tokens / row["seconds"]})
+        told(found)
+    told(found | apart(vb, batch(shape, options.sizes[0], CONTEXT)) | about(vb))
+
+
+def largest(options: argparse.Namespace) -> None:
+    """Train a model for some steps, without measuring anything apart."""
+    options.sizes, start = [options.tokens], time.perf_counter()
+    shape = SHAPES[options.shape]
+    vb = wrapped(made(shape, recompute=False, dtype=torch.bfloat16), activations="offload", **options.training)
+    emptied()
+    limited(options.limit)
+    found = {"parameters": shape.parameters, "ready_s": round(time.perf_counter() - start, 1), "losses": []}
+    ids = batch(shape, options.tokens, CONTEXT)
+    told(found | about(vb))
+
+    def step() -> None:
+        found["losses"].append(trained(vb, ids).item())
+        told(found)
+
+    found |= measured(step, steps=options.steps - 1, warm=1)
+    told(found | {"tokens_per_s": options.tokens / found["seconds"]} | about(vb))
+
+
+class _HalfUp(torch.autograd.Function):
+    """The bf16 half of an fp32 weight as pages hold it; the gradient goes straight through, as that of a cast."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor) -> Tensor:
+        return split_master(weight)[0]
+
+    @staticmethod
+    def backward(ctx, dw: Tensor) -> Tensor:
+        return dw.float()
+
+
+class _ResidentLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(torch.bfloat16), _HalfUp.apply(self.weight))
+
+
+def bits(options: argparse.Namespace) -> None:
+    """Train the same model both ways: resident, with blocks updated by torch on the CPU, and in the tiers."""
+    shape = SHAPES[options.shape]
+    batches = [batch(shape, options.tokens, min(CONTEXT, options.tokens), seed) for seed in range(options.steps)]
+    resident = _resident_run(made(shape, recompute=True), batches)
+    told({"resident": resident})
+    emptied()
+    vb = wrapped(made(shape, recompute=False), activations=options.activations, **options.training)
+    start = time.perf_counter()
+    losses = [trained(vb, ids) for ids in batches]
+    own = {"losses": [loss.item() for loss in losses], "seconds": time.perf_counter() - start}
+    own["digest"] = _digest(vb.state_dict())
+    equal = own["losses"] == resident["losses"] and own["digest"] == resident["digest"]
+    told({"resident": resident, "full": own, "steps": options.steps, "parameters": shape.parameters, "equal": equal})
+
+
+def _resident_run(model: Trainee, batches: list[Tensor]) -> dict:
+    linears = [m for name, m in model.named_modules() if type(m) is nn.Linear and "layers." in name]
+    for module in linears:
+        module.__class__ = _ResidentLinear
+    theirs = {id(module.weight) for module in linears}
+    kept = torch.optim.AdamW([p for p in model.parameters() if id(p) not in theirs], LR, fused=True)
+    masters = [nn.Parameter(module.weight.detach().cpu()) for module in linears]
+    blocks = torch.optim.AdamW(masters, LR, fused=True)
+    losses, start = [], time.perf_counter()
+    for ids in batches:
+        losses.append(passed(model, ids))
+        for master, module in zip(masters, linears, strict=True):
+            master.grad = module.weight.grad.cpu()
+        for optimizer in (kept, blocks):
+            optimizer.step()
+        model.zero_grad()
+        for master, module in zip(masters, linears, strict=True):
+            module.weight.data.copy_(master.detach())
+    seconds = time.perf_counter() - start
+    return {"losses": [loss.item() for loss in losses], "seconds": seconds, "digest": _digest(model.state_dict())}
+
+
+def _digest(state: dict[str, Tensor]) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for name in sorted(state):
+        found.update(state[name].detach().float().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+RUNS = {"steps": steps_of, "large": large, "largest": largest, "bits": bits}
