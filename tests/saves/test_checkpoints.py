@@ -77,6 +77,22 @@ def test_plain_torch_goes_on_from_it(tmp_path):
         assert_same_state(plain.state_dict(), vb.state_dict())
 
 
+def test_masters_of_a_model_in_bf16_are_whole_in_it(tmp_path):
+    data, made, other = batches(4), model().bfloat16(), model().bfloat16()
+    vb = vbrt.wrap(made, "full", optimizer=adamw(made.parameters()))
+    steps(vb, vb.optimizer, data[:2])
+    vb.save_checkpoint(tmp_path)
+    saved = vbrt.read_checkpoint(tmp_path)
+    with vbrt.wrap(other, "full", optimizer=adamw(other.parameters())) as second:
+        second.load_checkpoint(tmp_path)
+        assert steps(second, second.optimizer, data[2:]) == steps(vb, vb.optimizer, data[2:])
+        second.load_checkpoint(tmp_path)
+        masters = second.unwrap().state_dict()
+    assert saved.model["norm.weight"].dtype is torch.float32
+    assert_same_state(saved.model, masters)
+    vb.close()
+
+
 def test_a_checkpoint_before_the_first_step_starts_over(tmp_path):
     data = batches(2)
     with wrapped() as vb:

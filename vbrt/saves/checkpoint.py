@@ -30,6 +30,8 @@ from vbrt.report.progress import Progress
 from vbrt.saves.manifest import SHARD, content_digest, text_of
 from vbrt.saves.nested import taken_apart, together
 from vbrt.saves.tensorfile import TensorFile, TensorInfo, TensorWriter, digest
+from vbrt.training.kept import LOW
+from vbrt.training.update import join_master
 
 __all__ = ["CHECKPOINT", "Piece", "SavedCheckpoint", "TrainingCheckpoint", "read_checkpoint", "write_checkpoint"]
 
@@ -239,8 +241,9 @@ def read_checkpoint(directory: str | PathLike) -> TrainingCheckpoint:
         CheckpointError: there is none, or it is damaged: names the file and what is wrong.
     """
     saved = SavedCheckpoint(directory)
-    model: dict[str, Tensor] = {}
+    model, optimizer = dict[str, Tensor](), saved.filled(saved.state["optimizer"])
     for entry in saved.state["model"]:
         tensor = saved.read(entry["value"])
-        model |= dict.fromkeys(entry["names"], tensor)
-    return TrainingCheckpoint(model, saved.filled(saved.state["optimizer"]), saved.filled(saved.state["extra"]))
+        low = optimizer["state"].get(entry.get("number"), {}).pop(LOW, None)
+        model |= dict.fromkeys(entry["names"], tensor if low is None else join_master(tensor, low))
+    return TrainingCheckpoint(model, optimizer, saved.filled(saved.state["extra"]))

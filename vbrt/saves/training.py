@@ -30,7 +30,7 @@ def save_training(attachment: FullAttachment, directory: str | PathLike, extra: 
     model, moments, pieces = [], dict[int, dict[str, Any]](), list[Piece]()
     for names, tensor in _held(attachment.model):
         if not isinstance(tensor, StreamedParameter):
-            model.append({"names": names, "value": tensor.detach()})
+            model.append({"names": names, "value": tensor.detach(), "number": numbers.get(id(tensor))})
             continue
         own, piece = _weight(tensor.weight, names[0], numbers.get(id(tensor)))
         model.append({"names": names, "value": piece.tensors[0]})

@@ -16,9 +16,9 @@ from vbrt.errors import WrapError
 from vbrt.training.streamed import StreamedParameter
 from vbrt.training.update import join_master, split_master
 
-__all__ = ["check_kept", "load_kept", "master_of", "masters", "widen_kept"]
+__all__ = ["LOW", "check_kept", "load_kept", "master_of", "masters", "widen_kept"]
 
-_LOW = "low"
+LOW = "low"  #: in the optimizer's state of a parameter
 
 
 def check_kept(optimizer: torch.optim.Optimizer) -> None:
@@ -56,14 +56,14 @@ def _master(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Iterat
         parameter.data = high.copy_(new_high)
         parameter.grad = gradient
         if optimizer.state.get(parameter):  # a step was made: torch begins a state where there is none
-            optimizer.state[parameter][_LOW] = low
+            optimizer.state[parameter][LOW] = low
 
 
 def master_of(optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter) -> Tensor:
     """Return a copy of a parameter that stayed, in fp32, with the bits that bf16 does not hold; others as they are."""
     if parameter.dtype is not torch.bfloat16:
         return parameter.detach()
-    low = None if optimizer is None else optimizer.state.get(parameter, {}).get(_LOW)
+    low = None if optimizer is None else optimizer.state.get(parameter, {}).get(LOW)
     return parameter.detach().float() if low is None else join_master(parameter.detach(), low)
 
 
@@ -74,7 +74,7 @@ def widen_kept(optimizer: torch.optim.Optimizer) -> None:
             gradient, parameter.grad = parameter.grad, None
             parameter.data = master_of(optimizer, parameter)
             parameter.grad = None if gradient is None else gradient.float()
-            optimizer.state.get(parameter, {}).pop(_LOW, None)
+            optimizer.state.get(parameter, {}).pop(LOW, None)
 
 
 def load_kept(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -86,8 +86,8 @@ def load_kept(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -
                 narrowing.enter_context(_as_fp32(parameter))
         torch.optim.Optimizer.load_state_dict(optimizer, state_dict)
     for own in optimizer.state.values():
-        if _LOW in own:
-            own[_LOW] = own[_LOW].to(torch.int16)  # torch casts it, too: fp32 holds its values
+        if LOW in own:
+            own[LOW] = own[LOW].to(torch.int16)  # torch casts it, too: fp32 holds its values
 
 
 @contextlib.contextmanager
