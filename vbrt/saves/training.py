@@ -16,7 +16,7 @@ from vbrt.saves.checkpoint import Piece, SavedCheckpoint, write_checkpoint
 from vbrt.saves.tensorfile import TensorInfo
 from vbrt.training.full import FullWeight
 from vbrt.training.kept import load_kept
-from vbrt.training.optimizer_state import moments_of, numbered, put_moments
+from vbrt.training.optimizer_state import numbered, put_moments
 from vbrt.training.streamed import StreamedParameter
 
 __all__ = ["load_training", "save_training"]
@@ -68,19 +68,19 @@ def _held(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
 
 def _weight(weight: FullWeight, name: str, number: int | None) -> tuple[dict[str, Any] | None, Piece]:
     """Return what the optimizer's state says of a weight, and the piece that writes it: the fp32 weight first."""
-    whole = TensorInfo(f"model.{name}", torch.float32, tuple(weight.state.low.shape))
-    own = {} if number is None else moments_of(weight)
-    found: dict[str, Any] = {}
-    for key, value in own.items():
-        small = value.ndim == 0  # the number of steps
-        found[key] = value if small else TensorInfo(f"optimizer.{number}.{key}", value.dtype, tuple(value.shape))
-    infos = (whole, *(info for info in found.values() if isinstance(info, TensorInfo)))
-    return found or None, Piece(infos, partial(_tensors, weight, whole.name, found))
+    state = weight.state
+    whole = TensorInfo(f"model.{name}", torch.float32, state.shape)
+    if number is None or not (state.steps or state.has_moments):
+        return None, Piece((whole,), partial(_tensors, weight, whole.name, {}))
+    kinds = state.kinds if state.has_moments else ()
+    moments = {key: TensorInfo(f"optimizer.{number}.{key}", torch.float32, state.shape) for key in kinds}
+    step = torch.tensor(float(state.steps), dtype=torch.float32, device="cpu")
+    return {"step": step, **moments}, Piece((whole, *moments.values()), partial(_tensors, weight, whole.name, moments))
 
 
-def _tensors(weight: FullWeight, name: str, found: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    own = moments_of(weight) if found else {}
-    return {name: weight.master()} | {info.name: own[key] for key, info in found.items() if key != "step"}
+def _tensors(weight: FullWeight, name: str, moments: Mapping[str, TensorInfo]) -> Mapping[str, Tensor]:
+    held = weight.state.moments if moments else {}
+    return {name: weight.master(), **{info.name: held[key] for key, info in moments.items()}}
 
 
 # -- back -------------------------------------------------------------------------------------------------------------
