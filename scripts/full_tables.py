@@ -1,0 +1,113 @@
+"""docs/benchmarks.md: training from the tiers, from the results of `scripts/full_bench.py`."""
+
+import json
+from pathlib import Path
+
+__all__ = ["full_tables"]
+
+_PEERS = """\
+A Llama of 1.57 B parameters, AdamW, bf16 autocast, fp32 weights, {tokens:,} tokens a step in sequences of 2048;
+blocks are computed again in the backward pass where nothing else is said."""
+_LARGE = """\
+The 8B shape, {parameters:.2f} B parameters in bf16 with fp32 masters, AdamW, sequences of 2048, on {limit:.0f}
+GB of GPU memory; {host:.0f} GB of host memory. Link, update and compute were measured by themselves: the bytes
+of a pass at the rate of a copy, the optimizer's step alone, and forward and backward with all weights on the
+GPU. A step of several passes streams its weights for each."""
+_LARGEST = """\
+The largest: {parameters:.1f} B parameters on {limit:.0f} GB of GPU memory and {host:.0f} GB of host memory,
+{steps} steps{rate}, losses {first:.3f} to {last:.3f}."""
+_BITS = """\
+{parameters:.0f} M parameters, {steps} steps: losses and all weights have {found} as the same model trained
+resident with torch's fused AdamW on the CPU in fp32 ({own:.0f} s, resident {resident:.0f} s)."""
+
+
+def full_tables(path: Path) -> list[str]:
+    """What was measured: beside peers, the 8B shape beside its limits, the largest model, bits."""
+    result = json.loads(path.read_text())
+    where = result["machine"]
+    named = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
+    lines = [line for part in (_peers, _large, _largest, _bits) for line in part(result)]
+    last = f"{named}, Python {where['python']}, commit {where['commit']}."
+    return [f"## training from the tiers, {where['gpu']}", "", *lines, last, ""]
+
+
+def _peers(result: dict) -> list[str]:
+    rows = [*result.get("peers", []), *result.get("full", [])]
+    if not rows:
+        return []
+    base = next((row["tokens_per_s"] for row in rows if row["way"] == "resident" and "tokens_per_s" in row), None)
+    return [
+        _flat(_PEERS.format(tokens=rows[0]["tokens"])),
+        "",
+        "| way | tokens/s | of resident | peak GPU GB | ready s |",
+        "| --- | --- | --- | --- | --- |",
+        *(_peer(row, base) for row in rows),
+        "",
+    ]
+
+
+def _peer(row: dict, base: float | None) -> str:
+    if "tokens_per_s" not in row:
+        return f"| {row['way']} | {row.get('failed', 'no figures')} | – | – | – |"
+    rate, share = row["tokens_per_s"], f"{row['tokens_per_s'] / base:.2f}" if base else "–"
+    return f"| {row['way']} | {rate:,.0f} | {share} | {row['peak_bytes'] / 1e9:.1f} | {row['ready_s']:.0f} |"
+
+
+def _large(result: dict) -> list[str]:
+    large = result.get("large", {})
+    if not large.get("rows"):
+        return []
+    said = _LARGE.format(
+        parameters=large["parameters"] / 1e9, limit=large["limit_gb"], host=large.get("host_bytes", 0) / 1e9
+    )
+    return [
+        _flat(said),
+        "",
+        "| tokens a step | passes | s | tokens/s | peak GPU GB | link s | update s | compute s | of the largest |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        *(_size(row, large) for row in large["rows"]),
+        "",
+    ]
+
+
+def _size(row: dict, large: dict) -> str:
+    link, update = large.get("link_s", 0.0) * row["parts"], large.get("update_s", 0.0)
+    limits = {"link": link, "update": update, "compute": large["compute_s"][str(row["tokens"])]}
+    name = max(limits, key=limits.__getitem__)
+    cells = [
+        f"{row['tokens']:,}",
+        str(row["parts"]),
+        f"{row['seconds']:.2f}",
+        f"{row['tokens_per_s']:,.0f}",
+        f"{row['peak_bytes'] / 1e9:.1f}",
+        *(f"{seconds:.2f}" for seconds in limits.values()),
+        f"{limits[name] / row['seconds']:.2f}, {name}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _largest(result: dict) -> list[str]:
+    largest = result.get("largest", {})
+    if not largest.get("losses"):
+        return []
+    losses = largest["losses"]
+    rate = f", {largest['seconds']:.1f} s a step of {largest['tokens']:,} tokens" if "seconds" in largest else ""
+    sizes = {"parameters": largest["parameters"] / 1e9, "host": largest.get("host_bytes", 0) / 1e9}
+    said = _LARGEST.format(
+        **sizes, limit=largest["limit"], steps=len(losses), rate=rate, first=losses[0], last=losses[-1]
+    )
+    return [_flat(said), ""]
+
+
+def _bits(result: dict) -> list[str]:
+    bits = result.get("bits", {})
+    if "full" not in bits:
+        return []
+    seconds = {"own": bits["full"]["seconds"], "resident": bits["resident"]["seconds"]}
+    found = "the same bits" if bits["equal"] else "other bits"
+    said = _BITS.format(parameters=bits["parameters"] / 1e6, steps=bits["steps"], found=found, **seconds)
+    return [_flat(said), ""]
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())
