@@ -1,7 +1,10 @@
 """What ranks are asked to do: functions of tests that run on each of them, by name."""
 
+import contextlib
 import copy
+import errno
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -155,3 +158,36 @@ def recorded_like_eager(path: str) -> dict[str, Any]:
         ids.copy_(TOKENS.flip(1))
         got, want = step(ids), model(ids, use_cache=False).logits
     return {"equal": torch.equal(got, want), "refused": step.report.refused}
+
+
+def saved(path: str, format: str, dtype: str, *, full: int | None = None) -> None:
+    """Save a split model; the disk of rank `full` is."""
+    vb = vbrt.wrap(parallel(llama(getattr(torch, dtype))), config(format))
+    fails = OSError(errno.ENOSPC, "No space left on device") if full == dist.get_rank() else None
+    with mock.patch("vbrt.saves.save._write_shards", side_effect=fails) if fails else contextlib.nullcontext():
+        vb.save(path)
+    vb.close()
+
+
+def loaded_parts(path: str, format: str, dtype: str) -> dict[str, Any]:
+    """Load a save into a split model; compare each weight with the part of what one process decodes."""
+    original = llama(getattr(torch, dtype))
+    whole = vbrt.wrap(copy.deepcopy(original), config(format))
+    whole.materialize()
+    want = whole.state_dict()
+    other = llama(getattr(torch, dtype))
+    nn.init.zeros_(other.lm_head.weight)
+    vb = vbrt.load(path, parallel(other))
+    wrong = []
+    for name, tensor in vb.state_dict().items():
+        if isinstance(tensor, torch.distributed.tensor.DTensor):
+            cut = torch.distributed.tensor.distribute_tensor(want[name], tensor.device_mesh, tensor.placements)
+            wrong += [] if torch.equal(cut._local_tensor, tensor._local_tensor) else [name]
+        elif not torch.equal(tensor, want[name]):
+            wrong.append(name)
+    plain = parallel(copy.deepcopy(original))
+    load_decoded_(plain, format, original)
+    with torch.no_grad():
+        got, expected = vb(TOKENS).logits, plain(TOKENS).logits
+    error = float((got - expected).abs().max() / expected.abs().max())
+    return {"wrong": wrong, "error": error, "swapped": len(vb.registry)}

@@ -23,6 +23,7 @@ from vbrt.errors import CheckpointError, describe_os_error
 from vbrt.host.files import expanded, sync_directory, write_file
 from vbrt.layers import SwappedLayer, WeightHandle, site_of
 from vbrt.layers.experts import ExpertsHandle
+from vbrt.layers.shards import local_of
 from vbrt.model.attachment import Attachment
 from vbrt.report.progress import Progress
 from vbrt.residency.site import ROOT, WeightSite
@@ -40,7 +41,16 @@ from vbrt.saves.manifest import (
 from vbrt.saves.tensorfile import TensorInfo, TensorWriter
 from vbrt.training import TrainedExpertsWeight, TrainedWeight
 
-__all__ = ["find_kept", "find_layers", "layer_parts", "remove_files", "save_attached", "sync_in_place", "write_parts"]
+__all__ = [
+    "find_kept",
+    "find_layers",
+    "layer_parts",
+    "remove_files",
+    "save_attached",
+    "save_model",
+    "sync_in_place",
+    "write_parts",
+]
 
 Experts = ExpertsHandle | TrainedExpertsWeight
 Handle = WeightHandle | TrainedWeight | Experts
@@ -67,10 +77,10 @@ class Part:
 def save_attached(attachment: Attachment, directory: str | PathLike, *, progress: bool | None = None) -> Path:
     """Write a model that is attached to a runtime. See `VBModelWrapper.save`."""
     config = attachment.ready_to_save()
-    return _save(attachment.model, config, Path(directory), progress=progress)
+    return save_model(attachment.model, config, Path(directory), progress=progress)
 
 
-def _save(model: nn.Module, config: VBConfig, directory: Path, *, progress: bool | None) -> Path:
+def save_model(model: nn.Module, config: VBConfig, directory: Path, *, progress: bool | None) -> Path:
     """Write a model whose VB layers are all encoded."""
     try:
         directory = expanded(directory)
@@ -306,7 +316,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
         for name, parameter in module._parameters.items():
             in_planes = isinstance(module, SwappedLayer) and name in module.trained_parameters
             if parameter is not None and not in_planes:
-                yield prefix + name, "parameter", parameter
+                yield prefix + name, "parameter", local_of(parameter)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 kind = "non-persistent buffer" if name in module._non_persistent_buffers_set else "buffer"

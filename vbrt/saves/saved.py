@@ -1,7 +1,7 @@
 """What `vb.save` wrote, and planes that another library has put into files of its own."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from vbrt.saves.landing import Landing
 from vbrt.saves.manifest import MANIFEST, KeptTensor, Manifest, SavedLayer, read_manifest, text_of
 from vbrt.saves.tensorfile import TensorFile, TensorInfo, digest
 
-__all__ = ["SavedModel", "for_this_machine"]
+__all__ = ["SavedModel", "for_this_machine", "saved_swaps"]
 
 
 class SavedModel:
@@ -86,7 +86,7 @@ class SavedModel:
             for plane, expected in layer.expected().items():
                 for field, wanted in expected.items():
                     for matrix in layer.matrices:
-                        info = self._info(layer.file_tensor(plane, field, matrix))
+                        info = self.info(layer.file_tensor(plane, field, matrix))
                         if not _is_like(info, *wanted):
                             raise _damaged(
                                 self._said_in,
@@ -94,9 +94,19 @@ class SavedModel:
                                 f"{info.name} is {_described(text_of(info.dtype), info.shape)}",
                             )
         for number, entry in enumerate(self._manifest.kept):
-            dtype = self._info(entry.name).dtype
+            dtype = self.info(entry.name).dtype
             if entry.trainable and not has_fraction(dtype):
                 raise _damaged(self._said_in, f"kept[{number}].trainable = true, and {entry.name} is {text_of(dtype)}")
+
+    @property
+    def layers(self) -> tuple[SavedLayer, ...]:
+        """The entries of weights in planes."""
+        return self._manifest.layers
+
+    @property
+    def kept(self) -> list[KeptTensor]:
+        """The entries of tensors that are in no planes."""
+        return list(dict.fromkeys(self._kept.values()))
 
     def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
         """See `Source`. Weights stay what they were when the model was saved."""
@@ -135,7 +145,7 @@ class SavedModel:
                 modules[site.module]._parameters[site.parameter] = weight
         for entry in dict.fromkeys(self._kept.values()):
             if entry.kind == "parameter":
-                dtype = self._info(entry.name).dtype
+                dtype = self.info(entry.name).dtype
                 assign_(model, entry.names, partial(on_meta, dtype=dtype, trains=entry.trainable))
 
     def check_fit(self, model: nn.Module) -> None:
@@ -145,7 +155,7 @@ class SavedModel:
         refuse_any(self.path, "layers do not fit", filter(None, (misfit(modules.get(s.module), s) for s in sites)))
         refuse_any(self.path, "kinds do not fit", other_kinds(model, self._kept))
         lasting = {name: entry for name, entry in self._kept.items() if entry.kind != "non-persistent buffer"}
-        infos = {name: self._info(entry.name) for name, entry in lasting.items()}
+        infos = {name: self.info(entry.name) for name, entry in lasting.items()}
         refuse_any(self.path, "shapes do not fit", other_shapes(model, infos))
 
     def has(self, name: str) -> bool:
@@ -154,12 +164,7 @@ class SavedModel:
 
     def plan(self, model: nn.Module, config: VBConfig, beside: Beside | None) -> Plan:
         """See `Source`: with the swaps of the model that was saved."""
-        modules = {name or ROOT: module for name, module in model.named_modules()}
-        layers = [layer for layer in self._manifest.layers if not KINDS[layer.site.kind].routed]
-        saved = [_swap(layer, modules) for layer in layers] + list(_routed_swaps(self._manifest.layers, modules))
-        places = {name: place for place, name in enumerate(modules)}
-        saved.sort(key=lambda swap: places[swap.site.module])
-        return make_plan(model, config, saved=saved, beside=beside)
+        return make_plan(model, config, saved=saved_swaps(self._manifest.layers, model), beside=beside)
 
     def planes_of(self, swap: Swap, handle: WeightHandle) -> Planes:
         """See `Source`: as they were encoded."""
@@ -175,10 +180,14 @@ class SavedModel:
 
         return ExpertsOnDemand(make, swap.experts)
 
+    def encoded(self, name: str, matrix: int | None = None) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the planes of the weight of a name, or of one of its matrices, as they were encoded."""
+        return self._encoded(self._layers[name], matrix)
+
     def _encoded(self, layer: SavedLayer, matrix: int | None = None) -> dict[str, dict[str, torch.Tensor]]:
         """Read the planes of a weight, or of one of its matrices, as they were encoded."""
         planes = {
-            plane: {field: self._read(layer.file_tensor(plane, field, matrix)) for field in names}
+            plane: {field: self.read(layer.file_tensor(plane, field, matrix)) for field in names}
             for plane, names in layer.planes.items()
         }
         if layer.fine:
@@ -218,17 +227,28 @@ class SavedModel:
         for entry in dict.fromkeys(self._kept.values()):
             names = entry.names if entry.kind == "parameter" else known.intersection(entry.names)
             if names:
-                value = self._read(entry.name).to(landing.device)
+                value = self.read(entry.name).to(landing.device)
                 assign_(model, names, partial(with_values, value=value))
 
-    def _info(self, name: str) -> TensorInfo:
+    def info(self, name: str) -> TensorInfo:
+        """Return the entry of a tensor in its file."""
         return self._files[name].tensors[name]
 
-    def _read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor. Raises CheckpointError: its bytes are others than those that were saved."""
         tensor, saved = self._files[name].read(name), self._manifest.tensors.get(name)
         if saved is not None and digest(tensor) != saved.digest:
             raise _damaged(self._files[name].path, f"the bytes of {name} are not those that were saved")
         return tensor
+
+
+def saved_swaps(layers: Sequence[SavedLayer], model: nn.Module) -> list[Swap]:
+    """Return the swaps of saved layers, without pages, in the order of the model."""
+    modules = {name or ROOT: module for name, module in model.named_modules()}
+    plain = [layer for layer in layers if not KINDS[layer.site.kind].routed]
+    swaps = [_swap(layer, modules) for layer in plain] + list(_routed_swaps(layers, modules))
+    places = {name: place for place, name in enumerate(modules)}
+    return sorted(swaps, key=lambda swap: places[swap.site.module])
 
 
 def for_this_machine(saved: VBConfig) -> VBConfig:

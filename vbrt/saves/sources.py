@@ -23,6 +23,7 @@ from vbrt.saves.gguf_file import GGUF_SUFFIX, GGUFFile, shard_paths
 from vbrt.saves.landing import Landing
 from vbrt.saves.manifest import MANIFEST
 from vbrt.saves.published import Description, checkpoint_of, describe_files
+from vbrt.saves.ranked import RANKS, open_ranked
 from vbrt.saves.saved import SavedModel
 from vbrt.saves.tensorfile import TensorFile
 
@@ -73,6 +74,8 @@ def open_source(path: Path) -> Source:
     path = _looked_at(path)
     if path.is_dir() and (path / MANIFEST).exists():
         return SavedModel(path)
+    if path.is_dir() and (path / RANKS).exists():
+        return open_ranked(path)
     file = gguf_file(path)
     if file is not None:
         return gguf_checkpoint(GGUFTensors(file))

@@ -17,6 +17,7 @@ from vbrt.model.runtime import Runtime
 from vbrt.model.sharing import shared_config
 from vbrt.saves.ahead import reading_ahead
 from vbrt.saves.load import load_attached
+from vbrt.saves.ranked import for_ranks
 from vbrt.saves.sources import Source, open_source
 from vbrt.wrapper.wrap import facade_of, user_policy, warn_of_plan
 from vbrt.wrapper.wrapper import VBModelWrapper
@@ -67,7 +68,7 @@ def load(
         raise WrapError(f"load() got {type(model).__name__}; expected a torch.nn.Module that is not wrapped")
     if any(isinstance(module, SwappedLayer) for module in model.modules()):
         raise WrapError('load(): the model is wrapped already; build a new one, under torch.device("meta") for one')
-    source = open_source(Path(directory))
+    source = for_ranks(open_source(Path(directory)), model)
     with reading_ahead(source.files):
         return load_from(source, model, config, runtime=runtime, progress=progress, **overrides)
 

@@ -19,7 +19,7 @@ from vbrt.report.metrics import Scraped
 from vbrt.report.routing import RoutingRecorder
 from vbrt.report.stats import Stats
 from vbrt.residency.plan import Plan
-from vbrt.saves.save import save_attached
+from vbrt.saves.ranked import save_on_ranks
 from vbrt.tiers import Recorder
 from vbrt.wrapper.live import Watched
 from vbrt.wrapper.mirror import Facade
@@ -179,6 +179,9 @@ class VBModelWrapper(Facade, Scraped, Watched):
         The directory has safetensors files and `vbrt.json`; one layer is in memory at a time. Layers that are not
         encoded yet are encoded. A save that is there already is replaced once the new one is complete.
 
+        Where ranks hold parts of the weights, every rank calls it, and each writes what it holds. Any number of ranks
+        loads that, and a save of one process.
+
         Args:
             progress: as for `materialize`.
 
@@ -190,7 +193,7 @@ class VBModelWrapper(Facade, Scraped, Watched):
             FormatError, TierError: a weight cannot be encoded, or a page cannot be read.
             WrapError: the wrapper was closed or unwrapped.
         """
-        return save_attached(self._attachment, directory, progress=progress)
+        return save_on_ranks(self._attachment, directory, progress=progress)
 
     @property
     def lossless(self) -> bool:
