@@ -68,5 +68,5 @@ def test_a_folder_of_another_save_is_refused_and_a_rank_that_cannot_write_leaves
     assert (path / "vbrt-ranks.json").read_bytes() == before
     manifest = next(path.glob("ranks-*-00001-*")) / "vbrt.json"
     manifest.write_bytes(manifest.read_bytes().replace(b"float32", b"float16", 1))
-    with pytest.raises(vbrt.CheckpointError, match="ranks-.*-00001-of-00002.*of another save"):
+    with pytest.raises(vbrt.CheckpointError, match=r"ranks-.*-00001-of-00002.*of another save"):
         vbrt.load(path, cases.llama(torch.float32))
