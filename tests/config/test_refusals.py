@@ -60,6 +60,7 @@ WRONG_VALUES = [
     ("tiers.gpu.budget", "100.1%", '"100.1%"; expected more than 0% and at most 100%'),
     ("tiers.gpu.links", "all", '"all"; expected "own" or "auto"'),
     ("tiers.peer.budget", "much", f'"much"; {BUDGET}'),
+    ("tiers.gpu.devices", "auto", '"auto"; expected "current"'),
     ("tiers.gpu.links", [0, 0], f"[0, 0]; {GPUS}"),
     ("tiers.peer.enabled", 1, '1; expected true or false, or "auto"'),
     ("tiers.peer.devices", [], f'[]; {GPUS}, or "auto"'),
@@ -164,13 +165,16 @@ def test_every_key_has_a_refusal_in_the_table():
         ({"tiers": {"hdd": {}}}, "tiers.hdd is not a known section; expected one of gpu, peer, cpu, ssd"),
         (
             {"tiers": {"gpu": {"bugdet": 1}}},
-            'tiers.gpu.bugdet is not a known key; did you mean "budget"?; expected one of enabled, budget, links',
+            (
+                'tiers.gpu.bugdet is not a known key; did you mean "budget"?; '
+                "expected one of enabled, budget, links, devices"
+            ),
         ),
         ({"policy": {"PREFETCH": 1}}, f'policy.PREFETCH is not a known key; did you mean "prefetch"?; {POLICY_KEYS}'),
         ({"policy": {3: 1}}, f"policy.3 is not a known key; {POLICY_KEYS}"),
         ({"policy": "lru"}, 'policy = "lru"; expected a table with the keys kind, prefetch, scope, routing'),
         ({"tiers": [1]}, "tiers = [1]; expected a table with the keys gpu, peer, cpu, ssd"),
-        ({"tiers": {"gpu": True}}, "tiers.gpu = true; expected a table with the keys enabled, budget, links"),
+        ({"tiers": {"gpu": True}}, "tiers.gpu = true; expected a table with the keys enabled, budget, links, devices"),
         (
             {"tiers": {"ssd": {"enabled": True}}},
             (

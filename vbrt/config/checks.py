@@ -21,6 +21,7 @@ __all__ = [
     "file",
     "flag",
     "gpus",
+    "gpus_or",
     "pattern_table",
     "patterns",
     "quoted",
@@ -103,6 +104,11 @@ def gpus(value: object, where: str) -> tuple[int, ...]:
     if not good or not value or len(set(value)) < len(value):
         raise wrong(where, value, "expected a list of different GPUs by their numbers, e.g. [0, 1]")
     return tuple(value)
+
+
+def gpus_or(*names: str) -> Callable[[object, str], Any]:
+    """Return a check for one of the names or a list of GPUs."""
+    return lambda value, where: choice(*names)(value, where) if isinstance(value, str) else gpus(value, where)
 
 
 def auto_or(check: Callable[[object, str], Any]) -> Callable[[object, str], Any]:

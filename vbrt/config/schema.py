@@ -38,6 +38,7 @@ from vbrt.config.checks import (
     file,
     flag,
     gpus,
+    gpus_or,
     pattern_table,
     patterns,
     text,
@@ -102,12 +103,6 @@ def _budget(value: object, where: str) -> int | str:
 def _activations(value: object, where: str) -> int | str:
     parse_activations(value, where=where)
     return value  # type: ignore[return-value]  # parse_activations raises on anything but int and str
-
-
-def _links(value: object, where: str) -> tuple[int, ...] | str:
-    if isinstance(value, str):
-        return choice("own", "auto")(value, where)
-    return gpus(value, where)
 
 
 def _opt(default: Any, check: Callable[[object, str], Any]) -> Any:
@@ -220,13 +215,15 @@ class GpuTier(_Section):
     budget: "auto", bytes, "8GiB" or "40%" of the device; without a GPU it says nothing.
     links: the GPUs over whose links pages come from host memory: "own", only the computing one's; "auto", also those of
     all GPUs of this process that it reaches directly, which take a part of each page and hand it on; or their numbers.
+    devices: the GPUs that a model's layers are split over, each with tiers of its own; "current": that alone.
     """
 
     _key: ClassVar[str] = "tiers.gpu"
 
     enabled: bool | Literal["auto"] = _opt("auto", auto_or(flag))
     budget: int | str = _opt("auto", _budget)
-    links: tuple[int, ...] | Literal["own", "auto"] = _opt("own", _links)
+    links: tuple[int, ...] | Literal["own", "auto"] = _opt("own", gpus_or("own", "auto"))
+    devices: tuple[int, ...] | Literal["current"] = _opt("current", gpus_or("current"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +247,7 @@ class CpuTier(_Section):
     """Host memory. pinned: page-locked where CUDA is there, so that copies to the device run in the background. Memory
     that is not is copied through a small relay that is, which takes a core.
 
-    shared: the ranks of torch.distributed's process group, which hold the same weights, keep an equal part of each page
-    each, and gather pages on their GPUs. budget: of each rank."""
+    shared: ranks of one process group keep an equal part of each page, and gather pages on GPUs. budget: of each."""
 
     _key: ClassVar[str] = "tiers.cpu"
 

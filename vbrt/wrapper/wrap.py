@@ -4,13 +4,15 @@ Nothing moves when a model is wrapped: its layers become shells that share their
 layer, or `materialize()` for all of them, encodes the weight, stores its pages and frees the dense weight.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any, overload
 
+import torch
 from torch import nn
 
 from vbrt.config import VBConfig, load_config
+from vbrt.distributed.devices import SplitModel, devices_of, split_over
 from vbrt.errors import WrapError
 from vbrt.estimation.advise import advise
 from vbrt.estimation.precision import settled
@@ -43,7 +45,7 @@ def wrap(
 
 def wrap(
     model: object, config: Config = None, *, runtime: Runtime | None = None, **overrides: Any
-) -> VBModelWrapper | VBPipelineWrapper:
+) -> VBModelWrapper | VBPipelineWrapper | SplitModel:
     """Wrap a model so that its linear layers live as planes in the tiers of a config.
 
     Args:
@@ -63,7 +65,8 @@ def wrap(
     Returns:
         The wrapper. Everything of the model is reachable through it; `vb.model` is the same model, swapped. With
         mode = "train" it is a VBTrainingWrapper: weights stay parameters, and the forward sees them in 4 bits. Of an
-        object that holds models, a VBPipelineWrapper, through which everything of the object is reachable.
+        object that holds models, a VBPipelineWrapper, through which everything of the object is reachable. With
+        `tiers.gpu.devices` it is a `vbrt.distributed.devices.SplitModel`, whose layers are encoded already.
 
     Raises:
         ConfigError: the config is wrong, or impossible for this model or machine, or says something else of tiers or
@@ -85,6 +88,9 @@ def wrap(
         raise WrapError(f'optimizer=...: mode = "{asked.mode}" leaves optimizers alone; mode = "full" takes one over')
     if runtime is not None:
         asked = shared_config(asked, runtime, config, overrides)
+    devices = devices_of(asked)
+    if devices:
+        return _split(model, asked, devices, alone=runtime is None and policy is None)
     asked = settled(model, asked)
     plan = with_squares(model, plan_for(model, asked, runtime), asked)
     warn_of_plan(plan, "vbrt.wrap", stacklevel=3)
@@ -97,6 +103,15 @@ def wrap(
     except BaseException:  # Ctrl-C may come between the two
         attempt.undo()
         raise
+
+
+def _split(model: nn.Module, config: VBConfig, devices: Sequence[torch.device], *, alone: bool) -> SplitModel:
+    if not alone:
+        raise WrapError(
+            "tiers.gpu.devices: a model over several devices has runtimes of its own, with the config's policy; leave "
+            "out runtime= and policy=, or the key"
+        )
+    return split_over(model, settled(model, config), devices)
 
 
 def _begin_training(vb: VBFullWrapper, optimizer: Any) -> None:

@@ -1,0 +1,3 @@
+"""Models over several devices and ranks."""
+
+__all__: list[str] = []
