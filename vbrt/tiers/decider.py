@@ -176,6 +176,8 @@ class Decider:
     def _release(self, lease: Lease) -> None:
         for slot in lease.slots:
             level = slot.level
+            if slot.page.borrowers:
+                slot.page.borrowers.discard(lease.borrower)
             if level.stream is not None and slot.room is not None and not slot.at_home:
                 slot.room.fence(torch.cuda.current_stream(level.tier.device))
             level.release(slot, lease.borrower)
@@ -245,13 +247,15 @@ class Decider:
 
     def _admit(self, lease: Lease, pages: Sequence[Page]) -> None:
         """Decide on every page; what is missing is filled by whoever needs it first."""
-        top, misses, prefetched = self._top, 0, 0
+        top, misses, prefetched, rewrites = self._top, 0, 0, self._ledger.rewrites
         busy = {page.key for page in pages if page.home}
         busy |= top.leased
         for page in pages:
             slot, decision = self._find(0, page, busy)
             lease.slots.append(slot)
             slot.holders.add(lease.borrower)
+            if rewrites:
+                page.borrowers.add(lease.borrower)
             if page.home:
                 top.leased.add(page.key)
             if decision.hit:

@@ -150,7 +150,7 @@ class Mover:
         while True:
             with self._guard.entered:
                 self._ledger.check_open(slot.page.key)
-                if not slot.page.due:
+                if not slot.page.due or (slot.page.borrowers and not slot.page.writer):  # a lease that began before
                     slot.page.readers.add(slot)
                     return
                 if slot.doomed and not slot.holders:

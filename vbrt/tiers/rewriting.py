@@ -9,7 +9,8 @@ their slots: policies notice nothing, and what `simulate` counts is what the sta
     with rewriter.rewriting(key) as page:       # uint8 on the CPU: the page's bytes as they are, to be changed in place
         ...
 
-Why waiting ends: whoever rewrites waits for leases and copies that have begun, and those wait for no page that is due.
+Why waiting ends: whoever rewrites waits for leases and copies that have begun, and those wait for no page that is due:
+what a lease needs that began before goes on.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from vbrt.tiers.guard import LOOK_SECONDS
 from vbrt.tiers.ledger import Ledger
 from vbrt.tiers.memory import Buffer
 from vbrt.tiers.mover import Mover
-from vbrt.tiers.slots import Borrower, Level, Page, Slot, State
+from vbrt.tiers.slots import Borrower, Page, Slot, State
 
 __all__ = ["Rewriter"]
 
@@ -100,7 +101,7 @@ class Rewriter:
         while True:
             with self._guard.entered:
                 page = self._page(key)
-                if not (self._is_leased(page) or self._is_busy(page)):
+                if not (page.borrowers or self._is_busy(page)):
                     page.writer = threading.get_ident()
                     return page
                 bell = self._guard.listen()
@@ -117,10 +118,6 @@ class Rewriter:
     def _is_busy(page: Page) -> bool:
         copied = any(slot.state is State.LOADING for slot in page.readers)
         return copied or page.writer not in (0, threading.get_ident())  # its own: Ctrl-C came at the end of a block
-
-    def _is_leased(self, page: Page) -> bool:
-        slots = (level.slots.get(page.key) for level in self._ledger.levels)
-        return any(isinstance(holder, Borrower) for slot in slots if slot is not None for holder in slot.holders)
 
     def _in_place(self, home: Slot) -> Iterator[torch.Tensor]:
         home.room.synchronize()  # copies that have begun have left
@@ -162,25 +159,47 @@ class Rewriter:
 
     def _refresh(self, home: Slot, source: torch.Tensor, room: Buffer) -> None:
         """Copy the new bytes into the copies above the home, the lowest first."""
-        for level in reversed(self._ledger.levels[: home.level.index]):
-            holder = Borrower()
-            copy = self._hold(level, home.page.key, holder)
-            if copy is None:
-                continue
-            try:
+        holder = Borrower()
+        try:
+            for copy in self._held(home, holder):
                 self._mover.copy_bytes(copy, source, room)
                 self.refreshed_bytes += home.page.nbytes
-            finally:
-                with self._guard.entered:
-                    level.release(copy, holder)
-            if level.stream is None:
-                source, room = copy.view, copy.room
+                if copy.level.stream is None:
+                    source, room = copy.view, copy.room
+        except BaseException:
+            self._evict_copies(home)  # nobody may read what is left of the old bytes
+            raise
+        finally:
+            self._release(home, holder)
 
-    def _hold(self, level: Level, key: str, holder: Borrower) -> Slot | None:
-        """Hold the copy of a page in a tier, if there is one with bytes in it."""
+    def _evict_copies(self, home: Slot) -> None:
+        key = home.page.key
         with self._guard.entered:
-            copy = level.slots.get(key)
-            if copy is None or copy.state is not State.READY:
-                return None
-            copy.holders.add(holder)
-            return copy
+            self._ledger.begin()
+            for level in self._ledger.levels[: home.level.index]:
+                if key in level.slots:
+                    level.policy.remove(key)
+                    level.evict(key)
+            self._guard.deciding = False
+
+    def _release(self, home: Slot, holder: Borrower) -> None:
+        with self._guard.entered:
+            for copy in home.page.refreshed:
+                copy.level.release(copy, holder)
+            home.page.refreshed = []
+
+    def _held(self, home: Slot, holder: Borrower) -> list[Slot]:
+        """Hold the copies of a page that have bytes in them, the lowest first. One that was evicted is among them while
+        it is the source of another that is still to be filled."""
+        with self._guard.entered:
+            found: dict[Slot, None] = {}
+            for level in self._ledger.levels[: home.level.index]:
+                copy = level.slots.get(home.page.key)
+                while copy is not None and copy is not home:
+                    found[copy] = None
+                    copy = copy.source
+            copies = [copy for copy in found if copy.state is State.READY]
+            home.page.refreshed = copies
+            for copy in copies:
+                copy.holders.add(holder)
+            return sorted(copies, key=lambda copy: -copy.level.index)

@@ -48,7 +48,9 @@ class Page:
         put: the claim of an owner whose kernels read the page where it lies: it is not rehomed while the claim holds.
         pinned: whether its host memory is page-locked, where a tier's is.
         due: rewrites that are expected; while there are any, no lease and no copy of the page begins.
+        borrowers: of leases of the page, where pages are rewritten.
         readers: slots that threads are copying the page into.
+        refreshed: copies that are held while they get the page's new bytes.
         writer: the thread that rewrites the page now; 0 without one.
     """
 
@@ -60,8 +62,10 @@ class Page:
     tally: Tally | None = None
     put: "Claim | None" = None
     pinned: bool = True
+    refreshed: "list[Slot]" = field(default_factory=list)
     due: int = 0
     writer: int = 0
+    borrowers: "set[Borrower]" = field(default_factory=set)
     readers: "set[Slot]" = field(default_factory=set)
     hits: int = 0
     misses: int = 0

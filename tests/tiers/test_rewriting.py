@@ -1,0 +1,149 @@
+"""Pages that are rewritten where they live: nobody reads old bytes, and no policy notices."""
+
+import os
+import threading
+from itertools import cycle
+
+import pytest
+import torch
+
+from tests.tiers.stacks import UNIT, GatedSsd, WatchedTier, add, assert_counts, content, layout, within
+from vbrt.errors import TierError
+from vbrt.residency.scheduled import ScheduledPolicy
+from vbrt.residency.simulate import Pass, simulate
+from vbrt.tiers import Level, Owner, SsdTier, TierStack
+
+pytestmark = pytest.mark.usefixtures("no_fsync")
+KEYS = [f"p{i}" for i in range(8)]
+STEPS = 6
+
+
+def stack_of(root, top: int, middle: int | None, homes: str) -> TierStack:
+    """Pages of a unit at `homes`, in turn, below a tier with room for `top` of them."""
+    levels = [Level(WatchedTier("gpu" if middle else "cpu", top), ScheduledPolicy(top * UNIT, prefetch=2))]
+    levels += [Level(WatchedTier("cpu", middle), ScheduledPolicy(UNIT, prefetch=2))] if middle else []
+    stack = TierStack([*levels, SsdTier(root, 1 << 30)])
+    stack.rewriter.prepare()
+    for key, home in zip(KEYS, cycle(homes.split())):
+        stack.add(key, layout(1), home, lambda out: out.zero_(), _owner(stack))
+    for level in levels[1:]:
+        level.resize(level.tier.capacity_bytes)
+    return stack
+
+
+owners: list[Owner] = []
+
+
+def _owner(stack: TierStack) -> Owner:
+    owners.append(Owner(stack))
+    return owners[-1]
+
+
+def rewrite_all(stack: TierStack, keys=KEYS) -> None:
+    for key in keys:
+        with stack.rewriter.rewriting(key) as page:
+            page += 1
+        stack.rewriter.forgo((key,))
+
+
+def train(stack: TierStack, steps: int) -> None:
+    """Forward and backward of each step; the step's rewrites run while the next forward does."""
+    threads = []
+    for step in range(steps):
+        for phase, keys in (("forward", KEYS), ("backward", KEYS[::-1])):
+            stack.begin_pass(phase)
+            for key in keys:
+                with stack.lease((key,)) as (fields,):
+                    assert (fields["weight"] == step).all(), f"{key} in the {phase} of step {step}"
+        stack.rewriter.expect(KEYS)
+        threads.append(threading.Thread(target=rewrite_all, args=(stack,)))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("top", "middle", "homes"),
+    [(3, None, "ssd"), (6, None, "ssd"), (12, None, "ssd cpu"), (3, 12, "cpu"), (4, 6, "ssd")],
+)
+def test_no_lease_reads_what_was_there_before(tmp_path, top, middle, homes):
+    stack = stack_of(tmp_path, top, middle, homes)
+    within(30, lambda: train(stack, STEPS))
+    assert not any(page.due or page.writer or page.readers for page in stack.pages.values())
+    assert not any(level.tier.violations for level in stack.levels[:-1])
+    stack.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_live_counts_are_those_of_a_model_that_is_not_rewritten(tmp_path):
+    stack = stack_of(tmp_path, 4, None, "ssd")
+    within(30, lambda: train(stack, STEPS))
+    trace = [item for _ in range(STEPS) for item in (Pass("forward"), *KEYS, Pass("backward"), *KEYS[::-1])]
+    assert_counts(stack, simulate(ScheduledPolicy(4, prefetch=2), trace, 4, sizes=dict.fromkeys(KEYS, 1)))
+    stack.close()
+
+
+def test_a_page_is_not_rewritten_while_it_is_leased_nor_leased_while_it_is_due(tmp_path):
+    stack = stack_of(tmp_path, 4, None, "ssd")
+    seen = []
+
+    def late() -> None:
+        rewrite_all(stack, ["p0"])
+        seen.append("rewritten")
+
+    with stack.lease(("p0",)) as (fields,):
+        thread = threading.Thread(target=late)
+        thread.start()
+        thread.join(0.1)
+        assert not seen and not fields["weight"].any()
+    with stack.lease(("p0",)) as (fields,):
+        assert (fields["weight"] == 1).all()
+    thread.join()
+    stack.close()
+
+
+def test_a_rewrite_that_fails_leaves_the_page_of_a_file(tmp_path, monkeypatch):
+    stack = stack_of(tmp_path, 4, None, "ssd")
+    before = os.listdir(stack.levels[-1].tier.directory)
+
+    def full(*args, **options):
+        raise TierError("no space left")
+
+    with monkeypatch.context() as patch, pytest.raises(TierError, match="no space"):
+        patch.setattr(SsdTier, "put", full)
+        with stack.rewriter.rewriting("p0") as page:
+            page += 7
+    with pytest.raises(ZeroDivisionError), stack.rewriter.rewriting("p0") as page:
+        page += 7 // 0
+    with stack.lease(("p0",)) as (fields,):
+        assert not fields["weight"].any()
+    assert os.listdir(stack.levels[-1].tier.directory) == before
+    stack.close()
+
+
+def test_a_copy_that_is_under_way_is_finished_first(tmp_path):
+    ssd = GatedSsd(tmp_path)
+    stack = TierStack([Level(WatchedTier("cpu", 4), ScheduledPolicy(4 * UNIT, prefetch=2)), ssd])
+    add(stack, "a", 1)
+    ssd.close_gate("a")
+
+    def read() -> None:
+        with stack.lease(("a",)):
+            pass
+
+    reads = threading.Thread(target=read)
+    reads.start()
+    assert ssd.began["a"].wait(10)
+    gate = ssd.gates.pop("a")
+    done = []
+    rewrites = threading.Thread(target=lambda: (rewrite_all(stack, ["a"]), done.append(True)))
+    rewrites.start()
+    rewrites.join(0.1)
+    assert not done
+    gate.set()
+    reads.join(10)
+    rewrites.join(10)
+    assert done
+    with stack.lease(("a",)) as (fields,):
+        assert torch.equal(fields["weight"], content("a", 1) + 1)
+    stack.close()
