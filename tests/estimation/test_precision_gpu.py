@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import vbrt
-from vbrt.estimation.squares import with_squares
+from vbrt.estimation.statistics import with_inputs
 
 pytestmark = pytest.mark.gpu
 IDS = torch.randint(128, (4, 48), generator=torch.Generator().manual_seed(0))
@@ -53,7 +53,7 @@ def test_a_gpu_calibrates_a_model_in_host_memory_to_nearly_the_scales_of_a_cpu(t
     asked = vbrt.load_config(gpu(64 << 20) | {"weights": {**WEIGHTS, "calibrate": str(tmp_path / "ids.json")}})
     model = network()
     plan = vbrt.make_plan(model, asked)
-    found = [with_squares(model, plan, asked, device=torch.device(name)) for name in ("cuda", "cpu")]
+    found = [with_inputs(model, plan, asked, device=torch.device(name)) for name in ("cuda", "cpu")]
     for one, other in zip(found[0].swaps, found[1].swaps, strict=True):
         torch.testing.assert_close(one.squares[0], other.squares[0], rtol=1e-2, atol=1e-3)
     vb = vbrt.wrap(model, asked)

@@ -149,7 +149,7 @@ class WeightsConfig(_Section):
     is `format` with it. The last pattern that matches decides.
     budget: with `format = "auto"`, the room for all pages, in bits a weight ("5 bits") or bytes ("2GiB").
     calibrate: a file of text or token ids (.json), or "samples" for text that the model writes itself. The model runs
-    on it once, and block scales of 4-bit formats are searched by the inputs that meet each weight.
+    on it once, and 4-bit formats are encoded by the inputs that meet each weight.
     Raises ConfigError, also for `fine = "exact"` with `format = "dense"`, which has nothing to add to.
     """
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vbrt.errors import ArgumentError, FormatError
 from vbrt.formats import get_format
+from vbrt.formats.feedback import Inputs, compensated
 from vbrt.kernels import resolve
 from vbrt.residency.plan import Swap
 from vbrt.residency.site import ROOT, WeightSite
@@ -109,14 +110,14 @@ def rounded(model: nn.Module, swap: Swap, format: str, device: torch.device | No
 
     device: to round on; by default where the weight is.
     """
-    squares = dict(zip((swap.site, *swap.parts), swap.squares, strict=False))
+    inputs = dict(zip((swap.site, *swap.parts), swap.inputs, strict=False))
     sites = {id(_parameter(model, site)): site for site in reversed(swap.sites)}  # of tied ones the first
     kept = [(_parameter(model, site), site) for site in sites.values()]
     own = [parameter.data for parameter, _ in kept]
     try:
         for parameter, site in kept:
             weight = parameter.detach().to(device or parameter.device)
-            parameter.data = rounded_weight(weight, site, format, squares.get(site)).to(parameter.device)
+            parameter.data = rounded_weight(weight, site, format, inputs.get(site)).to(parameter.device)
         yield
     finally:
         for (parameter, _), data in zip(kept, own, strict=True):
@@ -128,18 +129,21 @@ def _parameter(model: nn.Module, site: WeightSite) -> nn.Parameter:
     return module._parameters[site.parameter]
 
 
-def rounded_weight(weight: Tensor, site: WeightSite, format: str, squares: Tensor | None = None) -> Tensor:
-    """Return a site's weight, in the module's layout, after its way through a format; `squares` as in `Swap.squares`.
+def rounded_weight(weight: Tensor, site: WeightSite, format: str, inputs: Inputs | None = None) -> Tensor:
+    """Return a site's weight, in the module's layout, after its way through a format; `inputs` as in `Swap.inputs`.
     Raises FormatError: it is NaN or Inf somewhere."""
     codec, result = get_format(format), torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     encode = resolve("encode_many", "auto", weight.device, format).run
     matrices, results = (w.detach().reshape(site.matrices, *site.matrix_shape) for w in (weight, result))
-    theirs = [None] * len(matrices) if squares is None else squares.to(weight.device)
-    for matrix, into, own in zip(matrices, results, theirs, strict=True):
+    squares = None if inputs is None else inputs.squares.to(weight.device)
+    for at, (matrix, into) in enumerate(zip(matrices, results, strict=True)):
         w_NK = matrix.t().contiguous() if site.transposed else matrix.contiguous()
         try:
-            (group,) = encode(codec, w_NK[None], squares=None if own is None else own[None])
-            back = codec.decode(group.coarse, tuple(w_NK.shape), weight.dtype)
+            (group,) = encode(codec, w_NK[None], squares=None if squares is None else squares[at : at + 1])
+            coarse = group.coarse
+            if inputs is not None and inputs.moments is not None:
+                coarse = compensated(codec, w_NK, coarse, inputs.moments)
+            back = codec.decode(coarse, tuple(w_NK.shape), weight.dtype)
         except FormatError as error:
             raise FormatError(f"{site.name}: {error}; exclude the layer (weights.exclude) or repair it") from error
         into.copy_(back.t() if site.transposed else back)

@@ -26,7 +26,7 @@ from vbrt.estimation.calibration import (
     rounded_weight,
 )
 from vbrt.estimation.precision_report import LayerPrecision, Precision
-from vbrt.estimation.squares import input_squares
+from vbrt.estimation.statistics import input_statistics
 from vbrt.estimation.streamed import lent
 from vbrt.estimation.texts import Text, text_of
 from vbrt.layers import KINDS, SwappedLayer
@@ -137,8 +137,8 @@ def _weighed(
     model: nn.Module, options: Sequence[LayerPrecision], text: Text, device: torch.device
 ) -> list[LayerPrecision]:
     """Return the layers with what errors are weighed by as they are rounded."""
-    found = input_squares(model, [option.swap for option in options], text, device=device)
-    return [replace(o, swap=replace(o.swap, squares=found.get(o.name, ()))) for o in options]
+    found = input_statistics(model, [option.swap for option in options], text, device=device)
+    return [replace(o, swap=replace(o.swap, inputs=found.get(o.name, ()))) for o in options]
 
 
 def _coarse_config(config: VBConfig) -> VBConfig:
@@ -209,7 +209,7 @@ def _hessian_losses(
     for option, square in zip(options, squares, strict=True):
         site, weight = option.swap.site, model.get_parameter(option.swap.site.tensor).detach().to(device)
         error = (
-            rounded_weight(weight, site, option.swap.format, *option.swap.squares).float() - weight.float()
+            rounded_weight(weight, site, option.swap.format, *option.swap.inputs).float() - weight.float()
         ).square()
         losses.append(float((error.t() if site.transposed else error).sum(0) @ square.to(error)))
     return losses

@@ -9,6 +9,7 @@ import torch
 from vbrt.errors import FormatError
 from vbrt.formats import get_format
 from vbrt.formats.base import EncodedGroup
+from vbrt.formats.feedback import compensated
 from vbrt.formats.fine import fine_layout, split_fine
 from vbrt.formats.page import PageLayout
 from vbrt.formats.separation import Separation
@@ -78,7 +79,7 @@ class Encoder:
 
     def _squares(self, matrices: slice) -> torch.Tensor | None:
         """The mean squares of the inputs of some matrices [E, K], on the device."""
-        return None if self.spec.squares is None else self.spec.squares[matrices].to(self.device)
+        return None if self.spec.inputs is None else self.spec.inputs.squares[matrices].to(self.device)
 
     def _split_many(self, weights: torch.Tensor, squares: torch.Tensor | None) -> list[Planes]:
         spec = self.spec
@@ -111,6 +112,10 @@ class Encoder:
             return [(self.format.layout(tuple(weight.shape), spec.dtype), self.format.encode(weight))]
         w_NK = weight.t().contiguous() if spec.transposed else weight
         coarse = self._fitted(w_NK, squares) if self.separation else self._encoded(w_NK, squares)
+        if (
+            spec.inputs is not None and spec.inputs.moments is not None and not spec.fine
+        ):  # which codes tell from weights
+            coarse = compensated(self.format, w_NK, coarse, spec.inputs.moments)
         planes = [self._coarse_page(coarse)]
         if spec.fine:
             fine = split_fine(w_NK, coarse, self.format)

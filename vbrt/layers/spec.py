@@ -7,6 +7,7 @@ import torch
 
 from vbrt.config import FORMATS, VBConfig
 from vbrt.errors import WrapError
+from vbrt.formats.feedback import Inputs
 from vbrt.residency.plan import Swap
 from vbrt.residency.site import WeightSite
 
@@ -24,7 +25,7 @@ class HandleSpec:
         site: where the weight is in the model; the first one, where several are tied.
         dtype: of the stored weight.
         by_rows: True for a table of which forwards read rows, where its pages live.
-        squares: fp32 [matrices, K]: see `Swap.squares`; None: errors of all weights count alike.
+        inputs: what its errors are weighed by as it is encoded: see `Swap.inputs`; None: all count alike.
         homes: the tier of each plane.
     """
 
@@ -39,7 +40,7 @@ class HandleSpec:
     homes: Mapping[str, str] | None = None
     levels: int = 8
     refresh_every: int = 100
-    squares: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    inputs: Inputs | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, swap: Swap, config: VBConfig) -> "HandleSpec":
@@ -56,7 +57,7 @@ class HandleSpec:
             homes={page.plane: page.home for page in swap.pages},
             levels=config.separation.levels,
             refresh_every=config.separation.refresh_every,
-            squares=swap.squares[0] if swap.squares else None,
+            inputs=swap.inputs[0] if swap.inputs else None,
         )
 
     @property
@@ -87,7 +88,7 @@ class HandleSpec:
     @property
     def label(self) -> str:
         """The format as statistics print it: "nvfp4", "nvfp4+exact" with a fine plane, "nvfp4, calibrated"."""
-        how = ", calibrated" if self.squares is not None and not self.dense else ""
+        how = ", calibrated" if self.inputs is not None and not self.dense else ""
         return f"{self.format}{'+exact' if self.fine else ''}{how}"
 
     @property

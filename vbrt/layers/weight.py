@@ -176,6 +176,8 @@ class WeightHandle(PagesHandle):
         served = kernels.computes(pages[0].layout)
         kernel = kernels.kernel.backend if served else "reference"
         shows_planes = served and kernels.kernel.reads_resident_planes and not kernels.lossless
+        if self.spec.inputs is not None:
+            self.spec.inputs.moments = None  # they are large, and have done their work
         # no call from here on: Ctrl-C finds an empty handle or a full one
         self.owner, self.pages, self.kernel, self.shows_planes = owner, pages, kernel, shows_planes
         self.keys = keys

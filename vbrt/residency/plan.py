@@ -52,8 +52,8 @@ class Swap:
         dtype: of the weight, by torch's name.
         experts, top_k: of routed experts, how many the layer has and how many a token goes to; else 0. Such a swap has
             a page for each plane of each expert.
-        squares: the mean squares of inputs that errors are weighed by as the weight is encoded, for the site and each
-            of the parts: a tensor [matrices, K], about 1. Empty: not weighed. A plan does not look at them.
+        inputs: what errors are weighed by as the weight is encoded, for the site and each of the parts: an `Inputs` of
+            `vbrt.formats.feedback`. Empty: not weighed. A plan does not look at them.
     """
 
     site: WeightSite
@@ -67,7 +67,7 @@ class Swap:
     note: str = ""
     experts: int = 0
     top_k: int = 0
-    squares: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+    inputs: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def sites(self) -> tuple[WeightSite, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vbrt.config import VBConfig
-from vbrt.estimation.squares import with_squares
+from vbrt.estimation.statistics import with_inputs
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.site import ROOT, WeightSite
 from vbrt.saves.dense import DenseCheckpoint
@@ -32,7 +32,7 @@ def calibrated(
 
     Raises:
         CheckpointError: a file is damaged.
-        ConfigError: as `with_squares`.
+        ConfigError: as `with_inputs`.
     """
     if config.weights.calibrate is None or not isinstance(source, DenseCheckpoint):
         return plan  # planes are taken as they are
@@ -45,7 +45,7 @@ def calibrated(
     directory = source.path if source.path.is_dir() else source.path.parent
     with _without_swapped(model, plan):
         source.fill_kept_(model, HOST)
-        found = with_squares(
+        found = with_inputs(
             model, replace(plan, swaps=encoded), config, readers, directory=str(directory), device=device
         )
     by_name = {swap.name: swap for swap in found.swaps}

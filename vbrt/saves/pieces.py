@@ -164,6 +164,8 @@ class _Weight:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         planes, (layer,) = self._source.planes_of(self._swap, self._handle), self.layers
+        for inputs in self._swap.inputs:
+            inputs.moments = None
         return {
             layer.file_tensor(layout.plane, field): tensor
             for layout, fields in planes

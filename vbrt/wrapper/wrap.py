@@ -16,7 +16,7 @@ from vbrt.distributed.devices import SplitModel, devices_of, split_over
 from vbrt.errors import WrapError
 from vbrt.estimation.advise import advise
 from vbrt.estimation.precision import settled
-from vbrt.estimation.squares import with_squares
+from vbrt.estimation.statistics import with_inputs
 from vbrt.model.attach import Attempt, attach, plan_for
 from vbrt.model.runtime import Runtime
 from vbrt.model.sharing import shared_config
@@ -92,7 +92,7 @@ def wrap(
     if devices:
         return _split(model, asked, devices, alone=runtime is None and policy is None)
     asked = settled(model, asked)
-    plan = with_squares(model, plan_for(model, asked, runtime), asked)
+    plan = with_inputs(model, plan_for(model, asked, runtime), asked)
     warn_of_plan(plan, "vbrt.wrap", stacklevel=3)
     attempt = Attempt(model, runtime)
     try:

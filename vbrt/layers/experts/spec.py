@@ -37,9 +37,9 @@ class ExpertsSpec:
         sites = tuple(replace(site, module=prefix + site.module) for site in (swap.site, *swap.parts))
         one = HandleSpec.of(replace(swap, pages=()), config)
         parts = {
-            part: replace(one, site=replace(site, matrices=1, stacked=False), squares=squares)
-            for part, site, squares in zip(
-                KINDS[swap.kind].parts, sites, swap.squares or (None,) * len(sites), strict=True
+            part: replace(one, site=replace(site, matrices=1, stacked=False), inputs=inputs)
+            for part, site, inputs in zip(
+                KINDS[swap.kind].parts, sites, swap.inputs or (None,) * len(sites), strict=True
             )
         }
         return cls(sites, parts, swap.top_k, {prefix + page.key: page.home for page in swap.pages})

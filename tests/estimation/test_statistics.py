@@ -10,7 +10,7 @@ import vbrt
 from tests.models import config, dtype_of, gpt2, llama, mlp, qwen3_moe
 from vbrt.config import load_config
 from vbrt.errors import ConfigError
-from vbrt.estimation.squares import input_squares
+from vbrt.estimation.statistics import input_statistics
 from vbrt.estimation.streamed import lent, streamed
 from vbrt.estimation.texts import text_of
 from vbrt.saves.convert import convert
@@ -26,26 +26,27 @@ def ids(tmp_path):
     return str(tmp_path / "ids.json")
 
 
-def squares_of(model, asked):
+def inputs_of(model, asked):
     asked = load_config(asked)
     plan = vbrt.make_plan(model, asked)
-    return input_squares(model, plan.swaps, text_of(model, asked), device=CPU)
+    return input_statistics(model, plan.swaps, text_of(model, asked), device=CPU)
 
 
 @pytest.mark.parametrize("make", [lambda: llama(tied=True), gpt2])
 def test_squares_are_those_of_the_inputs_that_a_layer_is_called_with(make, ids):
     pytest.importorskip("transformers")
     model, seen = make(), {}
-    found = squares_of(model, config("nvfp4", calibrate=ids))
+    found = inputs_of(model, config("nvfp4", calibrate=ids))
     for name, module in model.named_modules():
         if name in found:
             module.register_forward_pre_hook(lambda _, args, name=name: seen.update({name: args[0].flatten(0, 1)}))
     model(IDS)
     assert len(found) == len(seen) > 7
-    for name, (weights,) in found.items():
+    for name, (inputs,) in found.items():
         mean_K = seen[name].detach().square().mean(0)
         expected = (mean_K / mean_K.mean() + 0.05) / 1.05
-        torch.testing.assert_close(weights[0], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(inputs.squares[0], expected, rtol=1e-4, atol=1e-5)
+        assert torch.allclose(inputs.moments.diagonal(dim1=1, dim2=2).flatten()[: len(mean_K)], 200 * mean_K, rtol=1e-4)
 
 
 def test_an_expert_has_the_squares_of_its_own_tokens_and_one_without_those_of_its_layer(ids):
@@ -59,7 +60,7 @@ def test_an_expert_has_the_squares_of_its_own_tokens_and_one_without_those_of_it
         ).weight[:7].mean(0)
     experts.register_forward_pre_hook(lambda _, args: seen.update(x=args[0].detach(), ids=args[1]))
     asked = config("nvfp4", calibrate=ids)
-    up, down = squares_of(model, asked)[name]
+    up, down = (inputs.squares for inputs in inputs_of(model, asked)[name])
     assert up.shape == (8, 64) and down.shape == (8, experts.down_proj.shape[-1])
     assert experts.config._experts_implementation == "grouped_mm"
     model(IDS)
@@ -82,7 +83,7 @@ def test_wrap_load_and_convert_give_the_same_planes_and_say_so(make, ids, tmp_pa
     out = vb(IDS).logits
     assert not torch.equal(out, vbrt.wrap(make(), plain)(IDS).logits)
     assert {layer.format for layer in vb.stats().layers.values()} == {"nvfp4, calibrated"}
-    assert any("searched by the inputs that 200 tokens of" in note for note in vb.plan.notes)
+    assert any("encoded by the inputs that 200 tokens of" in note for note in vb.plan.notes)
     make().save_pretrained(tmp_path / "dense")
     with torch.device("meta"):
         models = [make() for _ in range(3)]
@@ -101,7 +102,7 @@ def test_a_save_keeps_its_planes_and_refuses_another_text(ids, tmp_path):
         models = [llama(), llama()]
     with pytest.raises(ConfigError, match=r'weights.calibrate = "other.txt", and .* has planes, of which nothing'):
         vbrt.load(tmp_path / "saved", models[0], config("nvfp4", calibrate="other.txt"))
-    assert vbrt.load(tmp_path / "saved", models[1], config("nvfp4")).plan.swaps[0].squares == ()
+    assert vbrt.load(tmp_path / "saved", models[1], config("nvfp4")).plan.swaps[0].inputs == ()
 
 
 def test_automatic_precision_measures_calibrated_layers_on_the_same_text(ids):

@@ -1,8 +1,10 @@
-"""`weights.calibrate`: the mean squares of the inputs that meet each weight, by a run of the model on some text.
+"""`weights.calibrate`: what is to be known of the inputs that meet each weight, by a run of the model on some text.
 
 An error of a weight costs its square times the mean square of the input that it is multiplied with, inputs taken as
-uncorrelated: encoders weigh errors so where they search block scales. Which input meets which weight is seen where
-products are computed, whatever module computes them, so that routed experts have squares of their own.
+uncorrelated: encoders weigh errors so where they search block scales. How neighbouring inputs go together lets codes
+make up for each other's errors (`vbrt.formats.feedback`). Which input meets which weight is seen where products are
+computed, whatever module computes them, so that routed experts have squares of their own; they have nothing else, as a
+layer has many of them.
 
 Legend: E matrices of a parameter (1 where nothing is routed), K inputs, T tokens.
 """
@@ -21,12 +23,13 @@ from vbrt.errors import ArgumentError, ConfigError
 from vbrt.estimation.calibration import evaluating, own_samples
 from vbrt.estimation.streamed import Reader, streamed
 from vbrt.estimation.texts import Text, text_of
+from vbrt.formats.feedback import Inputs, moments_of
 from vbrt.model.choice import named_modules
 from vbrt.report.progress import Progress
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.site import WeightSite
 
-__all__ = ["input_squares", "with_squares"]
+__all__ = ["input_statistics", "with_inputs"]
 
 #: of the mean over a weight's inputs, added to the square of each: what the text did not excite still counts
 _FLOOR = 0.05
@@ -45,7 +48,7 @@ _PRODUCTS = {
 }
 
 
-def with_squares(
+def with_inputs(
     model: nn.Module,
     plan: Plan,
     config: VBConfig,
@@ -76,8 +79,8 @@ def with_squares(
         )
     device = _device_of(plan) if device is None else device
     text = text_of(model, config, directory)
-    found = input_squares(model, [swap for swap in plan.swaps if _is_weighed(swap)], text, readers, device)
-    swaps = tuple(replace(swap, squares=found.get(swap.name, ())) for swap in plan.swaps)
+    found = input_statistics(model, [swap for swap in plan.swaps if _is_weighed(swap)], text, readers, device)
+    swaps = tuple(replace(swap, inputs=found.get(swap.name, ())) for swap in plan.swaps)
     return replace(plan, swaps=swaps, notes=(*plan.notes, _note(text, plan.swaps, found)))
 
 
@@ -91,26 +94,26 @@ def _device_of(plan: Plan) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if "gpu" in plan.budgets else torch.device("cpu")
 
 
-def _note(text: Text, swaps: Sequence[Swap], found: Mapping[str, tuple[Tensor, ...]]) -> str:
+def _note(text: Text, swaps: Sequence[Swap], found: Mapping[str, tuple[Inputs, ...]]) -> str:
     weighed = [swap.name for swap in swaps if _is_weighed(swap)]
     unseen = [name for name in weighed if name not in found]
-    note = f"weights.calibrate: block scales of {len(found)} weights are searched by the inputs that {text.name} gives"
+    note = f"weights.calibrate: {len(found)} weights are encoded by the inputs that {text.name} gives"
     return f"{note}; no input reached {', '.join(unseen[:3])}{' ...' if unseen[3:] else ''}" if unseen else note
 
 
-def input_squares(
+def input_statistics(
     model: nn.Module,
     swaps: Sequence[Swap],
     text: Text,
     readers: Mapping[tuple[str, str], Reader] | None = None,
     device: torch.device | None = None,
-) -> dict[str, tuple[Tensor, ...]]:
-    """Return, by the name of each swap that an input reached, what its errors are weighed by: see `Swap.squares`.
+) -> dict[str, tuple[Inputs, ...]]:
+    """Return, by the name of each swap that an input reached, what its errors are weighed by: see `Swap.inputs`.
 
     An expert to which few tokens were sent has mostly the mean over its layer, one without any nothing else.
 
     Args:
-        text, readers, device: as for `with_squares`; without a device the model runs where it lies.
+        text, readers, device: as for `with_inputs`; without a device the model runs where it lies.
 
     Raises:
         ConfigError: the model cannot run on the text.
@@ -132,7 +135,7 @@ def input_squares(
             f"{text.where}: {type(model).__name__} did not run on token ids ({type(error).__name__}: {error}); "
             "it is for models that take them: leave it out"
         ) from error
-    return meter.weights()
+    return meter.inputs()
 
 
 def _batches(model: nn.Module, text: Text, device: torch.device) -> list[Tensor]:
@@ -169,11 +172,13 @@ def _one_by_one(model: nn.Module, swaps: Sequence[Swap]) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Sums:
-    """Of one parameter: the sum of squares [E, K] and the number of tokens [E] for each matrix, on the device."""
+    """Of one parameter: the sum of squares [E, K] and the number of tokens [E] for each matrix, on the device; sums of
+    products [G, C, C] on the CPU, if they are wanted."""
 
     site: WeightSite
     total: Tensor
     tokens: Tensor
+    moments: Tensor | None
 
 
 class _InputMeter(TorchDispatchMode):
@@ -186,7 +191,8 @@ class _InputMeter(TorchDispatchMode):
         self._here: dict[tuple[str, str], tuple[int, int, _Sums]] = {}  # address, bytes of a matrix
         for swap in swaps:
             parts = (swap.site, *swap.parts)
-            self._sums[swap.name] = [_empty(site, device) for site in parts]
+            is_fed_back = not swap.experts and swap.fine == "none"
+            self._sums[swap.name] = [_empty(site, device, fed_back=is_fed_back) for site in parts]
             tied = [replace(part, module=site.module) for site in swap.tied for part in parts]
             for site, sums in zip((*parts, *tied), self._sums[swap.name] * (1 + len(swap.tied)), strict=True):
                 self._of[site.module, site.parameter] = sums
@@ -223,20 +229,24 @@ class _InputMeter(TorchDispatchMode):
             squares = x_TK.detach().float().square()
             sums.total[matrix] += squares.sum(0)
             sums.tokens[matrix] += squares.any(-1).sum()
+            if sums.moments is not None:
+                sums.moments += moments_of(x_TK.detach()).cpu()
 
-    def weights(self) -> dict[str, tuple[Tensor, ...]]:
+    def inputs(self) -> dict[str, tuple[Inputs, ...]]:
         """Return what errors are weighed by, on the CPU, by the name of each swap that an input reached."""
         found = {}
         for name, parts in self._sums.items():
             made = [_weights(part.total.cpu(), part.tokens.cpu()) for part in parts]
             if all(weights is not None for weights in made):
-                found[name] = tuple(made)
+                found[name] = tuple(Inputs(w, part.moments) for w, part in zip(made, parts, strict=True))
         return found
 
 
-def _empty(site: WeightSite, device: torch.device) -> _Sums:
-    total = torch.zeros(site.matrices, site.shape[1], dtype=torch.float32, device=device)
-    return _Sums(site, total, torch.zeros(site.matrices, dtype=torch.float32, device=device))
+def _empty(site: WeightSite, device: torch.device, *, fed_back: bool) -> _Sums:
+    k = site.shape[1]
+    total = torch.zeros(site.matrices, k, dtype=torch.float32, device=device)
+    moments = moments_of(torch.zeros(0, k, dtype=torch.float32, device="cpu")) if fed_back else None
+    return _Sums(site, total, torch.zeros(site.matrices, dtype=torch.float32, device=device), moments)
 
 
 def _weights(total_EK: Tensor, tokens_E: Tensor) -> Tensor | None:

@@ -1,0 +1,250 @@
+"""What calibration is worth, on the trained language model: the KL of each 4-bit format to the dense model, and of
+automatic precision at the bytes of nvfp4 and a part more.
+
+Two texts that training has not seen, the first 4,096 bytes of the committed ones and their last, and 2,048 bytes apart
+from both to calibrate and to choose on. benchmarks/results/calibrated-lm.json has the figures; scripts/accuracy.py
+writes them into docs/accuracy.md.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # after the checkout is on the path
+from torch import Tensor
+
+import vbrt
+from scripts import committed
+from scripts.measuring import machine
+from vbrt.estimation.calibration import batches_of, kl_between, logits_of, rounded
+from vbrt.estimation.statistics import input_statistics
+from vbrt.estimation.texts import Text
+from vbrt.formats.feedback import Inputs
+from vbrt.residency.plan import Swap
+
+RESULT = ROOT / "benchmarks" / "results" / "calibrated-lm.json"
+FORMATS = ("nvfp4", "mxfp4", "nf4", "quantile")
+#: how far encoders look at inputs
+WAYS = ("not calibrated", "scales", "scales and codes")
+#: KL that may be had on the first text for so much more than the bytes of nvfp4
+GATES = {0.1: 0.0076, 0.25: 0.0052, 0.5: 0.0027}
+_BYTES, _CALIBRATION = 4096, slice(8192, 8192 + 2048)
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Windows of the held-out text, [N, S] each."""
+
+    first: Tensor
+    last: Tensor
+    calibration: Tensor
+
+    @classmethod
+    def read(cls) -> "Texts":
+        """Those that figures are committed of."""
+        text, context = committed.held_out().long(), committed.shape().context
+        cut = (text[:_BYTES], text[-_BYTES:], text[_CALIBRATION])
+        return cls(*(part.view(-1, context) for part in cut))
+
+
+class Judge:
+    """Measures models that differ from the dense one in how some weights are held.
+
+    Attributes:
+        model: the dense one, in bf16 as it is committed, computing in fp32.
+        swaps: its linear layers in nvfp4.
+    """
+
+    def __init__(self, texts: Texts) -> None:
+        self.model = committed.dense()
+        plan = vbrt.make_plan(committed.dense(torch.bfloat16), vbrt.load_config("fp4"))
+        self.swaps = plan.swaps
+        self.inputs = input_statistics(self.model, self.swaps, Text("", "", (texts.calibration,)), device=_CPU)
+        windows = {"first": texts.first, "last": texts.last, "calibration": texts.calibration}
+        self._batches = {name: batches_of(text, _CPU) for name, text in windows.items()}
+        self._references = {
+            name: [logits_of(self.model, batch) for batch in batches] for name, batches in self._batches.items()
+        }
+
+    def swap(self, swap: Swap, way: str) -> Swap:
+        """A swap whose encoder looks at inputs in one of `WAYS`."""
+        (known,) = self.inputs[swap.name]
+        if way == "not calibrated":
+            return replace(swap, inputs=())
+        return replace(swap, inputs=(known if way == "scales and codes" else Inputs(known.squares),))
+
+    @contextlib.contextmanager
+    def held(self, formats: Mapping[str, str], way: str) -> Any:
+        """Within: the model has the weights of some swaps, by name, as formats give them back; "exact": as they are."""
+        with contextlib.ExitStack() as stack:
+            for swap in self.swaps:
+                if formats.get(swap.name, "exact") != "exact":
+                    stack.enter_context(rounded(self.model, self.swap(swap, way), formats[swap.name]))
+            yield
+
+    def kl(self, texts: Iterable[str]) -> list[float]:
+        """Of the model as it is now, in nats a byte."""
+        return [kl_between(self.model, self._batches[text], self._references[text]) for text in texts]
+
+
+def measure_formats(judge: Judge) -> list[dict]:
+    """Every layer in one format, for each way."""
+    rows = []
+    for format in FORMATS:
+        for way in WAYS:
+            with judge.held({swap.name: format for swap in judge.swaps}, way):
+                first, last = judge.kl(("first", "last"))
+            rows.append({"format": format, "way": way, "first": first, "last": last})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+# -- at the bytes of nvfp4 and a part more ----------------------------------------------------------------------------
+
+
+def page_bytes() -> dict[str, dict[str, int]]:
+    """Of each weight of the model in bf16, by format and name."""
+    found = {}
+    for held in (*FORMATS, "exact"):
+        weights = {"format": "nvfp4", "fine": "exact"} if held == "exact" else {"format": held}
+        plan = vbrt.make_plan(committed.dense(torch.bfloat16), vbrt.load_config("fp4", weights=weights))
+        found[held] = {swap.name: swap.page_bytes for swap in plan.swaps}
+    return found
+
+
+def losses_alone(judge: Judge, formats: Sequence[str], way: str) -> dict[str, dict[str, float]]:
+    """KL on the calibration text of each weight alone in each format, by format and name."""
+    found: dict[str, dict[str, float]] = {format: {} for format in formats}
+    for format in formats:
+        for swap in judge.swaps:
+            with judge.held({swap.name: format}, way):
+                (found[format][swap.name],) = judge.kl(("calibration",))
+    return found
+
+
+def spent(
+    losses: Mapping[str, Mapping[str, float]], sizes: Mapping[str, Mapping[str, int]], room: int
+) -> dict[str, str]:
+    """Return the format of each weight within a room in bytes: from the cheapest on, whichever exchange saves the most
+    loss a byte comes next."""
+    losses = {**losses, "exact": dict.fromkeys(sizes["exact"], 0.0)}
+    held = {
+        name: min(losses, key=lambda format: (sizes[format][name], losses[format][name])) for name in sizes["exact"]
+    }
+    left = room - sum(sizes[format][name] for name, format in held.items())
+    while True:
+        best, gain = None, 0.0
+        for name, now in held.items():
+            for format in losses:
+                more = sizes[format][name] - sizes[now][name]
+                saves = (losses[now][name] - losses[format][name]) / max(more, 1)
+                if format != now and more <= left and saves > gain:
+                    best, gain = (name, format, more), saves
+        if best is None:
+            return held
+        held[best[0]], left = best[1], left - best[2]
+
+
+def measure_budgets(judge: Judge) -> list[dict]:
+    """The KL of automatic precision for each of `GATES`, on both texts, for some sets of candidates."""
+    sizes, rows = page_bytes(), []
+    every = sum(sizes["nvfp4"].values())
+    for name, formats, way in (
+        ("nvfp4 and exact", ("nvfp4",), "not calibrated"),
+        ("nvfp4 and exact, calibrated", ("nvfp4",), "scales and codes"),
+        ("all 4-bit formats and exact, calibrated", FORMATS, "scales and codes"),
+    ):
+        losses = losses_alone(judge, formats, way)
+        for more in (0.0, *GATES):
+            held = spent(losses, sizes, int((1 + more) * every))
+            with judge.held(held, way):
+                first, last = judge.kl(("first", "last"))
+            taken = sum(sizes[format][one] for one, format in held.items()) / every - 1
+            counts = {format: list(held.values()).count(format) for format in sorted(set(held.values()))}
+            rows.append({"method": name, "more": more, "taken": taken, "first": first, "last": last, "layers": counts})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def measure_eight_bits(judge: Judge) -> list[dict]:
+    """What a candidate of twice nvfp4's bytes and no loss to speak of would give: there is none; a limit."""
+    sizes, rows = page_bytes(), []
+    sizes["exact"] = {name: 2 * nbytes for name, nbytes in sizes["nvfp4"].items()}
+    every = sum(sizes["nvfp4"].values())
+    for way in ("not calibrated", "scales and codes"):
+        losses = losses_alone(judge, ("nvfp4",), way)
+        for more in GATES:
+            held = spent(losses, sizes, int((1 + more) * every))
+            with judge.held(held, way):
+                first, last = judge.kl(("first", "last"))
+            rows.append({"way": way, "more": more, "first": first, "last": last})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def measure() -> dict:
+    """All figures."""
+    texts = Texts.read()
+    judge = Judge(texts)
+    parts: dict[str, Callable[[Judge], list[dict]]] = {
+        "formats": measure_formats,
+        "budgets": measure_budgets,
+        "eight_bits": measure_eight_bits,
+    }
+    counts = {"calibration_bytes": texts.calibration.numel(), "evaluation_bytes": texts.first.numel()}
+    return {"machine": machine(), **counts, **{name: part(judge) for name, part in parts.items()}}
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+def section() -> list[str]:
+    """The section of docs/accuracy.md."""
+    result = json.loads(RESULT.read_text())
+    text, seen = f"{result['evaluation_bytes']:,}", f"{result['calibration_bytes']:,}"
+    what = (
+        f"`weights.calibrate`, on {seen} bytes: scales are searched by the squares of inputs, and codes make up for "
+        f"each other's errors. KL to the dense model in nats a byte, on the first {text} bytes of the held-out text "
+        "and the last, all linear layers in one format. Scales alone are worth little here; codes are what counts."
+    )
+    head = ["| format | " + " | ".join(f"{way}: first, last" for way in WAYS) + " |", "| --- " * (1 + len(WAYS)) + "|"]
+    found = {(row["format"], row["way"]): f"{row['first']:.5f}, {row['last']:.5f}" for row in result["formats"]}
+    table = [f"| {format} | " + " | ".join(found[format, way] for way in WAYS) + " |" for format in FORMATS]
+    return ["## Calibrated", "", what, "", *head, *table, "", *_budgets(result)]
+
+
+def _budgets(result: dict) -> list[str]:
+    what = (
+        "The layers that lose most a byte are exact within the bytes of all in nvfp4 and a part more, pages as they "
+        "are here; KL on the first text. Exact pages take three times the bytes of nvfp4, so that "
+        f"{max(GATES):.0%} more makes fewer than a quarter of the weights exact. The last rows are a limit, not a "
+        "format that there is: what a candidate of twice nvfp4's bytes would give if it lost nothing."
+    )
+    head = ["| candidates | " + " | ".join(f"+{more:.0%}" for more in GATES) + " |", "| --- " * (1 + len(GATES)) + "|"]
+    rows: dict[str, list[str]] = {}
+    for row in result["budgets"]:
+        if row["more"]:
+            rows.setdefault(row["method"], []).append(f"{row['first']:.4f}")
+    for row in result["eight_bits"]:
+        name = "nvfp4 and twice its bytes" + (", calibrated" if row["way"] == WAYS[-1] else "")
+        rows.setdefault(name, []).append(f"{row['first']:.4f}")
+    return [what, "", *head, *(f"| {name} | {' | '.join(kls)} |" for name, kls in rows.items()), ""]
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    torch.set_num_threads(1)
+    RESULT.write_text(json.dumps(measure(), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

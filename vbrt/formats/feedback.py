@@ -1,0 +1,112 @@
+"""Codes that make up for each other's errors, under block scales that are chosen already.
+
+Columns are rounded one after the other, and what a column loses is given to those behind it, as far as their inputs go
+along with its own: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers"
+(2022), by way of the Cholesky factor of the inverse of the inputs' second moments. Columns are cut into groups that
+know nothing of each other, so that the moments of a layer take as much memory as `GROUP` rows of its weight in fp32,
+and all groups go ahead together. A row of a group keeps its nearest codes where they have the smaller error of the
+output.
+
+Legend: N rows, K columns, G groups of C columns, b weights a block, T tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vbrt.formats.blocks import BlockFormat
+from vbrt.formats.rounding import Grid
+
+__all__ = ["GROUP", "Inputs", "compensated", "moments_of"]
+
+GROUP = 256
+#: of the mean of the diagonal, added to it: few tokens say little about how inputs go together
+_DAMPING = 0.3
+_STEP = 16  # columns whose errors go to those behind them at once
+_WEIGHTS = 1 << 22  # that are compensated at a time
+
+
+@dataclass(slots=True, eq=False)
+class Inputs:
+    """What is known of the inputs that meet a parameter's matrices, on the CPU.
+
+    Attributes:
+        squares: their mean squares, fp32 [matrices, K], about 1.
+        moments: as `moments_of` gives them. They are large, so whoever holds the encoded weight lets them go (None):
+            a weight that takes its place later has its scales searched by the squares alone.
+    """
+
+    squares: Tensor
+    moments: Tensor | None = None
+
+
+def moments_of(x_TK: Tensor) -> Tensor:
+    """Return the sums of products of inputs within each group, fp32 [G, C, C]; columns beyond K count as zeros."""
+    k = x_TK.shape[1]
+    group = min(GROUP, k)
+    x_GTC = F.pad(x_TK.float(), (0, -k % group)).view(len(x_TK), -(-k // group), group).transpose(0, 1)
+    return x_GTC.mT @ x_GTC
+
+
+@torch.no_grad()
+def compensated(format: BlockFormat, w_NK: Tensor, coarse: dict[str, Tensor], moments_GCC: Tensor) -> dict[str, Tensor]:
+    """Return a coarse plane of a weight under the scales of another, with less error of the layer's output.
+
+    Args:
+        coarse: as `format.encode` gives it.
+        moments_GCC: as `moments_of` gives them, summed over what the layer has seen, in any unit.
+    """
+    moments_GCC = moments_GCC.to(w_NK.device)
+    moments_GCC = moments_GCC / moments_GCC.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-30).view(-1, 1, 1)
+    turns = _Turns(moments_GCC, format._grid(coarse), format.block)
+    scale_NB, rows = format._scales(coarse), max(1, _WEIGHTS // w_NK.shape[1])
+    parts = zip(w_NK.split(rows), scale_NB.split(rows), strict=True)
+    return {**coarse, "codes": torch.cat([turns.codes(w_RK, scale_RB) for w_RK, scale_RB in parts])}
+
+
+class _Turns:
+    """Rounds the columns of groups in turn, by their damped moments."""
+
+    def __init__(self, moments_GCC: Tensor, grid: Grid, block: int) -> None:
+        self._moments, self._grid, self._block = moments_GCC, grid, block
+        eye = torch.eye(moments_GCC.shape[1], dtype=torch.float64, device=moments_GCC.device)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments_GCC.double() + _DAMPING * eye))
+        upper = torch.linalg.cholesky(inverse, upper=True)
+        self._factors = (upper / upper.diagonal(dim1=1, dim2=2).unsqueeze(2)).float()
+
+    def codes(self, w_NK: Tensor, scale_NB: Tensor) -> Tensor:
+        """Return codes uint8 [N, Kp/2] of a weight under block scales."""
+        (n, k), (groups, group, _) = w_NK.shape, self._moments.shape
+        w_GCN = F.pad(w_NK.float(), (0, groups * group - k)).t().contiguous().view(groups, group, n)
+        scale_KN = scale_NB.t().repeat_interleave(self._block, 0)[: groups * group]
+        scale_GCN = F.pad(scale_KN, (0, 0, 0, groups * group - len(scale_KN))).view_as(w_GCN)
+        divisor_GCN = scale_GCN.masked_fill(scale_GCN == 0, 2.0**-126)
+        nearest_GCN = self._grid.nearest(w_GCN / divisor_GCN)
+        level_GCN = self._in_turn(w_GCN.clone(), scale_GCN, divisor_GCN)
+        losses = (self._loss(w_GCN - level * scale_GCN) for level in (level_GCN, nearest_GCN))
+        better_GN = torch.lt(*losses)
+        code_GCN = self._grid.codes(torch.where(better_GN.unsqueeze(1), level_GCN, nearest_GCN))
+        code_NK = code_GCN.reshape(-1, n)[:k].t().to(torch.uint8)
+        code_NK = F.pad(code_NK, (0, scale_NB.shape[1] * self._block - k))
+        return code_NK[:, 0::2] | code_NK[:, 1::2] << 4
+
+    def _in_turn(self, w_GCN: Tensor, scale_GCN: Tensor, divisor_GCN: Tensor) -> Tensor:
+        """Return the level of each weight; w_GCN is overwritten."""
+        level_GCN = torch.empty_like(w_GCN)
+        for first in range(0, w_GCN.shape[1], _STEP):
+            last = min(first + _STEP, w_GCN.shape[1])
+            lost_GSN = torch.empty_like(w_GCN[:, first:last])
+            for at in range(first, last):
+                w_GN = w_GCN[:, at]
+                level_GN = self._grid.nearest(w_GN / divisor_GCN[:, at])
+                level_GCN[:, at] = level_GN
+                lost_GN = torch.sub(w_GN, level_GN * scale_GCN[:, at], out=lost_GSN[:, at - first])
+                w_GCN[:, at + 1 : last] -= self._factors[:, at, at + 1 : last, None] * lost_GN.unsqueeze(1)
+            w_GCN[:, last:] -= self._factors[:, first:last, last:].mT @ lost_GSN
+        return level_GCN
+
+    def _loss(self, error_GCN: Tensor) -> Tensor:
+        """Return what an error of the weight costs the output [G, N]."""
+        return ((self._moments @ error_GCN).mul_(error_GCN)).sum(1)
