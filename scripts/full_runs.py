@@ -40,7 +40,10 @@ def wrapped(model: Trainee, *, slots: int = _SLOTS, **training: Any) -> vbrt.VBF
     optimizer = torch.optim.AdamW(model.parameters(), LR, fused=True)
     blocks = [p.numel() for name, p in model.named_parameters() if "layers." in name]
     tiers = {"gpu": {"budget": slots * 2 * max(blocks)}} if DEVICE == "cuda" else {"gpu": {"enabled": False}}
-    return vbrt.wrap(model, "full", optimizer=optimizer, tiers=tiers, training=training, weights={"keep_head": True})
+    tiers |= {"cpu": {"budget": training.pop("host")}} if "host" in training else {}
+    tables = next(model.parameters()).dtype is torch.bfloat16  # those in fp32 stay on the GPU
+    weights = {"keep_head": True, "embeddings": tables}
+    return vbrt.wrap(model, "full", optimizer=optimizer, tiers=tiers, training=training, weights=weights)
 
 
 def trained(vb: vbrt.VBFullWrapper, ids: Tensor, *, parts: int = 1) -> Tensor:
@@ -137,9 +140,11 @@ def large(options: argparse.Namespace) -> None:
     start, shape = time.perf_counter(), SHAPES[options.shape]
     model = made(shape, recompute=True, dtype=torch.bfloat16)
     found: dict[str, Any] = {"parameters": shape.parameters, "compute_s": {}, "rows": []}
-    for tokens in options.sizes:
-        found["compute_s"][tokens] = compute_seconds(model, batch(shape, min(tokens, 16384), CONTEXT))
-        found["compute_s"][tokens] *= max(1, tokens // 16384)
+    passes = {_at_once(options, tokens) for tokens in options.sizes}
+    once = {tokens: compute_seconds(model, batch(shape, tokens, CONTEXT)) for tokens in passes}
+    found["compute_s"] = {
+        tokens: once[_at_once(options, tokens)] * (tokens // _at_once(options, tokens)) for tokens in options.sizes
+    }
     emptied()
     model.llama.gradient_checkpointing_disable()
     told(found | {"resident_ready_s": round(time.perf_counter() - start, 1)})
@@ -150,12 +155,18 @@ def large(options: argparse.Namespace) -> None:
     found |= {"wrap_s": round(time.perf_counter() - start, 1), "limit_gb": options.limit} | about(vb)
     told(found)
     for tokens in options.sizes:
-        ids, parts = batch(shape, tokens, CONTEXT), max(1, tokens // options.at_once)
+        ids, parts = batch(shape, tokens, CONTEXT), tokens // _at_once(options, tokens)
         row = {"tokens": tokens, "parts": parts}
-        row |= measured(lambda: trained(vb, ids, parts=parts), steps=options.steps, warm=1)  # noqa: B023
+        warm = 0 if found["rows"] else 1
+        row |= measured(lambda: trained(vb, ids, parts=parts), steps=options.steps, warm=warm)  # noqa: B023
         found["rows"].append(row | {"tokens_per_s": tokens / row["seconds"]})
         told(found)
     told(found | apart(vb, batch(shape, options.sizes[0], CONTEXT)) | about(vb))
+
+
+def _at_once(options: argparse.Namespace, tokens: int) -> int:
+    """Return the tokens of one pass."""
+    return min(tokens, options.at_once)
 
 
 def largest(options: argparse.Namespace) -> None:

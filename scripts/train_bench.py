@@ -36,6 +36,9 @@ TRAINING = {
     "vbrt, fp32, flash": Options("vbrt"),
     "vbrt, bf16, flash": Options("vbrt", mixed_precision=True),
     "vbrt, bf16, flash, checkpointing": Options("vbrt", mixed_precision=True, checkpointing=True),
+    "vbrt, bf16, flash, checkpointing, all state in the tiers": Options(
+        "vbrt", mixed_precision=True, checkpointing=True, full=True
+    ),
     "vbrt, FP4 (QAT), bf16, flash": Options("vbrt", mixed_precision=True, fp4=True),
     "vbrt, FP4 (QAT), bf16, flash, checkpointing": Options("vbrt", mixed_precision=True, checkpointing=True, fp4=True),
 }

@@ -8,7 +8,7 @@ import torch
 
 import vbrt
 from tests.training.full_models import Tiny, batches, loss_of, resident
-from vbrt.errors import CheckpointError
+from vbrt.errors import CheckpointError, TierError
 from vbrt.saves.checkpoint import CHECKPOINT
 from vbrt.saves.nested import taken_apart, together
 
@@ -127,6 +127,20 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_a_model_that_trains(tmp_pa
         last = steps(vb, vb.optimizer, data[2:])
         vb.load_checkpoint(tmp_path)
         assert steps(vb, vb.optimizer, data[1:])[-1:] == last
+
+
+def test_a_weight_that_cannot_be_read_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    def failing(self):
+        raise TierError(f"{self.name}: its page cannot be read")
+
+    with wrapped() as vb:
+        vb.save_checkpoint(tmp_path, extra=1)
+        files = sorted(path.name for path in tmp_path.iterdir())
+        with monkeypatch.context() as patch, pytest.raises(TierError, match="cannot be read"):
+            patch.setattr("vbrt.training.full.FullWeight.master", failing)
+            vb.save_checkpoint(tmp_path, extra=2)
+        assert sorted(path.name for path in tmp_path.iterdir()) == files
+        assert vb.load_checkpoint(tmp_path) == 1
 
 
 def test_damage_is_refused_with_the_place(tmp_path):

@@ -156,6 +156,20 @@ def test_evaluation_and_passes_without_gradients_are_left_alone():
     assert vb.stats().activations.passes == 0
 
 
+@pytest.mark.exhaustive
+def test_compiled_blocks_and_compiled_models_give_the_same_bits(monkeypatch):
+    monkeypatch.setattr(F, "dropout", lambda x, p, training: x)  # compiled, it draws otherwise
+    kept = step(wrapped("keep", "train"))
+    vb = wrapped("recompute", "train")
+    for block in vb.model.blocks:
+        block.compile(backend="aot_eager")
+    assert same(step(vb), kept)
+    assert vb.stats().activations.modes == {"recompute": 4}
+    vb = wrapped("recompute", "train")
+    vb.model.compile(backend="aot_eager")
+    assert same(step(vb), kept)
+
+
 def test_a_model_without_equal_blocks_says_that_all_is_kept():
     vb = vbrt.wrap(nn.Sequential(nn.Linear(64, 64)), "dense", training={"activations": "recompute"})
     assert "no list of equal blocks" in vb.stats().fallbacks[-1]
