@@ -85,6 +85,7 @@ WRONG_VALUES = [
         "some",
         '"some"; expected "keep", "recompute", "offload" or bytes of device memory, e.g. "6GiB"',
     ),
+    ("training.moments", "fp16", '"fp16"; expected "fp32" or "8bit"'),
     ("training.activations_host", "much", '"much"; expected "auto", bytes, "8GiB" or "40%"'),
     ("separation.refresh_every", 0, "0; expected a whole number, 1 or more"),
     ("compute.backend", "cuda", '"cuda"; expected "auto", "reference", "compiled" or "triton"'),

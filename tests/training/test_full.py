@@ -171,3 +171,9 @@ def test_a_model_in_bf16_trains_as_with_resident_masters(tied):
     vb.unwrap()
     for parameter, (_, master) in zip(model.parameters(), by.pairs, strict=True):
         assert parameter.dtype is torch.float32 and torch.equal(parameter, master)
+
+
+def test_moments_of_8_bits_take_a_quarter_and_train(tmp_path):
+    plain, coded = (vbrt.wrap(Tiny(), "full", optimizer=adamw, training={"moments": m}) for m in ("fp32", "8bit"))
+    held = [vb.stats().tiers["cpu"].held_bytes for vb in (plain, coded)]
+    assert held[1] < 0.6 * held[0]

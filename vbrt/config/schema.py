@@ -54,6 +54,7 @@ __all__ = [
     "FINE_PLANES",
     "IO_MODES",
     "MODES",
+    "MOMENTS",
     "POLICIES",
     "SAMPLES",
     "SCOPES",
@@ -75,6 +76,7 @@ MODES = ("infer", "train", "full")
 FINE_PLANES = ("none", "exact")
 POLICIES = ("auto", "scheduled", "lru", "experts")
 SCOPES = ("auto", "layer", "model")
+MOMENTS = ("fp32", "8bit")
 IO_MODES = ("auto", "direct", "buffered")
 BACKENDS = ("auto", "reference", "compiled", "triton")
 #: `weights.calibrate` for text that the model writes itself
@@ -325,11 +327,14 @@ class SeparationConfig(_Section):
 
 @dataclass(frozen=True, slots=True)
 class TrainingConfig(_Section):
-    """What is kept of a model's repeated blocks from a forward until its backward pass; results are equal bit for bit.
+    """What is kept for the backward pass and for the optimizer.
+
+    What is kept of a model's repeated blocks from a forward until its backward pass; results are equal bit for bit:
 
     activations: "keep" leaves that to autograd; "recompute" keeps the input of each block and computes the rest again;
     "offload" has these inputs in page-locked host memory meanwhile; bytes, "6GiB": whichever of them fits into so much
     device memory, for as many blocks as possible the faster one.
+    moments: of mode "full", what the optimizer keeps of gradients: "fp32", or "8bit", rounded after each step.
     activations_host: room for offloaded inputs, as a tier's budget; "auto": half of the memory that is available.
     """
 
@@ -337,6 +342,7 @@ class TrainingConfig(_Section):
 
     activations: int | str = _opt("keep", _activations)
     activations_host: int | str = _opt("auto", _budget)
+    moments: Literal["fp32", "8bit"] = _opt("fp32", choice(*MOMENTS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ class FullAttachment(Attachment):
         if self.optimizer is not None:
             raise WrapError("this model has an optimizer already; unwrap() and wrap it with the other one")
         self.materialize()
-        self.updater = take_optimizer(optimizer, self.weights)
+        self.updater = take_optimizer(optimizer, self.weights, eight_bit=self._settings.training.moments == "8bit")
         self.optimizer = optimizer
 
     def need(self, what: str) -> torch.optim.Optimizer:

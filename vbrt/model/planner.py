@@ -70,7 +70,7 @@ def make_plan(
     rooms = budgets if config.mode != "full" else {name: room for name, room in budgets.items() if name != "gpu"}
     homes = _homes([*others, *layers], rooms, config, skipped)
     if config.mode == "full":
-        layers, homes = with_state(swaps, layers, homes, rooms, source=config.source)
+        layers, homes = with_state(swaps, layers, homes, rooms, config)
     placed = tuple(_placed(swap, pages, homes) for swap, pages in zip(swaps, layers, strict=True))
     notes = (*_idle_gpu(config, machine), *_notes(placed, config, modules, skipped))
     warnings = _kept_warning(placed, skipped, budgets, left) if placed else notes[-1:]

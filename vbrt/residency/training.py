@@ -7,6 +7,7 @@ nearer. None of it is ever on a GPU.
 
 from collections.abc import Mapping, Sequence
 
+from vbrt.config.schema import VBConfig
 from vbrt.config.tiers import TIERS
 from vbrt.errors import ConfigError
 from vbrt.residency.division import spread
@@ -16,7 +17,7 @@ from vbrt.residency.sizes import format_bytes
 __all__ = ["GRADIENT", "STATE", "with_state"]
 
 GRADIENT, STATE = "gradient", "state"  # planes
-_BYTES = {GRADIENT: 2, STATE: 10}  # a weight: of gradients in bf16; of a 16-bit half and two moments in fp32
+_MOMENTS = {"fp32": 8, "8bit": 2 + 8 / 256}  # bytes of a weight's two, with scales of 256 each
 _PASSING = 3  # leased halves for which host memory keeps room where some of them live below it
 _REPLACED = 2  # pages of a store that are there twice while they are rewritten
 
@@ -28,8 +29,7 @@ def with_state(
     layers: Sequence[tuple[PageSpec, ...]],
     homes: Mapping[str, str],
     budgets: Mapping[str, int],
-    *,
-    source: str,
+    config: VBConfig,
 ) -> tuple[list[tuple[PageSpec, ...]], Homes]:
     """Return the pages of each weight with those of its state, and the home of each.
 
@@ -37,12 +37,14 @@ def with_state(
         layers: the pages that are leased, by weight.
         homes: of these.
         budgets: of the host's tiers.
+        config: says what moments are.
 
     Raises:
         ConfigError: the tiers are too small.
     """
     page = {page.key: page for layer in layers for page in layer}
-    state = {plane: [_page(swap, plane) for swap in swaps] for plane in _BYTES}
+    each = {GRADIENT: 2, STATE: 2 + _MOMENTS[config.training.moments]}  # bf16; a 16-bit half beside moments
+    state = {plane: [_page(swap, plane, nbytes) for swap in swaps] for plane, nbytes in each.items()}
     left = {tier: room - sum(_cost(page[k], tier) for k in page if homes[k] == tier) for tier, room in budgets.items()}
     largest = max((p.nbytes for p in page.values()), default=0)
     first, last = next(iter(budgets)), list(budgets)[-1]
@@ -51,12 +53,12 @@ def with_state(
         left[last] -= _REPLACED * max((p.nbytes for p in state[STATE]), default=0)
     homes = dict(homes)
     for pages in state.values():
-        homes |= _placed(pages, left, source)
+        homes |= _placed(pages, left, config.source)
     return [(*layer, *(state[plane][at] for plane in state)) for at, layer in enumerate(layers)], homes
 
 
-def _page(swap: Swap, plane: str) -> PageSpec:
-    nbytes = -(-swap.site.parameters * _BYTES[plane] // 4096) * 4096
+def _page(swap: Swap, plane: str, each: float) -> PageSpec:
+    nbytes = -(-int(swap.site.parameters * each) // 4096) * 4096
     return PageSpec(swap.site.page_key(plane), plane, nbytes, by_rows=True)
 
 

@@ -69,8 +69,13 @@ class StreamedOptimizer(torch.optim.Optimizer):
         load_state(self, state_dict, partial(load_kept, self))
 
 
-def take_optimizer(optimizer: torch.optim.Optimizer, weights: Iterable[FullWeight]) -> Updater:
+def take_optimizer(
+    optimizer: torch.optim.Optimizer, weights: Iterable[FullWeight], *, eight_bit: bool = False
+) -> Updater:
     """Have an optimizer update weights in the tiers, in place.
+
+    Args:
+        eight_bit: moments have 8 bits.
 
     Raises:
         WrapError: its class has no rule, or it lacks a weight that trains: named.
@@ -88,7 +93,7 @@ def take_optimizer(optimizer: torch.optim.Optimizer, weights: Iterable[FullWeigh
         )
     plain = type(optimizer)
     updater = Updater(rule)
-    _place(optimizer, weights, rule)
+    _place(optimizer, weights, rule, eight_bit=eight_bit)
     for weight in weights:
         weight.updater = updater
         _take_state(optimizer, weight)
@@ -125,14 +130,14 @@ def _take_state(optimizer: torch.optim.Optimizer, weight: FullWeight) -> None:
         weight.state.moments = {name: moment.detach().to("cpu", torch.float32) for name, moment in moments.items()}
 
 
-def _place(optimizer: torch.optim.Optimizer, weights: list[FullWeight], rule: Rule) -> None:
+def _place(optimizer: torch.optim.Optimizer, weights: list[FullWeight], rule: Rule, *, eight_bit: bool) -> None:
     """Give the masters' low halves and the moments of weights that train their place in the tiers."""
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for weight in weights:
         group = groups.get(id(weight.parameter))
         if group is not None:
             home = weight.spec.home("state", weight.stack.names[-1])
-            weight.state.place((weight.stack, weight.owner), rule.moments(group), home, eight_bit=False)
+            weight.state.place((weight.stack, weight.owner), rule.moments(group), home, eight_bit=eight_bit)
 
 
 @functools.cache
