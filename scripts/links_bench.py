@@ -1,6 +1,6 @@
 """Several GPUs of one host, one process: pages over borrowed links, and pages in a neighbour's memory.
 
-    python scripts/links_bench.py [raw] [links] [peer] [--layers N] [--out FILE]
+    python scripts/links_bench.py [raw] [links] [peer] [devices] [--layers N] [--out FILE]
     python -m torch.distributed.run --nproc-per-node=2 scripts/links_bench.py shared [--layers N] [--out FILE]
 
 - raw: pinned host memory to the first GPU over its own link, over two at once, and between the GPUs.
@@ -8,6 +8,7 @@
   CUDA graph, 2,048 tokens.
 - peer: pages on two GPUs, each with 1/1.8 of their bytes, beside all of them on one: a token as a graph, 2,048 tokens;
   the rate of copies from the neighbour beside a plain copy.
+- devices: layers split over two GPUs: `dense` with each 1/1.8 of the pages' bytes, `exact` streamed over both links.
 - shared: ranks that each keep a part of the pages, all at once; beside one rank alone with all of them.
 
 A part that fails is in the result as its error; the others are measured.
@@ -187,6 +188,33 @@ def peer(options: argparse.Namespace) -> dict:
     return result
 
 
+def devices(options: argparse.Namespace) -> dict:
+    """Blocks split over two GPUs, eager; beside all of them on one."""
+    rows, outs = {}, {}
+    cases = {
+        "dense_on_one": ("dense", "60GiB", "current"),
+        "dense_on_two": ("dense", "60GiB", [0, 1]),
+        "exact_streamed_on_two": ("exact", RING // 2, [0, 1]),
+    }
+    for name, (preset, budget, where) in cases.items():
+        tiers = {"gpu": {"budget": budget, "devices": where}}
+        vb = vbrt.wrap(llama_8b(options.layers), preset, weights={"keep_head": True}, tiers=tiers)
+        if where == "current":
+            vb.materialize()
+        rows[name], outs[name] = times_of(vb, graph=False)
+        outs[name] = {key: out.to(OWN) for key, out in outs[name].items()}
+        rows[name]["tiers"] = {tier: held.peak_bytes for tier, held in vb.stats().tiers.items()}
+        vb.close()
+        del vb
+        gc.collect()
+        torch.cuda.empty_cache()
+    return {
+        "rows": rows,
+        "same": {name: same(outs["dense_on_one"], out) for name, out in outs.items()},
+        "share": {key: rows["dense_on_one"][key] / rows["dense_on_two"][key] for key in ("T1_ms", "T2048_ms")},
+    }
+
+
 def shared(options: argparse.Namespace) -> dict:
     """`exact` on every rank at once, with parts of the pages on each; then with all pages on each, rank 0 alone."""
     import torch.distributed as dist
@@ -226,19 +254,19 @@ def moved(vb: vbrt.VBModelWrapper) -> int:
     return sum(sum(page.bytes_moved.values()) for page in vb.stack.pages.values())
 
 
-PARTS = {"raw": raw, "links": links, "peer": peer, "shared": shared}
+PARTS = {"raw": raw, "links": links, "peer": peer, "devices": devices, "shared": shared}
 
 
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help="some of raw, links, peer (by default these), or shared")
+    parser.add_argument("parts", nargs="*", help="some of raw, links, peer, devices (by default these), or shared")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     result: dict = {"machine": machine() | {"gpus": torch.cuda.device_count()}, "layers": options.layers}
     first = os.environ.get("RANK", "0") == "0"
-    for name in options.parts or ("raw", "links", "peer"):
+    for name in options.parts or ("raw", "links", "peer", "devices"):
         start = time.perf_counter()
         try:
             result[name] = PARTS[name](options)

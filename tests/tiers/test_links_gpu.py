@@ -112,3 +112,26 @@ def test_a_gpu_that_is_not_there_is_named():
         wrapped("dense", 0.3, peer={"enabled": True, "devices": [7]})
     with pytest.raises(ConfigError, match=r"tiers\.peer\.devices = \[0\]; .* it is the computing one"):
         wrapped("dense", 0.3, peer={"enabled": True, "devices": [0]})
+
+
+@torch.no_grad()
+def test_layers_over_two_gpus_have_their_bits_and_stream_over_both_links():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 256}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    tokens = torch.arange(1, 20, device="cuda")[None]
+    given = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    want, new = model(tokens).logits, model.generate(tokens, **given)
+    split = vbrt.wrap(model, "exact", tiers={"gpu": {"devices": [0, 1], "budget": "8MiB"}})
+    for _ in range(5):
+        assert torch.equal(split(tokens).logits.to("cuda:0"), want)
+    assert torch.equal(split.generate(tokens, **given), new)
+    for part, index in zip(split.parts, (0, 1), strict=True):
+        assert part.attachment.stack.device.index == index
+        moved = sum(sum(page.bytes_moved.values()) for page in part.attachment.stack.pages.values())
+        assert moved and part.attachment.stats().tiers["gpu"].peak_bytes <= 8 << 20
+    assert torch.cuda.current_device() == 0
+    assert torch.equal(split.unwrap().to("cuda:0")(tokens).logits, want)

@@ -74,6 +74,7 @@ class Estimate:
         """Bytes that each tier of the machine lacks; empty if everything fits."""
         has = {
             "gpu": self.machine.gpu_free_bytes,
+            "peer": self.machine.peers * self.machine.peer_free_bytes,
             "cpu": self.machine.cpu_available_bytes,
             "ssd": self.machine.ssd_free_bytes,
         }

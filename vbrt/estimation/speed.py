@@ -16,7 +16,7 @@ from vbrt.estimation.rates import Rates
 from vbrt.estimation.report import Estimate
 from vbrt.model.choice import choose
 from vbrt.residency.plan import Plan, Swap
-from vbrt.residency.token_cost import TokenCost, token_cost
+from vbrt.residency.token_cost import LINK_GB_PER_S, TokenCost, token_cost
 
 __all__ = ["Speed", "predict"]
 
@@ -150,7 +150,7 @@ def _link_s(plan: Plan | None, rates: Rates, tokens: int) -> float:
     """Return the seconds of the copies of one pass."""
     if plan is None or plan.mode != "infer" or len(plan.budgets) == 1:
         return 0.0
-    by_tier = {"cpu": rates.link_gb_s or float("inf"), "ssd": rates.drive_gb_s}
+    by_tier = {**LINK_GB_PER_S, "cpu": rates.link_gb_s or float("inf"), "ssd": rates.drive_gb_s}
     cost = token_cost(plan)
     if cost is not None:
         hits, touched = _hit_rate(plan, cost, tokens), max(_touched(swap, tokens) for swap in plan.routed)

@@ -12,8 +12,9 @@ __all__ = ["HIT_RATES", "LINK_GB_PER_S", "TokenCost", "fitted", "simulated_hits"
 
 #: hit rates that `vbrt plan` shows
 HIT_RATES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99)
-#: assumed rates of links by the tier they come from: PCIe 4.0 x16 (5.0 has about twice that), and an NVMe drive
-LINK_GB_PER_S = {"cpu": 25.0, "ssd": 3.0}
+#: assumed rates of links by the tier they come from: half of NVLink 4's, PCIe 4.0 x16 (5.0 has about twice that), and
+#: an NVMe drive
+LINK_GB_PER_S = {"peer": 200.0, "cpu": 25.0, "ssd": 3.0}
 
 
 @dataclass(frozen=True, slots=True)
