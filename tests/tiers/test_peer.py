@@ -5,6 +5,7 @@ import torch
 
 from tests.tiers.stacks import UNIT, WatchedTier, add_all, assert_at_rest, run
 from vbrt.errors import TierError
+from vbrt.residency.plan import PageSpec, place, with_whole_pages
 from vbrt.residency.simulate import PASS, make_policy
 from vbrt.tiers import Level, PeerTier, TierStack
 
@@ -31,6 +32,18 @@ def test_pages_of_two_neighbours_come_up_past_the_tier_below_and_stay_within_eac
     assert_at_rest(stack)
     stack.close()
     assert peer.held_bytes == 0
+
+
+def test_what_is_left_of_one_share_is_not_room_for_a_page():
+    tier = PeerTier([CPU, CPU, CPU], 9 * UNIT)
+    level = Level(tier)
+    assert level.free_bytes == 9 * UNIT
+    tier.reserve(2 * UNIT)
+    assert level.free_bytes == 6 * UNIT  # one unit of each share is left in the end
+    pages = [[PageSpec(f"layer{i}#c", "c", 2 * UNIT)] for i in range(6)]
+    rooms = with_whole_pages({"gpu": 6 * UNIT, "peer": 10 * UNIT, "cpu": 99 * UNIT}, pages, len(tier.parts))
+    homes = place(pages, rooms, source="x")
+    assert list(homes.values()).count("peer") == 2 and "cpu" in homes.values()
 
 
 def test_a_page_that_no_single_neighbour_has_room_for_is_an_error_and_not_a_wait():

@@ -11,9 +11,10 @@ from vbrt.layers import WeightHandle
 from vbrt.model.registry import Registry
 from vbrt.residency.division import auto_scan
 from vbrt.residency.expert_room import largest_pages
-from vbrt.residency.plan import Beside, PageSpec, leased_pages, place
+from vbrt.residency.plan import Beside, PageSpec, leased_pages, place, with_whole_pages
 from vbrt.residency.scheduled import ScheduledPolicy
 from vbrt.residency.simulate import make_policy
+from vbrt.tiers import PeerTier
 
 if TYPE_CHECKING:
     from vbrt.model.runtime import Runtime
@@ -55,7 +56,10 @@ def place_pages(runtime: "Runtime") -> None:
     """
     found = {attachment.registry: attachment.registry.pages() for attachment in runtime.attachments}
     layers = [layer for pages in found.values() for _, layer in pages]
-    homes = place(layers, runtime.budgets, source=runtime.settings.source)
+    peers = max(
+        (len(level.tier.parts) for level in runtime.stack.levels if isinstance(level.tier, PeerTier)), default=1
+    )
+    homes = place(layers, with_whole_pages(runtime.budgets, layers, peers), source=runtime.settings.source)
     if not all(TIERS[home].memory for home in homes.values()):
         runtime.open_stores()
     for registry in found:

@@ -23,7 +23,7 @@ from vbrt.layers import KINDS, HandleSpec, SwappedLayer
 from vbrt.layers.selection import planned_packing
 from vbrt.model.choice import choose, named_modules, nbytes_of, why_none
 from vbrt.model.machine import this_machine
-from vbrt.residency.plan import Beside, PageSpec, Plan, Skip, Swap, format_bytes, place
+from vbrt.residency.plan import Beside, PageSpec, Plan, Skip, Swap, format_bytes, place, with_whole_pages
 from vbrt.residency.site import ROOT
 from vbrt.residency.training import with_state
 
@@ -67,7 +67,9 @@ def make_plan(
     if config.mode == "full":
         swaps = [replace(swap, dtype="bfloat16") for swap in swaps]  # of its page; see `vbrt/training/full.py`
     layers = [_pages_on(swap, config, "gpu" in budgets) for swap in swaps]
-    rooms = budgets if config.mode != "full" else {name: room for name, room in budgets.items() if name != "gpu"}
+    rooms = with_whole_pages(budgets, layers, machine.peers)
+    if config.mode == "full":  # what the host updates in place is in its memory
+        rooms = {name: room for name, room in rooms.items() if name not in ("gpu", "peer")}
     homes = _homes([*others, *layers], rooms, config, skipped)
     if config.mode == "full":
         layers, homes = with_state(swaps, layers, homes, rooms, config)

@@ -67,6 +67,11 @@ def _open_lanes(levels: Sequence[Level], config: VBConfig) -> None:
 
 def _shared_tier(plan: Plan, config: VBConfig, budget: int) -> SharedTier:
     """Raises ConfigError: pages that ranks do not take in one order."""
+    if config.mode != "infer":
+        raise ConfigError(
+            f'{config.source}: tiers.cpu.shared = true with mode = "{config.mode}"; pages that ranks share are not '
+            "written again: set shared = false"
+        )
     apart = next((swap for swap in plan.swaps if swap.experts or swap.by_rows), None)
     if apart is not None:
         raise ConfigError(

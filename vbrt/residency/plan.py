@@ -17,7 +17,7 @@ from vbrt.residency.plan_text import plan_lines
 from vbrt.residency.site import WeightSite
 from vbrt.residency.sizes import format_bytes
 
-__all__ = ["Beside", "PageSpec", "Plan", "Skip", "Swap", "format_bytes", "leased_pages", "place"]
+__all__ = ["Beside", "PageSpec", "Plan", "Skip", "Swap", "format_bytes", "leased_pages", "place", "with_whole_pages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +258,13 @@ class Plan:
 
 #: layers' fine planes that must have room beside the coarse ones: the one that computes, and those that are fetched
 _PASSING = 4
+
+
+def with_whole_pages(budgets: Mapping[str, int], layers: Sequence[Sequence[PageSpec]], peers: int) -> dict[str, int]:
+    """Return budgets of which the neighbours' can be filled with whole pages, whichever of `peers` each lies on."""
+    largest = max((page.nbytes for layer in layers for page in layer), default=0)
+    lost = {"peer": peers * largest if peers > 1 else 0}
+    return {tier: max(0, nbytes - lost.get(tier, 0)) for tier, nbytes in budgets.items()}
 
 
 def place(layers: Sequence[Sequence[PageSpec]], budgets: Mapping[str, int], *, source: str) -> dict[str, str]:

@@ -34,13 +34,14 @@ class PeerTier:
     """
 
     name, memory, reads_ahead = "peer", True, False
-    overhead_bytes = stuck_bytes = 0
+    overhead_bytes = 0
 
     def __init__(
         self, devices: Sequence[torch.device], capacity_bytes: int, *, computing: torch.device | None = None
     ) -> None:
         self.parts = [_Part(self.name, device, 0) for device in devices]
         self.device = self.parts[0].device
+        self._largest_bytes = 0  # of a page so far
         self.capacity_bytes = capacity_bytes
         self.fallbacks = [f"tiers.peer: {why}" for why in (computing and reach(computing, d) for d in devices) if why]
 
@@ -54,6 +55,13 @@ class PeerTier:
         self._capacity_bytes = nbytes
         for part in self.parts:
             part.capacity_bytes = nbytes // len(self.parts)
+
+    @property
+    def stuck_bytes(self) -> int:
+        """Bytes that may be left of each neighbour's share when none has room for a page any more."""
+        if len(self.parts) == 1 or not self._largest_bytes:
+            return 0
+        return sum(_room_left(part) % self._largest_bytes for part in self.parts)
 
     @property
     def held_bytes(self) -> int:
@@ -79,6 +87,7 @@ class PeerTier:
         """Return a buffer on the neighbour with the most room, or None while none has room for it."""
         if self.used_bytes + reserved_bytes + nbytes > self.capacity_bytes:
             return None
+        self._largest_bytes = max(self._largest_bytes, nbytes)
         part = max(self.parts, key=_room_left)
         if nbytes > _room_left(part):
             raise TierError(
