@@ -227,20 +227,31 @@ def _resident_run(model: Trainee, batches: list[Tensor]) -> dict:
         module.__class__ = _ResidentLinear
     theirs = {id(module.weight) for module in linears}
     kept = torch.optim.AdamW([p for p in model.parameters() if id(p) not in theirs], LR, fused=True)
-    masters = [nn.Parameter(module.weight.detach().cpu()) for module in linears]
+    pinned = DEVICE == "cuda"
+    masters = [nn.Parameter(_host(module.weight, pinned=pinned)) for module in linears]
     blocks = torch.optim.AdamW(masters, LR, fused=True)
     losses, start = [], time.perf_counter()
     for ids in batches:
         losses.append(passed(model, ids))
         for master, module in zip(masters, linears, strict=True):
-            master.grad = module.weight.grad.cpu()
+            if master.grad is None:
+                master.grad = _host(module.weight, pinned=pinned)
+            master.grad.copy_(module.weight.grad, non_blocking=True)
+        waited()
         for optimizer in (kept, blocks):
             optimizer.step()
         model.zero_grad()
         for master, module in zip(masters, linears, strict=True):
-            module.weight.data.copy_(master.detach())
+            module.weight.data.copy_(master.detach(), non_blocking=True)
+        waited()
     seconds = time.perf_counter() - start
     return {"losses": [loss.item() for loss in losses], "seconds": seconds, "digest": _digest(model.state_dict())}
+
+
+def _host(tensor: Tensor, *, pinned: bool) -> Tensor:
+    """Return a copy in host memory."""
+    out = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+    return out.copy_(tensor.detach())
 
 
 def _digest(state: dict[str, Tensor]) -> str:

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -92,6 +93,16 @@ def test_offloaded_inputs_come_back_as_they_were_one_ahead_of_their_use():
     assert stats.returned_bytes == 2 * 2 * input_bytes  # of four, the last two had not left yet
     assert (stats.prefetched, stats.late) == (4, 0)
     assert stats.host_peak_bytes == 4 * input_bytes  # the second pass had the memory of the first
+
+
+def test_an_offloaded_input_is_nowhere_on_the_device():
+    model, inputs = Model(8), []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda block, args: inputs.append(weakref.ref(args[0].untyped_storage())))
+    offloading(model)
+    loss = model(torch.ones(TOKENS, WIDTH)).mean()
+    assert [ref() is not None for ref in inputs] == [False] * 6 + [True] * 2  # on their way out
+    loss.backward()
 
 
 def test_a_graph_that_is_kept_gives_the_same_gradients_again_and_a_dropped_one_gives_its_memory_back():

@@ -222,8 +222,9 @@ def _checkpointed(block: nn.Module, call: Callable[..., Any], args: tuple, kwarg
         return call(*args, **kwargs)
     given = [name for name, value in kwargs.items() if isinstance(value, Tensor) and value.requires_grad]
     rest = {name: value for name, value in kwargs.items() if name not in given}
+    count = len(args)  # the function must not hold the tensors: autograd does
 
     def run(*values: Any) -> Any:
-        return call(*values[: len(args)], **rest, **dict(zip(given, values[len(args) :], strict=True)))
+        return call(*values[:count], **rest, **dict(zip(given, values[count:], strict=True)))
 
     return checkpoint(run, *args, *(kwargs[name] for name in given), use_reentrant=False)
