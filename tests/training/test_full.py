@@ -1,5 +1,6 @@
 """Mode "full": weights that train from the tiers end as those that train resident, bit for bit."""
 
+import contextlib
 import copy
 
 import pytest
@@ -177,3 +178,36 @@ def test_moments_of_8_bits_take_a_quarter_and_train(tmp_path):
     plain, coded = (vbrt.wrap(Tiny(), "full", optimizer=adamw, training={"moments": m}) for m in ("fp32", "8bit"))
     held = [vb.stats().tiers["cpu"].held_bytes for vb in (plain, coded)]
     assert held[1] < 0.6 * held[0]
+
+
+def stepping(model, optimizer) -> list[float]:
+    """Three steps of two passes, the second of which begins the step where the model trains from the tiers."""
+    losses = []
+    begin = getattr(model, "stepping", None)
+    for step in range(3):
+        for last, (ids, target) in enumerate(batches(2, seed=step)):
+            loss = loss_of(model, ids, target)
+            with begin() if begin and last else contextlib.nullcontext():
+                loss.backward()
+            losses.append(loss.item())
+        if begin is None:
+            optimizer.step()
+        model.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_step_may_begin_within_the_backward_pass(tied):
+    assert_same_training(Tiny(tied=tied), run=stepping)
+
+
+def test_gradients_that_were_applied_are_not_none_but_refused():
+    vb = vbrt.wrap(Tiny(), "full", optimizer=adamw)
+    loss = loss_of(vb, *batches(1)[0])
+    with pytest.raises(vbrt.WrapError, match=r"head: its gradient was applied within vb.stepping"), vb.stepping():
+        loss.backward()
+        assert vb.model.layers[0].bias.grad is not None
+        vb.model.head.weight.grad  # noqa: B018 - raises
+    with pytest.raises(vbrt.WrapError, match="second gradient"), vb.stepping():
+        for ids, target in batches(2):
+            loss_of(vb, ids, target).backward()

@@ -1,5 +1,7 @@
 """Mode "full" on a GPU: the same bits as training resident with the same update on the CPU."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -57,25 +59,27 @@ class OnHost:
                 weight.copy_(master)
 
 
-def run(model, optimizer, steps: int, pieces: int) -> list[float]:
+def run(model, optimizer, steps: int, pieces: int, *, within: bool = False) -> list[float]:
     losses = []
     draw = torch.Generator().manual_seed(1)
     for _ in range(steps):
-        for _ in range(pieces):
+        for piece in range(pieces):
             ids, target = torch.randint(TOKENS, (2, 4, 128), generator=draw).cuda()
             with torch.autocast("cuda", torch.bfloat16):
                 logits = model(ids)
             loss = F.cross_entropy(logits.float().flatten(0, 1), target.flatten())
-            loss.backward()
+            with model.stepping() if within and piece == pieces - 1 else contextlib.nullcontext():
+                loss.backward()
             losses.append(loss.item())
-        optimizer.step()
+        if not within:
+            optimizer.step()
         model.zero_grad()
     return losses
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize(("pieces", "recompute"), [(1, False), (2, False), (1, True)])
-def test_a_model_trains_as_resident(budget, pieces, recompute):
+@pytest.mark.parametrize(("pieces", "recompute", "within"), [(1, False, False), (2, False, True), (1, True, True)])
+def test_a_model_trains_as_resident(budget, pieces, recompute, within):
     torch.manual_seed(0)
     model = Wide().cuda()
     model.recompute = recompute
@@ -83,7 +87,7 @@ def test_a_model_trains_as_resident(budget, pieces, recompute):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with vbrt.wrap(model, "full", optimizer=optimizer, tiers={"gpu": {"budget": budget}}) as vb:
         expected = run(twin, OnHost(twin, lr=1e-3), 6, pieces)
-        assert run(vb, vb.optimizer, 6, pieces) == expected
+        assert run(vb, vb.optimizer, 6, pieces, within=within) == expected
         found = vb.state_dict()
         assert [
             name for name, value in twin.state_dict().items() if not torch.equal(value.cpu(), found[name].cpu())

@@ -15,6 +15,7 @@ from vbrt.training import FullLayer, FullWeight
 from vbrt.training.gradients import Outlet
 from vbrt.training.kept import widen_kept
 from vbrt.training.optimizers import release_optimizer, take_optimizer
+from vbrt.training.stepping import Stepping
 from vbrt.training.update import Updater
 
 __all__ = ["FullAttachment"]
@@ -65,6 +66,10 @@ class FullAttachment(Attachment):
         if self.optimizer is None:
             raise WrapError(f'{what}: mode = "full" has no optimizer yet; give vbrt.wrap(..., optimizer=...) one')
         return self.optimizer
+
+    def stepping(self) -> Stepping:
+        """Return the step that begins within a `with` block. See `VBFullWrapper.stepping`."""
+        return Stepping(self.need("stepping"), self.weights, self._outlet)
 
     def settle(self) -> None:
         """Wait for all updates. Raises what went wrong in them."""

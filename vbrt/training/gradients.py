@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vbrt.errors import TierError
+from vbrt.errors import TierError, WrapError
 from vbrt.formats.page import build_layout, unpack
 from vbrt.host.memory import PinError, map_memory, pin
 from vbrt.tiers import Owner, TierStack
@@ -52,6 +52,8 @@ class Gradient:
         dtype: of the parameter.
         hidden: from the optimizer's own step.
         arrivals: gradients since the last step.
+        whole: called, by a thread that may wait, when all gradients that are expected have arisen.
+        applied: whether the gradient of this step has been taken for an update, and the step has not ended.
         expected: forwards since then whose gradients have not arisen yet.
     """
 
@@ -62,6 +64,8 @@ class Gradient:
         self._pages: dict[torch.dtype, Page] = {}
         self._shape: tuple[int, ...] = ()
         self.expected = 0
+        self.whole: Callable[[], None] | None = None
+        self.applied = False
         self._pass = -1
         self._of_pass: Tensor | None = None  # what is not added to the sum of earlier passes yet
         self._sum: Tensor | None = None
@@ -190,8 +194,13 @@ class Gradient:
             raise TierError(f"{self.name}: its gradient could not be added ({error}); drop all gradients") from error
 
     def tensor(self) -> Tensor | None:
-        """Return the sum in the parameter's dtype; writes to it count."""
+        """Return the sum in the parameter's dtype; writes to it count. Raises WrapError for one that was applied."""
         self.wait()
+        if self.applied and not self.hidden:
+            raise WrapError(
+                f"{self.name}: its gradient was applied within vb.stepping() as it arose; what needs all gradients, "
+                "such as clipping by their norm, goes with vb.step() instead"
+            )
         if self.hidden or self.empty:
             return None
         self._fold()
@@ -243,12 +252,27 @@ class Outlet:
 
     def send(self, gradient: Gradient, shape: tuple[int, ...], compute: Compute) -> None:
         """Compute a gradient (bf16) and have it added to a weight's."""
+        arising = gradient.arising()
+        whole = gradient.whole if arising.last else None
         if self._device.type != "cuda":
-            self._add_here(gradient, shape, compute)
+            self._add_here(gradient, shape, compute, arising)
+            if whole is not None:
+                whole()
             return
+        self._send(gradient, shape, compute, arising)
+        if whole is not None:
+            self._waiting.put(whole)
+
+    def drain(self) -> None:
+        """Return when all that has been sent was added, or handed on."""
+        if self._thread is not None:
+            done = threading.Event()
+            self._waiting.put(done.set)
+            done.wait()
+
+    def _send(self, gradient: Gradient, shape: tuple[int, ...], compute: Compute, arising: Arising) -> None:
         if not self._buffers:
             self._open()
-        arising = gradient.arising()
         place, self._next = self._next, (self._next + 1) % _BUFFERS
         current = torch.cuda.current_stream(self._device)
         left = self._left[place]
@@ -270,8 +294,7 @@ class Outlet:
             self._waiting.put(partial(self._add, gradient, add, staging, event, gradient.adding()))
 
     @staticmethod
-    def _add_here(gradient: Gradient, shape: tuple[int, ...], compute: Compute) -> None:
-        arising = gradient.arising()
+    def _add_here(gradient: Gradient, shape: tuple[int, ...], compute: Compute, arising: Arising) -> None:
         first = gradient.begin_(shape, arising)
         if first is not None:
             compute(first)

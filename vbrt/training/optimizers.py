@@ -26,6 +26,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     """Common part of optimizers that were taken over; a mixin in front of torch's class."""
 
     _vb_updater: Updater
+    _vb_begun = False  # the step, within the backward pass
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do the optimizer's step: parameters that stayed now, weights in the tiers in the background.
@@ -38,7 +39,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        completed = self._vb_updater.finish()
+        begun, self._vb_begun = self._vb_begun, False
+        completed = False if begun else self._vb_updater.finish()
         streamed = list(_streamed(self))
         if completed and all(parameter.weight.gradient.empty for parameter in streamed):
             return loss  # the step that had failed is what was asked for again
@@ -117,6 +119,7 @@ def release_optimizer(optimizer: torch.optim.Optimizer, weights: Iterable[FullWe
     if isinstance(optimizer, StreamedOptimizer):
         optimizer.__class__ = type(optimizer).__mro__[2]
         optimizer.__dict__.pop("_vb_updater", None)
+        optimizer.__dict__.pop("_vb_begun", None)
         if "step" in optimizer.__dict__:
             optimizer.__dict__["step"] = _counted(optimizer)
 

@@ -70,6 +70,8 @@ class StreamedParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            self.weight.settle()  # an update may still read what was there
         self.weight.gradient.put(value)
 
     @grad.deleter

@@ -1,5 +1,6 @@
 """The façade of a model that trains from the tiers."""
 
+import contextlib
 from collections.abc import Callable, Iterable
 from os import PathLike
 from pathlib import Path
@@ -50,6 +51,20 @@ class VBFullWrapper(VBModelWrapper):
             TierError, WrapError: an update failed, this one or the last.
         """
         return self.optimizer.step(closure)
+
+    def stepping(self) -> contextlib.AbstractContextManager[None]:
+        """Do the optimizer's step within a `with` block around the last backward pass of a step: each weight in the
+        tiers is updated as soon as its gradient is whole, while the pass goes on. `vb.step()` is not called then.
+
+            with vb.stepping():
+                loss.backward()
+            vb.zero_grad()
+
+        Raises:
+            TierError: (on entering) an earlier update failed.
+            WrapError: there is no optimizer; (at the end) there was a second backward pass in the block.
+        """
+        return self._attachment.stepping()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters, or set them to zero."""
