@@ -25,8 +25,8 @@ import vbrt
 from scripts.measuring import machine
 from vbrt.errors import VBError
 
-#: Qwen3-0.6B with 20 of its 28 layers
-SHAPE = {"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 20}
+#: Qwen3-0.6B with 12 of its 28 layers
+SHAPE = {"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 12}
 SHAPE |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}
 
 
@@ -97,22 +97,16 @@ def main() -> None:
     model, rows = network(), []
     ids = torch.randint(SHAPE["vocab_size"], (args.sequences, 512), generator=torch.Generator().manual_seed(0))
     parts: tuple[Callable, ...] = (chosen, wrapped)
+    name = torch.cuda.get_device_name().lower().replace(" ", "-")
+    path = (args.out or ROOT / "benchmarks" / "results") / f"precision-{name}.json"
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    result = {"machine": machine(), "shape": "Qwen3-0.6B, 12 layers", "parameters": weights, "tokens": ids.numel()}
     for part in parts:
         try:
             part(rows, model, ids)
         except (RuntimeError, VBError):  # the other part has its figures all the same
             traceback.print_exc()
-    name = torch.cuda.get_device_name().lower().replace(" ", "-")
-    path = (args.out or ROOT / "benchmarks" / "results") / f"precision-{name}.json"
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    result = {
-        "machine": machine(),
-        "shape": "Qwen3-0.6B, 20 layers",
-        "parameters": weights,
-        "tokens": ids.numel(),
-        "rows": rows,
-    }
-    path.write_text(json.dumps(result, indent=1) + "\n")
+        path.write_text(json.dumps({**result, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
