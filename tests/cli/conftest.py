@@ -18,7 +18,7 @@ def llama(tmp_path_factory) -> Path:
     """A directory with a random Llama of two layers in bfloat16 and a byte-level tokenizer."""
     transformers = pytest.importorskip("transformers")
     directory = tmp_path_factory.mktemp("llama")
-    _save_tokenizer(directory)
+    save_tokenizer(directory)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=280,
@@ -40,7 +40,7 @@ def qwen(tmp_path_factory) -> Path:
     """A directory with a random Qwen3-MoE of two layers with 8 routed experts each, and the same tokenizer."""
     transformers = pytest.importorskip("transformers")
     directory = tmp_path_factory.mktemp("qwen")
-    _save_tokenizer(directory)
+    save_tokenizer(directory)
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
         vocab_size=280,
@@ -59,7 +59,7 @@ def qwen(tmp_path_factory) -> Path:
     return directory
 
 
-def _save_tokenizer(directory: Path) -> None:
+def save_tokenizer(directory: Path) -> None:
     transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = tokenizers.pre_tokenizers.ByteLevel(), tokenizers.decoders.ByteLevel()

@@ -38,6 +38,13 @@ def test_the_last_pattern_that_matches_says_how_a_layer_is_held_through_toml_and
     again = vbrt.load(tmp_path / "saved", mlp(dtype=torch.bfloat16))
     assert {swap.name: (swap.format, swap.fine) for swap in again.plan.swaps} == held
     assert torch.equal(again(x), expected)
+    other = config("nvfp4", formats={"*": "nf4"})
+    with pytest.raises(
+        ConfigError, match=r"weights.formats = \{'\*': 'nf4'\}, and .*saved was saved with \{'\*': 'dense'"
+    ):
+        vbrt.load(tmp_path / "saved", mlp(dtype=torch.bfloat16), other)
+    asked = config("nvfp4", formats=dict(vb.settings.weights.formats))
+    assert torch.equal(vbrt.load(tmp_path / "saved", mlp(dtype=torch.bfloat16), asked)(x), expected)
 
 
 def test_the_layer_that_loses_most_is_lossless_first_and_the_model_is_as_it_was():

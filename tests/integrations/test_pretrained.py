@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import vbrt
+from tests.cli.conftest import save_tokenizer
 from tests.saves.published_files import publish
 from tests.saves.test_published import QUIET, llama, logits
 from vbrt.host import read_ahead
@@ -39,10 +40,45 @@ def test_planes_come_back_however_they_were_saved(tmp_path):
     with vbrt.from_pretrained(tmp_path, **QUIET) as vb:
         expected = logits(vb)
         vb.save(tmp_path / "saved")
-        vb.model.config.save_pretrained(tmp_path / "saved")
     with vbrt.from_pretrained(tmp_path / "saved") as vb:
         assert torch.equal(logits(vb), expected)
         assert {swap.format for swap in vb.plan.swaps} == {"nvfp4"}
+
+
+def test_a_save_has_the_configs_and_the_tokenizer_that_a_model_was_loaded_with(tmp_path):
+    model = llama()
+    model.generation_config.max_new_tokens = 3
+    model.save_pretrained(tmp_path / "dense")
+    (tmp_path / "dense" / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "chat_template.jinja").write_text("mine")
+    (tmp_path / "dense" / "chat_template.jinja").write_text("theirs")
+    with vbrt.from_pretrained(tmp_path / "dense", "fp4", **QUIET) as vb:
+        vb.save(tmp_path / "saved")
+        expected = logits(vb)
+    assert (tmp_path / "saved" / "tokenizer_config.json").read_text() == "{}"
+    assert (tmp_path / "saved" / "chat_template.jinja").read_text() == "mine"
+    found = AutoConfig.from_pretrained(tmp_path / "saved")
+    assert found.architectures == ["LlamaForCausalLM"] and not hasattr(found, "quantization_config")
+    assert not list((tmp_path / "saved").glob("model*"))
+    with vbrt.from_pretrained(tmp_path / "saved", **QUIET) as vb:
+        assert torch.equal(logits(vb), expected) and vb.model.generation_config.max_new_tokens == 3
+
+
+def test_a_dense_checkpoint_is_calibrated_on_a_text_by_its_own_tokenizer(tmp_path):
+    model = llama(vocab_size=280)
+    model.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    (tmp_path / "sea.txt").write_text("the sea is calm and the sky is blue" * 9)
+    asked = {**QUIET, "weights": {"min_parameters": 0, "calibrate": str(tmp_path / "sea.txt")}}
+    with vbrt.from_pretrained(tmp_path, "fp4", **asked) as vb:
+        assert any("tokens of" in note and "sea.txt" in note for note in vb.plan.notes)
+        expected = logits(vb)
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    with vbrt.wrap(dense, "fp4", **asked) as vb:
+        assert torch.equal(logits(vb), expected)
+    with pytest.raises(vbrt.ConfigError, match=r"weights.calibrate = .*the model has to run before"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=vbrt.QuantizationConfig("fp4", **asked))
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path):
@@ -51,6 +87,14 @@ def test_a_directory_without_a_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(vbrt.CheckpointError, match=r"model\.safetensors"):
         vbrt.from_pretrained(tmp_path)
+
+
+def test_a_truncated_file_is_named_through_transformers_too(tmp_path):
+    llama().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(vbrt.CheckpointError, match=r"model\.safetensors: damaged, truncated"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=vbrt.QuantizationConfig("fp4", **QUIET))
 
 
 @pytest.mark.parametrize("way", ["vbrt", "transformers"])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from vbrt.config import VBConfig
+from vbrt.config import VBConfig, load_config
 from vbrt.errors import CheckpointError
 from vbrt.integrations.huggingface import (
     gguf_at,
@@ -111,7 +111,9 @@ class Reader:
         path, overrides = self._path, overrides or {}
         is_own = not self._is_gguf and method_of(model_config(path)) == _OWN
         source = None if is_own or _is_pickled(path) else open_source(path)
-        if source is None or (type(source) is DenseCheckpoint and not self._is_gguf):
+        weights = {key: value for key, value in overrides.items() if key == "weights"}
+        runs = load_config(config, **weights).weights.calibrate is not None  # before anything is encoded
+        if source is None or (type(source) is DenseCheckpoint and not self._is_gguf and not runs):
             is_named = not is_own or any(given is not None for given in (config, runtime)) or overrides
             return self._by_transformers(
                 QuantizationConfig(config, runtime=runtime, **overrides) if is_named else None  # then its own counts

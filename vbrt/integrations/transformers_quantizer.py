@@ -8,7 +8,6 @@ The model stays a plain one on the meta device while transformers loads it: `vbr
 pages, one after the other, and swaps the layers when the rest is there. Importing this module imports transformers.
 """
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, build_glob_alternation
@@ -294,8 +294,10 @@ class VBQuantizer(TakesGGUF):
         self._files, self._model = [Path(file) for file in checkpoint_files or ()], model
         self._is_split = _is_split(getattr(model.config, "distributed_config", None))
         if self._files and all(file.suffix == ".safetensors" for file in self._files):
-            with contextlib.suppress(CheckpointError):  # whoever reads the files says it
+            try:
                 self.ahead = read_ahead(map(TensorFile, self._files))
+            except CheckpointError:  # of what vbrt cannot read, whoever reads the files says it
+                _check_open(self._files)
         return model
 
     def update_weight_conversions(self, weight_conversions: list, model: PreTrainedModel | None = None) -> list:
@@ -466,6 +468,18 @@ def _is_split(distributed: Any) -> bool:
                 "materialize(), and fully_shard() what is left"
             )
     return distributed is not None
+
+
+def _check_open(files: Iterable[Path]) -> None:
+    """Raise CheckpointError for a file that safetensors cannot open, which names no path."""
+    for file in files:
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{file}: damaged, truncated, or not a safetensors file: {error}; copy it again"
+            ) from error
 
 
 def _ignore_(model: PreTrainedModel, patterns: set[str]) -> None:

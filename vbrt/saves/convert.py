@@ -4,7 +4,6 @@ What is written is what `vb.save` writes of the model that `vbrt.load` makes of 
 holds one weight and the planes of one of those files; of routed experts, what `Source.experts_of` reads at a time.
 """
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
@@ -15,9 +14,10 @@ from torch import nn
 
 from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError, ConfigError, describe_os_error
-from vbrt.host.files import expanded, read_bounded, sync_directory, write_file
+from vbrt.host.files import expanded, sync_directory, write_file
 from vbrt.model.machine import release_host_memory
 from vbrt.report.progress import Progress
+from vbrt.saves.companions import copy_companions
 from vbrt.saves.gguf_file import shard_paths
 from vbrt.saves.journal import Journal, open_journal
 from vbrt.saves.manifest import MANIFEST, Manifest, SavedTensor, text_of, to_json
@@ -31,10 +31,6 @@ __all__ = ["convert"]
 #: of dense weights that become one file; its planes are in memory until it is written
 _FILE_BYTES = 128 << 20
 _MAX_FILES = 256
-_MAX_COPY_BYTES = 256 << 20
-#: files beside the weights that a model of transformers needs, and what its licence asks to be kept
-_COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")
-_COPIED_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 _WEIGHT_FILES = (".safetensors", ".gguf", ".bin")
 
 Complete = Callable[[Path], object]
@@ -79,7 +75,7 @@ def convert(
         remove_files(directory, lambda name: name.endswith(".tmp") or _is_foreign(name, journal.token))
         with Progress("converting", sum(piece.nbytes for file in files for piece in file), show=progress) as work:
             tensors = _write_files(files, journal, work)
-        _copy_files(source.path, directory)
+        copy_companions(source.path, directory)
         complete(directory)
         manifest = Manifest(config.to_dict(), tuple(pieces.layers), tuple(pieces.kept), tensors)
         write_file(directory / MANIFEST, to_json(manifest))
@@ -166,23 +162,3 @@ def _check_new(tensors: Mapping[str, SavedTensor], names: Iterable[str]) -> None
     twice = next((name for name in names if name in tensors), None)
     if twice is not None:
         raise CheckpointError(f"{twice}: a parameter or buffer has the name of a plane's tensor; rename it")
-
-
-def _copy_files(path: Path, directory: Path) -> None:
-    """Copy what belongs to a model beside its weights: config, tokenizer, templates, licence. Raises OSError."""
-    for file in sorted(path.iterdir()) if path.is_dir() else ():
-        is_wanted = file.suffix in _COPIED or file.stem.upper() in _COPIED_NAMES
-        if is_wanted and file.is_file() and file.name != MANIFEST and not file.name.endswith(".index.json"):
-            content = read_bounded(file, _MAX_COPY_BYTES)
-            write_file(directory / file.name, _without_method(content) if file.name == "config.json" else content)
-
-
-def _without_method(config: bytes) -> bytes:
-    """Return a config.json that does not say how the weights were quantized: the planes are something else."""
-    try:
-        data = json.loads(config)
-    except ValueError:
-        return config
-    if not isinstance(data, dict) or data.pop("quantization_config", None) is None:
-        return config
-    return json.dumps(data, indent=2).encode()

@@ -38,6 +38,7 @@ from vbrt.model.planner import make_plan
 from vbrt.residency.plan import Beside, Plan, Swap
 from vbrt.residency.site import EXPERTS, ROOT, Shard, WeightSite
 from vbrt.saves.assign import assign_, on_meta, with_values
+from vbrt.saves.companions import write_companions
 from vbrt.saves.fit import check_names
 from vbrt.saves.landing import Landing
 from vbrt.saves.manifest import MANIFEST, KeptTensor, SavedLayer, content_digest, read_manifest_bytes
@@ -79,6 +80,7 @@ def save_on_ranks(attachment: Attachment, directory: str | PathLike, *, progress
     if not cut:
         path = save_attached(attachment, directory, progress=progress)
         _remove_ranked(path, but="")
+        write_companions(attachment.model, path)
         return path
     return _save_parts(attachment, expanded(directory), cut, progress=progress)
 
@@ -109,6 +111,8 @@ def _save_parts(attachment: Attachment, directory: Path, cut: Mapping[str, Shard
     if rank == 0:
         error = _write_ranks(directory, tokens[0], digests, cut)
     _agree(error, group, folder)
+    if rank == 0:
+        write_companions(attachment.model, directory)
     return directory
 
 

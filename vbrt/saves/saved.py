@@ -113,8 +113,8 @@ class SavedModel:
         saved = for_this_machine(VBConfig.from_dict(self._manifest.config, source=str(self._said_in)))
         asked = load_config(saved if config is None else config, **overrides)
         for key in ("format", "fine", "formats"):
-            here, there = getattr(asked.weights, key), getattr(saved.weights, key)
-            if here != there:
+            if getattr(asked.weights, key) != getattr(saved.weights, key):
+                here, there = (one.to_dict()["weights"][key] for one in (asked, saved))
                 raise ConfigError(
                     f"{asked.source}: weights.{key} = {here!r}, and {self.path} was saved with "
                     f"{there!r}; a save keeps its format: pass what should differ as overrides, or "

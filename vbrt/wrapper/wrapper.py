@@ -177,7 +177,9 @@ class VBModelWrapper(Facade, Scraped, Watched):
         """Write the planes, all other tensors and the config into a directory, for `vbrt.load`.
 
         The directory has safetensors files and `vbrt.json`; one layer is in memory at a time. Layers that are not
-        encoded yet are encoded. A save that is there already is replaced once the new one is complete.
+        encoded yet are encoded. A save that is there already is replaced once the new one is complete. A model of
+        transformers has its configs there too, and the tokenizer of the directory that it was loaded from, so that
+        `vbrt.from_pretrained` and `AutoConfig` take the save.
 
         Where ranks hold parts of the weights, every rank calls it, and each writes what it holds. Any number of ranks
         loads that, and a save of one process.
