@@ -80,7 +80,7 @@ class FullWeight(PagesHandle):
             raise FormatError(f"{self.name}: its weight is on the meta device, without data; load it first")
         self.stack.rewriter.prepare()
         values = parameter.detach()
-        high, low = split_master(values.to("cpu", torch.float32))
+        high, low = _halves(values)
         layout = get_format("dense").layout(tuple(high.shape), torch.bfloat16)
         owner = Owner(self.stack)
         home = self.spec.home("dense", self.stack.names[-1])
@@ -156,6 +156,14 @@ class FullWeight(PagesHandle):
                 f'{self.name}: its input is {x.dtype}; mode = "full" computes with the bf16 halves of weights: run '
                 "the forward under torch.autocast(device, torch.bfloat16), or wrap model.to(torch.bfloat16)"
             )
+
+
+def _halves(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the halves of a weight on the host; they are made where the weight is."""
+    if values.dtype is torch.bfloat16:  # the high half, and the same low half for every number
+        return values.to("cpu"), torch.full(values.shape, -0x8000, dtype=torch.int16, device="cpu")
+    high, low = split_master(values.float())
+    return high.to("cpu"), low.to("cpu")
 
 
 def _fill(tensors: Mapping[str, Tensor], layout, out: Tensor) -> None:

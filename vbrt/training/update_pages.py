@@ -49,8 +49,7 @@ class StatePage:
             for name, value in values.items():
                 views[name].copy_(value)
 
-        self._page = stack.add(key, layout, home, write, owner)
-        self._page.passes = False
+        self._page = stack.add(key, layout, home, write, owner, local=True)
 
     @property
     def nbytes(self) -> int:
