@@ -58,9 +58,10 @@ def _forced(rows: list[dict]) -> list[str]:
 def _trained(rows: list[dict]) -> list[str]:
     if not rows:
         return []
-    timed = all("drafts" in row for row in rows)
-    names = ("parameters", "drawn", "batch", "exactness", "tokens each", "same as plain", "acceptance")
-    names += ("tokens a round",)
+    timed, twice = (all(name in row for row in rows) for name in ("drafts", "plain_again"))
+    names = ("parameters", "drawn", "batch", "exactness", "tokens each", "same as plain")
+    names += ("same again, plain",) if twice else ()
+    names += ("acceptance", "tokens a round")
     names += ("drafts", "tokens/s plain", "tokens/s") if timed else ()
     values = (
         [
@@ -70,6 +71,7 @@ def _trained(rows: list[dict]) -> list[str]:
             row["exactness"],
             str(row["new_tokens"]),
             f"{row['same']} of {row['of']}",
+            *([f"{row['plain_again']} of {row['of']}"] if twice else []),
             "-" if row.get("acceptance") is None else f"{row['acceptance']:.3f}",
             f"{row['tokens_per_round']:.2f}" if "tokens_per_round" in row else "no drafts",
             *([str(row["drafts"]), _rate(row, "plain_s"), _rate(row, "s")] if timed else []),

@@ -82,3 +82,16 @@ def test_attention_of_few_queries(q_heads, queries, gpu):  # noqa: F811
         )
         assert error(step_ops.attend(q, k, v, seen, 0.3), want) < 5e-3
     assert gpu[:2] == ["attend_kernel", "gather_kernel"]
+
+
+def test_steady_attention_gives_each_query_the_bits_it_has_alone(gpu):  # noqa: F811
+    q, k, v = heads(1, 2, 4, 16), *(torch.randn(1, 2, 70, 16).bfloat16() for _ in range(2))
+    mask = torch.rand(1, 1, 2, 70) < 0.4
+    mask[..., 32:64], mask[..., 0] = False, True
+    got = step_ops.attend(q, k, v, mask, 0.3, steady=True)
+    want = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask, scale=0.3, enable_gqa=True)
+    assert error(got, want) < 5e-3
+    packed = step_ops.attend(q[:, :, 1:].view(1, 2, 2, 16), k, v, mask[:, :, 1:], 0.3, steady=True)
+    assert torch.equal(packed.view(1, 4, 1, 16), got[:, :, 1:])
+    repeated = [of.repeat_interleave(2, 1) for of in (k, v)]
+    assert torch.equal(step_ops.attend(q, *repeated, mask, 0.3, steady=True), got)

@@ -1,5 +1,7 @@
 """Steps are recorded on the CPU, in blocks of 8 tokens."""
 
+import types
+
 import pytest
 
 from tests.generation.tape import TapeRecorder
@@ -17,3 +19,22 @@ def tapes(monkeypatch):
     monkeypatch.setattr("vbrt.generation.generating.recorder_for", new)
     monkeypatch.setattr("vbrt.generation.spans.BLOCK", 8)
     return made
+
+
+class Again:
+    """A recorder that runs the step again, which layers on streamed planes may be part of."""
+
+    def record(self, step, within):
+        with within():
+            step()
+        return types.SimpleNamespace(replay=step)
+
+    def release(self):
+        pass
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Record steps as themselves."""
+    monkeypatch.setattr("vbrt.generation.generating.recorder_for", lambda device: Again())
+    monkeypatch.setattr("vbrt.generation.spans.BLOCK", 8)

@@ -1,6 +1,5 @@
 """generate(speculate=...): the tokens and the logits of plain decoding, whatever stops it."""
 
-import types
 import warnings
 
 import pytest
@@ -246,24 +245,6 @@ def test_what_cannot_be_drafted_is_decoded_plainly_and_says_why_once():
             warnings.simplefilter("error")
             run(vb, prompts(1), speculate="auto", num_beams=2)
         assert sum("speculate" in reason for reason in vb.stats().fallbacks) == 2
-
-
-class Again:
-    """A recorder that runs the step again, which layers on streamed planes may be part of."""
-
-    def record(self, step, within):
-        with within():
-            step()
-        return types.SimpleNamespace(replay=step)
-
-    def release(self):
-        pass
-
-
-@pytest.fixture
-def recorded(monkeypatch):
-    monkeypatch.setattr("vbrt.generation.generating.recorder_for", lambda device: Again())
-    monkeypatch.setattr("vbrt.generation.spans.BLOCK", 8)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,24 @@ def test_tokens_and_logits_on_a_gpu_are_those_of_plain_decoding(how, batch):
             assert vb.plan.home_bytes("cpu") > 0 and all("/" in layer.home for layer in stats.layers.values())
 
 
+def test_fifty_rows_of_a_gpt2_repeat_themselves_and_are_drafted_bit_for_bit():
+    """Biased products, strided queries, a batch at which libraries choose other kernels than for one row."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(2)
+    plain = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_embd=512, n_layer=3, n_head=8)).to("cuda", torch.bfloat16)
+    ids = torch.randint(0, 256, (50, 100), device="cuda")
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40, "pad_token_id": 0, "eos_token_id": None}
+    with vbrt.wrap(plain.eval(), "exact", weights={"min_parameters": 0}) as vb:
+        for drawn in ({"do_sample": False}, {"do_sample": True, "top_k": 0, "seed": 4}):
+            first, again = (vb.generate(ids, **settings, **drawn) for _ in range(2))
+            assert torch.equal(first, again)
+            assert torch.equal(vb.generate(ids, **settings, **drawn, speculate=4), first)
+        stats = vb.stats()
+        assert stats.speculation.accepted > 0
+        assert not any("speculate" in reason for reason in stats.fallbacks), stats.fallbacks
+
+
 def test_a_coarse_pass_runs_the_fused_kernel_on_pages_that_exact_passes_merge():
     ids = torch.randint(3, 500, (1, 4), device="cuda")
     with torch.no_grad():

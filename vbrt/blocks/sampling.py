@@ -21,12 +21,18 @@ _SMALLEST = 2.0**-60  # below every non-zero value of float64 exponential noise 
 
 
 def gumbel_max_sample(
-    logits: Tensor, temperature: float = 1.0, generator: torch.Generator | None = None, *, check: bool | None = None
+    logits: Tensor,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+    *,
+    noise: Tensor | None = None,
+    check: bool | None = None,
 ) -> Tensor:
     """Token indices, int64 [...], drawn from softmax(logits / temperature) of floating logits [..., V].
 
     Temperature 0 is argmax. Tokens with a logit of -inf are never drawn. Noise and sums are float64, whatever the
-    logits' dtype. A generator, on the logits' device, makes the result reproducible.
+    logits' dtype. A generator, on the logits' device, makes the result reproducible, and so does noise that is given:
+    float64 [..., V] of Exp(1), which is overwritten.
 
     Shapes, dtypes and the temperature are checked on the host, at no cost. Whether each row has something to draw is
     known on the device only: `check` None raises for logits on a CPU and, so as not to wait for a GPU, gives -1 for
@@ -44,14 +50,17 @@ def gumbel_max_sample(
     if temperature == 0:
         drawn = logits.argmax(-1)
     else:
-        drawn = _perturbed(logits, top, temperature, generator).argmax(-1)
+        if noise is None:
+            noise = torch.empty(logits.shape, dtype=torch.float64, device=logits.device).exponential_(
+                generator=generator
+            )
+        drawn = _perturbed(logits, top, temperature, noise).argmax(-1)
     return torch.where(valid, drawn, -1)
 
 
-def _perturbed(logits: Tensor, top: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+def _perturbed(logits: Tensor, top: Tensor, temperature: float, noise: Tensor) -> Tensor:
     """(logits - top) / temperature + Gumbel noise; with the largest at zero no temperature overflows it."""
-    noise = torch.empty(logits.shape, dtype=torch.float64, device=logits.device)
-    noise.exponential_(generator=generator).clamp_(min=_SMALLEST).log_()
+    noise.clamp_(min=_SMALLEST).log_()
     return (logits.double() - top.double().unsqueeze(-1)).div_(temperature).sub_(noise)
 
 

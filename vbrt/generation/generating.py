@@ -24,6 +24,7 @@ from vbrt.generation.generate import generate as speculating
 from vbrt.generation.kv_asked import with_asked_cache
 from vbrt.generation.recorders import Recorder, recorder_for
 from vbrt.generation.static_cache import Statics
+from vbrt.generation.steady import is_steady_on
 from vbrt.generation.steps import CUSTOM, OFF, Session, Steps
 from vbrt.generation.verifying import Passes
 from vbrt.kernels.recorded import recorder
@@ -232,7 +233,12 @@ class Terms:
     @property
     def passes_masks(self) -> bool:
         """True if attention of recorded steps passes over masked places: that of 4-bit models is joined."""
-        return self.joins and not self._attachment().lossless
+        return self.steady or (self.joins and not self._attachment().lossless)
+
+    @property
+    def steady(self) -> bool:
+        """True if attention of exact steps may be a kernel of ours, and is."""
+        return self.joins and self._attachment().lossless and is_steady_on(self._stack.device)
 
     def moment(self) -> object:
         """Return what must be as it was when a step was recorded."""

@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
+from vbrt.generation.steady import MOST_COLUMNS
 from vbrt.generation.step_graph import StepGraph
 from vbrt.kernels.cuda.step_ops import MOST_QUERIES
 from vbrt.kernels.recorded import root_of
 from vbrt.kernels.step import Part, attended, normed, rotated, rotated_into
 
-__all__ = ["join_attention", "join_cache_writes", "join_rotary"]
+__all__ = ["join_attention", "join_cache_writes", "join_rotary", "share_heads"]
 
 _aten = torch.ops.aten
-_MOST_COLUMNS = 256  # of a head
 
 
 class _Rotary(NamedTuple):
@@ -103,7 +103,7 @@ def _is_rotary(step: StepGraph, rotary: _Rotary) -> bool:
     turned = cos.shape[-1]
     alike = cos.dtype == x.dtype == sin.dtype == y.dtype and cos.shape[1] == tokens and turned % 2 == 0 < turned <= d
     dense = x.strides[-1] == cos.strides[-1] == 1 and cos.shape[0] in (1, batch)
-    return alike and dense and d <= _MOST_COLUMNS and step.is_fixed(rotary.x, rotary.cos, rotary.sin, rotary.y)
+    return alike and dense and d <= MOST_COLUMNS and step.is_fixed(rotary.x, rotary.cos, rotary.sin, rotary.y)
 
 
 def _can_pair(pair: list[_Rotary], places: dict[Node, int]) -> bool:
@@ -241,7 +241,7 @@ def _join_one(step: StepGraph, node: Node, given: dict[str, Any]) -> str:
         return "dropout, or a mask by order"
     if len(q.meta["val"].shape) != 4 or heads % groups or (heads != groups and queries != 1):
         return "heads that share keys, and several queries"
-    if heads // groups * queries > MOST_QUERIES or d > _MOST_COLUMNS or v.meta["val"].shape != k.meta["val"].shape:
+    if heads // groups * queries > MOST_QUERIES or d > MOST_COLUMNS or v.meta["val"].shape != k.meta["val"].shape:
         return "more queries, or wider heads, than the kernel takes"
     if len({n.meta["val"].dtype for n in (q, k, v)}) > 1 or any(n.meta["val"].strides[-1] != 1 for n in (q, k, v)):
         return "other dtypes or orders in memory"
@@ -253,6 +253,19 @@ def _join_one(step: StepGraph, node: Node, given: dict[str, Any]) -> str:
     step.replace(node, step.call(node, attended, args, value.new_empty(*value.shape)))
     step.joined["attention"] += 1
     return ""
+
+
+def share_heads(step: StepGraph) -> None:
+    """Have steady attention, whose bits do not depend on it, read once what is repeated for several heads."""
+    for node in step.calls(attended):
+        q, k, v, *others = node.args
+        once = [_once(of) for of in (k, v)]
+        fits = {n.meta["val"].shape for n in once}
+        if others[-1] is True and len(fits) == 1 and once[0] is not k:
+            heads, groups = q.meta["val"].shape[1], once[0].meta["val"].shape[1]
+            if heads // groups <= MOST_QUERIES and all(n.meta["val"].strides[-1] == 1 for n in once):
+                node.args = (q, *once, *others)
+                step.joined["keys of several heads"] += 1
 
 
 def _is_row_mask(mask: Any, batch: int, length: int) -> bool:

@@ -22,6 +22,7 @@ what one gets, and the report says why.
 | rotary | yes | queries and keys, with the norms of heads where norms may be replaced |
 | cache | yes | the copies of keys and values into a static cache |
 | attention | no | of few queries to many keys |
+| heads | yes | keys that are repeated for several heads, in front of steady attention |
 | routers | no | softmax, top-k, normalization |
 """
 
@@ -35,7 +36,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from vbrt.generation.join_attention import join_attention, join_cache_writes, join_rotary
+from vbrt.generation.join_attention import join_attention, join_cache_writes, join_rotary, share_heads
 from vbrt.generation.join_norms import eager_forms, join_norms
 from vbrt.generation.join_plain import join_repeated, say_plainly
 from vbrt.generation.join_routers import join_routers
@@ -155,6 +156,7 @@ PATTERNS = (
     Pattern("rotary", True, join_rotary),
     Pattern("cache", True, join_cache_writes),
     Pattern("attention", False, join_attention),
+    Pattern("heads", True, share_heads),
     Pattern("routers", False, join_routers),
 )
 _ALL = frozenset(pattern.name for pattern in PATTERNS)

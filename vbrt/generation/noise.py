@@ -29,11 +29,11 @@ class Noise:
         `position`: of the token in the sequence, prompt and padding included. A row with nothing to draw gives -1.
         """
         generator = torch.Generator(scores.device)
-        tokens = []
-        for row, scores_V in enumerate(scores):
+        noise = torch.empty(scores.shape, dtype=torch.float64, device=scores.device)
+        for row, noise_V in enumerate(noise):
             generator.manual_seed(mixed(self.seed, row, position))
-            tokens.append(gumbel_max_sample(scores_V, generator=generator, check=False))
-        return torch.stack(tokens)
+            noise_V.exponential_(generator=generator)
+        return gumbel_max_sample(scores, noise=noise, check=False)
 
 
 def greedy(scores: torch.Tensor, position: int) -> torch.Tensor:

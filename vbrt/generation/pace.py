@@ -13,8 +13,8 @@ __all__ = ["MOST", "Pace", "expected_tokens"]
 
 #: drafts a round at most
 MOST = 32
-_CHOICES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, MOST)  # few: verification learns what agrees for each by itself
-_FIRST = (4, 8, 2)  # of the first rounds: three lengths, so that times can be fitted
+_CHOICES = (0, 1, 2, 4, 8, 16, 24, MOST)  # within 2 % of the best; few: verification learns what agrees for each
+_FIRST = (4, 8, 16)  # of the first rounds: three lengths, so that times can be fitted
 _MEMORY = 24  # rounds
 _PROBE = 64  # rounds without drafts until one is tried again
 _SLOW, _PLAIN = 3, 6  # plain steps that are recorded and compared first; and those that are tried in all

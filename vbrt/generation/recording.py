@@ -16,6 +16,8 @@ from vbrt.generation.joined import joined
 from vbrt.generation.recorders import Recorder
 from vbrt.generation.spans import Span
 from vbrt.generation.static_cache import Statics
+from vbrt.generation.steady import steady_attention
+from vbrt.layers.compute import pass_precision
 
 __all__ = ["Counted", "Kept", "PagesMoved", "Recording", "Terms", "computed_as_recorded"]
 
@@ -27,11 +29,13 @@ class Terms(Protocol):
 
     Attributes:
         joins: True if recorded steps of 4-bit models may round in other places than eager ones.
-        passes_masks: True if attention of recorded steps passes over masked places: it is joined.
+        passes_masks: True if attention of recorded steps passes over masked places: it is joined, or steady.
+        steady: True if attention of exact steps is that of `steady.py`.
     """
 
     joins: bool
     passes_masks: bool
+    steady: bool
 
     def new_recorder(self) -> Recorder:
         """Return a recorder for the steps on one cache."""
@@ -149,7 +153,8 @@ class Recording:
         self._terms.begin_pass()
         statics.recording = True
         try:
-            with self._counted.during(self._terms.handles()), as_captured():
+            steady = steady_attention(wanted=statics.steady and pass_precision() != "coarse")
+            with self._counted.during(self._terms.handles()), as_captured(), steady:
                 out = plain(**call.kwargs(inputs))
         finally:
             statics.recording = False
@@ -183,15 +188,16 @@ def computed_as_recorded(plain: Plain, kwargs: Mapping[str, Any], statics: Stati
     """
     call = take_apart(kwargs, cache_in(kwargs)[0], statics.length)
     inputs = call.inputs(statics.span.end)
-    with statics.as_recorded(), as_captured():
+    with statics.as_recorded(), as_captured(), steady_attention(wanted=statics.steady):
         return plain(**call.kwargs(inputs))
 
 
 class Kept:
     """A cache's memory and the recordings on it."""
 
-    def __init__(self, cache: Any, limit: int | None, recorder: Recorder, *, wide: bool = False) -> None:
-        self.statics, self.recorder = Statics(cache, room_wanted(cache, limit), wide=wide), recorder
+    def __init__(self, cache: Any, limit: int | None, terms: Terms) -> None:
+        room, wide = room_wanted(cache, limit), terms.passes_masks
+        self.statics, self.recorder = Statics(cache, room, wide=wide, steady=terms.steady), terms.new_recorder()
         self.recordings: dict[tuple[tuple, Span], Recording] = {}
 
     def release(self) -> None:

@@ -34,6 +34,7 @@ from vbrt.errors import VBError
 from vbrt.generation.agreement import first_that_agrees, form_of
 from vbrt.generation.shadow import layer_ahead
 from vbrt.generation.static_cache import Statics
+from vbrt.generation.steady import steady_attention
 from vbrt.layers.compute import products_by, shared_product
 
 __all__ = ["NotByToken", "one_by_one"]
@@ -113,7 +114,8 @@ def one_by_one(model: Any, cache: Any, shape: tuple[int, int], statics: Statics 
     here = _Pass(cache, shape[1], statics)
     before, _here.now = _here.now, here
     try:
-        with _attention_of(model), products_by(here), _Sums(*shape):
+        attention = steady_attention(wanted=statics is not None and statics.steady)
+        with _attention_of(model), products_by(here), attention, _Sums(*shape):
             yield
     finally:
         _here.now = before
@@ -124,10 +126,11 @@ class _Pass:
 
     Attributes:
         kept: by whether layers have a sliding window: for each token, how many keys a pass of it alone attends to.
+        attending: True while attention runs, whose own sums are left to it.
     """
 
     def __init__(self, cache: Any, tokens: int, statics: Statics | None) -> None:
-        self.cache, self.tokens, self.statics = cache, tokens, statics
+        self.cache, self.tokens, self.statics, self.attending = cache, tokens, statics, False
         self.kept: dict[bool, list[tuple[int, int]]] = {}
         if statics is None:
             self._see_keys()
@@ -182,7 +185,7 @@ class _Sums(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name not in _WATCHED:
+        if name not in _WATCHED or (_here.now is not None and _here.now.attending):
             return func(*args, **kwargs)
         if name in _SUMS:
             x = args[0] if args else kwargs.get("input")
@@ -249,9 +252,15 @@ def _register() -> None:
 
 
 class _Masks(list):
-    """The mask of each token, as a pass of one token has it. Attributes: added: as numbers to add to the scores."""
+    """The mask of each token, as a pass of one token has it.
+
+    Attributes:
+        added: as numbers to add to the scores.
+        whole: of all tokens, where these attend to one block.
+    """
 
     added: Sequence[torch.Tensor] = ()
+    whole: torch.Tensor | None = None
 
 
 def _masks(*args: Any, **kwargs: Any) -> Any:
@@ -288,6 +297,7 @@ def _masks_of_block(make: Callable[..., Any], here: _Pass, kwargs: dict[str, Any
         own["attention_mask"] = torch.nn.functional.pad(padding, (0, first + size - padding.shape[1]))
     whole = make(**{**kwargs, **own})
     masks = _Masks(_each(whole, 2))
+    masks.whole = whole
     masks.added = masks if whole.dtype is not torch.bool else _each(_as_numbers(whole, kwargs["dtype"]), 2)
     return masks
 
@@ -304,6 +314,8 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
     if type(attention_mask) is not _Masks or query.shape[2] != here.tokens:
         raise NotByToken(f"{type(module).__name__} attends with a mask of its own")
     layer = here.cache.layers[module.layer_idx]
+    if here.statics is not None and here.statics.steady:
+        return _steadily(here, attend, module, (query, _block_of(layer, key), attention_mask), kwargs), None
     with torch._C.DisableTorchFunction():
         if here.statics is None:
             pairs, ways = _keys_until(here, layer, key, value), []
@@ -315,6 +327,19 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
         return first_that_agrees(
             form, ways, functools.partial(_by_query, attend, module, query, pairs, attention_mask, kwargs)
         ), None
+
+
+def _steadily(here: _Pass, attend: Callable, module: Any, given: tuple, kwargs: dict) -> torch.Tensor:
+    """All queries at once, each summed by itself, where the kernel takes them; else one after the other."""
+    query, block, masks = given
+    form = "steady", type(module), form_of(query), form_of(block[0]), form_of(masks.whole)
+    here.attending = True
+    try:
+        ways = [lambda: attend(module, query, *block, masks.whole, **kwargs)[0]]
+        by_query = functools.partial(_by_query, attend, module, query, [block] * here.tokens, masks, kwargs)
+        return first_that_agrees(form, ways, by_query)
+    finally:
+        here.attending = False
 
 
 def _by_query(

@@ -296,12 +296,13 @@ class Statics:
         span: the lengths that the steps recorded now serve.
         position: int64 [1], the place of the new token, read by the device.
         recording: whether layers behave as a static cache's.
+        steady: whether steps on it attend as `steady.py` does.
     """
 
     @torch.inference_mode(False)  # what is made in inference mode could be written there only
-    def __init__(self, cache: Any, room: int, *, wide: bool = False) -> None:
+    def __init__(self, cache: Any, room: int, *, wide: bool = False, steady: bool = False) -> None:
         """wide: steps pass over masked places, so one recording may serve more lengths; not where windows move."""
-        self.room, self.recording, length = room, False, length_of(cache)
+        self.room, self.recording, self.steady, length = room, False, steady, length_of(cache)
         self._wide = wide and not any(layer.__dict__.get("sliding_window") for layer in layers_of(cache))
         self.span = self.span_at(length or 0)
         device = next(memory_of(cache)).device

@@ -138,7 +138,7 @@ class Steps:
         if kept is None:
             while len(self._kept) >= _KEPT:
                 self._kept.popitem(last=False)[1].release()
-            kept = Kept(cache, limit, self._terms.new_recorder(), wide=self._terms.passes_masks)
+            kept = Kept(cache, limit, self._terms)
         self._kept[key] = kept
         kept.statics.enter(cache)
         return kept

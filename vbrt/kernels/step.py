@@ -133,12 +133,15 @@ def routed(logits: Tensor, rule: RouteRule) -> tuple[Tensor, Tensor]:
     return weights.to(rule.dtype), ids
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, steady: bool = False) -> Tensor:
     """softmax(q kᵀ scale + mask) v for q [B, H, S, D], k and v [B, G, L, D], H a multiple of G -> [B, H, S, D].
 
-    mask: bool (True: attend) [B or 1, 1, 1, L]; None: attend to all. A query that may attend to nothing gives zeros
-    on a GPU, and what torch gives on a CPU.
+    A query that may attend to nothing gives zeros on a GPU, and what torch gives on a CPU.
+
+    Args:
+        mask: bool (True: attend) [B or 1, 1, 1, L], with `steady` also [B or 1, 1, S, L]; None: attend to all.
+        steady: on a GPU, sum each query as it would be alone: its bits do not depend on B, on S or on G.
     """
     if q.is_cuda:
-        return step_ops.attend(q, k, v, mask, scale)
+        return step_ops.attend(q, k, v, mask, scale, steady=steady)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])

@@ -36,6 +36,21 @@ def test_attention_of_few_queries_matches_float64(batch, heads, groups, queries,
         assert error(y, want) < (1e-5 if dtype is torch.float32 else 5e-3)
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_steady_attention_gives_each_query_the_bits_it_has_alone(dtype):
+    q = normal(50, 5, 8 * 64, dtype=dtype).view(50, 5, 8, 64).transpose(1, 2)
+    k, v = (normal(50, 2, 1024, 64, dtype=dtype)[:, :, :700] for _ in range(2))
+    mask = torch.rand(50, 1, 5, 700, device="cuda") < 0.3
+    mask[..., 0] = True
+    whole = step.attended(q, k, v, mask, 0.1, True)
+    for row, token in ((0, 0), (49, 4), (7, 2)):
+        alone = [of[row : row + 1] for of in (q, k, v, mask)]
+        repeated = [of.repeat_interleave(4, 1) for of in alone[1:3]]
+        for keys in (alone[1:3], repeated):
+            y = step.attended(alone[0][:, :, token : token + 1], *keys, alone[3][:, :, token : token + 1], 0.1, True)
+            assert torch.equal(y, whole[row : row + 1, :, token : token + 1])
+
+
 def test_a_query_that_may_attend_to_nothing_gives_zeros():
     q, k = normal(1, 4, 1, 64), normal(1, 2, 100, 64)
     y = step.attended(q, k, k, torch.zeros(1, 1, 1, 100, dtype=torch.bool, device="cuda"), 1.0)

@@ -22,6 +22,7 @@ _KEYS = 32  # at a time
 _PROGRAMS = 2  # of attention for each multiprocessor, if there are keys enough
 _BLOCKS = 4  # of keys that a program goes through, unless there are more than MOST_SPANS of them
 _MOST_SPANS = 64
+_STEADY_BLOCKS = 2  # of keys that a program goes through, whatever else there is
 
 
 class _Kernels(NamedTuple):
@@ -163,27 +164,57 @@ def _span(length: int, pairs: int, processors: int) -> int:
     return max(few, -(-blocks // _MOST_SPANS)) * _KEYS
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """[B, H, S, D], in memory [B, S, H, D] where H is a multiple of the groups, else as q."""
+def _steady_span(length: int) -> int:
+    """Keys of one program, by the length alone."""
+    return max(_STEADY_BLOCKS, -(-length // (_KEYS * _MOST_SPANS))) * _KEYS
+
+
+class _Shared(NamedTuple):
+    """How queries [B, H, S, D] are shared among programs.
+
+    Attributes:
+        rows: queries of one program, which share keys: the H / G heads of one token, or all tokens of one head.
+        apart: tokens that have programs of their own.
+    """
+
+    rows: int
+    apart: int
+
+    @classmethod
+    def of(cls, q: Tensor, groups: int, mask: Tensor | None, *, steady: bool) -> "_Shared":
+        """Tokens with masks of their own are computed apart, and so are all of several heads if `steady`."""
+        heads, queries = q.shape[1] // groups, q.shape[2]
+        masks = 1 if mask is None else mask.shape[2]
+        fits = masks == 1 and heads * queries <= MOST_QUERIES and 1 in (heads, queries)
+        return cls(heads * queries, 1) if fits or not steady else cls(heads, queries)
+
+    def strides(self, x: Tensor, groups: int) -> tuple[int, int, int, int]:
+        """Steps in memory between sequences, groups, rows and tokens of x."""
+        heads = x.shape[1] // groups
+        row = x.stride(2) if self.apart == 1 < x.shape[2] else x.stride(1)
+        return x.stride(0), x.stride(1) * heads, row, x.stride(2)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, steady: bool = False) -> Tensor:
+    """[B, H, S, D]; see `vbrt.kernels.step.attended`."""
     batch, heads, queries, d = q.shape
     groups, length = k.shape[1], k.shape[2]
-    rows = heads // groups * queries  # that share keys: either H / G heads of one query, or the queries of one head
-    q_r = q.stride(1) if queries == 1 else q.stride(2)
-    q_g = q.stride(1) * (heads // groups)
-    device, dependent = q.device.index, devices.launches_dependents(q.device.index)
-    span = _span(length, batch * groups, devices.gpu(device).processors)
+    shared = _Shared.of(q, groups, mask, steady=steady)
+    pairs, device = batch * groups * shared.apart, q.device.index
+    dependent = devices.launches_dependents(device)
+    span = _steady_span(length) if steady else _span(length, pairs, devices.gpu(device).processors)
     spans = -(-length // span)
-    parts = torch.empty(batch * groups, spans, rows, d, dtype=torch.float32, device=q.device)
-    stats = torch.empty(batch * groups, spans, 2, rows, dtype=torch.float32, device=q.device)
-    mask_b = mask.stride(0) if mask is not None and mask.shape[0] > 1 else 0
-    numbers = (float(scale), groups, rows, length, d, q.stride(0), q_g, q_r)
-    numbers = (*numbers, *k.stride()[:3], *v.stride()[:3], mask_b, span)
+    parts = torch.empty(pairs, spans, shared.rows, d, dtype=torch.float32, device=q.device)
+    stats = torch.empty(pairs, spans, 2, shared.rows, dtype=torch.float32, device=q.device)
+    mask_b, mask_s = (0, 0) if mask is None else (mask.stride(at) * (mask.shape[at] > 1) for at in (0, 2))
+    *q_strides, q_s = shared.strides(q, groups)
+    numbers = (float(scale), groups, shared.rows, length, d, *q_strides, *k.stride()[:3], *v.stride()[:3], mask_b, span)
     kernels = _kernels(dependent)
     kernels.attend(
         device,
-        (spans, batch * groups),
+        (spans, pairs),
         (q, k, v, q if mask is None else mask.view(torch.uint8), parts, stats),
-        numbers,
+        (*numbers, shared.apart, q_s, mask_s),
         warps=4,
         specialized=(q.dtype, *numbers),
         ROWS=MOST_QUERIES,
@@ -193,13 +224,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
         DEPENDENT=dependent,
     )
     y = torch.empty(batch, heads, queries, d, dtype=q.dtype, device=q.device)
-    y_r = y.stride(1) if queries == 1 else y.stride(2)
-    numbers = (groups, rows, d, spans, y.stride(0), y.stride(1) * (heads // groups), y_r)
+    *y_strides, y_s = shared.strides(y, groups)
+    numbers = (groups, shared.rows, d, spans, *y_strides)
     kernels.gather(
         device,
-        (rows, batch * groups),
+        (shared.rows, pairs),
         (parts, stats, y),
-        numbers,
+        (*numbers, shared.apart, y_s),
         warps=4,
         specialized=(q.dtype, *numbers),
         SPANS=_power(spans),

@@ -228,7 +228,7 @@ def route_kernel(
     tl.store(id_ptr + t * K + place, ids.to(tl.int64), mask=place < K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "q_s", "mask_s"])
 def attend_kernel(
     q_ptr,
     k_ptr,
@@ -252,6 +252,9 @@ def attend_kernel(
     v_l,
     mask_b,
     span,
+    S,
+    q_s,
+    mask_s,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -260,14 +263,17 @@ def attend_kernel(
 ):
     """R queries of one group of heads and a span of keys: a sum of values, and its maximum and denominator.
 
-    Grid (spans, B * G). part [B * G, spans, R, D] and stat [B * G, spans, 2, R] are fp32; a span without a key gives a
-    maximum of -inf and leaves its part as it is.
+    Grid (spans, B * G * S), S: tokens that are computed apart, each with a mask. part [B * G * S, spans, R, D] and
+    stat [B * G * S, spans, 2, R] are fp32; a span without a key gives a maximum of -inf and leaves its part as it is.
     """
     _wait_for_launch_before(DEPENDENT)
     pair = tl.program_id(1).to(tl.int64)
-    b = pair // G
-    g = pair % G
+    s = pair % S
+    b = pair // S // G
+    g = pair // S % G
     part = pair * tl.num_programs(0) + tl.program_id(0)
+    q_ptr += s * q_s
+    mask_ptr += s * mask_s
     row = tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     rows = (row < R)[:, None] & (column < D)[None, :]
@@ -299,7 +305,7 @@ def attend_kernel(
     tl.store(part_ptr + (part * R + row[:, None]) * D + column[None, :], sums, mask=rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "y_s"])
 def gather_kernel(
     part_ptr,
     stat_ptr,
@@ -311,11 +317,13 @@ def gather_kernel(
     y_b,
     y_g,
     y_r,
+    S,
+    y_s,
     SPANS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One query's sum over spans. Grid (R, B * G); SPANS: a power of two."""
+    """One query's sum over spans. Grid (R, B * G * S); SPANS: a power of two."""
     _wait_for_launch_before(DEPENDENT)
     r = tl.program_id(0)
     pair = tl.program_id(1).to(tl.int64)
@@ -331,5 +339,5 @@ def gather_kernel(
     parts = part_ptr + ((pair * spans + span) * R + r)[:, None] * D + column[None, :]
     sums = tl.sum(tl.load(parts, mask=inside[:, None] & (column < D)[None, :], other=0.0) * weights[:, None], 0)
     y = tl.where(total > 0.0, sums / total, 0.0)
-    at = y_ptr + (pair // G) * y_b + (pair % G) * y_g + r * y_r + column
+    at = y_ptr + (pair // S // G) * y_b + (pair // S % G) * y_g + (pair % S) * y_s + r * y_r + column
     tl.store(at, y.to(y_ptr.dtype.element_ty), mask=column < D)
