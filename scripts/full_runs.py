@@ -49,9 +49,11 @@ def wrapped(model: Trainee, *, slots: int = _SLOTS, **training: Any) -> vbrt.VBF
 def trained(vb: vbrt.VBFullWrapper, ids: Tensor, *, parts: int = 1) -> Tensor:
     """Do one step, in so many passes over parts of the batch; return its loss."""
     total = torch.zeros((), device=ids.device)
-    for part in ids.chunk(parts):
+    *earlier, last = ids.chunk(parts)
+    for part in earlier:
         total += passed(vb, part, 1 / parts)
-    vb.step()
+    with vb.stepping():
+        total += passed(vb, last, 1 / parts)
     vb.zero_grad()
     return total
 
