@@ -19,9 +19,23 @@ from pathlib import Path
 
 import torch
 
+from vbrt.config.formats import LEVEL_SCALES, FormatRecord
 from vbrt.errors import KernelError
 
-__all__ = ["Bank", "Fine", "Gating", "HalvedWeight", "Step", "Task", "Weight", "library", "refusal"]
+__all__ = [
+    "NUMBERS",
+    "Bank",
+    "Fine",
+    "Gating",
+    "HalvedWeight",
+    "Product",
+    "Step",
+    "Task",
+    "Weight",
+    "library",
+    "refusal",
+    "scale_type",
+]
 
 _HERE = Path(__file__).parent
 _COMPILERS = ("cc", "gcc", "clang")
@@ -31,6 +45,15 @@ _FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenm
 _FLAGS_OF = {"update": ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")}
 _BUILD_LIMIT_S = 20
 
+#: dots.h's names of types by dtype
+NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_BYTE = 3
+
+
+def scale_type(record: FormatRecord) -> int:
+    """Return dots.h's name for the type of a format's scales."""
+    return NUMBERS[getattr(torch, record.scales)] if record.scales in LEVEL_SCALES else _BYTE
+
 
 class Weight(ctypes.Structure):
     """`Weight` of linear.c."""
@@ -38,6 +61,16 @@ class Weight(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "levels", "values", "unit")),
         *((name, ctypes.c_int64) for name in ("rows", "columns", "block", "scale_type")),
+    )
+
+
+class Product(ctypes.Structure):
+    """`Product` of linear.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "bias", "y")),
+        *((name, ctypes.c_int64) for name in ("tokens", "inputs")),
+        *((name, ctypes.c_int32) for name in ("x_type", "bias_type", "y_type")),
     )
 
 
@@ -176,10 +209,10 @@ def _load(path: Path, source: str) -> ctypes.CDLL:
 
 def _declare_linear(library: ctypes.CDLL) -> None:
     weight, pointer, number = ctypes.POINTER(Weight), ctypes.c_void_p, ctypes.c_int64
-    library.vbrt_linear.argtypes = (weight, pointer, number, pointer, ctypes.c_int)
+    library.vbrt_linear.argtypes = (weight, ctypes.POINTER(Product), ctypes.c_int)
     library.vbrt_decode.argtypes = (weight, number, number, pointer, ctypes.c_int)
     library.vbrt_merge.argtypes = (weight, ctypes.POINTER(Fine), pointer, pointer, number, ctypes.c_int)
-    library.vbrt_linear.restype = library.vbrt_decode.restype = None
+    library.vbrt_decode.restype = None
 
 
 def _declare_experts(library: ctypes.CDLL) -> None:

@@ -28,15 +28,13 @@ from vbrt.formats.blocks import BlockFormat
 from vbrt.formats.levels import Levels
 from vbrt.kernels import experts as reference
 from vbrt.kernels.cpu import linear as cpu_linear
-from vbrt.kernels.cpu.build import Bank, Gating, Task, library
+from vbrt.kernels.cpu.build import NUMBERS, Bank, Gating, Task, library, scale_type
 from vbrt.kernels.experts import ExpertPages, Gate, apply_gate, pairs_of_experts, part_planes
 
 __all__ = ["FORMATS", "experts_down", "experts_up", "most_pairs", "weigh_and_sum"]
 
 FORMATS = (*cpu_linear.FORMATS, *cpu_linear.LEVELS)
 _THREAD_WORK = 1 << 16  # products that are worth a thread
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_SCALE_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}  # of experts.c, which is 3 for bytes
 _FUNCTIONS = {name: number for number, name in enumerate(("none", "relu", "relu2", "gelu", "gelu_tanh", "silu"))}
 _RAW = Gate("none", gated=False)
 
@@ -88,7 +86,7 @@ def _serves(tensors: tuple[Tensor | None, ...], pages: ExpertPages) -> bool:
         return False
     given = [t for t in tensors if t is not None]
     wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-    return not wants_grad and all(t.is_cpu and t.dtype in _TYPES for t in given)
+    return not wants_grad and all(t.is_cpu and t.dtype in NUMBERS for t in given)
 
 
 class _Product:
@@ -133,7 +131,7 @@ class _Product:
         task = Task(
             self.ids_Tk.data_ptr(), self.ids_Tk.numel(), self.ids_Tk.shape[1], most_pairs(),
             self.x.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
-            self.k, _TYPES[self.x.dtype], 0 if bias is None else _TYPES[bias.dtype], _TYPES[out.dtype],
+            self.k, NUMBERS[self.x.dtype], 0 if bias is None else NUMBERS[bias.dtype], NUMBERS[out.dtype],
         )  # fmt: skip
         threads = _threads(pairs * self.n * self.k)
         if not library("experts").vbrt_experts_product(bank, _gating(gate), task, threads):
@@ -182,7 +180,7 @@ def _bank(pages: ExpertPages, part: str, tables: tuple[int, Tensor, Tensor]) -> 
     return Bank(
         addresses, levels.data_ptr(), values.data_ptr(), 16 if len(levels) > 1 else 0,
         offsets["codes"], offsets["scales"], offsets.get("tensor_scale", -1),
-        pages.experts, n, padded(k, block), block, _SCALE_TYPES.get(RECORDS[pages.format].scales or "", 3),
+        pages.experts, n, padded(k, block), block, scale_type(RECORDS[pages.format]),
     )  # fmt: skip
 
 
@@ -196,14 +194,14 @@ def _gating(gate: Gate) -> Gating:
 
 def weigh_and_sum(rows_PN: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, experts: int) -> Tensor:
     """The sum over each token's experts, in fp32 and in the order of the ids; see `vbrt.kernels.experts`."""
-    if not (rows_PN.is_cpu and rows_PN.dtype in _TYPES):
+    if not (rows_PN.is_cpu and rows_PN.dtype in NUMBERS):
         return reference.weigh_and_sum(rows_PN, ids_Tk, weights_Tk, experts)
     (tokens, k), n = ids_Tk.shape, rows_PN.shape[1]
     rows_PN, out = rows_PN.contiguous(), rows_PN.new_empty(tokens, n)
     ids, weights = ids_Tk.long().contiguous(), weights_Tk.float().contiguous()
     shape, threads = (ctypes.c_int64 * 3)(tokens, k, n), _threads(rows_PN.numel())
     pointers = (rows_PN.data_ptr(), ids.data_ptr(), weights.data_ptr())
-    library("experts").vbrt_experts_sum(*pointers, experts, shape, out.data_ptr(), _TYPES[out.dtype], threads)
+    library("experts").vbrt_experts_sum(*pointers, experts, shape, out.data_ptr(), NUMBERS[out.dtype], threads)
     return out
 
 

@@ -1,27 +1,17 @@
-/* 4-bit weights on a CPU: decode rows to fp32 in cache, and multiply them there; with a fine plane, restore the original
- * weight. Compiled by cpu_linear.py.
+/* 4-bit weights on a CPU: multiply rows by few tokens; decode them; with a fine plane, restore the original weight.
+ * Compiled by build.py.
  *
- * weight = level[code] * (value[scale byte] * unit), both products rounded to fp32: the bits of the reference; or
- * level[code] * scale, where scales have 16 or 32 bits. Those have no fine plane.
- * Two codes share a byte, the even column in the low nibble. A block has 16, 32, 64 or 128 columns.
+ * A decoded weight is level[code] * (value[scale byte] * unit), both products rounded to fp32: the bits of the reference;
+ * or level[code] * scale, where scales have 16 or 32 bits. Those have no fine plane.
  * Legend: M tokens, N outputs, K inputs padded to the block.
  */
-#include "numbers.h"
-#if defined(__AVX512F__) || defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
-enum { BYTE, FP16, BF16, FP32 };
-static const int SCALE_BYTES[] = {1, 2, 2, 4};
+#include "dots.h"
 
 typedef struct {
     const uint8_t *codes, *scales;  /* [N, K/2], [N, K/block] of scale_type */
     const float *levels, *values, *unit;  /* [16], [256], [1]; the last two for bytes only */
     int64_t rows, columns, block, scale_type;
 } Weight;
-
-#define TILE 2048  /* columns that are decoded at a time: 8 KiB of fp32, beside as much of x in a 32 KiB L1 */
-#define TOKENS 4   /* tokens that share one load of a decoded vector */
 
 typedef float Vector __attribute__((vector_size(64), aligned(4), may_alias));
 
@@ -31,7 +21,7 @@ static void fill_pairs(const float *levels, Pair *pairs) {
     for (int byte = 0; byte < 256; byte++) pairs[byte] = (Pair){levels[byte & 15], levels[byte >> 4]};
 }
 
-static inline float scale_at(const Weight *w, const uint8_t *at, int type, float unit) {
+static inline float scale_of(const Weight *w, const uint8_t *at, int type, float unit) {
     uint16_t word;
     float scale;
     if (type == BYTE) return w->values[*at] * unit;
@@ -44,9 +34,8 @@ static inline float scale_at(const Weight *w, const uint8_t *at, int type, float
 }
 
 /* `columns` weights, whole blocks of them; `type` is a constant once it is inlined */
-static inline __attribute__((always_inline)) void decode_as(const Weight *w, const Pair *pairs, const uint8_t *codes,
-                                                            const uint8_t *scales, int64_t columns, float *out,
-                                                            int type) {
+INLINE void decode_as(const Weight *w, const Pair *pairs, const uint8_t *codes, const uint8_t *scales,
+                      int64_t columns, float *out, int type) {
     const float unit = type == BYTE ? *w->unit : 1;
 #ifdef __AVX512F__
     const __m512 levels = _mm512_loadu_ps(w->levels);
@@ -54,7 +43,7 @@ static inline __attribute__((always_inline)) void decode_as(const Weight *w, con
     (void)pairs;
 #endif
     for (int64_t first = 0; first < columns; first += w->block, scales += SCALE_BYTES[type]) {
-        const float scale = scale_at(w, scales, type, unit);
+        const float scale = scale_of(w, scales, type, unit);
         for (int64_t k = first; k < first + w->block; k += 16, codes += 8) {
 #ifdef __AVX512F__
             __m128i bytes = _mm_loadl_epi64((const __m128i *)codes);
@@ -83,53 +72,53 @@ static void decode(const Weight *w, const Pair *pairs, int64_t at, int64_t colum
     }
 }
 
-static inline float total(const Vector *sum) {
-    Vector v = *sum;
-    for (int half = 8; half; half /= 2)
-        for (int j = 0; j < half; j++) v[j] += v[j + half];
-    return v[0];
-}
+/* What is multiplied, and where results go: rows of numbers of one type. */
+typedef struct {
+    const void *x, *bias;  /* [M, inputs], [N] or NULL */
+    void *y;  /* [M, N] */
+    int64_t tokens, inputs;  /* K without the padding */
+    int32_t x_type, bias_type, y_type;
+} Product;
 
-/* sum[m] += w . x[m], 16 columns; w is loaded once */
-static inline __attribute__((always_inline)) void multiply(const float *w, const float *x, int64_t k, int tokens,
-                                                           Vector *sum) {
-    const Vector w_j = *(const Vector *)w;
-    for (int m = 0; m < tokens; m++) sum[m] += w_j * *(const Vector *)(x + m * k);
-}
+#define CHUNK 32  /* rows that a thread takes at a time */
 
-/* y[m * stride] += w . x[m] for `tokens` rows of x, a constant once this is inlined */
-static inline __attribute__((always_inline)) void dots(const float *w, const float *x, int64_t k, int64_t columns,
-                                                       int tokens, float *y, int64_t stride) {
-    Vector sum[4][TOKENS] = {{{0}}};  /* four chains of additions hide their latency */
-    const int chains = TOKENS / tokens;
-    int64_t j = 0;
-    for (; j + 16 * chains <= columns; j += 16 * chains)
-        for (int c = 0; c < chains; c++) multiply(w + j + 16 * c, x + j + 16 * c, k, tokens, sum[c]);
-    for (; j < columns; j += 16) multiply(w + j, x + j, k, tokens, sum[0]);
-    for (int m = 0; m < tokens; m++) {
-        for (int c = 1; c < chains; c++) sum[0][m] += sum[c][m];
-        y[m * stride] += total(&sum[0][m]);
-    }
-}
-
-/* y [M, N] = x [M, K] @ w.T, all fp32 */
-void vbrt_linear(const Weight *w, const float *x, int64_t tokens, float *y, int threads) {
-    const int64_t k = w->columns;
-    Pair pairs[256];
-    fill_pairs(w->levels, pairs);
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t n = 0; n < w->rows; n++) {
-        float tile[TILE];
-        for (int64_t m = 0; m < tokens; m++) y[m * w->rows + n] = 0;
-        for (int64_t first = 0; first < k; first += TILE) {
-            const int64_t columns = k - first < TILE ? k - first : TILE, at = n * k + first;
-            decode(w, pairs, at, columns, tile);
-            int64_t m = 0;
-            for (; m + TOKENS <= tokens; m += TOKENS)
-                dots(tile, x + m * k + first, k, columns, TOKENS, y + m * w->rows + n, w->rows);
-            for (; m < tokens; m++) dots(tile, x + m * k + first, k, columns, 1, y + m * w->rows + n, w->rows);
+/* y of rows first to last - 1; x is in spans */
+static void multiply(const Weight *w, const Product *p, Dots d, const char *x, int64_t first, int64_t last) {
+    const int64_t pitch = row_bytes(w->columns);
+    float sums[TOKENS];
+    for (int64_t n = first; n < last; n++) {  /* one after the other: the machine reads ahead */
+        const float bias = p->bias ? load(p->bias, p->bias_type, n) : 0;
+        d.codes[0] = w->codes + n * (w->columns / 2);
+        d.scales[0] = w->scales + n * (w->columns / w->block) * SCALE_BYTES[w->scale_type];
+        for (int64_t m = 0; m < p->tokens;) {
+            const int64_t left = p->tokens - m;
+            const int tokens = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+            for (int i = 0; i < tokens; i++) d.x[i] = x + (m + i) * pitch;
+            dots_of_tokens(&d, 1, tokens, sums);
+            for (int i = 0; i < tokens; i++) store(p->y, p->y_type, (m + i) * w->rows + n, sums[i] + bias);
+            m += tokens;
         }
     }
+}
+
+/* y = x @ w.T + bias; returns 0 where there was no memory */
+int vbrt_linear(const Weight *w, const Product *p, int threads) {
+    const int64_t pitch = row_bytes(w->columns), chunks = (w->rows + CHUNK - 1) / CHUNK;
+    const float unit = w->scale_type == BYTE ? *w->unit : 1;
+    char *x = NULL;
+    Scales scales;
+    if (posix_memalign((void **)&x, 64, p->tokens * pitch + 1)) return 0;
+    Dots d = dots_with(w->levels, w->values, unit, w->scale_type, w->block, p->x_type, &scales);
+    d.columns = w->columns;
+    for (int64_t m = 0; m < p->tokens; m++)
+        spread_row(p->x, p->x_type, m * p->inputs, p->inputs, w->columns, d.narrow, x + m * pitch);
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+    for (int64_t i = 0; i < chunks; i++) {
+        const int64_t first = i * CHUNK, end = first + CHUNK;
+        multiply(w, p, d, x, first, end < w->rows ? end : w->rows);
+    }
+    free(x);
+    return 1;
 }
 
 /* out fp32 [last - first, K]: rows first to last */
@@ -147,7 +136,7 @@ typedef struct {
     const uint8_t *low, *nibbles;  /* [N, columns], [N, ceil(columns / 2)] (fp16 only) */
     const int8_t *side;
     const int16_t *escapes;
-    const int32_t *starts;  /* [ceil(N * columns / SPAN), 2]: entries of both lists before each span */
+    const int32_t *starts;  /* [ceil(N * columns / LISTED), 2]: entries of both lists before each span */
     int64_t sides, escaped;  /* entries of the lists */
     int64_t columns;  /* without the padding */
     uint32_t wide;  /* bit c: code c is wide */
@@ -157,7 +146,8 @@ typedef struct {
 /* the next entry of each list */
 typedef struct { int64_t side, escape; } Cursor;
 
-#define SPAN 4096
+#define LISTED 4096  /* weights between two entries of `starts` */
+#define PART 2048  /* columns of a row that are merged at a time */
 
 static inline int16_t ordinal(int16_t bits) { return bits ^ ((bits >> 15) & 0x7FFF); }
 
@@ -195,8 +185,6 @@ static inline int16_t near_word(const Near *near, int code) {
     return near->words[code];
 #endif
 }
-
-#define INLINE static inline __attribute__((always_inline))
 
 /* Each of these merges weights k to `columns` of those that begin with column `first`, the start of a block, of row n, and
  * says how far it came: not to the end where a list ends before. `width` and `block` are constants once it is inlined. */
@@ -411,7 +399,7 @@ static void skip(const Weight *w, const Fine *f, int64_t n, int64_t k, Cursor *a
 /* what the lists hold before row n: counted from the start of the span that it starts in */
 static Cursor find(const Weight *w, const Fine *f, int64_t n) {
     if (n == w->rows) return (Cursor){f->sides, f->escaped};
-    const int64_t span = n * f->columns / SPAN, first = span * SPAN;
+    const int64_t span = n * f->columns / LISTED, first = span * LISTED;
     Cursor at = {f->starts[2 * span], f->starts[2 * span + 1]};
     for (int64_t row = first / f->columns, k = first % f->columns; row < n; row++, k = 0) skip(w, f, row, k, &at);
     return at;
@@ -419,9 +407,9 @@ static Cursor find(const Weight *w, const Fine *f, int64_t n) {
 
 static int merge_row(const Weight *w, const Fine *f, const Near *near, int64_t n, Cursor *at, int16_t *out) {
     int whole = 1;
-    for (int64_t first = 0; whole && first < f->columns; first += TILE) {
+    for (int64_t first = 0; whole && first < f->columns; first += PART) {
         const int64_t left = f->columns - first;
-        whole = merge(w, f, near, n, first, left < TILE ? left : TILE, at, out + first);
+        whole = merge(w, f, near, n, first, left < PART ? left : PART, at, out + first);
     }
     return whole;
 }

@@ -1,7 +1,7 @@
 """Linear layers on block formats on a CPU: the backend "compiled" of the ops "linear" and "decode_weight".
 
-`linear.c` decodes a row to fp32 in cache and multiplies it there, so that a forward reads 4-bit weights and writes
-none. With a fine plane it restores the weight for torch's matmul, about as fast as memory copies it.
+`linear.c` decodes codes in registers and multiplies them there, so that a forward reads 4-bit weights and writes none.
+With a fine plane it restores the weight for torch's matmul, about as fast as memory copies it.
 
 Above `fused_tokens` the weight is decoded to the activations' dtype and torch's matmul takes over; in tiles of fp32 on
 an x86 CPU without bf16 instructions, whose 16-bit matmuls take four times as long as those in fp32. What the C code
@@ -27,7 +27,7 @@ from vbrt.formats.fine import SPAN, WIDTH
 from vbrt.formats.levels import Levels
 from vbrt.kernels import reference
 from vbrt.kernels.cpu import recycle
-from vbrt.kernels.cpu.build import Fine, Weight, library
+from vbrt.kernels.cpu.build import NUMBERS, Fine, Product, Weight, library, scale_type
 
 __all__ = [
     "FORMATS",
@@ -45,11 +45,9 @@ __all__ = [
 FORMATS = formats_of("e2m1", "table")
 #: the same with scales of 16 or 32 bits, which have no fine plane
 LEVELS = formats_of("levels")
-_SCALE_TYPES = {"float16": 1, "bfloat16": 2, "float32": 3}  # of linear.c; 0: bytes
 _THREAD_WORK = 1 << 16  # products that are worth a thread
 _TILE_WEIGHTS = 1 << 22  # 16 MiB of fp32: enough rows for a matmul at full speed, less than the weight in 16 bits
 _GROUP = 32  # GROUP of linear.c
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @functools.cache
@@ -72,7 +70,7 @@ def _are_plain(plane: dict[str, Tensor]) -> bool:
 def route(x: Tensor, planes: WeightPlanes) -> str:
     """Return how `linear` computes: "fused", "tiles" (decode a tile, multiply it in fp32, and so on), "decode+matmul",
     "merge+matmul" or "reference"."""
-    if not (x.is_cpu and x.dim() and x.dtype in _DTYPES and _served(planes) and not torch.compiler.is_compiling()):
+    if not (x.is_cpu and x.dim() and x.dtype in NUMBERS and _served(planes) and not torch.compiler.is_compiling()):
         return "reference"
     if planes.fine is not None:
         return "merge+matmul"
@@ -121,22 +119,29 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
     reference.check(x, planes, activation)
     if reference.wants_grad(x, bias) or way == "decode+matmul":
         y = F.linear(x, decode_to(planes, x.dtype), bias)
+    elif way == "fused":
+        y = _multiply(x.detach(), planes, bias, x.dtype if activation == "none" else torch.float32)
     else:
-        y = (_multiply if way == "fused" else _multiply_tiles)(x.detach(), planes)
+        y = _multiply_tiles(x.detach(), planes)
         y = y if bias is None else y.add_(bias.detach())
     return reference.ACTIVATIONS[activation](y).to(x.dtype)
 
 
-def _multiply(x: Tensor, planes: WeightPlanes) -> Tensor:
-    """x @ w.T in fp32."""
+def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x @ w.T + bias, summed in fp32."""
     n, k = planes.shape
-    kp = padded(k, get_format(planes.format).block)
-    x_MK = x.reshape(-1, k).float()
-    x_MK = x_MK.contiguous() if kp == k else F.pad(x_MK, (0, kp - k))
-    tokens = x_MK.shape[0]
-    y = x_MK.new_empty(*x.shape[:-1], n)
+    x_MK = x.reshape(-1, k).contiguous()
+    y = torch.empty(*x.shape[:-1], n, dtype=dtype, device="cpu")
+    if bias is not None:
+        bias = bias.detach().contiguous()
+        bias = bias if bias.dtype in NUMBERS else bias.float()
+    product = Product(
+        x_MK.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(), len(x_MK), k,
+        NUMBERS[x.dtype], 0 if bias is None else NUMBERS[bias.dtype], NUMBERS[dtype],
+    )  # fmt: skip
     with _Borrowed(planes) as weight:
-        library().vbrt_linear(weight, x_MK.data_ptr(), tokens, y.data_ptr(), _threads(tokens * n * kp))
+        if not library().vbrt_linear(weight, product, _threads(y.numel() * k)):
+            raise MemoryError(f"linear: no memory for {len(x_MK)} rows of {k} inputs")
     return y
 
 
@@ -216,8 +221,7 @@ class _Borrowed:
         codes, scales = planes.coarse["codes"], planes.coarse["scales"]
         self._tensors = (codes, scales, *fmt.tables(planes.coarse))
         pointers = (tensor.data_ptr() for tensor in self._tensors)
-        scale_type = _SCALE_TYPES.get(fmt.record.scales or "", 0)
-        self._weight = Weight(*pointers, planes.shape[0], 2 * codes.shape[1], fmt.block, scale_type)
+        self._weight = Weight(*pointers, planes.shape[0], 2 * codes.shape[1], fmt.block, scale_type(fmt.record))
 
     def __enter__(self) -> Weight:
         return self._weight
