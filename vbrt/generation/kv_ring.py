@@ -263,7 +263,7 @@ class Ring:
     def _staged(self, slot: int) -> Tensor:
         """Page-locked memory beside a slot; no tier counts it."""
         if slot not in self._staging:
-            memory = map_memory(self._views[slot].numel())
+            memory = map_memory(self._views[slot].numel(), shared=True)
             try:
                 pin(memory, memory)
             except OSError:  # a slower copy

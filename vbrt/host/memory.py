@@ -34,17 +34,22 @@ def aligned(nbytes: int) -> torch.Tensor:
     return memory[-memory.data_ptr() % ALIGNMENT_BYTES :][:nbytes]
 
 
-def map_memory(nbytes: int) -> torch.Tensor:
+def map_memory(nbytes: int, *, shared: bool = False) -> torch.Tensor:
     """Return uint8 [nbytes] that goes back to the system with the tensor, in huge pages where that is worth it.
+
+    Memory to page-lock is `shared`: a fork may give private memory other physical pages than a GPU copies from. Linux
+    has huge pages for private memory only; with them two cores read weights a quarter to a half faster.
 
     Raises:
         OSError, ValueError: the system refuses it.
     """
-    mapping = mmap.mmap(-1, nbytes)
-    if nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # advice only: kernels without huge pages refuse it
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapping, dtype=torch.uint8)
+    if shared or sys.platform != "linux" or nbytes < _HUGE_PAGE_BYTES:
+        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+    mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    first = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % _HUGE_PAGE_BYTES  # what is not touched takes nothing
+    with contextlib.suppress(OSError):  # advice only: kernels without huge pages refuse it
+        mapping.madvise(mmap.MADV_HUGEPAGE, first, nbytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES)
+    return torch.frombuffer(mapping, dtype=torch.uint8, offset=first, count=nbytes)
 
 
 def pin(tensor: torch.Tensor, owner: object) -> weakref.finalize:

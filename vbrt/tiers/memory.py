@@ -156,7 +156,7 @@ class MemoryTier:
             buffer.fence(torch.cuda.current_stream(self.device))  # whose kernels may still use this memory
             return buffer
         try:
-            buffer = Buffer(map_memory(nbytes))
+            buffer = Buffer(map_memory(nbytes, shared=self.pinned))
         except (OSError, ValueError) as error:
             raise TierError(
                 f"tier {self.name}: the system refused {nbytes} bytes ({error}); "
