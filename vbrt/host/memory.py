@@ -46,7 +46,9 @@ def map_memory(nbytes: int, *, shared: bool = False) -> torch.Tensor:
     if shared or sys.platform != "linux" or nbytes < _HUGE_PAGE_BYTES:
         return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
     mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    first = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % _HUGE_PAGE_BYTES  # what is not touched takes nothing
+    first = (
+        -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % _HUGE_PAGE_BYTES
+    )  # what is not touched takes nothing
     with contextlib.suppress(OSError):  # advice only: kernels without huge pages refuse it
         mapping.madvise(mmap.MADV_HUGEPAGE, first, nbytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES)
     return torch.frombuffer(mapping, dtype=torch.uint8, offset=first, count=nbytes)
