@@ -11,6 +11,8 @@ import torch
 
 import vbrt
 from tests.training.full_models import Tiny, batches, loss_of, resident, train
+from vbrt.kernels.cpu import build
+from vbrt.kernels.cpu import update as compiled
 from vbrt.tiers import ssd
 from vbrt.training.lion import Lion
 from vbrt.training.update_parts import Helpers
@@ -177,3 +179,81 @@ def test_parts_cover_a_weight_once_and_the_first_error_is_raised(threads):
     with pytest.raises(ZeroDivisionError):
         helpers.run(700 * KIB, lambda begin, end: 1 // (begin - begin))
     helpers.stop()
+
+
+def clipped(model, optimizer, clip, steps=4, accumulate=1):
+    """The losses and norms of some steps with clipping, and what is left of gradients after it."""
+    found = []
+    for at, (ids, target) in enumerate(batches(steps * accumulate)):
+        loss = loss_of(model, ids, target)
+        loss.backward()
+        found.append(loss.item())
+        if at % accumulate == accumulate - 1:
+            found.append(clip(0.3).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_clipping_by_the_exact_norm_has_the_bits_of_torchs(tmp_path, accumulate):
+    model = Tiny(LAYERS)
+    twin = resident(model)
+    with vbrt.wrap(model, "full", optimizer=adamw(model.parameters()), tiers=partly_in_files(tmp_path)) as vb:
+        ours = clipped(vb, vb.optimizer, vb.clip_grad_norm_, accumulate=accumulate)
+        assert all(norm > 0.3 for norm in ours[accumulate :: accumulate + 1])
+        clip = functools.partial(torch.nn.utils.clip_grad_norm_, list(twin.parameters()))
+        assert ours == clipped(twin, adamw(twin.parameters()), clip, accumulate=accumulate)
+        assert_same(vb, twin)
+        told = [line for line in vb.stats().fallbacks if "gradient.float32" in line]
+        assert bool(told) == (accumulate > 1)  # host memory was full before sums in fp32 came
+
+
+def test_gradients_that_were_clipped_are_read_and_added_to_as_such():
+    model = Tiny()
+    with vbrt.wrap(model, "full", optimizer=adamw(model.parameters())) as vb:
+        ((ids, target),) = batches(1)
+        loss_of(vb, ids, target).backward()
+        before = model.layers[1].weight.grad.clone()
+        norm = vb.clip_grad_norm_(0.1)
+        factor = 0.1 / (norm + 1e-6)
+        loss_of(vb, ids, target).backward()
+        assert torch.allclose(model.layers[1].weight.grad, before * (1 + factor), rtol=1e-2)
+        vb.clip_grad_norm_(0.1)
+        assert torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]) <= 0.1001
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_gradients_of_a_scaled_loss_are_unscaled_and_overflows_skipped(unscale):
+    model = Tiny()
+    twin = resident(model)
+    ((ids, target),) = batches(1)
+    with vbrt.wrap(model, "full", optimizer=adamw(model.parameters())) as vb:
+        for one, optimizer in ((vb, vb.optimizer), (twin, adamw(twin.parameters()))):
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            for at in range(3):
+                scaler.scale(loss_of(one, ids, target) * (float("inf") if at == 1 else 1.0)).backward()
+                if unscale:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            assert scaler.get_scale() == 512.0
+        assert_same(vb, twin)
+
+
+def test_a_machine_without_a_compiler_trains_with_the_same_bits_and_says_so_once(monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    caches = (build._build, compiled.refusal)
+    [cache.cache_clear() for cache in caches]
+    try:
+        model = Tiny()
+        twin = resident(model)
+        with pytest.warns(UserWarning, match="no C compiler was found") as caught:
+            vb = vbrt.wrap(model, "full", optimizer=adamw(model.parameters()))
+        with vb:
+            assert train(vb, vb.optimizer) == train(twin, adamw(twin.parameters()))
+            assert sum("updates of weights" in str(one.message) for one in caught) == 1
+            assert sum("updates of weights" in line for line in vb.stats().fallbacks) == 1
+    finally:
+        [cache.cache_clear() for cache in caches]

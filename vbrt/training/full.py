@@ -52,6 +52,7 @@ class FullWeight(PagesHandle):
         self.parameter: StreamedParameter | None = None
         self.state: WeightState | None = None
         self.gradient = Gradient(self.name, stack, self.dtype, spec.home("gradient", stack.names[-1]))
+        self.gradient.settle = functools.partial(_settle, weakref.ref(self))
         self.outlet = outlet
         self.updater: Updater | None = None
         self.anchor = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
@@ -129,7 +130,8 @@ class FullWeight(PagesHandle):
 
     def all_fallbacks(self) -> list[str]:
         """What is done otherwise than asked."""
-        return self.fallbacks
+        updates = [] if self.updater is None else self.updater.fallbacks
+        return [*self.fallbacks, *self.gradient.fallbacks, *updates]
 
     def settle(self) -> None:
         """Wait for the weight's update. Raises what went wrong in it."""
@@ -164,6 +166,12 @@ def _halves(values: Tensor) -> tuple[Tensor, Tensor]:
         return values.to("cpu"), torch.full(values.shape, -0x8000, dtype=torch.int16, device="cpu")
     high, low = split_master(values.float())
     return high.to("cpu"), low.to("cpu")
+
+
+def _settle(weight: "weakref.ref[FullWeight]") -> None:
+    found = weight()
+    if found is not None:
+        found.settle()
 
 
 def _fill(tensors: Mapping[str, Tensor], layout, out: Tensor) -> None:

@@ -19,18 +19,26 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import TierError, WrapError
-from vbrt.formats.page import build_layout, unpack
-from vbrt.host.memory import PinError, map_memory, pin
+from vbrt.formats.page import PageLayout, build_layout, unpack
+from vbrt.host.memory import PinError, aligned, map_memory, pin
 from vbrt.tiers import Owner, TierStack
 from vbrt.tiers.slots import Page
 
-__all__ = ["Gradient", "Outlet"]
+__all__ = ["Gradient", "Outlet", "Taken"]
 
 _BUFFERS = 2  # on the GPU: one is computed into while the other leaves
 _STAGING = 2  # on the host: for gradients that are added
 
 Compute = Callable[[Tensor], object]
 """Computes a gradient into the tensor that it is given."""
+
+
+class Taken(NamedTuple):
+    """A gradient as it is held: `read` returns it, in a dtype that holds its values; it is to be multiplied with
+    `factor` in fp32."""
+
+    read: Callable[[], Tensor]
+    factor: float
 
 
 class Arising(NamedTuple):
@@ -55,11 +63,14 @@ class Gradient:
         whole: called, by a thread that may wait, when all gradients that are expected have arisen.
         applied: whether the gradient of this step has been taken for an update, and the step has not ended.
         expected: forwards since then whose gradients have not arisen yet.
+        factor: what the sum is still to be multiplied with.
+        fallbacks: what is done otherwise than planned.
+        settle: called before the memory of the gradient before is written over: its update reads it.
     """
 
     def __init__(self, name: str, stack: TierStack, dtype: torch.dtype, home: str) -> None:
         self.name, self.dtype, self.hidden = name, dtype, False
-        self.arrivals = 0
+        self.arrivals, self.factor = 0, 1.0
         self._stack, self._home, self._owner = stack, home, Owner(stack)
         self._pages: dict[torch.dtype, Page] = {}
         self._shape: tuple[int, ...] = ()
@@ -73,6 +84,8 @@ class Gradient:
         self._event: torch.cuda.Event | None = None
         self._adding: list[threading.Event] = []
         self._error: BaseException | None = None
+        self.fallbacks: list[str] = []
+        self.settle: Callable[[], object] = _nothing
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -82,10 +95,21 @@ class Gradient:
         if page is None:
             text = str(dtype).removeprefix("torch.")
             layout = build_layout("dense", "gradient", [("gradient", text, self._shape)])
-            key = f"{self.name}#gradient.{text}"
-            page = self._pages[dtype] = self._stack.add(key, layout, self._home, lambda out: None, self._owner)
+            page = self._pages[dtype] = self._added(f"{self.name}#gradient.{text}", layout)
             page.passes = False
         return page
+
+    def _added(self, key: str, layout: PageLayout) -> Page:
+        """Return a new page; where its home has no room left (for a sum in fp32 beside one in bf16), in a file."""
+        last = self._stack.levels[-1].tier
+        try:
+            return self._stack.add(key, layout, self._home, lambda out: None, self._owner)
+        except TierError:
+            if last.memory or last.name == self._home:
+                raise
+        reason = f"{key}: its home in the {self._home} tier has no room; it lives in files, which is slower"
+        self.fallbacks.append(reason)
+        return self._stack.add(key, layout, last.name, lambda out: None, self._owner)
 
     def _room(self, dtype: torch.dtype) -> Tensor | None:
         """Return the host memory of the gradient in a dtype; None if it lives in a file."""
@@ -105,12 +129,19 @@ class Gradient:
         self._sum, self._filed = None, page
 
     def _lifted(self) -> Tensor:
-        """Return the sum, from its file if it lies in one."""
-        if self._sum is not None:
-            return self._sum
-        page = self._filed
-        with self._stack.rewriter.rewriting(page.key) as whole:
-            return unpack(whole, page.layout)["gradient"].clone()
+        """Return the sum, from its file if it lies in one, and scaled."""
+        summed = self._read(self._filed) if self._sum is None else self._sum
+        factor, self.factor = self.factor, 1.0
+        return summed if factor == 1 else summed.float() * _fp32(factor)
+
+    def _read(self, page: Page) -> Tensor:
+        """Return what a file holds."""
+        slot, staging = self._stack.ledger.levels[page.home].slots[page.key], aligned(page.nbytes)
+        if slot.level.tier.memory:  # a budget has changed
+            staging.copy_(slot.view)
+        else:
+            slot.level.tier.get(slot.room, staging, key=page.key)
+        return unpack(staging, page.layout)["gradient"]
 
     def retire(self) -> None:
         """Retire the pages of the gradient, which is gone. Idempotent."""
@@ -127,6 +158,7 @@ class Gradient:
     def begin_(self, shape: tuple[int, ...], arising: "Arising") -> Tensor | None:
         """Return the memory that the first gradient of a step may be written into; it counts from now on. None if it
         is not the first, or lives in a file: `add_` takes it."""
+        self.settle()
         self._shape = shape
         if self._adding or not self.empty:
             return None
@@ -196,11 +228,8 @@ class Gradient:
     def tensor(self) -> Tensor | None:
         """Return the sum in the parameter's dtype; writes to it count. Raises WrapError for one that was applied."""
         self.wait()
-        if self.applied and not self.hidden:
-            raise WrapError(
-                f"{self.name}: its gradient was applied within vb.stepping() as it arose; what needs all gradients, "
-                "such as clipping by their norm, goes with vb.step() instead"
-            )
+        if not self.hidden:
+            self.check_here()
         if self.hidden or self.empty:
             return None
         self._fold()
@@ -211,25 +240,48 @@ class Gradient:
         self._sum, self._filed = sum, None
         return sum
 
+    def check_here(self) -> None:
+        """Raise WrapError for a gradient that was applied as it arose."""
+        if self.applied:
+            raise WrapError(
+                f"{self.name}: its gradient was applied within vb.stepping() as it arose; what needs all gradients, "
+                "such as clipping by their norm, goes with vb.step() instead"
+            )
+
     def put(self, value: Tensor | None) -> None:
         """Replace the sum."""
+        self.settle()
         self.wait()
         self._forget()
         if value is not None:
             self._shape = tuple(value.shape)
             self._put_down(value.detach().to("cpu", self.dtype))
 
-    def take(self) -> Tensor | None:
-        """Return the sum as it is and keep none; any dtype that holds its values. It is valid until the next one."""
-        self.wait()
-        self._fold()
-        taken = None if self.empty else self._lifted()
+    def take(self) -> "Taken | None":
+        """Return the sum and keep none. It is valid until the next one."""
+        taken = self.held()
         self._forget()
         return taken
+
+    def held(self) -> "Taken | None":
+        """Return the sum as it is, once all of it is there; None if there is none."""
+        self.wait()
+        self._fold()
+        if self.empty:
+            return None
+        summed, filed = self._sum, self._filed
+        return Taken(partial(self._read, filed) if summed is None else lambda: summed, self.factor)
+
+    def scale_(self, factor: float) -> None:
+        """Multiply the sum, in fp32, as it is read next: an update does that on its way."""
+        if self.factor != 1:
+            self._put_down(self._lifted().to(self.dtype))
+        self.factor = factor
 
     def _forget(self) -> None:
         self._sum = self._filed = self._of_pass = None
         self.arrivals = self.expected = 0
+        self.factor = 1.0
         self._pass = -1
 
 
@@ -349,3 +401,11 @@ class Outlet:
 def _work(waiting: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
     while (task := waiting.get()) is not None:
         task()
+
+
+def _nothing() -> None:
+    """There is no update."""
+
+
+def _fp32(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32, device="cpu")

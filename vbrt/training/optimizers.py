@@ -17,7 +17,7 @@ from vbrt.training.full import FullWeight
 from vbrt.training.kept import check_kept, load_kept, masters
 from vbrt.training.optimizer_state import load_state, state_with_moments
 from vbrt.training.streamed import StreamedParameter
-from vbrt.training.update import Rule, Updater, rule_for
+from vbrt.training.update import Rule, Scaling, Updater, rule_for
 
 __all__ = ["StreamedOptimizer", "release_optimizer", "take_optimizer"]
 
@@ -44,20 +44,26 @@ class StreamedOptimizer(torch.optim.Optimizer):
         streamed = list(_streamed(self))
         if completed and all(parameter.weight.gradient.empty for parameter in streamed):
             return loss  # the step that had failed is what was asked for again
+        divisor, overflowed = _scaled(self)
         _hide(streamed, hidden=True)
         try:
             with masters(self):
                 super().step()
         finally:
             _hide(streamed, hidden=False)
-        for group in self.param_groups:
+        for group in self.param_groups if not overflowed else ():
             for parameter in group["params"]:
                 if isinstance(parameter, StreamedParameter):
-                    weight = parameter.weight
-                    gradient = weight.gradient.take()
-                    if gradient is not None and parameter.requires_grad:
-                        self._vb_updater.submit(weight.state, gradient, group)
+                    self._submit(parameter, group, divisor)
         return loss
+
+    def _submit(self, parameter: StreamedParameter, group: dict[str, Any], divisor: float) -> None:
+        weight = parameter.weight
+        gradient = weight.gradient.held()
+        if gradient is not None and parameter.requires_grad:
+            scaling = Scaling(divisor, gradient.factor)
+            self._vb_updater.submit(weight.state, gradient.read, group, scaling)
+        weight.gradient.take()  # now, since the update has it
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of the plain optimizer, after all updates; moments of weights in the tiers are those on
@@ -69,6 +75,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Go on from a state dict of this optimizer or of a plain one of its class."""
         self._vb_updater.finish()
         load_state(self, state_dict, partial(load_kept, self))
+
+
+def _scaled(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
+    """Return what torch's GradScaler has multiplied gradients with, and whether one of them is not finite."""
+    scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    return (1.0 if scale is None else float(scale)), found is not None and bool(found.item())
 
 
 def take_optimizer(

@@ -22,6 +22,7 @@ from vbrt.errors import WrapError
 from vbrt.training.full import FullWeight
 from vbrt.training.gradients import Outlet
 from vbrt.training.optimizers import StreamedOptimizer
+from vbrt.training.update import Scaling
 
 __all__ = ["Stepping"]
 
@@ -57,7 +58,8 @@ class Stepping:
                 if gradient is not None:
                     self._updated.add(id(weight))
                     weight.gradient.applied = True
-                    self._optimizer._vb_updater.submit(weight.state, gradient, group)
+                    scaling = Scaling(factor=gradient.factor)
+                    self._optimizer._vb_updater.submit(weight.state, gradient.read, group, scaling)
         except BaseException as error:  # noqa: BLE001 - raised at the end of the block
             self._error = self._error or error
 

@@ -19,6 +19,7 @@ import atexit
 import contextlib
 import os
 import time
+import warnings
 import weakref
 from _thread import allocate_lock
 from collections.abc import Callable, Mapping
@@ -64,6 +65,7 @@ class Updater:
         if self.kernel.backend == "reference":
             why = kernel_refusal(device, "update")
             self.fallbacks = [f"updates of weights: {why}; they run in plain torch, many times slower"]
+            warnings.warn(self.fallbacks[0], stacklevel=2)
         self._threads = threads or cores()
         self._open: dict[int, _Update] = {}  # by the state's id, in the order of submission
         self._begin()
@@ -80,11 +82,14 @@ class Updater:
     # -- whoever wants an update --------------------------------------------------------------------------------------
 
     def submit(
-        self, state: WeightState, grad: Tensor, group: Mapping[str, Any], scaling: Scaling | None = None
+        self, state: WeightState, grad: Callable[[], Tensor], group: Mapping[str, Any], scaling: Scaling | None = None
     ) -> None:
-        """Begin a weight's update by its gradient (bf16 or fp32, of its shape), which must stay as it is until then.
+        """Begin a weight's update.
 
-        Settings are those that the group has now.
+        Args:
+            grad: returns its gradient (bf16 or fp32, of its shape), which must stay as it is until then; called when
+                its turn comes.
+            group: its settings, as they are now.
 
         Raises:
             TierError: an update before it failed.
@@ -93,7 +98,7 @@ class Updater:
         number = state.steps + 1
         resumed = self.rule.resumes and number == 1 and state.has_moments
         step = self.rule.step(group, number + resumed, scaling or Scaling())
-        update = _Update(state, _readable(grad), step)
+        update = _Update(state, grad, step)
         self._open[id(state)] = update
         state.steps, state.has_moments = number, True  # no call in between
         self._give(update)
@@ -172,8 +177,8 @@ class Updater:
             return
         if update.loads and update.staging is None:
             self._computing.take(update.loaded)
-        with update.state.high.rewriting() as high:
-            update.run(high.view(-1), self.kernel.run, self.helpers)
+        with contextlib.ExitStack() as pages:
+            update.run(pages, self.kernel.run, self.helpers)
         if update.staging is None:
             self._end(update)
         else:
@@ -204,27 +209,30 @@ def _readable(gradient: Tensor) -> Tensor:
 class _Update:
     """One weight's update, and how far it has got."""
 
-    def __init__(self, state: WeightState, gradient: Tensor, step: Step) -> None:
+    def __init__(self, state: WeightState, gradient: Callable[[], Tensor], step: Step) -> None:
         self.state, self.step = state, step
-        self.gradient: Tensor | None = gradient
+        self.gradient: Callable[[], Tensor] | None = gradient
         self.staging: Tensor | None = None  # the state of a weight that lives in a file
         self.high: Tensor | None = None  # as it was computed
         self.place: object = None  # in memory, of the staging
         self.given = self.loads = self.torn = self.computed = self.stores = self.ended = False
         self.loaded, self.bell = _Bell(), _Bell()
 
-    def run(self, high: Tensor, kernel: Callable[..., Any], helpers: Helpers) -> None:
-        """Do one step; or, if it was done and could not be stored, give the high half again."""
+    def run(self, pages: contextlib.ExitStack, kernel: Callable[..., Any], helpers: Helpers) -> None:
+        """Do one step; or, if it was done and could not be stored, give the high half again. `pages` stores it."""
         state = self.state
+        high = pages.enter_context(state.high.rewriting()).view(-1)
         if self.computed:
             high.copy_(self.high)
             return
         if self.torn:
             raise TierError("it ended half way; load a checkpoint")
-        if self.staging is None and not state.memory.in_memory:  # a budget has changed since it was handed over
-            self.staging = state.memory.read()
-        fields = state.memory.views() if self.staging is None else state.memory.fields_of(self.staging)
-        part = kernel(Halves(high, fields["low"]), state.moments_in(fields), self.gradient, self.step)
+        if self.staging is None and state.memory.in_memory:
+            fields = pages.enter_context(state.memory.rewriting())
+        else:
+            self.staging = state.memory.read() if self.staging is None else self.staging
+            fields = state.memory.fields_of(self.staging)
+        part = kernel(Halves(high, fields["low"]), state.moments_in(fields), _readable(self.gradient()), self.step)
         self.torn = True
         helpers.run(high.numel(), part)
         self.high, self.computed, self.torn = high, True, False

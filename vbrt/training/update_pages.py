@@ -4,7 +4,8 @@ The computing device never sees it. In a memory it is updated in place. In a fil
 verified; updated there; and written behind as a new file, which takes the old one's place once it is there as a whole.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
@@ -41,7 +42,7 @@ class StatePage:
     """
 
     def __init__(self, stack: TierStack, owner: Owner, key: str, layout: PageLayout, home: str, values: Fields) -> None:
-        self._ledger = stack.ledger
+        self._stack = stack
 
         def write(out: Tensor) -> None:
             out.zero_()
@@ -58,18 +59,21 @@ class StatePage:
 
     @property
     def home(self) -> Slot:
-        """Its slot in the tier that it lives in; call it with `encoding` held, or where no budget changes."""
-        self._ledger.check_open(self._page.key)
-        return self._ledger.levels[self._page.home].slots[self._page.key]
+        """Its slot in the tier that it lives in now."""
+        ledger = self._stack.ledger
+        ledger.check_open(self._page.key)
+        return ledger.levels[self._page.home].slots[self._page.key]
 
     @property
     def in_memory(self) -> bool:
         """True if it lives in a memory."""
         return self.home.level.tier.memory
 
-    def views(self) -> Fields:
-        """Return its fields where they lie, in a memory; valid while `encoding` is held or no budget changes."""
-        return unpack(self.home.view, self._page.layout)
+    @contextlib.contextmanager
+    def rewriting(self) -> Iterator[Fields]:
+        """Yield its fields where they lie, in a memory, to be changed in place; it keeps its home meanwhile."""
+        with self._stack.rewriter.rewriting(self._page.key) as whole:
+            yield unpack(whole, self._page.layout)
 
     def fields_of(self, staging: Tensor) -> Fields:
         """Return the fields of what `read` has returned."""
@@ -78,43 +82,17 @@ class StatePage:
     def read(self) -> Tensor:
         """Return a copy of its bytes, from wherever it lives; verified if that is a file. Raises TierError."""
         home, staging = self.home, aligned(self._page.nbytes)
-        if home.level.tier.memory:
-            return staging.copy_(home.view)
-        home.level.tier.get(home.room, staging, key=self._page.key)
-        return staging
+        try:
+            if home.level.tier.memory:
+                staging.copy_(home.view)
+            else:
+                home.level.tier.get(home.room, staging, key=self._page.key)
+        except TierError:
+            if self.home is home:
+                raise
+        return staging if self.home is home else self.read()  # a budget has changed meanwhile
 
     def write(self, staging: Tensor) -> None:
         """Replace its bytes. In a file, the old ones stay until the new ones are there. Raises TierError."""
-        while not self._wrote(self.home, staging):
-            pass  # a budget has changed meanwhile: it lives elsewhere
-
-    def _wrote(self, home: Slot, staging: Tensor) -> bool:
-        tier = home.level.tier
-        if tier.memory:
-            with self._ledger.encoding:
-                if self.home is home:
-                    home.view.copy_(staging)
-                return self.home is home
-        new = self._reserved(home)
-        try:
-            tier.put(new, staging, key=self._page.key, layout=self._page.layout.to_dict())
-            with self._ledger.encoding:
-                stays = self.home is home
-                with self._ledger.guard.entered:
-                    if stays:
-                        home.room, new = new, home.room  # no call in between
-            return stays
-        finally:
-            with self._ledger.guard.entered:
-                tier.free(new, reuse=False)  # the old one, or the new one where it did not get there
-
-    def _reserved(self, home: Slot) -> object:
-        with self._ledger.guard.entered:
-            tier = home.level.tier
-            room = tier.reserve(home.charge)
-        if room is None:
-            raise TierError(
-                f"{self._page.key}: {home.charge} bytes do not fit into tiers.{tier.name}.budget = "
-                f"{tier.capacity_bytes} beside the page that they replace; raise the budget by that"
-            )
-        return room
+        with self._stack.rewriter.rewriting(self._page.key, fresh=True) as whole:
+            whole.copy_(staging)

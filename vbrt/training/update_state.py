@@ -1,7 +1,7 @@
 """WeightState: what the update needs of one weight, in memory or in a file."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -36,9 +36,10 @@ class Plain:
         self._fields = fields
         self.nbytes = sum(value.nbytes for value in fields.values())
 
-    def views(self) -> Fields:
-        """Return its fields."""
-        return self._fields
+    @contextlib.contextmanager
+    def rewriting(self) -> Iterator[Fields]:
+        """Yield its fields, to be changed in place."""
+        yield self._fields
 
 
 @dataclass(eq=False)
@@ -106,7 +107,10 @@ class WeightState:
     def _fields(self) -> Fields:
         """Return the fields where they lie, or copies from a file."""
         memory = self.memory
-        return memory.views() if memory.in_memory else memory.fields_of(memory.read())
+        if not memory.in_memory:
+            return memory.fields_of(memory.read())
+        with memory.rewriting() as fields:
+            return fields
 
     def moments_in(self, fields: Fields) -> dict[str, Tensor | Coded]:
         """Return moments by the names that kernels have for them."""
@@ -152,14 +156,20 @@ class WeightState:
 
     def _change(self, values: Fields) -> None:
         memory = self.memory
-        staging = None if memory.in_memory else memory.read()
-        fields = memory.views() if staging is None else memory.fields_of(staging)
-        for name, value in values.items():
-            fields[name].copy_(value)
-        if staging is not None:
+        if memory.in_memory:
+            with memory.rewriting() as fields:
+                _fill(fields, values)
+        else:
+            staging = memory.read()
+            _fill(memory.fields_of(staging), values)
             memory.write(staging)
 
     def master(self) -> Tensor:
         """Return a copy of the fp32 weight; no update of it may be under way."""
         with self.high.rewriting() as high:
             return join_master(high, self.low)
+
+
+def _fill(fields: Fields, values: Fields) -> None:
+    for name, value in values.items():
+        fields[name].copy_(value)

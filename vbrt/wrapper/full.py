@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from vbrt.errors import WrapError
 from vbrt.model.full import FullAttachment
 from vbrt.saves.training import load_training, save_training
+from vbrt.training.clipping import clip_grad_norm_
 from vbrt.wrapper.wrapper import VBModelWrapper
 
 __all__ = ["VBFullWrapper", "take_optimizer_of"]
@@ -73,8 +74,12 @@ class VBFullWrapper(VBModelWrapper):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; return what it was. It waits for all gradients.
 
-        The same as torch.nn.utils.clip_grad_norm_(vb.parameters(), max_norm, norm_type).
+        The same as torch.nn.utils.clip_grad_norm_(vb.parameters(), max_norm, norm_type), of gradients in fp32. With the
+        Euclidean norm those in the tiers are read once, and scaled on their way into the update.
         """
+        updater = self._attachment.updater
+        if norm_type == 2.0 and updater is not None:
+            return clip_grad_norm_(self.model.parameters(), max_norm, updater.helpers)
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
 
     def settle(self) -> None:
