@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -75,7 +76,7 @@ def raw(options: argparse.Namespace) -> dict:
     far = torch.cuda.Stream(OTHER)
     half = page // 2
     lanes = Lanes(runtime, joining, [OTHER])
-    parts = lanes.parts(here, host)
+    parts = lanes.parts(here, SimpleNamespace(view=host))
     both = [copying(runtime, here[:half], host[:half], own), copying(runtime, here[half:], host[half:], far)]
     ways = {
         "own_link": [copying(runtime, here, host, own)],

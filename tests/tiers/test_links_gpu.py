@@ -9,7 +9,7 @@ from vbrt.errors import ConfigError, TierError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it takes two GPUs")]
 
-WIDTH, LAYERS = 2048, 10
+WIDTH, LAYERS = 2048, 12
 
 
 class Half(nn.Module):
@@ -21,10 +21,10 @@ class Half(nn.Module):
 
 def wrapped(preset: str, share: float, **tiers) -> tuple[vbrt.VBModelWrapper, torch.Tensor, torch.Tensor]:
     """A wrapped model, an input of one token, and what the model gives with all pages on the GPU. Pages of 8 MiB, and
-    of 64 MiB, which take more chunks than there are."""
+    one of 32 MiB."""
     torch.manual_seed(0)
     with torch.device("cuda"):
-        layers = [nn.Linear(WIDTH, WIDTH * (8 if i == 3 else 1), dtype=torch.bfloat16) for i in range(LAYERS)]
+        layers = [nn.Linear(WIDTH, WIDTH * (4 if i == 3 else 1), dtype=torch.bfloat16) for i in range(LAYERS)]
     model = nn.Sequential(*(nn.Sequential(layer, Half()) for layer in layers)).eval()
     x = torch.randn(1, 1, WIDTH, device="cuda", dtype=torch.bfloat16)
     settings = {"weights": {"min_parameters": 0, "keep_head": False}}
@@ -48,8 +48,10 @@ def links(vb) -> set[str]:
 
 def eager_then_recorded(vb, x, want) -> None:
     """Passes decided one by one, by a programme, as a graph, and in turns."""
-    for _ in range(8):
+    for turn in range(24):
         assert torch.equal(vb(x), want)
+        if turn > 7 and vb.stack.ledger.running is not None:
+            break
     assert vb.stack.ledger.running is not None, vb.stack.ledger.programmes.reason
     graph, recording, out = capture(vb, x)
     for turn in range(6):
@@ -102,7 +104,7 @@ def test_a_neighbour_without_memory_is_named():
     total = torch.cuda.mem_get_info(1)[1]
     held = torch.empty(torch.cuda.mem_get_info(1)[0] - (64 << 20), dtype=torch.uint8, device="cuda:1")
     with pytest.raises(TierError, match=r"tier peer: cuda:1 has no room .* lower tiers\.peer\.budget"):
-        wrapped("dense", 0.3, peer={"enabled": True, "budget": total // 2}, cpu={"enabled": False})
+        wrapped("dense", 0.6, peer={"enabled": True, "budget": total // 2}, cpu={"enabled": False})
     del held
     torch.cuda.empty_cache()
 

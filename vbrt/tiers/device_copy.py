@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["DEFAULT", "HOST_TO_DEVICE", "copying", "cuda_runtime", "reach"]
+__all__ = ["Signal", "checked", "copying", "cuda_runtime", "reach", "wait_for"]
 
-HOST_TO_DEVICE, DEFAULT = ctypes.c_int(1), ctypes.c_int(4)  # the second lets addresses tell
+_HOST_TO_DEVICE, _DEFAULT = ctypes.c_int(1), ctypes.c_int(4)  # the second lets addresses tell
+_WITHOUT_TIMING, _NO_FLAGS = ctypes.c_uint(2), ctypes.c_uint(0)
 
 
 @functools.cache
@@ -35,9 +36,49 @@ def copying(
         ctypes.c_void_p(target.data_ptr()),
         ctypes.c_void_p(source.data_ptr()),
         ctypes.c_size_t(target.nbytes),
-        DEFAULT if source.is_cuda else HOST_TO_DEVICE,
+        _DEFAULT if source.is_cuda else _HOST_TO_DEVICE,
         ctypes.c_void_p(stream.cuda_stream),
     )
+
+
+class Signal:
+    """An event of one device between its streams and those of others, by calls that do not change the current device:
+    torch's do, twice each."""
+
+    def __init__(self, runtime: ctypes.CDLL, device: torch.device) -> None:
+        self._runtime, self.handle = runtime, ctypes.c_void_p()
+        with torch.cuda.device(device):
+            checked(runtime.cudaEventCreateWithFlags(ctypes.byref(self.handle), _WITHOUT_TIMING))
+
+    def __del__(self) -> None:
+        if self.handle:
+            self._runtime.cudaEventDestroy(self.handle)
+
+    def pass_on(self, given: torch.cuda.Stream, waits: torch.cuda.Stream) -> None:
+        """Have one stream wait for what another, of the event's device, has been given."""
+        self.note(given)
+        self.wait(waits)
+
+    def note(self, stream: torch.cuda.Stream) -> None:
+        """Stand for what a stream of the event's device has been given."""
+        checked(self._runtime.cudaEventRecord(self.handle, ctypes.c_void_p(stream.cuda_stream)))
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        """Have a stream wait for what the event stands for."""
+        checked(self._runtime.cudaStreamWaitEvent(ctypes.c_void_p(stream.cuda_stream), self.handle, _NO_FLAGS))
+
+
+def wait_for(runtime: ctypes.CDLL, event: torch.cuda.Event, *streams: torch.cuda.Stream) -> None:
+    """Have streams of whichever device wait for an event."""
+    handle = ctypes.c_void_p(event.cuda_event)
+    for stream in streams:
+        checked(runtime.cudaStreamWaitEvent(ctypes.c_void_p(stream.cuda_stream), handle, _NO_FLAGS))
+
+
+def checked(code: int) -> None:
+    """Raise torch's error for an error code of the runtime."""
+    if code:
+        torch.cuda.check_error(code)
 
 
 def reach(own: torch.device, other: torch.device) -> str:

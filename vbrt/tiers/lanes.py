@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from vbrt.tiers.device_copy import copying, cuda_runtime, reach
+from vbrt.tiers.device_copy import Signal, checked, copying, cuda_runtime, reach, wait_for
 
 if TYPE_CHECKING:
     from vbrt.tiers.slots import Slot
@@ -87,53 +87,51 @@ class _Marks:
     """The events of a lane: of eager copies, or of a capture's. filled, freed: by chunk; used: chunks that have been
     sent since these marks began."""
 
-    def __init__(self) -> None:
-        self.filled = [torch.cuda.Event() for _ in range(_CHUNKS)]
-        self.freed = [torch.cuda.Event() for _ in range(_CHUNKS)]
+    def __init__(self, runtime: ctypes.CDLL, device: torch.device) -> None:
+        self.filled = [Signal(runtime, device) for _ in range(_CHUNKS)]
+        self.freed = [Signal(runtime, device) for _ in range(_CHUNKS)]
+        self.done = Signal(runtime, device)
         self.used: set[int] = set()
-        self.done = torch.cuda.Event()
         self.forked = False
 
 
 class _Lane:
     """The link of one neighbour: its chunks, and two streams of its device."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, runtime: ctypes.CDLL, device: torch.device) -> None:
+        self._runtime, self.device = runtime, device
         self.chunks = [torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device=device) for _ in range(_CHUNKS)]
         self.fetching, self.sending = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.fetching.wait_stream(torch.cuda.current_stream(device))
-        self.marks, self._eager = _Marks(), None
+        self.marks, self._eager = _Marks(runtime, device), None
         self._next = 0
 
-    def hops(self, runtime: ctypes.CDLL, target: torch.Tensor, source: torch.Tensor) -> list[_Hop]:
+    def hops(self, target: torch.Tensor, source: torch.Tensor) -> list[_Hop]:
         """Return the way of each chunk of a part."""
         found = []
         for at in range(0, target.numel(), _CHUNK_BYTES):
             chunk, self._next = self._next, (self._next + 1) % _CHUNKS
             there, here = target[at : at + _CHUNK_BYTES], source[at : at + _CHUNK_BYTES]
             staged = self.chunks[chunk][: here.numel()]
-            fetch = copying(runtime, staged, here, self.fetching)
-            found.append(_Hop(chunk, fetch, copying(runtime, there, staged, self.sending)))
+            fetch = copying(self._runtime, staged, here, self.fetching)
+            found.append(_Hop(chunk, fetch, copying(self._runtime, there, staged, self.sending)))
         return found
 
-    def copy(self, hops: list[_Hop]) -> torch.cuda.Event:
-        """Queue a part's copies; return the event of their end."""
-        marks = self.marks
+    def copy(self, hops: list[_Hop], joining: torch.cuda.Stream) -> None:
+        """Queue a part's copies, and have a stream wait for their end."""
+        marks, fetching, sending = self.marks, self.fetching, self.sending
         for chunk, fetch, send in hops:
             if chunk in marks.used:
-                marks.freed[chunk].wait(self.fetching)
-            _check(fetch())
-            marks.filled[chunk].record(self.fetching)
-            marks.filled[chunk].wait(self.sending)
-            _check(send())
-            marks.freed[chunk].record(self.sending)
+                marks.freed[chunk].wait(fetching)
+            checked(fetch())
+            marks.filled[chunk].pass_on(fetching, sending)
+            checked(send())
+            marks.freed[chunk].note(sending)
             marks.used.add(chunk)
-        marks.done.record(self.sending)
-        return marks.done
+        marks.done.pass_on(sending, joining)
 
     def begin_capture(self) -> None:
-        self._eager, self.marks = self.marks, _Marks()
+        self._eager, self.marks = self.marks, _Marks(self._runtime, self.device)
 
     def end_capture(self) -> None:
         if self._eager is not None:
@@ -141,9 +139,9 @@ class _Lane:
 
     def wait(self, event: torch.cuda.Event) -> None:
         """Have what is sent on from now on wait; under a capture the first call makes both streams a part of it."""
-        event.wait(self.sending)
+        wait_for(self._runtime, event, self.sending)
         if self._eager is not None and not self.marks.forked:
-            event.wait(self.fetching)
+            wait_for(self._runtime, event, self.fetching)
             self.marks.forked = True
 
 
@@ -158,8 +156,9 @@ class Lanes:
 
     def __init__(self, runtime: ctypes.CDLL, joining: torch.cuda.Stream, neighbours: Sequence[torch.device]) -> None:
         self._runtime, self._joining = runtime, joining
-        self._own, self._done, self._outside = torch.cuda.Stream(joining.device), torch.cuda.Event(), None
-        self._lanes = [_Lane(device) for device in neighbours]
+        self._own, self._done = torch.cuda.Stream(joining.device), Signal(runtime, joining.device)
+        self._eager: Signal | None = None
+        self._lanes = [_Lane(runtime, device) for device in neighbours]
         self.devices = (joining.device, *neighbours)
 
     def take(self, source: "Slot") -> bool:
@@ -171,30 +170,29 @@ class Lanes:
         nbytes, source = target.numel(), slot.view
         part = -(-nbytes // (len(self.devices) * _ALIGN)) * _ALIGN
         hops = [
-            (lane, lane.hops(self._runtime, target[at : at + part], source[at : at + part]))
+            (lane, lane.hops(target[at : at + part], source[at : at + part]))
             for lane, at in zip(self._lanes, range(part, nbytes, part), strict=False)
         ]
         return Parts(copying(self._runtime, target[:part], source[:part], self._own), tuple(hops), (target, source))
 
     def wait(self, event: torch.cuda.Event) -> None:
         """Have copies from now on wait for an event."""
-        event.wait(self._own)
+        wait_for(self._runtime, event, self._own)
         for lane in self._lanes:
             lane.wait(event)
 
     def copy(self, parts: Parts) -> None:
         """Queue a page's copies, and have the joining stream wait for them."""
-        _check(parts.own())
+        checked(parts.own())
         for lane, hops in parts.hops:
-            lane.copy(hops).wait(self._joining)
-        self._done.record(self._own)
-        self._done.wait(self._joining)
+            lane.copy(hops, self._joining)
+        self._done.pass_on(self._own, self._joining)
 
     # -- CUDA graphs --------------------------------------------------------------------------------------------------
 
     def begin_capture(self) -> None:
         """Have the copies that follow be recorded by a capture, until `end_capture`."""
-        self._outside, self._done = self._done, torch.cuda.Event()
+        self._eager, self._done = self._done, Signal(self._runtime, self._joining.device)
         for lane in self._lanes:
             lane.begin_capture()
 
@@ -207,16 +205,15 @@ class Lanes:
 
     def end_capture(self) -> Sequence:
         """Go on as before the capture, if there is one; return what `follow` is told of its replays: nothing."""
-        if self._outside is not None:
-            self._done, self._outside = self._outside, None
+        if self._eager is not None:
+            self._done, self._eager = self._eager, None
         for lane in self._lanes:
             lane.end_capture()
         return ()
 
     def follow(self, event: torch.cuda.Event, recorded: Sequence = ()) -> None:
         """Have chunks be filled after an event: the end of a graph that uses them too."""
-        for lane in self._lanes:
-            event.wait(lane.fetching)
+        wait_for(self._runtime, event, *(lane.fetching for lane in self._lanes))
 
     def check(self) -> None:
         """Do nothing: one process has all lanes."""
@@ -244,8 +241,3 @@ def open_lanes(joining: torch.cuda.Stream, neighbours: Sequence[int], fallbacks:
             f"tiers.gpu.links: no neighbour's link is used: one has not {_CHUNKS * _CHUNK_BYTES} bytes left ({error})"
         )
         return None
-
-
-def _check(code: int) -> None:
-    if code:
-        torch.cuda.check_error(code)

@@ -9,7 +9,9 @@ budgets are agreed on, and no worker thread ever gathers. What goes wrong nevert
 `Gathering` compares a digest of the order, and the sum of all gathered words with the sum of what was written.
 """
 
-from collections.abc import Collection
+import contextlib
+import ctypes
+from collections.abc import Callable, Collection
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,6 +21,7 @@ import xxhash
 
 from vbrt.errors import TierError
 from vbrt.host.memory import bytes_view
+from vbrt.tiers.device_copy import Signal, checked, copying, cuda_runtime, wait_for
 from vbrt.tiers.memory import Buffer, MemoryTier
 from vbrt.tiers.sharers import Sharers
 
@@ -27,8 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Gathering", "PartRoom", "SharedTier"]
 
-_WORD = 1 << 64
 _ALIGN = 16
+_CELLS = 1 << 16  # for sums, one for each page
 
 
 class PartRoom:
@@ -38,14 +41,15 @@ class PartRoom:
         nbytes: of the whole page.
         buffer: the part, and behind it the bytes that are left when all parts are equal, which every rank keeps.
         digest: of the part, as it was written.
-        total: the sum of the page's words, modulo 2^64.
+        total: the sum of the page's words, modulo 2^64, as a signed number.
+        cell: where the sums of gathered words are.
     """
 
-    __slots__ = ("__weakref__", "buffer", "digest", "nbytes", "part_bytes", "total")
+    __slots__ = ("__weakref__", "buffer", "cell", "digest", "nbytes", "part_bytes", "total")
 
     def __init__(self, nbytes: int, buffer: Buffer, part_bytes: int) -> None:
         self.nbytes, self.buffer, self.part_bytes = nbytes, buffer, part_bytes
-        self.digest, self.total = b"", 0
+        self.digest, self.total, self.cell = b"", 0, 0
 
     @property
     def asynchronous(self) -> bool:
@@ -92,6 +96,7 @@ class SharedTier:
         self.fallbacks = self._parts.fallbacks
         self.gathering = Gathering(self)
         self.rooms: dict[str, PartRoom] = {}
+        self._cells = 0  # that are taken
 
     @property
     def used_bytes(self) -> int:
@@ -119,12 +124,13 @@ class SharedTier:
         room.part.copy_(page[self.sharers.rank * part :][:part])
         room.rest.copy_(page[ranks * part :])
         room.digest, room.total = _digest(room.buffer.tensor), _total(page)
+        room.cell, self._cells = self._cells, (self._cells + 1) % _CELLS
         self.rooms[key] = room
         self.gathering.written(key, xxhash.xxh3_64_intdigest(bytes_view(page)))
 
     def get(self, room: PartRoom, out: torch.Tensor, *, key: str) -> None:
         """Gather a page in host memory, with all ranks. Raises TierError: a rank is gone, or bytes are not right."""
-        self.gathering.gather(Carried(key, room, out), self.sharers.hosts, room.part)
+        self.gathering.gather(Carried(key, room, out, room.part), self.sharers.hosts)
         self.gathering.check(wrong=_total(out) != room.total)
 
     def read_items(self, room: PartRoom, offsets: torch.Tensor, nbytes: int, *, key: str) -> torch.Tensor:
@@ -162,11 +168,18 @@ class SharedTier:
 
 
 class Carried(NamedTuple):
-    """A page on its way: its name, its room, and the slot's bytes on the computing device."""
+    """A page on its way: its name, its room, and the slot's bytes on the computing device.
+
+    own: this rank's part of them. start: copies it there. words, total: of the whole page, and where their sum goes.
+    """
 
     key: str
     room: PartRoom
     target: torch.Tensor
+    own: torch.Tensor
+    start: Callable[[], int] | None = None
+    words: torch.Tensor | None = None
+    total: torch.Tensor | None = None
 
 
 class Gathering:
@@ -177,22 +190,31 @@ class Gathering:
     def __init__(self, tier: SharedTier) -> None:
         self._tier, self._sharers = tier, tier.sharers
         self._keys: list[str] = []  # gathered since ranks compared last
-        self._written = self._expected = 0
+        self._written = 0
         self._recorded: list[Carried] | None = None  # what a capture has gathered
-        self._sum = torch.zeros((), dtype=torch.int64, device="cpu")
-        self._stream = self._fetching = self._fetched = self._outside = None
+        self._runtime: ctypes.CDLL | None = None
+        self._stream = self._fetching = self._fetched = self._eager = None
 
     def use(self, joining: torch.cuda.Stream | None) -> None:
-        """Gather on a stream, where its device computes; parts are copied there on another one. None: on the CPU."""
-        if joining is not None:
-            self._stream, self._fetching = joining, torch.cuda.Stream(joining.device)
-            self._fetched = torch.cuda.Event()
-            self._sum = torch.zeros((), dtype=torch.int64, device=joining.device)
-            joining.wait_stream(torch.cuda.current_stream(joining.device))
+        """Gather on a stream, where its device computes; parts are copied there on another one. None: on the CPU.
+
+        Raises TierError: the CUDA runtime cannot be called.
+        """
+        device = torch.device("cpu") if joining is None else joining.device
+        with torch.inference_mode(False):
+            self._sums = torch.zeros(_CELLS, dtype=torch.int64, device=device)
+        if joining is None:
+            return
+        self._runtime = cuda_runtime()
+        if self._runtime is None:
+            raise TierError("tiers.cpu.shared: the CUDA runtime that torch uses cannot be called; set shared = false")
+        self._stream, self._fetching = joining, torch.cuda.Stream(device)
+        self._fetched = Signal(self._runtime, device)
+        joining.wait_stream(torch.cuda.current_stream(device))
 
     def written(self, key: str, digest: int) -> None:
         """Note a page that has been written; ranks compare the sum of these notes, in whichever order."""
-        self._written = (self._written + digest + xxhash.xxh3_64_intdigest(key.encode())) % _WORD
+        self._written = (self._written + digest + xxhash.xxh3_64_intdigest(key.encode())) % (1 << 64)
 
     # -- as lanes -----------------------------------------------------------------------------------------------------
 
@@ -202,55 +224,54 @@ class Gathering:
 
     def parts(self, target: torch.Tensor, source: "Slot") -> Carried:
         """Return what the copy of a page takes."""
-        return Carried(source.page.key, source.room, target)
+        room, start = source.room, None
+        at = room.part_bytes * self._sharers.rank
+        own = room.part if self._stream is None else target[at : at + room.part_bytes]
+        if self._stream is not None:
+            start = copying(self._runtime, own, room.part, self._fetching)
+        words, total = target.view(torch.int64), self._sums[room.cell]
+        return Carried(source.page.key, room, target, own, start, words, total)
 
     def wait(self, event: torch.cuda.Event) -> None:
         """Have parts that are copied from now on wait for an event."""
         if self._fetching is not None:
-            event.wait(self._fetching)
+            wait_for(self._runtime, event, self._fetching)
 
     def copy(self, carried: Carried) -> None:
         """Bring a page: this rank's part over its link, the others' from them."""
-        room, target = carried.room, carried.target
         if self._stream is None:
-            self.gather(carried, self._sharers.group, room.part)
-            self._add(target)
+            self._gather(carried)
         else:
-            at = room.part_bytes * self._sharers.rank
-            own = target[at : at + room.part_bytes]
-            with torch.cuda.stream(self._fetching):
-                own.copy_(room.part, non_blocking=True)
-                self._fetched.record(self._fetching)
+            checked(carried.start())
+            self._fetched.pass_on(self._fetching, self._stream)
             with torch.cuda.stream(self._stream):
-                self._fetched.wait(self._stream)
-                self.gather(carried, self._sharers.group, own)
-                self._add(target)
+                self._gather(carried)
         if self._recorded is None:
-            self._note(carried)
+            self._keys.append(carried.key)
         else:
             self._recorded.append(carried)
 
-    def gather(self, carried: Carried, group: "dist.ProcessGroup | None", own: torch.Tensor) -> None:
+    def _gather(self, carried: Carried) -> None:
+        self.gather(carried, self._sharers.group)
+        torch.sum(carried.words, 0, out=carried.total)
+
+    def gather(self, carried: Carried, group: "dist.ProcessGroup") -> None:
         """Gather a page on the current stream, from this rank's part and those of the others."""
-        key, room, target = carried
-        equal, gather = room.part_bytes * self._sharers.size, dist.all_gather_into_tensor
-        if equal:
-            self._sharers.together(key, lambda: gather(target[:equal], own, group=group))
+        target, room = carried.target, carried.room
+        equal = room.part_bytes * self._sharers.size
+        try:
+            if equal:
+                dist.all_gather_into_tensor(target[:equal], carried.own, group=group)
+        except RuntimeError as error:
+            raise self._sharers.lost(carried.key, error) from error
         if equal < len(target):
             target[equal:].copy_(room.rest, non_blocking=True)
-
-    def _add(self, target: torch.Tensor) -> None:
-        self._sum.add_(target.view(torch.int64).sum())
-
-    def _note(self, carried: Carried) -> None:
-        self._expected = (self._expected + carried.room.total) % _WORD
-        self._keys.append(carried.key)
 
     # -- CUDA graphs --------------------------------------------------------------------------------------------------
 
     def begin_capture(self) -> None:
         """Have what follows be recorded by a capture, until `end_capture`; it counts when it is replayed."""
-        self._outside, self._fetched, self._recorded = self._fetched, torch.cuda.Event(), []
+        self._eager, self._fetched, self._recorded = self._fetched, Signal(self._runtime, self._stream.device), []
 
     def join(self) -> None:
         """Have the gathering stream wait for all parts."""
@@ -259,15 +280,14 @@ class Gathering:
     def end_capture(self) -> list[Carried]:
         """Go on as before the capture, if there is one; return what it recorded."""
         recorded, self._recorded = self._recorded or [], None
-        if self._outside is not None:
-            self._fetched, self._outside = self._outside, None
+        if self._eager is not None:
+            self._fetched, self._eager = self._eager, None
         return recorded
 
     def follow(self, event: torch.cuda.Event, recorded: list[Carried]) -> None:
         """Go on after a replay of what was recorded."""
-        self.wait(event)
-        for carried in recorded:
-            self._note(carried)
+        wait_for(self._runtime, event, self._fetching, self._stream)
+        self._keys += [carried.key for carried in recorded]
 
     # -- what ranks compare -------------------------------------------------------------------------------------------
 
@@ -286,18 +306,21 @@ class Gathering:
         keys, self._keys = self._keys, []
         order = xxhash.xxh3_64_intdigest("\n".join(keys).encode())
         rows = self._sharers.exchange([_signed(order), _signed(self._written)], "what was gathered")
-        wrong = wrong or self._gathered() != self._expected  # after the first exchange: a rank that is gone shows there
+        wrong = wrong or not self._are_right(keys)  # after the first exchange: a rank that is gone shows there
         bad = self._sharers.exchange([wrong], "what was gathered")
         if rows.count(rows[0]) < len(rows) or [1] in bad:
-            self._sum.zero_()
-            self._expected = 0
             self._explain(rows, keys)
 
-    def _gathered(self) -> int:
-        if self._stream is None:
-            return int(self._sum) % _WORD
-        with torch.cuda.stream(self._stream):
-            return int(self._sum) % _WORD
+    def _are_right(self, keys: list[str]) -> bool:
+        """True if the pages that were gathered last hold the words that were written."""
+        rooms = [room for room in map(self._tier.rooms.get, set(keys)) if room is not None and room.nbytes]
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            sums = self._of(rooms)
+        return all(sums[at] == room.total for at, room in enumerate(rooms))
+
+    def _of(self, rooms: list[PartRoom]) -> list[int]:
+        cells = torch.tensor([room.cell for room in rooms], dtype=torch.int64, device=self._sums.device)
+        return self._sums[cells].tolist()
 
     def _explain(self, rows: list[list[int]], keys: list[str]) -> None:
         """Raise what is wrong, by name; every rank says the same."""
@@ -328,8 +351,8 @@ def _digest(part: torch.Tensor) -> bytes:
 
 
 def _total(page: torch.Tensor) -> int:
-    return int(page.view(torch.int64).sum()) % _WORD
+    return int(page.view(torch.int64).sum())
 
 
 def _signed(word: int) -> int:
-    return word - _WORD if word >= _WORD // 2 else word
+    return word - (1 << 64) if word >> 63 else word

@@ -51,10 +51,14 @@ class Sharers:
         try:
             act()
         except RuntimeError as error:  # torch's errors of backends are of this class
-            raise TierError(
-                f"tiers.cpu.shared, rank {self.rank} of {self.size}: {what} could not be shared, a rank has ended or "
-                f"does not answer ({str(error).splitlines()[0]}); end all ranks and start them again"
-            ) from error
+            raise self.lost(what, error) from error
+
+    def lost(self, what: str, error: RuntimeError) -> TierError:
+        """Return the error for what a group could not do."""
+        return TierError(
+            f"tiers.cpu.shared, rank {self.rank} of {self.size}: {what} could not be shared, a rank has ended or does "
+            f"not answer ({str(error).splitlines()[0]}); end all ranks and start them again"
+        )
 
 
 def _timeout(group: "dist.ProcessGroup") -> timedelta | None:

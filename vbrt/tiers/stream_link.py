@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vbrt.tiers.device_copy import copying, cuda_runtime
+from vbrt.tiers.device_copy import checked, copying, cuda_runtime
 from vbrt.tiers.lanes import Carrier
 from vbrt.tiers.memory import Buffer
 
@@ -265,11 +265,16 @@ class DirectLink(StreamLink):
 
     def _copy_from_peer(self, slot: int, start: Callable[[], int], tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Copy from another GPU's memory, also under a capture; `tensors` are kept as long as the copy may be made."""
+        checked(start())
+        self._note_arrival(slot)
+
+    def _note_arrival(self, slot: int) -> None:
+        """Have a slot's page arrive with what the copy stream has been given."""
         event = self._arrived[slot] = self._own[slot]
-        code = start()
-        if code:
-            torch.cuda.check_error(code)
-        event.record(self._stream)
+        if self._direct:
+            checked(self._note[slot]())
+        else:
+            event.record(self._stream)
 
 
 _NO_FLAGS = ctypes.c_uint(0)
@@ -297,9 +302,8 @@ class LaneLink(DirectLink):
         return functools.partial(self._bring, slot, self._lanes.parts(target, source))
 
     def _bring(self, slot: int, parts: Any) -> None:
-        event = self._arrived[slot] = self._own[slot]
         self._lanes.copy(parts)
-        event.record(self._stream)
+        self._note_arrival(slot)
 
     def begin_capture(self) -> None:
         super().begin_capture()
