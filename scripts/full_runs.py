@@ -209,6 +209,8 @@ class _ResidentLinear(nn.Linear):
 
 def bits(options: argparse.Namespace) -> None:
     """Train the same model both ways: resident, with blocks updated by torch on the CPU, and in the tiers."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # whose backward pass is not deterministic
     shape = SHAPES[options.shape]
     batches = [batch(shape, options.tokens, min(CONTEXT, options.tokens), seed) for seed in range(options.steps)]
     resident = _resident_run(made(shape, recompute=True), batches)
