@@ -139,11 +139,17 @@ def measured(step: Callable[[], object], *, steps: int, warm: int = 2) -> dict:
     return found
 
 
-def passed(model: nn.Module, ids: Tensor, factor: float = 1.0) -> Tensor:
-    """Do one forward under bf16 autocast, and its backward; return the loss, times a factor."""
+def passed(
+    model: nn.Module,
+    ids: Tensor,
+    factor: float = 1.0,
+    around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Tensor:
+    """Do one forward under bf16 autocast, and its backward `around` which is something; the loss, times a factor."""
     with torch.autocast(DEVICE, torch.bfloat16):
         loss = factor * model(ids)
-    loss.backward()
+    with around():
+        loss.backward()
     return loss.detach()
 
 

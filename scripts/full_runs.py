@@ -47,13 +47,12 @@ def wrapped(model: Trainee, *, slots: int = _SLOTS, **training: Any) -> vbrt.VBF
 
 
 def trained(vb: vbrt.VBFullWrapper, ids: Tensor, *, parts: int = 1) -> Tensor:
-    """Do one step, in so many passes over parts of the batch; return its loss."""
+    """Do one step, in so many passes over parts of the batch; return its loss. Updates begin within the last pass."""
+    *others, last = ids.chunk(parts)
     total = torch.zeros((), device=ids.device)
-    *earlier, last = ids.chunk(parts)
-    for part in earlier:
+    for part in others:
         total += passed(vb, part, 1 / parts)
-    with vb.stepping():
-        total += passed(vb, last, 1 / parts)
+    total += passed(vb, last, 1 / parts, vb.stepping)
     vb.zero_grad()
     return total
 
