@@ -211,3 +211,18 @@ def test_gradients_that_were_applied_are_not_none_but_refused():
     with pytest.raises(vbrt.WrapError, match="second gradient"), vb.stepping():
         for ids, target in batches(2):
             loss_of(vb, ids, target).backward()
+
+
+def test_a_save_has_the_masters(tmp_path):
+    vb = vbrt.wrap(Tiny(), "full", optimizer=adamw)
+    train(vb, vb.optimizer, 2)
+    expected = vb.state_dict()
+    vb.save(tmp_path / "saved")
+    loaded = vbrt.load(tmp_path / "saved", Tiny())
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.unwrap().state_dict().items())
+
+
+def test_casts_are_refused_by_name():
+    vb = vbrt.wrap(Tiny(), "full", optimizer=adamw)
+    with pytest.raises(vbrt.WrapError, match=r"layers.0: a cast from torch.float32 to torch.float64"):
+        vb.double()

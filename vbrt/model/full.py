@@ -2,11 +2,13 @@
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from os import PathLike
 
 import torch
 from torch import nn
 
+from vbrt.config import VBConfig
 from vbrt.errors import WrapError
 from vbrt.model.attachment import Attachment, Seed, Terms
 from vbrt.model.runtime import Runtime
@@ -75,6 +77,12 @@ class FullAttachment(Attachment):
         """Wait for all updates. Raises what went wrong in them."""
         if self.updater is not None:
             self.updater.finish()
+
+    def ready_to_save(self) -> VBConfig:
+        """Return the config of an inference model that holds the fp32 masters, after all updates."""
+        self.check_open("save")
+        self.settle()
+        return replace(self.settings, mode="infer")
 
     def record_routing(self, path: str | PathLike) -> contextlib.AbstractContextManager[RoutingRecorder]:
         """Raise WrapError: routed experts stay parameters."""

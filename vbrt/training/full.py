@@ -9,13 +9,15 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from vbrt.errors import FormatError, WrapError
 from vbrt.formats import get_format
-from vbrt.formats.page import pack, unpack
+from vbrt.formats.page import PageLayout, pack, unpack
+from vbrt.layers.encoding import Planes
 from vbrt.layers.paged import PagesHandle
 from vbrt.layers.spec import HandleSpec
 from vbrt.residency.plan import PageSpec
@@ -46,7 +48,7 @@ class FullWeight(PagesHandle):
 
     def __init__(self, spec: HandleSpec, stack: TierStack, outlet: Outlet) -> None:
         super().__init__(stack)
-        self.spec = spec
+        self.spec = replace(spec, dtype=torch.float32)  # of what it is; its page is bf16
         self.dtype = spec.dtype
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.parameter: StreamedParameter | None = None
@@ -121,6 +123,22 @@ class FullWeight(PagesHandle):
         self.parameter = None  # no call in between that may fail
         if gradient is not None:
             parameter.grad = gradient.to(parameter.device, parameter.dtype)
+
+    def encoded_layouts(self) -> list[PageLayout]:
+        """Those of `encoded`."""
+        return [get_format("dense").layout(self.state.shape, torch.float32)]
+
+    @contextlib.contextmanager
+    def encoded(self) -> Iterator[Planes]:
+        """The plane that an inference model holds: the fp32 master. Raises TierError."""
+        yield [(self.encoded_layouts()[0], {"weight": self.master()})]
+
+    def check_cast(self, dtype: torch.dtype) -> None:
+        """Raise WrapError for a cast of the layers: halves and moments are of the dtype that the parameter has."""
+        if dtype is not self.dtype:
+            raise WrapError(
+                f"{self.name}: a cast from {self.dtype} to {dtype} while the weight trains in the tiers; unwrap() first"
+            )
 
     def assign_homes(self, homes: Mapping[PageSpec, str]) -> None:
         """Do nothing: pages are stored as a model is wrapped."""

@@ -102,6 +102,7 @@ class FullLayer(SwappedLayer):
         name = self._vb_handle.spec.site.parameter
         if not self.materialized:
             return super()._apply(fn, recurse)
+        self._vb_handle.check_cast(fn(torch.zeros((), dtype=self._vb_handle.dtype, device="cpu")).dtype)
         parameter = self._parameters.pop(name)
         try:
             super()._apply(fn, recurse)
