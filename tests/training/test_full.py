@@ -8,6 +8,8 @@ import torch
 
 import vbrt
 from tests.training.full_models import Masters, Tiny, batches, loss_of, resident, train
+from vbrt.training.full import FullWeight
+from vbrt.training.update import Updater
 
 STEPS = 4
 
@@ -226,3 +228,50 @@ def test_casts_are_refused_by_name():
     vb = vbrt.wrap(Tiny(), "full", optimizer=adamw)
     with pytest.raises(vbrt.WrapError, match=r"layers.0: a cast from torch.float32 to torch.float64"):
         vb.double()
+
+
+@pytest.mark.parametrize("call", [0, 4, 7, 9])
+def test_an_interrupted_pass_loses_nothing(monkeypatch, call):
+    """The 5 leases of a forward, then those of its backward pass."""
+    model = Tiny()
+    twin = resident(model)
+    vb = vbrt.wrap(model, "full", optimizer=adamw)
+    expected = train(twin, adamw(twin.parameters()))
+    calls = iter(range(100))
+
+    def lease(self, plain=FullWeight.lease):
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return plain(self)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(FullWeight, "lease", lease)
+        train(vb, vb.optimizer)
+    vb.zero_grad()
+    assert train(vb, vb.optimizer) == expected
+
+
+@pytest.mark.parametrize("call", [0, 3])
+def test_an_interrupted_step_is_completed_by_the_next_call(monkeypatch, call):
+    model = Tiny()
+    twin = resident(model)
+    vb = vbrt.wrap(model, "full", optimizer=adamw)
+    theirs, calls = adamw(twin.parameters()), iter(range(100))
+    batch = batches(1)[0]
+
+    def submit(self, *args, plain=Updater.submit):
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        plain(self, *args)
+
+    for one in (twin, vb):
+        loss_of(one, *batch).backward()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Updater, "submit", submit)
+        vb.step()
+    vb.step()
+    theirs.step()
+    assert all(torch.equal(value, vb.state_dict()[name]) for name, value in twin.state_dict().items())
+    vb.zero_grad()
+    twin.zero_grad()
+    assert train(vb, vb.optimizer) == train(twin, theirs)

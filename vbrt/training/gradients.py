@@ -60,6 +60,7 @@ class Gradient:
         dtype: of the parameter.
         hidden: from the optimizer's own step.
         arrivals: gradients since the last step.
+        version: counts its changes, but for being taken.
         whole: called, by a thread that may wait, when all gradients that are expected have arisen.
         applied: whether the gradient of this step has been taken for an update, and the step has not ended.
         expected: forwards since then whose gradients have not arisen yet.
@@ -74,7 +75,7 @@ class Gradient:
         self._stack, self._home, self._owner = stack, home, Owner(stack)
         self._pages: dict[torch.dtype, Page] = {}
         self._shape: tuple[int, ...] = ()
-        self.expected = 0
+        self.expected = self.version = 0
         self.whole: Callable[[], None] | None = None
         self.applied = False
         self._pass = -1
@@ -175,6 +176,7 @@ class Gradient:
     def arising(self) -> "Arising":
         """Return what is known of a gradient that arises now, in autograd's thread."""
         self.expected -= 1
+        self.version += 1
         return Arising(torch._C._current_graph_task_id(), self.expected < 1)
 
     def add_(self, dw: Tensor, arising: "Arising") -> None:
@@ -253,6 +255,7 @@ class Gradient:
         self.settle()
         self.wait()
         self._forget()
+        self.version += 1
         if value is not None:
             self._shape = tuple(value.shape)
             self._put_down(value.detach().to("cpu", self.dtype))

@@ -27,6 +27,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     _vb_updater: Updater
     _vb_begun = False  # the step, within the backward pass
+    _vb_begun_with: dict[int, int] | None = None  # versions of gradients of a step that has not ended
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do the optimizer's step: parameters that stayed now, weights in the tiers in the background.
@@ -45,17 +46,25 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if completed and all(parameter.weight.gradient.empty for parameter in streamed):
             return loss  # the step that had failed is what was asked for again
         divisor, overflowed = _scaled(self)
+        versions = {id(parameter): parameter.weight.gradient.version for parameter in streamed}
+        if self._vb_begun_with != versions:  # else Ctrl-C has ended this very step before
+            self._step_kept(streamed)
+            self._vb_begun_with = versions
+        for group in self.param_groups if not overflowed else ():
+            for parameter in group["params"]:
+                if isinstance(parameter, StreamedParameter):
+                    self._submit(parameter, group, divisor)
+        self._vb_begun_with = None
+        return loss
+
+    def _step_kept(self, streamed: Iterable[StreamedParameter]) -> None:
+        """Do torch's own step, which sees no gradients of weights in the tiers."""
         _hide(streamed, hidden=True)
         try:
             with masters(self):
                 super().step()
         finally:
             _hide(streamed, hidden=False)
-        for group in self.param_groups if not overflowed else ():
-            for parameter in group["params"]:
-                if isinstance(parameter, StreamedParameter):
-                    self._submit(parameter, group, divisor)
-        return loss
 
     def _submit(self, parameter: StreamedParameter, group: dict[str, Any], divisor: float) -> None:
         weight = parameter.weight
@@ -131,7 +140,8 @@ def release_optimizer(optimizer: torch.optim.Optimizer, weights: Iterable[FullWe
     if isinstance(optimizer, StreamedOptimizer):
         optimizer.__class__ = type(optimizer).__mro__[2]
         optimizer.__dict__.pop("_vb_updater", None)
-        optimizer.__dict__.pop("_vb_begun", None)
+        for name in ("_vb_begun", "_vb_begun_with"):
+            optimizer.__dict__.pop(name, None)
         if "step" in optimizer.__dict__:
             optimizer.__dict__["step"] = _counted(optimizer)
 
