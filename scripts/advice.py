@@ -39,6 +39,7 @@ from vbrt.estimation.estimate import lora_model
 from vbrt.estimation.inputs import inputs_of
 from vbrt.estimation.rates import Rates, measure_rates
 from vbrt.estimation.task import Task
+from vbrt.wrapper.full import VBFullWrapper
 
 _RESULTS = ROOT / "benchmarks" / "results" / "advice-nvidia-h200.json"
 _PAGE = ROOT / "docs" / "howto" / "estimating.md"
@@ -76,7 +77,8 @@ def _gpt2() -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model and its name, a task, a goal, the GPU's memory, and how many candidates run beside the first answer."""
+    """A model and its name, a task, a goal, the GPU's memory, how many candidates run beside the first answer, and
+    the host's memory."""
 
     name: str
     model: str
@@ -85,6 +87,7 @@ class Case:
     task: Task
     gpu: int
     others: int = 4
+    host: int = _HOST
 
 
 def cases(layers: int) -> Iterator[Case]:
@@ -108,14 +111,21 @@ def cases(layers: int) -> Iterator[Case]:
     yield Case("gpt2-train-6", "gpt2", _gpt2, "train", Task("train", 4, 1024), 6 * GiB, 4)
     yield Case("gpt2-train-16", "gpt2", _gpt2, "train", Task("train", 4, 1024), 16 * GiB, 4)
     yield Case(
-        "llama-lora-12", "half a llama", lambda: _llama(layers // 2), "train", Task("train", 1, 1024), 12 * GiB, 2
+        "llama-lora-12",
+        "half a llama",
+        lambda: _llama(layers // 2),
+        "train",
+        Task("train", 1, 1024),
+        12 * GiB,
+        3,
+        12 * GiB,
     )
 
 
 # -- what runs --------------------------------------------------------------------------------------------------------
 
 #: of an H200, where advice is asked without one: as `vbrt tune --machine` measures them there
-_H200 = Rates("NVIDIA H200", 55.0, 4260.0, 760.0, 4.5, 3.0, "measured here")
+_H200 = Rates("NVIDIA H200", 55.0, 4260.0, 790.0, 4.5, 1.7, "measured here", 52.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +167,9 @@ def settings_of(case: Case, rates: Rates) -> Iterator[Setting]:
     """Ask for advice; yield its first answer, and of the rest other presets first, then the front, nearest first."""
     with torch.device("meta"):
         model = case.build()
-    advice = vbrt.advise(model, case.goal, case.task, machine=Machine(case.gpu, case.gpu, _HOST, _HOST), rates=rates)
+    advice = vbrt.advise(
+        model, case.goal, case.task, machine=Machine(case.gpu, case.gpu, case.host, case.host), rates=rates
+    )
     print(f"\n{case.name}, {case.gpu / GiB:.1f} GiB\n{advice}", flush=True)
     best = advice.best
     front = {id(choice) for choice in advice.front}
@@ -190,14 +202,18 @@ class Subject:
             with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:  # as `vbrt advise --write` writes it
                 file.write(toml_text(vbrt.VBConfig.from_dict(setting.config)))
                 file.flush()
-                self.model = self.vb = vbrt.wrap(model, file.name).materialize(progress=False)
+                trains = {"optimizer": torch.optim.AdamW} if setting.config["mode"] == "full" else {}
+                self.model = self.vb = vbrt.wrap(model, file.name, **trains)
+            if not trains:
+                self.vb.materialize(progress=False)
         free()
 
     def set(self, setting: Setting) -> None:
         """Give pages the budget of a setting; forget what was recorded under the one before."""
-        if self.vb is not None:
+        if self.vb is not None and setting.config["mode"] != "full":
             for each in self.vb._attachment.follower.generating:
                 each.steps.release()
+            torch._C._cuda_clearCublasWorkspaces()  # not while recorded steps have them
             self.vb.set_budget("gpu", setting.budget)
         free()
 
@@ -205,7 +221,7 @@ class Subject:
         if self.vb is not None:
             self.vb.close()
         self.model = self.vb = None
-        torch._C._cuda_clearCublasWorkspaces()  # not sooner: recorded steps have them
+        torch._C._cuda_clearCublasWorkspaces()
         free()
 
     def run(self, task: Task) -> float:
@@ -237,7 +253,7 @@ def _prefill(model: Any, inputs: dict[str, Any]) -> float:
             model(**inputs, use_cache=False)
         torch.cuda.synchronize()
 
-    return 1e3 * interleaved({"pass": run}, times=3)["pass"]
+    return 1e3 * interleaved({"pass": run}, times=3, warm=4)["pass"]
 
 
 def _train(model: Any, inputs: dict[str, Any], task: Task) -> float:
@@ -246,7 +262,10 @@ def _train(model: Any, inputs: dict[str, Any], task: Task) -> float:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     elif hasattr(model, "gradient_checkpointing_disable"):
         model.gradient_checkpointing_disable()
-    optimizer = getattr(torch.optim, task.optimizer)((p for p in model.parameters() if p.requires_grad), lr=1e-4)
+    if isinstance(model, VBFullWrapper):
+        optimizer = model  # whose step and zero_grad are those of the optimizer that it took
+    else:
+        optimizer = getattr(torch.optim, task.optimizer)((p for p in model.parameters() if p.requires_grad), lr=1e-4)
 
     def run() -> None:
         with torch.autocast("cuda", torch.bfloat16, enabled=task.mixed):
@@ -268,9 +287,11 @@ def measured(subject: Subject, setting: Setting) -> dict[str, Any]:
         torch.cuda.set_per_process_memory_fraction(setting.gpu / total)
         torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
+        row["held_bytes"] = torch.cuda.memory_allocated()
         row["ms"] = subject.run(Task(**setting.task))
         row |= {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
         row["seconds"] = time.perf_counter() - start
+        row["eager"] = dict(subject.vb.stats().steps.reasons) if subject.vb is not None else {}
     except torch.OutOfMemoryError as error:
         row |= {"oom": True, "error": str(error)[:200]}
     except Exception as error:  # noqa: BLE001 - one setting does not lose the others; it is printed and in the results
@@ -278,7 +299,7 @@ def measured(subject: Subject, setting: Setting) -> dict[str, Any]:
         row["error"] = f"{type(error).__name__}: {error}"[:300]
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-        if setting.goal == "train":
+        if setting.goal == "train" and not isinstance(subject.model, VBFullWrapper):
             for parameter in subject.model.parameters():
                 parameter.grad = None
     _say(row)

@@ -26,7 +26,7 @@ def traces() -> Iterator[None]:
     known: dict = {}
 
     def once(bare: nn.Module, task: vbrt.Task, plan: object) -> object:
-        key = bare.config.hidden_size, bare.dtype, task, plan is None
+        key = bare.config.hidden_size, bare.dtype, task, plan and plan.mode
         if key not in known:
             known[key] = whole_trace(bare, task, plan)
         return known[key]
@@ -101,7 +101,10 @@ def test_training_gives_up_no_more_than_it_must():
     peaks = {choice.name: choice.found.peak_bytes for choice in advice.choices}
     assert peaks["LoRA 16 on fp4"] < peaks["LoRA 16 on the plain model"] < peaks["all weights"]
     room = (peaks["LoRA 16 on fp4"] >> 20) + 8
-    assert asked(model, "train", machine(room, 4000), context=64).best.name.startswith("LoRA 16 on")
+    with_host = asked(model, "train", machine(room, 4000), context=64)
+    assert with_host.best.name == "all weights, from the tiers"
+    assert 'vbrt.wrap(model, "full"' in with_host.command("./m")
+    assert asked(model, "train", machine(room, 100), context=64).best.name.startswith("LoRA 16 on")
 
 
 def test_the_front_holds_what_nothing_beats(model):

@@ -126,6 +126,23 @@ def test_estimate_plan_and_runtime_count_the_same_pages():
     assert rows["not swapped"] == vb.plan.kept_bytes
 
 
+def test_training_from_the_tiers_leaves_gradients_and_state_of_kept_parameters_alone_on_the_device():
+    model, on = model_of().bfloat16(), Machine(GiB, GiB, 32 * GiB, 32 * GiB)
+    asked = {"machine": on, "batch": 2, "context": 64}
+    config = load_config("full", tiers={"gpu": {"budget": "4MiB"}}, weights={"embeddings": False})
+    full = vbrt.estimate(model, "train", config, **asked)
+    rows = {(row.name, row.tier): row.nbytes for row in full.rows}
+    swapped = sum(swap.site.parameters for swap in full.plan.swaps)
+    kept = sum(p.numel() for p in model.parameters()) - swapped
+    assert rows["gradients", "gpu"] == pytest.approx(2 * kept, rel=0.05)
+    assert rows["optimizer", "gpu"] == pytest.approx(10 * kept, rel=0.05)  # moments, low halves
+    assert rows["pages", "gpu"] == 4 << 20 and rows["pages", "cpu"] >= 14 * swapped
+    largest = max(swap.site.parameters for swap in full.plan.swaps)
+    counted = sum(row.nbytes for row in full.rows if row.tier == "gpu" and row.source == "counted")
+    traced = dict(full.moments)["optimizer"] - counted - 4 * largest  # two buffers, through which gradients leave
+    assert 12 * kept < traced < 32 * kept  # gradients, state; while it steps, masters and gradients in fp32
+
+
 def test_options_show_what_each_saves():
     task = vbrt.Task("train", batch=2, context=256, lora=4)
     found = {option.name: option for option in with_and_without(model_of(2), task, None, ON)}

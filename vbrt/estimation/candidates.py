@@ -67,7 +67,7 @@ class Asked:
 
     def __post_init__(self) -> None:
         self._bare: dict[int, nn.Module] = {}
-        self._traces: dict[tuple[Task, bool], Trace] = {}
+        self._traces: dict[tuple[Task, str], Trace] = {}
 
     def bare(self, task: Task) -> nn.Module:
         """Return the model without weights, with the task's adapters."""
@@ -94,7 +94,8 @@ class Asked:
         bare, config, much = self.bare(way.task), way.config, _endless(self.machine)
         plan = None if config is None else make_plan(bare, config, much, charge_kept=False)
         found = self._found(bare, way.task, config, plan)
-        return plan, sum(r.nbytes for r in found.rows if r.tier == found.compute_tier and r.name != "pages")
+        pages = sum(row.nbytes for row in found.rows if row.tier == found.compute_tier and row.name == "pages")
+        return plan, found.again_bytes - pages
 
     def room(self) -> tuple[str, int]:
         """Return the tier that computes, and the bytes of it that may be filled."""
@@ -120,23 +121,27 @@ class Asked:
     def _with_budget(self, config: VBConfig, plan: Plan, beside: int, share: float | None) -> VBConfig:
         """Return the config with the budget that the rest of the task leaves to pages. Raises _NoRoom."""
         (tier, room), largest = self.room(), plan.largest_layer_bytes
-        budget = min(room - beside, plan.page_bytes + _SLACK)
+        budget = min(room - beside, _leased_bytes(plan) + _SLACK)
         if budget < largest:
             raise _NoRoom(tier, largest - budget)
         if share is not None:
-            budget = min(budget, max(int(share * plan.page_bytes), _PASSING * largest))
+            budget = min(budget, max(int(share * _leased_bytes(plan)), _PASSING * largest))
         return load_config(config, tiers={plan.compute_tier: {"budget": budget}})
 
     def _planned(self, bare: nn.Module, task: Task, config: VBConfig) -> Estimate:
         return self._found(bare, task, config, make_plan(bare, config, self.machine, charge_kept=False))
 
     def _found(self, bare: nn.Module, task: Task, config: VBConfig | None, plan: Any) -> Estimate:
-        if task.trains and not task.lora and plan is not None:  # what it freezes decides what is kept; PEFT freezes all
-            return estimate_of(bare, task, config, self.machine, plan)
-        key = (task, plan is not None and not task.trains)
+        frozen = task.trains and plan is not None and plan.mode == "infer"  # PEFT freezes all that is swapped, and more
+        key = (task, "" if plan is None or frozen else plan.mode)
         if key not in self._traces:
             self._traces[key] = whole_trace(bare, task, plan)
         return estimate_of(bare, task, config, self.machine, plan, self._traces[key])
+
+
+def _leased_bytes(plan: Plan) -> int:
+    """Return the bytes of the pages that come to the computing tier, if they fit."""
+    return sum(page.nbytes for swap in plan.swaps for page in swap.pages if not page.by_rows)
 
 
 def _endless(machine: Machine) -> Machine:
@@ -184,10 +189,13 @@ def _run(task: Task) -> Iterator[_Way]:
 
 
 def _trained(model: nn.Module, task: Task) -> Iterator[_Way]:
-    """Yield training with ever more given up: everything trains, then adapters, on ever smaller weights."""
+    """Yield training with ever more given up: all weights, all from the tiers, adapters on ever smaller weights."""
     tasks = list(_options(model, task))
     for word, each in tasks:
         yield _Way(each, said=f"all weights{word}")
+    for word, each in tasks:
+        if each.mixed or next(model.parameters()).dtype == torch.bfloat16:
+            yield _Way(each, "full", said=f"all weights, from the tiers{word}")
     rank = task.lora or _LORA
     for preset in (None, *_PRESETS):
         for word, each in tasks:
@@ -208,7 +216,7 @@ def _with_less(asked: Asked, choice: Choice, way: _Way) -> Iterator[Choice]:
     plan = choice.found.plan
     if plan is None or way.task.trains:
         return
-    most = min(1.0, plan.budgets[plan.compute_tier] / max(1, plan.page_bytes))
+    most = min(1.0, plan.budgets[plan.compute_tier] / max(1, _leased_bytes(plan)))
     for share in _SHARES:
         words = f"{100 * share:.0f} % of the pages" if share else "pages pass through"
         if share < most - 0.1:
@@ -223,7 +231,7 @@ def _wider(asked: Asked, choice: Choice, way: _Way) -> Iterator[Choice]:
     plan, one = asked.beside(way)
     _, two = asked.beside(replace(way, task=way.task.but(batch=2 * batch)))
     each, room = max(1, (two - one) // batch), asked.room()[1]
-    pages = (0,) if plan is None else (plan.page_bytes + _SLACK, _PASSING * plan.largest_layer_bytes)
+    pages = (0,) if plan is None else (_leased_bytes(plan) + _SLACK, _PASSING * plan.largest_layer_bytes)
     for taken in pages:
         most = batch + max(0, room - taken - one) // each
         wide = min(_WIDEST, most) // batch

@@ -122,7 +122,8 @@ class Advice:
         if not fitting:
             raise ConfigError(self._nothing())
         if self.task.trains:
-            return fitting[0]  # they come with ever more given up
+            least = min(_given_up(choice) for choice in fitting)
+            fitting = tuple(choice for choice in fitting if _given_up(choice) == least)
         if self.goal == "longest":
             most = max(choice.task.context for choice in fitting)
             fitting = tuple(choice for choice in fitting if choice.task.context == most)
@@ -182,7 +183,8 @@ def _steps(choice: Choice) -> Iterator[str]:
     if config is not None:
         tier = choice.found.compute_tier
         tiers = {tier: {"budget": getattr(config.tiers, tier).budget}}
-        yield f'model = vbrt.wrap(model, "{choice.preset}", tiers={tiers})'
+        optimizer = f", optimizer=torch.optim.{task.optimizer}" if config.mode == "full" else ""
+        yield f'model = vbrt.wrap(model, "{choice.preset}", tiers={tiers}{optimizer})'
     if task.checkpointing:
         yield 'model.gradient_checkpointing_enable({"use_reentrant": False})'
     if task.mixed:
@@ -195,6 +197,11 @@ def _beats(one: Choice, other: Choice) -> bool:
     """True if a choice is no worse in everything and better in something."""
     mine, its = _merits(one), _merits(other)
     return all(a >= b for a, b in zip(mine, its, strict=True)) and mine != its
+
+
+def _given_up(choice: Choice) -> tuple[bool, bool]:
+    """Return what a way to train gives up, the worst first: that all weights train, and the weights' own bits."""
+    return bool(choice.task.lora), not choice.lossless
 
 
 def _merits(choice: Choice) -> tuple[float, ...]:
@@ -254,6 +261,7 @@ def _sentence(choice: Choice) -> str:
     what = {
         "link": f"copies over the link take {speed.link_ms:.1f} ms and hide {speed.device_ms:.1f} ms of computing",
         "device": f"reading and computing take {speed.device_ms:.1f} ms",
+        "update": f"the update on the host takes {speed.update_ms:.1f} ms",
         "host": f"launching takes {speed.host_ms:.1f} ms, the device {speed.device_ms:.1f}",
     }[speed.bound]
     return f"fits, {peak}. {bits}; {what}."

@@ -86,10 +86,19 @@ def _biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout: float) -> Te
     """Attention with a bias: torch has no fused kernel for one that is learned, and computes by the definition."""
     if q.shape[-3] != k.shape[-3]:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], dim=-3) for x in (k, v))
-    if not torch.is_grad_enabled():  # as measured with T5: then scores are fp32
-        q, k, bias = q.float(), k.float(), bias.float()
-    weights = (q @ k.mT + bias).softmax(-1).to(v.dtype)
-    return F.dropout(weights, dropout) @ v if dropout else weights @ v
+    if torch.is_grad_enabled():
+        weights = (q @ k.mT + bias).softmax(-1).to(v.dtype)
+        return F.dropout(weights, dropout) @ v if dropout else weights @ v
+    return _by_definition(*(x.float() for x in (q, k, v, bias))).to(v.dtype)
+
+
+def _by_definition(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """Attention as torch's definition computes it without gradients, in fp32: rows that are masked as a whole are found
+    in a mask of all scores (aten's _safe_softmax)."""
+    scores = (q @ k.mT).add_(bias)
+    weights = scores.softmax(-1)
+    masked_rows = scores.eq(float("-inf")).all(-1, keepdim=True)
+    return weights.masked_fill_(masked_rows, 0.0) @ v
 
 
 def _sized_attention(plain: Callable[..., Tensor], kernel: str, meter: Meter) -> Callable[..., Tensor]:

@@ -141,7 +141,7 @@ def link_gb_s() -> float:
 
 
 def _memory_gb_s(device: torch.device) -> float:
-    one = torch.zeros(256 << 20, dtype=torch.uint8, device=device)
+    one = torch.zeros((1024 if device.type == "cuda" else 256) << 20, dtype=torch.uint8, device=device)
     other = torch.empty_like(one)
     return 2 * len(one) / _best(lambda: other.copy_(one), device) / 1e9
 
@@ -155,10 +155,10 @@ def _launch_us(device: torch.device) -> float:
     one = torch.zeros(16, dtype=torch.float32, device=device)
 
     def run() -> None:
-        for _ in range(500):
+        for _ in range(1000):
             one.add_(1.0)
 
-    return 1e6 * _best(run, device) / 500
+    return 1e6 * _best(run, device, times=9) / 1000
 
 
 def _drive_gb_s() -> float:

@@ -7,6 +7,7 @@ from typing import Any
 
 from vbrt.config import Machine, VBConfig
 from vbrt.estimation.task import Task
+from vbrt.residency.needs import machine_bytes
 from vbrt.residency.plan import Plan
 from vbrt.residency.sizes import format_bytes
 
@@ -70,15 +71,21 @@ class Estimate:
         return self.tiers[self.compute_tier]
 
     @property
+    def again_bytes(self) -> int:
+        """Bytes in the memory of what computes, at the largest moment of further calls of `generate`: recorded steps
+        stay, with their KV cache and a pool for their temporaries. Other tasks: `peak_bytes`."""
+        recorded = self.task.kind == "decode" and self.plan is not None and self.compute_tier == "gpu"
+        if not recorded:
+            return self.peak_bytes
+        moments, step = dict(self.moments), self.parts["step"]
+        pool = step["temporaries"]
+        return max(self.peak_bytes, moments["prompt"] + step["KV cache"] + pool, moments["step"] + pool)
+
+    @property
     def missing(self) -> dict[str, int]:
-        """Bytes that each tier of the machine lacks; empty if everything fits."""
-        has = {
-            "gpu": self.machine.gpu_free_bytes,
-            "peer": self.machine.peers * self.machine.peer_free_bytes,
-            "cpu": self.machine.cpu_available_bytes,
-            "ssd": self.machine.ssd_free_bytes,
-        }
-        return {t: n - has[t] for t, n in self.tiers.items() if has[t] is not None and n > has[t]}
+        """Bytes that each tier of the machine lacks; empty if everything fits, further calls of `generate` too."""
+        has, takes = machine_bytes(self.machine), self.tiers | {self.compute_tier: self.again_bytes}
+        return {t: n - has[t] for t, n in takes.items() if has[t] is not None and n > has[t]}
 
     @property
     def fits(self) -> bool:
@@ -94,6 +101,7 @@ class Estimate:
             "config": None if self.config is None else self.config.to_dict(),
             "machine": asdict(self.machine),
             "peak_bytes": self.peak_bytes,
+            "again_bytes": self.again_bytes,
             "tiers": self.tiers,
             "fits": self.fits,
             "missing": self.missing,
@@ -129,9 +137,13 @@ def _lines(estimate: Estimate, width: int) -> Iterator[str]:
     room = max(8, min(_BAR, width - 28))
     for stage, nbytes in estimate.moments:
         yield f"  {stage:<12}{'█' * max(1, round(room * nbytes / longest)):<{room}}  {format_bytes(nbytes)}"
+    if estimate.again_bytes > estimate.peak_bytes:
+        yield f"  {'further calls':<12}{'':<{room}}  {format_bytes(estimate.again_bytes)}, as recorded steps stay"
     yield ""
     for tier, nbytes in estimate.missing.items():
-        yield f"DOES NOT FIT: the {tier} lacks {format_bytes(nbytes)}."
+        later = estimate.again_bytes - estimate.peak_bytes if tier == estimate.compute_tier else 0
+        what = "the first call of generate fits, for further ones the" if nbytes < later else "the"
+        yield f"DOES NOT FIT: {what} {tier} lacks {format_bytes(nbytes)}."
     if estimate.refused:
         yield f"NOT TRACED, weights alone are counted: {estimate.refused}."
     elif estimate.fits:

@@ -33,7 +33,15 @@ def weight_rows(model: nn.Module, plan: Plan | None, machine: Machine, tier: str
         rows = [Row("parameters", tier, sum(parameters.values()), "counted", "all, as the model has them")]
     else:
         rows = [*_page_rows(plan, machine), Row("not swapped", tier, plan.unbudgeted_bytes, "counted", "parameters")]
-    return [*rows, Row("buffers", tier, sum(buffers.values()), "counted")]
+    return [*rows, *_merged_row(plan, tier), Row("buffers", tier, sum(buffers.values()), "counted")]
+
+
+def _merged_row(plan: Plan | None, tier: str) -> Iterator[Row]:
+    """Yield what restoring weights from two planes takes: the largest of them, as it was."""
+    exact = [swap for swap in plan.swaps if swap.fine == "exact"] if plan is not None and plan.mode == "infer" else []
+    if exact:
+        largest = max(swap.dense_bytes // max(1, swap.experts) for swap in exact)
+        yield Row("restored weight", tier, largest, "counted", "from two planes, one at a time")
 
 
 def _page_rows(plan: Plan, machine: Machine) -> Iterator[Row]:

@@ -14,6 +14,7 @@ from torch import nn
 from vbrt.config import load_config
 from vbrt.estimation.rates import Rates
 from vbrt.estimation.report import Estimate
+from vbrt.estimation.task import Task
 from vbrt.model.choice import choose
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.token_cost import LINK_GB_PER_S, TokenCost, token_cost
@@ -34,19 +35,22 @@ _LAUNCH_US = 1.0  # that a weight's kernels take at least, in a recorded step
 _OPERATOR = {"prefill": 2.7, "decode": 5.0, "train": 1.6}  # bare launches that an operator takes, with Python around it
 _LEASES = 18  # bare launches that take as long as a lease of pages that pass through
 _FINE_MARGIN = 1.1  # by which plans take fine planes for larger than they are
+_UPDATE_BYTES = 28  # that the host reads and writes for a weight that it updates: two halves, two moments, the gradient
+_UPDATE_GB_S = 90.0  # at which a host does that
 #: share of a layer's experts that are resident -> of those that a token goes to; with reuse as published routing has it
 _HITS = ((0.0, 0.0), (0.1, 0.6), (0.25, 0.8), (0.5, 0.89), (1.0, 1.0))
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Milliseconds of a step, and of what runs side by side in it."""
+    """Milliseconds of a step, of what runs side by side in it, and of an update on the host, which comes after."""
 
     ms: float
     link_ms: float
     device_ms: float
     host_ms: float
     tokens: int
+    update_ms: float = 0.0
 
     @property
     def tokens_s(self) -> float:
@@ -55,8 +59,8 @@ class Speed:
 
     @property
     def bound(self) -> str:
-        """What decides: "link", "device" or "host"."""
-        of = {"link": self.link_ms, "device": self.device_ms, "host": self.host_ms}
+        """What decides: "link", "device", "host" or "update"."""
+        of = {"link": self.link_ms, "device": self.device_ms, "host": self.host_ms, "update": self.update_ms}
         return max(of, key=of.__getitem__)
 
 
@@ -64,9 +68,7 @@ def predict(model: nn.Module, found: Estimate, rates: Rates) -> Speed:
     """Predict a step of an estimated task: one token a sequence with "decode", else the whole batch."""
     task, plan = found.task, found.plan
     tokens = task.batch if task.kind == "decode" else task.batch * task.context
-    passes = (
-        1 if not task.trains else 3 + task.checkpointing if plan is None and not task.lora else 2 + task.checkpointing
-    )
+    passes = _passes(task, plan)
     link = 1e3 * _link_s(plan, rates, tokens) * min(passes, 2)
     recorded = task.kind == "decode" and plan is not None and plan.compute_tier == "gpu"
     device = 1e3 * _device_s(model, found, rates, tokens, passes)
@@ -77,7 +79,17 @@ def predict(model: nn.Module, found: Estimate, rates: Rates) -> Speed:
         launches = found.work.get("operators", 0) * _OPERATOR[task.kind]
         launches += len(plan.swaps) * _LEASES * passes if plan is not None and link else 0
         host = 1e-3 * launches * rates.launch_us
-    return Speed(max(link, device, host), link, device, host, tokens)
+    full = plan is not None and plan.mode == "full"
+    update = sum(swap.site.parameters for swap in plan.swaps) * _UPDATE_BYTES / (1e6 * _UPDATE_GB_S) if full else 0.0
+    return Speed(max(link, device, host) + update, link, device, host, tokens, update)
+
+
+def _passes(task: Task, plan: Plan | None) -> int:
+    """Return how often a step goes through the weights: forward, gradients of inputs, of weights, and once more."""
+    if not task.trains:
+        return 1
+    all_train = not task.lora and (plan is None or plan.mode != "infer")
+    return 2 + all_train + task.checkpointing
 
 
 # -- the device -------------------------------------------------------------------------------------------------------
@@ -139,7 +151,7 @@ def _read_bytes(swap: Swap, tokens: int) -> float:
     """Return the bytes of copies that take as long as it takes to read a swapped weight; merging it is apart."""
     if swap.fine == "exact":
         return 0.0
-    held = sum(page.nbytes for page in swap.pages) or swap.dense_bytes
+    held = sum(page.nbytes for page in swap.pages if not page.by_rows) or swap.dense_bytes
     return held * _touched(swap, tokens) / (_READS if swap.lossless else _READS_PACKED)
 
 
@@ -148,7 +160,7 @@ def _read_bytes(swap: Swap, tokens: int) -> float:
 
 def _link_s(plan: Plan | None, rates: Rates, tokens: int) -> float:
     """Return the seconds of the copies of one pass."""
-    if plan is None or plan.mode != "infer" or len(plan.budgets) == 1:
+    if plan is None or plan.mode == "train" or len(plan.budgets) == 1:
         return 0.0
     by_tier = {**LINK_GB_PER_S, "cpu": rates.link_gb_s or float("inf"), "ssd": rates.drive_gb_s}
     cost = token_cost(plan)
@@ -175,9 +187,9 @@ def _hit_rate(plan: Plan, cost: TokenCost, tokens: int) -> float:
 
 
 def _passing_bytes(plan: Plan) -> int:
-    """Return the bytes that pass through at any time: the largest layer, and two that come behind it."""
+    """Return the bytes that pass through at any time: three of the larger layers; the largest of all are kept."""
     layers = sorted(sum(page.nbytes for page in swap.leased) for swap in plan.swaps)
-    return layers[-1] + 2 * layers[3 * len(layers) // 4] if layers else 0
+    return 3 * layers[3 * len(layers) // 4] if layers else 0
 
 
 def _bytes_at(plan: Plan, tier: str) -> float:

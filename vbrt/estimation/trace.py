@@ -4,7 +4,7 @@ import contextlib
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from vbrt.errors import ArgumentError, VBError
 from vbrt.estimation.blocks import cut
 from vbrt.estimation.gpu_sizes import gpu_sizes
+from vbrt.estimation.held import Held
 from vbrt.estimation.inputs import inputs_of
 from vbrt.estimation.meter import Meter
 from vbrt.estimation.task import Task
 from vbrt.model.blocks import Stack
+from vbrt.training.kept import masters
 
 __all__ = ["Trace", "Untraceable", "trace"]
 
@@ -47,29 +49,25 @@ class Trace:
 
 
 def trace(
-    model: nn.Module,
-    task: Task,
-    chosen: Mapping[str, tuple[Stack, Sequence[int]]],
-    rounded: Callable[[nn.Module], Iterable[Tensor]] = lambda model: (),
-    prepare: Callable[[nn.Module], None] = lambda model: None,
+    model: nn.Module, task: Task, chosen: Mapping[str, tuple[Stack, Sequence[int]]], held: Held | None = None
 ) -> Trace:
     """Run a task on a copy of a model without weights that has the chosen blocks of each stack only.
 
     Args:
-        rounded: which weights of the copy train in 4 bits.
-        prepare: changes the copy before it runs.
+        held: how a plan holds weights; None: as they are.
 
     Raises:
         ArgumentError: nothing says what the model takes, or its outputs have no loss.
         Untraceable: it cannot run on fake tensors; the first line of the reason.
     """
+    held = held or Held()
     cut_model = cut(copy.deepcopy(model), {name: indices for name, (_, indices) in chosen.items()})
     with _refusals(model), warnings.catch_warnings(), FakeTensorMode():
         warnings.simplefilter("ignore")  # of hooks and of what the model says to whom trains it
         _materialize(cut_model)
-        prepare(cut_model)
-        run = _Run(cut_model, task)
-        weights = {id(weight) for weight in rounded(cut_model)}
+        held.prepare(cut_model)
+        run = _Run(cut_model, task, widens=held.full)
+        weights = {id(weight) for weight in held.rounded(cut_model)}
         with run.watching(chosen), gpu_sizes(task.attention, weights, run.meter), run.meter:
             return run.train() if task.trains else run.infer()
 
@@ -106,8 +104,9 @@ def _fake(tensor: Tensor) -> Tensor:
 class _Run:
     """A model on fake tensors, and the meter beside it."""
 
-    def __init__(self, model: nn.Module, task: Task) -> None:
+    def __init__(self, model: nn.Module, task: Task, *, widens: bool = False) -> None:
         self.model, self.task, self.meter = model, task, Meter()
+        self._widens = widens
         self._stage = ""
         self.meter.leave_out((*model.parameters(), *model.buffers()))
 
@@ -221,7 +220,8 @@ class _Run:
             del loss
             rows["gradients"] = meter.live["gradients"]
             self._begin("optimizer", "optimizer")
-            optimizer.step()
+            with masters(optimizer) if self._widens else contextlib.nullcontext():
+                optimizer.step()
             rows["optimizer"] = meter.live["optimizer"]
             optimizer.zero_grad()
         return Trace(self._peaks(), rows, work=dict(meter.work))

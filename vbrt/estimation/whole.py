@@ -1,11 +1,12 @@
 """The trace of a whole model, from those of a few blocks of each kind."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import nn
 
+from vbrt.estimation.held import held_by
 from vbrt.estimation.task import Task
 from vbrt.estimation.trace import Trace, Untraceable, trace
 from vbrt.model.blocks import Stack, stacks_of
@@ -33,16 +34,15 @@ def whole_trace(model: nn.Module, task: Task, plan: Plan | None) -> Trace:
 
 
 def _traced(model: nn.Module, task: Task, plan: Plan | None) -> Trace:
-    rounded = _rounded_of(plan)
+    held = held_by(model, plan)
     stacks = stacks_of(model)
     least = {stack.name: {kind: min(n, _TRACED) for kind, n in stack.count.items()} for stack in stacks}
-    prepare = _fused_experts(model, plan)
-    base = total = trace(model, task, _chosen(stacks, least), rounded, prepare)
+    base = total = trace(model, task, _chosen(stacks, least), held)
     for stack in stacks:
         for kind, count in stack.count.items():
             if count > _TRACED:
                 more = least | {stack.name: least[stack.name] | {kind: _TRACED + 1}}
-                other = trace(model, task, _chosen(stacks, more), rounded, prepare)
+                other = trace(model, task, _chosen(stacks, more), held)
                 total = _further(total, base, other, count - _TRACED)
     return _grown(total, task, by_blocks=plan is not None)
 
@@ -73,26 +73,3 @@ def _grown(traced: Trace, task: Task, *, by_blocks: bool) -> Trace:
 
 def _chosen(stacks: Iterable[Stack], counts: Mapping[str, dict[int, int]]) -> dict[str, tuple[Stack, list[int]]]:
     return {stack.name: (stack, stack.chosen(counts[stack.name])) for stack in stacks}
-
-
-def _rounded_of(plan: Plan | None) -> Callable[[nn.Module], list[Tensor]]:
-    """Return which weights of a copy with fewer blocks train in 4 bits: those of the shapes that are swapped."""
-    shapes = {swap.shape for swap in plan.swaps} if plan is not None and plan.mode == "train" else set()
-
-    def rounded(model: nn.Module) -> list[Tensor]:
-        linear = (module for module in model.modules() if isinstance(module, nn.Linear))
-        return [module.weight for module in linear if tuple(module.weight.shape) in shapes]
-
-    return rounded
-
-
-def _fused_experts(model: nn.Module, plan: Plan | None) -> Callable[[nn.Module], None]:
-    """Return what gives swapped experts of a copy the sizes of vbrt's kernels: outputs, and nothing for each pair."""
-    kinds = {type(model.get_submodule(swap.site.module)) for swap in plan.routed} if plan is not None else set()
-
-    def prepare(model: nn.Module) -> None:
-        for module in model.modules():
-            if type(module) in kinds:
-                module.forward = lambda hidden_states, *args, **kwargs: hidden_states * 1
-
-    return prepare

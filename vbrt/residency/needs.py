@@ -1,12 +1,13 @@
 """The memory that a plan needs in each tier of a machine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vbrt.config import Machine
 from vbrt.config.tiers import TIERS
 from vbrt.residency.plan import Plan
 
-__all__ = ["TierNeed", "tier_needs"]
+__all__ = ["TierNeed", "machine_bytes", "tier_needs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +35,14 @@ class TierNeed:
 
 def tier_needs(plan: Plan, machine: Machine) -> list[TierNeed]:
     """Return the need of each tier that takes part, the computing one first."""
-    has = {"gpu": machine.gpu_free_bytes, "peer": machine.peers * machine.peer_free_bytes}
-    has |= {"cpu": machine.cpu_available_bytes, "ssd": machine.ssd_free_bytes}
+    has = machine_bytes(machine)
     largest = plan.largest_layer_bytes
     needs = []
     tiers = list(plan.budgets)
     for depth, tier in enumerate(tiers):
         pages = [page for swap in plan.swaps for page in swap.pages if page.home == tier]
         home = sum(page.nbytes + TIERS[tier].overhead_bytes for page in pages)
-        below = TIERS[tier].passes * sum(plan.home_bytes(lower) for lower in tiers[depth + 1 :])
+        below = TIERS[tier].passes * _passing_bytes(plan, tiers[depth + 1 :])
         kept = plan.unbudgeted_bytes if depth == 0 else 0
         needs.append(
             TierNeed(
@@ -56,3 +56,15 @@ def tier_needs(plan: Plan, machine: Machine) -> list[TierNeed]:
             )
         )
     return needs
+
+
+def machine_bytes(machine: Machine) -> dict[str, int | None]:
+    """Return the free memory of each tier, None where it is not known."""
+    has = {"gpu": machine.gpu_free_bytes, "peer": machine.peers * machine.peer_free_bytes}
+    return has | {"cpu": machine.cpu_available_bytes, "ssd": machine.ssd_free_bytes}
+
+
+def _passing_bytes(plan: Plan, tiers: Sequence[str]) -> int:
+    """Return the bytes of the pages that live in some tiers and pass through those above."""
+    pages = (page for swap in plan.swaps for page in swap.pages if page.home in tiers and not page.by_rows)
+    return sum(page.nbytes for page in pages)
