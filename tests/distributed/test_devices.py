@@ -56,5 +56,7 @@ def test_what_cannot_be_split_is_refused_by_name():
         split_over(model, load_config(config("exact")), [CPU, CPU])
     with pytest.raises(WrapError, match=r"has 2 blocks in model\.layers, for 3 devices"):
         split_over(llama(), load_config(config("exact")), [CPU] * 3)
+    with pytest.raises(ConfigError, match=r"tiers\.gpu\.devices = \[0, 1\]; vbrt\.wrap of one model splits it"):
+        vbrt.make_plan(llama(), load_config("exact", tiers={"gpu": {"devices": [0, 1]}}))
     with pytest.raises(ConfigError, match=r"tiers\.gpu\.devices = \[0, 9\]; this process sees \d+ GPUs"):
         vbrt.wrap(llama(), "exact", tiers={"gpu": {"devices": [0, 9]}})

@@ -57,6 +57,11 @@ def make_plan(
     wrapped = [name for name, module in model.named_modules() if isinstance(module, SwappedLayer)]
     if wrapped:
         raise WrapError(f"{wrapped[0] or ROOT} is a VB layer already: this model is wrapped; unwrap() it first")
+    if config.tiers.gpu.devices != "current":
+        raise ConfigError(
+            f"{config.source}: tiers.gpu.devices = {list(config.tiers.gpu.devices)}; vbrt.wrap of one model splits it "
+            'over devices, nothing else does: load it first, or set devices = "current"'
+        )
     modules = named_modules(model)
     swaps, skipped = choose(model, config, saved)
     machine = machine or this_machine(config)

@@ -100,7 +100,7 @@ class VBModelWrapper(Facade, Scraped, Watched):
         as they pass through it. Layers that are not encoded yet are encoded. Models on one runtime share the budget.
 
         Args:
-            tier: "gpu", "cpu" or "ssd".
+            tier: "gpu", "peer", "cpu" or "ssd".
             budget: bytes, "8GiB", "40%" (of the whole), or "auto" (a share of what is free, what vbrt holds included).
 
         Returns:
