@@ -91,7 +91,7 @@ class Format(ABC):
         """Encode matrices of one shape, with the bits that `encode` gives each of them. Together they take fewer steps.
 
         Args:
-            amax_E: the largest magnitudes of the matrices that these are parts of; by default their own.
+            amax_E: the largest magnitudes, finite, of the matrices that these are parts of; by default their own.
             squares: [E, K], as `encode` takes them for each.
 
         Raises FormatError as `encode` does.

@@ -104,8 +104,8 @@ class BlockFormat(Format):
             yield from super().encode_many(w_ENK, squares=squares)
             return
         step = step or type(self)._encode
-        own_E = check_weights(w_ENK, self.name)
-        ranges = [self._range_of(amax, w_ENK.dtype) for amax in (own_E if amax_E is None else amax_E)]
+        amax_E = check_weights(w_ENK, self.name) if amax_E is None else amax_E
+        ranges = [self._range_of(amax, w_ENK.dtype) for amax in amax_E]
         for known in dict.fromkeys(ranges):
             members = [at for at, own in enumerate(ranges) if own == known]
             every = len(members) == len(ranges)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from vbrt.layers import SwappedLayer, VBLayer
+from vbrt.layers.bound import is_wrapped_by_plan
 
 __all__ = ["fingerprint", "why_eager"]
 
@@ -92,7 +93,7 @@ def why_eager(model: nn.Module, own: Iterable[nn.Module]) -> str:
 def _why_module(module: nn.Module, *, inside: bool) -> str:
     if module.training and (not inside or isinstance(module, _DIFFERENT_IN_TRAINING)):
         return "is in training mode"
-    if inside and "forward" in module.__dict__:
+    if inside and "forward" in module.__dict__ and not is_wrapped_by_plan(module):
         return "has a forward of its own on the instance, as accelerate's hooks and compilers put there"
     for hooks in _HOOKS if inside else ():
         for hook in module.__dict__[hooks].values():

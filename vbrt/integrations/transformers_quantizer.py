@@ -25,6 +25,7 @@ from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from vbrt.config import VBConfig, load_config
+from vbrt.distributed.watch import watch
 from vbrt.errors import CheckpointError, ConfigError, VBError, WrapError
 from vbrt.generation.generating import follow
 from vbrt.integrations.gguf_quantizer import TakesGGUF
@@ -390,6 +391,7 @@ class VBQuantizer(TakesGGUF):
                 attachment = attach(model, self.quantization_config.settings, policy=self.quantization_config.named[2])
             else:
                 attachment = filling.finish(model)
+            watch(attachment, model)
             follow(attachment, model)
             self._dtypes = model.dtype, model.config.dtype
             self._conversions = model._weight_conversions if self.gguf is None else self._given

@@ -98,6 +98,7 @@ class Attachment:
         activations: what the model's blocks keep for the backward pass.
         speculation: counters of `generate(speculate=...)`.
         follower: records the decode steps of `generate`; None without one.
+        watcher: looks after the other ranks that hold parts of the weights; None without any.
         name_phase: gives passes without gradients their phase, from the one that their inputs tell; None to take that.
     """
 
@@ -115,6 +116,7 @@ class Attachment:
         self.speculation = SpeculationCounts()
         self.name_phase: Callable[[str], str] | None = None
         self.follower: Follower | None = None
+        self.watcher: Watcher | None = None
         self.passes, self.work = 0, Work()
         self.activations = activations_of(model, terms.settings, runtime.stack.device)
         self.closed = False
@@ -269,6 +271,8 @@ class Attachment:
         self.activations.release_()
         if self.follower is not None:
             self.follower.end()
+        if self.watcher is not None:
+            self.watcher.stop()
         self.expert_cache.end()
         own = self.registry.handles
         for handle in own:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from vbrt.config import VBConfig
+from vbrt.distributed.watch import watch, watched
 from vbrt.generation.generating import follow
 from vbrt.layers import VBLayer
 from vbrt.model.attachment import Attachment
@@ -39,7 +40,8 @@ class VBModelWrapper(Facade, Scraped, Watched):
     """
 
     def __init__(self, model: nn.Module, attachment: Attachment) -> None:
-        super().__init__(model, runtime=attachment.runtime, stack=attachment.stack, _attachment=attachment)
+        held = {"runtime": attachment.runtime, "stack": attachment.stack, "_attachment": attachment}
+        super().__init__(model, **held, _watch=watch(attachment, model))
         follow(attachment, model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +53,8 @@ class VBModelWrapper(Facade, Scraped, Watched):
         """
         while True:
             try:
-                return self.model(*args, **kwargs)
+                with watched(self._watch):
+                    return self.model(*args, **kwargs)
             except torch.OutOfMemoryError as error:
                 if self.runtime.balance is None or self.model.training or not is_plain_data((args, kwargs)):
                     raise
@@ -90,7 +93,8 @@ class VBModelWrapper(Facade, Scraped, Watched):
             FormatError: a weight holds NaN or Inf, named. Layers before it are encoded, the model stays usable.
             TierError: a page cannot be stored, or the wrapper was closed.
         """
-        self._attachment.materialize(progress=progress)
+        with watched(self._watch):
+            self._attachment.materialize(progress=progress)
         return self
 
     def set_budget(self, tier: str, budget: int | str) -> int:
@@ -235,9 +239,10 @@ class VBModelWrapper(Facade, Scraped, Watched):
     # -- copies -------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_attachment": self._attachment.seed()}
+        return {**self.__dict__, "_attachment": self._attachment.seed(), "_watch": None}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         attachment = self.__dict__["_attachment"] = state["_attachment"].attach_to(self.model)
+        self.__dict__["_watch"] = watch(attachment, self.model)
         follow(attachment, self.model)

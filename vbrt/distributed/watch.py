@@ -1,0 +1,238 @@
+"""Ranks that compute one model together stop together, and say whose fault it is.
+
+A rank that fails between two collectives leaves the others waiting in theirs: until the group's timeout, and then with
+an error that names nobody. So every rank writes to the store of torch.distributed, about once a second, which pass and
+which layer it is at, and a rank whose forward raises writes why, before anything else sees the error. Whoever is raised
+out of a collective, or begins another pass, reads there what happened: the error names the rank and its layer.
+
+Where collectives are NCCL's they are aborted, since a GPU would wait in them for as long as the timeout is. Gloo's cannot
+be: they end when the other process does, or with the timeout.
+"""
+
+import contextlib
+import json
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from vbrt.errors import TierError
+from vbrt.host.ticker import Ticker
+from vbrt.layers.shards import group_of
+from vbrt.model.attachment import Attachment
+from vbrt.residency.site import Shard
+
+__all__ = ["Watch", "watch", "watched"]
+
+BEAT_S = 1.0
+_SILENT_BEATS = 15  # after which a rank is taken to hang or to be gone
+
+
+class Watch:
+    """What this rank tells the others of its group, and what they have told.
+
+    Attributes:
+        verdict: what is wrong with another rank, and with which; "" while all are well.
+    """
+
+    def __init__(self, attachment: Attachment, shard: Shard) -> None:
+        self._attachment, self._group = weakref.ref(attachment), group_of(shard)
+        self.rank, self.count = dist.get_rank(self._group), dist.get_world_size(self._group)
+        store = dist.distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore(f"vbrt/{shard.group}/{attachment.prefix}{attachment.name}", store)
+        self.verdict, self._beats, self._seen = "", 0, {}
+        self._aborted = False
+        self.beat()
+        self._ticker = Ticker(self, _beat)
+        self._ticker.start(BEAT_S)
+
+    def stop(self) -> None:
+        """Tell nothing more."""
+        self._ticker.stop()
+
+    # -- this rank ----------------------------------------------------------------------------------------------------
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the others why this rank stops."""
+        with contextlib.suppress(RuntimeError):  # the store is gone with the rank that had it
+            what = {"rank": self.rank, "layer": self._place()[2], "why": f"{type(error).__name__}: {error}"[:500]}
+            self._store.compare_set("failed", "", json.dumps(what))
+
+    def _place(self) -> tuple[int, int, str]:
+        """The pass, the products computed, and the layer of the next one: the first that has fewer than the first."""
+        attachment = self._attachment()
+        if attachment is None:
+            return 0, 0, ""
+        counts = [(name, layer.handle.forwards) for name, _, layer in attachment.registry.swapped()]
+        ahead = counts[0][1] if counts else 0
+        where = next((name for name, count in counts if count < ahead), "")
+        return attachment.passes, sum(count for _, count in counts), where
+
+    # -- the others ---------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise TierError if another rank is not well."""
+        if self.verdict:
+            raise TierError(self.verdict)
+
+    def look(self) -> str:
+        """Return what is wrong with another rank, by what they have told until now; "" if nothing is."""
+        if self.verdict:
+            return self.verdict
+        try:
+            failed = self._store.get("failed").decode() if self._store.check(["failed"]) else ""
+        except RuntimeError as error:
+            self.verdict = f"rank 0 has ended: the store of torch.distributed, which it had, is gone ({_line(error)})"
+            return self.verdict
+        if failed:
+            what = json.loads(failed)
+            if what["rank"] != self.rank:
+                where = f" at {what['layer']}" if what["layer"] else ""
+                self.verdict = f"rank {what['rank']} has failed{where}: {what['why']}"
+        return self.verdict
+
+    def blame(self) -> str:
+        """Return which rank a collective that failed here was waiting for, and where that one was last seen."""
+        with contextlib.suppress(RuntimeError):
+            places = {rank: self._last(rank) for rank in range(self.count) if rank != self.rank}
+            silent = {rank: told for rank, told in places.items() if told is not None}
+            if silent:
+                rank, (_, passes, _, layer) = min(silent.items(), key=lambda item: item[1][1:3])
+                return f"rank {rank} has ended or hangs; it was last seen in pass {passes}{_at(layer)}"
+        return f"another rank of {self.count} has ended or hangs"
+
+    def _last(self, rank: int) -> tuple[int, int, int, str] | None:
+        """What a rank has told last: how often it has, and its place."""
+        key = f"beat/{rank}"
+        return tuple(json.loads(self._store.get(key).decode())) if self._store.check([key]) else None
+
+    def beat(self) -> None:
+        """Tell that this rank is there, and see whether the others are."""
+        self._beats += 1
+        try:
+            self._store.set(f"beat/{self.rank}", json.dumps([self._beats, *self._place()]))
+            self.look()
+            for rank in range(self.count) if not self.verdict else ():
+                self._see(rank)
+        except RuntimeError as error:
+            self.verdict = self.verdict or f"the store of torch.distributed is gone, with rank 0 ({_line(error)})"
+        if self.verdict:
+            self._abort()
+
+    def _see(self, rank: int) -> None:
+        told, now = self._last(rank), time.monotonic()
+        if rank == self.rank or told is None:
+            return
+        before, since = self._seen.get(rank, (None, now))
+        self._seen[rank] = (told, now) if told != before else (before, since)
+        if now - since > _SILENT_BEATS * BEAT_S and told == before:
+            self.verdict = (
+                f"rank {rank} does not answer for {now - since:.0f} s; it was last seen in pass {told[1]}{_at(told[3])}"
+            )
+
+    def _abort(self) -> None:
+        """End collectives that would wait on the GPU."""
+        if self._aborted or dist.get_backend(self._group) != "nccl":
+            return
+        self._aborted = True
+        print(f"vbrt: rank {self.rank} stops: {self.verdict}", file=sys.stderr, flush=True)
+        self._group.abort()
+
+
+def _at(layer: str) -> str:
+    return f" at {layer}" if layer else ""
+
+
+def _line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "")[:100]
+
+
+def _beat(watch: Watch) -> float | None:
+    watch.beat()
+    return BEAT_S
+
+
+class _Begin:
+    """A forward pre-hook: no pass begins once a rank is not well."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+
+    def __call__(self, model: nn.Module, args: tuple) -> None:
+        self.watch.check()
+
+    def __deepcopy__(self, memo: dict) -> "_Begin":
+        return self
+
+
+class _End:
+    """A forward hook that is called with errors, too: tells the others of this rank's, and says who is to blame."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+
+    def __call__(self, model: nn.Module, args: tuple, out: Any) -> None:
+        error = sys.exc_info()[1]
+        if error is not None:
+            _explain(self.watch, error)
+
+    def __deepcopy__(self, memo: dict) -> "_End":
+        return self
+
+
+def _explain(watch: Watch, error: BaseException) -> None:
+    """Add to an error what is known of other ranks, or tell them of it where it is this rank's own."""
+    if any(note.startswith("vbrt: ") for note in getattr(error, "__notes__", ())):
+        return
+    theirs = watch.look() or (watch.blame() if _is_of_collective(error) else "")
+    if theirs:
+        watch.verdict = theirs
+        error.add_note(f"vbrt: {theirs}")
+    else:
+        watch.tell(error)
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    known = isinstance(error, dist.DistError)
+    return known or (isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "Gloo")))
+
+
+@contextlib.contextmanager
+def watched(watch: Watch | None) -> Iterator[None]:
+    """Raise errors of collectives within the block as TierError that names the rank; tell others of this rank's own.
+
+    Raises:
+        TierError: another rank is not well, or has made a collective fail.
+    """
+    if watch is None:
+        yield
+        return
+    watch.check()
+    try:
+        yield
+    except TierError:
+        raise
+    except Exception as error:
+        _explain(watch, error)
+        if watch.verdict:
+            raise TierError(watch.verdict) from error
+        raise
+    watch.check()  # a collective that was aborted has given no sum
+
+
+def watch(attachment: Attachment, model: nn.Module) -> Watch | None:
+    """Have the ranks that hold parts of a model's weights stop together. Returns None where this process has all."""
+    shards = (swap.site.shard for swap in attachment.plan.swaps if swap.site.shard is not None)
+    shard = next((shard for shard in shards if shard.count > 1), None)
+    if shard is None or not dist.is_initialized():
+        return None
+    if isinstance(attachment.watcher, Watch):
+        return attachment.watcher
+    made = attachment.watcher = Watch(attachment, shard)
+    model.register_forward_pre_hook(_Begin(made))
+    model.register_forward_hook(_End(made), always_call=True)
+    return made
