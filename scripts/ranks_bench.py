@@ -208,7 +208,7 @@ def exact(group: Group, mesh: DeviceMesh | None, layers: int = 16) -> dict[str, 
 
 
 @torch.no_grad()
-def fp4(group: Group, mesh: DeviceMesh | None, layers: int = 16) -> dict[str, Any]:
+def fp4(group: Group, mesh: DeviceMesh | None, layers: int = 40) -> dict[str, Any]:
     """The 70B shape with fewer layers, fp4 resident: seconds to encode, milliseconds a token of recorded steps."""
     vb, row = vbrt.wrap(llama(LLAMA_70B, layers, mesh), settings("nvfp4", "none")), {"layers": layers}
     row["encode_s"] = once(vb.materialize)

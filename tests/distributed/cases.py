@@ -3,6 +3,9 @@
 import contextlib
 import copy
 import errno
+import os
+import time
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -191,3 +194,41 @@ def loaded_parts(path: str, format: str, dtype: str) -> dict[str, Any]:
         got, expected = vb(TOKENS).logits, plain(TOKENS).logits
     error = float((got - expected).abs().max() / expected.abs().max())
     return {"wrong": wrong, "error": error, "swapped": len(vb.registry)}
+
+
+def broken(path: str, how: str, whose: int) -> str:
+    """Run a pass that a rank fails in: a page of it is damaged, it ends, or hangs."""
+    vb = vbrt.wrap(parallel(llama(torch.float32)), streamed(path))
+    with torch.no_grad():
+        vb(TOKENS)
+        if dist.get_rank() == whose:
+            _break(vb, path, how)
+        try:
+            vb(TOKENS)
+        except vbrt.TierError as error:
+            with contextlib.suppress(vbrt.TierError):
+                vb(TOKENS)
+                return "computed on"
+            return str(error)
+    return "computed on"
+
+
+def streamed(path: str) -> dict[str, Any]:
+    """Pages live in files, with room in memory for some."""
+    settings = config("dense")
+    settings["tiers"]["cpu"] = {"budget": "1MiB"}
+    settings["tiers"]["ssd"] = {"enabled": True, "path": f"{path}/{dist.get_rank()}"}
+    return settings
+
+
+def _break(vb: vbrt.VBModelWrapper, path: str, how: str) -> None:
+    layer = vb.model.model.layers[1].mlp.up_proj
+    if how == "damage":
+        for file in Path(path, str(dist.get_rank())).rglob("*layers.1.mlp.up_proj*"):
+            data = bytearray(file.read_bytes())
+            data[-100] ^= 255
+            file.write_bytes(data)
+    elif how == "end":
+        layer.register_forward_pre_hook(lambda *args: os._exit(1))
+    else:
+        layer.register_forward_pre_hook(lambda *args: time.sleep(5))

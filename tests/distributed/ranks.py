@@ -39,11 +39,12 @@ class RanksFailed(AssertionError):
 
     Attributes:
         errors: (name of the class, message) by rank, None of one that ended well; `died` of one that is gone.
+        values: what each has returned, by rank.
     """
 
-    def __init__(self, errors: list[tuple[str, str] | None], text: str) -> None:
+    def __init__(self, errors: list[tuple[str, str] | None], values: list[Any], text: str) -> None:
         super().__init__(text)
-        self.errors = errors
+        self.errors, self.values = errors, values
 
 
 def _serve(rank: int, count: int, folder: str, asked: Connection, timeout_s: float) -> None:
@@ -98,7 +99,7 @@ class Ranks:
         if not all(good for good, _, _ in answers):
             errors = [None if good else value for good, value, _ in answers]
             text = "\n".join(f"rank {rank}: {trace}" for rank, (_, _, trace) in enumerate(answers) if trace)
-            raise RanksFailed(errors, text)
+            raise RanksFailed(errors, [value for _, value, _ in answers], text)
         return [value for _, value, _ in answers]
 
     def _answer(self, end: Connection) -> tuple[bool, Any, str | None]:

@@ -5,8 +5,9 @@ an error that names nobody. So every rank writes to the store of torch.distribut
 which layer it is at, and a rank whose forward raises writes why, before anything else sees the error. Whoever is raised
 out of a collective, or begins another pass, reads there what happened: the error names the rank and its layer.
 
-Where collectives are NCCL's they are aborted, since a GPU would wait in them for as long as the timeout is. Gloo's cannot
-be: they end when the other process does, or with the timeout.
+What any rank may meet alone is told: pages that cannot be read, no memory. An argument that the model refuses is refused
+on all ranks alike, and harms none. Collectives of NCCL are aborted, since a GPU would wait in them until the timeout.
+Gloo's cannot be: they end when the other process does, or with the timeout.
 """
 
 import contextlib
@@ -17,10 +18,11 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from vbrt.errors import TierError
+from vbrt.errors import TierError, VBError
 from vbrt.host.ticker import Ticker
 from vbrt.layers.shards import group_of
 from vbrt.model.attachment import Attachment
@@ -57,9 +59,11 @@ class Watch:
     # -- this rank ----------------------------------------------------------------------------------------------------
 
     def tell(self, error: BaseException) -> None:
-        """Tell the others why this rank stops."""
+        """Tell the others why this rank stops, and begin no pass any more: others wait in the midst of one."""
+        self.verdict = f"this rank, {self.rank}, has failed in an earlier pass: {error}"[:500]
         with contextlib.suppress(RuntimeError):  # the store is gone with the rank that had it
-            what = {"rank": self.rank, "layer": self._place()[2], "why": f"{type(error).__name__}: {error}"[:500]}
+            layer = "" if isinstance(error, VBError) else self._place()[2]  # else its message begins with the layer
+            what = {"rank": self.rank, "layer": layer, "why": f"{type(error).__name__}: {error}"[:500]}
             self._store.compare_set("failed", "", json.dumps(what))
 
     def _place(self) -> tuple[int, int, str]:
@@ -156,6 +160,9 @@ def _beat(watch: Watch) -> float | None:
     return BEAT_S
 
 
+_TOLD = (TierError, torch.OutOfMemoryError)
+
+
 class _Begin:
     """A forward pre-hook: no pass begins once a rank is not well."""
 
@@ -186,13 +193,13 @@ class _End:
 
 def _explain(watch: Watch, error: BaseException) -> None:
     """Add to an error what is known of other ranks, or tell them of it where it is this rank's own."""
-    if any(note.startswith("vbrt: ") for note in getattr(error, "__notes__", ())):
+    if watch.verdict:
         return
     theirs = watch.look() or (watch.blame() if _is_of_collective(error) else "")
     if theirs:
         watch.verdict = theirs
         error.add_note(f"vbrt: {theirs}")
-    else:
+    elif isinstance(error, _TOLD):
         watch.tell(error)
 
 

@@ -52,6 +52,13 @@ class Follower(Protocol):
         """Leave the model, and free what is held. Idempotent."""
 
 
+class Watcher(Protocol):
+    """What looks after the other ranks of a model."""
+
+    def stop(self) -> None:
+        """Look no more. Idempotent."""
+
+
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What was decided for one model: its config and plan, its name on the runtime, and its `prefix`: what page keys,
