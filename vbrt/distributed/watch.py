@@ -5,9 +5,9 @@ an error that names nobody. So every rank writes to the store of torch.distribut
 which layer it is at, and a rank whose forward raises writes why, before anything else sees the error. Whoever is raised
 out of a collective, or begins another pass, reads there what happened: the error names the rank and its layer.
 
-What any rank may meet alone is told: pages that cannot be read, no memory. An argument that the model refuses is refused
-on all ranks alike, and harms none. Collectives of NCCL are aborted, since a GPU would wait in them until the timeout.
-Gloo's cannot be: they end when the other process does, or with the timeout.
+What any rank may meet alone is told: pages that cannot be read, no memory. An argument that the model refuses is
+refused on all ranks alike, and harms none. Collectives of NCCL are aborted, since a GPU would wait in them until the
+timeout. Gloo's cannot be: they end when the other process does, or with the timeout.
 """
 
 import contextlib
