@@ -250,3 +250,14 @@ def test_plan_exits_with_1_when_what_is_kept_does_not_fit(config_json, capsys):
 )
 def test_layers_of_one_kind_share_a_label(names, label):
     assert label_of(names) == label
+
+
+def test_plan_compares_the_ways_over_several_gpus_and_says_what_to_use(config_json, capsys):
+    arguments = ["plan", str(config_json), "--gpu-memory", "8GiB", "--ram", "16GiB", "--set", "tiers.gpu.budget=300MiB"]
+    assert cli.main([*arguments, "--ranks", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "on 2 GPUs" in out and "one stream of tokens: tensor parallel, columns and rows in turn, " in out
+    assert cli.main([*arguments, "--ranks", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"]["ranks"] == 4
+    assert cli.main([*arguments, "--ranks", "1"]) == 1
+    assert "--ranks 1: expected 2 or more" in capsys.readouterr().err

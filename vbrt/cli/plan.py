@@ -11,6 +11,7 @@ from vbrt.cli.expert_tables import ExpertReport
 from vbrt.cli.machine import add_machine, machine_of
 from vbrt.cli.options import add_command, add_config, config_of, integration
 from vbrt.cli.plan_tables import print_plan
+from vbrt.cli.rank_tables import print_ways, ways_on
 from vbrt.cli.screen import console_for_stdout, working
 from vbrt.config import DEFAULT_PRESET, Machine, VBConfig
 from vbrt.errors import ConfigError, VBError
@@ -33,7 +34,8 @@ def add(commands: Any) -> None:
         "  vbrt plan ./config.json --config exact --gpu-memory 24GiB --ram 64GiB\n"
         "  vbrt plan ./Llama-3.1-8B --set weights.format=nf4 --set tiers.gpu.budget=4GiB\n"
         "  vbrt plan ./Mixtral-8x7B --gpu-memory none --ram 32GiB --ssd 500GiB\n"
-        "  vbrt plan ./Qwen3-30B-A3B --gpu-memory 8GiB --link 50 --routing qwen.routing\n",
+        "  vbrt plan ./Qwen3-30B-A3B --gpu-memory 8GiB --link 50 --routing qwen.routing\n"
+        "  vbrt plan ./Llama-3.1-70B --config exact --gpu-memory 24GiB --link 55 --ranks 4\n",
     )
     parser.add_argument(
         "model", metavar="MODEL_DIR|HF_CONFIG", type=Path, help="a transformers model directory, or a config.json"
@@ -46,6 +48,9 @@ def add(commands: Any) -> None:
     machine.add_argument("--drive", metavar="GB/s", help=f"from its drive (default {LINK_GB_PER_S['ssd']:.0f})")
     parser.add_argument(
         "--routing", metavar="FILE", type=Path, help="a file of vb.record_routing: hit rates of routed experts"
+    )
+    parser.add_argument(
+        "--ranks", metavar="N", type=int, help="compare ways to run it on N such GPUs of one host, and say what to use"
     )
     parser.add_argument("--json", action="store_true", help="the whole plan as JSON, layer by layer")
 
@@ -68,17 +73,21 @@ def _plan(args: argparse.Namespace) -> int:
                 raise
     needs = tier_needs(plan, machine)
     experts = ExpertReport.of(plan, rates, args.routing)
+    ways = None if args.ranks is None else ways_on(args.ranks, plan, rates["cpu"])
     if args.json:
         head = {"model": type(model).__name__, "config": config.to_dict(), "machine": asdict(machine)}
         tiers = [{**asdict(need), "fits": need.fits} for need in needs]
         routed = {} if experts is None else {"experts": experts.to_dict()}
-        print(json.dumps({**head, "needs": tiers, **routed, **plan.to_dict()}, indent=2))
+        over = {} if ways is None else {"ranks": ways.to_dict()}
+        print(json.dumps({**head, "needs": tiers, **routed, **over, **plan.to_dict()}, indent=2))
     else:
         title = f"{type(model).__name__}, config {args.config or DEFAULT_PRESET}"
         console = console_for_stdout()
         print_plan(console, title, plan, needs, refusal)
         if experts is not None:
             experts.print(console)
+        if ways is not None:
+            print_ways(console, ways)
     return 0 if all(need.fits for need in needs) else 1
 
 
