@@ -1,5 +1,6 @@
 """Models that share a runtime: one stack, one budget for each tier, whoever comes and goes."""
 
+import copy
 import threading
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 import vbrt
-from tests.models import FORMATS, config, mlp
+from tests.models import FORMATS, config, mlp, wrap_streamed
 from vbrt.config import PolicyConfig, load_config
 from vbrt.errors import ConfigError, TierError, WrapError
 from vbrt.layers import VBLinear
@@ -433,3 +434,13 @@ def test_tables_of_a_further_model_pass_through_no_tier(tmp_path):
     c = vbrt.wrap(mlp(depth=3), weights(), runtime=a.runtime)  # beside a table that is stored
     assert outputs(c, x=x)[0].isfinite().all() and torch.equal(b(tokens), rows)
     a.runtime.close()
+
+
+def test_pages_that_a_closed_copy_leaves_do_not_take_the_room_of_layers_that_are_yet_to_be_encoded(tmp_path):
+    """Four layers of the copy fill the budget, and would live there: nothing could pass."""
+    vb, x = wrap_streamed(mlp(), "nf4", tmp_path), torch.randn(3, 64)
+    clone = copy.deepcopy(vb)
+    expected = clone(x)
+    layers = [copy.deepcopy(clone.model[at]) for at in (0, 2, 4, 6)]
+    clone.close()
+    assert torch.equal(vb(x), expected) and len(layers) == 4

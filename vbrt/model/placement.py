@@ -92,8 +92,15 @@ def _widen_leases(runtime: "Runtime", pages: int) -> None:
 
 
 def use_freed_room(runtime: "Runtime") -> None:
-    """Have all pages live in the top tier, if a model that was closed has left room for them."""
-    top = runtime.stack.names[0]
+    """Have all pages live in the top tier, if a model that was closed has left room for them, and for those of layers
+    that are yet to be encoded: these would find no room to pass through."""
+    top, stack = runtime.stack.names[0], runtime.stack
+    waiting = [
+        layer for attachment in runtime.attachments for handle, layer in attachment.registry.pages() if not handle.keys
+    ]
+    to_come = sum(page.nbytes for layer in waiting for page in layer)
+    if to_come and to_come + sum(page.nbytes for page in stack.pages.values()) > runtime.budgets[top]:
+        return
     with contextlib.suppress(TierError):  # a page that cannot be read stays; whoever leases it is told
         runtime.stack.set_budget(top, runtime.budgets[top], runtime.largest_layer_bytes)
     for attachment in runtime.attachments:
