@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import vbrt
 from scripts import accuracy, bench, bench_tables, calibrated, committed, precision
 from scripts.lm import is_held_out, library_files, loss_of
 
+ROOT = Path(__file__).resolve().parents[2]
 WINDOWS = 12  # of 512 bytes, evenly spread over the text
 
 
@@ -49,6 +51,16 @@ def test_the_documents_are_those_of_the_committed_results():
     assert accuracy.DOCS.read_text() == accuracy.page()
     for path in bench.RESULTS.glob("training-*.json"):
         assert "\n".join(bench_tables.train_table(path)) in bench.DOCS.read_text()
+
+
+def test_the_readmes_figures_of_perplexity_are_those_of_the_committed_results():
+    rows = {row["format"]: row["loss"] for row in json.loads(accuracy.RESULT.read_text())["rows"]}
+    cost = {name: 100 * math.expm1(loss - rows["dense, fp32 arithmetic"]) for name, loss in rows.items()}
+    others = sorted(cost[name] for name in ("mxfp4", "nf4", "quantile"))
+    readme, figures = ((ROOT / name).read_text() for name in ("README.md", "docs/figures.md"))
+    assert f"rounded: +{cost['nvfp4']:.1f} % perplexity a byte" in readme
+    assert f"rounded: +{others[0]:.1f} to {others[-1]:.1f} %" in readme
+    assert f"loses {cost['nvfp4']:.1f} % of perplexity a byte in `nvfp4`" in figures
 
 
 def test_the_committed_results_keep_the_bounds():
