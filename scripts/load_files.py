@@ -65,17 +65,11 @@ def _write(directory: Path, infos: list, kind: str, device) -> int:
     import torch
 
     from vbrt.formats import get_format
-    from vbrt.saves.tensorfile import TensorInfo, TensorWriter
+    from vbrt.saves.tensorfile import TensorInfo, TensorWriter, in_order
 
     directory.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator(device).manual_seed(0)
-    groups, room = [], 0
-    for info in infos:
-        if not groups or info.nbytes > room:
-            groups.append([])
-            room = FILE_BYTES
-        groups[-1].append(info)
-        room -= info.nbytes
+    groups = in_order(infos, FILE_BYTES)
 
     def packed(info: TensorInfo) -> bool:
         return kind == "nvfp4" and info.name.endswith("_proj.weight")

@@ -24,7 +24,7 @@ from vbrt.saves.manifest import MANIFEST, Manifest, SavedTensor, text_of, to_jso
 from vbrt.saves.pieces import Piece, Pieces
 from vbrt.saves.save import remove_files, sync_in_place
 from vbrt.saves.sources import Source
-from vbrt.saves.tensorfile import TensorInfo, TensorWriter
+from vbrt.saves.tensorfile import TensorInfo, TensorWriter, in_order
 
 __all__ = ["convert"]
 
@@ -116,15 +116,7 @@ def _fingerprint(path: Path) -> list[list[Any]]:
 
 def _divided(pieces: list[Piece]) -> list[list[Piece]]:
     """Distribute pieces over files, in their order."""
-    limit = max(_FILE_BYTES, sum(piece.nbytes for piece in pieces) // _MAX_FILES)
-    files, room = [], 0
-    for piece in pieces:
-        if not files or piece.nbytes > room:
-            files.append([])
-            room = limit
-        files[-1].append(piece)
-        room -= piece.nbytes
-    return files
+    return in_order(pieces, max(_FILE_BYTES, sum(piece.nbytes for piece in pieces) // _MAX_FILES))
 
 
 def _write_files(files: list[list[Piece]], journal: Journal, work: Progress) -> dict[str, SavedTensor]:

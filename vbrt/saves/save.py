@@ -38,7 +38,7 @@ from vbrt.saves.manifest import (
     text_of,
     to_json,
 )
-from vbrt.saves.tensorfile import TensorInfo, TensorWriter
+from vbrt.saves.tensorfile import TensorInfo, TensorWriter, in_order
 from vbrt.training import TrainedExpertsWeight, TrainedWeight
 
 __all__ = [
@@ -113,7 +113,7 @@ def save_model(model: nn.Module, config: VBConfig, directory: Path, *, progress:
 def _write_shards(directory: Path, token: str, parts: list[Part], work: Progress) -> dict[str, SavedTensor]:
     """Write the files of a save, all but the manifest; return where each tensor is."""
     directory.mkdir(parents=True, exist_ok=True)
-    shards, tensors = _shards(parts), {}
+    shards, tensors = in_order(parts, _SHARD_BYTES), {}
     for number, shard in enumerate(shards, 1):
         name = f"vbrt-{token}-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors |= {
@@ -179,18 +179,6 @@ def remove_files(directory: Path, unwanted: Callable[[str], bool]) -> None:
                 path.unlink(missing_ok=True)
     except OSError:  # what is left over takes room and does no harm
         return
-
-
-def _shards(parts: Iterable[Part]) -> list[list[Part]]:
-    """Distribute the parts over files of about `_SHARD_BYTES`; a part is never split."""
-    shards, room = [], 0
-    for part in parts:
-        if not shards or part.nbytes > room:
-            shards.append([])
-            room = _SHARD_BYTES
-        shards[-1].append(part)
-        room -= part.nbytes
-    return shards
 
 
 def layer_parts(layer: SavedLayer, handle: Handle) -> Iterator[Part]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol, TypeVar
 
 import torch
 import xxhash
@@ -31,7 +32,7 @@ from vbrt.host.memory import bytes_view
 from vbrt.host.read_ahead import ReadAhead, Span
 from vbrt.saves.landing import Fill, fresh
 
-__all__ = ["TENSOR_DTYPES", "TensorFile", "TensorInfo", "TensorWriter", "digest"]
+__all__ = ["TENSOR_DTYPES", "TensorFile", "TensorInfo", "TensorWriter", "digest", "in_order"]
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -82,6 +83,30 @@ class TensorInfo:
     def end(self) -> int:
         """Where the next one begins."""
         return self.begin + self.nbytes
+
+
+class Sized(Protocol):
+    """Something that takes room in a file."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it."""
+
+
+_T = TypeVar("_T", bound=Sized)
+
+
+def in_order(items: Iterable[_T], limit: int) -> list[list[_T]]:
+    """Distribute items over files of up to `limit` bytes, in their order; a larger one has a file of its own."""
+    files: list[list[_T]] = []
+    room = 0
+    for item in items:
+        if not files or item.nbytes > room:
+            files.append([])
+            room = limit
+        files[-1].append(item)
+        room -= item.nbytes
+    return files
 
 
 def digest(tensor: torch.Tensor) -> str:
