@@ -80,7 +80,8 @@ def in_pieces(model, optimizer) -> list[float]:
 
 
 def test_gradients_are_added_and_clipped_as_resident():
-    assert_same_training(Tiny(), run=in_pieces)
+    updates = assert_same_training(Tiny(), run=in_pieces).updates
+    assert updates.steps == 3 and "3 steps" in str(updates)
 
 
 @pytest.mark.parametrize("pages", [3, 6.5])

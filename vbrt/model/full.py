@@ -1,19 +1,23 @@
 """A model that trains from the tiers, on a runtime."""
 
 import contextlib
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vbrt.config import VBConfig
 from vbrt.errors import WrapError
 from vbrt.model.attachment import Attachment, Seed, Terms
 from vbrt.model.runtime import Runtime
 from vbrt.report.routing import RoutingRecorder
+from vbrt.report.stats import Stats
+from vbrt.report.training import UpdateStats
 from vbrt.training import FullLayer, FullWeight
+from vbrt.training.clipping import clip_grad_norm_
 from vbrt.training.gradients import Outlet
 from vbrt.training.kept import widen_kept
 from vbrt.training.optimizers import release_optimizer, take_optimizer
@@ -29,6 +33,7 @@ class FullAttachment(Attachment):
     Attributes:
         optimizer: the user's, taken over; None before `take`.
         updater: of its weights.
+        clip_ns: time that clipping took.
     """
 
     def __init__(
@@ -38,6 +43,7 @@ class FullAttachment(Attachment):
         self.optimizer: torch.optim.Optimizer | None = None
         self.updater: Updater | None = None
         self._outlet = outlet
+        self.clip_ns = 0
 
     @property
     def weights(self) -> list[FullWeight]:
@@ -68,6 +74,33 @@ class FullAttachment(Attachment):
         if self.optimizer is None:
             raise WrapError(f'{what}: mode = "full" has no optimizer yet; give vbrt.wrap(..., optimizer=...) one')
         return self.optimizer
+
+    def stats(self, *, experts: bool = False) -> Stats:
+        """Return a frozen snapshot of all counters."""
+        found, updater = super().stats(experts=experts), self.updater
+        if updater is None:
+            return found
+        weights = self.weights
+        updates = UpdateStats(
+            updater.kernel.backend,
+            max((weight.state.steps for weight in weights), default=0),
+            updater.waiting,
+            sum(weight.wait_ns for weight in weights) // 1000,
+            self.clip_ns // 1000,
+            self.stack.rewriter.refreshed_bytes,
+            self._outlet.device_bytes,
+        )
+        return replace(found, updates=updates)
+
+    def clip(self, max_norm: float, norm_type: float) -> Tensor:
+        """Scale all gradients. See `VBFullWrapper.clip_grad_norm_`."""
+        start = time.perf_counter_ns()
+        try:
+            if norm_type == 2.0 and self.updater is not None:
+                return clip_grad_norm_(self.model.parameters(), max_norm, self.updater.helpers)
+            return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+        finally:
+            self.clip_ns += time.perf_counter_ns() - start
 
     def stepping(self) -> Stepping:
         """Return the step that begins within a `with` block. See `VBFullWrapper.stepping`."""

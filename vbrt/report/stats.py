@@ -27,6 +27,7 @@ from vbrt.report.metrics import metrics_lines
 from vbrt.report.speculation import SpeculationStats
 from vbrt.report.table import table_lines
 from vbrt.report.timeline import TimelineTotals
+from vbrt.report.training import UpdateStats
 from vbrt.residency.counts import PhaseCounts
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ class Stats:
     `caches`: of keys and values (`vbrt.KVCache`), whose bytes are in `tiers` too.
     `leases` says who decides them where pages move: a programme, or the policy one by one, and why.
     `activations`: what blocks keep for the backward pass; None where `training.activations` is "keep".
+    `updates`: what updates cost a model that trains from the tiers.
     """
 
     policy: str
@@ -153,6 +155,7 @@ class Stats:
     caches: Mapping[str, CacheStats] = field(default_factory=dict)
     leases: str = ""
     activations: ActivationStats | None = None
+    updates: UpdateStats | None = None
 
     @property
     def hits(self) -> int:
@@ -226,6 +229,7 @@ class Stats:
             "caches": {name: asdict(of) for name, of in self.caches.items()},
             "leases": self.leases,
             "activations": asdict(self.activations) if self.activations else None,
+            "updates": asdict(self.updates) if self.updates else None,
         }
 
     @classmethod
@@ -250,6 +254,7 @@ class Stats:
         values["steps"] = _part(StepCounts, data.get("steps", {}), "stats.steps")
         values["timeline"] = _part(TimelineTotals, data.get("timeline"), "stats.timeline")
         values["activations"] = _part(ActivationStats, data.get("activations"), "stats.activations")
+        values["updates"] = _part(UpdateStats, data.get("updates"), "stats.updates")
         values["speculation"] = _part(SpeculationStats, data.get("speculation"), "stats.speculation")
         return cls(**values)
 

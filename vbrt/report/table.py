@@ -102,6 +102,8 @@ def _summary(stats: "Stats") -> list[str]:
         lines.append(str(stats.speculation))
     if stats.activations:
         lines.append(str(stats.activations))
+    if stats.updates:
+        lines.append(str(stats.updates))
     if stats.timeline:
         recorded, waiting = f"{stats.timeline.recorded_us / 1e3:.1f} ms", _percent(stats.timeline.wait_share)
         lines.append(f"last timeline: {recorded}, {waiting} of them spent waiting")

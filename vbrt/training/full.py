@@ -7,6 +7,7 @@ in fp32 runs under bf16 autocast.
 
 import contextlib
 import functools
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -39,6 +40,7 @@ class FullWeight(PagesHandle):
         gradient: on the host.
         outlet: through which it leaves the computing device.
         updater: updates the weight; None before an optimizer was taken.
+        wait_ns: time for which layers have waited for updates.
         anchor: an input that makes autograd call the layers' backward.
         layers: the live layers that hold the weight.
     """
@@ -57,6 +59,7 @@ class FullWeight(PagesHandle):
         self.gradient.settle = functools.partial(_settle, weakref.ref(self))
         self.outlet = outlet
         self.updater: Updater | None = None
+        self.wait_ns = 0
         self.anchor = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
         self._device_before = torch.device("cpu")
 
@@ -153,8 +156,12 @@ class FullWeight(PagesHandle):
 
     def settle(self) -> None:
         """Wait for the weight's update. Raises what went wrong in it."""
-        if self.updater is not None:
-            self.updater.wait(self.state)
+        if self.updater is not None and self.updater.waiting:
+            start = time.perf_counter_ns()
+            try:
+                self.updater.wait(self.state)
+            finally:
+                self.wait_ns += time.perf_counter_ns() - start
 
     @contextlib.contextmanager
     def lease(self) -> Iterator[Tensor]:

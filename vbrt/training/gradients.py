@@ -318,6 +318,11 @@ class Outlet:
         if whole is not None:
             self._waiting.put(whole)
 
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the buffers on the computing device."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
     def drain(self) -> None:
         """Return when all that has been sent was added, or handed on."""
         if self._thread is not None:

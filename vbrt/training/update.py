@@ -114,6 +114,11 @@ class Updater:
             self._try_again()
             self._wait(update)
 
+    @property
+    def waiting(self) -> int:
+        """How many updates are under way."""
+        return len(self._open)
+
     def finish(self) -> bool:
         """Return when all updates are stored; True if one of them had failed before. Raises TierError as `wait`."""
         tried = self._try_again()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from vbrt.errors import WrapError
 from vbrt.model.full import FullAttachment
 from vbrt.saves.training import load_training, save_training
-from vbrt.training.clipping import clip_grad_norm_
 from vbrt.wrapper.wrapper import VBModelWrapper
 
 __all__ = ["VBFullWrapper", "take_optimizer_of"]
@@ -75,12 +74,10 @@ class VBFullWrapper(VBModelWrapper):
         """Scale all gradients so that their norm is at most `max_norm`; return what it was. It waits for all gradients.
 
         The same as torch.nn.utils.clip_grad_norm_(vb.parameters(), max_norm, norm_type), of gradients in fp32. With the
-        Euclidean norm those in the tiers are read once, and scaled on their way into the update.
+        Euclidean norm those in the tiers are read once, and scaled on their way into the update. `stats().updates` has
+        the time that it took.
         """
-        updater = self._attachment.updater
-        if norm_type == 2.0 and updater is not None:
-            return clip_grad_norm_(self.model.parameters(), max_norm, updater.helpers)
-        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+        return self._attachment.clip(max_norm, norm_type)
 
     def settle(self) -> None:
         """Wait until all updates are done. Raises TierError for one that failed."""
