@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from scripts.bench_parts import PARTS
-from scripts.full_tables import full_tables
+from scripts.full_tables import full_cpu_table, full_tables
 from scripts.generate_tables import generate_table
 from scripts.kv_tables import kv_table
 from scripts.live_tables import live_table
@@ -70,6 +70,8 @@ def tables() -> str:
         out += stream_table(path)
     for path in sorted(RESULTS.glob("programme-*.json")):
         out += programme_table(path, DOCS)
+    for path in sorted(RESULTS.glob("tiers-training-*.json")):
+        out += full_cpu_table(path)
     for path in sorted(RESULTS.glob("full-*.json")):
         out += full_tables(path)
     for path in sorted(RESULTS.glob("training-*.json")):

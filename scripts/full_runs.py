@@ -22,7 +22,7 @@ import vbrt
 from scripts.full_models import DEVICE, SHAPES, Trainee, batch, emptied, made, measured, passed, waited
 from vbrt.training.update import split_master
 
-__all__ = ["RUNS", "limited"]
+__all__ = ["RUNS", "ResidentLinear", "limited"]
 
 LR, CONTEXT = 1e-4, 2048
 _SLOTS = 10  # of the largest page, on the GPU
@@ -201,9 +201,13 @@ class _HalfUp(torch.autograd.Function):
         return dw.float()
 
 
-class _ResidentLinear(nn.Linear):
+class ResidentLinear(nn.Linear):
+    """nn.Linear that casts its weight under autocast as halves are cast: other than torch in exact ties only."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x.to(torch.bfloat16), _HalfUp.apply(self.weight))
+        """x [..., in_features] -> [..., out_features], in bf16."""
+        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
+        return F.linear(x.to(torch.bfloat16), _HalfUp.apply(self.weight), bias)
 
 
 def bits(options: argparse.Namespace) -> None:
@@ -227,7 +231,7 @@ def bits(options: argparse.Namespace) -> None:
 def _resident_run(model: Trainee, batches: list[Tensor]) -> dict:
     linears = [m for name, m in model.named_modules() if type(m) is nn.Linear and "layers." in name]
     for module in linears:
-        module.__class__ = _ResidentLinear
+        module.__class__ = ResidentLinear
     theirs = {id(module.weight) for module in linears}
     kept = torch.optim.AdamW([p for p in model.parameters() if id(p) not in theirs], LR, fused=True)
     pinned = DEVICE == "cuda"

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-__all__ = ["full_tables"]
+__all__ = ["full_cpu_table", "full_tables"]
 
 _PEERS = """\
 A Llama of 1.57 B parameters, AdamW, bf16 autocast, fp32 weights, {tokens:,} tokens a step in sequences of 2048;
@@ -19,6 +19,40 @@ The largest: {parameters:.1f} B parameters on {limit:.0f} GB of GPU memory and {
 _BITS = """\
 {parameters:.0f} M parameters, {steps} steps: losses and all weights have {found} as the same model trained
 resident with torch's fused AdamW on the CPU in fp32 ({own:.0f} s, resident {resident:.0f} s)."""
+
+
+_CPU = """\
+{parameters:.1f} M parameters, {rows} rows a step, AdamW, bf16 autocast, on {cpu}, {cores} cores that others use too. Of
+{state:.0f} MB of fp32 weights and moments half is in host memory, half in files. Losses and weights have {found} as those
+of the same model trained resident in the same arithmetic."""
+
+
+def full_cpu_table(path: Path) -> list[str]:
+    """What `scripts/full_cpu.py` measured."""
+    result = json.loads(path.read_text())
+    where, found = result["machine"], result["figures"]
+    said = _CPU.format(
+        parameters=found["parameters"] / 1e6,
+        rows=found["rows"],
+        cpu=where["cpu"],
+        cores=where["cores"],
+        state=found["state_bytes"] / 1e6,
+        found="the same bits" if found["equal"] else "other bits",
+    )
+    seconds = found["seconds"]
+    return [
+        "## training from the tiers, CPU",
+        "",
+        _flat(said),
+        "",
+        "| | seconds a step |",
+        "| --- | --- |",
+        f"| resident, torch | {seconds['resident']:.2f} |",
+        f"| from the tiers | {seconds['tiers']:.2f}, {found['ratio']:.2f} of that |",
+        "",
+        f"torch {where['versions']['torch']}, Python {where['python']}, commit {where['commit']}.",
+        "",
+    ]
 
 
 def full_tables(path: Path) -> list[str]:

@@ -10,12 +10,12 @@ from scripts import full_runs
 from scripts.full_tables import full_tables
 
 pytest.importorskip("transformers")
-GIVEN = {"shape": "tiny", "tokens": 256, "steps": 2, "parts": 1, "limit": None, "activations": "recompute"}
+GIVEN = {"shape": "tiny", "tokens": 64, "steps": 1, "parts": 1, "limit": None, "activations": "recompute"}
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(full_runs, "CONTEXT", 128)
+    monkeypatch.setattr(full_runs, "CONTEXT", 32)
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -26,10 +26,10 @@ def run(name, capsys, **given) -> dict:
 
 
 def test_its_figures_make_a_table(tmp_path, capsys):
-    large = run("large", capsys, sizes=[256, 512], at_once=256)
+    large = run("large", capsys, sizes=[32, 64], at_once=32)
     for row in large["rows"]:
         row["peak_bytes"] = 3_000_000_000  # of a GPU
-    bits = run("bits", capsys, steps=3)
+    bits = run("bits", capsys, steps=2)
     assert bits["equal"]
     where = {"gpu": "NVIDIA H200", "versions": {"torch": "2"}, "python": "3.12", "commit": "abc"}
     rows = [{"way": "resident", "tokens_per_s": 200.0, "tokens": 256, "peak_bytes": 2e9, "ready_s": 1.0}]
@@ -39,5 +39,5 @@ def test_its_figures_make_a_table(tmp_path, capsys):
     text = "\n".join(full_tables(path))
     assert "| resident | 200 | 1.00 | 2.0 | 1 |" in text
     assert "| other | not installed |" in text
-    assert "| 512 | 2 |" in text
-    assert "3 steps: losses and all weights have the same bits" in text
+    assert "| 64 | 2 |" in text
+    assert "2 steps: losses and all weights have the same bits" in text
