@@ -22,9 +22,9 @@ resident with torch's fused AdamW on the CPU in fp32 ({own:.0f} s, resident {res
 
 
 _CPU = """\
-{parameters:.1f} M parameters, {rows} rows a step, AdamW, bf16 autocast, on {cpu}, {cores} cores that others use too. Of
-{state:.0f} MB of fp32 weights and moments half is in host memory, half in files. Losses and weights have {found} as those
-of the same model trained resident in the same arithmetic."""
+{parameters:.1f} M parameters, {rows} rows a step, AdamW, bf16 autocast, on {cpu}, {cores} cores that others use too.
+Of {state:.0f} MB of fp32 weights and moments half is in host memory, half in files. Losses and weights have {found} as
+those of the same model trained resident in the same arithmetic."""
 
 
 def full_cpu_table(path: Path) -> list[str]:
