@@ -24,6 +24,7 @@ from vbrt.kernels.step import attended
 __all__ = ["MOST_COLUMNS", "is_steady_on", "steady_attention"]
 
 MOST_COLUMNS = 256  # of a head
+_MOST_ROWS = 65535  # of a grid
 
 
 def is_steady_on(device: torch.device) -> bool:
@@ -77,7 +78,10 @@ def _alike(*tensors: Tensor) -> bool:
 
 def _shares(query: Tensor, key: Tensor) -> bool:
     heads, groups = query.shape[1], key.shape[1]
-    return heads % groups == 0 and heads // groups <= MOST_QUERIES
+    fits = (
+        query.shape[:3].numel() <= _MOST_ROWS
+    )  # counted as if no head shared its keys: copies of these change nothing
+    return fits and heads % groups == 0 and heads // groups <= MOST_QUERIES
 
 
 def _is_mask(mask: Tensor | None, batch: int, queries: int, length: int) -> bool:
