@@ -31,13 +31,18 @@ class Buffer:
 
     @property
     def pinned(self) -> bool:
-        """True if it is page-locked host memory, which kernels can read by address too."""
+        """True if it is page-locked host memory."""
         return self.unpin is not None
+
+    @property
+    def addressed(self) -> bool:
+        """True if kernels of the computing GPU can read it by its address: page-locked, or a GPU's that it reaches."""
+        return self.pinned or (self.part is not None and self.part.reached)
 
     @property
     def asynchronous(self) -> bool:
         """True if copies to a GPU do not block the thread that asks for them: page-locked, or a GPU's memory."""
-        return self.unpin is not None or self.tensor.is_cuda
+        return self.pinned or self.tensor.is_cuda
 
     def synchronize(self) -> None:
         """Wait for the copies and kernels that still use this memory."""
@@ -65,7 +70,7 @@ class MemoryTier:
 
     memory = True
     overhead_bytes = stuck_bytes = 0
-    reads_ahead = False
+    reads_ahead = reached = False
 
     def __init__(self, name: str, device: torch.device, capacity_bytes: int, *, pinned: bool = False) -> None:
         self.name, self.device, self.capacity_bytes = name, device, capacity_bytes

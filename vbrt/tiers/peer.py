@@ -16,7 +16,7 @@ __all__ = ["PeerTier"]
 
 
 class _Part(MemoryTier):
-    """One neighbour's memory."""
+    """One neighbour's memory. reached: the computing GPU reads it directly."""
 
     def _new(self, nbytes: int) -> Buffer:
         buffer = super()._new(nbytes)
@@ -43,7 +43,11 @@ class PeerTier:
         self.device = self.parts[0].device
         self._largest_bytes = 0  # of a page so far
         self.capacity_bytes = capacity_bytes
-        self.fallbacks = [f"tiers.peer: {why}" for why in (computing and reach(computing, d) for d in devices) if why]
+        self.fallbacks: list[str] = []
+        for part in self.parts if computing is not None else ():
+            reason = reach(computing, part.device)
+            part.reached = not reason
+            self.fallbacks += [f"tiers.peer: {reason}"] if reason else []
 
     @property
     def capacity_bytes(self) -> int:
