@@ -43,7 +43,7 @@ def rewrite_all(stack: TierStack, keys=KEYS) -> None:
     for key in keys:
         with stack.rewriter.rewriting(key) as page:
             page += 1
-        stack.rewriter.forgo((key,))
+        stack.rewriter.forgo((key,), stack)
 
 
 def train(stack: TierStack, steps: int) -> None:
@@ -55,7 +55,7 @@ def train(stack: TierStack, steps: int) -> None:
             for key in keys:
                 with stack.lease((key,)) as (fields,):
                     assert (fields["weight"] == step).all(), f"{key} in the {phase} of step {step}"
-        stack.rewriter.expect(KEYS)
+        stack.rewriter.expect(KEYS, stack)
         threads.append(threading.Thread(target=rewrite_all, args=(stack,)))
         threads[-1].start()
     for thread in threads:

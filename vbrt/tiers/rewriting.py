@@ -5,7 +5,7 @@ bytes are others. So a page that is expected to be rewritten is *due*: from then
 of it either, until it has been rewritten; what has begun before is waited for. Copies above the home are refreshed in
 their slots: policies notice nothing, and what `simulate` counts is what the stack counts.
 
-    rewriter.expect(keys)                       # at the end of a step, for all of its pages
+    rewriter.expect(keys, step)                 # for all pages of a step; forgo(keys, step) ends that
     with rewriter.rewriting(key) as page:       # uint8 on the CPU: the page's bytes as they are, to be changed in place
         ...
 
@@ -15,7 +15,7 @@ what a lease needs that began before goes on.
 
 import contextlib
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 
@@ -49,22 +49,26 @@ class Rewriter:
             self._ledger.rewrites = True
             self._guard.deciding = False
 
-    def expect(self, keys: Collection[str]) -> None:
-        """Have leases and copies of these pages wait until each was rewritten, or is not expected any more. A page may
-        be expected several times over."""
+    def expect(self, keys: Collection[str], token: object, *, unless: Callable[[], bool] = bool) -> None:
+        """Have leases and copies of these pages wait until `forgo` is called with the same token.
+
+        Args:
+            token: any hashable object, of whoever is going to rewrite the pages.
+            unless: asked under the lock; nothing is expected if it returns True.
+        """
         with self._guard.entered:
             self._ledger.begin()
-            for key in keys:
-                self._page(key).due += 1
+            for key in keys if not unless() else ():
+                self._page(key).due.add(token)
             self._guard.deciding = False
 
-    def forgo(self, keys: Collection[str]) -> None:
-        """Expect one rewrite less of these pages; they stay as they are."""
+    def forgo(self, keys: Collection[str], token: object) -> None:
+        """Expect no rewrite of these pages any more for a token. Idempotent."""
         with self._guard.entered:
             for key in keys:
                 page = self._ledger.pages.get(key)
-                if page is not None and page.due:
-                    page.due -= 1
+                if page is not None:
+                    page.due.discard(token)
             self._guard.ring()
 
     @contextlib.contextmanager
@@ -82,8 +86,8 @@ class Rewriter:
         Raises:
             TierError: the page is gone, or cannot be read or written.
         """
-        self.expect((key,))
-        page = None
+        token, page = object(), None
+        self.expect((key,), token)
         try:
             page = self._begin(key)
             home = self._ledger.levels[page.home].slots[key]
@@ -94,7 +98,7 @@ class Rewriter:
         finally:
             if page is not None:
                 page.writer = 0
-            self.forgo((key,))
+            self.forgo((key,), token)
 
     def _begin(self, key: str) -> Page:
         """Wait until nobody uses the page: who begins later waits for its rewriting."""

@@ -47,7 +47,7 @@ class Page:
         tally: of its layer, which counts what the page counts; None where a layer has a page or two.
         put: the claim of an owner whose kernels read the page where it lies: it is not rehomed while the claim holds.
         pinned: whether its host memory is page-locked, where a tier's is.
-        due: rewrites that are expected; while there are any, no lease and no copy of the page begins.
+        due: tokens of rewrites that are expected; while there are any, no lease and no copy of the page begins.
         borrowers: of leases of the page, where pages are rewritten.
         readers: slots that threads are copying the page into.
         refreshed: copies that are held while they get the page's new bytes.
@@ -63,7 +63,7 @@ class Page:
     put: "Claim | None" = None
     pinned: bool = True
     refreshed: "list[Slot]" = field(default_factory=list)
-    due: int = 0
+    due: "set[object]" = field(default_factory=set)
     writer: int = 0
     borrowers: "set[Borrower]" = field(default_factory=set)
     readers: "set[Slot]" = field(default_factory=set)

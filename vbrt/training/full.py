@@ -9,7 +9,7 @@ import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -218,7 +218,13 @@ class _High:
         with weight.stack.rewriter.rewriting(page.key) as whole:
             yield unpack(whole, page.layout)["weight"]
 
-    def expect(self) -> None:
-        """Have leases wait until the page was rewritten once."""
+    def expect(self, token: object, *, unless: Callable[[], bool]) -> None:
+        """Have leases and copies of the page wait, and none be made of the old bytes, until `forgo`."""
         weight = self._weight()
-        weight.stack.rewriter.expect(weight.keys)
+        weight.stack.rewriter.expect(weight.keys, token, unless=unless)
+
+    def forgo(self, token: object) -> None:
+        """End that. Idempotent."""
+        weight = self._weight()
+        if weight is not None:
+            weight.stack.rewriter.forgo(weight.keys, token)

@@ -102,6 +102,7 @@ class Updater:
         self._open[id(state)] = update
         state.steps, state.has_moments = number, True  # no call in between
         self._give(update)
+        state.high.expect(update, unless=lambda: update.rewritten)
 
     def wait(self, state: WeightState) -> None:
         """Return when a weight's update is stored.
@@ -184,6 +185,8 @@ class Updater:
             self._computing.take(update.loaded)
         with contextlib.ExitStack() as pages:
             update.run(pages, self.kernel.run, self.helpers)
+        update.rewritten = True
+        update.state.high.forgo(update)
         if update.staging is None:
             self._end(update)
         else:
@@ -220,7 +223,7 @@ class _Update:
         self.staging: Tensor | None = None  # the state of a weight that lives in a file
         self.high: Tensor | None = None  # as it was computed
         self.place: object = None  # in memory, of the staging
-        self.given = self.loads = self.torn = self.computed = self.stores = self.ended = False
+        self.rewritten = self.given = self.loads = self.torn = self.computed = self.stores = self.ended = False
         self.loaded, self.bell = _Bell(), _Bell()
 
     def run(self, pages: contextlib.ExitStack, kernel: Callable[..., Any], helpers: Helpers) -> None:

@@ -1,7 +1,7 @@
 """WeightState: what the update needs of one weight, in memory or in a file."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,6 +25,13 @@ class HighPage(Protocol):
 
     def rewriting(self) -> contextlib.AbstractContextManager[Tensor]:
         """Yield the high half (bf16, the module's shape, on the CPU), to be changed in place."""
+
+    def expect(self, token: object, *, unless: Callable[[], bool]) -> None:
+        """Have leases and copies of the page wait until `forgo` with the same token; not if `unless` says that this has
+        been."""
+
+    def forgo(self, token: object) -> None:
+        """End that. Idempotent."""
 
 
 class Plain:
