@@ -152,7 +152,7 @@ class FullWeight(PagesHandle):
     def all_fallbacks(self) -> list[str]:
         """What is done otherwise than asked."""
         updates = [] if self.updater is None else self.updater.fallbacks
-        return [*self.fallbacks, *self.gradient.fallbacks, *updates]
+        return [*self.fallbacks, *self.gradient.pages.fallbacks, *updates]
 
     def settle(self) -> None:
         """Wait for the weight's update. Raises what went wrong in it."""

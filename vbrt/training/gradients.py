@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import TierError, WrapError
-from vbrt.formats.page import PageLayout, build_layout, unpack
-from vbrt.host.memory import PinError, aligned, map_memory, pin
-from vbrt.tiers import Owner, TierStack
+from vbrt.host.memory import PinError, map_memory, pin
+from vbrt.tiers import TierStack
 from vbrt.tiers.slots import Page
+from vbrt.training.gradient_pages import GradientPages
 
 __all__ = ["Gradient", "Outlet", "Taken"]
 
@@ -58,6 +58,7 @@ class Gradient:
 
     Attributes:
         dtype: of the parameter.
+        pages: where it lies.
         hidden: from the optimizer's own step.
         arrivals: gradients since the last step.
         version: counts its changes, but for being taken.
@@ -65,16 +66,14 @@ class Gradient:
         applied: whether the gradient of this step has been taken for an update, and the step has not ended.
         expected: forwards since then whose gradients have not arisen yet.
         factor: what the sum is still to be multiplied with.
-        fallbacks: what is done otherwise than planned.
+        error: why a gradient could not be added; raised by `wait`.
         settle: called before the memory of the gradient before is written over: its update reads it.
     """
 
     def __init__(self, name: str, stack: TierStack, dtype: torch.dtype, home: str) -> None:
         self.name, self.dtype, self.hidden = name, dtype, False
         self.arrivals, self.factor = 0, 1.0
-        self._stack, self._home, self._owner = stack, home, Owner(stack)
-        self._pages: dict[torch.dtype, Page] = {}
-        self._shape: tuple[int, ...] = ()
+        self.pages = GradientPages(name, stack, home)
         self.expected = self.version = 0
         self.whole: Callable[[], None] | None = None
         self.applied = False
@@ -84,70 +83,30 @@ class Gradient:
         self._filed: Page | None = None
         self._event: torch.cuda.Event | None = None
         self._adding: list[threading.Event] = []
-        self._error: BaseException | None = None
-        self.fallbacks: list[str] = []
+        self.error: BaseException | None = None
         self.settle: Callable[[], object] = _nothing
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    def _page(self, dtype: torch.dtype) -> Page:
-        """Return the page of the gradient in a dtype; it is kept for further steps. Raises TierError for no room."""
-        page = self._pages.get(dtype)
-        if page is None:
-            text = str(dtype).removeprefix("torch.")
-            layout = build_layout("dense", "gradient", [("gradient", text, self._shape)])
-            page = self._pages[dtype] = self._added(f"{self.name}#gradient.{text}", layout)
-            page.passes = False
-        return page
-
-    def _added(self, key: str, layout: PageLayout) -> Page:
-        """Return a new page; where its home has no room left (for a sum in fp32 beside one in bf16), in a file."""
-        last = self._stack.levels[-1].tier
-        try:
-            return self._stack.add(key, layout, self._home, lambda out: None, self._owner)
-        except TierError:
-            if last.memory or last.name == self._home:
-                raise
-        reason = f"{key}: its home in the {self._home} tier has no room; it lives in files, which is slower"
-        self.fallbacks.append(reason)
-        return self._stack.add(key, layout, last.name, lambda out: None, self._owner)
-
-    def _room(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the host memory of the gradient in a dtype; None if it lives in a file."""
-        page = self._page(dtype)
-        slot = self._stack.ledger.levels[page.home].slots[page.key]
-        return unpack(slot.view, page.layout)["gradient"] if slot.level.tier.memory else None
-
     def _put_down(self, value: Tensor) -> None:
         """Hold a value in the page of its dtype."""
-        room = self._room(value.dtype)
-        if room is not None:
+        room = self.pages.room(value.dtype)
+        if room is None:
+            self._filed = self.pages.write(value)
+            self._sum = None
+        else:
             self._sum = room if room.data_ptr() == value.data_ptr() else room.copy_(value)
-            return
-        page = self._page(value.dtype)
-        with self._stack.rewriter.rewriting(page.key, fresh=True) as whole:
-            unpack(whole, page.layout)["gradient"].copy_(value)
-        self._sum, self._filed = None, page
 
     def _lifted(self) -> Tensor:
         """Return the sum, from its file if it lies in one, and scaled."""
-        summed = self._read(self._filed) if self._sum is None else self._sum
+        summed = self.pages.read(self._filed) if self._sum is None else self._sum
         factor, self.factor = self.factor, 1.0
         return summed if factor == 1 else summed.float() * _fp32(factor)
 
-    def _read(self, page: Page) -> Tensor:
-        """Return what a file holds."""
-        slot, staging = self._stack.ledger.levels[page.home].slots[page.key], aligned(page.nbytes)
-        if slot.level.tier.memory:  # a budget has changed
-            staging.copy_(slot.view)
-        else:
-            slot.level.tier.get(slot.room, staging, key=page.key)
-        return unpack(staging, page.layout)["gradient"]
-
     def retire(self) -> None:
         """Retire the pages of the gradient, which is gone. Idempotent."""
-        self._stack.retire(self._owner)
-        self._pages, self._sum, self._owner = {}, None, Owner(self._stack)
+        self.pages.retire()
+        self._sum = self._filed = None
 
     # -- arriving -----------------------------------------------------------------------------------------------------
 
@@ -160,10 +119,10 @@ class Gradient:
         """Return the memory that the first gradient of a step may be written into; it counts from now on. None if it
         is not the first, or lives in a file: `add_` takes it."""
         self.settle()
-        self._shape = shape
+        self.pages.shape = shape
         if self._adding or not self.empty:
             return None
-        self._sum = self._room(torch.bfloat16)
+        self._sum = self.pages.room(torch.bfloat16)
         if self._sum is not None:
             self._pass = arising.number
             self.arrivals += 1
@@ -205,10 +164,6 @@ class Gradient:
         self._adding.append(event)
         return event
 
-    def failed(self, error: BaseException) -> None:
-        """Note that a gradient could not be added."""
-        self._error = error
-
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _synchronize(self) -> None:
@@ -222,7 +177,7 @@ class Gradient:
             event.wait()
         self._adding = []
         self._synchronize()
-        error, self._error = self._error, None
+        error, self.error = self.error, None
         if error is not None:
             self._sum = self._filed = self._of_pass = None
             raise TierError(f"{self.name}: its gradient could not be added ({error}); drop all gradients") from error
@@ -237,7 +192,7 @@ class Gradient:
         self._fold()
         sum = self._lifted()
         if sum.dtype is not self.dtype:
-            room = self._room(self.dtype)
+            room = self.pages.room(self.dtype)
             sum = sum.to(self.dtype) if room is None else room.copy_(sum)
         self._sum, self._filed = sum, None
         return sum
@@ -257,7 +212,7 @@ class Gradient:
         self._forget()
         self.version += 1
         if value is not None:
-            self._shape = tuple(value.shape)
+            self.pages.shape = tuple(value.shape)
             self._put_down(value.detach().to("cpu", self.dtype))
 
     def take(self) -> "Taken | None":
@@ -273,7 +228,7 @@ class Gradient:
         if self.empty:
             return None
         summed, filed = self._sum, self._filed
-        return Taken(partial(self._read, filed) if summed is None else lambda: summed, self.factor)
+        return Taken(partial(self.pages.read, filed) if summed is None else lambda: summed, self.factor)
 
     def scale_(self, factor: float) -> None:
         """Multiply the sum, in fp32, as it is read next: an update does that on its way."""
@@ -393,7 +348,7 @@ class Outlet:
             event.synchronize()
             add()
         except BaseException as error:  # noqa: BLE001 - raised by whoever reads the gradient
-            gradient.failed(error)
+            gradient.error = error
         finally:
             self._staging.put(staging)
             added.set()

@@ -1,0 +1,86 @@
+"""The pages of one weight's gradient: in host memory or in files, one for each dtype that its sum has had."""
+
+import torch
+from torch import Tensor
+
+from vbrt.errors import TierError
+from vbrt.formats.page import PageLayout, build_layout, unpack
+from vbrt.host.memory import aligned
+from vbrt.tiers import Owner, TierStack
+from vbrt.tiers.slots import Page
+
+__all__ = ["GradientPages"]
+
+
+class GradientPages:
+    """Where a gradient is put down.
+
+    Args:
+        name: of the weight.
+        home: the tier that the pages live in.
+
+    Attributes:
+        shape: of the gradient; set before there is one.
+        fallbacks: what is done otherwise than planned.
+    """
+
+    def __init__(self, name: str, stack: TierStack, home: str) -> None:
+        self.shape: tuple[int, ...] = ()
+        self.fallbacks: list[str] = []
+        self._name, self._stack, self._home, self._owner = name, stack, home, Owner(stack)
+        self._pages: dict[torch.dtype, Page] = {}
+
+    def room(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the host memory of the gradient in a dtype, kept for further steps; None if it lives in a file.
+
+        Raises TierError: the tiers have no room for it.
+        """
+        page = self._page(dtype)
+        slot = self._stack.ledger.levels[page.home].slots[page.key]
+        return unpack(slot.view, page.layout)["gradient"] if slot.level.tier.memory else None
+
+    def write(self, value: Tensor) -> Page:
+        """Put a value down in the file of its dtype. Raises TierError."""
+        page = self._page(value.dtype)
+        with self._stack.rewriter.rewriting(page.key, fresh=True) as whole:
+            unpack(whole, page.layout)["gradient"].copy_(value)
+        return page
+
+    def read(self, page: Page) -> Tensor:
+        """Return what `write` has put down, verified. Raises TierError."""
+        slot, staging = self._stack.ledger.levels[page.home].slots[page.key], aligned(page.nbytes)
+        if slot.level.tier.memory:  # a budget has changed
+            staging.copy_(slot.view)
+        else:
+            slot.level.tier.get(slot.room, staging, key=page.key)
+        return unpack(staging, page.layout)["gradient"]
+
+    def retire(self) -> None:
+        """Retire the pages. Idempotent."""
+        self._stack.retire(self._owner)
+        self._pages, self._owner = {}, Owner(self._stack)
+
+    def _page(self, dtype: torch.dtype) -> Page:
+        page = self._pages.get(dtype)
+        if page is None:
+            text = str(dtype).removeprefix("torch.")
+            layout = build_layout("dense", "gradient", [("gradient", text, self.shape)])
+            page = self._pages[dtype] = self._added(f"{self._name}#gradient.{text}", layout)
+            page.passes = False
+        return page
+
+    def _added(self, key: str, layout: PageLayout) -> Page:
+        """Return a new page; where its home has no room left (for a sum in fp32 beside one in bf16), in a file."""
+        last = self._stack.levels[-1].tier
+        try:
+            return self._stack.add(key, layout, self._home, _as_it_is, self._owner)
+        except TierError:
+            if last.memory or last.name == self._home:
+                raise
+        reason = f"{key}: its home in the {self._home} tier has no room; it lives in files, which is slower"
+        self.fallbacks.append(reason)
+        return self._stack.add(key, layout, last.name, _as_it_is, self._owner)
+
+
+def _as_it_is(page: Tensor) -> None:
+    """Write nothing: a gradient is put down before it is read."""
