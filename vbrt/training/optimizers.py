@@ -71,7 +71,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         gradient = weight.gradient.held()
         if gradient is not None and parameter.requires_grad:
             scaling = Scaling(divisor, gradient.factor)
-            self._vb_updater.submit(weight.state, gradient.read, group, scaling)
+            mark = weight.gradient.version
+            self._vb_updater.submit(weight.state, (mark, gradient.read), group, scaling)
         weight.gradient.take()  # now, since the update has it
 
     def state_dict(self) -> dict[str, Any]:

@@ -59,7 +59,9 @@ class Stepping:
                     self._updated.add(id(weight))
                     weight.gradient.applied = True
                     scaling = Scaling(factor=gradient.factor)
-                    self._optimizer._vb_updater.submit(weight.state, gradient.read, group, scaling)
+                    self._optimizer._vb_updater.submit(
+                        weight.state, (weight.gradient.version, gradient.read), group, scaling
+                    )
         except BaseException as error:  # noqa: BLE001 - raised at the end of the block
             self._error = self._error or error
 

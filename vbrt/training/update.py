@@ -40,6 +40,7 @@ from vbrt.training.update_state import HighPage, WeightState
 
 __all__ = ["HighPage", "Rule", "Scaling", "Updater", "WeightState", "join_master", "rule_for", "split_master"]
 
+Gradient = tuple[int, Callable[[], Tensor]]
 _LOOK_SECONDS = 0.02  # a thread that waits looks this often, in case nobody rang
 
 
@@ -82,25 +83,28 @@ class Updater:
     # -- whoever wants an update --------------------------------------------------------------------------------------
 
     def submit(
-        self, state: WeightState, grad: Callable[[], Tensor], group: Mapping[str, Any], scaling: Scaling | None = None
+        self, state: WeightState, grad: Gradient, group: Mapping[str, Any], scaling: Scaling | None = None
     ) -> None:
-        """Begin a weight's update.
+        """Begin a weight's update, unless it was begun with this very gradient before.
 
         Args:
-            grad: returns its gradient (bf16 or fp32, of its shape), which must stay as it is until then; called when
-                its turn comes.
+            grad: a number for the gradient, and what returns it (bf16 or fp32, of the weight's shape); it is called
+                when its turn comes, so it must stay as it is until then.
             group: its settings, as they are now.
 
         Raises:
             TierError: an update before it failed.
         """
+        mark, read = grad
+        if state.applied == mark:  # Ctrl-C came before the caller knew
+            return
         self.wait(state)
         number = state.steps + 1
         resumed = self.rule.resumes and number == 1 and state.has_moments
         step = self.rule.step(group, number + resumed, scaling or Scaling())
-        update = _Update(state, grad, step)
+        update = _Update(state, read, step)
         self._open[id(state)] = update
-        state.steps, state.has_moments = number, True  # no call in between
+        state.steps, state.has_moments, state.applied = number, True, mark  # no call in between
         self._give(update)
         state.high.expect(update, unless=lambda: update.rewritten)
 

@@ -62,6 +62,7 @@ class WeightState:
         eight_bit: True if moments have 8 bits.
         steps: updates that were begun.
         has_moments: True once an update has filled them, or they were set.
+        applied: which gradient the last update was begun with, by the number that its caller has for it.
     """
 
     name: str
@@ -72,6 +73,7 @@ class WeightState:
     eight_bit: bool = False
     steps: int = 0
     has_moments: bool = False
+    applied: int = -1
 
     @classmethod
     def of(cls, name: str, high: HighPage, low: Tensor) -> "WeightState":
