@@ -108,7 +108,7 @@ def full(options: argparse.Namespace) -> list[dict]:
 
 def large(options: argparse.Namespace) -> dict:
     """Measure the 8 B shape."""
-    sizes = {"sizes": [4 * K, 16 * K, 32 * K], "at_once": 16 * K, "steps": 2}
+    sizes = {"sizes": [16 * K, 4 * K, 32 * K], "at_once": 16 * K, "steps": 2}
     given = {"shape": "8b", "limit": 24.0, "activations": "offload", "training": options.training, **sizes}
     return shown(in_process("large", options.seconds, **given))
 

@@ -64,7 +64,7 @@ def compute_seconds(model: nn.Module, ids: Tensor) -> float:
         passed(model, ids)
         model.zero_grad()
 
-    return measured(both, steps=2, warm=1)["seconds"]
+    return measured(both, steps=1, warm=1)["seconds"]
 
 
 def apart(vb: vbrt.VBFullWrapper, ids: Tensor) -> dict:
@@ -158,11 +158,14 @@ def large(options: argparse.Namespace) -> None:
     for tokens in options.sizes:
         ids, parts = batch(shape, tokens, CONTEXT), tokens // _at_once(options, tokens)
         row = {"tokens": tokens, "parts": parts}
-        warm = 0 if found["rows"] else 1
-        row |= measured(lambda: trained(vb, ids, parts=parts), steps=options.steps, warm=warm)  # noqa: B023
+        first = not found["rows"]
+        row |= measured(lambda: trained(vb, ids, parts=parts), steps=options.steps, warm=int(first))  # noqa: B023
         found["rows"].append(row | {"tokens_per_s": tokens / row["seconds"]})
         told(found)
-    told(found | apart(vb, batch(shape, options.sizes[0], CONTEXT)) | about(vb))
+        if first:
+            found |= apart(vb, ids) | about(vb)
+            told(found)
+    vb.close()
 
 
 def _at_once(options: argparse.Namespace, tokens: int) -> int:
