@@ -28,7 +28,7 @@ def gpu(budget: int) -> dict:
 
 def test_a_model_in_host_memory_is_measured_on_the_gpu_within_its_budget_as_on_a_cpu():
     pytest.importorskip("transformers")
-    model = network(hidden_size=512, intermediate_size=2048)
+    model = network(hidden_size=512, intermediate_size=2048, num_hidden_layers=10)
     on_cpu = vbrt.choose_precision(model, IDS, "15 bits", {"weights": WEIGHTS, "tiers": {"gpu": {"enabled": False}}})
     largest = max(p.nbytes for p in model.parameters())
     swapped = sum(layer.swap.dense_bytes for layer in on_cpu.layers)
@@ -44,7 +44,7 @@ def test_a_model_in_host_memory_is_measured_on_the_gpu_within_its_budget_as_on_a
         losses = [(a.loss, b.loss) for a, b in zip(choice.layers, on_cpu.layers, strict=True)]
         assert all(a == pytest.approx(b, rel=0.1, abs=1e-7) for a, b in losses)
     assert [(p.data_ptr(), p.device) for p in model.parameters()] == before
-    assert peaks[0] < kept + 4 * largest + 12 * largest < swapped < peaks[1]
+    assert peaks[0] < kept + 4 * largest + 20 * largest < swapped < peaks[1], (peaks, kept, largest, swapped)
 
 
 def test_a_gpu_calibrates_a_model_in_host_memory_to_nearly_the_scales_of_a_cpu(tmp_path):
@@ -55,7 +55,7 @@ def test_a_gpu_calibrates_a_model_in_host_memory_to_nearly_the_scales_of_a_cpu(t
     plan = vbrt.make_plan(model, asked)
     found = [with_inputs(model, plan, asked, device=torch.device(name)) for name in ("cuda", "cpu")]
     for one, other in zip(found[0].swaps, found[1].swaps, strict=True):
-        torch.testing.assert_close(one.squares[0], other.squares[0], rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(one.inputs[0].squares, other.inputs[0].squares, rtol=1e-2, atol=1e-3)
     vb = vbrt.wrap(model, asked)
     with torch.no_grad():
         logits = vb(IDS.cuda()).logits.float().cpu()

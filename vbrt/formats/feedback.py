@@ -25,7 +25,8 @@ GROUP = 256
 #: of the mean of the diagonal, added to it: few tokens say little about how inputs go together
 _DAMPING = 0.3
 _STEP = 16  # columns whose errors go to those behind them at once
-_WEIGHTS = 1 << 22  # that are compensated at a time
+#: weights that are compensated at a time, by the type of the device: six fp32 temporaries of them
+_WEIGHTS = {"cpu": 1 << 22, "cuda": 1 << 24}
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +62,7 @@ def compensated(format: BlockFormat, w_NK: Tensor, coarse: dict[str, Tensor], mo
     moments_GCC = moments_GCC.to(w_NK.device)
     moments_GCC = moments_GCC / moments_GCC.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-30).view(-1, 1, 1)
     turns = _Turns(moments_GCC, format._grid(coarse), format.block)
-    scale_NB, rows = format._scales(coarse), max(1, _WEIGHTS // w_NK.shape[1])
+    scale_NB, rows = format._scales(coarse), max(1, _WEIGHTS.get(w_NK.device.type, _WEIGHTS["cpu"]) // w_NK.shape[1])
     parts = zip(w_NK.split(rows), scale_NB.split(rows), strict=True)
     return {**coarse, "codes": torch.cat([turns.codes(w_RK, scale_RB) for w_RK, scale_RB in parts])}
 
