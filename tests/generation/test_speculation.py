@@ -319,3 +319,11 @@ def test_a_timeline_has_each_round_with_its_drafts_and_verification_inside(wrapp
     passes = [[p.page for p in of["pass"] if r.start_us <= p.start_us and p.end_us <= r.end_us] for r in of["round"]]
     want = [int(span.page.split(" of ")[1].split()[0]) for span in of["round"]]  # drafts; a round of none only verifies
     assert passes == [["draft"] * k + ["verify" if k else "decode"] for k in want] and want[0] == 3
+
+
+def test_drafts_go_on_where_memory_of_a_shorter_call_ends(recorded):
+    with wrap(llama(dtype=BF16), "exact") as vb:
+        run(vb, prompts(1), max_new_tokens=3, speculate=2)
+        got = run(vb, prompts(1), speculate=2)
+        assert_same(got, run(vb, prompts(1)))
+        assert vb.stats().steps.eager == 0, vb.stats().steps

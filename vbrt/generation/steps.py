@@ -332,6 +332,7 @@ class Session:
         if not self._holds(cache) or self._kept.statics.room < span_of(length).end:
             self._let_go(cache)
             self._kept, self._cache = self._steps.kept_for(cache, self._limit), weakref.ref(cache)
+            self._last = None  # its recording is of other memory
         statics = self._kept.statics
         if statics.span != statics.span_at(length):
             statics.move_to(statics.span_at(length))
