@@ -118,8 +118,8 @@ def take_optimizer(
     plain = type(optimizer)
     updater = Updater(rule)
     _place(optimizer, weights, rule, eight_bit=eight_bit)
-    for weight in weights:
-        weight.updater = updater
+    for rank, weight in enumerate(weights):
+        weight.updater, weight.state.rank = updater, rank
         _take_state(optimizer, weight)
     optimizer.__dict__["_vb_updater"] = updater
     optimizer.__class__ = _class_for(plain)

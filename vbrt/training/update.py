@@ -17,12 +17,14 @@ lost by a full disk or a failed read. A weight whose update has not been stored 
 
 import atexit
 import contextlib
+import itertools
 import os
 import time
 import warnings
 import weakref
 from _thread import allocate_lock
 from collections.abc import Callable, Mapping
+from heapq import heappop, heappush
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -45,14 +47,17 @@ _LOOK_SECONDS = 0.02  # a thread that waits looks this often, in case nobody ran
 
 
 class Updater:
-    """Updates weights in the background, one at a time and by all threads, in the order in which they are submitted.
+    """Updates weights in the background, one at a time and by several threads, the first of the model first.
 
-    The bits depend neither on the number of threads nor on the order. What lives in files is read ahead and written
-    behind. Where something goes wrong, what comes after it waits.
+    A backward pass hands the last layers over first, but the next forward needs the first ones first: so the update of
+    the last ones goes on while it runs. The bits depend neither on the number of threads nor on the order. What lives
+    in files goes before the rest, in order; it is read ahead and written behind. Where something goes wrong, what comes
+    after it waits.
 
     Args:
         rule: how.
-        threads: that work on a weight; by default as many as the process has cores.
+        threads: that work on a weight; by default three quarters of the cores: as many saturate the memory, and the
+            others launch what the GPU computes.
 
     Attributes:
         kernel: what computes.
@@ -67,7 +72,7 @@ class Updater:
             why = kernel_refusal(device, "update")
             self.fallbacks = [f"updates of weights: {why}; they run in plain torch, many times slower"]
             warnings.warn(self.fallbacks[0], stacklevel=2)
-        self._threads = threads or cores()
+        self._threads = threads or cores() - cores() // 4
         self._open: dict[int, _Update] = {}  # by the state's id, in the order of submission
         self._begin()
         _updaters.add(self)
@@ -229,6 +234,7 @@ class _Update:
         self.place: object = None  # in memory, of the staging
         self.rewritten = self.given = self.loads = self.torn = self.computed = self.stores = self.ended = False
         self.loaded, self.bell = _Bell(), _Bell()
+        self.urgency = 1 + state.rank if state.memory.in_memory else 0
 
     def run(self, pages: contextlib.ExitStack, kernel: Callable[..., Any], helpers: Helpers) -> None:
         """Do one step; or, if it was done and could not be stored, give the high half again. `pages` stores it."""
@@ -270,7 +276,7 @@ class _Bell:
 
 
 class _Stage:
-    """A thread that does one part of updates, in order; what fails is tried again when it is said so.
+    """A thread that does one part of updates; what fails is tried again when it is said so.
 
     Attributes:
         failure: what it is at, and what went wrong; it waits until this is None.
@@ -282,10 +288,18 @@ class _Stage:
         self.crew = Crew(1)
         self.failure: tuple[_Update, Exception] | None = None
         self.heard = self.closed = False
+        self._serial = itertools.count()
+        self._waiting: list[tuple[int, int, _Update, Callable[[_Update], None]]] = []  # a heap
 
     def give(self, update: _Update, work: Callable[[_Update], None]) -> None:
-        """Have a part of an update done."""
-        self.crew.give(self._do, update, work)
+        """Have a part of an update done, the lowest urgency first, those of one urgency in order."""
+        heappush(self._waiting, (update.urgency, next(self._serial), update, work))
+        self.crew.give(self._do_next)
+
+    def _do_next(self) -> None:
+        if self._waiting:
+            _, _, update, work = heappop(self._waiting)
+            self._do(update, work)
 
     def _do(self, update: _Update, work: Callable[[_Update], None]) -> None:
         while not self.closed:

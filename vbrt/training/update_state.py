@@ -60,6 +60,7 @@ class WeightState:
         memory: where the low half and the moments lie.
         kinds: what kernels call each moment, by its name in torch's optimizer state.
         eight_bit: True if moments have 8 bits.
+        rank: where the weight is in the model, first to last.
         steps: updates that were begun.
         has_moments: True once an update has filled them, or they were set.
         applied: which gradient the last update was begun with, by the number that its caller has for it.
@@ -71,6 +72,7 @@ class WeightState:
     memory: Plain | StatePage
     kinds: dict[str, str] = field(default_factory=dict)
     eight_bit: bool = False
+    rank: int = 0
     steps: int = 0
     has_moments: bool = False
     applied: int = -1
