@@ -5,7 +5,7 @@ Legend: N rows (outputs), K columns (inputs), Kp = K padded to the block, B bloc
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -35,7 +35,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class WeightPlanes:
     """The resident planes of one weight: what a kernel needs to compute with it.
 
-    shape (N, K) and dtype are the original weight's. For format "dense", coarse = {"weight": W_NK}.
+    shape (N, K) and dtype are the original weight's. For format "dense", coarse = {"weight": W_NK}. `prepared` is what
+    a kernel made of them for its next calls.
     """
 
     format: str
@@ -43,6 +44,7 @@ class WeightPlanes:
     dtype: torch.dtype
     coarse: dict[str, Tensor]
     fine: dict[str, Tensor] | None = None
+    prepared: object = field(default=None, init=False, repr=False, compare=False)
 
 
 class EncodedGroup(NamedTuple):

@@ -57,14 +57,7 @@ def fused_tokens() -> int:
 
 
 def _served(planes: WeightPlanes) -> bool:
-    known = planes.format in FORMATS or (planes.format in LEVELS and planes.fine is None)
-    if not known or "codes" not in planes.coarse:
-        return False
-    return _are_plain(planes.coarse) and (planes.fine is None or (planes.dtype in WIDTH and _are_plain(planes.fine)))
-
-
-def _are_plain(plane: dict[str, Tensor]) -> bool:
-    return all(type(t) is Tensor and t.is_cpu and t.is_contiguous() for t in plane.values())
+    return _prepared(planes) is not None
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
@@ -139,9 +132,8 @@ def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None, dtype: torch
         x_MK.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(), len(x_MK), k,
         NUMBERS[x.dtype], 0 if bias is None else NUMBERS[bias.dtype], NUMBERS[dtype],
     )  # fmt: skip
-    with _Borrowed(planes) as weight:
-        if not library().vbrt_linear(weight, product, _threads(y.numel() * k)):
-            raise MemoryError(f"linear: no memory for {len(x_MK)} rows of {k} inputs")
+    if not library().vbrt_linear(_weight(planes), product, _threads(y.numel() * k)):
+        raise MemoryError(f"linear: no memory for {len(x_MK)} rows of {k} inputs")
     return y
 
 
@@ -173,11 +165,11 @@ def _decoded_rows(planes: WeightPlanes, weights: int) -> Iterator[tuple[int, int
     kp = padded(k, get_format(planes.format).block)
     rows = min(n, max(1, weights // k))
     w_RK = recycle.empty((rows, kp), torch.float32)
-    with _Borrowed(planes) as weight:
-        for first in range(0, n, rows):
-            last = min(n, first + rows)
-            library().vbrt_decode(weight, first, last, w_RK.data_ptr(), _threads((last - first) * kp))
-            yield first, last, w_RK[: last - first, :k]
+    weight = _weight(planes)
+    for first in range(0, n, rows):
+        last = min(n, first + rows)
+        library().vbrt_decode(weight, first, last, w_RK.data_ptr(), _threads((last - first) * kp))
+        yield first, last, w_RK[: last - first, :k]
 
 
 def _merge(planes: WeightPlanes, *, turned: bool = False) -> Tensor:
@@ -187,9 +179,8 @@ def _merge(planes: WeightPlanes, *, turned: bool = False) -> Tensor:
     threads, pitch = _threads(w.numel()), k + _GROUP if turned else k  # at a power of two, rows share a few cache sets
     rows = torch.empty(threads, _GROUP, pitch, dtype=planes.dtype, device="cpu") if turned else None
     fine = _fine(planes)
-    with _Borrowed(planes) as weight:
-        memory = None if rows is None else rows.data_ptr()
-        whole = library().vbrt_merge(weight, fine, w.data_ptr(), memory, pitch, threads)
+    memory = None if rows is None else rows.data_ptr()
+    whole = library().vbrt_merge(_weight(planes), fine, w.data_ptr(), memory, pitch, threads)
     if not whole:
         raise FormatError("fine plane: its lists do not fit the codes of the coarse plane; the pages are damaged")
     return w
@@ -212,19 +203,43 @@ def _threads(work: int) -> int:
     return max(1, min(torch.get_num_threads(), work // _THREAD_WORK))
 
 
-class _Borrowed:
-    """A weight as the C code sees it, whose tables live as long as the block."""
+class _Prepared:
+    """Planes as the C code sees them, made once for those that never move. Copies of the planes make their own."""
 
     def __init__(self, planes: WeightPlanes) -> None:
         fmt = get_format(planes.format)
         assert isinstance(fmt, BlockFormat | Levels)  # for the type checker
-        codes, scales = planes.coarse["codes"], planes.coarse["scales"]
-        self._tensors = (codes, scales, *fmt.tables(planes.coarse))
+        self.codes = planes.coarse["codes"]
+        self._tensors = (self.codes, planes.coarse["scales"], *fmt.tables(planes.coarse))
         pointers = (tensor.data_ptr() for tensor in self._tensors)
-        self._weight = Weight(*pointers, planes.shape[0], 2 * codes.shape[1], fmt.block, scale_type(fmt.record))
+        columns = 2 * self.codes.shape[1]
+        self.weight = Weight(*pointers, planes.shape[0], columns, fmt.block, scale_type(fmt.record))
 
-    def __enter__(self) -> Weight:
-        return self._weight
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
 
-    def __exit__(self, *error: object) -> None:
-        del self._tensors, self._weight
+
+def _prepared(planes: WeightPlanes) -> _Prepared | None:
+    """Return what the C code computes from, or None for planes that it does not serve."""
+    kept = planes.prepared
+    if isinstance(kept, _Prepared) and kept.codes is planes.coarse.get("codes"):
+        return kept
+    known = planes.format in FORMATS or (planes.format in LEVELS and planes.fine is None)
+    if not known or "codes" not in planes.coarse or not _are_plain(planes.coarse):
+        return None
+    if planes.fine is not None and (planes.dtype not in WIDTH or not _are_plain(planes.fine)):
+        return None
+    kept = _Prepared(planes)
+    object.__setattr__(planes, "prepared", kept)
+    return kept
+
+
+def _weight(planes: WeightPlanes) -> Weight:
+    """Planes that are served, as the C code sees them; valid as long as the planes live."""
+    prepared = _prepared(planes)
+    assert prepared is not None  # `route` has asked
+    return prepared.weight
+
+
+def _are_plain(plane: dict[str, Tensor]) -> bool:
+    return all(type(t) is Tensor and t.is_cpu and t.is_contiguous() for t in plane.values())
