@@ -8,6 +8,7 @@ import torch
 
 from vbrt.kernels import experts, reference, update
 from vbrt.kernels.cpu import build as cpu_build
+from vbrt.kernels.cpu import encode as cpu_encode
 from vbrt.kernels.cpu import experts as cpu_experts
 from vbrt.kernels.cpu import linear as cpu_linear
 from vbrt.kernels.cpu import update as cpu_update
@@ -72,6 +73,7 @@ def _decoding(record: Callable[..., Kernel], decode: Callable[..., Any]) -> tupl
 KERNELS = (
     _reference("encode_many", run=reference.encode_many),
     _compiled("encode_many", run=reference.encode_many),
+    _compiled("encode_many", run=cpu_encode.encode_many, formats=cpu_encode.FORMATS, rank=1),
     _triton("encode_many", run=reference.encode_many),
     _tiled("encode_many", run=e2m1_encode.encode_many),
     _reference("decode_weight", run=reference.decode_weight),

@@ -42,7 +42,8 @@ _COMPILERS = ("cc", "gcc", "clang")
 # in order of speed; not every compiler has OpenMP, whose threads are torch's own, or knows the CPU it runs on
 _FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ())
 # updates have torch's bits, which says itself where a product and a sum are rounded once; they ask for no errno
-_FLAGS_OF = {"update": ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")}
+_TWO_STEPS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+_FLAGS_OF = {"update": _TWO_STEPS, "encode": _TWO_STEPS}
 _BUILD_LIMIT_S = 20
 
 #: dots.h's names of types by dtype
@@ -233,7 +234,17 @@ def _declare_update(library: ctypes.CDLL) -> None:
     library.vbrt_norm.restype = ctypes.c_float
 
 
-_DECLARE = {"linear": _declare_linear, "experts": _declare_experts, "update": _declare_update}
+def _declare_encode(library: ctypes.CDLL) -> None:
+    library.vbrt_encode.argtypes = (ctypes.c_void_p, ctypes.c_int)
+    library.vbrt_encode.restype = None
+
+
+_DECLARE = {
+    "encode": _declare_encode,
+    "linear": _declare_linear,
+    "experts": _declare_experts,
+    "update": _declare_update,
+}
 
 
 def library(source: str = "linear") -> ctypes.CDLL:
