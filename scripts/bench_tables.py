@@ -15,6 +15,7 @@ from scripts.programme_tables import programme_table
 from scripts.routing_tables import routing_table
 from scripts.speculation_tables import speculation_table
 from scripts.step_tables import joined_table
+from scripts.update_tables import update_table
 from scripts.valley_tables import valley_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,6 +73,8 @@ def tables() -> str:
         out += programme_table(path, DOCS)
     for path in sorted(RESULTS.glob("tiers-training-*.json")):
         out += full_cpu_table(path)
+    for path in sorted(RESULTS.glob("update-*.json")):
+        out += update_table(path)
     for path in sorted(RESULTS.glob("full-*.json")):
         out += full_tables(path)
     for path in sorted(RESULTS.glob("training-*.json")):

@@ -20,6 +20,7 @@ GRADIENT, STATE = "gradient", "state"  # planes
 _MOMENTS = {"fp32": 8, "8bit": 2 + 8 / 256}  # bytes of a weight's two, with scales of 256 each
 _PASSING = 3  # leased halves for which host memory keeps room where some of them live below it
 _REPLACED = 2  # pages of a store that are there twice while they are rewritten
+_STAGED = 4  # pages of state from a store that are in host memory at a time: one comes, one is updated, two go
 
 Homes = dict[str, str]
 
@@ -50,7 +51,10 @@ def with_state(
     first, last = next(iter(budgets)), list(budgets)[-1]
     if first != last:
         left[first] -= _PASSING * largest * any(homes[key] != first for key in page)
-        left[last] -= _REPLACED * max((p.nbytes for p in state[STATE]), default=0)
+        staged = max((p.nbytes for p in state[STATE]), default=0)
+        left[last] -= _REPLACED * staged
+        if sum(p.nbytes for pages in state.values() for p in pages) > left[first]:
+            left[first] -= _STAGED * staged
     homes = dict(homes)
     for pages in state.values():
         homes |= _placed(pages, left, config.source)
