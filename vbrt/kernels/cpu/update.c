@@ -54,18 +54,23 @@ INLINE uint32_t bits_of(float value) {
 
 /* -- masters and gradients */
 
-INLINE void join(const uint16_t *restrict high, const uint16_t *restrict low, int64_t n, float *restrict w) {
-    for (int64_t i = 0; i < n; i++) {
-        w[i] = of_bits(((uint32_t)high[i] << 16 | low[i]) - HALF);
-    }
+INLINE float joined(uint16_t high, uint16_t low) { return of_bits(((uint32_t)high << 16 | low) - HALF); }
+
+/* Both halves. A NaN that would have a zero as its upper half (its upper 17 bits but the sign are ones) loses the bit of
+ * HALF. */
+INLINE uint32_t halves(float w) {
+    uint32_t bits = bits_of(w);
+    bits &= (bits & 0x7FFF8000) == 0x7FFF8000 ? 0xFFFF7FFF : 0xFFFFFFFF;
+    return bits + HALF;
 }
 
-/* A NaN that would have a zero as its upper half (its upper 17 bits but the sign are ones) loses the bit of HALF. */
+INLINE void join(const uint16_t *restrict high, const uint16_t *restrict low, int64_t n, float *restrict w) {
+    for (int64_t i = 0; i < n; i++) w[i] = joined(high[i], low[i]);
+}
+
 INLINE void split(const float *restrict w, int64_t n, uint16_t *restrict high, uint16_t *restrict low) {
     for (int64_t i = 0; i < n; i++) {
-        uint32_t bits = bits_of(w[i]);
-        bits &= (bits & 0x7FFF8000) == 0x7FFF8000 ? 0xFFFF7FFF : 0xFFFFFFFF;
-        bits += HALF;
+        const uint32_t bits = halves(w[i]);
         high[i] = (uint16_t)(bits >> 16);
         low[i] = (uint16_t)bits;
     }
@@ -93,14 +98,6 @@ INLINE void adam(const Step *s, float *restrict w, float *restrict g, float *res
     const float lerp = s->lerp, far = lerp - 1.0f, near = 1.0f - lerp;
     const float kept = s->decoupled ? s->decay : 1.0f;
     if (!s->decoupled && s->decay != 0) for (int64_t i = 0; i < n; i++) g[i] = fmaf(w[i], s->decay, g[i]);
-    if (fabsf(lerp) < 0.5f && !peak && n == body) {  /* nearly all tiles: the loops below as one */
-        for (int64_t i = 0; i < n; i++) {
-            m[i] = fmaf(lerp, g[i] - m[i], m[i]);
-            v[i] = fmaf(s->rest2 * g[i], g[i], v[i] * s->beta2);
-            w[i] = w[i] * kept + s->rate * m[i] / divisor(s, v[i]);
-        }
-        return;
-    }
     if (fabsf(lerp) < 0.5f) for (int64_t i = 0; i < n; i++) m[i] = fmaf(lerp, g[i] - m[i], m[i]);
     else {
         for (int64_t i = 0; i < body; i++) m[i] = fmaf(far, g[i] - m[i], g[i]);
@@ -111,6 +108,22 @@ INLINE void adam(const Step *s, float *restrict w, float *restrict g, float *res
     if (peak) for (int64_t i = 0; i < n; i++) peak[i] = v[i] > peak[i] || v[i] != v[i] ? v[i] : peak[i];
     const float *roots = peak ? peak : v;
     for (int64_t i = 0; i < n; i++) w[i] = w[i] * kept + s->rate * m[i] / divisor(s, roots[i]);
+}
+
+/* What nearly all tiles of AdamW take: join, step and split as one loop. `lerp` is below a half, tiles are whole. */
+INLINE void adamw(const Step *s, uint16_t *restrict high, uint16_t *restrict low, const float *restrict g,
+                  float *restrict m, float *restrict v, int64_t n) {
+    const float lerp = s->lerp, kept = s->decay, beta2 = s->beta2, rest2 = s->rest2, rate = s->rate;
+    const float root = s->root, epsilon = s->epsilon;
+    for (int64_t i = 0; i < n; i++) {
+        const float mean = fmaf(lerp, g[i] - m[i], m[i]), square = fmaf(rest2 * g[i], g[i], v[i] * beta2);
+        const float w = joined(high[i], low[i]) * kept + rate * mean / (sqrtf(square) / root + epsilon);
+        const uint32_t bits = halves(w);
+        m[i] = mean;
+        v[i] = square;
+        high[i] = (uint16_t)(bits >> 16);
+        low[i] = (uint16_t)bits;
+    }
 }
 
 INLINE void sgd(const Step *s, float *restrict w, float *restrict g, float *restrict m, int64_t body, int64_t n) {
@@ -216,6 +229,12 @@ INLINE void step_tile(const Weight *c, const Step *s, int64_t at, int64_t n) {
     if (s->eight_bit && c->first) decode_first((int8_t *)c->first + at, c->first_scales + at / BLOCK, n, m = m8);
     if (s->eight_bit && c->second) decode_second((uint8_t *)c->second + at, c->second_scales + at / BLOCK, n, v = v8);
     read_gradient(c, s, at, n, g);
+    if (s->rule == ADAM && s->decoupled && fabsf(s->lerp) < 0.5f && !c->peak && n == body) {
+        adamw(s, c->high + at, c->low + at, g, m, v, n);
+        if (s->eight_bit) encode_first(m, n, (int8_t *)c->first + at, c->first_scales + at / BLOCK);
+        if (s->eight_bit) encode_second(v, n, (uint8_t *)c->second + at, c->second_scales + at / BLOCK);
+        return;
+    }
     join(c->high + at, c->low + at, n, w);
     if (s->rule == ADAM) adam(s, w, g, m, v, c->peak ? c->peak + at : 0, body, n);
     else if (s->rule == SGD) sgd(s, w, g, m, body, n);
