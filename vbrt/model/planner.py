@@ -68,6 +68,9 @@ def make_plan(
     if config.mode == "train":
         return _training_plan(tuple(swaps), config, machine, modules, skipped)
     left = _after_wrapping(model, config, machine, skipped, charge_kept=charge_kept)
+    beside_gpu = _beside_the_ring(modules, swaps) if config.mode == "full" and left.gpu_free_bytes is not None else 0
+    if beside_gpu:
+        left = replace(left, gpu_free_bytes=max(0, left.gpu_free_bytes - beside_gpu))
     budgets, others = (_budgets(config, left), ()) if beside is None else (dict(beside.budgets), beside.layers)
     if config.mode == "full":
         swaps = [replace(swap, dtype="bfloat16") for swap in swaps]  # of its page; see `vbrt/training/full.py`
@@ -80,6 +83,9 @@ def make_plan(
         layers, homes = with_state(swaps, layers, homes, rooms, config)
     placed = tuple(_placed(swap, pages, homes) for swap, pages in zip(swaps, layers, strict=True))
     notes = (*_idle_gpu(config, machine), *_notes(placed, config, modules, skipped))
+    if beside_gpu and "gpu" in budgets:
+        said = "two gradients on their way, gradients and fp32 moments of parameters that stay"
+        notes += (f"beside its budget and activations the gpu holds {format_bytes(beside_gpu)}: {said}",)
     warnings = _kept_warning(placed, skipped, budgets, left) if placed else notes[-1:]
     return Plan(placed, skipped, budgets, notes, config.mode, warnings=warnings)
 
@@ -182,6 +188,14 @@ def _after_wrapping(
             raise ConfigError(_kept_does_not_fit(tier, kept, free[tier], config, skipped))
         free[tier] -= kept
     return replace(machine, gpu_free_bytes=free["gpu"], cpu_available_bytes=free["cpu"])
+
+
+def _beside_the_ring(modules: dict[str, nn.Module], swaps: Sequence[Swap]) -> int:
+    """Return what training from the tiers takes of a GPU beside budget, parameters and activations."""
+    swapped = {id(modules[site.module]._parameters[site.parameter]) for swap in swaps for site in swap.sites}
+    kept = [p for p in modules[ROOT].parameters() if p.requires_grad and id(p) not in swapped]
+    state = sum(p.numel() * (p.itemsize + 8 + 2 * (p.dtype is torch.bfloat16)) for p in kept)
+    return 2 * 2 * max((swap.site.parameters for swap in swaps), default=0) + state
 
 
 def _kept_does_not_fit(tier: str, kept: int, free: int, config: VBConfig, skipped: dict[str, Skip]) -> str:
