@@ -7,7 +7,7 @@ __all__ = ["full_cpu_table", "full_tables"]
 
 _PEERS = """\
 A Llama of 1.57 B parameters, AdamW, bf16 autocast, fp32 weights, {tokens:,} tokens a step in sequences of 2048;
-blocks are computed again in the backward pass where nothing else is said."""
+blocks are computed again in the backward pass where nothing else is said. "estimated" is what `vbrt.estimate` says."""
 _LARGE = """\
 The 8B shape, {parameters:.2f} B parameters in bf16 with fp32 masters, AdamW, sequences of 2048, on {limit:.0f}
 GB of GPU memory; {host:.0f} GB of host memory. Link, update and compute were measured by themselves: the bytes
@@ -62,7 +62,8 @@ def full_tables(path: Path) -> list[str]:
     named = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
     lines = [line for part in (_peers, _large, _largest, _bits) for line in part(result)]
     last = f"{named}, Python {where['python']}, commit {where['commit']}."
-    return [f"## training from the tiers, {where['gpu']}", "", *lines, last, ""]
+    note = [result["note"], ""] if "note" in result else []
+    return [f"## training from the tiers, {where['gpu']}", "", *lines, *note, last, ""]
 
 
 def _peers(result: dict) -> list[str]:
@@ -73,8 +74,8 @@ def _peers(result: dict) -> list[str]:
     return [
         _flat(_PEERS.format(tokens=rows[0]["tokens"])),
         "",
-        "| way | tokens/s | of resident | peak GPU GB | ready s |",
-        "| --- | --- | --- | --- | --- |",
+        "| way | tokens/s | of resident | peak GPU GB | estimated | ready s |",
+        "| --- | --- | --- | --- | --- | --- |",
         *(_peer(row, base) for row in rows),
         "",
     ]
@@ -82,9 +83,11 @@ def _peers(result: dict) -> list[str]:
 
 def _peer(row: dict, base: float | None) -> str:
     if "tokens_per_s" not in row:
-        return f"| {row['way']} | {row.get('failed', 'no figures')} | – | – | – |"
-    rate, share = row["tokens_per_s"], f"{row['tokens_per_s'] / base:.2f}" if base else "–"
-    return f"| {row['way']} | {rate:,.0f} | {share} | {row['peak_bytes'] / 1e9:.1f} | {row['ready_s']:.0f} |"
+        return f"| {row['way']} | {row.get('failed', 'no figures')} | – | – | – | – |"
+    share = f"{row['tokens_per_s'] / base:.2f}" if base else "–"
+    known = f"{row['estimated_bytes'] / 1e9:.1f}" if "estimated_bytes" in row else "–"
+    cells = [row["way"], f"{row['tokens_per_s']:,.0f}", share, f"{row['peak_bytes'] / 1e9:.1f}", known]
+    return f"| {' | '.join(cells)} | {row['ready_s']:.0f} |"
 
 
 def _large(result: dict) -> list[str]:

@@ -24,9 +24,9 @@ def adamw(parameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2, fused=True)
 
 
-def wrapped(**tiers):
+def wrapped(training=None, **tiers):
     made = model()
-    return vbrt.wrap(made, "full", optimizer=adamw(made.parameters()), tiers=tiers)
+    return vbrt.wrap(made, "full", optimizer=adamw(made.parameters()), tiers=tiers, training=training or {})
 
 
 def steps(trained, optimizer, data):
@@ -91,6 +91,19 @@ def test_masters_of_a_model_in_bf16_are_whole_in_it(tmp_path):
     assert saved.model["norm.weight"].dtype is torch.float32
     assert_same_state(saved.model, masters)
     vb.close()
+
+
+def test_moments_of_8_bits_come_back_as_they_were(tmp_path):
+    data, training = batches(4), {"moments": "8bit"}
+    with wrapped(training) as vb, wrapped(training) as other:
+        steps(vb, vb.optimizer, data[:2])
+        vb.save_checkpoint(tmp_path)
+        other.load_checkpoint(tmp_path)
+        assert steps(other, other.optimizer, data[2:]) == steps(vb, vb.optimizer, data[2:])
+        assert_same_state(other.state_dict(), vb.state_dict())
+        resumed = other.optimizer.state_dict()
+        other.optimizer.load_state_dict(resumed)
+        assert steps(other, other.optimizer, data) == steps(vb, vb.optimizer, data)
 
 
 def test_a_checkpoint_before_the_first_step_starts_over(tmp_path):

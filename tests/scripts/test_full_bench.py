@@ -37,7 +37,7 @@ def test_its_figures_make_a_table(tmp_path, capsys):
     path = tmp_path / "full.json"
     path.write_text(json.dumps({"machine": where, "peers": rows, "large": large | {"limit_gb": 24.0}, "bits": bits}))
     text = "\n".join(full_tables(path))
-    assert "| resident | 200 | 1.00 | 2.0 | 1 |" in text
+    assert "| resident | 200 | 1.00 | 2.0 | – | 1 |" in text
     assert "| other | not installed |" in text
     assert "| 64 | 2 |" in text
     assert "2 steps: losses and all weights have the same bits" in text
