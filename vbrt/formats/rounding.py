@@ -133,6 +133,12 @@ class TableRounding:
         level, code = _nearest(level_16, middle)
         return (level[code] + 1) * (cls.CELLS / 2)
 
+    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What a kernel needs: the search table, the 15 midpoints in ascending order, and uint8 [16]: the code of each
+        level in that order."""
+        level, order = self._level_16.sort()
+        return self._cells, (level[1:] + level[:-1]) / 2, order.to(torch.uint8)
+
     def squared_error(self, scale_B: Tensor, out: Tensor) -> None:
         """See `Rounding`."""
         half = self.CELLS / 2
