@@ -354,8 +354,7 @@ class ComputeConfig(_Section):
     fp4: experimental, never run on a GPU that has it: the same in FP4, which rounds activations to 1 bit of mantissa.
     With both, FP8 is for GPUs without FP4.
     captures: `generate` records its decode steps as CUDA graphs; false: each runs the model's Python.
-    joins: recorded decode steps of 4-bit models may round in other places than eager ones, to take fewer launches; on a
-        GPU those of lossless models attend by a kernel that repeats itself.
+    joins: recorded decode steps may join launches, which round elsewhere in 4 bits, and attend by a steady kernel.
     """
 
     _key: ClassVar[str] = "compute"
