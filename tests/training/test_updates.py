@@ -80,14 +80,14 @@ def test_state_that_lives_partly_in_files_trains_with_the_same_bits(tmp_path):
 
 
 class Broken:
-    """A drive that fails `times` times, from the `skip`th access to a state on."""
+    """A drive that fails `times` times, from the `skip`th access to a plane's pages on."""
 
-    def __init__(self, skip, times):
-        self.skip, self.times = skip, times
+    def __init__(self, skip, times, plane="state"):
+        self.skip, self.times, self.plane = skip, times, plane
 
     def __call__(self, real):
         def access(tier, room, page, *, key, **options):
-            if key.endswith("#state"):
+            if key.endswith(self.plane):
                 self.skip -= 1
                 if self.skip < 0 < self.times:
                     self.times -= 1
@@ -257,3 +257,53 @@ def test_a_machine_without_a_compiler_trains_with_the_same_bits_and_says_so_once
             assert sum("updates of weights" in line for line in vb.stats().fallbacks) == 1
     finally:
         [cache.cache_clear() for cache in caches]
+
+
+@pytest.mark.parametrize("operation", ["get", "put"])
+def test_high_halves_in_files_are_updated_there_and_may_fail_too(tmp_path, monkeypatch, operation):
+    model = Tiny(LAYERS)
+    twin = resident(model)
+    theirs = adamw(twin.parameters())
+    room = 80 * KIB
+    with vbrt.wrap(model, "full", optimizer=adamw(model.parameters()), tiers=partly_in_files(tmp_path, room)) as vb:
+        assert list(tmp_path.glob("run-*/*dense*.page"))
+        for at, (ids, target) in enumerate(batches(3)):
+            for one, optimizer in ((vb, vb.optimizer), (twin, theirs)):
+                loss_of(one, ids, target).backward()
+                with monkeypatch.context() as patch:
+                    if at == 1 and one is vb:
+                        broken = Broken(2, 1, "dense")
+                        patch.setattr(ssd.SsdTier, operation, broken(getattr(ssd.SsdTier, operation)))
+                    optimizer.step()
+                    if at == 1 and one is vb:
+                        with pytest.raises(vbrt.TierError, match="its update could not be completed"):
+                            vb.settle()
+                        vb.settle()
+                        assert broken.times == 0
+                optimizer.zero_grad()
+        assert_same(vb, twin)
+
+
+def test_moments_of_8_bits_train_alike_from_memory_and_files_and_come_back_from_fp32(tmp_path):
+    results = []
+    for tiers in ({}, partly_in_files(tmp_path, HALF // 2)):
+        torch.manual_seed(0)
+        model = Tiny(LAYERS)
+        twin = resident(model)
+        training = {"moments": "8bit"}
+        with vbrt.wrap(model, "full", optimizer=adamw(model.parameters()), tiers=tiers, training=training) as vb:
+            losses = train(vb, vb.optimizer)
+            exact = train(twin, adamw(twin.parameters()))
+            assert max(abs(a - b) for a, b in zip(losses, exact, strict=True)) < 0.02
+            vb.settle()
+            states = [layer.handle.state for layer in vb.model.layers]
+            held = [
+                state._fields()[name].clone() for state in states for name in ("first", "first_scales", "second_scales")
+            ]
+            for state in states:
+                state.moments = {name: moment.clone() for name, moment in state.moments.items()}
+            again = [state._fields()[name] for state in states for name in ("first", "first_scales", "second_scales")]
+            assert all(map(torch.equal, held, again))
+            results.append((losses, vb.state_dict()))
+    (one, weights), (two, others) = results
+    assert one == two and all(torch.equal(weights[name], others[name]) for name in weights)
