@@ -23,30 +23,18 @@ Pure Python: this module imports without torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from vbrt.config.budgets import parse_activations, parse_budget, parse_weights_budget
-from vbrt.config.checks import (
-    auto_or,
-    choice,
-    did_you_mean,
-    directory,
-    file,
-    flag,
-    gpus,
-    gpus_or,
-    pattern_table,
-    patterns,
-    text,
-    whole,
-    wrong,
-)
+from vbrt.config.budgets import parse_activations, parse_weights_budget
+from vbrt.config.checks import auto_or, choice, did_you_mean, file, flag, pattern_table, patterns, text, whole, wrong
 from vbrt.config.files import read_toml
 from vbrt.config.formats import FORMATS, chosen_formats
+from vbrt.config.section import Section, opt
+from vbrt.config.tier_sections import IO_MODES, CpuTier, GpuTier, PeerTier, SsdTier, memory_budget
 from vbrt.errors import ConfigError
 
 __all__ = [
@@ -77,7 +65,6 @@ FINE_PLANES = ("none", "exact")
 POLICIES = ("auto", "scheduled", "lru", "experts")
 SCOPES = ("auto", "layer", "model")
 MOMENTS = ("fp32", "8bit")
-IO_MODES = ("auto", "direct", "buffered")
 BACKENDS = ("auto", "reference", "compiled", "triton")
 #: `weights.calibrate` for text that the model writes itself
 SAMPLES = "samples"
@@ -97,18 +84,9 @@ def _weights_budget(value: object, where: str) -> int | str | None:
     return value  # type: ignore[return-value]  # parse_weights_budget raises on anything but int and str
 
 
-def _budget(value: object, where: str) -> int | str:
-    parse_budget(value, where=where)
-    return value  # type: ignore[return-value]  # parse_budget raises on anything but int and str
-
-
 def _activations(value: object, where: str) -> int | str:
     parse_activations(value, where=where)
     return value  # type: ignore[return-value]  # parse_activations raises on anything but int and str
-
-
-def _opt(default: Any, check: Callable[[object, str], Any]) -> Any:
-    return field(default=default, metadata={"check": check})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -116,32 +94,7 @@ def _opt(default: Any, check: Callable[[object, str], Any]) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Section:
-    """A group of keys: each is checked on construction, and `_rule` checks them together."""
-
-    _key: ClassVar[str] = ""
-
-    def __post_init__(self) -> None:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name, value in self._checked(values, f"{type(self).__name__}(...)").items():
-            object.__setattr__(self, name, value)  # normalized: list -> tuple, "~" expanded
-
-    @classmethod
-    def _checked(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """Check and normalize `values`, some or all fields; raise ConfigError that names `source` and the key."""
-        checks = {f.name: f.metadata["check"] for f in fields(cls)}
-        checked = {name: checks[name](value, f"{source}: {cls._key}.{name}") for name, value in values.items()}
-        defaults = {f.name: f.default for f in fields(cls)}
-        cls._rule(defaults | checked, f"{source}: {cls._key}")
-        return checked
-
-    @classmethod
-    def _rule(cls, values: Mapping[str, Any], where: str) -> None:
-        """Check what must hold between keys of one section; raise ConfigError."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsConfig(_Section):
+class WeightsConfig(Section):
     """Which modules are swapped, and what their weights become.
 
     include, exclude: fnmatch patterns on module names; a module is swapped if any of `include` and none of `exclude`
@@ -157,16 +110,16 @@ class WeightsConfig(_Section):
 
     _key: ClassVar[str] = "weights"
 
-    format: str = _opt("nvfp4", _format)
-    fine: Literal["none", "exact"] = _opt("none", choice(*FINE_PLANES))
-    include: tuple[str, ...] = _opt(("*",), patterns)
-    exclude: tuple[str, ...] = _opt((), patterns)
-    min_parameters: int = _opt(1024, whole(0))
-    keep_head: bool = _opt(True, flag)
-    embeddings: bool = _opt(False, flag)
+    format: str = opt("nvfp4", _format)
+    fine: Literal["none", "exact"] = opt("none", choice(*FINE_PLANES))
+    include: tuple[str, ...] = opt(("*",), patterns)
+    exclude: tuple[str, ...] = opt((), patterns)
+    min_parameters: int = opt(1024, whole(0))
+    keep_head: bool = opt(True, flag)
+    embeddings: bool = opt(False, flag)
     formats: tuple[tuple[str, str], ...] = field(default=(), metadata={"check": _held_as, "plain": dict})
-    budget: int | str | None = _opt(None, _weights_budget)
-    calibrate: str | None = _opt(None, text)
+    budget: int | str | None = opt(None, _weights_budget)
+    calibrate: str | None = opt(None, text)
 
     def held_as(self, *names: str) -> tuple[str, str]:
         """Return the format and the fine plane of a weight by all its names: of its modules, of its parameter."""
@@ -211,80 +164,7 @@ class WeightsConfig(_Section):
 
 
 @dataclass(frozen=True, slots=True)
-class GpuTier(_Section):
-    """Device memory. enabled: "auto" uses a GPU where there is one, true insists on it.
-
-    budget: "auto", bytes, "8GiB" or "40%" of the device; without a GPU it says nothing.
-    links: the GPUs over whose links pages come from host memory: "own", only the computing one's; "auto", also those of
-    all GPUs of this process that it reaches directly, which take a part of each page and hand it on; or their numbers.
-    devices: the GPUs that a model's layers are split over, each with tiers of its own; "current": that alone.
-    """
-
-    _key: ClassVar[str] = "tiers.gpu"
-
-    enabled: bool | Literal["auto"] = _opt("auto", auto_or(flag))
-    budget: int | str = _opt("auto", _budget)
-    links: tuple[int, ...] | Literal["own", "auto"] = _opt("own", gpus_or("own", "auto"))
-    devices: tuple[int, ...] | Literal["current"] = _opt("current", gpus_or("current"))
-
-
-@dataclass(frozen=True, slots=True)
-class PeerTier(_Section):
-    """Memory of this machine's other GPUs, where pages live beyond the computing one's budget. Off unless asked for.
-
-    enabled: "auto" uses other GPUs where there are any, true insists on one.
-    budget: of each of them: "auto", bytes, "8GiB" or "40%" of the smallest.
-    devices: their numbers, or "auto": all but the computing one.
-    """
-
-    _key: ClassVar[str] = "tiers.peer"
-
-    enabled: bool | Literal["auto"] = _opt(False, auto_or(flag))
-    budget: int | str = _opt("auto", _budget)
-    devices: tuple[int, ...] | Literal["auto"] = _opt("auto", auto_or(gpus))
-
-
-@dataclass(frozen=True, slots=True)
-class CpuTier(_Section):
-    """Host memory. pinned: page-locked where CUDA is there, so that copies to the device run in the background. Memory
-    that is not is copied through a small relay that is, which takes a core.
-
-    shared: ranks of one process group keep an equal part of each page, and gather pages on GPUs. budget: of each."""
-
-    _key: ClassVar[str] = "tiers.cpu"
-
-    enabled: bool = _opt(True, flag)
-    budget: int | str = _opt("auto", _budget)
-    pinned: bool = _opt(True, flag)
-    shared: bool = _opt(False, flag)
-
-
-@dataclass(frozen=True, slots=True)
-class SsdTier(_Section):
-    """Page files under `path` ("~" is expanded; relative to the working directory). Off unless asked for.
-
-    io: "direct" reads past the page cache, "buffered" through it, "auto" takes the faster one.
-    Raises ConfigError when enabled without a path.
-    """
-
-    _key: ClassVar[str] = "tiers.ssd"
-
-    enabled: bool = _opt(False, flag)
-    budget: int | str = _opt("auto", _budget)
-    path: str | None = _opt(None, directory)
-    io: Literal["auto", "direct", "buffered"] = _opt("auto", choice(*IO_MODES))
-
-    @classmethod
-    def _rule(cls, values: Mapping[str, Any], where: str) -> None:
-        if values["enabled"] and values["path"] is None:
-            raise ConfigError(
-                f"{where}.path is missing, and {cls._key}.enabled = true needs it; expected a directory on the drive "
-                'to use, e.g. path = "~/.cache/vbrt/pages"'
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyConfig(_Section):
+class PolicyConfig(Section):
     """Which pages stay resident: "scheduled" learns the order of each phase, "experts" keeps the routed experts
     that are used often and lately, "lru" the last used pages; "auto" is "experts" for a model that has some, else
     "scheduled".
@@ -298,10 +178,10 @@ class PolicyConfig(_Section):
 
     _key: ClassVar[str] = "policy"
 
-    kind: Literal["auto", "scheduled", "lru", "experts"] = _opt("auto", choice(*POLICIES))
-    prefetch: int | Literal["auto"] = _opt("auto", auto_or(whole(0, 64)))
-    scope: Literal["auto", "layer", "model"] = _opt("auto", choice(*SCOPES))
-    routing: str | None = _opt(None, file)
+    kind: Literal["auto", "scheduled", "lru", "experts"] = opt("auto", choice(*POLICIES))
+    prefetch: int | Literal["auto"] = opt("auto", auto_or(whole(0, 64)))
+    scope: Literal["auto", "layer", "model"] = opt("auto", choice(*SCOPES))
+    routing: str | None = opt(None, file)
 
     @classmethod
     def _rule(cls, values: Mapping[str, Any], where: str) -> None:
@@ -312,7 +192,7 @@ class PolicyConfig(_Section):
 
 
 @dataclass(frozen=True, slots=True)
-class SeparationConfig(_Section):
+class SeparationConfig(Section):
     """The codebook of the `quantile` format: `levels` magnitudes plus a sign, refitted every `refresh_every` forwards.
 
     With mode = "train" also the block scales of every 4-bit format, and `refresh_every` counts optimizer steps.
@@ -321,12 +201,12 @@ class SeparationConfig(_Section):
 
     _key: ClassVar[str] = "separation"
 
-    levels: int = _opt(8, whole(2, 8))
-    refresh_every: int = _opt(100, whole(1))
+    levels: int = opt(8, whole(2, 8))
+    refresh_every: int = opt(100, whole(1))
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingConfig(_Section):
+class TrainingConfig(Section):
     """What is kept for the backward pass and for the optimizer.
 
     What is kept of a model's repeated blocks from a forward until its backward pass; results are equal bit for bit:
@@ -340,13 +220,13 @@ class TrainingConfig(_Section):
 
     _key: ClassVar[str] = "training"
 
-    activations: int | str = _opt("keep", _activations)
-    activations_host: int | str = _opt("auto", _budget)
-    moments: Literal["fp32", "8bit"] = _opt("fp32", choice(*MOMENTS))
+    activations: int | str = opt("keep", _activations)
+    activations_host: int | str = opt("auto", memory_budget)
+    moments: Literal["fp32", "8bit"] = opt("fp32", choice(*MOMENTS))
 
 
 @dataclass(frozen=True, slots=True)
-class ComputeConfig(_Section):
+class ComputeConfig(Section):
     """Which kernels run: "auto" takes the fastest that the device has, "reference" is plain torch, "compiled" C for
     CPUs, built at its first use, and "triton" for GPUs.
 
@@ -359,11 +239,11 @@ class ComputeConfig(_Section):
 
     _key: ClassVar[str] = "compute"
 
-    backend: str = _opt("auto", choice(*BACKENDS))
-    fp8: bool = _opt(False, flag)
-    fp4: bool = _opt(False, flag)
-    captures: bool = _opt(True, flag)
-    joins: bool = _opt(True, flag)
+    backend: str = opt("auto", choice(*BACKENDS))
+    fp8: bool = opt(False, flag)
+    fp4: bool = opt(False, flag)
+    captures: bool = opt(True, flag)
+    joins: bool = opt(True, flag)
 
 
 def _check_sections(self: Any) -> None:
@@ -415,7 +295,7 @@ class VBConfig:
     separation: SeparationConfig = _section(SeparationConfig)
     training: TrainingConfig = _section(TrainingConfig)
     compute: ComputeConfig = _section(ComputeConfig)
-    mode: Literal["infer", "train", "full"] = _opt("infer", choice(*MODES))
+    mode: Literal["infer", "train", "full"] = opt("infer", choice(*MODES))
     source: str = field(default="defaults", compare=False)
 
     def __post_init__(self) -> None:
@@ -471,7 +351,7 @@ def _sections(cls: type, d: object, source: str, prefix: str) -> dict[str, Any]:
             built[name] = known[name]["check"](value, f"{source}: {name}")
             continue
         section = known[name]["section"]
-        if issubclass(section, _Section):
+        if issubclass(section, Section):
             keys = [f.name for f in fields(section)]
             table = _table(value, keys, source, section._key)
             built[name] = section(**section._checked(table, source))

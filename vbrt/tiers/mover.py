@@ -70,7 +70,7 @@ class Mover:
     def _load_ahead(self, slot: Slot) -> None:
         """A worker's turn: what fails here is raised to whoever leases the page."""
         with self._guard.entered:
-            claimed = self._claim(slot)
+            claimed = _claim(slot)
         if claimed:
             with contextlib.suppress(Exception):  # kept in slot.error; the page is read again when it is demanded
                 self._load(slot)
@@ -101,7 +101,7 @@ class Mover:
         """Return when the slot's bytes are there; moves them in this thread if nobody has begun."""
         while True:
             with self._guard.entered:
-                claimed = self._claim(slot)
+                claimed = _claim(slot)
                 if slot.state is not State.LOADING or claimed:
                     break
                 bell = self._guard.listen()
@@ -110,13 +110,6 @@ class Mover:
             self._load(slot)
         elif slot.state is State.FAILED:
             raise TierError(str(slot.error)) from slot.error
-
-    def _claim(self, slot: Slot) -> bool:
-        if slot.state is not State.QUEUED:
-            return False
-        slot.loader = threading.get_ident()
-        slot.state = State.LOADING
-        return True
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
@@ -171,7 +164,7 @@ class Mover:
                 slot.state = State.QUEUED
                 return False
             self._copy_memory(slot, source)
-            self._count_moved(slot)
+            _count_moved(slot)
             slot.tensors = unpack(slot.view, slot.page.layout)
             level.release_source(slot)
             slot.state = State.READY
@@ -244,25 +237,15 @@ class Mover:
             began = None if recorder is None else recorder.mark_on(None)
             self._fill(slot, partial(self.read, source))
             if recorder is not None:
-                recorder.note(self._link(slot), slot.page.key, began, recorder.mark_on(None), slot.page.nbytes)
+                recorder.note(_link(slot), slot.page.key, began, recorder.mark_on(None), slot.page.nbytes)
         with self._guard.entered:
-            self._count_moved(slot)
-
-    def _count_moved(self, slot: Slot) -> None:
-        page, link = slot.page, self._link(slot)
-        page.bytes_moved[link] += page.nbytes
-        if page.tally is not None:
-            moved = page.tally.bytes_moved
-            moved[link] = moved.get(link, 0) + page.nbytes
-
-    def _link(self, slot: Slot) -> str:
-        return f"{slot.source.level.tier.name}>{slot.level.tier.name}"
+            _count_moved(slot)
 
     def _copy_memory(self, slot: Slot, source: Slot) -> None:
         if slot.level.brings(source):
             self._bring(slot, source)
         else:
-            self.copy_bytes(slot, source.view, source.room, self._link(slot))
+            self.copy_bytes(slot, source.view, source.room, _link(slot))
 
     def _bring(self, slot: Slot, source: Slot) -> None:
         """Have the lanes of a slot's level bring its page."""
@@ -278,7 +261,7 @@ class Mover:
             slot.arrived = source.room.fence(stream)
             slot.room.fences[stream.cuda_stream] = slot.arrived
         if recorder is not None:
-            recorder.note(self._link(slot), slot.page.key, began, recorder.mark_on(stream), slot.page.nbytes)
+            recorder.note(_link(slot), slot.page.key, began, recorder.mark_on(stream), slot.page.nbytes)
 
     def copy_bytes(self, slot: Slot, origin: torch.Tensor, room: Buffer, link: str = "refresh") -> None:
         """Copy a page's bytes from a memory into a slot, on the stream of the slot's tier if it has one.
@@ -309,3 +292,23 @@ class Mover:
         slot.room.fences[stream.cuda_stream] = slot.arrived  # and this one not reused before it has arrived
         if recorder is not None:
             recorder.note(link, slot.page.key, began, recorder.mark_on(stream), nbytes)
+
+
+def _claim(slot: Slot) -> bool:
+    if slot.state is not State.QUEUED:
+        return False
+    slot.loader = threading.get_ident()
+    slot.state = State.LOADING
+    return True
+
+
+def _count_moved(slot: Slot) -> None:
+    page, link = slot.page, _link(slot)
+    page.bytes_moved[link] += page.nbytes
+    if page.tally is not None:
+        moved = page.tally.bytes_moved
+        moved[link] = moved.get(link, 0) + page.nbytes
+
+
+def _link(slot: Slot) -> str:
+    return f"{slot.source.level.tier.name}>{slot.level.tier.name}"
