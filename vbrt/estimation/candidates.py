@@ -27,6 +27,9 @@ from vbrt.residency.plan import Plan
 __all__ = ["Asked", "candidates"]
 
 _ROOM = 0.97  # of what is free, that a plan may fill: the rest is the allocator's
+_SCRAPS = (
+    768 << 20
+)  # what torch reserved beside what it had given away, at most (0.1 to 0.6 GiB): no more than comes and goes
 _PRESETS = ("dense", "exact", "fp4")
 _SHARES = (0.75, 0.5, 0.25, 0.0)  # of the pages, on the computing device; 0: those that pass through
 _PASSING = 3  # of the largest layer: what passes through has room for the one that computes and those that come
@@ -94,8 +97,11 @@ class Asked:
         bare, config, much = self.bare(way.task), way.config, _endless(self.machine)
         plan = None if config is None else make_plan(bare, config, much, charge_kept=False)
         found = self._found(bare, way.task, config, plan)
-        pages = sum(row.nbytes for row in found.rows if row.tier == found.compute_tier and row.name == "pages")
-        return plan, found.again_bytes - pages
+        counted = [row for row in found.rows if row.tier == found.compute_tier and row.source == "counted"]
+        passing = found.again_bytes - sum(row.nbytes for row in counted)  # what comes and goes leaves scraps
+        pages = sum(row.nbytes for row in counted if row.name == "pages")
+        scraps = min(passing, _SCRAPS) if plan is not None and found.compute_tier == "gpu" else 0
+        return plan, found.again_bytes - pages + scraps
 
     def room(self) -> tuple[str, int]:
         """Return the tier that computes, and the bytes of it that may be filled."""
@@ -169,7 +175,7 @@ def candidates(asked: Asked, task: Task, *, longest: bool = False) -> Iterator[C
     (in training only the first that fits).
     """
     answered = False
-    for way in _trained(asked.model, task) if task.trains else _run(task):
+    for way in _trained(asked, task) if task.trains else _run(task):
         choice = asked.choice(way)
         if longest and choice.fits:
             yield _longest(asked, choice, way)
@@ -188,13 +194,14 @@ def _run(task: Task) -> Iterator[_Way]:
         yield _Way(task, preset)
 
 
-def _trained(model: nn.Module, task: Task) -> Iterator[_Way]:
+def _trained(asked: Asked, task: Task) -> Iterator[_Way]:
     """Yield training with ever more given up: all weights, all from the tiers, adapters on ever smaller weights."""
+    model, on_gpu = asked.model, asked.machine.gpu_total_bytes is not None
     tasks = list(_options(model, task))
     for word, each in tasks:
         yield _Way(each, said=f"all weights{word}")
     for word, each in tasks:
-        if each.mixed or next(model.parameters()).dtype == torch.bfloat16:
+        if on_gpu and (each.mixed or next(model.parameters()).dtype == torch.bfloat16):
             yield _Way(each, "full", said=f"all weights, from the tiers{word}")
     rank = task.lora or _LORA
     for preset in (None, *_PRESETS):

@@ -217,7 +217,7 @@ def _lines(advice: Advice) -> Iterator[str]:
     refused = next((choice.found.refused for choice in advice.choices if choice.found and choice.found.refused), "")
     if refused:
         yield f"NOT TRACED, weights alone are counted: {refused}"
-    yield f"{rates.name}, {rates.source}: {link}, {rates.tflops:.0f} TFLOP/s"
+    yield f"{rates.name}, {rates.source}: {link}, {rates.tflops:.3g} TFLOP/s"
     yield ""
     yield f"  {'':<42}{'gpu':>10}{'cpu':>10}{'ms':>9}{'tokens/s':>10}  {'bits':<7}limit"
     front = {id(choice) for choice in advice.front}

@@ -14,7 +14,7 @@ from vbrt.config import Machine, VBConfig, load_config
 from vbrt.errors import ArgumentError, ConfigError, WrapError
 from vbrt.estimation.blocks import meta_copy
 from vbrt.estimation.report import Estimate, Row
-from vbrt.estimation.rows import parts, stages, step_rows, weight_rows, workspace_bytes
+from vbrt.estimation.rows import parts, stages, step_rows, swapped_parameters, weight_rows, workspace_bytes
 from vbrt.estimation.task import Task
 from vbrt.estimation.trace import Trace
 from vbrt.estimation.whole import whole_trace
@@ -78,7 +78,8 @@ def estimate_of(
 ) -> Estimate:
     """Return the estimate of a bare model under a plan; `traced`, if the same task was traced before."""
     if task.trains and plan is not None and plan.mode == "infer":
-        _freeze(bare, plan)
+        for parameter in swapped_parameters(bare, plan):  # what is swapped does not train
+            parameter.requires_grad_(False)
     traced = traced or whole_trace(bare, task, plan)
     tier = _compute_tier(plan, machine)
     rows = [*weight_rows(bare, plan, machine, tier), *step_rows(traced, task, tier)]
@@ -130,14 +131,3 @@ def as_task(task: str | Task, sizes: Mapping[str, Any]) -> Task:
         known = ", ".join(f for f in Task.__dataclass_fields__ if f != "kind")
         raise ArgumentError(f"estimate(..., {unknown[0]}=...): no such size of a task; there are {known}")
     return Task(task, **sizes)
-
-
-def _freeze(model: nn.Module, plan: Plan) -> None:
-    """What is swapped does not train."""
-    for swap in plan.swaps:
-        for site in swap.sites:
-            _parameter(model, site.module, site.parameter).requires_grad_(False)
-
-
-def _parameter(model: nn.Module, module: str, name: str) -> nn.Parameter:
-    return model.get_submodule(module).get_parameter(name)

@@ -141,13 +141,23 @@ _FP32 = tuple(
 
 
 def _of_transformers() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Sequences are not packed, which transformers would look up in values; without them it makes a mask."""
+    """What transformers would look up in values: sequences are not packed, and masks hide nothing; else it makes more
+    masks."""
     masks = sys.modules.get("transformers.masking_utils")
-    name = "find_packed_sequence_indices"
-    plain = getattr(masks, name, None)
-    if plain is None:
-        return []
-    return [(masks, name, lambda ids, *args: None if isinstance(ids, FakeTensor) else plain(ids, *args))]
+    packed, skips = (
+        getattr(masks, name, None) for name in ("find_packed_sequence_indices", "_ignore_causal_mask_sdpa")
+    )
+    changes = []
+    if packed is not None:
+        no_values = lambda ids, *args: None if isinstance(ids, FakeTensor) else packed(ids, *args)  # noqa: E731
+        changes.append((masks, "find_packed_sequence_indices", no_values))
+    if skips is not None:
+
+        def hides_nothing(padding_mask: Any = None, *args: Any, **kwargs: Any) -> bool:
+            return skips(None if isinstance(padding_mask, FakeTensor) else padding_mask, *args, **kwargs)
+
+        changes.append((masks, "_ignore_causal_mask_sdpa", hides_nothing))
+    return changes
 
 
 @contextlib.contextmanager

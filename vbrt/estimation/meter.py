@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["GRANULE", "Meter"]
+__all__ = ["Meter", "allocated_bytes"]
 
 _ATEN = torch.ops.aten
 #: what runs no kernel, or one of no size
@@ -27,8 +27,19 @@ _FREE = {_ATEN.empty, _ATEN.empty_like, _ATEN.new_empty, _ATEN.empty_strided, _A
 #: what reads no more of its inputs than it returns
 _PICKS = {_ATEN.embedding, _ATEN.index, _ATEN.index_select, _ATEN.gather, _ATEN.embedding_dense_backward}
 
-#: bytes of which torch's CUDA allocator makes every allocation a multiple
-GRANULE = 512
+_GRANULE = 512
+_OWN, _SEGMENT, _SPLIT = 10 << 20, 2 << 20, 1 << 20
+
+
+def allocated_bytes(nbytes: int) -> int:
+    """Return what torch's CUDA allocator gives away for a tensor, and counts (c10/cuda/CUDACachingAllocator.cpp).
+
+    Multiples of 512 bytes; from 10 MiB on a segment of the tensor's own, of whole 2 MiB, whose rest is split off only
+    if it is larger than 1 MiB.
+    """
+    whole = -(-nbytes // _GRANULE) * _GRANULE
+    segment = -(-nbytes // _SEGMENT) * _SEGMENT
+    return segment if nbytes >= _OWN and segment - whole <= _SPLIT else whole
 
 
 class Meter(TorchDispatchMode):
@@ -108,7 +119,7 @@ class Meter(TorchDispatchMode):
         key = storage._cdata
         if key in self._held or key in self._unseen:
             return False
-        nbytes = -(-storage.nbytes() // GRANULE) * GRANULE
+        nbytes = allocated_bytes(storage.nbytes())
         self._held[key] = (self.kind, nbytes)
         self._watches[key] = weakref.ref(storage, lambda _, key=key: self._drop(key))
         self.live[self.kind] += nbytes

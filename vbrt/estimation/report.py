@@ -78,7 +78,7 @@ class Estimate:
         if not recorded:
             return self.peak_bytes
         moments, step = dict(self.moments), self.parts["step"]
-        pool = step["temporaries"]
+        pool = step["temporaries"] + step.get("restored weight", 0)
         return max(self.peak_bytes, moments["prompt"] + step["KV cache"] + pool, moments["step"] + pool)
 
     @property

@@ -5,13 +5,14 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from vbrt.config import Machine
+from vbrt.estimation.meter import allocated_bytes
 from vbrt.estimation.report import Row
 from vbrt.estimation.task import Task
 from vbrt.estimation.trace import Trace
 from vbrt.residency.needs import tier_needs
 from vbrt.residency.plan import Plan
 
-__all__ = ["parts", "stages", "step_rows", "weight_rows", "workspace_bytes"]
+__all__ = ["parts", "stages", "step_rows", "swapped_parameters", "weight_rows", "workspace_bytes"]
 
 _WORKSPACE = 32 << 20  # of cuBLAS for a thread and a stream, on sm_90: ATen/cuda/CUDABlas.cpp
 #: what of all that lasts is there in a stage
@@ -27,13 +28,25 @@ _THERE = {
 
 def weight_rows(model: nn.Module, plan: Plan | None, machine: Machine, tier: str) -> list[Row]:
     """Return what weights and buffers take, in each tier; `tier` is that of what computes."""
-    parameters = {id(p): p.numel() * p.element_size() for p in model.parameters()}
-    buffers = {id(b): b.numel() * b.element_size() for b in model.buffers()}
+    sized = allocated_bytes if tier == "gpu" else int
+    parameters = {id(p): sized(p.numel() * p.element_size()) for p in model.parameters()}
+    buffers = {id(b): sized(b.numel() * b.element_size()) for b in model.buffers()}
     if plan is None:
         rows = [Row("parameters", tier, sum(parameters.values()), "counted", "all, as the model has them")]
     else:
-        rows = [*_page_rows(plan, machine), Row("not swapped", tier, plan.unbudgeted_bytes, "counted", "parameters")]
+        swapped = {id(parameter) for parameter in swapped_parameters(model, plan)}
+        kept = [p for p in model.parameters() if id(p) not in swapped]
+        rounded = sum(parameters[id(p)] - p.numel() * p.element_size() for p in kept)
+        nbytes = plan.unbudgeted_bytes + rounded
+        rows = [*_page_rows(plan, machine), Row("not swapped", tier, nbytes, "counted", "parameters")]
     return [*rows, *_merged_row(plan, tier), Row("buffers", tier, sum(buffers.values()), "counted")]
+
+
+def swapped_parameters(model: nn.Module, plan: Plan) -> Iterator[nn.Parameter]:
+    """Yield the parameters that a plan swaps."""
+    for swap in plan.swaps:
+        for site in swap.sites:
+            yield model.get_submodule(site.module).get_parameter(site.parameter)
 
 
 def _merged_row(plan: Plan | None, tier: str) -> Iterator[Row]:

@@ -24,16 +24,20 @@ __all__ = ["Speed", "predict"]
 _READS = 0.57  # of the rate of copies, at which products of one token read dense weights
 _READS_PACKED = 0.75  # and 4-bit ones
 _READS_CACHE = 0.25  # and attention keys and values
+_KEY_US = (
+    0.13  # that a key takes in a layer, where a recorded step has several sequences: one block reads all of a head's
+)
 _MERGED_BYTES = 21  # of copies, that take as long as it takes to restore a weight from two planes and multiply by it
 _MATMUL = 0.90  # of the rate of large products, over a whole pass
 _MATMUL_TRAIN = 0.65  # and in 16 bits over a pass and its backward pass
 _PACKED = 0.93  # of that, by 4-bit weights
 _MOVES = 0.52  # of the rate of copies, at which all other operators read and write
 _ROUNDED_BYTES = 240  # of copies, that take as long as it takes to round a weight that trains in 4 bits, in each pass
-_STEP_MS = 0.45  # of `generate` itself, for each token: it chooses one and looks whether it is the last
+_STEP_MS = 0.27  # of `generate` itself, for each token: it chooses one and looks whether it is the last
 _LAUNCH_US = 1.0  # that a weight's kernels take at least, in a recorded step
 _OPERATOR = {"prefill": 2.7, "decode": 5.0, "train": 1.6}  # bare launches that an operator takes, with Python around it
 _LEASES = 18  # bare launches that take as long as a lease of pages that pass through
+_STAGED = 80 << 20  # bytes that are staged ahead
 _FINE_MARGIN = 1.1  # by which plans take fine planes for larger than they are
 _UPDATE_BYTES = 28  # that the host reads and writes for a weight that it updates: two halves, two moments, the gradient
 _UPDATE_GB_S = 90.0  # at which a host does that
@@ -74,7 +78,7 @@ def predict(model: nn.Module, found: Estimate, rates: Rates) -> Speed:
     device = 1e3 * _device_s(model, found, rates, tokens, passes)
     host = 0.0
     if recorded:
-        device += 1e-3 * _LAUNCH_US * len(plan.swaps) + _STEP_MS
+        device += 1e-3 * (_LAUNCH_US * len(plan.swaps) + _masked_us(model, task)) + _STEP_MS
     else:
         launches = found.work.get("operators", 0) * _OPERATOR[task.kind]
         launches += len(plan.swaps) * _LEASES * passes if plan is not None and link else 0
@@ -82,6 +86,12 @@ def predict(model: nn.Module, found: Estimate, rates: Rates) -> Speed:
     full = plan is not None and plan.mode == "full"
     update = sum(swap.site.parameters for swap in plan.swaps) * _UPDATE_BYTES / (1e6 * _UPDATE_GB_S) if full else 0.0
     return Speed(max(link, device, host) + update, link, device, host, tokens, update)
+
+
+def _masked_us(model: nn.Module, task: Task) -> float:
+    """Return the microseconds of attention in a recorded step of several sequences, beyond reading the cache."""
+    layers = getattr(getattr(model, "config", None), "num_hidden_layers", 0) or 0
+    return _KEY_US * layers * (task.context + task.new) if task.batch > 1 else 0.0
 
 
 def _passes(task: Task, plan: Plan | None) -> int:
@@ -187,9 +197,11 @@ def _hit_rate(plan: Plan, cost: TokenCost, tokens: int) -> float:
 
 
 def _passing_bytes(plan: Plan) -> int:
-    """Return the bytes that pass through at any time: three of the larger layers; the largest of all are kept."""
+    """Return the bytes that pass through at any time: one of the larger layers, and what is staged behind it; the very
+    largest are kept."""
     layers = sorted(sum(page.nbytes for page in swap.leased) for swap in plan.swaps)
-    return 3 * layers[3 * len(layers) // 4] if layers else 0
+    larger = layers[3 * len(layers) // 4] if layers else 0
+    return larger + max(larger, _STAGED)
 
 
 def _bytes_at(plan: Plan, tier: str) -> float:

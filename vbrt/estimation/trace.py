@@ -106,7 +106,7 @@ class _Run:
 
     def __init__(self, model: nn.Module, task: Task, *, widens: bool = False) -> None:
         self.model, self.task, self.meter = model, task, Meter()
-        self._widens = widens
+        self._widens, self._steps = widens, 0
         self._stage = ""
         self.meter.leave_out((*model.parameters(), *model.buffers()))
 
@@ -155,7 +155,7 @@ class _Run:
             if self.task.step is not None:
                 outputs = self.task.step(self.model)
             else:
-                outputs = self.model(**inputs_of(self.model, self.task), **self._how())
+                outputs = self.model(**self._generated(inputs_of(self.model, self.task)), **self._how())
             self._name(outputs, "outputs")
             cache = self._cache(outputs)
             rows = {"outputs": self.meter.live["outputs"], "KV cache": self.meter.live["KV cache"]}
@@ -173,6 +173,17 @@ class _Run:
         how = {"use_cache": decode, **({"logits_to_keep": 1} if decode else {})}
         return {name: value for name, value in how.items() if name in known or (name == "use_cache" and _kwargs(known))}
 
+    def _generated(self, inputs: dict[str, Any], *, past: int = 0) -> dict[str, Any]:
+        """Return inputs with what `generate` passes beside tokens: a mask, and the position of each."""
+        ids, known = inputs.get("input_ids"), inspect.signature(self.model.forward).parameters
+        if self.task.kind != "decode" or ids is None or "decoder_input_ids" in inputs:
+            return inputs
+        given = {"attention_mask": (ids.shape[0], past + ids.shape[1]), "position_ids": tuple(ids.shape)}
+        more = {
+            name: torch.ones(shape, dtype=torch.long, device="cpu") for name, shape in given.items() if name in known
+        }
+        return inputs | more
+
     def _cache(self, outputs: Any) -> Any:
         cache = getattr(outputs, "past_key_values", None)
         cache = getattr(outputs, "cache_params", None) if cache is None else cache
@@ -189,6 +200,8 @@ class _Run:
         self.meter.work.clear()
         inputs = inputs_of(self.model, self.task, tokens=1)
         inputs = {k: v for k, v in inputs.items() if k != "input_ids" or "decoder_input_ids" not in inputs}
+        inputs = self._generated(inputs, past=self.task.context + self._steps)
+        self._steps += 1
         name = "past_key_values" if hasattr(cache, "get_seq_length") else "cache_params"
         outputs = self.model(**inputs, **{name: cache}, use_cache=True)
         cache = self._cache(outputs)
