@@ -2,7 +2,6 @@
 
     python3 scripts/advice.py [--seconds 80] [--cases llama-6 moe-4] [--out results.json]      on a GPU
     python3 scripts/advice.py --ask settings.json      no GPU: what would run on an H200; --run settings.json runs it
-    python3 scripts/advice.py --table                  no GPU: what is committed, as a table of docs/howto/estimating.md
 
 A case is a model of random weights, a task, a goal and the memory that torch may reserve of the GPU
 (`set_per_process_memory_fraction`). `vbrt.advise` answers for a machine of that memory, with rates measured here; then
@@ -42,7 +41,6 @@ from vbrt.estimation.task import Task
 from vbrt.wrapper.full import VBFullWrapper
 
 _RESULTS = ROOT / "benchmarks" / "results" / "advice-nvidia-h200.json"
-_PAGE = ROOT / "docs" / "howto" / "estimating.md"
 GiB = 1 << 30
 _HOST = 96 * GiB  # of the machine whose advice is asked
 
@@ -379,31 +377,8 @@ def _merit(row: dict[str, Any]) -> float:
     return row["tokens"] / row["ms"] if row["goal"] == "throughput" else 1 / row["ms"]
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the rows of the documentation's table."""
-    lines = ["| case | setting | GPU, estimated | measured | ms, predicted | measured |", "| --- " * 6 + "|"]
-    for row in rows:
-        name = f"**{row['name']}**" if row["first"] else row["name"]
-        if row["oom"] or row["error"]:
-            said = "out of memory" if row["oom"] else "failed"
-            lines.append(f"| {row['case']} | {name} | {row['estimated_bytes'] / 1e9:.2f} GB | {said} | | |")
-            continue
-        memory = f"{row['estimated_bytes'] / 1e9:.2f} GB | {row['peak_bytes'] / 1e9:.2f} GB"
-        lines.append(f"| {row['case']} | {name} | {memory} | {row['predicted_ms']:.1f} | {row['ms']:.1f} |")
-    return lines
-
-
-def write_table() -> None:
-    """Put the table of what is committed between the marks of the page."""
-    lines = table(json.loads(_RESULTS.read_text())["rows"])
-    before, begin, rest = _PAGE.read_text().partition("<!-- advice:begin -->\n")
-    _, end, after = rest.partition("<!-- advice:end -->")
-    _PAGE.write_text(before + begin + "\n" + "\n".join(lines) + "\n\n" + end + after)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--table", action="store_true", help="no GPU: write the table of the docs")
     parser.add_argument("--ask", type=Path, metavar="FILE", help="no GPU: write the settings that would run")
     parser.add_argument("--run", type=Path, metavar="FILE", help="run these settings")
     parser.add_argument("--seconds", type=float, default=80.0, help="begin nothing after this")
@@ -411,9 +386,6 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=None, help="some of the cases")
     parser.add_argument("--out", type=Path, default=_RESULTS)
     args = parser.parse_args()
-    if args.table:
-        write_table()
-        return
     torch.set_num_threads(1)
     start, known = time.monotonic(), {case.name: case for case in cases(args.layers)}
     wanted = [case for case in known.values() if args.cases is None or case.name in args.cases]

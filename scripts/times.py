@@ -1,7 +1,7 @@
 """Predicted milliseconds beside every time that other scripts have measured on an H200 and committed.
 
     python3 scripts/times.py               no GPU
-    python3 scripts/times.py --table       as the table of docs/howto/estimating.md
+    python3 scripts/times.py --table       as the tables of docs/howto/estimating.md
 
 Rates are those that scripts/advice.py measured on the same kind of machine. A row is near where it is within 15 % and
 the link decides, or within 25 %.
@@ -22,7 +22,9 @@ import torch  # after the checkout is on the path
 from torch import nn
 
 import vbrt
+from scripts.advice import cases
 from scripts.estimates import estimated_355m, last_logits, llama_8b_meta
+from scripts.experts_decode import build
 from scripts.lm import LanguageModel, Shape
 from vbrt.config import Machine, VBConfig
 from vbrt.estimation.estimate import bare_model, estimate_of
@@ -68,12 +70,15 @@ class Model:
 
     def row(self, case: str, task: Task, config: VBConfig | None, ms: float) -> Row:
         """Return what is predicted of a task under a config, beside what was measured."""
+        return row_of(case, self.bare, self.found(task, config), self.rates, ms)
+
+    def found(self, task: Task, config: VBConfig | None) -> Estimate:
+        """Return the estimate of a task under a config."""
         plan = None if config is None else make_plan(self.bare, config, ON, charge_kept=False)
         key = task, plan is None
         if key not in self._traces:
             self._traces[key] = whole_trace(self.bare, task, plan)
-        found = estimate_of(self.bare, task, config, ON, plan, self._traces[key])
-        return row_of(case, self.bare, found, self.rates, ms)
+        return estimate_of(self.bare, task, config, ON, plan, self._traces[key])
 
 
 def row_of(case: str, model: nn.Module, found: Estimate, rates: Rates, ms: float) -> Row:
@@ -101,6 +106,8 @@ def generating(model: Model) -> Iterator[Row]:
         task = Task("decode", row["batch"], 128, row.get("new", 128))
         if row["case"] == "bf16, static cache, eager":
             yield model.row(f"unwrapped, batch {row['batch']}", task, None, row["ms"])
+        elif ":" in preset:
+            continue  # see experts()
         elif "of the pages" in rest:
             pages = make_plan(model.bare, _config(preset), ON).page_bytes
             yield model.row(row["case"], task, _config(preset, pages * row["share"] / 100), row["ms"])
@@ -111,6 +118,23 @@ def generating(model: Model) -> Iterator[Row]:
         yield model.row(
             f"{row['case']}, {row['budget_gb']} GB of pages", Task("decode", 1, 128, 128), config, row["ms"]
         )
+
+
+def experts(rates: Rates) -> Iterator[Row]:
+    """Yield times of a token by `generate`, of layers of Qwen3-30B-A3B, whose random weights route at random."""
+    model = Model(build(12, torch.device("meta")), rates)
+    for row in _committed("generate")["rows"]:
+        layers, _, preset = row["case"].partition(": ")
+        if layers.startswith("12 layers of Qwen3") and preset in (
+            "bf16, eager",
+            "dense",
+            "fp4",
+            "fp4, half of the pages",
+        ):
+            plain, half = preset.startswith("bf16"), "half" in preset
+            pages = None if plain else make_plan(model.bare, _config(preset.partition(",")[0]), ON).page_bytes
+            config = None if plain else _config(preset.partition(",")[0], pages / 2 if half else None)
+            yield model.row(row["case"], Task("decode", 1, 128, row.get("new", 128)), config, row["ms"])
 
 
 def _one_token(model: nn.Module) -> Any:
@@ -157,34 +181,71 @@ def training(rates: Rates) -> Iterator[Row]:
             yield row_of(f"355M, {kind}: {name}", bare_model(model, found.task), found, rates, row["ms"])
 
 
+def followed(rates: Rates) -> Iterator[tuple[dict[str, Any], Estimate, nn.Module]]:
+    """Yield the settings that scripts/advice.py has followed, each with today's estimate and its model."""
+    committed, models = _committed("advice"), {}
+    known = {case.name: case for case in cases(committed["layers"])}
+    for row in committed["rows"]:
+        if row["model"] not in models:
+            with torch.device("meta"):
+                models[row["model"]] = Model(known[row["case"]].build(), rates)
+        model = models[row["model"]]
+        yield row, model.found(Task(**row["task"]), row["preset"] and _config(row["preset"], row["budget"])), model.bare
+
+
+def advice(rates: Rates) -> Iterator[Row]:
+    """Yield the times of these settings, but those of steps that found no room to be recorded."""
+    for row, found, model in followed(rates):
+        if row["ms"] is not None and row["preset"] != "full" and not row["eager"]:
+            yield row_of(f"{row['case']}: {row['name']}", model, found, rates, row["ms"])
+
+
+def advice_table(rates: Rates) -> list[str]:
+    """Return the documentation's table of what was followed; in bold what had been the first answer."""
+    lines = ["| case | GPU | setting | estimated | measured | predicted | measured |", "| --- " * 7 + "|"]
+    for row, found, model in followed(rates):
+        name = f"**{row['name']}**" if row["first"] else row["name"]
+        start = f"| {row['case']} | {row['gpu'] / (1 << 30):.0f} GiB | {name} | {found.again_bytes / 1e9:.2f} GB | "
+        if row["ms"] is None:
+            lines.append(f"{start}out of memory | | |")
+        else:
+            ms = f"{predict(model, found, rates).ms:.1f} ms | {row['ms']:.1f} ms{', eager' if row['eager'] else ''} |"
+            lines.append(f"{start}{row['peak_bytes'] / 1e9:.2f} GB | {ms}")
+    return lines
+
+
 def every() -> Iterator[Row]:
     """Yield all rows."""
     known = rates()
     model = Model(llama_8b_meta(), known)
     yield from generating(model)
     yield from streaming(model)
+    yield from experts(known)
+    yield from advice(known)
     yield from training(known)
 
 
-def write_table() -> None:
-    """Put the table between the marks of the page."""
+def write_tables() -> None:
+    """Put the tables between the marks of the page."""
     lines = ["| case | predicted | measured | off | limit |", "| --- " * 5 + "|"]
     for row in every():
-        lines.append(
-            f"| {row.case} | {row.predicted_ms:.1f} ms | {row.ms:.1f} ms | {100 * row.off:+.0f} % | {row.bound} |"
-        )
-    before, begin, rest = _PAGE.read_text().partition("<!-- times:begin -->\n")
-    _, end, after = rest.partition("<!-- times:end -->")
-    _PAGE.write_text(before + begin + "\n" + "\n".join(lines) + "\n\n" + end + after)
+        figures = f"{row.predicted_ms:.1f} ms | {row.ms:.1f} ms | {100 * row.off:+.0f} %"
+        lines.append(f"| {row.case} | {figures} | {row.bound} |")
+    text = _PAGE.read_text()
+    for mark, table in (("times", lines), ("advice", advice_table(rates()))):
+        before, begin, rest = text.partition(f"<!-- {mark}:begin -->\n")
+        _, end, after = rest.partition(f"<!-- {mark}:end -->")
+        text = before + begin + "\n" + "\n".join(table) + "\n\n" + end + after
+    _PAGE.write_text(text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--table", action="store_true", help="write the table of the docs")
+    parser.add_argument("--table", action="store_true", help="write the tables of the docs")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.table:
-        write_table()
+        write_tables()
         return
     for row in every():
         mark = " " if row.near else "!"

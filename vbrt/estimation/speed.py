@@ -35,8 +35,9 @@ _MOVES = 0.52  # of the rate of copies, at which all other operators read and wr
 _ROUNDED_BYTES = 240  # of copies, that take as long as it takes to round a weight that trains in 4 bits, in each pass
 _STEP_MS = 0.27  # of `generate` itself, for each token: it chooses one and looks whether it is the last
 _LAUNCH_US = 1.0  # that a weight's kernels take at least, in a recorded step
-_OPERATOR = {"prefill": 2.7, "decode": 5.0, "train": 1.6}  # bare launches that an operator takes, with Python around it
-_LEASES = 18  # bare launches that take as long as a lease of pages that pass through
+_OPERATOR = {"prefill": 2.2, "decode": 4.0, "train": 1.3}  # bare launches that an operator takes, with Python around it
+_LEASES = 15  # bare launches that take as long as a lease of pages that pass through
+_ROUTED_US = 200  # that routing and torch's products with a layer of dense experts take, in a recorded step
 _STAGED = 80 << 20  # bytes that are staged ahead
 _FINE_MARGIN = 1.1  # by which plans take fine planes for larger than they are
 _UPDATE_BYTES = 28  # that the host reads and writes for a weight that it updates: two halves, two moments, the gradient
@@ -78,7 +79,8 @@ def predict(model: nn.Module, found: Estimate, rates: Rates) -> Speed:
     device = 1e3 * _device_s(model, found, rates, tokens, passes)
     host = 0.0
     if recorded:
-        device += 1e-3 * (_LAUNCH_US * len(plan.swaps) + _masked_us(model, task)) + _STEP_MS
+        routed = _ROUTED_US * sum(swap.lossless for swap in plan.routed)
+        device += 1e-3 * (_LAUNCH_US * len(plan.swaps) + routed + _masked_us(model, task)) + _STEP_MS
     else:
         launches = found.work.get("operators", 0) * _OPERATOR[task.kind]
         launches += len(plan.swaps) * _LEASES * passes if plan is not None and link else 0
