@@ -18,7 +18,7 @@ from vbrt.kernels.watched import traced_call
 from vbrt.layers.bound import rebind_
 from vbrt.layers.compute import linear, linear_on_weight
 from vbrt.layers.lending import handle_with, is_lent, lend, notice_writes, released_parameter
-from vbrt.layers.shards import as_whole, local_of, take_local_
+from vbrt.layers.shards import as_whole, is_sharded, local_of, take_local_
 from vbrt.layers.shells import (
     become_shell,
     given_weight,
@@ -150,6 +150,11 @@ class VBLayer(SwappedLayer):
         if name != "weight":
             super().__setattr__(name, value)
             return
+        if is_sharded(value) and "_vb_shardings" not in self.__dict__:
+            raise WrapError(
+                f"{self._vb_handle.spec.name}: fully_shard (FSDP2) would spread its dense weight over ranks; call "
+                "vb.materialize() first: then it spreads what is not in the tiers"
+            )
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{self._vb_handle.spec.name}.weight: expected a tensor, got {type(value).__name__}")
         shared = handle_with(value)

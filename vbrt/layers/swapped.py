@@ -6,6 +6,7 @@ The road not taken: replacing modules in their parents. It loses hooks, breaks l
 module, and must rebuild each subclass's attributes.
 """
 
+import sys
 import types
 from typing import Any
 
@@ -17,6 +18,9 @@ from vbrt.layers.shards import restore_sharded_
 
 __all__ = ["SwappedLayer", "strip"]
 
+#: who leaves the marks of FSDP1 on modules; FSDP2's are the same
+_FSDP1 = "torch.distributed.fsdp._dynamo_utils"
+
 
 class SwappedLayer(nn.Module):
     """A module that was turned into another class in place, and can be turned back; a mixin in front of its class."""
@@ -27,6 +31,14 @@ class SwappedLayer(nn.Module):
     def plain_class(cls) -> type[nn.Module]:
         """The class of the module before it was swapped: the first one behind this mixin."""
         return next(c for c in cls.__mro__ if not issubclass(c, SwappedLayer))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_is_fsdp_managed_module" and _is_called_by(_FSDP1):
+            raise WrapError(
+                f"{self._vb_handle.spec.name}: FullyShardedDataParallel (FSDP1) flattens the parameters of a module, "
+                "which a VB layer computes with one by one; use fully_shard (FSDP2) or DistributedDataParallel"
+            )
+        super().__setattr__(name, value)
 
     @property
     def trained_parameters(self) -> tuple[str, ...]:
@@ -67,6 +79,16 @@ class SwappedLayer(nn.Module):
             f"{name}: torch.jit.script cannot compile a {type(self).__name__}; use torch.jit.trace or "
             "torch.compile, or script the model after unwrap()"
         )
+
+
+def _is_called_by(module: str) -> bool:
+    """True if one of the last callers of the function that asks is code of a module."""
+    frame, left = sys._getframe(2), 3
+    while frame is not None and left:
+        if frame.f_globals.get("__name__") == module:
+            return True
+        frame, left = frame.f_back, left - 1
+    return False
 
 
 def strip(module: nn.Module) -> None:

@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from vbrt.errors import FormatError, WrapError
 from vbrt.kernels.product import sum_rows, whole
 from vbrt.kernels.watched import is_recorded, is_transformed, traced_call, unwatched
+from vbrt.layers.shards import is_sharded
 from vbrt.layers.swapped import SwappedLayer
 from vbrt.training.weight import TrainedWeight
 
@@ -131,6 +132,11 @@ class TrainedLayer(SwappedLayer):
     # -- nn.Module's walks --------------------------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and is_sharded(value) and self._vb_handle.separation is not None:
+            raise WrapError(
+                f"{self._vb_handle.spec.name}: fully_shard (FSDP2) would spread a weight that trains through 4 bits; "
+                "keep such weights out of it (ignored_params=...), and sum their gradients over ranks"
+            )
         super().__setattr__(name, value)
         if name == "weight" and "_vb_handle" in self.__dict__:  # another weight: layers tied to the old one keep theirs
             self._vb_handle.layers.discard(self)

@@ -1,0 +1,87 @@
+"""Training on ranks, as ranks are asked to do it: gradients beside those of one process that has seen every batch."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import vbrt
+from tests.distributed.cases import llama
+from tests.models import config
+
+
+class Adapted(nn.Module):
+    """A layer with a low-rank sum beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        generator = torch.Generator().manual_seed(7)
+        for layer in (self.down, self.up):
+            nn.init.normal_(layer.weight, std=0.1, generator=generator)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def made(mode: str, *, materialize: bool = True) -> tuple[nn.Module, vbrt.VBModelWrapper]:
+    """A wrapped model that trains: adapters beside frozen planes, or all weights through 4 bits."""
+    model = llama(torch.float32, intermediate_size=256)
+    if mode == "infer":
+        model.requires_grad_(False)
+        for layer in model.model.layers:
+            layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
+            layer.mlp.up_proj = Adapted(layer.mlp.up_proj)
+    vb = vbrt.wrap(model.train(), config("nvfp4"), mode=mode)
+    if mode == "infer" and materialize:
+        vb.materialize()
+    return model, vb
+
+
+def step(model: nn.Module, rank: int) -> None:
+    """The gradients of a rank's batch."""
+    ids = torch.randint(3, 100, (2, 10), generator=torch.Generator().manual_seed(rank))
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+def gradients(how: str, mode: str) -> tuple[int, float]:
+    """How many parameters have gradients, and how far they are from the mean over all ranks' batches."""
+    alone, _ = made(mode)
+    for rank in range(dist.get_world_size()):
+        step(alone, rank)
+    model, vb = made(mode)
+    own = [layer.weight for layer in vb.registry.values()] if mode == "train" else []
+    if how == "ddp":
+        step(DistributedDataParallel(model), dist.get_rank())
+    else:
+        for layer in model.model.layers:
+            fully_shard(layer, ignored_params=set(own))
+        fully_shard(model, ignored_params=set(own))
+        step(model, dist.get_rank())
+        for weight in own:
+            dist.all_reduce(weight.grad)
+            weight.grad /= dist.get_world_size()
+    errors = []
+    for (_, want), (_, got) in zip(alone.named_parameters(), model.named_parameters(), strict=True):
+        if want.grad is not None:
+            found = got.grad.full_tensor() if hasattr(got.grad, "full_tensor") else got.grad
+            expected = want.grad / dist.get_world_size()
+            errors.append(float((found - expected).abs().max() / expected.abs().max()))
+    return len(errors), max(errors)
+
+
+def refused(how: str) -> Any:
+    """What cannot be is refused by name."""
+    model, vb = made("train" if how == "moved" else "infer", materialize=how == "fsdp1")
+    if how == "fsdp1":
+        FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    step(model, dist.get_rank())
+    return vb
