@@ -10,6 +10,7 @@ its part of the weights and of the budget. Encoding is timed on the way.
 """
 
 import argparse
+import faulthandler
 import gc
 import inspect
 import json
@@ -295,6 +296,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--layers", type=int, default=16)
     asked = parser.parse_args()
+    faulthandler.enable()
     warnings.simplefilter("ignore")
     os.environ["VBRT_PROGRESS"] = "0"
     group, found = Group(), {}

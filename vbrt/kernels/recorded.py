@@ -264,7 +264,8 @@ class StepRecorder(TorchDispatchMode):
 
     def _run_collective(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run what sends tensors to other processes: a sum over ranks is recorded as a call that gives its tensor."""
-        if func.overloadpacket is not torch.ops.c10d.allreduce_ or len(args[0]) != 1:
+        is_sum = func.overloadpacket is torch.ops.c10d.allreduce_ and len(args[0]) == 1
+        if not is_sum or not _is_awaited(func, args, kwargs):
             self._refuse(f"{func}: sends tensors to other processes")
             return func(*args, **kwargs)
         (tensor,), before = args[0], self.node_of(args[0][0])
@@ -299,10 +300,18 @@ class StepRecorder(TorchDispatchMode):
 
 
 def _reduced(tensor: Tensor, func: Any, rest: tuple, kwargs: dict) -> Tensor:
-    """Sum a tensor over ranks, in place."""
+    """Sum a tensor over ranks, in place; on a GPU as a part of the current stream, for which nobody waits."""
     _, work = func([tensor], *rest, **kwargs)
-    work.wait()
+    if tensor.device.type == "cpu":
+        work.wait()  # NCCL gives an empty one, which nothing may be asked of
     return tensor
+
+
+def _is_awaited(func: Any, args: tuple, kwargs: dict) -> bool:
+    """True if a collective is over, for the stream that called it, when the call is: not asked for as `async_op`."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return "async_op" in names and not given.get("async_op", True)
 
 
 def _by_places(func: Any, args: tuple) -> bool:
