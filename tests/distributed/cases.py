@@ -232,3 +232,12 @@ def _break(vb: vbrt.VBModelWrapper, path: str, how: str) -> None:
         layer.register_forward_pre_hook(lambda *args: os._exit(1))
     else:
         layer.register_forward_pre_hook(lambda *args: time.sleep(5))
+
+
+def counted() -> dict[str, Any]:
+    """Statistics of one rank, and merged."""
+    vb = vbrt.wrap(parallel(llama(torch.float32)), config("dense"))
+    with torch.no_grad():
+        vb(TOKENS)
+    own, all_ranks = vb.stats(), vb.stats(group=True)
+    return {"own": own.to_dict(), "all": all_ranks.to_dict(), "text": str(all_ranks)}

@@ -68,3 +68,17 @@ def test_experts_are_spread_over_ranks_whole(two_ranks: Ranks, saved: Path):
 def test_a_step_is_recorded_with_its_sums_over_ranks_as_calls_that_run_again(two_ranks: Ranks, saved: Path):
     for r in two_ranks(cases.recorded_like_eager, path=str(saved / "llama")):
         assert r == {"equal": True, "refused": ""}
+
+
+def test_statistics_of_all_ranks_are_summed_on_the_first(two_ranks: Ranks):
+    first, second = two_ranks(cases.counted)
+    name = "model.layers.0.mlp.down_proj"
+    assert second["all"] == second["own"]
+    for count in ("hits", "misses"):
+        assert first["all"][count] == first["own"][count] + second["own"][count]
+    planes = [r["own"]["layers"][name]["plane_bytes"]["dense"] for r in (first, second)]
+    assert first["all"]["layers"][name]["plane_bytes"]["dense"] == sum(planes)
+    assert first["all"]["tiers"]["cpu"]["held_bytes"] == sum(
+        r["own"]["tiers"]["cpu"]["held_bytes"] for r in (first, second)
+    )
+    assert first["all"]["passes"] == 1 and first["all"]["layers"][name]["forwards"] == 1 and name[:14] in first["text"]

@@ -12,7 +12,7 @@ from vbrt.residency.names import grouped, label_of, pattern_of
 if TYPE_CHECKING:
     from vbrt.report.stats import LayerStats, Stats
 
-__all__ = ["by_kind", "sums_by_name"]
+__all__ = ["by_kind", "of_ranks", "sums_by_name"]
 
 _SUMMED = ("weight_reads", "hits", "misses", "prefetched", "wait_us", "separation_hits", "separation_refreshes")
 _BY_NAME = ("plane_bytes", "bytes_moved")
@@ -33,6 +33,34 @@ def by_kind(stats: "Stats") -> "Stats":
         timed |= _timed(label, names, stats.timeline)
     timeline = stats.timeline and replace(stats.timeline, layers=timed)
     return replace(stats, layers=layers, timeline=timeline)
+
+
+def of_ranks(parts: Sequence["Stats"]) -> "Stats":
+    """Return the snapshots of ranks as one: counts, bytes and waits are sums, passes and forwards the most of any rank.
+
+    Reasons have the number of their rank in front, where not all ranks give them.
+    """
+    first = parts[0]
+    names = dict.fromkeys(name for part in parts for name in part.layers)
+    layers = {name: _together([part.layers[name] for part in parts if name in part.layers]) for name in names}
+    tiers = {
+        tier: type(held)(*(sum(getattr(p.tiers[tier], f.name) for p in parts if tier in p.tiers) for f in fields(held)))
+        for tier, held in first.tiers.items()
+    }
+    sums = {name: sum(getattr(part, name) for part in parts) for name in ("dense_bytes", "kept_bytes", "device_bytes")}
+    return replace(
+        first, passes=max(p.passes for p in parts), layers=layers, tiers=tiers, fallbacks=_reasons(parts), **sums
+    )
+
+
+def _reasons(parts: Sequence["Stats"]) -> tuple[str, ...]:
+    found: dict[str, list[int]] = {}
+    for rank, part in enumerate(parts):
+        for reason in part.fallbacks:
+            found.setdefault(reason, []).append(rank)
+    everywhere = [reason for reason, ranks in found.items() if len(ranks) == len(parts)]
+    others = {reason: ranks for reason, ranks in found.items() if len(ranks) < len(parts)}
+    return (*everywhere, *(f"rank {', '.join(map(str, ranks))}: {reason}" for reason, ranks in others.items()))
 
 
 def _kind(item: tuple[str, "LayerStats"]) -> tuple:

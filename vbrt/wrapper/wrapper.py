@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from vbrt.config import VBConfig
+from vbrt.distributed.stats import merged
 from vbrt.distributed.watch import watch, watched
 from vbrt.generation.generating import follow
 from vbrt.layers import VBLayer
@@ -117,13 +118,16 @@ class VBModelWrapper(Facade, Scraped, Watched):
         """
         return self._attachment.set_budget(tier, budget)
 
-    def stats(self, *, experts: bool = False) -> Stats:
+    def stats(self, *, experts: bool = False, group: Any = None) -> Stats:
         """Return a frozen snapshot of all counters.
 
         Args:
             experts: with the counters of every routed expert: `vb.stats(experts=True).experts("layers.0.mlp.experts")`.
+            group: a process group, or True for the default one, whose ranks all call this: its first rank gets the sums
+                over all, the others get their own.
         """
-        return self._attachment.stats(experts=experts)
+        own = self._attachment.stats(experts=experts)
+        return own if group is None else merged(own, group)
 
     def phase(self, name: str, *, precision: str | None = None) -> contextlib.AbstractContextManager[None]:
         """Name the passes that begin in a `with` block, in this thread: `with vb.phase("draft"): vb(x)`.

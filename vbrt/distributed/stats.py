@@ -1,0 +1,23 @@
+"""Statistics of all ranks of a group, on its first one."""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from vbrt.report.groups import of_ranks
+from vbrt.report.stats import Stats
+
+__all__ = ["merged"]
+
+
+def merged(own: Stats, group: Any) -> Stats:
+    """Return the sums over a group's ranks on its first rank, and on the others their own; every rank calls it.
+
+    Args:
+        own: this rank's snapshot.
+        group: a process group; True for the default one.
+    """
+    group = None if group is True else group
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, own.to_dict(), group=group)
+    return own if dist.get_rank(group) else of_ranks([Stats.from_dict(part) for part in parts])
