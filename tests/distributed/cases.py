@@ -41,7 +41,7 @@ def llama(dtype: torch.dtype = torch.bfloat16, *, bias: bool = True, **sizes: An
     sizes = {
         "vocab_size": 128,
         "hidden_size": 256,
-        "intermediate_size": 512,
+        "intermediate_size": 256,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,

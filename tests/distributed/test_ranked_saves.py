@@ -12,7 +12,12 @@ from tests.distributed import cases
 from tests.distributed.ranks import Ranks, RanksFailed
 from tests.models import config
 
-HELD = [("exact", "bfloat16"), ("nvfp4", "float32"), ("dense", "float32")]
+MORE = pytest.mark.exhaustive
+HELD = [
+    ("exact", "bfloat16"),
+    pytest.param("nvfp4", "float32", marks=MORE),
+    pytest.param("dense", "float32", marks=MORE),
+]
 
 
 def decoded(format: str, dtype: str) -> dict[str, torch.Tensor]:
@@ -40,6 +45,7 @@ def test_what_two_ranks_save_one_and_four_load(
         assert r == {"wrong": [], "error": pytest.approx(0, abs=1e-6), "swapped": 14}
 
 
+@MORE
 def test_what_one_process_saves_two_ranks_load_and_what_four_save(two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path):
     vb = vbrt.wrap(cases.llama(), config("exact"))
     vb.save(tmp_path / "one")

@@ -4,13 +4,13 @@ import pytest
 
 from tests.distributed import training_cases as cases
 from tests.distributed.ranks import Ranks, RanksFailed
+from tests.matrix import matrix
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-@pytest.mark.parametrize(("mode", "count"), [("infer", 8), ("train", 35)])
-def test_gradients_are_the_mean_over_all_ranks_batches(two_ranks: Ranks, how: str, mode: str, count: int):
+@matrix(how=("ddp", "fsdp2"), mode=("infer", "train"))
+def test_gradients_are_the_mean_over_all_ranks_batches(two_ranks: Ranks, how: str, mode: str):
     for found, error in two_ranks(cases.gradients, how=how, mode=mode):
-        assert found == count and error < 1e-5
+        assert found == {"infer": 8, "train": 35}[mode] and error < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from vbrt.distributed.watch import watch
 from vbrt.errors import CheckpointError, ConfigError, VBError, WrapError
 from vbrt.generation.generating import follow
 from vbrt.integrations.gguf_quantizer import TakesGGUF
+from vbrt.integrations.split_models import is_split
 from vbrt.integrations.transformers_experts import by_expert
 from vbrt.model.attach import attach
 from vbrt.model.runtime import Runtime
@@ -293,7 +294,7 @@ class VBQuantizer(TakesGGUF):
         self, model: PreTrainedModel, checkpoint_files: Any = None, **kwargs: Any
     ) -> PreTrainedModel:
         self._files, self._model = [Path(file) for file in checkpoint_files or ()], model
-        self._is_split = _is_split(getattr(model.config, "distributed_config", None))
+        self._is_split = is_split(getattr(model.config, "distributed_config", None))
         if self._files and all(file.suffix == ".safetensors" for file in self._files):
             try:
                 self.ahead = read_ahead(map(TensorFile, self._files))
@@ -318,16 +319,10 @@ class VBQuantizer(TakesGGUF):
         model.tie_weights()
         if self._holds_planes:
             _ignore_(model, saved.plane_patterns())
-        self._begin = partial(self._begin_filling, saved)
+        self._begin = partial(_begin_filling, self, saved)
         if not self._is_split:
             self._begin(model)
         return [] if saved is not None else [by_expert(conversion) for conversion in weight_conversions]
-
-    def _begin_filling(self, saved: Any, model: PreTrainedModel) -> None:
-        """Plan the model; one that transformers splits over ranks is split by now, and this rank's part is planned."""
-        self._begin = None
-        self.filling = self.quantization_config.filling(model, saved)
-        warn_of_plan(self.filling.plan, "from_pretrained", stacklevel=6)
 
     def _refuse_planes(self) -> None:
         if self._holds_planes:
@@ -458,18 +453,11 @@ class VBQuantizer(TakesGGUF):
         return True
 
 
-def _is_split(distributed: Any) -> bool:
-    """True if transformers splits the model over processes. Raises ConfigError for a way that leaves no rank whole
-    parts of weights."""
-    for size in ("fsdp_size", "pp_size"):
-        count = getattr(distributed, size, None) or 1
-        if count > 1:
-            raise ConfigError(
-                f"from_pretrained: distributed_config has {size} = {count}; weights in the tiers are split by a tensor "
-                "or expert parallel plan (tp_size, ep_size) only. For FSDP2 load the model on each rank, "
-                "materialize(), and fully_shard() what is left"
-            )
-    return distributed is not None
+def _begin_filling(quantizer: VBQuantizer, saved: Any, model: PreTrainedModel) -> None:
+    """Plan a model, of which this rank's part is there by now where transformers splits it over ranks."""
+    quantizer._begin = None
+    quantizer.filling = quantizer.quantization_config.filling(model, saved)
+    warn_of_plan(quantizer.filling.plan, "from_pretrained", stacklevel=6)
 
 
 def _check_open(files: Iterable[Path]) -> None:

@@ -226,7 +226,8 @@ class RankedSave:
     def __init__(self, path: Path, pieces: Sequence[SavedModel], cuts: Mapping[str, Cut]) -> None:
         self.path, self._pieces, self._cuts = path, pieces, cuts
         self._first = pieces[0]
-        self._layers = {site.name: layer for layer in self._first.layers for site in layer.sites}
+        self._of = [{site.name: layer for layer in piece.layers for site in layer.sites} for piece in pieces]
+        self._layers = self._of[0]
 
     @property
     def files(self) -> list[TensorFile]:
@@ -318,18 +319,20 @@ class RankedSave:
         cut, count = self._cuts.get(layer.site.tensor), len(self._pieces)
         shards = [None if cut is None else cut.shard(index, count, layer.site) for index in range(count)]
         if cut is None:
-            return [(None, self._first.encoded(layer.site.name, number))]
+            return [(None, self._read(0, layer, number))]
         if shards[0].dim == EXPERTS:
-            for piece, shard in zip(self._pieces, shards, strict=True):
+            for index, shard in enumerate(shards):
                 first = shard.spans(0)[0][0] if shard.spans(0) else 0
                 if any(begin <= number < end for begin, end in shard.spans(0)):
-                    return [(None, piece.encoded(layer.site.name, number - first))]
+                    return [(None, self._read(index, layer, number - first))]
         helds = [Held.of(shard) for shard in shards]
         if wanted in helds:
-            piece = self._pieces[helds.index(wanted)]
-            return [(wanted, piece.encoded(layer.site.name, number))]
-        pieces = zip(helds, self._pieces, strict=True)
-        return [(held, piece.encoded(layer.site.name, number)) for held, piece in pieces if held.spans]
+            return [(wanted, self._read(helds.index(wanted), layer, number))]
+        return [(held, self._read(index, layer, number)) for index, held in enumerate(helds) if held.spans]
+
+    def _read(self, index: int, layer: SavedLayer, number: int | None) -> dict[str, Any]:
+        """Read what a folder has of a matrix."""
+        return self._pieces[index].encoded(self._of[index][layer.site.name], number)
 
     def _cut(
         self, parts: list[tuple[Held | None, dict[str, Any]]], matrix: Matrix, held: Held | None, layer: SavedLayer

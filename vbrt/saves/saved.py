@@ -37,6 +37,10 @@ class SavedModel:
     Args:
         manifest: by default that of the directory.
         files: by the names that the manifest has for them; they may hold other tensors, too.
+
+    Attributes:
+        layers: the entries of weights in planes.
+        kept: those of tensors that are in no planes.
     """
 
     def __init__(
@@ -50,7 +54,8 @@ class SavedModel:
         files = {name: TensorFile(path / name) for name in names} if files is None else files
         self.files = list(files.values())
         self._files = {name: files[tensor.file] for name, tensor in self._manifest.tensors.items()}
-        self._layers = {site.name: layer for layer in self._manifest.layers for site in layer.sites}
+        self.layers = self._manifest.layers
+        self._layers = {site.name: layer for layer in self.layers for site in layer.sites}
         self._keep(self._manifest.kept)
         self._check_files(files)
         if own:
@@ -59,6 +64,7 @@ class SavedModel:
 
     def _keep(self, entries: Iterable[KeptTensor]) -> None:
         """Take these for the tensors that are in no planes."""
+        self.kept = entries = list(entries)
         self._kept = {name: entry for entry in entries for name in entry.names}
 
     def _check_files(self, files: Mapping[str, TensorFile]) -> None:
@@ -97,16 +103,6 @@ class SavedModel:
             dtype = self.info(entry.name).dtype
             if entry.trainable and not has_fraction(dtype):
                 raise _damaged(self._said_in, f"kept[{number}].trainable = true, and {entry.name} is {text_of(dtype)}")
-
-    @property
-    def layers(self) -> tuple[SavedLayer, ...]:
-        """The entries of weights in planes."""
-        return self._manifest.layers
-
-    @property
-    def kept(self) -> list[KeptTensor]:
-        """The entries of tensors that are in no planes."""
-        return list(dict.fromkeys(self._kept.values()))
 
     def config(self, config: Any, overrides: Mapping[str, Any]) -> VBConfig:
         """See `Source`. Weights stay what they were when the model was saved."""
@@ -168,7 +164,7 @@ class SavedModel:
 
     def planes_of(self, swap: Swap, handle: WeightHandle) -> Planes:
         """See `Source`: as they were encoded."""
-        return handle.encoder.from_encoded(self._encoded(self._layers[swap.name]))
+        return handle.encoder.from_encoded(self.encoded(self._layers[swap.name]))
 
     def experts_of(self, swap: Swap, handle: ExpertsHandle) -> Iterable[Planes]:
         """See `Source`: as they were encoded."""
@@ -176,15 +172,11 @@ class SavedModel:
 
         def make(expert: int) -> Planes:
             held = {part: layer for part, layer in layers.items() if expert < layer.site.matrices}
-            return handle.coder.from_encoded({part: self._encoded(layer, expert) for part, layer in held.items()})
+            return handle.coder.from_encoded({part: self.encoded(layer, expert) for part, layer in held.items()})
 
         return ExpertsOnDemand(make, swap.experts)
 
-    def encoded(self, name: str, matrix: int | None = None) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the planes of the weight of a name, or of one of its matrices, as they were encoded."""
-        return self._encoded(self._layers[name], matrix)
-
-    def _encoded(self, layer: SavedLayer, matrix: int | None = None) -> dict[str, dict[str, torch.Tensor]]:
+    def encoded(self, layer: SavedLayer, matrix: int | None = None) -> dict[str, dict[str, torch.Tensor]]:
         """Read the planes of a weight, or of one of its matrices, as they were encoded."""
         planes = {
             plane: {field: self.read(layer.file_tensor(plane, field, matrix)) for field in names}
