@@ -1,6 +1,7 @@
 """`weights.calibrate`: which inputs meet which weight, what encoders make of them, and that a model is as it was."""
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -80,7 +81,10 @@ def test_wrap_load_and_convert_give_the_same_planes_and_say_so(make, ids, tmp_pa
     before = {name: (p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
     vb = vbrt.wrap(model, asked)
     assert all(p.data_ptr() == before[n][0] and torch.equal(p, before[n][1]) for n, p in model.named_parameters())
+    unpickled = pickle.loads(pickle.dumps(vb))
     out = vb(IDS).logits
+    torch.testing.assert_close(unpickled(IDS).logits, out, rtol=1e-4, atol=1e-5)  # by other kernels
+    assert all(inputs.moments is None for swap in vb.plan.swaps for inputs in swap.inputs)
     assert not torch.equal(out, vbrt.wrap(make(), plain)(IDS).logits)
     assert {layer.format for layer in vb.stats().layers.values()} == {"nvfp4, calibrated"}
     assert any("encoded by the inputs that 200 tokens of" in note for note in vb.plan.notes)
