@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 import vbrt
 from tests.models import config
@@ -241,3 +242,39 @@ def counted() -> dict[str, Any]:
         vb(TOKENS)
     own, all_ranks = vb.stats(), vb.stats(group=True)
     return {"own": own.to_dict(), "all": all_ranks.to_dict(), "text": str(all_ranks)}
+
+
+class Gated(nn.Module):
+    """Gate and up in one weight, a layer that takes their product, and one that no plan cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down, self.same = nn.Linear(64, 256), nn.Linear(128, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.same(self.down(torch.relu(gate) * up))
+
+
+def gated() -> nn.Module:
+    """The same on every rank."""
+    torch.manual_seed(1)
+    return Gated().to(torch.bfloat16).eval()
+
+
+def packed(path: str) -> dict[str, Any]:
+    """Cut two matrices in one weight each for itself, as transformers' styles do; compare, and save."""
+
+    def cut(model: nn.Module) -> nn.Module:
+        for name, style in (("gate_up", "packed_colwise"), ("down", "rowwise")):
+            for parameter in ("weight", "bias"):
+                ALL_PARALLEL_STYLES[style].shard_param(getattr(model, name), parameter, ranks)
+            ALL_PARALLEL_STYLES[style].install_forward(getattr(model, name), ranks)
+        return model
+
+    ranks, x = mesh(), torch.randn(3, 64, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(2))
+    plain, vb = cut(gated()), vbrt.wrap(cut(gated()), config("exact"))
+    with torch.no_grad():
+        equal = torch.equal(plain(x), vb(x))
+    vb.save(path)
+    return {"equal": equal, "parts": [swap.site.shard and swap.site.shard.parts for swap in vb.plan.swaps]}

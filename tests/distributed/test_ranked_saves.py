@@ -76,3 +76,11 @@ def test_a_folder_of_another_save_is_refused_and_a_rank_that_cannot_write_leaves
     manifest.write_bytes(manifest.read_bytes().replace(b"float32", b"float16", 1))
     with pytest.raises(vbrt.CheckpointError, match=r"ranks-.*-00001-of-00002.*of another save"):
         vbrt.load(path, cases.llama(torch.float32))
+
+
+def test_gate_and_up_in_one_weight_are_cut_each_for_itself_and_loaded_whole(two_ranks: Ranks, tmp_path: Path):
+    for r in two_ranks(cases.packed, path=str(tmp_path)):
+        assert r == {"equal": True, "parts": [2, 1, None]}
+    vb = vbrt.load(tmp_path, torch.nn.Module.to(cases.gated(), "meta"))
+    for name, weight in cases.gated().named_parameters():
+        assert torch.equal(vb.state_dict()[name], weight), name

@@ -54,6 +54,8 @@ class VBModelWrapper(Facade, Scraped, Watched):
         """
         while True:
             try:
+                if self._watch is None:
+                    return self.model(*args, **kwargs)
                 with watched(self._watch):
                     return self.model(*args, **kwargs)
             except torch.OutOfMemoryError as error:
