@@ -35,6 +35,8 @@ __all__ = ["Form", "StepRecorder", "form_of", "recorder", "root_of"]
 _aten = torch.ops.aten
 #: what runs as one piece, though torch takes it apart: kernels of attention are chosen by mask, dtype and layout
 LEAVES = {F.scaled_dot_product_attention}
+#: devices whose sums over ranks are recorded: those of NCCL have not been seen to replay, and a step with them is eager
+SUMS_ON = {"cpu"}
 #: operators that give Python what it may know: nothing of the numbers in a tensor
 _METADATA = ("aten::sym_", "aten::is_same_size", "aten::size", "aten::stride")
 #: operators that may be repeated: they write the same to the same place
@@ -265,6 +267,7 @@ class StepRecorder(TorchDispatchMode):
     def _run_collective(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run what sends tensors to other processes: a sum over ranks is recorded as a call that gives its tensor."""
         is_sum = func.overloadpacket is torch.ops.c10d.allreduce_ and len(args[0]) == 1
+        is_sum = is_sum and args[0][0].device.type in SUMS_ON
         if not is_sum or not _is_awaited(func, args, kwargs):
             self._refuse(f"{func}: sends tensors to other processes")
             return func(*args, **kwargs)
