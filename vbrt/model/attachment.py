@@ -129,7 +129,7 @@ class Attachment:
         self.closed = False
         remove_pass_hooks(model)
         self._hook = model.register_forward_pre_hook(PassHook(self), with_kwargs=True)
-        if runtime.stack.together:
+        if getattr(runtime.stack.levels[0].lanes, "together", False):
             model.register_forward_hook(PassEndHook(runtime.stack))
         runtime.add(self)
 

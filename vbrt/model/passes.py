@@ -98,8 +98,9 @@ class PassEndHook:
 
     def __call__(self, model: nn.Module, args: tuple, output: Any) -> None:
         """Raise TierError, on all ranks, if a rank had other pages or is gone."""
-        if self.stack is not None and not torch.compiler.is_compiling() and not self.stack.recording_graph:
-            self.stack.check()
+        top = None if self.stack is None or torch.compiler.is_compiling() else self.stack.levels[0]
+        if top is not None and not (top.stream is not None and torch.cuda.is_current_stream_capturing()):
+            top.check()
 
     def __deepcopy__(self, memo: dict) -> "PassEndHook":
         return self

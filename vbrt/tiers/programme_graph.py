@@ -115,7 +115,7 @@ class RecordedRun:
             TierError: this thread has leased a page whose slot the graph needs; if another has, it is waited for.
         """
         guard, begun = self._stack.guard, False
-        self._stack.check()
+        self._level.check()
         while True:
             with guard.entered:
                 if not begun and not self.ended:

@@ -197,6 +197,11 @@ class Level:
         """True if lanes bring the page of a slot below into this level."""
         return self.lanes is not None and self.lanes.take(source)
 
+    def check(self) -> None:
+        """Verify what lanes have brought since the last time. Raises TierError, on all ranks."""
+        if self.lanes is not None:
+            self.lanes.check()
+
     def resize(self, nbytes: int) -> None:
         """Take another budget, in which the pages that live here fit, and evict the copies that do not."""
         self.tier.capacity_bytes = self.copies_bytes = nbytes

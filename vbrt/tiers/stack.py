@@ -214,27 +214,10 @@ class TierStack:
             phase: "prompt", "decode", "forward" or any other name; each has an order that policies learn.
             backward: the phase that begins with the first lease within autograd's backward; none by default.
         """
-        self.check()
+        self.levels[0].check()
         self.decider.begin_pass(phase, backward=backward)
         if self.guard.routing is not None:
             self.guard.routing.begin_pass(phase)
-
-    @property
-    def together(self) -> bool:
-        """True if several ranks bring pages together."""
-        lanes = self.levels[0].lanes
-        return lanes is not None and lanes.together
-
-    @property
-    def recording_graph(self) -> bool:
-        """True if the current stream records a CUDA graph."""
-        return self.levels[0].stream is not None and torch.cuda.is_current_stream_capturing()
-
-    def check(self) -> None:
-        """Verify what ranks have brought together since the last time. Raises TierError, on all of them."""
-        lanes = self.levels[0].lanes
-        if lanes is not None:
-            lanes.check()
 
     def phases(self) -> dict[str, PhaseCounts]:
         """Return passes, hits and misses of each phase. Accesses between two passes count for the first."""
