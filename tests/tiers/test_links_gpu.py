@@ -137,25 +137,3 @@ def test_layers_over_two_gpus_have_their_bits_and_stream_over_both_links():
         assert moved and part.attachment.stats().tiers["gpu"].peak_bytes <= 8 << 20
     assert torch.cuda.current_device() == 0
     assert torch.equal(split.unwrap().to("cuda:0")(tokens).logits, want)
-
-
-def test_experts_in_a_neighbours_memory_are_fetched_by_kernels_with_the_tokens_of_resident_ones():
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 128}
-    config = transformers.Qwen3MoeConfig(**sizes, num_experts=16, num_experts_per_tok=4)
-    torch.manual_seed(1)
-    model = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).eval().cuda()
-    tiers = {"gpu": {"budget": "8MiB"}, "peer": {"enabled": True, "budget": "64MiB"}, "cpu": {"enabled": False}}
-    vb = vbrt.wrap(model, "fp4", weights={"min_parameters": 0}, policy={"kind": "experts"}, tiers=tiers).materialize()
-    tokens, given = torch.arange(1, 9, device="cuda")[None], {"max_new_tokens": 10, "do_sample": False}
-    given |= {"pad_token_id": 0, "eos_token_id": None}
-    want = vb.generate(tokens, **given)
-    below = [key for key in vb.stack.pages if "experts" in key]
-    vb.set_budget("gpu", int(vb.plan.page_bytes * 0.75))
-    vb.stack.rehome(dict.fromkeys(below, "peer"))
-    assert torch.equal(vb.generate(tokens, **given), want)
-    layers = [layer for layer in vb.stats().layers.values() if layer.experts]
-    assert all(layer.experts.decides == "gpu" and layer.home == "peer" for layer in layers), vb.stats().fallbacks
-    assert vb.stats().steps.captured, vb.stats().steps.reasons
-    vb.close()

@@ -1,8 +1,8 @@
 """Room on the computing device that kernels divide by themselves, for pages that they fetch by themselves.
 
 An arena is one page of the computing tier: reserved from its budget at once, retired as any page. Its *sources* are
-pages in page-locked host memory, or in a neighbour's, which kernels read by address. Both are *put*: no budget and no
-rehoming moves them while the arena lives, a CUDA graph may record their addresses, and leases of sources on the host's
+pages in page-locked host memory, which kernels read by address. Both are *put*: no budget and no rehoming moves them
+while the arena lives, a CUDA graph may record their addresses, and leases of sources on the host's
 own way work as ever. The arena ends with `close`, or when it is collected; kernels that still read from it are waited
 for.
 """
@@ -26,9 +26,9 @@ def refusal(stack: TierStack, keys: Sequence[str]) -> str:
         if page is None:
             return f"{key}: it is not stored"
         level = stack.levels[page.home]
-        if page.home == 0 or not level.tier.memory:
+        if page.home == 0 or not level.tier.memory or level.tier.device.type != "cpu":
             return f"{key}: it lives in tiers.{level.tier.name}; kernels fetch pages from page-locked host memory only"
-        if not level.slots[key].room.addressed:
+        if not level.slots[key].room.pinned:
             return f"{key}: its memory is not page-locked; set tiers.{level.tier.name}.pinned = true, on a GPU machine"
         if page.put is not None:
             return f"{key}: another device cache has it"

@@ -35,11 +35,6 @@ class Buffer:
         return self.unpin is not None
 
     @property
-    def addressed(self) -> bool:
-        """True if kernels of the computing GPU can read it by its address: page-locked, or a GPU's that it reaches."""
-        return self.pinned or (self.part is not None and self.part.reached)
-
-    @property
     def asynchronous(self) -> bool:
         """True if copies to a GPU do not block the thread that asks for them: page-locked, or a GPU's memory."""
         return self.pinned or self.tensor.is_cuda
@@ -70,7 +65,7 @@ class MemoryTier:
 
     memory = True
     overhead_bytes = stuck_bytes = 0
-    reads_ahead = reached = False
+    reads_ahead = False
 
     def __init__(self, name: str, device: torch.device, capacity_bytes: int, *, pinned: bool = False) -> None:
         self.name, self.device, self.capacity_bytes = name, device, capacity_bytes

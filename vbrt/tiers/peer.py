@@ -16,7 +16,7 @@ __all__ = ["PeerTier"]
 
 
 class _Part(MemoryTier):
-    """One neighbour's memory. reached: the computing GPU reads it directly."""
+    """One neighbour's memory."""
 
     def _new(self, nbytes: int) -> Buffer:
         buffer = super()._new(nbytes)
@@ -46,7 +46,6 @@ class PeerTier:
         self.fallbacks: list[str] = []
         for part in self.parts if computing is not None else ():
             reason = reach(computing, part.device)
-            part.reached = not reason
             self.fallbacks += [f"tiers.peer: {reason}"] if reason else []
 
     @property
