@@ -2,9 +2,8 @@
 
 An arena is one page of the computing tier: reserved from its budget at once, retired as any page. Its *sources* are
 pages in page-locked host memory, which kernels read by address. Both are *put*: no budget and no rehoming moves them
-while the arena lives, a CUDA graph may record their addresses, and leases of sources on the host's
-own way work as ever. The arena ends with `close`, or when it is collected; kernels that still read from it are waited
-for.
+while the arena lives, a CUDA graph may record their addresses, and leases of sources on the host's own way work as
+ever. The arena ends with `close`, or when it is collected; kernels that still read from it are waited for.
 """
 
 from collections.abc import Sequence
