@@ -137,6 +137,25 @@ def test_a_budget_measures_one_pass_and_then_keeps_what_fits():
         assert vb.stats().activations.modes == modes
 
 
+def test_a_budget_works_while_weights_train_from_the_tiers():
+    def trained(activations):
+        model = Model().train()
+        optimizer = torch.optim.AdamW(model.parameters())
+        settings = {"activations": activations}
+        with vbrt.wrap(model, "full", optimizer=optimizer, training=settings, tiers={"gpu": {"enabled": False}}) as vb:
+            for _ in range(2):
+                torch.manual_seed(1)
+                with torch.autocast("cpu", torch.bfloat16):
+                    vb(torch.ones(TOKENS, WIDTH)).float().square().mean().backward()
+                vb.step()
+                vb.zero_grad()
+            return list(vb.state_dict().values()), vb.stats().activations
+
+    kept, budgeted = trained("keep"), trained(6 * WIDTH * TOKENS * 4 * 4)
+    assert same(kept[0], budgeted[0])
+    assert budgeted[1].modes["keep"] > 0
+
+
 def test_the_faster_way_is_taken_where_it_fits():
     assert choose(400, [10] * 4, [100] * 4) == ["keep"] * 4
     assert choose(399, [10] * 4, [100] * 4) == ["recompute", "recompute", "keep", "keep"]

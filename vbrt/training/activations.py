@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from vbrt.report.activations import ActivationStats
 from vbrt.residency.activations import KEEP, OFFLOAD, RECOMPUTE, choose
 from vbrt.training.offload import Offload
+from vbrt.training.streamed import StreamedParameter
 
 __all__ = ["Activations", "HeldBlock"]
 
@@ -200,15 +201,20 @@ class _Meter:
 
     def __init__(self, block: nn.Module) -> None:
         self.nbytes = 0
-        self._known = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+        self._block, self._known = block, set[int]()
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Count a tensor's memory once."""
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._known:
-            self._known.add(storage.data_ptr())
-            self.nbytes += storage.nbytes()
+        address = tensor.untyped_storage().data_ptr()
+        if address not in self._known and not self._is_parameter(address):
+            self._known.add(address)
+            self.nbytes += tensor.untyped_storage().nbytes()
         return tensor.detach()
+
+    def _is_parameter(self, address: int) -> bool:
+        """True for memory that a parameter has now: a layer's first forward frees that of its weight."""
+        held = (p for p in self._block.parameters() if not isinstance(p, StreamedParameter))  # which has no memory
+        return any(parameter.untyped_storage().data_ptr() == address for parameter in held)
 
 
 def _input_bytes(args: tuple, kwargs: dict[str, Any]) -> int:
