@@ -30,7 +30,8 @@ from scripts.train_full import wrapped
 from vbrt.residency.plan import format_bytes
 
 STEPS = 3  # the second is the first with the optimizer's state in memory
-_PASSING = 8  # of the largest weights, with their gradients, that are on the GPU at a time
+_IN_FLIGHT = 4  # inputs of blocks that are on their way to host memory, or back
+_GRADIENTS = 2  # of weights, on their way to host memory
 GPU_STEPS = 6  # they are short, and their time is asked for too
 
 
@@ -81,17 +82,19 @@ def estimate_bytes(case: Case) -> int:
     else:
         activations = shape.layers * kept + max(loss, backward)
     if options.full:
-        return _full_bytes(case, activations - (inputs if options.checkpointing and case.device != "cpu" else 0))
+        waiting = max(0, inputs - _IN_FLIGHT * 4 * d * tokens) if options.checkpointing and case.device != "cpu" else 0
+        return _full_bytes(case, activations - waiting)
     return 12 * shape.parameters + max(4 * shape.parameters, casts + activations)
 
 
 def _full_bytes(case: Case, activations: int) -> int:
-    """The peak with all state in the tiers: on a GPU what stays there and what passes through; on a CPU all of it."""
+    """The peak with all state in the tiers: on a GPU what stays there and the halves of the weights, which a budget of
+    "auto" has room for as long as the GPU has; on a CPU all of it."""
     shape, d = case.shape, case.shape.width
     stays = shape.vocabulary * d + shape.context * d + shape.layers * 9 * d  # tables, norms and biases, in fp32
     if case.device == "cpu":
         return 16 * stays + 14 * (shape.parameters - stays) + activations
-    return 16 * stays + _PASSING * 2 * 4 * d * d + activations
+    return 16 * stays + 2 * (shape.parameters - stays) + _GRADIENTS * 2 * 4 * d * d + activations
 
 
 def _kept_a_token(case: Case) -> int:

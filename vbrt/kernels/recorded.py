@@ -35,8 +35,8 @@ __all__ = ["Form", "StepRecorder", "form_of", "recorder", "root_of"]
 _aten = torch.ops.aten
 #: what runs as one piece, though torch takes it apart: kernels of attention are chosen by mask, dtype and layout
 LEAVES = {F.scaled_dot_product_attention}
-#: devices whose sums over ranks are recorded: those of NCCL have not been seen to replay, and a step with them is eager
-SUMS_ON = {"cpu"}
+#: devices whose sums over ranks are recorded: by Gloo and NCCL, which were seen to replay
+SUMS_ON = {"cpu", "cuda"}
 #: operators that give Python what it may know: nothing of the numbers in a tensor
 _METADATA = ("aten::sym_", "aten::is_same_size", "aten::size", "aten::stride")
 #: operators that may be repeated: they write the same to the same place
