@@ -11,6 +11,14 @@ pytest.importorskip("accelerate")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+@pytest.fixture(autouse=True)
+def other_tests_get_an_accelerator_of_their_own():
+    from accelerate.state import AcceleratorState
+
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)  # it keeps bf16 for the process
+
+
 def rows():
     drawn = torch.randint(0, 64, (32, 12), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": row, "labels": row} for row in drawn]

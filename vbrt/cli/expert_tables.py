@@ -44,7 +44,8 @@ class ExpertReport:
         if routing is not None:
             recorded = fitted(read_routing(routing), plan, source=f"--routing {routing}")
             simulated = simulated_hits(recorded, cost.room_bytes) if cost.cold_bytes else {}
-        return cls(plan.compute_tier, cost, gb_per_s, simulated)
+        rates = {tier: rate for tier, rate in gb_per_s.items() if tier in plan.budgets}
+        return cls(plan.compute_tier, cost, rates, simulated)
 
     def to_dict(self) -> dict:
         """Plain data for JSON."""
