@@ -1,5 +1,6 @@
 """The length of the ring: tried out for passes that use pages more than once, in small steps."""
 
+import gc
 import time
 
 import pytest
@@ -46,8 +47,16 @@ def test_trying_rings_out_never_moves_more(load):
     assert moved[1] <= moved[0]
 
 
+@pytest.fixture
+def no_garbage_collection():
+    """Collecting what thousands of tests have left takes longer than what is timed."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.mark.parametrize("blocks", [32, 120])
-def test_no_beginning_of_a_pass_and_no_access_takes_long(blocks):
+def test_no_beginning_of_a_pass_and_no_access_takes_long(blocks, no_garbage_collection):
     """They happen under the stack's lock: 1,344 and 5,040 accesses of pages of many sizes."""
     order = checkpointed(blocks, 14)
     sizes = {key: 100 * (1 + at % 3) + at % 7 for at, key in enumerate(sorted(set(order)))}
