@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -42,6 +44,17 @@ def test_any_shape_is_as_close_as_the_dtype_allows(name, shape, tokens, dtype):
     y = cpu_linear.linear(x, planes, bias)
     assert y.dtype is dtype and y.is_contiguous()
     assert error(y, F.linear(x.double(), w, bias.double())) <= BOUND[dtype]
+
+
+@built
+def test_tables_live_as_long_as_a_call_may_read_them_though_another_thread_prepares_the_planes_anew():
+    planes, _ = case("quantile", (24, 200))
+    read = cpu_linear._weight(planes)
+    tables = [weakref.ref(tensor) for tensor in read.tensors]
+    object.__setattr__(planes, "prepared", None)
+    assert cpu_linear._weight(planes) is not read
+    gc.collect()
+    assert all(table() is not None for table in tables)
 
 
 @built

@@ -210,10 +210,11 @@ class _Prepared:
         fmt = get_format(planes.format)
         assert isinstance(fmt, BlockFormat | Levels)  # for the type checker
         self.codes = planes.coarse["codes"]
-        self._tensors = (self.codes, planes.coarse["scales"], *fmt.tables(planes.coarse))
-        pointers = (tensor.data_ptr() for tensor in self._tensors)
+        tensors = (self.codes, planes.coarse["scales"], *fmt.tables(planes.coarse))
+        pointers = (tensor.data_ptr() for tensor in tensors)
         columns = 2 * self.codes.shape[1]
         self.weight = Weight(*pointers, planes.shape[0], columns, fmt.block, scale_type(fmt.record))
+        self.weight.tensors = tensors  # what it points to: another thread may replace this object during a call
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()
