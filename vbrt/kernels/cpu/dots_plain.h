@@ -1,0 +1,24 @@
+/* `dots` in plain C. */
+#include "dots_spans.h"
+
+INLINE void dots(const Dots *d, int rows, int tokens, float *sums) {
+    for (int r = 0; r < rows; r++) {
+        float sum[TOKENS][16] = {{0}}, weight[16];
+        for (int64_t k = 0; k < d->columns; k += SPAN / 2) {
+            const uint8_t *codes = d->codes[r] + k / 2;
+            const float scale = scale_at(d, r, k >> d->shift);
+            const int64_t at = k / SPAN * SPAN + (k / 16 & 1) * 8;
+            for (int j = 0; j < 8; j++) {
+                weight[j] = d->levels[codes[j] & 15] * scale;
+                weight[j + 8] = d->levels[codes[j] >> 4] * scale;
+            }
+            for (int m = 0; m < tokens; m++)
+                for (int j = 0; j < 16; j++) sum[m][j] += weight[j] * ((const float *)d->x[m])[at + j + (j & 8)];
+        }
+        for (int m = 0; m < tokens; m++) {
+            for (int half = 8; half; half /= 2)
+                for (int j = 0; j < half; j++) sum[m][j] += sum[m][j + half];
+            sums[r * TOKENS + m] = sum[m][0];
+        }
+    }
+}
