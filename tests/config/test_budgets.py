@@ -127,9 +127,19 @@ def test_a_peer_tier_has_the_memory_of_each_neighbour():
 
 
 def test_host_memory_that_ranks_share_is_that_of_each_times_their_number():
-    four = replace(MACHINE, sharers=4, sharers_here=2)
+    four = replace(MACHINE, sharers=4, ranks_here=2, cpu_available_bytes=25 * GIB)
     shared = {"shared": True}
     assert resolve_budgets(load_config(tiers={"cpu": shared}), four)["cpu"] == 4 * 20 * GIB
     assert resolve_budgets(load_config(tiers={"cpu": {**shared, "budget": "3GiB"}}), four)["cpu"] == 12 * GIB
+    said = refusal(resolve_budgets, load_config(tiers={"cpu": {**shared, "budget": "60GiB"}}), four)
+    assert "has 50.00 GiB" in said and "for each of its 2 ranks" in said
     without = replace(MACHINE, gpu_total_bytes=None)
     assert "here the cpu computes" in refusal(resolve_budgets, load_config(tiers={"cpu": shared}), without)
+
+
+def test_ranks_of_one_machine_and_of_one_gpu_divide_what_is_free_and_percentages():
+    two = replace(MACHINE, ranks_here=4, ranks_on_gpu=2, gpu_free_bytes=35 * GIB, cpu_available_bytes=10 * GIB)
+    whole, halved = (resolve_budgets(with_budgets(gpu={"budget": "50%"}), machine) for machine in (MACHINE, two))
+    assert halved["gpu"] == whole["gpu"] // 2 and halved["cpu"] == 8 * GIB
+    assert resolve_budgets(with_budgets(cpu={"budget": "40%"}), two)["cpu"] == 10 * GIB
+    assert resolve_budgets(with_budgets(cpu={"budget": "40GiB"}), two)["cpu"] == 40 * GIB, "bytes are what is asked for"

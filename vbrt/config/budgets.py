@@ -56,7 +56,9 @@ class Budget:
 class Machine:
     """Memory available on a machine, in bytes. gpu: None without a device; ssd: None where no ssd tier is asked for.
     peers: the number of other GPUs that a peer tier may use; peer_total_bytes, peer_free_bytes: of the smallest of
-    them. sharers: the ranks that share pages in host memory; sharers_here: those of them on this machine."""
+    them. sharers: the ranks that share pages in host memory. ranks_here, ranks_on_gpu: the ranks on this machine, and
+    those that compute on this GPU; what is available or free is one rank's share, totals are the machine's.
+    ranks_said_by: how they are known, "" for one that is alone."""
 
     gpu_total_bytes: int | None
     gpu_free_bytes: int | None
@@ -67,7 +69,9 @@ class Machine:
     peer_total_bytes: int = 0
     peer_free_bytes: int = 0
     sharers: int = 1
-    sharers_here: int = 1
+    ranks_here: int = 1
+    ranks_on_gpu: int = 1
+    ranks_said_by: str = ""
 
 
 def parse_budget(value: object, *, where: str) -> Budget:
@@ -141,7 +145,8 @@ def resolve_budgets(config: VBConfig, machine: Machine) -> dict[str, int]:
     """Return the bytes of each tier that is enabled and exists here, by name, fastest first.
 
     "auto" is 90 % of the free device memory, 80 % of the available host memory, 90 % of the free space of the drive.
-    A percentage counts from the total (of the drive: from the free space). What the peer tier has is that of one GPU
+    A percentage counts from the total (of the drive: from the free space). Where several ranks are on one machine or
+    one GPU, both are of a rank's equal share. What the peer tier has is that of one GPU
     times their number; of host memory that ranks share, that of one rank times theirs. Raises ConfigError for more than
     the machine has, for an ssd path whose free space is unknown, for a peer tier that is insisted on where there is no
     other GPU, for shared host memory where the CPU computes, and as `compute_tier`.
@@ -188,37 +193,40 @@ def _has_peers(config: VBConfig, machine: Machine) -> bool:
 
 def resolve_budget(config: VBConfig, machine: Machine, name: str) -> int:
     """Return the bytes of one tier that is enabled and exists here, whatever the others ask for."""
-    total, free = _room(config, machine, name)
     shares = {"peer": machine.peers, "cpu": machine.sharers}.get(name, 1)
-    where = f"{config.source}: tiers.{name}.budget"
-    return shares * _resolved(getattr(config.tiers, name).budget, name, total, free, where)
+    return shares * _resolved(config, machine, name)
 
 
-def _room(config: VBConfig, machine: Machine, name: str) -> tuple[int, int]:
-    """Return (total, free) of a tier in bytes."""
+def _room(config: VBConfig, machine: Machine, name: str) -> tuple[int, int, int]:
+    """Return (total, free, ranks) of a tier: bytes, and among how many the total is divided."""
     if name == "gpu":
         total, free = machine.gpu_total_bytes, machine.gpu_free_bytes
-        return total, total if free is None else free
+        return total, total if free is None else free, machine.ranks_on_gpu
     if name == "peer":
-        return machine.peer_total_bytes, machine.peer_free_bytes
+        return machine.peer_total_bytes, machine.peer_free_bytes, 1
     if name == "cpu":
-        return machine.cpu_total_bytes // machine.sharers_here, machine.cpu_available_bytes // machine.sharers_here
+        return machine.cpu_total_bytes, machine.cpu_available_bytes, machine.ranks_here
     if machine.ssd_free_bytes is None:
         raise wrong(
             f"{config.source}: tiers.ssd.path",
             config.tiers.ssd.path,
             "expected a directory on a drive whose free space is known",
         )
-    return machine.ssd_free_bytes, machine.ssd_free_bytes
+    return machine.ssd_free_bytes, machine.ssd_free_bytes, 1  # of a rank, as all that is free
 
 
-def _resolved(value: int | str, name: str, total: int, free: int, where: str) -> int:
+def _resolved(config: VBConfig, machine: Machine, name: str) -> int:
+    """Return what a budget asks for, of one neighbour or one rank where there are several."""
+    where, value = f"{config.source}: tiers.{name}.budget", getattr(config.tiers, name).budget
     budget = parse_budget(value, where=where)
+    total, free, ranks = _room(config, machine, name)
     if budget.kind == "auto":
         return free * TIERS[name].auto_percent // 100
     if budget.kind == "fraction":
-        return int(total * budget.amount)
-    if budget.amount > total:
-        has = f"{total / 2**30:.2f} GiB ({total} bytes)" + (" free" if name == "ssd" else "")
+        return int(total * budget.amount) // ranks
+    most = total // ranks if machine.sharers > 1 else total  # ranks that share have equal budgets
+    if budget.amount > most:
+        has = f"{most / 2**30:.2f} GiB ({most} bytes)" + (" free" if name == "ssd" else "")
+        has += f" for each of its {machine.ranks_here} ranks" if most < total else ""
         raise wrong(where, value, f'this machine has {has}; expected no more than that, "auto" or a percentage')
     return int(budget.amount)

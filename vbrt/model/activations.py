@@ -38,4 +38,5 @@ def _host_bytes(config: VBConfig, machine: Machine) -> int:
     budget: Budget = parse_budget(config.training.activations_host, where="training.activations_host")
     if budget.kind == "auto":
         return machine.cpu_available_bytes // 2
-    return int(budget.amount if budget.kind == "bytes" else budget.amount * machine.cpu_total_bytes)
+    share = machine.cpu_total_bytes / machine.ranks_here
+    return int(budget.amount if budget.kind == "bytes" else budget.amount * share)

@@ -14,6 +14,7 @@ from vbrt.config import Machine, VBConfig
 from vbrt.errors import ConfigError, TierError, describe_os_error
 from vbrt.host.memory import trim_heap
 from vbrt.kernels.cpu import recycle
+from vbrt.model.neighbours import neighbours
 from vbrt.tiers import SsdTier
 from vbrt.tiers.sharers import Sharers
 
@@ -32,6 +33,8 @@ __all__ = [
 def this_machine(config: VBConfig) -> Machine:
     """Return the bytes of GPU and host memory, and the room on the drive of `tiers.ssd.path`.
 
+    Ranks of one host divide what is free there, and ranks on one GPU what is free on it: see `neighbours`.
+
     Raises TierError: the system does not say, for want of descriptors for one.
     """
     try:
@@ -41,27 +44,30 @@ def this_machine(config: VBConfig) -> Machine:
             f"this machine: the system does not say what memory and disks it has "
             f"({describe_os_error(error)}: {error.filename}); try again once that is mended"
         ) from error
-    gpu_free, gpu_total = _gpu_memory() if torch.cuda.is_available() else (None, None)
+    ranks = neighbours()
+    gpu_free, gpu_total = _gpu_memory(ranks=ranks.on_gpu) if torch.cuda.is_available() else (None, None)
     peers = [_gpu_memory(peer) for peer in peer_gpus(config)]
     machine = Machine(
         gpu_total_bytes=gpu_total,
         gpu_free_bytes=gpu_free,
         cpu_total_bytes=memory.total,
-        cpu_available_bytes=memory.available,
-        ssd_free_bytes=ssd_free,
+        cpu_available_bytes=memory.available // ranks.here,
+        ssd_free_bytes=None if ssd_free is None else ssd_free // ranks.here,
         peers=len(peers),
         peer_total_bytes=min((total for _, total in peers), default=0),
         peer_free_bytes=min((free for free, _ in peers), default=0),
+        ranks_here=ranks.here,
+        ranks_on_gpu=ranks.on_gpu,
+        ranks_said_by=ranks.said_by,
     )
     return _agreed(machine, sharers_of(config)) if config.tiers.cpu.shared and gpu_total is not None else machine
 
 
 def _agreed(machine: Machine, sharers: Sharers) -> Machine:
     """Return a machine with the memory that every rank has, so that all make one plan."""
-    known = {name: value for name, value in asdict(machine).items() if value is not None}
+    known = {name: value for name, value in asdict(machine).items() if isinstance(value, int)}
     least = dict(zip(known, sharers.least(list(known.values())), strict=True))
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", sharers.size))  # torchrun says so
-    return replace(machine, **least | {"sharers": sharers.size, "sharers_here": max(1, min(here, sharers.size))})
+    return replace(machine, **least | {"sharers": sharers.size, "ranks_here": max(1, least["ranks_here"])})
 
 
 def sharers_of(config: VBConfig) -> Sharers:
@@ -79,11 +85,11 @@ def _sharers(group: object) -> Sharers:
     return Sharers(group)
 
 
-def _gpu_memory(*index: int) -> tuple[int, int]:
-    """Return (free, total) of a GPU, by default the current one, in bytes; what torch has reserved and does not use is
-    free."""
+def _gpu_memory(*index: int, ranks: int = 1) -> tuple[int, int]:
+    """Return (free, total) of a GPU, by default the current one, in bytes: of what is free one of `ranks` parts, and
+    what torch has reserved and does not use."""
     free, total = torch.cuda.mem_get_info(*index)
-    return free + torch.cuda.memory_reserved(*index) - torch.cuda.memory_allocated(*index), total
+    return free // ranks + torch.cuda.memory_reserved(*index) - torch.cuda.memory_allocated(*index), total
 
 
 def peer_gpus(config: VBConfig) -> tuple[int, ...]:

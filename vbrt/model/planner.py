@@ -4,14 +4,14 @@ Works on real models and on models built under `torch.device("meta")`, so that a
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
-from vbrt.config import FORMATS, Machine, VBConfig, compute_tier, resolve_budgets
+from vbrt.config import FORMATS, Machine, VBConfig, compute_tier, parse_budget, resolve_budgets
 from vbrt.config.tiers import TIERS
 from vbrt.errors import ConfigError, WrapError
 from vbrt.formats import get_format
@@ -83,6 +83,7 @@ def make_plan(
         layers, homes = with_state(swaps, layers, homes, rooms, config)
     placed = tuple(_placed(swap, pages, homes) for swap, pages in zip(swaps, layers, strict=True))
     notes = (*_idle_gpu(config, machine), *_notes(placed, config, modules, skipped))
+    notes += _divided(config, machine, budgets) if beside is None else ()
     if beside_gpu and "gpu" in budgets:
         said = "two gradients on their way, gradients and fp32 moments of parameters that stay"
         notes += (f"beside its budget and activations the gpu holds {format_bytes(beside_gpu)}: {said}",)
@@ -253,6 +254,18 @@ def _idle_gpu(config: VBConfig, machine: Machine) -> tuple[str, ...]:
     if not gpu.enabled or gpu.budget == "auto" or machine.gpu_total_bytes is not None:
         return ()
     return (f"tiers.gpu.budget = {gpu.budget!r} is for a GPU, and this machine has none: the cpu computes",)
+
+
+def _divided(config: VBConfig, machine: Machine, budgets: Mapping[str, int]) -> tuple[str, ...]:
+    """Return a note for each budget that is one rank's share of memory."""
+    ranks = {"gpu": machine.ranks_on_gpu, "cpu": machine.ranks_here, "ssd": machine.ranks_here}
+    asked = {tier: getattr(config.tiers, tier).budget for tier in budgets if ranks.get(tier, 1) > 1}
+    return tuple(
+        f'tiers.{tier}.budget = "{budget}" is one of {ranks[tier]} equal shares, for the ranks '
+        f"{'on this GPU' if tier == 'gpu' else 'of this machine'} ({machine.ranks_said_by})"
+        for tier, budget in asked.items()
+        if parse_budget(budget, where=tier).kind != "bytes"
+    )
 
 
 def _kept_warning(
