@@ -11,12 +11,10 @@ name in it and not a SIGBUS. Digests are computed while what was read is in cach
 
 import contextlib
 import errno
-import itertools
 import json
 import os
 import re
 import struct
-import threading
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -85,7 +83,6 @@ class SsdTier:
         self.stuck_bytes = 0
         self._serial = 0
         self._direct: bool | None = None
-        self._helpers = helpers
         self._crew = Crew(helpers)
         try:
             self._run = RunDirectory(self.root)
@@ -211,23 +208,13 @@ class SsdTier:
             os.close(fd)
 
     def _shared(self, read: "_Read") -> int:
-        """Do a read with the helpers that are free; returns the digest when nobody is at it any more."""
-        try:
-            helpers = min(self._helpers, read.parts - 1) if read.file.page_bytes > _ALONE_BYTES else 0
-            read.seats = [threading.RLock() for _ in range(helpers)]
-            for seat in read.seats:
-                self._helpers_here().give(read.help, seat)
-            read.work()
-            read.close()
-        except BaseException:
-            read.close()  # again, if Ctrl-C came in the first: `out` must be the caller's alone
-            raise
+        """Do a read with the helpers that are free, if it is worth one; returns the page's digest."""
+        if read.file.page_bytes > _ALONE_BYTES:
+            self._crew.share(read.parts, read.do)
+        else:
+            for part in range(read.parts):
+                read.do(part)
         return read.digest()
-
-    def _helpers_here(self) -> Crew:
-        if self._crew.pid != os.getpid():
-            self._crew = Crew(self._helpers)
-        return self._crew
 
     def read_ahead(self, room: PageFile) -> None:
         """Ask the system to bring a page into its cache, in buffered mode: reading it later waits less. Never fails."""
@@ -317,43 +304,13 @@ class _Read:
         self.step = segments * _SEGMENT_BYTES
         self.parts = -(-file.page_bytes // self.step)
         self.digests: list[list[bytes]] = [[] for _ in range(self.parts)]
-        self.seats: list[threading.RLock] = []  # each held while its helper works
-        self.error: Exception | None = None
-        self.closed = False
-        self._next = itertools.count()
-
-    def help(self, seat: threading.RLock) -> None:
-        """A helper's turn, unless the caller is closing; its failure is the caller's to raise."""
-        if not seat.acquire(blocking=False):
-            return
-        try:
-            self.work()
-        except Exception as error:  # noqa: BLE001 - raised in digest()
-            self.error = error
-        finally:
-            seat.release()
-
-    def work(self) -> None:
-        """Take parts until there are none left."""
-        for part in self._next:
-            if part >= self.parts or self.closed:
-                break
-            self._do(part)
-
-    def close(self) -> None:
-        """Return when no helper is at work; none begins after that. Idempotent."""
-        self.closed = True
-        for seat in self.seats:
-            with seat:
-                pass
 
     def digest(self) -> int:
-        """The digest of the page; raises what a helper met."""
-        if self.error is not None:
-            raise self.error
+        """Return the digest of the page, once all parts are read."""
         return _digest([digest for part in self.digests for digest in part])
 
-    def _do(self, part: int) -> None:
+    def do(self, part: int) -> None:
+        """Read a part."""
         at = part * self.step
         chunk = self.view[at : at + self.step]
         if part:
