@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import vbrt
 from scripts.bench_parts import small_model
-from scripts.full_runs import ResidentLinear
+from scripts.full_models import ResidentLinear
 from scripts.measuring import interleaved, machine
 
 ROWS, LR = 512, 1e-4

@@ -15,14 +15,12 @@ from typing import Any
 
 import psutil
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import vbrt
-from scripts.full_models import DEVICE, SHAPES, Trainee, batch, emptied, made, measured, passed, waited
-from vbrt.training.update import split_master
+from scripts.full_models import DEVICE, SHAPES, ResidentLinear, Trainee, batch, emptied, made, measured, passed, waited
 
-__all__ = ["RUNS", "ResidentLinear", "limited"]
+__all__ = ["RUNS", "limited"]
 
 LR, CONTEXT = 1e-4, 2048
 _SLOTS = 10  # of the largest page, on the GPU
@@ -190,27 +188,6 @@ def largest(options: argparse.Namespace) -> None:
 
     found |= measured(step, steps=options.steps - 1, warm=1)
     told(found | {"tokens_per_s": options.tokens / found["seconds"]} | about(vb))
-
-
-class _HalfUp(torch.autograd.Function):
-    """The bf16 half of an fp32 weight as pages hold it; the gradient goes straight through, as that of a cast."""
-
-    @staticmethod
-    def forward(ctx, weight: Tensor) -> Tensor:
-        return split_master(weight)[0]
-
-    @staticmethod
-    def backward(ctx, dw: Tensor) -> Tensor:
-        return dw.float()
-
-
-class ResidentLinear(nn.Linear):
-    """nn.Linear that casts its weight under autocast as halves are cast: other than torch in exact ties only."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features], in bf16."""
-        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
-        return F.linear(x.to(torch.bfloat16), _HalfUp.apply(self.weight), bias)
 
 
 def bits(options: argparse.Namespace) -> None:

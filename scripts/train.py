@@ -70,13 +70,16 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """All that the next step depends on. The position in the data is the step."""
+        model, optimizer = dict(self.model.state_dict()), self.optimizer.state_dict()
+        return self.progress() | {"model": model, "optimizer": optimizer}
+
+    def progress(self) -> dict[str, Any]:
+        """What the next step depends on beside the model and its optimizer."""
         return {
             "config": asdict(self.config),
             "step": self.step,
             "losses": self.losses,
             "log_bytes": self.log_bytes,
-            "model": dict(self.model.state_dict()),
-            "optimizer": self.optimizer.state_dict(),
             "random": self.random(),
         }
 
@@ -233,19 +236,9 @@ class FullTrainer(Trainer):
             self.start_from(init)
         self.model = wrapped(self.model, self.optimizer, device, checkpointing=config.options.checkpointing)
 
-    def state(self) -> dict[str, Any]:
-        """What the checkpoint of the model does not have."""
-        return {
-            "config": asdict(self.config),
-            "step": self.step,
-            "losses": self.losses,
-            "log_bytes": self.log_bytes,
-            "random": self.random(),
-        }
-
     def save(self, out: Path) -> Path:
         """Write a checkpoint into the folder of the run, one weight at a time."""
-        return self.model.save_checkpoint(out / FOLDER, extra=self.state(), progress=False)
+        return self.model.save_checkpoint(out / FOLDER, extra=self.progress(), progress=False)
 
     def restore(self, saved: FullCheckpoint) -> None:
         """Be where a checkpoint was written."""

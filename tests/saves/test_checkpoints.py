@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import vbrt
-from tests.training.full_models import Tiny, batches, loss_of, resident
+from tests.training.full_models import Tiny, batches, resident, train_on
 from vbrt.errors import CheckpointError, TierError
 from vbrt.saves.checkpoint import CHECKPOINT
 from vbrt.saves.nested import taken_apart, together
@@ -29,17 +29,6 @@ def wrapped(training=None, **tiers):
     return vbrt.wrap(made, "full", optimizer=adamw(made.parameters()), tiers=tiers, training=training or {})
 
 
-def steps(trained, optimizer, data):
-    losses = []
-    for ids, target in data:
-        loss = loss_of(trained, ids, target)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def assert_same_state(state, other):
     assert state.keys() == other.keys()
     for name, value in state.items():
@@ -49,15 +38,15 @@ def assert_same_state(state, other):
 def test_a_run_goes_on_with_the_same_bits_under_other_tiers(tmp_path):
     data = batches(5)
     with wrapped() as vb, wrapped(ssd={"enabled": True, "path": str(tmp_path / "pages")}) as other:
-        steps(vb, vb.optimizer, data[:3])
+        train_on(data[:3], vb, vb.optimizer)
         vb.optimizer.param_groups[0]["lr"] = 5e-3
         vb.save_checkpoint(tmp_path / "run", extra={"random": torch.get_rng_state(), "epoch": (3, float("inf"))})
-        expected = steps(vb, vb.optimizer, data[3:])
-        steps(other, other.optimizer, data[:1])  # it had other moments before
+        expected = train_on(data[3:], vb, vb.optimizer)
+        train_on(data[:1], other, other.optimizer)  # it had other moments before
         extra = other.load_checkpoint(tmp_path / "run")
         assert torch.equal(extra["random"], torch.get_rng_state())
         assert extra["epoch"] == (3, float("inf"))
-        assert steps(other, other.optimizer, data[3:]) == expected
+        assert train_on(data[3:], other, other.optimizer) == expected
         assert_same_state(other.state_dict(), vb.state_dict())
         assert other.optimizer.param_groups[0]["lr"] == 5e-3
 
@@ -65,27 +54,27 @@ def test_a_run_goes_on_with_the_same_bits_under_other_tiers(tmp_path):
 def test_plain_torch_goes_on_from_it(tmp_path):
     data = batches(5)
     with wrapped() as vb:
-        steps(vb, vb.optimizer, data[:3])
+        train_on(data[:3], vb, vb.optimizer)
         vb.save_checkpoint(tmp_path)
-        expected = steps(vb, vb.optimizer, data[3:])
+        expected = train_on(data[3:], vb, vb.optimizer)
         saved = vbrt.read_checkpoint(tmp_path)
         plain = resident(model())
         plain.load_state_dict(saved.model)
         optimizer = adamw(plain.parameters())
         optimizer.load_state_dict(saved.optimizer)
-        assert steps(plain, optimizer, data[3:]) == expected
+        assert train_on(data[3:], plain, optimizer) == expected
         assert_same_state(plain.state_dict(), vb.state_dict())
 
 
 def test_masters_of_a_model_in_bf16_are_whole_in_it(tmp_path):
     data, made, other = batches(4), model().bfloat16(), model().bfloat16()
     vb = vbrt.wrap(made, "full", optimizer=adamw(made.parameters()))
-    steps(vb, vb.optimizer, data[:2])
+    train_on(data[:2], vb, vb.optimizer)
     vb.save_checkpoint(tmp_path)
     saved = vbrt.read_checkpoint(tmp_path)
     with vbrt.wrap(other, "full", optimizer=adamw(other.parameters())) as second:
         second.load_checkpoint(tmp_path)
-        assert steps(second, second.optimizer, data[2:]) == steps(vb, vb.optimizer, data[2:])
+        assert train_on(data[2:], second, second.optimizer) == train_on(data[2:], vb, vb.optimizer)
         second.load_checkpoint(tmp_path)
         masters = second.unwrap().state_dict()
     assert saved.model["norm.weight"].dtype is torch.float32
@@ -96,30 +85,30 @@ def test_masters_of_a_model_in_bf16_are_whole_in_it(tmp_path):
 def test_moments_of_8_bits_come_back_as_they_were(tmp_path):
     data, training = batches(4), {"moments": "8bit"}
     with wrapped(training) as vb, wrapped(training) as other:
-        steps(vb, vb.optimizer, data[:2])
+        train_on(data[:2], vb, vb.optimizer)
         vb.save_checkpoint(tmp_path)
         other.load_checkpoint(tmp_path)
-        assert steps(other, other.optimizer, data[2:]) == steps(vb, vb.optimizer, data[2:])
+        assert train_on(data[2:], other, other.optimizer) == train_on(data[2:], vb, vb.optimizer)
         assert_same_state(other.state_dict(), vb.state_dict())
         resumed = other.optimizer.state_dict()
         other.optimizer.load_state_dict(resumed)
-        assert steps(other, other.optimizer, data) == steps(vb, vb.optimizer, data)
+        assert train_on(data, other, other.optimizer) == train_on(data, vb, vb.optimizer)
 
 
 def test_a_checkpoint_before_the_first_step_starts_over(tmp_path):
     data = batches(2)
     with wrapped() as vb:
         vb.save_checkpoint(tmp_path)
-        first = steps(vb, vb.optimizer, data)
+        first = train_on(data, vb, vb.optimizer)
         vb.load_checkpoint(tmp_path)
-        assert steps(vb, vb.optimizer, data) == first
+        assert train_on(data, vb, vb.optimizer) == first
 
 
 @pytest.mark.parametrize("after", [0, 3, 30])
 def test_a_full_disk_leaves_the_checkpoint_before_and_a_model_that_trains(tmp_path, monkeypatch, after):
     data = batches(3)
     with wrapped() as vb:
-        steps(vb, vb.optimizer, data[:1])
+        train_on(data[:1], vb, vb.optimizer)
         vb.save_checkpoint(tmp_path)
         files, left = sorted(path.name for path in tmp_path.iterdir()), [after]
 
@@ -131,15 +120,15 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_a_model_that_trains(tmp_pa
                 raise OSError(errno.ENOSPC, "No space left on device")
             return write(fd, buffer, offset)
 
-        steps(vb, vb.optimizer, data[1:2])
+        train_on(data[1:2], vb, vb.optimizer)
         with monkeypatch.context() as patch:
             patch.setattr("os.pwrite", full)
             with pytest.raises(CheckpointError, match=r"the disk is full.*as it was, and training may go on"):
                 vb.save_checkpoint(tmp_path)
         assert sorted(path.name for path in tmp_path.iterdir()) == files
-        last = steps(vb, vb.optimizer, data[2:])
+        last = train_on(data[2:], vb, vb.optimizer)
         vb.load_checkpoint(tmp_path)
-        assert steps(vb, vb.optimizer, data[1:])[-1:] == last
+        assert train_on(data[1:], vb, vb.optimizer)[-1:] == last
 
 
 def test_a_weight_that_cannot_be_read_leaves_the_checkpoint_before(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import torch
 
 from tests.tiers.pages import CHUNK, PAGE, NamedSsd, buffer, file_of, page, read
 from vbrt.errors import TierError
+from vbrt.host.crew import Crew
 
 
 def test_helpers_read_parts_of_a_page(helped, monkeypatch):
@@ -32,7 +33,7 @@ def test_helpers_read_parts_of_a_page(helped, monkeypatch):
 
 
 def test_a_small_page_is_read_by_whoever_needs_it_alone(helped, monkeypatch):
-    monkeypatch.setattr(helped, "_helpers_here", lambda: pytest.fail("a helper was called"))
+    monkeypatch.setattr(Crew, "give", lambda crew, work, *args: pytest.fail("a helper was called"))
     helped.write("layer", page(1 << 20))
     assert torch.equal(read(helped, "layer", 1 << 20), page(1 << 20))
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from scripts.full_models import ResidentLinear
 from vbrt.training.update import split_master
 
 WIDTH, TOKENS = 64, 50
@@ -28,26 +29,6 @@ class Tiny(nn.Module):
         for layer in self.layers:
             x = x + F.relu(layer(x))
         return self.head(self.norm(x))
-
-
-class _HalfUp(torch.autograd.Function):
-    """The bf16 half of an fp32 weight, as pages hold it; the gradient goes straight through, as that of a cast."""
-
-    @staticmethod
-    def forward(ctx, weight: Tensor) -> Tensor:
-        return split_master(weight)[0]
-
-    @staticmethod
-    def backward(ctx, dw: Tensor) -> Tensor:
-        return dw.float()
-
-
-class ResidentLinear(nn.Linear):
-    """nn.Linear that casts its weight under autocast as `split_master` does: other than torch in exact ties only."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
-        return F.linear(x.to(torch.bfloat16), _HalfUp.apply(self.weight), bias)
 
 
 def resident(model: nn.Module) -> nn.Module:
@@ -98,8 +79,13 @@ def loss_of(model: nn.Module, ids: Tensor, target: Tensor) -> Tensor:
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5) -> list[float]:
     """The losses of some steps."""
+    return train_on(batches(steps), model, optimizer)
+
+
+def train_on(data: list[tuple[Tensor, Tensor]], model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """The losses of a step for each batch."""
     losses = []
-    for ids, target in batches(steps):
+    for ids, target in data:
         loss = loss_of(model, ids, target)
         loss.backward()
         optimizer.step()

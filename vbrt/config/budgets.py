@@ -103,13 +103,7 @@ def parse_weights_budget(value: object, *, where: str) -> Budget:
     expected = 'expected bits a weight, e.g. "5 bits", or bytes, e.g. "2GiB"'
     if isinstance(value, str) and (match := _BITS.fullmatch(value)) and float(match[1]) > 0:
         return Budget("bits", float(match[1]))
-    try:
-        parsed = parse_budget(value, where=where)
-    except ConfigError:
-        raise wrong(where, value, expected) from None
-    if parsed.kind != "bytes":
-        raise wrong(where, value, expected)
-    return parsed
+    return _parse_bytes(value, where, expected)
 
 
 def parse_activations(value: object, *, where: str) -> Budget | str:
@@ -119,7 +113,10 @@ def parse_activations(value: object, *, where: str) -> Budget | str:
     """
     if value in ("keep", "recompute", "offload"):
         return str(value)
-    expected = 'expected "keep", "recompute", "offload" or bytes of device memory, e.g. "6GiB"'
+    return _parse_bytes(value, where, 'expected "keep", "recompute", "offload" or bytes of device memory, e.g. "6GiB"')
+
+
+def _parse_bytes(value: object, where: str, expected: str) -> Budget:
     try:
         parsed = parse_budget(value, where=where)
     except ConfigError:

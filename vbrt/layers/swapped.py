@@ -58,6 +58,14 @@ class SwappedLayer(nn.Module):
         """Hold no dense parameters: the pages have their values by now."""
         self.hold_(None)
 
+    @classmethod
+    def _take_(cls, module: Any, handle: Any) -> Any:
+        """Turn a module into this class in place; its parameters stay."""
+        module.__class__ = cls
+        module.__dict__["_vb_handle"] = handle
+        handle.layers.add(module)
+        return module
+
     def _become_plain(self) -> None:
         plain = type(self).plain_class()
         for name, value in list(self.__dict__.items()):

@@ -29,7 +29,7 @@ from vbrt.host.files import expanded, read_bounded, sync_directory, write_file
 from vbrt.report.progress import Progress
 from vbrt.saves.manifest import SHARD, content_digest, text_of
 from vbrt.saves.nested import taken_apart, together
-from vbrt.saves.tensorfile import TensorFile, TensorInfo, TensorWriter, digest
+from vbrt.saves.tensorfile import TensorFile, TensorInfo, TensorWriter, digest, in_order
 from vbrt.training.kept import LOW
 from vbrt.training.update import join_master
 
@@ -118,14 +118,7 @@ def write_checkpoint(
 
 def _write_files(folder: Path, token: str, pieces: list[Piece], work: Progress) -> dict[str, list]:
     """Write all files but the manifest; return where each tensor is."""
-    files, room = [], 0
-    for piece in pieces:
-        if not files or piece.nbytes > room:
-            files.append([])
-            room = _FILE_BYTES
-        files[-1].append(piece)
-        room -= piece.nbytes
-    entries = {}
+    files, entries = in_order(pieces, _FILE_BYTES), {}
     for number, held in enumerate(files, 1):
         name = f"vbrt-{token}-{number:05d}-of-{len(files):05d}.safetensors"
         entries |= _write_one(folder / name, held, work)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vbrt.errors import CheckpointError, FormatError, describe_os_error
-from vbrt.host.files import read_bounded
+from vbrt.errors import CheckpointError, FormatError
+from vbrt.saves.json_file import read_json
 from vbrt.saves.landing import Fill, fresh
 from vbrt.saves.layouts import LAYOUTS, UNUSED, Facts, Layout, Outline, decoded
 from vbrt.saves.tensorfile import TensorFile, TensorInfo
@@ -254,12 +254,5 @@ def read_scheme(directory: Path) -> tuple[dict[str, Any], torch.dtype | None]:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(read_bounded(file, _MAX_CONFIG_BYTES).decode())
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {describe_os_error(error)}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: damaged: not valid JSON ({error})") from error
+    data = read_json(file, _MAX_CONFIG_BYTES, missing={})
     return data if isinstance(data, dict) else {}

@@ -27,7 +27,7 @@ from torch import nn
 
 from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError, VBError, WrapError, describe_os_error
-from vbrt.host.files import expanded, read_bounded, sync_directory, write_file
+from vbrt.host.files import expanded, sync_directory, write_file
 from vbrt.layers import KINDS, SwappedLayer, WeightHandle
 from vbrt.layers.encoding import Planes
 from vbrt.layers.experts import ExpertsHandle
@@ -40,6 +40,7 @@ from vbrt.residency.site import EXPERTS, ROOT, Shard, WeightSite
 from vbrt.saves.assign import assign_, on_meta, with_values
 from vbrt.saves.companions import write_companions
 from vbrt.saves.fit import check_names
+from vbrt.saves.json_file import read_json
 from vbrt.saves.landing import Landing
 from vbrt.saves.manifest import MANIFEST, KeptTensor, SavedLayer, content_digest, read_manifest_bytes
 from vbrt.saves.parts import Held, Matrix, cut_between_blocks, join_parts, planes_of_part
@@ -184,12 +185,7 @@ def _remove_ranked(directory: Path, *, but: str) -> None:
 def open_ranked(path: Path) -> "RankedSave":
     """Return the save of ranks in a directory. Raises CheckpointError."""
     where = path / RANKS
-    try:
-        content = json.loads(read_bounded(where, _MAX_BYTES).decode())
-    except OSError as error:
-        raise CheckpointError(f"{where}: cannot be read: {describe_os_error(error)}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: damaged: not valid JSON ({error})") from error
+    content = read_json(where, _MAX_BYTES)
     if not isinstance(content, dict) or (content.get("kind"), content.get("version")) != (_KIND, _VERSION):
         raise CheckpointError(f'{where}: expected "kind": "{_KIND}", "version": {_VERSION}, as vb.save() writes them')
     if content.get("digest") != content_digest(content):

@@ -1,6 +1,5 @@
 """Files that a model is loaded from: planes that `vb.save` or `save_pretrained` wrote, a checkpoint, a GGUF file."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -11,7 +10,7 @@ from torch import nn
 
 from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError, describe_os_error
-from vbrt.host.files import expanded, read_bounded
+from vbrt.host.files import expanded
 from vbrt.layers import WeightHandle
 from vbrt.layers.encoding import Planes
 from vbrt.layers.experts import ExpertsHandle
@@ -20,6 +19,7 @@ from vbrt.saves.embedded import embedded_model, has_planes
 from vbrt.saves.fit import first_names
 from vbrt.saves.gguf import GGUFTensors, describe_gguf, gguf_checkpoint
 from vbrt.saves.gguf_file import GGUF_SUFFIX, GGUFFile, shard_paths
+from vbrt.saves.json_file import read_json
 from vbrt.saves.landing import Landing
 from vbrt.saves.manifest import MANIFEST
 from vbrt.saves.published import Description, checkpoint_of, describe_files
@@ -152,12 +152,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _shard_names(index: Path) -> list[str]:
-    try:
-        data = json.loads(read_bounded(index, _MAX_INDEX_BYTES).decode())
-    except OSError as error:
-        raise CheckpointError(f"{index}: cannot be read: {describe_os_error(error)}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{index}: damaged: not valid JSON ({error})") from error
+    data = read_json(index, _MAX_INDEX_BYTES)
     files = data.get("weight_map") if isinstance(data, dict) else None
     if not isinstance(files, dict) or not files:
         raise CheckpointError(f'{index}: damaged: expected "weight_map" in it, with a file for each name')

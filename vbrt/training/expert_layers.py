@@ -41,10 +41,7 @@ class TrainedExperts(SwappedLayer):
     @classmethod
     def adopt_(cls, module: nn.Module, handle: TrainedExpertsWeight) -> "TrainedExperts":
         """Turn `module` into one in training, in place; its parameters stay."""
-        module.__class__ = trained_experts_class(type(module))
-        module.__dict__["_vb_handle"] = handle
-        handle.layers.add(module)
-        return module
+        return trained_experts_class(type(module))._take_(module, handle)
 
     def release_(self) -> nn.Module:
         """Turn the module back, in place, into what it was; its parameters stay."""

@@ -30,10 +30,7 @@ class FullLayer(SwappedLayer):
     @classmethod
     def adopt_(cls, module: nn.Module, handle: FullWeight) -> "FullLayer":
         """Turn `module` into a layer in place; its parameter keeps its values until `materialize_`."""
-        module.__class__ = cls
-        module.__dict__["_vb_handle"] = handle
-        handle.layers.add(module)
-        return module
+        return cls._take_(module, handle)
 
     @property
     def handle(self) -> FullWeight:

@@ -31,14 +31,7 @@ def trained_class(kind: Kind) -> type[TrainedLayer] | type[TrainedExperts]:
     if plain is TrainedLinear.plain_class():
         return TrainedLinear
     base = TrainedLinear if issubclass(plain, TrainedLinear.plain_class()) else TrainedLayer
-    name = f"{_PREFIX}{kind.name}"
-    members = {
-        "__module__": __name__,
-        "__doc__": f"{kind.name} that trains through 4 bits.",
-        "forward": _forward_like(plain),
-        "_rounds_before_bias": kind.rounds_before_bias,
-    }
-    return type(name, (base, plain), members)
+    return _made(kind, base, _PREFIX, f"{kind.name} that trains through 4 bits.", "_trained_forward")
 
 
 @functools.cache
@@ -49,17 +42,22 @@ def full_class(kind: Kind) -> type[FullLayer]:
         if plain is made.plain_class():
             return made
     base = FullLinear if issubclass(plain, FullLinear.plain_class()) else FullLayer
-    name = f"{_FULL_PREFIX}{kind.name}"
+    return _made(kind, base, _FULL_PREFIX, f"{kind.name} that trains from the tiers.", "_full_forward")
+
+
+def _made(kind: Kind, base: type, prefix: str, doc: str, does: str) -> Any:
+    """A class of a kind on a base, whose forward is the base's method `does`."""
+    plain = kind.layer_class().plain_class()
     members = {
         "__module__": __name__,
-        "__doc__": f"{kind.name} that trains from the tiers.",
-        "forward": _forward_like(plain, "_full_forward"),
+        "__doc__": doc,
+        "forward": _forward_like(plain, does),
         "_rounds_before_bias": kind.rounds_before_bias,
     }
-    return type(name, (base, plain), members)
+    return type(f"{prefix}{kind.name}", (base, plain), members)
 
 
-def _forward_like(plain: type, does: str = "_trained_forward") -> Any:
+def _forward_like(plain: type, does: str) -> Any:
     """A forward that takes its input as the plain class does, by the same keyword too."""
     signature = inspect.signature(plain.forward)
     name = list(signature.parameters)[1]

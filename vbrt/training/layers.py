@@ -41,10 +41,7 @@ class TrainedLayer(SwappedLayer):
     @classmethod
     def adopt_(cls, module: nn.Module, handle: TrainedWeight) -> "TrainedLayer":
         """Turn `module` into a trained layer in place; its parameters stay."""
-        module.__class__ = cls
-        module.__dict__["_vb_handle"] = handle
-        handle.layers.add(module)
-        return module
+        return cls._take_(module, handle)
 
     def release_(self) -> nn.Module:
         """Turn the layer back, in place, into the module it was; its parameters stay."""
