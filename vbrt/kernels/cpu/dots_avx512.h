@@ -8,7 +8,9 @@
  * 8 + j, 16 + j, ... A block's weights are in whole words, so a word has one scale. */
 #define SPAN 128
 #define WORD 8
-#define AHEAD 2048  /* bytes of codes that are read ahead: rows follow each other */
+/* Bytes of codes that are read ahead, into the second cache: the few lines that the first one can wait for at a time come
+ * at half of the memory's rate. Rows follow each other. */
+#define AHEAD 8192
 
 /* Values by scale byte: their upper halves, as they have few significant bits. */
 typedef struct { uint16_t halves[256]; } Scales;
@@ -18,6 +20,7 @@ typedef struct {
     const float *levels;  /* [16] */
     int scale_type, shift;  /* a block has 1 << shift columns */
     const uint16_t *halves;  /* [256] by scale byte */
+    int e4m3;  /* the values are those of E4M3, which are computed faster than looked up */
     float unit;
     const void *x[TOKENS];  /* in spans */
     int64_t columns;
@@ -44,6 +47,32 @@ INLINE void look_up(const uint8_t *bytes, int64_t count, const __m512i *table, f
     }
 }
 
+/* the values / 256 of 16 E4M3 bytes but for NaN: their bits are a half's */
+INLINE __m512 e4m3_256ths(__m128i bytes) {
+    const __m256i bits = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7), _mm256_set1_epi16((short)0xBF80));
+    return _mm512_cvtph_ps(bits);
+}
+
+/* whether any of `count` bytes is E4M3's NaN */
+INLINE int has_nan(const uint8_t *bytes, int64_t count) {
+    const __m512i seven = _mm512_set1_epi8(0x7F);
+    __mmask64 found = 0;
+    for (int64_t i = 0; i < count; i += 64) {
+        const __mmask64 here = count - i >= 64 ? ~0ull : (1ull << (count - i)) - 1;
+        found |= _mm512_cmpeq_epi8_mask(_mm512_and_si512(_mm512_maskz_loadu_epi8(here, bytes + i), seven), seven);
+    }
+    return found != 0;
+}
+
+/* out [count, rounded up to 16] = value * unit of `count` E4M3 bytes */
+INLINE void compute(const uint8_t *bytes, int64_t count, float unit, float *out) {
+    const __m512 factor = _mm512_set1_ps(256 * unit);
+    for (int64_t i = 0; i < count; i += 16) {
+        const __mmask16 here = count - i >= 16 ? 0xFFFF : (1u << (count - i)) - 1;
+        _mm512_storeu_ps(out + i, _mm512_mul_ps(e4m3_256ths(_mm_maskz_loadu_epi8(here, bytes + i)), factor));
+    }
+}
+
 /* out [count, rounded up to 16] of `count` scales of 16 or 32 bits */
 static void convert(const uint8_t *scales, int64_t count, int type, float *out) {
     for (int64_t i = 0; i < count; i += 16, scales += 16 * SCALE_BYTES[type]) {
@@ -60,6 +89,18 @@ static void convert(const uint8_t *scales, int64_t count, int type, float *out) 
     }
 }
 
+/* out = the scales of a row's `columns`, from column `first` on; those of rows to come are read ahead, as their codes are */
+INLINE void scales_of(const Dots *d, int r, int64_t first, int64_t columns, const __m512i *table, float *out) {
+    const int type = d->scale_type;
+    const int64_t count = columns >> d->shift, width = SCALE_BYTES[type];
+    const uint8_t *stored = d->scales[r] + (first >> d->shift) * width;
+    const uint8_t *ahead = stored + (2 * AHEAD >> d->shift) * width;
+    for (int64_t i = 0; i < count * width; i += 64) _mm_prefetch((const char *)ahead + i, _MM_HINT_T1);
+    if (type != BYTE) convert(stored, count, type, out);
+    else if (d->e4m3 && !has_nan(stored, count)) compute(stored, count, d->unit, out);
+    else look_up(stored, count, table, d->unit, out);
+}
+
 /* What a span of codes gives with one span of each token's x: a lane sums a word's eight columns. `narrow` is a constant
  * once it is inlined. */
 INLINE void parts_of(const Dots *d, __m512i codes, int64_t at, int tokens, int narrow, __m512 levels, __m512i words,
@@ -70,8 +111,13 @@ INLINE void parts_of(const Dots *d, __m512i codes, int64_t at, int tokens, int n
         for (int j = 0; j < WORD; j++) level[j] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4 * j), levels);
         for (int m = 0; m < tokens; m++) {
             const float *x = (const float *)d->x[m] + at;
+            __m512 other = _mm512_mul_ps(level[1], _mm512_loadu_ps(x + 16));  /* two sums wait half as long */
             part[m] = _mm512_mul_ps(level[0], _mm512_loadu_ps(x));
-            for (int j = 1; j < WORD; j++) part[m] = _mm512_fmadd_ps(level[j], _mm512_loadu_ps(x + 16 * j), part[m]);
+            for (int j = 2; j < WORD; j += 2) {
+                part[m] = _mm512_fmadd_ps(level[j], _mm512_loadu_ps(x + 16 * j), part[m]);
+                other = _mm512_fmadd_ps(level[j + 1], _mm512_loadu_ps(x + 16 * j + 16), other);
+            }
+            part[m] = _mm512_add_ps(part[m], other);
         }
     }
 #ifdef PAIRS
@@ -98,22 +144,18 @@ INLINE void dots_as(const Dots *d, int rows, int tokens, int narrow, float *sums
     __m512 sum[2][TOKENS], part[TOKENS];
     float scales[2][TILE / 16 + 32];
     for (int i = 0; i < 8; i++) table[i] = _mm512_loadu_si512(d->halves + 32 * i);
-    const int type = d->scale_type, shift = d->shift;
+    const int shift = d->shift;
     for (int r = 0; r < rows; r++)
         for (int m = 0; m < tokens; m++) sum[r][m] = _mm512_setzero_ps();
     for (int64_t first = 0; first < d->columns; first += TILE) {
         const int64_t columns = d->columns - first < TILE ? d->columns - first : TILE;
-        for (int r = 0; r < rows; r++) {
-            const uint8_t *stored = d->scales[r] + (first >> shift) * SCALE_BYTES[type];
-            if (type == BYTE) look_up(stored, columns >> shift, table, d->unit, scales[r]);
-            else convert(stored, columns >> shift, type, scales[r]);
-        }
+        for (int r = 0; r < rows; r++) scales_of(d, r, first, columns, table, scales[r]);
         for (int64_t k = 0; k < columns; k += SPAN) {
             const int64_t left = columns - k;
             const __mmask16 whole = left >= SPAN ? 0xFFFF : (1 << left / WORD) - 1;
             for (int r = 0; r < rows; r++) {
                 const uint8_t *at = d->codes[r] + (first + k) / 2;
-                _mm_prefetch((const char *)at + AHEAD, _MM_HINT_T0);
+                _mm_prefetch((const char *)at + AHEAD, _MM_HINT_T1);
                 const __m512i codes = _mm512_maskz_loadu_epi32(whole, at);
                 const __m512 scale = _mm512_permutexvar_ps(block_of, _mm512_loadu_ps(scales[r] + (k >> shift)));
                 parts_of(d, codes, first + k, tokens, narrow, levels, words, part);
@@ -130,17 +172,49 @@ INLINE void dots(const Dots *d, int rows, int tokens, float *sums) {
     else dots_as(d, rows, tokens, 0, sums);
 }
 
-static void fill_scales(Dots *d, const float *values, float unit, Scales *scales) {
-    for (int i = 0; i < 256; i++) scales->halves[i] = d->scale_type == BYTE ? (uint16_t)bf16_bits(values[i]) : 0;
-    d->halves = scales->halves, d->unit = unit;
+static int are_e4m3(const float *values) {
+    int same = 1;
+    for (int i = 0; i < 256; i += 16) {
+        const __m512i bytes = _mm512_add_epi32(_mm512_set1_epi32(i), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+        const __m512 computed = _mm512_mul_ps(e4m3_256ths(_mm512_cvtepi32_epi8(bytes)), _mm512_set1_ps(256));
+        const __mmask16 looked_at = i % 128 == 112 ? 0x7FFF : 0xFFFF;  /* but for NaN */
+        same = same && _mm512_cmp_ps_mask(computed, _mm512_loadu_ps(values + i), _CMP_EQ_OQ) >= looked_at;
+    }
+    return same;
 }
 
-/* One span of x, as bf16 where `narrow`, else as fp32. */
+static void fill_scales(Dots *d, const float *values, float unit, Scales *scales) {
+    const int bytes = d->scale_type == BYTE;
+    for (int i = 0; i < 256 && bytes; i += 16)
+        _mm256_storeu_si256((__m256i *)(scales->halves + i),
+                            _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_loadu_si512(values + i), 16)));
+    d->halves = scales->halves, d->unit = unit, d->e4m3 = bytes && are_e4m3(values);
+}
+
+/* v[j] = columns j, 8 + j, 16 + j, ... of 128 */
+INLINE void deal(__m512 *v) {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    for (int step = 0; step < 3; step++) {
+        __m512 to[WORD];
+        for (int i = 0; i < WORD / 2; i++) {
+            to[i] = _mm512_permutex2var_ps(v[2 * i], even, v[2 * i + 1]);
+            to[WORD / 2 + i] = _mm512_permutex2var_ps(v[2 * i], odd, v[2 * i + 1]);
+        }
+        for (int i = 0; i < WORD; i++) v[i] = to[i];
+    }
+}
+
+/* One span of x, as bf16, which it is, where `narrow`, else as fp32. */
 INLINE void spread_span(const float *span, int narrow, void *to) {
-    const __m512i eighths = _mm512_setr_epi32(0, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120);
-    if (narrow)
-        for (int k = 0; k < SPAN; k++) ((int16_t *)to)[k % 4 * 32 + k / 4] = bf16_bits(span[k]);
+    __m512 v[WORD];
+    for (int j = 0; j < WORD; j++) v[j] = _mm512_loadu_ps(span + 16 * j);
+    deal(v);
+    if (!narrow)
+        for (int j = 0; j < WORD; j++) _mm512_storeu_ps((float *)to + 16 * j, v[j]);
     else
-        for (int j = 0; j < WORD; j++)
-            _mm512_storeu_ps((float *)to + 16 * j, _mm512_i32gather_ps(eighths, span + j, 4));
+        for (int j = 0; j < WORD / 2; j++) {
+            const __m512i low = _mm512_srli_epi32((__m512i)v[j], 16);
+            _mm512_storeu_si512((char *)to + 64 * j, _mm512_mask_mov_epi16(low, 0xAAAAAAAA, (__m512i)v[j + 4]));
+        }
 }

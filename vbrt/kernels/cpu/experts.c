@@ -6,6 +6,7 @@
  */
 #include <math.h>
 #include "dots.h"
+#include "shares.h"
 #define CHUNK 32     /* results that a thread takes at a time */
 enum { NONE, RELU, RELU2, GELU, GELU_TANH, SILU };
 
@@ -151,10 +152,15 @@ int vbrt_experts_product(const Bank *b, const Gate *g, const Task *t, int thread
     sort_pairs(b, t, &plan, taken(&at, (b->experts + 1) * 8));
     spread(b, t, &plan);
     const int64_t results = g->gated ? b->rows / 2 : b->rows, chunks = (results + CHUNK - 1) / CHUNK;
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
-    for (int64_t i = 0; i < plan.count * chunks; i++) {
-        const int64_t first = i % chunks * CHUNK, end = first + CHUNK;
-        multiply(b, g, t, &plan, plan.groups + i / chunks, first, end < results ? end : results);
+    Range ranges[threads];
+    share_out(ranges, threads, plan.count * chunks);
+#pragma omp parallel num_threads(threads)
+    {
+        Taker mine = taker(ranges, threads);
+        for (int64_t i; (i = take(&mine)) >= 0;) {
+            const int64_t first = i % chunks * CHUNK, end = first + CHUNK;
+            multiply(b, g, t, &plan, plan.groups + i / chunks, first, end < results ? end : results);
+        }
     }
     free(memory);
     return 1;

@@ -6,6 +6,7 @@
  * Legend: M tokens, N outputs, K inputs padded to the block.
  */
 #include "dots.h"
+#include "shares.h"
 
 typedef struct {
     const uint8_t *codes, *scales;  /* [N, K/2], [N, K/block] of scale_type */
@@ -112,10 +113,15 @@ int vbrt_linear(const Weight *w, const Product *p, int threads) {
     d.columns = w->columns;
     for (int64_t m = 0; m < p->tokens; m++)
         spread_row(p->x, p->x_type, m * p->inputs, p->inputs, w->columns, d.narrow, x + m * pitch);
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
-    for (int64_t i = 0; i < chunks; i++) {
-        const int64_t first = i * CHUNK, end = first + CHUNK;
-        multiply(w, p, d, x, first, end < w->rows ? end : w->rows);
+    Range ranges[threads];
+    share_out(ranges, threads, chunks);
+#pragma omp parallel num_threads(threads)
+    {
+        Taker mine = taker(ranges, threads);
+        for (int64_t i; (i = take(&mine)) >= 0;) {
+            const int64_t first = i * CHUNK, end = first + CHUNK;
+            multiply(w, p, d, x, first, end < w->rows ? end : w->rows);
+        }
     }
     free(x);
     return 1;
