@@ -17,8 +17,12 @@ def test_gradients_are_the_mean_over_all_ranks_batches(two_ranks: Ranks, how: st
     ("how", "says"),
     [
         ("fsdp1", "FullyShardedDataParallel (FSDP1) flattens the parameters"),
-        ("shells", "call vb.materialize() first"),
+        ("shells", "fully_shard (FSDP2) after vb.materialize()"),
         ("moved", "a weight that trains through 4 bits; keep such weights out of it"),
+        ("cut", "a weight that trains through 4 bits; keep such weights out of it"),
+        ("cut shells", "a parallel plan comes before vbrt.wrap"),
+        ("full under ddp", 'over ranks or sums their gradients: DDP and FSDP take mode = "train"'),
+        ("full under fsdp2", 'over ranks or sums their gradients: DDP and FSDP take mode = "train"'),
     ],
 )
 def test_what_cannot_be_is_refused_by_the_layers_name(two_ranks: Ranks, how: str, says: str):
@@ -26,3 +30,15 @@ def test_what_cannot_be_is_refused_by_the_layers_name(two_ranks: Ranks, how: str
         two_ranks(cases.refused, how=how)
     for kind, text in failed.value.errors:
         assert kind == "WrapError" and text.startswith("model.layers.") and says in text
+
+
+@matrix(style=("replicate", "mla_kv_a_proj", "replicated_with_grad_allreduce"), mode=("train", "full"))
+def test_forwards_that_a_plan_has_put_around_whole_weights_run_the_layer_in_training(
+    two_ranks: Ranks, style: str, mode: str
+):
+    if mode == "full" and style == "replicated_with_grad_allreduce":
+        with pytest.raises(RanksFailed, match="first: register_post_accumulate_grad_hook needs the values"):
+            two_ranks(cases.styled, style=style, mode=mode)
+        return
+    for r in two_ranks(cases.styled, style=style, mode=mode):
+        assert r == {"forwards": 1, "equal": True, "error": 0, "unwrapped": True}

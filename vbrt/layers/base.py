@@ -150,11 +150,7 @@ class VBLayer(SwappedLayer):
         if name != "weight":
             super().__setattr__(name, value)
             return
-        if is_sharded(value) and "_vb_shardings" not in self.__dict__:
-            raise WrapError(
-                f"{self._vb_handle.spec.name}: fully_shard (FSDP2) would spread its dense weight over ranks; call "
-                "vb.materialize() first: then it spreads what is not in the tiers"
-            )
+        _check_whole(self, value)
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{self._vb_handle.spec.name}.weight: expected a tensor, got {type(value).__name__}")
         shared = handle_with(value)
@@ -189,6 +185,7 @@ class VBLayer(SwappedLayer):
                 "weight_norm and spectral_norm do that): apply them before wrapping, or unwrap() first"
             )
         if name == "weight" and param is not None and "_vb_handle" in self.__dict__:
+            _check_whole(self, param)
             become_shell(self, param)
         else:
             super().register_parameter(name, param)
@@ -274,3 +271,12 @@ class VBLayer(SwappedLayer):
             self.weight = weight.requires_grad_(trainable) if is_parameter else nn.Parameter(weight, trainable)
         else:
             load_weight(self, weight)
+
+
+def _check_whole(layer: VBLayer, value: object) -> None:
+    """Raise WrapError if a weight that ranks hold in parts takes the place of a whole one."""
+    if is_sharded(value) and "_vb_shardings" not in layer.__dict__:
+        raise WrapError(
+            f"{layer._vb_handle.spec.name}: its weight would be spread over ranks; a parallel plan comes before "
+            "vbrt.wrap, and fully_shard (FSDP2) after vb.materialize(): then it spreads what is not in the tiers"
+        )

@@ -62,6 +62,7 @@ class SwappedLayer(nn.Module):
     def _take_(cls, module: Any, handle: Any) -> Any:
         """Turn a module into this class in place; its parameters stay."""
         module.__class__ = cls
+        rebind_(module, cls)
         module.__dict__["_vb_handle"] = handle
         handle.layers.add(module)
         return module

@@ -233,7 +233,7 @@ def _refusal(held: Held, module: nn.Module, survey: _Survey) -> str | None:
 
 def _why_not_in_parts(weight: nn.Parameter, config: VBConfig) -> str | None:
     if is_sharded(weight) and config.mode != "infer":
-        return f'it is a DTensor, and mode = "{config.mode}" takes whole weights: wrap before it is split over ranks'
+        return f'it is a DTensor, and mode = "{config.mode}" takes whole weights, which no plan has cut over ranks'
     return shard_refusal(weight)
 
 

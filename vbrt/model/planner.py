@@ -82,8 +82,8 @@ def make_plan(
     if config.mode == "full":
         layers, homes = with_state(swaps, layers, homes, rooms, config)
     placed = tuple(_placed(swap, pages, homes) for swap, pages in zip(swaps, layers, strict=True))
-    notes = (*_idle_gpu(config, machine), *_notes(placed, config, modules, skipped))
-    notes += _divided(config, machine, budgets) if beside is None else ()
+    divided = _divided(config, machine, budgets) if beside is None else ()
+    notes = (*_idle_gpu(config, machine), *divided, *_notes(placed, config, modules, skipped))
     if beside_gpu and "gpu" in budgets:
         said = "two gradients on their way, gradients and fp32 moments of parameters that stay"
         notes += (f"beside its budget and activations the gpu holds {format_bytes(beside_gpu)}: {said}",)

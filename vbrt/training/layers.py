@@ -129,16 +129,21 @@ class TrainedLayer(SwappedLayer):
     # -- nn.Module's walks --------------------------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight" and is_sharded(value) and self._vb_handle.separation is not None:
-            raise WrapError(
-                f"{self._vb_handle.spec.name}: fully_shard (FSDP2) would spread a weight that trains through 4 bits; "
-                "keep such weights out of it (ignored_params=...), and sum their gradients over ranks"
-            )
+        self._check_whole(name, value)
         super().__setattr__(name, value)
         if name == "weight" and "_vb_handle" in self.__dict__:  # another weight: layers tied to the old one keep theirs
             self._vb_handle.layers.discard(self)
             self.__dict__["_vb_handle"] = handle = self._vb_handle.empty_copy()
             handle.layers.add(self)
+
+    def _check_whole(self, name: str, value: Any) -> None:
+        """Raise WrapError if the weight is about to be spread over ranks."""
+        if name == "weight" and is_sharded(value) and self._vb_handle.separation is not None:
+            raise WrapError(
+                f"{self._vb_handle.spec.name}: fully_shard (FSDP2) or a parallel plan would spread a weight that "
+                "trains through 4 bits; keep such weights out of it (fully_shard: ignored_params=...), and sum their "
+                "gradients over ranks"
+            )
 
     def __delattr__(self, name: str) -> None:
         if name in ("weight", "bias") and self._vb_handle.separation is not None:
@@ -149,8 +154,9 @@ class TrainedLayer(SwappedLayer):
         """As in nn.Module, but for the names under which pruning keeps what it replaces.
 
         Raises:
-            WrapError: weight or bias is about to be replaced by something that is computed.
+            WrapError: weight or bias is about to be replaced by something that is computed, or the weight by a part.
         """
+        self._check_whole(name, param)
         if name in ("weight_orig", "bias_orig") and self._vb_handle.separation is not None:
             raise self._not_to_be_replaced(name.removesuffix("_orig"))
         super().register_parameter(name, param)

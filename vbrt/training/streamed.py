@@ -11,6 +11,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from vbrt.errors import WrapError
@@ -27,7 +28,7 @@ _GETS = (
 )
 _CALLS = (
     "size dim ndimension numel nelement stride storage_offset is_floating_point is_complex element_size requires_grad_ "
-    "is_contiguous get_device __hash__ __len__ is_inference is_signed is_shared is_pinned type is_same_size"
+    "get_device __hash__ __len__ is_inference is_signed is_shared is_pinned type is_same_size"
 )
 _ALLOWED = {getattr(Tensor, name).__get__ for name in _GETS.split() if hasattr(Tensor, name)}
 _ALLOWED |= {getattr(Tensor, name) for name in _CALLS.split()}
@@ -88,9 +89,13 @@ class StreamedParameter(nn.Parameter):
         raise self._refusal("copying")
 
     def _refusal(self, what: str) -> WrapError:
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        ranks = '; nothing spreads such weights over ranks or sums their gradients: DDP and FSDP take mode = "train"'
         return WrapError(
             f"{self.weight.name}: {what} needs the values of a weight that trains in the tiers; vb.state_dict() has "
             "them all, layer.weight_now() those of one layer, and unwrap() gives plain parameters back"
+            + ranks
+            * several
         )
 
     @classmethod
