@@ -333,3 +333,26 @@ def test_a_budget_that_nothing_below_makes_up_for_is_refused_and_nothing_is_lost
         stack.set_budget("gpu", UNIT)
     assert_at_rest(stack)
     stack.close()
+
+
+class Newest(LRUPolicy):
+    """Evicts the page that came last."""
+
+    def _candidates(self):
+        return reversed(self._pages.items())
+
+
+def test_a_page_that_a_lower_budget_evicts_while_a_lease_waits_for_it_gets_room(tmp_path):
+    stack = TierStack([Level(WatchedTier("cpu", 4), Newest(4 * UNIT)), SsdTier(tmp_path, 99 * UNIT)])
+    add_all(stack, dict.fromkeys("abcd", 1))
+    run(stack, [("a",), ("b",), ("c",)])
+    await_all = stack.mover.await_all
+
+    def lowered(slots):
+        stack.set_budget("cpu", 3 * UNIT)  # the policy keeps the three others, and the room is full
+        await_all(slots)
+
+    stack.mover.await_all = lowered
+    within(10, lambda: use(stack, "d"))
+    run(stack, [("a",), ("b",), ("c",)])
+    assert_at_rest(stack)

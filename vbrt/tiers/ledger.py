@@ -99,6 +99,15 @@ class Ledger:
             self.copying += [level] if level.keeps_copies else []
             self.names += [level.tier.name]
 
+    def spare_bytes(self, name: str) -> int:
+        """Return the bytes in which new pages can live in a tier, and the largest page from further down still pass.
+        They hold while the caller has `encoding`."""
+        level = self.levels[self.names.index(name)]
+        with self.guard.entered:
+            below = (page for page in self.pages.values() if page.home > level.index and page.put is None)
+            passing = max((page.nbytes + level.overhead_bytes for page in below if page.passes), default=0)
+            return level.free_bytes - passing * level.keeps_copies
+
     def census(self) -> Census:
         """Return what pages there are; walks them only if they have changed. Needs no lock."""
         census, changes = self._census, self.changes

@@ -181,7 +181,11 @@ class Mover:
                 self._ledger.check_open(slot.page.key)
                 if slot.doomed and not slot.holders:
                     raise TierError(f"{slot.page.key}: no longer wanted")
-                if self._try_reserve(slot):
+                if not self._try_reserve(slot) and slot.doomed:
+                    self._ledger.begin()
+                    slot.level.make_way(partial(self._try_reserve, slot))
+                    self._guard.deciding = False
+                if slot.room is not None:
                     break
                 bell = self._guard.listen()
             bell.acquire(timeout=LOOK_SECONDS)

@@ -9,6 +9,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
@@ -231,6 +232,18 @@ class Level:
         """Resize the policy to the room beside pages at home; return the copies to evict."""
         room = min(self.copies_bytes, self.free_bytes)
         return () if room == self.policy.capacity_bytes else self.policy.resize(room)
+
+    def make_way(self, reserve: Callable[[], bool]) -> None:
+        """Evict copies that nobody uses, one by one, until `reserve` returns True.
+
+        It is for a slot that was evicted while a lease waits for it, as a budget was lowered: no policy counts it, so
+        where policies keep the room full nothing else would ever free its bytes.
+        """
+        for key in [key for key, slot in self.slots.items() if not (slot.at_home or slot.holders)]:
+            self.policy.remove(key)
+            self.evict(key)
+            if reserve():
+                return
 
     # -- the end of slots ---------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from vbrt.errors import TierError
 from vbrt.formats.page import PageLayout, build_layout, unpack
 from vbrt.host.memory import aligned
 from vbrt.tiers import Owner, TierStack
@@ -39,6 +38,14 @@ class GradientPages:
         slot = self._stack.ledger.levels[page.home].slots[page.key]
         return unpack(slot.view, page.layout)["gradient"] if slot.level.tier.memory else None
 
+    def keep_until(self, event: torch.cuda.Event) -> None:
+        """Keep the host memory of the gradient in bf16, whose copy ends with an event, where it is until then: budgets
+        may give the page another home meanwhile."""
+        page = self._pages[torch.bfloat16]
+        slot = self._stack.ledger.levels[page.home].slots[page.key]
+        if slot.level.tier.memory:
+            slot.room.fences[id(self)] = event
+
     def write(self, value: Tensor) -> Page:
         """Put a value down in the file of its dtype. Raises TierError."""
         page = self._page(value.dtype)
@@ -70,16 +77,17 @@ class GradientPages:
         return page
 
     def _added(self, key: str, layout: PageLayout) -> Page:
-        """Return a new page; where its home has no room left (for a sum in fp32 beside one in bf16), in a file."""
-        last = self._stack.levels[-1].tier
-        try:
-            return self._stack.add(key, layout, self._home, _as_it_is, self._owner)
-        except TierError:
-            if last.memory or last.name == self._home:
-                raise
+        """Return a new page; where its home has no room left (for a sum in fp32 beside one in bf16, or since a budget
+        was lowered), in a file."""
+        stack, last = self._stack, self._stack.levels[-1].tier
+        if last.memory or last.name == self._home:
+            return stack.add(key, layout, self._home, _as_it_is, self._owner)
+        with stack.encoding:
+            if layout.nbytes <= stack.ledger.spare_bytes(self._home):
+                return stack.add(key, layout, self._home, _as_it_is, self._owner)
         reason = f"{key}: its home in the {self._home} tier has no room; it lives in files, which is slower"
         self.fallbacks.append(reason)
-        return self._stack.add(key, layout, last.name, _as_it_is, self._owner)
+        return stack.add(key, layout, last.name, _as_it_is, self._owner)
 
 
 def _as_it_is(page: Tensor) -> None:

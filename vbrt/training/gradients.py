@@ -131,6 +131,8 @@ class Gradient:
     def arrives(self, event: torch.cuda.Event | None) -> None:
         """Note when what `begin_` returned is there."""
         self._event = event
+        if event is not None:
+            self.pages.keep_until(event)
 
     def arising(self) -> "Arising":
         """Return what is known of a gradient that arises now, in autograd's thread."""
