@@ -1,7 +1,7 @@
 """`vbrt plan`: what would be swapped, on this machine or another, from a config alone."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -9,6 +9,8 @@ import vbrt
 from tests.cli.cases import errors
 from vbrt.cli import main as cli
 from vbrt.config import Machine, load_config
+from vbrt.estimation.group_rates import GroupRates, group_rates_file
+from vbrt.estimation.rates import device_name
 from vbrt.residency.names import label_of
 from vbrt.residency.needs import tier_needs
 from vbrt.residency.plan import PageSpec, Plan, Skip, Swap
@@ -261,3 +263,38 @@ def test_plan_compares_the_ways_over_several_gpus_and_says_what_to_use(config_js
     assert json.loads(capsys.readouterr().out)["ranks"]["ranks"] == 4
     assert cli.main([*arguments, "--ranks", "1"]) == 2
     assert "--ranks 1: expected 2 or more" in capsys.readouterr().err
+
+
+def test_plan_compares_by_what_ranks_of_such_gpus_have_measured_and_says_what_it_cannot_use(
+    config_json, capsys, monkeypatch, tmp_path
+):
+    def source(*more: str) -> str:
+        arguments = [
+            "plan",
+            str(config_json),
+            "--gpu-memory",
+            "8GiB",
+            "--ram",
+            "16GiB",
+            "--ranks",
+            "2",
+            "--json",
+            *more,
+        ]
+        assert cli.main(arguments) == 0
+        return json.loads(capsys.readouterr().out)["ranks"]["source"]
+
+    def keep(**changes: object) -> None:
+        held = GroupRates(2, 50.0, 99.0, 7.0, 8.0, "measured here", 9.0, device_name(), "nccl")
+        group_rates_file(2).parent.mkdir(parents=True, exist_ok=True)
+        group_rates_file(2).write_text(json.dumps(asdict(replace(held, **changes))))
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert source().endswith("341 GB/s: two H200s of one host")
+    keep()
+    assert "50.0 GB/s each, a sum 99 µs" in source() and source().endswith(f"2 ranks of {device_name()}, nccl)")
+    assert "one link 20.0 GB/s; all links at once 20.0 GB/s each" in source("--link", "20")
+    keep(link_gb_s=0.0, backend="gloo")
+    assert source().endswith(f"two H200s of one host; what was measured here is of {device_name()}, gloo")
+    assert cli.main(["plan", str(config_json), "--gpu-memory", "none", "--ranks", "2"]) == 2
+    assert "this plan computes on the cpu; name the GPUs' memory" in capsys.readouterr().err

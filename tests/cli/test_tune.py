@@ -127,3 +127,10 @@ def test_tune_on_a_gpu_keeps_configurations_that_a_new_process_uses(llama, tmp_p
     assert done.stdout.splitlines()[-1].startswith(f"{count} of {count} kept in {tmp_path}")
     shown = subprocess.run([*command, "--show"], env=environment, capture_output=True, text=True, check=True)
     assert 0 < shown.stdout.count("1 to 8") <= count  # such small shapes may be of as many tiles
+
+
+def test_ranks_of_several_machines_are_not_measured_as_those_of_one(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert cli.main(["tune", "--machine"]) == 2
+    assert "4 ranks, 2 of them on this machine" in errors(capsys)

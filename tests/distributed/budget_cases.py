@@ -1,4 +1,4 @@
-"""What memory ranks take for "auto", as ranks are asked for it."""
+"""What memory ranks take for "auto", and how fast they are together, as ranks are asked for it."""
 
 import os
 from typing import Any
@@ -10,6 +10,8 @@ import vbrt
 from tests.distributed.cases import llama
 from tests.models import config
 from vbrt.config import Machine, load_config
+from vbrt.estimation import group_rates
+from vbrt.estimation.group_rates import GroupRates
 from vbrt.model import neighbours
 from vbrt.model.machine import this_machine
 
@@ -47,3 +49,11 @@ def planned() -> dict[str, Any]:
         found = {"auto": vb.plan.budgets["cpu"], "notes": vb.plan.notes, "held": held, "again": again}
         vb.close()
     return found | {"share": share.budgets["cpu"], "share_notes": share.notes}
+
+
+def measured(cache: str) -> tuple[GroupRates, GroupRates | None, GroupRates | None]:
+    """Rates of these ranks by small tensors, and what is kept for two and for three."""
+    with mock.patch.dict(os.environ, XDG_CACHE_HOME=cache), mock.patch.object(group_rates, "_LARGE", 1 << 18):
+        found = group_rates.measure_group_rates()
+        dist.barrier()
+        return found, group_rates.kept_group_rates(2), group_rates.kept_group_rates(3)

@@ -1,4 +1,6 @@
-"""What is free on a machine is divided by its ranks, once, and the plan says so."""
+"""What is free on a machine is divided by its ranks, once, and the plan says so; and ranks are measured together."""
+
+from pathlib import Path
 
 from tests.distributed import budget_cases as cases
 from tests.distributed.ranks import Ranks
@@ -29,3 +31,11 @@ def test_a_rank_that_does_not_say_where_it_runs_makes_nobody_hang(two_ranks: Ran
     assert found.ranks_here == 2 and found.ranks_said_by.endswith(
         "rank 1 did not say in 0.2 s where it runs, so it is taken to run here"
     )
+
+
+def test_ranks_measure_their_sums_gathers_and_neighbours_and_the_first_keeps_it(two_ranks: Ranks, tmp_path: Path):
+    for found, kept, other in two_ranks(cases.measured, cache=str(tmp_path)):
+        assert kept is not None and kept.ranks == 2 and other is None
+        assert (found.backend, found.link_gb_s, found.name) == ("gloo", 0.0, kept.name), "a CPU has no link"
+        assert min(found.sum_us, found.sum_gb_s, found.gather_gb_s, found.neighbour_gb_s) > 0
+        assert found == kept, "the slowest rank counts, on all of them"

@@ -56,3 +56,14 @@ def test_columns_and_rows_in_turn_sum_twice_a_block_and_the_others_every_layer()
     found = compared(slow, gpu=8 * MIB)
     turn, columns = by_name(found, "tensor parallel, columns and"), by_name(found, "tensor parallel, rows")
     assert turn.pass_ms[0] == pytest.approx(2 * 3, rel=0.01) and columns.pass_ms[0] == pytest.approx(7 * 3, rel=0.01)
+
+
+def test_neighbours_keep_what_one_budget_has_no_room_for_and_the_source_of_each_figure_is_said():
+    near = replace(nvlink_rates(2), neighbour_gb_s=300.0, name="Some GPU", backend="nccl", source="measured here")
+    found = compared(near, gpu=64 << 10)
+    one, beside = by_name(found, "one"), by_name(found, "neighbours")
+    share = (64 << 10) / (one.host_gb * 1e9)  # of the pages below fits into the other GPU
+    assert 0 < share < 1 and beside.host_gb == pytest.approx(one.host_gb * (1 - share))
+    assert beside.pass_ms[0] == pytest.approx(one.pass_ms[0] * (1 - share + share * 55 / 300))
+    assert "data sheet (H200); one link 55.0 GB/s" in found.source
+    assert found.source.endswith("300 GB/s: measured here (2 ranks of Some GPU, nccl)")

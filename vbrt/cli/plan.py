@@ -73,7 +73,7 @@ def _plan(args: argparse.Namespace) -> int:
                 raise
     needs = tier_needs(plan, machine)
     experts = ExpertReport.of(plan, rates, args.routing)
-    ways = None if args.ranks is None else ways_on(args.ranks, plan, rates["cpu"])
+    ways = None if args.ranks is None else ways_on(args.ranks, plan, rates["cpu"], given=args.link is not None)
     if args.json:
         head = {"model": type(model).__name__, "config": config.to_dict(), "machine": asdict(machine)}
         tiers = [{**asdict(need), "fits": need.fits} for need in needs]

@@ -1,5 +1,6 @@
-"""`vbrt plan --ranks N`: ways over several GPUs, compared."""
+"""`vbrt plan --ranks N`: ways over several GPUs, compared; and ranks measured for that."""
 
+import os
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -11,24 +12,75 @@ from vbrt.residency.plan import Plan
 if TYPE_CHECKING:
     from vbrt.estimation.ranks import Comparison
 
-__all__ = ["print_ways", "ways_on"]
+__all__ = ["measure_ranks", "print_ways", "ways_on"]
 
 
-def ways_on(ranks: int, plan: Plan, link_gb_s: float) -> "Comparison":
-    """Compare the ways on N GPUs: by what was measured on this machine, or by the figures of H200s."""
+def ways_on(ranks: int, plan: Plan, link_gb_s: float, *, given: bool) -> "Comparison":
+    """Compare the ways on N GPUs: by what was measured on this machine, or by the figures of H200s.
+
+    Args:
+        link_gb_s: of one GPU; `given` by the user, else what was measured goes before it.
+
+    Raises:
+        VBError: fewer than two ranks, or the plan computes on the CPU.
+    """
     from dataclasses import replace
 
     from vbrt.estimation.group_rates import kept_group_rates, nvlink_rates
     from vbrt.estimation.ranks import compare_ways
-    from vbrt.estimation.rates import SHEETS, kept_rates
+    from vbrt.estimation.rates import SHEETS, device_name, kept_rates
 
     if ranks < 2:
         raise VBError(f"--ranks {ranks}: expected 2 or more; one GPU is among the ways that are compared")
-    rates, group = kept_rates(), kept_group_rates(ranks)
-    if rates is None or not rates.link_gb_s:
-        rates = replace(SHEETS["H200"], link_gb_s=link_gb_s)
-    group = nvlink_rates(ranks) if group is None else group
+    if plan.compute_tier != "gpu":
+        raise VBError(f"--ranks {ranks}: this plan computes on the cpu; name the GPUs' memory, e.g. --gpu-memory 24GiB")
+    kept = kept_group_rates(ranks)
+    usable = kept is not None and kept.link_gb_s > 0 and kept.name == device_name()
+    group = kept if usable else nvlink_rates(ranks)
+    if kept is not None and not usable:
+        group = replace(group, source=f"{group.source}; what was measured here is of {kept.name}, {kept.backend}")
+    rates = kept_rates()
+    if rates is None or not rates.link_gb_s:  # one link alone is no slower than beside others
+        rates = replace(SHEETS["H200"], link_gb_s=max(link_gb_s, kept.link_gb_s) if usable and not given else link_gb_s)
+    elif given:
+        rates = replace(rates, link_gb_s=link_gb_s)
     return compare_ways(plan, rates, replace(group, link_gb_s=min(group.link_gb_s, rates.link_gb_s)))
+
+
+def measure_ranks(console: Console) -> None:
+    """Measure the ranks that a launcher has started on this machine, and keep that; rank 0 prints it.
+
+    Raises VBError: they are on several machines, or cannot form a group.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from vbrt.estimation.group_rates import group_rates_file, measure_group_rates
+
+    count, here = (int(os.environ.get(name, "0")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if here != count:
+        raise VBError(
+            f"tune --machine: {count} ranks, {here} of them on this machine; the ways of `vbrt plan --ranks` are those "
+            "of one host: start ranks there only, torchrun --nproc-per-node N -m vbrt tune --machine"
+        )
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    try:
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    except (ValueError, RuntimeError) as error:
+        raise VBError(f"tune --machine: {count} ranks form no process group: {str(error).splitlines()[0]}") from error
+    try:
+        found = measure_group_rates()
+        if dist.get_rank():
+            return
+        console.print(
+            f"{count} ranks, {found.backend}: a sum {found.sum_us:.0f} µs and {found.sum_gb_s:.1f} GB/s, gathers "
+            f"{found.gather_gb_s:.1f} GB/s,\nto the next rank {found.neighbour_gb_s:.1f} GB/s, links all at once "
+            + (f"{found.link_gb_s:.1f} GB/s each" if found.link_gb_s else "none: no GPU")
+        )
+        console.print(f"kept in {group_rates_file(count)}", soft_wrap=True)
+    finally:
+        dist.destroy_process_group()
 
 
 def print_ways(console: Console, found: "Comparison") -> None:

@@ -1,11 +1,13 @@
 """`vbrt tune`: look for faster launch configurations on this machine's GPU, and keep them."""
 
 import argparse
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from vbrt.cli.options import add_command, add_config, config_of, integration, number, numbers
+from vbrt.cli.rank_tables import measure_ranks
 from vbrt.cli.screen import add_row, console_for_stdout, table_of, warnings_as_lines, working
 from vbrt.errors import VBError
 
@@ -29,7 +31,8 @@ def add(commands: Any) -> None:
         examples="  vbrt tune ./Llama-3.1-8B\n"
         "  vbrt tune ./config.json --tokens 4 --set weights.format=mxfp4\n"
         "  vbrt tune --show\n"
-        "  vbrt tune --machine\n",
+        "  vbrt tune --machine\n"
+        "  torchrun --nproc-per-node 2 -m vbrt tune --machine\n",
     )
     parser.add_argument(
         "model",
@@ -47,7 +50,11 @@ def add(commands: Any) -> None:
         help="numbers of tokens from 1 to 16; one stands for 1 to 8, one for 9 to 16 (1,16)",
     )
     parser.add_argument("--device", metavar="N", type=number, default=0, help="the CUDA device (0)")
-    parser.add_argument("--machine", action="store_true", help="measure this machine instead, for vbrt advise: seconds")
+    parser.add_argument(
+        "--machine",
+        action="store_true",
+        help="measure this machine instead, for vbrt advise and plan: seconds; started by torchrun, its ranks together",
+    )
     parser.add_argument("--show", action="store_true", help="time nothing: what is kept for this GPU, and where")
 
 
@@ -84,6 +91,9 @@ def _tune(args: argparse.Namespace) -> int:
 
 
 def _measure_machine() -> int:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        measure_ranks(console_for_stdout())
+        return 0
     with working("importing torch") as say:
         from vbrt.estimation.rates import measure_rates, rates_file
 

@@ -1,4 +1,4 @@
-"""How fast several GPUs are together: their links all at once, and sums between them. Measured, or as on one host."""
+"""How fast several GPUs are together: their links all at once, sums, copies to the next one. Measured, or of H200s."""
 
 import json
 import time
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from vbrt.estimation.rates import link_gb_s
+from vbrt.estimation.rates import device_name, link_gb_s
 from vbrt.host.files import cache_folder, read_bounded, write_file
 
 __all__ = ["GroupRates", "group_rates_file", "kept_group_rates", "measure_group_rates", "nvlink_rates"]
@@ -29,6 +29,9 @@ class GroupRates:
         sum_gb_s: bytes of a large tensor over the time of its all-reduce.
         gather_gb_s: bytes of a whole page over the time in which ranks gather its parts.
         source: "measured here", or of what.
+        neighbour_gb_s: from one GPU's memory to the next one's, while all copy.
+        name: of the GPU; of the CPU where ranks had none.
+        backend: that the group had, such as "nccl".
     """
 
     ranks: int
@@ -37,6 +40,9 @@ class GroupRates:
     sum_gb_s: float
     gather_gb_s: float
     source: str
+    neighbour_gb_s: float = 341.0  # H200s of one host, scripts/ranks_bench.py
+    name: str = ""
+    backend: str = ""
 
     def sum_s(self, nbytes: float) -> float:
         """Seconds of an all-reduce of a tensor."""
@@ -71,7 +77,7 @@ def group_rates_file(ranks: int) -> Path:
 
 
 def kept_group_rates(ranks: int) -> GroupRates | None:
-    """Return what was measured on this machine for a number of ranks."""
+    """Return what was measured for a number of ranks, whatever they had computed on: `name` says it."""
     try:
         return GroupRates(**json.loads(read_bounded(group_rates_file(ranks), _MAX_BYTES).decode()))
     except (OSError, ValueError, TypeError):
@@ -89,15 +95,26 @@ def measure_group_rates(*, keep: bool = True) -> GroupRates:
     link = torch.tensor([link_gb_s() if gpu else 0.0], dtype=torch.float32, device=device)
     dist.all_reduce(link, dist.ReduceOp.MIN)
     small, large = (_sum_s(nbytes, device) for nbytes in (_SMALL, _LARGE))
-    gathered = _gather_s(_LARGE, device)
-    beyond = max(large - small, 1e-9), max(gathered - small, 1e-9)
-    rates = (1e6 * small, _LARGE / beyond[0] / 1e9, _LARGE / beyond[1] / 1e9)
-    found = GroupRates(dist.get_world_size(), float(link), *rates, "measured here")
+    found = GroupRates(
+        ranks=dist.get_world_size(),
+        link_gb_s=float(link),
+        sum_us=1e6 * small,
+        sum_gb_s=_gb_s(_LARGE, large - small),
+        gather_gb_s=_gb_s(_LARGE, _gather_s(_LARGE, device) - small),
+        source="measured here",
+        neighbour_gb_s=_gb_s(_LARGE, _pass_on_s(_LARGE, device)),
+        name=device_name(),
+        backend=dist.get_backend(),
+    )
     if keep and dist.get_rank() == 0:
         path = group_rates_file(found.ranks)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, json.dumps(asdict(found), indent=1).encode())
     return found
+
+
+def _gb_s(nbytes: int, seconds: float) -> float:
+    return nbytes / max(seconds, 1e-9) / 1e9
 
 
 def _sum_s(nbytes: int, device: torch.device) -> float:
@@ -110,6 +127,19 @@ def _gather_s(nbytes: int, device: torch.device) -> float:
     part = whole.chunk(dist.get_world_size())[0].clone()
     whole = whole[: part.numel() * dist.get_world_size()]
     return _seconds(lambda: dist.all_gather_into_tensor(whole, part), device)
+
+
+def _pass_on_s(nbytes: int, device: torch.device) -> float:
+    """Return the seconds in which every rank sends a tensor to the next one."""
+    own, other = (torch.zeros(nbytes // 4, dtype=torch.float32, device=device) for _ in range(2))
+    rank, count = dist.get_rank(), dist.get_world_size()
+
+    def run() -> None:
+        sent = dist.P2POp(dist.isend, own, (rank + 1) % count)
+        for work in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, other, (rank - 1) % count)]):
+            work.wait()
+
+    return _seconds(run, device)
 
 
 def _seconds(run: Callable[[], object], device: torch.device, times: int = 20) -> float:

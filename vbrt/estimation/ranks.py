@@ -1,4 +1,4 @@
-"""Which way over several GPUs? One GPU, data parallel, link sharding, tensor parallel, by a model of what each costs.
+"""Which way over several GPUs? One, neighbours, data parallel, link sharding, tensor parallel, by what they cost.
 
 A pass takes as long as the slowest of what runs side by side, copies over the links and the device's reading and
 computing, and the sums between ranks come on top: a layer waits for them. Legend: N ranks, T tokens, P bytes of pages,
@@ -8,6 +8,7 @@ S bytes of them that stream from below, H hidden size.
 | --- | --- | --- | --- | --- |
 | one GPU | S | alone | all | none |
 | data parallel | S | shared by N | all, N times as many tokens | none |
+| neighbours | S, what the others' memory holds from there | alone | all | none |
 | link-sharded | S / N | shared by N, then gathered | all, N times as many tokens | none |
 | tensor parallel, in turn | what P / N has beyond the budget | shared by N | 1 / N | T x H, twice a block |
 | columns alone, rows alone | the same | the same | the same | the outputs of every layer |
@@ -88,7 +89,19 @@ def compare_ways(plan: Plan, rates: Rates, group: GroupRates, tokens: int = 2048
         tokens: of a pass of many.
     """
     ways = tuple(_way(name, plan, rates, group, tokens) for name in _WAYS)
-    return Comparison(group.ranks, tokens, ways, _advice(ways), f"{rates.source}; sums and links: {group.source}")
+    return Comparison(group.ranks, tokens, ways, _advice(ways), _source(rates, group))
+
+
+def _source(rates: Rates, group: GroupRates) -> str:
+    """Say where each figure comes from."""
+    measured = f"{group.ranks} ranks of {group.name}, {group.backend}" if group.name else group.source
+    together = f"{group.source} ({measured})" if group.name else measured
+    return (
+        f"memory {rates.memory_gb_s:.0f} GB/s, products {rates.tflops:.0f} TFLOP/s: {rates.source} ({rates.name}); "
+        f"one link {rates.link_gb_s:.1f} GB/s; all links at once {group.link_gb_s:.1f} GB/s each, a sum "
+        f"{group.sum_us:.0f} µs and {group.sum_gb_s:.0f} GB/s, gathers {group.gather_gb_s:.0f} GB/s, the next GPU's "
+        f"memory {group.neighbour_gb_s:.0f} GB/s: {together}"
+    )
 
 
 def _way(name: str, plan: Plan, rates: Rates, group: GroupRates, tokens: int) -> Way:
@@ -99,6 +112,7 @@ def _way(name: str, plan: Plan, rates: Rates, group: GroupRates, tokens: int) ->
     bounds = tuple(max(cost, key=cost.__getitem__) for cost in costs)
     host = _below_on_each(plan, group.ranks) if name.startswith("tensor") else _below(plan)
     host /= group.ranks if name == "link-sharded" else 1
+    host = max(0.0, host - (group.ranks - 1) * next(iter(plan.budgets.values()))) if name == "neighbours" else host
     return Way(name, tuple(1e3 * s for s in spans), together, bounds, loads[0].streamed / 1e9, host / 1e9)
 
 
@@ -166,6 +180,14 @@ def _data(plan: Plan, rates: Rates, group: GroupRates, tokens: int) -> _Load:
     return _Load(_streamed(plan), group.link_gb_s, *work, passes=group.ranks)
 
 
+def _neighbours(plan: Plan, rates: Rates, group: GroupRates, tokens: int) -> _Load:
+    """One GPU computes; pages that its budget has no room for are in the others' memory as far as that goes."""
+    streamed, below = _streamed(plan), _below(plan)
+    near = min(1.0, (group.ranks - 1) * next(iter(plan.budgets.values())) / below) if below else 0.0
+    s_a_gb = near / group.neighbour_gb_s + (1 - near) / (rates.link_gb_s or 1.0)
+    return _Load(streamed, 1 / s_a_gb, _read(plan), _operations(plan, tokens))
+
+
 def _link_sharded(plan: Plan, rates: Rates, group: GroupRates, tokens: int) -> _Load:
     streamed = _streamed(plan)
     gathers = [streamed / max(1, len(plan.swaps))] * len(plan.swaps) if streamed else []
@@ -202,6 +224,7 @@ def _rows(plan: Plan, rates: Rates, group: GroupRates, tokens: int) -> _Load:
 
 _WAYS = {
     "one GPU": _one,
+    "neighbours": _neighbours,
     "data parallel": _data,
     "link-sharded": _link_sharded,
     "tensor parallel, columns and rows in turn": _in_turn,
@@ -210,6 +233,7 @@ _WAYS = {
 }
 _HOW = {
     "one GPU": "leave the others to other work",
+    "neighbours": "one process, tiers.peer.enabled = true",
     "data parallel": "a process a GPU, each with the whole model",
     "link-sharded": "a process a GPU, tiers.cpu.shared = true",
     "tensor parallel, columns and rows in turn": 'torchrun, and transformers\' tp_plan="auto" or parallelize_module',

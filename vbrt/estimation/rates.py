@@ -14,7 +14,7 @@ import torch
 from vbrt.errors import ArgumentError
 from vbrt.host.files import cache_folder, read_bounded, write_file
 
-__all__ = ["SHEETS", "Rates", "data_sheet", "kept_rates", "link_gb_s", "measure_rates", "rates_file"]
+__all__ = ["SHEETS", "Rates", "data_sheet", "device_name", "kept_rates", "link_gb_s", "measure_rates", "rates_file"]
 
 _MAX_BYTES = 1 << 16
 _PCIE4, _PCIE5 = 25.0, 55.0  # GB/s that page-locked copies reach over 16 lanes
@@ -84,7 +84,7 @@ def kept_rates() -> Rates | None:
         found = Rates(**json.loads(read_bounded(rates_file(), _MAX_BYTES).decode()))
     except (OSError, ValueError, TypeError):
         return None
-    return found if found.name == _name() else None
+    return found if found.name == device_name() else None
 
 
 def measure_rates(*, keep: bool = True) -> Rates:
@@ -95,7 +95,7 @@ def measure_rates(*, keep: bool = True) -> Rates:
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
     found = Rates(
-        _name(),
+        device_name(),
         link_gb_s() if gpu else 0.0,
         _memory_gb_s(device),
         _tflops(device, 8192, torch.bfloat16) if gpu else _tflops(device, 1024, torch.float32),
@@ -110,8 +110,11 @@ def measure_rates(*, keep: bool = True) -> Rates:
     return found
 
 
-def _name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+def device_name() -> str:
+    """Return the name of the GPU, of the CPU on a machine without one."""
+    return (
+        torch.cuda.get_devicedevice_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    )
 
 
 def _best(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
