@@ -1,26 +1,25 @@
-"""The C kernels for CPUs, built on the machine that runs them.
+"""The C kernels for CPUs: libraries for several instruction sets in a wheel, or built on the machine that runs them.
 
-The machine's C compiler builds `linear.c`, `experts.c` or `update.c` for this very CPU when an op of its is first
-resolved, once a process, in half a second: a library kept on disk would have to be trusted, and built again for each
-CPU that shares the disk. torch.compile of the reference takes seconds, and Python's headers. `refusal` says why it
-cannot be built.
+A wheel has `linear.c`, `experts.c` and so on as libraries for each instruction set of `compiler.INSTRUCTION_SETS`; the
+fastest that this CPU has is loaded when an op of it is first resolved. Where there is none (a checkout, a wheel made
+without a compiler, another kind of CPU) the machine's C compiler builds the same, with the same flags, once a process, in
+half a second: a library kept on disk would have to be trusted, and built again for each CPU that shares the disk.
+torch.compile of the reference takes seconds, and Python's headers. `refusal` says why there is neither.
 """
 
 import contextlib
 import ctypes
 import functools
-import os
-import shlex
-import shutil
-import signal
-import subprocess
 import tempfile
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from vbrt.config.formats import LEVEL_SCALES, FormatRecord
 from vbrt.errors import KernelError
+from vbrt.kernels.cpu import compiler
 
 __all__ = [
     "NUMBERS",
@@ -32,19 +31,18 @@ __all__ = [
     "Step",
     "Task",
     "Weight",
+    "libraries",
     "library",
     "refusal",
     "scale_type",
 ]
 
-_HERE = Path(__file__).parent
-_COMPILERS = ("cc", "gcc", "clang")
-# in order of speed; not every compiler has OpenMP, whose threads are torch's own, or knows the CPU it runs on
-_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ())
-# updates have torch's bits, which says itself where a product and a sum are rounded once; they ask for no errno
-_TWO_STEPS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-_FLAGS_OF = {"update": _TWO_STEPS, "encode": _TWO_STEPS}
-_BUILD_LIMIT_S = 20
+#: functions of OpenMP, in the order of threads.c
+_OPENMP = (
+    *("GOMP_parallel", "omp_get_num_threads", "omp_get_thread_num", "GOMP_loop_dynamic_start", "GOMP_loop_dynamic_next"),
+    *("GOMP_loop_nonmonotonic_dynamic_start", "GOMP_loop_nonmonotonic_dynamic_next", "GOMP_loop_end_nowait"),
+    *("GOMP_loop_end", "GOMP_barrier", "GOMP_atomic_start", "GOMP_atomic_end"),
+)
 
 #: dots.h's names of types by dtype
 NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -137,8 +135,16 @@ class Step(ctypes.Structure):
     )
 
 
+@dataclass(frozen=True)
+class _Loaded:
+    """A library and, in words, where it comes from and what it is for."""
+
+    library: ctypes.CDLL
+    origin: str
+
+
 def refusal(device: torch.device, source: str = "linear") -> str | None:
-    """Why the compiled kernels cannot serve a device, or None. The first call for a CPU builds them."""
+    """Why the compiled kernels cannot serve a device, or None. The first call for a CPU loads or builds them."""
     if device.type != "cpu":
         return f"made for CPUs, not for {device}"
     built = _build(source)
@@ -146,66 +152,79 @@ def refusal(device: torch.device, source: str = "linear") -> str | None:
 
 
 @functools.cache
-def _build(source: str) -> ctypes.CDLL | str:
+def _build(source: str) -> _Loaded | str:
     """Return the library of `source`.c, or the reason that there is none."""
-    try:
-        command = _compiler()
-        with tempfile.TemporaryDirectory(prefix="vbrt-", ignore_cleanup_errors=True) as folder:
-            return _load(_compiled(command, source, Path(folder) / f"{source}.so"), source)
-    except (KernelError, OSError) as error:
-        return str(error)
-
-
-def _compiler() -> list[str]:
-    named = os.environ.get("CC", "")
-    try:
-        command = shlex.split(named)
-    except ValueError as error:
-        raise KernelError(f"CC is {named!r}, which is no command ({error})") from None
-    names = command[:1] or _COMPILERS
-    found = next(filter(shutil.which, names), None)
-    if found is None:
-        raise KernelError(f"no C compiler was found ({', '.join(names)}{', which CC names' if command else ''})")
-    return command or [found]
-
-
-def _compiled(command: list[str], source: str, library: Path) -> Path:
-    for flags in _FLAGS:
-        file = str(_HERE / f"{source}.c")
-        options = ["-O3", "-w", "-shared", "-fPIC", *flags, *_FLAGS_OF.get(source, ())]
-        done = _run([*command, *options, file, "-lm", "-o", str(library)])
-        if done.returncode == 0 and library.exists():
-            return library
-    said = done.stderr.strip().splitlines() or [f"it made nothing, and ended with {done.returncode}"]
-    raise KernelError(f"the C compiler {shlex.join(command)!r} failed: {said[-1]}")
-
-
-def _run(line: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command without input, which one that is no compiler may wait for; kill it and its children if it takes too
-    long."""
-    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    with subprocess.Popen(line, text=True, errors="replace", start_new_session=True, **options) as process:
+    instructions = compiler.suitable()
+    paths = {each.name: compiler.FOLDER / compiler.file_name(source, each.name) for each in instructions}
+    name = next((name for name, path in paths.items() if path.exists()), None)
+    broken = ""
+    if name is not None:
         try:
-            _, said = process.communicate(timeout=_BUILD_LIMIT_S)
-        except BaseException as error:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            raise KernelError(f"the C compiler {shlex.join(line[:1])!r} took more than {_BUILD_LIMIT_S} s") from None
-    return subprocess.CompletedProcess(line, process.returncode, stderr=said)
+            return _kept(source, _Loaded(_load(paths[name], source), f"prebuilt ({name})"))
+        except KernelError as error:
+            broken = str(error)
+    try:
+        built = _kept(source, _built_here(source, instructions))
+    except (compiler.CompileError, KernelError, OSError) as error:
+        return f"{broken}; {error}" if broken else f"{_no_library()}{error}"
+    if broken:
+        warnings.warn(f"kernels for CPUs: {broken}; {source} was built here instead", stacklevel=2)
+    return built
+
+
+def _no_library() -> str:
+    """Say that a wheel's libraries are for other CPUs, where they are."""
+    if not compiler.FOLDER.is_dir():
+        return ""
+    return f"the package's libraries are for other CPUs than this one ({compiler.machine()}), and "
+
+
+def _built_here(source: str, instructions: tuple[compiler.InstructionSet, ...]) -> _Loaded:
+    command = compiler.find_compiler()
+    with tempfile.TemporaryDirectory(prefix="vbrt-", ignore_cleanup_errors=True) as folder:
+        path = Path(folder) / f"{source}.so"
+        name = compiler.compile_library(command, source, instructions, path)
+        return _Loaded(_load(path, source), f"built here ({name})")
+
+
+_ORIGINS: dict[str, str] = {}
+
+
+def _kept(source: str, loaded: _Loaded) -> _Loaded:
+    _ORIGINS[source] = loaded.origin
+    return loaded
+
+
+def libraries() -> dict[str, str]:
+    """Return the libraries that this process has loaded so far: name to "prebuilt (avx2)" or "built here (avx2)"."""
+    return dict(sorted(_ORIGINS.items()))
 
 
 def _load(path: Path, source: str) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
         _DECLARE[source](library)
+        library.vbrt_openmp(_openmp())
     except (OSError, AttributeError) as error:
+        if path.is_relative_to(compiler.FOLDER):
+            raise KernelError(f"the package's library {path.name} cannot be loaded: {error}") from None
         raise KernelError(
             f"what the C compiler made cannot be loaded: {error}; TMPDIR can name a directory "
             "whose files may be executed"
         ) from None
     return library
+
+
+@functools.cache
+def _openmp() -> ctypes.Array[ctypes.c_void_p]:
+    """The addresses of `_OPENMP` in the runtime that torch computes with; zeros where it has none."""
+    table = (ctypes.c_void_p * len(_OPENMP))()
+    torch_library = ctypes.CDLL(torch._C.__file__)  # symbols are looked up in what it depends on, too
+    with contextlib.suppress(AttributeError):
+        for place, name in enumerate(_OPENMP):
+            table[place] = ctypes.cast(torch_library[name], ctypes.c_void_p)
+        return table
+    return (ctypes.c_void_p * len(_OPENMP))()
 
 
 def _declare_linear(library: ctypes.CDLL) -> None:
@@ -252,4 +271,4 @@ def library(source: str = "linear") -> ctypes.CDLL:
     built = _build(source)
     if isinstance(built, str):
         raise KernelError(f"kernels for CPUs: {built}")
-    return built
+    return built.library

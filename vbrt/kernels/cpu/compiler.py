@@ -1,0 +1,179 @@
+"""Instruction sets of CPUs, and the C compiler that builds the kernels for one of them.
+
+Used by `build.py` where the kernels run, and by the build backend (`hatch_build.py`), which loads this file by its path:
+it needs neither torch nor the rest of vbrt.
+"""
+
+import contextlib
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = [
+    "FOLDER",
+    "HERE",
+    "INSTRUCTION_SETS",
+    "CompileError",
+    "InstructionSet",
+    "compile_library",
+    "cpu_features",
+    "file_name",
+    "find_compiler",
+    "served",
+    "sources",
+    "suitable",
+]
+
+HERE = Path(__file__).parent
+#: where a wheel has its libraries
+FOLDER = HERE / "prebuilt"
+_MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}
+_COMPILERS = ("cc", "gcc", "clang")
+_THREADS = HERE / "threads.c"
+# a library names only the runtimes that it calls: threads.c stands in for gcc's
+_OPENMP = ("-fopenmp", "-Wl,--as-needed") if sys.platform == "linux" else ("-fopenmp",)
+# updates have torch's bits, which says itself where a product and a sum are rounded once; they ask for no errno
+_TWO_STEPS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+_FLAGS_OF = {"update": _TWO_STEPS, "encode": _TWO_STEPS}
+_LIMIT_S = 20
+
+
+class CompileError(Exception):
+    """There is no compiler, or it made nothing."""
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """What a library is built for.
+
+    Attributes:
+        name: as users see it.
+        machine: as `platform.machine` on Linux has it; empty for the one at hand.
+        flags: of the compiler.
+        features: what the CPU has, as /proc/cpuinfo names it.
+    """
+
+    name: str
+    machine: str
+    flags: tuple[str, ...]
+    features: frozenset[str] = frozenset()
+
+
+def _x86(name: str, *features: str) -> InstructionSet:
+    options = (f"-m{'bmi' if feature == 'bmi1' else feature.replace('_', '')}" for feature in features)
+    return InstructionSet(name, "x86_64", ("-march=x86-64", *options, *_OPENMP), frozenset(features))
+
+
+def _arm(name: str, version: str, *features: str) -> InstructionSet:
+    return InstructionSet(name, "aarch64", (f"-march={version}", *_OPENMP), frozenset(features))
+
+
+_AVX2 = ("avx2", "fma", "bmi1", "bmi2", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+_VNNI = (*_AVX512, "avx512vbmi", "avx512_vbmi2", "avx512_vnni")
+#: those that a wheel has libraries for, the fastest of each machine first, and last one for every CPU of it
+INSTRUCTION_SETS = (
+    _x86("avx512bf16", *_VNNI, "avx512_bf16"),  # Zen 4, Sapphire Rapids
+    _x86("avx512vnni", *_VNNI),  # Ice Lake
+    _x86("avx512", *_AVX512),  # Skylake-X
+    _x86("avx2", *_AVX2),  # Haswell, Zen
+    _x86("x86-64"),
+    _arm("neon-bf16", "armv8.2-a+dotprod+bf16", "asimddp", "bf16"),  # Graviton 3, Grace
+    _arm("neon", "armv8-a"),
+)
+# not every compiler knows the CPU it runs on, or has OpenMP
+_OTHERS = (
+    InstructionSet("this CPU", "", ("-march=native", *_OPENMP)),
+    InstructionSet("this CPU", "", ("-mcpu=native", *_OPENMP)),
+    InstructionSet("its kind of CPU", "", _OPENMP),
+    InstructionSet("its kind of CPU, one thread", "", ()),
+)
+
+
+def machine() -> str:
+    """Return this machine's kind of CPU, as Linux names it."""
+    return _MACHINES.get(platform.machine(), platform.machine())
+
+
+def cpu_features() -> frozenset[str]:
+    """Return what the first CPU has, as the system tells it, by the names in /proc/cpuinfo; nothing where there is no such file."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    lines = (line.partition(":") for line in text.splitlines())
+    found = (words for key, _, words in lines if key.strip().lower() in ("flags", "features"))
+    return frozenset(next(found, "").split())
+
+
+def served(machine: str, features: frozenset[str]) -> tuple[InstructionSet, ...]:
+    """Return the instruction sets that a CPU has, the fastest first."""
+    return tuple(each for each in INSTRUCTION_SETS if each.machine == machine and each.features <= features)
+
+
+def suitable() -> tuple[InstructionSet, ...]:
+    """Return what the kernels can be built for on this machine: its instruction sets, the fastest first, and what a
+    compiler may know of a CPU that none is for."""
+    return (*served(machine(), cpu_features()), *_OTHERS)
+
+
+def sources() -> list[str]:
+    """Return the names of the libraries: each is made of the C file of its name."""
+    return sorted(path.stem for path in HERE.glob("*.c") if path != _THREADS)
+
+
+def file_name(source: str, name: str) -> str:
+    """Return the name of the library of a source for an instruction set."""
+    return f"{source}.{name}.so"
+
+
+def find_compiler() -> list[str]:
+    """Return the command of the C compiler. Raises CompileError."""
+    named = os.environ.get("CC", "")
+    try:
+        command = shlex.split(named)
+    except ValueError as error:
+        raise CompileError(f"CC is {named!r}, which is no command ({error})") from None
+    names = command[:1] or _COMPILERS
+    found = next(filter(shutil.which, names), None)
+    if found is None:
+        raise CompileError(f"no C compiler was found ({', '.join(names)}{', which CC names' if command else ''})")
+    return command or [found]
+
+
+def compile_library(command: list[str], source: str, wanted: Iterable[InstructionSet], library: Path) -> str:
+    """Build the library of a source for the first of some instruction sets that the compiler knows; return its name.
+
+    Raises CompileError, with what the compiler said last.
+    """
+    for each in wanted:
+        options = ["-O3", "-w", "-shared", "-fPIC", *each.flags, *_FLAGS_OF.get(source, ())]
+        files = [str(HERE / f"{source}.c"), str(_THREADS)]
+        done = _run([*command, *options, *files, "-lm", "-o", str(library)])
+        if done.returncode == 0 and library.exists():
+            return each.name
+    said = done.stderr.strip().splitlines() or [f"it made nothing, and ended with {done.returncode}"]
+    raise CompileError(f"the C compiler {shlex.join(command)!r} failed: {said[-1]}")
+
+
+def _run(line: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command without input, which one that is no compiler may wait for; kill it and its children if it takes too
+    long."""
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen(line, text=True, errors="replace", start_new_session=True, **options) as process:
+        try:
+            _, said = process.communicate(timeout=_LIMIT_S)
+        except BaseException as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            raise CompileError(f"the C compiler {shlex.join(line[:1])!r} took more than {_LIMIT_S} s") from None
+    return subprocess.CompletedProcess(line, process.returncode, stderr=said)
