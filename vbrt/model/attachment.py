@@ -11,6 +11,7 @@ from torch import nn
 
 from vbrt.config import VBConfig, load_config
 from vbrt.errors import WrapError
+from vbrt.kernels import libraries
 from vbrt.layers import SwappedLayer, VBLayer
 from vbrt.layers.experts import VBExperts
 from vbrt.model.activations import activations_of
@@ -238,6 +239,7 @@ class Attachment:
             caches=cache_stats(self.runtime.caches),
             leases=stack.ledger.programmes.told(),
             activations=self.activations.stats(),
+            libraries=libraries(),
         )
 
     @property

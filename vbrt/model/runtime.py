@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from vbrt.config import VBConfig, load_config, resolve_budget
 from vbrt.config.tiers import TIERS
 from vbrt.errors import ConfigError, TierError, WrapError
+from vbrt.kernels import libraries
 from vbrt.kernels.cpu import recycle
 from vbrt.layers import WeightHandle, handles_in
 from vbrt.model.balance import GpuBalance
@@ -149,6 +150,7 @@ class Runtime:
             phases=self.stack.phases(),
             leases=self.stack.ledger.programmes.told(),
             caches=cache_stats(self.caches),
+            libraries=libraries(),
         )
 
     # -- CUDA graphs --------------------------------------------------------------------------------------------------

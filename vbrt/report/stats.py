@@ -137,6 +137,8 @@ class Stats:
     `leases` says who decides them where pages move: a programme, or the policy one by one, and why.
     `activations`: what blocks keep for the backward pass; None where `training.activations` is "keep".
     `updates`: what updates cost a model that trains from the tiers.
+    `libraries`: the C kernels that this process has loaded, and for which CPUs: {"linear": "prebuilt (avx2)"}, or
+        "built here (avx2)"; empty before the first was needed.
     """
 
     policy: str
@@ -156,6 +158,7 @@ class Stats:
     leases: str = ""
     activations: ActivationStats | None = None
     updates: UpdateStats | None = None
+    libraries: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def hits(self) -> int:
@@ -230,6 +233,7 @@ class Stats:
             "leases": self.leases,
             "activations": asdict(self.activations) if self.activations else None,
             "updates": asdict(self.updates) if self.updates else None,
+            "libraries": dict(self.libraries),
         }
 
     @classmethod
@@ -240,7 +244,7 @@ class Stats:
             FormatError: a key is missing or of the wrong type, named.
         """
         data = _mapping(data, "stats")
-        values = _values(cls, {"phases": {}, "caches": {}, "leases": "", **data}, "stats")
+        values = _values(cls, {"phases": {}, "caches": {}, "leases": "", "libraries": {}, **data}, "stats")
         values["layers"] = {
             name: LayerStats.read(_mapping(item, f"stats.layers.{name}"), f"stats.layers.{name}")
             for name, item in values["layers"].items()

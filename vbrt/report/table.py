@@ -119,7 +119,18 @@ def _summary(stats: "Stats") -> list[str]:
         f"virtual capacity {stats.virtual_capacity:.2f}x: a model of {dense} with {held} on the computing device "
         f"({kept} not swapped)"
     )
+    if stats.libraries:
+        named = (f"{', '.join(names)} {origin}" for origin, names in _by_value(stats.libraries).items())
+        lines.append(f"C kernels: {'; '.join(named)}")
     return lines + _step_lines(stats) + [f"fallback: {reason}" for reason in stats.fallbacks]
+
+
+def _by_value(of: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the names that have each value."""
+    found: dict[str, list[str]] = {}
+    for name, value in of.items():
+        found.setdefault(value, []).append(name)
+    return found
 
 
 def _step_lines(stats: "Stats") -> list[str]:

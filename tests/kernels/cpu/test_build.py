@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import vbrt
-from vbrt.kernels.cpu import build
+from vbrt.kernels.cpu import build, compiler
 
 CPU = torch.device("cpu")
 WHY = build.refusal(CPU)
@@ -17,7 +17,7 @@ built = pytest.mark.skipif(WHY is not None, reason=str(WHY))
 
 
 @pytest.fixture
-def compiler(monkeypatch):
+def cc(monkeypatch):
     """Sets CC, with nothing built; both come back."""
 
     def use(command):
@@ -41,10 +41,10 @@ def compiler(monkeypatch):
      ("sh -c 'for last do :; done; echo text > \"$last\"' x", "what the C compiler made cannot be loaded: "),
      ("cc --no-such-option", "the C compiler 'cc --no-such-option' failed: ")],
 )  # fmt: skip
-def test_a_machine_that_cannot_compile_says_so_once_and_takes_the_reference(compiler, command, reason, monkeypatch):
-    compiler(command)
+def test_a_machine_that_cannot_compile_says_so_once_and_takes_the_reference(cc, command, reason, monkeypatch):
+    cc(command)
     if "sleep" in command:
-        monkeypatch.setattr(build, "_BUILD_LIMIT_S", 0.2)
+        monkeypatch.setattr(compiler, "_LIMIT_S", 0.2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).eval()
@@ -66,21 +66,21 @@ def test_a_machine_that_cannot_compile_says_so_once_and_takes_the_reference(comp
         pytest.param("  ", None, marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_compiler_may_come_with_arguments(compiler, command, words):
-    compiler(command)
-    assert words is None or build._compiler() == words
+def test_a_compiler_may_come_with_arguments(cc, command, words):
+    cc(command)
+    assert words is None or compiler.find_compiler() == words
     assert build.refusal(CPU) is None
 
 
 @built
-def test_a_machine_that_lets_no_file_be_written_takes_the_reference(compiler, monkeypatch):
-    compiler("cc")
+def test_a_machine_that_lets_no_file_be_written_takes_the_reference(cc, monkeypatch):
+    cc("cc")
     monkeypatch.setattr(tempfile, "tempdir", "/proc/self")
     assert "/proc/self" in build.refusal(CPU)
 
 
-def test_who_asks_for_the_reference_needs_no_compiler(compiler):
-    compiler("no-such-compiler")
+def test_who_asks_for_the_reference_needs_no_compiler(cc):
+    cc("no-such-compiler")
     model = torch.nn.Sequential(torch.nn.Linear(64, 64)).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -91,8 +91,8 @@ def test_who_asks_for_the_reference_needs_no_compiler(compiler):
 
 
 @pytest.mark.parametrize(("preset", "builds"), [("fp4", 1), ("exact", 1), ("dense", 0)])
-def test_wrapping_compiles_nothing_and_the_first_forward_what_it_needs(compiler, preset, builds):
-    compiler("no-such-compiler")
+def test_wrapping_compiles_nothing_and_the_first_forward_what_it_needs(cc, preset, builds):
+    cc("no-such-compiler")
     model = torch.nn.Sequential(torch.nn.Linear(64, 64)).bfloat16().eval()
     with vbrt.wrap(model, preset, weights={"keep_head": False}, tiers={"gpu": {"enabled": False}}) as vb:
         assert build._build.cache_info().misses == 0

@@ -157,21 +157,6 @@ def test_experts_of_few_and_of_many_tokens_meet_in_one_call(spare):
 
 
 @built
-@matrix(flags=[("-march=x86-64-v3",), ()], format=cpu_linear.FORMATS, tokens=[1, 7])
-def test_older_cpus_compute_the_same(flags, format, tokens, older_library, monkeypatch):
-    monkeypatch.setattr(cpu_experts, "library", lambda source: older_library(source, flags))
-    pages = bank(format, hidden=144)
-    ids, weights = routed(pages, tokens, 3)
-    x = torch.randn(tokens, 144)
-    for gate in (GATES["silu"], GATES["relu2 ungated"]):
-        got = cpu_experts.experts_up(x, ids, pages, gate=gate)
-        assert error(got, reference.experts_up(x, ids, pages, gate=gate)) <= 1e-5
-    h = torch.randn(3 * tokens, 22)
-    want = reference.experts_down(h, ids, weights, pages)
-    assert error(cpu_experts.experts_down(h, ids, weights, pages), want) <= 1e-5
-
-
-@built
 def test_gradients_reach_inputs_and_routing_weights():
     pages = bank("nvfp4")
     ids, weights = routed(pages, 4, 2)

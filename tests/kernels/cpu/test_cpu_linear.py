@@ -162,15 +162,6 @@ def test_what_has_no_last_dimension_is_refused_in_torchs_words():
 
 
 @built
-@matrix(dtype=[torch.bfloat16, torch.float16], flags=[("-march=x86-64-v3",), ()], name=cpu_linear.FORMATS)
-def test_older_cpus_merge_the_same_bits(name, flags, dtype, monkeypatch, older_library):
-    monkeypatch.setattr(cpu_linear, "library", lambda: older_library("linear", flags))
-    for shape in ((33, 100), (5, 4112), (64, 640)):
-        planes, w = exact_case(name, shape, dtype)
-        assert torch.equal(bits(cpu_linear.decode_weight(planes)), bits(w))
-
-
-@built
 @matrix(tokens=[1, 2, 16, 70], trained=[True, False], bias=[True, False], dtype=[torch.bfloat16, torch.float16])
 def test_exact_layers_give_the_very_outputs_of_the_original_through_the_compiled_merge(tokens, trained, bias, dtype):
     plain = torch.nn.Linear(150, 70, bias=bias).to(dtype).requires_grad_(trained).eval()

@@ -2,8 +2,8 @@
 
 A wheel has `linear.c`, `experts.c` and so on as libraries for each instruction set of `compiler.INSTRUCTION_SETS`; the
 fastest that this CPU has is loaded when an op of it is first resolved. Where there is none (a checkout, a wheel made
-without a compiler, another kind of CPU) the machine's C compiler builds the same, with the same flags, once a process, in
-half a second: a library kept on disk would have to be trusted, and built again for each CPU that shares the disk.
+without a compiler, another kind of CPU) the machine's C compiler builds the same with the same flags, once a process,
+in half a second: a library kept on disk would have to be trusted, and built again for each CPU that shares the disk.
 torch.compile of the reference takes seconds, and Python's headers. `refusal` says why there is neither.
 """
 
@@ -39,7 +39,13 @@ __all__ = [
 
 #: functions of OpenMP, in the order of threads.c
 _OPENMP = (
-    *("GOMP_parallel", "omp_get_num_threads", "omp_get_thread_num", "GOMP_loop_dynamic_start", "GOMP_loop_dynamic_next"),
+    *(
+        "GOMP_parallel",
+        "omp_get_num_threads",
+        "omp_get_thread_num",
+        "GOMP_loop_dynamic_start",
+        "GOMP_loop_dynamic_next",
+    ),
     *("GOMP_loop_nonmonotonic_dynamic_start", "GOMP_loop_nonmonotonic_dynamic_next", "GOMP_loop_end_nowait"),
     *("GOMP_loop_end", "GOMP_barrier", "GOMP_atomic_start", "GOMP_atomic_end"),
 )

@@ -1,7 +1,7 @@
 """Instruction sets of CPUs, and the C compiler that builds the kernels for one of them.
 
-Used by `build.py` where the kernels run, and by the build backend (`hatch_build.py`), which loads this file by its path:
-it needs neither torch nor the rest of vbrt.
+Used by `build.py` where the kernels run, and by the build backend (`hatch_build.py`), which loads this file by its
+path: it needs neither torch nor the rest of vbrt.
 """
 
 import contextlib
@@ -103,7 +103,7 @@ def machine() -> str:
 
 
 def cpu_features() -> frozenset[str]:
-    """Return what the first CPU has, as the system tells it, by the names in /proc/cpuinfo; nothing where there is no such file."""
+    """Return what the CPU has, by the names in /proc/cpuinfo; nothing where there is no such file."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -1,0 +1,80 @@
+"""What the kernels promise of every instruction set, checked through the functions that models call."""
+
+import torch
+import torch.nn.functional as F
+
+from tests.kernels.cpu.test_cpu_experts import GATES, bank, routed, rows
+from tests.kernels.cpu.test_cpu_linear import BOUND, bits, case, exact_case
+from tests.kernels.cpu.test_cpu_update import STEPS, assert_same, moments_of, spread
+from tests.kernels.cuda.gpu_cases import error
+from vbrt.formats import get_format
+from vbrt.kernels import reference
+from vbrt.kernels import update as updates
+from vbrt.kernels.cpu import encode
+from vbrt.kernels.cpu import experts as cpu_experts
+from vbrt.kernels.cpu import linear as cpu_linear
+from vbrt.kernels.cpu import update as cpu_update
+from vbrt.kernels.experts import apply_gate
+
+__all__ = ["CHECKS"]
+
+
+def check_linear(formats=(*cpu_linear.FORMATS, *cpu_linear.LEVELS[:2])):
+    """Products are as close as the dtype allows, decoded and merged weights have every bit."""
+    for name in formats:
+        for shape, tokens in (((7, 50), 1), ((35, 132), 3), ((9, 4112), 7)):
+            for dtype, bound in BOUND.items():
+                planes, w = case(name, shape, dtype)
+                x, bias = torch.randn(tokens, shape[1]).to(dtype), torch.randn(shape[0]).to(dtype)
+                y = cpu_linear._multiply(x, planes, bias, dtype)
+                assert error(y, F.linear(x.double(), w, bias.double())) <= bound
+            assert torch.equal(cpu_linear.decode_weight(planes), reference.decode_weight(planes))
+    for name in cpu_linear.FORMATS:
+        for dtype, shape in ((torch.bfloat16, (33, 100)), (torch.float16, (5, 4112)), (torch.bfloat16, (64, 640))):
+            planes, w = exact_case(name, shape, dtype)
+            assert torch.equal(bits(cpu_linear.decode_weight(planes)), bits(w))
+            assert torch.equal(bits(cpu_linear.decode_turned(planes)), bits(w.t()))
+
+
+def check_experts():
+    """Products, gates and sums are as close to float64 as fp32 allows."""
+    for format in (*cpu_linear.FORMATS, *cpu_linear.LEVELS[:1]):
+        for tokens in (1, 7):
+            pages = bank(format, hidden=144)
+            ids, weights = routed(pages, tokens, 3)
+            x = torch.randn(tokens, 144)
+            present = (ids.view(-1, 1) >= 0) & (ids.view(-1, 1) < pages.experts)
+            for gate in (GATES["silu"], GATES["relu2 ungated"]):
+                got = cpu_experts.experts_up(x, ids, pages, gate=gate)
+                assert error(got, apply_gate(rows(x, ids, pages, "up"), gate) * present) <= 1e-5
+            h = torch.randn(3 * tokens, 22)
+            want = (rows(h, ids.view(-1, 1), pages, "down").view(tokens, 3, -1) * weights.double().unsqueeze(-1)).sum(1)
+            assert error(cpu_experts.experts_down(h, ids, weights, pages), want) <= 1e-5
+
+
+def check_encode():
+    """Planes have the bits of the specification."""
+    for name in encode.FORMATS:
+        fmt = get_format(name)
+        for dtype in BOUND:
+            w = (torch.randn(37, 130) * torch.exp2(4 * torch.randn(37, 1))).to(dtype)
+            known = fmt._range(w)
+            for squares in (None, torch.rand(1, 130) + 0.05):
+                given, expected = encode.encoded(fmt, w, known, squares), fmt._encode(w, known, squares)
+                assert given.keys() == expected.keys()
+                assert all(torch.equal(given[k].view(torch.uint8), expected[k].view(torch.uint8)) for k in given)
+
+
+def check_update():
+    """Steps and norms have the bits of the reference, which are those of torch's fused optimizers on x86."""
+    for name in ("adamw", "adam, far lerp", "sgd, dampened", "lion"):
+        for dtype in updates.GRADIENTS:
+            for count in (19, 4 * 1024 + 7):
+                master, gradient = torch.randn(count), torch.randn(count).to(dtype)
+                assert_same(STEPS[name], moments_of(STEPS[name], count), master, gradient)
+    moments = {"first": updates.encode_first(spread(1500)), "second": updates.encode_second(spread(1500).square())}
+    assert_same(STEPS["adamw"], moments, torch.randn(1500), torch.randn(1500))
+    assert not any(cpu_update._differs(step) for step in cpu_update._CASES)
+
+
+CHECKS = {"linear": check_linear, "experts": check_experts, "encode": check_encode, "update": check_update}

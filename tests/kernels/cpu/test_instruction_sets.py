@@ -1,0 +1,33 @@
+"""The kernels built for every instruction set that this machine runs: results within rounding, and promised bits."""
+
+import pytest
+
+from tests.kernels.cpu.instruction_sets import CHECKS
+from vbrt.kernels.cpu import compiler
+
+# the sets that a wheel has and this machine runs, by name
+SETS = {each.name: each for each in compiler.served(compiler.machine(), compiler.cpu_features())}
+# builds that the default run pays for; what compilers are left to do alone varies less
+_DEFAULT = {("linear", "avx512"), ("linear", "avx2"), ("linear", "x86-64"), ("experts", "avx2"), ("update", "x86-64")}
+CELLS = [
+    pytest.param(name, source, marks=() if (source, name) in _DEFAULT else pytest.mark.exhaustive)
+    for name in SETS
+    for source in CHECKS
+]
+
+
+@pytest.mark.parametrize(("name", "source"), CELLS)
+def test_every_instruction_set_keeps_the_promises(name, source, use_libraries, library_for):
+    library = library_for(source, SETS[name])
+    use_libraries(lambda wanted: library if wanted == source else library_for(wanted, next(iter(SETS.values()))))
+    CHECKS[source]()
+
+
+def test_a_cpu_is_served_what_it_has_and_nothing_more():
+    sets = compiler.INSTRUCTION_SETS
+    assert {each.name for each in sets if not each.features} == {"x86-64", "neon"}  # one for every CPU of its kind
+    for each in sets:
+        assert compiler.served(each.machine, each.features)[0] is each
+        less = each.features - {max(each.features, default="")}
+        assert each not in compiler.served(each.machine, less) or not each.features
+    assert compiler.served("riscv64", frozenset({"avx2"})) == ()

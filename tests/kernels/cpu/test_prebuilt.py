@@ -1,0 +1,118 @@
+"""Libraries of a wheel: found without a compiler, with the bits of those built on the spot; one pool of threads."""
+
+import os
+import subprocess
+import sys
+import warnings
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import vbrt
+from vbrt.kernels.cpu import build, compiler
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[3]
+WHY = build.refusal(CPU)
+built = pytest.mark.skipif(WHY is not None, reason=str(WHY))
+BEST = compiler.suitable()[0]
+#: prints which libraries compute, whether a second OpenMP came with them, and what a layer gives
+PROGRAM = """
+import torch, vbrt
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(256, 96)).eval()
+x = torch.randn(3, 256)
+with vbrt.wrap(model, "fp4", weights={"keep_head": False}) as vb:
+    y = vb(x)
+    stats = vb.stats()
+runtimes = {line.split()[-1] for line in open("/proc/self/maps") if "omp" in line.rpartition("/")[2]}
+bits = y.detach().view(torch.int32).sum(dtype=torch.int64).item()
+print(stats.libraries.get("linear"), len(runtimes), bits, vbrt.__file__)
+"""
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """A process that has loaded nothing, without a compiler; the folder of its package's libraries."""
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setattr(compiler, "FOLDER", tmp_path)
+    monkeypatch.setattr(build, "_ORIGINS", {})
+    build._build.cache_clear()
+    yield tmp_path
+    build._build.cache_clear()
+
+
+def wrapped_output():
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(torch.nn.Linear(64, 64)).eval(), torch.randn(1, 64)
+    with warnings.catch_warnings(record=True) as caught, vbrt.wrap(model, "fp4", weights={"keep_head": False}) as vb:
+        warnings.simplefilter("always")
+        return vb(x), vb.stats(), [str(w.message) for w in caught if "CPU" in str(w.message)]
+
+
+@built
+def test_a_library_of_the_package_serves_a_machine_without_a_compiler_and_is_named(fresh, monkeypatch):
+    monkeypatch.delenv("CC")
+    here, stats, _ = wrapped_output()
+    assert stats.libraries == {"linear": f"built here ({BEST.name})"}
+    compiler.compile_library(compiler.find_compiler(), "linear", (BEST,), fresh / f"linear.{BEST.name}.so")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    build._build.cache_clear()
+    given, stats, said = wrapped_output()
+    assert torch.equal(given, here) and stats.libraries == {"linear": f"prebuilt ({BEST.name})"} and not said
+    assert f"C kernels: linear prebuilt ({BEST.name})" in str(stats)
+    assert vbrt.Stats.from_dict(stats.to_dict()).libraries == stats.libraries
+    assert {layer.kernel for layer in stats.layers.values()} == {"compiled"} and not stats.fallbacks
+
+
+@built
+def test_a_library_that_cannot_be_loaded_is_built_again_and_named_once(fresh, monkeypatch):
+    (fresh / f"linear.{BEST.name}.so").write_text("damaged")
+    why = build.refusal(CPU)
+    assert f"the package's library linear.{BEST.name}.so cannot be loaded" in why and "no C compiler was found" in why
+    monkeypatch.delenv("CC")
+    build._build.cache_clear()
+    _, stats, said = wrapped_output()
+    assert len(said) == 1 and "cannot be loaded" in said[0] and "linear was built here instead" in said[0]
+    assert stats.libraries == {"linear": f"built here ({BEST.name})"}
+
+
+def test_a_cpu_that_the_package_has_no_library_for_says_so(fresh, monkeypatch):
+    monkeypatch.setattr(compiler, "machine", lambda: "riscv64")
+    (fresh / f"linear.{BEST.name}.so").write_text("never read")
+    assert build.refusal(CPU).startswith("the package's libraries are for other CPUs than this one (riscv64), and no C")
+
+
+@built
+def test_libraries_name_no_runtime_and_compute_in_torchs_threads(library_for):
+    library = library_for("linear", BEST)
+    content = Path(library._name).read_bytes()
+    assert not any(runtime in content for runtime in (b"libgomp.so", b"libomp.so", b"libiomp"))
+    assert all(build._openmp())  # torch's own
+
+
+@built
+@pytest.mark.exhaustive
+def test_a_wheel_computes_without_a_compiler_what_a_checkout_computes(tmp_path):
+    pytest.importorskip("hatchling", reason="hatchling builds the wheel")
+    make = "import sys, hatchling.build as b; b.build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", make, str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("vbrt-*.whl")
+    assert "manylinux_2_" in wheel.name or "linux_" in wheel.name
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    kinds = [each for each in compiler.INSTRUCTION_SETS if each.machine == compiler.machine()]
+    files = {path.name for path in (tmp_path / "installed/vbrt/kernels/cpu/prebuilt").iterdir()}
+    assert files == {compiler.file_name(s, each.name) for s in compiler.sources() for each in kinds}
+    said = []
+    for package, path in ((tmp_path / "installed", "/nowhere"), (ROOT, os.environ["PATH"])):
+        kept = {key: value for key, value in os.environ.items() if key not in ("CC", "PYTHONPATH", "PATH")}
+        environment = {**kept, "PYTHONPATH": str(package), "PATH": path}
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        said.append(done.stdout.rsplit(maxsplit=3))
+    (wheels, one, sum_, file), (here, also_one, same_sum, _) = said
+    assert wheels == f"prebuilt ({BEST.name})" and here == f"built here ({BEST.name})"
+    assert (one, sum_) == (also_one, same_sum) and one == "1" and Path(file).is_relative_to(tmp_path)
