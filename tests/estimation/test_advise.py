@@ -105,6 +105,11 @@ def test_training_gives_up_no_more_than_it_must():
     assert with_host.best.name == "all weights, from the tiers"
     assert 'vbrt.wrap(model, "full"' in with_host.command("./m")
     assert asked(model, "train", machine(room, 100), context=64).best.name.startswith("LoRA 16 on")
+    host = {c.name: c.found.tiers["cpu"] for c in with_host.choices if c.fits and "cpu" in c.found.tiers}
+    rounded = host["all weights, from the tiers, 8-bit moments"]
+    less = asked(model, "train", machine(room, int(1.4 * rounded) >> 20), context=64)
+    assert rounded < host["all weights, from the tiers"] and less.best.rounds_moments
+    assert 'training={"moments": "8bit"}' in less.command("./m")
 
 
 def test_the_front_holds_what_nothing_beats(model):
@@ -115,7 +120,7 @@ def test_the_front_holds_what_nothing_beats(model):
         assert not any(
             other.speed.ms < choice.speed.ms
             and other.speed.tokens_s >= choice.speed.tokens_s
-            and other.lossless >= choice.lossless
+            and other.noise <= choice.noise
             and other.found.peak_bytes <= choice.found.peak_bytes
             for other in advice.fitting
         )
@@ -133,6 +138,26 @@ def test_fewer_pages_and_larger_batches_are_among_the_candidates(model):
     assert wide.task.batch > 1 and wide.speed.tokens_s > resident.speed.tokens_s
     assert wide.found.peak_bytes <= on.gpu_free_bytes
     assert advice.best.task.batch == 1
+
+
+def test_formats_that_are_smaller_are_tried_and_what_is_rounded_more_is_no_better_for_that(model):
+    advice = asked(model, "fastest", machine(400, 4000))
+    found = {choice.name: choice for choice in advice.choices}
+    assert found["mxfp4"].found.peak_bytes < found["fp4"].found.peak_bytes
+    assert found["mxfp4"].noise > found["nf4"].noise > found["fp4"].noise > found["exact"].noise == 0
+    assert found["mxfp4"] in advice.front and advice.best.name == "fp4"
+    assert "mxfp4: fits, " in advice.explain() and "4-bit weights, 11.1% of noise" in advice.explain()
+
+
+def test_products_in_fp8_are_tried_for_long_inputs_on_gpus_that_have_them(model):
+    def tried(kind: str, rates: vbrt.Rates) -> dict:
+        on = candidates.Asked(model, machine(2000, 4000), rates)
+        return {way.name: (on, way) for way in candidates._run(on, vbrt.Task(kind, context=2048))}
+
+    ways = tried("prefill", RATES)
+    fp8, fp4 = (on.choice(way) for on, way in (ways["fp8"], ways["fp4"]))
+    assert fp8.speed.ms < fp4.speed.ms and fp8.noise > fp4.noise
+    assert "fp8" not in tried("prefill", vbrt.data_sheet("RTX 3090")) and "fp8" not in tried("decode", RATES)
 
 
 def test_time_follows_the_link_where_it_decides(model):

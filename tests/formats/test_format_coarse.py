@@ -339,3 +339,11 @@ def test_encoding_a_parameter_records_no_graph():
     w = torch.nn.Parameter(gaussian(4, 64))
     for name in BLOCK_FORMATS:
         assert not any(t.requires_grad for t in get_format(name).encode(w).values())
+
+
+@pytest.mark.parametrize("name", [record.name for record in FORMATS.values() if record.noise])
+def test_a_record_says_what_rounding_leaves_in_normal_weights(name):
+    w = torch.randn(256, 1024) * 0.02
+    fmt = get_format(name)
+    error = (fmt.decode(fmt.encode(w), w.shape, torch.float32) - w).norm() / w.norm()
+    assert error.item() == pytest.approx(FORMATS[name].noise, rel=0.03)

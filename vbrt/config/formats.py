@@ -28,6 +28,8 @@ class FormatRecord:
         fitted: True if its codebook is fitted to each weight, which is costly enough to keep the fit.
         lossless: True if it stores the weight's own bytes, so that a fine plane could add nothing.
         published: True if weights come to be in it by being read from published checkpoints: no config asks for it.
+        noise: the relative error (root mean square) that it leaves in normally distributed weights; 0 of published
+            formats, into which nothing is rounded.
     """
 
     name: str
@@ -38,16 +40,23 @@ class FormatRecord:
     fitted: bool = False
     lossless: bool = False
     published: bool = False
+    noise: float = 0.0
 
 
 FORMATS: dict[str, FormatRecord] = {
     record.name: record
     for record in (
-        FormatRecord("nvfp4", "vbrt.formats.nvfp4:NVFP4", block=16, scales="e4m3", kernels="e2m1"),
-        FormatRecord("mxfp4", "vbrt.formats.mxfp4:MXFP4", block=32, scales="e8m0", kernels="e2m1"),
-        FormatRecord("nf4", "vbrt.formats.nf4:NF4", block=64, scales="ue4m4", kernels="table"),
+        FormatRecord("nvfp4", "vbrt.formats.nvfp4:NVFP4", block=16, scales="e4m3", kernels="e2m1", noise=0.081),
+        FormatRecord("mxfp4", "vbrt.formats.mxfp4:MXFP4", block=32, scales="e8m0", kernels="e2m1", noise=0.111),
+        FormatRecord("nf4", "vbrt.formats.nf4:NF4", block=64, scales="ue4m4", kernels="table", noise=0.086),
         FormatRecord(
-            "quantile", "vbrt.formats.quantile:Quantile", block=64, scales="ue4m4", kernels="table", fitted=True
+            "quantile",
+            "vbrt.formats.quantile:Quantile",
+            block=64,
+            scales="ue4m4",
+            kernels="table",
+            fitted=True,
+            noise=0.084,
         ),
         FormatRecord("dense", "vbrt.formats.dense:Dense", block=1, lossless=True),
         *(

@@ -5,7 +5,7 @@ model is traced once for each task; budgets and shares are then arithmetic.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ _SCRAPS = (
     768 << 20
 )  # what torch reserved beside what it had given away, at most (0.1 to 0.6 GiB): no more than comes and goes
 _PRESETS = ("dense", "exact", "fp4")
+_SMALLER = ("nf4", "mxfp4")  # than fp4, and rounded more
+_EIGHT_BITS = {"training": {"moments": "8bit"}}
 _SHARES = (0.75, 0.5, 0.25, 0.0)  # of the pages, on the computing device; 0: those that pass through
 _PASSING = 3  # of the largest layer: what passes through has room for the one that computes and those that come
 _LONGEST = 1 << 20  # tokens of context that are tried, at most
@@ -44,16 +46,18 @@ _SSD = {"ssd": {"enabled": True, "path": "~/.cache/vbrt/pages"}}
 @dataclass(frozen=True, slots=True)
 class _Way:
     """A way to run a task: a preset (None: unwrapped), what of its pages the computing device may hold (None: as much
-    as fits), and how a person calls it."""
+    as fits), how a person calls it, what differs from the preset, and whether it is tried in one size only."""
 
     task: Task
     preset: str | None = None
     share: float | None = None
     said: str = ""
+    changes: dict[str, Any] = field(default_factory=dict)
+    alone: bool = False
 
     @property
     def config(self) -> VBConfig | None:
-        return None if self.preset is None else load_config(self.preset)
+        return None if self.preset is None else load_config(self.preset, **self.changes)
 
     @property
     def name(self) -> str:
@@ -175,23 +179,27 @@ def candidates(asked: Asked, task: Task, *, longest: bool = False) -> Iterator[C
     (in training only the first that fits).
     """
     answered = False
-    for way in _trained(asked, task) if task.trains else _run(task):
+    for way in _trained(asked, task) if task.trains else _run(asked, task):
         choice = asked.choice(way)
         if longest and choice.fits:
             yield _longest(asked, choice, way)
             continue
         yield choice
-        if choice.fits and not longest:
+        if choice.fits and not longest and not way.alone:
             yield from _with_less(asked, choice, way)
             if not (answered and task.trains):
                 yield from _wider(asked, choice, way)
             answered = True
 
 
-def _run(task: Task) -> Iterator[_Way]:
+def _run(asked: Asked, task: Task) -> Iterator[_Way]:
     """Yield inference as it is, and with each preset."""
     for preset in (None, *_PRESETS):
         yield _Way(task, preset)
+    if asked.rates.fp8 and task.kind == "prefill":
+        yield _Way(task, "fp8", alone=True)
+    for preset in _SMALLER:
+        yield _Way(task, preset, alone=True)
 
 
 def _trained(asked: Asked, task: Task) -> Iterator[_Way]:
@@ -203,10 +211,17 @@ def _trained(asked: Asked, task: Task) -> Iterator[_Way]:
     for word, each in tasks:
         if on_gpu and (each.mixed or next(model.parameters()).dtype == torch.bfloat16):
             yield _Way(each, "full", said=f"all weights, from the tiers{word}")
+            said = f"all weights, from the tiers, 8-bit moments{word}"
+            yield _Way(each, "full", said=said, changes=_EIGHT_BITS, alone=True)
     rank = task.lora or _LORA
-    for preset in (None, *_PRESETS):
+    for preset in (None, *_PRESETS, "nf4"):
         for word, each in tasks:
-            yield _Way(each.but(lora=rank), preset, said=f"LoRA {rank} on {preset or 'the plain model'}{word}")
+            yield _Way(
+                each.but(lora=rank),
+                preset,
+                said=f"LoRA {rank} on {preset or 'the plain model'}{word}",
+                alone=preset in _SMALLER,
+            )
 
 
 def _options(model: nn.Module, task: Task) -> Iterator[tuple[str, Task]]:

@@ -1,12 +1,14 @@
 """What `vbrt.advise` found: candidates, the best ones, and why the others are not."""
 
 import html
+import math
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from vbrt.config import Machine, VBConfig
+from vbrt.config.formats import FORMATS
 from vbrt.errors import ConfigError
 from vbrt.estimation.rates import Rates
 from vbrt.estimation.report import Estimate
@@ -16,6 +18,7 @@ from vbrt.residency.sizes import format_bytes
 
 __all__ = ["Advice", "Choice"]
 
+_FP8_NOISE = 0.033  # that rounded activations, and weights once more, leave in a layer
 _ALIKE = 1.05  # times that differ by less are the same, before they are measured
 
 
@@ -55,6 +58,21 @@ class Choice:
         return self.found is None or self.found.plan is None or all(swap.lossless for swap in self.found.plan.swaps)
 
     @property
+    def noise(self) -> float:
+        """The relative error of rounded weights, and of activations in FP8; 0 if results are the model's own."""
+        if self.lossless:
+            return 0.0
+        plan, fp8 = self.found.plan, self.found.config.compute.fp8
+        weights = max(FORMATS[swap.format].noise for swap in plan.swaps if not swap.lossless)
+        return math.hypot(weights, _FP8_NOISE) if fp8 else weights
+
+    @property
+    def rounds_moments(self) -> bool:
+        """True if the optimizer's moments are rounded to 8 bits."""
+        config = None if self.found is None else self.found.config
+        return config is not None and config.mode == "full" and config.training.moments != "fp32"
+
+    @property
     def reason(self) -> str:
         """Why it does not fit; "" if it does."""
         if self.missing is not None:
@@ -70,6 +88,8 @@ class Choice:
         found = [f"tiers.{tier}.budget={getattr(config.tiers, tier).budget}"]
         if config.tiers.ssd.enabled:
             found += ["tiers.ssd.enabled=true", f"tiers.ssd.path={config.tiers.ssd.path}"]
+        if self.rounds_moments:
+            found.append(f"training.moments={config.training.moments}")
         return tuple(found)
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,6 +100,7 @@ class Choice:
             "preset": self.preset,
             "fits": self.fits,
             "lossless": self.lossless,
+            "noise": self.noise if self.fits else None,
             "context": self.task.context,
             "batch": self.task.batch,
             "tiers": None if self.found is None else self.found.tiers,
@@ -183,8 +204,9 @@ def _steps(choice: Choice) -> Iterator[str]:
     if config is not None:
         tier = choice.found.compute_tier
         tiers = {tier: {"budget": getattr(config.tiers, tier).budget}}
+        moments = f', training={{"moments": "{config.training.moments}"}}' if choice.rounds_moments else ""
         optimizer = f", optimizer=torch.optim.{task.optimizer}" if config.mode == "full" else ""
-        yield f'model = vbrt.wrap(model, "{choice.preset}", tiers={tiers}{optimizer})'
+        yield f'model = vbrt.wrap(model, "{choice.preset}", tiers={tiers}{moments}{optimizer})'
     if task.checkpointing:
         yield 'model.gradient_checkpointing_enable({"use_reentrant": False})'
     if task.mixed:
@@ -199,15 +221,16 @@ def _beats(one: Choice, other: Choice) -> bool:
     return all(a >= b for a, b in zip(mine, its, strict=True)) and mine != its
 
 
-def _given_up(choice: Choice) -> tuple[bool, bool]:
-    """Return what a way to train gives up, the worst first: that all weights train, and the weights' own bits."""
-    return bool(choice.task.lora), not choice.lossless
+def _given_up(choice: Choice) -> tuple[bool, float, bool]:
+    """Return what a way to train gives up, the worst first: that all weights train, their own bits, exact moments."""
+    return bool(choice.task.lora), choice.noise, choice.rounds_moments
 
 
 def _merits(choice: Choice) -> tuple[float, ...]:
     everything = not choice.task.lora  # all weights train
     speed = choice.speed
-    return (-speed.ms, speed.tokens_s, -choice.found.peak_bytes, choice.lossless, choice.task.context, everything)
+    kept = (-choice.noise, not choice.rounds_moments, everything)
+    return (-speed.ms, speed.tokens_s, -choice.found.peak_bytes, choice.task.context, *kept)
 
 
 def _lines(advice: Advice) -> Iterator[str]:
@@ -226,7 +249,7 @@ def _lines(advice: Advice) -> Iterator[str]:
         if id(choice) in front or not varied:
             yield _row(choice, "*" if id(choice) in front else " ")
     yield ""
-    yield "* beaten by no other in time, tokens a second, memory, exactness, context and what trains"
+    yield "* beaten by no other in time, tokens a second, memory, noise of rounding, context and what trains"
 
 
 def _row(choice: Choice, mark: str) -> str:
@@ -235,7 +258,7 @@ def _row(choice: Choice, mark: str) -> str:
     sizes = "".join(f"{format_bytes(tiers[tier]) if tier in tiers else '-':>10}" for tier in ("gpu", "cpu"))
     if choice.speed is None:
         return f"{mark} {name:<42}{sizes}  {choice.reason}"
-    bits = "its own" if choice.lossless else "4 bits"
+    bits = "its own" if choice.lossless else f"4, {choice.noise:.0%}"
     speed = choice.speed
     return f"{mark} {name:<42}{sizes}{speed.ms:>9.1f}{speed.tokens_s:>10.1f}  {bits:<7} {speed.bound}"
 
@@ -256,7 +279,8 @@ def _sentence(choice: Choice) -> str:
     if choice.speed is None:
         return f"does not fit: {choice.reason}."
     speed, found = choice.speed, choice.found
-    bits = "The model's own bits" if choice.lossless else "4-bit weights"
+    bits = "The model's own bits" if choice.lossless else f"4-bit weights, {choice.noise:.1%} of noise"
+    bits += ", moments of 8 bits" if choice.rounds_moments else ""
     peak = f"{format_bytes(found.peak_bytes)} in the {found.compute_tier} memory"
     what = {
         "link": f"copies over the link take {speed.link_ms:.1f} ms and hide {speed.device_ms:.1f} ms of computing",

@@ -17,6 +17,7 @@ from vbrt.host.files import cache_folder, read_bounded, write_file
 __all__ = ["SHEETS", "Rates", "data_sheet", "device_name", "kept_rates", "link_gb_s", "measure_rates", "rates_file"]
 
 _MAX_BYTES = 1 << 16
+_FP8_CAPABILITY = (8, 9)  # the first with products in FP8
 _PCIE4, _PCIE5 = 25.0, 55.0  # GB/s that page-locked copies reach over 16 lanes
 
 
@@ -33,6 +34,7 @@ class Rates:
         drive_gb_s: sequential reads.
         source: "measured here" or "data sheet".
         fp32_tflops: of fp32 matrix products.
+        fp8: the GPU multiplies in FP8.
     """
 
     name: str
@@ -43,20 +45,21 @@ class Rates:
     drive_gb_s: float = 3.0
     source: str = "data sheet"
     fp32_tflops: float = 0.0
+    fp8: bool = False
 
     def flops_of(self, dtype: str) -> float:
         """Return the floating-point operations a second of products of a dtype, by torch's name."""
         return 1e12 * (self.fp32_tflops or self.tflops if dtype == "float32" else self.tflops)
 
 
-#: memory GB/s, dense bf16 TFLOP/s with fp32 sums, fp32 TFLOP/s, by NVIDIA's data sheets; what the link reaches
+#: memory GB/s, dense bf16 TFLOP/s with fp32 sums, fp32 TFLOP/s and FP8, by NVIDIA's data sheets; what the link reaches
 SHEETS = {
-    "H200": Rates("H200", _PCIE5, 4800, 989, fp32_tflops=67),
-    "H100": Rates("H100", _PCIE5, 3350, 989, fp32_tflops=67),
+    "H200": Rates("H200", _PCIE5, 4800, 989, fp32_tflops=67, fp8=True),
+    "H100": Rates("H100", _PCIE5, 3350, 989, fp32_tflops=67, fp8=True),
     "A100": Rates("A100", _PCIE4, 2039, 312, fp32_tflops=19.5),
-    "L40S": Rates("L40S", _PCIE4, 864, 362, fp32_tflops=91.6),
-    "RTX 5090": Rates("RTX 5090", _PCIE5, 1792, 209, fp32_tflops=104.8),
-    "RTX 4090": Rates("RTX 4090", _PCIE4, 1008, 165, fp32_tflops=82.6),
+    "L40S": Rates("L40S", _PCIE4, 864, 362, fp32_tflops=91.6, fp8=True),
+    "RTX 5090": Rates("RTX 5090", _PCIE5, 1792, 209, fp32_tflops=104.8, fp8=True),
+    "RTX 4090": Rates("RTX 4090", _PCIE4, 1008, 165, fp32_tflops=82.6, fp8=True),
     "RTX 3090": Rates("RTX 3090", _PCIE4, 936, 71, fp32_tflops=35.6),
 }
 
@@ -103,6 +106,7 @@ def measure_rates(*, keep: bool = True) -> Rates:
         _drive_gb_s(),
         "measured here",
         _tflops(device, 4096, torch.float32) if gpu else 0.0,
+        gpu and torch.cuda.get_device_capability() >= _FP8_CAPABILITY,
     )
     if keep:
         rates_file().parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,8 @@ from itertools import pairwise
 
 from torch import nn
 
-from vbrt.config import load_config
+from vbrt.config import VBConfig, load_config
+from vbrt.config.formats import FORMATS
 from vbrt.estimation.rates import Rates
 from vbrt.estimation.report import Estimate
 from vbrt.estimation.task import Task
@@ -22,7 +23,7 @@ from vbrt.residency.token_cost import LINK_GB_PER_S, TokenCost, token_cost
 __all__ = ["Speed", "predict"]
 
 _READS = 0.57  # of the rate of copies, at which products of one token read dense weights
-_READS_PACKED = 0.75  # and 4-bit ones
+_READS_PACKED = {"e2m1": 0.75, "table": 0.32}  # and 4-bit ones, by the family of their kernels
 _READS_CACHE = 0.25  # and attention keys and values
 _KEY_US = (
     0.13  # that a key takes in a layer, where a recorded step has several sequences: one block reads all of a head's
@@ -31,6 +32,8 @@ _MERGED_BYTES = 21  # of copies, that take as long as it takes to restore a weig
 _MATMUL = 0.90  # of the rate of large products, over a whole pass
 _MATMUL_TRAIN = 0.65  # and in 16 bits over a pass and its backward pass
 _PACKED = 0.93  # of that, by 4-bit weights
+#: the same with compute.fp8, from so many tokens on
+_PACKED_FP8 = ((8192, 1.7), (2048, 1.5), (512, 1.1), (0, _PACKED))
 _MOVES = 0.52  # of the rate of copies, at which all other operators read and write
 _ROUNDED_BYTES = 240  # of copies, that take as long as it takes to round a weight that trains in 4 bits, in each pass
 _STEP_MS = 0.27  # of `generate` itself, for each token: it chooses one and looks whether it is the last
@@ -40,15 +43,17 @@ _LEASES = 15  # bare launches that take as long as a lease of pages that pass th
 _ROUTED_US = 200  # that routing and torch's products with a layer of dense experts take, in a recorded step
 _STAGED = 80 << 20  # bytes that are staged ahead
 _FINE_MARGIN = 1.1  # by which plans take fine planes for larger than they are
-_UPDATE_BYTES = 28  # that the host reads and writes for a weight that it updates: two halves, two moments, the gradient
-_UPDATE_GB_S = 90.0  # at which a host does that
+#: bytes that take as long as it takes to update a weight: two halves, two moments, the gradient; moments of 8 bits
+_UPDATE_BYTES = {"fp32": 28, "8bit": 23}
+_UPDATE_GB_S = 90.0  # at which a host of 16 cores reads and writes them
+_UNHIDDEN = 0.5  # of the shorter of an update and of what runs beside it, that is not hidden
 #: share of a layer's experts that are resident -> of those that a token goes to; with reuse as published routing has it
 _HITS = ((0.0, 0.0), (0.1, 0.6), (0.25, 0.8), (0.5, 0.89), (1.0, 1.0))
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Milliseconds of a step, of what runs side by side in it, and of an update on the host, which comes after."""
+    """Milliseconds of a step, and of what runs side by side in it; an update on the host is not hidden as a whole."""
 
     ms: float
     link_ms: float
@@ -85,9 +90,20 @@ def predict(model: nn.Module, found: Estimate, rates: Rates) -> Speed:
         launches = found.work.get("operators", 0) * _OPERATOR[task.kind]
         launches += len(plan.swaps) * _LEASES * passes if plan is not None and link else 0
         host = 1e-3 * launches * rates.launch_us
-    full = plan is not None and plan.mode == "full"
-    update = sum(swap.site.parameters for swap in plan.swaps) * _UPDATE_BYTES / (1e6 * _UPDATE_GB_S) if full else 0.0
-    return Speed(max(link, device, host) + update, link, device, host, tokens, update)
+    update, longest = _update_ms(found), max(link, device, host)
+    return Speed(max(longest, update) + _UNHIDDEN * min(longest, update), link, device, host, tokens, update)
+
+
+def _update_ms(found: Estimate) -> float:
+    """Return the milliseconds of an update of weights that train from the tiers; else 0."""
+    plan = found.plan
+    if plan is None or plan.mode != "full":
+        return 0.0
+    return (
+        sum(swap.site.parameters for swap in plan.swaps)
+        * _UPDATE_BYTES[found.config.training.moments]
+        / (1e6 * _UPDATE_GB_S)
+    )
 
 
 def _masked_us(model: nn.Module, task: Task) -> float:
@@ -121,13 +137,20 @@ def _device_s(model: nn.Module, found: Estimate, rates: Rates, tokens: int, pass
         merged = sum(_ROUNDED_BYTES * _elements(swap, tokens) for swap in swaps) * (2 + task.checkpointing) / passes
     moved = 0 if task.kind == "decode" and plan is not None else found.work.get("moved", 0) / _MOVES
     cache = sum(row.nbytes for row in found.rows if row.name == "KV cache") / _READS_CACHE
-    computing = products / (_PACKED if packed else 1.0)
+    computing = products / (_packed(found.config, tokens) if packed else 1.0)
     return max(read * passes / rate, computing) + (merged * passes + moved + cache) / rate
 
 
 def _flops_s(rates: Rates, dtype: str, trains: bool) -> float:
     """Return the floating-point operations a second that products of a dtype reach over a whole step."""
     return rates.flops_of(dtype) * (_MATMUL_TRAIN if trains and dtype != "float32" else _MATMUL)
+
+
+def _packed(config: VBConfig, tokens: int) -> float:
+    """Return the rate of products with 4-bit weights, in that of dense ones."""
+    if not config.compute.fp8:
+        return _PACKED
+    return next(rate for least, rate in _PACKED_FP8 if tokens >= least)
 
 
 def _flops(found: Estimate) -> Iterable[tuple[str, int]]:
@@ -164,7 +187,12 @@ def _read_bytes(swap: Swap, tokens: int) -> float:
     if swap.fine == "exact":
         return 0.0
     held = sum(page.nbytes for page in swap.pages if not page.by_rows) or swap.dense_bytes
-    return held * _touched(swap, tokens) / (_READS if swap.lossless else _READS_PACKED)
+    return held * _touched(swap, tokens) / _reads(swap)
+
+
+def _reads(swap: Swap) -> float:
+    """Return the share of the rate of copies at which a weight is read for products of one token."""
+    return _READS if swap.lossless else _READS_PACKED.get(FORMATS[swap.format].kernels or "", _READS)
 
 
 # -- the links --------------------------------------------------------------------------------------------------------
