@@ -96,10 +96,28 @@ def norms(arrays: Arrays, helpers: Helpers, weights: int = 32) -> Callable[[], N
     return lambda: helpers.each(parts)
 
 
+def sums(arrays: Arrays, helpers: Helpers) -> dict[str, tuple[Callable[[], None], float]]:
+    """Sums of gradients of several passes, ours and torch's: by name what is timed, and the bytes a parameter."""
+    more, half, whole = arrays.gradient, arrays.gradient.clone(), torch.zeros(arrays.count)
+
+    def ours(held: Tensor, out: Tensor) -> Callable[[], None]:
+        return lambda: helpers.run(arrays.count, compiled.gradient_sum(held, more, out))
+
+    return {
+        "sum of bf16 gradients in fp32": (ours(half, whole), 8),
+        "torch, first in fp32": (lambda: whole.copy_(half.float().add_(more)), 8),
+        "bf16 gradient to a sum in fp32": (ours(whole, whole), 10),
+        "torch, further in fp32": (lambda: whole.add_(more), 10),
+        "bf16 gradient to a sum in bf16": (ours(half, half), 6),
+        "torch, in bf16": (lambda: half.add_(more), 6),
+    }
+
+
 def measure(arrays: Arrays, threads: int, times: int) -> dict[str, dict[str, float]]:
     torch.set_num_threads(threads)
     helpers = Helpers(threads)
     known = cases(arrays, helpers) | {"gradient norms": (norms(arrays, helpers), 2)}
+    known |= sums(arrays, helpers)
     taken = interleaved({name: run for name, (run, _) in known.items()}, times=times, warm=1)
     helpers.stop()
     taken["join, torch, split"] = seconds(arrays.joined)

@@ -60,6 +60,13 @@ def test_an_optimizer_without_a_rule_is_refused_by_name():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_a_model_in_another_dtype_is_refused_by_name():
+    model = Tiny().half()
+    with pytest.raises(vbrt.FormatError, match=r"layers.0: its weight is torch.float16; .*float32 or bfloat16"):
+        vbrt.wrap(model, "full", optimizer=adamw)
+    assert type(model.layers[0]) is torch.nn.Linear
+
+
 def small_tiers(tmp_path, pages: float) -> dict:
     """Room for some of Tiny's 8 KiB pages in memory, the others in files."""
     return {"cpu": {"budget": int(pages * 8192)}, "ssd": {"enabled": True, "path": str(tmp_path), "budget": "1MiB"}}

@@ -107,6 +107,8 @@ KERNELS = (
     _reference("gradient_norm", run=update.gradient_norm),
     _built_update("update", run=cpu_update.update),
     _built_update("gradient_norm", run=cpu_update.gradient_norm),
+    _reference("gradient_sum", run=update.gradient_sum),
+    _built_update("gradient_sum", run=cpu_update.gradient_sum),
 )
 
 for _kernel in KERNELS:

@@ -30,6 +30,7 @@ __all__ = [
     "encode_first",
     "encode_second",
     "gradient_norm",
+    "gradient_sum",
     "join_master",
     "split_master",
     "update",
@@ -276,3 +277,38 @@ def gradient_norm(gradient: Tensor, factor: float = 1.0) -> float:
     scaled = gradient.detach().float()
     scaled = scaled if factor == 1 else scaled * _fp32(factor)
     return torch.linalg.vector_norm(scaled).item()
+
+
+def gradient_sum(held: Tensor, more: Tensor, out: Tensor, factor: float = 1.0) -> Part:
+    """Return a function of (begin, end) that adds one gradient to another for that part: out = held * factor + more.
+
+    Product and sum are rounded to the dtype of `out`, each by itself. Threads may do parts side by side.
+
+    Args:
+        held, more: bf16 or of the dtype of `out`; contiguous, on the CPU, of one size.
+        out: bf16 or fp32; may be `held`.
+
+    Raises:
+        ArgumentError: other tensors; nothing was changed.
+    """
+    check_sum(held, more, out)
+    flat = [tensor.detach().view(-1) for tensor in (held, more, out)]
+
+    def part(begin: int, end: int) -> None:
+        one, two, to = (tensor[begin:end] for tensor in flat)
+        one = one if factor == 1 else one.float() * _fp32(factor)
+        to.copy_(one.to(to.dtype) + two.to(to.dtype))
+
+    return part
+
+
+def check_sum(held: Tensor, more: Tensor, out: Tensor) -> None:
+    """Raise ArgumentError for what `gradient_sum` cannot take."""
+    known = all(tensor.dtype in (torch.bfloat16, out.dtype) for tensor in (held, more)) and out.dtype in GRADIENTS
+    if not known or len({tensor.numel() for tensor in (held, more, out)}) > 1:
+        raise ArgumentError(
+            f"a sum of gradients of {held.numel()} x {held.dtype} and {more.numel()} x {more.dtype} in {out.numel()} x "
+            f"{out.dtype}; expected as many, in bf16 or in fp32 as the last"
+        )
+    if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in (held, more, out)):
+        raise ArgumentError("a sum of gradients that are not contiguous or not on the CPU")

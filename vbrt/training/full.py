@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from vbrt.errors import FormatError, WrapError
 from vbrt.formats import get_format
 from vbrt.formats.page import PageLayout, pack, unpack
+from vbrt.kernels.update import GRADIENTS
 from vbrt.layers.encoding import Planes
 from vbrt.layers.paged import PagesHandle
 from vbrt.layers.spec import HandleSpec
@@ -55,7 +56,8 @@ class FullWeight(PagesHandle):
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.parameter: StreamedParameter | None = None
         self.state: WeightState | None = None
-        self.gradient = Gradient(self.name, stack, self.dtype, spec.home("gradient", stack.names[-1]))
+        home = spec.home("gradient", stack.names[-1])
+        self.gradient = Gradient(self.name, stack, self.dtype, home, outlet.sums)
         self.gradient.settle = functools.partial(_settle, weakref.ref(self))
         self.outlet = outlet
         self.updater: Updater | None = None
@@ -79,11 +81,16 @@ class FullWeight(PagesHandle):
         """Take a parameter's values into pages; the object stays, without values.
 
         Raises:
-            FormatError: it has no data.
+            FormatError: it has no data, or is neither bf16 nor fp32.
             TierError: the pages do not fit or cannot be written; the parameter is as it was.
         """
         if parameter.is_meta:
             raise FormatError(f"{self.name}: its weight is on the meta device, without data; load it first")
+        if parameter.dtype not in GRADIENTS:
+            raise FormatError(
+                f'{self.name}: its weight is {parameter.dtype}; mode = "full" trains models in float32 or bfloat16: '
+                "wrap model.to(torch.bfloat16), or model.float() under autocast"
+            )
         self.stack.rewriter.prepare()
         values = parameter.detach()
         high, low = _halves(values)

@@ -23,6 +23,7 @@ from vbrt.host.memory import PinError, map_memory, pin
 from vbrt.tiers import TierStack
 from vbrt.tiers.slots import Page
 from vbrt.training.gradient_pages import GradientPages
+from vbrt.training.sums import Sums
 
 __all__ = ["Gradient", "Outlet", "Taken"]
 
@@ -55,9 +56,10 @@ class Gradient:
 
     Args:
         home: the tier that the page lives in.
+        sums: adds gradients.
 
     Attributes:
-        dtype: of the parameter.
+        dtype: of the parameter, bf16 or fp32.
         pages: where it lies.
         hidden: from the optimizer's own step.
         arrivals: gradients since the last step.
@@ -70,8 +72,8 @@ class Gradient:
         settle: called before the memory of the gradient before is written over: its update reads it.
     """
 
-    def __init__(self, name: str, stack: TierStack, dtype: torch.dtype, home: str) -> None:
-        self.name, self.dtype, self.hidden = name, dtype, False
+    def __init__(self, name: str, stack: TierStack, dtype: torch.dtype, home: str, sums: Sums) -> None:
+        self.name, self.dtype, self.hidden, self._sums = name, dtype, False, sums
         self.arrivals, self.factor = 0, 1.0
         self.pages = GradientPages(name, stack, home)
         self.expected = self.version = 0
@@ -145,11 +147,13 @@ class Gradient:
         self._synchronize()
         self.arrivals += 1
         if arising.number == self._pass and self._of_pass is not None:
-            self._of_pass = self._of_pass.to(self.dtype).add_(dw)
+            own = self._of_pass
+            out = own if own.dtype is self.dtype else torch.empty(own.shape, dtype=self.dtype, device="cpu")
+            self._of_pass = self._sums(own, dw, out)
             return
         self._fold()
         if self.empty or arising.number == self._pass or arising.last:
-            self._put_down(dw if self.empty else self._lifted().to(self.dtype).add_(dw))
+            self._put_down(dw) if self.empty else self._add(dw)
         else:
             self._of_pass = dw.clone()
         self._pass = arising.number
@@ -158,7 +162,16 @@ class Gradient:
         """Add what one pass has summed up to what earlier ones have."""
         of_pass, self._of_pass = self._of_pass, None
         if of_pass is not None:
-            self._put_down(self._lifted().to(self.dtype).add_(of_pass))
+            self._add(of_pass)
+
+    def _add(self, more: Tensor) -> None:
+        """Add a value to the sum, in the parameter's dtype from now on."""
+        held = self.pages.read(self._filed) if self._sum is None else self._sum
+        room = self.pages.room(self.dtype)
+        out = torch.empty(held.shape, dtype=self.dtype, device="cpu") if room is None else room
+        self._sums(held, more, out, self.factor)
+        self.factor = 1.0
+        self._put_down(out)
 
     def adding(self) -> threading.Event:
         """Note that a gradient is on its way that a thread will add; it sets the event then."""
@@ -250,10 +263,13 @@ class Outlet:
 
     Args:
         largest: elements of the largest gradient.
+
+    Attributes:
+        sums: adds gradients on the host.
     """
 
     def __init__(self, device: torch.device, largest: int) -> None:
-        self._device, self._largest = device, largest
+        self._device, self._largest, self.sums = device, largest, Sums()
         self._next = 0
         self._buffers: list[Tensor] = []
         self._left: list[torch.cuda.Event | None] = [None] * _BUFFERS
@@ -356,11 +372,12 @@ class Outlet:
             added.set()
 
     def close(self) -> None:
-        """Stop the thread. Idempotent."""
+        """Stop the threads. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._waiting.put(None)
             thread.join()
+        self.sums.close()
 
 
 def _work(waiting: "queue.SimpleQueue[Callable[[], None] | None]") -> None:

@@ -168,6 +168,30 @@ def test_the_norm_of_a_gradient_has_the_bits_of_torchs():
             assert compiled.gradient_norm(gradient, 0.1) == torch.linalg.vector_norm(gradient.float() * 0.1).item()
 
 
+@built
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+@pytest.mark.parametrize("inside", [False, True])
+def test_sums_of_gradients_have_the_bits_of_torchs(factor, inside):
+    for kinds in ((0, 0, 0), (0, 0, 1), (1, 0, 1), (1, 1, 1)):
+        held, more, out = (spread(5 * 1024 + 7).to(update.GRADIENTS[kind]) for kind in kinds)
+        expected = (held if factor == 1 else held.float() * torch.tensor(factor)).to(out.dtype).add(more)
+        out = held if inside and held.dtype is out.dtype else out
+        part = compiled.gradient_sum(held, more, out, factor)
+        part(2048, out.numel())
+        part(0, 2048)
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("run", [compiled.gradient_sum, update.gradient_sum], ids=["compiled", "reference"])
+def test_what_a_sum_cannot_take_is_refused(run):
+    one = torch.ones(4)
+    for held, more, out in ((one.half(), one, one), (one, one, one.bfloat16()), (one, torch.ones(3), one)):
+        with pytest.raises(ArgumentError, match="expected"):
+            run(held, more, out)
+    with pytest.raises(ArgumentError, match="not contiguous"):
+        run(one, torch.ones(8)[::2], one)
+
+
 @pytest.mark.parametrize("run", [compiled.update, update.update], ids=["compiled", "reference"])
 def test_what_an_update_cannot_take_is_refused_before_anything_changes(run):
     halves, moments = update.split_master(torch.ones(4)), moments_of(ADAMW, 4)

@@ -255,6 +255,9 @@ def _declare_update(library: ctypes.CDLL) -> None:
     library.vbrt_join.argtypes = (pointer, pointer, number, pointer)
     library.vbrt_split.argtypes = (pointer, number, pointer, pointer)
     library.vbrt_norm.argtypes = (pointer, ctypes.c_int32, number, ctypes.c_float)
+    kind = ctypes.c_int32
+    library.vbrt_add.argtypes = (pointer, kind, pointer, kind, ctypes.c_float, pointer, kind, number, number)
+    library.vbrt_add.restype = None
     library.vbrt_update.restype = library.vbrt_join.restype = library.vbrt_split.restype = None
     library.vbrt_norm.restype = ctypes.c_float
 

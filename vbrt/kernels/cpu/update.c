@@ -274,3 +274,26 @@ float vbrt_norm(const void *gradient, int32_t type, int64_t count, float factor)
     }
     return sqrtf(sum);
 }
+
+/* out = sum * factor + more for the numbers from `begin` to `end`, rounded to the type of `out` after each of the two, as
+ * torch does; `more` is bf16 or of that type. `out` may be `sum`. */
+void vbrt_add(const void *sum, int32_t sum_type, const void *more, int32_t more_type, float factor, void *out,
+              int32_t out_type, int64_t begin, int64_t end) {
+    float a[TILE], b[TILE];
+    const Weight one = {.gradient = sum}, two = {.gradient = more};
+    const Step scaled = {.gradient_type = sum_type, .divisor = 1, .factor = factor};
+    const Step plain = {.gradient_type = more_type, .divisor = 1, .factor = 1};
+    for (int64_t at = begin; at < end; at += TILE) {
+        const int64_t n = end - at < TILE ? end - at : TILE;
+        read_gradient(&one, &scaled, at, n, a);
+        read_gradient(&two, &plain, at, n, b);
+        if (out_type == FP32) {
+            float *to = (float *)out + at;
+            for (int64_t i = 0; i < n; i++) to[i] = a[i] + b[i];
+            continue;
+        }
+        uint16_t *to = (uint16_t *)out + at;
+        if (factor != 1) for (int64_t i = 0; i < n; i++) a[i] = bf16_value((uint16_t)bf16_bits(a[i]));
+        for (int64_t i = 0; i < n; i++) to[i] = (uint16_t)bf16_bits(a[i] + b[i]);
+    }
+}

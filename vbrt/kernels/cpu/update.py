@@ -1,4 +1,4 @@
-"""Updates on a CPU in C: the backend "compiled" of the ops "update" and "gradient_norm".
+"""Updates on a CPU in C: the backend "compiled" of the ops "update", "gradient_norm" and "gradient_sum".
 
 One pass over memory, with the bits of torch's fused optimizers. Those depend on how torch was compiled (which products
 are fused with sums), so the first call for a process compares a few thousand numbers with the reference, and refuses to
@@ -16,7 +16,7 @@ from vbrt.kernels import update as reference
 from vbrt.kernels.cpu import build
 from vbrt.kernels.update import TILE, Coded, Halves, Part, Step
 
-__all__ = ["gradient_norm", "join_master", "refusal", "split_master", "update"]
+__all__ = ["gradient_norm", "gradient_sum", "join_master", "refusal", "split_master", "update"]
 
 _RULES = {"adam": 0, "sgd": 1, "lion": 2}
 _TYPES = {torch.bfloat16: 0, torch.float32: 1}
@@ -62,6 +62,19 @@ def _step(step: Step, gradient_type: int, eight_bit: bool) -> build.Step:
 def gradient_norm(gradient: Tensor, factor: float = 1.0) -> float:
     """See `vbrt.kernels.update.gradient_norm`."""
     return build.library("update").vbrt_norm(gradient.data_ptr(), _TYPES[gradient.dtype], gradient.numel(), factor)
+
+
+def gradient_sum(held: Tensor, more: Tensor, out: Tensor, factor: float = 1.0) -> Part:
+    """See `vbrt.kernels.update.gradient_sum`."""
+    reference.check_sum(held, more, out)
+    one, two, to = ((tensor.data_ptr(), _TYPES[tensor.dtype]) for tensor in (held, more, out))
+    run, kept = build.library("update").vbrt_add, (held, more, out)  # as long as the addresses are in use
+
+    def part(begin: int, end: int) -> None:
+        run(*one, *two, factor, *to, begin, end)
+        assert kept
+
+    return part
 
 
 def join_master(high: Tensor, low: Tensor) -> Tensor:
