@@ -10,6 +10,7 @@ from vbrt.kernels import experts, reference, update
 from vbrt.kernels.cpu import build as cpu_build
 from vbrt.kernels.cpu import encode as cpu_encode
 from vbrt.kernels.cpu import experts as cpu_experts
+from vbrt.kernels.cpu import few as cpu_few
 from vbrt.kernels.cpu import linear as cpu_linear
 from vbrt.kernels.cpu import update as cpu_update
 from vbrt.kernels.cuda import devices
@@ -79,7 +80,7 @@ KERNELS = (
     _reference("decode_weight", run=reference.decode_weight),
     _reference("linear", run=reference.linear),
     _built("decode_weight", run=cpu_linear.decode_weight, turned=cpu_linear.decode_turned),
-    _built("linear", run=cpu_linear.linear),
+    _built("linear", run=cpu_linear.linear, few=cpu_few.few),
     _built_experts("experts_up", run=cpu_experts.experts_up),
     _built_experts("experts_down", run=cpu_experts.experts_down),
     # nothing to decode: torch's own matmul, and nothing to build

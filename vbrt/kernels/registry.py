@@ -78,6 +78,8 @@ class Kernel:
         merges: True if it restores weights of a format and shape (N, K) from both planes by a kernel of its own.
         turned: decodes to [K, N], contiguous, in one step; None: `run`, then a transposed copy.
         prepare: makes on a device what must be there before a CUDA graph records the kernel.
+        few: prepares, for planes that never move, products of few tokens by `run`, see `layers/short.py`; None where it
+            does not serve them.
         by_address: True if it computes from pages of a layout of which it has the addresses alone, on a device.
         reads_resident_planes: True if compiled graphs may hold the planes of pages that never move and run it on them.
     """
@@ -98,6 +100,7 @@ class Kernel:
     prepare: Callable[[torch.device], None] = _never_refuses
     reads_resident_planes: bool = False
     by_address: Callable[[PageLayout, torch.device], bool] = _needs_pages
+    few: Callable[[WeightPlanes], Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
@@ -112,7 +115,7 @@ class Kernel:
 
     def rounding(self, to: str | None) -> "Kernel":
         """The same implementation where operands may be rounded to "fp8" or "fp4" (None: not at all)."""
-        return replace(self, run=self.rounded[to]) if to in self.rounded else self
+        return replace(self, run=self.rounded[to], few=None) if to in self.rounded else self
 
     def decode_turned(self, planes: WeightPlanes) -> Tensor:
         """The weight as [K, N], contiguous; of an implementation of "decode_weight"."""

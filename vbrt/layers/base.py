@@ -16,7 +16,7 @@ from torch.fx import Proxy
 from vbrt.errors import WrapError
 from vbrt.kernels.watched import traced_call
 from vbrt.layers.bound import rebind_
-from vbrt.layers.compute import linear, linear_on_weight
+from vbrt.layers.compute import linear, linear_on_weight, short_linear
 from vbrt.layers.lending import handle_with, is_lent, lend, notice_writes, released_parameter
 from vbrt.layers.shards import as_whole, is_sharded, local_of, take_local_
 from vbrt.layers.shells import (
@@ -110,9 +110,14 @@ class VBLayer(SwappedLayer):
         """x Wᵀ + bias, by the planes unless somebody has put another weight in their place."""
         if type(x) is not torch.Tensor and isinstance(x, Proxy):
             return traced_call(self, x)
-        if self._vb_handle.lent is not None:
-            self.notice_writes()
         handle = self._vb_handle
+        if handle.short is not None and self._parameters["weight"] is None:
+            y = short_linear(handle, x, bias)
+            if y is not None:
+                return y
+        if handle.lent is not None:
+            self.notice_writes()
+            handle = self._vb_handle
         if handle.tied or self._parameters["weight"] is not None:
             given = given_weight(self)
             if given is not None:

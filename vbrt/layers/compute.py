@@ -3,6 +3,7 @@
 | caller | function | how it differs |
 | --- | --- | --- |
 | `VBLinear.forward`, dense pages that never move, no grad | `F.linear` on the page | as little Python as nn.Linear |
+| the same, few tokens on 4-bit planes of a CPU | `short_linear` | a kernel whose arguments are prepared |
 | other eager calls | `linear` | counts, casts as autocast does, tells autograd |
 | `Product` and compiled graphs, after that | `linear_without_grad`, `linear_as_cast` | neither counts nor casts |
 | all of them | `leased_linear` | leases planes, or takes those that never move |
@@ -57,6 +58,7 @@ __all__ = [
     "products_by",
     "refuse_coarse",
     "shared_product",
+    "short_linear",
 ]
 
 # -- precision --------------------------------------------------------------------------------------------------------
@@ -169,6 +171,23 @@ def linear(handle: "WeightHandle", x: torch.Tensor, bias: torch.Tensor | None) -
         return Product.here(x, bias, _Snapshot(handle, handle.generation, kernels), False)
     with torch.no_grad():
         return whole(leased_linear(handle, kernels, x, bias))
+
+
+def short_linear(handle: "WeightHandle", x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """What `linear` gives, bit for bit, by the handle's short way; None where `linear` has more to do than multiply."""
+    short, ledger = handle.short, handle.stack.ledger
+    if short is None or ledger.travellers or ledger.retired or ledger.lost or ledger.guard.recorder:
+        return None  # as `at_rest` says, without a call
+    if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled() or _pass.products is not None:
+        return None
+    if handle.tied or not is_bare(x) or not x.is_cpu or not (bias is None or is_memory(bias)):
+        return None
+    y = short(x, bias)
+    if y is not None:
+        handle.forwards += 1
+        for page in handle.pages:
+            page.hits += 1  # no call in between: one step for threads that share an interpreter lock
+    return y
 
 
 def _watched_linear(

@@ -9,6 +9,7 @@ from vbrt.formats.base import WeightPlanes
 from vbrt.kernels import TILES, page_of
 from vbrt.layers.graphs import GraphForm, GraphTiles, graph_planes, mark_static, show_to_graphs
 from vbrt.layers.lending import temporary_of
+from vbrt.layers.short import ShortWay
 
 if TYPE_CHECKING:
     from vbrt.layers.weight import WeightHandle
@@ -47,6 +48,7 @@ def keep(handle: "WeightHandle", planes: WeightPlanes) -> None:
         handle.resident = None if handle.spec.transposed else planes.coarse["weight"]
         return
     handle.ready = planes
+    handle.short = _short_way(handle, planes)
     if graph_planes(handle) is None:
         return
     for tensor in planes.coarse.values():
@@ -58,6 +60,15 @@ def keep(handle: "WeightHandle", planes: WeightPlanes) -> None:
         page = page_of(tiles, planes.coarse["tensor_scale"])
         form = GraphForm(planes.format, *planes.shape, planes.dtype, str(page.device))
         show_to_graphs(handle, GraphTiles(mark_static(page), form.encode()))
+
+
+def _short_way(handle: "WeightHandle", planes: WeightPlanes) -> ShortWay | None:
+    """The short way of planes that never move; None where there is none, or a forward does more than multiply."""
+    kernels = handle.kernels
+    if kernels is None or kernels.kernel.few is None or handle.separation is not None or handle.spec.fine:
+        return None
+    few = kernels.kernel.few(planes)
+    return None if few is None else ShortWay(few)
 
 
 def requiring_grad(weight: torch.Tensor) -> torch.Tensor:

@@ -84,7 +84,7 @@ def lend(handle: "WeightHandle") -> DecodedWeight:
             lent = temporary_of(handle)  # another thread's, meanwhile
             if lent is None:
                 lent, handle.lent = decoded, weakref.ref(decoded)
-                handle.ready = handle.resident = None  # a use without a lease would not see a write
+                handle.ready = handle.resident = handle.short = None  # a use without a lease would not see a write
     return lent
 
 
@@ -139,7 +139,7 @@ def lend_again(handle: "WeightHandle", version: int) -> None:
         return
     lent.__class__ = DecodedWeight
     lent.lend(Lender(handle), version)
-    handle.ready = handle.resident = None
+    handle.ready = handle.resident = handle.short = None
     if not handle.spec.lossless:
         show_stored(handle)
 

@@ -30,6 +30,7 @@ from vbrt.layers.graphs import GraphTiles, show_to_graphs
 from vbrt.layers.paged import PagesHandle
 from vbrt.layers.pickling import from_pickle, to_pickle
 from vbrt.layers.selection import Kernels, choose_kernels, coarse_kernels, refusals, vendor_refusal
+from vbrt.layers.short import ShortWay
 from vbrt.layers.spec import HandleSpec
 from vbrt.residency.plan import PageSpec
 from vbrt.tiers import Lease, Owner, Page, TierStack
@@ -57,6 +58,7 @@ class WeightHandle(PagesHandle):
         kernel: the name of the backend that runs.
         shows_planes: whether compiled graphs may hold planes that never move.
         ready: planes of pages that never move, used without a lease.
+        short: the way of few tokens through these planes, where a kernel prepares its arguments.
         resident: the same of a dense weight, as nn.Linear keeps it; `page` is where it lies.
         graph_tiles: planes that never move as compiled graphs hold them; layers hold them too.
     """
@@ -76,6 +78,7 @@ class WeightHandle(PagesHandle):
         self.kernel, self.shows_planes = "reference", False
         self.ready: WeightPlanes | None = None
         self.resident: torch.Tensor | None = None
+        self.short: ShortWay | None = None
         self.page: Page | None = None
         self.graph_tiles: GraphTiles | None = None
         self._specify(spec)
@@ -188,7 +191,7 @@ class WeightHandle(PagesHandle):
 
     def forget_ready(self) -> None:
         """Keep no views into pages: they may move."""
-        self.ready = self.resident = None
+        self.ready = self.resident = self.short = None
         show_to_graphs(self, None)
 
     def lease(self, precision: str = "full") -> Lease | PagesAtHome:

@@ -236,6 +236,8 @@ def _openmp() -> ctypes.Array[ctypes.c_void_p]:
 def _declare_linear(library: ctypes.CDLL) -> None:
     weight, pointer, number = ctypes.POINTER(Weight), ctypes.c_void_p, ctypes.c_int64
     library.vbrt_linear.argtypes = (weight, ctypes.POINTER(Product), ctypes.c_int)
+    library.vbrt_linears.argtypes = (pointer, ctypes.POINTER(Product), ctypes.c_int, ctypes.c_int)
+    library.vbrt_few.argtypes = (pointer, ctypes.c_int, *[pointer] * 3, *[number] * 2, ctypes.c_int, ctypes.c_int)
     library.vbrt_decode.argtypes = (weight, number, number, pointer, ctypes.c_int)
     library.vbrt_merge.argtypes = (weight, ctypes.POINTER(Fine), pointer, pointer, number, ctypes.c_int)
     library.vbrt_decode.restype = None

@@ -102,29 +102,84 @@ static void multiply(const Weight *w, const Product *p, Dots d, const char *x, i
     }
 }
 
-/* y = x @ w.T + bias; returns 0 where there was no memory */
-int vbrt_linear(const Weight *w, const Product *p, int threads) {
-    const int64_t pitch = row_bytes(w->columns), chunks = (w->rows + CHUNK - 1) / CHUNK;
-    const float unit = w->scale_type == BYTE ? *w->unit : 1;
-    char *x = NULL;
-    Scales scales;
-    if (posix_memalign((void **)&x, 64, p->tokens * pitch + 1)) return 0;
-    Dots d = dots_with(w->levels, w->values, unit, w->scale_type, w->block, p->x_type, &scales);
-    d.columns = w->columns;
-    for (int64_t m = 0; m < p->tokens; m++)
-        spread_row(p->x, p->x_type, m * p->inputs, p->inputs, w->columns, d.narrow, x + m * pitch);
+#define KEPT_BYTES (64 << 10)  /* inputs in spans that need no memory of their own */
+
+/* One weight of a call: chunks up to number `end` of all chunks are its rows; x is in spans. */
+typedef struct { const Weight *w; const Product *p; Dots d; const char *x; int64_t end; } Part;
+
+/* Whether the inputs of a part lie in spans as another's do. */
+static int shares_spans(const Part *one, const Part *other) {
+    return one->p->x == other->p->x && one->p->tokens == other->p->tokens && one->p->inputs == other->p->inputs
+        && one->p->x_type == other->p->x_type && one->w->columns == other->w->columns && one->d.narrow == other->d.narrow;
+}
+
+static int64_t span_bytes(const Part *part) { return part->p->tokens * row_bytes(part->w->columns); }
+
+/* The inputs of all parts in spans, once for those that are alike; `at` has room for them. */
+static void spread_parts(Part *parts, int count, char *at) {
+    for (int i = 0; i < count; i++) {
+        Part *part = parts + i;
+        if (i && shares_spans(part, part - 1)) {
+            part->x = part[-1].x;
+            continue;
+        }
+        const Product *p = part->p;
+        for (int64_t m = 0; m < p->tokens; m++)
+            spread_row(p->x, p->x_type, m * p->inputs, p->inputs, part->w->columns, part->d.narrow,
+                       at + m * row_bytes(part->w->columns));
+        part->x = at;
+        at += span_bytes(part);
+    }
+}
+
+static void multiply_parts(const Part *parts, int count, int threads) {
     Range ranges[threads];
-    share_out(ranges, threads, chunks);
+    share_out(ranges, threads, parts[count - 1].end);
 #pragma omp parallel num_threads(threads)
     {
         Taker mine = taker(ranges, threads);
         for (int64_t i; (i = take(&mine)) >= 0;) {
-            const int64_t first = i * CHUNK, end = first + CHUNK;
-            multiply(w, p, d, x, first, end < w->rows ? end : w->rows);
+            const Part *part = parts;
+            int64_t begin = 0;
+            for (; i >= part->end; part++) begin = part->end;
+            const int64_t first = (i - begin) * CHUNK, end = first + CHUNK, rows = part->w->rows;
+            multiply(part->w, part->p, part->d, part->x, first, end < rows ? end : rows);
         }
     }
-    free(x);
+}
+
+/* y = x @ w.T + bias for `count` weights, with the bits of a call for each; returns 0 where there was no memory */
+int vbrt_linears(const Weight *const *weights, const Product *products, int count, int threads) {
+    static _Thread_local _Alignas(64) char kept[KEPT_BYTES];
+    Part parts[count];
+    Scales scales[count];
+    int64_t bytes = 0, chunks = 0;
+    for (int i = 0; i < count; i++) {
+        const Weight *w = weights[i];
+        const float unit = w->scale_type == BYTE ? *w->unit : 1;
+        chunks += (w->rows + CHUNK - 1) / CHUNK;
+        parts[i] = (Part){.w = w, .p = products + i, .end = chunks};
+        parts[i].d = dots_with(w->levels, w->values, unit, w->scale_type, w->block, products[i].x_type, scales + i);
+        parts[i].d.columns = w->columns;
+        if (!i || !shares_spans(parts + i, parts + i - 1)) bytes += span_bytes(parts + i);
+    }
+    char *x = kept;
+    if (bytes > KEPT_BYTES && posix_memalign((void **)&x, 64, bytes)) return 0;
+    spread_parts(parts, count, x);
+    multiply_parts(parts, count, threads);
+    if (x != kept) free(x);
     return 1;
+}
+
+int vbrt_linear(const Weight *w, const Product *p, int threads) { return vbrt_linears(&w, p, 1, threads); }
+
+/* The same with x, biases and results of one type; biases: NULL, or NULL for those without. */
+int vbrt_few(const Weight *const *weights, int count, const void *x, const void *const *biases, void *const *ys,
+             int64_t tokens, int64_t inputs, int type, int threads) {
+    Product products[count];
+    for (int i = 0; i < count; i++)
+        products[i] = (Product){x, biases ? biases[i] : NULL, ys[i], tokens, inputs, type, type, type};
+    return vbrt_linears(weights, products, count, threads);
 }
 
 /* out fp32 [last - first, K]: rows first to last */

@@ -32,11 +32,13 @@ from vbrt.kernels.cpu.build import NUMBERS, Fine, Product, Weight, library, scal
 __all__ = [
     "FORMATS",
     "LEVELS",
+    "THREAD_WORK",
     "decode_to",
     "decode_turned",
     "decode_weight",
     "fused_tokens",
     "linear",
+    "prepared",
     "route",
     "slow_dtypes",
 ]
@@ -45,7 +47,8 @@ __all__ = [
 FORMATS = formats_of("e2m1", "table")
 #: the same with scales of 16 or 32 bits, which have no fine plane
 LEVELS = formats_of("levels")
-_THREAD_WORK = 1 << 16  # products that are worth a thread
+#: products that are worth a thread
+THREAD_WORK = 1 << 16
 _TILE_WEIGHTS = 1 << 22  # 16 MiB of fp32: enough rows for a matmul at full speed, less than the weight in 16 bits
 _GROUP = 32  # GROUP of linear.c
 
@@ -57,7 +60,7 @@ def fused_tokens() -> int:
 
 
 def _served(planes: WeightPlanes) -> bool:
-    return _prepared(planes) is not None
+    return prepared(planes) is not None
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
@@ -200,7 +203,7 @@ def _fine(planes: WeightPlanes) -> Fine:
 
 
 def _threads(work: int) -> int:
-    return max(1, min(torch.get_num_threads(), work // _THREAD_WORK))
+    return max(1, min(torch.get_num_threads(), work // THREAD_WORK))
 
 
 class _Prepared:
@@ -220,7 +223,7 @@ class _Prepared:
         return type(None), ()
 
 
-def _prepared(planes: WeightPlanes) -> _Prepared | None:
+def prepared(planes: WeightPlanes) -> _Prepared | None:
     """Return what the C code computes from, or None for planes that it does not serve."""
     kept = planes.prepared
     if isinstance(kept, _Prepared) and kept.codes is planes.coarse.get("codes"):
@@ -237,9 +240,9 @@ def _prepared(planes: WeightPlanes) -> _Prepared | None:
 
 def _weight(planes: WeightPlanes) -> Weight:
     """Planes that are served, as the C code sees them; valid as long as the planes live."""
-    prepared = _prepared(planes)
-    assert prepared is not None  # `route` has asked
-    return prepared.weight
+    kept = prepared(planes)
+    assert kept is not None  # `route` has asked
+    return kept.weight
 
 
 def _are_plain(plane: dict[str, Tensor]) -> bool:

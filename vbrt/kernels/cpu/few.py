@@ -1,0 +1,69 @@
+"""Products of few tokens with weights whose planes never move, every argument prepared.
+
+    q = few(planes)              # of one layer; None where the C code does not serve it
+    q(x)                         # y, with the bits of `linear`; None where that has to compute
+    q.together([k, v], x)        # [q(x), k(x), v(x)], the same bits, by one call of C code: x is prepared once
+
+A token of a model with small layers waits for what a call costs the host: here a result, its address and one C call.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vbrt.formats import WeightPlanes
+from vbrt.kernels.cpu.build import NUMBERS, library
+from vbrt.kernels.cpu.linear import THREAD_WORK, fused_tokens, prepared
+
+__all__ = ["Few", "few"]
+
+
+class Few:
+    """x @ w.T + bias for few tokens x [..., K] of the weight's own dtype; it keeps the planes.
+
+    To be called with bare tensors (`watched.is_bare`), where nobody wants gradients.
+    """
+
+    __slots__ = ("address", "form", "inputs", "most", "number", "outputs", "weight")
+
+    def __init__(self, planes: WeightPlanes) -> None:
+        self.outputs, self.inputs = planes.shape
+        self.weight = prepared(planes).weight
+        self.address, self.form = ctypes.addressof(self.weight), (planes.format, self.inputs, planes.dtype)
+        self.number, self.most = NUMBERS[planes.dtype], fused_tokens() * self.inputs
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor | None:
+        """y [..., N] in x's dtype; None for an x or bias that this does not serve."""
+        ys = self.together((), x, bias)
+        return None if ys is None else ys[0]
+
+    def together(self, others: Sequence["Few"], x: Tensor, bias: Tensor | None = None) -> list[Tensor] | None:
+        """The products with this weight and its bias, and with those of `others`, which have none and `suit` it."""
+        size, numbers, dtype = x.shape, x.numel(), self.form[2]
+        if x.dtype is not dtype or not size or size[-1] != self.inputs or not 0 < numbers <= self.most:
+            return None
+        if not x.is_contiguous() or not (bias is None or (bias.dtype is dtype and bias.is_contiguous())):
+            return None
+        weights, addresses = (self, *others), ctypes.c_void_p * (1 + len(others))
+        ys = [x.new_empty((*size[:-1], of.outputs)) for of in weights]
+        out, of = addresses(*[y.data_ptr() for y in ys]), addresses(*[few.address for few in weights])
+        biases = None if bias is None else addresses(bias.data_ptr())
+        work, tokens = numbers * sum([few.outputs for few in weights]), numbers // self.inputs
+        threads = max(1, min(torch.get_num_threads(), work // THREAD_WORK))
+        call = library().vbrt_few
+        if not call(of, len(weights), x.data_ptr(), biases, out, tokens, self.inputs, self.number, threads):
+            raise MemoryError(f"linear: no memory for {tokens} rows of {self.inputs} inputs")
+        return ys
+
+    def suits(self, other: "Few") -> bool:
+        """True if both multiply inputs of one form, so that one call may compute both."""
+        return self.form == other.form
+
+
+def few(planes: WeightPlanes) -> Few | None:
+    """Prepare the products with a weight; None where the C code does not multiply with it, or restores it first."""
+    if prepared(planes) is None or planes.fine is not None or planes.dtype not in NUMBERS:
+        return None
+    return Few(planes)
