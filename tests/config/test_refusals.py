@@ -78,6 +78,7 @@ WRONG_VALUES = [
     ("policy.routing", "~nobody-9/x", '"~nobody-9/x"; expected a file whose "~" names a user of this machine'),
     ("policy.prefetch", -1, '-1; expected a whole number from 0 to 64, or "auto"'),
     ("policy.prefetch", 65, '65; expected a whole number from 0 to 64, or "auto"'),
+    ("experts.miss", "cpu", '"cpu"; expected "fetch", "compute" or "auto"; did you mean "compute"?'),
     ("separation.levels", 1, "1; expected a whole number from 2 to 8"),
     ("separation.levels", 16, "16; expected a whole number from 2 to 8"),
     (
@@ -153,14 +154,14 @@ def test_every_key_has_a_refusal_in_the_table():
             {"wieghts": {}},
             (
                 'wieghts is not a known section; did you mean "weights"?; '
-                "expected one of weights, tiers, policy, separation, training, compute, mode"
+                "expected one of weights, tiers, policy, experts, separation, training, compute, mode"
             ),
         ),
         (
             {"source": "x"},
             (
-                "source is not a known section; expected one of weights, tiers, policy, separation, training, compute, "
-                "mode"
+                "source is not a known section; expected one of weights, tiers, policy, experts, separation, training, "
+                "compute, mode"
             ),
         ),
         ({"tiers": {"hdd": {}}}, "tiers.hdd is not a known section; expected one of gpu, peer, cpu, ssd"),
@@ -211,7 +212,8 @@ def test_a_wrong_shape_is_refused_by_file_key_and_remedy(sections, words):
 
 
 def test_a_config_that_is_no_table_is_refused():
-    words = "my.toml = [1]; expected a table with the keys weights, tiers, policy, separation, training, compute, mode"
+    keys = "weights, tiers, policy, experts, separation, training, compute, mode"
+    words = f"my.toml = [1]; expected a table with the keys {keys}"
     assert refusal(VBConfig.from_dict, [1], source="my.toml") == words
 
 

@@ -95,7 +95,7 @@ def test_the_source_is_not_compared():
 
 def test_to_dict_is_plain_and_complete():
     d = VBConfig().to_dict()
-    assert list(d) == ["weights", "tiers", "policy", "separation", "training", "compute", "mode"]
+    assert list(d) == ["weights", "tiers", "policy", "experts", "separation", "training", "compute", "mode"]
     assert d["weights"]["include"] == ["*"]
     assert d["tiers"]["ssd"] == {"enabled": False, "budget": "auto", "path": None, "io": "auto"}
 

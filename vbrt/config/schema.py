@@ -6,6 +6,7 @@
     ├── weights     which modules are swapped, in which format, with or without the fine plane
     ├── tiers       gpu, peer, cpu, ssd: on or off, and how many bytes each may hold
     ├── policy      what stays resident, and how far ahead pages are fetched
+    ├── experts     what happens where a routed expert is missing on the GPU
     ├── separation  the fitted codebook of the `quantile` format; in training the scales of every 4-bit format
     ├── training    what is kept of a forward for its backward pass
     └── compute     which kernels run
@@ -41,6 +42,7 @@ __all__ = [
     "BACKENDS",
     "FINE_PLANES",
     "IO_MODES",
+    "MISSES",
     "MODES",
     "MOMENTS",
     "POLICIES",
@@ -48,6 +50,7 @@ __all__ = [
     "SCOPES",
     "ComputeConfig",
     "CpuTier",
+    "ExpertsConfig",
     "GpuTier",
     "PeerTier",
     "PolicyConfig",
@@ -64,6 +67,7 @@ MODES = ("infer", "train", "full")
 FINE_PLANES = ("none", "exact")
 POLICIES = ("auto", "scheduled", "lru", "experts")
 SCOPES = ("auto", "layer", "model")
+MISSES = ("fetch", "compute", "auto")
 MOMENTS = ("fp32", "8bit")
 BACKENDS = ("auto", "reference", "compiled", "triton")
 #: `weights.calibrate` for text that the model writes itself
@@ -192,6 +196,20 @@ class PolicyConfig(Section):
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig(Section):
+    """What happens where a token goes to a routed expert whose page is not on the GPU.
+
+    miss: "fetch": the page comes over the link. "compute": the CPU computes the expert where its page lies, while the
+    GPU computes the others. "auto": whichever is done earlier by measured rates; link and CPU share a layer's misses.
+    Results of the last two are those of the first but for rounding. Only 4-bit experts, a few tokens at a time.
+    """
+
+    _key: ClassVar[str] = "experts"
+
+    miss: Literal["fetch", "compute", "auto"] = opt("fetch", choice(*MISSES))
+
+
+@dataclass(frozen=True, slots=True)
 class SeparationConfig(Section):
     """The codebook of the `quantile` format: `levels` magnitudes plus a sign, refitted every `refresh_every` forwards.
 
@@ -292,6 +310,7 @@ class VBConfig:
     weights: WeightsConfig = _section(WeightsConfig)
     tiers: TiersConfig = _section(TiersConfig)
     policy: PolicyConfig = _section(PolicyConfig)
+    experts: ExpertsConfig = _section(ExpertsConfig)
     separation: SeparationConfig = _section(SeparationConfig)
     training: TrainingConfig = _section(TrainingConfig)
     compute: ComputeConfig = _section(ComputeConfig)

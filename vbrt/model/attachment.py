@@ -14,6 +14,7 @@ from vbrt.errors import WrapError
 from vbrt.kernels import libraries
 from vbrt.layers import SwappedLayer, VBLayer
 from vbrt.layers.experts import VBExperts
+from vbrt.layers.experts.missed import MissedExperts
 from vbrt.model.activations import activations_of
 from vbrt.model.caches import cache_stats
 from vbrt.model.expert_cache import ExpertCache
@@ -97,6 +98,7 @@ class Attachment:
     Attributes:
         runtime: shared with the other models on it.
         registry: its VB layers by name.
+        missed: what computes missed experts where they lie; None where they are fetched.
         name: of the model on the runtime.
         prefix: see `Terms`.
         closed: True once its planes are gone.
@@ -116,10 +118,13 @@ class Attachment:
         self._settings, self._plan = terms.settings, terms.plan
         self._model = weakref.ref(model)
         self.registry = Registry(layers, terms.plan, runtime.stack, terms.prefix)
-        self.expert_cache = ExpertCache(runtime.stack, self.registry.layers_now)
+        miss = terms.settings.experts.miss
+        self.missed = None if miss == "fetch" else MissedExperts(miss)
+        self.expert_cache = ExpertCache(runtime.stack, self.registry.layers_now, self.missed)
         for layer in layers.values():
             if isinstance(layer, VBExperts):
                 layer.handle.deciding.ask_with(self.expert_cache.follow)
+                layer.handle.deciding.missed = self.missed
         self.timed: TimelineTotals | None = None
         self.speculation = SpeculationCounts()
         self.name_phase: Callable[[str], str] | None = None
@@ -219,7 +224,7 @@ class Attachment:
         others = [other.prefix for other in self.runtime.attachments if other is not self]
         balance = self.runtime.balance
         fallbacks += balance.fallbacks if balance else []
-        fallbacks += self.expert_cache.fallbacks
+        fallbacks += self.expert_cache.fallbacks + (self.missed.fallbacks if self.missed else [])
         fallbacks += [reason for cache in list(self.runtime.caches) for reason in cache.fallbacks]
         fallbacks += self.speculation.reasons + self.activations.fallbacks
         return Stats(
@@ -240,6 +245,7 @@ class Attachment:
             leases=stack.ledger.programmes.told(),
             activations=self.activations.stats(),
             libraries=libraries(),
+            missed=self.missed.told() if self.missed else "",
         )
 
     @property

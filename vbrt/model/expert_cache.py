@@ -2,7 +2,8 @@
 
 Once all experts are encoded, those whose pages live in page-locked host memory get one device cache, which takes what
 the GPU's budget has left. A new budget, or new weights, end it; the next forward of a layer makes another. Where there
-can be none, the host goes on deciding, and `stats().fallbacks` says why.
+can be none, the host goes on deciding, and `stats().fallbacks` says why. The host decides, too, where the CPU is to
+compute missed experts: see `layers/experts/missed.py`.
 """
 
 import operator
@@ -17,6 +18,7 @@ from vbrt.layers import KINDS
 from vbrt.layers.experts import ExpertsHandle
 from vbrt.layers.experts.deciding import CachedLayer, why_host
 from vbrt.layers.experts.device_cache import DeviceCache, DeviceCounts, DeviceTotals
+from vbrt.layers.experts.missed import MissedExperts
 from vbrt.tiers import Page, TierStack
 from vbrt.tiers.tally import Tally
 
@@ -32,12 +34,17 @@ _PASSING = 4  # pages of other layers that pass through the GPU beside the cache
 class ExpertCache:
     """The device cache of one model, if it has one.
 
+    Args:
+        missed: what the model does about missing experts; None: it fetches them.
+
     Attributes:
         fallbacks: why the host decides; empty where it should, or does not.
     """
 
-    def __init__(self, stack: TierStack, layers: Callable[[], Iterable["SwappedLayer"]]) -> None:
-        self._stack, self._layers = stack, layers
+    def __init__(
+        self, stack: TierStack, layers: Callable[[], Iterable["SwappedLayer"]], missed: MissedExperts | None = None
+    ) -> None:
+        self._stack, self._layers, self._missed = stack, layers, missed
         self._cache: DeviceCache | None = None
         self._handles: dict[str, ExpertsHandle] = {}  # by name, in the order of the cache's layers
         self._lock = threading.Lock()  # of what has been told
@@ -73,6 +80,8 @@ class ExpertCache:
             return
         try:
             capacity = self._room(served)
+            if self._missed is not None and not self._missed.left_to_device(served.values(), capacity):
+                return
             keys, policy = {name: handle.keys for name, handle in served.items()}, self._stack.levels[0].policy
             self._cache = DeviceCache(self._stack, keys, capacity, scope=policy.scope)
         except TierError as error:

@@ -89,6 +89,7 @@ def experts_stats(
         compared=routing.compared,
         reused=routing.reused,
         unleased=routing.unleased,
+        computed=routing.computed,
         each=_expert_counts(family, routing) if each else None,
     )
 

@@ -82,6 +82,8 @@ class ExpertsStats:
         tokens, touched: of cached passes: their tokens, and the experts touched, each once a pass.
         compared, reused: experts touched by a cached pass right after another one, and those that the other one had
             touched, too.
+        computed: experts that were missing in cached passes and that the CPU computed where they lie, each once a pass.
+            Their pages have missed, and have moved nothing.
         each: the experts one by one, if they were asked for.
     """
 
@@ -95,6 +97,7 @@ class ExpertsStats:
     compared: int
     reused: int
     unleased: int = 0
+    computed: int = 0
     each: ExpertCounts | None = None
 
     @property
@@ -125,6 +128,7 @@ class ExpertsStats:
             str(data["decides"]),
             *(int(data[name]) for name in names),
             int(data["unleased"]),
+            int(data.get("computed", 0)),  # older snapshots have none
             None if each is None else ExpertCounts.from_dict(each),
         )
 

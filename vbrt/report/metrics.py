@@ -78,7 +78,7 @@ def _of_layers(stats: "Stats") -> Iterator[Family]:
     layers = stats.layers
     for name, attribute, help in (
         ("page_hits", "hits", "Page leases that moved nothing."),
-        ("page_misses", "misses", "Page leases for which bytes moved."),
+        ("page_misses", "misses", "Page leases for which bytes moved, or that were computed where they lie."),
         ("page_prefetched", "prefetched", "Misses whose pages were staged ahead of their use."),
         ("forwards", "forwards", "Forwards of the layer."),
     ):
@@ -89,6 +89,7 @@ def _of_layers(stats: "Stats") -> Iterator[Family]:
     for name, attribute, help in (
         ("experts_touched", "touched", "Routed experts touched by passes from the cache, each once a pass."),
         ("experts_reused", "reused", "Of those, the ones that the pass before had touched too."),
+        ("experts_computed", "computed", "Of those, missing ones that the CPU has computed where they lie."),
     ):
         yield Family(name, "counter", "", help, _by("layer", {n: getattr(of, attribute) for n, of in experts.items()}))
     resident = {name: of.resident for name, of in experts.items()}

@@ -135,6 +135,7 @@ class Stats:
     `steps` counts the decode steps of `generate` on a GPU.
     `caches`: of keys and values (`vbrt.KVCache`), whose bytes are in `tiers` too.
     `leases` says who decides them where pages move: a programme, or the policy one by one, and why.
+    `missed` says what becomes of routed experts that are missing on the computing device, where some are not fetched.
     `activations`: what blocks keep for the backward pass; None where `training.activations` is "keep".
     `updates`: what updates cost a model that trains from the tiers.
     `libraries`: the C kernels that this process has loaded, and for which CPUs: {"linear": "prebuilt (avx2)"}, or
@@ -159,6 +160,7 @@ class Stats:
     activations: ActivationStats | None = None
     updates: UpdateStats | None = None
     libraries: Mapping[str, str] = field(default_factory=dict)
+    missed: str = ""
 
     @property
     def hits(self) -> int:
@@ -231,6 +233,7 @@ class Stats:
             "steps": asdict(self.steps),
             "caches": {name: asdict(of) for name, of in self.caches.items()},
             "leases": self.leases,
+            "missed": self.missed,
             "activations": asdict(self.activations) if self.activations else None,
             "updates": asdict(self.updates) if self.updates else None,
             "libraries": dict(self.libraries),
@@ -244,7 +247,9 @@ class Stats:
             FormatError: a key is missing or of the wrong type, named.
         """
         data = _mapping(data, "stats")
-        values = _values(cls, {"phases": {}, "caches": {}, "leases": "", "libraries": {}, **data}, "stats")
+        values = _values(
+            cls, {"phases": {}, "caches": {}, "leases": "", "missed": "", "libraries": {}, **data}, "stats"
+        )
         values["layers"] = {
             name: LayerStats.read(_mapping(item, f"stats.layers.{name}"), f"stats.layers.{name}")
             for name, item in values["layers"].items()

@@ -79,7 +79,7 @@ def _experts_columns(layers: "Collection[LayerStats]", tier: str) -> list[_Colum
     hits, misses = sum(layer.hits for layer in layers), sum(layer.misses for layer in layers)
     moved = [sum(layer.bytes_moved.values()) for layer in layers]
     reused, compared = sum(e.reused for e in of), sum(e.compared for e in of)
-    held, experts = sum(e.resident for e in of), sum(e.experts for e in of)
+    held, experts, computed = (sum(getattr(e, name) for e in of) for name in ("resident", "experts", "computed"))
     return [
         _Column("decides", tuple(e.decides for e in of), "", 4, True),
         _Column(f"on {tier}", tuple(f"{e.resident}/{e.experts}" for e in of), f"{held}/{experts}", 0),
@@ -89,6 +89,7 @@ def _experts_columns(layers: "Collection[LayerStats]", tier: str) -> list[_Colum
         _Column("moved", tuple(map(format_bytes, moved)), format_bytes(sum(moved)), 1),
         _Column("scans", tuple(str(e.scans) for e in of), "", 2),
         _Column("from cache", tuple(str(e.cached) for e in of), "", 2),
+        *([_Column("computed", tuple(str(e.computed) for e in of), str(computed), 0)] if computed else []),
         *([_Column("unleased", tuple(str(e.unleased) for e in of), "", 2)] if any(e.unleased for e in of) else []),
     ]
 
@@ -98,6 +99,8 @@ def _summary(stats: "Stats") -> list[str]:
     lines = [*_tier_lines(stats), *_phase_lines(stats.phases), *_link_lines(stats), *_cache_lines(stats)]
     if stats.leases:
         lines.append(f"leases: {stats.leases}")
+    if stats.missed:
+        lines.append(f"missed experts: {stats.missed}")
     if stats.speculation:
         lines.append(str(stats.speculation))
     if stats.activations:

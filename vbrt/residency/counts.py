@@ -32,13 +32,26 @@ class RoutingCounts:
         tokens, touched: of cached passes: their tokens, and the experts they touched (each once a pass).
         compared, reused: experts touched by a cached pass right after another one, and those of them that the other
             one had touched, too.
+        computed: experts of cached passes that the CPU has computed where they lie, each once a pass.
         last: by expert, the number of the last pass that touched it; 0: none has. Passes are counted from 1.
     """
 
-    __slots__ = ("_decoding", "cached", "compared", "last", "reused", "scans", "tokens", "touched", "unleased")
+    __slots__ = (
+        "_decoding",
+        "cached",
+        "compared",
+        "computed",
+        "last",
+        "reused",
+        "scans",
+        "tokens",
+        "touched",
+        "unleased",
+    )
 
     def __init__(self, experts: int) -> None:
         self.scans = self.cached = self.unleased = self.tokens = self.touched = self.compared = self.reused = 0
+        self.computed = 0
         self.last = [0] * experts
         self._decoding = False  # the last pass was a cached one
 

@@ -9,7 +9,7 @@ the other side needs.
 
 `announce(pages)` tells which pages the next leases take, in order. They are staged ahead, `prefetch` at a time, and
 their leases are a scan (see `expert_pool`). An announcement ends with its last page, with the next announcement, and
-with the pass.
+with the pass. `passed` is told of experts that are computed where they lie.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping
 from vbrt.residency.expert_pool import ExpertPage
 from vbrt.residency.expert_room import ExpertRoom, split_key
 from vbrt.residency.foresight import Foresight
+from vbrt.residency.passed import Passed
 from vbrt.residency.policy import FORWARD, Decision
 from vbrt.residency.scheduled import ScheduledPolicy
 
@@ -29,6 +30,9 @@ _FORGET = 8  # room that was kept for a wide lease shrinks by this part of it wi
 
 class ExpertsPolicy:
     """Keeps the experts that are used often and lately, and beside them the pages of other layers.
+
+    Attributes:
+        passed: the pages that the lease which is decided next uses where they lie; may be told of them before it.
 
     Args:
         capacity_bytes: room for pages, in bytes.
@@ -67,6 +71,7 @@ class ExpertsPolicy:
         self._other_bytes = 0  # their sum
         self._experts = ExpertRoom(by_layer=self.scope == "layer", layers=self._layers)
         self._experts.resize(self.capacity_bytes)
+        self.passed = Passed(self._experts)
         self._lease, self._lease_bytes = 1, 0  # of experts' pages
         self._widest_bytes = self._kept_bytes = 0  # the widest lease of this pass, and of those before
         self._upcoming: dict[str, int] = {}  # announced and not leased yet, with their sizes
@@ -141,9 +146,13 @@ class ExpertsPolicy:
         return decision
 
     def ahead(self, busy: Collection[str] = ()) -> list[Decision]:
-        """Return the pages to stage now: the next ones of the announcement, then those of other layers."""
+        """Return the pages to stage now: the next ones of the announcement, those that were passed by and have earned a
+        place, then those of other layers."""
         self._lease, self._lease_bytes = self._lease + 1, 0
         decisions = self._stage(busy) if self._upcoming else []
+        self.passed.lease = self._lease
+        if len(self.passed):
+            decisions += self.passed.admit({*busy, *self._staged})
         if self._other_sizes:
             decisions += self._others.ahead(busy)
         return decisions
@@ -152,6 +161,7 @@ class ExpertsPolicy:
         """Note that the page is gone: see `Policy.remove`. Its score is forgotten."""
         self._upcoming.pop(key, None)
         self._staged.discard(key)
+        self.passed.forget(key)
         if key in self._experts.pages:
             self._experts.remove(key)
         elif split_key(key) is None:

@@ -200,7 +200,7 @@ class Decider:
             if page.home and page.key not in top.leased:
                 here = top.slots.get(page.key)
                 needed += here.charge if here else page.nbytes
-            if page.home > 1 and self._blocked(page):
+            if page.home > 1 and self.blocked(page):
                 return False
         if top.leased:
             needed += sum(top.slots[key].charge for key in top.leased)
@@ -219,7 +219,7 @@ class Decider:
         self._guard.deciding = False
         return evicted
 
-    def _blocked(self, page: Page, above: int = 0) -> Level | None:
+    def blocked(self, page: Page, above: int = 0) -> Level | None:
         """Return the tier between the page's home and level `above` that has no room for it, if there is one."""
         for level in self._levels[above + 1 : page.home]:
             if level.keeps_copies and page.nbytes + level.overhead_bytes > level.policy.capacity_bytes:
@@ -230,7 +230,7 @@ class Decider:
         """Raise TierError unless other threads hold the room, or pages are about to be rehomed in another tier."""
         top, me = self._top, threading.get_ident()
         mine = [key for key in top.leased if any(holder.thread == me for holder in top.slots[key].holders)]
-        blocked = next((level for level in map(self._blocked, pages) if level), None)
+        blocked = next((level for level in map(self.blocked, pages) if level), None)
         if top.leased and not mine and blocked is None:
             return
         level = blocked or top
@@ -273,7 +273,7 @@ class Decider:
             tally.prefetched += prefetched
 
     def count_lookup(self, page: Page) -> None:
-        """Count a lookup in a page that stays where it lives; call it under the guard."""
+        """Count a use of a page that stays where it lies; call it under the guard."""
         if page.home:
             page.misses += 1
             self._passes.count_misses(1, 0)
@@ -287,10 +287,11 @@ class Decider:
         decision = level.policy.access(page.key, page.nbytes + level.overhead_bytes, busy)
         if decision.hit and page.key in level.slots and not decision.evict:
             return level.slots[page.key], decision  # most accesses
-        return self._place(level, page, decision), decision
+        return self.place(level, page, decision), decision
 
-    def _place(self, level: Level, page: Page, decision: Decision) -> Slot:
-        """Act on a decision: evict, then find or make the slot, and its source in a level below."""
+    def place(self, level: Level, page: Page, decision: Decision) -> Slot:
+        """Act on a decision: evict, then find or make the slot, and its source in a level below. Call it under the
+        lock, with `guard.deciding` set."""
         for key in decision.evict:
             level.evict(key)
         slot = level.slots.get(page.key)
@@ -311,11 +312,11 @@ class Decider:
         for level in levels:
             for decision in level.policy.ahead(level.leased):
                 page = self._pages.get(decision.key)
-                if page is None or self._blocked(page, level.index):
+                if page is None or self.blocked(page, level.index):
                     for key in decision.evict:
                         level.evict(key)
                     level.policy.remove(decision.key)
                     continue
-                slot = self._place(level, page, decision)
+                slot = self.place(level, page, decision)
                 if slot.state is State.QUEUED:
                     self._mover.stage(slot)

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 
 from tests.kernels.cpu.test_cpu_experts import GATES, bank, routed, rows
 from tests.kernels.cpu.test_cpu_linear import BOUND, bits, case, exact_case
+from tests.kernels.cpu.test_cpu_tiles import compare_tiles
 from tests.kernels.cpu.test_cpu_update import STEPS, assert_same, moments_of, spread
 from tests.kernels.cuda.gpu_cases import error
 from vbrt.formats import get_format
@@ -77,4 +78,11 @@ def check_update():
     assert not any(cpu_update._differs(step) for step in cpu_update._CASES)
 
 
+def check_tiles():
+    """Bit for bit the format's own order."""
+    for format in ("nvfp4", "mxfp4"):
+        compare_tiles(format)
+
+
 CHECKS = {"linear": check_linear, "experts": check_experts, "encode": check_encode, "update": check_update}
+CHECKS |= {"tiles": check_tiles}

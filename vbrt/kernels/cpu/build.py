@@ -27,6 +27,7 @@ __all__ = [
     "Fine",
     "Gating",
     "HalvedWeight",
+    "Order",
     "Product",
     "Step",
     "Task",
@@ -118,6 +119,16 @@ class Task(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "bias", "out")),
         ("inputs", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("x_type", "bias_type", "out_type")),
+    )
+
+
+class Order(ctypes.Structure):
+    """`Order` of tiles.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("pages_from", "pages_to")),
+        *((name, ctypes.c_int64) for name in ("pages", "tiles", "unit")),
+        *((name, ctypes.c_int64) for name in ("codes", "scales", "unit_to", "rows", "columns", "block")),
     )
 
 
@@ -269,10 +280,16 @@ def _declare_encode(library: ctypes.CDLL) -> None:
     library.vbrt_encode.restype = None
 
 
+def _declare_tiles(library: ctypes.CDLL) -> None:
+    library.vbrt_rows_of_tiles.argtypes = (ctypes.POINTER(Order), ctypes.c_int)
+    library.vbrt_rows_of_tiles.restype = None
+
+
 _DECLARE = {
     "encode": _declare_encode,
     "linear": _declare_linear,
     "experts": _declare_experts,
+    "tiles": _declare_tiles,
     "update": _declare_update,
 }
 

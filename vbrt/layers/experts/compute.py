@@ -5,6 +5,7 @@
 | `dense`, `exact` | the experts implementation that the model's config names, on the leased experts: its very bits |
 | `dense`, few tokens, all pages on the GPU | the same, on experts that the device gathers: see `gathered.py` |
 | 4 bits | the ops `experts_up` and `experts_down` on the leased pages |
+| 4 bits, experts that are missing on the device | the same by the CPU, where `experts.miss` has it: see `missed.py` |
 | tracers, transforms, weights that somebody has put in their place | the module's own forward on decoded temporaries |
 
 Where the experts that a pass touches do not fit into the tier at once, or a prompt goes through nearly all of them,
@@ -23,10 +24,10 @@ import torch
 from torch import Tensor
 
 from vbrt.errors import TierError
-from vbrt.kernels.experts import ExpertPages, Gate
+from vbrt.kernels.experts import ExpertPages
 from vbrt.kernels.product import as_autocast
 from vbrt.layers.compute import pass_precision
-from vbrt.layers.experts.gates import gate_of, own_gate
+from vbrt.layers.experts.gates import kept_gate, own_gate
 from vbrt.layers.experts.gathered import fits_gathered, gathered, may_gather
 from vbrt.layers.experts.leased import resident_pages
 from vbrt.layers.experts.library import ExpertsView, implementation_of
@@ -36,6 +37,7 @@ from vbrt.layers.experts.turns import InTurn
 if TYPE_CHECKING:
     from vbrt.layers.experts.deciding import CachedLayer
     from vbrt.layers.experts.handle import ExpertsHandle
+    from vbrt.layers.experts.host_work import HostWork
     from vbrt.layers.experts.layer import VBExperts
     from vbrt.layers.experts.leased import Leased
 
@@ -55,8 +57,12 @@ class Routed:
     weights: Tensor
 
 
-def run_experts(layer: "VBExperts", routed: Routed) -> Tensor:
-    """Return the output of a layer, without gradients."""
+def run_experts(layer: "VBExperts", routed: Routed, *, fetches: bool = False) -> Tensor:
+    """Return the output of a layer, without gradients.
+
+    Args:
+        fetches: missed experts are fetched, whatever `experts.miss` says.
+    """
     handle = layer.handle
     recorder = handle.stack.guard.routing
     if recorder is not None:
@@ -75,11 +81,16 @@ def run_experts(layer: "VBExperts", routed: Routed) -> Tensor:
         return gathered(layer, routed, pages)
     if routed.ids.is_cuda and torch.cuda.is_current_stream_capturing():
         raise TierError(f"{handle.spec.name}: the host leases its experts, and cannot hear which in a CUDA graph")
-    touched = touched_experts(routed.ids, handle.spec.experts)
+    missed = None if scan or fetches or precision != "full" else handle.deciding.missed
+    operands = None if missed is None else missed.operands(layer, as_autocast(routed.x), routed.ids)
+    touched = touched_experts(routed.ids if operands is None else operands.ids, handle.spec.experts)
     if scan:
         handle.routing.scan(touched)
     else:
         handle.routing.decode(touched, len(routed.x))
+    work = None if operands is None else missed.begin(layer, operands)
+    if work is not None:
+        return _beside_host(layer, routed, [e for e in touched if e not in work.experts], work)
     lossless = handle.spec.lossless and not (handle.spec.fine and precision == "coarse")
     compute = _Library(layer, routed) if lossless else _Kernels(layer, routed)
     chunks = list(chunks_of(handle, touched, scan=scan, precision=precision))
@@ -104,6 +115,16 @@ def _by_device(layer: "VBExperts", routed: Routed, cached: "CachedLayer", *, sca
             return compute.on_pages(cached.at(addresses))
     handle.routing.scan_unseen()
     cached.each_part(routed.ids, compute.add_rows)
+    return compute.result()
+
+
+def _beside_host(layer: "VBExperts", routed: Routed, experts: Sequence[int], work: "HostWork") -> Tensor:
+    """`run_experts` where the CPU computes some experts, and the device meanwhile these."""
+    handle, compute = layer.handle, _Kernels(layer, routed)
+    for chunk in chunks_of(handle, experts, scan=False, precision="full"):
+        with handle.lease(chunk) as leased:  # without any the policy hears of a lease, too
+            compute.add(leased)
+    compute.add_host(work)
     return compute.result()
 
 
@@ -311,6 +332,14 @@ class _Kernels:
             rows = rows.masked_fill(ids_Tk.reshape(-1, 1) < 0, 0.0)
         self.rows = rows if self.rows is None else self.rows.add_(rows)
 
+    def add_host(self, work: "HostWork") -> None:
+        """Add the rows that the CPU computes, when they are there."""
+        rows = work.rows()
+        if _has_norm(self.layer):
+            apart = work.ids().reshape(-1, 1).to(rows.device) < 0
+            rows = self.layer.post_expert_norm(rows).masked_fill(apart, 0.0)
+        self.rows = rows if self.rows is None else self.rows.add_(rows)  # each row has one summand that is not zero
+
     def _rows(self, x_TH: Tensor, ids_Tk: Tensor, weights_Tk: Tensor | None, pages: ExpertPages) -> Tensor:
         """W_down g(W_up x) of each pair, or their weighted sums."""
         layer, ops = self.layer, self.ops
@@ -318,7 +347,7 @@ class _Kernels:
         if own is not None:
             return own(layer, ops, Routed(x_TH, ids_Tk, weights_Tk), pages)
         up, down = (layer._parameters.get(f"{site.parameter}_bias") for site in self.handle.spec.sites)
-        gate = _gate(layer)
+        gate = kept_gate(layer)
         h_PI = ops.up(x_TH, ids_Tk, pages, gate=gate, bias_EN=up)
         h_PI = own_gate(layer)(h_PI) if gate is None else h_PI
         y = ops.down(h_PI, ids_Tk, weights_Tk, pages, bias_EN=down)
@@ -337,10 +366,3 @@ class _Kernels:
 def _has_norm(module: Any) -> bool:
     """True if the rows of experts go through a norm before they are weighed; older transformers know of none."""
     return getattr(module, "has_post_expert_norm", False)
-
-
-def _gate(layer: "VBExperts") -> Gate | None:
-    """The gate that kernels apply, found once; None: the layer's own function is applied to their product."""
-    if "_vb_gate" not in layer.__dict__:
-        layer.__dict__["_vb_gate"] = gate_of(layer)
-    return layer.__dict__["_vb_gate"]

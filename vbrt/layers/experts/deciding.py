@@ -15,6 +15,7 @@ from vbrt.layers.experts.gathered import may_gather
 
 if TYPE_CHECKING:
     from vbrt.layers.experts.handle import ExpertsHandle
+    from vbrt.layers.experts.missed import MissedExperts
 
 __all__ = ["CachedLayer", "Deciding", "why_host", "why_waits"]
 
@@ -59,9 +60,11 @@ class Deciding:
         cache: the layer's part of the model's device cache, where the GPU decides; None where the host does.
         resident: how many experts were in that cache when it was last asked.
         follow: a method, held weakly, that may give the layer a cache.
+        missed: what computes missed experts where they lie; None where they are fetched.
     """
 
     def __init__(self) -> None:
+        self.missed: MissedExperts | None = None
         self.cache: CachedLayer | None = None
         self.resident = 0
         self.follow: weakref.WeakMethod | None = None

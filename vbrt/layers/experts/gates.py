@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vbrt.kernels.experts import Gate, apply_gate
 
-__all__ = ["act_gate", "gate_of", "own_gate"]
+__all__ = ["act_gate", "gate_of", "kept_gate", "own_gate"]
 
 #: the gates of activations by name: the same but for rounding
 _ACTIVATIONS = {
@@ -114,3 +114,10 @@ def _agree(gate: Gate, own: Callable[[Tensor], Tensor]) -> bool:
 
 def _name_of(thing: object) -> str:
     return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', '')}"
+
+
+def kept_gate(module: nn.Module) -> Gate | None:
+    """Return `gate_of` a module, found once."""
+    if "_vb_gate" not in module.__dict__:
+        module.__dict__["_vb_gate"] = gate_of(module)
+    return module.__dict__["_vb_gate"]

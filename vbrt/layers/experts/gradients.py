@@ -73,7 +73,7 @@ class _Recomputed(Function):
         ctx.autocast, ctx.precision = autocast_of(x.device.type), pass_precision()
         _, ctx.implementation = implementation_of(layer)
         ctx.save_for_backward(ids, x, weights, *kept)
-        return run_experts(layer, Routed(x, ids, weights))
+        return run_experts(layer, Routed(x, ids, weights), fetches=True)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

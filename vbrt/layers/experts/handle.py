@@ -191,7 +191,7 @@ class ExpertsHandle(PagesHandle):
         clone = ExpertsHandle(self.spec, self.stack)
         clone.dtype, clone.generation, clone.trainable = self.dtype, self.generation, self.trainable
         clone.token = clone.token_at(self.generation)
-        clone.deciding.follow = self.deciding.follow
+        clone.deciding.follow, clone.deciding.missed = self.deciding.follow, self.deciding.missed
         return clone
 
     def __deepcopy__(self, memo: dict) -> "ExpertsHandle":

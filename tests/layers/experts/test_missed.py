@@ -1,0 +1,182 @@
+"""Missed experts that the CPU computes where they lie, beside a memory that stands for a GPU's."""
+
+import threading
+
+import pytest
+import torch
+
+import vbrt
+from tests.layers.experts.beside_gpu import wrap_beside
+from tests.matrix import matrix
+from tests.models import TOKENS, config, qwen3_moe, wrap
+from vbrt.errors import KernelError
+from vbrt.layers.experts import host_work
+from vbrt.layers.experts.missed import MissedExperts
+from vbrt.residency.lru import LRUPolicy
+from vbrt.residency.missed import MissRates
+
+NAME = "model.layers.0.mlp.experts"
+EVEN = MissRates(1e9, 1e9)  # as fast as the link: half of the misses each
+
+
+def _layer(vb):
+    return vb.model.get_submodule(NAME)
+
+
+def _outputs(vb, ids, tokens=1, seed=1):
+    """The layer's output for a row of ids after the other."""
+    torch.manual_seed(seed)
+    k = len(ids[0])
+    return [
+        _layer(vb)(torch.randn(tokens, 64, dtype=torch.bfloat16), torch.tensor([row] * tokens), torch.rand(tokens, k))
+        for row in ids
+    ]
+
+
+@matrix(format=("nvfp4", "mxfp4", "nf4", "quantile"), miss=("compute", "auto"))
+@torch.no_grad()
+def test_experts_that_are_computed_where_they_lie_give_what_fetched_ones_give(monkeypatch, format, miss):
+    trace = [[0, 1], [1, 2], [3, 4], [0, 1], [5, 6], [1, 7]]
+    want = _outputs(wrap_beside(monkeypatch, qwen3_moe(), format, room=6), trace)
+    monkeypatch.setattr(MissedExperts, "rates_of", lambda self, layer: EVEN)
+    vb = wrap_beside(monkeypatch, qwen3_moe(), format, room=6, miss=miss)
+    for got, expected in zip(_outputs(vb, trace), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-3)
+    counts = vb.stats().layers[NAME]
+    assert counts.experts.computed and counts.misses >= counts.experts.computed
+    assert counts.hits + counts.misses == counts.experts.touched == 12
+
+
+@torch.no_grad()
+def test_experts_are_computed_in_a_thread_and_move_nothing(monkeypatch):
+    threads, compute = [], host_work.HostWork._compute
+    monkeypatch.setattr(
+        host_work.HostWork, "_compute", lambda self: threads.append(threading.get_ident()) or compute(self)
+    )
+    vb = wrap_beside(monkeypatch, qwen3_moe(), room=2, miss="compute")
+    _outputs(vb, [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [0, 1]])
+    stats = vb.stats()
+    experts = stats.layers[NAME].experts
+    assert threads and threading.get_ident() not in threads
+    assert experts.computed == 10 and experts.resident == 1  # expert 0 came into the layer's slot, which was free
+    assert sum(stats.layers[NAME].bytes_moved.values()) == next(iter(vb.stack.pages.values())).nbytes
+    assert "computed" in str(stats)
+
+
+@torch.no_grad()
+def test_the_same_experts_on_the_device_give_the_same_bits(monkeypatch):
+    trace, found = [[0, 1], [1, 2], [3, 4], [0, 3]], []
+    for _ in range(2):
+        vb = wrap_beside(monkeypatch, qwen3_moe(), room=4, miss="compute")
+        found.append(_outputs(vb, trace, tokens=3))
+        assert vb.stats().layers[NAME].experts.computed
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))
+
+
+@torch.no_grad()
+def test_generated_tokens_are_those_of_fetched_experts(monkeypatch):
+    tokens = torch.arange(3, 9).reshape(1, 6)
+    plain, vb = (wrap_beside(monkeypatch, qwen3_moe(), room=6, miss=miss) for miss in ("fetch", "compute"))
+    want = plain.generate(tokens, max_new_tokens=8, do_sample=False)
+    assert torch.equal(vb.generate(tokens, max_new_tokens=8, do_sample=False), want)
+    counts = vb.stats().layers[NAME].experts
+    assert counts.scans == 1 and counts.computed and not vb.stats().fallbacks
+
+
+@torch.no_grad()
+def test_pages_on_a_drive_are_read_into_host_memory_and_computed_there(monkeypatch, tmp_path):
+    want = _outputs(wrap_beside(monkeypatch, qwen3_moe(), room=6), [[0, 1], [2, 3], [0, 5]])
+    tiers = {"cpu": {"budget": 4 * 4096}, "ssd": {"enabled": True, "path": str(tmp_path)}}
+    vb = wrap_beside(monkeypatch, qwen3_moe(), room=2, miss="compute", **tiers)
+    got = _outputs(vb, [[0, 1], [2, 3], [0, 5]])
+    layer = vb.stats().layers[NAME]
+    assert layer.home == "ssd" and layer.experts.computed and layer.bytes_moved["ssd>cpu"]
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
+    vb.close()
+
+
+@torch.no_grad()
+def test_what_fails_on_the_cpu_names_the_layer_and_the_experts_and_the_next_pass_runs(monkeypatch):
+    vb = wrap_beside(monkeypatch, qwen3_moe(), room=2, miss="compute")
+    with monkeypatch.context() as broken:
+        broken.setattr(host_work, "host_pages", lambda handle, views: 1 / 0)
+        with pytest.raises(KernelError, match=rf"{NAME}: computing experts 4, 6 on the CPU failed: division by zero"):
+            _outputs(vb, [[6, 4]])
+    assert _outputs(vb, [[6, 4]])[0].isfinite().all()
+    assert not any(slot.holders for level in vb.stack.levels for slot in level.slots.values())
+
+
+@torch.no_grad()
+def test_an_interrupt_while_the_cpu_computes_leaves_pages_to_their_thread(monkeypatch):
+    vb = wrap_beside(monkeypatch, qwen3_moe(), room=2, miss="compute")
+    going, entered, compute = threading.Event(), threading.Event(), host_work.HostWork._compute
+
+    def slow(self):
+        entered.set()
+        assert going.wait(30)
+        return compute(self)
+
+    def interrupted(self):
+        assert entered.wait(30)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(host_work.HostWork, "_compute", slow)
+        patched.setattr(host_work.HostWork, "rows", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            _outputs(vb, [[2, 3]])
+        page = vb.stack.levels[1].slots[f"{NAME}#coarse.2"]
+        assert page.holders
+        going.set()
+    assert _outputs(vb, [[2, 3], [6, 7]])[0].isfinite().all()  # the thread has one work after the other
+    assert not page.holders
+    vb.close()
+
+
+@pytest.mark.parametrize(
+    ("format", "options", "words"),
+    [
+        ("dense", {}, "held as dense"),
+        ("exact", {}, r"held as nvfp4\+exact"),
+        ("nvfp4", {"policy": LRUPolicy}, "the policy lru decides"),
+    ],
+)
+@torch.no_grad()
+def test_what_the_cpu_does_not_compute_is_fetched_and_said_once(monkeypatch, format, options, words):
+    vb = wrap_beside(monkeypatch, qwen3_moe(), format, room=8, miss="compute", **options)
+    with pytest.warns(UserWarning, match=words):
+        _outputs(vb, [[0, 1], [2, 3]])
+    stats = vb.stats()
+    assert not stats.layers[NAME].experts.computed and sum(words[:8] in reason for reason in stats.fallbacks) == 1
+
+
+def test_prompts_and_passes_with_gradients_fetch(monkeypatch):
+    vb = wrap_beside(monkeypatch, qwen3_moe(dtype=torch.float32), room=6, miss="compute")
+    x, ids = torch.randn(1, 64, requires_grad=True), torch.tensor([[2, 3]])
+    _layer(vb)(x, ids, torch.rand(1, 2)).sum().backward()
+    with torch.no_grad():
+        _layer(vb)(torch.randn(4, 64), torch.arange(8).reshape(4, 2), torch.rand(4, 2))
+    experts = vb.stats().layers[NAME].experts
+    assert x.grad.abs().sum() and experts.scans == 1 and not experts.computed
+
+
+@torch.no_grad()
+def test_where_the_cpu_computes_anyway_it_changes_nothing(tmp_path):
+    vb = wrap(qwen3_moe(), "nvfp4")
+    settings = config("nvfp4") | {"experts": {"miss": "compute"}}
+    settings["tiers"] |= {"cpu": {"budget": "64KiB"}, "ssd": {"enabled": True, "path": str(tmp_path)}}
+    same = vbrt.wrap(qwen3_moe(), settings)
+    assert torch.equal(same(TOKENS).logits, vb(TOKENS).logits)
+    assert torch.equal(_outputs(same, [[0, 1]])[0], _outputs(vb, [[0, 1]])[0])
+    assert not same.stats().fallbacks and not same.stats().layers[NAME].experts.computed
+
+
+@torch.no_grad()
+def test_rates_are_measured_once_and_misses_divided_by_them(monkeypatch):
+    vb = wrap_beside(monkeypatch, qwen3_moe(), room=4, miss="auto")
+    _outputs(vb, [[0, 1], [2, 3]])
+    rates = vb._attachment.missed.rates
+    assert min(rates.link_bytes_s, rates.cpu_bytes_s, rates.call_s) > 0
+    _outputs(vb, [[5, 6]])
+    assert vb._attachment.missed.rates is rates and "GB/s on the CPU" in vb.stats().missed

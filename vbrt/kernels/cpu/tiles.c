@@ -1,0 +1,89 @@
+/* Weights in the order of a GPU's tiles (e2m1/tiles.py), put back into the order of their format: rows of codes, rows of
+ * scales. Compiled by build.py.
+ * Legend: N rows, K columns, U column tiles; a tile has 16 rows and 128 columns.
+ */
+#include <stdint.h>
+#include <string.h>
+
+#define ROWS 16
+#define COLUMNS 128
+#define WORDS 256           /* of a tile's codes; its scales lie behind them */
+#define MASK 0x81C081C0u
+#define TOP 239             /* a power of two's byte is stored relative to the largest one, which becomes this */
+
+typedef struct {
+    const uint8_t *const *from;  /* pages in tile order */
+    uint8_t *const *to;          /* pages in the format's order */
+    int64_t pages, tiles, unit;  /* how many; offsets in `from`, in bytes */
+    int64_t codes, scales, unit_to;  /* offsets in `to`; unit_to: -1 where the format has none */
+    int64_t rows, columns, block;    /* N, K, columns under one scale */
+} Order;
+
+/* byte of two codes, the even column in the low nibble, of a masked pair of halves */
+static inline uint32_t two_codes(uint32_t pair) {
+    return ((pair >> 12) & 0x08) | ((pair >> 6) & 0x07) | ((pair >> 24) & 0x80) | ((pair >> 18) & 0x70);
+}
+
+/* codes [16][64] bytes of one tile */
+static void tile_codes(const uint32_t *words, uint8_t codes[ROWS][COLUMNS / 2]) {
+    uint16_t upper[WORDS], lower[WORDS];  /* four codes of rows g, and of rows g + 8 */
+    for (int i = 0; i < WORDS; i++) {
+        const uint32_t w = words[i], turned = (w << 12) | (w >> 20);
+        upper[i] = (uint16_t)(two_codes((w << 2) & MASK) | two_codes(turned & MASK) << 8);
+        lower[i] = (uint16_t)(two_codes((w << 6) & MASK) | two_codes((w ^ (w >> 8)) & MASK) << 8);
+    }
+    for (int half = 0; half < 2; half++)  /* word: half g t p j; a lane's upper half of t turns p around */
+        for (int g = 0; g < 8; g++)
+            for (int t = 0; t < 4; t++)
+                for (int p = 0; p < 2; p++) {
+                    const int word = half * 128 + g * 16 + t * 4 + p * 2;
+                    const int at = 16 * t + 8 * half + 4 * (p ^ (t >> 1));
+                    memcpy(codes[g] + at, upper + word, 4);
+                    memcpy(codes[g + 8] + at, lower + word, 4);
+                }
+}
+
+static void tile_scales(const uint8_t *from, int per_lane, int shift, uint8_t *to, int64_t pitch, int64_t rows, int64_t blocks) {
+    for (int g = 0; g < 8; g++)
+        for (int t = 0; t < 4; t++)
+            for (int h = 0; h < 2; h++)
+                for (int b = 0; b < per_lane; b++) {
+                    const uint8_t byte = *from++;
+                    if (g + 8 * h < rows && t * per_lane + b < blocks)
+                        to[(g + 8 * h) * pitch + t * per_lane + b] = (uint8_t)(byte + shift);
+                }
+}
+
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static void row_of_tiles(const Order *o, int64_t page, int64_t row) {
+    const int per_tile = (int)(COLUMNS / o->block);
+    const int64_t words = WORDS + ROWS * per_tile / 4, across = (o->columns + COLUMNS - 1) / COLUMNS;
+    const int64_t blocks = (o->columns + o->block - 1) / o->block, pitch = blocks * o->block / 2;
+    const int64_t rows = smaller(ROWS, o->rows - row * ROWS);
+    const uint8_t *from = o->from[page] + o->tiles + row * across * words * 4;
+    uint8_t *codes_to = o->to[page] + o->codes + row * ROWS * pitch;
+    uint8_t *scales_to = o->to[page] + o->scales + row * ROWS * blocks;
+    int shift = 0;
+    if (o->unit_to < 0) {  /* the scale of all is 2 to the power of the largest byte less 127 */
+        uint32_t bits;
+        memcpy(&bits, o->from[page] + o->unit, 4);
+        shift = (int)(bits >> 23 & 255) - TOP;
+    }
+    for (int64_t u = 0; u < across; u++, from += words * 4) {
+        uint32_t here[WORDS];
+        uint8_t codes[ROWS][COLUMNS / 2];
+        memcpy(here, from, sizeof here);
+        tile_codes(here, codes);
+        const int64_t bytes = smaller(COLUMNS / 2, pitch - u * (COLUMNS / 2));
+        for (int64_t r = 0; r < rows; r++) memcpy(codes_to + r * pitch + u * (COLUMNS / 2), codes[r], bytes);
+        tile_scales(from + 4 * WORDS, per_tile / 4, shift, scales_to + u * per_tile, blocks, rows, blocks - u * per_tile);
+    }
+    if (row == 0 && o->unit_to >= 0) memcpy(o->to[page] + o->unit_to, o->from[page] + o->unit, 4);
+}
+
+void vbrt_rows_of_tiles(const Order *o, int threads) {
+    const int64_t down = (o->rows + ROWS - 1) / ROWS;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t i = 0; i < o->pages * down; i++) row_of_tiles(o, i / down, i % down);
+}

@@ -1,0 +1,146 @@
+"""Rows of missed experts, computed by the CPU where their pages lie, while the computing device does the others.
+
+The work is given to a thread, which holds the pages until it is done: whoever waits for it may be interrupted. The C
+code that computes lets other Python threads run, so that the launches of the device go on meanwhile.
+"""
+
+from _thread import allocate_lock
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vbrt.errors import KernelError, TierError, VBError
+from vbrt.kernels import resolve
+from vbrt.kernels.cpu.tiles import in_rows
+from vbrt.kernels.experts import ExpertPages, Gate
+from vbrt.layers.experts.coding import ExpertOps
+
+if TYPE_CHECKING:
+    from vbrt.layers.experts.handle import ExpertsHandle
+    from vbrt.tiers.lower import LowerLease
+
+__all__ = ["HostLayer", "HostWork", "Operands", "host_ops", "host_pages"]
+
+CPU = torch.device("cpu")
+
+
+class Operands(NamedTuple):
+    """What a layer is called with, in host memory: x [T, H], ids int64 [T, k]."""
+
+    x: Tensor
+    ids: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, ids: Tensor) -> "Operands":
+        """Copy them from the computing device; waits for it, once for both."""
+        if not x.is_cuda:
+            return cls(x.detach().cpu(), ids.cpu().long())
+        host = torch.empty(x.shape, dtype=x.dtype, device=CPU, pin_memory=True)
+        host.copy_(x.detach(), non_blocking=True)
+        return cls(host, ids.cpu().long())  # behind x in the same stream: both are there
+
+    def pairs(self, experts: int) -> dict[int, int]:
+        """Return how many pairs go to each expert that has any, ascending; ids of no expert are left out."""
+        counts = torch.bincount(self.ids.reshape(-1).clamp(-1, experts) + 1, minlength=experts + 2).tolist()
+        return {e: n for e, n in enumerate(counts[1 : experts + 1]) if n}
+
+    def only(self, experts: Sequence[int]) -> "Operands":
+        """Return them with the ids of other experts masked."""
+        return self._replace(
+            ids=self.ids.masked_fill(~torch.isin(self.ids, torch.tensor(experts, dtype=torch.int64, device=CPU)), -1)
+        )
+
+
+class HostLayer(NamedTuple):
+    """How the CPU computes experts of a layer: the ops, the gate that they apply, the biases [E, N] in host memory."""
+
+    handle: "ExpertsHandle"
+    ops: ExpertOps
+    gate: Gate
+    up: Tensor | None
+    down: Tensor | None
+
+    @torch.no_grad()
+    def rows(self, operands: Operands, pages: ExpertPages) -> Tensor:
+        """Return W_down g(W_up x) of each pair, [P, N]; zeros for masked ones."""
+        h_PI = self.ops.up(operands.x, operands.ids, pages, gate=self.gate, bias_EN=self.up)
+        return self.ops.down(h_PI, operands.ids, None, pages, bias_EN=self.down)
+
+
+def host_pages(handle: "ExpertsHandle", views: Mapping[int, Tensor]) -> ExpertPages:
+    """Return pages in host memory, by expert, as the CPU's kernels take them."""
+    pages: list[Tensor | None] = [None] * handle.spec.experts
+    for expert, view in views.items():
+        pages[expert] = view
+    form = handle.form(pages)
+    return in_rows(form, handle.coder.encoded_joint(form.layout))
+
+
+def host_ops(handle: "ExpertsHandle") -> tuple[ExpertOps, str]:
+    """Return the CPU's ops for the format of a layer, and the name of their backend."""
+    spec = handle.spec.first
+    backend = "reference" if spec.backend == "reference" else "auto"
+    found = [resolve(op, backend, CPU, spec.format) for op in ("experts_up", "experts_down", "experts_sum")]
+    return ExpertOps(*(kernel.run for kernel in found)), found[0].backend
+
+
+class HostWork:
+    """The rows of some experts, computed once, by whichever thread comes first.
+
+    Attributes:
+        experts: which, ascending.
+    """
+
+    def __init__(self, layer: HostLayer, operands: Operands, lower: "LowerLease", experts: Sequence[int]) -> None:
+        self.experts, self._layer, self._lower = tuple(experts), layer, lower
+        self._operands = operands.only(self.experts)
+        self._begun, self._ended = allocate_lock(), allocate_lock()
+        self._ended.acquire()
+        self._rows: Tensor | None = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Compute the rows, and release the pages. What fails is raised by `rows`."""
+        if not self._begun.acquire(blocking=False):
+            return
+        try:
+            self._rows = self._compute()
+        except BaseException as error:  # noqa: BLE001 - raised where the rows are wanted
+            self._error = error
+        finally:
+            self._lower.end()
+            self._ended.release()
+
+    def _compute(self) -> Tensor:
+        handle, views = self._layer.handle, self._lower.wait()
+        keys = handle.keys_of(self.experts, "full")
+        pages = host_pages(handle, {e: views[key] for e, key in zip(self.experts, keys, strict=True)})
+        rows = self._layer.rows(self._operands, pages)
+        return rows.pin_memory() if handle.device.type == "cuda" else rows
+
+    def rows(self) -> Tensor:
+        """Return the rows on the computing device, [P, N], zeros for other experts; wait for them.
+
+        Raises:
+            TierError, KernelError: they could not be computed; names the layer and the experts.
+        """
+        while not self._ended.acquire(timeout=1.0):
+            self.run()  # where no thread could be started
+        self._ended.release()
+        if isinstance(self._error, Exception):
+            raise self._named(self._error) from self._error
+        if self._error is not None:  # Ctrl-C, where this thread has computed
+            raise self._error
+        return self._rows.to(self._layer.handle.device, non_blocking=True)
+
+    def ids(self) -> Tensor:
+        """Return the ids [T, k] in host memory, those of other experts masked."""
+        return self._operands.ids
+
+    def _named(self, error: Exception) -> VBError:
+        kind = TierError if isinstance(error, TierError) else KernelError
+        who = ", ".join(map(str, self.experts))
+        what = str(error) or type(error).__name__
+        return kind(f"{self._layer.handle.spec.name}: computing experts {who} on the CPU failed: {what}")

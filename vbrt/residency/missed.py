@@ -1,0 +1,93 @@
+"""Which missed experts are computed where their pages lie, in host memory, and which are fetched. Pure policy.
+
+While the link brings some pages to the computing device, the CPU computes with others, so a layer waits for the longer
+of the two. `"compute"` leaves all misses to the CPU. `"auto"` divides them so that the longer of the two is as short as
+measured rates allow; the experts that have been worth most to the cache are fetched: they become resident with it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["HOST_SECONDS", "MissRates", "Missed", "computed_experts", "host_pays"]
+
+#: seconds that a layer takes longer where the host decides: it waits for the ids and launches kernels one by one.
+#: An assumption; eager steps of Qwen3-30B-A3B's shape take about so much longer than recorded ones, by layer
+HOST_SECONDS = 250e-6
+
+
+class Missed(NamedTuple):
+    """An expert whose page is not on the computing device.
+
+    Attributes:
+        expert: its number in the layer.
+        pairs: how many (token, expert) pairs go to it.
+        nbytes: of its page.
+        worth: what the cache's policy thinks of it; more is better.
+    """
+
+    expert: int
+    pairs: int
+    nbytes: int
+    worth: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MissRates:
+    """Measured rates.
+
+    Attributes:
+        link_bytes_s: bytes of pages a second that reach the computing device.
+        cpu_bytes_s: bytes of pages a second that the CPU computes with, one pair an expert.
+        more: time of each further pair of an expert, as a share of that of the first.
+        call_s: seconds that a call of the CPU takes beside its work.
+    """
+
+    link_bytes_s: float
+    cpu_bytes_s: float
+    more: float = 0.0
+    call_s: float = 0.0
+
+    def cpu_seconds(self, one: Missed) -> float:
+        """Return the time in which the CPU computes one expert."""
+        return one.nbytes / self.cpu_bytes_s * (1 + self.more * (one.pairs - 1))
+
+    def link_seconds(self, one: Missed) -> float:
+        """Return the time in which its page comes over the link."""
+        return one.nbytes / self.link_bytes_s
+
+    def __str__(self) -> str:
+        return f"{self.link_bytes_s / 1e9:.1f} GB/s over the link and {self.cpu_bytes_s / 1e9:.1f} GB/s on the CPU"
+
+    def seconds(self, nbytes: float) -> float:
+        """Return the time that pages of so many bytes take, divided between link and CPU as well as can be."""
+        return nbytes / (self.link_bytes_s + self.cpu_bytes_s)
+
+
+def computed_experts(missed: Sequence[Missed], rates: MissRates | None) -> tuple[int, ...]:
+    """Return the experts to compute where they lie, ascending. Depends on nothing but its arguments.
+
+    Args:
+        rates: None: all of them, as `"compute"` has it.
+    """
+    if rates is None:
+        return tuple(sorted(one.expert for one in missed))
+    link = sum(map(rates.link_seconds, missed))
+    best, count, cpu = link, 0, rates.call_s
+    # an expert that alone takes the CPU longer than the link takes for all is never worth it
+    order = sorted((m for m in missed if rates.cpu_seconds(m) < link), key=lambda m: (m.worth, -m.expert))
+    for done, one in enumerate(order, 1):
+        cpu, link = cpu + rates.cpu_seconds(one), link - rates.link_seconds(one)
+        longer = max(cpu, link)
+        if longer < best:
+            best, count = longer, done
+    return tuple(sorted(one.expert for one in order[:count]))
+
+
+def host_pays(missed_bytes: float, rates: MissRates) -> bool:
+    """True if a layer is done earlier where the host divides its misses than where the device fetches all of them.
+
+    Args:
+        missed_bytes: of the pages that a call of the layer is expected to miss.
+    """
+    return rates.seconds(missed_bytes) + rates.call_s + HOST_SECONDS < missed_bytes / rates.link_bytes_s
