@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from scripts.bench_parts import PARTS
+from scripts.cpu_tables import peers_table
 from scripts.full_tables import full_cpu_table, full_tables
 from scripts.generate_tables import generate_table
 from scripts.kv_tables import kv_table
@@ -53,6 +54,8 @@ def tables() -> str:
         versions = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
         named = f"{where['cpu']}, {where['cores']} cores, {versions}, Python {where['python']}, commit"
         out += [f"{named} {where['commit']}.", ""]
+    for path in sorted(RESULTS.glob("cpu-peers*.json")):
+        out += peers_table(path)
     for path in sorted(RESULTS.glob("load-peak-*.json")):
         out += load_table(path)
     for path in sorted(RESULTS.glob("load-nvidia-*.json")):

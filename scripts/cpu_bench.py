@@ -1,0 +1,244 @@
+"""vbrt on a CPU beside llama.cpp (pip install llama-cpp-python gguf) and unwrapped torch, on one machine.
+
+    python scripts/cpu_bench.py --prepare --files DIR           # writes the models, random ones; takes 6 GB there
+    python scripts/cpu_bench.py --files DIR                     # everything
+    python scripts/cpu_bench.py --files DIR --part decode --only "llama.cpp Q4_0" "vbrt fp4, bf16" --rounds 2
+
+Contenders take turns, each in a process of its own. What a call measures goes into benchmarks/results/cpu-peers.json,
+beside what calls before it have measured at the same commit; `scripts/bench --tables` makes the tables. Contenders that
+cannot run here are left out, and named with the reason.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # scripts are no package
+
+from scripts.cpu_contenders import CONTENDERS, Contender, Process, absent, version
+from scripts.measuring import machine
+
+#: contenders of a part, unless the command line names them
+USUAL = {
+    "decode": tuple(CONTENDERS),
+    "prefill": (
+        "torch fp32",
+        "torch bf16",
+        "vbrt fp4, bf16",
+        "vbrt fp4, fp32",
+        "vbrt fp4, bf16, int8",
+        "llama.cpp Q4_0",
+    ),
+    "matvec": tuple(CONTENDERS),
+    "ssd": ("vbrt fp4, bf16",),
+    "moe": ("torch bf16", "vbrt fp4, bf16", "llama.cpp Q4_0"),
+    "start": ("torch bf16", "vbrt fp4, bf16", "llama.cpp Q4_0"),
+}
+PROMPT, NEW, LONG = 16, 24, 512
+MATRICES = ("5632x2048", "2048x5632")
+
+
+class Bench:
+    """What is measured: parts, by name."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._shapes, self._files, self._rounds = options.shapes, options.files, options.rounds
+        self._only, self.left_out = options.only, {}
+
+    def contenders(self, part: str) -> list[Contender]:
+        """Return those of a part that can run here."""
+        found = []
+        for name in self._only or USUAL[part]:
+            why = absent(CONTENDERS[name])
+            if why is None:
+                found.append(CONTENDERS[name])
+            else:
+                self.left_out[name] = why
+        return found
+
+    @contextlib.contextmanager
+    def running(self, part: str, shape: str) -> Iterator[dict[str, Process]]:
+        """Have the contenders of a part loaded."""
+        with contextlib.ExitStack() as stack:
+            made = ((one.name, Process(one, shape, self._files)) for one in self.contenders(part))
+            yield {name: stack.enter_context(process) for name, process in made}
+
+    def turns(self, part: str, shape: str, do: str, **given: int) -> dict[str, dict]:
+        """Return the seconds of all turns, by contender; the first turn of each is not counted."""
+        with self.running(part, shape) as processes:
+            for process in processes.values():
+                process.ask(do, **given)
+            rows: dict[str, dict] = {name: {"seconds": []} for name in processes}
+            for _ in range(self._rounds):
+                for name, process in processes.items():
+                    rows[name]["seconds"] += process.ask(do, **given)["seconds"]
+        return rows
+
+    def decode(self) -> dict[str, dict]:
+        """A token at a time of the Llama, greedy, behind a short prompt."""
+        return self.turns("decode", self._shapes[0], "decode", prompt=PROMPT, new=NEW)
+
+    def prefill(self) -> dict[str, dict]:
+        """A prompt of the Llama."""
+        return self.turns("prefill", self._shapes[0], "prefill", tokens=LONG)
+
+    def moe(self) -> dict[str, dict]:
+        """A token at a time of the Qwen3-MoE."""
+        return self.turns("moe", self._shapes[1], "decode", prompt=PROMPT, new=NEW)
+
+    def matvec(self) -> dict[str, dict]:
+        """One product of a matrix and a token."""
+        rows = {}
+        for matrix in MATRICES:
+            for name, row in self.turns("matvec", matrix, "product", times=8).items():
+                rows[f"{matrix}, {name}"] = row
+        return rows
+
+    def start(self) -> dict[str, dict]:
+        """From starting a process to its first token."""
+        rows: dict[str, dict] = {}
+        for _ in range(self._rounds):
+            for one in self.contenders("start"):
+                ways = (
+                    {f"{one.name}, encoding": {"encode": True}, one.name: {}} if one.kind == "vbrt" else {one.name: {}}
+                )
+                for name, options in ways.items():
+                    with Process(one, self._shapes[0], self._files, **options) as process:
+                        process.ask("decode", prompt=PROMPT, new=2)
+                        row = rows.setdefault(name, {"seconds": [], "imports": []})
+                        row["seconds"].append(time.perf_counter() - process.begun)
+                        row["imports"].append(process.started["imports"])
+        return rows
+
+    def ssd(self) -> dict[str, dict]:
+        """A token with half of the pages on the drive, beside all of them in memory and the drive's own rate."""
+        rows = {}
+        for one in (one for one in self.contenders("ssd") if one.kind == "vbrt"):
+            with tempfile.TemporaryDirectory(dir=self._files) as folder:
+                rows[one.name] = self._half(one, folder)
+        return rows
+
+    def _half(self, one: Contender, folder: str) -> dict:
+        shape = self._shapes[0]
+        with Process(one, shape, self._files) as whole:
+            whole.ask("decode", prompt=PROMPT, new=NEW)
+            row: dict = {"resident": whole.ask("decode", prompt=PROMPT, new=NEW)["seconds"]}
+            pages = whole.ask("stats")["page_bytes"]
+        tiers = {"cpu": {"budget": pages // 2}, "ssd": {"enabled": True, "path": folder, "io": "direct"}}
+        with Process(one, shape, self._files, tiers=tiers) as half:
+            half.ask("decode", prompt=PROMPT, new=6)
+            before, row["seconds"], new = half.ask("stats")["moved"], [], 8
+            for _ in range(self._rounds):
+                row["seconds"] += half.ask("decode", prompt=PROMPT, new=new)["seconds"]
+            moved = sum(half.ask("stats")["moved"].values()) - sum(before.values())
+            row |= {"page_bytes": pages, "moved": moved / (self._rounds * new)}
+            row["drive"] = drive_rates(Path(folder), pages - pages // 2)
+        return row
+
+
+def drive_rates(folder: Path, nbytes: int, times: int = 5) -> list[float]:
+    """Return bytes a second of reading so many bytes of the largest files of a directory past the page cache."""
+    import mmap
+    from concurrent.futures import ThreadPoolExecutor
+
+    files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: -path.stat().st_size)
+    memory = mmap.mmap(-1, 8 << 20)
+    buffers = [memoryview(memory)[: 4 << 20], memoryview(memory)[4 << 20 :]]
+
+    def read(half: int) -> int:
+        done = 0
+        for path in files[half::2]:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+            try:
+                at = 0
+                while done < nbytes // 2 and (count := os.preadv(fd, [buffers[half]], at)):
+                    at, done = at + count, done + count
+            finally:
+                os.close(fd)
+        return done
+
+    rates = []
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(times):
+            start = time.perf_counter()
+            done = sum(pool.map(read, (0, 1)))
+            rates.append(done / (time.perf_counter() - start))
+    return rates
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Write the files of all contenders that can run here."""
+    import torch
+
+    from scripts import cpu_models
+
+    wanted = [CONTENDERS[name] for name in options.only or CONTENDERS if absent(CONTENDERS[name]) is None]
+    for shape in options.shapes:
+        cpu_models.checkpoint(options.files, shape)
+        for one in wanted:
+            if one.kind == "vbrt":
+                cpu_models.saved_planes(options.files, shape, one.weights, getattr(torch, one.dtype))
+            elif one.kind == "llama.cpp":
+                cpu_models.gguf_file(options.files, shape, one.weights)
+
+
+def merged(path: Path, part: str, rows: dict[str, dict], left_out: dict[str, str]) -> dict:
+    """Return the results of a file with those of a part added: seconds of the same commit join, others give way."""
+    result = json.loads(path.read_text()) if path.exists() else {"parts": {}}
+    about = machine()
+    before = result["parts"].get(part, {"rows": {}})
+    kept = before["rows"] if before.get("commit") == about["commit"] else {}
+    for name, row in rows.items():
+        old = kept.get(name, {})
+        kept[name] = {
+            key: old[key] + value if isinstance(value, list) and key in old else value for key, value in row.items()
+        }
+    about["versions"] |= {"llama-cpp-python": version("llama.cpp")}
+    result["machine"] = about
+    result["parts"][part] = {"commit": about["commit"], "rows": kept, "absent": left_out}
+    return result
+
+
+def shown(rows: dict[str, dict]) -> str:
+    """Return the medians in words."""
+    return "\n".join(f"  {name}: {statistics.median(row['seconds']) * 1e3:.2f} ms" for name, row in rows.items())
+
+
+def parsed(arguments: Iterable[str] | None) -> argparse.Namespace:
+    """Return the options of a command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "vbrt-cpu-bench")
+    parser.add_argument("--prepare", action="store_true", help="write the files, measure nothing")
+    parser.add_argument("--part", nargs="*", choices=USUAL, default=list(USUAL))
+    parser.add_argument("--only", nargs="*", choices=CONTENDERS, help="these contenders")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
+    parser.add_argument("--shapes", nargs=2, default=["1b", "moe"], help="of the Llama, and of the Qwen3-MoE")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "cpu-peers.json")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Iterable[str] | None = None) -> None:
+    options = parsed(arguments)
+    if options.prepare:
+        prepare(options)
+        return
+    for part in options.part:
+        bench = Bench(options)
+        measure: Callable[[], dict[str, dict]] = getattr(bench, part)
+        rows = measure()
+        print(f"{part}: {measure.__doc__}\n{shown(rows)}", flush=True)
+        for name, why in bench.left_out.items():
+            print(f"  {name}: {why}")
+        options.out.write_text(json.dumps(merged(options.out, part, rows, bench.left_out), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

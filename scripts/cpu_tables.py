@@ -1,0 +1,107 @@
+"""docs/benchmarks.md: vbrt on a CPU beside llama.cpp and torch, from the results of `scripts/cpu_bench.py`."""
+
+import json
+import statistics
+from pathlib import Path
+
+__all__ = ["peers_table"]
+
+_LLAMA = "a random Llama of 1.1 B weights (22 layers, hidden size 2048), its head in 4 bits too"
+_MOE = "a random Qwen3-MoE of 0.5 B weights, 1 GB in bf16 (6 layers of 64 experts, 4 a token)"
+_WHAT = {
+    "decode": f"One token at a time of {_LLAMA}, greedy, behind a prompt of 16 tokens.",
+    "prefill": f"A prompt of 512 tokens, {_LLAMA}.",
+    "moe": f"One token at a time of {_MOE}.",
+    "start": "From starting a process to its first token, the same Llama. Files are in the page cache.",
+}
+_MATRIX = (
+    "One product of a matrix [N, K] and a token, ms, by matrices in turn that no cache holds: layers, called from "
+    "Python, and ggml's graphs of products, on weights as GGUF files hold them."
+)
+_HALF = (
+    "A token of the Llama with room for half of its pages in memory, the others on a drive, read past the page cache. "
+    "The drive's rate is that of reading so many bytes of the same files in order, two at a time."
+)
+_TOKENS = {"decode": 1, "prefill": 512, "moe": 1}
+
+
+def peers_table(path: Path) -> list[str]:
+    """Return the lines of all parts that were measured."""
+    result = json.loads(path.read_text())
+    where, parts = result["machine"], result["parts"]
+    out = [f"## beside llama.cpp, {where['cpu']}, {where['cores']} cores", ""]
+    for name in _WHAT:
+        if name in parts:
+            out += [_WHAT[name], "", *_PARTS.get(name, _speeds)(parts[name]["rows"], _TOKENS.get(name, 1)), ""]
+    if "matvec" in parts:
+        out += [*_matrices(parts["matvec"]["rows"]), ""]
+    if "ssd" in parts:
+        out += [*_halves(parts["ssd"]["rows"]), ""]
+    absent = {name: why for part in parts.values() for name, why in part["absent"].items()}
+    out += [f"{name}: {why}." for name, why in absent.items()] + ([""] if absent else [])
+    versions = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
+    commits = ", ".join(sorted({part["commit"] for part in parts.values()}))
+    return [*out, f"{versions}, Python {where['python']}, commit {commits}.", ""]
+
+
+def median_ms(row: dict, key: str = "seconds") -> float:
+    """Return the median of a row's spans, in milliseconds."""
+    return statistics.median(row[key]) * 1e3
+
+
+def _speeds(rows: dict[str, dict], tokens: int) -> list[str]:
+    """Rows of what takes turns, the fastest first."""
+    times = dict(sorted(((name, median_ms(row)) for name, row in rows.items()), key=lambda item: item[1]))
+    peers = [name for name in ("llama.cpp Q4_0", "torch bf16") if name in times]
+    out = [
+        "| " + " | ".join(["", "ms", "tokens/s", *(f"of {name}" for name in peers)]) + " |",
+        "| --- " * (3 + len(peers)) + "|",
+    ]
+    for name, ms in times.items():
+        ratios = (f"{times[peer] / ms:.2f}×" for peer in peers)
+        out.append(f"| {' | '.join([name, f'{ms:.1f}', f'{tokens * 1e3 / ms:.1f}', *ratios])} |")
+    return out
+
+
+def _starts(rows: dict[str, dict], _: int) -> list[str]:
+    lines = (
+        f"| {name} | {median_ms(row) / 1e3:.1f} | {median_ms(row, 'imports') / 1e3:.1f} |" for name, row in rows.items()
+    )
+    return ["| | s | of which imports |", "| --- | --- | --- |", *lines]
+
+
+def _matrices(rows: dict[str, dict]) -> list[str]:
+    """A column a matrix; the names of rows begin with it."""
+    cells: dict[str, dict[str, float]] = {}
+    for key, row in rows.items():
+        matrix, _, name = key.partition(", ")
+        cells.setdefault(name, {})[matrix] = median_ms(row)
+    matrices = sorted({matrix for line in cells.values() for matrix in line}, reverse=True)
+    out = [
+        _MATRIX,
+        "",
+        "| | " + " | ".join(matrix.replace("x", " x ") for matrix in matrices) + " |",
+        "| --- " * (1 + len(matrices)) + "|",
+    ]
+    for name, line in sorted(cells.items(), key=lambda item: min(item[1].values())):
+        out.append(f"| {name} | " + " | ".join(f"{line[m]:.3f}" if m in line else "–" for m in matrices) + " |")
+    return out
+
+
+def _halves(rows: dict[str, dict]) -> list[str]:
+    out = [
+        _HALF,
+        "",
+        "| | pages MB | MB read a token | drive GB/s | drive ms | resident ms | ms | of the larger |",
+        "| --- " * 8 + "|",
+    ]
+    for name, row in rows.items():
+        rate = statistics.median(row["drive"])
+        drive = (row["page_bytes"] - row["page_bytes"] // 2) / rate * 1e3
+        resident, ms = median_ms(row, "resident"), median_ms(row)
+        cells = [f"{row['page_bytes'] / 1e6:.0f}", f"{row['moved'] / 1e6:.0f}", f"{rate / 1e9:.2f}", f"{drive:.1f}"]
+        out.append(f"| {name} | {' | '.join(cells)} | {resident:.1f} | {ms:.1f} | {ms / max(drive, resident):.2f} |")
+    return out
+
+
+_PARTS = {"start": _starts}
