@@ -56,7 +56,7 @@ def test_an_op_of_a_layer_is_registered_once_for_each_backend_and_format(op):
         (
             "convolution",
             "auto",
-            "'convolution'; expected one of decode_weight, encode_many, experts_down, experts_sum, experts_up, grad",
+            "'convolution'; expected one of codec, decode_weight, encode_many, experts_down, experts_sum, experts",
         ),
         ("nothing_registered", "triton", "nothing_registered"),
         ("linear", "triton", "op 'linear': no 'triton' implementation for device 'cpu'"),

@@ -5,6 +5,7 @@ import pytest
 import vbrt
 from tests.models import mlp, wrap
 from vbrt.layers import WeightHandle
+from vbrt.layers.encoding import Encoder
 
 
 @pytest.fixture
@@ -18,7 +19,8 @@ def no_encoding(monkeypatch):
         monkeypatch.setattr(WeightHandle, "split", refuse)
         for name in vbrt.formats.FORMATS:
             monkeypatch.setattr(type(vbrt.formats.get_format(name)), "encode", refuse)
-        monkeypatch.setattr("vbrt.layers.encoding.split_fine", refuse)
+        for name in ("_split", "_split_many"):
+            monkeypatch.setattr(Encoder, name, refuse)
 
     return start
 

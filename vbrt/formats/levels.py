@@ -84,6 +84,11 @@ class Levels(Format):
             raise FormatError(
                 f"{self.name}: the largest weight is {amax:g}; {self.record.scales} scales reach {reach:g}"
             )
+        codes, scales = self._encode_weight(w_NK, levels, squares)
+        return {"codes": codes, "scales": scales, "levels": levels}
+
+    def _encode_weight(self, w_NK: Tensor, levels: Tensor, squares: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(codes uint8 [N, Kp/2], scales [N, Kp/block]) of a weight whose numbers the scales reach."""
         n, kp, block = len(w_NK), padded(w_NK.shape[1], self.block), self.block
         codes = torch.empty(n, kp // 2, dtype=torch.uint8, device=w_NK.device)
         scales = torch.empty(n, kp // block, dtype=self.scale_dtype, device=w_NK.device)
@@ -91,23 +96,31 @@ class Levels(Format):
             x_RK = whole_blocks(w_NK[rows, columns].float(), block)
             first, last = columns.start, columns.start + x_RK.shape[1]
             m_bB = None if squares is None else of_tile(squares[None], rows, columns, n, block)
-            x_bB, limit = x_RK.reshape(-1, block).t().contiguous(), torch.finfo(w_NK.dtype).max
-            code_bB, scale_B = self._encode(x_bB, levels, limit, m_bB)
+            code_bB, scale_B = self._encode_blocks(
+                x_RK.reshape(-1, block).t().contiguous(), levels, self.reach(levels, w_NK.dtype), m_bB
+            )
             codes[rows, first // 2 : last // 2] = pack_nibbles(code_bB).view(len(x_RK), -1)
             scales[rows, first // block : last // block] = scale_B.view(len(x_RK), -1)
-        return {"codes": codes, "scales": scales, "levels": levels}
+        return codes, scales
 
-    def _encode(self, x_bB: Tensor, levels: Tensor, limit: float, m_bB: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(codes fp32 [b, B], scales [B]) of blocks whose decoded weights must not exceed `limit`."""
+    def reach(self, levels: Tensor, dtype: torch.dtype) -> float:
+        """Return the largest scale, whose dtype holds it and under which decoded weights are finite in theirs."""
+        return min(torch.finfo(self.scale_dtype).max, torch.finfo(dtype).max / float(levels.abs().max()))
+
+    def rounding(self, x_bB: Tensor, levels: Tensor, m_bB: Tensor | None = None) -> TableRounding:
+        """Return the rounding of a tile to levels in units of the largest; see `BlockFormat._rounding`."""
+        unit = levels / float(levels.abs().max())
+        return TableRounding(x_bB, unit, TableRounding.cells(unit), m_bB)
+
+    def _encode_blocks(self, x_bB: Tensor, levels: Tensor, reach: float, m_bB: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(codes fp32 [b, B], scales [B]) of blocks."""
         top = float(levels.abs().max())
         largest_1B = x_bB.gather(0, x_bB.abs().argmax(0, keepdim=True))
         scale_CB = largest_1B / levels[levels != 0].unsqueeze(1)
-        reach = min(torch.finfo(self.scale_dtype).max, limit / top)
         scale_CB = scale_CB.clamp_(-reach, reach).to(self.scale_dtype)
         divisor_CB = scale_CB.float() * top
         divisor_CB.masked_fill_(divisor_CB.abs() < _LEAST, _LEAST)
-        unit = levels / top
-        rounding = TableRounding(x_bB, unit, TableRounding.cells(unit), m_bB)
+        rounding = self.rounding(x_bB, levels, m_bB)
         pick_1B = least_error(rounding, divisor_CB).unsqueeze(0).long()
         return rounding.codes(divisor_CB.gather(0, pick_1B).squeeze(0)), scale_CB.gather(0, pick_1B).squeeze(0)
 

@@ -5,7 +5,7 @@ zero and are 2.6 dB worse than NF4. Lloyd's iteration moves them to the centroid
 scales are searched, and once more with the weights seen under those scales.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +62,7 @@ class Quantile(UE4M4Format):
         scale_B1 = a_Bb.amax(1, keepdim=True)
         if not scale_B1.any():
             return torch.linspace(1 / MAGNITUDES, 1, MAGNITUDES, dtype=torch.float32, device=w_NK.device)
-        start = magnitude_quantiles(w_NK, [(i + 0.5) / count for i in range(count)]) / unit
+        start = self._quantiles(w_NK, [(i + 0.5) / count for i in range(count)]) / unit
         level = start / scale_B1.mean()
         for _ in range(_ROUNDS):
             level = _lloyd(a_Bb, scale_B1, level)
@@ -94,40 +94,55 @@ class Quantile(UE4M4Format):
     def clipped_share(self, w_NK: Tensor, tensors: dict[str, Tensor]) -> float:
         """The share of weights that lie beyond the cell of their block's largest level, 0..1. The cell is taken to
         reach as far above its level as below, so a fitted codebook clips next to nothing."""
-        n, k = w_NK.shape
         reach = 1 + (tensors["levels"][-1] - tensors["levels"][-2]) / 2
+        return self._beyond(w_NK, tensors, reach) / w_NK.numel()
+
+    def _beyond(self, w_NK: Tensor, tensors: dict[str, Tensor], reach: Tensor) -> int:
+        """How many weights are larger than `reach` times the scale of their block."""
         scale_NB = self._scales(tensors).mul_(reach)
         clipped = torch.zeros((), dtype=torch.int64, device=w_NK.device)
-        for rows, columns in tiles((n, k), self.block):
+        for rows, columns in tiles((w_NK.shape[0], w_NK.shape[1]), self.block):
             a_RK = F.pad(w_NK[rows, columns].abs().float(), (0, (columns.start - columns.stop) % self.block))
             limit_RB = scale_NB[rows, columns.start // self.block : -(-columns.stop // self.block)]
             clipped += (a_RK.view(len(a_RK), -1, self.block) > limit_RB.unsqueeze(-1)).sum()
-        return clipped.item() / (n * k)
+        return int(clipped)
+
+    def _quantiles(self, w_NK: Tensor, probabilities: Sequence[float]) -> Tensor:
+        """See `magnitude_quantiles`."""
+        return magnitude_quantiles(w_NK, probabilities)
 
 
 def _signed(levels: Tensor) -> Tensor:
     return torch.cat((levels, -levels))
 
 
-def magnitude_quantiles(w_NK: Tensor, probabilities: Sequence[float]) -> Tensor:
+def magnitude_quantiles(
+    w_NK: Tensor, probabilities: Sequence[float], count: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """Quantiles of |W| as fp32 [P], the value at rank ceil(p * size) of the sorted magnitudes.
 
     bf16 and fp16: exact, by counting the 32,768 magnitude patterns in one pass, for any size (torch.quantile takes
     neither 16-bit dtypes nor more than 2^24 elements). fp32: the same, rounded to bf16, on about 2^20 weights in evenly
     spread rows (and columns, when there are few rows).
+
+    count: counts the patterns of a 16-bit weight, int64 [32768]; default: in plain torch.
     """
     if w_NK.dtype == torch.float32:
         step = -(-w_NK.numel() // (1 << 20))
         row_step = min(step, w_NK.shape[0])
         limit = torch.finfo(torch.bfloat16).max  # fp32's own limit would round to Inf
         w_NK = w_NK[::row_step, :: -(-step // row_step)].clamp(-limit, limit).bfloat16()
+    rank = torch.tensor(probabilities, dtype=torch.float64, device=w_NK.device).mul_(w_NK.numel()).ceil_()
+    pattern = torch.searchsorted((count or _count_patterns)(w_NK).cumsum(0), rank.long().clamp_(1, w_NK.numel()))
+    return pattern.to(torch.int16).view(w_NK.dtype).float()
+
+
+def _count_patterns(w_NK: Tensor) -> Tensor:
     count = torch.zeros(1 << 15, dtype=torch.int64, device=w_NK.device)
     for rows, columns in tiles((w_NK.shape[0], w_NK.shape[1]), 1, 1 << 20):
         bits = w_NK[rows, columns].contiguous().view(torch.int16) & 0x7FFF
         count += torch.bincount(bits.view(-1), minlength=1 << 15)
-    rank = torch.tensor(probabilities, dtype=torch.float64, device=w_NK.device).mul_(w_NK.numel()).ceil_()
-    pattern = torch.searchsorted(count.cumsum(0), rank.long().clamp_(1, w_NK.numel()))
-    return pattern.to(torch.int16).view(w_NK.dtype).float()
+    return count
 
 
 def _lloyd(a_Bb: Tensor, scale_B1: Tensor, level: Tensor) -> Tensor:

@@ -34,13 +34,16 @@ class SeparationCounters:
 class Separation:
     """One layer's codebook cache; `levels` magnitudes (2..8), a refresh due `refresh_every` forwards after the last.
 
+    Attributes:
+        format: what fits and encodes; an equal one of other kernels may take its place.
+
     Raises FormatError for values out of range.
     """
 
     def __init__(self, levels: int = MAGNITUDES, refresh_every: int = 100) -> None:
         check_separation(levels, refresh_every)
         self._count, self._refresh_every = levels, refresh_every
-        self._format = Quantile(FORMATS["quantile"])
+        self.format = Quantile(FORMATS["quantile"])
         self._codebook: Tensor | None = None
         self._fitted_on: tuple[object, ...] = ()
         self._forwards = 0
@@ -64,8 +67,8 @@ class Separation:
         Raises FormatError as `Quantile.encode` does; the cached codebook then stays as it was.
         """
         if self._codebook is not None and not self._due(w_NK):
-            tensors = self._format.encode(w_NK, squares, self._codebook.to(w_NK.device))
-            share = self._format.clipped_share(w_NK, tensors)
+            tensors = self.format.encode(w_NK, squares, self._codebook.to(w_NK.device))
+            share = self.format.clipped_share(w_NK, tensors)
             if share <= clipping_bound(self._accepted_share):
                 c = self._counters
                 self._counters = SeparationCounters(c.hits + 1, c.refreshes, share)
@@ -79,10 +82,10 @@ class Separation:
 
         Raises FormatError as `Quantile.encode` does.
         """
-        codebook = self._format.fit(w_NK, self._count)
-        tensors = self._format.encode(part, levels=codebook, amax=amax)
+        codebook = self.format.fit(w_NK, self._count)
+        tensors = self.format.encode(part, levels=codebook, amax=amax)
         self._counters = SeparationCounters(
-            self._counters.hits, self._counters.refreshes + 1, self._format.clipped_share(part, tensors)
+            self._counters.hits, self._counters.refreshes + 1, self.format.clipped_share(part, tensors)
         )
         return tensors
 
@@ -90,9 +93,9 @@ class Separation:
         return self._forwards >= self._refresh_every and identity(w_NK) != self._fitted_on
 
     def _refresh(self, w_NK: Tensor, squares: Tensor | None) -> dict[str, Tensor]:
-        codebook = self._format.fit(w_NK, self._count)
-        tensors = self._format.encode(w_NK, squares, codebook)
-        share = self._format.clipped_share(w_NK, tensors)
+        codebook = self.format.fit(w_NK, self._count)
+        tensors = self.format.encode(w_NK, squares, codebook)
+        share = self.format.clipped_share(w_NK, tensors)
         self._codebook, self._fitted_on, self._forwards = codebook, identity(w_NK), 0
         self._accepted_share = share
         self._counters = SeparationCounters(self._counters.hits, self._counters.refreshes + 1, share)

@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 
+from vbrt.formats import split_fine
 from vbrt.kernels import experts, reference, update
 from vbrt.kernels.cpu import build as cpu_build
 from vbrt.kernels.cpu import encode as cpu_encode
 from vbrt.kernels.cpu import experts as cpu_experts
 from vbrt.kernels.cpu import few as cpu_few
 from vbrt.kernels.cpu import linear as cpu_linear
+from vbrt.kernels.cpu import split as cpu_split
 from vbrt.kernels.cpu import update as cpu_update
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1 import encode as e2m1_encode
@@ -72,6 +74,13 @@ def _decoding(record: Callable[..., Kernel], decode: Callable[..., Any]) -> tupl
 
 
 KERNELS = (
+    _reference("codec", run=reference.codec),
+    _compiled("codec", run=reference.codec),
+    _compiled("codec", run=cpu_encode.codec, formats=cpu_encode.FORMATS, rank=1),
+    _triton("codec", run=reference.codec),
+    _reference("split_fine", run=split_fine),
+    _compiled("split_fine", run=cpu_split.split, rank=1),
+    _triton("split_fine", run=split_fine),
     _reference("encode_many", run=reference.encode_many),
     _compiled("encode_many", run=reference.encode_many),
     _compiled("encode_many", run=cpu_encode.encode_many, formats=cpu_encode.FORMATS, rank=1),

@@ -14,7 +14,17 @@ from vbrt.errors import KernelError
 from vbrt.formats import WeightPlanes, get_format, merge_fine
 from vbrt.formats.base import EncodedGroup, Format
 
-__all__ = ["ACTIVATIONS", "WeightPlanes", "activate", "check", "decode_weight", "encode_many", "linear", "wants_grad"]
+__all__ = [
+    "ACTIVATIONS",
+    "WeightPlanes",
+    "activate",
+    "check",
+    "codec",
+    "decode_weight",
+    "encode_many",
+    "linear",
+    "wants_grad",
+]
 
 #: what `linear` can apply to its result
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -24,6 +34,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
 }
+
+
+def codec(format: Format) -> Format:
+    """Return what encodes weights of a format in place of it, to the same bits: the format itself."""
+    return format
 
 
 def encode_many(

@@ -10,7 +10,7 @@ from vbrt.errors import FormatError
 from vbrt.formats import get_format
 from vbrt.formats.base import EncodedGroup
 from vbrt.formats.feedback import compensated
-from vbrt.formats.fine import fine_layout, split_fine
+from vbrt.formats.fine import fine_layout
 from vbrt.formats.page import PageLayout
 from vbrt.formats.separation import Separation
 from vbrt.host.mapped import populate
@@ -42,9 +42,12 @@ class Encoder:
         self, spec: HandleSpec, device: torch.device, separation: Separation | None, fallbacks: list[str]
     ) -> None:
         self.spec, self.device, self.separation, self.fallbacks = spec, device, separation, fallbacks
-        self.format = get_format(spec.format)
+        self.format = resolve("codec", spec.backend, device, spec.format).run(get_format(spec.format))
+        if separation is not None:
+            separation.format = self.format
         self.packing: PageOrder | None = None
         self._encode_many = resolve("encode_many", spec.backend, device, spec.format).run
+        self._split_fine = resolve("split_fine", spec.backend, device, spec.format).run
 
     def split(self, weight: torch.Tensor, expert: int | None = None) -> Planes:
         """The planes of a weight in the module's orientation; nothing is stored. `expert`: whose it is.
@@ -88,7 +91,7 @@ class Encoder:
         for group in self._encode_many(self.format, w_ENK, self._amax(w_ENK), squares):
             coarse = list(group.planes(self.format.layout(spec.shape, spec.dtype)))
             for place, member in enumerate(group.members):
-                fine = split_fine(w_ENK[member], coarse[place], self.format) if spec.fine else None
+                fine = self._split_fine(w_ENK[member], coarse[place], self.format) if spec.fine else None
                 found[member] = [(fine_layout(fine), fine)] if fine else []
             for member, page in zip(group.members, self._coarse_pages(group, coarse), strict=True):
                 found[member] = [page, *found[member]]
@@ -118,7 +121,7 @@ class Encoder:
             coarse = compensated(self.format, w_NK, coarse, spec.inputs.moments)
         planes = [self._coarse_page(coarse)]
         if spec.fine:
-            fine = split_fine(w_NK, coarse, self.format)
+            fine = self._split_fine(w_NK, coarse, self.format)
             planes.append((fine_layout(fine), fine))
         return planes
 

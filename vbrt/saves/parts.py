@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from vbrt.config import FORMATS
-from vbrt.formats import get_format
-from vbrt.formats.fine import merge_fine, split_fine
+from vbrt.formats import WeightPlanes, get_format
+from vbrt.kernels import EXACT, resolve
 from vbrt.residency.site import Shard
 
 __all__ = ["Held", "Matrix", "cut_between_blocks", "join_parts", "planes_of_part"]
@@ -87,7 +87,8 @@ def planes_of_part(matrix: Matrix, whole: Mapping[str, Fields], held: Held | Non
     made = {plane: _cut(matrix, plane, fields, held) for plane, fields in whole.items()}
     if matrix.fine:
         weight = made.pop("weight")["weight"]
-        made["fine"] = split_fine(weight, dict(made["coarse"]), get_format(matrix.format))
+        split = resolve("split_fine", "auto", weight.device, matrix.format)
+        made["fine"] = split(weight, dict(made["coarse"]), get_format(matrix.format))
     return made
 
 
@@ -100,7 +101,8 @@ def _with_weight(matrix: Matrix, planes: Mapping[str, Fields], shape: tuple[int,
     made = dict(planes)
     if matrix.fine:
         coarse, fine = dict(made["coarse"]), dict(made.pop("fine"))
-        made["weight"] = {"weight": merge_fine(coarse, fine, get_format(matrix.format), shape, matrix.dtype)}
+        merge = resolve("decode_weight", "auto", fine["low"].device, EXACT)
+        made["weight"] = {"weight": merge(WeightPlanes(matrix.format, shape, matrix.dtype, coarse, fine))}
     return made
 
 

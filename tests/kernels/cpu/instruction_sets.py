@@ -3,12 +3,12 @@
 import torch
 import torch.nn.functional as F
 
+from tests.kernels.cpu.test_cpu_encode import BLOCKS, check_bits, hard
 from tests.kernels.cpu.test_cpu_experts import GATES, bank, routed, rows
 from tests.kernels.cpu.test_cpu_linear import BOUND, bits, case, exact_case
 from tests.kernels.cpu.test_cpu_tiles import compare_tiles
 from tests.kernels.cpu.test_cpu_update import STEPS, assert_same, moments_of, spread
 from tests.kernels.cuda.gpu_cases import error
-from vbrt.formats import get_format
 from vbrt.kernels import reference
 from vbrt.kernels import update as updates
 from vbrt.kernels.cpu import encode
@@ -56,14 +56,10 @@ def check_experts():
 def check_encode():
     """Planes have the bits of the specification."""
     for name in encode.FORMATS:
-        fmt = get_format(name)
         for dtype in BOUND:
-            w = (torch.randn(37, 130) * torch.exp2(4 * torch.randn(37, 1))).to(dtype)
-            known = fmt._range(w)
-            for squares in (None, torch.rand(1, 130) + 0.05):
-                given, expected = encode.encoded(fmt, w, known, squares), fmt._encode(w, known, squares)
-                assert given.keys() == expected.keys()
-                assert all(torch.equal(given[k].view(torch.uint8), expected[k].view(torch.uint8)) for k in given)
+            check_bits(name, (torch.randn(37, 130) * torch.exp2(2 * torch.randn(37, 1))).to(dtype))
+    for name in BLOCKS:
+        check_bits(name, hard((40, 1030), torch.float16, 2.0))
 
 
 def check_update():

@@ -276,8 +276,14 @@ def _declare_update(library: ctypes.CDLL) -> None:
 
 
 def _declare_encode(library: ctypes.CDLL) -> None:
-    library.vbrt_encode.argtypes = (ctypes.c_void_p, ctypes.c_int)
-    library.vbrt_encode.restype = None
+    pointer, number, single = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+    library.vbrt_encode.argtypes = library.vbrt_encode_levels.argtypes = (pointer, ctypes.c_int)
+    library.vbrt_count_patterns.argtypes = (pointer, number, pointer, ctypes.c_int)
+    library.vbrt_count_beyond.argtypes = (pointer, pointer, single, single, ctypes.c_int)
+    library.vbrt_split_fine.argtypes = (pointer, number, number, pointer, ctypes.c_int)
+    library.vbrt_encode.restype = library.vbrt_encode_levels.restype = None
+    library.vbrt_count_patterns.restype = library.vbrt_split_fine.restype = None
+    library.vbrt_count_beyond.restype = number
 
 
 def _declare_tiles(library: ctypes.CDLL) -> None:

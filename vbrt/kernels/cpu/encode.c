@@ -1,25 +1,28 @@
-/* Encoding to block formats on a CPU: the arithmetic of `BlockFormat._search` with `E2M1Rounding` and `TableRounding`,
- * operation by operation. Compiled by build.py, without fused multiply-adds.
+/* Encoding to 4-bit formats on a CPU: the arithmetic of `BlockFormat._search` and `Levels._encode_blocks` with
+ * `E2M1Rounding` and `TableRounding`, operation by operation. Compiled by build.py, without fused multiply-adds.
  *
  * Sixteen blocks go together, a lane each, so that sums over a block add vectors in the order of `rounding.block_sum`.
  */
 #include <stddef.h>
 #include "numbers.h"
 
-enum { LANES = 16, LARGEST = 64, CELLS = 4096 };
+enum { LANES = 16, LARGEST = 128, CELLS = 4096 };
 enum { FP32, BF16, FP16 };
 enum { E4M3, E8M0, UE4M4 };
 
+#define INLINE static inline __attribute__((always_inline))
+
 typedef struct {
     const void *weight;  /* [rows, columns] of `type` */
-    const float *values;  /* [256] by scale byte */
+    const float *values;  /* [256] by scale byte; of formats of levels the `candidates` levels that are not zero */
     const float *squares;  /* [rows / rows_each, columns], or NULL: errors count alike */
     const float *cells, *bounds;  /* [CELLS], [15] between the levels, ascending; NULL: codes are E2M1 */
     const uint8_t *order;  /* [16]: the code of each level, ascending */
-    uint8_t *codes, *bytes;  /* [blocks, block / 2], [blocks]: `per_row` blocks in a row */
+    uint8_t *codes;  /* [blocks, block / 2], `per_row` blocks in a row; NULL: scales alone are wanted */
+    void *scales;  /* [blocks]: bytes, or numbers of `scale_type` */
     int64_t rows, columns, per_row, rows_each;
-    int32_t type, block, first, candidates, low, high, shift, scales;
-    float per_unit, least, top;
+    int32_t type, block, first, candidates, low, high, shift, scale_type;
+    float per_unit, least, top;  /* of formats of levels, `least` is the largest scale */
 } Encoding;
 
 static inline int32_t bits_of(float value) {
@@ -41,7 +44,7 @@ static inline int32_t nearest_e4m3(float value) {
     return ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3);
 }
 
-static inline __attribute__((always_inline)) void load(
+static __attribute__((noinline)) void load(
     const Encoding *e, int64_t begin, int64_t blocks, int block, int type, float (*x)[LANES], float (*m)[LANES]) {
     for (int lane = 0; lane < LANES; lane++) {
         const int64_t at = begin + lane, row = at / e->per_row, column = at % e->per_row * block;
@@ -61,7 +64,7 @@ static inline int32_t nearest_byte(float scale, int scales) {
 }
 
 /* squares of what a candidate loses of each weight, in units that all candidates share but for the scale */
-static inline __attribute__((always_inline)) void e2m1_losses(
+INLINE void e2m1_losses(
     int block, const float (*a)[LANES], const float *scale, float (*loss)[LANES]) {
     float factor[LANES];
     for (int lane = 0; lane < LANES; lane++) factor[lane] = 4194304.0f / scale[lane];  /* 2^22, carried in y */
@@ -74,10 +77,10 @@ static inline __attribute__((always_inline)) void e2m1_losses(
         }
 }
 
-static inline __attribute__((always_inline)) void table_losses(
+INLINE void table_losses(
     int block, const float (*x)[LANES], const float *scale, const float *cells, float (*loss)[LANES]) {
     float factor[LANES];
-    for (int lane = 0; lane < LANES; lane++) factor[lane] = (CELLS / 2) / scale[lane];
+    for (int lane = 0; lane < LANES; lane++) factor[lane] = 1 / scale[lane] * (CELLS / 2);  /* rounded twice, as there */
     for (int j = 0; j < block; j++)
         for (int lane = 0; lane < LANES; lane++) {
             const float y = x[j][lane] * factor[lane] + CELLS / 2, low = y < 0.0f ? 0.0f : y;
@@ -86,8 +89,19 @@ static inline __attribute__((always_inline)) void table_losses(
         }
 }
 
+/* the sums over each block, in loss[0] */
+INLINE void sum_losses(
+    const Encoding *e, int block, const float (*m)[LANES], float (*loss)[LANES]) {
+    if (e->squares)
+        for (int j = 0; j < block; j++)
+            for (int lane = 0; lane < LANES; lane++) loss[j][lane] *= m[j][lane];
+    for (int half = block / 2; half; half /= 2)
+        for (int j = 0; j < half; j++)
+            for (int lane = 0; lane < LANES; lane++) loss[j][lane] += loss[j + half][lane];
+}
+
 /* the scale byte of each lane, whose candidate has the least sum of m (x / scale - level)^2; of E2M1, x are magnitudes */
-static inline __attribute__((always_inline)) void search(
+INLINE void search(
     const Encoding *e, int block, int table, const float (*x)[LANES], const float (*m)[LANES], const int32_t *near,
     int32_t *chosen) {
     int32_t best[LANES];
@@ -104,12 +118,7 @@ static inline __attribute__((always_inline)) void search(
         }
         if (table) table_losses(block, x, scale, e->cells, sum);
         else e2m1_losses(block, x, scale, sum);
-        if (e->squares)
-            for (int j = 0; j < block; j++)
-                for (int lane = 0; lane < LANES; lane++) sum[j][lane] *= m[j][lane];
-        for (int half = block / 2; half; half /= 2)
-            for (int j = 0; j < half; j++)
-                for (int lane = 0; lane < LANES; lane++) sum[j][lane] += sum[j + half][lane];
+        sum_losses(e, block, m, sum);
         for (int lane = 0; lane < LANES; lane++) {
             const float error = sum[0][lane] * scale[lane] * scale[lane];
             const int32_t rank = (bits_of(error) & -16) | candidate;
@@ -126,7 +135,7 @@ static inline int32_t e2m1_code(float x, float scale) {
     return (nearest > 7 ? 7 : nearest) | (bits_of(x) >> 28 & 8);
 }
 
-static inline __attribute__((always_inline)) void round_codes(
+INLINE void round_codes(
     const Encoding *e, int block, int table, const float (*x)[LANES], const float *scale, int64_t begin, int there) {
     int32_t code[LARGEST][LANES];
     for (int j = 0; j < block; j++)
@@ -149,7 +158,7 @@ static inline __attribute__((always_inline)) void round_codes(
     }
 }
 
-static inline __attribute__((always_inline)) void encode_group(
+INLINE void encode_group(
     const Encoding *e, int64_t begin, int64_t blocks, int block, int type, int table) {
     float x[LARGEST][LANES], a[LARGEST][LANES], m[LARGEST][LANES], amax[LANES] = {0}, scale[LANES];
     int32_t near[LANES], chosen[LANES];
@@ -160,12 +169,12 @@ static inline __attribute__((always_inline)) void encode_group(
             a[j][lane] = __builtin_fabsf(x[j][lane]);
             amax[lane] = a[j][lane] > amax[lane] ? a[j][lane] : amax[lane];
         }
-    for (int lane = 0; lane < LANES; lane++) near[lane] = nearest_byte(amax[lane] / e->top, e->scales);
+    for (int lane = 0; lane < LANES; lane++) near[lane] = nearest_byte(amax[lane] / e->top, e->scale_type);
     search(e, block, table, (const float (*)[LANES])(table ? x : a), (const float (*)[LANES])m, near, chosen);
     for (int lane = 0; lane < LANES; lane++) scale[lane] = e->values[chosen[lane]];
-    round_codes(e, block, table, (const float (*)[LANES])x, scale, begin, there);
+    if (e->codes) round_codes(e, block, table, (const float (*)[LANES])x, scale, begin, there);
     for (int lane = 0; lane < there; lane++)
-        e->bytes[begin + lane] = amax[lane] > e->least ? (uint8_t)(chosen[lane] + e->shift) : 0;
+        ((uint8_t *)e->scales)[begin + lane] = amax[lane] > e->least ? (uint8_t)(chosen[lane] + e->shift) : 0;
 }
 
 void vbrt_encode(const Encoding *e, int threads) {
@@ -177,3 +186,102 @@ void vbrt_encode(const Encoding *e, int threads) {
         else encode_group(e, begin, blocks, 32, e->type, 0);
     }
 }
+
+/* -- formats of any 16 levels: scales of either sign, under which the largest weight of a block is one of the levels */
+
+/* scales as they are stored */
+static __attribute__((noinline)) void round_scales(float *scale, int type) {
+    if (type == BF16)
+        for (int lane = 0; lane < LANES; lane++) scale[lane] = bf16_value((uint16_t)bf16_bits(scale[lane]));
+    if (type == FP16)
+        for (int lane = 0; lane < LANES; lane++) scale[lane] = fp16_value((uint16_t)fp16_bits(scale[lane]));
+}
+
+/* what weights are divided by under a scale: levels are in units of the largest; smaller ones round to nothing */
+INLINE float divisor_of(float scale, float top) {
+    const float divisor = scale * top;
+    return __builtin_fabsf(divisor) < 0x1p-100f ? 0x1p-100f : divisor;
+}
+
+/* the scale of each lane that loses least, of one for each level */
+static void search_levels(
+    const Encoding *e, int block, const float (*x)[LANES], const float (*m)[LANES], const float *largest,
+    float *chosen) {
+    int32_t best[LANES];
+    float loss[LARGEST][LANES];
+    for (int lane = 0; lane < LANES; lane++) best[lane] = 0x7FFFFFFF, chosen[lane] = 0;
+    for (int candidate = 0; candidate < e->candidates; candidate++) {
+        float scale[LANES], divisor[LANES];
+        for (int lane = 0; lane < LANES; lane++) {
+            const float wanted = largest[lane] / e->values[candidate], least = wanted < -e->least ? -e->least : wanted;
+            scale[lane] = least > e->least ? e->least : least;
+        }
+        round_scales(scale, e->scale_type);
+        for (int lane = 0; lane < LANES; lane++) divisor[lane] = divisor_of(scale[lane], e->top);
+        table_losses(block, x, divisor, e->cells, loss);
+        sum_losses(e, block, m, loss);
+        for (int lane = 0; lane < LANES; lane++) {
+            const float error = loss[0][lane] * divisor[lane] * divisor[lane];
+            const int32_t rank = (bits_of(error) & -16) | candidate;
+            chosen[lane] = rank < best[lane] ? scale[lane] : chosen[lane];
+            best[lane] = rank < best[lane] ? rank : best[lane];
+        }
+    }
+}
+
+static void encode_levels(const Encoding *e, int64_t begin, int64_t blocks, int block) {
+    float x[LARGEST][LANES], m[LARGEST][LANES], amax[LANES], largest[LANES], scale[LANES], divisor[LANES];
+    const int there = blocks - begin < LANES ? (int)(blocks - begin) : LANES;
+    load(e, begin, blocks, block, e->type, x, m);
+    for (int lane = 0; lane < LANES; lane++) amax[lane] = -1;
+    for (int j = 0; j < block; j++)
+        for (int lane = 0; lane < LANES; lane++) {  /* the first of equals */
+            const float a = __builtin_fabsf(x[j][lane]);
+            largest[lane] = a > amax[lane] ? x[j][lane] : largest[lane];
+            amax[lane] = a > amax[lane] ? a : amax[lane];
+        }
+    search_levels(e, block, (const float (*)[LANES])x, (const float (*)[LANES])m, largest, scale);
+    for (int lane = 0; lane < LANES; lane++) divisor[lane] = divisor_of(scale[lane], e->top);
+    round_codes(e, block, 1, (const float (*)[LANES])x, divisor, begin, there);
+    for (int lane = 0; lane < there; lane++) {
+        if (e->scale_type == FP32) ((float *)e->scales)[begin + lane] = scale[lane];
+        else ((int16_t *)e->scales)[begin + lane] = e->scale_type == BF16 ? bf16_bits(scale[lane]) : fp16_bits(scale[lane]);
+    }
+}
+
+void vbrt_encode_levels(const Encoding *e, int threads) {
+    const int64_t blocks = e->rows * e->per_row;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t begin = 0; begin < blocks; begin += LANES) encode_levels(e, begin, blocks, e->block);
+}
+
+/* -- fitted levels: what looks at every weight */
+
+enum { PATTERNS = 1 << 15 };
+
+/* how many weights of 16 bits have each pattern, without their signs: counts [threads, PATTERNS], zeros before */
+void vbrt_count_patterns(const uint16_t *weight, int64_t size, int64_t *counts, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int part = 0; part < threads; part++) {
+        int64_t *own = counts + (int64_t)part * PATTERNS;
+        for (int64_t at = size * part / threads; at < size * (part + 1) / threads; at++) own[weight[at] & 0x7FFF]++;
+    }
+}
+
+/* how many weights lie beyond the scale of their block times `reach` */
+int64_t vbrt_count_beyond(const Encoding *e, const uint8_t *bytes, float unit, float reach, int threads) {
+    int64_t count = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : count)
+    for (int64_t row = 0; row < e->rows; row++)
+        for (int64_t first = 0, at = row * e->per_row; first < e->columns; first += e->block, at++) {
+            const float limit = e->values[bytes[at]] * unit * reach;
+            const int64_t left = e->columns - first, there = left < e->block ? left : e->block;
+            int32_t beyond = 0;
+            for (int64_t j = 0; j < there; j++)
+                beyond += __builtin_fabsf(value_at(e->weight, row * e->columns + first + j, e->type)) > limit;
+            count += beyond;
+        }
+    return count;
+}
+
+#include "split.h"

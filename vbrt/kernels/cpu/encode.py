@@ -1,29 +1,32 @@
-"""Encoding to block formats on a CPU: `encode.c` searches block scales and rounds, with the bits of the reference.
+"""Encoding to 4-bit formats on a CPU: `encode.c` searches block scales and rounds, with the bits of the reference.
 
-The library is built at the first weight that is worth it; where it cannot be, and for small weights, the reference
-encodes.
+The library is there from the first weight that is worth it; where it cannot be had, and for small weights, the
+reference encodes. `codec` gives a format whose passes over a weight are those of the library.
 """
 
 import ctypes
+import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from vbrt.config.formats import FORMATS as RECORDS
-from vbrt.config.formats import formats_of
+from vbrt.config.formats import LEVEL_SCALES, formats_of
 from vbrt.formats.base import EncodedGroup, Format
 from vbrt.formats.blocks import BlockFormat, Range
-from vbrt.formats.rounding import TableRounding
+from vbrt.formats.levels import Levels
+from vbrt.formats.quantile import Quantile, magnitude_quantiles
+from vbrt.formats.rounding import Rounding, TableRounding
 from vbrt.kernels.cpu.build import NUMBERS, library, refusal
 
-__all__ = ["FORMATS", "encode_many", "encoded"]
+__all__ = ["FORMATS", "codec", "encode_many", "encoded", "encoded_levels", "serves"]
 
-#: but for those whose levels are fitted to each weight, which takes longer than the search
-FORMATS = tuple(name for name in formats_of("e2m1", "table") if not RECORDS[name].fitted)
+FORMATS = formats_of("e2m1", "table", "levels")
 #: of encode.c, by the name in the record
-_SCALES = {"e4m3": 0, "e8m0": 1, "ue4m4": 2}
+_SCALES = {"e4m3": 0, "e8m0": 1, "ue4m4": 2} | {name: NUMBERS[getattr(torch, name)] for name in LEVEL_SCALES}
 _WORTH_BUILDING = 1 << 21  # weights: as long as the reference takes as the compiler does
+_PATTERNS = 1 << 15
 
 
 class Encoding(ctypes.Structure):
@@ -31,11 +34,11 @@ class Encoding(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "values", "squares", "cells", "bounds", "order")),
-        *((name, ctypes.c_void_p) for name in ("codes", "bytes")),
+        *((name, ctypes.c_void_p) for name in ("codes", "scales")),
         *((name, ctypes.c_int64) for name in ("rows", "columns", "per_row", "rows_each")),
         *(
             (name, ctypes.c_int32)
-            for name in ("type", "block", "first", "candidates", "low", "high", "shift", "scales")
+            for name in ("type", "block", "first", "candidates", "low", "high", "shift", "scale_type")
         ),
         *((name, ctypes.c_float) for name in ("per_unit", "least", "top")),
     )
@@ -45,38 +48,146 @@ def encode_many(
     format: Format, w_ENK: Tensor, amax_E: Sequence[float] | None = None, squares: Tensor | None = None
 ) -> Iterator[EncodedGroup]:
     """See `Format.encode_many`: the same bits, by C where that is worth it."""
-    plain = type(w_ENK) in (Tensor, torch.nn.Parameter) and w_ENK.is_cpu and w_ENK.dtype in NUMBERS
-    if not plain or w_ENK.numel() < _WORTH_BUILDING or refusal(w_ENK.device, "encode"):
-        return format.encode_many(w_ENK, amax_E, squares)
-    return format.encode_many(w_ENK, amax_E, squares, step=encoded)
+    return codec(format).encode_many(w_ENK, amax_E, squares)
 
 
-def encoded(format: BlockFormat, w_NK: Tensor, known: Range, squares: Tensor | None = None) -> dict[str, Tensor]:
-    """The coarse plane of a weight of a known range, in CPU memory; squares as `Step` has them.
+def codec(format: Format) -> Format:
+    """Return a format that encodes to the same bits, by C where that is worth it; the same object each time."""
+    return format if isinstance(format, _InC) or format.name not in FORMATS else _codec(format)
 
-    Raises KernelError: the library cannot be built.
+
+@functools.cache
+def _codec(format: Format) -> Format:
+    own = next(made for kind, made in _KINDS.items() if isinstance(format, kind))
+    return type(type(format).__name__, (own, type(format)), {})(format.record)
+
+
+def serves(weight: Tensor) -> bool:
+    """True if a weight is one that C can read, and large enough to build the library for, which then is there."""
+    plain = type(weight) in (Tensor, torch.nn.Parameter) and weight.is_cpu and weight.dtype in NUMBERS
+    return plain and weight.numel() >= _WORTH_BUILDING and refusal(weight.device, "encode") is None
+
+
+class _InC:
+    """Overrides a format's passes over a weight."""
+
+
+class _BlocksInC(_InC):
+    def _encode(
+        self, w_NK: Tensor, known: Range, squares: Tensor | None = None, *, coded: bool = True, **extra: Tensor
+    ) -> dict[str, Tensor]:
+        if not serves(w_NK):
+            return super()._encode(w_NK, known, squares, coded=coded, **extra)
+        return encoded(self, w_NK, known, squares, coded=coded, **extra)
+
+
+class _QuantileInC(_BlocksInC):
+    def _quantiles(self, w_NK: Tensor, probabilities: Sequence[float]) -> Tensor:
+        return magnitude_quantiles(w_NK, probabilities, _count_patterns if serves(w_NK) else None)
+
+    def _beyond(self, w_NK: Tensor, tensors: dict[str, Tensor], reach: Tensor) -> int:
+        return _count_beyond(self, w_NK, tensors, reach) if serves(w_NK) else super()._beyond(w_NK, tensors, reach)
+
+
+class _LevelsInC(_InC):
+    def _encode_weight(self, w_NK: Tensor, levels: Tensor, squares: Tensor | None) -> tuple[Tensor, Tensor]:
+        encode = encoded_levels if serves(w_NK) else Levels._encode_weight
+        return encode(self, w_NK, levels, squares)
+
+
+_KINDS = {Quantile: _QuantileInC, BlockFormat: _BlocksInC, Levels: _LevelsInC}
+
+
+def encoded(
+    format: BlockFormat,
+    w_NK: Tensor,
+    known: Range,
+    squares: Tensor | None = None,
+    *,
+    coded: bool = True,
+    **extra: Tensor,
+) -> dict[str, Tensor]:
+    """The coarse plane of a weight of a known range, in CPU memory; see `BlockFormat._encode`.
+
+    Raises KernelError: the library cannot be had.
     """
-    w_NK, values = w_NK.detach().contiguous(), format.byte_values(w_NK.device)
+    codes, scales = _outputs(format, w_NK, torch.uint8)
+    (low, high), (shift, least) = format.byte_bounds(known), format.stored(known)
+    _run(
+        "vbrt_encode", format, w_NK, squares, (codes if coded else None, scales),
+        (format.byte_values(w_NK.device), format._rounding(_no_tile(format), **extra)),
+        first=format.offsets.start, candidates=len(format.offsets), low=low, high=high, shift=shift,
+        per_unit=1 / known.unit, least=least, top=format.top,
+    )  # fmt: skip
+    tensors = {"scales": scales.view(getattr(torch, format.scale_dtype)), **extra}
+    tensors |= format.range_fields(known, w_NK.device)
+    return {"codes": codes, **tensors} if coded else tensors
+
+
+def encoded_levels(format: Levels, w_NK: Tensor, levels: Tensor, squares: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of a weight under 16 levels; see `Levels.encode`. Raises KernelError: no library."""
+    found, candidates = _outputs(format, w_NK, format.scale_dtype), levels[levels != 0]
+    _run(
+        "vbrt_encode_levels", format, w_NK, None if squares is None else squares[None], found,
+        (candidates, format.rounding(_no_tile(format), levels)),
+        candidates=len(candidates), per_unit=1, least=format.reach(levels, w_NK.dtype), top=levels.abs().max(),
+    )  # fmt: skip
+    return found
+
+
+def _outputs(format: Format, w_NK: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     (n, k), block = w_NK.shape, format.block
     per_row = -(-k // block)
     codes = torch.empty(n, per_row * block // 2, dtype=torch.uint8, device="cpu")
-    scales = torch.empty(n, per_row, dtype=torch.uint8, device="cpu")
+    return codes, torch.empty(n, per_row, dtype=scale_dtype, device="cpu")
+
+
+def _no_tile(format: Format) -> Tensor:
+    return torch.empty(format.block, 0, dtype=torch.float32, device="cpu")
+
+
+def _run(
+    entry: str,
+    format: Format,
+    w_NK: Tensor,
+    squares: Tensor | None,
+    found: tuple[Tensor | None, Tensor],
+    tables: tuple[Tensor, Rounding],
+    **numbers: Any,
+) -> None:
+    """Have C write codes and scales. Squares are as `Step` has them; tables: values to make scales of, a rounding."""
+    w_NK, (values, rounding) = w_NK.detach().contiguous(), tables
     squares = None if squares is None else squares.float().contiguous()
-    (low, high), (shift, least) = format.byte_bounds(known), format.stored(known)
-    rounding = format._rounding(torch.empty(block, 0, dtype=torch.float32, device="cpu"))
-    tables = rounding.tables() if isinstance(rounding, TableRounding) else ()
+    read = (w_NK, values, squares, *(rounding.tables() if isinstance(rounding, TableRounding) else [None] * 3))
+    n, k = w_NK.shape
     task = Encoding(
-        w_NK.data_ptr(),
-        values.data_ptr(),
-        None if squares is None else squares.data_ptr(),
-        *([table.data_ptr() for table in tables] or [None] * 3),
-        codes.data_ptr(),
-        scales.data_ptr(),
-        *(n, k, per_row, n if squares is None else n // len(squares)),
-        *(NUMBERS[w_NK.dtype], block, format.offsets.start, len(format.offsets), low, high, shift),
-        _SCALES[format.record.scales],
-        *(1 / known.unit, least, format.top),
-    )
-    library("encode").vbrt_encode(ctypes.byref(task), torch.get_num_threads())
-    scales = scales.view(getattr(torch, format.scale_dtype))
-    return {"codes": codes, "scales": scales, **format.range_fields(known, w_NK.device)}
+        *(None if tensor is None else tensor.data_ptr() for tensor in (*read, *found)),
+        *(n, k, found[1].shape[1], n if squares is None else n // len(squares)),
+        type=NUMBERS[w_NK.dtype], block=format.block, scale_type=_SCALES[format.record.scales],
+        **{name: float(value) if name in ("per_unit", "least", "top") else value for name, value in numbers.items()},
+    )  # fmt: skip
+    getattr(library("encode"), entry)(ctypes.byref(task), torch.get_num_threads())
+
+
+# -- what a fit looks at ----------------------------------------------------------------------------------------------
+
+
+def _count_patterns(w_NK: Tensor) -> Tensor:
+    """How many weights of 16 bits have each pattern, without their signs: int64 [32768]."""
+    w_NK, threads = w_NK.detach().contiguous(), torch.get_num_threads()
+    counts = torch.zeros(threads, _PATTERNS, dtype=torch.int64, device="cpu")
+    library("encode").vbrt_count_patterns(w_NK.data_ptr(), w_NK.numel(), counts.data_ptr(), threads)
+    return counts.sum(0)
+
+
+def _count_beyond(format: BlockFormat, w_NK: Tensor, tensors: dict[str, Tensor], reach: Tensor) -> int:
+    """See `Quantile._beyond`."""
+    w_NK, scales = w_NK.detach().contiguous(), tensors["scales"].contiguous()
+    values, (n, k) = format.byte_values(w_NK.device), w_NK.shape
+    task = Encoding(
+        weight=w_NK.data_ptr(), values=values.data_ptr(), rows=n, columns=k, per_row=scales.shape[1],
+        type=NUMBERS[w_NK.dtype], block=format.block,
+    )  # fmt: skip
+    limits = float(tensors["tensor_scale"]), float(reach)
+    count = library("encode").vbrt_count_beyond
+    return count(ctypes.byref(task), scales.data_ptr(), *limits, torch.get_num_threads())

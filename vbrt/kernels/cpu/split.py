@@ -1,0 +1,69 @@
+"""Fine planes made on a CPU: `split.h` gives the bits of `formats.split_fine`."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from vbrt.formats.base import Format, check_weight
+from vbrt.formats.blocks import BlockFormat
+from vbrt.formats.fine import SPAN, WIDTH, split_fine
+from vbrt.kernels.cpu import encode
+from vbrt.kernels.cpu.build import library
+
+__all__ = ["split", "split_in_c"]
+
+_STEP = 1 << 22  # weights that a thread splits in a call: it has room for lists of three bytes each
+
+
+class Splitting(ctypes.Structure):
+    """`Splitting` of split.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "codes", "bytes", "levels", "values")),
+        *((name, ctypes.c_void_p) for name in ("low", "nibbles", "side", "escapes", "counts")),
+        *((name, ctypes.c_int64) for name in ("columns", "per_row")),
+        ("wide", ctypes.c_uint32),
+        *((name, ctypes.c_int32) for name in ("block", "width")),
+        ("unit", ctypes.c_float),
+    )
+
+
+def split(w_NK: Tensor, coarse: dict[str, Tensor], format: Format) -> dict[str, Tensor]:
+    """See `formats.split_fine`: the same bits, by C where that is worth it."""
+    served = isinstance(format, BlockFormat) and w_NK.dtype in WIDTH and encode.serves(w_NK)
+    if not served or not all(type(t) is Tensor and t.is_cpu for t in coarse.values()):
+        return split_fine(w_NK, coarse, format)
+    check_weight(w_NK, "fine plane")
+    return split_in_c(w_NK, coarse, format)
+
+
+@torch.no_grad()
+def split_in_c(w_NK: Tensor, coarse: dict[str, Tensor], format: BlockFormat) -> dict[str, Tensor]:
+    """The fine plane of a finite weight in bf16 or fp16, in CPU memory. Raises KernelError: no library."""
+    w_NK, (n, k), width = w_NK.detach().contiguous(), w_NK.shape, WIDTH[w_NK.dtype]
+    codes, scales = coarse["codes"].contiguous(), coarse["scales"].contiguous()
+    levels, values, unit = format.tables(coarse)
+    fine = {"low": torch.empty(n, k, dtype=torch.uint8, device="cpu")}
+    if width == 12:
+        fine["nibbles"] = torch.empty(n, (k + 1) // 2, dtype=torch.uint8, device="cpu")
+    counts = torch.zeros(-(-n * k // SPAN), 2, dtype=torch.int32, device="cpu")
+    threads = min(n, torch.get_num_threads())
+    rows = min(n, max(1, threads * _STEP // k))
+    room = rows * k + threads
+    side, escapes = (torch.empty(room, dtype=dtype, device="cpu") for dtype in (torch.int8, torch.int16))
+    written = fine["low"], fine.get("nibbles", fine["low"]), side, escapes, counts
+    task = Splitting(
+        *(tensor.data_ptr() for tensor in (w_NK, codes, scales, levels, values, *written)), k, scales.shape[1],
+        sum(1 << code for code in format.wide_codes), format.block, width, float(unit),
+    )  # fmt: skip
+    lists: tuple[list[Tensor], list[Tensor]] = [], []
+    for first in range(0, n, rows):
+        found = torch.empty(threads, 4, dtype=torch.int64, device="cpu")
+        last = min(n, first + rows)
+        library("encode").vbrt_split_fine(ctypes.byref(task), first, last, found.data_ptr(), threads)
+        for side_at, sides, escape_at, escaped in found.tolist():
+            lists[0].append(side[side_at : side_at + sides].clone())
+            lists[1].append(escapes[escape_at : escape_at + escaped].clone())
+    starts = (counts.cumsum(0) - counts).to(torch.int32)
+    return {**fine, "side": torch.cat(lists[0]), "escapes": torch.cat(lists[1]), "starts": starts}
