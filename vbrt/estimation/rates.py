@@ -1,4 +1,4 @@
-"""How fast a machine is, in six figures: measured here, or from the data sheet of a GPU that is not here."""
+"""How fast a machine is, in a few figures: measured here, or from the data sheet of a GPU that is not here."""
 
 import json
 import os
@@ -35,6 +35,7 @@ class Rates:
         source: "measured here" or "data sheet".
         fp32_tflops: of fp32 matrix products.
         fp8: the GPU multiplies in FP8.
+        host_gb_s: of host memory, read and written by all cores; by default what a host of 16 reaches.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Rates:
     source: str = "data sheet"
     fp32_tflops: float = 0.0
     fp8: bool = False
+    host_gb_s: float = 90.0
 
     def flops_of(self, dtype: str) -> float:
         """Return the floating-point operations a second of products of a dtype, by torch's name."""
@@ -107,6 +109,7 @@ def measure_rates(*, keep: bool = True) -> Rates:
         "measured here",
         _tflops(device, 4096, torch.float32) if gpu else 0.0,
         gpu and torch.cuda.get_device_capability() >= _FP8_CAPABILITY,
+        _host_gb_s(),
     )
     if keep:
         rates_file().parent.mkdir(parents=True, exist_ok=True)
@@ -151,6 +154,11 @@ def _memory_gb_s(device: torch.device) -> float:
     one = torch.zeros((1024 if device.type == "cuda" else 256) << 20, dtype=torch.uint8, device=device)
     other = torch.empty_like(one)
     return 2 * len(one) / _best(lambda: other.copy_(one), device) / 1e9
+
+
+def _host_gb_s() -> float:
+    one, other = (torch.ones(32 << 20, dtype=torch.float32, device="cpu") for _ in range(2))
+    return 3 * one.nbytes / _best(lambda: one.add_(other), one.device) / 1e9
 
 
 def _tflops(device: torch.device, n: int, dtype: torch.dtype) -> float:

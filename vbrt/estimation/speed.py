@@ -45,7 +45,6 @@ _STAGED = 80 << 20  # bytes that are staged ahead
 _FINE_MARGIN = 1.1  # by which plans take fine planes for larger than they are
 #: bytes that take as long as it takes to update a weight: two halves, two moments, the gradient; moments of 8 bits
 _UPDATE_BYTES = {"fp32": 28, "8bit": 23}
-_UPDATE_GB_S = 90.0  # at which a host of 16 cores reads and writes them
 _UNHIDDEN = 0.5  # of the shorter of an update and of what runs beside it, that is not hidden
 #: share of a layer's experts that are resident -> of those that a token goes to; with reuse as published routing has it
 _HITS = ((0.0, 0.0), (0.1, 0.6), (0.25, 0.8), (0.5, 0.89), (1.0, 1.0))
@@ -90,20 +89,17 @@ def predict(model: nn.Module, found: Estimate, rates: Rates) -> Speed:
         launches = found.work.get("operators", 0) * _OPERATOR[task.kind]
         launches += len(plan.swaps) * _LEASES * passes if plan is not None and link else 0
         host = 1e-3 * launches * rates.launch_us
-    update, longest = _update_ms(found), max(link, device, host)
+    update, longest = _update_ms(found, rates), max(link, device, host)
     return Speed(max(longest, update) + _UNHIDDEN * min(longest, update), link, device, host, tokens, update)
 
 
-def _update_ms(found: Estimate) -> float:
+def _update_ms(found: Estimate, rates: Rates) -> float:
     """Return the milliseconds of an update of weights that train from the tiers; else 0."""
     plan = found.plan
     if plan is None or plan.mode != "full":
         return 0.0
-    return (
-        sum(swap.site.parameters for swap in plan.swaps)
-        * _UPDATE_BYTES[found.config.training.moments]
-        / (1e6 * _UPDATE_GB_S)
-    )
+    nbytes = _UPDATE_BYTES[found.config.training.moments] * sum(swap.site.parameters for swap in plan.swaps)
+    return nbytes / (1e6 * rates.host_gb_s)
 
 
 def _masked_us(model: nn.Module, task: Task) -> float:
