@@ -98,9 +98,6 @@ class Kind:
         return getattr(importlib.import_module(self.file), self.base if self.routed else f"VB{self.name}")
 
 
-_ROUTED_MODES = ("infer", "train")  # mode "full" keeps their parameters
-
-
 def _renormalizes(table: nn.Embedding) -> str | None:
     """Return why a table stays whose forward writes into it."""
     return None if table.max_norm is None else f"max_norm = {table.max_norm} rescales its rows as they are read"
@@ -117,14 +114,12 @@ def _experts(name: str, parameters: tuple[str, str], *, transposed: bool = False
         routed=True,
         splits=True,
         parts=("up", "down"),
-        modes=_ROUTED_MODES,
     )
 
 
 def _special(name: str, model: str, parts: dict[str, str], **others: Any) -> Kind:
     """Return the record of a class of routed experts of transformers' `model` that nothing decorates; `parts`: by
     parameter."""
-    others.setdefault("modes", _ROUTED_MODES)
     return Kind(
         name,
         f"transformers.models.{model}.modeling_{model}",

@@ -114,12 +114,22 @@ class FullAttachment(Attachment):
     def ready_to_save(self) -> VBConfig:
         """Return the config of an inference model that holds the fp32 masters, after all updates."""
         self.check_open("save")
+        stacked = next((swap.name for swap in self.plan.swaps if swap.site.stacked), None)
+        if stacked is not None:
+            raise WrapError(
+                f'{stacked}: save: in mode "full" it is one page with the matrices of all experts, and saves have one '
+                "for each; state_dict(), save_pretrained() and save_checkpoint() hold it, and unwrap() gives it back, "
+                "to be wrapped for inference"
+            )
         self.settle()
         return replace(self.settings, mode="infer")
 
     def record_routing(self, path: str | PathLike) -> contextlib.AbstractContextManager[RoutingRecorder]:
-        """Raise WrapError: routed experts stay parameters."""
-        raise WrapError('record_routing(): mode = "full" has no pages of routed experts')
+        """Raise WrapError: experts have no pages of their own."""
+        raise WrapError(
+            'record_routing(): mode = "full" keeps all experts of a layer in one page for each parameter; record the '
+            "routing of a model that is wrapped for inference"
+        )
 
     def detach(self) -> nn.Module:
         """Give the model back, in place, with its own parameters and fp32 values, the optimizer with its state, and

@@ -64,6 +64,8 @@ def make_plan(
         )
     modules = named_modules(model)
     swaps, skipped = choose(model, config, saved)
+    if config.mode == "full":
+        swaps = [whole for swap in swaps for whole in _by_parameter(swap)]
     machine = machine or this_machine(config)
     if config.mode == "train":
         return _training_plan(tuple(swaps), config, machine, modules, skipped)
@@ -78,7 +80,7 @@ def make_plan(
     rooms = with_whole_pages(budgets, layers, machine.peers)
     if config.mode == "full":  # what the host updates in place is in its memory
         rooms = {name: room for name, room in rooms.items() if name not in ("gpu", "peer")}
-    homes = _homes([*others, *layers], rooms, config, skipped)
+    homes = _homes([*others, *_leased_together(swaps, layers)], rooms, config, skipped)
     if config.mode == "full":
         layers, homes = with_state(swaps, layers, homes, rooms, config)
     placed = tuple(_placed(swap, pages, homes) for swap, pages in zip(swaps, layers, strict=True))
@@ -98,6 +100,28 @@ def swaps_with_pages(model: nn.Module, config: VBConfig) -> list[Swap]:
     """
     on_gpu = bool(config.tiers.gpu.enabled) and torch.cuda.is_available()
     return [replace(swap, pages=_pages_on(swap, config, on_gpu)) for swap in choose(model, config)[0]]
+
+
+def _by_parameter(swap: Swap) -> list[Swap]:
+    """Return a swap of routed experts as one of each stacked parameter, with its matrices as one weight."""
+    if not swap.experts:
+        return [swap]
+    itemsize = getattr(torch, swap.dtype).itemsize
+    return [
+        replace(
+            swap, site=site, parts=(), experts=0, top_k=0, inputs=(), dense_bytes=site.parameters * itemsize,
+            tied=tuple(replace(site, module=other.module) for other in swap.tied),
+        )
+        for site in (swap.site, *swap.parts)
+    ]  # fmt: skip
+
+
+def _leased_together(swaps: Sequence[Swap], layers: Sequence[tuple[PageSpec, ...]]) -> list[tuple[PageSpec, ...]]:
+    """Return the pages of each lease: all stacked parameters of a module are one."""
+    found: dict[str, tuple[PageSpec, ...]] = {}
+    for swap, pages in zip(swaps, layers, strict=True):
+        found[swap.lease] = (*found.get(swap.lease, ()), *pages)
+    return list(found.values())
 
 
 def _training_plan(
@@ -136,6 +160,8 @@ def _plane_bytes(swap: Swap, packing: PageOrder | None) -> dict[str, int]:
     dtype, sites = getattr(torch, swap.dtype), (swap.site, *swap.parts)
     lossless = FORMATS[swap.format].lossless
     layout = get_format(swap.format).layout
+    if lossless and not swap.experts:  # of stacked experts that train from the tiers: all of them
+        return {"dense": layout(swap.site.kept_shape, dtype).nbytes}
     nbytes = _joint_bytes(layout(site.matrix_shape if lossless else site.shape, dtype) for site in sites)
     if lossless:
         return {"dense": nbytes}

@@ -5,6 +5,7 @@ reads a model (`choice.py`, `planner.py`), `place` decides here what fits where.
 """
 
 import html
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -84,6 +85,11 @@ class Swap:
         """The names of the VB layers that it makes, and the modules that become them."""
         held_by = (self.site, *self.tied) if self.experts else self.sites
         return {site.module if self.experts else site.name: site.module for site in held_by}
+
+    @property
+    def lease(self) -> str:
+        """Names what takes its pages in one lease: the module, of which stacked parameters are leased together."""
+        return self.site.module if self.site.stacked else self.name
 
     @property
     def aliases(self) -> tuple[str, ...]:
@@ -228,7 +234,10 @@ class Plan:
     @property
     def largest_layer_bytes(self) -> int:
         """Bytes that one lease takes for one token, at most."""
-        return max((_lease_bytes(swap.pages) for swap in self.swaps), default=0)
+        leases = Counter[str]()
+        for swap in self.swaps:
+            leases[swap.lease] += _lease_bytes(swap.pages)
+        return max(leases.values(), default=0)
 
     @property
     def largest_page_bytes(self) -> int:

@@ -223,19 +223,20 @@ def _cast_of(x: Tensor, dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def compute(layer: TrainedExperts, args: Sequence[Any], held: Mapping[str, Tensor], cast: torch.dtype) -> Tensor:
+def compute(layer: SwappedLayer, args: Sequence[Any], held: Mapping[str, Tensor], cast: torch.dtype | None) -> Tensor:
     """Return the output for what the module is called with, with `held` in the place of parameters.
 
     Args:
-        cast: the dtype to compute in, where it is not that of the first argument, the hidden states.
+        cast: the dtype to compute in, where it is not that of the first argument, the hidden states; None: what the
+            implementation makes of that.
     """
     x, *rest = args
     _, forward = implementation_of(layer)
-    return forward(ExpertsView(layer, held, None), x.to(cast), *rest).to(x.dtype)
+    return forward(ExpertsView(layer, held, None), x if cast is None else x.to(cast), *rest).to(x.dtype)
 
 
 def gradients(
-    layer: TrainedExperts, args: Sequence[Any], held: Mapping[str, Tensor], cast: torch.dtype, dy: Tensor
+    layer: SwappedLayer, args: Sequence[Any], held: Mapping[str, Tensor], cast: torch.dtype | None, dy: Tensor
 ) -> list[Tensor | None]:
     """Return the gradients of the arguments and of what is in the place of parameters; None where none is needed."""
     again, inputs = torch.is_grad_enabled(), (*args, *held.values())

@@ -4,6 +4,8 @@ Nothing of the weight's size stays in the computing tier but what the policy kee
 pass leases the page again, so it refuses a weight that was updated after the forward.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from vbrt.layers.swapped import SwappedLayer
 from vbrt.tiers.passes import in_backward
 from vbrt.training.full import FullWeight
 
-__all__ = ["FullLayer", "FullLinear", "check_same"]
+__all__ = ["FullLayer", "FullLinear", "check_same", "check_steps"]
 
 
 class FullLayer(SwappedLayer):
@@ -94,57 +96,60 @@ class FullLayer(SwappedLayer):
 
     # -- nn.Module's walks --------------------------------------------------------------------------------------------
 
+    def _held(self) -> dict[str, FullWeight]:
+        """Return the weights in the tiers, by their parameters."""
+        return {self._vb_handle.spec.site.parameter: self._vb_handle}
+
+    @contextlib.contextmanager
+    def _without_weights(self) -> Iterator[None]:
+        """Have the module lack the parameters that live in the tiers, for the length of a block."""
+        lacking = {name: self._parameters.pop(name) for name in self._held()}
+        try:
+            yield
+        finally:
+            self._parameters = {**lacking, **self._parameters}
+
     def _apply(self, fn, recurse: bool = True):
-        """As nn.Module's, for everything but the weight, which lives in the tiers."""
-        name = self._vb_handle.spec.site.parameter
+        """As nn.Module's, for everything but the weights, which live in the tiers."""
         if not self.materialized:
             return super()._apply(fn, recurse)
-        self._vb_handle.check_cast(fn(torch.zeros((), dtype=self._vb_handle.dtype, device="cpu")).dtype)
-        parameter = self._parameters.pop(name)
-        try:
+        for handle in self._held().values():
+            handle.check_cast(fn(torch.zeros((), dtype=handle.dtype, device="cpu")).dtype)
+        with self._without_weights():
             super()._apply(fn, recurse)
-        finally:
-            self._parameters = {name: parameter, **self._parameters}
         return self
 
     def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:
-        name = self._vb_handle.spec.site.parameter
         if not self.materialized:
             super()._save_to_state_dict(destination, prefix, keep_vars)
             return
-        destination[f"{prefix}{name}"] = self.weight_now()
-        parameter = self._parameters.pop(name)
-        try:
+        for name, handle in self._held().items():
+            destination[f"{prefix}{name}"] = handle.master()
+        with self._without_weights():
             super()._save_to_state_dict(destination, prefix, keep_vars)
-        finally:
-            self._parameters = {name: parameter, **self._parameters}
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
-        handle = self._vb_handle
-        name = handle.spec.site.parameter
-        key = f"{prefix}{name}"
         if not self.materialized:
             super()._load_from_state_dict(
                 state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
             )
             return
-        if key in state_dict:
-            try:
-                handle.load(state_dict[key])
-            except WrapError as error:
-                error_msgs.append(str(error))
-        elif strict:
-            missing_keys.append(key)
-        parameter = self._parameters.pop(name)
-        try:
-            rest = {k: value for k, value in state_dict.items() if k != key}
+        own = {f"{prefix}{name}": handle for name, handle in self._held().items()}
+        for key, handle in own.items():
+            if key in state_dict:
+                try:
+                    handle.load(state_dict[key])
+                except WrapError as error:
+                    error_msgs.append(str(error))
+            elif strict:
+                missing_keys.append(key)
+        rest = {key: value for key, value in state_dict.items() if key not in own}
+        with self._without_weights():
             super()._load_from_state_dict(
                 rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
             )
-        finally:
-            self._parameters = {name: parameter, **self._parameters}
 
 
 class FullLinear(FullLayer, nn.Linear):
@@ -207,7 +212,10 @@ class _Streamed(Function):
 
 def check_same(ctx: Any) -> None:
     """Raise WrapError if the weight of a backward pass was updated after its forward."""
-    if ctx.handle.state.steps != ctx.steps:
-        raise WrapError(
-            f"{ctx.handle.name}: its weight was updated between forward and backward; run the forward again"
-        )
+    check_steps(ctx.handle, ctx.steps)
+
+
+def check_steps(handle: FullWeight, steps: int) -> None:
+    """Raise WrapError if a weight was updated since it had made so many steps."""
+    if handle.state.steps != steps:
+        raise WrapError(f"{handle.name}: its weight was updated between forward and backward; run the forward again")

@@ -9,6 +9,7 @@ computed: the first of a step goes straight into its page in host memory, others
 thread adds them. The device waits for a buffer where it must, the host does not.
 """
 
+import math
 import queue
 import threading
 from collections.abc import Callable
@@ -311,7 +312,7 @@ class Outlet:
         left = self._left[place]
         if left is not None:
             current.wait_event(left)
-        elements = shape[0] * shape[1]
+        elements = math.prod(shape)
         dw = self._buffers[place][:elements].view(shape)
         compute(dw)
         self._stream.wait_event(current.record_event())

@@ -14,6 +14,7 @@ from torch import Tensor
 from vbrt.layers.kinds import KINDS, Kind
 from vbrt.training.expert_layers import TrainedExperts
 from vbrt.training.full_embedding import FullEmbedding
+from vbrt.training.full_experts import FullExperts
 from vbrt.training.full_layers import FullLayer, FullLinear
 from vbrt.training.layers import TrainedLayer, TrainedLinear
 
@@ -36,7 +37,10 @@ def trained_class(kind: Kind) -> type[TrainedLayer] | type[TrainedExperts]:
 
 @functools.cache
 def full_class(kind: Kind) -> type[FullLayer]:
-    """The class that takes the place of a kind's own where weights train from the tiers."""
+    """The class that takes the place of a kind's own where weights train from the tiers; of experts, the one that it is
+    made from."""
+    if kind.routed:
+        return FullExperts
     plain = kind.layer_class().plain_class()
     for made in (FullLinear, FullEmbedding):
         if plain is made.plain_class():
