@@ -3,9 +3,12 @@
 import contextlib
 import copy
 import errno
+import io
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -232,7 +235,53 @@ def _break(vb: vbrt.VBModelWrapper, path: str, how: str) -> None:
     elif how == "end":
         layer.register_forward_pre_hook(lambda *args: os._exit(1))
     else:
-        layer.register_forward_pre_hook(lambda *args: time.sleep(5))
+        timeout_s = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        layer.register_forward_pre_hook(lambda *args: time.sleep(timeout_s + 2))
+
+
+class _FakeNCCL:
+    """What a group of GPUs has, with a count of what is called; `fails` when it is to abort."""
+
+    def __init__(self, *, fails: bool = False, name: str = "nccl") -> None:
+        self.calls, self._fails, self._name = [], fails, name
+        self.options = SimpleNamespace(_timeout=timedelta(seconds=0.1))
+
+    def _get_backend(self, device: torch.device) -> "_FakeNCCL":
+        assert device.type == "cuda"
+        return self
+
+    def name(self) -> str:
+        return self._name
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+        if self._fails:
+            raise RuntimeError("no communicator\nframe 0")
+
+
+def aborted(how: str) -> dict[str, Any]:
+    """Have rank 0 notice that rank 1 has failed or hangs, with a group of NCCL's interface in the place of its own."""
+    vb = vbrt.wrap(parallel(llama(torch.float32)), config("dense"))
+    with torch.no_grad():
+        vb(TOKENS)
+    watch = vb._attachment.watcher
+    watch._ticker.stop()
+    watch.beat()
+    dist.barrier()
+    fake = _FakeNCCL(fails=how == "cannot", name="gloo" if how == "gloo" else "nccl")
+    if how == "hangs" and dist.get_rank() == 0:
+        vb._attachment.passes += 1  # as if it had gone on
+    elif dist.get_rank() == 1 and how != "hangs":
+        watch.tell(vbrt.TierError("model.layers.1: gone"))
+    dist.barrier()
+    watch._group, watch._patience_s = fake, 0.01
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        for _ in range(3):
+            watch.beat()
+            time.sleep(0.02)
+    dist.barrier()
+    return {"verdict": watch.verdict, "calls": fake.calls, "said": said.getvalue()}
 
 
 def counted() -> dict[str, Any]:

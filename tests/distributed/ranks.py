@@ -31,6 +31,7 @@ _PRELOADED = (
     "transformers.distributed",
     "vbrt.integrations.transformers_quantizer",
     "tests.distributed.cases",
+    "tests.distributed.style_cases",
 )
 
 
@@ -104,7 +105,7 @@ class Ranks:
 
     def _answer(self, end: Connection) -> tuple[bool, Any, str | None]:
         try:
-            if end.poll(2 * self._timeout_s):
+            if end.poll(60 + 2 * self._timeout_s):  # the first call waits for imports
                 return end.recv()
         except EOFError:
             return False, ("died", ""), "it is gone"

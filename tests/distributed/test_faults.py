@@ -9,29 +9,54 @@ from tests.distributed import cases
 from tests.distributed.ranks import Ranks, RanksFailed
 
 
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(2, timeout_s=3)
+@pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    ranks = Ranks(request.param, timeout_s=3 if request.param == 2 else 12)
     yield ranks
     ranks.close()
 
 
 def test_a_damaged_page_stops_all_ranks_with_its_rank_and_layer(ranks: Ranks, tmp_path: Path):
-    other, own = ranks(cases.broken, path=str(tmp_path), how="damage", whose=1)
+    whose = len(ranks.processes) - 1
+    *others, own = ranks(cases.broken, path=str(tmp_path), how="damage", whose=whose)
     assert own.startswith("model.layers.1.mlp.up_proj#dense: ") and "damaged" in own
-    assert other.startswith("rank 1 has failed: TierError: model.layers.1.mlp.up_proj#dense: ")
+    for other in others:
+        assert other.startswith(f"rank {whose} has failed: TierError: model.layers.1.mlp.up_proj#dense: ")
 
 
 def test_a_rank_that_hangs_is_named_with_the_layer_where_it_does(ranks: Ranks, tmp_path: Path):
-    ranks.begin(cases.broken, path=str(tmp_path), how="hang", whose=1)
-    other, own = ranks.end()
-    assert other == "rank 1 has ended or hangs; it was last seen in pass 2 at model.layers.1.mlp.up_proj"
-    assert "rank 0" in own, "it does not compute on once it wakes up"
+    whose = len(ranks.processes) - 1
+    ranks.begin(cases.broken, path=str(tmp_path), how="hang", whose=whose)
+    *others, own = ranks.end()
+    for other in others:
+        assert other == f"rank {whose} has ended or hangs; it was last seen in pass 2 at model.layers.1.mlp.up_proj"
+    assert own == f"the other ranks have stopped: {others[0]}", "it does not compute on once it wakes up"
 
 
 def test_a_rank_that_ends_is_named(ranks: Ranks, tmp_path: Path):
-    ranks.begin(cases.broken, path=str(tmp_path), how="end", whose=1)
+    whose = len(ranks.processes) - 1
+    ranks.begin(cases.broken, path=str(tmp_path), how="end", whose=whose)
     with pytest.raises(RanksFailed) as failed:
         ranks.end()
-    assert failed.value.errors[1] == ("died", "") and failed.value.errors[0] is None
-    assert failed.value.values[0].startswith("rank 1 has ended or hangs; it was last seen in pass ")
+    *others, own = failed.value.errors
+    assert own == ("died", "") and others == [None] * whose
+    assert all(v.startswith(f"rank {whose} has ended or hangs; it was last seen in") for v in failed.value.values[:-1])
+
+
+@pytest.mark.parametrize("how", ["fails", "cannot", "hangs"])
+def test_collectives_of_gpus_are_aborted_once_when_another_rank_is_not_well(two_ranks: Ranks, how: str):
+    first, second = two_ranks(cases.aborted, how=how)
+    assert first["calls"] == ["abort"] and f"vbrt: rank 0 stops: {first['verdict']}\n" in first["said"]
+    if how == "hangs":
+        assert first["verdict"].startswith("rank 1 hangs in pass 1") and first["verdict"].endswith(
+            "this one, 0, is ahead"
+        )
+        assert second == {"verdict": "", "calls": [], "said": ""}, "who is behind does not blame the one ahead"
+    else:
+        assert first["verdict"] == "rank 1 has failed: TierError: model.layers.1: gone"
+        assert ("cannot be aborted (no communicator), and end with their timeout" in first["said"]) == (how == "cannot")
+
+
+def test_a_group_without_nccl_is_not_aborted(two_ranks: Ranks):
+    first, _ = two_ranks(cases.aborted, how="gloo")
+    assert first["verdict"].startswith("rank 1 has failed") and first["calls"] == [] and first["said"] == ""

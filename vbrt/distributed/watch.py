@@ -7,7 +7,7 @@ out of a collective, or begins another pass, reads there what happened: the erro
 
 What any rank may meet alone is told: pages that cannot be read, no memory. An argument that the model refuses is
 refused on all ranks alike, and harms none. Collectives of NCCL are aborted, since a GPU would wait in them until the
-timeout. Gloo's cannot be: they end when the other process does, or with the timeout.
+timeout. Gloo's are not: they end when the other process does, or with the timeout.
 """
 
 import contextlib
@@ -15,8 +15,9 @@ import json
 import sys
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,19 @@ from vbrt.residency.site import Shard
 __all__ = ["Watch", "watch", "watched"]
 
 BEAT_S = 1.0
+_PATIENCE = 0.8  # of a group's timeout, which a rank may stay in one place while others wait: then its name can be told
 _SILENT_BEATS = 15  # after which a rank is taken to hang or to be gone
+_LISTEN_BEATS = 2.5  # in which a rank that is there is heard
+_made: Counter[str] = Counter()  # watches, by the name of their group
+
+
+class _Seen(NamedTuple):
+    """What another rank has told last, and since when: that it is there, and its place."""
+
+    beats: int
+    answered: float
+    place: tuple[int, int, str]
+    moved: float
 
 
 class Watch:
@@ -45,9 +58,13 @@ class Watch:
         self._attachment, self._group = weakref.ref(attachment), group_of(shard)
         self.rank, self.count = dist.get_rank(self._group), dist.get_world_size(self._group)
         store = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(f"vbrt/{shard.group}/{attachment.prefix}{attachment.name}", store)
-        self.verdict, self._beats, self._seen = "", 0, {}
+        _made[shard.group] += 1  # on all ranks alike, and what an earlier model was told says nothing of this one
+        self._store = dist.PrefixStore(f"vbrt/{shard.group}/{_made[shard.group]}/{attachment.name}", store)
+        self.verdict, self._beats = "", 0
+        self._seen: dict[int, _Seen] = {}
         self._aborted = False
+        nccl = _nccl_of(self._group)  # Gloo itself raises in who waits
+        self._patience_s = float("inf") if nccl is None else _PATIENCE * nccl.options._timeout.total_seconds()
         self.beat()
         self._ticker = Ticker(self, _beat)
         self._ticker.start(BEAT_S)
@@ -63,8 +80,8 @@ class Watch:
         self.verdict = f"this rank, {self.rank}, has failed in an earlier pass: {error}"[:500]
         with contextlib.suppress(RuntimeError):  # the store is gone with the rank that had it
             layer = "" if isinstance(error, VBError) else self._place()[2]  # else its message begins with the layer
-            what = {"rank": self.rank, "layer": layer, "why": f"{type(error).__name__}: {error}"[:500]}
-            self._store.compare_set("failed", "", json.dumps(what))
+            text = f"rank {self.rank} has failed{_at(layer)}: {type(error).__name__}: {error}"[:500]
+            self._store.compare_set("failed", "", json.dumps({"rank": self.rank, "text": text}))
 
     def _place(self) -> tuple[int, int, str]:
         """The pass, the products computed, and the layer of the next one: the first that has fewer than the first."""
@@ -94,20 +111,35 @@ class Watch:
             return self.verdict
         if failed:
             what = json.loads(failed)
-            if what["rank"] != self.rank:
-                where = f" at {what['layer']}" if what["layer"] else ""
-                self.verdict = f"rank {what['rank']} has failed{where}: {what['why']}"
+            self.verdict = (
+                what["text"] if what["rank"] != self.rank else f"the other ranks have stopped: {what['text']}"
+            )
         return self.verdict
 
     def blame(self) -> str:
-        """Return which rank a collective that failed here was waiting for, and where that one was last seen."""
+        """Return which rank a collective that failed here was waiting for, and where that one was last seen; tell the
+        others, who wait for it or for this rank.
+
+        A rank that has ended tells nothing more; one that hangs still tells where it is, behind all others.
+        """
+        text = f"another rank of {self.count} has ended or hangs"
         with contextlib.suppress(RuntimeError):
-            places = {rank: self._last(rank) for rank in range(self.count) if rank != self.rank}
-            silent = {rank: told for rank, told in places.items() if told is not None}
+            before = self._places()
+            time.sleep(_LISTEN_BEATS * BEAT_S)
+            if self.look():
+                return self.verdict
+            after = self._places()
+            silent = {rank: told for rank, told in after.items() if told == before.get(rank)} or after
             if silent:
                 rank, (_, passes, _, layer) = min(silent.items(), key=lambda item: item[1][1:3])
-                return f"rank {rank} has ended or hangs; it was last seen in pass {passes}{_at(layer)}"
-        return f"another rank of {self.count} has ended or hangs"
+                text = f"rank {rank} has ended or hangs; it was last seen in pass {passes}{_at(layer)}"
+                self._store.compare_set("failed", "", json.dumps({"rank": rank, "text": text}))
+        return text
+
+    def _places(self) -> dict[int, tuple[int, int, int, str]]:
+        """What each of the others has told last, by rank."""
+        told = {rank: self._last(rank) for rank in range(self.count) if rank != self.rank}
+        return {rank: last for rank, last in told.items() if last is not None}
 
     def _last(self, rank: int) -> tuple[int, int, int, str] | None:
         """What a rank has told last: how often it has, and its place."""
@@ -131,20 +163,37 @@ class Watch:
         told, now = self._last(rank), time.monotonic()
         if rank == self.rank or told is None:
             return
-        before, since = self._seen.get(rank, (None, now))
-        self._seen[rank] = (told, now) if told != before else (before, since)
-        if now - since > _SILENT_BEATS * BEAT_S and told == before:
-            self.verdict = (
-                f"rank {rank} does not answer for {now - since:.0f} s; it was last seen in pass {told[1]}{_at(told[3])}"
-            )
+        seen = self._seen.get(rank)
+        answered = now if seen is None or told[0] != seen.beats else seen.answered
+        moved = now if seen is None or told[1:] != seen.place else seen.moved
+        self._seen[rank] = _Seen(told[0], answered, told[1:], moved)
+        where = f"pass {told[1]}{_at(told[3])}"
+        if now - answered > _SILENT_BEATS * BEAT_S:
+            self.verdict = f"rank {rank} does not answer for {now - answered:.0f} s; it was last seen in {where}"
+        elif now - moved > self._patience_s and told[1:3] < self._place()[:2]:
+            self.verdict = f"rank {rank} hangs in {where} for {now - moved:.0f} s, and this one, {self.rank}, is ahead"
 
     def _abort(self) -> None:
         """End collectives that would wait on the GPU."""
-        if self._aborted or dist.get_backend(self._group) != "nccl":
+        nccl = None if self._aborted else _nccl_of(self._group)
+        if nccl is None:
             return
         self._aborted = True
         print(f"vbrt: rank {self.rank} stops: {self.verdict}", file=sys.stderr, flush=True)
-        self._group.abort()
+        try:
+            nccl.abort()
+        except RuntimeError as error:
+            why = f"its collectives cannot be aborted ({_line(error)}), and end with their timeout"
+            print(f"vbrt: rank {self.rank}: {why}", file=sys.stderr, flush=True)
+
+
+def _nccl_of(group: Any) -> Any:
+    """Return the backend of a group for tensors on GPUs if that is NCCL's, whatever the group has for others."""
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except RuntimeError:  # it has none
+        return None
+    return backend if backend.name() == "nccl" else None
 
 
 def _at(layer: str) -> str:
