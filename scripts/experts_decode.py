@@ -5,10 +5,15 @@ expert pages there, the others page-locked in host memory, where the GPU decides
 missing. Experts are routed to by a generated trace with published reuse; routers compute, but
 what they say is replaced. The limit of a step is that of the resident one and the missing bytes at 50 GB/s.
 
+With several ways of `experts.miss` each share has a row for each: missed experts are fetched, computed by the CPU, or
+divided. Where the host decides, steps are eager, and hits, misses and bytes are the host's counts.
+
     python3 scripts/experts_decode.py [--layers 48] [--shares 50 25 10] [--how joined] [--out results.json]
+    python3 scripts/experts_decode.py --shares 10 --miss fetch compute auto
 """
 
 import argparse
+import itertools
 import json
 import re
 import sys
@@ -25,9 +30,11 @@ from torch import Tensor, nn
 
 import vbrt
 from scripts.measuring import machine
+from vbrt.config import MISSES
 from vbrt.generation.joined import joined
 from vbrt.layers import handles_in
 from vbrt.layers.experts import ExpertsHandle
+from vbrt.layers.experts.missed import MissedExperts
 from vbrt.residency.experts import ExpertsPolicy
 from vbrt.residency.routing import Routed, RoutedLayer, Routing, generate_routing
 from vbrt.residency.simulate import simulate
@@ -128,6 +135,8 @@ class Decoder:
             self.step()
             if turn == 0 and self._how == "compiled":  # an eager pass comes first: it gives the experts their cache
                 self._model = torch.compile(self._model, options=vbrt.compile_options(), dynamic=False)
+        if host_decides(self._model):
+            return self.step
         if self._how == "joined":
             warm()
             self._compute = joined(self._forward, same_bits=False)
@@ -150,6 +159,7 @@ class Run:
     hits: float = 0.0
     misses: float = 0.0
     bytes_in: float = 0.0
+    computed: float = 0.0
 
 
 def decode(model: nn.Module, trace: Trace, *, how: str) -> Run:
@@ -176,13 +186,27 @@ def decode(model: nn.Module, trace: Trace, *, how: str) -> Run:
     return Run(seconds, *((after - early) / COUNTED for after, early in zip(counts_of(model), before, strict=True)))
 
 
-def counts_of(model: nn.Module) -> tuple[int, int, int]:
-    """Hits, misses and bytes of all device caches of a wrapped model; zeros without one."""
+def host_decides(model: nn.Module) -> bool:
+    """True for a wrapped model whose experts move, and the host decides which."""
+    wrapped = isinstance(model, vbrt.VBModelWrapper)
+    return wrapped and any(handle.streams and handle.deciding.cache is None for handle in expert_handles(model))
+
+
+def counts_of(model: nn.Module) -> tuple[int, int, int, int]:
+    """Hits, misses, bytes and computed experts of a wrapped model: as the device counts them, or the host; zeros where
+    no page moves."""
+    if host_decides(model):
+        layers = [layer for layer in model.stats().layers.values() if layer.experts is not None]
+        top = f">{model.stack.names[0]}"
+        moved = sum(n for layer in layers for link, n in layer.bytes_moved.items() if link.endswith(top))
+        counts = (sum(layer.hits for layer in layers), sum(layer.misses for layer in layers))
+        return *counts, moved, sum(layer.experts.computed for layer in layers)
     found = [counts for cache in device_caches(model) for counts in cache.counts().values()]
     return (
         sum(int(c.hits.sum()) for c in found),
         sum(int(c.misses.sum()) for c in found),
         sum(c.bytes_in for c in found),
+        0,
     )
 
 
@@ -250,9 +274,22 @@ def limit_seconds(resident_s: float, bytes_in: float) -> float:
     return resident_s + bytes_in / LINK_BYTES_S
 
 
-def cached_row(vb: vbrt.VBModelWrapper, trace: Trace, share: float, resident: Run, *, how: str) -> dict[str, object]:
+def use_miss(vb: vbrt.VBModelWrapper, miss: str) -> None:
+    """Have a model treat missed experts in another way, as if it had been wrapped so."""
+    attachment = vb._attachment
+    attachment.missed = None if miss == "fetch" else MissedExperts(miss)
+    attachment.expert_cache.missed = attachment.missed
+    for handle in expert_handles(vb):
+        handle.deciding.missed = attachment.missed
+    attachment.expert_cache.reset()
+
+
+def cached_row(
+    vb: vbrt.VBModelWrapper, trace: Trace, share: float, resident: Run, *, how: str, miss: str = "fetch"
+) -> dict[str, object]:
     """Decode with a share of the expert pages on the GPU."""
     forget_graphs(vb)
+    use_miss(vb, miss)
     vb.set_budget("gpu", budget_of(vb, share))
     trace.done.clear()
     if torch.cuda.is_available():
@@ -265,11 +302,14 @@ def cached_row(vb: vbrt.VBModelWrapper, trace: Trace, share: float, resident: Ru
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     row = {
         "case": f"{share:.0%} of the expert pages",
+        "miss": miss,
         "decides": sorted({handle.deciding.by for handle in expert_handles(vb)}),
         "ms": run.seconds * 1e3,
         "tokens_s": 1 / run.seconds,
         "hit_rate": run.hits / max(1e-9, run.hits + run.misses),
         "missed_mb": run.bytes_in / 1e6,
+        "computed": run.computed,
+        "rates": stats.missed,
         "of_limit": limit_seconds(resident.seconds, run.bytes_in) / run.seconds,
         "over_resident": run.seconds / resident.seconds,
         "peak_gb": peak / 1e9,
@@ -278,7 +318,7 @@ def cached_row(vb: vbrt.VBModelWrapper, trace: Trace, share: float, resident: Ru
         "fallbacks": list(stats.fallbacks),
     }
     if device_caches(vb):
-        hits, misses, _ = counts_of(vb)
+        hits, misses, *_ = counts_of(vb)
         row |= {"slots": device_caches(vb)[0].slots(0)}
         row |= {"counts_are_simulated": (hits, misses) == expected(vb, trace)}
     return row
@@ -294,7 +334,14 @@ def routing_of(model: nn.Module, tokens: int) -> Routing:
 
 
 def rows(
-    layers: int, shares: Sequence[float], device: torch.device, *, gpu: str = "24GiB", how: str = "eager", **shape: int
+    layers: int,
+    shares: Sequence[float],
+    device: torch.device,
+    *,
+    gpu: str = "24GiB",
+    how: str = "eager",
+    misses: Sequence[str] = ("fetch",),
+    **shape: int,
 ) -> Iterator[dict[str, object]]:
     """Yield the row of each case."""
     start = time.perf_counter()
@@ -325,9 +372,9 @@ def rows(
     if device.type == "cuda" and shares:
         put_below(vb)
         note("put below", start)
-    for share in shares:
-        yield cached_row(vb, trace, share, resident, how=how)
-        note(f"{share:.0%}", start)
+    for share, miss in itertools.product(shares, misses):
+        yield cached_row(vb, trace, share, resident, how=how, miss=miss)
+        note(f"{share:.0%}, {miss}", start)
     vb.close()
 
 
@@ -347,15 +394,17 @@ def main() -> None:
     parser.add_argument(
         "--how", choices=("joined", "eager", "compiled"), default="joined", help="compiled takes minutes"
     )
+    parser.add_argument("--miss", nargs="+", choices=MISSES, default=["fetch"], help="what becomes of missed experts")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     done = []
     shares = [share / 100 for share in args.shares]
-    for row in rows(args.layers, shares, torch.device("cuda", 0), how=args.how):
+    for row in rows(args.layers, shares, torch.device("cuda", 0), how=args.how, misses=args.miss):
         say(row)
         done.append(row)
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
-    out = args.out or ROOT / "benchmarks" / "results" / f"experts-decode-{name}.json"
+    what = "experts-decode" if args.miss == ["fetch"] else "experts-missed"
+    out = args.out or ROOT / "benchmarks" / "results" / f"{what}-{name}.json"
     out.write_text(
         json.dumps({"machine": machine(), "layers": args.layers, "how": args.how, "rows": done}, indent=1) + "\n"
     )

@@ -6,7 +6,9 @@ import torch
 pytest.importorskip("transformers")
 
 from scripts import experts_decode
-from scripts.experts_decode import Trace, build, limit_seconds, routing_of, rows
+from scripts.experts_decode import Run, Trace, build, cached_row, limit_seconds, routing_of, rows
+from tests.layers.experts.beside_gpu import wrap_beside
+from vbrt.config import MISSES
 
 CPU = torch.device("cpu")
 TINY = {
@@ -50,3 +52,17 @@ def test_a_tiny_model_has_rows(monkeypatch):
         "4 bits, resident, joined",
     ]
     assert all(row["ms"] > 0 and row["tokens_s"] == pytest.approx(1e3 / row["ms"]) for row in done)
+
+
+@torch.no_grad()
+def test_missed_experts_are_fetched_computed_or_divided_side_by_side(monkeypatch):
+    monkeypatch.setattr(experts_decode, "WARM", 1)
+    monkeypatch.setattr(experts_decode, "COUNTED", 4)
+    model = build(2, CPU, **TINY)
+    trace = Trace(routing_of(model, 12), CPU)
+    trace.lead(model)
+    vb = wrap_beside(monkeypatch, model, room=4)
+    monkeypatch.setattr(type(vb), "set_budget", lambda self, tier, nbytes: nbytes)  # the memory that stands for a GPU's
+    found = {miss: cached_row(vb, trace, 0.25, Run(1e-3), how="joined", miss=miss) for miss in MISSES}
+    assert {row["decides"][0] for row in found.values()} == {"host"} and found["fetch"]["missed_mb"] > 0
+    assert found["compute"]["computed"] > found["fetch"]["computed"] == 0 and "GB/s" in found["auto"]["rates"]

@@ -34,17 +34,15 @@ _PASSING = 4  # pages of other layers that pass through the GPU beside the cache
 class ExpertCache:
     """The device cache of one model, if it has one.
 
-    Args:
-        missed: what the model does about missing experts; None: it fetches them.
-
     Attributes:
+        missed: what the model does about missing experts; None: it fetches them.
         fallbacks: why the host decides; empty where it should, or does not.
     """
 
     def __init__(
         self, stack: TierStack, layers: Callable[[], Iterable["SwappedLayer"]], missed: MissedExperts | None = None
     ) -> None:
-        self._stack, self._layers, self._missed = stack, layers, missed
+        self._stack, self._layers, self.missed = stack, layers, missed
         self._cache: DeviceCache | None = None
         self._handles: dict[str, ExpertsHandle] = {}  # by name, in the order of the cache's layers
         self._lock = threading.Lock()  # of what has been told
@@ -80,7 +78,7 @@ class ExpertCache:
             return
         try:
             capacity = self._room(served)
-            if self._missed is not None and not self._missed.left_to_device(served.values(), capacity):
+            if self.missed is not None and not self.missed.left_to_device(served.values(), capacity):
                 return
             keys, policy = {name: handle.keys for name, handle in served.items()}, self._stack.levels[0].policy
             self._cache = DeviceCache(self._stack, keys, capacity, scope=policy.scope)

@@ -25,7 +25,7 @@ from vbrt.host.crew import Crew
 from vbrt.kernels.cpu import build
 from vbrt.layers.experts.gates import kept_gate
 from vbrt.layers.experts.host_work import HostLayer, HostWork, Operands, host_ops, host_pages
-from vbrt.residency.missed import Missed, MissRates, computed_experts, host_pays
+from vbrt.residency.missed import Missed, MissRates, computed_experts, expected_misses, host_pays
 from vbrt.tiers.lower import LowerLease, has_host_below, missing_worth
 
 if TYPE_CHECKING:
@@ -125,8 +125,8 @@ class MissedExperts:
             return not served
         share = min(1.0, room_bytes / max(1, sum(page.nbytes for handle, _ in layers for page in handle.pages)))
         handle, layer = max(served, key=lambda one: one[0].pages[0].nbytes)
-        rates, missed_bytes = self.rates_of(layer), (1 - share) * handle.spec.top_k * handle.pages[0].nbytes
-        if rates is None or host_pays(missed_bytes, rates):
+        rates = self.rates_of(layer)
+        if rates is None or host_pays(expected_misses(handle.spec.top_k * handle.pages[0].nbytes, share), rates):
             return False
         self.announce(f"the GPU decides, which is faster at {rates}")
         return True
