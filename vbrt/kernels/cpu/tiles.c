@@ -19,39 +19,44 @@ typedef struct {
     int64_t rows, columns, block;    /* N, K, columns under one scale */
 } Order;
 
-/* byte of two codes, the even column in the low nibble, of a masked pair of halves */
+/* Byte of two codes, the even column in the low nibble, of a pair of halves; higher bits are not zero. Of each half bit
+ * 15 is the code's sign, bits 8 to 6 its magnitude, and the others are of no account. */
 static inline uint32_t two_codes(uint32_t pair) {
-    return ((pair >> 12) & 0x08) | ((pair >> 6) & 0x07) | ((pair >> 24) & 0x80) | ((pair >> 18) & 0x70);
+    const uint32_t codes = ((pair >> 6) & 0x00070007) | ((pair >> 12) & 0x00080008);
+    return codes | codes >> 12;
+}
+
+static inline uint16_t four_codes(uint32_t first, uint32_t second) {
+    return (uint16_t)((two_codes(first) & 0xFF) | two_codes(second) << 8);
 }
 
 /* codes [16][64] bytes of one tile */
 static void tile_codes(const uint32_t *words, uint8_t codes[ROWS][COLUMNS / 2]) {
-    uint16_t upper[WORDS], lower[WORDS];  /* four codes of rows g, and of rows g + 8 */
+    uint16_t upper[WORDS], lower[WORDS];  /* of rows g, and of rows g + 8 */
     for (int i = 0; i < WORDS; i++) {
-        const uint32_t w = words[i], turned = (w << 12) | (w >> 20);
-        upper[i] = (uint16_t)(two_codes((w << 2) & MASK) | two_codes(turned & MASK) << 8);
-        lower[i] = (uint16_t)(two_codes((w << 6) & MASK) | two_codes((w ^ (w >> 8)) & MASK) << 8);
+        const uint32_t w = words[i];
+        upper[i] = four_codes(w << 2, (w << 12) | (w >> 20));
+        lower[i] = four_codes(w << 6, w ^ (w >> 8));
     }
-    for (int half = 0; half < 2; half++)  /* word: half g t p j; a lane's upper half of t turns p around */
+    for (int half = 0; half < 2; half++)  /* words: half g t, then four of eight columns each */
         for (int g = 0; g < 8; g++)
-            for (int t = 0; t < 4; t++)
-                for (int p = 0; p < 2; p++) {
-                    const int word = half * 128 + g * 16 + t * 4 + p * 2;
-                    const int at = 16 * t + 8 * half + 4 * (p ^ (t >> 1));
-                    memcpy(codes[g] + at, upper + word, 4);
-                    memcpy(codes[g + 8] + at, lower + word, 4);
-                }
+            for (int t = 0; t < 4; t++) {
+                const int word = half * 128 + g * 16 + t * 4, at = 16 * t + 8 * half, turned = t >> 1 << 1;
+                memcpy(codes[g] + at, upper + word + turned, 4);
+                memcpy(codes[g] + at + 4, upper + word + 2 - turned, 4);
+                memcpy(codes[g + 8] + at, lower + word + turned, 4);
+                memcpy(codes[g + 8] + at + 4, lower + word + 2 - turned, 4);
+            }
 }
 
-static void tile_scales(const uint8_t *from, int per_lane, int shift, uint8_t *to, int64_t pitch, int64_t rows, int64_t blocks) {
+/* scales of one tile, which lie by lane: g t, then those of row g before those of row g + 8 */
+static void tile_scales(const uint8_t *from, int per_lane, int shift, uint8_t scales[ROWS][COLUMNS / 16]) {
     for (int g = 0; g < 8; g++)
-        for (int t = 0; t < 4; t++)
-            for (int h = 0; h < 2; h++)
-                for (int b = 0; b < per_lane; b++) {
-                    const uint8_t byte = *from++;
-                    if (g + 8 * h < rows && t * per_lane + b < blocks)
-                        to[(g + 8 * h) * pitch + t * per_lane + b] = (uint8_t)(byte + shift);
-                }
+        for (int t = 0; t < 4; t++, from += 2 * per_lane)
+            for (int b = 0; b < per_lane; b++) {
+                scales[g][t * per_lane + b] = (uint8_t)(from[b] + shift);
+                scales[g + 8][t * per_lane + b] = (uint8_t)(from[per_lane + b] + shift);
+            }
 }
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -72,12 +77,19 @@ static void row_of_tiles(const Order *o, int64_t page, int64_t row) {
     }
     for (int64_t u = 0; u < across; u++, from += words * 4) {
         uint32_t here[WORDS];
-        uint8_t codes[ROWS][COLUMNS / 2];
+        uint8_t codes[ROWS][COLUMNS / 2], scales[ROWS][COLUMNS / 16];
         memcpy(here, from, sizeof here);
         tile_codes(here, codes);
+        if (per_tile == 8) tile_scales(from + 4 * WORDS, 2, shift, scales);
+        else tile_scales(from + 4 * WORDS, per_tile / 4, shift, scales);
         const int64_t bytes = smaller(COLUMNS / 2, pitch - u * (COLUMNS / 2));
-        for (int64_t r = 0; r < rows; r++) memcpy(codes_to + r * pitch + u * (COLUMNS / 2), codes[r], bytes);
-        tile_scales(from + 4 * WORDS, per_tile / 4, shift, scales_to + u * per_tile, blocks, rows, blocks - u * per_tile);
+        const int64_t few = smaller(per_tile, blocks - u * per_tile);
+        for (int64_t r = 0; r < rows; r++) {
+            if (bytes == COLUMNS / 2) memcpy(codes_to + r * pitch + u * (COLUMNS / 2), codes[r], COLUMNS / 2);
+            else memcpy(codes_to + r * pitch + u * (COLUMNS / 2), codes[r], bytes);
+            if (few == 8) memcpy(scales_to + r * blocks + u * per_tile, scales[r], 8);
+            else memcpy(scales_to + r * blocks + u * per_tile, scales[r], few);
+        }
     }
     if (row == 0 && o->unit_to >= 0) memcpy(o->to[page] + o->unit_to, o->from[page] + o->unit, 4);
 }

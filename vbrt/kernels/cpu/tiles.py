@@ -12,6 +12,7 @@ from torch import Tensor
 from vbrt.config.formats import FORMATS as RECORDS
 from vbrt.errors import KernelError
 from vbrt.formats.page import PageLayout
+from vbrt.kernels.cpu import recycle
 from vbrt.kernels.cpu.build import Order, library
 from vbrt.kernels.cuda.e2m1.tiles import TILES
 from vbrt.kernels.experts import ExpertPages
@@ -35,7 +36,7 @@ def in_rows(pages: ExpertPages, layout: PageLayout) -> ExpertPages:
     if strange:
         raise KernelError(f"pages of {', '.join(strange)} are neither in the format's order nor in that of tiles")
     held = {expert: page for expert, page in enumerate(pages.pages) if page is not None}
-    memory = torch.empty(len(held), layout.nbytes, dtype=torch.uint8, device="cpu")
+    memory = recycle.empty((len(held), layout.nbytes), torch.uint8)
     copies: list[Tensor | None] = [None] * pages.experts
     for expert, page in zip(held, memory, strict=True):
         copies[expert] = page
