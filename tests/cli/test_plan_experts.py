@@ -58,6 +58,16 @@ def test_a_token_of_qwen_costs_what_the_links_make_it_cost(capsys):
     assert cost["streamed_bytes"] == 0 and cost["simulated_hit_rates"] == {}
 
 
+def test_missed_experts_are_done_with_by_link_and_cpu_together(capsys):
+    options = ("--gpu-memory", "6GiB", "--link", "50", "--host", "30", "--set")
+    for miss, rate in (("compute", 30), ("auto", 80), ("fetch", 50)):
+        cost = planned(capsys, "qwen3-30b-a3b", *options, f"experts.miss={miss}")["experts"]
+        assert cost["tokens_per_s"]["0"] == pytest.approx(rate * GB / cost["cold_token_bytes"]) and cost["miss"] == miss
+    model = str(CONFIGS / "qwen3-30b-a3b.json")
+    assert cli.main(["plan", model, "--ram", "64GiB", *options, "experts.miss=auto"]) == 0
+    assert 'experts.miss = "auto": 80 GB/s of missed experts, with 30 on the CPU.' in capsys.readouterr().out
+
+
 def test_the_table_says_what_it_assumes(capsys):
     model = str(CONFIGS / "qwen3-30b-a3b.json")
     assert cli.main(["plan", model, "--gpu-memory", "6GiB", "--ram", "8GiB", "--ssd", "100GiB", "--drive", "7"]) == 0

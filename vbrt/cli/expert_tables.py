@@ -10,6 +10,7 @@ from rich.table import Table
 
 from vbrt.cli.screen import add_row, table_of
 from vbrt.errors import ConfigError
+from vbrt.residency.missed import CPU_GB_PER_S, missed_gb_per_s
 from vbrt.residency.plan import Plan, format_bytes
 from vbrt.residency.routing_file import read_routing
 from vbrt.residency.token_cost import HIT_RATES, TokenCost, fitted, simulated_hits, token_cost
@@ -20,12 +21,14 @@ __all__ = ["ExpertReport"]
 @dataclass(frozen=True, slots=True)
 class ExpertReport:
     """The cost of a token, the rates of links that are assumed, and hit rates: assumed ones, and simulated ones by
-    policy."""
+    policy. `cpu_gb_per_s`: assumed, at which the CPU computes missed experts; `miss`: what becomes of those."""
 
     tier: str
     cost: TokenCost
     gb_per_s: Mapping[str, float]
     simulated: Mapping[str, float]
+    miss: str = "fetch"
+    cpu_gb_per_s: float = CPU_GB_PER_S
 
     @classmethod
     def of(cls, plan: Plan, gb_per_s: Mapping[str, float], routing: Path | None) -> Self | None:
@@ -58,8 +61,19 @@ class ExpertReport:
             "room_bytes": cost.room_bytes,
             "assumed_gb_per_s": dict(rates),
             "simulated_hit_rates": dict(self.simulated),
-            "tokens_per_s": {name: cost.tokens_per_s(rate, rates) for name, rate in hits.items() if cost.cold_bytes},
+            "tokens_per_s": {name: self._tokens_per_s(rate) for name, rate in hits.items() if cost.cold_bytes},
+            "miss": self.miss,
         }
+
+    @property
+    def missed_gb_per_s(self) -> dict[str, float]:
+        """The rates at which missed experts are done with, where they are not all fetched, by home."""
+        if self.miss == "fetch" or self.tier == "cpu" or "cpu" not in self.gb_per_s:
+            return {}
+        return {"cpu": missed_gb_per_s(self.miss, self.gb_per_s["cpu"], self.cpu_gb_per_s)}
+
+    def _tokens_per_s(self, hit_rate: float) -> float:
+        return self.cost.tokens_per_s(hit_rate, self.gb_per_s, self.missed_gb_per_s)
 
     def print(self, console: Console) -> None:
         """Print it for people."""
@@ -83,6 +97,9 @@ class ExpertReport:
         console.print(self._table())
         links = " and ".join(f"{self.gb_per_s[home]:g} GB/s from the {home} tier" for home in self._homes())
         console.print(f"By the links alone, with {links}; computing comes on top.")
+        if self.missed_gb_per_s:
+            together = f"{self.missed_gb_per_s['cpu']:g} GB/s of missed experts"
+            console.print(f'experts.miss = "{self.miss}": {together}, with {self.cpu_gb_per_s:g} on the CPU.')
 
     def _homes(self) -> list[str]:
         return [home for home in self.gb_per_s if home in self.cost.cold_bytes or home in self.cost.streamed_bytes]
@@ -93,7 +110,7 @@ class ExpertReport:
         rows |= {f"{rate:.1%} simulated: {policy}": rate for policy, rate in self.simulated.items()}
         for name, rate in rows.items():
             loaded = self.cost.loaded_bytes(rate) + sum(self.cost.streamed_bytes.values())
-            add_row(table, name, format_bytes(loaded), _rounded(self.cost.tokens_per_s(rate, self.gb_per_s)))
+            add_row(table, name, format_bytes(loaded), _rounded(self._tokens_per_s(rate)))
         return table
 
 

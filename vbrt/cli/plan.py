@@ -3,7 +3,7 @@
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from vbrt.cli.rank_tables import print_ways, ways_on
 from vbrt.cli.screen import console_for_stdout, working
 from vbrt.config import DEFAULT_PRESET, Machine, VBConfig
 from vbrt.errors import ConfigError, VBError
+from vbrt.residency.missed import CPU_GB_PER_S
 from vbrt.residency.needs import tier_needs
 from vbrt.residency.plan import Plan
 from vbrt.residency.token_cost import LINK_GB_PER_S
@@ -45,6 +46,11 @@ def add(commands: Any) -> None:
     machine.add_argument(
         "--link", metavar="GB/s", help=f"from host memory to its GPU (default {LINK_GB_PER_S['cpu']:.0f})"
     )
+    machine.add_argument(
+        "--host",
+        metavar="GB/s",
+        help=f"of pages of missed experts that its CPU computes with, for experts.miss (default {CPU_GB_PER_S:.0f})",
+    )
     machine.add_argument("--drive", metavar="GB/s", help=f"from its drive (default {LINK_GB_PER_S['ssd']:.0f})")
     parser.add_argument(
         "--routing", metavar="FILE", type=Path, help="a file of vb.record_routing: hit rates of routed experts"
@@ -73,6 +79,10 @@ def _plan(args: argparse.Namespace) -> int:
                 raise
     needs = tier_needs(plan, machine)
     experts = ExpertReport.of(plan, rates, args.routing)
+    if experts is not None:
+        host = _rate(args.host, "--host").get("host", CPU_GB_PER_S)
+        fetches = any(swap.lossless for swap in plan.routed)
+        experts = replace(experts, miss="fetch" if fetches else config.experts.miss, cpu_gb_per_s=host)
     ways = None if args.ranks is None else ways_on(args.ranks, plan, rates["cpu"], given=args.link is not None)
     if args.json:
         head = {"model": type(model).__name__, "config": config.to_dict(), "machine": asdict(machine)}
@@ -110,4 +120,4 @@ def _rate(text: str | None, flag: str) -> dict[str, float]:
         rate = 0.0
     if not 0 < rate < float("inf"):
         raise VBError(f"{flag} {text}: expected gigabytes a second, such as 50")
-    return {"cpu" if flag == "--link" else "ssd": rate}
+    return {{"--link": "cpu", "--drive": "ssd", "--host": "host"}[flag]: rate}

@@ -9,7 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["HOST_SECONDS", "MissRates", "Missed", "computed_experts", "expected_misses", "host_pays"]
+__all__ = [
+    "CPU_GB_PER_S",
+    "HOST_SECONDS",
+    "MissRates",
+    "Missed",
+    "computed_experts",
+    "expected_misses",
+    "host_pays",
+    "missed_gb_per_s",
+]
 
 #: seconds that a layer takes longer where the host decides: it waits for the ids and launches kernels one by one.
 #: An assumption; eager steps of Qwen3-30B-A3B's shape take about so much longer than recorded ones, by layer
@@ -82,6 +91,17 @@ def computed_experts(missed: Sequence[Missed], rates: MissRates | None) -> tuple
         if longer < best:
             best, count = longer, done
     return tuple(sorted(one.expert for one in order[:count]))
+
+
+#: assumed GB/s of pages that the CPU of a host with 16 cores computes with. Two cores of a Zen 4 take 11 GB/s in the
+#: format's order, and 4 in that of a GPU's tiles, which they unpack first
+CPU_GB_PER_S = 20.0
+
+
+def missed_gb_per_s(miss: str, link_gb_per_s: float, cpu_gb_per_s: float) -> float:
+    """Return the GB/s at which missed pages in host memory are done with, as `experts.miss` has it."""
+    rates = {"fetch": link_gb_per_s, "compute": cpu_gb_per_s, "auto": link_gb_per_s + cpu_gb_per_s}
+    return rates[miss]
 
 
 def expected_misses(token_bytes: float, share: float) -> float:

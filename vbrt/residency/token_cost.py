@@ -41,9 +41,19 @@ class TokenCost:
         """Bytes of experts that a token loads at a hit rate."""
         return (1 - hit_rate) * sum(self.cold_bytes.values())
 
-    def tokens_per_s(self, hit_rate: float, gb_per_s: Mapping[str, float] = LINK_GB_PER_S) -> float:
-        """Tokens a second at a hit rate by the links alone, one copy after another, computing not counted."""
-        seconds = sum((1 - hit_rate) * nbytes / gb_per_s[home] for home, nbytes in self.cold_bytes.items())
+    def tokens_per_s(
+        self,
+        hit_rate: float,
+        gb_per_s: Mapping[str, float] = LINK_GB_PER_S,
+        missed_gb_per_s: Mapping[str, float] | None = None,
+    ) -> float:
+        """Tokens a second at a hit rate by the links alone, one copy after another, computing not counted.
+
+        Args:
+            missed_gb_per_s: of experts, by home, where they are not all fetched; by default as the links bring them.
+        """
+        rates = {**gb_per_s, **(missed_gb_per_s or {})}
+        seconds = sum((1 - hit_rate) * nbytes / rates[home] for home, nbytes in self.cold_bytes.items())
         seconds += sum(nbytes / gb_per_s[home] for home, nbytes in self.streamed_bytes.items())
         return 1e9 / seconds if seconds else float("inf")
 
