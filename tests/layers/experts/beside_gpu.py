@@ -19,7 +19,7 @@ def wrap_beside(
     monkeypatch, model: nn.Module, format: str = "nvfp4", *, room: int, miss: str = "fetch", policy=None, **tiers: Any
 ) -> vbrt.VBModelWrapper:
     """The experts of a model live in host memory, or on a drive; `room` pages of them fit into the upper memory."""
-    settings = config(format, include=["*.experts"]) | {"experts": {"miss": miss}}
+    settings = config(format, include=["*experts"]) | {"experts": {"miss": miss}}
     settings["tiers"] |= tiers
 
     def build_stack(plan, config, factory=None):

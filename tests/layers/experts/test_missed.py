@@ -9,14 +9,26 @@ import vbrt
 from tests.layers.experts.beside_gpu import wrap_beside
 from tests.matrix import matrix
 from tests.models import TOKENS, config, qwen3_moe, wrap
+from tests.zoo.experts import EXPERTS, experts_module, routed
 from vbrt.errors import KernelError
+from vbrt.kernels.cpu import build
 from vbrt.layers.experts import host_work
 from vbrt.layers.experts.missed import MissedExperts
 from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.missed import MissRates
 
+WHY = build.refusal(torch.device("cpu"), "experts")
+pytestmark = pytest.mark.skipif(WHY is not None, reason=str(WHY))
 NAME = "model.layers.0.mlp.experts"
 EVEN = MissRates(1e9, 1e9)  # as fast as the link: half of the misses each
+
+
+class Holder(torch.nn.Module):
+    """A module around experts."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.experts = experts
 
 
 def _layer(vb):
@@ -151,6 +163,20 @@ def test_what_the_cpu_does_not_compute_is_fetched_and_said_once(monkeypatch, for
     assert not stats.layers[NAME].experts.computed and sum(words[:8] in reason for reason in stats.fallbacks) == 1
 
 
+@pytest.mark.parametrize("name", ["GptOssExperts", "AriaExperts", "NemotronHExperts", "MuseSparkExperts"])
+@torch.no_grad()
+def test_gates_biases_and_norms_count_where_experts_are_computed(monkeypatch, name):
+    """Interleaved gates with biases, turned matrices, no gates, a norm behind."""
+    found = {}
+    for miss in ("fetch", "compute"):
+        x, ids, weights = routed(experts_module(name), tokens=1)
+        vb = wrap_beside(monkeypatch, Holder(experts_module(name)), room=3, miss=miss)
+        found[miss] = [vb.model.experts(x, (ids + turn) % EXPERTS, weights) for turn in range(3)]
+        assert bool(vb.stats().layers["experts"].experts.computed) is (miss == "compute"), vb.stats().fallbacks
+    for got, want in zip(found["compute"], found["fetch"], strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-3)
+
+
 def test_prompts_and_passes_with_gradients_fetch(monkeypatch):
     vb = wrap_beside(monkeypatch, qwen3_moe(dtype=torch.float32), room=6, miss="compute")
     x, ids = torch.randn(1, 64, requires_grad=True), torch.tensor([[2, 3]])
@@ -180,3 +206,17 @@ def test_rates_are_measured_once_and_misses_divided_by_them(monkeypatch):
     assert min(rates.link_bytes_s, rates.cpu_bytes_s, rates.call_s) > 0
     _outputs(vb, [[5, 6]])
     assert vb._attachment.missed.rates is rates and "GB/s on the CPU" in vb.stats().missed
+
+
+@torch.no_grad()
+def test_the_device_decides_where_the_host_would_take_longer_or_cannot_compute(monkeypatch):
+    vb = wrap_beside(monkeypatch, qwen3_moe(), room=4, miss="compute")
+    handles = [_layer(vb).handle]
+    asked, slow, fast = vb._attachment.missed, MissedExperts("auto"), MissedExperts("auto")
+    slow.rates, fast.rates = MissRates(50e9, 20e9), MissRates(1e6, 1e9)
+    assert [missed.left_to_device(handles, 4096) for missed in (asked, slow, fast)] == [False, True, False]
+    words = "the GPU decides, which is faster at 50.0 GB/s over the link and 20.0 GB/s on the CPU"
+    assert slow.fallbacks == [f'experts.miss = "auto": missed experts are fetched: {words}']
+    exact = wrap_beside(monkeypatch, qwen3_moe(), "exact", room=8, miss="compute")
+    with pytest.warns(UserWarning, match="held as"):
+        assert exact._attachment.missed.left_to_device([_layer(exact).handle], 4096)
