@@ -8,11 +8,13 @@ from vbrt.kernels.cpu import build, compiler
 
 
 @pytest.fixture
-def use_libraries(monkeypatch):
-    """Makes all kernels of the process run `load(source)` for as long as a test runs."""
+def use_library(monkeypatch):
+    """Puts a library in the place of a source's own for as long as a test runs."""
+    own = build._build
 
-    def use(load):
-        monkeypatch.setattr(build, "_build", lambda source: build._Loaded(load(source), "of a test"))
+    def use(source, library):
+        loaded = build._Loaded(library, "of a test")
+        monkeypatch.setattr(build, "_build", lambda wanted: loaded if wanted == source else own(wanted))
 
     return use
 

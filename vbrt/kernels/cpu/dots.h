@@ -34,6 +34,8 @@ static inline void store(void *to, int type, int64_t at, float value) {
 #include "dots_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__)
 #include "dots_avx2.h"
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+#include "dots_neon.h"
 #else
 #include "dots_plain.h"
 #endif

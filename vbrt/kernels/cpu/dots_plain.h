@@ -1,5 +1,12 @@
-/* `dots` in plain C. */
+/* `dots` in plain C. A span is 16 even columns, then 16 odd ones. */
 #include "dots_spans.h"
+#define SPAN 32
+
+/* One span of x, as fp32. */
+INLINE void spread_span(const float *span, int narrow, void *to) {
+    (void)narrow;
+    for (int k = 0; k < SPAN; k++) ((float *)to)[k % 2 * 16 + k / 2] = span[k];
+}
 
 INLINE void dots(const Dots *d, int rows, int tokens, float *sums) {
     for (int r = 0; r < rows; r++) {

@@ -1,17 +1,21 @@
-/* What `dots` of plain C and of AVX2 share. The codes of 32 columns are 16 bytes: even columns, then odd ones. */
-#define SPAN 32
+/* What `dots` for AVX2, for NEON and in plain C share: fp32 scales by byte, and levels as bytes for lookups of 16 codes at
+ * a time. The codes of 16 columns are eight bytes, which never straddle two blocks. */
 
-/* Values by scale byte, times the unit. */
-typedef struct { float values[256]; } Scales;
+typedef struct {
+    float values[256];  /* by scale byte, times the unit */
+    uint8_t bytes[4][16];  /* of the levels, the highest last */
+} Scales;
 
 typedef struct {
     const uint8_t *codes[2], *scales[2];  /* by row */
     const float *levels;  /* [16] */
     int scale_type, shift;  /* a block has 1 << shift columns */
     const float *values;  /* [256] by scale byte: value * unit */
+    const uint8_t (*bytes)[16];
     const void *x[TOKENS];  /* in spans */
     int64_t columns;
     int narrow;  /* x is bf16; levels are numbers that bf16 has */
+    int upper;  /* levels are numbers that bf16 has: the upper two bytes are all */
 } Dots;
 
 INLINE float scale_at(const Dots *d, int r, int64_t block) {
@@ -20,11 +24,12 @@ INLINE float scale_at(const Dots *d, int r, int64_t block) {
 
 static void fill_scales(Dots *d, const float *values, float unit, Scales *scales) {
     for (int i = 0; i < 256 && d->scale_type == BYTE; i++) scales->values[i] = values[i] * unit;
-    d->values = scales->values;
-}
-
-/* One span of x, as fp32. */
-INLINE void spread_span(const float *span, int narrow, void *to) {
-    (void)narrow;
-    for (int k = 0; k < SPAN; k++) ((float *)to)[k % 2 * 16 + k / 2] = span[k];
+    d->upper = 1;
+    for (int code = 0; code < 16; code++) {
+        uint32_t bits;
+        memcpy(&bits, d->levels + code, 4);
+        for (int i = 0; i < 4; i++) scales->bytes[i][code] = (uint8_t)(bits >> 8 * i);
+        d->upper = d->upper && !(bits & 0xFFFF);
+    }
+    d->values = scales->values, d->bytes = (const uint8_t(*)[16])scales->bytes;
 }
