@@ -4,6 +4,9 @@
  * Sixteen blocks go together, a lane each, so that sums over a block add vectors in the order of `rounding.block_sum`.
  */
 #include <stddef.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 #include "numbers.h"
 
 enum { LANES = 16, LARGEST = 128, CELLS = 4096 };
@@ -230,7 +233,7 @@ static void search_levels(
 }
 
 static void encode_levels(const Encoding *e, int64_t begin, int64_t blocks, int block) {
-    float x[LARGEST][LANES], m[LARGEST][LANES], amax[LANES], largest[LANES], scale[LANES], divisor[LANES];
+    float x[LARGEST][LANES], m[LARGEST][LANES], amax[LANES], largest[LANES] = {0}, scale[LANES], divisor[LANES];
     const int there = blocks - begin < LANES ? (int)(blocks - begin) : LANES;
     load(e, begin, blocks, block, e->type, x, m);
     for (int lane = 0; lane < LANES; lane++) amax[lane] = -1;

@@ -14,6 +14,7 @@ from vbrt.kernels.cpu.build import library
 __all__ = ["split", "split_in_c"]
 
 _STEP = 1 << 22  # weights that a thread splits in a call: it has room for lists of three bytes each
+_SLACK = 64  # split.h's
 
 
 class Splitting(ctypes.Structure):
@@ -50,7 +51,7 @@ def split_in_c(w_NK: Tensor, coarse: dict[str, Tensor], format: BlockFormat) -> 
     counts = torch.zeros(-(-n * k // SPAN), 2, dtype=torch.int32, device="cpu")
     threads = min(n, torch.get_num_threads())
     rows = min(n, max(1, threads * _STEP // k))
-    room = rows * k + threads
+    room = rows * k + threads * _SLACK
     side, escapes = (torch.empty(room, dtype=dtype, device="cpu") for dtype in (torch.int8, torch.int16))
     written = fine["low"], fine.get("nibbles", fine["low"]), side, escapes, counts
     task = Splitting(
