@@ -43,6 +43,7 @@ USUAL = {
     "start": ("torch bf16", "vbrt fp4, bf16", "llama.cpp Q4_0"),
 }
 PROMPT, NEW, LONG = 16, 24, 512
+_WARM = {"new": 6, "tokens": 64}  # of the turn before those that count
 MATRICES = ("5632x2048", "2048x5632")
 
 
@@ -51,7 +52,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._shapes, self._files, self._rounds = options.shapes, options.files, options.rounds
-        self._only, self.left_out = options.only, {}
+        self._only, self._matrices, self.left_out = options.only, options.matrices, {}
 
     def contenders(self, part: str) -> list[Contender]:
         """Return those of a part that can run here."""
@@ -75,7 +76,7 @@ class Bench:
         """Return the seconds of all turns, by contender; the first turn of each is not counted."""
         with self.running(part, shape) as processes:
             for process in processes.values():
-                process.ask(do, **given)
+                process.ask(do, **{key: _WARM.get(key, value) for key, value in given.items()})
             rows: dict[str, dict] = {name: {"seconds": []} for name in processes}
             for _ in range(self._rounds):
                 for name, process in processes.items():
@@ -97,7 +98,7 @@ class Bench:
     def matvec(self) -> dict[str, dict]:
         """One product of a matrix and a token."""
         rows = {}
-        for matrix in MATRICES:
+        for matrix in self._matrices:
             for name, row in self.turns("matvec", matrix, "product", times=8).items():
                 rows[f"{matrix}, {name}"] = row
         return rows
@@ -135,16 +136,17 @@ class Bench:
         tiers = {"cpu": {"budget": pages // 2}, "ssd": {"enabled": True, "path": folder, "io": "direct"}}
         with Process(one, shape, self._files, tiers=tiers) as half:
             half.ask("decode", prompt=PROMPT, new=6)
-            before, row["seconds"], new = half.ask("stats")["moved"], [], 8
+            before, new = half.ask("stats")["moved"], 8
+            row |= {"seconds": [], "drive": []}
             for _ in range(self._rounds):
                 row["seconds"] += half.ask("decode", prompt=PROMPT, new=new)["seconds"]
+                row["drive"] += drive_rates(Path(folder), pages - pages // 2)
             moved = sum(half.ask("stats")["moved"].values()) - sum(before.values())
             row |= {"page_bytes": pages, "moved": moved / (self._rounds * new)}
-            row["drive"] = drive_rates(Path(folder), pages - pages // 2)
         return row
 
 
-def drive_rates(folder: Path, nbytes: int, times: int = 5) -> list[float]:
+def drive_rates(folder: Path, nbytes: int, times: int = 2) -> list[float]:
     """Return bytes a second of reading so many bytes of the largest files of a directory past the page cache."""
     import mmap
     from concurrent.futures import ThreadPoolExecutor
@@ -220,6 +222,7 @@ def parsed(arguments: Iterable[str] | None) -> argparse.Namespace:
     parser.add_argument("--part", nargs="*", choices=USUAL, default=list(USUAL))
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, help="these contenders")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
+    parser.add_argument("--matrices", nargs="*", choices=MATRICES, default=list(MATRICES), help="of the part matvec")
     parser.add_argument("--shapes", nargs=2, default=["1b", "moe"], help="of the Llama, and of the Qwen3-MoE")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "cpu-peers.json")
     return parser.parse_args(arguments)
