@@ -12,12 +12,14 @@ cannot run here are left out, and named with the reason.
 import argparse
 import contextlib
 import json
+import mmap
 import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,6 +46,8 @@ USUAL = {
 }
 PROMPT, NEW, LONG = 16, 24, 512
 _WARM = {"new": 6, "tokens": 64}  # of the turn before those that count
+IOS = ("direct", "buffered")
+_PIECE = 2 << 20  # bytes of a read of the drive's rate
 MATRICES = ("5632x2048", "2048x5632")
 
 
@@ -52,7 +56,8 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._shapes, self._files, self._rounds = options.shapes, options.files, options.rounds
-        self._only, self._matrices, self.left_out = options.only, options.matrices, {}
+        self._only, self._matrices, self._ios = options.only, options.matrices, options.io
+        self.left_out: dict[str, str] = {}
 
     def contenders(self, part: str) -> list[Contender]:
         """Return those of a part that can run here."""
@@ -123,55 +128,48 @@ class Bench:
         """A token with half of the pages on the drive, beside all of them in memory and the drive's own rate."""
         rows = {}
         for one in (one for one in self.contenders("ssd") if one.kind == "vbrt"):
-            with tempfile.TemporaryDirectory(dir=self._files) as folder:
-                rows[one.name] = self._half(one, folder)
+            with Process(one, self._shapes[0], self._files) as whole:
+                whole.ask("decode", prompt=PROMPT, new=NEW)
+                resident = whole.ask("decode", prompt=PROMPT, new=NEW)["seconds"]
+                pages = whole.ask("stats")["page_bytes"]
+            for io in self._ios:
+                with tempfile.TemporaryDirectory(dir=self._files) as folder:
+                    row = self._half(one, pages, {"enabled": True, "path": folder, "io": io})
+                rows[f"{one.name}, {io}"] = row | {"resident": resident, "page_bytes": pages}
         return rows
 
-    def _half(self, one: Contender, folder: str) -> dict:
-        shape = self._shapes[0]
-        with Process(one, shape, self._files) as whole:
-            whole.ask("decode", prompt=PROMPT, new=NEW)
-            row: dict = {"resident": whole.ask("decode", prompt=PROMPT, new=NEW)["seconds"]}
-            pages = whole.ask("stats")["page_bytes"]
-        tiers = {"cpu": {"budget": pages // 2}, "ssd": {"enabled": True, "path": folder, "io": "direct"}}
-        with Process(one, shape, self._files, tiers=tiers) as half:
+    def _half(self, one: Contender, pages: int, ssd: dict) -> dict:
+        tiers, folder = {"cpu": {"budget": pages // 2}, "ssd": ssd}, Path(ssd["path"])
+        with Process(one, self._shapes[0], self._files, tiers=tiers) as half:
             half.ask("decode", prompt=PROMPT, new=6)
             before, new = half.ask("stats")["moved"], 8
-            row |= {"seconds": [], "drive": []}
+            row: dict = {"seconds": [], "drive": []}
             for _ in range(self._rounds):
                 row["seconds"] += half.ask("decode", prompt=PROMPT, new=new)["seconds"]
-                row["drive"] += drive_rates(Path(folder), pages - pages // 2)
+                row["drive"] += drive_rates(folder, pages - pages // 2, direct=ssd["io"] == "direct")
             moved = sum(half.ask("stats")["moved"].values()) - sum(before.values())
-            row |= {"page_bytes": pages, "moved": moved / (self._rounds * new)}
-        return row
+        return row | {"moved": moved / (self._rounds * new)}
 
 
-def drive_rates(folder: Path, nbytes: int, times: int = 2) -> list[float]:
-    """Return bytes a second of reading so many bytes of the largest files of a directory past the page cache."""
-    import mmap
-    from concurrent.futures import ThreadPoolExecutor
+def drive_rates(folder: Path, nbytes: int, *, direct: bool, times: int = 3) -> list[float]:
+    """Return bytes a second of reading so many bytes of the files of a directory into memory, by eight threads."""
+    memory = mmap.mmap(-1, nbytes)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    pieces = [(path, at) for path in folder.rglob("*.page") for at in range(0, path.stat().st_size, _PIECE)]
+    places = range(0, nbytes - _PIECE + 1, _PIECE)
 
-    files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: -path.stat().st_size)
-    memory = mmap.mmap(-1, 8 << 20)
-    buffers = [memoryview(memory)[: 4 << 20], memoryview(memory)[4 << 20 :]]
-
-    def read(half: int) -> int:
-        done = 0
-        for path in files[half::2]:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-            try:
-                at = 0
-                while done < nbytes // 2 and (count := os.preadv(fd, [buffers[half]], at)):
-                    at, done = at + count, done + count
-            finally:
-                os.close(fd)
-        return done
+    def read(piece: tuple[Path, int], place: int) -> int:
+        fd = os.open(piece[0], os.O_RDONLY | (os.O_DIRECT if direct else 0))
+        try:
+            return os.preadv(fd, [memoryview(memory)[place : place + _PIECE]], piece[1])
+        finally:
+            os.close(fd)
 
     rates = []
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(8) as pool:
         for _ in range(times):
             start = time.perf_counter()
-            done = sum(pool.map(read, (0, 1)))
+            done = sum(pool.map(read, pieces, places))
             rates.append(done / (time.perf_counter() - start))
     return rates
 
@@ -223,6 +221,7 @@ def parsed(arguments: Iterable[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, help="these contenders")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
     parser.add_argument("--matrices", nargs="*", choices=MATRICES, default=list(MATRICES), help="of the part matvec")
+    parser.add_argument("--io", nargs="*", choices=IOS, default=list(IOS), help="of the part ssd")
     parser.add_argument("--shapes", nargs=2, default=["1b", "moe"], help="of the Llama, and of the Qwen3-MoE")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "cpu-peers.json")
     return parser.parse_args(arguments)
