@@ -29,6 +29,8 @@ def check_linear(formats=(*cpu_linear.FORMATS, *cpu_linear.LEVELS[:2])):
                 x, bias = torch.randn(tokens, shape[1]).to(dtype), torch.randn(shape[0]).to(dtype)
                 y = cpu_linear._multiply(x, planes, bias, dtype)
                 assert error(y, F.linear(x.double(), w, bias.double())) <= bound
+                x = torch.randn(29, shape[1]).to(dtype)
+                assert error(cpu_linear.linear(x, planes), F.linear(x.double(), w)) <= bound
             assert torch.equal(cpu_linear.decode_weight(planes), reference.decode_weight(planes))
     for name in cpu_linear.FORMATS:
         for dtype, shape in ((torch.bfloat16, (33, 100)), (torch.float16, (5, 4112)), (torch.bfloat16, (64, 640))):

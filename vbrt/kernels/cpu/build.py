@@ -249,7 +249,8 @@ def _declare_linear(library: ctypes.CDLL) -> None:
     library.vbrt_linear.argtypes = (weight, ctypes.POINTER(Product), ctypes.c_int)
     library.vbrt_linears.argtypes = (pointer, ctypes.POINTER(Product), ctypes.c_int, ctypes.c_int)
     library.vbrt_few.argtypes = (pointer, ctypes.c_int, *[pointer] * 3, *[number] * 2, ctypes.c_int, ctypes.c_int)
-    library.vbrt_decode.argtypes = (weight, number, number, pointer, ctypes.c_int)
+    library.vbrt_decode.argtypes = (weight, *[number] * 3, pointer, ctypes.c_int, ctypes.c_int)
+    library.vbrt_panels.argtypes = (weight, ctypes.POINTER(Product), ctypes.c_int)
     library.vbrt_merge.argtypes = (weight, ctypes.POINTER(Fine), pointer, pointer, number, ctypes.c_int)
     library.vbrt_decode.restype = None
 

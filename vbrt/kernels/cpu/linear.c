@@ -182,22 +182,30 @@ int vbrt_few(const Weight *const *weights, int count, const void *x, const void 
     return vbrt_linears(weights, products, count, threads);
 }
 
-/* out fp32 [last - first, K]: rows first to last */
-void vbrt_decode(const Weight *w, int64_t first, int64_t last, float *out, int threads) {
+#define PIECE 1024  /* columns that are decoded before they are rounded: they stay in the first cache */
+
+/* one row, its first `inputs` columns, in numbers of 16 bits */
+static void decode_rounded(const Weight *w, const Pair *pairs, int64_t n, int64_t inputs, int16_t *out, int type) {
+    _Alignas(64) float piece[PIECE];
+    for (int64_t first = 0; first < inputs; first += PIECE) {
+        const int64_t padded = w->columns - first < PIECE ? w->columns - first : PIECE;
+        const int64_t count = inputs - first < padded ? inputs - first : padded;
+        decode(w, pairs, n * w->columns + first, padded, piece);
+        if (type == BF16) for (int64_t k = 0; k < count; k++) out[first + k] = bf16_bits(piece[k]);
+        else for (int64_t k = 0; k < count; k++) out[first + k] = fp16_bits(piece[k]);
+    }
+}
+
+/* rows first to last: out fp32 [last - first, columns], or of 16 bits [last - first, inputs] */
+void vbrt_decode(const Weight *w, int64_t first, int64_t last, int64_t inputs, void *out, int type, int threads) {
     const int64_t k = w->columns;
     Pair pairs[256];
     fill_pairs(w->levels, pairs);
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t n = first; n < last; n++) decode(w, pairs, n * k, k, out + (n - first) * k);
+    for (int64_t n = first; n < last; n++)
+        if (type == FP32) decode(w, pairs, n * k, k, (float *)out + (n - first) * k);
+        else decode_rounded(w, pairs, n, inputs, (int16_t *)out + (n - first) * inputs, type);
 }
 
+#include "panels.h"
 #include "merge.h"
-
-/* the most tokens for which vbrt_linear beats vbrt_decode and a matmul */
-int vbrt_fused_tokens(void) {
-#ifdef __AVX512F__
-    return 16;
-#else
-    return 4;
-#endif
-}

@@ -3,16 +3,17 @@
 `linear.c` decodes codes in registers and multiplies them there, so that a forward reads 4-bit weights and writes none.
 With a fine plane it restores the weight for torch's matmul, about as fast as memory copies it.
 
-Above `fused_tokens` the weight is decoded to the activations' dtype and torch's matmul takes over; in tiles of fp32 on
-an x86 CPU without bf16 instructions, whose 16-bit matmuls take four times as long as those in fp32. What the C code
-does not serve (tensors on other devices) goes through the reference.
+Above `fused_tokens`, tiles are decoded into the cache and multiplied there (`panels.h`) on CPUs with AVX-512. On
+others, and in bf16 where the CPU has AMX, the weight is decoded to the activations' dtype and torch's matmul takes
+over; in tiles of fp32 on an x86 CPU without bf16 instructions, whose 16-bit matmuls take four times as long as those in
+fp32. What the C code does not serve (tensors on other devices) goes through the reference.
 
 Legend: M tokens, N outputs, K inputs, R rows of a tile.
 """
 
 import functools
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from vbrt.config.formats import formats_of
 from vbrt.errors import FormatError
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.base import padded
-from vbrt.formats.blocks import BlockFormat, decode_tile
+from vbrt.formats.blocks import BlockFormat
 from vbrt.formats.fine import SPAN, WIDTH
 from vbrt.formats.levels import Levels
 from vbrt.kernels import reference
@@ -55,7 +56,8 @@ _GROUP = 32  # GROUP of linear.c
 
 @functools.cache
 def fused_tokens() -> int:
-    """The most tokens that the C code multiplies itself; measured with and without AVX-512 at 4096 x 4096."""
+    """The most tokens that are multiplied as codes are decoded in registers; measured at 5632 x 2048 with AVX-512, and
+    at 4096 x 4096 without."""
     return library().vbrt_fused_tokens()
 
 
@@ -64,14 +66,16 @@ def _served(planes: WeightPlanes) -> bool:
 
 
 def route(x: Tensor, planes: WeightPlanes) -> str:
-    """Return how `linear` computes: "fused", "tiles" (decode a tile, multiply it in fp32, and so on), "decode+matmul",
-    "merge+matmul" or "reference"."""
+    """Return how `linear` computes: "fused", "panels", "tiles" (decode a tile, multiply it in fp32, and so on),
+    "decode+matmul", "merge+matmul" or "reference"."""
     if not (x.is_cpu and x.dim() and x.dtype in NUMBERS and _served(planes) and not torch.compiler.is_compiling()):
         return "reference"
     if planes.fine is not None:
         return "merge+matmul"
     if x.numel() <= fused_tokens() * max(1, x.shape[-1]):
         return "fused"
+    if library().vbrt_has_panels() and not (x.dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported()):
+        return "panels"
     return "tiles" if x.dtype in slow_dtypes() else "decode+matmul"
 
 
@@ -115,16 +119,19 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
     reference.check(x, planes, activation)
     if reference.wants_grad(x, bias) or way == "decode+matmul":
         y = F.linear(x, decode_to(planes, x.dtype), bias)
-    elif way == "fused":
-        y = _multiply(x.detach(), planes, bias, x.dtype if activation == "none" else torch.float32)
+    elif way in ("fused", "panels"):
+        multiply = library().vbrt_panels if way == "panels" else library().vbrt_linear
+        y = _multiply(x.detach(), planes, bias, x.dtype if activation == "none" else torch.float32, multiply)
     else:
         y = _multiply_tiles(x.detach(), planes)
         y = y if bias is None else y.add_(bias.detach())
     return reference.ACTIVATIONS[activation](y).to(x.dtype)
 
 
-def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x @ w.T + bias, summed in fp32."""
+def _multiply(
+    x: Tensor, planes: WeightPlanes, bias: Tensor | None, dtype: torch.dtype, multiply: Callable[..., int] | None = None
+) -> Tensor:
+    """x @ w.T + bias, summed in fp32, by a function of the C code (None: that of few tokens)."""
     n, k = planes.shape
     x_MK = x.reshape(-1, k).contiguous()
     y = torch.empty(*x.shape[:-1], n, dtype=dtype, device="cpu")
@@ -135,7 +142,8 @@ def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None, dtype: torch
         x_MK.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(), len(x_MK), k,
         NUMBERS[x.dtype], 0 if bias is None else NUMBERS[bias.dtype], NUMBERS[dtype],
     )  # fmt: skip
-    if not library().vbrt_linear(_weight(planes), product, _threads(y.numel() * k)):
+    multiply = multiply or library().vbrt_linear
+    if not multiply(_weight(planes), product, _threads(y.numel() * k)):
         raise MemoryError(f"linear: no memory for {len(x_MK)} rows of {k} inputs")
     return y
 
@@ -145,33 +153,27 @@ def _multiply_tiles(x: Tensor, planes: WeightPlanes) -> Tensor:
     n, k = planes.shape
     x_MK = x.reshape(-1, k).float()
     y_MN = torch.empty(x_MK.shape[0], n, dtype=torch.float32, device="cpu")
-    for first, last, w_RK in _decoded_rows(planes, _TILE_WEIGHTS):
+    for first, last, w_RK in _decoded_rows(planes, min(n, max(1, _TILE_WEIGHTS // k)), torch.float32):
         y_MN[:, first:last] = x_MK @ w_RK.t()
     return y_MN.view(*x.shape[:-1], n)
 
 
 def decode_to(planes: WeightPlanes, dtype: torch.dtype) -> Tensor:
     """Return the weight [N, K] of a coarse plane in a dtype."""
-    n, k = planes.shape
-    if dtype is torch.float32:
-        ((_, _, w_NK),) = _decoded_rows(planes, n * k)
-        return w_NK.contiguous()
-    w_NK = recycle.empty((n, k), dtype)
-    for first, last, w_RK in _decoded_rows(planes, decode_tile(w_NK.device)):
-        w_NK[first:last] = w_RK
-    return w_NK
+    ((_, _, w_NK),) = _decoded_rows(planes, planes.shape[0], dtype if dtype in NUMBERS else torch.float32)
+    return w_NK.to(dtype).contiguous()
 
 
-def _decoded_rows(planes: WeightPlanes, weights: int) -> Iterator[tuple[int, int, Tensor]]:
-    """(first row, row past the last, fp32 [R, K]) of tiles of about so many weights; each overwrites the one before."""
+def _decoded_rows(planes: WeightPlanes, rows: int, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
+    """(first row, row past the last, [R, K]) of tiles of so many rows; each overwrites the one before."""
     n, k = planes.shape
-    kp = padded(k, get_format(planes.format).block)
-    rows = min(n, max(1, weights // k))
-    w_RK = recycle.empty((rows, kp), torch.float32)
+    columns = padded(k, get_format(planes.format).block) if dtype is torch.float32 else k
+    w_RK = recycle.empty((rows, columns), dtype)
     weight = _weight(planes)
     for first in range(0, n, rows):
         last = min(n, first + rows)
-        library().vbrt_decode(weight, first, last, w_RK.data_ptr(), _threads((last - first) * kp))
+        threads = _threads((last - first) * columns)
+        library().vbrt_decode(weight, first, last, k, w_RK.data_ptr(), NUMBERS[dtype], threads)
         yield first, last, w_RK[: last - first, :k]
 
 

@@ -55,7 +55,11 @@ def _take(nbytes: int) -> mmap.mmap:
             except ValueError:  # another thread was faster
                 continue
             return block
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # private: a fork has its own
+    block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # private: a fork has its own
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            block.madvise(mmap.MADV_HUGEPAGE)
+    return block
 
 
 def _settle() -> None:

@@ -1,0 +1,266 @@
+/* Products of many tokens: 32 rows are decoded into the second cache, turned, and multiplied there by panels of up to 12
+ * tokens, whose sums stay in registers. Nothing of the weight's size is written, and no weight is decoded twice.
+ * A word is an fp32 number or a pair of bf16. A sum is computed in an order that depends on the row's length alone.
+ */
+#ifdef WIDE
+#define SIDE 32      /* rows of a tile */
+#define DEEP 256     /* words of its rows that are decoded at a time */
+#define PANEL 12     /* tokens */
+#define PASS 1020    /* tokens for which a tile is decoded once */
+#define ROW (DEEP + 16)  /* words between decoded rows, no power of two */
+
+typedef struct {
+    float tile[DEEP * SIDE];  /* [word, row] */
+    float rows[16 * ROW];
+    float scales[2 * DEEP / 16 + 32];
+    float sums[PASS * SIDE];  /* [token, row] */
+} Room;
+
+static int64_t row_words(int64_t columns, int pairs) { return (columns / (pairs ? 2 : 1) + 15) / 16 * 16; }
+
+/* sums [tokens, 32] += x [words, tokens] and w [words, 32]; `tokens` and `pairs` are constants once it is inlined */
+INLINE void add_as(const float *x, const float *w, int64_t words, int tokens, int pairs, float *sums) {
+    __m512 sum[PANEL][2];
+#pragma GCC unroll 12
+    for (int m = 0; m < tokens; m++)
+        for (int i = 0; i < 2; i++) sum[m][i] = _mm512_loadu_ps(sums + m * SIDE + 16 * i);
+    for (int64_t k = 0; k < words; k++, x += tokens, w += SIDE) {
+        const __m512 w0 = _mm512_load_ps(w), w1 = _mm512_load_ps(w + 16);
+#pragma GCC unroll 12
+        for (int m = 0; m < tokens; m++) {
+            const __m512 each = _mm512_set1_ps(x[m]);
+#ifdef PAIRS
+            if (pairs) {
+                sum[m][0] = _mm512_dpbf16_ps(sum[m][0], (__m512bh)w0, (__m512bh)each);
+                sum[m][1] = _mm512_dpbf16_ps(sum[m][1], (__m512bh)w1, (__m512bh)each);
+                continue;
+            }
+#endif
+            sum[m][0] = _mm512_fmadd_ps(w0, each, sum[m][0]);
+            sum[m][1] = _mm512_fmadd_ps(w1, each, sum[m][1]);
+        }
+    }
+#pragma GCC unroll 12
+    for (int m = 0; m < tokens; m++)
+        for (int i = 0; i < 2; i++) _mm512_storeu_ps(sums + m * SIDE + 16 * i, sum[m][i]);
+}
+
+#define OF(tokens) \
+    case tokens: \
+        if (pairs) add_as(x, w, words, tokens, 1, sums); \
+        else add_as(x, w, words, tokens, 0, sums); \
+        break;
+
+static void add_panel(const float *x, const float *w, int64_t words, int tokens, int pairs, float *sums) {
+    switch (tokens) {
+        OF(1) OF(2) OF(3) OF(4) OF(5) OF(6) OF(7) OF(8) OF(9) OF(10) OF(11) OF(12)
+    }
+}
+
+/* 16 x 16 words: rows become columns */
+INLINE void turn_words(__m512i *v) {
+    __m512i t[16], u[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            u[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+            u[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+        }
+    for (int c = 0; c < 4; c++) {  /* u[4 i + c] has in lane j column 4 j + c of rows 4 i to 4 i + 3 */
+        const __m512i even0 = _mm512_shuffle_i32x4(u[c], u[4 + c], 0x88), odd0 = _mm512_shuffle_i32x4(u[c], u[4 + c], 0xDD);
+        const __m512i even1 = _mm512_shuffle_i32x4(u[8 + c], u[12 + c], 0x88);
+        const __m512i odd1 = _mm512_shuffle_i32x4(u[8 + c], u[12 + c], 0xDD);
+        v[c] = _mm512_shuffle_i32x4(even0, even1, 0x88);
+        v[4 + c] = _mm512_shuffle_i32x4(odd0, odd1, 0x88);
+        v[8 + c] = _mm512_shuffle_i32x4(even0, even1, 0xDD);
+        v[12 + c] = _mm512_shuffle_i32x4(odd0, odd1, 0xDD);
+    }
+}
+
+/* 16 weights: the lower half of a lane's word is an even column's level, the upper an odd one's */
+INLINE __m512 weights_at(const uint8_t *codes, __m512 levels, float scale) {
+    const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i *)codes));
+    const __m512i both = _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));  /* vpermps looks at the lowest four bits */
+    return _mm512_mul_ps(_mm512_permutexvar_ps(both, levels), _mm512_set1_ps(scale));
+}
+
+/* the words of `columns` weights of a row, to a multiple of 16 words; `pairs` is a constant once it is inlined */
+INLINE void decode_words(const uint8_t *codes, const float *scales, int shift, int64_t columns, __m512 levels, int pairs,
+                         float *out) {
+    if (!pairs)
+        for (int64_t k = 0; k < columns; k += 16)
+            _mm512_store_ps(out + k, weights_at(codes + k / 2, levels, scales[k >> shift]));
+#ifdef PAIRS
+    else
+        for (int64_t k = 0; k < columns; k += 32) {
+            const __m512 low = weights_at(codes + k / 2, levels, scales[k >> shift]);
+            const __m512 high = k + 16 < columns ? weights_at(codes + k / 2 + 8, levels, scales[(k + 16) >> shift])
+                                                 : _mm512_setzero_ps();
+            _mm512_store_si512(out + k / 2, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        }
+#endif
+}
+
+/* The tile of rows from n on, `columns` of them from `first` on; zeros beyond the last row and column. */
+static void fill_tile(const Weight *w, const Dots *d, int64_t n, int64_t first, int64_t columns, int pairs, Room *room) {
+    const __m512 levels = _mm512_loadu_ps(w->levels);
+    const int64_t words = row_words(columns, pairs);
+    Dots row = *d;
+    __m512i table[8];
+    for (int i = 0; i < 8; i++) table[i] = _mm512_loadu_si512(d->halves + 32 * i);
+    for (int half = 0; half < 2; half++) {
+        for (int r = 0; r < 16; r++) {
+            const int64_t at = n + 16 * half + r;
+            float *out = room->rows + r * ROW;
+            if (at >= w->rows) {
+                memset(out, 0, words * sizeof(float));
+                continue;
+            }
+            row.scales[0] = w->scales + at * (w->columns / w->block) * SCALE_BYTES[w->scale_type];
+            scales_of(&row, 0, first, columns, table, room->scales);
+            const uint8_t *codes = w->codes + (at * w->columns + first) / 2, *ahead = codes + SIDE / 2 * w->columns;
+            for (int64_t i = 0; i < columns / 2; i += 64) _mm_prefetch((const char *)ahead + i, _MM_HINT_T1);
+            if (pairs) decode_words(codes, room->scales, d->shift, columns, levels, 1, out);
+            else decode_words(codes, room->scales, d->shift, columns, levels, 0, out);
+        }
+        for (int64_t k = 0; k < words; k += 16) {
+            __m512i v[16];
+            for (int r = 0; r < 16; r++) v[r] = _mm512_load_si512(room->rows + r * ROW + k);
+            turn_words(v);
+            for (int j = 0; j < 16; j++) _mm512_store_si512(room->tile + (k + j) * SIDE + 16 * half, v[j]);
+        }
+    }
+}
+
+/* Tokens before panel i of `panels`, which are as alike as can be. */
+static int64_t before(int64_t tokens, int64_t panels, int64_t i) { return tokens * i / panels; }
+
+/* The first multiple of 16 words of x of tokens `from` to `to` - 1, as [words, tokens]; x has words of the panels' kind. */
+static int64_t turn_inputs(const Product *p, int64_t from, int64_t to, int pairs, float *out) {
+    const int64_t step = to - from, bytes = p->inputs * (pairs ? 2 : 4), words = bytes / 64 * 16;
+    const __mmask16 kept = (1 << step) - 1;
+    for (int64_t k = 0; k < words; k += 16) {
+        __m512i v[16];
+        for (int m = 0; m < 16; m++)
+            v[m] = m < step ? _mm512_loadu_si512((const char *)p->x + (from + m) * bytes + 4 * k) : _mm512_setzero_si512();
+        turn_words(v);
+        for (int j = 0; j < 16; j++) _mm512_mask_storeu_epi32(out + (k + j) * step, kept, v[j]);
+    }
+    return words;
+}
+
+/* x of tokens `from` to `to` - 1, as [words, tokens] */
+static void spread_panel(const Product *p, int64_t from, int64_t to, int64_t words, int pairs, float *out) {
+    const int64_t begin = pairs || p->x_type == FP32 ? turn_inputs(p, from, to, pairs, out) : 0;
+    const int64_t count = p->inputs, step = to - from;
+    for (int64_t m = from; m < to; m++) {
+        float *at = out + (m - from);
+        for (int64_t k = begin; k < words; k++) {
+            uint16_t both[2] = {0};
+            if (!pairs) at[k * step] = k < count ? load(p->x, p->x_type, m * count + k) : 0;
+            else {
+                for (int i = 0; i < 2 && 2 * k + i < count; i++) both[i] = ((const uint16_t *)p->x)[m * count + 2 * k + i];
+                memcpy(at + k * step, both, 4);
+            }
+        }
+    }
+}
+
+static void store_row(const Product *p, int64_t at, __m512 y, __mmask16 kept) {
+    if (p->y_type == FP32) _mm512_mask_storeu_ps((float *)p->y + at, kept, y);
+#ifdef PAIRS
+    else if (p->y_type == BF16) _mm256_mask_storeu_epi16((int16_t *)p->y + at, kept, (__m256i)_mm512_cvtneps_pbh(y));
+#endif
+    else {
+        float one[16];
+        _mm512_storeu_ps(one, y);
+        for (int i = 0; i < 16; i++) if (kept >> i & 1) store(p->y, p->y_type, at + i, one[i]);
+    }
+}
+
+/* y of `tokens` tokens from number `from` on and of rows n to n + 31; x is in panels */
+static void multiply_tile(const Weight *w, const Product *p, const Dots *d, const float *x, int64_t from,
+                          int64_t tokens, int64_t n, int pairs, Room *room) {
+    const int64_t panels = (tokens + PANEL - 1) / PANEL, all = row_words(w->columns, pairs);
+    const int64_t step = pairs ? 2 * DEEP : DEEP;
+    memset(room->sums, 0, tokens * SIDE * sizeof(float));
+    for (int64_t first = 0; first < w->columns; first += step) {
+        const int64_t columns = w->columns - first < step ? w->columns - first : step, words = row_words(columns, pairs);
+        fill_tile(w, d, n, first, columns, pairs, room);
+        for (int64_t i = 0; i < panels; i++) {
+            const int64_t begin = before(tokens, panels, i), count = before(tokens, panels, i + 1) - begin;
+            const float *inputs = x + begin * all + (pairs ? first / 2 : first) * count;
+            add_panel(inputs, room->tile, words, (int)count, pairs, room->sums + begin * SIDE);
+        }
+    }
+    for (int half = 0; half < 2; half++) {
+        const int64_t row = n + 16 * half, left = w->rows - row;
+        if (left <= 0) return;
+        const __mmask16 kept = left >= 16 ? 0xFFFF : (1 << left) - 1;
+        float bias[16] = {0};
+        for (int i = 0; p->bias && i < 16 && i < left; i++) bias[i] = load(p->bias, p->bias_type, row + i);
+        const __m512 added = _mm512_loadu_ps(bias);
+        for (int64_t m = 0; m < tokens; m++)
+            store_row(p, (from + m) * w->rows + row, _mm512_add_ps(_mm512_loadu_ps(room->sums + m * SIDE + 16 * half), added),
+                      kept);
+    }
+}
+
+/* y = x @ w.T + bias, in bf16 where `pairs`, else in fp32; returns 0 where there was no memory */
+static int multiply_panels(const Weight *w, const Product *p, int pairs, int threads) {
+    const int64_t tiles = (w->rows + SIDE - 1) / SIDE, words = row_words(w->columns, pairs);
+    const int64_t most = p->tokens < PASS ? p->tokens : PASS;
+    char *memory = NULL;
+    if (posix_memalign((void **)&memory, 64, threads * sizeof(Room) + most * words * sizeof(float))) return 0;
+    Room *rooms = (Room *)memory;
+    float *x = (float *)(rooms + threads);
+    Scales scales;
+    Dots d = {.scale_type = (int)w->scale_type, .shift = __builtin_ctzll(w->block)};
+    fill_scales(&d, w->values, w->scale_type == BYTE ? *w->unit : 1, &scales);
+    Range ranges[threads];
+    for (int64_t from = 0; from < p->tokens; from += PASS) {
+        const int64_t tokens = p->tokens - from < PASS ? p->tokens - from : PASS, panels = (tokens + PANEL - 1) / PANEL;
+#pragma omp parallel for num_threads(threads) schedule(static)
+        for (int64_t i = 0; i < panels; i++) {
+            const int64_t begin = before(tokens, panels, i), end = before(tokens, panels, i + 1);
+            spread_panel(p, from + begin, from + end, words, pairs, x + begin * words);
+        }
+        share_out(ranges, threads, tiles);
+#pragma omp parallel num_threads(threads)
+        {
+            Taker mine = taker(ranges, threads);
+            for (int64_t i; (i = take(&mine)) >= 0;)
+                multiply_tile(w, p, &d, x, from, tokens, i * SIDE, pairs, rooms + mine.first);
+        }
+    }
+    free(memory);
+    return 1;
+}
+#endif
+
+/* y = x @ w.T + bias for many tokens, with weights rounded to bf16 where x is that and this CPU multiplies it; returns 0
+ * where there was no memory, or no panels are made for this CPU */
+int vbrt_panels(const Weight *w, const Product *p, int threads) {
+#ifdef PAIRS
+    return multiply_panels(w, p, p->x_type == BF16, threads);
+#elif defined(WIDE)
+    return multiply_panels(w, p, 0, threads);
+#else
+    (void)w, (void)p, (void)threads;
+    return 0;
+#endif
+}
+
+int vbrt_has_panels(void) {
+#ifdef WIDE
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+/* the most tokens for which vbrt_linear beats panels, or vbrt_decode and a matmul where there are none */
+int vbrt_fused_tokens(void) { return vbrt_has_panels() ? 8 : 4; }
