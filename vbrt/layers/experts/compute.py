@@ -122,8 +122,9 @@ def _beside_host(layer: "VBExperts", routed: Routed, experts: Sequence[int], wor
     """`run_experts` where the CPU computes some experts, and the device meanwhile these."""
     handle, compute = layer.handle, _Kernels(layer, routed)
     for chunk in chunks_of(handle, experts, scan=False, precision="full"):
-        with handle.lease(chunk) as leased:  # without any the policy hears of a lease, too
-            compute.add(leased)
+        with handle.lease(chunk) as leased:  # without any experts the policy hears of a lease, too
+            if chunk:
+                compute.add(leased)
     compute.add_host(work)
     return compute.result()
 
