@@ -93,8 +93,8 @@ def computed_experts(missed: Sequence[Missed], rates: MissRates | None) -> tuple
     return tuple(sorted(one.expert for one in order[:count]))
 
 
-#: assumed GB/s of pages that the CPU of a host with 16 cores computes with. Two cores of a Zen 4 take 11 GB/s in the
-#: format's order, and 4 in that of a GPU's tiles, which they unpack first
+#: assumed GB/s of pages that the CPU of a host with 16 cores computes with. Two cores of a Zen 4 take 17 GB/s in the
+#: format's order, and 4.5 in that of a GPU's tiles, which they unpack first (scripts/missed_rates.py)
 CPU_GB_PER_S = 20.0
 
 
