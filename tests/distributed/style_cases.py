@@ -3,15 +3,18 @@
 import copy
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import nn
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 import vbrt
 from tests.distributed.cases import TOKENS, mesh, weight_reads
 from tests.models import config
+from vbrt.host import read_ahead
 from vbrt.layers.shards import is_sharded
 
 
@@ -103,3 +106,49 @@ def loaded(path: str, decoded: str, format: str, **sizes: Any) -> dict[str, Any]
         "cut": (site.shard.dim, site.shard.count),
         "reads": weight_reads(vb),
     }
+
+
+class _Counted:
+    """A safetensors file, or a slice of one, that counts the bytes that are taken out of it."""
+
+    def __init__(self, inner: Any, count: list[int]) -> None:
+        self._inner, self._count = inner, count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __exit__(self, *given: object) -> None:
+        pass
+
+    def get_slice(self, name: str) -> "_Counted":
+        return _Counted(self._inner.get_slice(name), self._count)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        tensor = self._inner[index]
+        self._count.append(tensor.nbytes)
+        return tensor
+
+
+def read(path: str, **sizes: int) -> dict[str, int]:
+    """The bytes that a rank takes out of the files of a model, plain and into planes, and reads ahead of that."""
+    from transformers import AutoModelForCausalLM, DistributedConfig, modeling_utils
+
+    taken: list[int] = []
+    ahead: list[int] = []
+
+    def opened(*args: Any, **kwargs: Any) -> _Counted:
+        return _Counted(safe_open(*args, **kwargs), taken)
+
+    distributed = DistributedConfig(tp_plan="auto", **({"tp_size": dist.get_world_size()} | sizes))
+    with mock.patch.object(modeling_utils, "safe_open", opened):
+        AutoModelForCausalLM.from_pretrained(path, distributed_config=distributed)
+        plain = sum(taken)
+        taken.clear()
+        with (
+            mock.patch.object(read_ahead, "_read", lambda piece: ahead.append(piece.nbytes)),
+            mock.patch.object(read_ahead, "_PIECE_BYTES", 1 << 12),
+        ):
+            model = AutoModelForCausalLM.from_pretrained(
+                path, distributed_config=distributed, quantization_config=vbrt.QuantizationConfig(config("nvfp4"))
+            )
+    return {"taken": sum(taken), "plain": plain, "ahead": sum(ahead), "swapped": len(vbrt.of(model).plan.swaps)}

@@ -85,3 +85,17 @@ def test_routed_experts_cut_or_spread_over_ranks_give_what_the_plan_gives_on_dec
         assert r["equal"] or format not in LOSSLESS
         # one process fits a codebook to the first expert and keeps it while it serves
         assert r["error"] < (0.02 if format == "quantile" else 2e-6)
+
+
+@pytest.mark.parametrize(("count", "spread"), [(2, False), pytest.param(4, True, marks=pytest.mark.exhaustive)])
+def test_each_rank_reads_its_part_of_the_files_and_a_share_of_what_is_read_ahead(
+    ranks: Ranks, models, count: int, spread: bool
+):
+    path, _ = models("exact")
+    file = next(path.glob("*.safetensors")).stat().st_size
+    results = ranks(cases.read, path=str(path), **({"ep_size": count} if spread else {}))
+    for r in results:
+        again = 3 * 256 * 256 * 2  # of one expert, which is looked at before the others are read
+        assert r["taken"] <= r["plain"] + again and r["plain"] < 1.4 * file / count, "parts, and what every rank has"
+        assert 0 < r["ahead"] < 1.5 * file / count and r["swapped"] > 4
+    assert sum(r["ahead"] for r in results) <= file

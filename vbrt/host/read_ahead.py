@@ -41,16 +41,20 @@ class ReadAhead:
     """Reads spans in the order of their use, as far ahead of it as an eighth of the available memory, at most 4 GiB.
 
     Use it as a context manager, or close it. It holds no files open and hardly any memory.
+
+    Args:
+        share: (index, count) of this process, where several of a machine read the same files ahead, each a part.
     """
 
-    def __init__(self, spans: Iterable[Span]) -> None:
+    def __init__(self, spans: Iterable[Span], share: tuple[int, int] = (0, 1)) -> None:
         spans = list(spans)
         self._starts: dict[str, int] = {}
         at = 0
         for span in spans:
             self._starts[span.name] = at
             at += span.nbytes
-        self._pieces = _pieces(spans)
+        self._pieces = enumerate(_pieces(spans))
+        self._share = share
         self._window = _window_bytes()
         self._used = self._asked = 0
         self._crew = Crew(_THREADS)
@@ -63,9 +67,11 @@ class ReadAhead:
         self._go_on()
 
     def _go_on(self) -> None:
-        while self._asked < self._used + self._window and (piece := next(self._pieces, None)) is not None:
+        own, count = self._share
+        while self._asked < self._used + self._window and (numbered := next(self._pieces, None)) is not None:
+            number, piece = numbered
             self._asked += piece.nbytes
-            if self._asked > self._used:  # what has been used before it was read is not read any more
+            if self._asked > self._used and number % count == own:  # what was used before it was read is not read
                 self._crew.give(_read, piece)
 
     def close(self) -> None:

@@ -2,9 +2,12 @@
 
 from typing import Any
 
-from vbrt.errors import ConfigError
+import torch.distributed as dist
 
-__all__ = ["is_split"]
+from vbrt.errors import ConfigError
+from vbrt.model.neighbours import neighbours
+
+__all__ = ["is_split", "share_of_files"]
 
 
 def is_split(distributed: Any) -> bool:
@@ -19,3 +22,13 @@ def is_split(distributed: Any) -> bool:
                 "materialize(), and fully_shard() what is left"
             )
     return distributed is not None
+
+
+def share_of_files(*, split: bool) -> tuple[int, int] | None:
+    """Return which part of a checkpoint's files this process reads ahead, as `ReadAhead` takes it: ranks of one machine
+    find in its page cache what the others have read. None where other machines have some of the ranks: not all bytes
+    are used here then."""
+    if not split:
+        return 0, 1
+    ranks = neighbours()
+    return (ranks.index, ranks.here) if ranks.here == dist.get_world_size() else None

@@ -29,7 +29,7 @@ from vbrt.distributed.watch import watch
 from vbrt.errors import CheckpointError, ConfigError, VBError, WrapError
 from vbrt.generation.generating import follow
 from vbrt.integrations.gguf_quantizer import TakesGGUF
-from vbrt.integrations.split_models import is_split
+from vbrt.integrations.split_models import is_split, share_of_files
 from vbrt.integrations.transformers_experts import by_expert
 from vbrt.model.attach import attach
 from vbrt.model.runtime import Runtime
@@ -295,9 +295,10 @@ class VBQuantizer(TakesGGUF):
     ) -> PreTrainedModel:
         self._files, self._model = [Path(file) for file in checkpoint_files or ()], model
         self._is_split = is_split(getattr(model.config, "distributed_config", None))
-        if self._files and all(file.suffix == ".safetensors" for file in self._files):
+        share = share_of_files(split=self._is_split)
+        if share and self._files and all(file.suffix == ".safetensors" for file in self._files):
             try:
-                self.ahead = read_ahead(map(TensorFile, self._files))
+                self.ahead = read_ahead(map(TensorFile, self._files), share=share)
             except CheckpointError:  # of what vbrt cannot read, whoever reads the files says it
                 _check_open(self._files)
         return model

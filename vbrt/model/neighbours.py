@@ -29,11 +29,13 @@ class Neighbours(NamedTuple):
         here: on this machine.
         on_gpu: that compute on this one's GPU; 1 without one.
         said_by: how that is known; "" for a process that is alone.
+        index: of this one among those on this machine.
     """
 
     here: int = 1
     on_gpu: int = 1
     said_by: str = ""
+    index: int = 0
 
 
 def neighbours() -> Neighbours:
@@ -42,19 +44,20 @@ def neighbours() -> Neighbours:
     The first call of a process group waits until the others have called, up to `ANSWER_S` seconds, unless torchrun has
     said all there is to know.
     """
-    started, several = _started_here(), _is_one_of_several()
+    started, several = _launched("LOCAL_WORLD_SIZE"), _is_one_of_several()
+    index = _launched("LOCAL_RANK")
     own_gpu = not torch.cuda.is_available() or _has_gpu_of_its_own(started)
     if started and (own_gpu or not several):
-        return Neighbours(started, 1, "LOCAL_WORLD_SIZE") if started > 1 else Neighbours()
+        return Neighbours(started, 1, "LOCAL_WORLD_SIZE", index) if started > 1 else Neighbours()
     if not several:
         return Neighbours()
     told = _told(dist.group.WORLD, _place())
-    return told._replace(here=started) if started else told
+    return told._replace(here=started, index=index) if started else told
 
 
-def _started_here() -> int:
+def _launched(name: str) -> int:
     """Return what a launcher has said, 0 if none has."""
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    said = os.environ.get(name, "")
     return int(said) if said.isdecimal() else 0
 
 
@@ -94,7 +97,8 @@ def _told(group: Any, place: tuple[str, str]) -> Neighbours:
     why = "counted over the process group"
     if silent:
         why += f"; rank {', '.join(silent)} did not say in {ANSWER_S:g} s where it runs, so it is taken to run here"
-    return Neighbours(here, on_gpu, why)
+    index = sum(said[0] == place[0] for said in places[:rank] if said is not None)
+    return Neighbours(here, on_gpu, why, index)
 
 
 def _said(store: Any, rank: str) -> tuple[str, str] | None:

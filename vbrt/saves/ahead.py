@@ -29,10 +29,13 @@ def layers_last(name: str) -> tuple[bool, list[tuple[int, int | str]]]:
     return _is_in_layer(name), natural_key(name)
 
 
-def read_ahead(files: Iterable[TensorFile | GGUFFile], key: Callable[[str], object] = layers_first) -> ReadAhead:
-    """Begin to read the tensors of files, in the order of a key of their names; close it when they are loaded."""
+def read_ahead(
+    files: Iterable[TensorFile | GGUFFile], key: Callable[[str], object] = layers_first, share: tuple[int, int] = (0, 1)
+) -> ReadAhead:
+    """Begin to read the tensors of files, in the order of a key of their names; close it when they are loaded. share:
+    see `ReadAhead`."""
     found = sorted(((name, file) for file in files for name in file.tensors), key=lambda item: key(item[0]))
-    return ReadAhead(file.span(name) for name, file in found)
+    return ReadAhead((file.span(name) for name, file in found), share)
 
 
 @contextlib.contextmanager
