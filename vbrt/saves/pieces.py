@@ -61,10 +61,17 @@ def _device(config: VBConfig) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
 
 
-def _here(config: VBConfig) -> VBConfig:
-    """Return the config to plan by: for a CPU, and without kernels, which nothing is computed by."""
+def _here(config: VBConfig, backend: str = "reference") -> VBConfig:
+    """Return the config to plan by: for a CPU, and by default without kernels, which nothing is computed by."""
     tiers = replace(config.tiers, gpu=replace(config.tiers.gpu, enabled=False, budget="auto"))
-    return replace(config, tiers=tiers, compute=replace(config.compute, backend="reference"))
+    return replace(config, tiers=tiers, compute=replace(config.compute, backend=backend))
+
+
+def _to_encode(config: VBConfig, device: torch.device) -> VBConfig:
+    """Return the config to encode by on a device, which has not all kernels that a config may ask for."""
+    if device.type == "cuda":
+        return config
+    return _here(config, "reference" if config.compute.backend == "reference" else "auto")
 
 
 class Pieces:
@@ -78,7 +85,7 @@ class Pieces:
     def __init__(self, source: Source, model: nn.Module, config: VBConfig) -> None:
         plan, stack = conversion_plan(source, model, config), detached_stack(_device(config))
         plan = calibrated(source, model, plan, config, stack.device)
-        names, held = _names_of(model), config if stack.device.type == "cuda" else _here(config)
+        names, held = _names_of(model), _to_encode(config, stack.device)
         weights = [_weight(swap, source, model, (held, stack, names)) for swap in plan.swaps]
         _forget_(model, plan)
         source.fill_kept_(model, HOST)

@@ -5,11 +5,13 @@ import torch
 
 from tests.kernels.cuda.test_encode import DTYPES, SHAPES, as_bytes, weight
 from tests.matrix import matrix
+from vbrt.config import load_config
 from vbrt.formats import get_format, split_fine
 from vbrt.formats.fine import WIDTH
 from vbrt.formats.quantile import magnitude_quantiles
 from vbrt.kernels import resolve
 from vbrt.kernels.cpu import build, encode, split
+from vbrt.saves import pieces
 
 CPU = torch.device("cpu")
 BLOCKS, LEVELS = encode.formats_of("e2m1", "table"), encode.formats_of("levels")
@@ -101,18 +103,28 @@ def test_a_fit_counts_in_c(dtype, monkeypatch):
     assert fast.clipped_share(w, coarse) == share > 0
 
 
-def test_large_weights_are_encoded_in_c_and_others_by_the_reference_with_the_same_bits(monkeypatch):
+def test_c_encodes_once_the_weights_are_worth_its_library_and_before_the_reference_to_the_same_bits(monkeypatch):
     run = resolve("encode_many", "auto", CPU, "nvfp4").run
-    fmt, calls, encoded = get_format("nvfp4"), [], encode.encoded
+    calls, encoded = [], encode.encoded
     w_ENK = torch.randn(2, 24, 64, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(encode, "encoded", lambda *args, **known: calls.append(args) or encoded(*args, **known))
-    (small,) = run(fmt, w_ENK)
-    monkeypatch.setattr(encode, "_WORTH_BUILDING", 1)
-    (large,) = run(fmt, w_ENK)
+    monkeypatch.setattr(encode, "libraries", dict)
+    monkeypatch.setattr(encode, "_seen", 0)
+    monkeypatch.setattr(encode, "_WORTH_BUILDING", 2 * w_ENK.numel())
+    (first,), (second,) = run(get_format("nvfp4"), w_ENK), run(get_format("nvfp4"), w_ENK)
     assert len(calls) == (0 if build.refusal(CPU, "encode") else 1)
     monkeypatch.setattr(encode, "refusal", lambda device, source: "no compiler")
-    (refused,) = run(fmt, w_ENK)
+    (refused,) = run(get_format("nvfp4"), w_ENK)
     assert len(calls) < 2
-    for group in (large, refused):
-        same(group.coarse, small.coarse)
+    for group in (second, refused):
+        same(group.coarse, first.coarse)
     assert resolve("encode_many", "reference", CPU, "nvfp4").run is not run
+
+
+@built
+@pytest.mark.parametrize("backend", ["auto", "triton", "reference"])
+def test_conversions_encode_in_c_unless_the_reference_is_asked_for(backend):
+    config = load_config({"compute": {"backend": backend}})
+    fast = encode.codec(get_format("nvfp4"))
+    found = resolve("codec", pieces._to_encode(config, CPU).compute.backend, CPU, "nvfp4").run(get_format("nvfp4"))
+    assert (found is fast) is (backend != "reference")

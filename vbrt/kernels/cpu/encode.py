@@ -1,7 +1,7 @@
 """Encoding to 4-bit formats on a CPU: `encode.c` searches block scales and rounds, with the bits of the reference.
 
-The library is there from the first weight that is worth it; where it cannot be had, and for small weights, the
-reference encodes. `codec` gives a format whose passes over a weight are those of the library.
+The library is loaded, or built, once as many weights have come as make up for that; before, and where it cannot be had,
+the reference encodes. `codec` gives a format whose passes over a weight are those of the library.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from vbrt.formats.blocks import BlockFormat, Range
 from vbrt.formats.levels import Levels
 from vbrt.formats.quantile import Quantile, magnitude_quantiles
 from vbrt.formats.rounding import Rounding, TableRounding
-from vbrt.kernels.cpu.build import NUMBERS, library, refusal
+from vbrt.kernels.cpu.build import NUMBERS, libraries, library, refusal
 
 __all__ = ["FORMATS", "codec", "encode_many", "encoded", "encoded_levels", "serves"]
 
@@ -26,6 +26,7 @@ FORMATS = formats_of("e2m1", "table", "levels")
 #: of encode.c, by the name in the record
 _SCALES = {"e4m3": 0, "e8m0": 1, "ue4m4": 2} | {name: NUMBERS[getattr(torch, name)] for name in LEVEL_SCALES}
 _WORTH_BUILDING = 1 << 21  # weights: as long as the reference takes as the compiler does
+_seen = 0  # weights that have come so far
 _PATTERNS = 1 << 15
 
 
@@ -63,9 +64,16 @@ def _codec(format: Format) -> Format:
 
 
 def serves(weight: Tensor) -> bool:
-    """True if a weight is one that C can read, and large enough to build the library for, which then is there."""
-    plain = type(weight) in (Tensor, torch.nn.Parameter) and weight.is_cpu and weight.dtype in NUMBERS
-    return plain and weight.numel() >= _WORTH_BUILDING and refusal(weight.device, "encode") is None
+    """True if C reads a weight: the library is there, or enough weights have come, experts one by one, to have it."""
+    if type(weight) not in (Tensor, torch.nn.Parameter) or not weight.is_cpu or weight.dtype not in NUMBERS:
+        return False
+    return _worth(weight.numel()) and refusal(weight.device, "encode") is None
+
+
+def _worth(weights: int) -> bool:
+    global _seen
+    _seen += weights
+    return _seen >= _WORTH_BUILDING or "encode" in libraries()
 
 
 class _InC:
