@@ -142,36 +142,37 @@ class Bench:
         tiers, folder = {"cpu": {"budget": pages // 2}, "ssd": ssd}, Path(ssd["path"])
         with Process(one, self._shapes[0], self._files, tiers=tiers) as half:
             half.ask("decode", prompt=PROMPT, new=6)
-            before, new = half.ask("stats")["moved"], 8
-            row: dict = {"seconds": [], "drive": []}
-            for _ in range(self._rounds):
-                row["seconds"] += half.ask("decode", prompt=PROMPT, new=new)["seconds"]
-                row["drive"] += drive_rates(folder, pages - pages // 2, direct=ssd["io"] == "direct")
-            moved = sum(half.ask("stats")["moved"].values()) - sum(before.values())
-        return row | {"moved": moved / (self._rounds * new)}
+            before, row, passes = half.ask("stats"), {"seconds": [], "drive": []}, 0
+            for _ in range(6 * self._rounds):  # short turns: drives that are shared have bursts
+                row["seconds"] += half.ask("decode", prompt=PROMPT, new=4)["seconds"]
+                row["drive"].append(drive_rate(folder, pages - pages // 2, direct=ssd["io"] == "direct"))
+                passes += 4
+            after = half.ask("stats")
+        moved = sum(after["moved"].values()) - sum(before["moved"].values())
+        return row | {"moved": moved / passes, "read": (after["read"] - before["read"]) / passes}
 
 
-def drive_rates(folder: Path, nbytes: int, *, direct: bool, times: int = 3) -> list[float]:
-    """Return bytes a second of reading so many bytes of the files of a directory into memory, by eight threads."""
+def drive_rate(folder: Path, nbytes: int, *, direct: bool) -> float:
+    """Return bytes a second of reading so many bytes of the files of a directory into memory, by four threads."""
     memory = mmap.mmap(-1, nbytes)
     memory.madvise(mmap.MADV_HUGEPAGE)
+    view = memoryview(memory)
+    for place in range(0, nbytes, mmap.PAGESIZE):
+        view[place] = 0
     pieces = [(path, at) for path in folder.rglob("*.page") for at in range(0, path.stat().st_size, _PIECE)]
     places = range(0, nbytes - _PIECE + 1, _PIECE)
 
     def read(piece: tuple[Path, int], place: int) -> int:
         fd = os.open(piece[0], os.O_RDONLY | (os.O_DIRECT if direct else 0))
         try:
-            return os.preadv(fd, [memoryview(memory)[place : place + _PIECE]], piece[1])
+            return os.preadv(fd, [view[place : place + _PIECE]], piece[1])
         finally:
             os.close(fd)
 
-    rates = []
-    with ThreadPoolExecutor(8) as pool:
-        for _ in range(times):
-            start = time.perf_counter()
-            done = sum(pool.map(read, pieces, places))
-            rates.append(done / (time.perf_counter() - start))
-    return rates
+    with ThreadPoolExecutor(4) as pool:
+        start = time.perf_counter()
+        done = sum(pool.map(read, pieces, places))
+        return done / (time.perf_counter() - start)
 
 
 def prepare(options: argparse.Namespace) -> None:

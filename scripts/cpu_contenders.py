@@ -113,7 +113,13 @@ class Torch:
             for link, count in page.bytes_moved.items():
                 moved[str(link)] = moved.get(str(link), 0) + count
         held = {name: tier.held_bytes for name, tier in self._model.stats().tiers.items()}
-        return {"moved": moved, "held": held, "page_bytes": sum(p.nbytes for p in self._model.stack.pages.values())}
+        read = int(Path("/proc/self/io").read_text().partition("read_bytes: ")[2].split()[0])  # by the drive
+        return {
+            "moved": moved,
+            "read": read,
+            "held": held,
+            "page_bytes": sum(p.nbytes for p in self._model.stack.pages.values()),
+        }
 
 
 class Clock:
