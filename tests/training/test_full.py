@@ -283,3 +283,26 @@ def test_an_interrupted_step_is_completed_by_the_next_call(monkeypatch, call):
     vb.zero_grad()
     twin.zero_grad()
     assert train(vb, vb.optimizer) == train(twin, theirs)
+
+
+class Block(torch.nn.Module):
+    def __init__(self, layer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return x + torch.relu(self.layer(x * 2))
+
+
+def test_compiled_blocks_train_as_eager_ones_and_whole_graphs_are_refused_by_name():
+    model, graphs = Tiny(2), []
+    model.layers = torch.nn.ModuleList(Block(layer) for layer in model.layers)
+    twin = resident(model)
+    vb = vbrt.wrap(model, "full", optimizer=adamw)
+    for block in model.layers:
+        block.compile(backend=lambda graph, inputs: graphs.append(graph) or graph)
+    assert train(vb, vb.optimizer, 2) == train(twin, adamw(twin.parameters()), 2) and graphs
+    other = Tiny(1).to(torch.bfloat16)
+    vbrt.wrap(other, "full", optimizer=adamw)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"leases weights .*; compile without fullgraph=True"):
+        torch.compile(other.layers[0], backend="eager", fullgraph=True)(torch.ones(2, 64, dtype=torch.bfloat16))

@@ -92,7 +92,7 @@ def check(made: Tiny, make, loop: str, budget: str, path: Path) -> None:
     with vbrt.wrap(made, "full", optimizer=make, tiers=tiers) as vb:
         ours = run(vb, vb.optimizer, loop)
         assert ours == run(twin, theirs, loop)
-        assert ours[-1] < 0.9 * ours[0] or "clipped" in loop
+        assert len(set(ours)) >= STEPS  # it moved all the time
         if in_bf16:
             expected = [master for _, master in theirs.pairs]
             assert all(map(torch.equal, vb.unwrap().parameters(), expected))

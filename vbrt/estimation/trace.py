@@ -20,7 +20,7 @@ from vbrt.estimation.inputs import inputs_of
 from vbrt.estimation.meter import Meter
 from vbrt.estimation.task import Task
 from vbrt.model.blocks import Stack
-from vbrt.training.kept import masters
+from vbrt.training.kept import step_kept
 
 __all__ = ["Trace", "Untraceable", "trace"]
 
@@ -233,7 +233,9 @@ class _Run:
             del loss
             rows["gradients"] = meter.live["gradients"]
             self._begin("optimizer", "optimizer")
-            with masters(optimizer) if self._widens else contextlib.nullcontext():
+            if self._widens:
+                step_kept(optimizer, type(optimizer))
+            else:
                 optimizer.step()
             rows["optimizer"] = meter.live["optimizer"]
             optimizer.zero_grad()

@@ -28,7 +28,13 @@ from vbrt.training.gradients import Gradient, Outlet
 from vbrt.training.streamed import StreamedParameter
 from vbrt.training.update import Updater, WeightState, split_master
 
-__all__ = ["FullWeight"]
+__all__ = ["FullWeight", "graphs_end_here"]
+
+#: for what leases a weight when it runs; a graph that is compiled ends before it, and the next one begins after it
+graphs_end_here = torch.compiler.disable(
+    reason='mode = "full" leases weights from the tiers when a layer runs, so a compiled graph ends there, and the '
+    "next one begins behind it; compile without fullgraph=True"
+)
 
 
 class FullWeight(PagesHandle):

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from vbrt.tiers.passes import in_backward
 from vbrt.tiers.rows import page_rows
-from vbrt.training.full import FullWeight
+from vbrt.training.full import FullWeight, graphs_end_here
 from vbrt.training.full_layers import FullLayer, check_same
 
 __all__ = ["FullEmbedding"]
@@ -33,7 +33,7 @@ class FullEmbedding(FullLayer, nn.Embedding):
             self.materialize_()
         return self._rows(input)
 
-    @torch.compiler.disable  # a graph breaks here: the rows are read when the layer runs
+    @graphs_end_here
     def _rows(self, ids: Tensor) -> Tensor:
         handle = self._vb_handle
         handle.forwards += 1

@@ -25,7 +25,7 @@ from vbrt.layers.experts.gradients import autocast_of
 from vbrt.tiers import Lease
 from vbrt.tiers.passes import in_backward
 from vbrt.training.expert_layers import compute, gradients
-from vbrt.training.full import FullWeight
+from vbrt.training.full import FullWeight, graphs_end_here
 from vbrt.training.full_layers import FullLayer, check_steps
 
 __all__ = ["ExpertsPart", "FullExperts"]
@@ -67,7 +67,7 @@ class FullExperts(FullLayer):
     def _held(self) -> dict[str, FullWeight]:
         return {name: part.handle for name, part in self._vb_parts.items()}
 
-    @torch.compiler.disable  # a graph breaks here: the weights are leased when the layer runs
+    @graphs_end_here
     def _full_forward(self, *args: Any) -> Tensor:
         """The module's own forward, with the high halves."""
         if not self.materialized:

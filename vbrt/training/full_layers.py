@@ -18,7 +18,7 @@ from vbrt.errors import WrapError
 from vbrt.kernels.product import as_autocast, sum_rows, whole
 from vbrt.layers.swapped import SwappedLayer
 from vbrt.tiers.passes import in_backward
-from vbrt.training.full import FullWeight
+from vbrt.training.full import FullWeight, graphs_end_here
 
 __all__ = ["FullLayer", "FullLinear", "check_same", "check_steps"]
 
@@ -72,7 +72,7 @@ class FullLayer(SwappedLayer):
         self._become_plain()
         return self
 
-    @torch.compiler.disable  # a graph breaks here: the weight is leased when the layer runs
+    @graphs_end_here
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., K] -> [..., N] with the high half."""
         handle = self._vb_handle

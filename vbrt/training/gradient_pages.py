@@ -46,6 +46,13 @@ class GradientPages:
         if slot.level.tier.memory:
             slot.room.fences[id(self)] = event
 
+    def put(self, value: Tensor) -> tuple[Tensor | None, Page | None]:
+        """Put a value down in the page of its dtype; return its memory, or else the page of its file."""
+        room = self.room(value.dtype)
+        if room is None:
+            return None, self.write(value)
+        return (room if room.data_ptr() == value.data_ptr() else room.copy_(value)), None
+
     def write(self, value: Tensor) -> Page:
         """Put a value down in the file of its dtype. Raises TierError."""
         page = self._page(value.dtype)

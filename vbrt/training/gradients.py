@@ -91,15 +91,6 @@ class Gradient:
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    def _put_down(self, value: Tensor) -> None:
-        """Hold a value in the page of its dtype."""
-        room = self.pages.room(value.dtype)
-        if room is None:
-            self._filed = self.pages.write(value)
-            self._sum = None
-        else:
-            self._sum = room if room.data_ptr() == value.data_ptr() else room.copy_(value)
-
     def _lifted(self) -> Tensor:
         """Return the sum, from its file if it lies in one, and scaled."""
         summed = self.pages.read(self._filed) if self._sum is None else self._sum
@@ -154,7 +145,10 @@ class Gradient:
             return
         self._fold()
         if self.empty or arising.number == self._pass or arising.last:
-            self._put_down(dw) if self.empty else self._add(dw)
+            if self.empty:
+                self._sum, self._filed = self.pages.put(dw)
+            else:
+                self._add(dw)
         else:
             self._of_pass = dw.clone()
         self._pass = arising.number
@@ -172,7 +166,7 @@ class Gradient:
         out = torch.empty(held.shape, dtype=self.dtype, device="cpu") if room is None else room
         self._sums(held, more, out, self.factor)
         self.factor = 1.0
-        self._put_down(out)
+        self._sum, self._filed = self.pages.put(out)
 
     def adding(self) -> threading.Event:
         """Note that a gradient is on its way that a thread will add; it sets the event then."""
@@ -229,7 +223,7 @@ class Gradient:
         self.version += 1
         if value is not None:
             self.pages.shape = tuple(value.shape)
-            self._put_down(value.detach().to("cpu", self.dtype))
+            self._sum, self._filed = self.pages.put(value.detach().to("cpu", self.dtype))
 
     def take(self) -> "Taken | None":
         """Return the sum and keep none. It is valid until the next one."""
@@ -249,7 +243,7 @@ class Gradient:
     def scale_(self, factor: float) -> None:
         """Multiply the sum, in fp32, as it is read next: an update does that on its way."""
         if self.factor != 1:
-            self._put_down(self._lifted().to(self.dtype))
+            self._sum, self._filed = self.pages.put(self._lifted().to(self.dtype))
         self.factor = factor
 
     def _forget(self) -> None:

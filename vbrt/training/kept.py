@@ -3,6 +3,10 @@
 A step in bf16 would lose every change below a 256th of a weight. So a parameter in bf16 is its high half, as a weight
 in the tiers is: the low half is in the optimizer's state, as "low", and the step is done on the fp32 master that both
 make.
+
+The masters of all parameters are there for the length of a step. One that is large, such as an output head, is stepped
+in chunks, each by an optimizer of its own on a part of the state, so that a step needs no room for a whole master: the
+rules that mode "full" takes work number by number.
 """
 
 import contextlib
@@ -16,9 +20,10 @@ from vbrt.errors import WrapError
 from vbrt.training.streamed import StreamedParameter
 from vbrt.training.update import join_master, split_master
 
-__all__ = ["LOW", "check_kept", "load_kept", "master_of", "masters", "widen_kept"]
+__all__ = ["LOW", "check_kept", "load_kept", "master_of", "step_kept", "widen_kept"]
 
 LOW = "low"  #: in the optimizer's state of a parameter
+_CHUNK = 1 << 24  # numbers that are stepped at a time, of parameters that have more
 
 
 def check_kept(optimizer: torch.optim.Optimizer) -> None:
@@ -31,8 +36,77 @@ def check_kept(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
+def step_kept(optimizer: torch.optim.Optimizer, plain: type[torch.optim.Optimizer]) -> None:
+    """Do an optimizer's own step on all that has gradients, with fp32 masters of parameters in bf16, rounded half up.
+
+    Args:
+        plain: the class that updates; each number by itself.
+    """
+    large = [(group, p) for group in optimizer.param_groups for p in group["params"] if _is_large(p)]
+    gradients = [parameter.grad for _, parameter in large]
+    for _, parameter in large:
+        parameter.grad = None
+    try:
+        with _masters(optimizer):
+            plain.step(optimizer)
+        for (group, parameter), gradient in zip(large, gradients, strict=True):
+            _step_in_chunks(optimizer, plain, group, (parameter, gradient))
+    finally:
+        for (_, parameter), gradient in zip(large, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def _is_large(parameter: nn.Parameter) -> bool:
+    if isinstance(parameter, StreamedParameter) or parameter.dtype is not torch.bfloat16:
+        return False
+    gradient = parameter.grad
+    flat = parameter.is_contiguous() and gradient is not None and gradient.is_contiguous()
+    return flat and parameter.numel() > _CHUNK
+
+
+def _step_in_chunks(
+    optimizer: torch.optim.Optimizer,
+    plain: type[torch.optim.Optimizer],
+    group: dict[str, Any],
+    held: tuple[nn.Parameter, Tensor],
+) -> None:
+    """Do the step of one parameter in bf16 with its gradient, a chunk at a time."""
+    parameter, gradient = held
+    state, high = dict(optimizer.state.get(parameter, {})), parameter.data.view(-1)
+    low = state.pop(LOW, None)
+    whole = {name: value for name, value in state.items() if _is_of(value, parameter)}
+    new_low = torch.empty(parameter.shape, dtype=torch.int16, device=parameter.device) if low is None else low
+    for begin in range(0, high.numel(), _CHUNK):
+        part = slice(begin, min(begin + _CHUNK, high.numel()))
+        chunk = nn.Parameter(high[part].float() if low is None else join_master(high[part], low.view(-1)[part]))
+        chunk.grad = gradient.view(-1)[part].float()
+        one = plain([{**group, "params": [chunk]}])
+        one.__dict__.update({name: optimizer.__dict__[name] for name in _SCALING if name in optimizer.__dict__})
+        for name, value in state.items():
+            own = value.view(-1)[part] if name in whole else value
+            one.state[chunk][name] = own.clone() if isinstance(value, Tensor) and name not in whole else own
+        one.step()
+        own = one.state[chunk]
+        for name, value in own.items():
+            if _is_of(value, chunk) and name not in state:  # else it was changed in place
+                if name not in whole:
+                    whole[name] = value.new_empty(parameter.shape)
+                whole[name].view(-1)[part] = value
+        new_high, new = split_master(chunk.detach())
+        high[part], new_low.view(-1)[part] = new_high, new
+    optimizer.state[parameter] = {name: whole.get(name, value) for name, value in own.items()} | {LOW: new_low}
+
+
+_SCALING = ("grad_scale", "found_inf")  # what torch's GradScaler puts on an optimizer
+
+
+def _is_of(value: Any, parameter: Tensor) -> bool:
+    """True if something of an optimizer's state has a number for each of a parameter."""
+    return isinstance(value, Tensor) and value.shape == parameter.shape
+
+
 @contextlib.contextmanager
-def masters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _masters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Have the bf16 parameters that stayed and have gradients be their fp32 masters within a `with` block, and bf16
     again at its end, rounded half up."""
     with contextlib.ExitStack() as narrowing:
@@ -47,15 +121,17 @@ def _master(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Iterat
     high, gradient = parameter.data, parameter.grad
     parameter.grad = None
     parameter.data = master = master_of(optimizer, parameter)
+    stepped = False
     try:
         parameter.grad = gradient.float()
         yield
+        stepped = True
     finally:
         parameter.grad = None
         new_high, low = split_master(master)
         parameter.data = high.copy_(new_high)
         parameter.grad = gradient
-        if optimizer.state.get(parameter):  # a step was made: torch begins a state where there is none
+        if stepped or optimizer.state.get(parameter):  # else torch would take it for a state that was begun
             optimizer.state[parameter][LOW] = low
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from vbrt.errors import WrapError
 from vbrt.training.full import FullWeight
-from vbrt.training.kept import check_kept, load_kept, masters
+from vbrt.training.kept import check_kept, load_kept, step_kept
 from vbrt.training.optimizer_state import load_state, state_with_moments
 from vbrt.training.streamed import StreamedParameter
 from vbrt.training.update import Rule, Scaling, Updater, rule_for
@@ -61,8 +61,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Do torch's own step, which sees no gradients of weights in the tiers."""
         _hide(streamed, hidden=True)
         try:
-            with masters(self):
-                super().step()
+            step_kept(self, type(self).__mro__[2])
         finally:
             _hide(streamed, hidden=False)
 

@@ -1,0 +1,58 @@
+"""Parameters that stay on the device in mode "full": stepped as fp32 masters, large ones in chunks."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import vbrt
+from tests.training.full_models import Masters, Tiny
+from tests.training.test_full import in_bf16
+from tests.training.test_updates import OPTIMIZERS
+from vbrt.config import Machine, load_config
+from vbrt.training import kept
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("chunk", [1024, 1 << 24])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_they_have_the_bits_of_resident_masters_also_in_chunks(tmp_path, monkeypatch, make, chunk):
+    monkeypatch.setattr(kept, "_CHUNK", chunk)
+    model = Tiny(1).to(torch.bfloat16)
+    twin = copy.deepcopy(model)
+    by = Masters(twin, make)
+    vb = vbrt.wrap(model, "full", optimizer=make, weights={"embeddings": False})
+    assert "embed" in vb.plan.skipped  # 3,200 numbers: three chunks and a rest
+    assert in_bf16(vb, vb.optimizer) == in_bf16(twin, by)
+    vb.save_checkpoint(tmp_path)
+    other = vbrt.wrap(Tiny(1).to(torch.bfloat16), "full", optimizer=make, weights={"embeddings": False})
+    other.load_checkpoint(tmp_path)
+    assert in_bf16(vb, vb.optimizer) == in_bf16(other, other.optimizer) == in_bf16(twin, by)
+    assert all(torch.equal(p, m) for p, (_, m) in zip(vb.unwrap().parameters(), by.pairs, strict=True))
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(4096, 64), nn.Linear(64, 64)
+
+    def forward(self, input_ids):
+        return self.head(self.embed(input_ids))
+
+
+def test_a_step_in_chunks_needs_no_room_for_a_master_and_its_gradient(monkeypatch):
+    config = load_config("full", tiers={"gpu": {"budget": "4MiB"}}, weights={"embeddings": False})
+    found, numbers = [], 4096 * 64
+
+    def step(model):
+        return model(torch.zeros(1, 8, dtype=torch.int64)).float().sum()
+
+    for chunk in (1 << 24, 1 << 12):
+        monkeypatch.setattr(kept, "_CHUNK", chunk)
+        machine = Machine(GIB, GIB, 32 * GIB, 32 * GIB)
+        with torch.device("meta"):
+            model = Table().to(torch.bfloat16)
+        found.append(dict(vbrt.estimate(model, "train", config, machine=machine, step=step).moments)["optimizer"])
+    assert found[0] - found[1] > 8 * numbers
