@@ -8,7 +8,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import vbrt
-from tests.models import config, wrap
+from tests.models import config, qwen3_moe, wrap
 from vbrt.config import Machine, load_config
 from vbrt.errors import ArgumentError, WrapError
 from vbrt.estimation.options import with_and_without
@@ -206,3 +206,17 @@ def test_estimates_hold_against_committed_peaks_of_streaming():
     rows = [row for _, row in zip(range(3), streaming(), strict=False)]
     assert [row for row in rows if not -0.02 <= row["off"] <= 0.05] == []
     assert load_config("fp4").mode == "infer"
+
+
+def test_routed_experts_that_train_from_the_tiers_are_counted_with_their_gradients():
+    model, on = qwen3_moe(), Machine(GiB, GiB, 32 * GiB, 32 * GiB)
+    config = load_config("full", tiers={"gpu": {"budget": "4MiB"}}, weights={"min_parameters": 0})
+    found = {
+        tokens: dict(vbrt.estimate(model, "train", config, machine=on, context=tokens).moments)["backward"]
+        for tokens in (32, 64)
+    }
+    experts = model.model.layers[0].mlp.experts
+    both = 2 * (experts.gate_up_proj.numel() + experts.down_proj.numel())
+    assert found[32] > (64 << 20) + both + 2 * 2 * experts.gate_up_proj.numel()
+    pair = 2 * (64 + 64 + 32 + 64)  # inputs and outputs of both products, bf16
+    assert found[64] - found[32] >= 2 * pair * 2 * 32

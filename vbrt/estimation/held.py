@@ -72,11 +72,12 @@ def _fused_experts(model: nn.Module, plan: Plan) -> Callable[[nn.Module], None]:
 
 def _streamed(model: nn.Module, plan: Plan) -> Callable[[nn.Module], None]:
     """Return what makes swapped layers of a copy compute with a bf16 half that nobody counts: the plan does."""
-    kinds = {}
+    kinds: dict[tuple[type, tuple[int, ...]], tuple[tuple[str, ...], bool]] = {}
     for site, shape in ((site, swap.shape) for swap in plan.swaps for site in swap.sites):
         module = model.get_submodule(site.module)
         found = tuple(getattr(module, site.parameter).shape)
-        kinds[type(module), found] = site.parameter, found != shape
+        names, _ = kinds.get((type(module), found), ((), False))
+        kinds[type(module), found] = (*names, site.parameter), found != shape
     largest = max((swap.site.parameters for swap in plan.swaps), default=0)
 
     def prepare(model: nn.Module) -> None:
@@ -84,11 +85,15 @@ def _streamed(model: nn.Module, plan: Plan) -> Callable[[nn.Module], None]:
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 found = kinds.get((type(module), tuple(parameter.shape)))
-                if found is not None and found[0] == name:
-                    high = torch.empty(parameter.shape, dtype=torch.bfloat16, device=parameter.device)
-                    setattr(module, name, nn.Parameter(high, requires_grad=False))
-                    forward = _looked_up if isinstance(module, nn.Embedding) else _multiplied
-                    module.forward = partial(forward, module, name, found[1], leaving)
+                if found is None or name not in found[0]:
+                    continue
+                high = torch.empty(parameter.shape, dtype=torch.bfloat16, device=parameter.device)
+                setattr(module, name, nn.Parameter(high, requires_grad=False))
+                if high.dim() > 2:
+                    module.forward = partial(_routed, module, leaving)
+                    continue
+                forward = _looked_up if isinstance(module, nn.Embedding) else _multiplied
+                module.forward = partial(forward, module, name, found[1], leaving)
 
     return prepare
 
@@ -100,6 +105,14 @@ def _looked_up(module: nn.Module, name: str, transposed: bool, leaving: "_Leavin
 def _multiplied(module: nn.Module, name: str, transposed: bool, leaving: "_Leaving", x: Tensor) -> Tensor:
     bias = as_autocast(module.bias) if module.bias is not None else None
     return _Streamed.apply(as_autocast(x), getattr(module, name), bias, leaving.anchor, (transposed, leaving))
+
+
+def _routed(module: nn.Module, leaving: "_Leaving", x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The output of routed experts: what their products take and give is counted, nothing is computed."""
+    ids = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor) and not arg.is_floating_point()), x)
+    pairs = ids.numel() if ids is not x else x.numel() // x.shape[-1]
+    stacked = [p for p in module.parameters(recurse=False) if p.dim() > 2 and not p.requires_grad]
+    return _Routed.apply(x, leaving.anchor, stacked, pairs, leaving)
 
 
 class _Leaving:
@@ -151,3 +164,30 @@ class _Lookup(torch.autograd.Function):
         made = torch.ops.aten.embedding_dense_backward(dy, ids, ctx.table.shape[0], -1, False)
         ctx.leaving.of(ctx.table).copy_(made)
         return None, None, None, None
+
+
+class _Routed(torch.autograd.Function):
+    """Rows [..., K] through routed experts in the tiers: inputs and outputs of the products of all pairs, once in the
+    forward; with gradients of them, and of all stacked weights, in the backward pass, which computes them again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, stacked: list[Tensor], pairs: int, leaving: _Leaving) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.how = stacked, pairs, leaving
+        _products(x, stacked, pairs)
+        return x.new_empty(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        stacked, pairs, leaving = ctx.how
+        held = [_products(dy, stacked, pairs) for _ in range(2)]
+        gradients = [weight.new_empty(weight.shape) for weight in stacked]
+        del held
+        for weight, gradient in zip(stacked, gradients, strict=True):
+            leaving.of(weight).copy_(gradient)
+        return dy.new_empty(dy.shape), None, None, None, None
+
+
+def _products(x: Tensor, stacked: list[Tensor], pairs: int) -> list[Tensor]:
+    """Return room for the inputs and outputs of the products of all pairs."""
+    return [x.new_empty((pairs, size), dtype=torch.bfloat16) for weight in stacked for size in weight.shape[1:]]
