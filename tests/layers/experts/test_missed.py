@@ -9,6 +9,7 @@ import vbrt
 from tests.layers.experts.beside_gpu import wrap_beside
 from tests.matrix import matrix
 from tests.models import TOKENS, config, qwen3_moe, wrap
+from tests.tiers.stacks import assert_at_rest
 from tests.zoo.experts import EXPERTS, experts_module, routed
 from vbrt.errors import KernelError
 from vbrt.kernels.cpu import build
@@ -116,7 +117,7 @@ def test_what_fails_on_the_cpu_names_the_layer_and_the_experts_and_the_next_pass
         with pytest.raises(KernelError, match=rf"{NAME}: computing experts 4, 6 on the CPU failed: division by zero"):
             _outputs(vb, [[6, 4]])
     assert _outputs(vb, [[6, 4]])[0].isfinite().all()
-    assert not any(slot.holders for level in vb.stack.levels for slot in level.slots.values())
+    assert_at_rest(vb.stack)
 
 
 @torch.no_grad()
@@ -142,7 +143,7 @@ def test_an_interrupt_while_the_cpu_computes_leaves_pages_to_their_thread(monkey
         assert page.holders
         going.set()
     assert _outputs(vb, [[2, 3], [6, 7]])[0].isfinite().all()  # the thread has one work after the other
-    assert not page.holders
+    assert_at_rest(vb.stack)
     vb.close()
 
 
