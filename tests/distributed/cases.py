@@ -220,7 +220,7 @@ def broken(path: str, how: str, whose: int) -> str:
 def streamed(path: str) -> dict[str, Any]:
     """Pages live in files, with room in memory for some."""
     settings = config("dense")
-    settings["tiers"]["cpu"] = {"budget": "1MiB"}
+    settings["tiers"]["cpu"] = {"budget": (2 << 20) // dist.get_world_size()}
     settings["tiers"]["ssd"] = {"enabled": True, "path": f"{path}/{dist.get_rank()}"}
     return settings
 

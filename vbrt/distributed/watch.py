@@ -120,7 +120,8 @@ class Watch:
         """Return which rank a collective that failed here was waiting for, and where that one was last seen; tell the
         others, who wait for it or for this rank.
 
-        A rank that has ended tells nothing more; one that hangs still tells where it is, behind all others.
+        Who is furthest behind, once those that go on have been heard again: one that hangs tells where it is, and of
+        one that has ended the last place is known. Where they are level it is one that tells nothing more.
         """
         text = f"another rank of {self.count} has ended or hangs"
         with contextlib.suppress(RuntimeError):
@@ -129,9 +130,9 @@ class Watch:
             if self.look():
                 return self.verdict
             after = self._places()
-            silent = {rank: told for rank, told in after.items() if told == before.get(rank)} or after
-            if silent:
-                rank, (_, passes, _, layer) = min(silent.items(), key=lambda item: item[1][1:3])
+            if after:
+                rank = min(after, key=lambda rank: (after[rank][1:3], after[rank] != before.get(rank)))
+                _, passes, _, layer = after[rank]
                 text = f"rank {rank} has ended or hangs; it was last seen in pass {passes}{_at(layer)}"
                 self._store.compare_set("failed", "", json.dumps({"rank": rank, "text": text}))
         return text
