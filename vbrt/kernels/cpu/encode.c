@@ -84,12 +84,22 @@ INLINE void table_losses(
     int block, const float (*x)[LANES], const float *scale, const float *cells, float (*loss)[LANES]) {
     float factor[LANES];
     for (int lane = 0; lane < LANES; lane++) factor[lane] = 1 / scale[lane] * (CELLS / 2);  /* rounded twice, as there */
+#ifdef __AVX512F__  /* compilers that tune for all CPUs load one cell after the other */
+    const __m512 half = _mm512_set1_ps(CELLS / 2), last = _mm512_set1_ps(CELLS - 1), scaled = _mm512_loadu_ps(factor);
+    for (int j = 0; j < block; j++) {
+        const __m512 y = _mm512_add_ps(_mm512_mul_ps(_mm512_loadu_ps(x[j]), scaled), half);
+        const __m512i at = _mm512_cvttps_epi32(_mm512_min_ps(_mm512_max_ps(y, _mm512_setzero_ps()), last));
+        const __m512 q = _mm512_sub_ps(y, _mm512_i32gather_ps(at, cells, 4));
+        _mm512_storeu_ps(loss[j], _mm512_mul_ps(q, q));
+    }
+#else
     for (int j = 0; j < block; j++)
         for (int lane = 0; lane < LANES; lane++) {
             const float y = x[j][lane] * factor[lane] + CELLS / 2, low = y < 0.0f ? 0.0f : y;
             const float q = y - cells[(int32_t)(low > CELLS - 1 ? CELLS - 1 : low)];
             loss[j][lane] = q * q;
         }
+#endif
 }
 
 /* the sums over each block, in loss[0] */
