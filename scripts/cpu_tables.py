@@ -22,7 +22,7 @@ _HALF = (
     "A token of the Llama with room for half of its pages in memory, the others on a drive: direct reads pass the page "
     "cache, buffered ones find the files in it, and copy and check them on the cores that compute. The drive's rate is "
     "that of reading as many bytes of the same files in the same way, by four threads, with nothing checked, in "
-    "turns of three tokens and one such read."
+    "turns of three tokens and one such read; a drive that is shared has bursts, so that this limit is a rough one."
 )
 _TOKENS = {"decode": 1, "prefill": 512, "moe": 1}
 
