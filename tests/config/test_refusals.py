@@ -93,6 +93,7 @@ WRONG_VALUES = [
     ("mode", "training", '"training"; expected "infer", "train" or "full"; did you mean "train"?'),
     ("mode", True, 'true; expected "infer", "train" or "full"'),
     ("compute.fp8", "e4m3", '"e4m3"; expected true or false'),
+    ("compute.int8", 8, "8; expected true or false"),
     ("compute.fp4", 1, "1; expected true or false"),
     ("compute.captures", 2, "2; expected true or false"),
     ("compute.joins", "no", '"no"; expected true or false'),

@@ -1,5 +1,6 @@
 """What cannot be had on a device is said once, and stays visible."""
 
+import copy
 import types
 import warnings
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 import vbrt
-from vbrt.kernels import resolve
+from vbrt.kernels import kernel_refusal, resolve
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
 from vbrt.layers import HandleSpec, WeightHandle, selection
 from vbrt.residency.site import WeightSite
@@ -109,14 +110,32 @@ def test_a_cpu_computes_as_without_the_option_and_says_so_once(option):
     assert said == [f"{reason} instead"] and [str(w.message) for w in caught].count(said[0]) == 1
 
 
-@pytest.mark.parametrize("option", ["fp8", "fp4"])
+def test_int8_that_cannot_be_had_is_announced(refusals):
+    with pytest.warns(
+        UserWarning, match="compute.int8: cuda has no int8 products of 4-bit weights; .* in torch.bfloat16"
+    ):
+        layer = handle(int8=True)
+    assert sum("compute.int8" in reason for reason in layer.fallbacks) == 1
+
+
+@pytest.mark.skipif(kernel_refusal(CPU) is not None, reason="no kernels for CPUs")
+def test_int8_rounds_few_tokens_on_a_cpu_and_announces_nothing():
+    layer, x, got = torch.nn.Linear(64, 64).eval(), torch.randn(2, 64), {}
+    for int8 in (False, True):
+        with vbrt.wrap(copy.deepcopy(layer), weights={"keep_head": False}, compute={"int8": int8}) as vb:
+            got[int8] = vb(x)
+            assert not any("compute." in reason for reason in vb.stats().fallbacks)
+    assert 1e-4 < (got[True] - got[False]).norm() / got[False].norm() < 1e-2
+
+
+@pytest.mark.parametrize("option", ["fp8", "fp4", "int8"])
 def test_what_was_not_asked_for_is_not_announced(refusals, option):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert handle(backend="reference", **{option: True}).fallbacks == []
 
 
-@pytest.mark.parametrize("option", ["fp8", "fp4"])
+@pytest.mark.parametrize("option", ["fp8", "fp4", "int8"])
 def test_exact_layers_announce_that_no_kernel_merges_their_planes_and_nothing_of_rounded_products(refusals, option):
     with pytest.warns(UserWarning, match="kernels: Triton with Gluon is not installed"):
         layer = handle(fine=True, **{option: True})

@@ -251,6 +251,7 @@ class ComputeConfig(Section):
     fp8: multiply many tokens at a time in FP8 where the GPU can, which rounds activations to 3 bits of mantissa.
     fp4: experimental, never run on a GPU that has it: the same in FP4, which rounds activations to 1 bit of mantissa.
     With both, FP8 is for GPUs without FP4.
+    int8: multiply few tokens at a time in int8 on a CPU, which rounds activations to steps of 1/127 of eight's largest.
     captures: `generate` records its decode steps as CUDA graphs; false: each runs the model's Python.
     joins: recorded decode steps may join launches, which round elsewhere in 4 bits, and attend by a steady kernel.
     """
@@ -260,6 +261,7 @@ class ComputeConfig(Section):
     backend: str = opt("auto", choice(*BACKENDS))
     fp8: bool = opt(False, flag)
     fp4: bool = opt(False, flag)
+    int8: bool = opt(False, flag)
     captures: bool = opt(True, flag)
     joins: bool = opt(True, flag)
 

@@ -1,6 +1,7 @@
 """Ops on planes: a reference in plain torch and faster ones for CPUs and GPUs, found by `resolve`."""
 
 from vbrt.kernels.cpu.build import libraries
+from vbrt.kernels.cpu.int8 import int8_refusal
 from vbrt.kernels.cuda.e2m1.linear import Packing
 from vbrt.kernels.cuda.e2m1.tiles import TILES, page_of
 from vbrt.kernels.cuda.rounded.fp4 import fp4_refusal
@@ -18,6 +19,7 @@ __all__ = [
     "PageOrder",
     "fp4_refusal",
     "fp8_refusal",
+    "int8_refusal",
     "kernel_refusal",
     "libraries",
     "noted_refusal",

@@ -12,6 +12,7 @@ from vbrt.kernels.cpu import build as cpu_build
 from vbrt.kernels.cpu import encode as cpu_encode
 from vbrt.kernels.cpu import experts as cpu_experts
 from vbrt.kernels.cpu import few as cpu_few
+from vbrt.kernels.cpu import int8 as cpu_int8
 from vbrt.kernels.cpu import linear as cpu_linear
 from vbrt.kernels.cpu import split as cpu_split
 from vbrt.kernels.cpu import update as cpu_update
@@ -89,9 +90,9 @@ KERNELS = (
     _reference("decode_weight", run=reference.decode_weight),
     _reference("linear", run=reference.linear),
     _built("decode_weight", run=cpu_linear.decode_weight, turned=cpu_linear.decode_turned),
-    _built("linear", run=cpu_linear.linear, few=cpu_few.few),
-    _built_experts("experts_up", run=cpu_experts.experts_up),
-    _built_experts("experts_down", run=cpu_experts.experts_down),
+    _built("linear", run=cpu_linear.linear, rounded={"int8": cpu_int8.linear}, few=cpu_few.few),
+    _built_experts("experts_up", run=cpu_experts.experts_up, rounded={"int8": cpu_int8.experts_up}),
+    _built_experts("experts_down", run=cpu_experts.experts_down, rounded={"int8": cpu_int8.experts_down}),
     # nothing to decode: torch's own matmul, and nothing to build
     _compiled("decode_weight", run=reference.decode_weight, formats=("dense",), rank=-1),
     _compiled("linear", run=reference.linear, formats=("dense",), rank=-1),

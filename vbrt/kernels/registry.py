@@ -10,6 +10,7 @@ use) for CPUs. Callers ask the record, never for its name.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -71,15 +72,15 @@ class Kernel:
         rank: "auto" takes the highest rank that serves a device.
         refusal: why it does not serve a device of its types, or None if it does.
         builds: True if `refusal` takes long the first time, because it builds the kernel.
-        rounded: by "fp8" or "fp4", the function for callers that allow operands to be rounded so; without one `run`
-            serves them.
+        rounded: by "fp8", "fp4" or "int8", the function for callers that allow operands to be rounded so; without one
+            `run` serves them.
         page_order: by format, the order of the coarse plane that `run` is fast on; None: as the format encodes it.
         runs_unpacked: True if it computes by its own kernels from a coarse plane as the format encodes it.
         merges: True if it restores weights of a format and shape (N, K) from both planes by a kernel of its own.
         turned: decodes to [K, N], contiguous, in one step; None: `run`, then a transposed copy.
         prepare: makes on a device what must be there before a CUDA graph records the kernel.
         few: prepares, for planes that never move, products of few tokens by `run`, see `layers/short.py`; None where it
-            does not serve them.
+            does not serve them. It takes a key of `rounded`, too.
         by_address: True if it computes from pages of a layout of which it has the addresses alone, on a device.
         reads_resident_planes: True if compiled graphs may hold the planes of pages that never move and run it on them.
     """
@@ -100,7 +101,7 @@ class Kernel:
     prepare: Callable[[torch.device], None] = _never_refuses
     reads_resident_planes: bool = False
     by_address: Callable[[PageLayout, torch.device], bool] = _needs_pages
-    few: Callable[[WeightPlanes], Any] | None = None
+    few: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
@@ -114,8 +115,11 @@ class Kernel:
         return self.devices is None or device.type in self.devices
 
     def rounding(self, to: str | None) -> "Kernel":
-        """The same implementation where operands may be rounded to "fp8" or "fp4" (None: not at all)."""
-        return replace(self, run=self.rounded[to], few=None) if to in self.rounded else self
+        """The same implementation where operands may be rounded so (None: not at all)."""
+        if to not in self.rounded:
+            return self
+        few = None if self.few is None else partial(self.few, rounded=to)
+        return replace(self, run=self.rounded[to], few=few)
 
     def decode_turned(self, planes: WeightPlanes) -> Tensor:
         """The weight as [K, N], contiguous; of an implementation of "decode_weight"."""
@@ -143,7 +147,7 @@ def resolve(
 ) -> Kernel:
     """The implementation of `op` for a backend (one of BACKENDS), a device and a weight format (None: any).
 
-    rounding: "fp8" or "fp4" if operands may be rounded to that where it is faster.
+    rounding: "fp8", "fp4" or "int8" if operands may be rounded to that where it is faster.
     Raises KernelError, naming op, backend, device and what would do, when there is none.
     """
     offered = _REGISTRY.get(op)

@@ -6,7 +6,7 @@
 | --- | --- | --- |
 | `dense` | the format `dense` | torch's own product on the page |
 | coarse and fine (`exact`) | the format EXACT | restores the weight, then torch's own product |
-| coarse | the format, with rounding to FP8 or FP4 where config and device allow | the format's fused kernel |
+| coarse | the format, with rounding to FP8, FP4 or int8 where config and device allow | the format's fused kernel |
 
 Of those registered for an op the backend named in `compute.backend` is taken; "auto" takes the fastest that serves the
 device (`kernels/registry.py`).
@@ -24,6 +24,7 @@ from vbrt.kernels import (
     PageOrder,
     fp4_refusal,
     fp8_refusal,
+    int8_refusal,
     kernel_refusal,
     noted_refusal,
     resolve,
@@ -31,7 +32,7 @@ from vbrt.kernels import (
 )
 from vbrt.layers.spec import HandleSpec
 
-__all__ = ["Kernels", "choose_kernels", "coarse_kernels", "planned_packing", "refusals", "vendor_refusal"]
+__all__ = ["Kernels", "choose_kernels", "coarse_kernels", "planned_packing", "refusals", "rounding", "vendor_refusal"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def choose_kernels(spec: HandleSpec, device: torch.device) -> Kernels:
         KernelError: the backend that the spec names has none.
     """
     format = EXACT if spec.fine else spec.format
-    kernel = resolve("linear", spec.backend, device, format, rounding=_rounding(spec, device))
+    kernel = resolve("linear", spec.backend, device, format, rounding=rounding(spec, device))
     decode = resolve("decode_weight", spec.backend, device, format)
     reads_order = kernel.merges(spec.format, spec.shape) if spec.fine else not spec.lossless
     packing = kernel.page_order(spec.format) if reads_order and not spec.by_rows else None
@@ -95,10 +96,12 @@ def planned_packing(spec: HandleSpec, device: torch.device) -> PageOrder | None:
     return None if resolves_late(spec.backend, device) else choose_kernels(spec, device).packing
 
 
-def _rounding(spec: HandleSpec, device: torch.device) -> str | None:
-    """The type that operands of long products may be rounded to."""
+def rounding(spec: HandleSpec, device: torch.device) -> str | None:
+    """The type that operands may be rounded to: of long products on a GPU, of short ones on a CPU."""
     if spec.lossless:
         return None
+    if spec.int8 and int8_refusal(device) is None:
+        return "int8"
     if spec.fp4 and fp4_refusal(device) is None:
         return "fp4"
     return "fp8" if spec.fp8 else None
@@ -125,9 +128,12 @@ def refusals(spec: HandleSpec, device: torch.device) -> Iterator[str]:
         )
     if no_fp8:
         yield f"compute.fp8: {no_fp8}; long inputs are multiplied in {spec.dtype} instead"
+    no_int8 = int8_refusal(device) if asked and spec.int8 else None
+    if no_int8:
+        yield f"compute.int8: {no_int8}; inputs are multiplied in {spec.dtype} instead"
 
 
 def vendor_refusal(spec: HandleSpec, device: torch.device) -> str | None:
     """The reason why the vendor's matmul of rounded weights refused this shape when it was called, or None."""
-    kind = _rounding(spec, device)
+    kind = rounding(spec, device)
     return noted_refusal(kind, *spec.shape) if kind else None

@@ -37,6 +37,7 @@ class HandleSpec:
     backend: str = "auto"
     fp8: bool = False
     fp4: bool = False
+    int8: bool = False
     homes: Mapping[str, str] | None = None
     levels: int = 8
     refresh_every: int = 100
@@ -54,6 +55,7 @@ class HandleSpec:
             backend=config.compute.backend,
             fp8=config.compute.fp8,
             fp4=config.compute.fp4,
+            int8=config.compute.int8,
             homes={page.plane: page.home for page in swap.pages},
             levels=config.separation.levels,
             refresh_every=config.separation.refresh_every,

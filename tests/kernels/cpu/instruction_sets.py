@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from tests.kernels.cpu import test_int8
 from tests.kernels.cpu.test_cpu_encode import BLOCKS, check_bits, hard
 from tests.kernels.cpu.test_cpu_experts import GATES, bank, routed, rows
 from tests.kernels.cpu.test_cpu_linear import BOUND, bits, case, exact_case
@@ -37,6 +38,7 @@ def check_linear(formats=(*cpu_linear.FORMATS, *cpu_linear.LEVELS[:2])):
             planes, w = exact_case(name, shape, dtype)
             assert torch.equal(bits(cpu_linear.decode_weight(planes)), bits(w))
             assert torch.equal(bits(cpu_linear.decode_turned(planes)), bits(w.t()))
+    test_int8.check_layers()
 
 
 def check_experts():
@@ -53,6 +55,7 @@ def check_experts():
             h = torch.randn(3 * tokens, 22)
             want = (rows(h, ids.view(-1, 1), pages, "down").view(tokens, 3, -1) * weights.double().unsqueeze(-1)).sum(1)
             assert error(cpu_experts.experts_down(h, ids, weights, pages), want) <= 1e-5
+    test_int8.check_experts()
 
 
 def check_encode():

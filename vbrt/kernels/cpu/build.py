@@ -76,7 +76,7 @@ class Product(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "bias", "y")),
         *((name, ctypes.c_int64) for name in ("tokens", "inputs")),
-        *((name, ctypes.c_int32) for name in ("x_type", "bias_type", "y_type")),
+        *((name, ctypes.c_int32) for name in ("x_type", "bias_type", "y_type", "rounded")),
     )
 
 
@@ -118,7 +118,7 @@ class Task(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("pairs", "pairs_per_row", "most")),
         *((name, ctypes.c_void_p) for name in ("x", "bias", "out")),
         ("inputs", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("x_type", "bias_type", "out_type")),
+        *((name, ctypes.c_int32) for name in ("x_type", "bias_type", "out_type", "rounded")),
     )
 
 
@@ -248,7 +248,7 @@ def _declare_linear(library: ctypes.CDLL) -> None:
     weight, pointer, number = ctypes.POINTER(Weight), ctypes.c_void_p, ctypes.c_int64
     library.vbrt_linear.argtypes = (weight, ctypes.POINTER(Product), ctypes.c_int)
     library.vbrt_linears.argtypes = (pointer, ctypes.POINTER(Product), ctypes.c_int, ctypes.c_int)
-    library.vbrt_few.argtypes = (pointer, ctypes.c_int, *[pointer] * 3, *[number] * 2, ctypes.c_int, ctypes.c_int)
+    library.vbrt_few.argtypes = (pointer, ctypes.c_int, *[pointer] * 3, *[number] * 2, *[ctypes.c_int] * 3)
     library.vbrt_decode.argtypes = (weight, *[number] * 3, pointer, ctypes.c_int, ctypes.c_int)
     library.vbrt_panels.argtypes = (weight, ctypes.POINTER(Product), ctypes.c_int)
     library.vbrt_merge.argtypes = (weight, ctypes.POINTER(Fine), pointer, pointer, number, ctypes.c_int)

@@ -14,6 +14,8 @@
 #define TILE 4096    /* columns whose scales are looked up at a time */
 
 enum { FP32, BF16, FP16, BYTE };
+/* how inputs lie in spans: as numbers, or rounded to int8 */
+enum { AS_FP32, AS_BF16, AS_INT8 };
 static const int SCALE_BYTES[] = {4, 2, 2, 1};
 
 static inline float load(const void *from, int type, int64_t at) {
@@ -26,6 +28,8 @@ static inline void store(void *to, int type, int64_t at, float value) {
     if (type == FP32) ((float *)to)[at] = value;
     else ((int16_t *)to)[at] = type == BF16 ? bf16_bits(value) : fp16_bits(value);
 }
+
+#include "int8.h"
 
 /* -- dots: sums[r * TOKENS + m] of rows r with tokens m; `rows` and `tokens` are constants once it is inlined */
 
@@ -40,49 +44,72 @@ static inline void store(void *to, int type, int64_t at, float value) {
 #include "dots_plain.h"
 #endif
 
-INLINE void dots_of_tokens(const Dots *d, int rows, int tokens, float *sums) {
-    if (tokens == 4) dots(d, rows, 4, sums);
-    else if (tokens == 2) dots(d, rows, 2, sums);
-    else dots(d, rows, 1, sums);
+#ifndef WIDE
+#include "int8_spans.h"
+#endif
+
+INLINE void dots_in_form(const Dots *d, int rows, int tokens, float *sums) {
+#ifndef WIDE
+    if (d->form == AS_INT8) {
+        dots_in_int8(d, rows, tokens, sums);
+        return;
+    }
+#endif
+    dots(d, rows, tokens, sums);
 }
 
-/* Whether x and levels are multiplied as pairs of bf16, which changes neither. */
-static int narrows(const float *levels, int64_t count, int x_type) {
-    int exact = x_type == BF16;
+INLINE void dots_of_tokens(const Dots *d, int rows, int tokens, float *sums) {
+    if (tokens == 4) dots_in_form(d, rows, 4, sums);
+    else if (tokens == 2) dots_in_form(d, rows, 2, sums);
+    else dots_in_form(d, rows, 1, sums);
+}
+
+/* How x is multiplied with levels: in int8 where it may be `rounded`, as pairs of bf16 where that changes neither. */
+static int form_of(const float *levels, int64_t count, int x_type, int rounded) {
+    if (rounded) return AS_INT8;
 #ifdef PAIRS
+    int exact = x_type == BF16;
     for (int64_t i = 0; i < count; i++) exact = exact && bf16_value((uint16_t)bf16_bits(levels[i])) == levels[i];
-    return exact;
+    return exact ? AS_BF16 : AS_FP32;
 #else
-    return 0;
+    return AS_FP32;
 #endif
 }
 
-/* Dots of x, in numbers of `x_type`, with rows of weights; `values` are looked at for scales of bytes only. */
-static Dots dots_with(const float *levels, const float *values, float unit, int64_t type, int64_t block, int x_type,
+/* Dots of x, in some form, with rows of weights; `values` are looked at for scales of bytes only. */
+static Dots dots_with(const float *levels, const float *values, float unit, int64_t type, int64_t block, int form,
                       Scales *scales) {
-    Dots d = {.levels = levels, .scale_type = (int)type, .shift = __builtin_ctzll(block)};
+    Dots d = {.levels = levels, .scale_type = (int)type, .shift = __builtin_ctzll(block), .form = form};
     fill_scales(&d, values, unit, scales);
-    d.narrow = narrows(levels, 16, x_type);
+    if (form == AS_INT8) d.step = in_whole_steps(levels, d.whole);
     return d;
 }
 
 /* Bytes of one row of x in spans. */
 static inline int64_t row_bytes(int64_t columns) { return (columns + SPAN - 1) / SPAN * SPAN * sizeof(float); }
 
-/* One row of `inputs` numbers of x in spans, zeros behind the last: as bf16 where `narrow`, else as fp32; `type` is a
- * constant once it is inlined. */
-INLINE void spread_as(const void *x, int type, int64_t at, int64_t inputs, int64_t columns, int narrow, void *to) {
+INLINE void spread_in_form(const float *span, int form, void *to) {
+#ifdef WIDE
+    spread_span(span, form, to);
+#else
+    if (form == AS_INT8) round_span(span, to);
+    else spread_span(span, form == AS_BF16, to);
+#endif
+}
+
+/* One row of `inputs` numbers of x in spans, zeros behind the last, in some form; `type` is a constant once it is inlined. */
+INLINE void spread_as(const void *x, int type, int64_t at, int64_t inputs, int64_t columns, int form, void *to) {
     for (int64_t first = 0; first < columns; first += SPAN) {
         const int64_t count = inputs - first < SPAN ? inputs - first : SPAN;
         float span[SPAN];
         if (count < SPAN) memset(span, 0, sizeof span);
         for (int64_t k = 0; k < count; k++) span[k] = load(x, type, at + first + k);
-        spread_span(span, narrow, (char *)to + first * (narrow ? 2 : 4));
+        spread_in_form(span, form, (char *)to + first * (form == AS_FP32 ? 4 : 2));
     }
 }
 
-static void spread_row(const void *x, int type, int64_t at, int64_t inputs, int64_t columns, int narrow, void *to) {
-    if (type == FP32) spread_as(x, FP32, at, inputs, columns, narrow, to);
-    else if (type == BF16) spread_as(x, BF16, at, inputs, columns, narrow, to);
-    else spread_as(x, FP16, at, inputs, columns, narrow, to);
+static void spread_row(const void *x, int type, int64_t at, int64_t inputs, int64_t columns, int form, void *to) {
+    if (type == FP32) spread_as(x, FP32, at, inputs, columns, form, to);
+    else if (type == BF16) spread_as(x, BF16, at, inputs, columns, form, to);
+    else spread_as(x, FP16, at, inputs, columns, form, to);
 }

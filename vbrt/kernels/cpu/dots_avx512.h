@@ -24,11 +24,15 @@ typedef struct {
     float unit;
     const void *x[TOKENS];  /* in spans */
     int64_t columns;
-    int narrow;  /* x is bf16; levels are numbers that bf16 has */
+    int form;  /* of x */
+    int8_t whole[16];  /* levels in steps, for inputs in int8 */
+    float step;
 } Dots;
 
 /* out [count, rounded up to 32] = value * unit of `count` scale bytes */
-INLINE void look_up(const uint8_t *bytes, int64_t count, const __m512i *table, float unit, float *out) {
+INLINE void look_up(const uint8_t *bytes, int64_t count, const uint16_t *halves, float unit, float *out) {
+    __m512i table[8];
+    for (int i = 0; i < 8; i++) table[i] = _mm512_loadu_si512(halves + 32 * i);
     for (int64_t i = 0; i < count; i += 32) {
         const __mmask32 here = count - i >= 32 ? ~0u : (1u << (count - i)) - 1;
         const __m512i byte = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(here, bytes + i));
@@ -53,24 +57,21 @@ INLINE __m512 e4m3_256ths(__m128i bytes) {
     return _mm512_cvtph_ps(bits);
 }
 
-/* whether any of `count` bytes is E4M3's NaN */
-INLINE int has_nan(const uint8_t *bytes, int64_t count) {
-    const __m512i seven = _mm512_set1_epi8(0x7F);
+/* out [count, rounded up to 64] = value * unit of `count` E4M3 bytes; false where one of them is NaN */
+INLINE int compute(const uint8_t *bytes, int64_t count, float unit, float *out) {
+    const __m512 factor = _mm512_set1_ps(256 * unit);
+    const __m512i nan = _mm512_set1_epi8(0x7F);
     __mmask64 found = 0;
     for (int64_t i = 0; i < count; i += 64) {
-        const __mmask64 here = count - i >= 64 ? ~0ull : (1ull << (count - i)) - 1;
-        found |= _mm512_cmpeq_epi8_mask(_mm512_and_si512(_mm512_maskz_loadu_epi8(here, bytes + i), seven), seven);
+        const __m512i all = count - i >= 64 ? _mm512_loadu_si512(bytes + i)
+                                            : _mm512_maskz_loadu_epi8((1ull << (count - i)) - 1, bytes + i);
+        found |= _mm512_cmpeq_epi8_mask(_mm512_and_si512(all, nan), nan);
+        _mm512_storeu_ps(out + i, _mm512_mul_ps(e4m3_256ths(_mm512_castsi512_si128(all)), factor));
+        _mm512_storeu_ps(out + i + 16, _mm512_mul_ps(e4m3_256ths(_mm512_extracti32x4_epi32(all, 1)), factor));
+        _mm512_storeu_ps(out + i + 32, _mm512_mul_ps(e4m3_256ths(_mm512_extracti32x4_epi32(all, 2)), factor));
+        _mm512_storeu_ps(out + i + 48, _mm512_mul_ps(e4m3_256ths(_mm512_extracti32x4_epi32(all, 3)), factor));
     }
-    return found != 0;
-}
-
-/* out [count, rounded up to 16] = value * unit of `count` E4M3 bytes */
-INLINE void compute(const uint8_t *bytes, int64_t count, float unit, float *out) {
-    const __m512 factor = _mm512_set1_ps(256 * unit);
-    for (int64_t i = 0; i < count; i += 16) {
-        const __mmask16 here = count - i >= 16 ? 0xFFFF : (1u << (count - i)) - 1;
-        _mm512_storeu_ps(out + i, _mm512_mul_ps(e4m3_256ths(_mm_maskz_loadu_epi8(here, bytes + i)), factor));
-    }
+    return !found;
 }
 
 /* out [count, rounded up to 16] of `count` scales of 16 or 32 bits */
@@ -90,22 +91,62 @@ static void convert(const uint8_t *scales, int64_t count, int type, float *out) 
 }
 
 /* out = the scales of a row's `columns`, from column `first` on; those of rows to come are read ahead, as their codes are */
-INLINE void scales_of(const Dots *d, int r, int64_t first, int64_t columns, const __m512i *table, float *out) {
+static __attribute__((noinline)) void scales_of(const Dots *d, int r, int64_t first, int64_t columns, float *out) {
     const int type = d->scale_type;
     const int64_t count = columns >> d->shift, width = SCALE_BYTES[type];
     const uint8_t *stored = d->scales[r] + (first >> d->shift) * width;
     const uint8_t *ahead = stored + (2 * AHEAD >> d->shift) * width;
     for (int64_t i = 0; i < count * width; i += 64) _mm_prefetch((const char *)ahead + i, _MM_HINT_T1);
     if (type != BYTE) convert(stored, count, type, out);
-    else if (d->e4m3 && !has_nan(stored, count)) compute(stored, count, d->unit, out);
-    else look_up(stored, count, table, d->unit, out);
+    else if (!d->e4m3 || !compute(stored, count, d->unit, out)) look_up(stored, count, d->halves, d->unit, out);
 }
 
-/* What a span of codes gives with one span of each token's x: a lane sums a word's eight columns. `narrow` is a constant
+/* The sums of a word's eight products, of levels and inputs of even columns and of odd ones. */
+INLINE __m512i sums_of_int8(__m512i even, __m512i odd, const char *x) {
+    const __m512i x0 = _mm512_loadu_si512(x), x1 = _mm512_loadu_si512(x + 64);
+#ifdef __AVX512VNNI__
+    /* one side has no sign: levels are 127 too large, for which the sums begin 127 times the inputs too low */
+    return _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(_mm512_loadu_si512(x + 128), even, x0), odd, x1);
+#else
+    /* pairs of products are below 2^15: both sides are at most 127 */
+    const __m512i zero = _mm512_setzero_si512(), ones = _mm512_set1_epi16(1);
+    const __m512i signs0 = _mm512_mask_sub_epi8(x0, _mm512_movepi8_mask(even), zero, x0);
+    const __m512i signs1 = _mm512_mask_sub_epi8(x1, _mm512_movepi8_mask(odd), zero, x1);
+    const __m512i sum0 = _mm512_madd_epi16(_mm512_maddubs_epi16(_mm512_abs_epi8(even), signs0), ones);
+    return _mm512_add_epi32(sum0, _mm512_madd_epi16(_mm512_maddubs_epi16(_mm512_abs_epi8(odd), signs1), ones));
+#endif
+}
+
+/* What a form looks levels up in, by code: in lanes of 128 bits, or in halves of 256 for pairs of bf16. */
+INLINE __m512i table_of(const Dots *d, int form) {
+    if (form == AS_INT8) {
+        const __m128i whole = _mm_loadu_si128((const __m128i *)d->whole);
+#ifdef __AVX512VNNI__
+        return _mm512_broadcast_i32x4(_mm_add_epi8(whole, _mm_set1_epi8(STEPS)));
+#else
+        return _mm512_broadcast_i32x4(whole);
+#endif
+    }
+    const __m512i upper = _mm512_srli_epi32(_mm512_loadu_si512(d->levels), 16);
+    const __m512i halves = _mm512_castsi256_si512(_mm512_cvtepi32_epi16(upper));
+    return _mm512_shuffle_i64x2(halves, halves, 0x44);  /* twice */
+}
+
+/* What a span of codes gives with one span of each token's x: a lane sums a word's eight columns. `form` is a constant
  * once it is inlined. */
-INLINE void parts_of(const Dots *d, __m512i codes, int64_t at, int tokens, int narrow, __m512 levels, __m512i words,
+INLINE void parts_of(const Dots *d, __m512i codes, int64_t at, int tokens, int form, __m512 levels, __m512i table,
                      __m512 *part) {
-    if (!narrow) {
+    if (form == AS_INT8) {
+        const __m512i four = _mm512_set1_epi8(15);
+        const __m512i even = _mm512_shuffle_epi8(table, _mm512_and_si512(codes, four));
+        const __m512i odd = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(codes, 4), four));
+        for (int m = 0; m < tokens; m++) {
+            const char *x = (const char *)d->x[m] + 2 * at;
+            const __m512 sums = _mm512_cvtepi32_ps(sums_of_int8(even, odd, x));
+            part[m] = _mm512_mul_ps(sums, _mm512_loadu_ps((const float *)(x + 192)));
+        }
+    }
+    if (form == AS_FP32) {
         __m512 level[WORD];
         /* vpermps looks at the lowest four bits of an index only */
         for (int j = 0; j < WORD; j++) level[j] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4 * j), levels);
@@ -121,9 +162,9 @@ INLINE void parts_of(const Dots *d, __m512i codes, int64_t at, int tokens, int n
         }
     }
 #ifdef PAIRS
-    if (narrow) {
+    if (form == AS_BF16) {
         __m512i level[WORD / 2];  /* vpermw looks at the lowest five bits: there are two copies of the levels */
-        for (int j = 0; j < WORD / 2; j++) level[j] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * j), words);
+        for (int j = 0; j < WORD / 2; j++) level[j] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * j), table);
         for (int m = 0; m < tokens; m++) {
             const uint16_t *x = (const uint16_t *)d->x[m] + at;
             part[m] = _mm512_setzero_ps();
@@ -134,42 +175,41 @@ INLINE void parts_of(const Dots *d, __m512i codes, int64_t at, int tokens, int n
 #endif
 }
 
-INLINE void dots_as(const Dots *d, int rows, int tokens, int narrow, float *sums) {
+INLINE void dots_as(const Dots *d, int rows, int tokens, int form, float *sums) {
     const __m512i iota = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i block_of = _mm512_srli_epi32(iota, d->shift - 3);
     const __m512 levels = _mm512_loadu_ps(d->levels);
-    const __m512i halves = _mm512_castsi256_si512(_mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)levels, 16)));
-    const __m512i words = _mm512_shuffle_i64x2(halves, halves, 0x44);  /* of bf16: the levels twice */
-    __m512i table[8];
+    const __m512i by_code = table_of(d, form);
     __m512 sum[2][TOKENS], part[TOKENS];
-    float scales[2][TILE / 16 + 32];
-    for (int i = 0; i < 8; i++) table[i] = _mm512_loadu_si512(d->halves + 32 * i);
+    float scales[2][TILE / 16 + 64];
     const int shift = d->shift;
     for (int r = 0; r < rows; r++)
         for (int m = 0; m < tokens; m++) sum[r][m] = _mm512_setzero_ps();
     for (int64_t first = 0; first < d->columns; first += TILE) {
         const int64_t columns = d->columns - first < TILE ? d->columns - first : TILE;
-        for (int r = 0; r < rows; r++) scales_of(d, r, first, columns, table, scales[r]);
-        for (int64_t k = 0; k < columns; k += SPAN) {
-            const int64_t left = columns - k;
-            const __mmask16 whole = left >= SPAN ? 0xFFFF : (1 << left / WORD) - 1;
+        for (int r = 0; r < rows; r++) scales_of(d, r, first, columns, scales[r]);
+        const int64_t spans = columns / SPAN;
+        for (int64_t i = 0; i < spans + (columns % SPAN > 0); i++) {
+            const int64_t k = i * SPAN;
             for (int r = 0; r < rows; r++) {
                 const uint8_t *at = d->codes[r] + (first + k) / 2;
                 _mm_prefetch((const char *)at + AHEAD, _MM_HINT_T1);
-                const __m512i codes = _mm512_maskz_loadu_epi32(whole, at);
+                const __m512i codes = i < spans ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi32((1 << columns % SPAN / WORD) - 1, at);
                 const __m512 scale = _mm512_permutexvar_ps(block_of, _mm512_loadu_ps(scales[r] + (k >> shift)));
-                parts_of(d, codes, first + k, tokens, narrow, levels, words, part);
+                parts_of(d, codes, first + k, tokens, form, levels, by_code, part);
                 for (int m = 0; m < tokens; m++) sum[r][m] = _mm512_fmadd_ps(part[m], scale, sum[r][m]);
             }
         }
     }
     for (int r = 0; r < rows; r++)
-        for (int m = 0; m < tokens; m++) sums[r * TOKENS + m] = _mm512_reduce_add_ps(sum[r][m]);
+        for (int m = 0; m < tokens; m++)
+            sums[r * TOKENS + m] = _mm512_reduce_add_ps(sum[r][m]) * (form == AS_INT8 ? d->step : 1);
 }
 
 INLINE void dots(const Dots *d, int rows, int tokens, float *sums) {
-    if (d->narrow) dots_as(d, rows, tokens, 1, sums);
-    else dots_as(d, rows, tokens, 0, sums);
+    if (d->form == AS_INT8) dots_as(d, rows, tokens, AS_INT8, sums);
+    else if (d->form == AS_BF16) dots_as(d, rows, tokens, AS_BF16, sums);
+    else dots_as(d, rows, tokens, AS_FP32, sums);
 }
 
 static int are_e4m3(const float *values) {
@@ -205,12 +245,36 @@ INLINE void deal(__m512 *v) {
     }
 }
 
-/* One span of x, as bf16, which it is, where `narrow`, else as fp32. */
-INLINE void spread_span(const float *span, int narrow, void *to) {
+/* One span of x, dealt, in int8: 64 even columns and 64 odd ones, what the sums of words begin with, and their scales. */
+INLINE void round_span(const __m512 *v, char *to) {
+    __m512 largest = _mm512_setzero_ps(), zero = largest;
+    for (int j = 0; j < WORD; j++) {
+        largest = _mm512_max_ps(largest, _mm512_abs_ps(v[j]));
+        zero = _mm512_fmadd_ps(v[j], _mm512_setzero_ps(), zero);  /* NaN where one is no finite number */
+    }
+    const __mmask16 finite = _mm512_cmp_ps_mask(zero, zero, _CMP_ORD_Q)
+        & _mm512_cmp_ps_mask(largest, _mm512_set1_ps(SMALLEST), _CMP_GE_OQ);
+    const __m512 per_one = _mm512_maskz_div_ps(finite, _mm512_set1_ps(STEPS), largest);
+    __m512i bytes[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()}, sum = bytes[0];
+    for (int j = 0; j < WORD; j++) {
+        const __m512i near = _mm512_maskz_cvtps_epi32(finite, _mm512_mul_ps(v[j], per_one));
+        const __m512i byte = _mm512_and_si512(near, _mm512_set1_epi32(255));
+        bytes[j & 1] = _mm512_or_si512(bytes[j & 1], _mm512_slli_epi32(byte, j / 2 * 8));
+        sum = _mm512_sub_epi32(sum, near);
+    }
+    _mm512_storeu_si512(to, bytes[0]);
+    _mm512_storeu_si512(to + 64, bytes[1]);
+    _mm512_storeu_si512(to + 128, _mm512_sub_epi32(_mm512_slli_epi32(sum, 7), sum));  /* 127 times */
+    _mm512_storeu_ps(to + 192, _mm512_fmadd_ps(largest, _mm512_set1_ps(1.0f / STEPS), zero));
+}
+
+/* One span of x: in int8, as bf16, which it is then, or as fp32. */
+INLINE void spread_span(const float *span, int form, void *to) {
     __m512 v[WORD];
     for (int j = 0; j < WORD; j++) v[j] = _mm512_loadu_ps(span + 16 * j);
     deal(v);
-    if (!narrow)
+    if (form == AS_INT8) round_span(v, to);
+    else if (form == AS_FP32)
         for (int j = 0; j < WORD; j++) _mm512_storeu_ps((float *)to + 16 * j, v[j]);
     else
         for (int j = 0; j < WORD / 2; j++) {

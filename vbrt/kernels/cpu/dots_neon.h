@@ -72,7 +72,7 @@ INLINE void dots_as(const Dots *d, int rows, int tokens, int narrow, int upper, 
 }
 
 INLINE void dots(const Dots *d, int rows, int tokens, float *sums) {
-    if (d->narrow) dots_as(d, rows, tokens, 1, 1, sums);
+    if (d->form == AS_BF16) dots_as(d, rows, tokens, 1, 1, sums);
     else if (d->upper) dots_as(d, rows, tokens, 0, 1, sums);
     else dots_as(d, rows, tokens, 0, 0, sums);
 }

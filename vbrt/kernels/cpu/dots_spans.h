@@ -14,8 +14,10 @@ typedef struct {
     const uint8_t (*bytes)[16];
     const void *x[TOKENS];  /* in spans */
     int64_t columns;
-    int narrow;  /* x is bf16; levels are numbers that bf16 has */
     int upper;  /* levels are numbers that bf16 has: the upper two bytes are all */
+    int form;  /* of x */
+    int8_t whole[16];  /* levels in steps, for inputs in int8 */
+    float step;
 } Dots;
 
 INLINE float scale_at(const Dots *d, int r, int64_t block) {

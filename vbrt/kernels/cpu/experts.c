@@ -32,7 +32,7 @@ typedef struct {
     const void *x, *bias;  /* [rows, inputs], [E, N] or NULL */
     void *out;  /* [P, results] */
     int64_t inputs;  /* K without the padding */
-    int32_t x_type, bias_type, out_type;
+    int32_t x_type, bias_type, out_type, rounded;  /* rounded: x may be, to int8 */
 } Task;
 
 /* -- gates -------------------------------------------------------------------------------------------------------- */
@@ -64,7 +64,7 @@ typedef struct { int64_t expert, first, count; } Group;
 typedef struct {
     char *x;  /* rows in spans */
     int64_t pitch;  /* bytes of a row */
-    int narrow;  /* they are bf16 */
+    int form;  /* in which they are */
     int64_t *order;  /* pairs by expert, ascending within each */
     Group *groups;
     int64_t count;  /* of groups */
@@ -93,7 +93,7 @@ static void sort_pairs(const Bank *b, const Task *t, Plan *plan, int64_t *starts
 static void spread(const Bank *b, const Task *t, const Plan *plan) {
     const int64_t rows = t->pairs / t->pairs_per_row;
     for (int64_t r = 0; r < rows; r++)
-        spread_row(t->x, t->x_type, r * t->inputs, t->inputs, b->columns, plan->narrow, plan->x + r * plan->pitch);
+        spread_row(t->x, t->x_type, r * t->inputs, t->inputs, b->columns, plan->form, plan->x + r * plan->pitch);
 }
 
 /* results first to last - 1 of the pairs of a group */
@@ -106,14 +106,14 @@ static void multiply(const Bank *b, const Gate *g, const Task *t, const Plan *pl
     if (b->unit >= 0) memcpy(&unit, page + b->unit, 4);
     Scales scales;
     Dots d = dots_with(b->levels + b->level_step * group->expert, b->values, unit, b->scale_type, b->block,
-                       plan->narrow ? BF16 : FP32, &scales);
+                       plan->form, &scales);
     d.columns = b->columns;
     for (int64_t n = first; n < last; n += pair_of_rows ? 1 : 2) {
         const int count = pair_of_rows || n + 1 < last ? 2 : 1;
         const int64_t row[2] = {pair_of_rows && g->interleaved ? 2 * n : n,
-                                !pair_of_rows ? n + 1 : g->interleaved ? 2 * n + 1 : n + half};
+                                !pair_of_rows ? n + count - 1 : g->interleaved ? 2 * n + 1 : n + half};
         float bias[2] = {0, 0};
-        for (int r = 0; r < count; r++) {
+        for (int r = 0; r < 2; r++) {
             d.codes[r] = page + b->codes + row[r] * (b->columns / 2);
             d.scales[r] = page + b->scales + row[r] * (b->columns / b->block) * SCALE_BYTES[b->scale_type];
             if (t->bias) bias[r] = load(t->bias, t->bias_type, group->expert * b->rows + row[r]);
@@ -122,8 +122,7 @@ static void multiply(const Bank *b, const Gate *g, const Task *t, const Plan *pl
             const int64_t left = group->count - i, *pairs = plan->order + group->first + i;
             const int tokens = left >= 4 ? 4 : left >= 2 ? 2 : 1;
             for (int m = 0; m < tokens; m++) d.x[m] = plan->x + pairs[m] / t->pairs_per_row * plan->pitch;
-            if (count == 2) dots_of_tokens(&d, 2, tokens, sums);
-            else dots_of_tokens(&d, 1, tokens, sums);
+            dots_of_tokens(&d, 2, tokens, sums);  /* the last row, where it is alone, twice */
             for (int m = 0; m < tokens; m++) {
                 const float one = sums[m] + bias[0], two = sums[TOKENS + m] + bias[1];
                 const int64_t at = pairs[m] * results + n;
@@ -146,7 +145,7 @@ int vbrt_experts_product(const Bank *b, const Gate *g, const Task *t, int thread
     char *memory = malloc(wanted), *at = (char *)(((uintptr_t)memory + 63) / 64 * 64);
     if (!memory) return 0;
     Plan plan = {.x = taken(&at, rows * pitch), .pitch = pitch};
-    plan.narrow = narrows(b->levels, b->level_step ? 16 * b->experts : 16, t->x_type);
+    plan.form = form_of(b->levels, b->level_step ? 16 * b->experts : 16, t->x_type, t->rounded);
     plan.order = taken(&at, t->pairs * 8);
     plan.groups = taken(&at, b->experts * sizeof(Group));
     sort_pairs(b, t, &plan, taken(&at, (b->experts + 1) * 8));

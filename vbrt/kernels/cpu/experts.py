@@ -53,15 +53,17 @@ def experts_up(
     part: str = "up",
     gate: Gate | None = None,
     bias_EN: Tensor | None = None,
+    rounded: bool = False,
 ) -> Tensor:
     """g(W x + b) for each pair; see `vbrt.kernels.experts`.
 
+    rounded: x may be, to int8 (`vbrt.kernels.cpu.int8`), where few pairs go to an expert.
     x is read by its address, so it must be bare (`watched.is_bare`): callers see to that.
     """
     if not _serves((x_TH, bias_EN), pages):
         decode = cpu_linear.decode_weight
         return reference.experts_up(x_TH, ids_Tk, pages, part=part, gate=gate, bias_EN=bias_EN, decode=decode)
-    return _Product(x_TH.detach(), ids_Tk, pages, part, bias_EN).run(_RAW if gate is None else gate)
+    return _Product(x_TH.detach(), ids_Tk, pages, part, bias_EN, rounded).run(_RAW if gate is None else gate)
 
 
 def experts_down(
@@ -72,12 +74,13 @@ def experts_down(
     *,
     part: str = "down",
     bias_EN: Tensor | None = None,
+    rounded: bool = False,
 ) -> Tensor:
     """The weighted sums of each token's experts; see `vbrt.kernels.experts`."""
     if not _serves((h_PI, bias_EN, weights_Tk), pages):
         decode = cpu_linear.decode_weight
         return reference.experts_down(h_PI, ids_Tk, weights_Tk, pages, part=part, bias_EN=bias_EN, decode=decode)
-    rows_PN = _Product(h_PI.detach(), ids_Tk.reshape(-1, 1), pages, part, bias_EN).run(_RAW)
+    rows_PN = _Product(h_PI.detach(), ids_Tk.reshape(-1, 1), pages, part, bias_EN, rounded).run(_RAW)
     return rows_PN if weights_Tk is None else weigh_and_sum(rows_PN, ids_Tk, weights_Tk.detach(), pages.experts)
 
 
@@ -92,8 +95,10 @@ def _serves(tensors: tuple[Tensor | None, ...], pages: ExpertPages) -> bool:
 class _Product:
     """One product with a part of each expert's weight."""
 
-    def __init__(self, x: Tensor, ids_Tk: Tensor, pages: ExpertPages, part: str, bias_EN: Tensor | None) -> None:
-        self.pages, self.part = pages, part
+    def __init__(
+        self, x: Tensor, ids_Tk: Tensor, pages: ExpertPages, part: str, bias_EN: Tensor | None, rounded: bool
+    ) -> None:
+        self.pages, self.part, self.rounded = pages, part, rounded
         self.n, self.k = pages.shapes[part]
         if x.dim() != 2 or x.shape != (len(ids_Tk), self.k):
             raise KernelError(f"experts, {part}: x has shape {tuple(x.shape)}; expected {(len(ids_Tk), self.k)}")
@@ -132,6 +137,7 @@ class _Product:
             self.ids_Tk.data_ptr(), self.ids_Tk.numel(), self.ids_Tk.shape[1], most_pairs(),
             self.x.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
             self.k, NUMBERS[self.x.dtype], 0 if bias is None else NUMBERS[bias.dtype], NUMBERS[out.dtype],
+            self.rounded,
         )  # fmt: skip
         threads = _threads(pairs * self.n * self.k)
         if not library("experts").vbrt_experts_product(bank, _gating(gate), task, threads):

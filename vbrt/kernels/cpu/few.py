@@ -23,13 +23,15 @@ __all__ = ["Few", "few"]
 class Few:
     """x @ w.T + bias for few tokens x [..., K] of the weight's own dtype; it keeps the planes.
 
+    rounded: "int8" if x may be rounded to that (`vbrt.kernels.cpu.int8`).
     To be called with bare tensors (`watched.is_bare`), where nobody wants gradients.
     """
 
-    __slots__ = ("address", "form", "inputs", "most", "number", "outputs", "weight")
+    __slots__ = ("address", "form", "inputs", "most", "number", "outputs", "rounded", "weight")
 
-    def __init__(self, planes: WeightPlanes) -> None:
+    def __init__(self, planes: WeightPlanes, rounded: str | None = None) -> None:
         self.outputs, self.inputs = planes.shape
+        self.rounded = rounded == "int8"
         self.weight = prepared(planes).weight
         self.address, self.form = ctypes.addressof(self.weight), (planes.format, self.inputs, planes.dtype)
         self.number, self.most = NUMBERS[planes.dtype], fused_tokens() * self.inputs
@@ -52,18 +54,18 @@ class Few:
         biases = None if bias is None else addresses(bias.data_ptr())
         work, tokens = numbers * sum([few.outputs for few in weights]), numbers // self.inputs
         threads = max(1, min(torch.get_num_threads(), work // THREAD_WORK))
-        call = library().vbrt_few
-        if not call(of, len(weights), x.data_ptr(), biases, out, tokens, self.inputs, self.number, threads):
+        call, given = library().vbrt_few, (x.data_ptr(), biases, out, tokens, self.inputs, self.number)
+        if not call(of, len(weights), *given, self.rounded, threads):
             raise MemoryError(f"linear: no memory for {tokens} rows of {self.inputs} inputs")
         return ys
 
     def suits(self, other: "Few") -> bool:
         """True if both multiply inputs of one form, so that one call may compute both."""
-        return self.form == other.form
+        return self.form == other.form and self.rounded == other.rounded
 
 
-def few(planes: WeightPlanes) -> Few | None:
-    """Prepare the products with a weight; None where the C code does not multiply with it, or restores it first."""
+def few(planes: WeightPlanes, rounded: str | None = None) -> Few | None:
+    """Prepare products with a weight (see `Few`); None where the C code does not multiply it, or restores it first."""
     if prepared(planes) is None or planes.fine is not None or planes.dtype not in NUMBERS:
         return None
-    return Few(planes)
+    return Few(planes, rounded)

@@ -78,7 +78,7 @@ typedef struct {
     const void *x, *bias;  /* [M, inputs], [N] or NULL */
     void *y;  /* [M, N] */
     int64_t tokens, inputs;  /* K without the padding */
-    int32_t x_type, bias_type, y_type;
+    int32_t x_type, bias_type, y_type, rounded;  /* rounded: x may be, to int8 */
 } Product;
 
 #define CHUNK 32  /* rows that a thread takes at a time */
@@ -110,7 +110,7 @@ typedef struct { const Weight *w; const Product *p; Dots d; const char *x; int64
 /* Whether the inputs of a part lie in spans as another's do. */
 static int shares_spans(const Part *one, const Part *other) {
     return one->p->x == other->p->x && one->p->tokens == other->p->tokens && one->p->inputs == other->p->inputs
-        && one->p->x_type == other->p->x_type && one->w->columns == other->w->columns && one->d.narrow == other->d.narrow;
+        && one->p->x_type == other->p->x_type && one->w->columns == other->w->columns && one->d.form == other->d.form;
 }
 
 static int64_t span_bytes(const Part *part) { return part->p->tokens * row_bytes(part->w->columns); }
@@ -125,7 +125,7 @@ static void spread_parts(Part *parts, int count, char *at) {
         }
         const Product *p = part->p;
         for (int64_t m = 0; m < p->tokens; m++)
-            spread_row(p->x, p->x_type, m * p->inputs, p->inputs, part->w->columns, part->d.narrow,
+            spread_row(p->x, p->x_type, m * p->inputs, p->inputs, part->w->columns, part->d.form,
                        at + m * row_bytes(part->w->columns));
         part->x = at;
         at += span_bytes(part);
@@ -159,7 +159,8 @@ int vbrt_linears(const Weight *const *weights, const Product *products, int coun
         const float unit = w->scale_type == BYTE ? *w->unit : 1;
         chunks += (w->rows + CHUNK - 1) / CHUNK;
         parts[i] = (Part){.w = w, .p = products + i, .end = chunks};
-        parts[i].d = dots_with(w->levels, w->values, unit, w->scale_type, w->block, products[i].x_type, scales + i);
+        const int form = form_of(w->levels, 16, products[i].x_type, products[i].rounded);
+        parts[i].d = dots_with(w->levels, w->values, unit, w->scale_type, w->block, form, scales + i);
         parts[i].d.columns = w->columns;
         if (!i || !shares_spans(parts + i, parts + i - 1)) bytes += span_bytes(parts + i);
     }
@@ -175,10 +176,10 @@ int vbrt_linear(const Weight *w, const Product *p, int threads) { return vbrt_li
 
 /* The same with x, biases and results of one type; biases: NULL, or NULL for those without. */
 int vbrt_few(const Weight *const *weights, int count, const void *x, const void *const *biases, void *const *ys,
-             int64_t tokens, int64_t inputs, int type, int threads) {
+             int64_t tokens, int64_t inputs, int type, int rounded, int threads) {
     Product products[count];
     for (int i = 0; i < count; i++)
-        products[i] = (Product){x, biases ? biases[i] : NULL, ys[i], tokens, inputs, type, type, type};
+        products[i] = (Product){x, biases ? biases[i] : NULL, ys[i], tokens, inputs, type, type, type, rounded};
     return vbrt_linears(weights, products, count, threads);
 }
 

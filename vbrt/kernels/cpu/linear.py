@@ -103,9 +103,12 @@ def decode_turned(planes: WeightPlanes) -> Tensor:
     return _merge(planes, turned=True)
 
 
-def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
+def linear(
+    x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none", *, rounded: bool = False
+) -> Tensor:
     """activation(x @ w.T + bias): [..., K] to [..., N], in x's dtype; differentiable in x and bias.
 
+    rounded: x of few tokens may be, to int8 (`vbrt.kernels.cpu.int8`).
     x is read by its address, so it must be bare (`watched.is_bare`): callers see to that.
 
     Raises KernelError for an activation that the reference does not know, or an x whose last dimension is not K.
@@ -121,7 +124,8 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
         y = F.linear(x, decode_to(planes, x.dtype), bias)
     elif way in ("fused", "panels"):
         multiply = library().vbrt_panels if way == "panels" else library().vbrt_linear
-        y = _multiply(x.detach(), planes, bias, x.dtype if activation == "none" else torch.float32, multiply)
+        dtype = x.dtype if activation == "none" else torch.float32
+        y = _multiply(x.detach(), planes, bias, dtype, multiply, rounded=rounded and way == "fused")
     else:
         y = _multiply_tiles(x.detach(), planes)
         y = y if bias is None else y.add_(bias.detach())
@@ -129,7 +133,13 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
 
 
 def _multiply(
-    x: Tensor, planes: WeightPlanes, bias: Tensor | None, dtype: torch.dtype, multiply: Callable[..., int] | None = None
+    x: Tensor,
+    planes: WeightPlanes,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    multiply: Callable[..., int] | None = None,
+    *,
+    rounded: bool = False,
 ) -> Tensor:
     """x @ w.T + bias, summed in fp32, by a function of the C code (None: that of few tokens)."""
     n, k = planes.shape
@@ -140,7 +150,7 @@ def _multiply(
         bias = bias if bias.dtype in NUMBERS else bias.float()
     product = Product(
         x_MK.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(), len(x_MK), k,
-        NUMBERS[x.dtype], 0 if bias is None else NUMBERS[bias.dtype], NUMBERS[dtype],
+        NUMBERS[x.dtype], 0 if bias is None else NUMBERS[bias.dtype], NUMBERS[dtype], rounded,
     )  # fmt: skip
     multiply = multiply or library().vbrt_linear
     if not multiply(_weight(planes), product, _threads(y.numel() * k)):

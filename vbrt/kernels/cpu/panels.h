@@ -244,7 +244,7 @@ static int multiply_panels(const Weight *w, const Product *p, int pairs, int thr
 /* y = x @ w.T + bias for many tokens, with weights rounded to bf16 where x is that and this CPU multiplies it; returns 0
  * where there was no memory, or no panels are made for this CPU */
 int vbrt_panels(const Weight *w, const Product *p, int threads) {
-#ifdef PAIRS
+#if defined(WIDE) && defined(PAIRS)
     return multiply_panels(w, p, p->x_type == BF16, threads);
 #elif defined(WIDE)
     return multiply_panels(w, p, 0, threads);

@@ -3,7 +3,7 @@
  * came at half the rate: what a core reads ahead was another's next chunk. */
 #include <stdint.h>
 #ifdef _OPENMP
-#include <omp.h>
+int omp_get_thread_num(void);
 #endif
 
 typedef struct { _Alignas(64) int64_t next, end; } Range;  /* a cache line each */

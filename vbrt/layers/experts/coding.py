@@ -16,7 +16,7 @@ from vbrt.layers.compute import pass_precision
 from vbrt.layers.encoding import Encoder, Planes
 from vbrt.layers.experts.encoding import join_planes
 from vbrt.layers.experts.spec import ExpertsSpec
-from vbrt.layers.selection import Kernels, choose_kernels, coarse_kernels, refusals
+from vbrt.layers.selection import Kernels, choose_kernels, coarse_kernels, refusals, rounding
 
 __all__ = ["ExpertOps", "ExpertsCoder"]
 
@@ -78,7 +78,8 @@ class ExpertsCoder:
         if self._ops is None:
             spec = self.spec.first
             ops = ("experts_up", "experts_down", "experts_sum")
-            functions = (resolve(op, spec.backend, self.device, spec.format).run for op in ops)
+            to = rounding(spec, self.device)
+            functions = (resolve(op, spec.backend, self.device, spec.format, rounding=to).run for op in ops)
             self._ops = ExpertOps(*functions)
         return self._ops
 
