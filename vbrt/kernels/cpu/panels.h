@@ -109,8 +109,6 @@ static void fill_tile(const Weight *w, const Dots *d, int64_t n, int64_t first, 
     const __m512 levels = _mm512_loadu_ps(w->levels);
     const int64_t words = row_words(columns, pairs);
     Dots row = *d;
-    __m512i table[8];
-    for (int i = 0; i < 8; i++) table[i] = _mm512_loadu_si512(d->halves + 32 * i);
     for (int half = 0; half < 2; half++) {
         for (int r = 0; r < 16; r++) {
             const int64_t at = n + 16 * half + r;
@@ -120,7 +118,7 @@ static void fill_tile(const Weight *w, const Dots *d, int64_t n, int64_t first, 
                 continue;
             }
             row.scales[0] = w->scales + at * (w->columns / w->block) * SCALE_BYTES[w->scale_type];
-            scales_of(&row, 0, first, columns, table, room->scales);
+            scales_of(&row, 0, first, columns, room->scales);
             const uint8_t *codes = w->codes + (at * w->columns + first) / 2, *ahead = codes + SIDE / 2 * w->columns;
             for (int64_t i = 0; i < columns / 2; i += 64) _mm_prefetch((const char *)ahead + i, _MM_HINT_T1);
             if (pairs) decode_words(codes, room->scales, d->shift, columns, levels, 1, out);
