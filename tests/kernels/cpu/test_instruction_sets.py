@@ -1,9 +1,12 @@
 """The kernels built for every instruction set that this machine runs: results within rounding, and promised bits."""
 
+import subprocess
+
 import pytest
+import torch
 
 from tests.kernels.cpu.instruction_sets import CHECKS
-from vbrt.kernels.cpu import compiler
+from vbrt.kernels.cpu import build, compiler
 
 # the sets that a wheel has and this machine runs, by name
 SETS = {each.name: each for each in compiler.served(compiler.machine(), compiler.cpu_features())}
@@ -20,6 +23,17 @@ CELLS = [
 def test_every_instruction_set_keeps_the_promises(name, source, use_library, library_for):
     use_library(source, library_for(source, SETS[name]))
     CHECKS[source]()
+
+
+@pytest.mark.parametrize("source", compiler.sources())
+def test_what_computes_here_is_built_for_the_best_set_that_the_compiler_knows(source, tmp_path):
+    empty, best = tmp_path / "empty.c", compiler.suitable()[0]
+    empty.write_text("")
+    command = [*compiler.find_compiler(), "-shared", *best.flags, str(empty), "-o", str(tmp_path / "empty.so")]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip(f"the compiler does not know {best.name}")
+    assert build.refusal(torch.device("cpu"), source) is None
+    assert best.name in build.libraries()[source]
 
 
 def test_a_cpu_is_served_what_it_has_and_nothing_more():

@@ -9,7 +9,6 @@ Fetched as ever: prompts, passes with gradients, experts that are merged or dens
 own, and everything that the device decides by itself. Reasons are in `fallbacks`.
 """
 
-import os
 import statistics
 import time
 import warnings
@@ -101,13 +100,8 @@ class MissedExperts:
             return None
         handle.routing.computed += len(experts)
         work = HostWork(self._with_biases(layer), operands, lower, experts)
-        self._worker().give(work.run)
+        self._crew.give(work.run)
         return work
-
-    def _worker(self) -> Crew:
-        if self._crew.pid != os.getpid():  # a forked child has none of its parent's threads
-            self._crew = Crew(1)
-        return self._crew
 
     # -- who decides --------------------------------------------------------------------------------------------------
 
@@ -228,11 +222,11 @@ class MissedExperts:
 
     def _call_seconds(self) -> float:
         """The time in which the thread does nothing."""
-        done, worker = allocate_lock(), self._worker()
+        done = allocate_lock()
         done.acquire()
 
         def call(turn: int) -> None:
-            worker.give(done.release)
+            self._crew.give(done.release)
             done.acquire(timeout=1.0)
 
         call(0)  # starts it
