@@ -7,11 +7,7 @@ from tests.kernels.cpu.instruction_sets import CHECKS
 
 WHY = arm.why_not()
 pytestmark = pytest.mark.skipif(WHY is not None, reason=str(WHY))
-CELLS = [
-    pytest.param(name, source, marks=() if (source, name) == ("linear", "neon-bf16") else pytest.mark.exhaustive)
-    for name in arm.SETS
-    for source in CHECKS
-]
+CELLS = [pytest.param(name, source, marks=pytest.mark.exhaustive) for name in arm.SETS for source in CHECKS]
 
 
 @pytest.mark.parametrize(("name", "source"), CELLS)

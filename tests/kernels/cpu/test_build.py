@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import vbrt
-from vbrt.kernels.cpu import build, compiler
+from vbrt.kernels.cpu import build, compiler, encode
 
 CPU = torch.device("cpu")
 WHY = build.refusal(CPU)
@@ -91,8 +91,10 @@ def test_who_asks_for_the_reference_needs_no_compiler(cc):
 
 
 @pytest.mark.parametrize(("preset", "builds"), [("fp4", 1), ("exact", 1), ("dense", 0)])
-def test_wrapping_compiles_nothing_and_the_first_forward_what_it_needs(cc, preset, builds):
+def test_wrapping_compiles_nothing_and_the_first_forward_what_it_needs(cc, preset, builds, monkeypatch):
     cc("no-such-compiler")
+    monkeypatch.setattr(encode, "_seen", 0)  # weights are few, then, for what it takes to build their encoders
+    monkeypatch.setattr(build, "_ORIGINS", {})
     model = torch.nn.Sequential(torch.nn.Linear(64, 64)).bfloat16().eval()
     with vbrt.wrap(model, preset, weights={"keep_head": False}, tiers={"gpu": {"enabled": False}}) as vb:
         assert build._build.cache_info().misses == 0

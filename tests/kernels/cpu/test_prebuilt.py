@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import vbrt
-from vbrt.kernels.cpu import build, compiler
+from vbrt.kernels.cpu import build, compiler, encode
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[3]
@@ -39,6 +39,7 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setattr(compiler, "FOLDER", tmp_path)
     monkeypatch.setattr(build, "_ORIGINS", {})
+    monkeypatch.setattr(encode, "_seen", 0)
     build._build.cache_clear()
     yield tmp_path
     build._build.cache_clear()
