@@ -28,7 +28,7 @@ from vbrt.layers.experts.library import ExpertsView, implementation_of
 from vbrt.layers.swapped import SwappedLayer
 from vbrt.training.experts import TrainedExpertsWeight, TrainedStack
 
-__all__ = ["TrainedExperts", "compute", "gradients", "trained_experts_class"]
+__all__ = ["TrainedExperts", "class_of_experts", "compute", "gradients", "trained_experts_class"]
 
 _STATE = "separation"  # what an engine's history is called in state dicts, behind its parameter's name
 
@@ -61,7 +61,7 @@ class TrainedExperts(SwappedLayer):
         """The names of the parameters that forwards round."""
         return self._vb_handle.spec.parameters
 
-    def _trained_forward(self, *args: Any) -> Tensor:
+    def _experts_forward(self, *args: Any) -> Tensor:
         """The module's own forward under `dense`, else the same on rounded weights."""
         handle, plain = self._vb_handle, type(self).plain_class()
         if handle.spec.dense:
@@ -189,24 +189,30 @@ def _load_history(stack: TrainedStack, key: str, state_dict: Mapping[str, Any], 
 @functools.cache
 def trained_experts_class(plain: type[nn.Module]) -> type[TrainedExperts]:
     """Return the class that takes the place of `plain` in training."""
+    return class_of_experts(TrainedExperts, plain, f"Trained{plain.__name__}", "trains through 4 bits")
+
+
+def class_of_experts(base: type[SwappedLayer], plain: type[nn.Module], name: str, does: str) -> type[Any]:
+    """Return a class of a mixin and a module of experts, which takes its arguments as that does, by keyword too.
+
+    Args:
+        base: has `_experts_forward`, which is called with all of them by position.
+        does: what the docstring says of it.
+    """
 
     @functools.wraps(plain.forward)
-    def forward(self: TrainedExperts, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         if kwargs:
             args = inspect.signature(plain.forward).bind(self, *args, **kwargs).args[1:]
-        return self._trained_forward(*args)
+        return self._experts_forward(*args)
 
-    members = {
-        "__module__": plain.__module__,
-        "__doc__": f"{plain.__name__} that trains through 4 bits. Made by `vbrt.wrap`, not by hand.",
-        "forward": forward,
-    }
-    return type(f"Trained{plain.__name__}", (TrainedExperts, plain), members)
+    doc = f"{plain.__name__} that {does}. Made by `vbrt.wrap`, not by hand."
+    return type(name, (base, plain), {"__module__": plain.__module__, "__doc__": doc, "forward": forward})
 
 
 @torch.compiler.disable
 def _uncompiled(layer: TrainedExperts, *args: Any) -> Tensor:
-    return layer._trained_forward(*args)
+    return layer._experts_forward(*args)
 
 
 def _new_layer(plain: type[nn.Module]) -> TrainedExperts:

@@ -9,7 +9,6 @@ gradient of zeros, as autograd gives it to a stacked parameter: weight decay and
 
 import contextlib
 import functools
-import inspect
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -24,7 +23,7 @@ from vbrt.layers.bound import rebind_
 from vbrt.layers.experts.gradients import autocast_of
 from vbrt.tiers import Lease
 from vbrt.tiers.passes import in_backward
-from vbrt.training.expert_layers import compute, gradients
+from vbrt.training.expert_layers import class_of_experts, compute, gradients
 from vbrt.training.full import FullWeight, graphs_end_here
 from vbrt.training.full_layers import FullLayer, check_steps
 
@@ -68,7 +67,7 @@ class FullExperts(FullLayer):
         return {name: part.handle for name, part in self._vb_parts.items()}
 
     @graphs_end_here
-    def _full_forward(self, *args: Any) -> Tensor:
+    def _experts_forward(self, *args: Any) -> Tensor:
         """The module's own forward, with the high halves."""
         if not self.materialized:
             self.materialize_()
@@ -117,19 +116,7 @@ class ExpertsPart(FullLayer):
 @functools.cache
 def _experts_class(plain: type[nn.Module]) -> type[FullExperts]:
     """Return the class that takes the place of `plain`."""
-
-    @functools.wraps(plain.forward)
-    def forward(self: FullExperts, *args: Any, **kwargs: Any) -> Tensor:
-        if kwargs:
-            args = inspect.signature(plain.forward).bind(self, *args, **kwargs).args[1:]
-        return self._full_forward(*args)
-
-    members = {
-        "__module__": plain.__module__,
-        "__doc__": f"{plain.__name__} that trains from the tiers. Made by `vbrt.wrap`, not by hand.",
-        "forward": forward,
-    }
-    return type(f"Full{plain.__name__}", (FullExperts, plain), members)
+    return class_of_experts(FullExperts, plain, f"Full{plain.__name__}", "trains from the tiers")
 
 
 @contextlib.contextmanager

@@ -40,15 +40,18 @@ __all__ = [
 
 #: functions of OpenMP, in the order of threads.c
 _OPENMP = (
-    *(
-        "GOMP_parallel",
-        "omp_get_num_threads",
-        "omp_get_thread_num",
-        "GOMP_loop_dynamic_start",
-        "GOMP_loop_dynamic_next",
-    ),
-    *("GOMP_loop_nonmonotonic_dynamic_start", "GOMP_loop_nonmonotonic_dynamic_next", "GOMP_loop_end_nowait"),
-    *("GOMP_loop_end", "GOMP_barrier", "GOMP_atomic_start", "GOMP_atomic_end"),
+    "GOMP_parallel",
+    "omp_get_num_threads",
+    "omp_get_thread_num",
+    "GOMP_loop_dynamic_start",
+    "GOMP_loop_dynamic_next",
+    "GOMP_loop_nonmonotonic_dynamic_start",
+    "GOMP_loop_nonmonotonic_dynamic_next",
+    "GOMP_loop_end_nowait",
+    "GOMP_loop_end",
+    "GOMP_barrier",
+    "GOMP_atomic_start",
+    "GOMP_atomic_end",
 )
 
 #: dots.h's names of types by dtype
