@@ -119,9 +119,7 @@ def measure_rates(*, keep: bool = True) -> Rates:
 
 def device_name() -> str:
     """Return the name of the GPU, of the CPU on a machine without one."""
-    return (
-        torch.cuda.get_devicedevice_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    )
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
 
 
 def _best(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
