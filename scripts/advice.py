@@ -89,7 +89,7 @@ class Case:
 
 
 def cases(layers: int) -> Iterator[Case]:
-    """Yield what is measured, the tellings first; `layers` of 32 that the 8B shape has, whose memory scales with it."""
+    """Yield what is measured; `layers` of the 32 that the 8B shape has, whose memory scales with it."""
 
     def llama() -> nn.Module:
         return _llama(layers)
@@ -97,27 +97,20 @@ def cases(layers: int) -> Iterator[Case]:
     def part(gib: float) -> int:
         return int(gib * GiB * layers / 32) + (0 if layers == 32 else 2 * GiB)  # embeddings and head do not scale
 
-    one = Task("decode", 1, 1024, 32)
-    yield Case("llama-6", "llama", llama, "fastest", one, part(6), 5)
-    yield Case("llama-12-exact", "llama", llama, "exact", one, part(12), 3)
+    one, passed, routed = Task("decode", 1, 1024, 16), Task("prefill", 1, 2048), Task("decode", 1, 512, 16)
+    yield Case("llama-6", "llama", llama, "fastest", one, part(6), 3)
+    yield Case("llama-12-exact", "llama", llama, "exact", one, part(12), 2)
     yield Case("llama-24", "llama", llama, "fastest", one, part(24), 3)
-    yield Case("llama-24-exact", "llama", llama, "exact", one, part(24), 3)
-    yield Case("llama-12-throughput", "llama", llama, "throughput", one, part(12), 1)
-    yield Case("llama-6-prefill", "llama", llama, "fastest", Task("prefill", 1, 2048), part(6), 3)
-    yield Case("llama-12-prefill", "llama", llama, "exact", Task("prefill", 1, 2048), part(12), 2)
-    yield Case("moe-4", "moe", lambda: _moe(12), "fastest", Task("decode", 1, 512, 32), 4 * GiB, 2)
-    yield Case("gpt2-train-6", "gpt2", _gpt2, "train", Task("train", 4, 1024), 6 * GiB, 4)
-    yield Case("gpt2-train-16", "gpt2", _gpt2, "train", Task("train", 4, 1024), 16 * GiB, 4)
-    yield Case(
-        "llama-lora-12",
-        "half a llama",
-        lambda: _llama(layers // 2),
-        "train",
-        Task("train", 1, 1024),
-        12 * GiB,
-        3,
-        12 * GiB,
-    )
+    yield Case("llama-24-exact", "llama", llama, "exact", one, part(24), 2)
+    yield Case("llama-12-throughput", "llama", llama, "throughput", one, part(12), 2)
+    yield Case("llama-6-prefill", "llama", llama, "fastest", passed, part(6), 1)
+    yield Case("llama-12-prefill", "llama", llama, "exact", passed, part(12), 2)
+    yield Case("moe-4", "moe", lambda: _moe(12), "fastest", routed, 4 * GiB, 3)
+    yield Case("moe-4-exact", "moe", lambda: _moe(12), "exact", routed, 4 * GiB, 2)
+    half = lambda: _llama(layers // 2)  # noqa: E731
+    yield Case("llama-lora-12", "half a llama", half, "train", Task("train", 1, 1024), 12 * GiB, 3, 12 * GiB)
+    yield Case("gpt2-train-6", "gpt2", _gpt2, "train", Task("train", 4, 1024), 6 * GiB, 2)
+    yield Case("gpt2-train-16", "gpt2", _gpt2, "train", Task("train", 4, 1024), 16 * GiB, 3)
 
 
 # -- what runs --------------------------------------------------------------------------------------------------------
@@ -134,6 +127,7 @@ class Setting:
         config: as `vbrt advise --write` writes it; None: unwrapped.
         task: the attributes of a Task.
         first: it is the first answer.
+        rival: it could have been: with the bits, the batch and what trains of the first answer.
     """
 
     case: str
@@ -144,6 +138,7 @@ class Setting:
     task: dict[str, Any]
     config: dict[str, Any] | None
     first: bool
+    rival: bool
     lossless: bool
     tokens: int
     predicted_ms: float
@@ -162,7 +157,7 @@ class Setting:
 
 
 def settings_of(case: Case, rates: Rates) -> Iterator[Setting]:
-    """Ask for advice; yield its first answer, and of the rest other presets first, then the front, nearest first."""
+    """Ask for advice; yield its first answer and what comes next, of what could have been the answer first."""
     with torch.device("meta"):
         model = case.build()
     advice = vbrt.advise(
@@ -170,20 +165,28 @@ def settings_of(case: Case, rates: Rates) -> Iterator[Setting]:
     )
     print(f"\n{case.name}, {case.gpu / GiB:.1f} GiB\n{advice}", flush=True)
     best = advice.best
-    front = {id(choice) for choice in advice.front}
-    near = sorted((c for c in advice.fitting if c is not best), key=lambda c: abs(c.speed.ms - best.speed.ms))
-    near.sort(key=lambda c: (c.share is not None or c.task.batch != case.task.batch, id(c) not in front))
+
+    def rank(choice: Choice) -> tuple[bool, float]:
+        worse = best.speed.tokens_s / choice.speed.tokens_s if case.goal == "throughput" else choice.speed.ms
+        return not _rival(choice, best, case), worse
+
+    near = sorted((choice for choice in advice.fitting if choice is not best), key=rank)
     for choice in (best, *near[: case.others]):
-        yield _setting(case, choice, first=choice is best)
+        yield _setting(case, choice, first=choice is best, rival=_rival(choice, best, case))
 
 
-def _setting(case: Case, choice: Choice, *, first: bool) -> Setting:
+def _rival(choice: Choice, best: Choice, case: Case) -> bool:
+    """True if a choice that fits could have been the answer."""
+    if case.goal == "train":
+        return choice.given_up == best.given_up and choice.task.batch == best.task.batch
+    return case.goal == "throughput" or choice.task.batch == case.task.batch
+
+
+def _setting(case: Case, choice: Choice, *, first: bool, rival: bool) -> Setting:
     task = {key: value for key, value in asdict(choice.task).items() if key != "step"}
     config = None if choice.found.config is None else choice.found.config.to_dict()
-    predicted = (choice.speed.tokens, choice.speed.ms, choice.speed.bound, choice.found.peak_bytes)
-    return Setting(
-        case.name, case.model, case.goal, case.gpu, choice.name, task, config, first, choice.lossless, *predicted
-    )
+    what = (case.name, case.model, case.goal, case.gpu, choice.name, task, config, first, rival, choice.lossless)
+    return Setting(*what, choice.speed.tokens, choice.speed.ms, choice.speed.bound, choice.found.peak_bytes)
 
 
 class Subject:
@@ -358,19 +361,11 @@ def verdicts(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         first = next((row for row in mine if row["first"]), None)
         if first is None:
             continue
-        rivals = [row for row in mine if not row["oom"] and not row["error"] and _rival(row, first)]
+        rivals = [row for row in mine if not row["oom"] and not row["error"] and row["rival"]]
         best = max(rivals, key=_merit, default=None)
         ran = not first["oom"] and not first["error"]
         gap = _merit(best) / _merit(first) - 1 if ran and best else None
         yield {"case": case, "first": first, "best": best, "gap": gap, "oom": first["oom"]}
-
-
-def _rival(row: dict[str, Any], first: dict[str, Any]) -> bool:
-    """True if a setting could have been the answer: as exact where bits count, of the same batch where time does."""
-    if first["goal"] == "train":
-        return row["name"] == first["name"]
-    bits = row["lossless"] or first["goal"] != "exact"
-    return bits and (row["task"]["batch"] == first["task"]["batch"] or first["goal"] == "throughput")
 
 
 def _merit(row: dict[str, Any]) -> float:
@@ -382,11 +377,10 @@ def main() -> None:
     parser.add_argument("--ask", type=Path, metavar="FILE", help="no GPU: write the settings that would run")
     parser.add_argument("--run", type=Path, metavar="FILE", help="run these settings")
     parser.add_argument("--seconds", type=float, default=80.0, help="begin nothing after this")
-    parser.add_argument("--layers", type=int, default=16, help="of the 8B shape (16)")
+    parser.add_argument("--layers", type=int, default=32, help="of the 8B shape (32)")
     parser.add_argument("--cases", nargs="*", default=None, help="some of the cases")
     parser.add_argument("--out", type=Path, default=_RESULTS)
     args = parser.parse_args()
-    torch.set_num_threads(1)
     start, known = time.monotonic(), {case.name: case for case in cases(args.layers)}
     wanted = [case for case in known.values() if args.cases is None or case.name in args.cases]
     rates = measure_rates(keep=False) if args.ask is None else _H200

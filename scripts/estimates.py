@@ -14,7 +14,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from vbrt.estimation.task import Task
 
 _H200 = Machine(140 << 30, 139 << 30, 128 << 30, 120 << 30)
 _RESULTS = ROOT / "benchmarks" / "results"
+_MEASURED = _RESULTS / "estimates-nvidia-h200.json"
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -180,8 +181,32 @@ def cases() -> Iterator[Case]:
     yield Case("Qwen3-MoE", Task(prefill, 1, 1024))
     yield Case("Qwen3-MoE", Task(decode, 4, 512, 64), "fp4")
     yield Case("Gemma 3 1B", Task(decode, 4, 2048, 64))
+    yield from _further()
+
+
+def _further() -> Iterator[Case]:
+    """What was measured after the estimates of the families had been mended: other sizes, options and budgets."""
+    decode, prefill, train = "decode", "prefill", "train"
     yield Case("Gemma 3 1B", Task(prefill, 1, 2048), "fp4")
     yield Case("Gemma 3 1B", Task(train, 1, 1024))
+    yield Case("Gemma 3 1B", Task(decode, 8, 1024, 16), "fp4")
+    yield Case("T5 large", Task(prefill, 2, 1024))
+    yield Case("T5 large", Task(prefill, 2, 1024), "fp4")
+    yield Case("T5 large", Task(train, 8, 128))
+    yield Case("Mamba", Task(decode, 4, 64, 8))
+    yield Case("Mamba", Task(train, 1, 64))
+    yield Case("Qwen3-MoE", Task(prefill, 2, 1024), "exact", "1GiB")
+    yield Case("Qwen3-MoE", Task(decode, 1, 512, 16), "dense", "300MiB")
+    yield Case("Qwen3-MoE", Task(train, 1, 512))
+    yield Case("GPT-2 large", Task(train, 2, 1024, checkpointing=True))
+    yield Case("GPT-2 large", Task(decode, 8, 512, 16), "fp4")
+    yield Case("ViT huge", Task(train, 16, mixed=True, checkpointing=True), dtype=torch.float32)
+    yield Case("ViT huge", Task(prefill, 16), "exact", "500MiB")
+    yield Case("UNet of SD 1.5", Task(train, 2))
+    yield Case("UNet of SD 1.5", Task(prefill, 1), "exact", "200MiB")
+    yield Case("Llama 1B", Task(decode, 1, 1024, 16), "exact", "1GiB")
+    yield Case("Llama 1B", Task(train, 1, 512, lora=16), "exact")
+    yield Case("Llama 1B", Task(train, 1, 512), "fp4", mode="train")
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -248,28 +273,22 @@ def estimated(case: Case, on: Machine) -> Any:
     return vbrt.estimate(model, case.task, case.vbconfig(), machine=on)
 
 
-def on_gpu(seconds: float) -> list[dict]:
+def on_gpu(wanted: Iterable[Case], seconds: float) -> Iterator[dict]:
     """Measure case after case until the time is over; a case that fails is a row that says so."""
-    rows, end = [], time.monotonic() + seconds
-    for case in cases():
+    end = time.monotonic() + seconds
+    for case in wanted:
         if time.monotonic() > end:
             print(f"not reached: {case.name}")
             continue
+        start = time.perf_counter()
         try:
-            start = time.perf_counter()
-            found = estimated(case, _H200)
-            taken, peak = time.perf_counter() - start, measure(case)
+            row = {"peak_bytes": measure(case), "error": None}
         except Exception as error:  # noqa: BLE001 - one case does not lose the others; it is printed and in the results
             traceback.print_exc()
-            rows.append({"case": case.name, "error": f"{type(error).__name__}: {error}"[:300]})
-            continue
-        row = {"case": case.name, "estimated_bytes": found.peak_bytes, "peak_bytes": peak, "seconds": taken}
-        rows.append(row | {"error": None, "off": found.peak_bytes / peak - 1})
-        details = ", ".join(f"{r.name} {r.nbytes / 1e6:.0f}" for r in found.rows if r.nbytes > 1e5)
-        print(
-            f"{case.name:<60}{found.peak_bytes / 1e9:8.3f}{peak / 1e9:8.3f} {100 * rows[-1]['off']:+6.1f} %  {details}"
-        )
-    return rows
+            row = {"error": f"{type(error).__name__}: {error}"[:300]}
+        row = {"case": case.name, **row, "seconds": time.perf_counter() - start, "commit": machine()["commit"]}
+        print(f"{case.name:<70}{row.get('peak_bytes', 0) / 1e9:8.3f} GB  {row['seconds']:.1f} s", flush=True)
+        yield row
 
 
 # -- what is committed ------------------------------------------------------------------------------------------------
@@ -357,7 +376,7 @@ def _row(name: str, estimated: int, peak: int) -> dict:
 def families() -> Iterator[dict]:
     """Yield today's estimate of each case that a GPU measured, beside it; without diffusers, the one of then."""
     known = {case.name: case for case in cases()}
-    for row in json.loads((_RESULTS / "estimates-nvidia-h200.json").read_text())["rows"]:
+    for row in json.loads(_MEASURED.read_text())["rows"]:
         case = known.get(row["case"])
         if row["error"] or case is None:
             continue
@@ -389,7 +408,8 @@ def main() -> None:
     parser.add_argument("--committed", action="store_true", help="no GPU: beside what other scripts have committed")
     parser.add_argument("--table", action="store_true", help="no GPU: write the table of the docs")
     parser.add_argument("--seconds", type=float, default=600.0, help="begin no case after this")
-    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--further", action="store_true", help="only the cases that are not in the results yet")
+    parser.add_argument("--out", type=Path, default=_MEASURED)
     args = parser.parse_args()
     if args.committed:
         for row in (*families(), *streaming(), *training()):
@@ -401,9 +421,12 @@ def main() -> None:
     if args.table:
         write_table()
         return
-    rows = on_gpu(args.seconds)
-    out = args.out or _RESULTS / "estimates-nvidia-h200.json"
-    out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    known = json.loads(_MEASURED.read_text())["rows"] if args.further else []
+    done, rows = {row["case"] for row in known}, []
+    try:
+        rows.extend(on_gpu((case for case in cases() if case.name not in done), args.seconds))
+    finally:
+        args.out.write_text(json.dumps({"machine": machine(), "rows": known + rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -73,6 +73,11 @@ class Choice:
         return config is not None and config.mode == "full" and config.training.moments != "fp32"
 
     @property
+    def given_up(self) -> tuple[bool, float, bool]:
+        """What a way to train gives up, the worst first: that all weights train, their own bits, exact moments."""
+        return bool(self.task.lora), self.noise, self.rounds_moments
+
+    @property
     def reason(self) -> str:
         """Why it does not fit; "" if it does."""
         if self.missing is not None:
@@ -143,8 +148,8 @@ class Advice:
         if not fitting:
             raise ConfigError(self._nothing())
         if self.task.trains:
-            least = min(_given_up(choice) for choice in fitting)
-            fitting = tuple(choice for choice in fitting if _given_up(choice) == least)
+            least = min(choice.given_up for choice in fitting)
+            fitting = tuple(choice for choice in fitting if choice.given_up == least)
         if self.goal == "longest":
             most = max(choice.task.context for choice in fitting)
             fitting = tuple(choice for choice in fitting if choice.task.context == most)
@@ -219,11 +224,6 @@ def _beats(one: Choice, other: Choice) -> bool:
     """True if a choice is no worse in everything and better in something."""
     mine, its = _merits(one), _merits(other)
     return all(a >= b for a, b in zip(mine, its, strict=True)) and mine != its
-
-
-def _given_up(choice: Choice) -> tuple[bool, float, bool]:
-    """Return what a way to train gives up, the worst first: that all weights train, their own bits, exact moments."""
-    return bool(choice.task.lora), choice.noise, choice.rounds_moments
 
 
 def _merits(choice: Choice) -> tuple[float, ...]:
