@@ -108,8 +108,8 @@ def cases(layers: int) -> Iterator[Case]:
     yield Case("moe-4", "moe", lambda: _moe(12), "fastest", routed, 4 * GiB, 3)
     yield Case("moe-4-exact", "moe", lambda: _moe(12), "exact", routed, 4 * GiB, 2)
     half = lambda: _llama(layers // 2)  # noqa: E731
-    yield Case("llama-lora-12", "half a llama", half, "train", Task("train", 1, 1024), 12 * GiB, 3, 12 * GiB)
-    yield Case("gpt2-train-6", "gpt2", _gpt2, "train", Task("train", 4, 1024), 6 * GiB, 2)
+    yield Case("llama-lora-12", "half a llama", half, "train", Task("train", 1, 1024), 12 * GiB, 2, 12 * GiB)
+    yield Case("gpt2-train-6", "gpt2", _gpt2, "train", Task("train", 4, 1024), 6 * GiB, 0)
     yield Case("gpt2-train-16", "gpt2", _gpt2, "train", Task("train", 4, 1024), 16 * GiB, 3)
 
 
