@@ -113,7 +113,7 @@ def test_pages_on_a_drive_are_read_into_host_memory_and_computed_there(monkeypat
 def test_what_fails_on_the_cpu_names_the_layer_and_the_experts_and_the_next_pass_runs(monkeypatch):
     vb = wrap_beside(monkeypatch, qwen3_moe(), room=2, miss="compute")
     with monkeypatch.context() as broken:
-        broken.setattr(host_work, "host_pages", lambda handle, views: 1 / 0)
+        broken.setattr(host_work, "host_pages", lambda *args: 1 / 0)
         with pytest.raises(KernelError, match=rf"{NAME}: computing experts 4, 6 on the CPU failed: division by zero"):
             _outputs(vb, [[6, 4]])
     assert _outputs(vb, [[6, 4]])[0].isfinite().all()

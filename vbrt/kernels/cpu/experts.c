@@ -7,6 +7,7 @@
 #include <math.h>
 #include "dots.h"
 #include "shares.h"
+#include "tiled.h"
 #define CHUNK 32     /* results that a thread takes at a time */
 enum { NONE, RELU, RELU2, GELU, GELU_TANH, SILU };
 
@@ -17,6 +18,7 @@ typedef struct {
     int64_t level_step;  /* 16 where each expert has levels of its own, else 0 */
     int64_t codes, scales, unit;  /* offsets in a page, in bytes; unit: -1 where it is 1 */
     int64_t experts, rows, columns, block, scale_type;
+    int64_t tiled;  /* codes are tiles, with scales in them */
 } Bank;
 
 typedef struct {
@@ -92,7 +94,12 @@ static void sort_pairs(const Bank *b, const Task *t, Plan *plan, int64_t *starts
 
 static void spread(const Bank *b, const Task *t, const Plan *plan) {
     const int64_t rows = t->pairs / t->pairs_per_row;
-    for (int64_t r = 0; r < rows; r++)
+#ifdef PAIRS
+    for (int64_t r = 0; r < rows && b->tiled; r++)
+        spread_tiles((const uint16_t *)t->x + r * t->inputs, t->inputs, tiles_across(b->columns),
+                     (uint16_t *)(plan->x + r * plan->pitch));
+#endif
+    for (int64_t r = 0; r < rows && !b->tiled; r++)
         spread_row(t->x, t->x_type, r * t->inputs, t->inputs, b->columns, plan->form, plan->x + r * plan->pitch);
 }
 
@@ -138,6 +145,44 @@ static void multiply(const Bank *b, const Gate *g, const Task *t, const Plan *pl
     }
 }
 
+#ifdef PAIRS
+/* 16 results of the pairs of a group, from 16 `item` on; those behind the last are left out. A gate and its value are in one
+ * row of tiles, or half of all rows, which are whole rows of tiles, lie between them. */
+static void multiply_tiles(const Bank *b, const Gate *g, const Task *t, const Plan *plan, const Group *group, int64_t item) {
+    const uint8_t *page = b->pages[group->expert], *tiles = page + b->codes;
+    const int64_t across = tiles_across(b->columns), pitch = across * tile_bytes(b->block), half = b->rows / 2;
+    const int64_t results = g->gated ? half : b->rows, first = item * TILE_ROWS;
+    const int count = results - first < TILE_ROWS ? (int)(results - first) : TILE_ROWS;
+    const int64_t row[2] = {g->gated && g->interleaved ? 2 * item : item,
+                            !g->gated ? item : g->interleaved ? 2 * item + 1 : item + half / TILE_ROWS};
+    const int64_t step = g->gated && g->interleaved ? 2 : 1, apart = step == 2 ? 1 : TILE_ROWS;
+    float unit, sums[2 * TILE_ROWS * TOKENS];
+    memcpy(&unit, page + b->unit, 4);
+    for (int64_t i = 0; i < group->count;) {
+        const int64_t left = group->count - i, *pairs = plan->order + group->first + i;
+        const int tokens = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        const char *x[TOKENS];
+        for (int m = 0; m < tokens; m++) x[m] = plan->x + pairs[m] / t->pairs_per_row * plan->pitch;
+        for (int r = 0; r < (g->gated && row[1] * TILE_ROWS < b->rows ? 2 : 1); r++)
+            dots_of_tile_row(tiles + row[r] * pitch, across, b->block, x, tokens, unit, sums + r * TILE_ROWS * TOKENS);
+        for (int m = 0; m < tokens; m++)
+            for (int n = 0; n < count; n++) {
+                const float *one = sums + n * step * TOKENS + m;
+                const int64_t at = pairs[m] * results + first + n, of_gate = (first + n) * step;
+                const int64_t of_value = step == 2 ? of_gate + 1 : of_gate + half;
+                float sum[2] = {*one, g->gated ? one[apart * TOKENS] : 0};
+                if (t->bias) {
+                    const int64_t head = group->expert * b->rows;
+                    sum[0] += load(t->bias, t->bias_type, head + of_gate);
+                    if (g->gated) sum[1] += load(t->bias, t->bias_type, head + of_value);
+                }
+                store(t->out, t->out_type, at, g->gated ? gated(g, sum[0], sum[1]) : function(g->function, sum[0]));
+            }
+        i += tokens;
+    }
+}
+#endif
+
 /* Returns 0 where there was no memory. Rows of sentinels, and of experts with more than `most` pairs, are not written. */
 int vbrt_experts_product(const Bank *b, const Gate *g, const Task *t, int threads) {
     const int64_t pitch = row_bytes(b->columns), rows = t->pairs / t->pairs_per_row;
@@ -150,7 +195,8 @@ int vbrt_experts_product(const Bank *b, const Gate *g, const Task *t, int thread
     plan.groups = taken(&at, b->experts * sizeof(Group));
     sort_pairs(b, t, &plan, taken(&at, (b->experts + 1) * 8));
     spread(b, t, &plan);
-    const int64_t results = g->gated ? b->rows / 2 : b->rows, chunks = (results + CHUNK - 1) / CHUNK;
+    const int64_t results = g->gated ? b->rows / 2 : b->rows, at_once = b->tiled ? TILE_ROWS : CHUNK;
+    const int64_t chunks = (results + at_once - 1) / at_once;
     Range ranges[threads];
     share_out(ranges, threads, plan.count * chunks);
 #pragma omp parallel num_threads(threads)
@@ -158,6 +204,12 @@ int vbrt_experts_product(const Bank *b, const Gate *g, const Task *t, int thread
         Taker mine = taker(ranges, threads);
         for (int64_t i; (i = take(&mine)) >= 0;) {
             const int64_t first = i % chunks * CHUNK, end = first + CHUNK;
+#ifdef PAIRS
+            if (b->tiled) {
+                multiply_tiles(b, g, t, &plan, plan.groups + i / chunks, i % chunks);
+                continue;
+            }
+#endif
             multiply(b, g, t, &plan, plan.groups + i / chunks, first, end < results ? end : results);
         }
     }
@@ -190,6 +242,15 @@ void vbrt_experts_sum(const char *rows, const int64_t *ids, const float *weights
         else sum_part(here, FP16, ids + t * k, weights + t * k, experts, k, n, count, sum);
         for (int64_t c = 0; c < count; c++) store(out, type, t * n + first + c, sum[c]);
     }
+}
+
+/* Whether bf16 is multiplied with pages in the order of tiles, as they are. */
+int vbrt_experts_tiles(void) {
+#ifdef PAIRS
+    return 1;
+#else
+    return 0;
+#endif
 }
 
 /* the most pairs of an expert for which vbrt_experts_product beats decoding its matrix and a matmul */

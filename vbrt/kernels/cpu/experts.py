@@ -29,9 +29,10 @@ from vbrt.formats.levels import Levels
 from vbrt.kernels import experts as reference
 from vbrt.kernels.cpu import linear as cpu_linear
 from vbrt.kernels.cpu.build import NUMBERS, Bank, Gating, Task, library, scale_type
+from vbrt.kernels.cuda.e2m1.tiles import ROWS, TILES
 from vbrt.kernels.experts import ExpertPages, Gate, apply_gate, pairs_of_experts, part_planes
 
-__all__ = ["FORMATS", "experts_down", "experts_up", "most_pairs", "weigh_and_sum"]
+__all__ = ["FORMATS", "experts_down", "experts_up", "most_pairs", "takes_tiles", "weigh_and_sum"]
 
 FORMATS = (*cpu_linear.FORMATS, *cpu_linear.LEVELS)
 _THREAD_WORK = 1 << 16  # products that are worth a thread
@@ -43,6 +44,15 @@ _RAW = Gate("none", gated=False)
 def most_pairs() -> int:
     """The most pairs of an expert that the C code multiplies itself."""
     return library("experts").vbrt_experts_most()
+
+
+def takes_tiles(pages: ExpertPages, dtype: torch.dtype, gate: Gate) -> bool:
+    """True if `experts_up` and `experts_down` compute with pages in the order of a GPU's tiles as they are: for x in
+    bf16, on CPUs that multiply it, where the first gate and the first value begin a row of tiles."""
+    if dtype != torch.bfloat16 or not all(TILES in pages.offsets(part) for part in pages.shapes):
+        return False
+    parted = not gate.gated or gate.interleaved or pages.shapes["up"][0] // 2 % ROWS == 0
+    return parted and bool(library("experts").vbrt_experts_tiles())
 
 
 def experts_up(
@@ -100,6 +110,8 @@ class _Product:
     ) -> None:
         self.pages, self.part, self.rounded = pages, part, rounded
         self.n, self.k = pages.shapes[part]
+        # pages in the order of tiles are multiplied as they are, whatever number of pairs goes to an expert
+        self.most = ids_Tk.numel() if TILES in pages.offsets(part) else most_pairs()
         if x.dim() != 2 or x.shape != (len(ids_Tk), self.k):
             raise KernelError(f"experts, {part}: x has shape {tuple(x.shape)}; expected {(len(ids_Tk), self.k)}")
         self.x, self.ids_Tk = x.contiguous(), ids_Tk.long().contiguous()
@@ -109,7 +121,7 @@ class _Product:
         """Return gate(W x + b), [P, columns]."""
         out = self.x.new_zeros(self.ids_Tk.numel(), gate.columns(self.n))
         counts = Counter(self.ids_Tk.view(-1).tolist())
-        most, touched = most_pairs(), [e for e in counts if 0 <= e < self.pages.experts]
+        most, touched = self.most, [e for e in counts if 0 <= e < self.pages.experts]
         few = [e for e in touched if counts[e] <= most]
         if len(few) < len(touched):
             for expert, pairs_p in pairs_of_experts(self.ids_Tk, self.pages.experts):
@@ -134,7 +146,7 @@ class _Product:
         bank = _bank(self.pages, self.part, (ctypes.addressof(addresses), levels, values))
         bias = self.bias_EN
         task = Task(
-            self.ids_Tk.data_ptr(), self.ids_Tk.numel(), self.ids_Tk.shape[1], most_pairs(),
+            self.ids_Tk.data_ptr(), self.ids_Tk.numel(), self.ids_Tk.shape[1], self.most,
             self.x.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
             self.k, NUMBERS[self.x.dtype], 0 if bias is None else NUMBERS[bias.dtype], NUMBERS[out.dtype],
             self.rounded,
@@ -182,11 +194,11 @@ def _block_format(format: str) -> BlockFormat | Levels:
 def _bank(pages: ExpertPages, part: str, tables: tuple[int, Tensor, Tensor]) -> Bank:
     addresses, levels, values = tables
     offsets, block = pages.offsets(part), RECORDS[pages.format].block
-    n, k = pages.shapes[part]
+    tiled, (n, k) = TILES in offsets, pages.shapes[part]
     return Bank(
         addresses, levels.data_ptr(), values.data_ptr(), 16 if len(levels) > 1 else 0,
-        offsets["codes"], offsets["scales"], offsets.get("tensor_scale", -1),
-        pages.experts, n, padded(k, block), block, scale_type(RECORDS[pages.format]),
+        offsets[TILES if tiled else "codes"], offsets.get("scales", -1), offsets.get("tensor_scale", -1),
+        pages.experts, n, padded(k, block), block, scale_type(RECORDS[pages.format]), tiled,
     )  # fmt: skip
 
 

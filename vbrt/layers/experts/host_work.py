@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vbrt.errors import KernelError, TierError, VBError
 from vbrt.kernels import resolve
+from vbrt.kernels.cpu.experts import takes_tiles
 from vbrt.kernels.cpu.tiles import in_rows
 from vbrt.kernels.experts import ExpertPages, Gate
 from vbrt.layers.experts.coding import ExpertOps
@@ -63,19 +64,21 @@ class HostLayer(NamedTuple):
     down: Tensor | None
 
     @torch.no_grad()
-    def rows(self, operands: Operands, pages: ExpertPages) -> Tensor:
-        """Return W_down g(W_up x) of each pair, [P, N]; zeros for masked ones."""
+    def rows(self, operands: Operands, views: Mapping[int, Tensor]) -> Tensor:
+        """Return W_down g(W_up x) of each pair, [P, N]; zeros for masked ones. `views`: pages in host memory, by expert."""
+        pages = host_pages(self, views, operands.x.dtype)
         h_PI = self.ops.up(operands.x, operands.ids, pages, gate=self.gate, bias_EN=self.up)
         return self.ops.down(h_PI, operands.ids, None, pages, bias_EN=self.down)
 
 
-def host_pages(handle: "ExpertsHandle", views: Mapping[int, Tensor]) -> ExpertPages:
-    """Return pages in host memory, by expert, as the CPU's kernels take them."""
+def host_pages(layer: HostLayer, views: Mapping[int, Tensor], dtype: torch.dtype) -> ExpertPages:
+    """Return pages in host memory, by expert, as the CPU's kernels take them for x of a dtype."""
+    handle = layer.handle
     pages: list[Tensor | None] = [None] * handle.spec.experts
     for expert, view in views.items():
         pages[expert] = view
     form = handle.form(pages)
-    return in_rows(form, handle.coder.encoded_joint(form.layout))
+    return form if takes_tiles(form, dtype, layer.gate) else in_rows(form, handle.coder.encoded_joint(form.layout))
 
 
 def host_ops(handle: "ExpertsHandle") -> tuple[ExpertOps, str]:
@@ -116,7 +119,7 @@ class HostWork:
     def _compute(self) -> Tensor:
         handle, views = self._layer.handle, self._lower.wait()
         keys = handle.keys_of(self.experts, "full")
-        pages = host_pages(handle, {e: views[key] for e, key in zip(self.experts, keys, strict=True)})
+        pages = {e: views[key] for e, key in zip(self.experts, keys, strict=True)}
         rows = self._layer.rows(self._operands, pages)
         return rows.pin_memory() if handle.device.type == "cuda" else rows
 

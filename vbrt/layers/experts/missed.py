@@ -23,7 +23,7 @@ from torch import Tensor
 from vbrt.host.crew import Crew
 from vbrt.kernels.cpu import build
 from vbrt.layers.experts.gates import kept_gate
-from vbrt.layers.experts.host_work import HostLayer, HostWork, Operands, host_ops, host_pages
+from vbrt.layers.experts.host_work import HostLayer, HostWork, Operands, host_ops
 from vbrt.residency.missed import Missed, MissRates, computed_experts, expected_misses, host_pays
 from vbrt.tiers.lower import LowerLease, has_host_below, missing_worth
 
@@ -204,7 +204,7 @@ class MissedExperts:
         def compute(group: Sequence[int], tokens: int) -> None:
             x = torch.zeros(tokens, handle.spec.sites[0].shape[1], dtype=handle.dtype, device="cpu")
             ids = torch.tensor([group] * tokens, dtype=torch.int64, device="cpu")
-            host.rows(Operands(x, ids), host_pages(handle, {e: views[e] for e in group}))
+            host.rows(Operands(x, ids), {e: views[e] for e in group})
 
         compute(groups[0], 1)  # builds the kernels
         single, four = (_median(lambda turn, n=n: compute(groups[turn % len(groups)], n)) for n in (1, 4))
