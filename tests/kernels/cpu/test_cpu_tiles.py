@@ -1,4 +1,4 @@
-"""Experts' pages that lie in the order of a GPU's tiles: put back into the order of their format by C, or multiplied."""
+"""Pages of experts in the order of a GPU's tiles: put back into the order of their format by C, or multiplied."""
 
 import pytest
 import torch

@@ -65,7 +65,11 @@ class HostLayer(NamedTuple):
 
     @torch.no_grad()
     def rows(self, operands: Operands, views: Mapping[int, Tensor]) -> Tensor:
-        """Return W_down g(W_up x) of each pair, [P, N]; zeros for masked ones. `views`: pages in host memory, by expert."""
+        """Return W_down g(W_up x) of each pair, [P, N], zeros for masked ones.
+
+        Args:
+            views: pages in host memory, by expert.
+        """
         pages = host_pages(self, views, operands.x.dtype)
         h_PI = self.ops.up(operands.x, operands.ids, pages, gate=self.gate, bias_EN=self.up)
         return self.ops.down(h_PI, operands.ids, None, pages, bias_EN=self.down)
