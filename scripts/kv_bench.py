@@ -195,13 +195,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=49152)
     parser.add_argument("--times", type=int, default=12)
     parser.add_argument("--profile", action="store_true", help="print the kernels of one step of each cache")
+    parser.add_argument("--no-cudnn", action="store_true", help="attention by torch's other kernels, for all caches")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("error: scripts/kv_bench.py measures a GPU, and torch finds no CUDA device here")
     layers, tokens = options.layers, options.tokens
+    torch.backends.cuda.enable_cudnn_sdp(not options.no_cudnn)
     bench = Bench(layers, tokens, options.times, options.profile)
     shape = {"layers": layers, "tokens": tokens, "heads": HEADS, "dim": DIM, "batch": BATCH}
     result = {"machine": machine(), **shape, "link_gb_per_s": LINK_GB_PER_S, "rows": rows_of(bench)}
+    result["cudnn"] = not options.no_cudnn
     device = torch.cuda.get_device_name().lower().replace(" ", "-")
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"kv-{device}.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -14,7 +14,8 @@ __all__ = ["MOST", "Pace", "expected_tokens"]
 #: drafts a round at most
 MOST = 32
 _CHOICES = (0, 1, 2, 4, 8, 16, 24, MOST)  # within 2 % of the best; few: verification learns what agrees for each
-_FIRST = (4, 8, 16)  # of the first rounds: three lengths, so that times can be fitted
+_FIRST = (16, 8)  # of the first rounds: two lengths, so that times can be fitted
+_AGAIN = 4  # after rounds without drafts
 _MEMORY = 24  # rounds
 _PROBE = 64  # rounds without drafts until one is tried again
 _SLOW, _PLAIN = 3, 6  # plain steps that are recorded and compared first; and those that are tried in all
@@ -48,9 +49,8 @@ class Pace:
         return self._right / (self._right + self._wrong)
 
     def choose(self, room: int) -> int:
-        """Return how many tokens to draft, at most `room`."""
-        wanted, room = self._wanted(), max(0, min(room, MOST))
-        self.k = min(room, wanted) if self.fixed is not None else max(k for k in _CHOICES if k <= min(room, wanted))
+        """Return how many tokens to draft, at most `room`: one round for what is left costs less than several."""
+        self.k = max(0, min(room, MOST, self._wanted()))
         return self.k
 
     def _wanted(self) -> int:
@@ -61,7 +61,7 @@ class Pace:
         if self.tries_plain and self._tried < _PLAIN:
             return 0
         if self._idle >= _PROBE:
-            return _FIRST[0]
+            return _AGAIN
         draft_s = sorted(self._draft_s)[len(self._draft_s) // 2]
         base_s, slope_s = self._verify_line()
         plain_s = sorted(self._plain_s)[len(self._plain_s) // 2] if self.tries_plain and self._plain_s else base_s
