@@ -29,6 +29,7 @@ import torch  # after the checkout is on the path
 
 from scripts.full_models import SHAPES, batch, measured
 from scripts.full_peers import PEERS
+from scripts.full_profile import profiled
 from scripts.full_runs import CONTEXT, RUNS, limited
 from scripts.measuring import machine
 
@@ -42,6 +43,7 @@ def peer(options: argparse.Namespace) -> None:
     _, step = PEERS[options.way](shape)
     ready, ids = time.perf_counter() - start, batch(shape, options.tokens, CONTEXT)
     found = measured(lambda: step(ids), steps=options.steps)
+    found |= {"profile": profiled(lambda: step(ids))} if options.profile else {}
     print(json.dumps({"tokens_per_s": options.tokens / found["seconds"], "ready_s": round(ready, 1), **found}))
 
 
@@ -54,6 +56,7 @@ DEFAULTS = {
     "limit": None,
     "activations": "recompute",
     "training": {},
+    "profile": False,
 }
 
 
@@ -89,26 +92,25 @@ def shown(row: dict) -> dict:
 
 def peers(options: argparse.Namespace) -> list[dict]:
     """Measure each peer; a row each."""
-    return [shown({"way": name, **in_process("peer", options.seconds, way=name)}) for name in options.only or PEERS]
+    names = [name for name in PEERS if name in (options.only or PEERS)]
+    given = {"profile": options.profile}
+    return [shown({"way": name, **in_process("peer", options.seconds, way=name, **given)}) for name in names]
 
 
 def full(options: argparse.Namespace) -> list[dict]:
     """Measure the model of `peers` from the tiers."""
-    given = {"training": options.training}
+    ways = {"vbrt, recomputed": {}, "vbrt, offloaded, small GPU": {"activations": "offload", "limit": 10.0}}
+    given = {"training": options.training, "profile": options.profile}
     return [
-        shown({"way": "vbrt, recomputed", **in_process("steps", options.seconds, **given)}),
-        shown(
-            {
-                "way": "vbrt, offloaded, small GPU",
-                **in_process("steps", options.seconds, activations="offload", limit=10.0, **given),
-            }
-        ),
+        shown({"way": way, **in_process("steps", options.seconds, **given, **own)})
+        for way, own in ways.items()
+        if way in (options.only or ways)
     ]
 
 
 def large(options: argparse.Namespace) -> dict:
     """Measure the 8 B shape."""
-    sizes = {"sizes": [16 * K, 4 * K, 32 * K], "at_once": 16 * K, "steps": 2}
+    sizes = {"sizes": options.sizes or [16 * K, 4 * K, 32 * K], "at_once": options.at_once, "steps": 2}
     given = {"shape": "8b", "limit": 24.0, "activations": "offload", "training": options.training, **sizes}
     return shown(in_process("large", options.seconds, **given))
 
@@ -121,7 +123,7 @@ def largest(options: argparse.Namespace) -> dict:
 
 def bits(options: argparse.Namespace) -> dict:
     """Compare two trainings bit for bit."""
-    given = {"shape": "350m", "tokens": K, "steps": 100, "training": options.training}
+    given = {"shape": "350m", "tokens": K, "steps": 100, "seconds": options.seconds - 30, "training": options.training}
     return shown(in_process("bits", options.seconds, **given))
 
 
@@ -149,7 +151,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--part", action="append", choices=list(PARTS), default=[])
     parser.add_argument("--run", type=json.loads, help="one measurement, here: for this script's own processes")
-    parser.add_argument("--only", action="append", help="of the peers")
+    parser.add_argument("--only", action="append", help="of the peers, or of the ways to train from the tiers")
+    parser.add_argument("--profile", action="store_true", help="a step more for each of these: what the GPU did")
+    parser.add_argument("--sizes", type=int, nargs="+", help="tokens a step of the 8 B shape")
+    parser.add_argument("--at-once", type=int, default=16 * K, help="tokens of one pass of it")
     parser.add_argument("--shape", default="13b", choices=list(SHAPES), help="of the largest model")
     parser.add_argument("--steps", type=int, default=10, help="of the largest model")
     parser.add_argument("--training", type=json.loads, default={}, help="more keys of [training], as JSON")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import vbrt
 from scripts.full_models import DEVICE, SHAPES, ResidentLinear, Trainee, batch, emptied, made, measured, passed, waited
+from scripts.full_profile import profiled
 
 __all__ = ["RUNS", "limited"]
 
@@ -129,7 +130,10 @@ def steps_of(options: argparse.Namespace) -> None:
     limited(options.limit)
     found = {"ready_s": round(time.perf_counter() - start, 1)}
     ids = batch(shape, options.tokens, CONTEXT)
-    found |= measured(lambda: trained(vb, ids, parts=options.parts), steps=options.steps)
+    before = vb.stats().updates.wait_us
+    found |= measured(lambda: trained(vb, ids, parts=options.parts), steps=options.steps, warm=2)
+    found["waited_s"] = (vb.stats().updates.wait_us - before) / 1e6 / (options.steps + 2)
+    found |= {"profile": profiled(lambda: trained(vb, ids, parts=options.parts))} if options.profile else {}
     told(found | {"tokens_per_s": options.tokens / found["seconds"]} | about(vb))
     told(found | {"tokens_per_s": options.tokens / found["seconds"]} | apart(vb, ids) | about(vb))
 
@@ -191,48 +195,57 @@ def largest(options: argparse.Namespace) -> None:
 
 
 def bits(options: argparse.Namespace) -> None:
-    """Train the same model both ways: resident, with blocks updated by torch on the CPU, and in the tiers."""
+    """Train the same model both ways, step by step: with weights of blocks updated by torch on the CPU, and in the
+    tiers. It ends early when its time is over."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cuda.enable_cudnn_sdp(False)  # whose backward pass is not deterministic
-    shape = SHAPES[options.shape]
-    batches = [batch(shape, options.tokens, min(CONTEXT, options.tokens), seed) for seed in range(options.steps)]
-    resident = _resident_run(made(shape, recompute=True), batches)
-    told({"resident": resident})
-    emptied()
+    shape, start = SHAPES[options.shape], time.perf_counter()
+    resident = _Resident(made(shape, recompute=True))
     vb = wrapped(made(shape, recompute=False), activations=options.activations, **options.training)
-    start = time.perf_counter()
-    losses = [trained(vb, ids) for ids in batches]
-    own = {"losses": [loss.item() for loss in losses], "seconds": time.perf_counter() - start}
-    own["digest"] = _digest(vb.state_dict())
-    equal = own["losses"] == resident["losses"] and own["digest"] == resident["digest"]
-    told({"resident": resident, "full": own, "steps": options.steps, "parameters": shape.parameters, "equal": equal})
+    ways = {"resident": resident.trained, "full": lambda ids: trained(vb, ids)}
+    losses: dict[str, list[float]] = {way: [] for way in ways}
+    for seed in range(options.steps):
+        ids = batch(shape, options.tokens, min(CONTEXT, options.tokens), seed)
+        for way, step in ways.items():
+            losses[way].append(step(ids).item())
+        if losses["full"][-1] != losses["resident"][-1] or time.perf_counter() - start > options.seconds:
+            break
+    digests = {"resident": _digest(resident.model.state_dict()), "full": _digest(vb.state_dict())}
+    found = {way: {"losses": losses[way], "digest": digests[way]} for way in ways}
+    equal = found["resident"] == found["full"]
+    seconds = round(time.perf_counter() - start, 1)
+    made_of = {"steps": len(losses["full"]), "parameters": shape.parameters, "tokens": options.tokens}
+    told({**found, **made_of, "seconds": seconds, "equal": equal})
 
 
-def _resident_run(model: Trainee, batches: list[Tensor]) -> dict:
-    linears = [m for name, m in model.named_modules() if type(m) is nn.Linear and "layers." in name]
-    for module in linears:
-        module.__class__ = ResidentLinear
-    theirs = {id(module.weight) for module in linears}
-    kept = torch.optim.AdamW([p for p in model.parameters() if id(p) not in theirs], LR, fused=True)
-    pinned = DEVICE == "cuda"
-    masters = [nn.Parameter(_host(module.weight, pinned=pinned)) for module in linears]
-    blocks = torch.optim.AdamW(masters, LR, fused=True)
-    losses, start = [], time.perf_counter()
-    for ids in batches:
-        losses.append(passed(model, ids))
-        for master, module in zip(masters, linears, strict=True):
-            if master.grad is None:
-                master.grad = _host(module.weight, pinned=pinned)
+class _Resident:
+    """A model on the GPU, whose blocks' weights are updated by torch's fused AdamW on the CPU, in fp32."""
+
+    def __init__(self, model: Trainee) -> None:
+        self.model, pinned = model, DEVICE == "cuda"
+        self.linears = [m for name, m in model.named_modules() if type(m) is nn.Linear and "layers." in name]
+        for module in self.linears:
+            module.__class__ = ResidentLinear
+        theirs = {id(module.weight) for module in self.linears}
+        kept = torch.optim.AdamW([p for p in model.parameters() if id(p) not in theirs], LR, fused=True)
+        self.masters = [nn.Parameter(_host(module.weight, pinned=pinned)) for module in self.linears]
+        for master in self.masters:
+            master.grad = _host(master, pinned=pinned)
+        self.optimizers = kept, torch.optim.AdamW(self.masters, LR, fused=True)
+
+    def trained(self, ids: Tensor) -> Tensor:
+        """Do a step; return its loss."""
+        loss, pairs = passed(self.model, ids), list(zip(self.masters, self.linears, strict=True))
+        for master, module in pairs:
             master.grad.copy_(module.weight.grad, non_blocking=True)
         waited()
-        for optimizer in (kept, blocks):
+        for optimizer in self.optimizers:
             optimizer.step()
-        model.zero_grad()
-        for master, module in zip(masters, linears, strict=True):
+        self.model.zero_grad()
+        for master, module in pairs:
             module.weight.data.copy_(master.detach(), non_blocking=True)
         waited()
-    seconds = time.perf_counter() - start
-    return {"losses": [loss.item() for loss in losses], "seconds": seconds, "digest": _digest(model.state_dict())}
+        return loss
 
 
 def _host(tensor: Tensor, *, pinned: bool) -> Tensor:

@@ -18,7 +18,7 @@ The largest: {parameters:.1f} B parameters on {limit:.0f} GB of GPU memory and {
 {steps} steps{rate}, losses {first:.3f} to {last:.3f}."""
 _BITS = """\
 {parameters:.0f} M parameters, {steps} steps: losses and all weights have {found} as the same model trained
-resident with torch's fused AdamW on the CPU in fp32 ({own:.0f} s, resident {resident:.0f} s)."""
+resident with torch's fused AdamW on the CPU in fp32."""
 
 
 _CPU = """\
@@ -140,9 +140,8 @@ def _bits(result: dict) -> list[str]:
     bits = result.get("bits", {})
     if "full" not in bits:
         return []
-    seconds = {"own": bits["full"]["seconds"], "resident": bits["resident"]["seconds"]}
     found = "the same bits" if bits["equal"] else "other bits"
-    said = _BITS.format(parameters=bits["parameters"] / 1e6, steps=bits["steps"], found=found, **seconds)
+    said = _BITS.format(parameters=bits["parameters"] / 1e6, steps=bits["steps"], found=found)
     return [_flat(said), ""]
 
 

@@ -11,6 +11,7 @@ from scripts.full_tables import full_tables
 
 pytest.importorskip("transformers")
 GIVEN = {"shape": "tiny", "tokens": 64, "steps": 1, "parts": 1, "limit": None, "activations": "recompute"}
+GIVEN |= {"profile": False, "seconds": 60}
 
 
 @pytest.fixture(autouse=True)

@@ -63,15 +63,17 @@ def test_training_in_four_bits_goes_on_with_the_scales_it_had(text, tmp_path):
     assert loss == pytest.approx(lines(out)[-1]["held_out_loss"], rel=1e-3)
 
 
-def test_training_from_the_tiers_goes_on_with_the_same_bits(text, tmp_path):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_training_from_the_tiers_goes_on_with_the_same_bits(text, tmp_path, device):
     whole, out = tmp_path / "whole", tmp_path / "run"
-    finish(text, whole, "--vb-full", "--steps", "12")
-    process = start(text, out, "--vb-full", "--steps", "12")
+    options = ("--vb-full", "--steps", "12", "--device", device, *(("--mixed-precision",) * (device == "cuda")))
+    finish(text, whole, *options)
+    process = start(text, out, *options)
     wait_for(process, (out / "checkpoint" / "vbrt-checkpoint.json").exists)
     process.kill()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    finish(text, out, "--vb-full", "--steps", "12", "--gradient-checkpointing")
+    finish(text, out, *options, "--gradient-checkpointing")
     for name in ("log.jsonl", "model.safetensors"):
         assert (out / name).read_bytes() == (whole / name).read_bytes(), name
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import vbrt
+from scripts.full_models import DEVICE
 from tests.training.full_models import TOKENS, resident
 
 pytestmark = pytest.mark.gpu
@@ -64,8 +65,8 @@ def run(model, optimizer, steps: int, pieces: int, *, within: bool = False) -> l
     draw = torch.Generator().manual_seed(1)
     for _ in range(steps):
         for piece in range(pieces):
-            ids, target = torch.randint(TOKENS, (2, 4, 128), generator=draw).cuda()
-            with torch.autocast("cuda", torch.bfloat16):
+            ids, target = torch.randint(TOKENS, (2, 4, 128), generator=draw).to(DEVICE)
+            with torch.autocast(DEVICE, torch.bfloat16):
                 logits = model(ids)
             loss = F.cross_entropy(logits.float().flatten(0, 1), target.flatten())
             with model.stepping() if within and piece == pieces - 1 else contextlib.nullcontext():
