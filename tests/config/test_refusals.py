@@ -18,9 +18,9 @@ WRONG_VALUES = [
     (
         "weights.format",
         "fp4",
-        '"fp4"; expected "nvfp4", "mxfp4", "nf4", "quantile", "dense" or "auto"; did you mean "nvfp4"?',
+        '"fp4"; expected "nvfp4", "mxfp4", "nf4", "quantile", "mxint8", "dense" or "auto"; did you mean "nvfp4"?',
     ),
-    ("weights.format", 4, '4; expected "nvfp4", "mxfp4", "nf4", "quantile", "dense" or "auto"'),
+    ("weights.format", 4, '4; expected "nvfp4", "mxfp4", "nf4", "quantile", "mxint8", "dense" or "auto"'),
     ("weights.fine", True, 'true; expected "none" or "exact"'),
     ("weights.include", "*.mlp.*", f'"*.mlp.*"; {PATTERNS}'),
     ("weights.include", [], '[]; expected at least one pattern; ["*"] takes every layer'),
@@ -189,6 +189,10 @@ def test_every_key_has_a_refusal_in_the_table():
         (
             {"weights": {"format": "dense", "fine": "exact"}},
             'weights.fine = "exact"; format "dense" is already exact: set fine = "none", or choose a 4-bit format',
+        ),
+        (
+            {"weights": {"format": "mxint8", "fine": "exact"}},
+            'weights.fine = "exact"; the codes of "mxint8" have 8 bits, and a fine plane refines 4: choose a 4-bit one',
         ),
         (
             {"mode": "train", "weights": {"fine": "exact"}},

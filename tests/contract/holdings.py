@@ -50,6 +50,7 @@ FORMATS = {
     "mxfp4": ("mxfp4", "none", torch.float32),
     "nf4": ("nf4", "none", torch.float32),
     "quantile": ("quantile", "none", torch.float32),
+    "mxint8": ("mxint8", "none", torch.bfloat16),
     "dense": ("dense", "none", torch.bfloat16),
     "dense fp32": ("dense", "none", torch.float32),
     "exact bf16": ("nvfp4", "exact", torch.bfloat16),

@@ -19,7 +19,7 @@ def rows_of(layout, tensors):
     return Rows(layout, take)
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "nf4", "quantile"])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "nf4", "quantile", "mxint8"])
 def test_rows_of_a_coarse_plane_decode_to_those_of_the_whole_weight(format):
     fmt, weight = get_format(format), torch.randn(5, 72)
     coarse = fmt.encode(weight)

@@ -31,6 +31,7 @@ HOLDINGS = [
     ({"format": "mxfp4"}, torch.bfloat16),
     ({"format": "nf4"}, torch.float16),
     ({"format": "quantile"}, torch.bfloat16),
+    ({"format": "mxint8"}, torch.float32),
 ]
 EXACT, FP4 = HOLDINGS[3], HOLDINGS[5]
 

@@ -147,7 +147,7 @@ def test_autocast_keeps_no_cast_of_a_weight_that_could_train():
 
 @torchs_bits
 @pytest.mark.parametrize("features", [(48, 40), (2730, 16), (17, 33), (1, 5)])
-@pytest.mark.parametrize("format", [*FORMATS, "mxfp4", "nf4", "quantile"])
+@pytest.mark.parametrize("format", [*FORMATS, "mxfp4", "nf4", "quantile", "mxint8"])
 def test_sizes_that_are_no_multiple_of_the_block_are_padded(features, format):
     torch.manual_seed(0)
     layer = nn.Linear(*features, dtype=dtype_of(format)).eval()

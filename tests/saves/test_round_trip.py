@@ -25,6 +25,7 @@ SETTINGS = [
         ("mxfp4", "none"),
         ("nf4", "none"),
         ("quantile", "none"),
+        ("mxint8", "none"),
         ("dense", "none"),
         ("nvfp4", "exact"),
         ("quantile", "exact"),

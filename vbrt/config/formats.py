@@ -23,8 +23,9 @@ class FormatRecord:
         block: weights along K that share a scale.
         scales: how a block's scale is stored: "e4m3", "ue4m4", "e8m0" in a byte, or a dtype of `LEVEL_SCALES`; None
             without scales.
-        kernels: the family of kernels that computes from its codes ("e2m1", "table", "levels"); None: the reference
-            decodes them.
+        bits: of a code.
+        kernels: the family of kernels that computes from its codes ("e2m1", "table", "levels", "int8"); None: the
+            reference decodes them.
         fitted: True if its codebook is fitted to each weight, which is costly enough to keep the fit.
         lossless: True if it stores the weight's own bytes, so that a fine plane could add nothing.
         published: True if weights come to be in it by being read from published checkpoints: no config asks for it.
@@ -36,6 +37,7 @@ class FormatRecord:
     codec: str
     block: int
     scales: str | None = None
+    bits: int = 4
     kernels: str | None = None
     fitted: bool = False
     lossless: bool = False
@@ -57,6 +59,9 @@ FORMATS: dict[str, FormatRecord] = {
             kernels="table",
             fitted=True,
             noise=0.084,
+        ),
+        FormatRecord(
+            "mxint8", "vbrt.formats.mxint8:MXINT8", block=32, scales="e8m0", bits=8, kernels="int8", noise=0.008
         ),
         FormatRecord("dense", "vbrt.formats.dense:Dense", block=1, lossless=True),
         *(

@@ -78,6 +78,10 @@ def _format(value: object, where: str) -> str:
     return choice(*chosen_formats(), "auto")(value, where)
 
 
+def _has_fine_plane(format: str) -> bool:
+    return format == "auto" or (FORMATS[format].bits == 4 and not FORMATS[format].lossless)
+
+
 def _held_as(value: object, where: str) -> tuple[tuple[str, str], ...]:
     return pattern_table(*chosen_formats(), "exact")(value, where)
 
@@ -142,7 +146,7 @@ class WeightsConfig(Section):
     def _rule(cls, values: Mapping[str, Any], where: str) -> None:
         cls._rule_of_auto(values, where)
         exact = next((pattern for pattern, held in values["formats"] if held == "exact"), None)
-        if exact is not None and values["format"] == "dense":
+        if exact is not None and not _has_fine_plane(values["format"]):
             raise wrong(f"{where}.formats.{exact}", "exact", "set format to the 4-bit format of its coarse plane")
         every = {values["format"], *(held for _, held in values["formats"])}
         if values["calibrate"] is not None and every == {"dense"}:
@@ -153,6 +157,9 @@ class WeightsConfig(Section):
         if values["format"] == "dense" and values["fine"] == "exact":
             already = f'format "{values["format"]}" is already exact'
             raise wrong(f"{where}.fine", "exact", f'{already}: set fine = "none", or choose a 4-bit format')
+        if values["fine"] == "exact" and not _has_fine_plane(values["format"]):
+            expected = f'the codes of "{values["format"]}" have 8 bits, and a fine plane refines 4: choose a 4-bit one'
+            raise wrong(f"{where}.fine", "exact", expected)
 
     @classmethod
     def _rule_of_auto(cls, values: Mapping[str, Any], where: str) -> None:

@@ -71,7 +71,13 @@ class EncodedGroup(NamedTuple):
 
 
 class Format(ABC):
-    """A number format. Instances are stateless but for lookup tables, and shared (`get_format`)."""
+    """A number format. Instances are stateless but for lookup tables, and shared (`get_format`).
+
+    Attributes:
+        code_dtype: of the field "codes", where there is one.
+    """
+
+    code_dtype = "uint8"
 
     def __init__(self, record: FormatRecord) -> None:
         self.record = record

@@ -1,6 +1,6 @@
 """Shared by the block formats: the tile loop of encode, block scales, nibble packing, table decode.
 
-A weight is cut into blocks of b along K. A block holds b 4-bit codes and one scale byte:
+A weight is cut into blocks of b along K. A block holds b codes of 4 bits (or 8: `mxint8`) and one scale byte:
 
     weight = level[code] * (scale * tensor_scale)        both products rounded to fp32, the result to the dtype
 
@@ -52,7 +52,7 @@ Step = Callable[["BlockFormat", Tensor, Range, Tensor | None], dict[str, Tensor]
 
 
 class BlockFormat(Format):
-    """4-bit codes with one scale byte a block of `block` columns. Subclasses say what they round to."""
+    """Codes with one scale byte a block of `block` columns, of 4 bits by default. Subclasses say what they round to."""
 
     scale_dtype: str
     #: fields besides codes and scales: (name, dtype, shape)
@@ -68,11 +68,15 @@ class BlockFormat(Format):
     offsets: range
 
     def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> PageLayout:
-        """codes uint8 [N, Kp/2], scales [N, Kp/block], then the format's own fields."""
-        n, k = shape
-        kp = padded(k, self.block)
-        fields = [("codes", "uint8", (n, kp // 2)), ("scales", self.scale_dtype, (n, kp // self.block)), *self.extra]
+        """codes [N, Kp/2], or [N, Kp] of 8 bits, scales [N, Kp/block], then the format's own fields."""
+        n, kp = shape[0], padded(shape[1], self.block)
+        codes = ("codes", self.code_dtype, (n, kp * self.record.bits // 8))
+        fields = [codes, ("scales", self.scale_dtype, (n, kp // self.block)), *self.extra]
         return build_layout(self.name, "coarse", fields)
+
+    def pack_codes(self, code_bB: Tensor) -> Tensor:
+        """Return fp32 codes [b, B] as the page has them: [B, b/2], or [B, b] of 8 bits."""
+        return pack_nibbles(code_bB)
 
     @torch.no_grad()
     def encode(self, w_NK: Tensor, squares: Tensor | None = None) -> dict[str, Tensor]:
@@ -122,8 +126,9 @@ class BlockFormat(Format):
         self, w_NK: Tensor, known: Range, squares: Tensor | None = None, *, coded: bool = True, **extra: Tensor
     ) -> dict[str, Tensor]:
         n, k = w_NK.shape
-        kp, block = padded(k, self.block), self.block
-        codes = torch.empty(n, kp // 2 if coded else 0, dtype=torch.uint8, device=w_NK.device)
+        kp, block, per_byte = padded(k, self.block), self.block, 8 // self.record.bits
+        shape, dtype = (n, kp // per_byte if coded else 0), getattr(torch, self.code_dtype)
+        codes = torch.empty(shape, dtype=dtype, device=w_NK.device)
         scales = torch.empty(n, kp // block, dtype=torch.uint8, device=w_NK.device)
 
         def encode(tile: tuple[slice, slice]) -> None:
@@ -136,7 +141,7 @@ class BlockFormat(Format):
             first, last = columns.start, columns.start + x_RK.shape[1]
             if coded:
                 code_bB = rounding.codes(scale_B)
-                codes[rows, first // 2 : last // 2] = pack_nibbles(code_bB).view(x_RK.shape[0], -1)
+                codes[rows, first // per_byte : last // per_byte] = self.pack_codes(code_bB).view(x_RK.shape[0], -1)
             scales[rows, first // block : last // block] = byte_B.view(x_RK.shape[0], -1)
 
         _for_each(encode, list(tiles((n, k), block, encode_tile(w_NK.device))), w_NK.device)
@@ -164,14 +169,14 @@ class BlockFormat(Format):
         return rounding, scale_CB.gather(0, pick_1B).squeeze(0), byte_B
 
     def tables(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a kernel's tables: fp32 levels [16] by code, values [256] by scale byte, the tensor scale [1]."""
+        """Return a kernel's tables: fp32 levels by code, values [256] by scale byte, the tensor scale [1]."""
         device = tensors["codes"].device
         scale = tensors.get("tensor_scale")
         return self._levels(tensors), self.byte_values(device), ones(device) if scale is None else scale
 
     @abstractmethod
     def _levels(self, tensors: dict[str, Tensor]) -> Tensor:
-        """fp32 [16]: the level of each code."""
+        """fp32 [16], or [256] of 8 bits: the level of each code."""
 
     @abstractmethod
     def _scales(self, tensors: dict[str, Tensor]) -> Tensor:
@@ -330,7 +335,7 @@ class Frame:
         x_NBb = whole_blocks(w_NK.float(), block).reshape(n, -1, block)
         y_NBb = x_NBb / scale_NB.masked_fill(scale_NB == 0, 2.0**-126).unsqueeze(-1)
         code_bB = self._grid.codes(self._grid.nearest(y_NBb)).flatten(1).view(-1, block).t()
-        return {"codes": pack_nibbles(code_bB).view(n, -1), **self.tensors}
+        return {"codes": self.format.pack_codes(code_bB).view(n, -1), **self.tensors}
 
 
 def _block_amax(x_RK: Tensor, block: int) -> Tensor:

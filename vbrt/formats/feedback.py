@@ -61,7 +61,7 @@ def compensated(format: BlockFormat, w_NK: Tensor, coarse: dict[str, Tensor], mo
     """
     moments_GCC = moments_GCC.to(w_NK.device)
     moments_GCC = moments_GCC / moments_GCC.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-30).view(-1, 1, 1)
-    turns = _Turns(moments_GCC, format._grid(coarse), format.block)
+    turns = _Turns(moments_GCC, format._grid(coarse), format)
     scale_NB, rows = format._scales(coarse), max(1, _WEIGHTS.get(w_NK.device.type, _WEIGHTS["cpu"]) // w_NK.shape[1])
     parts = zip(w_NK.split(rows), scale_NB.split(rows), strict=True)
     return {**coarse, "codes": torch.cat([turns.codes(w_RK, scale_RB) for w_RK, scale_RB in parts])}
@@ -70,18 +70,18 @@ def compensated(format: BlockFormat, w_NK: Tensor, coarse: dict[str, Tensor], mo
 class _Turns:
     """Rounds the columns of groups in turn, by their damped moments."""
 
-    def __init__(self, moments_GCC: Tensor, grid: Grid, block: int) -> None:
-        self._moments, self._grid, self._block = moments_GCC, grid, block
+    def __init__(self, moments_GCC: Tensor, grid: Grid, format: BlockFormat) -> None:
+        self._moments, self._grid, self._format = moments_GCC, grid, format
         eye = torch.eye(moments_GCC.shape[1], dtype=torch.float64, device=moments_GCC.device)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments_GCC.double() + _DAMPING * eye))
         upper = torch.linalg.cholesky(inverse, upper=True)
         self._factors = (upper / upper.diagonal(dim1=1, dim2=2).unsqueeze(2)).float()
 
     def codes(self, w_NK: Tensor, scale_NB: Tensor) -> Tensor:
-        """Return codes uint8 [N, Kp/2] of a weight under block scales."""
+        """Return the codes of a weight under block scales, as the format packs them."""
         (n, k), (groups, group, _) = w_NK.shape, self._moments.shape
         w_GCN = F.pad(w_NK.float(), (0, groups * group - k)).t().contiguous().view(groups, group, n)
-        scale_KN = scale_NB.t().repeat_interleave(self._block, 0)[: groups * group]
+        scale_KN = scale_NB.t().repeat_interleave(self._format.block, 0)[: groups * group]
         scale_GCN = F.pad(scale_KN, (0, 0, 0, groups * group - len(scale_KN))).view_as(w_GCN)
         divisor_GCN = scale_GCN.masked_fill(scale_GCN == 0, 2.0**-126)
         nearest_GCN = self._grid.nearest(w_GCN / divisor_GCN)
@@ -89,9 +89,8 @@ class _Turns:
         losses = (self._loss(w_GCN - level * scale_GCN) for level in (level_GCN, nearest_GCN))
         better_GN = torch.lt(*losses)
         code_GCN = self._grid.codes(torch.where(better_GN.unsqueeze(1), level_GCN, nearest_GCN))
-        code_NK = code_GCN.reshape(-1, n)[:k].t().to(torch.uint8)
-        code_NK = F.pad(code_NK, (0, scale_NB.shape[1] * self._block - k))
-        return code_NK[:, 0::2] | code_NK[:, 1::2] << 4
+        code_NK = F.pad(code_GCN.reshape(-1, n)[:k].t(), (0, scale_NB.shape[1] * self._format.block - k))
+        return self._format.pack_codes(code_NK.reshape(-1, self._format.block).t()).view(n, -1)
 
     def _in_turn(self, w_GCN: Tensor, scale_GCN: Tensor, divisor_GCN: Tensor) -> Tensor:
         """Return the level of each weight; w_GCN is overwritten."""

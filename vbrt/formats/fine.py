@@ -49,7 +49,7 @@ def _check(dtype: torch.dtype, fmt: Format) -> BlockFormat:
             f"fine plane: weight is {dtype}; expected bfloat16 or float16. For float32 use fine = 'none' with "
             "this format, format = 'dense' for exact bytes, or convert the model to bfloat16 first"
         )
-    if not isinstance(fmt, BlockFormat):
+    if not isinstance(fmt, BlockFormat) or fmt.record.bits != 4:
         why = "is already exact" if fmt.record.lossless else "has no 4-bit codes in blocks to refine"
         raise FormatError(f"fine plane: format {fmt.name!r} {why}; use it with fine = 'none'")
     return fmt

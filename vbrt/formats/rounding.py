@@ -16,6 +16,8 @@ __all__ = [
     "E2M1Grid",
     "E2M1Rounding",
     "Grid",
+    "Int8Grid",
+    "Int8Rounding",
     "Rounding",
     "TableGrid",
     "TableRounding",
@@ -43,7 +45,7 @@ class Rounding(Protocol):
         """Write the sum over each block of m (x / scale - level)^2, up to one constant factor, into out [B]."""
 
     def codes(self, scale_B: Tensor) -> Tensor:
-        """The nearest codes of x / scale, as fp32 0..15 [b, B]."""
+        """The nearest codes of x / scale, as fp32 0..15 [b, B]; whole numbers of 8 bits have a sign."""
 
 
 def least_error(rounding: Rounding, scale_CB: Tensor) -> Tensor:
@@ -114,6 +116,25 @@ class E2M1Rounding:
         return code.add_((self.x.view(torch.int32) >> 28).bitwise_and_(8))
 
 
+class Int8Rounding:
+    """Rounding to whole numbers from -127 to 127, ties to the even one, under scales that are powers of two."""
+
+    def __init__(self, x_bB: Tensor, m_bB: Tensor | None = None) -> None:
+        self.x, self._m = x_bB, m_bB
+        self._y, self._q = torch.empty_like(x_bB), torch.empty_like(x_bB)
+
+    def squared_error(self, scale_B: Tensor, out: Tensor) -> None:
+        """See `Rounding`."""
+        y = torch.div(self.x, scale_B, out=self._y)
+        q = torch.clamp(y, -127, 127, out=self._q).round_().sub_(y)
+        q.mul_(q)
+        block_sum(q if self._m is None else q.mul_(self._m), out)
+
+    def codes(self, scale_B: Tensor) -> Tensor:
+        """See `Rounding`; the numbers themselves."""
+        return torch.div(self.x, scale_B, out=self._y).clamp_(-127, 127).round_()
+
+
 class TableRounding:
     """Rounding to 16 arbitrary levels in [-1, 1], given in the order of their codes.
 
@@ -164,7 +185,7 @@ class Grid(Protocol):
         """The nearest level of each fp32 y, in a new tensor; NaN gives any level. `y` is overwritten."""
 
     def codes(self, level: Tensor) -> Tensor:
-        """The codes of levels that `nearest` gave, as fp32 0..15."""
+        """The codes of levels that `nearest` gave, as fp32 0..15; whole numbers of 8 bits have a sign."""
 
 
 class E2M1Grid:
@@ -184,6 +205,20 @@ class E2M1Grid:
         """See `Grid`."""
         a = level.abs()
         return torch.minimum(torch.minimum(a * 2, a + 2), a / 2 + 4).add_(level < 0, alpha=8)
+
+
+class Int8Grid:
+    """Whole numbers from -127 to 127; ties go to the even one. Their codes are themselves."""
+
+    reach = 127.5
+
+    def nearest(self, y: Tensor) -> Tensor:
+        """See `Grid`."""
+        return y.clamp_(-127, 127).round_()
+
+    def codes(self, level: Tensor) -> Tensor:
+        """See `Grid`."""
+        return level
 
 
 class TableGrid:

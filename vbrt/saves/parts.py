@@ -58,7 +58,7 @@ class Held:
 
 
 def cut_between_blocks(matrix: Matrix, held: Held | None) -> bool:
-    """True if no block of 4-bit codes is cut in two."""
+    """True if no block of codes is cut in two."""
     if held is None or held.dim == 0 or matrix.dense:
         return True
     block, k = FORMATS[matrix.format].block, matrix.shape[1]
@@ -129,8 +129,8 @@ def _axis(matrix: Matrix, plane: str, name: str, held: Held) -> _Axis | None:
         return _Axis(1 - held.dim if matrix.turned and plane == "dense" else held.dim, 1, 1)
     if name not in _BY_PLACE:
         return None
-    block = FORMATS[matrix.format].block
-    return _Axis(0, 1, 1) if held.dim == 0 else _Axis(1, 2 if name == "codes" else block, block)
+    block, per_byte = FORMATS[matrix.format].block, 8 // FORMATS[matrix.format].bits
+    return _Axis(0, 1, 1) if held.dim == 0 else _Axis(1, per_byte if name == "codes" else block, block)
 
 
 def _joined(matrix: Matrix, plane: str, parts: Sequence[tuple[Held, Mapping[str, Fields]]]) -> Fields:

@@ -21,7 +21,7 @@ from vbrt.kernels.experts import apply_gate
 __all__ = ["CHECKS"]
 
 
-def check_linear(formats=(*cpu_linear.FORMATS, *cpu_linear.LEVELS[:2])):
+def check_linear(formats=(*cpu_linear.FORMATS, *cpu_linear.LEVELS[:2], *cpu_linear.BYTES)):
     """Products are as close as the dtype allows, decoded and merged weights have every bit."""
     for name in formats:
         for shape, tokens in (((7, 50), 1), ((35, 132), 3), ((9, 4112), 7)):
@@ -43,7 +43,7 @@ def check_linear(formats=(*cpu_linear.FORMATS, *cpu_linear.LEVELS[:2])):
 
 def check_experts():
     """Products, gates and sums are as close to float64 as fp32 allows."""
-    for format in (*cpu_linear.FORMATS, *cpu_linear.LEVELS[:1]):
+    for format in (*cpu_linear.FORMATS, *cpu_linear.LEVELS[:1], *cpu_linear.BYTES):
         for tokens in (1, 7):
             pages = bank(format, hidden=144)
             ids, weights = routed(pages, tokens, 3)

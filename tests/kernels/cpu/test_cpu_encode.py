@@ -54,7 +54,7 @@ def same(given, expected):
 
 
 @built
-@matrix(name=BLOCKS, shape=ODD, dtype=DTYPES, octaves=(0.0, 2.0), at_most=16)
+@matrix(name=(*BLOCKS, "mxint8"), shape=ODD, dtype=DTYPES, octaves=(0.0, 2.0), at_most=16)
 def test_c_gives_the_bits_of_the_specification(name, shape, dtype, octaves, monkeypatch):
     torch.manual_seed(0)
     w, fmt, fast = hard(shape, dtype, octaves), get_format(name), in_c(name, monkeypatch)

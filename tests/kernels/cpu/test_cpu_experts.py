@@ -19,6 +19,7 @@ from vbrt.kernels.cpu import linear as cpu_linear
 from vbrt.kernels.experts import ExpertPages, Gate, apply_gate, part_planes
 
 CPU = torch.device("cpu")
+FORMATS = (*cpu_linear.FORMATS, *cpu_linear.BYTES)
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 2e-3}
 WHY = build.refusal(CPU, "experts")
 built = pytest.mark.skipif(WHY is not None, reason=str(WHY))
@@ -73,7 +74,7 @@ def rows(x, ids, pages, part, bias=None):
 
 
 @built
-@matrix(gate=GATES, format=cpu_linear.FORMATS, tokens=[1, 9, 40], dtype=list(BOUND), hidden=[16, 70, 4200])
+@matrix(gate=GATES, format=FORMATS, tokens=[1, 9, 40], dtype=list(BOUND), hidden=[16, 70, 4200])
 def test_up_is_as_close_to_float64_as_the_dtype_allows(gate, format, tokens, dtype, hidden):
     pages = bank(format, hidden=hidden, experts=5)
     ids, _ = routed(pages, tokens, 3)
@@ -88,9 +89,7 @@ def test_up_is_as_close_to_float64_as_the_dtype_allows(gate, format, tokens, dty
 
 
 @built
-@matrix(
-    format=cpu_linear.FORMATS, tokens=[1, 2, 6, 40], dtype=list(BOUND), biased=[False, True], weighted=[True, False]
-)
+@matrix(format=FORMATS, tokens=[1, 2, 6, 40], dtype=list(BOUND), biased=[False, True], weighted=[True, False])
 def test_down_sums_each_tokens_experts(format, tokens, dtype, biased, weighted):
     pages = bank(format, inner=300)
     ids, weights = routed(pages, tokens, 4)

@@ -19,6 +19,7 @@ from vbrt.kernels.cpu import build
 from vbrt.kernels.cpu import linear as cpu_linear
 
 CPU = torch.device("cpu")
+FORMATS = (*cpu_linear.FORMATS, *cpu_linear.BYTES)
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 3e-3}
 WHY = build.refusal(CPU)
 built = pytest.mark.skipif(WHY is not None, reason=str(WHY))
@@ -37,7 +38,7 @@ def case(name, shape, dtype=torch.float32):
 
 @built
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
-@matrix(tokens=[1, 3, 9, 70], shape=[(1, 1), (7, 50), (24, 200), (130, 4112), (64, 2048)], name=cpu_linear.FORMATS)
+@matrix(tokens=[1, 3, 9, 70], shape=[(1, 1), (7, 50), (24, 200), (130, 4112), (64, 2048)], name=FORMATS)
 def test_any_shape_is_as_close_as_the_dtype_allows(name, shape, tokens, dtype):
     planes, w = case(name, shape, dtype)
     x, bias = torch.randn(tokens, shape[1]).to(dtype), torch.randn(shape[0]).to(dtype)
@@ -97,7 +98,7 @@ def test_any_strides_and_leading_dimensions_will_do(x):
 @built
 @pytest.mark.parametrize("dtype", [*BOUND, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (7, 50), (130, 4112), (3000, 512)], ids=str)
-@pytest.mark.parametrize("name", cpu_linear.FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_the_decoded_weight_has_the_bits_of_the_reference(name, shape, dtype):
     planes, _ = case(name, shape, dtype)
     assert torch.equal(cpu_linear.decode_weight(planes), reference.decode_weight(planes))

@@ -66,6 +66,13 @@ def check_layers():
         assert y[1].isnan().all() and y[[0, 2, 3]].isfinite().all()
 
 
+def test_inputs_that_meet_weights_of_8_bits_stay_as_they_are():
+    planes, _ = case("mxint8", (24, 200))
+    x = torch.randn(3, 200)
+    rounding = resolve("linear", "auto", CPU, "mxint8", rounding="int8").run
+    assert torch.equal(rounding(x, planes), cpu_linear.linear(x, planes))
+
+
 def check_experts():
     """The same of experts: two products, one after the other."""
     for name in cpu_linear.FORMATS:

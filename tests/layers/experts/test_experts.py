@@ -53,7 +53,7 @@ def test_a_budget_for_few_experts_at_a_time_changes_no_bit(tmp_path, monkeypatch
         vb.close()
 
 
-@matrix(format=("nvfp4", "mxfp4", "nf4", "quantile"))
+@matrix(format=("nvfp4", "mxfp4", "nf4", "quantile", "mxint8"))
 @torch.no_grad()
 def test_four_bits_compute_with_the_decoded_experts(format):
     vb = wrap(qwen3_moe(dtype=torch.float32, experts="eager"), format)

@@ -46,7 +46,7 @@ def _outputs(vb, ids, tokens=1, seed=1):
     ]
 
 
-@matrix(format=("nvfp4", "mxfp4", "nf4", "quantile"), miss=("compute", "auto"))
+@matrix(format=("nvfp4", "mxfp4", "nf4", "quantile", "mxint8"), miss=("compute", "auto"))
 @torch.no_grad()
 def test_experts_that_are_computed_where_they_lie_give_what_fetched_ones_give(monkeypatch, format, miss):
     trace = [[0, 1], [1, 2], [3, 4], [0, 1], [5, 6], [1, 7]]

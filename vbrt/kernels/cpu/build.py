@@ -69,7 +69,7 @@ class Weight(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "levels", "values", "unit")),
-        *((name, ctypes.c_int64) for name in ("rows", "columns", "block", "scale_type")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "block", "scale_type", "bits")),
     )
 
 
@@ -100,7 +100,7 @@ class Bank(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("pages", "levels", "values")),
         *((name, ctypes.c_int64) for name in ("level_step", "codes", "scales", "unit")),
-        *((name, ctypes.c_int64) for name in ("experts", "rows", "columns", "block", "scale_type", "tiled")),
+        *((name, ctypes.c_int64) for name in ("experts", "rows", "columns", "block", "scale_type", "bits", "tiled")),
     )
 
 

@@ -1,4 +1,4 @@
-/* Dots of a few tokens with rows of 4-bit weights: decoded in registers and multiplied there.
+/* Dots of a few tokens with rows of 4-bit weights, or of 8 bits (`eight.h`): decoded in registers and multiplied there.
  *
  * weight = level[code] * (value[scale byte] * unit), or level[code] * scale where scales have 16 or 32 bits; a scale may
  * be multiplied with a sum of level[code] * x instead.
@@ -14,8 +14,8 @@
 #define TILE 4096    /* columns whose scales are looked up at a time */
 
 enum { FP32, BF16, FP16, BYTE };
-/* how inputs lie in spans: as numbers, or rounded to int8 */
-enum { AS_FP32, AS_BF16, AS_INT8 };
+/* how inputs lie in spans: as numbers, rounded to int8, or in the order of columns, as fp32 or as bf16 */
+enum { AS_FP32, AS_BF16, AS_INT8, IN_ORDER, PAIRS_IN_ORDER };
 static const int SCALE_BYTES[] = {4, 2, 2, 1};
 
 static inline float load(const void *from, int type, int64_t at) {
@@ -48,7 +48,20 @@ static inline void store(void *to, int type, int64_t at, float value) {
 #include "int8_spans.h"
 #endif
 
+#include "eight.h"
+
+/* Bytes of the codes of `columns` weights. */
+static inline int64_t code_bytes(int64_t columns, int64_t bits) { return columns * bits / 8; }
+
 INLINE void dots_in_form(const Dots *d, int rows, int tokens, float *sums) {
+    if (d->form == IN_ORDER) {
+        dots_of_bytes(d, rows, tokens, 0, sums);
+        return;
+    }
+    if (d->form == PAIRS_IN_ORDER) {
+        dots_of_bytes(d, rows, tokens, 1, sums);
+        return;
+    }
 #ifndef WIDE
     if (d->form == AS_INT8) {
         dots_in_int8(d, rows, tokens, sums);
@@ -64,8 +77,10 @@ INLINE void dots_of_tokens(const Dots *d, int rows, int tokens, float *sums) {
     else dots_in_form(d, rows, 1, sums);
 }
 
-/* How x is multiplied with levels: in int8 where it may be `rounded`, as pairs of bf16 where that changes neither. */
-static int form_of(const float *levels, int64_t count, int x_type, int rounded) {
+/* How x is multiplied with levels: in int8 where it may be `rounded`, as pairs of bf16 where that changes neither. With
+ * codes of 8 bits it is in order, and as bf16 where it is that. */
+static int form_of(const float *levels, int64_t count, int64_t bits, int x_type, int rounded) {
+    if (bits == 8) return NARROW8 && x_type == BF16 ? PAIRS_IN_ORDER : IN_ORDER;
     if (rounded) return AS_INT8;
 #ifdef PAIRS
     int exact = x_type == BF16;
@@ -89,6 +104,14 @@ static Dots dots_with(const float *levels, const float *values, float unit, int6
 static inline int64_t row_bytes(int64_t columns) { return (columns + SPAN - 1) / SPAN * SPAN * sizeof(float); }
 
 INLINE void spread_in_form(const float *span, int form, void *to) {
+    if (form == IN_ORDER) {
+        memcpy(to, span, SPAN * sizeof(float));
+        return;
+    }
+    if (form == PAIRS_IN_ORDER) {
+        for (int k = 0; k < SPAN; k++) ((int16_t *)to)[k] = bf16_bits(span[k]);
+        return;
+    }
 #ifdef WIDE
     spread_span(span, form, to);
 #else
@@ -104,7 +127,7 @@ INLINE void spread_as(const void *x, int type, int64_t at, int64_t inputs, int64
         float span[SPAN];
         if (count < SPAN) memset(span, 0, sizeof span);
         for (int64_t k = 0; k < count; k++) span[k] = load(x, type, at + first + k);
-        spread_in_form(span, form, (char *)to + first * (form == AS_FP32 ? 4 : 2));
+        spread_in_form(span, form, (char *)to + first * (form == AS_FP32 || form == IN_ORDER ? 4 : 2));
     }
 }
 

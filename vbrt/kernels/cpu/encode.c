@@ -1,5 +1,5 @@
-/* Encoding to 4-bit formats on a CPU: the arithmetic of `BlockFormat._search` and `Levels._encode_blocks` with
- * `E2M1Rounding` and `TableRounding`, operation by operation. Compiled by build.py, without fused multiply-adds.
+/* Encoding to formats of blocks on a CPU: the arithmetic of `BlockFormat._search` and `Levels._encode_blocks` with
+ * `E2M1Rounding`, `TableRounding` and `Int8Rounding`, operation by operation. Compiled by build.py, without fused multiply-adds.
  *
  * Sixteen blocks go together, a lane each, so that sums over a block add vectors in the order of `rounding.block_sum`.
  */
@@ -12,6 +12,8 @@
 enum { LANES = 16, LARGEST = 128, CELLS = 4096 };
 enum { FP32, BF16, FP16 };
 enum { E4M3, E8M0, UE4M4 };
+/* what codes stand for: E2M1, entries of a table, whole numbers */
+enum { FLOATS, TABLE, WHOLE };
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -19,12 +21,12 @@ typedef struct {
     const void *weight;  /* [rows, columns] of `type` */
     const float *values;  /* [256] by scale byte; of formats of levels the `candidates` levels that are not zero */
     const float *squares;  /* [rows / rows_each, columns], or NULL: errors count alike */
-    const float *cells, *bounds;  /* [CELLS], [15] between the levels, ascending; NULL: codes are E2M1 */
+    const float *cells, *bounds;  /* [CELLS], [15] between the levels, ascending; NULL: codes are E2M1, or of 8 bits */
     const uint8_t *order;  /* [16]: the code of each level, ascending */
-    uint8_t *codes;  /* [blocks, block / 2], `per_row` blocks in a row; NULL: scales alone are wanted */
+    uint8_t *codes;  /* [blocks, block / 2] or, of 8 bits, [blocks, block], `per_row` blocks in a row; NULL: scales alone */
     void *scales;  /* [blocks]: bytes, or numbers of `scale_type` */
     int64_t rows, columns, per_row, rows_each;
-    int32_t type, block, first, candidates, low, high, shift, scale_type;
+    int32_t type, block, first, candidates, low, high, shift, scale_type, bits;
     float per_unit, least, top;  /* of formats of levels, `least` is the largest scale */
 } Encoding;
 
@@ -60,7 +62,8 @@ static __attribute__((noinline)) void load(
     }
 }
 
-static inline int32_t nearest_byte(float scale, int scales) {
+static inline int32_t nearest_byte(float scale, int scales, int kind) {
+    if (kind == WHOLE) return (bits_of(scale) + 0x007FFFFF) >> 23;  /* the least power of two that is not below */
     if (scales == E4M3) return nearest_e4m3(scale > 448.0f ? 448.0f : scale);
     if (scales == E8M0) return (bits_of(scale) + 0x004AFB0D) >> 23;
     return ((bits_of(scale) + (1 << 18)) >> 19) - (120 << 4);
@@ -102,6 +105,20 @@ INLINE void table_losses(
 #endif
 }
 
+/* to a whole number from -127 to 127, ties to even */
+static inline float whole(float y) {
+    const float low = y < -127.0f ? -127.0f : y;
+    return ((low > 127.0f ? 127.0f : low) + 12582912.0f) - 12582912.0f;
+}
+
+INLINE void whole_losses(int block, const float (*x)[LANES], const float *scale, float (*loss)[LANES]) {
+    for (int j = 0; j < block; j++)
+        for (int lane = 0; lane < LANES; lane++) {
+            const float y = x[j][lane] / scale[lane], q = whole(y) - y;
+            loss[j][lane] = q * q;
+        }
+}
+
 /* the sums over each block, in loss[0] */
 INLINE void sum_losses(
     const Encoding *e, int block, const float (*m)[LANES], float (*loss)[LANES]) {
@@ -115,7 +132,7 @@ INLINE void sum_losses(
 
 /* the scale byte of each lane, whose candidate has the least sum of m (x / scale - level)^2; of E2M1, x are magnitudes */
 INLINE void search(
-    const Encoding *e, int block, int table, const float (*x)[LANES], const float (*m)[LANES], const int32_t *near,
+    const Encoding *e, int block, int kind, const float (*x)[LANES], const float (*m)[LANES], const int32_t *near,
     int32_t *chosen) {
     int32_t best[LANES];
     float sum[LARGEST][LANES];
@@ -129,7 +146,8 @@ INLINE void search(
             byte[lane] = least > e->high ? e->high : least;
             scale[lane] = e->values[byte[lane]];
         }
-        if (table) table_losses(block, x, scale, e->cells, sum);
+        if (kind == TABLE) table_losses(block, x, scale, e->cells, sum);
+        else if (kind == WHOLE) whole_losses(block, x, scale, sum);
         else e2m1_losses(block, x, scale, sum);
         sum_losses(e, block, m, sum);
         for (int lane = 0; lane < LANES; lane++) {
@@ -146,6 +164,12 @@ static inline int32_t e2m1_code(float x, float scale) {
     const float least = twice < more ? twice : more, v = least < half ? least : half;
     const int32_t nearest = bits_of(v + 8388608.0f) & 0xFF;  /* to whole numbers, ties to even */
     return (nearest > 7 ? 7 : nearest) | (bits_of(x) >> 28 & 8);
+}
+
+static void round_whole(
+    const Encoding *e, int block, const float (*x)[LANES], const float *scale, int64_t begin, int there) {
+    for (int lane = 0; lane < there; lane++)
+        for (int j = 0; j < block; j++) e->codes[(begin + lane) * block + j] = (uint8_t)(int8_t)whole(x[j][lane] / scale[lane]);
 }
 
 INLINE void round_codes(
@@ -172,7 +196,7 @@ INLINE void round_codes(
 }
 
 INLINE void encode_group(
-    const Encoding *e, int64_t begin, int64_t blocks, int block, int type, int table) {
+    const Encoding *e, int64_t begin, int64_t blocks, int block, int type, int kind) {
     float x[LARGEST][LANES], a[LARGEST][LANES], m[LARGEST][LANES], amax[LANES] = {0}, scale[LANES];
     int32_t near[LANES], chosen[LANES];
     const int there = blocks - begin < LANES ? (int)(blocks - begin) : LANES;
@@ -182,10 +206,11 @@ INLINE void encode_group(
             a[j][lane] = __builtin_fabsf(x[j][lane]);
             amax[lane] = a[j][lane] > amax[lane] ? a[j][lane] : amax[lane];
         }
-    for (int lane = 0; lane < LANES; lane++) near[lane] = nearest_byte(amax[lane] / e->top, e->scale_type);
-    search(e, block, table, (const float (*)[LANES])(table ? x : a), (const float (*)[LANES])m, near, chosen);
+    for (int lane = 0; lane < LANES; lane++) near[lane] = nearest_byte(amax[lane] / e->top, e->scale_type, kind);
+    search(e, block, kind, (const float (*)[LANES])(kind == FLOATS ? a : x), (const float (*)[LANES])m, near, chosen);
     for (int lane = 0; lane < LANES; lane++) scale[lane] = e->values[chosen[lane]];
-    if (e->codes) round_codes(e, block, table, (const float (*)[LANES])x, scale, begin, there);
+    if (e->codes && kind == WHOLE) round_whole(e, block, (const float (*)[LANES])x, scale, begin, there);
+    else if (e->codes) round_codes(e, block, kind == TABLE, (const float (*)[LANES])x, scale, begin, there);
     for (int lane = 0; lane < there; lane++)
         ((uint8_t *)e->scales)[begin + lane] = amax[lane] > e->least ? (uint8_t)(chosen[lane] + e->shift) : 0;
 }
@@ -194,9 +219,10 @@ void vbrt_encode(const Encoding *e, int threads) {
     const int64_t blocks = e->rows * e->per_row;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t begin = 0; begin < blocks; begin += LANES) {
-        if (e->cells) encode_group(e, begin, blocks, 64, e->type, 1);
-        else if (e->block == 16) encode_group(e, begin, blocks, 16, e->type, 0);
-        else encode_group(e, begin, blocks, 32, e->type, 0);
+        if (e->cells) encode_group(e, begin, blocks, 64, e->type, TABLE);
+        else if (e->bits == 8) encode_group(e, begin, blocks, 32, e->type, WHOLE);
+        else if (e->block == 16) encode_group(e, begin, blocks, 16, e->type, FLOATS);
+        else encode_group(e, begin, blocks, 32, e->type, FLOATS);
     }
 }
 

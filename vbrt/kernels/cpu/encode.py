@@ -1,4 +1,4 @@
-"""Encoding to 4-bit formats on a CPU: `encode.c` searches block scales and rounds, with the bits of the reference.
+"""Encoding to formats of blocks on a CPU: `encode.c` searches block scales and rounds, with the bits of the reference.
 
 The library is loaded, or built, once as many weights have come as make up for that; before, and where it cannot be had,
 the reference encodes. `codec` gives a format whose passes over a weight are those of the library.
@@ -22,7 +22,7 @@ from vbrt.kernels.cpu.build import NUMBERS, libraries, library, refusal
 
 __all__ = ["FORMATS", "codec", "encode_many", "encoded", "encoded_levels", "serves"]
 
-FORMATS = formats_of("e2m1", "table", "levels")
+FORMATS = formats_of("e2m1", "table", "levels", "int8")
 #: of encode.c, by the name in the record
 _SCALES = {"e4m3": 0, "e8m0": 1, "ue4m4": 2} | {name: NUMBERS[getattr(torch, name)] for name in LEVEL_SCALES}
 _WORTH_BUILDING = 1 << 21  # weights: as long as the reference takes as the compiler does
@@ -39,7 +39,7 @@ class Encoding(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "columns", "per_row", "rows_each")),
         *(
             (name, ctypes.c_int32)
-            for name in ("type", "block", "first", "candidates", "low", "high", "shift", "scale_type")
+            for name in ("type", "block", "first", "candidates", "low", "high", "shift", "scale_type", "bits")
         ),
         *((name, ctypes.c_float) for name in ("per_unit", "least", "top")),
     )
@@ -146,7 +146,8 @@ def encoded_levels(format: Levels, w_NK: Tensor, levels: Tensor, squares: Tensor
 def _outputs(format: Format, w_NK: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     (n, k), block = w_NK.shape, format.block
     per_row = -(-k // block)
-    codes = torch.empty(n, per_row * block // 2, dtype=torch.uint8, device="cpu")
+    dtype = getattr(torch, format.code_dtype)
+    codes = torch.empty(n, per_row * block * format.record.bits // 8, dtype=dtype, device="cpu")
     return codes, torch.empty(n, per_row, dtype=scale_dtype, device="cpu")
 
 
@@ -172,6 +173,7 @@ def _run(
         *(None if tensor is None else tensor.data_ptr() for tensor in (*read, *found)),
         *(n, k, found[1].shape[1], n if squares is None else n // len(squares)),
         type=NUMBERS[w_NK.dtype], block=format.block, scale_type=_SCALES[format.record.scales],
+        bits=format.record.bits,
         **{name: float(value) if name in ("per_unit", "least", "top") else value for name, value in numbers.items()},
     )  # fmt: skip
     getattr(library("encode"), entry)(ctypes.byref(task), torch.get_num_threads())

@@ -1,4 +1,4 @@
-/* Products of tokens with the 4-bit matrices of routed experts, for few tokens an expert: decoded in registers and
+/* Products of tokens with the matrices of routed experts in 4 or 8 bits, for few tokens an expert: decoded in registers and
  * multiplied there, gated before they are stored. Compiled by build.py.
  * Each result is computed by one thread, in an order that depends on the matrix alone: neither on the number of threads
  * nor on the other tokens.
@@ -17,7 +17,7 @@ typedef struct {
     const float *levels, *values;  /* [E or 1, 16], [256]; values of bytes only */
     int64_t level_step;  /* 16 where each expert has levels of its own, else 0 */
     int64_t codes, scales, unit;  /* offsets in a page, in bytes; unit: -1 where it is 1 */
-    int64_t experts, rows, columns, block, scale_type;
+    int64_t experts, rows, columns, block, scale_type, bits;
     int64_t tiled;  /* codes are tiles, with scales in them */
 } Bank;
 
@@ -121,7 +121,7 @@ static void multiply(const Bank *b, const Gate *g, const Task *t, const Plan *pl
                                 !pair_of_rows ? n + count - 1 : g->interleaved ? 2 * n + 1 : n + half};
         float bias[2] = {0, 0};
         for (int r = 0; r < 2; r++) {
-            d.codes[r] = page + b->codes + row[r] * (b->columns / 2);
+            d.codes[r] = page + b->codes + row[r] * code_bytes(b->columns, b->bits);
             d.scales[r] = page + b->scales + row[r] * (b->columns / b->block) * SCALE_BYTES[b->scale_type];
             if (t->bias) bias[r] = load(t->bias, t->bias_type, group->expert * b->rows + row[r]);
         }
@@ -190,7 +190,7 @@ int vbrt_experts_product(const Bank *b, const Gate *g, const Task *t, int thread
     char *memory = malloc(wanted), *at = (char *)(((uintptr_t)memory + 63) / 64 * 64);
     if (!memory) return 0;
     Plan plan = {.x = taken(&at, rows * pitch), .pitch = pitch};
-    plan.form = form_of(b->levels, b->level_step ? 16 * b->experts : 16, t->x_type, t->rounded);
+    plan.form = form_of(b->levels, b->level_step ? 16 * b->experts : 16, b->bits, t->x_type, t->rounded);
     plan.order = taken(&at, t->pairs * 8);
     plan.groups = taken(&at, b->experts * sizeof(Group));
     sort_pairs(b, t, &plan, taken(&at, (b->experts + 1) * 8));

@@ -34,7 +34,7 @@ from vbrt.kernels.experts import ExpertPages, Gate, apply_gate, pairs_of_experts
 
 __all__ = ["FORMATS", "experts_down", "experts_up", "most_pairs", "takes_tiles", "weigh_and_sum"]
 
-FORMATS = (*cpu_linear.FORMATS, *cpu_linear.LEVELS)
+FORMATS = (*cpu_linear.FORMATS, *cpu_linear.LEVELS, *cpu_linear.BYTES)
 _THREAD_WORK = 1 << 16  # products that are worth a thread
 _FUNCTIONS = {name: number for number, name in enumerate(("none", "relu", "relu2", "gelu", "gelu_tanh", "silu"))}
 _RAW = Gate("none", gated=False)
@@ -181,8 +181,8 @@ def _tables(pages: ExpertPages, part: str, experts: Iterable[int]) -> tuple[Tens
 
 @functools.cache
 def _constant_tables(format: str) -> tuple[Tensor, Tensor]:
-    levels, values, _ = _block_format(format).tables({"codes": torch.empty(0, dtype=torch.uint8, device="cpu")})
-    return levels.view(1, 16), values
+    levels, values, unit = _block_format(format).tables({"codes": torch.empty(0, dtype=torch.uint8, device="cpu")})
+    return levels.view(1, -1), values * unit  # 1 but for formats that have no scale of a tensor
 
 
 def _block_format(format: str) -> BlockFormat | Levels:
@@ -193,12 +193,12 @@ def _block_format(format: str) -> BlockFormat | Levels:
 
 def _bank(pages: ExpertPages, part: str, tables: tuple[int, Tensor, Tensor]) -> Bank:
     addresses, levels, values = tables
-    offsets, block = pages.offsets(part), RECORDS[pages.format].block
+    offsets, record = pages.offsets(part), RECORDS[pages.format]
     tiled, (n, k) = TILES in offsets, pages.shapes[part]
     return Bank(
         addresses, levels.data_ptr(), values.data_ptr(), 16 if len(levels) > 1 else 0,
         offsets[TILES if tiled else "codes"], offsets.get("scales", -1), offsets.get("tensor_scale", -1),
-        pages.experts, n, padded(k, block), block, scale_type(RECORDS[pages.format]), tiled,
+        pages.experts, n, padded(k, record.block), record.block, scale_type(record), record.bits, tiled,
     )  # fmt: skip
 
 

@@ -1,17 +1,18 @@
-/* 4-bit weights on a CPU: multiply rows by few tokens; decode them; with a fine plane, restore the original weight.
+/* 4-bit weights, and those of 8 bits, on a CPU: multiply rows by few tokens; decode them; with a fine plane, restore the original weight.
  * Compiled by build.py.
  *
  * A decoded weight is level[code] * (value[scale byte] * unit), both products rounded to fp32: the bits of the reference;
- * or level[code] * scale, where scales have 16 or 32 bits. Those have no fine plane.
+ * or level[code] * scale, where scales have 16 or 32 bits. Those have no fine plane, nor have codes of 8 bits, which are their
+ * own levels.
  * Legend: M tokens, N outputs, K inputs padded to the block.
  */
 #include "dots.h"
 #include "shares.h"
 
 typedef struct {
-    const uint8_t *codes, *scales;  /* [N, K/2], [N, K/block] of scale_type */
+    const uint8_t *codes, *scales;  /* [N, K/2] or, of 8 bits, [N, K]; [N, K/block] of scale_type */
     const float *levels, *values, *unit;  /* [16], [256], [1]; the last two for bytes only */
-    int64_t rows, columns, block, scale_type;
+    int64_t rows, columns, block, scale_type, bits;
 } Weight;
 
 typedef float Vector __attribute__((vector_size(64), aligned(4), may_alias));
@@ -62,9 +63,21 @@ INLINE void decode_as(const Weight *w, const Pair *pairs, const uint8_t *codes, 
     }
 }
 
+static void decode_bytes(const Weight *w, const int8_t *codes, const uint8_t *scales, int64_t columns, float *out) {
+    for (int64_t first = 0; first < columns; first += BLOCK8, scales++) {
+        const float scale = w->values[*scales] * *w->unit;
+        for (int64_t k = first; k < first + BLOCK8; k++) out[k] = codes[k] * scale;
+    }
+}
+
 /* `columns` weights that begin with number `at` of the weight, the start of a block */
 static void decode(const Weight *w, const Pair *pairs, int64_t at, int64_t columns, float *out) {
-    const uint8_t *codes = w->codes + at / 2, *scales = w->scales + at / w->block * SCALE_BYTES[w->scale_type];
+    const uint8_t *codes = w->codes + code_bytes(at, w->bits);
+    const uint8_t *scales = w->scales + at / w->block * SCALE_BYTES[w->scale_type];
+    if (w->bits == 8) {
+        decode_bytes(w, (const int8_t *)codes, scales, columns, out);
+        return;
+    }
     switch (w->scale_type) {
         case BYTE: decode_as(w, pairs, codes, scales, columns, out, BYTE); break;
         case FP16: decode_as(w, pairs, codes, scales, columns, out, FP16); break;
@@ -89,7 +102,7 @@ static void multiply(const Weight *w, const Product *p, Dots d, const char *x, i
     float sums[TOKENS];
     for (int64_t n = first; n < last; n++) {  /* one after the other: the machine reads ahead */
         const float bias = p->bias ? load(p->bias, p->bias_type, n) : 0;
-        d.codes[0] = w->codes + n * (w->columns / 2);
+        d.codes[0] = w->codes + n * code_bytes(w->columns, w->bits);
         d.scales[0] = w->scales + n * (w->columns / w->block) * SCALE_BYTES[w->scale_type];
         for (int64_t m = 0; m < p->tokens;) {
             const int64_t left = p->tokens - m;
@@ -159,7 +172,7 @@ int vbrt_linears(const Weight *const *weights, const Product *products, int coun
         const float unit = w->scale_type == BYTE ? *w->unit : 1;
         chunks += (w->rows + CHUNK - 1) / CHUNK;
         parts[i] = (Part){.w = w, .p = products + i, .end = chunks};
-        const int form = form_of(w->levels, 16, products[i].x_type, products[i].rounded);
+        const int form = form_of(w->levels, 16, w->bits, products[i].x_type, products[i].rounded);
         parts[i].d = dots_with(w->levels, w->values, unit, w->scale_type, w->block, form, scales + i);
         parts[i].d.columns = w->columns;
         if (!i || !shares_spans(parts + i, parts + i - 1)) bytes += span_bytes(parts + i);

@@ -31,6 +31,7 @@ from vbrt.kernels.cpu import recycle
 from vbrt.kernels.cpu.build import NUMBERS, Fine, Product, Weight, library, scale_type
 
 __all__ = [
+    "BYTES",
     "FORMATS",
     "LEVELS",
     "THREAD_WORK",
@@ -48,6 +49,8 @@ __all__ = [
 FORMATS = formats_of("e2m1", "table")
 #: the same with scales of 16 or 32 bits, which have no fine plane
 LEVELS = formats_of("levels")
+#: whole numbers of 8 bits, which have none either
+BYTES = formats_of("int8")
 #: products that are worth a thread
 THREAD_WORK = 1 << 16
 _TILE_WEIGHTS = 1 << 22  # 16 MiB of fp32: enough rows for a matmul at full speed, less than the weight in 16 bits
@@ -227,8 +230,9 @@ class _Prepared:
         self.codes = planes.coarse["codes"]
         tensors = (self.codes, planes.coarse["scales"], *fmt.tables(planes.coarse))
         pointers = (tensor.data_ptr() for tensor in tensors)
-        columns = 2 * self.codes.shape[1]
-        self.weight = Weight(*pointers, planes.shape[0], columns, fmt.block, scale_type(fmt.record))
+        bits, kind = fmt.record.bits, scale_type(fmt.record)
+        columns = self.codes.shape[1] * 8 // bits
+        self.weight = Weight(*pointers, planes.shape[0], columns, fmt.block, kind, bits)
         self.weight.tensors = tensors  # what it points to: another thread may replace this object during a call
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -240,7 +244,7 @@ def prepared(planes: WeightPlanes) -> _Prepared | None:
     kept = planes.prepared
     if isinstance(kept, _Prepared) and kept.codes is planes.coarse.get("codes"):
         return kept
-    known = planes.format in FORMATS or (planes.format in LEVELS and planes.fine is None)
+    known = planes.format in FORMATS or (planes.format in (*LEVELS, *BYTES) and planes.fine is None)
     if not known or "codes" not in planes.coarse or not _are_plain(planes.coarse):
         return None
     if planes.fine is not None and (planes.dtype not in WIDTH or not _are_plain(planes.fine)):

@@ -80,24 +80,30 @@ INLINE void turn_words(__m512i *v) {
     }
 }
 
-/* 16 weights: the lower half of a lane's word is an even column's level, the upper an odd one's */
-INLINE __m512 weights_at(const uint8_t *codes, __m512 levels, float scale) {
+/* 16 weights; of 4 bits the lower half of a lane's word is an even column's level, the upper an odd one's */
+INLINE __m512 weights_at(const uint8_t *codes, __m512 levels, float scale, int bits) {
+    if (bits == 8) {
+        Lanes number;
+        sixteen(codes, &number);
+        return _mm512_mul_ps(number, _mm512_set1_ps(scale));
+    }
     const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i *)codes));
     const __m512i both = _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));  /* vpermps looks at the lowest four bits */
     return _mm512_mul_ps(_mm512_permutexvar_ps(both, levels), _mm512_set1_ps(scale));
 }
 
-/* the words of `columns` weights of a row, to a multiple of 16 words; `pairs` is a constant once it is inlined */
-INLINE void decode_words(const uint8_t *codes, const float *scales, int shift, int64_t columns, __m512 levels, int pairs,
-                         float *out) {
+/* the words of `columns` weights of a row, to a multiple of 16 words; `bits` and `pairs` are constants once it is inlined */
+INLINE void decode_words(const uint8_t *codes, const float *scales, int shift, int64_t columns, __m512 levels, int bits,
+                         int pairs, float *out) {
     if (!pairs)
         for (int64_t k = 0; k < columns; k += 16)
-            _mm512_store_ps(out + k, weights_at(codes + k / 2, levels, scales[k >> shift]));
+            _mm512_store_ps(out + k, weights_at(codes + k * bits / 8, levels, scales[k >> shift], bits));
 #ifdef PAIRS
     else
         for (int64_t k = 0; k < columns; k += 32) {
-            const __m512 low = weights_at(codes + k / 2, levels, scales[k >> shift]);
-            const __m512 high = k + 16 < columns ? weights_at(codes + k / 2 + 8, levels, scales[(k + 16) >> shift])
+            const uint8_t *at = codes + k * bits / 8;
+            const __m512 low = weights_at(at, levels, scales[k >> shift], bits);
+            const __m512 high = k + 16 < columns ? weights_at(at + 2 * bits, levels, scales[(k + 16) >> shift], bits)
                                                  : _mm512_setzero_ps();
             _mm512_store_si512(out + k / 2, (__m512i)_mm512_cvtne2ps_pbh(high, low));
         }
@@ -119,10 +125,13 @@ static void fill_tile(const Weight *w, const Dots *d, int64_t n, int64_t first, 
             }
             row.scales[0] = w->scales + at * (w->columns / w->block) * SCALE_BYTES[w->scale_type];
             scales_of(&row, 0, first, columns, room->scales);
-            const uint8_t *codes = w->codes + (at * w->columns + first) / 2, *ahead = codes + SIDE / 2 * w->columns;
-            for (int64_t i = 0; i < columns / 2; i += 64) _mm_prefetch((const char *)ahead + i, _MM_HINT_T1);
-            if (pairs) decode_words(codes, room->scales, d->shift, columns, levels, 1, out);
-            else decode_words(codes, room->scales, d->shift, columns, levels, 0, out);
+            const uint8_t *codes = w->codes + code_bytes(at * w->columns + first, w->bits);
+            const uint8_t *ahead = codes + code_bytes(SIDE * w->columns, w->bits);
+            for (int64_t i = 0; i < code_bytes(columns, w->bits); i += 64) _mm_prefetch((const char *)ahead + i, _MM_HINT_T1);
+            if (w->bits == 8 && pairs) decode_words(codes, room->scales, d->shift, columns, levels, 8, 1, out);
+            else if (w->bits == 8) decode_words(codes, room->scales, d->shift, columns, levels, 8, 0, out);
+            else if (pairs) decode_words(codes, room->scales, d->shift, columns, levels, 4, 1, out);
+            else decode_words(codes, room->scales, d->shift, columns, levels, 4, 0, out);
         }
         for (int64_t k = 0; k < words; k += 16) {
             __m512i v[16];

@@ -32,8 +32,8 @@ class Splitting(ctypes.Structure):
 
 def split(w_NK: Tensor, coarse: dict[str, Tensor], format: Format) -> dict[str, Tensor]:
     """See `formats.split_fine`: the same bits, by C where that is worth it."""
-    served = isinstance(format, BlockFormat) and w_NK.dtype in WIDTH and encode.serves(w_NK)
-    if not served or not all(type(t) is Tensor and t.is_cpu for t in coarse.values()):
+    refined = isinstance(format, BlockFormat) and format.record.bits == 4 and w_NK.dtype in WIDTH
+    if not refined or not encode.serves(w_NK) or not all(type(t) is Tensor and t.is_cpu for t in coarse.values()):
         return split_fine(w_NK, coarse, format)
     check_weight(w_NK, "fine plane")
     return split_in_c(w_NK, coarse, format)
