@@ -55,6 +55,7 @@ from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.rounded import fp4 as fp4_scaled
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
 from vbrt.kernels.cuda.table import linear as table_linear
+from vbrt.kernels.cuda.whole import linear as whole_linear
 
 Case = tuple[int, int, int]  # (K, N, M)
 
@@ -73,7 +74,7 @@ PARTS = ("rows", "dispatch", "fused", "epilogue", "odd", "scheduling", "e2e", "p
 
 
 def route_of(x: torch.Tensor, planes: WeightPlanes) -> str:
-    own = table_linear if planes.format in table_linear.FORMATS else e2m1_linear
+    own = next((of for of in (table_linear, whole_linear) if planes.format in of.FORMATS), e2m1_linear)
     return own.route(x, planes)
 
 
@@ -364,7 +365,7 @@ class Selection(NamedTuple):
     layers: int  # of the model that e2e decodes with
 
 
-WHOLE = Selection(PARTS, ("nvfp4", "mxfp4", "nf4", "quantile"), None, None, tuple(PEERS), 32)
+WHOLE = Selection(PARTS, ("nvfp4", "mxfp4", "nf4", "quantile", "mxint8"), None, None, tuple(PEERS), 32)
 
 
 def path_of(folder: Path, selection: Selection) -> Path:

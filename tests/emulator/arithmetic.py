@@ -49,6 +49,8 @@ class Arithmetic(Lanes):
             self.set(to, rounded(values[0], out))
         elif given == "bf16":
             self.set(to, widened(values[0]).astype(TYPES[out]))
+        elif out == "s8":  # a register has no 8 bits: the sign goes up
+            self.set(to, values[0].astype(np.int8).astype(np.int16))
         else:
             self.set(to, values[0].astype(TYPES[out]))
 

@@ -21,7 +21,7 @@ from tests.kernels.cuda.gpu_cases import compiled
 TRITON = "3.6 to 3.9"  # written against 3.6; 3.9 gives .version 8.8 and 9.4
 _MOST_STEPS = 1 << 18  # of a warp
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32",
-          torch.int64: "i64", torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv"}  # fmt: skip
+          torch.int64: "i64", torch.uint8: "u8", torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv"}  # fmt: skip
 NO_EFFECT = (
     "targets", "griddepcontrol", "prefetch", "bar.warp", "setmaxnreg", "fence", "wgmma.fence",
 )  # fmt: skip

@@ -20,6 +20,7 @@ from vbrt.kernels.cuda.e2m1.tiles import weight_of
 from vbrt.kernels.cuda.launch_table import RULES, Gpu, Launch, PersistentLaunch, Rule, WideLaunch, launch_for
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
 from vbrt.kernels.cuda.table import linear as table_linear
+from vbrt.kernels.cuda.whole import linear as whole_linear
 
 pytest.importorskip("triton.experimental.gluon")
 
@@ -252,6 +253,24 @@ def test_tables(name, dtype, k, gpu, monkeypatch):
     y = table_linear._multiply(x, planes, bias, "relu")
     assert error(y, (x.double() @ exact.T + bias.double()).relu()) < 3e-3
     assert torch.equal(table_linear._decode(planes, dtype), reference.decode_weight(planes))
+    assert gpu == ["linear_kernel", "decode_kernel"]
+
+
+@matrix(tokens=[1, 5, 11, 32], k=[200, 264, 1320], dtype=[torch.bfloat16, torch.float32])
+def test_whole_numbers(tokens, k, dtype, gpu):
+    """Also with rows that end within 64 columns, and within a block."""
+    fmt = get_format("mxint8")
+    coarse = fmt.encode(torch.randn(40, k) * 0.03)
+    coarse["codes"][3, :5] = torch.tensor([-128, -127, 127, 0, -1])
+    planes = WeightPlanes("mxint8", (40, k), dtype, coarse)
+    exact = fmt.decode(coarse, (40, k), torch.float64)
+    x, bias = torch.randn(2, tokens, k).bfloat16()[0], torch.randn(40).bfloat16()
+    y = whole_linear._product(x, coarse["codes"], coarse["scales"], bias, "relu")
+    assert error(y, (x.double() @ exact.T + bias.double()).relu()) < 3e-3
+    odd = [*range(8), 255]  # of numbers below the normal ones, and NaN
+    coarse["scales"][:9, 0] = torch.tensor(odd, dtype=torch.uint8)
+    decoded = whole_linear._decode(planes, dtype)
+    assert torch.equal(decoded.nan_to_num(7), reference.decode_weight(planes).nan_to_num(7)) and decoded.isnan().any()
     assert gpu == ["linear_kernel", "decode_kernel"]
 
 

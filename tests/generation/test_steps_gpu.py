@@ -14,8 +14,9 @@ transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:vbrt.wrap")]
 
 
-def wrapped(model, preset: str = "dense") -> vbrt.VBModelWrapper:
-    return vbrt.wrap(model, preset, weights={"min_parameters": 0}, tiers={"gpu": {"budget": "1GiB"}})
+def wrapped(model, preset: str = "dense", **formats: str) -> vbrt.VBModelWrapper:
+    weights = {"min_parameters": 0, "formats": {f"*.{name}": format for name, format in formats.items()}}
+    return vbrt.wrap(model, preset, weights=weights, tiers={"gpu": {"budget": "1GiB"}})
 
 
 def generated(model, **kwargs):
@@ -43,9 +44,10 @@ def test_captured_steps_give_the_tokens_of_eager_generate(family, call):
         assert (steps.captured, steps.eager) == (11, 0), steps.reasons
 
 
-def test_fp4_steps_are_captured_and_follow_a_new_weight():
+@pytest.mark.parametrize("formats", [{}, {"down_proj": "mxint8", "k_proj": "mxint8"}], ids=["4 bits", "some in 8"])
+def test_fp4_steps_are_captured_and_follow_a_new_weight(formats):
     model = tiny("llama").to(torch.bfloat16).cuda()
-    vb = wrapped(model, "fp4")
+    vb = wrapped(model, "fp4", **formats)
     first, again = generated(vb), generated(vb)
     assert torch.equal(first.sequences, again.sequences)
     steps = vb.stats().steps

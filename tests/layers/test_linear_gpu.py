@@ -158,7 +158,7 @@ def test_the_dense_weights_leave_the_gpu():
     vb.close()
 
 
-@pytest.mark.parametrize("format", ["nf4", "quantile", "mxfp4"])
+@pytest.mark.parametrize("format", ["nf4", "quantile", "mxfp4", "mxint8"])
 def test_other_formats_run_on_kernels_and_match_their_decoded_weight(format):
     vb, x = wrap(model(), format).materialize(), inputs()
     layer = vb.model[0]

@@ -25,6 +25,7 @@ from vbrt.kernels.cuda.fine import merge
 from vbrt.kernels.cuda.rounded import fp4 as fp4_linear
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
 from vbrt.kernels.cuda.table import linear as table_linear
+from vbrt.kernels.cuda.whole import linear as whole_linear
 from vbrt.kernels.registry import EXACT, Kernel, register
 
 __all__ = ["KERNELS"]
@@ -66,6 +67,7 @@ _triton = functools.partial(
 )
 _tiled = functools.partial(_triton, formats=tuple(TILE_FORMATS), page_order=e2m1_linear.packing)
 _tables = functools.partial(_triton, formats=(*table_linear.FORMATS, *table_linear.LEVELS), runs_unpacked=True)
+_wholes = functools.partial(_triton, formats=whole_linear.FORMATS, runs_unpacked=True)
 
 
 def _decoding(record: Callable[..., Kernel], decode: Callable[..., Any]) -> tuple[Kernel, ...]:
@@ -106,9 +108,12 @@ KERNELS = (
     ),
     _tables("decode_weight", run=table_linear.decode_weight),
     _tables("linear", run=table_linear.linear, prepare=table_linear.prepare),
+    _wholes("decode_weight", run=whole_linear.decode_weight),
+    _wholes("linear", run=whole_linear.linear),
     *_decoding(_reference, reference.decode_weight),
     *_decoding(_triton, e2m1_linear.decode_weight),
     *_decoding(_tables, table_linear.decode_weight),
+    *_decoding(_wholes, whole_linear.decode_weight),
     _tiled("experts_up", run=experts_ops.up, by_address=experts_ops.takes_addresses),
     _tiled("experts_down", run=experts_ops.down),
     _reference("experts_sum", run=experts.weigh_and_sum),

@@ -1,0 +1,152 @@
+"""Linear layers on whole numbers of 8 bits (`mxint8`): the backend "triton" of the ops "linear" and "decode_weight".
+
+Up to `FUSED_TOKENS` bf16 tokens one kernel converts the codes in registers, multiplies on the tensor cores and applies
+bias and activation. Otherwise a kernel decodes the weight to the activations' dtype and the vendor's matmul multiplies.
+What neither serves (CPU tensors, GPUs older than sm_80) goes through the reference. Pages hold the plain coarse plane.
+
+Legend: M tokens, N outputs, K inputs.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vbrt.config.formats import formats_of
+from vbrt.formats import WeightPlanes
+from vbrt.kernels import reference
+from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda.launcher import Launcher, cuda_op, rows_are_aligned
+
+__all__ = ["FORMATS", "FUSED_TOKENS", "decode_weight", "linear", "route"]
+
+FORMATS = formats_of("int8")
+#: the most tokens for the fused kernel, in groups of 8
+FUSED_TOKENS = 32
+_WARPS = 8  # that split K
+_UNROLL = 2  # groups of 64 columns that a warp reads at a time
+_BLOCKS, _DECODE_WARPS = 64, 4
+
+
+@functools.cache
+def _fused_launcher() -> Launcher:
+    from vbrt.kernels.cuda.whole import linear_gluon
+
+    return Launcher(linear_gluon.linear_kernel)
+
+
+@functools.cache
+def _decode_kernels() -> Any:
+    from vbrt.kernels.cuda.whole import decode_triton
+
+    return decode_triton
+
+
+def _served(planes: WeightPlanes) -> bool:
+    codes = planes.coarse.get("codes")
+    if planes.format not in FORMATS or planes.fine is not None or codes is None:
+        return False
+    return codes.is_cuda and devices.major(codes.device.index) >= devices.MIN_MAJOR
+
+
+def route(x: Tensor, planes: WeightPlanes) -> str:
+    """Name the kernel of a call: "fused", "decode+matmul" (decoded by a kernel) or "reference"."""
+    if not (_served(planes) and x.is_cuda):
+        return "reference"
+    few = x.dtype is torch.bfloat16 and 0 < x.numel() <= FUSED_TOKENS * x.shape[-1]
+    return "fused" if few else "decode+matmul"
+
+
+def decode_weight(planes: WeightPlanes) -> Tensor:
+    """The weight [N, K] in planes.dtype, the same bits as the reference."""
+    return _decode(planes, planes.dtype) if _served(planes) else reference.decode_weight(planes)
+
+
+def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
+    """activation(x @ w.T + bias): [..., K] to [..., N], in x's dtype; differentiable in x and bias.
+
+    Raises KernelError for an activation that the reference does not know, or an x whose last dimension is not K.
+    """
+    if not (_served(planes) and x.is_cuda):
+        return reference.linear(x, planes, bias, activation)
+    reference.check(x, planes, activation)
+    if reference.wants_grad(x, bias):
+        y = _Product.apply(x, planes)
+        return reference.activate(y if bias is None else y + bias, activation)
+    if route(x, planes) == "fused":
+        multiply = _linear_op if torch.compiler.is_compiling() else _product
+        return multiply(x, planes.coarse["codes"], planes.coarse["scales"], bias, activation)
+    return reference.activate(F.linear(x, _decode(planes, x.dtype), bias), activation)
+
+
+class _Product(torch.autograd.Function):
+    """x @ w.T with the gradient for x; the weight is decoded again for it, and not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, planes: WeightPlanes) -> Tensor:
+        ctx.planes = planes
+        return F.linear(x, _decode(planes, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy @ _decode(ctx.planes, dy.dtype), None
+
+
+def _product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """activation(x @ w.T + bias) in bf16, by the fused kernel."""
+    k, (n, blocks) = x.shape[-1], scales.shape
+    x_MK = x.reshape(-1, k)
+    tokens = len(x_MK)
+    if tokens > FUSED_TOKENS:  # of a graph that was traced with fewer
+        return reference.activate(F.linear(x, _decode_codes(codes, scales, k, x.dtype), bias), activation)
+    y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
+    if not rows_are_aligned(x_MK):
+        wide = x_MK.new_zeros(tokens, -(-k // 8) * 8)
+        wide[:, :k] = x_MK
+        x_MK, k = wide, wide.shape[1]
+    bias = None if bias is None else bias.contiguous()
+    _fused_launcher()(
+        x.device.index,
+        (-(-n // 16), 1),
+        (x_MK, codes.view(torch.int32), scales, x_MK if bias is None else bias, y),
+        (tokens, n, k, blocks, x_MK.stride(0), y.stride(0)),
+        warps=_WARPS,
+        specialized=(k, x_MK.stride(0), y.stride(0), None if bias is None else bias.dtype),
+        TOKEN_GROUPS=1 << max(0, (tokens - 1).bit_length() - 3),
+        K_WARPS=_WARPS,
+        UNROLL=_UNROLL,
+        ACTIVATION=activation,
+        HAS_BIAS=bias is not None,
+    )
+    return y.view(*x.shape[:-1], n)
+
+
+def _decode(planes: WeightPlanes, dtype: torch.dtype) -> Tensor:
+    decode = _decode_op if torch.compiler.is_compiling() else _decode_codes
+    return decode(planes.coarse["codes"], planes.coarse["scales"], planes.shape[1], dtype)
+
+
+def _decode_codes(codes: Tensor, scales: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+    n, blocks = scales.shape
+    w_NK = torch.empty(n, k, dtype=dtype, device=codes.device)
+    with torch.cuda.device(codes.device):
+        _decode_kernels().decode_kernel[(n, -(-blocks // _BLOCKS))](
+            codes, scales, w_NK, n, k, blocks, ROWS=1, BLOCKS=_BLOCKS, num_warps=_DECODE_WARPS
+        )
+    return w_NK
+
+
+_linear_op = cuda_op(
+    "whole_linear",
+    _product,
+    "(Tensor x, Tensor codes, Tensor scales, Tensor? bias, str activation) -> Tensor",
+    lambda x, codes, scales, bias, activation: x.new_empty(*x.shape[:-1], codes.shape[0]),
+)
+_decode_op = cuda_op(
+    "whole_decode",
+    _decode_codes,
+    "(Tensor codes, Tensor scales, SymInt k, ScalarType dtype) -> Tensor",
+    lambda codes, scales, k, dtype: codes.new_empty(codes.shape[0], k, dtype=dtype),
+)
