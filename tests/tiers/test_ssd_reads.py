@@ -11,6 +11,7 @@ from collections import namedtuple
 import psutil
 import pytest
 import torch
+import xxhash
 
 from tests.tiers.pages import CHUNK, PAGE, NamedSsd, buffer, file_of, page, read
 from vbrt.errors import TierError
@@ -74,6 +75,59 @@ def test_reading_ahead_never_fails(helped):
     helped.read_ahead(helped.rooms["layer"])
     file_of(helped, "layer").unlink()
     helped.read_ahead(helped.rooms["layer"])
+
+
+def test_a_page_that_is_not_in_the_systems_cache_is_not_said_to_be(helped):
+    helped.write("layer", page(CHUNK))
+    assert helped.is_cached(helped.rooms["layer"])
+    with open(file_of(helped, "layer"), "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    cached = helped.is_cached(helped.rooms["layer"])
+    file_of(helped, "layer").unlink()
+    assert not cached and not helped.is_cached(helped.rooms["layer"])
+
+
+# -- read by whom the tier is given -----------------------------------------------------------------------------------
+
+
+def read_here(fd, out, offset, segment_bytes):
+    """Do what `read_page` of the kernels does."""
+    data = os.pread(fd, out.numel(), offset)
+    if len(data) < out.numel():
+        raise EOFError(f"it ends at byte {offset + len(data)}")
+    out.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return b"".join(xxhash.xxh3_64_digest(data[at : at + segment_bytes]) for at in range(0, len(data), segment_bytes))
+
+
+@pytest.mark.parametrize("io", ["direct", "buffered"])
+def test_who_is_given_to_read_pages_reads_those_in_the_page_cache_and_only_those(tmp_path, io):
+    calls = []
+
+    def read_page(*args):
+        calls.append(args)
+        return read_here(*args)
+
+    tier = NamedSsd(tmp_path, 1 << 30, io=io, helpers=3, read_page=read_page)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tier.write("layer", page(CHUNK))
+        assert torch.equal(read(tier, "layer", CHUNK), page(CHUNK))
+        assert len(calls) == (tier.mode == "buffered")
+        tier.after_fork(tier.rooms.values())  # whose child has none of the threads
+        assert torch.equal(read(tier, "layer", CHUNK), page(CHUNK)) and len(calls) == (tier.mode == "buffered")
+    tier.close()
+
+
+@pytest.mark.parametrize("at", ["header", "page"])
+def test_damage_is_found_whoever_reads(tmp_path, at):
+    tier = NamedSsd(tmp_path, 1 << 30, io="buffered", read_page=read_here)
+    tier.write("layer", page())
+    with open(file_of(tier, "layer"), "r+b") as file:
+        file.seek(8 if at == "header" else PAGE + 5000)
+        file.write(b"!!")
+    with pytest.raises(TierError, match=r"layer: .*(header is damaged|does not hold the bytes)"):
+        read(tier, "layer")
+    tier.close()
 
 
 # -- direct or buffered -----------------------------------------------------------------------------------------------

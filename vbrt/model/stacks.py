@@ -9,6 +9,7 @@ import torch
 from vbrt.config import VBConfig
 from vbrt.config.tiers import TIERS
 from vbrt.errors import ConfigError
+from vbrt.kernels.cpu.reading import page_reader
 from vbrt.model.machine import link_gpus, peer_gpus, sharers_of, ssd_directory
 from vbrt.residency.custom import PolicyFactory
 from vbrt.residency.division import auto_prefetch, auto_scan
@@ -142,8 +143,10 @@ def attach_stores(stack: TierStack, config: VBConfig, budgets: Mapping[str, int]
 
 def _ssd(stack: TierStack, config: VBConfig, budget: int) -> SsdTier:
     # a CPU that waits for a page has no other work; beside a GPU, several pages are read at a time
-    helpers = min(4, os.cpu_count() or 1) - 1 if stack.device.type == "cpu" else 0
-    return SsdTier(ssd_directory(config), budget, io=config.tiers.ssd.io, helpers=helpers)
+    computes = stack.device.type == "cpu"
+    helpers = min(4, os.cpu_count() or 1) - 1 if computes else 0
+    read_page = page_reader(config.compute.backend) if computes else None
+    return SsdTier(ssd_directory(config), budget, io=config.tiers.ssd.io, helpers=helpers, read_page=read_page)
 
 
 _STORES: dict[str, Callable[[TierStack, VBConfig, int], Tier]] = {"ssd": _ssd}

@@ -63,7 +63,8 @@ class Mover:
         if self._issue(slot) or (lanes is not None and lanes.together and lanes.take(source)):
             return  # what ranks bring together waits for its lease otherwise: workers have no order
         if self._share_cores and source.level.tier.reads_ahead and source.room is not None:
-            self._workers.give(source.level.tier.read_ahead, source.room)
+            if not source.level.tier.is_cached(source.room):  # or a thread would wake up for nothing
+                self._workers.give(source.level.tier.read_ahead, source.room)
         else:
             self._workers.give(self._load_ahead, slot)
 

@@ -91,5 +91,8 @@ class Store(Tier, Protocol):
     def read_items(self, room: Any, offsets: torch.Tensor, nbytes: int, *, key: str) -> torch.Tensor:
         """Return parts of a page, verified: uint8 [n, nbytes] at the offsets int64 [n]."""
 
+    def is_cached(self, room: Any) -> bool:
+        """Return whether a page is as near as `read_ahead` brings it; never waits, never fails."""
+
     def read_ahead(self, room: Any) -> None:
         """Begin to bring a page nearer; never fails."""

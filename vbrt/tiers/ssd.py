@@ -16,7 +16,7 @@ import os
 import re
 import struct
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from vbrt.host.memory import aligned, bytes_view
 from vbrt.tiers.blocks import BlockDigests, read_items
 from vbrt.tiers.rundir import RunDirectory
 
-__all__ = ["HEADER_BYTES", "PageFile", "SsdTier"]
+__all__ = ["HEADER_BYTES", "PageFile", "ReadPage", "SsdTier"]
 
 HEADER_BYTES = TIERS["ssd"].overhead_bytes
 _MAGIC = b"VBPAGE\x00\x01"
@@ -43,6 +43,10 @@ _SEGMENT_BYTES = 512 << 10  # hashed at a time: stays in L2
 _DIRECT_SEGMENTS = 8  # read at a time from the drive, which wants large reads
 _ALONE_BYTES = 1 << 20  # of a page that one thread has read by the time a helper begins
 _PAGE_CACHE_SHARE = 0.5  # of available memory that the page files may be expected to fill
+
+ReadPage = Callable[[int, torch.Tensor, int, int], bytes]
+"""Fills a tensor from an offset of a descriptor's file; returns the digests of its segments of so many bytes. Raises
+OSError; EOFError where the file ends."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +72,7 @@ class SsdTier:
         io: "direct" (O_DIRECT), "buffered" (page cache), or "auto": through the page cache as long as the files fit
             into half of the available memory, direct beyond that, where the cache would evict them before reuse.
         helpers: threads beside the caller's that read parts of one large page.
+        read_page: reads pages out of the page cache, in place of the helpers.
 
     Raises:
         TierError: the directory cannot be made or written.
@@ -76,14 +81,16 @@ class SsdTier:
     name, device, memory = "ssd", torch.device("cpu"), False
     overhead_bytes = HEADER_BYTES
 
-    def __init__(self, root: Path, capacity_bytes: int, *, io: str = "auto", helpers: int = 0) -> None:
+    def __init__(
+        self, root: Path, capacity_bytes: int, *, io: str = "auto", helpers: int = 0, read_page: ReadPage | None = None
+    ) -> None:
         self.capacity_bytes, self.held_bytes, self.peak_bytes = capacity_bytes, 0, 0
         self.root, self.io = Path(root), io
         self.fallbacks: list[str] = []
         self.stuck_bytes = 0
         self._serial = 0
         self._direct: bool | None = None
-        self._crew = Crew(helpers)
+        self._crew, self._read_page = Crew(helpers), read_page
         try:
             self._run = RunDirectory(self.root)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
@@ -154,6 +161,8 @@ class SsdTier:
             raise TierError(f"{key}: the page has {room.page_bytes} bytes, the buffer {out.numel()}")
 
         def read(fd: int, segments: int) -> int:
+            if self._read_page is not None and segments == 1:
+                return self._cached(key, room, fd, out)
             return self._shared(_Read(key, room, fd, bytes_view(out), segments))
 
         _check_digest(key, room, self._opened(key, room, read))
@@ -207,6 +216,16 @@ class SsdTier:
         finally:
             os.close(fd)
 
+    def _cached(self, key: str, file: PageFile, fd: int, out: torch.Tensor) -> int:
+        """Read a page out of the page cache; returns its digest."""
+        header = bytearray(HEADER_BYTES)
+        _fill(fd, key, file, [memoryview(header)], 0)
+        _check_header(key, file, bytes(header))
+        try:
+            return xxhash.xxh3_64_intdigest(self._read_page(fd, out, HEADER_BYTES, _SEGMENT_BYTES))
+        except EOFError as error:
+            raise _truncated(key, file, error) from error
+
     def _shared(self, read: "_Read") -> int:
         """Do a read with the helpers that are free, if it is worth one; returns the page's digest."""
         if read.file.page_bytes > _ALONE_BYTES:
@@ -216,16 +235,29 @@ class SsdTier:
                 read.do(part)
         return read.digest()
 
+    def is_cached(self, room: PageFile) -> bool:
+        """True if the system seems to have a page in its cache: its ends and its middle. Never waits, never fails."""
+        if not hasattr(os, "RWF_NOWAIT"):
+            return False
+        places, byte = (0, room.page_bytes // 2, HEADER_BYTES + room.page_bytes - 1), [bytearray(1)]
+        with contextlib.suppress(OSError), self._advising(room) as fd:  # BlockingIOError where it would have to wait
+            return all(os.preadv(fd, byte, place, os.RWF_NOWAIT) for place in places)
+        return False
+
     def read_ahead(self, room: PageFile) -> None:
         """Ask the system to bring a page into its cache, in buffered mode: reading it later waits less. Never fails."""
         if self._use_direct() or not hasattr(os, "posix_fadvise"):
             return
-        with contextlib.suppress(OSError):  # advice only: what is wrong with the file is said when it is read
-            fd = open_regular(room.path.name, os.O_NOFOLLOW, dir_fd=self._run.fd)
-            try:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
-            finally:
-                os.close(fd)
+        with contextlib.suppress(OSError), self._advising(room) as fd:  # what is wrong is said when it is read
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+
+    @contextlib.contextmanager
+    def _advising(self, room: PageFile) -> Iterator[int]:
+        fd = open_regular(room.path.name, os.O_NOFOLLOW, dir_fd=self._run.fd)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def _announce_buffered(self) -> None:
         reason = f"tier ssd: the file system of {self.root} refuses O_DIRECT; reads go through the page cache"
@@ -255,7 +287,8 @@ class SsdTier:
         """Do nothing: files are removed as they are freed."""
 
     def after_fork(self, rooms: Collection[PageFile]) -> None:
-        """Count these files only, in a forked child."""
+        """Count these files only, in a forked child; threads that compute may be the parent's only."""
+        self._read_page = None
         self.held_bytes = self.stuck_bytes + sum(room.nbytes for room in rooms)
 
     def close(self) -> None:
@@ -357,7 +390,11 @@ def _fill(fd: int, key: str, file: PageFile, views: list[memoryview], offset: in
     try:
         read_into(fd, views, offset)
     except EOFError as error:
-        raise TierError(f"{key}: {file.path} is truncated: {error}") from error
+        raise _truncated(key, file, error) from error
+
+
+def _truncated(key: str, file: PageFile, error: EOFError) -> TierError:
+    return TierError(f"{key}: {file.path} is truncated: {error}")
 
 
 def _check_header(key: str, file: PageFile, header: bytes) -> None:

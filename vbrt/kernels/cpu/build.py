@@ -290,6 +290,11 @@ def _declare_encode(library: ctypes.CDLL) -> None:
     library.vbrt_count_beyond.restype = number
 
 
+def _declare_reading(library: ctypes.CDLL) -> None:
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.vbrt_read.argtypes = (ctypes.c_int, pointer, *[number] * 3, pointer, ctypes.c_int)
+
+
 def _declare_tiles(library: ctypes.CDLL) -> None:
     library.vbrt_rows_of_tiles.argtypes = (ctypes.POINTER(Order), ctypes.c_int)
     library.vbrt_rows_of_tiles.restype = None
@@ -299,6 +304,7 @@ _DECLARE = {
     "encode": _declare_encode,
     "linear": _declare_linear,
     "experts": _declare_experts,
+    "reading": _declare_reading,
     "tiles": _declare_tiles,
     "update": _declare_update,
 }
