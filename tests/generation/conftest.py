@@ -5,6 +5,7 @@ import types
 import pytest
 
 from tests.generation.tape import TapeRecorder
+from vbrt.generation.step_graph import Program
 
 
 @pytest.fixture
@@ -23,6 +24,8 @@ def tapes(monkeypatch):
 
 class Again:
     """A recorder that runs the step again, which layers on streamed planes may be part of."""
+
+    program, saves_us = Program, 0.0
 
     def record(self, step, within):
         with within():

@@ -12,6 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from vbrt.generation.step_graph import Program
+
 __all__ = ["TapeRecorder"]
 
 WAITING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::unique_dim", "aten::_unique2", "aten::masked_select")
@@ -40,6 +42,8 @@ class Tape(TorchDispatchMode):
 
 class TapeRecorder:
     """See `vbrt.generation.recorders.Recorder`. `made`: tapes that are held."""
+
+    program, saves_us = Program, 0.0
 
     def __init__(self) -> None:
         self.made: list[Tape] = []

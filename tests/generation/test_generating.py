@@ -11,6 +11,7 @@ import torch
 
 from tests import models
 from tests.generation.families import PROMPT, tiny
+from vbrt.generation.steps import KEEPS_BITS
 from vbrt.report.stats import StepCounts
 
 transformers = pytest.importorskip("transformers")
@@ -21,10 +22,11 @@ def tokens(model) -> list:
     return model.generate(PROMPT[1:], max_new_tokens=6, do_sample=False).tolist()
 
 
-def test_without_a_gpu_generate_is_transformers_own():
+def test_lossless_weights_on_a_cpu_are_decoded_by_transformers_own_generate():
     plain, vb = tiny("llama"), models.wrap(tiny("llama"))
-    assert tokens(vb) == tokens(vb.model) == tokens(plain)
     assert vb.stats().steps == StepCounts()
+    assert tokens(vb) == tokens(vb.model) == tokens(plain)
+    assert vb.stats().steps == StepCounts(eager=10, reasons={KEEPS_BITS: 10})
     assert inspect.signature(vb.model.generate) == inspect.signature(plain.generate)
 
 

@@ -45,15 +45,6 @@ def test_recorded_steps_give_the_tokens_of_transformers_generate(family, call):
         assert "joined in recordings: " in str(vb.stats())
 
 
-@pytest.mark.parametrize("joins", [True, False])
-def test_steps_in_4_bits_are_joined_unless_the_config_says_no(joins):
-    vb = vbrt.wrap(tiny("llama"), "fp4", weights={"min_parameters": 1}, compute={"joins": joins})
-    generated(vb)
-    counts = vb.stats().steps
-    assert (counts.captured, counts.eager) == (13, 0) and ("attention" in counts.joined) is joins
-    assert counts.recordings == (1 if joins else 3)  # joined attention passes over masked places: blocks of 32, not 8
-
-
 def test_a_second_call_replays_what_the_first_one_recorded():
     vb = wrapped()
     first = generated(vb)

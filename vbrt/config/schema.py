@@ -259,7 +259,7 @@ class ComputeConfig(Section):
     fp4: experimental, never run on a GPU that has it: the same in FP4, which rounds activations to 1 bit of mantissa.
     With both, FP8 is for GPUs without FP4.
     int8: multiply few tokens at a time in int8 on a CPU, which rounds activations to steps of 1/127 of eight's largest.
-    captures: `generate` records its decode steps as CUDA graphs; false: each runs the model's Python.
+    captures: `generate` records its decode steps, as CUDA graphs or on a CPU as tapes; false: each runs Python.
     joins: recorded decode steps may join launches, which round elsewhere in 4 bits, and attend by a steady kernel.
     """
 

@@ -72,6 +72,7 @@ def _of_torch() -> tuple:
         torch.get_float32_matmul_precision(),
         cuda.matmul.allow_bf16_reduced_precision_reduction,
         torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),
         *(torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in ("cuda", "cpu")),
     )
 

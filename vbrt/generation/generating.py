@@ -22,10 +22,10 @@ from vbrt.errors import WrapError
 from vbrt.generation.generate import Speculation
 from vbrt.generation.generate import generate as speculating
 from vbrt.generation.kv_asked import with_asked_cache
-from vbrt.generation.recorders import Recorder, recorder_for
+from vbrt.generation.recorders import Recorded, Recorder, recorder_for
 from vbrt.generation.static_cache import Statics
 from vbrt.generation.steady import is_steady_on
-from vbrt.generation.steps import CUSTOM, OFF, Session, Steps
+from vbrt.generation.steps import CUSTOM, KEEPS_BITS, OFF, Session, Steps
 from vbrt.generation.verifying import Passes
 from vbrt.kernels.recorded import recorder
 from vbrt.layers import WeightHandle
@@ -262,7 +262,14 @@ class Terms:
         if self._stack.device.type == "cuda":
             waits = (why_waits(handle) for handle in attachment.registry.handles if isinstance(handle, ExpertsHandle))
             return next(filter(None, waits), "") or attachment.runtime.recordable(self._phase, self._keys()) or ""
+        if attachment.lossless and pass_precision() == "full" and self.saves_us:
+            return KEEPS_BITS
         return "a timeline is being recorded" if guard.recorder is not None else ""
+
+    @property
+    def saves_us(self) -> float:
+        """See `Recorder`."""
+        return recorder_for(self._stack.device).saves_us
 
     def begin_pass(self) -> None:
         """Begin a pass that is not replayed; noted by who records the step's operations."""
@@ -279,8 +286,7 @@ class Terms:
     def recorded(self, recorder: Recorder, body: Callable[[], None]) -> Callable[[], bool]:
         """Record a pass and return what replays it: False, with nothing done, once pages have moved."""
         if self._stack.device.type != "cuda":
-            tape = recorder.record(body, contextlib.nullcontext)
-            return lambda: (tape.replay(), True)[1]
+            return self._recorded_on_host(recorder.record(body, contextlib.nullcontext))
         ledger, attachment, passes = self._stack.ledger, self._attachment(), []
 
         def within() -> Any:
@@ -299,6 +305,21 @@ class Terms:
             ledger.captured = captured
             attachment.expert_cache.forget_recording()
         return functools.partial(passes[0].replay, graph)
+
+    def _recorded_on_host(self, tape: Recorded) -> Callable[[], bool]:
+        """Return what replays a tape, which computes with pages where they lay when it was recorded."""
+        stack, ledger, changes = self._stack, self._stack.ledger, self._stack.ledger.changes
+
+        def again() -> bool:
+            if ledger.retired or ledger.lost:
+                with stack.guard.entered:
+                    stack.decider.catch_up()
+            if ledger.changes != changes:
+                return False
+            tape.replay()
+            return True
+
+        return again
 
     def handles(self) -> list[Any]:
         """Return what counts forwards, and has pages that count hits: not experts, which count by token."""

@@ -17,7 +17,9 @@ what one gets, and the report says why.
 | --- | --- | --- |
 | plain | yes | arithmetic in place on temporaries, casts that say more than they do: so that others see through it |
 | repeated | yes | what is computed several times from the same |
-| layers | no | 4-bit layers of one input, gated pairs, sums and norms between them: `kernels/cuda/joining.py` |
+| layers | no | on GPUs, 4-bit layers of one input, gated pairs, sums and norms: `kernels/cuda/joining.py` |
+| products | yes | on CPUs, layers of one input |
+| gates | no | on CPUs, an activation, and the product with what lies beside it |
 | norms | no | RMS norms, with the residual sum in front |
 | rotary | yes | queries and keys, with the norms of heads where norms may be replaced |
 | cache | yes | the copies of keys and values into a static cache |
@@ -39,9 +41,11 @@ from torch.utils._pytree import tree_leaves
 from vbrt.generation.join_attention import join_attention, join_cache_writes, join_rotary, share_heads
 from vbrt.generation.join_norms import eager_forms, join_norms
 from vbrt.generation.join_plain import join_repeated, say_plainly
+from vbrt.generation.join_products import join_gates, join_products
 from vbrt.generation.join_routers import join_routers
 from vbrt.generation.recorders import without_collections
 from vbrt.generation.step_graph import Program, StepGraph
+from vbrt.kernels.cpu import build
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.joining import join_layers
 from vbrt.kernels.recorded import Form, StepRecorder, form_of
@@ -62,13 +66,13 @@ class Pattern(NamedTuple):
         name: by which it can be left out.
         same_bits: True if what replaces it gives the bits of the eager kernels.
         apply: changes a graph and counts what it did.
-        launches: True if what it puts in needs Triton on a GPU.
+        on: where it serves: devices of kernels of ours, "" where there are none.
     """
 
     name: str
     same_bits: bool
     apply: Callable[[StepGraph], None]
-    launches: bool = True
+    on: tuple[str, ...] = ("cuda", "cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +151,20 @@ _LAYER_JOINS = {
     "normed_sum": "sum and norm before layers",
 }
 
+_EVERYWHERE = ("cuda", "cpu", "")
+
 #: in the order in which they are applied
 PATTERNS = (
-    Pattern("plain", True, say_plainly, launches=False),
-    Pattern("repeated", True, join_repeated, launches=False),
-    Pattern("layers", False, _join_layers),
+    Pattern("plain", True, say_plainly, _EVERYWHERE),
+    Pattern("repeated", True, join_repeated, _EVERYWHERE),
+    Pattern("layers", False, _join_layers, ("cuda",)),
+    Pattern("products", True, join_products, ("cpu", "")),
+    Pattern("gates", False, join_gates, ("cpu",)),
     Pattern("norms", False, join_norms),
     Pattern("rotary", True, join_rotary),
     Pattern("cache", True, join_cache_writes),
     Pattern("attention", False, join_attention),
-    Pattern("heads", True, share_heads),
+    Pattern("heads", True, share_heads, ("cuda",)),
     Pattern("routers", False, join_routers),
 )
 _ALL = frozenset(pattern.name for pattern in PATTERNS)
@@ -169,6 +177,7 @@ def joined(
     same_bits: bool | None = None,
     without: Collection[str] = (),
     check: bool = True,
+    program: Callable[[StepGraph, Sequence[Any]], Any] = Program,
 ) -> Joined:
     """Run a step once and return it with its launches joined.
 
@@ -181,11 +190,12 @@ def joined(
         without: names of patterns to leave alone.
         check: run the joined step too and compare, from the same state: counters that the step advances are put back
             before, and caches get the same entries once more.
+        program: makes of a graph, and the example inputs, what runs it.
 
     Raises: whatever the step raises.
     """
     with without_collections():
-        return _joined(step, example_inputs, _How(same_bits, frozenset(without), check))
+        return _joined(step, example_inputs, _How(same_bits, frozenset(without), check, program))
 
 
 class _How(NamedTuple):
@@ -194,6 +204,7 @@ class _How(NamedTuple):
     same_bits: bool | None
     without: frozenset[str]
     check: bool
+    program: Callable[[StepGraph, Sequence[Any]], Any]
 
 
 def _joined(step: Callable[..., Any], inputs: Sequence[Any], how: _How) -> Joined:
@@ -208,7 +219,8 @@ def _joined(step: Callable[..., Any], inputs: Sequence[Any], how: _How) -> Joine
         how = how._replace(same_bits=not _has_rounded_layers(recorder))
     from_host, graph = _from_host(recorder), StepGraph(recorder, same_bits=how.same_bits)
     before = len(recorder.graph.nodes) - len(recorder.given)
-    program = _built(graph, recorder, inputs, how.without)
+    _change(graph, how.without)
+    program = how.program(graph, inputs)
     error = _error_of(program, recorder, inputs, first) if how.check else None
     if error is not None and not (error == 0.0 if how.same_bits else error < _TOLERANCE):
         why = f"the joined step's result differs from the step's by {error:.2g} of its norm"
@@ -274,25 +286,25 @@ def _has_rounded_layers(recorder: StepRecorder) -> bool:
     return any(not (spec.lossless or spec.fine) for spec in specs)
 
 
-def _built(graph: StepGraph, recorder: StepRecorder, inputs: Sequence[Any], without: Collection[str]) -> Program:
+def _change(graph: StepGraph, without: Collection[str]) -> None:
+    """Apply the patterns that serve where the step computes."""
     graph.drop_unused()
-    launches = _has_kernels(graph)
+    device = _kind_of_device(graph)
     for pattern in PATTERNS:
-        if pattern.launches and not launches:
-            continue
-        if pattern.name not in without and (pattern.same_bits or not graph.same_bits):
+        if device in pattern.on and pattern.name not in without and (pattern.same_bits or not graph.same_bits):
             pattern.apply(graph)
             graph.drop_unused()
-    return Program(graph, inputs)
 
 
-def _has_kernels(graph: StepGraph) -> bool:
-    """True if launches of ours run where the step does; plain torch stands in for them on a CPU."""
+def _kind_of_device(graph: StepGraph) -> str:
+    """Return where launches of ours run: "cuda", "cpu", or "" where plain torch stands in for them."""
     found = {tensor.device for tensor in graph.given.values() if tensor.is_cuda}
+    if not found:
+        return "cpu" if build.refusal(torch.device("cpu"), "step") is None else ""
     if all(devices.available() and devices.major(device.index) >= devices.MIN_MAJOR for device in found):
-        return True
+        return "cuda"
     graph.kept["everything: kernels need Triton, and a GPU of compute capability 8.0 or newer"] += 1
-    return False
+    return ""
 
 
 def _error_of(program: Callable[..., Any], recorder: StepRecorder, inputs: Sequence[Any], first: Any) -> float | None:

@@ -3,21 +3,25 @@
     tape = recorder.record(step, within)   # `step` reads and writes tensors that stay where they are
     tape.replay()                          # the same kernels on the same addresses; none of step's Python runs
 
-`CudaRecorder` keeps a CUDA graph. Whatever has the two members of `Recorder` may take its place.
+`CudaRecorder` keeps a CUDA graph. `CpuRecorder` keeps the step itself, which a `Tape` computes. Whatever has the
+members of `Recorder` may take their place.
 """
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-__all__ = ["CudaRecorder", "Recorder", "Tape", "recorder_for", "without_collections"]
+from vbrt.generation.step_graph import Program, StepGraph
+from vbrt.generation.tape import Tape
+
+__all__ = ["CpuRecorder", "CudaRecorder", "Recorded", "Recorder", "recorder_for", "without_collections"]
 
 
-class Tape(Protocol):
+class Recorded(Protocol):
     """What was launched."""
 
     def replay(self) -> None:
@@ -25,9 +29,18 @@ class Tape(Protocol):
 
 
 class Recorder(Protocol):
-    """Keeps what a function launches on the device."""
+    """Keeps what a function launches on the device.
 
-    def record(self, step: Callable[[], None], within: Callable[[], AbstractContextManager]) -> Tape:
+    Attributes:
+        saves_us: of a recorded step, for each module of the model; 0 where making a recording is not to be weighed.
+    """
+
+    saves_us: float
+
+    def program(self, step: StepGraph, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Return what runs the graph of a step in the function to be recorded, on these very inputs."""
+
+    def record(self, step: Callable[[], None], within: Callable[[], AbstractContextManager]) -> Recorded:
         """Record a function.
 
         Args:
@@ -44,6 +57,8 @@ class Recorder(Protocol):
 
 class CudaRecorder:
     """Records CUDA graphs that share one pool of memory: they never run at one time, and results are copied out."""
+
+    program, saves_us = Program, 0.0
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
@@ -106,6 +121,25 @@ class CudaRecorder:
         self._graphs.clear()
 
 
+class _Again:
+    def __init__(self, step: Callable[[], None]) -> None:
+        self.replay = step
+
+
+class CpuRecorder:
+    """Records steps that are computed by tapes: a replay is one more run of what little Python is left."""
+
+    program, saves_us = Tape, 20.0
+
+    def record(self, step: Callable[[], None], within: Callable[[], AbstractContextManager]) -> _Again:
+        """Keep the function; it does not run now."""
+        with within():
+            return _Again(step)
+
+    def release(self) -> None:
+        """Nothing is held: tapes go with their recordings."""
+
+
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
     """Put off collections of cyclic garbage."""
@@ -120,4 +154,6 @@ def without_collections() -> Iterator[None]:
 
 def recorder_for(device: torch.device) -> Recorder | None:
     """Return the recorder of a device; None where there is none."""
-    return CudaRecorder(device) if device.type == "cuda" else None
+    if device.type == "cuda":
+        return CudaRecorder(device)
+    return CpuRecorder() if device.type == "cpu" else None

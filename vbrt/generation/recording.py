@@ -31,11 +31,13 @@ class Terms(Protocol):
         joins: True if recorded steps of 4-bit models may round in other places than eager ones.
         passes_masks: True if attention of recorded steps passes over masked places: it is joined, or steady.
         steady: True if attention of exact steps is that of `steady.py`.
+        saves_us: see `Recorder`.
     """
 
     joins: bool
     passes_masks: bool
     steady: bool
+    saves_us: float
 
     def new_recorder(self) -> Recorder:
         """Return a recorder for the steps on one cache."""
@@ -134,7 +136,8 @@ class Recording:
         statics.put_at(call.length or 0)
         with statics.undone():
             step = functools.partial(self._step, plain, call, statics)
-            run = joined(lambda *inputs: step(inputs), self.inputs, same_bits=None if terms.joins else True)
+            keeps = None if terms.joins else True
+            run = joined(lambda *inputs: step(inputs), self.inputs, same_bits=keeps, program=kept.recorder.program)
             self.report = run.report
             if run.report.from_host:
                 raise NotRecordable(run.report.from_host)
@@ -174,6 +177,11 @@ class Recording:
         statics.advance(call.length or 0)
         return self._results.copied(call, self.inputs)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of results at fixed addresses, but for those in a CUDA graph's own pool."""
+        return self._run.run.nbytes
+
     def end_call(self) -> None:
         """Keep nothing of the caller's, and have layers and pages count what was replayed."""
         self._last = None
@@ -199,6 +207,11 @@ class Kept:
         room, wide = room_wanted(cache, limit), terms.passes_masks
         self.statics, self.recorder = Statics(cache, room, wide=wide, steady=terms.steady), terms.new_recorder()
         self.recordings: dict[tuple[tuple, Span], Recording] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache's memory and of the results of tapes."""
+        return self.statics.nbytes + sum(recording.nbytes for recording in list(self.recordings.values()))
 
     def release(self) -> None:
         """Free graphs and memory."""

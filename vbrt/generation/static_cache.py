@@ -288,6 +288,12 @@ class Fixed:
         self._layer = None
 
 
+class Undo:
+    """What a block says of its end. Attributes: wanted: False to keep what it has done."""
+
+    wanted = True
+
+
 class Statics:
     """Memory for a cache of one form, and where a recorded step reads and writes it.
 
@@ -377,20 +383,21 @@ class Statics:
         return [tensor for fixed in self._fixed.values() for tensor in fixed.tensors]
 
     @contextlib.contextmanager
-    def undone(self) -> Iterator[None]:
-        """Undo, on leaving, what steps in the block have done to the cache."""
+    def undone(self) -> Iterator["Undo"]:
+        """Undo, on leaving, what steps in the block have done to the cache, unless told not to."""
         self.settle()
-        growing = list(self._growing)
+        growing, undo = list(self._growing), Undo()
         lengths, states = [layer._vb_length for layer in growing], [state.clone() for state in self.states()]
         try:
-            yield
+            yield undo
         finally:
             self.settle()
             self._at = None
-            for layer, length in zip(growing, lengths, strict=True):
-                layer._vb_length = length
-            for state, before in zip(self.states(), states, strict=True):
-                state.copy_(before)
+            if undo.wanted:
+                for layer, length in zip(growing, lengths, strict=True):
+                    layer._vb_length = length
+                for state, before in zip(self.states(), states, strict=True):
+                    state.copy_(before)
 
     def advance(self, position: int) -> None:
         """Note that the device has appended a token, and where."""

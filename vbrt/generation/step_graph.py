@@ -79,7 +79,9 @@ def _item(values: Sequence[Any], at: int) -> Any:
 
 
 class Program:
-    """Runs a graph: operator after operator, results dropped after their last use."""
+    """Runs a graph: operator after operator, results dropped after their last use; `nbytes` that stay: none."""
+
+    nbytes = 0
 
     def __init__(self, step: StepGraph, inputs: Sequence[Any]) -> None:
         """inputs: tensors that a call may put others in the place of."""

@@ -31,9 +31,10 @@ from vbrt.generation.fingerprint import fingerprint, why_eager
 from vbrt.generation.recording import Kept, PagesMoved, Recording, Terms
 from vbrt.generation.spans import span_of
 from vbrt.generation.static_cache import Statics, is_entered, leave
+from vbrt.generation.worth import Worth
 from vbrt.report.stats import StepCounts
 
-__all__ = ["CUSTOM", "OFF", "Session", "Steps"]
+__all__ = ["CUSTOM", "KEEPS_BITS", "OFF", "Session", "Steps"]
 
 #: caches of how many forms are kept from one call of generate to the next
 _KEPT = 2
@@ -46,9 +47,11 @@ _COARSE_ROUNDING = 0.06
 NO_CACHE = "there is no cache (use_cache=False)"
 SEVERAL = "several tokens a sequence in one forward, as assisted decoding verifies them"
 OFF = "compute.captures = false"
+KEEPS_BITS = "weights that lose no bits keep those of eager attention on a CPU"
 CUSTOM = "custom_generate decodes in its own way"
+WAITS = "making a recording would take longer than the steps known to come would save"
 #: reasons that follow from what was asked for; they are counted, and nobody is warned of them
-EXPECTED = (NO_CACHE, SEVERAL, CUSTOM, OFF)
+EXPECTED = (NO_CACHE, SEVERAL, CUSTOM, OFF, KEEPS_BITS, WAITS)
 
 Plain = Callable[..., Any]
 
@@ -68,6 +71,7 @@ class Steps:
         self._checks: Counter[tuple] = Counter()
         self._refused: dict[tuple, str] = {}
         self._lock = threading.Lock()
+        self.worth = Worth(terms.saves_us, sum(1 for _ in model.modules()))
         self._warned: set[str] = set()
         self.captured = self.recordings = self.record_us = 0
         self.eager: Counter[str] = Counter()
@@ -128,6 +132,12 @@ class Steps:
 
     # -- recordings ---------------------------------------------------------------------------------------------------
 
+    def waits(self, cache: Any, limit: int | None) -> bool:
+        """True if it does not pay to record a step now."""
+        if self._kept or not self.worth.is_weighed:
+            return False
+        return not self.worth.pays(0 if limit is None else max(0, limit - (length_of(cache) or 0)))
+
     def kept_for(self, cache: Any, limit: int | None) -> Kept:
         """Return memory and recordings for a cache, which is moved there."""
         key, length = cache_form(cache), length_of(cache) or 0
@@ -180,14 +190,15 @@ class Steps:
         self._terms.begin_pass()
         with kept.statics.undone():
             expected = plain(**call.kwargs(call.given()))
-        with kept.statics.undone():
+        with kept.statics.undone() as undo:
             out = recording.replay(call, kept.statics)
             error = _difference(out, expected, joined=recording.report.error or 0.0)
+            undo.wanted = bool(error)
         if error:
             self._refused[call.form] = f"a recorded step computes something else than an eager one: {error}"
             raise NotRecordable(self._refused[call.form])
         self._checks[call.form] += 1
-        return recording.replay(call, kept.statics), recording
+        return out, recording
 
     def is_checked(self, call: Call) -> bool:
         """True if steps like this one have been compared with eager ones."""
@@ -208,12 +219,13 @@ class Steps:
         self.eager[why] += 1
         if why not in self._warned and why not in EXPECTED:
             self._warned.add(why)
-            warnings.warn(f"vbrt: generate runs its decode steps eagerly, not as CUDA graphs: {why}", stacklevel=2)
+            warnings.warn(f"vbrt: generate runs its decode steps eagerly, without recordings: {why}", stacklevel=2)
 
     def counts(self) -> StepCounts:
         """Return the counters."""
         numbers = self.captured, sum(self.eager.values()), self.recordings, self.record_us
-        return StepCounts(*numbers, dict(self.eager), dict(self.joined), dict(self.unjoined))
+        held = sum(kept.nbytes for kept in self.kept)
+        return StepCounts(*numbers, dict(self.eager), dict(self.joined), dict(self.unjoined), held)
 
 
 class Session:
@@ -285,6 +297,8 @@ class Session:
         return call
 
     def _first(self, plain: Plain, found: tuple[str, Any] | None, kwargs: Mapping[str, Any]) -> Any:
+        if found is not None and self._steps.waits(found[1], self._limit) and not self._why_eager(found, kwargs):
+            raise NotRecordable(WAITS)
         call = self._call(plain, found, kwargs)
         out, self._recording = self._steps.replayed(plain, call, self._kept)
         self._last = call if self._steps.is_checked(call) else None
@@ -356,7 +370,11 @@ class Session:
         self._steps.note(why)
         if found is not None:
             self._let_go(found[1])
-        return self._plainly(plain, args, kwargs)
+        begun = time.perf_counter()
+        out = self._plainly(plain, args, kwargs)
+        if why == WAITS:
+            self._steps.worth.note(time.perf_counter() - begun)
+        return out
 
     def _prompt(self, plain: Plain, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         try:
@@ -364,7 +382,8 @@ class Session:
         except torch.OutOfMemoryError:
             self._steps.release()  # the next call has that much more
             raise
-        self._look()  # while the device computes the prompt
+        if not self._steps.worth.is_weighed:
+            self._look()  # while the device computes the prompt
         return out
 
     def _plainly(self, plain: Plain, args: tuple, kwargs: Mapping[str, Any]) -> Any:

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from vbrt.kernels.watched import dispatch_modes
 
-__all__ = ["Form", "StepRecorder", "form_of", "recorder", "root_of"]
+__all__ = ["Form", "StepRecorder", "form_of", "kind_of", "recorder", "root_of"]
 
 _aten = torch.ops.aten
 #: what runs as one piece, though torch takes it apart: kernels of attention are chosen by mask, dtype and layout
@@ -161,7 +161,7 @@ class StepRecorder(TorchDispatchMode):
             self._refuse(f"{func} of a DTensor, of which torch computes this rank's part out of sight")
         if self.refused:
             return func(*args, **kwargs)
-        kind = _KINDS.get(func) or _kind(func)
+        kind = kind_of(func)
         if kind.collective:
             return self._run_collective(func, args, kwargs)
         if kind.writes:
@@ -327,8 +327,12 @@ def _flat(out: Any) -> Iterator[Any]:
     yield from out if isinstance(out, (list, tuple)) else (out,)
 
 
+def kind_of(func: Any) -> _Kind:
+    """What an operator of torch does to its tensors: `writes`, `views` and whether it is `collective`."""
+    return _KINDS.get(func) or _kind(func)
+
+
 def _kind(func: Any) -> _Kind:
-    """What an operator writes to; asked once for each."""
     schema, writes = func._schema, []
     for at, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -3,11 +3,13 @@
     normed(x, rule)                     an RMS norm
     summed(x, other, rule)              a residual sum and its RMS norm
     rotated(parts, cos, sin)            queries and keys, normed if asked for, rotated by their position
+    gated(gate, up, "silu")             an activation, multiplied by what lies beside it
     routed(logits, rule)                the experts of each token and their weights
     attended(q, k, v, mask, scale)      attention of few queries to many keys
 
-The plain torch here is the specification; on a GPU each is one launch (`cuda/step_ops.py`), attention two. Where a rule
-names a rounding, the kernels round there too.
+The plain torch here is the specification; on a GPU each is one launch (`cuda/step_ops.py`), attention two, and in steps
+that are recorded on a CPU one call of C code (`cpu/step.py`). Where a rule names a rounding, the kernels round there
+too.
 
 Legend: B batch, S tokens, H heads, D columns of a head, K columns, T tokens in all, E experts, L keys.
 """
@@ -20,8 +22,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vbrt.kernels.cuda import step_ops
+from vbrt.kernels.reference import activate
 
-__all__ = ["NormRule", "Part", "RouteRule", "attended", "normed", "rotated", "rotated_into", "routed", "summed"]
+__all__ = [
+    "NormRule",
+    "Part",
+    "RouteRule",
+    "attended",
+    "gated",
+    "normed",
+    "rotated",
+    "rotated_into",
+    "routed",
+    "summed",
+]
 
 
 class NormRule(NamedTuple):
@@ -117,6 +131,11 @@ def rotated_into(
     keys.index_copy_(2, at_S, key)
     values.index_copy_(2, at_S, value)
     return query, keys, values
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up, of one shape; activations are those of `vbrt.kernels.reference.ACTIVATIONS`."""
+    return activate(gate, activation) * up
 
 
 def routed(logits: Tensor, rule: RouteRule) -> tuple[Tensor, Tensor]:

@@ -50,6 +50,7 @@ __all__ = [
     "kernels_of_pass",
     "linear",
     "linear_as_cast",
+    "linear_on_planes",
     "linear_on_weight",
     "linear_without_grad",
     "pass_precision",
@@ -57,6 +58,7 @@ __all__ = [
     "precision_notes",
     "products_by",
     "refuse_coarse",
+    "resting_product",
     "shared_product",
     "short_linear",
 ]
@@ -268,6 +270,17 @@ def leased_linear(handle: "WeightHandle", kernels: Kernels, x: torch.Tensor, bia
         return linear_on_planes(handle, kernels, x, ready, bias)
     with handle.lease(kernels.precision) as tensors:
         return linear_on_planes(handle, kernels, x, _planes(handle, kernels, tensors, x.device), bias)
+
+
+def resting_product(handle: "WeightHandle") -> tuple[Kernels, WeightPlanes] | None:
+    """The kernels and planes that this pass takes of a weight whose pages never move, for `linear_on_planes`; whoever
+    uses them counts. None: the pass leases."""
+    ready, kernels = handle.ready, kernels_of_pass(handle)
+    if ready is None or _pass.products is not None or handle.tied or not handle.stack.at_rest:
+        return None
+    if kernels.precision == "coarse":
+        ready = WeightPlanes(ready.format, ready.shape, ready.dtype, ready.coarse)
+    return kernels, ready
 
 
 @contextlib.contextmanager

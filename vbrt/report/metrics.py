@@ -118,7 +118,7 @@ def _of_model(stats: "Stats") -> Iterator[Family]:
 
 
 def _of_generation(stats: "Stats") -> Iterator[Family]:
-    steps, help = stats.steps, "Decode steps of generate: replayed as CUDA graphs, or run by the model's Python."
+    steps, help = stats.steps, "Decode steps of generate: replayed from a recording, or run by the model's Python."
     yield Family("decode_steps", "counter", "", help, _by("how", {"captured": steps.captured, "eager": steps.eager}))
     held = {
         (("cache", name), ("tier", tier)): nbytes

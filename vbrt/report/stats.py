@@ -92,10 +92,11 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
-    """Decode steps of `generate`: `captured` were replayed as CUDA graphs, `eager` ran the model's Python.
+    """Decode steps of `generate`: `captured` were replayed, as CUDA graphs or on a CPU as tapes; `eager` ran Python.
 
-    `recordings` graphs were made, in `record_us` microseconds; `reasons` counts eager steps by why they were. `joined`
-    counts, over all recordings, what became one launch, and `unjoined` what looked like it and did not, by the reason.
+    `recordings` were made, in `record_us` microseconds; `reasons` counts eager steps by why they were. `joined` counts,
+    over all recordings, what became one launch or call, and `unjoined` what looked like it and did not, by the reason.
+    `held_bytes`: of the caches that recordings know by address, and of the results of tapes.
     """
 
     captured: int = 0
@@ -105,11 +106,12 @@ class StepCounts:
     reasons: Mapping[str, int] = field(default_factory=dict)
     joined: Mapping[str, int] = field(default_factory=dict)
     unjoined: Mapping[str, int] = field(default_factory=dict)
+    held_bytes: int = 0
 
     def __add__(self, other: "StepCounts") -> "StepCounts":
         numbers = (a + b for a, b in zip(self._numbers(), other._numbers(), strict=True))
         counts = (dict(Counter(a) + Counter(b)) for a, b in zip(self._counts(), other._counts(), strict=True))
-        return StepCounts(*numbers, *counts)
+        return StepCounts(*numbers, *counts, self.held_bytes + other.held_bytes)
 
     def _numbers(self) -> tuple[int, int, int, int]:
         return self.captured, self.eager, self.recordings, self.record_us
@@ -132,7 +134,7 @@ class Stats:
     `timeline` is what the last `vb.timeline` measured; None before the first. `policy` is "none" where weights train.
     `phases` counts the passes of each phase and their page leases; leases between two passes count for the first.
     `speculation` counts the rounds of `generate(speculate=...)`; None before the first.
-    `steps` counts the decode steps of `generate` on a GPU.
+    `steps` counts the decode steps of `generate`.
     `caches`: of keys and values (`vbrt.KVCache`), whose bytes are in `tiers` too.
     `leases` says who decides them where pages move: a programme, or the policy one by one, and why.
     `missed` says what becomes of routed experts that are missing on the computing device, where some are not fetched.

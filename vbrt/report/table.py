@@ -141,6 +141,7 @@ def _step_lines(stats: "Stats") -> list[str]:
     if not steps.captured + steps.eager:
         return []
     made = f"{steps.recordings} recordings in {steps.record_us / 1e3:.0f} ms"
+    made += f"; recordings hold {format_bytes(steps.held_bytes)}" if steps.held_bytes else ""
     lines = [f"decode steps: {steps.captured} captured, {steps.eager} eager; {made}"]
     lines += [f"eager decode steps: {count} ({reason})" for reason, count in steps.reasons.items()]
     if steps.joined:

@@ -295,6 +295,14 @@ def _declare_reading(library: ctypes.CDLL) -> None:
     library.vbrt_read.argtypes = (ctypes.c_int, pointer, *[number] * 3, pointer, ctypes.c_int)
 
 
+def _declare_step(library: ctypes.CDLL) -> None:
+    for name in ("norm", "rotate", "gate"):
+        function = getattr(library, f"vbrt_step_{name}")
+        function.argtypes, function.restype = (ctypes.c_void_p,), None
+    library.vbrt_step_attend.argtypes = (ctypes.c_void_p, ctypes.c_int)
+    library.vbrt_step_attend.restype = None
+
+
 def _declare_tiles(library: ctypes.CDLL) -> None:
     library.vbrt_rows_of_tiles.argtypes = (ctypes.POINTER(Order), ctypes.c_int)
     library.vbrt_rows_of_tiles.restype = None
@@ -305,6 +313,7 @@ _DECLARE = {
     "linear": _declare_linear,
     "experts": _declare_experts,
     "reading": _declare_reading,
+    "step": _declare_step,
     "tiles": _declare_tiles,
     "update": _declare_update,
 }

@@ -39,9 +39,9 @@ _COMPILERS = ("cc", "gcc", "clang")
 _THREADS = HERE / "threads.c"
 # a library names only the runtimes that it calls: threads.c stands in for gcc's
 _OPENMP = ("-fopenmp", "-Wl,--as-needed") if sys.platform == "linux" else ("-fopenmp",)
-# updates have torch's bits, which says itself where a product and a sum are rounded once; they ask for no errno
+# these have torch's bits, which says itself where a product and a sum are rounded once; they ask for no errno
 _TWO_STEPS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-_FLAGS_OF = {"update": _TWO_STEPS, "encode": _TWO_STEPS}
+_FLAGS_OF = {"update": _TWO_STEPS, "encode": _TWO_STEPS, "step": _TWO_STEPS}
 _LIMIT_S = 60  # of a machine that has other things to do, too
 
 

@@ -8,7 +8,9 @@ A token of a model with small layers waits for what a call costs the host: here 
 """
 
 import ctypes
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from vbrt.formats import WeightPlanes
 from vbrt.kernels.cpu.build import NUMBERS, library
 from vbrt.kernels.cpu.linear import THREAD_WORK, fused_tokens, prepared
 
-__all__ = ["Few", "few"]
+__all__ = ["Few", "few", "prepare_products", "products"]
 
 
 class Few:
@@ -69,3 +71,37 @@ def few(planes: WeightPlanes, rounded: str | None = None) -> Few | None:
     if prepared(planes) is None or planes.fine is not None or planes.dtype not in NUMBERS:
         return None
     return Few(planes, rounded)
+
+
+def products(layers: Sequence[Few], x: Tensor, biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """x @ w.T + bias of several layers of one form; x of few tokens, in memory order."""
+    ys = [layer(x, bias) for layer, bias in zip(layers, biases, strict=True)]
+    assert all(y is not None for y in ys), "callers ask `prepare_products`, or look at forms"
+    return ys
+
+
+def prepare_products(
+    layers: Sequence[Few], x: Tensor, biases: Sequence[Tensor | None], results: Sequence[Tensor]
+) -> Callable[[], Any] | None:
+    """Return what computes `products` into tensors [..., N] that stay where they are; None for an x not served.
+
+    All tensors must live as long as what is returned is called.
+    """
+    first, given = layers[0], [bias for bias in biases if bias is not None]
+    dtype, numbers = first.form[2], x.numel()
+    if not 0 < numbers <= first.most or any(t.dtype is not dtype or not t.is_contiguous() for t in (x, *given)):
+        return None
+    if not all(y.is_contiguous() and y.dtype is dtype for y in results):
+        return None
+    array = ctypes.c_void_p * len(layers)
+    addresses = [None if bias is None else bias.data_ptr() for bias in biases]
+    of, out = array(*[layer.address for layer in layers]), array(*[y.data_ptr() for y in results])
+    threads = max(1, min(torch.get_num_threads(), numbers * sum(layer.outputs for layer in layers) // THREAD_WORK))
+    size = numbers // first.inputs, first.inputs, first.number, first.rounded, threads
+    call = functools.partial(library().vbrt_few, of, len(layers), x.data_ptr(), array(*addresses), out, *size)
+
+    def run() -> None:
+        if not call():
+            raise MemoryError(f"linear: no memory for {size[0]} rows of {first.inputs} inputs")
+
+    return run

@@ -1,0 +1,182 @@
+"""Decode steps on a CPU by tapes: what eager steps give but for rounding, and whatever the call asks for."""
+
+import threading
+import warnings
+
+import pytest
+import torch
+
+import vbrt
+from tests import models
+from tests.generation.families import FAMILIES, generated, tiny
+from tests.matrix import matrix
+from vbrt.generation.recorders import CpuRecorder
+from vbrt.generation.steps import KEEPS_BITS, WAITS
+from vbrt.generation.worth import Worth
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:vbrt.wrap")
+
+
+@pytest.fixture(autouse=True)
+def pays(monkeypatch):
+    """Record every step behind the first, which is timed, in blocks of 8 tokens."""
+    monkeypatch.setattr(CpuRecorder, "saves_us", 1e9)
+    monkeypatch.setattr("vbrt.generation.spans.BLOCK", 8)
+
+
+def wrapped(family: str = "llama", dtype: torch.dtype = torch.float32, **settings) -> vbrt.VBModelWrapper:
+    return vbrt.wrap(tiny(family).to(dtype), "fp4", weights={"min_parameters": 1}, **settings)
+
+
+def steps(vb) -> tuple[int, int]:
+    counts = vb.stats().steps
+    return counts.captured, counts.eager
+
+
+def moved(vb) -> int:
+    return sum(sum(page.bytes_moved.values()) for page in vb.stack.pages.values())
+
+
+def same(vb, eager, *, atol: float = 1e-5, **kwargs) -> None:
+    want, got = generated(eager, **kwargs), generated(vb, **kwargs)
+    assert torch.equal(got.sequences, want.sequences)
+    for one, other in zip(got.logits, want.logits, strict=True):
+        torch.testing.assert_close(one, other, atol=atol, rtol=1e-4)
+
+
+@matrix(family=list(FAMILIES), call={"sampled": {"do_sample": True}, "beams": {"num_beams": 2}})
+def test_tapes_give_the_tokens_of_eager_steps(family, call):
+    vb, eager = wrapped(family), wrapped(family, compute={"captures": False})
+    same(vb, eager, **call)
+    assert steps(vb) == (12, 1), vb.stats().steps.reasons
+    if family == "llama":
+        counts = vb.stats().steps
+        assert counts.joined["attention"] == 2 * counts.recordings and not counts.unjoined
+
+
+@matrix(dtype=[torch.bfloat16, torch.float16], format=["mxfp4", "nf4", "quantile"])
+def test_tapes_in_16_bits_round_as_eager_steps_do(dtype, format):
+    given = {"weights": {"min_parameters": 1, "format": format}}
+    vb = vbrt.wrap(tiny("llama").to(dtype), "fp4", **given)
+    eager = vbrt.wrap(tiny("llama").to(dtype), "fp4", compute={"captures": False}, **given)
+    same(vb, eager, atol=0.03)
+    assert steps(vb) == (12, 1)
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_steps_in_4_bits_are_joined_unless_the_config_says_no(joins):
+    vb = wrapped(compute={"joins": joins})
+    same(vb, wrapped(compute={"captures": False}))
+    counts = vb.stats().steps
+    assert (counts.captured, counts.eager) == (12, 1) and ("attention" in counts.joined) is joins
+    assert counts.recordings == (1 if joins else 3)  # joined attention passes over masked places: blocks of 32, not 8
+
+
+def test_a_second_call_replays_what_the_first_one_recorded():
+    vb = wrapped()
+    first = generated(vb)
+    assert torch.equal(generated(vb).sequences, first.sequences)
+    counts = vb.stats().steps
+    assert (counts.captured, counts.eager, counts.recordings) == (12 + 13, 1, 1)
+    assert 0 < counts.held_bytes < 1 << 20 and "recordings hold" in str(vb.stats())
+    vb.set_budget("cpu", 1 << 30)
+    vb.close()
+    assert vb.stats().steps.held_bytes == 0
+
+
+def test_layers_and_their_pages_count_what_is_replayed():
+    vb = wrapped()
+    generated(vb)
+    before, hits = vb.stats(), {key: page.hits for key, page in vb.stack.pages.items()}
+    generated(vb)
+    after = vb.stats()
+    assert {layer.forwards - before.layers[name].forwards for name, layer in after.layers.items()} == {14}
+    assert {page.hits - hits[key] for key, page in vb.stack.pages.items()} == {14}
+    assert after.phases["decode"].passes - before.phases["decode"].passes == 13
+
+
+def test_layers_whose_pages_move_are_leased_within_a_tape(tmp_path):
+    eager = wrapped(compute={"captures": False})
+    budget = sum(page.nbytes for page in eager.materialize().stack.pages.values()) // 2
+    vb = wrapped(tiers={"cpu": {"budget": budget}, "ssd": {"enabled": True, "path": str(tmp_path)}})
+    same(vb, eager)
+    assert steps(vb) == (12, 1), vb.stats().steps.reasons
+    before = moved(vb)
+    generated(vb)
+    assert moved(vb) > before
+    vb.set_budget("cpu", 4 * budget)
+    same(vb, eager)
+
+
+def test_a_changed_model_is_recorded_again():
+    vb, eager = wrapped(), wrapped(compute={"captures": False})
+    same(vb, eager)
+    for model in (vb.model, eager.model):
+        model.load_state_dict({name: 1.5 * tensor for name, tensor in model.state_dict().items()})
+    same(vb, eager)
+    for model in (vb.model, eager.model):
+        model.model.layers[0].self_attn.scaling = 0.1
+    same(vb, eager)
+    assert vb.stats().steps.recordings == 3
+
+
+def test_lossless_weights_keep_the_bits_of_eager_steps():
+    plain, vb = tiny("llama"), models.wrap(tiny("llama"))
+    want, got = generated(plain), generated(vb)
+    assert all(torch.equal(a, b) for a, b in zip(got.logits, want.logits, strict=True))
+    assert vb.stats().steps.reasons == {KEEPS_BITS: 13}
+
+
+def test_a_hook_within_the_model_is_named_and_called():
+    vb, seen = wrapped(), []
+    vb.model.model.layers[1].register_forward_hook(lambda module, args, out: seen.append(1))
+    with pytest.warns(UserWarning, match=r"without recordings: model\.layers\.1 has a hook"):
+        generated(vb)
+    assert steps(vb) == (0, 13) and len(seen) == 14
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_an_interrupted_replay_leaves_the_model_usable(error, monkeypatch):
+    vb, eager = wrapped(), wrapped(compute={"captures": False})
+    generated(vb)
+
+    def failing(self, *inputs):
+        raise error("now")
+
+    with monkeypatch.context() as patched, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patched.setattr("vbrt.generation.tape.Tape.__call__", failing)
+        if error is KeyboardInterrupt:
+            with pytest.raises(KeyboardInterrupt):
+                generated(vb)
+        else:
+            same(vb, eager)
+    same(vb, eager)
+
+
+def test_threads_generate_with_one_model_at_once():
+    vb, got = wrapped(), {}
+    want = generated(wrapped(compute={"captures": False})).sequences
+    threads = [threading.Thread(target=lambda n=n: got.update({n: generated(vb).sequences})) for n in range(2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(got) == 2 and all(torch.equal(tokens, want) for tokens in got.values())
+
+
+def test_a_recording_waits_until_it_pays(monkeypatch):
+    monkeypatch.setattr(CpuRecorder, "saves_us", 1e-3)
+    vb = wrapped()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generated(vb)
+    assert vb.stats().steps.reasons == {WAITS: 13}
+    worth = Worth(20.0, modules=100)  # 2 ms a step; noting one takes 50 ms
+    assert not worth.pays(1000)  # nothing is known of a step
+    worth.note(0.01)  # four passes: 40 ms
+    assert worth.pays(44) and not worth.pays(43)
+    assert Worth(0.0, modules=100).pays(0)

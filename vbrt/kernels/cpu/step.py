@@ -1,0 +1,258 @@
+"""What stands between the layers of a decode step, in C, on tensors that stay where they are.
+
+    prepared = prepare(normed, (x, rule), forms, empty)     # None where the C code does not serve these tensors
+    prepared.run()                                          # writes `prepared.results`, the same tensors each time
+
+A function of `vbrt/kernels/step.py` is what each computes, and rounds where that rounds; sums are in another order, and
+powers of e are within a few units of the last place. Everything that a call needs is worked out once, so that it costs
+the host one call of C code.
+"""
+
+import ctypes
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vbrt.kernels import step
+from vbrt.kernels.cpu.build import NUMBERS, library
+
+__all__ = ["COLUMNS", "GATES", "QUERIES", "Prepared", "prepare"]
+
+#: of a head, and that share their keys: COLUMNS and QUERIES of step.c
+COLUMNS, QUERIES = 256, 16
+#: activations of a gate, by their numbers in step.c
+GATES = {"none": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+
+#: makes a result of a form, at an address of its own
+Empty = Callable[[Any], Tensor]
+
+
+class Prepared(NamedTuple):
+    """A computation on fixed addresses.
+
+    Attributes:
+        run: computes it.
+        results: what it writes.
+        held: tensors and structures whose addresses it has.
+    """
+
+    run: Callable[[], Any]
+    results: tuple[Tensor, ...]
+    held: tuple[Any, ...]
+
+
+# -- structures of step.c ---------------------------------------------------------------------------------------------
+
+
+class _Rule(ctypes.Structure):
+    _fields_ = (
+        ("gain", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+        ("shift", ctypes.c_float),
+        ("rounds", ctypes.c_int32),
+        ("pad", ctypes.c_int32),
+    )
+
+    @classmethod
+    def of(cls, rule: step.NormRule) -> "_Rule":
+        return cls(None if rule.gain is None else rule.gain.data_ptr(), rule.eps, rule.shift, rule.rounds)
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "other", "total", "y")),
+        ("rule", _Rule),
+        *((name, ctypes.c_int64) for name in ("rows", "columns")),
+        *((name, ctypes.c_int32) for name in ("type", "pad")),
+    )
+
+
+class _Part(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "y", "at")),
+        ("heads", ctypes.c_int64),
+        *((name, ctypes.c_int64 * 3) for name in ("x_step", "y_step")),
+        ("rule", _Rule),
+        *((name, ctypes.c_int32) for name in ("normed", "copied")),
+    )
+
+
+class _Rotation(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("parts", "cos", "sin")),
+        *((name, ctypes.c_int64) for name in ("count", "batch", "tokens", "columns", "turned")),
+        ("step", ctypes.c_int64 * 2),
+        *((name, ctypes.c_int32) for name in ("type", "pad")),
+    )
+
+
+class _Gate(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("gate", "up", "y")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "gate_pitch", "up_pitch")),
+        *((name, ctypes.c_int32) for name in ("type", "function")),
+    )
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "y", "mask")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "groups", "tokens", "keys", "columns", "mask_step")),
+        *((name, ctypes.c_int64 * 3) for name in ("q_step", "k_step", "v_step")),
+        ("scale", ctypes.c_float),
+        ("type", ctypes.c_int32),
+    )
+
+
+def _called(name: str, structure: ctypes.Structure, results: Sequence[Tensor], held: tuple, *more: int) -> Prepared:
+    call = functools.partial(getattr(library("step"), name), ctypes.addressof(structure), *more)
+    return Prepared(call, tuple(results), (structure, *held))
+
+
+# -- what is served ---------------------------------------------------------------------------------------------------
+
+
+def prepare(function: Callable[..., Any], args: tuple, forms: Any, empty: Empty) -> Prepared | None:
+    """Return a function of `vbrt.kernels.step` as a call of C code; None where there is none for these tensors.
+
+    Args:
+        args: of the function, tensors that keep their addresses and forms.
+        forms: the Form of its result, or of each.
+        empty: makes results.
+    """
+    maker = _MAKERS.get(function)
+    return None if maker is None else maker(args, forms, empty)
+
+
+def _served(*tensors: Tensor | None) -> bool:
+    """True for CPU tensors of one dtype that C reads."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    return all(t.is_cpu and t.dtype is given[0].dtype for t in given) and given[0].dtype in NUMBERS
+
+
+def _normed(args: tuple, form: Any, empty: Empty) -> Prepared | None:
+    x, rule = args
+    if not _served(x, rule.gain) or not x.is_contiguous():
+        return None
+    y = empty(form)
+    return _norm(x, None, rule, (y,)) if y.is_contiguous() else None
+
+
+def _summed(args: tuple, forms: Any, empty: Empty) -> Prepared | None:
+    x, other, rule = args
+    if not _served(x, other, rule.gain) or not (x.is_contiguous() and other.is_contiguous()):
+        return None
+    results = tuple(map(empty, forms))
+    return _norm(x, other, rule, results) if all(y.is_contiguous() for y in results) else None
+
+
+def _norm(x: Tensor, other: Tensor | None, rule: step.NormRule, results: tuple[Tensor, ...]) -> Prepared:
+    more = (None, None) if other is None else (other.data_ptr(), results[0].data_ptr())
+    k = x.shape[-1]
+    given = (*more, results[-1].data_ptr(), _Rule.of(rule), x.numel() // k, k, NUMBERS[x.dtype])
+    return _called("vbrt_step_norm", _Norm(x.data_ptr(), *given), results, (x, other, rule))
+
+
+def _rotated(args: tuple, forms: Any, empty: Empty) -> Prepared | None:
+    parts, cos, sin = args
+    if not _can_rotate(parts, cos, sin):
+        return None
+    results = [empty(form) for form in forms]
+    if any(y.stride(-1) != 1 for y in results):
+        return None
+    made = [_part(part, y) for part, y in zip(parts, results, strict=True)]
+    return _rotation(made, args, results)
+
+
+def _rotated_into(args: tuple, forms: Any, empty: Empty) -> Prepared | None:
+    parts, cos, sin, value, keys, values, at_S = args
+    caches = (keys, values)
+    if not _can_rotate(parts, cos, sin) or not _served(parts[0].x, value, *caches) or value.stride(-1) != 1:
+        return None
+    if any(cache.stride(-1) != 1 for cache in caches) or not at_S.is_contiguous() or at_S.dtype is not torch.int64:
+        return None
+    query = empty(forms[0])
+    if query.stride(-1) != 1:
+        return None
+    copied = _part(step.Part(value), values, at_S, copied=True)
+    return _rotation([_part(parts[0], query), _part(parts[1], keys, at_S), copied], args, (query, *caches))
+
+
+def _can_rotate(parts: Sequence[step.Part], cos: Tensor, sin: Tensor) -> bool:
+    tensors = [part.x for part in parts] + [part.norm.gain for part in parts if part.norm is not None]
+    dense = all(t.stride(-1) == 1 for t in (cos, sin, *(part.x for part in parts)))
+    return _served(cos, sin, *tensors) and dense and cos.stride() == sin.stride() and parts[0].x.shape[-1] <= COLUMNS
+
+
+def _part(part: step.Part, y: Tensor, at_S: Tensor | None = None, *, copied: bool = False) -> _Part:
+    (_, heads, _, _), steps = part.x.shape, ((ctypes.c_int64 * 3)(*t.stride()[:3]) for t in (part.x, y))
+    rule = _Rule() if part.norm is None else _Rule.of(part.norm)
+    places = None if at_S is None else at_S.data_ptr()
+    return _Part(part.x.data_ptr(), y.data_ptr(), places, heads, *steps, rule, part.norm is not None, copied)
+
+
+def _rotation(made: list[_Part], args: tuple, results: Sequence[Tensor]) -> Prepared:
+    parts, cos, sin, *_ = args
+    array, (batch, _, tokens, columns) = (_Part * len(made))(*made), parts[0].x.shape
+    turns = (ctypes.c_int64 * 2)(cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1))
+    size = len(made), batch, tokens, columns, cos.shape[-1]
+    rotation = _Rotation(ctypes.addressof(array), cos.data_ptr(), sin.data_ptr(), *size, turns, NUMBERS[cos.dtype])
+    return _called("vbrt_step_rotate", rotation, results, (array, args))
+
+
+def _gated(args: tuple, form: Any, empty: Empty) -> Prepared | None:
+    gate, up, function = args
+    rows = [_rows(tensor) for tensor in (gate, up)]
+    if not _served(gate, up) or function not in GATES or None in rows:
+        return None
+    y = empty(form)
+    if not y.is_contiguous():
+        return None
+    k = gate.shape[-1]
+    size = gate.numel() // k, k, *rows, NUMBERS[gate.dtype], GATES[function]
+    gating = _Gate(gate.data_ptr(), up.data_ptr(), y.data_ptr(), *size)
+    return _called("vbrt_step_gate", gating, (y,), (gate, up))
+
+
+def _rows(tensor: Tensor) -> int | None:
+    """The numbers from one row to the next; None if there is no one distance."""
+    if tensor.stride(-1) != 1 or not tensor.numel():
+        return None
+    sizes = [(n, step) for n, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if n > 1]
+    if any(step != inner * n for (_, step), (n, inner) in itertools.pairwise(sizes)):
+        return None
+    return sizes[-1][1] if sizes else tensor.shape[-1]
+
+
+def _attended(args: tuple, form: Any, empty: Empty) -> Prepared | None:
+    (q, k, v, mask, scale), steady = args[:5], args[5:]
+    batch, heads, tokens, columns = q.shape
+    shared = heads // k.shape[1] * tokens
+    if any(steady) or not _served(q, k, v) or columns > COLUMNS or shared > QUERIES or not math.isfinite(scale):
+        return None
+    if any(t.stride(-1) != 1 for t in (q, k, v)) or not (mask is None or mask.stride(-1) == 1):
+        return None
+    y = empty(form)
+    if not y.is_contiguous():
+        return None
+    step_of_mask = 0 if mask is None or mask.shape[0] == 1 else mask.stride(0)
+    steps = ((ctypes.c_int64 * 3)(*t.stride()[:3]) for t in (q, k, v))
+    pointers = (*(t.data_ptr() for t in (q, k, v, y)), None if mask is None else mask.data_ptr())
+    size = batch, heads, k.shape[1], tokens, k.shape[2], columns, step_of_mask
+    attention = _Attention(*pointers, *size, *steps, scale, NUMBERS[q.dtype])
+    return _called("vbrt_step_attend", attention, (y,), (q, k, v, mask), torch.get_num_threads())
+
+
+_MAKERS: dict[Callable[..., Any], Callable[[tuple, Any, Empty], Prepared | None]] = {
+    step.normed: _normed,
+    step.summed: _summed,
+    step.rotated: _rotated,
+    step.rotated_into: _rotated_into,
+    step.gated: _gated,
+    step.attended: _attended,
+}
