@@ -66,6 +66,8 @@ def tables() -> str:
         out += kernel_table(path)
     for path in sorted(RESULTS.glob("valley-*.json")):
         out += valley_table(path)
+    for path in sorted(RESULTS.glob("ordered-launches-*.json")):
+        out += valley_table(path, "fused layers with ordered activations")
     for path in sorted(RESULTS.glob("experts-nvidia-*.json")):
         out += experts_table(path)
     for path in sorted(RESULTS.glob("experts-ready-*.json")):

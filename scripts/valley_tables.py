@@ -9,11 +9,12 @@ WHAT = (
 )
 
 
-def valley_table(path: Path) -> list[str]:
-    """Ratios of each shape and number of tokens, a table a format."""
+def valley_table(path: Path, what: str = "fused layers at 65 to 4096 tokens") -> list[str]:
+    """Ratios of each shape and number of tokens, a table a format; `what`: the heading."""
     result = json.loads(path.read_text())
     named = ", ".join(f"{k} {v}" for k, v in result["versions"].items() if v)
-    out = [f"## fused layers at 65 to 4096 tokens, {result['gpu']}", "", WHAT, ""]
+    note = [f"{result['note']}.", ""] if "note" in result else []
+    out = [f"## {what}, {result['gpu']}", "", WHAT, "", *note]
     for format, figures in result["summary"].items():
         rows = [row for row in result["rows"] if row["format"] == format]
         tokens = sorted({row["m"] for row in rows})

@@ -18,6 +18,11 @@ def test_the_committed_sweep_is_whole_and_its_summary_is_that_of_its_rows():
         assert figures == valley_bench.summary(result["rows"])[format]
 
 
-def test_the_docs_have_the_sweep():
+def test_the_docs_have_the_sweep_and_what_ordered_activations_changed():
     path, _ = results()
-    assert "\n".join(valley_tables.valley_table(path)) in bench.DOCS.read_text()
+    (ordered,) = bench_tables.RESULTS.glob("ordered-launches-*.json")
+    tables = (
+        valley_tables.valley_table(path),
+        valley_tables.valley_table(ordered, "fused layers with ordered activations"),
+    )
+    assert all("\n".join(table) in bench.DOCS.read_text() for table in tables)
