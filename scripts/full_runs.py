@@ -35,11 +35,16 @@ def limited(gigabytes: float | None) -> None:
 
 
 def wrapped(model: Trainee, *, slots: int = _SLOTS, **training: Any) -> vbrt.VBFullWrapper:
-    """Return a model in the tiers, with AdamW; the GPU holds a ring of pages, tables and norms."""
+    """Return a model in the tiers, with AdamW; the GPU holds a ring of pages, tables and norms.
+
+    Args:
+        training: keys of the config; `host` is the budget in host memory, `drive` a folder for what exceeds it.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), LR, fused=True)
     blocks = [p.numel() for name, p in model.named_parameters() if "layers." in name]
     tiers = {"gpu": {"budget": slots * 2 * max(blocks)}} if DEVICE == "cuda" else {"gpu": {"enabled": False}}
     tiers |= {"cpu": {"budget": training.pop("host")}} if "host" in training else {}
+    tiers |= {"ssd": {"enabled": True, "path": training.pop("drive")}} if "drive" in training else {}
     tables = next(model.parameters()).dtype is torch.bfloat16  # those in fp32 stay on the GPU
     weights = {"keep_head": True, "embeddings": tables}
     return vbrt.wrap(model, "full", optimizer=optimizer, tiers=tiers, training=training, weights=weights)
@@ -191,7 +196,8 @@ def largest(options: argparse.Namespace) -> None:
         told(found)
 
     found |= measured(step, steps=options.steps - 1, warm=1)
-    told(found | {"tokens_per_s": options.tokens / found["seconds"]} | about(vb))
+    told(found | {"tokens_per_s": options.tokens / found["seconds"], "training": options.training} | about(vb))
+    vb.close()
 
 
 def bits(options: argparse.Namespace) -> None:

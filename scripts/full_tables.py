@@ -14,8 +14,8 @@ GB of GPU memory; {host:.0f} GB of host memory. Link, update and compute were me
 of a pass at the rate of a copy, the optimizer's step alone, and forward and backward with all weights on the
 GPU. A step of several passes streams its weights for each."""
 _LARGEST = """\
-The largest: {parameters:.1f} B parameters on {limit:.0f} GB of GPU memory and {host:.0f} GB of host memory,
-{steps} steps{rate}, losses {first:.3f} to {last:.3f}."""
+The largest: {parameters:.1f} B parameters{moments}, on {limit:.0f} GB of GPU memory, of which {peak:.1f} were in use,
+{host:.0f} GB of host memory and {drive:.1f} GB of a drive: {steps} steps{rate}, losses {first:.3f} to {last:.3f}."""
 _BITS = """\
 {parameters:.0f} M parameters, {steps} steps: losses and all weights have {found} as the same model trained
 resident with torch's fused AdamW on the CPU in fp32."""
@@ -130,8 +130,16 @@ def _largest(result: dict) -> list[str]:
     losses = largest["losses"]
     rate = f", {largest['seconds']:.1f} s a step of {largest['tokens']:,} tokens" if "seconds" in largest else ""
     sizes = {"parameters": largest["parameters"] / 1e9, "host": largest.get("host_bytes", 0) / 1e9}
+    sizes |= {"peak": largest.get("peak_bytes", 0) / 1e9, "drive": largest.get("tier_bytes", {}).get("ssd", 0) / 1e9}
+    eight_bit = largest.get("training", {}).get("moments") == "8bit"
     said = _LARGEST.format(
-        **sizes, limit=largest["limit"], steps=len(losses), rate=rate, first=losses[0], last=losses[-1]
+        **sizes,
+        moments=" with moments of 8 bits" * eight_bit,
+        limit=largest["limit"],
+        steps=len(losses),
+        rate=rate,
+        first=losses[0],
+        last=losses[-1],
     )
     return [_flat(said), ""]
 
