@@ -11,6 +11,7 @@ import vbrt
 from tests.models import config, qwen3_moe, wrap
 from vbrt.config import Machine, load_config
 from vbrt.errors import ArgumentError, WrapError
+from vbrt.estimation.activations import asked_of
 from vbrt.estimation.options import with_and_without
 
 transformers = pytest.importorskip("transformers")
@@ -141,6 +142,24 @@ def test_training_from_the_tiers_leaves_gradients_and_state_of_kept_parameters_a
     counted = sum(row.nbytes for row in full.rows if row.tier == "gpu" and row.source == "counted")
     traced = dict(full.moments)["optimizer"] - counted - 4 * largest  # two buffers, through which gradients leave
     assert 12 * kept < traced < 32 * kept  # gradients, state; while it steps, masters and gradients in fp32
+
+
+def test_activations_are_counted_as_the_config_asks_for_them():
+    on_gpu, sizes = Machine(GiB, GiB, 32 * GiB, 32 * GiB), {"batch": 2, "context": 256}
+    block_input = 2 * 256 * 128 * 2
+
+    def found(asked, layers=3):
+        config = load_config("full", training={"activations": asked}, weights={"embeddings": False})
+        estimate = vbrt.estimate(model_of(layers).bfloat16(), "train", config, machine=on_gpu, **sizes)
+        return {row.name: row.nbytes for row in estimate.rows}["activations"], dict(estimate.moments)["backward"]
+
+    kept, again, parked = found("keep"), found("recompute"), found("offload", layers=4)
+    assert again[0] - parked[0] == (3 - 2) * block_input  # two are on their way, of any number of layers
+    assert kept[1] > again[1]
+    room = (kept[0] + again[0]) // 2
+    bounded = found(room)
+    assert bounded[0] == room and again[1] < bounded[1]
+    assert asked_of(load_config("full", training={"activations": "offload"}), "cpu") == "recompute"
 
 
 def test_options_show_what_each_saves():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from scripts import full_runs
+from scripts.full_profile import Ran, summary
 from scripts.full_tables import full_tables
 
 pytest.importorskip("transformers")
@@ -42,3 +43,18 @@ def test_its_figures_make_a_table(tmp_path, capsys):
     assert "| other | not installed |" in text
     assert "| 64 | 2 |" in text
     assert "2 steps: losses and all weights have the same bits" in text
+
+
+def test_a_profile_tells_gaps_in_computing_from_copies_beside_it():
+    ms = 1_000_000
+    found = summary(
+        [
+            Ran("Memcpy HtoD (Pinned -> Device)", 0, 5 * ms),
+            Ran("sm90_xmma_gemm_bf16", ms, 3 * ms),
+            Ran("vectorized_elementwise_kernel", 3 * ms + 50_000, 4 * ms),
+            Ran("flash_fwd_kernel", 6 * ms, 7 * ms),
+        ]
+    )
+    assert found["seconds"] == 0.007 and found["gaps"] == 2
+    assert found["kinds"]["copies in"] == 0.005 and found["kinds"]["products"] == 0.002
+    assert found["largest"][0] == (0.004, 0.002, "vectorized_elementwise_kernel", "flash_fwd_kernel")

@@ -54,10 +54,11 @@ def test_unwrap_gives_the_parameters_and_the_optimizer_back():
 def test_an_optimizer_without_a_rule_is_refused_by_name():
     model = Tiny()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(vbrt.WrapError, match="Adagrad"):
-        vbrt.wrap(model, "full", optimizer=torch.optim.Adagrad(model.parameters()))
-    assert type(model.layers[0]) is torch.nn.Linear
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for optimizer in (torch.optim.Adagrad(model.parameters()), torch.optim.Adagrad, torch.optim.RMSprop):
+        with pytest.raises(vbrt.WrapError, match=r"^(Adagrad|RMSprop): .* it can do for AdamW, Adam"):
+            vbrt.wrap(model, "full", optimizer=optimizer)
+        assert type(model.layers[0]) is torch.nn.Linear
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_a_model_in_another_dtype_is_refused_by_name():

@@ -12,6 +12,7 @@ from torch import nn
 
 from vbrt.config import Machine, VBConfig, load_config
 from vbrt.errors import ArgumentError, ConfigError, WrapError
+from vbrt.estimation.activations import asked_of
 from vbrt.estimation.blocks import meta_copy
 from vbrt.estimation.report import Estimate, Row
 from vbrt.estimation.rows import parts, stages, step_rows, swapped_parameters, weight_rows, workspace_bytes
@@ -80,8 +81,8 @@ def estimate_of(
     if task.trains and plan is not None and plan.mode == "infer":
         for parameter in swapped_parameters(bare, plan):  # what is swapped does not train
             parameter.requires_grad_(False)
-    traced = traced or whole_trace(bare, task, plan)
     tier = _compute_tier(plan, machine)
+    traced = traced or whole_trace(bare, task, plan, asked_of(config, tier))
     rows = [*weight_rows(bare, plan, machine, tier), *step_rows(traced, task, tier)]
     if tier == "gpu":
         rows.append(Row("workspace", tier, workspace_bytes(task, plan), "counted", "of cuBLAS"))

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vbrt.kernels.product import as_autocast
+from vbrt.residency.activations import KEEP
 from vbrt.residency.plan import Plan
 
 __all__ = ["Held", "held_by"]
@@ -28,11 +29,13 @@ class Held:
         rounded: returns the weights of a copy that train in 4 bits.
         prepare: changes a copy before it runs.
         full: weights train from the tiers: parameters that stay have fp32 masters.
+        activations: what blocks keep for the backward pass, see `vbrt.residency.activations`.
     """
 
     rounded: Callable[[nn.Module], Iterable[Tensor]] = lambda model: ()
     prepare: Callable[[nn.Module], None] = lambda model: None
     full: bool = False
+    activations: str = KEEP
 
 
 def held_by(model: nn.Module, plan: Plan | None) -> Held:

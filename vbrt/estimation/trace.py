@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vbrt.errors import ArgumentError, VBError
+from vbrt.estimation.activations import hold_
 from vbrt.estimation.blocks import cut
 from vbrt.estimation.gpu_sizes import gpu_sizes
 from vbrt.estimation.held import Held
@@ -20,6 +21,7 @@ from vbrt.estimation.inputs import inputs_of
 from vbrt.estimation.meter import Meter
 from vbrt.estimation.task import Task
 from vbrt.model.blocks import Stack
+from vbrt.residency.activations import KEEP
 from vbrt.training.kept import step_kept
 
 __all__ = ["Trace", "Untraceable", "trace"]
@@ -66,6 +68,7 @@ def trace(
         warnings.simplefilter("ignore")  # of hooks and of what the model says to whom trains it
         _materialize(cut_model)
         held.prepare(cut_model)
+        kept = hold_(cut_model, held.activations if task.trains else KEEP)  # noqa: F841  # for as long as it runs
         run = _Run(cut_model, task, widens=held.full)
         weights = {id(weight) for weight in held.rounded(cut_model)}
         with run.watching(chosen), gpu_sizes(task.attention, weights, run.meter), run.meter:

@@ -10,6 +10,7 @@ from vbrt.estimation.held import held_by
 from vbrt.estimation.task import Task
 from vbrt.estimation.trace import Trace, Untraceable, trace
 from vbrt.model.blocks import Stack, stacks_of
+from vbrt.residency.activations import KEEP, OFFLOAD
 from vbrt.residency.plan import Plan
 
 __all__ = ["STAGES", "whole_trace"]
@@ -20,21 +21,37 @@ STAGES = {"decode": ("prompt", "step"), "prefill": ("pass",), "train": ("forward
 _BLOCK = 256  # tokens by which the cache of captured decoding grows, see vbrt.generation.spans
 
 
-def whole_trace(model: nn.Module, task: Task, plan: Plan | None) -> Trace:
+def whole_trace(model: nn.Module, task: Task, plan: Plan | None, activations: str | int = KEEP) -> Trace:
     """Return the trace of a model on the meta device, with the KV cache as it will be after the last token.
+
+    Args:
+        activations: of training: a word, or the bytes that they may take.
 
     Of a model that cannot run without values it is an empty one, with the reason and a warning.
     """
     try:
-        return _traced(model, task, plan)
+        if isinstance(activations, int):
+            return _bounded(model, task, plan, activations)
+        return _traced(model, task, plan, activations)
     except Untraceable as error:
         warnings.warn(f"{error}; until then weights and pages alone are counted", stacklevel=2)
         stages = STAGES[task.kind]
         return Trace(dict.fromkeys(stages, 0), {}, refused=str(error))
 
 
-def _traced(model: nn.Module, task: Task, plan: Plan | None) -> Trace:
-    held = held_by(model, plan)
+def _bounded(model: nn.Module, task: Task, plan: Plan | None, room: int) -> Trace:
+    """Return the trace of training whose activations fill their room, or keep everything if that fits."""
+    kept = _traced(model, task, plan, KEEP)
+    if kept.rows.get("activations", 0) <= room:
+        return kept
+    parked = _traced(model, task, plan, OFFLOAD)
+    more = max(0, room - parked.rows["activations"])
+    peaks = {phase: n + more * phase.startswith(("forward", "backward")) for phase, n in parked.peaks.items()}
+    return replace(parked, peaks=peaks, rows=dict(parked.rows) | {"activations": parked.rows["activations"] + more})
+
+
+def _traced(model: nn.Module, task: Task, plan: Plan | None, activations: str) -> Trace:
+    held = replace(held_by(model, plan), activations=activations)
     stacks = stacks_of(model)
     least = {stack.name: {kind: min(n, _TRACED) for kind, n in stack.count.items()} for stack in stacks}
     base = total = trace(model, task, _chosen(stacks, least), held)

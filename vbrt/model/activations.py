@@ -12,7 +12,7 @@ from vbrt.tiers import MemoryTier
 from vbrt.training.activations import Activations
 from vbrt.training.offload import CudaLink, Offload
 
-__all__ = ["activations_of"]
+__all__ = ["activations_of", "blocks_of"]
 
 _LEAST_BLOCKS = 2  # of a list
 
@@ -22,16 +22,22 @@ def activations_of(model: nn.Module, config: VBConfig, device: torch.device) -> 
     asked = parse_activations(config.training.activations, where="training.activations")
     if asked == KEEP:
         return Activations(KEEP, [], [], None)
-    blocks, kinds = list[nn.Module](), list[int]()
-    for stack in stacks_of(model, least=_LEAST_BLOCKS):
-        first = max(kinds, default=-1) + 1
-        blocks += model.get_submodule(stack.name)
-        kinds += [first + kind for kind in stack.kinds]
+    blocks, kinds = blocks_of(model)
     offload = None
     if device.type == "cuda" and asked != RECOMPUTE and blocks:
         room = _host_bytes(config, this_machine(config))
         offload = Offload(CudaLink(device), MemoryTier("activations", torch.device("cpu"), room, pinned=True), device)
     return Activations(asked if isinstance(asked, str) else int(asked.amount), blocks, kinds, offload)
+
+
+def blocks_of(model: nn.Module) -> tuple[list[nn.Module], list[int]]:
+    """Return a model's repeated blocks in the order in which they run, and of each a number for its kind."""
+    blocks, kinds = list[nn.Module](), list[int]()
+    for stack in stacks_of(model, least=_LEAST_BLOCKS):
+        first = max(kinds, default=-1) + 1
+        blocks += model.get_submodule(stack.name)
+        kinds += [first + kind for kind in stack.kinds]
+    return blocks, kinds
 
 
 def _host_bytes(config: VBConfig, machine: Machine) -> int:

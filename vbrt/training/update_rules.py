@@ -10,7 +10,7 @@ from vbrt.errors import WrapError
 from vbrt.kernels.update import Step
 from vbrt.training.lion import Lion
 
-__all__ = ["Rule", "Scaling", "rule_for"]
+__all__ = ["Rule", "Scaling", "rule_for", "rule_names"]
 
 Group = Mapping[str, Any]
 
@@ -88,8 +88,12 @@ def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
     for rule in RULES:
         if type(optimizer) is rule.optimizer:
             return rule
-    known = ", ".join(rule.optimizer.__name__ for rule in RULES)
     raise WrapError(
         f'{type(optimizer).__name__}: mode = "full" updates weights where they live, in chunks, which it can do for '
-        f"{known}; take one of these, or train resident"
+        f"{rule_names()}; take one of these, or train resident"
     )
+
+
+def rule_names() -> str:
+    """Return the classes that have a rule, as errors name them."""
+    return ", ".join(rule.optimizer.__name__ for rule in RULES)

@@ -1,6 +1,7 @@
 """The façade of a model that trains from the tiers."""
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterable
 from os import PathLike
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from vbrt.errors import WrapError
 from vbrt.model.full import FullAttachment
 from vbrt.saves.training import load_training, save_training
+from vbrt.training.update_rules import rule_names
 from vbrt.wrapper.wrapper import VBModelWrapper
 
 __all__ = ["VBFullWrapper", "take_optimizer_of"]
@@ -39,7 +41,7 @@ class VBFullWrapper(VBModelWrapper):
         Raises:
             WrapError: its class cannot update in chunks, it lacks a weight that trains, or there is one already.
         """
-        made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(self.model.parameters())
+        made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _made(optimizer, self.model)
         self._attachment.take(made)
         return made
 
@@ -123,6 +125,21 @@ class VBFullWrapper(VBModelWrapper):
         """Turn the model back into a plain one, in place, with its own parameter objects and their fp32 masters, and
         close the wrapper. The optimizer goes on as the plain one that it was, with its moments."""
         return super().unwrap()
+
+
+def _made(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
+    """Return what a function makes of the model's parameters. Raises WrapError if that reads weights in the tiers: it
+    names the class."""
+    try:
+        return make(model.parameters())
+    except WrapError as error:
+        frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+        being_made = (frame.f_locals.get("self") for frame in frames)
+        name = next((type(one).__name__ for one in being_made if isinstance(one, torch.optim.Optimizer)), "optimizer")
+        raise WrapError(
+            f'{name}: it could not be made over weights that train from the tiers ({error}); mode = "full" updates '
+            f"weights in chunks, which it can do for {rule_names()}"
+        ) from error
 
 
 def take_optimizer_of(overrides: dict[str, Any]) -> Optimizer | None:
