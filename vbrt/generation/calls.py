@@ -12,7 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from vbrt.generation.caches import NotRecordable
 from vbrt.layers.compute import pass_precision
 
-__all__ = ["Call", "Results", "cache_in", "new_tokens", "take_apart"]
+__all__ = ["Call", "Results", "cache_in", "ids_in", "new_tokens", "take_apart"]
 
 _MASKS = ("decoder_attention_mask", "attention_mask")
 _IDS = ("decoder_input_ids", "input_ids", "inputs_embeds", "decoder_inputs_embeds")
@@ -28,8 +28,13 @@ def cache_in(kwargs: Mapping[str, Any]) -> tuple[str, Any] | None:
 
 def new_tokens(kwargs: Mapping[str, Any]) -> int:
     """Return how many tokens a sequence a forward appends; 0 if that cannot be seen."""
-    ids = next((kwargs[name] for name in _IDS if isinstance(kwargs.get(name), Tensor)), None)
+    ids = ids_in(kwargs)
     return 0 if ids is None else ids.shape[1] if ids.ndim > 1 else 1
+
+
+def ids_in(kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the tokens [B, T] that a forward appends, or their embeddings [B, T, D]; None if there are none."""
+    return next((kwargs[name] for name in _IDS if isinstance(kwargs.get(name), Tensor)), None)
 
 
 @dataclass(slots=True)

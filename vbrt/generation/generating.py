@@ -29,6 +29,7 @@ from vbrt.generation.steps import CUSTOM, KEEPS_BITS, OFF, Session, Steps
 from vbrt.generation.verifying import Passes
 from vbrt.kernels.recorded import recorder
 from vbrt.layers import WeightHandle
+from vbrt.layers.ahead import compile_ahead
 from vbrt.layers.compute import pass_precision
 from vbrt.layers.experts import ExpertsHandle, why_waits
 from vbrt.model.passes import move_rest_
@@ -278,6 +279,10 @@ class Terms:
             self._begin()
         else:
             step.leaf(self._begin)
+
+    def compile_ahead(self, tokens: tuple[int, ...]) -> None:
+        """Compile the kernels of 4-bit layers for passes of so many tokens."""
+        compile_ahead(self._attachment().registry.handles, tokens, self._stack.device)
 
     def _begin(self) -> None:
         if not self._stack.capturing():

@@ -51,6 +51,9 @@ class Terms(Protocol):
     def begin_pass(self) -> None:
         """Begin a pass that is not replayed."""
 
+    def compile_ahead(self, tokens: tuple[int, ...]) -> None:
+        """Compile kernels for passes of so many tokens."""
+
     def recorded(self, recorder: Recorder, body: Callable[[], None]) -> Callable[[], bool]:
         """Record a pass and return what replays it: False, with nothing done, once that must not be."""
 

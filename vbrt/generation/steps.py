@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from vbrt.generation.caches import NotRecordable, cache_form, length_of, why_not
-from vbrt.generation.calls import Call, cache_in, new_tokens, take_apart
+from vbrt.generation.calls import Call, cache_in, ids_in, new_tokens, take_apart
 from vbrt.generation.fingerprint import fingerprint, why_eager
 from vbrt.generation.recording import Kept, PagesMoved, Recording, Terms
 from vbrt.generation.spans import span_of
@@ -120,6 +120,12 @@ class Steps:
     def kept(self) -> list[Kept]:
         """What is kept, the last used at the end."""
         return list(self._kept.values())
+
+    def compile_ahead(self, kwargs: Mapping[str, Any]) -> None:
+        """Compile what a prompt, and the steps behind it, will launch."""
+        ids = ids_in(kwargs)
+        if ids is not None and ids.ndim > 1:
+            self._terms.compile_ahead((ids.shape[0] * ids.shape[1], ids.shape[0]))
 
     def still_good(self) -> bool:
         """True if the recordings are of the model as it is, by what changes within a call."""
@@ -377,6 +383,7 @@ class Session:
         return out
 
     def _prompt(self, plain: Plain, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        self._steps.compile_ahead(kwargs)
         try:
             out = self._plainly(plain, args, kwargs)
         except torch.OutOfMemoryError:

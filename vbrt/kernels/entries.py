@@ -105,6 +105,7 @@ KERNELS = (
         rounded={"fp8": fp8_linear.linear, "fp4": fp4_linear.linear},
         page_order=e2m1_linear.packing,
         merges=merge.serves_shape,
+        code_of=e2m1_linear.code_of,
     ),
     _tables("decode_weight", run=table_linear.decode_weight),
     _tables("linear", run=table_linear.linear, prepare=table_linear.prepare),

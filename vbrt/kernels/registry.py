@@ -8,7 +8,7 @@ torch, runs anywhere and specifies the op; there are faster ones: "triton" for G
 use) for CPUs. Callers ask the record, never for its name.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -79,6 +79,8 @@ class Kernel:
         merges: True if it restores weights of a format and shape (N, K) from both planes by a kernel of its own.
         turned: decodes to [K, N], contiguous, in one step; None: `run`, then a transposed copy.
         prepare: makes on a device what must be there before a CUDA graph records the kernel.
+        code_of: (shape (N, K), dtype, tokens, device) -> what decides which code a product compiles on a GPU, beside
+            format and shape; None where that is little, or nothing is known of it.
         few: prepares, for planes that never move, products of few tokens by `run`, see `layers/short.py`; None where it
             does not serve them. It takes a key of `rounded`, too.
         by_address: True if it computes from pages of a layout of which it has the addresses alone, on a device.
@@ -102,6 +104,7 @@ class Kernel:
     reads_resident_planes: bool = False
     by_address: Callable[[PageLayout, torch.device], bool] = _needs_pages
     few: Callable[..., Any] | None = None
+    code_of: Callable[[tuple[int, int], torch.dtype, int, torch.device], Hashable] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)

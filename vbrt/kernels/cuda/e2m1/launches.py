@@ -38,6 +38,7 @@ __all__ = [
     "persistent",
     "readable",
     "reduce",
+    "token_groups",
     "wide",
 ]
 
@@ -151,12 +152,17 @@ def carries_pointers(config: Launch, columns: int, word_loads: bool) -> bool:
     return config.carry_pointers and columns % config.k_warps == 0 and not word_loads
 
 
+def token_groups(tokens: int) -> int:
+    """How many groups of 8 tokens a kernel for few of them is compiled for."""
+    return 1 << max(0, (tokens - 1).bit_length() - 3)
+
+
 def narrow(x_MK: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, activation: str, config: Launch) -> None:
     """y [..., N] = activation(x @ w.T + bias) by the kernel for few tokens; x in bf16, y contiguous."""
     x_MK, word_loads = readable(x_MK)
     tokens, k = x_MK.shape
     row_tiles, columns, _ = weight.tiles.shape
-    groups = 1 << max(0, (tokens - 1).bit_length() - 3)
+    groups = token_groups(tokens)
     device, n, stride = weight.tiles.device.index, weight.n, x_MK.stride(0)
     dependent = devices.launches_dependents(device)
     bias_or_x = x_MK if bias is None else bias.contiguous()

@@ -11,6 +11,7 @@ three bf16 summands, which hold all their bits, and count as that many times the
 Legend: M tokens, N outputs, K inputs, S summands.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from vbrt.kernels.cuda.e2m1 import launches
 from vbrt.kernels.cuda.e2m1.kept import tuned
 from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
 from vbrt.kernels.cuda.e2m1.tiles import (
+    COLUMNS,
     FORMATS,
     ROWS,
     TILES,
@@ -44,6 +46,7 @@ from vbrt.kernels.cuda.launcher import cuda_op
 
 __all__ = [
     "Packing",
+    "code_of",
     "decode_weight",
     "few_tokens_launch",
     "linear",
@@ -84,6 +87,19 @@ def _choice(x_MK: Tensor, weight: TiledWeight) -> Choice:
         return None
     columns = weight.tiles.shape[1]
     return choose(devices.gpu(weight.tiles.device.index), x_MK.shape[0], summands, weight.n, columns)
+
+
+def code_of(shape: tuple[int, int], dtype: torch.dtype, tokens: int, device: torch.device) -> Hashable:
+    """What decides which code a product of so many tokens compiles, beside the weight's format and shape (N, K); None
+    where it only decodes."""
+    summands = SUMMANDS.get(dtype)
+    if summands is None:
+        return None
+    n, k = shape
+    choice = choose(devices.gpu(device.index), tokens, summands, n, -(-k // COLUMNS))
+    if type(choice) is PersistentLaunch:
+        return choice._replace(cut=min(choice.cut, 1), programs=0)
+    return (choice, launches.token_groups(summands * tokens)) if type(choice) is Launch else choice
 
 
 def few_tokens_launch(device: int, tokens: int, row_tiles: int, columns: int) -> Launch:
