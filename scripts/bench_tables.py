@@ -88,6 +88,8 @@ def tables() -> str:
         out += routing_table(path)
     for path in sorted(RESULTS.glob("experts-decode-*.json")):
         out += decode_table(path)
+    for path in sorted(RESULTS.glob("experts-missed-*.json"), key=lambda path: len(path.name)):
+        out += missed_table(path)
     for path in sorted(RESULTS.glob("step-*.json")):
         out += joined_table(path)
     for path in sorted(RESULTS.glob("generate-*.json")):
@@ -260,6 +262,40 @@ def decode_table(path: Path) -> list[str]:
             else "– | – | – | – | –"
         )
         out.append(f"| {row['case']} | {row['ms']:.2f} | {row['tokens_s']:.0f} | {more} |")
+    named = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
+    return [*out, "", f"{named}, Python {where['python']}, commit {where['commit']}.", ""]
+
+
+_SHAPES = {
+    "qwen3-30b-a3b": "Qwen3-30B-A3B's shape (128 experts of 768 x 2048, 8 a token)",
+    "large": "few large experts (8 of 14336 x 4096, 2 a token, as Mixtral has them)",
+}
+
+
+def missed_table(path: Path) -> list[str]:
+    """Missed experts fetched, computed and divided side by side, from `scripts/experts_decode.py --miss`."""
+    result = json.loads(path.read_text())
+    where, rows = result["machine"], result["rows"]
+    resident = next(row["ms"] for row in rows if row["case"].startswith("4 bits, resident"))
+    what = (
+        f"A model of {_SHAPES[result['shape']]}, {result['layers']} layers, random weights, batch 1; all experts on the "
+        f"GPU: {resident:.2f} ms a token. Its host has {where['cores']} cores. Where the host decides, steps are eager."
+    )
+    out = [
+        f"## missed experts: fetched, computed where they lie, or both, {where['gpu']}: {result['shape']}",
+        "",
+        what,
+        "",
+        "| case | experts.miss | decides | ms a token | tokens/s | computed a token | fetched MB a token |",
+        "| --- " * 7 + "|",
+    ]
+    out += [
+        f"| {row['case']} | {row['miss']} | {' and '.join(row['decides'])} | {row['ms']:.2f} | {row['tokens_s']:.1f} | "
+        f"{row['computed']:.0f} | {row['missed_mb']:.0f} |"
+        for row in rows
+        if "miss" in row
+    ]
+    out += ["", *(f"Rates: {row['rates']}." for row in rows if row.get("miss") == "auto" and row["rates"])][:2]
     named = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
     return [*out, "", f"{named}, Python {where['python']}, commit {where['commit']}.", ""]
 

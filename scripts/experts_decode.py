@@ -10,6 +10,7 @@ divided. Where the host decides, steps are eager, and hits, misses and bytes are
 
     python3 scripts/experts_decode.py [--layers 48] [--shares 50 25 10] [--how joined] [--out results.json]
     python3 scripts/experts_decode.py --shares 10 --miss fetch compute auto
+    python3 scripts/experts_decode.py --shape large --layers 8 --shares 50 25 --miss fetch compute auto
 """
 
 import argparse
@@ -53,6 +54,16 @@ SHAPE = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
 }
+#: few large experts, as Mixtral-8x7B has them
+LARGE = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "moe_intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+SHAPES = {"qwen3-30b-a3b": {}, "large": LARGE}
 
 
 def build(layers: int, device: torch.device, **shape: int) -> nn.Module:
@@ -395,18 +406,23 @@ def main() -> None:
         "--how", choices=("joined", "eager", "compiled"), default="joined", help="compiled takes minutes"
     )
     parser.add_argument("--miss", nargs="+", choices=MISSES, default=["fetch"], help="what becomes of missed experts")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     done = []
-    shares = [share / 100 for share in args.shares]
-    for row in rows(args.layers, shares, torch.device("cuda", 0), how=args.how, misses=args.miss):
+    shares, shape = [share / 100 for share in args.shares], SHAPES[args.shape]
+    for row in rows(args.layers, shares, torch.device("cuda", 0), how=args.how, misses=args.miss, **shape):
         say(row)
         done.append(row)
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
     what = "experts-decode" if args.miss == ["fetch"] else "experts-missed"
+    what += "-large" if args.shape == "large" else ""
     out = args.out or ROOT / "benchmarks" / "results" / f"{what}-{name}.json"
     out.write_text(
-        json.dumps({"machine": machine(), "layers": args.layers, "how": args.how, "rows": done}, indent=1) + "\n"
+        json.dumps(
+            {"machine": machine(), "shape": args.shape, "layers": args.layers, "how": args.how, "rows": done}, indent=1
+        )
+        + "\n"
     )
 
 

@@ -3,8 +3,8 @@
     python3 scripts/missed_rates.py [--threads 2] [--out benchmarks/results/missed-rates-2-threads.json]
 
 GB/s of pages of Qwen3-30B-A3B's experts in 4 bits, eight at a time, rotated past the caches: computed by one token and
-by four, in the format's order and in that of a GPU's tiles, which are unpacked first; and copied to the GPU, or within
-host memory where there is none. `experts.miss = "auto"` divides missed experts by the second and the last of them.
+by four, in the format's order and in that of a GPU's tiles, as they lie (on CPUs that multiply bf16) and put in order
+first; and copied to the GPU, or within host memory where there is none. `experts.miss = "auto"` divides missed experts by the second and the last of them.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from scripts.measuring import interleaved, machine
 from vbrt.formats import get_format
 from vbrt.formats.experts import join_fields, join_layouts
 from vbrt.formats.page import PageLayout, new_page, pack
-from vbrt.kernels.cpu.experts import experts_down, experts_up
+from vbrt.kernels.cpu.experts import experts_down, experts_up, takes_tiles
 from vbrt.kernels.cpu.tiles import in_rows
 from vbrt.kernels.cuda.e2m1.tiles import pack_tiles, tile_layout
 from vbrt.kernels.experts import ExpertPages, Gate
@@ -53,12 +53,13 @@ class Bank:
         self.nbytes = AT_ONCE * layout.nbytes
         return itertools.cycle(ExpertPages(FORMAT, torch.bfloat16, self.shapes, layout, pages) for pages in made)
 
-    def compute(self, tokens: int, *, tiled: bool) -> Callable[[], Tensor]:
+    def compute(self, tokens: int, order: str) -> Callable[[], Tensor]:
         x = torch.randn(tokens, self.hidden, dtype=torch.float32).bfloat16()
         ids = torch.arange(AT_ONCE).repeat(tokens, 1)
 
         def run() -> Tensor:
-            pages = in_rows(next(self.tiles), self.layout) if tiled else next(self.rows)
+            pages = next(self.rows if order == "rows" else self.tiles)
+            pages = in_rows(pages, self.layout) if order == "unpacked" else pages
             return experts_down(experts_up(x, ids, pages, gate=GATE), ids, None, pages)
 
         return run
@@ -82,10 +83,11 @@ class Bank:
 def measured(hidden: int = 2048, inner: int = 768, groups: int = 6, times: int = TIMES) -> dict[str, float]:
     """GB/s of pages, by what is done with them."""
     bank = Bank(hidden, inner, groups)
+    as_they_lie = takes_tiles(next(bank.tiles), torch.bfloat16, GATE)
     functions = {
-        f"{tokens} token{'s' * (tokens > 1)}, {'tiles' if tiled else 'rows'}": bank.compute(tokens, tiled=tiled)
+        f"{tokens} token{'s' * (tokens > 1)}, {order}": bank.compute(tokens, order)
         for tokens in (1, 4)
-        for tiled in (False, True)
+        for order in ("rows", *(["tiles"] * as_they_lie), "unpacked")
     }
     functions |= {"copied": bank.copy()}
     with torch.no_grad():

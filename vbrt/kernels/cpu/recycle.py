@@ -33,10 +33,15 @@ _ended: deque[_Loan] = deque()
 _free: deque[mmap.mmap] = deque()
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialised CPU tensor."""
+def empty(shape: tuple[int, ...], dtype: torch.dtype, *, smallest_bytes: int = _SMALLEST_BYTES) -> Tensor:
+    """An uninitialised CPU tensor.
+
+    Args:
+        smallest_bytes: what is smaller is left to the C library, which outside the main thread gives megabytes back to
+            the operating system each time.
+    """
     nbytes = prod(shape) * dtype.itemsize
-    if nbytes < _SMALLEST_BYTES:
+    if nbytes < smallest_bytes:
         return torch.empty(shape, dtype=dtype, device="cpu")
     block = _take(nbytes)
     view = memoryview(block)

@@ -20,6 +20,7 @@ from vbrt.kernels.experts import ExpertPages
 __all__ = ["in_rows"]
 
 _THREAD_BYTES = 1 << 16  # of pages that are worth a thread
+_KEPT_BYTES = 1 << 20  # of memory for pages from which on it is used again: it takes as long to map as to fill
 
 
 def in_rows(pages: ExpertPages, layout: PageLayout) -> ExpertPages:
@@ -36,7 +37,8 @@ def in_rows(pages: ExpertPages, layout: PageLayout) -> ExpertPages:
     if strange:
         raise KernelError(f"pages of {', '.join(strange)} are neither in the format's order nor in that of tiles")
     held = {expert: page for expert, page in enumerate(pages.pages) if page is not None}
-    memory = recycle.empty((len(held), layout.nbytes), torch.uint8)
+    room = 1 << (len(held) - 1).bit_length()  # few sizes, so that memory fits again
+    memory = recycle.empty((room, layout.nbytes), torch.uint8, smallest_bytes=_KEPT_BYTES)[: len(held)]
     copies: list[Tensor | None] = [None] * pages.experts
     for expert, page in zip(held, memory, strict=True):
         copies[expert] = page

@@ -24,7 +24,7 @@ from vbrt.host.crew import Crew
 from vbrt.kernels.cpu import build
 from vbrt.layers.experts.gates import kept_gate
 from vbrt.layers.experts.host_work import HostLayer, HostWork, Operands, host_ops
-from vbrt.residency.missed import Missed, MissRates, computed_experts, expected_misses, host_pays
+from vbrt.residency.missed import OPERATORS, Missed, MissRates, computed_experts, expected_misses, host_pays
 from vbrt.tiers.lower import LowerLease, has_host_below, missing_worth
 
 if TYPE_CHECKING:
@@ -120,10 +120,16 @@ class MissedExperts:
         share = min(1.0, room_bytes / max(1, sum(page.nbytes for handle, _ in layers for page in handle.pages)))
         handle, layer = max(served, key=lambda one: one[0].pages[0].nbytes)
         rates = self.rates_of(layer)
-        if rates is None or host_pays(expected_misses(handle.spec.top_k * handle.pages[0].nbytes, share), rates):
+        misses = expected_misses(handle.spec.top_k, share)
+        if rates is None or host_pays(misses, handle.pages[0].nbytes, rates):
             return False
         self.announce(f"the GPU decides, which is faster at {rates}")
         return True
+
+    def keeps_on_host(self, handle: "ExpertsHandle") -> bool:
+        """True if the host decides for a layer because all its misses are computed, whatever the device could do."""
+        layer = next(iter(handle.layers), None)
+        return self.mode == "compute" and layer is not None and self._layer(layer) is not None
 
     # -- layers -------------------------------------------------------------------------------------------------------
 
@@ -198,27 +204,56 @@ class MissedExperts:
 
     def _timed(self, layer: "VBExperts", views: dict[int, Tensor]) -> MissRates:
         handle, host, nbytes = layer.handle, self._with_biases(layer), layer.handle.pages[0].nbytes
-        one = min(handle.spec.top_k, len(views))
-        groups = [list(views)[at : at + one] for at in range(0, len(views) - one + 1, one)]
+        count = min(handle.spec.top_k, len(views))
+        groups = [list(views)[at : at + count] for at in range(0, len(views) - count + 1, count)]
 
         def compute(group: Sequence[int], tokens: int) -> None:
             x = torch.zeros(tokens, handle.spec.sites[0].shape[1], dtype=handle.dtype, device="cpu")
             ids = torch.tensor([group] * tokens, dtype=torch.int64, device="cpu")
             host.rows(Operands(x, ids), {e: views[e] for e in group})
 
+        def of(experts: int, tokens: int) -> float:
+            return _median(lambda turn: compute(groups[turn % len(groups)][:experts], tokens))
+
         compute(groups[0], 1)  # builds the kernels
-        single, four = (_median(lambda turn, n=n: compute(groups[turn % len(groups)], n)) for n in (1, 4))
-        there = [torch.empty(nbytes, dtype=torch.uint8, device=handle.device) for _ in range(one)]
+        one, all_, four = of(1, 1), of(count, 1), of(count, 4)
+        each = (all_ - one) / (count - 1) if all_ > one else all_ / count
+        there = [torch.empty(nbytes, dtype=torch.uint8, device=handle.device) for _ in range(count)]
 
         def copy(turn: int) -> None:
             for expert, page in zip(groups[turn % len(groups)], there, strict=True):
                 page.copy_(views[expert], non_blocking=True)
-            if handle.device.type == "cuda":
-                torch.cuda.current_stream(handle.device).synchronize()
+            _wait_for(handle.device)
 
         copy(0)
-        more = max(0.0, four / single - 1) / 3
-        return MissRates(one * nbytes / _median(copy), one * nbytes / single, more, self._call_seconds())
+        return MissRates(
+            link_bytes_s=count * nbytes / _median(copy),
+            cpu_bytes_s=nbytes / each,
+            more=max(0.0, four / all_ - 1) / 3,
+            call_s=self._call_seconds() + max(0.0, one - each),
+            host_s=self._host_seconds(layer),
+        )
+
+    def _host_seconds(self, layer: "VBExperts") -> float:
+        """The time that the host takes for its decisions, and to launch a layer's kernels one by one."""
+        handle = layer.handle
+        x = torch.zeros(1, handle.spec.sites[0].shape[1], dtype=handle.dtype, device=handle.device)
+        ids = torch.arange(handle.spec.top_k, dtype=torch.int64, device=handle.device)[None]
+
+        def decide(turn: int) -> None:
+            keys = handle.keys_of(list(Operands.of(x, ids).pairs(handle.spec.experts)), "full")
+            missing_worth(handle.stack, keys)
+            lower = LowerLease(handle.stack, keys, looks=True)
+            lower.begin()
+            lower.end()
+
+        def launch(turn: int) -> None:
+            for _ in range(OPERATORS):
+                torch.add(x, x)
+
+        seconds = _median(decide) + _median(launch)
+        _wait_for(handle.device)
+        return seconds
 
     def _call_seconds(self) -> float:
         """The time in which the thread does nothing."""
@@ -231,6 +266,11 @@ class MissedExperts:
 
         call(0)  # starts it
         return _median(call)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _median(run: Callable[[int], None]) -> float:
