@@ -278,14 +278,16 @@ def missed_table(path: Path) -> list[str]:
     where, rows = result["machine"], result["rows"]
     resident = next(row["ms"] for row in rows if row["case"].startswith("4 bits, resident"))
     what = (
-        f"A model of {_SHAPES[result['shape']]}, {result['layers']} layers, random weights, batch 1; all experts on the "
-        f"GPU: {resident:.2f} ms a token. Its host has {where['cores']} cores. Where the host decides, steps are eager."
+        f"A model of {_SHAPES[result['shape']]}, {result['layers']} layers, random weights, batch 1; with all experts "
+        f"on the GPU {resident:.2f} ms a token. The host computes on {result['threads']} cores. Where it decides, "
+        "steps are eager."
     )
     out = [
         f"## missed experts: fetched, computed where they lie, or both, {where['gpu']}: {result['shape']}",
         "",
         what,
         "",
+        *([result["note"], ""] if result.get("note") else []),
         "| case | experts.miss | decides | ms a token | tokens/s | computed a token | fetched MB a token |",
         "| --- " * 7 + "|",
     ]

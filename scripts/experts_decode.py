@@ -418,12 +418,8 @@ def main() -> None:
     what = "experts-decode" if args.miss == ["fetch"] else "experts-missed"
     what += "-large" if args.shape == "large" else ""
     out = args.out or ROOT / "benchmarks" / "results" / f"{what}-{name}.json"
-    out.write_text(
-        json.dumps(
-            {"machine": machine(), "shape": args.shape, "layers": args.layers, "how": args.how, "rows": done}, indent=1
-        )
-        + "\n"
-    )
+    head = {"machine": machine(), "threads": torch.get_num_threads(), "shape": args.shape, "layers": args.layers}
+    out.write_text(json.dumps(head | {"how": args.how, "rows": done}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

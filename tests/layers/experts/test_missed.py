@@ -1,11 +1,14 @@
 """Missed experts that the CPU computes where they lie, beside a memory that stands for a GPU's."""
 
 import threading
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import vbrt
+from tests.kernels.cpu.test_cpu_tiles import tiled_pages
 from tests.layers.experts.beside_gpu import wrap_beside
 from tests.matrix import matrix
 from tests.models import TOKENS, config, qwen3_moe, wrap
@@ -13,8 +16,11 @@ from tests.tiers.stacks import assert_at_rest
 from tests.zoo.experts import EXPERTS, experts_module, routed
 from vbrt.errors import KernelError
 from vbrt.kernels.cpu import build
+from vbrt.kernels.experts import Gate
 from vbrt.layers.experts import host_work
+from vbrt.layers.experts.host_work import HostLayer, Operands
 from vbrt.layers.experts.missed import MissedExperts
+from vbrt.model import expert_cache
 from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.missed import MissRates
 
@@ -221,3 +227,31 @@ def test_the_device_decides_where_the_host_would_take_longer_or_cannot_compute(m
     exact = wrap_beside(monkeypatch, qwen3_moe(), "exact", room=8, miss="compute")
     with pytest.warns(UserWarning, match="held as"):
         assert exact._attachment.missed.left_to_device([_layer(exact).handle], 4096)
+
+
+@pytest.mark.parametrize(("miss", "said"), [("compute", 0), ("auto", 1)])
+def test_that_the_device_cannot_decide_is_said_only_where_it_would(monkeypatch, miss, said):
+    cache = wrap_beside(monkeypatch, qwen3_moe(), room=4, miss=miss)._attachment.expert_cache
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(expert_cache, "why_host", lambda handle: "its kernels do not take pages by address")
+    cache.follow()
+    assert len(cache.fallbacks) == said and all("by address" in why for why in cache.fallbacks)
+
+
+@torch.no_grad()
+def test_pages_in_the_order_of_a_gpu_are_computed_as_they_lie_or_put_in_order(monkeypatch):
+    tiles, layout, _ = tiled_pages("nvfp4", {"up": (64, 64), "down": (64, 32)})
+    handle = _layer(wrap_beside(monkeypatch, qwen3_moe(), room=4)).handle
+    stand_in = SimpleNamespace(
+        spec=SimpleNamespace(experts=4),
+        device=handle.device,
+        form=lambda pages: replace(tiles, pages=pages),
+        coder=SimpleNamespace(encoded_joint=lambda _: layout),
+    )
+    host = HostLayer(stand_in, host_work.host_ops(handle)[0], Gate("silu"), None, None)
+    views, ids = {e: tiles.pages[e] for e in (1, 3)}, torch.tensor([[1, 3], [3, -1]])
+    x = torch.randn(2, 64).bfloat16()
+    found = host.rows(Operands(x, ids), views)
+    monkeypatch.setattr(host_work, "takes_tiles", lambda *args: False)
+    torch.testing.assert_close(host.rows(Operands(x, ids), views), found, rtol=2e-2, atol=1e-2)
+    assert found.abs().sum(1).bool().tolist() == [True, True, True, False]

@@ -29,6 +29,7 @@ from vbrt.formats.levels import Levels
 from vbrt.kernels import experts as reference
 from vbrt.kernels.cpu import linear as cpu_linear
 from vbrt.kernels.cpu.build import NUMBERS, Bank, Gating, Task, library, scale_type
+from vbrt.kernels.cpu.teams import team
 from vbrt.kernels.cuda.e2m1.tiles import ROWS, TILES
 from vbrt.kernels.experts import ExpertPages, Gate, apply_gate, pairs_of_experts, part_planes
 
@@ -224,4 +225,4 @@ def weigh_and_sum(rows_PN: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, experts: 
 
 
 def _threads(work: int) -> int:
-    return max(1, min(torch.get_num_threads(), work // _THREAD_WORK))
+    return team(work // _THREAD_WORK)

@@ -14,6 +14,7 @@ from vbrt.errors import KernelError
 from vbrt.formats.page import PageLayout
 from vbrt.kernels.cpu import recycle
 from vbrt.kernels.cpu.build import Order, library
+from vbrt.kernels.cpu.teams import team
 from vbrt.kernels.cuda.e2m1.tiles import TILES
 from vbrt.kernels.experts import ExpertPages
 
@@ -44,7 +45,7 @@ def in_rows(pages: ExpertPages, layout: PageLayout) -> ExpertPages:
         copies[expert] = page
     out = ExpertPages(pages.format, pages.dtype, pages.shapes, layout, copies)
     addresses = [(ctypes.c_void_p * len(held))(*(page.data_ptr() for page in some)) for some in (held.values(), memory)]
-    threads = max(1, min(torch.get_num_threads(), memory.numel() // _THREAD_BYTES))
+    threads = team(memory.numel() // _THREAD_BYTES)
     for part, (n, k) in pages.shapes.items():
         own, to = pages.offsets(part), out.offsets(part)
         order = Order(

@@ -14,6 +14,7 @@ from torch import Tensor
 from vbrt.errors import KernelError, TierError, VBError
 from vbrt.kernels import resolve
 from vbrt.kernels.cpu.experts import takes_tiles
+from vbrt.kernels.cpu.teams import leaving
 from vbrt.kernels.cpu.tiles import in_rows
 from vbrt.kernels.experts import ExpertPages, Gate
 from vbrt.layers.experts.coding import ExpertOps
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["HostLayer", "HostWork", "Operands", "host_ops", "host_pages"]
 
 CPU = torch.device("cpu")
+_OTHERS = 2  # threads that work meanwhile: the one that launches kernels, and the one that copies pages
 
 
 class Operands(NamedTuple):
@@ -70,9 +72,15 @@ class HostLayer(NamedTuple):
         Args:
             views: pages in host memory, by expert.
         """
-        pages = host_pages(self, views, operands.x.dtype)
-        h_PI = self.ops.up(operands.x, operands.ids, pages, gate=self.gate, bias_EN=self.up)
-        return self.ops.down(h_PI, operands.ids, None, pages, bias_EN=self.down)
+        with leaving(_OTHERS):
+            pages = host_pages(self, views, operands.x.dtype)
+            h_PI = self.ops.up(operands.x, operands.ids, pages, gate=self.gate, bias_EN=self.up)
+            return self.ops.down(h_PI, operands.ids, None, pages, bias_EN=self.down)
+
+    def to_send(self, operands: Operands, views: Mapping[int, Tensor]) -> Tensor:
+        """Return `rows` in memory from which copies to the computing device are fastest."""
+        rows = self.rows(operands, views)
+        return rows.pin_memory() if self.handle.device.type == "cuda" else rows
 
 
 def host_pages(layer: HostLayer, views: Mapping[int, Tensor], dtype: torch.dtype) -> ExpertPages:
@@ -123,9 +131,7 @@ class HostWork:
     def _compute(self) -> Tensor:
         handle, views = self._layer.handle, self._lower.wait()
         keys = handle.keys_of(self.experts, "full")
-        pages = {e: views[key] for e, key in zip(self.experts, keys, strict=True)}
-        rows = self._layer.rows(self._operands, pages)
-        return rows.pin_memory() if handle.device.type == "cuda" else rows
+        return self._layer.to_send(self._operands, {e: views[key] for e, key in zip(self.experts, keys, strict=True)})
 
     def rows(self) -> Tensor:
         """Return the rows on the computing device, [P, N], zeros for other experts; wait for them.

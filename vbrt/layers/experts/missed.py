@@ -9,12 +9,9 @@ Fetched as ever: prompts, passes with gradients, experts that are merged or dens
 own, and everything that the device decides by itself. Reasons are in `fallbacks`.
 """
 
-import statistics
-import time
 import warnings
 import weakref
-from _thread import allocate_lock
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -24,7 +21,8 @@ from vbrt.host.crew import Crew
 from vbrt.kernels.cpu import build
 from vbrt.layers.experts.gates import kept_gate
 from vbrt.layers.experts.host_work import HostLayer, HostWork, Operands, host_ops
-from vbrt.residency.missed import OPERATORS, Missed, MissRates, computed_experts, expected_misses, host_pays
+from vbrt.layers.experts.rating import measured_rates
+from vbrt.residency.missed import Missed, MissRates, computed_experts, expected_misses, host_pays
 from vbrt.tiers.lower import LowerLease, has_host_below, missing_worth
 
 if TYPE_CHECKING:
@@ -32,9 +30,6 @@ if TYPE_CHECKING:
     from vbrt.layers.experts.layer import VBExperts
 
 __all__ = ["MissedExperts"]
-
-_TURNS = 5  # of each measurement, of which the median counts
-_MOST_BYTES = 128 << 20  # of pages that are read to measure
 
 
 class _Bias(NamedTuple):
@@ -188,96 +183,5 @@ class MissedExperts:
     def rates_of(self, layer: "VBExperts") -> MissRates | None:
         """Return the measured rates; None, to compute all misses, while no page of the layer lies in host memory."""
         if self.rates is None:
-            self.rates = self._measured(layer)
+            self.rates = measured_rates(self._with_biases(layer), self._crew)
         return self.rates
-
-    def _measured(self, layer: "VBExperts") -> MissRates | None:
-        handle = layer.handle
-        most = max(handle.spec.top_k, _MOST_BYTES // handle.pages[0].nbytes)
-        keys = {key: e for e, key in enumerate(handle.keys[:most])}
-        lower = LowerLease(handle.stack, tuple(keys), looks=True)
-        try:
-            views = {keys[key]: view for key, view in lower.wait().items()} if lower.begin() else {}
-            return self._timed(layer, views) if views else None
-        finally:
-            lower.end()
-
-    def _timed(self, layer: "VBExperts", views: dict[int, Tensor]) -> MissRates:
-        handle, host, nbytes = layer.handle, self._with_biases(layer), layer.handle.pages[0].nbytes
-        count = min(handle.spec.top_k, len(views))
-        groups = [list(views)[at : at + count] for at in range(0, len(views) - count + 1, count)]
-
-        def compute(group: Sequence[int], tokens: int) -> None:
-            x = torch.zeros(tokens, handle.spec.sites[0].shape[1], dtype=handle.dtype, device="cpu")
-            ids = torch.tensor([group] * tokens, dtype=torch.int64, device="cpu")
-            host.rows(Operands(x, ids), {e: views[e] for e in group})
-
-        def of(experts: int, tokens: int) -> float:
-            return _median(lambda turn: compute(groups[turn % len(groups)][:experts], tokens))
-
-        compute(groups[0], 1)  # builds the kernels
-        one, all_, four = of(1, 1), of(count, 1), of(count, 4)
-        each = (all_ - one) / (count - 1) if all_ > one else all_ / count
-        there = [torch.empty(nbytes, dtype=torch.uint8, device=handle.device) for _ in range(count)]
-
-        def copy(turn: int) -> None:
-            for expert, page in zip(groups[turn % len(groups)], there, strict=True):
-                page.copy_(views[expert], non_blocking=True)
-            _wait_for(handle.device)
-
-        copy(0)
-        return MissRates(
-            link_bytes_s=count * nbytes / _median(copy),
-            cpu_bytes_s=nbytes / each,
-            more=max(0.0, four / all_ - 1) / 3,
-            call_s=self._call_seconds() + max(0.0, one - each),
-            host_s=self._host_seconds(layer),
-        )
-
-    def _host_seconds(self, layer: "VBExperts") -> float:
-        """The time that the host takes for its decisions, and to launch a layer's kernels one by one."""
-        handle = layer.handle
-        x = torch.zeros(1, handle.spec.sites[0].shape[1], dtype=handle.dtype, device=handle.device)
-        ids = torch.arange(handle.spec.top_k, dtype=torch.int64, device=handle.device)[None]
-
-        def decide(turn: int) -> None:
-            keys = handle.keys_of(list(Operands.of(x, ids).pairs(handle.spec.experts)), "full")
-            missing_worth(handle.stack, keys)
-            lower = LowerLease(handle.stack, keys, looks=True)
-            lower.begin()
-            lower.end()
-
-        def launch(turn: int) -> None:
-            for _ in range(OPERATORS):
-                torch.add(x, x)
-
-        seconds = _median(decide) + _median(launch)
-        _wait_for(handle.device)
-        return seconds
-
-    def _call_seconds(self) -> float:
-        """The time in which the thread does nothing."""
-        done = allocate_lock()
-        done.acquire()
-
-        def call(turn: int) -> None:
-            self._crew.give(done.release)
-            done.acquire(timeout=1.0)
-
-        call(0)  # starts it
-        return _median(call)
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
-def _median(run: Callable[[int], None]) -> float:
-    """Return the median of the seconds of some runs, which are told their turn."""
-    spans = []
-    for turn in range(_TURNS):
-        start = time.perf_counter()
-        run(turn)
-        spans.append(time.perf_counter() - start)
-    return statistics.median(spans)

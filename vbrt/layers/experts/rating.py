@@ -1,0 +1,139 @@
+"""Measures what `experts.miss = "auto"` goes by, on a layer's own pages and as its passes compute: by their thread, its
+team and its memory."""
+
+import itertools
+import statistics
+import time
+from _thread import allocate_lock
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from vbrt.host.crew import Crew
+from vbrt.layers.experts.host_work import HostLayer, Operands
+from vbrt.residency.missed import OPERATORS, MissRates
+from vbrt.tiers.lower import LowerLease, missing_worth
+
+__all__ = ["measured_rates"]
+
+_TURNS = 5  # of each measurement, of which the median counts
+_MOST_BYTES = 512 << 20  # of pages that are read to measure
+
+
+def measured_rates(host: HostLayer, crew: Crew) -> MissRates | None:
+    """Return the rates of link and CPU for a layer; None while no page of it lies in host memory.
+
+    Args:
+        crew: whose thread computes missed experts.
+    """
+    handle = host.handle
+    most = max(handle.spec.top_k, _MOST_BYTES // handle.pages[0].nbytes)
+    keys = {key: expert for expert, key in enumerate(handle.keys[:most])}
+    lower = LowerLease(handle.stack, tuple(keys), looks=True)
+    try:
+        views = {keys[key]: view for key, view in lower.wait().items()} if lower.begin() else {}
+        return _rates(host, crew, views) if views else None
+    finally:
+        lower.end()
+
+
+def _rates(host: HostLayer, crew: Crew, views: Mapping[int, Tensor]) -> MissRates:
+    handle, nbytes = host.handle, host.handle.pages[0].nbytes
+    count = min(handle.spec.top_k, len(views))
+    starts = range(0, len(views) - count + 1, count)
+    groups = itertools.cycle([list(views)[at : at + count] for at in starts])  # never what caches still have
+
+    def computed(experts: int, tokens: int) -> float:
+        return _median(lambda: _in_thread(crew, _call(host, views, next(groups)[:experts], tokens)))
+
+    computed(count, 1)  # builds the kernels, and starts the thread and its team
+    one, all_, four = computed(1, 1), computed(count, 1), computed(count, 4)
+    each = (all_ - one) / (count - 1) if all_ > one else all_ / count
+    return MissRates(
+        link_bytes_s=count * nbytes / _copy_seconds(handle.device, views, groups),
+        cpu_bytes_s=nbytes / each,
+        more=max(0.0, four / all_ - 1) / 3,
+        call_s=max(0.0, one - each) or _median(lambda: _in_thread(crew, int)),
+        host_s=_host_seconds(host),
+    )
+
+
+def _call(host: HostLayer, views: Mapping[int, Tensor], experts: Sequence[int], tokens: int) -> Callable[[], object]:
+    """Return what computes some experts for some tokens."""
+    handle = host.handle
+    x = torch.zeros(tokens, handle.spec.sites[0].shape[1], dtype=handle.dtype, device="cpu")
+    ids = torch.tensor([list(experts)] * tokens, dtype=torch.int64, device="cpu")
+    return lambda: host.to_send(Operands(x, ids), {expert: views[expert] for expert in experts})
+
+
+def _in_thread(crew: Crew, call: Callable[[], object]) -> None:
+    """Have the crew's thread call a function, and wait for it. Raises what it raised."""
+    begun, done, failed = allocate_lock(), allocate_lock(), []
+    done.acquire()
+
+    def run() -> None:
+        if not begun.acquire(blocking=False):
+            return
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - raised below
+            failed.append(error)
+        finally:
+            done.release()
+
+    crew.give(run)
+    while not done.acquire(timeout=1.0):
+        run()  # where no thread could be started
+    if failed:
+        raise failed[0]
+
+
+def _copy_seconds(device: torch.device, views: Mapping[int, Tensor], groups: "itertools.cycle[list[int]]") -> float:
+    """The time in which a group's pages come to the computing device."""
+    there = [torch.empty_like(views[expert], device=device) for expert in next(groups)]
+
+    def copy() -> None:
+        for expert, page in zip(next(groups), there, strict=True):
+            page.copy_(views[expert], non_blocking=True)
+        _wait_for(device)
+
+    copy()
+    return _median(copy)
+
+
+def _host_seconds(host: HostLayer) -> float:
+    """The time that the host takes for its decisions, and to launch a layer's kernels one by one."""
+    handle = host.handle
+    x = torch.zeros(1, handle.spec.sites[0].shape[1], dtype=handle.dtype, device=handle.device)
+    ids = torch.arange(handle.spec.top_k, dtype=torch.int64, device=handle.device)[None]
+
+    def decide() -> None:
+        keys = handle.keys_of(list(Operands.of(x, ids).pairs(handle.spec.experts)), "full")
+        missing_worth(handle.stack, keys)
+        lower = LowerLease(handle.stack, keys, looks=True)
+        lower.begin()
+        lower.end()
+
+    def launch() -> None:
+        for _ in range(OPERATORS):
+            torch.add(x, x)
+
+    seconds = _median(decide) + _median(launch)
+    _wait_for(handle.device)
+    return seconds
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _median(run: Callable[[], object]) -> float:
+    """Return the median of the seconds of some runs."""
+    spans = []
+    for _ in range(_TURNS):
+        start = time.perf_counter()
+        run()
+        spans.append(time.perf_counter() - start)
+    return statistics.median(spans)
