@@ -231,7 +231,8 @@ def test_the_device_decides_where_the_host_would_take_longer_or_cannot_compute(m
 
 @pytest.mark.parametrize(("miss", "said"), [("compute", 0), ("auto", 1)])
 def test_that_the_device_cannot_decide_is_said_only_where_it_would(monkeypatch, miss, said):
-    cache = wrap_beside(monkeypatch, qwen3_moe(), room=4, miss=miss)._attachment.expert_cache
+    vb = wrap_beside(monkeypatch, qwen3_moe(), room=4, miss=miss)
+    cache = vb._attachment.expert_cache
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(expert_cache, "why_host", lambda handle: "its kernels do not take pages by address")
     cache.follow()
