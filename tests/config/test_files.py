@@ -39,7 +39,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
 
 def test_the_presets_are_these():
     assert preset_names() == (
-        *("cpu-ssd", "dense", "exact", "fp4", "fp8", "full", "lru", "mxfp4", "nf4", "quantile", "train"),
+        *("cpu-ssd", "dense", "exact", "fp4", "fp8", "full", "lru", "mxfp4", "mxint8", "nf4", "quantile", "train"),
     )
 
 
@@ -68,9 +68,10 @@ def test_the_presets_do_what_their_names_say():
     assert load_config("train").mode == "train" and load_config("fp4").mode == "infer"
     assert load_config("fp8").compute.fp8 and not load_config("fp4").compute.fp8
     assert not load_config("fp4").compute.fp4  # 4-bit weights; activations are another matter
-    assert {name: load_config(name).weights.format for name in ("nf4", "mxfp4", "quantile")} == {
+    assert {name: load_config(name).weights.format for name in ("nf4", "mxfp4", "mxint8", "quantile")} == {
         "nf4": "nf4",
         "mxfp4": "mxfp4",
+        "mxint8": "mxint8",
         "quantile": "quantile",
     }
     tiers = load_config("cpu-ssd").tiers
@@ -81,7 +82,7 @@ def test_the_presets_do_what_their_names_say():
 def test_an_unknown_preset_is_refused_with_the_nearest_name():
     assert refusal(load_config, "exakt") == (
         '"exakt" is not a preset; did you mean "exact"?; expected "cpu-ssd", "dense", "exact", "fp4", "fp8", "full", '
-        '"lru", "mxfp4", "nf4", "quantile" or "train", or the path of a TOML file'
+        '"lru", "mxfp4", "mxint8", "nf4", "quantile" or "train", or the path of a TOML file'
     )
 
 

@@ -1,5 +1,7 @@
 """`vbrt.choose_precision` and `weights.formats`: what is chosen, what it costs, and that nothing changes on the way."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from vbrt.config import VBConfig, load_config
 from vbrt.config.toml_text import toml_text
 from vbrt.errors import ArgumentError, ConfigError, WrapError
 from vbrt.estimation.calibration import rounded
+from vbrt.estimation.precision_report import Way
 
 X = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(1))
 
@@ -47,20 +50,33 @@ def test_the_last_pattern_that_matches_says_how_a_layer_is_held_through_toml_and
     assert torch.equal(vbrt.load(tmp_path / "saved", mlp(dtype=torch.bfloat16), asked)(x), expected)
 
 
-def test_the_layer_that_loses_most_is_lossless_first_and_the_model_is_as_it_was():
+def test_the_layer_that_loses_most_takes_more_bytes_first_and_the_model_is_as_it_was():
     model = uneven().train()
     before = {name: (p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
-    choice = vbrt.choose_precision(model, X, "15 bits", config("nvfp4"))
+    choice = vbrt.choose_precision(model, X, "10 bits", config("nvfp4"))
     assert model.training and all(
         p.data_ptr() == before[n][0] and torch.equal(p, before[n][1]) for n, p in model.named_parameters()
     )
     assert max(choice.layers, key=lambda layer: layer.loss).name == "4"
-    assert [layer.name for layer in choice.layers if layer.lossless] == ["4"]
+    assert {layer.name: layer.held for layer in choice.layers if layer.chosen} == {"4": "mxint8"}
+    assert choice.loss == pytest.approx(choice.loss_in_4_bits - sum(a.loss - a.left for a in choice.layers if a.chosen))
     assert choice.nbytes == vbrt.make_plan(model, choice.config).page_bytes <= choice.budget_bytes
     ranked = [line.split()[0] for line in str(choice).splitlines()[5:]]
     assert ranked == [layer.name for layer in sorted(choice.layers, key=lambda layer: -layer.loss_per_byte)]
     assert [layer.lossless for layer in choice.within("32 bits").layers] == [True] * 4
-    assert choice.within("15 bits") == choice
+    assert choice.within("10 bits") == choice
+
+
+def ways(*kinds: tuple[str, int, float]) -> vbrt.LayerPrecision:
+    every = tuple(Way(held, nbytes, loss, lossless=not loss) for held, nbytes, loss in kinds)
+    return vbrt.LayerPrecision(SimpleNamespace(name="a"), 1, every)
+
+
+def test_a_way_that_saves_little_for_its_bytes_is_passed_over():
+    step = ways(("nvfp4", 100, 1.0), ("mxint8", 200, 0.01), ("exact", 300, 0.0))
+    assert [at for _, at in step.steps()] == [1, 2] and step.loss_per_byte == 0.99 / 100
+    assert [at for _, at in ways(("nvfp4", 100, 1.0), ("mxint8", 290, 0.9), ("dense", 300, 0.0)).steps()] == [2]
+    assert not list(ways(("nvfp4", 100, 0.0), ("mxint8", 200, 0.1), ("exact", 300, 0.0)).steps())
 
 
 def test_what_was_measured_is_what_the_wrapped_model_computes(tmp_path):
@@ -121,7 +137,7 @@ def test_auto_wraps_a_model_that_writes_text_and_is_refused_by_name_elsewhere():
     pytest.importorskip("transformers")
     auto = config("auto", budget="15 bits")
     vb = vbrt.wrap(llama(), auto)
-    assert {swap.format for swap in vb.plan.swaps} == {"nvfp4", "dense"}
+    assert {swap.format for swap in vb.plan.swaps} == {"nvfp4", "mxint8", "dense"}
     assert vb.plan.page_bytes * 8 <= 15 * sum(swap.site.parameters for swap in vb.plan.swaps)
     with pytest.raises(ConfigError, match=r'weights.format = "auto" measures text .*give `sequences`'):
         vbrt.wrap(mlp(), auto)
@@ -139,6 +155,7 @@ def test_auto_wraps_a_model_that_writes_text_and_is_refused_by_name_elsewhere():
         ({"sequences": [1, 2]}, ArgumentError, "sequences has the number 1; expected sequences"),
         ({"method": "fast"}, ArgumentError, 'method = \'fast\'; expected "kl" or "hessian"'),
         ({"weights": {"format": "dense"}}, ConfigError, 'weights.format = "dense"; expected a 4-bit format'),
+        ({"weights": {"format": "mxint8"}}, ConfigError, 'weights.format = "mxint8"; expected a 4-bit format'),
     ],
 )
 def test_wrong_use_is_named(asked, error, words):

@@ -24,7 +24,7 @@ _EXAMPLES = """examples:
   vbrt plan ./Llama-3.1-8B --gpu-memory 8GiB         what would be swapped, and what it takes
   vbrt estimate ./Llama-3.1-8B --context 8192        what memory a task takes, and where
   vbrt advise ./Llama-3.1-8B --gpu-memory 12GiB      format, budgets and options that suit a machine
-  vbrt precision ./Llama-3.1-8B --budget "6 bits"    which layers are lossless, which in 4 bits
+  vbrt precision ./Llama-3.1-8B --budget "6 bits"    which layers take more than 4 bits
   vbrt run ./Llama-3.1-8B "The sea is"               wrap, generate, show hit rates
   vbrt chat ./Llama-3.1-8B-Instruct                  talk with it, in several turns
   vbrt convert ./Llama-3.1-8B ./exact --config exact write its planes, without ever holding the model

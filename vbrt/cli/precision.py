@@ -1,4 +1,4 @@
-"""`vbrt precision`: which layers of a model are lossless within a budget, and which in 4 bits."""
+"""`vbrt precision`: which layers of a model are lossless within a budget, and which in 8 or 4 bits."""
 
 import argparse
 from pathlib import Path
@@ -25,8 +25,8 @@ def add(commands: argparse._SubParsersAction) -> None:
         commands,
         "precision",
         _precision,
-        help="choose which layers are lossless and which in 4 bits, within a budget",
-        text="The model\nis loaded into host memory, and runs once for each layer, on the GPU where there is one.",
+        help="choose which layers are lossless, in 8 bits or in 4, within a budget",
+        text="The model\nis loaded into host memory, and runs twice for each layer, on the GPU where there is one.",
         examples='  vbrt precision ./Llama-3.1-8B --budget "6 bits"\n'
         "  vbrt precision ./Llama-3.1-8B --budget 8GiB --text notes.txt --write my.toml\n"
         "  vbrt run ./Llama-3.1-8B --config my.toml\n",

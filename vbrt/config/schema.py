@@ -208,7 +208,7 @@ class ExpertsConfig(Section):
 
     miss: "fetch": the page comes over the link. "compute": the CPU computes the expert where its page lies, while the
     GPU computes the others. "auto": whichever is done earlier by measured rates; link and CPU share a layer's misses.
-    Results of the last two are those of the first but for rounding. Only 4-bit experts, a few tokens at a time.
+    Results of the last two are those of the first but for rounding. Only experts in 4 or 8 bits, some tokens at a time.
     """
 
     _key: ClassVar[str] = "experts"

@@ -32,6 +32,7 @@ _SCRAPS = (
 )  # what torch reserved beside what it had given away, at most (0.1 to 0.6 GiB): no more than comes and goes
 _PRESETS = ("dense", "exact", "fp4")
 _SMALLER = ("nf4", "mxfp4")  # than fp4, and rounded more
+_FINER = ("mxint8",)  # than fp4, and larger
 _EIGHT_BITS = {"training": {"moments": "8bit"}}
 _SHARES = (0.75, 0.5, 0.25, 0.0)  # of the pages, on the computing device; 0: those that pass through
 _PASSING = 3  # of the largest layer: what passes through has room for the one that computes and those that come
@@ -198,7 +199,7 @@ def _run(asked: Asked, task: Task) -> Iterator[_Way]:
         yield _Way(task, preset)
     if asked.rates.fp8 and task.kind == "prefill":
         yield _Way(task, "fp8", alone=True)
-    for preset in _SMALLER:
+    for preset in (*_SMALLER, *_FINER):
         yield _Way(task, preset, alone=True)
 
 

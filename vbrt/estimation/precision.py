@@ -1,10 +1,10 @@
-"""`vbrt.choose_precision`: which layers stay lossless within a budget, by what each costs in 4 bits.
+"""`vbrt.choose_precision`: which layers take 8 bits or stay lossless within a budget, by what each costs in 4 bits.
 
-The loss of each layer in 4 bits is measured alone, the others as they are. Such losses add up, so that the layers with
-the most loss a byte are made lossless until the budget is spent; nothing has to be searched.
+The loss of each layer in 4 and in 8 bits is measured alone, the others as they are. Such losses add up, so that
+whatever saves the most loss a byte comes next until the budget is spent; nothing has to be searched.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vbrt.config import VBConfig, load_config, parse_weights_budget
+from vbrt.config import FORMATS, VBConfig, load_config, parse_weights_budget
 from vbrt.errors import ArgumentError, ConfigError, WrapError
 from vbrt.estimation.calibration import (
     Sequences,
@@ -25,7 +25,7 @@ from vbrt.estimation.calibration import (
     rounded,
     rounded_weight,
 )
-from vbrt.estimation.precision_report import LayerPrecision, Precision
+from vbrt.estimation.precision_report import LayerPrecision, Precision, Way
 from vbrt.estimation.statistics import input_statistics
 from vbrt.estimation.streamed import lent
 from vbrt.estimation.texts import Text, text_of
@@ -38,7 +38,7 @@ from vbrt.residency.plan import Swap
 __all__ = ["METHODS", "choose_precision", "settled"]
 
 METHODS = ("kl", "hessian")
-_COARSE = "nvfp4"
+_COARSE, _BETWEEN = "nvfp4", "mxint8"
 
 
 def choose_precision(
@@ -50,10 +50,10 @@ def choose_precision(
     method: str = "kl",
     **overrides: Any,
 ) -> Precision:
-    """Choose which layers of a model are held in 4 bits and which lossless, within a budget.
+    """Choose which layers of a model are held in 4 bits, in 8 or lossless, within a budget.
 
     Args:
-        model: with its weights, not wrapped; it runs once for each layer, and is unchanged afterwards. From host
+        model: with its weights, not wrapped; it runs twice for each layer, and is unchanged afterwards. From host
             memory, too, it runs on the GPU that the config computes on, with as many weights there as its budget holds.
         sequences: what it is measured on: token ids [N, S], or a list of sequences, or of mappings of what the forward
             takes. A few of some hundred tokens will do. None: text that the model writes itself.
@@ -90,7 +90,7 @@ def choose_precision(
         batches = batches_of(own_samples(model, device) if sequences is None else sequences, device)
         measure = _kl_losses if method == "kl" else _hessian_losses
         losses = measure(model, options, batches, device)
-    layers = [replace(option, loss=loss) for option, loss in zip(options, losses, strict=True)]
+    layers = [_with_losses(option, found) for option, found in zip(options, losses, strict=True)]
     others = [swap for swap in swaps_with_pages(model, base) if swap.name not in {layer.name for layer in layers}]
     named = (sum(swap.page_bytes for swap in others), sum(map(_weights_of, others)))
     return Precision(base, tuple(layers), method, 0, named, own=sequences is None).within(room)
@@ -144,8 +144,9 @@ def _weighed(
 def _coarse_config(config: VBConfig) -> VBConfig:
     """Return the config whose layers are all in 4 bits but for those that it names. Raises ConfigError."""
     weights = config.weights
-    if weights.format == "dense" or config.mode == "train":
-        what = 'weights.format = "dense"' if weights.format == "dense" else 'mode = "train"'
+    coarse = weights.format == "auto" or (FORMATS[weights.format].bits == 4 and not FORMATS[weights.format].lossless)
+    if not coarse or config.mode == "train":
+        what = 'mode = "train"' if coarse else f'weights.format = "{weights.format}"'
         raise ConfigError(f"{config.source}: {what}; expected a 4-bit format of a model that does not train")
     format = _COARSE if weights.format == "auto" else weights.format
     return replace(config, weights=replace(weights, format=format, fine="none", budget=None))
@@ -155,19 +156,30 @@ def _coarse_config(config: VBConfig) -> VBConfig:
 
 
 def _options(model: nn.Module, base: VBConfig) -> list[LayerPrecision]:
-    """Return the layers in 4 bits that the config does not name, with what they would take lossless."""
+    """Return the layers in 4 bits that the config does not name, with what they would take otherwise."""
     weights = base.weights
-    every = [("exact", replace(weights, fine="exact")), ("dense", replace(weights, format="dense", calibrate=None))]
-    lossless: dict[str, list[tuple[int, str]]] = {}
-    for held, chosen in every:
-        plain = tuple(pair for pair in chosen.formats if pair[1] != "exact")  # which format "dense" refuses
+    others = (
+        replace(weights, format=_BETWEEN),
+        replace(weights, fine="exact"),
+        replace(weights, format="dense", calibrate=None),
+    )
+    ways: dict[str, list[Way]] = {}
+    for chosen in others:
+        plain = tuple(pair for pair in chosen.formats if pair[1] != "exact")  # which some formats refuse
         for swap in swaps_with_pages(model, replace(base, weights=replace(chosen, formats=plain))):
-            lossless.setdefault(swap.name, []).append((swap.page_bytes, held if swap.fine == "exact" else "dense"))
+            held = "exact" if swap.fine == "exact" else swap.format
+            ways.setdefault(swap.name, []).append(Way(held, swap.page_bytes, lossless=swap.lossless))
     return [
-        LayerPrecision(swap, _weights_of(swap), swap.page_bytes, *min(lossless[swap.name]))
+        LayerPrecision(swap, _weights_of(swap), (Way(swap.format, swap.page_bytes), *_worth(ways[swap.name])))
         for swap in swaps_with_pages(model, base)
         if not swap.lossless and not _is_named(swap, weights.formats)
     ]
+
+
+def _worth(ways: Sequence[Way]) -> list[Way]:
+    """Return the smallest lossless way, behind those that lose something and take less."""
+    last = min((way for way in ways if way.lossless), key=lambda way: (way.nbytes, way.held != "dense"))
+    return [*(way for way in ways if not way.lossless and way.nbytes < last.nbytes), last]
 
 
 def _is_named(swap: Swap, formats: Sequence[tuple[str, str]]) -> bool:
@@ -182,25 +194,35 @@ def _weights_of(swap: Swap) -> int:
 # -- what each costs --------------------------------------------------------------------------------------------------
 
 
+def _with_losses(option: LayerPrecision, losses: Mapping[str, float]) -> LayerPrecision:
+    return replace(option, ways=tuple(replace(way, loss=losses.get(way.held, 0.0)) for way in option.ways))
+
+
+def _lossy(option: LayerPrecision) -> list[str]:
+    return [way.held for way in option.ways if not way.lossless]
+
+
 def _kl_losses(
     model: nn.Module, options: Sequence[LayerPrecision], batches: list[Any], device: torch.device
-) -> list[float]:
-    """Return the KL of each layer alone in 4 bits."""
+) -> list[dict[str, float]]:
+    """Return the KL of each layer alone, by format."""
     references = [logits_of(model, batch) for batch in batches]
-    losses = []
-    with Progress("measuring layers in 4 bits", len(options), unit="layers") as work:
+    losses: list[dict[str, float]] = []
+    with Progress("measuring layers in 4 and 8 bits", len(options), unit="layers") as work:
         for option in options:
             work.at(option.name)
-            with rounded(model, option.swap, option.swap.format, device):
-                losses.append(kl_between(model, batches, references))
+            losses.append({})
+            for format in _lossy(option):
+                with rounded(model, option.swap, format, device):
+                    losses[-1][format] = kl_between(model, batches, references)
             work.done()
     return losses
 
 
 def _hessian_losses(
     model: nn.Module, options: Sequence[LayerPrecision], batches: list[Any], device: torch.device
-) -> list[float]:
-    """Return Σ (mean input² · error²) of each layer: its output's squared error, inputs taken as uncorrelated."""
+) -> list[dict[str, float]]:
+    """Return Σ (mean input² · error²) of each layer, by format: its output's squared error for uncorrelated inputs."""
     odd = next((o.name for o in options if KINDS[o.swap.kind].by_rows or KINDS[o.swap.kind].routed), None)
     if odd is not None:
         raise ArgumentError(f'{odd}: method = "hessian" knows linear layers only; method = "kl" measures any')
@@ -208,10 +230,11 @@ def _hessian_losses(
     losses = []
     for option, square in zip(options, squares, strict=True):
         site, weight = option.swap.site, model.get_parameter(option.swap.site.tensor).detach().to(device)
-        error = (
-            rounded_weight(weight, site, option.swap.format, *option.swap.inputs).float() - weight.float()
-        ).square()
-        losses.append(float((error.t() if site.transposed else error).sum(0) @ square.to(error)))
+        found = {}
+        for format in _lossy(option):
+            error = rounded_weight(weight, site, format, *option.swap.inputs).float() - weight.float()
+            found[format] = float((error.t() if site.transposed else error).square().sum(0) @ square.to(error))
+        losses.append(found)
     return losses
 
 

@@ -1,4 +1,4 @@
-"""A choice of precision by layer: what each layer loses in 4 bits, what was chosen for it, and why."""
+"""A choice of precision by layer: what each layer loses in 4 and in 8 bits, what was chosen for it, and why."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,24 @@ from vbrt.config.toml_text import toml_text
 from vbrt.errors import ConfigError
 from vbrt.residency.plan import Swap, format_bytes
 
-__all__ = ["LayerPrecision", "Precision"]
+__all__ = ["LayerPrecision", "Precision", "Way"]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a layer may be held.
+
+    Attributes:
+        held: as `weights.formats` says it: a format, or "exact".
+        nbytes: of its pages.
+        loss: alone, all else as it is: KL in nats a position, or by the method's own measure; 0 of what is lossless.
+        lossless: True if the weight comes back bit for bit.
+    """
+
+    held: str
+    nbytes: int
+    loss: float = 0.0
+    lossless: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,19 +36,14 @@ class LayerPrecision:
     Attributes:
         swap: its weight in 4 bits, with its pages.
         weights: their number.
-        coarse_bytes: of its pages in 4 bits.
-        lossless_bytes: of its pages in the smaller of the lossless formats, `lossless_format`: "exact" or "dense".
-        loss: in 4 bits alone, all else as it is: KL in nats a position, or by the method's own measure.
-        lossless: what was chosen.
+        ways: how it may be held: first in 4 bits, last lossless, "exact" or "dense", whichever takes less.
+        chosen: which of them was.
     """
 
     swap: Swap = field(repr=False)
     weights: int
-    coarse_bytes: int
-    lossless_bytes: int
-    lossless_format: str
-    loss: float = 0.0
-    lossless: bool = False
+    ways: tuple[Way, ...]
+    chosen: int = 0
 
     @property
     def name(self) -> str:
@@ -41,27 +53,58 @@ class LayerPrecision:
     @property
     def held(self) -> str:
         """What was chosen, as `weights.formats` says it."""
-        return self.lossless_format if self.lossless else self.swap.format
+        return self.ways[self.chosen].held
+
+    @property
+    def lossless(self) -> bool:
+        """True if what was chosen loses nothing."""
+        return self.ways[self.chosen].lossless
 
     @property
     def nbytes(self) -> int:
         """Bytes of the pages that were chosen."""
-        return self.lossless_bytes if self.lossless else self.coarse_bytes
+        return self.ways[self.chosen].nbytes
 
     @property
-    def extra_bytes(self) -> int:
-        """Bytes that lossless takes more than 4 bits."""
-        return max(0, self.lossless_bytes - self.coarse_bytes)
+    def coarse_bytes(self) -> int:
+        """Bytes of its pages in 4 bits."""
+        return self.ways[0].nbytes
+
+    @property
+    def loss(self) -> float:
+        """What it loses in 4 bits."""
+        return self.ways[0].loss
+
+    @property
+    def left(self) -> float:
+        """What it loses as it was chosen."""
+        return self.ways[self.chosen].loss
 
     @property
     def loss_per_byte(self) -> float:
-        """What a byte more saves of the loss."""
-        return self.loss / max(1, self.extra_bytes)
+        """What a byte more than 4 bits take saves of the loss, where it saves most."""
+        return max((gain for gain, _ in self.steps()), default=0.0)
+
+    def steps(self) -> Iterator[tuple[float, int]]:
+        """Yield ways that are worth their bytes, from 4 bits on: what a byte more than the one before saves, and which.
+        A byte saves less in each."""
+        at = 0
+        while True:
+            found = [(self._gain(at, to), to) for to in range(at + 1, len(self.ways))]
+            gain, to = max(found, default=(0.0, 0), key=lambda step: (step[0], -step[1]))
+            if gain <= 0:
+                return
+            yield gain, to
+            at = to
+
+    def _gain(self, at: int, to: int) -> float:
+        one, other = self.ways[at], self.ways[to]
+        return (one.loss - other.loss) / max(1, other.nbytes - one.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Which layers are lossless and which in 4 bits.
+    """What each layer is held as: in 4 bits, in 8, or lossless.
 
     Attributes:
         config: to wrap with: `vbrt.wrap(model, choice.config)`.
@@ -90,7 +133,7 @@ class Precision:
         layers = _spent(self.layers, limit - self.named[0])
         mine = {layer.name for layer in layers}
         formats = tuple(pair for pair in self.config.weights.formats if pair[0] not in mine)
-        formats += tuple((layer.name, layer.held) for layer in layers if layer.lossless)
+        formats += tuple((layer.name, layer.held) for layer in layers if layer.chosen)
         config = replace(self.config, weights=replace(self.config.weights, formats=formats), source="choose_precision")
         return replace(self, config=config, layers=tuple(layers), budget_bytes=limit)
 
@@ -106,8 +149,8 @@ class Precision:
 
     @property
     def loss(self) -> float:
-        """The sum of the losses of the layers that stay in 4 bits: an estimate of the whole model's."""
-        return sum(layer.loss for layer in self.layers if not layer.lossless)
+        """The sum of the losses of the layers as they were chosen: an estimate of the whole model's."""
+        return sum(layer.left for layer in self.layers)
 
     def to_toml(self) -> str:
         """Return the config as a TOML file, with the explanation as comments."""
@@ -119,23 +162,26 @@ class Precision:
 
     def _lines(self) -> Iterator[str]:
         lossless = sum(layer.lossless for layer in self.layers)
+        between = {layer.held for layer in self.layers if layer.chosen and not layer.lossless}
+        counts = "".join(f", {sum(layer.held == held for layer in self.layers)} {held}" for held in sorted(between))
         unit = "KL, nats a position" if self.method == "kl" else "input² × error²"
         text = "text that the model wrote itself" if self.own else "the given sequences"
-        yield f"{lossless} of {len(self.layers)} layers lossless, the others {self.config.weights.format}"
+        yield f"{lossless} of {len(self.layers)} layers lossless{counts}, the others {self.config.weights.format}"
         yield f"pages  {format_bytes(self.nbytes)} of {format_bytes(self.budget_bytes)}"
         what = f"{unit}; {text}; a sum over layers"
         yield f"loss   {self.loss:.3g} of {self.loss_in_4_bits:.3g} with all in 4 bits ({what})"
         yield ""
         width = max([len(layer.name) for layer in self.layers], default=0)
-        yield f"{'layer':<{width}}  {'loss':>9}  {'a MiB':>9}  {'bytes':>10}  held as"
+        yield f"{'layer':<{width}}  {'loss':>9}  {'left':>9}  {'a MiB':>9}  {'bytes':>10}  held as"
         for layer in sorted(self.layers, key=lambda layer: -layer.loss_per_byte):
             a_mib = layer.loss_per_byte * (1 << 20)
             size = format_bytes(layer.nbytes)
-            yield f"{layer.name:<{width}}  {layer.loss:9.2e}  {a_mib:9.2e}  {size:>10}  {layer.held}"
+            losses = f"{layer.loss:9.2e}  {layer.left:9.2e}  {a_mib:9.2e}"
+            yield f"{layer.name:<{width}}  {losses}  {size:>10}  {layer.held}"
 
 
 def _spent(layers: Sequence[LayerPrecision], room: int) -> list[LayerPrecision]:
-    """Return the layers, lossless where a byte saves the most loss and as far as there is room. Raises ConfigError."""
+    """Return the layers, each held as a byte saves the most loss and as far as there is room. Raises ConfigError."""
     least = sum(layer.coarse_bytes for layer in layers)
     if least > room:
         short, room = least - room, max(0, room)
@@ -143,9 +189,10 @@ def _spent(layers: Sequence[LayerPrecision], room: int) -> list[LayerPrecision]:
             f"budget: in 4 bits the layers take {format_bytes(least)}, and {format_bytes(room)} are left for them: "
             f"{format_bytes(short)} too little; set a larger budget, or leave layers dense by weights.exclude"
         )
-    left, lossless = room - least, set()
-    for layer in sorted(layers, key=lambda layer: -layer.loss_per_byte):
-        if layer.loss > 0 and layer.extra_bytes <= left:
-            left -= layer.extra_bytes
-            lossless.add(layer.name)
-    return [replace(layer, lossless=layer.name in lossless) for layer in layers]
+    left, held = room - least, [0] * len(layers)
+    every = [(gain, at, to) for at, layer in enumerate(layers) for gain, to in layer.steps()]
+    for _, at, to in sorted(every, key=lambda step: -step[0]):  # of one layer in their order: each saves less
+        more = layers[at].ways[to].nbytes - layers[at].ways[held[at]].nbytes
+        if more <= left:
+            left, held[at] = left - more, to
+    return [replace(layer, chosen=chosen) for layer, chosen in zip(layers, held, strict=True)]

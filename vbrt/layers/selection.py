@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from vbrt.config import FORMATS
 from vbrt.formats.page import PageLayout
 from vbrt.kernels import (
     EXACT,
@@ -117,7 +118,7 @@ def refusals(spec: HandleSpec, device: torch.device) -> Iterator[str]:
     fp8 = asked and spec.fp8 and (no_fp4 is not None or not spec.fp4)
     no_fp8 = fp8_refusal(device) if fp8 else None
     if no_kernels:
-        yield f"kernels: {no_kernels}; 4-bit layers are decoded and multiplied in plain torch"
+        yield f"kernels: {no_kernels}; {FORMATS[spec.format].bits}-bit layers are decoded and multiplied in plain torch"
     if no_fp4:
         instead = "FP8" if fp8 and not no_fp8 else spec.dtype
         yield f"compute.fp4: {no_fp4}; long inputs are multiplied in {instead} instead"

@@ -134,7 +134,7 @@ class MissedExperts:
         if not has_host_below(stack):
             return "there is no tier of host memory (tiers.cpu.enabled = false)"
         if spec.lossless:
-            return f"it is held as {spec.label}, and the CPU computes 4-bit experts only"
+            return f"it is held as {spec.label}, and the CPU computes experts in 4 and 8 bits only"
         if getattr(type(layer), "rows_of_pages", None) is not None or kept_gate(layer) is None:
             return "its gate or its call is a function of its own, which the kernels for CPUs do not know"
         if not hasattr(stack.levels[0].policy, "passed"):
