@@ -52,13 +52,13 @@ PROMPT = torch.tensor([[0, 0, 7, 31, 5], [44, 3, 12, 9, 80]])  # the first one i
 MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
 
 
-def tiny(family: str) -> nn.Module:
-    """A model of a family with random weights, which generates as long as it may."""
+def tiny(family: str, **other: Any) -> nn.Module:
+    """A model of a family with random weights, which generates as long as it may; `other`: sizes of its config."""
     import transformers
 
     name, config, sizes = FAMILIES[family]
     torch.manual_seed(1)
-    model = getattr(transformers, name)(getattr(transformers, config)(**sizes)).eval()
+    model = getattr(transformers, name)(getattr(transformers, config)(**sizes | other)).eval()
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model
 

@@ -8,7 +8,7 @@ import torch
 
 import vbrt
 from tests import models
-from tests.generation.families import FAMILIES, generated, tiny
+from tests.generation.families import FAMILIES, PROMPT, generated, tiny
 from tests.matrix import matrix
 from vbrt.generation.recorders import CpuRecorder
 from vbrt.generation.steps import KEEPS_BITS, WAITS
@@ -94,6 +94,38 @@ def test_layers_and_their_pages_count_what_is_replayed():
     assert {layer.forwards - before.layers[name].forwards for name, layer in after.layers.items()} == {14}
     assert {page.hits - hits[key] for key, page in vb.stack.pages.items()} == {14}
     assert after.phases["decode"].passes - before.phases["decode"].passes == 13
+
+
+@matrix(experts=[4, 8], compute={"exact": {}, "int8": {"int8": True}})
+def test_experts_whose_pages_never_move_are_counted_as_if_leased(experts, compute):
+    def counts(vb):
+        layers = [m for m in vb.model.modules() if hasattr(m, "_vb_handle") and hasattr(m._vb_handle, "routing")]
+        handles = [layer._vb_handle for layer in layers]
+        assert len(handles) == 2
+        routed = [
+            (h.forwards, h.routing.cached, h.routing.tokens, h.routing.touched, h.routing.reused) for h in handles
+        ]
+        return routed, [page.hits for h in handles for page in h.pages], [h.pages[0].tally.hits for h in handles]
+
+    given = {"max_new_tokens": 12, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    found = []
+    for captures in (False, True):
+        model = tiny("qwen3_moe", num_experts=experts).to(torch.bfloat16)
+        vb = vbrt.wrap(model, "fp4", weights={"min_parameters": 1}, compute={"captures": captures, **compute})
+        vb.generate(PROMPT[1:], **given)
+        before = counts(vb)
+        out = vb.generate(PROMPT[1:], **given)
+        added = torch.tensor([a - b for a, b in zip(flat(counts(vb)), flat(before), strict=True)])
+        found.append((out, added, vb.stats().steps.captured))
+    (want, eager, _), (got, taped, captured) = found
+    assert torch.equal(got.sequences, want.sequences) and captured == 10 + 11
+    for one, other in zip(got.logits, want.logits, strict=True):
+        torch.testing.assert_close(one, other, atol=0.03, rtol=1e-2)
+    assert torch.equal(eager, taped)
+
+
+def flat(of) -> list[int]:
+    return [n for part in of for n in flat(part)] if isinstance(of, list | tuple) else [of]
 
 
 def test_layers_whose_pages_move_are_leased_within_a_tape(tmp_path):

@@ -10,12 +10,16 @@ from vbrt.generation.join_norms import eager_forms
 from vbrt.generation.step_graph import StepGraph
 from vbrt.kernels.cpu.few import Few, products
 from vbrt.kernels.cuda.joining import matches
-from vbrt.kernels.step import gated
+from vbrt.kernels.step import gated, projected
 from vbrt.layers.compute import linear_on_planes, linear_without_grad, resting_product
+from vbrt.layers.experts.layer import encoded_forward
+from vbrt.layers.experts.resting import experts_at_rest, resting_experts
 
-__all__ = ["join_gates", "join_products"]
+__all__ = ["join_gates", "join_products", "join_projections"]
 
 _MOST = 8  # layers of one call
+_SMALL_MATRIX, _FEW_ROWS = 1 << 17, 2  # numbers of a weight, and tokens, that one thread multiplies
+_aten = torch.ops.aten
 
 
 def join_products(step: StepGraph) -> None:
@@ -34,10 +38,24 @@ def join_products(step: StepGraph) -> None:
             step.graph.erase_node(node)
         else:
             families[x, few.form, few.rounded].append((node, few))
+    for node in step.calls(encoded_forward):
+        _rest(step, node)
     places = step.places()
     for family in families.values():
         for group in _groups(step, family, places):
             _join(step, group)
+
+
+def _rest(step: StepGraph, node: Node) -> None:
+    """Have experts whose pages never move compute without a lease."""
+    layer, x, ids, *_ = node.args
+    if len(node.args) != 4 or len(x.meta["val"].shape) != 2 or x.meta["val"].dtype is not layer.handle.dtype:
+        return
+    resting = resting_experts(layer, ids.meta["val"].numel())
+    if resting is not None:
+        call = step.call(node, experts_at_rest, (resting, *node.args[1:]), node.meta["val"], effect=True)
+        step.replace(node, call)
+        step.graph.erase_node(node)
 
 
 def _few(handle: Any, node: Node) -> Few | None:
@@ -83,9 +101,23 @@ def _join(step: StepGraph, group: list[tuple[Node, Few]]) -> None:
     step.joined["layers of one input"] += len(group) > 1
 
 
+def join_projections(step: StepGraph) -> None:
+    """Replace products of few tokens with small dense matrices, where torch takes longer to begin than to compute."""
+    for node in step.calls(_aten.mm.default):
+        x, turned = node.args
+        weight = turned.args[0] if turned.target is _aten.t.default else None
+        if weight is None or weight.op != "placeholder" or not step.is_fixed(x, weight):
+            continue
+        forms = [part.meta["val"] for part in (x, weight)]
+        small = forms[1].numel() <= _SMALL_MATRIX and forms[0].shape[0] <= _FEW_ROWS
+        if small and forms[0].dtype is forms[1].dtype and all(map(_is_dense, forms)):
+            step.replace(node, step.call(node, projected, (x, weight), node.meta["val"]))
+            step.joined["small product"] += 1
+
+
 def join_gates(step: StepGraph) -> None:
     """Replace activation(gate) * up."""
-    for node in step.calls(torch.ops.aten.mul.Tensor):
+    for node in step.calls(_aten.mul.Tensor):
         found = _gate(node)
         if found is None or not step.is_fixed(*found[:2]):
             continue

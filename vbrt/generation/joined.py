@@ -20,6 +20,7 @@ what one gets, and the report says why.
 | layers | no | on GPUs, 4-bit layers of one input, gated pairs, sums and norms: `kernels/cuda/joining.py` |
 | products | yes | on CPUs, layers of one input |
 | gates | no | on CPUs, an activation, and the product with what lies beside it |
+| small products | no | on CPUs, those of few tokens with small dense matrices, such as routers |
 | norms | no | RMS norms, with the residual sum in front |
 | rotary | yes | queries and keys, with the norms of heads where norms may be replaced |
 | cache | yes | the copies of keys and values into a static cache |
@@ -41,7 +42,7 @@ from torch.utils._pytree import tree_leaves
 from vbrt.generation.join_attention import join_attention, join_cache_writes, join_rotary, share_heads
 from vbrt.generation.join_norms import eager_forms, join_norms
 from vbrt.generation.join_plain import join_repeated, say_plainly
-from vbrt.generation.join_products import join_gates, join_products
+from vbrt.generation.join_products import join_gates, join_products, join_projections
 from vbrt.generation.join_routers import join_routers
 from vbrt.generation.recorders import without_collections
 from vbrt.generation.step_graph import Program, StepGraph
@@ -160,6 +161,7 @@ PATTERNS = (
     Pattern("layers", False, _join_layers, ("cuda",)),
     Pattern("products", True, join_products, ("cpu", "")),
     Pattern("gates", False, join_gates, ("cpu",)),
+    Pattern("small products", False, join_projections, ("cpu",)),
     Pattern("norms", False, join_norms),
     Pattern("rotary", True, join_rotary),
     Pattern("cache", True, join_cache_writes),

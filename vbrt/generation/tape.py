@@ -20,9 +20,9 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from vbrt.generation.step_graph import StepGraph
-from vbrt.kernels.cpu.few import prepare_products, products
 from vbrt.kernels.cpu.step import prepare
 from vbrt.kernels.recorded import Form, form_of, kind_of
+from vbrt.layers.experts.resting import experts_at_rest, prepare_experts
 
 __all__ = ["Tape"]
 
@@ -88,20 +88,13 @@ class Tape:
     def _add_prepared(self, node: Node, args: tuple, kwargs: dict) -> bool:
         """Add a call that C code serves, if it does."""
         forms, empty = form_of(node), functools.partial(self._memory.empty, node)
-        if node.target is products:
-            results = tuple(map(empty, forms))
-            run = prepare_products(*args, results)
-            if run is None:
-                return False
-            self._held.append(args)
-        else:
-            made = None if kwargs else prepare(node.target, args, forms, empty)
-            if made is None:
-                return False
-            run, results = made.run, made.results
-            self._held.append(made)
-        self._values[node] = results[0] if isinstance(forms, Form) else results
-        self._runs.append(run)
+        maker = prepare_experts if node.target is experts_at_rest else functools.partial(prepare, node.target)
+        made = None if kwargs else maker(args, forms, empty)
+        if made is None:
+            return False
+        self._held.append(made)
+        self._values[node] = made.results[0] if isinstance(forms, Form) else made.results
+        self._runs.append(made.run)
         return True
 
     def _add_result(self, node: Node, call: Run, args: tuple, kwargs: dict) -> None:

@@ -4,6 +4,7 @@
     summed(x, other, rule)              a residual sum and its RMS norm
     rotated(parts, cos, sin)            queries and keys, normed if asked for, rotated by their position
     gated(gate, up, "silu")             an activation, multiplied by what lies beside it
+    projected(x, w)                     a product with a small dense matrix, such as a router's
     routed(logits, rule)                the experts of each token and their weights
     attended(q, k, v, mask, scale)      attention of few queries to many keys
 
@@ -31,6 +32,7 @@ __all__ = [
     "attended",
     "gated",
     "normed",
+    "projected",
     "rotated",
     "rotated_into",
     "routed",
@@ -136,6 +138,11 @@ def rotated_into(
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up, of one shape; activations are those of `vbrt.kernels.reference.ACTIVATIONS`."""
     return activate(gate, activation) * up
+
+
+def projected(x: Tensor, w: Tensor) -> Tensor:
+    """x [T, K] @ w.T for w [N, K]."""
+    return F.linear(x, w)
 
 
 def routed(logits: Tensor, rule: RouteRule) -> tuple[Tensor, Tensor]:

@@ -276,7 +276,7 @@ def resting_product(handle: "WeightHandle") -> tuple[Kernels, WeightPlanes] | No
     """The kernels and planes that this pass takes of a weight whose pages never move, for `linear_on_planes`; whoever
     uses them counts. None: the pass leases."""
     ready, kernels = handle.ready, kernels_of_pass(handle)
-    if ready is None or _pass.products is not None or handle.tied or not handle.stack.at_rest:
+    if ready is None or _pass.products is not None or not handle.stack.at_rest:
         return None
     if kernels.precision == "coarse":
         ready = WeightPlanes(ready.format, ready.shape, ready.dtype, ready.coarse)

@@ -134,7 +134,7 @@ def test_results_depend_neither_on_the_threads_nor_on_who_else_is_there(tokens, 
 
     results = []
     for threads in (1, 2, 5):
-        monkeypatch.setattr(cpu_experts, "_threads", lambda work, threads=threads: threads)
+        monkeypatch.setattr(cpu_experts, "threads_for", lambda work, threads=threads: threads)
         results.append(run(x, ids, weights))
     assert all(torch.equal(results[0], other) for other in results[1:])
     if tokens <= 5:

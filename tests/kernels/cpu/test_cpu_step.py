@@ -32,7 +32,7 @@ def computed(function, *args):
 def close(function, *args) -> None:
     for got, want in zip(*computed(function, *args), strict=True):
         assert got.dtype is want.dtype
-        torch.testing.assert_close(got, want, atol=ERROR[got.dtype], rtol=ERROR[got.dtype])
+        torch.testing.assert_close(got, want, atol=ERROR.get(got.dtype, 0), rtol=ERROR.get(got.dtype, 0))
 
 
 @matrix(dtype=DTYPES, rule=[(0.0, True), (1.0, False), (1.0, True), None], columns=[8, 300, 1040])
@@ -65,6 +65,17 @@ def same_bits(function, *args) -> None:
 def test_gates_of_halves_of_a_tensor(dtype, function):
     joint = 4 * drawn(3, 1, 600, dtype=dtype)
     close(step.gated, *joint.chunk(2, dim=-1), function)
+
+
+@matrix(dtype=DTYPES, first=[True, False], renormalized=[True, False], experts=[8, 60])
+def test_routers_choose_and_weigh_as_torch_does(dtype, first, renormalized, experts):
+    logits = drawn(3, 2 * experts)[:, :experts].argsort(dim=1).to(dtype) / 8  # no two are equal
+    close(step.routed, logits, step.RouteRule(4, first, renormalized, dtype))
+
+
+@matrix(dtype=DTYPES, columns=[7, 300])
+def test_small_products(dtype, columns):
+    close(step.projected, drawn(2, columns, dtype=dtype) / 16, drawn(5, columns, dtype=dtype))
 
 
 def test_gates_of_what_is_large_or_no_number():

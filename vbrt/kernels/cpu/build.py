@@ -296,7 +296,7 @@ def _declare_reading(library: ctypes.CDLL) -> None:
 
 
 def _declare_step(library: ctypes.CDLL) -> None:
-    for name in ("norm", "rotate", "gate"):
+    for name in ("norm", "rotate", "gate", "project", "route"):
         function = getattr(library, f"vbrt_step_{name}")
         function.argtypes, function.restype = (ctypes.c_void_p,), None
     library.vbrt_step_attend.argtypes = (ctypes.c_void_p, ctypes.c_int)

@@ -63,12 +63,16 @@ static inline float gated(const Gate *g, float gate, float value) {
 /* The pairs of one expert: order[first] to order[first + count - 1]. */
 typedef struct { int64_t expert, first, count; } Group;
 
+/* Tables of one expert's matrix. */
+typedef struct { Dots dots; Scales scales; } Tables;
+
 typedef struct {
     char *x;  /* rows in spans */
     int64_t pitch;  /* bytes of a row */
     int form;  /* in which they are */
     int64_t *order;  /* pairs by expert, ascending within each */
     Group *groups;
+    Tables *tables;  /* by group; not for tiles */
     int64_t count;  /* of groups */
 } Plan;
 
@@ -103,18 +107,26 @@ static void spread(const Bank *b, const Task *t, const Plan *plan) {
         spread_row(t->x, t->x_type, r * t->inputs, t->inputs, b->columns, plan->form, plan->x + r * plan->pitch);
 }
 
+static void fill_tables(const Bank *b, const Plan *plan) {
+    for (int64_t i = 0; i < plan->count && !b->tiled; i++) {
+        const int64_t expert = plan->groups[i].expert;
+        float unit = 1;
+        if (b->unit >= 0) memcpy(&unit, b->pages[expert] + b->unit, 4);
+        Tables *of = plan->tables + i;
+        of->dots = dots_with(b->levels + b->level_step * expert, b->values, unit, b->scale_type, b->block, plan->form,
+                             &of->scales);
+        of->dots.columns = b->columns;
+    }
+}
+
 /* results first to last - 1 of the pairs of a group */
 static void multiply(const Bank *b, const Gate *g, const Task *t, const Plan *plan, const Group *group, int64_t first,
                      int64_t last) {
     const uint8_t *page = b->pages[group->expert];
     const int pair_of_rows = g->gated;  /* a gate and its value */
     const int64_t half = b->rows / 2, results = pair_of_rows ? half : b->rows;
-    float unit = 1, sums[2 * TOKENS];
-    if (b->unit >= 0) memcpy(&unit, page + b->unit, 4);
-    Scales scales;
-    Dots d = dots_with(b->levels + b->level_step * group->expert, b->values, unit, b->scale_type, b->block,
-                       plan->form, &scales);
-    d.columns = b->columns;
+    float sums[2 * TOKENS];
+    Dots d = plan->tables[group - plan->groups].dots;
     for (int64_t n = first; n < last; n += pair_of_rows ? 1 : 2) {
         const int count = pair_of_rows || n + 1 < last ? 2 : 1;
         const int64_t row[2] = {pair_of_rows && g->interleaved ? 2 * n : n,
@@ -186,15 +198,18 @@ static void multiply_tiles(const Bank *b, const Gate *g, const Task *t, const Pl
 /* Returns 0 where there was no memory. Rows of sentinels, and of experts with more than `most` pairs, are not written. */
 int vbrt_experts_product(const Bank *b, const Gate *g, const Task *t, int threads) {
     const int64_t pitch = row_bytes(b->columns), rows = t->pairs / t->pairs_per_row;
-    const int64_t wanted = rows * pitch + t->pairs * 8 + (b->experts + 1) * (8 + sizeof(Group)) + 5 * 64;
+    const int64_t most = t->pairs < b->experts ? t->pairs : b->experts;  /* groups */
+    const int64_t wanted = rows * pitch + t->pairs * 8 + (b->experts + 1) * 8 + most * (sizeof(Group) + sizeof(Tables)) + 6 * 64;
     char *memory = malloc(wanted), *at = (char *)(((uintptr_t)memory + 63) / 64 * 64);
     if (!memory) return 0;
     Plan plan = {.x = taken(&at, rows * pitch), .pitch = pitch};
     plan.form = form_of(b->levels, b->level_step ? 16 * b->experts : 16, b->bits, t->x_type, t->rounded);
     plan.order = taken(&at, t->pairs * 8);
-    plan.groups = taken(&at, b->experts * sizeof(Group));
+    plan.groups = taken(&at, most * sizeof(Group));
+    plan.tables = taken(&at, most * sizeof(Tables));
     sort_pairs(b, t, &plan, taken(&at, (b->experts + 1) * 8));
     spread(b, t, &plan);
+    fill_tables(b, &plan);
     const int64_t results = g->gated ? b->rows / 2 : b->rows, at_once = b->tiled ? TILE_ROWS : CHUNK;
     const int64_t chunks = (results + at_once - 1) / at_once;
     Range ranges[threads];

@@ -142,9 +142,7 @@ class _Product:
 
     def _fused(self, experts: list[int], pairs: int, gate: Gate, out: Tensor) -> None:
         """Write the rows of the experts that few pairs go to."""
-        levels, values = _tables(self.pages, self.part, experts)
-        addresses = _addresses(self.pages, experts)
-        bank = _bank(self.pages, self.part, (ctypes.addressof(addresses), levels, values))
+        bank, held = bank_of(self.pages, self.part, experts)
         bias = self.bias_EN
         task = Task(
             self.ids_Tk.data_ptr(), self.ids_Tk.numel(), self.ids_Tk.shape[1], self.most,
@@ -152,9 +150,18 @@ class _Product:
             self.k, NUMBERS[self.x.dtype], 0 if bias is None else NUMBERS[bias.dtype], NUMBERS[out.dtype],
             self.rounded,
         )  # fmt: skip
-        threads = _threads(pairs * self.n * self.k)
-        if not library("experts").vbrt_experts_product(bank, _gating(gate), task, threads):
+        threads = threads_for(pairs * self.n * self.k)
+        if not library("experts").vbrt_experts_product(bank, gating_of(gate), task, threads):
             raise MemoryError(f"experts, {self.part}: no memory to sort {self.ids_Tk.numel()} pairs")
+        del held  # until here
+
+
+def bank_of(pages: ExpertPages, part: str, experts: Iterable[int]) -> tuple[Bank, tuple]:
+    """A part of some experts as the C code sees it, and what it points to. Raises KernelError: a page is not there."""
+    experts = list(experts)
+    levels, values = _tables(pages, part, experts)
+    addresses = _addresses(pages, experts)
+    return _bank(pages, part, (ctypes.addressof(addresses), levels, values)), (pages, levels, values, addresses)
 
 
 def _addresses(pages: ExpertPages, experts: Iterable[int]) -> ctypes.Array[ctypes.c_void_p]:
@@ -204,7 +211,8 @@ def _bank(pages: ExpertPages, part: str, tables: tuple[int, Tensor, Tensor]) -> 
 
 
 @functools.lru_cache(maxsize=64)
-def _gating(gate: Gate) -> Gating:
+def gating_of(gate: Gate) -> Gating:
+    """A gate as the C code sees it."""
     limit = math.inf if gate.limit is None else gate.limit
     by_sigmoid = gate.alpha != 1.0
     number = _FUNCTIONS[gate.function]
@@ -218,11 +226,12 @@ def weigh_and_sum(rows_PN: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, experts: 
     (tokens, k), n = ids_Tk.shape, rows_PN.shape[1]
     rows_PN, out = rows_PN.contiguous(), rows_PN.new_empty(tokens, n)
     ids, weights = ids_Tk.long().contiguous(), weights_Tk.float().contiguous()
-    shape, threads = (ctypes.c_int64 * 3)(tokens, k, n), _threads(rows_PN.numel())
+    shape, threads = (ctypes.c_int64 * 3)(tokens, k, n), threads_for(rows_PN.numel())
     pointers = (rows_PN.data_ptr(), ids.data_ptr(), weights.data_ptr())
     library("experts").vbrt_experts_sum(*pointers, experts, shape, out.data_ptr(), NUMBERS[out.dtype], threads)
     return out
 
 
-def _threads(work: int) -> int:
+def threads_for(work: int) -> int:
+    """How many threads so many products are worth."""
     return team(work // _THREAD_WORK)

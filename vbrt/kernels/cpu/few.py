@@ -9,7 +9,7 @@ A token of a model with small layers waits for what a call costs the host: here 
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from vbrt.formats import WeightPlanes
 from vbrt.kernels.cpu.build import NUMBERS, library
 from vbrt.kernels.cpu.linear import THREAD_WORK, fused_tokens, prepared
+from vbrt.kernels.cpu.prepared import Empty, Prepared
 
 __all__ = ["Few", "few", "prepare_products", "products"]
 
@@ -80,17 +81,20 @@ def products(layers: Sequence[Few], x: Tensor, biases: Sequence[Tensor | None]) 
     return ys
 
 
-def prepare_products(
-    layers: Sequence[Few], x: Tensor, biases: Sequence[Tensor | None], results: Sequence[Tensor]
-) -> Callable[[], Any] | None:
-    """Return what computes `products` into tensors [..., N] that stay where they are; None for an x not served.
+def prepare_products(args: tuple, forms: Any, empty: Empty) -> Prepared | None:
+    """Return `products` of tensors that stay where they are; None for an x not served.
 
-    All tensors must live as long as what is returned is called.
+    Args:
+        args: of `products`.
+        forms: of its results.
+        empty: makes them.
     """
+    layers, x, biases = args
     first, given = layers[0], [bias for bias in biases if bias is not None]
     dtype, numbers = first.form[2], x.numel()
     if not 0 < numbers <= first.most or any(t.dtype is not dtype or not t.is_contiguous() for t in (x, *given)):
         return None
+    results = tuple(map(empty, forms))
     if not all(y.is_contiguous() and y.dtype is dtype for y in results):
         return None
     array = ctypes.c_void_p * len(layers)
@@ -104,4 +108,4 @@ def prepare_products(
         if not call():
             raise MemoryError(f"linear: no memory for {size[0]} rows of {first.inputs} inputs")
 
-    return run
+    return Prepared(run, results, args)

@@ -332,3 +332,71 @@ void vbrt_step_attend(const Attention *a, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t i = 0; i < groups; i++) attend_group(a, i / a->groups, i % a->groups);
 }
+
+/* -- small matrices ------------------------------------------------------------------------------------------------- */
+
+/* x [T, K] @ w.T for w [N, K], all dense */
+typedef struct {
+    const void *x, *w;
+    void *y;
+    int64_t tokens, rows, columns;
+    int32_t type, pad;
+} Projection;
+
+void vbrt_step_project(const Projection *p) {
+    const int64_t k = p->columns;
+    float x[PIECE], w[PIECE];
+    for (int64_t t = 0; t < p->tokens; t++)
+        for (int64_t n = 0; n < p->rows; n++) {
+            float lanes[LANES] = {0}, y;
+            for (int64_t first = 0; first < k; first += PIECE) {
+                const int64_t count = at_most(k - first, PIECE);
+                read_row(p->x, p->type, t * k + first, count, x);
+                read_row(p->w, p->type, n * k + first, count, w);
+                add_products(x, w, count, lanes);
+            }
+            y = summed(lanes);
+            write_row(&y, p->type, t * p->rows + n, 1, p->y);
+        }
+}
+
+/* -- routers ------------------------------------------------------------------------------------------------------ */
+
+#define EXPERTS 1024
+#define CHOSEN 32
+
+/* logits [T, E], a row every `pitch` numbers -> weights and ids [T, chosen], the largest first, of equal ones the first. */
+typedef struct {
+    const void *logits;
+    void *weights;
+    int64_t *ids;
+    int64_t tokens, experts, pitch, chosen;
+    int32_t type, weights_type, first, renormalized;  /* first: softmax over all experts, else over those chosen */
+} Route;
+
+static void choose(float *logits, int64_t experts, int64_t chosen, float *best, int64_t *ids) {
+    for (int64_t j = 0; j < chosen; j++) {
+        int64_t at = 0;
+        for (int64_t e = 1; e < experts; e++) at = logits[e] > logits[at] ? e : at;
+        ids[j] = at, best[j] = logits[at], logits[at] = -INFINITY;
+    }
+}
+
+void vbrt_step_route(const Route *r) {
+    float logits[EXPERTS], best[CHOSEN], all[EXPERTS];
+    for (int64_t t = 0; t < r->tokens; t++) {
+        read_row(r->logits, r->type, t * r->pitch, r->experts, logits);
+        memcpy(all, logits, r->experts * sizeof *all);
+        choose(logits, r->experts, r->chosen, best, r->ids + t * r->chosen);
+        float total = 0, sum = 0;
+        for (int64_t e = 0; r->first && e < r->experts; e++) all[e] = exponential(all[e] - best[0]);
+        for (int64_t e = 0; r->first && e < r->experts; e++) total += all[e];
+        const float top = best[0];
+        for (int64_t j = 0; j < r->chosen; j++) best[j] = exponential(best[j] - top);
+        for (int64_t j = 0; !r->first && j < r->chosen; j++) total += best[j];
+        for (int64_t j = 0; j < r->chosen; j++) best[j] /= total;
+        for (int64_t j = 0; j < r->chosen; j++) sum += best[j];
+        for (int64_t j = 0; r->renormalized && j < r->chosen; j++) best[j] /= sum;
+        write_row(best, r->weights_type, t * r->chosen, r->chosen, r->weights);
+    }
+}

@@ -13,38 +13,23 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vbrt.kernels import step
 from vbrt.kernels.cpu.build import NUMBERS, library
+from vbrt.kernels.cpu.few import prepare_products, products
+from vbrt.kernels.cpu.prepared import Empty, Prepared
 
-__all__ = ["COLUMNS", "GATES", "QUERIES", "Prepared", "prepare"]
+__all__ = ["COLUMNS", "GATES", "QUERIES", "prepare"]
 
 #: of a head, and that share their keys: COLUMNS and QUERIES of step.c
 COLUMNS, QUERIES = 256, 16
+_EXPERTS, _CHOSEN = 1024, 32  # EXPERTS and CHOSEN of step.c
 #: activations of a gate, by their numbers in step.c
 GATES = {"none": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
-
-#: makes a result of a form, at an address of its own
-Empty = Callable[[Any], Tensor]
-
-
-class Prepared(NamedTuple):
-    """A computation on fixed addresses.
-
-    Attributes:
-        run: computes it.
-        results: what it writes.
-        held: tensors and structures whose addresses it has.
-    """
-
-    run: Callable[[], Any]
-    results: tuple[Tensor, ...]
-    held: tuple[Any, ...]
-
 
 # -- structures of step.c ---------------------------------------------------------------------------------------------
 
@@ -109,6 +94,22 @@ class _Attention(ctypes.Structure):
     )
 
 
+class _Projection(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "w", "y")),
+        *((name, ctypes.c_int64) for name in ("tokens", "rows", "columns")),
+        *((name, ctypes.c_int32) for name in ("type", "pad")),
+    )
+
+
+class _Route(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("logits", "weights", "ids")),
+        *((name, ctypes.c_int64) for name in ("tokens", "experts", "pitch", "chosen")),
+        *((name, ctypes.c_int32) for name in ("type", "weights_type", "first", "renormalized")),
+    )
+
+
 def _called(name: str, structure: ctypes.Structure, results: Sequence[Tensor], held: tuple, *more: int) -> Prepared:
     call = functools.partial(getattr(library("step"), name), ctypes.addressof(structure), *more)
     return Prepared(call, tuple(results), (structure, *held))
@@ -118,7 +119,7 @@ def _called(name: str, structure: ctypes.Structure, results: Sequence[Tensor], h
 
 
 def prepare(function: Callable[..., Any], args: tuple, forms: Any, empty: Empty) -> Prepared | None:
-    """Return a function of `vbrt.kernels.step` as a call of C code; None where there is none for these tensors.
+    """Return a function of `kernels.step`, or `products`, as a call of C code; None where that serves no such tensors.
 
     Args:
         args: of the function, tensors that keep their addresses and forms.
@@ -248,6 +249,32 @@ def _attended(args: tuple, form: Any, empty: Empty) -> Prepared | None:
     return _called("vbrt_step_attend", attention, (y,), (q, k, v, mask), torch.get_num_threads())
 
 
+def _projected(args: tuple, form: Any, empty: Empty) -> Prepared | None:
+    x, w = args
+    if not _served(x, w) or not (x.is_contiguous() and w.is_contiguous()):
+        return None
+    y = empty(form)
+    if not y.is_contiguous():
+        return None
+    projection = _Projection(*(t.data_ptr() for t in (x, w, y)), len(x), *w.shape, NUMBERS[x.dtype])
+    return _called("vbrt_step_project", projection, (y,), (x, w))
+
+
+def _routed(args: tuple, forms: Any, empty: Empty) -> Prepared | None:
+    logits, rule = args
+    if not _served(logits) or logits.dim() != 2 or logits.stride(1) != 1 or rule.dtype not in NUMBERS:
+        return None
+    if not 0 < rule.k <= min(_CHOSEN, logits.shape[1]) or logits.shape[1] > _EXPERTS:
+        return None
+    weights, ids = map(empty, forms)
+    if not (weights.is_contiguous() and ids.is_contiguous() and ids.dtype is torch.int64):
+        return None
+    pointers = (t.data_ptr() for t in (logits, weights, ids))
+    types = NUMBERS[logits.dtype], NUMBERS[rule.dtype]
+    route = _Route(*pointers, *logits.shape, logits.stride(0), rule.k, *types, rule.first, rule.renormalized)
+    return _called("vbrt_step_route", route, (weights, ids), (logits,))
+
+
 _MAKERS: dict[Callable[..., Any], Callable[[tuple, Any, Empty], Prepared | None]] = {
     step.normed: _normed,
     step.summed: _summed,
@@ -255,4 +282,7 @@ _MAKERS: dict[Callable[..., Any], Callable[[tuple, Any, Empty], Prepared | None]
     step.rotated_into: _rotated_into,
     step.gated: _gated,
     step.attended: _attended,
+    step.projected: _projected,
+    step.routed: _routed,
+    products: prepare_products,
 }
