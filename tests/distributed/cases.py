@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +18,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 import vbrt
 from tests.models import config
 from vbrt.generation.joined import joined
+from vbrt.generation.pace import Pace
 from vbrt.generation.recording import as_captured
+from vbrt.generation.worth import Worth
 
 TOKENS = torch.arange(3, 15).reshape(1, 12)
 #: how torch's styles cut a Llama
@@ -59,14 +62,14 @@ def llama(dtype: torch.dtype = torch.bfloat16, *, bias: bool = True, **sizes: An
     return model
 
 
-def mesh() -> Any:
+def mesh(device: str = "cpu") -> Any:
     """All ranks in a row."""
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
 def parallel(model: nn.Module) -> nn.Module:
-    """Cut a Llama by torch's own styles."""
-    ranks = mesh()
+    """Cut a Llama by torch's own styles, where it is."""
+    ranks = mesh(next(model.parameters()).device.type)
     for layer in model.model.layers:
         parallelize_module(layer, ranks, {name: STYLES[style]() for name, style in PLAN.items()})
     return model
@@ -151,14 +154,7 @@ def loaded_like_unwrapped(path: str, format: str, plan: Any = "auto", **sizes: i
 
 def recorded_like_eager(path: str) -> dict[str, Any]:
     """Record a step of a split model, run the record on other tokens, and compare with the step itself."""
-    from transformers import AutoModelForCausalLM, DistributedConfig
-
-    whole_table = {"model.embed_tokens": "replicate"}  # torch looks up in a table that is cut by DTensor's operators
-    model = AutoModelForCausalLM.from_pretrained(
-        path,
-        distributed_config=DistributedConfig(tp_size=dist.get_world_size(), tp_plan=whole_table),
-        quantization_config=vbrt.QuantizationConfig(config("nvfp4")),
-    ).eval()
+    model = _loaded(path, "nvfp4")
     ids = TOKENS.clone()
     with torch.no_grad(), as_captured():
         step = joined(lambda ids: model(ids, use_cache=False).logits, (ids,), same_bits=True)
@@ -200,27 +196,40 @@ def loaded_parts(path: str, format: str, dtype: str) -> dict[str, Any]:
     return {"wrong": wrong, "error": error, "swapped": len(vb.registry)}
 
 
-def broken(path: str, how: str, whose: int) -> str:
-    """Run a pass that a rank fails in: a page of it is damaged, it ends, or hangs."""
-    vb = vbrt.wrap(parallel(llama(torch.float32)), streamed(path))
+def broken(path: str, how: str, whose: int, device: str = "cpu") -> str:
+    """Run passes that a rank fails in: a page of it is damaged, it ends, or hangs."""
+    vb = vbrt.wrap(parallel(llama(torch.float32).to(device)), streamed(path, device))
+    tokens = TOKENS.to(device)
     with torch.no_grad():
-        vb(TOKENS)
+        vb(tokens)
         if dist.get_rank() == whose:
             _break(vb, path, how)
+        return _stopped(lambda: vb(tokens).logits.sum().item())
+
+
+def _stopped(run: Callable[[], object]) -> str:
+    """What a rank is stopped with, which begins nothing any more; a GPU's rank only once it has waited for others. It
+    is in the error, or a note of the one that a collective has raised through a model's own forward."""
+    for _ in range(40 if _backend() == "nccl" else 1):
         try:
-            vb(TOKENS)
-        except vbrt.TierError as error:
+            run()
+        except (vbrt.TierError, RuntimeError) as error:
             with contextlib.suppress(vbrt.TierError):
-                vb(TOKENS)
+                run()
                 return "computed on"
-            return str(error)
+            return str(error) if isinstance(error, vbrt.TierError) else error.__notes__[-1].removeprefix("vbrt: ")
     return "computed on"
 
 
-def streamed(path: str) -> dict[str, Any]:
+def _backend() -> str:
+    return dist.get_backend_config().rpartition(":")[2]
+
+
+def streamed(path: str, device: str) -> dict[str, Any]:
     """Pages live in files, with room in memory for some."""
-    settings = config("dense")
-    settings["tiers"]["cpu"] = {"budget": (2 << 20) // dist.get_world_size()}
+    settings, each = config("dense"), (1 << 20) // dist.get_world_size()
+    settings["tiers"] |= {"gpu": {"budget": 2 * each}} if device == "cuda" else {}
+    settings["tiers"]["cpu"] = {"budget": each if device == "cuda" else 2 * each}
     settings["tiers"]["ssd"] = {"enabled": True, "path": f"{path}/{dist.get_rank()}"}
     return settings
 
@@ -235,8 +244,50 @@ def _break(vb: vbrt.VBModelWrapper, path: str, how: str) -> None:
     elif how == "end":
         layer.register_forward_pre_hook(lambda *args: os._exit(1))
     else:
-        timeout_s = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        layer.register_forward_pre_hook(lambda *args: time.sleep(timeout_s + 2))
+        layer.register_forward_pre_hook(lambda *args: time.sleep(_timeout_s() + 2))
+
+
+def _timeout_s() -> float:
+    device = torch.device("cuda" if _backend() == "nccl" else "cpu")
+    return dist.group.WORLD._get_backend(device).options._timeout.total_seconds()
+
+
+def asleep_between_recorded_steps(path: str, whose: int) -> dict[str, Any]:
+    """Generate by recorded steps, between two of which one rank sleeps for longer than the others wait."""
+    vb = vbrt.of(_loaded(path, "nvfp4"))
+    tokens, given = TOKENS.to(vb.model.device), {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    vb.generate(tokens, max_new_tokens=24, **given)
+    replays = vb._attachment.replays
+    sleeper = [_Sleeper(12, _timeout_s() + 2)] if dist.get_rank() == whose else []
+    told = _stopped(lambda: vb.generate(tokens, max_new_tokens=24, **given, stopping_criteria=sleeper)[0, -1].item())
+    return {"told": told, "replays": replays}
+
+
+class _Sleeper(StoppingCriteria):
+    """Sleeps once, after so many tokens."""
+
+    def __init__(self, after: int, seconds: float) -> None:
+        self._left, self._seconds = after, seconds
+
+    def __call__(self, ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self._left -= 1
+        if self._left == 0:
+            time.sleep(self._seconds)
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+
+def _loaded(path: str, format: str, **compute: Any) -> nn.Module:
+    """A model that transformers cuts and loads into planes: each rank's part where it computes."""
+    from transformers import AutoModelForCausalLM, DistributedConfig
+
+    settings = {**config(format), "compute": compute}
+    settings["tiers"] = {} if _backend() == "nccl" else settings["tiers"]
+    whole_table = {"model.embed_tokens": "replicate"}  # torch looks up in a table that is cut by DTensor's operators
+    return AutoModelForCausalLM.from_pretrained(
+        path,
+        distributed_config=DistributedConfig(tp_size=dist.get_world_size(), tp_plan=whole_table),
+        quantization_config=vbrt.QuantizationConfig(settings),
+    ).eval()
 
 
 class _FakeNCCL:
@@ -271,7 +322,9 @@ def aborted(how: str) -> dict[str, Any]:
     fake = _FakeNCCL(fails=how == "cannot", name="gloo" if how == "gloo" else "nccl")
     if how == "hangs" and dist.get_rank() == 0:
         vb._attachment.passes += 1  # as if it had gone on
-    elif dist.get_rank() == 1 and how != "hangs":
+    elif how == "replays" and dist.get_rank() == 0:
+        vb._attachment.replays += 1
+    elif dist.get_rank() == 1 and how not in ("hangs", "replays"):
         watch.tell(vbrt.TierError("model.layers.1: gone"))
     dist.barrier()
     watch._group, watch._patience_s = fake, 0.01
@@ -327,3 +380,18 @@ def packed(path: str) -> dict[str, Any]:
         equal = torch.equal(plain(x), vb(x))
     vb.save(path)
     return {"equal": equal, "parts": [swap.site.shard and swap.site.shard.parts for swap in vb.plan.swaps]}
+
+
+def generated_by_ranks_of_two_minds(path: str, format: str, **asked: Any) -> dict[str, Any]:
+    """Generate with a model that transformers has cut, where each rank would decide otherwise by what it has timed."""
+    eager, model, first = _loaded(path, format, captures=False), _loaded(path, format), dist.get_rank() == 0
+    tokens = TOKENS.to(model.device)
+    given = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    want = eager.generate(tokens, **given)
+    pays = mock.patch.object(Worth, "pays", lambda self, left: first)
+    drafts = mock.patch.object(Pace, "_wanted", lambda self: 3 if first else 2)
+    with pays, drafts:
+        got = model.generate(tokens, **given, **asked)
+    counts = vbrt.of(model).stats()
+    rounds = 0 if counts.speculation is None else counts.speculation.rounds
+    return {"equal": torch.equal(got, want), "captured": counts.steps.captured, "rounds": rounds}

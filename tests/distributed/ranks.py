@@ -1,4 +1,5 @@
-"""A group of processes that stay alive for a session of tests, each a rank of a Gloo group on the CPU.
+"""A group of processes that stay alive for a session of tests, each a rank of a Gloo group on the CPU; with
+`backend="cpu:gloo,cuda:nccl"` each has a GPU of its own, too.
 
     def test_something(two_ranks):
         assert two_ranks(case, width=64) == [..., ...]      # what `case(width=64)` returned on rank 0 and on rank 1
@@ -48,12 +49,14 @@ class RanksFailed(AssertionError):
         self.errors, self.values = errors, values
 
 
-def _serve(rank: int, count: int, folder: str, asked: Connection, timeout_s: float) -> None:
+def _serve(rank: int, count: int, folder: str, asked: Connection, timeout_s: float, backend: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
     os.environ["VBRT_PROGRESS"] = "0"
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", count)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=timeout_s))
+    if "nccl" in backend:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timedelta(seconds=timeout_s))
     while True:
         try:
             function, kwargs = pickle.loads(asked.recv_bytes())
@@ -70,14 +73,14 @@ def _serve(rank: int, count: int, folder: str, asked: Connection, timeout_s: flo
 class Ranks:
     """`count` ranks; call it with a function of tests.distributed.cases and its arguments."""
 
-    def __init__(self, count: int, timeout_s: float = 60) -> None:
+    def __init__(self, count: int, timeout_s: float = 60, backend: str = "gloo") -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(_PRELOADED))
         self._folder = tempfile.TemporaryDirectory(prefix="vbrt-ranks-")
         self._timeout_s, self._ends, self.processes = timeout_s, [], []
         for rank in range(count):
             here, there = context.Pipe()
-            arguments = (rank, count, self._folder.name, there, timeout_s)
+            arguments = (rank, count, self._folder.name, there, timeout_s, backend)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             there.close()

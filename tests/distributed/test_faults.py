@@ -43,11 +43,21 @@ def test_a_rank_that_ends_is_named(ranks: Ranks, tmp_path: Path):
     assert all(v.startswith(f"rank {whose} has ended or hangs; it was last seen in") for v in failed.value.values[:-1])
 
 
-@pytest.mark.parametrize("how", ["fails", "cannot", "hangs"])
+def test_a_rank_that_hangs_between_recorded_steps_is_named(ranks: Ranks, tmp_path: Path):
+    cases.llama().save_pretrained(tmp_path)
+    whose = len(ranks.processes) - 1
+    *others, own = ranks(cases.asleep_between_recorded_steps, path=str(tmp_path), whose=whose)
+    assert own["replays"] > 12
+    for other in others:
+        assert other["told"].startswith(f"rank {whose} has ended or hangs; it was last seen in pass ")
+    assert own["told"].startswith("the other ranks have stopped: ")
+
+
+@pytest.mark.parametrize("how", ["fails", "cannot", "hangs", "replays"])
 def test_collectives_of_gpus_are_aborted_once_when_another_rank_is_not_well(two_ranks: Ranks, how: str):
     first, second = two_ranks(cases.aborted, how=how)
     assert first["calls"] == ["abort"] and f"vbrt: rank 0 stops: {first['verdict']}\n" in first["said"]
-    if how == "hangs":
+    if how in ("hangs", "replays"):
         assert first["verdict"].startswith("rank 1 hangs in pass 1") and first["verdict"].endswith(
             "this one, 0, is ahead"
         )

@@ -1,6 +1,7 @@
 """Models that a parallel plan splits over ranks: each rank's pages are its parts, and outputs are those of the plan."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +71,14 @@ def test_experts_are_spread_over_ranks_whole(two_ranks: Ranks, saved: Path):
 def test_a_step_is_recorded_with_its_sums_over_ranks_as_calls_that_run_again(two_ranks: Ranks, saved: Path):
     for r in two_ranks(cases.recorded_like_eager, path=str(saved / "llama")):
         assert r == {"equal": True, "refused": ""}
+
+
+@pytest.mark.parametrize(("format", "speculate"), [("nvfp4", False), ("exact", "auto")])
+def test_ranks_generate_in_step_whatever_each_has_timed(two_ranks: Ranks, saved: Path, format: str, speculate: Any):
+    asked = {"path": str(saved / "llama"), "format": format, "speculate": speculate}
+    found = two_ranks(cases.generated_by_ranks_of_two_minds, **asked)
+    assert all(r["equal"] for r in found) and found[0] == found[1]
+    assert found[0]["rounds" if speculate else "captured"] > 3
 
 
 def test_statistics_of_all_ranks_are_summed_on_the_first(two_ranks: Ranks):

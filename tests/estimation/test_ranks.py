@@ -9,7 +9,7 @@ from tests.models import llama
 from vbrt.config import Machine, load_config
 from vbrt.estimation.group_rates import GroupRates, nvlink_rates
 from vbrt.estimation.ranks import Comparison, compare_ways
-from vbrt.estimation.rates import SHEETS
+from vbrt.estimation.rates import SHEETS, device_name
 from vbrt.model.planner import make_plan
 
 MIB = 1 << 20
@@ -67,3 +67,9 @@ def test_neighbours_keep_what_one_budget_has_no_room_for_and_the_source_of_each_
     assert beside.pass_ms[0] == pytest.approx(one.pass_ms[0] * (1 - share + share * 55 / 300))
     assert "data sheet (H200); one link 55.0 GB/s" in found.source
     assert found.source.endswith("300 GB/s: measured here (2 ranks of Some GPU, nccl)")
+
+
+def test_a_machine_goes_by_the_name_of_its_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    assert device_name() == "Some GPU"

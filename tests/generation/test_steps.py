@@ -57,10 +57,10 @@ def test_layers_count_what_is_replayed():
     """After the first call, which records, each token is one forward of every layer."""
     vb = wrapped()
     generated(vb)
-    before = vb.stats()
+    before, replays = vb.stats(), vb._attachment.replays
     generated(vb)
     after = vb.stats()
-    assert after.steps.captured - before.steps.captured == 13
+    assert after.steps.captured - before.steps.captured == 13 == vb._attachment.replays - replays
     forwards = {name: layer.forwards - before.layers[name].forwards for name, layer in after.layers.items()}
     assert set(forwards.values()) == {14}
 

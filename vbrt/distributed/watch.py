@@ -56,6 +56,7 @@ class Watch:
 
     def __init__(self, attachment: Attachment, shard: Shard) -> None:
         self._attachment, self._group = weakref.ref(attachment), group_of(shard)
+        self._device = attachment.stack.device
         self.rank, self.count = dist.get_rank(self._group), dist.get_world_size(self._group)
         store = dist.distributed_c10d._get_default_store()
         _made[shard.group] += 1  # on all ranks alike, and what an earlier model was told says nothing of this one
@@ -72,6 +73,12 @@ class Watch:
     def stop(self) -> None:
         """Tell nothing more."""
         self._ticker.stop()
+
+    def least(self, number: int) -> int:
+        """Return the least of the numbers with which all ranks call this, each at the same place of its passes."""
+        told = torch.tensor([number], dtype=torch.int64, device=self._device)
+        dist.all_reduce(told, dist.ReduceOp.MIN, group=self._group)
+        return int(told)
 
     # -- this rank ----------------------------------------------------------------------------------------------------
 
@@ -91,7 +98,7 @@ class Watch:
         counts = [(name, layer.handle.forwards) for name, _, layer in attachment.registry.swapped()]
         ahead = counts[0][1] if counts else 0
         where = next((name for name, count in counts if count < ahead), "")
-        return attachment.passes, sum(count for _, count in counts), where
+        return attachment.passes + attachment.replays, sum(count for _, count in counts), where
 
     # -- the others ---------------------------------------------------------------------------------------------------
 

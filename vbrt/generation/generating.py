@@ -263,14 +263,14 @@ class Terms:
         if self._stack.device.type == "cuda":
             waits = (why_waits(handle) for handle in attachment.registry.handles if isinstance(handle, ExpertsHandle))
             return next(filter(None, waits), "") or attachment.runtime.recordable(self._phase, self._keys()) or ""
-        if attachment.lossless and pass_precision() == "full" and self.saves_us:
+        if attachment.lossless and pass_precision() == "full" and recorder_for(self._stack.device).saves_us:
             return KEEPS_BITS
         return "a timeline is being recorded" if guard.recorder is not None else ""
 
     @property
     def saves_us(self) -> float:
-        """See `Recorder`."""
-        return recorder_for(self._stack.device).saves_us
+        """See `Recorder`; 0 where other ranks run the same steps, which must decide alike and time them differently."""
+        return 0.0 if self._attachment().watcher is not None else recorder_for(self._stack.device).saves_us
 
     def begin_pass(self) -> None:
         """Begin a pass that is not replayed; noted by who records the step's operations."""
@@ -291,7 +291,7 @@ class Terms:
     def recorded(self, recorder: Recorder, body: Callable[[], None]) -> Callable[[], bool]:
         """Record a pass and return what replays it: False, with nothing done, once pages have moved."""
         if self._stack.device.type != "cuda":
-            return self._recorded_on_host(recorder.record(body, contextlib.nullcontext))
+            return self._counted(self._recorded_on_host(recorder.record(body, contextlib.nullcontext)))
         ledger, attachment, passes = self._stack.ledger, self._attachment(), []
 
         def within() -> Any:
@@ -309,7 +309,17 @@ class Terms:
         finally:
             ledger.captured = captured
             attachment.expert_cache.forget_recording()
-        return functools.partial(passes[0].replay, graph)
+        return self._counted(functools.partial(passes[0].replay, graph))
+
+    def _counted(self, replay: Callable[[], bool]) -> Callable[[], bool]:
+        """Have replays count: other ranks see by that whether this one goes on."""
+
+        def again() -> bool:
+            done = replay()
+            self._attachment().replays += done
+            return done
+
+        return again
 
     def _recorded_on_host(self, tape: Recorded) -> Callable[[], bool]:
         """Return what replays a tape, which computes with pages where they lay when it was recorded."""

@@ -118,6 +118,8 @@ def _round(
     k = decoding.pace.choose(_reach(decoding, sequences, cache))
     while k and not can_verify(decoding, len(sequences.ids), k):
         k -= 1
+    if decoding.attachment.watcher is not None:
+        k = decoding.attachment.watcher.least(k)  # ranks that compute this model together draft alike
     draft = decoding.passes.run(functools.partial(_draft, decoding, sequences, kwargs, k, hint))
     marks.mark()
     if decoding.statics is None:

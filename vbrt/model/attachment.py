@@ -60,6 +60,9 @@ class Watcher(Protocol):
     def stop(self) -> None:
         """Look no more. Idempotent."""
 
+    def least(self, number: int) -> int:
+        """Return the least of the numbers with which all ranks call this, each at the same place of its passes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:
@@ -103,6 +106,7 @@ class Attachment:
         prefix: see `Terms`.
         closed: True once its planes are gone.
         passes: how many have begun.
+        replays: how many passes were replayed, which are not among those.
         work: what they computed.
         timed: totals of the last recording.
         activations: what the model's blocks keep for the backward pass.
@@ -130,7 +134,7 @@ class Attachment:
         self.name_phase: Callable[[str], str] | None = None
         self.follower: Follower | None = None
         self.watcher: Watcher | None = None
-        self.passes, self.work = 0, Work()
+        self.passes, self.replays, self.work = 0, 0, Work()
         self.activations = activations_of(model, terms.settings, runtime.stack.device)
         self.closed = False
         remove_pass_hooks(model)
