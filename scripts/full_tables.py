@@ -20,6 +20,11 @@ _BITS = """\
 {parameters:.0f} M parameters, {steps} steps: losses and all weights have {found} as the same model trained
 resident with torch's fused AdamW on the CPU in fp32."""
 
+_THREADS = """\
+How many threads update: the first table's model, {tokens:,} tokens a step, at commit {commit}, on 16 cores. {chosen}
+are what a model takes by itself, three quarters of the cores: others launch what the GPU computes. The row of the first
+table was measured before, with {all} threads and updates in the order of the backward pass. A step that begins after
+the backward pass takes {after:.2f} s."""
 
 _CPU = """\
 {parameters:.1f} M parameters, {rows} rows a step, AdamW, bf16 autocast, on {cpu}, {cores} cores that others use too.
@@ -60,7 +65,7 @@ def full_tables(path: Path) -> list[str]:
     result = json.loads(path.read_text())
     where = result["machine"]
     named = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
-    lines = [line for part in (_peers, _large, _largest, _bits) for line in part(result)]
+    lines = [line for part in (_peers, _threads, _large, _largest, _bits) for line in part(result)]
     last = f"{named}, Python {where['python']}, commit {where['commit']}."
     note = [result["note"], ""] if "note" in result else []
     return [f"## training from the tiers, {where['gpu']}", "", *lines, *note, last, ""]
@@ -88,6 +93,22 @@ def _peer(row: dict, base: float | None) -> str:
     known = f"{row['estimated_bytes'] / 1e9:.1f}" if "estimated_bytes" in row else "–"
     cells = [row["way"], f"{row['tokens_per_s']:,.0f}", share, f"{row['peak_bytes'] / 1e9:.1f}", known]
     return f"| {' | '.join(cells)} | {row['ready_s']:.0f} |"
+
+
+def _threads(result: dict) -> list[str]:
+    found = result.get("threads")
+    if found is None:
+        return []
+    every = [row["threads"] for row in found["rows"]]
+    said = {"chosen": max(every) * 3 // 4, "all": max(every), "after": found["step_after_backward_s"]}
+    return [
+        _flat(_THREADS.format(tokens=found["tokens"], commit=found["commit"], **said)),
+        "",
+        "| threads | a step, s | the update by itself, s |",
+        "| --- | --- | --- |",
+        *(f"| {row['threads']} | {row['step_s']:.2f} | {row['update_alone_s']:.2f} |" for row in found["rows"]),
+        "",
+    ]
 
 
 def _large(result: dict) -> list[str]:
