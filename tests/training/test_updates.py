@@ -15,6 +15,7 @@ from vbrt.kernels.cpu import build
 from vbrt.kernels.cpu import update as compiled
 from vbrt.tiers import ssd
 from vbrt.training.lion import Lion
+from vbrt.training.update_pages import StatePage
 from vbrt.training.update_parts import Helpers
 
 KIB = 1024
@@ -274,6 +275,39 @@ def test_high_halves_in_files_are_updated_there_and_may_fail_too(tmp_path, monke
                     if at == 1 and one is vb:
                         broken = Broken(2, 1, "dense")
                         patch.setattr(ssd.SsdTier, operation, broken(getattr(ssd.SsdTier, operation)))
+                    optimizer.step()
+                    if at == 1 and one is vb:
+                        with pytest.raises(vbrt.TierError, match="its update could not be completed"):
+                            vb.settle()
+                        vb.settle()
+                        assert broken.times == 0
+                optimizer.zero_grad()
+        assert_same(vb, twin)
+
+
+@pytest.mark.parametrize("skip", [0, 1])
+def test_a_state_that_a_budget_moves_into_a_file_as_its_update_begins_is_stored_though_the_drive_fails(
+    tmp_path, monkeypatch, skip
+):
+    model = Tiny(LAYERS)
+    twin = resident(model)
+    theirs, begun = adamw(twin.parameters()), set()
+    truth, plain = StatePage.in_memory.fget, StatePage.rewriting
+
+    def rewriting(page):
+        begun.add(id(page))
+        return plain(page)
+
+    with vbrt.wrap(model, "full", optimizer=adamw(model.parameters()), tiers=partly_in_files(tmp_path)) as vb:
+        for at, (ids, target) in enumerate(batches(3)):
+            for one, optimizer in ((vb, vb.optimizer), (twin, theirs)):
+                loss_of(one, ids, target).backward()
+                with monkeypatch.context() as patch:
+                    if at == 1 and one is vb:
+                        broken = Broken(skip, 1)
+                        patch.setattr(StatePage, "in_memory", property(lambda p: id(p) not in begun or truth(p)))
+                        patch.setattr(StatePage, "rewriting", rewriting)
+                        patch.setattr(ssd.SsdTier, "put", broken(ssd.SsdTier.put))
                     optimizer.step()
                     if at == 1 and one is vb:
                         with pytest.raises(vbrt.TierError, match="its update could not be completed"):

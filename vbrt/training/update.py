@@ -35,7 +35,7 @@ from vbrt.errors import TierError
 from vbrt.host.crew import Crew
 from vbrt.kernels import kernel_refusal, resolve
 from vbrt.kernels.update import GRADIENTS, Halves, Step, join_master, split_master
-from vbrt.training.update_pages import STAGED
+from vbrt.training.update_pages import STAGED, Fields
 from vbrt.training.update_parts import Helpers, cores
 from vbrt.training.update_rules import Rule, Scaling, rule_for
 from vbrt.training.update_state import HighPage, WeightState
@@ -245,15 +245,21 @@ class _Update:
             return
         if self.torn:
             raise TierError("it ended half way; load a checkpoint")
-        if self.staging is None and state.memory.in_memory:
-            fields = pages.enter_context(state.memory.rewriting())
-        else:
-            self.staging = state.memory.read() if self.staging is None else self.staging
-            fields = state.memory.fields_of(self.staging)
+        fields = self._fields(pages)
         part = kernel(Halves(high, fields["low"]), state.moments_in(fields), _readable(self.gradient()), self.step)
         self.torn = True
         helpers.run(high.numel(), part)
         self.high, self.computed, self.torn = high, True, False
+
+    def _fields(self, pages: contextlib.ExitStack) -> Fields:
+        """Return the state where it lies, in a memory, or a copy of what a file holds, which is to be stored."""
+        memory = self.state.memory
+        if self.staging is None and memory.in_memory:
+            held = pages.enter_context(memory.rewriting())
+            if memory.in_memory:  # else a budget has just changed
+                return held
+        self.staging = memory.read() if self.staging is None else self.staging
+        return memory.fields_of(self.staging)
 
 
 class _Bell:
