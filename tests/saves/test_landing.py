@@ -11,7 +11,9 @@ import vbrt
 from tests.saves.published_files import LAYOUTS, publish
 from tests.saves.test_published import llama
 from vbrt.errors import CheckpointError
-from vbrt.saves.landing import fresh
+from vbrt.host.crew import Crew
+from vbrt.saves.landing import fresh, into
+from vbrt.saves.saved import SavedModel
 from vbrt.saves.sources import open_source
 from vbrt.wrapper.load import load_from
 
@@ -33,6 +35,39 @@ def test_what_is_taken_as_it_is_lands_where_it_is_wanted_and_other_planes_on_the
         assert all(torch.equal(there[field].view(torch.uint8), here[field].view(torch.uint8)) for field in here)
         assert landed == ([there["codes"].nbytes, there["scales"].nbytes] if layout == "modelopt" else [])
         landed.clear()
+
+
+@pytest.mark.parametrize("nbytes", [0, 5, 5_000])
+def test_parts_of_a_tensor_are_filled_by_a_crew(monkeypatch, nbytes):
+    monkeypatch.setattr("vbrt.saves.landing._ALONE_BYTES", 1_000)
+    monkeypatch.setattr("vbrt.saves.landing._PART_BYTES", 300)
+    source, out = (torch.randint(0, 256, (nbytes,), dtype=torch.uint8) for _ in range(2))
+    crew = Crew(2)
+    into(out, crew)(nbytes, lambda part, at: part.copy_(source[at : at + part.numel()]))
+    assert torch.equal(out, source)
+
+    def fail(part, at):
+        raise OSError(5, f"at {at}")
+
+    if nbytes:
+        with pytest.raises(OSError, match="at "):
+            into(out, crew)(nbytes, fail)
+
+
+@pytest.mark.parametrize(("preset", "straight"), [("fp4", True), ("dense", True), ("exact", False)])
+def test_saved_planes_go_from_the_file_into_their_pages(tmp_path, monkeypatch, preset, straight):
+    settings = {"tiers": {"gpu": {"enabled": False}}, "weights": {"min_parameters": 0}}
+    with vbrt.wrap(llama(), preset, **settings) as vb:
+        vb.save(tmp_path)
+        wanted = vb.state_dict()
+    read = []
+    real = SavedModel.read
+    monkeypatch.setattr(
+        SavedModel, "read", lambda saved, name, fill=fresh: read.append(fill) or real(saved, name, fill)
+    )
+    with vbrt.load(tmp_path, llama(meta=True), tiers=settings["tiers"]) as vb:
+        assert all(torch.equal(value, wanted[name]) for name, value in vb.state_dict().items())
+    assert any(fill is not fresh for fill in read) is straight
 
 
 @pytest.mark.gpu

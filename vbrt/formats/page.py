@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -154,7 +154,23 @@ def _check_page(page: Tensor, layout: PageLayout) -> None:
         )
 
 
-def pack(tensors: Mapping[str, Tensor], layout: PageLayout, out: Tensor) -> Tensor:
+class Incoming(Protocol):
+    """A tensor that is not in memory yet, but in a file."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self) -> Tensor:
+        """Return it, in memory of its own."""
+
+    def read_into(self, out: Tensor) -> None:
+        """Write it into a contiguous tensor of its dtype and shape, on any device."""
+
+
+def pack(tensors: Mapping[str, Tensor | Incoming], layout: PageLayout, out: Tensor) -> Tensor:
     """Copy the plane's tensors into `out` (uint8 [layout.nbytes]) and zero the bytes between them; returns `out`.
 
     Equal tensors give equal bytes, so pages can be checksummed. Raises FormatError for a missing or extra tensor,
@@ -174,7 +190,10 @@ def pack(tensors: Mapping[str, Tensor], layout: PageLayout, out: Tensor) -> Tens
                 f"{layout.format} {layout.plane} page, field {f.name!r}: got {source.dtype} {tuple(source.shape)}; "
                 f"expected {view.dtype} {f.shape}"
             )
-        view.copy_(source.detach())
+        if isinstance(source, Tensor):
+            view.copy_(source.detach())
+        else:
+            source.read_into(view)
         if f.offset > end:
             out[end : f.offset].zero_()
         end = f.offset + f.nbytes

@@ -11,7 +11,7 @@ from vbrt.formats import get_format
 from vbrt.formats.base import EncodedGroup
 from vbrt.formats.feedback import compensated
 from vbrt.formats.fine import fine_layout
-from vbrt.formats.page import PageLayout
+from vbrt.formats.page import Incoming, PageLayout
 from vbrt.formats.separation import Separation
 from vbrt.host.mapped import populate
 from vbrt.kernels import PageOrder, resolve
@@ -25,7 +25,7 @@ __all__ = ["Encoder", "Planes", "strides_of", "uploaded"]
 _UPLOADED_BYTES = 1 << 20
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-Planes = Sequence[tuple[PageLayout, Mapping[str, torch.Tensor]]]
+Planes = Sequence[tuple[PageLayout, Mapping[str, torch.Tensor | Incoming]]]
 """Planes of a weight on their way into pages, or out of them."""
 
 
@@ -161,8 +161,13 @@ class Encoder:
             )
         return self.format.layout(spec.shape, spec.dtype), coarse
 
-    def from_encoded(self, planes: Mapping[str, dict[str, torch.Tensor]]) -> Planes:
-        """Planes to store, from encoded tensors by name of the plane."""
+    @property
+    def stores_as_encoded(self) -> bool:
+        """True if a page has the fields of a plane as the format encodes them, so that files may be read into it."""
+        return self.packing is None and not self.spec.fine
+
+    def from_encoded(self, planes: Mapping[str, dict[str, torch.Tensor | Incoming]]) -> Planes:
+        """Planes to store, from encoded tensors by name of the plane; all in memory unless `stores_as_encoded`."""
         spec = self.spec
         if spec.dense:
             return [(self.format.layout(spec.weight_shape, spec.dtype), planes["dense"])]

@@ -21,7 +21,7 @@ from torch import nn
 
 from vbrt.config import FORMATS
 from vbrt.formats.base import WeightPlanes
-from vbrt.formats.page import PageLayout, new_page, pack, unpack
+from vbrt.formats.page import Incoming, PageLayout, new_page, pack, unpack
 from vbrt.formats.separation import Separation
 from vbrt.kernels import resolves_late
 from vbrt.layers.compute import decoded_weight, precision_notes
@@ -257,7 +257,7 @@ def _free_key(handle: WeightHandle, plane: str) -> str:
     return key if key not in handle.stack.pages else f"{key}@{handle.id}.{handle.generation}"
 
 
-def _fill(tensors: Mapping[str, torch.Tensor], layout: PageLayout, out: torch.Tensor) -> None:
+def _fill(tensors: Mapping[str, torch.Tensor | Incoming], layout: PageLayout, out: torch.Tensor) -> None:
     pack(tensors, layout, out)
 
 

@@ -10,11 +10,15 @@ from functools import partial
 
 import torch
 
+from vbrt.host.crew import Crew
 from vbrt.layers.encoding import Encoder
 from vbrt.tiers import TierStack
 from vbrt.tiers.relay import Read
 
-__all__ = ["HOST", "Fill", "Landing", "for_encoder", "fresh", "on_device"]
+__all__ = ["HOST", "Fill", "Landing", "for_encoder", "fresh", "into", "on_device"]
+
+_ALONE_BYTES = 1 << 20  # that one thread has read by the time another begins
+_PART_BYTES = 2 << 20  # a huge page
 
 Fill = Callable[[int, Read], torch.Tensor]
 """Returns memory uint8 of so many bytes that it has had filled, part by part."""
@@ -25,6 +29,26 @@ def fresh(nbytes: int, read: Read) -> torch.Tensor:
     out = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     read(out, 0)
     return out
+
+
+def into(out: torch.Tensor, crew: Crew) -> Fill:
+    """Return the `Fill` of a contiguous tensor in CPU memory, which has as many bytes as are wanted.
+
+    The crew's threads fill parts of it beside the caller: memory that nobody has touched takes longer than the copy.
+    """
+    memory = out.view(-1).view(torch.uint8)
+
+    def fill(nbytes: int, read: Read) -> torch.Tensor:
+        if nbytes <= _ALONE_BYTES:
+            read(memory, 0)
+        else:
+            crew.share(
+                -(-nbytes // _PART_BYTES),
+                lambda part: read(memory[part * _PART_BYTES : (part + 1) * _PART_BYTES], part * _PART_BYTES),
+            )
+        return memory
+
+    return fill
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,7 @@ class _Weight:
         for inputs in self._swap.inputs:
             inputs.moments = None
         return {
-            layer.file_tensor(layout.plane, field): tensor
+            layer.file_tensor(layout.plane, field): tensor if isinstance(tensor, torch.Tensor) else tensor.read()
             for layout, fields in planes
             for field, tensor in fields.items()
         }

@@ -1,8 +1,9 @@
 """What `vb.save` wrote, and planes that another library has put into files of its own."""
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from vbrt.config import VBConfig, load_config
 from vbrt.errors import CheckpointError, ConfigError, FormatError
 from vbrt.formats import get_format
 from vbrt.formats.fine import check_fine
+from vbrt.host.crew import Crew
 from vbrt.layers import KINDS, WeightHandle
 from vbrt.layers.encoding import Planes
 from vbrt.layers.experts import ExpertsHandle
@@ -24,7 +26,7 @@ from vbrt.residency.plan import Beside, Plan, Swap
 from vbrt.residency.site import ROOT, WeightSite
 from vbrt.saves.assign import assign_, on_meta, with_values
 from vbrt.saves.fit import check_names, has_fraction, misfit, other_kinds, other_shapes, refuse_any
-from vbrt.saves.landing import Landing
+from vbrt.saves.landing import Fill, Landing, fresh, into
 from vbrt.saves.manifest import MANIFEST, KeptTensor, Manifest, SavedLayer, read_manifest, text_of
 from vbrt.saves.tensorfile import TensorFile, TensorInfo, digest
 
@@ -41,12 +43,14 @@ class SavedModel:
     Attributes:
         layers: the entries of weights in planes.
         kept: those of tensors that are in no planes.
+        crew: threads that read parts of a tensor beside the caller's.
     """
 
     def __init__(
         self, path: Path, manifest: Manifest | None = None, files: Mapping[str, TensorFile] | None = None
     ) -> None:
         self.path = path
+        self.crew = Crew(min(4, os.cpu_count() or 1) - 1)
         self._manifest: Manifest = read_manifest(path) if manifest is None else manifest
         names = sorted({tensor.file for tensor in self._manifest.tensors.values()})
         own = files is None
@@ -163,8 +167,16 @@ class SavedModel:
         return make_plan(model, config, saved=saved_swaps(self._manifest.layers, model), beside=beside)
 
     def planes_of(self, swap: Swap, handle: WeightHandle) -> Planes:
-        """See `Source`: as they were encoded."""
-        return handle.encoder.from_encoded(self.encoded(self._layers[swap.name]))
+        """See `Source`: as they were encoded, straight from the file into the page where that is possible."""
+        layer, encoder = self._layers[swap.name], handle.encoder
+        if not encoder.stores_as_encoded or layer.fine:
+            return encoder.from_encoded(self.encoded(layer))
+        return encoder.from_encoded(
+            {
+                plane: {field: _InFile(self, layer.file_tensor(plane, field, None)) for field in names}
+                for plane, names in layer.planes.items()
+            }
+        )
 
     def experts_of(self, swap: Swap, handle: ExpertsHandle) -> Iterable[Planes]:
         """See `Source`: as they were encoded."""
@@ -226,12 +238,39 @@ class SavedModel:
         """Return the entry of a tensor in its file."""
         return self._files[name].tensors[name]
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, fill: Fill = fresh) -> torch.Tensor:
         """Return a tensor. Raises CheckpointError: its bytes are others than those that were saved."""
-        tensor, saved = self._files[name].read(name), self._manifest.tensors.get(name)
+        tensor, saved = self._files[name].read(name, fill), self._manifest.tensors.get(name)
         if saved is not None and digest(tensor) != saved.digest:
             raise _damaged(self._files[name].path, f"the bytes of {name} are not those that were saved")
         return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _InFile:
+    """A field of a plane; an `Incoming`."""
+
+    source: SavedModel
+    name: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.info(self.name).dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.info(self.name).shape
+
+    def read(self) -> torch.Tensor:
+        """See `Incoming`. Raises CheckpointError: its bytes are others than those that were saved."""
+        return self.source.read(self.name)
+
+    def read_into(self, out: torch.Tensor) -> None:
+        """See `Incoming`. Raises CheckpointError: its bytes are others than those that were saved."""
+        if out.device.type == "cpu":
+            self.source.read(self.name, into(out, self.source.crew))
+        else:
+            out.copy_(self.read())
 
 
 def saved_swaps(layers: Sequence[SavedLayer], model: nn.Module) -> list[Swap]:
