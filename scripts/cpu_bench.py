@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # scripts are no package
 
 from scripts.cpu_contenders import CONTENDERS, Contender, Process, absent, version
+from scripts.cpu_encoding import encoded
 from scripts.measuring import machine
 
 #: contenders of a part, unless the command line names them
@@ -43,6 +44,13 @@ USUAL = {
     "ssd": ("vbrt fp4, bf16",),
     "moe": ("torch bf16", "vbrt fp4, bf16", "llama.cpp Q4_0"),
     "start": ("torch bf16", "vbrt fp4, bf16", "llama.cpp Q4_0"),
+    "encode": (),
+}
+#: of the part encode: a way and a preset of the Llama, or of the Qwen3-MoE
+ENCODINGS = {
+    **{f"{way} {preset}": 0 for way in ("wrap", "load", "convert") for preset in ("fp4", "exact")},
+    **{f"wrap {preset}": 0 for preset in ("mxfp4", "nf4", "quantile")},
+    "wrap fp4, experts": 1,
 }
 PROMPT, NEW, LONG = 16, 24, 512
 _WARM = {"new": 6, "tokens": 64}  # of the turn before those that count
@@ -57,6 +65,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self._shapes, self._files, self._rounds = options.shapes, options.files, options.rounds
         self._only, self._matrices, self._ios = options.only, options.matrices, options.io
+        self._encodings = options.encodings
         self.left_out: dict[str, str] = {}
 
     def contenders(self, part: str) -> list[Contender]:
@@ -124,6 +133,17 @@ class Bench:
                         row["imports"].append(process.started["imports"])
         return rows
 
+    def encode(self) -> dict[str, dict]:
+        """A whole model from bf16 into planes."""
+        rows: dict[str, dict] = {name: {"seconds": []} for name in self._encodings}
+        for _ in range(self._rounds):
+            for name, row in rows.items():
+                way, preset = name.partition(",")[0].split()
+                found = encoded(way, preset, checkpoint_folder(self._files, self._shapes[ENCODINGS[name]]))
+                row["seconds"].append(found["seconds"])
+                row["weights"] = found["weights"]
+        return rows
+
     def ssd(self) -> dict[str, dict]:
         """A token with half of the pages on the drive, beside all of them in memory and the drive's own rate."""
         rows = {}
@@ -150,6 +170,13 @@ class Bench:
             after = half.ask("stats")
         moved = sum(after["moved"].values()) - sum(before["moved"].values())
         return row | {"moved": moved / passes, "read": (after["read"] - before["read"]) / passes}
+
+
+def checkpoint_folder(files: Path, shape: str) -> Path:
+    """Return the directory of a dense model that `--prepare` wrote."""
+    from scripts import cpu_models
+
+    return cpu_models.checkpoint(files, shape)
 
 
 def drive_rate(folder: Path, nbytes: int, *, direct: bool) -> float:
@@ -223,6 +250,7 @@ def parsed(arguments: Iterable[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
     parser.add_argument("--matrices", nargs="*", choices=MATRICES, default=list(MATRICES), help="of the part matvec")
     parser.add_argument("--io", nargs="*", choices=IOS, default=list(IOS), help="of the part ssd")
+    parser.add_argument("--encodings", nargs="*", choices=ENCODINGS, default=list(ENCODINGS), help="of the part encode")
     parser.add_argument("--shapes", nargs=2, default=["1b", "moe"], help="of the Llama, and of the Qwen3-MoE")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "cpu-peers.json")
     return parser.parse_args(arguments)

@@ -13,6 +13,9 @@ _WHAT = {
     "prefill": f"A prompt of 512 tokens, {_LLAMA}.",
     "moe": f"One token at a time of {_MOE}.",
     "start": "From starting a process to its first token, the same Llama. Files are in the page cache.",
+    "encode": "From bf16 into planes: the Llama, its head dense, in memory (`wrap` and `materialize`), from a checkpoint "
+    "in the page cache (`vbrt.load`), and from that into a save (`vbrt convert`); experts: the Qwen3-MoE. Millions of "
+    "encoded weights a second, from the call to its end, imports and kernels loaded before.",
 }
 _MATRIX = (
     "One product of a matrix [N, K] and a token, ms, by matrices in turn that no cache holds: layers, called from "
@@ -72,6 +75,14 @@ def _starts(rows: dict[str, dict], _: int) -> list[str]:
     return ["| | s | of which imports |", "| --- | --- | --- |", *lines]
 
 
+def _encodings(rows: dict[str, dict], _: int) -> list[str]:
+    lines = (
+        f"| {name} | {median_ms(row) / 1e3:.2f} | {row['weights'] / median_ms(row) / 1e3:.0f} |"
+        for name, row in rows.items()
+    )
+    return ["| | s | M weights/s |", "| --- | --- | --- |", *lines]
+
+
 def _matrices(rows: dict[str, dict]) -> list[str]:
     """A column a matrix; the names of rows begin with it."""
     cells: dict[str, dict[str, float]] = {}
@@ -106,4 +117,4 @@ def _halves(rows: dict[str, dict]) -> list[str]:
     return out
 
 
-_PARTS = {"start": _starts}
+_PARTS = {"start": _starts, "encode": _encodings}
