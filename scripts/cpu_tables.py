@@ -13,9 +13,9 @@ _WHAT = {
     "prefill": f"A prompt of 512 tokens, {_LLAMA}.",
     "moe": f"One token at a time of {_MOE}.",
     "start": "From starting a process to its first token, the same Llama. Files are in the page cache.",
-    "encode": "From bf16 into planes: the Llama, its head dense, in memory (`wrap` and `materialize`), from a checkpoint "
-    "in the page cache (`vbrt.load`), and from that into a save (`vbrt convert`); experts: the Qwen3-MoE. Millions of "
-    "encoded weights a second, from the call to its end, imports and kernels loaded before.",
+    "encode": "From bf16 into planes: the Llama, its head dense, in memory (`wrap` and `materialize`), from a "
+    "checkpoint in the page cache (`vbrt.load`), and from that into a save (`vbrt convert`); experts: the Qwen3-MoE. "
+    "Millions of encoded weights a second, from the call to its end, imports and kernels loaded before.",
 }
 _MATRIX = (
     "One product of a matrix [N, K] and a token, ms, by matrices in turn that no cache holds: layers, called from "

@@ -162,7 +162,7 @@ class SsdTier:
 
         def read(fd: int, segments: int) -> int:
             if self._read_page is not None and segments == 1:
-                return self._cached(key, room, fd, out)
+                return _read_by(self._read_page, key, room, fd, out)
             return self._shared(_Read(key, room, fd, bytes_view(out), segments))
 
         _check_digest(key, room, self._opened(key, room, read))
@@ -216,16 +216,6 @@ class SsdTier:
         finally:
             os.close(fd)
 
-    def _cached(self, key: str, file: PageFile, fd: int, out: torch.Tensor) -> int:
-        """Read a page out of the page cache; returns its digest."""
-        header = bytearray(HEADER_BYTES)
-        _fill(fd, key, file, [memoryview(header)], 0)
-        _check_header(key, file, bytes(header))
-        try:
-            return xxhash.xxh3_64_intdigest(self._read_page(fd, out, HEADER_BYTES, _SEGMENT_BYTES))
-        except EOFError as error:
-            raise _truncated(key, file, error) from error
-
     def _shared(self, read: "_Read") -> int:
         """Do a read with the helpers that are free, if it is worth one; returns the page's digest."""
         if read.file.page_bytes > _ALONE_BYTES:
@@ -240,7 +230,10 @@ class SsdTier:
         if not hasattr(os, "RWF_NOWAIT"):
             return False
         places, byte = (0, room.page_bytes // 2, HEADER_BYTES + room.page_bytes - 1), [bytearray(1)]
-        with contextlib.suppress(OSError), self._advising(room) as fd:  # BlockingIOError where it would have to wait
+        with (
+            contextlib.suppress(OSError),
+            _advising(room, self._run.fd) as fd,
+        ):  # BlockingIOError where it would have to wait
             return all(os.preadv(fd, byte, place, os.RWF_NOWAIT) for place in places)
         return False
 
@@ -248,16 +241,8 @@ class SsdTier:
         """Ask the system to bring a page into its cache, in buffered mode: reading it later waits less. Never fails."""
         if self._use_direct() or not hasattr(os, "posix_fadvise"):
             return
-        with contextlib.suppress(OSError), self._advising(room) as fd:  # what is wrong is said when it is read
+        with contextlib.suppress(OSError), _advising(room, self._run.fd) as fd:  # what is wrong is said when it is read
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
-
-    @contextlib.contextmanager
-    def _advising(self, room: PageFile) -> Iterator[int]:
-        fd = open_regular(room.path.name, os.O_NOFOLLOW, dir_fd=self._run.fd)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
 
     def _announce_buffered(self) -> None:
         reason = f"tier ssd: the file system of {self.root} refuses O_DIRECT; reads go through the page cache"
@@ -324,6 +309,15 @@ def _write_file(path: Path, dir_fd: int, header: bytes, view: memoryview) -> Non
         raise
 
 
+@contextlib.contextmanager
+def _advising(room: PageFile, dir_fd: int) -> Iterator[int]:
+    fd = open_regular(room.path.name, os.O_NOFOLLOW, dir_fd=dir_fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def _unlink(path: Path, dir_fd: int) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path.name, dir_fd=dir_fd)
@@ -356,6 +350,17 @@ class _Read:
         self.digests[part] = [
             xxhash.xxh3_64_digest(chunk[i : i + _SEGMENT_BYTES]) for i in range(0, len(chunk), _SEGMENT_BYTES)
         ]
+
+
+def _read_by(read_page: ReadPage, key: str, file: PageFile, fd: int, out: torch.Tensor) -> int:
+    """Have a page read into `out`; returns its digest."""
+    header = bytearray(HEADER_BYTES)
+    _fill(fd, key, file, [memoryview(header)], 0)
+    _check_header(key, file, bytes(header))
+    try:
+        return xxhash.xxh3_64_intdigest(read_page(fd, out, HEADER_BYTES, _SEGMENT_BYTES))
+    except EOFError as error:
+        raise _truncated(key, file, error) from error
 
 
 def _digest_blocks(key: str, file: PageFile, fd: int) -> BlockDigests:
