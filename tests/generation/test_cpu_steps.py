@@ -153,6 +153,33 @@ def test_a_changed_model_is_recorded_again():
     assert vb.stats().steps.recordings == 3
 
 
+@pytest.mark.parametrize("mode", ["inference", "autocast"])
+def test_modes_of_torch_are_those_of_eager_steps(mode):
+    vb, eager = wrapped(), wrapped(compute={"captures": False})
+    same(vb, eager)
+    modes = {"inference": torch.inference_mode, "autocast": lambda: torch.autocast("cpu", torch.bfloat16)}
+    with warnings.catch_warnings(), modes[mode]():
+        warnings.simplefilter("ignore")
+        assert torch.equal(generated(eager).sequences, generated(vb).sequences)
+    assert steps(vb) == ((25, 1) if mode == "inference" else (12, 14))
+    same(vb, eager)
+
+
+def test_a_cache_that_the_caller_keeps_goes_on():
+    turns = []
+    for model in (wrapped("gemma3", compute={"captures": False}), wrapped("gemma3")):
+        first = model.generate(PROMPT[1:], max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
+        cache = first.past_key_values
+        held = [layer.keys.clone() for layer in cache.layers]
+        model.generate(PROMPT[1:] + 1, max_new_tokens=12, do_sample=False)  # runs on the memory of the first one
+        assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, held, strict=True))
+        ids = torch.cat((first.sequences, PROMPT[1:]), dim=1)
+        again = model.generate(ids, past_key_values=cache, max_new_tokens=9, do_sample=False)
+        turns.append((first.sequences.tolist(), again.tolist()))
+    assert turns[0] == turns[1]
+    assert steps(model)[0] > 20
+
+
 def test_lossless_weights_keep_the_bits_of_eager_steps():
     plain, vb = tiny("llama"), models.wrap(tiny("llama"))
     want, got = generated(plain), generated(vb)
