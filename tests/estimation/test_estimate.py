@@ -151,10 +151,12 @@ def test_activations_are_counted_as_the_config_asks_for_them():
     def found(asked, layers=3):
         config = load_config("full", training={"activations": asked}, weights={"embeddings": False})
         estimate = vbrt.estimate(model_of(layers).bfloat16(), "train", config, machine=on_gpu, **sizes)
-        return {row.name: row.nbytes for row in estimate.rows}["activations"], dict(estimate.moments)["backward"]
+        rows = {row.name: row.nbytes for row in estimate.rows}
+        return rows["activations"], dict(estimate.moments)["backward"], rows.get("offloaded", 0)
 
     kept, again, parked = found("keep"), found("recompute"), found("offload", layers=4)
     assert again[0] - parked[0] == (3 - 2) * block_input  # two are on their way, of any number of layers
+    assert (kept[2], again[2], parked[2]) == (0, 0, 4 * block_input)
     assert kept[1] > again[1]
     room = (kept[0] + again[0]) // 2
     bounded = found(room)
