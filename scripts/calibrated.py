@@ -10,8 +10,9 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from vbrt.residency.plan import Swap
 
 RESULT = ROOT / "benchmarks" / "results" / "calibrated-lm.json"
 FORMATS = ("nvfp4", "mxfp4", "nf4", "quantile")
+EIGHT = "mxint8"
 #: how far encoders look at inputs
 WAYS = ("not calibrated", "scales", "scales and codes")
 #: KL that may be had on the first text for so much more than the bytes of nvfp4
@@ -99,7 +101,7 @@ class Judge:
 def measure_formats(judge: Judge) -> list[dict]:
     """Every layer in one format, for each way."""
     rows = []
-    for format in FORMATS:
+    for format in (*FORMATS, EIGHT):
         for way in WAYS:
             with judge.held({swap.name: format for swap in judge.swaps}, way):
                 first, last = judge.kl(("first", "last"))
@@ -114,20 +116,19 @@ def measure_formats(judge: Judge) -> list[dict]:
 def page_bytes() -> dict[str, dict[str, int]]:
     """Of each weight of the model in bf16, by format and name."""
     found = {}
-    for held in (*FORMATS, "exact"):
+    for held in (*FORMATS, EIGHT, "exact"):
         weights = {"format": "nvfp4", "fine": "exact"} if held == "exact" else {"format": held}
         plan = vbrt.make_plan(committed.dense(torch.bfloat16), vbrt.load_config("fp4", weights=weights))
         found[held] = {swap.name: swap.page_bytes for swap in plan.swaps}
     return found
 
 
-def losses_alone(judge: Judge, formats: Sequence[str], way: str) -> dict[str, dict[str, float]]:
-    """KL on the calibration text of each weight alone in each format, by format and name."""
-    found: dict[str, dict[str, float]] = {format: {} for format in formats}
-    for format in formats:
-        for swap in judge.swaps:
-            with judge.held({swap.name: format}, way):
-                (found[format][swap.name],) = judge.kl(("calibration",))
+def losses_alone(judge: Judge, format: str, way: str) -> dict[str, float]:
+    """KL on the calibration text of each weight alone in a format, by name."""
+    found = {}
+    for swap in judge.swaps:
+        with judge.held({swap.name: format}, way):
+            (found[swap.name],) = judge.kl(("calibration",))
     return found
 
 
@@ -157,13 +158,15 @@ def spent(
 def measure_budgets(judge: Judge) -> list[dict]:
     """The KL of automatic precision for each of `GATES`, on both texts, for some sets of candidates."""
     sizes, rows = page_bytes(), []
-    every = sum(sizes["nvfp4"].values())
+    every, alone = sum(sizes["nvfp4"].values()), cache(partial(losses_alone, judge))
     for name, formats, way in (
         ("nvfp4 and exact", ("nvfp4",), "not calibrated"),
         ("nvfp4 and exact, calibrated", ("nvfp4",), "scales and codes"),
-        ("all 4-bit formats and exact, calibrated", FORMATS, "scales and codes"),
+        ("nvfp4, mxint8 and exact", ("nvfp4", EIGHT), "not calibrated"),
+        ("nvfp4, mxint8 and exact, calibrated", ("nvfp4", EIGHT), "scales and codes"),
+        ("all 4-bit formats, mxint8 and exact, calibrated", (*FORMATS, EIGHT), "scales and codes"),
     ):
-        losses = losses_alone(judge, formats, way)
+        losses = {format: alone(format, way) for format in formats}
         for more in (0.0, *GATES):
             held = spent(losses, sizes, int((1 + more) * every))
             with judge.held(held, way):
@@ -175,19 +178,53 @@ def measure_budgets(judge: Judge) -> list[dict]:
     return rows
 
 
+# -- which 8 bits -----------------------------------------------------------------------------------------------------
+
+#: what was weighed against mxint8, which is not here: bits a weight, and what it makes of a matrix
+OTHERS: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
+    "MXFP8": (8.25, lambda w_NK: _rounded_in_blocks(w_NK, 32, 448.0, _e4m3, _power_of_two)),
+    "int8, 16-bit scales of 32": (8.5, lambda w_NK: _rounded_in_blocks(w_NK, 32, 127.0, torch.round, _bf16)),
+    "int8, 16-bit scales of 64": (8.25, lambda w_NK: _rounded_in_blocks(w_NK, 64, 127.0, torch.round, _bf16)),
+}
+
+
+def _rounded_in_blocks(
+    w_NK: Tensor, block: int, top: float, nearest: Callable[[Tensor], Tensor], scale_of: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """A matrix whose blocks are rounded in units of a scale, under which their largest weight is about `top`."""
+    x_NBb = w_NK.float().unflatten(1, (-1, block))
+    scale_NB1 = scale_of(x_NBb.abs().amax(-1, keepdim=True).clamp(min=1e-30) / top)
+    return (nearest((x_NBb / scale_NB1).clamp(-top, top)) * scale_NB1).flatten(1).to(w_NK.dtype)
+
+
+def _e4m3(x: Tensor) -> Tensor:
+    return x.to(torch.float8_e4m3fn).float()
+
+
+def _power_of_two(scale: Tensor) -> Tensor:
+    return scale.log2().ceil().exp2()
+
+
+def _bf16(scale: Tensor) -> Tensor:
+    return scale.bfloat16().float()
+
+
 def measure_eight_bits(judge: Judge) -> list[dict]:
-    """What a candidate of twice nvfp4's bytes and no loss to speak of would give: there is none; a limit."""
-    sizes, rows = page_bytes(), []
-    sizes["exact"] = {name: 2 * nbytes for name, nbytes in sizes["nvfp4"].items()}
-    every = sum(sizes["nvfp4"].values())
-    for way in ("not calibrated", "scales and codes"):
-        losses = losses_alone(judge, ("nvfp4",), way)
-        for more in GATES:
-            held = spent(losses, sizes, int((1 + more) * every))
-            with judge.held(held, way):
-                first, last = judge.kl(("first", "last"))
-            rows.append({"way": way, "more": more, "first": first, "last": last})
-            print(json.dumps(rows[-1]), flush=True)
+    """Every layer in 8 bits of some kind."""
+    rows = []
+    with judge.held({swap.name: EIGHT for swap in judge.swaps}, "not calibrated"):
+        first, last = judge.kl(("first", "last"))
+    rows.append({"kind": EIGHT, "bits": 8.25, "first": first, "last": last})
+    weights = [judge.model.get_parameter(swap.site.tensor) for swap in judge.swaps]
+    for name, (bits, round_) in OTHERS.items():
+        own = [weight.data for weight in weights]
+        for weight in weights:
+            weight.data = round_(weight.data)
+        first, last = judge.kl(("first", "last"))
+        for weight, data in zip(weights, own, strict=True):
+            weight.data = data
+        rows.append({"kind": name, "bits": bits, "first": first, "last": last})
+        print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
@@ -218,26 +255,29 @@ def section() -> list[str]:
     )
     head = ["| format | " + " | ".join(f"{way}: first, last" for way in WAYS) + " |", "| --- " * (1 + len(WAYS)) + "|"]
     found = {(row["format"], row["way"]): f"{row['first']:.5f}, {row['last']:.5f}" for row in result["formats"]}
-    table = [f"| {format} | " + " | ".join(found[format, way] for way in WAYS) + " |" for format in FORMATS]
+    table = [f"| {format} | " + " | ".join(found[format, way] for way in WAYS) + " |" for format in (*FORMATS, EIGHT)]
     return ["## Calibrated", "", what, "", *head, *table, "", *_budgets(result)]
 
 
 def _budgets(result: dict) -> list[str]:
     what = (
-        "The layers that lose most a byte are exact within the bytes of all in nvfp4 and a part more, pages as they "
-        "are here; KL on the first text. Exact pages take three times the bytes of nvfp4, so that "
-        f"{max(GATES):.0%} more makes fewer than a quarter of the weights exact. The last rows are a limit, not a "
-        "format that there is: what a candidate of twice nvfp4's bytes would give if it lost nothing."
+        "Bytes beyond those of all layers in nvfp4 are spent where a byte saves most, pages as they are here; KL on "
+        "the first text. Pages in mxint8 take 1.8 times the bytes of nvfp4, exact ones three times."
     )
     head = ["| candidates | " + " | ".join(f"+{more:.0%}" for more in GATES) + " |", "| --- " * (1 + len(GATES)) + "|"]
     rows: dict[str, list[str]] = {}
     for row in result["budgets"]:
         if row["more"]:
             rows.setdefault(row["method"], []).append(f"{row['first']:.4f}")
-    for row in result["eight_bits"]:
-        name = "nvfp4 and twice its bytes" + (", calibrated" if row["way"] == WAYS[-1] else "")
-        rows.setdefault(name, []).append(f"{row['first']:.4f}")
-    return [what, "", *head, *(f"| {name} | {' | '.join(kls)} |" for name, kls in rows.items()), ""]
+    table = [f"| {name} | {' | '.join(kls)} |" for name, kls in rows.items()]
+    return [what, "", *head, *table, "", *_eight_bits(result)]
+
+
+def _eight_bits(result: dict) -> list[str]:
+    what = "Kinds of 8 bits that `mxint8` was chosen among, all linear layers in each, not calibrated:"
+    head = ["| 8 bits | bits a weight | KL: first, last |", "| --- | --- | --- |"]
+    rows = [f"| {r['kind']} | {r['bits']} | {r['first']:.5f}, {r['last']:.5f} |" for r in result["eight_bits"]]
+    return [what, "", *head, *rows, ""]
 
 
 def main() -> None:

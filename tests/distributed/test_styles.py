@@ -22,7 +22,7 @@ STYLES = {
     "replicated_with_grad_allreduce": None,
     "mla_kv_a_proj": None,
 }
-FORMATS = ("exact", "dense", "nvfp4", "mxfp4", "nf4", "quantile", "mxint8")
+FORMATS = ("exact", "dense", "nvfp4", "mxfp4", "nf4", "quantile")
 LOSSLESS = ("exact", "dense")
 EXPERTS = {"cut": {}, "spread": {"ep_size": True}, "sent": {"ep_size": True, "ep_implementation": "all_to_all"}}
 

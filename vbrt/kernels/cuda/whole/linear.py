@@ -3,6 +3,7 @@
 Up to `FUSED_TOKENS` bf16 tokens one kernel converts the codes in registers, multiplies on the tensor cores and applies
 bias and activation. Otherwise a kernel decodes the weight to the activations' dtype and the vendor's matmul multiplies.
 What neither serves (CPU tensors, GPUs older than sm_80) goes through the reference. Pages hold the plain coarse plane.
+No GPU has run the kernels yet: tests run what they are compiled to, instruction by instruction, on a CPU.
 
 Legend: M tokens, N outputs, K inputs.
 """
@@ -113,7 +114,7 @@ def _product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, acti
         (x_MK, codes.view(torch.int32), scales, x_MK if bias is None else bias, y),
         (tokens, n, k, blocks, x_MK.stride(0), y.stride(0)),
         warps=_WARPS,
-        specialized=(k, x_MK.stride(0), y.stride(0), None if bias is None else bias.dtype),
+        specialized=() if bias is None else (bias.dtype,),
         TOKEN_GROUPS=1 << max(0, (tokens - 1).bit_length() - 3),
         K_WARPS=_WARPS,
         UNROLL=_UNROLL,

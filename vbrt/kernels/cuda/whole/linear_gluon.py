@@ -79,7 +79,7 @@ def scale_pair(stored):
     return gl.where(stored == 255, 0x7FC0, bits) * 0x10001
 
 
-@gluon.jit(do_not_specialize=["M", "N", "blocks"])
+@gluon.jit(do_not_specialize=["M", "N", "K", "blocks", "x_stride", "y_stride"])
 def linear_kernel(
     x_ptr,
     code_ptr,
