@@ -32,6 +32,7 @@ from scripts.measuring import machine
 #: contenders of a part, unless the command line names them
 USUAL = {
     "decode": tuple(CONTENDERS),
+    "outside": ("vbrt fp4, bf16", "vbrt fp4, bf16, int8"),
     "prefill": (
         "torch fp32",
         "torch bf16",
@@ -91,10 +92,12 @@ class Bench:
         with self.running(part, shape) as processes:
             for process in processes.values():
                 process.ask(do, **{key: _WARM.get(key, value) for key, value in given.items()})
-            rows: dict[str, dict] = {name: {"seconds": []} for name in processes}
+            rows: dict[str, dict] = {name: {} for name in processes}
             for _ in range(self._rounds):
                 for name, process in processes.items():
-                    rows[name]["seconds"] += process.ask(do, **given)["seconds"]
+                    for key, values in process.ask(do, **given).items():
+                        if isinstance(values, list):
+                            rows[name][key] = rows[name].get(key, []) + values
         return rows
 
     def decode(self) -> dict[str, dict]:
@@ -104,6 +107,10 @@ class Bench:
     def prefill(self) -> dict[str, dict]:
         """A prompt of the Llama."""
         return self.turns("prefill", self._shapes[0], "prefill", tokens=LONG)
+
+    def outside(self) -> dict[str, dict]:
+        """What a token of the Llama takes outside of 4-bit products."""
+        return self.turns("outside", self._shapes[0], "outside", prompt=PROMPT, new=NEW)
 
     def moe(self) -> dict[str, dict]:
         """A token at a time of the Qwen3-MoE."""

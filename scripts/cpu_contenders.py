@@ -1,6 +1,7 @@
 """What decodes and reads prompts beside vbrt on a CPU: each in a process of its own, which is told what to do.
 
     {"do": "decode", "prompt": 16, "new": 24}  ->  {"seconds": [of each token behind the first], "first": …}
+    {"do": "outside", "prompt": 16, "new": 24} ->  {"seconds": [of each of these tokens, without its products]}
     {"do": "prefill", "tokens": 512}           ->  {"seconds": [of the call]}
     {"do": "product", "times": 20}             ->  {"seconds": [of a product]}, of one matrix
     {"do": "stats"}                            ->  what a wrapped model says of its tiers
@@ -18,6 +19,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -96,6 +98,18 @@ class Torch:
             self._model.generate(torch.arange(prompt)[None] % 97, **options)
         return clock.spans()
 
+    def outside(self, prompt: int, new: int) -> dict[str, Any]:
+        """Return the seconds of each token behind the first outside of 4-bit products of few tokens, and in them."""
+        import torch
+
+        spent = self._spent = getattr(self, "_spent", None) or _timed_products()
+        clock = Clock(lambda: spent[0])
+        options = {"max_new_tokens": new, "do_sample": False, "streamer": clock, "pad_token_id": 0}
+        with torch.no_grad():
+            self._model.generate(torch.arange(prompt)[None] % 97, **options)
+        tokens, products = clock.spans()["seconds"], [b - a for a, b in pairwise(clock.read[1:])]
+        return {"seconds": [a - b for a, b in zip(tokens, products, strict=True)], "products": products}
+
     def prefill(self, tokens: int) -> float:
         """Return the seconds of a forward of a prompt, with the logits of its last token."""
         import torch
@@ -122,15 +136,33 @@ class Torch:
         }
 
 
-class Clock:
-    """A streamer that takes the time of the prompt and of each token."""
+def _timed_products() -> list[float]:
+    """Have the C function of these products timed, in recordings that are made from now on too; return the seconds."""
+    from vbrt.kernels.cpu.build import library
 
-    def __init__(self) -> None:
-        self._moments = [time.perf_counter()]
+    spent, functions = [0.0], library()
+    call = functions.vbrt_few
+
+    def timed(*args: Any) -> int:
+        begun = time.perf_counter()
+        done = call(*args)
+        spent[0] += time.perf_counter() - begun
+        return done
+
+    functions.vbrt_few = timed
+    return spent
+
+
+class Clock:
+    """A streamer that takes the time of the prompt and of each token; `read`: what it reads then."""
+
+    def __init__(self, reads: Callable[[], float] = lambda: 0.0) -> None:
+        self._moments, self._reads, self.read = [time.perf_counter()], reads, list[float]()
 
     def put(self, _: object) -> None:
         """Called with the prompt, and with each token."""
         self._moments.append(time.perf_counter())
+        self.read.append(self._reads())
 
     def end(self) -> None:
         """Called behind the last token."""

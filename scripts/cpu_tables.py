@@ -10,6 +10,7 @@ _LLAMA = "a random Llama of 1.1 B weights (22 layers, hidden size 2048), its hea
 _MOE = "a random Qwen3-MoE of 0.5 B weights, 1 GB in bf16 (6 layers of 64 experts, 4 a token)"
 _WHAT = {
     "decode": f"One token at a time of {_LLAMA}, greedy, behind a prompt of 16 tokens.",
+    "outside": "What such a token takes outside of 4-bit products, ms: norms, attention, the loop of `generate`.",
     "prefill": f"A prompt of 512 tokens, {_LLAMA}.",
     "moe": f"One token at a time of {_MOE}.",
     "start": "From starting a process to its first token, the same Llama. Files are in the page cache.",
@@ -75,6 +76,11 @@ def _starts(rows: dict[str, dict], _: int) -> list[str]:
     return ["| | s | of which imports |", "| --- | --- | --- |", *lines]
 
 
+def _outsides(rows: dict[str, dict], _: int) -> list[str]:
+    lines = (f"| {name} | {median_ms(row):.1f} | {median_ms(row, 'products'):.1f} |" for name, row in rows.items())
+    return ["| | ms outside | ms in products |", "| --- | --- | --- |", *lines]
+
+
 def _encodings(rows: dict[str, dict], _: int) -> list[str]:
     lines = (
         f"| {name} | {median_ms(row) / 1e3:.2f} | {row['weights'] / median_ms(row) / 1e3:.0f} |"
@@ -117,4 +123,4 @@ def _halves(rows: dict[str, dict]) -> list[str]:
     return out
 
 
-_PARTS = {"start": _starts, "encode": _encodings}
+_PARTS = {"start": _starts, "outside": _outsides, "encode": _encodings}
