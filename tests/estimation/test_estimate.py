@@ -1,6 +1,7 @@
 """`vbrt.estimate`: figures beside what torch allocates, one code path with plan and runtime, and wrong use."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ import vbrt
 from tests.models import config, qwen3_moe, wrap
 from vbrt.config import Machine, load_config
 from vbrt.errors import ArgumentError, WrapError
+from vbrt.estimation import host_experts
 from vbrt.estimation.activations import asked_of
 from vbrt.estimation.options import with_and_without
+from vbrt.estimation.speed import predict
 
 transformers = pytest.importorskip("transformers")
 
@@ -241,3 +244,27 @@ def test_routed_experts_that_train_from_the_tiers_are_counted_with_their_gradien
     assert found[32] > (64 << 20) + both + 2 * 2 * experts.gate_up_proj.numel()
     pair = 2 * (64 + 64 + 32 + 64)  # inputs and outputs of both products, bf16
     assert found[64] - found[32] >= 2 * pair * 2 * 32
+
+
+def test_missed_experts_count_as_the_link_brings_them_or_as_the_cpu_computes_them():
+    model, on = qwen3_moe(count=16, layers=3), Machine(GiB, GiB, 32 * GiB, 32 * GiB)
+    options = {"weights": {"min_parameters": 0}}
+    plan = vbrt.make_plan(model, load_config("fp4", **options), on)
+    experts = sum(swap.page_bytes for swap in plan.routed)
+    budget = plan.page_bytes - experts + 2 * plan.largest_layer_bytes + experts // 4
+
+    def ms(miss: str, **rates: float) -> float:
+        options["tiers"], options["experts"] = {"gpu": {"budget": budget}}, {"miss": miss}
+        found = vbrt.estimate(model, "decode", load_config("fp4", **options), machine=on, context=8)
+        return predict(model, found, replace(vbrt.data_sheet("RTX 4090"), **rates)).ms
+
+    slow = {"link_gb_s": 1e-5, "experts_gb_s": 2e-5}
+    fetch, compute, auto = (ms(miss, **slow) for miss in ("fetch", "compute", "auto"))
+    assert auto < compute < fetch
+    assert ms("auto") == ms("fetch") < ms("compute")
+
+
+def test_the_rate_of_experts_on_a_cpu_is_measured(monkeypatch):
+    monkeypatch.setattr(host_experts, "_SHAPES", {"up": (64, 128), "down": (128, 32)})
+    monkeypatch.setattr(host_experts, "_TIMES", 1)
+    assert host_experts.experts_gb_s() > 0

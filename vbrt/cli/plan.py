@@ -49,7 +49,8 @@ def add(commands: Any) -> None:
     machine.add_argument(
         "--host",
         metavar="GB/s",
-        help=f"of pages of missed experts that its CPU computes with, for experts.miss (default {CPU_GB_PER_S:.0f})",
+        help="of pages of missed experts that its CPU computes with, for experts.miss (default: as vbrt tune --machine "
+        f"has measured it here, else {CPU_GB_PER_S:.0f})",
     )
     machine.add_argument("--drive", metavar="GB/s", help=f"from its drive (default {LINK_GB_PER_S['ssd']:.0f})")
     parser.add_argument(
@@ -80,7 +81,7 @@ def _plan(args: argparse.Namespace) -> int:
     needs = tier_needs(plan, machine)
     experts = ExpertReport.of(plan, rates, args.routing)
     if experts is not None:
-        host = _rate(args.host, "--host").get("host", CPU_GB_PER_S)
+        host = _rate(args.host, "--host").get("host") or _measured_host()
         fetches = any(swap.lossless for swap in plan.routed)
         experts = replace(experts, miss="fetch" if fetches else config.experts.miss, cpu_gb_per_s=host)
     ways = None if args.ranks is None else ways_on(args.ranks, plan, rates["cpu"], given=args.link is not None)
@@ -108,6 +109,14 @@ def _too_large(make_plan: Callable[..., Plan], model: Any, config: VBConfig, mac
     except ConfigError:
         return None
     return None if all(need.fits for need in tier_needs(plan, machine)) else plan
+
+
+def _measured_host() -> float:
+    """GB/s of pages of experts that this machine's CPU computes with; assumed where that was not measured."""
+    from vbrt.estimation.rates import kept_rates
+
+    kept = kept_rates()
+    return CPU_GB_PER_S if kept is None else kept.experts_gb_s
 
 
 def _rate(text: str | None, flag: str) -> dict[str, float]:

@@ -104,6 +104,7 @@ def _measure_machine() -> int:
     console.print(
         f"products {found.tflops:.2f} TFLOP/s, {found.launch_us:.1f} µs a launch, drive {found.drive_gb_s:.1f} GB/s"
     )
+    console.print(f"missed experts computed by the CPU: {found.experts_gb_s:.1f} GB/s of their pages")
     console.print(f"kept in {rates_file()}", soft_wrap=True)
     return 0
 

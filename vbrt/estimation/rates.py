@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 
 from vbrt.errors import ArgumentError
+from vbrt.estimation.host_experts import experts_gb_s
 from vbrt.host.files import cache_folder, read_bounded, write_file
+from vbrt.residency.missed import CPU_GB_PER_S
 
 __all__ = ["SHEETS", "Rates", "data_sheet", "device_name", "kept_rates", "link_gb_s", "measure_rates", "rates_file"]
 
@@ -36,6 +38,7 @@ class Rates:
         fp32_tflops: of fp32 matrix products.
         fp8: the GPU multiplies in FP8.
         host_gb_s: of host memory, read and written by all cores; by default what a host of 16 reaches.
+        experts_gb_s: of 4-bit pages with which the CPU computes experts that the GPU lacks; by default assumed.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Rates:
     fp32_tflops: float = 0.0
     fp8: bool = False
     host_gb_s: float = 90.0
+    experts_gb_s: float = CPU_GB_PER_S
 
     def flops_of(self, dtype: str) -> float:
         """Return the floating-point operations a second of products of a dtype, by torch's name."""
@@ -110,6 +114,7 @@ def measure_rates(*, keep: bool = True) -> Rates:
         _tflops(device, 4096, torch.float32) if gpu else 0.0,
         gpu and torch.cuda.get_device_capability() >= _FP8_CAPABILITY,
         _host_gb_s(),
+        experts_gb_s(),
     )
     if keep:
         rates_file().parent.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from vbrt.estimation.rates import Rates
 from vbrt.estimation.report import Estimate
 from vbrt.estimation.task import Task
 from vbrt.model.choice import choose
+from vbrt.residency.missed import missed_gb_per_s
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.token_cost import LINK_GB_PER_S, TokenCost, token_cost
 
@@ -75,11 +76,25 @@ class Speed:
 
 def predict(model: nn.Module, found: Estimate, rates: Rates) -> Speed:
     """Predict a step of an estimated task: one token a sequence with "decode", else the whole batch."""
+    ways = {"fetch": ("fetch",), "compute": ("compute",), "auto": ("fetch", "auto")}[_miss(found)]
+    return min((_predict(model, found, rates, miss) for miss in ways), key=lambda speed: speed.ms)
+
+
+def _miss(found: Estimate) -> str:
+    """Return what becomes of experts that are missing on the GPU in the steps of a task, as `experts.miss` has it."""
+    plan = found.plan
+    if plan is None or plan.compute_tier != "gpu" or found.task.kind != "decode":
+        return "fetch"
+    return "fetch" if not plan.routed or any(s.lossless for s in plan.routed) else found.config.experts.miss
+
+
+def _predict(model: nn.Module, found: Estimate, rates: Rates, miss: str) -> Speed:
     task, plan = found.task, found.plan
     tokens = task.batch if task.kind == "decode" else task.batch * task.context
     passes = _passes(task, plan)
-    link = 1e3 * _link_s(plan, rates, tokens) * min(passes, 2)
-    recorded = task.kind == "decode" and plan is not None and plan.compute_tier == "gpu"
+    link = 1e3 * _link_s(plan, rates, tokens, miss) * min(passes, 2)
+    host_decides = miss != "fetch" and link > 0
+    recorded = task.kind == "decode" and plan is not None and plan.compute_tier == "gpu" and not host_decides
     device = 1e3 * _device_s(model, found, rates, tokens, passes)
     host = 0.0
     if recorded:
@@ -89,6 +104,7 @@ def predict(model: nn.Module, found: Estimate, rates: Rates) -> Speed:
         launches = found.work.get("operators", 0) * _OPERATOR[task.kind]
         launches += len(plan.swaps) * _LEASES * passes if plan is not None and link else 0
         host = 1e-3 * launches * rates.launch_us
+    host += link if host_decides else 0.0  # which waits for the misses of each layer
     update, longest = _update_ms(found, rates), max(link, device, host)
     return Speed(max(longest, update) + _UNHIDDEN * min(longest, update), link, device, host, tokens, update)
 
@@ -194,8 +210,8 @@ def _reads(swap: Swap) -> float:
 # -- the links --------------------------------------------------------------------------------------------------------
 
 
-def _link_s(plan: Plan | None, rates: Rates, tokens: int) -> float:
-    """Return the seconds of the copies of one pass."""
+def _link_s(plan: Plan | None, rates: Rates, tokens: int, miss: str) -> float:
+    """Return the seconds of the copies of one pass, and of the CPU with experts that it computes."""
     if plan is None or plan.mode == "train" or len(plan.budgets) == 1:
         return 0.0
     by_tier = {**LINK_GB_PER_S, "cpu": rates.link_gb_s or float("inf"), "ssd": rates.drive_gb_s}
@@ -204,7 +220,9 @@ def _link_s(plan: Plan | None, rates: Rates, tokens: int) -> float:
         hits, touched = _hit_rate(plan, cost, tokens), max(_touched(swap, tokens) for swap in plan.routed)
         share = max(swap.top_k / swap.experts for swap in plan.routed)
         loaded = {tier: nbytes * touched / share * (1 - hits) for tier, nbytes in cost.cold_bytes.items()}
-        moved = {tier: loaded.get(tier, 0) + cost.streamed_bytes.get(tier, 0) for tier in by_tier}
+        experts = by_tier | {"cpu": missed_gb_per_s(miss, by_tier["cpu"], rates.experts_gb_s)}
+        missed = sum(nbytes / (experts[tier] * 1e9) for tier, nbytes in loaded.items())
+        return missed + sum(nbytes / (by_tier[tier] * 1e9) for tier, nbytes in cost.streamed_bytes.items())
     else:
         top = plan.compute_tier
         below = {tier: _bytes_at(plan, tier) for tier in plan.budgets if tier != top}
