@@ -297,7 +297,7 @@ def missed_table(path: Path) -> list[str]:
         for row in rows
         if "miss" in row
     ]
-    out += ["", *(f"Rates: {row['rates']}." for row in rows if row.get("miss") == "auto" and row["rates"])][:2]
+    out += ["", *(f"With auto: {row['rates']}." for row in rows if row.get("miss") == "auto" and row["rates"])][:2]
     named = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
     return [*out, "", f"{named}, Python {where['python']}, commit {where['commit']}.", ""]
 

@@ -97,8 +97,8 @@ def _divided(missed: Sequence[Missed], rates: MissRates) -> tuple[tuple[int, ...
     return tuple(sorted(one.expert for one in order[:count])), best
 
 
-#: assumed GB/s of pages that the CPU of a host with 16 cores computes with. Two cores of a Zen 4 take 17 GB/s in the
-#: format's order, and 4.5 in that of a GPU's tiles, which they unpack first (scripts/missed_rates.py)
+#: assumed GB/s of pages that a CPU computes with, where `vbrt tune --machine` has not measured it. Two cores of a Zen 4
+#: take 15.6 GB/s in the order of a GPU's tiles (scripts/missed_rates.py)
 CPU_GB_PER_S = 20.0
 
 
