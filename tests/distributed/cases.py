@@ -395,3 +395,16 @@ def generated_by_ranks_of_two_minds(path: str, format: str, **asked: Any) -> dic
     counts = vbrt.of(model).stats()
     rounds = 0 if counts.speculation is None else counts.speculation.rounds
     return {"equal": torch.equal(got, want), "captured": counts.steps.captured, "rounds": rounds}
+
+
+def generated_apart(path: str, what: str) -> str:
+    """Generate from other inputs on each rank, or with other seeds; the model is usable afterwards."""
+    model, rank = _loaded(path, "nvfp4"), dist.get_rank()
+    given = {"max_new_tokens": 8, "pad_token_id": 0, "eos_token_id": None}
+    torch.manual_seed(rank)
+    try:
+        model.generate(TOKENS + rank * (what == "inputs"), do_sample=what == "seeds", **given)
+    except vbrt.VBError as error:
+        assert model.generate(TOKENS, do_sample=False, **given).shape == (1, 20)
+        return f"{type(error).__name__}: {error}"
+    return "generated"

@@ -81,6 +81,20 @@ def test_ranks_generate_in_step_whatever_each_has_timed(two_ranks: Ranks, saved:
     assert found[0]["rounds" if speculate else "captured"] > 3
 
 
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("inputs", "inputs"),
+        ("seeds", "tokens, from the same inputs; where they are drawn, torch.manual_seed is needed"),
+    ],
+)
+def test_ranks_that_generate_apart_are_told(two_ranks: Ranks, saved: Path, what: str, said: str):
+    start = f"ArgumentError: ranks compute one model together, and rank 1 has other {said}"
+    assert all(
+        told.startswith(start) for told in two_ranks(cases.generated_apart, path=str(saved / "llama"), what=what)
+    )
+
+
 def test_statistics_of_all_ranks_are_summed_on_the_first(two_ranks: Ranks):
     first, second = two_ranks(cases.counted)
     name = "model.layers.0.mlp.down_proj"

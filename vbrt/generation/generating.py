@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vbrt.errors import WrapError
 from vbrt.generation.generate import Speculation
@@ -52,6 +52,21 @@ class Generating:
         self.__signature__ = inspect.signature(type(model).generate.__get__(model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        attachment = None if self._attachment is None else self._attachment()
+        watcher = None if attachment is None else attachment.watcher
+        if watcher is None:
+            return self._generate(*args, **kwargs)
+        given = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        if isinstance(given, Tensor):
+            watcher.compare(given, "inputs")
+        out = self._generate(*args, **kwargs)
+        tokens = getattr(out, "sequences", out)
+        watcher.compare(
+            tokens, "tokens, from the same inputs; where they are drawn, torch.manual_seed is needed on all"
+        )
+        return out
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
         how, kwargs = Speculation.taken(with_asked_cache(self._model(), kwargs))
         if how.asked:
             attachment = self._attached(how)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from vbrt.config import VBConfig, load_config
 from vbrt.errors import WrapError
@@ -59,6 +59,9 @@ class Watcher(Protocol):
 
     def stop(self) -> None:
         """Look no more. Idempotent."""
+
+    def compare(self, tensor: Tensor, what: str) -> None:
+        """Raise ArgumentError, on all ranks, if one of them calls this with another tensor."""
 
     def least(self, number: int) -> int:
         """Return the least of the numbers with which all ranks call this, each at the same place of its passes."""
