@@ -77,20 +77,24 @@ class Watch:
         self._ticker.stop()
 
     def compare(self, tensor: torch.Tensor, what: str) -> None:
-        """Raise ArgumentError, on all ranks, if one of them calls this with another tensor, which is `what`."""
+        """Raise ArgumentError, on all ranks, if one of them calls this with another tensor, which is `what`. Raises
+        TierError: another rank is not well."""
         digest = xxhash.xxh3_64_intdigest(bytes_view(tensor.cpu().contiguous())) ^ sum(tensor.shape)
         told = torch.tensor([digest >> 1], dtype=torch.int64, device=self._device)
         every = [torch.empty_like(told) for _ in range(self.count)]
-        dist.all_gather(every, told, group=self._group)
+        with watched(self):
+            dist.all_gather(every, told, group=self._group)
         numbers = [int(number) for number in every]
         other = next((rank for rank, number in enumerate(numbers) if number != numbers[0]), None)
         if other is not None:
             raise ArgumentError(f"ranks compute one model together, and rank {other} has other {what}")
 
     def least(self, number: int) -> int:
-        """Return the least of the numbers with which all ranks call this, each at the same place of its passes."""
+        """Return the least of the numbers with which all ranks call this, each at the same place of its passes. Raises
+        TierError: another rank is not well."""
         told = torch.tensor([number], dtype=torch.int64, device=self._device)
-        dist.all_reduce(told, dist.ReduceOp.MIN, group=self._group)
+        with watched(self):
+            dist.all_reduce(told, dist.ReduceOp.MIN, group=self._group)
         return int(told)
 
     # -- this rank ----------------------------------------------------------------------------------------------------
