@@ -24,7 +24,7 @@ _THREADS = """\
 How many threads update: the first table's model, {tokens:,} tokens a step, at commit {commit}, on 16 cores. {chosen}
 are what a model takes by itself, three quarters of the cores: others launch what the GPU computes. The row of the first
 table was measured before, with {all} threads and updates in the order of the backward pass. A step that begins after
-the backward pass takes {after:.2f} s."""
+the backward pass takes {after:.2f} s, forward and backward without any update {without:.2f} s (once)."""
 
 _CPU = """\
 {parameters:.1f} M parameters, {rows} rows a step, AdamW, bf16 autocast, on {cpu}, {cores} cores that others use too.
@@ -101,12 +101,16 @@ def _threads(result: dict) -> list[str]:
         return []
     every = [row["threads"] for row in found["rows"]]
     said = {"chosen": max(every) * 3 // 4, "all": max(every), "after": found["step_after_backward_s"]}
+    said["without"] = found["forward_and_backward_without_update_s"]
     return [
         _flat(_THREADS.format(tokens=found["tokens"], commit=found["commit"], **said)),
         "",
-        "| threads | a step, s | the update by itself, s |",
-        "| --- | --- | --- |",
-        *(f"| {row['threads']} | {row['step_s']:.2f} | {row['update_alone_s']:.2f} |" for row in found["rows"]),
+        "| threads | a step, s | of which layers waited for updates, s | the update by itself, s |",
+        "| --- | --- | --- | --- |",
+        *(
+            f"| {row['threads']} | {row['step_s']:.2f} | {row['layers_waited_s']:.3f} | {row['update_alone_s']:.2f} |"
+            for row in found["rows"]
+        ),
         "",
     ]
 
